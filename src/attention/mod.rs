@@ -1,0 +1,25 @@
+//! Scaled dot-product attention on tensors of heads.
+//!
+//! What lives here: whole attention algorithms, from q, k, v to the output. What does not: the projections around them
+//! (that is [`crate::nn::CausalSelfAttention`]) and the single ops they are made of ([`crate::ops`]).
+
+mod naive;
+
+pub use crate::kernels::Mask;
+pub use naive::naive;
+
+/// How to attend; it means the same to every algorithm.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct AttentionConfig {
+    /// Which keys a query sees.
+    pub mask: Mask,
+    /// What the scores are multiplied by; `None` is 1 / sqrt(Dh).
+    pub scale: Option<f64>,
+}
+
+impl AttentionConfig {
+    /// The scale for heads of `head_dim` elements.
+    pub fn scale_for(&self, head_dim: usize) -> f64 {
+        self.scale.unwrap_or(1.0 / (head_dim as f64).sqrt())
+    }
+}

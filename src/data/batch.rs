@@ -1,0 +1,82 @@
+//! [`Batch`], and the cutting of windows that every kind of batches shares.
+
+use candle_core::{Device, Tensor};
+
+use super::tokens::Tokens;
+use crate::{Error, Result};
+
+/// Windows of a token sequence, and for each position the token that follows it.
+#[derive(Debug, Clone)]
+pub struct Batch {
+    /// (B, T) u32.
+    pub inputs: Tensor,
+    /// (B, T) u32: `targets[b][t]` follows `inputs[b][t]` in the data, so it is `inputs[b][t + 1]` where that exists.
+    pub targets: Tensor,
+}
+
+impl Batch {
+    /// B * T: how many predictions the loss of this batch is the mean of, and so its weight in a mean over batches of
+    /// different sizes.
+    pub fn num_targets(&self) -> usize {
+        self.targets.elem_count()
+    }
+
+    /// One row for each of `starts`: `inputs` is `tokens[start..start + sequence_length]`, `targets` one further on.
+    pub(super) fn cut(
+        tokens: &Tokens,
+        starts: impl ExactSizeIterator<Item = usize>,
+        sequence_length: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let shape = (starts.len(), sequence_length);
+        let mut inputs = vec![0u32; shape.0 * shape.1];
+        let mut targets = inputs.clone();
+        let rows = inputs
+            .chunks_exact_mut(sequence_length)
+            .zip(targets.chunks_exact_mut(sequence_length));
+        for (start, (inputs, targets)) in starts.zip(rows) {
+            // Decoded and checked once: a row's inputs are its targets moved by one.
+            tokens.copy_to(start, &mut inputs[..1])?;
+            tokens.copy_to(start + 1, targets)?;
+            inputs[1..].copy_from_slice(&targets[..sequence_length - 1]);
+        }
+        Ok(Self {
+            inputs: Tensor::from_vec(inputs, shape, device)?,
+            targets: Tensor::from_vec(targets, shape, device)?,
+        })
+    }
+}
+
+/// What every kind of batches asks: sizes over zero, and data for one window at least.
+pub(super) fn check_sizes(
+    config: &'static str,
+    tokens: &Tokens,
+    batch_size: usize,
+    sequence_length: usize,
+) -> Result<()> {
+    for (field, value) in [
+        ("batch_size", batch_size),
+        ("sequence_length", sequence_length),
+    ] {
+        if value == 0 {
+            return Err(Error::Config {
+                config,
+                field,
+                expected: "at least 1".into(),
+                got: "0".into(),
+                hint: "a batch needs at least one row of one token".into(),
+            });
+        }
+    }
+    if tokens.len() <= sequence_length {
+        return Err(Error::Data {
+            what: tokens.to_string(),
+            expected: format!(
+                "more than {sequence_length} tokens ({config}: sequence_length {sequence_length}, and the target of its last token)"
+            ),
+            got: format!("{} tokens", tokens.len()),
+            hint: "give more data or a shorter sequence_length".into(),
+        });
+    }
+    Ok(())
+}

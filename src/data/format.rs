@@ -1,0 +1,206 @@
+//! The layouts of token files, and the header two of them carry.
+
+use std::path::Path;
+
+use super::source::Width;
+use crate::{Error, Result};
+
+/// The header of llm.c and modded-nanogpt: 256 integers of 32 bits, of which three are used.
+pub(super) const HEADER_BYTES: usize = 256 * 4;
+const VERSION_OFFSET: usize = 4;
+const COUNT_OFFSET: usize = 8;
+
+/// How a token file is laid out. Everything is little-endian.
+///
+/// | format | content | written by |
+/// |---|---|---|
+/// | `RawU16` | u16 ids, nothing else | nanoGPT |
+/// | `HeaderedU16` | 256 i32 {20240520, 1, token count, 0, ..}, then u16 ids | llm.c (GPT-2), modded-nanogpt |
+/// | `HeaderedU32` | 256 i32 {20240801, 7, token count, 0, ..}, then u32 ids | llm.c (Llama 3) |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum TokenFormat {
+    /// u16 ids without a header.
+    RawU16,
+    /// A header with magic 20240520 and version 1, then u16 ids.
+    HeaderedU16,
+    /// A header with magic 20240801 and version 7, then u32 ids.
+    HeaderedU32,
+}
+
+impl TokenFormat {
+    /// Bytes of one token.
+    pub fn token_bytes(self) -> usize {
+        self.width().bytes()
+    }
+
+    /// Bytes before the first token: 0 or 1024.
+    pub fn header_bytes(self) -> usize {
+        match self.magic_and_version() {
+            None => 0,
+            Some(_) => HEADER_BYTES,
+        }
+    }
+
+    /// The format of a file that begins so: by its magic number, and raw where there is none.
+    pub(super) fn detect(content: &[u8]) -> Self {
+        let found = read_i32(content, 0);
+        [Self::HeaderedU16, Self::HeaderedU32]
+            .into_iter()
+            .find(|format| {
+                format
+                    .magic_and_version()
+                    .is_some_and(|(magic, _)| found == Some(magic))
+            })
+            .unwrap_or(Self::RawU16)
+    }
+
+    pub(super) fn width(self) -> Width {
+        match self {
+            Self::RawU16 | Self::HeaderedU16 => Width::U16,
+            Self::HeaderedU32 => Width::U32,
+        }
+    }
+
+    fn magic_and_version(self) -> Option<(i32, i32)> {
+        match self {
+            Self::RawU16 => None,
+            Self::HeaderedU16 => Some((20240520, 1)),
+            Self::HeaderedU32 => Some((20240801, 7)),
+        }
+    }
+
+    /// Checks `content`, the whole file: its header if the format has one, and its size.
+    pub(super) fn check(self, path: &Path, content: &[u8]) -> Result<()> {
+        if content.is_empty() {
+            return Err(malformed(
+                path,
+                "the file is empty (0 bytes)".into(),
+                "was the tokenizer's output flushed?",
+            ));
+        }
+        match self.magic_and_version() {
+            None => self.check_raw(path, content),
+            Some((magic, version)) => self.check_headered(path, content, magic, version),
+        }
+    }
+
+    fn check_raw(self, path: &Path, content: &[u8]) -> Result<()> {
+        if content.len().is_multiple_of(self.token_bytes()) {
+            return Ok(());
+        }
+        let (size, last) = (content.len(), content.len() - 1);
+        let value = content[last];
+        Err(malformed(
+            path,
+            format!(
+                "{size} bytes is no whole number of u16 tokens: the byte at offset {last} (value {value}) is half a token"
+            ),
+            "the file was cut, or it is text: read that with Tokens::bytes",
+        ))
+    }
+
+    fn check_headered(self, path: &Path, content: &[u8], magic: i32, version: i32) -> Result<()> {
+        let found_magic = read_i32(content, 0);
+        if content.len() < HEADER_BYTES {
+            return Err(malformed(
+                path,
+                format!(
+                    "{} bytes, the header alone has {HEADER_BYTES} (magic {} at offset 0)",
+                    content.len(),
+                    shown(found_magic)
+                ),
+                "the file was cut, or it has no header: then Tokens::open_as with TokenFormat::RawU16 reads it",
+            ));
+        }
+        if found_magic != Some(magic) {
+            return Err(malformed(
+                path,
+                format!("magic {} at offset 0, expected {magic}", shown(found_magic)),
+                "this is another format: Tokens::open finds out which",
+            ));
+        }
+        let found_version = read_i32(content, VERSION_OFFSET);
+        if found_version != Some(version) {
+            return Err(malformed(
+                path,
+                format!(
+                    "version {} at offset {VERSION_OFFSET}, expected {version} with magic {magic}",
+                    shown(found_version)
+                ),
+                "write the file again in a version known here",
+            ));
+        }
+        let count = read_i32(content, COUNT_OFFSET);
+        let holds = content.len() - HEADER_BYTES;
+        let token_bytes = self.token_bytes();
+        // 64 bits, so that no count overflows on a 32-bit machine.
+        let promised = count.map(|count| i64::from(count) * token_bytes as i64);
+        if promised != Some(holds as i64) || holds == 0 {
+            return Err(malformed(
+                path,
+                format!(
+                    "token count {} at offset {COUNT_OFFSET}, but {holds} bytes follow the header, {token_bytes} a token",
+                    shown(count)
+                ),
+                "the file was cut, or its writer did not finish; a file without a header is read by Tokens::open_as with TokenFormat::RawU16",
+            ));
+        }
+        Ok(())
+    }
+
+    /// The header of a file at `path` with `count` tokens; empty for the raw format.
+    pub(super) fn header(self, path: &Path, count: usize) -> Result<Vec<u8>> {
+        let Some((magic, version)) = self.magic_and_version() else {
+            return Ok(Vec::new());
+        };
+        let count = i32::try_from(count).map_err(|_| Error::Data {
+            what: path.display().to_string(),
+            expected: format!("at most {} tokens, the header counts in i32", i32::MAX),
+            got: format!("{count} tokens"),
+            hint: "write several files, or TokenFormat::RawU16, which counts nothing".into(),
+        })?;
+        let mut header = vec![0; HEADER_BYTES];
+        for (index, value) in [magic, version, count].into_iter().enumerate() {
+            header[index * 4..(index + 1) * 4].copy_from_slice(&value.to_le_bytes());
+        }
+        Ok(header)
+    }
+}
+
+fn read_i32(content: &[u8], offset: usize) -> Option<i32> {
+    let bytes = content.get(offset..offset + 4)?;
+    Some(i32::from_le_bytes(bytes.try_into().ok()?))
+}
+
+/// A header's integer, or that the file ends before it.
+fn shown(value: Option<i32>) -> String {
+    value.map_or_else(|| "missing".into(), |value| value.to_string())
+}
+
+fn malformed(path: &Path, problem: String, hint: &str) -> Error {
+    Error::Format {
+        path: path.into(),
+        problem,
+        hint: hint.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A count over i32 cannot be tried through the public API: it would take a file of 4 GiB.
+    #[test]
+    fn a_count_over_i32_is_an_error_only_with_a_header() {
+        let path = Path::new("big.bin");
+        let count = i32::MAX as usize + 1;
+        for format in [TokenFormat::HeaderedU16, TokenFormat::HeaderedU32] {
+            assert!(format.header(path, count - 1).is_ok());
+            let text = format.header(path, count).unwrap_err().to_string();
+            assert!(text.contains("big.bin"), "{text}");
+            assert!(text.contains("2147483648 tokens"), "{text}");
+        }
+        assert!(TokenFormat::RawU16.header(path, count).is_ok());
+    }
+}

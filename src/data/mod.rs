@@ -1,0 +1,45 @@
+//! Data to train on: token sequences from text, binary and token files, and batches of windows cut from them.
+//!
+//! Here live [`Tokens`] (a checked, memory-mapped or in-memory sequence of ids with its vocabulary size),
+//! [`write_tokens`], and the two ways to cut batches: [`RandomBatches`] to train, [`SequentialBatches`] to evaluate.
+//! What does not live here: tokenizers (bring ids, or take bytes as tokens), and the training loop that uses the batches.
+//!
+//! ```
+//! use candle_core::Device;
+//! use tallow::data::{RandomBatches, SequentialBatches, Tokens};
+//!
+//! # fn main() -> tallow::Result<()> {
+//! let text = "to be, or not to be, that is the question. ".repeat(20);
+//! let (train, validation) = Tokens::from_bytes(text)?.split(0.1)?;
+//!
+//! let training = RandomBatches::new(&train, 4, 16, 1234)?;
+//! let batch = training.batch(0, &Device::Cpu)?; // step 0, now and after any resume
+//! assert_eq!(batch.inputs.dims(), [4, 16]);
+//!
+//! let evaluation = SequentialBatches::new(&validation, 4, 16)?;
+//! let mut predicted = 0;
+//! for batch in evaluation.iter(&Device::Cpu) {
+//!     predicted += batch?.num_targets();
+//! }
+//! assert_eq!(predicted, validation.len() - 1); // each target once
+//! # Ok(())
+//! # }
+//! ```
+
+mod atomic_file;
+mod batch;
+mod format;
+mod open;
+mod random;
+mod sequential;
+mod source;
+mod source_tree;
+mod tokens;
+mod write;
+
+pub use batch::Batch;
+pub use format::TokenFormat;
+pub use random::RandomBatches;
+pub use sequential::SequentialBatches;
+pub use tokens::Tokens;
+pub use write::write_tokens;

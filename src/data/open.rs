@@ -1,0 +1,169 @@
+//! The ways to get [`Tokens`].
+
+use std::ffi::OsStr;
+use std::path::Path;
+
+use super::format::TokenFormat;
+use super::source::{Source, Width, map_file};
+use super::source_tree;
+use super::tokens::{Tokens, position_outside};
+use crate::{Error, Result};
+
+const BYTES_VOCAB_SIZE: usize = 256;
+
+impl Tokens {
+    /// Any file, text or binary, byte by byte; vocabulary 256.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be read, is a folder or no regular file; [`Error::Format`] if it is empty.
+    pub fn bytes(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let map = map_file(path)?;
+        if map.is_empty() {
+            return Err(Error::Format {
+                path: path.into(),
+                problem: "the file is empty (0 bytes)".into(),
+                hint: "give a file with text in it".into(),
+            });
+        }
+        let source = Source::File {
+            path: path.into(),
+            map,
+            header_bytes: 0,
+            width: Width::U8,
+        };
+        Ok(Self::whole(source, BYTES_VOCAB_SIZE))
+    }
+
+    /// A token file in any format of [`TokenFormat`], found out by its magic number; without one it is
+    /// [`TokenFormat::RawU16`].
+    ///
+    /// # Errors
+    /// Those of [`open_as`](Self::open_as).
+    pub fn open(path: impl AsRef<Path>, vocab_size: usize) -> Result<Self> {
+        Self::open_file(path.as_ref(), None, vocab_size)
+    }
+
+    /// A token file in a format that is known.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be read, is a folder or no regular file; [`Error::Format`], with offset and value,
+    /// if it is empty, its header is not the format's, or its size is not what the header says or no whole number of
+    /// tokens; [`Error::Config`] if `vocab_size` is 0.
+    pub fn open_as(path: impl AsRef<Path>, format: TokenFormat, vocab_size: usize) -> Result<Self> {
+        Self::open_file(path.as_ref(), Some(format), vocab_size)
+    }
+
+    fn open_file(path: &Path, format: Option<TokenFormat>, vocab_size: usize) -> Result<Self> {
+        check_vocab_size("Tokens::open", vocab_size)?;
+        let map = map_file(path)?;
+        let format = format.unwrap_or_else(|| TokenFormat::detect(&map));
+        format.check(path, &map)?;
+        let source = Source::File {
+            path: path.into(),
+            map,
+            header_bytes: format.header_bytes(),
+            width: format.width(),
+        };
+        Ok(Self::whole(source, vocab_size))
+    }
+
+    /// The source files of a folder and its subfolders as bytes, joined as they are; vocabulary 256.
+    ///
+    /// Taken are the files whose extension is one of `extensions` (`"rs"`; a leading dot is ignored) and that are
+    /// UTF-8. Within each folder, files and subfolders come in the order of their names, so the same tree always
+    /// gives the same tokens. Hidden subfolders, subfolders called `target` and symbolic links are skipped.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the folder or anything in it cannot be read; [`Error::Config`] if `extensions` is empty;
+    /// [`Error::Data`] if the files taken hold no byte.
+    pub fn source_tree(folder: impl AsRef<Path>, extensions: &[&str]) -> Result<Self> {
+        let folder = folder.as_ref();
+        if extensions.is_empty() {
+            return Err(Error::Config {
+                config: "Tokens::source_tree",
+                field: "extensions",
+                expected: "at least one extension".into(),
+                got: "none".into(),
+                hint: "for a Rust crate, take rs, md and toml".into(),
+            });
+        }
+        let names: Vec<&OsStr> = extensions
+            .iter()
+            .map(|extension| OsStr::new(extension.strip_prefix('.').unwrap_or(extension)))
+            .collect();
+        let tree = source_tree::read(folder, &names)?;
+        if tree.bytes.is_empty() {
+            return Err(Error::Data {
+                what: folder.display().to_string(),
+                expected: format!(
+                    "text in UTF-8 files with extension {}",
+                    extensions.join(", ")
+                ),
+                got: format!("0 bytes ({} such files are not UTF-8)", tree.not_text),
+                hint: "hidden folders, folders called target and symbolic links are skipped".into(),
+            });
+        }
+        let source = Source::Bytes {
+            name: folder.display().to_string(),
+            bytes: tree.bytes,
+        };
+        Ok(Self::whole(source, BYTES_VOCAB_SIZE))
+    }
+
+    /// Bytes in memory (`&[u8]`, `Vec<u8>`, `&str`, `String`), each a token; vocabulary 256.
+    ///
+    /// # Errors
+    /// [`Error::Data`] if there are none.
+    pub fn from_bytes(bytes: impl Into<Vec<u8>>) -> Result<Self> {
+        let source = Source::Bytes {
+            name: "bytes in memory".into(),
+            bytes: bytes.into(),
+        };
+        Self::in_memory(source, BYTES_VOCAB_SIZE)
+    }
+
+    /// Ids in memory (`&[u32]`, `Vec<u32>`), checked at once.
+    ///
+    /// # Errors
+    /// [`Error::TokenId`] with the first id that is `vocab_size` or more; [`Error::Data`] if there are no ids;
+    /// [`Error::Config`] if `vocab_size` is 0.
+    pub fn from_ids(ids: impl Into<Vec<u32>>, vocab_size: usize) -> Result<Self> {
+        check_vocab_size("Tokens::from_ids", vocab_size)?;
+        let ids = ids.into();
+        if let Some(position) = position_outside(&ids, vocab_size) {
+            return Err(Error::TokenId {
+                op: "Tokens::from_ids",
+                id: ids[position].into(),
+                position,
+                vocab_size,
+            });
+        }
+        Self::in_memory(Source::Ids(ids), vocab_size)
+    }
+
+    fn in_memory(source: Source, vocab_size: usize) -> Result<Self> {
+        if source.len() == 0 {
+            return Err(Error::Data {
+                what: source.name(),
+                expected: "at least 1 token".into(),
+                got: "none".into(),
+                hint: "give some data".into(),
+            });
+        }
+        Ok(Self::whole(source, vocab_size))
+    }
+}
+
+fn check_vocab_size(config: &'static str, vocab_size: usize) -> Result<()> {
+    if vocab_size == 0 {
+        return Err(Error::Config {
+            config,
+            field: "vocab_size",
+            expected: "at least 1".into(),
+            got: "0".into(),
+            hint: "give the tokenizer's vocabulary size".into(),
+        });
+    }
+    Ok(())
+}

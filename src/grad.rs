@@ -1,0 +1,38 @@
+//! Whether this thread records a graph.
+
+use std::cell::Cell;
+
+thread_local! {
+    static ENABLED: Cell<bool> = const { Cell::new(true) };
+}
+
+/// Runs `f` without building a graph: whatever this crate's ops and layers compute in it keeps nothing for backward.
+///
+/// candle has no such switch of its own, so an ordinary candle op on a [`Var`](candle_core::Var) inside `f` still
+/// records itself. Regions nest, hold for the calling thread only, and end on panic too.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use tallow::{no_grad, ops};
+///
+/// let w = Var::from_tensor(&Tensor::ones((3, 2), candle_core::DType::F32, &Device::Cpu)?)?;
+/// let x = Tensor::ones((1, 2), candle_core::DType::F32, &Device::Cpu)?;
+/// assert!(ops::linear(&x, &w)?.track_op());
+/// assert!(!no_grad(|| ops::linear(&x, &w))?.track_op());
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn no_grad<R>(f: impl FnOnce() -> R) -> R {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            ENABLED.set(self.0);
+        }
+    }
+    let _restore = Restore(ENABLED.replace(false));
+    f()
+}
+
+/// Whether ops record themselves on this thread.
+pub fn is_grad_enabled() -> bool {
+    ENABLED.get()
+}

@@ -1,0 +1,62 @@
+//! Cross-entropy of logits: loss = mean over the targets that count of lse(row) - row[target].
+
+use super::{Real, parallel, simd};
+use rayon::prelude::*;
+
+/// Each row's loss and log-sum-exp, from `logits` (rows, classes); a target of `None` gives a loss of 0.
+pub fn forward<T: Real>(
+    logits: &[T],
+    classes: usize,
+    target: impl Fn(usize) -> Option<usize> + Sync,
+    loss: &mut [T],
+    lse: &mut [T],
+) {
+    // A row is thousands of elements: cut by rows of logits, not by the few outputs.
+    let per_task = (parallel::TASK_ELEMENTS / classes.max(1)).max(1);
+    let outputs = loss
+        .par_chunks_mut(per_task)
+        .zip(lse.par_chunks_mut(per_task));
+    outputs.enumerate().for_each(|(task, (loss, lse))| {
+        simd::vectorized(|| {
+            for (i, (loss, lse)) in loss.iter_mut().zip(lse).enumerate() {
+                let row = task * per_task + i;
+                let x = &logits[row * classes..(row + 1) * classes];
+                let top = simd::max(x);
+                let total = simd::sum_over([x], |[x]| (x - top).exponential());
+                *lse = top + total.logarithm();
+                *loss = match target(row) {
+                    Some(class) => *lse - x[class],
+                    None => T::ZERO,
+                };
+            }
+        });
+    });
+}
+
+/// `dlogits[row] = (softmax(row) - onehot(target)) * weight`, 0 for rows whose target does not count.
+pub fn backward<T: Real>(
+    logits: &[T],
+    classes: usize,
+    target: impl Fn(usize) -> Option<usize> + Sync,
+    lse: &[T],
+    weight: T,
+    dlogits: &mut [T],
+) {
+    parallel::for_rows(dlogits, classes, |first, dlogits| {
+        simd::vectorized(|| {
+            for (i, dx) in dlogits.chunks_exact_mut(classes).enumerate() {
+                let row = first + i;
+                let Some(class) = target(row) else {
+                    dx.fill(T::ZERO);
+                    continue;
+                };
+                let x = &logits[row * classes..(row + 1) * classes];
+                let lse = lse[row];
+                for (dx, x) in dx.iter_mut().zip(x) {
+                    *dx = (*x - lse).exponential() * weight;
+                }
+                dx[class] = dx[class] - weight;
+            }
+        });
+    });
+}

@@ -1,0 +1,21 @@
+//! The CPU kernels: slices in, slices out, parallel over rows, vectorised for the CPU that runs them.
+//!
+//! Every kernel gives the same bits for any number of threads: work is cut by shape alone, a row is computed by one
+//! task, and sums across rows are taken in blocks of fixed size, added in a fixed order. The kernels are generic over
+//! [`Real`] (`f32` and `f64`). Slices of the wrong length are a bug of the caller, and panic.
+
+pub mod cross_entropy;
+pub mod embedding;
+pub mod gemm;
+pub mod heads;
+pub mod layer_norm;
+pub mod parallel;
+mod real;
+pub mod relu;
+pub mod rms_norm;
+pub mod rope;
+pub mod simd;
+pub mod softmax;
+pub mod swiglu;
+
+pub use real::Real;

@@ -1,0 +1,141 @@
+//! How kernels share work among threads: by ranges that depend on the shape alone.
+
+use super::{Real, simd};
+use rayon::prelude::*;
+
+/// Elements in one task: large against the cost of handing a task over (a few microseconds), small against a cache.
+pub const TASK_ELEMENTS: usize = 16 * 1024;
+
+/// Rows summed into one partial row by [`sum_rows`]. Fixed, so that the order of additions is.
+const BLOCK_ROWS: usize = 32;
+
+/// A slice that several tasks write, each to places of its own.
+///
+/// For outputs whose parts are not neighbours (a column block, a transposed head), where `chunks_mut` cannot cut.
+pub struct Shared<'a, T> {
+    start: *mut T,
+    len: usize,
+    borrow: std::marker::PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: the slice was borrowed exclusively; `range` hands the duty of not overlapping to its caller.
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
+
+impl<'a, T> Shared<'a, T> {
+    /// Lends `slice` for writing from several tasks.
+    pub fn new(slice: &'a mut [T]) -> Self {
+        Self {
+            start: slice.as_mut_ptr(),
+            len: slice.len(),
+            borrow: std::marker::PhantomData,
+        }
+    }
+
+    /// The elements `start..start + len`.
+    ///
+    /// # Safety
+    /// No two tasks may hold overlapping ranges at the same time.
+    #[allow(clippy::mut_from_ref)] // exclusive by the caller's promise
+    #[inline(always)]
+    pub unsafe fn range(&self, start: usize, len: usize) -> &mut [T] {
+        assert!(start + len <= self.len, "{start}+{len} of {}", self.len);
+        // SAFETY: inside the borrowed slice; disjointness is the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
+    }
+}
+
+/// Rows in one task, for rows of `width` elements.
+fn rows_per_task(width: usize) -> usize {
+    (TASK_ELEMENTS / width.max(1)).max(1)
+}
+
+/// Calls `f(first_row, rows)` on consecutive groups of whole rows of `out`, rows being `width` elements.
+pub fn for_rows<T: Send>(out: &mut [T], width: usize, f: impl Fn(usize, &mut [T]) + Sync) {
+    if width == 0 {
+        return;
+    }
+    debug_assert_eq!(out.len() % width, 0);
+    let rows = rows_per_task(width);
+    if out.len() <= rows * width {
+        return f(0, out);
+    }
+    out.par_chunks_mut(rows * width)
+        .enumerate()
+        .for_each(|(task, part)| f(task * rows, part));
+}
+
+/// As [`for_rows`], with a second output of `second_width` elements a row, cut at the same rows.
+pub fn for_rows2<T: Send, U: Send>(
+    first: &mut [T],
+    width: usize,
+    second: &mut [U],
+    second_width: usize,
+    f: impl Fn(usize, &mut [T], &mut [U]) + Sync,
+) {
+    if width == 0 || second_width == 0 {
+        return;
+    }
+    assert_eq!(first.len() / width, second.len() / second_width);
+    let rows = rows_per_task(width);
+    first
+        .par_chunks_mut(rows * width)
+        .zip(second.par_chunks_mut(rows * second_width))
+        .enumerate()
+        .for_each(|(task, (a, b))| f(task * rows, a, b));
+}
+
+/// Calls `f(task)` for every task in `0..tasks`, in parallel.
+pub fn for_tasks(tasks: usize, f: impl Fn(usize) + Sync + Send) {
+    if tasks == 1 {
+        return f(0);
+    }
+    (0..tasks).into_par_iter().for_each(f);
+}
+
+/// `out[j] = sum over rows of term(row)[j]`, where `add(row, partial)` adds row `row`'s terms to `partial`.
+///
+/// Blocks of [`BLOCK_ROWS`] rows are summed each on its own, then the blocks in order: the same bits for any number
+/// of threads, and shorter chains of rounding than a plain loop.
+pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(usize, &mut [T]) + Sync) {
+    let width = out.len();
+    let blocks = rows.div_ceil(BLOCK_ROWS);
+    let mut partials = vec![T::ZERO; blocks * width]; // (blocks, width)
+    partials
+        .par_chunks_mut(width.max(1))
+        .enumerate()
+        .for_each(|(block, partial)| {
+            for row in block * BLOCK_ROWS..rows.min((block + 1) * BLOCK_ROWS) {
+                add(row, partial);
+            }
+        });
+    out.fill(T::ZERO);
+    simd::vectorized(|| {
+        for partial in partials.chunks_exact(width.max(1)) {
+            for (o, p) in out.iter_mut().zip(partial) {
+                *o += *p;
+            }
+        }
+    });
+}
+
+/// The sum of `f(range)` over consecutive ranges of [`TASK_ELEMENTS`] that cover `0..n`, the ranges' results added in
+/// order.
+pub fn sum_ranges(n: usize, f: impl Fn(std::ops::Range<usize>) -> f64 + Sync + Send) -> f64 {
+    let tasks = n.div_ceil(TASK_ELEMENTS);
+    let partials: Vec<f64> = (0..tasks)
+        .into_par_iter()
+        .map(|task| f(task * TASK_ELEMENTS..n.min((task + 1) * TASK_ELEMENTS)))
+        .collect();
+    partials.iter().sum()
+}
+
+/// A vector of `len` elements that `fill` writes completely before anybody reads it: no pass of zeros first.
+pub fn filled<T: Copy>(len: usize, fill: impl FnOnce(&mut [T])) -> Vec<T> {
+    let mut out = Vec::with_capacity(len);
+    // SAFETY: the capacity is there, T is plain data, and `fill` (a kernel) writes every element without reading.
+    unsafe {
+        fill(std::slice::from_raw_parts_mut(out.as_mut_ptr(), len));
+        out.set_len(len);
+    }
+    out
+}

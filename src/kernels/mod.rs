@@ -1,0 +1,9 @@
+//! Plain compute, which knows nothing of graphs: inputs in, preallocated outputs out, sizes as arguments.
+//!
+//! What lives here: [`Mask`] and whatever else every device shares, and one folder a device ([`cpu`]). What does not:
+//! anything that knows a candle `Tensor` or its gradient (that is [`crate::ops`]), or when to compute what.
+
+pub mod cpu;
+mod mask;
+
+pub use mask::Mask;

@@ -1,0 +1,90 @@
+//! Multi-head self-attention.
+
+use super::{Layer, Linear, RotaryEmbedding, join};
+use crate::attention::{self, AttentionConfig, Mask};
+use crate::{Error, Result, ops};
+use candle_core::{Tensor, Var};
+use candle_nn::VarBuilder;
+
+/// Causal multi-head self-attention: projections to q, k and v, rotary positions on q and k, attention in H heads of
+/// Dh = D / H, and an output projection; no biases.
+#[derive(Clone, Debug)]
+pub struct CausalSelfAttention {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    output_proj: Linear,
+    rotary: Option<RotaryEmbedding>,
+    num_heads: usize,
+}
+
+impl CausalSelfAttention {
+    /// Takes `q_proj.weight`, `k_proj.weight`, `v_proj.weight` and `output_proj.weight`, (D, D) each, from the builder.
+    /// Without `rotary` the layer knows no positions.
+    ///
+    /// # Errors
+    /// A d_model that num_heads does not divide, and whatever the builder answers.
+    pub fn new(
+        d_model: usize,
+        num_heads: usize,
+        rotary: Option<RotaryEmbedding>,
+        vb: VarBuilder<'_>,
+    ) -> Result<Self> {
+        if num_heads == 0 || d_model % num_heads != 0 {
+            return Err(Error::Config {
+                config: "CausalSelfAttention",
+                field: "d_model",
+                expected: format!("divisible by num_heads {num_heads}, which is not 0"),
+                got: d_model.to_string(),
+                hint: "each head gets d_model / num_heads elements".into(),
+            });
+        }
+        Ok(Self {
+            q_proj: Linear::new(d_model, d_model, vb.pp("q_proj"))?,
+            k_proj: Linear::new(d_model, d_model, vb.pp("k_proj"))?,
+            v_proj: Linear::new(d_model, d_model, vb.pp("v_proj"))?,
+            output_proj: Linear::new(d_model, d_model, vb.pp("output_proj"))?,
+            rotary,
+            num_heads,
+        })
+    }
+
+    /// x (B, T, D) to (B, T, D).
+    ///
+    /// # Errors
+    /// Another rank or width, a T beyond the rotary tables.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let q = self.positioned(&self.q_proj, x)?; // (B, H, T, Dh)
+        let k = self.positioned(&self.k_proj, x)?; // (B, H, T, Dh)
+        let v = ops::split_heads(&self.v_proj.forward(x)?, self.num_heads)?; // (B, H, T, Dh)
+        let config = AttentionConfig {
+            mask: Mask::Causal,
+            scale: None,
+        };
+        let out = attention::naive(&q, &k, &v, &config)?; // (B, H, T, Dh)
+        self.output_proj.forward(&ops::merge_heads(&out)?)
+    }
+
+    /// x projected, cut into heads and rotated: (B, H, T, Dh).
+    fn positioned(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
+        let heads = ops::split_heads(&projection.forward(x)?, self.num_heads)?;
+        match &self.rotary {
+            Some(rotary) => rotary.forward(&heads, 0),
+            None => Ok(heads),
+        }
+    }
+}
+
+impl Layer for CausalSelfAttention {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+        let layers = [
+            ("q_proj", &self.q_proj),
+            ("k_proj", &self.k_proj),
+            ("v_proj", &self.v_proj),
+            ("output_proj", &self.output_proj),
+        ];
+        for (name, layer) in layers {
+            layer.visit(&join(path, name), visit);
+        }
+    }
+}

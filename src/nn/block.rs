@@ -1,0 +1,56 @@
+//! One layer of the transformer.
+
+use super::{CausalSelfAttention, Layer, RmsNorm, RotaryEmbedding, SwiGlu, join};
+use crate::Result;
+use candle_core::{Tensor, Var};
+use candle_nn::VarBuilder;
+
+/// A pre-norm block: `x + attn(ln1(x))`, then `x + ffn(ln2(x))`.
+#[derive(Clone, Debug)]
+pub struct TransformerBlock {
+    ln1: RmsNorm,
+    attn: CausalSelfAttention,
+    ln2: RmsNorm,
+    ffn: SwiGlu,
+}
+
+impl TransformerBlock {
+    /// Takes the parameters of `ln1`, `attn`, `ln2` and `ffn` from the builder; `eps` is the norms'.
+    ///
+    /// # Errors
+    /// As the parts'.
+    pub fn new(
+        d_model: usize,
+        num_heads: usize,
+        d_ff: usize,
+        eps: f64,
+        rotary: Option<RotaryEmbedding>,
+        vb: VarBuilder<'_>,
+    ) -> Result<Self> {
+        Ok(Self {
+            ln1: RmsNorm::new(d_model, eps, vb.pp("ln1"))?,
+            attn: CausalSelfAttention::new(d_model, num_heads, rotary, vb.pp("attn"))?,
+            ln2: RmsNorm::new(d_model, eps, vb.pp("ln2"))?,
+            ffn: SwiGlu::new(d_model, d_ff, vb.pp("ffn"))?,
+        })
+    }
+
+    /// x (B, T, D) to (B, T, D).
+    ///
+    /// # Errors
+    /// As the parts'.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let x = (x + self.attn.forward(&self.ln1.forward(x)?)?)?;
+        let y = self.ffn.forward(&self.ln2.forward(&x)?)?;
+        Ok((x + y)?)
+    }
+}
+
+impl Layer for TransformerBlock {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+        self.ln1.visit(&join(path, "ln1"), visit);
+        self.attn.visit(&join(path, "attn"), visit);
+        self.ln2.visit(&join(path, "ln2"), visit);
+        self.ffn.visit(&join(path, "ffn"), visit);
+    }
+}

@@ -1,0 +1,48 @@
+//! Token ids to vectors.
+
+use super::{Layer, join, variable};
+use crate::{Result, ops};
+use candle_core::{Tensor, Var};
+use candle_nn::{Init, VarBuilder};
+
+/// A table of one vector for each token, (V, D).
+///
+/// It starts from a normal distribution of standard deviation 1, cut at 3.
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    weight: Var,
+}
+
+impl Embedding {
+    /// Takes `weight` (vocab_size, d_model) from the builder.
+    ///
+    /// # Errors
+    /// Whatever the builder answers: a missing or misshapen weight, say.
+    pub fn new(vocab_size: usize, d_model: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        let init = Init::Randn {
+            mean: 0.0,
+            stdev: 1.0,
+        };
+        let weight = variable(&vb, "weight", (vocab_size, d_model), init)?;
+        Ok(Self { weight })
+    }
+
+    /// The table, (V, D).
+    pub fn weight(&self) -> &Var {
+        &self.weight
+    }
+
+    /// tokens (...) u32 to (..., D).
+    ///
+    /// # Errors
+    /// As [`ops::embedding`].
+    pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
+        ops::embedding(tokens, &self.weight)
+    }
+}
+
+impl Layer for Embedding {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+        visit(join(path, "weight"), &self.weight);
+    }
+}

@@ -1,0 +1,46 @@
+//! The feed-forward network.
+
+use super::{Layer, Linear, join};
+use crate::{Result, ops};
+use candle_core::{Tensor, Var};
+use candle_nn::VarBuilder;
+
+/// The gated feed-forward network `w2(silu(w1 x) * w3 x)`, without biases: w1 and w3 (F, D), w2 (D, F).
+#[derive(Clone, Debug)]
+pub struct SwiGlu {
+    w1: Linear,
+    w2: Linear,
+    w3: Linear,
+}
+
+impl SwiGlu {
+    /// Takes `w1.weight`, `w2.weight` and `w3.weight` from the builder.
+    ///
+    /// # Errors
+    /// Whatever the builder answers: a missing or misshapen weight, say.
+    pub fn new(d_model: usize, d_ff: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            w1: Linear::new(d_model, d_ff, vb.pp("w1"))?,
+            w2: Linear::new(d_ff, d_model, vb.pp("w2"))?,
+            w3: Linear::new(d_model, d_ff, vb.pp("w3"))?,
+        })
+    }
+
+    /// x (..., D) to (..., D).
+    ///
+    /// # Errors
+    /// As [`ops::linear`].
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let gate = self.w1.forward(x)?; // (..., F)
+        let up = self.w3.forward(x)?; // (..., F)
+        self.w2.forward(&ops::swiglu(&gate, &up)?)
+    }
+}
+
+impl Layer for SwiGlu {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+        for (name, layer) in [("w1", &self.w1), ("w2", &self.w2), ("w3", &self.w3)] {
+            layer.visit(&join(path, name), visit);
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Between candle's CPU storage and the kernels' slices.
+
+use crate::kernels::cpu::parallel;
+use candle_core::{
+    CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
+};
+use std::marker::PhantomData;
+use std::ops::{Deref, Range};
+
+/// Runs `$body` with the type `$T` that the dtype names; only the kernels' dtypes get here.
+macro_rules! for_real {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            other => candle_core::bail!("no CPU kernel for {other:?}"),
+        }
+    };
+}
+pub(crate) use for_real;
+
+fn contiguous_range(layout: &Layout) -> Result<Range<usize>> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(start..end),
+        None => bail!("a kernel was handed a strided tensor: {layout:?}"),
+    }
+}
+
+/// The elements of a contiguous operand, inside a custom op's forward.
+pub(crate) fn view<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+    Ok(&storage.as_slice::<T>()?[contiguous_range(layout)?])
+}
+
+/// The elements of a contiguous CPU tensor, borrowed for as long as this lives.
+pub(crate) fn elements<T: WithDType>(tensor: &Tensor) -> Result<impl Deref<Target = [T]> + '_> {
+    struct Elements<G, T> {
+        storage: G,
+        range: Range<usize>,
+        element: PhantomData<T>,
+    }
+
+    impl<G: Deref<Target = Storage>, T: WithDType> Deref for Elements<G, T> {
+        type Target = [T];
+
+        fn deref(&self) -> &[T] {
+            match &*self.storage {
+                Storage::Cpu(cpu) => cpu
+                    .as_slice::<T>()
+                    .map_or(&[], |all| &all[self.range.clone()]),
+                _ => &[], // refused below
+            }
+        }
+    }
+
+    let (storage, layout) = tensor.storage_and_layout();
+    let range = contiguous_range(layout)?;
+    match &*storage {
+        Storage::Cpu(cpu) => cpu.as_slice::<T>()?,
+        _ => bail!(
+            "a CPU kernel was handed a tensor on {:?}",
+            tensor.device().location()
+        ),
+    };
+    Ok(Elements {
+        storage,
+        range,
+        element: PhantomData,
+    })
+}
+
+/// What a custom op's forward returns: `len` elements that `fill` writes, as storage.
+pub(crate) fn output<T: WithDType>(
+    shape: impl Into<Shape>,
+    fill: impl FnOnce(&mut [T]),
+) -> (CpuStorage, Shape) {
+    let shape = shape.into();
+    let data = parallel::filled(shape.elem_count(), fill);
+    (T::to_cpu_storage_owned(data), shape)
+}
+
+/// A CPU tensor of elements that `fill` writes.
+pub(crate) fn tensor<T: WithDType>(
+    shape: impl Into<Shape>,
+    fill: impl FnOnce(&mut [T]),
+) -> Result<Tensor> {
+    let shape = shape.into();
+    Tensor::from_vec(
+        parallel::filled(shape.elem_count(), fill),
+        shape,
+        &Device::Cpu,
+    )
+}
+
+/// Two CPU tensors that `fill` writes together.
+pub(crate) fn tensors<T: WithDType>(
+    first: impl Into<Shape>,
+    second: impl Into<Shape>,
+    fill: impl FnOnce(&mut [T], &mut [T]),
+) -> Result<(Tensor, Tensor)> {
+    let (first, second) = (first.into(), second.into());
+    let mut b = Vec::new();
+    let a = parallel::filled(first.elem_count(), |a| {
+        b = parallel::filled(second.elem_count(), |b| fill(a, b));
+    });
+    Ok((
+        Tensor::from_vec(a, first, &Device::Cpu)?,
+        Tensor::from_vec(b, second, &Device::Cpu)?,
+    ))
+}
+
+/// As [`output`], with a tensor beside it that the op keeps for backward.
+pub(crate) fn output_keeping<T: WithDType>(
+    shape: impl Into<Shape>,
+    kept: impl Into<Shape>,
+    fill: impl FnOnce(&mut [T], &mut [T]),
+) -> Result<((CpuStorage, Shape), Tensor)> {
+    let mut y = Vec::new();
+    let shape = shape.into();
+    let kept = tensor(kept, |kept| {
+        y = parallel::filled(shape.elem_count(), |y| fill(y, kept));
+    })?;
+    Ok(((T::to_cpu_storage_owned(y), shape), kept))
+}
+
+/// Token ids on the host, flattened, each checked against the vocabulary before any kernel sees it.
+///
+/// `ignore` is let through.
+pub(crate) fn ids(
+    op: &'static str,
+    ids: &Tensor,
+    vocab_size: usize,
+    ignore: Option<u32>,
+) -> crate::Result<Vec<u32>> {
+    if ids.dtype() != DType::U32 {
+        return Err(crate::Error::DType {
+            op,
+            expected: "ids in u32".into(),
+            got: ids.dtype().as_str().into(),
+            hint: "convert with to_dtype(DType::U32)".into(),
+        });
+    }
+    let ids = ids.flatten_all()?.to_vec1::<u32>()?;
+    let outside = |id: &u32| *id as usize >= vocab_size && Some(*id) != ignore;
+    match ids.iter().position(outside) {
+        Some(position) => Err(crate::Error::TokenId {
+            op,
+            id: ids[position].into(),
+            position,
+            vocab_size,
+        }),
+        None => Ok(ids),
+    }
+}

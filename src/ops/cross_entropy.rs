@@ -1,0 +1,196 @@
+//! Cross-entropy on logits.
+
+use super::cpu::{elements, for_real, ids, output_keeping, tensor, view};
+use super::dispatch::{Path, choose};
+use super::linear::last_dim;
+use super::record::{apply1, input, widen};
+use crate::kernels::cpu::{Real, cross_entropy as kernel};
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, D, Layout, Shape, Tensor, WithDType};
+use std::sync::OnceLock;
+
+/// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32, the loss a scalar.
+///
+/// The loss is f32 for logits in f32 or half precision, f64 for f64. Backward: `dlogits = (softmax(logits) - onehot) / n`.
+/// Kept for backward: the logits and the log-sum-exp of each row, no probabilities.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// let logits = Tensor::zeros((2, 3, 10), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?;
+/// let loss = tallow::ops::cross_entropy(&logits, &targets)?.to_scalar::<f32>()?;
+/// assert!((loss - 10f32.ln()).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// Targets of another shape than the logits' leading dimensions, targets that are not u32 or not classes, no targets.
+pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    with_ignored(logits, targets, None)
+}
+
+/// [`cross_entropy`], leaving out the targets that equal `ignore_index`: the mean is over the others.
+///
+/// # Errors
+/// As [`cross_entropy`]; also where every target is ignored, since a mean of nothing is no number.
+pub fn cross_entropy_ignoring(
+    logits: &Tensor,
+    targets: &Tensor,
+    ignore_index: u32,
+) -> Result<Tensor> {
+    with_ignored(logits, targets, Some(ignore_index))
+}
+
+fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Tensor> {
+    let targets = Targets::check(logits, targets, ignore)?;
+    match choose("cross_entropy", logits)? {
+        Path::Kernel => {
+            let op = CrossEntropy {
+                targets,
+                lse: OnceLock::new(),
+            };
+            Ok(apply1(&logits.contiguous()?, op)?)
+        }
+        Path::Reference => plain(logits, &targets),
+    }
+}
+
+/// [`cross_entropy_ignoring`] (or, with `None`, [`cross_entropy`]) in plain candle ops.
+///
+/// # Errors
+/// As those.
+pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<u32>) -> Result<Tensor> {
+    plain(logits, &Targets::check(logits, targets, ignore_index)?)
+}
+
+fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
+    let device = logits.device();
+    let rows = targets.ids.len();
+    let logits = widen(&input(logits))?.reshape((rows, ()))?; // (N, V)
+    let counted: Vec<f32> = (0..rows)
+        .map(|i| f32::from(targets.get(i).is_some()))
+        .collect();
+    let counted = Tensor::from_vec(counted, rows, device)?.to_dtype(logits.dtype())?; // (N)
+    let classes: Vec<u32> = (0..rows)
+        .map(|i| targets.get(i).unwrap_or(0) as u32)
+        .collect();
+    let classes = Tensor::from_vec(classes, (rows, 1), device)?; // (N, 1)
+    let top = logits.max_keepdim(D::Minus1)?.detach(); // (N, 1)
+    let total = logits.broadcast_sub(&top)?.exp()?.sum_keepdim(D::Minus1)?;
+    let lse = (total.log()? + top)?; // (N, 1)
+    let losses = (lse - logits.gather(&classes, D::Minus1)?)?.squeeze(1)?; // (N)
+    Ok(((losses * counted)?.sum_all()? / targets.counted as f64)?)
+}
+
+/// Class ids on the host, checked, and how many of them count.
+struct Targets {
+    ids: Vec<u32>,
+    ignore: Option<u32>,
+    counted: usize,
+}
+
+impl Targets {
+    fn check(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Self> {
+        let classes = last_dim("cross_entropy", logits)?;
+        if logits.dims()[..logits.rank() - 1] != *targets.dims() {
+            return Err(Error::Shape {
+                op: "cross_entropy",
+                expected: format!(
+                    "targets of the logits' leading dimensions, {:?} without the last",
+                    logits.dims()
+                ),
+                got: format!("targets {:?}", targets.dims()),
+                hint: "one class id for each row of logits".into(),
+            });
+        }
+        let ids = ids("cross_entropy", targets, classes, ignore)?;
+        let counted = ids.iter().filter(|id| Some(**id) != ignore).count();
+        if counted == 0 {
+            return Err(Error::Data {
+                what: "cross_entropy".into(),
+                expected: "at least one target that counts".into(),
+                got: format!("{} targets, all ignored", ids.len()),
+                hint: "skip this batch".into(),
+            });
+        }
+        Ok(Self {
+            ids,
+            ignore,
+            counted,
+        })
+    }
+
+    /// The class of row `row`, unless it is ignored.
+    #[inline(always)]
+    fn get(&self, row: usize) -> Option<usize> {
+        let id = self.ids[row];
+        (Some(id) != self.ignore).then_some(id as usize)
+    }
+}
+
+struct CrossEntropy {
+    targets: Targets,
+    /// The log-sum-exp of each row, (N).
+    lse: OnceLock<Tensor>,
+}
+
+impl CrossEntropy {
+    fn forward<T: Real>(&self, logits: &[T]) -> candle_core::Result<(CpuStorage, Shape)> {
+        let rows = self.targets.ids.len();
+        let classes = logits.len() / rows;
+        let ((losses, _), lse) = output_keeping::<T>(rows, rows, |losses, lse| {
+            kernel::forward(logits, classes, |row| self.targets.get(row), losses, lse)
+        })?;
+        let _ = self.lse.set(lse); // empty until now: an op runs forward once
+        // In f64: the mean of a large batch keeps its last digits, and one thread keeps its order.
+        let total: f64 = losses
+            .as_slice::<T>()?
+            .iter()
+            .map(|loss| WithDType::to_f64(*loss))
+            .sum();
+        let mean = T::real(total / self.targets.counted as f64);
+        Ok((T::to_cpu_storage_owned(vec![mean]), Shape::from(())))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        logits: &Tensor,
+        lse: &Tensor,
+        dloss: &Tensor,
+    ) -> candle_core::Result<Tensor> {
+        let weight =
+            T::real(WithDType::to_f64(dloss.to_scalar::<T>()?) / self.targets.counted as f64);
+        let (x, lse) = (elements::<T>(logits)?, elements::<T>(lse)?);
+        let classes = x.len() / self.targets.ids.len();
+        tensor(logits.shape(), |dx| {
+            kernel::backward(&x, classes, |row| self.targets.get(row), &lse, weight, dx)
+        })
+    }
+}
+
+impl CustomOp1 for CrossEntropy {
+    fn name(&self) -> &'static str {
+        "cross_entropy"
+    }
+
+    fn cpu_fwd(
+        &self,
+        logits: &CpuStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        for_real!(logits.dtype(), T => self.forward(view::<T>(logits, layout)?))
+    }
+
+    fn bwd(
+        &self,
+        logits: &Tensor,
+        _loss: &Tensor,
+        dloss: &Tensor,
+    ) -> candle_core::Result<Option<Tensor>> {
+        let Some(lse) = self.lse.get() else {
+            candle_core::bail!("cross_entropy: backward before forward");
+        };
+        for_real!(logits.dtype(), T => Ok(Some(self.backward::<T>(logits, lse, dloss)?)))
+    }
+}

@@ -1,0 +1,120 @@
+//! Kernel or reference: the decision, and the list of what fell back.
+
+use crate::{Error, Result};
+use candle_core::{DType, Tensor};
+use std::cell::Cell;
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+
+/// What an op does where it has a kernel, and where it has none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KernelPolicy {
+    /// The kernel where there is one, else the reference, noted in [`fallbacks`].
+    #[default]
+    Prefer,
+    /// The kernel, or [`Error::NoKernel`].
+    Strict,
+    /// The reference everywhere: what a device without kernels runs, on any device.
+    Reference,
+}
+
+/// An op that ran its reference because there was no kernel.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+pub struct Fallback {
+    /// The op.
+    pub op: &'static str,
+    /// The dtype it was asked for.
+    pub dtype: String,
+    /// The device it was asked for.
+    pub device: String,
+}
+
+thread_local! {
+    static POLICY: Cell<KernelPolicy> = const { Cell::new(KernelPolicy::Prefer) };
+}
+
+static FALLBACKS: Mutex<BTreeSet<Fallback>> = Mutex::new(BTreeSet::new());
+
+/// Runs `f` under `policy` on this thread, and restores the former policy, on panic too.
+pub fn with_kernel_policy<R>(policy: KernelPolicy, f: impl FnOnce() -> R) -> R {
+    struct Restore(KernelPolicy);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            POLICY.set(self.0);
+        }
+    }
+    let _restore = Restore(POLICY.replace(policy));
+    f()
+}
+
+/// Every op, dtype and device that has run its reference for want of a kernel since the process began, sorted.
+pub fn fallbacks() -> Vec<Fallback> {
+    let seen = FALLBACKS.lock().unwrap_or_else(|e| e.into_inner());
+    seen.iter().cloned().collect()
+}
+
+/// What [`choose`] decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Path {
+    Kernel,
+    Reference,
+}
+
+/// Decides for `op` on a tensor like `x`. Kernels exist for f32 and f64 on the CPU.
+pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
+    let has_kernel = x.device().is_cpu() && matches!(x.dtype(), DType::F32 | DType::F64);
+    match (POLICY.get(), has_kernel) {
+        (KernelPolicy::Reference, _) => Ok(Path::Reference),
+        (_, true) => Ok(Path::Kernel),
+        (policy, false) => {
+            if !x.dtype().is_float() {
+                return Err(Error::DType {
+                    op,
+                    expected: "a floating-point tensor".into(),
+                    got: x.dtype().as_str().into(),
+                    hint: "convert with to_dtype".into(),
+                });
+            }
+            let dtype = x.dtype().as_str().to_string();
+            let device = format!("{:?}", x.device().location());
+            if policy == KernelPolicy::Strict {
+                return Err(Error::NoKernel { op, dtype, device });
+            }
+            let mut seen = FALLBACKS.lock().unwrap_or_else(|e| e.into_inner());
+            seen.insert(Fallback { op, dtype, device });
+            Ok(Path::Reference)
+        }
+    }
+}
+
+/// Refuses operands that differ from the first in dtype or device.
+pub(crate) fn check_same(op: &'static str, operands: &[(&str, &Tensor)]) -> Result<()> {
+    let [(first_name, first), rest @ ..] = operands else {
+        return Ok(());
+    };
+    for (name, tensor) in rest {
+        if tensor.dtype() != first.dtype() {
+            return Err(Error::DType {
+                op,
+                expected: format!(
+                    "one dtype, {} as {first_name} has it",
+                    first.dtype().as_str()
+                ),
+                got: format!("{name} in {}", tensor.dtype().as_str()),
+                hint: "convert one with to_dtype".into(),
+            });
+        }
+        if !tensor.device().same_device(first.device()) {
+            return Err(Error::Placement {
+                op,
+                expected: format!(
+                    "{name} on {:?}, where {first_name} is",
+                    first.device().location()
+                ),
+                got: format!("{:?}", tensor.device().location()),
+                hint: "move one with to_device".into(),
+            });
+        }
+    }
+    Ok(())
+}

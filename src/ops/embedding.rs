@@ -1,0 +1,85 @@
+//! Rows of a table by token id.
+
+use super::cpu::{elements, for_real, ids, output, tensor, view};
+use super::dispatch::{Path, choose};
+use super::record::{apply1, input};
+use crate::kernels::cpu::embedding as kernel;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+
+/// `y[...] = table[tokens[...]]`: tokens (...) u32, table (V, D), y (..., D).
+///
+/// Backward adds each row of dy into its token's row of the table's gradient, a token's rows in the order of their
+/// positions. Kept for backward: the ids. They are checked on the host before any kernel runs.
+///
+/// # Errors
+/// An id outside the vocabulary (named with its position), ids that are not u32, a table that is not a matrix.
+pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
+    let (ids, shape) = check(tokens, table)?;
+    match choose("embedding", table)? {
+        Path::Kernel => Ok(apply1(&table.contiguous()?, Embedding { ids, shape })?),
+        Path::Reference => reference(tokens, table),
+    }
+}
+
+/// [`embedding`] in plain candle ops.
+///
+/// # Errors
+/// As [`embedding`].
+pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
+    let (_, shape) = check(tokens, table)?;
+    let rows = input(table).index_select(&tokens.flatten_all()?, 0)?;
+    Ok(rows.reshape(shape)?)
+}
+
+/// The checked ids and the output's shape.
+fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
+    let &[vocab_size, width] = table.dims() else {
+        return Err(Error::Shape {
+            op: "embedding",
+            expected: "table (V, D)".into(),
+            got: format!("{:?}", table.dims()),
+            hint: "one row for each token".into(),
+        });
+    };
+    let ids = ids("embedding", tokens, vocab_size, None)?;
+    let mut shape = tokens.dims().to_vec();
+    shape.push(width);
+    Ok((ids, shape.into()))
+}
+
+struct Embedding {
+    ids: Vec<u32>,
+    /// (..., D).
+    shape: Shape,
+}
+
+impl CustomOp1 for Embedding {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn cpu_fwd(
+        &self,
+        table: &CpuStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (_, width) = layout.shape().dims2()?;
+        for_real!(table.dtype(), T => {
+            let table = view::<T>(table, layout)?;
+            Ok(output(&self.shape, |y| kernel::forward(table, width, &self.ids, y)))
+        })
+    }
+
+    fn bwd(&self, table: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let (_, width) = table.dims2()?;
+        let dy = dy.contiguous()?;
+        for_real!(dy.dtype(), T => {
+            let dy = elements::<T>(&dy)?;
+            Ok(Some(tensor(table.shape(), |dtable| {
+                kernel::backward(&dy, width, &self.ids, dtable)
+            })?))
+        })
+    }
+}

@@ -1,0 +1,131 @@
+//! Layer normalisation.
+
+use super::cpu::{elements, for_real, output_keeping, tensor, tensors, view};
+use super::dispatch::{Path, check_same, choose};
+use super::linear::last_dim;
+use super::record::{apply3, input, widen};
+use crate::kernels::cpu::layer_norm as kernel;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, D, Layout, Shape, Tensor};
+use std::sync::OnceLock;
+
+/// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
+/// is the biased one.
+///
+/// Computed in at least f32 (f64 stays f64). With h = (x - mean) rstd and g = dy w, backward is
+/// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Kept for backward: x, w, b, and (mean, rstd)
+/// of each row.
+///
+/// Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
+///
+/// # Errors
+/// A weight or bias that is not (D), mixed dtypes or devices.
+pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    check(x, weight, bias)?;
+    match choose("layer_norm", x)? {
+        Path::Kernel => {
+            let op = LayerNorm {
+                eps,
+                statistics: OnceLock::new(),
+            };
+            Ok(apply3(
+                &x.contiguous()?,
+                &weight.contiguous()?,
+                &bias.contiguous()?,
+                op,
+            )?)
+        }
+        Path::Reference => reference(x, weight, bias, eps),
+    }
+}
+
+/// [`layer_norm`] in plain candle ops.
+///
+/// # Errors
+/// As [`layer_norm`].
+pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    check(x, weight, bias)?;
+    let wide = widen(&input(x))?;
+    let (weight, bias) = (widen(&input(weight))?, widen(&input(bias))?);
+    let centred = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
+    let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
+    let rstd = (variance + eps)?.sqrt()?.recip()?;
+    let y = centred.broadcast_mul(&rstd)?.broadcast_mul(&weight)?;
+    Ok(y.broadcast_add(&bias)?.to_dtype(x.dtype())?)
+}
+
+fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
+    let operands = [("x", x), ("weight", weight), ("bias", bias)];
+    check_same("layer_norm", &operands)?;
+    let width = last_dim("layer_norm", x)?;
+    if weight.dims() == [width] && bias.dims() == [width] && width > 0 {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        op: "layer_norm",
+        expected: format!("weight and bias ({width},) for x {:?}, not empty", x.dims()),
+        got: format!("weight {:?}, bias {:?}", weight.dims(), bias.dims()),
+        hint: "one of each for each element of the last dimension".into(),
+    })
+}
+
+struct LayerNorm {
+    eps: f64,
+    /// (mean, rstd) of each row, (rows, 2).
+    statistics: OnceLock<Tensor>,
+}
+
+impl CustomOp3 for LayerNorm {
+    fn name(&self) -> &'static str {
+        "layer_norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let rows = x_layout.shape().elem_count() / weight_layout.shape().elem_count();
+        for_real!(x.dtype(), T => {
+            let x = view::<T>(x, x_layout)?;
+            let (weight, bias) = (view::<T>(weight, weight_layout)?, view::<T>(bias, bias_layout)?);
+            let (y, statistics) = output_keeping(x_layout.shape(), (rows, 2), |y, statistics| {
+                kernel::forward(x, weight, bias, self.eps, y, statistics)
+            })?;
+            let _ = self.statistics.set(statistics); // empty until now: an op runs forward once
+            Ok(y)
+        })
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let Some(statistics) = self.statistics.get() else {
+            candle_core::bail!("layer_norm: backward before forward");
+        };
+        let dy = dy.contiguous()?;
+        let x_shape = x.shape();
+        for_real!(dy.dtype(), T => {
+            let (dy, x) = (elements::<T>(&dy)?, elements::<T>(x)?);
+            let (w, statistics) = (elements::<T>(weight)?, elements::<T>(statistics)?);
+            let mut dw_db = None;
+            let dx = tensor(x_shape, |dx| {
+                dw_db = Some(tensors(weight.shape(), bias.shape(), |dw, db| {
+                    kernel::backward(&dy, &x, &w, &statistics, dx, dw, db)
+                }));
+            })?;
+            let (dw, db) = dw_db.transpose()?.unzip();
+            Ok((Some(dx), dw, db))
+        })
+    }
+}

@@ -1,0 +1,132 @@
+//! y = x W^T.
+
+use super::cpu::{elements, for_real, output, tensor, view};
+use super::dispatch::{Path, check_same, choose};
+use super::record::{apply2, input};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
+
+/// A linear map without bias: `y = x W^T`, with x (..., in), W (out, in), y (..., out).
+///
+/// Backward: `dx = dy W`, `dW = dy^T x`. Kept for backward: x and W. 2 * rows * in * out FLOPs forward, twice that
+/// backward. The weight is used transposed by its strides: no copy.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[1f32, 2.0]], &Device::Cpu)?;
+/// let w = Tensor::new(&[[1f32, 0.0], [0.0, 1.0], [1.0, 1.0]], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::linear(&x, &w)?.to_vec2::<f32>()?, [[1.0, 2.0, 3.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A weight that is not a matrix, a last dimension that is not the weight's `in`, mixed dtypes or devices.
+pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    check(x, weight)?;
+    match choose("linear", x)? {
+        Path::Kernel => Ok(apply2(&x.contiguous()?, &weight.contiguous()?, Linear)?),
+        Path::Reference => reference(x, weight),
+    }
+}
+
+/// [`linear`] in candle's own ops: flatten, `matmul` with the transposed weight, restore the shape.
+///
+/// # Errors
+/// As [`linear`].
+pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    check(x, weight)?;
+    let (x, weight) = (input(x), input(weight));
+    let (out, depth) = weight.dims2()?;
+    let mut shape = x.dims().to_vec();
+    shape.pop();
+    let rows = shape.iter().product::<usize>();
+    shape.push(out);
+    Ok(x.reshape((rows, depth))?
+        .matmul(&weight.t()?)?
+        .reshape(shape)?)
+}
+
+fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
+    check_same("linear", &[("x", x), ("weight", weight)])?;
+    let wanted = match (weight.dims(), x.dims().last()) {
+        ([_, depth], Some(last)) if depth == last => return Ok(()),
+        ([_, depth], _) => format!("x (..., {depth}) for the weight {:?}", weight.dims()),
+        _ => "weight (out, in)".into(),
+    };
+    Err(Error::Shape {
+        op: "linear",
+        expected: wanted,
+        got: format!("x {:?}, weight {:?}", x.dims(), weight.dims()),
+        hint: "weights are stored (out, in)".into(),
+    })
+}
+
+struct Linear;
+
+impl CustomOp2 for Linear {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (out, depth) = weight_layout.shape().dims2()?;
+        let mut shape = x_layout.dims().to_vec();
+        shape.pop();
+        let rows = shape.iter().product(); // N
+        shape.push(out);
+        for_real!(x.dtype(), T => {
+            let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
+            let weight = MatRef::new(view::<T>(weight, weight_layout)?, out, depth); // (out, in)
+            Ok(output(shape, |y| matmul(x, weight.t(), y, false, Threads::All)))
+        })
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let (out, depth) = weight.dims2()?;
+        let rows = dy.elem_count() / out.max(1);
+        let dy = dy.contiguous()?;
+        for_real!(dy.dtype(), T => {
+            let dy = elements::<T>(&dy)?;
+            let dy = MatRef::new(&dy, rows, out); // (N, out)
+            let dx = if x.track_op() {
+                let weight = elements::<T>(weight)?;
+                let weight = MatRef::new(&weight, out, depth);
+                Some(tensor(x.shape(), |dx| matmul(dy, weight, dx, false, Threads::All))?)
+            } else {
+                None
+            };
+            let dw = if weight.track_op() {
+                let x = elements::<T>(x)?;
+                let x = MatRef::new(&x, rows, depth);
+                Some(tensor(weight.shape(), |dw| matmul(dy.t(), x, dw, false, Threads::All))?)
+            } else {
+                None
+            };
+            Ok((dx, dw))
+        })
+    }
+}
+
+/// The last dimension of `x`, for ops that work along it.
+pub(super) fn last_dim(op: &'static str, x: &Tensor) -> Result<usize> {
+    x.dim(D::Minus1).map_err(|_| Error::Shape {
+        op,
+        expected: "at least one dimension".into(),
+        got: "a scalar".into(),
+        hint: "reshape it to one row".into(),
+    })
+}

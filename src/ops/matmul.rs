@@ -1,0 +1,193 @@
+//! Batched matrix products.
+
+use super::cpu::{elements, for_real, output, tensor, view};
+use super::dispatch::{Path, check_same, choose};
+use super::record::{apply2, input};
+use crate::kernels::cpu::gemm::{Batched, matmul_batched};
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor};
+
+/// `c = a b` for each matrix: a (..., M, K), b (..., K, N), c (..., M, N), the same leading dimensions in both.
+///
+/// Backward: `da = dc b^T`, `db = a^T dc`. Kept for backward: a and b. 2 * batch * M * K * N FLOPs forward, twice that
+/// backward.
+///
+/// # Errors
+/// Ranks under 2, leading dimensions or depths that differ, mixed dtypes or devices.
+pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    product("matmul", a, b, false)
+}
+
+/// `c = a b^T` for each matrix: a (..., M, K), b (..., N, K), c (..., M, N): the product of queries and keys.
+///
+/// Backward: `da = dc b`, `db = dc^T a`. Kept for backward: a and b. b is used transposed by its strides: no copy.
+///
+/// # Errors
+/// As [`matmul`](fn@matmul).
+pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    product("matmul_transposed", a, b, true)
+}
+
+/// Both products in candle's own `matmul`; `transposed` takes b as (..., N, K).
+///
+/// # Errors
+/// As [`matmul`](fn@matmul).
+pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+    check("matmul", a, b, transposed)?;
+    let (a, b) = (input(a).contiguous()?, input(b).contiguous()?);
+    let b = if transposed { b.t()? } else { b };
+    Ok(a.matmul(&b)?)
+}
+
+fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+    check(op, a, b, transposed)?;
+    match choose(op, a)? {
+        Path::Kernel => Ok(apply2(
+            &a.contiguous()?,
+            &b.contiguous()?,
+            MatMul { transposed },
+        )?),
+        Path::Reference => reference(a, b, transposed),
+    }
+}
+
+fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<()> {
+    check_same(op, &[("a", a), ("b", b)])?;
+    if let (Some(a), Some(b)) = (Sizes::of(a.dims()), Sizes::of(b.dims())) {
+        let depth = if transposed { b.cols } else { b.rows };
+        if a.leading == b.leading && a.cols == depth {
+            return Ok(());
+        }
+    }
+    Err(Error::Shape {
+        op,
+        expected: if transposed {
+            "a (..., M, K) and b (..., N, K)".into()
+        } else {
+            "a (..., M, K) and b (..., K, N)".into()
+        },
+        got: format!("a {:?}, b {:?}", a.dims(), b.dims()),
+        hint: "leading dimensions must agree; broadcast_as repeats a tensor".into(),
+    })
+}
+
+/// A shape as (leading, rows, cols).
+#[derive(Clone, Copy)]
+struct Sizes<'a> {
+    leading: &'a [usize],
+    rows: usize,
+    cols: usize,
+}
+
+impl<'a> Sizes<'a> {
+    fn of(dims: &'a [usize]) -> Option<Self> {
+        match dims {
+            [leading @ .., rows, cols] => Some(Self {
+                leading,
+                rows: *rows,
+                cols: *cols,
+            }),
+            _ => None,
+        }
+    }
+
+    fn batch(&self) -> usize {
+        self.leading.iter().product()
+    }
+
+    fn with<'b, T>(&self, data: &'b [T], transposed: bool) -> Batched<'b, T> {
+        Batched {
+            data,
+            rows: self.rows,
+            cols: self.cols,
+            transposed,
+        }
+    }
+}
+
+struct MatMul {
+    /// b is (N, K).
+    transposed: bool,
+}
+
+impl MatMul {
+    fn sizes<'a>(
+        &self,
+        a: &'a [usize],
+        b: &'a [usize],
+    ) -> candle_core::Result<(Sizes<'a>, Sizes<'a>)> {
+        match (Sizes::of(a), Sizes::of(b)) {
+            (Some(a), Some(b)) => Ok((a, b)),
+            _ => candle_core::bail!("matmul of {a:?} and {b:?}"),
+        }
+    }
+}
+
+impl CustomOp2 for MatMul {
+    fn name(&self) -> &'static str {
+        "matmul"
+    }
+
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        a_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (a_sizes, b_sizes) = self.sizes(a_layout.dims(), b_layout.dims())?;
+        let mut shape = a_sizes.leading.to_vec();
+        shape.push(a_sizes.rows);
+        shape.push(if self.transposed {
+            b_sizes.rows
+        } else {
+            b_sizes.cols
+        });
+        for_real!(a.dtype(), T => {
+            let a = a_sizes.with(view::<T>(a, a_layout)?, false);
+            let b = b_sizes.with(view::<T>(b, b_layout)?, self.transposed);
+            Ok(output(shape, |c| matmul_batched(a_sizes.batch(), a, b, c)))
+        })
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        _c: &Tensor,
+        dc: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let (a_sizes, b_sizes) = self.sizes(a.dims(), b.dims())?;
+        let dc_sizes = Sizes {
+            leading: a_sizes.leading,
+            rows: a_sizes.rows,
+            cols: dc.dims()[dc.rank() - 1],
+        };
+        let batch = a_sizes.batch();
+        let dc = dc.contiguous()?;
+        for_real!(dc.dtype(), T => {
+            let dc = elements::<T>(&dc)?;
+            let da = if a.track_op() {
+                let b = elements::<T>(b)?;
+                let (dc, b) = (dc_sizes.with(&dc, false), b_sizes.with(&b, !self.transposed));
+                Some(tensor(a.shape(), |da| matmul_batched(batch, dc, b, da))?)
+            } else {
+                None
+            };
+            let db = if b.track_op() {
+                let a = elements::<T>(a)?;
+                // b (K, N): a^T dc; b (N, K): dc^T a.
+                let (left, right) = if self.transposed {
+                    (dc_sizes.with(&dc, true), a_sizes.with(&a, false))
+                } else {
+                    (a_sizes.with(&a, true), dc_sizes.with(&dc, false))
+                };
+                Some(tensor(b.shape(), |db| matmul_batched(batch, left, right, db))?)
+            } else {
+                None
+            };
+            Ok((da, db))
+        })
+    }
+}

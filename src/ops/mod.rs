@@ -1,0 +1,40 @@
+//! Differentiable operations on ordinary candle tensors.
+//!
+//! One file an op: the public function, the custom op that ties a kernel of [`crate::kernels`] to candle's autograd
+//! with a hand-written backward, and `reference`, the same formula in plain candle ops. The reference is the
+//! specification: tests hold the kernel against it, and it runs wherever there is no kernel (see [`KernelPolicy`]).
+//!
+//! What lives here: single operations. What does not: parameters (that is [`crate::nn`]) and compositions with a name
+//! of their own (attention is in [`crate::attention`]).
+//!
+//! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op takes any strides
+//! and returns a contiguous tensor; mixed dtypes or devices are an error.
+
+mod cpu;
+pub mod cross_entropy;
+mod dispatch;
+pub mod embedding;
+pub mod heads;
+pub mod layer_norm;
+pub mod linear;
+pub mod matmul;
+mod record;
+pub mod relu;
+pub mod rms_norm;
+pub mod rope;
+pub mod softmax;
+pub mod swiglu;
+
+pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
+pub(crate) use dispatch::check_same;
+pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};
+pub use embedding::embedding;
+pub use heads::{merge_heads, split_heads};
+pub use layer_norm::layer_norm;
+pub use linear::linear;
+pub use matmul::{matmul, matmul_transposed};
+pub use relu::relu;
+pub use rms_norm::rms_norm;
+pub use rope::rope;
+pub use softmax::softmax;
+pub use swiglu::swiglu;

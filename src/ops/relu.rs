@@ -1,0 +1,52 @@
+//! max(x, 0).
+
+use super::cpu::{elements, for_real, output, tensor, view};
+use super::dispatch::{Path, choose};
+use super::record::{apply1, input};
+use crate::Result;
+use crate::kernels::cpu::relu as kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+
+/// `y = max(x, 0)`, elementwise. Backward: `dx = dy` where y > 0, else 0. Kept for backward: y, which its reader keeps
+/// anyway.
+///
+/// # Errors
+/// A dtype that is not a float.
+pub fn relu(x: &Tensor) -> Result<Tensor> {
+    match choose("relu", x)? {
+        Path::Kernel => Ok(apply1(&x.contiguous()?, Relu)?),
+        Path::Reference => reference(x),
+    }
+}
+
+/// [`relu`] in plain candle ops.
+///
+/// # Errors
+/// As [`relu`].
+pub fn reference(x: &Tensor) -> Result<Tensor> {
+    Ok(input(x).relu()?)
+}
+
+struct Relu;
+
+impl CustomOp1 for Relu {
+    fn name(&self) -> &'static str {
+        "relu"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        for_real!(x.dtype(), T => {
+            let x = view::<T>(x, layout)?;
+            Ok(output(layout.shape(), |y| kernel::forward(x, y)))
+        })
+    }
+
+    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let dy = dy.contiguous()?;
+        for_real!(dy.dtype(), T => {
+            let (dy, y) = (elements::<T>(&dy)?, elements::<T>(y)?);
+            Ok(Some(tensor(x.shape(), |dx| kernel::backward(&dy, &y, dx))?))
+        })
+    }
+}

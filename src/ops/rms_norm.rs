@@ -1,0 +1,114 @@
+//! Root mean square normalisation.
+
+use super::cpu::{elements, for_real, output_keeping, tensors, view};
+use super::dispatch::{Path, check_same, choose};
+use super::linear::last_dim;
+use super::record::{apply2, input, widen};
+use crate::kernels::cpu::rms_norm as kernel;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
+use std::sync::OnceLock;
+
+/// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
+///
+/// Computed in at least f32 (f64 stays f64). With h = x * rstd and g = dy * w, backward is
+/// `dx = rstd (g - h mean(g h))`, `dw = sum over rows of dy h`. Kept for backward: x, w and rstd (one value a row);
+/// y would not do, since w may be 0.
+///
+/// Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+///
+/// # Errors
+/// A weight that is not (D), mixed dtypes or devices.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    check(x, weight)?;
+    match choose("rms_norm", x)? {
+        Path::Kernel => {
+            let op = RmsNorm {
+                eps,
+                rstd: OnceLock::new(),
+            };
+            Ok(apply2(&x.contiguous()?, &weight.contiguous()?, op)?)
+        }
+        Path::Reference => reference(x, weight, eps),
+    }
+}
+
+/// [`rms_norm`] in plain candle ops.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    check(x, weight)?;
+    let (wide, weight) = (widen(&input(x))?, widen(&input(weight))?);
+    let mean_square = wide.sqr()?.mean_keepdim(D::Minus1)?;
+    let rstd = (mean_square + eps)?.sqrt()?.recip()?;
+    let y = wide.broadcast_mul(&rstd)?.broadcast_mul(&weight)?;
+    Ok(y.to_dtype(x.dtype())?)
+}
+
+fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
+    check_same("rms_norm", &[("x", x), ("weight", weight)])?;
+    let width = last_dim("rms_norm", x)?;
+    if weight.dims() == [width] && width > 0 {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        op: "rms_norm",
+        expected: format!("weight ({width},) for x {:?}, not empty", x.dims()),
+        got: format!("weight {:?}", weight.dims()),
+        hint: "one weight for each element of the last dimension".into(),
+    })
+}
+
+struct RmsNorm {
+    eps: f64,
+    /// 1 / sqrt(mean(x^2) + eps), (rows).
+    rstd: OnceLock<Tensor>,
+}
+
+impl CustomOp2 for RmsNorm {
+    fn name(&self) -> &'static str {
+        "rms_norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let rows = x_layout.shape().elem_count() / weight_layout.shape().elem_count();
+        for_real!(x.dtype(), T => {
+            let (x, weight) = (view::<T>(x, x_layout)?, view::<T>(weight, weight_layout)?);
+            let (y, rstd) = output_keeping(x_layout.shape(), rows, |y, rstd| {
+                kernel::forward(x, weight, self.eps, y, rstd)
+            })?;
+            let _ = self.rstd.set(rstd); // empty until now: an op runs forward once
+            Ok(y)
+        })
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let Some(rstd) = self.rstd.get() else {
+            candle_core::bail!("rms_norm: backward before forward");
+        };
+        let dy = dy.contiguous()?;
+        let x_shape = x.shape();
+        for_real!(dy.dtype(), T => {
+            let (dy, x) = (elements::<T>(&dy)?, elements::<T>(x)?);
+            let (w, rstd) = (elements::<T>(weight)?, elements::<T>(rstd)?);
+            let (dx, dw) = tensors(x_shape, weight.shape(), |dx, dw| {
+                kernel::backward(&dy, &x, &w, &rstd, dx, dw)
+            })?;
+            Ok((Some(dx), Some(dw)))
+        })
+    }
+}

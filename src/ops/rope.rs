@@ -1,0 +1,107 @@
+//! Rotary position embedding.
+
+use super::cpu::{elements, for_real, output, tensor, view};
+use super::dispatch::{Path, check_same, choose};
+use super::record::{apply1, input, widen};
+use crate::kernels::cpu::rope as kernel;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, D, Layout, Shape, Tensor};
+
+/// Rotates each adjacent pair of the last dimension by its position's angle: x and y (..., T, Dh), `cos` and `sin`
+/// (T, Dh/2).
+///
+/// `y[2i] = x[2i] cos - x[2i+1] sin`, `y[2i+1] = x[2i] sin + x[2i+1] cos`. Backward rotates back. Kept for backward:
+/// `cos` and `sin`, which carry no gradient. The adjacent pairs (0,1), (2,3).. are the paper's; other models pair
+/// element i with element i + Dh/2.
+///
+/// Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations 15 and 34.
+///
+/// # Errors
+/// An odd Dh, tables of another size than (T, Dh/2), mixed dtypes or devices.
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    check(x, cos, sin)?;
+    match choose("rope", x)? {
+        Path::Kernel => {
+            let op = Rope {
+                cos: cos.detach().contiguous()?,
+                sin: sin.detach().contiguous()?,
+            };
+            Ok(apply1(&x.contiguous()?, op)?)
+        }
+        Path::Reference => reference(x, cos, sin),
+    }
+}
+
+/// [`rope`] in plain candle ops.
+///
+/// # Errors
+/// As [`rope`].
+pub fn reference(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    check(x, cos, sin)?;
+    let wide = widen(&input(x))?;
+    let (cos, sin) = (widen(&cos.detach())?, widen(&sin.detach())?);
+    let mut pairs = x.dims().to_vec(); // (..., T, Dh/2, 2)
+    let width = pairs.pop().unwrap_or(0);
+    pairs.extend([width / 2, 2]);
+    let wide = wide.reshape(pairs)?;
+    let even = wide.narrow(D::Minus1, 0, 1)?.squeeze(D::Minus1)?; // (..., T, Dh/2)
+    let odd = wide.narrow(D::Minus1, 1, 1)?.squeeze(D::Minus1)?;
+    let rotated_even = (even.broadcast_mul(&cos)? - odd.broadcast_mul(&sin)?)?;
+    let rotated_odd = (even.broadcast_mul(&sin)? + odd.broadcast_mul(&cos)?)?;
+    let y = Tensor::stack(&[rotated_even, rotated_odd], D::Minus1)?;
+    Ok(y.reshape(x.shape())?.to_dtype(x.dtype())?)
+}
+
+fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
+    check_same("rope", &[("x", x), ("cos", cos), ("sin", sin)])?;
+    if let [.., length, width] = x.dims() {
+        let table = [*length, width / 2];
+        if width % 2 == 0 && cos.dims() == table && sin.dims() == table {
+            return Ok(());
+        }
+    }
+    Err(Error::Shape {
+        op: "rope",
+        expected: "x (..., T, Dh) with Dh even, cos and sin (T, Dh/2)".into(),
+        got: format!(
+            "x {:?}, cos {:?}, sin {:?}",
+            x.dims(),
+            cos.dims(),
+            sin.dims()
+        ),
+        hint: "narrow the tables to the sequence's positions".into(),
+    })
+}
+
+struct Rope {
+    /// (T, Dh/2).
+    cos: Tensor,
+    /// (T, Dh/2).
+    sin: Tensor,
+}
+
+impl CustomOp1 for Rope {
+    fn name(&self) -> &'static str {
+        "rope"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let width = layout.shape().dim(D::Minus1)?;
+        for_real!(x.dtype(), T => {
+            let x = view::<T>(x, layout)?;
+            let (cos, sin) = (elements::<T>(&self.cos)?, elements::<T>(&self.sin)?);
+            Ok(output(layout.shape(), |y| kernel::rotate(x, &cos, &sin, width, false, y)))
+        })
+    }
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let width = x.dim(D::Minus1)?;
+        let dy = dy.contiguous()?;
+        for_real!(dy.dtype(), T => {
+            let dy = elements::<T>(&dy)?;
+            let (cos, sin) = (elements::<T>(&self.cos)?, elements::<T>(&self.sin)?);
+            Ok(Some(tensor(x.shape(), |dx| kernel::rotate(&dy, &cos, &sin, width, true, dx))?))
+        })
+    }
+}

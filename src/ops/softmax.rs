@@ -1,0 +1,126 @@
+//! Softmax, with the scale and the mask of attention inside.
+
+use super::cpu::{elements, for_real, output, tensor, view};
+use super::dispatch::{Path, choose};
+use super::linear::last_dim;
+use super::record::{apply1, input, widen};
+use crate::kernels::{Mask, cpu::softmax as kernel};
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor};
+
+/// `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves: x and p (..., Tq, Tk).
+///
+/// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank. Masked places are 0, and so is a row without a
+/// visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a mask tensor nor
+/// scaled scores ever exist.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::{attention::Mask, ops};
+/// let x = Tensor::new(&[[1f32, 9.0], [1.0, 1.0]], &Device::Cpu)?;
+/// let p = ops::softmax(&x, 1.0, Mask::Causal)?;
+/// assert_eq!(p.to_vec2::<f32>()?, [[1.0, 0.0], [0.5, 0.5]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A scalar, an empty last dimension, or a mask on a tensor of one dimension.
+pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
+    let (queries, keys) = check(x, mask)?;
+    match choose("softmax", x)? {
+        Path::Kernel => {
+            let op = Softmax {
+                scale,
+                mask,
+                queries,
+                keys,
+            };
+            Ok(apply1(&x.contiguous()?, op)?)
+        }
+        Path::Reference => reference(x, scale, mask),
+    }
+}
+
+/// [`softmax`] in plain candle ops.
+///
+/// # Errors
+/// As [`softmax`].
+pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
+    let (queries, keys) = check(x, mask)?;
+    let scores = (widen(&input(x))? * scale)?;
+    if mask == Mask::Full {
+        let top = scores.max_keepdim(D::Minus1)?.detach();
+        let e = scores.broadcast_sub(&top)?.exp()?;
+        let p = e.broadcast_div(&e.sum_keepdim(D::Minus1)?)?;
+        return Ok(p.to_dtype(x.dtype())?);
+    }
+    let visible: Vec<f32> = (0..queries)
+        .flat_map(|i| (0..keys).map(move |j| (i, j)))
+        .map(|(i, j)| f32::from(mask.visible(i, queries, keys).contains(&j)))
+        .collect();
+    let visible =
+        Tensor::from_vec(visible, (queries, keys), x.device())?.to_dtype(scores.dtype())?;
+    // Low enough to vanish under exp beside any score, and finite: a row that sees nothing is 0 / 1, not NaN.
+    let low = if scores.dtype() == DType::F64 {
+        1e300
+    } else {
+        1e38
+    };
+    let hidden = ((&visible - 1.0)? * low)?;
+    let scores = scores.broadcast_mul(&visible)?.broadcast_add(&hidden)?;
+    let top = scores.max_keepdim(D::Minus1)?.detach();
+    let e = scores.broadcast_sub(&top)?.exp()?.broadcast_mul(&visible)?;
+    let total = e.sum_keepdim(D::Minus1)?;
+    let total = (&total + total.eq(0.0)?.to_dtype(total.dtype())?)?;
+    Ok(e.broadcast_div(&total)?.to_dtype(x.dtype())?)
+}
+
+/// (Tq, Tk); one query where there is one dimension.
+fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
+    let keys = last_dim("softmax", x)?;
+    match x.dims() {
+        [.., queries, _] if keys > 0 => Ok((*queries, keys)),
+        [_] if keys > 0 && mask == Mask::Full => Ok((1, keys)),
+        _ => Err(Error::Shape {
+            op: "softmax",
+            expected: "x (..., Tq, Tk) with at least one key".into(),
+            got: format!("{:?} with {mask:?}", x.dims()),
+            hint: "a mask needs queries and keys; Mask::Full takes one dimension too".into(),
+        }),
+    }
+}
+
+struct Softmax {
+    scale: f64,
+    mask: Mask,
+    /// Tq.
+    queries: usize,
+    /// Tk.
+    keys: usize,
+}
+
+impl CustomOp1 for Softmax {
+    fn name(&self) -> &'static str {
+        "softmax"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        for_real!(x.dtype(), T => {
+            let x = view::<T>(x, layout)?;
+            Ok(output(layout.shape(), |p| {
+                kernel::forward(x, self.queries, self.keys, self.scale, self.mask, p)
+            }))
+        })
+    }
+
+    fn bwd(&self, x: &Tensor, p: &Tensor, dp: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let dp = dp.contiguous()?;
+        for_real!(dp.dtype(), T => {
+            let (dp, p) = (elements::<T>(&dp)?, elements::<T>(p)?);
+            Ok(Some(tensor(x.shape(), |dx| {
+                kernel::backward(&dp, &p, self.queries, self.keys, self.scale, self.mask, dx)
+            })?))
+        })
+    }
+}

@@ -1,0 +1,89 @@
+//! The SwiGLU gate.
+
+use super::cpu::{elements, for_real, output, tensors, view};
+use super::dispatch::{Path, check_same, choose};
+use super::record::{apply2, input, widen};
+use crate::kernels::cpu::swiglu as kernel;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor};
+
+/// `y = silu(gate) * up`, elementwise, with silu(g) = g sigmoid(g): all three of one shape.
+///
+/// Backward, with s = sigmoid(gate): `dgate = dy up s (1 + gate (1 - s))`, `dup = dy gate s`. Kept for backward: gate and
+/// up; s is computed again, which costs less than reading it back.
+///
+/// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
+///
+/// # Errors
+/// Shapes that differ, mixed dtypes or devices.
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    check(gate, up)?;
+    match choose("swiglu", gate)? {
+        Path::Kernel => Ok(apply2(&gate.contiguous()?, &up.contiguous()?, SwiGlu)?),
+        Path::Reference => reference(gate, up),
+    }
+}
+
+/// [`swiglu`] in plain candle ops.
+///
+/// # Errors
+/// As [`swiglu`].
+pub fn reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    check(gate, up)?;
+    let (wide, up) = (widen(&input(gate))?, widen(&input(up))?);
+    Ok((wide.silu()? * up)?.to_dtype(gate.dtype())?)
+}
+
+fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
+    check_same("swiglu", &[("gate", gate), ("up", up)])?;
+    if gate.shape() == up.shape() {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        op: "swiglu",
+        expected: format!("up {:?}, as gate", gate.dims()),
+        got: format!("{:?}", up.dims()),
+        hint: "both come from the same input".into(),
+    })
+}
+
+struct SwiGlu;
+
+impl CustomOp2 for SwiGlu {
+    fn name(&self) -> &'static str {
+        "swiglu"
+    }
+
+    fn cpu_fwd(
+        &self,
+        gate: &CpuStorage,
+        gate_layout: &Layout,
+        up: &CpuStorage,
+        up_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        for_real!(gate.dtype(), T => {
+            let (gate, up) = (view::<T>(gate, gate_layout)?, view::<T>(up, up_layout)?);
+            Ok(output(gate_layout.shape(), |y| kernel::forward(gate, up, y)))
+        })
+    }
+
+    fn bwd(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let dy = dy.contiguous()?;
+        let shape = gate.shape();
+        for_real!(dy.dtype(), T => {
+            let dy = elements::<T>(&dy)?;
+            let (gate, up) = (elements::<T>(gate)?, elements::<T>(up)?);
+            let (dgate, dup) = tensors(shape, shape, |dgate, dup| {
+                kernel::backward(&dy, &gate, &up, dgate, dup)
+            })?;
+            Ok((Some(dgate), Some(dup)))
+        })
+    }
+}

@@ -1,0 +1,171 @@
+//! Files and ids that are refused, and what the refusal says.
+
+use super::*;
+use rstest::rstest;
+use tallow::data::{RandomBatches, SequentialBatches, write_tokens};
+
+#[rstest]
+#[case::empty(vec![], &["empty", "0 bytes"])]
+#[case::odd(vec![1, 0, 2, 0, 77], &["5 bytes", "offset 4", "value 77", "Tokens::bytes"])]
+#[case::one_byte(vec![9], &["1 bytes", "offset 0", "value 9"])]
+#[case::cut_header(header(20240520, 1, 1)[..1000].to_vec(), &["1000 bytes", "1024", "magic 20240520 at offset 0"])]
+#[case::version_u16(header(20240520, 7, 0), &["version 7 at offset 4", "expected 1", "20240520"])]
+#[case::version_u32(header(20240801, 1, 0), &["version 1 at offset 4", "expected 7", "20240801"])]
+#[case::no_tokens(header(20240520, 1, 0), &["token count 0 at offset 8", "0 bytes follow"])]
+#[case::negative([header(20240520, 1, -1), vec![0; 2]].concat(), &["token count -1 at offset 8", "2 bytes follow"])]
+#[case::too_few([header(20240520, 1, 3), vec![0; 4]].concat(), &["token count 3 at offset 8", "4 bytes follow", "2 a token"])]
+#[case::too_many([header(20240801, 7, 1), vec![0; 8]].concat(), &["token count 1 at offset 8", "8 bytes follow", "4 a token"])]
+#[case::half_a_token([header(20240520, 1, 1), vec![0; 3]].concat(), &["token count 1 at offset 8", "3 bytes follow"])]
+fn malformed_files(#[case] content: Vec<u8>, #[case] parts: &[&str]) {
+    let (_folder, path) = file(&content);
+    let error = refusal(Tokens::open(&path, 65_536), parts);
+    assert!(matches!(error, Error::Format { .. }));
+    refusal(Tokens::open(&path, 65_536), &["tokens.bin"]);
+}
+
+#[test]
+fn a_format_that_is_not_the_files() {
+    let content = [header(20240801, 7, 2), vec![0; 8]].concat();
+    let (_folder, path) = file(&content);
+    let parts = [
+        "tokens.bin",
+        "magic 20240801 at offset 0",
+        "expected 20240520",
+    ];
+    refusal(Tokens::open_as(&path, TokenFormat::HeaderedU16, 10), &parts);
+    // Asked for as raw, the header is tokens like any other.
+    let raw = Tokens::open_as(&path, TokenFormat::RawU16, 65_536).unwrap();
+    assert_eq!(raw.len(), content.len() / 2);
+}
+
+#[test]
+fn empty_and_unreadable() {
+    let (folder, path) = file(b"");
+    refusal(Tokens::bytes(&path), &["tokens.bin", "empty"]);
+    let missing = folder.path().join("missing.bin");
+    let results = [
+        (Tokens::bytes(&missing), "missing.bin"),
+        (Tokens::open(&missing, 10), "missing.bin"),
+        (Tokens::source_tree(&missing, &["rs"]), "missing.bin"),
+        (Tokens::bytes(folder.path()), "directory"),
+        (Tokens::open(folder.path(), 10), "directory"),
+        (Tokens::source_tree(&path, &["rs"]), "tokens.bin"),
+    ];
+    for (result, part) in results {
+        let error = refusal(result, &[part, "cannot read"]);
+        assert!(matches!(error, Error::Io { .. }), "{error:?}");
+    }
+    #[cfg(unix)]
+    refusal(Tokens::bytes("/dev/null"), &["/dev/null", "regular file"]);
+    refusal(
+        Tokens::from_bytes(""),
+        &["bytes in memory", "at least 1 token"],
+    );
+    refusal(
+        Tokens::from_ids([], 10),
+        &["ids in memory", "at least 1 token"],
+    );
+    refusal(
+        Tokens::from_ids([0], 0),
+        &["Tokens::from_ids", "vocab_size", "at least 1"],
+    );
+    refusal(
+        Tokens::open(&path, 0),
+        &["Tokens::open", "vocab_size", "at least 1"],
+    );
+}
+
+/// Token 20,000 of 30,000 is one too high: every way to it refuses and names it, every way around it works.
+#[rstest]
+#[case(TokenFormat::RawU16, "byte offset 40000")]
+#[case(TokenFormat::HeaderedU16, "byte offset 41024")]
+#[case(TokenFormat::HeaderedU32, "byte offset 81024")]
+fn an_id_outside_the_vocabulary(#[case] format: TokenFormat, #[case] offset: &str) {
+    let mut ids = vec![99; 30_000];
+    ids[20_000] = 100;
+    let (_folder, path) = file(b"");
+    write_tokens(&path, &Tokens::from_ids(ids, 101).unwrap(), format).unwrap();
+    Tokens::open(&path, 101).unwrap().validate().unwrap();
+
+    let tokens = Tokens::open(&path, 100).unwrap();
+    let parts = [
+        "tokens.bin",
+        offset,
+        "token 20000",
+        "is 100",
+        "vocabulary of 100",
+    ];
+    refusal(tokens.validate(), &parts);
+    refusal(tokens.to_vec(), &parts);
+    refusal(
+        write_tokens(path.with_extension("copy"), &tokens, format),
+        &parts,
+    );
+    // A view counts from the start of the file.
+    refusal(tokens.slice(19_990..20_010).unwrap().validate(), &parts);
+    tokens.slice(0..20_000).unwrap().validate().unwrap();
+    tokens.slice(20_001..30_000).unwrap().validate().unwrap();
+
+    // Windows of 99 inputs; the bad one is in window 202, as an input and as a target.
+    let sequential = SequentialBatches::new(&tokens, 1, 99).unwrap();
+    for index in 0..sequential.len() {
+        let batch = sequential.batch(index, &CPU);
+        if index == 20_000 / 99 {
+            refusal(batch, &parts);
+        } else {
+            batch.unwrap();
+        }
+    }
+    let random = RandomBatches::new(&tokens, 1, 2000, 0).unwrap();
+    let mut refused = 0;
+    for step in 0..100 {
+        let start = random.starts(step).next().unwrap();
+        let batch = random.batch(step, &CPU);
+        if (start..=start + 2000).contains(&20_000) {
+            refusal(batch, &parts);
+            refused += 1;
+        } else {
+            batch.unwrap();
+        }
+    }
+    assert!((1..100).contains(&refused));
+}
+
+/// As the input of a window's first place, and as the target of its last, a bad id is seen too.
+#[test]
+fn a_bad_id_at_a_windows_edges() {
+    for position in [0, 4] {
+        let mut content = [0; 10];
+        content[2 * position] = 9;
+        let (_folder, path) = file(&content);
+        let tokens = Tokens::open(&path, 9).unwrap();
+        let offset = format!("byte offset {},", 2 * position);
+        let batch = RandomBatches::new(&tokens, 1, 4, 0).unwrap().batch(0, &CPU);
+        refusal(batch, &[&offset, "is 9"]);
+    }
+}
+
+/// A vocabulary of 65,536 holds every u16; one of 65,535 does not.
+#[test]
+fn the_highest_u16_is_checked() {
+    let (_folder, path) = file(&[0xFF, 0xFF]);
+    let all = Tokens::open(&path, 65_536).unwrap();
+    assert_eq!(all.to_vec().unwrap(), [65_535]);
+    let tokens = Tokens::open(&path, 65_535).unwrap();
+    let parts = ["byte offset 0,", "is 65535", "vocabulary of 65535"];
+    refusal(tokens.validate(), &parts);
+    refusal(tokens.to_vec(), &parts);
+}
+
+#[test]
+fn ids_in_memory_are_checked_at_once() {
+    let error = refusal(
+        Tokens::from_ids([1, 2, 7, 8], 7),
+        &["id 7", "position 2", "vocabulary of 7"],
+    );
+    assert!(matches!(error, Error::TokenId { .. }));
+    // The highest id there can be, in the largest vocabulary there can be.
+    assert!(Tokens::from_ids([u32::MAX], u32::MAX as usize).is_err());
+    #[cfg(target_pointer_width = "64")]
+    assert!(Tokens::from_ids([u32::MAX], 1 << 32).is_ok());
+}
