@@ -1,7 +1,7 @@
 //! One error for the whole crate. A variant says which operation refused, what it
 //! wanted, what it got, and what the caller can do about it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What every fallible function of this crate returns.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -122,7 +122,7 @@ pub enum Error {
     #[error("{}: weight {name}: expected {expected}, got {got}; {hint}", path.display())]
     Weight {
         /// The file.
-        path: PathBuf,
+        path: Box<Path>, // boxed: the largest variant, and every Result carries its size
         /// The weight's name.
         name: String,
         /// What the configuration asks for.

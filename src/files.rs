@@ -4,51 +4,89 @@ use crate::{Error, Result};
 use candle_core::{Device, Tensor, safetensors::Load};
 use safetensors::SafeTensors;
 use std::collections::HashMap;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-/// Writes `path` completely or not at all: into a temporary file beside it, synced, then renamed over it.
+/// Writes `path` completely or not at all: into a temporary file beside it, synced, then renamed over it. Who reads
+/// `path`, even after a crash, finds the old content or the new, never a part.
+///
+/// A path that is no regular file (a pipe, `/dev/stdout`) cannot be renamed over, and is written to.
 ///
 /// # Errors
-/// [`Error::Io`] naming `path`; what was there before stays.
+/// [`Error::Io`] naming `path`, or what `write` returns; what was there before stays.
 pub(crate) fn write_atomically(
     path: &Path,
-    write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
+    write: impl FnOnce(&mut dyn Write) -> Result<()>,
 ) -> Result<()> {
+    let refused = |e| Error::io("write", path, e);
+    match std::fs::metadata(path) {
+        Ok(existing) if existing.is_file() => {
+            // Renaming would get round a write protection.
+            OpenOptions::new()
+                .append(true)
+                .open(path)
+                .map_err(refused)?;
+            // What a link points to is replaced, not the link.
+            let target = path.canonicalize().map_err(refused)?;
+            replace(&target, write).map_err(|e| named(e, path))
+        }
+        Ok(_) => {
+            let mut file = OpenOptions::new().write(true).open(path).map_err(refused)?;
+            write(&mut file)
+        }
+        Err(_) => replace(path, write),
+    }
+}
+
+/// [`write_atomically`] for content that is there already.
+pub(crate) fn write_bytes(path: &Path, content: &[u8]) -> Result<()> {
+    write_atomically(path, |file| {
+        file.write_all(content)
+            .map_err(|e| Error::io("write", path, e))
+    })
+}
+
+fn replace(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
+    let refused = |e| Error::io("write", path, e);
     let folder = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
-    let attempt = || -> std::io::Result<()> {
-        let file = tempfile::Builder::new()
-            .prefix(".tallow-")
-            .tempfile_in(folder)?;
-        let mut buffered = BufWriter::new(file.as_file());
-        write(&mut buffered)?;
-        buffered.flush()?;
-        drop(buffered);
-        readable_by_others(file.as_file())?;
-        file.as_file().sync_all()?;
-        file.persist(path)?;
-        // The rename itself lives in the folder.
-        #[cfg(unix)]
-        File::open(folder)?.sync_all()?;
-        Ok(())
-    };
-    attempt().map_err(|e| Error::io("write", path, e))
-}
-
-/// Temporary files are private; a report or a checkpoint is an ordinary file.
-#[cfg(unix)]
-fn readable_by_others(file: &File) -> std::io::Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    file.set_permissions(std::fs::Permissions::from_mode(0o644))
-}
-
-#[cfg(not(unix))]
-fn readable_by_others(_file: &File) -> std::io::Result<()> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".tallow-");
+    // Temporary files are private by default; a report or a checkpoint is an ordinary file.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(permissions(
+        path,
+    )));
+    let mut temporary = builder.tempfile_in(folder).map_err(refused)?;
+    let mut buffered = BufWriter::new(temporary.as_file_mut());
+    write(&mut buffered)?;
+    buffered.flush().map_err(refused)?;
+    drop(buffered);
+    temporary.as_file().sync_all().map_err(refused)?;
+    temporary.persist(path).map_err(|e| refused(e.error))?;
+    // The rename itself is on the disk once the folder is. Not every system can sync a folder.
+    if let Ok(folder) = File::open(folder) {
+        let _ = folder.sync_all();
+    }
     Ok(())
+}
+
+/// The error with the path as the caller wrote it, not what a link resolved to.
+fn named(error: Error, path: &Path) -> Error {
+    match error {
+        Error::Io { action, source, .. } => Error::io(action, path, source),
+        other => other,
+    }
+}
+
+/// Those of the file that is replaced, else what the process creates files with.
+#[cfg(unix)]
+fn permissions(path: &Path) -> u32 {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::metadata(path).map_or(0o666, |existing| existing.permissions().mode() & 0o777)
 }
 
 /// Maps `path` for reading.
@@ -89,7 +127,7 @@ pub(crate) fn save_tensors(
     }
     let bytes =
         safetensors::serialize(on_host, Some(metadata)).map_err(candle_core::Error::from)?;
-    write_atomically(path, |file| file.write_all(&bytes))
+    write_bytes(path, &bytes)
 }
 
 /// A safetensors file, mapped; tensors are read when asked for.

@@ -26,7 +26,6 @@
 //! # }
 //! ```
 
-mod atomic_file;
 mod batch;
 mod format;
 mod open;

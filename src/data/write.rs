@@ -1,12 +1,11 @@
 //! Writing token files.
 
-use std::io::Write;
 use std::path::Path;
 
-use super::atomic_file::write_atomically;
 use super::format::TokenFormat;
 use super::source::Width;
 use super::tokens::Tokens;
+use crate::files::write_atomically;
 use crate::{Error, Result};
 
 /// Tokens encoded in one go.

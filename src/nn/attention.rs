@@ -30,7 +30,7 @@ impl CausalSelfAttention {
         rotary: Option<RotaryEmbedding>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
-        if num_heads == 0 || d_model % num_heads != 0 {
+        if num_heads == 0 || !d_model.is_multiple_of(num_heads) {
             return Err(Error::Config {
                 config: "CausalSelfAttention",
                 field: "d_model",

@@ -36,7 +36,7 @@ impl RotaryEmbedding {
                 hint: "pairs of elements turn by theta^(-2i / head_dim) a position".into(),
             })
         };
-        if head_dim == 0 || head_dim % 2 != 0 {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
             return refuse("head_dim", "even and positive", head_dim.to_string());
         }
         if max_length == 0 {

@@ -55,7 +55,7 @@ pub fn backward<T: Real>(
                 for (dx, x) in dx.iter_mut().zip(x) {
                     *dx = (*x - lse).exponential() * weight;
                 }
-                dx[class] = dx[class] - weight;
+                dx[class] -= weight;
             }
         });
     });

@@ -26,6 +26,9 @@ pub trait Real: WithDType + Neg<Output = Self> {
     /// Its natural logarithm.
     fn logarithm(self) -> Self;
 
+    /// `self * factor + term`, rounded once.
+    fn multiply_add(self, factor: Self, term: Self) -> Self;
+
     /// The larger of two; NaN if `other` is NaN.
     #[inline(always)]
     fn larger(self, other: Self) -> Self {
@@ -57,6 +60,11 @@ impl Real for f32 {
     fn logarithm(self) -> Self {
         self.ln()
     }
+
+    #[inline(always)]
+    fn multiply_add(self, factor: Self, term: Self) -> Self {
+        self.mul_add(factor, term)
+    }
 }
 
 impl Real for f64 {
@@ -83,6 +91,11 @@ impl Real for f64 {
     fn logarithm(self) -> Self {
         self.ln()
     }
+
+    #[inline(always)]
+    fn multiply_add(self, factor: Self, term: Self) -> Self {
+        self.mul_add(factor, term)
+    }
 }
 
 /// exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2, exp(r) by its Taylor polynomial of degree 7
@@ -93,7 +106,7 @@ fn exp_f32(x: f32) -> f32 {
     const HIGHEST: f32 = 88.722_83;
     // Adding and taking away 1.5 * 2^23 rounds to an integer, and leaves that integer in the low bits.
     const ROUND: f32 = 12_582_912.0;
-    const LN2_HIGH: f32 = 0.693_359_375; // few bits: n * LN2_HIGH is exact
+    const LN2_HIGH: f32 = 0.693_359_4; // 0.693359375: few bits: n * LN2_HIGH is exact
     const LN2_LOW: f32 = -2.121_944_4e-4;
 
     // Comparisons, not min and max: they let a NaN through.

@@ -35,7 +35,7 @@ pub fn sum_over<T: Real, const N: usize>(slices: [&[T]; N], f: impl Fn([T; N]) -
     let mut width = LANES / 2;
     while width > 0 {
         for lane in 0..width {
-            lanes[lane] = lanes[lane] + lanes[lane + width];
+            lanes[lane] += lanes[lane + width];
         }
         width /= 2;
     }
@@ -68,6 +68,41 @@ pub fn max<T: Real>(x: &[T]) -> T {
         *lane = lane.larger(*value);
     }
     lanes.into_iter().fold(T::NEG_INFINITY, T::larger)
+}
+
+/// FLOP/s of every thread of the pool running independent fused multiply-adds on registers; the best of several
+/// tries.
+pub fn measure_multiply_add_rate<T: Real>() -> f64 {
+    const CHAINS: usize = 16; // latency 4, two units: 8 would do
+    const WIDTH: usize = 16; // one AVX-512 register of f32, two of f64
+    const ROUNDS: usize = 200_000;
+
+    #[inline(always)]
+    fn chains<T: Real>() -> T {
+        let factor = T::real(0.999);
+        let term = T::real(0.001);
+        let mut registers = [[T::ONE; WIDTH]; CHAINS];
+        for _ in 0..ROUNDS {
+            for register in &mut registers {
+                for value in register {
+                    *value = value.multiply_add(factor, term);
+                }
+            }
+        }
+        registers.iter().flatten().fold(T::ZERO, |sum, v| sum + *v)
+    }
+
+    let flops = (2 * CHAINS * WIDTH * ROUNDS) as f64;
+    (0..10)
+        .map(|_| {
+            let rates = rayon::broadcast(|_| {
+                let start = std::time::Instant::now();
+                std::hint::black_box(vectorized(chains::<T>));
+                flops / start.elapsed().as_secs_f64()
+            });
+            rates.iter().sum::<f64>()
+        })
+        .fold(0.0, f64::max)
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ pub fn forward<T: Real>(x: &[T], queries: usize, keys: usize, scale: f64, mask: 
                 }
                 let share = T::ONE / simd::sum(p);
                 for p in p.iter_mut() {
-                    *p = *p * share;
+                    *p *= share;
                 }
             }
         });

@@ -1,0 +1,189 @@
+//! Timing steps on a device that works ahead of its host.
+
+use std::fmt;
+use std::hint::black_box;
+use std::time::Instant;
+
+use candle_core::Device;
+use serde::Serialize;
+
+use crate::report::{Fields, Statistics};
+use crate::{Error, Result};
+
+/// Times the same work many times over, after some warm-up.
+///
+/// The device is synchronised before each step starts and again before it counts as ended, so a sample holds all of
+/// that step's work, on the host and on the device, and nothing of its neighbours'. What the work returns is dropped
+/// outside the measured span, before the next step.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::bench::Stopwatch;
+///
+/// let device = Device::Cpu;
+/// let x = Tensor::ones((64, 64), DType::F32, &device)?;
+/// let timing = Stopwatch::new(&device).warmup(2).measure(5, || x.matmul(&x))?;
+/// assert_eq!(timing.samples_ms.len(), 5);
+/// println!("{}", timing.statistics()?);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub struct Stopwatch<'a> {
+    device: Device,
+    warmup_steps: usize,
+    on_step: Option<Box<OnStep<'a>>>,
+}
+
+type OnStep<'a> = dyn FnMut(Step, f64) + 'a;
+
+/// Which step was just taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Step {
+    /// Whether it was a warm-up step, whose time goes into no statistics.
+    pub warmup: bool,
+    /// Its number among its kind, from 0.
+    pub index: usize,
+    /// How many of its kind there are.
+    pub count: usize,
+}
+
+/// `warm-up 1/5` or `step 1/10`.
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = if self.warmup { "warm-up" } else { "step" };
+        write!(f, "{kind} {}/{}", self.index + 1, self.count)
+    }
+}
+
+/// The time of every step, in the order in which they ran.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Timing {
+    /// The measured steps, in milliseconds.
+    pub samples_ms: Vec<f64>,
+    /// The warm-up steps, in milliseconds: the first one tells what starting costs.
+    pub warmup_ms: Vec<f64>,
+}
+
+impl Timing {
+    /// Mean, deviation and quantiles of the measured steps.
+    ///
+    /// # Errors
+    /// [`Error::Data`] if there is none, which [`Stopwatch::measure`] does not let happen.
+    pub fn statistics(&self) -> Result<Statistics> {
+        Statistics::new(&self.samples_ms)
+    }
+
+    /// The statistics' fields, `samples_ms` and `warmup_ms`, ready for a row of a [`Report`](crate::report::Report).
+    ///
+    /// # Errors
+    /// As [`statistics`](Self::statistics).
+    pub fn fields(&self) -> Result<Fields> {
+        let mut fields = self.statistics()?.fields();
+        fields.insert("samples_ms", self.samples_ms.as_slice());
+        fields.insert("warmup_ms", self.warmup_ms.as_slice());
+        Ok(fields)
+    }
+}
+
+impl<'a> Stopwatch<'a> {
+    /// A stopwatch for work on `device`, without warm-up.
+    pub fn new(device: &Device) -> Self {
+        Self {
+            device: device.clone(),
+            warmup_steps: 0,
+            on_step: None,
+        }
+    }
+
+    /// Takes `steps` steps before the measured ones: the first steps find cold caches, kernels not yet compiled and
+    /// pools not yet filled.
+    pub fn warmup(mut self, steps: usize) -> Self {
+        self.warmup_steps = steps;
+        self
+    }
+
+    /// Calls `report` after every step, warm-up too, with its time in milliseconds: for progress, or for printing
+    /// each iteration. It runs outside the measured span.
+    pub fn on_step(mut self, report: impl FnMut(Step, f64) + 'a) -> Self {
+        self.on_step = Some(Box::new(report));
+        self
+    }
+
+    /// Does `work` once for each warm-up step and then `steps` times, and returns what each took.
+    ///
+    /// `work` may fail with tallow's or candle's error; a closure that ends in `Ok(..)` says which:
+    /// `Ok::<_, tallow::Error>(())`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if `steps` is 0; else the first error of `work` or of synchronising, and no step after it is
+    /// taken.
+    pub fn measure<T, E: Into<Error>>(
+        &mut self,
+        steps: usize,
+        mut work: impl FnMut() -> std::result::Result<T, E>,
+    ) -> Result<Timing> {
+        if steps == 0 {
+            return Err(Error::Config {
+                config: "Stopwatch",
+                field: "steps",
+                expected: "at least 1".into(),
+                got: "0".into(),
+                hint: "measure one step or more; only the warm-up may be 0".into(),
+            });
+        }
+        let warmup_ms = self.run(true, self.warmup_steps, &mut work)?;
+        let samples_ms = self.run(false, steps, &mut work)?;
+        Ok(Timing {
+            samples_ms,
+            warmup_ms,
+        })
+    }
+
+    fn run<T, E: Into<Error>>(
+        &mut self,
+        warmup: bool,
+        count: usize,
+        work: &mut impl FnMut() -> std::result::Result<T, E>,
+    ) -> Result<Vec<f64>> {
+        let mut times_ms = Vec::with_capacity(count);
+        for index in 0..count {
+            let (result, ms) = time_once(&self.device, &mut *work)?;
+            drop(result);
+            times_ms.push(ms);
+            if let Some(on_step) = &mut self.on_step {
+                let step = Step {
+                    warmup,
+                    index,
+                    count,
+                };
+                on_step(step, ms);
+            }
+        }
+        Ok(times_ms)
+    }
+}
+
+/// Does `work` once and returns its result with the milliseconds it took, the device synchronised before and after.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+///
+/// let device = Device::Cpu;
+/// let (zeros, ms) = tallow::bench::time_once(&device, || Tensor::zeros(8, DType::F32, &device))?;
+/// assert_eq!(zeros.dims(), [8]);
+/// assert!(ms >= 0.0);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// That of `work` or of synchronising.
+pub fn time_once<T, E: Into<Error>>(
+    device: &Device,
+    work: impl FnOnce() -> std::result::Result<T, E>,
+) -> Result<(T, f64)> {
+    device.synchronize()?;
+    let start = Instant::now();
+    let result = black_box(work().map_err(Into::into)?);
+    device.synchronize()?;
+    let ms = start.elapsed().as_secs_f64() * 1e3;
+    Ok((result, ms))
+}

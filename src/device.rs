@@ -1,0 +1,104 @@
+//! Devices by name, what they are, and what they can do at best.
+
+use crate::{Error, Result};
+use candle_core::{DType, Device, DeviceLocation};
+use std::collections::HashMap;
+use std::sync::{Mutex, OnceLock};
+
+/// The device called `name`: `cpu`, `cuda`, `cuda:1`, `metal`, `metal:0`.
+///
+/// One device an ordinal: asking again gives the same device, on the same stream. (candle's own constructors give a new
+/// one each time, and its tensors do not mix with the old one's.)
+///
+/// ```
+/// assert!(tallow::device("cpu")?.is_cpu());
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A name that is none of these; a kind that this build has no support for (the error names the feature); a device that
+/// is not there.
+pub fn device(name: &str) -> Result<Device> {
+    static OPENED: OnceLock<Mutex<HashMap<String, Device>>> = OnceLock::new();
+
+    let refuse = |problem: &str, hint: &str| {
+        Err(Error::Device {
+            name: name.into(),
+            problem: problem.into(),
+            hint: hint.into(),
+        })
+    };
+    let (kind, ordinal) = name.split_once(':').unwrap_or((name, "0"));
+    let Ok(ordinal) = ordinal.parse::<usize>() else {
+        return refuse(
+            "the part after the colon is not a number",
+            "write cuda:0, say",
+        );
+    };
+    let (built, feature) = match kind {
+        "cpu" if ordinal == 0 => return Ok(Device::Cpu),
+        "cpu" => return refuse("there is one CPU device", "write cpu"),
+        "cuda" => (cfg!(feature = "cuda"), "cuda"),
+        "metal" => (cfg!(feature = "metal"), "metal"),
+        _ => return refuse("no such kind of device", "use cpu, cuda:N or metal:N"),
+    };
+    if !built {
+        return refuse(
+            "this build has no support for it",
+            &format!("build with --features {feature}"),
+        );
+    }
+    let mut opened = OPENED
+        .get_or_init(Mutex::default)
+        .lock()
+        .unwrap_or_else(|e| e.into_inner());
+    let key = format!("{kind}:{ordinal}");
+    if let Some(device) = opened.get(&key) {
+        return Ok(device.clone());
+    }
+    let device = match kind {
+        "cuda" => Device::new_cuda_with_stream(ordinal),
+        _ => Device::new_metal(ordinal),
+    }
+    .or_else(|e| refuse(&e.to_string(), "is it there, and free?"))?;
+    opened.insert(key, device.clone());
+    Ok(device)
+}
+
+/// The name that [`device`] knows a device by.
+pub fn device_name(device: &Device) -> String {
+    match device.location() {
+        DeviceLocation::Cpu => "cpu".into(),
+        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
+        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
+    }
+}
+
+/// What a device is, in the words of the machine: the processor's model for the CPU.
+pub fn description(device: &Device) -> String {
+    if !device.is_cpu() {
+        return device_name(device);
+    }
+    let threads = rayon::current_num_threads();
+    let model = sysinfo::System::new().ok().and_then(|mut system| {
+        system.refresh_cpu_specifics(sysinfo::CpuRefreshKind::nothing());
+        Some(system.cpus().first()?.brand().trim().to_string())
+    });
+    match model {
+        Some(model) if !model.is_empty() => format!("{model}, {threads} threads"),
+        _ => format!("cpu, {threads} threads"),
+    }
+}
+
+/// The CPU's rate in f32 or f64 as its multiply-add units allow, measured: FLOP/s of all threads together, each running
+/// independent fused multiply-adds on registers. Takes about 0.2 s. `None` for other dtypes and devices.
+///
+/// This is the honest denominator of an MFU on a CPU, where no data sheet knows the clock under vector load.
+pub fn measure_peak_flops(device: &Device, dtype: DType) -> Option<f64> {
+    use crate::kernels::cpu::simd::measure_multiply_add_rate;
+    match (device.is_cpu(), dtype) {
+        (true, DType::F32) => Some(measure_multiply_add_rate::<f32>()),
+        (true, DType::F64) => Some(measure_multiply_add_rate::<f64>()),
+        _ => None,
+    }
+}

@@ -1,0 +1,222 @@
+//! The transformer language model.
+
+use super::TransformerConfig;
+use crate::files::{self, TensorFile};
+use crate::nn::{self, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::VarBuilder;
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+
+/// Tensors of a file that are not weights: an optimizer's state beside them, in a training checkpoint.
+const STATE_PREFIX: &str = "optimizer.";
+
+/// A pre-norm transformer language model: token embedding, blocks, a final RMSNorm and an untied output head.
+///
+/// Stanford CS336's model, name for name, so that its checkpoints load: `token_embeddings.weight`,
+/// `layers.{i}.attn.{q,k,v,output}_proj.weight`, `layers.{i}.ffn.{w1,w2,w3}.weight`, `layers.{i}.{ln1,ln2}.weight`,
+/// `ln_final.weight`, `lm_head.weight`.
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use tallow::model::{TransformerConfig, TransformerLM};
+///
+/// let device = tallow::device("cpu")?;
+/// let config = TransformerConfig {
+///     vocab_size: 50, context_length: 8, d_model: 16, num_layers: 2, num_heads: 2, d_ff: 32,
+///     ..Default::default()
+/// };
+/// let model = TransformerLM::new(&config, 0, &device)?;
+/// let tokens = Tensor::zeros((3, 8), DType::U32, &device)?; // (B, T)
+/// assert_eq!(model.forward(&tokens)?.dims(), [3, 8, 50]); // (B, T, V)
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct TransformerLM {
+    config: TransformerConfig,
+    token_embeddings: Embedding,
+    layers: Vec<TransformerBlock>,
+    ln_final: RmsNorm,
+    lm_head: Linear,
+}
+
+impl TransformerLM {
+    /// A new model in f32, its weights drawn from `seed`: the same seed gives the same bits.
+    ///
+    /// # Errors
+    /// A configuration that is no model's.
+    pub fn new(config: &TransformerConfig, seed: u64, device: &Device) -> Result<Self> {
+        config.validate()?; // before the builder draws anything
+        Self::from_var_builder(config, nn::seeded(seed, DType::F32, device))
+    }
+
+    /// The model with the parameters of `vb`, in its dtype and on its device.
+    ///
+    /// Parameters that the builder keeps as variables (a `VarMap`) are shared with it; others become variables here.
+    ///
+    /// # Errors
+    /// A configuration that is no model's, and whatever the builder answers.
+    pub fn from_var_builder(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
+        config.validate()?;
+        let rotary = RotaryEmbedding::new(
+            config.rope_theta,
+            config.head_dim(),
+            config.context_length,
+            vb.dtype(),
+            vb.device(),
+        )?;
+        let eps = config.rms_norm_eps;
+        let layers = (0..config.num_layers).map(|i| {
+            TransformerBlock::new(
+                config.d_model,
+                config.num_heads,
+                config.d_ff,
+                eps,
+                Some(rotary.clone()),
+                vb.pp("layers").pp(i),
+            )
+        });
+        Ok(Self {
+            config: config.clone(),
+            token_embeddings: Embedding::new(
+                config.vocab_size,
+                config.d_model,
+                vb.pp("token_embeddings"),
+            )?,
+            layers: layers.collect::<Result<_>>()?,
+            ln_final: RmsNorm::new(config.d_model, eps, vb.pp("ln_final"))?,
+            lm_head: Linear::new(config.d_model, config.vocab_size, vb.pp("lm_head"))?,
+        })
+    }
+
+    /// The model in f32 with the weights of a safetensors file, whatever float type they have there.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is not whole; a weight that is missing, misshapen or no float; a weight that the
+    /// configuration does not know (names that begin with `optimizer.` are a checkpoint's, and left alone).
+    pub fn load(
+        config: &TransformerConfig,
+        path: impl AsRef<Path>,
+        device: &Device,
+    ) -> Result<Self> {
+        Self::load_as(config, path, DType::F32, device)
+    }
+
+    /// As [`load`](Self::load), with parameters of `dtype`.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_as(
+        config: &TransformerConfig,
+        path: impl AsRef<Path>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        config.validate()?;
+        let path = path.as_ref();
+        let file = TensorFile::open(path)?;
+        let shapes = config.parameter_shapes();
+        let refuse = |name: &str, expected: String, got: String| Error::Weight {
+            path: path.into(),
+            name: name.into(),
+            expected,
+            got,
+            hint: "does the configuration belong to this file?".into(),
+        };
+        let known: HashSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
+        for name in file.names()? {
+            if !known.contains(name.as_str()) && !name.starts_with(STATE_PREFIX) {
+                let expected = format!("no such weight in {} layers", config.num_layers);
+                return Err(refuse(&name, expected, "one".into()));
+            }
+        }
+        let mut weights = HashMap::new();
+        for (name, shape) in &shapes {
+            let expected = format!("{:?}", shape.dims());
+            let Some(weight) = file.get(name, device)? else {
+                return Err(refuse(name, expected, "no such weight".into()));
+            };
+            if weight.shape() != shape {
+                return Err(refuse(name, expected, format!("{:?}", weight.dims())));
+            }
+            if !weight.dtype().is_float() {
+                let got = weight.dtype().as_str().to_string();
+                return Err(refuse(name, "a floating-point weight".into(), got));
+            }
+            // A variable now: the builder below then shares it, and the weights exist once.
+            let weight = Var::from_tensor(&weight.to_dtype(dtype)?)?;
+            weights.insert(name.clone(), weight.as_tensor().clone());
+        }
+        Self::from_var_builder(config, VarBuilder::from_tensors(weights, dtype, device))
+    }
+
+    /// Writes the weights as safetensors, in their dtype, whole or not at all.
+    ///
+    /// # Errors
+    /// A path that cannot be written.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        let weights = self.parameters().into_iter();
+        let weights: Vec<_> = weights.map(|(n, v)| (n, v.as_tensor().clone())).collect();
+        files::save_tensors(path.as_ref(), &weights, HashMap::new())
+    }
+
+    /// The sizes.
+    pub fn config(&self) -> &TransformerConfig {
+        &self.config
+    }
+
+    /// Where the parameters are.
+    pub fn device(&self) -> &Device {
+        self.lm_head.weight().device()
+    }
+
+    /// Every parameter with its name, in a fixed order: embedding, blocks, final norm, head.
+    pub fn parameters(&self) -> Vec<(String, Var)> {
+        Layer::parameters(self)
+    }
+
+    /// How many parameters: each weight counted once.
+    pub fn num_parameters(&self) -> usize {
+        let parameters = self.parameters().into_iter();
+        parameters.map(|(_, var)| var.elem_count()).sum()
+    }
+
+    /// Logits for every position: tokens (B, T) u32, logits (B, T, V).
+    ///
+    /// # Errors
+    /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the vocabulary (found on the
+    /// host before any kernel runs).
+    pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
+        let limit = self.config.context_length;
+        match *tokens.dims() {
+            [batch, length] if batch > 0 && (1..=limit).contains(&length) => {}
+            _ => {
+                return Err(Error::Shape {
+                    op: "TransformerLM",
+                    expected: format!("tokens (B, T) with B from 1 and T from 1 to {limit}"),
+                    got: format!("{:?}", tokens.dims()),
+                    hint: "shorten the sequence, or build the model with a longer context_length"
+                        .into(),
+                });
+            }
+        }
+        let mut x = self.token_embeddings.forward(tokens)?; // (B, T, D)
+        for layer in &self.layers {
+            x = layer.forward(&x)?; // (B, T, D)
+        }
+        self.lm_head.forward(&self.ln_final.forward(&x)?) // (B, T, V)
+    }
+}
+
+impl Layer for TransformerLM {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+        self.token_embeddings
+            .visit(&join(path, "token_embeddings"), visit);
+        for (i, layer) in self.layers.iter().enumerate() {
+            layer.visit(&join(path, &format!("layers.{i}")), visit);
+        }
+        self.ln_final.visit(&join(path, "ln_final"), visit);
+        self.lm_head.visit(&join(path, "lm_head"), visit);
+    }
+}

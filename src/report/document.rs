@@ -1,0 +1,137 @@
+//! The document that every benchmark prints: where it ran, what was asked for, what came out.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::{Column, Fields, Format, data, markdown, text, typeset};
+use crate::{Error, Result, files};
+
+/// One content, six formats.
+///
+/// Columns show some of the fields of the rows; every column is shown, also one whose cells all agree. Text, Markdown,
+/// LaTeX and Typst carry what the columns show, as the columns show it. CSV and JSON carry every field of every row,
+/// unrounded, those that no column shows (`samples_ms`, say) after those that one does.
+///
+/// The JSON document is `{"environment": {..}, "configuration": {..}, "notes": [..], "rows": [{..}, ..]}`. All rows
+/// have the same keys: what a row lacks is `null` there, an empty cell in CSV, and `n/a` in the other formats.
+///
+/// ```
+/// use tallow::report::{Column, Fields, Format, Report};
+///
+/// let report = Report {
+///     environment: Fields::from_iter([("device", "cpu")]),
+///     columns: vec![Column::text("phase", "Phase"), Column::number("mean_ms", "Mean", "ms", 1)],
+///     rows: vec![Fields::from_iter([("phase", "forward"), ("status", "OOM")])],
+///     ..Default::default()
+/// };
+/// let mut out = Vec::new();
+/// report.write_to(Format::Json, &mut out)?;
+/// let json: serde_json::Value = serde_json::from_slice(&out).expect("JSON");
+/// assert_eq!(json["environment"]["device"], "cpu");
+/// assert_eq!(json["rows"][0]["status"], "OOM");
+/// assert!(json["rows"][0]["mean_ms"].is_null());
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Report {
+    /// Where it ran: device, versions, features, threads, allocator, seed.
+    pub environment: Fields,
+    /// What was asked for.
+    pub configuration: Fields,
+    /// What the tables show, from left to right.
+    pub columns: Vec<Column>,
+    /// What came out, one row a measurement.
+    pub rows: Vec<Fields>,
+    /// Sentences that a reader needs to judge the numbers: formulas, warnings.
+    pub notes: Vec<String>,
+}
+
+impl Report {
+    /// Writes the whole document, ending in a newline, and flushes.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if `out` refuses, with `output` for the path it does not know.
+    pub fn write_to(&self, format: Format, out: &mut dyn Write) -> Result<()> {
+        self.render(format, out)
+            .and_then(|()| out.flush())
+            .map_err(|e| Error::io("write", "output", e))
+    }
+
+    /// Writes to a file, which appears complete or not at all: what stood at `path` is replaced only once the new
+    /// content is safely on the disk.
+    ///
+    /// # Errors
+    /// [`Error::Io`] with the path if it cannot be written.
+    pub fn save(&self, format: Format, path: impl AsRef<Path>) -> Result<()> {
+        let mut content = Vec::new();
+        self.write_to(format, &mut content)?;
+        files::write_bytes(path.as_ref(), &content)
+    }
+
+    fn render(&self, format: Format, out: &mut dyn Write) -> io::Result<()> {
+        match format {
+            Format::Text => text::write(self, out),
+            Format::Markdown => markdown::write(self, out),
+            Format::Csv => data::write_csv(self, out),
+            Format::Json => data::write_json(self, out),
+            Format::Latex => typeset::write_latex(self, out),
+            Format::Typst => typeset::write_typst(self, out),
+        }
+    }
+
+    /// The headings, unescaped.
+    pub(super) fn headings(&self) -> Vec<String> {
+        self.columns.iter().map(Column::heading).collect()
+    }
+
+    /// The cells of every row as people read them, unescaped.
+    pub(super) fn cells(&self) -> Vec<Vec<String>> {
+        let cells_of = |row: &Fields| {
+            self.columns
+                .iter()
+                .map(|column| column.cell(row.get(&column.key)))
+                .collect()
+        };
+        self.rows.iter().map(cells_of).collect()
+    }
+
+    /// For each column, whether its cells stand at the right.
+    pub(super) fn right_aligned(&self) -> Vec<bool> {
+        self.columns
+            .iter()
+            .map(|column| column.aligns_right(self.values(&column.key)))
+            .collect()
+    }
+
+    /// Every key of the rows: the columns' first, then the others as they come. None twice.
+    pub(super) fn keys(&self) -> Vec<&str> {
+        let mut keys: Vec<&str> = Vec::new();
+        let shown = self.columns.iter().map(|column| column.key.as_str());
+        let held = self
+            .rows
+            .iter()
+            .flat_map(|row| row.iter().map(|(key, _)| key));
+        for key in shown.chain(held) {
+            if !keys.contains(&key) {
+                keys.push(key);
+            }
+        }
+        keys
+    }
+
+    /// Title and content of the two headers, leaving out one without content.
+    pub(super) fn headers(&self) -> impl Iterator<Item = (&'static str, &Fields)> {
+        [
+            ("Environment", &self.environment),
+            ("Configuration", &self.configuration),
+        ]
+        .into_iter()
+        .filter(|(_, fields)| !fields.is_empty())
+    }
+
+    fn values<'a>(&'a self, key: &'a str) -> impl Iterator<Item = &'a Value> {
+        self.rows.iter().filter_map(move |row| row.get(key))
+    }
+}

@@ -1,0 +1,52 @@
+//! What a measurement looks like once it is made: statistics over samples, one table in six formats, line charts.
+//!
+//! - [`Statistics`] turns samples into mean, deviation and quantiles;
+//! - [`Report`] holds what was measured, where and how, and writes it as text, Markdown, CSV, JSON, LaTeX or Typst
+//!   ([`Format`]);
+//! - [`plot`] draws line charts as SVG.
+//!
+//! Nothing here takes a measurement: timing lives in `bench`, memory in `memory`.
+//!
+//! ```
+//! use tallow::report::{Column, Fields, Format, Report, Statistics};
+//!
+//! let times = Statistics::new(&[116.7, 117.4, 118.6])?;
+//! let mut row = Fields::new();
+//! row.insert("phase", "forward");
+//! row.insert("status", "ok");
+//! row.merge(times.fields());
+//!
+//! let report = Report {
+//!     columns: vec![
+//!         Column::text("phase", "Phase"),
+//!         Column::number("mean_ms", "Mean", "ms", 2),
+//!     ],
+//!     rows: vec![row],
+//!     ..Default::default()
+//! };
+//! let mut out = Vec::new();
+//! report.write_to(Format::Markdown, &mut out)?;
+//! let lines: Vec<_> = out.split(|&byte| byte == b'\n').collect();
+//! assert_eq!(lines[0], b"| Phase   | Mean (ms) |");
+//! assert_eq!(lines[2], b"| forward |    117.57 |");
+//! # Ok::<(), tallow::Error>(())
+//! ```
+
+mod column;
+mod data;
+mod document;
+mod fields;
+mod format;
+mod markdown;
+mod number;
+pub mod plot;
+mod statistics;
+mod text;
+mod typeset;
+
+pub use column::Column;
+pub use document::Report;
+pub use fields::Fields;
+pub use format::Format;
+pub use number::{bytes_to_mib, format_mib, group_digits};
+pub use statistics::Statistics;

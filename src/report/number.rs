@@ -1,0 +1,56 @@
+//! Numbers as people read them.
+
+const BYTES_PER_MIB: f64 = (1u64 << 20) as f64;
+
+/// Bytes as MiB: `bytes / 2^20`.
+pub fn bytes_to_mib(bytes: u64) -> f64 {
+    bytes as f64 / BYTES_PER_MIB
+}
+
+/// Bytes in words, with one decimal.
+///
+/// ```
+/// assert_eq!(tallow::report::format_mib(3 << 19), "1.5 MiB");
+/// assert_eq!(tallow::report::format_mib(5 << 30), "5,120.0 MiB");
+/// ```
+pub fn format_mib(bytes: u64) -> String {
+    format!("{} MiB", group(&fixed(bytes_to_mib(bytes), 1)))
+}
+
+/// A count with a comma between thousands.
+///
+/// ```
+/// assert_eq!(tallow::report::group_digits(128_625_408), "128,625,408");
+/// ```
+pub fn group_digits(count: u64) -> String {
+    group(&count.to_string())
+}
+
+/// Commas between the thousands of a plain decimal number, which may have a sign and a fraction.
+pub(super) fn group(number: &str) -> String {
+    let (sign, digits) = match number.strip_prefix('-') {
+        Some(rest) => ("-", rest),
+        None => ("", number),
+    };
+    let (whole, fraction) = match digits.find('.') {
+        Some(point) => digits.split_at(point),
+        None => (digits, ""),
+    };
+    let mut grouped = String::from(sign);
+    for (index, digit) in whole.chars().enumerate() {
+        if index > 0 && (whole.len() - index).is_multiple_of(3) {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    grouped + fraction
+}
+
+/// `value` with a fixed number of decimals, and no minus before a zero.
+pub(super) fn fixed(value: f64, decimals: usize) -> String {
+    let text = format!("{value:.decimals$}");
+    match text.strip_prefix('-') {
+        Some(digits) if digits.chars().all(|c| c == '0' || c == '.') => digits.to_string(),
+        _ => text,
+    }
+}

@@ -1,0 +1,225 @@
+//! Where an axis begins and ends, where its ticks are, and what they are called.
+
+use std::ops::Range;
+
+use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
+
+use crate::report::number::{fixed, group};
+
+/// A logarithmic axis has no more ticks than this.
+const MAX_LOG_TICKS: usize = 9;
+
+/// How many ticks a linear axis has, about.
+const LINEAR_TICKS: f64 = 6.0;
+
+/// A fitted axis. Positions on it are the values themselves, or their decimal logarithms if it is logarithmic.
+pub(super) struct Axis {
+    log: bool,
+    /// The different values on it, ascending.
+    values: Vec<f64>,
+    /// First and last position; never the same.
+    low: f64,
+    high: f64,
+    /// Value and name of each tick.
+    ticks: Vec<(f64, String)>,
+}
+
+impl Axis {
+    /// The axis that spans `values`: one at least, all finite, positive if `log`.
+    pub(super) fn fit(values: impl Iterator<Item = f64>, log: bool) -> Self {
+        let mut values: Vec<f64> = values.collect();
+        values.sort_by(f64::total_cmp);
+        values.dedup();
+        let axis = Self {
+            log,
+            values,
+            low: 0.0,
+            high: 0.0,
+            ticks: Vec::new(),
+        };
+        let (low, high) = axis.extremes();
+        // A lone value gets an axis around it.
+        let margin = match (low == high, log) {
+            (false, _) => 0.0,
+            (true, true) => 0.5,
+            (true, false) if low == 0.0 => 1.0,
+            (true, false) => low.abs() / 2.0,
+        };
+        axis.span(low - margin, high + margin)
+    }
+
+    /// Some empty space on either side, so that no line lies on the frame. Values that are all positive do not get an
+    /// axis that begins below zero for it.
+    pub(super) fn with_room(self) -> Self {
+        let room = (self.high - self.low) * 0.05;
+        let (lowest, _) = self.extremes();
+        let low = if !self.log && lowest >= 0.0 {
+            (self.low - room).max(0.0)
+        } else {
+            self.low - room
+        };
+        let high = self.high + room;
+        self.span(low, high)
+    }
+
+    fn position(&self, value: f64) -> f64 {
+        if self.log { value.log10() } else { value }
+    }
+
+    fn extremes(&self) -> (f64, f64) {
+        let ends = (self.values.first(), self.values.last());
+        let position = |end: Option<&f64>| end.map_or(0.0, |value| self.position(*value));
+        (position(ends.0), position(ends.1))
+    }
+
+    fn span(mut self, low: f64, high: f64) -> Self {
+        self.low = low;
+        self.high = high;
+        self.ticks = if self.log {
+            self.log_ticks()
+        } else {
+            linear_ticks(low, high)
+        };
+        self
+    }
+
+    /// At the values if they are few and apart (256, 1024, 4096 say more than 100, 1000), else at round numbers.
+    fn log_ticks(&self) -> Vec<(f64, String)> {
+        let apart = (self.high - self.low) / (1.5 * MAX_LOG_TICKS as f64);
+        let few = (2..=MAX_LOG_TICKS).contains(&self.values.len());
+        let whole = self.values.iter().all(|value| value.fract() == 0.0);
+        let spread = self
+            .values
+            .windows(2)
+            .all(|pair| pair[1].log10() - pair[0].log10() >= apart);
+        let values = if few && whole && spread {
+            self.values.clone()
+        } else {
+            round_numbers(self.low, self.high)
+        };
+        values
+            .into_iter()
+            .map(|value| (value, short(value)))
+            .collect()
+    }
+}
+
+/// How plotters sees it.
+impl Ranged for Axis {
+    type FormatOption = NoDefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, value: &f64, (first, last): (i32, i32)) -> i32 {
+        let share = (self.position(*value) - self.low) / (self.high - self.low);
+        first + (share * f64::from(last - first)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
+        // Asked for minor grid lines, there are none.
+        if hint.weight().allow_light_points() {
+            return Vec::new();
+        }
+        self.ticks.iter().map(|(value, _)| *value).collect()
+    }
+
+    fn range(&self) -> Range<f64> {
+        match self.log {
+            true => 10f64.powf(self.low)..10f64.powf(self.high),
+            false => self.low..self.high,
+        }
+    }
+}
+
+impl ValueFormatter<f64> for Axis {
+    fn format_ext(&self, value: &f64) -> String {
+        self.ticks
+            .iter()
+            .find(|(tick, _)| tick == value)
+            .map_or_else(String::new, |(_, name)| name.clone())
+    }
+}
+
+/// As many round numbers between two logarithms as can be read: all digits, or 1, 2 and 5, or powers of ten, or only
+/// some of those.
+fn round_numbers(low: f64, high: f64) -> Vec<f64> {
+    const DIGITS: [&[f64]; 3] = [
+        &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+        &[1.0, 2.0, 5.0],
+        &[1.0],
+    ];
+    let exponents = (low.floor() as i32)..=(high.ceil() as i32);
+    let numbers = |digits: &[f64]| -> Vec<f64> {
+        exponents
+            .clone()
+            .flat_map(|exponent| digits.iter().map(move |digit| digit * 10f64.powi(exponent)))
+            .filter(|number| (low..=high).contains(&number.log10()))
+            .collect()
+    };
+    let readable = DIGITS
+        .into_iter()
+        .map(numbers)
+        .find(|numbers| numbers.len() <= MAX_LOG_TICKS);
+    match readable {
+        // Narrower than a step of the round numbers: name the ends.
+        Some(numbers) if numbers.len() < 2 => vec![10f64.powf(low), 10f64.powf(high)],
+        Some(numbers) => numbers,
+        None => {
+            let powers = numbers(&[1.0]);
+            let stride = powers.len().div_ceil(MAX_LOG_TICKS);
+            powers.into_iter().step_by(stride).collect()
+        }
+    }
+}
+
+/// Multiples of 1, 2 or 5 times a power of ten.
+fn linear_ticks(low: f64, high: f64) -> Vec<(f64, String)> {
+    let rough = (high - low) / LINEAR_TICKS;
+    let magnitude = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0]
+        .into_iter()
+        .map(|factor| factor * magnitude)
+        .find(|step| *step >= rough)
+        .unwrap_or(10.0 * magnitude);
+    // Counting from the first multiple, not adding up, keeps 0.3 from becoming 0.30000000000000004.
+    let first = (low / step).ceil();
+    (0..=(2.0 * LINEAR_TICKS) as usize)
+        .map(|index| (first + index as f64) * step)
+        .take_while(|tick| *tick <= high + step * 1e-9)
+        .map(|tick| (tick, tick_name(tick, step)))
+        .collect()
+}
+
+/// With as many decimals as the step needs; very large and very small ones with an exponent.
+fn tick_name(tick: f64, step: f64) -> String {
+    let scale = tick.abs().max(step);
+    if !(1e-4..1e7).contains(&scale) {
+        return exponent(tick);
+    }
+    let decimals = (-step.log10() - 1e-9).ceil().max(0.0) as usize;
+    group(&fixed(tick, decimals))
+}
+
+/// A number of few digits.
+fn short(value: f64) -> String {
+    if !(1e-4..1e7).contains(&value) {
+        return exponent(value);
+    }
+    let decimals = (2.0 - value.log10().floor()).clamp(0.0, 6.0) as usize;
+    let text = fixed(value, decimals);
+    let text = match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.'),
+        false => &text,
+    };
+    group(text)
+}
+
+fn exponent(value: f64) -> String {
+    let text = format!("{value:.3e}");
+    match text.split_once('e') {
+        Some((digits, power)) => {
+            let digits = digits.trim_end_matches('0').trim_end_matches('.');
+            format!("{digits}e{power}")
+        }
+        None => text,
+    }
+}

@@ -1,0 +1,167 @@
+//! Mean, deviation and quantiles of a handful of timings.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::Fields;
+use crate::{Error, Result};
+
+/// Above this share of the median, an interquartile range says that something else was running.
+const NOISY_IQR_SHARE: f64 = 0.10;
+
+/// What a set of samples, in milliseconds, says.
+///
+/// What cannot be computed is `None` (`null` in JSON, `n/a` in tables), never 0. The order of the samples makes no
+/// difference, not even to the last bit.
+///
+/// ```
+/// use tallow::report::Statistics;
+///
+/// let times = Statistics::new(&[12.0, 10.0, 11.0, 15.0])?;
+/// assert_eq!(times.mean_ms, 12.0);
+/// assert_eq!(times.median_ms, 11.5);
+/// assert_eq!(times.quantile(0.5), Some(11.5));
+/// assert_eq!(Statistics::new(&[12.0])?.std_ms, None); // one sample has no spread
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Statistics {
+    /// How many samples there are.
+    pub n: usize,
+    /// Arithmetic mean.
+    pub mean_ms: f64,
+    /// Sample standard deviation, `sqrt(sum((x - mean)^2) / (n - 1))`; `None` for one sample.
+    pub std_ms: Option<f64>,
+    /// The smallest sample.
+    pub min_ms: f64,
+    /// The largest sample.
+    pub max_ms: f64,
+    /// The middle sample, or the mean of the two in the middle.
+    pub median_ms: f64,
+    /// Coefficient of variation, `100 * std / |mean|`; `None` for one sample or a mean of zero.
+    pub cv_percent: Option<f64>,
+    /// The 20% quantile.
+    pub p20_ms: f64,
+    /// The 80% quantile.
+    pub p80_ms: f64,
+    /// Interquartile range: the 75% quantile less the 25% quantile.
+    pub iqr_ms: f64,
+    #[serde(skip)]
+    sorted_ms: Vec<f64>,
+}
+
+impl Statistics {
+    /// Statistics of `samples_ms`, in any order.
+    ///
+    /// # Errors
+    /// [`Error::Data`] if there is no sample, or one is NaN or infinite.
+    pub fn new(samples_ms: &[f64]) -> Result<Self> {
+        if samples_ms.is_empty() {
+            return Err(Error::Data {
+                what: "statistics".into(),
+                expected: "at least one sample".into(),
+                got: "none".into(),
+                hint: "measure at least one step".into(),
+            });
+        }
+        if let Some(position) = samples_ms.iter().position(|x| !x.is_finite()) {
+            return Err(Error::Data {
+                what: "statistics".into(),
+                expected: "finite samples".into(),
+                got: format!("{} at position {position}", samples_ms[position]),
+                hint: "leave out what could not be measured".into(),
+            });
+        }
+
+        let mut sorted_ms = samples_ms.to_vec();
+        sorted_ms.sort_by(f64::total_cmp);
+        let n = sorted_ms.len();
+        let (min_ms, max_ms) = (sorted_ms[0], sorted_ms[n - 1]);
+
+        // Summing distances from the minimum keeps equal samples exact.
+        let mean_ms = min_ms + sorted_ms.iter().map(|x| x - min_ms).sum::<f64>() / n as f64;
+        let mean_ms = mean_ms.clamp(min_ms, max_ms);
+        let std_ms = (n > 1).then(|| {
+            let squares: f64 = sorted_ms.iter().map(|x| (x - mean_ms).powi(2)).sum();
+            (squares / (n - 1) as f64).sqrt()
+        });
+        let cv_percent = std_ms
+            .filter(|_| mean_ms != 0.0)
+            .map(|std| 100.0 * std / mean_ms.abs());
+
+        Ok(Self {
+            n,
+            mean_ms,
+            std_ms,
+            min_ms,
+            max_ms,
+            median_ms: interpolate(&sorted_ms, 0.5),
+            cv_percent,
+            p20_ms: interpolate(&sorted_ms, 0.2),
+            p80_ms: interpolate(&sorted_ms, 0.8),
+            iqr_ms: interpolate(&sorted_ms, 0.75) - interpolate(&sorted_ms, 0.25),
+            sorted_ms,
+        })
+    }
+
+    /// The `q` quantile for `q` in 0..=1, with linear interpolation between the two samples around position
+    /// `q * (n - 1)`; `None` for any other `q`.
+    pub fn quantile(&self, q: f64) -> Option<f64> {
+        (0.0..=1.0)
+            .contains(&q)
+            .then(|| interpolate(&self.sorted_ms, q))
+    }
+
+    /// Whether the interquartile range is more than 10% of the median: the machine was not quiet, and the numbers
+    /// deserve a warning.
+    pub fn noisy(&self) -> bool {
+        self.iqr_ms > NOISY_IQR_SHARE * self.median_ms.abs()
+    }
+
+    /// The public fields under their own names, ready for a row of a [`Report`](super::Report).
+    pub fn fields(&self) -> Fields {
+        let mut fields = Fields::new();
+        fields.insert("n", self.n);
+        fields.insert("mean_ms", self.mean_ms);
+        fields.insert("std_ms", self.std_ms);
+        fields.insert("min_ms", self.min_ms);
+        fields.insert("max_ms", self.max_ms);
+        fields.insert("median_ms", self.median_ms);
+        fields.insert("cv_percent", self.cv_percent);
+        fields.insert("p20_ms", self.p20_ms);
+        fields.insert("p80_ms", self.p80_ms);
+        fields.insert("iqr_ms", self.iqr_ms);
+        fields
+    }
+}
+
+/// One line: `117.46 ± 0.46 ms (n 10, min 116.67, max 118.55, median 117.40, CV 0.39%)`.
+impl fmt::Display for Statistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2}", self.mean_ms)?;
+        if let Some(std) = self.std_ms {
+            write!(f, " ± {std:.2}")?;
+        }
+        write!(
+            f,
+            " ms (n {}, min {:.2}, max {:.2}, median {:.2}",
+            self.n, self.min_ms, self.max_ms, self.median_ms
+        )?;
+        if let Some(cv) = self.cv_percent {
+            write!(f, ", CV {cv:.2}%")?;
+        }
+        write!(f, ")")
+    }
+}
+
+/// `sorted` is not empty and `q` lies in 0..=1.
+fn interpolate(sorted: &[f64], q: f64) -> f64 {
+    let position = q * (sorted.len() - 1) as f64;
+    let below = position.floor() as usize;
+    let low = sorted[below];
+    let high = sorted[(below + 1).min(sorted.len() - 1)];
+    // Rounding must not carry the result past the upper sample.
+    (low + (position - below as f64) * (high - low)).min(high)
+}

@@ -1,0 +1,4 @@
+//! Every integration test, in one binary: linking candle is dear.
+
+mod data;
+mod report;

@@ -1,0 +1,182 @@
+//! Line charts, judged by the SVG they become.
+
+use proptest::prelude::*;
+use rstest::rstest;
+use tallow::Error;
+use tallow::report::plot::{LineChart, Series};
+
+fn svg_texts(svg: &str) -> Vec<&str> {
+    svg.split("<text")
+        .skip(1)
+        .map(|part| part[part.find('>').unwrap() + 1..part.find("</text>").unwrap()].trim())
+        .collect()
+}
+
+fn count(svg: &str, what: &str) -> usize {
+    svg.matches(what).count()
+}
+
+#[test]
+fn a_chart_has_text_colours_and_the_points_that_are_finite() {
+    let nan = f64::NAN;
+    let chart = LineChart {
+        title: "Forward <&>".into(),
+        x_label: "sequence length".into(),
+        y_label: "time (ms)".into(),
+        log_x: true,
+        log_y: true,
+        series: vec![
+            Series::new("naive", vec![(256.0, 1.0), (1024.0, nan), (4096.0, 100.0)]),
+            Series::new(
+                "flash",
+                vec![(256.0, 0.5), (1024.0, f64::INFINITY), (nan, 1.0)],
+            ),
+            Series::new("absent", vec![(nan, nan)]),
+        ],
+    };
+    let svg = chart.to_svg().unwrap();
+    let texts = svg_texts(&svg);
+    for text in [
+        "Forward &lt;&amp;&gt;",
+        "sequence length",
+        "time (ms)",
+        "naive",
+        "flash",
+        "absent (no data)",
+        "256",
+        "4,096",
+        "1",
+        "100",
+    ] {
+        assert!(texts.contains(&text), "{text:?} in {texts:?}");
+    }
+    assert!(!texts.contains(&"1,024"), "no tick where no point is");
+    // Two points and one, and a marker in the legend for each of the two lines.
+    assert_eq!(count(&svg, "<circle"), 5);
+    assert!(svg.contains("#0072B2") && svg.contains("#D55E00"));
+    assert!(!svg.contains("NaN") && !svg.contains("inf"));
+    assert!(svg.trim_end().ends_with("</svg>"));
+}
+
+#[test]
+fn points_stand_where_their_values_say() {
+    let chart = |log_y| LineChart {
+        log_y,
+        series: vec![Series::new("", vec![(0.0, 1.0), (1.0, 10.0), (2.0, 100.0)])],
+        ..Default::default()
+    };
+    let heights = |svg: &str| -> Vec<f64> {
+        svg.split("cy=\"")
+            .skip(1)
+            .map(|part| part[..part.find('"').unwrap()].parse().unwrap())
+            .collect()
+    };
+    let log = heights(&chart(true).to_svg().unwrap());
+    assert_eq!(log.len(), 3);
+    assert!(log[0] > log[2], "up is more");
+    assert!((log[0] - 2.0 * log[1] + log[2]).abs() <= 2.0, "{log:?}");
+    let linear = heights(&chart(false).to_svg().unwrap());
+    let share = (linear[0] - linear[1]) / (linear[0] - linear[2]);
+    assert!((share - 9.0 / 99.0).abs() < 0.01, "{linear:?}");
+}
+
+#[test]
+fn many_lines_stay_distinguishable_and_long_lines_have_no_markers() {
+    let series = |k: usize| Series::new(format!("line {k}"), vec![(0.0, k as f64), (1.0, 2.0)]);
+    let chart = LineChart {
+        series: (0..8).map(series).collect(),
+        ..Default::default()
+    };
+    let svg = chart.to_svg().unwrap();
+    let colours: std::collections::BTreeSet<_> = svg
+        .split("<circle")
+        .skip(1)
+        .map(|part| &part[part.find("fill=\"").unwrap() + 6..][..7])
+        .collect();
+    assert_eq!(
+        colours.len(),
+        7,
+        "the eighth line is dashed in the first colour"
+    );
+    let solid = count(&svg, "stroke=\"#D55E00\"");
+    assert!(
+        count(&svg, "stroke=\"#0072B2\"") > solid + 10,
+        "dashes are many short lines"
+    );
+
+    let long = LineChart {
+        series: vec![Series::new(
+            "loss",
+            (0..500).map(|i| (i.into(), 1.0)).collect(),
+        )],
+        ..Default::default()
+    };
+    assert_eq!(count(&long.to_svg().unwrap(), "<circle"), 0);
+}
+
+#[rstest]
+#[case(vec![])]
+#[case(vec![Series::new("a", vec![])])]
+#[case(vec![Series::new("a", vec![(f64::NAN, 1.0), (1.0, f64::INFINITY)])])]
+fn an_empty_chart_is_an_error(#[case] series: Vec<Series>) {
+    let chart = LineChart {
+        title: "T".into(),
+        series,
+        ..Default::default()
+    };
+    let error = chart.to_svg().unwrap_err();
+    assert!(matches!(error, Error::Plot(_)));
+    assert!(error.to_string().contains("no finite point"), "{error}");
+}
+
+#[rstest]
+#[case(0.0, true, false, "x = 0")]
+#[case(-2.5, false, true, "y = -2.5")]
+fn logarithms_of_nothing_are_errors(
+    #[case] value: f64,
+    #[case] log_x: bool,
+    #[case] log_y: bool,
+    #[case] text: &str,
+) {
+    let chart = LineChart {
+        log_x,
+        log_y,
+        series: vec![Series::new("s", vec![(1.0, 1.0), (value, value)])],
+        ..Default::default()
+    };
+    let error = chart.to_svg().unwrap_err();
+    assert!(matches!(error, Error::Plot(_)));
+    assert!(error.to_string().contains(text), "{error}");
+    let linear = LineChart {
+        log_x: false,
+        log_y: false,
+        ..chart
+    };
+    linear.to_svg().unwrap();
+}
+
+proptest! {
+    #[test]
+    fn any_finite_chart_can_be_drawn(
+        points in prop::collection::vec((-1e12..1e12f64, -1e-3..1e-3f64), 1..20),
+        scale in -12i32..12,
+        log: bool,
+    ) {
+        let points = points
+            .into_iter()
+            .map(|(x, y)| (x, y * 10f64.powi(scale)))
+            .map(|(x, y)| if log { (x.abs() + 1e-9, y.abs() + 1e-30) } else { (x, y) })
+            .collect();
+        let chart = LineChart {
+            log_x: log,
+            log_y: log,
+            series: vec![Series::new("s", points)],
+            ..Default::default()
+        };
+        let svg = chart.to_svg().unwrap();
+        // At least two ticks on each axis, beside the legend's one text.
+        let texts = svg_texts(&svg);
+        prop_assert!((5..40).contains(&texts.len()), "{:?}", texts);
+        prop_assert!(!svg.contains("NaN") && !svg.contains("inf"));
+    }
+}

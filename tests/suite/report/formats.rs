@@ -1,0 +1,128 @@
+//! The exact text of one small table in every format.
+
+use tallow::report::Format;
+
+use super::{nasty, rendered};
+
+#[test]
+fn formats_by_name() {
+    for format in Format::ALL {
+        assert_eq!(format.to_string().parse::<Format>().unwrap(), format);
+        let loud = format.to_string().to_uppercase();
+        assert_eq!(loud.parse::<Format>().unwrap(), format);
+    }
+    assert_eq!(format!("[{:>6}]", Format::Csv), "[   csv]");
+    let error = "word".parse::<Format>().unwrap_err().to_string();
+    assert!(
+        error.contains("text, markdown, csv, json, latex, typst"),
+        "{error}"
+    );
+    assert!(error.contains("\"word\""), "{error}");
+}
+
+#[test]
+fn text_exactly() {
+    let expected = r#"Environment
+  device  cpu
+          0
+  d_head  64%
+
+Configuration
+  sizes  tiny, xl
+  seed   n/a
+
+┌───────────────────────────────────────────────────────────────┬───────────┬────────────┐
+│ Name & co                                                     ┆ Mean (ms) ┆ Peak (MiB) │
+╞═══════════════════════════════════════════════════════════════╪═══════════╪════════════╡
+│ a|b & c_d_ 5% #1 $x$ {y} ~z ^w \ back"q", `t` *s* <u> [v] --n ┆   1234.57 ┆        n/a │
+│ two                                                           ┆       n/a ┆    1,536.0 │
+│ lines é                                                       ┆           ┆            │
+└───────────────────────────────────────────────────────────────┴───────────┴────────────┘
+
+note: 6N|12
+"#;
+    assert_eq!(rendered(&nasty(), Format::Text), expected);
+}
+
+#[test]
+fn markdown_exactly() {
+    let name = r#"a\|b \& c_d\_ 5% #1 \$x\$ {y} \~z ^w \\ back"q", \`t\` \*s\* \<u\> \[v\] --n"#;
+    let width = name.len();
+    let expected = [
+        "**Environment**\n".to_string(),
+        "- device: cpu<br>0".into(),
+        "- d_head: 64%\n".into(),
+        "**Configuration**\n".into(),
+        "- sizes: tiny, xl".into(),
+        "- seed: n/a\n".into(),
+        format!("| {:width$} | Mean (ms) | Peak (MiB) |", "Name \\& co"),
+        format!("| {} | --------: | ---------: |", "-".repeat(width)),
+        format!("| {name} |   1234.57 |        n/a |"),
+        format!("| {:width$} |       n/a |    1,536.0 |", "two<br>lines é"),
+        "\n- Note: 6N\\|12\n".into(),
+    ];
+    assert_eq!(rendered(&nasty(), Format::Markdown), expected.join("\n"));
+}
+
+#[test]
+fn csv_exactly() {
+    let expected = r#"name,mean_ms,peak_bytes,samples_ms
+"a|b & c_d_ 5% #1 $x$ {y} ~z ^w \ back""q"", `t` *s* <u> [v] --n",1234.5678,,"[1234.0,1235.1356]"
+"two
+lines é",,1610612736,
+"#;
+    assert_eq!(rendered(&nasty(), Format::Csv), expected);
+}
+
+#[test]
+fn json_exactly() {
+    let expected = r#"{
+  "environment": {"device":"cpu\n0","d_head":"64%"},
+  "configuration": {"sizes":["tiny","xl"],"seed":null},
+  "notes": ["6N|12"],
+  "rows": [
+    {"name":"a|b & c_d_ 5% #1 $x$ {y} ~z ^w \\ back\"q\", `t` *s* <u> [v] --n","mean_ms":1234.5678,"peak_bytes":null,"samples_ms":[1234.0,1235.1356]},
+    {"name":"two\nlines é","mean_ms":null,"peak_bytes":1610612736,"samples_ms":null}
+  ]
+}
+"#;
+    assert_eq!(rendered(&nasty(), Format::Json), expected);
+}
+
+#[test]
+fn latex_exactly() {
+    let expected = r#"% device: cpu 0
+% d_head: 64%
+% sizes: tiny, xl
+% seed: n/a
+% note: 6N|12
+% needs \usepackage{booktabs}
+\begin{tabular}{lrr}
+\toprule
+Name \& co & Mean (ms) & Peak (MiB) \\
+\midrule
+a\textbar{}b \& c\_d\_ 5\% \#1 \$x\$ \{y\} \textasciitilde{}z \textasciicircum{}w \textbackslash{} back"q", \textasciigrave{}t\textasciigrave{} {*}s{*} \textless{}u\textgreater{} {[}v] -{-}n & 1234.57 & n/a \\
+two lines é & n/a & 1,536.0 \\
+\bottomrule
+\end{tabular}
+"#;
+    assert_eq!(rendered(&nasty(), Format::Latex), expected);
+}
+
+#[test]
+fn typst_exactly() {
+    let expected = r#"// device: cpu 0
+// d_head: 64%
+// sizes: tiny, xl
+// seed: n/a
+// note: 6N|12
+#table(
+  columns: 3,
+  align: (left, right, right,),
+  table.header("Name & co", "Mean (ms)", "Peak (MiB)"),
+  "a|b & c_d_ 5% #1 $x$ {y} ~z ^w \\ back\"q\", `t` *s* <u> [v] --n", "1234.57", "n/a",
+  "two\nlines é", "n/a", "1,536.0",
+)
+"#;
+    assert_eq!(rendered(&nasty(), Format::Typst), expected);
+}
