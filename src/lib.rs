@@ -1,4 +1,61 @@
-//! tallow
+//! Train transformer language models on [candle](candle_core), and know what a training step costs.
+//!
+//! tallow is a library of parts, each of which works alone on ordinary candle tensors:
+//!
+//! - [`model`]: a transformer language model ([`TransformerLM`](model::TransformerLM)) that loads Stanford CS336's checkpoints, counts its FLOPs, and
+//!   generates;
+//! - [`nn`]: its layers, built from any candle `VarBuilder`;
+//! - [`ops`]: differentiable operations with hand-written CPU kernels and backwards, where candle's own fused ones cut
+//!   the graph without a word; every op has a `reference` in plain candle ops, which is its specification;
+//! - [`attention`]: scaled dot-product attention with masks;
+//! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules;
+//! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
+//! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables.
+//!
+//! ```
+//! use tallow::model::{TransformerConfig, TransformerLM};
+//! use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm};
+//! use tallow::ops;
+//! use candle_core::Tensor;
+//!
+//! let device = tallow::device("cpu")?;
+//! let config = TransformerConfig {
+//!     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+//!     ..Default::default()
+//! };
+//! let model = TransformerLM::new(&config, 0, &device)?;
+//! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//!
+//! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
+//! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
+//! let loss = ops::cross_entropy(&model.forward(&tokens)?, &targets)?; // a scalar
+//! let mut gradients = loss.backward()?;
+//! clip_grad_norm(&mut gradients, model.parameters(), 1.0)?;
+//! optimizer.step(&gradients)?;
+//! # Ok::<(), tallow::Error>(())
+//! ```
+//!
+//! # Legend of shapes
+//!
+//! B batch, T sequence, Tq and Tk queries and keys, H heads, Dh head dimension, D `d_model`, F `d_ff`, V vocabulary,
+//! L layers; N = B T. `(..., D)` is any number of leading dimensions. Linear weights are (out, in). MiB is 2^20 bytes.
+//!
+//! # Kernels and references
+//!
+//! On the CPU, in f32 and f64, ops run kernels: parallel, vectorised for the processor that is there, and with the same
+//! bits for any number of threads. For other dtypes and devices they run their reference, and
+//! [`ops::fallbacks`] says which did; [`ops::KernelPolicy::Strict`] makes that an error instead.
+//!
+//! # Features
+//!
+//! None by default. `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle. The last
+//! two speed up candle's own matmul only: this crate's ops multiply with the `gemm` crate.
+//!
+//! # Errors and panics
+//!
+//! Every fallible function returns [`Error`], which says what was wanted, what came and what to do. No input makes a
+//! public function of these modules panic; [`kernels`] alone asserts the lengths of its slices, and leaves checking to
+//! its callers.
 #![deny(missing_docs)]
 
 pub mod attention;
@@ -9,9 +66,11 @@ mod error;
 mod files;
 mod grad;
 pub mod kernels;
+pub mod memory;
 pub mod model;
 pub mod nn;
 pub mod ops;
+pub mod optim;
 pub mod report;
 
 pub use device::device;

@@ -17,19 +17,22 @@ pub fn forward<T: Real>(
         .par_chunks_mut(per_task)
         .zip(lse.par_chunks_mut(per_task));
     outputs.enumerate().for_each(|(task, (loss, lse))| {
-        simd::vectorized(|| {
-            for (i, (loss, lse)) in loss.iter_mut().zip(lse).enumerate() {
-                let row = task * per_task + i;
-                let x = &logits[row * classes..(row + 1) * classes];
-                let top = simd::max(x);
-                let total = simd::sum_over([x], |[x]| (x - top).exponential());
-                *lse = top + total.logarithm();
-                *loss = match target(row) {
-                    Some(class) => *lse - x[class],
-                    None => T::ZERO,
-                };
-            }
-        });
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                for (i, (loss, lse)) in loss.iter_mut().zip(lse).enumerate() {
+                    let row = task * per_task + i;
+                    let x = &logits[row * classes..(row + 1) * classes];
+                    let top = simd::max(x);
+                    let total = simd::sum_over([x], |[x]| (x - top).exponential());
+                    *lse = top + total.logarithm();
+                    *loss = match target(row) {
+                        Some(class) => *lse - x[class],
+                        None => T::ZERO,
+                    };
+                }
+            },
+        );
     });
 }
 
@@ -43,20 +46,23 @@ pub fn backward<T: Real>(
     dlogits: &mut [T],
 ) {
     parallel::for_rows(dlogits, classes, |first, dlogits| {
-        simd::vectorized(|| {
-            for (i, dx) in dlogits.chunks_exact_mut(classes).enumerate() {
-                let row = first + i;
-                let Some(class) = target(row) else {
-                    dx.fill(T::ZERO);
-                    continue;
-                };
-                let x = &logits[row * classes..(row + 1) * classes];
-                let lse = lse[row];
-                for (dx, x) in dx.iter_mut().zip(x) {
-                    *dx = (*x - lse).exponential() * weight;
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                for (i, dx) in dlogits.chunks_exact_mut(classes).enumerate() {
+                    let row = first + i;
+                    let Some(class) = target(row) else {
+                        dx.fill(T::ZERO);
+                        continue;
+                    };
+                    let x = &logits[row * classes..(row + 1) * classes];
+                    let lse = lse[row];
+                    for (dx, x) in dx.iter_mut().zip(x) {
+                        *dx = (*x - lse).exponential() * weight;
+                    }
+                    dx[class] -= weight;
                 }
-                dx[class] -= weight;
-            }
-        });
+            },
+        );
     });
 }

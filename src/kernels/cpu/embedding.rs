@@ -33,14 +33,17 @@ pub fn backward<T: Real>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T]) 
     parallel::for_tasks(tasks, |task| {
         let from = task * block;
         let len = block.min(width - from);
-        simd::vectorized(|| {
-            for (id, dy) in ids.iter().zip(dy.chunks_exact(width.max(1))) {
-                // SAFETY: this task alone touches its columns.
-                let row = unsafe { dtable.range(*id as usize * width + from, len) };
-                for (sum, dy) in row.iter_mut().zip(&dy[from..from + len]) {
-                    *sum += *dy;
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                for (id, dy) in ids.iter().zip(dy.chunks_exact(width.max(1))) {
+                    // SAFETY: this task alone touches its columns.
+                    let row = unsafe { dtable.range(*id as usize * width + from, len) };
+                    for (sum, dy) in row.iter_mut().zip(&dy[from..from + len]) {
+                        *sum += *dy;
+                    }
                 }
-            }
-        });
+            },
+        );
     });
 }

@@ -4,6 +4,7 @@
 //! task, and sums across rows are taken in blocks of fixed size, added in a fixed order. The kernels are generic over
 //! [`Real`] (`f32` and `f64`). Slices of the wrong length are a bug of the caller, and panic.
 
+pub mod adamw;
 pub mod cross_entropy;
 pub mod embedding;
 pub mod gemm;
@@ -11,11 +12,14 @@ pub mod heads;
 pub mod layer_norm;
 pub mod parallel;
 mod real;
+pub mod reduce;
 pub mod relu;
 pub mod rms_norm;
 pub mod rope;
 pub mod simd;
 pub mod softmax;
+pub mod stored;
 pub mod swiglu;
 
 pub use real::Real;
+pub use stored::Stored;

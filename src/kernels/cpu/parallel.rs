@@ -109,13 +109,16 @@ pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(usize, &mut [T
             }
         });
     out.fill(T::ZERO);
-    simd::vectorized(|| {
-        for partial in partials.chunks_exact(width.max(1)) {
-            for (o, p) in out.iter_mut().zip(partial) {
-                *o += *p;
+    simd::vectorized(
+        #[inline(always)]
+        || {
+            for partial in partials.chunks_exact(width.max(1)) {
+                for (o, p) in out.iter_mut().zip(partial) {
+                    *o += *p;
+                }
             }
-        }
-    });
+        },
+    );
 }
 
 /// The sum of `f(range)` over consecutive ranges of [`TASK_ELEMENTS`] that cover `0..n`, the ranges' results added in

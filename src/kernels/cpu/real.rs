@@ -26,9 +26,6 @@ pub trait Real: WithDType + Neg<Output = Self> {
     /// Its natural logarithm.
     fn logarithm(self) -> Self;
 
-    /// `self * factor + term`, rounded once.
-    fn multiply_add(self, factor: Self, term: Self) -> Self;
-
     /// The larger of two; NaN if `other` is NaN.
     #[inline(always)]
     fn larger(self, other: Self) -> Self {
@@ -60,11 +57,6 @@ impl Real for f32 {
     fn logarithm(self) -> Self {
         self.ln()
     }
-
-    #[inline(always)]
-    fn multiply_add(self, factor: Self, term: Self) -> Self {
-        self.mul_add(factor, term)
-    }
 }
 
 impl Real for f64 {
@@ -90,11 +82,6 @@ impl Real for f64 {
     #[inline(always)]
     fn logarithm(self) -> Self {
         self.ln()
-    }
-
-    #[inline(always)]
-    fn multiply_add(self, factor: Self, term: Self) -> Self {
-        self.mul_add(factor, term)
     }
 }
 

@@ -6,11 +6,14 @@ use super::{Real, parallel, simd};
 pub fn forward<T: Real>(x: &[T], y: &mut [T]) {
     parallel::for_rows(y, 1, |first, y| {
         let x = &x[first..];
-        simd::vectorized(|| {
-            for (y, x) in y.iter_mut().zip(x) {
-                *y = if *x < T::ZERO { T::ZERO } else { *x };
-            }
-        });
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                for (y, x) in y.iter_mut().zip(x) {
+                    *y = if *x < T::ZERO { T::ZERO } else { *x };
+                }
+            },
+        );
     });
 }
 
@@ -18,10 +21,13 @@ pub fn forward<T: Real>(x: &[T], y: &mut [T]) {
 pub fn backward<T: Real>(dy: &[T], y: &[T], dx: &mut [T]) {
     parallel::for_rows(dx, 1, |first, dx| {
         let (dy, y) = (&dy[first..], &y[first..]);
-        simd::vectorized(|| {
-            for ((dx, dy), y) in dx.iter_mut().zip(dy).zip(y) {
-                *dx = if *y > T::ZERO { *dy } else { T::ZERO };
-            }
-        });
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                for ((dx, dy), y) in dx.iter_mut().zip(dy).zip(y) {
+                    *dx = if *y > T::ZERO { *dy } else { T::ZERO };
+                }
+            },
+        );
     });
 }

@@ -8,25 +8,28 @@ pub fn forward<T: Real>(x: &[T], queries: usize, keys: usize, scale: f64, mask: 
     let scale = T::real(scale);
     parallel::for_rows(p, keys, |first, p| {
         let x = &x[first * keys..first * keys + p.len()];
-        simd::vectorized(|| {
-            let rows = p.chunks_exact_mut(keys).zip(x.chunks_exact(keys));
-            for (row, (p, x)) in rows.enumerate() {
-                let visible = mask.visible((first + row) % queries, queries, keys).end;
-                let (p, hidden) = p.split_at_mut(visible);
-                hidden.fill(T::ZERO);
-                for (p, x) in p.iter_mut().zip(x) {
-                    *p = *x * scale; // first, so that a negative scale is right too
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                let rows = p.chunks_exact_mut(keys).zip(x.chunks_exact(keys));
+                for (row, (p, x)) in rows.enumerate() {
+                    let visible = mask.visible((first + row) % queries, queries, keys).end;
+                    let (p, hidden) = p.split_at_mut(visible);
+                    hidden.fill(T::ZERO);
+                    for (p, x) in p.iter_mut().zip(x) {
+                        *p = *x * scale; // first, so that a negative scale is right too
+                    }
+                    let top = simd::max(p);
+                    for p in p.iter_mut() {
+                        *p = (*p - top).exponential();
+                    }
+                    let share = T::ONE / simd::sum(p);
+                    for p in p.iter_mut() {
+                        *p *= share;
+                    }
                 }
-                let top = simd::max(p);
-                for p in p.iter_mut() {
-                    *p = (*p - top).exponential();
-                }
-                let share = T::ONE / simd::sum(p);
-                for p in p.iter_mut() {
-                    *p *= share;
-                }
-            }
-        });
+            },
+        );
     });
 }
 
@@ -44,17 +47,20 @@ pub fn backward<T: Real>(
     parallel::for_rows(dx, keys, |first, dx| {
         let range = first * keys..first * keys + dx.len();
         let (dp, p) = (&dp[range.clone()], &p[range]);
-        simd::vectorized(|| {
-            let rows = dx.chunks_exact_mut(keys).zip(dp.chunks_exact(keys));
-            for (row, ((dx, dp), p)) in rows.zip(p.chunks_exact(keys)).enumerate() {
-                let visible = mask.visible((first + row) % queries, queries, keys).end;
-                let (dx, hidden) = dx.split_at_mut(visible);
-                hidden.fill(T::ZERO);
-                let inner = simd::dot(&p[..visible], &dp[..visible]);
-                for ((dx, dp), p) in dx.iter_mut().zip(dp).zip(p) {
-                    *dx = *p * (*dp - inner) * scale;
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                let rows = dx.chunks_exact_mut(keys).zip(dp.chunks_exact(keys));
+                for (row, ((dx, dp), p)) in rows.zip(p.chunks_exact(keys)).enumerate() {
+                    let visible = mask.visible((first + row) % queries, queries, keys).end;
+                    let (dx, hidden) = dx.split_at_mut(visible);
+                    hidden.fill(T::ZERO);
+                    let inner = simd::dot(&p[..visible], &dp[..visible]);
+                    for ((dx, dp), p) in dx.iter_mut().zip(dp).zip(p) {
+                        *dx = *p * (*dp - inner) * scale;
+                    }
                 }
-            }
-        });
+            },
+        );
     });
 }

@@ -6,11 +6,14 @@ use super::{Real, parallel, simd};
 pub fn forward<T: Real>(gate: &[T], up: &[T], y: &mut [T]) {
     parallel::for_rows(y, 1, |first, y| {
         let (gate, up) = (&gate[first..], &up[first..]);
-        simd::vectorized(|| {
-            for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
-                *y = *g / (T::ONE + (-*g).exponential()) * *u;
-            }
-        });
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
+                    *y = *g / (T::ONE + (-*g).exponential()) * *u;
+                }
+            },
+        );
     });
 }
 
@@ -18,13 +21,16 @@ pub fn forward<T: Real>(gate: &[T], up: &[T], y: &mut [T]) {
 pub fn backward<T: Real>(dy: &[T], gate: &[T], up: &[T], dgate: &mut [T], dup: &mut [T]) {
     parallel::for_rows2(dgate, 1, dup, 1, |first, dgate, dup| {
         let (dy, gate, up) = (&dy[first..], &gate[first..], &up[first..]);
-        simd::vectorized(|| {
-            let outputs = dgate.iter_mut().zip(dup);
-            for ((((dg, du), dy), g), u) in outputs.zip(dy).zip(gate).zip(up) {
-                let s = T::ONE / (T::ONE + (-*g).exponential());
-                *dg = *dy * *u * s * (T::ONE + *g * (T::ONE - s));
-                *du = *dy * *g * s;
-            }
-        });
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                let outputs = dgate.iter_mut().zip(dup);
+                for ((((dg, du), dy), g), u) in outputs.zip(dy).zip(gate).zip(up) {
+                    let s = T::ONE / (T::ONE + (-*g).exponential());
+                    *dg = *dy * *u * s * (T::ONE + *g * (T::ONE - s));
+                    *du = *dy * *g * s;
+                }
+            },
+        );
     });
 }

@@ -1,0 +1,215 @@
+//! The CPU kernels beside what bounds them: `floor/copy` is the memory rate, `floor/multiply-add` the arithmetic rate.
+//!
+//! `cargo bench --bench kernels [-- FILTER]`. Criterion's `thrpt` is in GiB/s (bytes that must move) for the
+//! memory-bound kernels, in Gelem/s (1 element = 1 FLOP) for matrix products. Shapes are those of the tiny preset at batch
+//! 4, context 256: N = 1024 tokens, D = 512, F = 1344, H = 16, Dh = 32, V = 10,000.
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use rayon::prelude::*;
+use std::hint::black_box;
+use tallow::kernels::Mask;
+use tallow::kernels::cpu::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
+use tallow::kernels::cpu::heads::{Heads, split};
+use tallow::kernels::cpu::{
+    adamw, cross_entropy, embedding, layer_norm, relu, rms_norm, rope, simd, softmax, swiglu,
+};
+
+const TOKENS: usize = 1024;
+const D: usize = 512;
+const F: usize = 1344;
+const V: usize = 10_000;
+const HEADS: Heads = Heads {
+    batch: 4,
+    length: 256,
+    heads: 16,
+    head_dim: 32,
+};
+
+/// `n` values in (-1, 1) that no branch predictor or denormal profits from.
+fn values(n: usize) -> Vec<f32> {
+    (0..n).map(|i| ((i as f32) * 0.618).sin()).collect()
+}
+
+/// A bench of a kernel that moves `floats` f32 values.
+fn memory(c: &mut Criterion, name: &str, floats: usize, mut kernel: impl FnMut()) {
+    let mut group = c.benchmark_group("memory");
+    group.throughput(Throughput::Bytes(4 * floats as u64));
+    group.bench_function(name, |b| b.iter(&mut kernel));
+    group.finish();
+}
+
+fn floor(c: &mut Criterion) {
+    let n = 1 << 24;
+    let (from, mut to) = (values(n), vec![0f32; n]);
+    memory(c, "floor/copy", 2 * n, || {
+        to.par_chunks_mut(1 << 16)
+            .zip(from.par_chunks(1 << 16))
+            .for_each(|(to, from)| to.copy_from_slice(from));
+    });
+    println!(
+        "floor/multiply-add: {:.1} GFLOP/s in f32, all threads",
+        simd::measure_multiply_add_rate() / 1e9
+    );
+}
+
+fn products(c: &mut Criterion) {
+    let mut group = c.benchmark_group("gemm");
+    for (depth, out) in [(D, D), (D, F), (F, D), (D, V)] {
+        let (x, w, dy) = (
+            values(TOKENS * depth),
+            values(out * depth),
+            values(TOKENS * out),
+        );
+        let x = MatRef::new(&x, TOKENS, depth);
+        let w = MatRef::new(&w, out, depth);
+        let dy = MatRef::new(&dy, TOKENS, out);
+        group.throughput(Throughput::Elements((2 * TOKENS * depth * out) as u64));
+        let shape = format!("{TOKENS}x{depth}x{out}");
+        for (direction, a, b) in [("x W^T", x, w.t()), ("dy W", dy, w), ("dy^T x", dy.t(), x)] {
+            let size = match direction {
+                "x W^T" => TOKENS * out,
+                "dy W" => TOKENS * depth,
+                _ => out * depth,
+            };
+            let mut c = vec![0f32; size];
+            group.bench_function(BenchmarkId::new(direction, &shape), |bench| {
+                bench.iter(|| matmul(a, b, &mut c, false, Threads::All));
+            });
+        }
+    }
+    let (batch, t, dh) = (HEADS.batch * HEADS.heads, HEADS.length, HEADS.head_dim);
+    let (q, k) = (values(batch * t * dh), values(batch * t * dh));
+    let heads = |data, transposed| Batched {
+        data,
+        rows: t,
+        cols: dh,
+        transposed,
+    };
+    let mut scores = vec![0f32; batch * t * t];
+    group.throughput(Throughput::Elements((2 * batch * t * t * dh) as u64));
+    group.bench_function("q k^T", |bench| {
+        bench.iter(|| matmul_batched(batch, heads(&q, false), heads(&k, true), &mut scores));
+    });
+    let square = Batched {
+        data: &scores,
+        rows: t,
+        cols: t,
+        transposed: false,
+    };
+    let mut out = vec![0f32; batch * t * dh];
+    group.bench_function("p v", |bench| {
+        bench.iter(|| matmul_batched(batch, square, heads(&k, false), &mut out));
+    });
+    group.finish();
+}
+
+fn norms(c: &mut Criterion) {
+    let n = TOKENS * D;
+    let (x, dy, w, b) = (values(n), values(n), values(D), values(D));
+    let (mut y, mut dx) = (vec![0f32; n], vec![0f32; n]);
+    let (mut rstd, mut statistics) = (vec![0f32; TOKENS], vec![0f32; 2 * TOKENS]);
+    let (mut dw, mut db) = (vec![0f32; D], vec![0f32; D]);
+    memory(c, "rms_norm forward", 2 * n, || {
+        rms_norm::forward(&x, &w, 1e-5, &mut y, &mut rstd);
+    });
+    // x and dy are read twice: for dx by rows, for dw by columns.
+    memory(c, "rms_norm backward", 3 * n, || {
+        rms_norm::backward(&dy, &x, &w, &rstd, &mut dx, &mut dw);
+    });
+    memory(c, "layer_norm forward", 2 * n, || {
+        layer_norm::forward(&x, &w, &b, 1e-5, &mut y, &mut statistics);
+    });
+    memory(c, "layer_norm backward", 3 * n, || {
+        layer_norm::backward(&dy, &x, &w, &statistics, &mut dx, &mut dw, &mut db);
+    });
+}
+
+fn elementwise(c: &mut Criterion) {
+    let n = TOKENS * F;
+    let (gate, up, dy) = (values(n), values(n), values(n));
+    let (mut y, mut z) = (vec![0f32; n], vec![0f32; n]);
+    memory(c, "swiglu forward", 3 * n, || {
+        swiglu::forward(&gate, &up, &mut y)
+    });
+    memory(c, "swiglu backward", 5 * n, || {
+        swiglu::backward(&dy, &gate, &up, &mut y, &mut z);
+    });
+    memory(c, "relu forward", 2 * n, || relu::forward(&gate, &mut y));
+    memory(c, "relu backward", 3 * n, || {
+        relu::backward(&dy, &gate, &mut y)
+    });
+
+    let n = TOKENS * D;
+    let mut y = vec![0f32; n];
+    let half = HEADS.head_dim / 2;
+    let angles = values(HEADS.length * half);
+    memory(c, "rope", 2 * n, || {
+        rope::rotate(&dy[..n], &angles, &angles, HEADS.head_dim, false, &mut y);
+    });
+    memory(c, "split_heads", 2 * n, || split(HEADS, &dy[..n], &mut y));
+}
+
+fn rows(c: &mut Criterion) {
+    let (t, n) = (
+        HEADS.length,
+        HEADS.batch * HEADS.heads * HEADS.length * HEADS.length,
+    );
+    let (x, dp) = (values(n), values(n));
+    let (mut p, mut dx) = (vec![0f32; n], vec![0f32; n]);
+    for (name, mask) in [("full", Mask::Full), ("causal", Mask::Causal)] {
+        memory(c, &format!("softmax forward {name}"), 2 * n, || {
+            softmax::forward(&x, t, t, 0.2, mask, &mut p);
+        });
+        memory(c, &format!("softmax backward {name}"), 3 * n, || {
+            softmax::backward(&dp, &p, t, t, 0.2, mask, &mut dx);
+        });
+    }
+
+    let logits = values(TOKENS * V);
+    let target = |row: usize| Some(row * 7 % V);
+    let (mut loss, mut lse) = (vec![0f32; TOKENS], vec![0f32; TOKENS]);
+    let mut dlogits = vec![0f32; TOKENS * V];
+    // The row is read twice, for its maximum and for the sum; the second time from cache.
+    memory(c, "cross_entropy forward", TOKENS * V, || {
+        cross_entropy::forward(&logits, V, target, &mut loss, &mut lse);
+    });
+    memory(c, "cross_entropy backward", 2 * TOKENS * V, || {
+        cross_entropy::backward(&logits, V, target, &lse, 1e-3, &mut dlogits);
+    });
+
+    let ids: Vec<u32> = (0..TOKENS).map(|i| (i * 37 % V) as u32).collect();
+    let (table, dy) = (values(V * D), values(TOKENS * D));
+    let (mut y, mut dtable) = (vec![0f32; TOKENS * D], vec![0f32; V * D]);
+    memory(c, "embedding forward", 2 * TOKENS * D, || {
+        embedding::forward(&table, D, &ids, &mut y);
+    });
+    // The table's gradient is cleared, then each row of dy is added to one row of it.
+    memory(c, "embedding backward", V * D + 3 * TOKENS * D, || {
+        embedding::backward(&dy, D, &ids, &mut dtable);
+    });
+    black_box((loss, lse));
+}
+
+fn optimizer(c: &mut Criterion) {
+    let n = 1 << 24;
+    let gradient = values(n);
+    let [mut parameter, mut exp_avg] = [values(n), values(n)];
+    let mut exp_avg_sq: Vec<f32> = values(n).iter().map(|v| v * v).collect();
+    let update = adamw::Update::new(1e-3, (0.9, 0.999), 1e-8, 0.01, 10);
+    memory(c, "adamw", 7 * n, || {
+        adamw::step(
+            &mut parameter,
+            &gradient,
+            &mut exp_avg,
+            &mut exp_avg_sq,
+            &update,
+        );
+    });
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default().sample_size(20);
+    targets = floor, products, norms, elementwise, rows, optimizer
+}
+criterion_main!(benches);

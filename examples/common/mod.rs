@@ -1,0 +1,171 @@
+//! What the examples share: the allocator, the flags that all of them take, the report's header, and the way out.
+#![allow(dead_code)] // each example uses its part
+
+use clap::Args;
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use tallow::memory::tracker::Tracker;
+use tallow::ops::KernelPolicy;
+use tallow::report::{Fields, Format, Report};
+use tallow::{Error, Result};
+
+/// The allocator below, as the header names it.
+const ALLOCATOR: &str = "mimalloc, tracked";
+
+/// candle's CPU backend allocates afresh for every op, so what an allocator does with freed pages is a good part of a
+/// step (README has the figures). Counting costs nothing that could be measured.
+#[global_allocator]
+static GLOBAL: Tracker<mimalloc::MiMalloc> = Tracker::new(mimalloc::MiMalloc);
+
+#[derive(Args, Clone, Debug)]
+pub struct Common {
+    /// Where to run: cpu, cuda:0, metal:0
+    #[arg(long, default_value = "cpu")]
+    pub device: String,
+
+    /// The seed of weights and data
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+
+    /// Refuse ops that have no kernel for the device and dtype, instead of running their reference
+    #[arg(long)]
+    pub strict: bool,
+}
+
+/// Flags of every example that prints a table.
+#[derive(Args, Clone, Debug)]
+pub struct Output {
+    /// text, markdown, csv, json, latex or typst
+    #[arg(long, default_value = "text")]
+    pub format: Format,
+
+    /// Write the report there instead of to stdout
+    #[arg(long)]
+    pub output: Option<PathBuf>,
+}
+
+impl Common {
+    /// The device that the flags name.
+    pub fn device(&self) -> Result<candle_core::Device> {
+        tallow::device(&self.device)
+    }
+
+    /// Runs `f` under the kernel policy that the flags ask for.
+    pub fn under_policy<T>(&self, f: impl FnOnce() -> T) -> T {
+        let policy = match self.strict {
+            true => KernelPolicy::Strict,
+            false => KernelPolicy::Prefer,
+        };
+        tallow::ops::with_kernel_policy(policy, f)
+    }
+
+    /// The report's header: what ran this, and where.
+    pub fn environment(&self, device: &candle_core::Device) -> Fields {
+        let mut fields = tallow::bench::environment(device);
+        fields.insert("candle", candle_version());
+        fields.insert("allocator", ALLOCATOR);
+        fields.insert("seed", self.seed);
+        fields.insert("commit", commit());
+        fields
+    }
+}
+
+impl Output {
+    /// Refuses an output that cannot be written, before hours are spent on its content.
+    pub fn check(&self) -> Result<()> {
+        let Some(path) = &self.output else {
+            return Ok(());
+        };
+        let folder = match path.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => std::path::Path::new("."),
+        };
+        if folder.is_dir() && !path.is_dir() {
+            return Ok(());
+        }
+        let kind = match path.is_dir() {
+            true => std::io::ErrorKind::IsADirectory,
+            false => std::io::ErrorKind::NotFound,
+        };
+        Err(Error::io("write", path, kind.into()))
+    }
+
+    /// Writes the finished report.
+    pub fn publish(&self, report: &Report) -> Result<()> {
+        match &self.output {
+            Some(path) => report.save(self.format, path),
+            None => match report.write_to(self.format, &mut std::io::stdout().lock()) {
+                // The reader has seen enough (`| head`).
+                Err(Error::Io { source, .. })
+                    if source.kind() == std::io::ErrorKind::BrokenPipe =>
+                {
+                    Ok(())
+                }
+                done => done,
+            },
+        }
+    }
+}
+
+/// The ops that ran their reference, as the header lists them.
+pub fn fallbacks() -> String {
+    let fallbacks = tallow::ops::fallbacks();
+    if fallbacks.is_empty() {
+        return "none".into();
+    }
+    let names = fallbacks.iter();
+    let names: Vec<String> = names
+        .map(|f| format!("{} ({} on {})", f.op, f.dtype, f.device))
+        .collect();
+    names.join(", ")
+}
+
+/// Progress goes to stderr, and only where somebody is looking.
+pub fn progress(text: impl std::fmt::Display) {
+    let mut stderr = std::io::stderr().lock();
+    if stderr.is_terminal() {
+        let _ = writeln!(stderr, "{text}");
+    }
+}
+
+/// Runs an example: an error goes to stderr, in words, and into the exit code.
+pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
+    match example() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The version of candle that this workspace is locked to.
+fn candle_version() -> Option<String> {
+    let lock = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"));
+    let package = lock
+        .split("[[package]]")
+        .find(|p| p.contains("name = \"candle-core\""))?;
+    let line = package.lines().find(|line| line.starts_with("version"))?;
+    Some(line.split('"').nth(1)?.to_string())
+}
+
+/// The commit of the sources, marked where they differ from it.
+fn commit() -> Option<String> {
+    let git = |arguments: &[&str]| {
+        let mut git = Command::new("git");
+        let output = git
+            .args(["-C", env!("CARGO_MANIFEST_DIR")])
+            .args(arguments)
+            .output();
+        let output = output.ok().filter(|output| output.status.success())?;
+        String::from_utf8(output.stdout).ok()
+    };
+    let head = git(&["rev-parse", "--short", "HEAD"])?;
+    let changed = !git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty();
+    Some(format!(
+        "{}{}",
+        head.trim(),
+        if changed { ", modified" } else { "" }
+    ))
+}

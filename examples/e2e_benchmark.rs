@@ -1,0 +1,352 @@
+//! Times a transformer's forward, backward and optimizer, by preset or by sizes, with throughput and memory.
+//!
+//! ```text
+//! cargo run --example e2e_benchmark
+//! cargo run --example e2e_benchmark -- --size tiny small --context-length 128 256 --mode all
+//! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --per-step
+//! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
+//! ```
+
+mod common;
+
+use clap::{Parser, ValueEnum};
+use common::{Common, Output};
+use std::process::ExitCode;
+use tallow::Result;
+use tallow::bench::{EndToEnd, OptimizerChoice, Step};
+use tallow::memory::{Mode, system};
+use tallow::model::{TransformerConfig, flops};
+use tallow::report::{Column, Fields, Format, Report};
+
+/// Times a transformer's forward, backward and optimizer, with throughput and memory.
+#[derive(Parser)]
+#[command(version)]
+struct Flags {
+    /// Presets: tiny, small, medium, large, xl, wide, 2.7b, 10b; several allowed [default: tiny]
+    #[arg(long, num_args = 1.., value_delimiter = ',')]
+    size: Vec<String>,
+
+    /// The width of the residual stream, instead of the preset's (as are the next four)
+    #[arg(long)]
+    d_model: Option<usize>,
+
+    /// The width of the feed-forward network
+    #[arg(long)]
+    d_ff: Option<usize>,
+
+    /// How many blocks
+    #[arg(long)]
+    num_layers: Option<usize>,
+
+    /// How many attention heads
+    #[arg(long)]
+    num_heads: Option<usize>,
+
+    /// How many token ids
+    #[arg(long)]
+    vocab_size: Option<usize>,
+
+    /// Sequences in a batch; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4")]
+    batch_size: Vec<usize>,
+
+    /// Tokens in a sequence; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256")]
+    context_length: Vec<usize>,
+
+    /// How much of a training step; several allowed
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "all")]
+    mode: Vec<ModeFlag>,
+
+    /// Steps that are run and not counted; several allowed, to see what they change
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "5")]
+    warmup_steps: Vec<usize>,
+
+    /// Steps that are measured
+    #[arg(long, default_value_t = 10)]
+    steps: usize,
+
+    /// The optimizer of a training step
+    #[arg(long, value_enum, default_value = "adamw")]
+    optimizer: OptimizerFlag,
+
+    /// Its learning rate
+    #[arg(long, default_value_t = 1e-3)]
+    lr: f64,
+
+    /// Keep the graph of a forward alone, as training would
+    #[arg(long)]
+    keep_graph: bool,
+
+    /// Print each step's time
+    #[arg(long)]
+    per_step: bool,
+
+    /// The memory that may be used, in GiB, instead of what is available
+    #[arg(long)]
+    memory_limit_gib: Option<f64>,
+
+    #[command(flatten)]
+    output: Output,
+
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ModeFlag {
+    Forward,
+    ForwardBackward,
+    TrainStep,
+    All,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum OptimizerFlag {
+    /// This crate's, in place
+    Adamw,
+    /// candle_nn's, to compare
+    CandleAdamw,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    common::run(|| flags.common.under_policy(|| flags.run()))
+}
+
+impl Flags {
+    fn run(&self) -> Result<()> {
+        self.output.check()?;
+        let device = self.common.device()?;
+        let models = self.models()?;
+        let peak_flops = tallow::device::measure_peak_flops(&device, candle_core::DType::F32);
+        let mut report = Report {
+            environment: self.common.environment(&device),
+            configuration: self.configuration(&models, peak_flops),
+            columns: columns(),
+            ..Default::default()
+        };
+        if self.per_step && self.output.format == Format::Text {
+            for (key, value) in report.configuration.iter() {
+                println!("{key}: {value}");
+            }
+        }
+        for (name, config) in &models {
+            for run in self.sweep(config, peak_flops) {
+                let title = format!(
+                    "{name}, batch {}, context {}, {}, warm-up {}",
+                    run.batch_size,
+                    run.sequence_length,
+                    serde_json::to_value(run.mode).unwrap_or_default(),
+                    run.warmup_steps
+                );
+                common::progress(&title);
+                self.announce(&title);
+                let rows = run.run(&device, |step, ms| self.on_step(step, ms))?;
+                report.notes.extend(ratio(name, &run, &rows));
+                report.rows.extend(rows.into_iter().map(|row| {
+                    let mut labelled = Fields::new();
+                    labelled.insert("size", name.as_str());
+                    labelled.merge(row);
+                    labelled
+                }));
+            }
+        }
+        report
+            .environment
+            .insert("reference ops", common::fallbacks());
+        if report
+            .rows
+            .iter()
+            .any(|row| row.get("noisy") == Some(&true.into()))
+        {
+            report.notes.push(
+                "Some rows are noisy (IQR over 10% of the median): is the machine busy?".into(),
+            );
+        }
+        self.output.publish(&report)
+    }
+
+    /// The models to measure, by name: presets, with whatever sizes are given in place of theirs.
+    fn models(&self) -> Result<Vec<(String, TransformerConfig)>> {
+        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
+        let custom = sizes.iter().any(Option::is_some);
+        let names = match self.size.is_empty() {
+            true => vec!["tiny".to_string()],
+            false => self.size.clone(),
+        };
+        let context_length = self
+            .context_length
+            .iter()
+            .copied()
+            .max()
+            .unwrap_or_default();
+        let models = names.into_iter().map(|name| {
+            let preset = TransformerConfig::preset(&name)?;
+            let config = TransformerConfig {
+                vocab_size: self.vocab_size.unwrap_or(preset.vocab_size),
+                context_length,
+                d_model: self.d_model.unwrap_or(preset.d_model),
+                d_ff: self.d_ff.unwrap_or(preset.d_ff),
+                num_layers: self.num_layers.unwrap_or(preset.num_layers),
+                num_heads: self.num_heads.unwrap_or(preset.num_heads),
+                ..preset
+            };
+            config.validate()?;
+            Ok((if custom { "custom".into() } else { name }, config))
+        });
+        models.collect()
+    }
+
+    /// Every combination of the flags' lists for one model.
+    fn sweep(&self, config: &TransformerConfig, peak_flops: Option<f64>) -> Vec<EndToEnd> {
+        let limit = self
+            .memory_limit_gib
+            .map(|gib| (gib * 2f64.powi(30)) as u64);
+        let mut runs = Vec::new();
+        for &sequence_length in &self.context_length {
+            for &batch_size in &self.batch_size {
+                for &warmup_steps in &self.warmup_steps {
+                    for mode in self.modes() {
+                        runs.push(EndToEnd {
+                            config: config.clone(),
+                            batch_size,
+                            sequence_length,
+                            mode,
+                            warmup_steps,
+                            steps: self.steps,
+                            optimizer: self.optimizer(),
+                            seed: self.common.seed,
+                            peak_flops,
+                            available_bytes: limit.or_else(system::available_bytes),
+                        });
+                    }
+                }
+            }
+        }
+        runs
+    }
+
+    fn modes(&self) -> Vec<Mode> {
+        let forward = match self.keep_graph {
+            true => Mode::ForwardKeepingGraph,
+            false => Mode::Forward,
+        };
+        let modes = self.mode.iter().flat_map(|mode| match mode {
+            ModeFlag::Forward => vec![forward],
+            ModeFlag::ForwardBackward => vec![Mode::ForwardBackward],
+            ModeFlag::TrainStep => vec![Mode::TrainStep],
+            ModeFlag::All => vec![forward, Mode::ForwardBackward, Mode::TrainStep],
+        });
+        modes.collect()
+    }
+
+    fn optimizer(&self) -> OptimizerChoice {
+        let config = tallow::optim::AdamWConfig {
+            lr: self.lr,
+            ..Default::default()
+        };
+        match self.optimizer {
+            OptimizerFlag::Adamw => OptimizerChoice::AdamW(config),
+            OptimizerFlag::CandleAdamw => OptimizerChoice::CandleAdamW(config),
+        }
+    }
+
+    fn configuration(
+        &self,
+        models: &[(String, TransformerConfig)],
+        peak_flops: Option<f64>,
+    ) -> Fields {
+        let mut fields = Fields::new();
+        for (name, config) in models {
+            let parameters = tallow::report::group_digits(config.num_parameters() as u64);
+            fields.insert(
+                format!("model {name}"),
+                format!(
+                    "d_model {}, d_ff {}, layers {}, heads {}, vocabulary {}: {parameters} parameters",
+                    config.d_model, config.d_ff, config.num_layers, config.num_heads, config.vocab_size
+                ),
+            );
+        }
+        fields.insert("dtype", "f32");
+        fields.insert("attention", "naive");
+        fields.insert("execution", "eager");
+        fields.insert("optimizer", self.optimizer().name());
+        fields.insert("steps", self.steps);
+        fields.insert("FLOPs", flops::FORMULA);
+        fields.insert(
+            "peak for MFU",
+            peak_flops.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9)),
+        );
+        fields
+    }
+
+    fn announce(&self, title: &str) {
+        if self.per_step {
+            self.per_step_line(title);
+        }
+    }
+
+    fn on_step(&self, step: Step, ms: f64) {
+        if self.per_step {
+            self.per_step_line(&format!("    {step}: {ms:.2} ms"));
+        }
+    }
+
+    /// To stdout with the text report; elsewhere stdout is the document's alone.
+    fn per_step_line(&self, line: &str) {
+        match self.output.format {
+            Format::Text => println!("{line}"),
+            _ => eprintln!("{line}"),
+        }
+    }
+}
+
+fn columns() -> Vec<Column> {
+    vec![
+        Column::text("size", "Size"),
+        Column::number("batch_size", "B", "", 0),
+        Column::number("context_length", "T", "", 0),
+        Column::number("warmup_steps", "Warm-up", "", 0),
+        Column::text("mode", "Mode"),
+        Column::text("phase", "Phase"),
+        Column::text("graph", "Graph"),
+        Column::text("status", "Status"),
+        Column::number("mean_ms", "Mean", "ms", 2),
+        Column::number("std_ms", "Std", "ms", 2),
+        Column::number("min_ms", "Min", "ms", 2),
+        Column::number("max_ms", "Max", "ms", 2),
+        Column::number("median_ms", "Median", "ms", 2),
+        Column::number("cv_percent", "CV", "%", 1),
+        Column::number("tokens_per_s", "Tokens/s", "", 0).grouped(),
+        Column::number("flops_per_s", "Rate", "GFLOP/s", 1).scaled(1e9),
+        Column::number("mfu_percent", "MFU", "%", 1),
+        Column::mib("peak_bytes", "Peak"),
+        Column::mib("resident_peak_bytes", "Resident peak"),
+        Column::mib("estimate_bytes", "Estimate"),
+        Column::mib("available_bytes", "Available"),
+    ]
+}
+
+/// Forward and backward over forward, where both were measured in one step.
+fn ratio(name: &str, run: &EndToEnd, rows: &[Fields]) -> Option<String> {
+    let median = |phase: &str| {
+        let row = rows
+            .iter()
+            .find(|row| row.get("phase") == Some(&phase.into()))?;
+        row.get("median_ms")?.as_f64()
+    };
+    let (forward, backward) = (median("forward")?, median("backward")?);
+    let optimizer = match median("optimizer") {
+        Some(ms) => format!(", optimizer {:.2}x", ms / forward),
+        None => String::new(),
+    };
+    Some(format!(
+        "{name} B{} T{}, {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
+        run.batch_size,
+        run.sequence_length,
+        serde_json::to_value(run.mode).unwrap_or_default(),
+        (forward + backward) / forward,
+        backward / forward,
+    ))
+}

@@ -1,0 +1,49 @@
+//! What the machine has left, and what this process has taken.
+
+/// Memory that can still be allocated, in bytes: what the system calls available, or what the control group allows,
+/// whichever is less. `None` where the system does not say.
+pub fn available_bytes() -> Option<u64> {
+    let mut system = sysinfo::System::new().ok()?;
+    system.refresh_memory();
+    let machine = system.available_memory();
+    let group = system.cgroup_limits().map(|limits| limits.free_memory);
+    Some(group.map_or(machine, |group| group.min(machine))).filter(|bytes| *bytes > 0)
+}
+
+/// The most memory this process has had resident, in bytes, since it began or since [`reset_resident_peak`].
+#[cfg(target_os = "linux")]
+pub fn resident_peak_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// The most memory this process has had resident, in bytes, since it began.
+#[cfg(all(unix, not(target_os = "linux")))]
+pub fn resident_peak_bytes() -> Option<u64> {
+    // SAFETY: getrusage fills the zeroed struct that it is given.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        (libc::getrusage(libc::RUSAGE_SELF, &mut usage) == 0).then_some(usage)
+    }?;
+    // Bytes on Apple's systems, KiB elsewhere.
+    let unit = if cfg!(target_vendor = "apple") {
+        1
+    } else {
+        1024
+    };
+    u64::try_from(usage.ru_maxrss).ok().map(|peak| peak * unit)
+}
+
+/// The most memory this process has had resident: not known here.
+#[cfg(not(unix))]
+pub fn resident_peak_bytes() -> Option<u64> {
+    None
+}
+
+/// Lets the resident peak begin again at what is resident now. False where the system cannot (Linux can): then
+/// [`resident_peak_bytes`] is the peak since the process began.
+pub fn reset_resident_peak() -> bool {
+    cfg!(target_os = "linux") && std::fs::write("/proc/self/clear_refs", "5").is_ok()
+}

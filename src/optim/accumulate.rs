@@ -1,0 +1,183 @@
+//! The gradients of a batch that is too large for memory, from parts of it.
+
+use super::gradients::{Owners, distinct, gradient_of};
+use super::inplace;
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
+
+/// Sums gradients over several backward passes, and gives their mean.
+///
+/// With losses that are means over their batch, the mean over parts of equal size is the gradient of the whole batch.
+/// For parts of different sizes use [`GradientAccumulator::add_weighted`], with the number of targets as the weight.
+///
+/// Sums live on the storages of the first gradients, and in `f32` where gradients are `f16` or `bf16`. Gradients of
+/// anything but the parameters, which candle keeps in its stores as well, are dropped with each store.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use tallow::optim::GradientAccumulator;
+///
+/// let weight = Var::from_slice(&[2f64], 1, &Device::Cpu)?;
+/// let mut accumulator = GradientAccumulator::new([("weight".to_string(), weight.clone())]);
+/// for x in [1.0, 2.0, 6.0] {
+///     let loss = (weight.as_tensor() * x)?.sum_all()?; // the gradient is x
+///     accumulator.add(loss.backward()?)?;
+/// }
+/// let gradients = accumulator.mean()?;
+/// assert_eq!(gradients.get(&weight).unwrap().to_vec1::<f64>()?, [3.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct GradientAccumulator {
+    parameters: Vec<(String, Var)>,
+    sums: Vec<Tensor>,
+    total_weight: f64,
+}
+
+impl GradientAccumulator {
+    /// An accumulator of `parameters`' gradients, with nothing in it. A variable given twice counts once.
+    pub fn new(parameters: impl IntoIterator<Item = (String, Var)>) -> Self {
+        Self {
+            parameters: distinct(parameters),
+            sums: Vec::new(),
+            total_weight: 0.0,
+        }
+    }
+
+    /// Adds the gradients of one part.
+    ///
+    /// # Errors
+    /// [`Error::MissingGradient`] names a parameter without a gradient; nothing has been added then.
+    pub fn add(&mut self, gradients: GradStore) -> Result<()> {
+        self.add_weighted(gradients, 1.0)
+    }
+
+    /// Adds `weight` times the gradients of one part, which counts for `weight` in the mean.
+    ///
+    /// # Errors
+    /// As [`GradientAccumulator::add`]; [`Error::Config`] if `weight` is not finite and over 0.
+    pub fn add_weighted(&mut self, gradients: GradStore, weight: f64) -> Result<()> {
+        if !(weight.is_finite() && weight > 0.0) {
+            return Err(Error::Config {
+                config: OP,
+                field: "weight",
+                expected: "finite and over 0".into(),
+                got: weight.to_string(),
+                hint: "use the number of targets in this part of the batch".into(),
+            });
+        }
+        let parts = self
+            .parameters
+            .iter()
+            .map(|(name, var)| Ok(gradient_of(OP, &gradients, name, var)?.detach()))
+            .collect::<Result<Vec<_>>>()?;
+        if self.sums.is_empty() {
+            let owners = Owners::new(&gradients, &self.parameters);
+            self.sums = parts
+                .iter()
+                .map(|part| first_sum(part, weight, &owners))
+                .collect::<Result<_>>()?;
+        } else {
+            self.sums = self
+                .sums
+                .iter()
+                .zip(&parts)
+                .map(|(sum, part)| next_sum(sum, part, weight))
+                .collect::<Result<_>>()?;
+        }
+        self.total_weight += weight;
+        Ok(())
+    }
+
+    /// The sum of the weights added so far: with [`GradientAccumulator::add`] alone, the number of parts.
+    pub fn total_weight(&self) -> f64 {
+        self.total_weight
+    }
+
+    /// The mean of what was added, by weight; the accumulator is empty afterwards.
+    ///
+    /// # Errors
+    /// [`Error::Data`] if nothing was added.
+    pub fn mean(&mut self) -> Result<GradStore> {
+        let factor = 1.0 / self.total_weight;
+        self.take(factor)
+    }
+
+    /// The sum of what was added, for losses that were divided beforehand; the accumulator is empty afterwards.
+    ///
+    /// # Errors
+    /// [`Error::Data`] if nothing was added.
+    pub fn sum(&mut self) -> Result<GradStore> {
+        self.take(1.0)
+    }
+
+    fn take(&mut self, factor: f64) -> Result<GradStore> {
+        if self.total_weight == 0.0 {
+            return Err(Error::Data {
+                what: "the gradients of a batch".into(),
+                expected: "those of one part at least".into(),
+                got: "none".into(),
+                hint: "call add after each part's backward".into(),
+            });
+        }
+        self.total_weight = 0.0;
+        let mut store = empty_store()?;
+        for ((_, var), sum) in self.parameters.iter().zip(self.sums.drain(..)) {
+            let sum = if factor == 1.0 {
+                sum
+            } else if sum.device().is_cpu() {
+                inplace::scale(&sum, factor)?;
+                sum
+            } else {
+                (sum * factor)?
+            };
+            store.insert(var, sum);
+        }
+        Ok(store)
+    }
+}
+
+/// The operation's name in errors.
+const OP: &str = "GradientAccumulator";
+
+/// `weight * part` in the type that sums are kept in, on `part`'s own storage where it is nobody else's.
+fn first_sum(part: &Tensor, weight: f64, owners: &Owners) -> Result<Tensor> {
+    let wide = part.to_dtype(inplace::wide(part.dtype()))?;
+    if !part.device().is_cpu() {
+        return Ok((wide * weight)?);
+    }
+    let fresh = wide.dtype() != part.dtype() && wide.is_contiguous();
+    let sum = if fresh || owners.is_alone(part) {
+        wide
+    } else {
+        wide.force_contiguous()?
+    };
+    if weight != 1.0 {
+        inplace::scale(&sum, weight)?;
+    }
+    Ok(sum)
+}
+
+/// `sum + weight * part`, on `sum`'s storage on the CPU.
+fn next_sum(sum: &Tensor, part: &Tensor, weight: f64) -> Result<Tensor> {
+    if !sum.device().is_cpu() {
+        let part = (part.to_dtype(sum.dtype())? * weight)?;
+        return Ok((sum + part)?);
+    }
+    // Kernels widen half precision themselves; any other mixture is converted first.
+    let part = if inplace::wide(part.dtype()) == sum.dtype() {
+        part.contiguous()?
+    } else {
+        part.to_dtype(sum.dtype())?.contiguous()?
+    };
+    inplace::add_scaled(sum, &part, weight)?;
+    Ok(sum.clone())
+}
+
+/// A store without gradients. candle offers none, but a constant's backward pass leaves nothing except its own.
+fn empty_store() -> Result<GradStore> {
+    let constant = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+    let mut store = constant.backward()?;
+    store.remove(&constant);
+    Ok(store)
+}

@@ -1,0 +1,279 @@
+//! The optimizer itself: its parameters, its state, and the step.
+
+use super::config::{AdamWConfig, ParameterGroup};
+use super::gradients::gradient_of;
+use super::inplace::{storage_address, wide};
+use super::reference;
+use super::slot::{STEP, Slot, step_cpu};
+use crate::kernels::cpu::adamw::Update;
+use crate::{Error, Result};
+use candle_core::{DType, Tensor, Var, backprop::GradStore};
+use std::collections::{HashMap, HashSet};
+
+/// AdamW (Adam with decoupled weight decay), with PyTorch's semantics.
+///
+/// At step `t`, for a parameter `p` with gradient `g`, and `m`, `v` (`exp_avg`, `exp_avg_sq`) starting at 0:
+///
+/// ```text
+/// p *= 1 - lr * weight_decay
+/// m  = beta1 m + (1 - beta1) g
+/// v  = beta2 v + (1 - beta2) g^2
+/// p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+/// ```
+///
+/// The state is `f32` whatever a parameter's dtype (`f64` for `f64` parameters): 8 bytes a parameter. A parameter in
+/// `f16` or `bf16` has a third state, `master`, its value in `f32` (12 bytes in all), of which it is the rounding: a
+/// step of 1e-3 would otherwise be rounded away from a `bf16` weight of 1 every time. Setting such a parameter from
+/// outside is noticed, and its `master` starts from there.
+///
+/// On the CPU a step is one pass that writes in place and allocates nothing, with the same bits for any number of
+/// threads. On other devices it is composed of candle's own ops ([`AdamW::step_reference`]).
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::optim::{AdamW, AdamWConfig};
+///
+/// let weight = Var::from_slice(&[1f32, -1.0], 2, &Device::Cpu)?;
+/// let config = AdamWConfig { lr: 0.1, weight_decay: 0.0, ..Default::default() };
+/// let mut optimizer = AdamW::new([("weight".to_string(), weight.clone())], config)?;
+/// let gradients = weight.sqr()?.sum_all()?.backward()?;
+/// optimizer.step(&gradients)?;
+/// let moved = weight.to_vec1::<f32>()?; // the first step is lr long, whatever the gradient
+/// assert!((moved[0] - 0.9).abs() < 1e-6 && (moved[1] + 0.9).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// It implements [`candle_nn::Optimizer`] too. With that trait in scope nothing becomes ambiguous, for a type's own
+/// methods come first:
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use candle_nn::Optimizer;
+/// use tallow::optim::{AdamW, AdamWConfig};
+///
+/// let weight = Var::from_slice(&[1f32, -1.0], 2, &Device::Cpu)?;
+/// let mut optimizer = AdamW::new([("weight".to_string(), weight.clone())], AdamWConfig::default())?;
+/// let gradients = weight.sqr()?.sum_all()?.backward()?;
+/// optimizer.step(&gradients)?;
+/// optimizer.set_learning_rate(1e-4);
+/// assert_eq!(optimizer.learning_rate(), 1e-4);
+/// optimizer.backward_step(&weight.sqr()?.sum_all()?)?; // the trait's own
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct AdamW {
+    pub(super) groups: Vec<ParameterGroup>,
+    /// One for each parameter, in the groups' order.
+    pub(super) slots: Vec<Slot>,
+    pub(super) steps: usize,
+}
+
+impl AdamW {
+    /// An optimizer of `parameters` with one configuration for all.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration cannot work, if there are no parameters, or if a name or a variable comes
+    /// twice (both names are in the message); [`Error::DType`] for a parameter that is not `f16`, `bf16`, `f32` or `f64`.
+    pub fn new(
+        parameters: impl IntoIterator<Item = (String, Var)>,
+        config: AdamWConfig,
+    ) -> Result<Self> {
+        let parameters = parameters.into_iter().collect();
+        Self::with_groups(vec![ParameterGroup { parameters, config }])
+    }
+
+    /// An optimizer of several groups of parameters, each with its configuration.
+    ///
+    /// # Errors
+    /// As [`AdamW::new`]. A group may be empty, not all of them.
+    pub fn with_groups(groups: Vec<ParameterGroup>) -> Result<Self> {
+        if groups.iter().all(|group| group.parameters.is_empty()) {
+            return Err(Error::Config {
+                config: "AdamW",
+                field: "parameters",
+                expected: "at least one".into(),
+                got: "none".into(),
+                hint: "pass the model's parameters, for example model.parameters()".into(),
+            });
+        }
+        Self::of_any_groups(groups)
+    }
+
+    /// As [`AdamW::with_groups`], where there may be nothing to optimize.
+    pub(super) fn of_any_groups(groups: Vec<ParameterGroup>) -> Result<Self> {
+        for group in &groups {
+            group.config.validate()?;
+        }
+        refuse_duplicates(&groups)?;
+        let slots = groups
+            .iter()
+            .flat_map(|group| &group.parameters)
+            .map(|(name, var)| Slot::new(name, var))
+            .collect::<Result<_>>()?;
+        Ok(Self {
+            groups,
+            slots,
+            steps: 0,
+        })
+    }
+
+    /// Updates every parameter from its gradient.
+    ///
+    /// Gradients may be of another float dtype than their parameters, and laid out in any way.
+    ///
+    /// # Errors
+    /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of a wrong shape or dtype or on another
+    /// device is an error, as is a learning rate that cannot work. All of this is checked before anything changes.
+    pub fn step(&mut self, gradients: &GradStore) -> Result<()> {
+        self.step_by(gradients, |parameter, gradient, slot, update| {
+            if parameter.device().is_cpu() {
+                step_cpu(parameter, gradient, slot, update)
+            } else {
+                reference::step(parameter, gradient, slot, update)
+            }
+        })
+    }
+
+    /// As [`AdamW::step`], composed of candle's own ops: what the kernel is held against, and what devices without a
+    /// kernel run. Slower, and it allocates temporaries.
+    ///
+    /// # Errors
+    /// As [`AdamW::step`].
+    pub fn step_reference(&mut self, gradients: &GradStore) -> Result<()> {
+        self.step_by(gradients, reference::step)
+    }
+
+    fn step_by(
+        &mut self,
+        gradients: &GradStore,
+        step: impl Fn(&Var, &Tensor, &Slot, &Update) -> Result<()>,
+    ) -> Result<()> {
+        for group in &self.groups {
+            group.config.validate()?;
+        }
+        let gradients = self.readable_gradients(gradients)?;
+        self.steps += 1;
+        let mut slots = self.slots.iter().zip(&gradients);
+        for group in &self.groups {
+            let config = &group.config;
+            let update = Update::new(
+                config.lr,
+                config.betas,
+                config.eps,
+                config.weight_decay,
+                self.steps,
+            );
+            for ((_, var), (slot, gradient)) in group.parameters.iter().zip(&mut slots) {
+                step(var, gradient, slot, &update)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Every parameter's gradient as a kernel can read it while parameters change: contiguous, of a dtype that goes with
+    /// the parameter's, and on no storage that the step writes. Almost always the gradients as they are.
+    fn readable_gradients(&self, gradients: &GradStore) -> Result<Vec<Tensor>> {
+        let written: HashSet<usize> = self
+            .parameters()
+            .map(|(_, var)| var)
+            .chain(self.slots.iter().flat_map(Slot::vars))
+            .map(|var| storage_address(var))
+            .collect();
+        self.parameters()
+            .map(|(name, var)| {
+                let gradient = gradient_of(STEP, gradients, name, var)?.detach();
+                let dtype = match (var.dtype(), gradient.dtype()) {
+                    // The kernel for half precision reads these as they are.
+                    (parameter @ (DType::F16 | DType::BF16), gradient) if gradient == parameter => {
+                        gradient
+                    }
+                    (parameter, _) => wide(parameter),
+                };
+                let gradient = gradient.to_dtype(dtype)?.contiguous()?;
+                if written.contains(&storage_address(&gradient)) {
+                    Ok(gradient.force_contiguous()?)
+                } else {
+                    Ok(gradient)
+                }
+            })
+            .collect()
+    }
+
+    /// All parameters with their names, group by group.
+    pub(super) fn parameters(&self) -> impl Iterator<Item = &(String, Var)> {
+        self.groups.iter().flat_map(|group| &group.parameters)
+    }
+
+    /// The learning rate of the first group (0 if there is none).
+    pub fn learning_rate(&self) -> f64 {
+        self.groups.first().map_or(0.0, |group| group.config.lr)
+    }
+
+    /// Sets the learning rate of every group. A rate that cannot work is refused by the next step.
+    pub fn set_learning_rate(&mut self, lr: f64) {
+        for group in &mut self.groups {
+            group.config.lr = lr;
+        }
+    }
+
+    /// Sets the learning rate of group number `group`, the first being 0.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if there is no such group, or the rate is not finite and at least 0.
+    pub fn set_learning_rate_of(&mut self, group: usize, lr: f64) -> Result<()> {
+        let count = self.groups.len();
+        let Some(group) = self.groups.get_mut(group) else {
+            return Err(Error::Config {
+                config: "AdamW",
+                field: "group",
+                expected: format!("under the number of groups, {count}"),
+                got: group.to_string(),
+                hint: "groups count from 0, in the order they were given".into(),
+            });
+        };
+        let config = AdamWConfig { lr, ..group.config };
+        config.validate()?;
+        group.config = config;
+        Ok(())
+    }
+
+    /// How many steps have been taken.
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// The groups of parameters with their configurations, in the order they were given.
+    pub fn groups(&self) -> &[ParameterGroup] {
+        &self.groups
+    }
+}
+
+/// An error if a variable or a name comes twice.
+fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
+    let refuse = |got: String, hint: &str| {
+        Err(Error::Config {
+            config: "AdamW",
+            field: "parameters",
+            expected: "every variable and every name once".into(),
+            got,
+            hint: hint.into(),
+        })
+    };
+    let mut by_id = HashMap::new();
+    let mut names = HashSet::new();
+    for (name, var) in groups.iter().flat_map(|group| &group.parameters) {
+        if let Some(first) = by_id.insert(var.id(), name) {
+            return refuse(
+                format!("one variable as {first} and as {name}"),
+                "a tied weight belongs to one group, under one of its names",
+            );
+        }
+        if !names.insert(name) {
+            return refuse(
+                format!("two variables with the name {name}"),
+                "saved state is found by name: name them apart",
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,133 @@
+//! Gradient norms, and clipping by them.
+
+use super::gradients::{Owners, distinct, gradient_of};
+use super::inplace;
+use crate::{Error, Result};
+use candle_core::{Tensor, Var, backprop::GradStore};
+
+/// The L2 norm of all of `parameters`' gradients taken as one vector, added up in `f64` in a fixed order.
+///
+/// A variable given twice (a tied weight) counts once.
+///
+/// # Errors
+/// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of another shape than its parameter's is
+/// an error too.
+pub fn grad_norm(
+    gradients: &GradStore,
+    parameters: impl IntoIterator<Item = (String, Var)>,
+) -> Result<f64> {
+    norm("grad_norm", gradients, &distinct(parameters))
+}
+
+/// Scales `parameters`' gradients so that their common L2 norm is at most `max_norm`. Returns the norm before.
+///
+/// As PyTorch's `clip_grad_norm_`: all gradients are multiplied by `max_norm / (norm + 1e-6)` where that is under 1.
+/// Gradients are overwritten where they lie unless they share their storage with another gradient or a parameter.
+/// A variable given twice (a tied weight) counts once, and is scaled once.
+///
+/// A norm that is not finite is returned, and the gradients are left as they are: check the result, or use
+/// [`clip_grad_norm_checked`].
+///
+/// # Errors
+/// As [`grad_norm`]; [`Error::Config`] if `max_norm` is not over 0.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::optim::clip_grad_norm;
+///
+/// let weight = Var::from_slice(&[3f64, 4.0], 2, &Device::Cpu)?;
+/// let mut gradients = (weight.sqr()?.sum_all()? * 0.5)?.backward()?; // the gradient is the weight
+/// let norm = clip_grad_norm(&mut gradients, [("weight".to_string(), weight.clone())], 1.0)?;
+/// assert_eq!(norm, 5.0);
+/// let clipped = gradients.get(&weight).unwrap().to_vec1::<f64>()?;
+/// assert!((clipped[0] - 0.6).abs() < 1e-6 && (clipped[1] - 0.8).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn clip_grad_norm(
+    gradients: &mut GradStore,
+    parameters: impl IntoIterator<Item = (String, Var)>,
+    max_norm: f64,
+) -> Result<f64> {
+    clip(gradients, &distinct(parameters), max_norm)
+}
+
+/// As [`clip_grad_norm`], where gradients that are infinite or NaN are an error that names the first such parameter.
+///
+/// # Errors
+/// As [`clip_grad_norm`]; [`Error::Data`] if the norm is not finite.
+pub fn clip_grad_norm_checked(
+    gradients: &mut GradStore,
+    parameters: impl IntoIterator<Item = (String, Var)>,
+    max_norm: f64,
+) -> Result<f64> {
+    let parameters = distinct(parameters);
+    let norm = clip(gradients, &parameters, max_norm)?;
+    if norm.is_finite() {
+        return Ok(norm);
+    }
+    let mut culprit = "all gradients together".to_string();
+    for (name, var) in &parameters {
+        if !inplace::all_finite(gradient_of(CLIP, gradients, name, var)?)? {
+            culprit = format!("the gradient of parameter {name}");
+            break;
+        }
+    }
+    Err(Error::Data {
+        what: culprit,
+        expected: "finite numbers".into(),
+        got: format!("a norm of {norm}"),
+        hint: "lower the learning rate, skip this batch, or scale the loss if it is half precision"
+            .into(),
+    })
+}
+
+/// The operation's name in errors.
+const CLIP: &str = "clip_grad_norm";
+
+fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
+    let mut sum = 0.0;
+    for (name, var) in parameters {
+        sum += inplace::sum_of_squares(gradient_of(op, gradients, name, var)?)?;
+    }
+    Ok(sum.sqrt())
+}
+
+fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) -> Result<f64> {
+    if max_norm.is_nan() || max_norm <= 0.0 {
+        return Err(Error::Config {
+            config: CLIP,
+            field: "max_norm",
+            expected: "over 0".into(),
+            got: max_norm.to_string(),
+            hint: "1.0 is usual; grad_norm measures without clipping".into(),
+        });
+    }
+    let norm = norm(CLIP, gradients, parameters)?;
+    let factor = max_norm / (norm + 1e-6);
+    if !norm.is_finite() || factor >= 1.0 {
+        return Ok(norm);
+    }
+    let owners = Owners::new(gradients, parameters);
+    for (name, var) in parameters {
+        let gradient = gradient_of(CLIP, gradients, name, var)?;
+        if owners.is_alone(gradient) {
+            inplace::scale(gradient, factor)?;
+        } else {
+            let scaled = scaled_copy(gradient, factor)?;
+            gradients.insert(var, scaled);
+        }
+    }
+    Ok(norm)
+}
+
+/// `gradient * factor` on a storage of its own, outside of any graph.
+fn scaled_copy(gradient: &Tensor, factor: f64) -> Result<Tensor> {
+    let gradient = gradient.detach();
+    if gradient.device().is_cpu() {
+        let copy = gradient.force_contiguous()?;
+        inplace::scale(&copy, factor)?;
+        Ok(copy)
+    } else {
+        Ok((gradient * factor)?)
+    }
+}

@@ -1,0 +1,114 @@
+//! AdamW's hyperparameters, and groups of parameters that share them.
+
+use crate::{Error, Result};
+use candle_core::Var;
+use serde::{Deserialize, Serialize};
+
+/// AdamW's hyperparameters, with PyTorch's meaning and defaults.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AdamWConfig {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay rates of the running means of the gradient and of its square.
+    pub betas: (f64, f64),
+    /// Added to the denominator, outside of its root.
+    pub eps: f64,
+    /// Decoupled weight decay: a step first multiplies a parameter by `1 - lr * weight_decay`.
+    pub weight_decay: f64,
+}
+
+impl Default for AdamWConfig {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            betas: (0.9, 0.999),
+            eps: 1e-8,
+            weight_decay: 0.01,
+        }
+    }
+}
+
+impl AdamWConfig {
+    /// Whether an optimizer can work with these numbers.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field: `lr`, `eps` and `weight_decay` must be finite and at least 0, both betas at
+    /// least 0 and under 1.
+    pub fn validate(&self) -> Result<()> {
+        at_least_zero("AdamWConfig", "lr", self.lr)?;
+        for (field, beta) in [("betas.0", self.betas.0), ("betas.1", self.betas.1)] {
+            if !(0.0..1.0).contains(&beta) {
+                return Err(Error::Config {
+                    config: "AdamWConfig",
+                    field,
+                    expected: "at least 0 and under 1".into(),
+                    got: beta.to_string(),
+                    hint: "usual values are 0.9 and 0.95 to 0.999".into(),
+                });
+            }
+        }
+        at_least_zero("AdamWConfig", "eps", self.eps)?;
+        at_least_zero("AdamWConfig", "weight_decay", self.weight_decay)
+    }
+}
+
+/// An error unless `value` is a finite number from 0 on.
+pub(super) fn at_least_zero(config: &'static str, field: &'static str, value: f64) -> Result<()> {
+    if value.is_finite() && value >= 0.0 {
+        return Ok(());
+    }
+    Err(Error::Config {
+        config,
+        field,
+        expected: "finite and at least 0".into(),
+        got: value.to_string(),
+        hint: "use 0 to switch it off".into(),
+    })
+}
+
+/// Parameters that are updated with the same hyperparameters.
+#[derive(Clone, Debug)]
+pub struct ParameterGroup {
+    /// The parameters, each with its name.
+    pub parameters: Vec<(String, Var)>,
+    /// Their hyperparameters.
+    pub config: AdamWConfig,
+}
+
+/// The usual two groups: weight decay as `config` has it for matrices (and whatever has more dimensions: linear and
+/// embedding weights), none for vectors and scalars (norm weights and biases). In this order; either may be empty.
+///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use tallow::optim::{AdamW, AdamWConfig, decay_matrices_only};
+///
+/// let parameters = vec![
+///     ("linear.weight".to_string(), Var::zeros((3, 4), DType::F32, &Device::Cpu)?),
+///     ("norm.weight".to_string(), Var::ones(4, DType::F32, &Device::Cpu)?),
+/// ];
+/// let optimizer = AdamW::with_groups(decay_matrices_only(parameters, AdamWConfig::default()))?;
+/// assert_eq!(optimizer.groups()[0].config.weight_decay, 0.01);
+/// assert_eq!(optimizer.groups()[1].config.weight_decay, 0.0);
+/// assert_eq!(optimizer.groups()[1].parameters[0].0, "norm.weight");
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn decay_matrices_only(
+    parameters: impl IntoIterator<Item = (String, Var)>,
+    config: AdamWConfig,
+) -> Vec<ParameterGroup> {
+    let (matrices, vectors) = parameters.into_iter().partition(|(_, var)| var.rank() >= 2);
+    let undecayed = AdamWConfig {
+        weight_decay: 0.0,
+        ..config
+    };
+    vec![
+        ParameterGroup {
+            parameters: matrices,
+            config,
+        },
+        ParameterGroup {
+            parameters: vectors,
+            config: undecayed,
+        },
+    ]
+}

@@ -1,0 +1,88 @@
+//! Parameters' gradients out of a store, checked, and which of them may be written where they lie.
+
+use super::inplace::{is_supported, storage_address};
+use crate::{Error, Result};
+use candle_core::{DeviceLocation, Tensor, Var, backprop::GradStore};
+use std::collections::{HashMap, HashSet};
+
+/// `parameters` without repetitions of a variable (tied weights), in order.
+pub(super) fn distinct(parameters: impl IntoIterator<Item = (String, Var)>) -> Vec<(String, Var)> {
+    let mut seen = HashSet::new();
+    parameters
+        .into_iter()
+        .filter(|(_, var)| seen.insert(var.id()))
+        .collect()
+}
+
+/// The gradient of `var`: there, of its shape, of a float dtype, on its device.
+pub(super) fn gradient_of<'a>(
+    op: &'static str,
+    gradients: &'a GradStore,
+    name: &str,
+    var: &Var,
+) -> Result<&'a Tensor> {
+    let Some(gradient) = gradients.get(var) else {
+        return Err(Error::MissingGradient {
+            op,
+            parameter: name.to_string(),
+        });
+    };
+    if gradient.shape() != var.shape() {
+        return Err(Error::Shape {
+            op,
+            expected: format!("a gradient of parameter {name}'s shape {:?}", var.dims()),
+            got: format!("{:?}", gradient.dims()),
+            hint: "a gradient put into the store by hand must have its parameter's shape".into(),
+        });
+    }
+    if !is_supported(gradient.dtype()) {
+        return Err(Error::DType {
+            op,
+            expected: format!("a gradient of parameter {name} in f16, bf16, f32 or f64"),
+            got: gradient.dtype().as_str().to_string(),
+            hint: "convert it with to_dtype".into(),
+        });
+    }
+    let (wanted, got) = (var.device().location(), gradient.device().location());
+    if wanted != got {
+        return Err(Error::Placement {
+            op,
+            expected: format!("the gradient of parameter {name} on {}", place(wanted)),
+            got: place(got),
+            hint: "move it with to_device".into(),
+        });
+    }
+    Ok(gradient)
+}
+
+/// A device's name, as in `tallow::device`.
+pub(super) fn place(location: DeviceLocation) -> String {
+    match location {
+        DeviceLocation::Cpu => "cpu".into(),
+        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
+        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
+    }
+}
+
+/// How many tensors lie on each storage: every gradient of a store, and the parameters themselves.
+///
+/// What is alone on its storage can be overwritten without changing another.
+pub(super) struct Owners(HashMap<usize, usize>);
+
+impl Owners {
+    pub(super) fn new(gradients: &GradStore, parameters: &[(String, Var)]) -> Self {
+        let mut owners = HashMap::new();
+        let gradients = gradients.get_ids().filter_map(|id| gradients.get_id(*id));
+        for tensor in gradients.chain(parameters.iter().map(|(_, var)| var.as_tensor())) {
+            *owners.entry(storage_address(tensor)).or_insert(0) += 1;
+        }
+        Self(owners)
+    }
+
+    /// Whether a kernel may overwrite this gradient: contiguous, on the CPU, and nobody else's.
+    pub(super) fn is_alone(&self, gradient: &Tensor) -> bool {
+        gradient.device().is_cpu()
+            && gradient.is_contiguous()
+            && self.0.get(&storage_address(gradient)) == Some(&1)
+    }
+}

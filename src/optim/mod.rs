@@ -1,0 +1,47 @@
+//! From gradients to better parameters: [`AdamW`], gradient clipping and accumulation, learning-rate schedules.
+//!
+//! Everything here works on ordinary candle [`Var`](candle_core::Var)s and [`GradStore`]s, of whatever model. What does
+//! not live here: the kernels ([`crate::kernels::cpu::adamw`], [`crate::kernels::cpu::reduce`]), and the loop that
+//! calls all this.
+//!
+//! Parameters come as `(name, Var)` pairs, so that an error can say which one it is about.
+//!
+//! ```
+//! use candle_core::{DType, Device, Var};
+//! use tallow::optim::{AdamW, AdamWConfig, Schedule, clip_grad_norm};
+//!
+//! let weight = Var::from_slice(&[0.5f32, -1.0, 2.0], 3, &Device::Cpu)?;
+//! let parameters = vec![("weight".to_string(), weight.clone())];
+//! let schedule = Schedule::WarmupCosine { max_lr: 0.1, min_lr: 0.0, warmup_steps: 2, total_steps: 10 };
+//! let mut optimizer = AdamW::new(parameters.clone(), AdamWConfig::default())?;
+//! for step in 0..10 {
+//!     optimizer.set_learning_rate(schedule.learning_rate(step));
+//!     let loss = weight.sqr()?.sum_all()?;
+//!     let mut gradients = loss.backward()?;
+//!     clip_grad_norm(&mut gradients, parameters.clone(), 1.0)?;
+//!     optimizer.step(&gradients)?;
+//! }
+//! assert!(weight.sqr()?.sum_all()?.to_scalar::<f32>()? < 5.25);
+//! # Ok::<(), tallow::Error>(())
+//! ```
+//!
+//! [`GradStore`]: candle_core::backprop::GradStore
+
+mod accumulate;
+mod adamw;
+mod candle_optimizer;
+mod clip;
+mod config;
+mod file;
+mod gradients;
+mod inplace;
+mod reference;
+mod schedule;
+mod slot;
+mod state;
+
+pub use accumulate::GradientAccumulator;
+pub use adamw::AdamW;
+pub use clip::{clip_grad_norm, clip_grad_norm_checked, grad_norm};
+pub use config::{AdamWConfig, ParameterGroup, decay_matrices_only};
+pub use schedule::Schedule;

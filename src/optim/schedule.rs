@@ -1,0 +1,157 @@
+//! Learning rates over a run.
+
+use super::config::at_least_zero;
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// A learning rate for every step, steps counting from 0.
+///
+/// Plain data, so that a checkpoint can keep it: with the step it is all there is to resume.
+///
+/// ```
+/// use tallow::optim::Schedule;
+///
+/// let schedule = Schedule::WarmupCosine { max_lr: 1.0, min_lr: 0.1, warmup_steps: 10, total_steps: 110 };
+/// assert_eq!(schedule.learning_rate(0), 0.0);
+/// assert_eq!(schedule.learning_rate(5), 0.5);
+/// assert_eq!(schedule.learning_rate(10), 1.0);
+/// assert!((schedule.learning_rate(60) - 0.55).abs() < 1e-12); // half way down
+/// assert_eq!(schedule.learning_rate(110), 0.1);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
+pub enum Schedule {
+    /// The same at every step.
+    Constant {
+        /// The learning rate.
+        lr: f64,
+    },
+    /// From 0 up to `max_lr` in a straight line, down to `min_lr` along half a cosine, then `min_lr`:
+    ///
+    /// ```text
+    /// t < warmup_steps   max_lr * t / warmup_steps
+    /// t < total_steps    min_lr + (max_lr - min_lr) (1 + cos(pi (t - warmup_steps) / (total_steps - warmup_steps))) / 2
+    /// otherwise          min_lr
+    /// ```
+    WarmupCosine {
+        /// The highest learning rate, reached at step `warmup_steps`.
+        max_lr: f64,
+        /// The lowest, reached at step `total_steps` and kept.
+        min_lr: f64,
+        /// Steps of warm-up; 0 for none.
+        warmup_steps: usize,
+        /// The step at which `min_lr` is reached, warm-up included.
+        total_steps: usize,
+    },
+    /// As [`Schedule::WarmupCosine`], but down in a straight line.
+    WarmupLinear {
+        /// The highest learning rate, reached at step `warmup_steps`.
+        max_lr: f64,
+        /// The lowest, reached at step `total_steps` and kept.
+        min_lr: f64,
+        /// Steps of warm-up; 0 for none.
+        warmup_steps: usize,
+        /// The step at which `min_lr` is reached, warm-up included.
+        total_steps: usize,
+    },
+}
+
+impl Schedule {
+    /// The learning rate of step `step`, the first step being 0.
+    pub fn learning_rate(&self, step: usize) -> f64 {
+        match *self {
+            Self::Constant { lr } => lr,
+            Self::WarmupCosine {
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+            } => warmed_up(
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+                step,
+                |progress| (1.0 + (std::f64::consts::PI * progress).cos()) / 2.0,
+            ),
+            Self::WarmupLinear {
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+            } => warmed_up(
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+                step,
+                |progress| 1.0 - progress,
+            ),
+        }
+    }
+
+    /// Whether the numbers make a schedule.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field: rates must be finite and at least 0, `min_lr` at most `max_lr`,
+    /// `warmup_steps` at most `total_steps`.
+    pub fn validate(&self) -> Result<()> {
+        match *self {
+            Self::Constant { lr } => at_least_zero("Schedule", "lr", lr),
+            Self::WarmupCosine {
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+            }
+            | Self::WarmupLinear {
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+            } => {
+                at_least_zero("Schedule", "max_lr", max_lr)?;
+                at_least_zero("Schedule", "min_lr", min_lr)?;
+                if min_lr > max_lr {
+                    return Err(Error::Config {
+                        config: "Schedule",
+                        field: "min_lr",
+                        expected: format!("at most max_lr, {max_lr}"),
+                        got: min_lr.to_string(),
+                        hint: "lower min_lr or raise max_lr".into(),
+                    });
+                }
+                if warmup_steps > total_steps {
+                    return Err(Error::Config {
+                        config: "Schedule",
+                        field: "warmup_steps",
+                        expected: format!("at most total_steps, {total_steps}"),
+                        got: warmup_steps.to_string(),
+                        hint: "total_steps counts the warm-up in".into(),
+                    });
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Linear warm-up, then `min_lr + (max_lr - min_lr) * left(progress)`, progress going from 0 to 1.
+fn warmed_up(
+    max_lr: f64,
+    min_lr: f64,
+    warmup_steps: usize,
+    total_steps: usize,
+    step: usize,
+    left: impl Fn(f64) -> f64,
+) -> f64 {
+    if step < warmup_steps {
+        return max_lr * (step as f64 / warmup_steps as f64);
+    }
+    if step >= total_steps {
+        return min_lr;
+    }
+    let progress = (step - warmup_steps) as f64 / (total_steps - warmup_steps) as f64;
+    min_lr + (max_lr - min_lr) * left(progress)
+}
