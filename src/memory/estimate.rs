@@ -32,7 +32,8 @@ pub struct Workload {
 
 /// Bytes of an eager pass or step in f32 with naive attention, by what they hold.
 ///
-/// N = B T, S = B H T^2; sizes are in elements of 4 bytes.
+/// N = B T, S = B H T^2; sizes are in elements of 4 bytes. Left out: the matrix products' packing buffers, a few MiB
+/// whatever the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Estimate {
     /// P: the weights.

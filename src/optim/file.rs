@@ -2,12 +2,11 @@
 
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
+use crate::files::{TensorFile, save_tensors};
 use crate::{Error, Result};
-use candle_core::{DType, safetensors::SliceSafetensors};
-use safetensors::{SafeTensorError, SafeTensors};
+use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
-use std::fs::File;
 use std::path::Path;
 
 /// The metadata's key. One key alone: a map of several has no fixed order, and equal states should give equal files.
@@ -50,15 +49,7 @@ impl AdamW {
         let header = serde_json::to_string(&header)
             .map_err(|e| Error::io("write", path, std::io::Error::other(e)))?;
         let metadata = HashMap::from([(KEY.to_string(), header)]);
-        write_atomically(path, |temporary| {
-            safetensors::serialize_to_file(self.state(), Some(metadata), temporary).map_err(|e| {
-                let e = match e {
-                    SafeTensorError::IoError(e) => e,
-                    other => std::io::Error::other(other),
-                };
-                Error::io("write", path, e)
-            })
-        })
+        save_tensors(path, &self.state(), metadata)
     }
 
     /// Reads what [`AdamW::save`] wrote into an optimizer of the same parameters in the same groups. Hyperparameters
@@ -70,30 +61,26 @@ impl AdamW {
     /// if parameters are in other groups. Nothing has changed then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let file = File::open(path).map_err(|e| Error::io("read", path, e))?;
-        // SAFETY: only that nobody writes to the file while it is mapped, and `save` replaces files, never writes into them.
-        let bytes = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| Error::io("map", path, e))?;
-        let damaged = |problem: String| Error::Format {
-            path: path.to_path_buf(),
+        let file = TensorFile::open(path)?;
+        let foreign = |problem: String| Error::Format {
+            path: path.into(),
             problem,
-            hint: "expected a safetensors file written by AdamW::save".into(),
+            hint: "expected a file written by AdamW::save".into(),
         };
-        let (_, metadata) =
-            SafeTensors::read_metadata(&bytes).map_err(|e| damaged(e.to_string()))?;
-        let header = metadata.metadata().as_ref().and_then(|map| map.get(KEY));
-        let header = header.ok_or_else(|| damaged(format!("no {KEY} in its metadata")))?;
+        let header = file.metadata.get(KEY);
+        let header = header.ok_or_else(|| foreign(format!("no {KEY} in its metadata")))?;
         let header: Header =
-            serde_json::from_str(header).map_err(|e| damaged(format!("{KEY}: {e}")))?;
-        let tensors = SliceSafetensors::new(&bytes).map_err(|e| damaged(e.to_string()))?;
-
-        let views = tensors.tensors();
-        let mut given = HashMap::new();
-        for (name, view) in &views {
-            let dtype =
-                DType::try_from(view.dtype()).map_err(|e| damaged(format!("{name}: {e}")))?;
-            given.insert(name.as_str(), (dtype, view.shape().to_vec()));
+            serde_json::from_str(header).map_err(|e| foreign(format!("{KEY}: {e}")))?;
+        for group in &header.groups {
+            group.config.validate()?;
         }
-        self.check_state(&given).map_err(|misfit| Error::Weight {
+        let mut state: HashMap<String, Tensor> = HashMap::new();
+        for name in file.names()? {
+            if let Some(tensor) = file.get(&name, &Device::Cpu)? {
+                state.insert(name, tensor);
+            }
+        }
+        self.check_state(&state).map_err(|misfit| Error::Weight {
             path: path.into(),
             name: misfit.name,
             expected: misfit.expected,
@@ -101,12 +88,7 @@ impl AdamW {
             hint: misfit.hint,
         })?;
         self.check_groups(path, &header.groups)?;
-
-        let devices: HashMap<String, _> = self
-            .state_vars()
-            .map(|(name, var)| (name, var.device().clone()))
-            .collect();
-        self.put_state(header.steps, |name| Ok(tensors.load(name, &devices[name])?))?;
+        self.put_state(&state, header.steps)?;
         for (group, saved) in self.groups.iter_mut().zip(header.groups) {
             group.config = saved.config;
         }
@@ -116,7 +98,7 @@ impl AdamW {
     /// Whether the saved groups hold the parameters that this optimizer's groups hold.
     fn check_groups(&self, path: &Path, saved: &[GroupHeader]) -> Result<()> {
         let differs = |field: String, saved: String, given: String| Error::Resume {
-            path: path.to_path_buf(),
+            path: path.into(),
             field,
             saved,
             given,
@@ -145,35 +127,6 @@ impl AdamW {
                 }
             }
         }
-        saved.iter().try_for_each(|group| group.config.validate())
+        Ok(())
     }
-}
-
-/// Has `write` make a file beside `path`, syncs it, and renames it to `path`.
-fn write_atomically(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    let io = |e| Error::io("write", path, e);
-    let folder = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    // Made here and not by tempfile, whose files only their owner may read.
-    let temporary = tempfile::Builder::new()
-        .prefix(".tallow-")
-        .make_in(folder, |path| File::create_new(path))
-        .map_err(io)?;
-    let permissions = temporary.as_file().metadata().map_err(io)?.permissions();
-    let temporary = temporary.into_temp_path(); // removed when dropped, on every error below
-    write(&temporary)?;
-    // `write` may have put another file in place of the one made above.
-    let file = File::options().write(true).open(&temporary).map_err(io)?;
-    file.set_permissions(permissions).map_err(io)?;
-    file.sync_all().map_err(io)?;
-    drop(file);
-    temporary.persist(path).map_err(|e| io(e.error))?;
-    // The rename itself lasts once the folder is synced. (Windows opens no folders.)
-    #[cfg(unix)]
-    File::open(folder)
-        .and_then(|folder| folder.sync_all())
-        .map_err(io)?;
-    Ok(())
 }

@@ -56,7 +56,7 @@ pub(super) fn gradient_of<'a>(
 }
 
 /// A device's name, as in `tallow::device`.
-pub(super) fn place(location: DeviceLocation) -> String {
+fn place(location: DeviceLocation) -> String {
     match location {
         DeviceLocation::Cpu => "cpu".into(),
         DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),

@@ -1,9 +1,9 @@
 //! The optimizer's state by name: taken out, put back.
 
 use super::adamw::AdamW;
-use super::gradients::place;
+use super::inplace::storage_address;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{Tensor, Var};
 use std::collections::{HashMap, HashSet};
 
 /// Why a state does not fit: an entry's name, what the optimizer has there, what was given.
@@ -35,60 +35,46 @@ impl AdamW {
         steps: usize,
     ) -> Result<()> {
         let state: HashMap<String, Tensor> = state.into_iter().collect();
-        let given = state
-            .iter()
-            .map(|(name, tensor)| (name.as_str(), (tensor.dtype(), tensor.dims().to_vec())))
-            .collect();
-        self.check_state(&given).map_err(|misfit| Error::Data {
+        self.check_state(&state).map_err(|misfit| Error::Data {
             what: format!("optimizer state {}", misfit.name),
             expected: misfit.expected,
             got: misfit.got,
             hint: misfit.hint,
         })?;
-        for (name, var) in self.state_vars() {
-            let (own, given) = (var.device().location(), state[&name].device().location());
-            if own != given {
-                return Err(Error::Placement {
-                    op: "AdamW::load_state",
-                    expected: format!("{name} on {}", place(own)),
-                    got: place(given),
-                    hint: "move it with to_device".into(),
-                });
-            }
-        }
-        self.put_state(steps, |name| Ok(state[name].clone()))
+        self.put_state(&state, steps)
     }
 
-    /// Overwrites every entry with what `get` gives for its name, once [`AdamW::check_state`] has been passed.
+    /// Overwrites the state with one that has passed [`AdamW::check_state`], from whatever device.
     pub(super) fn put_state(
         &mut self,
+        state: &HashMap<String, Tensor>,
         steps: usize,
-        get: impl Fn(&str) -> Result<Tensor>,
     ) -> Result<()> {
         for (name, var) in self.state_vars() {
-            let tensor = get(&name)?;
+            let Some(tensor) = state.get(&name) else {
+                continue; // not after the check
+            };
             // Its own state, put back as it is: nothing to do, and candle refuses to copy a variable onto itself.
-            if super::inplace::storage_address(&tensor) != super::inplace::storage_address(var) {
-                var.set(&tensor)?;
+            if storage_address(tensor) != storage_address(var) {
+                var.set(&tensor.to_device(var.device())?)?;
             }
         }
         self.steps = steps;
         Ok(())
     }
 
-    /// Whether entries of these dtypes and shapes are this optimizer's state.
+    /// Whether these entries have the names, shapes and dtypes of this optimizer's state.
     pub(super) fn check_state(
         &self,
-        given: &HashMap<&str, (DType, Vec<usize>)>,
+        given: &HashMap<String, Tensor>,
     ) -> std::result::Result<(), Misfit> {
-        let describe = |dtype: DType, dims: &[usize]| format!("{} {dims:?}", dtype.as_str());
+        let describe = |t: &Tensor| format!("{} {:?}", t.dtype().as_str(), t.dims());
         let mut own = HashSet::new();
         for (name, var) in self.state_vars() {
-            let expected = describe(var.dtype(), var.dims());
-            let (got, hint) = match given.get(name.as_str()) {
+            let (got, hint) = match given.get(&name) {
                 None => ("nothing".to_string(), "was it saved with another model?"),
-                Some((dtype, dims)) if *dtype != var.dtype() || dims != var.dims() => (
-                    describe(*dtype, dims),
+                Some(tensor) if tensor.dtype() != var.dtype() || tensor.dims() != var.dims() => (
+                    describe(tensor),
                     "give the model the sizes and dtypes it was saved with",
                 ),
                 Some(_) => {
@@ -98,18 +84,18 @@ impl AdamW {
             };
             return Err(Misfit {
                 name,
-                expected,
+                expected: describe(var),
                 got,
                 hint: hint.into(),
             });
         }
-        let others = given.iter().filter(|(name, _)| !own.contains(**name));
-        match others.min_by_key(|(name, _)| **name) {
+        let others = given.iter().filter(|(name, _)| !own.contains(*name));
+        match others.min_by_key(|(name, _)| *name) {
             None => Ok(()),
-            Some((name, (dtype, dims))) => Err(Misfit {
-                name: name.to_string(),
+            Some((name, tensor)) => Err(Misfit {
+                name: name.clone(),
                 expected: "no entry of this name".into(),
-                got: describe(*dtype, dims),
+                got: describe(tensor),
                 hint: "does the optimizer have all parameters that it was saved with?".into(),
             }),
         }

@@ -1,4 +1,12 @@
 //! Every integration test, in one binary: linking candle is dear.
 
+mod bench;
+mod child;
 mod data;
+mod memory;
 mod report;
+
+/// Counting costs next to nothing, and the memory tests need it.
+#[global_allocator]
+static ALLOCATOR: tallow::memory::tracker::Tracker<std::alloc::System> =
+    tallow::memory::tracker::Tracker::new(std::alloc::System);

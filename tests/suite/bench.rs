@@ -1,0 +1,189 @@
+//! The benchmark harness: phases, rows, and memory that is not there.
+
+use candle_core::Device;
+use tallow::bench::{EndToEnd, Laps, OptimizerChoice, Step};
+use tallow::memory::Mode;
+use tallow::model::TransformerConfig;
+use tallow::report::Fields;
+
+fn run(mode: Mode) -> EndToEnd {
+    EndToEnd {
+        config: TransformerConfig {
+            vocab_size: 61,
+            context_length: 16,
+            d_model: 24,
+            num_layers: 2,
+            num_heads: 2,
+            d_ff: 40,
+            ..Default::default()
+        },
+        batch_size: 3,
+        sequence_length: 9,
+        mode,
+        warmup_steps: 2,
+        steps: 4,
+        optimizer: OptimizerChoice::AdamW(Default::default()),
+        seed: 1,
+        peak_flops: Some(1e12),
+        available_bytes: Some(1 << 30),
+    }
+}
+
+fn text(row: &Fields, key: &str) -> String {
+    row.get(key)
+        .and_then(|v| v.as_str())
+        .unwrap_or_else(|| panic!("{key}"))
+        .to_string()
+}
+
+fn number(row: &Fields, key: &str) -> f64 {
+    row.get(key)
+        .and_then(|v| v.as_f64())
+        .unwrap_or_else(|| panic!("{key}"))
+}
+
+#[test]
+fn every_mode_has_its_phases_and_every_phase_its_samples() {
+    let expected: [(Mode, &[&str]); 4] = [
+        (Mode::Forward, &["forward"]),
+        (Mode::ForwardKeepingGraph, &["forward"]),
+        (
+            Mode::ForwardBackward,
+            &["forward", "backward", "forward+backward"],
+        ),
+        (
+            Mode::TrainStep,
+            &["forward", "backward", "optimizer", "train step"],
+        ),
+    ];
+    for (mode, phases) in expected {
+        let mut steps = Vec::new();
+        let rows = run(mode)
+            .run(&Device::Cpu, |step, _| steps.push(step.to_string()))
+            .unwrap();
+        let found: Vec<String> = rows.iter().map(|row| text(row, "phase")).collect();
+        assert_eq!(found, phases);
+        assert_eq!(steps.len(), 6);
+        assert_eq!(
+            (steps[0].as_str(), steps[5].as_str()),
+            ("warm-up 1/2", "step 4/4")
+        );
+        for row in &rows {
+            assert_eq!(text(row, "status"), "ok");
+            assert_eq!(number(row, "n"), 4.0);
+            assert!(number(row, "min_ms") > 0.0);
+            let tokens = 27.0 / (number(row, "median_ms") / 1e3);
+            assert!((number(row, "tokens_per_s") / tokens - 1.0).abs() < 1e-12);
+        }
+        let whole = rows.last().unwrap();
+        let parts: f64 = rows[..rows.len() - 1]
+            .iter()
+            .map(|row| number(row, "min_ms"))
+            .sum();
+        assert!(number(whole, "max_ms") >= parts);
+        let dropped = text(whole, "graph") == "dropped";
+        assert_eq!(dropped, mode == Mode::Forward);
+    }
+}
+
+#[test]
+fn flops_and_mfu_are_the_models() {
+    let rows = run(Mode::TrainStep).run(&Device::Cpu, |_, _| ()).unwrap();
+    let (n, d, f, v, layers, t) = (27.0, 24.0, 40.0, 61.0, 2.0, 9.0);
+    let forward =
+        2.0 * n * (layers * (4.0 * d * d + 3.0 * d * f) + d * v) + 4.0 * layers * n * t * d;
+    for (row, times) in [(0, 1.0), (1, 2.0), (3, 3.0)] {
+        let row = &rows[row];
+        assert_eq!(number(row, "flops"), times * forward);
+        let mfu = 100.0 * times * forward / (number(row, "median_ms") / 1e3) / 1e12;
+        assert!((number(row, "mfu_percent") / mfu - 1.0).abs() < 1e-12);
+    }
+    assert!(
+        rows[2].get("flops").is_none_or(|flops| flops.is_null()),
+        "an optimizer multiplies no matrices"
+    );
+}
+
+#[test]
+fn what_does_not_fit_is_a_row() {
+    let run = EndToEnd {
+        config: TransformerConfig::b10(),
+        sequence_length: 256,
+        ..run(Mode::TrainStep)
+    };
+    let rows = run
+        .run(&Device::Cpu, |_, _| panic!("nothing may run"))
+        .unwrap();
+    assert_eq!(rows.len(), 1);
+    assert_eq!(text(&rows[0], "status"), "OOM");
+    assert!(number(&rows[0], "estimate_bytes") > 16.0 * 12.8e9);
+    assert_eq!(number(&rows[0], "available_bytes"), (1u64 << 30) as f64);
+    assert!(rows[0].get("mean_ms").is_none());
+}
+
+#[test]
+fn candles_optimizer_can_be_timed_too() {
+    let run = EndToEnd {
+        optimizer: OptimizerChoice::CandleAdamW(Default::default()),
+        ..run(Mode::TrainStep)
+    };
+    assert_eq!(run.run(&Device::Cpu, |_, _| ()).unwrap().len(), 4);
+}
+
+#[test]
+fn laps_add_stretches_of_a_phase_and_keep_warm_up_apart() {
+    let mut calls = 0;
+    let laps = Laps::new(&Device::Cpu)
+        .warmup(2)
+        .measure(3, |lap| {
+            calls += 1;
+            let nap = || -> tallow::Result<()> {
+                std::thread::sleep(std::time::Duration::from_millis(2));
+                Ok(())
+            };
+            lap.time("a", nap)?;
+            lap.time("b", || Ok::<_, tallow::Error>(()))?;
+            lap.time("a", nap)
+        })
+        .unwrap();
+    assert_eq!(calls, 5);
+    let names: Vec<_> = laps.phases.iter().map(|(name, _)| *name).collect();
+    assert_eq!(names, ["a", "b"]);
+    let (a, b) = (&laps.phases[0].1, &laps.phases[1].1);
+    assert_eq!((a.samples_ms.len(), a.warmup_ms.len()), (3, 2));
+    for i in 0..3 {
+        assert!(a.samples_ms[i] >= 4.0);
+        assert!(laps.whole.samples_ms[i] >= a.samples_ms[i] + b.samples_ms[i]);
+    }
+}
+
+#[test]
+fn errors_pass_through_and_nothing_to_measure_is_one() {
+    let failed = Laps::new(&Device::Cpu).measure(1, |lap| {
+        lap.time("fails", || {
+            Err::<(), _>(tallow::Error::Plot("on purpose".into()))
+        })
+    });
+    assert!(failed.unwrap_err().to_string().contains("on purpose"));
+    let none = Laps::new(&Device::Cpu).measure(0, |_| Ok(()));
+    assert!(
+        none.unwrap_err()
+            .to_string()
+            .contains("steps must be at least 1")
+    );
+    let step = Step {
+        warmup: false,
+        index: 0,
+        count: 1,
+    };
+    assert_eq!(step.to_string(), "step 1/1");
+    let too_long = EndToEnd {
+        sequence_length: 17,
+        ..run(Mode::Forward)
+    };
+    let error = too_long
+        .run(&Device::Cpu, |_, _| ())
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("from 1 to 16"), "{error}");
+}

@@ -1,0 +1,52 @@
+//! `AdamW` through candle's trait.
+
+use super::{noise, relative, values, var};
+use candle_core::{DType, Device, Var};
+use candle_nn::Optimizer;
+use tallow::optim::{AdamW, AdamWConfig};
+
+/// A training loop that knows the trait alone.
+fn train<O: Optimizer>(var: &Var, config: O::Config, lr: f64) -> candle_core::Result<Vec<f64>> {
+    let mut optimizer = O::new(vec![var.clone()], config)?;
+    optimizer.set_learning_rate(lr);
+    assert_eq!(optimizer.learning_rate(), lr);
+    for _ in 0..20 {
+        optimizer.backward_step(&var.sqr()?.sum_all()?)?;
+    }
+    Ok(values(var))
+}
+
+#[test]
+fn the_same_as_candles_own() {
+    let start = noise(33, 1);
+    let ours = train::<AdamW>(&var(&start, DType::F64), AdamWConfig::default(), 0.01).unwrap();
+    let config = candle_nn::ParamsAdamW::default();
+    let theirs = train::<candle_nn::AdamW>(&var(&start, DType::F64), config, 0.01).unwrap();
+    let error = relative(&ours, &theirs);
+    assert!(error < 1e-13, "{error}");
+    assert!(relative(&ours, &start) > 1e-2);
+}
+
+#[test]
+fn a_missing_gradient_is_named_by_position_and_shape() {
+    let used = var(&[1.0], DType::F32);
+    let unused = Var::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+    let counter = Var::zeros(1, DType::U32, &Device::Cpu).unwrap();
+    let vars = vec![used.clone(), counter, unused];
+    let mut optimizer = <AdamW as Optimizer>::new(vars, AdamWConfig::default()).unwrap();
+    let loss = used.sqr().unwrap().sum_all().unwrap();
+    let error = optimizer.backward_step(&loss).unwrap_err().to_string();
+    assert!(
+        error.contains("#2 [2, 3]") && error.contains("no gradient"),
+        "{error}"
+    );
+    assert_eq!(values(&used), [1.0]);
+}
+
+#[test]
+fn nothing_to_optimize_is_fine_through_the_trait() {
+    let mut optimizer = <AdamW as Optimizer>::empty(AdamWConfig::default()).unwrap();
+    let loss = var(&[1.0], DType::F32).sqr().unwrap().sum_all().unwrap();
+    optimizer.backward_step(&loss).unwrap();
+    assert_eq!((optimizer.steps(), optimizer.state().len()), (1, 0));
+}

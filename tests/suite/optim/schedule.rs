@@ -1,0 +1,114 @@
+//! Learning-rate schedules.
+
+use rstest::rstest;
+use tallow::Error;
+use tallow::optim::Schedule;
+
+const COSINE: Schedule = Schedule::WarmupCosine {
+    max_lr: 1.0,
+    min_lr: 0.1,
+    warmup_steps: 8,
+    total_steps: 24,
+};
+const LINEAR: Schedule = Schedule::WarmupLinear {
+    max_lr: 1.0,
+    min_lr: 0.1,
+    warmup_steps: 8,
+    total_steps: 24,
+};
+
+#[test]
+fn corners_are_exact() {
+    for schedule in [COSINE, LINEAR] {
+        assert_eq!(schedule.learning_rate(0), 0.0);
+        assert_eq!(schedule.learning_rate(2), 0.25);
+        assert_eq!(schedule.learning_rate(8), 1.0);
+        assert!(
+            (schedule.learning_rate(16) - 0.55).abs() < 1e-15,
+            "half way"
+        );
+        assert_eq!(schedule.learning_rate(24), 0.1);
+        assert_eq!(schedule.learning_rate(25), 0.1);
+        assert_eq!(schedule.learning_rate(usize::MAX), 0.1);
+    }
+    // A quarter of the way: (1 + cos(pi/4)) / 2 of the distance is left, or three quarters.
+    let left = (1.0 + 0.5f64.sqrt()) / 2.0;
+    assert!((COSINE.learning_rate(12) - (0.1 + 0.9 * left)).abs() < 1e-15);
+    assert!((LINEAR.learning_rate(12) - (0.1 + 0.9 * 0.75)).abs() < 1e-15);
+    assert_eq!(Schedule::Constant { lr: 0.3 }.learning_rate(1_000_000), 0.3);
+}
+
+#[test]
+fn it_rises_then_falls() {
+    for schedule in [COSINE, LINEAR] {
+        let rates: Vec<f64> = (0..=24).map(|t| schedule.learning_rate(t)).collect();
+        assert!(rates[..=8].is_sorted_by(|a, b| a < b));
+        assert!(rates[8..].is_sorted_by(|a, b| a > b));
+    }
+}
+
+#[test]
+fn no_warmup_starts_at_the_top_and_no_decay_ends_at_once() {
+    for (warmup_steps, total_steps, expected) in [
+        (0, 10, [1.0, 0.0]),
+        (10, 10, [0.0, 0.0]),
+        (0, 0, [0.0, 0.0]),
+    ] {
+        for schedule in [
+            Schedule::WarmupCosine {
+                max_lr: 1.0,
+                min_lr: 0.0,
+                warmup_steps,
+                total_steps,
+            },
+            Schedule::WarmupLinear {
+                max_lr: 1.0,
+                min_lr: 0.0,
+                warmup_steps,
+                total_steps,
+            },
+        ] {
+            schedule.validate().unwrap();
+            let got = [0, total_steps].map(|t| schedule.learning_rate(t));
+            assert_eq!(got, expected, "{schedule:?}");
+        }
+    }
+}
+
+#[test]
+fn the_same_bits_through_json() {
+    let schedules = [
+        COSINE,
+        LINEAR,
+        Schedule::Constant { lr: 0.1 + 0.2 },
+        Schedule::WarmupCosine {
+            max_lr: 1.0 / 3.0 * 1e-3,
+            min_lr: 1e-4 / 7.0,
+            warmup_steps: 100,
+            total_steps: 2000,
+        },
+    ];
+    for schedule in schedules {
+        let text = serde_json::to_string(&schedule).unwrap();
+        let back: Schedule = serde_json::from_str(&text).unwrap();
+        assert_eq!(schedule, back, "{text}");
+    }
+    let text =
+        r#"{"kind":"warmup_cosine","max_lr":1.0,"min_lr":0.1,"warmup_steps":8,"total_steps":24}"#;
+    assert_eq!(serde_json::from_str::<Schedule>(text).unwrap(), COSINE);
+}
+
+#[rstest]
+#[case("lr", Schedule::Constant { lr: f64::NAN })]
+#[case("max_lr", Schedule::WarmupCosine { max_lr: -1.0, min_lr: 0.0, warmup_steps: 1, total_steps: 2 })]
+#[case("min_lr", Schedule::WarmupLinear { max_lr: 1.0, min_lr: -0.1, warmup_steps: 1, total_steps: 2 })]
+#[case("min_lr", Schedule::WarmupLinear { max_lr: 1.0, min_lr: 2.0, warmup_steps: 1, total_steps: 2 })]
+#[case("warmup_steps", Schedule::WarmupCosine { max_lr: 1.0, min_lr: 0.0, warmup_steps: 3, total_steps: 2 })]
+fn a_bad_schedule_names_its_field(#[case] wanted: &str, #[case] schedule: Schedule) {
+    let error = schedule.validate().unwrap_err();
+    assert!(
+        matches!(&error, Error::Config { field, .. } if *field == wanted),
+        "{error}"
+    );
+    assert!(COSINE.validate().is_ok());
+}

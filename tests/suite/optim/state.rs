@@ -1,0 +1,267 @@
+//! State taken out and put back, in memory and in files.
+
+use super::{named, noise, noisy_gradient, store, values, var};
+use candle_core::{DType, Device, Tensor, Var};
+use rstest::rstest;
+use std::path::Path;
+use tallow::Error;
+use tallow::optim::{AdamW, AdamWConfig, ParameterGroup, decay_matrices_only};
+
+/// A matrix and a vector of one dtype, and their optimizer in two groups.
+fn setup(dtype: DType, lr: f64) -> (Vec<Var>, AdamW) {
+    let matrix = Tensor::from_vec(noise(21, 1), (3, 7), &Device::Cpu).unwrap();
+    let matrix = Var::from_tensor(&matrix.to_dtype(dtype).unwrap()).unwrap();
+    let vars = vec![matrix, var(&noise(5, 2), dtype)];
+    let config = AdamWConfig {
+        lr,
+        betas: (0.9, 0.95),
+        ..Default::default()
+    };
+    let groups = decay_matrices_only(named(&[&vars[0], &vars[1]]), config);
+    (vars, AdamW::with_groups(groups).unwrap())
+}
+
+fn steps(vars: &[Var], optimizer: &mut AdamW, range: std::ops::Range<usize>) {
+    for t in range {
+        let gradients: Vec<_> = vars
+            .iter()
+            .map(|var| (var, noisy_gradient(var, t)))
+            .collect();
+        optimizer.step(&store(&gradients)).unwrap();
+    }
+}
+
+/// Everything that later steps depend on.
+fn everything(vars: &[Var], optimizer: &AdamW) -> Vec<Vec<f64>> {
+    let state = optimizer
+        .state()
+        .into_iter()
+        .map(|(_, tensor)| values(&tensor));
+    vars.iter().map(|var| values(var)).chain(state).collect()
+}
+
+#[rstest]
+#[case(DType::F32)]
+#[case(DType::F64)]
+#[case(DType::BF16)]
+fn continues_with_the_same_bits(#[case] dtype: DType) {
+    // A learning rate of many digits, as schedules give them, that a careless reader of JSON gets wrong by one bit.
+    let lr = 1e-4 / 7.0;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("optimizer.safetensors");
+    let (vars, mut optimizer) = setup(dtype, 0.5);
+    optimizer.set_learning_rate(lr);
+    steps(&vars, &mut optimizer, 0..5);
+    optimizer.save(&path).unwrap();
+    let weights: Vec<Tensor> = vars.iter().map(|var| var.copy().unwrap()).collect();
+    let snapshot: Vec<(String, Tensor)> = optimizer
+        .state()
+        .into_iter()
+        .map(|(name, tensor)| (name, tensor.copy().unwrap()))
+        .collect();
+    steps(&vars, &mut optimizer, 5..9);
+    let unbroken = everything(&vars, &optimizer);
+
+    let (vars, mut resumed) = setup(dtype, 0.25);
+    steps(&vars, &mut resumed, 100..103); // whatever it was before
+    for (var, weight) in vars.iter().zip(&weights) {
+        var.set(weight).unwrap();
+    }
+    resumed.load(&path).unwrap();
+    assert_eq!((resumed.steps(), resumed.learning_rate()), (5, lr));
+    assert_eq!(resumed.groups()[1].config, optimizer.groups()[1].config);
+    steps(&vars, &mut resumed, 5..9);
+    assert_eq!(everything(&vars, &resumed), unbroken);
+
+    let (vars, mut restored) = setup(dtype, lr);
+    for (var, weight) in vars.iter().zip(&weights) {
+        var.set(weight).unwrap();
+    }
+    restored.load_state(snapshot, 5).unwrap();
+    steps(&vars, &mut restored, 5..9);
+    assert_eq!(everything(&vars, &restored), unbroken);
+}
+
+#[test]
+fn state_is_named_after_the_parameters() {
+    let (_, optimizer) = setup(DType::F32, 0.1);
+    let names = |optimizer: &AdamW| -> Vec<String> {
+        optimizer
+            .state()
+            .into_iter()
+            .map(|(name, _)| name)
+            .collect()
+    };
+    assert_eq!(
+        names(&optimizer),
+        ["exp_avg.a", "exp_avg_sq.a", "exp_avg.b", "exp_avg_sq.b"]
+    );
+    let (_, optimizer) = setup(DType::F16, 0.1);
+    assert_eq!(
+        names(&optimizer)[..3],
+        ["exp_avg.a", "exp_avg_sq.a", "master.a"]
+    );
+}
+
+#[test]
+fn its_own_state_can_be_put_back() {
+    let (vars, mut optimizer) = setup(DType::F32, 0.1);
+    steps(&vars, &mut optimizer, 0..2);
+    let before = everything(&vars, &optimizer);
+    let state = optimizer.state();
+    optimizer.load_state(state, 2).unwrap();
+    assert_eq!(everything(&vars, &optimizer), before);
+}
+
+#[test]
+fn a_state_that_does_not_fit_is_refused_by_name() {
+    let (vars, mut optimizer) = setup(DType::F32, 0.1);
+    steps(&vars, &mut optimizer, 0..2);
+    let before = everything(&vars, &optimizer);
+    let good = optimizer.state();
+    let tensor = |dtype| Tensor::zeros((3, 7), dtype, &Device::Cpu).unwrap();
+    let mut missing = good.clone();
+    missing.remove(3);
+    let mut misshapen = good.clone();
+    misshapen[1].1 = tensor(DType::F32).t().unwrap();
+    let mut wrong_dtype = good.clone();
+    wrong_dtype[0].1 = tensor(DType::F64);
+    let mut extra = good.clone();
+    extra.push(("exp_avg.other".into(), tensor(DType::F32)));
+    for (state, name, got) in [
+        (missing, "exp_avg_sq.b", "nothing"),
+        (misshapen, "exp_avg_sq.a", "[7, 3]"),
+        (wrong_dtype, "exp_avg.a", "f64"),
+        (extra, "exp_avg.other", "[3, 7]"),
+    ] {
+        let error = optimizer.load_state(state, 7).unwrap_err();
+        assert!(matches!(error, Error::Data { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(name) && text.contains(got), "{text}");
+    }
+    assert_eq!(
+        (everything(&vars, &optimizer), optimizer.steps()),
+        (before, 2)
+    );
+}
+
+#[test]
+fn a_file_that_does_not_fit_is_refused_and_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("optimizer.safetensors");
+    let (vars, mut optimizer) = setup(DType::F32, 0.1);
+    steps(&vars, &mut optimizer, 0..2);
+    optimizer.save(&path).unwrap();
+    let before = everything(&vars, &optimizer);
+
+    let (_, mut other_dtype) = setup(DType::F64, 0.1);
+    let error = other_dtype.load(&path).unwrap_err();
+    assert!(
+        matches!(&error, Error::Weight { name, .. } if name == "exp_avg.a"),
+        "{error}"
+    );
+
+    let one_group = |parameters| {
+        AdamW::with_groups(vec![ParameterGroup {
+            parameters,
+            config: AdamWConfig::default(),
+        }])
+        .unwrap()
+    };
+    let error = one_group(named(&[&vars[0], &vars[1]]))
+        .load(&path)
+        .unwrap_err();
+    assert!(
+        matches!(&error, Error::Resume { field, .. } if field == "parameter groups"),
+        "{error}"
+    );
+    let error = one_group(named(&[&vars[0]])).load(&path).unwrap_err();
+    assert!(
+        matches!(&error, Error::Weight { name, .. } if name == "exp_avg.b"),
+        "{error}"
+    );
+    let group = |var: &Var, name: &str| ParameterGroup {
+        parameters: vec![(name.to_string(), var.clone())],
+        config: AdamWConfig::default(),
+    };
+    let mut swapped = AdamW::with_groups(vec![group(&vars[1], "b"), group(&vars[0], "a")]).unwrap();
+    let error = swapped.load(&path).unwrap_err();
+    assert!(
+        error.to_string().contains("parameter b in group 1"),
+        "{error}"
+    );
+
+    let whole = std::fs::read(&path).unwrap();
+    let check_damaged = |optimizer: &mut AdamW, bytes: &[u8]| {
+        let damaged = folder.path().join("damaged.safetensors");
+        std::fs::write(&damaged, bytes).unwrap();
+        let error = optimizer.load(&damaged).unwrap_err();
+        assert!(matches!(error, Error::Format { .. }), "{error}");
+        assert!(error.to_string().contains("damaged.safetensors"), "{error}");
+    };
+    for length in [0, 7, 20, whole.len() / 2, whole.len() - 1] {
+        check_damaged(&mut optimizer, &whole[..length]);
+    }
+    check_damaged(
+        &mut optimizer,
+        b"not at all a safetensors file, but long enough to hold a header's length",
+    );
+    let plain = folder.path().join("plain.safetensors");
+    let tensors = std::collections::HashMap::from([("x", vars[0].detach())]);
+    candle_core::safetensors::save(&tensors, &plain).unwrap();
+    let error = optimizer.load(&plain).unwrap_err();
+    assert!(matches!(error, Error::Format { .. }), "{error}");
+
+    let error = optimizer.load(folder.path().join("absent")).unwrap_err();
+    assert!(matches!(error, Error::Io { action: "read", .. }), "{error}");
+    assert_eq!(
+        (everything(&vars, &optimizer), optimizer.steps()),
+        (before, 2)
+    );
+}
+
+fn files(folder: &Path) -> Vec<String> {
+    let names = std::fs::read_dir(folder).unwrap();
+    names
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect()
+}
+
+#[test]
+fn saving_replaces_whole_files_and_leaves_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("optimizer.safetensors");
+    let (vars, mut optimizer) = setup(DType::F32, 0.1);
+    optimizer.save(&path).unwrap();
+    let first = std::fs::read(&path).unwrap();
+    optimizer.save(&path).unwrap();
+    assert_eq!(
+        first,
+        std::fs::read(&path).unwrap(),
+        "equal states give equal files"
+    );
+    steps(&vars, &mut optimizer, 0..1);
+    optimizer.save(&path).unwrap();
+    assert_ne!(first, std::fs::read(&path).unwrap());
+    assert_eq!(files(folder.path()), ["optimizer.safetensors"]);
+
+    // A folder in its place cannot be renamed over; a folder that is not there cannot be written into.
+    let taken = folder.path().join("taken");
+    std::fs::create_dir_all(taken.join("inside")).unwrap();
+    for bad in [taken, folder.path().join("absent").join("file")] {
+        let error = optimizer.save(&bad).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::Io {
+                    action: "write",
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+    let mut left = files(folder.path());
+    left.sort();
+    assert_eq!(left, ["optimizer.safetensors", "taken"]);
+}
