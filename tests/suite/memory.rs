@@ -81,10 +81,10 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
 #[ignore = "run by estimates_are_near_the_measured_peak"]
 fn child_measures_peaks() {
     let configs = [
-        (config(128, 352, 3, 1000), 4),
+        (config(128, 352, 3, 1000), 24),
         (config(64, 512, 2, 8000), 8),   // logits dominate
-        (config(256, 256, 6, 300), 2),   // blocks dominate
-        (config(256, 2048, 4, 4000), 1), // weights dominate
+        (config(256, 256, 6, 300), 8),   // blocks dominate
+        (config(256, 2048, 4, 4000), 2), // weights dominate
     ];
     for (config, batch_size) in &configs {
         for mode in MODES {
@@ -94,10 +94,8 @@ fn child_measures_peaks() {
             let bytes = |key: &str| rows[0].get(key).and_then(|v| v.as_u64()).unwrap() as f64;
             let (peak, predicted) = (bytes("peak_bytes"), bytes("estimate_bytes"));
             println!("{mode:?} {peak} {predicted} {:.4}", predicted / peak);
-            // The products' packing buffers (up to 4 MiB here) are left out of the account, and count where nothing
-            // larger comes and goes.
-            let packing = if mode == Mode::Forward { 5.0 } else { 1.5 };
-            let slack = 0.01 * peak + packing * 1048576.0;
+            // The products' packing buffers (up to 5 MiB here) are left out of the account.
+            let slack = 0.01 * peak + 5.0 * 1048576.0;
             assert!(
                 (predicted - peak).abs() < slack,
                 "{mode:?}, {config:?}, batch {batch_size}: predicted {predicted}, measured {peak}"
