@@ -60,9 +60,14 @@ pub(crate) enum Path {
     Reference,
 }
 
-/// Decides for `op` on a tensor like `x`. Kernels exist for f32 and f64 on the CPU.
-pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
+/// Decides for `op` on a tensor like `x`. The ops' kernels are for f32 and f64 on the CPU.
+pub(super) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
     let has_kernel = x.device().is_cpu() && matches!(x.dtype(), DType::F32 | DType::F64);
+    choose_where(op, x, has_kernel)
+}
+
+/// As [`choose`], for an op that knows itself whether it has a kernel for `x`.
+pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Result<Path> {
     match (POLICY.get(), has_kernel) {
         (KernelPolicy::Reference, _) => Ok(Path::Reference),
         (_, true) => Ok(Path::Kernel),

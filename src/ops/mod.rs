@@ -26,8 +26,8 @@ pub mod softmax;
 pub mod swiglu;
 
 pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
-pub(crate) use dispatch::check_same;
 pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};
+pub(crate) use dispatch::{Path, check_same, choose_where};
 pub use embedding::embedding;
 pub use heads::{merge_heads, split_heads};
 pub use layer_norm::layer_norm;

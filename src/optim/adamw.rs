@@ -6,6 +6,7 @@ use super::inplace::{storage_address, wide};
 use super::reference;
 use super::slot::{STEP, Slot, step_cpu};
 use crate::kernels::cpu::adamw::Update;
+use crate::ops::{Path, choose_where};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};
@@ -125,11 +126,14 @@ impl AdamW {
     /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of a wrong shape or dtype or on another
     /// device is an error, as is a learning rate that cannot work. All of this is checked before anything changes.
     pub fn step(&mut self, gradients: &GradStore) -> Result<()> {
+        // Asked for all first: where the policy is strict, a refusal must leave everything as it was.
+        for (_, parameter) in self.parameters() {
+            path(parameter)?;
+        }
         self.step_by(gradients, |parameter, gradient, slot, update| {
-            if parameter.device().is_cpu() {
-                step_cpu(parameter, gradient, slot, update)
-            } else {
-                reference::step(parameter, gradient, slot, update)
+            match path(parameter)? {
+                Path::Kernel => step_cpu(parameter, gradient, slot, update),
+                Path::Reference => reference::step(parameter, gradient, slot, update),
             }
         })
     }
@@ -276,4 +280,9 @@ fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Kernel or reference: there is a kernel for every float dtype on the CPU.
+fn path(parameter: &Var) -> Result<Path> {
+    choose_where(STEP, parameter, parameter.device().is_cpu())
 }

@@ -4,6 +4,7 @@ mod bench;
 mod child;
 mod data;
 mod memory;
+mod optim;
 mod report;
 
 /// Counting costs next to nothing, and the memory tests need it.
