@@ -14,7 +14,7 @@ use common::{Common, Output};
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
-use tallow::memory::{Mode, system};
+use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
 use tallow::report::{Column, Fields, Format, Report};
 
@@ -218,7 +218,7 @@ impl Flags {
                             optimizer: self.optimizer(),
                             seed: self.common.seed,
                             peak_flops,
-                            available_bytes: limit.or_else(system::available_bytes),
+                            available_bytes: limit.or_else(tallow::device::available_bytes),
                         });
                     }
                 }

@@ -90,6 +90,33 @@ pub fn description(device: &Device) -> String {
     }
 }
 
+/// The memory of the machine, in bytes, or what the control group allows where that is less. `None` where the system
+/// does not say.
+pub fn total_bytes() -> Option<u64> {
+    static TOTAL: OnceLock<Option<u64>> = OnceLock::new();
+    *TOTAL.get_or_init(|| {
+        let system = memory()?;
+        let group = system.cgroup_limits().map(|limits| limits.total_memory);
+        let total = system.total_memory();
+        Some(group.map_or(total, |group| group.min(total))).filter(|bytes| *bytes > 0)
+    })
+}
+
+/// Host memory that can still be allocated, in bytes: what the system calls available, or what is left of the control
+/// group's limit, whichever is less. `None` where the system does not say.
+pub fn available_bytes() -> Option<u64> {
+    let system = memory()?;
+    let group = system.cgroup_limits().map(|limits| limits.free_memory);
+    let available = system.available_memory();
+    Some(group.map_or(available, |group| group.min(available))).filter(|bytes| *bytes > 0)
+}
+
+fn memory() -> Option<sysinfo::System> {
+    let mut system = sysinfo::System::new().ok()?;
+    system.refresh_memory();
+    Some(system)
+}
+
 /// What the CPU's multiply-add units allow in f32, measured: FLOP/s of all threads together, each running independent
 /// fused multiply-adds on registers. Takes about 0.1 s. `None` for other dtypes and devices.
 ///

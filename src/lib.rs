@@ -72,6 +72,7 @@ pub mod nn;
 pub mod ops;
 pub mod optim;
 pub mod report;
+pub mod train;
 
 pub use device::device;
 pub use error::{Error, Result};

@@ -1,14 +1,4 @@
-//! What the machine has left, and what this process has taken.
-
-/// Memory that can still be allocated, in bytes: what the system calls available, or what the control group allows,
-/// whichever is less. `None` where the system does not say.
-pub fn available_bytes() -> Option<u64> {
-    let mut system = sysinfo::System::new().ok()?;
-    system.refresh_memory();
-    let machine = system.available_memory();
-    let group = system.cgroup_limits().map(|limits| limits.free_memory);
-    Some(group.map_or(machine, |group| group.min(machine))).filter(|bytes| *bytes > 0)
-}
+//! What this process has taken of the machine. (What the machine has is in [`crate::device`].)
 
 /// The most memory this process has had resident, in bytes, since it began or since [`reset_resident_peak`].
 #[cfg(target_os = "linux")]

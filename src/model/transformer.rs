@@ -3,7 +3,7 @@
 use super::TransformerConfig;
 use crate::files::{self, TensorFile};
 use crate::nn::{self, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join};
-use crate::{Error, Result};
+use crate::{Error, Result, device};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::collections::{HashMap, HashSet};
@@ -48,6 +48,7 @@ impl TransformerLM {
     /// A configuration that is no model's.
     pub fn new(config: &TransformerConfig, seed: u64, device: &Device) -> Result<Self> {
         config.validate()?; // before the builder draws anything
+        check_room(config)?;
         Self::from_var_builder(config, nn::seeded(seed, DType::F32, device))
     }
 
@@ -114,6 +115,7 @@ impl TransformerLM {
         device: &Device,
     ) -> Result<Self> {
         config.validate()?;
+        check_room(config)?;
         let path = path.as_ref();
         let file = TensorFile::open(path)?;
         let shapes = config.parameter_shapes();
@@ -206,6 +208,25 @@ impl TransformerLM {
             x = layer.forward(&x)?; // (B, T, D)
         }
         self.lm_head.forward(&self.ln_final.forward(&x)?) // (B, T, V)
+    }
+}
+
+/// Refuses a model in f32 that the host's memory cannot hold: its weights, and the largest one once more in f64 while it
+/// is drawn.
+fn check_room(config: &TransformerConfig) -> Result<()> {
+    let rows = config.vocab_size.max(config.d_ff).max(config.d_model);
+    let largest = (rows as u64).saturating_mul(config.d_model as u64);
+    let elements = config.num_parameters() as u64;
+    let wanted_bytes = elements
+        .saturating_mul(4)
+        .saturating_add(largest.saturating_mul(8));
+    match device::available_bytes() {
+        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+            what: format!("a model of {elements} parameters"),
+            wanted_bytes,
+            available_bytes,
+        }),
+        _ => Ok(()),
     }
 }
 

@@ -7,6 +7,7 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
+use std::collections::TryReserveError;
 
 /// Normal values are drawn again until they fall within this many standard deviations.
 const CUT: f64 = 3.0;
@@ -50,7 +51,8 @@ impl SimpleBackend for Seeded {
         match init {
             Init::Const(value) => Tensor::full(value, shape, device)?.to_dtype(dtype),
             Init::Randn { mean, stdev } => {
-                let values = truncated_normal(self.seed, name, mean, stdev, shape.elem_count());
+                let values = truncated_normal(self.seed, name, mean, stdev, shape.elem_count())
+                    .map_err(Error::wrap)?;
                 // Narrow on the host: f64 exists on no Metal device.
                 Tensor::from_vec(values, shape, &Device::Cpu)?
                     .to_dtype(dtype)?
@@ -74,7 +76,13 @@ impl SimpleBackend for Seeded {
 }
 
 /// `n` normal values cut at [`CUT`], a function of seed and name alone.
-fn truncated_normal(seed: u64, name: &str, mean: f64, std: f64, n: usize) -> Vec<f64> {
+fn truncated_normal(
+    seed: u64,
+    name: &str,
+    mean: f64,
+    std: f64,
+    n: usize,
+) -> std::result::Result<Vec<f64>, TryReserveError> {
     filled(n, |values| {
         values
             .par_chunks_mut(CHUNK)
@@ -107,7 +115,7 @@ mod tests {
 
     #[test]
     fn moments_and_cut_are_those_of_a_truncated_normal() {
-        let values = truncated_normal(1, "w", 0.5, 2.0, 200_000);
+        let values = truncated_normal(1, "w", 0.5, 2.0, 200_000).unwrap();
         let n = values.len() as f64;
         let mean = values.iter().sum::<f64>() / n;
         let variance = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n;
@@ -122,7 +130,7 @@ mod tests {
         let n = 3 * CHUNK + 5;
         let draw = |threads: usize, name: &str| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-            pool.map(|pool| pool.install(|| truncated_normal(3, name, 0.0, 1.0, n)))
+            pool.map(|pool| pool.install(|| truncated_normal(3, name, 0.0, 1.0, n).unwrap()))
                 .unwrap()
         };
         assert_eq!(draw(1, "a"), draw(3, "a"));

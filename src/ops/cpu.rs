@@ -1,5 +1,6 @@
 //! Between candle's CPU storage and the kernels' slices.
 
+use crate::device;
 use crate::kernels::cpu::parallel;
 use candle_core::{
     CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
@@ -74,14 +75,32 @@ pub(crate) fn elements<T: WithDType>(tensor: &Tensor) -> Result<impl Deref<Targe
     })
 }
 
-/// What a custom op's forward returns: `len` elements that `fill` writes, as storage.
+/// A buffer that `fill` writes completely, or the error that there is no room for it.
+fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T>> {
+    let wanted_bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+    let available_bytes = device::total_bytes().unwrap_or(u64::MAX);
+    let refuse = || {
+        candle_core::Error::from(crate::Error::OutOfMemory {
+            what: "one tensor".into(),
+            wanted_bytes,
+            available_bytes,
+        })
+    };
+    // A system that overcommits would grant it, and kill the process when it is written.
+    if wanted_bytes > available_bytes {
+        return Err(refuse());
+    }
+    parallel::filled(len, fill).map_err(|_| refuse())
+}
+
+/// What a custom op's forward returns: elements that `fill` writes, as storage.
 pub(crate) fn output<T: WithDType>(
     shape: impl Into<Shape>,
     fill: impl FnOnce(&mut [T]),
-) -> (CpuStorage, Shape) {
+) -> Result<(CpuStorage, Shape)> {
     let shape = shape.into();
-    let data = parallel::filled(shape.elem_count(), fill);
-    (T::to_cpu_storage_owned(data), shape)
+    let data = buffer(shape.elem_count(), fill)?;
+    Ok((T::to_cpu_storage_owned(data), shape))
 }
 
 /// A CPU tensor of elements that `fill` writes.
@@ -90,11 +109,8 @@ pub(crate) fn tensor<T: WithDType>(
     fill: impl FnOnce(&mut [T]),
 ) -> Result<Tensor> {
     let shape = shape.into();
-    Tensor::from_vec(
-        parallel::filled(shape.elem_count(), fill),
-        shape,
-        &Device::Cpu,
-    )
+    let data = buffer(shape.elem_count(), fill)?;
+    Tensor::from_vec(data, shape, &Device::Cpu)
 }
 
 /// Two CPU tensors that `fill` writes together.
@@ -103,15 +119,12 @@ pub(crate) fn tensors<T: WithDType>(
     second: impl Into<Shape>,
     fill: impl FnOnce(&mut [T], &mut [T]),
 ) -> Result<(Tensor, Tensor)> {
-    let (first, second) = (first.into(), second.into());
-    let mut b = Vec::new();
-    let a = parallel::filled(first.elem_count(), |a| {
-        b = parallel::filled(second.elem_count(), |b| fill(a, b));
-    });
-    Ok((
-        Tensor::from_vec(a, first, &Device::Cpu)?,
-        Tensor::from_vec(b, second, &Device::Cpu)?,
-    ))
+    let mut b = None;
+    let a = tensor(first, |a| b = Some(tensor(second, |b| fill(a, b))))?;
+    match b {
+        Some(b) => Ok((a, b?)),
+        None => bail!("nothing was computed"),
+    }
 }
 
 /// As [`output`], with a tensor beside it that the op keeps for backward.
@@ -120,12 +133,12 @@ pub(crate) fn output_keeping<T: WithDType>(
     kept: impl Into<Shape>,
     fill: impl FnOnce(&mut [T], &mut [T]),
 ) -> Result<((CpuStorage, Shape), Tensor)> {
-    let mut y = Vec::new();
-    let shape = shape.into();
-    let kept = tensor(kept, |kept| {
-        y = parallel::filled(shape.elem_count(), |y| fill(y, kept));
-    })?;
-    Ok(((T::to_cpu_storage_owned(y), shape), kept))
+    let mut y = None;
+    let kept = tensor(kept, |kept| y = Some(output(shape, |y| fill(y, kept))))?;
+    match y {
+        Some(y) => Ok((y?, kept)),
+        None => bail!("nothing was computed"),
+    }
 }
 
 /// Token ids on the host, flattened, each checked against the vocabulary before any kernel sees it.

@@ -68,7 +68,7 @@ impl CustomOp1 for Embedding {
         let (_, width) = layout.shape().dims2()?;
         for_real!(table.dtype(), T => {
             let table = view::<T>(table, layout)?;
-            Ok(output(&self.shape, |y| kernel::forward(table, width, &self.ids, y)))
+            output(&self.shape, |y| kernel::forward(table, width, &self.ids, y))
         })
     }
 

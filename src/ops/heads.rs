@@ -85,7 +85,7 @@ impl CustomOp1 for SplitHeads {
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         for_real!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
-            Ok(output(split_shape(self.0), |y| split(self.0, x, y)))
+            output(split_shape(self.0), |y| split(self.0, x, y))
         })
     }
 
@@ -108,7 +108,7 @@ impl CustomOp1 for MergeHeads {
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         for_real!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
-            Ok(output(merged_shape(self.0), |y| merge(self.0, x, y)))
+            output(merged_shape(self.0), |y| merge(self.0, x, y))
         })
     }
 

@@ -147,7 +147,7 @@ impl CustomOp2 for MatMul {
         for_real!(a.dtype(), T => {
             let a = a_sizes.with(view::<T>(a, a_layout)?, false);
             let b = b_sizes.with(view::<T>(b, b_layout)?, self.transposed);
-            Ok(output(shape, |c| matmul_batched(a_sizes.batch(), a, b, c)))
+            output(shape, |c| matmul_batched(a_sizes.batch(), a, b, c))
         })
     }
 

@@ -38,7 +38,7 @@ impl CustomOp1 for Relu {
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         for_real!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
-            Ok(output(layout.shape(), |y| kernel::forward(x, y)))
+            output(layout.shape(), |y| kernel::forward(x, y))
         })
     }
 

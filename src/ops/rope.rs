@@ -91,7 +91,7 @@ impl CustomOp1 for Rope {
         for_real!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
             let (cos, sin) = (elements::<T>(&self.cos)?, elements::<T>(&self.sin)?);
-            Ok(output(layout.shape(), |y| kernel::rotate(x, &cos, &sin, width, false, y)))
+            output(layout.shape(), |y| kernel::rotate(x, &cos, &sin, width, false, y))
         })
     }
 

@@ -64,7 +64,7 @@ impl CustomOp2 for SwiGlu {
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         for_real!(gate.dtype(), T => {
             let (gate, up) = (view::<T>(gate, gate_layout)?, view::<T>(up, up_layout)?);
-            Ok(output(gate_layout.shape(), |y| kernel::forward(gate, up, y)))
+            output(gate_layout.shape(), |y| kernel::forward(gate, up, y))
         })
     }
 

@@ -6,6 +6,7 @@ mod data;
 mod memory;
 mod optim;
 mod report;
+mod train;
 
 /// Counting costs next to nothing, and the memory tests need it.
 #[global_allocator]

@@ -2,6 +2,7 @@
 
 use super::{Real, simd};
 use rayon::prelude::*;
+use std::collections::TryReserveError;
 
 /// Elements in one task: large against the cost of handing a task over (a few microseconds), small against a cache.
 pub const TASK_ELEMENTS: usize = 16 * 1024;
@@ -133,12 +134,16 @@ pub fn sum_ranges(n: usize, f: impl Fn(std::ops::Range<usize>) -> f64 + Sync + S
 }
 
 /// A vector of `len` elements that `fill` writes completely before anybody reads it: no pass of zeros first.
-pub fn filled<T: Copy>(len: usize, fill: impl FnOnce(&mut [T])) -> Vec<T> {
-    let mut out = Vec::with_capacity(len);
+///
+/// # Errors
+/// No room for so many.
+pub fn filled<T: Copy>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T>, TryReserveError> {
+    let mut out = Vec::new();
+    out.try_reserve_exact(len)?;
     // SAFETY: the capacity is there, T is plain data, and `fill` (a kernel) writes every element without reading.
     unsafe {
         fill(std::slice::from_raw_parts_mut(out.as_mut_ptr(), len));
         out.set_len(len);
     }
-    out
+    Ok(out)
 }

@@ -1,0 +1,304 @@
+//! The flags of `train`, and what the library makes of them.
+
+use clap::builder::NonEmptyStringValueParser;
+use clap::{Args, ValueEnum};
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use tallow::data::Tokens;
+use tallow::model::{GenerateConfig, TransformerConfig};
+use tallow::optim::{AdamWConfig, Schedule};
+use tallow::train::TrainConfig;
+use tallow::{Error, Result};
+
+/// What is read of a folder.
+const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
+
+#[derive(Args)]
+#[command(next_help_heading = "Data")]
+pub struct DataFlags {
+    /// A text, or a folder whose files in rs, md, toml and py are one; each byte is a token [default: this crate]
+    #[arg(long, default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true)]
+    pub data: PathBuf,
+
+    /// A token file instead: raw u16, or with the header of llm.c or modded-nanogpt
+    #[arg(long, conflicts_with = "data", requires = "vocab_size")]
+    pub tokens: Option<PathBuf>,
+
+    /// How many ids the token file's tokenizer has
+    #[arg(long, requires = "tokens")]
+    pub vocab_size: Option<usize>,
+
+    /// The part at the data's end that is not trained on but evaluated
+    #[arg(long, default_value_t = 0.1)]
+    pub validation_fraction: f64,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Model")]
+pub struct ModelFlags {
+    /// A preset, tiny to 10b, instead of width 128, 4 layers, 4 heads and a feed-forward network of 320
+    #[arg(long)]
+    pub size: Option<String>,
+
+    /// The width of the residual stream, instead of the preset's (as are the next three)
+    #[arg(long)]
+    pub d_model: Option<usize>,
+
+    /// The width of the feed-forward network
+    #[arg(long)]
+    pub d_ff: Option<usize>,
+
+    /// How many blocks
+    #[arg(long)]
+    pub num_layers: Option<usize>,
+
+    /// How many attention heads
+    #[arg(long)]
+    pub num_heads: Option<usize>,
+
+    /// Tokens that the model sees at once, and in a window of the data
+    #[arg(long, default_value_t = 64)]
+    pub context_length: usize,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Training")]
+pub struct TrainingFlags {
+    /// Windows in a batch
+    #[arg(long, default_value_t = 12)]
+    pub batch_size: usize,
+
+    /// Batches in a step, whose gradients are averaged
+    #[arg(long, default_value_t = 1)]
+    pub accumulation: usize,
+
+    /// Steps of the whole run; a resumed one may be given more
+    #[arg(long, default_value_t = 2000)]
+    pub steps: usize,
+
+    /// How the learning rate goes down after the warm-up; constant has no warm-up either
+    #[arg(long, value_enum, default_value = "cosine")]
+    pub schedule: ScheduleFlag,
+
+    /// The step at which it is down [default: --steps]; to give a resumed run more steps, say where it was
+    #[arg(long)]
+    pub schedule_steps: Option<usize>,
+
+    /// The highest learning rate
+    #[arg(long, default_value_t = 1e-3)]
+    pub lr: f64,
+
+    /// The lowest [default: a tenth of --lr]
+    #[arg(long)]
+    pub min_lr: Option<f64>,
+
+    /// Steps of warm-up [default: a twentieth of the schedule's]
+    #[arg(long)]
+    pub warmup: Option<usize>,
+
+    /// Decay of matrices; norms have none
+    #[arg(long, default_value_t = 0.1)]
+    pub weight_decay: f64,
+
+    /// AdamW's two betas
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99")]
+    pub betas: Vec<f64>,
+
+    /// The gradients' largest norm; 0 clips nothing
+    #[arg(long, default_value_t = 1.0)]
+    pub clip: f64,
+
+    /// Steps from one evaluation to the next, each over the whole validation data
+    #[arg(long, default_value_t = 250)]
+    pub evaluate_every: usize,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub enum ScheduleFlag {
+    Cosine,
+    Linear,
+    Constant,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Files")]
+pub struct FileFlags {
+    /// Keep the run here (safetensors): weights, optimizer, position, losses
+    #[arg(long)]
+    pub checkpoint: Option<PathBuf>,
+
+    /// Steps from one checkpoint to the next [default: --evaluate-every]; there is one at the end in any case
+    #[arg(long, requires = "checkpoint")]
+    pub checkpoint_every: Option<NonZeroUsize>,
+
+    /// Go on where the checkpoint stopped; give the other flags as before
+    #[arg(long, requires = "checkpoint")]
+    pub resume: bool,
+
+    /// A folder for the loss curve: loss.svg and loss.csv
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Sample")]
+pub struct SampleFlags {
+    /// Tokens that the trained model writes at the end
+    #[arg(long, default_value_t = 400)]
+    pub sample: usize,
+
+    /// Under 1 likelier text, over 1 wilder; 0 always takes the likeliest token
+    #[arg(long, default_value_t = 0.8)]
+    pub temperature: f64,
+
+    /// Choose among this many of the likeliest tokens
+    #[arg(long)]
+    pub top_k: Option<usize>,
+
+    /// Choose among the likeliest tokens whose probabilities reach this sum
+    #[arg(long)]
+    pub top_p: Option<f64>,
+
+    /// The text that the sample continues [default: a line break]
+    #[arg(long, conflicts_with = "tokens", value_parser = NonEmptyStringValueParser::new())]
+    pub prompt: Option<String>,
+}
+
+impl DataFlags {
+    pub fn open(&self) -> Result<Tokens> {
+        match (&self.tokens, self.vocab_size) {
+            (Some(path), Some(vocab_size)) => {
+                let tokens = Tokens::open(path, vocab_size)?;
+                tokens.validate()?; // now, not when a batch meets a bad id
+                Ok(tokens)
+            }
+            _ if self.data.is_dir() => Tokens::source_tree(&self.data, &EXTENSIONS),
+            _ => Tokens::bytes(&self.data),
+        }
+    }
+
+    /// As the header names it.
+    pub fn name(&self) -> String {
+        let path = self.tokens.as_ref().unwrap_or(&self.data);
+        let unit = self.unit();
+        format!("{unit}s of {}", path.display())
+    }
+
+    /// What one token is.
+    pub fn unit(&self) -> &'static str {
+        match self.tokens {
+            Some(_) => "token",
+            None => "byte",
+        }
+    }
+
+    /// Tokens as a reader sees them: text if they are bytes, else their ids.
+    pub fn text(&self, tokens: &[u32]) -> String {
+        if self.tokens.is_some() {
+            return format!("{tokens:?}");
+        }
+        let bytes: Vec<u8> = tokens.iter().map(|byte| *byte as u8).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+impl ModelFlags {
+    pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
+        let base = match &self.size {
+            Some(name) => TransformerConfig::preset(name)?,
+            None => TransformerConfig {
+                d_model: 128,
+                d_ff: 320,
+                num_layers: 4,
+                num_heads: 4,
+                ..Default::default()
+            },
+        };
+        let config = TransformerConfig {
+            vocab_size,
+            context_length: self.context_length,
+            d_model: self.d_model.unwrap_or(base.d_model),
+            d_ff: self.d_ff.unwrap_or(base.d_ff),
+            num_layers: self.num_layers.unwrap_or(base.num_layers),
+            num_heads: self.num_heads.unwrap_or(base.num_heads),
+            ..base
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+impl TrainingFlags {
+    pub fn config(&self, sequence_length: usize, seed: u64) -> Result<TrainConfig> {
+        let config = TrainConfig {
+            batch_size: self.batch_size,
+            sequence_length,
+            accumulation: self.accumulation,
+            steps: self.steps,
+            schedule: self.schedule(),
+            optimizer: AdamWConfig {
+                betas: self.betas()?,
+                weight_decay: self.weight_decay,
+                ..Default::default()
+            },
+            max_grad_norm: (self.clip != 0.0).then_some(self.clip),
+            evaluate_every: self.evaluate_every,
+            seed,
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn schedule(&self) -> Schedule {
+        let total_steps = self.schedule_steps.unwrap_or(self.steps);
+        let warmup_steps = self.warmup.unwrap_or(total_steps / 20);
+        let (max_lr, min_lr) = (self.lr, self.min_lr.unwrap_or(self.lr / 10.0));
+        match self.schedule {
+            ScheduleFlag::Constant => Schedule::Constant { lr: self.lr },
+            ScheduleFlag::Cosine => Schedule::WarmupCosine {
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+            },
+            ScheduleFlag::Linear => Schedule::WarmupLinear {
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+            },
+        }
+    }
+
+    fn betas(&self) -> Result<(f64, f64)> {
+        match self.betas[..] {
+            [first, second] => Ok((first, second)),
+            _ => Err(Error::Config {
+                config: "train",
+                field: "--betas",
+                expected: "two numbers".into(),
+                got: format!("{:?}", self.betas),
+                hint: "write --betas 0.9,0.99, say".into(),
+            }),
+        }
+    }
+}
+
+impl SampleFlags {
+    pub fn config(&self, seed: u64) -> GenerateConfig {
+        GenerateConfig {
+            max_new_tokens: self.sample,
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            seed,
+            stop_token: None,
+        }
+    }
+
+    /// The prompt, where tokens are bytes.
+    pub fn prompt_bytes(&self) -> Vec<u32> {
+        let prompt = self.prompt.as_deref().unwrap_or("\n");
+        prompt.bytes().map(u32::from).collect()
+    }
+}

@@ -1,0 +1,149 @@
+//! What a run is told.
+
+use crate::optim::{AdamWConfig, Schedule};
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// Batches, steps and hyperparameters of a run.
+///
+/// A step takes `accumulation` batches of `batch_size` windows of `sequence_length` tokens, and the mean of their
+/// gradients: as one batch of `accumulation * batch_size` windows would give, in less memory.
+///
+/// The default is nanoGPT's recipe for characters on a CPU: batches of 12 x 64 tokens, 2,000 steps, learning rate 1e-3
+/// after 100 steps of warm-up and down to 1e-4 along a cosine, betas 0.9 and 0.99, weight decay 0.1, clipping at 1.
+///
+/// ```
+/// use tallow::train::TrainConfig;
+///
+/// let config = TrainConfig { steps: 500, ..Default::default() };
+/// config.validate()?;
+/// assert_eq!(config.tokens_per_step(), 12 * 64);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TrainConfig {
+    /// B: windows in a batch, to train and to evaluate.
+    pub batch_size: usize,
+    /// T: tokens in a window.
+    pub sequence_length: usize,
+    /// Batches in a step.
+    pub accumulation: usize,
+    /// Steps in the whole run. A resumed run may be given more, or fewer, than it was saved with.
+    pub steps: usize,
+    /// The learning rate of every step, the first being step 0.
+    pub schedule: Schedule,
+    /// The optimizer's other hyperparameters: its `lr` is not used. Weight decay is for matrices only.
+    pub optimizer: AdamWConfig,
+    /// Gradients whose L2 norm is larger are scaled down to it; `None` leaves them as they are.
+    pub max_grad_norm: Option<f64>,
+    /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). A
+    /// resumed run may be given another number.
+    pub evaluate_every: usize,
+    /// Chooses the batches. (The weights' first values have their seed in the model.)
+    pub seed: u64,
+}
+
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            batch_size: 12,
+            sequence_length: 64,
+            accumulation: 1,
+            steps: 2000,
+            schedule: Schedule::WarmupCosine {
+                max_lr: 1e-3,
+                min_lr: 1e-4,
+                warmup_steps: 100,
+                total_steps: 2000,
+            },
+            optimizer: AdamWConfig {
+                betas: (0.9, 0.99),
+                weight_decay: 0.1,
+                ..Default::default()
+            },
+            max_grad_norm: Some(1.0),
+            evaluate_every: 250,
+            seed: 0,
+        }
+    }
+}
+
+impl TrainConfig {
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0, a schedule or an
+    /// optimizer that cannot work.
+    pub fn validate(&self) -> Result<()> {
+        let refuse = |field, expected: &str, got: String, hint: &str| {
+            Err(Error::Config {
+                config: "TrainConfig",
+                field,
+                expected: expected.into(),
+                got,
+                hint: hint.into(),
+            })
+        };
+        let counts = [
+            (
+                "batch_size",
+                self.batch_size,
+                "a batch needs a window at least",
+            ),
+            (
+                "sequence_length",
+                self.sequence_length,
+                "a window needs a token at least",
+            ),
+            (
+                "accumulation",
+                self.accumulation,
+                "1 is one batch a step: no accumulation",
+            ),
+            (
+                "steps",
+                self.steps,
+                "a run needs a step at least; Trainer::evaluate needs none",
+            ),
+            (
+                "evaluate_every",
+                self.evaluate_every,
+                "give the number of steps to evaluate at the end only",
+            ),
+        ];
+        for (field, count, hint) in counts {
+            if count == 0 {
+                return refuse(field, "at least 1", "0".into(), hint);
+            }
+        }
+        let sizes = [self.batch_size, self.sequence_length, self.accumulation];
+        let product = sizes
+            .iter()
+            .try_fold(1usize, |product, size| product.checked_mul(*size));
+        if product.is_none() {
+            return refuse(
+                "batch_size",
+                "such that a step's tokens can be counted",
+                format!("{} x {} x {}", sizes[0], sizes[1], sizes[2]),
+                "a step has batch_size x sequence_length x accumulation tokens",
+            );
+        }
+        if let Some(norm) = self.max_grad_norm
+            && (norm.is_nan() || norm <= 0.0)
+        {
+            return refuse(
+                "max_grad_norm",
+                "over 0",
+                norm.to_string(),
+                "1.0 is usual; leave it out to clip nothing",
+            );
+        }
+        self.schedule.validate()?;
+        self.optimizer.validate()
+    }
+
+    /// `accumulation * batch_size * sequence_length`: how many predictions a step learns from.
+    pub fn tokens_per_step(&self) -> usize {
+        self.accumulation * self.batch_size * self.sequence_length
+    }
+}

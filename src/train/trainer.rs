@@ -1,0 +1,246 @@
+//! The loop: one step, one evaluation.
+
+use super::{DataFingerprint, History, TrainConfig};
+use crate::data::{RandomBatches, SequentialBatches, Tokens};
+use crate::model::TransformerLM;
+use crate::optim::{AdamW, GradientAccumulator, clip_grad_norm_checked, decay_matrices_only};
+use crate::{Error, Result, no_grad, ops};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor, Var};
+
+/// What a step did.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepReport {
+    /// Steps taken, this one included.
+    pub step: usize,
+    /// Mean loss of the step's batches before its update, nats a token.
+    pub loss: f64,
+    /// The learning rate of its update.
+    pub learning_rate: f64,
+    /// The L2 norm of all gradients, before clipping.
+    pub grad_norm: f64,
+    /// Predictions that it learned from: [`TrainConfig::tokens_per_step`].
+    pub tokens: usize,
+}
+
+/// A run: a model, its optimizer, its data, and how far it has come.
+///
+/// A run is a function of the model's first weights, the configuration and the data: the same ones give the same bits,
+/// with or without evaluations, and whether it is stopped and [resumed](Self::resume) or not (on one machine and build).
+///
+/// ```no_run
+/// # use tallow::train::{Trainer, TrainConfig};
+/// # fn run(mut trainer: Trainer) -> tallow::Result<()> {
+/// while let Some(report) = trainer.step()? {
+///     if trainer.evaluation_is_due() {
+///         println!("step {}: {:.4}", report.step, trainer.evaluate()?);
+///         trainer.save("run.safetensors")?;
+///     }
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Trainer {
+    pub(super) model: TransformerLM,
+    pub(super) parameters: Vec<(String, Var)>,
+    pub(super) optimizer: AdamW,
+    pub(super) config: TrainConfig,
+    training: RandomBatches,
+    validation: SequentialBatches,
+    pub(super) training_data: DataFingerprint,
+    pub(super) validation_data: DataFingerprint,
+    pub(super) step: usize,
+    pub(super) history: History,
+}
+
+impl Trainer {
+    /// A run at its beginning.
+    ///
+    /// The weights are trained where they are: a clone of `model` kept outside shares them.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a configuration that cannot work, windows longer than the model's context, or data of a
+    /// larger vocabulary than the model's; [`Error::Data`] for data shorter than a window.
+    pub fn new(
+        model: TransformerLM,
+        config: TrainConfig,
+        train: Tokens,
+        validation: Tokens,
+    ) -> Result<Self> {
+        config.validate()?;
+        check_fits(&model, &config, &train)?;
+        check_fits(&model, &config, &validation)?;
+        let (batch_size, sequence_length) = (config.batch_size, config.sequence_length);
+        let training = RandomBatches::new(&train, batch_size, sequence_length, config.seed)?;
+        let held_out = SequentialBatches::new(&validation, batch_size, sequence_length)?;
+        let parameters = model.parameters();
+        let groups = decay_matrices_only(parameters.clone(), config.optimizer);
+        Ok(Self {
+            optimizer: AdamW::with_groups(groups)?,
+            training_data: DataFingerprint::new(&train)?,
+            validation_data: DataFingerprint::new(&validation)?,
+            training,
+            validation: held_out,
+            model,
+            parameters,
+            config,
+            step: 0,
+            history: History::default(),
+        })
+    }
+
+    /// Takes a step; `None` once all of the configuration's steps are taken.
+    ///
+    /// # Errors
+    /// [`Error::Data`] for a loss or a gradient that is not finite, and whatever data and ops refuse. Neither weights
+    /// nor optimizer have changed then, and the run is where it was.
+    pub fn step(&mut self) -> Result<Option<StepReport>> {
+        if self.is_done() {
+            return Ok(None);
+        }
+        let (loss, mut gradients) = self.loss_and_gradients()?;
+        let max_norm = self.config.max_grad_norm.unwrap_or(f64::INFINITY);
+        let grad_norm =
+            clip_grad_norm_checked(&mut gradients, self.parameters.iter().cloned(), max_norm)?;
+        let learning_rate = self.config.schedule.learning_rate(self.step);
+        self.optimizer.set_learning_rate(learning_rate);
+        self.optimizer.step(&gradients)?;
+        self.step += 1;
+        self.history.losses.push(loss);
+        Ok(Some(StepReport {
+            step: self.step,
+            loss,
+            learning_rate,
+            grad_norm,
+            tokens: self.config.tokens_per_step(),
+        }))
+    }
+
+    /// Mean loss over the whole of the validation data, nats a token. It is put down in the [`History`].
+    ///
+    /// Every token but the first is predicted once, from those before it in its window
+    /// ([`SequentialBatches`]).
+    ///
+    /// # Errors
+    /// [`Error::Data`] for a loss that is not finite, and whatever data and ops refuse.
+    pub fn evaluate(&mut self) -> Result<f64> {
+        let mut sum = 0.0;
+        for batch in self.validation.iter(self.model.device()) {
+            let batch = batch?;
+            let loss = no_grad(|| self.loss(&batch.inputs, &batch.targets))?;
+            sum += scalar(&loss)? * batch.num_targets() as f64;
+        }
+        let loss = sum / self.validation.num_targets() as f64;
+        check_finite(loss, || {
+            format!("the validation loss after {} steps", self.step)
+        })?;
+        self.history.evaluated(self.step, loss);
+        Ok(loss)
+    }
+
+    /// Whether the configuration wants an evaluation here: after every `evaluate_every`-th step and after the last.
+    pub fn evaluation_is_due(&self) -> bool {
+        self.is_done() || self.step.is_multiple_of(self.config.evaluate_every)
+    }
+
+    /// Whether all steps are taken.
+    pub fn is_done(&self) -> bool {
+        self.step >= self.config.steps
+    }
+
+    /// How many steps are taken.
+    pub fn steps_taken(&self) -> usize {
+        self.step
+    }
+
+    /// The model as it is now.
+    pub fn model(&self) -> &TransformerLM {
+        &self.model
+    }
+
+    /// The optimizer as it is now.
+    pub fn optimizer(&self) -> &AdamW {
+        &self.optimizer
+    }
+
+    /// What the run was told.
+    pub fn config(&self) -> &TrainConfig {
+        &self.config
+    }
+
+    /// The losses so far.
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
+    /// Ends the run and gives its model.
+    pub fn into_model(self) -> TransformerLM {
+        self.model
+    }
+
+    /// Means over the step's batches.
+    fn loss_and_gradients(&self) -> Result<(f64, GradStore)> {
+        let batches = self.config.accumulation as u64;
+        let mut accumulator = GradientAccumulator::new(self.parameters.iter().cloned());
+        let mut sum = 0.0;
+        for i in 0..batches {
+            let index = self.step as u64 * batches + i;
+            let batch = self.training.batch(index, self.model.device())?;
+            let loss = self.loss(&batch.inputs, &batch.targets)?;
+            let value = scalar(&loss)?;
+            check_finite(value, || format!("the loss of step {}", self.step + 1))?;
+            sum += value;
+            let gradients = loss.backward()?;
+            drop(loss); // and with it the graph, before anything else asks for memory
+            accumulator.add(gradients)?;
+        }
+        Ok((sum / batches as f64, accumulator.mean()?))
+    }
+
+    fn loss(&self, inputs: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        ops::cross_entropy(&self.model.forward(inputs)?, targets)
+    }
+}
+
+fn scalar(loss: &Tensor) -> Result<f64> {
+    Ok(loss.to_dtype(DType::F64)?.to_scalar::<f64>()?)
+}
+
+/// An error unless the loss is a number.
+fn check_finite(loss: f64, what: impl FnOnce() -> String) -> Result<()> {
+    if loss.is_finite() {
+        return Ok(());
+    }
+    Err(Error::Data {
+        what: what(),
+        expected: "a finite number".into(),
+        got: loss.to_string(),
+        hint: "lower the learning rate, warm up for longer, or clip gradients".into(),
+    })
+}
+
+/// Whether the model can run on windows of these tokens.
+fn check_fits(model: &TransformerLM, config: &TrainConfig, tokens: &Tokens) -> Result<()> {
+    let context_length = model.config().context_length;
+    if config.sequence_length > context_length {
+        return Err(Error::Config {
+            config: "TrainConfig",
+            field: "sequence_length",
+            expected: format!("at most the model's context_length, {context_length}"),
+            got: config.sequence_length.to_string(),
+            hint: "shorten it, or build the model with a longer context_length".into(),
+        });
+    }
+    let vocab_size = model.config().vocab_size;
+    if tokens.vocab_size() > vocab_size {
+        return Err(Error::Config {
+            config: "TransformerConfig",
+            field: "vocab_size",
+            expected: format!("at least {}'s, {}", tokens, tokens.vocab_size()),
+            got: vocab_size.to_string(),
+            hint: "build the model with the data's vocab_size".into(),
+        });
+    }
+    Ok(())
+}

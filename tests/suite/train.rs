@@ -1,0 +1,111 @@
+//! `tallow::train`: what is learned, that a resumed run is the same run, and every refusal.
+
+mod learning;
+mod refusals;
+mod resuming;
+mod saving;
+
+use std::path::{Path, PathBuf};
+
+use tallow::data::Tokens;
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::optim::Schedule;
+use tallow::train::{StepReport, TrainConfig, Trainer};
+use tallow::{Error, Result};
+use tempfile::{TempDir, tempdir};
+
+const VOCAB: usize = 11;
+
+/// A model of odd sizes, small enough for many runs.
+fn sizes() -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: VOCAB,
+        context_length: 13,
+        d_model: 20,
+        num_layers: 2,
+        num_heads: 2,
+        d_ff: 28,
+        ..Default::default()
+    }
+}
+
+fn settings() -> TrainConfig {
+    TrainConfig {
+        batch_size: 3,
+        sequence_length: 11,
+        steps: 12,
+        schedule: Schedule::WarmupCosine {
+            max_lr: 1e-2,
+            min_lr: 1e-3,
+            warmup_steps: 3,
+            total_steps: 12,
+        },
+        evaluate_every: 5,
+        seed: 7,
+        ..Default::default()
+    }
+}
+
+/// `len` ids that look random, another sequence for each `salt`.
+fn noise(len: u32, salt: u32) -> Tokens {
+    let ids: Vec<u32> = (0..len)
+        .map(|i| ((i + salt).wrapping_mul(2_654_435_761) >> 9) % VOCAB as u32)
+        .collect();
+    Tokens::from_ids(ids, VOCAB).unwrap()
+}
+
+fn training() -> Tokens {
+    noise(300, 0)
+}
+
+fn validation() -> Tokens {
+    noise(80, 1000)
+}
+
+fn model() -> TransformerLM {
+    TransformerLM::new(&sizes(), 5, &candle_core::Device::Cpu).unwrap()
+}
+
+fn start(config: TrainConfig) -> Trainer {
+    Trainer::new(model(), config, training(), validation()).unwrap()
+}
+
+fn resume(path: &Path, config: TrainConfig) -> Result<Trainer> {
+    let device = candle_core::Device::Cpu;
+    Trainer::resume(path, &sizes(), config, training(), validation(), &device)
+}
+
+/// At most `count` steps.
+fn take(trainer: &mut Trainer, count: usize) -> Vec<StepReport> {
+    let steps = std::iter::from_fn(|| trainer.step().unwrap());
+    steps.take(count).collect()
+}
+
+/// Every weight and every entry of the optimizer's state, as bits.
+fn bits(trainer: &Trainer) -> Vec<(String, Vec<u32>)> {
+    let weights = trainer.model().parameters().into_iter();
+    let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
+    let all = weights.chain(trainer.optimizer().state());
+    let bits = all.map(|(name, tensor)| {
+        let values = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        (name, values.into_iter().map(f32::to_bits).collect())
+    });
+    bits.collect()
+}
+
+/// A folder that is removed at the end, and a path in it.
+fn checkpoint() -> (TempDir, PathBuf) {
+    let folder = tempdir().unwrap();
+    let path = folder.path().join("run.safetensors");
+    (folder, path)
+}
+
+/// The error's text, which must contain all of `parts`.
+fn refusal<T: std::fmt::Debug>(result: Result<T>, parts: &[&str]) -> Error {
+    let error = result.expect_err("this must be refused");
+    let text = error.to_string();
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in {text:?}");
+    }
+    error
+}

@@ -1,0 +1,145 @@
+//! A run that was saved and resumed is the run that was not.
+
+use super::*;
+use rstest::rstest;
+use tallow::train::Checkpoint;
+
+/// Stopped after `stop` steps, in memory and in the file, with evaluations in between.
+#[rstest]
+#[case::at_the_start(0, 1)]
+#[case::in_the_warm_up(1, 1)]
+#[case::in_the_middle(7, 1)]
+#[case::accumulating(5, 3)]
+#[case::at_the_end(12, 1)]
+fn losses_and_weights_have_the_same_bits(#[case] stop: usize, #[case] accumulation: usize) {
+    let config = TrainConfig {
+        accumulation,
+        ..settings()
+    };
+    let mut whole = start(config.clone());
+    let expected = take(&mut whole, usize::MAX);
+
+    let (_folder, path) = checkpoint();
+    let mut first = start(config.clone());
+    let mut reports = take(&mut first, stop);
+    first.evaluate().unwrap();
+    first.save(&path).unwrap();
+    let saved = bits(&first);
+    take(&mut first, 3); // a run that goes on does not change what was saved
+    drop(first);
+
+    let mut second = resume(&path, config).unwrap();
+    assert_eq!(second.steps_taken(), stop);
+    assert_eq!(bits(&second), saved);
+    second.evaluate().unwrap();
+    reports.extend(take(&mut second, usize::MAX));
+    assert_eq!(reports, expected);
+    assert_eq!(bits(&second), bits(&whole));
+    assert_eq!(second.history().losses, whole.history().losses);
+    assert_eq!(second.history().evaluations[0].step, stop);
+}
+
+/// Not the bits of some number formatting: a run resumed at every step writes the file of a run that never was.
+#[test]
+fn files_of_equal_runs_are_equal() {
+    let (folder, path) = checkpoint();
+    start(settings()).save(&path).unwrap();
+    for step in 1..=settings().steps {
+        let mut trainer = resume(&path, settings()).unwrap();
+        assert_eq!(trainer.step().unwrap().unwrap().step, step);
+        if trainer.evaluation_is_due() {
+            trainer.evaluate().unwrap();
+        }
+        trainer.save(&path).unwrap();
+    }
+    let mut trainer = start(settings());
+    while trainer.step().unwrap().is_some() {
+        if trainer.evaluation_is_due() {
+            trainer.evaluate().unwrap();
+        }
+    }
+    let other = folder.path().join("other.safetensors");
+    trainer.save(&other).unwrap();
+    let read = |path| std::fs::read(path).unwrap();
+    assert!(read(&path) == read(&other));
+}
+
+#[test]
+fn a_finished_run_goes_on_if_it_is_given_more_steps() {
+    let (_folder, path) = checkpoint();
+    let mut trainer = start(settings());
+    take(&mut trainer, usize::MAX);
+    trainer.save(&path).unwrap();
+
+    assert!(resume(&path, settings()).unwrap().step().unwrap().is_none());
+    let longer = TrainConfig {
+        steps: 14,
+        evaluate_every: 3,
+        ..settings()
+    };
+    let mut trainer = resume(&path, longer).unwrap();
+    let reports = take(&mut trainer, usize::MAX);
+    assert_eq!(reports.len(), 2);
+    assert!(reports.iter().all(|report| report.learning_rate == 1e-3)); // the schedule's end
+
+    let shorter = TrainConfig {
+        steps: 11,
+        ..settings()
+    };
+    let parts = ["steps", "12 already taken", "11"];
+    let error = refusal(resume(&path, shorter), &parts);
+    assert!(matches!(error, Error::Resume { .. }));
+}
+
+#[test]
+fn half_precision_goes_on_as_it_was() {
+    use candle_core::{DType, Device};
+    let vb = tallow::nn::seeded(5, DType::BF16, &Device::Cpu);
+    let model = TransformerLM::from_var_builder(&sizes(), vb).unwrap();
+    let mut trainer = Trainer::new(model, settings(), training(), validation()).unwrap();
+    take(&mut trainer, 4);
+    let (_folder, path) = checkpoint();
+    trainer.save(&path).unwrap();
+    let mut resumed = resume(&path, settings()).unwrap();
+    assert_eq!(resumed.model().parameters()[0].1.dtype(), DType::BF16);
+    assert_eq!(take(&mut resumed, 3), take(&mut trainer, 3));
+}
+
+/// The data's place does not matter: what was in memory may come from a file.
+#[test]
+fn data_may_move() {
+    let (folder, path) = checkpoint();
+    start(settings()).save(&path).unwrap();
+    let moved = folder.path().join("tokens.bin");
+    let format = tallow::data::TokenFormat::RawU16;
+    tallow::data::write_tokens(&moved, &training(), format).unwrap();
+    let train = Tokens::open(&moved, VOCAB).unwrap();
+    let device = candle_core::Device::Cpu;
+    Trainer::resume(&path, &sizes(), settings(), train, validation(), &device).unwrap();
+}
+
+#[test]
+fn a_checkpoint_says_what_it_holds_and_loads_as_a_plain_model() {
+    let (_folder, path) = checkpoint();
+    let mut trainer = start(settings());
+    take(&mut trainer, 5);
+    trainer.evaluate().unwrap();
+    trainer.save(&path).unwrap();
+
+    let saved = Checkpoint::read(&path).unwrap();
+    assert_eq!(saved.step, 5);
+    assert_eq!(saved.model, sizes());
+    assert_eq!(saved.train, settings());
+    assert_eq!(saved.dtype, "f32");
+    assert_eq!(saved.training_data.tokens, 300);
+    assert_eq!(&saved.history, trainer.history());
+
+    let model = TransformerLM::load(&saved.model, &path, &candle_core::Device::Cpu).unwrap();
+    for ((name, ours), (_, theirs)) in trainer.model().parameters().iter().zip(model.parameters()) {
+        let values = |var: &candle_core::Var| {
+            let flat = var.flatten_all().unwrap();
+            flat.to_vec1::<f32>().unwrap()
+        };
+        assert_eq!(values(ours), values(&theirs), "{name}");
+    }
+}

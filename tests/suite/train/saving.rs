@@ -1,0 +1,79 @@
+//! Writing checkpoints: what was there before is there until the new one is.
+
+use super::*;
+use std::fs;
+
+#[test]
+fn paths_that_cannot_be_written_are_named() {
+    let (folder, path) = checkpoint();
+    let trainer = start(settings());
+    trainer.save(&path).unwrap();
+    let paths = [
+        folder.path().join("missing").join("run.safetensors"),
+        path.join("run.safetensors"), // below a file
+        folder.path().to_path_buf(),  // a folder
+    ];
+    for path in paths {
+        let wanted = format!("{}: cannot write", path.display());
+        let error = refusal(trainer.save(&path), &[&wanted]);
+        assert!(matches!(error, Error::Io { .. }), "{error:?}");
+    }
+    let left: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
+    assert_eq!(left.len(), 1, "{left:?}");
+}
+
+/// Where the next test's second process writes to.
+#[cfg(unix)]
+const PATH_TO_DIE_ON: &str = "TALLOW_TEST_PATH_TO_DIE_ON";
+
+/// Not a test: what the next one runs as a process of its own.
+#[cfg(unix)]
+#[test]
+#[ignore = "run by a_process_killed_while_it_writes_leaves_the_old_checkpoint"]
+fn resume_step_and_save() {
+    if let Some(path) = std::env::var_os(PATH_TO_DIE_ON) {
+        let path = PathBuf::from(path);
+        let mut trainer = resume(&path, settings()).unwrap();
+        trainer.step().unwrap();
+        trainer.save(&path).unwrap();
+    }
+}
+
+/// The system kills a process that writes more to a file than its limit allows, in the middle of the write.
+#[cfg(unix)]
+#[test]
+fn a_process_killed_while_it_writes_leaves_the_old_checkpoint() {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
+
+    let (_folder, path) = checkpoint();
+    let mut trainer = start(settings());
+    take(&mut trainer, 5);
+    trainer.save(&path).unwrap();
+    let old = fs::read(&path).unwrap();
+    assert!(old.len() > 64 << 10, "{} bytes", old.len());
+
+    let run = |limit: &str| {
+        let this = std::env::current_exe().unwrap();
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", &format!("ulimit -f {limit} && exec \"$0\" \"$@\"")])
+            .arg(this)
+            .args([
+                "train::saving::resume_step_and_save",
+                "--exact",
+                "--ignored",
+            ])
+            .env(PATH_TO_DIE_ON, &path);
+        command.output().unwrap()
+    };
+    let killed = run("16"); // blocks: 8 or 16 KiB
+    assert_eq!(killed.status.signal(), Some(libc::SIGXFSZ), "{killed:?}");
+    assert!(fs::read(&path).unwrap() == old);
+    assert_eq!(resume(&path, settings()).unwrap().steps_taken(), 5);
+
+    // The same process, let live: it was the limit that stopped it.
+    let lived = run("unlimited");
+    assert!(lived.status.success(), "{lived:?}");
+    assert_eq!(resume(&path, settings()).unwrap().steps_taken(), 6);
+}
