@@ -160,7 +160,10 @@ impl TransformerConfig {
     pub fn num_parameters(&self) -> usize {
         let [vocab, d, f, layers] =
             [self.vocab_size, self.d_model, self.d_ff, self.num_layers].map(|size| size as u128);
-        let total = 2 * vocab * d + layers * (4 * d * d + 3 * d * f + 2 * d) + d;
+        let layer = d.saturating_mul(4 * d + 3 * f + 2);
+        let total = d
+            .saturating_mul(2 * vocab + 1)
+            .saturating_add(layers.saturating_mul(layer));
         usize::try_from(total).unwrap_or(usize::MAX)
     }
 
@@ -199,6 +202,14 @@ impl TransformerConfig {
                     "no memory holds that",
                 );
             }
+        }
+        if self.num_parameters() > isize::MAX as usize / size_of::<f64>() {
+            return refuse(
+                "d_model",
+                "such that all parameters have an address",
+                format!("{} parameters or more", self.num_parameters()),
+                "no memory holds that",
+            );
         }
         if !self.d_model.is_multiple_of(self.num_heads) {
             return refuse(

@@ -76,7 +76,7 @@ impl TransformerLM {
     /// of keys and values.
     ///
     /// # Errors
-    /// An empty prompt, an id outside the vocabulary, a configuration out of range, logits that are not finite.
+    /// An empty prompt, an id outside the vocabulary (anywhere in the prompt), a configuration out of range, logits that are not finite.
     pub fn generate(&self, prompt: &[u32], config: &GenerateConfig) -> Result<Vec<u32>> {
         config.validate()?;
         if prompt.is_empty() {
@@ -85,6 +85,15 @@ impl TransformerLM {
                 expected: "a prompt of at least one token".into(),
                 got: "none".into(),
                 hint: "start from a newline, say".into(),
+            });
+        }
+        let vocab_size = self.config().vocab_size;
+        if let Some(position) = prompt.iter().position(|id| *id as usize >= vocab_size) {
+            return Err(Error::TokenId {
+                op: "generate",
+                id: prompt[position].into(),
+                position,
+                vocab_size,
             });
         }
         let mut rng = ChaCha8Rng::seed_from_u64(config.seed);

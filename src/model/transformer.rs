@@ -57,9 +57,10 @@ impl TransformerLM {
     /// Parameters that the builder keeps as variables (a `VarMap`) are shared with it; others become variables here.
     ///
     /// # Errors
-    /// A configuration that is no model's, and whatever the builder answers.
+    /// A configuration that is no model's, a dtype that is no float, and whatever the builder answers.
     pub fn from_var_builder(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         config.validate()?;
+        check_float(vb.dtype())?;
         let rotary = RotaryEmbedding::new(
             config.rope_theta,
             config.head_dim(),
@@ -107,7 +108,7 @@ impl TransformerLM {
     /// As [`load`](Self::load), with parameters of `dtype`.
     ///
     /// # Errors
-    /// As [`load`](Self::load).
+    /// As [`load`](Self::load); a dtype that is no float.
     pub fn load_as(
         config: &TransformerConfig,
         path: impl AsRef<Path>,
@@ -115,6 +116,7 @@ impl TransformerLM {
         device: &Device,
     ) -> Result<Self> {
         config.validate()?;
+        check_float(dtype)?;
         check_room(config)?;
         let path = path.as_ref();
         let file = TensorFile::open(path)?;
@@ -136,7 +138,9 @@ impl TransformerLM {
         let mut weights = HashMap::new();
         for (name, shape) in &shapes {
             let expected = format!("{:?}", shape.dims());
-            let Some(weight) = file.get(name, device)? else {
+            let read = file.get(name, device);
+            let read = read.map_err(|e| refuse(name, expected.clone(), e.to_string()))?;
+            let Some(weight) = read else {
                 return Err(refuse(name, expected, "no such weight".into()));
             };
             if weight.shape() != shape {
@@ -228,6 +232,19 @@ fn check_room(config: &TransformerConfig) -> Result<()> {
         }),
         _ => Ok(()),
     }
+}
+
+/// Parameters are trained: integers are not.
+fn check_float(dtype: DType) -> Result<()> {
+    if dtype.is_float() {
+        return Ok(());
+    }
+    Err(Error::DType {
+        op: "TransformerLM",
+        expected: "parameters of a floating-point dtype".into(),
+        got: dtype.as_str().into(),
+        hint: "build or load it as f32, say".into(),
+    })
 }
 
 impl Layer for TransformerLM {

@@ -1,7 +1,7 @@
 //! One layer of the transformer.
 
 use super::{CausalSelfAttention, Layer, RmsNorm, RotaryEmbedding, SwiGlu, join};
-use crate::Result;
+use crate::{Result, ops};
 use candle_core::{Tensor, Var};
 use candle_nn::VarBuilder;
 
@@ -40,7 +40,8 @@ impl TransformerBlock {
     /// # Errors
     /// As the parts'.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = (x + self.attn.forward(&self.ln1.forward(x)?)?)?;
+        let x = ops::input(x); // the sums are candle's own, which know nothing of no_grad
+        let x = (&x + self.attn.forward(&self.ln1.forward(&x)?)?)?;
         let y = self.ffn.forward(&self.ln2.forward(&x)?)?;
         Ok((x + y)?)
     }

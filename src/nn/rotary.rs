@@ -1,6 +1,6 @@
 //! Positions as rotations.
 
-use crate::{Error, Result, ops};
+use crate::{Error, Result, device, ops};
 use candle_core::{DType, Device, Tensor};
 
 /// The cosines and sines of rotary position embedding, for positions up to a maximum.
@@ -19,7 +19,8 @@ impl RotaryEmbedding {
     /// Tables for positions `0..max_length` of heads of `head_dim` elements.
     ///
     /// # Errors
-    /// An odd or zero `head_dim`, a zero `max_length`, a theta that is not positive.
+    /// An odd or zero `head_dim`, a zero `max_length`, a theta that is not positive, tables beyond the
+    /// machine's memory.
     pub fn new(
         theta: f64,
         head_dim: usize,
@@ -46,6 +47,16 @@ impl RotaryEmbedding {
             return refuse("theta", "positive and finite", theta.to_string());
         }
         let half = head_dim / 2;
+        // Cosine and sine, in f64 while they are computed.
+        let wanted_bytes = (max_length as u64).saturating_mul(16 * half as u64);
+        let available_bytes = device::total_bytes().unwrap_or(u64::MAX);
+        if wanted_bytes > available_bytes {
+            return Err(Error::OutOfMemory {
+                what: format!("rotary tables for {max_length} positions"),
+                wanted_bytes,
+                available_bytes,
+            });
+        }
         let angles = (0..max_length).flat_map(|position| {
             (0..half).map(move |i| position as f64 * theta.powf(-2.0 * i as f64 / head_dim as f64))
         });

@@ -33,6 +33,7 @@ pub use heads::{merge_heads, split_heads};
 pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use matmul::{matmul, matmul_transposed};
+pub(crate) use record::input;
 pub use relu::relu;
 pub use rms_norm::rms_norm;
 pub use rope::rope;

@@ -3,7 +3,9 @@
 mod bench;
 mod child;
 mod data;
+mod golden;
 mod memory;
+mod model;
 mod optim;
 mod report;
 mod train;

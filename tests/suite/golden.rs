@@ -1,0 +1,209 @@
+//! The language model and AdamW against PyTorch, by the golden files of `fixtures/`: logits, loss, every gradient, and
+//! two curves of ten steps.
+//!
+//! The f64 file is the judge of both dtypes: f64 must meet it to rounding, f32 within the bounds that PyTorch's own f32
+//! keeps with room to spare.
+
+use candle_core::{DType, Device, Tensor, safetensors};
+use candle_nn::VarBuilder;
+use rstest::rstest;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::ops::{self, KernelPolicy};
+use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm, decay_matrices_only};
+
+const CPU: Device = Device::Cpu;
+
+/// A golden file: what went into PyTorch, and what came out.
+struct Golden {
+    path: PathBuf,
+    config: TransformerConfig,
+    hyperparameters: AdamWConfig,
+    tensors: HashMap<String, Tensor>,
+}
+
+impl Golden {
+    /// `lm_t13` or `lm_t37` as computed in f64.
+    fn read(name: &str) -> Self {
+        Self::read_as(name, "f64")
+    }
+
+    fn read_as(name: &str, dtype: &str) -> Self {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("fixtures")
+            .join(format!("{name}_{dtype}.safetensors"));
+        let bytes = std::fs::read(&path).unwrap();
+        let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let metadata = header.metadata().as_ref().unwrap();
+        let parse =
+            |key: &str| -> serde_json::Value { serde_json::from_str(&metadata[key]).unwrap() };
+        let mut config = parse("config");
+        config["rms_norm_eps"] = parse("hyperparameters")["rms_norm_eps"].clone();
+        Self {
+            config: serde_json::from_value(config).unwrap(),
+            hyperparameters: serde_json::from_value(parse("hyperparameters")).unwrap(),
+            tensors: safetensors::load_buffer(&bytes, &CPU).unwrap(),
+            path,
+        }
+    }
+
+    fn get(&self, key: &str) -> &Tensor {
+        &self.tensors[key]
+    }
+
+    /// The model with the file's weights.
+    fn model(&self, dtype: DType) -> TransformerLM {
+        let vb = VarBuilder::from_tensors(self.tensors.clone(), dtype, &CPU);
+        TransformerLM::from_var_builder(&self.config, vb).unwrap()
+    }
+}
+
+fn elements(tensor: &Tensor) -> Vec<f64> {
+    let flat = tensor.to_dtype(DType::F64).and_then(|t| t.flatten_all());
+    flat.unwrap().to_vec1().unwrap()
+}
+
+/// `got` must be within `bound` of `wanted`, relative by norm, and no single element may stand out: the largest
+/// difference is within four times `bound` of the largest element.
+fn close(what: &str, got: &Tensor, wanted: &Tensor, bound: f64) {
+    assert_eq!(got.dims(), wanted.dims(), "{what}");
+    let (got, wanted) = (elements(got), elements(wanted));
+    let differences: Vec<f64> = got.iter().zip(&wanted).map(|(g, w)| g - w).collect();
+    let norm = |v: &[f64]| v.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let largest = |v: &[f64]| v.iter().fold(0.0, |top: f64, x| top.max(x.abs()));
+    let by_norm = norm(&differences) / norm(&wanted);
+    let by_element = largest(&differences) / largest(&wanted);
+    // Written so that NaN fails.
+    assert!(by_norm <= bound, "{what}: {by_norm:.2e} by norm");
+    assert!(
+        by_element <= 4.0 * bound,
+        "{what}: {by_element:.2e} by element"
+    );
+}
+
+/// How far logits, loss and gradients may be from PyTorch's f64.
+fn bounds(dtype: DType) -> [f64; 3] {
+    match dtype {
+        DType::F64 => [1e-12; 3],
+        _ => [2e-6, 1e-6, 5e-6],
+    }
+}
+
+#[rstest]
+fn logits_loss_and_every_gradient(
+    #[values("lm_t13", "lm_t37")] name: &str,
+    #[values(DType::F64, DType::F32)] dtype: DType,
+    #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
+) {
+    let golden = Golden::read(name);
+    let model = golden.model(dtype);
+    let (logits, loss) = ops::with_kernel_policy(policy, || {
+        let logits = model.forward(golden.get("tokens")).unwrap();
+        let loss = ops::cross_entropy(&logits, golden.get("targets")).unwrap();
+        (logits, loss)
+    });
+    assert_eq!((logits.dtype(), loss.dtype()), (dtype, dtype));
+    let [logits_bound, loss_bound, gradient_bound] = bounds(dtype);
+    close("logits", &logits, golden.get("logits"), logits_bound);
+    close("loss", &loss, golden.get("loss"), loss_bound);
+
+    let gradients = loss.backward().unwrap();
+    let parameters = model.parameters();
+    let wanted = golden.tensors.keys().filter(|k| k.starts_with("grad."));
+    assert_eq!(parameters.len(), wanted.count());
+    for (name, parameter) in parameters {
+        let Some(gradient) = gradients.get(&parameter) else {
+            panic!("{name} has no gradient");
+        };
+        let key = format!("grad.{name}");
+        close(&key, gradient, golden.get(&key), gradient_bound);
+    }
+}
+
+/// A file with the same names, written by another program, loads.
+#[rstest]
+fn pytorch_weights_load_from_a_file(
+    #[values("lm_t13", "lm_t37")] name: &str,
+    #[values("f64", "f32")] stored: &str,
+    #[values(DType::F64, DType::F32)] dtype: DType,
+) {
+    let golden = Golden::read_as(name, stored);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("weights.safetensors");
+    let weights: HashMap<String, Tensor> = golden
+        .config
+        .parameter_shapes()
+        .into_iter()
+        .map(|(name, _)| (name.clone(), golden.get(&name).clone()))
+        .collect();
+    safetensors::save(&weights, &path).unwrap();
+    let model = TransformerLM::load_as(&golden.config, &path, dtype, &CPU).unwrap();
+    let logits = model.forward(golden.get("tokens")).unwrap();
+    assert_eq!(logits.dtype(), dtype);
+    let wanted = Golden::read(name);
+    close("logits", &logits, wanted.get("logits"), bounds(dtype)[0]);
+
+    // The golden file itself holds more than weights, and a stranger is not passed over in silence.
+    let error = TransformerLM::load_as(&golden.config, &golden.path, dtype, &CPU).unwrap_err();
+    assert!(error.to_string().contains("no such weight in"), "{error}");
+}
+
+/// Ten steps on ten batches, as a training loop would take them: each batch's loss, the norm of its gradients, and the
+/// weights at the end against those under `prefix`.
+fn curve(name: &str, dtype: DType, prefix: &str, by_reference: bool) {
+    let clipped = prefix == "clipped.";
+    let golden = Golden::read(name);
+    let model = golden.model(dtype);
+    let groups = decay_matrices_only(model.parameters(), golden.hyperparameters);
+    let mut optimizer = match clipped {
+        true => AdamW::with_groups(groups),
+        false => AdamW::new(model.parameters(), golden.hyperparameters),
+    }
+    .unwrap();
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for step in 0..10 {
+        let batch = |key: &str| golden.get(key).get(step).unwrap();
+        let logits = model.forward(&batch("steps.tokens")).unwrap();
+        let loss = ops::cross_entropy(&logits, &batch("steps.targets")).unwrap();
+        losses.extend(elements(&loss));
+        let mut gradients = loss.backward().unwrap();
+        if clipped {
+            norms.push(clip_grad_norm(&mut gradients, model.parameters(), 0.5).unwrap());
+        }
+        if by_reference {
+            optimizer.step_reference(&gradients).unwrap();
+        } else {
+            optimizer.step(&gradients).unwrap();
+        }
+    }
+    let [loss_bound, norm_bound, weight_bound] = match dtype {
+        DType::F64 => [1e-12, 1e-11, 1e-10],
+        _ => [1e-6, 5e-6, 2e-5],
+    };
+    for (what, got, bound) in [("losses", losses, loss_bound), ("norms", norms, norm_bound)] {
+        if got.is_empty() {
+            continue; // nothing was clipped
+        }
+        let wanted = elements(golden.get(&format!("{prefix}{what}")));
+        assert_eq!(got.len(), wanted.len(), "{what}");
+        for (step, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+            let error = (got - wanted).abs() / wanted;
+            assert!(error <= bound, "{what}, step {step}: {error:.2e}");
+        }
+    }
+    for (name, var) in model.parameters() {
+        let key = format!("{prefix}final.{name}");
+        close(&key, &var, golden.get(&key), weight_bound);
+    }
+}
+
+#[rstest]
+fn ten_steps_of_adamw(
+    #[values("lm_t13", "lm_t37")] name: &str,
+    #[values(DType::F64, DType::F32)] dtype: DType,
+    #[values("", "clipped.")] prefix: &str,
+    #[values(false, true)] by_reference: bool,
+) {
+    curve(name, dtype, prefix, by_reference);
+}

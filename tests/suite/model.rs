@@ -1,0 +1,142 @@
+//! `tallow::model`, `tallow::nn` and `tallow::device`: what the model and each layer compute, promise and refuse.
+
+mod attention_layers;
+mod config;
+mod device;
+mod files;
+mod forward;
+mod generate;
+mod gradients;
+mod init;
+mod layers;
+mod parameters;
+mod refused_files;
+mod refused_inputs;
+mod varmap;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::VarBuilder;
+use std::fmt::Debug;
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::{Error, nn, ops};
+
+const CPU: Device = Device::Cpu;
+
+/// A model of odd sizes that runs in no time.
+fn mini() -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: 29,
+        context_length: 16,
+        d_model: 18,
+        num_layers: 2,
+        num_heads: 3,
+        d_ff: 25,
+        ..Default::default()
+    }
+}
+
+fn mini_model(seed: u64) -> TransformerLM {
+    TransformerLM::new(&mini(), seed, &CPU).unwrap()
+}
+
+/// The seeded model of another dtype.
+fn model_of(config: &TransformerConfig, seed: u64, dtype: DType) -> TransformerLM {
+    TransformerLM::from_var_builder(config, nn::seeded(seed, dtype, &CPU)).unwrap()
+}
+
+/// A builder that draws from seed 5, for a layer alone.
+fn seeded(dtype: DType) -> VarBuilder<'static> {
+    nn::seeded(5, dtype, &CPU)
+}
+
+/// Ids (B, T) below `vocab_size`, spread over it without a pattern that repeats.
+fn ids(vocab_size: usize, batch: usize, length: usize) -> Tensor {
+    let draw = |i: u64| (i * 2_654_435_761 + 12_345) >> 7;
+    let ids: Vec<u32> = (0..(batch * length) as u64)
+        .map(|i| (draw(i) % vocab_size as u64) as u32)
+        .collect();
+    Tensor::from_vec(ids, (batch, length), &CPU).unwrap()
+}
+
+/// Numbers between -1 and 1 that differ with `salt`.
+fn numbers(shape: &[usize], dtype: DType, salt: u64) -> Tensor {
+    let n: usize = shape.iter().product();
+    let values: Vec<f64> = (0..n as u64)
+        .map(|i| (((i + 1) * 7919 + salt * 104_729) as f64 * 0.618_033_988_75).fract() * 2.0 - 1.0)
+        .collect();
+    let numbers = Tensor::from_vec(values, shape, &CPU).unwrap();
+    numbers.to_dtype(dtype).unwrap()
+}
+
+/// The elements, widened to f64.
+fn elements(tensor: &Tensor) -> Vec<f64> {
+    let flat = tensor.to_dtype(DType::F64).and_then(|t| t.flatten_all());
+    flat.unwrap().to_vec1().unwrap()
+}
+
+/// The elements' bits (f64 holds every smaller float, and its own).
+fn bits(tensor: &Tensor) -> Vec<u64> {
+    elements(tensor).into_iter().map(f64::to_bits).collect()
+}
+
+fn all_bits(model: &TransformerLM) -> Vec<(String, Vec<u64>)> {
+    let parameters = model.parameters().into_iter();
+    parameters.map(|(name, var)| (name, bits(&var))).collect()
+}
+
+/// |a - b| / |b| over the whole tensor.
+fn distance(got: &Tensor, wanted: &Tensor) -> f64 {
+    assert_eq!(got.dims(), wanted.dims());
+    let (got, wanted) = (elements(got), elements(wanted));
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    norm(&mut got.iter().zip(&wanted).map(|(g, w)| g - w)) / norm(&mut wanted.iter().copied())
+}
+
+fn close(what: &str, got: &Tensor, wanted: &Tensor, bound: f64) {
+    let distance = distance(got, wanted);
+    assert!(distance <= bound, "{what}: {distance:.2e}"); // fails for NaN
+}
+
+/// The loss, and the gradient of every parameter with its name; a parameter without one fails.
+fn loss_and_gradients(
+    model: &TransformerLM,
+    tokens: &Tensor,
+    targets: &Tensor,
+) -> (Tensor, Vec<(String, Tensor)>) {
+    let logits = model.forward(tokens).unwrap();
+    let loss = ops::cross_entropy(&logits, targets).unwrap();
+    let gradients = gradients_of(&loss, model.parameters());
+    (loss, gradients)
+}
+
+/// What backward from `loss` leaves for each of `parameters`.
+fn gradients_of(loss: &Tensor, parameters: Vec<(String, Var)>) -> Vec<(String, Tensor)> {
+    let gradients = loss.backward().unwrap();
+    let gradient = |(name, var): (String, Var)| match gradients.get(&var) {
+        Some(gradient) => {
+            assert_eq!(gradient.dims(), var.dims(), "{name}");
+            (name, gradient.clone())
+        }
+        None => panic!("{name} has no gradient"),
+    };
+    parameters.into_iter().map(gradient).collect()
+}
+
+/// Every gradient is finite and not all zero.
+fn alive(gradients: &[(String, Tensor)]) {
+    for (name, gradient) in gradients {
+        let gradient = elements(gradient);
+        assert!(gradient.iter().all(|g| g.is_finite()), "{name}");
+        assert!(gradient.iter().any(|g| *g != 0.0), "{name} is all zeros");
+    }
+}
+
+/// The error, whose text must contain all of `parts`.
+fn refusal<T: Debug>(result: tallow::Result<T>, parts: &[&str]) -> Error {
+    let error = result.expect_err("this must be refused");
+    let text = error.to_string();
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in {text:?}");
+    }
+    error
+}

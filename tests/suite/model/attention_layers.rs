@@ -1,0 +1,227 @@
+//! Rotary positions, self-attention and the whole block alone, against plain formulas.
+
+use super::*;
+use candle_core::{D, Module};
+use rstest::rstest;
+use tallow::nn::{CausalSelfAttention, Layer, RotaryEmbedding, TransformerBlock};
+use tallow::no_grad;
+
+const THETA: f64 = 100.0;
+
+fn rotary(head_dim: usize, max_length: usize) -> RotaryEmbedding {
+    RotaryEmbedding::new(THETA, head_dim, max_length, DType::F64, &CPU).unwrap()
+}
+
+/// `vector` turned to `position`, pair by pair: the formula as it is written.
+fn turned(vector: &[f64], position: usize) -> Vec<f64> {
+    let width = vector.len() as f64;
+    let pairs = vector.chunks_exact(2).enumerate();
+    pairs
+        .flat_map(|(i, pair)| {
+            let angle = position as f64 * THETA.powf(-2.0 * i as f64 / width);
+            let (sin, cos) = angle.sin_cos();
+            [pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos]
+        })
+        .collect()
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+#[rstest]
+fn rotation_by_the_formula(#[values(2, 6, 10)] head_dim: usize, #[values(0, 4)] start: usize) {
+    let x = numbers(&[2, 3, 5, head_dim], DType::F64, 1);
+    let y = rotary(head_dim, 9).forward(&x, start).unwrap();
+    assert_eq!(y.dims(), x.dims());
+    let (x, y) = (elements(&x), elements(&y));
+    for (row, (x, y)) in x.chunks(head_dim).zip(y.chunks(head_dim)).enumerate() {
+        for (got, wanted) in y.iter().zip(turned(x, start + row % 5)) {
+            assert!((got - wanted).abs() < 1e-14, "row {row}: {got} {wanted}");
+        }
+        // A rotation changes no length.
+        assert!((dot(x, x) - dot(y, y)).abs() < 1e-13, "row {row}");
+    }
+}
+
+/// q at i against k at j depends on i - j alone.
+#[test]
+fn rotations_are_relative() {
+    let tables = rotary(8, 40);
+    let at = |vector: &Tensor, position| elements(&tables.forward(vector, position).unwrap());
+    let (q, k) = (
+        numbers(&[1, 8], DType::F64, 1),
+        numbers(&[1, 8], DType::F64, 2),
+    );
+    let score = |i: usize, j: usize| dot(&at(&q, i), &at(&k, j));
+    for distance in [0, 1, 7] {
+        let wanted = score(distance, 0);
+        for j in [1, 5, 30] {
+            let got = score(j + distance, j);
+            assert!(
+                (got - wanted).abs() < 1e-13,
+                "{distance} {j}: {got} {wanted}"
+            );
+        }
+    }
+    // And it does depend on the distance, and on its sign.
+    assert!((score(0, 0) - score(1, 0)).abs() > 1e-3);
+    assert!((score(7, 0) - score(0, 7)).abs() > 1e-3);
+    assert!((score(0, 0) - dot(&elements(&q), &elements(&k))).abs() < 1e-14);
+}
+
+/// Position 0 stays, and the tables' dtype is the caller's.
+#[test]
+fn the_first_position_does_not_turn() {
+    for dtype in [DType::F32, DType::F64] {
+        let tables = RotaryEmbedding::new(1e4, 6, 4, dtype, &CPU).unwrap();
+        let x = numbers(&[2, 1, 6], dtype, 3);
+        let y = tables.forward(&x, 0).unwrap();
+        assert_eq!(y.dtype(), dtype);
+        assert_eq!(bits(&y), bits(&x));
+        assert_ne!(bits(&tables.forward(&x, 3).unwrap()), bits(&x));
+    }
+}
+
+/// softmax(scale q k^T under the mask) v for one layer, by loops over plain numbers: x (B, T, D) row by row.
+fn attention_by_loops(x: &Tensor, weights: &[Tensor], heads: usize, turns: bool) -> Vec<f64> {
+    let (batch, length, width) = x.dims3().unwrap();
+    let dim = width / heads;
+    let project = |weight: &Tensor, row: &[f64]| -> Vec<f64> {
+        let weight = weight.to_vec2::<f64>().unwrap();
+        weight.iter().map(|w| dot(w, row)).collect()
+    };
+    let mut out = Vec::new();
+    for sequence in elements(x).chunks(length * width).take(batch) {
+        let rows: Vec<&[f64]> = sequence.chunks(width).collect();
+        let all = |weight: &Tensor| -> Vec<Vec<f64>> {
+            rows.iter().map(|r| project(weight, r)).collect()
+        };
+        let (q, k, v) = (all(&weights[0]), all(&weights[1]), all(&weights[2]));
+        for i in 0..length {
+            let mut joined = Vec::new();
+            for head in 0..heads {
+                let part = head * dim..(head + 1) * dim;
+                let place = |rows: &[Vec<f64>], at: usize| {
+                    let row = &rows[at][part.clone()];
+                    if turns { turned(row, at) } else { row.to_vec() }
+                };
+                let query = place(&q, i);
+                let exp = |j| (dot(&query, &place(&k, j)) / (dim as f64).sqrt()).exp();
+                let exp: Vec<f64> = (0..=i).map(exp).collect();
+                let total: f64 = exp.iter().sum();
+                for column in part.clone() {
+                    joined.push((0..=i).map(|j| exp[j] / total * v[j][column]).sum());
+                }
+            }
+            out.extend(project(&weights[3], &joined));
+        }
+    }
+    out
+}
+
+fn values(layer: &impl Layer) -> Vec<Tensor> {
+    let parameters = layer.parameters().into_iter();
+    parameters.map(|(_, var)| var.as_tensor().clone()).collect()
+}
+
+#[rstest]
+fn self_attention(
+    #[values((1, 6), (2, 3), (3, 2))] heads: (usize, usize),
+    #[values(1, 2, 7)] length: usize,
+    #[values(true, false)] turns: bool,
+) {
+    let (heads, dim) = heads;
+    if turns && dim % 2 == 1 {
+        return; // pairs only
+    }
+    let tables = turns.then(|| rotary(dim, 7));
+    let layer = CausalSelfAttention::new(6, heads, tables, seeded(DType::F64)).unwrap();
+    let x = numbers(&[2, length, 6], DType::F64, 6);
+    let got = layer.forward(&x).unwrap();
+    assert_eq!(got.dims(), x.dims());
+    assert_eq!(bits(&x.apply(&layer).unwrap()), bits(&got));
+    let wanted = attention_by_loops(&x, &values(&layer), heads, turns);
+    for (got, wanted) in elements(&got).iter().zip(&wanted) {
+        assert!((got - wanted).abs() < 1e-13, "{got} {wanted}");
+    }
+    assert_eq!(wanted.len(), x.elem_count());
+}
+
+#[test]
+fn parts_are_called_as_in_a_checkpoint() {
+    let names = |layer: &dyn Layer| -> Vec<String> {
+        layer
+            .parameters()
+            .into_iter()
+            .map(|(name, _)| name)
+            .collect()
+    };
+    let attention = CausalSelfAttention::new(6, 3, None, seeded(DType::F64)).unwrap();
+    let projections = ["q_proj", "k_proj", "v_proj", "output_proj"].map(|p| format!("{p}.weight"));
+    assert_eq!(names(&attention), projections);
+    let block = TransformerBlock::new(6, 3, 5, 1e-5, None, seeded(DType::F64)).unwrap();
+    let mut wanted = vec!["ln1.weight".to_string()];
+    wanted.extend(projections.map(|p| format!("attn.{p}")));
+    wanted.extend(
+        [
+            "ln2.weight",
+            "ffn.w1.weight",
+            "ffn.w2.weight",
+            "ffn.w3.weight",
+        ]
+        .map(String::from),
+    );
+    assert_eq!(names(&block), wanted);
+}
+
+/// x + attn(ln1(x)), then x + ffn(ln2(x)), with norms whose weights are not 1.
+#[test]
+fn a_block() {
+    let eps = 0.1;
+    let block =
+        TransformerBlock::new(6, 3, 5, eps, Some(rotary(2, 7)), seeded(DType::F64)).unwrap();
+    for (name, var) in block.parameters() {
+        if name.starts_with("ln") {
+            var.set(&numbers(&[6], DType::F64, name.len() as u64))
+                .unwrap();
+        }
+    }
+    let p = values(&block);
+    let norm = |x: &Tensor, weight: &Tensor| {
+        let root = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+        x.broadcast_div(&root)?.broadcast_mul(weight)
+    };
+    let plain = |x: &Tensor| -> candle_core::Result<Tensor> {
+        let attended = attention_by_loops(&norm(x, &p[0])?, &p[1..5], 3, true);
+        let x = (x + Tensor::from_vec(attended, x.shape(), &CPU)?)?;
+        let h = norm(&x, &p[5])?;
+        let gated = (h.broadcast_matmul(&p[6].t()?)?.silu()? * h.broadcast_matmul(&p[8].t()?)?)?;
+        x + gated.broadcast_matmul(&p[7].t()?)?
+    };
+    let x = numbers(&[2, 7, 6], DType::F64, 7);
+    let got = block.forward(&x).unwrap();
+    close("block", &got, &plain(&x).unwrap(), 1e-13);
+    assert_eq!(bits(&x.apply(&block).unwrap()), bits(&got));
+}
+
+/// Gradients reach the block's input and every parameter; under `no_grad` nothing is recorded, though x is a variable.
+#[rstest]
+fn graphs_of_layers(#[values(DType::F32, DType::BF16)] dtype: DType) {
+    let vb = seeded(dtype);
+    let tables = RotaryEmbedding::new(1e4, 2, 7, dtype, &CPU).unwrap();
+    let block = TransformerBlock::new(6, 3, 5, 1e-5, Some(tables), vb).unwrap();
+    let x = Var::from_tensor(&numbers(&[2, 7, 6], dtype, 8)).unwrap();
+    let y = block.forward(&x).unwrap();
+    let mut parameters = block.parameters();
+    parameters.push(("x".into(), x.clone()));
+    alive(&gradients_of(
+        &y.sqr().unwrap().sum_all().unwrap(),
+        parameters,
+    ));
+    let free = no_grad(|| block.forward(&x)).unwrap();
+    assert!(!free.track_op());
+    assert_eq!(bits(&free), bits(&y));
+    let module = no_grad(|| Module::forward(&block, &x)).unwrap();
+    assert!(!module.track_op());
+}

@@ -1,0 +1,217 @@
+//! Presets, counts and what `validate` refuses.
+
+use super::*;
+use rstest::rstest;
+use tallow::model::flops;
+
+/// The table of the presets: name, D, F, L, H, parameters at vocabulary 10,000.
+const PRESETS: [(&str, usize, usize, usize, usize, usize); 8] = [
+    ("tiny", 512, 1344, 4, 16, 22_696_448),
+    ("small", 768, 3072, 12, 12, 128_625_408),
+    ("medium", 1024, 4096, 24, 16, 423_183_360),
+    ("large", 1280, 5120, 36, 20, 969_411_840),
+    ("xl", 1600, 6400, 48, 25, 1_998_235_200),
+    ("2.7b", 2560, 10_240, 32, 32, 3_406_809_600),
+    ("wide", 3200, 25_600, 8, 4, 2_357_814_400),
+    ("10b", 4608, 12_288, 50, 36, 12_832_823_808),
+];
+
+#[test]
+fn presets_are_the_published_ones() {
+    let mut names: Vec<&str> = PRESETS.iter().map(|preset| preset.0).collect();
+    let mut known = TransformerConfig::PRESETS;
+    names.sort_unstable();
+    known.sort_unstable();
+    assert_eq!(names, known);
+    for (name, d_model, d_ff, num_layers, num_heads, parameters) in PRESETS {
+        let config = TransformerConfig::preset(name).unwrap();
+        let wanted = TransformerConfig {
+            vocab_size: 10_000,
+            context_length: 256,
+            d_model,
+            num_layers,
+            num_heads,
+            d_ff,
+            rope_theta: 10_000.0,
+            rms_norm_eps: 1e-5,
+        };
+        assert_eq!(config, wanted, "{name}");
+        config.validate().unwrap();
+        assert_eq!(config.num_parameters(), parameters, "{name}");
+        let shapes = config.parameter_shapes();
+        let sum: usize = shapes.iter().map(|(_, shape)| shape.elem_count()).sum();
+        assert_eq!(sum, parameters, "{name}");
+    }
+}
+
+#[test]
+fn presets_by_name_and_by_function_agree() {
+    type C = TransformerConfig;
+    let by_function: [(&str, C); 8] = [
+        ("tiny", C::tiny()),
+        ("small", C::small()),
+        ("medium", C::medium()),
+        ("large", C::large()),
+        ("xl", C::xl()),
+        ("wide", C::wide()),
+        ("2.7B", C::b2_7()),
+        ("10B", C::b10()),
+    ];
+    for (name, config) in by_function {
+        assert_eq!(C::preset(name).unwrap(), config, "{name}");
+    }
+    assert_eq!(C::default(), C::tiny());
+    let sizes = C::PRESETS.map(|name| C::preset(name).unwrap().num_parameters());
+    assert!(sizes.is_sorted(), "{sizes:?}"); // smallest model first, whatever their names say
+    refusal(
+        C::preset("huge"),
+        &["preset", "\"huge\"", "tiny, small, medium", "2.7b"],
+    );
+}
+
+#[test]
+fn head_dim_divides_the_width() {
+    assert_eq!(TransformerConfig::tiny().head_dim(), 32);
+    assert_eq!(TransformerConfig::wide().head_dim(), 800);
+    assert_eq!(mini().head_dim(), 6);
+}
+
+#[test]
+fn counting_saturates() {
+    let counted = |vocab_size, d_model, d_ff, num_layers| {
+        let sizes = TransformerConfig {
+            vocab_size,
+            d_model,
+            d_ff,
+            num_layers,
+            ..mini()
+        };
+        sizes.num_parameters()
+    };
+    assert_eq!(counted(1 << 40, 1 << 40, 1, 1), usize::MAX); // past 64 bits
+    // Past 128 too, with a sum that leaves 2^63 of a counter that wraps.
+    assert_eq!(counted(1 << 63, 1 << 63, 4, 1 << 63), usize::MAX);
+}
+
+#[test]
+fn it_survives_json() {
+    let config = mini();
+    let text = serde_json::to_string(&config).unwrap();
+    assert!(text.contains("\"d_ff\":25"), "{text}");
+    assert_eq!(
+        serde_json::from_str::<TransformerConfig>(&text).unwrap(),
+        config
+    );
+}
+
+type Change = fn(&mut TransformerConfig);
+
+#[rstest]
+#[case::vocab_size(|c: &mut TransformerConfig| c.vocab_size = 0, &["vocab_size must be positive", "got 0"])]
+#[case::context_length(|c: &mut TransformerConfig| c.context_length = 0, &["context_length must be positive", "got 0"])]
+#[case::d_model(|c: &mut TransformerConfig| c.d_model = 0, &["d_model must be positive", "got 0"])]
+#[case::num_layers(|c: &mut TransformerConfig| c.num_layers = 0, &["num_layers must be positive", "got 0"])]
+#[case::num_heads(|c: &mut TransformerConfig| c.num_heads = 0, &["num_heads must be positive", "got 0"])]
+#[case::d_ff(|c: &mut TransformerConfig| c.d_ff = 0, &["d_ff must be positive", "got 0"])]
+#[case::indivisible(|c: &mut TransformerConfig| c.num_heads = 4, &["d_model must be divisible by num_heads 4", "got 18", "each head gets"])]
+#[case::odd_head(|c: &mut TransformerConfig| c.num_heads = 2, &["num_heads must be such that d_model / num_heads is even", "head dimension of 9", "pairs"])]
+#[case::more_heads_than_width(|c: &mut TransformerConfig| c.num_heads = 36, &["d_model must be divisible by num_heads 36", "got 18"])]
+#[case::theta_zero(|c: &mut TransformerConfig| c.rope_theta = 0.0, &["rope_theta must be positive", "got 0", "10000"])]
+#[case::theta_negative(|c: &mut TransformerConfig| c.rope_theta = -1.0, &["rope_theta must be positive", "got -1"])]
+#[case::theta_infinite(|c: &mut TransformerConfig| c.rope_theta = f64::INFINITY, &["rope_theta must be positive and finite", "got inf"])]
+#[case::eps_zero(|c: &mut TransformerConfig| c.rms_norm_eps = 0.0, &["rms_norm_eps must be positive", "1e-5"])]
+#[case::eps_no_number(|c: &mut TransformerConfig| c.rms_norm_eps = f64::NAN, &["rms_norm_eps must be positive", "got NaN"])]
+#[case::vocab_past_u32(|c: &mut TransformerConfig| c.vocab_size = 1 << 32, &["vocab_size must be under 2^32", "got 4294967296"])]
+#[case::width_past_u32(|c: &mut TransformerConfig| c.d_model = 1 << 40, &["d_model must be under 2^32"])]
+#[case::uncountable(
+    |c: &mut TransformerConfig| (c.vocab_size, c.d_model, c.num_heads) = (u32::MAX as usize, 1 << 31, 1 << 30),
+    &["TransformerConfig", "parameters"]
+)]
+fn configurations_that_are_no_models(#[case] change: Change, #[case] parts: &[&str]) {
+    let mut config = mini();
+    change(&mut config);
+    let with_type = [&["TransformerConfig: "], parts].concat();
+    refusal(config.validate(), &with_type);
+    // Whoever builds a model gets the same answer, before anything is drawn or read.
+    refusal(TransformerLM::new(&config, 0, &CPU), parts);
+    refusal(
+        TransformerLM::from_var_builder(&config, seeded(DType::F32)),
+        parts,
+    );
+    refusal(TransformerLM::load(&config, "no such file", &CPU), parts);
+}
+
+/// Petabytes: refused before anything is drawn, with both sizes.
+#[cfg(target_os = "linux")]
+#[test]
+fn more_than_there_is_memory() {
+    let huge = TransformerConfig {
+        vocab_size: 1 << 24,
+        d_model: 3 << 23,
+        ..mini()
+    };
+    huge.validate().unwrap();
+    let parameters = format!("a model of {} parameters", huge.num_parameters());
+    let parts = [
+        parameters.as_str(),
+        "wants",
+        "are available",
+        "smaller model",
+    ];
+    let error = refusal(TransformerLM::new(&huge, 0, &CPU), &parts);
+    let Error::OutOfMemory {
+        wanted_bytes,
+        available_bytes,
+        ..
+    } = error
+    else {
+        panic!("{error:?}");
+    };
+    assert!(wanted_bytes >= 4 * huge.num_parameters() as u64);
+    assert!(available_bytes > 0 && available_bytes < wanted_bytes);
+}
+
+/// B 2, T 3, V 11, D 4, F 6, L 5, H 2, matrix product by matrix product.
+#[test]
+fn flops_by_hand() {
+    let config = TransformerConfig {
+        vocab_size: 11,
+        context_length: 8,
+        d_model: 4,
+        num_layers: 5,
+        num_heads: 2,
+        d_ff: 6,
+        ..Default::default()
+    };
+    // (rows, depth, columns) of a product cost 2 * rows * depth * columns.
+    let product = |rows: u32, depth: u32, columns: u32| f64::from(2 * rows * depth * columns);
+    let rows = 2 * 3; // B T
+    let forward = flops::forward(&config, 2, 3);
+    assert_eq!(forward.embedding, 0.0);
+    assert_eq!(forward.projections, 5.0 * 4.0 * product(rows, 4, 4));
+    let heads = 2.0 * 2.0; // B H, each with q k^T and p v
+    let attention = product(3, 2, 3) + product(3, 3, 2);
+    assert_eq!(forward.attention, 5.0 * heads * attention);
+    let feed_forward = 2.0 * product(rows, 4, 6) + product(rows, 6, 4);
+    assert_eq!(forward.feed_forward, 5.0 * feed_forward);
+    assert_eq!(forward.head, product(rows, 4, 11));
+    assert_eq!(forward.total(), 3840.0 + 1440.0 + 4320.0 + 528.0);
+
+    let backward = flops::backward(&config, 2, 3);
+    let both = flops::forward_backward(&config, 2, 3);
+    type Part = fn(&flops::Flops) -> f64;
+    let parts: [Part; 6] = [
+        |f| f.embedding,
+        |f| f.projections,
+        |f| f.attention,
+        |f| f.feed_forward,
+        |f| f.head,
+        flops::Flops::total,
+    ];
+    for part in parts {
+        assert_eq!(part(&backward), 2.0 * part(&forward));
+        assert_eq!(part(&both), 3.0 * part(&forward));
+    }
+    let sum: f64 = parts[..5].iter().map(|part| part(&forward)).sum();
+    assert_eq!(sum, forward.total());
+}

@@ -1,0 +1,148 @@
+//! Weights to a file and back.
+
+use super::*;
+use rstest::rstest;
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::path::PathBuf;
+use tempfile::{TempDir, tempdir};
+
+fn place() -> (TempDir, PathBuf) {
+    let folder = tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    (folder, path)
+}
+
+/// The model's weights as tensors of `dtype`, by name.
+fn weights(model: &TransformerLM, dtype: DType) -> HashMap<String, Tensor> {
+    let parameters = model.parameters().into_iter();
+    parameters
+        .map(|(name, var)| (name, var.to_dtype(dtype).unwrap().detach()))
+        .collect()
+}
+
+#[rstest]
+fn there_and_back(#[values(DType::F32, DType::F64, DType::BF16, DType::F16)] dtype: DType) {
+    let (_folder, path) = place();
+    let model = model_of(&mini(), 4, dtype);
+    model.save(&path).unwrap();
+    let loaded = TransformerLM::load_as(&mini(), &path, dtype, &CPU).unwrap();
+    assert_eq!(all_bits(&loaded), all_bits(&model));
+    let tokens = ids(29, 2, 5);
+    let logits = |model: &TransformerLM| bits(&model.forward(&tokens).unwrap());
+    assert_eq!(logits(&loaded), logits(&model));
+    assert_eq!(loaded.config(), &mini());
+    // As variables of its own that take part in training.
+    if dtype == DType::F32 {
+        alive(&loss_and_gradients(&loaded, &tokens, &tokens).1);
+    }
+}
+
+/// The file is a plain safetensors file: those names, those shapes, the model's dtype, nothing else.
+#[rstest]
+fn the_file_is_what_others_read(#[values(DType::F32, DType::BF16)] dtype: DType) {
+    let (_folder, path) = place();
+    let model = model_of(&mini(), 4, dtype);
+    model.save(&path).unwrap();
+    let read = candle_core::safetensors::load(&path, &CPU).unwrap();
+    let got: BTreeMap<_, _> = read.iter().map(|(n, t)| (n, t.dims().to_vec())).collect();
+    let shapes = mini().parameter_shapes();
+    let wanted: BTreeMap<_, _> = shapes.iter().map(|(n, s)| (n, s.dims().to_vec())).collect();
+    assert_eq!(got, wanted);
+    for (name, var) in model.parameters() {
+        assert_eq!(read[&name].dtype(), dtype, "{name}");
+        assert_eq!(bits(&read[&name]), bits(&var), "{name}");
+    }
+}
+
+/// Every float type on disk to every float type in memory, rounded once.
+#[rstest]
+fn dtypes_are_converted(
+    #[values(DType::F32, DType::F64, DType::BF16, DType::F16)] stored: DType,
+    #[values(DType::F32, DType::F64, DType::BF16)] wanted: DType,
+) {
+    let (_folder, path) = place();
+    let stored = weights(&model_of(&mini(), 4, DType::F64), stored);
+    candle_core::safetensors::save(&stored, &path).unwrap();
+    let loaded = TransformerLM::load_as(&mini(), &path, wanted, &CPU).unwrap();
+    for (name, var) in loaded.parameters() {
+        assert_eq!(var.dtype(), wanted, "{name}");
+        let converted = stored[&name].to_dtype(wanted).unwrap();
+        assert_eq!(bits(&var), bits(&converted), "{name}");
+    }
+    let logits = loaded.forward(&ids(29, 1, 3)).unwrap();
+    assert_eq!(logits.dtype(), wanted);
+}
+
+#[test]
+fn load_means_f32() {
+    let (_folder, path) = place();
+    model_of(&mini(), 4, DType::F64).save(&path).unwrap();
+    let loaded = TransformerLM::load(&mini(), &path, &CPU).unwrap();
+    assert_eq!(all_bits(&loaded), all_bits(&mini_model(4)));
+    assert!(
+        loaded
+            .parameters()
+            .iter()
+            .all(|(_, var)| var.dtype() == DType::F32)
+    );
+}
+
+#[test]
+fn an_optimizers_state_beside_the_weights_is_left_alone() {
+    let (_folder, path) = place();
+    let model = mini_model(4);
+    let mut tensors = weights(&model, DType::F32);
+    let state = Tensor::zeros(3, DType::U32, &CPU).unwrap();
+    tensors.insert("optimizer.step".into(), state);
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let loaded = TransformerLM::load(&mini(), &path, &CPU).unwrap();
+    assert_eq!(all_bits(&loaded), all_bits(&model));
+}
+
+/// A second save replaces the first, and leaves nothing beside it.
+#[test]
+fn saving_again() {
+    let (folder, path) = place();
+    for seed in [4, 5] {
+        let model = mini_model(seed);
+        model.save(&path).unwrap();
+        let loaded = TransformerLM::load(&mini(), &path, &CPU).unwrap();
+        assert_eq!(all_bits(&loaded), all_bits(&model));
+    }
+    let names = fs::read_dir(folder.path()).unwrap();
+    let names: Vec<_> = names.map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["model.safetensors"]);
+}
+
+/// A loaded model does not change with the file it came from.
+#[test]
+fn a_loaded_model_is_its_own() {
+    let (_folder, path) = place();
+    let model = mini_model(4);
+    model.save(&path).unwrap();
+    let loaded = TransformerLM::load(&mini(), &path, &CPU).unwrap();
+    fs::remove_file(&path).unwrap();
+    assert_eq!(all_bits(&loaded), all_bits(&model));
+    let (_, var) = loaded.parameters().remove(0);
+    var.set(&var.zeros_like().unwrap()).unwrap();
+    assert_ne!(all_bits(&loaded), all_bits(&model));
+}
+
+/// A weight that was made a view (transposed in place, say) is saved as it reads.
+#[test]
+fn weights_with_strides() {
+    let (_folder, path) = place();
+    let model = mini_model(4);
+    let mut tensors = weights(&model, DType::F32);
+    let name = "layers.1.ffn.w2.weight";
+    let straight = tensors[name].clone();
+    let view = straight.t().unwrap().contiguous().unwrap().t().unwrap();
+    assert!(!view.is_contiguous());
+    tensors.insert(name.into(), view);
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+    let strided = TransformerLM::from_var_builder(&mini(), vb).unwrap();
+    strided.save(&path).unwrap();
+    let loaded = TransformerLM::load(&mini(), &path, &CPU).unwrap();
+    assert_eq!(all_bits(&loaded), all_bits(&model));
+}

@@ -1,0 +1,196 @@
+//! Layers alone, on ordinary candle tensors, against the same formula in candle's own ops.
+
+use super::*;
+use candle_core::{D, Module};
+use candle_nn::VarMap;
+use rstest::rstest;
+use tallow::nn::{Embedding, Layer, LayerNorm, Linear, RmsNorm, SwiGlu};
+
+fn names(layer: &impl Layer) -> Vec<String> {
+    layer
+        .parameters()
+        .into_iter()
+        .map(|(name, _)| name)
+        .collect()
+}
+
+/// Gives every parameter other numbers than it starts with, so that a norm's weight of 1 hides nothing.
+fn scramble(layer: &impl Layer) {
+    for (salt, (_, var)) in layer.parameters().into_iter().enumerate() {
+        var.set(&numbers(var.dims(), var.dtype(), 50 + salt as u64))
+            .unwrap();
+    }
+}
+
+/// Output and every gradient (of `x` too) are those of `wanted`, and candle's `Module` is the same function.
+fn agrees<L: Layer + Module>(
+    layer: &L,
+    x: &Tensor,
+    wanted: impl Fn(&Tensor, &[Tensor]) -> candle_core::Result<Tensor>,
+) {
+    scramble(layer);
+    let x = Var::from_tensor(x).unwrap();
+    let parameters = [vec![("x".to_string(), x.clone())], layer.parameters()].concat();
+    let values: Vec<Tensor> = layer
+        .parameters()
+        .iter()
+        .map(|(_, v)| v.as_tensor().clone())
+        .collect();
+    let got = x.apply(layer).unwrap();
+    assert_eq!(bits(&got), bits(&layer.forward(&x).unwrap()));
+    let wanted = wanted(&x, &values).unwrap();
+    close("output", &got, &wanted, 1e-13);
+
+    let upstream = numbers(got.dims(), DType::F64, 9);
+    let gradients = |y: Tensor| {
+        gradients_of(
+            &(y * &upstream).unwrap().sum_all().unwrap(),
+            parameters.clone(),
+        )
+    };
+    let (got, wanted) = (gradients(got), gradients(wanted));
+    alive(&got);
+    for ((name, got), (_, wanted)) in got.iter().zip(&wanted) {
+        close(name, got, wanted, 1e-12);
+    }
+}
+
+fn linear(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+    x.broadcast_matmul(&weight.t()?)
+}
+
+#[rstest]
+fn a_linear_layer(#[values(&[2, 5, 7], &[1, 1, 7], &[3, 2, 4, 7])] shape: &[usize]) {
+    let layer = Linear::new(7, 4, seeded(DType::F64)).unwrap();
+    assert_eq!(names(&layer), ["weight"]);
+    agrees(&layer, &numbers(shape, DType::F64, 1), |x, p| {
+        linear(x, &p[0])
+    });
+    assert_eq!(
+        layer.forward(&numbers(&[7], DType::F64, 1)).unwrap().dims(),
+        [4]
+    );
+}
+
+#[rstest]
+fn an_rms_norm(#[values(&[2, 5, 7], &[1, 7], &[7])] shape: &[usize]) {
+    let eps = 0.25; // large: it must count
+    let layer = RmsNorm::new(7, eps, seeded(DType::F64)).unwrap();
+    assert_eq!(names(&layer), ["weight"]);
+    assert_eq!(elements(layer.weight()), [1.0; 7]);
+    agrees(&layer, &numbers(shape, DType::F64, 2), |x, p| {
+        let root = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+        x.broadcast_div(&root)?.broadcast_mul(&p[0])
+    });
+}
+
+#[rstest]
+fn a_layer_norm(#[values(&[2, 5, 7], &[1, 7], &[7])] shape: &[usize]) {
+    let eps = 0.25;
+    let layer = LayerNorm::new(7, eps, seeded(DType::F64)).unwrap();
+    assert_eq!(names(&layer), ["weight", "bias"]);
+    assert_eq!(elements(layer.weight()), [1.0; 7]);
+    assert_eq!(elements(layer.bias()), [0.0; 7]);
+    agrees(&layer, &numbers(shape, DType::F64, 2), |x, p| {
+        let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+        let root = (centred.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+        centred
+            .broadcast_div(&root)?
+            .broadcast_mul(&p[0])?
+            .broadcast_add(&p[1])
+    });
+}
+
+#[rstest]
+fn a_feed_forward_network(#[values(&[2, 5, 6], &[1, 6])] shape: &[usize]) {
+    let layer = SwiGlu::new(6, 11, seeded(DType::F64)).unwrap();
+    assert_eq!(names(&layer), ["w1.weight", "w2.weight", "w3.weight"]);
+    agrees(&layer, &numbers(shape, DType::F64, 3), |x, p| {
+        let gated = (linear(x, &p[0])?.silu()? * linear(x, &p[2])?)?;
+        linear(&gated, &p[1])
+    });
+}
+
+#[test]
+fn an_embedding() {
+    let layer = Embedding::new(11, 3, seeded(DType::F64)).unwrap();
+    assert_eq!(names(&layer), ["weight"]);
+    let table = layer.weight().to_vec2::<f64>().unwrap();
+    let tokens = Tensor::new(&[[10u32, 0], [4, 4]], &CPU).unwrap();
+    let rows = layer.forward(&tokens).unwrap();
+    assert_eq!(rows.dims(), [2, 2, 3]);
+    assert_eq!(
+        elements(&rows),
+        [10, 0, 4, 4].map(|i| table[i].clone()).concat()
+    );
+    assert_eq!(bits(&tokens.apply(&layer).unwrap()), bits(&rows));
+    // Any shape of tokens: one vector for each.
+    let one = Tensor::new(7u32, &CPU).unwrap();
+    assert_eq!(elements(&layer.forward(&one).unwrap()), table[7]);
+
+    let upstream = numbers(&[2, 2, 3], DType::F64, 4);
+    let loss = (rows * &upstream).unwrap().sum_all().unwrap();
+    let (_, gradient) = gradients_of(&loss, layer.parameters()).remove(0);
+    let (gradient, upstream) = (gradient.to_vec2::<f64>().unwrap(), elements(&upstream));
+    for (token, row) in gradient.iter().enumerate() {
+        let wanted: Vec<f64> = match token {
+            10 => upstream[..3].to_vec(),
+            0 => upstream[3..6].to_vec(),
+            4 => (6..9).map(|i| upstream[i] + upstream[i + 3]).collect(),
+            _ => vec![0.0; 3],
+        };
+        assert_eq!(row, &wanted, "{token}");
+    }
+}
+
+/// A view gives what its copy gives.
+#[test]
+fn strided_input() {
+    let vb = seeded(DType::F32);
+    let view = numbers(&[5, 7, 3], DType::F32, 5).transpose(1, 2).unwrap(); // (5, 3, 7)
+    assert!(!view.is_contiguous());
+    let copy = view.contiguous().unwrap();
+    let layers: [Box<dyn Module>; 4] = [
+        Box::new(Linear::new(7, 4, vb.pp("a")).unwrap()),
+        Box::new(RmsNorm::new(7, 1e-5, vb.pp("b")).unwrap()),
+        Box::new(LayerNorm::new(7, 1e-5, vb.pp("c")).unwrap()),
+        Box::new(SwiGlu::new(7, 4, vb.pp("d")).unwrap()),
+    ];
+    for layer in layers {
+        let got = layer.forward(&view).unwrap();
+        assert!(got.is_contiguous());
+        assert_eq!(bits(&got), bits(&layer.forward(&copy).unwrap()));
+    }
+}
+
+/// In candle's `Sequential`, on a `VarMap`, with candle's own loss and ops around them: every variable gets a gradient.
+#[test]
+fn among_candles_own() {
+    let map = VarMap::new();
+    let vb = VarBuilder::from_varmap(&map, DType::F32, &CPU);
+    let network = candle_nn::seq()
+        .add(Embedding::new(11, 6, vb.pp("table")).unwrap())
+        .add(LayerNorm::new(6, 1e-5, vb.pp("first")).unwrap())
+        .add(SwiGlu::new(6, 9, vb.pp("gate")).unwrap())
+        .add(candle_nn::Activation::Relu)
+        .add(RmsNorm::new(6, 1e-5, vb.pp("second")).unwrap())
+        .add(Linear::new(6, 11, vb.pp("head")).unwrap());
+    let tokens = Tensor::new(&[1u32, 5, 9, 10], &CPU).unwrap();
+    let logits = tokens.apply(&network).unwrap();
+    let loss = candle_nn::loss::cross_entropy(&logits, &tokens).unwrap();
+    let variables = map.data().lock().unwrap().clone().into_iter().collect();
+    let gradients = gradients_of(&loss, variables);
+    assert_eq!(gradients.len(), 8);
+    alive(&gradients);
+}
+
+/// Our refusal comes out of candle's `apply` with its text.
+#[test]
+fn a_refusal_through_candle() {
+    let layer = Linear::new(6, 4, seeded(DType::F32)).unwrap();
+    let x = numbers(&[2, 5], DType::F32, 0);
+    let own = layer.forward(&x).unwrap_err().to_string();
+    let candles = x.apply(&layer).unwrap_err();
+    assert!(candles.to_string().contains(&own), "{candles}");
+    assert!(own.contains("(..., 6)"), "{own}");
+}
