@@ -3,7 +3,7 @@
 //! What lives here: whole attention algorithms, from q, k, v to the output. What does not: the projections around them
 //! (that is [`crate::nn::CausalSelfAttention`]) and the single ops they are made of ([`crate::ops`]).
 
-mod naive;
+pub mod naive;
 
 pub use crate::kernels::Mask;
 pub use naive::naive;

@@ -42,7 +42,7 @@ pub struct Estimate {
     pub gradient_bytes: u64,
     /// 2 P, with the optimizer: AdamW's exp_avg and exp_avg_sq.
     pub optimizer_bytes: u64,
-    /// What the blocks' graph holds until backward: `L (16 N D + 3 N F + 2 S + 2 N) + 2 N D + N`. Every op's input and
+    /// What the blocks' graph holds until backward: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`. Every op's input and
     /// output, once each.
     pub activation_bytes: u64,
     /// N V: the logits.
@@ -83,8 +83,8 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     let parameters = size(config.num_parameters());
 
     // Norm, projections, split heads, rotated q and k, heads out, merged, projected, two sums, norm, down-projection:
-    // 16 of (B, T, D). Gate, up and product: 3 of (B, T, F). Scores and probabilities. rstd of two norms.
-    let block = 16.0 * n * d + 3.0 * n * f + 2.0 * scores + 2.0 * n;
+    // 16 of (B, T, D). Gate, up and product: 3 of (B, T, F). Attention's probabilities. rstd of two norms.
+    let block = 16.0 * n * d + 3.0 * n * f + scores + 2.0 * n;
     let graph = layers * block + 2.0 * n * d + n;
     let logits = n * v;
 
@@ -94,7 +94,7 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
         graph
     } else {
         // Nothing outlives its reader: the widest moment of one block, in attention or in the feed-forward network.
-        (6.0 * n * d + 2.0 * scores).max(2.0 * n * d + 3.0 * n * f)
+        (6.0 * n * d + scores).max(4.0 * n * d + 3.0 * n * f)
     };
     let gradients = if backward { parameters } else { 0.0 };
     let optimizer = if workload.mode == Mode::TrainStep {
@@ -103,10 +103,10 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
         0.0
     };
     // candle adds every gradient to zeros, so a gradient exists three times for a moment. The moments that count: the
-    // logits' gradient, when no weight has one yet; and, when nearly every weight has one, the first block's gate or
-    // scores, or the embedding table's own gradient.
+    // logits' gradient, when no weight has one yet; and, when nearly every weight has one, the first block's gate, or
+    // the embedding table's own gradient.
     let at_logits = 3.0 * logits;
-    let at_first_block = gradients + n * d + (5.0 * n * f).max(4.0 * scores);
+    let at_first_block = gradients + n * d + 5.0 * n * f;
     let at_embedding = gradients + 2.0 * v * d + 3.0 * n * d;
     let beyond = if backward {
         at_logits.max(at_first_block).max(at_embedding)
@@ -116,7 +116,7 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     let forward_only = if keeps_graph {
         activations + logits
     } else {
-        activations.max(logits + n * d)
+        activations.max(logits + 2.0 * n * d)
     };
     let peak = parameters + optimizer + forward_only + beyond;
 

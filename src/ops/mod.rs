@@ -10,7 +10,7 @@
 //! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op takes any strides
 //! and returns a contiguous tensor; mixed dtypes or devices are an error.
 
-mod cpu;
+pub(crate) mod cpu;
 pub mod cross_entropy;
 mod dispatch;
 pub mod embedding;
@@ -18,7 +18,7 @@ pub mod heads;
 pub mod layer_norm;
 pub mod linear;
 pub mod matmul;
-mod record;
+pub(crate) mod record;
 pub mod relu;
 pub mod rms_norm;
 pub mod rope;

@@ -52,7 +52,7 @@ fn parts_follow_the_formulas() {
     };
     let parameters = config.num_parameters() as u64;
     let (n, d, f, scores) = (256, 64, 100, 2 * 4 * 128 * 128);
-    let graph = 3 * (16 * n * d + 3 * n * f + 2 * scores + 2 * n) + 2 * n * d + n;
+    let graph = 3 * (16 * n * d + 3 * n * f + scores + 2 * n) + 2 * n * d + n;
     let step = plan(Mode::TrainStep);
     assert_eq!(step.parameter_bytes, 4 * parameters);
     assert_eq!(step.gradient_bytes, 4 * parameters);

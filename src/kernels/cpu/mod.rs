@@ -10,6 +10,7 @@ pub mod embedding;
 pub mod gemm;
 pub mod heads;
 pub mod layer_norm;
+pub mod naive_attention;
 pub mod parallel;
 mod real;
 pub mod reduce;

@@ -1,36 +1,32 @@
 //! Softmax of scaled, masked scores: p = softmax(scale * x) over the keys that the mask leaves.
 
+use super::gemm::Threads;
 use super::{Real, parallel, simd};
 use crate::kernels::Mask;
 
 /// `p` from scores `x`, both (batch, queries, keys). Masked places and rows without a visible key are 0.
 pub fn forward<T: Real>(x: &[T], queries: usize, keys: usize, scale: f64, mask: Mask, p: &mut [T]) {
-    let scale = T::real(scale);
     parallel::for_rows(p, keys, |first, p| {
-        let x = &x[first * keys..first * keys + p.len()];
-        simd::vectorized(
-            #[inline(always)]
-            || {
-                let rows = p.chunks_exact_mut(keys).zip(x.chunks_exact(keys));
-                for (row, (p, x)) in rows.enumerate() {
-                    let visible = mask.visible((first + row) % queries, queries, keys).end;
-                    let (p, hidden) = p.split_at_mut(visible);
-                    hidden.fill(T::ZERO);
-                    for (p, x) in p.iter_mut().zip(x) {
-                        *p = *x * scale; // first, so that a negative scale is right too
-                    }
-                    let top = simd::max(p);
-                    for p in p.iter_mut() {
-                        *p = (*p - top).exponential();
-                    }
-                    let share = T::ONE / simd::sum(p);
-                    for p in p.iter_mut() {
-                        *p *= share;
-                    }
-                }
-            },
-        );
+        p.copy_from_slice(&x[first * keys..first * keys + p.len()]);
+        forward_rows(p, first, queries, keys, scale, mask);
     });
+}
+
+/// As [`forward`], from the scores in `p`.
+pub fn forward_in_place<T: Real>(
+    p: &mut [T],
+    queries: usize,
+    keys: usize,
+    scale: f64,
+    mask: Mask,
+    threads: Threads,
+) {
+    match threads {
+        Threads::One => forward_rows(p, 0, queries, keys, scale, mask),
+        Threads::All => parallel::for_rows(p, keys, |first, p| {
+            forward_rows(p, first, queries, keys, scale, mask);
+        }),
+    }
 }
 
 /// `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere.
@@ -43,24 +39,90 @@ pub fn backward<T: Real>(
     mask: Mask,
     dx: &mut [T],
 ) {
-    let scale = T::real(scale);
     parallel::for_rows(dx, keys, |first, dx| {
         let range = first * keys..first * keys + dx.len();
-        let (dp, p) = (&dp[range.clone()], &p[range]);
-        simd::vectorized(
-            #[inline(always)]
-            || {
-                let rows = dx.chunks_exact_mut(keys).zip(dp.chunks_exact(keys));
-                for (row, ((dx, dp), p)) in rows.zip(p.chunks_exact(keys)).enumerate() {
-                    let visible = mask.visible((first + row) % queries, queries, keys).end;
-                    let (dx, hidden) = dx.split_at_mut(visible);
-                    hidden.fill(T::ZERO);
-                    let inner = simd::dot(&p[..visible], &dp[..visible]);
-                    for ((dx, dp), p) in dx.iter_mut().zip(dp).zip(p) {
-                        *dx = *p * (*dp - inner) * scale;
-                    }
-                }
-            },
-        );
+        dx.copy_from_slice(&dp[range.clone()]);
+        backward_rows(dx, &p[range], first, queries, keys, scale, mask);
     });
+}
+
+/// As [`backward`], from the gradient in `dx`.
+pub fn backward_in_place<T: Real>(
+    dx: &mut [T],
+    p: &[T],
+    queries: usize,
+    keys: usize,
+    scale: f64,
+    mask: Mask,
+    threads: Threads,
+) {
+    match threads {
+        Threads::One => backward_rows(dx, p, 0, queries, keys, scale, mask),
+        Threads::All => parallel::for_rows(dx, keys, |first, dx| {
+            let p = &p[first * keys..first * keys + dx.len()];
+            backward_rows(dx, p, first, queries, keys, scale, mask);
+        }),
+    }
+}
+
+/// Whole rows, of which the first is row `first` of the batch.
+fn forward_rows<T: Real>(
+    p: &mut [T],
+    first: usize,
+    queries: usize,
+    keys: usize,
+    scale: f64,
+    mask: Mask,
+) {
+    let scale = T::real(scale);
+    simd::vectorized(
+        #[inline(always)]
+        || {
+            for (row, p) in p.chunks_exact_mut(keys).enumerate() {
+                let visible = mask.visible((first + row) % queries, queries, keys).end;
+                let (p, hidden) = p.split_at_mut(visible);
+                hidden.fill(T::ZERO);
+                for p in p.iter_mut() {
+                    *p *= scale; // before the maximum, so that a negative scale is right too
+                }
+                let top = simd::max(p);
+                for p in p.iter_mut() {
+                    *p = (*p - top).exponential();
+                }
+                let share = T::ONE / simd::sum(p);
+                for p in p.iter_mut() {
+                    *p *= share;
+                }
+            }
+        },
+    );
+}
+
+/// Whole rows, of which the first is row `first` of the batch; `dx` holds dp.
+fn backward_rows<T: Real>(
+    dx: &mut [T],
+    p: &[T],
+    first: usize,
+    queries: usize,
+    keys: usize,
+    scale: f64,
+    mask: Mask,
+) {
+    let scale = T::real(scale);
+    simd::vectorized(
+        #[inline(always)]
+        || {
+            let rows = dx.chunks_exact_mut(keys).zip(p.chunks_exact(keys));
+            for (row, (dx, p)) in rows.enumerate() {
+                let visible = mask.visible((first + row) % queries, queries, keys).end;
+                let (dx, hidden) = dx.split_at_mut(visible);
+                hidden.fill(T::ZERO);
+                let p = &p[..visible];
+                let inner = simd::dot(p, dx);
+                for (dx, p) in dx.iter_mut().zip(p) {
+                    *dx = *p * (*dx - inner) * scale;
+                }
+            }
+        },
+    );
 }

@@ -1,0 +1,121 @@
+//! Attention with its probabilities in memory, one matrix of (queries, keys) after another, so that scores meet their
+//! softmax and their product with v while they are in cache.
+
+use super::gemm::{MatRef, Threads, matmul};
+use super::parallel::{self, Shared};
+use super::{Real, softmax};
+use crate::kernels::Mask;
+
+/// The sizes of one call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sizes {
+    /// How many matrices: B H.
+    pub batch: usize,
+    /// Tq.
+    pub queries: usize,
+    /// Tk.
+    pub keys: usize,
+    /// Dh of q and k.
+    pub head_dim: usize,
+    /// Dh of v and of the output.
+    pub value_dim: usize,
+}
+
+impl Sizes {
+    /// Runs `f(matrix, threads)` for every matrix: side by side where there are enough of them for the threads, else
+    /// one after another with all threads inside each. The bits are the same either way.
+    fn for_matrices(self, f: impl Fn(usize, Threads) + Sync + Send) {
+        if self.batch < 2 * rayon::current_num_threads() {
+            (0..self.batch).for_each(|matrix| f(matrix, Threads::All));
+        } else {
+            parallel::for_tasks(self.batch, |matrix| f(matrix, Threads::One));
+        }
+    }
+}
+
+/// A matrix of a batch: `rows x cols` elements from `index * rows * cols`.
+fn at<T>(data: &[T], index: usize, rows: usize, cols: usize) -> MatRef<'_, T> {
+    let size = rows * cols;
+    MatRef::new(&data[index * size..(index + 1) * size], rows, cols)
+}
+
+/// `p = softmax(scale q k^T)` under the mask, `out = p v`: q (batch, queries, head_dim), k (batch, keys, head_dim),
+/// v (batch, keys, value_dim), p (batch, queries, keys), out (batch, queries, value_dim).
+#[allow(clippy::too_many_arguments)] // three inputs, how, two outputs
+pub fn forward<T: Real>(
+    sizes: Sizes,
+    q: &[T],
+    k: &[T],
+    v: &[T],
+    scale: f64,
+    mask: Mask,
+    p: &mut [T],
+    out: &mut [T],
+) {
+    let Sizes {
+        queries,
+        keys,
+        head_dim,
+        value_dim,
+        ..
+    } = sizes;
+    let (p, out) = (Shared::new(p), Shared::new(out));
+    sizes.for_matrices(|i, threads| {
+        let (q, k) = (at(q, i, queries, head_dim), at(k, i, keys, head_dim));
+        let v = at(v, i, keys, value_dim);
+        let (p_size, out_size) = (queries * keys, queries * value_dim);
+        // SAFETY: matrix i is written by this call alone.
+        let p = unsafe { p.range(i * p_size, p_size) };
+        let out = unsafe { out.range(i * out_size, out_size) };
+        matmul(q, k.t(), p, false, threads); // scores
+        softmax::forward_in_place(p, queries, keys, scale, mask, threads);
+        matmul(MatRef::new(p, queries, keys), v, out, false, threads);
+    });
+}
+
+/// `dq`, `dk` and `dv` from `dout`, and from q, k, v and p as forward had them.
+///
+/// `dv = p^T dout`, `dp = dout v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. dp and ds share one
+/// buffer of (queries, keys) a thread.
+#[allow(clippy::too_many_arguments)] // five inputs, how, three outputs
+pub fn backward<T: Real>(
+    sizes: Sizes,
+    dout: &[T],
+    q: &[T],
+    k: &[T],
+    v: &[T],
+    p: &[T],
+    scale: f64,
+    mask: Mask,
+    dq: &mut [T],
+    dk: &mut [T],
+    dv: &mut [T],
+) {
+    let Sizes {
+        queries,
+        keys,
+        head_dim,
+        value_dim,
+        ..
+    } = sizes;
+    let (dq, dk, dv) = (Shared::new(dq), Shared::new(dk), Shared::new(dv));
+    sizes.for_matrices(|i, threads| {
+        let (q, k) = (at(q, i, queries, head_dim), at(k, i, keys, head_dim));
+        let (v, dout) = (at(v, i, keys, value_dim), at(dout, i, queries, value_dim));
+        let p_size = queries * keys;
+        let p_rows = &p[i * p_size..(i + 1) * p_size];
+        let p = MatRef::new(p_rows, queries, keys);
+        let (q_size, k_size, v_size) = (queries * head_dim, keys * head_dim, keys * value_dim);
+        // SAFETY: matrix i is written by this call alone.
+        let dq = unsafe { dq.range(i * q_size, q_size) };
+        let dk = unsafe { dk.range(i * k_size, k_size) };
+        let dv = unsafe { dv.range(i * v_size, v_size) };
+        let mut ds = vec![T::ZERO; p_size]; // (queries, keys)
+        matmul(p.t(), dout, dv, false, threads);
+        matmul(dout, v.t(), &mut ds, false, threads); // dp
+        softmax::backward_in_place(&mut ds, p_rows, queries, keys, scale, mask, threads);
+        let ds = MatRef::new(&ds, queries, keys);
+        matmul(ds, k, dq, false, threads);
+        matmul(ds.t(), q, dk, false, threads);
+    });
+}

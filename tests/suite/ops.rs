@@ -1,0 +1,18 @@
+//! `tallow::ops` and `tallow::attention::naive`: values and gradients against PyTorch, finite differences and f64,
+//! every kernel against its reference, and what they promise about bits, graphs, dtypes, NaN and bad input.
+
+mod bad_ids;
+mod case;
+mod cases;
+mod compare;
+mod determinism;
+mod every;
+mod finite_differences;
+mod golden;
+mod half_precision;
+mod kernel_against_reference;
+mod not_finite;
+mod policy;
+mod refusals;
+mod shapes;
+mod tracking;

@@ -1,0 +1,84 @@
+//! Ids and targets that are no classes, found before any kernel runs.
+
+use super::case::cast;
+use super::refusals::{dtype, ids, refused, x};
+use candle_core::{DType, Tensor};
+use rstest::rstest;
+use tallow::{Error, Result, ops};
+
+#[rstest]
+#[case::i64(DType::I64)]
+#[case::f32(DType::F32)]
+fn ids_and_targets_that_are_not_u32(#[case] wrong: DType) {
+    let tokens = cast(&ids(&[0, 1]), wrong);
+    let parts = ["ids in u32", wrong.as_str(), "to_dtype"];
+    dtype("embedding", &parts, || ops::embedding(&tokens, &x(&[5, 3])));
+    dtype("cross_entropy", &parts, || {
+        ops::cross_entropy(&x(&[2, 5]), &tokens)
+    });
+}
+
+#[test]
+fn ids_outside_the_vocabulary() {
+    let check = |parts: &[&str], wanted: (u64, usize, usize), f: &dyn Fn() -> Result<Tensor>| {
+        refused(|error| matches!(error, Error::TokenId { .. }), parts, f);
+        match f().unwrap_err() {
+            Error::TokenId {
+                id,
+                position,
+                vocab_size,
+                ..
+            } => {
+                assert_eq!((id, position, vocab_size), wanted);
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    let square = ids(&[0, 4, 1, 5, 9, 2]).reshape((2, 3)).unwrap();
+    let parts = [
+        "embedding",
+        "id 5 at position 3",
+        "vocabulary of 5",
+        "0 to 4",
+    ];
+    check(&parts, (5, 3, 5), &|| ops::embedding(&square, &x(&[5, 3])));
+    // Positions count as the tensor reads, not as it lies in memory.
+    let turned = square.t().unwrap();
+    let parts = ["id 5 at position 1", "vocabulary of 5"];
+    check(&parts, (5, 1, 5), &|| ops::embedding(&turned, &x(&[5, 3])));
+    let parts = ["embedding", "id 0 at position 0", "vocabulary of 0"];
+    check(&parts, (0, 0, 0), &|| {
+        ops::embedding(&ids(&[0]), &x(&[0, 3]))
+    });
+
+    let logits = x(&[2, 3, 5]);
+    let parts = ["cross_entropy", "id 5 at position 3", "vocabulary of 5"];
+    check(&parts, (5, 3, 5), &|| ops::cross_entropy(&logits, &square));
+    // The ignored one passes, the next does not.
+    let parts = ["cross_entropy", "id 9 at position 4"];
+    check(&parts, (9, 4, 5), &|| {
+        ops::cross_entropy_ignoring(&logits, &square, 5)
+    });
+    let last = u64::from(u32::MAX);
+    check(&["4294967295"], (last, 0, 5), &|| {
+        ops::cross_entropy(&x(&[1, 5]), &ids(&[u32::MAX]))
+    });
+}
+
+#[test]
+fn a_mean_of_nothing() {
+    let data = |parts: &[&str], f: &dyn Fn() -> Result<Tensor>| {
+        refused(|error| matches!(error, Error::Data { .. }), parts, f);
+    };
+    let parts = [
+        "cross_entropy",
+        "at least one target",
+        "2 targets, all ignored",
+    ];
+    data(&parts, &|| {
+        ops::cross_entropy_ignoring(&x(&[2, 5]), &ids(&[3, 3]), 3)
+    });
+    data(&["0 targets"], &|| {
+        ops::cross_entropy(&x(&[0, 5]), &ids(&[]))
+    });
+}

@@ -1,0 +1,223 @@
+//! One op on given inputs, and running it: any dtype, kernel or reference, any strides.
+
+use candle_core::{D, DType, Device, Tensor, Var};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, StandardNormal};
+use tallow::Result;
+use tallow::ops::{KernelPolicy, with_kernel_policy};
+
+/// An operand, in f64; runs convert it.
+pub struct Input {
+    pub name: &'static str,
+    pub value: Tensor,
+    /// Whether it gets a gradient (tables of angles do not).
+    pub differentiable: bool,
+}
+
+impl Input {
+    pub fn new(name: &'static str, value: Tensor) -> Self {
+        Self {
+            name,
+            value,
+            differentiable: true,
+        }
+    }
+
+    pub fn constant(name: &'static str, value: Tensor) -> Self {
+        Self {
+            differentiable: false,
+            ..Self::new(name, value)
+        }
+    }
+}
+
+type Apply = Box<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
+
+type Terms = Box<dyn Fn(&Tensor, &Tensor) -> f64 + Send + Sync>;
+
+/// An op with its operands; ids, targets, scales and masks are inside `apply`.
+pub struct Case {
+    pub name: String,
+    pub inputs: Vec<Input>,
+    pub apply: Apply,
+    /// The gradient that arrives at the output; drawn where there is none.
+    pub d_out: Option<Tensor>,
+    /// From the exact output and what arrives at it, the largest of the terms that the first input's gradient is a
+    /// difference of: where they cancel, their rounding is what remains.
+    pub terms: Option<Terms>,
+    /// The largest |score| that goes into an exponential, 0 where none does: its rounding is a relative error there.
+    pub largest_score: f64,
+}
+
+/// What a run gives: the output, and each differentiable input's gradient in order.
+pub struct Outcome {
+    pub out: Tensor,
+    pub gradients: Vec<(&'static str, Tensor)>,
+}
+
+/// How an input lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Lie {
+    Contiguous,
+    /// The last two dimensions swapped (one dimension: every other element).
+    Transposed,
+    /// The middle of longer rows.
+    Narrowed,
+    /// Contiguous, but not from the storage's start.
+    Offset,
+}
+
+pub const KERNEL: KernelPolicy = KernelPolicy::Strict;
+pub const REFERENCE: KernelPolicy = KernelPolicy::Reference;
+pub const LIES: [Lie; 4] = [Lie::Contiguous, Lie::Transposed, Lie::Narrowed, Lie::Offset];
+
+impl Case {
+    pub fn new(
+        name: impl Into<String>,
+        inputs: Vec<Input>,
+        apply: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            name: name.into(),
+            inputs,
+            apply: Box::new(apply),
+            d_out: None,
+            terms: None,
+            largest_score: 0.0,
+        }
+    }
+
+    /// The same op on inputs that `dtype` represents exactly: what a run in `dtype` is compared with.
+    pub fn rounded_to(mut self, dtype: DType) -> Self {
+        for input in &mut self.inputs {
+            input.value = cast(&input.value, dtype).to_dtype(DType::F64).unwrap();
+        }
+        self
+    }
+
+    /// The gradient that arrives at an output like `out`, in its dtype; the same numbers in every dtype.
+    pub fn upstream(&self, out: &Tensor) -> Tensor {
+        let d_out = match &self.d_out {
+            Some(d_out) => d_out.clone(),
+            // Rounded to bf16, so that every dtype gets these very numbers.
+            None => cast(&normal(out.dims(), 0xd0), DType::BF16),
+        };
+        cast(&d_out, out.dtype())
+    }
+
+    pub fn operands(&self, dtype: DType) -> Vec<Tensor> {
+        let values = self.inputs.iter().map(|input| cast(&input.value, dtype));
+        values.collect()
+    }
+
+    pub fn run(&self, dtype: DType, policy: KernelPolicy) -> Outcome {
+        self.run_lying(dtype, policy, Lie::Contiguous)
+    }
+
+    /// Forward and backward, with every input lying in memory as `lie` says.
+    pub fn run_lying(&self, dtype: DType, policy: KernelPolicy, lie: Lie) -> Outcome {
+        let bases: Vec<Var> = self
+            .operands(dtype)
+            .iter()
+            .map(|value| Var::from_tensor(&lie.base(value)).unwrap())
+            .collect();
+        let views: Vec<Tensor> = bases
+            .iter()
+            .zip(&self.inputs)
+            .map(|(base, input)| lie.view(base, input.value.dims()))
+            .collect();
+        let out = with_kernel_policy(policy, || (self.apply)(&views))
+            .unwrap_or_else(|error| panic!("{}: {error}", self.name));
+        assert!(out.is_contiguous(), "{}: strided output", self.name);
+        let loss = (&out * self.upstream(&out)).unwrap().sum_all().unwrap();
+        let gradients = loss.backward().unwrap();
+        let mut found = Vec::new();
+        for (input, base) in self.inputs.iter().zip(&bases) {
+            let what = format!("{}: gradient of {}", self.name, input.name);
+            let Some(gradient) = gradients.get(base) else {
+                assert!(!input.differentiable, "{what} is missing");
+                continue;
+            };
+            assert!(input.differentiable, "{what} should not exist");
+            assert_eq!(gradient.dtype(), dtype, "{what}");
+            let inside = lie.view(gradient, input.value.dims());
+            let filled = |t: &Tensor| numbers(t).iter().filter(|x| **x != 0.0).count();
+            assert_eq!(filled(gradient), filled(&inside), "{what} outside the view");
+            found.push((input.name, inside));
+        }
+        Outcome {
+            gradients: found,
+            out: out.detach(),
+        }
+    }
+
+    /// The output alone, for operands given in f64.
+    pub fn value(&self, operands: &[Tensor], policy: KernelPolicy) -> Tensor {
+        tallow::no_grad(|| with_kernel_policy(policy, || (self.apply)(operands))).unwrap()
+    }
+}
+
+impl Lie {
+    /// A tensor of which `view` is `value`; what lies outside is NaN, so that reading it shows.
+    pub fn base(self, value: &Tensor) -> Tensor {
+        let around = |dim: usize| {
+            let mut dims = value.dims().to_vec();
+            dims[dim] = 2;
+            let nan = Tensor::full(f64::NAN, dims, &Device::Cpu).unwrap();
+            let nan = cast(&nan, value.dtype());
+            Tensor::cat(&[&nan, value, &nan], dim).unwrap()
+        };
+        match (self, value.rank()) {
+            (Lie::Contiguous, _) | (_, 0) => value.clone(),
+            (Lie::Transposed, 1) => {
+                let nan = Tensor::full(f64::NAN, value.dims(), &Device::Cpu).unwrap();
+                Tensor::stack(&[value, &cast(&nan, value.dtype())], 1).unwrap()
+            }
+            (Lie::Transposed, _) => {
+                let turned = value.transpose(D::Minus2, D::Minus1).unwrap();
+                turned.contiguous().unwrap()
+            }
+            (Lie::Narrowed, rank) => around(rank - 1),
+            (Lie::Offset, _) => around(0),
+        }
+    }
+
+    /// What [`Lie::base`] put into `base`.
+    pub fn view(self, base: &Tensor, dims: &[usize]) -> Tensor {
+        match (self, dims.len()) {
+            (Lie::Contiguous, _) | (_, 0) => base.clone(),
+            (Lie::Transposed, 1) => base.narrow(1, 0, 1).unwrap().squeeze(1).unwrap(),
+            (Lie::Transposed, _) => base.transpose(D::Minus2, D::Minus1).unwrap(),
+            (Lie::Narrowed, rank) => base.narrow(rank - 1, 2, dims[rank - 1]).unwrap(),
+            (Lie::Offset, _) => base.narrow(0, 2, dims[0]).unwrap(),
+        }
+    }
+}
+
+/// Standard normal numbers in f64, each of them an f32.
+pub fn normal(dims: &[usize], seed: u64) -> Tensor {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let values: Vec<f64> = (0..dims.iter().product())
+        .map(|_| {
+            let value: f32 = StandardNormal.sample(&mut random);
+            f64::from(value)
+        })
+        .collect();
+    Tensor::from_vec(values, dims, &Device::Cpu).unwrap()
+}
+
+pub fn cast(tensor: &Tensor, dtype: DType) -> Tensor {
+    tensor.to_dtype(dtype).unwrap()
+}
+
+/// The elements, in f64.
+pub fn numbers(tensor: &Tensor) -> Vec<f64> {
+    let flat = tensor.flatten_all().unwrap();
+    cast(&flat, DType::F64).to_vec1().unwrap()
+}
+
+/// The elements' bits (f32 widens to f64 without loss).
+pub fn bits(tensor: &Tensor) -> Vec<u64> {
+    numbers(tensor).into_iter().map(f64::to_bits).collect()
+}

@@ -1,0 +1,260 @@
+//! Every op of the crate as a [`Case`], for sizes of the test's choice.
+
+use super::case::{Case, Input, cast, normal};
+use super::compare::magnitude;
+use candle_core::{D, DType, Device, Tensor};
+use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::ops;
+
+pub const MASKS: [Mask; 3] = [Mask::Full, Mask::Causal, Mask::CausalEnd];
+pub const EPS: f64 = 1e-5;
+/// A target that does not count.
+pub const IGNORE: u32 = u32::MAX;
+
+fn join(leading: &[usize], last: &[usize]) -> Vec<usize> {
+    [leading, last].concat()
+}
+
+fn positive(dims: &[usize], seed: u64) -> Tensor {
+    let x = normal(dims, seed).tanh().unwrap().affine(0.3, 1.0).unwrap();
+    cast(&cast(&x, DType::F32), DType::F64)
+}
+
+pub fn ids(dims: &[usize], classes: usize, seed: u64) -> Tensor {
+    let values = normal(dims, seed).flatten_all().unwrap();
+    let values = values.to_vec1::<f64>().unwrap();
+    // Crowded at the low ids, so that some repeat and some never come.
+    let ids = values
+        .iter()
+        .map(|x| (x.abs() * 0.3 * classes as f64) as u32);
+    let ids: Vec<u32> = ids.map(|id| id.min(classes as u32 - 1)).collect();
+    Tensor::from_vec(ids, dims, &Device::Cpu).unwrap()
+}
+
+/// Elements stay away from 0, where the slope jumps.
+pub fn relu(dims: &[usize], seed: u64) -> Case {
+    let x = normal(dims, seed);
+    let x = (&x + (x.sign().unwrap() * 0.125).unwrap()).unwrap();
+    let x = cast(&cast(&x, DType::F32), DType::F64);
+    Case::new("relu", vec![Input::new("x", x)], |x| ops::relu(&x[0]))
+}
+
+pub fn swiglu(dims: &[usize], seed: u64) -> Case {
+    let inputs = vec![
+        Input::new("gate", (normal(dims, seed) * 3.0).unwrap()),
+        Input::new("up", normal(dims, seed + 1)),
+    ];
+    Case::new("swiglu", inputs, |x| ops::swiglu(&x[0], &x[1]))
+}
+
+/// The largest |dy w rstd|, from which a norm's backward takes away its mean and its part along x.
+fn norm_terms(x: &Tensor, weight: &Tensor, dy: &Tensor) -> f64 {
+    let mean_square = x.sqr().unwrap().mean_keepdim(D::Minus1).unwrap();
+    let rstd = (mean_square + EPS)
+        .unwrap()
+        .sqrt()
+        .unwrap()
+        .recip()
+        .unwrap();
+    let terms = dy
+        .broadcast_mul(weight)
+        .unwrap()
+        .broadcast_mul(&rstd)
+        .unwrap();
+    magnitude(&terms).max
+}
+
+pub fn rms_norm(leading: &[usize], width: usize, seed: u64) -> Case {
+    let inputs = vec![
+        Input::new("x", normal(&join(leading, &[width]), seed)),
+        Input::new("weight", positive(&[width], seed + 1)),
+    ];
+    let case = Case::new("rms_norm", inputs, |x| ops::rms_norm(&x[0], &x[1], EPS));
+    let (x, weight) = (case.inputs[0].value.clone(), case.inputs[1].value.clone());
+    let terms = move |_: &Tensor, dy: &Tensor| norm_terms(&x, &weight, dy);
+    Case {
+        terms: Some(Box::new(terms)),
+        ..case
+    }
+}
+
+pub fn layer_norm(leading: &[usize], width: usize, seed: u64) -> Case {
+    let inputs = vec![
+        Input::new("x", (normal(&join(leading, &[width]), seed) + 0.5).unwrap()),
+        Input::new("weight", positive(&[width], seed + 1)),
+        Input::new("bias", normal(&[width], seed + 2)),
+    ];
+    let case = Case::new("layer_norm", inputs, |x| {
+        ops::layer_norm(&x[0], &x[1], &x[2], EPS)
+    });
+    let (x, weight) = (&case.inputs[0].value, case.inputs[1].value.clone());
+    let centred = x
+        .broadcast_sub(&x.mean_keepdim(D::Minus1).unwrap())
+        .unwrap();
+    let terms = move |_: &Tensor, dy: &Tensor| norm_terms(&centred, &weight, dy);
+    Case {
+        terms: Some(Box::new(terms)),
+        ..case
+    }
+}
+
+/// `std` is the scores' standard deviation before the scale.
+pub fn softmax(
+    leading: &[usize],
+    (queries, keys): (usize, usize),
+    (scale, std): (f64, f64),
+    mask: Mask,
+    seed: u64,
+) -> Case {
+    let x = (normal(&join(leading, &[queries, keys]), seed) * std).unwrap();
+    let x = cast(&cast(&x, DType::F32), DType::F64);
+    let largest_score = magnitude(&x).max * scale.abs();
+    let name = format!("softmax {mask:?} {queries}x{keys} scale {scale}");
+    let case = Case::new(name, vec![Input::new("x", x)], move |x| {
+        ops::softmax(&x[0], scale, mask)
+    });
+    let terms = move |p: &Tensor, dp: &Tensor| magnitude(&(p * dp).unwrap()).max * scale.abs();
+    Case {
+        terms: Some(Box::new(terms)),
+        largest_score,
+        ..case
+    }
+}
+
+/// (cos, sin) of shape (T, Dh/2) in f64.
+pub fn angles(length: usize, head_dim: usize) -> (Tensor, Tensor) {
+    let angles: Vec<f64> = (0..length)
+        .flat_map(|t| (0..head_dim / 2).map(move |i| (t, i)))
+        .map(|(t, i)| t as f64 * 1e4f64.powf(-2.0 * i as f64 / head_dim as f64))
+        .collect();
+    let angles = Tensor::from_vec(angles, (length, head_dim / 2), &Device::Cpu).unwrap();
+    (angles.cos().unwrap(), angles.sin().unwrap())
+}
+
+pub fn rope(leading: &[usize], length: usize, head_dim: usize, seed: u64) -> Case {
+    let (cos, sin) = angles(length, head_dim);
+    let inputs = vec![
+        Input::new("x", normal(&join(leading, &[length, head_dim]), seed)),
+        Input::constant("cos", cos),
+        Input::constant("sin", sin),
+    ];
+    Case::new("rope", inputs, |x| ops::rope(&x[0], &x[1], &x[2])).rounded_to(DType::F32)
+}
+
+pub fn linear(leading: &[usize], depth: usize, out: usize, seed: u64) -> Case {
+    let inputs = vec![
+        Input::new("x", normal(&join(leading, &[depth]), seed)),
+        Input::new("weight", normal(&[out, depth], seed + 1)),
+    ];
+    Case::new("linear", inputs, |x| ops::linear(&x[0], &x[1]))
+}
+
+pub fn matmul(leading: &[usize], [m, k, n]: [usize; 3], seed: u64) -> Case {
+    let inputs = vec![
+        Input::new("a", normal(&join(leading, &[m, k]), seed)),
+        Input::new("b", normal(&join(leading, &[k, n]), seed + 1)),
+    ];
+    Case::new("matmul", inputs, |x| ops::matmul(&x[0], &x[1]))
+}
+
+pub fn matmul_transposed(leading: &[usize], [m, k, n]: [usize; 3], seed: u64) -> Case {
+    let inputs = vec![
+        Input::new("a", normal(&join(leading, &[m, k]), seed)),
+        Input::new("b", normal(&join(leading, &[n, k]), seed + 1)),
+    ];
+    Case::new("matmul_transposed", inputs, |x| {
+        ops::matmul_transposed(&x[0], &x[1])
+    })
+}
+
+pub fn embedding(tokens: &[usize], vocab: usize, width: usize, seed: u64) -> Case {
+    let tokens = ids(tokens, vocab, seed);
+    let table = normal(&[vocab, width], seed + 1);
+    Case::new("embedding", vec![Input::new("table", table)], move |x| {
+        ops::embedding(&tokens, &x[0])
+    })
+}
+
+pub fn split_heads([batch, length, heads, head_dim]: [usize; 4], seed: u64) -> Case {
+    let x = normal(&[batch, length, heads * head_dim], seed);
+    Case::new("split_heads", vec![Input::new("x", x)], move |x| {
+        ops::split_heads(&x[0], heads)
+    })
+}
+
+pub fn merge_heads([batch, length, heads, head_dim]: [usize; 4], seed: u64) -> Case {
+    let x = normal(&[batch, heads, length, head_dim], seed);
+    Case::new("merge_heads", vec![Input::new("x", x)], |x| {
+        ops::merge_heads(&x[0])
+    })
+}
+
+/// Every third target does not count where `ignoring`, but never the first.
+pub fn cross_entropy(
+    leading: &[usize],
+    classes: usize,
+    std: f64,
+    ignoring: bool,
+    seed: u64,
+) -> Case {
+    let logits = (normal(&join(leading, &[classes]), seed) * std).unwrap();
+    let logits = cast(&cast(&logits, DType::F32), DType::F64);
+    let mut targets = ids(leading, classes, seed + 1)
+        .flatten_all()
+        .unwrap()
+        .to_vec1()
+        .unwrap();
+    if ignoring {
+        targets
+            .iter_mut()
+            .skip(1)
+            .step_by(3)
+            .for_each(|target| *target = IGNORE);
+    }
+    let counted = targets.iter().filter(|target| **target != IGNORE).count();
+    let targets = Tensor::from_vec(targets, leading, &Device::Cpu).unwrap();
+    let largest_score = magnitude(&logits).max;
+    let name = if ignoring {
+        "cross_entropy_ignoring"
+    } else {
+        "cross_entropy"
+    };
+    let case = Case::new(name, vec![Input::new("logits", logits)], move |x| {
+        if ignoring {
+            ops::cross_entropy_ignoring(&x[0], &targets, IGNORE)
+        } else {
+            ops::cross_entropy(&x[0], &targets)
+        }
+    });
+    // A gradient is (p - 1) / n at the target.
+    let terms = move |_: &Tensor, d_loss: &Tensor| magnitude(d_loss).max / counted as f64;
+    Case {
+        terms: Some(Box::new(terms)),
+        largest_score,
+        ..case
+    }
+}
+
+pub fn attention(
+    leading: &[usize],
+    (queries, keys): (usize, usize),
+    head_dim: usize,
+    (scale, mask): (Option<f64>, Mask),
+    seed: u64,
+) -> Case {
+    let q = normal(&join(leading, &[queries, head_dim]), seed);
+    let k = normal(&join(leading, &[keys, head_dim]), seed + 1);
+    let v = normal(&join(leading, &[keys, head_dim]), seed + 2);
+    let config = AttentionConfig { mask, scale };
+    let scores = q.matmul(&k.t().unwrap()).unwrap();
+    let largest_score = magnitude(&scores).max * config.scale_for(head_dim).abs();
+    let name = format!("attention {mask:?} {queries}x{keys} of {head_dim}");
+    let inputs = vec![Input::new("q", q), Input::new("k", k), Input::new("v", v)];
+    let case = Case::new(name, inputs, move |x| {
+        attention::naive(&x[0], &x[1], &x[2], &config)
+    });
+    Case {
+        largest_score,
+        ..case
+    }
+}

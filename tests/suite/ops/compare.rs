@@ -1,0 +1,105 @@
+//! How far a result is from the exact one, and how far it may be.
+
+use super::case::{Case, Outcome, numbers};
+use candle_core::{DType, Tensor};
+
+/// An error over a tensor: its norm, and its largest element.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    pub norm: f64,
+    pub max: f64,
+}
+
+fn size(values: impl Iterator<Item = f64>) -> Size {
+    let (mut squares, mut max) = (0.0, 0.0f64);
+    for value in values {
+        squares += value * value;
+        max = max.max(value.abs()); // drops a NaN, which the norm keeps
+    }
+    Size {
+        norm: squares.sqrt(),
+        max,
+    }
+}
+
+pub fn magnitude(tensor: &Tensor) -> Size {
+    size(numbers(tensor).into_iter())
+}
+
+pub fn error(tensor: &Tensor, exact: &Tensor) -> Size {
+    assert_eq!(tensor.dims(), exact.dims());
+    let (a, b) = (numbers(tensor), numbers(exact));
+    size(a.into_iter().zip(b).map(|(a, b)| a - b))
+}
+
+/// |a - b| / |b| by norm is at most `limit`, and no element is off by more than `limit` of the largest.
+pub fn assert_close(what: &str, tensor: &Tensor, exact: &Tensor, limit: f64) {
+    let (error, exact) = (error(tensor, exact), magnitude(exact));
+    assert!(
+        error.norm <= limit * exact.norm && error.max <= limit * exact.max,
+        "{what}: off by {error:?} of {exact:?}, which is over {limit:e}"
+    );
+}
+
+/// The distance between 1 and the next number.
+pub fn epsilon(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => f64::EPSILON,
+        DType::F32 => f64::from(f32::EPSILON),
+        DType::F16 => 2f64.powi(-10),
+        DType::BF16 => 2f64.powi(-7),
+        other => panic!("epsilon of {other:?}"),
+    }
+}
+
+/// What errors are measured by, for the output and each gradient: the exact result's size, or its terms' where it is
+/// a small difference of large ones.
+fn yardsticks(case: &Case, exact: &Outcome) -> Vec<Size> {
+    let gradients = exact.gradients.iter().map(|(_, gradient)| gradient);
+    let tensors = std::iter::once(&exact.out).chain(gradients);
+    let mut sizes: Vec<Size> = tensors.map(magnitude).collect();
+    if let Some(terms) = &case.terms {
+        let terms = terms(&exact.out, &case.upstream(&exact.out));
+        sizes[1] = Size {
+            norm: sizes[1].norm.max(terms),
+            max: sizes[1].max.max(terms),
+        };
+    }
+    sizes
+}
+
+/// Errors of the output and each gradient, with their names.
+fn errors<'a>(run: &'a Outcome, exact: &'a Outcome) -> impl Iterator<Item = (String, Size)> + 'a {
+    assert_eq!(run.gradients.len(), exact.gradients.len());
+    let gradients = run.gradients.iter().zip(&exact.gradients);
+    let gradients = gradients.map(|((name, a), (_, b))| (format!("d_{name}"), error(a, b)));
+    std::iter::once(("out".into(), error(&run.out, &exact.out))).chain(gradients)
+}
+
+/// Output and gradients are within `limit` of `exact`, relative by norm and for the largest error.
+pub fn assert_agree(case: &Case, run: &Outcome, exact: &Outcome, limit: f64) {
+    for ((what, error), size) in errors(run, exact).zip(yardsticks(case, exact)) {
+        assert!(
+            error.norm <= limit * size.norm && error.max <= limit * size.max,
+            "{}: {what}: off by {error:?} of {size:?}, which is over {limit:e}",
+            case.name
+        );
+    }
+}
+
+/// Judges `run` by f64 and by `judge`, another computation in the same dtype: the error of `run` is at most
+/// twice (gradients: three times) that of `judge`, plus (4 eps max|score| + 8 eps) of the exact result.
+pub fn assert_no_worse(case: &Case, run: &Outcome, judge: &Outcome, exact: &Outcome) {
+    let eps = epsilon(judge.out.dtype());
+    let floor = 4.0 * eps * case.largest_score + 8.0 * eps;
+    let pairs = errors(run, exact).zip(errors(judge, exact));
+    for (((what, ours), (_, theirs)), size) in pairs.zip(yardsticks(case, exact)) {
+        let factor = if what == "out" { 2.0 } else { 3.0 };
+        assert!(
+            ours.norm <= factor * theirs.norm + floor * size.norm
+                && ours.max <= factor * theirs.max + floor * size.max,
+            "{}: {what}: off by {ours:?}, the other by {theirs:?}, of {size:?}",
+            case.name
+        );
+    }
+}

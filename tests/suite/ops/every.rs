@@ -1,0 +1,66 @@
+//! Every op of the crate as a list of cases: a few dozen elements each, or many tasks each.
+
+use super::case::Case;
+use super::cases::{self, MASKS};
+
+/// Every op once, masks and ignored targets too, on a few dozen elements.
+pub fn small() -> Vec<Case> {
+    let mut cases = vec![
+        cases::relu(&[2, 3, 5], 100),
+        cases::swiglu(&[2, 3, 5], 110),
+        cases::rms_norm(&[2, 3], 7, 120),
+        cases::layer_norm(&[2, 3], 7, 130),
+        cases::rope(&[2, 3], 5, 6, 140),
+        cases::linear(&[2, 3], 5, 4, 150),
+        cases::matmul(&[2, 3], [4, 5, 3], 160),
+        cases::matmul_transposed(&[2, 3], [4, 5, 3], 170),
+        cases::embedding(&[2, 5], 7, 3, 180),
+        cases::split_heads([2, 3, 4, 2], 190),
+        cases::merge_heads([2, 3, 4, 2], 200),
+        cases::cross_entropy(&[2, 3], 7, 2.0, false, 210),
+        cases::cross_entropy(&[2, 3], 7, 2.0, true, 220),
+    ];
+    for (i, mask) in MASKS.into_iter().enumerate() {
+        let seed = 300 + 10 * i as u64;
+        cases.push(cases::softmax(&[2], (3, 5), (0.7, 2.0), mask, seed));
+        cases.push(cases::softmax(&[2], (5, 3), (-0.7, 2.0), mask, seed + 1));
+        cases.push(cases::attention(&[2, 1], (3, 5), 4, (None, mask), seed + 2));
+        cases.push(cases::attention(
+            &[1, 2],
+            (5, 3),
+            4,
+            (Some(0.3), mask),
+            seed + 5,
+        ));
+    }
+    cases
+}
+
+/// Every op on sizes that kernels cut into many tasks.
+pub fn large() -> Vec<Case> {
+    let mut cases = vec![
+        cases::relu(&[257, 323], 1),
+        cases::swiglu(&[257, 323], 2),
+        cases::rms_norm(&[3, 123], 323, 3),
+        cases::layer_norm(&[3, 123], 323, 4),
+        cases::rope(&[2, 5], 257, 40, 5),
+        cases::linear(&[3, 123], 257, 301, 6),
+        cases::linear(&[1], 512, 1031, 7), // a vector by a matrix
+        cases::linear(&[1031], 512, 1, 8), // a matrix by a vector
+        cases::matmul(&[7, 5], [65, 24, 123], 9), // more matrices than threads
+        cases::matmul(&[1], [257, 131, 301], 10), // threads inside the product
+        cases::matmul_transposed(&[7, 5], [65, 24, 123], 11),
+        cases::matmul_transposed(&[1], [257, 131, 301], 12),
+        cases::matmul_transposed(&[5], [257, 40, 123], 13), // between: inside with three threads, beside with one
+        cases::embedding(&[3, 257], 61, 123, 14),
+        cases::split_heads([3, 123, 5, 40], 15),
+        cases::merge_heads([3, 123, 5, 40], 16),
+        cases::cross_entropy(&[3, 123], 257, 3.0, false, 17),
+        cases::cross_entropy(&[3, 123], 257, 3.0, true, 18),
+    ];
+    for mask in MASKS {
+        cases.push(cases::softmax(&[2, 2], (123, 257), (0.3, 3.0), mask, 19));
+        cases.push(cases::attention(&[2, 3], (123, 257), 24, (None, mask), 20));
+    }
+    cases
+}

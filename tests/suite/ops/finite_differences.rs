@@ -1,0 +1,157 @@
+//! Gradients in f64 against differences of the values, element by element, through kernel and reference and for
+//! inputs of any strides.
+
+use super::case::{Case, Input, KERNEL, LIES, REFERENCE, cast, normal, numbers};
+use super::cases::{self, MASKS};
+use super::compare::assert_close;
+use super::every;
+use candle_core::{DType, Device, Tensor};
+use rstest::rstest;
+use tallow::attention::{self, AttentionConfig};
+use tallow::ops::{self, KernelPolicy};
+
+/// Over this distance a fourth-order difference is off by about 1e-12 in both ways, by its order and by rounding.
+const STEP: f64 = 1e-3;
+
+/// sum(out * d_out).
+fn objective(case: &Case, operands: &[Tensor], policy: KernelPolicy) -> f64 {
+    let out = case.value(operands, policy);
+    let d_out = numbers(&case.upstream(&out));
+    numbers(&out).iter().zip(d_out).map(|(y, d)| y * d).sum()
+}
+
+/// The slope of the objective when element `element` of input `input` moves.
+fn slope(case: &Case, input: usize, element: usize, policy: KernelPolicy) -> f64 {
+    let at = |steps: f64| {
+        let mut operands = case.operands(DType::F64);
+        let mut values = numbers(&operands[input]);
+        values[element] += steps * STEP;
+        operands[input] = Tensor::from_vec(values, operands[input].dims(), &Device::Cpu).unwrap();
+        objective(case, &operands, policy)
+    };
+    (8.0 * (at(1.0) - at(-1.0)) - (at(2.0) - at(-2.0))) / (12.0 * STEP)
+}
+
+fn check(case: &Case, policy: KernelPolicy) {
+    let runs = LIES.map(|lie| (lie, case.run_lying(DType::F64, policy, lie)));
+    let mut gradient = 0;
+    for (i, input) in case.inputs.iter().enumerate() {
+        if !input.differentiable {
+            continue;
+        }
+        let elements = 0..input.value.elem_count();
+        let slopes: Vec<f64> = elements
+            .map(|element| slope(case, i, element, policy))
+            .collect();
+        let slopes = Tensor::from_vec(slopes, input.value.dims(), &Device::Cpu).unwrap();
+        for (lie, run) in &runs {
+            let (name, found) = &run.gradients[gradient];
+            let what = format!("{}: d_{name}, {lie:?}, {policy:?}", case.name);
+            assert_close(&what, found, &slopes, 1e-9);
+        }
+        gradient += 1;
+    }
+    assert_eq!(gradient, runs[0].1.gradients.len());
+}
+
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn every_op_on_any_strides(#[case] policy: KernelPolicy) {
+    every::small().iter().for_each(|case| check(case, policy));
+}
+
+/// One tensor in two places, and one repeated by a stride of zero: gradients add up.
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn a_tensor_used_twice(#[case] policy: KernelPolicy) {
+    let one = |name: &str, dims: &[usize], apply: fn(&Tensor) -> tallow::Result<Tensor>| {
+        let inputs = vec![Input::new("x", normal(dims, 7))];
+        Case::new(name, inputs, move |x| apply(&x[0]))
+    };
+    check(&one("swiglu(x, x)", &[3, 5], |x| ops::swiglu(x, x)), policy);
+    check(
+        &one("x x^T", &[2, 3, 5], |x| ops::matmul_transposed(x, x)),
+        policy,
+    );
+    check(&one("linear(x, x)", &[3, 3], |x| ops::linear(x, x)), policy);
+    for mask in MASKS {
+        let config = AttentionConfig { mask, scale: None };
+        let inputs = vec![Input::new("x", normal(&[2, 1, 3, 4], 8))];
+        let itself = Case::new("self-attention", inputs, move |x| {
+            attention::naive(&x[0], &x[0], &x[0], &config)
+        });
+        check(&itself, policy);
+        let inputs = vec![
+            Input::new("q", normal(&[1, 3, 4, 4], 9)),
+            Input::new("kv", normal(&[1, 1, 5, 4], 10)),
+        ];
+        let shared = Case::new("heads that share keys", inputs, move |x| {
+            let keys = x[1].broadcast_as((1, 3, 5, 4))?;
+            attention::naive(&x[0], &keys, &keys, &config)
+        });
+        check(&shared, policy);
+    }
+}
+
+/// Along random directions, where rows are longer than a vector register and rows are many.
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn directions_through_odd_sizes(#[case] policy: KernelPolicy) {
+    let mut every = vec![
+        cases::relu(&[123, 33], 1),
+        cases::swiglu(&[123, 33], 2),
+        cases::rms_norm(&[123], 65, 3),
+        cases::layer_norm(&[123], 65, 4),
+        cases::rope(&[3], 123, 24, 5),
+        cases::linear(&[123], 33, 65, 6),
+        cases::matmul(&[3], [65, 33, 17], 7),
+        cases::matmul_transposed(&[3], [65, 33, 17], 8),
+        cases::embedding(&[123], 31, 33, 9),
+        cases::split_heads([3, 41, 5, 6], 10),
+        cases::merge_heads([3, 41, 5, 6], 11),
+        cases::cross_entropy(&[123], 65, 3.0, false, 12),
+        cases::cross_entropy(&[123], 65, 3.0, true, 13),
+    ];
+    for mask in MASKS {
+        every.push(cases::softmax(&[2], (33, 65), (0.5, 3.0), mask, 14));
+        every.push(cases::attention(&[2, 1], (65, 33), 24, (None, mask), 15));
+    }
+    for case in &every {
+        let run = case.run(DType::F64, policy);
+        let operands = case.operands(DType::F64);
+        let moves = |x: &Tensor| (normal(x.dims(), 0xd1) * 0.25).unwrap();
+        let mut gradient = 0;
+        for (i, input) in case.inputs.iter().enumerate() {
+            if !input.differentiable {
+                continue;
+            }
+            let direction = moves(&input.value);
+            let at = |steps: f64| {
+                let mut operands = operands.clone();
+                let moved = (&direction * (steps * STEP)).unwrap();
+                operands[i] = (&operands[i] + moved).unwrap();
+                objective(case, &operands, policy)
+            };
+            let slope = (8.0 * (at(1.0) - at(-1.0)) - (at(2.0) - at(-2.0))) / (12.0 * STEP);
+            let (name, found) = &run.gradients[gradient];
+            let terms: Vec<f64> = numbers(found)
+                .iter()
+                .zip(numbers(&cast(&direction, DType::F64)))
+                .map(|(g, d)| g * d)
+                .collect();
+            let (sum, size) = (
+                terms.iter().sum::<f64>(),
+                terms.iter().map(|t| t.abs()).sum::<f64>(),
+            );
+            assert!(
+                (slope - sum).abs() <= 1e-9 * size,
+                "{}: d_{name}: {slope} by differences, {sum} by backward",
+                case.name
+            );
+            gradient += 1;
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! NaN, infinities and huge numbers: they stay where they belong, and no finite input makes one.
+
+use super::case::{Case, Input, KERNEL, Outcome, REFERENCE, bits, numbers};
+use super::cases::{self, EPS, IGNORE};
+use candle_core::{DType, Device, Tensor};
+use rstest::rstest;
+use tallow::attention::Mask;
+use tallow::ops::{self, KernelPolicy};
+
+/// `tensor` with some elements of its flattened form replaced.
+fn poisoned(tensor: &Tensor, places: impl IntoIterator<Item = usize>, value: f64) -> Tensor {
+    let mut values = numbers(tensor);
+    places.into_iter().for_each(|place| values[place] = value);
+    Tensor::from_vec(values, tensor.dims(), &Device::Cpu).unwrap()
+}
+
+fn of_rows(rows: &[f64], width: usize) -> Tensor {
+    Tensor::from_vec(rows.to_vec(), (rows.len() / width, width), &Device::Cpu).unwrap()
+}
+
+/// Makes element `place` of input `input` NaN: rows of the output (and of that input's gradient) outside `hit` keep
+/// their bits, and the rows `hit` are NaN in the output.
+fn stays_in(
+    case: impl Fn() -> Case,
+    input: usize,
+    place: usize,
+    hit: &[usize],
+    policy: KernelPolicy,
+) {
+    for dtype in [DType::F32, DType::F64] {
+        let (clean, mut sick) = (case(), case());
+        sick.inputs[input].value = poisoned(&sick.inputs[input].value, [place], f64::NAN);
+        let (healthy, ill) = (clean.run(dtype, policy), sick.run(dtype, policy));
+        let rows = |tensor: &Tensor| -> Vec<Vec<u64>> {
+            let width = tensor.dims().last().copied().unwrap_or(1);
+            bits(tensor).chunks(width).map(<[u64]>::to_vec).collect()
+        };
+        let is_nan = |row: &[u64]| row.iter().all(|bits| f64::from_bits(*bits).is_nan());
+        let (before, after) = (rows(&healthy.out), rows(&ill.out));
+        for (row, (before, after)) in before.iter().zip(&after).enumerate() {
+            if hit.contains(&row) {
+                assert!(is_nan(after), "{}: row {row} hides the NaN", clean.name);
+            } else {
+                assert_eq!(before, after, "{}: row {row}", clean.name);
+            }
+        }
+        if input == 0 {
+            let (before, after) = (rows(&healthy.gradients[0].1), rows(&ill.gradients[0].1));
+            for (row, (before, after)) in before.iter().zip(&after).enumerate() {
+                assert!(
+                    hit.contains(&row) || before == after,
+                    "{}: gradient of row {row}",
+                    clean.name
+                );
+            }
+        }
+    }
+}
+
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn nan_stays_in_its_row(#[case] policy: KernelPolicy) {
+    let width = 37; // over one chunk of 32 lanes: the NaN is neither the first nor the last of its lane
+    for column in [0, 5, 36] {
+        let place = 2 * width + column;
+        stays_in(|| cases::rms_norm(&[4], width, 1), 0, place, &[2], policy);
+        stays_in(|| cases::layer_norm(&[4], width, 1), 0, place, &[2], policy);
+        let softmax = || cases::softmax(&[], (4, width), (0.5, 2.0), Mask::Full, 1);
+        stays_in(softmax, 0, place, &[2], policy);
+        stays_in(|| cases::linear(&[4], width, 5, 1), 0, place, &[2], policy);
+        stays_in(
+            || cases::matmul(&[2], [2, width, 5], 1),
+            0,
+            place,
+            &[2],
+            policy,
+        );
+        stays_in(
+            || cases::embedding(&[6], 4, width, 1),
+            0,
+            3 * width,
+            &[],
+            policy,
+        );
+    }
+    // One element a row.
+    stays_in(|| cases::relu(&[9, 1], 1), 0, 4, &[4], policy);
+    for input in [0, 1] {
+        stays_in(|| cases::swiglu(&[9, 1], 1), input, 4, &[4], policy);
+    }
+}
+
+/// What a mask hides has no say, whatever it is.
+#[rstest]
+fn hidden_scores_have_no_say(
+    #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
+    #[values(Mask::Causal, Mask::CausalEnd)] mask: Mask,
+    #[values(f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30)] value: f64,
+) {
+    for (queries, keys) in [(5, 9), (9, 5), (7, 7)] {
+        let make = || cases::softmax(&[], (queries, keys), (0.5, 2.0), mask, 1);
+        let (clean, mut sick) = (make(), make());
+        let hidden = (0..queries * keys).filter(|place| match mask {
+            Mask::Causal => place % keys > place / keys,
+            _ => place % keys + queries > place / keys + keys,
+        });
+        sick.inputs[0].value = poisoned(&sick.inputs[0].value, hidden, value);
+        for dtype in [DType::F32, DType::F64] {
+            let (clean, sick) = (clean.run(dtype, policy), sick.run(dtype, policy));
+            assert_eq!(bits(&clean.out), bits(&sick.out), "{queries}x{keys}");
+            assert_eq!(
+                numbers(&clean.gradients[0].1),
+                numbers(&sick.gradients[0].1),
+                "{queries}x{keys}"
+            );
+        }
+    }
+}
+
+/// -inf is a score that nobody attends to; huge scores neither overflow nor vanish.
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn softmax_of_infinite_and_huge_scores(#[case] policy: KernelPolicy) {
+    let low = f64::NEG_INFINITY;
+    let x = of_rows(&[0.0, low, 0.0, 1e30, 1e30, -1e30, -1e30, low, -1e30], 3);
+    let case = Case::new("softmax", vec![Input::new("x", x)], |x| {
+        ops::softmax(&x[0], 1.0, Mask::Full)
+    });
+    for dtype in [DType::F32, DType::F64] {
+        let Outcome { out, gradients } = case.run(dtype, policy);
+        assert_eq!(numbers(&out), [0.5, 0.0, 0.5, 0.5, 0.5, 0.0, 0.5, 0.0, 0.5]);
+        let dx = numbers(&gradients[0].1);
+        assert!(dx.iter().all(|dx| dx.is_finite()), "{dx:?}");
+        assert!(dx[0] != 0.0 && dx[1] == 0.0 && dx[5] == 0.0, "{dx:?}");
+    }
+}
+
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn cross_entropy_of_infinite_and_huge_logits(#[case] policy: KernelPolicy) {
+    let low = f64::NEG_INFINITY;
+    let rows = [
+        1e30, -1e30, 0.0, 0.0, low, 0.0, 1e4, 1e4, -1e4, -1e30, -1e30, -1e30,
+    ];
+    let targets = Tensor::new(&[0u32, 2, 1, 2], &Device::Cpu).unwrap();
+    let inputs = vec![Input::new("logits", of_rows(&rows, 3))];
+    let mut case = Case::new("cross_entropy", inputs, move |x| {
+        ops::cross_entropy(&x[0], &targets)
+    });
+    case.d_out = Some(Tensor::new(4f64, &Device::Cpu).unwrap()); // undoes the mean
+    for dtype in [DType::F32, DType::F64] {
+        let Outcome { out, gradients } = case.run(dtype, policy);
+        let loss = numbers(&out)[0];
+        // f32 has no room beside 1e30 for the last row's ln 3, and about 1e-3 beside 1e4.
+        let third = if dtype == DType::F64 { 0.0 } else { 1e-3 };
+        let expected = 2.0 * 2f64.ln() / 4.0;
+        assert!(
+            (loss - expected).abs() <= 1e-6 + third,
+            "{loss}, not {expected}"
+        );
+        let dx = numbers(&gradients[0].1);
+        assert!(dx.iter().all(|dx| dx.is_finite()), "{dx:?}");
+        assert_eq!(dx[..6], [0.0, 0.0, 0.0, 0.5, 0.0, -0.5], "{dx:?}");
+    }
+}
+
+/// A NaN poisons the loss and its own row's gradient; not if its target does not count.
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn cross_entropy_of_nan(#[case] policy: KernelPolicy) {
+    let run = |targets: [u32; 3], value: f64, dtype: DType| {
+        let logits = cases::cross_entropy(&[3], 37, 2.0, false, 5)
+            .inputs
+            .remove(0);
+        let logits = poisoned(&logits.value, [37 + 5], value);
+        let targets = Tensor::new(&targets, &Device::Cpu).unwrap();
+        let case = Case::new(
+            "cross_entropy",
+            vec![Input::new("logits", logits)],
+            move |x| ops::cross_entropy_ignoring(&x[0], &targets, IGNORE),
+        );
+        let Outcome { out, gradients } = case.run(dtype, policy);
+        (numbers(&out)[0], numbers(&gradients[0].1))
+    };
+    for dtype in [DType::F32, DType::F64] {
+        for bad in [f64::NAN, f64::INFINITY] {
+            let (loss, dx) = run([1, 2, 3], bad, dtype);
+            assert!(loss.is_nan());
+            let sick: Vec<bool> = dx
+                .chunks(37)
+                .map(|row| row.iter().any(|dx| dx.is_nan()))
+                .collect();
+            assert_eq!(sick, [false, true, false]);
+            let (loss, dx) = run([1, IGNORE, 3], bad, dtype);
+            let (clean_loss, clean) = run([1, IGNORE, 3], 0.0, dtype);
+            assert_eq!(loss, clean_loss);
+            assert_eq!(dx, clean);
+            assert!(dx[37..74].iter().all(|dx| *dx == 0.0) && dx[..37].iter().all(|dx| *dx != 0.0));
+        }
+    }
+}
+
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn relu_and_swiglu_at_the_ends(#[case] policy: KernelPolicy) {
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    let x = Tensor::new(&[inf, -inf, nan, 0.0, -0.0, 2.0], &Device::Cpu).unwrap();
+    let mut relu = Case::new("relu", vec![Input::new("x", x)], |x| ops::relu(&x[0]));
+    relu.d_out = Some(Tensor::new(&[3f64; 6], &Device::Cpu).unwrap());
+    let gate = [1e4, -1e4, 100.0, -100.0, 0.0];
+    let inputs = vec![
+        Input::new("gate", Tensor::new(&gate, &Device::Cpu).unwrap()),
+        Input::new("up", Tensor::new(&[2f64; 5], &Device::Cpu).unwrap()),
+    ];
+    let mut swiglu = Case::new("swiglu", inputs, |x| ops::swiglu(&x[0], &x[1]));
+    swiglu.d_out = Some(Tensor::new(&[3f64; 5], &Device::Cpu).unwrap());
+    for dtype in [DType::F32, DType::F64] {
+        let run = relu.run(dtype, policy);
+        let (y, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
+        assert!(y[2].is_nan());
+        assert_eq!([y[0], y[1], y[3], y[4], y[5]], [inf, 0.0, 0.0, 0.0, 2.0]);
+        assert_eq!(
+            [dx[0], dx[1], dx[3], dx[4], dx[5]],
+            [3.0, 0.0, 0.0, 0.0, 3.0]
+        );
+
+        let run = swiglu.run(dtype, policy);
+        let close = |found: &Tensor, expected: [f64; 5]| {
+            for (found, expected) in numbers(found).into_iter().zip(expected) {
+                assert!(
+                    (found - expected).abs() <= 1e-5 * expected.abs() + 1e-30,
+                    "{found}, not {expected}"
+                );
+            }
+        };
+        close(&run.out, [2e4, 0.0, 200.0, 0.0, 0.0]);
+        close(&run.gradients[0].1, [6.0, 0.0, 6.0, 0.0, 3.0]);
+        close(&run.gradients[1].1, [3e4, 0.0, 300.0, 0.0, 0.0]);
+    }
+}
+
+/// Rows of zeros: eps keeps the norms finite.
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn norms_of_zeros(#[case] policy: KernelPolicy) {
+    for mut case in [cases::rms_norm(&[2], 7, 1), cases::layer_norm(&[2], 7, 1)] {
+        case.inputs[0].value = poisoned(&case.inputs[0].value, 0..7, 0.0);
+        for dtype in [DType::F32, DType::F64] {
+            let run = case.run(dtype, policy);
+            let (y, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
+            let bias = case
+                .inputs
+                .get(2)
+                .map_or(vec![0.0; 7], |bias| numbers(&bias.value));
+            assert_eq!(y[..7], bias[..]);
+            // The slope there is about 1 / sqrt(eps).
+            let largest = dx[..7].iter().fold(0f64, |a, b| a.max(b.abs()));
+            assert!(
+                largest > 0.1 / EPS.sqrt() && largest < 10.0 / EPS.sqrt(),
+                "{largest}"
+            );
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Which path an op takes: kernels where they exist, references where they do not or where asked for, and a list of
+//! what fell back.
+
+use super::case::{Case, KERNEL, REFERENCE, bits, cast, normal};
+use super::cases;
+use super::every;
+use candle_core::{DType, Device, Tensor};
+use std::panic::catch_unwind;
+use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::ops::{self, Fallback, KernelPolicy, fallbacks, with_kernel_policy};
+use tallow::{Error, Result};
+
+/// The ops, by the names they report, that a case is made of.
+fn op_names(case: &Case) -> Vec<&str> {
+    match case.name.split(' ').next().unwrap() {
+        "attention" => vec!["matmul_transposed", "softmax", "matmul"],
+        "cross_entropy_ignoring" => vec!["cross_entropy"],
+        name => vec![name],
+    }
+}
+
+fn apply(case: &Case, dtype: DType, policy: KernelPolicy) -> Result<Tensor> {
+    with_kernel_policy(policy, || (case.apply)(&case.operands(dtype)))
+}
+
+#[test]
+fn strict_refuses_what_has_no_kernel() {
+    for case in every::small() {
+        for dtype in [DType::BF16, DType::F16] {
+            let error = apply(&case, dtype, KernelPolicy::Strict).unwrap_err();
+            let text = error.to_string();
+            let wanted = [
+                op_names(&case)[0],
+                dtype.as_str(),
+                "Cpu",
+                "no kernel",
+                "KernelPolicy::Prefer",
+            ];
+            assert!(wanted.iter().all(|part| text.contains(part)), "{text}");
+            assert!(matches!(error, Error::NoKernel { .. }), "{error:?}");
+        }
+    }
+}
+
+#[test]
+fn prefer_falls_back_and_says_so() {
+    for case in every::small() {
+        let half = apply(&case, DType::BF16, KernelPolicy::Prefer).unwrap();
+        let reference = apply(&case, DType::BF16, REFERENCE).unwrap();
+        assert_eq!(bits(&half), bits(&reference), "{}", case.name);
+        let list = fallbacks();
+        assert!(list.is_sorted());
+        for name in op_names(&case) {
+            let listed = |f: &&Fallback| f.op == name && f.dtype == "bf16" && f.device == "Cpu";
+            assert_eq!(list.iter().filter(listed).count(), 1, "{name}: {list:?}");
+        }
+        // Neither a kernel that ran nor a reference that was asked for is a fallback.
+        for dtype in [DType::F32, DType::F64] {
+            for policy in [KernelPolicy::Prefer, REFERENCE] {
+                apply(&case, dtype, policy).unwrap();
+            }
+        }
+    }
+    let wrong = |f: &Fallback| f.dtype == "f32" || f.dtype == "f64";
+    assert!(!fallbacks().iter().any(wrong), "{:?}", fallbacks());
+}
+
+/// `Prefer` is what there is without asking, and takes the kernel.
+#[test]
+fn prefer_is_the_default_and_takes_kernels() {
+    assert_eq!(KernelPolicy::default(), KernelPolicy::Prefer);
+    // Softmax tells its two paths apart by the last bits.
+    let case = cases::softmax(&[3], (33, 65), (0.3, 3.0), Mask::Full, 1);
+    let operands = case.operands(DType::F32);
+    let plain = bits(&(case.apply)(&operands).unwrap());
+    assert_eq!(plain, bits(&case.value(&operands, KernelPolicy::Prefer)));
+    assert_eq!(plain, bits(&case.value(&operands, KERNEL)));
+    assert_ne!(plain, bits(&case.value(&operands, REFERENCE)));
+}
+
+#[test]
+fn policies_nest_end_on_panic_and_hold_for_one_thread() {
+    let half = cast(&normal(&[3], 1), DType::BF16);
+    let strict = || ops::relu(&half).is_err();
+    assert!(!strict());
+    with_kernel_policy(KernelPolicy::Strict, || {
+        assert!(strict());
+        assert!(!with_kernel_policy(KernelPolicy::Reference, strict));
+        assert!(strict());
+        let elsewhere = std::thread::scope(|scope| scope.spawn(strict).join().unwrap());
+        assert!(!elsewhere);
+    });
+    assert!(!strict());
+    let caught = catch_unwind(|| with_kernel_policy(KernelPolicy::Strict, || panic!("inside")));
+    assert!(caught.is_err() && !strict());
+}
+
+/// The public references are what `KernelPolicy::Reference` runs.
+#[test]
+fn references_can_be_called() {
+    let cpu = Device::Cpu;
+    let (x, weight, bias) = (normal(&[3, 6], 1), normal(&[6], 2), normal(&[6], 3));
+    let square = normal(&[6, 6], 4);
+    let (cos, sin) = cases::angles(3, 6);
+    let ids = Tensor::new(&[5u32, 0, 5], &cpu).unwrap();
+    let same = |direct: Result<Tensor>, op: &dyn Fn() -> Result<Tensor>| {
+        let through_policy = with_kernel_policy(REFERENCE, op).unwrap();
+        assert_eq!(bits(&direct.unwrap()), bits(&through_policy));
+    };
+    same(ops::relu::reference(&x), &|| ops::relu(&x));
+    same(ops::swiglu::reference(&x, &x), &|| ops::swiglu(&x, &x));
+    same(ops::rms_norm::reference(&x, &weight, 1e-5), &|| {
+        ops::rms_norm(&x, &weight, 1e-5)
+    });
+    same(
+        ops::layer_norm::reference(&x, &weight, &bias, 1e-5),
+        &|| ops::layer_norm(&x, &weight, &bias, 1e-5),
+    );
+    same(ops::softmax::reference(&x, 0.5, Mask::Causal), &|| {
+        ops::softmax(&x, 0.5, Mask::Causal)
+    });
+    same(ops::rope::reference(&x, &cos, &sin), &|| {
+        ops::rope(&x, &cos, &sin)
+    });
+    same(ops::linear::reference(&x, &square), &|| {
+        ops::linear(&x, &square)
+    });
+    same(ops::embedding::reference(&ids, &x.t().unwrap()), &|| {
+        ops::embedding(&ids, &x.t().unwrap())
+    });
+    same(ops::matmul::reference(&x, &square, false), &|| {
+        ops::matmul(&x, &square)
+    });
+    same(ops::matmul::reference(&x, &square, true), &|| {
+        ops::matmul_transposed(&x, &square)
+    });
+    same(ops::cross_entropy::reference(&x, &ids, None), &|| {
+        ops::cross_entropy(&x, &ids)
+    });
+    same(ops::cross_entropy::reference(&x, &ids, Some(5)), &|| {
+        ops::cross_entropy_ignoring(&x, &ids, 5)
+    });
+}
+
+/// `None` is 1 / sqrt(Dh), and the default mask hides nothing.
+#[test]
+fn the_default_attention() {
+    let (q, k, v) = (
+        normal(&[1, 2, 3, 16], 1),
+        normal(&[1, 2, 5, 16], 2),
+        normal(&[1, 2, 5, 16], 3),
+    );
+    let default = attention::naive(&q, &k, &v, &AttentionConfig::default()).unwrap();
+    let spelled = AttentionConfig {
+        mask: Mask::Full,
+        scale: Some(0.25),
+    };
+    let spelled = attention::naive(&q, &k, &v, &spelled).unwrap();
+    assert_eq!(bits(&default), bits(&spelled));
+}

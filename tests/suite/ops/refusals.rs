@@ -1,0 +1,239 @@
+//! Bad input: each error names the op, what it expected and what it got, with kernel and reference alike.
+
+use super::case::{cast, normal};
+use super::cases::angles;
+use super::every;
+use candle_core::{DType, Device, Tensor};
+use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::ops::{self, KernelPolicy, with_kernel_policy};
+use tallow::{Error, Result};
+
+const POLICIES: [KernelPolicy; 3] = [
+    KernelPolicy::Prefer,
+    KernelPolicy::Strict,
+    KernelPolicy::Reference,
+];
+
+/// The error is `kind`, and its text has every one of `parts`, whatever the policy.
+pub fn refused(kind: fn(&Error) -> bool, parts: &[&str], op: impl Fn() -> Result<Tensor>) {
+    for policy in POLICIES {
+        let error = with_kernel_policy(policy, &op).expect_err(parts[0]);
+        let text = error.to_string();
+        for part in parts {
+            assert!(
+                text.contains(part),
+                "{policy:?}: {part:?} is not in {text:?}"
+            );
+        }
+        assert!(kind(&error), "{policy:?}: {error:?}");
+        // Through candle and back in a `?` the text survives.
+        assert!(candle_core::Error::from(error).to_string().contains(&text));
+    }
+}
+
+fn shape(op: &str, parts: &[&str], f: impl Fn() -> Result<Tensor>) {
+    let op = format!("{op}: expected ");
+    let parts = [&[op.as_str(), "got "], parts].concat();
+    refused(|error| matches!(error, Error::Shape { .. }), &parts, f);
+}
+
+pub fn dtype(op: &str, parts: &[&str], f: impl Fn() -> Result<Tensor>) {
+    let op = format!("{op}: expected ");
+    let parts = [&[op.as_str(), "got "], parts].concat();
+    refused(|error| matches!(error, Error::DType { .. }), &parts, f);
+}
+
+pub fn x(dims: &[usize]) -> Tensor {
+    normal(dims, 1)
+}
+
+fn narrow(dims: &[usize]) -> Tensor {
+    cast(&x(dims), DType::F32)
+}
+
+pub fn ids(values: &[u32]) -> Tensor {
+    Tensor::new(values, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn shapes_of_linear_and_products() {
+    shape("linear", &["(..., 5)", "x [2, 4]", "weight [3, 5]"], || {
+        ops::linear(&x(&[2, 4]), &x(&[3, 5]))
+    });
+    shape("linear", &["(out, in)", "weight [5]"], || {
+        ops::linear(&x(&[2, 5]), &x(&[5]))
+    });
+    shape("linear", &["x []"], || ops::linear(&x(&[]), &x(&[3, 5])));
+    shape(
+        "matmul",
+        &["(..., K, N)", "a [2, 3, 4]", "b [2, 5, 4]"],
+        || ops::matmul(&x(&[2, 3, 4]), &x(&[2, 5, 4])),
+    );
+    shape("matmul", &["leading", "a [2, 3, 4]", "b [3, 4, 5]"], || {
+        ops::matmul(&x(&[2, 3, 4]), &x(&[3, 4, 5]))
+    });
+    shape("matmul", &["a [4]"], || ops::matmul(&x(&[4]), &x(&[4, 5])));
+    shape("matmul_transposed", &["(..., N, K)", "b [4, 5]"], || {
+        ops::matmul_transposed(&x(&[3, 4]), &x(&[4, 5]))
+    });
+}
+
+#[test]
+fn shapes_of_norms() {
+    for width in [4, 6] {
+        let weight = format!("weight [{width}]");
+        shape("rms_norm", &["(5,)", "[2, 5]", &weight], || {
+            ops::rms_norm(&x(&[2, 5]), &x(&[width]), 1e-5)
+        });
+        shape(
+            "layer_norm",
+            &["(5,)", "[2, 5]", &weight, "bias [5]"],
+            || ops::layer_norm(&x(&[2, 5]), &x(&[width]), &x(&[5]), 1e-5),
+        );
+        shape("layer_norm", &["(5,)", &format!("bias [{width}]")], || {
+            ops::layer_norm(&x(&[2, 5]), &x(&[5]), &x(&[width]), 1e-5)
+        });
+    }
+    shape("rms_norm", &["weight [1, 5]"], || {
+        ops::rms_norm(&x(&[2, 5]), &x(&[1, 5]), 1e-5)
+    });
+    shape("rms_norm", &["a scalar"], || {
+        ops::rms_norm(&x(&[]), &x(&[1]), 1e-5)
+    });
+    shape("rms_norm", &["not empty"], || {
+        ops::rms_norm(&x(&[2, 0]), &x(&[0]), 1e-5)
+    });
+    shape("layer_norm", &["not empty"], || {
+        ops::layer_norm(&x(&[2, 0]), &x(&[0]), &x(&[0]), 1e-5)
+    });
+}
+
+#[test]
+fn shapes_of_softmax_and_attention() {
+    shape("softmax", &["a scalar"], || {
+        ops::softmax(&x(&[]), 1.0, Mask::Full)
+    });
+    shape("softmax", &["at least one key", "[2, 0]"], || {
+        ops::softmax(&x(&[2, 0]), 1.0, Mask::Full)
+    });
+    shape("softmax", &["[5]", "Causal"], || {
+        ops::softmax(&x(&[5]), 1.0, Mask::Causal)
+    });
+    let attend = |q: &[usize], k: &[usize], v: &[usize]| {
+        attention::naive(&x(q), &x(k), &x(v), &AttentionConfig::default())
+    };
+    let sizes = ["q [1, 2, 3, 4]", "k [1, 2, 5, 6]", "v [1, 2, 5, 4]"];
+    shape("attention::naive", &sizes, || {
+        attend(&[1, 2, 3, 4], &[1, 2, 5, 6], &[1, 2, 5, 4])
+    });
+    shape("attention::naive", &["v [1, 2, 6, 4]"], || {
+        attend(&[1, 2, 3, 4], &[1, 2, 5, 4], &[1, 2, 6, 4])
+    });
+    shape("attention::naive", &["k [1, 1, 5, 4]"], || {
+        attend(&[1, 2, 3, 4], &[1, 1, 5, 4], &[1, 1, 5, 4])
+    });
+    shape("attention::naive", &["v [2, 1, 5, 4]"], || {
+        attend(&[1, 2, 3, 4], &[1, 2, 5, 4], &[2, 1, 5, 4])
+    });
+    shape("attention::naive", &["q [1, 2, 3, 0]"], || {
+        attend(&[1, 2, 3, 0], &[1, 2, 5, 0], &[1, 2, 5, 4])
+    });
+    shape("attention::naive", &["q [4]"], || {
+        attend(&[4], &[5, 4], &[5, 4])
+    });
+    shape("softmax", &["at least one key"], || {
+        attend(&[2, 3, 4], &[2, 0, 4], &[2, 0, 4])
+    });
+}
+
+#[test]
+fn shapes_of_the_rest() {
+    let (cos, sin) = angles(3, 6);
+    for dims in [&[2, 4, 6][..], &[2, 3, 8], &[2, 3, 7], &[6]] {
+        let got = format!("x {dims:?}, cos [3, 3], sin [3, 3]");
+        shape("rope", &["Dh even", &got], || {
+            ops::rope(&x(dims), &cos, &sin)
+        });
+    }
+    shape("rope", &["sin [3, 2]"], || {
+        ops::rope(&x(&[3, 6]), &cos, &x(&[3, 2]))
+    });
+    shape("swiglu", &["[2, 3]", "[3, 2]"], || {
+        ops::swiglu(&x(&[2, 3]), &x(&[3, 2]))
+    });
+    shape("embedding", &["(V, D)", "[5]"], || {
+        ops::embedding(&ids(&[0]), &x(&[5]))
+    });
+    shape("split_heads", &["4 heads", "[2, 3, 6]"], || {
+        ops::split_heads(&x(&[2, 3, 6]), 4)
+    });
+    shape("split_heads", &["0 heads"], || {
+        ops::split_heads(&x(&[2, 3, 6]), 0)
+    });
+    shape("split_heads", &["(B, T, D)", "[3, 6]"], || {
+        ops::split_heads(&x(&[3, 6]), 2)
+    });
+    shape("merge_heads", &["(B, H, T, Dh)", "[2, 3, 6]"], || {
+        ops::merge_heads(&x(&[2, 3, 6]))
+    });
+    shape("cross_entropy", &["[2, 3, 5]", "targets [2]"], || {
+        ops::cross_entropy(&x(&[2, 3, 5]), &ids(&[0, 1]))
+    });
+    shape("cross_entropy", &["a scalar"], || {
+        ops::cross_entropy(&x(&[]), &ids(&[0]))
+    });
+}
+
+#[test]
+fn mixed_dtypes() {
+    let (wide, f32s) = (x(&[2, 3]), narrow(&[2, 3]));
+    let row = narrow(&[3]);
+    let parts = |name: &'static str| ["one dtype, f64", name, "f32", "to_dtype"];
+    dtype("linear", &parts("weight in"), || ops::linear(&wide, &f32s));
+    dtype("matmul", &parts("b in"), || {
+        ops::matmul(&wide, &narrow(&[3, 2]))
+    });
+    dtype("matmul_transposed", &parts("b in"), || {
+        ops::matmul_transposed(&wide, &f32s)
+    });
+    dtype("swiglu", &parts("up in"), || ops::swiglu(&wide, &f32s));
+    dtype("rms_norm", &parts("weight in"), || {
+        ops::rms_norm(&wide, &row, 1e-5)
+    });
+    dtype("layer_norm", &parts("bias in"), || {
+        ops::layer_norm(&wide, &x(&[3]), &row, 1e-5)
+    });
+    let (cos, sin) = angles(2, 6);
+    let cos_f32 = cast(&cos, DType::F32);
+    dtype("rope", &parts("cos in"), || {
+        ops::rope(&x(&[2, 6]), &cos_f32, &sin)
+    });
+    dtype("attention::naive", &parts("v in"), || {
+        attention::naive(&wide, &wide, &f32s, &AttentionConfig::default())
+    });
+}
+
+/// Asked of the allocator first: a panic or a killed process would take the whole run with it.
+#[test]
+fn more_memory_than_there_is() {
+    let column = Tensor::zeros((1 << 22, 1), DType::F32, &Device::Cpu).unwrap();
+    let error = ops::linear(&column, &column).unwrap_err().to_string();
+    let wanted_bytes = (1u64 << 46).to_string();
+    for part in [wanted_bytes.as_str(), "bytes of memory", "available"] {
+        assert!(error.contains(part), "{part:?} is not in {error:?}");
+    }
+}
+
+/// Integers have no gradient and no kernel, and must not slip through a reference either.
+#[test]
+fn integers_where_floats_belong() {
+    for case in every::small() {
+        let name = match case.name.split(' ').next().unwrap() {
+            "attention" => "matmul_transposed",
+            "cross_entropy_ignoring" => "cross_entropy",
+            name => name,
+        };
+        let operands = case.operands(DType::U32);
+        dtype(name, &["floating-point", "u32"], || (case.apply)(&operands));
+    }
+}
