@@ -66,21 +66,20 @@ pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<u32>) -
 
 fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     let device = logits.device();
-    let rows = targets.ids.len();
-    let logits = widen(&input(logits))?.reshape((rows, ()))?; // (N, V)
-    let counted: Vec<f32> = (0..rows)
-        .map(|i| f32::from(targets.get(i).is_some()))
-        .collect();
-    let counted = Tensor::from_vec(counted, rows, device)?.to_dtype(logits.dtype())?; // (N)
-    let classes: Vec<u32> = (0..rows)
-        .map(|i| targets.get(i).unwrap_or(0) as u32)
-        .collect();
-    let classes = Tensor::from_vec(classes, (rows, 1), device)?; // (N, 1)
-    let top = logits.max_keepdim(D::Minus1)?.detach(); // (N, 1)
+    // The rows that count, and their classes; the others are left out, so that not even a NaN in them counts.
+    let (rows, classes): (Vec<u32>, Vec<u32>) = (0..targets.ids.len())
+        .filter_map(|row| Some((row as u32, targets.get(row)? as u32)))
+        .unzip();
+    let classes = Tensor::from_vec(classes, (targets.counted, 1), device)?; // (n, 1)
+    let rows = Tensor::from_vec(rows, targets.counted, device)?; // (n)
+    let logits = widen(&input(logits))?
+        .reshape((targets.ids.len(), ()))?
+        .index_select(&rows, 0)?; // (n, V)
+    let top = logits.max_keepdim(D::Minus1)?.detach(); // (n, 1)
     let total = logits.broadcast_sub(&top)?.exp()?.sum_keepdim(D::Minus1)?;
-    let lse = (total.log()? + top)?; // (N, 1)
-    let losses = (lse - logits.gather(&classes, D::Minus1)?)?.squeeze(1)?; // (N)
-    Ok(((losses * counted)?.sum_all()? / targets.counted as f64)?)
+    let lse = (total.log()? + top)?; // (n, 1)
+    let losses = (lse - logits.gather(&classes, D::Minus1)?)?;
+    Ok((losses.sum_all()? / targets.counted as f64)?)
 }
 
 /// Class ids on the host, checked, and how many of them count.

@@ -68,18 +68,19 @@ pub(super) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
 
 /// As [`choose`], for an op that knows itself whether it has a kernel for `x`.
 pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Result<Path> {
+    // First of all: a reference would compute with integers, and be wrong in silence.
+    if !x.dtype().is_float() {
+        return Err(Error::DType {
+            op,
+            expected: "a floating-point tensor".into(),
+            got: x.dtype().as_str().into(),
+            hint: "convert with to_dtype".into(),
+        });
+    }
     match (POLICY.get(), has_kernel) {
         (KernelPolicy::Reference, _) => Ok(Path::Reference),
         (_, true) => Ok(Path::Kernel),
         (policy, false) => {
-            if !x.dtype().is_float() {
-                return Err(Error::DType {
-                    op,
-                    expected: "a floating-point tensor".into(),
-                    got: x.dtype().as_str().into(),
-                    hint: "convert with to_dtype".into(),
-                });
-            }
             let dtype = x.dtype().as_str().to_string();
             let device = format!("{:?}", x.device().location());
             if policy == KernelPolicy::Strict {

@@ -29,7 +29,9 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// As [`embedding`].
 pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     let (_, shape) = check(tokens, table)?;
-    let rows = input(table).index_select(&tokens.flatten_all()?, 0)?;
+    let rows = input(table)
+        .contiguous()?
+        .index_select(&tokens.flatten_all()?, 0)?;
     Ok(rows.reshape(shape)?)
 }
 

@@ -97,7 +97,7 @@ impl CustomOp2 for Linear {
         dy: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let (out, depth) = weight.dims2()?;
-        let rows = dy.elem_count() / out.max(1);
+        let rows = dy.dims()[..dy.rank() - 1].iter().product();
         let dy = dy.contiguous()?;
         for_real!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;

@@ -8,7 +8,7 @@ use crate::kernels::cpu::relu as kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 
-/// `y = max(x, 0)`, elementwise. Backward: `dx = dy` where y > 0, else 0. Kept for backward: y, which its reader keeps
+/// `y = max(x, 0)`, elementwise. Backward: `dx = 0` where y is 0, else dy. Kept for backward: y, which its reader keeps
 /// anyway.
 ///
 /// # Errors
@@ -20,12 +20,13 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// [`relu`] in plain candle ops.
+/// [`relu`] in plain candle ops. Not candle's own relu, whose gradient at 0 is 1 and which turns NaN into 0.
 ///
 /// # Errors
 /// As [`relu`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
-    Ok(input(x).relu()?)
+    let x = input(x);
+    Ok(x.le(0.0)?.where_cond(&x.zeros_like()?, &x)?)
 }
 
 struct Relu;

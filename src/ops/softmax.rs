@@ -7,7 +7,7 @@ use super::record::{apply1, input, widen};
 use crate::kernels::{Mask, cpu::softmax as kernel};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Shape, Tensor};
 
 /// `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves: x and p (..., Tq, Tk).
 ///
@@ -48,27 +48,39 @@ pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
 /// As [`softmax`].
 pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let (queries, keys) = check(x, mask)?;
-    let scores = (widen(&input(x))? * scale)?;
+    if x.elem_count() == 0 {
+        return Ok(input(x).contiguous()?); // candle refuses to reduce nothing
+    }
+    let wide = widen(&input(x))?;
+    // In the dtype before on the device: Metal has no f64.
+    let scalar = |value: f64| -> candle_core::Result<Tensor> {
+        let value = Tensor::new(value, &Device::Cpu)?.to_dtype(wide.dtype())?;
+        value.to_device(x.device())
+    };
+    // Not `wide * scale`: candle drops the gradient where that factor is 0.
+    let scores = wide.broadcast_mul(&scalar(scale)?)?;
     if mask == Mask::Full {
         let top = scores.max_keepdim(D::Minus1)?.detach();
         let e = scores.broadcast_sub(&top)?.exp()?;
         let p = e.broadcast_div(&e.sum_keepdim(D::Minus1)?)?;
         return Ok(p.to_dtype(x.dtype())?);
     }
-    let visible: Vec<f32> = (0..queries)
+    let seen: Vec<u8> = (0..queries)
         .flat_map(|i| (0..keys).map(move |j| (i, j)))
-        .map(|(i, j)| f32::from(mask.visible(i, queries, keys).contains(&j)))
+        .map(|(i, j)| u8::from(mask.visible(i, queries, keys).contains(&j)))
         .collect();
-    let visible =
-        Tensor::from_vec(visible, (queries, keys), x.device())?.to_dtype(scores.dtype())?;
+    let seen = Tensor::from_vec(seen, (queries, keys), x.device())?;
+    let visible = seen.to_dtype(scores.dtype())?;
     // Low enough to vanish under exp beside any score, and finite: a row that sees nothing is 0 / 1, not NaN.
     let low = if scores.dtype() == DType::F64 {
-        1e300
+        -1e300
     } else {
-        1e38
+        -1e38
     };
-    let hidden = ((&visible - 1.0)? * low)?;
-    let scores = scores.broadcast_mul(&visible)?.broadcast_add(&hidden)?;
+    // Chosen, not multiplied away: a hidden NaN or infinity has no say.
+    let scores = seen
+        .broadcast_as(scores.shape())?
+        .where_cond(&scores, &scalar(low)?.broadcast_as(scores.shape())?)?;
     let top = scores.max_keepdim(D::Minus1)?.detach();
     let e = scores.broadcast_sub(&top)?.exp()?.broadcast_mul(&visible)?;
     let total = e.sum_keepdim(D::Minus1)?;

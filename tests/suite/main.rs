@@ -6,6 +6,7 @@ mod data;
 mod golden;
 mod memory;
 mod model;
+mod ops;
 mod optim;
 mod report;
 mod train;

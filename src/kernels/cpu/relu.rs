@@ -17,7 +17,7 @@ pub fn forward<T: Real>(x: &[T], y: &mut [T]) {
     });
 }
 
-/// `dx = dy` where the output was positive, else 0 (at 0 too, as in PyTorch).
+/// `dx = 0` where the output was 0, else dy: at an input of 0 nothing passes, at NaN everything, as in PyTorch.
 pub fn backward<T: Real>(dy: &[T], y: &[T], dx: &mut [T]) {
     parallel::for_rows(dx, 1, |first, dx| {
         let (dy, y) = (&dy[first..], &y[first..]);
@@ -25,7 +25,7 @@ pub fn backward<T: Real>(dy: &[T], y: &[T], dx: &mut [T]) {
             #[inline(always)]
             || {
                 for ((dx, dy), y) in dx.iter_mut().zip(dy).zip(y) {
-                    *dx = if *y > T::ZERO { *dy } else { T::ZERO };
+                    *dx = if *y <= T::ZERO { T::ZERO } else { *dy };
                 }
             },
         );
