@@ -11,13 +11,22 @@ use tallow::report::{Fields, Format, Report};
 use tallow::{Error, Result};
 
 /// The allocator below, as the header names it.
-const ALLOCATOR: &str = "mimalloc, tracked";
+const ALLOCATOR: &str = "mimalloc, keeping freed pages, tracked";
 
 /// candle's CPU backend allocates afresh for every op, so what an allocator does with freed pages is a good part of a
-/// step (README has the figures). Counting costs nothing that could be measured.
+/// step (README has the figures).
 #[global_allocator]
 static GLOBAL: Tracker<mimalloc::MiMalloc> = Tracker::new(mimalloc::MiMalloc);
 
+/// mimalloc gives freed pages back after a while, and a later step faults them in again: let it keep them.
+fn keep_freed_pages() {
+    /// `mi_option_purge_delay` of mimalloc 2 and 3, which the bindings leave out.
+    const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
+    // SAFETY: sets an option, which mimalloc reads atomically.
+    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
+}
+
+/// Flags of every example.
 #[derive(Args, Clone, Debug)]
 pub struct Common {
     /// Where to run: cpu, cuda:0, metal:0
@@ -131,6 +140,7 @@ pub fn progress(text: impl std::fmt::Display) {
 
 /// Runs an example: an error goes to stderr, in words, and into the exit code.
 pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
+    keep_freed_pages();
     match example() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -2,6 +2,7 @@
 
 use super::Real;
 use super::parallel::{self, Shared};
+use std::ops::Range;
 
 /// A read-only matrix over a slice, with strides in elements.
 #[derive(Clone, Copy)]
@@ -68,24 +69,81 @@ pub fn matmul<T: Real>(
         }
         return;
     }
+    match threads {
+        Threads::One => panel(a, b, c.as_mut_ptr(), 0..a.rows, 0..b.cols, accumulate, 1),
+        Threads::All => panels(a, b, c, accumulate),
+    }
+}
+
+/// FLOPs worth a task of their own: a millisecond of one core.
+const PANEL_FLOPS: f64 = 128e6;
+
+/// Panels at most: each packs the factor that it shares with the others again.
+const MAX_PANELS: usize = 8;
+
+/// The product in panels of c, side by side.
+///
+/// One task a panel meets the other threads once a product, where the `gemm` crate's own parallelism meets them at every
+/// block of the depth; on two cores that is worth a tenth. The panels depend on the shape alone, and so do the bits.
+fn panels<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>, c: &mut [T], accumulate: bool) {
+    let (rows, cols) = (a.rows, b.cols);
+    let flops = 2.0 * rows as f64 * cols as f64 * a.cols as f64;
+    let count = ((flops / PANEL_FLOPS) as usize).clamp(1, MAX_PANELS);
+    // By columns, where packing is cheaper to repeat, unless c is a tall strip.
+    let by_rows = rows > 4 * cols;
+    let length = if by_rows { rows } else { cols };
+    let step = length.div_ceil(count).next_multiple_of(REGISTER_TILE);
+    let step = step.max(MIN_PANEL);
+    let count = length.div_ceil(step);
+    let threads = rayon::current_num_threads().div_ceil(count);
+    let c = Shared::new(c);
+    parallel::for_tasks(count, |i| {
+        let part = i * step..length.min((i + 1) * step);
+        let c = c.as_mut_ptr(); // the panels have no element in common, and `panel` writes its own alone
+        match by_rows {
+            true => panel(a, b, c, part, 0..cols, accumulate, threads),
+            false => panel(a, b, c, 0..rows, part, accumulate, threads),
+        }
+    });
+}
+
+/// Rows or columns of a register tile, in elements: four AVX-512 registers of f32.
+const REGISTER_TILE: usize = 64;
+
+/// A narrower panel spends too much on packing the other factor.
+const MIN_PANEL: usize = 2 * REGISTER_TILE;
+
+/// The rows and columns of `c = a b` that the ranges name; c is (a.rows, b.cols), row by row.
+fn panel<T: Real>(
+    a: MatRef<'_, T>,
+    b: MatRef<'_, T>,
+    c: *mut T,
+    rows: Range<usize>,
+    cols: Range<usize>,
+    accumulate: bool,
+    threads: usize,
+) {
+    assert!(rows.end <= a.rows && cols.end <= b.cols);
     let parallelism = match threads {
-        Threads::All => gemm::Parallelism::Rayon(rayon::current_num_threads()),
-        Threads::One => gemm::Parallelism::None,
+        1 => gemm::Parallelism::None,
+        threads => gemm::Parallelism::Rayon(threads),
     };
-    // SAFETY: the views' constructors checked that sizes and strides stay inside their slices, and c is exclusive.
+    let c_row = b.cols;
+    // SAFETY: the views' constructors checked that sizes and strides stay inside their slices, the ranges were checked
+    // above, and `matmul` checked that c has a.rows * b.cols elements.
     unsafe {
         gemm::gemm(
-            a.rows,
-            b.cols,
+            rows.len(),
+            cols.len(),
             a.cols,
-            c.as_mut_ptr(),
+            c.add(rows.start * c_row + cols.start),
             1,
-            b.cols as isize,
+            c_row as isize,
             accumulate,
-            a.data.as_ptr(),
+            a.data.as_ptr().add(rows.start * a.row_stride),
             a.col_stride as isize,
             a.row_stride as isize,
-            b.data.as_ptr(),
+            b.data.as_ptr().add(cols.start * b.col_stride),
             b.col_stride as isize,
             b.row_stride as isize,
             T::ONE,

@@ -32,6 +32,11 @@ impl<'a, T> Shared<'a, T> {
         }
     }
 
+    /// Where the slice begins.
+    pub fn as_mut_ptr(&self) -> *mut T {
+        self.start
+    }
+
     /// The elements `start..start + len`.
     ///
     /// # Safety
