@@ -5,7 +5,7 @@ use crate::memory::{self, Mode, Workload, system, tracker};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::optim::{AdamW, AdamWConfig};
 use crate::report::Fields;
-use crate::{Result, no_grad, ops};
+use crate::{Result, no_grad};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Optimizer;
@@ -139,9 +139,7 @@ impl EndToEnd {
         let targets = self.random_tokens(1, device)?; // (B, T)
         let laps = Laps::new(device).warmup(self.warmup_steps).on_step(on_step);
         let forward_backward = |lap: &mut super::Lap<'_>| {
-            let loss = lap.time("forward", || {
-                ops::cross_entropy(&model.forward(&tokens)?, &targets)
-            })?;
+            let loss = lap.time("forward", || model.loss(&tokens, &targets))?;
             // The graph goes with the loss, before anything else asks for memory.
             lap.time("backward", move || loss.backward())
         };

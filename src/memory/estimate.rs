@@ -105,8 +105,8 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     // candle adds every gradient to zeros, so a gradient exists three times for a moment. The moments that count: the
     // logits' gradient, when no weight has one yet; and, when nearly every weight has one, the first block's gate, or
     // the embedding table's own gradient.
-    let at_logits = 3.0 * logits;
-    let at_first_block = gradients + n * d + 5.0 * n * f;
+    let at_logits = logits + n * d + v * d;
+    let at_first_block = gradients + 2.0 * n * d + 3.0 * n * f;
     let at_embedding = gradients + 2.0 * v * d + 3.0 * n * d;
     let beyond = if backward {
         at_logits.max(at_first_block).max(at_embedding)

@@ -3,7 +3,7 @@
 use super::TransformerConfig;
 use crate::files::{self, TensorFile};
 use crate::nn::{self, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join};
-use crate::{Error, Result, device};
+use crate::{Error, Result, device, ops};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::collections::{HashMap, HashSet};
@@ -194,6 +194,23 @@ impl TransformerLM {
     /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the vocabulary (found on the
     /// host before any kernel runs).
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
+        self.lm_head.forward(&self.hidden(tokens)?) // (B, T, V)
+    }
+
+    /// The mean cross-entropy of the next tokens: tokens and targets (B, T) u32, the loss a scalar.
+    ///
+    /// The same as [`ops::cross_entropy`](ops::cross_entropy()) of [`forward`](Self::forward), cheaper: head and loss are
+    /// one op, [`ops::linear_cross_entropy`](ops::linear_cross_entropy()).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); targets of another shape than the tokens, or outside the vocabulary.
+    pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let hidden = self.hidden(tokens)?; // (B, T, D)
+        ops::linear_cross_entropy(&hidden, self.lm_head.weight(), targets)
+    }
+
+    /// What the head reads: (B, T, D).
+    fn hidden(&self, tokens: &Tensor) -> Result<Tensor> {
         let limit = self.config.context_length;
         match *tokens.dims() {
             [batch, length] if batch > 0 && (1..=limit).contains(&length) => {}
@@ -211,7 +228,7 @@ impl TransformerLM {
         for layer in &self.layers {
             x = layer.forward(&x)?; // (B, T, D)
         }
-        self.lm_head.forward(&self.ln_final.forward(&x)?) // (B, T, V)
+        self.ln_final.forward(&x)
     }
 }
 

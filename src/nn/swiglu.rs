@@ -29,11 +29,10 @@ impl SwiGlu {
     /// x (..., D) to (..., D).
     ///
     /// # Errors
-    /// As [`ops::linear`].
+    /// As [`ops::swiglu_linear`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gate = self.w1.forward(x)?; // (..., F)
-        let up = self.w3.forward(x)?; // (..., F)
-        self.w2.forward(&ops::swiglu(&gate, &up)?)
+        let hidden = ops::swiglu_linear(x, self.w1.weight(), self.w3.weight())?; // (..., F)
+        self.w2.forward(&hidden)
     }
 }
 

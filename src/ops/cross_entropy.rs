@@ -43,7 +43,7 @@ pub fn cross_entropy_ignoring(
 }
 
 fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Tensor> {
-    let targets = Targets::check(logits, targets, ignore)?;
+    let targets = check(logits, targets, ignore)?;
     match choose("cross_entropy", logits)? {
         Path::Kernel => {
             let op = CrossEntropy {
@@ -61,10 +61,17 @@ fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Resul
 /// # Errors
 /// As those.
 pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<u32>) -> Result<Tensor> {
-    plain(logits, &Targets::check(logits, targets, ignore_index)?)
+    plain(logits, &check(logits, targets, ignore_index)?)
 }
 
-fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
+fn check(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Targets> {
+    let classes = last_dim("cross_entropy", logits)?;
+    let leading = &logits.dims()[..logits.rank() - 1];
+    Targets::check("cross_entropy", leading, classes, targets, ignore)
+}
+
+/// The loss of checked targets in plain candle ops.
+pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     let device = logits.device();
     // The rows that count, and their classes; the others are left out, so that not even a NaN in them counts.
     let (rows, classes): (Vec<u32>, Vec<u32>) = (0..targets.ids.len())
@@ -83,31 +90,37 @@ fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
 }
 
 /// Class ids on the host, checked, and how many of them count.
-struct Targets {
-    ids: Vec<u32>,
+pub(super) struct Targets {
+    pub(super) ids: Vec<u32>,
     ignore: Option<u32>,
     counted: usize,
 }
 
 impl Targets {
-    fn check(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Self> {
-        let classes = last_dim("cross_entropy", logits)?;
-        if logits.dims()[..logits.rank() - 1] != *targets.dims() {
+    /// For rows of logits of shape (`leading`, `classes`).
+    pub(super) fn check(
+        op: &'static str,
+        leading: &[usize],
+        classes: usize,
+        targets: &Tensor,
+        ignore: Option<u32>,
+    ) -> Result<Self> {
+        if leading != targets.dims() {
             return Err(Error::Shape {
-                op: "cross_entropy",
+                op,
                 expected: format!(
-                    "targets of the logits' leading dimensions, {:?} without the last",
-                    logits.dims()
+                    "targets of the logits' leading dimensions, {leading:?} of {:?}",
+                    [leading, &[classes]].concat()
                 ),
                 got: format!("targets {:?}", targets.dims()),
                 hint: "one class id for each row of logits".into(),
             });
         }
-        let ids = ids("cross_entropy", targets, classes, ignore)?;
+        let ids = ids(op, targets, classes, ignore)?;
         let counted = ids.iter().filter(|id| Some(**id) != ignore).count();
         if counted == 0 {
             return Err(Error::Data {
-                what: "cross_entropy".into(),
+                what: op.into(),
                 expected: "at least one target that counts".into(),
                 got: format!("{} targets, all ignored", ids.len()),
                 hint: "skip this batch".into(),
@@ -122,9 +135,21 @@ impl Targets {
 
     /// The class of row `row`, unless it is ignored.
     #[inline(always)]
-    fn get(&self, row: usize) -> Option<usize> {
+    pub(super) fn get(&self, row: usize) -> Option<usize> {
         let id = self.ids[row];
         (Some(id) != self.ignore).then_some(id as usize)
+    }
+
+    /// The mean of the rows' losses, those of ignored rows being 0.
+    pub(super) fn mean<T: Real>(&self, losses: &[T]) -> T {
+        // In f64: the mean of a large batch keeps its last digits, and one thread keeps its order.
+        let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
+        T::real(total / self.counted as f64)
+    }
+
+    /// What a row's gradient is multiplied by, for the gradient `dloss` of the mean.
+    pub(super) fn share<T: Real>(&self, dloss: T) -> T {
+        T::real(WithDType::to_f64(dloss) / self.counted as f64)
     }
 }
 
@@ -142,13 +167,7 @@ impl CrossEntropy {
             kernel::forward(logits, classes, |row| self.targets.get(row), losses, lse)
         })?;
         let _ = self.lse.set(lse); // empty until now: an op runs forward once
-        // In f64: the mean of a large batch keeps its last digits, and one thread keeps its order.
-        let total: f64 = losses
-            .as_slice::<T>()?
-            .iter()
-            .map(|loss| WithDType::to_f64(*loss))
-            .sum();
-        let mean = T::real(total / self.targets.counted as f64);
+        let mean = self.targets.mean(losses.as_slice::<T>()?);
         Ok((T::to_cpu_storage_owned(vec![mean]), Shape::from(())))
     }
 
@@ -158,8 +177,7 @@ impl CrossEntropy {
         lse: &Tensor,
         dloss: &Tensor,
     ) -> candle_core::Result<Tensor> {
-        let weight =
-            T::real(WithDType::to_f64(dloss.to_scalar::<T>()?) / self.targets.counted as f64);
+        let weight = self.targets.share::<T>(dloss.to_scalar::<T>()?);
         let (x, lse) = (elements::<T>(logits)?, elements::<T>(lse)?);
         let classes = x.len() / self.targets.ids.len();
         tensor(logits.shape(), |dx| {

@@ -199,7 +199,7 @@ impl Trainer {
     }
 
     fn loss(&self, inputs: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        ops::cross_entropy(&self.model.forward(inputs)?, targets)
+        self.model.loss(inputs, targets)
     }
 }
 

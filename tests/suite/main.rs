@@ -3,6 +3,7 @@
 mod bench;
 mod child;
 mod data;
+mod fused;
 mod golden;
 mod memory;
 mod model;

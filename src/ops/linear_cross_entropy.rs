@@ -1,0 +1,144 @@
+//! The output head and its loss, as one op.
+
+use super::cpu::{elements, for_real, tensor, tensors, view};
+use super::cross_entropy::{Targets, plain};
+use super::dispatch::{Path, check_same, choose};
+use super::linear;
+use super::record::apply2;
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::kernels::cpu::{Real, cross_entropy as kernel};
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor, WithDType};
+use std::sync::OnceLock;
+
+/// The cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32, the loss a scalar.
+///
+/// The same as [`cross_entropy`](super::cross_entropy()) of a [`linear`](linear()), for a loss whose logits nobody else
+/// reads. As one op, the logits' gradient is scratch instead of a node of candle's graph, where it would be added to
+/// zeros: B T V elements written and read once less, and two buffers of them fewer at the peak.
+/// Backward: `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Kept for backward: x, W, the
+/// logits (N, V), and the log-sum-exp of each row.
+///
+/// # Errors
+/// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
+pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    let targets = check(x, weight, targets)?;
+    match choose("linear_cross_entropy", x)? {
+        Path::Kernel => {
+            let op = LinearCrossEntropy {
+                targets,
+                kept: OnceLock::new(),
+            };
+            Ok(apply2(&x.contiguous()?, &weight.contiguous()?, op)?)
+        }
+        Path::Reference => plain(&linear::reference(x, weight)?, &targets),
+    }
+}
+
+/// [`linear_cross_entropy`] as the two ops it is made of.
+///
+/// # Errors
+/// As [`linear_cross_entropy`].
+pub fn reference(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    check(x, weight, targets)?;
+    super::cross_entropy(&super::linear(x, weight)?, targets)
+}
+
+fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
+    const OP: &str = "linear_cross_entropy";
+    check_same(OP, &[("x", x), ("weight", weight)])?;
+    match (x.dims(), weight.dims()) {
+        ([leading @ .., last], [classes, depth]) if last == depth => {
+            Targets::check(OP, leading, *classes, targets, None)
+        }
+        _ => Err(Error::Shape {
+            op: OP,
+            expected: "x (..., D) and weight (V, D)".into(),
+            got: format!("x {:?}, weight {:?}", x.dims(), weight.dims()),
+            hint: "weights are stored (out, in)".into(),
+        }),
+    }
+}
+
+struct LinearCrossEntropy {
+    targets: Targets,
+    /// The logits (N, V) and the log-sum-exp of each row (N).
+    kept: OnceLock<(Tensor, Tensor)>,
+}
+
+impl LinearCrossEntropy {
+    fn forward<T: Real>(&self, x: &[T], weight: &[T], classes: usize) -> candle_core::Result<T> {
+        let rows = self.targets.ids.len();
+        let depth = x.len() / rows;
+        let x = MatRef::new(x, rows, depth); // (N, D)
+        let weight = MatRef::new(weight, classes, depth); // (V, D)
+        let logits = tensor((rows, classes), |logits| {
+            matmul(x, weight.t(), logits, false, Threads::All)
+        })?;
+        let (losses, lse) = {
+            let logits = elements::<T>(&logits)?;
+            tensors(rows, rows, |losses, lse| {
+                kernel::forward(&logits, classes, |row| self.targets.get(row), losses, lse)
+            })?
+        };
+        let loss = self.targets.mean(&elements::<T>(&losses)?);
+        let _ = self.kept.set((logits, lse)); // empty until now: an op runs forward once
+        Ok(loss)
+    }
+}
+
+impl CustomOp2 for LinearCrossEntropy {
+    fn name(&self) -> &'static str {
+        "linear_cross_entropy"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (classes, _) = weight_layout.shape().dims2()?;
+        for_real!(x.dtype(), T => {
+            let (x, weight) = (view::<T>(x, x_layout)?, view::<T>(weight, weight_layout)?);
+            let loss = self.forward(x, weight, classes)?;
+            Ok((T::to_cpu_storage_owned(vec![loss]), Shape::from(())))
+        })
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _loss: &Tensor,
+        dloss: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let Some((logits, lse)) = self.kept.get() else {
+            candle_core::bail!("linear_cross_entropy: backward before forward");
+        };
+        let (rows, classes) = logits.dims2()?;
+        let (x_shape, w_shape) = (x.shape(), weight.shape());
+        for_real!(dloss.dtype(), T => {
+            let share = self.targets.share::<T>(dloss.to_scalar::<T>()?);
+            let dlogits = {
+                let (logits, lse) = (elements::<T>(logits)?, elements::<T>(lse)?);
+                let target = |row| self.targets.get(row);
+                tensor::<T>((rows, classes), |dlogits| {
+                    kernel::backward(&logits, classes, target, &lse, share, dlogits)
+                })?
+            };
+            let dlogits = elements::<T>(&dlogits)?;
+            let dlogits = MatRef::new(&dlogits, rows, classes); // (N, V)
+            let (x, weight) = (elements::<T>(x)?, elements::<T>(weight)?);
+            let x = MatRef::new(&x, rows, x.len() / rows);
+            let weight = MatRef::new(&weight, classes, weight.len() / classes);
+            let (dx, dw) = tensors(x_shape, w_shape, |dx, dw| {
+                matmul(dlogits, weight, dx, false, Threads::All);
+                matmul(dlogits.t(), x, dw, false, Threads::All);
+            })?;
+            Ok((Some(dx), Some(dw)))
+        })
+    }
+}

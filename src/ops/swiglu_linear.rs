@@ -1,0 +1,156 @@
+//! The gated half of a feed-forward network: two linear maps and the gate between them, as one op.
+
+use super::cpu::{elements, for_real, output, tensor, tensors, view};
+use super::dispatch::{Path, check_same, choose};
+use super::linear::linear;
+use super::record::apply3;
+use super::swiglu::swiglu;
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::kernels::cpu::swiglu as kernel;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
+use std::sync::OnceLock;
+
+/// `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
+///
+/// The same as [`swiglu`] of two [`linear`]s. As one op, the gradients of gate and up are scratch instead of nodes of
+/// candle's graph, each of which is added to zeros, and dx is summed inside the second product:
+/// `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for backward: x, W1, W3, and gate and up,
+/// both (..., F).
+///
+/// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without its last product.
+///
+/// # Errors
+/// Weights that are no matrices of one shape, a last dimension that is not their `in`, mixed dtypes or devices.
+pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
+    check(x, w1, w3)?;
+    match choose("swiglu_linear", x)? {
+        Path::Kernel => {
+            let op = SwiGluLinear {
+                gate_up: OnceLock::new(),
+            };
+            let (x, w1, w3) = (x.contiguous()?, w1.contiguous()?, w3.contiguous()?);
+            Ok(apply3(&x, &w1, &w3, op)?)
+        }
+        Path::Reference => reference(x, w1, w3),
+    }
+}
+
+/// [`swiglu_linear`] as the three ops it is made of.
+///
+/// # Errors
+/// As [`swiglu_linear`].
+pub fn reference(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
+    check(x, w1, w3)?;
+    swiglu(&linear(x, w1)?, &linear(x, w3)?)
+}
+
+fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
+    check_same("swiglu_linear", &[("x", x), ("w1", w1), ("w3", w3)])?;
+    let fits = match (x.dims(), w1.dims()) {
+        ([.., last], [_, depth]) => last == depth && w1.dims() == w3.dims(),
+        _ => false,
+    };
+    if fits {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        op: "swiglu_linear",
+        expected: match w1.dims() {
+            [_, depth] => format!("x (..., {depth}), w1 and w3 (F, {depth})"),
+            _ => "x (..., D), w1 and w3 (F, D)".into(),
+        },
+        got: format!("x {:?}, w1 {:?}, w3 {:?}", x.dims(), w1.dims(), w3.dims()),
+        hint: "weights are stored (out, in)".into(),
+    })
+}
+
+struct SwiGluLinear {
+    /// x W1^T and x W3^T, (N, F) each.
+    gate_up: OnceLock<(Tensor, Tensor)>,
+}
+
+/// (N, D) for x (..., D).
+fn rows(x: &Shape) -> (usize, usize) {
+    let width = x.dims().last().copied().unwrap_or_default();
+    (x.elem_count() / width.max(1), width)
+}
+
+impl CustomOp3 for SwiGluLinear {
+    fn name(&self) -> &'static str {
+        "swiglu_linear"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        w1: &CpuStorage,
+        w1_layout: &Layout,
+        w3: &CpuStorage,
+        w3_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (rows, depth) = rows(x_layout.shape());
+        let (out, _) = w1_layout.shape().dims2()?;
+        let mut shape = x_layout.dims().to_vec();
+        shape.pop();
+        shape.push(out);
+        for_real!(x.dtype(), T => {
+            let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, D)
+            let w1 = MatRef::new(view::<T>(w1, w1_layout)?, out, depth); // (F, D)
+            let w3 = MatRef::new(view::<T>(w3, w3_layout)?, out, depth); // (F, D)
+            let (gate, up) = tensors::<T>((rows, out), (rows, out), |gate, up| {
+                matmul(x, w1.t(), gate, false, Threads::All);
+                matmul(x, w3.t(), up, false, Threads::All);
+            })?;
+            let y = {
+                let (gate, up) = (elements::<T>(&gate)?, elements::<T>(&up)?);
+                output(shape, |y| kernel::forward(&gate, &up, y))
+            };
+            let _ = self.gate_up.set((gate, up)); // empty until now: an op runs forward once
+            y
+        })
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w1: &Tensor,
+        w3: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let Some((gate, up)) = self.gate_up.get() else {
+            candle_core::bail!("swiglu_linear: backward before forward");
+        };
+        let (rows, depth) = rows(x.shape());
+        let (out, _) = w1.dims2()?;
+        let dy = dy.contiguous()?;
+        let (x_shape, w_shape) = (x.shape(), w1.shape());
+        for_real!(dy.dtype(), T => {
+            let (dgate, dup) = {
+                let dy = elements::<T>(&dy)?;
+                let (gate, up) = (elements::<T>(gate)?, elements::<T>(up)?);
+                tensors::<T>((rows, out), (rows, out), |dgate, dup| {
+                    kernel::backward(&dy, &gate, &up, dgate, dup)
+                })?
+            };
+            let (dgate, dup) = (elements::<T>(&dgate)?, elements::<T>(&dup)?);
+            let dgate = MatRef::new(&dgate, rows, out); // (N, F)
+            let dup = MatRef::new(&dup, rows, out); // (N, F)
+            let (x, w1, w3) = (elements::<T>(x)?, elements::<T>(w1)?, elements::<T>(w3)?);
+            let x = MatRef::new(&x, rows, depth);
+            let (w1, w3) = (MatRef::new(&w1, out, depth), MatRef::new(&w3, out, depth));
+            let dx = tensor(x_shape, |dx| {
+                matmul(dgate, w1, dx, false, Threads::All);
+                matmul(dup, w3, dx, true, Threads::All);
+            })?;
+            let (dw1, dw3) = tensors(w_shape, w_shape, |dw1, dw3| {
+                matmul(dgate.t(), x, dw1, false, Threads::All);
+                matmul(dup.t(), x, dw3, false, Threads::All);
+            })?;
+            Ok((Some(dx), Some(dw1), Some(dw3)))
+        })
+    }
+}
