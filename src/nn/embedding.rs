@@ -35,7 +35,7 @@ impl Embedding {
     /// tokens (...) u32 to (..., D).
     ///
     /// # Errors
-    /// As [`ops::embedding`].
+    /// As [`ops::embedding()`].
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         ops::embedding(tokens, &self.weight)
     }

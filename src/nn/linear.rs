@@ -35,7 +35,7 @@ impl Linear {
     /// x (..., in) to (..., out).
     ///
     /// # Errors
-    /// As [`ops::linear`].
+    /// As [`ops::linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         ops::linear(x, &self.weight)
     }

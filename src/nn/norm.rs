@@ -30,7 +30,7 @@ impl RmsNorm {
     /// x (..., D) to (..., D).
     ///
     /// # Errors
-    /// As [`ops::rms_norm`].
+    /// As [`ops::rms_norm()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         ops::rms_norm(x, &self.weight, self.eps)
     }
@@ -74,7 +74,7 @@ impl LayerNorm {
     /// x (..., D) to (..., D).
     ///
     /// # Errors
-    /// As [`ops::layer_norm`].
+    /// As [`ops::layer_norm()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         ops::layer_norm(x, &self.weight, &self.bias, self.eps)
     }

@@ -74,7 +74,7 @@ impl RotaryEmbedding {
     /// Rotates x (..., T, Dh), whose first row is at position `start`.
     ///
     /// # Errors
-    /// Positions beyond the tables; otherwise as [`ops::rope`].
+    /// Positions beyond the tables; otherwise as [`ops::rope()`].
     pub fn forward(&self, x: &Tensor, start: usize) -> Result<Tensor> {
         let max_length = self.cos.dim(0)?;
         let length = match x.dims() {

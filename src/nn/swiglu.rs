@@ -29,7 +29,7 @@ impl SwiGlu {
     /// x (..., D) to (..., D).
     ///
     /// # Errors
-    /// As [`ops::swiglu_linear`].
+    /// As [`ops::swiglu_linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let hidden = ops::swiglu_linear(x, self.w1.weight(), self.w3.weight())?; // (..., F)
         self.w2.forward(&hidden)

@@ -30,10 +30,10 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     with_ignored(logits, targets, None)
 }
 
-/// [`cross_entropy`], leaving out the targets that equal `ignore_index`: the mean is over the others.
+/// [`cross_entropy()`], leaving out the targets that equal `ignore_index`: the mean is over the others.
 ///
 /// # Errors
-/// As [`cross_entropy`]; also where every target is ignored, since a mean of nothing is no number.
+/// As [`cross_entropy()`]; also where every target is ignored, since a mean of nothing is no number.
 pub fn cross_entropy_ignoring(
     logits: &Tensor,
     targets: &Tensor,
@@ -56,7 +56,7 @@ fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Resul
     }
 }
 
-/// [`cross_entropy_ignoring`] (or, with `None`, [`cross_entropy`]) in plain candle ops.
+/// [`cross_entropy_ignoring`] (or, with `None`, [`cross_entropy()`]) in plain candle ops.
 ///
 /// # Errors
 /// As those.

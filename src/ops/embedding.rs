@@ -23,10 +23,10 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// [`embedding`] in plain candle ops.
+/// [`embedding()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`embedding`].
+/// As [`embedding()`].
 pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     let (_, shape) = check(tokens, table)?;
     let rows = input(table)

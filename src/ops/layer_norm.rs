@@ -40,10 +40,10 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     }
 }
 
-/// [`layer_norm`] in plain candle ops.
+/// [`layer_norm()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`layer_norm`].
+/// As [`layer_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight, bias)?;
     let wide = widen(&input(x))?;

@@ -31,10 +31,10 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// [`linear`] in candle's own ops: flatten, `matmul` with the transposed weight, restore the shape.
+/// [`linear()`] in candle's own ops: flatten, `matmul` with the transposed weight, restore the shape.
 ///
 /// # Errors
-/// As [`linear`].
+/// As [`linear()`].
 pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     check(x, weight)?;
     let (x, weight) = (input(x), input(weight));

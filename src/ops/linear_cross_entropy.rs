@@ -36,10 +36,10 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
     }
 }
 
-/// [`linear_cross_entropy`] as the two ops it is made of.
+/// [`linear_cross_entropy()`] as the two ops it is made of.
 ///
 /// # Errors
-/// As [`linear_cross_entropy`].
+/// As [`linear_cross_entropy()`].
 pub fn reference(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
     check(x, weight, targets)?;
     super::cross_entropy(&super::linear(x, weight)?, targets)

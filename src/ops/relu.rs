@@ -20,10 +20,10 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// [`relu`] in plain candle ops. Not candle's own relu, whose gradient at 0 is 1 and which turns NaN into 0.
+/// [`relu()`] in plain candle ops. Not candle's own relu, whose gradient at 0 is 1 and which turns NaN into 0.
 ///
 /// # Errors
-/// As [`relu`].
+/// As [`relu()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
     let x = input(x);
     Ok(x.le(0.0)?.where_cond(&x.zeros_like()?, &x)?)

@@ -34,10 +34,10 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     }
 }
 
-/// [`rms_norm`] in plain candle ops.
+/// [`rms_norm()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`rms_norm`].
+/// As [`rms_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight)?;
     let (wide, weight) = (widen(&input(x))?, widen(&input(weight))?);

@@ -33,10 +33,10 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// [`rope`] in plain candle ops.
+/// [`rope()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`rope`].
+/// As [`rope()`].
 pub fn reference(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     check(x, cos, sin)?;
     let wide = widen(&input(x))?;

@@ -42,10 +42,10 @@ pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     }
 }
 
-/// [`softmax`] in plain candle ops.
+/// [`softmax()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`softmax`].
+/// As [`softmax()`].
 pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let (queries, keys) = check(x, mask)?;
     if x.elem_count() == 0 {

@@ -25,10 +25,10 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// [`swiglu`] in plain candle ops.
+/// [`swiglu()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`swiglu`].
+/// As [`swiglu()`].
 pub fn reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
     let (wide, up) = (widen(&input(gate))?, widen(&input(up))?);

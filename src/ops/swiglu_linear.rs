@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 
 /// `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
 ///
-/// The same as [`swiglu`] of two [`linear`]s. As one op, the gradients of gate and up are scratch instead of nodes of
+/// The same as [`swiglu()`] of two [`linear()`]s. As one op, the gradients of gate and up are scratch instead of nodes of
 /// candle's graph, each of which is added to zeros, and dx is summed inside the second product:
 /// `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for backward: x, W1, W3, and gate and up,
 /// both (..., F).
@@ -37,10 +37,10 @@ pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// [`swiglu_linear`] as the three ops it is made of.
+/// [`swiglu_linear()`] as the three ops it is made of.
 ///
 /// # Errors
-/// As [`swiglu_linear`].
+/// As [`swiglu_linear()`].
 pub fn reference(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
     check(x, w1, w3)?;
     swiglu(&linear(x, w1)?, &linear(x, w3)?)

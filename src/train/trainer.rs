@@ -4,7 +4,7 @@ use super::{DataFingerprint, History, TrainConfig};
 use crate::data::{RandomBatches, SequentialBatches, Tokens};
 use crate::model::TransformerLM;
 use crate::optim::{AdamW, GradientAccumulator, clip_grad_norm_checked, decay_matrices_only};
-use crate::{Error, Result, no_grad, ops};
+use crate::{Error, Result, no_grad};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 

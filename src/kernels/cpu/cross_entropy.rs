@@ -1,4 +1,4 @@
-//! Cross-entropy of logits: loss = mean over the targets that count of lse(row) - row[target].
+//! Cross-entropy of logits: loss = mean over the targets that count of `lse(row) - row[target]`.
 
 use super::{Real, parallel, simd};
 use rayon::prelude::*;

@@ -100,7 +100,7 @@ pub fn for_tasks(tasks: usize, f: impl Fn(usize) + Sync + Send) {
 
 /// `out[j] = sum over rows of term(row)[j]`, where `add(row, partial)` adds row `row`'s terms to `partial`.
 ///
-/// Blocks of [`BLOCK_ROWS`] rows are summed each on its own, then the blocks in order: the same bits for any number
+/// Blocks of a fixed number of rows are summed each on its own, then the blocks in order: the same bits for any number
 /// of threads, and shorter chains of rounding than a plain loop.
 pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(usize, &mut [T]) + Sync) {
     let width = out.len();

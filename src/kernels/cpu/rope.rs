@@ -2,7 +2,7 @@
 
 use super::{Real, parallel, simd};
 
-/// Rotates each pair (x[2i], x[2i+1]) of row `t` by the angle whose cosine and sine are `cos[t][i]`, `sin[t][i]`.
+/// Rotates each pair `(x[2i], x[2i+1])` of row `t` by the angle whose cosine and sine are `cos[t][i]`, `sin[t][i]`.
 ///
 /// `x` and `y` are (batch, length, width), `cos` and `sin` (length, width / 2). `inverse` rotates back, which is the
 /// backward: the matrix is orthogonal.
