@@ -152,6 +152,15 @@ impl Flags {
                 }));
             }
         }
+        if self
+            .modes()
+            .iter()
+            .any(|mode| matches!(mode, Mode::ForwardBackward | Mode::TrainStep))
+        {
+            let note = "In forward-backward and train-step, forward includes the loss; \
+                        peaks and estimates are the whole mode's.";
+            report.notes.push(note.into());
+        }
         report
             .environment
             .insert("reference ops", common::fallbacks());
@@ -342,10 +351,11 @@ fn ratio(name: &str, run: &EndToEnd, rows: &[Fields]) -> Option<String> {
         None => String::new(),
     };
     Some(format!(
-        "{name} B{} T{}, {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
+        "{name} B{} T{}, {}, warm-up {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
         run.batch_size,
         run.sequence_length,
         serde_json::to_value(run.mode).unwrap_or_default(),
+        run.warmup_steps,
         (forward + backward) / forward,
         backward / forward,
     ))
