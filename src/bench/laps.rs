@@ -1,9 +1,8 @@
 //! Several phases of one step, each timed itself.
 
-use super::{Step, Timing};
+use super::{Step, Stopwatch, Timing};
 use crate::{Error, Result};
 use candle_core::Device;
-use std::time::Instant;
 
 /// Times the named phases of a step and the step as a whole, over many steps.
 ///
@@ -28,7 +27,7 @@ use std::time::Instant;
 pub struct Laps<'a> {
     device: &'a Device,
     warmup: usize,
-    on_step: Option<Box<dyn FnMut(Step, f64) + 'a>>,
+    stopwatch: Stopwatch<'a>,
 }
 
 /// What [`Laps::measure`] found.
@@ -71,19 +70,20 @@ impl<'a> Laps<'a> {
         Self {
             device,
             warmup: 0,
-            on_step: None,
+            stopwatch: Stopwatch::new(device),
         }
     }
 
     /// Runs `steps` steps first, whose times are kept apart.
     pub fn warmup(mut self, steps: usize) -> Self {
         self.warmup = steps;
+        self.stopwatch = self.stopwatch.warmup(steps);
         self
     }
 
     /// Calls `f` after every step, warm-up included, with the whole step's time in ms.
     pub fn on_step(mut self, f: impl FnMut(Step, f64) + 'a) -> Self {
-        self.on_step = Some(Box::new(f));
+        self.stopwatch = self.stopwatch.on_step(f);
         self
     }
 
@@ -96,56 +96,31 @@ impl<'a> Laps<'a> {
         steps: usize,
         mut step: impl FnMut(&mut Lap<'_>) -> Result<T>,
     ) -> Result<LapTimings> {
-        if steps == 0 {
-            return Err(Error::Config {
-                config: "Laps",
-                field: "steps",
-                expected: "at least 1".into(),
-                got: "0".into(),
-                hint: "a mean of nothing is no number".into(),
-            });
-        }
-        let mut timings = LapTimings::default();
-        for i in 0..self.warmup + steps {
-            let warmup = i < self.warmup;
+        let mut laps = Vec::new();
+        let whole = self.stopwatch.measure(steps, || {
             let mut lap = Lap {
                 device: self.device,
                 phases: Vec::new(),
             };
-            self.device.synchronize()?;
-            let start = Instant::now();
             let value = step(&mut lap)?;
-            self.device.synchronize()?;
-            let whole_ms = start.elapsed().as_secs_f64() * 1e3;
-            drop(value);
-            let keep = |timing: &mut Timing, ms| match warmup {
-                true => timing.warmup_ms.push(ms),
-                false => timing.samples_ms.push(ms),
-            };
-            keep(&mut timings.whole, whole_ms);
-            for (phase, ms) in lap.phases {
-                let known = timings.phases.iter().position(|(name, _)| *name == phase);
+            laps.push(lap.phases);
+            Ok::<_, Error>(value)
+        })?;
+        let mut phases: Vec<(&'static str, Timing)> = Vec::new();
+        for (i, lap) in laps.into_iter().enumerate() {
+            for (phase, ms) in lap {
+                let known = phases.iter().position(|(name, _)| *name == phase);
                 let place = known.unwrap_or_else(|| {
-                    timings.phases.push((phase, Timing::default()));
-                    timings.phases.len() - 1
+                    phases.push((phase, Timing::default()));
+                    phases.len() - 1
                 });
-                keep(&mut timings.phases[place].1, ms);
-            }
-            if let Some(on_step) = &mut self.on_step {
-                let (index, count) = match warmup {
-                    true => (i, self.warmup),
-                    false => (i - self.warmup, steps),
-                };
-                on_step(
-                    Step {
-                        warmup,
-                        index,
-                        count,
-                    },
-                    whole_ms,
-                );
+                let timing = &mut phases[place].1;
+                match i < self.warmup {
+                    true => timing.warmup_ms.push(ms),
+                    false => timing.samples_ms.push(ms),
+                }
             }
         }
-        Ok(timings)
+        Ok(LapTimings { phases, whole })
     }
 }

@@ -102,9 +102,9 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     } else {
         0.0
     };
-    // candle adds every gradient to zeros, so a gradient exists three times for a moment. The moments that count: the
-    // logits' gradient, when no weight has one yet; and, when nearly every weight has one, the first block's gate, or
-    // the embedding table's own gradient.
+    // The moments that count: the logits' gradient (scratch of one op), when no weight has one yet; and, when nearly
+    // every weight has one, the first block's gate (scratch too), or the embedding table's own gradient, which exists
+    // three times for a moment, since candle adds every gradient to zeros.
     let at_logits = logits + n * d + v * d;
     let at_first_block = gradients + 2.0 * n * d + 3.0 * n * f;
     let at_embedding = gradients + 2.0 * v * d + 3.0 * n * d;
