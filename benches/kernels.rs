@@ -11,7 +11,8 @@ use tallow::kernels::Mask;
 use tallow::kernels::cpu::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::kernels::cpu::heads::{Heads, split};
 use tallow::kernels::cpu::{
-    adamw, cross_entropy, embedding, layer_norm, relu, rms_norm, rope, simd, softmax, swiglu,
+    adamw, cross_entropy, embedding, flash_attention, layer_norm, relu, rms_norm, rope, simd,
+    softmax, swiglu,
 };
 
 const TOKENS: usize = 1024;
@@ -100,6 +101,76 @@ fn products(c: &mut Criterion) {
     group.bench_function("p v", |bench| {
         bench.iter(|| matmul_batched(batch, square, heads(&k, false), &mut out));
     });
+    group.finish();
+}
+
+/// Attention in tiles: FLOPs are those of the products that the mask leaves, 4 Tq Tk Dh forward and 10 backward.
+fn flash(c: &mut Criterion) {
+    let mut group = c.benchmark_group("flash");
+    group.sample_size(10);
+    for (batch, heads, length, head_dim, mask) in [
+        (8, 1, 4096, 64, Mask::Full),
+        (1, 12, 2048, 64, Mask::Causal),
+        (4, 16, 256, 32, Mask::Causal),
+    ] {
+        let sizes = flash_attention::Sizes {
+            batch,
+            heads,
+            kv_heads: heads,
+            queries: length,
+            keys: length,
+            head_dim,
+            mask,
+            scale: 1.0 / (head_dim as f64).sqrt(),
+        };
+        let tiles = flash_attention::Tiles::for_head_dim(head_dim);
+        let (rows, n) = (batch * heads * length, batch * heads * length * head_dim);
+        let inputs = values(n + 3); // each begins elsewhere
+        let view = |first: usize| flash_attention::Heads {
+            data: &inputs[first..first + n],
+            strides: [heads * length * head_dim, length * head_dim, head_dim, 1],
+        };
+        let [q, k, v, d_out] = [0, 1, 2, 3].map(view);
+        let (mut out, mut lse) = (vec![0f32; n], vec![0f32; rows]);
+        let shape = format!("{batch}x{heads}x{length}x{head_dim} {mask:?}");
+        let pairs = match mask {
+            Mask::Full => length * length,
+            _ => length * (length + 1) / 2,
+        };
+        let product = (2 * batch * heads * pairs * head_dim) as u64;
+        group.throughput(Throughput::Elements(2 * product));
+        group.bench_function(BenchmarkId::new("forward", &shape), |bench| {
+            bench.iter(|| {
+                let outputs = flash_attention::Outputs {
+                    out: &mut out,
+                    rounded_off: &mut [],
+                    lse: &mut lse,
+                };
+                flash_attention::forward(&sizes, &tiles, q, k, v, outputs);
+            });
+        });
+        let (mut dq, mut dk, mut dv) = (vec![0f32; n], vec![0f32; n], vec![0f32; n]);
+        group.throughput(Throughput::Elements(5 * product));
+        group.bench_function(BenchmarkId::new("backward", &shape), |bench| {
+            bench.iter(|| {
+                let inputs = flash_attention::Inputs {
+                    q,
+                    k,
+                    v,
+                    out: flash_attention::Heads { data: &out, ..q },
+                    rounded_off: None,
+                    lse: &lse,
+                    d_out,
+                };
+                let gradients = flash_attention::Gradients {
+                    dq: &mut dq,
+                    dk: &mut dk,
+                    dv: &mut dv,
+                };
+                flash_attention::backward(&sizes, &tiles, inputs, gradients);
+            });
+        });
+    }
     group.finish();
 }
 
@@ -210,6 +281,6 @@ fn optimizer(c: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = Criterion::default().sample_size(20);
-    targets = floor, products, norms, elementwise, rows, optimizer
+    targets = floor, products, flash, norms, elementwise, rows, optimizer
 }
 criterion_main!(benches);

@@ -3,9 +3,14 @@
 //! What lives here: whole attention algorithms, from q, k, v to the output. What does not: the projections around them
 //! (that is [`crate::nn::CausalSelfAttention`]) and the single ops they are made of ([`crate::ops`]).
 
+mod algorithm;
+pub mod flash;
 pub mod naive;
+mod shapes;
 
 pub use crate::kernels::Mask;
+pub use algorithm::Algorithm;
+pub use flash::{flash, flash_with_lse};
 pub use naive::naive;
 
 /// How to attend; it means the same to every algorithm.

@@ -1,27 +1,34 @@
 //! Attention as it is written down: scores, softmax, weighted sum.
 
+use super::shapes::Shapes;
 use super::{AttentionConfig, Mask};
+use crate::Result;
 use crate::kernels::cpu::naive_attention as kernel;
 use crate::ops::cpu::{elements, for_real, output_keeping, tensor, tensors, view};
 use crate::ops::{self, Path, choose_where, record::apply3};
-use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 
 const NAME: &str = "attention::naive";
 
-/// `out = softmax(scale q k^T) v`, with the probabilities in memory: q (B, H, Tq, Dh), k and v (B, H, Tk, Dh),
-/// out (B, H, Tq, Dh). Any number of leading dimensions will do, if they agree.
+/// `out = softmax(scale q k^T) v`, with the probabilities in memory: q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh),
+/// v (..., Hkv, Tk, Dv), out (..., H, Tq, Dv). The dimensions before the heads are the same in all three, and as
+/// many as there are; (T, Dh) alone is one head.
+///
+/// With Hkv heads of k and v, a divisor of H, head h of q meets head `h / (H / Hkv)` of theirs: grouped-query attention,
+/// and multi-query attention where Hkv is 1. Nothing is copied for it.
 ///
 /// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the
-/// cost which tiled attention removes. Backward: `dv = p^T dout`, `dp = dout v^T`, `ds = scale p (dp - sum(dp p))`,
-/// `dq = ds k`, `dk = ds^T q`. 4 B H Tq Tk Dh FLOPs forward, twice that backward, whatever the mask.
+/// cost which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
+/// `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`, dk and dv summed over the heads that share them.
+/// 4 B H Tq Tk Dh FLOPs forward, twice that backward, whatever the mask.
 ///
 /// The kernel takes one head after another, so that a head's scores are still in cache when their softmax is taken;
 /// they are overwritten by it.
 ///
-/// Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+/// Vaswani et al., "Attention Is All You Need", 2017, equation 1. Ainslie et al., "GQA: Training Generalized Multi-Query
+/// Transformer Models from Multi-Head Checkpoints", 2023, section 2.2.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -31,18 +38,30 @@ const NAME: &str = "attention::naive";
 /// let config = AttentionConfig { mask: Mask::Causal, ..Default::default() };
 /// let out = attention::naive(&q, &q, &q, &config)?;
 /// assert_eq!(out.dims(), [2, 3, 5, 8]);
+///
+/// let k = q.narrow(1, 0, 1)?; // one head for all three of q
+/// let out = attention::naive(&q, &k, &k, &config)?;
+/// assert_eq!(out.dims(), [2, 3, 5, 8]);
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
 /// # Errors
-/// Shapes that do not fit each other, no keys, mixed dtypes or devices.
+/// Shapes that do not fit each other, heads that kv heads do not divide, no kv heads or keys, mixed dtypes or devices.
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
-    check(q, k, v)?;
+    let shapes = Shapes::of(NAME, q, k, v)?;
     let has_kernel = q.device().is_cpu() && matches!(q.dtype(), DType::F32 | DType::F64);
     match choose_where(NAME, q, has_kernel)? {
         Path::Kernel => {
             let op = Naive {
-                scale: config.scale_for(q.dims()[q.rank() - 1]),
+                sizes: kernel::Sizes {
+                    batch: shapes.batch * shapes.heads,
+                    kv_batch: shapes.batch * shapes.kv_heads,
+                    queries: shapes.queries,
+                    keys: shapes.keys,
+                    head_dim: shapes.head_dim,
+                    value_dim: shapes.value_dim,
+                },
+                scale: config.scale_for(shapes.head_dim),
                 mask: config.mask,
                 probabilities: OnceLock::new(),
             };
@@ -56,61 +75,38 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 /// [`naive`] as three ops, the scores a tensor of their own: `matmul_transposed`, `softmax` with scale and mask,
 /// `matmul`.
 ///
+/// Heads of q that share one of k and v are one matrix for the products, their rows one below the other: each row meets
+/// the same keys and values, and their gradients sum over all rows.
+///
 /// # Errors
 /// As [`naive`].
 pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
-    check(q, k, v)?;
-    let scale = config.scale_for(q.dims()[q.rank() - 1]);
-    let scores = ops::matmul_transposed(q, k)?; // (B, H, Tq, Tk)
-    let probabilities = ops::softmax(&scores, scale, config.mask)?; // (B, H, Tq, Tk)
-    ops::matmul(&probabilities, v) // (B, H, Tq, Dh)
-}
-
-fn check(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
-    let fits = match (q.dims(), k.dims(), v.dims()) {
-        ([q @ .., _, q_dim], [k @ .., k_len, k_dim], [v @ .., v_len, _]) => {
-            q == k && k == v && q_dim == k_dim && k_len == v_len && *q_dim > 0 && *k_len > 0
-        }
-        _ => false,
-    };
-    if !fits {
-        return Err(Error::Shape {
-            op: NAME,
-            expected: "q (B, H, Tq, Dh), k and v (B, H, Tk, Dh), at least one key".into(),
-            got: format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims()),
-            hint: "ops::split_heads makes heads of (B, T, D)".into(),
-        });
-    }
-    ops::check_same(NAME, &[("q", q), ("k", k), ("v", v)])
+    let shapes = Shapes::of(NAME, q, k, v)?;
+    let matrices = shapes.batch * shapes.kv_heads;
+    let matrices = |x: &Tensor, rows, cols| ops::input(x).reshape((matrices, rows, cols));
+    let rows = shapes.heads / shapes.kv_heads * shapes.queries;
+    let q_rows = matrices(q, rows, shapes.head_dim)?; // (B Hkv, H / Hkv Tq, Dh)
+    let k = matrices(k, shapes.keys, shapes.head_dim)?; // (B Hkv, Tk, Dh)
+    let v = matrices(v, shapes.keys, shapes.value_dim)?; // (B Hkv, Tk, Dv)
+    let scores = ops::matmul_transposed(&q_rows, &k)?; // (B Hkv, H / Hkv Tq, Tk)
+    let scores = scores.reshape((shapes.batch * shapes.heads, shapes.queries, shapes.keys))?; // (B H, Tq, Tk)
+    let p = ops::softmax(&scores, config.scale_for(shapes.head_dim), config.mask)?; // (B H, Tq, Tk)
+    let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
+    Ok(out.reshape(ending(q.dims(), shapes.value_dim))?) // (..., H, Tq, Dv)
 }
 
 struct Naive {
+    sizes: kernel::Sizes,
     scale: f64,
     mask: Mask,
     /// (..., Tq, Tk).
     probabilities: OnceLock<Tensor>,
 }
 
-/// The kernel's sizes for q (..., Tq, Dh) and v (..., Tk, Dv).
-fn sizes(q: &[usize], v: &[usize]) -> candle_core::Result<kernel::Sizes> {
-    match (q, v) {
-        ([leading @ .., queries, head_dim], [.., keys, value_dim]) => Ok(kernel::Sizes {
-            batch: leading.iter().product(),
-            queries: *queries,
-            keys: *keys,
-            head_dim: *head_dim,
-            value_dim: *value_dim,
-        }),
-        _ => candle_core::bail!("attention of q {q:?} and v {v:?}"),
-    }
-}
-
-/// `q`'s shape with another last dimension.
-fn with_last(q: &[usize], last: usize) -> Shape {
-    let mut shape = q.to_vec();
-    shape.pop();
-    shape.push(last);
-    shape.into()
+/// `dims` with another last dimension.
+fn ending(dims: &[usize], last: usize) -> Vec<usize> {
+    let leading = dims.len() - 1;
+    [&dims[..leading], &[last]].concat()
 }
 
 impl CustomOp3 for Naive {
@@ -127,9 +123,9 @@ impl CustomOp3 for Naive {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let sizes = sizes(q_layout.dims(), v_layout.dims())?;
-        let out_shape = with_last(q_layout.dims(), sizes.value_dim);
-        let p_shape = with_last(q_layout.dims(), sizes.keys);
+        let sizes = self.sizes;
+        let out_shape = ending(q_layout.dims(), sizes.value_dim);
+        let p_shape = ending(q_layout.dims(), sizes.keys);
         for_real!(q.dtype(), T => {
             let (q, k) = (view::<T>(q, q_layout)?, view::<T>(k, k_layout)?);
             let v = view::<T>(v, v_layout)?;
@@ -152,7 +148,6 @@ impl CustomOp3 for Naive {
         let Some(p) = self.probabilities.get() else {
             candle_core::bail!("{NAME}: backward before forward");
         };
-        let sizes = sizes(q.dims(), v.dims())?;
         let [q_shape, k_shape, v_shape] = [q, k, v].map(Tensor::shape);
         let dout = dout.contiguous()?;
         for_real!(dout.dtype(), T => {
@@ -161,7 +156,7 @@ impl CustomOp3 for Naive {
             let mut dk_dv = None;
             let dq = tensor(q_shape, |dq| {
                 dk_dv = Some(tensors(k_shape, v_shape, |dk, dv| {
-                    let (scale, mask) = (self.scale, self.mask);
+                    let Self { sizes, scale, mask, .. } = *self;
                     kernel::backward(sizes, &dout, &q, &k, &v, &p, scale, mask, dq, dk, dv)
                 }));
             })?;

@@ -1,7 +1,7 @@
 //! Between candle's CPU storage and the kernels' slices.
 
 use crate::device;
-use crate::kernels::cpu::parallel;
+use crate::kernels::cpu::{flash_attention::Heads, parallel};
 use candle_core::{
     CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
@@ -26,6 +26,24 @@ macro_rules! for_real {
 }
 pub(crate) use for_real;
 
+/// As [`for_real`], with half precision too, for kernels that widen as they read.
+macro_rules! for_stored {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F16 => {
+                type $T = half::f16;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $T = half::bf16;
+                $body
+            }
+            other => $crate::ops::cpu::for_real!(other, $T => $body),
+        }
+    };
+}
+pub(crate) use for_stored;
+
 fn contiguous_range(layout: &Layout) -> Result<Range<usize>> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(start..end),
@@ -36,6 +54,31 @@ fn contiguous_range(layout: &Layout) -> Result<Range<usize>> {
 /// The elements of a contiguous operand, inside a custom op's forward.
 pub(crate) fn view<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
     Ok(&storage.as_slice::<T>()?[contiguous_range(layout)?])
+}
+
+/// A tensor of heads (B, H, T, Dh) as it lies, inside a custom op's forward or behind [`cpu_storage`].
+pub(crate) fn heads<'a, T: WithDType>(
+    storage: &'a CpuStorage,
+    layout: &Layout,
+) -> Result<Heads<'a, T>> {
+    match *layout.stride() {
+        [batch, head, row, col] => Ok(Heads {
+            data: &storage.as_slice::<T>()?[layout.start_offset()..],
+            strides: [batch, head, row, col],
+        }),
+        _ => bail!("a tensor of heads has four dimensions, not {layout:?}"),
+    }
+}
+
+/// What a CPU tensor's storage lock guards.
+pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
+    match storage {
+        Storage::Cpu(cpu) => Ok(cpu),
+        other => bail!(
+            "a CPU kernel was handed a tensor on {:?}",
+            other.device().location()
+        ),
+    }
 }
 
 /// The elements of a contiguous CPU tensor, borrowed for as long as this lives.
@@ -61,13 +104,7 @@ pub(crate) fn elements<T: WithDType>(tensor: &Tensor) -> Result<impl Deref<Targe
 
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous_range(layout)?;
-    match &*storage {
-        Storage::Cpu(cpu) => cpu.as_slice::<T>()?,
-        _ => bail!(
-            "a CPU kernel was handed a tensor on {:?}",
-            tensor.device().location()
-        ),
-    };
+    cpu_storage(&storage)?.as_slice::<T>()?; // or the error why not
     Ok(Elements {
         storage,
         range,

@@ -35,6 +35,13 @@ pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// As [`matmul`](fn@matmul).
 pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     check("matmul", a, b, transposed)?;
+    if a.rank() > 4 {
+        // More than candle multiplies: the leading dimensions as one.
+        let leading = &a.dims()[..a.rank() - 2];
+        let (a, b) = (a.flatten_to(a.rank() - 3)?, b.flatten_to(b.rank() - 3)?);
+        let c = reference(&a, &b, transposed)?;
+        return Ok(c.reshape([leading, &c.dims()[1..]].concat())?);
+    }
     let (a, b) = (input(a).contiguous()?, input(b).contiguous()?);
     let b = if transposed { b.t()? } else { b };
     Ok(a.matmul(&b)?)

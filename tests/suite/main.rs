@@ -3,6 +3,7 @@
 mod bench;
 mod child;
 mod data;
+mod flash;
 mod fused;
 mod golden;
 mod memory;

@@ -9,6 +9,7 @@ mod determinism;
 mod every;
 mod finite_differences;
 mod golden;
+mod grouped_heads;
 mod half_precision;
 mod kernel_against_reference;
 mod not_finite;

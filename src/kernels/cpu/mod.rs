@@ -7,8 +7,10 @@
 pub mod adamw;
 pub mod cross_entropy;
 pub mod embedding;
+pub mod flash_attention;
 pub mod gemm;
 pub mod heads;
+mod lanes;
 pub mod layer_norm;
 pub mod naive_attention;
 pub mod parallel;
@@ -22,5 +24,6 @@ pub mod softmax;
 pub mod stored;
 pub mod swiglu;
 
+pub use lanes::Lanes;
 pub use real::Real;
 pub use stored::Stored;

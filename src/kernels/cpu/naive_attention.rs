@@ -9,8 +9,10 @@ use crate::kernels::Mask;
 /// The sizes of one call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sizes {
-    /// How many matrices: B H.
+    /// How many matrices of q: B H.
     pub batch: usize,
+    /// How many matrices of k and v: B Hkv. Each serves as many of q's in a row.
+    pub kv_batch: usize,
     /// Tq.
     pub queries: usize,
     /// Tk.
@@ -21,15 +23,13 @@ pub struct Sizes {
     pub value_dim: usize,
 }
 
-impl Sizes {
-    /// Runs `f(matrix, threads)` for every matrix: side by side where there are enough of them for the threads, else
-    /// one after another with all threads inside each. The bits are the same either way.
-    fn for_matrices(self, f: impl Fn(usize, Threads) + Sync + Send) {
-        if self.batch < 2 * rayon::current_num_threads() {
-            (0..self.batch).for_each(|matrix| f(matrix, Threads::All));
-        } else {
-            parallel::for_tasks(self.batch, |matrix| f(matrix, Threads::One));
-        }
+/// Runs `f(matrix, threads)` for `count` matrices: side by side where there are enough of them for the threads, else one
+/// after another with all threads inside each. The bits are the same either way.
+fn for_matrices(count: usize, f: impl Fn(usize, Threads) + Sync + Send) {
+    if count < 2 * rayon::current_num_threads() {
+        (0..count).for_each(|matrix| f(matrix, Threads::All));
+    } else {
+        parallel::for_tasks(count, |matrix| f(matrix, Threads::One));
     }
 }
 
@@ -39,8 +39,8 @@ fn at<T>(data: &[T], index: usize, rows: usize, cols: usize) -> MatRef<'_, T> {
     MatRef::new(&data[index * size..(index + 1) * size], rows, cols)
 }
 
-/// `p = softmax(scale q k^T)` under the mask, `out = p v`: q (batch, queries, head_dim), k (batch, keys, head_dim),
-/// v (batch, keys, value_dim), p (batch, queries, keys), out (batch, queries, value_dim).
+/// `p = softmax(scale q k^T)` under the mask, `out = p v`: q (batch, queries, head_dim), k (kv_batch, keys, head_dim),
+/// v (kv_batch, keys, value_dim), p (batch, queries, keys), out (batch, queries, value_dim).
 #[allow(clippy::too_many_arguments)] // three inputs, how, two outputs
 pub fn forward<T: Real>(
     sizes: Sizes,
@@ -53,16 +53,22 @@ pub fn forward<T: Real>(
     out: &mut [T],
 ) {
     let Sizes {
+        batch,
+        kv_batch,
         queries,
         keys,
         head_dim,
         value_dim,
-        ..
     } = sizes;
+    if batch == 0 {
+        return;
+    }
+    let group = batch / kv_batch;
     let (p, out) = (Shared::new(p), Shared::new(out));
-    sizes.for_matrices(|i, threads| {
-        let (q, k) = (at(q, i, queries, head_dim), at(k, i, keys, head_dim));
-        let v = at(v, i, keys, value_dim);
+    for_matrices(batch, |i, threads| {
+        let q = at(q, i, queries, head_dim);
+        let k = at(k, i / group, keys, head_dim);
+        let v = at(v, i / group, keys, value_dim);
         let (p_size, out_size) = (queries * keys, queries * value_dim);
         // SAFETY: matrix i is written by this call alone.
         let p = unsafe { p.range(i * p_size, p_size) };
@@ -76,7 +82,8 @@ pub fn forward<T: Real>(
 /// `dq`, `dk` and `dv` from `dout`, and from q, k, v and p as forward had them.
 ///
 /// `dv = p^T dout`, `dp = dout v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. dp and ds share one
-/// buffer of (queries, keys) a thread.
+/// buffer of (queries, keys) a thread. One task has a matrix of k and v and all that q's matrices add to its gradients,
+/// one after another: the sums' order is fixed.
 #[allow(clippy::too_many_arguments)] // five inputs, how, three outputs
 pub fn backward<T: Real>(
     sizes: Sizes,
@@ -92,30 +99,43 @@ pub fn backward<T: Real>(
     dv: &mut [T],
 ) {
     let Sizes {
+        batch,
+        kv_batch,
         queries,
         keys,
         head_dim,
         value_dim,
-        ..
     } = sizes;
+    if batch == 0 {
+        dk.fill(T::ZERO); // to which no query adds
+        dv.fill(T::ZERO);
+        return;
+    }
+    let group = batch / kv_batch;
     let (dq, dk, dv) = (Shared::new(dq), Shared::new(dk), Shared::new(dv));
-    sizes.for_matrices(|i, threads| {
-        let (q, k) = (at(q, i, queries, head_dim), at(k, i, keys, head_dim));
-        let (v, dout) = (at(v, i, keys, value_dim), at(dout, i, queries, value_dim));
-        let p_size = queries * keys;
-        let p_rows = &p[i * p_size..(i + 1) * p_size];
-        let p = MatRef::new(p_rows, queries, keys);
-        let (q_size, k_size, v_size) = (queries * head_dim, keys * head_dim, keys * value_dim);
-        // SAFETY: matrix i is written by this call alone.
-        let dq = unsafe { dq.range(i * q_size, q_size) };
-        let dk = unsafe { dk.range(i * k_size, k_size) };
-        let dv = unsafe { dv.range(i * v_size, v_size) };
-        let mut ds = vec![T::ZERO; p_size]; // (queries, keys)
-        matmul(p.t(), dout, dv, false, threads);
-        matmul(dout, v.t(), &mut ds, false, threads); // dp
-        softmax::backward_in_place(&mut ds, p_rows, queries, keys, scale, mask, threads);
-        let ds = MatRef::new(&ds, queries, keys);
-        matmul(ds, k, dq, false, threads);
-        matmul(ds.t(), q, dk, false, threads);
+    for_matrices(kv_batch, |shared, threads| {
+        let k = at(k, shared, keys, head_dim);
+        let v = at(v, shared, keys, value_dim);
+        let (k_size, v_size) = (keys * head_dim, keys * value_dim);
+        // SAFETY: matrix `shared` of k and v, and its group's of q, are written by this call alone.
+        let dk = unsafe { dk.range(shared * k_size, k_size) };
+        let dv = unsafe { dv.range(shared * v_size, v_size) };
+        let mut ds = vec![T::ZERO; queries * keys]; // (queries, keys)
+        for i in shared * group..(shared + 1) * group {
+            let accumulate = i > shared * group;
+            let q = at(q, i, queries, head_dim);
+            let dout = at(dout, i, queries, value_dim);
+            let p_rows = &p[i * ds.len()..(i + 1) * ds.len()];
+            let p = MatRef::new(p_rows, queries, keys);
+            let q_size = queries * head_dim;
+            // SAFETY: as above.
+            let dq = unsafe { dq.range(i * q_size, q_size) };
+            matmul(p.t(), dout, dv, accumulate, threads);
+            matmul(dout, v.t(), &mut ds, false, threads); // dp
+            softmax::backward_in_place(&mut ds, p_rows, queries, keys, scale, mask, threads);
+            let ds = MatRef::new(&ds, queries, keys);
+            matmul(ds, k, dq, false, threads);
+            matmul(ds.t(), q, dk, accumulate, threads);
+        }
     });
 }

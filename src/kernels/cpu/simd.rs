@@ -50,6 +50,16 @@ pub fn sum<T: Real>(x: &[T]) -> T {
     sum_over([x], |[x]| x)
 }
 
+/// Whether no element is NaN or infinite.
+pub fn all_finite<T: Real>(x: &[T]) -> bool {
+    // Zero for a number, NaN for anything else, and no sum takes a NaN away.
+    let sum = vectorized(
+        #[inline(always)]
+        || sum_over([x], |[x]| x * T::ZERO),
+    );
+    sum == T::ZERO
+}
+
 /// The inner product of two slices of one length.
 #[inline(always)]
 pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
@@ -122,6 +132,12 @@ mod tests {
             assert!((sum(&x) - exact).abs() < 1e-12);
             let squares: f64 = x.iter().map(|v| v * v).sum();
             assert!((dot(&x, &x) - squares).abs() < 1e-12);
+            assert!(all_finite(&x));
+            for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                let mut y = x.clone();
+                y.push(bad);
+                assert!(!all_finite(&y));
+            }
             assert_eq!(max(&x), x.iter().copied().fold(f64::NEG_INFINITY, f64::max));
         }
     }

@@ -1,6 +1,6 @@
 //! What a kernel may read from memory, and what it computes in: half precision is stored, never computed in.
 
-use super::Real;
+use super::Lanes;
 use candle_core::WithDType;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
@@ -12,7 +12,17 @@ pub const BLOCK: usize = 512;
 /// `f32` and `f64` are their own; `f16` and `bf16` are widened to `f32`.
 pub trait Stored: WithDType {
     /// The type computed in.
-    type Wide: Real + Into<f64>;
+    type Wide: Lanes + Into<f64>;
+
+    /// The elements themselves, where they are what is computed in.
+    fn as_wide(_elements: &[Self]) -> Option<&[Self::Wide]> {
+        None
+    }
+
+    /// As [`as_wide`](Self::as_wide), for writing.
+    fn as_wide_mut(_elements: &mut [Self]) -> Option<&mut [Self::Wide]> {
+        None
+    }
 
     /// `to = from`, exactly; slices of one length.
     fn load(from: &[Self], to: &mut [Self::Wide]);
@@ -23,6 +33,14 @@ pub trait Stored: WithDType {
 
 impl Stored for f32 {
     type Wide = f32;
+
+    fn as_wide(elements: &[f32]) -> Option<&[f32]> {
+        Some(elements)
+    }
+
+    fn as_wide_mut(elements: &mut [f32]) -> Option<&mut [f32]> {
+        Some(elements)
+    }
 
     #[inline(always)]
     fn load(from: &[f32], to: &mut [f32]) {
@@ -37,6 +55,14 @@ impl Stored for f32 {
 
 impl Stored for f64 {
     type Wide = f64;
+
+    fn as_wide(elements: &[f64]) -> Option<&[f64]> {
+        Some(elements)
+    }
+
+    fn as_wide_mut(elements: &mut [f64]) -> Option<&mut [f64]> {
+        Some(elements)
+    }
 
     #[inline(always)]
     fn load(from: &[f64], to: &mut [f64]) {

@@ -235,18 +235,64 @@ pub fn cross_entropy(
     }
 }
 
+/// k or v (..., Hkv, Tk, Dh) with each head as often in a row as `heads` of q ask for: (..., H, Tk, Dh).
+pub fn repeat_heads(x: &Tensor, heads: usize) -> Tensor {
+    let heads_at = x.rank() - 3;
+    if heads == 0 {
+        return x.narrow(heads_at, 0, 0).unwrap();
+    }
+    let group = heads / x.dims()[heads_at];
+    let of = |head| x.narrow(heads_at, head / group, 1).unwrap();
+    let repeated: Vec<Tensor> = (0..heads).map(of).collect();
+    Tensor::cat(&repeated, heads_at).unwrap()
+}
+
 pub fn attention(
     leading: &[usize],
-    (queries, keys): (usize, usize),
+    sizes: (usize, usize),
     head_dim: usize,
+    how: (Option<f64>, Mask),
+    seed: u64,
+) -> Case {
+    attend(leading, leading, sizes, (head_dim, head_dim), how, seed)
+}
+
+/// Heads of q that share heads of k and v.
+pub fn grouped_attention(
+    batch: &[usize],
+    (heads, kv_heads): (usize, usize),
+    sizes: (usize, usize),
+    dims: (usize, usize),
+    how: (Option<f64>, Mask),
+    seed: u64,
+) -> Case {
+    let (q, kv) = (join(batch, &[heads]), join(batch, &[kv_heads]));
+    let mut case = attend(&q, &kv, sizes, dims, how, seed);
+    case.name += &format!(", {heads} heads with {kv_heads}");
+    case
+}
+
+fn attend(
+    leading: &[usize],
+    kv_leading: &[usize],
+    (queries, keys): (usize, usize),
+    (head_dim, value_dim): (usize, usize),
     (scale, mask): (Option<f64>, Mask),
     seed: u64,
 ) -> Case {
     let q = normal(&join(leading, &[queries, head_dim]), seed);
-    let k = normal(&join(leading, &[keys, head_dim]), seed + 1);
-    let v = normal(&join(leading, &[keys, head_dim]), seed + 2);
+    let k = normal(&join(kv_leading, &[keys, head_dim]), seed + 1);
+    let v = normal(&join(kv_leading, &[keys, value_dim]), seed + 2);
     let config = AttentionConfig { mask, scale };
-    let scores = q.matmul(&k.t().unwrap()).unwrap();
+    let met = match leading.last() {
+        Some(heads) if leading != kv_leading => repeat_heads(&k, *heads),
+        _ => k.clone(),
+    };
+    // candle multiplies up to four dimensions.
+    let matrices: usize = leading.iter().product();
+    let flat = |x: &Tensor, rows| x.reshape((matrices, rows, head_dim)).unwrap();
+    let met = flat(&met, keys).t().unwrap();
+    let scores = flat(&q, queries).matmul(&met).unwrap();
     let largest_score = magnitude(&scores).max * config.scale_for(head_dim).abs();
     let name = format!("attention {mask:?} {queries}x{keys} of {head_dim}");
     let inputs = vec![Input::new("q", q), Input::new("k", k), Input::new("v", v)];

@@ -32,6 +32,14 @@ pub fn small() -> Vec<Case> {
             (Some(0.3), mask),
             seed + 5,
         ));
+        cases.push(cases::grouped_attention(
+            &[2],
+            (4, 2),
+            (3, 5),
+            (4, 3),
+            (None, mask),
+            seed + 8,
+        ));
     }
     cases
 }
@@ -61,6 +69,18 @@ pub fn large() -> Vec<Case> {
     for mask in MASKS {
         cases.push(cases::softmax(&[2, 2], (123, 257), (0.3, 3.0), mask, 19));
         cases.push(cases::attention(&[2, 3], (123, 257), 24, (None, mask), 20));
+        // Two matrices of k and v, inside which threads meet; then four, which they share out.
+        for heads in [(6, 1), (6, 2)] {
+            let how = (None, mask);
+            cases.push(cases::grouped_attention(
+                &[2],
+                heads,
+                (123, 257),
+                (24, 40),
+                how,
+                21,
+            ));
+        }
     }
     cases
 }

@@ -118,6 +118,15 @@ fn directions_through_odd_sizes(#[case] policy: KernelPolicy) {
     for mask in MASKS {
         every.push(cases::softmax(&[2], (33, 65), (0.5, 3.0), mask, 14));
         every.push(cases::attention(&[2, 1], (65, 33), 24, (None, mask), 15));
+        let how = (None, mask);
+        every.push(cases::grouped_attention(
+            &[2],
+            (6, 2),
+            (33, 65),
+            (24, 17),
+            how,
+            16,
+        ));
     }
     for case in &every {
         let run = case.run(DType::F64, policy);

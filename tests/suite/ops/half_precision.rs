@@ -29,6 +29,15 @@ fn cases() -> Vec<Case> {
         cases.push(cases::softmax(&[2], (33, 41), (0.5, 2.0), mask, 14));
         cases.push(cases::softmax(&[2], (41, 33), (-0.5, 2.0), mask, 15));
         cases.push(cases::attention(&[1, 2], (33, 41), 24, (None, mask), 16));
+        let how = (None, mask);
+        cases.push(cases::grouped_attention(
+            &[1],
+            (8, 2),
+            (33, 41),
+            (24, 24),
+            how,
+            17,
+        ));
     }
     cases
 }

@@ -137,6 +137,20 @@ proptest! {
         let leading = [leading.0, leading.1];
         check(cases::attention(&leading, sizes, head_dim, (scale, mask), seed));
     }
+
+    #[test]
+    fn grouped_attention(
+        batch in prop::collection::vec(1..=2usize, 0..=2),
+        heads in (1..=3usize, 1..=4usize),
+        sizes in (length(), length()),
+        dims in (head_dim(), head_dim()),
+        mask in mask(),
+        seed in 0..1000u64,
+    ) {
+        let (kv_heads, group) = heads;
+        let heads = (kv_heads * group, kv_heads);
+        check(cases::grouped_attention(&batch, heads, sizes, dims, (None, mask), seed));
+    }
 }
 
 /// The tests above are too small for most kernels to cut into many tasks.

@@ -129,9 +129,31 @@ fn shapes_of_softmax_and_attention() {
     shape("attention::naive", &["v [1, 2, 6, 4]"], || {
         attend(&[1, 2, 3, 4], &[1, 2, 5, 4], &[1, 2, 6, 4])
     });
-    shape("attention::naive", &["k [1, 1, 5, 4]"], || {
-        attend(&[1, 2, 3, 4], &[1, 1, 5, 4], &[1, 1, 5, 4])
+    // Heads of k and v are a divisor of q's, the same for both.
+    for kv_heads in [0, 2, 4, 6] {
+        let kv = [1, kv_heads, 5, 4];
+        let parts = [&format!("k {kv:?}"), "divide the 3 heads of q"];
+        shape("attention::naive", &parts, || {
+            attend(&[1, 3, 3, 4], &kv, &kv)
+        });
+    }
+    let kv = [1, 2, 5, 4];
+    shape("attention::naive", &["same heads, same length"], || {
+        attend(&[1, 4, 3, 4], &kv, &[1, 4, 5, 4])
     });
+    shape("attention::naive", &["before the heads"], || {
+        attend(&[3, 2, 3, 4], &kv, &kv)
+    });
+    // One head need not be said, but it is in all three or in none.
+    for (q, k, v) in [
+        (&[1, 3, 4][..], &[5, 4][..], &[5, 4][..]),
+        (&[1, 3, 4], &[1, 5, 4], &[5, 4]),
+        (&[3, 4], &[1, 5, 4], &[1, 5, 4]),
+    ] {
+        shape("attention::naive", &["before the heads"], || {
+            attend(q, k, v)
+        });
+    }
     shape("attention::naive", &["v [2, 1, 5, 4]"], || {
         attend(&[1, 2, 3, 4], &[1, 2, 5, 4], &[2, 1, 5, 4])
     });

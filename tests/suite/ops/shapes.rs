@@ -67,6 +67,20 @@ fn no_rows(#[case] policy: KernelPolicy) {
             &[1, 2, 0, 4],
             policy,
         );
+        for (batch, heads, queries) in [(0, 4, 3), (2, 0, 3), (2, 4, 0)] {
+            nothing(
+                cases::grouped_attention(
+                    &[batch],
+                    (heads, 2),
+                    (queries, 3),
+                    (4, 5),
+                    (None, mask),
+                    1,
+                ),
+                &[batch, heads, queries, 5],
+                policy,
+            );
+        }
     }
 }
 
@@ -115,6 +129,27 @@ fn a_single_row(#[case] policy: KernelPolicy) {
         tallow::ops::softmax(&x[0], 1.0, Mask::Full)
     });
     row(vector, &[5]);
+}
+
+/// More leading dimensions than candle multiplies.
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn five_dimensions(#[case] policy: KernelPolicy) {
+    let make = |leading: &[usize]| {
+        [
+            cases::matmul(leading, [4, 5, 3], 1),
+            cases::matmul_transposed(leading, [4, 5, 3], 1),
+        ]
+    };
+    for (deep, flat) in make(&[2, 1, 3]).into_iter().zip(make(&[6])) {
+        let [deep, flat] = [deep, flat].map(|case| case.run(DType::F64, policy));
+        assert_eq!(deep.out.dims(), [2, 1, 3, 4, 3]);
+        assert_eq!(numbers(&deep.out), numbers(&flat.out));
+        for ((_, deep), (_, flat)) in deep.gradients.iter().zip(&flat.gradients) {
+            assert_eq!(numbers(deep), numbers(flat));
+        }
+    }
 }
 
 /// Hidden places are 0 to the bit, in the gradient too; every row that sees a key sums to 1, any other is 0.

@@ -1,0 +1,70 @@
+//! Attention chosen by name.
+
+use super::{AttentionConfig, flash, naive};
+use crate::{Error, Result};
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// Which algorithm computes attention; the result is the same up to rounding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Algorithm {
+    /// [`naive()`]: the probabilities in memory, O(Tq Tk).
+    #[default]
+    Naive,
+    /// [`flash()`]: tile by tile, O(Tq + Tk).
+    Flash,
+}
+
+impl Algorithm {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Naive, Self::Flash];
+
+    /// Attention by this algorithm; see there for shapes.
+    ///
+    /// # Errors
+    /// Those of the algorithm.
+    pub fn attend(
+        self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        config: &AttentionConfig,
+    ) -> Result<Tensor> {
+        match self {
+            Self::Naive => naive(q, k, v, config),
+            Self::Flash => flash(q, k, v, config),
+        }
+    }
+
+    /// As flags and reports name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Naive => "naive",
+            Self::Flash => "flash",
+        }
+    }
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Algorithm {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = Self::ALL.into_iter().find(|a| a.name() == name);
+        known.ok_or_else(|| Error::Config {
+            config: "attention",
+            field: "algorithm",
+            expected: "naive or flash".into(),
+            got: format!("{name:?}"),
+            hint: "flash takes less memory, and less time from a few hundred keys up".into(),
+        })
+    }
+}

@@ -1,0 +1,136 @@
+//! FlashAttention-2: attention tile by tile, nothing of size Tq Tk in memory.
+//!
+//! What lives here: the op ([`flash()`], [`flash_with_lse`]) and its specification in plain candle ops ([`reference()`]).
+//! What does not: the CPU kernel ([`kernels::cpu::flash_attention`](crate::kernels::cpu::flash_attention)).
+
+mod op;
+mod reference;
+
+pub use reference::reference;
+
+use super::AttentionConfig;
+use super::shapes::Shapes;
+use crate::ops::{Path, choose_where, record::apply3};
+use crate::{Error, Result};
+use candle_core::{DType, Tensor};
+
+const NAME: &str = "attention::flash";
+
+/// The largest head dimension that [`flash()`] takes.
+pub const MAX_HEAD_DIM: usize = 256;
+
+/// `out = softmax(scale q k^T) v` without scores or probabilities in memory: q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh),
+/// out (B, H, Tq, Dh), Dh up to [`MAX_HEAD_DIM`].
+///
+/// Hkv divides H: each head of k and v serves H / Hkv heads of q in a row (grouped queries). Any number of leading
+/// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.
+///
+/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once. A query that sees no key gets zeros, and
+/// passes no gradient. A NaN in q stays in its row of the output.
+///
+/// Differentiable in q, k and v. Kept for backward: q, k, v, out and, of every query, the log-sum-exp of its scores (4
+/// bytes; 8 in f64); for half precision also what rounding took from out, or the gradients would inherit its error.
+/// Backward computes the probabilities again, tile by tile: `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`,
+/// `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`. 4 B H Tq Tk Dh FLOPs forward, two and
+/// a half times that backward; tiles that the mask hides are not computed.
+///
+/// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and 2.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::attention::{self, AttentionConfig, Mask};
+///
+/// let q = Tensor::randn(0f32, 1.0, (2, 6, 50, 24), &Device::Cpu)?; // (B, H, Tq, Dh)
+/// let k = Tensor::randn(0f32, 1.0, (2, 3, 70, 24), &Device::Cpu)?; // (B, Hkv, Tk, Dh)
+/// let config = AttentionConfig { mask: Mask::CausalEnd, ..Default::default() };
+/// let out = attention::flash(&q, &k, &k, &config)?;
+/// assert_eq!(out.dims(), [2, 6, 50, 24]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// Shapes that do not fit each other, heads that kv heads do not divide, no keys, a head dimension over the limit, mixed
+/// dtypes or devices.
+pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
+    Ok(flash_with_lse(q, k, v, config)?.0)
+}
+
+/// As [`flash()`], with `lse = log(sum(exp(scores)))` of every query beside it: (B, H, Tq), in f32 (f64 for f64).
+///
+/// -inf for a query that sees no key. `lse` carries no gradient: it is a constant to whatever is computed from it.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::attention::{self, AttentionConfig};
+///
+/// let q = Tensor::zeros((1, 1, 1, 8), candle_core::DType::F32, &Device::Cpu)?;
+/// let k = Tensor::ones((1, 1, 4, 8), candle_core::DType::F32, &Device::Cpu)?;
+/// let (out, lse) = attention::flash_with_lse(&q, &k, &k, &AttentionConfig::default())?;
+/// assert_eq!(out.flatten_all()?.to_vec1::<f32>()?, [1.0; 8]);
+/// assert!((lse.flatten_all()?.to_vec1::<f32>()?[0] - 4f32.ln()).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`flash()`].
+pub fn flash_with_lse(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    config: &AttentionConfig,
+) -> Result<(Tensor, Tensor)> {
+    let shapes = check(q, k, v)?;
+    let has_kernel = q.device().is_cpu()
+        && matches!(
+            q.dtype(),
+            DType::F32 | DType::F64 | DType::F16 | DType::BF16
+        );
+    if choose_where(NAME, q, has_kernel)? == Path::Reference {
+        return reference(q, k, v, config);
+    }
+    let op = op::Flash::new(shapes, config);
+    let lse = op.lse();
+    let out = apply3(
+        &four_dimensions(q, shapes.heads)?,
+        &four_dimensions(k, shapes.kv_heads)?,
+        &four_dimensions(v, shapes.kv_heads)?,
+        op,
+    )?;
+    let Some(lse) = lse.get() else {
+        return Err(candle_core::Error::msg("attention::flash: forward left no lse").into());
+    };
+    let lse = lse.reshape(&q.dims()[..q.rank() - 1])?;
+    Ok((out.reshape(q.shape())?, lse))
+}
+
+/// x (..., heads, T, Dh) as (B, heads, T, Dh).
+fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
+    match *x.dims() {
+        [_, _, _, _] => Ok(x.clone()),
+        [ref leading @ .., length, head_dim] => {
+            let batch = match leading {
+                [rest @ .., _] => rest.iter().product(),
+                [] => 1,
+            };
+            Ok(x.reshape((batch, heads, length, head_dim))?)
+        }
+        _ => Ok(x.clone()), // refused by `check`
+    }
+}
+
+/// Checks what [`flash()`] takes.
+fn check(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Shapes> {
+    let shapes = Shapes::of(NAME, q, k, v)?;
+    if shapes.head_dim > MAX_HEAD_DIM || shapes.head_dim != shapes.value_dim {
+        return Err(Error::Shape {
+            op: NAME,
+            expected: format!("one head dimension for q, k and v, at most {MAX_HEAD_DIM}"),
+            got: format!(
+                "{} for q and k, {} for v",
+                shapes.head_dim, shapes.value_dim
+            ),
+            hint: "attention::naive takes any".into(),
+        });
+    }
+    Ok(shapes)
+}

@@ -1,0 +1,153 @@
+//! The kernel as a candle op.
+
+use super::NAME;
+use crate::attention::AttentionConfig;
+use crate::attention::shapes::Shapes;
+use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::flash_attention::{self as kernel, Gradients, Inputs, Outputs, Sizes};
+use crate::ops::cpu::{cpu_storage, elements, for_stored, heads, output, tensor, tensors};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
+use std::sync::{Arc, OnceLock};
+
+/// One call; holds what forward leaves for backward beside its inputs and its output.
+pub(super) struct Flash {
+    sizes: Sizes,
+    /// (B, H, Tq).
+    lse: Arc<OnceLock<Tensor>>,
+    /// What rounding took from the output, in half precision: (B, H, Tq, Dh).
+    rounded_off: OnceLock<Tensor>,
+}
+
+impl Flash {
+    pub(super) fn new(shapes: Shapes, config: &AttentionConfig) -> Self {
+        Self {
+            sizes: Sizes {
+                batch: shapes.batch,
+                heads: shapes.heads,
+                kv_heads: shapes.kv_heads,
+                queries: shapes.queries,
+                keys: shapes.keys,
+                head_dim: shapes.head_dim,
+                mask: config.mask,
+                scale: config.scale_for(shapes.head_dim),
+            },
+            lse: Arc::default(),
+            rounded_off: OnceLock::new(),
+        }
+    }
+
+    /// Where forward will leave the log-sum-exps.
+    pub(super) fn lse(&self) -> Arc<OnceLock<Tensor>> {
+        Arc::clone(&self.lse)
+    }
+
+    /// Forward's output, what rounding took from it (empty where nothing), and lse.
+    fn forward<T: Stored>(
+        &self,
+        q: kernel::Heads<'_, T>,
+        k: kernel::Heads<'_, T>,
+        v: kernel::Heads<'_, T>,
+    ) -> Result<(CpuStorage, Shape)> {
+        let sizes = &self.sizes;
+        let rows = (sizes.batch, sizes.heads, sizes.queries);
+        let out_shape = Shape::from((rows.0, rows.1, rows.2, sizes.head_dim));
+        let rest_elements = match T::as_wide(&[]) {
+            Some(_) => 0,
+            None => out_shape.elem_count(),
+        };
+        let mut out = None;
+        let mut rest = None;
+        let lse = tensor::<T::Wide>(rows, |lse| {
+            rest = Some(tensor::<T>(rest_elements, |rounded_off| {
+                out = Some(output::<T>(out_shape.clone(), |out| {
+                    let outputs = Outputs {
+                        out,
+                        rounded_off,
+                        lse,
+                    };
+                    let tiles = kernel::Tiles::for_head_dim(sizes.head_dim);
+                    kernel::forward(sizes, &tiles, q, k, v, outputs);
+                }));
+            }));
+        })?;
+        let (Some(out), Some(rest)) = (out, rest) else {
+            candle_core::bail!("{NAME}: nothing was computed");
+        };
+        // Both empty until now: an op runs forward once.
+        let _ = self.lse.set(lse);
+        if rest_elements > 0 {
+            let _ = self.rounded_off.set(rest?.reshape(out_shape)?);
+        }
+        out
+    }
+}
+
+impl CustomOp3 for Flash {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        for_stored!(q.dtype(), T => {
+            let (q, k) = (heads::<T>(q, q_layout)?, heads::<T>(k, k_layout)?);
+            self.forward(q, k, heads::<T>(v, v_layout)?)
+        })
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        d_out: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let Some(lse) = self.lse.get() else {
+            candle_core::bail!("{NAME}: backward before forward");
+        };
+        let rest = self.rounded_off.get();
+        let tensors_read = [Some(q), Some(k), Some(v), Some(out), Some(d_out), rest];
+        let guards = tensors_read.map(|x| x.map(Tensor::storage_and_layout));
+        for_stored!(d_out.dtype(), T => {
+            let view = |i: usize| match &guards[i] {
+                Some((storage, layout)) => heads::<T>(cpu_storage(storage)?, layout).map(Some),
+                None => Ok(None),
+            };
+            let (Some(q_view), Some(k_view), Some(v_view)) = (view(0)?, view(1)?, view(2)?) else {
+                candle_core::bail!("{NAME}: no inputs");
+            };
+            let (Some(out), Some(d_out), rounded_off) = (view(3)?, view(4)?, view(5)?) else {
+                candle_core::bail!("{NAME}: no output");
+            };
+            let lse = elements::<<T as Stored>::Wide>(lse)?;
+            let inputs = Inputs {
+                q: q_view,
+                k: k_view,
+                v: v_view,
+                out,
+                rounded_off,
+                lse: &lse,
+                d_out,
+            };
+            let tiles = kernel::Tiles::for_head_dim(self.sizes.head_dim);
+            let mut dk_dv = None;
+            let dq = tensor::<T>(q.shape(), |dq| {
+                dk_dv = Some(tensors::<T>(k.shape(), v.shape(), |dk, dv| {
+                    let gradients = Gradients { dq, dk, dv };
+                    kernel::backward(&self.sizes, &tiles, inputs, gradients);
+                }));
+            })?;
+            let (dk, dv) = dk_dv.transpose()?.unzip();
+            Ok((Some(dq), dk, dv))
+        })
+    }
+}

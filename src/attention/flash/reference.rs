@@ -1,0 +1,243 @@
+//! FlashAttention-2 in plain tensor ops, tile by tile: what the kernels compute, to be read beside the paper.
+//!
+//! Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023. Line numbers are
+//! those of its Algorithm 1 in [`Attention::forward`] and of its Algorithm 2 in [`Attention::backward`]; its B_r and B_c
+//! are [`Q_TILE`] and [`K_TILE`], its L is `lse`, its D is `delta`.
+//!
+//! Not in its listings: the scale, the masks, queries that see no key, and query heads that share a key head. The heads
+//! of such a group are further rows of a query tile, since they meet the same keys; the sums over a tile's rows then add
+//! up the group's part of dk and dv by themselves.
+
+mod computed;
+mod seen;
+
+use super::{NAME, check};
+use crate::attention::shapes::Shapes;
+use crate::attention::{AttentionConfig, Mask};
+use crate::grad::is_grad_enabled;
+use crate::ops::record::{apply3, widen};
+use crate::{Error, Result};
+use candle_core::{D, Tensor};
+use computed::Computed;
+use seen::Seen;
+use std::ops::Range;
+
+/// Queries in a tile; the last may have fewer.
+const Q_TILE: usize = 64;
+/// Keys in a tile; the last may have fewer.
+const K_TILE: usize = 64;
+
+/// [`flash_with_lse`](super::flash_with_lse) in plain candle ops, on any device: the specification of the kernels.
+///
+/// Half precision is widened to f32 inside, and out and the gradients are rounded once; backward uses the unrounded out.
+/// Differentiable in q, k and v as one op of candle's graph, however many tiles there are; lse carries no gradient.
+///
+/// # Errors
+/// As [`flash`](super::flash()).
+pub fn reference(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    config: &AttentionConfig,
+) -> Result<(Tensor, Tensor)> {
+    let shapes = check(q, k, v)?;
+    if !q.dtype().is_float() {
+        return Err(Error::DType {
+            op: NAME,
+            expected: "a floating-point tensor".into(),
+            got: q.dtype().as_str().into(),
+            hint: "convert with to_dtype".into(),
+        });
+    }
+    let attention = Attention {
+        shapes,
+        mask: config.mask,
+        scale: config.scale_for(shapes.head_dim),
+    };
+    let (wide_out, lse) = attention.forward(q, k, v)?;
+    let out = wide_out.reshape(q.shape())?.to_dtype(q.dtype())?;
+    let lse_of_rows = lse.reshape(&q.dims()[..q.rank() - 1])?;
+    if !is_grad_enabled() {
+        return Ok((out, lse_of_rows));
+    }
+    let op = Computed {
+        attention,
+        out,
+        wide_out,
+        lse,
+    };
+    Ok((apply3(q, k, v, op)?, lse_of_rows))
+}
+
+/// What to compute. Inside, with G = B Hkv and R = H / Hkv, q is (G, R, Tq, Dh) and k and v are (G, Tk, Dh); a tile of Br
+/// queries is (G, R Br, Dh).
+#[derive(Clone, Copy, Debug)]
+struct Attention {
+    shapes: Shapes,
+    mask: Mask,
+    scale: f64,
+}
+
+impl Attention {
+    /// Algorithm 1: out (G, R, Tq, Dh) in the dtype it was computed in, lse (G, R, Tq, 1).
+    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
+        let (q, k, v) = (self.queries(q)?, self.keys(k)?, self.keys(v)?);
+        let nothing = (q.zeros_like()?, q.narrow(3, 0, 1)?.zeros_like()?);
+        if q.elem_count() == 0 {
+            return Ok(nothing); // candle refuses to reduce it
+        }
+        // Lines 1 and 2: the outputs, tile by tile.
+        let (mut out, mut lse) = (Vec::new(), Vec::new());
+        // Line 3: for every query tile ...
+        for i in tiles(self.shapes.queries, Q_TILE) {
+            let q_i = self.rows(&q, &i)?; // line 4
+            let mut o = q_i.zeros_like()?; // line 5
+            let mut l = q_i.narrow(2, 0, 1)?.zeros_like()?;
+            let mut m = constant(f32::NEG_INFINITY, &l)?;
+            // Line 6: ... and every key tile that one of its queries sees.
+            for j in tiles(self.shapes.keys, K_TILE) {
+                let Some(seen) = self.seen(&i, &j, &q)? else {
+                    continue;
+                };
+                let (k_j, v_j) = (columns(&k, &j)?, columns(&v, &j)?); // line 7
+                let s = seen.select(&self.scores(&q_i, &k_j)?, f32::NEG_INFINITY)?; // line 8
+                let m_before = m; // line 9, to the sum
+                m = m_before.maximum(&s.max_keepdim(D::Minus1)?)?;
+                let p = s.broadcast_sub(&subtrahend(&m)?)?.exp()?;
+                let rescale = (m_before - subtrahend(&m)?)?.exp()?;
+                l = ((&rescale * l)? + p.sum_keepdim(D::Minus1)?)?;
+                o = (o.broadcast_mul(&rescale)? + seen.product(&p, &v_j)?)?; // line 10
+            }
+            // A query that has seen no key has l = 0; it keeps its o = 0, and its lse is -inf + ln 0.
+            let divisor = (&l + l.eq(0f32)?.to_dtype(l.dtype())?)?;
+            let o = o.broadcast_div(&divisor)?; // line 12
+            let lse_i = (m + l.log()?)?; // line 13
+            out.push(self.tile(&o)?); // line 14
+            lse.push(self.tile(&lse_i)?); // line 15
+        }
+        Ok((Tensor::cat(&out, 2)?, Tensor::cat(&lse, 2)?)) // line 17
+    }
+
+    /// Algorithm 2: dq (G, R, Tq, Dh), dk and dv (G, Tk, Dh), from the dtypes and shapes that forward took and gave.
+    fn backward(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        out: &Tensor,
+        lse: &Tensor,
+        d_out: &Tensor,
+    ) -> candle_core::Result<[Tensor; 3]> {
+        let (q, k, v) = (self.queries(q)?, self.keys(k)?, self.keys(v)?);
+        let d_out = self.queries(d_out)?;
+        if q.elem_count() == 0 {
+            return Ok([q, k.zeros_like()?, v.zeros_like()?]);
+        }
+        // Lines 1 to 3: the gradients, tile by tile.
+        let q_tiles = tiles(self.shapes.queries, Q_TILE).map(|i| self.rows(&q, &i)?.zeros_like());
+        let mut dq = q_tiles.collect::<candle_core::Result<Vec<_>>>()?;
+        let (mut dk, mut dv) = (Vec::new(), Vec::new());
+        let delta = (&d_out * out)?.sum_keepdim(D::Minus1)?; // line 4
+        // Line 5: for every key tile ...
+        for j in tiles(self.shapes.keys, K_TILE) {
+            let (k_j, v_j) = (columns(&k, &j)?, columns(&v, &j)?); // line 6
+            let (mut dk_j, mut dv_j) = (k_j.zeros_like()?, v_j.zeros_like()?); // line 7
+            // Line 8: ... and every query tile of which one sees it.
+            for (i, dq_i) in tiles(self.shapes.queries, Q_TILE).zip(&mut dq) {
+                let Some(seen) = self.seen(&i, &j, &q)? else {
+                    continue;
+                };
+                let (q_i, d_out_i) = (self.rows(&q, &i)?, self.rows(&d_out, &i)?); // line 9
+                let (lse_i, delta_i) = (self.rows(lse, &i)?, self.rows(&delta, &i)?);
+                let s = self.scores(&q_i, &k_j)?; // line 10
+                let p = s.broadcast_sub(&subtrahend(&lse_i)?)?.exp()?; // line 11
+                let p = seen.select(&p, 0.0)?;
+                dv_j = (dv_j + seen.product_of_transposed(&p, &d_out_i)?)?; // line 12
+                let dp = d_out_i.matmul(&v_j.t()?)?; // line 13
+                let ds = (p * dp.broadcast_sub(&delta_i)?)?; // line 14
+                let ds = seen.select(&(ds * self.scale)?, 0.0)?;
+                *dq_i = (&*dq_i + seen.product(&ds, &k_j)?)?; // line 15
+                dk_j = (dk_j + seen.product_of_transposed(&ds, &q_i)?)?; // line 16
+            }
+            dk.push(dk_j); // line 18
+            dv.push(dv_j);
+        }
+        let dq = dq.iter().map(|dq_i| self.tile(dq_i));
+        let dq = dq.collect::<candle_core::Result<Vec<_>>>()?;
+        Ok([
+            Tensor::cat(&dq, 2)?, // line 20
+            Tensor::cat(&dk, 1)?,
+            Tensor::cat(&dv, 1)?,
+        ])
+    }
+
+    /// `scale q_i k_j^T` (G, R Br, Bc).
+    fn scores(&self, q_i: &Tensor, k_j: &Tensor) -> candle_core::Result<Tensor> {
+        q_i.matmul(&k_j.t()?)? * self.scale
+    }
+
+    /// Which of the tile's pairs the mask leaves; none if there is none.
+    fn seen(
+        &self,
+        i: &Range<usize>,
+        j: &Range<usize>,
+        like: &Tensor,
+    ) -> candle_core::Result<Option<Seen>> {
+        let Shapes { queries, keys, .. } = self.shapes;
+        let heads = self.shapes.heads / self.shapes.kv_heads; // R
+        let sees = |i, j| self.mask.visible(i, queries, keys).contains(&j);
+        Seen::new(heads, i, j, sees, like.device())
+    }
+
+    /// q, or what is shaped like it, as (G, R, Tq, Dh).
+    fn queries(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let sizes = self.shapes;
+        let group = sizes.heads / sizes.kv_heads;
+        let shape = (
+            sizes.batch * sizes.kv_heads,
+            group,
+            sizes.queries,
+            sizes.head_dim,
+        );
+        widen(&x.detach())?.reshape(shape)
+    }
+
+    /// k or v as (G, Tk, Dh).
+    fn keys(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let sizes = self.shapes;
+        let shape = (sizes.batch * sizes.kv_heads, sizes.keys, sizes.head_dim);
+        widen(&x.detach())?.reshape(shape)
+    }
+
+    /// Tile i of x (G, R, Tq, n), as (G, R Br, n).
+    fn rows(&self, x: &Tensor, i: &Range<usize>) -> candle_core::Result<Tensor> {
+        x.narrow(2, i.start, i.len())?.flatten(1, 2)
+    }
+
+    /// What [`Attention::rows`] made, as (G, R, Br, n).
+    fn tile(&self, rows: &Tensor) -> candle_core::Result<Tensor> {
+        let (batch, rows_of_group, width) = rows.dims3()?;
+        let group = self.shapes.heads / self.shapes.kv_heads;
+        rows.reshape((batch, group, rows_of_group / group, width))
+    }
+}
+
+/// `0..length` in ranges of `size`; the last may be shorter.
+fn tiles(length: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+    let starts = (0..length).step_by(size);
+    starts.map(move |start| start..length.min(start + size))
+}
+
+/// Tile j of x (G, Tk, Dh).
+fn columns(x: &Tensor, j: &Range<usize>) -> candle_core::Result<Tensor> {
+    x.narrow(1, j.start, j.len())?.contiguous()
+}
+
+/// `value` everywhere, in the shape and dtype of `like`.
+fn constant(value: f32, like: &Tensor) -> candle_core::Result<Tensor> {
+    Tensor::full(value, like.shape(), like.device())?.to_dtype(like.dtype())
+}
+
+/// What to subtract in an exponent: `x`, but 0 for the -inf of a row that has seen no key, whose -inf - 0 gives the 0
+/// that -inf - (-inf) = NaN would not.
+fn subtrahend(x: &Tensor) -> candle_core::Result<Tensor> {
+    x.eq(f32::NEG_INFINITY)?.where_cond(&x.zeros_like()?, x)
+}

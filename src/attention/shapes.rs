@@ -1,0 +1,82 @@
+//! What q, k and v must be to each other.
+
+use crate::{Error, Result, ops};
+use candle_core::Tensor;
+
+/// The sizes of one attention: q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh), v (..., Hkv, Tk, Dv).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shapes {
+    /// B: the product of the leading dimensions.
+    pub batch: usize,
+    /// H: heads of q.
+    pub heads: usize,
+    /// Hkv: heads of k and v, at least one; each serves H / Hkv heads of q in a row.
+    pub kv_heads: usize,
+    /// Tq.
+    pub queries: usize,
+    /// Tk, at least one.
+    pub keys: usize,
+    /// Dh of q and k, at least one.
+    pub head_dim: usize,
+    /// Dh of v and of the output.
+    pub value_dim: usize,
+}
+
+/// A tensor's dimensions as (leading, heads, length, head dimension); two dimensions are one head.
+fn split(x: &Tensor) -> Option<(&[usize], usize, usize, usize)> {
+    match x.dims() {
+        [leading @ .., heads, length, dim] => Some((leading, *heads, *length, *dim)),
+        [length, dim] => Some((&[], 1, *length, *dim)),
+        _ => None,
+    }
+}
+
+impl Shapes {
+    /// Checks q, k and v for `op`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit each other, heads that kv heads do not divide, no kv heads or keys, mixed dtypes or devices.
+    pub(crate) fn of(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
+        let refuse = |hint: String| {
+            Err(Error::Shape {
+                op,
+                expected: "q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh), at least one key".into(),
+                got: format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims()),
+                hint,
+            })
+        };
+        let (Some(q_dims), Some(k_dims), Some(v_dims)) = (split(q), split(k), split(v)) else {
+            return refuse("two dimensions at least: length and head dimension".into());
+        };
+        let (leading, heads, queries, head_dim) = q_dims;
+        let (k_leading, kv_heads, keys, k_dim) = k_dims;
+        let (v_leading, v_heads, v_keys, value_dim) = v_dims;
+        if [k.rank(), v.rank()] != [q.rank(); 2] || [k_leading, v_leading] != [leading; 2] {
+            return refuse("the dimensions before the heads must be the same".into());
+        }
+        if (kv_heads, keys) != (v_heads, v_keys) {
+            return refuse("k and v come in pairs: same heads, same length".into());
+        }
+        if head_dim != k_dim {
+            return refuse("q and k meet in inner products: same head dimension".into());
+        }
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return refuse(format!(
+                "the heads of k and v, one at least, must divide the {heads} heads of q"
+            ));
+        }
+        if keys == 0 || head_dim == 0 {
+            return refuse("there is nothing to attend to".into());
+        }
+        ops::check_same(op, &[("q", q), ("k", k), ("v", v)])?;
+        Ok(Self {
+            batch: leading.iter().product(),
+            heads,
+            kv_heads,
+            queries,
+            keys,
+            head_dim,
+            value_dim,
+        })
+    }
+}

@@ -1,0 +1,26 @@
+//! `attention::flash`, its log-sum-exp, its gradients and its `reference`: against PyTorch, against an f64 oracle on
+//! drawn cases, and what it promises about bits, strides, masks, NaN, graphs and bad input.
+//!
+//! The drawn cases are 600 in a normal run and as many as the environment variable `TALLOW_PROPTEST_CASES` says, the
+//! same ones every time; `TALLOW_PROPTEST_SEED` (a number) draws others. With `--nocapture` they say how near to their
+//! bounds they came:
+//!
+//! ```sh
+//! TALLOW_PROPTEST_CASES=20000 cargo test --test suite flash::property -- --nocapture
+//! ```
+
+mod empty;
+mod finite_differences;
+mod golden;
+mod graph;
+mod judge;
+mod masked_rows;
+mod memory;
+mod not_finite;
+mod oracle;
+mod policy;
+mod problem;
+mod property;
+mod refusals;
+mod same_bits;
+mod strides;

@@ -1,0 +1,41 @@
+//! Nothing to do: no batch, no heads, no queries. Out is as empty, and gradients are zero or empty.
+
+use super::problem::{Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes};
+use rstest::rstest;
+
+#[rstest]
+#[case::no_batch((0, 4, 2), 5)]
+#[case::no_heads((2, 0, 2), 5)]
+#[case::no_queries((2, 4, 2), 0)]
+fn nothing_to_do(
+    #[values(FLASH, REFERENCE)] attend: Attend,
+    #[case] heads: (usize, usize, usize),
+    #[case] queries: usize,
+) {
+    for mask in MASKS {
+        for dtype in DTYPES {
+            let sizes = Sizes::new(heads, (queries, 7), 24);
+            let found = Problem::random(sizes, mask, None, 51).run(dtype, attend);
+            assert!(found.out.is_empty() && found.lse.is_empty() && found.dq.is_empty());
+            let k_elements: usize = sizes.k_shape().iter().product();
+            assert_eq!(found.dk, vec![0.0; k_elements], "{mask:?} {dtype:?}");
+            assert_eq!(found.dv, vec![0.0; k_elements], "{mask:?} {dtype:?}");
+        }
+    }
+}
+
+/// The least there can be: out is v, lse the only score, and dv what arrives.
+#[rstest]
+fn one_of_everything(#[values(FLASH, REFERENCE)] attend: Attend) {
+    for mask in MASKS {
+        for dtype in DTYPES {
+            let problem = Problem::random(Sizes::new((1, 1, 1), (1, 1), 1), mask, None, 52);
+            let found = problem.run(dtype, attend);
+            assert_eq!(found.out, problem.v, "{mask:?} {dtype:?}");
+            assert_eq!(found.dv, problem.d_out, "{mask:?} {dtype:?}");
+            let score = problem.q[0] * problem.k[0];
+            assert!((found.lse[0] - score).abs() <= 1e-6 * score.abs());
+            assert!(found.dq[0].abs() <= 1e-6 && found.dk[0].abs() <= 1e-6);
+        }
+    }
+}

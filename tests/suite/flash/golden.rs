@@ -1,0 +1,112 @@
+//! Against PyTorch's results for eight shapes (`fixtures/README.md`).
+
+use super::judge::hold_against;
+use super::oracle::Oracle;
+use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, numbers};
+use candle_core::{DType, Device, Tensor, safetensors};
+use rstest::rstest;
+use std::collections::HashMap;
+use tallow::attention::{self, AttentionConfig, Mask};
+
+struct Golden {
+    tensors: HashMap<String, Tensor>,
+    /// case -> its mask and scale
+    settings: serde_json::Map<String, serde_json::Value>,
+}
+
+impl Golden {
+    fn read(dtype: &str) -> Self {
+        let folder = env!("CARGO_MANIFEST_DIR");
+        let path = format!("{folder}/fixtures/attention_{dtype}.safetensors");
+        let bytes = std::fs::read(path).unwrap();
+        let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let settings = &header.metadata().as_ref().unwrap()["hyperparameters"];
+        Self {
+            tensors: safetensors::load_buffer(&bytes, &Device::Cpu).unwrap(),
+            settings: serde_json::from_str(settings).unwrap(),
+        }
+    }
+
+    fn numbers(&self, case: &str, key: &str) -> Vec<f64> {
+        numbers(&self.tensors[&format!("{case}.{key}")])
+    }
+
+    fn problem(&self, case: &str) -> Problem {
+        let dims = |key: &str| self.tensors[&format!("{case}.{key}")].dims4().unwrap();
+        let ((batch, heads, queries, head_dim), (_, kv_heads, keys, _)) = (dims("q"), dims("k"));
+        let settings = &self.settings[case];
+        let mask = match settings["mask"].as_str().unwrap() {
+            "full" => Mask::Full,
+            "causal" => Mask::Causal,
+            "causal_end" => Mask::CausalEnd,
+            other => panic!("mask {other}"),
+        };
+        let scale = settings["scale"].as_f64().unwrap();
+        let is_default = (scale - 1.0 / (head_dim as f64).sqrt()).abs() < 1e-15;
+        Problem {
+            sizes: Sizes::new((batch, heads, kv_heads), (queries, keys), head_dim),
+            config: AttentionConfig {
+                mask,
+                scale: if is_default { None } else { Some(scale) },
+            },
+            q: self.numbers(case, "q"),
+            k: self.numbers(case, "k"),
+            v: self.numbers(case, "v"),
+            d_out: self.numbers(case, "d_out"),
+        }
+    }
+
+    fn results(&self, case: &str) -> Results {
+        Results {
+            out: self.numbers(case, "out"),
+            lse: self.numbers(case, "lse"),
+            dq: self.numbers(case, "dq"),
+            dk: self.numbers(case, "dk"),
+            dv: self.numbers(case, "dv"),
+        }
+    }
+}
+
+#[rstest]
+fn pytorch_agrees(
+    #[values(FLASH, REFERENCE)] attend: Attend,
+    #[values(DType::F64, DType::F32)] dtype: DType,
+) {
+    let (wide, narrow) = (Golden::read("f64"), Golden::read("f32"));
+    assert_eq!(wide.settings.len(), 8);
+    for case in wide.settings.keys() {
+        let problem = wide.problem(case);
+        let oracle = Oracle::of(&problem);
+        let found = problem.run(dtype, attend);
+        let (torch, torch_in_f32) = (wide.results(case), narrow.results(case));
+        hold_against(&oracle, &torch, &found, &torch_in_f32, dtype)
+            .unwrap_or_else(|error| panic!("{case}: {error}"));
+    }
+}
+
+/// The oracle of the other tests is PyTorch's equal too.
+#[test]
+fn pytorch_agrees_with_the_oracle() {
+    let golden = Golden::read("f64");
+    for case in golden.settings.keys() {
+        let oracle = Oracle::of(&golden.problem(case));
+        let (torch, found) = (golden.results(case), &oracle.results);
+        hold_against(&oracle, &torch, found, &torch, DType::F64)
+            .unwrap_or_else(|error| panic!("{case}: {error}"));
+    }
+}
+
+/// `flash` is `flash_with_lse` without its second result.
+#[test]
+fn flash_without_lse_has_the_same_bits() {
+    let alone: Attend = |q, k, v, config| {
+        let (_, lse) = attention::flash_with_lse(q, k, v, config)?;
+        Ok((attention::flash(q, k, v, config)?, lse))
+    };
+    let golden = Golden::read("f32");
+    for case in golden.settings.keys() {
+        let problem = golden.problem(case);
+        let [one, other] = [alone, FLASH].map(|attend| problem.run(DType::F32, attend).bits());
+        assert!(one == other, "{case}");
+    }
+}

@@ -1,0 +1,236 @@
+//! How far a result may be from the exact one.
+//!
+//! A rounding in a score is an error of |score| eps in an exponent, hence a relative error of the probability; every
+//! other rounding is a relative error of a few eps. Together: relative errors of at most r = 4 eps max|score| + 8 eps in
+//! what is summed. A sum whose terms are each off by r of their size is off by at most r times the sum of their sizes,
+//! element by element, so r times [`Oracle::terms`] is the floor of what arithmetic with that eps can promise: |v|
+//! weighted by the probabilities for out (never more than max|v|), 1 for lse (which moves as much as its scores), and
+//! likewise for the gradients. It is small where the terms are, and where they cancel it is what their cancellation costs
+//! any algorithm that rounds them first.
+//!
+//! Above the floor, f32 is judged by the error of naive f32 attention on the same inputs (out and lse: twice, gradients:
+//! three times), and half precision by the error of rounding the exact result to it (1.1 times). All hold by norm and
+//! for the largest error.
+
+use super::oracle::Oracle;
+use super::problem::{Attend, Problem, Results, Sizes, numbers, rounded, tensor};
+use candle_core::{DType, Tensor};
+use tallow::attention::{self, AttentionConfig};
+use tallow::ops;
+
+/// The distance between 1 and the next number of the dtype that is computed in.
+pub fn epsilon(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => f64::EPSILON,
+        _ => f64::from(f32::EPSILON),
+    }
+}
+
+/// The relative error of a term.
+fn of_terms(oracle: &Oracle, dtype: DType) -> f64 {
+    epsilon(dtype) * (4.0 * oracle.largest_score + 8.0)
+}
+
+/// A tensor's size: its norm and its largest element.
+#[derive(Clone, Copy, Debug)]
+struct Size {
+    norm: f64,
+    largest: f64,
+}
+
+fn size(values: impl Iterator<Item = f64>) -> Size {
+    let (mut squares, mut largest) = (0.0, 0.0f64);
+    for value in values {
+        squares += value * value;
+        largest = largest.max(value.abs()); // drops a NaN, which the norm keeps
+    }
+    Size {
+        norm: squares.sqrt(),
+        largest,
+    }
+}
+
+fn error(found: &[f64], exact: &[f64]) -> Size {
+    assert_eq!(found.len(), exact.len());
+    // Where both are -inf (the lse of a query that sees no key) nothing is off.
+    let off = |(a, b): (&f64, &f64)| if a == b { 0.0 } else { a - b };
+    size(found.iter().zip(exact).map(off))
+}
+
+/// The largest share of their bounds that errors have come to, for out, lse, dq, dk and dv.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Shares(pub [f64; 5]);
+
+impl Shares {
+    pub fn keep_largest(&mut self, other: Self) {
+        for (a, b) in self.0.iter_mut().zip(other.0) {
+            *a = a.max(b);
+        }
+    }
+}
+
+/// How many times the judge's error is allowed.
+struct Factors {
+    out: f64,
+    lse: f64,
+    gradients: f64,
+}
+
+/// Against another computation in the same dtype.
+const OF_ANOTHER: Factors = Factors {
+    out: 2.0,
+    lse: 2.0,
+    gradients: 3.0,
+};
+/// Against the exact results rounded to half precision; lse is f32 and its judge naive all the same.
+const OF_ROUNDING: Factors = Factors {
+    out: 1.1,
+    lse: 2.0,
+    gradients: 1.1,
+};
+/// The floor alone.
+const NOTHING: Factors = Factors {
+    out: 0.0,
+    lse: 0.0,
+    gradients: 0.0,
+};
+
+/// Holds `found` against the oracle: errors are at most `factors` times those of `judge`, plus the floor for terms that
+/// are off by `r`.
+fn hold(
+    oracle: &Oracle,
+    found: &Results,
+    judge: &Results,
+    factors: Factors,
+    r: f64,
+) -> Result<Shares, String> {
+    let exact = oracle.results.named();
+    let (found, judge, terms) = (found.named(), judge.named(), oracle.terms.named());
+    let mut shares = Shares::default();
+    for i in 0..exact.len() {
+        let (what, exact) = exact[i];
+        let factor = match what {
+            "out" => factors.out,
+            "lse" => factors.lse,
+            _ => factors.gradients,
+        };
+        let (ours, theirs) = (error(found[i].1, exact), error(judge[i].1, exact));
+        let floor = size(terms[i].1.iter().map(|term| r * term));
+        let bound = Size {
+            norm: factor * theirs.norm + floor.norm,
+            largest: factor * theirs.largest + floor.largest,
+        };
+        // Written so that NaN fails.
+        if !(ours.norm <= bound.norm && ours.largest <= bound.largest) {
+            return Err(format!(
+                "{what} is off by {ours:?}, over {bound:?}; the judge is off by {theirs:?}, the floor is {floor:?}"
+            ));
+        }
+        if bound.norm > 0.0 {
+            shares.0[i] = (ours.norm / bound.norm).max(ours.largest / bound.largest);
+        }
+    }
+    Ok(shares)
+}
+
+/// Runs `problem`, whose inputs `dtype` represents exactly, and judges the results by the oracle.
+pub fn judge(
+    problem: &Problem,
+    oracle: &Oracle,
+    dtype: DType,
+    attend: Attend,
+) -> Result<Shares, String> {
+    let found = problem.run(dtype, attend);
+    let r = of_terms(oracle, dtype);
+    let exact = &oracle.results;
+    match dtype {
+        // The oracle rounds as much as what it judges.
+        DType::F64 => hold(oracle, &found, exact, NOTHING, 2.0 * r),
+        DType::F32 => hold(oracle, &found, &naive(problem, dtype), OF_ANOTHER, r),
+        _ => {
+            let round = |values: &[f64]| rounded(values, dtype);
+            let nearest = Results {
+                out: round(&exact.out),
+                lse: naive(problem, DType::F32).lse,
+                dq: round(&exact.dq),
+                dk: round(&exact.dk),
+                dv: round(&exact.dv),
+            };
+            hold(oracle, &found, &nearest, OF_ROUNDING, r)
+        }
+    }
+}
+
+/// Holds `found` against other exact results, `wanted`, judged by `narrow`, the same computed by another in `dtype`.
+pub fn hold_against(
+    oracle: &Oracle,
+    wanted: &Results,
+    found: &Results,
+    narrow: &Results,
+    dtype: DType,
+) -> Result<Shares, String> {
+    let r = of_terms(oracle, dtype);
+    let wanted = Oracle {
+        results: wanted.clone(),
+        ..oracle.clone()
+    };
+    match dtype {
+        DType::F64 => hold(&wanted, found, &wanted.results, NOTHING, 2.0 * r),
+        _ => hold(&wanted, found, narrow, OF_ANOTHER, r),
+    }
+}
+
+/// Naive attention in `dtype`, each query head with key heads of its own; their gradients are added up in f64.
+fn naive(problem: &Problem, dtype: DType) -> Results {
+    let sizes = problem.sizes;
+    let group = sizes.heads / sizes.kv_heads;
+    let head_size = sizes.keys * sizes.head_dim;
+    let repeat = |x: &[f64]| -> Vec<f64> {
+        let heads = x.chunks(head_size);
+        heads.flat_map(|head| head.repeat(group)).collect()
+    };
+    let expanded = Problem {
+        sizes: Sizes {
+            kv_heads: sizes.heads,
+            ..sizes
+        },
+        k: repeat(&problem.k),
+        v: repeat(&problem.v),
+        ..problem.clone()
+    };
+    let results = expanded.run(dtype, naive_with_lse);
+    let add_up = |x: Vec<f64>| -> Vec<f64> {
+        let groups = x.chunks(group * head_size);
+        let sum = |heads: &[f64], i: usize| heads.chunks(head_size).map(|head| head[i]).sum();
+        groups
+            .flat_map(|heads| (0..head_size).map(move |i| sum(heads, i)))
+            .collect()
+    };
+    Results {
+        dk: add_up(results.dk),
+        dv: add_up(results.dv),
+        ..results
+    }
+}
+
+/// With the log-sum-exp of its scores, which come in the inputs' dtype and are added up in f64.
+fn naive_with_lse(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    config: &AttentionConfig,
+) -> tallow::Result<(Tensor, Tensor)> {
+    let scores = ops::matmul_transposed(q, k)?; // (B, H, Tq, Tk)
+    let (_, _, queries, keys) = scores.dims4()?;
+    let scores = (scores * config.scale_for(q.dim(3)?))?;
+    let lse_of_row = |(row, scores): (usize, &[f64])| {
+        let scores = &scores[config.mask.visible(row % queries, queries, keys)];
+        let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+        top + sum.ln()
+    };
+    let scores = numbers(&scores);
+    let lse: Vec<f64> = scores.chunks(keys).enumerate().map(lse_of_row).collect();
+    let lse = tensor(&lse, &q.dims()[..3], q.dtype());
+    Ok((attention::naive(q, k, v, config)?, lse))
+}

@@ -1,0 +1,130 @@
+//! Attention written down in f64 over plain slices, pair by pair, with nothing of this crate but the meaning of a mask:
+//! the results that all others are held against, and how large the terms are that they are sums of.
+
+use super::problem::{Problem, Results};
+
+/// The exact results, and what rounding is measured by.
+#[derive(Clone, Debug)]
+pub struct Oracle {
+    pub results: Results,
+    /// For each element of out, dq, dk and dv: the sum of the absolute values of its terms (see [`Head::attend`]). For
+    /// lse: 1.
+    pub terms: Results,
+    /// The largest |score| that goes into an exponential, times scale.
+    pub largest_score: f64,
+}
+
+impl Oracle {
+    pub fn of(problem: &Problem) -> Self {
+        let sizes = problem.sizes;
+        let (q_len, k_len) = (problem.q.len(), problem.k.len());
+        let empty = || Results {
+            out: vec![0.0; q_len],
+            lse: vec![f64::NEG_INFINITY; sizes.batch * sizes.heads * sizes.queries],
+            dq: vec![0.0; q_len],
+            dk: vec![0.0; k_len],
+            dv: vec![0.0; k_len],
+        };
+        let mut oracle = Self {
+            results: empty(),
+            terms: empty(),
+            largest_score: 0.0,
+        };
+        oracle.terms.lse.fill(1.0);
+        let (q_size, k_size) = (sizes.queries * sizes.head_dim, sizes.keys * sizes.head_dim);
+        for batch_and_head in 0..sizes.batch * sizes.heads {
+            let (batch, head) = (batch_and_head / sizes.heads, batch_and_head % sizes.heads);
+            let kv_head = head * sizes.kv_heads / sizes.heads;
+            let head = Head {
+                q_start: batch_and_head * q_size,
+                k_start: (batch * sizes.kv_heads + kv_head) * k_size,
+                lse_start: batch_and_head * sizes.queries,
+            };
+            (0..sizes.queries).for_each(|query| head.attend(problem, query, &mut oracle));
+        }
+        oracle
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn dot_of_sizes(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a * b).abs()).sum()
+}
+
+/// `y += factor x`.
+fn add(y: &mut [f64], factor: f64, x: &[f64]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += factor * x;
+    }
+}
+
+/// `y += factor |x|`.
+fn add_sizes(y: &mut [f64], factor: f64, x: &[f64]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += factor * x.abs();
+    }
+}
+
+/// One query head with the key head it attends to, as places in the problem's slices.
+struct Head {
+    q_start: usize,
+    k_start: usize,
+    lse_start: usize,
+}
+
+impl Head {
+    /// Everything that one query gives: its rows of out, lse and dq, and its part of dk and dv.
+    ///
+    /// With p = softmax(s), out = sum_j p_j v_j, dp_j = dO v_j, D = dO out, ds_j = scale p_j (dp_j - D), the terms of
+    ///
+    /// - out are p_j |v_j|, summed over the keys;
+    /// - dv_j are p_j |dO|, summed over the queries;
+    /// - ds_j are m_j = |scale| p_j (|dO| |v_j| + |dO| (sum_k p_k |v_k|)): all that dp_j and D are sums of;
+    /// - dq are m_j |k_j|, and of dk_j are m_j |q|.
+    fn attend(&self, problem: &Problem, query: usize, oracle: &mut Oracle) {
+        let sizes = problem.sizes;
+        let dim = sizes.head_dim;
+        let scale = problem.config.scale_for(dim);
+        let visible = (problem.config.mask).visible(query, sizes.queries, sizes.keys);
+        let row = self.q_start + query * dim..self.q_start + (query + 1) * dim;
+        let key = |j: usize| self.k_start + j * dim..self.k_start + (j + 1) * dim;
+        let (q, d_out) = (&problem.q[row.clone()], &problem.d_out[row.clone()]);
+        let Oracle {
+            results,
+            terms,
+            largest_score,
+        } = oracle;
+
+        let scores = visible.clone().map(|j| scale * dot(q, &problem.k[key(j)]));
+        let scores: Vec<f64> = scores.collect();
+        let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+        if scores.is_empty() {
+            return; // zeros, and -inf
+        }
+        *largest_score = scores.iter().fold(*largest_score, |a, s| a.max(s.abs()));
+        results.lse[self.lse_start + query] = top + sum.ln();
+        let p: Vec<f64> = scores.iter().map(|s| (s - top).exp() / sum).collect();
+
+        for (j, p) in visible.clone().zip(&p) {
+            add(&mut results.out[row.clone()], *p, &problem.v[key(j)]);
+            add_sizes(&mut terms.out[row.clone()], *p, &problem.v[key(j)]);
+        }
+        let delta = dot(d_out, &results.out[row.clone()]);
+        let delta_terms = dot_of_sizes(d_out, &terms.out[row.clone()]);
+        for (j, p) in visible.zip(p) {
+            let (k, v) = (&problem.k[key(j)], &problem.v[key(j)]);
+            let ds = scale * p * (dot(d_out, v) - delta);
+            let ds_terms = (scale * p).abs() * (dot_of_sizes(d_out, v) + delta_terms);
+            add(&mut results.dv[key(j)], p, d_out);
+            add(&mut results.dq[row.clone()], ds, k);
+            add(&mut results.dk[key(j)], ds, q);
+            add_sizes(&mut terms.dv[key(j)], p, d_out);
+            add_sizes(&mut terms.dq[row.clone()], ds_terms, k);
+            add_sizes(&mut terms.dk[key(j)], ds_terms, q);
+        }
+    }
+}

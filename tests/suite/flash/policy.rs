@@ -1,0 +1,60 @@
+//! Which path flash takes: on the CPU the kernel, in every dtype, and the reference where it is asked for.
+
+use super::judge::judge;
+use super::oracle::Oracle;
+use super::problem::{Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes};
+use tallow::attention;
+use tallow::ops::{KernelPolicy, fallbacks, with_kernel_policy};
+
+fn problems() -> impl Iterator<Item = Problem> {
+    let sizes = Sizes::new((2, 4, 2), (123, 131), 40);
+    MASKS
+        .into_iter()
+        .map(move |mask| Problem::random(sizes, mask, None, 81))
+}
+
+#[test]
+fn strict_finds_a_kernel_for_every_dtype() {
+    let strict: Attend = |q, k, v, config| {
+        with_kernel_policy(KernelPolicy::Strict, || {
+            attention::flash_with_lse(q, k, v, config)
+        })
+    };
+    for problem in problems() {
+        for dtype in DTYPES {
+            let preferred = problem.run(dtype, FLASH).bits();
+            assert!(problem.run(dtype, strict).bits() == preferred, "{dtype:?}");
+        }
+    }
+    let flash = fallbacks().into_iter().find(|f| f.op == "attention::flash");
+    assert_eq!(flash, None);
+}
+
+#[test]
+fn the_reference_is_taken_where_asked_for() {
+    let asked: Attend = |q, k, v, config| {
+        with_kernel_policy(KernelPolicy::Reference, || {
+            attention::flash_with_lse(q, k, v, config)
+        })
+    };
+    for problem in problems() {
+        for dtype in DTYPES {
+            let reference = problem.run(dtype, REFERENCE).bits();
+            assert!(problem.run(dtype, asked).bits() == reference, "{dtype:?}");
+        }
+    }
+}
+
+/// Kernel and reference of one problem are both as near to the oracle as they must be, in every dtype.
+#[test]
+fn kernel_and_reference_agree() {
+    for problem in problems() {
+        let oracle = Oracle::of(&problem);
+        for dtype in DTYPES {
+            for attend in [FLASH, REFERENCE] {
+                judge(&problem, &oracle, dtype, attend)
+                    .unwrap_or_else(|error| panic!("{:?} {dtype:?}: {error}", problem.config));
+            }
+        }
+    }
+}

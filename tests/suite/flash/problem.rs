@@ -1,0 +1,193 @@
+//! An attention with its inputs in f64, and running it in any dtype.
+
+use candle_core::{DType, Device, Tensor, Var};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, StandardNormal};
+use tallow::Result;
+use tallow::attention::{self, AttentionConfig, Mask};
+
+pub const MASKS: [Mask; 3] = [Mask::Full, Mask::Causal, Mask::CausalEnd];
+pub const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
+
+/// Something to test: (q, k, v, config) to (out, lse).
+pub type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> Result<(Tensor, Tensor)>;
+
+/// The kernel, wherever there is one.
+pub const FLASH: Attend = attention::flash_with_lse;
+pub const REFERENCE: Attend = attention::flash::reference;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sizes {
+    pub batch: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub queries: usize,
+    pub keys: usize,
+    pub head_dim: usize,
+}
+
+impl Sizes {
+    /// (B, H, Hkv) and (Tq, Tk) and Dh.
+    pub fn new(heads: (usize, usize, usize), lengths: (usize, usize), head_dim: usize) -> Self {
+        Self {
+            batch: heads.0,
+            heads: heads.1,
+            kv_heads: heads.2,
+            queries: lengths.0,
+            keys: lengths.1,
+            head_dim,
+        }
+    }
+
+    /// (B, H, Tq, Dh): q, out and their gradients.
+    pub fn q_shape(&self) -> [usize; 4] {
+        [self.batch, self.heads, self.queries, self.head_dim]
+    }
+
+    /// (B, Hkv, Tk, Dh): k, v and their gradients.
+    pub fn k_shape(&self) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.keys, self.head_dim]
+    }
+
+    /// (B, H, Tq).
+    pub fn lse_shape(&self) -> [usize; 3] {
+        [self.batch, self.heads, self.queries]
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct Problem {
+    pub sizes: Sizes,
+    pub config: AttentionConfig,
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+    pub v: Vec<f64>,
+    /// The gradient that arrives at out.
+    pub d_out: Vec<f64>,
+}
+
+/// What attention gives, widened to f64.
+#[derive(Clone, Debug, Default)]
+pub struct Results {
+    pub out: Vec<f64>,
+    pub lse: Vec<f64>,
+    pub dq: Vec<f64>,
+    pub dk: Vec<f64>,
+    pub dv: Vec<f64>,
+}
+
+impl Results {
+    pub fn named(&self) -> [(&'static str, &[f64]); 5] {
+        [
+            ("out", &self.out),
+            ("lse", &self.lse),
+            ("dq", &self.dq),
+            ("dk", &self.dk),
+            ("dv", &self.dv),
+        ]
+    }
+
+    /// Every element's bits, so that NaN equals NaN and 0 does not equal -0.
+    pub fn bits(&self) -> [Vec<u64>; 5] {
+        let bits = |(_, values): (_, &[f64])| values.iter().map(|x| x.to_bits()).collect();
+        self.named().map(bits)
+    }
+}
+
+impl Problem {
+    /// Standard normal inputs that every dtype with at least bf16's digits and range represents exactly.
+    pub fn random(sizes: Sizes, mask: Mask, scale: Option<f64>, seed: u64) -> Self {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let mut normal = |shape: [usize; 4]| normal(shape.iter().product(), &mut random);
+        let problem = Self {
+            config: AttentionConfig { mask, scale },
+            q: normal(sizes.q_shape()),
+            k: normal(sizes.k_shape()),
+            v: normal(sizes.k_shape()),
+            d_out: normal(sizes.q_shape()),
+            sizes,
+        };
+        problem.rounded_to(DType::BF16)
+    }
+
+    /// The same problem with inputs that `dtype` represents exactly.
+    pub fn rounded_to(&self, dtype: DType) -> Self {
+        let round = |values: &[f64]| rounded(values, dtype);
+        Self {
+            q: round(&self.q),
+            k: round(&self.k),
+            v: round(&self.v),
+            d_out: round(&self.d_out),
+            ..self.clone()
+        }
+    }
+
+    /// (q, k, v) in `dtype`.
+    pub fn operands(&self, dtype: DType) -> [Tensor; 3] {
+        let (q_shape, k_shape) = (self.sizes.q_shape(), self.sizes.k_shape());
+        [
+            tensor(&self.q, &q_shape, dtype),
+            tensor(&self.k, &k_shape, dtype),
+            tensor(&self.v, &k_shape, dtype),
+        ]
+    }
+
+    pub fn d_out(&self, dtype: DType) -> Tensor {
+        tensor(&self.d_out, &self.sizes.q_shape(), dtype)
+    }
+
+    /// Forward and backward in `dtype`; shapes and dtypes of all that comes out are checked on the way.
+    pub fn run(&self, dtype: DType, attend: Attend) -> Results {
+        let [q, k, v] = self
+            .operands(dtype)
+            .map(|x| Var::from_tensor(&x).expect("a Var"));
+        let (out, lse) = attend(&q, &k, &v, &self.config).expect("attention");
+        assert_eq!((out.dims(), out.dtype()), (q.dims(), dtype), "out");
+        assert!(out.is_contiguous() && lse.is_contiguous());
+        let lse_dtype = match dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        let lse_shape = self.sizes.lse_shape();
+        assert_eq!((lse.dims(), lse.dtype()), (&lse_shape[..], lse_dtype));
+        assert!(!lse.track_op(), "lse carries a gradient");
+        let loss = (&out * self.d_out(dtype)).and_then(|y| y.sum_all());
+        let gradients = loss.and_then(|loss| loss.backward()).expect("backward");
+        let gradient = |name: &str, x: &Var| {
+            let Some(gradient) = gradients.get(x) else {
+                panic!("no gradient of {name}");
+            };
+            assert_eq!(gradient.dims(), x.dims(), "d{name}");
+            assert_eq!(gradient.dtype(), dtype, "d{name}");
+            numbers(gradient)
+        };
+        Results {
+            dq: gradient("q", &q),
+            dk: gradient("k", &k),
+            dv: gradient("v", &v),
+            out: numbers(&out),
+            lse: numbers(&lse),
+        }
+    }
+}
+
+pub fn normal(count: usize, random: &mut ChaCha8Rng) -> Vec<f64> {
+    let values = StandardNormal.sample_iter(random);
+    values.take(count).collect()
+}
+
+pub fn rounded(values: &[f64], dtype: DType) -> Vec<f64> {
+    numbers(&tensor(values, &[values.len()], dtype))
+}
+
+pub fn tensor(values: &[f64], dims: &[usize], dtype: DType) -> Tensor {
+    let tensor = Tensor::from_slice(values, dims, &Device::Cpu);
+    tensor.and_then(|x| x.to_dtype(dtype)).expect("a tensor")
+}
+
+/// The elements, in f64.
+pub fn numbers(tensor: &Tensor) -> Vec<f64> {
+    let flat = tensor.flatten_all().and_then(|x| x.to_dtype(DType::F64));
+    flat.and_then(|x| x.to_vec1()).expect("numbers")
+}

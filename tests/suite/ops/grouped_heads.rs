@@ -1,0 +1,112 @@
+//! Heads of q that share heads of k and v, against the same attention with k and v repeated for each of them.
+
+use super::case::{Case, Input, KERNEL, LIES, Outcome, REFERENCE, bits, cast};
+use super::cases::{self, MASKS, repeat_heads};
+use super::compare::assert_agree;
+use candle_core::{DType, Tensor};
+use rstest::rstest;
+use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::ops::KernelPolicy;
+
+/// The case with every head of k and v as often as heads of q share it, and nothing shared.
+fn repeated(case: &Case, mask: Mask) -> Case {
+    let [q, k, v] = [0, 1, 2].map(|i| case.inputs[i].value.clone());
+    let heads = q.dims()[q.rank() - 3];
+    let (k, v) = (repeat_heads(&k, heads), repeat_heads(&v, heads));
+    let inputs = vec![Input::new("q", q), Input::new("k", k), Input::new("v", v)];
+    let config = AttentionConfig { mask, scale: None };
+    Case::new(case.name.clone(), inputs, move |x| {
+        attention::naive(&x[0], &x[1], &x[2], &config)
+    })
+}
+
+/// `gradient` (..., H, Tk, Dh) summed over the heads that share one of `kv_heads`.
+fn summed(gradient: &Tensor, kv_heads: usize) -> Tensor {
+    let (rank, dims) = (gradient.rank(), gradient.dims());
+    let mut split = dims.to_vec();
+    split[rank - 3] = kv_heads;
+    split.insert(rank - 2, dims[rank - 3] / kv_heads);
+    let groups = gradient.reshape(split).unwrap();
+    groups.sum(rank - 2).unwrap()
+}
+
+/// Output and dq have the very bits of the repeated computation (each head's are its own), dk and dv are sums of its.
+fn check(batch: &[usize], (heads, kv_heads): (usize, usize), policy: KernelPolicy) {
+    for mask in MASKS {
+        for (lengths, dims) in [((33, 41), (24, 24)), ((41, 33), (6, 17)), ((1, 7), (8, 8))] {
+            let how = (None, mask);
+            let case = cases::grouped_attention(batch, (heads, kv_heads), lengths, dims, how, 30);
+            let repeated = repeated(&case, mask);
+            for (dtype, limit) in [(DType::F64, 1e-14), (DType::F32, 2e-6)] {
+                let (grouped, all) = (case.run(dtype, policy), repeated.run(dtype, policy));
+                if policy == KERNEL {
+                    assert_eq!(bits(&grouped.out), bits(&all.out), "{}", case.name);
+                    let [dq, all_dq] = [&grouped, &all].map(|run| bits(&run.gradients[0].1));
+                    assert_eq!(dq, all_dq, "{}: d_q", case.name);
+                }
+                let sums = all
+                    .gradients
+                    .iter()
+                    .enumerate()
+                    .map(|(i, (name, gradient))| {
+                        let gradient = cast(gradient, DType::F64);
+                        let gradient = match i {
+                            0 => gradient,
+                            _ => summed(&gradient, kv_heads),
+                        };
+                        (*name, gradient)
+                    });
+                let wanted = Outcome {
+                    gradients: sums.collect(),
+                    out: all.out,
+                };
+                assert_agree(&case, &grouped, &wanted, limit);
+            }
+        }
+    }
+}
+
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn as_with_heads_repeated(#[case] policy: KernelPolicy) {
+    for heads in [(4, 2), (6, 2), (6, 3), (5, 1), (3, 3)] {
+        check(&[2], heads, policy);
+    }
+    check(&[], (4, 2), policy);
+    check(&[3, 2], (4, 2), policy);
+}
+
+/// The heads of a group are neighbours: with every head of k and v another number, that number is what comes out.
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn neighbours_share(#[case] policy: KernelPolicy) {
+    let numbers = Tensor::new(&[1f64, 2.0, 3.0], &candle_core::Device::Cpu).unwrap();
+    let v = numbers.reshape((1, 3, 1, 1)).unwrap();
+    let v = v.broadcast_as((2, 3, 5, 1)).unwrap();
+    let case = cases::grouped_attention(&[2], (6, 3), (1, 5), (4, 1), (None, Mask::Full), 31);
+    let [q, k, _] = [0, 1, 2].map(|i| case.inputs[i].value.clone());
+    let out = case.value(&[q, k, v], policy).flatten_all().unwrap();
+    let out = out.to_vec1::<f64>().unwrap();
+    for (got, wanted) in out.iter().zip([1.0, 1.0, 2.0, 2.0, 3.0, 3.0].repeat(2)) {
+        assert!((got - wanted).abs() < 1e-14, "{out:?}");
+    }
+}
+
+/// Strides of k and v are those of the heads there are.
+#[test]
+fn on_any_strides() {
+    for mask in MASKS {
+        let how = (Some(0.3), mask);
+        let case = cases::grouped_attention(&[2], (6, 2), (7, 9), (4, 5), how, 32);
+        let plain = case.run(DType::F32, KERNEL);
+        for lie in LIES {
+            let run = case.run_lying(DType::F32, KERNEL, lie);
+            assert_eq!(bits(&run.out), bits(&plain.out), "{lie:?}");
+            for ((name, a), (_, b)) in run.gradients.iter().zip(&plain.gradients) {
+                assert_eq!(bits(a), bits(b), "{lie:?}: d_{name}");
+            }
+        }
+    }
+}
