@@ -4,6 +4,7 @@
 //! cargo run --example e2e_benchmark
 //! cargo run --example e2e_benchmark -- --size tiny small --context-length 128 256 --mode all
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --per-step
+//! cargo run --example e2e_benchmark -- --size small --context-length 512 1024 --attention naive flash
 //! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
 //! ```
 
@@ -13,6 +14,7 @@ use clap::{Parser, ValueEnum};
 use common::{Common, Output};
 use std::process::ExitCode;
 use tallow::Result;
+use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
@@ -53,6 +55,10 @@ struct Flags {
     /// Tokens in a sequence; several allowed
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256")]
     context_length: Vec<usize>,
+
+    /// What computes attention, naive or flash; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
+    attention: Vec<Algorithm>,
 
     /// How much of a training step; several allowed
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "all")]
@@ -134,9 +140,10 @@ impl Flags {
         for (name, config) in &models {
             for run in self.sweep(config, peak_flops) {
                 let title = format!(
-                    "{name}, batch {}, context {}, {}, warm-up {}",
+                    "{name}, batch {}, context {}, {} attention, {}, warm-up {}",
                     run.batch_size,
                     run.sequence_length,
+                    run.config.attention,
                     serde_json::to_value(run.mode).unwrap_or_default(),
                     run.warmup_steps
                 );
@@ -176,7 +183,8 @@ impl Flags {
         self.output.publish(&report)
     }
 
-    /// The models to measure, by name: presets, with whatever sizes are given in place of theirs.
+    /// The models to measure, by name: presets, with whatever sizes are given in place of theirs. Each is one that every
+    /// attention can compute.
     fn models(&self) -> Result<Vec<(String, TransformerConfig)>> {
         let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
         let custom = sizes.iter().any(Option::is_some);
@@ -201,7 +209,9 @@ impl Flags {
                 num_heads: self.num_heads.unwrap_or(preset.num_heads),
                 ..preset
             };
-            config.validate()?;
+            for &attention in &self.attention {
+                with_attention(&config, attention).validate()?;
+            }
             Ok((if custom { "custom".into() } else { name }, config))
         });
         models.collect()
@@ -215,20 +225,22 @@ impl Flags {
         let mut runs = Vec::new();
         for &sequence_length in &self.context_length {
             for &batch_size in &self.batch_size {
-                for &warmup_steps in &self.warmup_steps {
-                    for mode in self.modes() {
-                        runs.push(EndToEnd {
-                            config: config.clone(),
-                            batch_size,
-                            sequence_length,
-                            mode,
-                            warmup_steps,
-                            steps: self.steps,
-                            optimizer: self.optimizer(),
-                            seed: self.common.seed,
-                            peak_flops,
-                            available_bytes: limit.or_else(tallow::device::available_bytes),
-                        });
+                for &attention in &self.attention {
+                    for &warmup_steps in &self.warmup_steps {
+                        for mode in self.modes() {
+                            runs.push(EndToEnd {
+                                config: with_attention(config, attention),
+                                batch_size,
+                                sequence_length,
+                                mode,
+                                warmup_steps,
+                                steps: self.steps,
+                                optimizer: self.optimizer(),
+                                seed: self.common.seed,
+                                peak_flops,
+                                available_bytes: limit.or_else(tallow::device::available_bytes),
+                            });
+                        }
                     }
                 }
             }
@@ -278,7 +290,8 @@ impl Flags {
             );
         }
         fields.insert("dtype", "f32");
-        fields.insert("attention", "naive");
+        let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
+        fields.insert("attention", attention.join(", "));
         fields.insert("execution", "eager");
         fields.insert("optimizer", self.optimizer().name());
         fields.insert("steps", self.steps);
@@ -311,11 +324,19 @@ impl Flags {
     }
 }
 
+fn with_attention(config: &TransformerConfig, attention: Algorithm) -> TransformerConfig {
+    TransformerConfig {
+        attention,
+        ..config.clone()
+    }
+}
+
 fn columns() -> Vec<Column> {
     vec![
         Column::text("size", "Size"),
         Column::number("batch_size", "B", "", 0),
         Column::number("context_length", "T", "", 0),
+        Column::text("attention", "Attention"),
         Column::number("warmup_steps", "Warm-up", "", 0),
         Column::text("mode", "Mode"),
         Column::text("phase", "Phase"),
@@ -351,9 +372,10 @@ fn ratio(name: &str, run: &EndToEnd, rows: &[Fields]) -> Option<String> {
         None => String::new(),
     };
     Some(format!(
-        "{name} B{} T{}, {}, warm-up {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
+        "{name} B{} T{}, {}, {}, warm-up {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
         run.batch_size,
         run.sequence_length,
+        run.config.attention,
         serde_json::to_value(run.mode).unwrap_or_default(),
         run.warmup_steps,
         (forward + backward) / forward,

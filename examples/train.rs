@@ -158,6 +158,7 @@ impl Flags {
                 count(model.num_parameters())
             ),
         );
+        fields.insert("attention", model.attention.name());
         fields.insert(
             "step",
             format!(
@@ -326,6 +327,7 @@ fn check_memory(
         batch_size: config.batch_size,
         sequence_length: config.sequence_length,
         mode: Mode::TrainStep,
+        attention: model.attention,
     };
     let wanted_bytes = memory::estimate(model, &workload)?.peak_bytes;
     match tallow::device::available_bytes() {

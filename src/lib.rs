@@ -37,8 +37,9 @@
 //!
 //! # Legend of shapes
 //!
-//! B batch, T sequence, Tq and Tk queries and keys, H heads, Dh head dimension, D `d_model`, F `d_ff`, V vocabulary,
-//! L layers; N = B T. `(..., D)` is any number of leading dimensions. Linear weights are (out, in). MiB is 2^20 bytes.
+//! B batch, T sequence, Tq and Tk queries and keys, H heads (Hkv of keys and values, where those are fewer), Dh head
+//! dimension, D `d_model`, F `d_ff`, V vocabulary, L layers; N = B T. `(..., D)` is any number of leading dimensions.
+//! Linear weights are (out, in). MiB is 2^20 bytes.
 //!
 //! # Kernels and references
 //!

@@ -4,6 +4,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use tallow::attention::Algorithm;
 use tallow::data::Tokens;
 use tallow::model::{GenerateConfig, TransformerConfig};
 use tallow::optim::{AdamWConfig, Schedule};
@@ -55,6 +56,10 @@ pub struct ModelFlags {
     /// How many attention heads
     #[arg(long)]
     pub num_heads: Option<usize>,
+
+    /// What computes attention, naive or flash
+    #[arg(long, default_value_t = Algorithm::Naive)]
+    pub attention: Algorithm,
 
     /// Tokens that the model sees at once, and in a window of the data
     #[arg(long, default_value_t = 64)]
@@ -221,6 +226,7 @@ impl ModelFlags {
             d_ff: self.d_ff.unwrap_or(base.d_ff),
             num_layers: self.num_layers.unwrap_or(base.num_layers),
             num_heads: self.num_heads.unwrap_or(base.num_heads),
+            attention: self.attention,
             ..base
         };
         config.validate()?;

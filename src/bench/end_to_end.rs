@@ -15,7 +15,7 @@ use rand_chacha::ChaCha8Rng;
 /// One measurement of a model: which, on what batch, how much of a step, how often.
 #[derive(Clone, Debug)]
 pub struct EndToEnd {
-    /// The model. Its `context_length` is what may be run, not what is.
+    /// The model, and its attention. Its `context_length` is what may be run, not what is.
     pub config: TransformerConfig,
     /// B.
     pub batch_size: usize,
@@ -97,6 +97,7 @@ impl EndToEnd {
             batch_size: self.batch_size,
             sequence_length: self.sequence_length,
             mode: self.mode,
+            attention: self.config.attention,
         };
         let wanted_bytes = memory::estimate(&self.config, &workload)?.peak_bytes;
         if let Some(available_bytes) = self.available_bytes
@@ -199,6 +200,7 @@ impl EndToEnd {
         row.insert("parameters", self.config.num_parameters());
         row.insert("batch_size", self.batch_size);
         row.insert("context_length", self.sequence_length);
+        row.insert("attention", self.config.attention.name());
         row.insert("warmup_steps", self.warmup_steps);
         row.insert("mode", serde_json::to_value(self.mode).unwrap_or_default());
         row.insert("phase", phase);

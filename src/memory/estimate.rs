@@ -1,6 +1,7 @@
 //! The memory of a pass or a step, from its sizes alone.
 
 use crate::Result;
+use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use serde::{Deserialize, Serialize};
 
@@ -28,12 +29,16 @@ pub struct Workload {
     pub sequence_length: usize,
     /// How much of a step.
     pub mode: Mode,
+    /// What computes attention: here, not in the model's configuration. Naive where a serialized workload says nothing.
+    #[serde(default)]
+    pub attention: Algorithm,
 }
 
-/// Bytes of an eager pass or step in f32 with naive attention, by what they hold.
+/// Bytes of an eager pass or step in f32, by what they hold.
 ///
-/// N = B T, S = B H T^2; sizes are in elements of 4 bytes. Left out: the matrix products' packing buffers, a few MiB
-/// whatever the model.
+/// N = B T; S is what attention keeps beside its inputs and output: the probabilities, B H T^2, if it is naive; the
+/// log-sum-exp of their rows, B H T, if it is flash. Sizes are in elements of 4 bytes. Left out: the packing buffers of
+/// matrix products and of flash attention, a few MiB a thread whatever the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Estimate {
     /// P: the weights.
@@ -56,19 +61,29 @@ pub struct Estimate {
 /// The account of one pass or step, before anything is allocated.
 ///
 /// ```
+/// use tallow::attention::Algorithm;
 /// use tallow::memory::{Mode, Workload, estimate};
 /// use tallow::model::TransformerConfig;
 ///
-/// let workload = Workload { batch_size: 4, sequence_length: 256, mode: Mode::TrainStep };
+/// let workload = Workload { batch_size: 4, sequence_length: 256, mode: Mode::TrainStep, ..Default::default() };
 /// let plan = estimate(&TransformerConfig::small(), &workload)?;
 /// assert_eq!(plan.parameter_bytes, 4 * 128_625_408);
 /// assert!(plan.peak_bytes > 4 * plan.parameter_bytes);
+///
+/// // Flash attention keeps 12 layers of (4, 12, 256) in place of (4, 12, 256, 256).
+/// let flash = Workload { attention: Algorithm::Flash, ..workload };
+/// let saved_bytes = plan.activation_bytes - estimate(&TransformerConfig::small(), &flash)?.activation_bytes;
+/// assert_eq!(saved_bytes, 4 * 12 * 4 * 12 * 256 * (256 - 1));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
 /// # Errors
-/// A configuration that is no model's.
+/// A configuration that is no model's, or not one of the workload's attention.
 pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estimate> {
+    let config = &TransformerConfig {
+        attention: workload.attention,
+        ..config.clone()
+    };
     config.validate()?;
     let size = |n: usize| n as f64; // exact to 2^53, and no overflow beyond
     let (d, f, v) = (
@@ -79,12 +94,15 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     let (layers, heads) = (size(config.num_layers), size(config.num_heads));
     let length = size(workload.sequence_length);
     let n = size(workload.batch_size) * length;
-    let scores = n * heads * length;
+    let attention = match workload.attention {
+        Algorithm::Naive => n * heads * length, // p
+        Algorithm::Flash => n * heads,          // lse
+    };
     let parameters = size(config.num_parameters());
 
     // Norm, projections, split heads, rotated q and k, heads out, merged, projected, two sums, norm, down-projection:
-    // 16 of (B, T, D). Gate, up and product: 3 of (B, T, F). Attention's probabilities. rstd of two norms.
-    let block = 16.0 * n * d + 3.0 * n * f + scores + 2.0 * n;
+    // 16 of (B, T, D). Gate, up and product: 3 of (B, T, F). Attention's p or lse. rstd of two norms.
+    let block = 16.0 * n * d + 3.0 * n * f + attention + 2.0 * n;
     let graph = layers * block + 2.0 * n * d + n;
     let logits = n * v;
 
@@ -93,8 +111,9 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     let activations = if keeps_graph {
         graph
     } else {
-        // Nothing outlives its reader: the widest moment of one block, in attention or in the feed-forward network.
-        (6.0 * n * d + scores).max(4.0 * n * d + 3.0 * n * f)
+        // Nothing outlives its reader: the widest moment of one block. In attention its input, that normed, q, k, v and
+        // the output; in the feed-forward network its input, the first sum, that normed, gate, up and product.
+        (6.0 * n * d + attention).max(3.0 * n * d + 3.0 * n * f)
     };
     let gradients = if backward { parameters } else { 0.0 };
     let optimizer = if workload.mode == Mode::TrainStep {

@@ -1,5 +1,6 @@
 //! The sizes of a transformer language model.
 
+use crate::attention::{Algorithm, flash};
 use crate::{Error, Result};
 use candle_core::Shape;
 use serde::{Deserialize, Serialize};
@@ -31,6 +32,9 @@ pub struct TransformerConfig {
     pub rope_theta: f64,
     /// What the norms add under the root.
     pub rms_norm_eps: f64,
+    /// What computes attention; naive where a serialized configuration says nothing. The weights do not depend on it.
+    #[serde(default)]
+    pub attention: Algorithm,
 }
 
 impl Default for TransformerConfig {
@@ -56,6 +60,7 @@ impl TransformerConfig {
             d_ff,
             rope_theta: 10_000.0,
             rms_norm_eps: 1e-5,
+            attention: Algorithm::Naive,
         }
     }
 
@@ -171,7 +176,8 @@ impl TransformerConfig {
     ///
     /// # Errors
     /// A zero size, a d_model that num_heads does not divide, an odd head dimension (rotary positions turn pairs), a
-    /// theta or eps that is not positive, sizes whose parameters cannot be counted; each names its field.
+    /// theta or eps that is not positive, sizes whose parameters cannot be counted, heads too large for flash attention;
+    /// each names its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::Config {
@@ -225,6 +231,17 @@ impl TransformerConfig {
                 "such that d_model / num_heads is even",
                 format!("a head dimension of {}", self.head_dim()),
                 "rotary positions turn pairs of elements",
+            );
+        }
+        if self.attention == Algorithm::Flash && self.head_dim() > flash::MAX_HEAD_DIM {
+            return refuse(
+                "attention",
+                &format!(
+                    "naive where a head has more than {} elements",
+                    flash::MAX_HEAD_DIM
+                ),
+                format!("flash for heads of {}", self.head_dim()),
+                "choose naive, or more heads",
             );
         }
         for (field, value) in [

@@ -5,6 +5,10 @@ use serde::Serialize;
 
 /// FLOPs of one pass over a batch: 2 for each multiply-add of every matrix product, nothing else.
 ///
+/// It is the model's work, whatever computes it: that flash attention takes q k^T once more in its backward is not
+/// counted, and what it skips under the causal mask is. So rates and MFU of two algorithms compare as their times do, and
+/// say nothing of how busy the processor was.
+///
 /// Left out: norms, softmax, the gate, the optimizer, and the embedding, which multiplies nothing; they are under 1% of
 /// a step for the presets, and their cost is memory traffic.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]

@@ -70,14 +70,15 @@ impl TransformerLM {
         )?;
         let eps = config.rms_norm_eps;
         let layers = (0..config.num_layers).map(|i| {
-            TransformerBlock::new(
+            let block = TransformerBlock::new(
                 config.d_model,
                 config.num_heads,
                 config.d_ff,
                 eps,
                 Some(rotary.clone()),
                 vb.pp("layers").pp(i),
-            )
+            );
+            Ok(block?.with_attention(config.attention))
         });
         Ok(Self {
             config: config.clone(),
@@ -167,7 +168,7 @@ impl TransformerLM {
         files::save_tensors(path.as_ref(), &weights, HashMap::new())
     }
 
-    /// The sizes.
+    /// The sizes, and what computes attention.
     pub fn config(&self) -> &TransformerConfig {
         &self.config
     }

@@ -1,13 +1,25 @@
 //! Multi-head self-attention.
 
 use super::{Layer, Linear, RotaryEmbedding, join};
-use crate::attention::{self, AttentionConfig, Mask};
+use crate::attention::{Algorithm, AttentionConfig, Mask};
 use crate::{Error, Result, ops};
 use candle_core::{Tensor, Var};
 use candle_nn::VarBuilder;
 
 /// Causal multi-head self-attention: projections to q, k and v, rotary positions on q and k, attention in H heads of
 /// Dh = D / H, and an output projection; no biases.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::attention::Algorithm;
+/// use tallow::nn::{self, CausalSelfAttention};
+///
+/// let vb = nn::seeded(0, DType::F32, &Device::Cpu);
+/// let layer = CausalSelfAttention::new(16, 2, None, vb)?.with_attention(Algorithm::Flash);
+/// let x = Tensor::randn(0f32, 1.0, (3, 5, 16), &Device::Cpu)?; // (B, T, D)
+/// assert_eq!(layer.forward(&x)?.dims(), [3, 5, 16]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct CausalSelfAttention {
     q_proj: Linear,
@@ -16,11 +28,12 @@ pub struct CausalSelfAttention {
     output_proj: Linear,
     rotary: Option<RotaryEmbedding>,
     num_heads: usize,
+    attention: Algorithm,
 }
 
 impl CausalSelfAttention {
     /// Takes `q_proj.weight`, `k_proj.weight`, `v_proj.weight` and `output_proj.weight`, (D, D) each, from the builder.
-    /// Without `rotary` the layer knows no positions.
+    /// Without `rotary` the layer knows no positions. Its attention is [`Algorithm::Naive`].
     ///
     /// # Errors
     /// A d_model that num_heads does not divide, and whatever the builder answers.
@@ -46,13 +59,20 @@ impl CausalSelfAttention {
             output_proj: Linear::new(d_model, d_model, vb.pp("output_proj"))?,
             rotary,
             num_heads,
+            attention: Algorithm::default(),
         })
+    }
+
+    /// The same layer, its attention computed by `attention`. The parameters do not depend on it.
+    pub fn with_attention(self, attention: Algorithm) -> Self {
+        Self { attention, ..self }
     }
 
     /// x (B, T, D) to (B, T, D).
     ///
     /// # Errors
-    /// Another rank or width, a T beyond the rotary tables.
+    /// Another rank or width, a T beyond the rotary tables, heads that the attention does not take
+    /// ([`flash`](crate::attention::flash()) has a largest Dh).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let q = self.positioned(&self.q_proj, x)?; // (B, H, T, Dh)
         let k = self.positioned(&self.k_proj, x)?; // (B, H, T, Dh)
@@ -61,7 +81,7 @@ impl CausalSelfAttention {
             mask: Mask::Causal,
             scale: None,
         };
-        let out = attention::naive(&q, &k, &v, &config)?; // (B, H, T, Dh)
+        let out = self.attention.attend(&q, &k, &v, &config)?; // (B, H, T, Dh)
         self.output_proj.forward(&ops::merge_heads(&out)?)
     }
 

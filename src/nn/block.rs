@@ -1,6 +1,7 @@
 //! One layer of the transformer.
 
 use super::{CausalSelfAttention, Layer, RmsNorm, RotaryEmbedding, SwiGlu, join};
+use crate::attention::Algorithm;
 use crate::{Result, ops};
 use candle_core::{Tensor, Var};
 use candle_nn::VarBuilder;
@@ -33,6 +34,13 @@ impl TransformerBlock {
             ln2: RmsNorm::new(d_model, eps, vb.pp("ln2"))?,
             ffn: SwiGlu::new(d_model, d_ff, vb.pp("ffn"))?,
         })
+    }
+
+    /// The same block, its attention computed by `attention`
+    /// ([`CausalSelfAttention::with_attention`]).
+    pub fn with_attention(self, attention: Algorithm) -> Self {
+        let attn = self.attn.with_attention(attention);
+        Self { attn, ..self }
     }
 
     /// x (B, T, D) to (B, T, D).

@@ -41,7 +41,7 @@ const FREE_SETTINGS: [&str; 3] = ["steps", "evaluate_every", "optimizer.lr"];
 pub struct Checkpoint {
     /// Steps taken. With the seed it is the position in the data, and with the schedule the learning rate.
     pub step: usize,
-    /// The model's sizes.
+    /// The model's sizes, and its attention.
     pub model: TransformerConfig,
     /// The parameters' type, as candle names it: `f32`.
     pub dtype: String,
@@ -149,8 +149,9 @@ impl Trainer {
     /// The run that [`Trainer::save`] wrote to `path`, to go on with: its steps have the bits that they would have had
     /// without the break (on one machine and build, and one kind of device).
     ///
-    /// `model`, `config` and the data must be those it was saved with, in what its steps depend on. So `steps` and
-    /// `evaluate_every` may differ: a finished run goes on if it is given more steps, at the learning rates that its
+    /// `model`, `config` and the data must be those it was saved with, in what its steps depend on. (On
+    /// [`TransformerConfig::attention`] they do, by rounding: another algorithm is another run, from the weights that
+    /// [`TransformerLM::load`] reads.) So `steps` and `evaluate_every` may differ: a finished run goes on if it is given more steps, at the learning rates that its
     /// schedule has beyond its end. And the data may lie elsewhere, as long as it is the same.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! The benchmark harness: phases, rows, and memory that is not there.
 
 use candle_core::Device;
+use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Laps, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::TransformerConfig;
@@ -119,6 +120,27 @@ fn what_does_not_fit_is_a_row() {
     assert!(number(&rows[0], "estimate_bytes") > 16.0 * 12.8e9);
     assert_eq!(number(&rows[0], "available_bytes"), (1u64 << 30) as f64);
     assert!(rows[0].get("mean_ms").is_none());
+}
+
+/// Its rows say so, and the estimate is of what ran.
+#[test]
+fn the_models_attention_is_timed_and_named() {
+    let [naive, flash] = Algorithm::ALL.map(|attention| {
+        let mut run = run(Mode::TrainStep);
+        run.config.attention = attention;
+        let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+        for row in &rows {
+            assert_eq!(text(row, "attention"), attention.name());
+        }
+        number(&rows[0], "estimate_bytes")
+    });
+    assert!(flash < naive, "{flash} {naive}");
+    let mut run = run(Mode::TrainStep);
+    run.config.attention = Algorithm::Flash;
+    run.available_bytes = Some(1);
+    let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+    assert_eq!(text(&rows[0], "status"), "OOM");
+    assert_eq!(text(&rows[0], "attention"), "flash");
 }
 
 #[test]

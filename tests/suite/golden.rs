@@ -1,5 +1,5 @@
 //! The language model and AdamW against PyTorch, by the golden files of `fixtures/`: logits, loss, every gradient, and
-//! two curves of ten steps.
+//! two curves of ten steps, with each attention.
 //!
 //! The f64 file is the judge of both dtypes: f64 must meet it to rounding, f32 within the bounds that PyTorch's own f32
 //! keeps with room to spare.
@@ -9,6 +9,7 @@ use candle_nn::VarBuilder;
 use rstest::rstest;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use tallow::attention::Algorithm;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::ops::{self, KernelPolicy};
 use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm, decay_matrices_only};
@@ -46,6 +47,13 @@ impl Golden {
             tensors: safetensors::load_buffer(&bytes, &CPU).unwrap(),
             path,
         }
+    }
+
+    /// The same, for a model with this attention (PyTorch's was naive).
+    fn with_attention(mut self, attention: Algorithm) -> Self {
+        assert_eq!(self.config.attention, Algorithm::Naive); // the file says nothing
+        self.config.attention = attention;
+        self
     }
 
     fn get(&self, key: &str) -> &Tensor {
@@ -95,8 +103,9 @@ fn logits_loss_and_every_gradient(
     #[values("lm_t13", "lm_t37")] name: &str,
     #[values(DType::F64, DType::F32)] dtype: DType,
     #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let golden = Golden::read(name);
+    let golden = Golden::read(name).with_attention(attention);
     let model = golden.model(dtype);
     let (logits, loss) = ops::with_kernel_policy(policy, || {
         let logits = model.forward(golden.get("tokens")).unwrap();
@@ -151,9 +160,8 @@ fn pytorch_weights_load_from_a_file(
 
 /// Ten steps on ten batches, as a training loop would take them: each batch's loss, the norm of its gradients, and the
 /// weights at the end against those under `prefix`.
-fn curve(name: &str, dtype: DType, prefix: &str, by_reference: bool) {
+fn curve(golden: Golden, dtype: DType, prefix: &str, by_reference: bool) {
     let clipped = prefix == "clipped.";
-    let golden = Golden::read(name);
     let model = golden.model(dtype);
     let groups = decay_matrices_only(model.parameters(), golden.hyperparameters);
     let mut optimizer = match clipped {
@@ -204,6 +212,8 @@ fn ten_steps_of_adamw(
     #[values(DType::F64, DType::F32)] dtype: DType,
     #[values("", "clipped.")] prefix: &str,
     #[values(false, true)] by_reference: bool,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    curve(name, dtype, prefix, by_reference);
+    let golden = Golden::read(name).with_attention(attention);
+    curve(golden, dtype, prefix, by_reference);
 }

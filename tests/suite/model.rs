@@ -1,5 +1,6 @@
 //! `tallow::model`, `tallow::nn` and `tallow::device`: what the model and each layer compute, promise and refuse.
 
+mod attention_choice;
 mod attention_layers;
 mod config;
 mod device;
@@ -17,6 +18,7 @@ mod varmap;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::fmt::Debug;
+use tallow::attention::Algorithm;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::{Error, nn, ops};
 
@@ -32,6 +34,14 @@ fn mini() -> TransformerConfig {
         num_heads: 3,
         d_ff: 25,
         ..Default::default()
+    }
+}
+
+/// The same sizes, another attention.
+fn attending(attention: Algorithm, config: TransformerConfig) -> TransformerConfig {
+    TransformerConfig {
+        attention,
+        ..config
     }
 }
 

@@ -130,6 +130,7 @@ fn self_attention(
     #[values((1, 6), (2, 3), (3, 2))] heads: (usize, usize),
     #[values(1, 2, 7)] length: usize,
     #[values(true, false)] turns: bool,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
     let (heads, dim) = heads;
     if turns && dim % 2 == 1 {
@@ -137,6 +138,7 @@ fn self_attention(
     }
     let tables = turns.then(|| rotary(dim, 7));
     let layer = CausalSelfAttention::new(6, heads, tables, seeded(DType::F64)).unwrap();
+    let layer = layer.with_attention(attention);
     let x = numbers(&[2, length, 6], DType::F64, 6);
     let got = layer.forward(&x).unwrap();
     assert_eq!(got.dims(), x.dims());
@@ -176,11 +178,12 @@ fn parts_are_called_as_in_a_checkpoint() {
 }
 
 /// x + attn(ln1(x)), then x + ffn(ln2(x)), with norms whose weights are not 1.
-#[test]
-fn a_block() {
+#[rstest]
+fn a_block(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let eps = 0.1;
     let block =
         TransformerBlock::new(6, 3, 5, eps, Some(rotary(2, 7)), seeded(DType::F64)).unwrap();
+    let block = block.with_attention(attention);
     for (name, var) in block.parameters() {
         if name.starts_with("ln") {
             var.set(&numbers(&[6], DType::F64, name.len() as u64))
@@ -207,10 +210,14 @@ fn a_block() {
 
 /// Gradients reach the block's input and every parameter; under `no_grad` nothing is recorded, though x is a variable.
 #[rstest]
-fn graphs_of_layers(#[values(DType::F32, DType::BF16)] dtype: DType) {
+fn graphs_of_layers(
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
     let vb = seeded(dtype);
     let tables = RotaryEmbedding::new(1e4, 2, 7, dtype, &CPU).unwrap();
     let block = TransformerBlock::new(6, 3, 5, 1e-5, Some(tables), vb).unwrap();
+    let block = block.with_attention(attention);
     let x = Var::from_tensor(&numbers(&[2, 7, 6], dtype, 8)).unwrap();
     let y = block.forward(&x).unwrap();
     let mut parameters = block.parameters();

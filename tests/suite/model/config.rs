@@ -2,6 +2,7 @@
 
 use super::*;
 use rstest::rstest;
+use tallow::attention::Algorithm;
 use tallow::model::flops;
 
 /// The table of the presets: name, D, F, L, H, parameters at vocabulary 10,000.
@@ -34,6 +35,7 @@ fn presets_are_the_published_ones() {
             d_ff,
             rope_theta: 10_000.0,
             rms_norm_eps: 1e-5,
+            attention: Algorithm::Naive,
         };
         assert_eq!(config, wanted, "{name}");
         config.validate().unwrap();
@@ -95,13 +97,17 @@ fn counting_saturates() {
 
 #[test]
 fn it_survives_json() {
-    let config = mini();
-    let text = serde_json::to_string(&config).unwrap();
-    assert!(text.contains("\"d_ff\":25"), "{text}");
-    assert_eq!(
-        serde_json::from_str::<TransformerConfig>(&text).unwrap(),
-        config
-    );
+    let read = |text: &str| serde_json::from_str::<TransformerConfig>(text).unwrap();
+    for attention in Algorithm::ALL {
+        let config = attending(attention, mini());
+        let text = serde_json::to_string(&config).unwrap();
+        assert!(text.contains("\"d_ff\":25"), "{text}");
+        assert_eq!(read(&text), config);
+        // A configuration from before there was a choice.
+        let silent = text.replace(&format!(",\"attention\":\"{attention}\""), "");
+        assert_ne!(silent, text);
+        assert_eq!(read(&silent), mini());
+    }
 }
 
 type Change = fn(&mut TransformerConfig);
@@ -121,6 +127,10 @@ type Change = fn(&mut TransformerConfig);
 #[case::theta_infinite(|c: &mut TransformerConfig| c.rope_theta = f64::INFINITY, &["rope_theta must be positive and finite", "got inf"])]
 #[case::eps_zero(|c: &mut TransformerConfig| c.rms_norm_eps = 0.0, &["rms_norm_eps must be positive", "1e-5"])]
 #[case::eps_no_number(|c: &mut TransformerConfig| c.rms_norm_eps = f64::NAN, &["rms_norm_eps must be positive", "got NaN"])]
+#[case::heads_too_large_for_flash(
+    |c: &mut TransformerConfig| (c.attention, c.d_model) = (Algorithm::Flash, 3 * 258),
+    &["attention must be naive where a head has more than 256 elements", "got flash for heads of 258", "choose naive, or more heads"]
+)]
 #[case::vocab_past_u32(|c: &mut TransformerConfig| c.vocab_size = 1 << 32, &["vocab_size must be under 2^32", "got 4294967296"])]
 #[case::width_past_u32(|c: &mut TransformerConfig| c.d_model = 1 << 40, &["d_model must be under 2^32"])]
 #[case::uncountable(
@@ -139,6 +149,23 @@ fn configurations_that_are_no_models(#[case] change: Change, #[case] parts: &[&s
         parts,
     );
     refusal(TransformerLM::load(&config, "no such file", &CPU), parts);
+}
+
+/// Up to 256 elements a head, and any number if it is naive; of the presets, `wide` is the one with more.
+#[test]
+fn heads_that_flash_attention_takes() {
+    let of = |attention, head_dim: usize| TransformerConfig {
+        attention,
+        d_model: 3 * head_dim,
+        ..mini()
+    };
+    of(Algorithm::Flash, 256).validate().unwrap();
+    of(Algorithm::Naive, 258).validate().unwrap();
+    for name in TransformerConfig::PRESETS {
+        let preset = TransformerConfig::preset(name).unwrap();
+        let taken = attending(Algorithm::Flash, preset).validate().is_ok();
+        assert_eq!(taken, name != "wide", "{name}");
+    }
 }
 
 /// Petabytes: refused before anything is drawn, with both sizes.

@@ -24,8 +24,9 @@ fn changed(tokens: &Tensor, position: usize) -> Tensor {
 fn the_future_is_not_seen(
     #[values(DType::F32, DType::F64)] dtype: DType,
     #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = model_of(&mini(), 1, dtype);
+    let model = model_of(&attending(attention, mini()), 1, dtype);
     let tokens = ids(29, 1, 13);
     let run =
         |tokens: &Tensor| with_kernel_policy(policy, || rows(&model.forward(tokens).unwrap()));
@@ -39,9 +40,11 @@ fn the_future_is_not_seen(
     }
 }
 
-#[test]
-fn sequences_of_a_batch_are_independent() {
-    let model = mini_model(1);
+#[rstest]
+fn sequences_of_a_batch_are_independent(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let model = model_of(&attending(attention, mini()), 1, DType::F32);
     let tokens = ids(29, 3, 7);
     let before = rows(&model.forward(&tokens).unwrap());
     let after = rows(&model.forward(&changed(&tokens, 7)).unwrap()); // the second sequence's first
@@ -56,9 +59,11 @@ fn sequences_of_a_batch_are_independent() {
     }
 }
 
-#[test]
-fn a_prefix_has_the_logits_it_has_in_a_longer_sequence() {
-    let model = model_of(&mini(), 1, DType::F64);
+#[rstest]
+fn a_prefix_has_the_logits_it_has_in_a_longer_sequence(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let model = model_of(&attending(attention, mini()), 1, DType::F64);
     let tokens = ids(29, 2, 16);
     let whole = model.forward(&tokens).unwrap();
     for length in [1, 2, 5, 15] {
@@ -95,12 +100,13 @@ fn tokens_as_a_view() {
     assert_ne!(bits(&logits), bits(&model.forward(&tokens).unwrap()));
 }
 
-#[test]
-fn half_precision_follows_f32() {
+#[rstest]
+fn half_precision_follows_f32(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let tokens = ids(29, 2, 7);
     let wanted = mini_model(1).forward(&tokens).unwrap();
     for (dtype, bound) in [(DType::BF16, 3e-2), (DType::F16, 4e-3)] {
-        let logits = model_of(&mini(), 1, dtype).forward(&tokens).unwrap();
+        let model = model_of(&attending(attention, mini()), 1, dtype);
+        let logits = model.forward(&tokens).unwrap();
         assert_eq!(logits.dtype(), dtype);
         close("logits", &logits, &wanted, bound);
         assert_ne!(bits(&logits), bits(&wanted));
@@ -112,8 +118,9 @@ fn half_precision_follows_f32() {
 fn no_graph_under_no_grad(
     #[values(DType::F32, DType::F64, DType::BF16)] dtype: DType,
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = model_of(&mini(), 1, dtype);
+    let model = model_of(&attending(attention, mini()), 1, dtype);
     let (tokens, targets) = (ids(29, 2, 7), ids(29, 2, 7));
     let run = || {
         with_kernel_policy(policy, || {
@@ -155,9 +162,10 @@ fn no_grad_nests_and_ends() {
 }
 
 /// Large enough that every kernel has several tasks to share.
-#[test]
-fn threads_do_not_change_a_bit() {
+#[rstest]
+fn threads_do_not_change_a_bit(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let config = TransformerConfig {
+        attention,
         vocab_size: 1003,
         context_length: 128,
         d_model: 96,

@@ -41,10 +41,12 @@ fn defaults_are_the_whole_distribution() {
     config.validate().unwrap();
 }
 
-#[test]
-fn greedy_is_the_argmax_of_each_step() {
+#[rstest]
+fn greedy_is_the_argmax_of_each_step(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
     for seed in 0..4 {
-        let model = mini_model(seed);
+        let model = model_of(&attending(attention, mini()), seed, DType::F32);
         // Past the context of 16 too: the window moves on.
         let config = GenerateConfig {
             max_new_tokens: 30,

@@ -23,8 +23,9 @@ fn every_parameter_has_one(
     #[values(DType::F32, DType::F64, DType::BF16, DType::F16)] dtype: DType,
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
     #[values(7, 123)] length: usize,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = model_of(&long(123), 1, dtype);
+    let model = model_of(&attending(attention, long(123)), 1, dtype);
     let (tokens, targets) = batch(length);
     let (loss, gradients) =
         with_kernel_policy(policy, || loss_and_gradients(&model, &tokens, &targets));
@@ -73,8 +74,11 @@ fn rows_of_tokens_that_were_not_there() {
 }
 
 #[rstest]
-fn kernels_agree_with_their_references(#[values(1, 2, 13, 123)] length: usize) {
-    let model = model_of(&long(130), 1, DType::F64);
+fn kernels_agree_with_their_references(
+    #[values(1, 2, 13, 123)] length: usize,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let model = model_of(&attending(attention, long(130)), 1, DType::F64);
     let (tokens, targets) = batch(length);
     let run = |policy| with_kernel_policy(policy, || loss_and_gradients(&model, &tokens, &targets));
     let (loss, gradients) = run(KernelPolicy::Strict);
@@ -91,10 +95,13 @@ fn kernels_agree_with_their_references(#[values(1, 2, 13, 123)] length: usize) {
 
 /// d loss / d (parameter + h direction), for a direction of each parameter, by central differences.
 #[rstest]
-fn finite_differences(#[values(2, 13, 57)] length: usize) {
+fn finite_differences(
+    #[values(2, 13, 57)] length: usize,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
     const H: f64 = 1e-5;
 
-    let model = model_of(&long(64), 1, DType::F64);
+    let model = model_of(&attending(attention, long(64)), 1, DType::F64);
     let (tokens, targets) = batch(length);
     let loss_at = |var: &Var, point: &Tensor| {
         var.set(point).unwrap();
@@ -127,9 +134,9 @@ fn finite_differences(#[values(2, 13, 57)] length: usize) {
 }
 
 /// Backward twice from one graph gives the same bits: nothing is used up.
-#[test]
-fn backward_repeats() {
-    let model = mini_model(1);
+#[rstest]
+fn backward_repeats(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
+    let model = model_of(&attending(attention, mini()), 1, DType::F32);
     let (tokens, targets) = batch(7);
     let logits = model.forward(&tokens).unwrap();
     let loss = ops::cross_entropy(&logits, &targets).unwrap();

@@ -3,7 +3,9 @@
 use super::*;
 use candle_core::Device;
 use rstest::rstest;
+use tallow::attention::Algorithm;
 use tallow::optim::AdamWConfig;
+use tallow::train::Checkpoint;
 
 type Change = fn(&mut TrainConfig);
 
@@ -50,6 +52,7 @@ type ChangeModel = fn(&mut TransformerConfig);
 #[rstest]
 #[case(|m: &mut TransformerConfig| m.d_model = 24, "saved with d_model 20, resumed with 24")]
 #[case(|m: &mut TransformerConfig| m.num_layers = 1, "saved with num_layers 2, resumed with 1")]
+#[case(|m: &mut TransformerConfig| m.attention = Algorithm::Flash, "saved with attention naive, resumed with flash")]
 #[case(|m: &mut TransformerConfig| m.rope_theta = 5000.0, "saved with rope_theta 10000.0, resumed with 5000.0")]
 fn another_model(#[case] change: ChangeModel, #[case] text: &str) {
     let (_folder, path) = checkpoint();
@@ -223,6 +226,21 @@ fn runs_that_lack_a_part_or_were_changed() {
         let error = forged(edit, &all, parts);
         assert!(matches!(error, Error::Format { .. }), "{error:?}");
     }
+}
+
+/// As saved before there was a choice of attention: naive.
+#[test]
+fn runs_that_say_nothing_of_attention() {
+    let (_folder, path) = checkpoint();
+    start(settings()).save(&path).unwrap();
+    let without = |text: &str| {
+        let changed = text.replace(",\"attention\":\"naive\"", "");
+        assert_ne!(changed, text);
+        changed
+    };
+    forge(&path, without, |_| Some(vec![]));
+    resume(&path, settings()).unwrap();
+    assert_eq!(Checkpoint::read(&path).unwrap().model, sizes());
 }
 
 /// A loss that is not a number stops the run before anything takes it in.

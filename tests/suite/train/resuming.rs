@@ -2,6 +2,7 @@
 
 use super::*;
 use rstest::rstest;
+use tallow::attention::Algorithm;
 use tallow::train::Checkpoint;
 
 /// Stopped after `stop` steps, in memory and in the file, with evaluations in between.
@@ -89,6 +90,28 @@ fn a_finished_run_goes_on_if_it_is_given_more_steps() {
     let parts = ["steps", "12 already taken", "11"];
     let error = refusal(resume(&path, shorter), &parts);
     assert!(matches!(error, Error::Resume { .. }));
+}
+
+/// The attention is the run's: saved with it, and as much a part of its bits.
+#[test]
+fn flash_attention_goes_on_as_it_was() {
+    let device = candle_core::Device::Cpu;
+    let flash = TransformerConfig {
+        attention: Algorithm::Flash,
+        ..sizes()
+    };
+    let model = TransformerLM::new(&flash, 5, &device).unwrap();
+    let mut trainer = Trainer::new(model, settings(), training(), validation()).unwrap();
+    take(&mut trainer, 4);
+    let (_folder, path) = checkpoint();
+    trainer.save(&path).unwrap();
+    assert_eq!(Checkpoint::read(&path).unwrap().model, flash);
+    let resumed = Trainer::resume(&path, &flash, settings(), training(), validation(), &device);
+    let mut resumed = resumed.unwrap();
+    assert_eq!(take(&mut resumed, 8), take(&mut trainer, 8));
+    assert_eq!(bits(&resumed), bits(&trainer));
+    // The weights are anybody's: another attention begins another run from them.
+    TransformerLM::load(&sizes(), &path, &device).unwrap();
 }
 
 #[test]
