@@ -68,7 +68,7 @@ pub trait Lanes: Real {
         no: Self::Register<S>,
     ) -> Self::Register<S>;
 
-    /// e to the power of `x`, for `x` up to 88: within 2 ulp, 0 below -87, NaN for NaN.
+    /// e to the power of `x`, for `x` up to 88: within 2 ulp from -20 to 20 and within 5 elsewhere, 0 below -87, NaN for NaN.
     fn vexp<S: Simd>(simd: S, x: Self::Register<S>) -> Self::Register<S>;
 }
 
@@ -141,13 +141,14 @@ impl Lanes for f32 {
 
     /// exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2; exp(r) = 1 + r + r^2 q(r) with q of degree 4,
     /// the minimax fit of that form (3e-9 of the value, a twentieth of a rounding).
+    ///
+    /// Attention calls this once for every score: thirteen instructions.
     #[inline(always)]
     fn vexp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         const LOWEST: f32 = -87.0;
-        // Adding 1.5 * 2^23 rounds to an integer, and leaves that integer in the low bits.
-        const ROUND: f32 = 12_582_912.0;
-        const LN2_HIGH: f32 = 0.693_359_4; // 0.693359375: few bits: n * LN2_HIGH is exact
-        const LN2_LOW: f32 = -2.121_944_4e-4;
+        // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; with 127 more these are the exponent
+        // field of 2^n.
+        const ROUND: f32 = 12_582_912.0 + 127.0;
         const Q: [f32; 5] = [
             0.001_381_454,
             0.008_368_745,
@@ -156,24 +157,20 @@ impl Lanes for f32 {
             0.499_999_93,
         ];
         let vanishes = simd.less_than_f32s(x, simd.splat_f32s(LOWEST)); // false for NaN
-        let x = simd.select_f32s(vanishes, simd.splat_f32s(LOWEST), x);
-        let shifted = simd.mul_add_e_f32s(
-            x,
-            simd.splat_f32s(std::f32::consts::LOG2_E),
-            simd.splat_f32s(ROUND),
-        );
-        let n = simd.sub_f32s(shifted, simd.splat_f32s(ROUND));
-        let r = simd.mul_add_e_f32s(n, simd.splat_f32s(-LN2_HIGH), x);
-        let r = simd.mul_add_e_f32s(n, simd.splat_f32s(-LN2_LOW), r);
+        let round = simd.splat_f32s(ROUND);
+        let shifted = simd.mul_add_e_f32s(x, simd.splat_f32s(std::f32::consts::LOG2_E), round);
+        let n = simd.sub_f32s(shifted, round);
+        // One step, which must be fused: ln 2 is off by 2e-9 as an f32, and n is small wherever the result is not.
+        let r = simd.mul_add_f32s(n, simd.splat_f32s(-std::f32::consts::LN_2), x);
         let mut p = simd.splat_f32s(Q[0]);
         for coefficient in [Q[1], Q[2], Q[3], Q[4], 1.0, 1.0] {
             p = simd.mul_add_e_f32s(p, r, simd.splat_f32s(coefficient));
         }
-        // 2^n by its exponent field. A product, not an addition to p's bits: that would make numbers of NaN.
-        let n = simd.transmute_u32s_f32s(shifted);
-        let field = simd.wrapping_dyn_shl_u32s(n, simd.splat_u32s(23));
-        let power = simd.transmute_f32s_u32s(simd.add_u32s(field, simd.splat_u32s(127 << 23)));
-        simd.select_f32s(vanishes, simd.splat_f32s(0.0), simd.mul_f32s(p, power))
+        let bits = simd.transmute_u32s_f32s(shifted);
+        let field = simd.wrapping_dyn_shl_u32s(bits, simd.splat_u32s(23));
+        // A product, not an addition to p's exponent: that would make numbers of NaN.
+        let value = simd.mul_f32s(p, simd.transmute_f32s_u32s(field));
+        simd.select_f32s(vanishes, simd.splat_f32s(0.0), value)
     }
 }
 
@@ -245,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn exp_is_within_two_ulp() {
+    fn exp_is_within_a_few_ulp() {
         let x: Vec<f32> = (0..1_600_000).map(|i| 88.0 - i as f32 * 1.09e-4).collect();
         for arch in instruction_sets() {
             let mut y = x.clone();
@@ -255,7 +252,10 @@ mod tests {
                 let ulp = f64::from((exact as f32).next_up()) - f64::from(exact as f32);
                 match *x < -87.0 {
                     true => assert_eq!(*y, 0.0, "{x}"),
-                    false => assert!((f64::from(*y) - exact).abs() < 2.0 * ulp, "{x}"),
+                    false => {
+                        let allowed = if x.abs() < 20.0 { 2.0 } else { 5.0 };
+                        assert!((f64::from(*y) - exact).abs() < allowed * ulp, "{x}");
+                    }
                 }
             }
         }

@@ -3,6 +3,7 @@
 use super::{Real, simd};
 use rayon::prelude::*;
 use std::collections::TryReserveError;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Elements in one task: large against the cost of handing a task over (a few microseconds), small against a cache.
 pub const TASK_ELEMENTS: usize = 16 * 1024;
@@ -96,6 +97,34 @@ pub fn for_tasks(tasks: usize, f: impl Fn(usize) + Sync + Send) {
         return f(0);
     }
     (0..tasks).into_par_iter().for_each(f);
+}
+
+/// Calls `f(scratch, task)` for every task in `0..tasks`, in parallel, with one scratch a thread: threads take the next
+/// task as they come free. What a task leaves in its scratch must not matter to the next.
+pub fn for_tasks_with<S>(
+    tasks: usize,
+    scratch_of: impl Fn() -> S + Sync,
+    f: impl Fn(&mut S, usize) + Sync,
+) {
+    let workers = tasks.min(rayon::current_num_threads());
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut scratch = None;
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                return;
+            }
+            f(scratch.get_or_insert_with(&scratch_of), task);
+        }
+    };
+    if workers <= 1 {
+        return work();
+    }
+    (0..workers)
+        .into_par_iter()
+        .with_max_len(1)
+        .for_each(|_| work());
 }
 
 /// `out[j] = sum over rows of term(row)[j]`, where `add(row, partial)` adds row `row`'s terms to `partial`.

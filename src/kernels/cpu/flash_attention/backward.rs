@@ -2,12 +2,12 @@
 
 use super::heads::Rows;
 use super::score_gradient::{Query, ScoreGradient};
+use super::transpose::{load_block, to_columns};
 use super::{Heads, Sizes, Tiles};
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::lanes::Lanes;
 use crate::kernels::cpu::parallel::{self, Shared};
 use crate::kernels::cpu::{Real, Stored, simd};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// What forward took and gave, and the gradient of its output.
@@ -45,7 +45,7 @@ pub struct Gradients<'a, T> {
 /// `dK = scale dS^T Q`.
 ///
 /// A task walks its tiles of keys, whose dk and dv it keeps in cache, and adds to dq as it goes. Where there are fewer
-/// heads than eight, the keys of a head are shared out among several tasks, each with a dq of its own; these are then
+/// heads than [`BACKWARD_TASKS`], the keys of a head are shared out among several tasks, each with a dq of its own; these are then
 /// summed in order.
 pub fn backward<T: Stored>(
     sizes: &Sizes,
@@ -71,7 +71,9 @@ pub fn backward<T: Stored>(
 
     let matrices = sizes.batch * sizes.kv_heads;
     let k_tiles = keys.div_ceil(tiles.backward_k_tile);
-    let splits = TASKS.div_ceil(matrices.max(1)).clamp(1, k_tiles.max(1));
+    let splits = BACKWARD_TASKS
+        .div_ceil(matrices.max(1))
+        .clamp(1, k_tiles.max(1));
     // One task's dq: the queries of all heads that share its k and v, rows filled up to whole registers.
     let width = head_dim.next_multiple_of(COLUMNS);
     let (rows, in_place) = (
@@ -86,7 +88,8 @@ pub fn backward<T: Stored>(
     {
         let (dq, dk, dv) = (Shared::new(&mut *dq), Shared::new(dk), Shared::new(dv));
         let partials = Shared::new(&mut partials);
-        (0..matrices * splits).into_par_iter().for_each_init(
+        parallel::for_tasks_with(
+            matrices * splits,
             || {
                 let own_dq = match in_place || splits > 1 {
                     true => Vec::new(),
@@ -142,7 +145,7 @@ pub fn backward<T: Stored>(
 }
 
 /// Heads of k and v, over all batches, below which a head's keys are shared out. Fixed, so that the bits do not depend on the threads.
-pub const TASKS: usize = 8;
+pub const BACKWARD_TASKS: usize = 8;
 
 /// dq from the parts that tasks made of it: partials (matrices, splits, rows, width), dq (matrices, rows, head_dim).
 fn sum_partials<T: Stored>(
@@ -244,6 +247,8 @@ struct Scratch<T> {
     /// dP, then dS: (q_tile, k_tile).
     ds: Vec<T>,
     queries: Vec<Query<T>>,
+    /// Rows on their way to columns: (COLUMNS, Dh).
+    block: Vec<T>,
 }
 
 impl<T: Lanes> Scratch<T> {
@@ -267,6 +272,7 @@ impl<T: Lanes> Scratch<T> {
             p: zeros(q_tile, k_tile),
             ds: zeros(q_tile, k_tile),
             queries: Vec::with_capacity(q_tile),
+            block: vec![T::ZERO; COLUMNS * sizes.head_dim],
         }
     }
 
@@ -343,19 +349,21 @@ impl<T: Lanes> Scratch<T> {
     ) {
         self.dk.fill(T::ZERO);
         self.dv.fill(T::ZERO);
-        let scale = T::real(sizes.scale);
-        for (i, key) in range.enumerate() {
-            let row = &mut self.k[i * self.width..][..sizes.head_dim];
-            v.load(key, row);
-            for (column, value) in self.v_t.chunks_mut(self.k_tile).zip(&*row) {
-                column[i] = *value;
-            }
-            k.load(key, row);
-            for (column, value) in self.k_t.chunks_mut(self.k_tile).zip(&*row) {
-                column[i] = *value;
-            }
-            for value in row {
-                *value *= scale;
+        let (head_dim, scale) = (sizes.head_dim, T::real(sizes.scale));
+        for first in (0..range.len()).step_by(COLUMNS) {
+            let start = range.start + first;
+            let keys = start..range.end.min(start + COLUMNS);
+            load_block(v, keys.clone(), head_dim, &mut self.block);
+            let to = &mut self.v_t[first..];
+            to_columns(&self.block, head_dim, T::ONE, to, self.k_tile);
+            load_block(k, keys, head_dim, &mut self.block);
+            let to = &mut self.k_t[first..];
+            to_columns(&self.block, head_dim, T::ONE, to, self.k_tile);
+            let rows = self.k[first * self.width..].chunks_mut(self.width);
+            for (to, from) in rows.zip(self.block.chunks(head_dim)) {
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = scale * *from;
+                }
             }
         }
     }

@@ -1,13 +1,14 @@
 //! Forward: algorithm 1, a task for each tile of queries.
 
+use super::heads::Rows;
 use super::online_softmax::{OnlineSoftmax, State};
+use super::transpose::{load_block, to_columns, to_rows};
 use super::{Heads, Sizes, Tiles};
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::lanes::Lanes;
-use crate::kernels::cpu::parallel::Shared;
+use crate::kernels::cpu::parallel::{Shared, for_tasks_with};
 use crate::kernels::cpu::simd::{all_finite, vectorized};
 use crate::kernels::cpu::{Real, Stored};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Queries of a panel: its scores' rows are three AVX-512 registers of `f32`, the best width for the products.
@@ -50,7 +51,8 @@ pub fn forward<T: Stored>(
     let (out, rest, lse) = (Shared::new(out), Shared::new(rounded_off), Shared::new(lse));
     let q_tiles = sizes.queries.div_ceil(tiles.forward_q_tile);
     let tasks = sizes.batch * sizes.heads * q_tiles;
-    (0..tasks).into_par_iter().for_each_init(
+    for_tasks_with(
+        tasks,
         || Scratch::<T::Wide>::new(sizes, tiles),
         |scratch, task| {
             let (matrix, tile) = (task / q_tiles, task % q_tiles);
@@ -83,13 +85,13 @@ struct Scratch<T> {
     panels: Vec<Panel<T>>,
     /// Scores, then probabilities: (k_tile, PANEL).
     scores: Vec<T>,
-    /// How many keys of a tile each query of a panel sees.
+    /// How many keys of a tile each query of a panel sees; kept for tiles that not all see whole.
     visible: [T; PANEL],
     /// A tile of K and of V, where they cannot be used as they lie: (k_tile, Dh).
     k: Vec<T>,
     v: Vec<T>,
-    /// One row of q, out or its rest.
-    row: Vec<T>,
+    /// Rows of q or out on their way to columns or back: (COLUMNS, Dh).
+    block: Vec<T>,
 }
 
 /// Up to [`PANEL`] queries side by side.
@@ -126,7 +128,7 @@ impl<T: Lanes> Scratch<T> {
             visible: [T::ZERO; PANEL],
             k: vec![T::ZERO; k_tile * sizes.head_dim],
             v: vec![T::ZERO; k_tile * sizes.head_dim],
-            row: vec![T::ZERO; sizes.head_dim],
+            block: vec![T::ZERO; COLUMNS * sizes.head_dim],
         }
     }
 
@@ -135,17 +137,15 @@ impl<T: Lanes> Scratch<T> {
         &mut self,
         sizes: &Sizes,
         range: Range<usize>,
-        q: super::heads::Rows<'_, S>,
-        k: super::heads::Rows<'_, S>,
-        v: super::heads::Rows<'_, S>,
+        q: Rows<'_, S>,
+        k: Rows<'_, S>,
+        v: Rows<'_, S>,
     ) {
         let scale = T::real(sizes.scale);
         let mut start = range.start;
         for panel in &mut self.panels {
             let end = range.end.min(start + PANEL);
-            panel.begin(start..end, scale, &mut self.row, |query, row| {
-                q.load(query, row)
-            });
+            panel.begin(start..end, scale, q, &mut self.block);
             start = end;
         }
         let last = sizes.visible(range.end - 1); // no query of the tile sees further
@@ -162,11 +162,13 @@ impl<T: Lanes> Scratch<T> {
                 }
                 let scores = &mut self.scores[..count * panel.lanes];
                 let seen = |query: usize| sizes.visible(query).saturating_sub(keys.start);
-                for (lane, visible) in self.visible[..panel.lanes].iter_mut().enumerate() {
-                    let query = (panel.queries.start + lane).min(panel.queries.end - 1);
-                    *visible = T::real(seen(query).min(count) as f64);
-                }
                 let seen_by_all = seen(panel.queries.start).min(count);
+                if seen_by_all < count {
+                    for (lane, visible) in self.visible[..panel.lanes].iter_mut().enumerate() {
+                        let query = (panel.queries.start + lane).min(panel.queries.end - 1);
+                        *visible = T::real(seen(query) as f64);
+                    }
+                }
                 let visible = &self.visible[..panel.lanes];
                 panel.step(k, v, scores, visible, seen_by_all);
             }
@@ -183,28 +185,30 @@ impl<T: Lanes> Scratch<T> {
     ) {
         let first = self.panels[0].queries.start;
         for panel in &self.panels {
-            for (lane, query) in panel.queries.clone().enumerate() {
-                let (max, sum) = (panel.max[lane], panel.sum[lane]);
-                // Nothing seen: 0 / 0 otherwise. A NaN stays one.
-                let factor = if sum == T::ZERO {
-                    T::ZERO
-                } else {
-                    T::ONE / sum
-                };
-                lse[query - first] = max + sum.logarithm();
-                for (value, column) in self.row.iter_mut().zip(panel.out.chunks(panel.lanes)) {
-                    *value = column[lane] * factor;
+            for lane in (0..panel.lanes).step_by(COLUMNS) {
+                let start = panel.queries.start + lane;
+                let queries = start..panel.queries.end.min(start + COLUMNS);
+                let mut factors = [T::ZERO; COLUMNS];
+                let sums = panel.max.iter().zip(&panel.sum).skip(lane);
+                for ((query, (max, sum)), factor) in queries.clone().zip(sums).zip(&mut factors) {
+                    lse[query - first] = *max + sum.logarithm();
+                    // Nothing seen: 0 / 0 otherwise. A NaN stays one.
+                    if *sum != T::ZERO {
+                        *factor = T::ONE / *sum;
+                    }
                 }
-                let at = (query - first) * head_dim..(query - first + 1) * head_dim;
-                let stored = &mut out[at.clone()];
-                S::store(&self.row, stored);
+                let columns = &panel.out[lane..];
+                to_rows(columns, panel.lanes, &factors, head_dim, &mut self.block);
+                let rows = &mut self.block[..queries.len() * head_dim];
+                let at = (start - first) * head_dim..(queries.end - first) * head_dim;
+                S::store(rows, &mut out[at.clone()]);
                 if let Some(rest) = &mut rest {
-                    for (value, stored) in self.row.iter_mut().zip(stored) {
+                    for (value, stored) in rows.iter_mut().zip(&out[at.clone()]) {
                         let mut rounded = [T::ZERO];
                         S::load(std::slice::from_ref(stored), &mut rounded);
                         *value -= rounded[0];
                     }
-                    S::store(&self.row, &mut rest[at]);
+                    S::store(rows, &mut rest[at]);
                 }
             }
         }
@@ -212,29 +216,25 @@ impl<T: Lanes> Scratch<T> {
 }
 
 impl<T: Lanes> Panel<T> {
-    /// Starts anew with `queries`, whose rows `load` gives.
-    fn begin(
+    /// Starts anew with `queries`, rows of `q`; `block` is (COLUMNS, Dh) to work in.
+    fn begin<S: Stored<Wide = T>>(
         &mut self,
         queries: Range<usize>,
         scale: T,
-        row: &mut [T],
-        load: impl Fn(usize, &mut [T]),
+        q: Rows<'_, S>,
+        block: &mut [T],
     ) {
+        let head_dim = block.len() / COLUMNS;
         self.lanes = queries.len().next_multiple_of(COLUMNS);
         self.max.fill(T::NEG_INFINITY);
         self.sum.fill(T::ZERO);
-        let size = row.len() * self.lanes;
-        self.q.resize(size, T::ZERO);
-        self.out.resize(size, T::ZERO);
-        self.out.fill(T::ZERO);
-        for lane in 0..self.lanes {
-            match queries.start + lane < queries.end {
-                true => load(queries.start + lane, row),
-                false => row.fill(T::ZERO),
-            }
-            for (column, value) in self.q.chunks_mut(self.lanes).zip(&*row) {
-                column[lane] = *value * scale;
-            }
+        self.q.resize(head_dim * self.lanes, T::ZERO);
+        self.out.clear();
+        self.out.resize(head_dim * self.lanes, T::ZERO);
+        for first in (0..self.lanes).step_by(COLUMNS) {
+            let start = queries.start + first;
+            load_block(q, start..queries.end.min(start + COLUMNS), head_dim, block);
+            to_columns(block, head_dim, scale, &mut self.q[first..], self.lanes);
         }
         self.queries = queries;
     }
@@ -278,7 +278,7 @@ impl<T: Lanes> Panel<T> {
                 rescale: &mut self.rescale[..lanes],
             },
         };
-        // Line 10: O^T = O^T rescale + V^T P^T. Maxima settle soon, and most tiles change no scale.
+        // Line 10: O^T = O^T rescale + V^T P^T.
         if step.run() {
             let rescale = &self.rescale[..lanes];
             let out = &mut self.out;

@@ -20,8 +20,9 @@ mod heads;
 mod online_softmax;
 mod score_gradient;
 mod tiles;
+mod transpose;
 
-pub use backward::{Gradients, Inputs, backward};
+pub use backward::{BACKWARD_TASKS, Gradients, Inputs, backward};
 pub use forward::{Outputs, forward};
 pub use heads::Heads;
 pub use tiles::Tiles;

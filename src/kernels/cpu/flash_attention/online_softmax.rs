@@ -4,9 +4,13 @@ use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::kernels::cpu::lanes::Lanes;
 use pulp::{Arch, Simd, WithSimd};
 
+/// By how much a score may exceed the `max` that sums are relative to. Probabilities up to e^4 lose nothing in floating
+/// point.
+const SLACK: f64 = 4.0;
+
 /// What forward knows of each query of a panel so far.
 pub(super) struct State<'a, T> {
-    /// The largest score.
+    /// What the sums are relative to: the largest score, or up to [`SLACK`] less.
     pub max: &'a mut [T],
     /// The sum of exp(score - max).
     pub sum: &'a mut [T],
@@ -14,14 +18,13 @@ pub(super) struct State<'a, T> {
     pub rescale: &'a mut [T],
 }
 
-/// Turns a tile of scores into exp(score - max), max being the largest so far, and updates the state (algorithm 1, lines
-/// 9 and 10).
+/// Turns a tile of scores into exp(score - max) and updates the state (algorithm 1, lines 9 and 10).
 pub(super) struct OnlineSoftmax<'a, T> {
     /// (keys, queries), the queries a multiple of [`COLUMNS`].
     pub scores: &'a mut [T],
     /// Queries of the panel.
     pub queries: usize,
-    /// How many keys of the tile each query sees.
+    /// How many keys of the tile each query sees; read where `seen_by_all` is not the whole tile.
     pub visible: &'a [T],
     /// The keys before this one are seen by all.
     pub seen_by_all: usize,
@@ -89,6 +92,9 @@ impl<T: Lanes> OnlineSoftmax<'_, T> {
                 T::vmax(simd, largest[0], largest[1]),
                 T::vmax(simd, largest[2], largest[3]),
             );
+            // Sums keep the scale they have until it is off by e^SLACK: exact either way, and most tiles then change none.
+            let tolerated = T::vadd(simd, old, T::vsplat(simd, T::real(SLACK)));
+            let max = T::vselect_at_most(simd, max, tolerated, old, max);
             // A query that sees nothing yet: any finite number in place of -inf, or -inf - -inf would be NaN.
             let finite = T::vselect_at_most(simd, max, low, zero, max);
 

@@ -141,17 +141,13 @@ impl<T: Lanes> WithSimd for Product<'_, T> {
                         self.strip::<S, 12, 1>(simd, first);
                         1
                     }
-                    (2 | 5, true) => {
+                    (2 | 4 | 5, true) => {
                         self.strip::<S, 12, 2>(simd, first);
                         2
                     }
-                    (3 | 6 | 9, true) => {
+                    (_, true) => {
                         self.strip::<S, 8, 3>(simd, first);
                         3
-                    }
-                    (_, true) => {
-                        self.strip::<S, 6, 4>(simd, first);
-                        4
                     }
                     (1, false) => {
                         self.strip::<S, 8, 1>(simd, first);
