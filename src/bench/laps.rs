@@ -26,7 +26,6 @@ use candle_core::Device;
 /// ```
 pub struct Laps<'a> {
     device: &'a Device,
-    warmup: usize,
     stopwatch: Stopwatch<'a>,
 }
 
@@ -69,15 +68,19 @@ impl<'a> Laps<'a> {
     pub fn new(device: &'a Device) -> Self {
         Self {
             device,
-            warmup: 0,
             stopwatch: Stopwatch::new(device),
         }
     }
 
     /// Runs `steps` steps first, whose times are kept apart.
     pub fn warmup(mut self, steps: usize) -> Self {
-        self.warmup = steps;
         self.stopwatch = self.stopwatch.warmup(steps);
+        self
+    }
+
+    /// Takes fewer steps where they take long, as [`Stopwatch::time_budget_ms`] does.
+    pub fn time_budget_ms(mut self, budget_ms: Option<f64>) -> Self {
+        self.stopwatch = self.stopwatch.time_budget_ms(budget_ms);
         self
     }
 
@@ -115,7 +118,7 @@ impl<'a> Laps<'a> {
                     phases.len() - 1
                 });
                 let timing = &mut phases[place].1;
-                match i < self.warmup {
+                match i < whole.warmup_ms.len() {
                     true => timing.warmup_ms.push(ms),
                     false => timing.samples_ms.push(ms),
                 }

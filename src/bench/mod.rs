@@ -1,15 +1,26 @@
 //! Running work repeatedly and measuring it.
 //!
-//! [`Stopwatch`] times steps on a device, [`Laps`] the phases inside them, [`EndToEnd`] a whole model's, with memory
-//! beside time and an out-of-memory row instead of a crash. What the samples mean, and how they are printed, is in
-//! [`report`](crate::report).
+//! [`Stopwatch`] times steps on a device, [`Laps`] the phases inside them, [`EndToEnd`] a whole model's,
+//! [`AttentionRun`] those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time
+//! and an out-of-memory row instead of a crash; [`Analysis`] sums the last two up. What the samples mean, and how they
+//! are printed, is in [`report`](crate::report).
 
+mod analysis;
+mod attention;
 mod end_to_end;
 mod environment;
 mod laps;
+mod limit;
+mod passes;
+mod self_attention;
 mod stopwatch;
 
+pub use analysis::{Analysis, Extremes, Growth, Peak, Place, Speedup, figure};
+pub use attention::AttentionRun;
 pub use end_to_end::{EndToEnd, OptimizerChoice};
 pub use environment::environment;
 pub use laps::{Lap, LapTimings, Laps};
+pub use limit::Limit;
+pub use passes::Sampling;
+pub use self_attention::SelfAttentionRun;
 pub use stopwatch::{Step, Stopwatch, Timing, time_once};

@@ -30,8 +30,15 @@ use crate::{Error, Result};
 pub struct Stopwatch<'a> {
     device: Device,
     warmup_steps: usize,
+    time_budget_ms: Option<f64>,
     on_step: Option<Box<OnStep<'a>>>,
 }
+
+/// What part of a time budget the warm-up may spend.
+const WARMUP_SHARE: f64 = 0.25;
+
+/// How many steps are measured whatever the time budget: one has no spread.
+const LEAST_STEPS: usize = 2;
 
 type OnStep<'a> = dyn FnMut(Step, f64) + 'a;
 
@@ -90,6 +97,7 @@ impl<'a> Stopwatch<'a> {
         Self {
             device: device.clone(),
             warmup_steps: 0,
+            time_budget_ms: None,
             on_step: None,
         }
     }
@@ -98,6 +106,14 @@ impl<'a> Stopwatch<'a> {
     /// pools not yet filled.
     pub fn warmup(mut self, steps: usize) -> Self {
         self.warmup_steps = steps;
+        self
+    }
+
+    /// Takes fewer steps where they take long: no further warm-up step once a quarter of `budget_ms` is spent, and no
+    /// further measured one once all of it is. One warm-up step and two measured ones are taken whatever they take, if
+    /// as many were asked for. Only the steps' own time counts.
+    pub fn time_budget_ms(mut self, budget_ms: Option<f64>) -> Self {
+        self.time_budget_ms = budget_ms;
         self
     }
 
@@ -130,19 +146,29 @@ impl<'a> Stopwatch<'a> {
                 hint: "measure one step or more; only the warm-up may be 0".into(),
             });
         }
-        let warmup_ms = self.run(true, self.warmup_steps, &mut work)?;
-        let samples_ms = self.run(false, steps, &mut work)?;
+        let budget_ms = self.time_budget_ms.unwrap_or(f64::INFINITY);
+        let mut spent_ms = 0.0;
+        let warmup_ms = self.run(true, self.warmup_steps, &mut work, |done, ms| {
+            spent_ms += ms;
+            done >= 1 && spent_ms >= WARMUP_SHARE * budget_ms
+        })?;
+        let samples_ms = self.run(false, steps, &mut work, |done, ms| {
+            spent_ms += ms;
+            done >= LEAST_STEPS && spent_ms >= budget_ms
+        })?;
         Ok(Timing {
             samples_ms,
             warmup_ms,
         })
     }
 
+    /// `enough` hears after each step how many there were and what the last one took.
     fn run<T, E: Into<Error>>(
         &mut self,
         warmup: bool,
         count: usize,
         work: &mut impl FnMut() -> std::result::Result<T, E>,
+        mut enough: impl FnMut(usize, f64) -> bool,
     ) -> Result<Vec<f64>> {
         let mut times_ms = Vec::with_capacity(count);
         for index in 0..count {
@@ -156,6 +182,9 @@ impl<'a> Stopwatch<'a> {
                     count,
                 };
                 on_step(step, ms);
+            }
+            if enough(index + 1, ms) {
+                break;
             }
         }
         Ok(times_ms)

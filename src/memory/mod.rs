@@ -1,10 +1,17 @@
 //! Where the bytes go: predicted before a run, measured during it.
 //!
-//! What lives here: [`estimate`], the account of a step from its sizes alone; [`tracker`], an allocator that counts;
+//! What lives here: [`estimate`], the account of a step from its sizes alone; [`attention_account`] and
+//! [`self_attention_account`], those of attention alone and of its layer; [`tracker`], an allocator that counts;
 //! [`system`], what the process has taken. What does not: timing ([`crate::bench`]).
 
+mod account;
+mod attention;
 mod estimate;
+mod self_attention;
 pub mod system;
 pub mod tracker;
 
+pub use account::{Account, Part, smallest_beyond};
+pub use attention::{AttentionWorkload, attention_account};
 pub use estimate::{Estimate, Mode, Workload, estimate};
+pub use self_attention::{SelfAttentionWorkload, self_attention_account};

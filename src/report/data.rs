@@ -38,6 +38,8 @@ pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()>
     serde_json::to_writer(&mut *out, &report.configuration)?;
     write!(out, ",\n  \"notes\": ")?;
     serde_json::to_writer(&mut *out, &report.notes)?;
+    write!(out, ",\n  \"analysis\": ")?;
+    serde_json::to_writer(&mut *out, &report.analysis)?;
     write!(out, ",\n  \"rows\": [")?;
     for (index, row) in report.rows.iter().enumerate() {
         let complete: Fields = keys

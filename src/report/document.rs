@@ -14,7 +14,8 @@ use crate::{Error, Result, files};
 /// LaTeX and Typst carry what the columns show, as the columns show it. CSV and JSON carry every field of every row,
 /// unrounded, those that no column shows (`samples_ms`, say) after those that one does.
 ///
-/// The JSON document is `{"environment": {..}, "configuration": {..}, "notes": [..], "rows": [{..}, ..]}`. All rows
+/// The JSON document is
+/// `{"environment": {..}, "configuration": {..}, "notes": [..], "analysis": {..}, "rows": [{..}, ..]}`. All rows
 /// have the same keys: what a row lacks is `null` there, an empty cell in CSV, and `n/a` in the other formats.
 ///
 /// ```
@@ -44,6 +45,11 @@ pub struct Report {
     pub columns: Vec<Column>,
     /// What came out, one row a measurement.
     pub rows: Vec<Fields>,
+    /// What the tables show in place of the rows, where people read better in another cut ([`pivot`](super::pivot()));
+    /// empty if they show the rows themselves. CSV and JSON keep to the rows.
+    pub lines: Vec<Fields>,
+    /// What the rows say together, for programs: in JSON only. For people it is in the notes, in words.
+    pub analysis: Fields,
     /// Sentences that a reader needs to judge the numbers: formulas, warnings.
     pub notes: Vec<String>,
 }
@@ -94,7 +100,7 @@ impl Report {
                 .map(|column| column.cell(row.get(&column.key)))
                 .collect()
         };
-        self.rows.iter().map(cells_of).collect()
+        self.lines().iter().map(cells_of).collect()
     }
 
     /// For each column, whether its cells stand at the right.
@@ -105,15 +111,19 @@ impl Report {
             .collect()
     }
 
-    /// Every key of the rows: the columns' first, then the others as they come. None twice.
+    /// Every key of the rows: the columns' first, then the others as they come. None twice. Where the tables show
+    /// lines, a column may be of those alone, and no key of the rows.
     pub(super) fn keys(&self) -> Vec<&str> {
         let mut keys: Vec<&str> = Vec::new();
+        let of_rows = |key: &&str| {
+            self.lines.is_empty() || self.rows.iter().any(|row| row.get(key).is_some())
+        };
         let shown = self.columns.iter().map(|column| column.key.as_str());
         let held = self
             .rows
             .iter()
             .flat_map(|row| row.iter().map(|(key, _)| key));
-        for key in shown.chain(held) {
+        for key in shown.filter(of_rows).chain(held) {
             if !keys.contains(&key) {
                 keys.push(key);
             }
@@ -132,6 +142,14 @@ impl Report {
     }
 
     fn values<'a>(&'a self, key: &'a str) -> impl Iterator<Item = &'a Value> {
-        self.rows.iter().filter_map(move |row| row.get(key))
+        self.lines().iter().filter_map(move |row| row.get(key))
+    }
+
+    /// What the tables show.
+    fn lines(&self) -> &[Fields] {
+        match self.lines.is_empty() {
+            true => &self.rows,
+            false => &self.lines,
+        }
     }
 }

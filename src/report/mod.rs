@@ -2,7 +2,8 @@
 //!
 //! - [`Statistics`] turns samples into mean, deviation and quantiles;
 //! - [`Report`] holds what was measured, where and how, and writes it as text, Markdown, CSV, JSON, LaTeX or Typst
-//!   ([`Format`]);
+//!   ([`Format`]); [`pivot()`] puts the phases of a configuration side by side in it;
+//! - [`PowerLaw`] says how fast a measured thing grows;
 //! - [`plot`] draws line charts as SVG.
 //!
 //! Nothing here takes a measurement: timing lives in `bench`, memory in `memory`.
@@ -39,7 +40,9 @@ mod fields;
 mod format;
 mod markdown;
 mod number;
+mod pivot;
 pub mod plot;
+mod power_law;
 mod statistics;
 mod text;
 mod typeset;
@@ -49,4 +52,6 @@ pub use document::Report;
 pub use fields::Fields;
 pub use format::Format;
 pub use number::{bytes_to_mib, format_mib, group_digits};
+pub use pivot::{mean_and_std, pivot};
+pub use power_law::PowerLaw;
 pub use statistics::Statistics;

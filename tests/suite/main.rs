@@ -1,5 +1,6 @@
 //! Every integration test, in one binary: linking candle is dear.
 
+mod attention_benchmark;
 mod bench;
 mod child;
 mod data;

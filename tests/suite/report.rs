@@ -3,6 +3,7 @@
 mod charts;
 mod files;
 mod formats;
+mod pivots;
 mod statistics;
 mod stopwatch;
 mod tables;
@@ -41,5 +42,7 @@ fn nasty() -> Report {
         ],
         rows: vec![first, second],
         notes: vec!["6N|12".into()],
+        analysis: Fields::from_iter([("order", "N^2")]),
+        ..Default::default()
     }
 }

@@ -4,7 +4,8 @@ use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::{Axis, LineChart, Series};
+use super::{LineChart, Panel, Series};
+use crate::Error;
 
 const WIDTH: u32 = 860;
 const HEIGHT: u32 = 520;
@@ -40,24 +41,31 @@ const GRID: RGBColor = RGBColor(0xE2, 0xE2, 0xE2);
 type Drawn = Result<(), Box<dyn std::error::Error>>;
 type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
-/// The SVG document. The error is the backend's.
-pub(super) fn svg(
-    chart: &LineChart,
-    x: Axis,
-    y: Axis,
-) -> Result<String, Box<dyn std::error::Error>> {
+/// The panels below each other, as an SVG document.
+pub(super) fn svg(panels: Vec<Panel<'_>>) -> crate::Result<String> {
     let mut document = String::new();
-    draw(chart, x, y, &mut document)?;
+    draw(panels, &mut document).map_err(|problem| Error::Plot(problem.to_string()))?;
     Ok(document)
 }
 
-fn draw(chart: &LineChart, x: Axis, y: Axis, document: &mut String) -> Drawn {
-    let legend = Legend::lay_out(&chart.series);
-    let head = TITLE_HEIGHT + LEGEND_HEIGHT * legend.lines;
-    let root = SVGBackend::with_string(document, (WIDTH, HEIGHT + LEGEND_HEIGHT * legend.lines))
-        .into_drawing_area();
+fn draw(panels: Vec<Panel<'_>>, document: &mut String) -> Drawn {
+    let legends: Vec<Legend> = panels.iter().map(|p| Legend::lay_out(p.chart)).collect();
+    let height = legends.iter().map(Legend::panel_height).sum();
+    let root = SVGBackend::with_string(document, (WIDTH, height)).into_drawing_area();
     root.fill(&WHITE)?;
-    let (top, body) = root.split_vertically(head);
+    let mut rest = root.clone();
+    for (panel, legend) in panels.into_iter().zip(&legends) {
+        let (area, below) = rest.split_vertically(legend.panel_height());
+        draw_panel(panel, legend, &area)?;
+        rest = below;
+    }
+    root.present()?;
+    Ok(())
+}
+
+fn draw_panel(panel: Panel<'_>, legend: &Legend, area: &Area) -> Drawn {
+    let Panel { chart, x, y } = panel;
+    let (top, body) = area.split_vertically(TITLE_HEIGHT + LEGEND_HEIGHT * legend.lines);
 
     let title = text_style(TITLE_SIZE).pos(Pos::new(HPos::Left, VPos::Center));
     top.draw_text(&printable(&chart.title), &title, (LEFT, 22))?;
@@ -82,8 +90,9 @@ fn draw(chart: &LineChart, x: Axis, y: Axis, document: &mut String) -> Drawn {
 
     for (index, series) in chart.series.iter().enumerate() {
         let points: Vec<_> = series.finite_points().collect();
-        let style = line_style(index);
-        match dash(index) {
+        let look = Look::of(index, chart);
+        let style = look.style();
+        match look.dash() {
             None => plot.draw_series(LineSeries::new(points.iter().copied(), style))?,
             Some((dash, gap)) => plot.draw_series(DashedLineSeries::new(
                 points.iter().copied(),
@@ -97,8 +106,6 @@ fn draw(chart: &LineChart, x: Axis, y: Axis, document: &mut String) -> Drawn {
             plot.draw_series(dots)?;
         }
     }
-    drop(plot);
-    root.present()?;
     Ok(())
 }
 
@@ -111,15 +118,15 @@ struct Legend {
 struct Entry {
     left: i32,
     line: u32,
-    series: usize,
+    look: Look,
     marker: bool,
     name: String,
 }
 
 impl Legend {
     /// Lines without names need no legend.
-    fn lay_out(series: &[Series]) -> Self {
-        let mut entries = Vec::new();
+    fn lay_out(chart: &LineChart) -> Self {
+        let (series, mut entries) = (&chart.series, Vec::new());
         if series.iter().all(|one| one.name.is_empty()) {
             return Self { entries, lines: 0 };
         }
@@ -136,7 +143,7 @@ impl Legend {
             entries.push(Entry {
                 left,
                 line,
-                series: index,
+                look: Look::of(index, chart),
                 marker: has_markers(one),
                 name,
             });
@@ -146,14 +153,19 @@ impl Legend {
         Self { entries, lines }
     }
 
+    /// Height of the panel that it belongs to, in pixels.
+    fn panel_height(&self) -> u32 {
+        HEIGHT + LEGEND_HEIGHT * self.lines
+    }
+
     fn draw(&self, area: &Area) -> Drawn {
         let style = text_style(LABEL_SIZE).pos(Pos::new(HPos::Left, VPos::Center));
         for entry in &self.entries {
             let middle = (TITLE_HEIGHT + LEGEND_HEIGHT * entry.line + LEGEND_HEIGHT / 2) as i32;
             let end = entry.left + SWATCH;
             let ends = vec![(entry.left, middle), (end, middle)];
-            let stroke = line_style(entry.series);
-            match dash(entry.series) {
+            let stroke = entry.look.style();
+            match entry.look.dash() {
                 None => area.draw(&PathElement::new(ends, stroke))?,
                 Some((dash, gap)) => area.draw(&DashedPathElement::new(ends, dash, gap, stroke))?,
             }
@@ -171,16 +183,38 @@ fn has_markers(series: &Series) -> bool {
     (1..=MAX_MARKERS).contains(&series.finite_points().count())
 }
 
-fn line_style(index: usize) -> ShapeStyle {
-    COLOURS[index % COLOURS.len()].stroke_width(2)
+/// What sets a line apart.
+#[derive(Clone, Copy)]
+struct Look {
+    colour: RGBColor,
+    /// How often the colours were used up before it.
+    round: usize,
 }
 
-/// Length of dash and gap; the first round of colours is solid.
-fn dash(index: usize) -> Option<(i32, i32)> {
-    match index / COLOURS.len() {
-        0 => None,
-        1 => Some((8, 4)),
-        _ => Some((3, 4)),
+impl Look {
+    /// Of the chart's line `index`.
+    fn of(index: usize, chart: &LineChart) -> Self {
+        let colours = chart
+            .colours
+            .unwrap_or(COLOURS.len())
+            .clamp(1, COLOURS.len());
+        Self {
+            colour: COLOURS[index % colours],
+            round: index / colours,
+        }
+    }
+
+    fn style(self) -> ShapeStyle {
+        self.colour.stroke_width(2)
+    }
+
+    /// Length of dash and gap; the first round of colours is solid.
+    fn dash(self) -> Option<(i32, i32)> {
+        match self.round {
+            0 => None,
+            1 => Some((8, 4)),
+            _ => Some((3, 4)),
+        }
     }
 }
 

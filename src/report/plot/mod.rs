@@ -1,4 +1,4 @@
-//! Line charts as SVG: time over sequence length, loss over steps.
+//! Line charts as SVG: time over sequence length, loss over steps. One chart, or a [`Figure`] of several.
 //!
 //! Text stays text in the file, drawn in the viewer's own sans-serif, so no font is needed to make one. Colours are
 //! Okabe and Ito's, which people who confuse red and green can tell apart; where they run out, lines are dashed.
@@ -47,6 +47,7 @@ impl Series {
 ///     log_x: true,
 ///     log_y: true,
 ///     series: vec![Series::new("naive", vec![(256.0, 0.18), (1024.0, 0.43), (4096.0, 9.3)])],
+///     ..Default::default()
 /// };
 /// assert!(chart.to_svg()?.contains("sequence length"));
 /// # Ok::<(), tallow::Error>(())
@@ -65,6 +66,16 @@ pub struct LineChart {
     pub log_y: bool,
     /// The lines. One whose points are all left out keeps its name in the legend, marked `no data`.
     pub series: Vec<Series>,
+    /// After how many lines the colours begin again, dashed; `None` after all seven. Where the lines are two methods
+    /// at four sizes each, 4 gives a size one colour and a method one dash.
+    pub colours: Option<usize>,
+}
+
+/// Charts below each other in one picture.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Figure {
+    /// From top to bottom.
+    pub charts: Vec<LineChart>,
 }
 
 impl LineChart {
@@ -73,6 +84,11 @@ impl LineChart {
     /// # Errors
     /// [`Error::Plot`] if there is not one finite point, or if a value on a logarithmic axis is zero or less.
     pub fn to_svg(&self) -> Result<String> {
+        draw::svg(vec![self.panel()?])
+    }
+
+    /// The chart with its axes.
+    fn panel(&self) -> Result<Panel<'_>> {
         let points = || self.series.iter().flat_map(Series::finite_points);
         if points().next().is_none() {
             return Err(Error::Plot(format!(
@@ -84,10 +100,11 @@ impl LineChart {
         for series in &self.series {
             self.check_logarithms(series)?;
         }
-        let x = Axis::fit(points().map(|(x, _)| x), self.log_x);
-        let y = Axis::fit(points().map(|(_, y)| y), self.log_y).with_room();
-        draw::svg(self, x, y)
-            .map_err(|problem| Error::Plot(format!("chart {:?}: {problem}", self.title)))
+        Ok(Panel {
+            chart: self,
+            x: Axis::fit(points().map(|(x, _)| x), self.log_x),
+            y: Axis::fit(points().map(|(_, y)| y), self.log_y).with_room(),
+        })
     }
 
     /// Writes the chart to a file, which appears complete or not at all.
@@ -111,4 +128,37 @@ impl LineChart {
         }
         Ok(())
     }
+}
+
+impl Figure {
+    /// The charts as one SVG document.
+    ///
+    /// # Errors
+    /// [`Error::Plot`] if there is no chart, or one that [`LineChart::to_svg`] would not draw.
+    pub fn to_svg(&self) -> Result<String> {
+        if self.charts.is_empty() {
+            return Err(Error::Plot("a figure needs a chart".into()));
+        }
+        draw::svg(
+            self.charts
+                .iter()
+                .map(LineChart::panel)
+                .collect::<Result<_>>()?,
+        )
+    }
+
+    /// Writes the figure to a file, which appears complete or not at all.
+    ///
+    /// # Errors
+    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written.
+    pub fn save_svg(&self, path: impl AsRef<Path>) -> Result<()> {
+        files::write_bytes(path.as_ref(), self.to_svg()?.as_bytes())
+    }
+}
+
+/// A chart that can be drawn.
+struct Panel<'a> {
+    chart: &'a LineChart,
+    x: Axis,
+    y: Axis,
 }

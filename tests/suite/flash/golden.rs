@@ -79,7 +79,7 @@ fn pytorch_agrees(
         let oracle = Oracle::of(&problem);
         let found = problem.run(dtype, attend);
         let (torch, torch_in_f32) = (wide.results(case), narrow.results(case));
-        hold_against(&oracle, &torch, &found, &torch_in_f32, dtype)
+        hold_against(&problem, &oracle, &torch, &found, &torch_in_f32, dtype)
             .unwrap_or_else(|error| panic!("{case}: {error}"));
     }
 }
@@ -89,9 +89,10 @@ fn pytorch_agrees(
 fn pytorch_agrees_with_the_oracle() {
     let golden = Golden::read("f64");
     for case in golden.settings.keys() {
-        let oracle = Oracle::of(&golden.problem(case));
+        let problem = golden.problem(case);
+        let oracle = Oracle::of(&problem);
         let (torch, found) = (golden.results(case), &oracle.results);
-        hold_against(&oracle, &torch, found, &torch, DType::F64)
+        hold_against(&problem, &oracle, &torch, found, &torch, DType::F64)
             .unwrap_or_else(|error| panic!("{case}: {error}"));
     }
 }

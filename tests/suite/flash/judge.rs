@@ -4,12 +4,16 @@
 //! other rounding is a relative error of a few eps. Together: relative errors of at most r = 4 eps max|score| + 8 eps in
 //! what is summed. A sum whose terms are each off by r of their size is off by at most r times the sum of their sizes,
 //! element by element, so r times [`Oracle::terms`] is the floor of what arithmetic with that eps can promise: |v|
-//! weighted by the probabilities for out (never more than max|v|), 1 for lse (which moves as much as its scores), and
-//! likewise for the gradients. It is small where the terms are, and where they cancel it is what their cancellation costs
-//! any algorithm that rounds them first.
+//! weighted by the probabilities for out (never more than max|v|), and likewise for the gradients. It is small where the
+//! terms are, and where they cancel it is what their cancellation costs any algorithm that rounds them first.
+//!
+//! A log-sum-exp is off by as much as its scores, which no average evens out as it does in out. Dh roundings of half an
+//! eps add up to sqrt(Dh) / 2 eps of a score's terms, by chance (Higham and Mary, "A New Approach to Probabilistic
+//! Rounding Error Analysis", 2019), and three more come from scale, sum and result; a few eps are the logarithm's.
 //!
 //! Above the floor, f32 is judged by the error of naive f32 attention on the same inputs (out and lse: twice, gradients:
-//! three times), and half precision by the error of rounding the exact result to it (1.1 times). All hold by norm and
+//! three times), and half precision by the error of rounding the exact result to it (1.1 times). f64, to which the
+//! oracle is no better judge than it to the oracle, has no judge but 1e-12 in place of the few eps. All hold by norm and
 //! for the largest error.
 
 use super::oracle::Oracle;
@@ -18,17 +22,23 @@ use candle_core::{DType, Tensor};
 use tallow::attention::{self, AttentionConfig};
 use tallow::ops;
 
-/// The distance between 1 and the next number of the dtype that is computed in.
-pub fn epsilon(dtype: DType) -> f64 {
-    match dtype {
-        DType::F64 => f64::EPSILON,
-        _ => f64::from(f32::EPSILON),
+/// What each element may be off by, whatever the judge says.
+fn floors(oracle: &Oracle, head_dim: usize, dtype: DType) -> Results {
+    let (eps, few_eps) = match dtype {
+        DType::F64 => (2.0 * f64::EPSILON, 1e-12), // the oracle's roundings and those of what it judges
+        _ => (f64::from(f32::EPSILON), 8.0 * f64::from(f32::EPSILON)),
+    };
+    let r = 4.0 * eps * oracle.largest_score + few_eps;
+    let of_score = eps * ((head_dim as f64).sqrt() + 3.0) / 2.0;
+    let terms = &oracle.terms;
+    let off = |terms: &[f64]| terms.iter().map(|term| r * term).collect();
+    Results {
+        out: off(&terms.out),
+        lse: (terms.lse.iter().map(|term| of_score * term + few_eps)).collect(),
+        dq: off(&terms.dq),
+        dk: off(&terms.dk),
+        dv: off(&terms.dv),
     }
-}
-
-/// The relative error of a term.
-fn of_terms(oracle: &Oracle, dtype: DType) -> f64 {
-    epsilon(dtype) * (4.0 * oracle.largest_score + 8.0)
 }
 
 /// A tensor's size: its norm and its largest element.
@@ -95,17 +105,16 @@ const NOTHING: Factors = Factors {
     gradients: 0.0,
 };
 
-/// Holds `found` against the oracle: errors are at most `factors` times those of `judge`, plus the floor for terms that
-/// are off by `r`.
+/// Holds `found` against `exact`: errors are at most `factors` times those of `judge`, plus the floors.
 fn hold(
-    oracle: &Oracle,
+    exact: &Results,
     found: &Results,
     judge: &Results,
     factors: Factors,
-    r: f64,
+    floors: &Results,
 ) -> Result<Shares, String> {
-    let exact = oracle.results.named();
-    let (found, judge, terms) = (found.named(), judge.named(), oracle.terms.named());
+    let (exact, found) = (exact.named(), found.named());
+    let (judge, floors) = (judge.named(), floors.named());
     let mut shares = Shares::default();
     for i in 0..exact.len() {
         let (what, exact) = exact[i];
@@ -115,7 +124,7 @@ fn hold(
             _ => factors.gradients,
         };
         let (ours, theirs) = (error(found[i].1, exact), error(judge[i].1, exact));
-        let floor = size(terms[i].1.iter().map(|term| r * term));
+        let floor = size(floors[i].1.iter().copied());
         let bound = Size {
             norm: factor * theirs.norm + floor.norm,
             largest: factor * theirs.largest + floor.largest,
@@ -141,12 +150,11 @@ pub fn judge(
     attend: Attend,
 ) -> Result<Shares, String> {
     let found = problem.run(dtype, attend);
-    let r = of_terms(oracle, dtype);
+    let floors = floors(oracle, problem.sizes.head_dim, dtype);
     let exact = &oracle.results;
     match dtype {
-        // The oracle rounds as much as what it judges.
-        DType::F64 => hold(oracle, &found, exact, NOTHING, 2.0 * r),
-        DType::F32 => hold(oracle, &found, &naive(problem, dtype), OF_ANOTHER, r),
+        DType::F64 => hold(exact, &found, exact, NOTHING, &floors),
+        DType::F32 => hold(exact, &found, &naive(problem, dtype), OF_ANOTHER, &floors),
         _ => {
             let round = |values: &[f64]| rounded(values, dtype);
             let nearest = Results {
@@ -156,27 +164,24 @@ pub fn judge(
                 dk: round(&exact.dk),
                 dv: round(&exact.dv),
             };
-            hold(oracle, &found, &nearest, OF_ROUNDING, r)
+            hold(exact, &found, &nearest, OF_ROUNDING, &floors)
         }
     }
 }
 
-/// Holds `found` against other exact results, `wanted`, judged by `narrow`, the same computed by another in `dtype`.
+/// Holds `found` against `wanted`, exact results from elsewhere; in f32 judged by `narrow`, which are from there too.
 pub fn hold_against(
+    problem: &Problem,
     oracle: &Oracle,
     wanted: &Results,
     found: &Results,
     narrow: &Results,
     dtype: DType,
 ) -> Result<Shares, String> {
-    let r = of_terms(oracle, dtype);
-    let wanted = Oracle {
-        results: wanted.clone(),
-        ..oracle.clone()
-    };
+    let floors = floors(oracle, problem.sizes.head_dim, dtype);
     match dtype {
-        DType::F64 => hold(&wanted, found, &wanted.results, NOTHING, 2.0 * r),
-        _ => hold(&wanted, found, narrow, OF_ANOTHER, r),
+        DType::F64 => hold(wanted, found, wanted, NOTHING, &floors),
+        _ => hold(wanted, found, narrow, OF_ANOTHER, &floors),
     }
 }
 

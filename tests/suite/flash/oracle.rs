@@ -8,7 +8,7 @@ use super::problem::{Problem, Results};
 pub struct Oracle {
     pub results: Results,
     /// For each element of out, dq, dk and dv: the sum of the absolute values of its terms (see [`Head::attend`]). For
-    /// lse: 1.
+    /// lse: that of the row's score whose terms are largest.
     pub terms: Results,
     /// The largest |score| that goes into an exponential, times scale.
     pub largest_score: f64,
@@ -30,7 +30,7 @@ impl Oracle {
             terms: empty(),
             largest_score: 0.0,
         };
-        oracle.terms.lse.fill(1.0);
+        oracle.terms.lse.fill(0.0);
         let (q_size, k_size) = (sizes.queries * sizes.head_dim, sizes.keys * sizes.head_dim);
         for batch_and_head in 0..sizes.batch * sizes.heads {
             let (batch, head) = (batch_and_head / sizes.heads, batch_and_head % sizes.heads);
@@ -107,6 +107,8 @@ impl Head {
         }
         *largest_score = scores.iter().fold(*largest_score, |a, s| a.max(s.abs()));
         results.lse[self.lse_start + query] = top + sum.ln();
+        let score_terms = |j| scale.abs() * dot_of_sizes(q, &problem.k[key(j)]);
+        terms.lse[self.lse_start + query] = visible.clone().map(score_terms).fold(0.0, f64::max);
         let p: Vec<f64> = scores.iter().map(|s| (s - top).exp() / sum).collect();
 
         for (j, p) in visible.clone().zip(&p) {

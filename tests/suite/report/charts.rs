@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use rstest::rstest;
 use tallow::Error;
-use tallow::report::plot::{LineChart, Series};
+use tallow::report::plot::{Figure, LineChart, Series};
 
 fn svg_texts(svg: &str) -> Vec<&str> {
     svg.split("<text")
@@ -33,6 +33,7 @@ fn a_chart_has_text_colours_and_the_points_that_are_finite() {
             ),
             Series::new("absent", vec![(nan, nan)]),
         ],
+        ..Default::default()
     };
     let svg = chart.to_svg().unwrap();
     let texts = svg_texts(&svg);
@@ -112,6 +113,71 @@ fn many_lines_stay_distinguishable_and_long_lines_have_no_markers() {
         ..Default::default()
     };
     assert_eq!(count(&long.to_svg().unwrap(), "<circle"), 0);
+}
+
+#[test]
+fn colours_begin_again_where_the_chart_says() {
+    let series = |k: usize| Series::new(format!("line {k}"), vec![(0.0, k as f64), (1.0, 2.0)]);
+    let svg = |colours| {
+        let chart = LineChart {
+            series: (0..4).map(series).collect(),
+            colours,
+            ..Default::default()
+        };
+        chart.to_svg().unwrap()
+    };
+    let [blue, orange, green] = ["#0072B2", "#D55E00", "#009E73"];
+    let two = svg(Some(2));
+    assert!(two.contains(blue) && two.contains(orange) && !two.contains(green));
+    let strokes = |svg: &str| count(svg, &format!("stroke=\"{blue}\""));
+    assert!(
+        strokes(&two) > strokes(&svg(None)) + 10,
+        "dashes are many short lines"
+    );
+    // 0 and more than there are mean what is nearest.
+    assert!(!svg(Some(0)).contains(orange));
+    assert_eq!(svg(Some(99)), svg(None));
+}
+
+#[test]
+fn a_figure_has_its_charts_below_each_other() {
+    let chart = |title: &str, name: &str| LineChart {
+        title: title.into(),
+        series: vec![Series::new(name, vec![(0.0, 1.0), (1.0, 2.0)])],
+        ..Default::default()
+    };
+    let (first, second) = (chart("Time", ""), chart("Memory", "naive"));
+    let figure = Figure {
+        charts: vec![first.clone(), second.clone()],
+    };
+    let svg = figure.to_svg().unwrap();
+    assert_eq!(count(&svg, "<svg"), 1);
+    let texts = svg_texts(&svg);
+    assert!(
+        texts.contains(&"Time") && texts.contains(&"Memory"),
+        "{texts:?}"
+    );
+    let height = |svg: &str| -> u32 {
+        let part = &svg[svg.find("height=\"").unwrap() + 8..];
+        part[..part.find('"').unwrap()].parse().unwrap()
+    };
+    let alone = [&first, &second].map(|chart| height(&chart.to_svg().unwrap()));
+    assert_eq!(height(&svg), alone[0] + alone[1]);
+    // Points: two of each, one marker in the only legend; the second chart's below the first chart's end.
+    let heights: Vec<u32> = svg
+        .split("cy=\"")
+        .skip(1)
+        .map(|part| part[..part.find('"').unwrap()].parse().unwrap())
+        .collect();
+    assert_eq!(heights.len(), 5);
+    assert_eq!(heights.iter().filter(|y| **y < alone[0]).count(), 2);
+
+    assert!(Figure::default().to_svg().is_err());
+    let empty = Figure {
+        charts: vec![first, LineChart::default()],
+    };
+    let error = empty.to_svg().unwrap_err().to_string();
+    assert!(error.contains("no finite point"), "{error}");
 }
 
 #[rstest]

@@ -113,6 +113,47 @@ fn no_steps_is_an_error_before_any_work() {
 }
 
 #[test]
+fn a_time_budget_takes_steps_away() {
+    let nap = || {
+        std::thread::sleep(std::time::Duration::from_millis(4));
+        Ok::<_, candle_core::Error>(())
+    };
+    let steps = |budget_ms, warmup, steps| {
+        let mut stopwatch = Stopwatch::new(&Device::Cpu)
+            .warmup(warmup)
+            .time_budget_ms(budget_ms);
+        let timing = stopwatch.measure(steps, nap).unwrap();
+        (timing.warmup_ms.len(), timing.samples_ms.len())
+    };
+    assert_eq!(steps(None, 2, 3), (2, 3));
+    assert_eq!(steps(Some(60_000.0), 2, 3), (2, 3));
+    // What is left whatever the budget.
+    assert_eq!(steps(Some(0.0), 5, 50), (1, 2));
+    assert_eq!(steps(Some(0.0), 0, 50), (0, 2));
+    assert_eq!(steps(Some(0.0), 1, 1), (1, 1));
+    // A quarter for the warm-up, all of it together; a busy machine makes naps longer, never shorter.
+    let (warmup, samples) = steps(Some(40.0), 50, 50);
+    assert!((1..=3).contains(&warmup), "{warmup}");
+    assert!((2..=9).contains(&samples), "{samples}");
+}
+
+#[test]
+fn laps_keep_a_budget_too_and_their_warm_up_apart() {
+    use tallow::bench::Laps;
+    let laps = Laps::new(&Device::Cpu)
+        .warmup(10)
+        .time_budget_ms(Some(0.0))
+        .measure(10, |lap| lap.time("all", || Ok::<_, Error>(())))
+        .unwrap();
+    let (_, all) = &laps.phases[0];
+    assert_eq!((all.warmup_ms.len(), all.samples_ms.len()), (1, 2));
+    assert_eq!(
+        (laps.whole.warmup_ms.len(), laps.whole.samples_ms.len()),
+        (1, 2)
+    );
+}
+
+#[test]
 fn timing_serialises() {
     let timing = Timing {
         samples_ms: vec![1.0, 3.0],

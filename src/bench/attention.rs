@@ -1,0 +1,166 @@
+//! Attention alone, timed by phase, with its memory.
+
+use super::passes::{Passes, Sampling, at_least_one};
+use super::{Limit, Step};
+use crate::Result;
+use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
+use crate::memory::{AttentionWorkload, attention_account, smallest_beyond};
+use crate::nn::seeded;
+use crate::report::Fields;
+use candle_core::{Device, Var};
+use candle_nn::Init;
+
+/// One measurement of an attention algorithm on random q, k, v (B, H, T, Dh): `softmax(q k^T / sqrt(Dh)) v` and its
+/// gradients.
+///
+/// ```
+/// use tallow::bench::{AttentionRun, Sampling};
+/// use tallow::memory::AttentionWorkload;
+///
+/// let run = AttentionRun {
+///     workload: AttentionWorkload { batch_size: 2, sequence_length: 32, head_dim: 8, ..Default::default() },
+///     sampling: Sampling { warmup_steps: 1, iterations: 3, ..Default::default() },
+/// };
+/// let rows = run.run(&tallow::device("cpu")?, |_, _| ())?;
+/// assert_eq!(rows.len(), 3); // forward, backward, forward+backward
+/// assert_eq!(rows[2].get("n"), Some(&3.into()));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AttentionRun {
+    /// What is computed.
+    pub workload: AttentionWorkload,
+    /// How it is measured.
+    pub sampling: Sampling,
+}
+
+impl AttentionRun {
+    /// Measures, and returns a row each for `forward`, `backward` and `forward+backward`, all three timed in the same
+    /// steps. Forward keeps its graph, as before a backward; backward starts from a gradient of ones.
+    ///
+    /// One row alone says what was not measured: `OOM`, decided from [`attention_account`] before anything is
+    /// allocated, with the sum; `unsupported`, for a head dimension that the algorithm does not take;
+    /// `over time budget`. `reason` says why, and also why a row has fewer samples than were asked for. `on_step` is
+    /// called after every step with the whole step's time in ms.
+    ///
+    /// FLOPs are 4 B H Dh for each pair of query and key that the mask leaves, and twice that backward, whatever the
+    /// algorithm does: flash's second look at the scores is not counted, nor is what naive spends on masked ones.
+    ///
+    /// Memory is measured where a [`Tracker`](crate::memory::tracker::Tracker) is installed, on the CPU:
+    /// `before_backward_bytes` is what is alive between forward and backward, `peak_bytes` the most in the phase, q, k
+    /// and v included in both.
+    ///
+    /// # Errors
+    /// A size of 0; the ops' errors.
+    pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
+        let w = &self.workload;
+        at_least_one(
+            "AttentionRun",
+            &[
+                ("batch_size", w.batch_size),
+                ("heads", w.heads),
+                ("sequence_length", w.sequence_length),
+                ("head_dim", w.head_dim),
+                ("iterations", self.sampling.iterations),
+            ],
+        )?;
+        let passes = Passes {
+            sampling: &self.sampling,
+            labels: self.labels(),
+            tokens: w.batch_size as f64 * w.sequence_length as f64,
+            forward_flops: self.forward_flops(),
+            backward_flops: 2.0 * self.forward_flops(),
+            account: attention_account(w),
+            unsupported: unsupported(w.algorithm, w.head_dim),
+        };
+        let prepare = || {
+            let [q, k, v] = self.inputs(device)?;
+            let config = AttentionConfig {
+                mask: w.mask,
+                scale: None,
+            };
+            Ok(move || w.algorithm.attend(&q, &k, &v, &config))
+        };
+        passes.run(device, prepare, on_step, |_| Fields::new())
+    }
+
+    /// With T doubled from 1: the first that the memory available does not hold. `None` where that is not known, and
+    /// where the algorithm takes no heads of this dimension.
+    pub fn limit(&self) -> Option<Limit> {
+        let available_bytes = self.sampling.available_bytes?;
+        if unsupported(self.workload.algorithm, self.workload.head_dim).is_some() {
+            return None;
+        }
+        let at = |sequence_length| AttentionWorkload {
+            sequence_length,
+            ..self.workload
+        };
+        let (length, account) =
+            smallest_beyond(available_bytes, |length| attention_account(&at(length)))?;
+        Some(Limit {
+            implementation: self.workload.algorithm,
+            context_length: length,
+            width: self.workload.head_dim,
+            account,
+            available_bytes,
+            composed_bytes: Some(at(length).composed_bytes()),
+        })
+    }
+
+    /// q, k and v, normal with standard deviation 1.
+    fn inputs(&self, device: &Device) -> Result<[Var; 3]> {
+        let w = &self.workload;
+        let builder = seeded(self.sampling.seed, w.dtype, device);
+        let shape = (w.batch_size, w.heads, w.sequence_length, w.head_dim);
+        let init = Init::Randn {
+            mean: 0.0,
+            stdev: 1.0,
+        };
+        let draw = |name| Var::from_tensor(&builder.get_with_hints(shape, name, init)?);
+        Ok([draw("q")?, draw("k")?, draw("v")?])
+    }
+
+    fn forward_flops(&self) -> f64 {
+        let w = &self.workload;
+        let matrices = w.batch_size as f64 * w.heads as f64;
+        4.0 * matrices * w.head_dim as f64 * pairs(w.mask, w.sequence_length)
+    }
+
+    fn labels(&self) -> Fields {
+        let w = &self.workload;
+        let mut row = Fields::new();
+        row.insert("implementation", w.algorithm.name());
+        row.insert("batch_size", w.batch_size);
+        row.insert("heads", w.heads);
+        row.insert("context_length", w.sequence_length);
+        row.insert("head_dim", w.head_dim);
+        row.insert("mask", mask_name(w.mask));
+        row.insert("dtype", w.dtype.as_str());
+        row.insert("composed_bytes", w.composed_bytes());
+        row
+    }
+}
+
+/// How many pairs of query and key a mask leaves.
+pub(super) fn pairs(mask: Mask, length: usize) -> f64 {
+    let t = length as f64;
+    match mask {
+        Mask::Full => t * t,
+        Mask::Causal | Mask::CausalEnd => t * (t + 1.0) / 2.0,
+    }
+}
+
+/// Why `algorithm` cannot attend with heads of `head_dim`, if it cannot.
+pub(super) fn unsupported(algorithm: Algorithm, head_dim: usize) -> Option<String> {
+    let most = flash::MAX_HEAD_DIM;
+    (algorithm == Algorithm::Flash && head_dim > most)
+        .then(|| format!("flash takes heads of at most {most}, not {head_dim}"))
+}
+
+fn mask_name(mask: Mask) -> &'static str {
+    match mask {
+        Mask::Full => "full",
+        Mask::Causal => "causal",
+        Mask::CausalEnd => "causal-end",
+    }
+}

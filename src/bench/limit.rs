@@ -1,0 +1,45 @@
+//! Where memory ends.
+
+use crate::attention::Algorithm;
+use crate::memory::Account;
+use crate::report::format_mib;
+use serde::Serialize;
+use std::fmt;
+
+/// The first configuration that memory does not hold, by the account: nothing is run for it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Limit {
+    /// The implementation.
+    pub implementation: Algorithm,
+    /// T.
+    pub context_length: usize,
+    /// Dh or D.
+    pub width: usize,
+    /// What it would take.
+    pub account: Account,
+    /// What is there.
+    pub available_bytes: u64,
+    /// What CS336's handout counts for it: scores and probabilities B H T^2 each, and out; attention alone.
+    pub composed_bytes: Option<u64>,
+}
+
+/// The sum, and what it is held against.
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: the smallest configuration, doubling, that {} would not hold is {}",
+            self.implementation,
+            format_mib(self.available_bytes),
+            self.account
+        )?;
+        match self.composed_bytes {
+            Some(bytes) => write!(
+                f,
+                "; scores and probabilities BHT^2 each and out BHTDh, as composed ops would keep them: {}",
+                format_mib(bytes)
+            ),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! A forward and its backward, measured: the part that all benchmarks of single layers share.
+
+use super::{LapTimings, Laps, Step, Timing};
+use crate::memory::{Account, tracker};
+use crate::report::Fields;
+use crate::{Error, Result};
+use candle_core::{Device, Tensor};
+
+/// How a forward and backward is measured: how often, for how long, within what.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampling {
+    /// Steps before the measured ones.
+    pub warmup_steps: usize,
+    /// Measured steps.
+    pub iterations: usize,
+    /// Take fewer steps where they take longer than this together, as
+    /// [`Stopwatch::time_budget_ms`](super::Stopwatch::time_budget_ms) does. What could not take even one step in it
+    /// at the peak rate is not tried.
+    pub time_budget_ms: Option<f64>,
+    /// The seed of inputs and weights.
+    pub seed: u64,
+    /// The most FLOP/s that the device can do; `None` where nobody knows.
+    pub peak_flops: Option<f64>,
+    /// Bytes that may be used; what wants more is a row `OOM`. `None` asks nothing.
+    pub available_bytes: Option<u64>,
+}
+
+/// 5 and 100 steps, no limits.
+impl Default for Sampling {
+    fn default() -> Self {
+        Self {
+            warmup_steps: 5,
+            iterations: 100,
+            time_budget_ms: None,
+            seed: 0,
+            peak_flops: None,
+            available_bytes: None,
+        }
+    }
+}
+
+/// What is measured, and what is known about it beforehand.
+pub(super) struct Passes<'a> {
+    pub sampling: &'a Sampling,
+    /// What stands at the beginning of each row.
+    pub labels: Fields,
+    /// B T.
+    pub tokens: f64,
+    pub forward_flops: f64,
+    pub backward_flops: f64,
+    pub account: Account,
+    /// Why it cannot run at all, if it cannot.
+    pub unsupported: Option<String>,
+}
+
+/// The phases, in the order of their rows.
+const FORWARD: &str = "forward";
+const BACKWARD: &str = "backward";
+const WHOLE: &str = "forward+backward";
+
+/// Bytes alive at moments of one step, inputs and weights included.
+#[derive(Clone, Copy)]
+pub(super) struct Alive {
+    /// Before forward: inputs and weights.
+    pub resident: u64,
+    pub forward_peak: u64,
+    pub before_backward: u64,
+    pub backward_peak: u64,
+    /// After backward, the graph gone and the gradients there.
+    pub after_backward: u64,
+}
+
+/// One of them.
+type Moment = fn(&Alive) -> u64;
+
+impl Passes<'_> {
+    /// One row a phase; or one row in all, for what cannot run, does not fit in memory or in time. `prepare` makes the
+    /// inputs, and is not called in those cases; what it returns is the forward. `memory` adds bytes to every row.
+    pub fn run<F: Fn() -> Result<Tensor>>(
+        &self,
+        device: &Device,
+        prepare: impl FnOnce() -> Result<F>,
+        on_step: impl FnMut(Step, f64),
+        memory: impl Fn(&Alive) -> Fields,
+    ) -> Result<Vec<Fields>> {
+        if let Some((status, reason)) = self.refusal() {
+            let mut row = self.row(WHOLE, status);
+            row.insert("reason", reason);
+            row.insert("account", self.account_value());
+            return Ok(vec![row]);
+        }
+        let (timings, alive) = self.measure(device, prepare, on_step)?;
+        let [forward, backward] = [self.forward_flops, self.backward_flops];
+        let mut measured: Vec<(&str, &Timing, f64, Moment)> = Vec::new();
+        for (phase, timing) in &timings.phases {
+            measured.push(match *phase {
+                FORWARD => (FORWARD, timing, forward, |alive| alive.forward_peak),
+                _ => (BACKWARD, timing, backward, |alive| alive.backward_peak),
+            });
+        }
+        measured.push((WHOLE, &timings.whole, forward + backward, |alive| {
+            alive.forward_peak.max(alive.backward_peak)
+        }));
+        let rows = measured.into_iter().map(|(phase, timing, flops, peak)| {
+            let mut row = self.measured_row(phase, timing, flops)?;
+            let before_backward = alive.as_ref().map(|alive| alive.before_backward);
+            row.insert("before_backward_bytes", before_backward);
+            row.insert("peak_bytes", alive.as_ref().map(peak));
+            row.merge(alive.as_ref().map(&memory).unwrap_or_default());
+            row.insert("account", self.account_value());
+            Ok(row)
+        });
+        rows.collect()
+    }
+
+    /// A row with its times and rates.
+    fn measured_row(&self, phase: &str, timing: &Timing, flops: f64) -> Result<Fields> {
+        let statistics = timing.statistics()?;
+        let mut row = self.row(phase, "ok");
+        if statistics.n < self.sampling.iterations {
+            row.insert("reason", "the time budget is spent");
+        }
+        row.merge(timing.fields()?);
+        row.insert("noisy", statistics.noisy());
+        row.merge(self.rates(flops, statistics.median_ms));
+        Ok(row)
+    }
+
+    /// Status and reason, decided before anything is allocated.
+    fn refusal(&self) -> Option<(&'static str, String)> {
+        if let Some(reason) = &self.unsupported {
+            return Some(("unsupported", reason.clone()));
+        }
+        if let Some(available_bytes) = self.sampling.available_bytes
+            && self.account.peak_bytes() > available_bytes
+        {
+            let available = crate::report::format_mib(available_bytes);
+            let account = &self.account;
+            return Some(("OOM", format!("{account}; {available} available")));
+        }
+        let budget_ms = self.sampling.time_budget_ms?;
+        let flops = self.forward_flops + self.backward_flops;
+        let least_ms = 1e3 * flops / self.sampling.peak_flops?;
+        (least_ms > budget_ms).then(|| {
+            let reason = format!(
+                "a step takes {least_ms:.0} ms at the peak rate, the budget is {budget_ms:.0} ms"
+            );
+            ("over time budget", reason)
+        })
+    }
+
+    fn measure<F: Fn() -> Result<Tensor>>(
+        &self,
+        device: &Device,
+        prepare: impl FnOnce() -> Result<F>,
+        on_step: impl FnMut(Step, f64),
+    ) -> Result<(LapTimings, Option<Alive>)> {
+        // The tracker counts the host's memory only.
+        let now = || tracker::current_bytes().filter(|_| device.is_cpu());
+        let before = now();
+        let forward = prepare()?;
+        let resident = now().zip(before).map(|(now, before)| now - before);
+        let mut alive = None;
+        let timings = Laps::new(device)
+            .warmup(self.sampling.warmup_steps)
+            .time_budget_ms(self.sampling.time_budget_ms)
+            .on_step(on_step)
+            .measure(self.sampling.iterations, |lap| {
+                // Beyond the start of the step, so that what kernels keep for later steps is nobody's.
+                let start = now();
+                let grown = |bytes: Option<u64>| {
+                    let (bytes, start) = bytes.zip(start)?;
+                    Some(resident? + bytes.saturating_sub(start))
+                };
+                tracker::reset_peak();
+                let out = lap.time(FORWARD, &forward)?;
+                let forward_peak = grown(tracker::peak_bytes());
+                let before_backward = grown(now());
+                tracker::reset_peak();
+                // The graph goes with the output, before anything else asks for memory.
+                let gradients = lap.time(BACKWARD, move || out.backward())?;
+                let backward_peak = grown(tracker::peak_bytes());
+                let after_backward = grown(now());
+                alive = (|| {
+                    Some(Alive {
+                        resident: resident?,
+                        forward_peak: forward_peak?,
+                        before_backward: before_backward?,
+                        backward_peak: backward_peak?,
+                        after_backward: after_backward?,
+                    })
+                })();
+                Ok(gradients)
+            })?;
+        Ok((timings, alive))
+    }
+
+    /// What every row says, measured or not.
+    fn row(&self, phase: &str, status: &str) -> Fields {
+        let mut row = self.labels.clone();
+        row.insert("warmup_steps", self.sampling.warmup_steps);
+        row.insert("iterations", self.sampling.iterations);
+        row.insert("time_budget_ms", self.sampling.time_budget_ms);
+        row.insert("phase", phase);
+        row.insert("status", status);
+        row.insert("reason", None::<String>);
+        row.insert(
+            "estimate_before_backward_bytes",
+            self.account.before_backward_bytes(),
+        );
+        row.insert("estimate_bytes", self.account.peak_bytes());
+        row.insert("available_bytes", self.sampling.available_bytes);
+        row
+    }
+
+    fn account_value(&self) -> serde_json::Value {
+        serde_json::to_value(&self.account).unwrap_or_default()
+    }
+
+    /// Tokens, FLOPs and their rates at the median time.
+    fn rates(&self, flops: f64, median_ms: f64) -> Fields {
+        let seconds = median_ms / 1e3;
+        let rate = flops / seconds;
+        let mut fields = Fields::new();
+        fields.insert("tokens_per_s", self.tokens / seconds);
+        fields.insert("flops", flops);
+        fields.insert("flops_per_s", rate);
+        let mfu = self.sampling.peak_flops.map(|peak| 100.0 * rate / peak);
+        fields.insert("mfu_percent", mfu);
+        fields
+    }
+}
+
+/// A run's size that must be there.
+pub(super) fn at_least_one(config: &'static str, sizes: &[(&'static str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        None => Ok(()),
+        Some((field, _)) => Err(Error::Config {
+            config,
+            field,
+            expected: "at least 1".into(),
+            got: "0".into(),
+            hint: "there is nothing to measure".into(),
+        }),
+    }
+}

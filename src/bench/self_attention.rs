@@ -1,0 +1,155 @@
+//! A self-attention layer, timed by phase, with its memory step by step.
+
+use super::attention::{pairs, unsupported};
+use super::passes::{Alive, Passes, Sampling, at_least_one};
+use super::{Limit, Step};
+use crate::memory::{SelfAttentionWorkload, self_attention_account, smallest_beyond};
+use crate::nn::{CausalSelfAttention, seeded};
+use crate::report::Fields;
+use crate::{Error, Result};
+use candle_core::{Device, Tensor};
+use candle_nn::Init;
+
+/// One measurement of a [`CausalSelfAttention`] with its four D x D projections, on random x (B, T, D).
+///
+/// ```
+/// use tallow::bench::{Sampling, SelfAttentionRun};
+/// use tallow::memory::SelfAttentionWorkload;
+///
+/// let run = SelfAttentionRun {
+///     workload: SelfAttentionWorkload { sequence_length: 16, d_model: 32, ..Default::default() },
+///     sampling: Sampling { warmup_steps: 1, iterations: 3, ..Default::default() },
+/// };
+/// let rows = run.run(&tallow::device("cpu")?, |_, _| ())?;
+/// assert_eq!(rows[0].get("phase"), Some(&"forward".into()));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SelfAttentionRun {
+    /// What is computed.
+    pub workload: SelfAttentionWorkload,
+    /// How it is measured.
+    pub sampling: Sampling,
+}
+
+impl SelfAttentionRun {
+    /// Measures, and returns rows as [`AttentionRun::run`](super::AttentionRun::run) does, with these bytes:
+    ///
+    /// - `model_bytes`: the weights and x; `model_forward_bytes`: with the graph that forward leaves behind;
+    ///   `model_forward_backward_bytes`: after backward, the graph gone and the gradients there;
+    /// - `forward_bytes` and `backward_bytes`: what each adds. The second is negative where the graph that goes is larger
+    ///   than the gradients that come;
+    /// - `peak_bytes`: the most alive at once in the phase.
+    ///
+    /// FLOPs: 8 B T D^2 for the projections and 4 B D for each pair of query and key that the causal mask leaves; in
+    /// backward 10 B T D^2, since x is an input and gets no gradient, and 8 B D.
+    ///
+    /// # Errors
+    /// A size of 0, a D that the heads do not divide; the ops' errors.
+    pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
+        let w = &self.workload;
+        const NAME: &str = "SelfAttentionRun";
+        at_least_one(
+            NAME,
+            &[
+                ("batch_size", w.batch_size),
+                ("heads", w.heads),
+                ("sequence_length", w.sequence_length),
+                ("d_model", w.d_model),
+                ("iterations", self.sampling.iterations),
+            ],
+        )?;
+        if !w.d_model.is_multiple_of(w.heads) {
+            return Err(Error::Config {
+                config: NAME,
+                field: "d_model",
+                expected: format!("divisible by the {} heads", w.heads),
+                got: w.d_model.to_string(),
+                hint: "each head gets d_model / heads elements".into(),
+            });
+        }
+        let [b, t, d] = [w.batch_size, w.sequence_length, w.d_model].map(|size| size as f64);
+        let attention_flops = 4.0 * b * d * pairs(w.attention().mask, w.sequence_length);
+        let passes = Passes {
+            sampling: &self.sampling,
+            labels: self.labels(),
+            tokens: b * t,
+            forward_flops: 8.0 * b * t * d * d + attention_flops,
+            backward_flops: 10.0 * b * t * d * d + 2.0 * attention_flops,
+            account: self_attention_account(w),
+            unsupported: unsupported(w.algorithm, w.attention().head_dim),
+        };
+        let prepare = || {
+            let builder = seeded(self.sampling.seed, w.dtype, device);
+            let x = self.input(&builder)?;
+            let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?
+                .with_attention(w.algorithm);
+            Ok(move || layer.forward(&x))
+        };
+        passes.run(device, prepare, on_step, |alive| self.memory(alive))
+    }
+
+    /// With D doubled from the number of heads: the first that the memory available does not hold. `None` where that is
+    /// not known, and where the algorithm takes no heads of that width.
+    pub fn limit(&self) -> Option<Limit> {
+        let available_bytes = self.sampling.available_bytes?;
+        let heads = self.workload.heads;
+        let at = |head_dim: usize| SelfAttentionWorkload {
+            d_model: head_dim.saturating_mul(heads),
+            ..self.workload
+        };
+        let (head_dim, account) = smallest_beyond(available_bytes, |head_dim| {
+            self_attention_account(&at(head_dim))
+        })?;
+        let supported = unsupported(self.workload.algorithm, head_dim).is_none();
+        supported.then(|| Limit {
+            implementation: self.workload.algorithm,
+            context_length: self.workload.sequence_length,
+            width: at(head_dim).d_model,
+            account,
+            available_bytes,
+            composed_bytes: None,
+        })
+    }
+
+    /// x, normal with standard deviation 1.
+    fn input(&self, builder: &candle_nn::VarBuilder<'_>) -> Result<Tensor> {
+        let w = &self.workload;
+        let shape = (w.batch_size, w.sequence_length, w.d_model);
+        let init = Init::Randn {
+            mean: 0.0,
+            stdev: 1.0,
+        };
+        Ok(builder.get_with_hints(shape, "x", init)?)
+    }
+
+    fn memory(&self, alive: &Alive) -> Fields {
+        let added = |after: u64, before: u64| after as i64 - before as i64;
+        let mut fields = Fields::new();
+        fields.insert("model_bytes", alive.resident);
+        fields.insert("model_forward_bytes", alive.before_backward);
+        fields.insert("model_forward_backward_bytes", alive.after_backward);
+        fields.insert(
+            "forward_bytes",
+            added(alive.before_backward, alive.resident),
+        );
+        fields.insert(
+            "backward_bytes",
+            added(alive.after_backward, alive.before_backward),
+        );
+        fields
+    }
+
+    fn labels(&self) -> Fields {
+        let w = &self.workload;
+        let mut row = Fields::new();
+        row.insert("implementation", w.algorithm.name());
+        row.insert("batch_size", w.batch_size);
+        row.insert("heads", w.heads);
+        row.insert("context_length", w.sequence_length);
+        row.insert("d_model", w.d_model);
+        row.insert("mask", "causal");
+        row.insert("dtype", w.dtype.as_str());
+        row
+    }
+}

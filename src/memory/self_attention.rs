@@ -1,0 +1,98 @@
+//! The memory of a self-attention layer, from its sizes alone.
+
+use super::attention::between;
+use super::{Account, AttentionWorkload};
+use crate::attention::{Algorithm, Mask};
+use candle_core::DType;
+
+/// One [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x (B, T, D).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SelfAttentionWorkload {
+    /// What computes attention.
+    pub algorithm: Algorithm,
+    /// B.
+    pub batch_size: usize,
+    /// T.
+    pub sequence_length: usize,
+    /// D.
+    pub d_model: usize,
+    /// H.
+    pub heads: usize,
+    /// Of weights and inputs.
+    pub dtype: DType,
+}
+
+/// Naive, batch 8, one head, 128 tokens, d_model 256, in f32.
+impl Default for SelfAttentionWorkload {
+    fn default() -> Self {
+        Self {
+            algorithm: Algorithm::Naive,
+            batch_size: 8,
+            sequence_length: 128,
+            d_model: 256,
+            heads: 1,
+            dtype: DType::F32,
+        }
+    }
+}
+
+impl SelfAttentionWorkload {
+    /// The attention inside it.
+    pub fn attention(&self) -> AttentionWorkload {
+        AttentionWorkload {
+            algorithm: self.algorithm,
+            batch_size: self.batch_size,
+            heads: self.heads,
+            sequence_length: self.sequence_length,
+            head_dim: self.d_model / self.heads.max(1),
+            mask: Mask::Causal,
+            dtype: self.dtype,
+        }
+    }
+}
+
+/// What one self-attention layer holds on the CPU at its worst moment, with its weights and its input: predicted, for
+/// deciding whether it fits.
+///
+/// The worst moment is the backward of attention or, where D is large beside B T, the storing of the last weight's
+/// gradient, when the other three exist already and candle adds this one to zeros. Exact for f32 and f64; half
+/// precision, which has no kernel for the projections, takes somewhat more.
+pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Account {
+    let width = workload.dtype.size_in_bytes();
+    let [b, t, d] = [
+        workload.batch_size,
+        workload.sequence_length,
+        workload.d_model,
+    ]
+    .map(|size| size as f64);
+    let n = b * t * d;
+    let kept = Account::new(format!(
+        "B {}, T {}, D {}, H {}, {width} bytes an element",
+        workload.batch_size, workload.sequence_length, workload.d_model, workload.heads
+    ))
+    .kept("weights", "4D^2", 4.0 * d * d, width)
+    .kept("x", "BTD", n, width)
+    .kept("projections", "3BTD", 3.0 * n, width)
+    .kept("q, k, v", "3BTD", 3.0 * n, width)
+    .kept("out, merged, projected", "3BTD", 3.0 * n, width);
+    let in_attention = kept
+        .clone()
+        .then("a weight's gradient", "D^2", d * d, width)
+        .then("gradients of out, q, k, v", "4BTD", 4.0 * n, width);
+    let in_attention = between(in_attention, &workload.attention());
+    // What attention keeps is alive until the end; what its backward takes is not.
+    let saved = between(kept.clone(), &workload.attention()).without_backward();
+    let at_first_weight = saved
+        .clone()
+        .then("2 weights' gradients", "2D^2", 2.0 * d * d, width)
+        .then("their zeros and sum", "2D^2", 2.0 * d * d, width)
+        .then("gradients of q, k, v", "3BTD", 3.0 * n, width);
+    let at_last_weight = saved
+        .then("4 weights' gradients", "4D^2", 4.0 * d * d, width)
+        .then("the last one's zeros and sum", "2D^2", 2.0 * d * d, width)
+        .then("gradient of a projection", "BTD", n, width);
+    [in_attention, at_first_weight, at_last_weight]
+        .into_iter()
+        .max_by_key(Account::peak_bytes)
+        .unwrap_or(kept)
+}
