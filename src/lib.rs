@@ -7,7 +7,8 @@
 //! - [`nn`]: its layers, built from any candle `VarBuilder`;
 //! - [`ops`]: differentiable operations with hand-written CPU kernels and backwards, where candle's own fused ones cut
 //!   the graph without a word; every op has a `reference` in plain candle ops, which is its specification;
-//! - [`attention`]: scaled dot-product attention with masks;
+//! - [`attention`]: scaled dot-product attention with masks, naive and in tiles ([`flash`](attention::flash()), with a
+//!   backward);
 //! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
 //! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables.
