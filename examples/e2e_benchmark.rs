@@ -5,6 +5,7 @@
 //! cargo run --example e2e_benchmark -- --size tiny small --context-length 128 256 --mode all
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --per-step
 //! cargo run --example e2e_benchmark -- --size small --context-length 512 1024 --attention naive flash
+//! cargo run --example e2e_benchmark -- --size small --precision f32 bf16
 //! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
 //! ```
 
@@ -18,6 +19,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
+use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Format, Report};
 
 /// Times a transformer's forward, backward and optimizer, with throughput and memory.
@@ -59,6 +61,10 @@ struct Flags {
     /// What computes attention, naive or flash; several allowed
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
     attention: Vec<Algorithm>,
+
+    /// What forward and loss compute in, f32, bf16 or f16 (by CUDA's autocast policy, with f32 parameters); several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "f32")]
+    precision: Vec<Precision>,
 
     /// How much of a training step; several allowed
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "all")]
@@ -140,10 +146,11 @@ impl Flags {
         for (name, config) in &models {
             for run in self.sweep(config, peak_flops) {
                 let title = format!(
-                    "{name}, batch {}, context {}, {} attention, {}, warm-up {}",
+                    "{name}, batch {}, context {}, {} attention, {}, {}, warm-up {}",
                     run.batch_size,
                     run.sequence_length,
                     run.config.attention,
+                    run.precision,
                     serde_json::to_value(run.mode).unwrap_or_default(),
                     run.warmup_steps
                 );
@@ -166,6 +173,11 @@ impl Flags {
         {
             let note = "In forward-backward and train-step, forward includes the loss; \
                         peaks and estimates are the whole mode's.";
+            report.notes.push(note.into());
+        }
+        if self.precision.iter().any(|p| *p != Precision::F32) {
+            let note = "The estimate is of f32: rows in half precision have none. \
+                        MFU is against the peak in f32, whatever the precision.";
             report.notes.push(note.into());
         }
         report
@@ -226,20 +238,23 @@ impl Flags {
         for &sequence_length in &self.context_length {
             for &batch_size in &self.batch_size {
                 for &attention in &self.attention {
-                    for &warmup_steps in &self.warmup_steps {
-                        for mode in self.modes() {
-                            runs.push(EndToEnd {
-                                config: with_attention(config, attention),
-                                batch_size,
-                                sequence_length,
-                                mode,
-                                warmup_steps,
-                                steps: self.steps,
-                                optimizer: self.optimizer(),
-                                seed: self.common.seed,
-                                peak_flops,
-                                available_bytes: limit.or_else(tallow::device::available_bytes),
-                            });
+                    for &precision in &self.precision {
+                        for &warmup_steps in &self.warmup_steps {
+                            for mode in self.modes() {
+                                runs.push(EndToEnd {
+                                    config: with_attention(config, attention),
+                                    batch_size,
+                                    sequence_length,
+                                    mode,
+                                    precision,
+                                    warmup_steps,
+                                    steps: self.steps,
+                                    optimizer: self.optimizer(),
+                                    seed: self.common.seed,
+                                    peak_flops,
+                                    available_bytes: limit.or_else(tallow::device::available_bytes),
+                                });
+                            }
                         }
                     }
                 }
@@ -289,7 +304,9 @@ impl Flags {
                 ),
             );
         }
-        fields.insert("dtype", "f32");
+        fields.insert("parameters", "f32");
+        let precisions: Vec<&str> = self.precision.iter().map(|p| p.name()).collect();
+        fields.insert("precision", precisions.join(", "));
         let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
         fields.insert("attention", attention.join(", "));
         fields.insert("execution", "eager");
@@ -337,6 +354,7 @@ fn columns() -> Vec<Column> {
         Column::number("batch_size", "B", "", 0),
         Column::number("context_length", "T", "", 0),
         Column::text("attention", "Attention"),
+        Column::text("precision", "Precision"),
         Column::number("warmup_steps", "Warm-up", "", 0),
         Column::text("mode", "Mode"),
         Column::text("phase", "Phase"),
@@ -372,10 +390,11 @@ fn ratio(name: &str, run: &EndToEnd, rows: &[Fields]) -> Option<String> {
         None => String::new(),
     };
     Some(format!(
-        "{name} B{} T{}, {}, {}, warm-up {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
+        "{name} B{} T{}, {}, {}, {}, warm-up {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
         run.batch_size,
         run.sequence_length,
         run.config.attention,
+        run.precision,
         serde_json::to_value(run.mode).unwrap_or_default(),
         run.warmup_steps,
         (forward + backward) / forward,

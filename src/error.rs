@@ -105,6 +105,17 @@ pub enum Error {
         parameter: String,
     },
 
+    /// A call that does not follow on the one before it.
+    #[error("{op}: {problem}; {hint}")]
+    Order {
+        /// The operation that refused.
+        op: &'static str,
+        /// What came before, or did not.
+        problem: String,
+        /// What to do.
+        hint: String,
+    },
+
     /// An op without a kernel for a device and dtype, where kernels are demanded.
     #[error(
         "{op}: no kernel for {dtype} on {device}, and the kernel policy is strict; allow the reference implementation (KernelPolicy::Prefer) or change dtype or device"

@@ -9,6 +9,7 @@
 //!   the graph without a word; every op has a `reference` in plain candle ops, which is its specification;
 //! - [`attention`]: scaled dot-product attention with masks, naive and in tiles ([`flash`](attention::flash()), with a
 //!   backward);
+//! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
 //! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
 //! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables.
@@ -73,9 +74,11 @@ pub mod model;
 pub mod nn;
 pub mod ops;
 pub mod optim;
+pub mod precision;
 pub mod report;
 pub mod train;
 
 pub use device::device;
 pub use error::{Error, Result};
 pub use grad::{is_grad_enabled, no_grad};
+pub use precision::autocast;

@@ -8,6 +8,7 @@ use tallow::attention::Algorithm;
 use tallow::data::Tokens;
 use tallow::model::{GenerateConfig, TransformerConfig};
 use tallow::optim::{AdamWConfig, Schedule};
+use tallow::precision::Precision;
 use tallow::train::TrainConfig;
 use tallow::{Error, Result};
 
@@ -112,6 +113,10 @@ pub struct TrainingFlags {
     /// The gradients' largest norm; 0 clips nothing
     #[arg(long, default_value_t = 1.0)]
     pub clip: f64,
+
+    /// What forward and loss compute in: f32, bf16 or f16 (by CUDA's autocast policy); weights and optimizer are f32
+    #[arg(long, default_value_t = Precision::F32)]
+    pub precision: Precision,
 
     /// Steps from one evaluation to the next, each over the whole validation data
     #[arg(long, default_value_t = 250)]
@@ -248,6 +253,7 @@ impl TrainingFlags {
                 ..Default::default()
             },
             max_grad_norm: (self.clip != 0.0).then_some(self.clip),
+            precision: self.precision,
             evaluate_every: self.evaluate_every,
             seed,
         };

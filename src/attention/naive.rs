@@ -6,6 +6,7 @@ use crate::Result;
 use crate::kernels::cpu::naive_attention as kernel;
 use crate::ops::cpu::{elements, for_real, output_keeping, tensor, tensors, view};
 use crate::ops::{self, Path, choose_where, record::apply3};
+use crate::precision::suspended;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
@@ -26,6 +27,8 @@ const NAME: &str = "attention::naive";
 ///
 /// The kernel takes one head after another, so that a head's scores are still in cache when their softmax is taken;
 /// they are overwritten by it.
+///
+/// Autocast: lower under both policies, as PyTorch's `scaled_dot_product_attention`; the softmax inside is part of it.
 ///
 /// Vaswani et al., "Attention Is All You Need", 2017, equation 1. Ainslie et al., "GQA: Training Generalized Multi-Query
 /// Transformer Models from Multi-Head Checkpoints", 2023, section 2.2.
@@ -48,6 +51,7 @@ const NAME: &str = "attention::naive";
 /// # Errors
 /// Shapes that do not fit each other, heads that kv heads do not divide, no kv heads or keys, mixed dtypes or devices.
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
+    let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     let shapes = Shapes::of(NAME, q, k, v)?;
     let has_kernel = q.device().is_cpu() && matches!(q.dtype(), DType::F32 | DType::F64);
     match choose_where(NAME, q, has_kernel)? {
@@ -81,6 +85,11 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 /// # Errors
 /// As [`naive`].
 pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
+    let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
+    suspended(|| in_three_ops(q, k, v, config)) // the softmax inside is attention's, not one of its own
+}
+
+fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let shapes = Shapes::of(NAME, q, k, v)?;
     let matrices = shapes.batch * shapes.kv_heads;
     let matrices = |x: &Tensor, rows, cols| ops::input(x).reshape((matrices, rows, cols));

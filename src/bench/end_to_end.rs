@@ -4,6 +4,7 @@ use super::{LapTimings, Laps, Step, Timing};
 use crate::memory::{self, Mode, Workload, system, tracker};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::optim::{AdamW, AdamWConfig};
+use crate::precision::Precision;
 use crate::report::Fields;
 use crate::{Result, no_grad};
 use candle_core::backprop::GradStore;
@@ -23,6 +24,8 @@ pub struct EndToEnd {
     pub sequence_length: usize,
     /// How much of a training step.
     pub mode: Mode,
+    /// What forward and loss compute in. Parameters and optimizer are f32.
+    pub precision: Precision,
     /// Steps before the measured ones.
     pub warmup_steps: usize,
     /// Measured steps.
@@ -87,8 +90,9 @@ impl EndToEnd {
     /// the step as a whole, `forward+backward` or `train step`.
     ///
     /// Whether there is memory enough is decided from [`memory::estimate`], before anything is allocated: if not, one
-    /// row says `OOM`, with the bytes wanted and the bytes there. `on_step` is called after every step with the
-    /// whole step's time in ms.
+    /// row says `OOM`, with the bytes wanted and the bytes there. The estimate is of f32: in half precision the rows have
+    /// none, and only what any precision wants (weights, gradients, optimizer) must fit. `on_step` is called after every
+    /// step with the whole step's time in ms.
     ///
     /// # Errors
     /// A configuration that cannot run; the ops' errors.
@@ -99,12 +103,18 @@ impl EndToEnd {
             mode: self.mode,
             attention: self.config.attention,
         };
-        let wanted_bytes = memory::estimate(&self.config, &workload)?.peak_bytes;
+        let estimate = memory::estimate(&self.config, &workload)?;
+        let in_f32 = self.precision == Precision::F32;
+        let estimate_bytes = in_f32.then_some(estimate.peak_bytes);
+        let state_bytes =
+            estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes;
+        let wanted_bytes = estimate_bytes.unwrap_or(state_bytes);
         if let Some(available_bytes) = self.available_bytes
             && wanted_bytes > available_bytes
         {
             let mut row = self.labels(self.whole_phase(), "OOM");
-            row.insert("estimate_bytes", wanted_bytes);
+            row.insert("estimate_bytes", estimate_bytes);
+            row.insert("wanted_bytes", wanted_bytes);
             row.insert("available_bytes", available_bytes);
             return Ok(vec![row]);
         }
@@ -126,7 +136,7 @@ impl EndToEnd {
             row.merge(self.rates(phase, timing.statistics()?.median_ms));
             row.insert("peak_bytes", peak_bytes);
             row.insert("resident_peak_bytes", resident_bytes);
-            row.insert("estimate_bytes", wanted_bytes);
+            row.insert("estimate_bytes", estimate_bytes);
             row.insert("available_bytes", self.available_bytes);
             rows.push(row);
         }
@@ -139,18 +149,22 @@ impl EndToEnd {
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
         let laps = Laps::new(device).warmup(self.warmup_steps).on_step(on_step);
+        let precision = self.precision;
+        let forward = || precision.run(|| model.forward(&tokens));
         let forward_backward = |lap: &mut super::Lap<'_>| {
-            let loss = lap.time("forward", || model.loss(&tokens, &targets))?;
+            let loss = lap.time("forward", || {
+                precision.run(|| model.loss(&tokens, &targets))
+            })?;
             // The graph goes with the loss, before anything else asks for memory.
             lap.time("backward", move || loss.backward())
         };
         match self.mode {
-            Mode::Forward => laps.measure(self.steps, |lap| {
-                lap.time("forward", || no_grad(|| model.forward(&tokens)))
-            }),
-            Mode::ForwardKeepingGraph => laps.measure(self.steps, |lap| {
-                lap.time("forward", || model.forward(&tokens))
-            }),
+            Mode::Forward => {
+                laps.measure(self.steps, |lap| lap.time("forward", || no_grad(forward)))
+            }
+            Mode::ForwardKeepingGraph => {
+                laps.measure(self.steps, |lap| lap.time("forward", forward))
+            }
             Mode::ForwardBackward => laps.measure(self.steps, forward_backward),
             Mode::TrainStep => {
                 let mut step = self.optimizer.stepper(model.parameters())?;
@@ -201,6 +215,7 @@ impl EndToEnd {
         row.insert("batch_size", self.batch_size);
         row.insert("context_length", self.sequence_length);
         row.insert("attention", self.config.attention.name());
+        row.insert("precision", self.precision.name());
         row.insert("warmup_steps", self.warmup_steps);
         row.insert("mode", serde_json::to_value(self.mode).unwrap_or_default());
         row.insert("phase", phase);

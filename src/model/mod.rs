@@ -1,13 +1,15 @@
 //! Whole models.
 //!
-//! What lives here: the language model with its configuration, how many FLOPs it costs, and sampling from it. What does
-//! not: its layers ([`crate::nn`]), its training and its memory.
+//! What lives here: the language model with its configuration, how many FLOPs it costs, and sampling from it; and the toy
+//! on which mixed precision is explained. What does not: their layers ([`crate::nn`]), training and memory.
 
 mod config;
 pub mod flops;
 mod generate;
+mod toy;
 mod transformer;
 
 pub use config::TransformerConfig;
 pub use generate::GenerateConfig;
+pub use toy::{ToyActivations, ToyModel};
 pub use transformer::TransformerLM;

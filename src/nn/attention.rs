@@ -74,6 +74,7 @@ impl CausalSelfAttention {
     /// Another rank or width, a T beyond the rotary tables, heads that the attention does not take
     /// ([`flash`](crate::attention::flash()) has a largest Dh).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let [x] = &ops::cast_for("linear", [x])?; // once for the three of them
         let q = self.positioned(&self.q_proj, x)?; // (B, H, T, Dh)
         let k = self.positioned(&self.k_proj, x)?; // (B, H, T, Dh)
         let v = ops::split_heads(&self.v_proj.forward(x)?, self.num_heads)?; // (B, H, T, Dh)

@@ -48,10 +48,9 @@ impl TransformerBlock {
     /// # Errors
     /// As the parts'.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = ops::input(x); // the sums are candle's own, which know nothing of no_grad
-        let x = (&x + self.attn.forward(&self.ln1.forward(&x)?)?)?;
-        let y = self.ffn.forward(&self.ln2.forward(&x)?)?;
-        Ok((x + y)?)
+        // Under autocast the second summand is of a lower dtype: the sum is x's, and the residual stream stays f32.
+        let x = ops::add(x, &self.attn.forward(&self.ln1.forward(x)?)?)?;
+        ops::add(&x, &self.ffn.forward(&self.ln2.forward(&x)?)?)
     }
 }
 

@@ -1,19 +1,22 @@
 //! Cross-entropy on logits.
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
 use super::record::{apply1, input, widen};
 use crate::kernels::cpu::{Real, cross_entropy as kernel};
+use crate::precision::decide;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, D, Layout, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
 
 /// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32, the loss a scalar.
 ///
 /// The loss is f32 for logits in f32 or half precision, f64 for f64. Backward: `dlogits = (softmax(logits) - onehot) / n`.
-/// Kept for backward: the logits and the log-sum-exp of each row, no probabilities.
+/// Kept for backward: the logits and the log-sum-exp of each row, no probabilities. Autocast: f32 under both policies;
+/// half-precision logits are widened inside, not copied.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -43,6 +46,7 @@ pub fn cross_entropy_ignoring(
 }
 
 fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Tensor> {
+    let logits = &autocast_logits(logits)?;
     let targets = check(logits, targets, ignore)?;
     match choose("cross_entropy", logits)? {
         Path::Kernel => {
@@ -62,6 +66,14 @@ fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Resul
 /// As those.
 pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<u32>) -> Result<Tensor> {
     plain(logits, &check(logits, targets, ignore_index)?)
+}
+
+/// Logits as the policy wants them. f32 of half precision is what the op computes in anyway: a copy would only cost memory.
+fn autocast_logits(logits: &Tensor) -> Result<Tensor> {
+    match decide("cross_entropy", &[logits.dtype()]) {
+        None | Some(DType::F32) => Ok(logits.clone()),
+        Some(_) => Ok(cast_for("cross_entropy", [logits])?[0].clone()),
+    }
 }
 
 fn check(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Targets> {

@@ -1,5 +1,6 @@
 //! Rows of a table by token id.
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::record::{apply1, input};
@@ -12,10 +13,12 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 ///
 /// Backward adds each row of dy into its token's row of the table's gradient, a token's rows in the order of their
 /// positions. Kept for backward: the ids. They are checked on the host before any kernel runs.
+/// Autocast: follows the table.
 ///
 /// # Errors
 /// An id outside the vocabulary (named with its position), ids that are not u32, a table that is not a matrix.
 pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
+    let [table] = &cast_for("embedding", [table])?;
     let (ids, shape) = check(tokens, table)?;
     match choose("embedding", table)? {
         Path::Kernel => Ok(apply1(&table.contiguous()?, Embedding { ids, shape })?),

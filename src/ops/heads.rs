@@ -1,5 +1,6 @@
 //! Heads in and out of the model dimension.
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::record::{apply1, input};
@@ -29,6 +30,7 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
             });
         }
     };
+    let [x] = &cast_for("split_heads", [x])?;
     match choose("split_heads", x)? {
         Path::Kernel => Ok(apply1(&x.contiguous()?, SplitHeads(sizes))?),
         Path::Reference => Ok(input(x)
@@ -57,6 +59,7 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
         heads,
         head_dim,
     };
+    let [x] = &cast_for("merge_heads", [x])?;
     match choose("merge_heads", x)? {
         Path::Kernel => Ok(apply1(&x.contiguous()?, MergeHeads(sizes))?),
         Path::Reference => {

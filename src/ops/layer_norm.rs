@@ -1,10 +1,12 @@
 //! Layer normalisation.
 
+use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_real, output_keeping, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::linear::last_dim;
 use super::record::{apply3, input, widen};
 use crate::kernels::cpu::layer_norm as kernel;
+use crate::precision::decide;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, D, Layout, Shape, Tensor};
@@ -17,27 +19,33 @@ use std::sync::OnceLock;
 /// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Kept for backward: x, w, b, and (mean, rstd)
 /// of each row.
 ///
+/// Autocast: f32, and so is y, under CUDA's policy; under the CPU's y has x's dtype, and a half-precision x beside f32 w
+/// and b is computed in f32 and rounded once.
+///
 /// Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
 ///
 /// # Errors
 /// A weight or bias that is not (D), mixed dtypes or devices.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    let dtype = decide("layer_norm", &[x.dtype()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
+    let [x, weight, bias] = &cast_for("layer_norm", [x, weight, bias])?;
     check(x, weight, bias)?;
-    match choose("layer_norm", x)? {
+    let y = match choose("layer_norm", x)? {
         Path::Kernel => {
             let op = LayerNorm {
                 eps,
                 statistics: OnceLock::new(),
             };
-            Ok(apply3(
+            apply3(
                 &x.contiguous()?,
                 &weight.contiguous()?,
                 &bias.contiguous()?,
                 op,
-            )?)
+            )?
         }
-        Path::Reference => reference(x, weight, bias, eps),
-    }
+        Path::Reference => reference(x, weight, bias, eps)?,
+    };
+    cast(&y, dtype)
 }
 
 /// [`layer_norm()`] in plain candle ops.

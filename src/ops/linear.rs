@@ -1,5 +1,6 @@
 //! y = x W^T.
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{apply2, input};
@@ -11,7 +12,7 @@ use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
 /// A linear map without bias: `y = x W^T`, with x (..., in), W (out, in), y (..., out).
 ///
 /// Backward: `dx = dy W`, `dW = dy^T x`. Kept for backward: x and W. 2 * rows * in * out FLOPs forward, twice that
-/// backward. The weight is used transposed by its strides: no copy.
+/// backward. The weight is used transposed by its strides: no copy. Autocast: lower under both policies.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -24,6 +25,7 @@ use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
 /// # Errors
 /// A weight that is not a matrix, a last dimension that is not the weight's `in`, mixed dtypes or devices.
 pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let [x, weight] = &cast_for("linear", [x, weight])?;
     check(x, weight)?;
     match choose("linear", x)? {
         Path::Kernel => Ok(apply2(&x.contiguous()?, &weight.contiguous()?, Linear)?),

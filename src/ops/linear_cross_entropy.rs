@@ -1,5 +1,6 @@
 //! The output head and its loss, as one op.
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, tensor, tensors, view};
 use super::cross_entropy::{Targets, plain};
 use super::dispatch::{Path, check_same, choose};
@@ -18,11 +19,13 @@ use std::sync::OnceLock;
 /// reads. As one op, the logits' gradient is scratch instead of a node of candle's graph, where it would be added to
 /// zeros: B T V elements written and read once less, and two buffers of them fewer at the peak.
 /// Backward: `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Kept for backward: x, W, the
-/// logits (N, V), and the log-sum-exp of each row.
+/// logits (N, V), and the log-sum-exp of each row. Autocast: the product is lower under both policies, as [`linear()`] is;
+/// the loss is computed from those logits in f32, and returned in f32.
 ///
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    let [x, weight] = &cast_for("linear_cross_entropy", [x, weight])?;
     let targets = check(x, weight, targets)?;
     match choose("linear_cross_entropy", x)? {
         Path::Kernel => {

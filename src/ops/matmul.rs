@@ -1,5 +1,6 @@
 //! Batched matrix products.
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{apply2, input};
@@ -11,7 +12,7 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor};
 /// `c = a b` for each matrix: a (..., M, K), b (..., K, N), c (..., M, N), the same leading dimensions in both.
 ///
 /// Backward: `da = dc b^T`, `db = a^T dc`. Kept for backward: a and b. 2 * batch * M * K * N FLOPs forward, twice that
-/// backward.
+/// backward. Autocast: lower under both policies.
 ///
 /// # Errors
 /// Ranks under 2, leading dimensions or depths that differ, mixed dtypes or devices.
@@ -22,6 +23,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// `c = a b^T` for each matrix: a (..., M, K), b (..., N, K), c (..., M, N): the product of queries and keys.
 ///
 /// Backward: `da = dc b`, `db = dc^T a`. Kept for backward: a and b. b is used transposed by its strides: no copy.
+/// Autocast: as [`matmul`](fn@matmul).
 ///
 /// # Errors
 /// As [`matmul`](fn@matmul).
@@ -48,6 +50,7 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
 }
 
 fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+    let [a, b] = &cast_for(op, [a, b])?;
     check(op, a, b, transposed)?;
     match choose(op, a)? {
         Path::Kernel => Ok(apply2(

@@ -9,10 +9,16 @@
 //!
 //! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op takes any strides
 //! and returns a contiguous tensor; mixed dtypes or devices are an error.
+//!
+//! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]), and what
+//! follows its inputs promotes mixed ones. Outside, only [`add`], [`sub`], [`mul`] and [`div`] do.
 
+mod arithmetic;
+mod cast;
 pub(crate) mod cpu;
 pub mod cross_entropy;
 mod dispatch;
+mod elementwise;
 pub mod embedding;
 pub mod heads;
 pub mod layer_norm;
@@ -20,6 +26,7 @@ pub mod linear;
 pub mod linear_cross_entropy;
 pub mod matmul;
 pub(crate) mod record;
+mod reduce;
 pub mod relu;
 pub mod rms_norm;
 pub mod rope;
@@ -27,9 +34,13 @@ pub mod softmax;
 pub mod swiglu;
 pub mod swiglu_linear;
 
+pub use arithmetic::{add, div, mul, sub};
+pub(crate) use cast::forget_weights;
+pub use cast::{cast, cast_for};
 pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};
 pub(crate) use dispatch::{Path, check_same, choose_where};
+pub use elementwise::{exp, log, pow, rsqrt};
 pub use embedding::embedding;
 pub use heads::{merge_heads, split_heads};
 pub use layer_norm::layer_norm;
@@ -37,6 +48,7 @@ pub use linear::linear;
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use matmul::{matmul, matmul_transposed};
 pub(crate) use record::input;
+pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;
 pub use rms_norm::rms_norm;
 pub use rope::rope;

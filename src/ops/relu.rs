@@ -1,5 +1,6 @@
 //! max(x, 0).
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::record::{apply1, input};
@@ -9,11 +10,12 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 
 /// `y = max(x, 0)`, elementwise. Backward: `dx = 0` where y is 0, else dy. Kept for backward: y, which its reader keeps
-/// anyway.
+/// anyway. Autocast: follows x.
 ///
 /// # Errors
 /// A dtype that is not a float.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
+    let [x] = &cast_for("relu", [x])?;
     match choose("relu", x)? {
         Path::Kernel => Ok(apply1(&x.contiguous()?, Relu)?),
         Path::Reference => reference(x),

@@ -1,10 +1,12 @@
 //! Root mean square normalisation.
 
+use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_real, output_keeping, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::linear::last_dim;
 use super::record::{apply2, input, widen};
 use crate::kernels::cpu::rms_norm as kernel;
+use crate::precision::decide;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
@@ -16,22 +18,30 @@ use std::sync::OnceLock;
 /// `dx = rstd (g - h mean(g h))`, `dw = sum over rows of dy h`. Kept for backward: x, w and rstd (one value a row);
 /// y would not do, since w may be 0.
 ///
+/// Autocast: y has x's dtype under both policies, whatever w's; a half-precision x beside an f32 w is computed in f32 and
+/// rounded once. PyTorch 2.15 lists rms_norm with the f32 ops of CUDA's policy, which makes y f32 (for that, move it:
+/// `Autocast::cuda(dtype).with("rms_norm", OpClass::F32)`); 2.11 was seen to leave it in x's dtype there, and under the CPU's
+/// policy both do. In a pre-norm transformer it makes no difference: the residual stream is f32.
+///
 /// Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 ///
 /// # Errors
 /// A weight that is not (D), mixed dtypes or devices.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let dtype = decide("rms_norm", &[x.dtype()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
+    let [x, weight] = &cast_for("rms_norm", [x, weight])?;
     check(x, weight)?;
-    match choose("rms_norm", x)? {
+    let y = match choose("rms_norm", x)? {
         Path::Kernel => {
             let op = RmsNorm {
                 eps,
                 rstd: OnceLock::new(),
             };
-            Ok(apply2(&x.contiguous()?, &weight.contiguous()?, op)?)
+            apply2(&x.contiguous()?, &weight.contiguous()?, op)?
         }
-        Path::Reference => reference(x, weight, eps),
-    }
+        Path::Reference => reference(x, weight, eps)?,
+    };
+    cast(&y, dtype)
 }
 
 /// [`rms_norm()`] in plain candle ops.

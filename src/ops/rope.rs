@@ -1,5 +1,6 @@
 //! Rotary position embedding.
 
+use super::cast::cast_led_by;
 use super::cpu::{elements, for_real, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{apply1, input, widen};
@@ -13,13 +14,15 @@ use candle_core::{CpuStorage, CustomOp1, D, Layout, Shape, Tensor};
 ///
 /// `y[2i] = x[2i] cos - x[2i+1] sin`, `y[2i+1] = x[2i] sin + x[2i+1] cos`. Backward rotates back. Kept for backward:
 /// `cos` and `sin`, which carry no gradient. The adjacent pairs (0,1), (2,3).. are the paper's; other models pair
-/// element i with element i + Dh/2.
+/// element i with element i + Dh/2. Autocast: follows x, and the tables are rounded to its dtype (where PyTorch's promotion
+/// would turn a half-precision x into f32, in front of an attention that turns it back).
 ///
 /// Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations 15 and 34.
 ///
 /// # Errors
 /// An odd Dh, tables of another size than (T, Dh/2), mixed dtypes or devices.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let (x, [cos, sin]) = &cast_led_by("rope", x, [cos, sin])?;
     check(x, cos, sin)?;
     match choose("rope", x)? {
         Path::Kernel => {

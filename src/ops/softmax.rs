@@ -1,5 +1,6 @@
 //! Softmax, with the scale and the mask of attention inside.
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
@@ -13,7 +14,7 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Shape, Tensor
 ///
 /// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank. Masked places are 0, and so is a row without a
 /// visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a mask tensor nor
-/// scaled scores ever exist.
+/// scaled scores ever exist. Autocast: f32 under CUDA's policy, follows x under the CPU's.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -27,6 +28,7 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Shape, Tensor
 /// # Errors
 /// A scalar, an empty last dimension, or a mask on a tensor of one dimension.
 pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
+    let [x] = &cast_for("softmax", [x])?;
     let (queries, keys) = check(x, mask)?;
     match choose("softmax", x)? {
         Path::Kernel => {

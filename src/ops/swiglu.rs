@@ -1,5 +1,6 @@
 //! The SwiGLU gate.
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{apply2, input, widen};
@@ -11,13 +12,14 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor};
 /// `y = silu(gate) * up`, elementwise, with silu(g) = g sigmoid(g): all three of one shape.
 ///
 /// Backward, with s = sigmoid(gate): `dgate = dy up s (1 + gate (1 - s))`, `dup = dy gate s`. Kept for backward: gate and
-/// up; s is computed again, which costs less than reading it back.
+/// up; s is computed again, which costs less than reading it back. Autocast: follows its inputs.
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
 ///
 /// # Errors
 /// Shapes that differ, mixed dtypes or devices.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let [gate, up] = &cast_for("swiglu", [gate, up])?;
     check(gate, up)?;
     match choose("swiglu", gate)? {
         Path::Kernel => Ok(apply2(&gate.contiguous()?, &up.contiguous()?, SwiGlu)?),

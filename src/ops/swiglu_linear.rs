@@ -1,5 +1,6 @@
 //! The gated half of a feed-forward network: two linear maps and the gate between them, as one op.
 
+use super::cast::cast_for;
 use super::cpu::{elements, for_real, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::linear::linear;
@@ -7,6 +8,7 @@ use super::record::apply3;
 use super::swiglu::swiglu;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::swiglu as kernel;
+use crate::precision::suspended;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
@@ -17,13 +19,14 @@ use std::sync::OnceLock;
 /// The same as [`swiglu()`] of two [`linear()`]s. As one op, the gradients of gate and up are scratch instead of nodes of
 /// candle's graph, each of which is added to zeros, and dx is summed inside the second product:
 /// `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for backward: x, W1, W3, and gate and up,
-/// both (..., F).
+/// both (..., F). Autocast: lower under both policies, as [`linear()`] is; silu and product follow.
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without its last product.
 ///
 /// # Errors
 /// Weights that are no matrices of one shape, a last dimension that is not their `in`, mixed dtypes or devices.
 pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
+    let [x, w1, w3] = &cast_for("swiglu_linear", [x, w1, w3])?;
     check(x, w1, w3)?;
     match choose("swiglu_linear", x)? {
         Path::Kernel => {
@@ -33,7 +36,7 @@ pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
             let (x, w1, w3) = (x.contiguous()?, w1.contiguous()?, w3.contiguous()?);
             Ok(apply3(&x, &w1, &w3, op)?)
         }
-        Path::Reference => reference(x, w1, w3),
+        Path::Reference => suspended(|| reference(x, w1, w3)),
     }
 }
 

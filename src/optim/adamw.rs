@@ -157,6 +157,7 @@ impl AdamW {
         }
         let gradients = self.readable_gradients(gradients)?;
         self.steps += 1;
+        crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
         let mut slots = self.slots.iter().zip(&gradients);
         for group in &self.groups {
             let config = &group.config;

@@ -1,6 +1,7 @@
 //! Gradient norms, and clipping by them.
 
 use super::gradients::{Owners, distinct, gradient_of};
+use super::guard::first_non_finite;
 use super::inplace;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var, backprop::GradStore};
@@ -65,13 +66,10 @@ pub fn clip_grad_norm_checked(
     if norm.is_finite() {
         return Ok(norm);
     }
-    let mut culprit = "all gradients together".to_string();
-    for (name, var) in &parameters {
-        if !inplace::all_finite(gradient_of(CLIP, gradients, name, var)?)? {
-            culprit = format!("the gradient of parameter {name}");
-            break;
-        }
-    }
+    let culprit = match first_non_finite(CLIP, gradients, &parameters)? {
+        Some(name) => format!("the gradient of parameter {name}"),
+        None => "all gradients together".to_string(),
+    };
     Err(Error::Data {
         what: culprit,
         expected: "finite numbers".into(),

@@ -1,4 +1,5 @@
-//! From gradients to better parameters: [`AdamW`], gradient clipping and accumulation, learning-rate schedules.
+//! From gradients to better parameters: [`AdamW`], gradient clipping and accumulation, loss scaling, learning-rate
+//! schedules.
 //!
 //! Everything here works on ordinary candle [`Var`](candle_core::Var)s and [`GradStore`]s, of whatever model. What does
 //! not live here: the kernels ([`crate::kernels::cpu::adamw`], [`crate::kernels::cpu::reduce`]), and the loop that
@@ -33,7 +34,9 @@ mod candle_optimizer;
 mod clip;
 mod config;
 mod file;
+mod grad_scaler;
 mod gradients;
+pub(crate) mod guard;
 mod inplace;
 mod reference;
 mod schedule;
@@ -44,4 +47,6 @@ pub use accumulate::GradientAccumulator;
 pub use adamw::AdamW;
 pub use clip::{clip_grad_norm, clip_grad_norm_checked, grad_norm};
 pub use config::{AdamWConfig, ParameterGroup, decay_matrices_only};
+pub use grad_scaler::{GradScaler, GradScalerConfig, GradScalerState};
+pub use guard::check_finite;
 pub use schedule::Schedule;

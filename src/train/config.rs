@@ -1,6 +1,7 @@
 //! What a run is told.
 
 use crate::optim::{AdamWConfig, Schedule};
+use crate::precision::Precision;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -36,6 +37,10 @@ pub struct TrainConfig {
     pub optimizer: AdamWConfig,
     /// Gradients whose L2 norm is larger are scaled down to it; `None` leaves them as they are.
     pub max_grad_norm: Option<f64>,
+    /// What forward and loss compute in, in training and evaluation; weights and optimizer stay as they are. f32 where a
+    /// saved run says nothing.
+    #[serde(default)]
+    pub precision: Precision,
     /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). A
     /// resumed run may be given another number.
     pub evaluate_every: usize,
@@ -62,6 +67,7 @@ impl Default for TrainConfig {
                 ..Default::default()
             },
             max_grad_norm: Some(1.0),
+            precision: Precision::F32,
             evaluate_every: 250,
             seed: 0,
         }

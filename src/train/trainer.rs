@@ -3,10 +3,11 @@
 use super::{DataFingerprint, History, TrainConfig};
 use crate::data::{RandomBatches, SequentialBatches, Tokens};
 use crate::model::TransformerLM;
+use crate::optim::guard::{finite_loss, value_of};
 use crate::optim::{AdamW, GradientAccumulator, clip_grad_norm_checked, decay_matrices_only};
 use crate::{Error, Result, no_grad};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{Tensor, Var};
 
 /// What a step did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -129,10 +130,10 @@ impl Trainer {
         for batch in self.validation.iter(self.model.device()) {
             let batch = batch?;
             let loss = no_grad(|| self.loss(&batch.inputs, &batch.targets))?;
-            sum += scalar(&loss)? * batch.num_targets() as f64;
+            sum += value_of(&loss)? * batch.num_targets() as f64;
         }
         let loss = sum / self.validation.num_targets() as f64;
-        check_finite(loss, || {
+        finite_loss(loss, || {
             format!("the validation loss after {} steps", self.step)
         })?;
         self.history.evaluated(self.step, loss);
@@ -188,8 +189,8 @@ impl Trainer {
             let index = self.step as u64 * batches + i;
             let batch = self.training.batch(index, self.model.device())?;
             let loss = self.loss(&batch.inputs, &batch.targets)?;
-            let value = scalar(&loss)?;
-            check_finite(value, || format!("the loss of step {}", self.step + 1))?;
+            let value = value_of(&loss)?;
+            finite_loss(value, || format!("the loss of step {}", self.step + 1))?;
             sum += value;
             let gradients = loss.backward()?;
             drop(loss); // and with it the graph, before anything else asks for memory
@@ -199,25 +200,9 @@ impl Trainer {
     }
 
     fn loss(&self, inputs: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        self.model.loss(inputs, targets)
+        let forward = || self.model.loss(inputs, targets);
+        self.config.precision.run(forward)
     }
-}
-
-fn scalar(loss: &Tensor) -> Result<f64> {
-    Ok(loss.to_dtype(DType::F64)?.to_scalar::<f64>()?)
-}
-
-/// An error unless the loss is a number.
-fn check_finite(loss: f64, what: impl FnOnce() -> String) -> Result<()> {
-    if loss.is_finite() {
-        return Ok(());
-    }
-    Err(Error::Data {
-        what: what(),
-        expected: "a finite number".into(),
-        got: loss.to_string(),
-        hint: "lower the learning rate, warm up for longer, or clip gradients".into(),
-    })
 }
 
 /// Whether the model can run on windows of these tokens.

@@ -5,6 +5,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Laps, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::TransformerConfig;
+use tallow::precision::Precision;
 use tallow::report::Fields;
 
 fn run(mode: Mode) -> EndToEnd {
@@ -21,6 +22,7 @@ fn run(mode: Mode) -> EndToEnd {
         batch_size: 3,
         sequence_length: 9,
         mode,
+        precision: Precision::F32,
         warmup_steps: 2,
         steps: 4,
         optimizer: OptimizerChoice::AdamW(Default::default()),
@@ -141,6 +143,43 @@ fn the_models_attention_is_timed_and_named() {
     let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
     assert_eq!(text(&rows[0], "status"), "OOM");
     assert_eq!(text(&rows[0], "attention"), "flash");
+}
+
+/// Half precision is another computation, with no estimate; what is sure not to fit is still a row.
+#[test]
+fn precision_is_timed_and_named() {
+    for precision in Precision::ALL {
+        let mut run = run(Mode::TrainStep);
+        run.precision = precision;
+        let in_f32 = precision == Precision::F32;
+        for row in run.run(&Device::Cpu, |_, _| ()).unwrap() {
+            assert_eq!(text(&row, "precision"), precision.name());
+            assert_eq!(text(&row, "status"), "ok");
+            let estimate = row.get("estimate_bytes").and_then(|v| v.as_u64());
+            assert_eq!(estimate.is_some(), in_f32);
+        }
+        run.available_bytes = Some(1);
+        let row = &run.run(&Device::Cpu, |_, _| ()).unwrap()[0];
+        assert_eq!(text(row, "status"), "OOM");
+        let parameters = number(row, "parameters");
+        assert!(number(row, "wanted_bytes") >= 16.0 * parameters); // weight, gradient and AdamW's two
+        assert_eq!(text(row, "precision"), precision.name());
+    }
+}
+
+#[test]
+fn precisions_have_names() {
+    for precision in Precision::ALL {
+        assert_eq!(precision.name().parse::<Precision>().unwrap(), precision);
+        let json = serde_json::to_value(precision).unwrap();
+        assert_eq!(json, precision.name());
+    }
+    assert_eq!("fp16".parse::<Precision>().unwrap(), Precision::F16);
+    let error = "f8".parse::<Precision>().unwrap_err().to_string();
+    assert!(
+        error.contains("f32, bf16 or f16") && error.contains("f8"),
+        "{error}"
+    );
 }
 
 #[test]

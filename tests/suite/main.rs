@@ -1,5 +1,6 @@
 //! Every integration test, in one binary: linking candle is dear.
 
+mod accumulate;
 mod attention_benchmark;
 mod bench;
 mod child;
@@ -11,7 +12,9 @@ mod memory;
 mod model;
 mod ops;
 mod optim;
+mod precision;
 mod report;
+mod toy_model;
 mod train;
 
 /// Counting costs next to nothing, and the memory tests need it.

@@ -6,6 +6,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, OptimizerChoice};
 use tallow::memory::{Mode, Workload, estimate, system, tracker};
 use tallow::model::TransformerConfig;
+use tallow::precision::Precision;
 
 const MODES: [Mode; 4] = [
     Mode::Forward,
@@ -32,6 +33,7 @@ fn run(config: &TransformerConfig, batch_size: usize, mode: Mode) -> EndToEnd {
         batch_size,
         sequence_length: config.context_length,
         mode,
+        precision: Precision::F32,
         warmup_steps: 1,
         steps: 2,
         optimizer: OptimizerChoice::AdamW(Default::default()),

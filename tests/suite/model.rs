@@ -2,6 +2,7 @@
 
 mod attention_choice;
 mod attention_layers;
+mod autocast;
 mod config;
 mod device;
 mod files;

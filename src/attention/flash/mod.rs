@@ -10,7 +10,7 @@ pub use reference::reference;
 
 use super::AttentionConfig;
 use super::shapes::Shapes;
-use crate::ops::{Path, choose_where, record::apply3};
+use crate::ops::{Path, cast_for, choose_where, record::apply3};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
@@ -26,7 +26,8 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.
 ///
 /// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once. A query that sees no key gets zeros, and
-/// passes no gradient. A NaN in q stays in its row of the output.
+/// passes no gradient. A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
+/// `scaled_dot_product_attention`.
 ///
 /// Differentiable in q, k and v. Kept for backward: q, k, v, out and, of every query, the log-sum-exp of its scores (4
 /// bytes; 8 in f64); for half precision also what rounding took from out, or the gradients would inherit its error.
@@ -79,6 +80,7 @@ pub fn flash_with_lse(
     v: &Tensor,
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
+    let [q, k, v] = &cast_for(NAME, [q, k, v])?;
     let shapes = check(q, k, v)?;
     let has_kernel = q.device().is_cpu()
         && matches!(

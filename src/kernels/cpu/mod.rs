@@ -23,6 +23,7 @@ pub mod simd;
 pub mod softmax;
 pub mod stored;
 pub mod swiglu;
+pub mod unscale;
 
 pub use lanes::Lanes;
 pub use real::Real;

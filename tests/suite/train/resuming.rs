@@ -166,3 +166,46 @@ fn a_checkpoint_says_what_it_holds_and_loads_as_a_plain_model() {
         assert_eq!(values(ours), values(&theirs), "{name}");
     }
 }
+
+#[test]
+fn precision_is_the_runs() {
+    use tallow::precision::Precision;
+    let bf16 = TrainConfig {
+        precision: Precision::Bf16,
+        ..settings()
+    };
+    let (_folder, path) = checkpoint();
+    let mut trainer = start(bf16.clone());
+    let mut plain = start(settings());
+    let (report, in_f32) = (take(&mut trainer, 4), take(&mut plain, 4));
+    for (report, in_f32) in report.iter().zip(&in_f32) {
+        assert_ne!(report.loss, in_f32.loss);
+        assert!(
+            (report.loss / in_f32.loss - 1.0).abs() < 1e-2,
+            "{report:?} {in_f32:?}"
+        );
+    }
+    assert_eq!(
+        trainer.model().parameters()[0].1.dtype(),
+        candle_core::DType::F32
+    );
+    trainer.save(&path).unwrap();
+    assert_eq!(Checkpoint::read(&path).unwrap().train, bf16);
+    refusal(
+        resume(&path, settings()),
+        &["saved with precision bf16", "resumed with f32"],
+    );
+    let mut resumed = resume(&path, bf16).unwrap();
+    assert_eq!(take(&mut resumed, 3), take(&mut trainer, 3));
+    let (a, b) = (resumed.evaluate().unwrap(), plain.evaluate().unwrap());
+    assert!(a != b);
+}
+
+/// Runs that were saved before there was a choice were f32's.
+#[test]
+fn a_run_that_says_nothing_of_precision_is_f32s() {
+    let mut json = serde_json::to_value(settings()).unwrap();
+    assert!(json.as_object_mut().unwrap().remove("precision").is_some());
+    let config: TrainConfig = serde_json::from_value(json).unwrap();
+    assert_eq!(config, settings());
+}

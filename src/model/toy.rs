@@ -1,0 +1,111 @@
+//! A small network in which every class of mixed precision occurs.
+
+use crate::Result;
+use crate::nn::{Layer, LayerNorm, Linear, join};
+use crate::ops;
+use candle_core::{Module, Tensor, Var};
+use candle_nn::VarBuilder;
+
+/// Two linear maps with a ReLU and a layer norm between them: `fc2(ln(relu(fc1(x))))`, without biases but the norm's.
+///
+/// The network of Stanford CS336's questions on mixed precision: it has an op that autocast computes in lower precision,
+/// one that it keeps in f32, and one that follows its input.
+///
+/// Weight names: `fc1.weight` (10, in), `ln.weight` and `ln.bias` (10), `fc2.weight` (out, 10).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::model::ToyModel;
+/// use tallow::{autocast, nn, precision::Autocast};
+///
+/// let model = ToyModel::new(20, 5, nn::seeded(0, DType::F32, &Device::Cpu))?;
+/// let x = Tensor::ones((3, 20), DType::F32, &Device::Cpu)?;
+/// let activations = autocast(Autocast::cuda(DType::F16), || model.activations(&x))?;
+/// assert_eq!(activations.relu.dtype(), DType::F16);
+/// assert_eq!(activations.ln.dtype(), DType::F32);
+/// assert_eq!(activations.logits.dims(), [3, 5]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct ToyModel {
+    fc1: Linear,
+    ln: LayerNorm,
+    fc2: Linear,
+}
+
+/// What a [`ToyModel`] computes on its way, in order.
+#[derive(Clone, Debug)]
+pub struct ToyActivations {
+    /// The first linear map's output, (..., 10).
+    pub fc1: Tensor,
+    /// What is positive of it, (..., 10).
+    pub relu: Tensor,
+    /// That, normalised, (..., 10).
+    pub ln: Tensor,
+    /// The second linear map's output, which is the model's, (..., out).
+    pub logits: Tensor,
+}
+
+impl ToyModel {
+    /// The width between the linear maps.
+    pub const HIDDEN: usize = 10;
+
+    /// The layer norm's eps: PyTorch's default.
+    pub const EPS: f64 = 1e-5;
+
+    /// Takes the weights from the builder.
+    ///
+    /// # Errors
+    /// Whatever the builder answers: a missing or misshapen weight, say.
+    pub fn new(d_in: usize, d_out: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            fc1: Linear::new(d_in, Self::HIDDEN, vb.pp("fc1"))?,
+            ln: LayerNorm::new(Self::HIDDEN, Self::EPS, vb.pp("ln"))?,
+            fc2: Linear::new(Self::HIDDEN, d_out, vb.pp("fc2"))?,
+        })
+    }
+
+    /// x (..., in) to logits (..., out).
+    ///
+    /// # Errors
+    /// As [`ops::linear()`].
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(self.activations(x)?.logits)
+    }
+
+    /// As [`forward`](Self::forward), with everything on the way.
+    ///
+    /// # Errors
+    /// As [`ops::linear()`].
+    pub fn activations(&self, x: &Tensor) -> Result<ToyActivations> {
+        let fc1 = self.fc1.forward(x)?;
+        let relu = ops::relu(&fc1)?;
+        let ln = self.ln.forward(&relu)?;
+        let logits = self.fc2.forward(&ln)?;
+        Ok(ToyActivations {
+            fc1,
+            relu,
+            ln,
+            logits,
+        })
+    }
+
+    /// Every parameter with its name, in the order in which they are used.
+    pub fn parameters(&self) -> Vec<(String, Var)> {
+        Layer::parameters(self)
+    }
+}
+
+impl Layer for ToyModel {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+        self.fc1.visit(&join(path, "fc1"), visit);
+        self.ln.visit(&join(path, "ln"), visit);
+        self.fc2.visit(&join(path, "fc2"), visit);
+    }
+}
+
+impl Module for ToyModel {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        Ok(ToyModel::forward(self, x)?)
+    }
+}

@@ -1,0 +1,129 @@
+//! Casts: differentiable, as the policy of an autocast region wants them, and of a weight once a region.
+
+use super::record::input;
+use crate::grad::is_grad_enabled;
+use crate::precision;
+use crate::{Error, Result};
+use candle_core::{DType, Tensor, TensorId};
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+/// `x` in another floating-point dtype, rounded to nearest. Backward casts the gradient to x's dtype. Nothing is kept for
+/// it.
+///
+/// # Errors
+/// A dtype that is not a float: the graph would end there without a word.
+pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    if dtype.is_float() {
+        return Ok(input(x).to_dtype(dtype)?);
+    }
+    Err(Error::DType {
+        op: "cast",
+        expected: "a floating-point dtype".into(),
+        got: dtype.as_str().into(),
+        hint: "to_dtype makes integers; they have no gradient".into(),
+    })
+}
+
+/// `inputs` in the dtypes that `op` should have them in here: what this crate's ops do first, for whoever calls plain
+/// candle ops in an [autocast](crate::autocast()) region.
+///
+/// f16, bf16 and f32 inputs are cast to what the region's policy says of `op`, by its class
+/// ([`OpClass`](crate::precision::OpClass)); for an op that follows its inputs, to the widest dtype among them, f64
+/// included. f64 is never narrowed, and integers stay what they are. Outside of regions nothing is cast.
+///
+/// A weight (a [`Var`](candle_core::Var), not a view of one) in f32 that is cast to the lower dtype is cast once: its copy
+/// is kept until the outermost region ends. One made under [`no_grad`](crate::no_grad()) is another, without a graph.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::precision::Autocast;
+/// use tallow::{autocast, ops};
+///
+/// let a = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+/// let b = Tensor::ones((3, 5), DType::F16, &Device::Cpu)?;
+/// let c = autocast(Autocast::cpu(DType::F16), || {
+///     let [a, b] = ops::cast_for("matmul", [&a, &b])?;
+///     Ok(a.matmul(&b)?) // candle's own
+/// })?;
+/// assert_eq!(c.dtype(), DType::F16);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of a cast: no memory for it, say.
+pub fn cast_for<const N: usize>(op: &'static str, inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
+    let target = precision::decide(op, &inputs.map(Tensor::dtype));
+    let mut outputs = inputs.map(Tensor::clone);
+    if let Some(dtype) = target {
+        for x in &mut outputs {
+            if precision::is_castable(x.dtype()) && x.dtype() != dtype {
+                *x = cast_or_cached(x, dtype)?;
+            }
+        }
+    }
+    Ok(outputs)
+}
+
+/// [`cast_for`] for the one operand that decides, and `rest`, which are given its dtype: angles, say.
+///
+/// Only inside of a region: outside, mixed dtypes are for the op to refuse.
+pub(super) fn cast_led_by<const N: usize>(
+    op: &'static str,
+    x: &Tensor,
+    rest: [&Tensor; N],
+) -> Result<(Tensor, [Tensor; N])> {
+    let [x] = cast_for(op, [x])?;
+    let mut rest = rest.map(Tensor::clone);
+    if precision::is_enabled() {
+        for y in &mut rest {
+            if precision::is_castable(y.dtype()) && y.dtype() != x.dtype() {
+                *y = cast_or_cached(y, x.dtype())?;
+            }
+        }
+    }
+    Ok((x, rest))
+}
+
+/// Which cast of which weight. Ids of tensors are never given twice.
+type Key = (TensorId, DType, bool);
+
+thread_local! {
+    static WEIGHTS: RefCell<HashMap<Key, Tensor>> = RefCell::default();
+}
+
+/// As PyTorch's `cached_cast`: what is kept is a leaf's copy in half precision, the only one worth it.
+fn cast_or_cached(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let is_weight = x.is_variable() && x.dtype() == DType::F32 && dtype != DType::F64;
+    if !(is_weight && precision::caches_weights()) {
+        return cast(x, dtype);
+    }
+    let key = (x.id(), dtype, is_grad_enabled());
+    if let Some(kept) = WEIGHTS.with_borrow(|weights| weights.get(&key).cloned()) {
+        return Ok(kept);
+    }
+    let copy = cast(x, dtype)?;
+    precision::on_outermost_end(forget_weights);
+    WEIGHTS.with_borrow_mut(|weights| weights.insert(key, copy.clone()));
+    Ok(copy)
+}
+
+/// Drops this thread's casts: the region is over, or the weights have changed.
+pub(crate) fn forget_weights() {
+    // Taken out first, dropped after: nothing is borrowed while graphs come down. A thread that is ending has none.
+    let kept = WEIGHTS.try_with(|weights| std::mem::take(&mut *weights.borrow_mut()));
+    drop(kept);
+}
+
+/// Refuses what is not a float.
+pub(super) fn check_float(op: &'static str, x: &Tensor) -> Result<()> {
+    if x.dtype().is_float() {
+        return Ok(());
+    }
+    Err(Error::DType {
+        op,
+        expected: "a floating-point tensor".into(),
+        got: x.dtype().as_str().into(),
+        hint: "convert with to_dtype".into(),
+    })
+}

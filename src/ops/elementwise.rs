@@ -1,0 +1,52 @@
+//! Exponentials, logarithms, powers: what a policy wants in f32.
+
+use super::cast::{cast, cast_for, check_float};
+use super::record::{input, widen};
+use crate::Result;
+use candle_core::Tensor;
+
+/// `y = exp(x)`, elementwise.
+///
+/// As the others here: in plain candle ops, on any device; half precision is computed in f32 and rounded once, forward
+/// and backward, unless an autocast policy wants f32 out too (CUDA's does).
+///
+/// # Errors
+/// A dtype that is not a float.
+pub fn exp(x: &Tensor) -> Result<Tensor> {
+    in_f32("exp", x, Tensor::exp)
+}
+
+/// `y = ln(x)`, elementwise; otherwise as [`exp`].
+///
+/// # Errors
+/// As [`exp`].
+pub fn log(x: &Tensor) -> Result<Tensor> {
+    in_f32("log", x, Tensor::log)
+}
+
+/// `y = x^exponent`, elementwise; otherwise as [`exp`].
+///
+/// # Errors
+/// As [`exp`].
+pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
+    in_f32("pow", x, |x| x.powf(exponent))
+}
+
+/// `y = 1 / sqrt(x)`, elementwise; otherwise as [`exp`].
+///
+/// # Errors
+/// As [`exp`].
+pub fn rsqrt(x: &Tensor) -> Result<Tensor> {
+    in_f32("rsqrt", x, |x| x.sqrt()?.recip())
+}
+
+/// `f` of x as the policy wants it, computed in f32 at least.
+pub(super) fn in_f32(
+    op: &'static str,
+    x: &Tensor,
+    f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
+) -> Result<Tensor> {
+    check_float(op, x)?;
+    let [x] = cast_for(op, [x])?;
+    cast(&f(&widen(&input(&x))?)?, x.dtype())
+}

@@ -1,0 +1,291 @@
+//! Loss scaling for training in `f16`.
+//!
+//! What lives here: the scaler ([`GradScaler`]), its configuration, its state with the rule by which the scale moves, and
+//! the pass that divides gradients by it. What does not: the kernel ([`crate::kernels::cpu::unscale`]), and the guard
+//! for training without a scale ([`check_finite`](super::check_finite)).
+
+mod config;
+mod file;
+mod state;
+mod unscale;
+
+pub use config::GradScalerConfig;
+pub use state::GradScalerState;
+
+use super::adamw::AdamW;
+use super::gradients::distinct;
+use crate::{Error, Result};
+use candle_core::{DType, Tensor, TensorId, Var, backprop::GradStore};
+use std::collections::HashMap;
+
+/// Scales the loss, so that small gradients survive `f16`, and skips the steps in which large ones did not.
+///
+/// Gradients under 6e-8 are 0 in `f16`. The gradients of `scale * loss` are `scale` times as large; divided by the scale
+/// in `f32` they are what they should be. Too large a scale makes some of them infinite, so it is moved by trial, as
+/// PyTorch's `torch.amp.GradScaler` does it:
+///
+/// ```text
+/// a gradient is infinite or NaN:  no update;  scale *= backoff_factor;  tracker = 0
+/// otherwise:                      update;     tracker += 1
+///     tracker == growth_interval:             scale *= growth_factor, if that is finite in f32;  tracker = 0
+/// ```
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, clip_grad_norm};
+///
+/// let weight = Var::from_slice(&[1f32, -1.0], 2, &Device::Cpu)?;
+/// let parameters = vec![("weight".to_string(), weight.clone())];
+/// let mut optimizer = AdamW::new(parameters.clone(), AdamWConfig::default())?;
+/// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
+/// for _ in 0..3 {
+///     let loss = weight.sqr()?.sum_all()?; // under autocast, as a rule
+///     let mut gradients = scaler.scale(&loss)?.backward()?;
+///     scaler.unscale(&mut gradients, parameters.clone())?; // only because clipping follows
+///     clip_grad_norm(&mut gradients, parameters.clone(), 1.0)?;
+///     let stepped = scaler.step(&mut optimizer, &mut gradients)?;
+///     assert!(stepped);
+///     scaler.update()?;
+/// }
+/// assert_eq!(scaler.loss_scale(), 65536.0);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Several optimizers, several backward passes
+///
+/// A scaler serves any number of optimizers, each stepped once before [`update`](Self::update): which gradients are
+/// unscaled is kept by parameter, and an overflow skips only the optimizer that has it (the scale is everybody's).
+/// Gradients of several backward passes are added while they are scaled
+/// ([`GradientAccumulator`](super::GradientAccumulator)) and unscaled once.
+///
+/// # Where it differs from PyTorch
+///
+/// - A gradient in `f16` is unscaled to `f32`, where PyTorch refuses it: in `f16` the small ones would be lost again.
+///   [`AdamW`] takes it for an `f16` parameter as it is.
+/// - A gradient that overflows by being unscaled (with a scale under 1) counts as overflow, where PyTorch would step.
+/// - A scale that backs off until it has left `f32`'s normal numbers is an error, where PyTorch goes on in silence.
+/// - Parameters without a gradient are an error, as everywhere in this crate.
+#[derive(Clone, Debug)]
+pub struct GradScaler {
+    enabled: bool,
+    state: GradScalerState,
+    /// The parameters whose gradients were unscaled since the last update.
+    unscaled: HashMap<TensorId, Progress>,
+    /// The first of them whose gradient was not finite.
+    non_finite: Option<String>,
+}
+
+/// How far a parameter has come in this step.
+#[derive(Clone, Copy, Debug)]
+struct Progress {
+    finite: bool,
+    stepped: bool,
+}
+
+impl GradScaler {
+    /// A scaler at its first step.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration cannot work.
+    pub fn new(config: GradScalerConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self {
+            enabled: config.enabled,
+            state: GradScalerState::new(&config),
+            unscaled: HashMap::new(),
+            non_finite: None,
+        })
+    }
+
+    /// `loss * scale`, to call `backward` on. A loss in half precision is widened to `f32` first.
+    ///
+    /// # Errors
+    /// [`Error::DType`] for a loss that is not a float.
+    pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        if !loss.dtype().is_float() {
+            return Err(Error::DType {
+                op: "GradScaler::scale",
+                expected: "a floating-point loss".into(),
+                got: loss.dtype().as_str().into(),
+                hint: "scale the loss, not what it was counted from".into(),
+            });
+        }
+        if !self.enabled {
+            return Ok(loss.clone());
+        }
+        let loss = match loss.dtype() {
+            DType::F64 => loss.clone(),
+            _ => loss.to_dtype(DType::F32)?,
+        };
+        Ok((loss * self.state.scale)?)
+    }
+
+    /// Divides `parameters`' gradients by the scale, and notes whether all of them are finite: one pass over each.
+    ///
+    /// For what must see true gradients before the update, such as clipping; without it [`step`](Self::step) does the
+    /// same. Gradients are overwritten where they lie unless they are `f16` or share their storage. A variable given
+    /// twice (a tied weight) counts once.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if one of these gradients was unscaled since the last [`update`](Self::update);
+    /// [`Error::MissingGradient`] names a parameter without a gradient; [`Error::Config`] if there are no parameters.
+    /// Nothing has changed then.
+    pub fn unscale(
+        &mut self,
+        gradients: &mut GradStore,
+        parameters: impl IntoIterator<Item = (String, Var)>,
+    ) -> Result<()> {
+        if !self.enabled {
+            return Ok(());
+        }
+        let parameters = some_parameters(UNSCALE, parameters)?;
+        for (name, var) in &parameters {
+            if let Some(progress) = self.unscaled.get(&var.id()) {
+                let problem = match progress.stepped {
+                    true => format!("parameter {name} was already stepped"),
+                    false => format!("the gradient of parameter {name} is already unscaled"),
+                };
+                return Err(Error::Order {
+                    op: UNSCALE,
+                    problem,
+                    hint: "call it once in a step, before step, and update at the step's end"
+                        .into(),
+                });
+            }
+        }
+        self.unscale_all(UNSCALE, gradients, &parameters)
+    }
+
+    /// Updates the optimizer's parameters if all of their gradients are finite, and says whether it did.
+    ///
+    /// Gradients that [`unscale`](Self::unscale) has not seen are unscaled first. A skipped step changes neither
+    /// parameters nor state, and does not count in [`AdamW::steps`].
+    ///
+    /// # Errors
+    /// [`Error::Order`] if one of the parameters was stepped since the last [`update`](Self::update), and as
+    /// [`AdamW::step`].
+    pub fn step(&mut self, optimizer: &mut AdamW, gradients: &mut GradStore) -> Result<bool> {
+        let parameters: Vec<_> = optimizer.parameters().cloned().collect();
+        self.step_with(gradients, parameters, |gradients| optimizer.step(gradients))
+    }
+
+    /// As [`step`](Self::step), for any other optimizer of `parameters`: `update` is called if their gradients are finite.
+    ///
+    /// ```
+    /// use candle_core::{Device, Var};
+    /// use candle_nn::{Optimizer, SGD};
+    /// use tallow::optim::GradScaler;
+    ///
+    /// let weight = Var::from_slice(&[1f32], 1, &Device::Cpu)?;
+    /// let parameters = vec![("weight".to_string(), weight.clone())];
+    /// let mut optimizer = SGD::new(vec![weight.clone()], 0.25)?;
+    /// let mut scaler = GradScaler::new(Default::default())?;
+    /// let mut gradients = scaler.scale(&weight.sqr()?.sum_all()?)?.backward()?;
+    /// let stepped = scaler.step_with(&mut gradients, parameters, |g| Ok(optimizer.step(g)?))?;
+    /// scaler.update()?;
+    /// assert!(stepped);
+    /// assert_eq!(weight.to_vec1::<f32>()?, [0.5]);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`unscale`](Self::unscale) and [`step`](Self::step), and what `update` returns; after that it may be called again.
+    pub fn step_with(
+        &mut self,
+        gradients: &mut GradStore,
+        parameters: impl IntoIterator<Item = (String, Var)>,
+        update: impl FnOnce(&GradStore) -> Result<()>,
+    ) -> Result<bool> {
+        if !self.enabled {
+            update(gradients)?;
+            return Ok(true);
+        }
+        let parameters = some_parameters(STEP, parameters)?;
+        let mut fresh = Vec::new();
+        for (name, var) in &parameters {
+            match self.unscaled.get(&var.id()) {
+                None => fresh.push((name.clone(), var.clone())),
+                Some(progress) if progress.stepped => {
+                    return Err(Error::Order {
+                        op: STEP,
+                        problem: format!("parameter {name} was already stepped"),
+                        hint: "call update at the end of every step".into(),
+                    });
+                }
+                Some(_) => {}
+            }
+        }
+        self.unscale_all(STEP, gradients, &fresh)?;
+        let finite = parameters
+            .iter()
+            .all(|(_, var)| self.unscaled.get(&var.id()).is_some_and(|p| p.finite));
+        if finite {
+            update(gradients)?;
+        }
+        for (_, var) in &parameters {
+            let progress = Progress {
+                finite,
+                stepped: true,
+            };
+            self.unscaled.insert(var.id(), progress);
+        }
+        Ok(finite)
+    }
+
+    /// Ends a step: moves the scale by the rule.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if nothing was unscaled or stepped since the last call; [`Error::Data`] if the scale would leave
+    /// the normal numbers of `f32` after one overflow upon another. Nothing has changed then.
+    pub fn update(&mut self) -> Result<()> {
+        if !self.enabled {
+            return Ok(());
+        }
+        if self.unscaled.is_empty() {
+            return Err(Error::Order {
+                op: "GradScaler::update",
+                problem: "no gradient was unscaled since the last update".into(),
+                hint: "call step first".into(),
+            });
+        }
+        self.state = self.state.after(self.non_finite.is_some())?;
+        self.unscaled.clear();
+        self.non_finite = None;
+        Ok(())
+    }
+
+    /// What losses are multiplied by now: 1 for a scaler that is switched off.
+    pub fn loss_scale(&self) -> f64 {
+        match self.enabled {
+            true => self.state.scale,
+            false => 1.0,
+        }
+    }
+
+    /// The first parameter whose gradient was infinite or NaN since the last [`update`](Self::update).
+    pub fn non_finite(&self) -> Option<&str> {
+        self.non_finite.as_deref()
+    }
+}
+
+/// Operations' names in errors.
+const UNSCALE: &str = "GradScaler::unscale";
+const STEP: &str = "GradScaler::step";
+
+/// `parameters`, each variable once; an error if there are none.
+fn some_parameters(
+    op: &'static str,
+    parameters: impl IntoIterator<Item = (String, Var)>,
+) -> Result<Vec<(String, Var)>> {
+    let parameters = distinct(parameters);
+    if parameters.is_empty() {
+        return Err(Error::Config {
+            config: op,
+            field: "parameters",
+            expected: "at least one".into(),
+            got: "none".into(),
+            hint: "pass the model's parameters, for example model.parameters()".into(),
+        });
+    }
+    Ok(parameters)
+}

@@ -1,0 +1,129 @@
+//! Where a scale stands, and the rule by which it moves.
+
+use super::config::{GradScalerConfig, SCALE_RANGE, is_scale};
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// A scaler's state, with the keys of PyTorch's `GradScaler.state_dict()`: as JSON, either reads what the other wrote.
+///
+/// ```
+/// use tallow::optim::GradScalerState;
+///
+/// // json.dumps(torch.amp.GradScaler("cpu").state_dict())
+/// let json = r#"{"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}"#;
+/// let state: GradScalerState = serde_json::from_str(json)?;
+/// assert_eq!(state.growth_tracker, 0);
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GradScalerState {
+    /// The scale, an `f32`.
+    pub scale: f64,
+    /// As [`GradScalerConfig::growth_factor`].
+    pub growth_factor: f64,
+    /// As [`GradScalerConfig::backoff_factor`].
+    pub backoff_factor: f64,
+    /// As [`GradScalerConfig::growth_interval`].
+    pub growth_interval: usize,
+    /// Steps without overflow since the scale last moved: under `growth_interval`.
+    #[serde(rename = "_growth_tracker", alias = "growth_tracker")]
+    pub growth_tracker: usize,
+}
+
+impl GradScalerState {
+    /// The state before the first step.
+    pub(super) fn new(config: &GradScalerConfig) -> Self {
+        Self {
+            scale: as_f32(config.init_scale),
+            growth_factor: config.growth_factor,
+            backoff_factor: config.backoff_factor,
+            growth_interval: config.growth_interval,
+            growth_tracker: 0,
+        }
+    }
+
+    /// Whether a scaler can go on from here.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field: `scale` must be a normal number of `f32` and over 0, `growth_tracker` under
+    /// `growth_interval`, the others as [`GradScalerConfig::validate`] has them.
+    pub fn validate(&self) -> Result<()> {
+        let refuse = |field, expected: String, got: String, hint: &str| {
+            Err(Error::Config {
+                config: "GradScalerState",
+                field,
+                expected,
+                got,
+                hint: hint.into(),
+            })
+        };
+        if !is_scale(self.scale) {
+            let hint = "was it changed, or saved by a run that diverged?";
+            return refuse("scale", SCALE_RANGE.into(), self.scale.to_string(), hint);
+        }
+        GradScalerConfig {
+            enabled: true,
+            init_scale: self.scale,
+            growth_factor: self.growth_factor,
+            backoff_factor: self.backoff_factor,
+            growth_interval: self.growth_interval,
+        }
+        .validate()?;
+        if self.growth_tracker >= self.growth_interval {
+            return refuse(
+                "growth_tracker",
+                format!("under growth_interval, {}", self.growth_interval),
+                self.growth_tracker.to_string(),
+                "it goes back to 0 when it reaches the interval; was it changed?",
+            );
+        }
+        Ok(())
+    }
+
+    /// The state after a step that did or did not overflow.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where the scale would leave the normal numbers of `f32` at their lower end.
+    pub(super) fn after(self, overflowed: bool) -> Result<Self> {
+        if overflowed {
+            return self.backed_off();
+        }
+        let growth_tracker = self.growth_tracker + 1;
+        if growth_tracker < self.growth_interval {
+            return Ok(Self {
+                growth_tracker,
+                ..self
+            });
+        }
+        let grown = as_f32(self.scale * self.growth_factor);
+        Ok(Self {
+            scale: if grown.is_finite() { grown } else { self.scale },
+            growth_tracker: 0,
+            ..self
+        })
+    }
+
+    fn backed_off(self) -> Result<Self> {
+        let scale = as_f32(self.scale * self.backoff_factor);
+        if !is_scale(scale) {
+            return Err(Error::Data {
+                what: "GradScaler: gradients of many steps in a row".into(),
+                expected: "finite ones at some scale".into(),
+                got: format!("none, down to a scale of {:e}", self.scale),
+                hint: "the run has diverged, and no scale helps: go back to a checkpoint, and lower the learning rate"
+                    .into(),
+            });
+        }
+        Ok(Self {
+            scale,
+            growth_tracker: 0,
+            ..self
+        })
+    }
+}
+
+/// Rounded as PyTorch keeps it, infinite where it is too large.
+fn as_f32(scale: f64) -> f64 {
+    f64::from(scale as f32)
+}

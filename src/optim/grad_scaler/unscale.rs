@@ -1,0 +1,120 @@
+//! Gradients divided by the scale, and whether they are finite: one pass over each on the CPU.
+
+use super::super::gradients::{Owners, gradient_of};
+use super::super::inplace::{Element, all_finite, lend, no_kernel, read, wide};
+use super::{GradScaler, Progress};
+use crate::Result;
+use crate::kernels::cpu::{parallel::filled, unscale as kernel};
+use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
+use half::{bf16, f16};
+
+impl GradScaler {
+    /// Unscales the gradients of parameters of which none is unscaled. All are looked at before one is changed.
+    pub(super) fn unscale_all(
+        &mut self,
+        op: &'static str,
+        gradients: &mut GradStore,
+        parameters: &[(String, Var)],
+    ) -> Result<()> {
+        for (name, var) in parameters {
+            gradient_of(op, gradients, name, var)?;
+        }
+        let factor = 1.0 / self.state.scale;
+        let owners = Owners::new(gradients, parameters);
+        for (name, var) in parameters {
+            let gradient = gradient_of(op, gradients, name, var)?;
+            let unscaled = unscale(gradient, factor, &owners)?;
+            if let Some(replacement) = unscaled.replacement {
+                gradients.insert(var, replacement);
+            }
+            if !unscaled.finite && self.non_finite.is_none() {
+                self.non_finite = Some(name.clone());
+            }
+            let progress = Progress {
+                finite: unscaled.finite,
+                stepped: false,
+            };
+            self.unscaled.insert(var.id(), progress);
+        }
+        Ok(())
+    }
+}
+
+/// What became of a gradient.
+struct Unscaled {
+    /// The gradient to put in its place, where it was not overwritten.
+    replacement: Option<Tensor>,
+    /// Whether no element is infinite or NaN.
+    finite: bool,
+}
+
+/// `gradient * factor`, where it lies if nobody else sees it; in `f32` if it is `f16`.
+fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<Unscaled> {
+    let gradient = gradient.detach();
+    if !gradient.device().is_cpu() {
+        let scaled = (gradient.to_dtype(kept_in(gradient.dtype()))? * factor)?;
+        let finite = all_finite(&scaled)?;
+        return Ok(Unscaled {
+            replacement: Some(scaled),
+            finite,
+        });
+    }
+    if gradient.dtype() == DType::F16 {
+        let (scaled, finite) = widened(&gradient.contiguous()?, factor)?;
+        return Ok(Unscaled {
+            replacement: Some(scaled),
+            finite,
+        });
+    }
+    if owners.is_alone(&gradient) {
+        let finite = in_place(&gradient, factor)?;
+        return Ok(Unscaled {
+            replacement: None,
+            finite,
+        });
+    }
+    let copy = gradient.force_contiguous()?;
+    let finite = in_place(&copy, factor)?;
+    Ok(Unscaled {
+        replacement: Some(copy),
+        finite,
+    })
+}
+
+/// The type of an unscaled gradient. `f16` loses what is under 6e-8, which is what the scale was for; `bf16` reaches as
+/// far as `f32`.
+fn kept_in(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 => wide(dtype),
+        other => other,
+    }
+}
+
+fn in_place(gradient: &Tensor, factor: f64) -> Result<bool> {
+    let finite = match gradient.dtype() {
+        DType::F32 => in_place_as::<f32>(gradient, factor),
+        DType::F64 => in_place_as::<f64>(gradient, factor),
+        DType::BF16 => in_place_as::<bf16>(gradient, factor),
+        other => no_kernel("unscale", other),
+    }?;
+    Ok(finite)
+}
+
+fn in_place_as<T: Element>(gradient: &Tensor, factor: f64) -> candle_core::Result<bool> {
+    let mut finite = false;
+    lend(gradient, |x: &mut [T]| {
+        finite = kernel::in_place(x, factor);
+        Ok(())
+    })?;
+    Ok(finite)
+}
+
+fn widened(gradient: &Tensor, factor: f64) -> Result<(Tensor, bool)> {
+    let mut finite = false;
+    let elements = read(gradient, |x: &[f16]| {
+        filled(x.len(), |y| finite = kernel::widening(x, factor, y))
+            .map_err(candle_core::Error::wrap)
+    })?;
+    let scaled = Tensor::from_vec(elements, gradient.shape(), &Device::Cpu)?;
+    Ok((scaled, finite))
+}

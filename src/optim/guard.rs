@@ -1,0 +1,96 @@
+//! Numbers that must be finite, looked at before they spoil the weights.
+
+use super::gradients::{distinct, gradient_of};
+use super::inplace;
+use crate::{Error, Result};
+use candle_core::{DType, Tensor, Var, backprop::GradStore};
+
+/// What helps where training in `f32` or `bf16` has diverged.
+pub(crate) const DIVERGED: &str =
+    "lower the learning rate, warm up for longer, or clip gradients; in f16 scale the loss";
+
+/// An error unless the loss and every parameter's gradient are finite; called before the update, it keeps the weights.
+/// Returns the loss's value.
+///
+/// One pass over the gradients, which changes nothing. Who clips them needs it for the loss alone, for
+/// [`clip_grad_norm_checked`](super::clip_grad_norm_checked) sees the gradients anyway; who scales the loss does not need
+/// it, for [`GradScaler`](super::GradScaler) does the same and skips the step.
+///
+/// # Errors
+/// [`Error::Data`] naming the loss or the first parameter whose gradient is infinite or NaN;
+/// [`Error::MissingGradient`] names a parameter without a gradient; [`Error::Shape`] for a loss that is not a scalar.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::optim::check_finite;
+///
+/// let weight = Var::from_slice(&[0f32, 1.0], 2, &Device::Cpu)?;
+/// let parameters = || [("weight".to_string(), weight.clone())];
+/// let loss = weight.sqrt()?.sum_all()?; // finite, but its slope at 0 is not
+/// let gradients = loss.backward()?;
+/// let error = check_finite(&loss, &gradients, parameters()).unwrap_err();
+/// assert!(error.to_string().starts_with("the gradient of parameter weight: expected finite numbers"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn check_finite(
+    loss: &Tensor,
+    gradients: &GradStore,
+    parameters: impl IntoIterator<Item = (String, Var)>,
+) -> Result<f64> {
+    if loss.rank() != 0 {
+        return Err(Error::Shape {
+            op: CHECK,
+            expected: "a scalar loss".into(),
+            got: format!("{:?}", loss.dims()),
+            hint: "take its mean or its sum".into(),
+        });
+    }
+    let value = value_of(loss)?;
+    finite_loss(value, || "the loss".into())?;
+    let parameters = distinct(parameters);
+    match first_non_finite(CHECK, gradients, &parameters)? {
+        None => Ok(value),
+        Some(name) => Err(Error::Data {
+            what: format!("the gradient of parameter {name}"),
+            expected: "finite numbers".into(),
+            got: "infinity or NaN".into(),
+            hint: DIVERGED.into(),
+        }),
+    }
+}
+
+/// The operation's name in errors.
+const CHECK: &str = "check_finite";
+
+/// A scalar's value. Converted on the host, for `f64` is not on every device.
+pub(crate) fn value_of(loss: &Tensor) -> Result<f64> {
+    let loss = loss.detach().to_device(&candle_core::Device::Cpu)?;
+    Ok(loss.to_dtype(DType::F64)?.to_scalar::<f64>()?)
+}
+
+/// An error that says `what` unless the loss is a number.
+pub(crate) fn finite_loss(loss: f64, what: impl FnOnce() -> String) -> Result<()> {
+    if loss.is_finite() {
+        return Ok(());
+    }
+    Err(Error::Data {
+        what: what(),
+        expected: "a finite number".into(),
+        got: loss.to_string(),
+        hint: DIVERGED.into(),
+    })
+}
+
+/// The name of the first parameter whose gradient is infinite or NaN.
+pub(super) fn first_non_finite<'a>(
+    op: &'static str,
+    gradients: &GradStore,
+    parameters: &'a [(String, Var)],
+) -> Result<Option<&'a str>> {
+    for (name, var) in parameters {
+        if !inplace::all_finite(gradient_of(op, gradients, name, var)?)? {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
+}

@@ -1,0 +1,271 @@
+//! Which class an op belongs to.
+
+use super::lists;
+use super::promote::{is_castable, promoted};
+use crate::{Error, Result};
+use candle_core::DType;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// In which dtype an op computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OpClass {
+    /// In the lower dtype: products, where half precision pays, and sums are taken in f32 anyway.
+    Lower,
+    /// In f32: large sums, exponentials, losses.
+    F32,
+    /// In the widest dtype of its inputs, and at least the lower one.
+    Widest,
+    /// In its inputs' dtype; inputs of several are promoted (f16 + f32 is f32).
+    Follow,
+}
+
+impl OpClass {
+    /// As tables name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lower => "lower",
+            Self::F32 => "f32",
+            Self::Widest => "widest",
+            Self::Follow => "follow",
+        }
+    }
+}
+
+impl fmt::Display for OpClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// An autocast policy: the class of every op, by PyTorch's name or this crate's, and the lower dtype.
+///
+/// PyTorch's two differ: [`cuda`](Self::cuda) computes softmax, layer norm, exponentials and sums in f32, where
+/// [`cpu`](Self::cpu) lets them follow their inputs. Either may be used on any device, and changed by
+/// [`with`](Self::with). It displays as a table:
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::precision::{Autocast, OpClass};
+///
+/// let policy = Autocast::cpu(DType::BF16).with("softmax", OpClass::F32);
+/// assert_eq!(policy.class("softmax"), OpClass::F32);
+/// assert_eq!(policy.class("linear"), OpClass::Lower);
+/// assert_eq!(policy.class("no op of PyTorch's"), OpClass::Follow);
+/// println!("{policy}");
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Autocast {
+    /// `None` casts nothing.
+    lower: Option<DType>,
+    classes: BTreeMap<String, OpClass>,
+    caches_weights: bool,
+}
+
+impl Autocast {
+    /// PyTorch's policy for CUDA, with `lower` (f16 is its default) for the ops that are better off in it.
+    ///
+    /// A dtype that is neither f16 nor bf16 is refused by [`enter`](Self::enter).
+    pub fn cuda(lower: DType) -> Self {
+        Self::of_lists(
+            lower,
+            lists::CUDA_LOWER,
+            lists::CUDA_F32,
+            lists::CUDA_WIDEST,
+        )
+    }
+
+    /// PyTorch's policy for the CPU, with `lower` (bf16 is its default) for the ops that are better off in it.
+    ///
+    /// A dtype that is neither f16 nor bf16 is refused by [`enter`](Self::enter).
+    pub fn cpu(lower: DType) -> Self {
+        Self::of_lists(lower, lists::CPU_LOWER, lists::CPU_F32, lists::CPU_WIDEST)
+    }
+
+    /// No casts: what switches them off inside of a region, `torch.autocast(enabled=False)`.
+    pub fn disabled() -> Self {
+        Self {
+            lower: None,
+            classes: BTreeMap::new(),
+            caches_weights: false,
+        }
+    }
+
+    fn of_lists(dtype: DType, lower: &str, f32: &str, widest: &str) -> Self {
+        let mut classes = BTreeMap::new();
+        let lists = [
+            (lists::FOLLOW, OpClass::Follow),
+            (lower, OpClass::Lower),
+            (f32, OpClass::F32),
+            (widest, OpClass::Widest),
+        ];
+        for (names, class) in lists {
+            classes.extend(
+                names
+                    .split_whitespace()
+                    .map(|name| (name.to_string(), class)),
+            );
+        }
+        let policy = Self {
+            lower: Some(dtype),
+            classes,
+            caches_weights: true,
+        };
+        let own = lists::OWN_NAMES.iter();
+        own.fold(policy, |policy, (own, pytorch)| {
+            let class = policy.class(pytorch);
+            policy.with(own, class)
+        })
+    }
+
+    /// The same policy with `op` in another class. PyTorch's name moves this crate's ops of that class too: with
+    /// `scaled_dot_product_attention` go `attention::naive` and `attention::flash`, with `linear` goes `swiglu_linear`.
+    ///
+    /// Any name will do: [`ops::cast_for`](crate::ops::cast_for) asks for the class of whatever it is given.
+    pub fn with(mut self, op: &str, class: OpClass) -> Self {
+        let own = lists::OWN_NAMES.iter();
+        let moved = own
+            .filter(|(_, pytorch)| *pytorch == op)
+            .map(|(own, _)| *own);
+        for name in moved.chain([op]) {
+            self.classes.insert(name.to_string(), class);
+        }
+        self
+    }
+
+    /// The same policy, keeping cast weights until the outermost region ends (as it does unless told otherwise), or not:
+    /// PyTorch's `cache_enabled`.
+    ///
+    /// Without, a weight that is used several times is cast as often, and its copy lives as long as something needs it:
+    /// under [`no_grad`](crate::no_grad) until its op is done, otherwise until the graph goes.
+    pub fn with_weight_cache(self, caches_weights: bool) -> Self {
+        Self {
+            caches_weights,
+            ..self
+        }
+    }
+
+    /// The lower dtype; `None` if it is [disabled](Self::disabled).
+    pub fn lower_dtype(&self) -> Option<DType> {
+        self.lower
+    }
+
+    /// The class of `op`: [`OpClass::Follow`] for names it does not know.
+    pub fn class(&self, op: &str) -> OpClass {
+        self.classes.get(op).copied().unwrap_or(OpClass::Follow)
+    }
+
+    /// Every op that it knows with its class, by name: the rows of a table.
+    pub fn classes(&self) -> impl Iterator<Item = (&str, OpClass)> {
+        self.classes.iter().map(|(op, class)| (op.as_str(), *class))
+    }
+
+    pub(super) fn caches_weights(&self) -> bool {
+        self.caches_weights
+    }
+
+    /// Refuses a lower dtype that is not lower.
+    pub(super) fn check(&self) -> Result<()> {
+        match self.lower {
+            None | Some(DType::F16 | DType::BF16) => Ok(()),
+            Some(other) => Err(Error::DType {
+                op: "autocast",
+                expected: "f16 or bf16".into(),
+                got: other.as_str().into(),
+                hint: "f32 needs no region; Autocast::disabled() casts nothing".into(),
+            }),
+        }
+    }
+
+    /// The dtype that `op` should compute in for inputs of these; `None` where nothing needs a cast.
+    pub(super) fn decide(&self, op: &str, inputs: &[DType]) -> Option<DType> {
+        let lower = self.lower?;
+        let class = self.class(op);
+        let target = match class {
+            OpClass::Lower => lower,
+            OpClass::F32 => DType::F32,
+            OpClass::Widest => {
+                let castable = inputs.iter().copied().filter(|dtype| is_castable(*dtype));
+                promoted(&castable.chain([lower]).collect::<Vec<_>>())?
+            }
+            OpClass::Follow => promoted(inputs)?,
+        };
+        let changes = |dtype: &DType| is_castable(*dtype) && *dtype != target;
+        inputs.iter().any(changes).then_some(target)
+    }
+}
+
+/// A table of all ops that it knows, by class.
+impl fmt::Display for Autocast {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(lower) = self.lower else {
+            return write!(f, "autocast is off");
+        };
+        let width = self
+            .classes
+            .keys()
+            .map(String::len)
+            .max()
+            .unwrap_or_default();
+        writeln!(f, "{:width$}  class   computes in", "op")?;
+        for (op, class) in self.classes() {
+            let dtype = match class {
+                OpClass::Lower => lower.as_str(),
+                OpClass::F32 => "f32",
+                OpClass::Widest => "the widest of its inputs",
+                OpClass::Follow => "its inputs'",
+            };
+            writeln!(f, "{op:width$}  {class:6}  {dtype}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use DType::{BF16, F16, F32, F64, U32};
+
+    #[test]
+    fn each_class_decides_as_pytorch_does() {
+        let policy = Autocast::cuda(BF16);
+        let table: [(&str, &[DType], Option<DType>); 18] = [
+            ("linear", &[F32, F32], Some(BF16)),
+            ("linear", &[BF16, F32], Some(BF16)),
+            ("linear", &[F16, BF16], Some(BF16)),
+            ("linear", &[BF16, BF16], None),
+            ("linear", &[F64, F64], None),
+            ("linear", &[F32, F64], Some(BF16)), // of the f32, not of the f64
+            ("softmax", &[BF16], Some(F32)),
+            ("softmax", &[F32], None),
+            ("softmax", &[F64], None),
+            ("softmax", &[U32], None),
+            ("addcmul", &[BF16, BF16], None),
+            ("addcmul", &[BF16, F32], Some(F32)),
+            ("addcmul", &[F16, F16], Some(F32)), // where PyTorch raises: f16 in a bf16 region
+            ("addcmul", &[F64, BF16], None),
+            ("add", &[BF16, F32], Some(F32)),
+            ("add", &[F16, BF16], Some(F32)),
+            ("add", &[F32, F64], Some(F64)),
+            ("unheard_of", &[BF16, BF16], None),
+        ];
+        for (op, inputs, wanted) in table {
+            assert_eq!(policy.decide(op, inputs), wanted, "{op} {inputs:?}");
+            assert_eq!(Autocast::disabled().decide(op, inputs), None);
+        }
+    }
+
+    #[test]
+    fn no_name_is_on_two_lists() {
+        let cuda = [lists::CUDA_LOWER, lists::CUDA_F32, lists::CUDA_WIDEST];
+        let cpu = [lists::CPU_LOWER, lists::CPU_F32, lists::CPU_WIDEST];
+        for lists in [cuda, cpu] {
+            let all = lists.join(" ");
+            let mut names: Vec<&str> = all.split_whitespace().collect();
+            let count = names.len();
+            names.sort_unstable();
+            names.dedup();
+            assert_eq!(names.len(), count);
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! The loss scaler: its rule, what it does to gradients, what it refuses, and training in f16 with it.
+
+mod gradients;
+mod refusals;
+mod rule;
+mod training;
+
+use super::{named, noise, store, values, var};
+use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
+use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+
+fn scaler() -> GradScaler {
+    GradScaler::new(GradScalerConfig::default()).unwrap()
+}
+
+fn adamw(vars: &[&Var]) -> AdamW {
+    AdamW::new(named(vars), AdamWConfig::default()).unwrap()
+}
+
+/// A store with one gradient of these numbers for `var`, of `dtype`.
+fn gradient(var: &Var, numbers: &[f64], dtype: DType) -> GradStore {
+    store(&[(var, tensor(numbers, dtype))])
+}
+
+fn tensor(numbers: &[f64], dtype: DType) -> Tensor {
+    let tensor = Tensor::new(numbers, &Device::Cpu).unwrap();
+    tensor.to_dtype(dtype).unwrap()
+}

@@ -1,0 +1,48 @@
+//! `tallow::precision`, and what ops do in its regions.
+
+mod arithmetic;
+mod cache;
+mod own_ops;
+mod pytorch;
+mod regions;
+mod values;
+
+use candle_core::{DType, Device, Tensor, Var};
+use tallow::precision::Autocast;
+
+/// Numbers between 0.5 and 1.5 without a pattern, another sequence for each `salt`.
+fn numbers(shape: &[usize], dtype: DType, salt: usize) -> Tensor {
+    let n: usize = shape.iter().product();
+    let draw =
+        |i: usize| (((i + 1) * 7919 + salt * 104_729) as f64 * 0.618_033_988_75).fract() + 0.5;
+    let values: Vec<f64> = (0..n).map(draw).collect();
+    let tensor = Tensor::from_vec(values, shape, &Device::Cpu).unwrap();
+    tensor.to_dtype(dtype).unwrap()
+}
+
+fn var(shape: &[usize], dtype: DType, salt: usize) -> Var {
+    Var::from_tensor(&numbers(shape, dtype, salt)).unwrap()
+}
+
+fn elements(tensor: &Tensor) -> Vec<f64> {
+    let flat = tensor.to_dtype(DType::F64).and_then(|t| t.flatten_all());
+    flat.unwrap().to_vec1().unwrap()
+}
+
+/// Equal dtypes, shapes and elements, to the bit.
+#[track_caller]
+fn same(got: &Tensor, wanted: &Tensor) {
+    assert_eq!((got.dtype(), got.dims()), (wanted.dtype(), wanted.dims()));
+    let bits = |t: &Tensor| -> Vec<u64> { elements(t).into_iter().map(f64::to_bits).collect() };
+    assert_eq!(bits(got), bits(wanted));
+}
+
+/// Both policies with both dtypes.
+fn policies() -> Vec<(&'static str, DType, Autocast)> {
+    let mut all = Vec::new();
+    for dtype in [DType::BF16, DType::F16] {
+        all.push(("cuda", dtype, Autocast::cuda(dtype)));
+        all.push(("cpu", dtype, Autocast::cpu(dtype)));
+    }
+    all
+}

@@ -1,0 +1,190 @@
+//! Promotion, broadcasting, and sums of half precision.
+
+use super::*;
+use rstest::rstest;
+use tallow::{Error, Result, autocast, no_grad, ops};
+
+type Binary = fn(&Tensor, &Tensor) -> Result<Tensor>;
+
+const OPS: [(&str, Binary); 4] = [
+    ("add", ops::add),
+    ("sub", ops::sub),
+    ("mul", ops::mul),
+    ("div", ops::div),
+];
+
+#[test]
+fn dtypes_are_promoted_as_in_pytorch_inside_and_outside() {
+    use DType::{BF16, F16, F32, F64, I64, U32};
+    let table = [
+        (F16, F16, F16),
+        (BF16, BF16, BF16),
+        (F16, BF16, F32),
+        (F16, F32, F32),
+        (BF16, F32, F32),
+        (F32, F32, F32),
+        (F16, F64, F64),
+        (F32, F64, F64),
+        (F16, U32, F16),
+        (I64, F32, F32),
+    ];
+    for (left, right, wanted) in table {
+        for (a, b_dtype) in [(left, right), (right, left)] {
+            let a = numbers(&[2, 3], a, 1);
+            let b = (numbers(&[2, 3], F32, 2) + 1.0).unwrap(); // an integer is not 0
+            let b = b.to_dtype(b_dtype).unwrap();
+            for (name, op) in OPS {
+                let outside = op(&a, &b).unwrap();
+                assert_eq!(outside.dtype(), wanted, "{name}");
+                let by_hand = op(&a.to_dtype(wanted).unwrap(), &b.to_dtype(wanted).unwrap());
+                same(&outside, &by_hand.unwrap());
+                for (_, _, policy) in policies() {
+                    same(&autocast(policy, || op(&a, &b)).unwrap(), &outside);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn values_and_gradients_are_candles() {
+    let candle: [Binary; 4] = [
+        |a, b| Ok(a.broadcast_add(b)?),
+        |a, b| Ok(a.broadcast_sub(b)?),
+        |a, b| Ok(a.broadcast_mul(b)?),
+        |a, b| Ok(a.broadcast_div(b)?),
+    ];
+    let shapes: [(&[usize], &[usize]); 4] = [
+        (&[2, 3], &[2, 3]),
+        (&[2, 3], &[3]),
+        (&[2, 1], &[1, 3]),
+        (&[], &[2, 3]),
+    ];
+    for ((name, ours), theirs) in OPS.into_iter().zip(candle) {
+        for (a, b) in shapes {
+            let (a, b) = (var(a, DType::F64, 1), var(b, DType::F64, 2));
+            let (got, wanted) = (ours(&a, &b).unwrap(), theirs(&a, &b).unwrap());
+            same(&got, &wanted);
+            let (got, wanted) = (got.backward().unwrap(), wanted.backward().unwrap());
+            for x in [&a, &b] {
+                same(got.get(x).expect(name), wanted.get(x).unwrap());
+            }
+            assert!(!no_grad(|| ours(&a, &b)).unwrap().track_op());
+        }
+    }
+}
+
+/// candle's own sum over a broadcast would stop at 256 in bf16.
+#[rstest]
+fn a_broadcast_operands_gradient_is_summed_in_f32(
+    #[values(DType::BF16, DType::F16)] dtype: DType,
+    #[values(0, 1)] which: usize,
+) {
+    let rows = Tensor::zeros((4096, 3), dtype, &Device::Cpu).unwrap();
+    let bias = Var::zeros(3, dtype, &Device::Cpu).unwrap();
+    let sum = match which {
+        0 => ops::add(&bias, &rows),
+        _ => ops::add(&rows, &bias),
+    };
+    let sum = sum.unwrap();
+    assert_eq!((sum.dtype(), sum.dims()), (dtype, &[4096, 3][..]));
+    let gradients = sum.backward().unwrap(); // of ones
+    assert_eq!(elements(gradients.get(&bias).unwrap()), [4096.0; 3]);
+}
+
+#[rstest]
+fn sums_and_means_of_half_precision_keep_their_digits(
+    #[values(DType::BF16, DType::F16)] dtype: DType,
+) {
+    let ones = Tensor::ones(4096, dtype, &Device::Cpu).unwrap();
+    let total = ops::sum(&ones).unwrap();
+    assert_eq!((total.dtype(), elements(&total)), (dtype, vec![4096.0]));
+    assert_eq!(elements(&ops::mean(&ones).unwrap()), [1.0]);
+    // A total beyond f16, which only f32 holds: the class of sums under CUDA's policy.
+    let hundreds = (ones * 100.0).unwrap();
+    let total = autocast(Autocast::cuda(dtype), || ops::sum(&hundreds)).unwrap();
+    assert_eq!(
+        (total.dtype(), elements(&total)),
+        (DType::F32, vec![409_600.0])
+    );
+}
+
+#[test]
+fn functions_and_their_derivatives() {
+    type Unary = fn(&Tensor) -> Result<Tensor>;
+    type Real = fn(f64) -> f64;
+    let table: [(Unary, Real, Real); 4] = [
+        (ops::exp, f64::exp, f64::exp),
+        (ops::log, f64::ln, f64::recip),
+        (|x| ops::pow(x, 2.5), |x| x.powf(2.5), |x| 2.5 * x.powf(1.5)),
+        (ops::rsqrt, |x| x.sqrt().recip(), |x| -0.5 * x.powf(-1.5)),
+    ];
+    for (f, value, derivative) in table {
+        for (dtype, bound) in [
+            (DType::F64, 1e-14),
+            (DType::F32, 1e-6),
+            (DType::F16, 5.1e-4),
+            (DType::BF16, 4e-3),
+        ] {
+            let x = var(&[3, 5], dtype, 1);
+            let y = f(&x).unwrap();
+            assert_eq!(y.dtype(), dtype);
+            let gradient = y.backward().unwrap().get(&x).unwrap().clone();
+            for ((x, y), dx) in elements(&x)
+                .into_iter()
+                .zip(elements(&y))
+                .zip(elements(&gradient))
+            {
+                let close = |got: f64, wanted: f64| (got - wanted).abs() <= bound * wanted.abs();
+                assert!(close(y, value(x)), "{dtype:?}: {y} of {x}");
+                assert!(close(dx, derivative(x)), "{dtype:?}: {dx} at {x}");
+            }
+        }
+    }
+    // exp(log_softmax) sums to one, and -log_softmax of the target is the cross-entropy.
+    let logits = numbers(&[3, 7], DType::F64, 2);
+    let p = ops::log_softmax(&logits).unwrap();
+    let sums = p.exp().unwrap().sum(1).unwrap();
+    assert!(elements(&sums).iter().all(|s| (s - 1.0).abs() < 1e-14));
+    let targets = Tensor::new(&[3u32, 0, 6], &Device::Cpu).unwrap();
+    let picked = p.gather(&targets.unsqueeze(1).unwrap(), 1).unwrap();
+    let loss = elements(&ops::cross_entropy(&logits, &targets).unwrap())[0];
+    assert!((elements(&picked.mean_all().unwrap())[0] + loss).abs() < 1e-14);
+}
+
+#[test]
+fn bad_input_is_refused_in_words() {
+    let refused = |result: Result<Tensor>, parts: &[&str]| {
+        let error = result.unwrap_err();
+        let text = error.to_string();
+        for part in parts {
+            assert!(text.contains(part), "{part:?} is not in {text:?}");
+        }
+        error
+    };
+    let x = numbers(&[2, 3], DType::F32, 1);
+    let ids = x.to_dtype(DType::U32).unwrap();
+    for (name, op) in OPS {
+        refused(op(&ids, &ids), &[name, "bf16", "u32 and u32"]);
+        let error = refused(
+            op(&x, &x.t().unwrap()),
+            &[name, "[2, 3] and [3, 2]", "broadcast"],
+        );
+        assert!(matches!(error, Error::Shape { .. }));
+    }
+    for (name, result) in [
+        ("exp", ops::exp(&ids)),
+        ("pow", ops::pow(&ids, 2.0)),
+        ("sum", ops::sum(&ids)),
+        ("log_softmax", ops::log_softmax(&ids)),
+    ] {
+        refused(result, &[name, "floating-point", "u32"]);
+    }
+    let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu).unwrap();
+    refused(ops::mean(&empty), &["mean", "at least one element"]);
+    refused(ops::log_softmax(&empty), &["log_softmax", "last dimension"]);
+    refused(
+        ops::cast(&x, DType::U32),
+        &["cast", "floating-point dtype", "u32"],
+    );
+}

@@ -1,0 +1,112 @@
+//! Where a region begins and ends.
+
+use super::*;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use tallow::precision::current;
+use tallow::{Error, Result, autocast, ops};
+
+/// The dtype that a product of f32 has here.
+fn here() -> DType {
+    let x = numbers(&[3, 3], DType::F32, 1);
+    ops::matmul(&x, &x).unwrap().dtype()
+}
+
+#[test]
+fn regions_nest_and_the_innermost_holds() {
+    assert_eq!(here(), DType::F32);
+    let done = autocast(Autocast::cuda(DType::BF16), || {
+        assert_eq!(here(), DType::BF16);
+        autocast(Autocast::cpu(DType::F16), || {
+            assert_eq!(here(), DType::F16);
+            autocast(Autocast::disabled(), || {
+                assert_eq!((here(), current()), (DType::F32, None));
+                autocast(Autocast::cuda(DType::F16), || {
+                    assert_eq!(here(), DType::F16);
+                    Ok(())
+                })
+            })?;
+            assert_eq!(
+                (here(), current()),
+                (DType::F16, Some(Autocast::cpu(DType::F16)))
+            );
+            Ok(())
+        })?;
+        assert_eq!(here(), DType::BF16);
+        Ok(7)
+    });
+    assert_eq!(done.unwrap(), 7);
+    assert_eq!((here(), current()), (DType::F32, None));
+}
+
+#[test]
+fn errors_and_panics_end_them() {
+    let failed: Result<()> = autocast(Autocast::cuda(DType::BF16), || {
+        autocast(Autocast::cuda(DType::F16), || {
+            Err(Error::Plot("on purpose".into()))
+        })
+    });
+    assert!(failed.unwrap_err().to_string().contains("on purpose"));
+    assert_eq!(here(), DType::F32);
+
+    let caught = autocast(Autocast::cuda(DType::BF16), || {
+        let caught = catch_unwind(AssertUnwindSafe(|| {
+            autocast::<()>(Autocast::cuda(DType::F16), || panic!("inside"))
+        }));
+        assert_eq!(here(), DType::BF16);
+        Ok(caught.is_err())
+    });
+    assert!(caught.unwrap());
+    let caught = catch_unwind(|| {
+        let _region = Autocast::cuda(DType::F16).enter().unwrap();
+        panic!("inside");
+    });
+    assert!(caught.is_err());
+    assert_eq!((here(), current()), (DType::F32, None));
+}
+
+#[test]
+fn guards_end_their_own_region_in_whatever_order() {
+    let outer = Autocast::cuda(DType::BF16).enter().unwrap();
+    let inner = Autocast::cuda(DType::F16).enter().unwrap();
+    drop(outer);
+    assert_eq!(here(), DType::F16);
+    drop(inner);
+    assert_eq!(here(), DType::F32);
+}
+
+#[test]
+fn threads_have_their_own() {
+    autocast(Autocast::cuda(DType::BF16), || {
+        std::thread::scope(|scope| {
+            let elsewhere = scope.spawn(|| {
+                let before = here();
+                let _region = Autocast::cuda(DType::F16).enter().unwrap();
+                (before, here())
+            });
+            assert_eq!(elsewhere.join().unwrap(), (DType::F32, DType::F16));
+        });
+        assert_eq!(here(), DType::BF16);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_lower_dtype_must_be_lower() {
+    for dtype in [DType::F32, DType::F64, DType::U32, DType::F8E4M3] {
+        for policy in [Autocast::cuda(dtype), Autocast::cpu(dtype)] {
+            let error = autocast::<()>(policy.clone(), || panic!("nothing may run")).unwrap_err();
+            let text = error.to_string();
+            for part in [
+                "autocast",
+                "f16 or bf16",
+                dtype.as_str(),
+                "Autocast::disabled",
+            ] {
+                assert!(text.contains(part), "{part:?} is not in {text:?}");
+            }
+            assert!(policy.enter().is_err());
+        }
+    }
+    assert_eq!(here(), DType::F32);
+}
