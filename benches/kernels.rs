@@ -2,17 +2,19 @@
 //!
 //! `cargo bench --bench kernels [-- FILTER]`. Criterion's `thrpt` is in GiB/s (bytes that must move) for the
 //! memory-bound kernels, in Gelem/s (1 element = 1 FLOP) for matrix products. Shapes are those of the tiny preset at batch
-//! 4, context 256: N = 1024 tokens, D = 512, F = 1344, H = 16, Dh = 32, V = 10,000.
+//! 4, context 256: N = 1024 tokens, D = 512, F = 1344, H = 16, Dh = 32, V = 10,000. A name without a dtype is f32's.
 
+use candle_core::{DType, WithDType};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use half::{bf16, f16};
 use rayon::prelude::*;
 use std::hint::black_box;
 use tallow::kernels::Mask;
 use tallow::kernels::cpu::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::kernels::cpu::heads::{Heads, split};
 use tallow::kernels::cpu::{
-    adamw, cross_entropy, embedding, flash_attention, layer_norm, relu, rms_norm, rope, simd,
-    softmax, swiglu,
+    Stored, adamw, cross_entropy, embedding, flash_attention, layer_norm, relu, rms_norm, rope,
+    simd, softmax, swiglu,
 };
 
 const TOKENS: usize = 1024;
@@ -27,22 +29,27 @@ const HEADS: Heads = Heads {
 };
 
 /// `n` values in (-1, 1) that no branch predictor or denormal profits from.
-fn values(n: usize) -> Vec<f32> {
-    (0..n).map(|i| ((i as f32) * 0.618).sin()).collect()
+fn values<T: WithDType>(n: usize) -> Vec<T> {
+    let value = |i| T::from_f64(f64::from(((i as f32) * 0.618).sin()));
+    (0..n).map(value).collect()
 }
 
-/// A bench of a kernel that moves `floats` f32 values.
-fn memory(c: &mut Criterion, name: &str, floats: usize, mut kernel: impl FnMut()) {
+/// A bench of a kernel that moves `count` values of type `T`.
+fn memory<T: WithDType>(c: &mut Criterion, name: &str, count: usize, mut kernel: impl FnMut()) {
     let mut group = c.benchmark_group("memory");
-    group.throughput(Throughput::Bytes(4 * floats as u64));
+    group.throughput(Throughput::Bytes((size_of::<T>() * count) as u64));
+    let name = match T::DTYPE {
+        DType::F32 => name.into(),
+        half => format!("{name} {}", half.as_str()),
+    };
     group.bench_function(name, |b| b.iter(&mut kernel));
     group.finish();
 }
 
 fn floor(c: &mut Criterion) {
     let n = 1 << 24;
-    let (from, mut to) = (values(n), vec![0f32; n]);
-    memory(c, "floor/copy", 2 * n, || {
+    let (from, mut to) = (values::<f32>(n), vec![0f32; n]);
+    memory::<f32>(c, "floor/copy", 2 * n, || {
         to.par_chunks_mut(1 << 16)
             .zip(from.par_chunks(1 << 16))
             .for_each(|(to, from)| to.copy_from_slice(from));
@@ -174,88 +181,93 @@ fn flash(c: &mut Criterion) {
     group.finish();
 }
 
-fn norms(c: &mut Criterion) {
+fn norms<T: Stored<Wide = f32>>(c: &mut Criterion) {
     let n = TOKENS * D;
-    let (x, dy, w, b) = (values(n), values(n), values(D), values(D));
-    let (mut y, mut dx) = (vec![0f32; n], vec![0f32; n]);
+    let (x, dy): (Vec<T>, Vec<T>) = (values(n), values(n));
+    let (w, b) = (values(D), values(D));
+    let (mut y, mut dx) = (vec![T::zero(); n], vec![T::zero(); n]);
     let (mut rstd, mut statistics) = (vec![0f32; TOKENS], vec![0f32; 2 * TOKENS]);
     let (mut dw, mut db) = (vec![0f32; D], vec![0f32; D]);
-    memory(c, "rms_norm forward", 2 * n, || {
+    memory::<T>(c, "rms_norm forward", 2 * n, || {
         rms_norm::forward(&x, &w, 1e-5, &mut y, &mut rstd);
     });
     // x and dy are read twice: for dx by rows, for dw by columns.
-    memory(c, "rms_norm backward", 3 * n, || {
+    memory::<T>(c, "rms_norm backward", 3 * n, || {
         rms_norm::backward(&dy, &x, &w, &rstd, &mut dx, &mut dw);
     });
-    memory(c, "layer_norm forward", 2 * n, || {
+    memory::<T>(c, "layer_norm forward", 2 * n, || {
         layer_norm::forward(&x, &w, &b, 1e-5, &mut y, &mut statistics);
     });
-    memory(c, "layer_norm backward", 3 * n, || {
+    memory::<T>(c, "layer_norm backward", 3 * n, || {
         layer_norm::backward(&dy, &x, &w, &statistics, &mut dx, &mut dw, &mut db);
     });
 }
 
-fn elementwise(c: &mut Criterion) {
+fn elementwise<T: Stored<Wide = f32>>(c: &mut Criterion) {
     let n = TOKENS * F;
-    let (gate, up, dy) = (values(n), values(n), values(n));
-    let (mut y, mut z) = (vec![0f32; n], vec![0f32; n]);
-    memory(c, "swiglu forward", 3 * n, || {
+    let (gate, up, dy): (Vec<T>, Vec<T>, Vec<T>) = (values(n), values(n), values(n));
+    let (mut y, mut z) = (vec![T::zero(); n], vec![T::zero(); n]);
+    memory::<T>(c, "swiglu forward", 3 * n, || {
         swiglu::forward(&gate, &up, &mut y)
     });
-    memory(c, "swiglu backward", 5 * n, || {
+    memory::<T>(c, "swiglu backward", 5 * n, || {
         swiglu::backward(&dy, &gate, &up, &mut y, &mut z);
     });
-    memory(c, "relu forward", 2 * n, || relu::forward(&gate, &mut y));
-    memory(c, "relu backward", 3 * n, || {
+    memory::<T>(c, "relu forward", 2 * n, || relu::forward(&gate, &mut y));
+    memory::<T>(c, "relu backward", 3 * n, || {
         relu::backward(&dy, &gate, &mut y)
     });
 
     let n = TOKENS * D;
-    let mut y = vec![0f32; n];
+    let mut y = vec![T::zero(); n];
     let half = HEADS.head_dim / 2;
     let angles = values(HEADS.length * half);
-    memory(c, "rope", 2 * n, || {
+    memory::<T>(c, "rope", 2 * n, || {
         rope::rotate(&dy[..n], &angles, &angles, HEADS.head_dim, false, &mut y);
     });
-    memory(c, "split_heads", 2 * n, || split(HEADS, &dy[..n], &mut y));
+    memory::<T>(c, "split_heads", 2 * n, || split(HEADS, &dy[..n], &mut y));
 }
 
-fn rows(c: &mut Criterion) {
+fn rows<T: Stored<Wide = f32>>(c: &mut Criterion) {
     let (t, n) = (
         HEADS.length,
         HEADS.batch * HEADS.heads * HEADS.length * HEADS.length,
     );
-    let (x, dp) = (values(n), values(n));
-    let (mut p, mut dx) = (vec![0f32; n], vec![0f32; n]);
+    let (x, dp): (Vec<T>, Vec<T>) = (values(n), values(n));
+    let (mut p, mut dx) = (vec![T::zero(); n], vec![T::zero(); n]);
     for (name, mask) in [("full", Mask::Full), ("causal", Mask::Causal)] {
-        memory(c, &format!("softmax forward {name}"), 2 * n, || {
+        memory::<T>(c, &format!("softmax forward {name}"), 2 * n, || {
             softmax::forward(&x, t, t, 0.2, mask, &mut p);
         });
-        memory(c, &format!("softmax backward {name}"), 3 * n, || {
-            softmax::backward(&dp, &p, t, t, 0.2, mask, &mut dx);
+        memory::<T>(c, &format!("softmax backward {name}"), 3 * n, || {
+            // As the op has it: from p where it is not rounded.
+            match (T::as_wide(&dp), T::as_wide(&p), T::as_wide_mut(&mut dx)) {
+                (Some(dp), Some(p), Some(dx)) => softmax::backward(dp, p, t, t, 0.2, mask, dx),
+                _ => softmax::backward_from_scores(&dp, &x, t, t, 0.2, mask, &mut dx),
+            }
         });
     }
 
-    let logits = values(TOKENS * V);
+    let logits: Vec<T> = values(TOKENS * V);
     let target = |row: usize| Some(row * 7 % V);
     let (mut loss, mut lse) = (vec![0f32; TOKENS], vec![0f32; TOKENS]);
-    let mut dlogits = vec![0f32; TOKENS * V];
+    let mut dlogits = vec![T::zero(); TOKENS * V];
     // The row is read twice, for its maximum and for the sum; the second time from cache.
-    memory(c, "cross_entropy forward", TOKENS * V, || {
+    memory::<T>(c, "cross_entropy forward", TOKENS * V, || {
         cross_entropy::forward(&logits, V, target, &mut loss, &mut lse);
     });
-    memory(c, "cross_entropy backward", 2 * TOKENS * V, || {
+    memory::<T>(c, "cross_entropy backward", 2 * TOKENS * V, || {
         cross_entropy::backward(&logits, V, target, &lse, 1e-3, &mut dlogits);
     });
 
     let ids: Vec<u32> = (0..TOKENS).map(|i| (i * 37 % V) as u32).collect();
-    let (table, dy) = (values(V * D), values(TOKENS * D));
-    let (mut y, mut dtable) = (vec![0f32; TOKENS * D], vec![0f32; V * D]);
-    memory(c, "embedding forward", 2 * TOKENS * D, || {
+    let (table, dy): (Vec<T>, Vec<T>) = (values(V * D), values(TOKENS * D));
+    let (mut y, mut dtable) = (vec![T::zero(); TOKENS * D], vec![T::zero(); V * D]);
+    memory::<T>(c, "embedding forward", 2 * TOKENS * D, || {
         embedding::forward(&table, D, &ids, &mut y);
     });
     // The table's gradient is cleared, then each row of dy is added to one row of it.
-    memory(c, "embedding backward", V * D + 3 * TOKENS * D, || {
+    memory::<T>(c, "embedding backward", V * D + 3 * TOKENS * D, || {
         embedding::backward(&dy, D, &ids, &mut dtable);
     });
     black_box((loss, lse));
@@ -263,11 +275,11 @@ fn rows(c: &mut Criterion) {
 
 fn optimizer(c: &mut Criterion) {
     let n = 1 << 24;
-    let gradient = values(n);
+    let gradient: Vec<f32> = values(n);
     let [mut parameter, mut exp_avg] = [values(n), values(n)];
-    let mut exp_avg_sq: Vec<f32> = values(n).iter().map(|v| v * v).collect();
+    let mut exp_avg_sq: Vec<f32> = values::<f32>(n).iter().map(|v| v * v).collect();
     let update = adamw::Update::new(1e-3, (0.9, 0.999), 1e-8, 0.01, 10);
-    memory(c, "adamw", 7 * n, || {
+    memory::<f32>(c, "adamw", 7 * n, || {
         adamw::step(
             &mut parameter,
             &gradient,
@@ -281,6 +293,7 @@ fn optimizer(c: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = Criterion::default().sample_size(20);
-    targets = floor, products, flash, norms, elementwise, rows, optimizer
+    targets = floor, products, flash, norms::<f32>, norms::<bf16>, norms::<f16>, elementwise::<f32>,
+        elementwise::<bf16>, elementwise::<f16>, rows::<f32>, rows::<bf16>, rows::<f16>, optimizer
 }
 criterion_main!(benches);

@@ -10,7 +10,7 @@
 //! - [`attention`]: scaled dot-product attention with masks, naive and in tiles ([`flash`](attention::flash()), with a
 //!   backward);
 //! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
-//! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules;
+//! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules, loss scaling;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
 //! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables.
 //!
@@ -45,8 +45,8 @@
 //!
 //! # Kernels and references
 //!
-//! On the CPU, in f32 and f64, ops run kernels: parallel, vectorised for the processor that is there, and with the same
-//! bits for any number of threads. For other dtypes and devices they run their reference, and
+//! On the CPU ops run kernels, in f32, f64, f16 and bf16: parallel, vectorised for the processor that is there, and with the
+//! same bits for any number of threads. On other devices they run their reference, and
 //! [`ops::fallbacks`] says which did; [`ops::KernelPolicy::Strict`] makes that an error instead.
 //!
 //! # Features

@@ -3,12 +3,12 @@
 use super::shapes::Shapes;
 use super::{AttentionConfig, Mask};
 use crate::Result;
-use crate::kernels::cpu::naive_attention as kernel;
-use crate::ops::cpu::{elements, for_real, output_keeping, tensor, tensors, view};
-use crate::ops::{self, Path, choose_where, record::apply3};
+use crate::kernels::cpu::{Stored, naive_attention as kernel};
+use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
+use crate::ops::{self, Path, choose, record::apply3};
 use crate::precision::suspended;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 
 const NAME: &str = "attention::naive";
@@ -20,8 +20,9 @@ const NAME: &str = "attention::naive";
 /// With Hkv heads of k and v, a divisor of H, head h of q meets head `h / (H / Hkv)` of theirs: grouped-query attention,
 /// and multi-query attention where Hkv is 1. Nothing is copied for it.
 ///
-/// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the
-/// cost which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
+/// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements, in f32 for half
+/// precision, or its gradients would inherit p's rounding. That is the cost which tiled attention
+/// ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
 /// `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`, dk and dv summed over the heads that share them.
 /// 4 B H Tq Tk Dh FLOPs forward, twice that backward, whatever the mask.
 ///
@@ -53,8 +54,7 @@ const NAME: &str = "attention::naive";
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     let shapes = Shapes::of(NAME, q, k, v)?;
-    let has_kernel = q.device().is_cpu() && matches!(q.dtype(), DType::F32 | DType::F64);
-    match choose_where(NAME, q, has_kernel)? {
+    match choose(NAME, q)? {
         Path::Kernel => {
             let op = Naive {
                 sizes: kernel::Sizes {
@@ -135,7 +135,7 @@ impl CustomOp3 for Naive {
         let sizes = self.sizes;
         let out_shape = ending(q_layout.dims(), sizes.value_dim);
         let p_shape = ending(q_layout.dims(), sizes.keys);
-        for_real!(q.dtype(), T => {
+        for_stored!(q.dtype(), T => {
             let (q, k) = (view::<T>(q, q_layout)?, view::<T>(k, k_layout)?);
             let v = view::<T>(v, v_layout)?;
             let (out, p) = output_keeping(out_shape, p_shape, |out, p| {
@@ -159,8 +159,8 @@ impl CustomOp3 for Naive {
         };
         let [q_shape, k_shape, v_shape] = [q, k, v].map(Tensor::shape);
         let dout = dout.contiguous()?;
-        for_real!(dout.dtype(), T => {
-            let (dout, p) = (elements::<T>(&dout)?, elements::<T>(p)?);
+        for_stored!(dout.dtype(), T => {
+            let (dout, p) = (elements::<T>(&dout)?, elements::<<T as Stored>::Wide>(p)?);
             let (q, k, v) = (elements::<T>(q)?, elements::<T>(k)?, elements::<T>(v)?);
             let mut dk_dv = None;
             let dq = tensor(q_shape, |dq| {

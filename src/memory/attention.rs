@@ -71,8 +71,8 @@ impl AttentionWorkload {
 /// What one attention holds on the CPU at its worst moment, with its inputs: predicted, for deciding whether it fits.
 ///
 /// Naive overwrites its scores with the probabilities, so they exist once; its backward takes a matrix of (T, T) for
-/// each of B H, one a thread at a time. In half precision it is composed of candle's ops, which keep every
-/// intermediate, most of them in f32. Flash keeps the log-sum-exp instead, one number a row; its backward takes a few tiles
+/// each of B H, one a thread at a time. In half precision the probabilities are f32 all the same, and a head is widened
+/// while it is worked on. Flash keeps the log-sum-exp instead, one number a row; its backward takes a few tiles
 /// a thread, and more than one dq where there are fewer than 8 heads to share out, or dq is rounded. After any of them,
 /// candle adds each gradient to zeros.
 ///
@@ -99,9 +99,9 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload) -> Account
     let storing = 2.0 * n;
     let store =
         |account: Account| account.then("a gradient's zeros and sum", "2BHTDh", storing, width);
-    match (workload.algorithm, workload.dtype) {
-        (Algorithm::Flash, _) => {
-            let wide = width.max(4); // half precision is computed in f32
+    let wide = width.max(4); // half precision is computed in f32
+    match workload.algorithm {
+        Algorithm::Flash => {
             let account = account.kept("log-sum-exp", "BHT", workload.rows(), wide);
             let account = match wide == width {
                 true => account,
@@ -113,31 +113,23 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload) -> Account
                 false => store(account),
             }
         }
-        (Algorithm::Naive, DType::F32 | DType::F64) => {
-            let account = account.kept("probabilities", "BHT^2", scores, width);
+        Algorithm::Naive => {
+            let account = account.kept("probabilities", "BHT^2", scores, wide);
             let threads = rayon::current_num_threads() as f64;
             // As the kernel shares its matrices out.
             let at_once = match workload.matrices() < 2.0 * threads {
                 true => 1.0,
                 false => threads,
             };
-            let scratch = at_once * t * t;
-            match scratch > storing {
-                true => account.then("scores' gradient, one a thread", "T^2", scratch, width),
+            // Half precision is widened head by head: q, k, v, dout, and dq, dk, dv before they are rounded.
+            let widened = match wide == width {
+                true => 0.0,
+                false => 7.0 * t * workload.head_dim as f64,
+            };
+            let scratch = at_once * (t * t + widened);
+            match scratch * wide as f64 > storing * width as f64 {
+                true => account.then("scores' gradient, one a thread", "T^2", scratch, wide),
                 false => store(account),
-            }
-        }
-        (Algorithm::Naive, _) => {
-            // Counted in candle 0.11: what `ops::softmax`'s reference makes of the scores, and the gradients of those.
-            let account = account.kept("scores, probabilities", "2BHT^2", 2.0 * scores, width);
-            match workload.mask {
-                Mask::Full => account
-                    .kept("softmax's steps in f32", "5BHT^2", 5.0 * scores, 4)
-                    .then("their gradients", "9BHT^2", 9.0 * scores, 4),
-                Mask::Causal | Mask::CausalEnd => account
-                    .kept("softmax's steps in f32", "7BHT^2", 7.0 * scores, 4)
-                    .kept("mask", "5T^2 bytes", 5.0 * t * t, 1)
-                    .then("their gradients", "12.5BHT^2", 12.5 * scores, 4),
             }
         }
     }

@@ -1,10 +1,12 @@
 //! Between candle's CPU storage and the kernels' slices.
 
 use crate::device;
-use crate::kernels::cpu::{flash_attention::Heads, parallel};
+use crate::kernels::cpu::{Real, flash_attention::Heads, parallel};
 use candle_core::{
     CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
+use half::{bf16, f16};
+use std::borrow::Cow;
 use std::marker::PhantomData;
 use std::ops::{Deref, Range};
 
@@ -54,6 +56,21 @@ fn contiguous_range(layout: &Layout) -> Result<Range<usize>> {
 /// The elements of a contiguous operand, inside a custom op's forward.
 pub(crate) fn view<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
     Ok(&storage.as_slice::<T>()?[contiguous_range(layout)?])
+}
+
+/// As [`view`], in the type computed in: for small operands, which half precision is widened to as a whole.
+pub(crate) fn wide_view<'a, R: Real>(
+    storage: &'a CpuStorage,
+    layout: &Layout,
+) -> Result<Cow<'a, [R]>> {
+    fn widened<T: WithDType, R: Real>(elements: &[T]) -> Vec<R> {
+        elements.iter().map(|x| R::real(x.to_f64())).collect()
+    }
+    Ok(match storage {
+        CpuStorage::F16(_) => Cow::Owned(widened(view::<f16>(storage, layout)?)),
+        CpuStorage::BF16(_) => Cow::Owned(widened(view::<bf16>(storage, layout)?)),
+        _ => Cow::Borrowed(view::<R>(storage, layout)?),
+    })
 }
 
 /// A tensor of heads (B, H, T, Dh) as it lies, inside a custom op's forward or behind [`cpu_storage`].
@@ -165,10 +182,10 @@ pub(crate) fn tensors<T: WithDType>(
 }
 
 /// As [`output`], with a tensor beside it that the op keeps for backward.
-pub(crate) fn output_keeping<T: WithDType>(
+pub(crate) fn output_keeping<T: WithDType, K: WithDType>(
     shape: impl Into<Shape>,
     kept: impl Into<Shape>,
-    fill: impl FnOnce(&mut [T], &mut [T]),
+    fill: impl FnOnce(&mut [T], &mut [K]),
 ) -> Result<((CpuStorage, Shape), Tensor)> {
     let mut y = None;
     let kept = tensor(kept, |kept| y = Some(output(shape, |y| fill(y, kept))))?;

@@ -1,11 +1,11 @@
 //! Cross-entropy on logits.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, ids, output_keeping, tensor, view};
+use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
 use super::record::{apply1, input, widen};
-use crate::kernels::cpu::{Real, cross_entropy as kernel};
+use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
 use crate::precision::decide;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -172,25 +172,25 @@ struct CrossEntropy {
 }
 
 impl CrossEntropy {
-    fn forward<T: Real>(&self, logits: &[T]) -> candle_core::Result<(CpuStorage, Shape)> {
+    fn forward<T: Stored>(&self, logits: &[T]) -> candle_core::Result<(CpuStorage, Shape)> {
         let rows = self.targets.ids.len();
         let classes = logits.len() / rows;
-        let ((losses, _), lse) = output_keeping::<T>(rows, rows, |losses, lse| {
+        let ((losses, _), lse) = output_keeping::<T::Wide, T::Wide>(rows, rows, |losses, lse| {
             kernel::forward(logits, classes, |row| self.targets.get(row), losses, lse)
         })?;
         let _ = self.lse.set(lse); // empty until now: an op runs forward once
-        let mean = self.targets.mean(losses.as_slice::<T>()?);
-        Ok((T::to_cpu_storage_owned(vec![mean]), Shape::from(())))
+        let mean = self.targets.mean(losses.as_slice::<T::Wide>()?);
+        Ok((T::Wide::to_cpu_storage_owned(vec![mean]), Shape::from(())))
     }
 
-    fn backward<T: Real>(
+    fn backward<T: Stored>(
         &self,
         logits: &Tensor,
         lse: &Tensor,
         dloss: &Tensor,
     ) -> candle_core::Result<Tensor> {
-        let weight = self.targets.share::<T>(dloss.to_scalar::<T>()?);
-        let (x, lse) = (elements::<T>(logits)?, elements::<T>(lse)?);
+        let weight = self.targets.share(dloss.to_scalar::<T::Wide>()?);
+        let (x, lse) = (elements::<T>(logits)?, elements::<T::Wide>(lse)?);
         let classes = x.len() / self.targets.ids.len();
         tensor(logits.shape(), |dx| {
             kernel::backward(&x, classes, |row| self.targets.get(row), &lse, weight, dx)
@@ -208,7 +208,7 @@ impl CustomOp1 for CrossEntropy {
         logits: &CpuStorage,
         layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_real!(logits.dtype(), T => self.forward(view::<T>(logits, layout)?))
+        for_stored!(logits.dtype(), T => self.forward(view::<T>(logits, layout)?))
     }
 
     fn bwd(
@@ -220,6 +220,6 @@ impl CustomOp1 for CrossEntropy {
         let Some(lse) = self.lse.get() else {
             candle_core::bail!("cross_entropy: backward before forward");
         };
-        for_real!(logits.dtype(), T => Ok(Some(self.backward::<T>(logits, lse, dloss)?)))
+        for_stored!(logits.dtype(), T => Ok(Some(self.backward::<T>(logits, lse, dloss)?)))
     }
 }

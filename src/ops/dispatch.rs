@@ -60,10 +60,17 @@ pub(crate) enum Path {
     Reference,
 }
 
-/// Decides for `op` on a tensor like `x`. The ops' kernels are for f32 and f64 on the CPU.
-pub(super) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
-    let has_kernel = x.device().is_cpu() && matches!(x.dtype(), DType::F32 | DType::F64);
-    choose_where(op, x, has_kernel)
+/// Decides for `op` on a tensor like `x`. The ops' kernels are for f32, f64, f16 and bf16 on the CPU.
+pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
+    let has_kernel = matches!(
+        x.dtype(),
+        DType::F32 | DType::F64 | DType::F16 | DType::BF16
+    );
+    choose_where(op, x, x.device().is_cpu() && has_kernel)
+}
+
+fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
 }
 
 /// As [`choose`], for an op that knows itself whether it has a kernel for `x`.
@@ -95,16 +102,32 @@ pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Re
 
 /// Refuses operands that differ from the first in dtype or device.
 pub(crate) fn check_same(op: &'static str, operands: &[(&str, &Tensor)]) -> Result<()> {
+    check_operands(op, operands, false)
+}
+
+/// As [`check_same`], but operands beside a first in half precision may be in f32, which is what is computed in:
+/// weights that autocast leaves alone, tables.
+pub(super) fn check_same_or_f32(op: &'static str, operands: &[(&str, &Tensor)]) -> Result<()> {
+    check_operands(op, operands, true)
+}
+
+fn check_operands(
+    op: &'static str,
+    operands: &[(&str, &Tensor)],
+    f32_beside_half: bool,
+) -> Result<()> {
     let [(first_name, first), rest @ ..] = operands else {
         return Ok(());
     };
+    let f32_too = f32_beside_half && is_half(first.dtype());
     for (name, tensor) in rest {
-        if tensor.dtype() != first.dtype() {
+        if tensor.dtype() != first.dtype() && !(f32_too && tensor.dtype() == DType::F32) {
             return Err(Error::DType {
                 op,
                 expected: format!(
-                    "one dtype, {} as {first_name} has it",
-                    first.dtype().as_str()
+                    "one dtype, {} as {first_name} has it{}",
+                    first.dtype().as_str(),
+                    if f32_too { ", or f32" } else { "" }
                 ),
                 got: format!("{name} in {}", tensor.dtype().as_str()),
                 hint: "convert one with to_dtype".into(),

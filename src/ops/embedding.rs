@@ -1,9 +1,9 @@
 //! Rows of a table by token id.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, ids, output, tensor, view};
+use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{apply1, input};
+use super::record::{apply1, input, widen};
 use crate::kernels::cpu::embedding as kernel;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -12,8 +12,8 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 /// `y[...] = table[tokens[...]]`: tokens (...) u32, table (V, D), y (..., D).
 ///
 /// Backward adds each row of dy into its token's row of the table's gradient, a token's rows in the order of their
-/// positions. Kept for backward: the ids. They are checked on the host before any kernel runs.
-/// Autocast: follows the table.
+/// positions; in half precision the sums are f32, rounded once. Kept for backward: the ids. They are checked on the host
+/// before any kernel runs. Autocast: follows the table.
 ///
 /// # Errors
 /// An id outside the vocabulary (named with its position), ids that are not u32, a table that is not a matrix.
@@ -32,10 +32,11 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// As [`embedding()`].
 pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     let (_, shape) = check(tokens, table)?;
-    let rows = input(table)
+    // Widened for the gradient's sake: candle adds the rows of a repeated id in the dtype they come in.
+    let rows = widen(&input(table))?
         .contiguous()?
         .index_select(&tokens.flatten_all()?, 0)?;
-    Ok(rows.reshape(shape)?)
+    Ok(rows.reshape(shape)?.to_dtype(table.dtype())?)
 }
 
 /// The checked ids and the output's shape.
@@ -71,7 +72,7 @@ impl CustomOp1 for Embedding {
         layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (_, width) = layout.shape().dims2()?;
-        for_real!(table.dtype(), T => {
+        for_stored!(table.dtype(), T => {
             let table = view::<T>(table, layout)?;
             output(&self.shape, |y| kernel::forward(table, width, &self.ids, y))
         })
@@ -80,7 +81,7 @@ impl CustomOp1 for Embedding {
     fn bwd(&self, table: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let (_, width) = table.dims2()?;
         let dy = dy.contiguous()?;
-        for_real!(dy.dtype(), T => {
+        for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
             Ok(Some(tensor(table.shape(), |dtable| {
                 kernel::backward(&dy, width, &self.ids, dtable)

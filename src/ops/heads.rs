@@ -1,7 +1,7 @@
 //! Heads in and out of the model dimension.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, output, tensor, view};
+use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::record::{apply1, input};
 use crate::kernels::cpu::heads::{Heads, merge, split};
@@ -86,7 +86,7 @@ impl CustomOp1 for SplitHeads {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_real!(x.dtype(), T => {
+        for_stored!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
             output(split_shape(self.0), |y| split(self.0, x, y))
         })
@@ -94,7 +94,7 @@ impl CustomOp1 for SplitHeads {
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
-        for_real!(dy.dtype(), T => {
+        for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
             Ok(Some(tensor(merged_shape(self.0), |dx| merge(self.0, &dy, dx))?))
         })
@@ -109,7 +109,7 @@ impl CustomOp1 for MergeHeads {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_real!(x.dtype(), T => {
+        for_stored!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
             output(merged_shape(self.0), |y| merge(self.0, x, y))
         })
@@ -117,7 +117,7 @@ impl CustomOp1 for MergeHeads {
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
-        for_real!(dy.dtype(), T => {
+        for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
             Ok(Some(tensor(split_shape(self.0), |dx| split(self.0, &dy, dx))?))
         })

@@ -1,11 +1,11 @@
 //! Layer normalisation.
 
 use super::cast::{cast, cast_for};
-use super::cpu::{elements, for_real, output_keeping, tensor, tensors, view};
-use super::dispatch::{Path, check_same, choose};
+use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
+use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
 use super::record::{apply3, input, widen};
-use crate::kernels::cpu::layer_norm as kernel;
+use crate::kernels::cpu::{Stored, layer_norm as kernel};
 use crate::precision::decide;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -15,7 +15,8 @@ use std::sync::OnceLock;
 /// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
 /// is the biased one.
 ///
-/// Computed in at least f32 (f64 stays f64). With h = (x - mean) rstd and g = dy w, backward is
+/// Computed in at least f32 (f64 stays f64), rounded once to x's dtype. Beside x in half precision w and b may be in f32;
+/// gradients have their operand's dtype. With h = (x - mean) rstd and g = dy w, backward is
 /// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Kept for backward: x, w, b, and (mean, rstd)
 /// of each row.
 ///
@@ -25,7 +26,7 @@ use std::sync::OnceLock;
 /// Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
 ///
 /// # Errors
-/// A weight or bias that is not (D), mixed dtypes or devices.
+/// A weight or bias that is not (D), mixed dtypes (but for f32 beside x in half precision) or devices.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = decide("layer_norm", &[x.dtype()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight, bias] = &cast_for("layer_norm", [x, weight, bias])?;
@@ -65,7 +66,7 @@ pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result
 
 fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
     let operands = [("x", x), ("weight", weight), ("bias", bias)];
-    check_same("layer_norm", &operands)?;
+    check_same_or_f32("layer_norm", &operands)?;
     let width = last_dim("layer_norm", x)?;
     if weight.dims() == [width] && bias.dims() == [width] && width > 0 {
         return Ok(());
@@ -99,11 +100,12 @@ impl CustomOp3 for LayerNorm {
         bias_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let rows = x_layout.shape().elem_count() / weight_layout.shape().elem_count();
-        for_real!(x.dtype(), T => {
+        for_stored!(x.dtype(), T => {
             let x = view::<T>(x, x_layout)?;
-            let (weight, bias) = (view::<T>(weight, weight_layout)?, view::<T>(bias, bias_layout)?);
+            let weight = wide_view::<<T as Stored>::Wide>(weight, weight_layout)?;
+            let bias = wide_view::<<T as Stored>::Wide>(bias, bias_layout)?;
             let (y, statistics) = output_keeping(x_layout.shape(), (rows, 2), |y, statistics| {
-                kernel::forward(x, weight, bias, self.eps, y, statistics)
+                kernel::forward(x, &weight, &bias, self.eps, y, statistics)
             })?;
             let _ = self.statistics.set(statistics); // empty until now: an op runs forward once
             Ok(y)
@@ -122,10 +124,11 @@ impl CustomOp3 for LayerNorm {
             candle_core::bail!("layer_norm: backward before forward");
         };
         let dy = dy.contiguous()?;
-        let x_shape = x.shape();
-        for_real!(dy.dtype(), T => {
+        let (x_shape, wide_weight) = (x.shape(), widen(weight)?);
+        for_stored!(dy.dtype(), T => {
             let (dy, x) = (elements::<T>(&dy)?, elements::<T>(x)?);
-            let (w, statistics) = (elements::<T>(weight)?, elements::<T>(statistics)?);
+            let w = elements::<<T as Stored>::Wide>(&wide_weight)?;
+            let statistics = elements::<<T as Stored>::Wide>(statistics)?;
             let mut dw_db = None;
             let dx = tensor(x_shape, |dx| {
                 dw_db = Some(tensors(weight.shape(), bias.shape(), |dw, db| {
@@ -133,7 +136,9 @@ impl CustomOp3 for LayerNorm {
                 }));
             })?;
             let (dw, db) = dw_db.transpose()?.unzip();
-            Ok((Some(dx), dw, db))
+            let dw = dw.map(|dw| dw.to_dtype(weight.dtype()));
+            let db = db.map(|db| db.to_dtype(bias.dtype()));
+            Ok((Some(dx), dw.transpose()?, db.transpose()?))
         })
     }
 }

@@ -1,10 +1,10 @@
 //! y = x W^T.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, output, tensor, view};
+use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{apply2, input};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
@@ -12,7 +12,8 @@ use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
 /// A linear map without bias: `y = x W^T`, with x (..., in), W (out, in), y (..., out).
 ///
 /// Backward: `dx = dy W`, `dW = dy^T x`. Kept for backward: x and W. 2 * rows * in * out FLOPs forward, twice that
-/// backward. The weight is used transposed by its strides: no copy. Autocast: lower under both policies.
+/// backward. The weight is used transposed by its strides: no copy. Half
+/// precision is widened for the time of the product, summed in f32 and rounded once. Autocast: lower under both policies.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -84,10 +85,10 @@ impl CustomOp2 for Linear {
         shape.pop();
         let rows = shape.iter().product(); // N
         shape.push(out);
-        for_real!(x.dtype(), T => {
+        for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
             let weight = MatRef::new(view::<T>(weight, weight_layout)?, out, depth); // (out, in)
-            output(shape, |y| matmul(x, weight.t(), y, false, Threads::All))
+            output(shape, |y| matmul_stored(x, weight.t(), y, false, Threads::All))
         })
     }
 
@@ -101,20 +102,20 @@ impl CustomOp2 for Linear {
         let (out, depth) = weight.dims2()?;
         let rows = dy.dims()[..dy.rank() - 1].iter().product();
         let dy = dy.contiguous()?;
-        for_real!(dy.dtype(), T => {
+        for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
             let dy = MatRef::new(&dy, rows, out); // (N, out)
             let dx = if x.track_op() {
                 let weight = elements::<T>(weight)?;
                 let weight = MatRef::new(&weight, out, depth);
-                Some(tensor(x.shape(), |dx| matmul(dy, weight, dx, false, Threads::All))?)
+                Some(tensor(x.shape(), |dx| matmul_stored(dy, weight, dx, false, Threads::All))?)
             } else {
                 None
             };
             let dw = if weight.track_op() {
                 let x = elements::<T>(x)?;
                 let x = MatRef::new(&x, rows, depth);
-                Some(tensor(weight.shape(), |dw| matmul(dy.t(), x, dw, false, Threads::All))?)
+                Some(tensor(weight.shape(), |dw| matmul_stored(dy.t(), x, dw, false, Threads::All))?)
             } else {
                 None
             };

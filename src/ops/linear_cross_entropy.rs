@@ -1,13 +1,13 @@
 //! The output head and its loss, as one op.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, tensor, tensors, view};
+use super::cpu::{elements, for_stored, tensor, tensors, view};
 use super::cross_entropy::{Targets, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::linear;
 use super::record::apply2;
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
-use crate::kernels::cpu::{Real, cross_entropy as kernel};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
+use crate::kernels::cpu::{Stored, cross_entropy as kernel};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor, WithDType};
@@ -71,13 +71,18 @@ struct LinearCrossEntropy {
 }
 
 impl LinearCrossEntropy {
-    fn forward<T: Real>(&self, x: &[T], weight: &[T], classes: usize) -> candle_core::Result<T> {
+    fn forward<T: Stored>(
+        &self,
+        x: &[T],
+        weight: &[T],
+        classes: usize,
+    ) -> candle_core::Result<T::Wide> {
         let rows = self.targets.ids.len();
         let depth = x.len() / rows;
         let x = MatRef::new(x, rows, depth); // (N, D)
         let weight = MatRef::new(weight, classes, depth); // (V, D)
-        let logits = tensor((rows, classes), |logits| {
-            matmul(x, weight.t(), logits, false, Threads::All)
+        let logits = tensor::<T>((rows, classes), |logits| {
+            matmul_stored(x, weight.t(), logits, false, Threads::All)
         })?;
         let (losses, lse) = {
             let logits = elements::<T>(&logits)?;
@@ -85,7 +90,7 @@ impl LinearCrossEntropy {
                 kernel::forward(&logits, classes, |row| self.targets.get(row), losses, lse)
             })?
         };
-        let loss = self.targets.mean(&elements::<T>(&losses)?);
+        let loss = self.targets.mean(&elements::<T::Wide>(&losses)?);
         let _ = self.kept.set((logits, lse)); // empty until now: an op runs forward once
         Ok(loss)
     }
@@ -104,10 +109,11 @@ impl CustomOp2 for LinearCrossEntropy {
         weight_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (classes, _) = weight_layout.shape().dims2()?;
-        for_real!(x.dtype(), T => {
+        for_stored!(x.dtype(), T => {
             let (x, weight) = (view::<T>(x, x_layout)?, view::<T>(weight, weight_layout)?);
             let loss = self.forward(x, weight, classes)?;
-            Ok((T::to_cpu_storage_owned(vec![loss]), Shape::from(())))
+            type Wide = <T as Stored>::Wide;
+            Ok((Wide::to_cpu_storage_owned(vec![loss]), Shape::from(())))
         })
     }
 
@@ -123,10 +129,11 @@ impl CustomOp2 for LinearCrossEntropy {
         };
         let (rows, classes) = logits.dims2()?;
         let (x_shape, w_shape) = (x.shape(), weight.shape());
-        for_real!(dloss.dtype(), T => {
-            let share = self.targets.share::<T>(dloss.to_scalar::<T>()?);
+        for_stored!(x.dtype(), T => {
+            type Wide = <T as Stored>::Wide;
+            let share = self.targets.share(dloss.to_scalar::<Wide>()?);
             let dlogits = {
-                let (logits, lse) = (elements::<T>(logits)?, elements::<T>(lse)?);
+                let (logits, lse) = (elements::<T>(logits)?, elements::<Wide>(lse)?);
                 let target = |row| self.targets.get(row);
                 tensor::<T>((rows, classes), |dlogits| {
                     kernel::backward(&logits, classes, target, &lse, share, dlogits)
@@ -138,8 +145,8 @@ impl CustomOp2 for LinearCrossEntropy {
             let x = MatRef::new(&x, rows, x.len() / rows);
             let weight = MatRef::new(&weight, classes, weight.len() / classes);
             let (dx, dw) = tensors(x_shape, w_shape, |dx, dw| {
-                matmul(dlogits, weight, dx, false, Threads::All);
-                matmul(dlogits.t(), x, dw, false, Threads::All);
+                matmul_stored(dlogits, weight, dx, false, Threads::All);
+                matmul_stored(dlogits.t(), x, dw, false, Threads::All);
             })?;
             Ok((Some(dx), Some(dw)))
         })

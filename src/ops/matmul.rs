@@ -1,7 +1,7 @@
 //! Batched matrix products.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, output, tensor, view};
+use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{apply2, input};
 use crate::kernels::cpu::gemm::{Batched, matmul_batched};
@@ -154,7 +154,7 @@ impl CustomOp2 for MatMul {
         } else {
             b_sizes.cols
         });
-        for_real!(a.dtype(), T => {
+        for_stored!(a.dtype(), T => {
             let a = a_sizes.with(view::<T>(a, a_layout)?, false);
             let b = b_sizes.with(view::<T>(b, b_layout)?, self.transposed);
             output(shape, |c| matmul_batched(a_sizes.batch(), a, b, c))
@@ -176,7 +176,7 @@ impl CustomOp2 for MatMul {
         };
         let batch = a_sizes.batch();
         let dc = dc.contiguous()?;
-        for_real!(dc.dtype(), T => {
+        for_stored!(dc.dtype(), T => {
             let dc = elements::<T>(&dc)?;
             let da = if a.track_op() {
                 let b = elements::<T>(b)?;

@@ -1,7 +1,7 @@
 //! max(x, 0).
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, output, tensor, view};
+use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::record::{apply1, input};
 use crate::Result;
@@ -39,7 +39,7 @@ impl CustomOp1 for Relu {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_real!(x.dtype(), T => {
+        for_stored!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
             output(layout.shape(), |y| kernel::forward(x, y))
         })
@@ -47,7 +47,7 @@ impl CustomOp1 for Relu {
 
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
-        for_real!(dy.dtype(), T => {
+        for_stored!(dy.dtype(), T => {
             let (dy, y) = (elements::<T>(&dy)?, elements::<T>(y)?);
             Ok(Some(tensor(x.shape(), |dx| kernel::backward(&dy, &y, dx))?))
         })

@@ -1,11 +1,11 @@
 //! Root mean square normalisation.
 
 use super::cast::{cast, cast_for};
-use super::cpu::{elements, for_real, output_keeping, tensors, view};
-use super::dispatch::{Path, check_same, choose};
+use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
+use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
 use super::record::{apply2, input, widen};
-use crate::kernels::cpu::rms_norm as kernel;
+use crate::kernels::cpu::{Stored, rms_norm as kernel};
 use crate::precision::decide;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -14,7 +14,8 @@ use std::sync::OnceLock;
 
 /// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
 ///
-/// Computed in at least f32 (f64 stays f64). With h = x * rstd and g = dy * w, backward is
+/// Computed in at least f32 (f64 stays f64), rounded once to x's dtype. Beside x in half precision the weight may be in f32;
+/// gradients have their operand's dtype. With h = x * rstd and g = dy * w, backward is
 /// `dx = rstd (g - h mean(g h))`, `dw = sum over rows of dy h`. Kept for backward: x, w and rstd (one value a row);
 /// y would not do, since w may be 0.
 ///
@@ -26,7 +27,7 @@ use std::sync::OnceLock;
 /// Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 ///
 /// # Errors
-/// A weight that is not (D), mixed dtypes or devices.
+/// A weight that is not (D), mixed dtypes (but for a weight in f32 beside half precision) or devices.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = decide("rms_norm", &[x.dtype()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight] = &cast_for("rms_norm", [x, weight])?;
@@ -58,7 +59,7 @@ pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 }
 
 fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
-    check_same("rms_norm", &[("x", x), ("weight", weight)])?;
+    check_same_or_f32("rms_norm", &[("x", x), ("weight", weight)])?;
     let width = last_dim("rms_norm", x)?;
     if weight.dims() == [width] && width > 0 {
         return Ok(());
@@ -90,10 +91,11 @@ impl CustomOp2 for RmsNorm {
         weight_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let rows = x_layout.shape().elem_count() / weight_layout.shape().elem_count();
-        for_real!(x.dtype(), T => {
-            let (x, weight) = (view::<T>(x, x_layout)?, view::<T>(weight, weight_layout)?);
+        for_stored!(x.dtype(), T => {
+            let x = view::<T>(x, x_layout)?;
+            let weight = wide_view::<<T as Stored>::Wide>(weight, weight_layout)?;
             let (y, rstd) = output_keeping(x_layout.shape(), rows, |y, rstd| {
-                kernel::forward(x, weight, self.eps, y, rstd)
+                kernel::forward(x, &weight, self.eps, y, rstd)
             })?;
             let _ = self.rstd.set(rstd); // empty until now: an op runs forward once
             Ok(y)
@@ -111,14 +113,19 @@ impl CustomOp2 for RmsNorm {
             candle_core::bail!("rms_norm: backward before forward");
         };
         let dy = dy.contiguous()?;
-        let x_shape = x.shape();
-        for_real!(dy.dtype(), T => {
+        let (x_shape, wide_weight) = (x.shape(), widen(weight)?);
+        for_stored!(dy.dtype(), T => {
             let (dy, x) = (elements::<T>(&dy)?, elements::<T>(x)?);
-            let (w, rstd) = (elements::<T>(weight)?, elements::<T>(rstd)?);
-            let (dx, dw) = tensors(x_shape, weight.shape(), |dx, dw| {
-                kernel::backward(&dy, &x, &w, &rstd, dx, dw)
+            let w = elements::<<T as Stored>::Wide>(&wide_weight)?;
+            let rstd = elements::<<T as Stored>::Wide>(rstd)?;
+            let mut dw = None;
+            let dx = tensor(x_shape, |dx| {
+                dw = Some(tensor(weight.shape(), |dw| {
+                    kernel::backward(&dy, &x, &w, &rstd, dx, dw)
+                }));
             })?;
-            Ok((Some(dx), Some(dw)))
+            let dw = dw.transpose()?.map(|dw| dw.to_dtype(weight.dtype()));
+            Ok((Some(dx), dw.transpose()?))
         })
     }
 }

@@ -1,16 +1,19 @@
 //! Rotary position embedding.
 
 use super::cast::cast_led_by;
-use super::cpu::{elements, for_real, output, tensor, view};
-use super::dispatch::{Path, check_same, choose};
+use super::cpu::{elements, for_stored, output, tensor, view};
+use super::dispatch::{Path, check_same_or_f32, choose};
 use super::record::{apply1, input, widen};
-use crate::kernels::cpu::rope as kernel;
+use crate::kernels::cpu::{Stored, rope as kernel};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Shape, Tensor};
+use std::ops::Deref;
 
 /// Rotates each adjacent pair of the last dimension by its position's angle: x and y (..., T, Dh), `cos` and `sin`
 /// (T, Dh/2).
+///
+/// Computed in at least f32, rounded once; beside x in half precision the tables may be in f32.
 ///
 /// `y[2i] = x[2i] cos - x[2i+1] sin`, `y[2i+1] = x[2i] sin + x[2i+1] cos`. Backward rotates back. Kept for backward:
 /// `cos` and `sin`, which carry no gradient. The adjacent pairs (0,1), (2,3).. are the paper's; other models pair
@@ -20,15 +23,16 @@ use candle_core::{CpuStorage, CustomOp1, D, Layout, Shape, Tensor};
 /// Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations 15 and 34.
 ///
 /// # Errors
-/// An odd Dh, tables of another size than (T, Dh/2), mixed dtypes or devices.
+/// An odd Dh, tables of another size than (T, Dh/2), mixed dtypes (but for tables in f32 beside half precision)
+/// or devices.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (x, [cos, sin]) = &cast_led_by("rope", x, [cos, sin])?;
     check(x, cos, sin)?;
     match choose("rope", x)? {
         Path::Kernel => {
             let op = Rope {
-                cos: cos.detach().contiguous()?,
-                sin: sin.detach().contiguous()?,
+                cos: widen(&cos.detach())?.contiguous()?,
+                sin: widen(&sin.detach())?.contiguous()?,
             };
             Ok(apply1(&x.contiguous()?, op)?)
         }
@@ -57,7 +61,7 @@ pub fn reference(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 }
 
 fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
-    check_same("rope", &[("x", x), ("cos", cos), ("sin", sin)])?;
+    check_same_or_f32("rope", &[("x", x), ("cos", cos), ("sin", sin)])?;
     if let [.., length, width] = x.dims() {
         let table = [*length, width / 2];
         if width % 2 == 0 && cos.dims() == table && sin.dims() == table {
@@ -78,10 +82,14 @@ fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
 }
 
 struct Rope {
-    /// (T, Dh/2).
+    /// (T, Dh/2), in the type computed in.
     cos: Tensor,
-    /// (T, Dh/2).
+    /// As `cos`.
     sin: Tensor,
+}
+
+fn table<T: Stored>(table: &Tensor) -> candle_core::Result<impl Deref<Target = [T::Wide]> + '_> {
+    elements::<T::Wide>(table)
 }
 
 impl CustomOp1 for Rope {
@@ -91,9 +99,9 @@ impl CustomOp1 for Rope {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         let width = layout.shape().dim(D::Minus1)?;
-        for_real!(x.dtype(), T => {
+        for_stored!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
-            let (cos, sin) = (elements::<T>(&self.cos)?, elements::<T>(&self.sin)?);
+            let (cos, sin) = (table::<T>(&self.cos)?, table::<T>(&self.sin)?);
             output(layout.shape(), |y| kernel::rotate(x, &cos, &sin, width, false, y))
         })
     }
@@ -101,9 +109,9 @@ impl CustomOp1 for Rope {
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let width = x.dim(D::Minus1)?;
         let dy = dy.contiguous()?;
-        for_real!(dy.dtype(), T => {
+        for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
-            let (cos, sin) = (elements::<T>(&self.cos)?, elements::<T>(&self.sin)?);
+            let (cos, sin) = (table::<T>(&self.cos)?, table::<T>(&self.sin)?);
             Ok(Some(tensor(x.shape(), |dx| kernel::rotate(&dy, &cos, &sin, width, true, dx))?))
         })
     }

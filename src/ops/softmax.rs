@@ -1,11 +1,12 @@
 //! Softmax, with the scale and the mask of attention inside.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, output, tensor, view};
+use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
 use super::record::{apply1, input, widen};
-use crate::kernels::{Mask, cpu::softmax as kernel};
+use crate::kernels::Mask;
+use crate::kernels::cpu::softmax as kernel;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Shape, Tensor};
@@ -14,7 +15,8 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Shape, Tensor
 ///
 /// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank. Masked places are 0, and so is a row without a
 /// visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a mask tensor nor
-/// scaled scores ever exist. Autocast: f32 under CUDA's policy, follows x under the CPU's.
+/// scaled scores ever exist; in half precision x instead of p, from which p is computed again, unrounded. Autocast: f32
+/// under CUDA's policy, follows x under the CPU's.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -120,7 +122,7 @@ impl CustomOp1 for Softmax {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_real!(x.dtype(), T => {
+        for_stored!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
             output(layout.shape(), |p| {
                 kernel::forward(x, self.queries, self.keys, self.scale, self.mask, p)
@@ -129,12 +131,26 @@ impl CustomOp1 for Softmax {
     }
 
     fn bwd(&self, x: &Tensor, p: &Tensor, dp: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let dp = dp.contiguous()?;
-        for_real!(dp.dtype(), T => {
-            let (dp, p) = (elements::<T>(&dp)?, elements::<T>(p)?);
-            Ok(Some(tensor(x.shape(), |dx| {
-                kernel::backward(&dp, &p, self.queries, self.keys, self.scale, self.mask, dx)
-            })?))
-        })
+        let (dp, x_shape) = (dp.contiguous()?, x.shape());
+        let &Self {
+            scale,
+            mask,
+            queries,
+            keys,
+        } = self;
+        match dp.dtype() {
+            DType::F16 | DType::BF16 => for_stored!(dp.dtype(), T => {
+                let (dp, x) = (elements::<T>(&dp)?, elements::<T>(x)?);
+                Ok(Some(tensor(x_shape, |dx| {
+                    kernel::backward_from_scores(&dp, &x, queries, keys, scale, mask, dx)
+                })?))
+            }),
+            _ => for_real!(dp.dtype(), T => {
+                let (dp, p) = (elements::<T>(&dp)?, elements::<T>(p)?);
+                Ok(Some(tensor(x_shape, |dx| {
+                    kernel::backward(&dp, &p, queries, keys, scale, mask, dx)
+                })?))
+            }),
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The SwiGLU gate.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, output, tensors, view};
+use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{apply2, input, widen};
 use crate::kernels::cpu::swiglu as kernel;
@@ -64,7 +64,7 @@ impl CustomOp2 for SwiGlu {
         up: &CpuStorage,
         up_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_real!(gate.dtype(), T => {
+        for_stored!(gate.dtype(), T => {
             let (gate, up) = (view::<T>(gate, gate_layout)?, view::<T>(up, up_layout)?);
             output(gate_layout.shape(), |y| kernel::forward(gate, up, y))
         })
@@ -79,7 +79,7 @@ impl CustomOp2 for SwiGlu {
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
         let shape = gate.shape();
-        for_real!(dy.dtype(), T => {
+        for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
             let (gate, up) = (elements::<T>(gate)?, elements::<T>(up)?);
             let (dgate, dup) = tensors(shape, shape, |dgate, dup| {

@@ -1,12 +1,12 @@
 //! The gated half of a feed-forward network: two linear maps and the gate between them, as one op.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_real, output, tensor, tensors, view};
+use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::linear::linear;
 use super::record::apply3;
 use super::swiglu::swiglu;
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::suspended;
 use crate::{Error, Result};
@@ -99,13 +99,13 @@ impl CustomOp3 for SwiGluLinear {
         let mut shape = x_layout.dims().to_vec();
         shape.pop();
         shape.push(out);
-        for_real!(x.dtype(), T => {
+        for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, D)
             let w1 = MatRef::new(view::<T>(w1, w1_layout)?, out, depth); // (F, D)
             let w3 = MatRef::new(view::<T>(w3, w3_layout)?, out, depth); // (F, D)
             let (gate, up) = tensors::<T>((rows, out), (rows, out), |gate, up| {
-                matmul(x, w1.t(), gate, false, Threads::All);
-                matmul(x, w3.t(), up, false, Threads::All);
+                matmul_stored(x, w1.t(), gate, false, Threads::All);
+                matmul_stored(x, w3.t(), up, false, Threads::All);
             })?;
             let y = {
                 let (gate, up) = (elements::<T>(&gate)?, elements::<T>(&up)?);
@@ -131,7 +131,7 @@ impl CustomOp3 for SwiGluLinear {
         let (out, _) = w1.dims2()?;
         let dy = dy.contiguous()?;
         let (x_shape, w_shape) = (x.shape(), w1.shape());
-        for_real!(dy.dtype(), T => {
+        for_stored!(dy.dtype(), T => {
             let (dgate, dup) = {
                 let dy = elements::<T>(&dy)?;
                 let (gate, up) = (elements::<T>(gate)?, elements::<T>(up)?);
@@ -146,12 +146,12 @@ impl CustomOp3 for SwiGluLinear {
             let x = MatRef::new(&x, rows, depth);
             let (w1, w3) = (MatRef::new(&w1, out, depth), MatRef::new(&w3, out, depth));
             let dx = tensor(x_shape, |dx| {
-                matmul(dgate, w1, dx, false, Threads::All);
-                matmul(dup, w3, dx, true, Threads::All);
+                matmul_stored(dgate, w1, dx, false, Threads::All);
+                matmul_stored(dup, w3, dx, true, Threads::All);
             })?;
             let (dw1, dw3) = tensors(w_shape, w_shape, |dw1, dw3| {
-                matmul(dgate.t(), x, dw1, false, Threads::All);
-                matmul(dup.t(), x, dw3, false, Threads::All);
+                matmul_stored(dgate.t(), x, dw1, false, Threads::All);
+                matmul_stored(dup.t(), x, dw3, false, Threads::All);
             })?;
             Ok((Some(dx), Some(dw1), Some(dw3)))
         })

@@ -10,9 +10,9 @@ pub use reference::reference;
 
 use super::AttentionConfig;
 use super::shapes::Shapes;
-use crate::ops::{Path, cast_for, choose_where, record::apply3};
+use crate::ops::{Path, cast_for, choose, record::apply3};
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 const NAME: &str = "attention::flash";
 
@@ -82,12 +82,7 @@ pub fn flash_with_lse(
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &cast_for(NAME, [q, k, v])?;
     let shapes = check(q, k, v)?;
-    let has_kernel = q.device().is_cpu()
-        && matches!(
-            q.dtype(),
-            DType::F32 | DType::F64 | DType::F16 | DType::BF16
-        );
-    if choose_where(NAME, q, has_kernel)? == Path::Reference {
+    if choose(NAME, q)? == Path::Reference {
         return reference(q, k, v, config);
     }
     let op = op::Flash::new(shapes, config);

@@ -1,15 +1,15 @@
 //! Cross-entropy of logits: loss = mean over the targets that count of `lse(row) - row[target]`.
 
-use super::{Real, parallel, simd};
+use super::{Blocks, Real, Stored, parallel, simd};
 use rayon::prelude::*;
 
 /// Each row's loss and log-sum-exp, from `logits` (rows, classes); a target of `None` gives a loss of 0.
-pub fn forward<T: Real>(
+pub fn forward<T: Stored>(
     logits: &[T],
     classes: usize,
     target: impl Fn(usize) -> Option<usize> + Sync,
-    loss: &mut [T],
-    lse: &mut [T],
+    loss: &mut [T::Wide],
+    lse: &mut [T::Wide],
 ) {
     // A row is thousands of elements: cut by rows of logits, not by the few outputs.
     let per_task = (parallel::TASK_ELEMENTS / classes.max(1)).max(1);
@@ -20,15 +20,28 @@ pub fn forward<T: Real>(
         simd::vectorized(
             #[inline(always)]
             || {
+                let mut reading = Blocks::<T, 1, 0>::new();
                 for (i, (loss, lse)) in loss.iter_mut().zip(lse).enumerate() {
                     let row = task * per_task + i;
                     let x = &logits[row * classes..(row + 1) * classes];
-                    let top = simd::max(x);
-                    let total = simd::sum_over([x], |[x]| (x - top).exponential());
+                    let mut top = T::Wide::NEG_INFINITY;
+                    reading.each(
+                        [x],
+                        [],
+                        #[inline(always)]
+                        |_, [x], []| top = top.larger(simd::max(x)),
+                    );
+                    let mut total = T::Wide::ZERO;
+                    reading.each(
+                        [x],
+                        [],
+                        #[inline(always)]
+                        |_, [x], []| total += simd::sum_over([x], |[x]| (x - top).exponential()),
+                    );
                     *lse = top + total.logarithm();
                     *loss = match target(row) {
-                        Some(class) => *lse - x[class],
-                        None => T::ZERO,
+                        Some(class) => *lse - T::Wide::real(x[class].to_f64()),
+                        None => T::Wide::ZERO,
                     };
                 }
             },
@@ -37,30 +50,40 @@ pub fn forward<T: Real>(
 }
 
 /// `dlogits[row] = (softmax(row) - onehot(target)) * weight`, 0 for rows whose target does not count.
-pub fn backward<T: Real>(
+pub fn backward<T: Stored>(
     logits: &[T],
     classes: usize,
     target: impl Fn(usize) -> Option<usize> + Sync,
-    lse: &[T],
-    weight: T,
+    lse: &[T::Wide],
+    weight: T::Wide,
     dlogits: &mut [T],
 ) {
     parallel::for_rows(dlogits, classes, |first, dlogits| {
         simd::vectorized(
             #[inline(always)]
             || {
+                let mut writing = Blocks::<T, 1, 1>::new();
                 for (i, dx) in dlogits.chunks_exact_mut(classes).enumerate() {
                     let row = first + i;
                     let Some(class) = target(row) else {
-                        dx.fill(T::ZERO);
+                        dx.fill(T::zero());
                         continue;
                     };
                     let x = &logits[row * classes..(row + 1) * classes];
                     let lse = lse[row];
-                    for (dx, x) in dx.iter_mut().zip(x) {
-                        *dx = (*x - lse).exponential() * weight;
-                    }
-                    dx[class] -= weight;
+                    writing.each(
+                        [x],
+                        [dx],
+                        #[inline(always)]
+                        |start, [x], [dx]| {
+                            for (dx, x) in dx.iter_mut().zip(x) {
+                                *dx = (*x - lse).exponential() * weight;
+                            }
+                            if (start..start + dx.len()).contains(&class) {
+                                dx[class - start] -= weight;
+                            }
+                        },
+                    );
                 }
             },
         );

@@ -1,13 +1,14 @@
 //! Rows of a table by id, and their gradients back into the table.
 
 use super::{
-    Real,
+    Blocks, Real, Stored,
     parallel::{self, Shared, TASK_ELEMENTS},
     simd,
 };
+use std::ops::Range;
 
 /// `y[i] = table[ids[i]]`; table (vocab, width), y (ids, width). Ids must be inside the table.
-pub fn forward<T: Real>(table: &[T], width: usize, ids: &[u32], y: &mut [T]) {
+pub fn forward<T: Copy + Send + Sync>(table: &[T], width: usize, ids: &[u32], y: &mut [T]) {
     parallel::for_rows(y, width, |first, y| {
         for (y, id) in y.chunks_exact_mut(width).zip(&ids[first..]) {
             let start = *id as usize * width;
@@ -16,13 +17,17 @@ pub fn forward<T: Real>(table: &[T], width: usize, ids: &[u32], y: &mut [T]) {
     });
 }
 
-/// `dtable = 0`, then `dtable[ids[i]] += dy[i]` for i in order; dtable (vocab, width), dy (ids, width).
+/// `dtable[id]` is the sum of `dy[i]` over the i whose id it is, in order, or 0; dtable (vocab, width), dy (ids, width).
 ///
-/// Parallel over column blocks: each task walks all ids, so every element is summed by one task, in the ids' order.
-pub fn backward<T: Real>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T]) {
-    parallel::for_rows(dtable, width, |_, rows| rows.fill(T::ZERO));
+/// Parallel over column blocks: each task has all ids, so every element is summed by one task, in the ids' order.
+pub fn backward<T: Stored>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T]) {
+    if width == 0 {
+        return;
+    }
+    let positions = Positions::of(ids, dtable.len() / width);
+    parallel::for_rows(dtable, width, |_, rows| rows.fill(T::zero()));
     // At least a cache line and at most eight blocks: each costs another walk over the ids.
-    let block = width.div_ceil(8).next_multiple_of(16).min(width.max(1));
+    let block = width.div_ceil(8).next_multiple_of(16).min(width);
     let tasks = if ids.len() * width < TASK_ELEMENTS {
         1
     } else {
@@ -36,14 +41,70 @@ pub fn backward<T: Real>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T]) 
         simd::vectorized(
             #[inline(always)]
             || {
-                for (id, dy) in ids.iter().zip(dy.chunks_exact(width.max(1))) {
+                let mut reading = Blocks::<T, 1, 0>::new();
+                let mut writing = Blocks::<T, 0, 1>::new();
+                for (id, occurrences) in &positions.of_ids {
+                    let occurrences = &positions.sorted[occurrences.clone()];
                     // SAFETY: this task alone touches its columns.
-                    let row = unsafe { dtable.range(*id as usize * width + from, len) };
-                    for (sum, dy) in row.iter_mut().zip(&dy[from..from + len]) {
-                        *sum += *dy;
-                    }
+                    let row = unsafe { dtable.range(id * width + from, len) };
+                    writing.each(
+                        [],
+                        [row],
+                        #[inline(always)]
+                        |start, [], [sum]| {
+                            sum.fill(T::Wide::ZERO);
+                            for position in occurrences {
+                                let at = position * width + from + start;
+                                reading.each(
+                                    [&dy[at..at + sum.len()]],
+                                    [],
+                                    #[inline(always)]
+                                    |start, [dy], []| {
+                                        for (sum, dy) in sum[start..].iter_mut().zip(dy) {
+                                            *sum += *dy;
+                                        }
+                                    },
+                                );
+                            }
+                        },
+                    );
                 }
             },
         );
     });
+}
+
+/// Where each id occurs.
+struct Positions {
+    /// The positions of id 0 in order, then those of id 1, ..
+    sorted: Vec<usize>,
+    /// Each id that occurs, and its positions' places in `sorted`.
+    of_ids: Vec<(usize, Range<usize>)>,
+}
+
+impl Positions {
+    fn of(ids: &[u32], vocab_size: usize) -> Self {
+        let mut next = vec![0; vocab_size];
+        for id in ids {
+            next[*id as usize] += 1;
+        }
+        // From counts to where each id's positions begin..
+        let mut begin = 0;
+        let mut of_ids = Vec::new();
+        for (id, next) in next.iter_mut().enumerate() {
+            let count = std::mem::replace(next, begin);
+            if count > 0 {
+                of_ids.push((id, begin..begin + count));
+            }
+            begin += count;
+        }
+        // ..which each position moves on by one.
+        let mut sorted = vec![0; ids.len()];
+        for (position, id) in ids.iter().enumerate() {
+            let next = &mut next[*id as usize];
+            sorted[*next] = position;
+            *next += 1;
+        }
+        Self { sorted, of_ids }
+    }
 }

@@ -2,13 +2,18 @@
 //!
 //! Every kernel gives the same bits for any number of threads: work is cut by shape alone, a row is computed by one
 //! task, and sums across rows are taken in blocks of fixed size, added in a fixed order. The kernels are generic over
-//! [`Real`] (`f32` and `f64`). Slices of the wrong length are a bug of the caller, and panic.
+//! what they read and write, [`Stored`] (`f16`, `bf16`, `f32`, `f64`), and compute in [`Real`] (`f32` and `f64`): half
+//! precision is widened a block at a time and rounded once, at the end. Slices of the wrong length are a bug of the
+//! caller, and panic.
 
 pub mod adamw;
+mod blocks;
 pub mod cross_entropy;
 pub mod embedding;
+mod f16_convert;
 pub mod flash_attention;
 pub mod gemm;
+mod half_softmax;
 pub mod heads;
 mod lanes;
 pub mod layer_norm;
@@ -25,6 +30,7 @@ pub mod stored;
 pub mod swiglu;
 pub mod unscale;
 
+use blocks::Blocks;
 pub use lanes::Lanes;
 pub use real::Real;
 pub use stored::Stored;

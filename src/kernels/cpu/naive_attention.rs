@@ -1,10 +1,12 @@
 //! Attention with its probabilities in memory, one matrix of (queries, keys) after another, so that scores meet their
 //! softmax and their product with v while they are in cache.
 
+use super::gemm::widen::{rounded, wide};
 use super::gemm::{MatRef, Threads, matmul};
 use super::parallel::{self, Shared};
-use super::{Real, softmax};
+use super::{Real, Stored, softmax};
 use crate::kernels::Mask;
+use std::borrow::Cow;
 
 /// The sizes of one call.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,23 +35,24 @@ fn for_matrices(count: usize, f: impl Fn(usize, Threads) + Sync + Send) {
     }
 }
 
-/// A matrix of a batch: `rows x cols` elements from `index * rows * cols`.
-fn at<T>(data: &[T], index: usize, rows: usize, cols: usize) -> MatRef<'_, T> {
-    let size = rows * cols;
-    MatRef::new(&data[index * size..(index + 1) * size], rows, cols)
+/// A matrix of a batch: `size` elements from `index * size`, widened.
+fn at<T: Stored>(data: &[T], index: usize, size: usize, threads: Threads) -> Cow<'_, [T::Wide]> {
+    wide(&data[index * size..(index + 1) * size], threads)
 }
 
 /// `p = softmax(scale q k^T)` under the mask, `out = p v`: q (batch, queries, head_dim), k (kv_batch, keys, head_dim),
 /// v (kv_batch, keys, value_dim), p (batch, queries, keys), out (batch, queries, value_dim).
+///
+/// p is in the type computed in: rounded to half precision, it would cost the gradients more than their own rounding.
 #[allow(clippy::too_many_arguments)] // three inputs, how, two outputs
-pub fn forward<T: Real>(
+pub fn forward<T: Stored>(
     sizes: Sizes,
     q: &[T],
     k: &[T],
     v: &[T],
     scale: f64,
     mask: Mask,
-    p: &mut [T],
+    p: &mut [T::Wide],
     out: &mut [T],
 ) {
     let Sizes {
@@ -66,16 +69,22 @@ pub fn forward<T: Real>(
     let group = batch / kv_batch;
     let (p, out) = (Shared::new(p), Shared::new(out));
     for_matrices(batch, |i, threads| {
-        let q = at(q, i, queries, head_dim);
-        let k = at(k, i / group, keys, head_dim);
-        let v = at(v, i / group, keys, value_dim);
+        let q = at(q, i, queries * head_dim, threads);
+        let k = at(k, i / group, keys * head_dim, threads);
+        let v = at(v, i / group, keys * value_dim, threads);
+        let (q, k) = (
+            MatRef::new(&q, queries, head_dim),
+            MatRef::new(&k, keys, head_dim),
+        );
+        let v = MatRef::new(&v, keys, value_dim);
         let (p_size, out_size) = (queries * keys, queries * value_dim);
         // SAFETY: matrix i is written by this call alone.
         let p = unsafe { p.range(i * p_size, p_size) };
         let out = unsafe { out.range(i * out_size, out_size) };
         matmul(q, k.t(), p, false, threads); // scores
         softmax::forward_in_place(p, queries, keys, scale, mask, threads);
-        matmul(MatRef::new(p, queries, keys), v, out, false, threads);
+        let p = MatRef::new(p, queries, keys);
+        rounded(out, false, threads, |out| matmul(p, v, out, false, threads));
     });
 }
 
@@ -85,13 +94,13 @@ pub fn forward<T: Real>(
 /// buffer of (queries, keys) a thread. One task has a matrix of k and v and all that q's matrices add to its gradients,
 /// one after another: the sums' order is fixed.
 #[allow(clippy::too_many_arguments)] // five inputs, how, three outputs
-pub fn backward<T: Real>(
+pub fn backward<T: Stored>(
     sizes: Sizes,
     dout: &[T],
     q: &[T],
     k: &[T],
     v: &[T],
-    p: &[T],
+    p: &[T::Wide],
     scale: f64,
     mask: Mask,
     dq: &mut [T],
@@ -107,35 +116,44 @@ pub fn backward<T: Real>(
         value_dim,
     } = sizes;
     if batch == 0 {
-        dk.fill(T::ZERO); // to which no query adds
-        dv.fill(T::ZERO);
+        dk.fill(T::zero()); // to which no query adds
+        dv.fill(T::zero());
         return;
     }
     let group = batch / kv_batch;
     let (dq, dk, dv) = (Shared::new(dq), Shared::new(dk), Shared::new(dv));
     for_matrices(kv_batch, |shared, threads| {
-        let k = at(k, shared, keys, head_dim);
-        let v = at(v, shared, keys, value_dim);
+        let k = at(k, shared, keys * head_dim, threads);
+        let v = at(v, shared, keys * value_dim, threads);
+        let k = MatRef::new(&k, keys, head_dim);
+        let v = MatRef::new(&v, keys, value_dim);
         let (k_size, v_size) = (keys * head_dim, keys * value_dim);
         // SAFETY: matrix `shared` of k and v, and its group's of q, are written by this call alone.
         let dk = unsafe { dk.range(shared * k_size, k_size) };
         let dv = unsafe { dv.range(shared * v_size, v_size) };
-        let mut ds = vec![T::ZERO; queries * keys]; // (queries, keys)
-        for i in shared * group..(shared + 1) * group {
-            let accumulate = i > shared * group;
-            let q = at(q, i, queries, head_dim);
-            let dout = at(dout, i, queries, value_dim);
-            let p_rows = &p[i * ds.len()..(i + 1) * ds.len()];
-            let p = MatRef::new(p_rows, queries, keys);
-            let q_size = queries * head_dim;
-            // SAFETY: as above.
-            let dq = unsafe { dq.range(i * q_size, q_size) };
-            matmul(p.t(), dout, dv, accumulate, threads);
-            matmul(dout, v.t(), &mut ds, false, threads); // dp
-            softmax::backward_in_place(&mut ds, p_rows, queries, keys, scale, mask, threads);
-            let ds = MatRef::new(&ds, queries, keys);
-            matmul(ds, k, dq, false, threads);
-            matmul(ds.t(), q, dk, accumulate, threads);
-        }
+        let mut ds = vec![T::Wide::ZERO; queries * keys]; // (queries, keys)
+        let mut members = |dk: &mut [T::Wide], dv: &mut [T::Wide]| {
+            for i in shared * group..(shared + 1) * group {
+                let accumulate = i > shared * group;
+                let q = at(q, i, queries * head_dim, threads);
+                let dout = at(dout, i, queries * value_dim, threads);
+                let q = MatRef::new(&q, queries, head_dim);
+                let dout = MatRef::new(&dout, queries, value_dim);
+                let p_rows = &p[i * ds.len()..(i + 1) * ds.len()];
+                let p = MatRef::new(p_rows, queries, keys);
+                let q_size = queries * head_dim;
+                // SAFETY: as above.
+                let dq = unsafe { dq.range(i * q_size, q_size) };
+                matmul(p.t(), dout, dv, accumulate, threads);
+                matmul(dout, v.t(), &mut ds, false, threads); // dp
+                softmax::backward_in_place(&mut ds, p_rows, queries, keys, scale, mask, threads);
+                let ds = MatRef::new(&ds, queries, keys);
+                rounded(dq, false, threads, |dq| matmul(ds, k, dq, false, threads));
+                matmul(ds.t(), q, dk, accumulate, threads);
+            }
+        };
+        rounded(dk, false, threads, |dk| {
+            rounded(dv, false, threads, |dv| members(dk, dv))
+        });
     });
 }

@@ -3,6 +3,7 @@
 use super::{Real, simd};
 use rayon::prelude::*;
 use std::collections::TryReserveError;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Elements in one task: large against the cost of handing a task over (a few microseconds), small against a cache.
@@ -127,11 +128,12 @@ pub fn for_tasks_with<S>(
         .for_each(|_| work());
 }
 
-/// `out[j] = sum over rows of term(row)[j]`, where `add(row, partial)` adds row `row`'s terms to `partial`.
+/// `out[j] = sum over rows of term(row)[j]`, where `add(rows, partial)` adds the terms of some rows, in order, to
+/// `partial`.
 ///
 /// Blocks of a fixed number of rows are summed each on its own, then the blocks in order: the same bits for any number
 /// of threads, and shorter chains of rounding than a plain loop.
-pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(usize, &mut [T]) + Sync) {
+pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(Range<usize>, &mut [T]) + Sync) {
     let width = out.len();
     let blocks = rows.div_ceil(BLOCK_ROWS);
     let mut partials = vec![T::ZERO; blocks * width]; // (blocks, width)
@@ -139,9 +141,10 @@ pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(usize, &mut [T
         .par_chunks_mut(width.max(1))
         .enumerate()
         .for_each(|(block, partial)| {
-            for row in block * BLOCK_ROWS..rows.min((block + 1) * BLOCK_ROWS) {
-                add(row, partial);
-            }
+            add(
+                block * BLOCK_ROWS..rows.min((block + 1) * BLOCK_ROWS),
+                partial,
+            );
         });
     out.fill(T::ZERO);
     simd::vectorized(
@@ -158,7 +161,7 @@ pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(usize, &mut [T
 
 /// The sum of `f(range)` over consecutive ranges of [`TASK_ELEMENTS`] that cover `0..n`, the ranges' results added in
 /// order.
-pub fn sum_ranges(n: usize, f: impl Fn(std::ops::Range<usize>) -> f64 + Sync + Send) -> f64 {
+pub fn sum_ranges(n: usize, f: impl Fn(Range<usize>) -> f64 + Sync + Send) -> f64 {
     let tasks = n.div_ceil(TASK_ELEMENTS);
     let partials: Vec<f64> = (0..tasks)
         .into_par_iter()

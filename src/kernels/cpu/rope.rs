@@ -1,32 +1,55 @@
 //! Rotary position embedding on adjacent pairs.
 
-use super::{Real, parallel, simd};
+use super::{Blocks, Real, Stored, parallel, simd};
 
 /// Rotates each pair `(x[2i], x[2i+1])` of row `t` by the angle whose cosine and sine are `cos[t][i]`, `sin[t][i]`.
 ///
 /// `x` and `y` are (batch, length, width), `cos` and `sin` (length, width / 2). `inverse` rotates back, which is the
 /// backward: the matrix is orthogonal.
-pub fn rotate<T: Real>(x: &[T], cos: &[T], sin: &[T], width: usize, inverse: bool, y: &mut [T]) {
+pub fn rotate<T: Stored>(
+    x: &[T],
+    cos: &[T::Wide],
+    sin: &[T::Wide],
+    width: usize,
+    inverse: bool,
+    y: &mut [T],
+) {
     let half = width / 2;
     let length = cos.len() / half.max(1);
-    let sign = if inverse { -T::ONE } else { T::ONE };
+    let one = T::Wide::ONE;
+    let sign = if inverse { -one } else { one };
     parallel::for_rows(y, width, |first, y| {
         let x = &x[first * width..first * width + y.len()];
         simd::vectorized(
             #[inline(always)]
             || {
-                let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width));
-                for (row, (y, x)) in rows.enumerate() {
-                    let t = (first + row) % length;
-                    let angles = t * half..(t + 1) * half;
-                    let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
-                    let (y, _) = y.as_chunks_mut::<2>();
-                    let (x, _) = x.as_chunks::<2>();
-                    for (((y, x), c), s) in y.iter_mut().zip(x).zip(cos).zip(sin) {
-                        let s = *s * sign;
-                        *y = [x[0] * *c - x[1] * s, x[0] * s + x[1] * *c];
-                    }
-                }
+                // All rows of the task together, for a row may be shorter than a block. A block ends after a whole
+                // pair, but anywhere in a row.
+                Blocks::<T, 1, 1>::new().each(
+                    [x],
+                    [y],
+                    #[inline(always)]
+                    |start, [x], [y]| {
+                        let mut row = first + start / width;
+                        let mut pair = start % width / 2;
+                        let mut at = 0;
+                        while at < x.len() {
+                            let end = x.len().min(at + width - 2 * pair);
+                            let angle = row % length * half + pair;
+                            let angles = angle..angle + (end - at) / 2;
+                            let (y, _) = y[at..end].as_chunks_mut::<2>();
+                            let (x, _) = x[at..end].as_chunks::<2>();
+                            let pairs = y.iter_mut().zip(x);
+                            for (((y, x), c), s) in
+                                pairs.zip(&cos[angles.clone()]).zip(&sin[angles])
+                            {
+                                let s = *s * sign;
+                                *y = [x[0] * *c - x[1] * s, x[0] * s + x[1] * *c];
+                            }
+                            (row, pair, at) = (row + 1, 0, end);
+                        }
+                    },
+                );
             },
         );
     });

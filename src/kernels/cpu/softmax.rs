@@ -1,14 +1,40 @@
 //! Softmax of scaled, masked scores: p = softmax(scale * x) over the keys that the mask leaves.
 
+pub use super::half_softmax::backward_from_scores;
+
 use super::gemm::Threads;
-use super::{Real, parallel, simd};
+use super::half_softmax::{self, Rows};
+use super::{Real, Stored, parallel, simd};
 use crate::kernels::Mask;
 
 /// `p` from scores `x`, both (batch, queries, keys). Masked places and rows without a visible key are 0.
-pub fn forward<T: Real>(x: &[T], queries: usize, keys: usize, scale: f64, mask: Mask, p: &mut [T]) {
+pub fn forward<T: Stored>(
+    x: &[T],
+    queries: usize,
+    keys: usize,
+    scale: f64,
+    mask: Mask,
+    p: &mut [T],
+) {
     parallel::for_rows(p, keys, |first, p| {
-        p.copy_from_slice(&x[first * keys..first * keys + p.len()]);
-        forward_rows(p, first, queries, keys, scale, mask);
+        let x = &x[first * keys..first * keys + p.len()];
+        match (T::as_wide(x), T::as_wide_mut(p)) {
+            (Some(x), Some(p)) => {
+                p.copy_from_slice(x);
+                forward_rows(p, first, queries, keys, scale, mask);
+            }
+            _ => {
+                let scale = T::Wide::real(scale);
+                let rows = Rows {
+                    first,
+                    queries,
+                    keys,
+                    scale,
+                    mask,
+                };
+                half_softmax::forward_rows(rows, x, p);
+            }
+        }
     });
 }
 

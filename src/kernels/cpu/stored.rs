@@ -1,8 +1,8 @@
 //! What a kernel may read from memory, and what it computes in: half precision is stored, never computed in.
 
-use super::Lanes;
+use super::{Lanes, f16_convert};
 use candle_core::WithDType;
-use half::{bf16, f16, slice::HalfFloatSliceExt};
+use half::{bf16, f16};
 
 /// Elements converted at a time: a buffer that stays in the first-level cache.
 pub const BLOCK: usize = 512;
@@ -15,11 +15,13 @@ pub trait Stored: WithDType {
     type Wide: Lanes + Into<f64>;
 
     /// The elements themselves, where they are what is computed in.
+    #[inline(always)]
     fn as_wide(_elements: &[Self]) -> Option<&[Self::Wide]> {
         None
     }
 
     /// As [`as_wide`](Self::as_wide), for writing.
+    #[inline(always)]
     fn as_wide_mut(_elements: &mut [Self]) -> Option<&mut [Self::Wide]> {
         None
     }
@@ -34,10 +36,12 @@ pub trait Stored: WithDType {
 impl Stored for f32 {
     type Wide = f32;
 
+    #[inline(always)]
     fn as_wide(elements: &[f32]) -> Option<&[f32]> {
         Some(elements)
     }
 
+    #[inline(always)]
     fn as_wide_mut(elements: &mut [f32]) -> Option<&mut [f32]> {
         Some(elements)
     }
@@ -56,10 +60,12 @@ impl Stored for f32 {
 impl Stored for f64 {
     type Wide = f64;
 
+    #[inline(always)]
     fn as_wide(elements: &[f64]) -> Option<&[f64]> {
         Some(elements)
     }
 
+    #[inline(always)]
     fn as_wide_mut(elements: &mut [f64]) -> Option<&mut [f64]> {
         Some(elements)
     }
@@ -80,12 +86,12 @@ impl Stored for f16 {
 
     #[inline(always)]
     fn load(from: &[f16], to: &mut [f32]) {
-        from.convert_to_f32_slice(to);
+        f16_convert::widen(from, to);
     }
 
     #[inline(always)]
     fn store(from: &[f32], to: &mut [f16]) {
-        to.convert_from_f32_slice(from);
+        f16_convert::round(from, to);
     }
 }
 

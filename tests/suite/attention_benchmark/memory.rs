@@ -58,10 +58,7 @@ fn child_measures_attention() {
     for algorithm in Algorithm::ALL {
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
             for mask in [Mask::Full, Mask::Causal] {
-                // Composed of candle's ops, naive is slow in half precision: the small ones.
-                let composed = algorithm == Algorithm::Naive && dtype.size_in_bytes() == 2;
-                let shapes = if composed { &shapes[1..3] } else { &shapes[..] };
-                for &(batch_size, heads, sequence_length, head_dim) in shapes {
+                for (batch_size, heads, sequence_length, head_dim) in shapes {
                     let workload = AttentionWorkload {
                         algorithm,
                         batch_size,

@@ -70,6 +70,9 @@ pub enum Lie {
 
 pub const KERNEL: KernelPolicy = KernelPolicy::Strict;
 pub const REFERENCE: KernelPolicy = KernelPolicy::Reference;
+
+/// What the kernels take.
+pub const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 pub const LIES: [Lie; 4] = [Lie::Contiguous, Lie::Transposed, Lie::Narrowed, Lie::Offset];
 
 impl Case {

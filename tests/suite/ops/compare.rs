@@ -1,6 +1,6 @@
 //! How far a result is from the exact one, and how far it may be.
 
-use super::case::{Case, Outcome, numbers};
+use super::case::{Case, Outcome, cast, numbers};
 use candle_core::{DType, Tensor};
 
 /// An error over a tensor: its norm, and its largest element.
@@ -100,6 +100,31 @@ pub fn assert_no_worse(case: &Case, run: &Outcome, judge: &Outcome, exact: &Outc
                 && ours.max <= factor * theirs.max + floor * size.max,
             "{}: {what}: off by {ours:?}, the other by {theirs:?}, of {size:?}",
             case.name
+        );
+    }
+}
+
+/// Judges `run`, in half precision, by rounding the exact result to the dtypes it came in: the error is at most 1.1 times
+/// that of the rounding, plus what f32 does to it inside.
+pub fn assert_rounded_once(case: &Case, run: &Outcome, exact: &Outcome) {
+    let rounded = |exact: &Tensor, like: &Tensor| cast(&cast(exact, like.dtype()), DType::F64);
+    let gradients = exact.gradients.iter().zip(&run.gradients);
+    let rounding = Outcome {
+        out: rounded(&exact.out, &run.out),
+        gradients: gradients
+            .map(|((name, exact), (_, like))| (*name, rounded(exact, like)))
+            .collect(),
+    };
+    let eps = epsilon(DType::F32);
+    let floor = 4.0 * eps * case.largest_score + 8.0 * eps;
+    let pairs = errors(run, exact).zip(errors(&rounding, exact));
+    for (((what, ours), (_, least)), size) in pairs.zip(yardsticks(case, exact)) {
+        assert!(
+            ours.norm <= 1.1 * least.norm + floor * size.norm
+                && ours.max <= 1.1 * least.max + floor * size.max,
+            "{} in {:?}: {what}: off by {ours:?}, rounding by {least:?}, of {size:?}",
+            case.name,
+            run.out.dtype()
         );
     }
 }

@@ -17,6 +17,8 @@ fn all_bits(case: &Case, dtype: DType) -> Vec<Vec<u64>> {
 #[rstest]
 #[case(DType::F32)]
 #[case(DType::F64)]
+#[case(DType::F16)]
+#[case(DType::BF16)]
 fn threads_do_not_change_a_bit(#[case] dtype: DType) {
     let cases = large();
     let with_threads = |threads: usize| -> Vec<Vec<Vec<u64>>> {

@@ -1,95 +1,219 @@
-//! f16 and bf16, which run the references: the input's dtype comes out, a rounding away from the exact result, and
-//! gradients flow.
+//! f16 and bf16: computed in f32 and rounded once, by kernel and reference alike; and what may be in f32 beside them.
 
-use super::case::{Case, numbers};
+use super::case::{Case, KERNEL, Outcome, REFERENCE, cast, numbers};
 use super::cases::{self, MASKS};
-use super::compare::{assert_close, epsilon};
-use candle_core::{DType, Device, Tensor};
+use super::compare::{assert_close, assert_rounded_once, epsilon};
+use super::every;
+use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::Mask;
-use tallow::ops::{self, KernelPolicy};
+use tallow::ops::{self, KernelPolicy, with_kernel_policy};
 
+/// Ops with half-precision kernels, on odd sizes: one element, less than a block of the conversions, and over it.
 fn cases() -> Vec<Case> {
     let mut cases = vec![
-        cases::relu(&[3, 41], 1),
-        cases::swiglu(&[3, 41], 2),
-        cases::rms_norm(&[33], 65, 3),
-        cases::layer_norm(&[33], 65, 4),
+        cases::relu(&[1], 1),
+        cases::relu(&[3, 1031], 1),
+        cases::swiglu(&[3, 1031], 2),
         cases::rope(&[2], 33, 24, 5),
-        cases::linear(&[33], 65, 41, 6),
-        cases::matmul(&[2], [33, 65, 41], 7),
-        cases::matmul_transposed(&[2], [33, 65, 41], 8),
-        cases::embedding(&[33], 41, 17, 9),
-        cases::split_heads([2, 7, 3, 4], 10),
-        cases::merge_heads([2, 7, 3, 4], 11),
-        cases::cross_entropy(&[33], 65, 2.0, false, 12),
-        cases::cross_entropy(&[33], 65, 2.0, true, 13),
+        cases::rope(&[3], 123, 40, 5), // blocks that end inside rows
+        cases::rope(&[2], 1, 1026, 5), // rows that are longer than blocks
+        cases::split_heads([2, 7, 3, 5], 10),
+        cases::merge_heads([2, 7, 3, 5], 11),
+        cases::embedding(&[1], 5, 1, 9),
+        cases::embedding(&[3, 123], 17, 33, 9),
+        cases::embedding(&[257], 5, 1031, 9),
     ];
+    for (rows, width) in [(1, 1), (33, 65), (123, 257), (37, 1031), (2, 1536)] {
+        cases.push(cases::rms_norm(&[rows], width, 3));
+        cases.push(cases::layer_norm(&[rows], width, 4));
+        for ignoring in [false, true] {
+            cases.push(cases::cross_entropy(&[rows], width, 2.0, ignoring, 12));
+        }
+    }
     for mask in MASKS {
-        cases.push(cases::softmax(&[2], (33, 41), (0.5, 2.0), mask, 14));
+        for sizes in [(1, 1), (33, 41), (41, 33), (7, 1031), (123, 257)] {
+            cases.push(cases::softmax(&[2], sizes, (0.5, 2.0), mask, 14));
+        }
         cases.push(cases::softmax(&[2], (41, 33), (-0.5, 2.0), mask, 15));
-        cases.push(cases::attention(&[1, 2], (33, 41), 24, (None, mask), 16));
-        let how = (None, mask);
-        cases.push(cases::grouped_attention(
-            &[1],
-            (8, 2),
-            (33, 41),
-            (24, 24),
-            how,
-            17,
-        ));
     }
     cases
 }
 
-/// How many roundings of half a unit each lie between the exact result and ours: (of the output, of the gradients).
-fn roundings(case: &Case) -> (f64, f64) {
-    match case.name.split(' ').next() {
-        // Scores, probabilities and the output each come in half precision; so do their gradients.
-        Some("attention") => (3.0, 6.0),
-        // The rows of a repeated id are added in half precision.
-        Some("embedding") => (1.0, 8.0),
-        // The rest computes in f32 and rounds once.
-        _ => (1.0, 1.0),
+/// The loss is f32; all else comes in the dtype that went in.
+fn out_dtype(case: &Case, dtype: DType) -> DType {
+    match case.name.starts_with("cross_entropy") {
+        true => DType::F32,
+        false => dtype,
     }
+}
+
+#[rstest]
+fn results_are_rounded_once(
+    #[values(DType::F16, DType::BF16)] dtype: DType,
+    #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
+) {
+    for case in cases() {
+        let case = case.rounded_to(dtype);
+        let exact = case.run(DType::F64, REFERENCE);
+        let half = case.run(dtype, policy);
+        assert_eq!(half.out.dtype(), out_dtype(&case, dtype), "{}", case.name);
+        assert_rounded_once(&case, &half, &exact);
+    }
+}
+
+/// Sizes that kernels cut into many tasks.
+#[rstest]
+#[case(DType::F16)]
+#[case(DType::BF16)]
+fn many_tasks_are_rounded_once(#[case] dtype: DType) {
+    for case in every::large() {
+        let case = case.rounded_to(dtype);
+        let exact = case.run(DType::F64, KERNEL);
+        assert_rounded_once(&case, &case.run(dtype, KERNEL), &exact);
+    }
+}
+
+fn products() -> Vec<Case> {
+    let mut cases = vec![
+        cases::linear(&[33], 65, 41, 6),
+        cases::matmul(&[2], [33, 65, 41], 7),
+        cases::matmul_transposed(&[2], [33, 65, 41], 8),
+    ];
+    for mask in MASKS {
+        let how = (None, mask);
+        let (heads, sizes) = ((8, 2), (33, 41));
+        cases.push(cases::attention(&[1, 2], sizes, 24, how, 16));
+        let grouped = cases::grouped_attention(&[1], heads, sizes, (24, 24), how, 17);
+        cases.push(grouped);
+    }
+    cases
 }
 
 #[rstest]
 #[case(DType::F16)]
 #[case(DType::BF16)]
-fn results_are_rounded_once(#[case] dtype: DType) {
-    for case in cases() {
+fn products_are_rounded_once(#[case] dtype: DType) {
+    for case in products() {
         let case = case.rounded_to(dtype);
-        let exact = case.run(DType::F64, KernelPolicy::Reference);
-        let half = case.run(dtype, KernelPolicy::Prefer);
-        let is_loss = case.name.starts_with("cross_entropy");
-        let expected = if is_loss { DType::F32 } else { dtype };
-        assert_eq!(half.out.dtype(), expected, "{}", case.name);
-        let (of_out, of_gradients) = roundings(&case);
-        let limit = |dtype, count| count * 0.5 * epsilon(dtype) + 8.0 * epsilon(DType::F32);
-        assert_close(&case.name, &half.out, &exact.out, limit(expected, of_out));
+        let exact = case.run(DType::F64, REFERENCE);
+        let half = case.run(dtype, KERNEL);
+        assert_eq!(half.out.dtype(), dtype, "{}", case.name);
+        assert_rounded_once(&case, &half, &exact);
+    }
+}
+
+/// The references of products and attention are candle's ops in half precision, which round now and then.
+#[rstest]
+#[case(DType::F16)]
+#[case(DType::BF16)]
+fn references_round_a_few_times(#[case] dtype: DType) {
+    for case in products() {
+        let case = case.rounded_to(dtype);
+        let exact = case.run(DType::F64, REFERENCE);
+        let half = case.run(dtype, REFERENCE);
+        assert_eq!(half.out.dtype(), dtype, "{}", case.name);
+        // Scores, probabilities and the output each come in half precision; so do their gradients.
+        let (of_out, of_gradients) = match case.name.starts_with("attention") {
+            true => (3.0, 6.0),
+            false => (1.0, 1.0),
+        };
+        let limit = |count| count * 0.5 * epsilon(dtype) + 8.0 * epsilon(DType::F32);
+        assert_close(&case.name, &half.out, &exact.out, limit(of_out));
         for ((name, half), (_, exact)) in half.gradients.iter().zip(&exact.gradients) {
-            assert_eq!(half.dtype(), dtype, "{}: d_{name}", case.name);
             let what = format!("{}: d_{name}", case.name);
-            assert_close(&what, half, exact, limit(dtype, of_gradients));
+            assert_close(&what, half, exact, limit(of_gradients));
         }
     }
 }
 
+/// The first input in `dtype`, the others in f32: the output in `dtype`, each gradient in its own.
+#[rstest]
+fn weights_and_tables_in_f32(
+    #[values(DType::F16, DType::BF16)] dtype: DType,
+    #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
+) {
+    for mut case in [
+        cases::rms_norm(&[37], 1031, 3),
+        cases::layer_norm(&[33], 65, 4),
+        cases::rope(&[2], 33, 24, 5),
+    ] {
+        case = case.rounded_to(DType::F32);
+        let first = cast(&case.inputs[0].value, dtype);
+        case.inputs[0].value = cast(&first, DType::F64);
+        let exact = case.run(DType::F64, REFERENCE);
+
+        let dtypes = |i: usize| if i == 0 { dtype } else { DType::F32 };
+        let vars: Vec<Var> = (0..case.inputs.len())
+            .map(|i| Var::from_tensor(&cast(&case.inputs[i].value, dtypes(i))).unwrap())
+            .collect();
+        let inputs: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+        let out = with_kernel_policy(policy, || (case.apply)(&inputs)).unwrap();
+        assert_eq!(out.dtype(), dtype, "{}", case.name);
+        let loss = (&out * case.upstream(&out)).unwrap().sum_all().unwrap();
+        let mut found = loss.backward().unwrap();
+        let mut gradients = Vec::new();
+        for (i, (input, var)) in case.inputs.iter().zip(&vars).enumerate() {
+            if input.differentiable {
+                let gradient = found.remove(var).expect("a gradient");
+                assert_eq!(gradient.dtype(), dtypes(i), "{}: {}", case.name, input.name);
+                gradients.push((input.name, gradient));
+            }
+        }
+        let out = out.detach();
+        assert_rounded_once(&case, &Outcome { out, gradients }, &exact);
+    }
+}
+
 /// 4096 ones in bf16: adding them up in bf16 would stop at 256.
-#[test]
-fn sums_are_taken_in_f32() {
-    let ones = Tensor::ones((1, 4096), DType::BF16, &Device::Cpu).unwrap();
-    let weight = Tensor::ones((1, 4096), DType::BF16, &Device::Cpu).unwrap();
-    let number = |x: Tensor| numbers(&x);
-    assert_eq!(number(ops::linear(&ones, &weight).unwrap()), [4096.0]);
-    assert_eq!(
-        number(ops::softmax(&ones, 1.0, Mask::Full).unwrap()),
-        [1.0 / 4096.0; 4096]
-    );
-    let norm = ops::rms_norm(&ones, &weight.squeeze(0).unwrap(), 0.0).unwrap();
-    assert_eq!(number(norm), [1.0; 4096]);
-    let target = Tensor::zeros(1, DType::U32, &Device::Cpu).unwrap();
-    let loss = number(ops::cross_entropy(&ones, &target).unwrap())[0];
-    assert!((loss - 4096f64.ln()).abs() < 1e-5, "{loss}");
+#[rstest]
+fn sums_are_taken_in_f32(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
+    let ones = |dims: &[usize]| Tensor::ones(dims, DType::BF16, &Device::Cpu).unwrap();
+    let row = ones(&[1, 4096]);
+    with_kernel_policy(policy, || {
+        let p = ops::softmax(&row, 1.0, Mask::Full).unwrap();
+        assert_eq!(numbers(&p), [1.0 / 4096.0; 4096]);
+        let norm = ops::rms_norm(&row, &ones(&[4096]), 0.0).unwrap();
+        assert_eq!(numbers(&norm), [1.0; 4096]);
+        let target = Tensor::zeros(1, DType::U32, &Device::Cpu).unwrap();
+        let loss = numbers(&ops::cross_entropy(&row, &target).unwrap())[0];
+        assert!((loss - 4096f64.ln()).abs() < 1e-5, "{loss}");
+
+        // And over rows, for the gradients of weights.
+        let rows = ones(&[4096, 1]);
+        let [weight, bias] = [1; 2].map(|width| Var::from_tensor(&ones(&[width])).unwrap());
+        let gradient_of = |var: &Var, y: Tensor| {
+            let gradients = (&y * &rows).unwrap().sum_all().unwrap().backward().unwrap();
+            numbers(gradients.get(var).unwrap())
+        };
+        let y = ops::rms_norm(&rows, &weight, 0.0).unwrap();
+        assert_eq!(gradient_of(&weight, y), [4096.0]);
+        let y = ops::layer_norm(&rows, &weight, &bias, 1.0).unwrap();
+        assert_eq!(gradient_of(&bias, y), [4096.0]);
+        let table = Var::from_tensor(&ones(&[3, 1])).unwrap();
+        let ids = Tensor::ones(4096, DType::U32, &Device::Cpu).unwrap();
+        let y = ops::embedding(&ids, &table).unwrap();
+        assert_eq!(gradient_of(&table, y), [0.0, 4096.0, 0.0]);
+    });
+    let product = ops::linear(&row, &row).unwrap();
+    assert_eq!(numbers(&product), [4096.0]);
+}
+
+/// Squares of what f16 just holds are far beyond what it holds.
+#[rstest]
+fn large_f16_does_not_overflow_inside(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
+    let row: Vec<f64> = (0..66).map(|i| [6e4, -6e4][i % 2]).collect();
+    let x = cast(&Tensor::new(&row[..], &Device::Cpu).unwrap(), DType::F16);
+    let ones = x.ones_like().unwrap();
+    let signs: Vec<f64> = row.iter().map(|x| x.signum()).collect();
+    with_kernel_policy(policy, || {
+        let y = ops::rms_norm(&x, &ones, 1e-5).unwrap();
+        assert_eq!(numbers(&y), signs);
+        let y = ops::layer_norm(&x, &ones, &x.zeros_like().unwrap(), 1e-5).unwrap();
+        assert_eq!(numbers(&y), signs);
+        let p = ops::softmax(&x, 1.0, Mask::Full).unwrap();
+        let expected: Vec<f64> = signs.iter().map(|sign| (sign + 1.0) / 66.0).collect();
+        let expected = cast(&Tensor::new(expected, &Device::Cpu).unwrap(), DType::F16);
+        assert_eq!(numbers(&p), numbers(&expected));
+    });
 }

@@ -1,7 +1,8 @@
 //! NaN, infinities and huge numbers: they stay where they belong, and no finite input makes one.
 
-use super::case::{Case, Input, KERNEL, Outcome, REFERENCE, bits, numbers};
+use super::case::{Case, DTYPES, Input, KERNEL, Outcome, REFERENCE, bits, cast, numbers};
 use super::cases::{self, EPS, IGNORE};
+use super::compare::epsilon;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Mask;
@@ -27,7 +28,7 @@ fn stays_in(
     hit: &[usize],
     policy: KernelPolicy,
 ) {
-    for dtype in [DType::F32, DType::F64] {
+    for dtype in DTYPES {
         let (clean, mut sick) = (case(), case());
         sick.inputs[input].value = poisoned(&sick.inputs[input].value, [place], f64::NAN);
         let (healthy, ill) = (clean.run(dtype, policy), sick.run(dtype, policy));
@@ -106,7 +107,7 @@ fn hidden_scores_have_no_say(
             _ => place % keys + queries > place / keys + keys,
         });
         sick.inputs[0].value = poisoned(&sick.inputs[0].value, hidden, value);
-        for dtype in [DType::F32, DType::F64] {
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
             let (clean, sick) = (clean.run(dtype, policy), sick.run(dtype, policy));
             assert_eq!(bits(&clean.out), bits(&sick.out), "{queries}x{keys}");
             assert_eq!(
@@ -128,7 +129,7 @@ fn softmax_of_infinite_and_huge_scores(#[case] policy: KernelPolicy) {
     let case = Case::new("softmax", vec![Input::new("x", x)], |x| {
         ops::softmax(&x[0], 1.0, Mask::Full)
     });
-    for dtype in [DType::F32, DType::F64] {
+    for dtype in [DType::F32, DType::F64, DType::BF16] {
         let Outcome { out, gradients } = case.run(dtype, policy);
         assert_eq!(numbers(&out), [0.5, 0.0, 0.5, 0.5, 0.5, 0.0, 0.5, 0.0, 0.5]);
         let dx = numbers(&gradients[0].1);
@@ -151,7 +152,7 @@ fn cross_entropy_of_infinite_and_huge_logits(#[case] policy: KernelPolicy) {
         ops::cross_entropy(&x[0], &targets)
     });
     case.d_out = Some(Tensor::new(4f64, &Device::Cpu).unwrap()); // undoes the mean
-    for dtype in [DType::F32, DType::F64] {
+    for dtype in [DType::F32, DType::F64, DType::BF16] {
         let Outcome { out, gradients } = case.run(dtype, policy);
         let loss = numbers(&out)[0];
         // f32 has no room beside 1e30 for the last row's ln 3, and about 1e-3 beside 1e4.
@@ -186,7 +187,7 @@ fn cross_entropy_of_nan(#[case] policy: KernelPolicy) {
         let Outcome { out, gradients } = case.run(dtype, policy);
         (numbers(&out)[0], numbers(&gradients[0].1))
     };
-    for dtype in [DType::F32, DType::F64] {
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         for bad in [f64::NAN, f64::INFINITY] {
             let (loss, dx) = run([1, 2, 3], bad, dtype);
             assert!(loss.is_nan());
@@ -219,7 +220,7 @@ fn relu_and_swiglu_at_the_ends(#[case] policy: KernelPolicy) {
     ];
     let mut swiglu = Case::new("swiglu", inputs, |x| ops::swiglu(&x[0], &x[1]));
     swiglu.d_out = Some(Tensor::new(&[3f64; 5], &Device::Cpu).unwrap());
-    for dtype in [DType::F32, DType::F64] {
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         let run = relu.run(dtype, policy);
         let (y, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
         assert!(y[2].is_nan());
@@ -230,10 +231,11 @@ fn relu_and_swiglu_at_the_ends(#[case] policy: KernelPolicy) {
         );
 
         let run = swiglu.run(dtype, policy);
+        let tolerance = epsilon(dtype).max(1e-5);
         let close = |found: &Tensor, expected: [f64; 5]| {
             for (found, expected) in numbers(found).into_iter().zip(expected) {
                 assert!(
-                    (found - expected).abs() <= 1e-5 * expected.abs() + 1e-30,
+                    (found - expected).abs() <= tolerance * expected.abs() + 1e-30,
                     "{found}, not {expected}"
                 );
             }
@@ -251,13 +253,13 @@ fn relu_and_swiglu_at_the_ends(#[case] policy: KernelPolicy) {
 fn norms_of_zeros(#[case] policy: KernelPolicy) {
     for mut case in [cases::rms_norm(&[2], 7, 1), cases::layer_norm(&[2], 7, 1)] {
         case.inputs[0].value = poisoned(&case.inputs[0].value, 0..7, 0.0);
-        for dtype in [DType::F32, DType::F64] {
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
             let run = case.run(dtype, policy);
             let (y, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
             let bias = case
                 .inputs
                 .get(2)
-                .map_or(vec![0.0; 7], |bias| numbers(&bias.value));
+                .map_or(vec![0.0; 7], |bias| numbers(&cast(&bias.value, dtype)));
             assert_eq!(y[..7], bias[..]);
             // The slope there is about 1 / sqrt(eps).
             let largest = dx[..7].iter().fold(0f64, |a, b| a.max(b.abs()));

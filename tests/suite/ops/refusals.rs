@@ -225,6 +225,20 @@ fn mixed_dtypes() {
     dtype("layer_norm", &parts("bias in"), || {
         ops::layer_norm(&wide, &x(&[3]), &row, 1e-5)
     });
+    // f32 may be beside half precision, not the other way round, and nothing else.
+    let half = cast(&wide, DType::BF16);
+    dtype("rms_norm", &["bf16", "or f32", "weight in f64"], || {
+        ops::rms_norm(&half, &x(&[3]), 1e-5)
+    });
+    dtype("layer_norm", &["bf16", "or f32", "bias in f16"], || {
+        ops::layer_norm(&half, &row, &cast(&row, DType::F16), 1e-5)
+    });
+    dtype("rms_norm", &["one dtype, f32", "weight in bf16"], || {
+        ops::rms_norm(&f32s, &cast(&row, DType::BF16), 1e-5)
+    });
+    dtype("swiglu", &["one dtype, bf16", "up in f32"], || {
+        ops::swiglu(&half, &f32s)
+    });
     let (cos, sin) = angles(2, 6);
     let cos_f32 = cast(&cos, DType::F32);
     dtype("rope", &parts("cos in"), || {

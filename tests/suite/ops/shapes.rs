@@ -1,6 +1,6 @@
 //! Shapes at the edge: nothing in a dimension, one of everything; and which places a mask leaves.
 
-use super::case::{Case, KERNEL, Outcome, REFERENCE, numbers};
+use super::case::{Case, DTYPES, KERNEL, Outcome, REFERENCE, numbers};
 use super::cases::{self, MASKS};
 use super::compare::magnitude;
 use candle_core::DType;
@@ -11,7 +11,7 @@ use tallow::ops::KernelPolicy;
 /// Runs `case`; whatever it gives is zero or empty, gradients of weights too (candle's own ops, hence the references,
 /// lose them: an empty product is taken for its first factor).
 fn nothing(case: Case, dims: &[usize], policy: KernelPolicy) {
-    for dtype in [DType::F32, DType::F64] {
+    for dtype in DTYPES {
         let out = case.value(&case.operands(dtype), policy);
         assert_eq!(out.dims(), dims, "{}", case.name);
         assert_eq!(magnitude(&out).max, 0.0, "{}", case.name);

@@ -23,6 +23,7 @@ fn vars(case: &Case, dtype: DType) -> Vec<Tensor> {
 #[case::kernel(KERNEL, DType::F32)]
 #[case::reference(REFERENCE, DType::F32)]
 #[case::reference_in_half(REFERENCE, DType::BF16)]
+#[case::kernels_in_half(KernelPolicy::Prefer, DType::F16)]
 fn no_grad_records_nothing_and_changes_nothing(#[case] policy: KernelPolicy, #[case] dtype: DType) {
     for case in every::small() {
         for lie in LIES {

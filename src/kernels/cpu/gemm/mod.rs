@@ -2,10 +2,12 @@
 //! (`tile`).
 
 pub(crate) mod tile;
+pub(crate) mod widen;
 
-use super::Real;
 use super::parallel::{self, Shared};
+use super::{Real, Stored};
 use std::ops::Range;
+use widen::{rounded, wide};
 
 /// A read-only matrix over a slice, with strides in elements.
 #[derive(Clone, Copy)]
@@ -30,6 +32,18 @@ impl<'a, T> MatRef<'a, T> {
         }
     }
 
+    /// The same view over other elements.
+    fn over<U>(self, data: &[U]) -> MatRef<'_, U> {
+        assert_eq!(data.len(), self.data.len());
+        MatRef {
+            data,
+            rows: self.rows,
+            cols: self.cols,
+            row_stride: self.row_stride,
+            col_stride: self.col_stride,
+        }
+    }
+
     /// The transpose, by swapping strides.
     pub fn t(self) -> Self {
         Self {
@@ -49,6 +63,21 @@ pub enum Threads {
     All,
     /// The calling thread only: for use inside a parallel loop.
     One,
+}
+
+/// As [`matmul`], in half precision too: a, b and c are widened as a whole for the time of the call, multiplied in f32, and
+/// c is rounded once.
+pub fn matmul_stored<T: Stored>(
+    a: MatRef<'_, T>,
+    b: MatRef<'_, T>,
+    c: &mut [T],
+    accumulate: bool,
+    threads: Threads,
+) {
+    let (a_wide, b_wide) = (wide(a.data, threads), wide(b.data, threads));
+    rounded(c, accumulate, threads, |c| {
+        matmul(a.over(&a_wide), b.over(&b_wide), c, accumulate, threads)
+    });
 }
 
 /// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row.
@@ -187,14 +216,14 @@ impl<'a, T> Batched<'a, T> {
 /// `c[i] = a[i] b[i]` for every matrix of the batch; c is (batch, M, N).
 ///
 /// Parallel over the batch where it has enough matrices for the threads, else inside each product.
-pub fn matmul_batched<T: Real>(batch: usize, a: Batched<'_, T>, b: Batched<'_, T>, c: &mut [T]) {
+pub fn matmul_batched<T: Stored>(batch: usize, a: Batched<'_, T>, b: Batched<'_, T>, c: &mut [T]) {
     if batch == 0 || c.is_empty() {
         return;
     }
     let size = c.len() / batch;
     if batch < 2 * rayon::current_num_threads() {
         for (i, c) in c.chunks_exact_mut(size).enumerate() {
-            matmul(a.at(i), b.at(i), c, false, Threads::All);
+            matmul_stored(a.at(i), b.at(i), c, false, Threads::All);
         }
         return;
     }
@@ -202,6 +231,6 @@ pub fn matmul_batched<T: Real>(batch: usize, a: Batched<'_, T>, b: Batched<'_, T
     parallel::for_tasks(batch, |i| {
         // SAFETY: task i writes matrix i alone.
         let c = unsafe { c.range(i * size, size) };
-        matmul(a.at(i), b.at(i), c, false, Threads::One);
+        matmul_stored(a.at(i), b.at(i), c, false, Threads::One);
     });
 }
