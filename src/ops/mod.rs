@@ -8,7 +8,7 @@
 //! of their own (attention is in [`crate::attention`]).
 //!
 //! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op takes any strides
-//! and returns a contiguous tensor; mixed dtypes or devices are an error.
+//! and returns a contiguous tensor; mixed dtypes (unless an op says which it takes) or devices are an error.
 //!
 //! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]), and what
 //! follows its inputs promotes mixed ones. Outside, only [`add`], [`sub`], [`mul`] and [`div`] do.

@@ -101,13 +101,21 @@ mod tests {
         assert!(back.iter().zip(&all).all(|(back, half)| same(*back, *half)));
     }
 
+    /// The next f16 as a number; 2^16 after the largest.
+    fn next(half: f16) -> f32 {
+        match half.to_bits() + 1 {
+            0x7c00 => 65536.0,
+            bits => f16::from_bits(bits).to_f32(),
+        }
+    }
+
     /// Beside, at and between the ties of every f16, beyond the largest and below the smallest.
     #[test]
     fn rounds_to_nearest_even_at_every_length() {
         let finite = (0..0x7c00).map(|bits| f16::from_bits(bits).to_f32());
         let values: Vec<f32> = finite
             .flat_map(|low| {
-                let tie = low + (f16::from_f32(low).to_bits_next() - low) / 2.0;
+                let tie = low + (next(f16::from_f32(low)) - low) / 2.0;
                 [tie.next_down(), tie, -tie, tie.next_up()]
             })
             .collect();
@@ -120,20 +128,6 @@ mod tests {
             let mut part = vec![f16::ONE; length];
             round(&values[7..7 + length], &mut part);
             assert_eq!(part, rounded[7..7 + length]);
-        }
-    }
-
-    trait Next {
-        fn to_bits_next(self) -> f32;
-    }
-
-    impl Next for f16 {
-        /// The next f16 as a number; 2^16 after the largest.
-        fn to_bits_next(self) -> f32 {
-            match self.to_bits() + 1 {
-                0x7c00 => 65536.0,
-                bits => f16::from_bits(bits).to_f32(),
-            }
         }
     }
 }
