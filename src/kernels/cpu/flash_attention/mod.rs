@@ -15,6 +15,7 @@
 //! Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and 2.
 
 mod backward;
+mod backward_tile;
 mod forward;
 mod heads;
 mod online_softmax;
