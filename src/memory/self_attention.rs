@@ -56,7 +56,7 @@ impl SelfAttentionWorkload {
 ///
 /// The worst moment is the backward of attention or, where D is large beside B T, the storing of the last weight's
 /// gradient, when the other three exist already and candle adds this one to zeros. Exact for f32 and f64; half
-/// precision, which has no kernel for the projections, takes somewhat more.
+/// precision, whose products widen their operands for the time of a call, takes somewhat more.
 pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Account {
     let width = workload.dtype.size_in_bytes();
     let [b, t, d] = [
