@@ -44,7 +44,7 @@ mod policy;
 mod promote;
 mod region;
 
-pub use named::Precision;
+pub use named::{Precision, Regime};
 pub use policy::{Autocast, OpClass};
 pub use region::{Guard, autocast, current};
 

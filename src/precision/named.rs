@@ -7,40 +7,164 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What a model with f32 parameters computes in.
+/// What a model computes in: f32, or half precision in one of its [regimes](Regime).
 ///
 /// ```
-/// use tallow::precision::Precision;
+/// use candle_core::DType;
+/// use tallow::precision::{Precision, Regime};
+///
 /// let precision: Precision = "bf16".parse()?;
-/// assert_eq!(precision, Precision::Bf16);
+/// assert_eq!(precision, Precision::BF16); // autocast, by CUDA's policy, with f32 parameters
+/// let full = precision.with_regime(Regime::Full);
+/// assert_eq!(full.parameter_dtype(), DType::BF16);
+/// assert_eq!(full.to_string(), "bf16-full");
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Precision {
-    /// f32 throughout: no region.
+#[serde(try_from = "String", into = "String")]
+pub struct Precision {
+    half: Half,
+    regime: Regime,
+    drops_casts: bool,
+}
+
+/// The dtype, where there is a choice.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+enum Half {
     #[default]
-    F32,
-    /// [`Autocast::cuda`] in bf16.
+    None,
     Bf16,
-    /// [`Autocast::cuda`] in f16. Gradients under 6e-8 become 0 in it, which is what scaling the loss is for.
     F16,
 }
 
-impl Precision {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::F32, Self::Bf16, Self::F16];
+/// How a model uses half precision.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Regime {
+    /// Parameters in f32, forward and loss under [`Autocast::cuda`].
+    #[default]
+    CudaAutocast,
+    /// Parameters in f32, forward and loss under [`Autocast::cpu`].
+    CpuAutocast,
+    /// Parameters, activations and gradients in half precision, without a region. Optimizers of this crate keep an f32
+    /// copy of the weights and f32 moments.
+    Full,
+}
 
-    /// The policy of its region; `None` where there is none.
-    pub fn policy(self) -> Option<Autocast> {
-        match self {
-            Self::F32 => None,
-            Self::Bf16 => Some(Autocast::cuda(DType::BF16)),
-            Self::F16 => Some(Autocast::cuda(DType::F16)),
+/// Every precision, as flags and files name it.
+const NAMES: [(&str, Precision); 11] = [
+    ("f32", Precision::F32),
+    ("bf16", Precision::BF16),
+    (
+        "bf16-dropping-casts",
+        Precision::BF16.with_dropped_casts(true),
+    ),
+    ("bf16-cpu", Precision::BF16.with_regime(Regime::CpuAutocast)),
+    (
+        "bf16-cpu-dropping-casts",
+        Precision::BF16
+            .with_regime(Regime::CpuAutocast)
+            .with_dropped_casts(true),
+    ),
+    ("bf16-full", Precision::BF16.with_regime(Regime::Full)),
+    ("f16", Precision::F16),
+    (
+        "f16-dropping-casts",
+        Precision::F16.with_dropped_casts(true),
+    ),
+    ("f16-cpu", Precision::F16.with_regime(Regime::CpuAutocast)),
+    (
+        "f16-cpu-dropping-casts",
+        Precision::F16
+            .with_regime(Regime::CpuAutocast)
+            .with_dropped_casts(true),
+    ),
+    ("f16-full", Precision::F16.with_regime(Regime::Full)),
+];
+
+impl Precision {
+    /// f32 throughout: no region.
+    pub const F32: Self = Self::new(Half::None);
+    /// [`Autocast::cuda`] in bf16.
+    pub const BF16: Self = Self::new(Half::Bf16);
+    /// [`Autocast::cuda`] in f16. Gradients under 6e-8 become 0 in it, which is what scaling the loss is for.
+    pub const F16: Self = Self::new(Half::F16);
+
+    /// The three that have the default regime.
+    pub const ALL: [Self; 3] = [Self::F32, Self::BF16, Self::F16];
+
+    const fn new(half: Half) -> Self {
+        Self {
+            half,
+            regime: Regime::CudaAutocast,
+            drops_casts: false,
         }
     }
 
-    /// Runs `f` in its region.
+    /// The same dtype in another regime. f32 has none, and stays what it is.
+    #[must_use]
+    pub const fn with_regime(self, regime: Regime) -> Self {
+        Self {
+            regime,
+            ..Self::new(self.half)
+        }
+        .with_dropped_casts(self.drops_casts)
+    }
+
+    /// Whether a region casts a weight anew wherever it is used and drops the copy as soon as nothing needs it
+    /// ([`Autocast::with_weight_cache`]), or keeps it until it ends, as it does unless told otherwise. Nothing changes
+    /// where nothing is cast: in f32, and in [`Regime::Full`].
+    #[must_use]
+    pub const fn with_dropped_casts(self, drops_casts: bool) -> Self {
+        let regime = match self.half {
+            Half::None => Regime::CudaAutocast,
+            _ => self.regime,
+        };
+        let casts = !matches!(self.half, Half::None) && !matches!(regime, Regime::Full);
+        Self {
+            half: self.half,
+            regime,
+            drops_casts: drops_casts && casts,
+        }
+    }
+
+    /// f32, or the half precision that products are computed in.
+    pub fn dtype(self) -> DType {
+        match self.half {
+            Half::None => DType::F32,
+            Half::Bf16 => DType::BF16,
+            Half::F16 => DType::F16,
+        }
+    }
+
+    /// What the parameters are kept in: f32, but in [`Regime::Full`].
+    pub fn parameter_dtype(self) -> DType {
+        match self.regime {
+            Regime::Full => self.dtype(),
+            Regime::CudaAutocast | Regime::CpuAutocast => DType::F32,
+        }
+    }
+
+    /// How half precision is used; the default where it is not.
+    pub fn regime(self) -> Regime {
+        self.regime
+    }
+
+    /// Whether casts of weights are [dropped after use](Self::with_dropped_casts).
+    pub fn drops_casts(self) -> bool {
+        self.drops_casts
+    }
+
+    /// The policy of its region; `None` where there is none.
+    pub fn policy(self) -> Option<Autocast> {
+        let policy = match (self.half, self.regime) {
+            (Half::None, _) | (_, Regime::Full) => return None,
+            (_, Regime::CudaAutocast) => Autocast::cuda(self.dtype()),
+            (_, Regime::CpuAutocast) => Autocast::cpu(self.dtype()),
+        };
+        Some(policy.with_weight_cache(!self.drops_casts))
+    }
+
+    /// Runs `f` in its region, or as it is where there is none.
     ///
     /// # Errors
     /// Those of `f`.
@@ -51,13 +175,13 @@ impl Precision {
         }
     }
 
-    /// As flags and reports name it.
+    /// As flags and reports name it: the dtype, then `-cpu` or `-full` for a regime other than the default, then
+    /// `-dropping-casts`.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-            Self::F16 => "f16",
-        }
+        let mut names = NAMES.iter();
+        names
+            .find(|(_, precision)| *precision == self)
+            .map_or("f32", |(name, _)| name)
     }
 }
 
@@ -72,17 +196,82 @@ impl FromStr for Precision {
 
     /// By [name](Self::name); PyTorch's fp32 and fp16 will do too.
     fn from_str(name: &str) -> Result<Self> {
-        match name {
-            "f32" | "fp32" => Ok(Self::F32),
-            "bf16" => Ok(Self::Bf16),
-            "f16" | "fp16" => Ok(Self::F16),
-            _ => Err(Error::Config {
+        let ours = name.replacen("fp", "f", 1);
+        let mut names = NAMES.iter();
+        let found = names.find(|(known, _)| *known == ours);
+        found
+            .map(|(_, precision)| *precision)
+            .ok_or_else(|| Error::Config {
                 config: "precision",
                 field: "name",
                 expected: "f32, bf16 or f16".into(),
                 got: format!("{name:?}"),
                 hint: "bf16 has the range of f32, and f16 three bits more".into(),
-            }),
+            })
+    }
+}
+
+impl TryFrom<String> for Precision {
+    type Error = Error;
+
+    fn try_from(name: String) -> Result<Self> {
+        name.parse()
+    }
+}
+
+impl From<Precision> for String {
+    fn from(precision: Precision) -> Self {
+        precision.name().into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Tensor, Var};
+
+    #[test]
+    fn every_combination_has_a_name_of_its_own() {
+        for dtype in Precision::ALL {
+            for regime in [Regime::CudaAutocast, Regime::CpuAutocast, Regime::Full] {
+                for drops in [false, true] {
+                    let one = dtype.with_regime(regime).with_dropped_casts(drops);
+                    let other = dtype.with_dropped_casts(drops).with_regime(regime);
+                    assert_eq!(one, other);
+                    assert!(NAMES.iter().any(|(_, known)| *known == one), "{one:?}");
+                    assert_eq!(one.name().parse::<Precision>().unwrap(), one);
+                    let json = serde_json::to_string(&one).unwrap();
+                    assert_eq!(serde_json::from_str::<Precision>(&json).unwrap(), one);
+                    assert_eq!(one.dtype(), dtype.dtype());
+                }
+            }
         }
+        let mut names: Vec<&str> = NAMES.iter().map(|(name, _)| *name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), NAMES.len());
+    }
+
+    #[test]
+    fn regimes_are_what_they_say() -> Result<()> {
+        let x = Tensor::ones((2, 3), DType::F32, &candle_core::Device::Cpu)?;
+        let w = Var::ones((5, 3), DType::F32, &candle_core::Device::Cpu)?;
+        let softmax = |precision: Precision| {
+            precision.run(|| {
+                let y = crate::ops::linear(&x, &w)?;
+                let p = crate::ops::softmax(&y, 1.0, crate::kernels::Mask::Full)?;
+                Ok((y.dtype(), p.dtype()))
+            })
+        };
+        use DType::{BF16, F32};
+        assert_eq!(softmax(Precision::F32)?, (F32, F32));
+        assert_eq!(softmax(Precision::BF16)?, (BF16, F32));
+        let cpu = Precision::BF16.with_regime(Regime::CpuAutocast);
+        assert_eq!(softmax(cpu)?, (BF16, BF16));
+        let full = Precision::BF16.with_regime(Regime::Full);
+        assert_eq!(softmax(full)?, (F32, F32)); // there is no region: it is the parameters that are in half
+        assert_eq!(full.parameter_dtype(), BF16);
+        assert_eq!(cpu.parameter_dtype(), F32);
+        Ok(())
     }
 }

@@ -171,7 +171,7 @@ fn a_checkpoint_says_what_it_holds_and_loads_as_a_plain_model() {
 fn precision_is_the_runs() {
     use tallow::precision::Precision;
     let bf16 = TrainConfig {
-        precision: Precision::Bf16,
+        precision: Precision::BF16,
         ..settings()
     };
     let (_folder, path) = checkpoint();
