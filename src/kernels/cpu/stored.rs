@@ -12,7 +12,7 @@ pub const BLOCK: usize = 512;
 /// `f32` and `f64` are their own; `f16` and `bf16` are widened to `f32`.
 pub trait Stored: WithDType {
     /// The type computed in.
-    type Wide: Lanes + Into<f64>;
+    type Wide: Lanes + Into<f64> + Stored<Wide = Self::Wide>;
 
     /// The elements themselves, where they are what is computed in.
     #[inline(always)]
