@@ -2,7 +2,7 @@
 
 use super::Account;
 use crate::attention::{Algorithm, Mask};
-use crate::kernels::cpu::flash_attention::{BACKWARD_TASKS, Tiles};
+use crate::kernels::cpu::flash_attention::Tiles;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
 use candle_core::DType;
 
@@ -73,8 +73,7 @@ impl AttentionWorkload {
 /// Naive overwrites its scores with the probabilities, so they exist once; its backward takes a matrix of (T, T) for
 /// each of B H, one a thread at a time. In half precision the probabilities are f32 all the same, and a head is widened
 /// while it is worked on. Flash keeps the log-sum-exp instead, one number a row; its backward takes a few tiles
-/// a thread, and more than one dq where there are fewer than 8 heads to share out, or dq is rounded. After any of them,
-/// candle adds each gradient to zeros.
+/// a thread, and where dq is rounded its sums for two heads a thread. After any of them, candle adds each gradient to zeros.
 ///
 /// Left out: the matrix products' packing buffers, a few MiB whatever the sizes.
 pub fn attention_account(workload: &AttentionWorkload) -> Account {
@@ -109,7 +108,7 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload) -> Account
             };
             let scratch = flash_scratch(workload);
             match scratch * wide as f64 > storing * width as f64 {
-                true => account.then("delta, partial dq, tiles", "BHT + ..", scratch, wide),
+                true => account.then("delta, dq's sums, tiles", "BHT + ..", scratch, wide),
                 false => store(account),
             }
         }
@@ -142,16 +141,11 @@ fn flash_scratch(workload: &AttentionWorkload) -> f64 {
     let threads = rayon::current_num_threads() as f64;
     let width = head_dim.next_multiple_of(COLUMNS);
     let matrices = workload.batch_size.saturating_mul(workload.heads);
-    let k_tiles = t.div_ceil(tiles.backward_k_tile);
-    let splits = BACKWARD_TASKS
-        .div_ceil(matrices.max(1))
-        .clamp(1, k_tiles.max(1));
     let one_dq = t as f64 * width as f64;
     let in_place = width == head_dim && workload.dtype.size_in_bytes() >= 4;
-    let dq = match splits {
-        1 if in_place => 0.0,
-        1 => threads.min(matrices as f64) * one_dq,
-        _ => matrices as f64 * splits as f64 * one_dq,
+    let dq = match in_place {
+        true => 0.0,
+        false => (2.0 * threads).min(matrices as f64) * one_dq,
     };
     let q_tile = tiles.backward_q_tile.min(t);
     let k_tile = tiles.backward_k_tile.min(t).next_multiple_of(COLUMNS);

@@ -1,10 +1,12 @@
-//! Backward: algorithm 2, a task for each head of k and v, or for a part of its keys.
+//! Backward: algorithm 2, a task for each tile of keys.
 
 use super::backward_tile::{Scratch, Task};
+use super::turns::AllTurns;
 use super::{Heads, Sizes, Tiles};
 use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::kernels::cpu::parallel::{self, Shared};
 use crate::kernels::cpu::{Real, Stored, simd};
+use std::ops::Range;
 
 /// What forward took and gave, and the gradient of its output.
 #[derive(Clone, Copy)]
@@ -40,135 +42,104 @@ pub struct Gradients<'a, T> {
 /// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`,
 /// `dK = scale dS^T Q`.
 ///
-/// A task walks its tiles of keys, whose dk and dv it keeps in cache, and adds to dq as it goes. Where there are fewer
-/// heads than [`BACKWARD_TASKS`], the keys of a head are shared out among several tasks, each with a dq of its own; these are then
-/// summed in order.
+/// A task has a tile of keys, whose dk and dv it keeps in cache while the queries pass, and adds to dq as it goes. Tasks of
+/// one head write the same dq: they take turns at each tile of queries, so that the sums' order is that of the
+/// keys on any number of threads. A second thread at the same head runs a tile of queries behind the first.
 pub fn backward<T: Stored>(
     sizes: &Sizes,
     tiles: &Tiles,
     inputs: Inputs<'_, T>,
     gradients: Gradients<'_, T>,
 ) {
-    let Sizes {
-        queries,
-        keys,
-        head_dim,
-        ..
-    } = *sizes;
+    let (head_dim, keys) = (sizes.head_dim, sizes.keys);
     let Gradients { dq, dk, dv } = gradients;
-    let (q_rows, kv_rows) = (
-        sizes.batch * sizes.heads * queries,
-        sizes.batch * sizes.kv_heads * keys,
-    );
+    let kv_rows = sizes.batch * sizes.kv_heads * keys;
+    let q_rows = sizes.batch * sizes.heads * sizes.queries;
     assert_eq!(dq.len(), q_rows * head_dim, "dq");
     assert_eq!([dk.len(), dv.len()], [kv_rows * head_dim; 2], "dk and dv");
     assert_eq!(inputs.lse.len(), q_rows, "lse");
     let delta = delta(sizes, &inputs); // (B, H, Tq)
+    let (dk, dv) = (Shared::new(dk), Shared::new(dv));
+    let pass = Pass {
+        sizes,
+        tiles,
+        inputs: &inputs,
+        delta: &delta,
+        dk: &dk,
+        dv: &dv,
+    };
 
     let matrices = sizes.batch * sizes.kv_heads;
-    let k_tiles = keys.div_ceil(tiles.backward_k_tile);
-    let splits = BACKWARD_TASKS
-        .div_ceil(matrices.max(1))
-        .clamp(1, k_tiles.max(1));
-    // One task's dq: the queries of all heads that share its k and v, rows filled up to whole registers.
     let width = head_dim.next_multiple_of(COLUMNS);
-    let (rows, in_place) = (
-        sizes.group() * queries,
-        splits == 1 && width == head_dim && T::as_wide(&[]).is_some(),
-    );
-    let partial = rows * width;
-    let mut partials = match splits {
-        1 => Vec::new(),
-        _ => vec![T::Wide::ZERO; matrices * splits * partial],
-    };
+    if width == head_dim
+        && let Some(dq) = T::as_wide_mut(dq)
     {
-        let (dq, dk, dv) = (Shared::new(&mut *dq), Shared::new(dk), Shared::new(dv));
-        let partials = Shared::new(&mut partials);
-        parallel::for_tasks_with(
-            matrices * splits,
-            || {
-                let own_dq = match in_place || splits > 1 {
-                    true => Vec::new(),
-                    false => vec![T::Wide::ZERO; partial],
-                };
-                (Scratch::<T::Wide>::new(sizes, tiles), own_dq)
-            },
-            |(scratch, own_dq), task| {
-                let (matrix, split) = (task / splits, task % splits);
-                let k_tiles = k_tiles * split / splits..k_tiles * (split + 1) / splits;
-                let task = Task {
-                    sizes,
-                    inputs: &inputs,
-                    delta: &delta,
-                    matrix,
-                };
-                let range = |tile: usize| {
-                    tile * tiles.backward_k_tile..keys.min((tile + 1) * tiles.backward_k_tile)
-                };
-                let walk = |dq: &mut [T::Wide]| {
-                    dq.fill(T::Wide::ZERO);
-                    for tile in k_tiles {
-                        let keys_range = range(tile);
-                        let first = (matrix * keys + keys_range.start) * head_dim;
-                        let count = keys_range.len() * head_dim;
-                        // SAFETY: these keys are this task's.
-                        let (dk, dv) = unsafe { (dk.range(first, count), dv.range(first, count)) };
-                        scratch.keys(&task, keys_range, dq, dk, dv);
-                    }
-                };
-                if splits > 1 {
-                    // SAFETY: each task has its own part.
-                    return walk(unsafe {
-                        partials.range((matrix * splits + split) * partial, partial)
-                    });
-                }
-                // SAFETY: the heads of q that share a head of k and v are neighbours, and this task's alone.
-                let dq = unsafe { dq.range(matrix * rows * head_dim, rows * head_dim) };
-                if in_place && let Some(dq) = T::as_wide_mut(dq) {
-                    walk(dq);
-                } else {
-                    walk(own_dq);
-                    for (row, dq) in own_dq.chunks(width).zip(dq.chunks_mut(head_dim)) {
-                        T::store(&row[..head_dim], dq);
-                    }
-                }
-            },
-        );
+        return pass.run(0..matrices, dq);
     }
-    if splits > 1 {
-        sum_partials(splits, rows, width, head_dim, &mut partials, dq);
+    // The sums are taken elsewhere, in rows of whole registers, and rounded: for as many heads at a time as keep the
+    // threads busy.
+    let wave = matrices.min(2 * rayon::current_num_threads()).max(1);
+    let rows = sizes.group() * sizes.queries; // of dq, to one head of k and v
+    let mut sums = vec![T::Wide::ZERO; wave * rows * width];
+    for first in (0..matrices).step_by(wave) {
+        let some = first..matrices.min(first + wave);
+        let sums = &mut sums[..some.len() * rows * width];
+        pass.run(some.clone(), sums);
+        let dq = &mut dq[some.start * rows * head_dim..some.end * rows * head_dim];
+        parallel::for_rows(dq, head_dim, |first, dq| {
+            let sums = sums[first * width..].chunks(width);
+            for (row, dq) in sums.zip(dq.chunks_mut(head_dim)) {
+                T::store(&row[..head_dim], dq);
+            }
+        });
     }
 }
 
-/// Heads of k and v, over all batches, below which a head's keys are shared out. Fixed, so that the bits do not depend on the threads.
-pub const BACKWARD_TASKS: usize = 8;
+/// What all tasks of one call share.
+struct Pass<'a, T: Stored> {
+    sizes: &'a Sizes,
+    tiles: &'a Tiles,
+    inputs: &'a Inputs<'a, T>,
+    /// (B, H, Tq).
+    delta: &'a [T::Wide],
+    /// (B, Hkv, Tk, Dh).
+    dk: &'a Shared<'a, T>,
+    dv: &'a Shared<'a, T>,
+}
 
-/// dq from the parts that tasks made of it: partials (matrices, splits, rows, width), dq (matrices, rows, head_dim).
-fn sum_partials<T: Stored>(
-    splits: usize,
-    rows: usize,
-    width: usize,
-    head_dim: usize,
-    partials: &mut [T::Wide],
-    dq: &mut [T],
-) {
-    let partials = Shared::new(partials);
-    parallel::for_rows(dq, head_dim, |first, dq| {
-        for (i, dq) in dq.chunks_mut(head_dim).enumerate() {
-            let (matrix, row) = ((first + i) / rows, (first + i) % rows);
-            // SAFETY: row by row of dq, each the work of one task.
-            let part = |split: usize| unsafe {
-                partials.range(((matrix * splits + split) * rows + row) * width, width)
+impl<T: Stored> Pass<'_, T> {
+    /// The gradients of some heads of k and v, and of the queries that they serve: dq (matrices, group * Tq, width).
+    fn run(&self, matrices: Range<usize>, dq: &mut [T::Wide]) {
+        let (sizes, keys) = (self.sizes, self.sizes.keys);
+        let k_tile = self.tiles.backward_k_tile;
+        let size = dq.len() / matrices.len().max(1);
+        parallel::for_rows(dq, 1, |_, dq| dq.fill(T::Wide::ZERO));
+        let turns = AllTurns::new(matrices.len() * sizes.group(), sizes.queries, self.tiles);
+        let dq = Shared::new(dq);
+        // Tile by tile, all heads side by side: neighbours seldom wait for each other's turn, and with a causal mask the
+        // longest come first.
+        let tasks = keys.div_ceil(k_tile) * matrices.len();
+        let scratch = || Scratch::<T::Wide>::new(sizes, self.tiles);
+        parallel::for_tasks_with(tasks, scratch, |scratch, task| {
+            let (tile, index) = (task / matrices.len(), task % matrices.len());
+            let keys_range = tile * k_tile..keys.min((tile + 1) * k_tile);
+            let task = Task {
+                sizes,
+                inputs: self.inputs,
+                delta: self.delta,
+                matrix: matrices.start + index,
+                tile,
+                turns: turns.of(index * sizes.group()),
+                dq: &dq,
+                dq_start: index * size,
             };
-            let sum = part(0);
-            for split in 1..splits {
-                for (sum, term) in sum.iter_mut().zip(&*part(split)) {
-                    *sum += *term;
-                }
-            }
-            T::store(&sum[..head_dim], dq);
-        }
-    });
+            let first = (task.matrix * keys + keys_range.start) * sizes.head_dim;
+            let count = keys_range.len() * sizes.head_dim;
+            // SAFETY: these keys are this task's.
+            let (dk, dv) = unsafe { (self.dk.range(first, count), self.dv.range(first, count)) };
+            scratch.keys(&task, keys_range, dk, dv);
+        });
+    }
 }
 
 /// `sum(dO O)` of every query (algorithm 2, line 4): (B, H, Tq).

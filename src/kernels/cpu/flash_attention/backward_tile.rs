@@ -4,13 +4,15 @@ use super::backward::Inputs;
 use super::heads::Rows;
 use super::score_gradient::{Query, ScoreGradient};
 use super::transpose::{load_block, to_columns};
+use super::turns::Turns;
 use super::{Sizes, Tiles};
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::lanes::Lanes;
+use crate::kernels::cpu::parallel::Shared;
 use crate::kernels::cpu::{Stored, simd};
 use std::ops::Range;
 
-/// What the tasks of one call share, and which head of k and v this is.
+/// What the tasks of one call share, and which tile of keys this is.
 pub(super) struct Task<'a, T: Stored> {
     pub sizes: &'a Sizes,
     pub inputs: &'a Inputs<'a, T>,
@@ -18,6 +20,13 @@ pub(super) struct Task<'a, T: Stored> {
     pub delta: &'a [T::Wide],
     /// batch * Hkv + kv head.
     pub matrix: usize,
+    /// Which of the head's tiles of keys.
+    pub tile: usize,
+    /// Of the heads of q that share these keys.
+    pub turns: Turns<'a>,
+    /// What all tasks add to, whose part for these heads, (group * Tq, width), begins at `dq_start`.
+    pub dq: &'a Shared<'a, T::Wide>,
+    pub dq_start: usize,
 }
 
 /// The buffers of one task. Rows of Dh elements are filled up with zeros to `width`.
@@ -72,12 +81,11 @@ impl<T: Lanes> Scratch<T> {
         }
     }
 
-    /// One tile of keys: writes its dk and dv (keys, Dh), adds to dq (group * Tq, width).
+    /// One tile of keys: writes its dk and dv (keys, Dh), adds to dq in its turn.
     pub(super) fn keys<S: Stored<Wide = T>>(
         &mut self,
         task: &Task<'_, S>,
         keys: Range<usize>,
-        dq: &mut [T],
         dk: &mut [S],
         dv: &mut [S],
     ) {
@@ -105,8 +113,6 @@ impl<T: Lanes> Scratch<T> {
                     continue;
                 }
                 self.load_queries(sizes, range.clone(), q, d_out);
-                let at = (member * sizes.queries + start) * self.width;
-                let dq = &mut dq[at..at + range.len() * self.width];
                 self.queries.clear();
                 self.queries.extend(range.clone().map(|query| {
                     let lse = inputs.lse[first_row + query];
@@ -116,14 +122,22 @@ impl<T: Lanes> Scratch<T> {
                         visible: seen(query),
                     }
                 }));
-                if seen(start) == count || self.finite(range.len()) {
-                    self.queries(sizes, 0..range.len(), dq);
-                } else {
-                    // A hidden dS is 0, and 0 NaN is NaN: no query may meet a key that it does not see.
-                    for (i, dq) in dq.chunks_mut(self.width).enumerate() {
-                        self.queries(sizes, i..i + 1, dq);
-                    }
+                // A hidden dS is 0, and 0 NaN is NaN: then no query may meet a key that it does not see.
+                let together = seen(start) == count || self.finite(range.len());
+                let step = if together { range.len() } else { 1 };
+                for first in (0..range.len()).step_by(step) {
+                    self.queries(sizes, first..first + step);
                 }
+                let q_tile = start / self.q_tile;
+                // A tile of queries that sees these keys sees all before them: every earlier task comes by here.
+                task.turns.wait(member, q_tile, task.tile);
+                let at = task.dq_start + (member * sizes.queries + start) * self.width;
+                // SAFETY: nobody else has these rows until `pass_on`.
+                let dq = unsafe { task.dq.range(at, range.len() * self.width) };
+                for first in (0..range.len()).step_by(step) {
+                    self.add_to_dq(first..first + step, &mut dq[first * self.width..]);
+                }
+                task.turns.pass_on(member, q_tile, task.tile);
             }
         }
         let head_dim = sizes.head_dim;
@@ -194,8 +208,8 @@ impl<T: Lanes> Scratch<T> {
         tiles.into_iter().all(simd::all_finite)
     }
 
-    /// The queries `rows` of the tile against the keys that the last of them sees; dq (rows, width).
-    fn queries(&mut self, sizes: &Sizes, rows: Range<usize>, dq: &mut [T]) {
+    /// The queries `rows` of the tile against the keys that the last of them sees: all but their dq.
+    fn queries(&mut self, sizes: &Sizes, rows: Range<usize>) {
         let (width, head_dim, k_tile) = (self.width, sizes.head_dim, self.k_tile);
         let count = self.queries[rows.end - 1].visible; // none before it sees more
         if count == 0 {
@@ -205,6 +219,8 @@ impl<T: Lanes> Scratch<T> {
         let queries = &self.queries[rows.clone()];
         let q = &self.q[rows.start * width..];
         let d_out = &self.d_out[rows.start * width..];
+        let p = &mut self.p[rows.start * k_tile..];
+        let ds = &mut self.ds[rows.start * k_tile..];
         let rows = rows.len();
         // Line 10: S = (scale Q) K^T, in the bits that forward had.
         let product = Product {
@@ -213,7 +229,7 @@ impl<T: Lanes> Scratch<T> {
             a_col: 1,
             b: &self.k_t,
             b_row: k_tile,
-            c: &mut self.p,
+            c: p,
             c_row: k_tile,
             rows,
             columns,
@@ -228,7 +244,7 @@ impl<T: Lanes> Scratch<T> {
             a_col: 1,
             b: &self.v_t,
             b_row: k_tile,
-            c: &mut self.ds,
+            c: ds,
             c_row: k_tile,
             rows,
             columns,
@@ -239,15 +255,15 @@ impl<T: Lanes> Scratch<T> {
         // Lines 11 and 14.
         let elements = ScoreGradient {
             queries,
-            scores: &mut self.p,
-            dp: &mut self.ds,
+            scores: p,
+            dp: ds,
             row: k_tile,
             keys: columns,
         };
         elements.run();
         // Line 12: dV += P^T dO.
         let product = Product {
-            a: &self.p,
+            a: p,
             a_row: 1,
             a_col: k_tile,
             b: d_out,
@@ -260,24 +276,9 @@ impl<T: Lanes> Scratch<T> {
             accumulate: true,
         };
         product.run();
-        // Line 15: dQ += dS (scale K).
-        let product = Product {
-            a: &self.ds,
-            a_row: k_tile,
-            a_col: 1,
-            b: &self.k,
-            b_row: width,
-            c: dq,
-            c_row: width,
-            rows,
-            columns: width,
-            depth: count,
-            accumulate: true,
-        };
-        product.run();
         // Line 16: dK += dS^T (scale Q).
         let product = Product {
-            a: &self.ds,
+            a: ds,
             a_row: 1,
             a_col: k_tile,
             b: q,
@@ -287,6 +288,28 @@ impl<T: Lanes> Scratch<T> {
             rows: count,
             columns: width,
             depth: rows,
+            accumulate: true,
+        };
+        product.run();
+    }
+
+    /// Line 15: dQ += dS (scale K), for queries that [`queries`](Self::queries) has seen to; dq (rows, width).
+    fn add_to_dq(&self, rows: Range<usize>, dq: &mut [T]) {
+        let count = self.queries[rows.end - 1].visible;
+        if count == 0 {
+            return;
+        }
+        let product = Product {
+            a: &self.ds[rows.start * self.k_tile..],
+            a_row: self.k_tile,
+            a_col: 1,
+            b: &self.k,
+            b_row: self.width,
+            c: dq,
+            c_row: self.width,
+            rows: rows.len(),
+            columns: self.width,
+            depth: count,
             accumulate: true,
         };
         product.run();

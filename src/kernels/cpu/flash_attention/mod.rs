@@ -22,8 +22,9 @@ mod online_softmax;
 mod score_gradient;
 mod tiles;
 mod transpose;
+mod turns;
 
-pub use backward::{BACKWARD_TASKS, Gradients, Inputs, backward};
+pub use backward::{Gradients, Inputs, backward};
 pub use forward::{Outputs, forward};
 pub use heads::Heads;
 pub use tiles::Tiles;
