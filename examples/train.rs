@@ -8,6 +8,7 @@
 //! cargo run --example train
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
+//! cargo run --example train -- --data my.txt --precision f16
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
 
@@ -17,14 +18,14 @@ mod flags;
 
 use clap::Parser;
 use common::Common;
-use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags};
+use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, new_model};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::data::Tokens;
 use tallow::memory::{self, Mode, Workload};
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
@@ -68,9 +69,10 @@ impl Flags {
             Some(_) => validation.slice(0..1)?.to_vec()?,
         };
         let model = self.model.config(train.vocab_size())?;
+        let precision = self.training.precision.precision()?;
         let config = self
             .training
-            .config(model.context_length, self.common.seed)?;
+            .config(model.context_length, self.common.seed, precision)?;
         let header = self.header(&model, &config, &train, &validation)?;
         let mut trainer = self.trainer(model, config, train, validation)?;
         let mut text = Vec::new();
@@ -121,7 +123,7 @@ impl Flags {
                 hint: "go on with --resume, or move it away".into(),
             }),
             _ => {
-                let model = TransformerLM::new(&model, self.common.seed, &device)?;
+                let model = new_model(&model, self.common.seed, config.precision, &device)?;
                 Trainer::new(model, config, train, validation)
             }
         }
@@ -244,10 +246,11 @@ impl Flags {
         );
         if let Some(report) = report {
             line += &format!(
-                "  loss {:.4}  lr {:.2e}  {} tokens/s",
+                "  loss {:.4}  lr {:.2e}  {} tokens/s{}",
                 recent_loss(trainer),
                 report.learning_rate,
-                speed.text()
+                speed.text(),
+                scale(trainer)
             );
         }
         bar.suspend(|| say(line));
@@ -312,11 +315,19 @@ fn message(trainer: &Trainer, report: &StepReport, speed: &Speed) -> String {
     )
 }
 
-/// One batch's loss says little: the mean over the last steps, as many as lie between evaluations.
+/// The mean over as many of the last steps as lie between evaluations.
 fn recent_loss(trainer: &Trainer) -> f64 {
-    let losses = &trainer.history().losses;
-    let recent = &losses[losses.len().saturating_sub(trainer.config().evaluate_every)..];
-    recent.iter().sum::<f64>() / recent.len() as f64
+    let steps = trainer.config().evaluate_every;
+    trainer.history().recent_loss(steps).unwrap_or(f64::NAN)
+}
+
+/// The loss scale, where there is one, and the steps that it cost so far.
+fn scale(trainer: &Trainer) -> String {
+    let skipped = trainer.history().skipped.len();
+    match trainer.loss_scale() {
+        Some(scale) => format!("  scale {scale}  skipped {skipped}"),
+        None => String::new(),
+    }
 }
 
 /// Refuses a run that does not fit, instead of being killed for it.

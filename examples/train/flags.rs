@@ -1,12 +1,15 @@
-//! The flags of `train`, and what the library makes of them.
+//! The flags of `train` and `precision_curves`, and what the library makes of them.
 
+use crate::common::precision::PrecisionFlags;
+use candle_core::{DType, Device};
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
 use tallow::data::Tokens;
-use tallow::model::{GenerateConfig, TransformerConfig};
+use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
+use tallow::nn;
 use tallow::optim::{AdamWConfig, Schedule};
 use tallow::precision::Precision;
 use tallow::train::TrainConfig;
@@ -114,9 +117,8 @@ pub struct TrainingFlags {
     #[arg(long, default_value_t = 1.0)]
     pub clip: f64,
 
-    /// What forward and loss compute in: f32, bf16 or f16 (by CUDA's autocast policy); weights and optimizer are f32
-    #[arg(long, default_value_t = Precision::F32)]
-    pub precision: Precision,
+    #[command(flatten)]
+    pub precision: PrecisionFlags,
 
     /// Steps from one evaluation to the next, each over the whole validation data
     #[arg(long, default_value_t = 250)]
@@ -240,7 +242,12 @@ impl ModelFlags {
 }
 
 impl TrainingFlags {
-    pub fn config(&self, sequence_length: usize, seed: u64) -> Result<TrainConfig> {
+    pub fn config(
+        &self,
+        sequence_length: usize,
+        seed: u64,
+        precision: Precision,
+    ) -> Result<TrainConfig> {
         let config = TrainConfig {
             batch_size: self.batch_size,
             sequence_length,
@@ -253,9 +260,10 @@ impl TrainingFlags {
                 ..Default::default()
             },
             max_grad_norm: (self.clip != 0.0).then_some(self.clip),
-            precision: self.precision,
+            precision,
             evaluate_every: self.evaluate_every,
             seed,
+            ..Default::default()
         };
         config.validate()?;
         Ok(config)
@@ -312,5 +320,18 @@ impl SampleFlags {
     pub fn prompt_bytes(&self) -> Vec<u32> {
         let prompt = self.prompt.as_deref().unwrap_or("\n");
         prompt.bytes().map(u32::from).collect()
+    }
+}
+
+/// A new model, with parameters of the dtype that the precision keeps them in.
+pub fn new_model(
+    config: &TransformerConfig,
+    seed: u64,
+    precision: Precision,
+    device: &Device,
+) -> Result<TransformerLM> {
+    match precision.parameter_dtype() {
+        DType::F32 => TransformerLM::new(config, seed, device),
+        half => TransformerLM::from_var_builder(config, nn::seeded(seed, half, device)),
     }
 }

@@ -35,6 +35,11 @@
 //! - Regions nest, and the innermost holds; [`Autocast::disabled`] switches casting off inside. They end with their
 //!   closure or guard, on error and panic too.
 //!
+//! Dtypes are PyTorch's; where results are rounded is not always. Attention, RoPE and the gate of SwiGLU are one op each
+//! here: they compute in f32 and round their result once, where a composition of PyTorch's ops rounds scaled scores,
+//! probabilities and products in between. Seen over a whole model, results differ from PyTorch's in bf16 by as much as
+//! those do from f32.
+//!
 //! The policies do not depend on the device: `Autocast::cuda` on a CPU computes in the dtypes that PyTorch would on a GPU.
 
 pub mod accumulate;

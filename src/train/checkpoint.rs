@@ -5,6 +5,7 @@ use super::{DataFingerprint, History, TrainConfig, Trainer};
 use crate::data::Tokens;
 use crate::files::{self, TensorFile};
 use crate::model::{TransformerConfig, TransformerLM};
+use crate::optim::{GradScaler, GradScalerState};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -53,6 +54,9 @@ pub struct Checkpoint {
     pub validation_data: DataFingerprint,
     /// The losses so far.
     pub history: History,
+    /// Where the loss scale stands, in f16. Runs saved without one go on with a fresh one.
+    #[serde(default)]
+    pub loss_scaling: Option<GradScalerState>,
 }
 
 /// The metadata's text: the checkpoint, and how to read it.
@@ -109,6 +113,26 @@ impl Checkpoint {
                 "was it changed by another program?",
             ));
         }
+        let skipped = &checkpoint.history.skipped;
+        let is_ordered = skipped.windows(2).all(|pair| pair[0] < pair[1]);
+        let in_range = |step: &usize| (1..=checkpoint.step).contains(step);
+        if !(is_ordered && skipped.iter().all(in_range)) {
+            return Err(refuse(
+                format!(
+                    "{} steps taken, but {skipped:?} among them skipped",
+                    checkpoint.step
+                ),
+                "was it changed by another program?",
+            ));
+        }
+        if let Some(state) = &checkpoint.loss_scaling {
+            state.validate().map_err(|e| {
+                refuse(
+                    format!("a loss scale that cannot be: {e}"),
+                    "was it changed by another program?",
+                )
+            })?;
+        }
         Ok(checkpoint)
     }
 }
@@ -130,6 +154,7 @@ impl Trainer {
             training_data: self.training_data.clone(),
             validation_data: self.validation_data.clone(),
             history: self.history.clone(),
+            loss_scaling: self.scaler.as_ref().map(GradScaler::state),
         };
         let written = Written {
             format: FORMAT,
@@ -217,7 +242,11 @@ impl Trainer {
             Ok((name.clone(), tensor))
         });
         let state = state.collect::<Result<Vec<_>>>()?;
-        trainer.optimizer.load_state(state, saved.step)?;
+        let updates = saved.step - saved.history.skipped.len();
+        trainer.optimizer.load_state(state, updates)?;
+        if let (Some(scaler), Some(state)) = (&mut trainer.scaler, saved.loss_scaling) {
+            scaler.load_state(state)?;
+        }
         trainer.step = saved.step;
         trainer.history = saved.history;
         Ok(trainer)

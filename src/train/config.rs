@@ -1,6 +1,6 @@
 //! What a run is told.
 
-use crate::optim::{AdamWConfig, Schedule};
+use crate::optim::{AdamWConfig, GradScalerConfig, Schedule};
 use crate::precision::Precision;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -37,10 +37,14 @@ pub struct TrainConfig {
     pub optimizer: AdamWConfig,
     /// Gradients whose L2 norm is larger are scaled down to it; `None` leaves them as they are.
     pub max_grad_norm: Option<f64>,
-    /// What forward and loss compute in, in training and evaluation; weights and optimizer stay as they are. f32 where a
-    /// saved run says nothing.
+    /// What forward and loss compute in, in training and evaluation. The model's parameters must be of its
+    /// [`parameter_dtype`](Precision::parameter_dtype). f32 where a saved run says nothing.
     #[serde(default)]
     pub precision: Precision,
+    /// How the loss is scaled where the precision is f16; no other is scaled. If it is not `enabled`, f16 is trained as it
+    /// is, and gradients that overflow are an error. The default where a saved run says nothing.
+    #[serde(default)]
+    pub loss_scaling: GradScalerConfig,
     /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). A
     /// resumed run may be given another number.
     pub evaluate_every: usize,
@@ -68,6 +72,7 @@ impl Default for TrainConfig {
             },
             max_grad_norm: Some(1.0),
             precision: Precision::F32,
+            loss_scaling: GradScalerConfig::default(),
             evaluate_every: 250,
             seed: 0,
         }
@@ -78,8 +83,8 @@ impl TrainConfig {
     /// Checks the ranges.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0, a schedule or an
-    /// optimizer that cannot work.
+    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0; and those of the schedule,
+    /// the optimizer and the loss scale.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::Config {
@@ -145,6 +150,7 @@ impl TrainConfig {
             );
         }
         self.schedule.validate()?;
+        self.loss_scaling.validate()?;
         self.optimizer.validate()
     }
 

@@ -39,6 +39,7 @@ mod differences;
 mod fingerprint;
 mod history;
 mod trainer;
+mod update;
 
 pub use checkpoint::Checkpoint;
 pub use config::TrainConfig;

@@ -1,10 +1,11 @@
 //! The loop: one step, one evaluation.
 
+use super::update::{check_dtype, scaler};
 use super::{DataFingerprint, History, TrainConfig};
 use crate::data::{RandomBatches, SequentialBatches, Tokens};
 use crate::model::TransformerLM;
 use crate::optim::guard::{finite_loss, value_of};
-use crate::optim::{AdamW, GradientAccumulator, clip_grad_norm_checked, decay_matrices_only};
+use crate::optim::{AdamW, GradScaler, GradientAccumulator, decay_matrices_only};
 use crate::{Error, Result, no_grad};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
@@ -14,17 +15,24 @@ use candle_core::{Tensor, Var};
 pub struct StepReport {
     /// Steps taken, this one included.
     pub step: usize,
-    /// Mean loss of the step's batches before its update, nats a token.
+    /// Mean loss of the step's batches before its update, nats a token. With a loss scale it may be no number.
     pub loss: f64,
     /// The learning rate of its update.
     pub learning_rate: f64,
-    /// The L2 norm of all gradients, before clipping.
+    /// The L2 norm of all gradients, unscaled, before clipping; infinite or NaN in a skipped step.
     pub grad_norm: f64,
+    /// What the loss was multiplied by, in f16 ([`TrainConfig::loss_scaling`]).
+    pub loss_scale: Option<f64>,
+    /// Whether gradients overflowed at that scale: weights and optimizer are then as they were, the scale is smaller.
+    pub skipped: bool,
     /// Predictions that it learned from: [`TrainConfig::tokens_per_step`].
     pub tokens: usize,
 }
 
 /// A run: a model, its optimizer, its data, and how far it has come.
+///
+/// In f16 the loss is scaled ([`TrainConfig::loss_scaling`], [`GradScaler`]): a step whose gradients overflow is
+/// skipped, which is no error. It counts as a step, for the schedule and the data too, but not for the optimizer.
 ///
 /// A run is a function of the model's first weights, the configuration and the data: the same ones give the same bits,
 /// with or without evaluations, and whether it is stopped and [resumed](Self::resume) or not (on one machine and build).
@@ -46,6 +54,8 @@ pub struct Trainer {
     pub(super) model: TransformerLM,
     pub(super) parameters: Vec<(String, Var)>,
     pub(super) optimizer: AdamW,
+    /// In f16 only.
+    pub(super) scaler: Option<GradScaler>,
     pub(super) config: TrainConfig,
     training: RandomBatches,
     validation: SequentialBatches,
@@ -62,7 +72,9 @@ impl Trainer {
     ///
     /// # Errors
     /// [`Error::Config`] for a configuration that cannot work, windows longer than the model's context, or data of a
-    /// larger vocabulary than the model's; [`Error::Data`] for data shorter than a window.
+    /// larger vocabulary than the model's; [`Error::DType`] for a model whose parameters are not of
+    /// [`Precision::parameter_dtype`](crate::precision::Precision::parameter_dtype) (f64 may train where that is f32);
+    /// [`Error::Data`] for data shorter than a window.
     pub fn new(
         model: TransformerLM,
         config: TrainConfig,
@@ -70,6 +82,7 @@ impl Trainer {
         validation: Tokens,
     ) -> Result<Self> {
         config.validate()?;
+        check_dtype(&model, &config)?;
         check_fits(&model, &config, &train)?;
         check_fits(&model, &config, &validation)?;
         let (batch_size, sequence_length) = (config.batch_size, config.sequence_length);
@@ -79,6 +92,7 @@ impl Trainer {
         let groups = decay_matrices_only(parameters.clone(), config.optimizer);
         Ok(Self {
             optimizer: AdamW::with_groups(groups)?,
+            scaler: scaler(&config)?,
             training_data: DataFingerprint::new(&train)?,
             validation_data: DataFingerprint::new(&validation)?,
             training,
@@ -94,26 +108,25 @@ impl Trainer {
     /// Takes a step; `None` once all of the configuration's steps are taken.
     ///
     /// # Errors
-    /// [`Error::Data`] for a loss or a gradient that is not finite, and whatever data and ops refuse. Neither weights
-    /// nor optimizer have changed then, and the run is where it was.
+    /// [`Error::Data`] for a loss or a gradient that is not finite, and whatever data and ops refuse. Where the loss is
+    /// scaled such a step is skipped instead, until the scale has fallen to 2^-14 and gradients overflow nonetheless.
+    /// Neither weights nor optimizer have changed then, and the run is where it was.
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         if self.is_done() {
             return Ok(None);
         }
-        let (loss, mut gradients) = self.loss_and_gradients()?;
-        let max_norm = self.config.max_grad_norm.unwrap_or(f64::INFINITY);
-        let grad_norm =
-            clip_grad_norm_checked(&mut gradients, self.parameters.iter().cloned(), max_norm)?;
+        let (loss, gradients) = self.loss_and_gradients()?;
         let learning_rate = self.config.schedule.learning_rate(self.step);
-        self.optimizer.set_learning_rate(learning_rate);
-        self.optimizer.step(&gradients)?;
+        let update = self.update(gradients, learning_rate)?;
         self.step += 1;
-        self.history.losses.push(loss);
+        self.history.stepped(loss, update.skipped);
         Ok(Some(StepReport {
             step: self.step,
             loss,
             learning_rate,
-            grad_norm,
+            grad_norm: update.grad_norm,
+            loss_scale: update.loss_scale,
+            skipped: update.skipped,
             tokens: self.config.tokens_per_step(),
         }))
     }
@@ -165,6 +178,11 @@ impl Trainer {
         &self.optimizer
     }
 
+    /// What the next step's loss is multiplied by, in f16.
+    pub fn loss_scale(&self) -> Option<f64> {
+        self.scaler.as_ref().map(GradScaler::loss_scale)
+    }
+
     /// What the run was told.
     pub fn config(&self) -> &TrainConfig {
         &self.config
@@ -180,7 +198,7 @@ impl Trainer {
         self.model
     }
 
-    /// Means over the step's batches.
+    /// Means over the step's batches; the gradients are those of the scaled loss where there is a scale.
     fn loss_and_gradients(&self) -> Result<(f64, GradStore)> {
         let batches = self.config.accumulation as u64;
         let mut accumulator = GradientAccumulator::new(self.parameters.iter().cloned());
@@ -190,7 +208,13 @@ impl Trainer {
             let batch = self.training.batch(index, self.model.device())?;
             let loss = self.loss(&batch.inputs, &batch.targets)?;
             let value = value_of(&loss)?;
-            finite_loss(value, || format!("the loss of step {}", self.step + 1))?;
+            let loss = match &self.scaler {
+                Some(scaler) => scaler.scale(&loss)?, // whether it is a number the gradients tell
+                None => {
+                    finite_loss(value, || format!("the loss of step {}", self.step + 1))?;
+                    loss
+                }
+            };
             sum += value;
             let gradients = loss.backward()?;
             drop(loss); // and with it the graph, before anything else asks for memory

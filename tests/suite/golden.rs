@@ -17,7 +17,7 @@ use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm, decay_matrices_only};
 const CPU: Device = Device::Cpu;
 
 /// A golden file: what went into PyTorch, and what came out.
-struct Golden {
+pub struct Golden {
     path: PathBuf,
     config: TransformerConfig,
     hyperparameters: AdamWConfig,
@@ -26,11 +26,11 @@ struct Golden {
 
 impl Golden {
     /// `lm_t13` or `lm_t37` as computed in f64.
-    fn read(name: &str) -> Self {
+    pub fn read(name: &str) -> Self {
         Self::read_as(name, "f64")
     }
 
-    fn read_as(name: &str, dtype: &str) -> Self {
+    pub fn read_as(name: &str, dtype: &str) -> Self {
         let path = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("fixtures")
             .join(format!("{name}_{dtype}.safetensors"));
@@ -50,18 +50,18 @@ impl Golden {
     }
 
     /// The same, for a model with this attention (PyTorch's was naive).
-    fn with_attention(mut self, attention: Algorithm) -> Self {
+    pub fn with_attention(mut self, attention: Algorithm) -> Self {
         assert_eq!(self.config.attention, Algorithm::Naive); // the file says nothing
         self.config.attention = attention;
         self
     }
 
-    fn get(&self, key: &str) -> &Tensor {
+    pub fn get(&self, key: &str) -> &Tensor {
         &self.tensors[key]
     }
 
     /// The model with the file's weights.
-    fn model(&self, dtype: DType) -> TransformerLM {
+    pub fn model(&self, dtype: DType) -> TransformerLM {
         let vb = VarBuilder::from_tensors(self.tensors.clone(), dtype, &CPU);
         TransformerLM::from_var_builder(&self.config, vb).unwrap()
     }

@@ -1,6 +1,7 @@
 //! `tallow::precision`, and what ops do in its regions.
 
 mod arithmetic;
+mod autocast_model;
 mod cache;
 mod own_ops;
 mod pytorch;

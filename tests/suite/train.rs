@@ -1,9 +1,12 @@
 //! `tallow::train`: what is learned, that a resumed run is the same run, and every refusal.
 
 mod learning;
+mod loss_scaling;
+mod precision_equality;
 mod refusals;
 mod resuming;
 mod saving;
+mod scale_saved;
 
 use std::path::{Path, PathBuf};
 

@@ -70,6 +70,8 @@ fn a_run_is_the_sum_of_its_parts() {
             loss: (losses[0] + losses[1]) / 2.0,
             learning_rate: lr,
             grad_norm: norm,
+            loss_scale: None,
+            skipped: false,
             tokens: 2 * 3 * 11,
         };
         assert_eq!(reports[step as usize], expected);

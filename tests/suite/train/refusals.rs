@@ -162,7 +162,11 @@ fn files_that_are_no_whole_run() {
 }
 
 /// The file again with its metadata's text and tensors changed, but a whole safetensors file.
-fn forge(path: &Path, edit: impl Fn(&str) -> String, keep: impl Fn(&str) -> Option<Vec<usize>>) {
+pub(super) fn forge(
+    path: &Path,
+    edit: impl Fn(&str) -> String,
+    keep: impl Fn(&str) -> Option<Vec<usize>>,
+) {
     let bytes = std::fs::read(path).unwrap();
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     let metadata = header.metadata().clone().unwrap();

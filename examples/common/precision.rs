@@ -1,0 +1,107 @@
+//! The flags that choose a precision, and what they make together.
+
+use clap::{Args, ValueEnum};
+use tallow::precision::{Precision, Regime};
+use tallow::{Error, Result};
+
+/// Flags of every example that can compute in half precision.
+#[derive(Args, Clone, Debug)]
+pub struct PrecisionFlags {
+    /// What to compute in: f32, bf16 or f16. Half precision is autocast's, with f32 parameters, unless --full-half says
+    /// otherwise
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
+    precision: Vec<Precision>,
+
+    /// Whose lists decide which ops autocast computes in half precision [default: cuda]
+    #[arg(long, value_enum)]
+    autocast: Option<AutocastFlag>,
+
+    /// Half precision throughout: parameters, activations and gradients; the optimizer keeps f32 weights and moments
+    #[arg(long, conflicts_with_all = ["autocast", "drop_casts"])]
+    full_half: bool,
+
+    /// Cast a weight wherever it is used and drop the copy, instead of keeping it until the region ends
+    #[arg(long)]
+    drop_casts: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum AutocastFlag {
+    /// PyTorch's lists for CUDA: softmax and layer norm in f32
+    Cuda,
+    /// PyTorch's lists for the CPU: softmax and layer norm in their input's dtype
+    Cpu,
+}
+
+impl PrecisionFlags {
+    /// Those that the flags name, each once, or f32.
+    pub fn precisions(&self) -> Result<Vec<Precision>> {
+        self.precisions_or(&[Precision::F32])
+    }
+
+    /// Those that the flags name, each once; where `--precision` is not given, `default` with the other flags' regime.
+    pub fn precisions_or(&self, default: &[Precision]) -> Result<Vec<Precision>> {
+        let named = match self.precision.is_empty() {
+            true => default,
+            false => &self.precision,
+        };
+        // f32 beside others is what they are compared with; alone it leaves the other flags nothing to say.
+        if self.speaks_of_half() && named.iter().all(|p| *p == Precision::F32) {
+            return refuse("bf16 or f16 among --precision", "f32 alone");
+        }
+        let mut combined = Vec::new();
+        for precision in named {
+            let precision = self.combined(*precision)?;
+            if !combined.contains(&precision) {
+                combined.push(precision);
+            }
+        }
+        Ok(combined)
+    }
+
+    /// The only one that the flags name, or f32: for who runs once.
+    pub fn precision(&self) -> Result<Precision> {
+        match self.precisions()?[..] {
+            [precision] => Ok(precision),
+            ref several => refuse("one precision", &format!("{} of them", several.len())),
+        }
+    }
+
+    /// A precision as named, in the regime of the other flags.
+    fn combined(&self, named: Precision) -> Result<Precision> {
+        let regime = match (self.full_half, self.autocast) {
+            (true, _) => Some(Regime::Full),
+            (_, Some(AutocastFlag::Cuda)) => Some(Regime::CudaAutocast),
+            (_, Some(AutocastFlag::Cpu)) => Some(Regime::CpuAutocast),
+            _ => None,
+        };
+        let own = named.regime(); // names have regimes too: bf16-cpu, bf16-full
+        let contradicted = match regime {
+            Some(Regime::Full) if named.drops_casts() => true,
+            Some(regime) => own != Regime::default() && regime != own,
+            None => self.drop_casts && own == Regime::Full,
+        };
+        if contradicted {
+            return refuse(
+                "flags that agree with each other",
+                &format!("--precision {named} and another regime"),
+            );
+        }
+        let precision = named.with_regime(regime.unwrap_or(own));
+        Ok(precision.with_dropped_casts(self.drop_casts || named.drops_casts()))
+    }
+
+    fn speaks_of_half(&self) -> bool {
+        self.autocast.is_some() || self.full_half || self.drop_casts
+    }
+}
+
+fn refuse<T>(expected: &str, got: &str) -> Result<T> {
+    Err(Error::Config {
+        config: "flags",
+        field: "--precision",
+        expected: expected.into(),
+        got: got.into(),
+        hint: "--autocast, --drop-casts and --full-half say how bf16 and f16 are used".into(),
+    })
+}

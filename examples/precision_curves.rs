@@ -1,0 +1,251 @@
+//! Trains the same model in f32, bf16 and f16, on the same batches from the same weights, and compares the losses.
+//!
+//! Half precision is autocast's, with f32 parameters, and the loss of f16 is scaled. Without flags it is `train`'s model
+//! and data, for 300 steps.
+//!
+//! ```text
+//! cargo run --example precision_curves -- --plot curves.svg
+//! cargo run --example precision_curves -- --data my.txt --precision f32 bf16 --full-half --format markdown
+//! ```
+
+mod common;
+#[allow(dead_code)] // files and samples are train's alone
+#[path = "train/flags.rs"]
+mod flags;
+
+use clap::Parser;
+use common::{Common, Output};
+use flags::{DataFlags, ModelFlags, TrainingFlags, new_model};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+use tallow::Result;
+use tallow::data::Tokens;
+use tallow::precision::Precision;
+use tallow::report::plot::{Figure, LineChart, Series};
+use tallow::report::{Column, Fields, Report, group_digits};
+use tallow::train::{History, Trainer};
+
+/// Steps whose mean loss is a run's last, and a point of the curves: one batch's loss says little.
+const STEPS_A_POINT: usize = 10;
+
+/// `train` evaluates more often: with the default data and sizes that takes as long as a hundred steps each time.
+const EVALUATE_HELP: &str = "Steps from one evaluation to the next, besides the one at the end";
+
+/// Trains the same model in f32, bf16 and f16, on the same batches from the same weights, and compares the losses.
+#[derive(Parser)]
+#[command(version)]
+#[command(mut_arg("steps", |arg| arg.default_value("300").help("Steps of each run")))]
+#[command(mut_arg("evaluate_every", |arg| arg.default_value("300").help(EVALUATE_HELP)))]
+#[command(mut_arg("precision", |arg| arg.default_values(["f32", "bf16", "f16"])))]
+struct Flags {
+    #[command(flatten)]
+    common: Common, // first: headings hold for whatever comes after them
+    #[command(flatten)]
+    output: Output,
+
+    /// Draw the curves, and how far they are from f32's, into this SVG file
+    #[arg(long)]
+    plot: Option<PathBuf>,
+
+    #[command(flatten)]
+    data: DataFlags,
+    #[command(flatten)]
+    model: ModelFlags,
+    #[command(flatten)]
+    training: TrainingFlags,
+}
+
+/// A run at its end.
+struct Run {
+    precision: Precision,
+    history: History,
+    loss_scale: Option<f64>,
+    tokens_per_step: usize,
+    /// Spent in steps, evaluations left out.
+    time: Duration,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    common::run(|| flags.common.under_policy(|| flags.run()))
+}
+
+impl Flags {
+    fn run(&self) -> Result<()> {
+        self.output.check()?;
+        let precisions = self.training.precision.precisions()?;
+        let (train, validation) = self.data.open()?.split(self.data.validation_fraction)?;
+        let runs = precisions
+            .iter()
+            .map(|precision| self.train(*precision, &train, &validation))
+            .collect::<Result<Vec<_>>>()?;
+        if let Some(path) = &self.plot {
+            figure(&runs).save_svg(path)?;
+        }
+        self.output
+            .publish(&self.report(&runs, &train, &validation)?)
+    }
+
+    fn train(&self, precision: Precision, train: &Tokens, validation: &Tokens) -> Result<Run> {
+        let device = self.common.device()?;
+        let seed = self.common.seed;
+        let sizes = self.model.config(train.vocab_size())?;
+        let config = self
+            .training
+            .config(sizes.context_length, seed, precision)?;
+        let model = new_model(&sizes, seed, precision, &device)?;
+        let mut trainer = Trainer::new(model, config, train.clone(), validation.clone())?;
+        let mut time = Duration::ZERO;
+        loop {
+            let begun = Instant::now();
+            let Some(step) = trainer.step()? else { break };
+            time += begun.elapsed();
+            if step.step.is_multiple_of(STEPS_A_POINT) {
+                let (step, loss) = (step.step, step.loss);
+                common::progress(format!("{precision}: step {step}, loss {loss:.4}"));
+            }
+            if trainer.evaluation_is_due() {
+                trainer.evaluate()?;
+            }
+        }
+        Ok(Run {
+            precision,
+            history: trainer.history().clone(),
+            loss_scale: trainer.loss_scale(),
+            tokens_per_step: trainer.config().tokens_per_step(),
+            time,
+        })
+    }
+
+    fn report(&self, runs: &[Run], train: &Tokens, validation: &Tokens) -> Result<Report> {
+        let exact = exact(runs);
+        let rows: Vec<Fields> = runs.iter().map(|run| run.row(exact)).collect();
+        let device = self.common.device()?;
+        let mut environment = self.common.environment(&device);
+        environment.insert("reference ops", common::fallbacks());
+        Ok(Report {
+            environment,
+            configuration: self.configuration(train, validation)?,
+            columns: columns(),
+            rows,
+            notes: vec![format!(
+                "Last loss: the mean of the last {STEPS_A_POINT} steps. All runs start from the same weights, rounded where \
+                 parameters are in half precision, and see the same batches."
+            )],
+            ..Default::default()
+        })
+    }
+
+    fn configuration(&self, train: &Tokens, validation: &Tokens) -> Result<Fields> {
+        let count = |n: usize| group_digits(n as u64);
+        let model = self.model.config(train.vocab_size())?;
+        let mut fields = Fields::new();
+        let (training, held_out) = (count(train.len()), count(validation.len()));
+        let data = format!(
+            "{training} to train, {held_out} to evaluate ({})",
+            self.data.name()
+        );
+        fields.insert("data", data);
+        let sizes = format!(
+            "d_model {}, d_ff {}, layers {}, heads {}, context {}",
+            model.d_model, model.d_ff, model.num_layers, model.num_heads, model.context_length
+        );
+        fields.insert("model", sizes);
+        fields.insert("attention", model.attention.name());
+        fields.insert("batch_size", self.training.batch_size);
+        fields.insert("steps", self.training.steps);
+        Ok(fields)
+    }
+}
+
+impl Run {
+    fn row(&self, exact: Option<&Run>) -> Fields {
+        let mut row = Fields::new();
+        row.insert("precision", self.precision.name());
+        row.insert("first_loss", self.history.losses.first().copied());
+        row.insert("last_loss", self.last_loss());
+        row.insert("validation_loss", self.validation_loss());
+        let percent = |of: fn(&Run) -> Option<f64>| Some((of(self)? / of(exact?)? - 1.0) * 100.0);
+        row.insert("from_f32_percent", percent(Run::last_loss));
+        row.insert("validation_from_f32_percent", percent(Run::validation_loss));
+        row.insert("skipped_steps", self.history.skipped.len());
+        row.insert("loss_scale", self.loss_scale);
+        let steps = self.history.losses.len();
+        let seconds = self.time.as_secs_f64();
+        row.insert("step_ms", seconds * 1e3 / steps as f64);
+        row.insert(
+            "tokens_per_s",
+            (self.tokens_per_step * steps) as f64 / seconds,
+        );
+        row
+    }
+
+    fn last_loss(&self) -> Option<f64> {
+        self.history.recent_loss(STEPS_A_POINT)
+    }
+
+    fn validation_loss(&self) -> Option<f64> {
+        self.history.evaluations.last().map(|last| last.loss)
+    }
+
+    /// (step, mean loss of the steps up to it).
+    fn points(&self) -> Vec<(f64, f64)> {
+        let chunks = self.history.losses.chunks(STEPS_A_POINT).enumerate();
+        let points = chunks.map(|(i, losses)| {
+            let finite: Vec<f64> = losses.iter().copied().filter(|l| l.is_finite()).collect();
+            let mean = finite.iter().sum::<f64>() / finite.len() as f64; // NaN is left out of charts
+            ((i * STEPS_A_POINT + losses.len()) as f64, mean)
+        });
+        points.collect()
+    }
+}
+
+/// The run that the others are compared with.
+fn exact(runs: &[Run]) -> Option<&Run> {
+    runs.iter().find(|run| run.precision == Precision::F32)
+}
+
+/// The curves, and below them their distance from f32's, which shows what they do not.
+fn figure(runs: &[Run]) -> Figure {
+    let line = |run: &Run| Series::new(run.precision.name(), run.points());
+    let mut charts = vec![LineChart {
+        title: format!("Loss (mean of {STEPS_A_POINT} steps)"),
+        x_label: "step".into(),
+        y_label: "loss (nats a token)".into(),
+        series: runs.iter().map(line).collect(),
+        ..Default::default()
+    }];
+    if let Some(exact) = exact(runs) {
+        let exact = exact.points();
+        let distance = |run: &Run| {
+            let both = run.points().into_iter().zip(&exact);
+            let points =
+                both.map(|((step, loss), (_, exact))| (step, (loss / exact - 1.0) * 100.0));
+            Series::new(run.precision.name(), points.collect())
+        };
+        charts.push(LineChart {
+            title: "Distance from f32".into(),
+            x_label: "step".into(),
+            y_label: "loss over f32's (%)".into(),
+            series: runs.iter().map(distance).collect(),
+            ..Default::default()
+        });
+    }
+    Figure { charts }
+}
+
+fn columns() -> Vec<Column> {
+    vec![
+        Column::text("precision", "Precision"),
+        Column::number("first_loss", "First loss", "nats", 4),
+        Column::number("last_loss", "Last loss", "nats", 4),
+        Column::number("from_f32_percent", "From f32", "%", 3),
+        Column::number("validation_loss", "Validation loss", "nats", 4),
+        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3),
+        Column::count("skipped_steps", "Skipped steps"),
+        Column::number("loss_scale", "Loss scale", "", 0),
+        Column::number("step_ms", "Step", "ms", 1),
+        Column::number("tokens_per_s", "Tokens", "1/s", 0),
+    ]
+}

@@ -1,0 +1,124 @@
+//! From gradients to the next weights: unscaled, clipped, and applied unless they overflowed.
+
+use super::{TrainConfig, Trainer};
+use crate::model::TransformerLM;
+use crate::optim::guard::DIVERGED;
+use crate::optim::{GradScaler, clip_grad_norm, clip_grad_norm_checked};
+use crate::{Error, Result};
+use candle_core::{DType, backprop::GradStore};
+
+/// f16's smallest normal number, 2^-14. Under it the scale alone would round gradients away, so a run that overflows even
+/// here has diverged. (Not 1: a sum over many tokens may want less.)
+const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
+
+/// What became of a step's gradients.
+pub(super) struct Update {
+    pub(super) grad_norm: f64,
+    pub(super) skipped: bool,
+    /// What the loss was multiplied by.
+    pub(super) loss_scale: Option<f64>,
+}
+
+/// The scaler of a run in f16; none where nothing is scaled.
+pub(super) fn scaler(config: &TrainConfig) -> Result<Option<GradScaler>> {
+    let scales = config.precision.dtype() == DType::F16 && config.loss_scaling.enabled;
+    match scales {
+        true => Ok(Some(GradScaler::new(config.loss_scaling)?)),
+        false => Ok(None),
+    }
+}
+
+/// Whether the model's parameters are of the type that the precision keeps them in. What computes in f32 may be f64.
+pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result<()> {
+    let precision = config.precision;
+    let wanted = precision.parameter_dtype();
+    let other = model.parameters().into_iter().find(|(_, parameter)| {
+        let dtype = parameter.dtype();
+        dtype != wanted && (precision.dtype(), dtype) != (DType::F32, DType::F64)
+    });
+    let Some((name, parameter)) = other else {
+        return Ok(());
+    };
+    let hint = match wanted {
+        DType::F32 => {
+            "build it with TransformerLM::new, or train it with Regime::Full of its own dtype"
+        }
+        _ => {
+            "build it with TransformerLM::from_var_builder and nn::seeded in that dtype, or load it with load_as"
+        }
+    };
+    Err(Error::DType {
+        op: "Trainer",
+        expected: format!(
+            "parameters in {}, for precision {precision}",
+            wanted.as_str()
+        ),
+        got: format!("{name} in {}", parameter.dtype().as_str()),
+        hint: hint.into(),
+    })
+}
+
+impl Trainer {
+    /// The update of one step. After an error weights, optimizer and scale are what they were.
+    pub(super) fn update(&mut self, gradients: GradStore, learning_rate: f64) -> Result<Update> {
+        let max_norm = self.config.max_grad_norm.unwrap_or(f64::INFINITY);
+        match self.scaler.clone() {
+            None => self.guarded_update(gradients, max_norm, learning_rate),
+            Some(mut scaler) => {
+                let update = self.scaled_update(&mut scaler, gradients, max_norm, learning_rate)?;
+                self.scaler = Some(scaler);
+                Ok(update)
+            }
+        }
+    }
+
+    /// Without a scale: gradients that are not finite are an error.
+    fn guarded_update(
+        &mut self,
+        mut gradients: GradStore,
+        max_norm: f64,
+        learning_rate: f64,
+    ) -> Result<Update> {
+        let parameters = self.parameters.iter().cloned();
+        let grad_norm = clip_grad_norm_checked(&mut gradients, parameters, max_norm)?;
+        self.optimizer.set_learning_rate(learning_rate);
+        self.optimizer.step(&gradients)?;
+        Ok(Update {
+            grad_norm,
+            skipped: false,
+            loss_scale: None,
+        })
+    }
+
+    /// With a scale: gradients that are not finite skip the update, and the scale backs off.
+    fn scaled_update(
+        &mut self,
+        scaler: &mut GradScaler,
+        mut gradients: GradStore,
+        max_norm: f64,
+        learning_rate: f64,
+    ) -> Result<Update> {
+        let loss_scale = scaler.loss_scale();
+        let parameters = || self.parameters.iter().cloned();
+        scaler.unscale(&mut gradients, parameters())?;
+        let grad_norm = clip_grad_norm(&mut gradients, parameters(), max_norm)?;
+        self.optimizer.set_learning_rate(learning_rate);
+        let stepped = scaler.step(&mut self.optimizer, &mut gradients)?;
+        if !stepped && loss_scale <= SMALLEST_SCALE {
+            let parameter = scaler.non_finite().unwrap_or("of some name");
+            let step = self.step + 1;
+            return Err(Error::Data {
+                what: format!("the gradient of parameter {parameter} in step {step}"),
+                expected: "finite numbers at some loss scale".into(),
+                got: format!("infinity or NaN, down to a scale of {loss_scale:e}"),
+                hint: DIVERGED.into(),
+            });
+        }
+        scaler.update()?;
+        Ok(Update {
+            grad_norm,
+            skipped: !stepped,
+            loss_scale: Some(loss_scale),
+        })
+    }
+}
