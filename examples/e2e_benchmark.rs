@@ -176,8 +176,7 @@ impl Flags {
             report.notes.push(note.into());
         }
         if self.precision.iter().any(|p| *p != Precision::F32) {
-            let note = "The estimate is of f32: rows in half precision have none. \
-                        MFU is against the peak in f32, whatever the precision.";
+            let note = "MFU is against the peak in f32, whatever the precision.";
             report.notes.push(note.into());
         }
         report

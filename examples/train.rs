@@ -26,7 +26,6 @@ use std::time::{Duration, Instant};
 use tallow::data::Tokens;
 use tallow::memory::{self, Mode, Workload};
 use tallow::model::TransformerConfig;
-use tallow::precision::Precision;
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
 use tallow::{Error, Result};
@@ -341,13 +340,9 @@ fn check_memory(
         sequence_length: config.sequence_length,
         mode: Mode::TrainStep,
         attention: model.attention,
+        precision: config.precision,
     };
-    let estimate = memory::estimate(model, &workload)?;
-    let wanted_bytes = match config.precision {
-        Precision::F32 => estimate.peak_bytes,
-        // The estimate is of f32: what is certain in any precision.
-        _ => estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes,
-    };
+    let wanted_bytes = memory::estimate(model, &workload)?.peak_bytes;
     match tallow::device::available_bytes() {
         Some(available_bytes) if device.is_cpu() && wanted_bytes > available_bytes => {
             Err(Error::OutOfMemory {

@@ -90,9 +90,8 @@ impl EndToEnd {
     /// the step as a whole, `forward+backward` or `train step`.
     ///
     /// Whether there is memory enough is decided from [`memory::estimate`], before anything is allocated: if not, one
-    /// row says `OOM`, with the bytes wanted and the bytes there. The estimate is of f32: in half precision the rows have
-    /// none, and only what any precision wants (weights, gradients, optimizer) must fit. `on_step` is called after every
-    /// step with the whole step's time in ms.
+    /// row says `OOM`, with the bytes wanted and the bytes there. `on_step` is called after every step with the whole
+    /// step's time in ms.
     ///
     /// # Errors
     /// A configuration that cannot run; the ops' errors.
@@ -102,19 +101,15 @@ impl EndToEnd {
             sequence_length: self.sequence_length,
             mode: self.mode,
             attention: self.config.attention,
+            precision: self.precision,
         };
-        let estimate = memory::estimate(&self.config, &workload)?;
-        let in_f32 = self.precision == Precision::F32;
-        let estimate_bytes = in_f32.then_some(estimate.peak_bytes);
-        let state_bytes =
-            estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes;
-        let wanted_bytes = estimate_bytes.unwrap_or(state_bytes);
+        let estimate_bytes = memory::estimate(&self.config, &workload)?.peak_bytes;
         if let Some(available_bytes) = self.available_bytes
-            && wanted_bytes > available_bytes
+            && estimate_bytes > available_bytes
         {
             let mut row = self.labels(self.whole_phase(), "OOM");
             row.insert("estimate_bytes", estimate_bytes);
-            row.insert("wanted_bytes", wanted_bytes);
+            row.insert("wanted_bytes", estimate_bytes);
             row.insert("available_bytes", available_bytes);
             return Ok(vec![row]);
         }
@@ -148,6 +143,7 @@ impl EndToEnd {
         let model = TransformerLM::new(&self.config, self.seed, device)?;
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
+        tracker::reset_peak(); // drawing the weights has one of its own
         let laps = Laps::new(device).warmup(self.warmup_steps).on_step(on_step);
         let precision = self.precision;
         let forward = || precision.run(|| model.forward(&tokens));

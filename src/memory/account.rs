@@ -1,8 +1,57 @@
 //! A sum of bytes with its terms.
 
-use crate::report::format_mib;
+use crate::report::{Column, Fields, Report, format_mib};
 use serde::Serialize;
 use std::fmt;
+
+/// What a term of an [`Account`] is there for, in the order in which they come to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Holds {
+    /// The parameters.
+    Weights,
+    /// What the optimizer keeps from step to step.
+    Optimizer,
+    /// What comes from outside: inputs, token ids, tables of positions.
+    Inputs,
+    /// What forward computes; with a graph, what it keeps for backward (residuals).
+    Activations,
+    /// Weights in half precision beside those in f32, in an autocast region.
+    WeightCasts,
+    /// The logits, and what the loss keeps.
+    Logits,
+    /// The weights' gradients.
+    Gradients,
+    /// What one op takes for itself, and gradients on their way.
+    Scratch,
+}
+
+impl Holds {
+    /// Whether it is there when backward begins.
+    pub fn before_backward(self) -> bool {
+        self < Self::Gradients
+    }
+
+    /// As tables name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Weights => "weights",
+            Self::Optimizer => "optimizer",
+            Self::Inputs => "inputs",
+            Self::Activations => "activations",
+            Self::WeightCasts => "weight casts",
+            Self::Logits => "logits",
+            Self::Gradients => "gradients",
+            Self::Scratch => "scratch",
+        }
+    }
+}
+
+impl fmt::Display for Holds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
 
 /// What is alive at the worst moment of a forward and backward, term by term: the account that is written beside a row
 /// that ran out of memory.
@@ -21,17 +70,21 @@ pub struct Account {
     pub parts: Vec<Part>,
 }
 
-/// One term.
+/// One term: `count` buffers of one size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Part {
-    /// What it holds.
+    /// What it is there for.
+    pub holds: Holds,
+    /// What it is.
     pub what: &'static str,
-    /// How many elements, in letters.
+    /// How many elements one has, in letters.
     pub formula: &'static str,
-    /// How many bytes.
+    /// How many there are: one a layer, say.
+    pub count: u64,
+    /// The size of an element.
+    pub element_bytes: usize,
+    /// How many bytes all of them have.
     pub bytes: u64,
-    /// Whether it is alive before backward begins already.
-    pub before_backward: bool,
 }
 
 impl Account {
@@ -40,61 +93,101 @@ impl Account {
         Self { sizes, parts }
     }
 
-    /// Adds a term that forward leaves behind. Elements are counted in f64: exact to 2^53, and no overflow beyond.
-    pub(super) fn kept(
+    /// Adds one buffer. Elements are counted in f64: exact to 2^53, and no overflow beyond.
+    pub(super) fn with(
         self,
+        holds: Holds,
         what: &'static str,
         formula: &'static str,
         elements: f64,
-        width: usize,
+        element_bytes: usize,
     ) -> Self {
-        self.with(what, formula, elements, width, true)
+        self.with_many(1.0, holds, what, formula, elements, element_bytes)
     }
 
-    /// Adds a term of backward's worst moment.
-    pub(super) fn then(
-        self,
-        what: &'static str,
-        formula: &'static str,
-        elements: f64,
-        width: usize,
-    ) -> Self {
-        self.with(what, formula, elements, width, false)
-    }
-
-    /// Drops the terms of backward.
-    pub(super) fn without_backward(mut self) -> Self {
-        self.parts.retain(|part| part.before_backward);
-        self
-    }
-
-    fn with(
+    /// Adds `count` buffers of one size.
+    pub(super) fn with_many(
         mut self,
+        count: f64,
+        holds: Holds,
         what: &'static str,
         formula: &'static str,
         elements: f64,
-        width: usize,
-        before_backward: bool,
+        element_bytes: usize,
     ) -> Self {
         self.parts.push(Part {
+            holds,
             what,
             formula,
-            bytes: (elements * width as f64) as u64, // saturates
-            before_backward,
+            count: count as u64,
+            element_bytes,
+            bytes: (count * elements * element_bytes as f64) as u64, // saturates
         });
         self
     }
 
+    /// Drops the terms of backward.
+    pub(super) fn without_backward(mut self) -> Self {
+        self.parts.retain(|part| part.holds.before_backward());
+        self
+    }
+
+    /// The bytes of all terms that are there for this.
+    pub fn bytes_of(&self, holds: Holds) -> u64 {
+        self.sum(|part| part.holds == holds)
+    }
+
     /// The bytes alive when backward begins: inputs and weights, and what forward leaves behind.
     pub fn before_backward_bytes(&self) -> u64 {
-        let kept = self.parts.iter().filter(|part| part.before_backward);
-        kept.fold(0, |sum, part| sum.saturating_add(part.bytes))
+        self.sum(|part| part.holds.before_backward())
     }
 
     /// The most bytes alive at once.
     pub fn peak_bytes(&self) -> u64 {
-        let parts = self.parts.iter();
+        self.sum(|_| true)
+    }
+
+    fn sum(&self, counts: impl Fn(&Part) -> bool) -> u64 {
+        let parts = self.parts.iter().filter(|part| counts(part));
         parts.fold(0, |sum, part| sum.saturating_add(part.bytes))
+    }
+
+    /// The terms as a table, the formula beside each line, their sum at the end.
+    pub fn report(&self) -> Report {
+        let mut rows: Vec<Fields> = self.parts.iter().map(Part::fields).collect();
+        let mut sum = Fields::new();
+        sum.insert("holds", "sum");
+        for key in ["what", "count", "formula", "element_bytes"] {
+            sum.insert(key, "");
+        }
+        sum.insert("bytes", self.peak_bytes());
+        rows.push(sum);
+        Report {
+            columns: vec![
+                Column::text("holds", "Holds"),
+                Column::text("what", "What"),
+                Column::count("count", "Count"),
+                Column::text("formula", "Elements of each"),
+                Column::text("element_bytes", "Bytes an element"),
+                Column::mib("bytes", "All"),
+            ],
+            rows,
+            notes: vec![self.sizes.clone()],
+            ..Default::default()
+        }
+    }
+}
+
+impl Part {
+    fn fields(&self) -> Fields {
+        let mut fields = Fields::new();
+        fields.insert("holds", self.holds.name());
+        fields.insert("what", self.what);
+        fields.insert("count", self.count);
+        fields.insert("formula", self.formula);
+        fields.insert("element_bytes", self.element_bytes);
+        fields.insert("bytes", self.bytes);
+        fields
     }
 }
 

@@ -1,6 +1,6 @@
 //! The memory of attention, from its sizes alone.
 
-use super::Account;
+use super::{Account, Holds};
 use crate::attention::{Algorithm, Mask};
 use crate::kernels::cpu::flash_attention::Tiles;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
@@ -83,59 +83,99 @@ pub fn attention_account(workload: &AttentionWorkload) -> Account {
         "B {}, H {}, T {}, Dh {}, {width} bytes an element",
         workload.batch_size, workload.heads, workload.sequence_length, workload.head_dim
     ))
-    .kept("q, k, v", "3BHTDh", 3.0 * n, width)
-    .kept("out", "BHTDh", n, width)
-    .then("its gradient", "BHTDh", n, width)
-    .then("dq, dk, dv", "3BHTDh", 3.0 * n, width);
+    .with(Holds::Inputs, "q, k, v", "3BHTDh", 3.0 * n, width)
+    .with(Holds::Activations, "out", "BHTDh", n, width)
+    .with(Holds::Scratch, "its gradient", "BHTDh", n, width)
+    .with(Holds::Gradients, "dq, dk, dv", "3BHTDh", 3.0 * n, width);
     between(account, workload)
 }
 
 /// Adds what the algorithm keeps between forward and backward, and what backward takes for itself.
 pub(super) fn between(account: Account, workload: &AttentionWorkload) -> Account {
     let width = workload.dtype.size_in_bytes();
-    let (scores, t) = (workload.scores(), workload.sequence_length as f64);
+    let scores = workload.scores();
     let n = workload.elements();
     let storing = 2.0 * n;
-    let store =
-        |account: Account| account.then("a gradient's zeros and sum", "2BHTDh", storing, width);
+    let store = |account: Account| {
+        account.with(
+            Holds::Scratch,
+            "a gradient's zeros and sum",
+            "2BHTDh",
+            storing,
+            width,
+        )
+    };
     let wide = width.max(4); // half precision is computed in f32
     match workload.algorithm {
         Algorithm::Flash => {
-            let account = account.kept("log-sum-exp", "BHT", workload.rows(), wide);
+            let account = account.with(
+                Holds::Activations,
+                "log-sum-exp",
+                "BHT",
+                workload.rows(),
+                wide,
+            );
             let account = match wide == width {
                 true => account,
-                false => account.kept("what rounding took from out", "BHTDh", n, width),
+                false => account.with(
+                    Holds::Activations,
+                    "what rounding took from out",
+                    "BHTDh",
+                    n,
+                    width,
+                ),
             };
             let scratch = flash_scratch(workload);
             match scratch * wide as f64 > storing * width as f64 {
-                true => account.then("delta, dq's sums, tiles", "BHT + ..", scratch, wide),
+                true => account.with(
+                    Holds::Scratch,
+                    "delta, dq's sums, tiles",
+                    "BHT + ..",
+                    scratch,
+                    wide,
+                ),
                 false => store(account),
             }
         }
         Algorithm::Naive => {
-            let account = account.kept("probabilities", "BHT^2", scores, wide);
-            let threads = rayon::current_num_threads() as f64;
-            // As the kernel shares its matrices out.
-            let at_once = match workload.matrices() < 2.0 * threads {
-                true => 1.0,
-                false => threads,
-            };
-            // Half precision is widened head by head: q, k, v, dout, and dq, dk, dv before they are rounded.
-            let widened = match wide == width {
-                true => 0.0,
-                false => 7.0 * t * workload.head_dim as f64,
-            };
-            let scratch = at_once * (t * t + widened);
+            let account = account.with(Holds::Activations, "probabilities", "BHT^2", scores, wide);
+            let scratch = naive_scratch(workload)[1];
             match scratch * wide as f64 > storing * width as f64 {
-                true => account.then("scores' gradient, one a thread", "T^2", scratch, wide),
+                true => account.with(
+                    Holds::Scratch,
+                    "scores' gradient, one a thread",
+                    "T^2",
+                    scratch,
+                    wide,
+                ),
                 false => store(account),
             }
         }
     }
 }
 
+/// Elements that naive's forward and its backward take for themselves: backward a matrix of (T, T), both what half
+/// precision is widened to, head by head.
+pub(super) fn naive_scratch(workload: &AttentionWorkload) -> [f64; 2] {
+    let (t, threads) = (
+        workload.sequence_length as f64,
+        rayon::current_num_threads() as f64,
+    );
+    // As the kernel shares its matrices out.
+    let at_once = match workload.matrices() < 2.0 * threads {
+        true => 1.0,
+        false => threads,
+    };
+    // q, k, v and out before it is rounded; q, k, v, dout, and dq, dk, dv before they are rounded.
+    let widened = match workload.dtype.size_in_bytes() < 4 {
+        true => t * workload.head_dim as f64,
+        false => 0.0,
+    };
+    [at_once * 4.0 * widened, at_once * (t * t + 7.0 * widened)]
+}
+
 /// Elements that flash's backward takes for itself: delta, the dq that is not written in place, the tiles of a thread.
-fn flash_scratch(workload: &AttentionWorkload) -> f64 {
+pub(super) fn flash_scratch(workload: &AttentionWorkload) -> f64 {
     let (t, head_dim) = (workload.sequence_length, workload.head_dim);
     let tiles = Tiles::for_head_dim(head_dim);
     let threads = rayon::current_num_threads() as f64;

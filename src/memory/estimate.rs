@@ -1,9 +1,14 @@
 //! The memory of a pass or a step, from its sizes alone.
 
+use super::walk::{Buffer, walk};
+use super::{Account, Holds};
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
+use crate::precision::Precision;
+use crate::report::Format;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// How much of a training step is run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -32,30 +37,50 @@ pub struct Workload {
     /// What computes attention: here, not in the model's configuration. Naive where a serialized workload says nothing.
     #[serde(default)]
     pub attention: Algorithm,
+    /// What forward and loss compute in; f32 where a serialized workload says nothing.
+    #[serde(default)]
+    pub precision: Precision,
 }
 
-/// Bytes of an eager pass or step in f32, by what they hold.
+/// Bytes of an eager pass or step on the CPU, by what they hold: every buffer that the run will take, followed through
+/// forward and backward by its size alone.
 ///
-/// N = B T; S is what attention keeps beside its inputs and output: the probabilities, B H T^2, if it is naive; the
-/// log-sum-exp of their rows, B H T, if it is flash. Sizes are in elements of 4 bytes. Left out: the packing buffers of
-/// matrix products and of flash attention, a few MiB a thread whatever the model.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+/// What forward leaves for backward, in elements: N = B T; S is what attention keeps beside its inputs and output, the
+/// probabilities, B H T^2 in f32, if it is naive; if it is flash, the log-sum-exp of their rows, B H T in f32, and in half
+/// precision what rounding took from its output, N D in half.
+///
+/// - f32: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`, every op's input and output once each.
+/// - Half precision throughout: the same in half, but for S and the norms' N; and `L 2 T D / H` for the rotary tables, in f32.
+/// - Autocast: the residual stream, the norms' outputs and the sums' second operands are f32,
+///   `L (6 N D + 2 N) + 2 N D + N`; all between in half, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time, and
+///   both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: with a graph they stay
+///   until it goes, dropped casts or not; without one until the region ends or, if dropped, until their op is done.
+///
+/// It displays as a table with the formula beside each line. Left out: the packing buffers of matrix products and the
+/// tiles of flash attention's forward, a few MiB a thread whatever the model; the records of tensors and ops, a few hundred
+/// bytes each; and, before the first step, the drawing of the weights, the largest of which exists once more in f64.
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Estimate {
     /// P: the weights.
     pub parameter_bytes: u64,
-    /// P, with a backward: one gradient a weight.
+    /// P, with a backward: one gradient a weight, in its dtype, when backward is done.
     pub gradient_bytes: u64,
-    /// 2 P, with the optimizer: AdamW's exp_avg and exp_avg_sq.
+    /// 2 P in f32, with the optimizer: AdamW's exp_avg and exp_avg_sq; 3 P where it keeps an f32 copy of weights in half.
     pub optimizer_bytes: u64,
-    /// What the blocks' graph holds until backward: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`. Every op's input and
-    /// output, once each.
+    /// What the blocks' graph holds until backward, as above; without a graph, what of it is alive at the worst moment.
     pub activation_bytes: u64,
-    /// N V: the logits.
+    /// Copies of weights in half precision that are alive at the worst moment.
+    pub weight_cast_bytes: u64,
+    /// N V: the logits; with a loss also the loss and what it keeps beside them, N + 1 in f32.
     pub logit_bytes: u64,
-    /// What comes and goes at the worst moment, beyond the above.
+    /// What comes and goes at the worst moment, beyond the above and the gradients that exist by then.
     pub transient_bytes: u64,
+    /// What is alive when forward is done: what backward begins with.
+    pub after_forward_bytes: u64,
     /// The most that is alive at once.
     pub peak_bytes: u64,
+    /// What is alive at the worst moment, term by term; its sum is the peak.
+    pub account: Account,
 }
 
 /// The account of one pass or step, before anything is allocated.
@@ -64,6 +89,7 @@ pub struct Estimate {
 /// use tallow::attention::Algorithm;
 /// use tallow::memory::{Mode, Workload, estimate};
 /// use tallow::model::TransformerConfig;
+/// use tallow::precision::Precision;
 ///
 /// let workload = Workload { batch_size: 4, sequence_length: 256, mode: Mode::TrainStep, ..Default::default() };
 /// let plan = estimate(&TransformerConfig::small(), &workload)?;
@@ -71,82 +97,80 @@ pub struct Estimate {
 /// assert!(plan.peak_bytes > 4 * plan.parameter_bytes);
 ///
 /// // Flash attention keeps 12 layers of (4, 12, 256) in place of (4, 12, 256, 256).
-/// let flash = Workload { attention: Algorithm::Flash, ..workload };
+/// let flash = Workload { attention: Algorithm::Flash, ..workload.clone() };
 /// let saved_bytes = plan.activation_bytes - estimate(&TransformerConfig::small(), &flash)?.activation_bytes;
 /// assert_eq!(saved_bytes, 4 * 12 * 4 * 12 * 256 * (256 - 1));
+///
+/// // Autocast copies every linear weight: all but the embeddings and the norms.
+/// let bf16 = estimate(&TransformerConfig::small(), &Workload { precision: Precision::BF16, ..workload })?;
+/// assert_eq!(bf16.weight_cast_bytes, 2 * (128_625_408 - 10_000 * 768 - 25 * 768));
+/// println!("{bf16}");
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
 /// # Errors
 /// A configuration that is no model's, or not one of the workload's attention.
 pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estimate> {
-    let config = &TransformerConfig {
+    check(config, workload)?;
+    let outcome = walk(config, workload);
+    let precision = workload.precision;
+    let parameters = config.num_parameters() as f64;
+    let parameter_bytes = parameters * precision.parameter_dtype().size_in_bytes() as f64;
+    let gradient_bytes = match workload.mode {
+        Mode::Forward | Mode::ForwardKeepingGraph => 0.0,
+        Mode::ForwardBackward | Mode::TrainStep => parameter_bytes,
+    };
+    let account = account(outcome.sizes, &outcome.at_peak);
+    Ok(Estimate {
+        parameter_bytes: parameter_bytes as u64, // all of these saturate
+        gradient_bytes: gradient_bytes as u64,
+        optimizer_bytes: account.bytes_of(Holds::Optimizer),
+        activation_bytes: account.bytes_of(Holds::Activations),
+        weight_cast_bytes: account.bytes_of(Holds::WeightCasts),
+        logit_bytes: account.bytes_of(Holds::Logits),
+        transient_bytes: account.bytes_of(Holds::Scratch),
+        after_forward_bytes: outcome.after_forward_bytes as u64,
+        peak_bytes: outcome.peak_bytes as u64,
+        account,
+    })
+}
+
+/// Refuses what has no account.
+pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<()> {
+    let config = TransformerConfig {
         attention: workload.attention,
         ..config.clone()
     };
-    config.validate()?;
-    let size = |n: usize| n as f64; // exact to 2^53, and no overflow beyond
-    let (d, f, v) = (
-        size(config.d_model),
-        size(config.d_ff),
-        size(config.vocab_size),
-    );
-    let (layers, heads) = (size(config.num_layers), size(config.num_heads));
-    let length = size(workload.sequence_length);
-    let n = size(workload.batch_size) * length;
-    let attention = match workload.attention {
-        Algorithm::Naive => n * heads * length, // p
-        Algorithm::Flash => n * heads,          // lse
-    };
-    let parameters = size(config.num_parameters());
+    config.validate()
+}
 
-    // Norm, projections, split heads, rotated q and k, heads out, merged, projected, two sums, norm, down-projection:
-    // 16 of (B, T, D). Gate, up and product: 3 of (B, T, F). Attention's p or lse. rstd of two norms.
-    let block = 16.0 * n * d + 3.0 * n * f + attention + 2.0 * n;
-    let graph = layers * block + 2.0 * n * d + n;
-    let logits = n * v;
-
-    let keeps_graph = workload.mode != Mode::Forward;
-    let backward = matches!(workload.mode, Mode::ForwardBackward | Mode::TrainStep);
-    let activations = if keeps_graph {
-        graph
-    } else {
-        // Nothing outlives its reader: the widest moment of one block. In attention its input, that normed, q, k, v and
-        // the output; in the feed-forward network its input, the first sum, that normed, gate, up and product.
-        (6.0 * n * d + attention).max(3.0 * n * d + 3.0 * n * f)
-    };
-    let gradients = if backward { parameters } else { 0.0 };
-    let optimizer = if workload.mode == Mode::TrainStep {
-        2.0 * parameters
-    } else {
-        0.0
-    };
-    // The moments that count: the logits' gradient (scratch of one op), when no weight has one yet; and, when nearly
-    // every weight has one, the first block's gate (scratch too), or the embedding table's own gradient, which exists
-    // three times for a moment, since candle adds every gradient to zeros.
-    let at_logits = logits + n * d + v * d;
-    let at_first_block = gradients + 2.0 * n * d + 3.0 * n * f;
-    let at_embedding = gradients + 2.0 * v * d + 3.0 * n * d;
-    let beyond = if backward {
-        at_logits.max(at_first_block).max(at_embedding)
-    } else {
-        0.0
-    };
-    let forward_only = if keeps_graph {
-        activations + logits
-    } else {
-        activations.max(logits + 2.0 * n * d)
-    };
-    let peak = parameters + optimizer + forward_only + beyond;
-
-    let bytes = |elements: f64| (4.0 * elements) as u64; // saturates
-    Ok(Estimate {
-        parameter_bytes: bytes(parameters),
-        gradient_bytes: bytes(gradients),
-        optimizer_bytes: bytes(optimizer),
-        activation_bytes: bytes(activations),
-        logit_bytes: bytes(logits),
-        transient_bytes: bytes((beyond - gradients).max(0.0)),
-        peak_bytes: bytes(peak),
+/// The buffers as terms: those that are alike as one.
+fn account(sizes: String, buffers: &[Buffer]) -> Account {
+    let mut terms: Vec<Buffer> = Vec::new();
+    for buffer in buffers {
+        let alike = |term: &&mut Buffer| {
+            (term.holds, term.what, term.size, term.width)
+                == (buffer.holds, buffer.what, buffer.size, buffer.width)
+        };
+        match terms.iter_mut().find(alike) {
+            Some(term) => term.count += buffer.count,
+            None => terms.push(*buffer),
+        }
+    }
+    terms.sort_by_key(|term| term.holds); // stable: within each, as they came to be
+    terms.iter().fold(Account::new(sizes), |account, term| {
+        let (formula, elements) = (term.size.formula, term.size.elements);
+        account.with_many(
+            term.count, term.holds, term.what, formula, elements, term.width,
+        )
     })
+}
+
+impl fmt::Display for Estimate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = Vec::new();
+        let written = self.account.report().write_to(Format::Text, &mut text);
+        written.map_err(|_| fmt::Error)?;
+        f.write_str(String::from_utf8_lossy(&text).trim_end())
+    }
 }

@@ -1,7 +1,7 @@
 //! The memory of a self-attention layer, from its sizes alone.
 
 use super::attention::between;
-use super::{Account, AttentionWorkload};
+use super::{Account, AttentionWorkload, Holds};
 use crate::attention::{Algorithm, Mask};
 use candle_core::DType;
 
@@ -70,27 +70,69 @@ pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Account {
         "B {}, T {}, D {}, H {}, {width} bytes an element",
         workload.batch_size, workload.sequence_length, workload.d_model, workload.heads
     ))
-    .kept("weights", "4D^2", 4.0 * d * d, width)
-    .kept("x", "BTD", n, width)
-    .kept("projections", "3BTD", 3.0 * n, width)
-    .kept("q, k, v", "3BTD", 3.0 * n, width)
-    .kept("out, merged, projected", "3BTD", 3.0 * n, width);
+    .with(Holds::Weights, "weights", "4D^2", 4.0 * d * d, width)
+    .with(Holds::Inputs, "x", "BTD", n, width)
+    .with(Holds::Activations, "projections", "3BTD", 3.0 * n, width)
+    .with(Holds::Activations, "q, k, v", "3BTD", 3.0 * n, width)
+    .with(
+        Holds::Activations,
+        "out, merged, projected",
+        "3BTD",
+        3.0 * n,
+        width,
+    );
     let in_attention = kept
         .clone()
-        .then("a weight's gradient", "D^2", d * d, width)
-        .then("gradients of out, q, k, v", "4BTD", 4.0 * n, width);
+        .with(Holds::Gradients, "a weight's gradient", "D^2", d * d, width)
+        .with(
+            Holds::Scratch,
+            "gradients of out, q, k, v",
+            "4BTD",
+            4.0 * n,
+            width,
+        );
     let in_attention = between(in_attention, &workload.attention());
     // What attention keeps is alive until the end; what its backward takes is not.
     let saved = between(kept.clone(), &workload.attention()).without_backward();
     let at_first_weight = saved
         .clone()
-        .then("2 weights' gradients", "2D^2", 2.0 * d * d, width)
-        .then("their zeros and sum", "2D^2", 2.0 * d * d, width)
-        .then("gradients of q, k, v", "3BTD", 3.0 * n, width);
+        .with(
+            Holds::Gradients,
+            "2 weights' gradients",
+            "2D^2",
+            2.0 * d * d,
+            width,
+        )
+        .with(
+            Holds::Scratch,
+            "their zeros and sum",
+            "2D^2",
+            2.0 * d * d,
+            width,
+        )
+        .with(
+            Holds::Scratch,
+            "gradients of q, k, v",
+            "3BTD",
+            3.0 * n,
+            width,
+        );
     let at_last_weight = saved
-        .then("4 weights' gradients", "4D^2", 4.0 * d * d, width)
-        .then("the last one's zeros and sum", "2D^2", 2.0 * d * d, width)
-        .then("gradient of a projection", "BTD", n, width);
+        .with(
+            Holds::Gradients,
+            "4 weights' gradients",
+            "4D^2",
+            4.0 * d * d,
+            width,
+        )
+        .with(
+            Holds::Scratch,
+            "the last one's zeros and sum",
+            "2D^2",
+            2.0 * d * d,
+            width,
+        )
+        .with(Holds::Scratch, "gradient of a projection", "BTD", n, width);
     [in_attention, at_first_weight, at_last_weight]
         .into_iter()
         .max_by_key(Account::peak_bytes)

@@ -3,7 +3,7 @@
 use candle_core::Device;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Laps, OptimizerChoice, Step};
-use tallow::memory::Mode;
+use tallow::memory::{Mode, Workload, estimate};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 use tallow::report::Fields;
@@ -145,22 +145,29 @@ fn the_models_attention_is_timed_and_named() {
     assert_eq!(text(&rows[0], "attention"), "flash");
 }
 
-/// Half precision is another computation, with no estimate; what is sure not to fit is still a row.
+/// Half precision has an estimate of its own, and what does not fit by it is a row.
 #[test]
 fn precision_is_timed_and_named() {
     for precision in Precision::ALL {
         let mut run = run(Mode::TrainStep);
         run.precision = precision;
-        let in_f32 = precision == Precision::F32;
+        let workload = Workload {
+            batch_size: run.batch_size,
+            sequence_length: run.sequence_length,
+            mode: run.mode,
+            attention: run.config.attention,
+            precision,
+        };
+        let predicted = estimate(&run.config, &workload).unwrap().peak_bytes;
         for row in run.run(&Device::Cpu, |_, _| ()).unwrap() {
             assert_eq!(text(&row, "precision"), precision.name());
             assert_eq!(text(&row, "status"), "ok");
-            let estimate = row.get("estimate_bytes").and_then(|v| v.as_u64());
-            assert_eq!(estimate.is_some(), in_f32);
+            assert_eq!(number(&row, "estimate_bytes"), predicted as f64);
         }
-        run.available_bytes = Some(1);
+        run.available_bytes = Some(predicted - 1);
         let row = &run.run(&Device::Cpu, |_, _| ()).unwrap()[0];
         assert_eq!(text(row, "status"), "OOM");
+        assert_eq!(number(row, "wanted_bytes"), predicted as f64);
         let parameters = number(row, "parameters");
         assert!(number(row, "wanted_bytes") >= 16.0 * parameters); // weight, gradient and AdamW's two
         assert_eq!(text(row, "precision"), precision.name());

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub const TASK_ELEMENTS: usize = 16 * 1024;
 
 /// Rows summed into one partial row by [`sum_rows`]. Fixed, so that the order of additions is.
-const BLOCK_ROWS: usize = 32;
+pub(crate) const BLOCK_ROWS: usize = 32;
 
 /// A slice that several tasks write, each to places of its own.
 ///

@@ -1,0 +1,152 @@
+//! What fits: the estimate asked the other way round.
+
+use super::Workload;
+use super::estimate::check;
+use super::walk::walk;
+use crate::Result;
+use crate::model::TransformerConfig;
+use crate::precision::Precision;
+
+/// A quarter of all sizes: no 64 bits count the bytes of as many tokens.
+const LARGEST: usize = usize::MAX / 4 + 1;
+
+/// The largest batch that `available_bytes` hold; `None` if not even one sequence fits. The workload's own batch size is
+/// of no account.
+///
+/// ```
+/// use tallow::memory::{Workload, largest_batch_size};
+/// use tallow::model::TransformerConfig;
+/// use tallow::precision::Precision;
+///
+/// let f32 = Workload { sequence_length: 512, ..Default::default() };
+/// let bf16 = Workload { precision: Precision::BF16, ..f32.clone() };
+/// let config = TransformerConfig { context_length: 512, ..TransformerConfig::small() };
+/// assert_eq!(largest_batch_size(&config, &f32, 16 << 30)?, Some(20));
+/// assert_eq!(largest_batch_size(&config, &bf16, 16 << 30)?, Some(27));
+/// assert_eq!(largest_batch_size(&config, &bf16, 1 << 30)?, None); // weights, gradients and AdamW's two are 2 GiB
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`estimate`](super::estimate()).
+pub fn largest_batch_size(
+    config: &TransformerConfig,
+    workload: &Workload,
+    available_bytes: u64,
+) -> Result<Option<usize>> {
+    check(config, workload)?;
+    let beyond = first(|batch_size| {
+        let workload = Workload {
+            batch_size,
+            ..workload.clone()
+        };
+        peak(config, &workload) > available_bytes as f64
+    });
+    Ok(Some(beyond.unwrap_or(LARGEST) - 1).filter(|batch_size| *batch_size > 0))
+}
+
+/// The smallest T that `available_bytes` do not hold. The workload's own T and the configuration's context length are of no
+/// account.
+///
+/// ```
+/// use tallow::attention::Algorithm;
+/// use tallow::memory::{Workload, smallest_sequence_beyond};
+/// use tallow::model::TransformerConfig;
+///
+/// let naive = Workload { batch_size: 4, ..Default::default() };
+/// let flash = Workload { attention: Algorithm::Flash, ..naive.clone() };
+/// let config = TransformerConfig::small();
+/// assert_eq!(smallest_sequence_beyond(&config, &naive, 16 << 30)?, 1771);
+/// assert_eq!(smallest_sequence_beyond(&config, &flash, 16 << 30)?, 3379);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`estimate`](super::estimate()).
+pub fn smallest_sequence_beyond(
+    config: &TransformerConfig,
+    workload: &Workload,
+    available_bytes: u64,
+) -> Result<usize> {
+    check(config, workload)?;
+    let beyond = first(|sequence_length| {
+        let workload = Workload {
+            sequence_length,
+            ..workload.clone()
+        };
+        peak(config, &workload) > available_bytes as f64
+    });
+    Ok(beyond.unwrap_or(LARGEST))
+}
+
+/// The smallest T from which the workload's precision takes less memory than f32; `None` if it never does. The workload's
+/// own T is of no account.
+///
+/// Autocast keeps a copy in half precision of every linear weight beside the weight itself, and only what the activations
+/// save, which grows with B T, makes up for it. In a backward the graph has these copies whether the region drops them or
+/// not. In a forward without one they are all there is to lose, and dropping them is worth most:
+///
+/// ```
+/// use tallow::memory::{Mode, Workload, estimate, smallest_sequence_saved};
+/// use tallow::model::TransformerConfig;
+/// use tallow::precision::Precision;
+///
+/// let config = TransformerConfig::large();
+/// let at = |sequence_length, mode, precision| Workload {
+///     batch_size: 4, sequence_length, mode, precision, ..Default::default()
+/// };
+/// let mib = |workload| estimate(&config, &workload).map(|plan| plan.peak_bytes >> 20);
+/// assert_eq!(mib(at(256, Mode::ForwardBackward, Precision::F32))?, 13_308);
+/// assert_eq!(mib(at(256, Mode::ForwardBackward, Precision::BF16))?, 13_499);
+///
+/// let from = |mode, precision| smallest_sequence_saved(&config, &at(0, mode, precision));
+/// let dropping = Precision::BF16.with_dropped_casts(true);
+/// assert_eq!(from(Mode::ForwardBackward, Precision::BF16)?, Some(287));
+/// assert_eq!(from(Mode::ForwardBackward, dropping)?, Some(287));
+/// assert_eq!(from(Mode::Forward, Precision::BF16)?, Some(64_343));
+/// assert_eq!(from(Mode::Forward, dropping)?, Some(233));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`estimate`](super::estimate()).
+pub fn smallest_sequence_saved(
+    config: &TransformerConfig,
+    workload: &Workload,
+) -> Result<Option<usize>> {
+    check(config, workload)?;
+    Ok(first(|sequence_length| {
+        let at = |precision| Workload {
+            sequence_length,
+            precision,
+            ..workload.clone()
+        };
+        peak(config, &at(workload.precision)) < peak(config, &at(Precision::F32))
+    }))
+}
+
+/// In f64, which goes on where bytes in 64 bits end.
+fn peak(config: &TransformerConfig, workload: &Workload) -> f64 {
+    walk(config, workload).peak_bytes
+}
+
+/// The first size from 1 on for which `holds`, which holds for all after it too.
+fn first(holds: impl Fn(usize) -> bool) -> Option<usize> {
+    let mut not = 0; // the largest known not to, or none
+    let mut size = 1;
+    while !holds(size) {
+        if size >= LARGEST {
+            return None;
+        }
+        not = size;
+        size *= 2;
+    }
+    while size - not > 1 {
+        let middle = not + (size - not) / 2;
+        match holds(middle) {
+            true => size = middle,
+            false => not = middle,
+        }
+    }
+    Some(size)
+}

@@ -1,0 +1,63 @@
+//! Backward, as candle runs it.
+//!
+//! The graph stays whole until the end. Ops are taken in the reverse order of forward; each has its output's gradient,
+//! makes its inputs' gradients, and these are added, one after another, to what is there already: to zeros at first.
+
+use super::ledger::Key;
+use super::{Entry, Value, Walk};
+use crate::memory::Holds;
+use std::collections::HashMap;
+
+/// Gradients that are there, by their tensor.
+type Gradients = HashMap<usize, Key>;
+
+impl Walk {
+    pub(super) fn backward(&mut self) {
+        let mut gradients = Gradients::new();
+        for entry in std::mem::take(&mut self.tape).into_iter().rev() {
+            self.backward_of(&entry, &mut gradients);
+        }
+    }
+
+    fn backward_of(&mut self, entry: &Entry, gradients: &mut Gradients) {
+        self.count = entry.count;
+        let incoming = gradients.remove(&entry.output); // none at the loss: a scalar
+        let made = match entry.is_sum {
+            true => entry.inputs.iter().map(|_| None).collect(),
+            false => self.with_scratch(entry.scratch, |walk| walk.made(&entry.inputs)),
+        };
+        for (input, made) in entry.inputs.iter().zip(made) {
+            self.add_to(input, gradients);
+            if let Some(key) = made {
+                self.ledger.give_back(key);
+            }
+        }
+        if let Some(key) = incoming {
+            self.ledger.give_back(key);
+        }
+    }
+
+    /// The gradients of all inputs, which an op makes before any is added.
+    fn made(&mut self, inputs: &[Value]) -> Vec<Option<Key>> {
+        let gradients = inputs.iter().map(|input| {
+            let what = "gradients as an op makes them";
+            Some(self.take(Holds::Scratch, what, input.size, input.width))
+        });
+        gradients.collect()
+    }
+
+    /// The sum of a new gradient and what was there takes the place of that.
+    fn add_to(&mut self, input: &Value, gradients: &mut Gradients) {
+        let (size, width) = (input.size, input.width);
+        let before = gradients.remove(&input.id).unwrap_or_else(|| {
+            let what = "zeros that a gradient is added to";
+            self.take(Holds::Scratch, what, size, width)
+        });
+        let sum = match input.is_weight {
+            true => self.take_counted(true, Holds::Gradients, input.what, size, width),
+            false => self.take(Holds::Scratch, "gradients between ops", size, width),
+        };
+        self.ledger.give_back(before);
+        gradients.insert(input.id, sum);
+    }
+}

@@ -1,0 +1,188 @@
+//! Forward, layer by layer as `model` and `nn` write it: with a graph everything stays; without one, a buffer goes when
+//! the last variable that has it does.
+
+use super::{Size, Value, Walk};
+use crate::attention::Algorithm;
+use crate::kernels::cpu::parallel::BLOCK_ROWS;
+use crate::memory::attention::{flash_scratch, naive_scratch};
+use crate::memory::{Holds, Mode};
+
+/// The weights, as tables name them.
+const PROJECTIONS: &str = "q_proj, k_proj, v_proj, output_proj";
+const FEED_FORWARD: &str = "w1, w2, w3";
+
+impl Walk {
+    pub(super) fn forward(&mut self, layers: usize) {
+        let mut x = self.embedding();
+        let blocks = match layers {
+            1 => vec![1.0],
+            _ => vec![1.0, layers as f64 - 2.0, 1.0],
+        };
+        for count in blocks.into_iter().filter(|count| *count > 0.0) {
+            self.count = count;
+            x = self.block(x);
+        }
+        self.count = 1.0;
+        let normed = self.rms_norm("ln_final", x);
+        self.drop(x);
+        match self.workload.mode {
+            Mode::Forward | Mode::ForwardKeepingGraph => self.head(normed),
+            Mode::ForwardBackward | Mode::TrainStep => self.loss(normed),
+        }
+        self.drop(normed);
+        self.end_region();
+    }
+
+    fn block(&mut self, x: Value) -> Value {
+        let normed = self.rms_norm("ln1", x);
+        let attended = self.attention(normed);
+        let middle = self.add(x, attended);
+        self.drop(normed);
+        self.drop(attended);
+        let normed = self.rms_norm("ln2", middle);
+        let fed = self.feed_forward(normed);
+        let out = self.add(middle, fed);
+        for gone in [normed, fed, middle, x] {
+            self.drop(gone);
+        }
+        out
+    }
+
+    fn attention(&mut self, x: Value) -> Value {
+        let lowered = self.lowered(x);
+        let q = self.heads(lowered, true);
+        let k = self.heads(lowered, true);
+        let v = self.heads(lowered, false);
+        let out = self.attend(q, k, v);
+        let merged = self.op("heads merged", out.size, &[out]);
+        let projected = self.linear("output_proj's output", merged, PROJECTIONS);
+        for gone in [merged, q, k, v, out] {
+            self.drop(gone);
+        }
+        self.drop_copy(lowered, x);
+        projected
+    }
+
+    /// x projected, cut into heads, and rotated if it has positions.
+    fn heads(&mut self, x: Value, rotated: bool) -> Value {
+        let projected = self.linear("q, k, v projected", x, PROJECTIONS);
+        let heads = self.op("q, k, v in heads", x.size, &[projected]);
+        self.drop(projected);
+        if !rotated {
+            return heads;
+        }
+        // Half precision turns by tables in f32, which the op keeps; a region rounds them to half before that.
+        if x.width < 4 {
+            let angles = self.sizes.angles;
+            self.keep(Holds::Activations, "cos, sin in f32", angles, 4);
+            if self.parameter_width() != x.width {
+                self.scratch_now("cos, sin rounded", angles, x.width);
+            }
+        }
+        let out = self.op("q, k rotated", x.size, &[heads]);
+        self.drop(heads);
+        out
+    }
+
+    fn attend(&mut self, q: Value, k: Value, v: Value) -> Value {
+        let (in_half, attention) = (q.width < 4, self.sizes.attention);
+        match attention.algorithm {
+            Algorithm::Naive => {
+                let [forward, backward] = naive_scratch(&attention);
+                self.keep(Holds::Activations, "probabilities", self.sizes.scores, 4);
+                self.scratch_now("heads in f32", Size::new("TD/H a thread", forward), 4);
+                self.scratch_later("scores' gradient", Size::new("T^2 a thread", backward), 4);
+            }
+            Algorithm::Flash => {
+                let (lse, backward) = (self.sizes.head_rows, flash_scratch(&attention));
+                self.keep(Holds::Activations, "log-sum-exp of scores", lse, 4);
+                if in_half {
+                    let what = "what rounding took from out";
+                    self.keep(Holds::Activations, what, q.size, q.width);
+                }
+                let size = Size::new("BHT + ..", backward);
+                self.scratch_later("delta, dq's sums, tiles", size, 4);
+            }
+        }
+        self.op("attention's output", q.size, &[q, k, v])
+    }
+
+    fn feed_forward(&mut self, x: Value) -> Value {
+        let lowered = self.lowered(x);
+        let (hidden, width) = (self.sizes.hidden, lowered.width);
+        let w1 = self.weight(FEED_FORWARD, self.sizes.feed_forward);
+        let w3 = self.weight(FEED_FORWARD, self.sizes.feed_forward);
+        for _ in 0..2 {
+            self.keep(Holds::Activations, "gate, up", hidden, width);
+        }
+        let gradients = Size::new("2BTF", 2.0 * hidden.elements);
+        self.scratch_later("gradients of gate and up", gradients, width);
+        let gated = self.op("silu(gate) up", hidden, &[lowered, w1, w3]);
+        self.drop_weight(w1);
+        self.drop_weight(w3);
+        self.drop_copy(lowered, x);
+        let out = self.linear("w2's output", gated, FEED_FORWARD);
+        self.drop(gated);
+        out
+    }
+
+    fn embedding(&mut self) -> Value {
+        let table = self.parameter("token_embeddings", self.sizes.vocabulary);
+        self.keep(Holds::Inputs, "ids that ops keep", self.sizes.rows, 4);
+        self.op("embedding", self.sizes.stream, &[table])
+    }
+
+    fn rms_norm(&mut self, what: &'static str, x: Value) -> Value {
+        let weight = self.parameter("norms", self.sizes.norm_weight);
+        self.keep(Holds::Activations, "rstd of norms", self.sizes.rows, 4);
+        let blocks = (self.sizes.rows.elements / BLOCK_ROWS as f64).ceil();
+        let partial = Size::new("BTD / 32", blocks * weight.size.elements);
+        self.scratch_later("partial sums of a norm", partial, 4);
+        self.op(what, x.size, &[x, weight])
+    }
+
+    /// A residual sum: the second summand is cast to the first one's dtype.
+    fn add(&mut self, x: Value, y: Value) -> Value {
+        let copy = self.cast("summands in f32", y, x.width);
+        let sum = self.sum("residual sums", &[x, copy]);
+        self.drop_copy(copy, y);
+        sum
+    }
+
+    /// A linear map to the width of the residual stream, from it or from the feed-forward network's.
+    fn linear(&mut self, what: &'static str, x: Value, weights: &'static str) -> Value {
+        let lowered = self.lowered(x);
+        let weight = match weights == FEED_FORWARD {
+            true => self.weight(weights, self.sizes.feed_forward),
+            false => self.weight(weights, self.sizes.projection),
+        };
+        let y = self.op(what, self.sizes.stream, &[lowered, weight]);
+        self.drop_weight(weight);
+        self.drop_copy(lowered, x);
+        y
+    }
+
+    /// The logits, for whoever called.
+    fn head(&mut self, x: Value) {
+        let lowered = self.lowered(x);
+        let weight = self.weight("lm_head", self.sizes.vocabulary);
+        self.take(Holds::Logits, "logits", self.sizes.logits, lowered.width);
+        self.drop_weight(weight);
+        self.drop_copy(lowered, x);
+    }
+
+    /// Head and loss, which are one op.
+    fn loss(&mut self, x: Value) {
+        let lowered = self.lowered(x);
+        let weight = self.weight("lm_head", self.sizes.vocabulary);
+        let (rows, logits) = (self.sizes.rows, self.sizes.logits);
+        self.keep(Holds::Inputs, "ids that ops keep", rows, 4);
+        self.keep(Holds::Logits, "logits", logits, lowered.width);
+        self.keep(Holds::Logits, "log-sum-exp of logits", rows, 4);
+        self.scratch_now("losses", rows, 4);
+        self.scratch_later("gradient of the logits", logits, lowered.width);
+        self.loss_op(&[lowered, weight]);
+        self.drop_weight(weight);
+        self.drop_copy(lowered, x);
+    }
+}

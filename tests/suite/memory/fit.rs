@@ -1,0 +1,140 @@
+//! What fits, what does not, and from where on half precision saves.
+
+use super::config;
+use rstest::rstest;
+use tallow::attention::Algorithm;
+use tallow::memory::{
+    Mode, Workload, estimate, largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved,
+};
+use tallow::model::TransformerConfig;
+use tallow::precision::{Precision, Regime};
+
+fn peak(config: &TransformerConfig, workload: &Workload) -> u64 {
+    estimate(config, workload).unwrap().peak_bytes
+}
+
+#[rstest]
+fn the_largest_batch_is_the_last_that_fits(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(1, 4)] num_heads: usize,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let config = TransformerConfig {
+        num_heads,
+        ..config(64, 128, 3, 300)
+    };
+    let at = |batch_size| Workload {
+        batch_size,
+        sequence_length: 700,
+        attention,
+        precision,
+        ..Default::default()
+    };
+    for wanted in [1, 2, 3, 5, 7, 8, 9, 100] {
+        let available_bytes = peak(&config, &at(wanted));
+        let found = largest_batch_size(&config, &at(0), available_bytes).unwrap();
+        let largest = (1..300)
+            .rev()
+            .find(|b| peak(&config, &at(*b)) <= available_bytes);
+        assert_eq!(found, largest);
+        assert!(found >= Some(wanted));
+    }
+    assert_eq!(largest_batch_size(&config, &at(4), 1000).unwrap(), None);
+    // Beyond any machine each sequence adds the same.
+    let added = peak(&config, &at(1001)) - peak(&config, &at(1000));
+    let most = largest_batch_size(&config, &at(4), u64::MAX)
+        .unwrap()
+        .unwrap();
+    let ratio = most as f64 / (u64::MAX / added) as f64;
+    assert!((0.99..1.01).contains(&ratio), "{most}: {ratio}");
+}
+
+#[rstest]
+fn the_smallest_sequence_beyond_is_the_first_that_does_not_fit(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Mode::Forward, Mode::TrainStep)] mode: Mode,
+) {
+    let config = config(64, 128, 3, 300);
+    let at = |sequence_length| Workload {
+        batch_size: 1,
+        sequence_length,
+        attention,
+        mode,
+        ..Default::default()
+    };
+    for available_bytes in [8 << 20, 100 << 20, 1 << 40] {
+        let beyond = smallest_sequence_beyond(&config, &at(7), available_bytes).unwrap();
+        assert!(peak(&config, &at(beyond)) > available_bytes);
+        assert!(peak(&config, &at(beyond - 1)) <= available_bytes);
+    }
+    assert_eq!(smallest_sequence_beyond(&config, &at(7), 0).unwrap(), 1);
+    let beyond = smallest_sequence_beyond(&config, &at(7), u64::MAX).unwrap();
+    assert_eq!(peak(&config, &at(beyond)), u64::MAX);
+    assert!(peak(&config, &at(beyond - beyond / 100)) < u64::MAX);
+}
+
+/// On one side of it half precision takes more, on the other less, all the way.
+#[rstest]
+fn half_precision_saves_from_one_length_on(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(
+        Mode::Forward,
+        Mode::ForwardKeepingGraph,
+        Mode::ForwardBackward,
+        Mode::TrainStep
+    )]
+    mode: Mode,
+    #[values(256, 2000)] d_ff: usize,
+    #[values(300, 5000)] vocab_size: usize,
+) {
+    let config = config(128, d_ff, 3, vocab_size);
+    for precision in [Precision::BF16, Precision::F16.with_dropped_casts(true)] {
+        let at = |sequence_length, precision| Workload {
+            batch_size: 2,
+            sequence_length,
+            attention,
+            mode,
+            precision,
+        };
+        let saves = |length| {
+            peak(&config, &at(length, precision)) < peak(&config, &at(length, Precision::F32))
+        };
+        let from = smallest_sequence_saved(&config, &at(1, precision)).unwrap();
+        let from = from.unwrap();
+        println!("{attention} {mode:?} {d_ff} {vocab_size} {precision}: {from}");
+        for length in (1..2 * from + 50).step_by(1 + from / 500) {
+            assert_eq!(saves(length), length >= from, "T {length}, not {from}");
+        }
+    }
+}
+
+#[test]
+fn there_may_be_nothing_to_save_and_nothing_to_pay() {
+    let config = config(64, 128, 3, 300);
+    let workload = |precision| Workload {
+        batch_size: 1,
+        precision,
+        ..Default::default()
+    };
+    let saved = |precision| smallest_sequence_saved(&config, &workload(precision)).unwrap();
+    assert_eq!(saved(Precision::F32), None);
+    assert_eq!(saved(Precision::BF16.with_regime(Regime::Full)), Some(1));
+}
+
+#[test]
+fn what_is_no_model_fits_nowhere() {
+    let config = TransformerConfig {
+        d_ff: 0,
+        ..TransformerConfig::tiny()
+    };
+    let workload = Workload::default();
+    let errors = [
+        largest_batch_size(&config, &workload, 1 << 30).map(|_| ()),
+        smallest_sequence_beyond(&config, &workload, 1 << 30).map(|_| ()),
+        smallest_sequence_saved(&config, &workload).map(|_| ()),
+    ];
+    for error in errors {
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("d_ff"), "{error}");
+    }
+}
