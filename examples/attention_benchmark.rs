@@ -6,8 +6,11 @@
 //! cargo run --example attention_benchmark -- --full --plot attention.svg
 //! cargo run --example attention_benchmark -- --sequence-length 512,2048 --head-dim 64 --heads 12 --batch-size 1 --causal
 //! cargo run --example attention_benchmark -- --module --format markdown
+//! cargo run --example attention_benchmark -- --module --precision f32 bf16 --drop-casts
 //! ```
 
+#[path = "attention_benchmark/by_precision.rs"]
+mod by_precision;
 #[path = "attention_benchmark/columns.rs"]
 mod columns;
 mod common;
@@ -16,17 +19,23 @@ mod grid;
 
 use candle_core::{DType, Device};
 use clap::{Parser, ValueEnum};
+use common::precision::PrecisionFlags;
 use common::{Common, Output};
+use grid::Arithmetic;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::attention::Algorithm;
-use tallow::bench::{Analysis, Limit, Sampling, figure};
+use tallow::bench::{Sampling, figure};
 use tallow::report::{Fields, Report, format_mib};
 
 /// Times attention forward and backward, naive and flash side by side, with its memory.
 ///
 /// Without --full the grid is one that takes under two minutes.
+///
+/// --precision means what it means for a model: with --module, weights and input in f32 and forward in autocast's region
+/// (or, with --full-half, all in half precision); for attention alone, q, k and v in the dtype that the region would hand
+/// it.
 #[derive(Parser)]
 #[command(version)]
 struct Flags {
@@ -67,9 +76,12 @@ struct Flags {
     #[arg(long)]
     causal: bool,
 
-    /// The dtype of inputs and weights
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: DTypeFlag,
+    /// Instead of a precision, the one dtype of inputs and weights: f64, or bf16 and f16 as with --full-half
+    #[arg(long, value_enum, conflicts_with_all = ["precision", "autocast", "full_half", "drop_casts"])]
+    dtype: Option<DTypeFlag>,
+
+    #[command(flatten)]
+    precision: PrecisionFlags,
 
     /// The whole grid: on two cores most of an hour
     #[arg(long)]
@@ -131,40 +143,53 @@ impl Flags {
         };
         plot.check()?;
         let device = self.common.device()?;
-        let sampling = self.sampling(&device);
-        let runs = self.runs(&sampling);
+        let arithmetic = self.arithmetic()?;
+        let sampling = self.sampling(&device, &arithmetic);
+        let runs = self.runs(&arithmetic, &sampling);
         let mut rows = Vec::new();
         for (i, run) in runs.iter().enumerate() {
             common::progress(format!("{}/{} {}", i + 1, runs.len(), run.title()));
             rows.extend(run.run(&device)?);
         }
 
-        let analysis = Analysis::of(&rows, self.width_key());
-        let limits = grid::limits(&runs);
         let mut report = Report {
             environment: self.common.environment(&device),
-            configuration: self.configuration(&sampling),
+            configuration: self.configuration(&sampling, &arithmetic),
             columns: columns::columns(self.module),
-            lines: columns::lines(&rows, &analysis, self.width_key()),
-            notes: self.notes(&rows, &analysis, &limits),
+            notes: self.notes(&rows),
             ..Default::default()
         };
+        for &one in &arithmetic {
+            self.analyse(one, &runs, &rows, arithmetic.len() > 1, &mut report);
+        }
         report
             .environment
             .insert("reference ops", common::fallbacks());
-        if let Ok(serde_json::Value::Object(parts)) = serde_json::to_value(&analysis) {
-            report.analysis = parts.into_iter().collect();
-        }
-        let limits = serde_json::to_value(&limits).unwrap_or_default();
-        report.analysis.insert("limits", limits);
         if let Some(path) = &self.plot {
+            let rows = by_precision::figure_rows(&rows, arithmetic.len() > 1);
             figure(&rows, self.width_key(), self.width_name()).save_svg(path)?;
         }
         report.rows = rows;
         self.output.publish(&report)
     }
 
-    fn sampling(&self, device: &Device) -> Sampling {
+    /// What the flags have it computed in.
+    fn arithmetic(&self) -> Result<Vec<Arithmetic>> {
+        match self.dtype {
+            Some(dtype) => Ok(vec![Arithmetic::Of(dtype.dtype())]),
+            None => {
+                let precisions = self.precision.precisions()?;
+                Ok(precisions.into_iter().map(Arithmetic::As).collect())
+            }
+        }
+    }
+
+    fn sampling(&self, device: &Device, arithmetic: &[Arithmetic]) -> Sampling {
+        // Half precision is computed in f32, and held against its peak.
+        let counted = match arithmetic {
+            [Arithmetic::Of(DType::F64)] => DType::F64,
+            _ => DType::F32,
+        };
         let default_budget_ms = if self.full { 60_000.0 } else { 5_000.0 };
         let budget_ms = self.time_budget_ms.unwrap_or(default_budget_ms);
         let limit_bytes = self
@@ -175,12 +200,12 @@ impl Flags {
             iterations: self.iterations,
             time_budget_ms: (budget_ms > 0.0).then_some(budget_ms),
             seed: self.common.seed,
-            peak_flops: tallow::device::measure_peak_flops(device, self.dtype.dtype()),
+            peak_flops: tallow::device::measure_peak_flops(device, counted),
             available_bytes: limit_bytes.or_else(|| usable_bytes(device)),
         }
     }
 
-    fn configuration(&self, sampling: &Sampling) -> Fields {
+    fn configuration(&self, sampling: &Sampling, arithmetic: &[Arithmetic]) -> Fields {
         let mut fields = Fields::new();
         let what = if self.module {
             "causal self-attention with q, k, v and output projections, no positions"
@@ -198,7 +223,8 @@ impl Flags {
                 "full"
             },
         );
-        fields.insert("dtype", self.dtype.dtype().as_str());
+        let names: Vec<&str> = arithmetic.iter().map(|one| one.name()).collect();
+        fields.insert("precision", names.join(", "));
         fields.insert("warm-up", sampling.warmup_steps);
         fields.insert("iterations", sampling.iterations);
         fields.insert("time budget ms", sampling.time_budget_ms);
@@ -212,7 +238,7 @@ impl Flags {
         fields
     }
 
-    fn notes(&self, rows: &[Fields], analysis: &Analysis, limits: &[Limit]) -> Vec<String> {
+    fn notes(&self, rows: &[Fields]) -> Vec<String> {
         let mut notes = vec![
             "Times are mean ± standard deviation over n passes; forward keeps its graph, backward starts from ones; \
              each phase is timed itself."
@@ -228,7 +254,6 @@ impl Flags {
                 self.iterations
             ));
         }
-        notes.extend(analysis.notes(self.width_name()));
         for status in ["OOM", "unsupported", "over time budget"] {
             let rows = rows
                 .iter()
@@ -242,7 +267,6 @@ impl Flags {
                 }
             }
         }
-        notes.extend(limits.iter().map(Limit::to_string));
         if rows
             .iter()
             .any(|row| row.get("noisy") == Some(&true.into()))

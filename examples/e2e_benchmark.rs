@@ -6,12 +6,15 @@
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --per-step
 //! cargo run --example e2e_benchmark -- --size small --context-length 512 1024 --attention naive flash
 //! cargo run --example e2e_benchmark -- --size small --precision f32 bf16
+//! cargo run --example e2e_benchmark -- --precision f32 bf16 f16 --full-half
 //! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
 //! ```
 
 mod common;
 
 use clap::{Parser, ValueEnum};
+use common::models::{Model, ModelFlags, describe, with_attention};
+use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use std::process::ExitCode;
 use tallow::Result;
@@ -26,29 +29,8 @@ use tallow::report::{Column, Fields, Format, Report};
 #[derive(Parser)]
 #[command(version)]
 struct Flags {
-    /// Presets: tiny, small, medium, large, xl, wide, 2.7b, 10b; several allowed [default: tiny]
-    #[arg(long, num_args = 1.., value_delimiter = ',')]
-    size: Vec<String>,
-
-    /// The width of the residual stream, instead of the preset's (as are the next four)
-    #[arg(long)]
-    d_model: Option<usize>,
-
-    /// The width of the feed-forward network
-    #[arg(long)]
-    d_ff: Option<usize>,
-
-    /// How many blocks
-    #[arg(long)]
-    num_layers: Option<usize>,
-
-    /// How many attention heads
-    #[arg(long)]
-    num_heads: Option<usize>,
-
-    /// How many token ids
-    #[arg(long)]
-    vocab_size: Option<usize>,
+    #[command(flatten)]
+    models: ModelFlags,
 
     /// Sequences in a batch; several allowed
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4")]
@@ -62,9 +44,8 @@ struct Flags {
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
     attention: Vec<Algorithm>,
 
-    /// What forward and loss compute in, f32, bf16 or f16 (by CUDA's autocast policy, with f32 parameters); several allowed
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "f32")]
-    precision: Vec<Precision>,
+    #[command(flatten)]
+    precision: PrecisionFlags,
 
     /// How much of a training step; several allowed
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "all")]
@@ -130,11 +111,15 @@ impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check()?;
         let device = self.common.device()?;
-        let models = self.models()?;
+        let precisions = self.precision.precisions()?;
+        let longest = self.context_length.iter().copied().max();
+        let models = self
+            .models
+            .models(longest.unwrap_or_default(), &self.attention)?;
         let peak_flops = tallow::device::measure_peak_flops(&device, candle_core::DType::F32);
         let mut report = Report {
             environment: self.common.environment(&device),
-            configuration: self.configuration(&models, peak_flops),
+            configuration: self.configuration(&models, &precisions, peak_flops),
             columns: columns(),
             ..Default::default()
         };
@@ -143,8 +128,8 @@ impl Flags {
                 println!("{key}: {value}");
             }
         }
-        for (name, config) in &models {
-            for run in self.sweep(config, peak_flops) {
+        for Model { name, config } in &models {
+            for run in self.sweep(config, &precisions, peak_flops) {
                 let title = format!(
                     "{name}, batch {}, context {}, {} attention, {}, {}, warm-up {}",
                     run.batch_size,
@@ -175,7 +160,7 @@ impl Flags {
                         peaks and estimates are the whole mode's.";
             report.notes.push(note.into());
         }
-        if self.precision.iter().any(|p| *p != Precision::F32) {
+        if precisions.iter().any(|p| *p != Precision::F32) {
             let note = "MFU is against the peak in f32, whatever the precision.";
             report.notes.push(note.into());
         }
@@ -194,42 +179,13 @@ impl Flags {
         self.output.publish(&report)
     }
 
-    /// The models to measure, by name: presets, with whatever sizes are given in place of theirs. Each is one that every
-    /// attention can compute.
-    fn models(&self) -> Result<Vec<(String, TransformerConfig)>> {
-        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
-        let custom = sizes.iter().any(Option::is_some);
-        let names = match self.size.is_empty() {
-            true => vec!["tiny".to_string()],
-            false => self.size.clone(),
-        };
-        let context_length = self
-            .context_length
-            .iter()
-            .copied()
-            .max()
-            .unwrap_or_default();
-        let models = names.into_iter().map(|name| {
-            let preset = TransformerConfig::preset(&name)?;
-            let config = TransformerConfig {
-                vocab_size: self.vocab_size.unwrap_or(preset.vocab_size),
-                context_length,
-                d_model: self.d_model.unwrap_or(preset.d_model),
-                d_ff: self.d_ff.unwrap_or(preset.d_ff),
-                num_layers: self.num_layers.unwrap_or(preset.num_layers),
-                num_heads: self.num_heads.unwrap_or(preset.num_heads),
-                ..preset
-            };
-            for &attention in &self.attention {
-                with_attention(&config, attention).validate()?;
-            }
-            Ok((if custom { "custom".into() } else { name }, config))
-        });
-        models.collect()
-    }
-
     /// Every combination of the flags' lists for one model.
-    fn sweep(&self, config: &TransformerConfig, peak_flops: Option<f64>) -> Vec<EndToEnd> {
+    fn sweep(
+        &self,
+        config: &TransformerConfig,
+        precisions: &[Precision],
+        peak_flops: Option<f64>,
+    ) -> Vec<EndToEnd> {
         let limit = self
             .memory_limit_gib
             .map(|gib| (gib * 2f64.powi(30)) as u64);
@@ -237,7 +193,7 @@ impl Flags {
         for &sequence_length in &self.context_length {
             for &batch_size in &self.batch_size {
                 for &attention in &self.attention {
-                    for &precision in &self.precision {
+                    for &precision in precisions {
                         for &warmup_steps in &self.warmup_steps {
                             for mode in self.modes() {
                                 runs.push(EndToEnd {
@@ -289,22 +245,20 @@ impl Flags {
 
     fn configuration(
         &self,
-        models: &[(String, TransformerConfig)],
+        models: &[Model],
+        precisions: &[Precision],
         peak_flops: Option<f64>,
     ) -> Fields {
-        let mut fields = Fields::new();
-        for (name, config) in models {
-            let parameters = tallow::report::group_digits(config.num_parameters() as u64);
-            fields.insert(
-                format!("model {name}"),
-                format!(
-                    "d_model {}, d_ff {}, layers {}, heads {}, vocabulary {}: {parameters} parameters",
-                    config.d_model, config.d_ff, config.num_layers, config.num_heads, config.vocab_size
-                ),
-            );
+        let mut fields = describe(models);
+        let mut parameters: Vec<&str> = Vec::new();
+        for precision in precisions {
+            let dtype = precision.parameter_dtype().as_str();
+            if !parameters.contains(&dtype) {
+                parameters.push(dtype);
+            }
         }
-        fields.insert("parameters", "f32");
-        let precisions: Vec<&str> = self.precision.iter().map(|p| p.name()).collect();
+        fields.insert("parameters", parameters.join(", "));
+        let precisions: Vec<&str> = precisions.iter().map(|p| p.name()).collect();
         fields.insert("precision", precisions.join(", "));
         let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
         fields.insert("attention", attention.join(", "));
@@ -337,13 +291,6 @@ impl Flags {
             Format::Text => println!("{line}"),
             _ => eprintln!("{line}"),
         }
-    }
-}
-
-fn with_attention(config: &TransformerConfig, attention: Algorithm) -> TransformerConfig {
-    TransformerConfig {
-        attention,
-        ..config.clone()
     }
 }
 

@@ -1,5 +1,9 @@
 //! Devices by name, what they are, and what they can do at best.
 
+mod half_arithmetic;
+
+pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
+
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation};
 use std::collections::HashMap;

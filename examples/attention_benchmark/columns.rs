@@ -11,6 +11,7 @@ pub fn columns(module: bool) -> Vec<Column> {
     let time = |key, title| Column::number(key, title, "ms", DECIMALS);
     let mut columns = vec![
         Column::text("implementation", "Implementation"),
+        Column::text("precision", "Precision"),
         Column::number("context_length", "T", "", 0),
         match module {
             true => Column::number("d_model", "D", "", 0),
@@ -39,7 +40,7 @@ pub fn columns(module: bool) -> Vec<Column> {
     columns
 }
 
-/// The table's lines: on those of flash, how many times as long naive takes.
+/// The table's lines of one precision: on those of flash, how many times as long naive takes.
 pub fn lines(rows: &[Fields], analysis: &Analysis, width_key: &str) -> Vec<Fields> {
     let by = ["implementation", "context_length", width_key];
     let mut lines = pivot(rows, &by, "phase", |row| mean_and_std(row, DECIMALS));

@@ -1,49 +1,95 @@
 //! What is measured: every combination of the flags' lists, and where memory ends.
 
 use super::Flags;
-use candle_core::Device;
+use candle_core::{DType, Device};
 use tallow::Result;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, Limit, Sampling, SelfAttentionRun};
 use tallow::memory::{AttentionWorkload, SelfAttentionWorkload};
+use tallow::precision::Precision;
 use tallow::report::Fields;
 
 /// One configuration.
-pub enum Run {
+pub struct Run {
+    pub arithmetic: Arithmetic,
+    what: What,
+}
+
+enum What {
     Attention(AttentionRun),
     Module(SelfAttentionRun),
 }
 
+/// What a run computes in.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Arithmetic {
+    /// Everything in one dtype.
+    Of(DType),
+    /// As a model of that precision would have it.
+    As(Precision),
+}
+
+impl Arithmetic {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Of(dtype) => dtype.as_str(),
+            Self::As(precision) => precision.name(),
+        }
+    }
+
+    /// What attention itself is given.
+    fn attention_dtype(self) -> DType {
+        match self {
+            Self::Of(dtype) => dtype,
+            Self::As(precision) => precision.dtype(),
+        }
+    }
+}
+
 impl Run {
     pub fn title(&self) -> String {
-        match self {
-            Run::Attention(AttentionRun { workload: w, .. }) => {
-                format!("{}, T {}, d {}", w.algorithm, w.sequence_length, w.head_dim)
+        let name = self.arithmetic.name();
+        match &self.what {
+            What::Attention(AttentionRun { workload: w, .. }) => {
+                format!(
+                    "{name}, {}, T {}, d {}",
+                    w.algorithm, w.sequence_length, w.head_dim
+                )
             }
-            Run::Module(SelfAttentionRun { workload: w, .. }) => {
-                format!("{}, T {}, D {}", w.algorithm, w.sequence_length, w.d_model)
+            What::Module(SelfAttentionRun { workload: w, .. }) => {
+                format!(
+                    "{name}, {}, T {}, D {}",
+                    w.algorithm, w.sequence_length, w.d_model
+                )
             }
         }
     }
 
+    /// The rows, each beginning with what it was computed in.
     pub fn run(&self, device: &Device) -> Result<Vec<Fields>> {
-        match self {
-            Run::Attention(run) => run.run(device, |_, _| ()),
-            Run::Module(run) => run.run(device, |_, _| ()),
-        }
+        let rows = match &self.what {
+            What::Attention(run) => run.run(device, |_, _| ()),
+            What::Module(run) => run.run(device, |_, _| ()),
+        }?;
+        let named = rows.into_iter().map(|row| {
+            let mut named = Fields::from_iter([("precision", self.arithmetic.name())]);
+            named.merge(row);
+            named
+        });
+        Ok(named.collect())
     }
 
     fn limit(&self) -> Option<Limit> {
-        match self {
-            Run::Attention(run) => run.limit(),
-            Run::Module(run) => run.limit(),
+        match &self.what {
+            What::Attention(run) => run.limit(),
+            What::Module(run) => run.limit(),
         }
     }
 }
 
 impl Flags {
-    /// Every run, the implementations of a configuration next to each other.
-    pub fn runs(&self, sampling: &Sampling) -> Vec<Run> {
+    /// Every run, the implementations and precisions of a configuration next to each other.
+    pub fn runs(&self, arithmetic: &[Arithmetic], sampling: &Sampling) -> Vec<Run> {
         let given =
             |list: &[usize], quick: &[usize], full: &[usize]| match (list.is_empty(), self.full) {
                 (false, _) => list.to_vec(),
@@ -77,15 +123,25 @@ impl Flags {
         for &width in &widths {
             for &length in &lengths {
                 for &algorithm in &self.implementation {
-                    runs.push(self.one(algorithm, length, width, sampling.clone()));
+                    for &arithmetic in arithmetic {
+                        let what = self.one(algorithm, arithmetic, length, width, sampling);
+                        runs.push(Run { arithmetic, what });
+                    }
                 }
             }
         }
         runs
     }
 
-    fn one(&self, algorithm: Algorithm, length: usize, width: usize, sampling: Sampling) -> Run {
-        let dtype = self.dtype.dtype();
+    fn one(
+        &self,
+        algorithm: Algorithm,
+        arithmetic: Arithmetic,
+        length: usize,
+        width: usize,
+        sampling: &Sampling,
+    ) -> What {
+        let sampling = sampling.clone();
         if self.module {
             let workload = SelfAttentionWorkload {
                 algorithm,
@@ -93,9 +149,13 @@ impl Flags {
                 sequence_length: length,
                 d_model: width,
                 heads: self.heads,
-                dtype,
+                ..Default::default()
             };
-            return Run::Module(SelfAttentionRun { workload, sampling });
+            let workload = match arithmetic {
+                Arithmetic::Of(dtype) => SelfAttentionWorkload { dtype, ..workload },
+                Arithmetic::As(precision) => workload.with_precision(precision),
+            };
+            return What::Module(SelfAttentionRun { workload, sampling });
         }
         let workload = AttentionWorkload {
             algorithm,
@@ -108,15 +168,16 @@ impl Flags {
             } else {
                 Mask::Full
             },
-            dtype,
+            dtype: arithmetic.attention_dtype(),
         };
-        Run::Attention(AttentionRun { workload, sampling })
+        What::Attention(AttentionRun { workload, sampling })
     }
 }
 
-/// Where memory ends for each implementation of the runs.
-pub fn limits(runs: &[Run]) -> Vec<Limit> {
-    let of_runs: Vec<Limit> = runs.iter().filter_map(Run::limit).collect();
+/// Where memory ends for each implementation of the runs that compute in that.
+pub fn limits(runs: &[Run], arithmetic: Arithmetic) -> Vec<Limit> {
+    let own = runs.iter().filter(|run| run.arithmetic == arithmetic);
+    let of_runs: Vec<Limit> = own.filter_map(Run::limit).collect();
     let limits = Algorithm::ALL.into_iter().filter_map(|algorithm| {
         let own = of_runs.iter().filter(|l| l.implementation == algorithm);
         own.min_by_key(|l| (l.context_length, l.account.peak_bytes()))

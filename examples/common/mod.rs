@@ -1,6 +1,7 @@
 //! What the examples share: the allocator, the flags that all of them take, the report's header, and the way out.
 #![allow(dead_code)] // each example uses its part
 
+pub mod models;
 pub mod precision;
 
 use clap::Args;

@@ -1,15 +1,13 @@
 //! A whole model, timed by phase, with its memory.
 
-use super::{LapTimings, Laps, Step, Timing};
+use super::update::{LossScaling, Update};
+use super::{LapTimings, Laps, OptimizerChoice, Step, Timing};
 use crate::memory::{self, Mode, Workload, system, tracker};
 use crate::model::{TransformerConfig, TransformerLM, flops};
-use crate::optim::{AdamW, AdamWConfig};
 use crate::precision::Precision;
 use crate::report::Fields;
-use crate::{Result, no_grad};
-use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::Optimizer;
+use crate::{Result, nn, no_grad};
+use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -24,7 +22,8 @@ pub struct EndToEnd {
     pub sequence_length: usize,
     /// How much of a training step.
     pub mode: Mode,
-    /// What forward and loss compute in. Parameters and optimizer are f32.
+    /// What forward and loss compute in, and with [`Regime::Full`](crate::precision::Regime::Full) what the parameters
+    /// are. The optimizer's state is f32.
     pub precision: Precision,
     /// Steps before the measured ones.
     pub warmup_steps: usize,
@@ -40,47 +39,24 @@ pub struct EndToEnd {
     pub available_bytes: Option<u64>,
 }
 
-/// The optimizer that a training step is measured with.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum OptimizerChoice {
-    /// This crate's.
-    AdamW(AdamWConfig),
-    /// candle_nn's, to compare; its temporaries are not in the memory estimate.
-    CandleAdamW(AdamWConfig),
+/// What a run has shown.
+pub(super) struct Measured {
+    timings: LapTimings,
+    peak_bytes: Option<u64>,
+    resident_bytes: Option<u64>,
+    loss_scaling: Option<LossScaling>,
 }
 
-type StepFn = Box<dyn FnMut(&GradStore) -> Result<()>>;
-
-impl OptimizerChoice {
-    /// As reports name it.
-    pub fn name(&self) -> &'static str {
-        match self {
-            OptimizerChoice::AdamW(_) => "adamw",
-            OptimizerChoice::CandleAdamW(_) => "candle-adamw",
-        }
-    }
-
-    /// A function that makes one step.
-    fn stepper(&self, parameters: Vec<(String, Var)>) -> Result<StepFn> {
-        match *self {
-            OptimizerChoice::AdamW(config) => {
-                let mut optimizer = AdamW::new(parameters, config)?;
-                Ok(Box::new(move |gradients| optimizer.step(gradients)))
-            }
-            OptimizerChoice::CandleAdamW(config) => {
-                let vars = parameters.into_iter().map(|(_, var)| var).collect();
-                let params = candle_nn::ParamsAdamW {
-                    lr: config.lr,
-                    beta1: config.betas.0,
-                    beta2: config.betas.1,
-                    eps: config.eps,
-                    weight_decay: config.weight_decay,
-                };
-                let mut optimizer = candle_nn::AdamW::new(vars, params)?;
-                Ok(Box::new(move |gradients| {
-                    Ok(candle_nn::Optimizer::step(&mut optimizer, gradients)?)
-                }))
-            }
+impl Measured {
+    /// Adds another round of the same run.
+    pub fn join(&mut self, later: Self) {
+        self.timings.join(later.timings);
+        // The last round's: in the first of all, kernels also take what they keep for as long as the process runs.
+        self.peak_bytes = later.peak_bytes;
+        self.resident_bytes = later.resident_bytes;
+        if let (Some(sum), Some(scaling)) = (&mut self.loss_scaling, later.loss_scaling) {
+            sum.loss_scale = scaling.loss_scale;
+            sum.skipped_steps += scaling.skipped_steps;
         }
     }
 }
@@ -93,9 +69,23 @@ impl EndToEnd {
     /// row says `OOM`, with the bytes wanted and the bytes there. `on_step` is called after every step with the whole
     /// step's time in ms.
     ///
+    /// A training step in f16 scales its loss, as training in f16 must ([`GradScaler`](crate::optim::GradScaler)):
+    /// scaling counts as forward, unscaling with the check for infinities as optimizer. Its rows have the `loss_scale` at
+    /// the end and the `skipped_steps`, warm-up included, that overflowed and made no update.
+    ///
     /// # Errors
-    /// A configuration that cannot run; the ops' errors.
+    /// A configuration that cannot run; candle's optimizer with f16 parameters, for it takes no f32 gradients; the ops'
+    /// errors.
     pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
+        let estimate_bytes = self.estimate_bytes()?;
+        match self.refusal(estimate_bytes) {
+            Some(row) => Ok(vec![row]),
+            None => self.rows(estimate_bytes, &self.measure(device, on_step)?),
+        }
+    }
+
+    /// The most memory it takes at once.
+    pub(super) fn estimate_bytes(&self) -> Result<u64> {
         let workload = Workload {
             batch_size: self.batch_size,
             sequence_length: self.sequence_length,
@@ -103,71 +93,111 @@ impl EndToEnd {
             attention: self.config.attention,
             precision: self.precision,
         };
-        let estimate_bytes = memory::estimate(&self.config, &workload)?.peak_bytes;
-        if let Some(available_bytes) = self.available_bytes
-            && estimate_bytes > available_bytes
-        {
+        Ok(memory::estimate(&self.config, &workload)?.peak_bytes)
+    }
+
+    /// The row of what does not fit.
+    pub(super) fn refusal(&self, estimate_bytes: u64) -> Option<Fields> {
+        let available_bytes = self.available_bytes?;
+        (estimate_bytes > available_bytes).then(|| {
             let mut row = self.labels(self.whole_phase(), "OOM");
             row.insert("estimate_bytes", estimate_bytes);
-            row.insert("wanted_bytes", estimate_bytes);
             row.insert("available_bytes", available_bytes);
-            return Ok(vec![row]);
-        }
-        let before = tracker::current_bytes();
-        tracker::reset_peak();
-        let resident_resets = system::reset_resident_peak();
-        let timings = self.time(device, on_step)?;
-        let peak_bytes = tracker::peak_bytes()
-            .zip(before)
-            .map(|(peak, before)| peak - before);
-        // Where the system cannot begin the peak anew it is the process's, and no row's.
-        let resident_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
+            row
+        })
+    }
 
+    /// A row for each phase.
+    pub(super) fn rows(&self, estimate_bytes: u64, measured: &Measured) -> Result<Vec<Fields>> {
         let mut rows = Vec::new();
-        for (phase, timing) in self.phases(&timings) {
+        for (phase, timing) in self.phases(&measured.timings) {
             let mut row = self.labels(phase, "ok");
             row.merge(timing.fields()?);
             row.insert("noisy", timing.statistics()?.noisy());
             row.merge(self.rates(phase, timing.statistics()?.median_ms));
-            row.insert("peak_bytes", peak_bytes);
-            row.insert("resident_peak_bytes", resident_bytes);
+            row.insert("peak_bytes", measured.peak_bytes);
+            row.insert("resident_peak_bytes", measured.resident_bytes);
             row.insert("estimate_bytes", estimate_bytes);
             row.insert("available_bytes", self.available_bytes);
+            if let Some(scaling) = &measured.loss_scaling {
+                row.insert("loss_scale", scaling.loss_scale);
+                row.insert("skipped_steps", scaling.skipped_steps);
+            }
             rows.push(row);
         }
         Ok(rows)
     }
 
+    /// Makes the model and runs the steps.
+    pub(super) fn measure(
+        &self,
+        device: &Device,
+        on_step: impl FnMut(Step, f64),
+    ) -> Result<Measured> {
+        let before = tracker::current_bytes();
+        let model = self.model(device)?;
+        // Drawing the weights takes more than they do, and is no part of a step.
+        tracker::reset_peak();
+        let resident_resets = system::reset_resident_peak();
+        let (timings, loss_scaling) = self.time(model, on_step)?;
+        let peak_bytes = tracker::peak_bytes()
+            .zip(before)
+            .map(|(peak, before)| peak - before);
+        // Where the system cannot begin the peak anew it is the process's, and no row's.
+        let resident_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
+        Ok(Measured {
+            timings,
+            peak_bytes,
+            resident_bytes,
+            loss_scaling,
+        })
+    }
+
     /// Runs the steps.
-    fn time(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<LapTimings> {
-        let model = TransformerLM::new(&self.config, self.seed, device)?;
+    fn time(
+        &self,
+        model: TransformerLM,
+        on_step: impl FnMut(Step, f64),
+    ) -> Result<(LapTimings, Option<LossScaling>)> {
+        let device = model.device();
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
-        tracker::reset_peak(); // drawing the weights has one of its own
         let laps = Laps::new(device).warmup(self.warmup_steps).on_step(on_step);
         let precision = self.precision;
         let forward = || precision.run(|| model.forward(&tokens));
-        let forward_backward = |lap: &mut super::Lap<'_>| {
-            let loss = lap.time("forward", || {
-                precision.run(|| model.loss(&tokens, &targets))
-            })?;
-            // The graph goes with the loss, before anything else asks for memory.
-            lap.time("backward", move || loss.backward())
-        };
-        match self.mode {
+        let loss = || precision.run(|| model.loss(&tokens, &targets));
+        let timings = match self.mode {
             Mode::Forward => {
                 laps.measure(self.steps, |lap| lap.time("forward", || no_grad(forward)))
             }
             Mode::ForwardKeepingGraph => {
                 laps.measure(self.steps, |lap| lap.time("forward", forward))
             }
-            Mode::ForwardBackward => laps.measure(self.steps, forward_backward),
+            Mode::ForwardBackward => laps.measure(self.steps, |lap| {
+                let loss = lap.time("forward", loss)?;
+                // The graph goes with the loss, before anything else asks for memory.
+                lap.time("backward", move || loss.backward())
+            }),
             Mode::TrainStep => {
-                let mut step = self.optimizer.stepper(model.parameters())?;
-                laps.measure(self.steps, |lap| {
-                    let gradients = forward_backward(lap)?;
-                    lap.time("optimizer", || step(&gradients))
-                })
+                let mut update = Update::new(self.optimizer, model.parameters(), precision)?;
+                let timings = laps.measure(self.steps, |lap| {
+                    let loss = lap.time("forward", || update.scaled(loss()?))?;
+                    let mut gradients = lap.time("backward", move || loss.backward())?;
+                    lap.time("optimizer", || update.step(&mut gradients))
+                })?;
+                return Ok((timings, update.loss_scaling()));
+            }
+        };
+        Ok((timings?, None))
+    }
+
+    /// The model, its parameters in the precision's dtype.
+    fn model(&self, device: &Device) -> Result<TransformerLM> {
+        match self.precision.parameter_dtype() {
+            DType::F32 => TransformerLM::new(&self.config, self.seed, device),
+            dtype => {
+                let weights = nn::seeded(self.seed, dtype, device);
+                TransformerLM::from_var_builder(&self.config, weights)
             }
         }
     }
@@ -212,6 +242,7 @@ impl EndToEnd {
         row.insert("context_length", self.sequence_length);
         row.insert("attention", self.config.attention.name());
         row.insert("precision", self.precision.name());
+        row.insert("weight_cast_bytes", self.weight_cast_bytes());
         row.insert("warmup_steps", self.warmup_steps);
         row.insert("mode", serde_json::to_value(self.mode).unwrap_or_default());
         row.insert("phase", phase);
@@ -224,6 +255,16 @@ impl EndToEnd {
         );
         row.insert("status", status);
         row
+    }
+
+    /// What the region's copies of the weights take: 2 bytes for each element of a matrix that is multiplied by. Null
+    /// where none is kept.
+    fn weight_cast_bytes(&self) -> Option<u64> {
+        let keeps = self.precision.policy().is_some() && !self.precision.drops_casts();
+        let c = &self.config;
+        let [d, f, v, layers] = [c.d_model, c.d_ff, c.vocab_size, c.num_layers].map(|n| n as f64);
+        let elements = layers * (4.0 * d * d + 3.0 * d * f) + v * d;
+        keeps.then_some((2.0 * elements) as u64)
     }
 
     /// Tokens, FLOPs and their rates at the median time.

@@ -4,7 +4,8 @@ use crate::device;
 use crate::report::Fields;
 use candle_core::Device;
 
-/// The header of a report, as far as a library knows it: the device, this crate's version and features, the threads.
+/// The header of a report, as far as a library knows it: the device, this crate's version and features, the threads; of
+/// a CPU also the [half-precision arithmetic](device::half_arithmetic) that it has.
 pub fn environment(on: &Device) -> Fields {
     let features: Vec<&str> = [
         ("cuda", cfg!(feature = "cuda")),
@@ -24,8 +25,21 @@ pub fn environment(on: &Device) -> Fields {
     let mut fields = Fields::new();
     fields.insert("device", device::device_name(on));
     fields.insert("hardware", device::description(on));
+    if on.is_cpu() {
+        fields.insert("half arithmetic", half_arithmetic());
+    }
     fields.insert("threads", rayon::current_num_threads());
     fields.insert("tallow", env!("CARGO_PKG_VERSION"));
     fields.insert("features", features);
     fields
+}
+
+/// What the CPU has, and that nothing here uses it.
+fn half_arithmetic() -> String {
+    let units = device::half_arithmetic();
+    if units.is_empty() {
+        return "none; kernels compute in f32".into();
+    }
+    let names: Vec<&str> = units.iter().map(|unit| unit.name()).collect();
+    format!("{}; unused, kernels compute in f32", names.join(", "))
 }

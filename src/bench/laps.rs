@@ -38,6 +38,23 @@ pub struct LapTimings {
     pub whole: Timing,
 }
 
+impl LapTimings {
+    /// Appends the steps of another measurement of the same work.
+    pub(super) fn join(&mut self, later: Self) {
+        let append = |timing: &mut Timing, later: Timing| {
+            timing.samples_ms.extend(later.samples_ms);
+            timing.warmup_ms.extend(later.warmup_ms);
+        };
+        for (phase, timing) in later.phases {
+            match self.phases.iter_mut().find(|(name, _)| *name == phase) {
+                Some((_, own)) => append(own, timing),
+                None => self.phases.push((phase, timing)),
+            }
+        }
+        append(&mut self.whole, later.whole);
+    }
+}
+
 /// One step under way.
 pub struct Lap<'a> {
     device: &'a Device,

@@ -84,7 +84,7 @@ impl SelfAttentionRun {
             let x = self.input(&builder)?;
             let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?
                 .with_attention(w.algorithm);
-            Ok(move || layer.forward(&x))
+            Ok(move || w.precision.run(|| layer.forward(&x)))
         };
         passes.run(device, prepare, on_step, |alive| self.memory(alive))
     }
@@ -150,6 +150,8 @@ impl SelfAttentionRun {
         row.insert("d_model", w.d_model);
         row.insert("mask", "causal");
         row.insert("dtype", w.dtype.as_str());
+        let region = w.precision.policy().map(|_| w.precision.name());
+        row.insert("autocast", region);
         row
     }
 }

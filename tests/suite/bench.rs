@@ -1,5 +1,7 @@
 //! The benchmark harness: phases, rows, and memory that is not there.
 
+mod precisions;
+
 use candle_core::Device;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Laps, OptimizerChoice, Step};
@@ -167,9 +169,9 @@ fn precision_is_timed_and_named() {
         run.available_bytes = Some(predicted - 1);
         let row = &run.run(&Device::Cpu, |_, _| ()).unwrap()[0];
         assert_eq!(text(row, "status"), "OOM");
-        assert_eq!(number(row, "wanted_bytes"), predicted as f64);
+        assert_eq!(number(row, "estimate_bytes"), predicted as f64);
         let parameters = number(row, "parameters");
-        assert!(number(row, "wanted_bytes") >= 16.0 * parameters); // weight, gradient and AdamW's two
+        assert!(number(row, "estimate_bytes") >= 16.0 * parameters); // weight, gradient and AdamW's two
         assert_eq!(text(row, "precision"), precision.name());
     }
 }

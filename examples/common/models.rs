@@ -1,0 +1,94 @@
+//! The flags that choose models.
+
+use clap::Args;
+use tallow::Result;
+use tallow::attention::Algorithm;
+use tallow::model::TransformerConfig;
+use tallow::report::{Fields, group_digits};
+
+/// Flags of every example that measures models by preset or by sizes.
+#[derive(Args, Clone, Debug)]
+pub struct ModelFlags {
+    /// Presets: tiny, small, medium, large, xl, wide, 2.7b, 10b; several allowed [default: tiny]
+    #[arg(long, num_args = 1.., value_delimiter = ',')]
+    size: Vec<String>,
+
+    /// The width of the residual stream, instead of the preset's (as are the next four)
+    #[arg(long)]
+    d_model: Option<usize>,
+
+    /// The width of the feed-forward network
+    #[arg(long)]
+    d_ff: Option<usize>,
+
+    /// How many blocks
+    #[arg(long)]
+    num_layers: Option<usize>,
+
+    /// How many attention heads
+    #[arg(long)]
+    num_heads: Option<usize>,
+
+    /// How many token ids
+    #[arg(long)]
+    vocab_size: Option<usize>,
+}
+
+/// A model to measure.
+pub struct Model {
+    /// Its preset's name, or `custom`.
+    pub name: String,
+    pub config: TransformerConfig,
+}
+
+impl ModelFlags {
+    /// The models to measure: presets, with whatever sizes are given in place of theirs, and room for `context_length`
+    /// tokens. Each is one that every algorithm of `attention` can compute.
+    pub fn models(&self, context_length: usize, attention: &[Algorithm]) -> Result<Vec<Model>> {
+        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
+        let custom = sizes.iter().any(Option::is_some);
+        let names = match self.size.is_empty() {
+            true => vec!["tiny".to_string()],
+            false => self.size.clone(),
+        };
+        let models = names.into_iter().map(|name| {
+            let preset = TransformerConfig::preset(&name)?;
+            let config = TransformerConfig {
+                vocab_size: self.vocab_size.unwrap_or(preset.vocab_size),
+                context_length,
+                d_model: self.d_model.unwrap_or(preset.d_model),
+                d_ff: self.d_ff.unwrap_or(preset.d_ff),
+                num_layers: self.num_layers.unwrap_or(preset.num_layers),
+                num_heads: self.num_heads.unwrap_or(preset.num_heads),
+                ..preset
+            };
+            for &attention in attention {
+                with_attention(&config, attention).validate()?;
+            }
+            let name = if custom { "custom".into() } else { name };
+            Ok(Model { name, config })
+        });
+        models.collect()
+    }
+}
+
+/// The models' sizes, for a report's configuration.
+pub fn describe(models: &[Model]) -> Fields {
+    let described = models.iter().map(|Model { name, config }| {
+        let parameters = group_digits(config.num_parameters() as u64);
+        let sizes = format!(
+            "d_model {}, d_ff {}, layers {}, heads {}, vocabulary {}: {parameters} parameters",
+            config.d_model, config.d_ff, config.num_layers, config.num_heads, config.vocab_size
+        );
+        (format!("model {name}"), sizes)
+    });
+    described.collect()
+}
+
+/// The same model with another attention.
+pub fn with_attention(config: &TransformerConfig, attention: Algorithm) -> TransformerConfig {
+    TransformerConfig {
+        attention,
+        ..config.clone()
+    }
+}

@@ -1,0 +1,74 @@
+//! Runs that are compared, measured in turns.
+
+use super::{EndToEnd, Step};
+use crate::Result;
+use crate::report::Fields;
+use candle_core::Device;
+
+/// Measures runs that will be compared: all of them one after the other, `rounds` times over, so that what the machine
+/// does meanwhile (its clock, its other work) falls on all alike.
+///
+/// Each run gets the rows that [`EndToEnd::run`] would give it, over the samples of all rounds: `rounds` times its
+/// `steps`. Memory is the last round's: in the first, kernels also take what they keep for as long as the process runs.
+/// Every round draws the model anew, and warms it up. `on_step` is called after every step with the run's place in
+/// `runs`. No rounds are taken for one.
+///
+/// ```
+/// use tallow::bench::{EndToEnd, alternate};
+/// use tallow::memory::Mode;
+/// use tallow::model::TransformerConfig;
+/// use tallow::precision::Precision;
+///
+/// let run = EndToEnd {
+///     config: TransformerConfig {
+///         vocab_size: 50, context_length: 8, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32,
+///         ..Default::default()
+///     },
+///     batch_size: 2,
+///     sequence_length: 8,
+///     mode: Mode::ForwardBackward,
+///     precision: Precision::F32,
+///     warmup_steps: 1,
+///     steps: 3,
+///     optimizer: tallow::bench::OptimizerChoice::AdamW(Default::default()),
+///     seed: 0,
+///     peak_flops: None,
+///     available_bytes: None,
+/// };
+/// let runs = [run.clone(), EndToEnd { precision: Precision::BF16, ..run }];
+/// let [f32_rows, bf16_rows] = &alternate(&runs, 2, &tallow::device("cpu")?, |_, _, _| ())?[..] else { unreachable!() };
+/// assert_eq!(f32_rows[0].get("n"), Some(&6.into()));
+/// assert_eq!(bf16_rows[0].get("precision"), Some(&"bf16".into()));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`EndToEnd::run`].
+pub fn alternate(
+    runs: &[EndToEnd],
+    rounds: usize,
+    device: &Device,
+    mut on_step: impl FnMut(usize, Step, f64),
+) -> Result<Vec<Vec<Fields>>> {
+    let estimates = runs.iter().map(EndToEnd::estimate_bytes);
+    let estimates = estimates.collect::<Result<Vec<_>>>()?;
+    let mut measured: Vec<_> = runs.iter().map(|_| None).collect();
+    for _ in 0..rounds.max(1) {
+        for (i, run) in runs.iter().enumerate() {
+            if run.refusal(estimates[i]).is_some() {
+                continue;
+            }
+            let round = run.measure(device, |step, ms| on_step(i, step, ms))?;
+            match &mut measured[i] {
+                None => measured[i] = Some(round),
+                Some(earlier) => earlier.join(round),
+            }
+        }
+    }
+    let rows = runs.iter().zip(estimates).zip(&measured);
+    let rows = rows.map(|((run, bytes), measured)| match measured {
+        Some(measured) => run.rows(bytes, measured),
+        None => Ok(run.refusal(bytes).into_iter().collect()),
+    });
+    rows.collect()
+}
