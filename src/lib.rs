@@ -75,6 +75,7 @@ pub mod nn;
 pub mod ops;
 pub mod optim;
 pub mod precision;
+pub mod probe;
 pub mod report;
 pub mod train;
 

@@ -7,6 +7,7 @@ use crate::kernels::cpu::{Stored, naive_attention as kernel};
 use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
 use crate::ops::{self, Path, choose, record::apply3};
 use crate::precision::suspended;
+use crate::probe;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 use std::sync::OnceLock;
@@ -141,6 +142,7 @@ impl CustomOp3 for Naive {
             let (out, p) = output_keeping(out_shape, p_shape, |out, p| {
                 kernel::forward(sizes, q, k, v, self.scale, self.mask, p, out)
             })?;
+            probe::kept("probabilities", &p);
             let _ = self.probabilities.set(p); // empty until now: an op runs forward once
             Ok(out)
         })

@@ -1,6 +1,7 @@
 //! Several phases of one step, each timed itself.
 
 use super::{Step, Stopwatch, Timing};
+use crate::probe;
 use crate::{Error, Result};
 use candle_core::Device;
 
@@ -71,7 +72,10 @@ impl Lap<'_> {
         phase: &'static str,
         work: impl FnOnce() -> std::result::Result<T, E>,
     ) -> Result<T> {
-        let (value, ms) = super::time_once(self.device, work)?;
+        let (value, ms) = {
+            let _range = probe::phase(phase);
+            super::time_once(self.device, work)?
+        };
         match self.phases.iter_mut().find(|(name, _)| *name == phase) {
             Some((_, total_ms)) => *total_ms += ms,
             None => self.phases.push((phase, ms)),

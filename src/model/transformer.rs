@@ -3,6 +3,7 @@
 use super::TransformerConfig;
 use crate::files::{self, TensorFile};
 use crate::nn::{self, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join};
+use crate::probe::{self, in_module};
 use crate::{Error, Result, device, ops};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -195,7 +196,8 @@ impl TransformerLM {
     /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the vocabulary (found on the
     /// host before any kernel runs).
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        self.lm_head.forward(&self.hidden(tokens)?) // (B, T, V)
+        let hidden = self.hidden(tokens)?; // (B, T, D)
+        in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)
     }
 
     /// The mean cross-entropy of the next tokens: tokens and targets (B, T) u32, the loss a scalar.
@@ -207,7 +209,8 @@ impl TransformerLM {
     /// As [`forward`](Self::forward); targets of another shape than the tokens, or outside the vocabulary.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let hidden = self.hidden(tokens)?; // (B, T, D)
-        ops::linear_cross_entropy(&hidden, self.lm_head.weight(), targets)
+        let loss = || ops::linear_cross_entropy(&hidden, self.lm_head.weight(), targets);
+        in_module("lm_head", loss)
     }
 
     /// What the head reads: (B, T, D).
@@ -225,11 +228,13 @@ impl TransformerLM {
                 });
             }
         }
-        let mut x = self.token_embeddings.forward(tokens)?; // (B, T, D)
-        for layer in &self.layers {
+        let embed = || self.token_embeddings.forward(tokens);
+        let mut x = in_module("token_embeddings", embed)?; // (B, T, D)
+        for (i, layer) in self.layers.iter().enumerate() {
+            let _range = probe::module(|| format!("layers.{i}"));
             x = layer.forward(&x)?; // (B, T, D)
         }
-        self.ln_final.forward(&x)
+        in_module("ln_final", || self.ln_final.forward(&x))
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::{Layer, Linear, RotaryEmbedding, join};
 use crate::attention::{Algorithm, AttentionConfig, Mask};
+use crate::probe::in_module;
 use crate::{Error, Result, ops};
 use candle_core::{Tensor, Var};
 use candle_nn::VarBuilder;
@@ -75,20 +76,26 @@ impl CausalSelfAttention {
     /// ([`flash`](crate::attention::flash()) has a largest Dh).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let [x] = &ops::cast_for("linear", [x])?; // once for the three of them
-        let q = self.positioned(&self.q_proj, x)?; // (B, H, T, Dh)
-        let k = self.positioned(&self.k_proj, x)?; // (B, H, T, Dh)
-        let v = ops::split_heads(&self.v_proj.forward(x)?, self.num_heads)?; // (B, H, T, Dh)
+        let q = in_module("q_proj", || self.positioned(&self.q_proj, x))?; // (B, H, T, Dh)
+        let k = in_module("k_proj", || self.positioned(&self.k_proj, x))?; // (B, H, T, Dh)
+        let v = in_module("v_proj", || self.heads(&self.v_proj, x))?; // (B, H, T, Dh)
         let config = AttentionConfig {
             mask: Mask::Causal,
             scale: None,
         };
         let out = self.attention.attend(&q, &k, &v, &config)?; // (B, H, T, Dh)
-        self.output_proj.forward(&ops::merge_heads(&out)?)
+        let merged = ops::merge_heads(&out)?;
+        in_module("output_proj", || self.output_proj.forward(&merged))
     }
 
-    /// x projected, cut into heads and rotated: (B, H, T, Dh).
+    /// x projected and cut into heads: (B, H, T, Dh).
+    fn heads(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
+        ops::split_heads(&projection.forward(x)?, self.num_heads)
+    }
+
+    /// As [`heads`](Self::heads), rotated.
     fn positioned(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
-        let heads = ops::split_heads(&projection.forward(x)?, self.num_heads)?;
+        let heads = self.heads(projection, x)?;
         match &self.rotary {
             Some(rotary) => rotary.forward(&heads, 0),
             None => Ok(heads),

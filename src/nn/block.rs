@@ -2,6 +2,7 @@
 
 use super::{CausalSelfAttention, Layer, RmsNorm, RotaryEmbedding, SwiGlu, join};
 use crate::attention::Algorithm;
+use crate::probe::in_module;
 use crate::{Result, ops};
 use candle_core::{Tensor, Var};
 use candle_nn::VarBuilder;
@@ -49,8 +50,14 @@ impl TransformerBlock {
     /// As the parts'.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         // Under autocast the second summand is of a lower dtype: the sum is x's, and the residual stream stays f32.
-        let x = ops::add(x, &self.attn.forward(&self.ln1.forward(x)?)?)?;
-        ops::add(&x, &self.ffn.forward(&self.ln2.forward(&x)?)?)
+        let x = {
+            let normed = in_module("ln1", || self.ln1.forward(x))?;
+            let branch = in_module("attn", || self.attn.forward(&normed))?;
+            ops::add(x, &branch)?
+        };
+        let normed = in_module("ln2", || self.ln2.forward(&x))?;
+        let branch = in_module("ffn", || self.ffn.forward(&normed))?;
+        ops::add(&x, &branch)
     }
 }
 

@@ -1,6 +1,7 @@
 //! The feed-forward network.
 
 use super::{Layer, Linear, join};
+use crate::probe::in_module;
 use crate::{Result, ops};
 use candle_core::{Tensor, Var};
 use candle_nn::VarBuilder;
@@ -31,8 +32,9 @@ impl SwiGlu {
     /// # Errors
     /// As [`ops::swiglu_linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let hidden = ops::swiglu_linear(x, self.w1.weight(), self.w3.weight())?; // (..., F)
-        self.w2.forward(&hidden)
+        let gated = || ops::swiglu_linear(x, self.w1.weight(), self.w3.weight());
+        let hidden = in_module("w1, w3", gated)?; // (..., F)
+        in_module("w2", || self.w2.forward(&hidden))
     }
 }
 

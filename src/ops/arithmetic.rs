@@ -2,6 +2,7 @@
 
 use super::cast::{cast, cast_for};
 use super::check_same;
+use super::record::composed;
 use crate::precision;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -85,5 +86,5 @@ fn binary(
         let wide = x.to_dtype(DType::F32)?.broadcast_as(&shape)?;
         Ok(wide.to_dtype(dtype)?)
     };
-    Ok(apply(&spread(a)?, &spread(b)?)?)
+    composed(op, || Ok(apply(&spread(a)?, &spread(b)?)?))
 }

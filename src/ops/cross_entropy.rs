@@ -7,7 +7,7 @@ use super::linear::last_dim;
 use super::record::{apply1, input, widen};
 use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
 use crate::precision::decide;
-use crate::{Error, Result};
+use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
@@ -178,6 +178,7 @@ impl CrossEntropy {
         let ((losses, _), lse) = output_keeping::<T::Wide, T::Wide>(rows, rows, |losses, lse| {
             kernel::forward(logits, classes, |row| self.targets.get(row), losses, lse)
         })?;
+        probe::kept("lse", &lse);
         let _ = self.lse.set(lse); // empty until now: an op runs forward once
         let mean = self.targets.mean(losses.as_slice::<T::Wide>()?);
         Ok((T::Wide::to_cpu_storage_owned(vec![mean]), Shape::from(())))

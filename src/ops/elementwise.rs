@@ -1,7 +1,7 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
 use super::cast::{cast, cast_for, check_float};
-use super::record::{input, widen};
+use super::record::{composed, input, widen};
 use crate::Result;
 use candle_core::Tensor;
 
@@ -48,5 +48,5 @@ pub(super) fn in_f32(
 ) -> Result<Tensor> {
     check_float(op, x)?;
     let [x] = cast_for(op, [x])?;
-    cast(&f(&widen(&input(&x))?)?, x.dtype())
+    composed(op, || cast(&f(&widen(&input(&x))?)?, x.dtype()))
 }

@@ -8,7 +8,7 @@ use super::linear;
 use super::record::apply2;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};
-use crate::{Error, Result};
+use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
@@ -91,6 +91,8 @@ impl LinearCrossEntropy {
             })?
         };
         let loss = self.targets.mean(&elements::<T::Wide>(&losses)?);
+        probe::kept("logits", &logits);
+        probe::kept("lse", &lse);
         let _ = self.kept.set((logits, lse)); // empty until now: an op runs forward once
         Ok(loss)
     }

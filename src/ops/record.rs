@@ -1,39 +1,258 @@
-//! Putting a custom op into candle's graph, or keeping it out under `no_grad`.
+//! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
 use crate::grad::is_grad_enabled;
-use candle_core::{CustomOp1, CustomOp2, CustomOp3, Result, Tensor};
+use crate::probe::{self, Kind, Operands, Path};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape,
+    Tensor,
+};
+
+/// An op that says when it runs, forward and backward, and where it was put into the graph.
+struct Ranged<C> {
+    op: C,
+    path: Path,
+}
+
+impl<C> Ranged<C> {
+    fn new(op: C, name: &'static str) -> Self {
+        let path = probe::op_path(name);
+        Self { op, path }
+    }
+
+    /// Runs `forward`, which gives a storage and its shape.
+    fn forward<S: candle_core::backend::BackendStorage>(
+        &self,
+        name: &'static str,
+        layouts: &[&Layout],
+        forward: impl FnOnce() -> Result<(S, Shape)>,
+    ) -> Result<(S, Shape)> {
+        let range = probe::op(Kind::Op, name, self.path);
+        let (storage, shape) = forward()?;
+        if probe::is_listening() {
+            let inputs: Vec<&[usize]> = layouts.iter().map(|layout| layout.dims()).collect();
+            range.leave(Operands {
+                inputs: &inputs,
+                output: shape.dims(),
+                dtype: storage.dtype(),
+            });
+        }
+        Ok((storage, shape))
+    }
+
+    /// Runs `backward`.
+    fn backward<G>(
+        &self,
+        name: &'static str,
+        inputs: &[&Tensor],
+        output: &Tensor,
+        backward: impl FnOnce() -> Result<G>,
+    ) -> Result<G> {
+        let range = probe::op(Kind::OpBackward, name, self.path);
+        let gradients = backward()?;
+        if probe::is_listening() {
+            let inputs: Vec<&[usize]> = inputs.iter().map(|input| input.dims()).collect();
+            range.leave(Operands {
+                inputs: &inputs,
+                output: output.dims(),
+                dtype: output.dtype(),
+            });
+        }
+        Ok(gradients)
+    }
+}
+
+impl<C: CustomOp1> CustomOp1 for Ranged<C> {
+    fn name(&self) -> &'static str {
+        self.op.name()
+    }
+
+    fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.forward(self.op.name(), &[l], || self.op.cpu_fwd(s, l))
+    }
+
+    fn cuda_fwd(&self, s: &CudaStorage, l: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.forward(self.op.name(), &[l], || self.op.cuda_fwd(s, l))
+    }
+
+    fn metal_fwd(&self, s: &MetalStorage, l: &Layout) -> Result<(MetalStorage, Shape)> {
+        self.forward(self.op.name(), &[l], || self.op.metal_fwd(s, l))
+    }
+
+    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        self.backward(self.op.name(), &[x], y, || self.op.bwd(x, y, dy))
+    }
+}
+
+impl<C: CustomOp2> CustomOp2 for Ranged<C> {
+    fn name(&self) -> &'static str {
+        self.op.name()
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward(self.op.name(), &[l1, l2], || {
+            self.op.cpu_fwd(s1, l1, s2, l2)
+        })
+    }
+
+    fn cuda_fwd(
+        &self,
+        s1: &CudaStorage,
+        l1: &Layout,
+        s2: &CudaStorage,
+        l2: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.forward(self.op.name(), &[l1, l2], || {
+            self.op.cuda_fwd(s1, l1, s2, l2)
+        })
+    }
+
+    fn metal_fwd(
+        &self,
+        s1: &MetalStorage,
+        l1: &Layout,
+        s2: &MetalStorage,
+        l2: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        self.forward(self.op.name(), &[l1, l2], || {
+            self.op.metal_fwd(s1, l1, s2, l2)
+        })
+    }
+
+    fn bwd(
+        &self,
+        x1: &Tensor,
+        x2: &Tensor,
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        self.backward(self.op.name(), &[x1, x2], y, || self.op.bwd(x1, x2, y, dy))
+    }
+}
+
+impl<C: CustomOp3> CustomOp3 for Ranged<C> {
+    fn name(&self) -> &'static str {
+        self.op.name()
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        s3: &CpuStorage,
+        l3: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward(self.op.name(), &[l1, l2, l3], || {
+            self.op.cpu_fwd(s1, l1, s2, l2, s3, l3)
+        })
+    }
+
+    fn cuda_fwd(
+        &self,
+        s1: &CudaStorage,
+        l1: &Layout,
+        s2: &CudaStorage,
+        l2: &Layout,
+        s3: &CudaStorage,
+        l3: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.forward(self.op.name(), &[l1, l2, l3], || {
+            self.op.cuda_fwd(s1, l1, s2, l2, s3, l3)
+        })
+    }
+
+    fn metal_fwd(
+        &self,
+        s1: &MetalStorage,
+        l1: &Layout,
+        s2: &MetalStorage,
+        l2: &Layout,
+        s3: &MetalStorage,
+        l3: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        self.forward(self.op.name(), &[l1, l2, l3], || {
+            self.op.metal_fwd(s1, l1, s2, l2, s3, l3)
+        })
+    }
+
+    fn bwd(
+        &self,
+        x1: &Tensor,
+        x2: &Tensor,
+        x3: &Tensor,
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        self.backward(self.op.name(), &[x1, x2, x3], y, || {
+            self.op.bwd(x1, x2, x3, y, dy)
+        })
+    }
+}
 
 pub(crate) fn apply1<C: CustomOp1 + Send + Sync + 'static>(x: &Tensor, op: C) -> Result<Tensor> {
-    if is_grad_enabled() {
-        x.apply_op1(op)
-    } else {
-        x.apply_op1_no_bwd(&op)
-    }
+    let name = op.name();
+    let op = Ranged::new(op, name);
+    let path = op.path;
+    let y = match is_grad_enabled() {
+        true => x.apply_op1(op)?,
+        false => x.apply_op1_no_bwd(&op)?,
+    };
+    probe::produced(path, &y);
+    Ok(y)
 }
 
 pub(crate) fn apply2<C: CustomOp2 + Send + Sync + 'static>(
-    x: &Tensor,
-    y: &Tensor,
+    x1: &Tensor,
+    x2: &Tensor,
     op: C,
 ) -> Result<Tensor> {
-    if is_grad_enabled() {
-        x.apply_op2(y, op)
-    } else {
-        x.apply_op2_no_bwd(y, &op)
-    }
+    let name = op.name();
+    let op = Ranged::new(op, name);
+    let path = op.path;
+    let y = match is_grad_enabled() {
+        true => x1.apply_op2(x2, op)?,
+        false => x1.apply_op2_no_bwd(x2, &op)?,
+    };
+    probe::produced(path, &y);
+    Ok(y)
 }
 
 pub(crate) fn apply3<C: CustomOp3 + Send + Sync + 'static>(
-    x: &Tensor,
-    y: &Tensor,
-    z: &Tensor,
+    x1: &Tensor,
+    x2: &Tensor,
+    x3: &Tensor,
     op: C,
 ) -> Result<Tensor> {
-    if is_grad_enabled() {
-        x.apply_op3(y, z, op)
-    } else {
-        x.apply_op3_no_bwd(y, z, &op)
-    }
+    let name = op.name();
+    let op = Ranged::new(op, name);
+    let path = op.path;
+    let y = match is_grad_enabled() {
+        true => x1.apply_op3(x2, x3, op)?,
+        false => x1.apply_op3_no_bwd(x2, x3, &op)?,
+    };
+    probe::produced(path, &y);
+    Ok(y)
+}
+
+/// Runs `f`, candle's own ops that stand for the op called `name`. Their backward is candle's, and says nothing.
+pub(crate) fn composed<E>(
+    name: &'static str,
+    f: impl FnOnce() -> std::result::Result<Tensor, E>,
+) -> std::result::Result<Tensor, E> {
+    let path = probe::op_path(name);
+    let y = {
+        let _range = probe::op(Kind::Op, name, path);
+        f()?
+    };
+    probe::produced(path, &y);
+    Ok(y)
 }
 
 /// `x` as a reference implementation should take it: outside the graph under `no_grad`.

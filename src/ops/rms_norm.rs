@@ -7,7 +7,7 @@ use super::linear::last_dim;
 use super::record::{apply2, input, widen};
 use crate::kernels::cpu::{Stored, rms_norm as kernel};
 use crate::precision::decide;
-use crate::{Error, Result};
+use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
 use std::sync::OnceLock;
@@ -97,6 +97,7 @@ impl CustomOp2 for RmsNorm {
             let (y, rstd) = output_keeping(x_layout.shape(), rows, |y, rstd| {
                 kernel::forward(x, &weight, self.eps, y, rstd)
             })?;
+            probe::kept("rstd", &rstd);
             let _ = self.rstd.set(rstd); // empty until now: an op runs forward once
             Ok(y)
         })

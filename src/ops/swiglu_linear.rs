@@ -9,7 +9,7 @@ use super::swiglu::swiglu;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::suspended;
-use crate::{Error, Result};
+use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 use std::sync::OnceLock;
@@ -111,6 +111,8 @@ impl CustomOp3 for SwiGluLinear {
                 let (gate, up) = (elements::<T>(&gate)?, elements::<T>(&up)?);
                 output(shape, |y| kernel::forward(&gate, &up, y))
             };
+            probe::kept("gate", &gate);
+            probe::kept("up", &up);
             let _ = self.gate_up.set((gate, up)); // empty until now: an op runs forward once
             y
         })

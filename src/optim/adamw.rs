@@ -7,6 +7,7 @@ use super::reference;
 use super::slot::{STEP, Slot, step_cpu};
 use crate::kernels::cpu::adamw::Update;
 use crate::ops::{Path, choose_where};
+use crate::probe::{self, Kind};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};
@@ -126,6 +127,7 @@ impl AdamW {
     /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of a wrong shape or dtype or on another
     /// device is an error, as is a learning rate that cannot work. All of this is checked before anything changes.
     pub fn step(&mut self, gradients: &GradStore) -> Result<()> {
+        let _range = probe::op(Kind::Op, "adamw", probe::op_path("adamw"));
         // Asked for all first: where the policy is strict, a refusal must leave everything as it was.
         for (_, parameter) in self.parameters() {
             path(parameter)?;

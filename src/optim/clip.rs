@@ -3,6 +3,7 @@
 use super::gradients::{Owners, distinct, gradient_of};
 use super::guard::first_non_finite;
 use super::inplace;
+use crate::probe::{self, Kind};
 use crate::{Error, Result};
 use candle_core::{Tensor, Var, backprop::GradStore};
 
@@ -91,6 +92,7 @@ fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -
 }
 
 fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) -> Result<f64> {
+    let _range = probe::op(Kind::Op, CLIP, probe::op_path(CLIP));
     if max_norm.is_nan() || max_norm <= 0.0 {
         return Err(Error::Config {
             config: CLIP,

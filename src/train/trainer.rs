@@ -6,7 +6,7 @@ use crate::data::{RandomBatches, SequentialBatches, Tokens};
 use crate::model::TransformerLM;
 use crate::optim::guard::{finite_loss, value_of};
 use crate::optim::{AdamW, GradScaler, GradientAccumulator, decay_matrices_only};
-use crate::{Error, Result, no_grad};
+use crate::{Error, Result, no_grad, probe};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 
@@ -206,7 +206,10 @@ impl Trainer {
         for i in 0..batches {
             let index = self.step as u64 * batches + i;
             let batch = self.training.batch(index, self.model.device())?;
-            let loss = self.loss(&batch.inputs, &batch.targets)?;
+            let loss = {
+                let _range = probe::phase("forward");
+                self.loss(&batch.inputs, &batch.targets)?
+            };
             let value = value_of(&loss)?;
             let loss = match &self.scaler {
                 Some(scaler) => scaler.scale(&loss)?, // whether it is a number the gradients tell
@@ -216,7 +219,10 @@ impl Trainer {
                 }
             };
             sum += value;
-            let gradients = loss.backward()?;
+            let gradients = {
+                let _range = probe::phase("backward");
+                loss.backward()?
+            };
             drop(loss); // and with it the graph, before anything else asks for memory
             accumulator.add(gradients)?;
         }

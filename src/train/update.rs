@@ -4,7 +4,7 @@ use super::{TrainConfig, Trainer};
 use crate::model::TransformerLM;
 use crate::optim::guard::DIVERGED;
 use crate::optim::{GradScaler, clip_grad_norm, clip_grad_norm_checked};
-use crate::{Error, Result};
+use crate::{Error, Result, probe};
 use candle_core::{DType, backprop::GradStore};
 
 /// f16's smallest normal number, 2^-14. Under it the scale alone would round gradients away, so a run that overflows even
@@ -61,6 +61,7 @@ pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result
 impl Trainer {
     /// The update of one step. After an error weights, optimizer and scale are what they were.
     pub(super) fn update(&mut self, gradients: GradStore, learning_rate: f64) -> Result<Update> {
+        let _range = probe::phase("optimizer");
         let max_norm = self.config.max_grad_norm.unwrap_or(f64::INFINITY);
         match self.scaler.clone() {
             None => self.guarded_update(gradients, max_norm, learning_rate),

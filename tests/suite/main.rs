@@ -13,6 +13,7 @@ mod model;
 mod ops;
 mod optim;
 mod precision;
+mod probe;
 mod report;
 mod toy_model;
 mod train;

@@ -6,6 +6,7 @@ use crate::attention::shapes::Shapes;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::flash_attention::{self as kernel, Gradients, Inputs, Outputs, Sizes};
 use crate::ops::cpu::{cpu_storage, elements, for_stored, heads, output, tensor, tensors};
+use crate::probe;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
@@ -75,9 +76,12 @@ impl Flash {
             candle_core::bail!("{NAME}: nothing was computed");
         };
         // Both empty until now: an op runs forward once.
+        probe::kept("lse", &lse);
         let _ = self.lse.set(lse);
         if rest_elements > 0 {
-            let _ = self.rounded_off.set(rest?.reshape(out_shape)?);
+            let rest = rest?.reshape(out_shape)?;
+            probe::kept("rounded off", &rest);
+            let _ = self.rounded_off.set(rest);
         }
         out
     }

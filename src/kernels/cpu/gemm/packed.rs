@@ -40,6 +40,17 @@ pub(super) fn product<A, B, C, W>(
     C: Stored<Wide = W>,
     W: Lanes,
 {
+    assert_eq!(a.cols, b.rows, "depth");
+    assert_eq!(c.len(), a.rows * b.cols, "output");
+    if c.is_empty() {
+        return;
+    }
+    if a.cols == 0 {
+        if !accumulate {
+            c.fill(C::zero());
+        }
+        return;
+    }
     let row_blocks = a.rows.div_ceil(ROWS);
     let rows = a.rows.div_ceil(row_blocks).next_multiple_of(8);
     let strips = b.cols.div_ceil(STRIP);
@@ -272,7 +283,7 @@ mod tests {
     }
 
     /// Sizes at, beside and beyond every edge: register blocks, strips, depths, blocks of rows.
-    const SIZES: [(usize, usize, usize); 9] = [
+    const SIZES: [(usize, usize, usize); 12] = [
         (1, 1, 1),
         (1, DEPTH, STRIP),
         (7, 3, 15),
@@ -282,6 +293,9 @@ mod tests {
         (2 * ROWS + 13, DEPTH - 1, 31),
         (33, 2 * DEPTH + 17, 11 * STRIP + 33),
         (8, 0, 20),
+        (0, 5, 3),
+        (3, 5, 0),
+        (2 * ROWS, 0, 11 * STRIP),
     ];
 
     fn exact_for<A, B, C, W>()

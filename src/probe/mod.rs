@@ -1,0 +1,299 @@
+//! What profiling and memory accounting listen to: ranges of work, entered and left, and what ops keep. Free when nobody
+//! listens.
+//!
+//! What lives here: ranges ([`range`], [`module`], [`phase`], and those that this crate's ops open around themselves),
+//! where a thread is ([`Path`], [`current`]), and listeners ([`Listener`], [`listen`]). What does not: clocks, sums and
+//! reports; those are [`memory`](crate::memory)'s and the profiler's. Nothing here knows of a device.
+//!
+//! A range costs one load of an atomic while nobody listens. Ranges belong to a thread and nest on it:
+//!
+//! ```
+//! use std::sync::{Arc, Mutex};
+//! use tallow::probe::{self, Event, Listener};
+//!
+//! #[derive(Default)]
+//! struct Names(Mutex<Vec<String>>);
+//! impl Listener for Names {
+//!     fn entered(&self, event: &Event) {
+//!         self.0.lock().unwrap().push(event.path.to_string());
+//!     }
+//! }
+//!
+//! let names = Arc::new(Names::default());
+//! let listening = probe::listen(names.clone());
+//! {
+//!     let _outer = probe::range("encoder");
+//!     let _inner = probe::module(|| format!("layers.{}", 3));
+//! }
+//! drop(listening);
+//! assert_eq!(*names.0.lock().unwrap(), ["encoder", "encoder/layers.3"]);
+//! ```
+
+mod path;
+
+pub use path::Path;
+
+use candle_core::{DType, Tensor};
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Instant;
+
+/// What a range stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A part of a step: forward, backward, optimizer. Phases are no part of the path.
+    Phase,
+    /// A layer, by the name that its weights have.
+    Module,
+    /// An op of this crate, forward.
+    Op,
+    /// An op of this crate, backward: its path is where it was run forward.
+    OpBackward,
+    /// What a user has named.
+    Range,
+}
+
+/// A range, as it is entered or left.
+#[derive(Clone, Copy, Debug)]
+pub struct Event<'a> {
+    /// What it stands for.
+    pub kind: Kind,
+    /// Its own name.
+    pub name: &'a str,
+    /// Where it is, itself included (but for a phase).
+    pub path: Path,
+    /// The phase that the thread is in; empty if in none.
+    pub phase: &'static str,
+    /// When.
+    pub at: Instant,
+    /// What an op has read and written: as it is left, if it succeeded.
+    pub operands: Option<Operands<'a>>,
+    /// Whether it is the thread's innermost range that is left, as it should be.
+    pub in_order: bool,
+}
+
+/// The operands of an op.
+#[derive(Clone, Copy, Debug)]
+pub struct Operands<'a> {
+    /// The inputs' shapes, in the op's order.
+    pub inputs: &'a [&'a [usize]],
+    /// The output's shape, forward and backward.
+    pub output: &'a [usize],
+    /// The output's dtype.
+    pub dtype: DType,
+}
+
+/// Who is told. Called on the thread that does the work, in the middle of it: be quick, and open no range.
+pub trait Listener: Send + Sync {
+    /// A range begins.
+    fn entered(&self, _event: &Event<'_>) {}
+    /// A range ends.
+    fn left(&self, _event: &Event<'_>) {}
+    /// The op at `path` has made `output`, which the graph may keep.
+    fn produced(&self, _path: Path, _output: &Tensor) {}
+    /// The op that this thread is in keeps `tensor` for backward, beside its inputs and output.
+    fn kept(&self, _path: Path, _what: &'static str, _tensor: &Tensor) {}
+}
+
+type Listeners = Vec<(u64, Arc<dyn Listener>)>;
+
+static LISTENERS: RwLock<Listeners> = RwLock::new(Vec::new());
+static LISTENING: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static CURRENT: Cell<Path> = const { Cell::new(Path::ROOT) };
+    static PHASE: Cell<&'static str> = const { Cell::new("") };
+}
+
+/// A listener's stay: it is told until this is dropped.
+#[must_use = "the listener is told until this is dropped"]
+pub struct Listening(u64);
+
+/// Tells `listener` of what happens on all threads from now on.
+pub fn listen(listener: Arc<dyn Listener>) -> Listening {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let id = NEXT.fetch_add(1, Ordering::Relaxed);
+    let mut listeners = LISTENERS.write().unwrap_or_else(PoisonError::into_inner);
+    listeners.push((id, listener));
+    LISTENING.store(listeners.len(), Ordering::Relaxed);
+    Listening(id)
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        let mut listeners = LISTENERS.write().unwrap_or_else(PoisonError::into_inner);
+        listeners.retain(|(id, _)| *id != self.0);
+        LISTENING.store(listeners.len(), Ordering::Relaxed);
+    }
+}
+
+/// Whether anybody listens.
+#[inline]
+pub fn is_listening() -> bool {
+    LISTENING.load(Ordering::Relaxed) > 0
+}
+
+/// Where this thread is.
+pub fn current() -> Path {
+    CURRENT.get()
+}
+
+/// The phase that this thread is in; empty if in none.
+pub fn current_phase() -> &'static str {
+    PHASE.get()
+}
+
+fn tell(f: impl Fn(&dyn Listener)) {
+    let listeners = LISTENERS.read().unwrap_or_else(PoisonError::into_inner);
+    listeners.iter().for_each(|(_, listener)| f(&**listener));
+}
+
+/// A range that ends when this is dropped.
+#[must_use = "the range ends when this is dropped"]
+pub struct Guard {
+    entered: Option<Entered>,
+    /// Ranges are a thread's own.
+    thread: PhantomData<*const ()>,
+}
+
+struct Entered {
+    kind: Kind,
+    name: Cow<'static, str>,
+    path: Path,
+    /// Where the thread was before.
+    path_before: Path,
+    phase_before: &'static str,
+}
+
+impl Guard {
+    const IDLE: Self = Self {
+        entered: None,
+        thread: PhantomData,
+    };
+
+    /// Ends an op's range, and says what it has worked on.
+    pub(crate) fn leave(mut self, operands: Operands<'_>) {
+        self.end(Some(operands));
+    }
+
+    fn end(&mut self, operands: Option<Operands<'_>>) {
+        let Some(entered) = self.entered.take() else {
+            return;
+        };
+        let in_order = CURRENT.get() == entered.path;
+        let event = Event {
+            kind: entered.kind,
+            name: &entered.name,
+            path: entered.path,
+            phase: PHASE.get(),
+            at: Instant::now(),
+            operands,
+            in_order,
+        };
+        tell(|listener| listener.left(&event));
+        CURRENT.set(entered.path_before);
+        PHASE.set(entered.phase_before);
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.end(None);
+    }
+}
+
+fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -> Guard {
+    let entered = Entered {
+        kind,
+        path,
+        path_before: CURRENT.replace(path),
+        phase_before: PHASE.replace(phase),
+        name,
+    };
+    let event = Event {
+        kind,
+        name: &entered.name,
+        path,
+        phase,
+        at: Instant::now(),
+        operands: None,
+        in_order: true,
+    };
+    tell(|listener| listener.entered(&event));
+    Guard {
+        entered: Some(entered),
+        thread: PhantomData,
+    }
+}
+
+/// A range of the caller's own, inside of those that this thread is in.
+pub fn range(name: impl Into<Cow<'static, str>>) -> Guard {
+    if !is_listening() {
+        return Guard::IDLE;
+    }
+    let name = name.into();
+    let path = current().child(&name);
+    enter(Kind::Range, name, path, PHASE.get())
+}
+
+/// A layer's range; its name is made only if somebody listens.
+pub fn module<N: Into<Cow<'static, str>>>(name: impl FnOnce() -> N) -> Guard {
+    if !is_listening() {
+        return Guard::IDLE;
+    }
+    let name = name().into();
+    let path = current().child(&name);
+    enter(Kind::Module, name, path, PHASE.get())
+}
+
+/// Runs `f` in the range of the layer called `name`.
+pub fn in_module<T>(name: &'static str, f: impl FnOnce() -> T) -> T {
+    let _range = module(|| name);
+    f()
+}
+
+/// A part of a step: `forward`, `backward`, `optimizer`. The path stays what it is.
+pub fn phase(name: &'static str) -> Guard {
+    match is_listening() {
+        false => Guard::IDLE,
+        true => enter(Kind::Phase, Cow::Borrowed(name), current(), name),
+    }
+}
+
+/// Where an op called `name` is, if it is run here; the root while nobody listens.
+pub(crate) fn op_path(name: &'static str) -> Path {
+    match is_listening() {
+        false => Path::ROOT,
+        true => current().child(name),
+    }
+}
+
+/// An op's range, at the path that it had when it was put into the graph.
+pub(crate) fn op(kind: Kind, name: &'static str, path: Path) -> Guard {
+    if !is_listening() {
+        return Guard::IDLE;
+    }
+    let path = match path {
+        Path::ROOT => current().child(name), // put into the graph while nobody listened
+        path => path,
+    };
+    enter(kind, Cow::Borrowed(name), path, PHASE.get())
+}
+
+/// The op at `path` has made `output`.
+pub(crate) fn produced(path: Path, output: &Tensor) {
+    if is_listening() {
+        tell(|listener| listener.produced(path, output));
+    }
+}
+
+/// The op that this thread is in keeps `tensor` for backward.
+pub(crate) fn kept(what: &'static str, tensor: &Tensor) {
+    if is_listening() {
+        let path = current();
+        tell(|listener| listener.kept(path, what, tensor));
+    }
+}

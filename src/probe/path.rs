@@ -1,0 +1,93 @@
+//! Where in a model something happens: a chain of names.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{LazyLock, Mutex, MutexGuard};
+
+/// A place in a program, by the names of the ranges around it: `layers.0/attn/q_proj/linear`.
+///
+/// A small number that stands for the names, which are kept for the life of the process: it can be copied, compared, and
+/// written where nothing may be allocated.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Path(u32);
+
+/// Every path there has been: a path's number is its index, and its parent's is smaller.
+struct Paths {
+    /// Parent and own name. The root is its own parent.
+    nodes: Vec<(Path, String)>,
+    numbers: HashMap<(Path, String), Path>,
+}
+
+static PATHS: LazyLock<Mutex<Paths>> = LazyLock::new(|| {
+    Mutex::new(Paths {
+        nodes: vec![(Path::ROOT, String::new())],
+        numbers: HashMap::new(),
+    })
+});
+
+fn paths() -> MutexGuard<'static, Paths> {
+    PATHS.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Path {
+    /// Inside of no range.
+    pub const ROOT: Self = Self(0);
+
+    /// The path of a range called `name` in this one.
+    pub fn child(self, name: &str) -> Self {
+        let mut paths = paths();
+        let key = (self, name.to_string());
+        if let Some(known) = paths.numbers.get(&key) {
+            return *known;
+        }
+        let child = Self(paths.nodes.len() as u32);
+        paths.nodes.push(key.clone());
+        paths.numbers.insert(key, child);
+        child
+    }
+
+    /// The path around it; `None` for the root.
+    pub fn parent(self) -> Option<Self> {
+        (self != Self::ROOT).then(|| paths().nodes[self.0 as usize].0)
+    }
+
+    /// Its last name; empty for the root.
+    pub fn name(self) -> String {
+        paths().nodes[self.0 as usize].1.clone()
+    }
+
+    /// All of its names, the outermost first.
+    pub fn names(self) -> Vec<String> {
+        let paths = paths();
+        let mut names = Vec::new();
+        let mut path = self;
+        while path != Self::ROOT {
+            let (parent, name) = &paths.nodes[path.0 as usize];
+            names.push(name.clone());
+            path = *parent;
+        }
+        names.reverse();
+        names
+    }
+
+    /// Whether it is `other` or lies inside it.
+    pub fn is_within(self, other: Self) -> bool {
+        let paths = paths();
+        let mut path = self;
+        // A parent's number is the smaller: above `other` there is nothing to find.
+        while path.0 > other.0 {
+            path = paths.nodes[path.0 as usize].0;
+        }
+        path == other
+    }
+}
+
+/// The names with slashes between them; `-` for the root.
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::ROOT => f.pad("-"),
+            path => f.pad(&path.names().join("/")),
+        }
+    }
+}
