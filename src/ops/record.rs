@@ -14,7 +14,7 @@ struct Ranged<C> {
 }
 
 impl<C> Ranged<C> {
-    fn new(op: C, name: &'static str) -> Self {
+    fn new(name: &'static str, op: C) -> Self {
         let path = probe::op_path(name);
         Self { op, path }
     }
@@ -197,15 +197,8 @@ impl<C: CustomOp3> CustomOp3 for Ranged<C> {
 }
 
 pub(crate) fn apply1<C: CustomOp1 + Send + Sync + 'static>(x: &Tensor, op: C) -> Result<Tensor> {
-    let name = op.name();
-    let op = Ranged::new(op, name);
-    let path = op.path;
-    let y = match is_grad_enabled() {
-        true => x.apply_op1(op)?,
-        false => x.apply_op1_no_bwd(&op)?,
-    };
-    probe::produced(path, &y);
-    Ok(y)
+    let op = Ranged::new(op.name(), op);
+    apply(op, |op| x.apply_op1(op), |op| x.apply_op1_no_bwd(op))
 }
 
 pub(crate) fn apply2<C: CustomOp2 + Send + Sync + 'static>(
@@ -213,15 +206,12 @@ pub(crate) fn apply2<C: CustomOp2 + Send + Sync + 'static>(
     x2: &Tensor,
     op: C,
 ) -> Result<Tensor> {
-    let name = op.name();
-    let op = Ranged::new(op, name);
-    let path = op.path;
-    let y = match is_grad_enabled() {
-        true => x1.apply_op2(x2, op)?,
-        false => x1.apply_op2_no_bwd(x2, &op)?,
-    };
-    probe::produced(path, &y);
-    Ok(y)
+    let op = Ranged::new(op.name(), op);
+    apply(
+        op,
+        |op| x1.apply_op2(x2, op),
+        |op| x1.apply_op2_no_bwd(x2, op),
+    )
 }
 
 pub(crate) fn apply3<C: CustomOp3 + Send + Sync + 'static>(
@@ -230,12 +220,24 @@ pub(crate) fn apply3<C: CustomOp3 + Send + Sync + 'static>(
     x3: &Tensor,
     op: C,
 ) -> Result<Tensor> {
-    let name = op.name();
-    let op = Ranged::new(op, name);
+    let op = Ranged::new(op.name(), op);
+    apply(
+        op,
+        |op| x1.apply_op3(x2, x3, op),
+        |op| x1.apply_op3_no_bwd(x2, x3, op),
+    )
+}
+
+/// Runs `op` `in_graph`, or `alone` under `no_grad`.
+fn apply<C>(
+    op: Ranged<C>,
+    in_graph: impl FnOnce(Ranged<C>) -> Result<Tensor>,
+    alone: impl FnOnce(&Ranged<C>) -> Result<Tensor>,
+) -> Result<Tensor> {
     let path = op.path;
     let y = match is_grad_enabled() {
-        true => x1.apply_op3(x2, x3, op)?,
-        false => x1.apply_op3_no_bwd(x2, x3, &op)?,
+        true => in_graph(op)?,
+        false => alone(&op)?,
     };
     probe::produced(path, &y);
     Ok(y)

@@ -8,6 +8,7 @@ pub(crate) mod widen;
 
 use super::parallel::{self, Shared};
 use super::{Lanes, Real, Stored};
+use candle_core::WithDType;
 use std::ops::Range;
 
 /// A read-only matrix over a slice, with strides in elements.
@@ -92,15 +93,7 @@ pub fn matmul<T: Lanes + Stored<Wide = T>>(
     accumulate: bool,
     threads: Threads,
 ) {
-    assert_eq!(a.cols, b.rows, "depth");
-    assert_eq!(c.len(), a.rows * b.cols, "output");
-    if c.is_empty() {
-        return;
-    }
-    if a.cols == 0 {
-        if !accumulate {
-            c.fill(T::ZERO);
-        }
+    if is_done(a, b, c, accumulate) {
         return;
     }
     if is_aliased(a, b) {
@@ -110,6 +103,21 @@ pub fn matmul<T: Lanes + Stored<Wide = T>>(
         Threads::One => panel(a, b, c.as_mut_ptr(), 0..a.rows, 0..b.cols, accumulate, 1),
         Threads::All => panels(a, b, c, accumulate),
     }
+}
+
+/// Checks the sizes; whether that was all, since there is nothing to multiply.
+fn is_done<A, B, C: WithDType>(
+    a: MatRef<'_, A>,
+    b: MatRef<'_, B>,
+    c: &mut [C],
+    accumulate: bool,
+) -> bool {
+    assert_eq!(a.cols, b.rows, "depth");
+    assert_eq!(c.len(), a.rows * b.cols, "output");
+    if a.cols == 0 && !accumulate {
+        c.fill(C::zero());
+    }
+    c.is_empty() || a.cols == 0
 }
 
 /// Whether the `gemm` crate would pack a from lines that lie whole pages apart, and so compete for a few places in the

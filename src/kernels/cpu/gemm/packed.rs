@@ -1,7 +1,7 @@
 //! Products of whole matrices, cut into blocks that the tile products of `tile` take from cache.
 
 use super::tile::{COLUMNS, Product};
-use super::{MatRef, Threads};
+use super::{MatRef, Threads, is_done};
 use crate::kernels::cpu::parallel::{self, Shared};
 use crate::kernels::cpu::simd::vectorized;
 use crate::kernels::cpu::{Lanes, Real, Stored};
@@ -40,15 +40,7 @@ pub(super) fn product<A, B, C, W>(
     C: Stored<Wide = W>,
     W: Lanes,
 {
-    assert_eq!(a.cols, b.rows, "depth");
-    assert_eq!(c.len(), a.rows * b.cols, "output");
-    if c.is_empty() {
-        return;
-    }
-    if a.cols == 0 {
-        if !accumulate {
-            c.fill(C::zero());
-        }
+    if is_done(a, b, c, accumulate) {
         return;
     }
     let row_blocks = a.rows.div_ceil(ROWS);
