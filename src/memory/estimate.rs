@@ -53,8 +53,8 @@ pub struct Workload {
 /// - Half precision throughout: the same in half, but for S and the norms' N; and `L 2 T D / H` for the rotary tables, in f32.
 /// - Autocast: the residual stream, the norms' outputs and the sums' second operands are f32,
 ///   `L (6 N D + 2 N) + 2 N D + N`; all between in half, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time, and
-///   both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: with a graph they stay
-///   until it goes, dropped casts or not; without one until the region ends or, if dropped, until their op is done.
+///   both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: they stay until the
+///   graph goes or, without one, the region ends; if dropped, until their op is done.
 ///
 /// It displays as a table with the formula beside each line. Left out: the packing buffers of matrix products and the
 /// tiles of flash attention's forward, a few MiB a thread whatever the model; the records of tensors and ops, a few hundred

@@ -95,17 +95,18 @@ pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Account {
     .with(Holds::Weights, "weights", "4D^2", 4.0 * d * d, stored)
     .with(Holds::Inputs, "x", "BTD", n, stored);
     let casts = workload.compute_dtype() != workload.dtype;
+    let kept = match casts && !workload.precision.drops_casts() {
+        true => kept.with(
+            Holds::WeightCasts,
+            "cast weights",
+            "4D^2",
+            4.0 * d * d,
+            width,
+        ),
+        false => kept,
+    };
     let kept = match casts {
-        // The graph holds the copies, whether the region keeps or drops them.
-        true => kept
-            .with(
-                Holds::WeightCasts,
-                "cast weights",
-                "4D^2",
-                4.0 * d * d,
-                width,
-            )
-            .with(Holds::Activations, "cast x", "BTD", n, width),
+        true => kept.with(Holds::Activations, "cast x", "BTD", n, width),
         false => kept,
     };
     let kept = kept
@@ -174,11 +175,8 @@ pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Account {
             "2D^2",
             2.0 * d * d,
             stored,
-        );
-    let at_last_weight = match casts {
-        true => at_last_weight.with(Holds::Scratch, "its cast's gradient", "D^2", d * d, width),
-        false => at_last_weight.with(Holds::Scratch, "gradient of a projection", "BTD", n, width),
-    };
+        )
+        .with(Holds::Scratch, "gradient of a projection", "BTD", n, width);
     [in_attention, at_first_weight, at_last_weight]
         .into_iter()
         .max_by_key(Account::peak_bytes)

@@ -57,12 +57,18 @@ pub fn cast_for<const N: usize>(op: &'static str, inputs: [&Tensor; N]) -> Resul
     let mut outputs = inputs.map(Tensor::clone);
     if let Some(dtype) = target {
         for x in &mut outputs {
-            if precision::is_castable(x.dtype()) && x.dtype() != dtype {
-                *x = cast_or_cached(x, dtype)?;
-            }
+            *x = cast_castable(x, dtype)?;
         }
     }
     Ok(outputs)
+}
+
+/// `x` in `dtype`, if it is of those that regions cast.
+pub(super) fn cast_castable(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    match precision::is_castable(x.dtype()) && x.dtype() != dtype {
+        true => cast_or_cached(x, dtype),
+        false => Ok(x.clone()),
+    }
 }
 
 /// [`cast_for`] for the one operand that decides, and `rest`, which are given its dtype: angles, say.
@@ -77,9 +83,7 @@ pub(super) fn cast_led_by<const N: usize>(
     let mut rest = rest.map(Tensor::clone);
     if precision::is_enabled() {
         for y in &mut rest {
-            if precision::is_castable(y.dtype()) && y.dtype() != x.dtype() {
-                *y = cast_or_cached(y, x.dtype())?;
-            }
+            *y = cast_castable(y, x.dtype())?;
         }
     }
     Ok((x, rest))
@@ -98,11 +102,23 @@ fn cast_or_cached(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if !(is_weight && precision::caches_weights()) {
         return cast(x, dtype);
     }
-    let key = (x.id(), dtype, is_grad_enabled());
+    cached(x, dtype, is_grad_enabled())
+}
+
+/// A weight's copy, out of the graph, kept as [`cast_for`] keeps those in it.
+pub(super) fn cached_copy(weight: &Tensor, dtype: DType) -> Result<Tensor> {
+    cached(weight, dtype, false)
+}
+
+fn cached(x: &Tensor, dtype: DType, in_graph: bool) -> Result<Tensor> {
+    let key = (x.id(), dtype, in_graph);
     if let Some(kept) = WEIGHTS.with_borrow(|weights| weights.get(&key).cloned()) {
         return Ok(kept);
     }
-    let copy = cast(x, dtype)?;
+    let copy = match in_graph {
+        true => cast(x, dtype)?,
+        false => x.detach().to_dtype(dtype)?,
+    };
     precision::on_outermost_end(forget_weights);
     WEIGHTS.with_borrow_mut(|weights| weights.insert(key, copy.clone()));
     Ok(copy)

@@ -69,6 +69,11 @@ pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
     choose_where(op, x, x.device().is_cpu() && has_kernel)
 }
 
+/// Whether ops on tensors where `x` is run kernels here.
+pub(super) fn runs_kernels(x: &Tensor) -> bool {
+    x.device().is_cpu() && POLICY.get() != KernelPolicy::Reference
+}
+
 fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }

@@ -1,9 +1,9 @@
 //! y = x W^T.
 
-use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{apply2, input};
+use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -13,7 +13,8 @@ use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
 ///
 /// Backward: `dx = dy W`, `dW = dy^T x`. Kept for backward: x and W. 2 * rows * in * out FLOPs forward, twice that
 /// backward. The weight is used transposed by its strides: no copy. Half
-/// precision is widened for the time of the product, summed in f32 and rounded once. Autocast: lower under both policies.
+/// precision is widened for the time of the product, summed in f32 and rounded once. Autocast: lower under both policies;
+/// the gradient of an f32 weight is not rounded to half precision, as PyTorch's is.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -26,11 +27,15 @@ use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
 /// # Errors
 /// A weight that is not a matrix, a last dimension that is not the weight's `in`, mixed dtypes or devices.
 pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let [x, weight] = &cast_for("linear", [x, weight])?;
-    check(x, weight)?;
-    match choose("linear", x)? {
-        Path::Kernel => Ok(apply2(&x.contiguous()?, &weight.contiguous()?, Linear)?),
-        Path::Reference => reference(x, weight),
+    let (x, [weight], [copy]) = with_copies("linear", x, [weight])?;
+    check(&x, &copy.of(&weight))?;
+    match choose("linear", &x)? {
+        Path::Kernel => Ok(apply2(
+            &x.contiguous()?,
+            &weight.contiguous()?,
+            Linear { copy },
+        )?),
+        Path::Reference => reference(&x, &weight),
     }
 }
 
@@ -66,7 +71,9 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     })
 }
 
-struct Linear;
+struct Linear {
+    copy: WeightCopy,
+}
 
 impl CustomOp2 for Linear {
     fn name(&self) -> &'static str {
@@ -87,8 +94,10 @@ impl CustomOp2 for Linear {
         shape.push(out);
         for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
-            let weight = MatRef::new(view::<T>(weight, weight_layout)?, out, depth); // (out, in)
-            output(shape, |y| matmul_stored(x, weight.t(), y, false, Threads::All))
+            self.copy.read::<T, _>(weight, weight_layout, |weight| {
+                let weight = MatRef::new(weight, out, depth); // (out, in)
+                output(shape, |y| matmul_stored(x, weight.t(), y, false, Threads::All))
+            })
         })
     }
 
@@ -106,7 +115,8 @@ impl CustomOp2 for Linear {
             let dy = elements::<T>(&dy)?;
             let dy = MatRef::new(&dy, rows, out); // (N, out)
             let dx = if x.track_op() {
-                let weight = elements::<T>(weight)?;
+                let weight = self.copy.for_backward(weight)?;
+                let weight = elements::<T>(&weight)?;
                 let weight = MatRef::new(&weight, out, depth);
                 Some(tensor(x.shape(), |dx| matmul_stored(dy, weight, dx, false, Threads::All))?)
             } else {
@@ -115,7 +125,7 @@ impl CustomOp2 for Linear {
             let dw = if weight.track_op() {
                 let x = elements::<T>(x)?;
                 let x = MatRef::new(&x, rows, depth);
-                Some(tensor(weight.shape(), |dw| matmul_stored(dy.t(), x, dw, false, Threads::All))?)
+                Some(self.copy.gradient(weight, dy.t(), x)?)
             } else {
                 None
             };

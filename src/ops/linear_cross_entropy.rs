@@ -1,11 +1,11 @@
 //! The output head and its loss, as one op.
 
-use super::cast::cast_for;
 use super::cpu::{elements, for_stored, tensor, tensors, view};
 use super::cross_entropy::{Targets, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::linear;
 use super::record::apply2;
+use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};
 use crate::{Error, Result, probe};
@@ -25,17 +25,18 @@ use std::sync::OnceLock;
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    let [x, weight] = &cast_for("linear_cross_entropy", [x, weight])?;
-    let targets = check(x, weight, targets)?;
-    match choose("linear_cross_entropy", x)? {
+    let (x, [weight], [copy]) = with_copies("linear_cross_entropy", x, [weight])?;
+    let targets = check(&x, &copy.of(&weight), targets)?;
+    match choose("linear_cross_entropy", &x)? {
         Path::Kernel => {
             let op = LinearCrossEntropy {
+                copy,
                 targets,
                 kept: OnceLock::new(),
             };
             Ok(apply2(&x.contiguous()?, &weight.contiguous()?, op)?)
         }
-        Path::Reference => plain(&linear::reference(x, weight)?, &targets),
+        Path::Reference => plain(&linear::reference(&x, &weight)?, &targets),
     }
 }
 
@@ -65,6 +66,7 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
 }
 
 struct LinearCrossEntropy {
+    copy: WeightCopy,
     targets: Targets,
     /// The logits (N, V) and the log-sum-exp of each row (N).
     kept: OnceLock<(Tensor, Tensor)>,
@@ -112,8 +114,8 @@ impl CustomOp2 for LinearCrossEntropy {
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (classes, _) = weight_layout.shape().dims2()?;
         for_stored!(x.dtype(), T => {
-            let (x, weight) = (view::<T>(x, x_layout)?, view::<T>(weight, weight_layout)?);
-            let loss = self.forward(x, weight, classes)?;
+            let x = view::<T>(x, x_layout)?;
+            let loss = self.copy.read(weight, weight_layout, |weight| self.forward(x, weight, classes))?;
             type Wide = <T as Stored>::Wide;
             Ok((Wide::to_cpu_storage_owned(vec![loss]), Shape::from(())))
         })
@@ -130,7 +132,6 @@ impl CustomOp2 for LinearCrossEntropy {
             candle_core::bail!("linear_cross_entropy: backward before forward");
         };
         let (rows, classes) = logits.dims2()?;
-        let (x_shape, w_shape) = (x.shape(), weight.shape());
         for_stored!(x.dtype(), T => {
             type Wide = <T as Stored>::Wide;
             let share = self.targets.share(dloss.to_scalar::<Wide>()?);
@@ -143,13 +144,15 @@ impl CustomOp2 for LinearCrossEntropy {
             };
             let dlogits = elements::<T>(&dlogits)?;
             let dlogits = MatRef::new(&dlogits, rows, classes); // (N, V)
-            let (x, weight) = (elements::<T>(x)?, elements::<T>(weight)?);
+            let dx = {
+                let weight = self.copy.for_backward(weight)?;
+                let weight = elements::<T>(&weight)?;
+                let weight = MatRef::new(&weight, classes, weight.len() / classes);
+                tensor(x.shape(), |dx| matmul_stored(dlogits, weight, dx, false, Threads::All))?
+            };
+            let x = elements::<T>(x)?;
             let x = MatRef::new(&x, rows, x.len() / rows);
-            let weight = MatRef::new(&weight, classes, weight.len() / classes);
-            let (dx, dw) = tensors(x_shape, w_shape, |dx, dw| {
-                matmul_stored(dlogits, weight, dx, false, Threads::All);
-                matmul_stored(dlogits.t(), x, dw, false, Threads::All);
-            })?;
+            let dw = self.copy.gradient(weight, dlogits.t(), x)?;
             Ok((Some(dx), Some(dw)))
         })
     }

@@ -33,6 +33,7 @@ pub mod rope;
 pub mod softmax;
 pub mod swiglu;
 pub mod swiglu_linear;
+mod weight;
 
 pub use arithmetic::{add, div, mul, sub};
 pub(crate) use cast::forget_weights;

@@ -1,11 +1,11 @@
 //! The gated half of a feed-forward network: two linear maps and the gate between them, as one op.
 
-use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::linear::linear;
 use super::record::apply3;
 use super::swiglu::swiglu;
+use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::suspended;
@@ -26,17 +26,18 @@ use std::sync::OnceLock;
 /// # Errors
 /// Weights that are no matrices of one shape, a last dimension that is not their `in`, mixed dtypes or devices.
 pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
-    let [x, w1, w3] = &cast_for("swiglu_linear", [x, w1, w3])?;
-    check(x, w1, w3)?;
-    match choose("swiglu_linear", x)? {
+    let (x, [w1, w3], copies) = with_copies("swiglu_linear", x, [w1, w3])?;
+    check(&x, &copies[0].of(&w1), &copies[1].of(&w3))?;
+    match choose("swiglu_linear", &x)? {
         Path::Kernel => {
             let op = SwiGluLinear {
+                copies,
                 gate_up: OnceLock::new(),
             };
             let (x, w1, w3) = (x.contiguous()?, w1.contiguous()?, w3.contiguous()?);
             Ok(apply3(&x, &w1, &w3, op)?)
         }
-        Path::Reference => suspended(|| reference(x, w1, w3)),
+        Path::Reference => suspended(|| reference(&x, &w1, &w3)),
     }
 }
 
@@ -70,6 +71,8 @@ fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
 }
 
 struct SwiGluLinear {
+    /// Of W1 and W3.
+    copies: [WeightCopy; 2],
     /// x W1^T and x W3^T, (N, F) each.
     gate_up: OnceLock<(Tensor, Tensor)>,
 }
@@ -101,12 +104,12 @@ impl CustomOp3 for SwiGluLinear {
         shape.push(out);
         for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, D)
-            let w1 = MatRef::new(view::<T>(w1, w1_layout)?, out, depth); // (F, D)
-            let w3 = MatRef::new(view::<T>(w3, w3_layout)?, out, depth); // (F, D)
-            let (gate, up) = tensors::<T>((rows, out), (rows, out), |gate, up| {
-                matmul_stored(x, w1.t(), gate, false, Threads::All);
-                matmul_stored(x, w3.t(), up, false, Threads::All);
-            })?;
+            let product = |weight: &[T]| {
+                let weight = MatRef::new(weight, out, depth); // (F, D)
+                tensor::<T>((rows, out), |y| matmul_stored(x, weight.t(), y, false, Threads::All))
+            };
+            let gate = self.copies[0].read(w1, w1_layout, product)?;
+            let up = self.copies[1].read(w3, w3_layout, product)?;
             let y = {
                 let (gate, up) = (elements::<T>(&gate)?, elements::<T>(&up)?);
                 output(shape, |y| kernel::forward(&gate, &up, y))
@@ -132,7 +135,7 @@ impl CustomOp3 for SwiGluLinear {
         let (rows, depth) = rows(x.shape());
         let (out, _) = w1.dims2()?;
         let dy = dy.contiguous()?;
-        let (x_shape, w_shape) = (x.shape(), w1.shape());
+        let x_shape = x.shape();
         for_stored!(dy.dtype(), T => {
             let (dgate, dup) = {
                 let dy = elements::<T>(&dy)?;
@@ -144,17 +147,20 @@ impl CustomOp3 for SwiGluLinear {
             let (dgate, dup) = (elements::<T>(&dgate)?, elements::<T>(&dup)?);
             let dgate = MatRef::new(&dgate, rows, out); // (N, F)
             let dup = MatRef::new(&dup, rows, out); // (N, F)
-            let (x, w1, w3) = (elements::<T>(x)?, elements::<T>(w1)?, elements::<T>(w3)?);
+            let dx = {
+                let w1 = self.copies[0].for_backward(w1)?;
+                let w3 = self.copies[1].for_backward(w3)?;
+                let (w1, w3) = (elements::<T>(&w1)?, elements::<T>(&w3)?);
+                let (w1, w3) = (MatRef::new(&w1, out, depth), MatRef::new(&w3, out, depth));
+                tensor(x_shape, |dx| {
+                    matmul_stored(dgate, w1, dx, false, Threads::All);
+                    matmul_stored(dup, w3, dx, true, Threads::All);
+                })?
+            };
+            let x = elements::<T>(x)?;
             let x = MatRef::new(&x, rows, depth);
-            let (w1, w3) = (MatRef::new(&w1, out, depth), MatRef::new(&w3, out, depth));
-            let dx = tensor(x_shape, |dx| {
-                matmul_stored(dgate, w1, dx, false, Threads::All);
-                matmul_stored(dup, w3, dx, true, Threads::All);
-            })?;
-            let (dw1, dw3) = tensors(w_shape, w_shape, |dw1, dw3| {
-                matmul_stored(dgate.t(), x, dw1, false, Threads::All);
-                matmul_stored(dup.t(), x, dw3, false, Threads::All);
-            })?;
+            let dw1 = self.copies[0].gradient(w1, dgate.t(), x)?;
+            let dw3 = self.copies[1].gradient(w3, dup.t(), x)?;
             Ok((Some(dx), Some(dw1), Some(dw3)))
         })
     }

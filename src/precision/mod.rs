@@ -28,7 +28,8 @@
 //! - It holds for this crate's ops and layers, on the calling thread. Plain candle ops know nothing of it, and fail on
 //!   mixed dtypes; [`ops::cast_for`](crate::ops::cast_for) gives them what ours get.
 //! - Parameters stay as they are. A cast is part of the graph, so what backward needs is kept in the lower dtype, and
-//!   gradients come back in the parameters' own.
+//!   gradients come back in the parameters' own. Linear maps have the weight in the graph and its copy beside it: the
+//!   weight's gradient is summed and returned in f32, where PyTorch rounds it to the lower dtype on its way.
 //! - A weight is cast once: its copy is kept until the outermost region ends. Whoever changes a weight inside of a region
 //!   (other than by this crate's optimizer) will not see the change in there.
 //! - f64 is never cast, nor are integers.

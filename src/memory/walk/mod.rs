@@ -43,7 +43,7 @@ struct Value {
     width: usize,
     /// A parameter: its gradient stays.
     is_weight: bool,
-    /// Its buffer; a weight's is counted with all others.
+    /// Its buffer; a weight's is counted with all others, and this is its copy in half precision, if that is dropped.
     key: Option<Key>,
 }
 

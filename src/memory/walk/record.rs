@@ -118,34 +118,28 @@ impl Walk {
         }
     }
 
-    /// A weight as products take it: in a region a copy, which stays as long as the graph, or the region's cache, does.
+    /// A weight as products take it: in a region with a copy beside it. That stays as long as the graph does or, without
+    /// one, the region's cache; if dropped, until the op is done. (Backward then makes another for as long as no gradient
+    /// of the weight is there, which is larger.)
     pub(super) fn weight(&mut self, what: &'static str, size: Size) -> Value {
         let weight = self.parameter(what, size);
         let width = self.lower_width();
         if weight.width == width {
             return weight;
         }
-        let lasts = self.keeps_graph() || !self.drops_casts();
-        let key = self.take_counted(lasts, Holds::WeightCasts, what, size, width);
-        let copy = self.value(what, size, width, Some(key));
-        if self.keeps_graph() {
-            self.tape.push(Entry {
-                output: copy.id,
-                inputs: vec![weight],
-                scratch: None,
-                is_sum: false,
-                count: self.count,
-            });
-        } else if lasts {
+        let drops = self.drops_casts();
+        let key = self.take_counted(!drops, Holds::WeightCasts, what, size, width);
+        if !drops && !self.keeps_graph() {
             self.casts.push(key);
         }
-        copy
+        let key = drops.then_some(key);
+        Value { key, ..weight }
     }
 
     /// The op that a weight was for is done.
     pub(super) fn drop_weight(&mut self, weight: Value) {
-        if self.drops_casts() {
-            self.drop(weight);
+        if let Some(copy) = weight.key {
+            self.ledger.give_back(copy);
         }
     }
 

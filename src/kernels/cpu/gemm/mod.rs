@@ -83,6 +83,19 @@ pub fn matmul_stored<T: Stored>(
     packed::product(a, b, c, accumulate, threads);
 }
 
+/// `c = a b` in the type computed in, from factors that may be in half precision.
+pub fn matmul_wide<T: Stored>(
+    a: MatRef<'_, T>,
+    b: MatRef<'_, T>,
+    c: &mut [T::Wide],
+    threads: Threads,
+) {
+    match (T::as_wide(a.data), T::as_wide(b.data)) {
+        (Some(a_wide), Some(b_wide)) => matmul(a.over(a_wide), b.over(b_wide), c, false, threads),
+        _ => packed::product(a, b, c, false, threads),
+    }
+}
+
 /// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row.
 ///
 /// 2 * rows * cols * depth FLOPs. The bits do not depend on the number of threads.

@@ -1,0 +1,128 @@
+//! A weight as products read it: itself, or in an autocast region its copy in half precision, which is no node of the
+//! graph.
+//!
+//! PyTorch's autocast casts the weight first, and the graph has a node for that. Here the op takes the f32 weight itself
+//! and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32, without a
+//! gradient of the copy (which candle would add to zeros in half precision, element by element).
+
+use super::cast::{cached_copy, cast_castable};
+use super::cpu::{elements, tensor, view};
+use super::dispatch::runs_kernels;
+use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored, matmul_wide};
+use crate::{Result, precision};
+use candle_core::{CpuStorage, DType, Layout, Tensor, WithDType};
+use std::sync::{Mutex, PoisonError};
+
+/// The copy of one weight, for the life of an op.
+pub(super) struct WeightCopy {
+    /// None where the weight is read as it is; and, after forward, where the copy is dropped.
+    copy: Mutex<Option<Tensor>>,
+    /// The copy's dtype; `None` where there is none.
+    dtype: Option<DType>,
+    drops: bool,
+}
+
+/// x and the weights as `op` takes them here, and the copies that its products read.
+///
+/// Copies are for f32 variables that a kernel multiplies by; other weights are cast as `cast_for` casts.
+pub(super) fn with_copies<const N: usize>(
+    op: &'static str,
+    x: &Tensor,
+    weights: [&Tensor; N],
+) -> Result<(Tensor, [Tensor; N], [WeightCopy; N])> {
+    let dtypes: Vec<DType> = [x].into_iter().chain(weights).map(Tensor::dtype).collect();
+    let Some(target) = precision::decide(op, &dtypes) else {
+        return Ok((
+            x.clone(),
+            weights.map(Tensor::clone),
+            weights.map(|_| WeightCopy::none()),
+        ));
+    };
+    let in_half = matches!(target, DType::F16 | DType::BF16);
+    let x = cast_castable(x, target)?;
+    let mut inputs = weights.map(Tensor::clone);
+    let mut copies = weights.map(|_| WeightCopy::none());
+    for (weight, copy) in inputs.iter_mut().zip(&mut copies) {
+        let is_own = weight.is_variable() && weight.dtype() == DType::F32;
+        match in_half && is_own && runs_kernels(weight) {
+            true => *copy = WeightCopy::new(weight, target)?,
+            false => *weight = cast_castable(weight, target)?,
+        }
+    }
+    Ok((x, inputs, copies))
+}
+
+impl WeightCopy {
+    fn none() -> Self {
+        Self {
+            copy: Mutex::new(None),
+            dtype: None,
+            drops: false,
+        }
+    }
+
+    fn new(weight: &Tensor, dtype: DType) -> Result<Self> {
+        let drops = !precision::caches_weights();
+        let copy = match drops {
+            true => weight.detach().to_dtype(dtype)?,
+            false => cached_copy(weight, dtype)?,
+        };
+        Ok(Self {
+            copy: Mutex::new(Some(copy)),
+            dtype: Some(dtype),
+            drops,
+        })
+    }
+
+    fn get(&self) -> Option<Tensor> {
+        let copy = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
+        copy.clone()
+    }
+
+    /// The weight as products read it, before forward: for checks.
+    pub(super) fn of(&self, weight: &Tensor) -> Tensor {
+        self.get().unwrap_or_else(|| weight.clone())
+    }
+
+    /// Calls `f` with what forward's products read.
+    pub(super) fn read<T: WithDType, R>(
+        &self,
+        weight: &CpuStorage,
+        layout: &Layout,
+        f: impl FnOnce(&[T]) -> candle_core::Result<R>,
+    ) -> candle_core::Result<R> {
+        let Some(copy) = self.get() else {
+            return f(view(weight, layout)?);
+        };
+        if self.drops {
+            let mut kept = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
+            *kept = None; // the last of it goes when `f` is done
+        }
+        let elements = elements(&copy)?;
+        f(&elements)
+    }
+
+    /// What backward's products read: a dropped copy is made again.
+    pub(super) fn for_backward(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
+        match (self.get(), self.dtype) {
+            (Some(copy), _) => Ok(copy),
+            (None, Some(dtype)) => weight.detach().to_dtype(dtype),
+            (None, None) => Ok(weight.clone()),
+        }
+    }
+
+    /// `dW = a b` in the weight's dtype: sums are f32's, and those of a copy's products are not rounded at all.
+    pub(super) fn gradient<T: Stored>(
+        &self,
+        weight: &Tensor,
+        a: MatRef<'_, T>,
+        b: MatRef<'_, T>,
+    ) -> candle_core::Result<Tensor> {
+        let shape = weight.shape();
+        match self.dtype {
+            None => tensor::<T>(shape, |dw| matmul_stored(a, b, dw, false, Threads::All)),
+            Some(_) => tensor::<T::Wide>(shape, |dw| matmul_wide(a, b, dw, Threads::All)),
+        }
+    }
+}
