@@ -2,16 +2,21 @@
 
 use super::cast::{cast, cast_for};
 use super::check_same;
-use super::record::composed;
+use super::cpu::{for_stored, output, view};
+use super::dispatch::{Path, choose_where};
+use super::record::{apply2, composed};
+use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 
 /// `a + b`, elementwise.
 ///
 /// As the other three: dtypes are promoted as in PyTorch, inside and outside of autocast regions (f16 + f32 is f32,
 /// f16 + bf16 is f32, anything + f64 is f64, an integer takes the float's), shapes broadcast to each other, and each
-/// operand's gradient has its own dtype and shape. candle's own `+` takes one dtype only.
+/// operand's gradient has its own dtype and shape. candle's own `+` takes one dtype only. Half precision is computed in f32
+/// and rounded once.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -86,5 +91,74 @@ fn binary(
         let wide = x.to_dtype(DType::F32)?.broadcast_as(&shape)?;
         Ok(wide.to_dtype(dtype)?)
     };
-    composed(op, || Ok(apply(&spread(a)?, &spread(b)?)?))
+    let (a, b) = (spread(a)?, spread(b)?);
+    let has_kernel = half && a.device().is_cpu() && a.shape() == b.shape();
+    match Arithmetic::of(op) {
+        Some(kernel) if has_kernel && choose_where(op, &a, true)? == Path::Kernel => {
+            Ok(apply2(&a.contiguous()?, &b.contiguous()?, kernel)?)
+        }
+        _ => composed(op, || Ok(apply(&a, &b)?)),
+    }
+}
+
+/// What has a kernel for half precision, of which candle's own sums take 10 to 50 times as long as f32's.
+enum Arithmetic {
+    Add,
+    Sub,
+    Mul,
+}
+
+impl Arithmetic {
+    fn of(op: &str) -> Option<Self> {
+        match op {
+            "add" => Some(Self::Add),
+            "sub" => Some(Self::Sub),
+            "mul" => Some(Self::Mul),
+            _ => None,
+        }
+    }
+}
+
+impl CustomOp2 for Arithmetic {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Add => "add",
+            Self::Sub => "sub",
+            Self::Mul => "mul",
+        }
+    }
+
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        a_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        for_stored!(a.dtype(), T => {
+            let (a, b) = (view::<T>(a, a_layout)?, view::<T>(b, b_layout)?);
+            output(a_layout.shape(), |y| match self {
+                Self::Add => kernel::add(a, b, y),
+                Self::Sub => kernel::sub(a, b, y),
+                Self::Mul => kernel::mul(a, b, y),
+            })
+        })
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let dy = dy.detach().contiguous()?;
+        let times = |x: &Tensor| dy.apply_op2_no_bwd(&x.detach(), &Self::Mul);
+        let (da, db) = match self {
+            Self::Add => (dy.clone(), dy),
+            Self::Sub => (dy.clone(), dy.neg()?),
+            Self::Mul => (times(b)?, times(a)?),
+        };
+        Ok((Some(da), Some(db)))
+    }
 }

@@ -1,21 +1,31 @@
 //! Casts: differentiable, as the policy of an autocast region wants them, and of a weight once a region.
 
-use super::record::input;
+use super::cpu::{output, view};
+use super::dispatch::{Path, choose_where};
+use super::record::{apply1, input};
 use crate::grad::is_grad_enabled;
+use crate::kernels::cpu::{Stored, cast as kernel};
 use crate::precision;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor, TensorId};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, TensorId, bail};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-/// `x` in another floating-point dtype, rounded to nearest. Backward casts the gradient to x's dtype. Nothing is kept for
-/// it.
+/// `x` in another floating-point dtype, rounded to nearest (ties to even): the values of candle's `to_dtype`. Backward
+/// casts the gradient to x's dtype. Nothing is kept for it.
+///
+/// Between f32, f16 and bf16 a contiguous tensor on the CPU is converted by a kernel, on all threads; all else is candle's
+/// own conversion.
 ///
 /// # Errors
 /// A dtype that is not a float: the graph would end there without a word.
 pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if dtype.is_float() {
-        return Ok(input(x).to_dtype(dtype)?);
+        return match has_kernel(x, dtype) && choose_where("cast", x, true)? == Path::Kernel {
+            true => Ok(apply1(x, Cast(dtype))?),
+            false => Ok(input(x).to_dtype(dtype)?),
+        };
     }
     Err(Error::DType {
         op: "cast",
@@ -23,6 +33,57 @@ pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
         got: dtype.as_str().into(),
         hint: "to_dtype makes integers; they have no gradient".into(),
     })
+}
+
+fn has_kernel(x: &Tensor, dtype: DType) -> bool {
+    let known = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    x.dtype() != dtype
+        && known(x.dtype())
+        && known(dtype)
+        && x.device().is_cpu()
+        && x.is_contiguous()
+}
+
+/// To this dtype.
+struct Cast(DType);
+
+impl Cast {
+    fn of<T: Stored<Wide = f32>>(
+        &self,
+        x: &CpuStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (x, shape) = (view::<T>(x, layout)?, layout.shape());
+        match self.0 {
+            DType::F32 => output::<f32>(shape, |y| kernel::cast(x, y)),
+            DType::F16 => output::<half::f16>(shape, |y| kernel::cast(x, y)),
+            DType::BF16 => output::<half::bf16>(shape, |y| kernel::cast(x, y)),
+            other => bail!("no CPU kernel casts to {other:?}"),
+        }
+    }
+}
+
+impl CustomOp1 for Cast {
+    fn name(&self) -> &'static str {
+        "cast"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        match x.dtype() {
+            DType::F32 => self.of::<f32>(x, layout),
+            DType::F16 => self.of::<half::f16>(x, layout),
+            DType::BF16 => self.of::<half::bf16>(x, layout),
+            other => bail!("no CPU kernel casts from {other:?}"),
+        }
+    }
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let dy = dy.detach();
+        match has_kernel(&dy, x.dtype()) {
+            true => dy.apply_op1_no_bwd(&Self(x.dtype())).map(Some),
+            false => dy.to_dtype(x.dtype()).map(Some),
+        }
+    }
 }
 
 /// `inputs` in the dtypes that `op` should have them in here: what this crate's ops do first, for whoever calls plain
@@ -117,7 +178,7 @@ fn cached(x: &Tensor, dtype: DType, in_graph: bool) -> Result<Tensor> {
     }
     let copy = match in_graph {
         true => cast(x, dtype)?,
-        false => x.detach().to_dtype(dtype)?,
+        false => cast(&x.detach(), dtype)?,
     };
     precision::on_outermost_end(forget_weights);
     WEIGHTS.with_borrow_mut(|weights| weights.insert(key, copy.clone()));

@@ -1,9 +1,9 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
 use super::cast::{cast, cast_for, check_float};
-use super::record::{composed, input, widen};
+use super::record::{composed, input};
 use crate::Result;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 /// `y = exp(x)`, elementwise.
 ///
@@ -48,5 +48,11 @@ pub(super) fn in_f32(
 ) -> Result<Tensor> {
     check_float(op, x)?;
     let [x] = cast_for(op, [x])?;
-    composed(op, || cast(&f(&widen(&input(&x))?)?, x.dtype()))
+    composed(op, || {
+        let wide = match x.dtype() {
+            DType::F16 | DType::BF16 => cast(&x, DType::F32)?,
+            _ => input(&x),
+        };
+        cast(&f(&wide)?, x.dtype())
+    })
 }

@@ -5,7 +5,7 @@
 //! and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32, without a
 //! gradient of the copy (which candle would add to zeros in half precision, element by element).
 
-use super::cast::{cached_copy, cast_castable};
+use super::cast::{cached_copy, cast, cast_castable};
 use super::cpu::{elements, tensor, view};
 use super::dispatch::runs_kernels;
 use crate::kernels::cpu::Stored;
@@ -65,7 +65,7 @@ impl WeightCopy {
     fn new(weight: &Tensor, dtype: DType) -> Result<Self> {
         let drops = !precision::caches_weights();
         let copy = match drops {
-            true => weight.detach().to_dtype(dtype)?,
+            true => cast(&weight.detach(), dtype)?,
             false => cached_copy(weight, dtype)?,
         };
         Ok(Self {
@@ -107,7 +107,7 @@ impl WeightCopy {
     pub(super) fn for_backward(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
         match (self.get(), self.dtype) {
             (Some(copy), _) => Ok(copy),
-            (None, Some(dtype)) => weight.detach().to_dtype(dtype),
+            (None, Some(dtype)) => Ok(cast(&weight.detach(), dtype)?),
             (None, None) => Ok(weight.clone()),
         }
     }

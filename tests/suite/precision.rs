@@ -3,6 +3,7 @@
 mod arithmetic;
 mod autocast_model;
 mod cache;
+mod casts;
 mod own_ops;
 mod pytorch;
 mod regions;

@@ -3,7 +3,7 @@
 //! Half the bytes make arithmetic the bound, which in f32 is memory: hence fewer passes and a cheaper exponential than in
 //! [`softmax`](super::softmax), whose f32 results stay what they were.
 
-use super::{Lanes, Real, Stored, parallel, simd};
+use super::{Lanes, Real, Stored, parallel};
 use crate::kernels::Mask;
 use pulp::{Arch, Simd, WithSimd};
 
@@ -60,8 +60,9 @@ pub fn backward_from_scores<T: Stored>(
         };
         let range = first * keys..first * keys + dx.len();
         let (dp, x) = (&dp[range.clone()], &x[range]);
-        let mut buffers = vec![T::Wide::ZERO; 2 * keys.next_multiple_of(PADDING)];
-        let (e, gradient) = buffers.split_at_mut(keys.next_multiple_of(PADDING));
+        let padded = keys.next_multiple_of(PADDING);
+        let mut buffers = vec![T::Wide::ZERO; 2 * padded];
+        let (e, gradient) = buffers.split_at_mut(padded);
         Arch::new().dispatch(Backward {
             rows,
             dp,
@@ -87,12 +88,26 @@ impl<T: Stored> WithSimd for Forward<'_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { rows, x, p, e } = self;
+        let zero = T::Wide::vsplat(simd, T::Wide::ZERO);
         let pairs = p.chunks_exact_mut(rows.keys).zip(x.chunks_exact(rows.keys));
         for (row, (p, x)) in pairs.enumerate() {
             let visible = rows.visible(row);
             let (p, hidden) = p.split_at_mut(visible);
             hidden.fill(T::zero());
-            let share = T::Wide::ONE / exponentials(simd, &x[..visible], rows.scale, e);
+            let (e, max) = scaled(simd, &x[..visible], rows.scale, e);
+            let sum = fold_registers::<T::Wide, S, _, 0>(
+                e,
+                [],
+                zero,
+                #[inline(always)]
+                |sum, x, []| {
+                    let e = T::Wide::vexp(simd, T::Wide::vsub(simd, x, max));
+                    (T::Wide::vadd(simd, sum, e), e)
+                },
+                #[inline(always)]
+                |a, b| T::Wide::vadd(simd, a, b),
+            );
+            let share = T::Wide::ONE / fold_lanes::<T::Wide, S>(sum, |a, b| a + b);
             for e in &mut e[..visible] {
                 *e *= share;
             }
@@ -108,7 +123,7 @@ struct Backward<'a, T: Stored> {
     dx: &'a mut [T],
     /// A row, padded.
     e: &'a mut [T::Wide],
-    /// A row.
+    /// A row, padded.
     gradient: &'a mut [T::Wide],
 }
 
@@ -118,16 +133,33 @@ impl<T: Stored> WithSimd for Backward<'_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Rows { keys, scale, .. } = self.rows;
+        let zero = T::Wide::vsplat(simd, T::Wide::ZERO);
         let inputs = self.dp.chunks_exact(keys).zip(self.x.chunks_exact(keys));
         for (row, (dx, (dp, x))) in self.dx.chunks_exact_mut(keys).zip(inputs).enumerate() {
             let visible = self.rows.visible(row);
             let (dx, hidden) = dx.split_at_mut(visible);
             hidden.fill(T::zero());
-            let share = T::Wide::ONE / exponentials(simd, &x[..visible], scale, self.e);
-            let (e, gradient) = (&self.e[..visible], &mut self.gradient[..visible]);
-            T::load(&dp[..visible], gradient);
-            let inner = simd::dot(e, gradient) * share;
+            let gradient = &mut self.gradient[..visible.next_multiple_of(PADDING)];
+            T::load(&dp[..visible], &mut gradient[..visible]);
+            gradient[visible..].fill(T::Wide::ZERO); // a longer row's, which may be NaN
+            let (e, max) = scaled(simd, &x[..visible], scale, self.e);
+            let (sum, inner) = fold_registers::<T::Wide, S, _, 1>(
+                e,
+                [gradient],
+                (zero, zero),
+                #[inline(always)]
+                |(sum, inner), x, [dp]| {
+                    let e = T::Wide::vexp(simd, T::Wide::vsub(simd, x, max));
+                    let inner = T::Wide::vmul_add(simd, e, dp, inner);
+                    ((T::Wide::vadd(simd, sum, e), inner), e)
+                },
+                #[inline(always)]
+                |a, b| (T::Wide::vadd(simd, a.0, b.0), T::Wide::vadd(simd, a.1, b.1)),
+            );
+            let share = T::Wide::ONE / fold_lanes::<T::Wide, S>(sum, |a, b| a + b);
+            let inner = share * fold_lanes::<T::Wide, S>(inner, |a, b| a + b);
             let factor = share * scale;
+            let gradient = &mut gradient[..visible];
             for (gradient, e) in gradient.iter_mut().zip(e) {
                 *gradient = *e * (*gradient - inner) * factor;
             }
@@ -136,81 +168,86 @@ impl<T: Stored> WithSimd for Backward<'_, T> {
     }
 }
 
-/// `exp(scale x - max(scale x))` into the first places of `e`, and their sum.
+/// `scale x` in the first places of `e`, filled up to whole registers with what vanishes under exp, and the largest
+/// element in every lane.
 #[inline(always)]
-fn exponentials<T: Stored, S: Simd>(
+fn scaled<'a, T: Stored, S: Simd>(
     simd: S,
     x: &[T],
     scale: T::Wide,
-    e: &mut [T::Wide],
-) -> T::Wide {
+    e: &'a mut [T::Wide],
+) -> (&'a mut [T::Wide], <T::Wide as Lanes>::Register<S>) {
     let e = &mut e[..x.len().next_multiple_of(PADDING)];
     let (visible, rest) = e.split_at_mut(x.len());
     T::load(x, visible);
-    for value in visible {
-        *value *= scale; // before the maximum, so that a negative scale is right too
-    }
-    rest.fill(T::Wide::NEG_INFINITY); // no maximum, and adds nothing to the sum
-    let lowest = T::Wide::vsplat(simd, T::Wide::NEG_INFINITY);
-    let max = fold_registers::<T::Wide, S>(
+    rest.fill(visible.last().copied().unwrap_or(T::Wide::ZERO)); // changes no maximum
+    let scale = T::Wide::vsplat(simd, scale);
+    let max = fold_registers::<T::Wide, S, _, 0>(
         e,
-        lowest,
+        [],
+        T::Wide::vsplat(simd, T::Wide::NEG_INFINITY),
         #[inline(always)]
-        |max, x| (T::Wide::vmax(simd, x, max), x),
+        |max, x, []| {
+            let x = T::Wide::vmul(simd, x, scale); // first, so that a negative scale is right too
+            (T::Wide::vmax(simd, x, max), x)
+        },
         #[inline(always)]
         |a, b| T::Wide::vmax(simd, a, b),
     );
+    e[x.len()..].fill(T::Wide::NEG_INFINITY); // adds nothing to the sum
     let max = fold_lanes::<T::Wide, S>(max, T::Wide::larger);
-    let max = T::Wide::vsplat(simd, max);
-    let sum = fold_registers::<T::Wide, S>(
-        e,
-        T::Wide::vsplat(simd, T::Wide::ZERO),
-        #[inline(always)]
-        |sum, x| {
-            let e = T::Wide::vexp(simd, T::Wide::vsub(simd, x, max));
-            (T::Wide::vadd(simd, sum, e), e)
-        },
-        #[inline(always)]
-        |a, b| T::Wide::vadd(simd, a, b),
-    );
-    fold_lanes::<T::Wide, S>(sum, |a, b| a + b)
+    (e, T::Wide::vsplat(simd, max))
 }
 
-/// Runs `(state, x) = step(state, x)` over the registers x of `row`, and joins the states: several side by side, so that
-/// one step need not wait for the last.
+/// Runs `(state, x) = step(state, x, others)` over the registers x of `row` and those beside them in `others`, all whole
+/// registers long, and joins the states: several side by side, so that one step need not wait for the last.
 #[inline(always)]
-fn fold_registers<T: Lanes, S: Simd>(
+fn fold_registers<T: Lanes, S: Simd, State: Copy, const N: usize>(
     row: &mut [T],
-    start: T::Register<S>,
-    step: impl Fn(T::Register<S>, T::Register<S>) -> (T::Register<S>, T::Register<S>),
-    join: impl Fn(T::Register<S>, T::Register<S>) -> T::Register<S>,
-) -> T::Register<S> {
+    others: [&[T]; N],
+    start: State,
+    step: impl Fn(State, T::Register<S>, [T::Register<S>; N]) -> (State, T::Register<S>),
+    join: impl Fn(State, State) -> State,
+) -> State {
     const CHAINS: usize = 4;
 
-    let lanes = T::lanes::<S>();
+    let (lanes, length) = (T::lanes::<S>(), row.len());
+    assert!(length.is_multiple_of(lanes) && others.iter().all(|other| other.len() == length));
     let mut states = [start; CHAINS];
-    let mut chunks = row.chunks_exact_mut(CHAINS * lanes);
-    for chunk in &mut chunks {
-        for (chain, state) in states.iter_mut().enumerate() {
-            // SAFETY: a register of the chunk, which has one for each chain.
+    each_chain::<CHAINS>(
+        length / lanes,
+        #[inline(always)]
+        |chain, register| {
+            let at = register * lanes;
+            // SAFETY: a register inside the slices, which are all of one length.
             unsafe {
-                let at = chunk.as_mut_ptr().add(chain * lanes);
-                let (next, x) = step(*state, T::vload::<S>(at));
-                *state = next;
-                T::vstore::<S>(at, x);
+                let x = T::vload::<S>(row.as_ptr().add(at));
+                let others = others.map(
+                    #[inline(always)]
+                    |other| T::vload::<S>(other.as_ptr().add(at)),
+                );
+                let (next, x) = step(states[chain], x, others);
+                states[chain] = next;
+                T::vstore::<S>(row.as_mut_ptr().add(at), x);
             }
-        }
-    }
-    for register in chunks.into_remainder().chunks_exact_mut(lanes) {
-        // SAFETY: a whole register.
-        unsafe {
-            let (next, x) = step(states[0], T::vload::<S>(register.as_ptr()));
-            states[0] = next;
-            T::vstore::<S>(register.as_mut_ptr(), x);
-        }
-    }
+        },
+    );
     let [a, b, c, d] = states;
     join(join(a, b), join(c, d))
+}
+
+/// Calls `f(i % N, i)` for i in `0..count`, the last few all with 0: the first argument is a constant once inlined.
+#[inline(always)]
+fn each_chain<const N: usize>(count: usize, mut f: impl FnMut(usize, usize)) {
+    let whole = count - count % N;
+    for group in (0..whole).step_by(N) {
+        for chain in 0..N {
+            f(chain, group + chain);
+        }
+    }
+    for i in whole..count {
+        f(0, i);
+    }
 }
 
 /// A register's elements joined in pairs until one is left.

@@ -7,7 +7,9 @@
 //! caller, and panic.
 
 pub mod adamw;
+pub mod arithmetic;
 mod blocks;
+pub mod cast;
 pub mod cross_entropy;
 pub mod embedding;
 mod f16_convert;

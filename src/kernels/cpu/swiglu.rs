@@ -1,27 +1,17 @@
 //! The SwiGLU gate: y = silu(gate) * up, silu(g) = g / (1 + exp(-g)).
+//!
+//! The exponentials are taken on registers, as attention's are: they are most of the arithmetic, and in half precision,
+//! with half the bytes to wait for, arithmetic is the bound.
 
-use super::{Blocks, Real, Stored, parallel, simd};
+use super::{Blocks, Lanes, Real, Stored, parallel, stored::BLOCK};
+use pulp::{Arch, Simd, WithSimd};
 
 /// `y = silu(gate) * up`, elementwise.
 pub fn forward<T: Stored>(gate: &[T], up: &[T], y: &mut [T]) {
     parallel::for_rows(y, 1, |first, y| {
         let range = first..first + y.len();
         let (gate, up) = (&gate[range.clone()], &up[range]);
-        simd::vectorized(
-            #[inline(always)]
-            || {
-                Blocks::<T, 2, 1>::new().each(
-                    [gate, up],
-                    [y],
-                    #[inline(always)]
-                    |_, [gate, up], [y]| {
-                        for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
-                            *y = *g / (T::Wide::ONE + (-*g).exponential()) * *u;
-                        }
-                    },
-                );
-            },
-        );
+        Arch::new().dispatch(Forward { gate, up, y });
     });
 }
 
@@ -30,23 +20,113 @@ pub fn backward<T: Stored>(dy: &[T], gate: &[T], up: &[T], dgate: &mut [T], dup:
     parallel::for_rows2(dgate, 1, dup, 1, |first, dgate, dup| {
         let range = first..first + dgate.len();
         let (dy, gate, up) = (&dy[range.clone()], &gate[range.clone()], &up[range]);
-        simd::vectorized(
+        Arch::new().dispatch(Backward {
+            dy,
+            gate,
+            up,
+            dgate,
+            dup,
+        });
+    });
+}
+
+struct Forward<'a, T> {
+    gate: &'a [T],
+    up: &'a [T],
+    y: &'a mut [T],
+}
+
+impl<T: Stored> WithSimd for Forward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        Blocks::<T, 2, 1>::new().each(
+            [self.gate, self.up],
+            [self.y],
             #[inline(always)]
-            || {
-                Blocks::<T, 3, 2>::new().each(
-                    [dy, gate, up],
-                    [dgate, dup],
-                    #[inline(always)]
-                    |_, [dy, gate, up], [dgate, dup]| {
-                        let outputs = dgate.iter_mut().zip(dup);
-                        for ((((dg, du), dy), g), u) in outputs.zip(dy).zip(gate).zip(up) {
-                            let s = T::Wide::ONE / (T::Wide::ONE + (-*g).exponential());
-                            *dg = *dy * *u * s * (T::Wide::ONE + *g * (T::Wide::ONE - s));
-                            *du = *dy * *g * s;
-                        }
-                    },
-                );
+            |_, [gate, up], [y]| {
+                let inputs = gate.chunks(BLOCK).zip(up.chunks(BLOCK));
+                for (y, (gate, up)) in y.chunks_mut(BLOCK).zip(inputs) {
+                    exp_negated(simd, gate, y);
+                    for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
+                        *y = *g / (T::Wide::ONE + *y) * *u;
+                    }
+                }
             },
         );
-    });
+    }
+}
+
+struct Backward<'a, T> {
+    dy: &'a [T],
+    gate: &'a [T],
+    up: &'a [T],
+    dgate: &'a mut [T],
+    dup: &'a mut [T],
+}
+
+impl<T: Stored> WithSimd for Backward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        Blocks::<T, 3, 2>::new().each(
+            [self.dy, self.gate, self.up],
+            [self.dgate, self.dup],
+            #[inline(always)]
+            |_, [dy, gate, up], [dgate, dup]| {
+                let inputs = gate.chunks(BLOCK).zip(up.chunks(BLOCK));
+                let inputs = dy.chunks(BLOCK).zip(inputs);
+                let outputs = dgate.chunks_mut(BLOCK).zip(dup.chunks_mut(BLOCK));
+                for ((dgate, dup), (dy, (gate, up))) in outputs.zip(inputs) {
+                    exp_negated(simd, gate, dup);
+                    let outputs = dgate.iter_mut().zip(dup);
+                    for ((((dg, du), dy), g), u) in outputs.zip(dy).zip(gate).zip(up) {
+                        let s = T::Wide::ONE / (T::Wide::ONE + *du);
+                        *dg = *dy * *u * s * (T::Wide::ONE + *g * (T::Wide::ONE - s));
+                        *du = *dy * *g * s;
+                    }
+                }
+            },
+        );
+    }
+}
+
+/// `e = exp(-x)`; slices of one length.
+#[inline(always)]
+fn exp_negated<T: Lanes, S: Simd>(simd: S, x: &[T], e: &mut [T]) {
+    const WIDEST: usize = 16;
+
+    let lanes = T::lanes::<S>();
+    assert!(x.len() == e.len() && lanes <= WIDEST);
+    let whole = x.len() - x.len() % lanes;
+    let ((x, x_rest), (e, e_rest)) = (x.split_at(whole), e.split_at_mut(whole));
+    for (x, e) in x.chunks_exact(lanes).zip(e.chunks_exact_mut(lanes)) {
+        // SAFETY: a whole register on either side.
+        unsafe {
+            let x = T::vload::<S>(x.as_ptr());
+            T::vstore::<S>(e.as_mut_ptr(), exp_of_minus::<T, S>(simd, x));
+        }
+    }
+    if !x_rest.is_empty() {
+        let mut last = [T::ZERO; WIDEST];
+        last[..x_rest.len()].copy_from_slice(x_rest);
+        // SAFETY: the array holds a register, as asserted above.
+        unsafe {
+            let x = T::vload::<S>(last.as_ptr());
+            T::vstore::<S>(last.as_mut_ptr(), exp_of_minus::<T, S>(simd, x));
+        }
+        e_rest.copy_from_slice(&last[..e_rest.len()]);
+    }
+}
+
+/// `exp(-x)`, infinite from x = -88 down, where [`Lanes::vexp`] ends.
+#[inline(always)]
+fn exp_of_minus<T: Lanes, S: Simd>(simd: S, x: T::Register<S>) -> T::Register<S> {
+    let power = T::vsub(simd, T::vsplat(simd, T::ZERO), x);
+    let e = T::vexp(simd, power);
+    let highest = T::vsplat(simd, T::real(88.0));
+    let infinity = T::vsplat(simd, -T::NEG_INFINITY);
+    T::vselect_at_most(simd, highest, power, infinity, e)
 }

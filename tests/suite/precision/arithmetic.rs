@@ -188,3 +188,41 @@ fn bad_input_is_refused_in_words() {
         &["cast", "floating-point dtype", "u32"],
     );
 }
+
+/// The kernels for half precision, on odd sizes and strides: candle's values and gradients, which are one rounding each.
+#[rstest]
+fn half_precision_is_candles(
+    #[values(DType::BF16, DType::F16)] dtype: DType,
+    #[values(true, false)] transposed: bool,
+) {
+    let candle: [Binary; 4] = [
+        |a, b| Ok((a + b)?),
+        |a, b| Ok((a - b)?),
+        |a, b| Ok((a * b)?),
+        |a, b| Ok((a / b)?),
+    ];
+    let (a, b) = (var(&[33, 1031], dtype, 1), var(&[33, 1031], dtype, 2));
+    let upstream = numbers(&[33, 1031], dtype, 3);
+    let run = |op: Binary| {
+        let turn = |x: &Tensor| {
+            if transposed {
+                x.t().unwrap()
+            } else {
+                x.clone()
+            }
+        };
+        let y = op(&turn(&a), &turn(&b)).unwrap();
+        let mut gradients = (&y * turn(&upstream)).unwrap().backward().unwrap();
+        [
+            y.detach(),
+            gradients.remove(&a).expect("a's gradient"),
+            gradients.remove(&b).expect("b's gradient"),
+        ]
+    };
+    for ((name, ours), theirs) in OPS.into_iter().zip(candle) {
+        for (got, wanted) in run(ours).iter().zip(&run(theirs)) {
+            assert_eq!(got.dtype(), dtype, "{name}");
+            same(got, wanted);
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Sums, differences and products of two slices, elementwise.
+
+use super::{Blocks, Stored, parallel, simd};
+
+/// `y = a + b`; slices of one length, as in the others here.
+pub fn add<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
+    each(
+        a,
+        b,
+        y,
+        #[inline(always)]
+        |a, b| a + b,
+    );
+}
+
+/// `y = a - b`.
+pub fn sub<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
+    each(
+        a,
+        b,
+        y,
+        #[inline(always)]
+        |a, b| a - b,
+    );
+}
+
+/// `y = a * b`.
+pub fn mul<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
+    each(
+        a,
+        b,
+        y,
+        #[inline(always)]
+        |a, b| a * b,
+    );
+}
+
+fn each<T: Stored>(a: &[T], b: &[T], y: &mut [T], f: impl Fn(T::Wide, T::Wide) -> T::Wide + Sync) {
+    assert!(a.len() == y.len() && b.len() == y.len());
+    parallel::for_rows(y, 1, |first, y| {
+        let range = first..first + y.len();
+        let (a, b) = (&a[range.clone()], &b[range]);
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                Blocks::<T, 2, 1>::new().each(
+                    [a, b],
+                    [y],
+                    #[inline(always)]
+                    |_, [a, b], [y]| {
+                        for ((y, a), b) in y.iter_mut().zip(a).zip(b) {
+                            *y = f(*a, *b);
+                        }
+                    },
+                );
+            },
+        );
+    });
+}
