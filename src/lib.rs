@@ -12,7 +12,8 @@
 //! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
 //! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules, loss scaling;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
-//! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables.
+//! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables;
+//! - [`profile`]: where a step's time goes, op by op and place by place, and what candle spends between them.
 //!
 //! ```
 //! use tallow::model::{TransformerConfig, TransformerLM};
@@ -76,6 +77,7 @@ pub mod ops;
 pub mod optim;
 pub mod precision;
 pub mod probe;
+pub mod profile;
 pub mod report;
 pub mod train;
 

@@ -6,7 +6,7 @@ pub mod precision;
 
 use clap::Args;
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use tallow::memory::tracker::Tracker;
 use tallow::ops::KernelPolicy;
@@ -96,21 +96,7 @@ impl Common {
 impl Output {
     /// Refuses an output that cannot be written, before hours are spent on its content.
     pub fn check(&self) -> Result<()> {
-        let Some(path) = &self.output else {
-            return Ok(());
-        };
-        let folder = match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => std::path::Path::new("."),
-        };
-        if folder.is_dir() && !path.is_dir() {
-            return Ok(());
-        }
-        let kind = match path.is_dir() {
-            true => std::io::ErrorKind::IsADirectory,
-            false => std::io::ErrorKind::NotFound,
-        };
-        Err(Error::io("write", path, kind.into()))
+        self.output.as_deref().map_or(Ok(()), check_writable)
     }
 
     /// Writes the finished report.
@@ -128,6 +114,22 @@ impl Output {
             },
         }
     }
+}
+
+/// Refuses a path that no file can be written to.
+pub fn check_writable(path: &Path) -> Result<()> {
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    if folder.is_dir() && !path.is_dir() {
+        return Ok(());
+    }
+    let kind = match path.is_dir() {
+        true => std::io::ErrorKind::IsADirectory,
+        false => std::io::ErrorKind::NotFound,
+    };
+    Err(Error::io("write", path, kind.into()))
 }
 
 /// The ops that ran their reference, as the header lists them.

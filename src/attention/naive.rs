@@ -98,9 +98,12 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let q_rows = matrices(q, rows, shapes.head_dim)?; // (B Hkv, H / Hkv Tq, Dh)
     let k = matrices(k, shapes.keys, shapes.head_dim)?; // (B Hkv, Tk, Dh)
     let v = matrices(v, shapes.keys, shapes.value_dim)?; // (B Hkv, Tk, Dv)
+    let range = probe::range("scores");
     let scores = ops::matmul_transposed(&q_rows, &k)?; // (B Hkv, H / Hkv Tq, Tk)
+    drop(range);
     let scores = scores.reshape((shapes.batch * shapes.heads, shapes.queries, shapes.keys))?; // (B H, Tq, Tk)
     let p = ops::softmax(&scores, config.scale_for(shapes.head_dim), config.mask)?; // (B H, Tq, Tk)
+    let _range = probe::range("values");
     let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
     Ok(out.reshape(ending(q.dims(), shapes.value_dim))?) // (..., H, Tq, Dv)
 }

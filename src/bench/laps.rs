@@ -122,6 +122,7 @@ impl<'a> Laps<'a> {
     ) -> Result<LapTimings> {
         let mut laps = Vec::new();
         let whole = self.stopwatch.measure(steps, || {
+            let _step = probe::step();
             let mut lap = Lap {
                 device: self.device,
                 phases: Vec::new(),

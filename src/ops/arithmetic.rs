@@ -97,7 +97,7 @@ fn binary(
         Some(kernel) if has_kernel && choose_where(op, &a, true)? == Path::Kernel => {
             Ok(apply2(&a.contiguous()?, &b.contiguous()?, kernel)?)
         }
-        _ => composed(op, || Ok(apply(&a, &b)?)),
+        _ => composed(op, &[&a, &b], || Ok(apply(&a, &b)?)),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::cpu::{output, view};
 use super::dispatch::{Path, choose_where};
-use super::record::{apply1, input};
+use super::record::{apply1, composed, input};
 use crate::grad::is_grad_enabled;
 use crate::kernels::cpu::{Stored, cast as kernel};
 use crate::precision;
@@ -22,9 +22,13 @@ use std::collections::HashMap;
 /// A dtype that is not a float: the graph would end there without a word.
 pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if dtype.is_float() {
-        return match has_kernel(x, dtype) && choose_where("cast", x, true)? == Path::Kernel {
-            true => Ok(apply1(x, Cast(dtype))?),
-            false => Ok(input(x).to_dtype(dtype)?),
+        if has_kernel(x, dtype) && choose_where("cast", x, true)? == Path::Kernel {
+            return Ok(apply1(x, Cast(dtype))?);
+        }
+        let x = &input(x);
+        return match x.dtype() == dtype {
+            true => Ok(x.clone()),
+            false => composed("cast", &[x], || Ok(x.to_dtype(dtype)?)),
         };
     }
     Err(Error::DType {

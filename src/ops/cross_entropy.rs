@@ -4,7 +4,7 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
-use super::record::{apply1, input, widen};
+use super::record::{apply1, composed, input, widen};
 use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
 use crate::precision::decide;
 use crate::{Error, Result, probe};
@@ -56,7 +56,7 @@ fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Resul
             };
             Ok(apply1(&logits.contiguous()?, op)?)
         }
-        Path::Reference => plain(logits, &targets),
+        Path::Reference => composed("cross_entropy", &[logits], || plain(logits, &targets)),
     }
 }
 

@@ -48,7 +48,7 @@ pub(super) fn in_f32(
 ) -> Result<Tensor> {
     check_float(op, x)?;
     let [x] = cast_for(op, [x])?;
-    composed(op, || {
+    composed(op, &[&x], || {
         let wide = match x.dtype() {
             DType::F16 | DType::BF16 => cast(&x, DType::F32)?,
             _ => input(&x),

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{apply1, input, widen};
+use super::record::{apply1, composed, input, widen};
 use crate::kernels::cpu::embedding as kernel;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -22,7 +22,7 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     let (ids, shape) = check(tokens, table)?;
     match choose("embedding", table)? {
         Path::Kernel => Ok(apply1(&table.contiguous()?, Embedding { ids, shape })?),
-        Path::Reference => reference(tokens, table),
+        Path::Reference => composed("embedding", &[table], || reference(tokens, table)),
     }
 }
 

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{apply1, input};
+use super::record::{apply1, composed, input};
 use crate::kernels::cpu::heads::{Heads, merge, split};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -33,10 +33,12 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let [x] = &cast_for("split_heads", [x])?;
     match choose("split_heads", x)? {
         Path::Kernel => Ok(apply1(&x.contiguous()?, SplitHeads(sizes))?),
-        Path::Reference => Ok(input(x)
-            .reshape((sizes.batch, sizes.length, heads, sizes.head_dim))?
-            .transpose(1, 2)?
-            .contiguous()?),
+        Path::Reference => composed("split_heads", &[x], || {
+            Ok(input(x)
+                .reshape((sizes.batch, sizes.length, heads, sizes.head_dim))?
+                .transpose(1, 2)?
+                .contiguous()?)
+        }),
     }
 }
 
@@ -62,11 +64,11 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
     let [x] = &cast_for("merge_heads", [x])?;
     match choose("merge_heads", x)? {
         Path::Kernel => Ok(apply1(&x.contiguous()?, MergeHeads(sizes))?),
-        Path::Reference => {
+        Path::Reference => composed("merge_heads", &[x], || {
             Ok(input(x)
                 .transpose(1, 2)?
                 .reshape((batch, length, heads * head_dim))?)
-        }
+        }),
     }
 }
 

@@ -4,7 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::record::{apply3, input, widen};
+use super::record::{apply3, composed, input, widen};
 use crate::kernels::cpu::{Stored, layer_norm as kernel};
 use crate::precision::decide;
 use crate::{Error, Result, probe};
@@ -44,7 +44,10 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
                 op,
             )?
         }
-        Path::Reference => reference(x, weight, bias, eps)?,
+        Path::Reference => {
+            let inputs = [x, weight, bias];
+            composed("layer_norm", &inputs, || reference(x, weight, bias, eps))?
+        }
     };
     cast(&y, dtype)
 }

@@ -2,7 +2,7 @@
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{apply2, input};
+use super::record::{apply2, composed, input};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
 use crate::{Error, Result};
@@ -35,7 +35,7 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
             &weight.contiguous()?,
             Linear { copy },
         )?),
-        Path::Reference => reference(&x, &weight),
+        Path::Reference => composed("linear", &[&x, &weight], || reference(&x, &weight)),
     }
 }
 

@@ -4,7 +4,7 @@ use super::cpu::{elements, for_stored, tensor, tensors, view};
 use super::cross_entropy::{Targets, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::linear;
-use super::record::apply2;
+use super::record::{apply2, composed};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};
@@ -36,7 +36,11 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
             };
             Ok(apply2(&x.contiguous()?, &weight.contiguous()?, op)?)
         }
-        Path::Reference => plain(&linear::reference(&x, &weight)?, &targets),
+        Path::Reference => {
+            let product = || linear::reference(&x, &weight);
+            let logits = composed("linear", &[&x, &weight], product)?;
+            composed("cross_entropy", &[&logits], || plain(&logits, &targets))
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{apply2, input};
+use super::record::{apply2, composed, input};
 use crate::kernels::cpu::gemm::{Batched, matmul_batched};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -58,7 +58,7 @@ fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result
             &b.contiguous()?,
             MatMul { transposed },
         )?),
-        Path::Reference => reference(a, b, transposed),
+        Path::Reference => composed("matmul", &[a, b], || reference(a, b, transposed)),
     }
 }
 

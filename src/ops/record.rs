@@ -1,7 +1,7 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
 use crate::grad::is_grad_enabled;
-use crate::probe::{self, Kind, Operands, Path};
+use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape,
     Tensor,
@@ -23,17 +23,21 @@ impl<C> Ranged<C> {
     fn forward<S: candle_core::backend::BackendStorage>(
         &self,
         name: &'static str,
-        layouts: &[&Layout],
+        inputs: &[(&S, &Layout)],
         forward: impl FnOnce() -> Result<(S, Shape)>,
     ) -> Result<(S, Shape)> {
         let range = probe::op(Kind::Op, name, self.path);
         let (storage, shape) = forward()?;
         if probe::is_listening() {
-            let inputs: Vec<&[usize]> = layouts.iter().map(|layout| layout.dims()).collect();
+            let operand = |storage: &S, dims| Operand {
+                dims,
+                dtype: storage.dtype(),
+            };
+            let inputs = inputs.iter();
+            let inputs: Vec<_> = inputs.map(|(s, l)| operand(s, l.dims())).collect();
             range.leave(Operands {
                 inputs: &inputs,
-                output: shape.dims(),
-                dtype: storage.dtype(),
+                output: operand(&storage, shape.dims()),
             });
         }
         Ok((storage, shape))
@@ -50,12 +54,7 @@ impl<C> Ranged<C> {
         let range = probe::op(Kind::OpBackward, name, self.path);
         let gradients = backward()?;
         if probe::is_listening() {
-            let inputs: Vec<&[usize]> = inputs.iter().map(|input| input.dims()).collect();
-            range.leave(Operands {
-                inputs: &inputs,
-                output: output.dims(),
-                dtype: output.dtype(),
-            });
+            leave(range, inputs, output);
         }
         Ok(gradients)
     }
@@ -67,15 +66,15 @@ impl<C: CustomOp1> CustomOp1 for Ranged<C> {
     }
 
     fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.forward(self.op.name(), &[l], || self.op.cpu_fwd(s, l))
+        self.forward(self.op.name(), &[(s, l)], || self.op.cpu_fwd(s, l))
     }
 
     fn cuda_fwd(&self, s: &CudaStorage, l: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.forward(self.op.name(), &[l], || self.op.cuda_fwd(s, l))
+        self.forward(self.op.name(), &[(s, l)], || self.op.cuda_fwd(s, l))
     }
 
     fn metal_fwd(&self, s: &MetalStorage, l: &Layout) -> Result<(MetalStorage, Shape)> {
-        self.forward(self.op.name(), &[l], || self.op.metal_fwd(s, l))
+        self.forward(self.op.name(), &[(s, l)], || self.op.metal_fwd(s, l))
     }
 
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
@@ -95,7 +94,7 @@ impl<C: CustomOp2> CustomOp2 for Ranged<C> {
         s2: &CpuStorage,
         l2: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.forward(self.op.name(), &[l1, l2], || {
+        self.forward(self.op.name(), &[(s1, l1), (s2, l2)], || {
             self.op.cpu_fwd(s1, l1, s2, l2)
         })
     }
@@ -107,7 +106,7 @@ impl<C: CustomOp2> CustomOp2 for Ranged<C> {
         s2: &CudaStorage,
         l2: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.forward(self.op.name(), &[l1, l2], || {
+        self.forward(self.op.name(), &[(s1, l1), (s2, l2)], || {
             self.op.cuda_fwd(s1, l1, s2, l2)
         })
     }
@@ -119,7 +118,7 @@ impl<C: CustomOp2> CustomOp2 for Ranged<C> {
         s2: &MetalStorage,
         l2: &Layout,
     ) -> Result<(MetalStorage, Shape)> {
-        self.forward(self.op.name(), &[l1, l2], || {
+        self.forward(self.op.name(), &[(s1, l1), (s2, l2)], || {
             self.op.metal_fwd(s1, l1, s2, l2)
         })
     }
@@ -149,7 +148,7 @@ impl<C: CustomOp3> CustomOp3 for Ranged<C> {
         s3: &CpuStorage,
         l3: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.forward(self.op.name(), &[l1, l2, l3], || {
+        self.forward(self.op.name(), &[(s1, l1), (s2, l2), (s3, l3)], || {
             self.op.cpu_fwd(s1, l1, s2, l2, s3, l3)
         })
     }
@@ -163,7 +162,7 @@ impl<C: CustomOp3> CustomOp3 for Ranged<C> {
         s3: &CudaStorage,
         l3: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.forward(self.op.name(), &[l1, l2, l3], || {
+        self.forward(self.op.name(), &[(s1, l1), (s2, l2), (s3, l3)], || {
             self.op.cuda_fwd(s1, l1, s2, l2, s3, l3)
         })
     }
@@ -177,7 +176,7 @@ impl<C: CustomOp3> CustomOp3 for Ranged<C> {
         s3: &MetalStorage,
         l3: &Layout,
     ) -> Result<(MetalStorage, Shape)> {
-        self.forward(self.op.name(), &[l1, l2, l3], || {
+        self.forward(self.op.name(), &[(s1, l1), (s2, l2), (s3, l3)], || {
             self.op.metal_fwd(s1, l1, s2, l2, s3, l3)
         })
     }
@@ -243,17 +242,29 @@ fn apply<C>(
     Ok(y)
 }
 
-/// Runs `f`, candle's own ops that stand for the op called `name`. Their backward is candle's, and says nothing.
+/// Ends an op's range, and says what it has worked on.
+fn leave(range: probe::Guard, inputs: &[&Tensor], output: &Tensor) {
+    let inputs: Vec<Operand<'_>> = inputs.iter().map(|input| (*input).into()).collect();
+    range.leave(Operands {
+        inputs: &inputs,
+        output: output.into(),
+    });
+}
+
+/// Runs `f`, candle's own ops that stand for the op called `name` on `inputs`. Their backward is candle's, and says
+/// nothing.
 pub(crate) fn composed<E>(
     name: &'static str,
+    inputs: &[&Tensor],
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
     let path = probe::op_path(name);
-    let y = {
-        let _range = probe::op(Kind::Op, name, path);
-        f()?
-    };
-    probe::produced(path, &y);
+    let range = probe::op(Kind::Op, name, path);
+    let y = f()?;
+    if probe::is_listening() {
+        leave(range, inputs, &y);
+        probe::produced(path, &y);
+    }
     Ok(y)
 }
 

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{apply1, input};
+use super::record::{apply1, composed, input};
 use crate::Result;
 use crate::kernels::cpu::relu as kernel;
 use candle_core::backend::BackendStorage;
@@ -18,7 +18,7 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
     let [x] = &cast_for("relu", [x])?;
     match choose("relu", x)? {
         Path::Kernel => Ok(apply1(&x.contiguous()?, Relu)?),
-        Path::Reference => reference(x),
+        Path::Reference => composed("relu", &[x], || reference(x)),
     }
 }
 

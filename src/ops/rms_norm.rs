@@ -4,7 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::record::{apply2, input, widen};
+use super::record::{apply2, composed, input, widen};
 use crate::kernels::cpu::{Stored, rms_norm as kernel};
 use crate::precision::decide;
 use crate::{Error, Result, probe};
@@ -40,7 +40,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
             };
             apply2(&x.contiguous()?, &weight.contiguous()?, op)?
         }
-        Path::Reference => reference(x, weight, eps)?,
+        Path::Reference => composed("rms_norm", &[x, weight], || reference(x, weight, eps))?,
     };
     cast(&y, dtype)
 }

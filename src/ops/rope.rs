@@ -3,7 +3,7 @@
 use super::cast::cast_led_by;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same_or_f32, choose};
-use super::record::{apply1, input, widen};
+use super::record::{apply1, composed, input, widen};
 use crate::kernels::cpu::{Stored, rope as kernel};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -36,7 +36,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
             };
             Ok(apply1(&x.contiguous()?, op)?)
         }
-        Path::Reference => reference(x, cos, sin),
+        Path::Reference => composed("rope", &[x], || reference(x, cos, sin)),
     }
 }
 

@@ -4,7 +4,7 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
-use super::record::{apply1, input, widen};
+use super::record::{apply1, composed, input, widen};
 use crate::kernels::Mask;
 use crate::kernels::cpu::softmax as kernel;
 use crate::{Error, Result};
@@ -42,7 +42,7 @@ pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
             };
             Ok(apply1(&x.contiguous()?, op)?)
         }
-        Path::Reference => reference(x, scale, mask),
+        Path::Reference => composed("softmax", &[x], || reference(x, scale, mask)),
     }
 }
 
@@ -62,18 +62,20 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         value.to_device(x.device())
     };
     // Not `wide * scale`: candle drops the gradient where that factor is 0.
-    let scores = wide.broadcast_mul(&scalar(scale)?)?;
+    let scores = composed("scale", &[&wide], || wide.broadcast_mul(&scalar(scale)?))?;
     if mask == Mask::Full {
         let top = scores.max_keepdim(D::Minus1)?.detach();
         let e = scores.broadcast_sub(&top)?.exp()?;
         let p = e.broadcast_div(&e.sum_keepdim(D::Minus1)?)?;
         return Ok(p.to_dtype(x.dtype())?);
     }
-    let seen: Vec<u8> = (0..queries)
-        .flat_map(|i| (0..keys).map(move |j| (i, j)))
-        .map(|(i, j)| u8::from(mask.visible(i, queries, keys).contains(&j)))
-        .collect();
-    let seen = Tensor::from_vec(seen, (queries, keys), x.device())?;
+    let seen = composed("mask", &[], || {
+        let seen: Vec<u8> = (0..queries)
+            .flat_map(|i| (0..keys).map(move |j| (i, j)))
+            .map(|(i, j)| u8::from(mask.visible(i, queries, keys).contains(&j)))
+            .collect();
+        Tensor::from_vec(seen, (queries, keys), x.device())
+    })?;
     let visible = seen.to_dtype(scores.dtype())?;
     // Low enough to vanish under exp beside any score, and finite: a row that sees nothing is 0 / 1, not NaN.
     let low = if scores.dtype() == DType::F64 {
@@ -82,9 +84,10 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         -1e38
     };
     // Chosen, not multiplied away: a hidden NaN or infinity has no say.
-    let scores = seen
-        .broadcast_as(scores.shape())?
-        .where_cond(&scores, &scalar(low)?.broadcast_as(scores.shape())?)?;
+    let scores = composed("mask", &[&seen, &scores], || {
+        let low = scalar(low)?.broadcast_as(scores.shape())?;
+        seen.broadcast_as(scores.shape())?.where_cond(&scores, &low)
+    })?;
     let top = scores.max_keepdim(D::Minus1)?.detach();
     let e = scores.broadcast_sub(&top)?.exp()?.broadcast_mul(&visible)?;
     let total = e.sum_keepdim(D::Minus1)?;

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{apply2, input, widen};
+use super::record::{apply2, composed, input, widen};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -23,7 +23,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
     match choose("swiglu", gate)? {
         Path::Kernel => Ok(apply2(&gate.contiguous()?, &up.contiguous()?, SwiGlu)?),
-        Path::Reference => reference(gate, up),
+        Path::Reference => composed("swiglu", &[gate, up], || reference(gate, up)),
     }
 }
 

@@ -127,7 +127,7 @@ impl AdamW {
     /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of a wrong shape or dtype or on another
     /// device is an error, as is a learning rate that cannot work. All of this is checked before anything changes.
     pub fn step(&mut self, gradients: &GradStore) -> Result<()> {
-        let _range = probe::op(Kind::Op, "adamw", probe::op_path("adamw"));
+        let range = probe::op(Kind::Op, "adamw", probe::op_path("adamw"));
         // Asked for all first: where the policy is strict, a refusal must leave everything as it was.
         for (_, parameter) in self.parameters() {
             path(parameter)?;
@@ -137,7 +137,12 @@ impl AdamW {
                 Path::Kernel => step_cpu(parameter, gradient, slot, update),
                 Path::Reference => reference::step(parameter, gradient, slot, update),
             }
-        })
+        })?;
+        if let (true, Some((_, first))) = (probe::is_listening(), self.parameters().next()) {
+            let elements = self.parameters().map(|(_, var)| var.elem_count()).sum();
+            range.leave_flat(elements, first.dtype());
+        }
+        Ok(())
     }
 
     /// As [`AdamW::step`], composed of candle's own ops: what the kernel is held against, and what devices without a

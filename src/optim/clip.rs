@@ -92,7 +92,7 @@ fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -
 }
 
 fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) -> Result<f64> {
-    let _range = probe::op(Kind::Op, CLIP, probe::op_path(CLIP));
+    let range = probe::op(Kind::Op, CLIP, probe::op_path(CLIP));
     if max_norm.is_nan() || max_norm <= 0.0 {
         return Err(Error::Config {
             config: CLIP,
@@ -116,6 +116,10 @@ fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) 
             let scaled = scaled_copy(gradient, factor)?;
             gradients.insert(var, scaled);
         }
+    }
+    if let (true, Some((_, first))) = (probe::is_listening(), parameters.first()) {
+        let elements = parameters.iter().map(|(_, var)| var.elem_count()).sum();
+        range.leave_flat(elements, first.dtype());
     }
     Ok(norm)
 }

@@ -3,7 +3,7 @@
 //!
 //! What lives here: ranges ([`range`], [`module`], [`phase`], and those that this crate's ops open around themselves),
 //! where a thread is ([`Path`], [`current`]), and listeners ([`Listener`], [`listen`]). What does not: clocks, sums and
-//! reports; those are [`memory`](crate::memory)'s and the profiler's. Nothing here knows of a device.
+//! reports; those are [`memory`](crate::memory)'s and [`profile`](crate::profile)'s. Nothing here knows of a device.
 //!
 //! A range costs one load of an atomic while nobody listens. Ranges belong to a thread and nest on it:
 //!
@@ -44,6 +44,8 @@ use std::time::Instant;
 /// What a range stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
+    /// A step of training, or of whatever is repeated. Steps are no part of the path, and leave the phase as it is.
+    Step,
     /// A part of a step: forward, backward, optimizer. Phases are no part of the path.
     Phase,
     /// A layer, by the name that its weights have.
@@ -78,12 +80,28 @@ pub struct Event<'a> {
 /// The operands of an op.
 #[derive(Clone, Copy, Debug)]
 pub struct Operands<'a> {
-    /// The inputs' shapes, in the op's order.
-    pub inputs: &'a [&'a [usize]],
-    /// The output's shape, forward and backward.
-    pub output: &'a [usize],
-    /// The output's dtype.
+    /// What it reads, in the op's order.
+    pub inputs: &'a [Operand<'a>],
+    /// What it has made: forward's output, backward too.
+    pub output: Operand<'a>,
+}
+
+/// A tensor, as far as what it costs is concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Operand<'a> {
+    /// Its shape.
+    pub dims: &'a [usize],
+    /// The dtype of its elements.
     pub dtype: DType,
+}
+
+impl<'a> From<&'a Tensor> for Operand<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Self {
+            dims: tensor.dims(),
+            dtype: tensor.dtype(),
+        }
+    }
 }
 
 /// Who is told. Called on the thread that does the work, in the middle of it: be quick, and open no range.
@@ -106,6 +124,8 @@ static LISTENING: AtomicUsize = AtomicUsize::new(0);
 thread_local! {
     static CURRENT: Cell<Path> = const { Cell::new(Path::ROOT) };
     static PHASE: Cell<&'static str> = const { Cell::new("") };
+    /// How many ranges are open.
+    static OPEN: Cell<usize> = const { Cell::new(0) };
 }
 
 /// A listener's stay: it is told until this is dropped.
@@ -179,6 +199,18 @@ impl Guard {
         self.end(Some(operands));
     }
 
+    /// [`leave`](Self::leave) for an op that has read and overwritten `elements` elements, whatever tensors they are in.
+    pub(crate) fn leave_flat(self, elements: usize, dtype: DType) {
+        let operand = Operand {
+            dims: &[elements],
+            dtype,
+        };
+        self.leave(Operands {
+            inputs: &[operand],
+            output: operand,
+        });
+    }
+
     fn end(&mut self, operands: Option<Operands<'_>>) {
         let Some(entered) = self.entered.take() else {
             return;
@@ -196,6 +228,12 @@ impl Guard {
         tell(|listener| listener.left(&event));
         CURRENT.set(entered.path_before);
         PHASE.set(entered.phase_before);
+        OPEN.set(OPEN.get() - 1);
+        if OPEN.get() == 0 {
+            // Ranges that ended out of order have left the thread where one of them had been.
+            CURRENT.set(Path::ROOT);
+            PHASE.set("");
+        }
     }
 }
 
@@ -213,6 +251,7 @@ fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -
         phase_before: PHASE.replace(phase),
         name,
     };
+    OPEN.set(OPEN.get() + 1);
     let event = Event {
         kind,
         name: &entered.name,
@@ -260,6 +299,15 @@ pub fn phase(name: &'static str) -> Guard {
     match is_listening() {
         false => Guard::IDLE,
         true => enter(Kind::Phase, Cow::Borrowed(name), current(), name),
+    }
+}
+
+/// One of the steps that are repeated; [`Laps`](crate::bench::Laps) and the trainer open it around theirs. Path and phase
+/// stay what they are.
+pub fn step() -> Guard {
+    match is_listening() {
+        false => Guard::IDLE,
+        true => enter(Kind::Step, Cow::Borrowed("step"), current(), PHASE.get()),
     }
 }
 

@@ -115,6 +115,7 @@ impl Trainer {
         if self.is_done() {
             return Ok(None);
         }
+        let _step = probe::step();
         let (loss, gradients) = self.loss_and_gradients()?;
         let learning_rate = self.config.schedule.learning_rate(self.step);
         let update = self.update(gradients, learning_rate)?;

@@ -14,6 +14,7 @@ mod ops;
 mod optim;
 mod precision;
 mod probe;
+mod profile;
 mod report;
 mod toy_model;
 mod train;

@@ -16,6 +16,7 @@ use crate::attention::shapes::Shapes;
 use crate::attention::{AttentionConfig, Mask};
 use crate::grad::is_grad_enabled;
 use crate::ops::record::{apply3, widen};
+use crate::probe::{self, Kind};
 use crate::{Error, Result};
 use candle_core::{D, Tensor};
 use computed::Computed;
@@ -54,7 +55,11 @@ pub fn reference(
         mask: config.mask,
         scale: config.scale_for(shapes.head_dim),
     };
-    let (wide_out, lse) = attention.forward(q, k, v)?;
+    let (wide_out, lse) = {
+        const TILES: &str = "attention::flash tiles";
+        let _range = probe::op(Kind::Op, TILES, probe::op_path(TILES));
+        attention.forward(q, k, v)?
+    };
     let out = wide_out.reshape(q.shape())?.to_dtype(q.dtype())?;
     let lse_of_rows = lse.reshape(&q.dims()[..q.rank() - 1])?;
     if !is_grad_enabled() {

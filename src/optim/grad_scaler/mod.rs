@@ -14,7 +14,6 @@ pub use state::GradScalerState;
 
 use super::adamw::AdamW;
 use super::gradients::distinct;
-use crate::probe::{self, Kind};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, TensorId, Var, backprop::GradStore};
 use std::collections::HashMap;
@@ -139,7 +138,6 @@ impl GradScaler {
         if !self.enabled {
             return Ok(());
         }
-        let _range = probe::op(Kind::Op, UNSCALE, probe::op_path(UNSCALE));
         let parameters = some_parameters(UNSCALE, parameters)?;
         for (name, var) in &parameters {
             if let Some(progress) = self.unscaled.get(&var.id()) {

@@ -2,9 +2,10 @@
 
 use super::super::gradients::{Owners, gradient_of};
 use super::super::inplace::{Element, all_finite, lend, no_kernel, read, wide};
-use super::{GradScaler, Progress};
+use super::{GradScaler, Progress, UNSCALE};
 use crate::Result;
 use crate::kernels::cpu::{parallel::filled, unscale as kernel};
+use crate::probe::{self, Kind};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use half::{bf16, f16};
 
@@ -16,6 +17,7 @@ impl GradScaler {
         gradients: &mut GradStore,
         parameters: &[(String, Var)],
     ) -> Result<()> {
+        let range = probe::op(Kind::Op, UNSCALE, probe::op_path(UNSCALE));
         for (name, var) in parameters {
             gradient_of(op, gradients, name, var)?;
         }
@@ -35,6 +37,10 @@ impl GradScaler {
                 stepped: false,
             };
             self.unscaled.insert(var.id(), progress);
+        }
+        if let (true, Some((_, first))) = (probe::is_listening(), parameters.first()) {
+            let elements = parameters.iter().map(|(_, var)| var.elem_count()).sum();
+            range.leave_flat(elements, first.dtype());
         }
         Ok(())
     }

@@ -1,0 +1,376 @@
+//! Where a step's time goes: a summary of ops as nsys gives it of kernels, what candle spends between them, and what follows.
+//!
+//! ```text
+//! cargo run --example profile
+//! cargo run --example profile -- --size small --context-length 128 256 512 --mode forward train-step
+//! cargo run --example profile -- --phase backward --by layer
+//! cargo run --example profile -- --mode forward --within attn --reference-ops
+//! cargo run --example profile -- --mode train-step --trace step.json --flame-graph step.svg
+//! ```
+
+#[path = "profile/analysis.rs"]
+mod analysis;
+#[path = "profile/apart.rs"]
+mod apart;
+mod common;
+#[path = "profile/runs.rs"]
+mod runs;
+
+use analysis::Profiled;
+use clap::{Parser, ValueEnum};
+use common::models::{Model, ModelFlags, describe, with_attention};
+use common::precision::PrecisionFlags;
+use common::{Common, Output};
+use runs::{Run, add_oom, named};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use tallow::attention::Algorithm;
+use tallow::bench::{EndToEnd, OptimizerChoice, Step};
+use tallow::memory::Mode;
+use tallow::model::TransformerConfig;
+use tallow::ops::{KernelPolicy, with_kernel_policy};
+use tallow::precision::Precision;
+use tallow::profile::{self, Grouping, Profiler, Recording, Selection};
+use tallow::report::{Column, Fields, Report};
+use tallow::{Error, Result};
+
+/// Profiles a transformer's forward, backward and optimizer, op by op.
+#[derive(Parser)]
+#[command(version)]
+struct Flags {
+    #[command(flatten)]
+    models: ModelFlags,
+
+    /// Sequences in a batch; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4")]
+    batch_size: Vec<usize>,
+
+    /// Tokens in a sequence; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256")]
+    context_length: Vec<usize>,
+
+    /// What computes attention, naive or flash; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
+    attention: Vec<Algorithm>,
+
+    #[command(flatten)]
+    precision: PrecisionFlags,
+
+    /// How much of a training step; several allowed
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "all")]
+    mode: Vec<ModeFlag>,
+
+    /// Steps that are run and not recorded
+    #[arg(long, default_value_t = 2)]
+    warmup_steps: usize,
+
+    /// Steps that are recorded, and as many that are timed without the profiler
+    #[arg(long, default_value_t = 5)]
+    steps: usize,
+
+    /// What gets one row: ops of one name, of one path, or of one path in any block
+    #[arg(long, value_enum, default_value = "name")]
+    by: ByFlag,
+
+    /// Only ops of this phase: forward, backward, optimizer
+    #[arg(long)]
+    phase: Option<String>,
+
+    /// Only ops in this part of the model: names that follow each other in the path (layers.0, attn, ffn/w2)
+    #[arg(long)]
+    within: Option<String>,
+
+    /// How many rows of a run the tables show, the others in one; 0 shows all (CSV and JSON always have all)
+    #[arg(long, default_value_t = 12)]
+    top: usize,
+
+    /// Run every op as its reference in candle's own ops: forward's scale, mask and softmax are timed apart, and the
+    /// backward is all candle's
+    #[arg(long, conflicts_with = "strict")]
+    reference_ops: bool,
+
+    /// Write each run's trace there, for ui.perfetto.dev; of several runs each gets its name in the file's
+    #[arg(long)]
+    trace: Option<PathBuf>,
+
+    /// Write each run's flame graph there, as SVG; of several runs each gets its name in the file's
+    #[arg(long)]
+    flame_graph: Option<PathBuf>,
+
+    /// The memory that may be used, in GiB, instead of what is available
+    #[arg(long)]
+    memory_limit_gib: Option<f64>,
+
+    #[command(flatten)]
+    output: Output,
+
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ModeFlag {
+    Forward,
+    ForwardBackward,
+    TrainStep,
+    All,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ByFlag {
+    Name,
+    Path,
+    Layer,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    common::run(|| match flags.reference_ops {
+        true => with_kernel_policy(KernelPolicy::Reference, || flags.run()),
+        false => flags.common.under_policy(|| flags.run()),
+    })
+}
+
+impl Flags {
+    fn run(&self) -> Result<()> {
+        self.output.check()?;
+        for path in [&self.trace, &self.flame_graph].into_iter().flatten() {
+            common::check_writable(path)?;
+        }
+        let device = self.common.device()?;
+        let precisions = self.precision.precisions()?;
+        let longest = self.context_length.iter().copied().max();
+        let models = self
+            .models
+            .models(longest.unwrap_or_default(), &self.attention)?;
+        let mut report = Report {
+            environment: self.common.environment(&device),
+            configuration: self.configuration(&models, &precisions),
+            columns: columns(),
+            ..Default::default()
+        };
+        let runs = self.sweep(&models, &precisions);
+        for run in &runs {
+            common::progress(run.title());
+            match self.profiled(run, &device)? {
+                Ok(profiled) => {
+                    self.add(&mut report, run, &profiled)?;
+                    self.save_pictures(run, &profiled.recording, runs.len())?;
+                }
+                Err(refusal) => add_oom(&mut report, run, &refusal),
+            }
+        }
+        report.notes.extend(general_notes(self.reference_ops));
+        report
+            .environment
+            .insert("reference ops", self.reference_ops_named());
+        self.output.publish(&report)
+    }
+
+    fn reference_ops_named(&self) -> String {
+        match self.reference_ops {
+            true => "all, as asked for".into(),
+            false => common::fallbacks(),
+        }
+    }
+
+    /// Every combination of the flags' lists.
+    fn sweep(&self, models: &[Model], precisions: &[Precision]) -> Vec<Run> {
+        let limit = self.memory_limit_gib;
+        let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
+        let mut runs = Vec::new();
+        let mut add = |name: &str, config: &TransformerConfig, sizes: (usize, usize), precision| {
+            for mode in self.modes() {
+                let run = EndToEnd {
+                    config: config.clone(),
+                    batch_size: sizes.0,
+                    sequence_length: sizes.1,
+                    mode,
+                    precision,
+                    warmup_steps: self.warmup_steps,
+                    steps: self.steps,
+                    optimizer: OptimizerChoice::AdamW(Default::default()),
+                    seed: self.common.seed,
+                    peak_flops: None,
+                    available_bytes: limit.or_else(tallow::device::available_bytes),
+                };
+                let size = name.to_string();
+                runs.push(Run { size, run });
+            }
+        };
+        for Model { name, config } in models {
+            for &sequence_length in &self.context_length {
+                for &batch_size in &self.batch_size {
+                    for &attention in &self.attention {
+                        for &precision in precisions {
+                            let config = with_attention(config, attention);
+                            add(name, &config, (batch_size, sequence_length), precision);
+                        }
+                    }
+                }
+            }
+        }
+        runs
+    }
+
+    fn modes(&self) -> Vec<Mode> {
+        let modes = self.mode.iter().flat_map(|mode| match mode {
+            ModeFlag::Forward => vec![Mode::Forward],
+            ModeFlag::ForwardBackward => vec![Mode::ForwardBackward],
+            ModeFlag::TrainStep => vec![Mode::TrainStep],
+            ModeFlag::All => vec![Mode::Forward, Mode::ForwardBackward, Mode::TrainStep],
+        });
+        modes.collect()
+    }
+
+    /// Times the run without a profiler, then with one; the row that says so if memory does not hold it.
+    fn profiled(
+        &self,
+        run: &Run,
+        device: &candle_core::Device,
+    ) -> Result<std::result::Result<Profiled, Fields>> {
+        let stopwatch = run.run.run(device, |_, _| ())?;
+        if stopwatch[0].get("status") != Some(&"ok".into()) {
+            return Ok(Err(stopwatch[0].clone()));
+        }
+        // Started once the warm-up is over, in the middle of the run.
+        let mut profiler = match self.warmup_steps {
+            0 => Some(Profiler::start()),
+            _ => None,
+        };
+        run.run.run(device, |step: Step, _| {
+            if step.warmup && step.index + 1 == step.count {
+                profiler = Some(Profiler::start());
+            }
+        })?;
+        let Some(profiler) = profiler else {
+            return Err(candle_core::Error::msg("profile: no warm-up step was reported").into());
+        };
+        Ok(Ok(Profiled {
+            recording: profiler?.finish()?,
+            stopwatch,
+            apart: apart::measure(&run.run, device)?,
+        }))
+    }
+
+    /// Adds the run's rows, and what follows from them.
+    fn add(&self, report: &mut Report, run: &Run, profiled: &Profiled) -> Result<()> {
+        let selection = Selection {
+            phase: self.phase.clone(),
+            within: self.within.clone(),
+            ..Default::default()
+        };
+        let grouping = match self.by {
+            ByFlag::Name => Grouping::Name,
+            ByFlag::Path => Grouping::Path,
+            ByFlag::Layer => Grouping::Layer,
+        };
+        let summary = match profile::Report::new(&profiled.recording, &selection, grouping) {
+            Ok(summary) => summary,
+            // One mode has no backward, another has.
+            Err(error @ Error::Data { .. }) => {
+                report.notes.push(format!("{}: {error}", run.title()));
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        let rows = summary
+            .fields()
+            .into_iter()
+            .map(|row| run.labelled("ok", row));
+        report.rows.extend(rows);
+        let shown = self.shown(&summary);
+        let lines = shown
+            .fields()
+            .into_iter()
+            .map(|row| run.labelled("ok", row));
+        report.lines.extend(lines);
+        let (notes, analysis) = profiled.analyse()?;
+        let title = run.title();
+        let notes = notes.into_iter().map(|note| format!("{title}: {note}"));
+        report.notes.extend(notes);
+        let analysis = serde_json::to_value(analysis).unwrap_or_default();
+        report.analysis.insert(title, analysis);
+        Ok(())
+    }
+
+    /// The longest rows and the lines without ops; the other rows in one.
+    fn shown(&self, summary: &profile::Report) -> profile::Report {
+        let ops = summary.rows.iter().filter(|row| row.kind.is_some()).count();
+        if self.top == 0 || ops <= self.top + 1 {
+            return summary.clone();
+        }
+        let mut shown = summary.clone();
+        let others = shown.rows.drain(self.top..ops).collect();
+        let others = profile::Report {
+            rows: others,
+            ..Default::default()
+        };
+        let name = format!("{} others", others.rows.len());
+        let mut sum = others.sum(&name, |_| true);
+        sum.kind = others.rows.first().and_then(|row| row.kind);
+        shown.rows.insert(self.top, sum);
+        shown
+    }
+
+    fn save_pictures(&self, run: &Run, recording: &Recording, runs: usize) -> Result<()> {
+        let own = |path: &Path| match runs {
+            1 => path.to_path_buf(),
+            _ => named(path, &run.slug()),
+        };
+        if let Some(path) = &self.trace {
+            recording.save_trace(own(path))?;
+        }
+        if let Some(path) = &self.flame_graph {
+            recording.save_flame_graph(own(path))?;
+        }
+        Ok(())
+    }
+
+    fn configuration(&self, models: &[Model], precisions: &[Precision]) -> Fields {
+        let mut fields = describe(models);
+        let precisions: Vec<&str> = precisions.iter().map(|p| p.name()).collect();
+        fields.insert("precision", precisions.join(", "));
+        let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
+        fields.insert("attention", attention.join(", "));
+        fields.insert("execution", "eager");
+        fields.insert("optimizer", "adamw");
+        fields.insert("warm-up steps", self.warmup_steps);
+        fields.insert("steps", self.steps);
+        if let Some(phase) = &self.phase {
+            fields.insert("phase", phase.as_str());
+        }
+        if let Some(within) = &self.within {
+            fields.insert("within", within.as_str());
+        }
+        fields
+    }
+}
+
+fn columns() -> Vec<Column> {
+    let labels = vec![
+        Column::text("size", "Size"),
+        Column::number("batch_size", "B", "", 0),
+        Column::number("context_length", "T", "", 0),
+        Column::text("attention", "Attention"),
+        Column::text("precision", "Precision"),
+        Column::text("mode", "Mode"),
+        Column::text("status", "Status"),
+    ];
+    [labels, profile::Report::columns()].concat()
+}
+
+fn general_notes(reference_ops: bool) -> Vec<String> {
+    let mut notes = vec![
+        "Time is an op's own, in percent of the mode's wall time; Avg, Med, Min, Max and StdDev are of one instance, Total \
+         is over all steps. FLOPs and bytes are the formulas' (profile::op_costs), every tensor moved once."
+            .to_string(),
+    ];
+    if reference_ops {
+        notes.push(
+            "References' backward is candle's own and has no ranges: it is in candle's line. Memory estimates are the kernels'."
+                .into(),
+        );
+    }
+    notes
+}

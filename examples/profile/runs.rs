@@ -1,0 +1,95 @@
+//! The runs of a sweep: their names, labels and files.
+
+use std::path::{Path, PathBuf};
+use tallow::bench::EndToEnd;
+use tallow::memory::Mode;
+use tallow::report::{Fields, Report, format_mib};
+
+/// One run of the sweep.
+pub struct Run {
+    pub size: String,
+    pub run: EndToEnd,
+}
+
+impl Run {
+    fn mode(&self) -> &'static str {
+        match self.run.mode {
+            Mode::Forward | Mode::ForwardKeepingGraph => "forward",
+            Mode::ForwardBackward => "forward-backward",
+            Mode::TrainStep => "train-step",
+        }
+    }
+
+    pub fn title(&self) -> String {
+        let EndToEnd {
+            batch_size,
+            sequence_length,
+            config,
+            precision,
+            ..
+        } = &self.run;
+        format!(
+            "{} B{batch_size} T{sequence_length}, {}, {precision}, {}",
+            self.size,
+            config.attention,
+            self.mode()
+        )
+    }
+
+    /// The title as a part of a file's name.
+    pub fn slug(&self) -> String {
+        let title = self.title().replace(", ", "-");
+        let keep = |c: char| {
+            if c.is_ascii_alphanumeric() || c == '.' {
+                c
+            } else {
+                '-'
+            }
+        };
+        title.chars().map(keep).collect()
+    }
+
+    pub fn labelled(&self, status: &str, rest: Fields) -> Fields {
+        let mut row = Fields::new();
+        row.insert("size", self.size.as_str());
+        row.insert("batch_size", self.run.batch_size);
+        row.insert("context_length", self.run.sequence_length);
+        row.insert("attention", self.run.config.attention.name());
+        row.insert("precision", self.run.precision.name());
+        row.insert("mode", self.mode());
+        row.insert("status", status);
+        row.merge(rest);
+        row
+    }
+}
+
+/// A run that does not fit.
+pub fn add_oom(report: &mut Report, run: &Run, refusal: &Fields) {
+    let bytes = |key: &str| refusal.get(key).and_then(serde_json::Value::as_u64);
+    let mut fields = Fields::new();
+    for key in ["estimate_bytes", "available_bytes"] {
+        fields.insert(key, bytes(key));
+    }
+    let row = run.labelled("OOM", fields);
+    report.lines.push(row.clone());
+    report.rows.push(row);
+    let [wanted, there] = ["estimate_bytes", "available_bytes"].map(|key| {
+        let bytes = bytes(key);
+        bytes.map_or("an unknown amount".into(), format_mib)
+    });
+    let note = format!(
+        "{}: out of memory; it wants {wanted}, {there} are there",
+        run.title()
+    );
+    report.notes.push(note);
+}
+
+/// `step-tiny-B4.json` for `step.json`.
+pub fn named(path: &Path, slug: &str) -> PathBuf {
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let name = match path.extension() {
+        Some(extension) => format!("{stem}-{slug}.{}", extension.to_string_lossy()),
+        None => format!("{stem}-{slug}"),
+    };
+    path.with_file_name(name)
+}

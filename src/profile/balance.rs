@@ -1,0 +1,199 @@
+//! What a step's wall time is made of, to the nanosecond.
+
+use super::recording::Recording;
+use super::tree::Tree;
+use crate::probe::Kind;
+use std::fmt;
+
+/// The wall time of the steps and its parts, which add up to it exactly.
+///
+/// Ops are timed themselves. candle's own work has no ranges, and is found as the time inside of a phase in which none of
+/// this crate's ops ran. In backward that is, before the first op, the sorting of the graph; between ops, the gradients'
+/// sums (every gradient is added to zeros first), the backwards of candle's own ops (residual sums, casts, references),
+/// and this crate's checks; after the last op, letting go of the graph and its activations. In forward it is candle's own
+/// ops (reshapes, copies) and checks. Gaps in other phases, and between them, are nobody's: unexplained.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Balance {
+    /// The steps' time; without steps the recording's, for each thread.
+    pub wall_ns: u64,
+    /// How many steps; `None` if none were recorded.
+    pub steps: Option<usize>,
+    /// The parts, phase by phase in the order in which they first ran.
+    pub lines: Vec<Line>,
+}
+
+/// A part of the wall time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// The phase; empty for what is in none.
+    pub phase: &'static str,
+    /// What kind of part.
+    pub kind: LineKind,
+    /// Its time over all steps.
+    pub total_ns: u64,
+}
+
+/// What a part of the wall time is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum LineKind {
+    /// In ops of this crate.
+    Ops,
+    /// Before backward's first op.
+    CandleSort,
+    /// Between backward's ops.
+    CandleGradients,
+    /// After backward's last op.
+    CandleFree,
+    /// Between forward's ops.
+    CandleForward,
+    /// Anything else.
+    Unexplained,
+}
+
+impl LineKind {
+    /// As reports name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ops => "ops",
+            Self::CandleSort => "candle: sorting the graph",
+            Self::CandleGradients => "candle: gradient sums and bookkeeping",
+            Self::CandleFree => "candle: letting go of the graph",
+            Self::CandleForward => "candle: its own ops and bookkeeping",
+            Self::Unexplained => "unexplained",
+        }
+    }
+
+    /// Whether it is known who spends it.
+    pub fn is_explained(self) -> bool {
+        self != Self::Unexplained
+    }
+}
+
+impl Balance {
+    /// Of all steps of `recording`.
+    pub fn new(recording: &Recording) -> Self {
+        let tree = Tree::new(recording);
+        let mut balance = Self {
+            steps: tree.num_steps(),
+            ..Default::default()
+        };
+        let spans = &recording.spans;
+        let mut within_roots_ns = 0; // of a recording without steps
+        for (i, span) in spans.iter().enumerate() {
+            if !tree.counts(i) || !tree.is_owner(i, spans) {
+                continue;
+            }
+            if tree.owner[i].is_none() {
+                within_roots_ns += span.duration_ns();
+            }
+            match span.kind {
+                Kind::Phase if span.phase == "backward" => {
+                    balance.add_backward(recording, &tree, i)
+                }
+                Kind::Phase if span.phase == "forward" => {
+                    balance.add(span.phase, LineKind::CandleForward, tree.own_ns[i]);
+                }
+                Kind::Phase => balance.add(span.phase, LineKind::Unexplained, tree.own_ns[i]),
+                Kind::Step => balance.add("", LineKind::Unexplained, tree.own_ns[i]),
+                _ => balance.add(span.phase, LineKind::Ops, tree.own_ns[i]),
+            }
+        }
+        if balance.steps.is_some() {
+            balance.wall_ns = within_roots_ns; // the steps themselves are the roots
+        } else {
+            balance.wall_ns = recording.duration_ns * recording.threads.len() as u64;
+            let rest_ns = balance.wall_ns.saturating_sub(within_roots_ns);
+            balance.add("", LineKind::Unexplained, rest_ns);
+        }
+        balance.in_order()
+    }
+
+    /// A backward's own time, parted by its first and last op.
+    fn add_backward(&mut self, recording: &Recording, tree: &Tree, backward: usize) {
+        let span = &recording.spans[backward];
+        let later = recording.spans.iter().enumerate().skip(backward + 1);
+        let mut ops = later
+            .take_while(|(_, other)| other.thread != span.thread || other.start_ns < span.end_ns)
+            .filter(|(i, _)| {
+                tree.owner[*i] == Some(backward) && tree.is_owner(*i, &recording.spans)
+            })
+            .map(|(_, op)| (op.start_ns, op.end_ns));
+        let Some((first_start_ns, mut last_end_ns)) = ops.next() else {
+            return self.add(span.phase, LineKind::CandleGradients, tree.own_ns[backward]);
+        };
+        if let Some((_, end_ns)) = ops.last() {
+            last_end_ns = end_ns;
+        }
+        let before_ns = first_start_ns - span.start_ns;
+        let after_ns = span.end_ns - last_end_ns;
+        let between_ns = tree.own_ns[backward].saturating_sub(before_ns + after_ns);
+        self.add(span.phase, LineKind::CandleSort, before_ns);
+        self.add(span.phase, LineKind::CandleGradients, between_ns);
+        self.add(span.phase, LineKind::CandleFree, after_ns);
+    }
+
+    fn add(&mut self, phase: &'static str, kind: LineKind, ns: u64) {
+        let mut lines = self.lines.iter_mut();
+        match lines.find(|line| line.phase == phase && line.kind == kind) {
+            Some(line) => line.total_ns += ns,
+            None => self.lines.push(Line {
+                phase,
+                kind,
+                total_ns: ns,
+            }),
+        }
+    }
+
+    /// The phases as they first ran, a phase's lines in the kinds' order, what is in no phase last.
+    fn in_order(mut self) -> Self {
+        let mut phases: Vec<&str> = Vec::new();
+        for line in &self.lines {
+            if !phases.contains(&line.phase) {
+                phases.push(line.phase);
+            }
+        }
+        let place = |phase: &str| phases.iter().position(|known| *known == phase);
+        self.lines
+            .sort_by_key(|line| (line.phase.is_empty(), place(line.phase), line.kind));
+        self
+    }
+
+    /// The time of the lines that `wanted` picks.
+    pub fn sum_ns(&self, wanted: impl Fn(&Line) -> bool) -> u64 {
+        let lines = self.lines.iter().filter(|line| wanted(line));
+        lines.map(|line| line.total_ns).sum()
+    }
+
+    /// The part of the wall time that ops and candle's lines make up, in 0..=1; `None` if no time went by.
+    pub fn explained(&self) -> Option<f64> {
+        let explained_ns = self.sum_ns(|line| line.kind.is_explained());
+        (self.wall_ns > 0).then(|| explained_ns as f64 / self.wall_ns as f64)
+    }
+
+    /// Milliseconds a step, or in all where there are no steps.
+    pub fn ms_per_step(&self, total_ns: u64) -> f64 {
+        total_ns as f64 / 1e6 / self.steps.unwrap_or(1) as f64
+    }
+}
+
+/// A line for each part, with its milliseconds a step and its share.
+impl fmt::Display for Balance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = "candle: its own ops and bookkeeping, ".len() + 10;
+        let mut write = |name: &str, ns: u64| {
+            let share = 100.0 * ns as f64 / self.wall_ns.max(1) as f64;
+            writeln!(
+                f,
+                "{name:<width$} {:>10.3} ms {share:>6.2}%",
+                self.ms_per_step(ns)
+            )
+        };
+        for line in &self.lines {
+            match line.phase {
+                "" => write(line.kind.name(), line.total_ns)?,
+                phase => write(&format!("{phase}, {}", line.kind.name()), line.total_ns)?,
+            }
+        }
+        write("wall time", self.wall_ns)
+    }
+}

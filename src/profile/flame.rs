@@ -1,0 +1,183 @@
+//! Where in the model the time goes, as a picture: widths are times, what is below is around.
+
+use super::balance::{Balance, LineKind};
+use super::recording::Recording;
+use super::tree::Tree;
+use crate::{Result, files};
+use std::fmt::Write;
+use std::path::Path;
+
+const WIDTH: f64 = 1400.0;
+const MARGIN: f64 = 10.0;
+const TITLE_HEIGHT: f64 = 34.0;
+const ROW_HEIGHT: f64 = 19.0;
+const FONT_SIZE: f64 = 12.0;
+/// What a character of the font takes, a little more rather than less.
+const CHARACTER_WIDTH: f64 = 7.0;
+/// What is narrower is left out: nobody would see it.
+const LEAST_WIDTH: f64 = 0.2;
+
+/// A place, and the time of all that is inside.
+#[derive(Default)]
+struct Node {
+    name: String,
+    total_ns: u64,
+    children: Vec<Node>,
+}
+
+impl Node {
+    fn add(&mut self, names: &[String], ns: u64) {
+        self.total_ns += ns;
+        let [name, rest @ ..] = names else {
+            return;
+        };
+        let place = self.children.iter().position(|child| child.name == *name);
+        let place = place.unwrap_or_else(|| {
+            self.children.push(Node {
+                name: name.clone(),
+                ..Default::default()
+            });
+            self.children.len() - 1
+        });
+        self.children[place].add(rest, ns);
+    }
+
+    fn depth(&self) -> usize {
+        1 + self.children.iter().map(Node::depth).max().unwrap_or(0)
+    }
+}
+
+impl Recording {
+    /// Draws the steps' time as an SVG flame graph: phases, in them the model's parts and their ops, backward at the places
+    /// that the ops had forward, and what is candle's or nobody's. Every rectangle says its time and share when pointed at.
+    ///
+    /// # Errors
+    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; what was there stays.
+    pub fn save_flame_graph(&self, path: impl AsRef<Path>) -> Result<()> {
+        files::write_bytes(path.as_ref(), self.flame_graph().as_bytes())
+    }
+
+    /// The picture; see [`save_flame_graph`](Self::save_flame_graph).
+    pub fn flame_graph(&self) -> String {
+        let balance = Balance::new(self);
+        let root = self.by_place(&balance);
+        let drawing = Drawing {
+            balance: &balance,
+            depth: root.depth(),
+        };
+        drawing.draw(&root)
+    }
+
+    fn by_place(&self, balance: &Balance) -> Node {
+        let tree = Tree::new(self);
+        let mut root = Node {
+            name: "all".into(),
+            ..Default::default()
+        };
+        let phase_name = |phase: &str| match phase {
+            "" => "in no phase".to_string(),
+            phase => phase.to_string(),
+        };
+        for (i, span) in self.spans.iter().enumerate() {
+            if tree.counts(i) && span.is_op() {
+                let names = [vec![phase_name(span.phase)], span.path.names()].concat();
+                root.add(&names, tree.own_ns[i]);
+            }
+        }
+        for line in balance
+            .lines
+            .iter()
+            .filter(|line| line.kind != LineKind::Ops)
+        {
+            let names = [phase_name(line.phase), line.kind.name().to_string()];
+            root.add(&names, line.total_ns);
+        }
+        root
+    }
+}
+
+struct Drawing<'a> {
+    balance: &'a Balance,
+    depth: usize,
+}
+
+impl Drawing<'_> {
+    fn draw(&self, root: &Node) -> String {
+        let height = TITLE_HEIGHT + self.depth as f64 * ROW_HEIGHT + MARGIN;
+        let title = match self.balance.steps {
+            Some(1) => "one step".to_string(),
+            Some(steps) => format!("mean of {steps} steps"),
+            None => "the whole recording".to_string(),
+        };
+        let mut svg = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" \
+             viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" font-size=\"{FONT_SIZE}\">\n\
+             <rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n\
+             <text x=\"{MARGIN}\" y=\"22\" font-size=\"16\">Time by place, {title}: {:.2} ms</text>\n",
+            self.balance.ms_per_step(root.total_ns)
+        );
+        self.draw_node(&mut svg, root, 0, MARGIN, WIDTH - 2.0 * MARGIN);
+        svg.push_str("</svg>\n");
+        svg
+    }
+
+    fn draw_node(&self, svg: &mut String, node: &Node, level: usize, x: f64, width: f64) {
+        if width < LEAST_WIDTH {
+            return;
+        }
+        let y = TITLE_HEIGHT + (self.depth - 1 - level) as f64 * ROW_HEIGHT;
+        let share = 100.0 * node.total_ns as f64 / self.balance.wall_ns.max(1) as f64;
+        let name = escaped(&node.name);
+        let _ = write!(
+            svg,
+            "<g><title>{name}: {:.3} ms, {share:.2}%</title>\
+             <rect x=\"{x:.2}\" y=\"{y:.1}\" width=\"{width:.2}\" height=\"{:.1}\" fill=\"{}\" \
+             stroke=\"#ffffff\" stroke-width=\"0.5\"/>",
+            self.balance.ms_per_step(node.total_ns),
+            ROW_HEIGHT - 1.0,
+            colour(&node.name),
+        );
+        if let Some(text) = fitting(&node.name, width) {
+            let _ = write!(
+                svg,
+                "<text x=\"{:.2}\" y=\"{:.1}\">{}</text>",
+                x + 3.0,
+                y + ROW_HEIGHT - 6.0,
+                escaped(&text)
+            );
+        }
+        svg.push_str("</g>\n");
+        let mut child_x = x;
+        for child in &node.children {
+            let child_width = width * child.total_ns as f64 / node.total_ns.max(1) as f64;
+            self.draw_node(svg, child, level + 1, child_x, child_width);
+            child_x += child_width;
+        }
+    }
+}
+
+/// As much of `name` as there is room for; `None` where that would say nothing.
+fn fitting(name: &str, width: f64) -> Option<String> {
+    let room = ((width - 6.0) / CHARACTER_WIDTH).max(0.0) as usize;
+    match name.chars().count() {
+        count if count <= room => Some(name.to_string()),
+        _ if room >= 4 => Some(name.chars().take(room - 1).chain(['…']).collect()),
+        _ => None,
+    }
+}
+
+/// Warm and light, for black text; the same name has the same colour. What is not an op's is grey.
+fn colour(name: &str) -> String {
+    if name.starts_with("candle") || name == LineKind::Unexplained.name() || name == "all" {
+        return "#d0d0d0".into();
+    }
+    let hash = name.bytes().fold(17u32, |hash, byte| {
+        hash.wrapping_mul(31).wrapping_add(byte.into())
+    });
+    format!("hsl({}, 85%, {}%)", 15 + hash % 45, 62 + hash / 64 % 14)
+}
+
+fn escaped(text: &str) -> String {
+    let text = text.replace('&', "&amp;").replace('<', "&lt;");
+    text.replace('>', "&gt;").replace('"', "&quot;")
+}

@@ -1,0 +1,60 @@
+//! Where the time goes: ops, by name and by place in the model, forward and backward, and what lies between them.
+//!
+//! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and takes down a [`Recording`]; what is made of
+//! one, [`Report`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of, without a rest),
+//! a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph ([`Recording::save_flame_graph`]); and
+//! [`OpCost`], the FLOPs and bytes of each op by its formula. What does not: the ranges themselves (the probe's), timing of
+//! whole steps without a word on what is in them ([`bench`](mod@crate::bench)), memory ([`memory`](crate::memory)).
+//!
+//! Nothing need be built or flagged for it: layers, ops, [`Laps`](crate::bench::Laps) and the trainer open their ranges
+//! always, and while no profiler runs a range is a load of an atomic. A user's own parts get names by [`range`], steps and
+//! phases of a loop of one's own by [`step`] and [`phase`].
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor, Var};
+//! use tallow::profile::{self, Grouping, Profiler, Report, Selection};
+//! use tallow::{nn, ops};
+//!
+//! let x = Tensor::ones((4, 8), DType::F32, &Device::Cpu)?;
+//! let w = Var::ones((16, 8), DType::F32, &Device::Cpu)?;
+//! let profiler = Profiler::start()?;
+//! for _ in 0..3 {
+//!     let _step = profile::step();
+//!     let y = {
+//!         let _phase = profile::phase("forward");
+//!         let _mine = profile::range("encoder");
+//!         ops::linear(&x, &w)?.sum_all()?
+//!     };
+//!     let _phase = profile::phase("backward");
+//!     y.backward()?;
+//! }
+//! let recording = profiler.finish()?;
+//!
+//! let forward = Selection { phase: Some("forward".into()), ..Default::default() };
+//! let report = Report::new(&recording, &forward, Grouping::Path)?;
+//! assert_eq!(report.rows[0].name, "encoder/linear");
+//! assert_eq!(report.rows[0].instances, 3);
+//! assert_eq!(report.rows[0].cost.unwrap().product_flops, 3.0 * 2.0 * 4.0 * 8.0 * 16.0);
+//! # Ok::<(), tallow::Error>(())
+//! ```
+
+mod balance;
+mod cost;
+mod flame;
+mod formulas;
+mod op_table;
+mod profiler;
+mod recording;
+mod selection;
+mod summary;
+mod table;
+mod trace;
+mod tree;
+
+pub use crate::probe::{phase, range, step};
+pub use balance::{Balance, Line, LineKind};
+pub use cost::{Cost, OpCost, op_costs};
+pub use profiler::Profiler;
+pub use recording::{OperandShape, Recording, Span};
+pub use selection::{Grouping, Selection};
+pub use summary::{Report, Row};

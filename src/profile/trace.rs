@@ -1,0 +1,83 @@
+//! The recording as a trace that Perfetto and Chrome open.
+
+use super::recording::{OperandShape, Recording, Span};
+use crate::probe::Kind;
+use crate::{Result, files};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// The one process of a trace.
+const PROCESS: u32 = 1;
+
+impl Recording {
+    /// Writes the recording in Chrome's trace event format, for <https://ui.perfetto.dev> or `chrome://tracing`: a
+    /// complete event (`X`) for each range with path, phase, shapes, FLOPs and bytes as arguments, the threads' names, and
+    /// what is allocated as a counter (`C`) where a [tracker](crate::memory::tracker) is installed. Times are in
+    /// microseconds, to the nanosecond.
+    ///
+    /// # Errors
+    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; what was there stays.
+    pub fn save_trace(&self, path: impl AsRef<Path>) -> Result<()> {
+        files::write_bytes(path.as_ref(), self.trace().to_string().as_bytes())
+    }
+
+    /// The trace as JSON; see [`save_trace`](Self::save_trace).
+    pub fn trace(&self) -> Value {
+        let mut events = vec![metadata("process_name", 0, env!("CARGO_PKG_NAME"))];
+        let threads = self.threads.iter().enumerate();
+        events.extend(threads.map(|(number, name)| metadata("thread_name", number, name)));
+
+        // Each thread's from left to right, the outer before the inner: as they are recorded.
+        let mut order: Vec<usize> = (0..self.spans.len()).collect();
+        order.sort_by_key(|&i| (self.spans[i].thread, i));
+        events.extend(order.iter().map(|&i| complete(&self.spans[i])));
+
+        let mut samples: Vec<(u64, u64)> = self
+            .spans
+            .iter()
+            .filter_map(|span| Some((span.end_ns, span.allocated_bytes?)))
+            .collect();
+        samples.sort_by_key(|(at_ns, _)| *at_ns);
+        events.extend(samples.into_iter().map(|(at_ns, bytes)| {
+            json!({
+                "ph": "C", "name": "allocated", "pid": PROCESS, "tid": 0,
+                "ts": microseconds(at_ns), "args": { "bytes": bytes },
+            })
+        }));
+        json!({ "displayTimeUnit": "ms", "traceEvents": events })
+    }
+}
+
+fn metadata(what: &str, thread: usize, name: &str) -> Value {
+    json!({ "ph": "M", "name": what, "pid": PROCESS, "tid": thread, "args": { "name": name } })
+}
+
+fn complete(span: &Span) -> Value {
+    let mut arguments = json!({ "path": span.path.to_string(), "phase": span.phase });
+    if let Some(output) = &span.output {
+        let inputs = span.inputs.iter().map(OperandShape::to_string);
+        arguments["inputs"] = inputs.collect::<Vec<_>>().into();
+        arguments["output"] = output.to_string().into();
+    }
+    if let Some(cost) = span.cost() {
+        arguments["product_flops"] = cost.product_flops.into();
+        arguments["flops"] = cost.flops().into();
+        arguments["bytes"] = cost.bytes().into();
+    }
+    let (category, name) = match span.kind {
+        Kind::Step => ("step", span.name()),
+        Kind::Phase => ("phase", span.name()),
+        Kind::Module => ("module", span.name()),
+        Kind::Op => ("op", span.name()),
+        Kind::OpBackward => ("op", format!("{} backward", span.name())),
+        Kind::Range => ("range", span.name()),
+    };
+    json!({
+        "ph": "X", "name": name, "cat": category, "pid": PROCESS, "tid": span.thread,
+        "ts": microseconds(span.start_ns), "dur": microseconds(span.duration_ns()), "args": arguments,
+    })
+}
+
+fn microseconds(ns: u64) -> f64 {
+    ns as f64 / 1e3
+}

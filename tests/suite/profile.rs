@@ -1,0 +1,176 @@
+//! `tallow::profile`: that times add up, that pictures hold what was recorded, and every refusal.
+
+mod balance;
+mod costs;
+mod pictures;
+mod refusals;
+mod summary;
+
+use candle_core::{Device, Tensor};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use tallow::attention::Algorithm;
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm};
+use tallow::precision::Precision;
+use tallow::probe::{Kind, Path};
+use tallow::profile::{self, Profiler, Recording, Span};
+
+/// One profiler runs at a time, and tests run side by side.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+const STEPS: usize = 2;
+const BATCH: usize = 2;
+const LENGTH: usize = 7;
+
+fn config(attention: Algorithm) -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: 19,
+        context_length: LENGTH,
+        d_model: 12,
+        num_layers: 3,
+        num_heads: 2,
+        d_ff: 20,
+        attention,
+        ..Default::default()
+    }
+}
+
+/// Some training steps; the bits of all weights after them.
+fn train(attention: Algorithm, precision: Precision) -> Vec<u32> {
+    let model = TransformerLM::new(&config(attention), 5, &Device::Cpu).unwrap();
+    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let tokens: Vec<u32> = (0..(BATCH * LENGTH) as u32).collect();
+    let tokens = Tensor::from_vec(tokens, (BATCH, LENGTH), &Device::Cpu).unwrap();
+    for _ in 0..STEPS {
+        let _step = profile::step();
+        let loss = {
+            let _phase = profile::phase("forward");
+            precision.run(|| model.loss(&tokens, &tokens)).unwrap()
+        };
+        let mut gradients = {
+            let _phase = profile::phase("backward");
+            loss.backward().unwrap()
+        };
+        let _phase = profile::phase("optimizer");
+        clip_grad_norm(&mut gradients, model.parameters(), 0.01).unwrap();
+        optimizer.step(&gradients).unwrap();
+    }
+    let parameters = model.parameters().into_iter();
+    let bits = parameters.flat_map(|(_, var)| {
+        let values = var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        values.into_iter().map(f32::to_bits)
+    });
+    bits.collect()
+}
+
+/// [`train`], recorded.
+fn record(attention: Algorithm, precision: Precision) -> Recording {
+    let _alone = alone();
+    let profiler = Profiler::start_on_this_thread().unwrap();
+    train(attention, precision);
+    profiler.finish().unwrap()
+}
+
+/// A range made up, on thread 0.
+fn span(
+    kind: Kind,
+    path: &str,
+    phase: &'static str,
+    times: (u64, u64),
+    parent: Option<usize>,
+) -> Span {
+    let names = path.split('/').filter(|name| !name.is_empty());
+    Span {
+        kind,
+        path: names.fold(Path::ROOT, |path, name| path.child(name)),
+        phase,
+        thread: 0,
+        start_ns: times.0,
+        end_ns: times.1,
+        parent,
+        inputs: Vec::new(),
+        output: None,
+        allocated_bytes: None,
+    }
+}
+
+#[test]
+fn recording_changes_no_bit() {
+    for attention in [Algorithm::Naive, Algorithm::Flash] {
+        for precision in [Precision::F32, Precision::BF16] {
+            let _alone = alone();
+            let before = train(attention, precision);
+            let profiler = Profiler::start_on_this_thread().unwrap();
+            let during = train(attention, precision);
+            assert!(!profiler.finish().unwrap().spans.is_empty());
+            assert!(before == during, "{attention} {precision}");
+        }
+    }
+}
+
+#[test]
+fn laps_and_the_trainer_open_steps() {
+    use tallow::bench::Laps;
+    use tallow::data::Tokens;
+    use tallow::train::{TrainConfig, Trainer};
+
+    let _alone = alone();
+    let profiler = Profiler::start_on_this_thread().unwrap();
+    let device = Device::Cpu;
+    let lap = |lap: &mut tallow::bench::Lap<'_>| lap.time("forward", || Ok::<_, tallow::Error>(()));
+    Laps::new(&device).warmup(1).measure(2, lap).unwrap();
+    let model = TransformerLM::new(&config(Algorithm::Naive), 0, &device).unwrap();
+    let settings = TrainConfig {
+        batch_size: 1,
+        sequence_length: 5,
+        steps: 2,
+        ..Default::default()
+    };
+    let ids: Vec<u32> = (0..100).map(|i| i % 19).collect();
+    let tokens = Tokens::from_ids(ids, 19).unwrap();
+    let mut trainer = Trainer::new(model, settings, tokens.clone(), tokens).unwrap();
+    while trainer.step().unwrap().is_some() {}
+    let recording = profiler.finish().unwrap();
+    let steps = recording
+        .spans
+        .iter()
+        .filter(|span| span.kind == Kind::Step);
+    assert_eq!(steps.count(), 3 + 2);
+    for phase in ["forward", "backward", "optimizer"] {
+        let of_phase = |span: &&Span| span.kind == Kind::Phase && span.phase == phase;
+        assert!(
+            recording.spans.iter().filter(of_phase).count() >= 2,
+            "{phase}"
+        );
+    }
+}
+
+#[test]
+fn ranges_open_at_the_end_end_there() {
+    let _alone = alone();
+    let profiler = Profiler::start_on_this_thread().unwrap();
+    let open = profile::range("open");
+    drop(profile::range("closed"));
+    let recording = profiler.finish().unwrap();
+    drop(open);
+    let [open, closed] = &recording.spans[..] else {
+        panic!("{:?}", recording.spans)
+    };
+    assert_eq!((open.parent, closed.parent), (None, Some(0)));
+    assert_eq!(open.end_ns, recording.duration_ns);
+    assert!(open.start_ns <= closed.start_ns && closed.end_ns <= open.end_ns);
+
+    // And those that were open before are not heard of.
+    let open = tallow::probe::listen(std::sync::Arc::new(Deaf));
+    let before = profile::range("before");
+    let profiler = Profiler::start_on_this_thread().unwrap();
+    drop(before);
+    drop(open);
+    assert_eq!(profiler.finish().unwrap().spans, []);
+}
+
+struct Deaf;
+impl tallow::probe::Listener for Deaf {}

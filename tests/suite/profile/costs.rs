@@ -1,0 +1,101 @@
+//! FLOPs and bytes, by formula.
+
+use super::{BATCH, LENGTH, STEPS, config, record};
+use rstest::rstest;
+use tallow::attention::Algorithm;
+use tallow::model::flops;
+use tallow::precision::Precision;
+use tallow::profile::{Grouping, Report, Selection, op_costs};
+
+#[rstest]
+fn products_are_the_models(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let recording = record(attention, precision);
+    let products = |phase: &str| {
+        let spans = recording.spans.iter().filter(|span| span.phase == phase);
+        let costs = spans.filter_map(|span| span.cost());
+        costs.map(|cost| cost.product_flops).sum::<f64>() / STEPS as f64
+    };
+    let config = config(attention);
+    assert_eq!(
+        products("forward"),
+        flops::forward(&config, BATCH, LENGTH).total()
+    );
+    assert_eq!(
+        products("backward"),
+        flops::backward(&config, BATCH, LENGTH).total()
+    );
+    assert_eq!(products("optimizer"), 0.0);
+}
+
+#[rstest]
+fn every_op_of_a_step_has_a_formula(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let recording = record(attention, precision);
+    let report = Report::new(&recording, &Selection::default(), Grouping::Name).unwrap();
+    for row in report.rows.iter().filter(|row| row.kind.is_some()) {
+        let cost = row
+            .cost
+            .unwrap_or_else(|| panic!("no formula for {}", row.name));
+        assert!(cost.bytes() > 0.0, "{}", row.name);
+        assert!(row.bytes_per_s().is_some(), "{}", row.name);
+    }
+}
+
+/// By hand, from the shapes: N = 14, D = 12, F = 20, V = 19, H = 2, T = 7.
+#[test]
+fn bytes_are_those_of_the_shapes() {
+    let of = |precision| {
+        let recording = record(Algorithm::Naive, precision);
+        let report = Report::new(&recording, &Selection::default(), Grouping::Name).unwrap();
+        move |name: &str| {
+            let row = report.rows.iter().find(|row| row.name == name).unwrap();
+            let (cost, calls) = (row.cost.unwrap(), row.instances as f64);
+            (cost.read_bytes / calls, cost.written_bytes / calls)
+        }
+    };
+    let f32 = of(Precision::F32);
+    let (n, d, f, v) = (14.0, 12.0, 20.0, 19.0);
+    let activation = 4.0 * n * d;
+    assert_eq!(f32("add"), (2.0 * activation, activation));
+    assert_eq!(f32("rms_norm"), (activation + 4.0 * d, activation));
+    let probabilities = 4.0 * (2 * 2 * 7 * 7) as f64;
+    let attention = (3.0 * activation, activation + probabilities);
+    assert_eq!(f32("attention::naive"), attention);
+    let swiglu = (activation + 8.0 * d * f, 12.0 * n * f);
+    assert_eq!(f32("swiglu_linear"), swiglu);
+    let head = activation + 4.0 * d * v;
+    assert_eq!(f32("linear_cross_entropy"), (head, 4.0 * n * v));
+    assert_eq!(
+        f32("linear_cross_entropy backward"),
+        (head + 4.0 * n * v, head)
+    );
+    let parameters = config(Algorithm::Naive).num_parameters() as f64;
+    assert_eq!(f32("adamw"), (16.0 * parameters, 12.0 * parameters));
+    assert_eq!(f32("clip_grad_norm"), (8.0 * parameters, 4.0 * parameters));
+
+    // Activations in half, the probabilities in f32, the head's logits in half though its loss is f32.
+    let bf16 = of(Precision::BF16);
+    let half = (1.5 * activation, 0.5 * activation + probabilities);
+    assert_eq!(bf16("attention::naive"), half);
+    assert_eq!(bf16("linear_cross_entropy"), (0.5 * head, 2.0 * n * v));
+    assert_eq!(bf16("adamw"), (16.0 * parameters, 12.0 * parameters));
+}
+
+#[test]
+fn the_table_of_formulas_names_each_op_once() {
+    let mut names: Vec<&str> = op_costs().iter().map(|entry| entry.op).collect();
+    let count = names.len();
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), count);
+    assert!(
+        op_costs()
+            .iter()
+            .all(|entry| !entry.flops.is_empty() && !entry.bytes.is_empty())
+    );
+}
