@@ -6,6 +6,7 @@
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --per-step
 //! cargo run --example e2e_benchmark -- --size small --context-length 512 1024 --attention naive flash
 //! cargo run --example e2e_benchmark -- --size small --precision f32 bf16
+//! cargo run --example e2e_benchmark -- --size small --mode train-step --checkpoint none release block every-3 sqrt
 //! cargo run --example e2e_benchmark -- --precision f32 bf16 f16 --full-half
 //! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
 //! ```
@@ -22,6 +23,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
+use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Format, Report};
 
@@ -43,6 +45,11 @@ struct Flags {
     /// What computes attention, naive or flash; several allowed
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
     attention: Vec<Algorithm>,
+
+    /// What blocks leave for backward, which runs the rest again (activation checkpointing): none, release, block, every-N
+    /// or sqrt; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "STRATEGY")]
+    checkpoint: Vec<Checkpointing>,
 
     #[command(flatten)]
     precision: PrecisionFlags,
@@ -131,10 +138,11 @@ impl Flags {
         for Model { name, config } in &models {
             for run in self.sweep(config, &precisions, peak_flops) {
                 let title = format!(
-                    "{name}, batch {}, context {}, {} attention, {}, {}, warm-up {}",
+                    "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, warm-up {}",
                     run.batch_size,
                     run.sequence_length,
                     run.config.attention,
+                    run.config.checkpointing,
                     run.precision,
                     serde_json::to_value(run.mode).unwrap_or_default(),
                     run.warmup_steps
@@ -192,12 +200,12 @@ impl Flags {
         let mut runs = Vec::new();
         for &sequence_length in &self.context_length {
             for &batch_size in &self.batch_size {
-                for &attention in &self.attention {
+                for config in self.variants(config) {
                     for &precision in precisions {
                         for &warmup_steps in &self.warmup_steps {
                             for mode in self.modes() {
                                 runs.push(EndToEnd {
-                                    config: with_attention(config, attention),
+                                    config: config.clone(),
                                     batch_size,
                                     sequence_length,
                                     mode,
@@ -216,6 +224,20 @@ impl Flags {
             }
         }
         runs
+    }
+
+    /// The model with each attention and each checkpointing.
+    fn variants(&self, config: &TransformerConfig) -> Vec<TransformerConfig> {
+        let attentions = self.attention.iter();
+        let attending = attentions.map(|attention| with_attention(config, *attention));
+        let variants = attending.flat_map(|config| {
+            let strategies = self.checkpoint.iter();
+            strategies.map(move |strategy| TransformerConfig {
+                checkpointing: *strategy,
+                ..config.clone()
+            })
+        });
+        variants.collect()
     }
 
     fn modes(&self) -> Vec<Mode> {
@@ -262,6 +284,8 @@ impl Flags {
         fields.insert("precision", precisions.join(", "));
         let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
         fields.insert("attention", attention.join(", "));
+        let checkpointing: Vec<String> = self.checkpoint.iter().map(|c| c.to_string()).collect();
+        fields.insert("checkpointing", checkpointing.join(", "));
         fields.insert("execution", "eager");
         fields.insert("optimizer", self.optimizer().name());
         fields.insert("steps", self.steps);
@@ -300,6 +324,7 @@ fn columns() -> Vec<Column> {
         Column::number("batch_size", "B", "", 0),
         Column::number("context_length", "T", "", 0),
         Column::text("attention", "Attention"),
+        Column::text("checkpointing", "Checkpointing"),
         Column::text("precision", "Precision"),
         Column::number("warmup_steps", "Warm-up", "", 0),
         Column::text("mode", "Mode"),
@@ -336,10 +361,11 @@ fn ratio(name: &str, run: &EndToEnd, rows: &[Fields]) -> Option<String> {
         None => String::new(),
     };
     Some(format!(
-        "{name} B{} T{}, {}, {}, {}, warm-up {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
+        "{name} B{} T{}, {}, checkpointing {}, {}, {}, warm-up {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
         run.batch_size,
         run.sequence_length,
         run.config.attention,
+        run.config.checkpointing,
         run.precision,
         serde_json::to_value(run.mode).unwrap_or_default(),
         run.warmup_steps,

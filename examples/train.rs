@@ -161,6 +161,7 @@ impl Flags {
             ),
         );
         fields.insert("attention", model.attention.name());
+        fields.insert("checkpointing", model.checkpointing.to_string());
         fields.insert("precision", config.precision.name());
         fields.insert(
             "step",
@@ -341,6 +342,7 @@ fn check_memory(
         mode: Mode::TrainStep,
         attention: model.attention,
         precision: config.precision,
+        checkpointing: model.checkpointing,
     };
     let wanted_bytes = memory::estimate(model, &workload)?.peak_bytes;
     match tallow::device::available_bytes() {

@@ -22,13 +22,18 @@ thread_local! {
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn no_grad<R>(f: impl FnOnce() -> R) -> R {
+    with_grad(false, f)
+}
+
+/// Runs `f` with a graph or without, whatever held before, which holds again afterwards.
+pub(crate) fn with_grad<R>(enabled: bool, f: impl FnOnce() -> R) -> R {
     struct Restore(bool);
     impl Drop for Restore {
         fn drop(&mut self) {
             ENABLED.set(self.0);
         }
     }
-    let _restore = Restore(ENABLED.replace(false));
+    let _restore = Restore(ENABLED.replace(enabled));
     f()
 }
 

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use tallow::attention::Algorithm;
 use tallow::data::Tokens;
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
-use tallow::nn;
+use tallow::nn::{self, Checkpointing};
 use tallow::optim::{AdamWConfig, Schedule};
 use tallow::precision::Precision;
 use tallow::train::TrainConfig;
@@ -64,6 +64,11 @@ pub struct ModelFlags {
     /// What computes attention, naive or flash
     #[arg(long, default_value_t = Algorithm::Naive)]
     pub attention: Algorithm,
+
+    /// What the blocks leave for backward, which runs the rest again (nothing to do with files; the weights come out the
+    /// same): none, release, block, every-N or sqrt
+    #[arg(long, default_value_t = Checkpointing::None, value_name = "STRATEGY")]
+    pub activation_checkpointing: Checkpointing,
 
     /// Tokens that the model sees at once, and in a window of the data
     #[arg(long, default_value_t = 64)]
@@ -234,6 +239,7 @@ impl ModelFlags {
             num_layers: self.num_layers.unwrap_or(base.num_layers),
             num_heads: self.num_heads.unwrap_or(base.num_heads),
             attention: self.attention,
+            checkpointing: self.activation_checkpointing,
             ..base
         };
         config.validate()?;

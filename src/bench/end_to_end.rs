@@ -14,7 +14,7 @@ use rand_chacha::ChaCha8Rng;
 /// One measurement of a model: which, on what batch, how much of a step, how often.
 #[derive(Clone, Debug)]
 pub struct EndToEnd {
-    /// The model, and its attention. Its `context_length` is what may be run, not what is.
+    /// The model, its attention and its checkpointing. Its `context_length` is what may be run, not what is.
     pub config: TransformerConfig,
     /// B.
     pub batch_size: usize,
@@ -92,6 +92,7 @@ impl EndToEnd {
             mode: self.mode,
             attention: self.config.attention,
             precision: self.precision,
+            checkpointing: self.config.checkpointing,
         };
         Ok(memory::estimate(&self.config, &workload)?.peak_bytes)
     }
@@ -242,6 +243,7 @@ impl EndToEnd {
         row.insert("context_length", self.sequence_length);
         row.insert("attention", self.config.attention.name());
         row.insert("precision", self.precision.name());
+        row.insert("checkpointing", self.config.checkpointing.to_string());
         row.insert("weight_cast_bytes", self.weight_cast_bytes());
         row.insert("warmup_steps", self.warmup_steps);
         row.insert("mode", serde_json::to_value(self.mode).unwrap_or_default());

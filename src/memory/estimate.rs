@@ -5,6 +5,7 @@ use super::{Account, Holds};
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
+use crate::nn::Checkpointing;
 use crate::precision::Precision;
 use crate::report::Format;
 use serde::{Deserialize, Serialize};
@@ -40,6 +41,10 @@ pub struct Workload {
     /// What forward and loss compute in; f32 where a serialized workload says nothing.
     #[serde(default)]
     pub precision: Precision,
+    /// What the blocks leave for backward: here, not in the model's configuration. The whole graph where a serialized
+    /// workload says nothing.
+    #[serde(default)]
+    pub checkpointing: Checkpointing,
 }
 
 /// Bytes of an eager pass or step on the CPU, by what they hold: every buffer that the run will take, followed through

@@ -1,6 +1,7 @@
 //! The sizes of a transformer language model.
 
 use crate::attention::{Algorithm, flash};
+use crate::nn::Checkpointing;
 use crate::{Error, Result};
 use candle_core::Shape;
 use serde::{Deserialize, Serialize};
@@ -35,6 +36,10 @@ pub struct TransformerConfig {
     /// What computes attention; naive where a serialized configuration says nothing. The weights do not depend on it.
     #[serde(default)]
     pub attention: Algorithm,
+    /// What the blocks leave for backward; the whole graph where a serialized configuration says nothing. No result depends
+    /// on it.
+    #[serde(default)]
+    pub checkpointing: Checkpointing,
 }
 
 impl Default for TransformerConfig {
@@ -61,6 +66,7 @@ impl TransformerConfig {
             rope_theta: 10_000.0,
             rms_norm_eps: 1e-5,
             attention: Algorithm::Naive,
+            checkpointing: Checkpointing::None,
         }
     }
 

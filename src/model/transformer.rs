@@ -2,12 +2,15 @@
 
 use super::TransformerConfig;
 use crate::files::{self, TensorFile};
-use crate::nn::{self, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join};
+use crate::nn::{
+    self, Checkpointing, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join,
+};
 use crate::probe::{self, in_module};
 use crate::{Error, Result, device, ops};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::collections::{HashMap, HashSet};
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 /// Tensors of a file that are not weights: an optimizer's state beside them, in a training checkpoint.
@@ -230,12 +233,36 @@ impl TransformerLM {
         }
         let embed = || self.token_embeddings.forward(tokens);
         let mut x = in_module("token_embeddings", embed)?; // (B, T, D)
-        for (i, layer) in self.layers.iter().enumerate() {
-            let _range = probe::module(|| format!("layers.{i}"));
-            x = layer.forward(&x)?; // (B, T, D)
+        let checkpointing = self.config.checkpointing;
+        let numbered: Vec<_> = self.layers.iter().enumerate().collect();
+        let again = checkpointing.recomputed_blocks(self.layers.len());
+        let (again, rest) = numbered.split_at(again);
+        let segment = checkpointing.segment_blocks(self.layers.len());
+        for blocks in again.chunks(segment.map_or(1, NonZeroUsize::get)) {
+            let blocks: Vec<_> = blocks
+                .iter()
+                .map(|(i, block)| (*i, (*block).clone()))
+                .collect(); // the same parameters
+            let forward = move |[x]: [&Tensor; 1]| {
+                let mut blocks = blocks.iter();
+                blocks.try_fold(x.clone(), |x, (i, block)| numbered_forward(*i, block, &x))
+            };
+            x = nn::checkpoint(forward, [&x])?; // (B, T, D)
+        }
+        for (i, block) in rest {
+            x = match checkpointing {
+                Checkpointing::None => numbered_forward(*i, block, &x)?,
+                _ => nn::release(|[x]| numbered_forward(*i, block, x), [&x])?,
+            }; // (B, T, D)
         }
         in_module("ln_final", || self.ln_final.forward(&x))
     }
+}
+
+/// A block's forward, in the range of its name.
+fn numbered_forward(i: usize, block: &TransformerBlock, x: &Tensor) -> Result<Tensor> {
+    let _range = probe::module(|| format!("layers.{i}"));
+    block.forward(x)
 }
 
 /// Refuses a model in f32 that the host's memory cannot hold: its weights, and the largest one once more in f64 while it

@@ -2,12 +2,15 @@
 //!
 //! What lives here: the parts of a transformer, each usable alone, built from any candle
 //! [`VarBuilder`] (a `VarMap`, a safetensors file, or [`seeded`], which starts training from a seed). What does not:
-//! the arithmetic itself ([`crate::ops`]) and the whole model ([`crate::model`]).
+//! the arithmetic itself ([`crate::ops`]) and the whole model ([`crate::model`]). And what backward finds of them:
+//! [`checkpoint`](checkpoint()) runs a function again instead of keeping its graph, [`release`] lets go of it in backward.
 //!
 //! A layer's parameters are candle [`Var`]s, which the caller can reach by name with [`Layer::parameters`].
 
 mod attention;
 mod block;
+mod checkpoint;
+mod checkpointing;
 mod embedding;
 mod init;
 mod linear;
@@ -17,6 +20,8 @@ mod swiglu;
 
 pub use attention::CausalSelfAttention;
 pub use block::TransformerBlock;
+pub use checkpoint::{checkpoint, release};
+pub use checkpointing::Checkpointing;
 pub use embedding::Embedding;
 pub use init::seeded;
 pub use linear::Linear;

@@ -47,6 +47,11 @@ pub fn with_kernel_policy<R>(policy: KernelPolicy, f: impl FnOnce() -> R) -> R {
     f()
 }
 
+/// The policy that holds on this thread.
+pub(crate) fn current_kernel_policy() -> KernelPolicy {
+    POLICY.get()
+}
+
 /// Every op, dtype and device that has run its reference for want of a kernel since the process began, sorted.
 pub fn fallbacks() -> Vec<Fallback> {
     let seen = FALLBACKS.lock().unwrap_or_else(|e| e.into_inner());

@@ -40,7 +40,7 @@ pub(crate) use cast::forget_weights;
 pub use cast::{cast, cast_for};
 pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};
-pub(crate) use dispatch::{Path, check_same, choose, choose_where};
+pub(crate) use dispatch::{Path, check_same, choose, choose_where, current_kernel_policy};
 pub use elementwise::{exp, log, pow, rsqrt};
 pub use embedding::embedding;
 pub use heads::{merge_heads, split_heads};

@@ -176,7 +176,7 @@ impl Trainer {
     ///
     /// `model`, `config` and the data must be those it was saved with, in what its steps depend on. (On
     /// [`TransformerConfig::attention`] they do, by rounding: another algorithm is another run, from the weights that
-    /// [`TransformerLM::load`] reads.) So `steps` and `evaluate_every` may differ: a finished run goes on if it is given more steps, at the learning rates that its
+    /// [`TransformerLM::load`] reads. On [`TransformerConfig::checkpointing`] they do not.) So `steps` and `evaluate_every` may differ: a finished run goes on if it is given more steps, at the learning rates that its
     /// schedule has beyond its end. And the data may lie elsewhere, as long as it is the same.
     ///
     /// # Errors
@@ -199,7 +199,7 @@ impl Trainer {
             saved,
             given,
         };
-        let difference = first_difference(&saved.model, model, &[])
+        let difference = first_difference(&saved.model, model, &["checkpointing"])
             .or_else(|| first_difference(&saved.train, &config, &FREE_SETTINGS));
         if let Some(Difference {
             field,

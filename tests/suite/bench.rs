@@ -159,6 +159,7 @@ fn precision_is_timed_and_named() {
             mode: run.mode,
             attention: run.config.attention,
             precision,
+            checkpointing: run.config.checkpointing,
         };
         let predicted = estimate(&run.config, &workload).unwrap().peak_bytes;
         for row in run.run(&Device::Cpu, |_, _| ()).unwrap() {

@@ -3,6 +3,7 @@
 mod accumulate;
 mod attention_benchmark;
 mod bench;
+mod checkpoint;
 mod child;
 mod data;
 mod flash;

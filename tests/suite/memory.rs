@@ -1,5 +1,6 @@
 //! The memory account: counted exactly, and predicted near what is counted.
 
+mod checkpointing;
 mod fit;
 mod precisions;
 

@@ -1,21 +1,28 @@
 //! Backward, as candle runs it.
 //!
-//! The graph stays whole until the end. Ops are taken in the reverse order of forward; each has its output's gradient,
+//! The graph stays whole until the end, but for segments with one of their own. Ops are taken in the reverse order of forward; each has its output's gradient,
 //! makes its inputs' gradients, and these are added, one after another, to what is there already: to zeros at first.
 
 use super::ledger::Key;
-use super::{Entry, Value, Walk};
+use super::{Entry, Node, Value, Walk};
 use crate::memory::Holds;
 use std::collections::HashMap;
 
 /// Gradients that are there, by their tensor.
-type Gradients = HashMap<usize, Key>;
+pub(super) type Gradients = HashMap<usize, Key>;
 
 impl Walk {
     pub(super) fn backward(&mut self) {
-        let mut gradients = Gradients::new();
-        for entry in std::mem::take(&mut self.tape).into_iter().rev() {
-            self.backward_of(&entry, &mut gradients);
+        let tape = std::mem::take(&mut self.tape);
+        self.backward_through(tape, &mut Gradients::new());
+    }
+
+    pub(super) fn backward_through(&mut self, tape: Vec<Node>, gradients: &mut Gradients) {
+        for node in tape.into_iter().rev() {
+            match node {
+                Node::Op(entry) => self.backward_of(&entry, gradients),
+                Node::Segment(segment) => self.backward_of_segment(segment, gradients),
+            }
         }
     }
 
@@ -47,7 +54,7 @@ impl Walk {
     }
 
     /// The sum of a new gradient and what was there takes the place of that.
-    fn add_to(&mut self, input: &Value, gradients: &mut Gradients) {
+    pub(super) fn add_to(&mut self, input: &Value, gradients: &mut Gradients) {
         let (size, width) = (input.size, input.width);
         let before = gradients.remove(&input.id).unwrap_or_else(|| {
             let what = "zeros that a gradient is added to";

@@ -6,23 +6,28 @@ use crate::attention::Algorithm;
 use crate::kernels::cpu::parallel::BLOCK_ROWS;
 use crate::memory::attention::{flash_scratch, naive_scratch};
 use crate::memory::{Holds, Mode};
+use crate::nn::Checkpointing;
 
 /// The weights, as tables name them.
 const PROJECTIONS: &str = "q_proj, k_proj, v_proj, output_proj";
 const FEED_FORWARD: &str = "w1, w2, w3";
 
+/// So many that are alike: the first, those between, which are walked as one, and the last.
+pub(super) fn alike(number: usize) -> impl Iterator<Item = f64> {
+    let between = number.saturating_sub(2) as f64;
+    let last = usize::from(number > 1) as f64;
+    let counts = [number.min(1) as f64, between, last];
+    counts.into_iter().filter(|count| *count > 0.0)
+}
+
 impl Walk {
     pub(super) fn forward(&mut self, layers: usize) {
-        let mut x = self.embedding();
-        let blocks = match layers {
-            1 => vec![1.0],
-            _ => vec![1.0, layers as f64 - 2.0, 1.0],
+        let x = self.embedding();
+        let x = match self.workload.checkpointing {
+            Checkpointing::None => self.blocks(x, layers),
+            _ if !self.keeps_graph() => self.blocks(x, layers),
+            strategy => self.segments(x, strategy, layers),
         };
-        for count in blocks.into_iter().filter(|count| *count > 0.0) {
-            self.count = count;
-            x = self.block(x);
-        }
-        self.count = 1.0;
         let normed = self.rms_norm("ln_final", x);
         self.drop(x);
         match self.workload.mode {
@@ -33,7 +38,17 @@ impl Walk {
         self.end_region();
     }
 
-    fn block(&mut self, x: Value) -> Value {
+    /// Blocks in one graph.
+    pub(super) fn blocks(&mut self, mut x: Value, layers: usize) -> Value {
+        for count in alike(layers) {
+            self.count = count;
+            x = self.block(x);
+        }
+        self.count = 1.0;
+        x
+    }
+
+    pub(super) fn block(&mut self, x: Value) -> Value {
         let normed = self.rms_norm("ln1", x);
         let attended = self.attention(normed);
         let middle = self.add(x, attended);

@@ -2,6 +2,7 @@
 
 use super::sizes::Size;
 use crate::memory::Holds;
+use std::ops::Range;
 
 /// `count` buffers of one size.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +47,23 @@ impl Ledger {
         if let Some(buffer) = self.buffers[key.0].take() {
             self.alive_bytes -= buffer.bytes();
         }
+    }
+
+    /// The place of the next buffer: what is taken from now on is after it.
+    pub fn mark(&self) -> usize {
+        self.buffers.len()
+    }
+
+    /// Gives back what was taken in a range of places, but for `kept`.
+    pub fn give_back_all(&mut self, places: Range<usize>, kept: &[Key]) {
+        for key in places.map(Key).filter(|key| !kept.contains(key)) {
+            self.give_back(key);
+        }
+    }
+
+    /// A buffer that is alive.
+    pub fn get(&self, key: Key) -> Option<Buffer> {
+        self.buffers[key.0]
     }
 
     pub fn alive_bytes(&self) -> f64 {

@@ -2,15 +2,17 @@
 //! run takes it and gives it back, and what was alive at the worst moment is the account.
 //!
 //! What lives here: forward as the layers write it (`forward`), what an op takes and keeps (`record`), backward as
-//! candle runs it (`backward`), the bytes (`ledger`). What does not: what is made of it ([`estimate`](super::estimate())).
+//! candle runs it (`backward`), segments with a graph of their own (`segments`), the bytes (`ledger`). What does not: what is made of it ([`estimate`](super::estimate())).
 //!
 //! All blocks are alike, so three are walked: the first, one for all between, whose lasting buffers count for each, and
-//! the last. No moment of the blocks between is worse than the same one of the block that comes after them.
+//! the last. No moment of the blocks between is worse than the same one of the block that comes after them; where each gives
+//! back what it took (`segments`), none is worse than the same one of the first block or of the last.
 
 mod backward;
 mod forward;
 mod ledger;
 mod record;
+mod segments;
 mod sizes;
 
 pub(super) use ledger::Buffer;
@@ -19,6 +21,7 @@ use super::{Holds, Mode, Workload};
 use crate::model::TransformerConfig;
 use ledger::{Key, Ledger};
 use record::Beside;
+use segments::Segment;
 use sizes::{Size, Sizes};
 
 /// What came of it.
@@ -62,17 +65,25 @@ struct Entry {
     count: f64,
 }
 
+/// What backward meets.
+enum Node {
+    Op(Entry),
+    Segment(Segment),
+}
+
 /// The walk.
 struct Walk {
     sizes: Sizes,
     workload: Workload,
     ledger: Ledger,
-    tape: Vec<Entry>,
+    tape: Vec<Node>,
     /// What the next op takes beside its output.
     beside: Beside,
     next_id: usize,
     /// Copies of weights that the region keeps.
     casts: Vec<Key>,
+    /// Whether the graph goes before the region does.
+    short_lived: bool,
     /// How many blocks the present one stands for.
     count: f64,
 }
@@ -87,6 +98,7 @@ pub(super) fn walk(config: &TransformerConfig, workload: &Workload) -> Outcome {
         beside: Beside::default(),
         next_id: 0,
         casts: Vec::new(),
+        short_lived: false,
         count: 1.0,
         sizes,
     };

@@ -1,7 +1,7 @@
 //! What an op takes in forward, what stays of it, and what backward will find on the tape.
 
 use super::ledger::Key;
-use super::{Entry, Scratch, Size, Value, Walk};
+use super::{Entry, Node, Scratch, Size, Value, Walk};
 use crate::memory::{Holds, Mode};
 
 /// What the next op takes beside its output.
@@ -17,7 +17,7 @@ pub(super) struct Beside {
 
 impl Walk {
     /// Whether forward builds a graph, which keeps every op's inputs and output, and what ops keep themselves.
-    fn keeps_graph(&self) -> bool {
+    pub(super) fn keeps_graph(&self) -> bool {
         self.workload.mode != Mode::Forward
     }
 
@@ -52,7 +52,7 @@ impl Walk {
     /// The sum of two, whose backward hands on the gradient that it gets.
     pub(super) fn sum(&mut self, what: &'static str, inputs: &[Value; 2]) -> Value {
         let sum = self.op(what, inputs[0].size, inputs);
-        if let Some(entry) = self.tape.last_mut() {
+        if let Some(Node::Op(entry)) = self.tape.last_mut() {
             entry.is_sum = true; // without a graph the tape is empty
         }
         sum
@@ -72,19 +72,25 @@ impl Walk {
         let output = self.value(what, size, width, Some(key));
         self.with_scratch(now, |_| ());
         match graph {
-            true => self.tape.push(Entry {
+            true => self.tape.push(Node::Op(Entry {
                 output: output.id,
                 inputs: inputs.to_vec(),
                 scratch: later,
                 is_sum: false,
                 count: self.count,
-            }),
+            })),
             false => kept.into_iter().for_each(|key| self.ledger.give_back(key)),
         }
         output
     }
 
-    fn value(&mut self, what: &'static str, size: Size, width: usize, key: Option<Key>) -> Value {
+    pub(super) fn value(
+        &mut self,
+        what: &'static str,
+        size: Size,
+        width: usize,
+        key: Option<Key>,
+    ) -> Value {
         self.next_id += 1;
         Value {
             id: self.next_id,
@@ -129,7 +135,7 @@ impl Walk {
         }
         let drops = self.drops_casts();
         let key = self.take_counted(!drops, Holds::WeightCasts, what, size, width);
-        if !drops && !self.keeps_graph() {
+        if !drops && (self.short_lived || !self.keeps_graph()) {
             self.casts.push(key);
         }
         let key = drops.then_some(key);

@@ -95,6 +95,7 @@ fn half_precision_saves_from_one_length_on(
             attention,
             mode,
             precision,
+            ..Default::default()
         };
         let saves = |length| {
             peak(&config, &at(length, precision)) < peak(&config, &at(length, Precision::F32))

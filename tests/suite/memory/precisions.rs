@@ -10,7 +10,7 @@ use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::{Precision, Regime};
 use tallow::{Result, nn, no_grad};
 
-fn every_precision() -> Vec<Precision> {
+pub(super) fn every_precision() -> Vec<Precision> {
     let mut all = vec![Precision::F32];
     for half in [Precision::BF16, Precision::F16] {
         for regime in [Regime::CudaAutocast, Regime::CpuAutocast] {
@@ -23,9 +23,9 @@ fn every_precision() -> Vec<Precision> {
 }
 
 /// Bytes beyond what was there before.
-struct Measured {
-    after_forward_bytes: f64,
-    peak_bytes: f64,
+pub(super) struct Measured {
+    pub(super) after_forward_bytes: f64,
+    pub(super) peak_bytes: f64,
 }
 
 fn current_bytes() -> f64 {
@@ -33,7 +33,7 @@ fn current_bytes() -> f64 {
 }
 
 /// One step of a new model.
-fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
+pub(super) fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
     let before = current_bytes();
     let precision = workload.precision;
     let vb = nn::seeded(0, precision.parameter_dtype(), &Device::Cpu);
@@ -98,6 +98,7 @@ fn child_measures_precisions() {
             mode,
             attention,
             precision,
+            ..Default::default()
         };
         for attention in Algorithm::ALL {
             let config = TransformerConfig {
@@ -119,7 +120,7 @@ fn child_measures_precisions() {
 }
 
 /// Where prediction and measurement disagree, in words.
-fn wrong_of(
+pub(super) fn wrong_of(
     config: &TransformerConfig,
     workload: &Workload,
     measured: &Measured,
@@ -168,6 +169,7 @@ fn half_precision_follows_the_formulas() {
                 mode: Mode::TrainStep,
                 attention,
                 precision,
+                ..Default::default()
             };
             estimate(&config, &workload).unwrap()
         };

@@ -36,6 +36,7 @@ fn presets_are_the_published_ones() {
             rope_theta: 10_000.0,
             rms_norm_eps: 1e-5,
             attention: Algorithm::Naive,
+            checkpointing: Default::default(),
         };
         assert_eq!(config, wanted, "{name}");
         config.validate().unwrap();

@@ -1,0 +1,122 @@
+//! Functions whose graph does not live as long as the rest of it.
+//!
+//! What lives here: [`checkpoint`], which runs a function again in backward instead of keeping its graph, and
+//! [`release`], which keeps the graph but lets go of it as soon as backward is through it. What does not: which parts of a
+//! model are treated so ([`Checkpointing`](super::Checkpointing)), and runs saved to files
+//! ([`train::Checkpoint`](crate::train::Checkpoint)).
+//!
+//! candle knows neither. Its graph holds every tensor until all of backward is done, and what an op keeps is its own
+//! affair, so here a whole function becomes one op, which keeps an inner graph or the means to make it again. What the
+//! function depends on is found in that graph: its inputs, and the variables that it reads.
+
+mod conditions;
+mod ops;
+mod run;
+mod segment;
+
+use crate::grad::is_grad_enabled;
+use crate::{Error, Result};
+use candle_core::Tensor;
+use conditions::Conditions;
+use run::{Input, Run};
+use segment::{Again, Graph, Segment};
+
+/// `f(inputs)`, of which nothing is kept for backward but the inputs: backward runs `f` again, and then back through it
+/// (activation checkpointing, as PyTorch's `torch.utils.checkpoint`).
+///
+/// `f` may be any composition of this crate's ops and candle's own. The variables that it reads need not be named: they
+/// are found in its graph, and each gets its gradient. Tensors with a graph of their own should come as `inputs`; one that
+/// `f` captures is differentiated too, but back through all of its past. Calls nest.
+///
+/// Gradients have the bits that they would have without, where an input or a variable is used by `f` alone; where others
+/// use it too, the sum of its gradients may be taken in another order. For that `f` runs again under what held in forward,
+/// wherever backward is called: the autocast policy, the kernel policy. It must compute the same again; values that have
+/// changed in between, a weight's say, give gradients at the new ones. Backward may be called again.
+///
+/// Under [`no_grad`](crate::no_grad()) it is `f`.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use tallow::{nn, ops};
+///
+/// let x = Var::ones((2, 3), DType::F32, &Device::Cpu)?;
+/// let w = Var::ones((5, 3), DType::F32, &Device::Cpu)?;
+/// let weight = w.clone(); // the same variable
+/// let y = nn::checkpoint(move |[x]| ops::relu(&ops::linear(x, &weight)?), [&x])?;
+/// let gradients = y.sum_all()?.backward()?;
+/// assert_eq!(gradients.get(&x).unwrap().to_vec2::<f32>()?, [[5.0; 3]; 2]);
+/// assert_eq!(gradients.get(&w).unwrap().to_vec2::<f32>()?, [[2.0; 3]; 5]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of `f`. Backward's: those of `f` run again, and [`Error::Order`] if it then reads other variables or makes another
+/// shape or dtype.
+pub fn checkpoint<const N: usize>(
+    f: impl Fn([&Tensor; N]) -> Result<Tensor> + Send + Sync + 'static,
+    inputs: [&Tensor; N],
+) -> Result<Tensor> {
+    if !is_grad_enabled() {
+        return f(inputs);
+    }
+    let f = move |inputs: &[Tensor]| f(std::array::from_fn(|i| &inputs[i]));
+    let conditions = Conditions::here();
+    let kept = inputs.map(Input::new);
+    let run = Run::new(&f, kept.iter().cloned())?;
+    let sources = run.sources();
+    let output = run.into_output(); // and its graph is gone
+    let again = Again {
+        f: Box::new(f),
+        inputs: kept.into(),
+        conditions,
+    };
+    Segment::apply(Graph::Again(again), output, sources, &inputs)
+}
+
+/// `f(inputs)`, whose graph goes when backward has come through it, and with it its activations: several of these one
+/// after another are let go one by one, where candle alone lets go of everything at the end.
+///
+/// Nothing is computed twice, and gradients have the bits that they would have without, as
+/// [`checkpoint`]'s. Beside its graph a call keeps a copy of its output, and of inputs that have a graph. A second
+/// backward through it is an error, as PyTorch's is without `retain_graph`.
+///
+/// Under [`no_grad`](crate::no_grad()) it is `f`.
+///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use tallow::{nn, ops};
+///
+/// let x = Var::ones((2, 3), DType::F32, &Device::Cpu)?;
+/// let w = Var::ones((3, 3), DType::F32, &Device::Cpu)?;
+/// let y = nn::release(|[x]| ops::linear(x, &w), [&x])?;
+/// let y = nn::release(|[y]| ops::swiglu(y, y), [&y])?;
+/// let loss = y.sum_all()?;
+/// assert!(loss.backward()?.get(&w).is_some());
+/// assert!(loss.backward().unwrap_err().to_string().contains("a second time"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of `f`. A second backward's: [`Error::Order`].
+pub fn release<const N: usize>(
+    f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
+    inputs: [&Tensor; N],
+) -> Result<Tensor> {
+    if !is_grad_enabled() {
+        return f(inputs);
+    }
+    let f = |inputs: &[Tensor]| f(std::array::from_fn(|i| &inputs[i]));
+    let run = Run::new(f, inputs.iter().map(|input| Input::new(input)))?;
+    let sources = run.sources();
+    let output = run.output();
+    Segment::apply(Graph::kept(run), output, sources, &inputs)
+}
+
+/// The error of a backward that cannot be.
+fn refuse(op: &'static str, problem: impl Into<String>, hint: &str) -> Error {
+    Error::Order {
+        op,
+        problem: problem.into(),
+        hint: hint.into(),
+    }
+}

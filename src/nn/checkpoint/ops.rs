@@ -1,0 +1,135 @@
+//! The ops that tie a function's gradients to candle's graph.
+//!
+//! An op of candle's has at most three arguments, and a function depends on any number of tensors. So they are threaded
+//! onto a token, a scalar without meaning: each [`Attach`] takes the token so far and one more tensor and gives the next
+//! token; the last one is the segment's only argument. In backward the segment comes first, finds all gradients at once,
+//! and leaves them where the attachments, whose turn is next, pick them up.
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Layout, MetalStorage, Result, Shape,
+    Tensor, bail,
+};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
+
+/// A gradient on its way from the segment to an attachment.
+///
+/// Backward may run through one graph on several threads, and on one thread inside of itself: through a captured tensor,
+/// say, whose attachment is then met before an earlier gradient was picked up. What is inside is done first, so the last
+/// one in is the first one out.
+#[derive(Default)]
+pub(super) struct Slot(Mutex<HashMap<ThreadId, Vec<Option<Tensor>>>>);
+
+impl Slot {
+    pub fn put(&self, gradient: Option<Tensor>) {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mine = waiting.entry(thread::current().id()).or_default();
+        mine.push(gradient);
+    }
+
+    /// `None` if nothing was put there.
+    fn take(&self) -> Option<Option<Tensor>> {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let id = thread::current().id();
+        let mine = waiting.get_mut(&id)?;
+        let gradient = mine.pop();
+        if mine.is_empty() {
+            waiting.remove(&id);
+        }
+        gradient
+    }
+}
+
+/// The token to start from.
+pub(super) fn token(like: &Tensor) -> Result<Tensor> {
+    Tensor::zeros((), DType::F32, like.device())
+}
+
+/// (token, tensor) to token; backward hands on the tensor's gradient.
+pub(super) struct Attach(pub Arc<Slot>);
+
+impl CustomOp2 for Attach {
+    fn name(&self) -> &'static str {
+        "attach"
+    }
+
+    fn cpu_fwd(
+        &self,
+        token: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        zero(token)
+    }
+
+    fn cuda_fwd(
+        &self,
+        token: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        zero(token)
+    }
+
+    fn metal_fwd(
+        &self,
+        token: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        zero(token)
+    }
+
+    fn bwd(
+        &self,
+        token: &Tensor,
+        _tensor: &Tensor,
+        _res: &Tensor,
+        d_token: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let Some(gradient) = self.0.take() else {
+            bail!("a gradient was asked for before there was one");
+        };
+        Ok((token.track_op().then(|| d_token.clone()), gradient))
+    }
+}
+
+/// To a scalar whose backward makes this gradient: where backward begins inside.
+pub(super) struct Seed(pub Tensor);
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        zero(x)
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        zero(x)
+    }
+
+    fn metal_fwd(&self, x: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+        zero(x)
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+/// A scalar of the dtype and device of another tensor.
+fn zero<S: BackendStorage>(like: &S) -> Result<(S, Shape)>
+where
+    S::Device: BackendDevice<Storage = S>,
+{
+    let scalar = Shape::from(());
+    let storage = like.device().zeros_impl(&scalar, like.dtype())?;
+    Ok((storage, scalar))
+}

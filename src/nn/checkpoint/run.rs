@@ -1,0 +1,126 @@
+//! A function run with a graph of its own.
+
+use super::ops::Seed;
+use super::refuse;
+use crate::Result;
+use candle_core::{Tensor, Var};
+
+/// A tensor without its graph.
+#[derive(Clone)]
+pub(super) struct Input {
+    tensor: Tensor,
+    /// Whether it had one.
+    tracked: bool,
+}
+
+impl Input {
+    pub fn new(tensor: &Tensor) -> Self {
+        Self {
+            tensor: tensor.detach(), // of a variable too, whose gradients inside and outside are two things
+            tracked: tensor.track_op() && tensor.dtype().is_float(),
+        }
+    }
+}
+
+/// An output, and a graph that ends at the function's inputs.
+pub(super) struct Run {
+    /// Variables in place of inputs that have a graph, copies of them; others as they came.
+    inputs: Vec<Tensor>,
+    output: Tensor,
+}
+
+/// What an output depends on.
+#[derive(Clone, Debug)]
+pub(super) enum Source {
+    /// One of the inputs.
+    Input(usize),
+    /// A variable that the function reads, or that a tensor depends on that it captured.
+    Variable(Tensor),
+}
+
+impl Run {
+    /// Runs `f`.
+    pub fn new(
+        f: impl FnOnce(&[Tensor]) -> Result<Tensor>,
+        inputs: impl Iterator<Item = Input>,
+    ) -> Result<Self> {
+        let leaf = |input: Input| match input.tracked {
+            true => Ok(Var::from_tensor(&input.tensor)?.into_inner()),
+            false => Ok(input.tensor),
+        };
+        let inputs: Vec<Tensor> = inputs.map(leaf).collect::<Result<_>>()?;
+        let output = f(&inputs)?;
+        Ok(Self { inputs, output })
+    }
+
+    /// What the output depends on, inputs first, the rest in the graph's order, which is the same for the same function.
+    pub fn sources(&self) -> Vec<Source> {
+        let nodes = self.output.sorted_nodes();
+        let leaves: Vec<&Tensor> = nodes.into_iter().filter(|n| n.is_variable()).collect();
+        let is_leaf = |x: &Tensor| leaves.iter().any(|leaf| leaf.id() == x.id());
+        let is_input = |x: &Tensor| self.inputs.iter().any(|input| input.id() == x.id());
+        let inputs = self.inputs.iter().enumerate();
+        let inputs = inputs.filter(|(_, input)| is_leaf(input));
+        let variables = leaves.iter().filter(|leaf| !is_input(leaf));
+        inputs
+            .map(|(i, _)| Source::Input(i))
+            .chain(variables.map(|leaf| Source::Variable((*leaf).clone())))
+            .collect()
+    }
+
+    /// The output without its graph.
+    pub fn output(&self) -> Tensor {
+        self.output.detach()
+    }
+
+    /// The output; its graph goes.
+    pub fn into_output(self) -> Tensor {
+        self.output()
+    }
+
+    /// Whether it is another run of the same.
+    pub fn is_like<'a>(
+        &self,
+        output: &Tensor,
+        sources: impl ExactSizeIterator<Item = &'a Source>,
+    ) -> bool {
+        let found = self.sources();
+        let same = |(a, b): (&Source, &Source)| match (a, b) {
+            (Source::Input(a), Source::Input(b)) => a == b,
+            (Source::Variable(a), Source::Variable(b)) => a.id() == b.id(),
+            _ => false,
+        };
+        (self.output.shape(), self.output.dtype()) == (output.shape(), output.dtype())
+            && found.len() == sources.len()
+            && found.iter().zip(sources).all(same)
+    }
+
+    /// Backward from the output's gradient: those of `sources`, as far as there are any. The graph goes.
+    pub fn backward<'a>(
+        self,
+        op: &'static str,
+        d_output: &Tensor,
+        sources: impl Iterator<Item = &'a Source>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let seeded = self.output.apply_op1(Seed(d_output.clone()))?;
+        let mut gradients = seeded.backward()?;
+        let gradients = sources.map(|source| {
+            let gradient = match source {
+                Source::Input(i) => gradients.remove(&self.inputs[*i]),
+                Source::Variable(variable) => gradients.remove(variable),
+            };
+            match (gradient, source) {
+                // candle's gradients may have a graph, and keep all of it.
+                (Some(gradient), _) => Ok(Some(gradient.detach())),
+                // Without a gradient backward would panic where the input came from.
+                (None, Source::Input(i)) => Err(refuse(
+                    op,
+                    format!("no gradient reaches input {i}, on which the output depends"),
+                    "is every op between them differentiable? detach it if it needs none",
+                )),
+                (None, Source::Variable(_)) => Ok(None),
+            }
+        });
+        gradients.collect()
+    }
+}

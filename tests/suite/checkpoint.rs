@@ -1,0 +1,35 @@
+//! Activation checkpointing: gradients to the bit, what each function may do, what is refused.
+
+mod functions;
+mod model;
+mod names;
+mod refusals;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+
+const CPU: Device = Device::Cpu;
+
+/// Numbers between -1 and 1 that differ with `salt`.
+fn numbers(shape: &[usize], salt: usize) -> Tensor {
+    let n: usize = shape.iter().product();
+    let values = (0..n).map(|i| ((i * 31 + salt * 17 + 1) as f32 * 0.618_034).fract() * 2.0 - 1.0);
+    Tensor::from_vec(values.collect::<Vec<_>>(), shape, &CPU).unwrap()
+}
+
+fn var(shape: &[usize], salt: usize) -> Var {
+    Var::from_tensor(&numbers(shape, salt)).unwrap()
+}
+
+/// The elements' bits: f64 holds every smaller float.
+fn bits(x: &Tensor) -> Vec<u64> {
+    let flat = x.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
+    let elements: Vec<f64> = flat.to_vec1().unwrap();
+    elements.into_iter().map(f64::to_bits).collect()
+}
+
+/// The bits of the gradients of all of `vars`, which must be there.
+fn gradient_bits(gradients: &GradStore, vars: &[&Var]) -> Vec<Vec<u64>> {
+    let of = |var: &&Var| bits(gradients.get(var).expect("a gradient"));
+    vars.iter().map(of).collect()
+}

@@ -1,0 +1,204 @@
+//! The whole model, by every strategy.
+
+use super::{CPU, bits};
+use candle_core::{DType, Tensor};
+use rstest::rstest;
+use tallow::attention::Algorithm;
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::{self, Checkpointing};
+use tallow::ops::{KernelPolicy, with_kernel_policy};
+use tallow::precision::{Precision, Regime};
+
+const STRATEGIES: [&str; 7] = [
+    "release",
+    "block",
+    "every-2",
+    "every-3",
+    "every-4",
+    "every-100",
+    "sqrt",
+];
+
+fn config(layers: usize, attention: Algorithm) -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: 29,
+        context_length: 33,
+        d_model: 18,
+        num_layers: layers,
+        num_heads: 3,
+        d_ff: 25,
+        attention,
+        ..Default::default()
+    }
+}
+
+/// The same weights each time.
+fn model(config: &TransformerConfig, strategy: &str, precision: Precision) -> TransformerLM {
+    let config = TransformerConfig {
+        checkpointing: strategy.parse().unwrap(),
+        ..config.clone()
+    };
+    let weights = nn::seeded(3, precision.parameter_dtype(), &CPU);
+    TransformerLM::from_var_builder(&config, weights).unwrap()
+}
+
+fn batch() -> [Tensor; 2] {
+    let ids = |salt: u32| {
+        (0..66)
+            .map(move |i| (i * i + 7 * salt) % 29)
+            .collect::<Vec<u32>>()
+    };
+    [1, 2].map(|salt| Tensor::from_vec(ids(salt), (2, 33), &CPU).unwrap())
+}
+
+/// The loss's bits, and those of every parameter's gradient.
+fn step(model: &TransformerLM, precision: Precision) -> (Vec<u64>, Vec<(String, Vec<u64>)>) {
+    let [tokens, targets] = batch();
+    let loss = precision.run(|| model.loss(&tokens, &targets)).unwrap();
+    let gradients = loss.backward().unwrap();
+    let gradients = model.parameters().into_iter().map(|(name, var)| {
+        let gradient = gradients.get(&var);
+        let gradient = gradient.unwrap_or_else(|| panic!("{name} has no gradient"));
+        let all = bits(gradient);
+        assert!(
+            all.iter().any(|bits| f64::from_bits(*bits) != 0.0),
+            "{name}"
+        );
+        (name, all)
+    });
+    (bits(&loss), gradients.collect())
+}
+
+#[rstest]
+fn gradients_have_the_same_bits(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(1, 2, 5, 7)] layers: usize,
+    #[values(
+        Precision::F32,
+        Precision::BF16,
+        Precision::BF16.with_dropped_casts(true),
+        Precision::F16.with_regime(Regime::CpuAutocast),
+        Precision::F16.with_regime(Regime::Full),
+        Precision::BF16.with_regime(Regime::Full)
+    )]
+    precision: Precision,
+) {
+    let config = config(layers, attention);
+    let plain = step(&model(&config, "none", precision), precision);
+    for strategy in STRATEGIES {
+        let found = step(&model(&config, strategy, precision), precision);
+        assert!(found == plain, "{strategy}, {layers} layers, {precision}");
+    }
+}
+
+/// The reference ops too, though nothing asks for them when backward runs.
+#[test]
+fn the_kernel_policy_holds_again() {
+    let config = config(3, Algorithm::Naive);
+    let (precision, reference) = (Precision::F32, KernelPolicy::Reference);
+    let loss = |strategy| {
+        let model = model(&config, strategy, precision);
+        let [tokens, targets] = batch();
+        let loss = with_kernel_policy(reference, || model.loss(&tokens, &targets));
+        let gradients = loss.unwrap().backward().unwrap();
+        let parameters = model.parameters().into_iter();
+        let gradients = parameters.map(|(_, var)| bits(gradients.get(&var).unwrap()));
+        gradients.collect::<Vec<_>>()
+    };
+    let plain = loss("none");
+    let kernels = step(&model(&config, "none", precision), precision).1;
+    assert!(kernels.into_iter().map(|(_, bits)| bits).ne(plain.clone()));
+    for strategy in STRATEGIES {
+        assert!(loss(strategy) == plain, "{strategy}");
+    }
+}
+
+#[test]
+fn without_a_graph_nothing_changes() {
+    let config = config(5, Algorithm::Flash);
+    let logits = |strategy| {
+        let model = model(&config, strategy, Precision::BF16);
+        let forward = || Precision::BF16.run(|| model.forward(&batch()[0]));
+        let (recorded, quiet) = (forward().unwrap(), tallow::no_grad(forward).unwrap());
+        assert!(recorded.track_op() && !quiet.track_op());
+        assert_eq!(bits(&recorded), bits(&quiet));
+        bits(&quiet)
+    };
+    let plain = logits("none");
+    for strategy in STRATEGIES {
+        assert_eq!(logits(strategy), plain, "{strategy}");
+    }
+}
+
+/// In other threads, several at once, on one model.
+#[test]
+fn threads_do_not_meet() {
+    let config = config(5, Algorithm::Naive);
+    let plain = step(&model(&config, "none", Precision::BF16), Precision::BF16);
+    for strategy in ["release", "sqrt"] {
+        let model = model(&config, strategy, Precision::BF16);
+        std::thread::scope(|scope| {
+            let steps: Vec<_> = (0..4)
+                .map(|_| scope.spawn(|| step(&model, Precision::BF16)))
+                .collect();
+            for found in steps {
+                assert!(found.join().unwrap() == plain, "{strategy}");
+            }
+        });
+    }
+}
+
+/// One graph, run back through by several threads at once.
+#[test]
+fn threads_share_a_graph() {
+    let config = config(5, Algorithm::Naive);
+    let plain = step(&model(&config, "none", Precision::F32), Precision::F32);
+    let model = model(&config, "every-2", Precision::F32);
+    let blocks = Checkpointing::recomputed_blocks(model.config().checkpointing, 5);
+    assert_eq!(blocks, 4);
+    // The last segment is released, once and for all: of a model whose last segment is empty there is none. So here the
+    // blocks alone.
+    let [tokens, targets] = batch();
+    let checkpointed = {
+        let model = model.clone();
+        move |[x]: [&Tensor; 1]| model.loss(x, &targets)
+    };
+    let loss = nn::checkpoint(checkpointed, [&tokens]).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..3 {
+                    let gradients = loss.backward().unwrap();
+                    for ((name, var), (_, wanted)) in model.parameters().iter().zip(&plain.1) {
+                        assert!(bits(gradients.get(var).unwrap()) == *wanted, "{name}");
+                    }
+                }
+            });
+        }
+    });
+}
+
+/// A configuration that was written before there was a choice.
+#[test]
+fn configurations_without_it_keep_the_graph() {
+    let mut json = serde_json::to_value(TransformerConfig::small()).unwrap();
+    assert_eq!(json["checkpointing"], "none");
+    json.as_object_mut().unwrap().remove("checkpointing");
+    let config: TransformerConfig = serde_json::from_value(json).unwrap();
+    assert_eq!(config.checkpointing, Checkpointing::None);
+}
+
+#[test]
+fn f64_models_too() {
+    let config = config(3, Algorithm::Flash);
+    let of = |strategy: &str| {
+        let config = TransformerConfig {
+            checkpointing: strategy.parse().unwrap(),
+            ..config.clone()
+        };
+        let weights = nn::seeded(3, DType::F64, &CPU);
+        let model = TransformerLM::from_var_builder(&config, weights).unwrap();
+        step(&model, Precision::F32)
+    };
+    assert!(of("block") == of("none"));
+}

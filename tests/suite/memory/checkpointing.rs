@@ -1,0 +1,206 @@
+//! What checkpointing leaves: predicted, measured, and recommended.
+
+use super::precisions::{measure, wrong_of};
+use super::{MODES, config};
+use crate::child;
+use tallow::attention::Algorithm;
+use tallow::memory::{Mode, Workload, estimate, recommend};
+use tallow::model::TransformerConfig;
+use tallow::nn::Checkpointing;
+use tallow::precision::{Precision, Regime};
+
+const STRATEGIES: [&str; 6] = ["none", "release", "block", "every-2", "every-3", "sqrt"];
+
+/// The same model by a strategy, and what is run of it.
+fn by(
+    strategy: Checkpointing,
+    config: &TransformerConfig,
+    workload: &Workload,
+) -> (TransformerConfig, Workload) {
+    let config = TransformerConfig {
+        attention: workload.attention,
+        checkpointing: strategy,
+        ..config.clone()
+    };
+    let workload = Workload {
+        checkpointing: strategy,
+        ..workload.clone()
+    };
+    (config, workload)
+}
+
+/// Alone in its process, since the counts are the process's.
+#[test]
+#[ignore = "run by every_strategy_takes_what_is_predicted"]
+fn child_measures_strategies() {
+    let configs = [
+        (config(64, 160, 9, 300), 8),
+        (config(128, 352, 5, 1000), 2),
+        (config(64, 256, 2, 8000), 2), // logits dominate
+        (config(256, 700, 7, 500), 1), // weights dominate
+        (config(64, 128, 1, 300), 16), // one block
+    ];
+    let precisions = [
+        Precision::F32,
+        Precision::BF16,
+        Precision::BF16.with_dropped_casts(true),
+        Precision::F16.with_regime(Regime::Full),
+    ];
+    let mut wrong = Vec::new();
+    for (config, batch_size) in &configs {
+        for attention in Algorithm::ALL {
+            for precision in precisions {
+                for name in STRATEGIES {
+                    let at = |mode| {
+                        let workload = Workload {
+                            batch_size: *batch_size,
+                            sequence_length: config.context_length,
+                            mode,
+                            attention,
+                            precision,
+                            ..Default::default()
+                        };
+                        by(name.parse().unwrap(), config, &workload)
+                    };
+                    // What kernels keep for their next call is there after the first run, and in no difference.
+                    let (config, workload) = at(Mode::TrainStep);
+                    measure(&config, &workload).unwrap();
+                    for mode in MODES {
+                        let (config, workload) = at(mode);
+                        let measured = measure(&config, &workload).unwrap();
+                        wrong.extend(wrong_of(&config, &workload, &measured));
+                    }
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn every_strategy_takes_what_is_predicted() {
+    child::run("memory::checkpointing::child_measures_strategies");
+}
+
+fn peak(strategy: Checkpointing, config: &TransformerConfig, workload: &Workload) -> u64 {
+    let (config, workload) = by(strategy, config, workload);
+    estimate(&config, &workload).unwrap().peak_bytes
+}
+
+/// O(L) with the graph kept, the blocks' inputs with each run again, and 2 sqrt(L) at the worst moment with segments.
+#[test]
+fn residuals_grow_with_the_root_of_the_depth() {
+    let workload = Workload {
+        batch_size: 64,
+        sequence_length: 128,
+        mode: Mode::ForwardBackward,
+        ..Default::default()
+    };
+    // What is alive at the worst moment of blocks' activations, in one block's.
+    let activations = |name: &str, layers| {
+        let (config, workload) = by(
+            name.parse().unwrap(),
+            &config(64, 256, layers, 10),
+            &workload,
+        );
+        estimate(&config, &workload).unwrap().activation_bytes as f64
+    };
+    let (one, stream) = (activations("none", 1), (4 * 64 * 128 * 64) as f64);
+    for root in [4, 8, 16, 32] {
+        let layers = root * root;
+        let depth = layers as f64;
+        assert!(activations("none", layers) > 0.95 * depth * one);
+        let blocks = activations("block", layers);
+        assert!(blocks > depth * stream && blocks < (depth + 4.0) * stream + one);
+        let sqrt = activations("sqrt", layers);
+        let most = root as f64 * (one + stream) + 4.0 * stream;
+        assert!(
+            sqrt > root as f64 * 0.9 * one && sqrt < most,
+            "{layers} layers: {sqrt}, {most}"
+        );
+    }
+}
+
+/// Blocks between the first and the last are counted, not walked: whatever is alike adds the same.
+#[test]
+fn every_layer_adds_the_same() {
+    for attention in Algorithm::ALL {
+        for precision in [
+            Precision::F32,
+            Precision::BF16,
+            Precision::F16.with_dropped_casts(true),
+        ] {
+            for mode in MODES {
+                for (name, first, step) in [("release", 5, 1), ("block", 7, 1), ("every-3", 13, 3)]
+                {
+                    let peak = |layers| {
+                        let workload = Workload {
+                            batch_size: 16,
+                            sequence_length: 128,
+                            mode,
+                            attention,
+                            precision,
+                            ..Default::default()
+                        };
+                        let strategy = name.parse().unwrap();
+                        peak(strategy, &config(64, 128, layers, 100), &workload)
+                    };
+                    let added = peak(first + step) - peak(first);
+                    for times in [1, 2, 100] {
+                        let more = peak(first + times * step) - peak(first);
+                        assert_eq!(more, times as u64 * added, "{name} {precision} {mode:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The fewest blocks run again of all that fit, by trying all of them.
+#[test]
+fn the_cheapest_that_fits_is_recommended() {
+    for (layers, vocab_size) in [(1, 300), (2, 300), (7, 300), (12, 5000), (12, 50)] {
+        let config = config(64, 160, layers, vocab_size);
+        let workload = Workload {
+            batch_size: 8,
+            sequence_length: 128,
+            ..Default::default()
+        };
+        let names = ["none", "release", "block"].map(String::from).into_iter();
+        let every = (2..=layers).map(|blocks| format!("every-{blocks}"));
+        let all: Vec<Checkpointing> = names
+            .chain(every)
+            .map(|name| name.parse().unwrap())
+            .collect();
+        let peaks: Vec<u64> = all.iter().map(|s| peak(*s, &config, &workload)).collect();
+        let least = *peaks.iter().min().unwrap();
+        for available_bytes in peaks.iter().flat_map(|peak| [*peak, peak - 1]) {
+            let found = recommend(&config, &workload, available_bytes).unwrap();
+            let fits = all
+                .iter()
+                .zip(&peaks)
+                .filter(|(_, peak)| **peak <= available_bytes);
+            let fewest = fits.map(|(s, _)| s.recomputed_blocks(layers)).min();
+            assert_eq!(found.map(|s| s.recomputed_blocks(layers)), fewest);
+            assert!(found.is_none_or(|s| peak(s, &config, &workload) <= available_bytes));
+            assert_eq!(found.is_none(), available_bytes < least);
+        }
+        let all_of_it = recommend(&config, &workload, u64::MAX).unwrap();
+        assert_eq!(all_of_it, Some(Checkpointing::None));
+    }
+    let no_model = TransformerConfig {
+        d_ff: 0,
+        ..TransformerConfig::tiny()
+    };
+    assert!(recommend(&no_model, &Workload::default(), 1 << 30).is_err());
+}
+
+/// A workload that was written before there was a choice.
+#[test]
+fn workloads_without_it_keep_the_graph() {
+    let mut json = serde_json::to_value(Workload::default()).unwrap();
+    assert_eq!(json["checkpointing"], "none");
+    json.as_object_mut().unwrap().remove("checkpointing");
+    let workload: Workload = serde_json::from_value(json).unwrap();
+    assert_eq!(workload, Workload::default());
+}
