@@ -61,6 +61,11 @@ pub struct Workload {
 ///   both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: they stay until the
 ///   graph goes or, without one, the region ends; if dropped, until their op is done.
 ///
+/// That is with the whole graph. With [checkpointing](Checkpointing), a segment that is run again leaves its input, `N D`; its
+/// graph, as above with a copy of its input, is there in forward until the segment is done and in backward until it is
+/// through, one at a time, and with it its weights' casts. A released block leaves its graph and copies of its input and
+/// output, `2 N D`, until backward is through it.
+///
 /// It displays as a table with the formula beside each line. Left out: the packing buffers of matrix products and the
 /// tiles of flash attention's forward, a few MiB a thread whatever the model; the records of tensors and ops, a few hundred
 /// bytes each; and, before the first step, the drawing of the weights, the largest of which exists once more in f64.
@@ -72,7 +77,8 @@ pub struct Estimate {
     pub gradient_bytes: u64,
     /// 2 P in f32, with the optimizer: AdamW's exp_avg and exp_avg_sq; 3 P where it keeps an f32 copy of weights in half.
     pub optimizer_bytes: u64,
-    /// What the blocks' graph holds until backward, as above; without a graph, what of it is alive at the worst moment.
+    /// What the blocks' graph holds until backward, as above; without a graph, or with checkpointing, what of it is alive at
+    /// the worst moment.
     pub activation_bytes: u64,
     /// Copies of weights in half precision that are alive at the worst moment.
     pub weight_cast_bytes: u64,

@@ -40,19 +40,32 @@ pub(super) fn moved(o: &Operands<'_>) -> Option<Cost> {
     cost(0.0, 0.0, o.output.bytes(), o.input_bytes())
 }
 
+/// Bytes of x and of the weights as products read them: in x's dtype, though a weight under autocast is an f32 with a copy.
+fn product_bytes(o: &Operands<'_>) -> Option<f64> {
+    let width = o.input(0)?.dtype.size_in_bytes() as f64;
+    Some(o.inputs.iter().map(|input| input.elements() * width).sum())
+}
+
+/// The output's gradient is both inputs'.
+pub(super) fn handed_on(o: &Operands<'_>) -> Option<Cost> {
+    cost(0.0, 0.0, o.output.bytes(), 0.0)
+}
+
+/// As [`handed_on`], to the second with another sign.
+pub(super) fn negated(o: &Operands<'_>) -> Option<Cost> {
+    let flops = o.output.elements();
+    cost(0.0, flops, o.output.bytes(), o.output.bytes())
+}
+
 pub(super) fn linear(o: &Operands<'_>) -> Option<Cost> {
     let flops = 2.0 * o.output.elements() * o.input(0)?.last();
-    cost(flops, 0.0, o.input_bytes(), o.output.bytes())
+    cost(flops, 0.0, product_bytes(o)?, o.output.bytes())
 }
 
 pub(super) fn linear_backward(o: &Operands<'_>) -> Option<Cost> {
     let flops = 4.0 * o.output.elements() * o.input(0)?.last();
-    cost(
-        flops,
-        0.0,
-        o.output.bytes() + o.input_bytes(),
-        o.input_bytes(),
-    )
+    let read = o.output.bytes() + product_bytes(o)?;
+    cost(flops, 0.0, read, o.input_bytes())
 }
 
 /// y (..., F), as are gate and up, which are kept.
@@ -62,14 +75,14 @@ pub(super) fn swiglu_linear(o: &Operands<'_>) -> Option<Cost> {
     cost(
         4.0 * elements * depth,
         6.0 * elements,
-        o.input_bytes(),
+        product_bytes(o)?,
         written,
     )
 }
 
 pub(super) fn swiglu_linear_backward(o: &Operands<'_>) -> Option<Cost> {
     let (elements, depth) = (o.output.elements(), o.input(0)?.last());
-    let read = 3.0 * o.output.bytes() + o.input_bytes();
+    let read = 3.0 * o.output.bytes() + product_bytes(o)?;
     cost(
         8.0 * elements * depth,
         12.0 * elements,
@@ -91,7 +104,7 @@ pub(super) fn linear_cross_entropy(o: &Operands<'_>) -> Option<Cost> {
     cost(
         2.0 * elements * depth,
         4.0 * elements,
-        o.input_bytes(),
+        product_bytes(o)?,
         bytes,
     )
 }
@@ -99,7 +112,7 @@ pub(super) fn linear_cross_entropy(o: &Operands<'_>) -> Option<Cost> {
 pub(super) fn linear_cross_entropy_backward(o: &Operands<'_>) -> Option<Cost> {
     let (elements, bytes) = logits(o)?;
     let depth = o.input(0)?.last();
-    let read = bytes + o.input_bytes();
+    let read = bytes + product_bytes(o)?;
     cost(
         4.0 * elements * depth,
         3.0 * elements,

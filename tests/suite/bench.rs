@@ -147,6 +147,19 @@ fn the_models_attention_is_timed_and_named() {
     assert_eq!(text(&rows[0], "attention"), "flash");
 }
 
+/// Checkpointing too, by the model's configuration, and a graph that is released is another one in each step.
+#[test]
+fn checkpointing_is_timed_and_named() {
+    for strategy in ["none", "release", "block", "sqrt"] {
+        let mut run = run(Mode::TrainStep);
+        run.config.checkpointing = strategy.parse().unwrap();
+        for row in run.run(&Device::Cpu, |_, _| ()).unwrap() {
+            assert_eq!(text(&row, "checkpointing"), strategy);
+            assert_eq!(text(&row, "status"), "ok");
+        }
+    }
+}
+
 /// Half precision has an estimate of its own, and what does not fit by it is a row.
 #[test]
 fn precision_is_timed_and_named() {

@@ -65,6 +65,28 @@ fn files_of_equal_runs_are_equal() {
     assert!(read(&path) == read(&other));
 }
 
+/// Checkpointing of activations changes no bit, so it may be another in each part of a run.
+#[test]
+fn activations_may_be_checkpointed_from_then_on() {
+    let (_folder, path) = checkpoint();
+    let mut whole = start(settings());
+    take(&mut whole, usize::MAX);
+    let mut first = start(settings());
+    take(&mut first, 5);
+    first.save(&path).unwrap();
+    for strategy in ["release", "block", "sqrt"] {
+        let sizes = TransformerConfig {
+            checkpointing: strategy.parse().unwrap(),
+            ..sizes()
+        };
+        let device = candle_core::Device::Cpu;
+        let second = Trainer::resume(&path, &sizes, settings(), training(), validation(), &device);
+        let mut second = second.unwrap();
+        take(&mut second, usize::MAX);
+        assert_eq!(bits(&second), bits(&whole), "{strategy}");
+    }
+}
+
 #[test]
 fn a_finished_run_goes_on_if_it_is_given_more_steps() {
     let (_folder, path) = checkpoint();
