@@ -21,7 +21,7 @@ impl Walk {
         for node in tape.into_iter().rev() {
             match node {
                 Node::Op(entry) => self.backward_of(&entry, gradients),
-                Node::Segment(segment) => self.backward_of_segment(segment, gradients),
+                Node::Segment(segment) => self.backward_of_segment(*segment, gradients),
             }
         }
     }

@@ -68,7 +68,7 @@ struct Entry {
 /// What backward meets.
 enum Node {
     Op(Entry),
-    Segment(Segment),
+    Segment(Box<Segment>),
 }
 
 /// The walk.

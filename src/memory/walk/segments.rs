@@ -124,13 +124,13 @@ impl Walk {
         self.count = count;
         let output = self.stays("outputs of segments", input);
         self.count = 1.0;
-        self.tape.push(Node::Segment(Segment {
+        self.tape.push(Node::Segment(Box::new(Segment {
             input,
             output: output.id,
             graph,
             weights,
             count,
-        }));
+        })));
         output
     }
 

@@ -19,9 +19,12 @@ pub(super) enum Graph {
     Kept(Mutex<Option<Run>>),
 }
 
+/// A function of some inputs.
+type Function = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
+
 /// All that it takes to run a function again.
 pub(super) struct Again {
-    pub f: Box<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>,
+    pub f: Box<Function>,
     pub inputs: Vec<Input>,
     pub conditions: Conditions,
 }
