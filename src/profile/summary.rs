@@ -60,7 +60,7 @@ impl Row {
 
 /// Time by op or by place, the longest first.
 ///
-/// An op's time is its own: what ops inside of it take is theirs. So the ops' rows never count a moment twice, and with
+/// An op's time is its own, and so are its FLOPs: those of ops inside of it are theirs. So the ops' rows never count a moment twice, and with
 /// the lines of [`Balance`], which follow them where whole phases or steps are asked for, they add up to
 /// [`whole_ns`](Self::whole_ns). Modules and ranges are given with everything inside.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -81,6 +81,7 @@ impl Report {
     /// [`Error::Data`](crate::Error::Data) for a selection that nothing in the recording meets; it lists the phases that there are.
     pub fn new(recording: &Recording, selection: &Selection, grouping: Grouping) -> Result<Self> {
         let tree = Tree::new(recording);
+        let own_costs = own_costs(recording, &tree);
         let mut groups = Groups::default();
         let mut selected_ops_ns = 0;
         for (i, span) in recording.spans.iter().enumerate() {
@@ -95,7 +96,7 @@ impl Report {
                     true => tree.own_ns[i],
                     false => span.duration_ns(),
                 };
-                groups.add(span, grouping, ns, tree.holds_ops[i]);
+                groups.add(span, grouping, (ns, own_costs[i]), tree.holds_ops[i]);
             }
         }
         let mut report = Self {
@@ -176,6 +177,21 @@ impl Report {
     }
 }
 
+/// Each op's cost as its time is its own: without the FLOPs of ops inside of it, which are theirs. Bytes stay: what is
+/// handed from one to another is read and written by both.
+fn own_costs(recording: &Recording, tree: &Tree) -> Vec<Option<Cost>> {
+    let costs: Vec<Option<Cost>> = recording.spans.iter().map(Span::cost).collect();
+    let mut own = costs.clone();
+    for (inner, owner) in costs.iter().zip(&tree.owner) {
+        let owners = owner.and_then(|owner| own[owner].as_mut());
+        if let (Some(owners), Some(inner)) = (owners, inner) {
+            owners.product_flops = (owners.product_flops - inner.product_flops).max(0.0);
+            owners.other_flops = (owners.other_flops - inner.other_flops).max(0.0);
+        }
+    }
+    own
+}
+
 /// Rows as they fill.
 #[derive(Default)]
 struct Groups {
@@ -192,7 +208,14 @@ struct Group {
 }
 
 impl Groups {
-    fn add(&mut self, span: &Span, grouping: Grouping, ns: u64, holds_ops: bool) {
+    /// Adds a span with its own time and cost.
+    fn add(
+        &mut self,
+        span: &Span,
+        grouping: Grouping,
+        (ns, cost): (u64, Option<Cost>),
+        holds_ops: bool,
+    ) {
         let name = grouping.name_of(span);
         let number = *self
             .numbers
@@ -209,7 +232,7 @@ impl Groups {
             });
         let group = &mut self.groups[number];
         group.samples_ns.push(ns);
-        group.cost = group.cost.zip(span.cost()).map(|(sum, cost)| sum + cost);
+        group.cost = group.cost.zip(cost).map(|(sum, cost)| sum + cost);
         // Where the parts are ops of their own, they are not inside.
         if span.is_op() && !holds_ops {
             group.inside = cost::entry(&span.name()).and_then(|entry| entry.inside);

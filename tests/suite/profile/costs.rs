@@ -83,7 +83,37 @@ fn bytes_are_those_of_the_shapes() {
     let half = (1.5 * activation, 0.5 * activation + probabilities);
     assert_eq!(bf16("attention::naive"), half);
     assert_eq!(bf16("linear_cross_entropy"), (0.5 * head, 2.0 * n * v));
+    // Products read half, and leave the weight a gradient in f32.
+    let read = 0.5 * head + 2.0 * n * v;
+    let written = 0.5 * activation + 4.0 * d * v;
+    assert_eq!(bf16("linear_cross_entropy backward"), (read, written));
     assert_eq!(bf16("adamw"), (16.0 * parameters, 12.0 * parameters));
+}
+
+#[test]
+fn what_is_taken_apart_costs_what_it_did() {
+    use tallow::ops::{KernelPolicy, with_kernel_policy};
+
+    let flops = |policy| {
+        let recording = with_kernel_policy(policy, || record(Algorithm::Naive, Precision::F32));
+        let forward = Selection::phase("forward");
+        let report = Report::new(&recording, &forward, Grouping::Name).unwrap();
+        let sum = |names: &[&str]| {
+            let rows = report.sum("", |row| names.contains(&row.name.as_str()));
+            rows.cost.unwrap().flops()
+        };
+        (
+            sum(&["attention::naive", "matmul", "softmax", "scale", "mask"]),
+            sum(&[
+                "swiglu_linear",
+                "swiglu",
+                "linear",
+                "linear_cross_entropy",
+                "cross_entropy",
+            ]),
+        )
+    };
+    assert_eq!(flops(KernelPolicy::Prefer), flops(KernelPolicy::Reference));
 }
 
 #[test]
