@@ -14,16 +14,14 @@
 mod common;
 
 use clap::{Parser, ValueEnum};
-use common::models::{Model, ModelFlags, describe, with_attention};
+use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
-use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Format, Report};
 
@@ -42,14 +40,8 @@ struct Flags {
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256")]
     context_length: Vec<usize>,
 
-    /// What computes attention, naive or flash; several allowed
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
-    attention: Vec<Algorithm>,
-
-    /// What blocks leave for backward, which runs the rest again (activation checkpointing): none, release, block, every-N
-    /// or sqrt; several allowed
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "STRATEGY")]
-    checkpoint: Vec<Checkpointing>,
+    #[command(flatten)]
+    variants: VariantFlags,
 
     #[command(flatten)]
     precision: PrecisionFlags,
@@ -122,7 +114,7 @@ impl Flags {
         let longest = self.context_length.iter().copied().max();
         let models = self
             .models
-            .models(longest.unwrap_or_default(), &self.attention)?;
+            .models(longest.unwrap_or_default(), &self.variants.attention)?;
         let peak_flops = tallow::device::measure_peak_flops(&device, candle_core::DType::F32);
         let mut report = Report {
             environment: self.common.environment(&device),
@@ -200,7 +192,7 @@ impl Flags {
         let mut runs = Vec::new();
         for &sequence_length in &self.context_length {
             for &batch_size in &self.batch_size {
-                for config in self.variants(config) {
+                for config in self.variants.variants(config) {
                     for &precision in precisions {
                         for &warmup_steps in &self.warmup_steps {
                             for mode in self.modes() {
@@ -224,20 +216,6 @@ impl Flags {
             }
         }
         runs
-    }
-
-    /// The model with each attention and each checkpointing.
-    fn variants(&self, config: &TransformerConfig) -> Vec<TransformerConfig> {
-        let attentions = self.attention.iter();
-        let attending = attentions.map(|attention| with_attention(config, *attention));
-        let variants = attending.flat_map(|config| {
-            let strategies = self.checkpoint.iter();
-            strategies.map(move |strategy| TransformerConfig {
-                checkpointing: *strategy,
-                ..config.clone()
-            })
-        });
-        variants.collect()
     }
 
     fn modes(&self) -> Vec<Mode> {
@@ -282,9 +260,14 @@ impl Flags {
         fields.insert("parameters", parameters.join(", "));
         let precisions: Vec<&str> = precisions.iter().map(|p| p.name()).collect();
         fields.insert("precision", precisions.join(", "));
-        let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
+        let attention: Vec<&str> = self.variants.attention.iter().map(|a| a.name()).collect();
         fields.insert("attention", attention.join(", "));
-        let checkpointing: Vec<String> = self.checkpoint.iter().map(|c| c.to_string()).collect();
+        let checkpointing: Vec<String> = self
+            .variants
+            .checkpoint
+            .iter()
+            .map(|c| c.to_string())
+            .collect();
         fields.insert("checkpointing", checkpointing.join(", "));
         fields.insert("execution", "eager");
         fields.insert("optimizer", self.optimizer().name());

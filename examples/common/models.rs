@@ -4,6 +4,7 @@ use clap::Args;
 use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::model::TransformerConfig;
+use tallow::nn::Checkpointing;
 use tallow::report::{Fields, group_digits};
 
 /// Flags of every example that measures models by preset or by sizes.
@@ -83,6 +84,35 @@ pub fn describe(models: &[Model]) -> Fields {
         (format!("model {name}"), sizes)
     });
     described.collect()
+}
+
+/// Flags for what computes a model of given sizes.
+#[derive(Args, Clone, Debug)]
+pub struct VariantFlags {
+    /// What computes attention, naive or flash; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
+    pub attention: Vec<Algorithm>,
+
+    /// What blocks leave for backward, which runs the rest again (activation checkpointing): none, release, block, every-N
+    /// or sqrt; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "STRATEGY")]
+    pub checkpoint: Vec<Checkpointing>,
+}
+
+impl VariantFlags {
+    /// The model with each attention and each checkpointing.
+    pub fn variants(&self, config: &TransformerConfig) -> Vec<TransformerConfig> {
+        let attentions = self.attention.iter();
+        let attending = attentions.map(|attention| with_attention(config, *attention));
+        let variants = attending.flat_map(|config| {
+            let strategies = self.checkpoint.iter();
+            strategies.map(move |strategy| TransformerConfig {
+                checkpointing: *strategy,
+                ..config.clone()
+            })
+        });
+        variants.collect()
+    }
 }
 
 /// The same model with another attention.

@@ -2,7 +2,7 @@
 
 use super::update::{LossScaling, Update};
 use super::{LapTimings, Laps, OptimizerChoice, Step, Timing};
-use crate::memory::{self, Mode, Workload, system, tracker};
+use crate::memory::{self, Estimate, Mode, Workload, system, tracker};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::precision::Precision;
 use crate::report::Fields;
@@ -86,6 +86,14 @@ impl EndToEnd {
 
     /// The most memory it takes at once.
     pub(super) fn estimate_bytes(&self) -> Result<u64> {
+        Ok(self.estimate()?.peak_bytes)
+    }
+
+    /// The account of the run, before anything is allocated.
+    ///
+    /// # Errors
+    /// Those of [`memory::estimate`].
+    pub fn estimate(&self) -> Result<Estimate> {
         let workload = Workload {
             batch_size: self.batch_size,
             sequence_length: self.sequence_length,
@@ -94,7 +102,7 @@ impl EndToEnd {
             precision: self.precision,
             checkpointing: self.config.checkpointing,
         };
-        Ok(memory::estimate(&self.config, &workload)?.peak_bytes)
+        memory::estimate(&self.config, &workload)
     }
 
     /// The row of what does not fit.
@@ -193,7 +201,7 @@ impl EndToEnd {
     }
 
     /// The model, its parameters in the precision's dtype.
-    fn model(&self, device: &Device) -> Result<TransformerLM> {
+    pub(super) fn model(&self, device: &Device) -> Result<TransformerLM> {
         match self.precision.parameter_dtype() {
             DType::F32 => TransformerLM::new(&self.config, self.seed, device),
             dtype => {
@@ -204,7 +212,7 @@ impl EndToEnd {
     }
 
     /// Uniform ids, (B, T); `stream` sets inputs and targets apart.
-    fn random_tokens(&self, stream: u64, device: &Device) -> Result<Tensor> {
+    pub(super) fn random_tokens(&self, stream: u64, device: &Device) -> Result<Tensor> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(stream);
         let shape = (self.batch_size, self.sequence_length);

@@ -17,6 +17,8 @@ pub enum OptimizerChoice {
 }
 
 type StepFn = Box<dyn FnMut(&GradStore) -> Result<()>>;
+/// An optimizer's state by name, as far as it lets one see it.
+type State = Vec<(String, Tensor)>;
 
 impl OptimizerChoice {
     /// As reports name it.
@@ -27,12 +29,14 @@ impl OptimizerChoice {
         }
     }
 
-    /// A function that makes one step.
-    fn stepper(&self, parameters: Vec<(String, Var)>) -> Result<StepFn> {
+    /// A function that makes one step, and the state that it changes.
+    fn stepper(&self, parameters: Vec<(String, Var)>) -> Result<(StepFn, State)> {
         match *self {
             OptimizerChoice::AdamW(config) => {
                 let mut optimizer = AdamW::new(parameters, config)?;
-                Ok(Box::new(move |gradients| optimizer.step(gradients)))
+                let state = optimizer.state();
+                let step = Box::new(move |gradients: &GradStore| optimizer.step(gradients));
+                Ok((step, state))
             }
             OptimizerChoice::CandleAdamW(config) => {
                 let vars = parameters.into_iter().map(|(_, var)| var).collect();
@@ -44,9 +48,10 @@ impl OptimizerChoice {
                     weight_decay: config.weight_decay,
                 };
                 let mut optimizer = candle_nn::AdamW::new(vars, params)?;
-                Ok(Box::new(move |gradients| {
+                let step = move |gradients: &GradStore| {
                     Ok(candle_nn::Optimizer::step(&mut optimizer, gradients)?)
-                }))
+                };
+                Ok((Box::new(step), State::new()))
             }
         }
     }
@@ -56,6 +61,8 @@ impl OptimizerChoice {
 pub(super) struct Update {
     parameters: Vec<(String, Var)>,
     optimizer: StepFn,
+    /// The optimizer's own tensors.
+    pub state: Vec<(String, Tensor)>,
     /// Switched off where the dtype has f32's range.
     scaler: GradScaler,
     scales: bool,
@@ -91,8 +98,10 @@ impl Update {
             enabled: scales,
             ..Default::default()
         };
+        let (optimizer, state) = choice.stepper(parameters.clone())?;
         Ok(Self {
-            optimizer: choice.stepper(parameters.clone())?,
+            optimizer,
+            state,
             parameters,
             scaler: GradScaler::new(config)?,
             scales,

@@ -24,9 +24,24 @@ pub enum Holds {
     Gradients,
     /// What one op takes for itself, and gradients on their way.
     Scratch,
+    /// What is nobody's, where memory is measured: taken outside of a step, or too small to be recorded.
+    Other,
 }
 
 impl Holds {
+    /// All of them, in order.
+    pub const ALL: [Self; 9] = [
+        Self::Weights,
+        Self::Optimizer,
+        Self::Inputs,
+        Self::Activations,
+        Self::WeightCasts,
+        Self::Logits,
+        Self::Gradients,
+        Self::Scratch,
+        Self::Other,
+    ];
+
     /// Whether it is there when backward begins.
     pub fn before_backward(self) -> bool {
         self < Self::Gradients
@@ -43,6 +58,7 @@ impl Holds {
             Self::Logits => "logits",
             Self::Gradients => "gradients",
             Self::Scratch => "scratch",
+            Self::Other => "other",
         }
     }
 }

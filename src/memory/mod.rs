@@ -3,15 +3,21 @@
 //! What lives here: [`estimate`], the account of a step from its sizes alone, and what follows from it
 //! ([`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`], [`recommend`]); [`attention_account`] and
 //! [`self_attention_account`], those of attention alone and of its layer; [`tracker`], an allocator that counts;
-//! [`system`], what the process has taken. What does not: timing ([`crate::bench`]).
+//! [`record()`], which keeps every block with its origin, and what is made of it: sums ([`Recording`]), a picture
+//! ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what the
+//! process has taken. What does not: timing ([`crate::bench`]).
 
 mod account;
 mod attention;
 mod estimate;
 mod fit;
 mod recommend;
+mod recording;
+mod saved;
 mod self_attention;
+mod snapshot;
 pub mod system;
+mod timeline;
 pub mod tracker;
 mod walk;
 
@@ -20,4 +26,10 @@ pub use attention::{AttentionWorkload, attention_account};
 pub use estimate::{Estimate, Mode, Workload, estimate};
 pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved};
 pub use recommend::recommend;
+pub use recording::{
+    Block, Holdings, Origin, PhaseSpan, RecordConfig, Recorder, Recording, record,
+};
+pub use saved::{GraphWatch, SavedTensor, SavedTensors, saved_tensors, watch_graphs};
 pub use self_attention::{SelfAttentionWorkload, self_attention_account};
+pub use snapshot::Snapshot;
+pub use timeline::timeline;

@@ -12,6 +12,9 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, TensorId,
 use std::cell::RefCell;
 use std::collections::HashMap;
 
+/// What a weight's cast is called where it is listened to: its copy lasts as an activation does, and is none.
+pub(crate) const WEIGHT_CAST: &str = "weight_cast";
+
 /// `x` in another floating-point dtype, rounded to nearest (ties to even): the values of candle's `to_dtype`. Backward
 /// casts the gradient to x's dtype. Nothing is kept for it.
 ///
@@ -21,14 +24,26 @@ use std::collections::HashMap;
 /// # Errors
 /// A dtype that is not a float: the graph would end there without a word.
 pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    match x.is_variable() {
+        true => cast_weight(x, dtype),
+        false => cast_as("cast", x, dtype),
+    }
+}
+
+/// [`cast`] of a weight, or of a weight taken out of the graph.
+pub(super) fn cast_weight(weight: &Tensor, dtype: DType) -> Result<Tensor> {
+    cast_as(WEIGHT_CAST, weight, dtype)
+}
+
+fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
     if dtype.is_float() {
         if has_kernel(x, dtype) && choose_where("cast", x, true)? == Path::Kernel {
-            return Ok(apply1(x, Cast(dtype))?);
+            return Ok(apply1(x, Cast { name, to: dtype })?);
         }
         let x = &input(x);
         return match x.dtype() == dtype {
             true => Ok(x.clone()),
-            false => composed("cast", &[x], || Ok(x.to_dtype(dtype)?)),
+            false => composed(name, &[x], || Ok(x.to_dtype(dtype)?)),
         };
     }
     Err(Error::DType {
@@ -49,7 +64,10 @@ fn has_kernel(x: &Tensor, dtype: DType) -> bool {
 }
 
 /// To this dtype.
-struct Cast(DType);
+struct Cast {
+    name: &'static str,
+    to: DType,
+}
 
 impl Cast {
     fn of<T: Stored<Wide = f32>>(
@@ -58,7 +76,7 @@ impl Cast {
         layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (x, shape) = (view::<T>(x, layout)?, layout.shape());
-        match self.0 {
+        match self.to {
             DType::F32 => output::<f32>(shape, |y| kernel::cast(x, y)),
             DType::F16 => output::<half::f16>(shape, |y| kernel::cast(x, y)),
             DType::BF16 => output::<half::bf16>(shape, |y| kernel::cast(x, y)),
@@ -69,7 +87,7 @@ impl Cast {
 
 impl CustomOp1 for Cast {
     fn name(&self) -> &'static str {
-        "cast"
+        self.name
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
@@ -84,7 +102,12 @@ impl CustomOp1 for Cast {
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let dy = dy.detach();
         match has_kernel(&dy, x.dtype()) {
-            true => dy.apply_op1_no_bwd(&Self(x.dtype())).map(Some),
+            true => dy
+                .apply_op1_no_bwd(&Self {
+                    to: x.dtype(),
+                    ..*self
+                })
+                .map(Some),
             false => dy.to_dtype(x.dtype()).map(Some),
         }
     }
@@ -182,7 +205,7 @@ fn cached(x: &Tensor, dtype: DType, in_graph: bool) -> Result<Tensor> {
     }
     let copy = match in_graph {
         true => cast(x, dtype)?,
-        false => cast(&x.detach(), dtype)?,
+        false => cast_weight(&x.detach(), dtype)?,
     };
     precision::on_outermost_end(forget_weights);
     WEIGHTS.with_borrow_mut(|weights| weights.insert(key, copy.clone()));

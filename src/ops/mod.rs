@@ -36,7 +36,7 @@ pub mod swiglu_linear;
 mod weight;
 
 pub use arithmetic::{add, div, mul, sub};
-pub(crate) use cast::forget_weights;
+pub(crate) use cast::{WEIGHT_CAST, forget_weights};
 pub use cast::{cast, cast_for};
 pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};

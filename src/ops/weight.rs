@@ -5,12 +5,12 @@
 //! and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32, without a
 //! gradient of the copy (which candle would add to zeros in half precision, element by element).
 
-use super::cast::{cached_copy, cast, cast_castable};
+use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::cpu::{elements, tensor, view};
 use super::dispatch::runs_kernels;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored, matmul_wide};
-use crate::{Result, precision};
+use crate::{Result, precision, probe};
 use candle_core::{CpuStorage, DType, Layout, Tensor, WithDType};
 use std::sync::{Mutex, PoisonError};
 
@@ -54,6 +54,9 @@ pub(super) fn with_copies<const N: usize>(
 }
 
 impl WeightCopy {
+    /// What an op calls the copy that it keeps.
+    const KEPT: &str = "weight copy";
+
     fn none() -> Self {
         Self {
             copy: Mutex::new(None),
@@ -65,7 +68,7 @@ impl WeightCopy {
     fn new(weight: &Tensor, dtype: DType) -> Result<Self> {
         let drops = !precision::caches_weights();
         let copy = match drops {
-            true => cast(&weight.detach(), dtype)?,
+            true => cast_weight(&weight.detach(), dtype)?,
             false => cached_copy(weight, dtype)?,
         };
         Ok(Self {
@@ -98,6 +101,8 @@ impl WeightCopy {
         if self.drops {
             let mut kept = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
             *kept = None; // the last of it goes when `f` is done
+        } else {
+            probe::kept(Self::KEPT, &copy);
         }
         let elements = elements(&copy)?;
         f(&elements)
@@ -107,7 +112,7 @@ impl WeightCopy {
     pub(super) fn for_backward(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
         match (self.get(), self.dtype) {
             (Some(copy), _) => Ok(copy),
-            (None, Some(dtype)) => Ok(cast(&weight.detach(), dtype)?),
+            (None, Some(dtype)) => Ok(cast_weight(&weight.detach(), dtype)?),
             (None, None) => Ok(weight.clone()),
         }
     }

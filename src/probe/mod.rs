@@ -112,7 +112,8 @@ pub trait Listener: Send + Sync {
     fn left(&self, _event: &Event<'_>) {}
     /// The op at `path` has made `output`, which the graph may keep.
     fn produced(&self, _path: Path, _output: &Tensor) {}
-    /// The op that this thread is in keeps `tensor` for backward, beside its inputs and output.
+    /// The op at `path`, whose output is still to come on this thread, keeps `tensor` for backward beside its inputs and
+    /// output.
     fn kept(&self, _path: Path, _what: &'static str, _tensor: &Tensor) {}
 }
 
@@ -340,8 +341,12 @@ pub(crate) fn produced(path: Path, output: &Tensor) {
 
 /// The op that this thread is in keeps `tensor` for backward.
 pub(crate) fn kept(what: &'static str, tensor: &Tensor) {
+    kept_by(current(), what, tensor);
+}
+
+/// The op at `path` keeps `tensor` for backward.
+pub(crate) fn kept_by(path: Path, what: &'static str, tensor: &Tensor) {
     if is_listening() {
-        let path = current();
         tell(|listener| listener.kept(path, what, tensor));
     }
 }

@@ -173,6 +173,13 @@ pub(super) const TABLE: &[OpCost] = &[
         Some(moved),
     ),
     entry(
+        "weight_cast",
+        "0",
+        "x, y; backward dy, dx",
+        |o| elementwise(o, 0.0),
+        Some(moved),
+    ),
+    entry(
         "add",
         "1 an element, backward 0",
         "a, b, y; backward dy, handed on",

@@ -3,6 +3,9 @@
 mod checkpointing;
 mod fit;
 mod precisions;
+mod recording;
+mod saved;
+mod snapshot;
 
 use crate::child;
 use rstest::rstest;

@@ -68,6 +68,12 @@ impl Run {
             .collect()
     }
 
+    /// What the graph holds beside variables and inputs, in the order of forward.
+    pub fn residuals(&self) -> impl Iterator<Item = &Tensor> {
+        let nodes = self.output.sorted_nodes().into_iter().rev();
+        nodes.filter(|node| !node.is_variable()) // tracked inputs are variables here
+    }
+
     /// The output without its graph.
     pub fn output(&self) -> Tensor {
         self.output.detach()

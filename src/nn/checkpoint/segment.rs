@@ -4,7 +4,7 @@ use super::conditions::Conditions;
 use super::ops::{Attach, Slot, token};
 use super::refuse;
 use super::run::{Input, Run, Source};
-use crate::Result;
+use crate::{Result, probe};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Shape, Storage, Tensor, bail,
@@ -40,6 +40,18 @@ impl Graph {
             Self::Kept(_) => "release",
         }
     }
+
+    /// Says what is in the graph that is kept, for whoever listens.
+    fn tell_kept(&self, path: probe::Path) {
+        if let Self::Kept(kept) = self
+            && probe::is_listening()
+        {
+            let kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+            for tensor in kept.iter().flat_map(Run::residuals) {
+                probe::kept_by(path, "released", tensor);
+            }
+        }
+    }
 }
 
 /// The op: a token to the function's output, which was computed before.
@@ -72,12 +84,16 @@ impl Segment {
         if attached.is_empty() {
             return Ok(output);
         }
+        let path = probe::op_path(graph.name());
+        graph.tell_kept(path);
         let segment = Self {
             graph,
             sources: attached,
             output: Mutex::new(Some(output)),
         };
-        Ok(token.apply_op1(segment)?)
+        let output = token.apply_op1(segment)?;
+        probe::produced(path, &output);
+        Ok(output)
     }
 
     /// The graph of one backward.

@@ -7,25 +7,25 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::{LineChart, Panel, Series};
 use crate::Error;
 
-const WIDTH: u32 = 860;
-const HEIGHT: u32 = 520;
+pub(super) const WIDTH: u32 = 860;
+pub(super) const HEIGHT: u32 = 520;
 const FONT: &str = "sans-serif";
-const TITLE_SIZE: u32 = 24;
-const LABEL_SIZE: u32 = 17;
-const TICK_SIZE: u32 = 15;
+pub(super) const TITLE_SIZE: u32 = 24;
+pub(super) const LABEL_SIZE: u32 = 17;
+pub(super) const TICK_SIZE: u32 = 15;
 /// Height of the title, and of a line of the legend, in pixels.
-const TITLE_HEIGHT: u32 = 44;
-const LEGEND_HEIGHT: u32 = 24;
+pub(super) const TITLE_HEIGHT: u32 = 44;
+pub(super) const LEGEND_HEIGHT: u32 = 24;
 /// Left edge of the plot, of title and of legend; the first pixels are margin.
-const LEFT: i32 = 90;
-const MARGIN: i32 = 10;
+pub(super) const LEFT: i32 = 90;
+pub(super) const MARGIN: i32 = 10;
 /// Length of a line's sample in the legend.
 const SWATCH: i32 = 32;
 /// Lines of more points than this are drawn without markers.
 const MAX_MARKERS: usize = 40;
 
 /// Okabe and Ito's colours without the yellow, which is too faint on white.
-const COLOURS: [RGBColor; 7] = [
+pub(super) const COLOURS: [RGBColor; 7] = [
     RGBColor(0x00, 0x72, 0xB2),
     RGBColor(0xD5, 0x5E, 0x00),
     RGBColor(0x00, 0x9E, 0x73),
@@ -34,11 +34,11 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(0x56, 0xB4, 0xE9),
     RGBColor(0x00, 0x00, 0x00),
 ];
-const TEXT: RGBColor = RGBColor(0x22, 0x22, 0x22);
-const FRAME: RGBColor = RGBColor(0x66, 0x66, 0x66);
-const GRID: RGBColor = RGBColor(0xE2, 0xE2, 0xE2);
+pub(super) const TEXT: RGBColor = RGBColor(0x22, 0x22, 0x22);
+pub(super) const FRAME: RGBColor = RGBColor(0x66, 0x66, 0x66);
+pub(super) const GRID: RGBColor = RGBColor(0xE2, 0xE2, 0xE2);
 
-type Drawn = Result<(), Box<dyn std::error::Error>>;
+pub(super) type Drawn = Result<(), Box<dyn std::error::Error>>;
 type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
 /// The panels below each other, as an SVG document.
@@ -218,11 +218,11 @@ impl Look {
     }
 }
 
-fn text_style(size: u32) -> TextStyle<'static> {
+pub(super) fn text_style(size: u32) -> TextStyle<'static> {
     (FONT, size).into_font().color(&TEXT)
 }
 
 /// XML has no control characters.
-fn printable(text: &str) -> String {
+pub(super) fn printable(text: &str) -> String {
     text.replace(char::is_control, " ")
 }

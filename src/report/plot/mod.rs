@@ -1,10 +1,14 @@
-//! Line charts as SVG: time over sequence length, loss over steps. One chart, or a [`Figure`] of several.
+//! Charts as SVG: lines (time over sequence length, loss over steps), one chart or a [`Figure`] of several; and layers
+//! stacked on each other ([`AreaChart`]: memory over time).
 //!
 //! Text stays text in the file, drawn in the viewer's own sans-serif, so no font is needed to make one. Colours are
 //! Okabe and Ito's, which people who confuse red and green can tell apart; where they run out, lines are dashed.
 
+mod areas;
 mod axis;
 mod draw;
+
+pub use areas::{AreaChart, Layer, Span};
 
 use std::path::Path;
 

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use rstest::rstest;
 use tallow::Error;
-use tallow::report::plot::{Figure, LineChart, Series};
+use tallow::report::plot::{AreaChart, Figure, Layer, LineChart, Series, Span};
 
 fn svg_texts(svg: &str) -> Vec<&str> {
     svg.split("<text")
@@ -244,5 +244,36 @@ proptest! {
         let texts = svg_texts(&svg);
         prop_assert!((5..40).contains(&texts.len()), "{:?}", texts);
         prop_assert!(!svg.contains("NaN") && !svg.contains("inf"));
+    }
+}
+
+#[test]
+fn areas_that_cannot_be_stacked_are_refused() {
+    let chart = |x: &[f64], values: &[f64]| AreaChart {
+        title: "memory".into(),
+        x: x.to_vec(),
+        layers: vec![Layer {
+            name: "weights".into(),
+            values: values.to_vec(),
+        }],
+        spans: vec![Span {
+            name: "forward".into(),
+            from: -1.0, // reaches beyond the axis
+            to: 9.0,
+        }],
+        ..Default::default()
+    };
+    let svg = chart(&[0.0, 1.0, 2.0], &[0.0, 0.0, 0.0]).to_svg().unwrap();
+    assert!(svg.contains("weights") && svg.contains("forward"));
+    for (x, values, problem) in [
+        (&[0.0][..], &[1.0][..], "two moments"),
+        (&[], &[], "two moments"),
+        (&[1.0, 0.0], &[1.0, 1.0], "in order"),
+        (&[0.0, 1.0], &[1.0], "1 values for 2 moments"),
+        (&[0.0, 1.0], &[1.0, -2.0], "the value -2"),
+        (&[0.0, 1.0], &[1.0, f64::NAN], "the value NaN"),
+    ] {
+        let error = chart(x, values).to_svg().unwrap_err().to_string();
+        assert!(error.contains(problem), "{error}");
     }
 }

@@ -1,0 +1,261 @@
+//! Where the memory of a step goes: predicted, measured, by phase and by origin, with a timeline and PyTorch's snapshot.
+//!
+//! ```text
+//! cargo run --example memory_profile
+//! cargo run --example memory_profile -- --size small --context-length 128 256 512 --mode forward train-step
+//! cargo run --example memory_profile -- --attention naive flash --timeline step.svg --snapshot step.pickle
+//! cargo run --example memory_profile -- --mode train-step --checkpoint none release block sqrt --timeline step.svg
+//! cargo run --example memory_profile -- --size 2.7b --mode forward,train-step
+//! ```
+
+mod common;
+#[path = "memory_profile/files.rs"]
+mod files;
+#[path = "memory_profile/summary.rs"]
+mod summary;
+
+use clap::{Parser, ValueEnum};
+use common::models::{Model, ModelFlags, VariantFlags, describe};
+use common::precision::PrecisionFlags;
+use common::{Common, Output};
+use files::FileFlags;
+use std::process::ExitCode;
+use summary::{comparison_note, in_one_table, row, table};
+use tallow::Result;
+use tallow::bench::{EndToEnd, OptimizerChoice};
+use tallow::memory::{Mode, RecordConfig};
+use tallow::report::{Fields, Format, Report, format_mib};
+
+/// Where the memory of a step goes: predicted, measured, by phase and by origin.
+#[derive(Parser)]
+#[command(version)]
+struct Flags {
+    #[command(flatten)]
+    models: ModelFlags,
+
+    /// Sequences in a batch; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4")]
+    batch_size: Vec<usize>,
+
+    /// Tokens in a sequence; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_values = ["128", "256", "512"])]
+    context_length: Vec<usize>,
+
+    /// How much of a training step; several allowed
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_values = ["forward", "train-step"])]
+    mode: Vec<ModeFlag>,
+
+    #[command(flatten)]
+    variants: VariantFlags,
+
+    #[command(flatten)]
+    precision: PrecisionFlags,
+
+    /// Steps that are run before the one that is recorded
+    #[arg(long, default_value_t = 1)]
+    warmup_steps: usize,
+
+    /// How many of the largest allocations are listed for each run
+    #[arg(long, default_value_t = 5)]
+    largest: usize,
+
+    /// Record blocks from this size on, in bytes
+    #[arg(long, default_value_t = 4096)]
+    threshold_bytes: usize,
+
+    /// The memory that may be used, in GiB, instead of what is available
+    #[arg(long)]
+    memory_limit_gib: Option<f64>,
+
+    #[command(flatten)]
+    files: FileFlags,
+
+    #[command(flatten)]
+    output: Output,
+
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ModeFlag {
+    /// Without a graph
+    Forward,
+    ForwardBackward,
+    TrainStep,
+}
+
+impl ModeFlag {
+    fn mode(self) -> Mode {
+        match self {
+            Self::Forward => Mode::Forward,
+            Self::ForwardBackward => Mode::ForwardBackward,
+            Self::TrainStep => Mode::TrainStep,
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    common::run(|| flags.common.under_policy(|| flags.run()))
+}
+
+/// What is run, and what it is called.
+struct Run {
+    size: String,
+    end_to_end: EndToEnd,
+}
+
+impl Run {
+    fn title(&self) -> String {
+        let run = &self.end_to_end;
+        format!(
+            "{} B{} T{}, {}, {}, checkpointing {}, {}",
+            self.size,
+            run.batch_size,
+            run.sequence_length,
+            serde_json::to_value(run.mode).unwrap_or_default(),
+            run.config.attention,
+            run.config.checkpointing,
+            run.precision
+        )
+        .replace('"', "")
+    }
+}
+
+impl Flags {
+    fn run(&self) -> Result<()> {
+        self.output.check()?;
+        let device = self.common.device()?;
+        let longest = self.context_length.iter().copied().max();
+        let longest = longest.unwrap_or_default();
+        let models = self.models.models(longest, &self.variants.attention)?;
+        let runs = self.runs(&models)?;
+        self.files.check()?;
+        let mut configuration = describe(&models);
+        configuration.insert("optimizer", "adamw");
+        configuration.insert(
+            "recorded blocks",
+            format!("{} bytes and more", self.threshold_bytes),
+        );
+        let mut report = Report {
+            environment: self.common.environment(&device),
+            configuration,
+            columns: table(),
+            ..Default::default()
+        };
+        for run in &runs {
+            common::progress(run.title());
+            let estimate = run.end_to_end.estimate()?;
+            let available = run.end_to_end.available_bytes;
+            if available.is_some_and(|bytes| estimate.peak_bytes > bytes) {
+                report.rows.push(row(run, &estimate, None, available));
+                report.notes.push(format!(
+                    "{} does not fit: {}; {} available",
+                    run.title(),
+                    estimate.account,
+                    available.map(format_mib).unwrap_or_default()
+                ));
+                continue;
+            }
+            let record = RecordConfig {
+                threshold_bytes: self.threshold_bytes,
+                ..Default::default()
+            };
+            let profile = run.end_to_end.profile_memory(&device, record)?;
+            report.rows.push(row(
+                run,
+                &estimate,
+                Some((&profile, self.largest)),
+                available,
+            ));
+            report.notes.push(comparison_note(&run.title(), &profile));
+            report.notes.extend(profile.recording.notes());
+            self.files.write(&run.title(), runs.len(), &profile)?;
+            if self.output.format == Format::Text && self.output.output.is_none() {
+                summary::print_details(&run.title(), &profile, self.largest)?;
+            }
+        }
+        report.lines = in_one_table(&report.rows);
+        report.notes.extend(self.residual_stream(&models));
+        report
+            .environment
+            .insert("reference ops", common::fallbacks());
+        self.output.publish(&report)
+    }
+
+    /// The size of one tensor of the residual stream, with its derivation.
+    fn residual_stream(&self, models: &[Model]) -> Vec<String> {
+        let mut notes = Vec::new();
+        for Model { name, config } in models {
+            for &batch_size in &self.batch_size {
+                for &length in &self.context_length {
+                    let bytes = 4.0 * batch_size as f64 * length as f64 * config.d_model as f64;
+                    notes.push(format!(
+                        "{name}: a tensor of the residual stream in f32 is B T D 4 = {batch_size} x {length} x {} x 4 bytes = {}",
+                        config.d_model,
+                        format_mib(bytes as u64)
+                    ));
+                }
+            }
+        }
+        notes
+    }
+
+    /// Every combination of the flags' lists.
+    fn runs(&self, models: &[Model]) -> Result<Vec<Run>> {
+        let limit = self.memory_limit_gib;
+        let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
+        let precisions = self.precision.precisions()?;
+        let mut runs = Vec::new();
+        for Model { name, config } in models {
+            let variants = self.variants.variants(config);
+            for &batch_size in &self.batch_size {
+                for &sequence_length in &self.context_length {
+                    for config in &variants {
+                        for &precision in &precisions {
+                            for mode in &self.mode {
+                                let end_to_end = EndToEnd {
+                                    config: config.clone(),
+                                    batch_size,
+                                    sequence_length,
+                                    mode: mode.mode(),
+                                    precision,
+                                    warmup_steps: self.warmup_steps,
+                                    steps: 1,
+                                    optimizer: OptimizerChoice::AdamW(Default::default()),
+                                    seed: self.common.seed,
+                                    peak_flops: None,
+                                    available_bytes: limit.or_else(tallow::device::available_bytes),
+                                };
+                                runs.push(Run {
+                                    size: name.clone(),
+                                    end_to_end,
+                                });
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(runs)
+    }
+}
+
+/// What every row says of its run.
+fn labels(run: &Run) -> Fields {
+    let mut fields = Fields::new();
+    let Run { size, end_to_end } = run;
+    fields.insert("size", size.as_str());
+    fields.insert("batch_size", end_to_end.batch_size);
+    fields.insert("context_length", end_to_end.sequence_length);
+    fields.insert("attention", end_to_end.config.attention.name());
+    let checkpointing = end_to_end.config.checkpointing.to_string();
+    fields.insert("checkpointing", checkpointing);
+    fields.insert("precision", end_to_end.precision.name());
+    fields.insert(
+        "mode",
+        serde_json::to_value(end_to_end.mode).unwrap_or_default(),
+    );
+    fields
+}

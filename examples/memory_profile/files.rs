@@ -1,0 +1,68 @@
+//! The files that a run leaves behind.
+
+use super::common::Output;
+use clap::Args;
+use std::path::{Path, PathBuf};
+use tallow::Result;
+use tallow::bench::MemoryProfile;
+use tallow::memory::{Snapshot, timeline};
+use tallow::report::Format;
+
+/// Where files go. With several runs each gets its own, with the run in its name.
+#[derive(Args)]
+pub struct FileFlags {
+    /// Draw what was alive over time, as SVG
+    #[arg(long, value_name = "PATH")]
+    timeline: Option<PathBuf>,
+
+    /// Write PyTorch's memory snapshot there, for pytorch.org/memory_viz: JSON if the name ends in .json, else pickle
+    #[arg(long, value_name = "PATH")]
+    snapshot: Option<PathBuf>,
+}
+
+impl FileFlags {
+    /// Refuses what cannot be written, before anything is run.
+    pub fn check(&self) -> Result<()> {
+        for path in [&self.timeline, &self.snapshot].into_iter().flatten() {
+            let output = Output {
+                format: Format::Text,
+                output: Some(path.clone()),
+            };
+            output.check()?;
+        }
+        Ok(())
+    }
+
+    /// Writes what was asked for.
+    pub fn write(&self, title: &str, runs: usize, profile: &MemoryProfile) -> Result<()> {
+        if let Some(path) = &self.timeline {
+            timeline(&profile.recording, title).save_svg(named(path, title, runs))?;
+        }
+        if let Some(path) = &self.snapshot {
+            let snapshot = Snapshot::new(&profile.recording);
+            let path = named(path, title, runs);
+            match path.extension().is_some_and(|ending| ending == "json") {
+                true => snapshot.save_json(path)?,
+                false => snapshot.save_pickle(path)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `step.svg`, or `step-tiny-B4-T128-forward-naive-f32.svg` if it is one of several.
+fn named(path: &Path, title: &str, runs: usize) -> PathBuf {
+    if runs == 1 {
+        return path.to_path_buf();
+    }
+    let words: Vec<&str> = title
+        .split([' ', ',', '/'])
+        .filter(|word| !word.is_empty())
+        .collect();
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let mut name = format!("{stem}-{}", words.join("-"));
+    if let Some(ending) = path.extension() {
+        name = format!("{name}.{}", ending.to_string_lossy());
+    }
+    path.with_file_name(name)
+}

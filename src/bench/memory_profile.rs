@@ -1,0 +1,153 @@
+//! One step of a model with every block of memory recorded.
+
+use super::EndToEnd;
+use super::update::Update;
+use crate::memory::{self, Estimate, Holds, Mode, RecordConfig, Recording, SavedTensors, tracker};
+use crate::model::TransformerLM;
+use crate::probe;
+use crate::report::Fields;
+use crate::{Result, no_grad};
+use candle_core::{Device, Tensor};
+
+/// Where the bytes of one step went, and where they were expected.
+#[derive(Clone, Debug)]
+pub struct MemoryProfile {
+    /// The account from the sizes alone.
+    pub estimate: Estimate,
+    /// The last step. The baseline is what was alive before the model was made.
+    pub recording: Recording,
+    /// The most that was alive in that step, exactly, as the allocator counted; the baseline subtracted.
+    pub peak_bytes: u64,
+    /// How many blocks, of whatever size, the step asked for.
+    pub allocations: u64,
+    /// What the graph held when forward was done; `None` if there was no graph.
+    pub saved: Option<SavedTensors>,
+}
+
+impl MemoryProfile {
+    /// The prediction beside the measurement, by what bytes were there for at the worst moment: a row each, the sum last.
+    pub fn comparison(&self) -> Vec<Fields> {
+        let measured = self.recording.holdings_at(self.recording.peak_at());
+        let mut rows = Vec::new();
+        for holds in Holds::ALL {
+            let predicted = self.estimate.account.bytes_of(holds);
+            let bytes = measured.bytes_of(holds);
+            if predicted > 0 || bytes > 0 {
+                rows.push(compared(holds.name(), predicted, bytes));
+            }
+        }
+        rows.push(compared("peak", self.estimate.peak_bytes, self.peak_bytes));
+        rows
+    }
+}
+
+fn compared(holds: &str, predicted_bytes: u64, measured_bytes: u64) -> Fields {
+    let mut row = Fields::new();
+    row.insert("holds", holds);
+    row.insert("estimate_bytes", predicted_bytes);
+    row.insert("measured_bytes", measured_bytes);
+    let difference = predicted_bytes as f64 - measured_bytes as f64;
+    row.insert("difference_bytes", difference);
+    row
+}
+
+impl EndToEnd {
+    /// Runs the warm-up and then one step that is recorded, and compares it with the account.
+    ///
+    /// Parameters, the optimizer's state and the tokens are labelled, the phases are `forward`, `backward` and `optimizer`.
+    /// Nothing is asked about the memory that is there: [`estimate`](Self::estimate) first. Only one such run may
+    /// be under way, and nothing else that takes memory should be. What kernels keep for as long as the process runs, their
+    /// packing buffers, is [`Holds::Other`] in the first run of a process, and in the baseline of the later ones.
+    ///
+    /// # Errors
+    /// Those of [`memory::record`], of [`run`](Self::run), and of the ops.
+    pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
+        let estimate = self.estimate()?;
+        let baseline_bytes = tracker::current_bytes().unwrap_or_default();
+        let model = self.model(device)?;
+        let tokens = self.random_tokens(0, device)?; // (B, T)
+        let targets = self.random_tokens(1, device)?; // (B, T)
+        let mut update = match self.mode {
+            Mode::TrainStep => {
+                let parameters = model.parameters();
+                Some(Update::new(self.optimizer, parameters, self.precision)?)
+            }
+            _ => None,
+        };
+        for _ in 0..self.warmup_steps {
+            self.step(&model, &tokens, &targets, update.as_mut(), |_| ())?;
+        }
+        let watch = memory::watch_graphs();
+        let mut recorder = memory::record(RecordConfig {
+            baseline_bytes,
+            ..record
+        })?;
+        for (name, parameter) in model.parameters() {
+            recorder.label(Holds::Weights, name, &parameter);
+        }
+        for (name, state) in update.iter().flat_map(|update| &update.state) {
+            recorder.label(Holds::Optimizer, name.as_str(), state);
+        }
+        recorder.label(Holds::Inputs, "tokens", &tokens);
+        recorder.label(Holds::Inputs, "targets", &targets);
+        let mut saved = None;
+        tracker::reset_peak();
+        let allocations = tracker::allocations();
+        self.step(&model, &tokens, &targets, update.as_mut(), |out| {
+            saved = out.track_op().then(|| memory::saved_tensors(out));
+        })?;
+        let [allocations, before] =
+            [tracker::allocations(), allocations].map(Option::unwrap_or_default);
+        let peak_bytes = tracker::peak_bytes().unwrap_or_default();
+        let recording = recorder.finish();
+        drop(watch);
+        Ok(MemoryProfile {
+            estimate,
+            recording,
+            peak_bytes: peak_bytes.saturating_sub(baseline_bytes),
+            allocations: allocations - before,
+            saved,
+        })
+    }
+
+    /// One step in its phases; `after_forward` sees what forward has made.
+    fn step(
+        &self,
+        model: &TransformerLM,
+        tokens: &Tensor,
+        targets: &Tensor,
+        update: Option<&mut Update>,
+        after_forward: impl FnOnce(&Tensor),
+    ) -> Result<()> {
+        let forward = || self.precision.run(|| model.forward(tokens));
+        let out = {
+            let _phase = probe::phase("forward");
+            match self.mode {
+                Mode::Forward => no_grad(forward),
+                Mode::ForwardKeepingGraph => forward(),
+                Mode::ForwardBackward | Mode::TrainStep => {
+                    let loss = self.precision.run(|| model.loss(tokens, targets))?;
+                    match &update {
+                        Some(update) => update.scaled(loss),
+                        None => Ok(loss),
+                    }
+                }
+            }?
+        };
+        after_forward(&out);
+        if !matches!(self.mode, Mode::ForwardBackward | Mode::TrainStep) {
+            return Ok(());
+        }
+        let mut gradients = {
+            let _phase = probe::phase("backward");
+            let gradients = out.backward()?;
+            drop(out); // the graph goes with it
+            gradients
+        };
+        if let Some(update) = update {
+            let _phase = probe::phase("optimizer");
+            update.step(&mut gradients)?;
+        }
+        Ok(())
+    }
+}

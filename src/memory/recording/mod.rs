@@ -1,0 +1,265 @@
+//! Every block of a tensor's size, as it is taken and given back, with where it came from.
+//!
+//! What lives here: the recorder ([`record`]), the buffer that the allocator writes to (`buffer`), the blocks' lives with
+//! their phase and path (`lives`), what a block is there for (`holds`), and the sums ([`Recording`]). What does not: the
+//! allocator itself ([`tracker`](super::tracker)), what viewers read ([`Snapshot`](super::Snapshot)), and pictures
+//! ([`timeline`](super::timeline())).
+
+pub(super) mod buffer;
+mod holds;
+mod lives;
+mod report;
+mod sums;
+
+pub use lives::{Block, PhaseSpan};
+pub use sums::{Holdings, Origin};
+
+use super::{Holds, tracker};
+use crate::probe::{self, Event, Kind, Listener, Listening};
+use crate::{Error, Result};
+use buffer::{Refusal, What};
+use candle_core::{CpuStorage, Storage, Tensor};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+/// How a recording is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RecordConfig {
+    /// Blocks from this size on are recorded; what is smaller is in the sums only, as [`Holds::Other`].
+    pub threshold_bytes: usize,
+    /// Room for so many events, 64 bytes each, of which the system gives only what is written to. A block is two events,
+    /// so is an op, so is a phase. What finds no room is counted, and lost.
+    pub capacity: usize,
+    /// What was alive before anything of interest was: subtracted from every sum.
+    pub baseline_bytes: u64,
+}
+
+/// Blocks of 4 KiB and more, a million events.
+impl Default for RecordConfig {
+    fn default() -> Self {
+        Self {
+            threshold_bytes: 4096,
+            capacity: 1 << 20,
+            baseline_bytes: 0,
+        }
+    }
+}
+
+/// A recording under way, until it is [finished](Recorder::finish) or dropped.
+#[must_use = "the recording ends when this is dropped"]
+pub struct Recorder {
+    config: RecordConfig,
+    began: SystemTime,
+    labels: Vec<Label>,
+    /// While it lasts, threads know where they are.
+    _listening: Listening,
+}
+
+/// What somebody has said of a block.
+struct Label {
+    address: usize,
+    bytes: usize,
+    holds: Holds,
+    name: String,
+    /// Said after this many events.
+    position: usize,
+}
+
+/// What was recorded.
+#[derive(Clone, Debug)]
+pub struct Recording {
+    /// Every block that was alive while it was recorded and is known of, in the order in which they were taken; first
+    /// those that were there before.
+    pub blocks: Vec<Block>,
+    /// The phases ([`probe::phase`]), in the order in which they began.
+    pub phases: Vec<PhaseSpan>,
+    /// Events that found no room: if there are any, blocks are missing, and sums are too small or too large.
+    pub lost_events: u64,
+    /// When it began.
+    pub began: SystemTime,
+    /// How it was made.
+    pub config: RecordConfig,
+    /// By event: when it was, and what was alive then, the baseline subtracted.
+    pub(super) curve: Vec<Sample>,
+    /// All that was alive when it began, the baseline subtracted.
+    pub(super) bytes_before: u64,
+}
+
+/// One moment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sample {
+    pub at_ns: u64,
+    pub bytes: u64,
+    /// Where the thread was, the range around it included.
+    pub path: probe::Path,
+}
+
+/// Begins to record every block of a tensor's size that the process takes or gives back, on all threads.
+///
+/// A block belongs to the path and phase of the thread that takes it ([`probe`]). A thread that is nowhere, a kernel's
+/// worker, works for the op that runs: that which began last, on whatever thread, if several do.
+/// A block that the allocator resizes counts as given back and taken anew.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use std::alloc::System;
+/// use tallow::memory::{self, Holds, RecordConfig, tracker::Tracker};
+/// use tallow::{ops, probe};
+///
+/// #[global_allocator]
+/// static ALLOCATOR: Tracker<System> = Tracker::new(System);
+///
+/// let weight = Var::ones((256, 64), DType::F32, &Device::Cpu)?;
+/// let x = Tensor::ones((32, 64), DType::F32, &Device::Cpu)?;
+/// let mut recorder = memory::record(RecordConfig::default())?;
+/// recorder.label(Holds::Weights, "weight", &weight);
+/// let y = {
+///     let _phase = probe::phase("forward");
+///     ops::linear(&x, &weight)?
+/// };
+/// let recording = recorder.finish();
+/// let block = recording.blocks.iter().find(|block| block.path.name() == "linear").unwrap();
+/// assert_eq!((block.bytes, block.phase, block.holds), (4 * 32 * 256, "forward", Holds::Activations));
+/// # drop(y);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// No [`Tracker`](tracker::Tracker) is installed; somebody records already; no memory for the events.
+pub fn record(config: RecordConfig) -> Result<Recorder> {
+    const OP: &str = "memory::record";
+    if tracker::current_bytes().is_none() {
+        return Err(Error::Order {
+            op: OP,
+            problem: "the allocator of this binary is not a memory::tracker::Tracker".into(),
+            hint: "declare one as #[global_allocator]".into(),
+        });
+    }
+    if config.capacity == 0 {
+        return Err(Error::Config {
+            config: "RecordConfig",
+            field: "capacity",
+            expected: "at least 1".into(),
+            got: "0".into(),
+            hint: "a block is two events".into(),
+        });
+    }
+    // The listener first: what it takes is no part of the recording.
+    let listening = probe::listen(Arc::new(Marks));
+    let began = SystemTime::now();
+    match buffer::start(config.capacity, config.threshold_bytes) {
+        Ok(()) => {}
+        Err(Refusal::AlreadyRecording) => {
+            return Err(Error::Order {
+                op: OP,
+                problem: "somebody records already".into(),
+                hint: "finish or drop the other recorder first".into(),
+            });
+        }
+        Err(Refusal::NoMemory { wanted_bytes }) => {
+            return Err(Error::OutOfMemory {
+                what: format!("{OP}, room for {} events", config.capacity),
+                wanted_bytes: wanted_bytes as u64,
+                available_bytes: crate::device::available_bytes().unwrap_or_default(),
+            });
+        }
+    }
+    let recorder = Recorder {
+        config,
+        began,
+        labels: Vec::new(),
+        _listening: listening,
+    };
+    // The first event says what is alive.
+    buffer::mark(What::Begins, probe::current(), probe::current_phase());
+    Ok(recorder)
+}
+
+impl Recorder {
+    /// Says what the block of `tensor`'s elements is there for: parameters, the optimizer's state, inputs. It may have
+    /// been taken before the recording began. Tensors that are not on the CPU have no block here, and are passed over.
+    pub fn label(&mut self, holds: Holds, name: impl Into<String>, tensor: &Tensor) {
+        if let Some((address, bytes)) = block_of(tensor) {
+            self.labels.push(Label {
+                address,
+                bytes,
+                holds,
+                name: name.into(),
+                position: buffer::position(),
+            });
+        }
+    }
+
+    /// Ends the recording.
+    pub fn finish(mut self) -> Recording {
+        let (events, lost_events) = buffer::stop();
+        let labels = std::mem::take(&mut self.labels);
+        let lives::Lives { blocks, phases } = lives::of(&events, labels);
+        let beyond = |bytes: usize| (bytes as u64).saturating_sub(self.config.baseline_bytes);
+        let curve = events.iter().map(|event| Sample {
+            at_ns: event.at_ns,
+            bytes: beyond(event.current_bytes),
+            path: event.path,
+        });
+        Recording {
+            blocks,
+            phases,
+            lost_events,
+            began: self.began,
+            config: self.config,
+            bytes_before: events
+                .first()
+                .map_or(0, |event| beyond(event.current_bytes)),
+            curve: curve.collect(),
+        }
+    }
+}
+
+/// Nobody's recording is left running.
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        buffer::stop();
+    }
+}
+
+/// Says when phases and ops begin and end.
+struct Marks;
+
+impl Listener for Marks {
+    fn entered(&self, event: &Event<'_>) {
+        match event.kind {
+            Kind::Phase => buffer::mark(What::PhaseBegins, event.path, event.phase),
+            Kind::Op | Kind::OpBackward => buffer::mark(What::OpBegins, event.path, event.phase),
+            Kind::Step | Kind::Module | Kind::Range => {}
+        }
+    }
+
+    fn left(&self, event: &Event<'_>) {
+        match event.kind {
+            Kind::Phase => buffer::mark(What::PhaseEnds, event.path, event.phase),
+            Kind::Op | Kind::OpBackward => buffer::mark(What::OpEnds, event.path, event.phase),
+            Kind::Step | Kind::Module | Kind::Range => {}
+        }
+    }
+}
+
+/// Address and size of the elements of a tensor's storage, if it is on the CPU.
+pub(super) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
+    fn extent<T>(elements: &[T]) -> (usize, usize) {
+        (elements.as_ptr().addr(), size_of_val(elements))
+    }
+    let (storage, _) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => match storage {
+            CpuStorage::U8(x) => Some(extent(x)),
+            CpuStorage::U32(x) => Some(extent(x)),
+            CpuStorage::I64(x) => Some(extent(x)),
+            CpuStorage::BF16(x) => Some(extent(x)),
+            CpuStorage::F16(x) => Some(extent(x)),
+            CpuStorage::F32(x) => Some(extent(x)),
+            CpuStorage::F64(x) => Some(extent(x)),
+            _ => None, // types that nothing here computes in
+        },
+        _ => None,
+    }
+}

@@ -1,0 +1,180 @@
+//! Sums over a recording: by what is held, by phase, by origin.
+
+use super::{Block, Holds, PhaseSpan, Recording};
+use crate::probe::Path;
+use std::collections::HashMap;
+
+/// Bytes alive at one moment, by what they were there for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Holdings([u64; Holds::ALL.len()]);
+
+impl Holdings {
+    /// The bytes that were there for this.
+    pub fn bytes_of(&self, holds: Holds) -> u64 {
+        self.0[holds as usize]
+    }
+
+    /// All of them.
+    pub fn total_bytes(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    /// What is not zero, in the order of [`Holds`].
+    pub fn iter(&self) -> impl Iterator<Item = (Holds, u64)> {
+        let each = Holds::ALL.into_iter().zip(self.0);
+        each.filter(|(_, bytes)| *bytes > 0)
+    }
+
+    fn add(&mut self, block: &Block) {
+        self.0[block.holds as usize] += block.bytes;
+    }
+
+    fn remove(&mut self, block: &Block) {
+        self.0[block.holds as usize] -= block.bytes;
+    }
+
+    /// With what is in no block that is known, so that the sum is `total_bytes`.
+    fn filled_up(mut self, total_bytes: u64) -> Self {
+        let rest = total_bytes.saturating_sub(self.total_bytes());
+        self.0[Holds::Other as usize] += rest;
+        self
+    }
+}
+
+/// What was taken in one place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Origin {
+    /// The op, or the range around candle's own work.
+    pub path: Path,
+    /// How many blocks were taken there.
+    pub blocks: usize,
+    /// Their sum, whether alive at once or not.
+    pub taken_bytes: u64,
+    /// What of it was alive at the worst moment of the recording.
+    pub at_peak_bytes: u64,
+}
+
+impl Recording {
+    /// The event after which the most was alive; 0 if there was none.
+    pub fn peak_at(&self) -> usize {
+        self.worst(0, self.curve.len())
+    }
+
+    /// The most that was alive at once, small blocks included, as the allocator counted. A peak of blocks that are not
+    /// recorded lies between two events; it is less than their threshold away.
+    pub fn peak_bytes(&self) -> u64 {
+        self.bytes_at(self.peak_at())
+    }
+
+    /// The most that was alive in a phase.
+    pub fn peak_bytes_in(&self, phase: &PhaseSpan) -> u64 {
+        self.bytes_at(self.worst_in(phase))
+    }
+
+    /// The event of a phase after which the most was alive.
+    pub fn worst_in(&self, phase: &PhaseSpan) -> usize {
+        self.worst(phase.begins_at, phase.ends_at + 1)
+    }
+
+    /// The most that was alive while a thread was at `path` or inside of it; `None` if none took or gave back a block there.
+    pub fn peak_bytes_within(&self, path: Path) -> Option<u64> {
+        let inside = self
+            .curve
+            .iter()
+            .filter(|sample| sample.path.is_within(path));
+        inside.map(|sample| sample.bytes).max()
+    }
+
+    /// What was alive after this event.
+    pub fn bytes_at(&self, event: usize) -> u64 {
+        self.curve.get(event).map_or(0, |sample| sample.bytes)
+    }
+
+    /// How many events there are: moments for [`bytes_at`](Self::bytes_at) and [`holdings_at`](Self::holdings_at).
+    pub fn events(&self) -> usize {
+        self.curve.len()
+    }
+
+    fn worst(&self, from: usize, to: usize) -> usize {
+        let to = to.min(self.curve.len());
+        let range = (from..to).rev(); // of equals the first
+        range
+            .max_by_key(|event| self.curve[*event].bytes)
+            .unwrap_or(from)
+    }
+
+    /// What was alive after this event, by what it was there for. The sum is [`bytes_at`](Self::bytes_at): what is in no
+    /// recorded block is [`Holds::Other`].
+    pub fn holdings_at(&self, event: usize) -> Holdings {
+        let mut holdings = Holdings::default();
+        let alive = self.blocks.iter().filter(|block| block.is_alive_at(event));
+        alive.for_each(|block| holdings.add(block));
+        holdings.filled_up(self.bytes_at(event))
+    }
+
+    /// [`holdings_at`](Self::holdings_at) for every event.
+    pub fn holdings(&self) -> Vec<Holdings> {
+        let mut now = Holdings::default();
+        let mut changes: Vec<Vec<(bool, &Block)>> = vec![Vec::new(); self.curve.len()];
+        for block in &self.blocks {
+            match block.taken_at {
+                Some(event) => changes[event].push((true, block)),
+                None => now.add(block),
+            }
+            if let Some(event) = block.given_back_at {
+                changes[event].push((false, block));
+            }
+        }
+        let steps = changes.iter().zip(&self.curve);
+        let each = steps.map(|(changes, sample)| {
+            for (taken, block) in changes {
+                match taken {
+                    true => now.add(block),
+                    false => now.remove(block),
+                }
+            }
+            now.filled_up(sample.bytes)
+        });
+        each.collect()
+    }
+
+    /// By where blocks were taken, the most at the peak first. Together with what was there before and what is too small to
+    /// be recorded, `at_peak_bytes` add up to the peak.
+    pub fn origins(&self) -> Vec<Origin> {
+        let peak = self.peak_at();
+        let mut places: HashMap<Path, Origin> = HashMap::new();
+        for block in self.blocks.iter().filter(|block| block.taken_at.is_some()) {
+            let origin = places.entry(block.path).or_insert(Origin {
+                path: block.path,
+                blocks: 0,
+                taken_bytes: 0,
+                at_peak_bytes: 0,
+            });
+            origin.blocks += 1;
+            origin.taken_bytes += block.bytes;
+            if block.is_alive_at(peak) {
+                origin.at_peak_bytes += block.bytes;
+            }
+        }
+        let mut origins: Vec<Origin> = places.into_values().collect();
+        origins.sort_by_key(|origin| {
+            let by_size = (origin.at_peak_bytes, origin.taken_bytes);
+            (std::cmp::Reverse(by_size), origin.path)
+        });
+        origins
+    }
+
+    /// The `count` largest blocks that were taken while it was recorded, the largest first.
+    pub fn largest(&self, count: usize) -> Vec<&Block> {
+        let taken = self.blocks.iter().filter(|block| block.taken_at.is_some());
+        let mut blocks: Vec<&Block> = taken.collect();
+        blocks.sort_by_key(|block| std::cmp::Reverse(block.bytes)); // stable: of equals the first
+        blocks.truncate(count);
+        blocks
+    }
+
+    /// All that was alive when it began.
+    pub fn bytes_before(&self) -> u64 {
+        self.bytes_before
+    }
+}

@@ -1,0 +1,292 @@
+//! PyTorch's memory snapshot, for the viewers that read it.
+
+use super::{Block, Recording};
+use crate::files;
+use crate::probe::Path as Place;
+use crate::{Error, Result};
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::UNIX_EPOCH;
+
+/// A [`Recording`] as PyTorch's CUDA allocator would have written it: for the viewer at pytorch.org/memory_viz, and for
+/// `torch/cuda/_memory_viz.py`.
+///
+/// There is one device, the host, with one segment. Blocks get addresses of their own in it, as an allocator would give
+/// them out that always takes the smallest gap; the process's real ones lie too far apart to be looked at. Each block's
+/// frames are its path, the innermost first: `linear` in `layers.0/attn/q_proj`, `q_proj` in `layers.0/attn`, and so on to
+/// the phase. What was there before the recording is drawn as alive from the start, if it is known of.
+///
+/// Only blocks from the recording's threshold on are in it, and their requested sizes: what an allocator rounds up or keeps
+/// for later is not.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Snapshot {
+    segments: Vec<Segment>,
+    device_traces: Vec<Vec<TraceEntry>>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Segment {
+    device: i32,
+    address: u64,
+    total_size: u64,
+    allocated_size: u64,
+    active_size: u64,
+    requested_size: u64,
+    stream: i32,
+    segment_type: &'static str,
+    segment_pool_id: (i32, i32),
+    is_expandable: bool,
+    frames: Vec<Frame>,
+    blocks: Vec<SegmentBlock>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct SegmentBlock {
+    address: u64,
+    size: u64,
+    requested_size: u64,
+    state: &'static str,
+    frames: Vec<Frame>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct TraceEntry {
+    action: &'static str,
+    addr: u64,
+    size: u64,
+    stream: i32,
+    time_us: u64,
+    frames: Vec<Frame>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Frame {
+    filename: String,
+    line: u32,
+    name: String,
+}
+
+/// Where the segment begins.
+const BASE: u64 = 1 << 32;
+
+impl Snapshot {
+    /// The snapshot at the end of a recording, with all that led to it.
+    pub fn new(recording: &Recording) -> Self {
+        let mut arena = Arena::default();
+        let mut addresses = vec![0; recording.blocks.len()];
+        let mut changes: Vec<Vec<(bool, usize)>> = vec![Vec::new(); recording.events()];
+        for (place, block) in recording.blocks.iter().enumerate() {
+            match block.taken_at {
+                Some(event) => changes[event].push((true, place)),
+                None => addresses[place] = arena.take(block.bytes),
+            }
+            if let Some(event) = block.given_back_at {
+                changes[event].push((false, place));
+            }
+        }
+        let began = recording.began.duration_since(UNIX_EPOCH);
+        let began_us = began.unwrap_or_default().as_micros() as u64;
+        let mut trace = Vec::new();
+        for (event, changes) in changes.iter().enumerate() {
+            for &(taken, place) in changes {
+                let block = &recording.blocks[place];
+                if taken {
+                    addresses[place] = arena.take(block.bytes);
+                } else {
+                    arena.give_back(addresses[place], block.bytes);
+                }
+                let actions: &[&'static str] = match taken {
+                    true => &["alloc"],
+                    false => &["free_requested", "free_completed"],
+                };
+                trace.extend(actions.iter().map(|action| TraceEntry {
+                    action,
+                    addr: BASE + addresses[place],
+                    size: block.bytes,
+                    stream: 0,
+                    time_us: began_us + recording.curve[event].at_ns / 1000,
+                    frames: frames(block),
+                }));
+            }
+        }
+        let blocks = recording.blocks.iter().zip(&addresses);
+        let at_end = blocks.filter(|(block, _)| block.given_back_at.is_none());
+        let segment = segment(at_end.collect(), arena.end);
+        Self {
+            segments: segment.into_iter().collect(),
+            device_traces: vec![trace],
+        }
+    }
+
+    /// Writes it as pickle, protocol 3, as `torch.cuda.memory._dump_snapshot` does: what all of PyTorch's tools read.
+    ///
+    /// # Errors
+    /// [`Error::Io`] with the path if it cannot be written.
+    pub fn save_pickle(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        files::write_atomically(path, |mut file| {
+            serde_pickle::to_writer(&mut file, self, Default::default())
+                .map_err(|e| Error::io("write", path, std::io::Error::other(e)))
+        })
+    }
+
+    /// Writes it as JSON, which newer viewers take too.
+    ///
+    /// # Errors
+    /// [`Error::Io`] with the path if it cannot be written.
+    pub fn save_json(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        files::write_atomically(path, |file| {
+            serde_json::to_writer(file, self).map_err(|e| Error::io("write", path, e.into()))
+        })
+    }
+}
+
+/// The segment: what is alive, and gaps, which together cover it. None where there never was a block.
+fn segment(mut alive: Vec<(&Block, &u64)>, end: u64) -> Option<Segment> {
+    alive.sort_by_key(|(_, address)| **address);
+    let mut blocks = Vec::new();
+    let mut covered = 0;
+    let gap = |from: u64, to: u64| SegmentBlock {
+        address: BASE + from,
+        size: to - from,
+        requested_size: 0,
+        state: "inactive",
+        frames: Vec::new(),
+    };
+    for (block, &address) in alive {
+        if covered < address {
+            blocks.push(gap(covered, address));
+        }
+        blocks.push(SegmentBlock {
+            address: BASE + address,
+            size: block.bytes,
+            requested_size: block.bytes,
+            state: "active_allocated",
+            frames: frames(block),
+        });
+        covered = address + block.bytes;
+    }
+    if covered < end {
+        blocks.push(gap(covered, end));
+    }
+    let active_size = blocks.iter().map(|block| block.requested_size).sum();
+    (end > 0).then_some(Segment {
+        device: 0,
+        address: BASE,
+        total_size: end,
+        allocated_size: active_size,
+        active_size,
+        requested_size: active_size,
+        stream: 0,
+        segment_type: "large",
+        segment_pool_id: (0, 0),
+        is_expandable: false,
+        frames: Vec::new(),
+        blocks,
+    })
+}
+
+/// The innermost first: the op, the modules around it, the phase.
+fn frames(block: &Block) -> Vec<Frame> {
+    let frame = |name: &str, filename: &str| Frame {
+        filename: filename.into(),
+        line: 0,
+        name: name.into(),
+    };
+    let mut frames = Vec::new();
+    if let Some(name) = &block.name {
+        frames.push(frame(name, block.holds.name()));
+    }
+    let mut path = block.path;
+    while let Some(around) = path.parent() {
+        let filename = match around {
+            Place::ROOT => "model".into(),
+            around => around.to_string(),
+        };
+        frames.push(frame(&path.name(), &filename));
+        path = around;
+    }
+    if frames.is_empty() {
+        let name = match block.taken_at {
+            Some(_) => "candle",
+            None => "before the recording",
+        };
+        frames.push(frame(name, block.holds.name()));
+    }
+    if !block.phase.is_empty() {
+        frames.push(frame(block.phase, "step"));
+    }
+    frames
+}
+
+/// Addresses from 0 up, given out from the smallest gap that is large enough.
+#[derive(Default)]
+struct Arena {
+    /// Size and address.
+    by_size: BTreeSet<(u64, u64)>,
+    /// Address and size.
+    by_address: BTreeSet<(u64, u64)>,
+    end: u64,
+}
+
+impl Arena {
+    fn take(&mut self, bytes: u64) -> u64 {
+        let gap = self.by_size.range((bytes, 0)..).next().copied();
+        let Some((size, address)) = gap else {
+            let address = self.end;
+            self.end += bytes;
+            return address;
+        };
+        self.forget(address, size);
+        if size > bytes {
+            self.remember(address + bytes, size - bytes);
+        }
+        address
+    }
+
+    fn give_back(&mut self, address: u64, bytes: u64) {
+        let (mut from, mut to) = (address, address + bytes);
+        let below = self.by_address.range(..(address, 0)).next_back().copied();
+        if let Some((gap, size)) = below.filter(|(gap, size)| gap + size == address) {
+            self.forget(gap, size);
+            from = gap;
+        }
+        let above = self.by_address.range((to, 0)..).next().copied();
+        if let Some((gap, size)) = above.filter(|(gap, _)| *gap == to) {
+            self.forget(gap, size);
+            to += size;
+        }
+        self.remember(from, to - from);
+    }
+
+    fn remember(&mut self, address: u64, size: u64) {
+        self.by_size.insert((size, address));
+        self.by_address.insert((address, size));
+    }
+
+    fn forget(&mut self, address: u64, size: u64) {
+        self.by_size.remove(&(size, address));
+        self.by_address.remove(&(address, size));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Arena;
+
+    #[test]
+    fn gaps_are_used_and_grow_together() {
+        let mut arena = Arena::default();
+        let [a, b, c] = [100, 50, 30].map(|bytes| arena.take(bytes));
+        assert_eq!((a, b, c, arena.end), (0, 100, 150, 180));
+        arena.give_back(a, 100);
+        arena.give_back(c, 30);
+        assert_eq!(arena.take(30), 150); // the smaller gap
+        assert_eq!(arena.take(60), 0);
+        arena.give_back(b, 50);
+        assert_eq!(arena.take(90), 60); // 40 and 50 together
+        assert_eq!(arena.end, 180);
+    }
+}
