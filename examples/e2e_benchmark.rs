@@ -15,6 +15,7 @@ mod common;
 
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
+use common::modes::{ModeFlag, modes_with};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use std::process::ExitCode;
@@ -83,14 +84,6 @@ struct Flags {
 
     #[command(flatten)]
     common: Common,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum ModeFlag {
-    Forward,
-    ForwardBackward,
-    TrainStep,
-    All,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -223,13 +216,7 @@ impl Flags {
             true => Mode::ForwardKeepingGraph,
             false => Mode::Forward,
         };
-        let modes = self.mode.iter().flat_map(|mode| match mode {
-            ModeFlag::Forward => vec![forward],
-            ModeFlag::ForwardBackward => vec![Mode::ForwardBackward],
-            ModeFlag::TrainStep => vec![Mode::TrainStep],
-            ModeFlag::All => vec![forward, Mode::ForwardBackward, Mode::TrainStep],
-        });
-        modes.collect()
+        modes_with(forward, &self.mode)
     }
 
     fn optimizer(&self) -> OptimizerChoice {

@@ -14,8 +14,9 @@ mod files;
 #[path = "memory_profile/summary.rs"]
 mod summary;
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
+use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use files::FileFlags;
@@ -23,7 +24,7 @@ use std::process::ExitCode;
 use summary::{comparison_note, in_one_table, row, table};
 use tallow::Result;
 use tallow::bench::{EndToEnd, OptimizerChoice};
-use tallow::memory::{Mode, RecordConfig};
+use tallow::memory::RecordConfig;
 use tallow::report::{Fields, Format, Report, format_mib};
 
 /// Where the memory of a step goes: predicted, measured, by phase and by origin.
@@ -75,24 +76,6 @@ struct Flags {
 
     #[command(flatten)]
     common: Common,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum ModeFlag {
-    /// Without a graph
-    Forward,
-    ForwardBackward,
-    TrainStep,
-}
-
-impl ModeFlag {
-    fn mode(self) -> Mode {
-        match self {
-            Self::Forward => Mode::Forward,
-            Self::ForwardBackward => Mode::ForwardBackward,
-            Self::TrainStep => Mode::TrainStep,
-        }
-    }
 }
 
 fn main() -> ExitCode {
@@ -214,12 +197,12 @@ impl Flags {
                 for &sequence_length in &self.context_length {
                     for config in &variants {
                         for &precision in &precisions {
-                            for mode in &self.mode {
+                            for mode in modes(&self.mode) {
                                 let end_to_end = EndToEnd {
                                     config: config.clone(),
                                     batch_size,
                                     sequence_length,
-                                    mode: mode.mode(),
+                                    mode,
                                     precision,
                                     warmup_steps: self.warmup_steps,
                                     steps: 1,

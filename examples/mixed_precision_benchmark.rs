@@ -15,8 +15,9 @@ mod figure;
 mod table;
 
 use candle_core::DType;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use common::models::{Model, ModelFlags, describe, with_attention};
+use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use std::path::PathBuf;
@@ -24,7 +25,6 @@ use std::process::ExitCode;
 use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, OptimizerChoice, PrecisionAnalysis, alternate};
-use tallow::memory::Mode;
 use tallow::model::flops;
 use tallow::precision::Precision;
 use tallow::report::{Fields, Report};
@@ -82,14 +82,6 @@ struct Flags {
 
     #[command(flatten)]
     common: Common,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum ModeFlag {
-    Forward,
-    ForwardBackward,
-    TrainStep,
-    All,
 }
 
 fn main() -> ExitCode {
@@ -186,7 +178,7 @@ impl Flags {
             for &batch_size in batch_sizes {
                 for &sequence_length in &self.context_length {
                     for &attention in &self.attention {
-                        for mode in self.modes() {
+                        for mode in modes(&self.mode) {
                             let run = EndToEnd {
                                 config: with_attention(&model.config, attention),
                                 batch_size,
@@ -207,16 +199,6 @@ impl Flags {
             }
         }
         runs
-    }
-
-    fn modes(&self) -> Vec<Mode> {
-        let modes = self.mode.iter().flat_map(|mode| match mode {
-            ModeFlag::Forward => vec![Mode::Forward],
-            ModeFlag::ForwardBackward => vec![Mode::ForwardBackward],
-            ModeFlag::TrainStep => vec![Mode::TrainStep],
-            ModeFlag::All => vec![Mode::Forward, Mode::ForwardBackward, Mode::TrainStep],
-        });
-        modes.collect()
     }
 
     fn configuration(

@@ -19,6 +19,7 @@ mod runs;
 use analysis::Profiled;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, describe, with_attention};
+use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use runs::{Run, add_oom, named};
@@ -26,7 +27,6 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
-use tallow::memory::Mode;
 use tallow::model::TransformerConfig;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::Precision;
@@ -109,14 +109,6 @@ struct Flags {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum ModeFlag {
-    Forward,
-    ForwardBackward,
-    TrainStep,
-    All,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
 enum ByFlag {
     Name,
     Path,
@@ -180,7 +172,7 @@ impl Flags {
         let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
         let mut runs = Vec::new();
         let mut add = |name: &str, config: &TransformerConfig, sizes: (usize, usize), precision| {
-            for mode in self.modes() {
+            for mode in modes(&self.mode) {
                 let run = EndToEnd {
                     config: config.clone(),
                     batch_size: sizes.0,
@@ -211,16 +203,6 @@ impl Flags {
             }
         }
         runs
-    }
-
-    fn modes(&self) -> Vec<Mode> {
-        let modes = self.mode.iter().flat_map(|mode| match mode {
-            ModeFlag::Forward => vec![Mode::Forward],
-            ModeFlag::ForwardBackward => vec![Mode::ForwardBackward],
-            ModeFlag::TrainStep => vec![Mode::TrainStep],
-            ModeFlag::All => vec![Mode::Forward, Mode::ForwardBackward, Mode::TrainStep],
-        });
-        modes.collect()
     }
 
     /// Times the run without a profiler, then with one; the row that says so if memory does not hold it.

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each example uses its part
 
 pub mod models;
+pub mod modes;
 pub mod precision;
 
 use clap::Args;

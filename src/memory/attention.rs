@@ -2,8 +2,10 @@
 
 use super::{Account, Holds};
 use crate::attention::{Algorithm, Mask};
-use crate::kernels::cpu::flash_attention::Tiles;
-use crate::kernels::cpu::gemm::tile::COLUMNS;
+use crate::kernels::cpu::flash_attention::{
+    Sizes, Tiles, backward_scratch_elements, forward_scratch_elements,
+};
+use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
 use candle_core::DType;
 
 /// One attention, forward and backward: q, k, v (B, H, T, Dh).
@@ -74,8 +76,7 @@ impl AttentionWorkload {
 /// each of B H, one a thread at a time. In half precision the probabilities are f32 all the same, and a head is widened
 /// while it is worked on. Flash keeps the log-sum-exp instead, one number a row; its backward takes a few tiles
 /// a thread, and where dq is rounded its sums for two heads a thread. After any of them, candle adds each gradient to zeros.
-///
-/// Left out: the matrix products' packing buffers, a few MiB whatever the sizes.
+/// Naive's products pack blocks of their factors, a few MiB whatever the sizes.
 pub fn attention_account(workload: &AttentionWorkload) -> Account {
     let width = workload.dtype.size_in_bytes();
     let n = workload.elements();
@@ -125,7 +126,7 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload) -> Account
                     width,
                 ),
             };
-            let scratch = flash_scratch(workload);
+            let [_, scratch] = flash_scratch(workload);
             match scratch * wide as f64 > storing * width as f64 {
                 true => account.with(
                     Holds::Scratch,
@@ -139,7 +140,7 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload) -> Account
         }
         Algorithm::Naive => {
             let account = account.with(Holds::Activations, "probabilities", "BHT^2", scores, wide);
-            let scratch = naive_scratch(workload)[1];
+            let [_, scratch] = naive_scratch(workload);
             match scratch * wide as f64 > storing * width as f64 {
                 true => account.with(
                     Holds::Scratch,
@@ -155,40 +156,58 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload) -> Account
 }
 
 /// Elements that naive's forward and its backward take for themselves: backward a matrix of (T, T), both what half
-/// precision is widened to, head by head.
+/// precision is widened to, head by head, and what products pack.
 pub(super) fn naive_scratch(workload: &AttentionWorkload) -> [f64; 2] {
-    let (t, threads) = (
-        workload.sequence_length as f64,
-        rayon::current_num_threads() as f64,
-    );
+    let (t, threads) = (workload.sequence_length, rayon::current_num_threads());
     // As the kernel shares its matrices out.
-    let at_once = match workload.matrices() < 2.0 * threads {
-        true => 1.0,
-        false => threads,
+    let (at_once, inside) = match workload.matrices() < 2.0 * threads as f64 {
+        true => (1.0, Threads::All),
+        false => (threads as f64, Threads::One),
     };
+    let width = workload.dtype.size_in_bytes();
+    let head_dim = workload.head_dim;
     // q, k, v and out before it is rounded; q, k, v, dout, and dq, dk, dv before they are rounded.
-    let widened = match workload.dtype.size_in_bytes() < 4 {
-        true => t * workload.head_dim as f64,
+    let widened = match width < 4 {
+        true => t as f64 * head_dim as f64,
         false => 0.0,
     };
-    [at_once * 4.0 * widened, at_once * (t * t + 7.0 * widened)]
+    let packed = |depth, cols, a_transposed, b_transposed| {
+        let sizes = ProductSizes {
+            rows: t,
+            depth,
+            cols,
+            a_transposed,
+            b_transposed,
+            element_bytes: width.max(4),
+        };
+        packing_bytes(sizes, inside) / width.max(4) as f64
+    };
+    let scores = packed(head_dim, t, false, true); // q k^T, dout v^T
+    let values = packed(t, head_dim, false, false); // p v, ds k
+    let gradients = packed(t, head_dim, true, false); // p^T dout, ds^T q
+    let forward = scores.max(values);
+    [
+        at_once * (4.0 * widened + forward),
+        at_once * (t as f64 * t as f64 + 7.0 * widened + forward.max(gradients)),
+    ]
 }
 
-/// Elements that flash's backward takes for itself: delta, the dq that is not written in place, the tiles of a thread.
-pub(super) fn flash_scratch(workload: &AttentionWorkload) -> f64 {
-    let (t, head_dim) = (workload.sequence_length, workload.head_dim);
-    let tiles = Tiles::for_head_dim(head_dim);
-    let threads = rayon::current_num_threads() as f64;
-    let width = head_dim.next_multiple_of(COLUMNS);
-    let matrices = workload.batch_size.saturating_mul(workload.heads);
-    let one_dq = t as f64 * width as f64;
-    let in_place = width == head_dim && workload.dtype.size_in_bytes() >= 4;
-    let dq = match in_place {
-        true => 0.0,
-        false => (2.0 * threads).min(matrices as f64) * one_dq,
+/// Elements that flash's forward and its backward take for themselves: tiles, delta, and the dq that is not written in
+/// place.
+pub(super) fn flash_scratch(workload: &AttentionWorkload) -> [f64; 2] {
+    let sizes = Sizes {
+        batch: workload.batch_size,
+        heads: workload.heads,
+        kv_heads: workload.heads.max(1),
+        queries: workload.sequence_length,
+        keys: workload.sequence_length,
+        head_dim: workload.head_dim,
+        mask: workload.mask,
+        scale: 1.0,
     };
-    let q_tile = tiles.backward_q_tile.min(t);
-    let k_tile = tiles.backward_k_tile.min(t).next_multiple_of(COLUMNS);
-    let tile = 2 * k_tile * head_dim + 3 * k_tile * width + 2 * q_tile * (width + k_tile);
-    workload.rows() + dq + threads * tile as f64
+    let tiles = Tiles::for_head_dim(workload.head_dim);
+    [
+        forward_scratch_elements(&sizes, &tiles),
+        backward_scratch_elements(&sizes, &tiles, workload.dtype.size_in_bytes()),
+    ]
 }

@@ -2,12 +2,12 @@
 
 use super::walk::{Buffer, walk};
 use super::{Account, Holds};
-use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::Precision;
 use crate::report::Format;
+use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -66,9 +66,11 @@ pub struct Workload {
 /// through, one at a time, and with it its weights' casts. A released block leaves its graph and copies of its input and
 /// output, `2 N D`, until backward is through it.
 ///
-/// It displays as a table with the formula beside each line. Left out: the packing buffers of matrix products and the
-/// tiles of flash attention's forward, a few MiB a thread whatever the model; the records of tensors and ops, a few hundred
-/// bytes each; and, before the first step, the drawing of the weights, the largest of which exists once more in f64.
+/// It displays as a table with the formula beside each line. Kernels' scratch is counted for all threads of the pool that
+/// asks: the blocks that matrix products pack, flash attention's tiles, matrices that naive attention works in. Threads that
+/// find no work hold none, so with more threads than a small step keeps busy this is a bound. Left out: the records of
+/// tensors and ops, a few hundred bytes each; what kernels keep from call to call; and, before the first step, the drawing
+/// of the weights, the largest of which exists once more in f64. [`measure()`](super::measure()) runs it and counts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Estimate {
     /// P: the weights.
@@ -120,9 +122,11 @@ pub struct Estimate {
 /// ```
 ///
 /// # Errors
-/// A configuration that is no model's, or not one of the workload's attention.
+/// A configuration that is no model's, or not one of the workload's attention; no sequences, or empty ones.
 pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estimate> {
     check(config, workload)?;
+    check_some("batch_size", workload.batch_size)?;
+    check_some("sequence_length", workload.sequence_length)?;
     let outcome = walk(config, workload);
     let precision = workload.precision;
     let parameters = config.num_parameters() as f64;
@@ -153,6 +157,20 @@ pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<(
         ..config.clone()
     };
     config.validate()
+}
+
+/// Refuses a workload of nothing.
+pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
+    match size {
+        0 => Err(Error::Config {
+            config: "Workload",
+            field,
+            expected: "positive".into(),
+            got: "0".into(),
+            hint: "a step has at least one sequence of one token".into(),
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// The buffers as terms: those that are alike as one.

@@ -1,7 +1,7 @@
 //! What fits: the estimate asked the other way round.
 
 use super::Workload;
-use super::estimate::check;
+use super::estimate::{check, check_some};
 use super::walk::walk;
 use crate::Result;
 use crate::model::TransformerConfig;
@@ -35,6 +35,7 @@ pub fn largest_batch_size(
     available_bytes: u64,
 ) -> Result<Option<usize>> {
     check(config, workload)?;
+    check_some("sequence_length", workload.sequence_length)?;
     let beyond = first(|batch_size| {
         let workload = Workload {
             batch_size,
@@ -69,6 +70,7 @@ pub fn smallest_sequence_beyond(
     available_bytes: u64,
 ) -> Result<usize> {
     check(config, workload)?;
+    check_some("batch_size", workload.batch_size)?;
     let beyond = first(|sequence_length| {
         let workload = Workload {
             sequence_length,
@@ -115,6 +117,7 @@ pub fn smallest_sequence_saved(
     workload: &Workload,
 ) -> Result<Option<usize>> {
     check(config, workload)?;
+    check_some("batch_size", workload.batch_size)?;
     Ok(first(|sequence_length| {
         let at = |precision| Workload {
             sequence_length,

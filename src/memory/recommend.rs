@@ -1,7 +1,7 @@
 //! What must be run again for a step to fit.
 
 use super::Workload;
-use super::estimate::check;
+use super::estimate::{check, check_some};
 use super::walk::walk;
 use crate::Result;
 use crate::model::TransformerConfig;
@@ -42,6 +42,8 @@ pub fn recommend(
     available_bytes: u64,
 ) -> Result<Option<Checkpointing>> {
     check(config, workload)?;
+    check_some("batch_size", workload.batch_size)?;
+    check_some("sequence_length", workload.sequence_length)?;
     let layers = config.num_layers;
     let fits = |checkpointing| {
         let workload = Workload {

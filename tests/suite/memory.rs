@@ -2,10 +2,12 @@
 
 mod checkpointing;
 mod fit;
+mod packing;
 mod precisions;
 mod recording;
 mod saved;
 mod snapshot;
+mod verification;
 
 use crate::child;
 use rstest::rstest;

@@ -7,6 +7,7 @@ use super::ledger::Key;
 use super::{Entry, Node, Value, Walk};
 use crate::memory::Holds;
 use std::collections::HashMap;
+use std::iter::repeat;
 
 /// Gradients that are there, by their tensor.
 pub(super) type Gradients = HashMap<usize, Key>;
@@ -31,7 +32,7 @@ impl Walk {
         let incoming = gradients.remove(&entry.output); // none at the loss: a scalar
         let made = match entry.is_sum {
             true => entry.inputs.iter().map(|_| None).collect(),
-            false => self.with_scratch(entry.scratch, |walk| walk.made(&entry.inputs)),
+            false => self.with_scratch(entry.scratch, |walk| walk.made(entry)),
         };
         for (input, made) in entry.inputs.iter().zip(made) {
             self.add_to(input, gradients);
@@ -45,10 +46,13 @@ impl Walk {
     }
 
     /// The gradients of all inputs, which an op makes before any is added.
-    fn made(&mut self, inputs: &[Value]) -> Vec<Option<Key>> {
-        let gradients = inputs.iter().map(|input| {
+    fn made(&mut self, entry: &Entry) -> Vec<Option<Key>> {
+        let packing = entry.packing.iter().copied().chain(repeat(None));
+        let gradients = entry.inputs.iter().zip(packing).map(|(input, packing)| {
             let what = "gradients as an op makes them";
-            Some(self.take(Holds::Scratch, what, input.size, input.width))
+            let key = self.take(Holds::Scratch, what, input.size, input.width);
+            self.with_scratch(packing, |_| ());
+            Some(key)
         });
         gradients.collect()
     }

@@ -1,6 +1,7 @@
 //! Forward, layer by layer as `model` and `nn` write it: with a graph everything stays; without one, a buffer goes when
 //! the last variable that has it does.
 
+use super::products::Linear;
 use super::{Size, Value, Walk};
 use crate::attention::Algorithm;
 use crate::kernels::cpu::parallel::BLOCK_ROWS;
@@ -25,7 +26,7 @@ impl Walk {
         let x = self.embedding();
         let x = match self.workload.checkpointing {
             Checkpointing::None => self.blocks(x, layers),
-            _ if !self.keeps_graph() => self.blocks(x, layers),
+            strategy if !self.keeps_graph() => self.blocks_in_segments(x, strategy, layers),
             strategy => self.segments(x, strategy, layers),
         };
         let normed = self.rms_norm("ln_final", x);
@@ -45,6 +46,21 @@ impl Walk {
             x = self.block(x);
         }
         self.count = 1.0;
+        x
+    }
+
+    /// Blocks without a graph, by segments: each one's input is there until its last block is done.
+    fn blocks_in_segments(&mut self, x: Value, strategy: Checkpointing, layers: usize) -> Value {
+        let has_several = strategy.recomputed_blocks(layers) > 0
+            && strategy.segment_blocks(layers).is_some_and(|n| n.get() > 1);
+        if !has_several {
+            return self.blocks(x, layers); // a block has its own input anyway
+        }
+        let (size, width) = (x.size, x.width);
+        let x = self.block(x);
+        let input = self.take(Holds::Activations, "inputs of segments", size, width);
+        let x = self.blocks(x, layers - 1);
+        self.ledger.give_back(input);
         x
     }
 
@@ -105,17 +121,20 @@ impl Walk {
             Algorithm::Naive => {
                 let [forward, backward] = naive_scratch(&attention);
                 self.keep(Holds::Activations, "probabilities", self.sizes.scores, 4);
-                self.scratch_now("heads in f32", Size::new("TD/H a thread", forward), 4);
-                self.scratch_later("scores' gradient", Size::new("T^2 a thread", backward), 4);
+                let heads = Size::new("TD/H + blocks, a thread", forward);
+                self.scratch_now("heads in f32, packed", heads, 4);
+                let scores = Size::new("T^2 + blocks, a thread", backward);
+                self.scratch_later("scores' gradient, packed", scores, 4);
             }
             Algorithm::Flash => {
-                let (lse, backward) = (self.sizes.head_rows, flash_scratch(&attention));
+                let (lse, [forward, backward]) = (self.sizes.head_rows, flash_scratch(&attention));
                 self.keep(Holds::Activations, "log-sum-exp of scores", lse, 4);
                 if in_half {
                     let what = "what rounding took from out";
                     self.keep(Holds::Activations, what, q.size, q.width);
                 }
-                let size = Size::new("BHT + ..", backward);
+                self.scratch_now("tiles", Size::new("tiles, a thread", forward), 4);
+                let size = Size::new("BHT + tiles, a thread", backward);
                 self.scratch_later("delta, dq's sums, tiles", size, 4);
             }
         }
@@ -127,14 +146,21 @@ impl Walk {
         let (hidden, width) = (self.sizes.hidden, lowered.width);
         let w1 = self.weight(FEED_FORWARD, self.sizes.feed_forward);
         let w3 = self.weight(FEED_FORWARD, self.sizes.feed_forward);
-        for _ in 0..2 {
+        let product = Linear {
+            from: self.sizes.counts.d_model,
+            to: self.sizes.counts.d_ff,
+            width,
+        };
+        for weight in [w1, w3] {
             self.keep(Holds::Activations, "gate, up", hidden, width);
+            self.packs_now(product);
+            self.drop_weight(weight);
         }
         let gradients = Size::new("2BTF", 2.0 * hidden.elements);
         self.scratch_later("gradients of gate and up", gradients, width);
+        let [dx, dw] = self.packs_in_backward(product);
+        self.packs_later(vec![dx, dw, dw]);
         let gated = self.op("silu(gate) up", hidden, &[lowered, w1, w3]);
-        self.drop_weight(w1);
-        self.drop_weight(w3);
         self.drop_copy(lowered, x);
         let out = self.linear("w2's output", gated, FEED_FORWARD);
         self.drop(gated);
@@ -167,14 +193,29 @@ impl Walk {
     /// A linear map to the width of the residual stream, from it or from the feed-forward network's.
     fn linear(&mut self, what: &'static str, x: Value, weights: &'static str) -> Value {
         let lowered = self.lowered(x);
-        let weight = match weights == FEED_FORWARD {
-            true => self.weight(weights, self.sizes.feed_forward),
-            false => self.weight(weights, self.sizes.projection),
+        let (size, from) = match weights == FEED_FORWARD {
+            true => (self.sizes.feed_forward, self.sizes.counts.d_ff),
+            false => (self.sizes.projection, self.sizes.counts.d_model),
         };
+        let weight = self.weight(weights, size);
+        let product = Linear {
+            from,
+            to: self.sizes.counts.d_model,
+            width: lowered.width,
+        };
+        self.packs(product);
         let y = self.op(what, self.sizes.stream, &[lowered, weight]);
         self.drop_weight(weight);
         self.drop_copy(lowered, x);
         y
+    }
+
+    fn head_product(&self, x: Value) -> Linear {
+        Linear {
+            from: self.sizes.counts.d_model,
+            to: self.sizes.counts.vocab_size,
+            width: x.width,
+        }
     }
 
     /// The logits, for whoever called.
@@ -182,6 +223,7 @@ impl Walk {
         let lowered = self.lowered(x);
         let weight = self.weight("lm_head", self.sizes.vocabulary);
         self.take(Holds::Logits, "logits", self.sizes.logits, lowered.width);
+        self.packs_now(self.head_product(lowered));
         self.drop_weight(weight);
         self.drop_copy(lowered, x);
     }
@@ -193,9 +235,12 @@ impl Walk {
         let (rows, logits) = (self.sizes.rows, self.sizes.logits);
         self.keep(Holds::Inputs, "ids that ops keep", rows, 4);
         self.keep(Holds::Logits, "logits", logits, lowered.width);
+        self.packs_now(self.head_product(lowered));
         self.keep(Holds::Logits, "log-sum-exp of logits", rows, 4);
         self.scratch_now("losses", rows, 4);
         self.scratch_later("gradient of the logits", logits, lowered.width);
+        let packing = self.packs_in_backward(self.head_product(lowered));
+        self.packs_later(packing.into());
         self.loss_op(&[lowered, weight]);
         self.drop_weight(weight);
         self.drop_copy(lowered, x);

@@ -2,7 +2,8 @@
 //! run takes it and gives it back, and what was alive at the worst moment is the account.
 //!
 //! What lives here: forward as the layers write it (`forward`), what an op takes and keeps (`record`), backward as
-//! candle runs it (`backward`), segments with a graph of their own (`segments`), the bytes (`ledger`). What does not: what is made of it ([`estimate`](super::estimate())).
+//! candle runs it (`backward`), segments with a graph of their own (`segments`), what matrix products pack (`products`), the
+//! bytes (`ledger`). What does not: what is made of it ([`estimate`](super::estimate())).
 //!
 //! All blocks are alike, so three are walked: the first, one for all between, whose lasting buffers count for each, and
 //! the last. No moment of the blocks between is worse than the same one of the block that comes after them; where each gives
@@ -11,6 +12,7 @@
 mod backward;
 mod forward;
 mod ledger;
+mod products;
 mod record;
 mod segments;
 mod sizes;
@@ -59,6 +61,8 @@ struct Entry {
     inputs: Vec<Value>,
     /// Of backward.
     scratch: Scratch,
+    /// Of backward, while it makes the gradient of each input; none for those beyond.
+    packing: Vec<Scratch>,
     /// A sum: backward hands on the gradient that it gets. All others make new ones.
     is_sum: bool,
     /// How many blocks it stands for.

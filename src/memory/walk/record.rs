@@ -13,6 +13,8 @@ pub(super) struct Beside {
     now: Scratch,
     /// For the time of its backward.
     later: Scratch,
+    /// While backward makes the gradient of each input.
+    packing: Vec<Scratch>,
 }
 
 impl Walk {
@@ -35,6 +37,11 @@ impl Walk {
     /// What the next op's backward will take for itself.
     pub(super) fn scratch_later(&mut self, what: &'static str, size: Size, width: usize) {
         self.beside.later = Some((what, size, width));
+    }
+
+    /// What the next op's backward will take while it makes the gradient of each input.
+    pub(super) fn packs_later(&mut self, packing: Vec<Scratch>) {
+        self.beside.packing = packing;
     }
 
     /// An op whose output has the dtype of its first input.
@@ -66,7 +73,12 @@ impl Walk {
         width: usize,
         inputs: &[Value],
     ) -> Value {
-        let Beside { kept, now, later } = std::mem::take(&mut self.beside);
+        let Beside {
+            kept,
+            now,
+            later,
+            packing,
+        } = std::mem::take(&mut self.beside);
         let graph = self.keeps_graph();
         let key = self.take_counted(graph, holds, what, size, width);
         let output = self.value(what, size, width, Some(key));
@@ -76,6 +88,7 @@ impl Walk {
                 output: output.id,
                 inputs: inputs.to_vec(),
                 scratch: later,
+                packing,
                 is_sum: false,
                 count: self.count,
             })),

@@ -48,6 +48,17 @@ pub(super) struct Sizes {
     pub vocabulary: Size,
     /// All weights.
     pub parameters: Size,
+    /// B T, D, F, V, as products have them.
+    pub counts: Counts,
+}
+
+/// Whole numbers, that stay at the largest where they overflow.
+#[derive(Clone, Copy)]
+pub(super) struct Counts {
+    pub rows: usize,
+    pub d_model: usize,
+    pub d_ff: usize,
+    pub vocab_size: usize,
 }
 
 impl Sizes {
@@ -61,7 +72,14 @@ impl Sizes {
             config.vocab_size,
             config.num_layers,
         ];
-        let letters = format!("B {b}, T {t}, D {d}, F {f}, H {h}, V {v}, L {l}");
+        let threads = rayon::current_num_threads();
+        let letters = format!("B {b}, T {t}, D {d}, F {f}, H {h}, V {v}, L {l}; {threads} threads");
+        let counts = Counts {
+            rows: b.saturating_mul(t),
+            d_model: d,
+            d_ff: f,
+            vocab_size: v,
+        };
         let attention = AttentionWorkload {
             algorithm: workload.attention,
             batch_size: b,
@@ -90,6 +108,7 @@ impl Sizes {
                 "2VD + L(4D^2 + 3FD + 2D) + D",
                 config.num_parameters() as f64,
             ),
+            counts,
         }
     }
 

@@ -1,6 +1,6 @@
 //! Backward: algorithm 2, a task for each tile of keys.
 
-use super::backward_tile::{Scratch, Task};
+use super::backward_tile::{Scratch, Task, padded_width};
 use super::turns::AllTurns;
 use super::{Heads, Sizes, Tiles};
 use crate::kernels::cpu::gemm::tile::COLUMNS;
@@ -93,6 +93,26 @@ pub fn backward<T: Stored>(
             }
         });
     }
+}
+
+/// Elements that [`backward`] takes for itself: delta, the sums of a dq that is not written in place (`stored_bytes` are
+/// those of an element of it), and the tiles of all threads. (In f64: huge sizes do not overflow.)
+pub fn backward_scratch_elements(sizes: &Sizes, tiles: &Tiles, stored_bytes: usize) -> f64 {
+    let threads = rayon::current_num_threads();
+    let width = padded_width(sizes);
+    let matrices = sizes.batch.saturating_mul(sizes.kv_heads);
+    let in_place = sizes.head_dim.is_multiple_of(COLUMNS) && stored_bytes >= size_of::<f32>();
+    let sums = match in_place {
+        true => 0.0,
+        false => {
+            let wave = matrices.min(2 * threads).max(1);
+            wave as f64 * sizes.group() as f64 * sizes.queries as f64 * width
+        }
+    };
+    let tasks = matrices.saturating_mul(sizes.keys.div_ceil(tiles.backward_k_tile));
+    let of_tiles = tasks.min(threads) as f64 * Scratch::<f32>::elements(sizes, tiles);
+    let delta = sizes.batch as f64 * sizes.heads as f64 * sizes.queries as f64;
+    delta + sums + of_tiles
 }
 
 /// What all tasks of one call share.

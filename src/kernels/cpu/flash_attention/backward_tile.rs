@@ -56,6 +56,11 @@ pub(super) struct Scratch<T> {
     block: Vec<T>,
 }
 
+/// Dh as whole registers, for sizes that may be huge.
+pub(super) fn padded_width(sizes: &Sizes) -> f64 {
+    sizes.head_dim.div_ceil(COLUMNS) as f64 * COLUMNS as f64
+}
+
 impl<T: Lanes> Scratch<T> {
     pub(super) fn new(sizes: &Sizes, tiles: &Tiles) -> Self {
         let width = sizes.head_dim.next_multiple_of(COLUMNS);
@@ -79,6 +84,16 @@ impl<T: Lanes> Scratch<T> {
             queries: Vec::with_capacity(q_tile),
             block: vec![T::ZERO; COLUMNS * sizes.head_dim],
         }
+    }
+
+    /// How many elements [`new`](Self::new) takes. (In f64: huge sizes do not overflow.)
+    pub(super) fn elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
+        let (head_dim, width) = (sizes.head_dim as f64, padded_width(sizes));
+        let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1) as f64;
+        let k_tile = tiles.backward_k_tile.min(sizes.keys);
+        let k_tile = k_tile.next_multiple_of(COLUMNS) as f64;
+        let of_keys = k_tile * (2.0 * head_dim + 3.0 * width);
+        of_keys + 2.0 * q_tile * (width + k_tile) + COLUMNS as f64 * head_dim
     }
 
     /// One tile of keys: writes its dk and dv (keys, Dh), adds to dq in its turn.

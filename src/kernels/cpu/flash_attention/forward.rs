@@ -78,6 +78,22 @@ pub fn forward<T: Stored>(
     );
 }
 
+/// Elements that [`forward`] takes for the tiles of all its threads. (In f64: huge sizes do not overflow.)
+pub fn forward_scratch_elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
+    let (q_tile, k_tile) = (tiles.forward_q_tile, tiles.forward_k_tile.min(sizes.keys));
+    let panels = sizes.queries.min(q_tile).div_ceil(PANEL);
+    let head_dim = sizes.head_dim as f64;
+    // As in `Scratch::new`: Q^T and O^T of every panel, and its softmaxes' states; scores; K and V; rows.
+    let of_panels = (panels * PANEL) as f64 * (2.0 * head_dim + 3.0);
+    let rest = k_tile as f64 * (PANEL as f64 + 2.0 * head_dim) + COLUMNS as f64 * head_dim;
+    let q_tiles = sizes.queries.div_ceil(q_tile);
+    let tasks = sizes
+        .batch
+        .saturating_mul(sizes.heads)
+        .saturating_mul(q_tiles);
+    tasks.min(rayon::current_num_threads()) as f64 * (of_panels + rest)
+}
+
 /// The buffers of one task.
 struct Scratch<T> {
     /// Keys of a tile.

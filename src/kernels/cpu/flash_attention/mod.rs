@@ -24,8 +24,8 @@ mod tiles;
 mod transpose;
 mod turns;
 
-pub use backward::{Gradients, Inputs, backward};
-pub use forward::{Outputs, forward};
+pub use backward::{Gradients, Inputs, backward, backward_scratch_elements};
+pub use forward::{Outputs, forward, forward_scratch_elements};
 pub use heads::Heads;
 pub use tiles::Tiles;
 

@@ -3,8 +3,11 @@
 //! with.
 
 mod packed;
+mod packing;
 pub(crate) mod tile;
 pub(crate) mod widen;
+
+pub use packing::{ProductSizes, packing_bytes};
 
 use super::parallel::{self, Shared};
 use super::{Lanes, Real, Stored};
@@ -137,11 +140,19 @@ fn is_done<A, B, C: WithDType>(
 /// cache: a weight's gradient `dy^T x` with a width like 1,024 or 3,072. There our own packing, which copies lines, is 1.2
 /// to 2 times faster; elsewhere the crate is ahead by a few percent, or more in small products.
 fn is_aliased<T>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> bool {
+    a.row_stride == 1 && is_aliased_by(a.col_stride * size_of::<T>(), b.cols)
+}
+
+/// As [`is_aliased`], for factors that lie one line after another.
+fn is_aliased_shape(sizes: ProductSizes) -> bool {
+    let line_bytes = sizes.rows.saturating_mul(sizes.element_bytes);
+    sizes.a_transposed && is_aliased_by(line_bytes, sizes.cols)
+}
+
+fn is_aliased_by(line_bytes: usize, cols: usize) -> bool {
     const PAGE_BYTES: usize = 4096;
     const COLUMNS: usize = 256;
-    a.row_stride == 1
-        && (a.col_stride * size_of::<T>()).is_multiple_of(PAGE_BYTES)
-        && b.cols >= COLUMNS
+    line_bytes.is_multiple_of(PAGE_BYTES) && cols >= COLUMNS
 }
 
 /// FLOPs worth a task of their own: a millisecond of one core.
@@ -156,14 +167,12 @@ const MAX_PANELS: usize = 8;
 /// block of the depth; on two cores that is worth a tenth. The panels depend on the shape alone, and so do the bits.
 fn panels<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>, c: &mut [T], accumulate: bool) {
     let (rows, cols) = (a.rows, b.cols);
-    let flops = 2.0 * rows as f64 * cols as f64 * a.cols as f64;
-    let count = ((flops / PANEL_FLOPS) as usize).clamp(1, MAX_PANELS);
-    // By columns, where packing is cheaper to repeat, unless c is a tall strip.
-    let by_rows = rows > 4 * cols;
+    let Panels {
+        by_rows,
+        step,
+        count,
+    } = Panels::of(rows, a.cols, cols);
     let length = if by_rows { rows } else { cols };
-    let step = length.div_ceil(count).next_multiple_of(REGISTER_TILE);
-    let step = step.max(MIN_PANEL);
-    let count = length.div_ceil(step);
     let threads = rayon::current_num_threads().div_ceil(count);
     let c = Shared::new(c);
     parallel::for_tasks(count, |i| {
@@ -174,6 +183,39 @@ fn panels<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>, c: &mut [T], accumulate: 
             false => panel(a, b, c, 0..rows, part, accumulate, threads),
         }
     });
+}
+
+/// How a product is cut.
+struct Panels {
+    by_rows: bool,
+    /// Rows or columns of a panel.
+    step: usize,
+    count: usize,
+}
+
+impl Panels {
+    fn of(rows: usize, depth: usize, cols: usize) -> Self {
+        Self::so_many(Self::count_of(rows, depth, cols), rows, cols)
+    }
+
+    fn count_of(rows: usize, depth: usize, cols: usize) -> usize {
+        let flops = 2.0 * rows as f64 * cols as f64 * depth as f64;
+        ((flops / PANEL_FLOPS) as usize).clamp(1, MAX_PANELS)
+    }
+
+    /// In `count` panels, or fewer.
+    fn so_many(count: usize, rows: usize, cols: usize) -> Self {
+        // By columns, where packing is cheaper to repeat, unless c is a tall strip.
+        let by_rows = rows > cols.saturating_mul(4);
+        let length = if by_rows { rows } else { cols };
+        let step = length.div_ceil(count).div_ceil(REGISTER_TILE);
+        let step = step.saturating_mul(REGISTER_TILE).max(MIN_PANEL);
+        Self {
+            by_rows,
+            step,
+            count: length.div_ceil(step),
+        }
+    }
 }
 
 /// Rows or columns of a register tile, in elements: four AVX-512 registers of f32.

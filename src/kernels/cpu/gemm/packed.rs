@@ -43,14 +43,12 @@ pub(super) fn product<A, B, C, W>(
     if is_done(a, b, c, accumulate) {
         return;
     }
-    let row_blocks = a.rows.div_ceil(ROWS);
-    let rows = a.rows.div_ceil(row_blocks).next_multiple_of(8);
-    let strips = b.cols.div_ceil(STRIP);
-    let tasks = TASKS * rayon::current_num_threads();
-    let strips_per_task = (strips * row_blocks / tasks).clamp(STRIPS.start, STRIPS.end - 1);
-    let columns = strips_per_task * STRIP;
-    let column_blocks = b.cols.div_ceil(columns);
-    let row_blocks = a.rows.div_ceil(rows);
+    let Cut {
+        rows,
+        row_blocks,
+        columns,
+        column_blocks,
+    } = Cut::of(a.rows, b.cols);
 
     let width = b.cols;
     let c = Shared::new(c);
@@ -78,6 +76,61 @@ pub(super) fn product<A, B, C, W>(
             (0..tasks).for_each(|index| task(&mut scratch, index));
         }
     }
+}
+
+/// How c is cut into blocks.
+struct Cut {
+    /// Rows of a block.
+    rows: usize,
+    row_blocks: usize,
+    /// Columns of a block.
+    columns: usize,
+    column_blocks: usize,
+}
+
+impl Cut {
+    fn of(rows: usize, cols: usize) -> Self {
+        let row_blocks = rows.div_ceil(ROWS);
+        let block_rows = rows.div_ceil(row_blocks).next_multiple_of(8);
+        let columns = columns(row_blocks, cols);
+        Self {
+            rows: block_rows,
+            row_blocks: rows.div_ceil(block_rows),
+            columns,
+            column_blocks: cols.div_ceil(columns),
+        }
+    }
+}
+
+/// Columns of a block, by how many blocks of rows there are.
+fn columns(row_blocks: usize, cols: usize) -> usize {
+    let strips = cols.div_ceil(STRIP);
+    let tasks = TASKS * rayon::current_num_threads();
+    let strips_per_task = strips.saturating_mul(row_blocks) / tasks;
+    strips_per_task.clamp(STRIPS.start, STRIPS.end - 1) * STRIP
+}
+
+/// The most elements that [`product`] takes for all of its threads' [`Scratch`], for this many rows or fewer.
+pub(super) fn scratch_elements(rows: usize, depth: usize, cols: usize, threads: Threads) -> f64 {
+    let of = |rows: usize, columns: usize| {
+        let (depth, columns) = (depth.min(DEPTH), columns.min(cols).next_multiple_of(STRIP));
+        (rows * (depth + columns) + depth * (STRIP + COLUMNS)) as f64
+    };
+    let cut = Cut::of(rows, cols);
+    let one = of(cut.rows.min(rows), cut.columns);
+    // One row more than fills so many blocks makes one block more, of which each is smaller.
+    let full = match rows.div_ceil(ROWS) {
+        1 => one,
+        blocks => of(ROWS, columns(blocks - 1, cols)),
+    };
+    let workers = match threads {
+        Threads::One => 1,
+        Threads::All => {
+            let tasks = cut.row_blocks.saturating_mul(cut.column_blocks);
+            tasks.min(rayon::current_num_threads())
+        }
+    };
+    workers as f64 * one.max(full)
 }
 
 /// What one thread works in.

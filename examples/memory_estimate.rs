@@ -1,0 +1,255 @@
+//! What a step will take before anything is run, line by line with its formula, and what follows: what fits, and with
+//! which checkpointing.
+//!
+//! ```text
+//! cargo run --example memory_estimate
+//! cargo run --example memory_estimate -- --size small medium --context-length 512 --mode forward train-step
+//! cargo run --example memory_estimate -- --size 2.7b --precision bf16 --attention flash --memory-limit-gib 80
+//! cargo run --example memory_estimate -- --size medium --context-length 1024 --budget --memory-limit-gib 8
+//! cargo run --example memory_estimate -- --verify
+//! ```
+//!
+//! `--verify` runs fifty small configurations and holds their peaks against the estimate; the exit code says whether all of
+//! them are near.
+
+#[path = "memory_estimate/answers.rs"]
+mod answers;
+#[path = "memory_estimate/cases.rs"]
+mod cases;
+mod common;
+#[path = "memory_estimate/verify.rs"]
+mod verify;
+
+use answers::Question;
+use clap::Parser;
+use common::models::{Model, ModelFlags, VariantFlags, describe};
+use common::modes::{ModeFlag, modes};
+use common::precision::PrecisionFlags;
+use common::{Common, Output};
+use std::process::ExitCode;
+use tallow::memory::{Mode, Workload, estimate};
+use tallow::precision::Precision;
+use tallow::report::{Column, Fields, Report};
+use tallow::{Error, Result};
+
+/// Predicts the memory of a transformer's forward, backward and optimizer.
+#[derive(Parser)]
+#[command(version)]
+struct Flags {
+    #[command(flatten)]
+    models: ModelFlags,
+
+    /// Sequences in a batch; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4")]
+    batch_size: Vec<usize>,
+
+    /// Tokens in a sequence; several allowed
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256")]
+    context_length: Vec<usize>,
+
+    /// How much of a training step; several allowed
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "train-step")]
+    mode: Vec<ModeFlag>,
+
+    #[command(flatten)]
+    variants: VariantFlags,
+
+    #[command(flatten)]
+    precision: PrecisionFlags,
+
+    /// The memory that is to hold it, in GiB, instead of what is available
+    #[arg(long)]
+    memory_limit_gib: Option<f64>,
+
+    /// End in an error if no checkpointing lets a configuration fit
+    #[arg(long)]
+    budget: bool,
+
+    /// Run fifty small configurations, whatever the other flags say, and compare
+    #[arg(long)]
+    verify: bool,
+
+    /// Threads of --verify
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
+    threads: u16,
+
+    #[command(flatten)]
+    output: Output,
+
+    #[command(flatten)]
+    common: Common,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    let mut near = true;
+    let done = common::run(|| {
+        near = flags.run()?;
+        Ok(())
+    });
+    match near {
+        true => done,
+        false => ExitCode::FAILURE,
+    }
+}
+
+impl Flags {
+    /// Whether every prediction that was checked is near.
+    fn run(&self) -> Result<bool> {
+        self.output.check()?;
+        let device = self.common.device()?;
+        let mut report = Report {
+            environment: self.common.environment(&device),
+            ..Default::default()
+        };
+        let near = match self.verify {
+            true => {
+                report.configuration.insert("threads", self.threads);
+                verify::verify(&mut report, self.threads.into())?
+            }
+            false => {
+                self.predict(&mut report)?;
+                true
+            }
+        };
+        self.output.publish(&report)?;
+        Ok(near)
+    }
+
+    /// Every combination of the flags' lists, a row for each term of its account.
+    fn predict(&self, report: &mut Report) -> Result<()> {
+        let longest = self.context_length.iter().copied().max();
+        let models = self
+            .models
+            .models(longest.unwrap_or_default(), &self.variants.attention)?;
+        let precisions = self.precision.precisions()?;
+        let available_bytes = self.available_bytes()?;
+        report.configuration = describe(&models);
+        let workloads = self.workloads(&precisions);
+        report.columns = columns(models.len() * workloads.len() > 1);
+        let mut analysis = Vec::new();
+        for Model { name, config } in &models {
+            for workload in workloads.clone() {
+                let question = Question {
+                    title: title(name, &workload),
+                    config,
+                    workload: &workload,
+                    available_bytes,
+                };
+                let plan = estimate(config, &workload)?;
+                let labels = labels(name, &workload);
+                let rows = plan.account.report().rows.into_iter();
+                report.rows.extend(rows.map(|row| {
+                    let mut labelled = labels.clone();
+                    labelled.merge(row);
+                    labelled
+                }));
+                if self.budget {
+                    question.within_budget()?;
+                }
+                let (notes, answers) = question.answers(&plan)?;
+                let heading = format!("{}: {}", question.title, plan.account.sizes);
+                report.notes.push(heading);
+                report.notes.extend(notes);
+                let mut labelled = labels;
+                labelled.merge(answers);
+                analysis.push(serde_json::to_value(labelled).unwrap_or_default());
+            }
+        }
+        report.analysis.insert("answers", analysis);
+        Ok(())
+    }
+
+    fn workloads(&self, precisions: &[Precision]) -> Vec<Workload> {
+        let mut workloads = Vec::new();
+        for &sequence_length in &self.context_length {
+            for &batch_size in &self.batch_size {
+                for &attention in &self.variants.attention {
+                    for &checkpointing in &self.variants.checkpoint {
+                        for &precision in precisions {
+                            for mode in modes(&self.mode) {
+                                workloads.push(Workload {
+                                    batch_size,
+                                    sequence_length,
+                                    mode,
+                                    attention,
+                                    precision,
+                                    checkpointing,
+                                });
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        workloads
+    }
+
+    fn available_bytes(&self) -> Result<u64> {
+        let refuse = |got: String| Error::Config {
+            config: "flags",
+            field: "--memory-limit-gib",
+            expected: "a positive number of GiB".into(),
+            got,
+            hint: "leave it out to ask for what the machine has available".into(),
+        };
+        match self.memory_limit_gib {
+            Some(gib) if gib > 0.0 && gib.is_finite() => Ok((gib * 2f64.powi(30)) as u64),
+            Some(gib) => Err(refuse(gib.to_string())),
+            None => tallow::device::available_bytes()
+                .ok_or_else(|| refuse("nothing, where the system does not say".into())),
+        }
+    }
+}
+
+fn mode_name(mode: Mode) -> String {
+    let name = serde_json::to_value(mode).unwrap_or_default();
+    name.as_str().unwrap_or_default().to_string()
+}
+
+fn title(name: &str, workload: &Workload) -> String {
+    format!(
+        "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}",
+        workload.batch_size,
+        workload.sequence_length,
+        workload.attention,
+        workload.checkpointing,
+        workload.precision,
+        mode_name(workload.mode)
+    )
+}
+
+fn labels(name: &str, workload: &Workload) -> Fields {
+    let mut row = Fields::new();
+    row.insert("size", name);
+    row.insert("batch_size", workload.batch_size);
+    row.insert("context_length", workload.sequence_length);
+    row.insert("mode", mode_name(workload.mode));
+    row.insert("attention", workload.attention.name());
+    row.insert("precision", workload.precision.name());
+    row.insert("checkpointing", workload.checkpointing.to_string());
+    row
+}
+
+/// With which configuration a line is of, where there are several.
+fn columns(labelled: bool) -> Vec<Column> {
+    let labels = [
+        Column::text("size", "Size"),
+        Column::text("batch_size", "B"),
+        Column::text("context_length", "T"),
+        Column::text("mode", "Mode"),
+        Column::text("attention", "Attention"),
+        Column::text("precision", "Precision"),
+        Column::text("checkpointing", "Checkpointing"),
+    ];
+    let terms = [
+        Column::text("holds", "Holds"),
+        Column::text("what", "What"),
+        Column::count("count", "Count"),
+        Column::text("formula", "Elements of each"),
+        Column::text("element_bytes", "Bytes an element"),
+        Column::mib("bytes", "Memory"),
+    ];
+    let labels = labels.into_iter().filter(|_| labelled);
+    labels.chain(terms).collect()
+}

@@ -1,0 +1,85 @@
+//! What products take beside their factors and their output: for who accounts for memory.
+
+use super::{Panels, Threads, is_aliased_shape, packed};
+
+/// A product by its sizes: (rows, depth) times (depth, cols).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ProductSizes {
+    /// Of a and c.
+    pub rows: usize,
+    /// Columns of a, rows of b.
+    pub depth: usize,
+    /// Of b and c.
+    pub cols: usize,
+    /// a lies in memory as (depth, rows).
+    pub a_transposed: bool,
+    /// b lies in memory as (cols, depth).
+    pub b_transposed: bool,
+    /// Bytes an element of a and b.
+    pub element_bytes: usize,
+}
+
+/// The most bytes that [`matmul_stored`](super::matmul_stored) and [`matmul_wide`](super::matmul_wide) take for packed
+/// blocks of the factors at any moment of a product; never less for a larger product. (In f64: huge sizes do not overflow.)
+///
+/// Blocks are bounded, and a thread has one of each at a time, so that this grows with the threads and soon not with the
+/// sizes; only the `gemm` crate packs all rows of a at once where those are columns in memory. What a thread keeps for its
+/// next product is not counted.
+pub fn packing_bytes(sizes: ProductSizes, threads: Threads) -> f64 {
+    let wide_bytes = sizes.element_bytes.max(4) as f64; // half precision is computed in f32
+    let is_half = sizes.element_bytes < 4;
+    if sizes.rows == 0 || sizes.depth == 0 || sizes.cols == 0 {
+        return 0.0;
+    }
+    match is_half || is_aliased_shape(sizes) {
+        true => wide_bytes * packed::scratch_elements(sizes.rows, sizes.depth, sizes.cols, threads),
+        false => wide_bytes * crate_elements(sizes, threads),
+    }
+}
+
+/// Elements that the `gemm` crate packs for the panels that are computed at the same time.
+fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
+    let ProductSizes {
+        rows, depth, cols, ..
+    } = sizes;
+    let of = |panels: Panels| {
+        let (rows, cols) = match panels.by_rows {
+            true => (panels.step.min(rows), cols),
+            false => (rows, panels.step.min(cols)),
+        };
+        let at_once = panels.count.min(rayon::current_num_threads());
+        at_once as f64 * panel_elements(sizes, rows, cols)
+    };
+    let elements = match threads {
+        Threads::One => panel_elements(sizes, rows, cols),
+        Threads::All => {
+            // A smaller product is cut into fewer panels, of which each may pack more.
+            let most = Panels::count_of(rows, depth, cols);
+            (1..=most)
+                .map(|count| of(Panels::so_many(count, rows, cols)))
+                .fold(0.0, f64::max)
+        }
+    };
+    elements * depth.min(CRATE_DEPTH) as f64
+}
+
+/// The depth that the `gemm` crate packs at a time.
+const CRATE_DEPTH: usize = 512;
+
+/// Lines of the factors that the `gemm` crate packs for one panel: gemm 0.19's `gemm_basic_generic`, whose lhs is our b^T and
+/// whose rhs our a^T, on AVX-512. Narrower registers have smaller blocks.
+fn panel_elements(sizes: ProductSizes, rows: usize, cols: usize) -> f64 {
+    const REGISTERS: usize = 64;
+    const BLOCK: usize = 8 * REGISTERS;
+    let packs_a = match sizes.a_transposed {
+        true => cols > 2 * REGISTERS,
+        false => cols > 128 * REGISTERS,
+    };
+    let packs_b = cols <= 2 * BLOCK && (sizes.b_transposed || !cols.is_multiple_of(16));
+    let of_a = if packs_a { rows as f64 } else { 0.0 };
+    let of_b = match packs_b {
+        true => cols.next_multiple_of(REGISTERS) as f64,
+        false => 0.0,
+    };
+    of_a + of_b
+}

@@ -1,0 +1,150 @@
+//! What a pass or a step takes, by running it.
+
+use super::{Mode, Workload, estimate, tracker};
+use crate::model::{TransformerConfig, TransformerLM};
+use crate::optim::{AdamW, AdamWConfig};
+use crate::precision::Precision;
+use crate::{Error, Result, device, nn, no_grad};
+use candle_core::{DType, Device, Tensor};
+use serde::Serialize;
+
+/// What [`measure`] counted, in bytes requested of the allocator: weights, optimizer state and inputs included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Measured {
+    /// Alive when forward was done, before backward.
+    pub after_forward_bytes: u64,
+    /// The most that was alive at once.
+    pub peak_bytes: u64,
+}
+
+/// Runs on the CPU what [`estimate`](super::estimate()) predicts, and counts: a new model, on tokens that are all alike (no
+/// size depends on their values). As in the estimate, attention and checkpointing are the workload's, and drawing the
+/// weights is not counted. Whatever else the process allocates meanwhile is: run nothing beside it.
+///
+/// It runs until a run leaves nothing behind, and counts the last: what a kernel keeps for its next call is no part of a
+/// step.
+///
+/// ```
+/// use std::alloc::System;
+/// use tallow::memory::{Workload, estimate, measure, tracker::Tracker};
+/// use tallow::model::TransformerConfig;
+///
+/// #[global_allocator]
+/// static ALLOCATOR: Tracker<System> = Tracker::new(System);
+///
+/// let config = TransformerConfig { d_model: 64, d_ff: 128, num_heads: 4, vocab_size: 500, ..Default::default() };
+/// let workload = Workload { batch_size: 4, sequence_length: 128, ..Default::default() };
+/// let (plan, run) = (estimate(&config, &workload)?, measure(&config, &workload)?);
+/// assert!(plan.peak_bytes.abs_diff(run.peak_bytes) < 1 << 20);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses, and what
+/// the run meets.
+pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
+    let before = current_bytes()?;
+    check_room(config, workload)?;
+    let mut step = Step::new(config, workload)?;
+    let ready_bytes = current_bytes()?.saturating_sub(before);
+    for _ in 0..WARM_UPS {
+        let start = current_bytes()?;
+        step.run()?;
+        if current_bytes()? <= start {
+            break;
+        }
+    }
+    tracker::reset_peak();
+    let start = current_bytes()?;
+    let after_forward_bytes = step.run()?;
+    let peak_bytes = tracker::peak_bytes().unwrap_or(start);
+    let beyond = |bytes: u64| ready_bytes + bytes.saturating_sub(start);
+    Ok(Measured {
+        after_forward_bytes: beyond(after_forward_bytes),
+        peak_bytes: beyond(peak_bytes),
+    })
+}
+
+/// Runs at most before the one that counts. Threads meet a kernel's buffers one after another.
+const WARM_UPS: usize = 3;
+
+fn current_bytes() -> Result<u64> {
+    tracker::current_bytes().ok_or_else(|| Error::Order {
+        op: "memory::measure",
+        problem: "this binary has no allocator that counts".into(),
+        hint: "make memory::tracker::Tracker its #[global_allocator]".into(),
+    })
+}
+
+/// Refuses what would end in the system's killing of the process.
+fn check_room(config: &TransformerConfig, workload: &Workload) -> Result<()> {
+    let wanted_bytes = estimate(config, workload)?.peak_bytes;
+    let available_bytes = device::available_bytes().unwrap_or(u64::MAX - 1);
+    match wanted_bytes <= available_bytes {
+        true => Ok(()),
+        false => Err(Error::OutOfMemory {
+            what: "memory::measure".into(),
+            wanted_bytes,
+            available_bytes,
+        }),
+    }
+}
+
+/// What is there before a run.
+struct Step {
+    mode: Mode,
+    precision: Precision,
+    model: TransformerLM,
+    optimizer: Option<AdamW>,
+    /// (B, T).
+    tokens: Tensor,
+    /// (B, T).
+    targets: Tensor,
+}
+
+impl Step {
+    fn new(config: &TransformerConfig, workload: &Workload) -> Result<Self> {
+        let config = TransformerConfig {
+            attention: workload.attention,
+            checkpointing: workload.checkpointing,
+            context_length: config.context_length.max(workload.sequence_length),
+            ..config.clone()
+        };
+        let dtype = workload.precision.parameter_dtype();
+        let model = TransformerLM::from_var_builder(&config, nn::seeded(0, dtype, &Device::Cpu))?;
+        let optimizer = match workload.mode {
+            Mode::TrainStep => Some(AdamW::new(model.parameters(), AdamWConfig::default())?),
+            _ => None,
+        };
+        let shape = (workload.batch_size, workload.sequence_length);
+        Ok(Self {
+            mode: workload.mode,
+            precision: workload.precision,
+            optimizer,
+            model,
+            tokens: Tensor::zeros(shape, DType::U32, &Device::Cpu)?,
+            targets: Tensor::zeros(shape, DType::U32, &Device::Cpu)?,
+        })
+    }
+
+    /// Runs it; the bytes that were alive when forward was done.
+    fn run(&mut self) -> Result<u64> {
+        let Self { model, tokens, .. } = self;
+        let forward = || self.precision.run(|| model.forward(tokens));
+        let loss = || self.precision.run(|| model.loss(tokens, &self.targets));
+        let out = match self.mode {
+            Mode::Forward => no_grad(forward)?,
+            Mode::ForwardKeepingGraph => forward()?,
+            Mode::ForwardBackward | Mode::TrainStep => loss()?,
+        };
+        let after_forward_bytes = current_bytes()?;
+        if matches!(self.mode, Mode::ForwardBackward | Mode::TrainStep) {
+            let gradients = out.backward()?;
+            drop(out); // the graph goes, as it does in training
+            if let Some(optimizer) = &mut self.optimizer {
+                optimizer.step(&gradients)?;
+            }
+        }
+        Ok(after_forward_bytes)
+    }
+}

@@ -1,0 +1,110 @@
+//! What products say they pack, against what they take.
+
+use crate::child;
+use half::bf16;
+use proptest::prelude::*;
+use tallow::kernels::cpu::gemm::{MatRef, ProductSizes, Threads, matmul_stored, packing_bytes};
+use tallow::memory::tracker;
+
+fn sizes(rows: usize, depth: usize, cols: usize) -> ProductSizes {
+    ProductSizes {
+        rows,
+        depth,
+        cols,
+        a_transposed: false,
+        b_transposed: true,
+        element_bytes: 2,
+    }
+}
+
+/// Bytes that a product takes at its peak, on one thread.
+fn taken(sizes: ProductSizes) -> u64 {
+    let ProductSizes {
+        rows, depth, cols, ..
+    } = sizes;
+    let a = vec![bf16::ONE; rows * depth];
+    let b = vec![bf16::ONE; depth * cols];
+    let mut c = vec![bf16::ONE; rows * cols];
+    let (a, b) = (
+        MatRef::new(&a, rows, depth),
+        MatRef::new(&b, cols, depth).t(),
+    );
+    tracker::reset_peak();
+    let before = tracker::current_bytes().unwrap();
+    matmul_stored(a, b, &mut c, false, Threads::One);
+    tracker::peak_bytes().unwrap() - before
+}
+
+/// Alone in its process, since the counts are the process's; in a pool of one thread, since others allocate as they begin.
+#[test]
+#[ignore = "run by products_pack_what_they_say"]
+fn child_measures_products() {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+    pool.unwrap().install(compare);
+}
+
+fn compare() {
+    for (rows, depth, cols) in [
+        (1, 1, 1),
+        (8, 192, 48),
+        (100, 64, 130),
+        (512, 700, 1344),
+        (1024, 192, 3072),
+        (513, 300, 500),
+        (1500, 64, 10_000),
+    ] {
+        let sizes = sizes(rows, depth, cols);
+        let (said, taken) = (packing_bytes(sizes, Threads::One), taken(sizes) as f64);
+        println!("{sizes:?}: {said} {taken}");
+        assert!(said >= taken, "{sizes:?}: {said} for {taken}");
+        // Blocks of rows that are not full are said to be.
+        let full = rows <= 512 || rows.is_multiple_of(512);
+        assert!(said <= if full { taken + 1024.0 } else { 2.1 * taken });
+    }
+}
+
+#[test]
+fn products_pack_what_they_say() {
+    child::run("memory::packing::child_measures_products");
+}
+
+proptest! {
+    /// What fits is searched for by halving the interval, over B and T: the rows of one factor, or the depth of a weight's
+    /// gradient.
+    #[test]
+    fn a_longer_product_packs_no_less(
+        rows in 1usize..3000,
+        depth in 1usize..3000,
+        cols in 1usize..3000,
+        more in 0usize..600,
+        b_transposed: bool,
+        half: bool,
+    ) {
+        let element_bytes = if half { 2 } else { 4 };
+        let forward = ProductSizes { b_transposed, element_bytes, ..sizes(rows, depth, cols) };
+        let longer = ProductSizes { rows: rows + more, ..forward };
+        prop_assert!(packing_bytes(longer, Threads::All) >= packing_bytes(forward, Threads::All));
+
+        let gradient = ProductSizes { a_transposed: true, b_transposed: false, ..forward };
+        let deeper = ProductSizes { depth: depth + more, ..gradient };
+        prop_assert!(packing_bytes(deeper, Threads::All) >= packing_bytes(gradient, Threads::All));
+    }
+}
+
+#[test]
+fn sizes_beyond_any_machine_do_not_overflow() {
+    let most = usize::MAX;
+    for element_bytes in [2, 4, 8] {
+        for transposed in [false, true] {
+            let sizes = ProductSizes {
+                a_transposed: transposed,
+                element_bytes,
+                ..sizes(most, most, most)
+            };
+            for threads in [Threads::One, Threads::All] {
+                assert!(packing_bytes(sizes, threads).is_finite());
+            }
+        }
+    }
+    assert_eq!(packing_bytes(sizes(0, 5, 5), Threads::All), 0.0);
+}
