@@ -1,6 +1,6 @@
 //! What products take beside their factors and their output: for who accounts for memory.
 
-use super::{Panels, Threads, is_aliased_shape, packed};
+use super::{PANEL_FLOPS, Panels, Threads, is_aliased_shape, packed};
 
 /// A product by its sizes: (rows, depth) times (depth, cols).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,33 +42,37 @@ fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
     let ProductSizes {
         rows, depth, cols, ..
     } = sizes;
-    let of = |panels: Panels| {
-        let (rows, cols) = match panels.by_rows {
-            true => (panels.step.min(rows), cols),
-            false => (rows, panels.step.min(cols)),
+    let packed_depth = depth.min(CRATE_DEPTH) as f64;
+    if threads == Threads::One {
+        let [of_a, of_b] = panel_lines(sizes, rows, cols);
+        return packed_depth * (of_a + of_b);
+    }
+    // A product of fewer rows or less depth is cut into fewer panels, of which each may pack more: `share` is the most
+    // that is left of rows or depth where there are so many.
+    let flops = 2.0 * rows as f64 * cols as f64 * depth as f64;
+    let most = Panels::count_of(rows, depth, cols);
+    let counts = (1..=most).map(|count| {
+        let share = match count == most {
+            true => 1.0,
+            false => ((count + 1) as f64 * PANEL_FLOPS / flops).min(1.0),
+        };
+        let panels = Panels::so_many(count, rows, cols);
+        let [of_a, of_b] = match panels.by_rows {
+            true => panel_lines(sizes, panels.step.min(rows), cols),
+            false => panel_lines(sizes, rows, panels.step.min(cols)),
         };
         let at_once = panels.count.min(rayon::current_num_threads());
-        at_once as f64 * panel_elements(sizes, rows, cols)
-    };
-    let elements = match threads {
-        Threads::One => panel_elements(sizes, rows, cols),
-        Threads::All => {
-            // A smaller product is cut into fewer panels, of which each may pack more.
-            let most = Panels::count_of(rows, depth, cols);
-            (1..=most)
-                .map(|count| of(Panels::so_many(count, rows, cols)))
-                .fold(0.0, f64::max)
-        }
-    };
-    elements * depth.min(CRATE_DEPTH) as f64
+        at_once as f64 * (packed_depth.min(share * depth as f64) * of_a + packed_depth * of_b)
+    });
+    counts.fold(0.0, f64::max)
 }
 
 /// The depth that the `gemm` crate packs at a time.
 const CRATE_DEPTH: usize = 512;
 
-/// Lines of the factors that the `gemm` crate packs for one panel: gemm 0.19's `gemm_basic_generic`, whose lhs is our b^T and
+/// Lines of a and b that the `gemm` crate packs for one panel: gemm 0.19's `gemm_basic_generic`, whose lhs is our b^T and
 /// whose rhs our a^T, on AVX-512. Narrower registers have smaller blocks.
-fn panel_elements(sizes: ProductSizes, rows: usize, cols: usize) -> f64 {
+fn panel_lines(sizes: ProductSizes, rows: usize, cols: usize) -> [f64; 2] {
     const REGISTERS: usize = 64;
     const BLOCK: usize = 8 * REGISTERS;
     let packs_a = match sizes.a_transposed {
@@ -81,5 +85,5 @@ fn panel_elements(sizes: ProductSizes, rows: usize, cols: usize) -> f64 {
         true => cols.next_multiple_of(REGISTERS) as f64,
         false => 0.0,
     };
-    of_a + of_b
+    [of_a, of_b]
 }
