@@ -12,7 +12,7 @@ mod verification;
 use crate::child;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, OptimizerChoice};
+use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
 use tallow::memory::{Mode, Workload, estimate, system, tracker};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -46,6 +46,7 @@ fn run(config: &TransformerConfig, batch_size: usize, mode: Mode) -> EndToEnd {
         warmup_steps: 1,
         steps: 2,
         optimizer: OptimizerChoice::AdamW(Default::default()),
+        execution: Execution::Eager,
         seed: 0,
         peak_flops: None,
         available_bytes: None,

@@ -243,10 +243,9 @@ fn child_profiles_steps() {
                 .unwrap();
             let recording = &profile.recording;
             assert_adds_up(recording);
-            assert!(
-                profile.peak_bytes - recording.peak_bytes() < 4096,
-                "{mode:?}"
-            );
+            // Records of tensors, too small to be events, since the last one.
+            let unseen = profile.peak_bytes - recording.peak_bytes();
+            assert!(unseen < 16 * 1024, "{mode:?}: {unseen}");
             let names: Vec<_> = recording.phases.iter().map(|phase| phase.name).collect();
             let wanted: &[&str] = match mode {
                 Mode::Forward | Mode::ForwardKeepingGraph => &["forward"],

@@ -1,65 +1,30 @@
-//! Matrix multiplication: the `gemm` crate behind checked, strided views; and what is ours: products of tiles in cache
-//! (`tile`), and of whole matrices cut into such tiles (`packed`), for half precision and for shapes that the crate is slow
-//! with.
+//! Matrix multiplication: strided views ([`MatRef`], [`MatMut`]) and products of them.
+//!
+//! What multiplies is ours: the micro-kernel (`micro_kernel`, which attention calls through `tile`), packing (`pack`), and
+//! the loops around them (`packed`, cut into tasks by `cut`). Where that is not faster, the `gemm` crate does (`panels`): by
+//! the processor's instructions, found at run time, and the shape. What is done with matrices beside multiplying them is
+//! elsewhere.
 
+mod batched;
+mod cut;
+mod matrix;
+mod micro_kernel;
+mod pack;
 mod packed;
 mod packing;
+mod panels;
+mod scratch;
+#[cfg(test)]
+mod tests;
 pub(crate) mod tile;
 pub(crate) mod widen;
 
+use super::{Lanes, Stored};
+pub use batched::{Batched, matmul_batched};
+pub use matrix::{MatMut, MatRef};
+use packed::{Band, Factors};
 pub use packing::{ProductSizes, packing_bytes};
-
-use super::parallel::{self, Shared};
-use super::{Lanes, Real, Stored};
-use candle_core::WithDType;
-use std::ops::Range;
-
-/// A read-only matrix over a slice, with strides in elements.
-#[derive(Clone, Copy)]
-pub struct MatRef<'a, T> {
-    data: &'a [T],
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
-    col_stride: usize,
-}
-
-impl<'a, T> MatRef<'a, T> {
-    /// `data` as (rows, cols), row by row.
-    pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
-        assert_eq!(data.len(), rows * cols, "matrix of {rows} x {cols}");
-        Self {
-            data,
-            rows,
-            cols,
-            row_stride: cols,
-            col_stride: 1,
-        }
-    }
-
-    /// The same view over other elements.
-    fn over<U>(self, data: &[U]) -> MatRef<'_, U> {
-        assert_eq!(data.len(), self.data.len());
-        MatRef {
-            data,
-            rows: self.rows,
-            cols: self.cols,
-            row_stride: self.row_stride,
-            col_stride: self.col_stride,
-        }
-    }
-
-    /// The transpose, by swapping strides.
-    pub fn t(self) -> Self {
-        Self {
-            rows: self.cols,
-            cols: self.rows,
-            row_stride: self.col_stride,
-            col_stride: self.row_stride,
-            ..self
-        }
-    }
-}
+pub use scratch::reserve_scratch;
 
 /// Whether one multiplication may use every thread, or keeps to its own.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -68,35 +33,6 @@ pub enum Threads {
     All,
     /// The calling thread only: for use inside a parallel loop.
     One,
-}
-
-/// As [`matmul`], in half precision too: products and sums are f32's, and c is rounded once.
-pub fn matmul_stored<T: Stored>(
-    a: MatRef<'_, T>,
-    b: MatRef<'_, T>,
-    c: &mut [T],
-    accumulate: bool,
-    threads: Threads,
-) {
-    if let (Some(a_wide), Some(b_wide)) = (T::as_wide(a.data), T::as_wide(b.data))
-        && let Some(c) = T::as_wide_mut(c)
-    {
-        return matmul(a.over(a_wide), b.over(b_wide), c, accumulate, threads);
-    }
-    packed::product(a, b, c, accumulate, threads);
-}
-
-/// `c = a b` in the type computed in, from factors that may be in half precision.
-pub fn matmul_wide<T: Stored>(
-    a: MatRef<'_, T>,
-    b: MatRef<'_, T>,
-    c: &mut [T::Wide],
-    threads: Threads,
-) {
-    match (T::as_wide(a.data), T::as_wide(b.data)) {
-        (Some(a_wide), Some(b_wide)) => matmul(a.over(a_wide), b.over(b_wide), c, false, threads),
-        _ => packed::product(a, b, c, false, threads),
-    }
 }
 
 /// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row.
@@ -109,207 +45,150 @@ pub fn matmul<T: Lanes + Stored<Wide = T>>(
     accumulate: bool,
     threads: Threads,
 ) {
-    if is_done(a, b, c, accumulate) {
-        return;
-    }
-    if is_aliased(a, b) {
-        return packed::product(a, b, c, accumulate, threads);
-    }
-    match threads {
-        Threads::One => panel(a, b, c.as_mut_ptr(), 0..a.rows, 0..b.cols, accumulate, 1),
-        Threads::All => panels(a, b, c, accumulate),
-    }
+    matmul_sum(
+        &[(a, b)],
+        MatMut::new(c, a.rows, b.cols),
+        accumulate,
+        threads,
+    );
 }
 
-/// Checks the sizes; whether that was all, since there is nothing to multiply.
-fn is_done<A, B, C: WithDType>(
-    a: MatRef<'_, A>,
-    b: MatRef<'_, B>,
-    c: &mut [C],
-    accumulate: bool,
-) -> bool {
-    assert_eq!(a.cols, b.rows, "depth");
-    assert_eq!(c.len(), a.rows * b.cols, "output");
-    if a.cols == 0 && !accumulate {
-        c.fill(C::zero());
-    }
-    c.is_empty() || a.cols == 0
-}
-
-/// Whether the `gemm` crate would pack a from lines that lie whole pages apart, and so compete for a few places in the
-/// cache: a weight's gradient `dy^T x` with a width like 1,024 or 3,072. There our own packing, which copies lines, is 1.2
-/// to 2 times faster; elsewhere the crate is ahead by a few percent, or more in small products.
-fn is_aliased<T>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> bool {
-    a.row_stride == 1 && is_aliased_by(a.col_stride * size_of::<T>(), b.cols)
-}
-
-/// As [`is_aliased`], for factors that lie one line after another.
-fn is_aliased_shape(sizes: ProductSizes) -> bool {
-    let line_bytes = sizes.rows.saturating_mul(sizes.element_bytes);
-    sizes.a_transposed && is_aliased_by(line_bytes, sizes.cols)
-}
-
-fn is_aliased_by(line_bytes: usize, cols: usize) -> bool {
-    const PAGE_BYTES: usize = 4096;
-    const COLUMNS: usize = 256;
-    line_bytes.is_multiple_of(PAGE_BYTES) && cols >= COLUMNS
-}
-
-/// FLOPs worth a task of their own: a millisecond of one core.
-const PANEL_FLOPS: f64 = 128e6;
-
-/// Panels at most: each packs the factor that it shares with the others again.
-const MAX_PANELS: usize = 8;
-
-/// The product in panels of c, side by side.
-///
-/// One task a panel meets the other threads once a product, where the `gemm` crate's own parallelism meets them at every
-/// block of the depth; on two cores that is worth a tenth. The panels depend on the shape alone, and so do the bits.
-fn panels<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>, c: &mut [T], accumulate: bool) {
-    let (rows, cols) = (a.rows, b.cols);
-    let Panels {
-        by_rows,
-        step,
-        count,
-    } = Panels::of(rows, a.cols, cols);
-    let length = if by_rows { rows } else { cols };
-    let threads = rayon::current_num_threads().div_ceil(count);
-    let c = Shared::new(c);
-    parallel::for_tasks(count, |i| {
-        let part = i * step..length.min((i + 1) * step);
-        let c = c.as_mut_ptr(); // the panels have no element in common, and `panel` writes its own alone
-        match by_rows {
-            true => panel(a, b, c, part, 0..cols, accumulate, threads),
-            false => panel(a, b, c, 0..rows, part, accumulate, threads),
-        }
-    });
-}
-
-/// How a product is cut.
-struct Panels {
-    by_rows: bool,
-    /// Rows or columns of a panel.
-    step: usize,
-    count: usize,
-}
-
-impl Panels {
-    fn of(rows: usize, depth: usize, cols: usize) -> Self {
-        Self::so_many(Self::count_of(rows, depth, cols), rows, cols)
-    }
-
-    fn count_of(rows: usize, depth: usize, cols: usize) -> usize {
-        let flops = 2.0 * rows as f64 * cols as f64 * depth as f64;
-        ((flops / PANEL_FLOPS) as usize).clamp(1, MAX_PANELS)
-    }
-
-    /// In `count` panels, or fewer.
-    fn so_many(count: usize, rows: usize, cols: usize) -> Self {
-        // By columns, where packing is cheaper to repeat, unless c is a tall strip.
-        let by_rows = rows > cols.saturating_mul(4);
-        let length = if by_rows { rows } else { cols };
-        let step = length.div_ceil(count).div_ceil(REGISTER_TILE);
-        let step = step.saturating_mul(REGISTER_TILE).max(MIN_PANEL);
-        Self {
-            by_rows,
-            step,
-            count: length.div_ceil(step),
-        }
-    }
-}
-
-/// Rows or columns of a register tile, in elements: four AVX-512 registers of f32.
-const REGISTER_TILE: usize = 64;
-
-/// A narrower panel spends too much on packing the other factor.
-const MIN_PANEL: usize = 2 * REGISTER_TILE;
-
-/// The rows and columns of `c = a b` that the ranges name; c is (a.rows, b.cols), row by row.
-fn panel<T: Real>(
+/// As [`matmul`], in half precision too: products and sums are f32's, and c is rounded once.
+pub fn matmul_stored<T: Stored>(
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
-    c: *mut T,
-    rows: Range<usize>,
-    cols: Range<usize>,
+    c: &mut [T],
     accumulate: bool,
-    threads: usize,
+    threads: Threads,
 ) {
-    assert!(rows.end <= a.rows && cols.end <= b.cols);
-    let parallelism = match threads {
-        1 => gemm::Parallelism::None,
-        threads => gemm::Parallelism::Rayon(threads),
-    };
-    let c_row = b.cols;
-    // SAFETY: the views' constructors checked that sizes and strides stay inside their slices, the ranges were checked
-    // above, and `matmul` checked that c has a.rows * b.cols elements.
-    unsafe {
-        gemm::gemm(
-            rows.len(),
-            cols.len(),
-            a.cols,
-            c.add(rows.start * c_row + cols.start),
-            1,
-            c_row as isize,
-            accumulate,
-            a.data.as_ptr().add(rows.start * a.row_stride),
-            a.col_stride as isize,
-            a.row_stride as isize,
-            b.data.as_ptr().add(cols.start * b.col_stride),
-            b.col_stride as isize,
-            b.row_stride as isize,
-            T::ONE,
-            T::ONE,
-            false,
-            false,
-            false,
-            parallelism,
-        );
-    }
+    matmul_sum(
+        &[(a, b)],
+        MatMut::new(c, a.rows, b.cols),
+        accumulate,
+        threads,
+    );
 }
 
-/// One factor of a batched product: (batch, rows, cols), used as it lies or transposed.
-#[derive(Clone, Copy)]
-pub struct Batched<'a, T> {
-    /// The elements, (batch, rows, cols).
-    pub data: &'a [T],
-    /// Rows as they lie in memory.
-    pub rows: usize,
-    /// Columns as they lie in memory.
-    pub cols: usize,
-    /// Use each matrix transposed.
-    pub transposed: bool,
+/// `c = a b` in the type computed in, from factors that may be in half precision.
+pub fn matmul_wide<T: Stored>(
+    a: MatRef<'_, T>,
+    b: MatRef<'_, T>,
+    c: &mut [T::Wide],
+    threads: Threads,
+) {
+    matmul_sum(&[(a, b)], MatMut::new(c, a.rows, b.cols), false, threads);
 }
 
-impl<'a, T> Batched<'a, T> {
-    fn at(&self, index: usize) -> MatRef<'a, T> {
-        let size = self.rows * self.cols;
-        let matrix = MatRef::new(
-            &self.data[index * size..(index + 1) * size],
-            self.rows,
-            self.cols,
-        );
-        if self.transposed { matrix.t() } else { matrix }
-    }
-}
-
-/// `c[i] = a[i] b[i]` for every matrix of the batch; c is (batch, M, N).
+/// `c = sum of a_i b_i` over the terms, or `c +=` that: c (rows, cols), a_i (rows, depth_i), b_i (depth_i, cols).
 ///
-/// Parallel over the batch where it has enough matrices for the threads, else inside each product.
-pub fn matmul_batched<T: Stored>(batch: usize, a: Batched<'_, T>, b: Batched<'_, T>, c: &mut [T]) {
-    if batch == 0 || c.is_empty() {
-        return;
+/// The gradient of an input that several weights share, in one parallel region.
+pub fn matmul_sum<T, C>(
+    terms: &[(MatRef<'_, T>, MatRef<'_, T>)],
+    c: MatMut<'_, C>,
+    accumulate: bool,
+    threads: Threads,
+) where
+    T: Stored,
+    C: Stored<Wide = T::Wide>,
+{
+    let [(a, b), ..] = terms else {
+        panic!("a sum of no products has no shape");
+    };
+    assert_eq!([a.rows, b.cols], [c.rows, c.cols], "output");
+    let band = Band {
+        terms,
+        first_column: 0,
+    };
+    products(&[band], c, accumulate, threads);
+}
+
+/// `c = a [b_0 | b_1 | ..]`, or `c +=` that: the products side by side, c (a.rows, sum of b_i.cols).
+///
+/// Weights that share their input, in one parallel region.
+pub fn matmul_bands<T, C>(
+    a: MatRef<'_, T>,
+    b: &[MatRef<'_, T>],
+    c: MatMut<'_, C>,
+    accumulate: bool,
+    threads: Threads,
+) where
+    T: Stored,
+    C: Stored<Wide = T::Wide>,
+{
+    assert_eq!(a.rows, c.rows, "output rows");
+    assert_eq!(
+        b.iter().map(|b| b.cols).sum::<usize>(),
+        c.cols,
+        "output columns"
+    );
+    let terms: Vec<[Factors<'_, T, T>; 1]> = b.iter().map(|b| [(a, *b)]).collect();
+    let mut next = 0;
+    let bands: Vec<_> = terms
+        .iter()
+        .map(|terms| {
+            let first_column = next;
+            next += terms[0].1.cols;
+            Band {
+                terms,
+                first_column,
+            }
+        })
+        .collect();
+    products(&bands, c, accumulate, threads);
+}
+
+/// Every band of c, by whatever is faster.
+fn products<T, C>(
+    bands: &[Band<'_, T, T>],
+    mut c: MatMut<'_, C>,
+    accumulate: bool,
+    threads: Threads,
+) where
+    T: Stored,
+    C: Stored<Wide = T::Wide>,
+{
+    let wide = T::as_wide(&[]).is_some() && C::as_wide(&[]).is_some();
+    if !wide || bands.iter().all(|band| wins(band.terms)) {
+        return packed::product(bands, c, accumulate, threads);
     }
-    let size = c.len() / batch;
-    if batch < 2 * rayon::current_num_threads() {
-        for (i, c) in c.chunks_exact_mut(size).enumerate() {
-            matmul_stored(a.at(i), b.at(i), c, false, Threads::All);
+    for band in bands {
+        for (i, (a, b)) in band.terms.iter().enumerate() {
+            let accumulate = accumulate || i > 0;
+            let mut c = c.columns(band.first_column, b.cols);
+            match (T::as_wide(a.data), T::as_wide(b.data), c.as_wide()) {
+                (Some(wide_a), Some(wide_b), Some(c)) => {
+                    panels::product(a.over(wide_a), b.over(wide_b), c, accumulate, threads);
+                }
+                _ => unreachable!("both are computed in"),
+            }
         }
-        return;
     }
-    let c = Shared::new(c);
-    parallel::for_tasks(batch, |i| {
-        // SAFETY: task i writes matrix i alone.
-        let c = unsafe { c.range(i * size, size) };
-        matmul_stored(a.at(i), b.at(i), c, false, Threads::One);
-    });
+}
+
+/// Whether our own product is faster than the `gemm` crate's: with AVX-512 wherever packing is repaid, which takes longest
+/// for a transposed b, by the crate most of all; elsewhere where the crate would pack a from lines that lie whole pages
+/// apart, and so compete for a few places in the cache.
+fn wins<T>(terms: &[Factors<'_, T, T>]) -> bool {
+    terms.iter().all(|(a, b)| {
+        let a_transposed = a.row_stride == 1 && a.col_stride > 1;
+        let line_bytes = a.col_stride * size_of::<T>();
+        let is_aliased = a_transposed && line_bytes.is_multiple_of(PAGE_BYTES);
+        wins_as(is_aliased, b.col_stride != 1, [a.rows, a.cols, b.cols])
+    })
+}
+
+/// As [`wins`], for factors that lie one line after another.
+fn wins_by(sizes: ProductSizes) -> bool {
+    let line_bytes = sizes.rows.saturating_mul(sizes.element_bytes);
+    let is_aliased = sizes.a_transposed && line_bytes.is_multiple_of(PAGE_BYTES);
+    let lengths = [sizes.rows, sizes.depth, sizes.cols];
+    wins_as(is_aliased, sizes.b_transposed, lengths)
+}
+
+const PAGE_BYTES: usize = 4096;
+
+fn wins_as(is_aliased: bool, b_transposed: bool, [rows, depth, cols]: [usize; 3]) -> bool {
+    let fewest_rows = if b_transposed { 64 } else { 256 };
+    let is_large = rows >= fewest_rows && depth >= 128 && cols >= 128;
+    (is_aliased && cols >= 256) || (is_large && micro_kernel::has_avx512())
 }

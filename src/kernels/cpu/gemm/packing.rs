@@ -1,6 +1,7 @@
 //! What products take beside their factors and their output: for who accounts for memory.
 
-use super::{PANEL_FLOPS, Panels, Threads, is_aliased_shape, packed};
+use super::panels::{PANEL_FLOPS, PanelCut};
+use super::{Threads, wins_by};
 
 /// A product by its sizes: (rows, depth) times (depth, cols).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,21 +20,20 @@ pub struct ProductSizes {
     pub element_bytes: usize,
 }
 
-/// The most bytes that [`matmul_stored`](super::matmul_stored) and [`matmul_wide`](super::matmul_wide) take for packed
-/// blocks of the factors at any moment of a product; never less for a larger product. (In f64: huge sizes do not overflow.)
+/// The most bytes that [`matmul_stored`](super::matmul_stored) and [`matmul_wide`](super::matmul_wide) ask for, and give back,
+/// at any moment of a product; never less for a larger product. (In f64: huge sizes do not overflow.)
 ///
-/// Blocks are bounded, and a thread has one of each at a time, so that this grows with the threads and soon not with the
-/// sizes; only the `gemm` crate packs all rows of a at once where those are columns in memory. What a thread keeps for its
-/// next product is not counted.
+/// Our own products ask for nothing: each thread keeps what it packs into, 1.25 MiB from its first product on, 4.75 from its first
+/// in half precision ([`reserve_scratch`](super::reserve_scratch)). The `gemm` crate packs afresh each time, and all rows of a at once where those are columns in
+/// memory.
 pub fn packing_bytes(sizes: ProductSizes, threads: Threads) -> f64 {
-    let wide_bytes = sizes.element_bytes.max(4) as f64; // half precision is computed in f32
     let is_half = sizes.element_bytes < 4;
     if sizes.rows == 0 || sizes.depth == 0 || sizes.cols == 0 {
         return 0.0;
     }
-    match is_half || is_aliased_shape(sizes) {
-        true => wide_bytes * packed::scratch_elements(sizes.rows, sizes.depth, sizes.cols, threads),
-        false => wide_bytes * crate_elements(sizes, threads),
+    match is_half || wins_by(sizes) {
+        true => 0.0,
+        false => sizes.element_bytes as f64 * crate_elements(sizes, threads),
     }
 }
 
@@ -50,13 +50,13 @@ fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
     // A product of fewer rows or less depth is cut into fewer panels, of which each may pack more: `share` is the most
     // that is left of rows or depth where there are so many.
     let flops = 2.0 * rows as f64 * cols as f64 * depth as f64;
-    let most = Panels::count_of(rows, depth, cols);
+    let most = PanelCut::count_of(rows, depth, cols);
     let counts = (1..=most).map(|count| {
         let share = match count == most {
             true => 1.0,
             false => ((count + 1) as f64 * PANEL_FLOPS / flops).min(1.0),
         };
-        let panels = Panels::so_many(count, rows, cols);
+        let panels = PanelCut::so_many(count, rows, cols);
         let [of_a, of_b] = match panels.by_rows {
             true => panel_lines(sizes, panels.step.min(rows), cols),
             false => panel_lines(sizes, rows, panels.step.min(cols)),

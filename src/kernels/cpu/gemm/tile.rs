@@ -1,7 +1,7 @@
-//! Products of tiles that are in cache: no packing, no threads, the factors used as they lie.
+//! Products of tiles that are in cache, used as they lie: what attention multiplies its tiles with.
 
+use super::micro_kernel::{PANEL, Sums, Tiles};
 use crate::kernels::cpu::lanes::Lanes;
-use pulp::{Arch, Simd, WithSimd};
 
 /// Elements that the columns of a tile come in: a cache line of `f32`, whole registers on every instruction set.
 pub const COLUMNS: usize = 16;
@@ -42,128 +42,36 @@ impl<T: Lanes> Product<'_, T> {
         if self.rows == 0 || self.columns == 0 {
             return;
         }
+        let tiles = self.tiles();
+        // SAFETY: `tiles` checked the views, and c is borrowed exclusively.
+        unsafe { tiles.run() };
+    }
+
+    /// Itself over plain memory; the views of at least one row and column reach no further than their slices.
+    fn tiles(self) -> Tiles<T> {
         assert!(self.columns.is_multiple_of(COLUMNS));
         // The last element that each view reaches.
         let (rows, depth) = (self.rows - 1, self.depth.saturating_sub(1));
         assert!(self.depth == 0 || rows * self.a_row + depth * self.a_col < self.a.len());
         assert!(self.depth == 0 || depth * self.b_row + self.columns <= self.b.len());
         assert!(rows * self.c_row + self.columns <= self.c.len());
-        Arch::new().dispatch(self);
-    }
-
-    /// A strip of `V` registers from column `first`, in blocks of `N` rows, then of fewer.
-    ///
-    /// # Safety
-    /// The views reach no further than their slices, and the strip no further than the columns.
-    #[inline(always)]
-    unsafe fn strip<S: Simd, const N: usize, const V: usize>(&mut self, simd: S, first: usize) {
-        let mut row = 0;
-        // SAFETY: blocks of rows within the views.
-        unsafe {
-            while row + N <= self.rows {
-                self.block::<S, N, V>(simd, row, first);
-                row += N;
-            }
-            while row + 4 <= self.rows {
-                self.block::<S, 4, V>(simd, row, first);
-                row += 4;
-            }
-            while row < self.rows {
-                self.block::<S, 1, V>(simd, row, first);
-                row += 1;
-            }
-        }
-    }
-
-    /// `N` rows by `V` registers of c, in registers.
-    ///
-    /// # Safety
-    /// As [`strip`](Self::strip), for rows from `row`.
-    #[inline(always)]
-    unsafe fn block<S: Simd, const N: usize, const V: usize>(
-        &mut self,
-        simd: S,
-        row: usize,
-        first: usize,
-    ) {
-        let lanes = T::lanes::<S>();
-        // SAFETY: `run` checked how far the views reach; the block lies inside them.
-        unsafe {
-            let c = self.c.as_mut_ptr().add(row * self.c_row + first);
-            let mut sums = [[T::vsplat(simd, T::ZERO); V]; N];
-            if self.accumulate {
-                for (n, sums) in sums.iter_mut().enumerate() {
-                    for (v, sum) in sums.iter_mut().enumerate() {
-                        *sum = T::vload::<S>(c.add(n * self.c_row + v * lanes));
-                    }
-                }
-            }
-            let mut a = self.a.as_ptr().wrapping_add(row * self.a_row);
-            let mut b = self.b.as_ptr().wrapping_add(first);
-            for _ in 0..self.depth {
-                let mut values = [T::vsplat(simd, T::ZERO); V];
-                for (v, value) in values.iter_mut().enumerate() {
-                    *value = T::vload::<S>(b.add(v * lanes));
-                }
-                for (n, sums) in sums.iter_mut().enumerate() {
-                    let factor = T::vsplat(simd, *a.add(n * self.a_row));
-                    for (sum, value) in sums.iter_mut().zip(values) {
-                        *sum = T::vmul_add(simd, factor, value, *sum);
-                    }
-                }
-                a = a.wrapping_add(self.a_col);
-                b = b.wrapping_add(self.b_row);
-            }
-            for (n, sums) in sums.into_iter().enumerate() {
-                for (v, sum) in sums.into_iter().enumerate() {
-                    T::vstore::<S>(c.add(n * self.c_row + v * lanes), sum);
-                }
-            }
-        }
-    }
-}
-
-impl<T: Lanes> WithSimd for Product<'_, T> {
-    type Output = ();
-
-    /// Strips as wide as the registers allow. A block of N x V wants N V sums, V values and one factor in registers; wide
-    /// blocks load less for each multiply-add.
-    #[inline(always)]
-    fn with_simd<S: Simd>(mut self, simd: S) {
-        let lanes = T::lanes::<S>();
-        let mut first = 0;
-        while first < self.columns {
-            let left = (self.columns - first) / lanes;
-            // SAFETY: `run` checked the views, and the strip has no more registers than are left.
-            let width = unsafe {
-                match (left, S::REGISTER_COUNT >= 32) {
-                    (1, true) => {
-                        self.strip::<S, 12, 1>(simd, first);
-                        1
-                    }
-                    (2 | 4 | 5, true) => {
-                        self.strip::<S, 12, 2>(simd, first);
-                        2
-                    }
-                    (_, true) => {
-                        self.strip::<S, 8, 3>(simd, first);
-                        3
-                    }
-                    (1, false) => {
-                        self.strip::<S, 8, 1>(simd, first);
-                        1
-                    }
-                    (2 | 4, false) => {
-                        self.strip::<S, 5, 2>(simd, first);
-                        2
-                    }
-                    (_, false) => {
-                        self.strip::<S, 4, 3>(simd, first);
-                        3
-                    }
-                }
-            };
-            first += width * lanes;
+        Tiles {
+            a: self.a.as_ptr(),
+            a_row: self.a_row,
+            a_col: self.a_col,
+            a_panel: self.a_row * PANEL,
+            b: self.b.as_ptr(),
+            b_row: self.b_row,
+            b_unit: COLUMNS,
+            c: self.c.as_mut_ptr(),
+            c_row: self.c_row,
+            rows: self.rows,
+            columns: self.columns,
+            depth: self.depth,
+            sums: match self.accumulate {
+                true => Sums::Continue,
+                false => Sums::Replace,
+            },
         }
     }
 }
@@ -172,6 +80,7 @@ impl<T: Lanes> WithSimd for Product<'_, T> {
 mod tests {
     use super::*;
     use crate::kernels::cpu::lanes::instruction_sets;
+    use pulp::Arch;
 
     fn values<T: Lanes>(n: usize, step: f64) -> Vec<T> {
         (0..n).map(|i| T::real((i as f64 * step).sin())).collect()
@@ -223,7 +132,7 @@ mod tests {
             depth,
             accumulate,
         };
-        arch.dispatch(product);
+        arch.dispatch(product.tiles());
         for (i, value) in c.iter().enumerate() {
             let (r, column) = (i / row, i % row);
             let start: f64 = before[i].into();

@@ -1,0 +1,52 @@
+//! Products of many small matrices.
+
+use super::{MatRef, Threads, matmul_stored};
+use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::parallel::{self, Shared};
+
+/// One factor of a batched product: (batch, rows, cols), used as it lies or transposed.
+#[derive(Clone, Copy)]
+pub struct Batched<'a, T> {
+    /// The elements, (batch, rows, cols).
+    pub data: &'a [T],
+    /// Rows as they lie in memory.
+    pub rows: usize,
+    /// Columns as they lie in memory.
+    pub cols: usize,
+    /// Use each matrix transposed.
+    pub transposed: bool,
+}
+
+impl<'a, T> Batched<'a, T> {
+    fn at(&self, index: usize) -> MatRef<'a, T> {
+        let size = self.rows * self.cols;
+        let matrix = MatRef::new(
+            &self.data[index * size..(index + 1) * size],
+            self.rows,
+            self.cols,
+        );
+        if self.transposed { matrix.t() } else { matrix }
+    }
+}
+
+/// `c[i] = a[i] b[i]` for every matrix of the batch; c is (batch, M, N).
+///
+/// Parallel over the batch where it has enough matrices for the threads, else inside each product.
+pub fn matmul_batched<T: Stored>(batch: usize, a: Batched<'_, T>, b: Batched<'_, T>, c: &mut [T]) {
+    if batch == 0 || c.is_empty() {
+        return;
+    }
+    let size = c.len() / batch;
+    if batch < 2 * rayon::current_num_threads() {
+        for (i, c) in c.chunks_exact_mut(size).enumerate() {
+            matmul_stored(a.at(i), b.at(i), c, false, Threads::All);
+        }
+        return;
+    }
+    let c = Shared::new(c);
+    parallel::for_tasks(batch, |i| {
+        // SAFETY: task i writes matrix i alone.
+        let c = unsafe { c.range(i * size, size) };
+        matmul_stored(a.at(i), b.at(i), c, false, Threads::One);
+    });
+}

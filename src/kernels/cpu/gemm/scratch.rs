@@ -1,0 +1,53 @@
+//! Where a thread packs blocks of the factors.
+
+use crate::kernels::cpu::Lanes;
+use std::cell::RefCell;
+
+/// A cache line.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// What a thread keeps from its first product on: blocks of both factors.
+pub(super) const FACTOR_BYTES: usize = 5 << 18;
+
+/// What it keeps from its first product on whose sums are rounded in the end: a block of sums beside.
+pub(super) const ROUNDED_BYTES: usize = FACTOR_BYTES + (7 << 19);
+
+thread_local! {
+    /// What a thread packs into: kept, since fresh memory costs a page fault for every 4 KiB.
+    static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `f` with `count` elements of the thread's scratch, with whatever they hold, aligned to cache lines.
+///
+/// It comes in two sizes, so that what a process has taken does not depend on which thread met which product.
+pub(super) fn with_scratch<W: Lanes>(count: usize, f: impl FnOnce(&mut [W])) {
+    let bytes = count * size_of::<W>();
+    let kept = [FACTOR_BYTES, ROUNDED_BYTES];
+    let kept = kept.into_iter().find(|kept| bytes <= *kept);
+    debug_assert!(kept.is_some(), "a block of {bytes} bytes");
+    let mut lines = SCRATCH.take();
+    grow(&mut lines, kept.unwrap_or(bytes));
+    // SAFETY: initialised bytes, aligned and enough; any bytes make a float.
+    let scratch = unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), count) };
+    f(scratch);
+    SCRATCH.set(lines);
+}
+
+/// Has this thread and all of the current pool take their scratch now, and no product later: for who counts what a step
+/// allocates. `rounds` where c is in half precision.
+pub fn reserve_scratch(rounds: bool) {
+    let bytes = if rounds { ROUNDED_BYTES } else { FACTOR_BYTES };
+    let reserve = || SCRATCH.with_borrow_mut(|lines| grow(lines, bytes));
+    reserve();
+    rayon::broadcast(|_| reserve());
+}
+
+fn grow(lines: &mut Vec<Line>, bytes: usize) {
+    let needed = bytes.div_ceil(size_of::<Line>());
+    if lines.len() < needed {
+        *lines = Vec::new(); // nothing in it is wanted: the old goes before the new comes
+        lines.resize(needed, Line([0; 64]));
+    }
+}

@@ -1,0 +1,235 @@
+//! Tests of whole products: exact at every edge, the same bits for any number of threads, and no less accurate than the
+//! `gemm` crate.
+
+use super::cut::{DEPTH_BYTES, ROWS};
+use super::packed::{Band, product};
+use super::tile::COLUMNS;
+use super::{MatMut, MatRef, Threads, matmul, matmul_bands, matmul_sum, panels};
+use crate::kernels::cpu::{Lanes, Stored};
+use half::{bf16, f16};
+
+const DEPTH: usize = DEPTH_BYTES / 4;
+
+/// Columns of a strip of registers.
+const STRIP: usize = 3 * COLUMNS;
+
+/// Small integers, so that products and their sums are exact in f32 and one rounding is all that is left.
+fn integers<T: Stored>(n: usize, step: usize) -> Vec<T> {
+    let value = |i: usize| (i * step % 7) as f64 - 3.0;
+    (0..n).map(|i| T::from_f64(value(i))).collect()
+}
+
+/// A matrix of `rows` x `cols`, as it lies or as the transpose of what lies there.
+fn view<T>(data: &[T], rows: usize, cols: usize, transposed: bool) -> MatRef<'_, T> {
+    match transposed {
+        false => MatRef::new(data, rows, cols),
+        true => MatRef::new(data, cols, rows).t(),
+    }
+}
+
+/// Sizes at, beside and beyond every edge: register blocks, strips, depths, blocks of rows.
+const SIZES: [(usize, usize, usize); 12] = [
+    (1, 1, 1),
+    (1, DEPTH, STRIP),
+    (7, 3, 15),
+    (9, DEPTH + 1, STRIP + 1),
+    (ROWS, 2 * DEPTH, COLUMNS),
+    (ROWS + 1, 5, 5 * STRIP - 1),
+    (2 * ROWS + 13, DEPTH - 1, 31),
+    (33, 2 * DEPTH + 17, 11 * STRIP + 33),
+    (8, 0, 20),
+    (0, 5, 3),
+    (3, 5, 0),
+    (2 * ROWS, 0, 11 * STRIP),
+];
+
+/// c = a b, alone.
+fn one_band<A, B, C, W>(
+    a: MatRef<'_, A>,
+    b: MatRef<'_, B>,
+    c: &mut [C],
+    accumulate: bool,
+    threads: Threads,
+) where
+    A: Stored<Wide = W>,
+    B: Stored<Wide = W>,
+    C: Stored<Wide = W>,
+    W: Lanes,
+{
+    let band = Band {
+        terms: &[(a, b)],
+        first_column: 0,
+    };
+    product(&[band], MatMut::new(c, a.rows, b.cols), accumulate, threads);
+}
+
+fn exact_for<A, B, C, W>()
+where
+    A: Stored<Wide = W>,
+    B: Stored<Wide = W>,
+    C: Stored<Wide = W>,
+    W: Lanes,
+{
+    for (rows, depth, cols) in SIZES {
+        let (a, b) = (
+            integers::<A>(rows * depth, 3),
+            integers::<B>(depth * cols, 5),
+        );
+        for (a_transposed, b_transposed) in
+            [(false, false), (false, true), (true, false), (true, true)]
+        {
+            let (a, b) = (
+                view(&a, rows, depth, a_transposed),
+                view(&b, depth, cols, b_transposed),
+            );
+            for accumulate in [false, true] {
+                let before = integers::<C>(rows * cols, 4);
+                let mut c = before.clone();
+                one_band(a, b, &mut c, accumulate, Threads::All);
+                let mut one = before.clone();
+                one_band(a, b, &mut one, accumulate, Threads::One);
+                for i in 0..rows * cols {
+                    let (row, col) = (i / cols, i % cols);
+                    let mut sum = if accumulate { before[i].to_f64() } else { 0.0 };
+                    for k in 0..depth {
+                        let x = a.data[row * a.row_stride + k * a.col_stride].to_f64();
+                        sum += x * b.data[k * b.row_stride + col * b.col_stride].to_f64();
+                    }
+                    let wanted = C::from_f64(sum).to_f64();
+                    assert_eq!(c[i].to_f64(), wanted, "{rows}x{depth}x{cols} at {i}");
+                    assert_eq!(one[i].to_f64(), wanted);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_are_exact_at_every_edge() {
+    exact_for::<f32, f32, f32, f32>();
+    exact_for::<f64, f64, f64, f64>();
+    exact_for::<bf16, bf16, bf16, f32>();
+    exact_for::<f16, f16, f16, f32>();
+    exact_for::<bf16, f32, f32, f32>();
+    exact_for::<f32, f16, bf16, f32>();
+}
+
+/// In a buffer wider than c: bands side by side, the sum of products of two depths, and what lies around them.
+#[test]
+fn bands_and_sums_are_exact() {
+    for (rows, depths, widths) in [
+        (5, [3, 7], [4, 9, 1]),
+        (130, [DEPTH + 5, 12], [STRIP + 1, 70, 64]),
+        (65, [9, 0], [128, 64, 65]),
+        (260, [DEPTH + 5, 130], [129, 200, 128]), // large enough to be ours
+    ] {
+        let cols: usize = widths.iter().sum();
+        let c_row = cols + 3;
+        let a = depths.map(|depth| integers::<f32>(rows * (depth + 2), 3));
+        let a = [0, 1].map(|i| MatRef::band(&a[i], rows, depths[i], depths[i] + 2));
+        let b = depths.map(|depth| integers::<f32>(depth * cols, 5));
+        let element = |i: usize, row: usize, column: usize| -> f32 {
+            (0..depths[i])
+                .map(|k| a[i].data[row * a[i].row_stride + k] * b[i][k * cols + column])
+                .sum()
+        };
+        for accumulate in [false, true] {
+            let before = integers::<f32>(rows * c_row, 4);
+            let kept = |i: usize| if accumulate { before[i] } else { 0.0 };
+
+            let mut c = before.clone();
+            let mut first = 0;
+            let b_bands = widths.map(|width| {
+                first += width;
+                MatRef::band(&b[0][first - width..], depths[0], width, cols)
+            });
+            let band = MatMut::band(&mut c, rows, cols, c_row);
+            matmul_bands(a[0], &b_bands, band, accumulate, Threads::All);
+            for (i, value) in c.iter().enumerate() {
+                let (row, column) = (i / c_row, i % c_row);
+                let wanted = match column < cols {
+                    true => kept(i) + element(0, row, column),
+                    false => before[i],
+                };
+                assert_eq!(*value, wanted, "bands: {row}, {column} of {rows} x {cols}");
+            }
+
+            let mut c = before.clone();
+            let terms = [0, 1].map(|i| (a[i], MatRef::new(&b[i], depths[i], cols)));
+            let band = MatMut::band(&mut c, rows, cols, c_row);
+            matmul_sum(&terms, band, accumulate, Threads::All);
+            for (i, value) in c.iter().enumerate() {
+                let (row, column) = (i / c_row, i % c_row);
+                let wanted = match column < cols {
+                    true => kept(i) + element(0, row, column) + element(1, row, column),
+                    false => before[i],
+                };
+                assert_eq!(*value, wanted, "sum: {row}, {column} of {rows} x {cols}");
+            }
+        }
+    }
+}
+
+/// Values with all bits in use.
+fn waves(n: usize, step: f32) -> Vec<f32> {
+    (0..n).map(|i| (i as f32 * step).sin()).collect()
+}
+
+#[test]
+fn the_bits_do_not_depend_on_the_threads() {
+    for (rows, depth, cols) in [(257, 700, 131), (1024, 512, 1344), (64, 1030, 2000)] {
+        let (a, b) = (waves(rows * depth, 0.7), waves(depth * cols, 1.1));
+        for (a_transposed, b_transposed) in [(false, true), (false, false), (true, false)] {
+            let a = view(&a, rows, depth, a_transposed);
+            let b = view(&b, depth, cols, b_transposed);
+            let [one, two, three] = [1, 2, 3].map(|threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+                let mut c = waves(rows * cols, 1.3);
+                pool.unwrap()
+                    .install(|| matmul(a, b, &mut c, true, Threads::All));
+                c
+            });
+            let mut alone = waves(rows * cols, 1.3);
+            matmul(a, b, &mut alone, true, Threads::One);
+            assert!(
+                one == two && one == three && one == alone,
+                "{rows} x {depth} x {cols}"
+            );
+        }
+    }
+}
+
+#[test]
+fn errors_are_no_larger_than_the_gemm_crates() {
+    for (rows, depth, cols) in [(96, 512, 130), (100, 1344, 96), (70, 5120, 64)] {
+        let (x, y) = (waves(rows * depth, 0.7), waves(depth * cols, 1.1));
+        let wide = |x: &[f32]| x.iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
+        let mut exact = vec![0f64; rows * cols];
+        let (a, b) = (wide(&x), wide(&y));
+        let (a, b) = (MatRef::new(&a, rows, depth), MatRef::new(&b, depth, cols));
+        matmul(a, b, &mut exact, false, Threads::All);
+        let error = |c: &[f32]| {
+            let squares = c
+                .iter()
+                .zip(&exact)
+                .map(|(c, exact)| (f64::from(*c) - exact).powi(2));
+            squares.sum::<f64>().sqrt()
+        };
+        let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
+        let mut ours = vec![0f32; rows * cols];
+        one_band(a, b, &mut ours, false, Threads::All);
+        let mut theirs = vec![0f32; rows * cols];
+        panels::product(
+            a,
+            b,
+            MatMut::new(&mut theirs, rows, cols),
+            false,
+            Threads::All,
+        );
+        let (ours, theirs) = (error(&ours), error(&theirs));
+        assert!(
+            ours > 0.0 && ours <= 1.1 * theirs,
+            "{ours} beside {theirs} at depth {depth}"
+        );
+    }
+}
