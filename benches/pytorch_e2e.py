@@ -1,6 +1,6 @@
-"""The same model and step as examples/e2e_benchmark in PyTorch eager, to hold ours against.
+"""The same model and step as examples/e2e_benchmark in PyTorch, to hold ours against.
 
-    python3 benches/pytorch_e2e.py [--threads 2] [--steps 12]
+    python3 benches/pytorch_e2e.py [--size tiny|small] [--compile] [--sdpa] [--threads 2] [--steps 12]
 
 Prints one JSON line: medians in milliseconds and the process's resident peak. Run it and the example in turn, several
 times: machines drift.
@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-V, T, D, FF, LAYERS, HEADS, BATCH = 10_000, 256, 512, 1344, 4, 16, 4  # the preset tiny
+V, T, BATCH = 10_000, 256, 4
+SIZES = {"tiny": (512, 1344, 4, 16), "small": (768, 3072, 12, 12)}  # D, F, L, H
+D, FF, LAYERS, HEADS = SIZES["tiny"]
+SDPA = False
 
 
 class Norm(nn.Module):
@@ -47,9 +50,13 @@ class Block(nn.Module):
 
         y = self.ln1(x)
         q, k, v = rotate(heads(self.q(y))), rotate(heads(self.k(y))), heads(self.v(y))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(D // HEADS)
-        scores = torch.where(visible, scores, float("-inf"))
-        x = x + self.out((torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(BATCH, T, D))
+        if SDPA:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = q @ k.transpose(-1, -2) / math.sqrt(D // HEADS)
+            scores = torch.where(visible, scores, float("-inf"))
+            y = torch.softmax(scores, -1) @ v
+        x = x + self.out(y.transpose(1, 2).reshape(BATCH, T, D))
         y = self.ln2(x)
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
 
@@ -73,14 +80,21 @@ class Model(nn.Module):
 
 
 def main():
+    global D, FF, LAYERS, HEADS, SDPA
     flags = argparse.ArgumentParser()
+    flags.add_argument("--size", choices=SIZES, default="tiny")
+    flags.add_argument("--compile", action="store_true")
+    flags.add_argument("--sdpa", action="store_true")
     flags.add_argument("--threads", type=int, default=2)
     flags.add_argument("--steps", type=int, default=12)
     flags = flags.parse_args()
     torch.set_num_threads(flags.threads)
     torch.manual_seed(0)
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    D, FF, LAYERS, HEADS = SIZES[flags.size]
+    SDPA = flags.sdpa
+    module = Model()
+    model = torch.compile(module) if flags.compile else module
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
     tokens, targets = (torch.randint(V, (BATCH, T)) for _ in range(2))
 
     def forward():
@@ -104,9 +118,9 @@ def main():
         return round(statistics.median(times[3:]), 1)
 
     row = {f.__name__: median_ms(f) for f in (forward, forward_backward, step)}
-    row["parameters"] = sum(p.numel() for p in model.parameters())
+    row["parameters"] = sum(p.numel() for p in module.parameters())
     row["resident_peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(json.dumps({"torch": torch.__version__, "threads": flags.threads, **row}))
+    print(json.dumps({"torch": torch.__version__, "size": flags.size, "compile": flags.compile, "sdpa": flags.sdpa, "threads": flags.threads, **row}))
 
 
 if __name__ == "__main__":

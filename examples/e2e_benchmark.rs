@@ -6,6 +6,7 @@
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --per-step
 //! cargo run --example e2e_benchmark -- --size small --context-length 512 1024 --attention naive flash
 //! cargo run --example e2e_benchmark -- --size small --precision f32 bf16
+//! cargo run --example e2e_benchmark -- --size tiny small --compile
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --checkpoint none release block every-3 sqrt
 //! cargo run --example e2e_benchmark -- --precision f32 bf16 f16 --full-half
 //! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
@@ -15,12 +16,12 @@ mod common;
 
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
-use common::modes::{ModeFlag, modes_with};
+use common::modes::{CompileFlag, ModeFlag, execution_words, executions, modes_with, not_planned};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::bench::{EndToEnd, OptimizerChoice, Step};
+use tallow::bench::{EndToEnd, Execution, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
 use tallow::precision::Precision;
@@ -66,6 +67,10 @@ struct Flags {
     /// Its learning rate
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
+
+    /// Run each as planned beforehand too, or with =only alone (in f32, on the CPU)
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
+    compile: Option<CompileFlag>,
 
     /// Keep the graph of a forward alone, as training would
     #[arg(long)]
@@ -123,12 +128,13 @@ impl Flags {
         for Model { name, config } in &models {
             for run in self.sweep(config, &precisions, peak_flops) {
                 let title = format!(
-                    "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, warm-up {}",
+                    "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, {}, warm-up {}",
                     run.batch_size,
                     run.sequence_length,
                     run.config.attention,
                     run.config.checkpointing,
                     run.precision,
+                    run.execution.name(),
                     serde_json::to_value(run.mode).unwrap_or_default(),
                     run.warmup_steps
                 );
@@ -160,6 +166,7 @@ impl Flags {
         report
             .environment
             .insert("reference ops", common::fallbacks());
+        report.notes.extend(not_planned(self.compile, &precisions));
         if report
             .rows
             .iter()
@@ -188,7 +195,7 @@ impl Flags {
                 for config in self.variants.variants(config) {
                     for &precision in precisions {
                         for &warmup_steps in &self.warmup_steps {
-                            for mode in self.modes() {
+                            for (mode, execution) in self.modes_and_executions(precision) {
                                 runs.push(EndToEnd {
                                     config: config.clone(),
                                     batch_size,
@@ -198,6 +205,7 @@ impl Flags {
                                     warmup_steps,
                                     steps: self.steps,
                                     optimizer: self.optimizer(),
+                                    execution,
                                     seed: self.common.seed,
                                     peak_flops,
                                     available_bytes: limit.or_else(tallow::device::available_bytes),
@@ -217,6 +225,17 @@ impl Flags {
             false => Mode::Forward,
         };
         modes_with(forward, &self.mode)
+    }
+
+    fn modes_and_executions(&self, precision: Precision) -> Vec<(Mode, Execution)> {
+        let modes = self.modes().into_iter();
+        let executed = modes.flat_map(|mode| {
+            let executions = executions(self.compile, mode, precision);
+            executions
+                .into_iter()
+                .map(move |execution| (mode, execution))
+        });
+        executed.collect()
     }
 
     fn optimizer(&self) -> OptimizerChoice {
@@ -256,7 +275,7 @@ impl Flags {
             .map(|c| c.to_string())
             .collect();
         fields.insert("checkpointing", checkpointing.join(", "));
-        fields.insert("execution", "eager");
+        fields.insert("execution", execution_words(self.compile));
         fields.insert("optimizer", self.optimizer().name());
         fields.insert("steps", self.steps);
         fields.insert("FLOPs", flops::FORMULA);
@@ -295,6 +314,7 @@ fn columns() -> Vec<Column> {
         Column::number("context_length", "T", "", 0),
         Column::text("attention", "Attention"),
         Column::text("checkpointing", "Checkpointing"),
+        Column::text("execution", "Execution"),
         Column::text("precision", "Precision"),
         Column::number("warmup_steps", "Warm-up", "", 0),
         Column::text("mode", "Mode"),

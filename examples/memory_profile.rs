@@ -23,7 +23,7 @@ use files::FileFlags;
 use std::process::ExitCode;
 use summary::{comparison_note, in_one_table, row, table};
 use tallow::Result;
-use tallow::bench::{EndToEnd, OptimizerChoice};
+use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
 use tallow::memory::RecordConfig;
 use tallow::report::{Fields, Format, Report, format_mib};
 
@@ -207,6 +207,7 @@ impl Flags {
                                     warmup_steps: self.warmup_steps,
                                     steps: 1,
                                     optimizer: OptimizerChoice::AdamW(Default::default()),
+                                    execution: Execution::Eager,
                                     seed: self.common.seed,
                                     peak_flops: None,
                                     available_bytes: limit.or_else(tallow::device::available_bytes),

@@ -188,6 +188,7 @@ impl Flags {
                                 warmup_steps: self.warmup_steps,
                                 steps: self.steps,
                                 optimizer: OptimizerChoice::AdamW(Default::default()),
+                                execution: tallow::bench::Execution::Eager,
                                 seed: self.common.seed,
                                 peak_flops,
                                 available_bytes: limit.or_else(tallow::device::available_bytes),

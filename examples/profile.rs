@@ -19,7 +19,7 @@ mod runs;
 use analysis::Profiled;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, describe, with_attention};
-use common::modes::{ModeFlag, modes};
+use common::modes::{CompileFlag, ModeFlag, execution_words, executions, modes, not_planned};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use runs::{Run, add_oom, named};
@@ -83,6 +83,10 @@ struct Flags {
     /// How many rows of a run the tables show, the others in one; 0 shows all (CSV and JSON always have all)
     #[arg(long, default_value_t = 12)]
     top: usize,
+
+    /// Profile each run as planned beforehand too, or with =only alone (in f32)
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside", conflicts_with = "reference_ops")]
+    compile: Option<CompileFlag>,
 
     /// Run every op as its reference in candle's own ops: forward's scale, mask and softmax are timed apart, and the
     /// backward is all candle's
@@ -152,6 +156,7 @@ impl Flags {
                 Err(refusal) => add_oom(&mut report, run, &refusal),
             }
         }
+        report.notes.extend(not_planned(self.compile, &precisions));
         report.notes.extend(general_notes(self.reference_ops));
         report
             .environment
@@ -172,7 +177,14 @@ impl Flags {
         let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
         let mut runs = Vec::new();
         let mut add = |name: &str, config: &TransformerConfig, sizes: (usize, usize), precision| {
-            for mode in modes(&self.mode) {
+            let modes = modes(&self.mode).into_iter();
+            let executed = modes.flat_map(|mode| {
+                let executions = executions(self.compile, mode, precision);
+                executions
+                    .into_iter()
+                    .map(move |execution| (mode, execution))
+            });
+            for (mode, execution) in executed {
                 let run = EndToEnd {
                     config: config.clone(),
                     batch_size: sizes.0,
@@ -182,6 +194,7 @@ impl Flags {
                     warmup_steps: self.warmup_steps,
                     steps: self.steps,
                     optimizer: OptimizerChoice::AdamW(Default::default()),
+                    execution,
                     seed: self.common.seed,
                     peak_flops: None,
                     available_bytes: limit.or_else(tallow::device::available_bytes),
@@ -315,7 +328,7 @@ impl Flags {
         fields.insert("precision", precisions.join(", "));
         let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
         fields.insert("attention", attention.join(", "));
-        fields.insert("execution", "eager");
+        fields.insert("execution", execution_words(self.compile));
         fields.insert("optimizer", "adamw");
         fields.insert("warm-up steps", self.warmup_steps);
         fields.insert("steps", self.steps);
@@ -336,6 +349,7 @@ fn columns() -> Vec<Column> {
         Column::number("context_length", "T", "", 0),
         Column::text("attention", "Attention"),
         Column::text("precision", "Precision"),
+        Column::text("execution", "Execution"),
         Column::text("mode", "Mode"),
         Column::text("status", "Status"),
     ];

@@ -12,6 +12,8 @@
 //! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
 //! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules, loss scaling;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
+//! - [`compile`]: a training step planned beforehand: one list of kernel calls in one piece of memory, faster than the
+//!   graph and with a memory account that is exact;
 //! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables;
 //! - [`profile`]: where a step's time goes, op by op and place by place, and what candle spends between them.
 //!
@@ -64,6 +66,7 @@
 
 pub mod attention;
 pub mod bench;
+pub mod compile;
 pub mod data;
 pub mod device;
 mod error;

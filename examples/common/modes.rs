@@ -1,7 +1,9 @@
-//! The flag that says how much of a training step is run.
+//! How much of a training step is run, and how.
 
 use clap::ValueEnum;
+use tallow::bench::Execution;
 use tallow::memory::Mode;
+use tallow::precision::Precision;
 
 /// A mode, or all three.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -27,4 +29,45 @@ pub fn modes_with(forward: Mode, flags: &[ModeFlag]) -> Vec<Mode> {
 /// The modes that were asked for, forward without a graph.
 pub fn modes(flags: &[ModeFlag]) -> Vec<Mode> {
     modes_with(Mode::Forward, flags)
+}
+
+/// `--compile`, or `--compile=only`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CompileFlag {
+    /// Eagerly, and as planned beforehand
+    Beside,
+    /// As planned alone
+    Only,
+}
+
+/// How a run is executed: eagerly where it cannot be planned.
+pub fn executions(flag: Option<CompileFlag>, mode: Mode, precision: Precision) -> Vec<Execution> {
+    let can = precision == Precision::F32 && mode != Mode::ForwardKeepingGraph;
+    match flag {
+        Some(CompileFlag::Beside) if can => vec![Execution::Eager, Execution::Planned],
+        Some(CompileFlag::Only) if can => vec![Execution::Planned],
+        _ => vec![Execution::Eager],
+    }
+}
+
+/// The header's word for them.
+pub fn execution_words(flag: Option<CompileFlag>) -> &'static str {
+    match flag {
+        Some(CompileFlag::Beside) => "eager, planned",
+        Some(CompileFlag::Only) => "planned",
+        None => "eager",
+    }
+}
+
+/// What is said where some rows could not be planned.
+pub fn not_planned(flag: Option<CompileFlag>, precisions: &[Precision]) -> Option<String> {
+    let eager = precisions.iter().filter(|p| **p != Precision::F32);
+    let names: Vec<&str> = eager.map(|precision| precision.name()).collect();
+    let said = flag.is_some() && !names.is_empty();
+    said.then(|| {
+        format!(
+            "Steps are planned in f32 alone: {} ran eagerly.",
+            names.join(", ")
+        )
+    })
 }

@@ -26,12 +26,14 @@ impl Run {
             sequence_length,
             config,
             precision,
+            execution,
             ..
         } = &self.run;
         format!(
-            "{} B{batch_size} T{sequence_length}, {}, {precision}, {}",
+            "{} B{batch_size} T{sequence_length}, {}, {precision}, {}, {}",
             self.size,
             config.attention,
+            execution.name(),
             self.mode()
         )
     }
@@ -56,6 +58,7 @@ impl Run {
         row.insert("context_length", self.run.sequence_length);
         row.insert("attention", self.run.config.attention.name());
         row.insert("precision", self.run.precision.name());
+        row.insert("execution", self.run.execution.name());
         row.insert("mode", self.mode());
         row.insert("status", status);
         row.merge(rest);

@@ -31,6 +31,7 @@ use candle_core::Device;
 ///     warmup_steps: 1,
 ///     steps: 3,
 ///     optimizer: tallow::bench::OptimizerChoice::AdamW(Default::default()),
+///     execution: tallow::bench::Execution::Eager,
 ///     seed: 0,
 ///     peak_flops: None,
 ///     available_bytes: None,

@@ -1,7 +1,8 @@
 //! A whole model, timed by phase, with its memory.
 
 use super::update::{LossScaling, Update};
-use super::{LapTimings, Laps, OptimizerChoice, Step, Timing};
+use super::{Execution, LapTimings, Laps, OptimizerChoice, Step, Timing};
+use crate::kernels::cpu::gemm;
 use crate::memory::{self, Estimate, Mode, Workload, system, tracker};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::precision::Precision;
@@ -31,6 +32,8 @@ pub struct EndToEnd {
     pub steps: usize,
     /// The optimizer of a training step.
     pub optimizer: OptimizerChoice,
+    /// Eager, or planned: in f32 on the CPU, with this crate's AdamW.
+    pub execution: Execution,
     /// The seed of weights and tokens.
     pub seed: u64,
     /// The most FLOP/s the device can do, for the MFU; `None` where nobody knows.
@@ -86,10 +89,13 @@ impl EndToEnd {
 
     /// The most memory it takes at once.
     pub(super) fn estimate_bytes(&self) -> Result<u64> {
-        Ok(self.estimate()?.peak_bytes)
+        match self.execution {
+            Execution::Eager => Ok(self.estimate()?.peak_bytes),
+            Execution::Planned => self.planned_bytes(),
+        }
     }
 
-    /// The account of the run, before anything is allocated.
+    /// The account of the eager run, before anything is allocated.
     ///
     /// # Errors
     /// Those of [`memory::estimate`].
@@ -143,6 +149,9 @@ impl EndToEnd {
         device: &Device,
         on_step: impl FnMut(Step, f64),
     ) -> Result<Measured> {
+        self.check_execution(device)?;
+        // What threads keep for packing is the process's, and no step's.
+        gemm::reserve_scratch(self.precision.dtype() != DType::F32);
         let before = tracker::current_bytes();
         let model = self.model(device)?;
         // Drawing the weights takes more than they do, and is no part of a step.
@@ -172,6 +181,10 @@ impl EndToEnd {
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
         let laps = Laps::new(device).warmup(self.warmup_steps).on_step(on_step);
+        if self.execution == Execution::Planned {
+            let timings = self.time_planned(&model, &tokens, &targets, laps)?;
+            return Ok((timings, None));
+        }
         let precision = self.precision;
         let forward = || precision.run(|| model.forward(&tokens));
         let loss = || precision.run(|| model.loss(&tokens, &targets));
@@ -252,6 +265,7 @@ impl EndToEnd {
         row.insert("attention", self.config.attention.name());
         row.insert("precision", self.precision.name());
         row.insert("checkpointing", self.config.checkpointing.to_string());
+        row.insert("execution", self.execution.name());
         row.insert("weight_cast_bytes", self.weight_cast_bytes());
         row.insert("warmup_steps", self.warmup_steps);
         row.insert("mode", serde_json::to_value(self.mode).unwrap_or_default());

@@ -1,20 +1,21 @@
 //! One step of a model with every block of memory recorded.
 
-use super::EndToEnd;
 use super::update::Update;
+use super::{EndToEnd, Execution};
+use crate::kernels::cpu::gemm;
 use crate::memory::{self, Estimate, Holds, Mode, RecordConfig, Recording, SavedTensors, tracker};
 use crate::model::TransformerLM;
 use crate::probe;
 use crate::report::Fields;
-use crate::{Result, no_grad};
-use candle_core::{Device, Tensor};
+use crate::{Error, Result, no_grad};
+use candle_core::{DType, Device, Tensor};
 
 /// Where the bytes of one step went, and where they were expected.
 #[derive(Clone, Debug)]
 pub struct MemoryProfile {
     /// The account from the sizes alone.
     pub estimate: Estimate,
-    /// The last step. The baseline is what was alive before the model was made.
+    /// The last step. The baseline is what was alive before the model was made, and what kernels have kept since.
     pub recording: Recording,
     /// The most that was alive in that step, exactly, as the allocator counted; the baseline subtracted.
     pub peak_bytes: u64,
@@ -57,13 +58,24 @@ impl EndToEnd {
     /// Parameters, the optimizer's state and the tokens are labelled, the phases are `forward`, `backward` and `optimizer`.
     /// Nothing is asked about the memory that is there: [`estimate`](Self::estimate) first. Only one such run may
     /// be under way, and nothing else that takes memory should be. What kernels keep for as long as the process runs, their
-    /// packing buffers, is [`Holds::Other`] in the first run of a process, and in the baseline of the later ones.
+    /// packing buffers, is in the baseline if there is a warm-up; without one it is [`Holds::Other`] in the first run.
     ///
     /// # Errors
-    /// Those of [`memory::record`], of [`run`](Self::run), and of the ops.
+    /// A planned execution; those of [`memory::record`], of [`run`](Self::run), and of the ops.
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
+        if self.execution == Execution::Planned {
+            return Err(Error::Config {
+                config: "EndToEnd",
+                field: "execution",
+                expected: "eager, where every block of memory is recorded".into(),
+                got: self.execution.name().into(),
+                hint: "a planned step is one block, which compile::Plan::explain and memory_map cut up".into(),
+            });
+        }
         let estimate = self.estimate()?;
-        let baseline_bytes = tracker::current_bytes().unwrap_or_default();
+        gemm::reserve_scratch(self.precision.dtype() != DType::F32);
+        let alive = || tracker::current_bytes().unwrap_or_default();
+        let before_bytes = alive();
         let model = self.model(device)?;
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
@@ -74,9 +86,12 @@ impl EndToEnd {
             }
             _ => None,
         };
+        let ready_bytes = alive();
         for _ in 0..self.warmup_steps {
             self.step(&model, &tokens, &targets, update.as_mut(), |_| ())?;
         }
+        // What the warm-up has left is kept by kernels for their next calls.
+        let baseline_bytes = before_bytes + alive().saturating_sub(ready_bytes);
         let watch = memory::watch_graphs();
         let mut recorder = memory::record(RecordConfig {
             baseline_bytes,

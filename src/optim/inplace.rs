@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use std::cell::Cell;
 
 /// Element types found in candle's CPU storage, for writing. (candle offers the same for reading.)
-pub(super) trait Element: Stored {
+pub(crate) trait Element: Stored {
     /// The storage's elements, if they are of this type.
     fn elements(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
@@ -75,6 +75,33 @@ pub(super) fn lend<T: Element>(
     tensor.inplace_op1(&Lend(Cell::new(Some(f)), std::marker::PhantomData))
 }
 
+/// As [`lend`] for all of `tensors` at once, which must be on storages of their own: `f` gets their elements, in order.
+pub(crate) fn lend_all<T: Element>(
+    tensors: &[&Tensor],
+    f: impl FnOnce(&[*mut [T]]),
+) -> candle_core::Result<()> {
+    // Behind a pointer, or every level would be a type of its own.
+    type Borrower<'f, T> = Box<dyn FnOnce(&[*mut [T]]) + 'f>;
+
+    fn lend_rest<T: Element>(
+        tensors: &[&Tensor],
+        lent: &mut Vec<*mut [T]>,
+        f: Borrower<'_, T>,
+    ) -> candle_core::Result<()> {
+        match tensors {
+            [] => {
+                f(lent);
+                Ok(())
+            }
+            [first, rest @ ..] => lend(first, |elements: &mut [T]| {
+                lent.push(elements);
+                lend_rest(rest, lent, f)
+            }),
+        }
+    }
+    lend_rest(tensors, &mut Vec::with_capacity(tensors.len()), Box::new(f))
+}
+
 /// Calls `f` with the elements of a contiguous CPU tensor of `T`, for reading.
 pub(super) fn read<T: Element, R>(
     tensor: &Tensor,
@@ -88,7 +115,7 @@ pub(super) fn read<T: Element, R>(
 }
 
 /// What tells storages apart: tensors with one address share their elements.
-pub(super) fn storage_address(tensor: &Tensor) -> usize {
+pub(crate) fn storage_address(tensor: &Tensor) -> usize {
     let (storage, _) = tensor.storage_and_layout();
     std::ptr::from_ref(&*storage).addr()
 }

@@ -1,10 +1,11 @@
 //! The benchmark harness: phases, rows, and memory that is not there.
 
+mod planned;
 mod precisions;
 
 use candle_core::Device;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Laps, OptimizerChoice, Step};
+use tallow::bench::{EndToEnd, Execution, Laps, OptimizerChoice, Step};
 use tallow::memory::{Mode, Workload, estimate};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -28,6 +29,7 @@ fn run(mode: Mode) -> EndToEnd {
         warmup_steps: 2,
         steps: 4,
         optimizer: OptimizerChoice::AdamW(Default::default()),
+        execution: Execution::Eager,
         seed: 1,
         peak_flops: Some(1e12),
         available_bytes: Some(1 << 30),

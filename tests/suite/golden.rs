@@ -19,8 +19,8 @@ const CPU: Device = Device::Cpu;
 /// A golden file: what went into PyTorch, and what came out.
 pub struct Golden {
     path: PathBuf,
-    config: TransformerConfig,
-    hyperparameters: AdamWConfig,
+    pub config: TransformerConfig,
+    pub hyperparameters: AdamWConfig,
     tensors: HashMap<String, Tensor>,
 }
 
@@ -67,14 +67,14 @@ impl Golden {
     }
 }
 
-fn elements(tensor: &Tensor) -> Vec<f64> {
+pub fn elements(tensor: &Tensor) -> Vec<f64> {
     let flat = tensor.to_dtype(DType::F64).and_then(|t| t.flatten_all());
     flat.unwrap().to_vec1().unwrap()
 }
 
 /// `got` must be within `bound` of `wanted`, relative by norm, and no single element may stand out: the largest
 /// difference is within four times `bound` of the largest element.
-fn close(what: &str, got: &Tensor, wanted: &Tensor, bound: f64) {
+pub fn close(what: &str, got: &Tensor, wanted: &Tensor, bound: f64) {
     assert_eq!(got.dims(), wanted.dims(), "{what}");
     let (got, wanted) = (elements(got), elements(wanted));
     let differences: Vec<f64> = got.iter().zip(&wanted).map(|(g, w)| g - w).collect();
@@ -91,7 +91,7 @@ fn close(what: &str, got: &Tensor, wanted: &Tensor, bound: f64) {
 }
 
 /// How far logits, loss and gradients may be from PyTorch's f64.
-fn bounds(dtype: DType) -> [f64; 3] {
+pub fn bounds(dtype: DType) -> [f64; 3] {
     match dtype {
         DType::F64 => [1e-12; 3],
         _ => [2e-6, 1e-6, 5e-6],

@@ -5,6 +5,7 @@ mod attention_benchmark;
 mod bench;
 mod checkpoint;
 mod child;
+mod compile;
 mod data;
 mod flash;
 mod fused;

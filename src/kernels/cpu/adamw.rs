@@ -74,6 +74,42 @@ pub fn step<T: Real>(
         });
 }
 
+/// As [`step`] with `gradient * factor`, rounded as a pass of its own would: the gradient is read once, and not written.
+pub fn step_scaled<T: Real>(
+    parameter: &mut [T],
+    gradient: &[T],
+    factor: f64,
+    exp_avg: &mut [T],
+    exp_avg_sq: &mut [T],
+    update: &Update,
+) {
+    let n = parameter.len();
+    assert_eq!((gradient.len(), exp_avg.len(), exp_avg_sq.len()), (n, n, n));
+    let factor = T::real(factor);
+    parameter
+        .par_chunks_mut(TASK_ELEMENTS)
+        .zip(gradient.par_chunks(TASK_ELEMENTS))
+        .zip(exp_avg.par_chunks_mut(TASK_ELEMENTS))
+        .zip(exp_avg_sq.par_chunks_mut(TASK_ELEMENTS))
+        .for_each(|(((p, g), m), v)| {
+            simd::vectorized(
+                #[inline(always)]
+                || {
+                    let mut scaled = [T::ZERO; BLOCK];
+                    let blocks = p.chunks_mut(BLOCK).zip(g.chunks(BLOCK));
+                    let blocks = blocks.zip(m.chunks_mut(BLOCK)).zip(v.chunks_mut(BLOCK));
+                    for (((p, g), m), v) in blocks {
+                        let scaled = &mut scaled[..g.len()];
+                        for (scaled, g) in scaled.iter_mut().zip(g) {
+                            *scaled = *g * factor;
+                        }
+                        range(p, scaled, m, v, update);
+                    }
+                },
+            )
+        });
+}
+
 /// As [`step`], for a parameter stored in half precision.
 ///
 /// A step is often smaller than half the distance between two `bf16` numbers, and would be rounded away every time.

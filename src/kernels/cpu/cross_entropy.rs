@@ -89,3 +89,39 @@ pub fn backward<T: Stored>(
         );
     });
 }
+
+/// [`forward`] and [`backward`] in one go, for logits that nobody reads afterwards: `logits` becomes
+/// `(softmax(row) - onehot(target)) * weight`, `loss` the rows' losses.
+///
+/// One exponential an element, where the two passes take two.
+pub fn forward_backward_in_place<T: Real>(
+    logits: &mut [T],
+    classes: usize,
+    target: impl Fn(usize) -> usize + Sync,
+    weight: T,
+    loss: &mut [T],
+) {
+    parallel::for_rows2(logits, classes, loss, 1, |first, logits, loss| {
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                let rows = logits.chunks_exact_mut(classes).zip(loss);
+                for (i, (x, loss)) in rows.enumerate() {
+                    let class = target(first + i);
+                    let top = simd::max(x);
+                    let wanted = x[class] - top;
+                    for x in x.iter_mut() {
+                        *x = (*x - top).exponential();
+                    }
+                    let total = simd::sum(x);
+                    *loss = total.logarithm() - wanted;
+                    let share = weight / total;
+                    for x in x.iter_mut() {
+                        *x *= share;
+                    }
+                    x[class] -= weight;
+                }
+            },
+        );
+    });
+}

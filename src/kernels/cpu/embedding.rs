@@ -21,11 +21,26 @@ pub fn forward<T: Copy + Send + Sync>(table: &[T], width: usize, ids: &[u32], y:
 ///
 /// Parallel over column blocks: each task has all ids, so every element is summed by one task, in the ids' order.
 pub fn backward<T: Stored>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T]) {
+    parallel::for_rows(dtable, width, |_, rows| rows.fill(T::zero()));
+    add_rows(dy, width, ids, dtable, false);
+}
+
+/// As [`backward`], added to what `dtable` holds.
+pub fn backward_accumulating<T: Real + Stored<Wide = T>>(
+    dy: &[T],
+    width: usize,
+    ids: &[u32],
+    dtable: &mut [T],
+) {
+    add_rows(dy, width, ids, dtable, true);
+}
+
+/// The rows of `dtable` whose ids occur: overwritten or, for types that are computed in as they are stored, added to.
+fn add_rows<T: Stored>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T], accumulate: bool) {
     if width == 0 {
         return;
     }
     let positions = Positions::of(ids, dtable.len() / width);
-    parallel::for_rows(dtable, width, |_, rows| rows.fill(T::zero()));
     // At least a cache line and at most eight blocks: each costs another walk over the ids.
     let block = width.div_ceil(8).next_multiple_of(16).min(width);
     let tasks = if ids.len() * width < TASK_ELEMENTS {
@@ -52,7 +67,9 @@ pub fn backward<T: Stored>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T]
                         [row],
                         #[inline(always)]
                         |start, [], [sum]| {
-                            sum.fill(T::Wide::ZERO);
+                            if !accumulate {
+                                sum.fill(T::Wide::ZERO);
+                            }
                             for position in occurrences {
                                 let at = position * width + from + start;
                                 reading.each(

@@ -159,6 +159,36 @@ pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(Range<usize>, 
     );
 }
 
+/// As [`for_tasks_with`], each thread's scratch being `size` elements of `scratch`: as many threads work as there is room
+/// for. For callers that know their memory beforehand.
+pub fn for_tasks_in<T: Send>(
+    tasks: usize,
+    scratch: &mut [T],
+    size: usize,
+    f: impl Fn(&mut [T], usize) + Sync,
+) {
+    assert!(scratch.len() >= size, "{size} of {}", scratch.len());
+    let workers = tasks.min(rayon::current_num_threads());
+    let next = AtomicUsize::new(0);
+    let work = |scratch: &mut [T]| {
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                return;
+            }
+            f(scratch, task);
+        }
+    };
+    if workers <= 1 {
+        return work(&mut scratch[..size]);
+    }
+    scratch
+        .par_chunks_exact_mut(size)
+        .take(workers)
+        .with_max_len(1)
+        .for_each(work);
+}
+
 /// The sum of `f(range)` over consecutive ranges of [`TASK_ELEMENTS`] that cover `0..n`, the ranges' results added in
 /// order.
 pub fn sum_ranges(n: usize, f: impl Fn(Range<usize>) -> f64 + Sync + Send) -> f64 {

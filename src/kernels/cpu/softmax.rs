@@ -92,7 +92,7 @@ pub fn backward_in_place<T: Real>(
 }
 
 /// Whole rows, of which the first is row `first` of the batch.
-fn forward_rows<T: Real>(
+pub(super) fn forward_rows<T: Real>(
     p: &mut [T],
     first: usize,
     queries: usize,
@@ -125,7 +125,7 @@ fn forward_rows<T: Real>(
 }
 
 /// Whole rows, of which the first is row `first` of the batch; `dx` holds dp.
-fn backward_rows<T: Real>(
+pub(super) fn backward_rows<T: Real>(
     dx: &mut [T],
     p: &[T],
     first: usize,

@@ -3,7 +3,8 @@
 //! The exponentials are taken on registers, as attention's are: they are most of the arithmetic, and in half precision,
 //! with half the bytes to wait for, arithmetic is the bound.
 
-use super::{Blocks, Lanes, Real, Stored, parallel, stored::BLOCK};
+use super::parallel::{self, Shared};
+use super::{Blocks, Lanes, Real, Stored, stored::BLOCK};
 use pulp::{Arch, Simd, WithSimd};
 
 /// `y = silu(gate) * up`, elementwise.
@@ -28,6 +29,45 @@ pub fn backward<T: Stored>(dy: &[T], gate: &[T], up: &[T], dgate: &mut [T], dup:
             dup,
         });
     });
+}
+
+/// [`backward`] and [`forward`] in one go and in place: `dy` becomes y, `gate` dgate, `up` dup. What forward made need not
+/// be kept for the product that follows it.
+pub fn backward_in_place<T: Lanes + Stored<Wide = T>>(dy: &mut [T], gate: &mut [T], up: &mut [T]) {
+    let up = Shared::new(up);
+    parallel::for_rows2(dy, 1, gate, 1, |first, dy, gate| {
+        // SAFETY: the rows of this task, as those of dy and gate.
+        let up = unsafe { up.range(first, dy.len()) };
+        Arch::new().dispatch(InPlace { dy, gate, up });
+    });
+}
+
+struct InPlace<'a, T> {
+    dy: &'a mut [T],
+    gate: &'a mut [T],
+    up: &'a mut [T],
+}
+
+impl<T: Lanes> WithSimd for InPlace<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let mut e = [T::ZERO; BLOCK];
+        let blocks = self.gate.chunks_mut(BLOCK).zip(self.up.chunks_mut(BLOCK));
+        for (dy, (gate, up)) in self.dy.chunks_mut(BLOCK).zip(blocks) {
+            let e = &mut e[..gate.len()];
+            exp_negated(simd, gate, e);
+            let inputs = gate.iter_mut().zip(up).zip(e.iter());
+            for (dy, ((gate, up), e)) in dy.iter_mut().zip(inputs) {
+                let (d, g, u) = (*dy, *gate, *up);
+                let s = T::ONE / (T::ONE + *e);
+                *dy = g * s * u;
+                *gate = d * u * s * (T::ONE + g * (T::ONE - s));
+                *up = d * g * s;
+            }
+        }
+    }
 }
 
 struct Forward<'a, T> {

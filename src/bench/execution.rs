@@ -1,0 +1,130 @@
+//! Eager or planned.
+
+use super::OptimizerChoice;
+use super::laps::Laps;
+use super::{EndToEnd, LapTimings};
+use crate::compile::{Forward, PlanConfig, TrainStep};
+use crate::memory::Mode;
+use crate::model::TransformerLM;
+use crate::optim::AdamW;
+use crate::precision::Precision;
+use crate::{Error, Result};
+use candle_core::{Device, Tensor};
+
+/// How a model is run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Execution {
+    /// Op by op, with candle's graph.
+    #[default]
+    Eager,
+    /// As planned beforehand, by [`compile`](crate::compile).
+    Planned,
+}
+
+impl Execution {
+    /// As reports name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+            Self::Planned => "planned",
+        }
+    }
+}
+
+impl EndToEnd {
+    /// Refuses what is not planned.
+    pub(super) fn check_execution(&self, device: &Device) -> Result<()> {
+        if self.execution == Execution::Eager {
+            return Ok(());
+        }
+        let refuse = |expected: &str, got: String, hint: &str| {
+            Err(Error::Config {
+                config: "EndToEnd",
+                field: "execution",
+                expected: format!("eager, where {expected}"),
+                got,
+                hint: hint.into(),
+            })
+        };
+        if self.precision != Precision::F32 {
+            let got = format!("planned in {}", self.precision);
+            return refuse("the precision is not f32", got, "run it eagerly, or in f32");
+        }
+        if !device.is_cpu() {
+            let got = format!("planned on {:?}", device.location());
+            return refuse(
+                "the device is not the CPU",
+                got,
+                "run it eagerly, or on the CPU",
+            );
+        }
+        if !matches!(self.optimizer, OptimizerChoice::AdamW(_)) {
+            let got = format!("planned with {}", self.optimizer.name());
+            return refuse(
+                "the optimizer is not adamw",
+                got,
+                "run it eagerly, or with adamw",
+            );
+        }
+        if self.mode == Mode::ForwardKeepingGraph {
+            let got = "planned".into();
+            return refuse(
+                "the graph is kept",
+                got,
+                "a planned forward has no graph to keep",
+            );
+        }
+        Ok(())
+    }
+
+    /// What a plan of this run takes, parameters and state included: exact.
+    pub(super) fn planned_bytes(&self) -> Result<u64> {
+        let plan = match self.mode {
+            Mode::Forward | Mode::ForwardKeepingGraph => {
+                Forward::plan_for(&self.config, &self.plan_config())?
+            }
+            _ => TrainStep::plan_for(&self.config, &self.plan_config())?.0,
+        };
+        Ok(plan.total_bytes())
+    }
+
+    fn plan_config(&self) -> PlanConfig {
+        PlanConfig {
+            batch_size: self.batch_size,
+            sequence_length: self.sequence_length,
+            checkpointing: self.config.checkpointing,
+            ..Default::default()
+        }
+    }
+
+    /// Runs the planned steps. A step is one phase: loss and gradient of the head are computed in one go.
+    pub(super) fn time_planned(
+        &self,
+        model: &TransformerLM,
+        tokens: &Tensor,
+        targets: &Tensor,
+        laps: Laps<'_>,
+    ) -> Result<LapTimings> {
+        let plan = self.plan_config();
+        if matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph) {
+            let mut forward = Forward::new(model, &plan)?;
+            return laps.measure(self.steps, |lap| {
+                lap.time("forward", || forward.run(tokens))
+            });
+        }
+        let (OptimizerChoice::AdamW(config) | OptimizerChoice::CandleAdamW(config)) =
+            self.optimizer;
+        let mut optimizer = AdamW::new(model.parameters(), config)?;
+        let mut step = TrainStep::new(model, &optimizer, &plan)?;
+        match self.mode {
+            Mode::TrainStep => laps.measure(self.steps, |lap| {
+                lap.time("train step", || step.run(&mut optimizer, tokens, targets))
+            }),
+            _ => laps.measure(self.steps, |lap| {
+                lap.time("forward+backward", || {
+                    step.forward_backward(tokens, targets)
+                })
+            }),
+        }
+    }
+}

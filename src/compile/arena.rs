@@ -1,0 +1,135 @@
+//! Placement: buffers that are never needed at the same time share memory.
+
+use super::buffer::{Buffer, Home};
+
+/// What every buffer's place is a multiple of: a cache line, and the widest vector register.
+pub const ALIGNMENT_BYTES: u64 = 64;
+
+/// Gives every arena buffer its offset; returns the arena's size.
+///
+/// Greedy by size: the largest first, each at the lowest place that is free for as long as it lives. Large buffers decide
+/// the size, and small ones fit into what they leave.
+pub(super) fn place(buffers: &mut [Buffer]) -> u64 {
+    let mut order: Vec<usize> = (0..buffers.len())
+        .filter(|&i| buffers[i].is_in_arena())
+        .collect();
+    // Among equals the one that is needed first, so that the order is fixed.
+    order.sort_by_key(|&i| {
+        (
+            std::cmp::Reverse(buffers[i].bytes()),
+            buffers[i].live.start,
+            i,
+        )
+    });
+    let mut placed: Vec<usize> = Vec::new(); // by offset
+    let mut arena_bytes = 0;
+    for i in order {
+        let size = taken_bytes(&buffers[i]);
+        let mut offset_bytes = 0;
+        for &other in &placed {
+            let Some(taken) = buffers[other].arena_range() else {
+                continue;
+            };
+            if !overlap(&buffers[other], &buffers[i]) {
+                continue;
+            }
+            if taken.start >= offset_bytes + size {
+                break; // it fits before this one, and all that follow are further up
+            }
+            offset_bytes = offset_bytes.max(taken.start + taken_bytes(&buffers[other]));
+        }
+        buffers[i].home = Home::Arena { offset_bytes };
+        let at = placed.partition_point(|&other| {
+            buffers[other].arena_range().map(|range| range.start) <= Some(offset_bytes)
+        });
+        placed.insert(at, i);
+        arena_bytes = arena_bytes.max(offset_bytes + size);
+    }
+    arena_bytes
+}
+
+/// A buffer's bytes, up to the next place where one may begin.
+pub(super) fn taken_bytes(buffer: &Buffer) -> u64 {
+    buffer.bytes().next_multiple_of(ALIGNMENT_BYTES)
+}
+
+/// Whether some call needs both.
+pub(super) fn overlap(a: &Buffer, b: &Buffer) -> bool {
+    a.live.start < b.live.end && b.live.start < a.live.end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compile::buffer::Category;
+    use candle_core::DType;
+    use proptest::prelude::*;
+
+    fn buffer(elements: usize, live: std::ops::Range<usize>) -> Buffer {
+        Buffer {
+            name: String::new(),
+            shape: vec![elements],
+            dtype: DType::F32,
+            category: Category::Temporary,
+            home: Home::Arena { offset_bytes: 0 },
+            live,
+        }
+    }
+
+    /// No two buffers that are alive together share a byte, and the arena ends with the last of them.
+    fn check(buffers: &[Buffer], arena_bytes: u64) {
+        let mut end = 0;
+        for (i, a) in buffers.iter().enumerate() {
+            let range = a.arena_range().unwrap();
+            assert!(range.start.is_multiple_of(ALIGNMENT_BYTES));
+            end = end.max(range.start + taken_bytes(a));
+            for b in &buffers[..i] {
+                let other = b.arena_range().unwrap();
+                let share = range.start < other.end && other.start < range.end;
+                assert!(!(share && overlap(a, b)), "{a:?} and {b:?}");
+            }
+        }
+        assert_eq!(arena_bytes, end);
+    }
+
+    #[test]
+    fn one_after_another_takes_the_largest_alone() {
+        let mut buffers = vec![buffer(10, 0..1), buffer(1000, 1..2), buffer(100, 2..5)];
+        let arena_bytes = place(&mut buffers);
+        assert_eq!(arena_bytes, 4032); // 4000, in cache lines
+        check(&buffers, arena_bytes);
+    }
+
+    #[test]
+    fn a_small_one_fits_between() {
+        let mut buffers = vec![
+            buffer(1600, 0..9),
+            buffer(800, 0..3),
+            buffer(800, 3..9),
+            buffer(16, 1..2),
+        ];
+        let arena_bytes = place(&mut buffers);
+        assert_eq!(arena_bytes, 4 * (1600 + 800 + 16));
+        check(&buffers, arena_bytes);
+    }
+
+    proptest! {
+        #[test]
+        fn never_two_at_one_place(sizes in prop::collection::vec((1usize..5000, 0usize..40, 1usize..20), 1..80)) {
+            let mut buffers: Vec<Buffer> = sizes
+                .into_iter()
+                .map(|(elements, start, length)| buffer(elements, start..start + length))
+                .collect();
+            let arena_bytes = place(&mut buffers);
+            check(&buffers, arena_bytes);
+            // At least what the busiest call needs, at most everything side by side.
+            let alive = |call: usize| -> u64 {
+                let alive = buffers.iter().filter(|buffer| buffer.live.contains(&call));
+                alive.map(taken_bytes).sum()
+            };
+            let busiest = (0..60).map(alive).max().unwrap();
+            prop_assert!(arena_bytes >= busiest);
+            prop_assert!(arena_bytes <= buffers.iter().map(taken_bytes).sum());
+        }
+    }
+}

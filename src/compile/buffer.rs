@@ -1,0 +1,131 @@
+//! The buffers of a plan: what they are, how long they are needed, and where they lie.
+
+use candle_core::DType;
+use std::ops::Range;
+
+/// Which buffer of a [`Plan`](super::Plan): its place in [`Plan::buffers`](super::Plan::buffers).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BufferId(pub(super) usize);
+
+impl BufferId {
+    /// Its place in [`Plan::buffers`](super::Plan::buffers).
+    pub fn index(self) -> usize {
+        self.0
+    }
+}
+
+/// What a buffer is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Category {
+    /// A weight, shared with the model.
+    Parameter,
+    /// A running mean of AdamW's, shared with the optimizer.
+    OptimizerState,
+    /// Token ids, and tables that were computed with the plan.
+    Input,
+    /// What a run gives out: logits.
+    Output,
+    /// A parameter's gradient.
+    Gradient,
+    /// Kept from forward for backward.
+    Activation,
+    /// Made and used up within one phase.
+    Temporary,
+    /// What the threads of one call work in.
+    Scratch,
+}
+
+impl Category {
+    /// All of them, in the order of reports.
+    pub const ALL: [Self; 8] = [
+        Self::Parameter,
+        Self::OptimizerState,
+        Self::Input,
+        Self::Output,
+        Self::Gradient,
+        Self::Activation,
+        Self::Temporary,
+        Self::Scratch,
+    ];
+
+    /// As reports and pictures write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Parameter => "parameter",
+            Self::OptimizerState => "optimizer state",
+            Self::Input => "input",
+            Self::Output => "output",
+            Self::Gradient => "gradient",
+            Self::Activation => "activation",
+            Self::Temporary => "temporary",
+            Self::Scratch => "scratch",
+        }
+    }
+}
+
+/// Where a buffer's elements are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Home {
+    /// In the plan's own memory, `offset_bytes` from its beginning.
+    Arena {
+        /// A multiple of [`ALIGNMENT_BYTES`](super::arena::ALIGNMENT_BYTES).
+        offset_bytes: u64,
+    },
+    /// The model's parameter of this number, in the order of
+    /// [`TransformerLM::parameters`](crate::model::TransformerLM::parameters).
+    Parameter(usize),
+    /// AdamW's running mean of that parameter's gradient.
+    ExpAvg(usize),
+    /// AdamW's running mean of its square.
+    ExpAvgSq(usize),
+    /// The token ids of one micro-batch.
+    Tokens,
+    /// The ids to be predicted.
+    Targets,
+    /// A table that the plan holds: [`Plan::table`](super::Plan::table).
+    Table(usize),
+    /// What the run gives out.
+    Output,
+}
+
+/// A piece of memory that calls read and write.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Buffer {
+    /// What it holds, for example `layers.3.attn/q`.
+    pub name: String,
+    /// Its shape, row by row.
+    pub shape: Vec<usize>,
+    /// Of its elements.
+    pub dtype: DType,
+    /// What it is for.
+    pub category: Category,
+    /// Where it is.
+    pub home: Home,
+    /// The calls that need it, from the first that touches it to the last: nobody else may use its memory meanwhile.
+    pub live: Range<usize>,
+}
+
+impl Buffer {
+    /// How many elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// How many bytes.
+    pub fn bytes(&self) -> u64 {
+        self.elements() as u64 * self.dtype.size_in_bytes() as u64
+    }
+
+    /// Whether its memory is the plan's own.
+    pub fn is_in_arena(&self) -> bool {
+        matches!(self.home, Home::Arena { .. })
+    }
+
+    /// The bytes of the arena that it takes; `None` if it lies elsewhere.
+    pub fn arena_range(&self) -> Option<Range<u64>> {
+        match self.home {
+            Home::Arena { offset_bytes } => Some(offset_bytes..offset_bytes + self.bytes()),
+            _ => None,
+        }
+    }
+}

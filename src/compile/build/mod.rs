@@ -1,0 +1,288 @@
+//! From a model's configuration to a plan's calls.
+//!
+//! What lives here: the mathematics of a step, call by call, in the order of execution: [`forward`], [`loss`],
+//! [`backward`], [`update`]. What does not: where buffers lie ([`super::arena`]) and what computes a call
+//! ([`super::cpu`]).
+
+mod backward;
+mod forward;
+mod loss;
+mod update;
+
+use super::buffer::{Buffer, BufferId, Category, Home};
+use super::config::PlanConfig;
+use super::op::{Accumulate, AttentionSizes, Op};
+use super::plan::{Call, Operand, Phase, Plan};
+use crate::attention::Algorithm;
+use crate::kernels::cpu::{heads::Heads, rotary_attention};
+use crate::model::TransformerConfig;
+use crate::nn::Checkpointing;
+use candle_core::DType;
+
+/// What a plan is built from.
+#[derive(Clone, Copy)]
+pub(super) struct Source<'a> {
+    pub model: &'a TransformerConfig,
+    pub config: &'a PlanConfig,
+    /// Cosines and sines of all positions, (T, Dh/2) each.
+    pub angles: [&'a [f32]; 2],
+    /// Threads that calls get scratch for.
+    pub threads: usize,
+}
+
+/// The plan of a training step.
+pub(super) fn train_step(source: Source<'_>, checkpointing: Checkpointing) -> Plan {
+    let mut builder = Builder::new(source, true);
+    let states = builder.forward(checkpointing);
+    builder.loss_and_backward(states);
+    let repeated = 0..builder.calls.len();
+    builder.update();
+    builder.finish(repeated, source.config.accumulation)
+}
+
+/// The plan of a forward alone, to logits.
+pub(super) fn forward(source: Source<'_>) -> Plan {
+    let mut builder = Builder::new(source, false);
+    builder.forward_to_logits();
+    let repeated = 0..builder.calls.len();
+    builder.finish(repeated, 1)
+}
+
+/// Calls and buffers so far.
+struct Builder<'a> {
+    source: Source<'a>,
+    /// Whether there will be a backward.
+    trains: bool,
+    calls: Vec<Call>,
+    buffers: Vec<Buffer>,
+    /// Of each parameter; in a forward alone, none.
+    gradients: Vec<Option<BufferId>>,
+    kept: Vec<BufferId>,
+    phase: Phase,
+    path: String,
+    tokens: BufferId,
+    targets: BufferId,
+    /// Cosines and sines.
+    angles: [BufferId; 2],
+}
+
+impl<'a> Builder<'a> {
+    fn new(source: Source<'a>, trains: bool) -> Self {
+        let nobody = BufferId(usize::MAX); // until the lines below
+        let mut builder = Self {
+            source,
+            trains,
+            calls: Vec::new(),
+            buffers: Vec::new(),
+            gradients: Vec::new(),
+            kept: Vec::new(),
+            phase: Phase::Forward,
+            path: String::new(),
+            tokens: nobody,
+            targets: nobody,
+            angles: [nobody; 2],
+        };
+        let rows = source.config.rows();
+        let tokens = builder.add("tokens", &[rows], DType::U32, Category::Input, Home::Tokens);
+        let targets = builder.add(
+            "targets",
+            &[rows],
+            DType::U32,
+            Category::Input,
+            Home::Targets,
+        );
+        let half = source.model.head_dim() / 2;
+        let shape = [source.config.sequence_length, half];
+        let names = ["rope.cos", "rope.sin"];
+        let angles = [0, 1].map(|i| {
+            builder.add(
+                names[i],
+                &shape,
+                DType::F32,
+                Category::Input,
+                Home::Table(i),
+            )
+        });
+        for (i, (name, shape)) in source.model.parameter_shapes().iter().enumerate() {
+            let category = Category::Parameter;
+            builder.add(name, shape.dims(), DType::F32, category, Home::Parameter(i));
+        }
+        builder.gradients = vec![None; source.model.parameter_shapes().len()];
+        Self {
+            tokens,
+            targets,
+            angles,
+            ..builder
+        }
+    }
+
+    fn finish(self, repeated: std::ops::Range<usize>, micro_batches: usize) -> Plan {
+        let tables = self.source.angles.map(<[f32]>::to_vec).to_vec();
+        Plan::new(
+            self.calls,
+            self.buffers,
+            tables,
+            repeated,
+            micro_batches,
+            &self.kept,
+        )
+    }
+
+    fn add(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        category: Category,
+        home: Home,
+    ) -> BufferId {
+        self.buffers.push(Buffer {
+            name: name.into(),
+            shape: shape.to_vec(),
+            dtype,
+            category,
+            home,
+            live: 0..0,
+        });
+        BufferId(self.buffers.len() - 1)
+    }
+
+    /// A new buffer of the arena, named after the place that it is made at. Activations are computed in f32 and kept so;
+    /// under autocast some of them would be of its dtype.
+    fn buffer(&mut self, name: &str, shape: &[usize]) -> BufferId {
+        self.arena(name, shape, DType::F32, Category::Temporary)
+    }
+
+    fn arena(&mut self, name: &str, shape: &[usize], dtype: DType, category: Category) -> BufferId {
+        let name = match self.path.is_empty() {
+            true => name.to_string(),
+            false => format!("{}/{name}", self.path),
+        };
+        self.add(
+            &name,
+            shape,
+            dtype,
+            category,
+            Home::Arena { offset_bytes: 0 },
+        )
+    }
+
+    /// What the threads of one call work in.
+    fn scratch(&mut self, shape: &[usize]) -> BufferId {
+        self.arena("scratch", shape, DType::F32, Category::Scratch)
+    }
+
+    fn whole(&self, id: BufferId) -> Operand {
+        Operand {
+            buffer: id,
+            elements: 0..self.buffers[id.0].elements(),
+        }
+    }
+
+    /// A call on whole buffers.
+    fn call(&mut self, op: Op, reads: &[BufferId], writes: &[BufferId]) {
+        let reads = reads.iter().map(|id| self.whole(*id)).collect();
+        let writes = writes.iter().map(|id| self.whole(*id)).collect();
+        self.call_on(op, reads, writes);
+    }
+
+    fn call_on(&mut self, op: Op, reads: Vec<Operand>, writes: Vec<Operand>) {
+        self.calls.push(Call {
+            op,
+            path: self.path.clone(),
+            phase: self.phase,
+            reads,
+            writes,
+        });
+    }
+
+    /// `c = a b`, with the factors' shapes as they lie.
+    fn matmul(
+        &mut self,
+        (a, a_transposed): (BufferId, bool),
+        (b, b_transposed): (BufferId, bool),
+        c: BufferId,
+        accumulate: Accumulate,
+    ) {
+        let of = |id: BufferId| -> [usize; 2] {
+            let shape = &self.buffers[id.0].shape;
+            [shape[0], shape[1]]
+        };
+        let [rows, depth] = flipped(of(a), a_transposed);
+        let [inner, cols] = flipped(of(b), b_transposed);
+        assert_eq!((inner, [rows, cols]), (depth, of(c)), "{}", self.path);
+        let op = Op::Matmul {
+            rows,
+            cols,
+            depth,
+            a_transposed,
+            b_transposed,
+            accumulate,
+        };
+        self.call(op, &[a, b], &[c]);
+    }
+
+    /// Number and buffer of the parameter with this name.
+    fn parameter(&self, name: &str) -> (usize, BufferId) {
+        let found = self
+            .buffers
+            .iter()
+            .enumerate()
+            .find_map(|(i, buffer)| match buffer.home {
+                Home::Parameter(number) if buffer.name == name => Some((number, BufferId(i))),
+                _ => None,
+            });
+        match found {
+            Some(found) => found,
+            None => panic!("the configuration lists no parameter {name}"), // a bug of this folder
+        }
+    }
+
+    fn weight(&self, name: &str) -> BufferId {
+        self.parameter(name).1
+    }
+
+    /// B, T, H, Dh.
+    fn attention_sizes(&self) -> AttentionSizes {
+        let Source { model, config, .. } = self.source;
+        AttentionSizes {
+            batch: config.batch_size,
+            length: config.sequence_length,
+            heads: model.num_heads,
+            head_dim: model.head_dim(),
+            scale: 1.0 / (model.head_dim() as f64).sqrt(),
+        }
+    }
+
+    fn is_naive(&self) -> bool {
+        self.source.model.attention == Algorithm::Naive
+    }
+}
+
+/// The rows and columns of a matrix, or of its transpose.
+fn flipped([rows, cols]: [usize; 2], transposed: bool) -> [usize; 2] {
+    match transposed {
+        false => [rows, cols],
+        true => [cols, rows],
+    }
+}
+
+impl AttentionSizes {
+    /// As the kernels on heads take them.
+    pub(super) fn heads(&self) -> Heads {
+        Heads {
+            batch: self.batch,
+            length: self.length,
+            heads: self.heads,
+            head_dim: self.head_dim,
+        }
+    }
+
+    /// As naive attention's kernel takes them.
+    pub(super) fn rotary(&self) -> rotary_attention::Sizes {
+        rotary_attention::Sizes {
+            heads: self.heads(),
+            scale: self.scale,
+        }
+    }
+}

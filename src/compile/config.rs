@@ -1,0 +1,119 @@
+//! What to plan for.
+
+use crate::nn::Checkpointing;
+use crate::{Error, Result};
+
+/// The shape of a step, and how it is to be run.
+///
+/// ```
+/// use tallow::compile::PlanConfig;
+/// use tallow::nn::Checkpointing;
+///
+/// let config = PlanConfig { batch_size: 8, sequence_length: 128, clip_norm: Some(1.0), ..Default::default() };
+/// assert_eq!(config.checkpointing, Checkpointing::None);
+/// config.validate()?;
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlanConfig {
+    /// B: sequences in a micro-batch.
+    pub batch_size: usize,
+    /// T: tokens in a sequence.
+    pub sequence_length: usize,
+    /// Scale the gradients so that their norm is at most this, as
+    /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) does; `None` for no clipping.
+    pub clip_norm: Option<f64>,
+    /// Micro-batches in a step: tokens and targets are then (accumulation * B, T), and the loss is the mean over all.
+    pub accumulation: usize,
+    /// Which blocks are run again in backward instead of keeping their activations. (A plan always releases what a block
+    /// kept once backward has come through it: [`Checkpointing::Release`] is [`Checkpointing::None`] here.)
+    pub checkpointing: Checkpointing,
+    /// The most bytes that the arena may have. If what `checkpointing` says needs more, blocks are run again, as few as
+    /// will do.
+    pub memory_budget_bytes: Option<u64>,
+    /// Update each parameter as soon as its gradient is there, whose memory is then free again: one gradient is alive at a
+    /// time. Goes with neither clipping nor accumulation, which need all gradients first.
+    pub optimizer_in_backward: bool,
+}
+
+/// Four sequences of 256 tokens, nothing else.
+impl Default for PlanConfig {
+    fn default() -> Self {
+        Self {
+            batch_size: 4,
+            sequence_length: 256,
+            clip_norm: None,
+            accumulation: 1,
+            checkpointing: Checkpointing::None,
+            memory_budget_bytes: None,
+            optimizer_in_backward: false,
+        }
+    }
+}
+
+impl PlanConfig {
+    /// N: tokens of a micro-batch.
+    pub(super) fn rows(&self) -> usize {
+        self.batch_size * self.sequence_length
+    }
+
+    /// Whether the fields go together.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field: sizes of zero, sizes that no memory holds, a norm to clip at that is not over 0,
+    /// an optimizer in backward beside clipping or accumulation.
+    pub fn validate(&self) -> Result<()> {
+        let refuse = |field, expected: &str, got: String, hint: &str| {
+            Err(Error::Config {
+                config: "PlanConfig",
+                field,
+                expected: expected.into(),
+                got,
+                hint: hint.into(),
+            })
+        };
+        for (field, size) in [
+            ("batch_size", self.batch_size),
+            ("sequence_length", self.sequence_length),
+            ("accumulation", self.accumulation),
+        ] {
+            if size == 0 || size > u32::MAX as usize {
+                let hint = "a step runs accumulation times batch_size sequences";
+                return refuse(field, "from 1 to under 2^32", size.to_string(), hint);
+            }
+        }
+        if let Some(norm) = self.clip_norm {
+            check_clip_norm(norm)?;
+        }
+        if self.optimizer_in_backward {
+            let hint = "clipping and accumulation need all gradients before the first update; leave one out";
+            if self.clip_norm.is_some() {
+                return refuse(
+                    "optimizer_in_backward",
+                    "false with clip_norm",
+                    "true".into(),
+                    hint,
+                );
+            }
+            if self.accumulation > 1 {
+                let expected = "false with accumulation";
+                return refuse("optimizer_in_backward", expected, "true".into(), hint);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An error unless gradients can be clipped to this norm.
+pub(super) fn check_clip_norm(norm: f64) -> Result<()> {
+    if norm > 0.0 {
+        return Ok(());
+    }
+    Err(Error::Config {
+        config: "PlanConfig",
+        field: "clip_norm",
+        expected: "over 0".into(),
+        got: norm.to_string(),
+        hint: "1.0 is usual; None does not clip, infinity measures the norm alone".into(),
+    })
+}

@@ -1,0 +1,197 @@
+//! The executor's memory: the arena, and where every buffer of a plan begins.
+
+use super::super::arena::ALIGNMENT_BYTES;
+use super::super::buffer::{Buffer, Home};
+use super::super::plan::{Operand, Plan};
+use crate::{Error, Result, device};
+use candle_core::WithDType;
+use std::alloc::{Layout, alloc, dealloc};
+use std::ptr::NonNull;
+
+/// Where an arena begins: a huge page of x86 and of most others, so that the system can back it with such pages.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// One allocation for all of a plan's own buffers.
+#[derive(Debug)]
+pub(super) struct Arena {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: plain memory, owned.
+unsafe impl Send for Arena {}
+// SAFETY: as above; writing takes `&mut`.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Room for `bytes`, zeros at first.
+    pub fn new(bytes: u64) -> Result<Self> {
+        let available_bytes = device::available_bytes().unwrap_or(u64::MAX);
+        let refuse = || Error::OutOfMemory {
+            what: "the arena of a planned step".into(),
+            wanted_bytes: bytes,
+            available_bytes,
+        };
+        // A system that overcommits would grant it, and kill the process when it is written.
+        if bytes > available_bytes {
+            return Err(refuse());
+        }
+        let align = match bytes < HUGE_PAGE_BYTES as u64 {
+            true => ALIGNMENT_BYTES as usize,
+            false => HUGE_PAGE_BYTES,
+        };
+        // A plan without a buffer has a cache line all the same: an empty layout cannot be allocated.
+        let size = usize::try_from(bytes.max(ALIGNMENT_BYTES)).map_err(|_| refuse())?;
+        let layout = Layout::from_size_align(size, align).map_err(|_| refuse())?;
+        // SAFETY: the layout is not empty.
+        let start = NonNull::new(unsafe { alloc(layout) }).ok_or_else(refuse)?;
+        ask_for_huge_pages(start, layout); // before anything is written: a page stays what it was first touched as
+        // SAFETY: so many bytes are ours.
+        unsafe { start.as_ptr().write_bytes(0, layout.size()) };
+        Ok(Self { start, layout })
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+/// Fewer translations to miss, and fewer page faults in the first run. A wish: the system may not grant it.
+#[cfg(target_os = "linux")]
+fn ask_for_huge_pages(start: NonNull<u8>, layout: Layout) {
+    if layout.align() == HUGE_PAGE_BYTES {
+        let whole = layout.size() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+        // SAFETY: pages of our own; what they hold stays.
+        unsafe { libc::madvise(start.as_ptr().cast(), whole, libc::MADV_HUGEPAGE) };
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn ask_for_huge_pages(_start: NonNull<u8>, _layout: Layout) {}
+
+/// What lies outside of the arena, lent for one run.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Lent<'a> {
+    /// By parameter; empty elements are not touched.
+    pub parameters: &'a [*mut [f32]],
+    /// By parameter; empty in a run without an update.
+    pub exp_avg: &'a [*mut [f32]],
+    /// By parameter; empty in a run without an update.
+    pub exp_avg_sq: &'a [*mut [f32]],
+    /// Of all micro-batches.
+    pub tokens: &'a [u32],
+    /// Of all micro-batches; empty in a forward alone.
+    pub targets: &'a [u32],
+    /// What the run gives out, if it does.
+    pub output: Option<*mut [f32]>,
+}
+
+/// Every buffer of a plan in one micro-batch.
+pub(super) struct View<'a> {
+    plan: &'a Plan,
+    arena: *mut u8,
+    lent: &'a Lent<'a>,
+    micro_batch: usize,
+}
+
+impl<'a> View<'a> {
+    pub fn new(plan: &'a Plan, arena: &'a mut Arena, lent: &'a Lent<'a>) -> Self {
+        for buffer in plan.buffers() {
+            check_lent(buffer, lent, plan.micro_batches());
+        }
+        Self::over_arena(plan, arena, lent)
+    }
+
+    /// As [`new`](Self::new) between runs, when nothing is lent: for the arena's buffers alone.
+    pub fn over_arena(plan: &'a Plan, arena: &'a mut Arena, lent: &'a Lent<'a>) -> Self {
+        assert!(plan.peak_bytes() <= arena.layout.size() as u64);
+        Self {
+            plan,
+            arena: arena.start.as_ptr(),
+            lent,
+            micro_batch: 0,
+        }
+    }
+
+    /// The same, as micro-batch `micro_batch` sees it.
+    pub fn of(&self, micro_batch: usize) -> Self {
+        Self {
+            micro_batch,
+            ..*self
+        }
+    }
+
+    pub fn micro_batch(&self) -> usize {
+        self.micro_batch
+    }
+
+    /// Where a buffer begins.
+    fn start(&self, buffer: &Buffer) -> *mut u8 {
+        let ids = |ids: &[u32]| {
+            let from = self.micro_batch * buffer.elements();
+            ids[from..from + buffer.elements()]
+                .as_ptr()
+                .cast_mut()
+                .cast()
+        };
+        match buffer.home {
+            // SAFETY: the arena is as large as the plan wants it.
+            Home::Arena { offset_bytes } => unsafe { self.arena.add(offset_bytes as usize) },
+            Home::Parameter(number) => self.lent.parameters[number].cast(),
+            Home::ExpAvg(number) => self.lent.exp_avg[number].cast(),
+            Home::ExpAvgSq(number) => self.lent.exp_avg_sq[number].cast(),
+            Home::Tokens => ids(self.lent.tokens),
+            Home::Targets => ids(self.lent.targets),
+            Home::Table(number) => self.plan.table(number).as_ptr().cast_mut().cast(),
+            Home::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
+        }
+    }
+
+    fn pointer<T: WithDType>(&self, operand: &Operand) -> *mut T {
+        let buffer = self.plan.buffer(operand.buffer);
+        assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
+        assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
+        // SAFETY: within the buffer.
+        unsafe { self.start(buffer).cast::<T>().add(operand.elements.start) }
+    }
+
+    /// The elements of an operand.
+    ///
+    /// # Safety
+    /// Nobody writes them while this is borrowed.
+    pub unsafe fn read<T: WithDType>(&self, operand: &Operand) -> &'a [T] {
+        // SAFETY: the plan's buffers are where `start` says, with so many elements; the arena began as zeros, so that all
+        // are initialised.
+        unsafe { std::slice::from_raw_parts(self.pointer(operand), operand.elements.len()) }
+    }
+
+    /// The elements of an operand, for writing.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes them while this is borrowed.
+    pub unsafe fn write<T: WithDType>(&self, operand: &Operand) -> &'a mut [T] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer(operand), operand.elements.len()) }
+    }
+}
+
+/// What a caller lends is what the plan was made for; the callers have checked, and said so to the user.
+fn check_lent(buffer: &Buffer, lent: &Lent<'_>, micro_batches: usize) {
+    let (wanted, got) = (
+        buffer.elements(),
+        match buffer.home {
+            Home::Arena { .. } | Home::Table(_) => return,
+            Home::Parameter(number) => lent.parameters[number].len(),
+            Home::ExpAvg(_) | Home::ExpAvgSq(_) if lent.exp_avg.is_empty() => return,
+            Home::ExpAvg(number) => lent.exp_avg[number].len(),
+            Home::ExpAvgSq(number) => lent.exp_avg_sq[number].len(),
+            Home::Tokens => lent.tokens.len() / micro_batches,
+            Home::Targets => lent.targets.len() / micro_batches,
+            Home::Output => lent.output.map_or(0, |output| output.len()),
+        },
+    );
+    assert_eq!(got, wanted, "{}", buffer.name);
+}

@@ -1,0 +1,136 @@
+//! The CPU's executor: a loop over a plan's calls, each handed to its kernel.
+//!
+//! What lives here: memory ([`memory`]) and, op by op, from operands to slices to [`crate::kernels::cpu`] ([`call`]). What
+//! does not: anything that knows a model.
+
+mod call;
+mod memory;
+
+pub(super) use memory::Lent;
+
+use super::op::Op;
+use super::plan::{Call, Operand, Phase, Plan};
+use crate::Result;
+use crate::kernels::cpu::adamw::Update;
+use crate::kernels::cpu::gemm;
+use crate::probe::{self, Kind};
+use candle_core::WithDType;
+use memory::{Arena, View};
+
+/// What may change from run to run.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Controls<'a> {
+    /// By parameter.
+    pub updates: &'a [Update],
+    /// The norm that gradients are clipped to, where the plan clips.
+    pub clip_norm: f64,
+}
+
+/// A plan's memory, and the loop.
+#[derive(Debug)]
+pub(super) struct Executor {
+    arena: Arena,
+}
+
+impl Executor {
+    /// Allocates the arena, and what threads pack products into.
+    pub fn new(plan: &Plan) -> Result<Self> {
+        gemm::reserve_scratch(false);
+        Ok(Self {
+            arena: Arena::new(plan.peak_bytes())?,
+        })
+    }
+
+    /// Runs the calls of every micro-batch: all but the update.
+    pub fn run_micro_batches(
+        &mut self,
+        plan: &Plan,
+        lent: &Lent<'_>,
+        controls: &Controls<'_>,
+    ) -> Result<()> {
+        let view = View::new(plan, &mut self.arena, lent);
+        for micro_batch in 0..plan.micro_batches() {
+            run_calls(plan, plan.repeated(), &view.of(micro_batch), controls)?;
+        }
+        Ok(())
+    }
+
+    /// Runs every call. After an error neither parameters nor optimizer state have changed (an update in backward apart,
+    /// which nothing can fail after).
+    pub fn run(&mut self, plan: &Plan, lent: &Lent<'_>, controls: &Controls<'_>) -> Result<()> {
+        self.run_micro_batches(plan, lent, controls)?;
+        let view = View::new(plan, &mut self.arena, lent);
+        run_calls(
+            plan,
+            plan.repeated().end..plan.calls().len(),
+            &view,
+            controls,
+        )
+    }
+
+    /// What a run has left in an operand that the plan keeps.
+    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Vec<T> {
+        let buffer = plan.buffer(operand.buffer);
+        assert!(buffer.is_in_arena(), "{}", buffer.name);
+        let lent = Lent::default();
+        let view = View::over_arena(plan, &mut self.arena, &lent);
+        // SAFETY: nothing runs.
+        unsafe { view.read::<T>(operand) }.to_vec()
+    }
+}
+
+fn run_calls(
+    plan: &Plan,
+    calls: std::ops::Range<usize>,
+    view: &View<'_>,
+    controls: &Controls<'_>,
+) -> Result<()> {
+    let mut phase: Option<(Phase, probe::Guard)> = None;
+    for call in &plan.calls()[calls] {
+        if !probe::is_listening() {
+            call::run(plan, call, view, controls)?;
+            continue;
+        }
+        if phase.as_ref().is_none_or(|(name, _)| *name != call.phase) {
+            drop(phase.take()); // ended before the next begins
+            phase = Some((call.phase, probe::phase(probed_phase(call.phase))));
+        }
+        run_probed(plan, call, view, controls)?;
+    }
+    Ok(())
+}
+
+/// Runs a call in an op's range at its place in the model. What is backward is said by the phase: each call is an op of its
+/// own, and costs what it costs.
+fn run_probed(plan: &Plan, call: &Call, view: &View<'_>, controls: &Controls<'_>) -> Result<()> {
+    let name = call.op.name();
+    let places = call.path.split('/');
+    let path = places.fold(probe::current(), |path, place| path.child(place));
+    let range = probe::op(Kind::Op, name, path.child(name));
+    call::run(plan, call, view, controls)?;
+    let dtype = plan.buffer(call.writes[0].buffer).dtype;
+    match call.op {
+        Op::Matmul {
+            rows, cols, depth, ..
+        } => {
+            let [a, b, c] = [[rows, depth], [depth, cols], [rows, cols]];
+            let operand = |dims| probe::Operand { dims, dtype };
+            range.leave(probe::Operands {
+                inputs: &[operand(&a), operand(&b)],
+                output: operand(&c),
+            });
+        }
+        Op::AdamW { elements, .. } => range.leave_flat(elements, dtype),
+        _ => {} // what the costs of eager ops do not describe
+    }
+    Ok(())
+}
+
+/// The phases that profiles know: loss belongs to forward, as in an eager step, though here its gradient comes with it.
+fn probed_phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Forward | Phase::Loss => "forward",
+        Phase::Backward => "backward",
+        Phase::Clip | Phase::Optimizer => "optimizer",
+    }
+}

@@ -1,0 +1,117 @@
+//! A plan as text: its calls, and what they cost.
+
+use super::buffer::Category;
+use super::op::Op;
+use super::plan::{Call, Operand, Plan};
+use crate::report::{Column, Fields, Format, Report, format_mib};
+
+impl Plan {
+    /// The calls in order, each with its phase, place, sizes, FLOPs, bytes and what it writes where; then totals.
+    ///
+    /// Where a step has several micro-batches, the calls that each of them runs stand here once.
+    pub fn explain(&self) -> String {
+        let rows = self.calls().iter().enumerate();
+        let report = Report {
+            columns: columns(),
+            rows: rows.map(|(index, call)| self.row(index, call)).collect(),
+            notes: self.totals(),
+            ..Default::default()
+        };
+        let mut text = Vec::new();
+        // A Vec takes every byte, and a report is text.
+        match report.write_to(Format::Text, &mut text) {
+            Ok(()) => String::from_utf8_lossy(&text).into_owned(),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    fn row(&self, index: usize, call: &Call) -> Fields {
+        let mut row = Fields::new();
+        row.insert("call", index);
+        row.insert("phase", call.phase.name());
+        row.insert("path", call.path.as_str());
+        row.insert("op", call.op.name());
+        row.insert("sizes", call.op.sizes());
+        let flops = call.op.flops();
+        row.insert("flops", (flops > 0.0).then_some(flops));
+        row.insert("bytes", self.bytes_moved(call));
+        let writes: Vec<String> = call.writes.iter().map(|w| self.place(w)).collect();
+        row.insert("writes", writes.join(", "));
+        row
+    }
+
+    /// An operand's name, and where in the arena it begins.
+    fn place(&self, operand: &Operand) -> String {
+        let buffer = self.buffer(operand.buffer);
+        let name = buffer.name.rsplit('/').next().unwrap_or_default();
+        match buffer.arena_range() {
+            Some(range) => {
+                let width = buffer.dtype.size_in_bytes() as u64;
+                format!(
+                    "{name} @{}",
+                    range.start + operand.elements.start as u64 * width
+                )
+            }
+            None => name.to_string(),
+        }
+    }
+
+    fn totals(&self) -> Vec<String> {
+        let calls = || self.calls().iter().enumerate();
+        let bytes: f64 = calls()
+            .map(|(i, call)| self.times(i) as f64 * self.bytes_moved(call) as f64)
+            .sum();
+        let products = calls().filter(|(_, call)| matches!(call.op, Op::Matmul { .. }));
+        let mut notes = vec![
+            format!(
+                "{} calls, {} of them matrix products; {:.2} GFLOP and {:.2} GB of operands a step.",
+                self.calls().len(),
+                products.count(),
+                self.flops() / 1e9,
+                bytes / 1e9,
+            ),
+            format!(
+                "Arena: {} ({} bytes); its buffers one by one would be {}, the busiest call needs {}.",
+                format_mib(self.peak_bytes()),
+                self.peak_bytes(),
+                format_mib(
+                    self.buffers()
+                        .iter()
+                        .filter(|b| b.is_in_arena())
+                        .map(|b| b.bytes())
+                        .sum()
+                ),
+                format_mib(self.busiest_bytes()),
+            ),
+        ];
+        if self.micro_batches() > 1 {
+            let repeated = self.repeated();
+            notes.push(format!(
+                "Calls {} to {} are run {} times a step, once for each micro-batch.",
+                repeated.start,
+                repeated.end - 1,
+                self.micro_batches()
+            ));
+        }
+        let categories = Category::ALL.iter().map(|category| {
+            let bytes = self.category_bytes(*category);
+            format!("{} {}", category.name(), format_mib(bytes))
+        });
+        let categories: Vec<String> = categories.collect();
+        notes.push(format!("At most at once: {}.", categories.join(", ")));
+        notes
+    }
+}
+
+fn columns() -> Vec<Column> {
+    vec![
+        Column::number("call", "Call", "", 0),
+        Column::text("phase", "Phase"),
+        Column::text("path", "Where"),
+        Column::text("op", "Op"),
+        Column::text("sizes", "Sizes"),
+        Column::number("flops", "Products", "MFLOP", 1).scaled(1e6),
+        Column::number("bytes", "Operands", "MB", 2).scaled(1e6),
+        Column::text("writes", "Writes (@ offset in the arena)"),
+    ]
+}

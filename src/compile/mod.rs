@@ -1,0 +1,65 @@
+//! Steps planned beforehand: for a fixed batch shape, a training step is a list of kernel calls over one piece of memory.
+//!
+//! candle's graph keeps every activation alive during backward, allocates for every op, and adds every first gradient to
+//! zeros. A [`TrainStep`] does none of that: forward, loss, backward, clipping and AdamW are planned once ([`Plan`]), every
+//! buffer with its place in one arena, which buffers share that are never needed together; a run executes the calls and
+//! allocates nothing. Parameters and optimizer state are the model's and the optimizer's own: train planned, evaluate or
+//! save eager, and go on.
+//!
+//! ```
+//! use candle_core::Tensor;
+//! use tallow::compile::{PlanConfig, TrainStep};
+//! use tallow::model::{TransformerConfig, TransformerLM};
+//! use tallow::optim::{AdamW, AdamWConfig};
+//!
+//! let device = tallow::device("cpu")?;
+//! let config = TransformerConfig {
+//!     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+//!     ..Default::default()
+//! };
+//! let model = TransformerLM::new(&config, 0, &device)?;
+//! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//! let plan = PlanConfig { batch_size: 1, sequence_length: 4, clip_norm: Some(1.0), ..Default::default() };
+//! let mut step = TrainStep::new(&model, &optimizer, &plan)?;
+//!
+//! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
+//! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
+//! let first = step.run(&mut optimizer, &tokens, &targets)?;
+//! let second = step.run(&mut optimizer, &tokens, &targets)?;
+//! assert!(second < first);
+//! println!("{}", step.plan().explain());
+//! # Ok::<(), tallow::Error>(())
+//! ```
+//!
+//! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
+//! ([`Plan::explain`], [`Plan::memory_map`]), what builds it from a configuration, and the executor, a loop over the calls
+//! that knows nothing of transformers. What does not: the kernels ([`crate::kernels`]).
+//!
+//! # What a plan is exact about
+//!
+//! [`Plan::peak_bytes`] is the arena's allocation. Beside it kernels keep packing buffers of a few MiB a thread, whatever the
+//! sizes, and flash attention's backward takes a few tiles a thread. The scratch of naive attention is in the arena, for as
+//! many threads as the pool has when the plan is made; a plan run in a larger pool uses that many.
+//!
+//! The bits of a run do not depend on the number of threads, nor on where buffers lie.
+
+pub mod arena;
+mod budget;
+mod buffer;
+mod build;
+mod config;
+mod cpu;
+mod explain;
+mod forward;
+mod map;
+mod op;
+mod plan;
+mod source;
+mod train_step;
+
+pub use buffer::{Buffer, BufferId, Category, Home};
+pub use config::PlanConfig;
+pub use forward::Forward;
+pub use op::{Accumulate, AttentionSizes, Op};
+pub use plan::{Call, Operand, Phase, Plan};
+pub use train_step::TrainStep;

@@ -1,0 +1,271 @@
+//! What a call does: the operations of a plan, with their sizes, and what they cost.
+
+/// Whether a product is added to what its output holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Accumulate {
+    /// It is overwritten.
+    #[default]
+    Never,
+    /// Overwritten by the first micro-batch, added to by the others.
+    AfterFirst,
+    /// Added to.
+    Always,
+}
+
+impl Accumulate {
+    /// Whether to add, in micro-batch `micro_batch` of a step.
+    pub fn adds(self, micro_batch: usize) -> bool {
+        match self {
+            Self::Never => false,
+            Self::AfterFirst => micro_batch > 0,
+            Self::Always => true,
+        }
+    }
+}
+
+/// The sizes of attention in a model: causal, as many heads of k and v as of q.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionSizes {
+    /// B.
+    pub batch: usize,
+    /// T.
+    pub length: usize,
+    /// H.
+    pub heads: usize,
+    /// Dh.
+    pub head_dim: usize,
+    /// What scores are multiplied by.
+    pub scale: f64,
+}
+
+/// An operation, and its sizes. Operands stand in a call in the order in which they stand here; what is written in place is
+/// among the writes alone. N is rows, D width.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Op {
+    /// Rows of a table by id. Reads ids (N), table (V, D); writes x (N, D).
+    Embedding {
+        /// N.
+        rows: usize,
+        /// D.
+        width: usize,
+    },
+    /// Reads x (N, D), weight (D); writes y (N, D), rstd (N).
+    RmsNorm {
+        /// N.
+        rows: usize,
+        /// D.
+        width: usize,
+        /// What is added under the root.
+        eps: f64,
+    },
+    /// The norm of a sum. Reads x (N, D), branch (N, D), weight (D); writes x + branch (N, D), y (N, D), rstd (N).
+    AddRmsNorm {
+        /// N.
+        rows: usize,
+        /// D.
+        width: usize,
+        /// What is added under the root.
+        eps: f64,
+    },
+    /// `c = a b`. Reads a and b, as they lie (rows, depth) and (depth, cols), or the other way round where they are
+    /// transposed; writes c (rows, cols).
+    Matmul {
+        /// Of c.
+        rows: usize,
+        /// Of c.
+        cols: usize,
+        /// What is summed over.
+        depth: usize,
+        /// Whether a lies as (depth, rows).
+        a_transposed: bool,
+        /// Whether b lies as (cols, depth), as weights do.
+        b_transposed: bool,
+        /// Whether c is added to.
+        accumulate: Accumulate,
+    },
+    /// Turns heads to their positions, in place. Reads cos, sin (T, Dh/2); writes x (B, T, H*Dh).
+    Rotate(AttentionSizes),
+    /// Naive attention with q and k turned. Reads q, k, v (B, T, H*Dh), cos, sin (T, Dh/2); writes out (B, T, H*Dh), scratch
+    /// and, where backward wants it, p (its triangle).
+    Attention(AttentionSizes),
+    /// Attention in tiles. Reads q, k (turned), v (B, T, H*Dh); writes out (B, H, T, Dh), lse (B, H, T).
+    FlashAttention(AttentionSizes),
+    /// Reads x (B, H, T, Dh); writes y (B, T, H*Dh).
+    MergeHeads(AttentionSizes),
+    /// Reads gate, up (N, F); writes silu(gate) * up (N, F).
+    SwiGlu {
+        /// N F.
+        elements: usize,
+    },
+    /// Loss and gradient of some rows. Reads targets (rows); writes logits (rows, V), which become their gradient, and
+    /// losses (rows).
+    CrossEntropy {
+        /// Rows of this call.
+        rows: usize,
+        /// V.
+        classes: usize,
+        /// Rows of the whole step, which the loss is the mean of.
+        counted: usize,
+    },
+    /// The rows' share of the mean loss. Reads losses (N); writes loss (1).
+    MeanLoss {
+        /// N.
+        rows: usize,
+        /// Rows of the whole step.
+        counted: usize,
+        /// Whether the loss is added to.
+        accumulate: Accumulate,
+    },
+    /// Writes dy (N, F), which becomes silu(gate) * up, gate, which becomes dgate, up, which becomes dup.
+    SwiGluBackward {
+        /// N F.
+        elements: usize,
+    },
+    /// Reads d_out, q, k, v (B, T, H*Dh), p, cos, sin; writes dq, dk, dv (B, T, H*Dh), scratch.
+    AttentionBackward(AttentionSizes),
+    /// Reads d_out, q, k, v, out (B, T, H*Dh), lse (B, H, T); writes dq, dk, dv (B, H, T, Dh).
+    FlashAttentionBackward(AttentionSizes),
+    /// Reads x (B, H, T, Dh), cos, sin; writes y (B, T, H*Dh), turned back.
+    MergeRotatedBack(AttentionSizes),
+    /// Reads dy, x (N, D), weight (D), rstd (N); writes dx (N, D), dweight (D), scratch.
+    RmsNormBackward {
+        /// N.
+        rows: usize,
+        /// D.
+        width: usize,
+        /// Whether dx is added to.
+        add_dx: bool,
+        /// Whether dweight is added to.
+        accumulate: Accumulate,
+    },
+    /// Reads dy (N, D), ids (N); writes dtable (V, D).
+    EmbeddingBackward {
+        /// N.
+        rows: usize,
+        /// D.
+        width: usize,
+        /// Whether dtable is added to.
+        accumulate: Accumulate,
+    },
+    /// Reads x; writes the sum of its squares (1).
+    SumOfSquares {
+        /// Of x.
+        elements: usize,
+    },
+    /// Reads the sums of squares (P); writes (2) the norm, and what clipping multiplies the gradients by.
+    ClipFactor {
+        /// P.
+        parameters: usize,
+    },
+    /// Reads the gradient and, where there is one, the clip factor (2); writes the parameter, exp_avg, exp_avg_sq.
+    AdamW {
+        /// Its number in [`Home::Parameter`](super::Home::Parameter).
+        parameter: usize,
+        /// How many elements it has.
+        elements: usize,
+    },
+}
+
+impl Op {
+    /// As reports call it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Embedding { .. } => "embedding",
+            Self::RmsNorm { .. } => "rms_norm",
+            Self::AddRmsNorm { .. } => "add_rms_norm",
+            Self::Matmul { .. } => "matmul",
+            Self::Rotate(_) => "rotate",
+            Self::Attention(_) => "attention",
+            Self::FlashAttention(_) => "flash_attention",
+            Self::MergeHeads(_) => "merge_heads",
+            Self::SwiGlu { .. } => "swiglu",
+            Self::CrossEntropy { .. } => "cross_entropy",
+            Self::MeanLoss { .. } => "mean_loss",
+            Self::SwiGluBackward { .. } => "swiglu_backward",
+            Self::AttentionBackward(_) => "attention_backward",
+            Self::FlashAttentionBackward(_) => "flash_attention_backward",
+            Self::MergeRotatedBack(_) => "merge_rotated_back",
+            Self::RmsNormBackward { .. } => "rms_norm_backward",
+            Self::EmbeddingBackward { .. } => "embedding_backward",
+            Self::SumOfSquares { .. } => "sum_of_squares",
+            Self::ClipFactor { .. } => "clip_factor",
+            Self::AdamW { .. } => "adamw",
+        }
+    }
+
+    /// FLOPs of its matrix products: the model's work, as [`flops`](crate::model::flops) counts it, whatever the kernel
+    /// leaves out or does twice.
+    pub fn flops(&self) -> f64 {
+        let attention = |sizes: &AttentionSizes| {
+            let [b, t, h, d] =
+                [sizes.batch, sizes.length, sizes.heads, sizes.head_dim].map(|n| n as f64);
+            4.0 * b * h * t * t * d
+        };
+        match self {
+            Self::Matmul {
+                rows, cols, depth, ..
+            } => 2.0 * *rows as f64 * *cols as f64 * *depth as f64,
+            Self::Attention(sizes) | Self::FlashAttention(sizes) => attention(sizes),
+            Self::AttentionBackward(sizes) | Self::FlashAttentionBackward(sizes) => {
+                2.0 * attention(sizes)
+            }
+            _ => 0.0,
+        }
+    }
+
+    /// Whether what it writes first is also read: what is added to or changed in place.
+    pub fn reads_what_it_writes(&self) -> bool {
+        match self {
+            Self::Matmul { accumulate, .. } => *accumulate != Accumulate::Never,
+            Self::RmsNormBackward { add_dx, .. } => *add_dx,
+            Self::Rotate(_) | Self::CrossEntropy { .. } => true,
+            Self::SwiGluBackward { .. } | Self::AdamW { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// The sizes, as `explain` prints them.
+    pub fn sizes(&self) -> String {
+        let attention = |s: &AttentionSizes| {
+            format!("B{} T{} H{} Dh{}", s.batch, s.length, s.heads, s.head_dim)
+        };
+        match self {
+            Self::Embedding { rows, width }
+            | Self::RmsNorm { rows, width, .. }
+            | Self::AddRmsNorm { rows, width, .. }
+            | Self::RmsNormBackward { rows, width, .. }
+            | Self::EmbeddingBackward { rows, width, .. } => format!("{rows} x {width}"),
+            Self::Matmul {
+                rows,
+                cols,
+                depth,
+                a_transposed,
+                b_transposed,
+                accumulate,
+            } => format!(
+                "{rows} x {depth}{} * {depth} x {cols}{}{}",
+                if *a_transposed { "^T" } else { "" },
+                if *b_transposed { "^T" } else { "" },
+                match accumulate {
+                    Accumulate::Never => "",
+                    Accumulate::AfterFirst => ", += from the second micro-batch",
+                    Accumulate::Always => ", +=",
+                }
+            ),
+            Self::Rotate(sizes)
+            | Self::Attention(sizes)
+            | Self::FlashAttention(sizes)
+            | Self::MergeHeads(sizes)
+            | Self::AttentionBackward(sizes)
+            | Self::FlashAttentionBackward(sizes)
+            | Self::MergeRotatedBack(sizes) => attention(sizes),
+            Self::CrossEntropy { rows, classes, .. } => format!("{rows} x {classes}"),
+            Self::MeanLoss { rows, .. } => format!("{rows}"),
+            Self::SwiGlu { elements }
+            | Self::SwiGluBackward { elements }
+            | Self::SumOfSquares { elements }
+            | Self::AdamW { elements, .. } => format!("{elements}"),
+            Self::ClipFactor { parameters } => format!("{parameters}"),
+        }
+    }
+}

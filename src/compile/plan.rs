@@ -1,0 +1,285 @@
+//! The plan: calls and buffers, as data. It knows nothing of slices, storages or devices.
+
+use super::arena;
+use super::buffer::{Buffer, BufferId, Category, Home};
+use super::op::Op;
+use std::fmt;
+use std::ops::Range;
+
+/// The part of a step that a call belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Phase {
+    /// From tokens to what the head reads; without a loss, to logits.
+    Forward,
+    /// Head and loss, and their gradients, which are computed in one go.
+    Loss,
+    /// The gradients of the rest.
+    Backward,
+    /// The gradients' norm.
+    Clip,
+    /// The update.
+    Optimizer,
+}
+
+impl Phase {
+    /// As reports and the probe call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Loss => "loss",
+            Self::Backward => "backward",
+            Self::Clip => "clip",
+            Self::Optimizer => "optimizer",
+        }
+    }
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Some elements of a buffer, one after another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Operand {
+    /// Whose.
+    pub buffer: BufferId,
+    /// Which.
+    pub elements: Range<usize>,
+}
+
+/// One kernel call.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Call {
+    /// What is done, and its sizes.
+    pub op: Op,
+    /// Where in the model, for example `layers.3.attn`.
+    pub path: String,
+    /// The part of the step.
+    pub phase: Phase,
+    /// What is read, in the op's order.
+    pub reads: Vec<Operand>,
+    /// What is written, in the op's order.
+    pub writes: Vec<Operand>,
+}
+
+/// Kernel calls, and the buffers that they read and write, each with its place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    calls: Vec<Call>,
+    buffers: Vec<Buffer>,
+    tables: Vec<Vec<f32>>,
+    repeated: Range<usize>,
+    micro_batches: usize,
+    arena_bytes: u64,
+}
+
+impl Plan {
+    /// Finds out how long each buffer lives, and gives each its place. The calls `repeated` are run `micro_batches` times;
+    /// the buffers `kept` are left for whoever reads them after the run.
+    pub(super) fn new(
+        calls: Vec<Call>,
+        mut buffers: Vec<Buffer>,
+        tables: Vec<Vec<f32>>,
+        repeated: Range<usize>,
+        micro_batches: usize,
+        kept: &[BufferId],
+    ) -> Self {
+        for (index, call) in calls.iter().enumerate() {
+            for operand in call.reads.iter().chain(&call.writes) {
+                let live = &mut buffers[operand.buffer.0].live;
+                *live = match Range::is_empty(live) {
+                    true => index..index + 1,
+                    false => live.start..index + 1,
+                };
+            }
+        }
+        for id in kept {
+            buffers[id.0].live.end = calls.len();
+        }
+        if micro_batches > 1 {
+            // What outlives a micro-batch must not lie where the next one works, nor what all of them read.
+            for buffer in buffers.iter_mut().filter(|buffer| !buffer.live.is_empty()) {
+                let live = &mut buffer.live;
+                let (before, after) = (live.start < repeated.start, live.end > repeated.end);
+                if after && live.start < repeated.end {
+                    live.start = live.start.min(repeated.start);
+                }
+                if before && live.end > repeated.start {
+                    live.end = live.end.max(repeated.end);
+                }
+            }
+        }
+        for buffer in &mut buffers {
+            let mut phases = buffer.live.clone().map(|call| calls[call].phase);
+            let forward =
+                buffer.live.start < calls.len() && calls[buffer.live.start].phase == Phase::Forward;
+            let last = phases.next_back();
+            if buffer.category == Category::Temporary && forward && last == Some(Phase::Backward) {
+                buffer.category = Category::Activation;
+            }
+        }
+        let calls = leave_out_unused(calls, &mut buffers);
+        let arena_bytes = arena::place(&mut buffers);
+        let plan = Self {
+            calls,
+            buffers,
+            tables,
+            repeated,
+            micro_batches,
+            arena_bytes,
+        };
+        plan.check();
+        plan
+    }
+
+    /// The kernel calls, in order.
+    pub fn calls(&self) -> &[Call] {
+        &self.calls
+    }
+
+    /// Every buffer that a call touches.
+    pub fn buffers(&self) -> &[Buffer] {
+        &self.buffers
+    }
+
+    /// A buffer.
+    pub fn buffer(&self, id: BufferId) -> &Buffer {
+        &self.buffers[id.0]
+    }
+
+    /// A table that was computed with the plan: [`Home::Table`].
+    pub fn table(&self, number: usize) -> &[f32] {
+        &self.tables[number]
+    }
+
+    /// The calls that every micro-batch runs; those after it run once a step.
+    pub fn repeated(&self) -> Range<usize> {
+        self.repeated.clone()
+    }
+
+    /// How many micro-batches a step has.
+    pub fn micro_batches(&self) -> usize {
+        self.micro_batches
+    }
+
+    /// The size of the arena, in bytes: all that a run allocates, once, before the first.
+    ///
+    /// Parameters and optimizer state are not in it; they are there already. [`total_bytes`](Self::total_bytes) has them.
+    pub fn peak_bytes(&self) -> u64 {
+        self.arena_bytes
+    }
+
+    /// The arena, and the parameters, optimizer state, tables and outputs that the calls touch, in bytes.
+    pub fn total_bytes(&self) -> u64 {
+        let elsewhere = self.buffers.iter().filter(|buffer| !buffer.is_in_arena());
+        self.arena_bytes + elsewhere.map(Buffer::bytes).sum::<u64>()
+    }
+
+    /// Bytes of all buffers of a category: of those in the arena, the most that are alive at one call.
+    pub fn category_bytes(&self, category: Category) -> u64 {
+        let buffers = || self.buffers.iter().filter(|b| b.category == category);
+        let elsewhere = buffers().filter(|buffer| !buffer.is_in_arena());
+        elsewhere.map(Buffer::bytes).sum::<u64>()
+            + self.most_alive(|buffer| buffer.category == category)
+    }
+
+    /// The most bytes of arena buffers that are alive at one call: what no placement could go below.
+    pub fn busiest_bytes(&self) -> u64 {
+        self.most_alive(|_| true)
+    }
+
+    fn most_alive(&self, of: impl Fn(&Buffer) -> bool) -> u64 {
+        let mut change = vec![0i64; self.calls.len() + 1];
+        for buffer in self.buffers.iter().filter(|b| b.is_in_arena() && of(b)) {
+            let bytes = arena::taken_bytes(buffer) as i64;
+            change[buffer.live.start] += bytes;
+            change[buffer.live.end] -= bytes;
+        }
+        let alive = change.iter().scan(0, |alive, change| {
+            *alive += change;
+            Some(*alive)
+        });
+        alive.max().unwrap_or(0) as u64
+    }
+
+    /// FLOPs of all matrix products of a step.
+    pub fn flops(&self) -> f64 {
+        let times = |index: usize| self.times(index) as f64;
+        let calls = self.calls.iter().enumerate();
+        calls
+            .map(|(index, call)| times(index) * call.op.flops())
+            .sum()
+    }
+
+    /// Bytes that a call's operands have, those that are read and written in one counted twice.
+    pub fn bytes_moved(&self, call: &Call) -> u64 {
+        let bytes = |operand: &Operand| {
+            let width = self.buffer(operand.buffer).dtype.size_in_bytes();
+            (operand.elements.len() * width) as u64
+        };
+        let written: u64 = call.writes.iter().map(bytes).sum();
+        let again = if call.op.reads_what_it_writes() {
+            written
+        } else {
+            0
+        };
+        call.reads.iter().map(bytes).sum::<u64>() + written + again
+    }
+
+    /// How often call number `index` is run in a step.
+    pub fn times(&self, index: usize) -> usize {
+        match self.repeated.contains(&index) {
+            true => self.micro_batches,
+            false => 1,
+        }
+    }
+
+    /// The first buffer with this home.
+    pub(super) fn at_home(&self, home: Home) -> Option<BufferId> {
+        let place = self.buffers.iter().position(|buffer| buffer.home == home);
+        place.map(BufferId)
+    }
+
+    /// What executors rely on: operands lie within their buffers, and what a call writes is no other operand of it.
+    fn check(&self) {
+        for call in &self.calls {
+            let operands = || call.reads.iter().chain(&call.writes);
+            for operand in operands() {
+                let buffer = self.buffer(operand.buffer);
+                assert!(
+                    operand.elements.end <= buffer.elements(),
+                    "{call:?}: {}",
+                    buffer.name
+                );
+            }
+            for (i, written) in call.writes.iter().enumerate() {
+                let others = call.reads.iter().chain(&call.writes[..i]);
+                for other in others {
+                    let share = written.buffer == other.buffer
+                        && written.elements.start < other.elements.end
+                        && other.elements.start < written.elements.end;
+                    assert!(!share, "{call:?}: {}", self.buffer(written.buffer).name);
+                }
+            }
+        }
+    }
+}
+
+/// Only the buffers that some call touches, and the calls with their new numbers.
+fn leave_out_unused(mut calls: Vec<Call>, buffers: &mut Vec<Buffer>) -> Vec<Call> {
+    let mut numbers = Vec::with_capacity(buffers.len());
+    let mut used = 0;
+    for buffer in buffers.iter() {
+        numbers.push(BufferId(used));
+        used += usize::from(!buffer.live.is_empty());
+    }
+    buffers.retain(|buffer| !buffer.live.is_empty());
+    for call in &mut calls {
+        for operand in call.reads.iter_mut().chain(&mut call.writes) {
+            operand.buffer = numbers[operand.buffer.0];
+        }
+    }
+    calls
+}

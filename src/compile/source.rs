@@ -1,0 +1,108 @@
+//! What planned steps share: checks of model and batch, and the tables that a plan holds.
+
+use super::config::PlanConfig;
+use crate::model::{TransformerConfig, TransformerLM};
+use crate::ops::cpu;
+use crate::optim::inplace::storage_address;
+use crate::{Error, Result, nn};
+use candle_core::{DType, Tensor, Var};
+use std::collections::HashMap;
+
+/// A model that can be planned: its parameters in f32 on the CPU, each on its own storage, as the configuration lists them.
+pub(super) fn check_model(op: &'static str, model: &TransformerLM) -> Result<Vec<(String, Var)>> {
+    let parameters = model.parameters();
+    let wanted = model.config().parameter_shapes();
+    let mut storages = HashMap::new();
+    for ((name, var), (wanted_name, shape)) in parameters.iter().zip(&wanted) {
+        if name != wanted_name || var.shape() != shape {
+            return Err(Error::Shape {
+                op,
+                expected: format!("parameter {wanted_name} {:?}", shape.dims()),
+                got: format!("{name} {:?}", var.dims()),
+                hint: "the model must be what its configuration says".into(),
+            });
+        }
+        if !var.device().is_cpu() {
+            return Err(Error::Placement {
+                op,
+                expected: "a model on the CPU".into(),
+                got: format!("{name} on {:?}", var.device().location()),
+                hint: "run it eagerly there: model.loss(), backward(), optimizer.step()".into(),
+            });
+        }
+        if var.dtype() != DType::F32 {
+            return Err(Error::DType {
+                op,
+                expected: "parameters in f32".into(),
+                got: format!("{name} in {}", var.dtype().as_str()),
+                hint: "load or build the model in f32, or run it eagerly".into(),
+            });
+        }
+        if !var.is_contiguous() {
+            return Err(Error::Shape {
+                op,
+                expected: format!("parameter {name} contiguous"),
+                got: format!("strides {:?}", var.stride()),
+                hint: "build the model from contiguous weights".into(),
+            });
+        }
+        if let Some(other) = storages.insert(storage_address(var), name) {
+            return Err(Error::Order {
+                op,
+                problem: format!("parameters {other} and {name} share their storage"),
+                hint: "tied weights are not planned; run such a model eagerly".into(),
+            });
+        }
+    }
+    Ok(parameters)
+}
+
+/// A sequence that the model's positions reach.
+pub(super) fn check_length(model: &TransformerConfig, config: &PlanConfig) -> Result<()> {
+    config.validate()?;
+    if config.sequence_length <= model.context_length {
+        return Ok(());
+    }
+    Err(Error::Config {
+        config: "PlanConfig",
+        field: "sequence_length",
+        expected: format!(
+            "at most the model's context_length {}",
+            model.context_length
+        ),
+        got: config.sequence_length.to_string(),
+        hint: "shorten the sequence, or build the model with a longer context_length".into(),
+    })
+}
+
+/// Cosines and sines of T positions, (T, Dh/2) each: the model's own tables.
+pub(super) fn angles(model: &TransformerConfig, length: usize) -> Result<[Vec<f32>; 2]> {
+    let (theta, head_dim) = (model.rope_theta, model.head_dim());
+    let device = &candle_core::Device::Cpu;
+    let tables = nn::RotaryEmbedding::new(theta, head_dim, length, DType::F32, device)?;
+    let [cos, sin] = tables.tables().map(|table| table.flatten_all()?.to_vec1());
+    Ok([cos?, sin?])
+}
+
+/// The ids of a batch of the planned shape, each in the vocabulary.
+pub(super) fn ids(
+    op: &'static str,
+    what: &str,
+    tensor: &Tensor,
+    sequences: usize,
+    length: usize,
+    vocab_size: usize,
+) -> Result<Vec<u32>> {
+    if tensor.dims() != [sequences, length] {
+        return Err(Error::Shape {
+            op,
+            expected: format!("{what} ({sequences}, {length}), as planned"),
+            got: format!("{:?}", tensor.dims()),
+            hint:
+                "plan another step for another shape: batch_size, sequence_length and accumulation \
+                   of PlanConfig"
+                    .into(),
+        });
+    }
+    cpu::ids(op, tensor, vocab_size, None)
+}

@@ -1,0 +1,69 @@
+//! What a planned step needs of AdamW: the state of given parameters, and the numbers of the next update.
+
+use super::AdamW;
+use crate::kernels::cpu::adamw::Update;
+use crate::{Error, Result};
+use candle_core::{Tensor, Var};
+use std::collections::HashMap;
+
+/// One parameter's share of the next step.
+pub(crate) struct PlannedUpdate {
+    pub exp_avg: Tensor,
+    pub exp_avg_sq: Tensor,
+    pub update: Update,
+}
+
+impl AdamW {
+    /// The next step's updates of `parameters`, in their order; nothing changes yet.
+    ///
+    /// # Errors
+    /// A learning rate or another number that cannot work; parameters that are not exactly this optimizer's.
+    pub(crate) fn planned_updates(
+        &self,
+        op: &'static str,
+        parameters: &[(String, Var)],
+    ) -> Result<Vec<PlannedUpdate>> {
+        let mut found = HashMap::new();
+        let mut slots = self.slots.iter();
+        for group in &self.groups {
+            let config = &group.config;
+            config.validate()?;
+            let update = Update::new(
+                config.lr,
+                config.betas,
+                config.eps,
+                config.weight_decay,
+                self.steps + 1,
+            );
+            for ((name, var), slot) in group.parameters.iter().zip(&mut slots) {
+                found.insert(var.id(), (name, slot, update));
+            }
+        }
+        let refuse = |name: &str, whose: &str, other: &str| Error::Order {
+            op,
+            problem: format!("parameter {name} is {whose}'s and not {other}'s"),
+            hint: "plan for an optimizer of model.parameters(), all of them and no others".into(),
+        };
+        let updates = parameters.iter().map(|(name, var)| {
+            let Some((_, slot, update)) = found.remove(&var.id()) else {
+                return Err(refuse(name, "the model", "the optimizer"));
+            };
+            Ok(PlannedUpdate {
+                exp_avg: slot.exp_avg.as_tensor().clone(),
+                exp_avg_sq: slot.exp_avg_sq.as_tensor().clone(),
+                update,
+            })
+        });
+        let updates = updates.collect::<Result<Vec<_>>>()?;
+        match found.into_values().map(|(name, ..)| name).min() {
+            None => Ok(updates),
+            Some(name) => Err(refuse(name, "the optimizer", "the model")),
+        }
+    }
+
+    /// The planned step has been taken.
+    pub(crate) fn planned_step_taken(&mut self) {
+        self.steps += 1;
+        crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
+    }
+}

@@ -1,0 +1,57 @@
+//! Planned runs in the benchmark harness.
+
+use super::{number, run, text};
+use candle_core::Device;
+use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
+use tallow::memory::Mode;
+use tallow::precision::Precision;
+
+/// A planned run has one phase, and says beforehand what it takes to the byte.
+#[test]
+fn planned_runs_have_rows_too() {
+    for (mode, phase) in [
+        (Mode::Forward, "forward"),
+        (Mode::ForwardBackward, "forward+backward"),
+        (Mode::TrainStep, "train step"),
+    ] {
+        let run = EndToEnd {
+            execution: Execution::Planned,
+            ..run(mode)
+        };
+        let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+        let [row] = &rows[..] else {
+            panic!("{} rows", rows.len());
+        };
+        assert_eq!(text(row, "phase"), phase);
+        assert_eq!(text(row, "execution"), "planned");
+        assert_eq!(row.get("n"), Some(&4.into()));
+        assert!(number(row, "flops_per_s") > 0.0);
+        assert!(number(row, "estimate_bytes") > 0.0);
+    }
+    let refused = |run: EndToEnd| run.run(&Device::Cpu, |_, _| ()).unwrap_err().to_string();
+    let planned = |mode| EndToEnd {
+        execution: Execution::Planned,
+        ..run(mode)
+    };
+    let text = refused(planned(Mode::ForwardKeepingGraph));
+    assert!(
+        text.contains("execution") && text.contains("graph"),
+        "{text}"
+    );
+    let text = refused(EndToEnd {
+        precision: Precision::BF16,
+        ..planned(Mode::TrainStep)
+    });
+    assert!(
+        text.contains("execution") && text.contains("bf16"),
+        "{text}"
+    );
+    let text = refused(EndToEnd {
+        optimizer: OptimizerChoice::CandleAdamW(Default::default()),
+        ..planned(Mode::TrainStep)
+    });
+    assert!(
+        text.contains("execution") && text.contains("candle-adamw"),
+        "{text}"
+    );
+}

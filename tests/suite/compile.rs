@@ -1,0 +1,213 @@
+//! Planned steps against eager ones, and what a plan says of itself.
+
+mod eager;
+mod memory;
+mod options;
+mod plans;
+mod property;
+mod pytorch;
+mod refusals;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::VarBuilder;
+use std::collections::HashMap;
+use tallow::attention::Algorithm;
+use tallow::compile::{PlanConfig, TrainStep};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm_checked};
+
+const CPU: Device = Device::Cpu;
+
+/// A small model with these sizes: V 97, T up to 160.
+pub fn config(
+    layers: usize,
+    heads: usize,
+    head_dim: usize,
+    d_ff: usize,
+    attention: Algorithm,
+) -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: 97,
+        context_length: 160,
+        d_model: heads * head_dim,
+        num_layers: layers,
+        num_heads: heads,
+        d_ff,
+        attention,
+        ..Default::default()
+    }
+}
+
+/// Ids (batch, length) that differ from step to step and repeat within one.
+pub fn batch(vocab_size: usize, batch: usize, length: usize, step: usize) -> (Tensor, Tensor) {
+    let ids = |shift: usize| -> Vec<u32> {
+        let id = |i: usize| ((i * i + 7 * i + 31 * step + shift) % vocab_size) as u32;
+        (0..batch * length).map(id).collect()
+    };
+    let tensor = |shift| Tensor::from_vec(ids(shift), (batch, length), &CPU).unwrap();
+    (tensor(0), tensor(1))
+}
+
+/// A model and its optimizer; the same seed gives the same.
+pub fn model_and_optimizer(config: &TransformerConfig) -> (TransformerLM, AdamW) {
+    let model = TransformerLM::new(config, 5, &CPU).unwrap();
+    let adamw = AdamWConfig {
+        lr: 3e-3,
+        ..Default::default()
+    };
+    let optimizer = AdamW::new(model.parameters(), adamw).unwrap();
+    (model, optimizer)
+}
+
+/// Norm of the difference over the norm of what is wanted.
+pub fn distance(got: &Tensor, wanted: &Tensor) -> f64 {
+    assert_eq!(got.dims(), wanted.dims());
+    let flat = |x: &Tensor| -> Vec<f64> {
+        let x = x.to_dtype(DType::F64).and_then(|x| x.flatten_all());
+        x.unwrap().to_vec1().unwrap()
+    };
+    let (got, wanted) = (flat(got), flat(wanted));
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut got.iter().zip(&wanted).map(|(g, w)| g - w));
+    difference / norm(&mut wanted.iter().copied()).max(1e-30)
+}
+
+/// The norm of tensors, taken as one vector.
+fn length(tensors: &[(String, Tensor)]) -> f64 {
+    let squares = |(_, x): &(String, Tensor)| x.sqr()?.sum_all()?.to_scalar::<f32>();
+    let squares: candle_core::Result<Vec<f32>> = tensors.iter().map(squares).collect();
+    f64::from(squares.unwrap().into_iter().sum::<f32>()).sqrt()
+}
+
+/// An eager step with the batch's sequences all at once: its loss.
+pub fn eager_step(
+    model: &TransformerLM,
+    optimizer: &mut AdamW,
+    (tokens, targets): &(Tensor, Tensor),
+    clip_norm: Option<f64>,
+) -> f32 {
+    let loss = model.loss(tokens, targets).unwrap();
+    let mut store = loss.backward().unwrap();
+    if let Some(norm) = clip_norm {
+        clip_grad_norm_checked(&mut store, model.parameters(), norm).unwrap();
+    }
+    optimizer.step(&store).unwrap();
+    loss.to_scalar().unwrap()
+}
+
+/// Two planned steps against eager ones of a model with the same weights. Losses and gradients must agree, and the weights
+/// must be to the bit what the eager clipping and AdamW make of the planned gradients.
+pub fn agree(model_config: &TransformerConfig, plan: &PlanConfig) {
+    let what = format!("{model_config:?} {plan:?}");
+    let (eager, mut eager_optimizer) = model_and_optimizer(model_config);
+    let (planned, mut planned_optimizer) = model_and_optimizer(model_config);
+    let mut step = TrainStep::new(&planned, &planned_optimizer, plan).unwrap();
+    // Where gradients are gone after a run, those of a step that keeps them: weights must be the same to the bit.
+    let keeping = PlanConfig {
+        optimizer_in_backward: false,
+        ..plan.clone()
+    };
+    let (keeper, mut keeper_optimizer) = model_and_optimizer(model_config);
+    let mut keeping_step = TrainStep::new(&keeper, &keeper_optimizer, &keeping).unwrap();
+    for i in 0..2 {
+        let sequences = plan.accumulation * plan.batch_size;
+        let batch = batch(model_config.vocab_size, sequences, plan.sequence_length, i);
+        let got = step
+            .run(&mut planned_optimizer, &batch.0, &batch.1)
+            .unwrap();
+        let gradients = if plan.optimizer_in_backward {
+            let kept = keeping_step
+                .run(&mut keeper_optimizer, &batch.0, &batch.1)
+                .unwrap();
+            assert_eq!(kept.to_bits(), got.to_bits());
+            keeping_step.gradients().unwrap()
+        } else {
+            step.gradients().unwrap()
+        };
+
+        let loss = eager.loss(&batch.0, &batch.1).unwrap();
+        let mut store = loss.backward().unwrap();
+        let loss = loss.to_scalar::<f32>().unwrap();
+        let error = (got - loss).abs() / loss;
+        assert!(error <= 1e-6, "{what}, step {i}: {got} for {loss}");
+        let judge = Judge {
+            model: &eager,
+            batch: &batch,
+            what: &what,
+        };
+        judge.gradients(&gradients, &store);
+
+        for ((_, var), (_, gradient)) in eager.parameters().iter().zip(gradients) {
+            store.insert(var, gradient);
+        }
+        if let Some(norm) = plan.clip_norm {
+            let norm = clip_grad_norm_checked(&mut store, eager.parameters(), norm).unwrap();
+            assert_eq!(step.gradient_norm(), Some(norm));
+        }
+        eager_optimizer.step(&store).unwrap();
+        assert_eq!(bits(&planned), bits(&eager), "{what}, step {i}");
+    }
+    assert_eq!(planned_optimizer.steps(), 2);
+}
+
+/// Holds gradients against the eager ones of a model.
+struct Judge<'a> {
+    model: &'a TransformerLM,
+    batch: &'a (Tensor, Tensor),
+    what: &'a str,
+}
+
+impl Judge<'_> {
+    fn gradients(&self, gradients: &[(String, Tensor)], store: &GradStore) {
+        let parameters = self.model.parameters();
+        assert_eq!(gradients.len(), parameters.len());
+        let rounding = 1e-6 * length(gradients);
+        for ((name, got), (wanted_name, var)) in gradients.iter().zip(&parameters) {
+            assert_eq!(name, wanted_name);
+            let wanted = store.get(var).unwrap();
+            let is_query_or_key = name.contains("q_proj") || name.contains("k_proj");
+            if self.batch.0.dims()[1] == 1 && is_query_or_key {
+                // One key has all the attention, whatever q and k: exactly 0, and rounding on either side.
+                let both = [got, wanted].map(|x| length(&[(String::new(), x.clone())]));
+                assert!(
+                    both.iter().all(|norm| *norm <= rounding),
+                    "{name}: {both:?}"
+                );
+                continue;
+            }
+            let error = distance(got, wanted);
+            if error > 5e-6 {
+                // A small difference of large numbers. f64 is the judge of both.
+                let exact = &self.exact()[name];
+                let [error, allowed] = [got, wanted].map(|x| distance(x, exact));
+                let what = self.what;
+                assert!(
+                    error <= 3.0 * allowed,
+                    "{what}, {name}: {error:.1e}, {allowed:.1e}"
+                );
+            }
+        }
+    }
+
+    /// The gradients in f64.
+    fn exact(&self) -> HashMap<String, Tensor> {
+        let wide = |(name, var): (String, Var)| (name, var.to_dtype(DType::F64).unwrap());
+        let weights = self.model.parameters().into_iter().map(wide).collect();
+        let vb = VarBuilder::from_tensors(weights, DType::F64, &CPU);
+        let model = TransformerLM::from_var_builder(self.model.config(), vb).unwrap();
+        let (tokens, targets) = self.batch;
+        let gradients = model.loss(tokens, targets).unwrap().backward().unwrap();
+        let parameters = model.parameters().into_iter();
+        let gradients = parameters.map(|(name, var)| (name, gradients.get(&var).unwrap().clone()));
+        gradients.collect()
+    }
+}
+
+/// Every weight's bits.
+pub fn bits(model: &TransformerLM) -> Vec<u32> {
+    let values = |var: &Var| -> Vec<f32> { var.flatten_all().unwrap().to_vec1().unwrap() };
+    let parameters = model.parameters();
+    let bits = parameters.iter().flat_map(|(_, var)| values(var));
+    bits.map(f32::to_bits).collect()
+}

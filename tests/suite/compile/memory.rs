@@ -1,0 +1,85 @@
+//! The memory account is the allocation.
+
+use crate::child;
+use crate::compile::batch;
+use candle_core::Device;
+use tallow::attention::Algorithm;
+use tallow::compile::{Category, PlanConfig, TrainStep};
+use tallow::kernels::cpu::gemm;
+use tallow::memory::tracker;
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::optim::{AdamW, AdamWConfig};
+
+/// Alone in their process, since the counts are the process's.
+#[test]
+fn the_arena_is_what_the_plan_says() {
+    child::run("compile::memory::allocations");
+}
+
+#[test]
+#[ignore = "run by the_arena_is_what_the_plan_says"]
+fn allocations() {
+    for attention in [Algorithm::Naive, Algorithm::Flash] {
+        let config = TransformerConfig {
+            num_layers: 1,
+            attention,
+            ..TransformerConfig::tiny()
+        };
+        let model = TransformerLM::new(&config, 0, &Device::Cpu).unwrap();
+        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+        let plan = PlanConfig {
+            batch_size: 8,
+            clip_norm: Some(1.0),
+            ..Default::default()
+        };
+        let alive = || tracker::current_bytes().expect("the suite's allocator counts");
+        gemm::reserve_scratch(false); // which is the process's
+        tracker::reset_peak();
+        let before = alive();
+        let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+        let arena_bytes = step.plan().peak_bytes();
+        // What else a step is: calls, buffers, tables. The search for places has come and gone.
+        let beside = alive() - before - arena_bytes;
+        assert!(beside < 1 << 20, "{beside} bytes beside {arena_bytes}");
+
+        let (tokens, targets) = batch(config.vocab_size, 8, 256, 0);
+        step.run(&mut optimizer, &tokens, &targets).unwrap();
+        let settled = alive();
+        tracker::reset_peak();
+        for _ in 0..3 {
+            step.run(&mut optimizer, &tokens, &targets).unwrap();
+        }
+        // Nothing stays, and nothing of a tensor's size comes and goes: the smallest activation is (N, D), 4 MiB. What does
+        // come and go are ids, and what small products pack.
+        assert!(alive() <= settled + 4096, "{} more", alive() - settled);
+        let transient = tracker::peak_bytes().unwrap() - settled;
+        assert!(transient < 1 << 20, "{transient} bytes came and went");
+        drop(step);
+        assert!(alive() <= settled - arena_bytes);
+    }
+}
+
+/// What is counted is what is there: parameters, two moments and gradients, one number a parameter each.
+#[test]
+fn categories_add_up() {
+    let config = TransformerConfig::tiny();
+    let parameters = 4 * config.num_parameters() as u64;
+    let (plan, _) = TrainStep::plan_for(&config, &PlanConfig::default()).unwrap();
+    assert_eq!(plan.category_bytes(Category::Parameter), parameters);
+    assert_eq!(
+        plan.category_bytes(Category::OptimizerState),
+        2 * parameters
+    );
+    assert_eq!(plan.category_bytes(Category::Gradient), parameters);
+    assert_eq!(plan.category_bytes(Category::Output), 0);
+    let inputs = plan.category_bytes(Category::Input);
+    assert_eq!(
+        plan.total_bytes(),
+        plan.peak_bytes() + 3 * parameters + inputs
+    );
+    // The logits of the whole batch would be 39 MiB: never there.
+    let logits = plan.buffers().iter().filter(|b| b.name.ends_with("logits"));
+    assert!(logits.map(|b| b.bytes()).max().unwrap() <= 12 << 20);
+    // The placement wastes little.
+    assert!(plan.peak_bytes() as f64 <= 1.05 * plan.busiest_bytes() as f64);
+}

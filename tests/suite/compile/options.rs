@@ -1,0 +1,278 @@
+//! Clipping, accumulation, checkpointing, budgets, the optimizer in backward; and that what is shared stays shared.
+
+use super::{agree, batch, bits as weights, config, eager_step, model_and_optimizer};
+use rstest::rstest;
+use std::num::NonZeroUsize;
+use tallow::attention::Algorithm;
+use tallow::compile::{PlanConfig, TrainStep};
+use tallow::nn::Checkpointing;
+use tallow::optim::{AdamW, AdamWConfig, decay_matrices_only};
+
+fn plan() -> PlanConfig {
+    PlanConfig {
+        batch_size: 2,
+        sequence_length: 37,
+        ..Default::default()
+    }
+}
+
+#[rstest]
+fn clipping(
+    #[values(0.01, 1e9)] norm: f64,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let clip_norm = Some(norm);
+    let plan = PlanConfig {
+        clip_norm,
+        ..plan()
+    };
+    agree(&config(2, 2, 24, 56, attention), &plan);
+}
+
+/// Against one eager step of the whole batch.
+#[rstest]
+fn accumulated(
+    #[values(2, 5)] accumulation: usize,
+    #[values(None, Some(0.5))] clip_norm: Option<f64>,
+    #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let plan = PlanConfig {
+        accumulation,
+        clip_norm,
+        checkpointing,
+        ..plan()
+    };
+    agree(&config(2, 2, 24, 56, attention), &plan);
+}
+
+/// The bits do not depend on what is kept and what is run again, nor on when the optimizer runs.
+#[rstest]
+fn the_same_bits_however_planned(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let model_config = config(5, 2, 24, 56, attention);
+    let bits = |plan: PlanConfig| {
+        let (model, mut optimizer) = model_and_optimizer(&model_config);
+        let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+        for i in 0..3 {
+            let (tokens, targets) = batch(97, 2, 37, i);
+            step.run(&mut optimizer, &tokens, &targets).unwrap();
+        }
+        (weights(&model), step.plan().peak_bytes())
+    };
+    let (wanted, whole_bytes) = bits(plan());
+    let every = |n| Checkpointing::Every(NonZeroUsize::new(n).unwrap());
+    for checkpointing in [
+        Checkpointing::Release,
+        Checkpointing::Block,
+        every(2),
+        every(3),
+        every(5),
+        Checkpointing::Sqrt,
+    ] {
+        let (got, bytes) = bits(PlanConfig {
+            checkpointing,
+            ..plan()
+        });
+        assert_eq!(got, wanted, "{checkpointing}");
+        let fewer = checkpointing.recomputed_blocks(5) > 0;
+        assert_eq!(bytes < whole_bytes, fewer, "{checkpointing}: {bytes}");
+    }
+    let (got, bytes) = bits(PlanConfig {
+        optimizer_in_backward: true,
+        ..plan()
+    });
+    assert_eq!(got, wanted);
+    assert!(bytes < whole_bytes);
+}
+
+/// A budget is kept, runs as little again as it must, and says what the smallest is.
+#[test]
+fn a_memory_budget_chooses_the_checkpointing() {
+    let model_config = config(6, 2, 24, 56, Algorithm::Naive);
+    let peak = |checkpointing| {
+        let plan = PlanConfig {
+            checkpointing,
+            ..plan()
+        };
+        let (plan, _) = TrainStep::plan_for(&model_config, &plan).unwrap();
+        plan.peak_bytes()
+    };
+    let with_budget = |bytes| {
+        let plan = PlanConfig {
+            memory_budget_bytes: Some(bytes),
+            ..plan()
+        };
+        TrainStep::plan_for(&model_config, &plan)
+    };
+    let (whole, chosen) = with_budget(peak(Checkpointing::None)).unwrap();
+    assert_eq!(chosen, Checkpointing::None);
+    let mut before = 0;
+    let mut budget = whole.peak_bytes() - 1;
+    let smallest = loop {
+        match with_budget(budget) {
+            Ok((plan, chosen)) => {
+                assert!(plan.peak_bytes() <= budget);
+                assert_eq!(plan.peak_bytes(), peak(chosen));
+                assert!(chosen.recomputed_blocks(6) >= before.max(1));
+                before = chosen.recomputed_blocks(6);
+                budget = plan.peak_bytes() - 1;
+            }
+            Err(error) => {
+                let text = error.to_string();
+                assert!(text.contains("memory_budget_bytes"), "{text}");
+                let smallest = (1..=6)
+                    .map(|n| peak(Checkpointing::Every(NonZeroUsize::new(n).unwrap())))
+                    .min()
+                    .unwrap();
+                assert!(text.contains(&smallest.to_string()), "{text}");
+                break smallest;
+            }
+        }
+    };
+    assert!(before > 0);
+    assert!(with_budget(smallest).is_ok());
+}
+
+/// Learning rates and groups are the optimizer's, read at each run.
+#[test]
+fn schedules_and_groups_are_read_at_each_run() {
+    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
+    let with_groups = || {
+        let (model, _) = model_and_optimizer(&model_config);
+        let adamw = AdamWConfig {
+            weight_decay: 0.3,
+            betas: (0.8, 0.95),
+            ..Default::default()
+        };
+        let groups = decay_matrices_only(model.parameters(), adamw);
+        let optimizer = AdamW::with_groups(groups).unwrap();
+        (model, optimizer)
+    };
+    let (eager, mut eager_optimizer) = with_groups();
+    let (planned, mut planned_optimizer) = with_groups();
+    let mut step = TrainStep::new(&planned, &planned_optimizer, &plan()).unwrap();
+    for i in 0..4 {
+        let batch = batch(97, 2, 37, i);
+        for optimizer in [&mut eager_optimizer, &mut planned_optimizer] {
+            optimizer.set_learning_rate(1e-4 * (i + 1) as f64);
+            optimizer.set_learning_rate_of(1, 1e-5).unwrap();
+        }
+        eager_step(&eager, &mut eager_optimizer, &batch, None);
+        step.run(&mut planned_optimizer, &batch.0, &batch.1)
+            .unwrap();
+    }
+    for ((name, got), (_, wanted)) in planned.parameters().iter().zip(eager.parameters()) {
+        let error = super::distance(got, &wanted);
+        assert!(error <= 1e-5, "{name}: {error:.1e}");
+    }
+}
+
+/// Forward and backward alone: the step's loss and gradients, and nothing is updated.
+#[test]
+fn without_the_update() {
+    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
+    let (model, mut optimizer) = model_and_optimizer(&model_config);
+    let plan = PlanConfig {
+        accumulation: 2,
+        clip_norm: Some(0.1),
+        ..plan()
+    };
+    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let (tokens, targets) = batch(97, 4, 37, 0);
+    let before = weights(&model);
+    let loss = step.forward_backward(&tokens, &targets).unwrap();
+    let values = |step: &mut TrainStep| -> Vec<Vec<f32>> {
+        let gradients = step.gradients().unwrap().into_iter();
+        let values = gradients.map(|(_, x)| x.flatten_all().unwrap().to_vec1().unwrap());
+        values.collect()
+    };
+    let gradients = values(&mut step);
+    assert_eq!((weights(&model), optimizer.steps()), (before.clone(), 0));
+    assert_eq!(step.gradient_norm(), None);
+    assert_eq!(step.run(&mut optimizer, &tokens, &targets).unwrap(), loss);
+    assert_eq!(values(&mut step), gradients);
+    assert!(step.gradient_norm().is_some());
+    assert_ne!(weights(&model), before);
+
+    let (model, optimizer) = model_and_optimizer(&model_config);
+    let plan = PlanConfig {
+        optimizer_in_backward: true,
+        ..self::plan()
+    };
+    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let (tokens, targets) = batch(97, 2, 37, 0);
+    let error = step.forward_backward(&tokens, &targets).unwrap_err();
+    assert!(
+        error.to_string().contains("optimizer_in_backward"),
+        "{error}"
+    );
+}
+
+/// Planned and eager steps in turn, on one model: nothing is a copy.
+#[test]
+fn planned_and_eager_take_turns() {
+    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
+    let (eager, mut eager_optimizer) = model_and_optimizer(&model_config);
+    let (mixed, mut mixed_optimizer) = model_and_optimizer(&model_config);
+    for optimizer in [&mut eager_optimizer, &mut mixed_optimizer] {
+        optimizer.set_learning_rate(1e-4);
+    }
+    let mut step = TrainStep::new(&mixed, &mixed_optimizer, &plan()).unwrap();
+    for i in 0..6 {
+        let batch = batch(97, 2, 37, i);
+        let wanted = eager_step(&eager, &mut eager_optimizer, &batch, None);
+        let got = match i % 2 {
+            0 => step.run(&mut mixed_optimizer, &batch.0, &batch.1).unwrap(),
+            _ => eager_step(&mixed, &mut mixed_optimizer, &batch, None),
+        };
+        let error = (got - wanted).abs() / wanted;
+        assert!(error <= 1e-5, "step {i}: {got} for {wanted}");
+    }
+    assert_eq!(mixed_optimizer.steps(), 6);
+}
+
+/// Any number of threads, and any run, gives the same bits.
+#[rstest]
+fn the_same_bits_for_any_number_of_threads(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let model_config = config(2, 3, 24, 120, attention);
+    let bits = |planned_with: usize, run_with: usize| {
+        let pool = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+            pool.build().unwrap()
+        };
+        let (model, mut optimizer) = model_and_optimizer(&model_config);
+        let plan = PlanConfig {
+            sequence_length: 130,
+            clip_norm: Some(0.1),
+            accumulation: 2,
+            ..plan()
+        };
+        let mut step = pool(planned_with)
+            .install(|| TrainStep::new(&model, &optimizer, &plan))
+            .unwrap();
+        let mut losses = Vec::new();
+        pool(run_with).install(|| {
+            for i in 0..3 {
+                let (tokens, targets) = batch(97, 4, 130, i);
+                losses.push(
+                    step.run(&mut optimizer, &tokens, &targets)
+                        .unwrap()
+                        .to_bits(),
+                );
+            }
+        });
+        (losses, weights(&model))
+    };
+    let one = bits(1, 1);
+    for (planned_with, run_with) in [(1, 1), (2, 2), (3, 3), (1, 3), (3, 2)] {
+        assert_eq!(
+            bits(planned_with, run_with),
+            one,
+            "{planned_with} {run_with}"
+        );
+    }
+}

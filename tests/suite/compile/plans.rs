@@ -1,0 +1,183 @@
+//! Plans as data: what they cost, that no two buffers meet, and how they are shown.
+
+use super::{batch, config, model_and_optimizer};
+use rstest::rstest;
+use tallow::attention::Algorithm;
+use tallow::compile::{Op, PlanConfig, TrainStep};
+use tallow::model::{TransformerConfig, flops};
+use tallow::nn::Checkpointing;
+use tallow::probe::Kind;
+use tallow::profile::Profiler;
+
+/// No two buffers of a plan that are alive at one call share a byte.
+#[rstest]
+fn live_buffers_never_meet(
+    #[values("tiny", "small", "medium", "2.7b")] name: &str,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Checkpointing::None, Checkpointing::Sqrt)] checkpointing: Checkpointing,
+    #[values(1, 3)] accumulation: usize,
+) {
+    let model = TransformerConfig {
+        attention,
+        ..TransformerConfig::preset(name).unwrap()
+    };
+    let plan = PlanConfig {
+        checkpointing,
+        accumulation,
+        clip_norm: Some(1.0),
+        ..Default::default()
+    };
+    let (plan, _) = TrainStep::plan_for(&model, &plan).unwrap();
+    let placed: Vec<_> = plan.buffers().iter().filter(|b| b.is_in_arena()).collect();
+    let mut end = 0;
+    for (i, a) in placed.iter().enumerate() {
+        let range = a.arena_range().unwrap();
+        end = end.max(range.end);
+        for b in &placed[..i] {
+            let other = b.arena_range().unwrap();
+            let apart = range.end <= other.start || other.end <= range.start;
+            let in_turn = a.live.end <= b.live.start || b.live.end <= a.live.start;
+            assert!(apart || in_turn, "{a:?} and {b:?}");
+        }
+    }
+    assert!(end <= plan.peak_bytes() && plan.peak_bytes() < end + 64);
+    // A buffer lives through every call that touches it.
+    for (index, call) in plan.calls().iter().enumerate() {
+        for operand in call.reads.iter().chain(&call.writes) {
+            assert!(plan.buffer(operand.buffer).live.contains(&index));
+        }
+    }
+    // What outlives a micro-batch is not overwritten by the next one.
+    let repeated = plan.repeated();
+    for buffer in plan.buffers() {
+        if accumulation > 1 && buffer.is_in_arena() && buffer.live.end > repeated.end {
+            let whole = buffer.live.start == 0 || buffer.live.start >= repeated.end;
+            assert!(whole, "{buffer:?}");
+        }
+    }
+}
+
+/// The FLOPs of the calls are the model's; what is run again comes on top.
+#[rstest]
+fn flops_are_the_models(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
+    let model = TransformerConfig {
+        attention,
+        ..TransformerConfig::small()
+    };
+    let wanted = flops::forward_backward(&model, 2, 100).total();
+    let plan = |checkpointing| {
+        let plan = PlanConfig {
+            batch_size: 2,
+            sequence_length: 100,
+            checkpointing,
+            ..Default::default()
+        };
+        TrainStep::plan_for(&model, &plan).unwrap().0
+    };
+    assert_eq!(plan(Checkpointing::None).flops(), wanted);
+    let again = plan(Checkpointing::Block);
+    let forward = flops::forward(&model, 2, 100);
+    let blocks = forward.total() - forward.head;
+    assert!(again.flops() > wanted && again.flops() < wanted + blocks);
+    assert!(again.peak_bytes() < plan(Checkpointing::None).peak_bytes());
+}
+
+#[test]
+fn explain_says_what_is_done_and_where() {
+    let model = config(2, 2, 24, 56, Algorithm::Naive);
+    let plan = PlanConfig {
+        batch_size: 2,
+        sequence_length: 37,
+        clip_norm: Some(1.0),
+        accumulation: 2,
+        ..Default::default()
+    };
+    let (plan, _) = TrainStep::plan_for(&model, &plan).unwrap();
+    let text = plan.explain();
+    for wanted in [
+        "layers.1/attn/q_proj",
+        "add_rms_norm",
+        "74 x 48 * 48 x 48^T",                                 // x W^T
+        "48 x 74^T * 74 x 48, += from the second micro-batch", // dy^T x
+        "clip_factor",
+        "run 2 times a step",
+        &format!("({} bytes)", plan.peak_bytes()),
+    ] {
+        assert!(text.contains(wanted), "no {wanted:?} in\n{text}");
+    }
+    assert_eq!(
+        text.matches(" adamw ").count(),
+        plan.calls().iter().filter(|c| c.path == "adamw").count() * 2
+    );
+}
+
+/// A profile sees every call at its place in the model, and the FLOPs of the products.
+#[test]
+fn profiles_see_every_call() {
+    let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 24, 56, Algorithm::Naive));
+    let plan = PlanConfig {
+        clip_norm: Some(1.0),
+        ..PlanConfig::default().with_length(20)
+    };
+    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let (tokens, targets) = batch(97, 4, 20, 0);
+    let profiler = Profiler::start_on_this_thread().unwrap();
+    step.run(&mut optimizer, &tokens, &targets).unwrap();
+    let recording = profiler.finish().unwrap();
+    let ops: Vec<_> = recording
+        .spans
+        .iter()
+        .filter(|s| s.kind == Kind::Op)
+        .collect();
+    let calls = step.plan().calls();
+    assert_eq!(ops.len(), calls.len());
+    for (span, call) in ops.iter().zip(calls) {
+        let wanted = format!("{}/{}", call.path, call.op.name());
+        assert_eq!(span.path.to_string(), wanted);
+    }
+    let products = ops.iter().filter_map(|span| span.cost());
+    let products: f64 = products.map(|cost| cost.product_flops).sum();
+    let matmuls = calls
+        .iter()
+        .filter(|call| matches!(call.op, Op::Matmul { .. }));
+    assert_eq!(products, matmuls.map(|call| call.op.flops()).sum::<f64>());
+    let phases = ["forward", "backward", "optimizer"];
+    for phase in phases {
+        assert!(ops.iter().any(|span| span.phase == phase), "{phase}");
+    }
+}
+
+/// One rectangle for each buffer, beside the legend's.
+#[test]
+fn the_memory_map_shows_every_buffer() {
+    let model = config(2, 2, 24, 56, Algorithm::Flash);
+    let (plan, _) = TrainStep::plan_for(&model, &PlanConfig::default().with_length(100)).unwrap();
+    let svg = plan.memory_map();
+    let buffers = plan.buffers().iter().filter(|b| b.is_in_arena());
+    assert_eq!(svg.matches("<title>").count(), buffers.count());
+    for wanted in [
+        "layers.1/attn/q_proj/q",
+        "gradient of lm_head.weight",
+        "backward",
+        "</svg>",
+    ] {
+        assert!(svg.contains(wanted), "{wanted}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("map.svg");
+    plan.save_memory_map(&path).unwrap();
+    assert_eq!(std::fs::read_to_string(path).unwrap(), svg);
+}
+
+trait WithLength {
+    fn with_length(self, sequence_length: usize) -> Self;
+}
+
+impl WithLength for PlanConfig {
+    fn with_length(self, sequence_length: usize) -> Self {
+        Self {
+            sequence_length,
+            ..self
+        }
+    }
+}

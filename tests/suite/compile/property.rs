@@ -1,0 +1,34 @@
+//! Random small configurations: planned is eager.
+
+use super::{agree, config};
+use proptest::prelude::*;
+use std::num::NonZeroUsize;
+use tallow::attention::Algorithm;
+use tallow::compile::PlanConfig;
+use tallow::nn::Checkpointing;
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 50, ..Default::default() })]
+
+    #[test]
+    fn planned_is_eager(
+        (layers, heads, half_head, d_ff) in (1usize..4, 1usize..4, 1usize..16, 1usize..70),
+        (batch_size, sequence_length, accumulation) in (1usize..4, 1usize..90, 1usize..4),
+        (clips, flash, segment) in (any::<bool>(), any::<bool>(), 0usize..4),
+        in_backward in any::<bool>(),
+    ) {
+        let attention = if flash { Algorithm::Flash } else { Algorithm::Naive };
+        let checkpointing = NonZeroUsize::new(segment).map_or(Checkpointing::None, Checkpointing::Every);
+        let in_backward = in_backward && !clips && accumulation == 1;
+        let plan = PlanConfig {
+            batch_size,
+            sequence_length,
+            accumulation,
+            clip_norm: clips.then_some(0.7),
+            checkpointing,
+            memory_budget_bytes: None,
+            optimizer_in_backward: in_backward,
+        };
+        agree(&config(layers, heads, 2 * half_head, d_ff, attention), &plan);
+    }
+}

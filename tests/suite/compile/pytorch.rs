@@ -1,0 +1,80 @@
+//! Planned steps against PyTorch, by the golden files of `fixtures/`.
+
+use crate::golden::{Golden, bounds, close, elements};
+use candle_core::{DType, Tensor};
+use rstest::rstest;
+use tallow::attention::Algorithm;
+use tallow::compile::{Forward, PlanConfig, TrainStep};
+use tallow::optim::{AdamW, decay_matrices_only};
+
+fn planned_for(tokens: &Tensor) -> PlanConfig {
+    let (batch_size, sequence_length) = tokens.dims2().unwrap();
+    PlanConfig {
+        batch_size,
+        sequence_length,
+        ..Default::default()
+    }
+}
+
+#[rstest]
+fn logits_loss_and_every_gradient(
+    #[values("lm_t13", "lm_t37")] name: &str,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let golden = Golden::read(name).with_attention(attention);
+    let model = golden.model(DType::F32);
+    let (tokens, targets) = (golden.get("tokens"), golden.get("targets"));
+    let plan = planned_for(tokens);
+    let [logits_bound, loss_bound, gradient_bound] = bounds(DType::F32);
+    let logits = Forward::new(&model, &plan).unwrap().run(tokens).unwrap();
+    close("logits", &logits, golden.get("logits"), logits_bound);
+
+    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let loss = step.run(&mut optimizer, tokens, targets).unwrap();
+    let loss = Tensor::new(loss, tokens.device()).unwrap();
+    close("loss", &loss, golden.get("loss"), loss_bound);
+    for (name, gradient) in step.gradients().unwrap() {
+        let key = format!("grad.{name}");
+        close(&key, &gradient, golden.get(&key), gradient_bound);
+    }
+}
+
+#[rstest]
+fn ten_steps_of_adamw(
+    #[values("lm_t13", "lm_t37")] name: &str,
+    #[values("", "clipped.")] prefix: &str,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let golden = Golden::read(name).with_attention(attention);
+    let clipped = prefix == "clipped.";
+    let model = golden.model(DType::F32);
+    let groups = decay_matrices_only(model.parameters(), golden.hyperparameters);
+    let optimizer = match clipped {
+        true => AdamW::with_groups(groups),
+        false => AdamW::new(model.parameters(), golden.hyperparameters),
+    };
+    let mut optimizer = optimizer.unwrap();
+    let batch = |key: &str, step| golden.get(key).get(step).unwrap();
+    let plan = PlanConfig {
+        clip_norm: clipped.then_some(0.5),
+        ..planned_for(&batch("steps.tokens", 0))
+    };
+    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let wanted = elements(golden.get(&format!("{prefix}losses")));
+    for (i, wanted) in wanted.into_iter().enumerate() {
+        let (tokens, targets) = (batch("steps.tokens", i), batch("steps.targets", i));
+        let loss = step.run(&mut optimizer, &tokens, &targets).unwrap();
+        let error = (f64::from(loss) - wanted).abs() / wanted;
+        assert!(error <= 1e-6, "step {i}: {error:.2e}");
+        if clipped {
+            let wanted = elements(golden.get("clipped.norms"))[i];
+            let error = (step.gradient_norm().unwrap() - wanted).abs() / wanted;
+            assert!(error <= 5e-6, "step {i}: {error:.2e}");
+        }
+    }
+    for (name, var) in model.parameters() {
+        let key = format!("{prefix}final.{name}");
+        close(&key, &var, golden.get(&key), 2e-5);
+    }
+}

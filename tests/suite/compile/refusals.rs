@@ -1,0 +1,176 @@
+//! What cannot be planned or run is an error that says what to do, and changes nothing.
+
+use super::{CPU, batch, bits, config, model_and_optimizer};
+use candle_core::{DType, Tensor, Var};
+use candle_nn::VarBuilder;
+use rstest::rstest;
+use std::collections::HashMap;
+use tallow::attention::Algorithm;
+use tallow::compile::{Forward, PlanConfig, TrainStep};
+use tallow::model::TransformerLM;
+use tallow::nn;
+use tallow::optim::{AdamW, AdamWConfig};
+
+fn plan() -> PlanConfig {
+    PlanConfig {
+        batch_size: 2,
+        sequence_length: 10,
+        ..Default::default()
+    }
+}
+
+fn refused<T>(result: tallow::Result<T>, words: &[&str]) {
+    let text = match result {
+        Ok(_) => panic!("accepted, not refused with {words:?}"),
+        Err(error) => error.to_string(),
+    };
+    for word in words {
+        assert!(text.contains(word), "no {word:?} in {text:?}");
+    }
+}
+
+#[rstest]
+#[case(PlanConfig { batch_size: 0, ..plan() }, &["batch_size", "got 0"])]
+#[case(PlanConfig { sequence_length: 0, ..plan() }, &["sequence_length"])]
+#[case(PlanConfig { sequence_length: 161, ..plan() }, &["sequence_length", "160", "161"])]
+#[case(PlanConfig { accumulation: 0, ..plan() }, &["accumulation"])]
+#[case(PlanConfig { clip_norm: Some(0.0), ..plan() }, &["clip_norm", "over 0"])]
+#[case(PlanConfig { clip_norm: Some(f64::NAN), ..plan() }, &["clip_norm", "NaN"])]
+#[case(PlanConfig { optimizer_in_backward: true, clip_norm: Some(1.0), ..plan() }, &["optimizer_in_backward", "clip_norm"])]
+#[case(PlanConfig { optimizer_in_backward: true, accumulation: 2, ..plan() }, &["optimizer_in_backward", "accumulation"])]
+#[case(PlanConfig { memory_budget_bytes: Some(1000), ..plan() }, &["memory_budget_bytes", "at least", "1000"])]
+fn plans(#[case] plan: PlanConfig, #[case] words: &[&str]) {
+    let (model, optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
+    refused(TrainStep::new(&model, &optimizer, &plan), words);
+}
+
+#[test]
+fn batches() {
+    let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
+    let mut step = TrainStep::new(&model, &optimizer, &plan()).unwrap();
+    let mut forward = Forward::new(&model, &plan()).unwrap();
+    let (tokens, targets) = batch(97, 2, 10, 0);
+    let before = bits(&model);
+    for other in [(2, 9), (1, 10), (3, 10)] {
+        let (tokens, targets) = batch(97, other.0, other.1, 0);
+        let words = ["tokens (2, 10), as planned", "plan another step"];
+        refused(step.run(&mut optimizer, &tokens, &targets), &words);
+        refused(forward.run(&tokens), &words);
+    }
+    let (_, longer) = batch(97, 2, 11, 0);
+    refused(
+        step.run(&mut optimizer, &tokens, &longer),
+        &["targets (2, 10)"],
+    );
+    let wide = tokens.to_dtype(DType::I64).unwrap();
+    refused(step.run(&mut optimizer, &wide, &targets), &["u32", "i64"]);
+    let mut ids: Vec<u32> = tokens.flatten_all().unwrap().to_vec1().unwrap();
+    ids[13] = 97;
+    let outside = Tensor::from_vec(ids, (2, 10), &CPU).unwrap();
+    let words = ["id 97", "position 13", "97"];
+    refused(step.run(&mut optimizer, &outside, &targets), &words);
+    refused(step.run(&mut optimizer, &tokens, &outside), &words);
+    refused(forward.run(&outside), &words);
+    assert_eq!((bits(&model), optimizer.steps()), (before, 0));
+    step.run(&mut optimizer, &tokens, &targets).unwrap(); // and goes on
+}
+
+#[test]
+fn optimizers() {
+    let model_config = config(2, 2, 8, 24, Algorithm::Naive);
+    let (model, mut optimizer) = model_and_optimizer(&model_config);
+    let (_, mut other) = model_and_optimizer(&model_config);
+    let words = ["token_embeddings.weight", "model.parameters()"];
+    refused(TrainStep::new(&model, &other, &plan()), &words);
+    let mut step = TrainStep::new(&model, &optimizer, &plan()).unwrap();
+    let (tokens, targets) = batch(97, 2, 10, 0);
+    refused(step.run(&mut other, &tokens, &targets), &words);
+
+    let some = model.parameters().into_iter().skip(1);
+    let some = AdamW::new(some, AdamWConfig::default()).unwrap();
+    refused(TrainStep::new(&model, &some, &plan()), &words);
+    let stranger = Var::zeros(3, DType::F32, &CPU).unwrap();
+    let more = model.parameters().into_iter();
+    let more = more.chain([("stranger".to_string(), stranger)]);
+    let more = AdamW::new(more, AdamWConfig::default()).unwrap();
+    refused(TrainStep::new(&model, &more, &plan()), &["stranger"]);
+
+    optimizer.set_learning_rate(f64::NAN);
+    refused(step.run(&mut optimizer, &tokens, &targets), &["lr", "NaN"]);
+    assert_eq!(optimizer.steps(), 0);
+}
+
+#[test]
+fn models() {
+    let model_config = config(1, 2, 8, 24, Algorithm::Naive);
+    let half = nn::seeded(0, DType::BF16, &CPU);
+    let half = TransformerLM::from_var_builder(&model_config, half).unwrap();
+    refused(Forward::new(&half, &plan()), &["f32", "bf16"]);
+
+    // Head and embedding tied: one variable under two names.
+    let (model, _) = model_and_optimizer(&model_config);
+    let mut weights: HashMap<String, Tensor> = model
+        .parameters()
+        .into_iter()
+        .map(|(name, var)| (name, var.as_tensor().clone()))
+        .collect();
+    weights.insert(
+        "lm_head.weight".into(),
+        weights["token_embeddings.weight"].clone(),
+    );
+    let vb = VarBuilder::from_tensors(weights, DType::F32, &CPU);
+    let tied = TransformerLM::from_var_builder(&model_config, vb).unwrap();
+    refused(
+        Forward::new(&tied, &plan()),
+        &["token_embeddings.weight", "lm_head.weight", "share"],
+    );
+}
+
+/// With clipping, gradients that are not finite are found before anything is updated.
+#[test]
+fn gradients_that_are_not_finite() {
+    let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
+    let clip_norm = Some(1.0);
+    let plan = PlanConfig {
+        clip_norm,
+        ..plan()
+    };
+    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let parameters: HashMap<_, _> = model.parameters().into_iter().collect();
+    let norm = &parameters["layers.1.ln2.weight"];
+    let good = norm.as_tensor().copy().unwrap();
+    norm.set(&(&good * f64::INFINITY).unwrap()).unwrap();
+    let before = bits(&model);
+    let (tokens, targets) = batch(97, 2, 10, 0);
+    let words = ["the gradient of parameter", "finite", "nothing was updated"];
+    refused(step.run(&mut optimizer, &tokens, &targets), &words);
+    assert_eq!((bits(&model), optimizer.steps()), (before, 0));
+    norm.set(&good).unwrap();
+    assert!(
+        step.run(&mut optimizer, &tokens, &targets)
+            .unwrap()
+            .is_finite()
+    );
+}
+
+#[test]
+fn what_is_read_too_early_or_never_there() {
+    let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
+    let mut step = TrainStep::new(&model, &optimizer, &plan()).unwrap();
+    refused(step.gradients(), &["no step has been run"]);
+    assert_eq!(step.gradient_norm(), None);
+    refused(step.set_clip_norm(1.0), &["clip_norm", "None"]);
+    let (tokens, targets) = batch(97, 2, 10, 0);
+    step.run(&mut optimizer, &tokens, &targets).unwrap();
+    assert_eq!(step.gradient_norm(), None); // nothing is clipped
+    let in_backward = PlanConfig {
+        optimizer_in_backward: true,
+        ..plan()
+    };
+    let mut step = TrainStep::new(&model, &optimizer, &in_backward).unwrap();
+    step.run(&mut optimizer, &tokens, &targets).unwrap();
+    refused(
+        step.gradients(),
+        &["freed in backward", "optimizer_in_backward"],
+    );
+}
