@@ -11,12 +11,14 @@
 mod common;
 #[path = "memory_profile/files.rs"]
 mod files;
+#[path = "memory_profile/planned.rs"]
+mod planned;
 #[path = "memory_profile/summary.rs"]
 mod summary;
 
 use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
-use common::modes::{ModeFlag, modes};
+use common::modes::{CompileFlag, ModeFlag, executions, modes, not_planned};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use files::FileFlags;
@@ -24,7 +26,8 @@ use std::process::ExitCode;
 use summary::{comparison_note, in_one_table, row, table};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
-use tallow::memory::RecordConfig;
+use tallow::memory::{Mode, RecordConfig};
+use tallow::precision::Precision;
 use tallow::report::{Fields, Format, Report, format_mib};
 
 /// Where the memory of a step goes: predicted, measured, by phase and by origin.
@@ -51,6 +54,10 @@ struct Flags {
 
     #[command(flatten)]
     precision: PrecisionFlags,
+
+    /// Run each as planned beforehand too, or with =only alone (in f32): its timeline is the map of its arena, and it has no snapshot
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
+    compile: Option<CompileFlag>,
 
     /// Steps that are run before the one that is recorded
     #[arg(long, default_value_t = 1)]
@@ -93,14 +100,15 @@ impl Run {
     fn title(&self) -> String {
         let run = &self.end_to_end;
         format!(
-            "{} B{} T{}, {}, {}, checkpointing {}, {}",
+            "{} B{} T{}, {}, {}, checkpointing {}, {}, {}",
             self.size,
             run.batch_size,
             run.sequence_length,
             serde_json::to_value(run.mode).unwrap_or_default(),
             run.config.attention,
             run.config.checkpointing,
-            run.precision
+            run.precision,
+            run.execution.name()
         )
         .replace('"', "")
     }
@@ -129,6 +137,13 @@ impl Flags {
         };
         for run in &runs {
             common::progress(run.title());
+            if run.end_to_end.execution == Execution::Planned {
+                report.rows.push(planned::row(run, &device)?);
+                let plan = run.end_to_end.plan()?;
+                report.notes.push(planned::note(&run.title(), &plan));
+                self.files.write_map(&run.title(), runs.len(), &plan)?;
+                continue;
+            }
             let estimate = run.end_to_end.estimate()?;
             let available = run.end_to_end.available_bytes;
             if available.is_some_and(|bytes| estimate.peak_bytes > bytes) {
@@ -160,6 +175,9 @@ impl Flags {
             }
         }
         report.lines = in_one_table(&report.rows);
+        report
+            .notes
+            .extend(not_planned(self.compile, &self.precision.precisions()?));
         report.notes.extend(self.residual_stream(&models));
         report
             .environment
@@ -185,6 +203,17 @@ impl Flags {
         notes
     }
 
+    fn executed(&self, precision: Precision) -> Vec<(Mode, Execution)> {
+        let modes = modes(&self.mode).into_iter();
+        let executed = modes.flat_map(|mode| {
+            let executions = executions(self.compile, mode, precision);
+            executions
+                .into_iter()
+                .map(move |execution| (mode, execution))
+        });
+        executed.collect()
+    }
+
     /// Every combination of the flags' lists.
     fn runs(&self, models: &[Model]) -> Result<Vec<Run>> {
         let limit = self.memory_limit_gib;
@@ -197,7 +226,7 @@ impl Flags {
                 for &sequence_length in &self.context_length {
                     for config in &variants {
                         for &precision in &precisions {
-                            for mode in modes(&self.mode) {
+                            for (mode, execution) in self.executed(precision) {
                                 let end_to_end = EndToEnd {
                                     config: config.clone(),
                                     batch_size,
@@ -207,7 +236,7 @@ impl Flags {
                                     warmup_steps: self.warmup_steps,
                                     steps: 1,
                                     optimizer: OptimizerChoice::AdamW(Default::default()),
-                                    execution: Execution::Eager,
+                                    execution,
                                     seed: self.common.seed,
                                     peak_flops: None,
                                     available_bytes: limit.or_else(tallow::device::available_bytes),
@@ -237,6 +266,7 @@ fn labels(run: &Run) -> Fields {
     let checkpointing = end_to_end.config.checkpointing.to_string();
     fields.insert("checkpointing", checkpointing);
     fields.insert("precision", end_to_end.precision.name());
+    fields.insert("execution", end_to_end.execution.name());
     fields.insert(
         "mode",
         serde_json::to_value(end_to_end.mode).unwrap_or_default(),

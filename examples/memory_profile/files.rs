@@ -5,6 +5,7 @@ use clap::Args;
 use std::path::{Path, PathBuf};
 use tallow::Result;
 use tallow::bench::MemoryProfile;
+use tallow::compile::Plan;
 use tallow::memory::{Snapshot, timeline};
 use tallow::report::Format;
 
@@ -31,6 +32,14 @@ impl FileFlags {
             output.check()?;
         }
         Ok(())
+    }
+
+    /// Draws the plan's arena, call by call, where a timeline was asked for.
+    pub fn write_map(&self, title: &str, runs: usize, plan: &Plan) -> Result<()> {
+        match &self.timeline {
+            Some(path) => plan.save_memory_map(named(path, title, runs)),
+            None => Ok(()),
+        }
     }
 
     /// Writes what was asked for.

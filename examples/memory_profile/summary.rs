@@ -54,6 +54,7 @@ pub fn table() -> Vec<Column> {
         Column::text("attention", "Attention"),
         Column::text("checkpointing", "Checkpointing"),
         Column::text("precision", "Precision"),
+        Column::text("execution", "Execution"),
         Column::text("mode", "Mode"),
         Column::text("status", "Status"),
         Column::mib("estimate_bytes", "Estimate"),

@@ -3,7 +3,7 @@
 use super::OptimizerChoice;
 use super::laps::Laps;
 use super::{EndToEnd, LapTimings};
-use crate::compile::{Forward, PlanConfig, TrainStep};
+use crate::compile::{Forward, Plan, PlanConfig, TrainStep};
 use crate::memory::Mode;
 use crate::model::TransformerLM;
 use crate::optim::AdamW;
@@ -77,15 +77,22 @@ impl EndToEnd {
         Ok(())
     }
 
+    /// The plan of this run, whatever its execution: what [`Execution::Planned`] executes.
+    ///
+    /// # Errors
+    /// A configuration that cannot work.
+    pub fn plan(&self) -> Result<Plan> {
+        match self.mode {
+            Mode::Forward | Mode::ForwardKeepingGraph => {
+                Forward::plan_for(&self.config, &self.plan_config())
+            }
+            _ => Ok(TrainStep::plan_for(&self.config, &self.plan_config())?.0),
+        }
+    }
+
     /// What a plan of this run takes, parameters and state included: exact.
     pub(super) fn planned_bytes(&self) -> Result<u64> {
-        let plan = match self.mode {
-            Mode::Forward | Mode::ForwardKeepingGraph => {
-                Forward::plan_for(&self.config, &self.plan_config())?
-            }
-            _ => TrainStep::plan_for(&self.config, &self.plan_config())?.0,
-        };
-        Ok(plan.total_bytes())
+        Ok(self.plan()?.total_bytes())
     }
 
     fn plan_config(&self) -> PlanConfig {

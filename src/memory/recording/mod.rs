@@ -118,8 +118,8 @@ pub(super) struct Sample {
 ///     ops::linear(&x, &weight)?
 /// };
 /// let recording = recorder.finish();
-/// let block = recording.blocks.iter().find(|block| block.path.name() == "linear").unwrap();
-/// assert_eq!((block.bytes, block.phase, block.holds), (4 * 32 * 256, "forward", Holds::Activations));
+/// let block = recording.blocks.iter().find(|block| block.holds == Holds::Activations).unwrap();
+/// assert_eq!((block.bytes, block.phase, block.path.name()), (4 * 32 * 256, "forward", "linear".to_string()));
 /// # drop(y);
 /// # Ok::<(), tallow::Error>(())
 /// ```

@@ -1,0 +1,36 @@
+//! Steps planned beforehand: their arena beside what was counted.
+
+use super::{Run, labels};
+use candle_core::Device;
+use tallow::Result;
+use tallow::compile::{Category, Plan};
+use tallow::report::{Fields, format_mib};
+
+/// The plan's bytes beside the counted peak; `OOM` where it does not fit.
+pub fn row(run: &Run, device: &Device) -> Result<Fields> {
+    let measured = run.end_to_end.run(device, |_, _| ())?;
+    let mut row = labels(run);
+    for key in ["status", "estimate_bytes", "available_bytes", "peak_bytes"] {
+        let value = measured.first().and_then(|measured| measured.get(key));
+        row.insert(key, value.cloned());
+    }
+    let bytes = |key: &str| row.get(key).and_then(serde_json::Value::as_f64);
+    if let (Some(predicted), Some(peak)) = (bytes("estimate_bytes"), bytes("peak_bytes")) {
+        row.insert("estimate_error_percent", 100.0 * (predicted / peak - 1.0));
+    }
+    Ok(row)
+}
+
+/// What the plan's buffers are there for.
+pub fn note(title: &str, plan: &Plan) -> String {
+    let held = Category::ALL.into_iter().filter_map(|category| {
+        let bytes = plan.category_bytes(category);
+        (bytes > 0).then(|| format!("{} {}", category.name(), format_mib(bytes)))
+    });
+    format!(
+        "{title}: {} calls over an arena of {}; the most of each kind at one call: {}",
+        plan.calls().len(),
+        format_mib(plan.peak_bytes()),
+        held.collect::<Vec<_>>().join(", ")
+    )
+}
