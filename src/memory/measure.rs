@@ -22,8 +22,8 @@ pub struct Measured {
 /// size depends on their values). As in the estimate, attention and checkpointing are the workload's, and drawing the
 /// weights is not counted. Whatever else the process allocates meanwhile is: run nothing beside it.
 ///
-/// It runs until a run leaves nothing behind, and counts the last: what kernels keep for their next calls (1.25 MiB a thread
-/// for packing, 4.75 in half precision) is no part of a step.
+/// It runs until a run leaves nothing behind, and counts the last: what kernels keep for their next calls (0.75 MiB a thread
+/// for packing, 2.5 in half precision) is no part of a step.
 ///
 /// ```
 /// use std::alloc::System;

@@ -14,8 +14,9 @@ pub(super) const DEPTH_BYTES: usize = 320 * 4;
 /// Rows of a block of a at most: enough for pieces of its columns to be read at the memory's speed.
 pub(super) const ROWS: usize = 128;
 
-/// Bytes of a packed block of b at most: half of a second-level cache of today.
-const BLOCK_BYTES: usize = 1 << 20;
+/// Bytes of a packed block of b at most: a quarter of a second-level cache of today, for c and what is packed next pass through
+/// it too. Half of it was slower with two threads.
+const BLOCK_BYTES: usize = 1 << 19;
 
 /// Rows of a task at most: what a block of b is packed for.
 const MAX_ROWS: usize = 1024;

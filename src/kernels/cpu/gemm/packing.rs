@@ -23,7 +23,7 @@ pub struct ProductSizes {
 /// The most bytes that [`matmul_stored`](super::matmul_stored) and [`matmul_wide`](super::matmul_wide) ask for, and give back,
 /// at any moment of a product; never less for a larger product. (In f64: huge sizes do not overflow.)
 ///
-/// Our own products ask for nothing: each thread keeps what it packs into, 1.25 MiB from its first product on, 4.75 from its first
+/// Our own products ask for nothing: each thread keeps what it packs into, 0.75 MiB from its first product on, 2.5 from its first
 /// in half precision ([`reserve_scratch`](super::reserve_scratch)). The `gemm` crate packs afresh each time, and all rows of a at once where those are columns in
 /// memory.
 pub fn packing_bytes(sizes: ProductSizes, threads: Threads) -> f64 {

@@ -9,10 +9,10 @@ use std::cell::RefCell;
 struct Line([u8; 64]);
 
 /// What a thread keeps from its first product on: blocks of both factors.
-pub(super) const FACTOR_BYTES: usize = 5 << 18;
+pub(super) const FACTOR_BYTES: usize = 3 << 18;
 
 /// What it keeps from its first product on whose sums are rounded in the end: a block of sums beside.
-pub(super) const ROUNDED_BYTES: usize = FACTOR_BYTES + (7 << 19);
+pub(super) const ROUNDED_BYTES: usize = FACTOR_BYTES + (7 << 18);
 
 thread_local! {
     /// What a thread packs into: kept, since fresh memory costs a page fault for every 4 KiB.
