@@ -16,12 +16,12 @@ mod common;
 
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
-use common::modes::{CompileFlag, ModeFlag, execution_words, executions, modes_with, not_planned};
+use common::modes::{CompileFlag, ModeFlag, executed, execution_words, modes_with, not_planned};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::bench::{EndToEnd, Execution, OptimizerChoice, Step};
+use tallow::bench::{EndToEnd, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
 use tallow::precision::Precision;
@@ -195,7 +195,8 @@ impl Flags {
                 for config in self.variants.variants(config) {
                     for &precision in precisions {
                         for &warmup_steps in &self.warmup_steps {
-                            for (mode, execution) in self.modes_and_executions(precision) {
+                            for (mode, execution) in executed(self.compile, self.modes(), precision)
+                            {
                                 runs.push(EndToEnd {
                                     config: config.clone(),
                                     batch_size,
@@ -225,17 +226,6 @@ impl Flags {
             false => Mode::Forward,
         };
         modes_with(forward, &self.mode)
-    }
-
-    fn modes_and_executions(&self, precision: Precision) -> Vec<(Mode, Execution)> {
-        let modes = self.modes().into_iter();
-        let executed = modes.flat_map(|mode| {
-            let executions = executions(self.compile, mode, precision);
-            executions
-                .into_iter()
-                .map(move |execution| (mode, execution))
-        });
-        executed.collect()
     }
 
     fn optimizer(&self) -> OptimizerChoice {

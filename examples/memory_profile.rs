@@ -18,7 +18,7 @@ mod summary;
 
 use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
-use common::modes::{CompileFlag, ModeFlag, executions, modes, not_planned};
+use common::modes::{CompileFlag, ModeFlag, executed, modes, not_planned};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use files::FileFlags;
@@ -26,8 +26,7 @@ use std::process::ExitCode;
 use summary::{comparison_note, in_one_table, row, table};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
-use tallow::memory::{Mode, RecordConfig};
-use tallow::precision::Precision;
+use tallow::memory::RecordConfig;
 use tallow::report::{Fields, Format, Report, format_mib};
 
 /// Where the memory of a step goes: predicted, measured, by phase and by origin.
@@ -203,17 +202,6 @@ impl Flags {
         notes
     }
 
-    fn executed(&self, precision: Precision) -> Vec<(Mode, Execution)> {
-        let modes = modes(&self.mode).into_iter();
-        let executed = modes.flat_map(|mode| {
-            let executions = executions(self.compile, mode, precision);
-            executions
-                .into_iter()
-                .map(move |execution| (mode, execution))
-        });
-        executed.collect()
-    }
-
     /// Every combination of the flags' lists.
     fn runs(&self, models: &[Model]) -> Result<Vec<Run>> {
         let limit = self.memory_limit_gib;
@@ -226,7 +214,9 @@ impl Flags {
                 for &sequence_length in &self.context_length {
                     for config in &variants {
                         for &precision in &precisions {
-                            for (mode, execution) in self.executed(precision) {
+                            for (mode, execution) in
+                                executed(self.compile, modes(&self.mode), precision)
+                            {
                                 let end_to_end = EndToEnd {
                                     config: config.clone(),
                                     batch_size,

@@ -19,7 +19,7 @@ mod runs;
 use analysis::Profiled;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, describe, with_attention};
-use common::modes::{CompileFlag, ModeFlag, execution_words, executions, modes, not_planned};
+use common::modes::{CompileFlag, ModeFlag, executed, execution_words, modes, not_planned};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use runs::{Run, add_oom, named};
@@ -177,14 +177,7 @@ impl Flags {
         let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
         let mut runs = Vec::new();
         let mut add = |name: &str, config: &TransformerConfig, sizes: (usize, usize), precision| {
-            let modes = modes(&self.mode).into_iter();
-            let executed = modes.flat_map(|mode| {
-                let executions = executions(self.compile, mode, precision);
-                executions
-                    .into_iter()
-                    .map(move |execution| (mode, execution))
-            });
-            for (mode, execution) in executed {
+            for (mode, execution) in executed(self.compile, modes(&self.mode), precision) {
                 let run = EndToEnd {
                     config: config.clone(),
                     batch_size: sizes.0,

@@ -40,14 +40,22 @@ pub enum CompileFlag {
     Only,
 }
 
-/// How a run is executed: eagerly where it cannot be planned.
-pub fn executions(flag: Option<CompileFlag>, mode: Mode, precision: Precision) -> Vec<Execution> {
-    let can = precision == Precision::F32 && mode != Mode::ForwardKeepingGraph;
-    match flag {
-        Some(CompileFlag::Beside) if can => vec![Execution::Eager, Execution::Planned],
-        Some(CompileFlag::Only) if can => vec![Execution::Planned],
-        _ => vec![Execution::Eager],
-    }
+/// Each mode with how it is executed: eagerly where it cannot be planned.
+pub fn executed(
+    flag: Option<CompileFlag>,
+    modes: Vec<Mode>,
+    precision: Precision,
+) -> Vec<(Mode, Execution)> {
+    let executions = |mode| {
+        let can = precision == Precision::F32 && mode != Mode::ForwardKeepingGraph;
+        let executions: &[Execution] = match flag {
+            Some(CompileFlag::Beside) if can => &[Execution::Eager, Execution::Planned],
+            Some(CompileFlag::Only) if can => &[Execution::Planned],
+            _ => &[Execution::Eager],
+        };
+        executions.iter().map(move |execution| (mode, *execution))
+    };
+    modes.into_iter().flat_map(executions).collect()
 }
 
 /// The header's word for them.
