@@ -95,7 +95,7 @@ struct Flags {
     #[arg(long, num_args = 1.., value_delimiter = ',', requires = "module")]
     d_model: Vec<usize>,
 
-    /// Draw time and memory over the sequence length, into this SVG file
+    /// Draw time and memory over the sequence length, into this file: .svg or .png
     #[arg(long)]
     plot: Option<PathBuf>,
 
@@ -131,7 +131,7 @@ impl DTypeFlag {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| flags.common.under_policy(|| flags.run()))
+    common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
@@ -167,7 +167,7 @@ impl Flags {
             .insert("reference ops", common::fallbacks());
         if let Some(path) = &self.plot {
             let rows = by_precision::figure_rows(&rows, arithmetic.len() > 1);
-            figure(&rows, self.width_key(), self.width_name()).save_svg(path)?;
+            figure(&rows, self.width_key(), self.width_name()).save(path)?;
         }
         report.rows = rows;
         self.output.publish(&report)
@@ -290,8 +290,11 @@ impl Flags {
 }
 
 /// What the runs may take: asked once, since nothing stays alive between them, and less a sixth of what is available,
-/// since the allocator keeps some of the pages that earlier runs gave back.
+/// since the host's allocator keeps some of the pages that earlier runs gave back.
 fn usable_bytes(device: &Device) -> Option<u64> {
-    let available_bytes = tallow::device::available_bytes().filter(|_| device.is_cpu())?;
-    Some(available_bytes - available_bytes / 6)
+    let available_bytes = tallow::device::available_bytes_on(device)?;
+    Some(match device.is_cpu() {
+        true => available_bytes - available_bytes / 6,
+        false => available_bytes,
+    })
 }

@@ -101,7 +101,7 @@ enum OptimizerFlag {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| flags.common.under_policy(|| flags.run()))
+    common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
@@ -126,7 +126,7 @@ impl Flags {
             }
         }
         for Model { name, config } in &models {
-            for run in self.sweep(config, &precisions, peak_flops) {
+            for run in self.sweep(&device, config, &precisions, peak_flops) {
                 let title = format!(
                     "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, {}, warm-up {}",
                     run.batch_size,
@@ -182,6 +182,7 @@ impl Flags {
     /// Every combination of the flags' lists for one model.
     fn sweep(
         &self,
+        device: &candle_core::Device,
         config: &TransformerConfig,
         precisions: &[Precision],
         peak_flops: Option<f64>,
@@ -209,7 +210,8 @@ impl Flags {
                                     execution,
                                     seed: self.common.seed,
                                     peak_flops,
-                                    available_bytes: limit.or_else(tallow::device::available_bytes),
+                                    available_bytes: limit
+                                        .or_else(|| tallow::device::available_bytes_on(device)),
                                 });
                             }
                         }

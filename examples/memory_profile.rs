@@ -86,7 +86,7 @@ struct Flags {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| flags.common.under_policy(|| flags.run()))
+    common::run(|| flags.common.around(|| flags.run()))
 }
 
 /// What is run, and what it is called.
@@ -120,7 +120,7 @@ impl Flags {
         let longest = self.context_length.iter().copied().max();
         let longest = longest.unwrap_or_default();
         let models = self.models.models(longest, &self.variants.attention)?;
-        let runs = self.runs(&models)?;
+        let runs = self.runs(&device, &models)?;
         self.files.check()?;
         let mut configuration = describe(&models);
         configuration.insert("optimizer", "adamw");
@@ -203,7 +203,7 @@ impl Flags {
     }
 
     /// Every combination of the flags' lists.
-    fn runs(&self, models: &[Model]) -> Result<Vec<Run>> {
+    fn runs(&self, device: &candle_core::Device, models: &[Model]) -> Result<Vec<Run>> {
         let limit = self.memory_limit_gib;
         let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
         let precisions = self.precision.precisions()?;
@@ -229,7 +229,8 @@ impl Flags {
                                     execution,
                                     seed: self.common.seed,
                                     peak_flops: None,
-                                    available_bytes: limit.or_else(tallow::device::available_bytes),
+                                    available_bytes: limit
+                                        .or_else(|| tallow::device::available_bytes_on(device)),
                                 };
                                 runs.push(Run {
                                     size: name.clone(),

@@ -69,7 +69,7 @@ struct Flags {
     #[arg(long, default_value_t = 4)]
     steps: usize,
 
-    /// Draw time and memory, over the context length or, with several sizes, over parameters, into this SVG file
+    /// Draw time and memory, over the context length or, with several sizes, over parameters, into this file: .svg or .png
     #[arg(long)]
     plot: Option<PathBuf>,
 
@@ -86,7 +86,7 @@ struct Flags {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| flags.common.under_policy(|| flags.run()))
+    common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
@@ -105,7 +105,7 @@ impl Flags {
             .models(longest.unwrap_or_default(), &self.attention)?;
         let peak_flops = tallow::device::measure_peak_flops(&device, DType::F32);
         let mut rows = Vec::new();
-        for (model, run) in self.sweep(&models, peak_flops) {
+        for (model, run) in self.sweep(&device, &models, peak_flops) {
             common::progress(format!(
                 "{}, batch {}, context {}, {} attention, {:?}",
                 model.name, run.batch_size, run.sequence_length, run.config.attention, run.mode
@@ -137,7 +137,7 @@ impl Flags {
         let value = serde_json::to_value(&analysis.configurations).unwrap_or_default();
         report.analysis.insert("configurations", value);
         if let Some(path) = &self.plot {
-            figure::figure(&analysis).save_svg(path)?;
+            figure::figure(&analysis).save(path)?;
         }
         report.rows = rows;
         self.output.publish(&report)
@@ -162,6 +162,7 @@ impl Flags {
     /// Every configuration, in f32.
     fn sweep<'m>(
         &self,
+        device: &candle_core::Device,
         models: &'m [Model],
         peak_flops: Option<f64>,
     ) -> Vec<(&'m Model, EndToEnd)> {
@@ -191,7 +192,8 @@ impl Flags {
                                 execution: tallow::bench::Execution::Eager,
                                 seed: self.common.seed,
                                 peak_flops,
-                                available_bytes: limit.or_else(tallow::device::available_bytes),
+                                available_bytes: limit
+                                    .or_else(|| tallow::device::available_bytes_on(device)),
                             };
                             runs.push((model, run));
                         }

@@ -44,7 +44,7 @@ struct Flags {
     #[command(flatten)]
     output: Output,
 
-    /// Draw the curves, and how far they are from f32's, into this SVG file
+    /// Draw the curves, and how far they are from f32's, into this file: .svg or .png
     #[arg(long)]
     plot: Option<PathBuf>,
 
@@ -68,7 +68,7 @@ struct Run {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| flags.common.under_policy(|| flags.run()))
+    common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
@@ -81,7 +81,7 @@ impl Flags {
             .map(|precision| self.train(*precision, &train, &validation))
             .collect::<Result<Vec<_>>>()?;
         if let Some(path) = &self.plot {
-            figure(&runs).save_svg(path)?;
+            figure(&runs).save(path)?;
         }
         self.output
             .publish(&self.report(&runs, &train, &validation)?)

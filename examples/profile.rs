@@ -97,7 +97,7 @@ struct Flags {
     #[arg(long)]
     trace: Option<PathBuf>,
 
-    /// Write each run's flame graph there, as SVG; of several runs each gets its name in the file's
+    /// Write each run's flame graph there, as .svg or .png; of several runs each gets its name in the file's
     #[arg(long)]
     flame_graph: Option<PathBuf>,
 
@@ -121,9 +121,11 @@ enum ByFlag {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| match flags.reference_ops {
-        true => with_kernel_policy(KernelPolicy::Reference, || flags.run()),
-        false => flags.common.under_policy(|| flags.run()),
+    common::run(|| {
+        flags.common.around(|| match flags.reference_ops {
+            true => with_kernel_policy(KernelPolicy::Reference, || flags.run()),
+            false => flags.run(),
+        })
     })
 }
 
@@ -145,7 +147,7 @@ impl Flags {
             columns: columns(),
             ..Default::default()
         };
-        let runs = self.sweep(&models, &precisions);
+        let runs = self.sweep(&device, &models, &precisions);
         for run in &runs {
             common::progress(run.title());
             match self.profiled(run, &device)? {
@@ -172,7 +174,12 @@ impl Flags {
     }
 
     /// Every combination of the flags' lists.
-    fn sweep(&self, models: &[Model], precisions: &[Precision]) -> Vec<Run> {
+    fn sweep(
+        &self,
+        device: &candle_core::Device,
+        models: &[Model],
+        precisions: &[Precision],
+    ) -> Vec<Run> {
         let limit = self.memory_limit_gib;
         let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
         let mut runs = Vec::new();
@@ -190,7 +197,7 @@ impl Flags {
                     execution,
                     seed: self.common.seed,
                     peak_flops: None,
-                    available_bytes: limit.or_else(tallow::device::available_bytes),
+                    available_bytes: limit.or_else(|| tallow::device::available_bytes_on(device)),
                 };
                 let size = name.to_string();
                 runs.push(Run { size, run });

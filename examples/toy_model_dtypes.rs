@@ -45,7 +45,7 @@ enum Show {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| flags.common.under_policy(|| flags.run()))
+    common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {

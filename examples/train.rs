@@ -50,7 +50,7 @@ struct Flags {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| flags.common.under_policy(|| flags.run()))
+    common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
@@ -256,7 +256,7 @@ impl Flags {
         bar.suspend(|| say(line));
         if let Some(folder) = &self.files.out {
             let history = trainer.history();
-            history.chart().save_svg(folder.join("loss.svg"))?;
+            history.chart().save(folder.join("loss.svg"))?;
             history
                 .report()
                 .save(Format::Csv, folder.join("loss.csv"))?;
@@ -345,14 +345,12 @@ fn check_memory(
         checkpointing: model.checkpointing,
     };
     let wanted_bytes = memory::estimate(model, &workload)?.peak_bytes;
-    match tallow::device::available_bytes() {
-        Some(available_bytes) if device.is_cpu() && wanted_bytes > available_bytes => {
-            Err(Error::OutOfMemory {
-                what: "the training step".into(),
-                wanted_bytes,
-                available_bytes,
-            })
-        }
+    match tallow::device::available_bytes_on(device) {
+        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+            what: "the training step".into(),
+            wanted_bytes,
+            available_bytes,
+        }),
         _ => Ok(()),
     }
 }

@@ -1,5 +1,10 @@
 //! Devices by name, what they are, and what they can do at best.
 
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "device/no_cuda.rs"]
+pub(crate) mod cuda;
 mod half_arithmetic;
 
 pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
@@ -61,7 +66,7 @@ pub fn device(name: &str) -> Result<Device> {
         return Ok(device.clone());
     }
     let device = match kind {
-        "cuda" => Device::new_cuda_with_stream(ordinal),
+        "cuda" => cuda::open(ordinal),
         _ => Device::new_metal(ordinal),
     }
     .or_else(|e| refuse(&e.to_string(), "is it there, and free?"))?;
@@ -78,10 +83,11 @@ pub fn device_name(device: &Device) -> String {
     }
 }
 
-/// What a device is, in the words of the machine: the processor's model for the CPU.
+/// What a device is, in the words of the machine: the processor's model for the CPU; a card's model, memory and compute
+/// capability.
 pub fn description(device: &Device) -> String {
     if !device.is_cpu() {
-        return device_name(device);
+        return cuda::description(device).unwrap_or_else(|| device_name(device));
     }
     let threads = rayon::current_num_threads();
     let model = sysinfo::System::new().ok().and_then(|mut system| {
@@ -113,6 +119,24 @@ pub fn available_bytes() -> Option<u64> {
     let group = system.cgroup_limits().map(|limits| limits.free_memory);
     let available = system.available_memory();
     Some(group.map_or(available, |group| group.min(available))).filter(|bytes| *bytes > 0)
+}
+
+/// As [`total_bytes`], of the memory that tensors on `device` are in: the card's own on CUDA, the host's on Metal, which
+/// shares it.
+pub fn total_bytes_on(device: &Device) -> Option<u64> {
+    match device {
+        Device::Cuda(_) => cuda::total_bytes(device),
+        _ => total_bytes(),
+    }
+}
+
+/// As [`available_bytes`], of the memory that tensors on `device` are in. On CUDA, what the driver has left and what the
+/// pool holds unused; waits for the device.
+pub fn available_bytes_on(device: &Device) -> Option<u64> {
+    match device {
+        Device::Cuda(_) => cuda::available_bytes(device),
+        _ => available_bytes(),
+    }
 }
 
 fn memory() -> Option<sysinfo::System> {

@@ -223,6 +223,21 @@ impl Error {
             source,
         }
     }
+
+    /// Whether this is for want of memory: [`OutOfMemory`](Self::OutOfMemory), or what CUDA and cuBLAS answer when the card
+    /// is full. What failed has given back what it had taken, so smaller work can go on.
+    pub fn is_out_of_memory(&self) -> bool {
+        const ANSWERS: [&str; 2] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
+        match self {
+            Self::OutOfMemory { .. } => true,
+            // candle wraps the driver's error, with a backtrace or without.
+            Self::Candle(error) => {
+                let text = error.to_string();
+                ANSWERS.iter().any(|answer| text.contains(answer))
+            }
+            _ => false,
+        }
+    }
 }
 
 /// Inside candle (a custom op's forward, say) our errors travel wrapped.

@@ -51,6 +51,10 @@ pub struct Common {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 
+    /// Hand ranges to NVTX, for NVIDIA's profilers to show (in builds with the feature nvtx)
+    #[arg(long)]
+    pub nvtx: bool,
+
     /// Refuse ops that have no kernel for the device and dtype, instead of running their reference
     #[arg(long)]
     pub strict: bool,
@@ -74,8 +78,12 @@ impl Common {
         tallow::device(&self.device)
     }
 
-    /// Runs `f` under the kernel policy that the flags ask for.
-    pub fn under_policy<T>(&self, f: impl FnOnce() -> T) -> T {
+    /// Runs `f` inside what the flags ask for: the kernel policy, ranges for NVTX.
+    pub fn around<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _emitting = match self.nvtx {
+            true => Some(tallow::profile::emit_nvtx()?),
+            false => None,
+        };
         let policy = match self.strict {
             true => KernelPolicy::Strict,
             false => KernelPolicy::Prefer,

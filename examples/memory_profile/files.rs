@@ -12,7 +12,7 @@ use tallow::report::Format;
 /// Where files go. With several runs each gets its own, with the run in its name.
 #[derive(Args)]
 pub struct FileFlags {
-    /// Draw what was alive over time, as SVG
+    /// Draw what was alive over time: a PNG if the name ends in .png, else an SVG
     #[arg(long, value_name = "PATH")]
     timeline: Option<PathBuf>,
 
@@ -45,7 +45,7 @@ impl FileFlags {
     /// Writes what was asked for.
     pub fn write(&self, title: &str, runs: usize, profile: &MemoryProfile) -> Result<()> {
         if let Some(path) = &self.timeline {
-            timeline(&profile.recording, title).save_svg(named(path, title, runs))?;
+            timeline(&profile.recording, title).save(named(path, title, runs))?;
         }
         if let Some(path) = &self.snapshot {
             let snapshot = Snapshot::new(&profile.recording);

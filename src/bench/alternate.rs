@@ -54,22 +54,33 @@ pub fn alternate(
     let estimates = runs.iter().map(EndToEnd::estimate_bytes);
     let estimates = estimates.collect::<Result<Vec<_>>>()?;
     let mut measured: Vec<_> = runs.iter().map(|_| None).collect();
+    let mut refused: Vec<_> = runs
+        .iter()
+        .zip(&estimates)
+        .map(|(run, &bytes)| run.refusal(bytes))
+        .collect();
     for _ in 0..rounds.max(1) {
         for (i, run) in runs.iter().enumerate() {
-            if run.refusal(estimates[i]).is_some() {
+            if refused[i].is_some() {
                 continue;
             }
-            let round = run.measure(device, |step, ms| on_step(i, step, ms))?;
-            match &mut measured[i] {
-                None => measured[i] = Some(round),
-                Some(earlier) => earlier.join(round),
+            match run.measure(device, |step, ms| on_step(i, step, ms)) {
+                Err(error) if error.is_out_of_memory() => {
+                    refused[i] = Some(run.out_of_memory(estimates[i], &error));
+                }
+                round => match &mut measured[i] {
+                    None => measured[i] = Some(round?),
+                    Some(earlier) => earlier.join(round?),
+                },
             }
         }
     }
-    let rows = runs.iter().zip(estimates).zip(&measured);
-    let rows = rows.map(|((run, bytes), measured)| match measured {
-        Some(measured) => run.rows(bytes, measured),
-        None => Ok(run.refusal(bytes).into_iter().collect()),
-    });
+    let rows = runs
+        .iter()
+        .enumerate()
+        .map(|(i, run)| match (refused[i].take(), &measured[i]) {
+            (None, Some(measured)) => run.rows(estimates[i], measured),
+            (refused, _) => Ok(refused.into_iter().collect()),
+        });
     rows.collect()
 }

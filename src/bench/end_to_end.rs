@@ -3,11 +3,11 @@
 use super::update::{LossScaling, Update};
 use super::{Execution, LapTimings, Laps, OptimizerChoice, Step, Timing};
 use crate::kernels::cpu::gemm;
-use crate::memory::{self, Estimate, Mode, Workload, system, tracker};
+use crate::memory::{self, Estimate, Meter, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::precision::Precision;
 use crate::report::Fields;
-use crate::{Result, nn, no_grad};
+use crate::{Error, Result, nn, no_grad};
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -46,6 +46,7 @@ pub struct EndToEnd {
 pub(super) struct Measured {
     timings: LapTimings,
     peak_bytes: Option<u64>,
+    reserved_bytes: Option<u64>,
     resident_bytes: Option<u64>,
     loss_scaling: Option<LossScaling>,
 }
@@ -56,6 +57,7 @@ impl Measured {
         self.timings.join(later.timings);
         // The last round's: in the first of all, kernels also take what they keep for as long as the process runs.
         self.peak_bytes = later.peak_bytes;
+        self.reserved_bytes = later.reserved_bytes;
         self.resident_bytes = later.resident_bytes;
         if let (Some(sum), Some(scaling)) = (&mut self.loss_scaling, later.loss_scaling) {
             sum.loss_scale = scaling.loss_scale;
@@ -70,7 +72,7 @@ impl EndToEnd {
     ///
     /// Whether there is memory enough is decided from [`memory::estimate`], before anything is allocated: if not, one
     /// row says `OOM`, with the bytes wanted and the bytes there. `on_step` is called after every step with the whole
-    /// step's time in ms.
+    /// step's time in ms. A device that is full all the same makes such a row too, with its answer as the `reason`.
     ///
     /// A training step in f16 scales its loss, as training in f16 must ([`GradScaler`](crate::optim::GradScaler)):
     /// scaling counts as forward, unscaling with the check for infinities as optimizer. Its rows have the `loss_scale` at
@@ -83,7 +85,12 @@ impl EndToEnd {
         let estimate_bytes = self.estimate_bytes()?;
         match self.refusal(estimate_bytes) {
             Some(row) => Ok(vec![row]),
-            None => self.rows(estimate_bytes, &self.measure(device, on_step)?),
+            None => match self.measure(device, on_step) {
+                Err(error) if error.is_out_of_memory() => {
+                    Ok(vec![self.out_of_memory(estimate_bytes, &error)])
+                }
+                measured => self.rows(estimate_bytes, &measured?),
+            },
         }
     }
 
@@ -122,6 +129,15 @@ impl EndToEnd {
         })
     }
 
+    /// The row of what had seemed to fit.
+    pub(super) fn out_of_memory(&self, estimate_bytes: u64, error: &Error) -> Fields {
+        let mut row = self.labels(self.whole_phase(), "OOM");
+        row.insert("estimate_bytes", estimate_bytes);
+        row.insert("available_bytes", self.available_bytes);
+        row.insert("reason", error.to_string());
+        row
+    }
+
     /// A row for each phase.
     pub(super) fn rows(&self, estimate_bytes: u64, measured: &Measured) -> Result<Vec<Fields>> {
         let mut rows = Vec::new();
@@ -131,6 +147,7 @@ impl EndToEnd {
             row.insert("noisy", timing.statistics()?.noisy());
             row.merge(self.rates(phase, timing.statistics()?.median_ms));
             row.insert("peak_bytes", measured.peak_bytes);
+            row.insert("reserved_peak_bytes", measured.reserved_bytes);
             row.insert("resident_peak_bytes", measured.resident_bytes);
             row.insert("estimate_bytes", estimate_bytes);
             row.insert("available_bytes", self.available_bytes);
@@ -152,20 +169,24 @@ impl EndToEnd {
         self.check_execution(device)?;
         // What threads keep for packing is the process's, and no step's.
         gemm::reserve_scratch(self.precision.dtype() != DType::F32);
-        let before = tracker::current_bytes();
+        let meter = Meter::new(device);
+        let before = meter.current_bytes();
         let model = self.model(device)?;
         // Drawing the weights takes more than they do, and is no part of a step.
-        tracker::reset_peak();
+        meter.reset_peak();
         let resident_resets = system::reset_resident_peak();
         let (timings, loss_scaling) = self.time(model, on_step)?;
-        let peak_bytes = tracker::peak_bytes()
+        let peak_bytes = meter
+            .peak_bytes()
             .zip(before)
             .map(|(peak, before)| peak - before);
+        let reserved_bytes = meter.reserved_peak_bytes();
         // Where the system cannot begin the peak anew it is the process's, and no row's.
         let resident_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
         Ok(Measured {
             timings,
             peak_bytes,
+            reserved_bytes,
             resident_bytes,
             loss_scaling,
         })

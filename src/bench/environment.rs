@@ -11,6 +11,7 @@ pub fn environment(on: &Device) -> Fields {
         ("cuda", cfg!(feature = "cuda")),
         ("cudnn", cfg!(feature = "cudnn")),
         ("nccl", cfg!(feature = "nccl")),
+        ("nvtx", cfg!(feature = "nvtx")),
         ("metal", cfg!(feature = "metal")),
         ("mkl", cfg!(feature = "mkl")),
         ("accelerate", cfg!(feature = "accelerate")),

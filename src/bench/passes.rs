@@ -1,7 +1,7 @@
 //! A forward and its backward, measured: the part that all benchmarks of single layers share.
 
 use super::{LapTimings, Laps, Step, Timing};
-use crate::memory::{Account, tracker};
+use crate::memory::{Account, Meter};
 use crate::report::Fields;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -84,12 +84,14 @@ impl Passes<'_> {
         memory: impl Fn(&Alive) -> Fields,
     ) -> Result<Vec<Fields>> {
         if let Some((status, reason)) = self.refusal() {
-            let mut row = self.row(WHOLE, status);
-            row.insert("reason", reason);
-            row.insert("account", self.account_value());
-            return Ok(vec![row]);
+            return Ok(vec![self.unmeasured(status, &reason)]);
         }
-        let (timings, alive) = self.measure(device, prepare, on_step)?;
+        let (timings, alive) = match self.measure(device, prepare, on_step) {
+            Err(error) if error.is_out_of_memory() => {
+                return Ok(vec![self.unmeasured("OOM", &error.to_string())]);
+            }
+            measured => measured?,
+        };
         let [forward, backward] = [self.forward_flops, self.backward_flops];
         let mut measured: Vec<(&str, &Timing, f64, Moment)> = Vec::new();
         for (phase, timing) in &timings.phases {
@@ -111,6 +113,14 @@ impl Passes<'_> {
             Ok(row)
         });
         rows.collect()
+    }
+
+    /// The row of what was not run, or not to its end.
+    fn unmeasured(&self, status: &str, reason: &str) -> Fields {
+        let mut row = self.row(WHOLE, status);
+        row.insert("reason", reason);
+        row.insert("account", self.account_value());
+        row
     }
 
     /// A row with its times and rates.
@@ -155,8 +165,8 @@ impl Passes<'_> {
         prepare: impl FnOnce() -> Result<F>,
         on_step: impl FnMut(Step, f64),
     ) -> Result<(LapTimings, Option<Alive>)> {
-        // The tracker counts the host's memory only.
-        let now = || tracker::current_bytes().filter(|_| device.is_cpu());
+        let meter = Meter::new(device);
+        let now = || meter.current_bytes();
         let before = now();
         let forward = prepare()?;
         let resident = now().zip(before).map(|(now, before)| now - before);
@@ -172,14 +182,14 @@ impl Passes<'_> {
                     let (bytes, start) = bytes.zip(start)?;
                     Some(resident? + bytes.saturating_sub(start))
                 };
-                tracker::reset_peak();
+                meter.reset_peak();
                 let out = lap.time(FORWARD, &forward)?;
-                let forward_peak = grown(tracker::peak_bytes());
+                let forward_peak = grown(meter.peak_bytes());
                 let before_backward = grown(now());
-                tracker::reset_peak();
+                meter.reset_peak();
                 // The graph goes with the output, before anything else asks for memory.
                 let gradients = lap.time(BACKWARD, move || out.backward())?;
-                let backward_peak = grown(tracker::peak_bytes());
+                let backward_peak = grown(meter.peak_bytes());
                 let after_backward = grown(now());
                 alive = (|| {
                     Some(Alive {

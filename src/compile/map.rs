@@ -2,8 +2,9 @@
 
 use super::buffer::{Buffer, Category};
 use super::plan::Plan;
+use crate::Result;
 use crate::report::format_mib;
-use crate::{Result, files};
+use crate::report::picture;
 use std::fmt::Write;
 use std::path::Path;
 
@@ -58,12 +59,14 @@ impl Plan {
         svg
     }
 
-    /// Writes the picture to a file, which appears complete or not at all.
+    /// Writes the picture to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
+    /// SVG.
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written.
+    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; [`Error::Plot`](crate::Error::Plot) for a PNG in
+    /// a build without the feature `png`.
     pub fn save_memory_map(&self, path: impl AsRef<Path>) -> Result<()> {
-        files::write_bytes(path.as_ref(), self.memory_map().as_bytes())
+        picture::save(&self.memory_map(), path.as_ref())
     }
 
     fn x(&self, call: usize) -> f64 {

@@ -12,6 +12,7 @@ mod attention;
 mod estimate;
 mod fit;
 mod measure;
+mod meter;
 mod recommend;
 mod recording;
 mod saved;
@@ -27,6 +28,7 @@ pub use attention::{AttentionWorkload, attention_account};
 pub use estimate::{Estimate, Mode, Workload, estimate};
 pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved};
 pub use measure::{Measured, measure};
+pub use meter::Meter;
 pub use recommend::recommend;
 pub use recording::{
     Block, Holdings, Origin, PhaseSpan, RecordConfig, Recorder, Recording, record,

@@ -7,7 +7,7 @@ use crate::report::plot::{AreaChart, Layer, Span};
 const MOMENTS: usize = 1200;
 
 /// What was alive over time, stacked by what it was there for, with the phases marked:
-/// [`save_svg`](AreaChart::save_svg) writes it.
+/// [`save`](AreaChart::save) writes it.
 ///
 /// A chart has room for about a thousand moments. Where there were more, each that is drawn stands for a stretch of events,
 /// and is the worst one in it: the peak is always drawn.

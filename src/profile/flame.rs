@@ -3,7 +3,8 @@
 use super::balance::{Balance, LineKind};
 use super::recording::Recording;
 use super::tree::Tree;
-use crate::{Result, files};
+use crate::Result;
+use crate::report::picture;
 use std::fmt::Write;
 use std::path::Path;
 
@@ -51,10 +52,13 @@ impl Recording {
     /// Draws the steps' time as an SVG flame graph: phases, in them the model's parts and their ops, backward at the places
     /// that the ops had forward, and what is candle's or nobody's. Every rectangle says its time and share when pointed at.
     ///
+    /// A path that ends in `.png` gets a PNG, in which nothing can be pointed at.
+    ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; what was there stays.
+    /// [`Error::Plot`](crate::Error::Plot) for a PNG in a build without the feature `png`.
     pub fn save_flame_graph(&self, path: impl AsRef<Path>) -> Result<()> {
-        files::write_bytes(path.as_ref(), self.flame_graph().as_bytes())
+        picture::save(&self.flame_graph(), path.as_ref())
     }
 
     /// The picture; see [`save_flame_graph`](Self::save_flame_graph).

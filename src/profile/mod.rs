@@ -3,7 +3,7 @@
 //! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and takes down a [`Recording`]; what is made of
 //! one, [`Report`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of, without a rest),
 //! a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph ([`Recording::save_flame_graph`]); and
-//! [`OpCost`], the FLOPs and bytes of each op by its formula. What does not: the ranges themselves (the probe's), timing of
+//! [`OpCost`], the FLOPs and bytes of each op by its formula; [`emit_nvtx`], for NVIDIA's profilers. What does not: the ranges themselves (the probe's), timing of
 //! whole steps without a word on what is in them ([`bench`](mod@crate::bench)), memory ([`memory`](crate::memory)).
 //!
 //! Nothing need be built or flagged for it: layers, ops, [`Laps`](crate::bench::Laps) and the trainer open their ranges
@@ -42,6 +42,7 @@ mod balance;
 mod cost;
 mod flame;
 mod formulas;
+mod nvtx;
 mod op_table;
 mod profiler;
 mod recording;
@@ -54,6 +55,7 @@ mod tree;
 pub use crate::probe::{phase, range, step};
 pub use balance::{Balance, Line, LineKind};
 pub use cost::{Cost, OpCost, op_costs};
+pub use nvtx::emit_nvtx;
 pub use profiler::Profiler;
 pub use recording::{OperandShape, Recording, Span};
 pub use selection::{Grouping, Selection};

@@ -4,7 +4,7 @@
 //! - [`Report`] holds what was measured, where and how, and writes it as text, Markdown, CSV, JSON, LaTeX or Typst
 //!   ([`Format`]); [`pivot()`] puts the phases of a configuration side by side in it;
 //! - [`PowerLaw`] says how fast a measured thing grows;
-//! - [`plot`] draws line charts as SVG.
+//! - [`plot`] draws charts, as SVG or PNG.
 //!
 //! Nothing here takes a measurement: timing lives in `bench`, memory in `memory`.
 //!
@@ -40,6 +40,7 @@ mod fields;
 mod format;
 mod markdown;
 mod number;
+pub(crate) mod picture;
 mod pivot;
 pub mod plot;
 mod power_law;

@@ -5,7 +5,8 @@ use super::draw::{
     COLOURS, Drawn, FRAME, GRID, HEIGHT, LABEL_SIZE, LEFT, LEGEND_HEIGHT, MARGIN, TEXT, TICK_SIZE,
     TITLE_HEIGHT, TITLE_SIZE, WIDTH, printable, text_style,
 };
-use crate::{Error, Result, files};
+use crate::report::picture;
+use crate::{Error, Result};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::path::Path;
@@ -84,12 +85,13 @@ impl AreaChart {
         Ok(document)
     }
 
-    /// Writes the chart to a file, which appears complete or not at all.
+    /// Writes the chart to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an SVG.
     ///
     /// # Errors
-    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written.
-    pub fn save_svg(&self, path: impl AsRef<Path>) -> Result<()> {
-        files::write_bytes(path.as_ref(), self.to_svg()?.as_bytes())
+    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for a PNG in a
+    /// build without the feature `png`.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        picture::save(&self.to_svg()?, path.as_ref())
     }
 
     fn check(&self) -> Result<()> {

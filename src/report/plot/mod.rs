@@ -1,7 +1,7 @@
-//! Charts as SVG: lines (time over sequence length, loss over steps), one chart or a [`Figure`] of several; and layers
+//! Charts as SVG or PNG: lines (time over sequence length, loss over steps), one chart or a [`Figure`] of several; and layers
 //! stacked on each other ([`AreaChart`]: memory over time).
 //!
-//! Text stays text in the file, drawn in the viewer's own sans-serif, so no font is needed to make one. Colours are
+//! In an SVG, text stays text, drawn in the viewer's own sans-serif; a PNG is drawn from it with a font of this crate's. Colours are
 //! Okabe and Ito's, which people who confuse red and green can tell apart; where they run out, lines are dashed.
 
 mod areas;
@@ -12,7 +12,8 @@ pub use areas::{AreaChart, Layer, Span};
 
 use std::path::Path;
 
-use crate::{Error, Result, files};
+use crate::report::picture;
+use crate::{Error, Result};
 use axis::Axis;
 
 /// One line of a [`LineChart`].
@@ -111,12 +112,13 @@ impl LineChart {
         })
     }
 
-    /// Writes the chart to a file, which appears complete or not at all.
+    /// Writes the chart to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an SVG.
     ///
     /// # Errors
-    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written.
-    pub fn save_svg(&self, path: impl AsRef<Path>) -> Result<()> {
-        files::write_bytes(path.as_ref(), self.to_svg()?.as_bytes())
+    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for a PNG in a
+    /// build without the feature `png`.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        picture::save(&self.to_svg()?, path.as_ref())
     }
 
     fn check_logarithms(&self, series: &Series) -> Result<()> {
@@ -151,12 +153,13 @@ impl Figure {
         )
     }
 
-    /// Writes the figure to a file, which appears complete or not at all.
+    /// Writes the figure to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an SVG.
     ///
     /// # Errors
-    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written.
-    pub fn save_svg(&self, path: impl AsRef<Path>) -> Result<()> {
-        files::write_bytes(path.as_ref(), self.to_svg()?.as_bytes())
+    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for a PNG in a
+    /// build without the feature `png`.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        picture::save(&self.to_svg()?, path.as_ref())
     }
 }
 

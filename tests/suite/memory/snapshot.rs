@@ -122,7 +122,7 @@ fn child_writes_nowhere() {
     for refused in [
         snapshot.save_pickle(path),
         snapshot.save_json(path),
-        timeline(&recording, "").save_svg(path),
+        timeline(&recording, "").save(path),
     ] {
         let error = refused.unwrap_err();
         assert!(

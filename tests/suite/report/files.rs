@@ -84,7 +84,7 @@ fn unwritable_outputs_are_named() {
     ] {
         for error in [
             nasty().save(Format::Csv, &path).unwrap_err(),
-            chart.save_svg(&path).unwrap_err(),
+            chart.save(&path).unwrap_err(),
         ] {
             assert!(matches!(&error, Error::Io { path: named, .. } if *named == path));
             let text = error.to_string();
@@ -114,4 +114,40 @@ fn a_refusing_writer_is_an_io_error() {
         };
         assert_eq!(source.kind(), io::ErrorKind::StorageFull, "{format}");
     }
+}
+
+#[cfg(feature = "png")]
+#[test]
+fn a_picture_called_png_is_one_with_its_text_in_it() {
+    use resvg::tiny_skia::{Color, Pixmap};
+    let folder = tempfile::tempdir().unwrap();
+    let draw = |title: &str, name: &str| {
+        let chart = LineChart {
+            title: title.into(),
+            series: vec![Series::new("a", vec![(0.0, 1.0), (1.0, 2.0)])],
+            ..Default::default()
+        };
+        let path = folder.path().join(name);
+        chart.save(&path).unwrap();
+        (chart.to_svg().unwrap(), fs::read(path).unwrap())
+    };
+    let (svg, bytes) = draw("", "step.svg");
+    assert_eq!(bytes, svg.as_bytes());
+
+    let [untitled, titled] = [draw("", "a.PNG"), draw("Loss", "b.png")]
+        .map(|(_, bytes)| Pixmap::decode_png(&bytes).unwrap());
+    // 860 by 544 in the document, two pixels for one.
+    assert_eq!((titled.width(), titled.height()), (1720, 1088));
+    let dark = |picture: &Pixmap, rows: std::ops::Range<usize>| {
+        let row = picture.width() as usize;
+        picture.pixels()[rows.start * row..rows.end * row]
+            .iter()
+            .filter(|pixel| pixel.demultiply() != Color::WHITE.to_color_u8())
+            .count()
+    };
+    let title = 0..88;
+    assert_eq!(dark(&untitled, title.clone()), 0, "white, not transparent");
+    assert!(dark(&titled, title) > 100, "letters were drawn");
+    assert!(dark(&untitled, 200..800) > 1000, "lines were drawn");
+    assert_eq!(draw("Loss", "c.png").1, draw("Loss", "d.png").1);
 }

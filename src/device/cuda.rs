@@ -1,0 +1,123 @@
+//! What the CUDA driver says of a card and of its memory pool, which candle's tensors come from.
+
+use candle_core::cuda_backend::cudarc::driver::{result, sys};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Device, Result};
+
+/// Opens the card with a stream of its own.
+pub(super) fn open(ordinal: usize) -> Result<Device> {
+    let device = Device::new_cuda_with_stream(ordinal)?;
+    let card = device.as_cuda_device()?;
+    // The pool would give what is freed back to the driver at every synchronisation, and ask for it again.
+    let mut keep_all = u64::MAX;
+    // SAFETY: the attribute is a cuuint64_t.
+    unsafe {
+        result::mem_pool::set_attribute(
+            pool(card)?,
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+            (&raw mut keep_all).cast(),
+        )
+    }
+    .w()?;
+    // SAFETY: everything on this device happens on its one stream (cuBLAS and cuRAND have it too), so that the order
+    // of calls is the order of uses, and the two events a tensor would make and wait for are for nothing.
+    unsafe { card.disable_event_tracking() };
+    Ok(device)
+}
+
+/// Model and memory.
+pub(super) fn description(device: &Device) -> Option<String> {
+    let context = device
+        .as_cuda_device()
+        .ok()?
+        .cuda_stream()
+        .context()
+        .clone();
+    let (major, minor) = context.compute_capability().ok()?;
+    let mib = context.total_mem().ok()? >> 20;
+    let name = context.name().ok()?;
+    Some(format!(
+        "{name}, {mib} MiB, compute capability {major}.{minor}"
+    ))
+}
+
+/// The card's memory, in bytes.
+pub(super) fn total_bytes(device: &Device) -> Option<u64> {
+    let context = device
+        .as_cuda_device()
+        .ok()?
+        .cuda_stream()
+        .context()
+        .clone();
+    Some(context.total_mem().ok()? as u64)
+}
+
+/// What the driver has left, and what the pool holds unused.
+pub(super) fn available_bytes(device: &Device) -> Option<u64> {
+    let card = device.as_cuda_device().ok()?;
+    device.synchronize().ok()?; // what was dropped is free once the stream has come by
+    let (free, _total) = card.cuda_stream().context().mem_get_info().ok()?;
+    let reserved = counter(card, Counter::Reserved)?;
+    Some(free as u64 + reserved.saturating_sub(counter(card, Counter::Used)?))
+}
+
+/// One of the pool's counters.
+#[derive(Clone, Copy)]
+pub(crate) enum Counter {
+    Used,
+    UsedPeak,
+    Reserved,
+    ReservedPeak,
+}
+
+/// What the pool's counter says, in bytes.
+pub(crate) fn pool_bytes(device: &Device, which: Counter) -> Option<u64> {
+    counter(device.as_cuda_device().ok()?, which)
+}
+
+/// Begins both peaks anew at what is there now.
+pub(crate) fn reset_pool_peaks(device: &Device) -> Option<()> {
+    let pool = pool(device.as_cuda_device().ok()?).ok()?;
+    for which in [Counter::UsedPeak, Counter::ReservedPeak] {
+        let mut zero = 0u64; // the only value that the driver takes
+        // SAFETY: the attribute is a cuuint64_t.
+        unsafe { result::mem_pool::set_attribute(pool, which.attribute(), (&raw mut zero).cast()) }
+            .ok()?;
+    }
+    Some(())
+}
+
+impl Counter {
+    fn attribute(self) -> sys::CUmemPool_attribute {
+        use sys::CUmemPool_attribute as Attribute;
+        match self {
+            Self::Used => Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT,
+            Self::UsedPeak => Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH,
+            Self::Reserved => Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
+            Self::ReservedPeak => Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH,
+        }
+    }
+}
+
+fn counter(card: &CudaDevice, which: Counter) -> Option<u64> {
+    let mut bytes = 0u64;
+    // SAFETY: the attribute is a cuuint64_t.
+    unsafe {
+        result::mem_pool::get_attribute(
+            pool(card).ok()?,
+            which.attribute(),
+            (&raw mut bytes).cast(),
+        )
+    }
+    .ok()?;
+    Some(bytes)
+}
+
+/// The card's default pool, which cuMemAllocAsync takes from.
+fn pool(card: &CudaDevice) -> Result<sys::CUmemoryPool> {
+    let stream = card.cuda_stream();
+    let context = stream.context();
+    context.bind_to_thread().w()?;
+    // SAFETY: the device is the context's own.
+    unsafe { result::device::get_default_mem_pool(context.cu_device()) }.w()
+}

@@ -1,0 +1,34 @@
+//! [`super::cuda`] in a build without CUDA, where no device asks.
+
+use candle_core::{Device, Result};
+
+pub(super) fn open(ordinal: usize) -> Result<Device> {
+    Device::new_cuda(ordinal) // says why not
+}
+
+pub(super) fn description(_device: &Device) -> Option<String> {
+    None
+}
+
+pub(super) fn total_bytes(_device: &Device) -> Option<u64> {
+    None
+}
+
+pub(super) fn available_bytes(_device: &Device) -> Option<u64> {
+    None
+}
+
+#[derive(Clone, Copy)]
+pub(crate) enum Counter {
+    Used,
+    UsedPeak,
+    ReservedPeak,
+}
+
+pub(crate) fn pool_bytes(_device: &Device, _which: Counter) -> Option<u64> {
+    None
+}
+
+pub(crate) fn reset_pool_peaks(_device: &Device) -> Option<()> {
+    None
+}

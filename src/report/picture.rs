@@ -1,0 +1,63 @@
+//! Pictures in files: an SVG document as it is, or drawn as a PNG where the file's name asks for one.
+
+use crate::{Error, Result, files};
+use std::path::Path;
+
+/// Writes the picture `svg` to a file, which appears complete or not at all: as a PNG where the path ends in `.png`,
+/// else as the SVG document that it is.
+///
+/// # Errors
+/// [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for a PNG in a build without the feature `png`.
+pub(crate) fn save(svg: &str, path: &Path) -> Result<()> {
+    let wants_png = path
+        .extension()
+        .is_some_and(|extension| extension.eq_ignore_ascii_case("png"));
+    if wants_png {
+        files::write_bytes(path, &png(svg)?)
+    } else {
+        files::write_bytes(path, svg.as_bytes())
+    }
+}
+
+/// The picture in two pixels for each of the document's, so that small text can be read on any screen. Text is set in
+/// DejaVu Sans Condensed, which the build carries: the same picture on every machine, whatever fonts it has.
+#[cfg(feature = "png")]
+pub(crate) fn png(svg: &str) -> Result<Vec<u8>> {
+    use resvg::{tiny_skia, usvg};
+
+    const SCALE: f32 = 2.0;
+    let refused = |problem: String| Error::Plot(format!("the picture as PNG: {problem}"));
+
+    let mut fonts = usvg::fontdb::Database::new();
+    fonts.load_font_data(dejavu::sans_condensed::regular().to_vec());
+    let family = fonts
+        .faces()
+        .find_map(|face| Some(face.families.first()?.0.clone()))
+        .unwrap_or_default();
+    fonts.set_sans_serif_family(family.clone());
+    let options = usvg::Options {
+        font_family: family,
+        fontdb: fonts.into(),
+        ..Default::default()
+    };
+    let tree = usvg::Tree::from_str(svg, &options).map_err(|e| refused(e.to_string()))?;
+    let (width, height) = (tree.size().width() * SCALE, tree.size().height() * SCALE);
+    let mut pixels =
+        tiny_skia::Pixmap::new(width.ceil() as u32, height.ceil() as u32).ok_or_else(|| {
+            refused(format!(
+                "{width} x {height} pixels cannot be drawn; save it as .svg"
+            ))
+        })?;
+    pixels.fill(tiny_skia::Color::WHITE);
+    let scale = tiny_skia::Transform::from_scale(SCALE, SCALE);
+    resvg::render(&tree, scale, &mut pixels.as_mut());
+    pixels.encode_png().map_err(|e| refused(e.to_string()))
+}
+
+#[cfg(not(feature = "png"))]
+pub(crate) fn png(_svg: &str) -> Result<Vec<u8>> {
+    Err(Error::Plot(
+        "this build draws no PNG; build with --features png, or name a file that ends in .svg"
+            .into(),
+    ))
+}
