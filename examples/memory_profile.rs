@@ -54,7 +54,7 @@ struct Flags {
     #[command(flatten)]
     precision: PrecisionFlags,
 
-    /// Run each as planned beforehand too, or with =only alone (in f32): its timeline is the map of its arena, and it has no snapshot
+    /// Run each as planned beforehand too, or with =only alone: its timeline is the map of its arena, and it has no snapshot
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
     compile: Option<CompileFlag>,
 

@@ -84,7 +84,7 @@ struct Flags {
     #[arg(long, default_value_t = 12)]
     top: usize,
 
-    /// Profile each run as planned beforehand too, or with =only alone (in f32)
+    /// Profile each run as planned beforehand too, or with =only alone
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside", conflicts_with = "reference_ops")]
     compile: Option<CompileFlag>,
 

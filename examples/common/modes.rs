@@ -2,6 +2,7 @@
 
 use clap::ValueEnum;
 use tallow::bench::Execution;
+use tallow::compile::PlanConfig;
 use tallow::memory::Mode;
 use tallow::precision::Precision;
 
@@ -47,7 +48,7 @@ pub fn executed(
     precision: Precision,
 ) -> Vec<(Mode, Execution)> {
     let executions = |mode| {
-        let can = precision == Precision::F32 && mode != Mode::ForwardKeepingGraph;
+        let can = can_plan(precision) && mode != Mode::ForwardKeepingGraph;
         let executions: &[Execution] = match flag {
             Some(CompileFlag::Beside) if can => &[Execution::Eager, Execution::Planned],
             Some(CompileFlag::Only) if can => &[Execution::Planned],
@@ -67,14 +68,23 @@ pub fn execution_words(flag: Option<CompileFlag>) -> &'static str {
     }
 }
 
+/// Whether steps can be planned in it.
+fn can_plan(precision: Precision) -> bool {
+    let plan = PlanConfig {
+        precision,
+        ..Default::default()
+    };
+    plan.validate().is_ok()
+}
+
 /// What is said where some rows could not be planned.
 pub fn not_planned(flag: Option<CompileFlag>, precisions: &[Precision]) -> Option<String> {
-    let eager = precisions.iter().filter(|p| **p != Precision::F32);
+    let eager = precisions.iter().filter(|p| !can_plan(**p));
     let names: Vec<&str> = eager.map(|precision| precision.name()).collect();
     let said = flag.is_some() && !names.is_empty();
     said.then(|| {
         format!(
-            "Steps are planned in f32 alone: {} ran eagerly.",
+            "Steps are planned in f32, bf16 and f16 with f32 parameters and a kept copy of each weight: {} ran eagerly.",
             names.join(", ")
         )
     })

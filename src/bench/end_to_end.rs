@@ -32,7 +32,7 @@ pub struct EndToEnd {
     pub steps: usize,
     /// The optimizer of a training step.
     pub optimizer: OptimizerChoice,
-    /// Eager, or planned: in f32 on the CPU, with this crate's AdamW.
+    /// Eager, or planned: on the CPU, in f32 or under autocast, with this crate's AdamW.
     pub execution: Execution,
     /// The seed of weights and tokens.
     pub seed: u64,
@@ -203,8 +203,7 @@ impl EndToEnd {
         let targets = self.random_tokens(1, device)?; // (B, T)
         let laps = Laps::new(device).warmup(self.warmup_steps).on_step(on_step);
         if self.execution == Execution::Planned {
-            let timings = self.time_planned(&model, &tokens, &targets, laps)?;
-            return Ok((timings, None));
+            return self.time_planned(&model, &tokens, &targets, laps);
         }
         let precision = self.precision;
         let forward = || precision.run(|| model.forward(&tokens));

@@ -2,14 +2,14 @@
 
 use super::OptimizerChoice;
 use super::laps::Laps;
+use super::update::LossScaling;
 use super::{EndToEnd, LapTimings};
 use crate::compile::{Forward, Plan, PlanConfig, TrainStep};
 use crate::memory::Mode;
 use crate::model::TransformerLM;
-use crate::optim::AdamW;
-use crate::precision::Precision;
+use crate::optim::{AdamW, GradScaler, GradScalerConfig};
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 /// How a model is run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -46,10 +46,6 @@ impl EndToEnd {
                 hint: hint.into(),
             })
         };
-        if self.precision != Precision::F32 {
-            let got = format!("planned in {}", self.precision);
-            return refuse("the precision is not f32", got, "run it eagerly, or in f32");
-        }
         if !device.is_cpu() {
             let got = format!("planned on {:?}", device.location());
             return refuse(
@@ -100,38 +96,57 @@ impl EndToEnd {
             batch_size: self.batch_size,
             sequence_length: self.sequence_length,
             checkpointing: self.config.checkpointing,
+            precision: self.precision,
+            loss_scaling: self.mode == Mode::TrainStep && self.precision.dtype() == DType::F16,
             ..Default::default()
         }
     }
 
-    /// Runs the planned steps. A step is one phase: loss and gradient of the head are computed in one go.
+    /// Runs the planned steps, in f16 with a loss scale. A step is one phase: loss and gradient of the head are computed in
+    /// one go.
     pub(super) fn time_planned(
         &self,
         model: &TransformerLM,
         tokens: &Tensor,
         targets: &Tensor,
         laps: Laps<'_>,
-    ) -> Result<LapTimings> {
+    ) -> Result<(LapTimings, Option<LossScaling>)> {
         let plan = self.plan_config();
         if matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph) {
             let mut forward = Forward::new(model, &plan)?;
-            return laps.measure(self.steps, |lap| {
+            let timings = laps.measure(self.steps, |lap| {
                 lap.time("forward", || forward.run(tokens))
             });
+            return Ok((timings?, None));
         }
         let (OptimizerChoice::AdamW(config) | OptimizerChoice::CandleAdamW(config)) =
             self.optimizer;
         let mut optimizer = AdamW::new(model.parameters(), config)?;
         let mut step = TrainStep::new(model, &optimizer, &plan)?;
-        match self.mode {
-            Mode::TrainStep => laps.measure(self.steps, |lap| {
-                lap.time("train step", || step.run(&mut optimizer, tokens, targets))
-            }),
-            _ => laps.measure(self.steps, |lap| {
+        if self.mode != Mode::TrainStep {
+            let timings = laps.measure(self.steps, |lap| {
                 lap.time("forward+backward", || {
                     step.forward_backward(tokens, targets)
                 })
-            }),
+            });
+            return Ok((timings?, None));
         }
+        let mut scaler = GradScaler::new(GradScalerConfig {
+            enabled: plan.loss_scaling,
+            ..Default::default()
+        })?;
+        let mut skipped_steps = 0;
+        let timings = laps.measure(self.steps, |lap| {
+            lap.time("train step", || {
+                let done = step.run_scaled(&mut optimizer, &mut scaler, tokens, targets)?;
+                skipped_steps += usize::from(!done.stepped());
+                Ok::<_, Error>(())
+            })
+        })?;
+        let scaling = plan.loss_scaling.then(|| LossScaling {
+            loss_scale: scaler.loss_scale(),
+            skipped_steps,
+        });
+        Ok((timings, scaling))
     }
 }

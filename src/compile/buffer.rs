@@ -19,6 +19,8 @@ impl BufferId {
 pub enum Category {
     /// A weight, shared with the model.
     Parameter,
+    /// A weight in half precision, made from the parameter at the beginning of each step.
+    WeightCopy,
     /// A running mean of AdamW's, shared with the optimizer.
     OptimizerState,
     /// Token ids, and tables that were computed with the plan.
@@ -37,8 +39,9 @@ pub enum Category {
 
 impl Category {
     /// All of them, in the order of reports.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Parameter,
+        Self::WeightCopy,
         Self::OptimizerState,
         Self::Input,
         Self::Output,
@@ -52,6 +55,7 @@ impl Category {
     pub fn name(self) -> &'static str {
         match self {
             Self::Parameter => "parameter",
+            Self::WeightCopy => "weight copy",
             Self::OptimizerState => "optimizer state",
             Self::Input => "input",
             Self::Output => "output",

@@ -1,6 +1,7 @@
 //! What to plan for.
 
 use crate::nn::Checkpointing;
+use crate::precision::{Precision, Regime};
 use crate::{Error, Result};
 
 /// The shape of a step, and how it is to be run.
@@ -20,6 +21,12 @@ pub struct PlanConfig {
     pub batch_size: usize,
     /// T: tokens in a sequence.
     pub sequence_length: usize,
+    /// What products and attention are computed from, and activations kept in: f32, or bf16 or f16 as under
+    /// [`autocast`](crate::autocast()), with f32 parameters. [What is in half precision](super#half-precision).
+    pub precision: Precision,
+    /// Whether the plan divides gradients by a loss scale and leaves the update out where one has overflowed, for
+    /// [`TrainStep::run_scaled`](super::TrainStep::run_scaled). Does not go with an optimizer in backward.
+    pub loss_scaling: bool,
     /// Scale the gradients so that their norm is at most this, as
     /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) does; `None` for no clipping.
     pub clip_norm: Option<f64>,
@@ -42,6 +49,8 @@ impl Default for PlanConfig {
         Self {
             batch_size: 4,
             sequence_length: 256,
+            precision: Precision::F32,
+            loss_scaling: false,
             clip_norm: None,
             accumulation: 1,
             checkpointing: Checkpointing::None,
@@ -61,7 +70,7 @@ impl PlanConfig {
     ///
     /// # Errors
     /// [`Error::Config`] naming the field: sizes of zero, sizes that no memory holds, a norm to clip at that is not over 0,
-    /// an optimizer in backward beside clipping or accumulation.
+    /// a precision without f32 parameters, an optimizer in backward beside clipping, accumulation or loss scaling.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::Config {
@@ -85,8 +94,14 @@ impl PlanConfig {
         if let Some(norm) = self.clip_norm {
             check_clip_norm(norm)?;
         }
+        let precision = self.precision;
+        if precision.regime() == Regime::Full || precision.drops_casts() {
+            let hint = "parameters stay in f32, and the plan keeps one copy of each weight in half precision";
+            let expected = "f32, bf16 or f16";
+            return refuse("precision", expected, precision.to_string(), hint);
+        }
         if self.optimizer_in_backward {
-            let hint = "clipping and accumulation need all gradients before the first update; leave one out";
+            let hint = "clipping, accumulation and loss scaling need all gradients before the first update; leave one out";
             if self.clip_norm.is_some() {
                 return refuse(
                     "optimizer_in_backward",
@@ -97,6 +112,10 @@ impl PlanConfig {
             }
             if self.accumulation > 1 {
                 let expected = "false with accumulation";
+                return refuse("optimizer_in_backward", expected, "true".into(), hint);
+            }
+            if self.loss_scaling {
+                let expected = "false with loss_scaling";
                 return refuse("optimizer_in_backward", expected, "true".into(), hint);
             }
         }

@@ -8,14 +8,16 @@ use super::source;
 use crate::Result;
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::optim::inplace::lend_all;
-use candle_core::{Device, Tensor, Var};
+use crate::precision::Precision;
+use candle_core::{DType, Device, Tensor, Var, WithDType};
+use half::{bf16, f16};
 
 const OP: &str = "compile::Forward";
 
 /// A model's forward for one batch shape, planned once: tokens to logits, without a graph.
 ///
-/// The same as `no_grad(|| model.forward(&tokens))`, on the model's own parameters. Of [`PlanConfig`] only `batch_size` and
-/// `sequence_length` matter.
+/// The same as `no_grad(|| model.forward(&tokens))`, on the model's own parameters; with a precision other than f32 the same
+/// under [`autocast`](crate::autocast()). Of [`PlanConfig`] only `batch_size`, `sequence_length` and `precision` matter.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -40,6 +42,7 @@ pub struct Forward {
     executor: Executor,
     parameters: Vec<(String, Var)>,
     vocab_size: usize,
+    precision: Precision,
     /// B, T.
     shape: (usize, usize),
 }
@@ -58,6 +61,7 @@ impl Forward {
             plan,
             parameters,
             vocab_size: model.config().vocab_size,
+            precision: config.precision,
             shape: (config.batch_size, config.sequence_length),
         })
     }
@@ -70,11 +74,12 @@ impl Forward {
         let config = PlanConfig {
             batch_size: config.batch_size,
             sequence_length: config.sequence_length,
+            precision: config.precision,
             ..Default::default()
         };
         model.validate()?;
         source::check_length(model, &config)?;
-        let [cos, sin] = source::angles(model, config.sequence_length)?;
+        let [cos, sin] = source::angles(model, &config)?;
         Ok(build::forward(Source {
             model,
             config: &config,
@@ -83,29 +88,40 @@ impl Forward {
         }))
     }
 
-    /// Logits (B, T, V) of tokens (B, T) u32: the only thing that a run allocates.
+    /// Logits (B, T, V) of tokens (B, T) u32, in the dtype of the precision: the only thing that a run allocates.
     ///
     /// # Errors
     /// Another shape or dtype than planned, ids outside the vocabulary.
     pub fn run(&mut self, tokens: &Tensor) -> Result<Tensor> {
+        match self.precision.dtype() {
+            DType::BF16 => self.run_in::<bf16>(tokens),
+            DType::F16 => self.run_in::<f16>(tokens),
+            _ => self.run_in::<f32>(tokens),
+        }
+    }
+
+    /// With logits of `S`.
+    fn run_in<S: WithDType>(&mut self, tokens: &Tensor) -> Result<Tensor> {
         let (batch, length) = self.shape;
         let tokens = source::ids(OP, "tokens", tokens, batch, length, self.vocab_size)?;
         let shape = (batch, length, self.vocab_size);
         let tensors = self.parameters.iter().map(|(_, var)| var.as_tensor());
         let tensors: Vec<&Tensor> = tensors.collect();
         let (plan, executor) = (&self.plan, &mut self.executor);
-        let mut result = Ok(());
-        let mut logits = vec![0f32; batch * length * self.vocab_size]; // (N, V)
+        let mut result = Ok(true);
+        let mut logits = vec![S::zero(); batch * length * self.vocab_size]; // (N, V)
+        let bytes = size_of_val(logits.as_slice());
+        let output = std::ptr::slice_from_raw_parts_mut(logits.as_mut_ptr().cast(), bytes);
         lend_all::<f32>(&tensors, |parameters| {
             let lent = Lent {
                 parameters,
                 tokens: &tokens,
-                output: Some(logits.as_mut_slice()),
+                output: Some(output),
                 ..Default::default()
             };
             result = executor.run(plan, &lent, &Controls::default());
         })?;
-        result?;
+        let _: bool = result?; // there is no update to be left out
         Ok(Tensor::from_vec(logits, shape, &Device::Cpu)?)
     }
 

@@ -153,6 +153,7 @@ fn colour(category: Category) -> &'static str {
         Category::Temporary => "#56B4E9",
         Category::Scratch => "#999999",
         Category::Parameter => "#009E73",
+        Category::WeightCopy => "#AA4499",
         Category::OptimizerState => "#E69F00",
         Category::Input => "#F0E442",
         Category::Output => "#CC79A7",

@@ -35,11 +35,26 @@
 //! ([`Plan::explain`], [`Plan::memory_map`]), what builds it from a configuration, and the executor, a loop over the calls
 //! that knows nothing of transformers. What does not: the kernels ([`crate::kernels`]).
 //!
+//! # Half precision
+//!
+//! With [`PlanConfig::precision`] a step is what it is eagerly under [`autocast`](crate::autocast()), by either policy: they
+//! agree in all that this model has. Products and attention are computed from bf16 or f16 and summed in f32; parameters,
+//! optimizer state, the residual stream, norms, probabilities, losses and gradients of parameters are f32. The weights that
+//! products read have copies in the arena, made anew in each step (where the first product asks for it; with accumulation,
+//! before the first micro-batch), so that there is nothing to refresh after a weight was changed or loaded.
+//!
+//! Results are rounded where eager ones are. Only sums of products in place, the gradients of an input that several weights
+//! share, are rounded once instead of twice.
+//!
+//! f16 wants its loss scaled: [`PlanConfig::loss_scaling`] and [`TrainStep::run_scaled`] with a
+//! [`GradScaler`](crate::optim::GradScaler), whose scale is read at each run. Where a gradient overflows, the calls of the
+//! update are left out.
+//!
 //! # What a plan is exact about
 //!
-//! [`Plan::peak_bytes`] is the arena's allocation. Beside it kernels keep packing buffers of a few MiB a thread, whatever the
-//! sizes, and flash attention's backward takes a few tiles a thread. The scratch of naive attention is in the arena, for as
-//! many threads as the pool has when the plan is made; a plan run in a larger pool uses that many.
+//! [`Plan::peak_bytes`] is the arena's allocation. Beside it kernels keep packing buffers of 0.75 MiB a thread, in half precision
+//! 2.5, whatever the sizes, and flash attention's backward takes a few tiles a thread. The scratch of naive attention is in
+//! the arena, for as many threads as the pool has when the plan is made; a plan run in a larger pool uses that many.
 //!
 //! The bits of a run do not depend on the number of threads, nor on where buffers lie.
 
@@ -62,4 +77,4 @@ pub use config::PlanConfig;
 pub use forward::Forward;
 pub use op::{Accumulate, AttentionSizes, Op};
 pub use plan::{Call, Operand, Phase, Plan};
-pub use train_step::TrainStep;
+pub use train_step::{ScaledStep, TrainStep};

@@ -42,6 +42,11 @@ pub struct AttentionSizes {
 /// among the writes alone. N is rows, D width.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Op {
+    /// A copy in another dtype. Reads x; writes y.
+    Cast {
+        /// Of each.
+        elements: usize,
+    },
     /// Rows of a table by id. Reads ids (N), table (V, D); writes x (N, D).
     Embedding {
         /// N.
@@ -88,7 +93,8 @@ pub enum Op {
     /// Naive attention with q and k turned. Reads q, k, v (B, T, H*Dh), cos, sin (T, Dh/2); writes out (B, T, H*Dh), scratch
     /// and, where backward wants it, p (its triangle).
     Attention(AttentionSizes),
-    /// Attention in tiles. Reads q, k (turned), v (B, T, H*Dh); writes out (B, H, T, Dh), lse (B, H, T).
+    /// Attention in tiles. Reads q, k (turned), v (B, T, H*Dh); writes out (B, H, T, Dh), lse (B, H, T) and, in half precision
+    /// where backward wants it, what rounding took from out (B, H, T, Dh).
     FlashAttention(AttentionSizes),
     /// Reads x (B, H, T, Dh); writes y (B, T, H*Dh).
     MergeHeads(AttentionSizes),
@@ -123,7 +129,8 @@ pub enum Op {
     },
     /// Reads d_out, q, k, v (B, T, H*Dh), p, cos, sin; writes dq, dk, dv (B, T, H*Dh), scratch.
     AttentionBackward(AttentionSizes),
-    /// Reads d_out, q, k, v, out (B, T, H*Dh), lse (B, H, T); writes dq, dk, dv (B, H, T, Dh).
+    /// Reads d_out, q, k, v, out (B, T, H*Dh), lse (B, H, T) and, in half precision, what rounding took from out
+    /// (B, H, T, Dh); writes dq, dk, dv (B, H, T, Dh).
     FlashAttentionBackward(AttentionSizes),
     /// Reads x (B, H, T, Dh), cos, sin; writes y (B, T, H*Dh), turned back.
     MergeRotatedBack(AttentionSizes),
@@ -146,6 +153,17 @@ pub enum Op {
         width: usize,
         /// Whether dtable is added to.
         accumulate: Accumulate,
+    },
+    /// A gradient over the loss scale. Writes the gradient, in place, and whether all of it is finite (1).
+    Unscale {
+        /// Of the gradient.
+        elements: usize,
+    },
+    /// Reads whether gradients are finite (P); writes the number of the first that is not (1), P if all are. Where one is
+    /// not, the step ends here.
+    CheckOverflow {
+        /// P.
+        parameters: usize,
     },
     /// Reads x; writes the sum of its squares (1).
     SumOfSquares {
@@ -170,6 +188,7 @@ impl Op {
     /// As reports call it.
     pub fn name(&self) -> &'static str {
         match self {
+            Self::Cast { .. } => "cast",
             Self::Embedding { .. } => "embedding",
             Self::RmsNorm { .. } => "rms_norm",
             Self::AddRmsNorm { .. } => "add_rms_norm",
@@ -187,6 +206,8 @@ impl Op {
             Self::MergeRotatedBack(_) => "merge_rotated_back",
             Self::RmsNormBackward { .. } => "rms_norm_backward",
             Self::EmbeddingBackward { .. } => "embedding_backward",
+            Self::Unscale { .. } => "unscale",
+            Self::CheckOverflow { .. } => "check_overflow",
             Self::SumOfSquares { .. } => "sum_of_squares",
             Self::ClipFactor { .. } => "clip_factor",
             Self::AdamW { .. } => "adamw",
@@ -219,7 +240,7 @@ impl Op {
             Self::Matmul { accumulate, .. } => *accumulate != Accumulate::Never,
             Self::RmsNormBackward { add_dx, .. } => *add_dx,
             Self::Rotate(_) | Self::CrossEntropy { .. } => true,
-            Self::SwiGluBackward { .. } | Self::AdamW { .. } => true,
+            Self::SwiGluBackward { .. } | Self::AdamW { .. } | Self::Unscale { .. } => true,
             _ => false,
         }
     }
@@ -263,9 +284,13 @@ impl Op {
             Self::MeanLoss { rows, .. } => format!("{rows}"),
             Self::SwiGlu { elements }
             | Self::SwiGluBackward { elements }
+            | Self::Cast { elements }
+            | Self::Unscale { elements }
             | Self::SumOfSquares { elements }
             | Self::AdamW { elements, .. } => format!("{elements}"),
-            Self::ClipFactor { parameters } => format!("{parameters}"),
+            Self::CheckOverflow { parameters } | Self::ClipFactor { parameters } => {
+                format!("{parameters}")
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::arena;
 use super::buffer::{Buffer, BufferId, Category, Home};
 use super::op::Op;
+use candle_core::DType;
 use std::fmt;
 use std::ops::Range;
 
@@ -234,6 +235,14 @@ impl Plan {
             true => self.micro_batches,
             false => 1,
         }
+    }
+
+    /// bf16 or f16 if an operand of the call is in it, else f32. No call has both.
+    pub fn lower_dtype(&self, call: &Call) -> DType {
+        let dtypes = call.reads.iter().chain(&call.writes);
+        let mut dtypes = dtypes.map(|operand| self.buffer(operand.buffer).dtype);
+        let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
+        half.unwrap_or(DType::F32)
     }
 
     /// The first buffer with this home.

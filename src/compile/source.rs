@@ -75,12 +75,16 @@ pub(super) fn check_length(model: &TransformerConfig, config: &PlanConfig) -> Re
     })
 }
 
-/// Cosines and sines of T positions, (T, Dh/2) each: the model's own tables.
-pub(super) fn angles(model: &TransformerConfig, length: usize) -> Result<[Vec<f32>; 2]> {
-    let (theta, head_dim) = (model.rope_theta, model.head_dim());
+/// Cosines and sines of T positions, (T, Dh/2) each: the model's own tables, rounded to half precision where queries and keys
+/// come in it, as eager rope does.
+pub(super) fn angles(model: &TransformerConfig, config: &PlanConfig) -> Result<[Vec<f32>; 2]> {
+    let (theta, head_dim, length) = (model.rope_theta, model.head_dim(), config.sequence_length);
     let device = &candle_core::Device::Cpu;
     let tables = nn::RotaryEmbedding::new(theta, head_dim, length, DType::F32, device)?;
-    let [cos, sin] = tables.tables().map(|table| table.flatten_all()?.to_vec1());
+    let [cos, sin] = tables.tables().map(|table| {
+        let rounded = table.to_dtype(config.precision.dtype())?;
+        rounded.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+    });
     Ok([cos?, sin?])
 }
 

@@ -1,6 +1,7 @@
 //! Planned steps against eager ones, and what a plan says of itself.
 
 mod eager;
+mod half;
 mod memory;
 mod options;
 mod plans;
@@ -16,6 +17,7 @@ use tallow::attention::Algorithm;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm_checked};
+use tallow::precision::Precision;
 
 const CPU: Device = Device::Cpu;
 
@@ -80,6 +82,10 @@ fn length(tensors: &[(String, Tensor)]) -> f64 {
     f64::from(squares.unwrap().into_iter().sum::<f32>()).sqrt()
 }
 
+fn to_f32(x: &Tensor) -> Tensor {
+    x.to_dtype(DType::F32).unwrap()
+}
+
 /// An eager step with the batch's sequences all at once: its loss.
 pub fn eager_step(
     model: &TransformerLM,
@@ -87,7 +93,24 @@ pub fn eager_step(
     (tokens, targets): &(Tensor, Tensor),
     clip_norm: Option<f64>,
 ) -> f32 {
-    let loss = model.loss(tokens, targets).unwrap();
+    eager_step_in(
+        Precision::F32,
+        model,
+        optimizer,
+        (tokens, targets),
+        clip_norm,
+    )
+}
+
+/// As [`eager_step`], under autocast.
+pub fn eager_step_in(
+    precision: Precision,
+    model: &TransformerLM,
+    optimizer: &mut AdamW,
+    (tokens, targets): (&Tensor, &Tensor),
+    clip_norm: Option<f64>,
+) -> f32 {
+    let loss = precision.run(|| model.loss(tokens, targets)).unwrap();
     let mut store = loss.backward().unwrap();
     if let Some(norm) = clip_norm {
         clip_grad_norm_checked(&mut store, model.parameters(), norm).unwrap();
@@ -126,12 +149,18 @@ pub fn agree(model_config: &TransformerConfig, plan: &PlanConfig) {
             step.gradients().unwrap()
         };
 
-        let loss = eager.loss(&batch.0, &batch.1).unwrap();
+        let loss = || eager.loss(&batch.0, &batch.1);
+        let loss = plan.precision.run(loss).unwrap();
         let mut store = loss.backward().unwrap();
         let loss = loss.to_scalar::<f32>().unwrap();
         let error = (got - loss).abs() / loss;
-        assert!(error <= 1e-6, "{what}, step {i}: {got} for {loss}");
+        let allowed = match plan.precision {
+            Precision::F32 => 1e-6,
+            _ => 1e-4,
+        };
+        assert!(error <= allowed, "{what}, step {i}: {got} for {loss}");
         let judge = Judge {
+            precision: plan.precision,
             model: &eager,
             batch: &batch,
             what: &what,
@@ -153,6 +182,7 @@ pub fn agree(model_config: &TransformerConfig, plan: &PlanConfig) {
 
 /// Holds gradients against the eager ones of a model.
 struct Judge<'a> {
+    precision: Precision,
     model: &'a TransformerLM,
     batch: &'a (Tensor, Tensor),
     what: &'a str,
@@ -162,6 +192,12 @@ impl Judge<'_> {
     fn gradients(&self, gradients: &[(String, Tensor)], store: &GradStore) {
         let parameters = self.model.parameters();
         assert_eq!(gradients.len(), parameters.len());
+        match self.precision.dtype() {
+            // Half of the distance between 1 and the next number.
+            DType::BF16 => return self.in_half(gradients, store, 2f64.powi(-8)),
+            DType::F16 => return self.in_half(gradients, store, 2f64.powi(-11)),
+            _ => {}
+        }
         let rounding = 1e-6 * length(gradients);
         for ((name, got), (wanted_name, var)) in gradients.iter().zip(&parameters) {
             assert_eq!(name, wanted_name);
@@ -188,6 +224,30 @@ impl Judge<'_> {
                 );
             }
         }
+    }
+
+    /// Half precision against f64: no gradient is further away than three times eager's, or than three roundings; and all of
+    /// them together are nearer to eager's than those are to f64's.
+    fn in_half(&self, gradients: &[(String, Tensor)], store: &GradStore, unit: f64) {
+        let exact = self.exact();
+        let negligible = unit * length(gradients);
+        let (mut apart, mut allowed) = (0.0, 0.0);
+        for ((name, got), (_, var)) in gradients.iter().zip(self.model.parameters()) {
+            let (wanted, exact) = (store.get(&var).unwrap(), &exact[name]);
+            let norm = |x: &Tensor| length(&[(String::new(), to_f32(x))]);
+            apart += (distance(got, wanted) * norm(wanted)).powi(2);
+            let [error, eager] = [got, wanted].map(|x| distance(x, exact));
+            let norm = norm(exact);
+            allowed += (eager * norm).powi(2);
+            let is_near = error <= 3.0 * eager.max(unit) || error * norm <= negligible;
+            assert!(is_near, "{}, {name}: {error:.1e}, {eager:.1e}", self.what);
+        }
+        let (apart, allowed) = (apart.sqrt(), allowed.sqrt().max(negligible));
+        assert!(
+            apart <= allowed,
+            "{}: {apart:.1e}, {allowed:.1e}",
+            self.what
+        );
     }
 
     /// The gradients in f64.

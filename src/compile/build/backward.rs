@@ -60,14 +60,15 @@ impl Builder<'_> {
 
         // dgated = dx W2; then, in its place, what W2's gradient is made from.
         self.path = format!("{prefix}/ffn/w2");
-        let gated = self.buffer("gated", &[rows, hidden]);
-        self.input_gradient("w2", &prefix, "ffn", dx, gated, Accumulate::Never);
+        let d_branch = self.lowered(dx);
+        let gated = self.lower("gated", &[rows, hidden]);
+        self.input_gradient("w2", &prefix, "ffn", d_branch, gated, Accumulate::Never);
         let BlockState { gate, up, .. } = *state;
         self.path = format!("{prefix}/ffn");
         let elements = rows * hidden;
         self.call(Op::SwiGluBackward { elements }, &[], &[gated, gate, up]);
-        self.weight_gradient("w2", &prefix, "ffn", dx, gated);
-        let dy = self.buffer("dx", &[rows, width]);
+        self.weight_gradient("w2", &prefix, "ffn", d_branch, gated);
+        let dy = self.lower("dx", &[rows, width]);
         self.input_gradient("w1", &prefix, "ffn", gate, dy, Accumulate::Never);
         self.weight_gradient("w1", &prefix, "ffn", gate, state.ln2.y);
         self.input_gradient("w3", &prefix, "ffn", up, dy, Accumulate::Always);
@@ -75,20 +76,21 @@ impl Builder<'_> {
         self.norm_backward(&format!("{prefix}/ln2"), state.ln2, dy, dx, true);
 
         self.path = format!("{prefix}/attn");
-        let d_merged = self.buffer("dmerged", &[rows, width]);
+        let d_branch = self.lowered(dx);
+        let d_merged = self.lower("dmerged", &[rows, width]);
         self.input_gradient(
             "output_proj",
             &prefix,
             "attn",
-            dx,
+            d_branch,
             d_merged,
             Accumulate::Never,
         );
-        self.weight_gradient("output_proj", &prefix, "attn", dx, state.merged);
+        self.weight_gradient("output_proj", &prefix, "attn", d_branch, state.merged);
         self.path = format!("{prefix}/attn");
         let gradients = self.attention_backward(state, d_merged);
         self.path = format!("{prefix}/attn");
-        let dy = self.buffer("dx", &[rows, width]);
+        let dy = self.lower("dx", &[rows, width]);
         let names = ["q_proj", "k_proj", "v_proj"];
         for (i, (name, gradient)) in names.into_iter().zip(gradients).enumerate() {
             let accumulate = match i {
@@ -112,11 +114,11 @@ impl Builder<'_> {
         accumulate: Accumulate,
     ) {
         self.path = format!("{prefix}/{part}/{name}");
-        let weight = self.weight(&format!("{prefix}.{part}.{name}.weight"));
+        let weight = self.product_weight(&format!("{prefix}.{part}.{name}.weight"));
         self.matmul((dy, false), (weight, false), dx, accumulate);
     }
 
-    /// `dW = dy^T x`. Under autocast both factors would be of its dtype, and dW f32 all the same.
+    /// `dW = dy^T x`, in f32 whatever the factors are in.
     fn weight_gradient(&mut self, name: &str, prefix: &str, part: &str, dy: BufferId, x: BufferId) {
         self.path = format!("{prefix}/{part}/{name}");
         let weight = format!("{prefix}.{part}.{name}.weight");
@@ -158,7 +160,7 @@ impl Builder<'_> {
         let [cos, sin] = self.angles;
         let [q, k, v] = state.qkv;
         let shape = [self.source.config.rows(), self.source.model.d_model];
-        let gradients = ["dq", "dk", "dv"].map(|name| self.buffer(name, &shape));
+        let gradients = ["dq", "dk", "dv"].map(|name| self.lower(name, &shape));
         match state.attended {
             Attended::Naive { p: None } => {} // a forward alone, which has no backward
             Attended::Naive { p: Some(p) } => {
@@ -171,15 +173,13 @@ impl Builder<'_> {
                     &[dq, dk, dv, scratch],
                 );
             }
-            Attended::Flash { lse } => {
+            Attended::Flash { lse, rounded_off } => {
                 let shape = [sizes.batch, sizes.heads, sizes.length, sizes.head_dim];
                 let heads = ["dq_heads", "dk_heads", "dv_heads"];
-                let heads = heads.map(|name| self.buffer(name, &shape));
-                self.call(
-                    Op::FlashAttentionBackward(sizes),
-                    &[d_merged, q, k, v, state.merged, lse],
-                    &heads,
-                );
+                let heads = heads.map(|name| self.lower(name, &shape));
+                let reads = [d_merged, q, k, v, state.merged, lse];
+                let reads: Vec<BufferId> = reads.into_iter().chain(rounded_off).collect();
+                self.call(Op::FlashAttentionBackward(sizes), &reads, &heads);
                 let [dq, dk, dv] = gradients;
                 for (from, to) in [(heads[0], dq), (heads[1], dk)] {
                     self.call(Op::MergeRotatedBack(sizes), &[from, cos, sin], &[to]);

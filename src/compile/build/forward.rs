@@ -4,7 +4,6 @@ use super::super::buffer::{BufferId, Category, Home};
 use super::super::op::{Accumulate, Op};
 use super::Builder;
 use crate::nn::Checkpointing;
-use candle_core::DType;
 
 /// The residual stream as a norm finds it. N is B T.
 #[derive(Clone, Copy)]
@@ -31,8 +30,12 @@ pub(super) struct Normed {
 pub(super) enum Attended {
     /// The probabilities; none in a forward alone.
     Naive { p: Option<BufferId> },
-    /// The log-sum-exp of the scores, (B, H, T). q and k are turned.
-    Flash { lse: BufferId },
+    /// The log-sum-exp of the scores, (B, H, T), and what rounding took from the output, in half precision, (B, H, T, Dh).
+    /// q and k are turned.
+    Flash {
+        lse: BufferId,
+        rounded_off: Option<BufferId>,
+    },
 }
 
 /// What a block leaves for backward.
@@ -97,8 +100,9 @@ impl Builder<'_> {
         let states = self.forward(Checkpointing::None);
         let shape = [self.source.config.rows(), self.source.model.vocab_size];
         self.path = "lm_head".into();
-        let logits = self.add("logits", &shape, DType::F32, Category::Output, Home::Output);
-        let head = self.weight("lm_head.weight");
+        let dtype = self.lower_dtype();
+        let logits = self.add("logits", &shape, dtype, Category::Output, Home::Output);
+        let head = self.product_weight("lm_head.weight");
         self.matmul(
             (states.ln_final.y, false),
             (head, true),
@@ -127,8 +131,8 @@ impl Builder<'_> {
 
         let qkv = ["q", "k", "v"].map(|name| {
             self.path = format!("{prefix}/attn/{name}_proj");
-            let projected = self.buffer(name, &[rows, width]);
-            let weight = self.weight(&weight(&format!("attn.{name}_proj")));
+            let projected = self.lower(name, &[rows, width]);
+            let weight = self.product_weight(&weight(&format!("attn.{name}_proj")));
             self.matmul((ln1.y, false), (weight, true), projected, Accumulate::Never);
             projected
         });
@@ -141,7 +145,7 @@ impl Builder<'_> {
         let gate = self.linear(&format!("{prefix}/ffn/w1"), ln2.y, hidden);
         let up = self.linear(&format!("{prefix}/ffn/w3"), ln2.y, hidden);
         self.path = format!("{prefix}/ffn");
-        let gated = self.buffer("gated", &[rows, hidden]);
+        let gated = self.lower("gated", &[rows, hidden]);
         let elements = rows * hidden;
         self.call(Op::SwiGlu { elements }, &[gate, up], &[gated]);
         let branch = self.linear(&format!("{prefix}/ffn/w2"), gated, width);
@@ -157,11 +161,11 @@ impl Builder<'_> {
         (state, Stream::Sum(ln2.x, branch))
     }
 
-    /// `y = x W^T` with the weight of the layer at `path`: (N, out). Under autocast x and W would be of its dtype here.
+    /// `y = x W^T` with the weight of the layer at `path`: (N, out).
     fn linear(&mut self, path: &str, x: BufferId, out: usize) -> BufferId {
         self.path = path.into();
-        let weight = self.weight(&format!("{}.weight", path.replace('/', ".")));
-        let y = self.buffer("y", &[self.source.config.rows(), out]);
+        let weight = self.product_weight(&format!("{}.weight", path.replace('/', ".")));
+        let y = self.lower("y", &[self.source.config.rows(), out]);
         self.matmul((x, false), (weight, true), y, Accumulate::Never);
         y
     }
@@ -170,7 +174,7 @@ impl Builder<'_> {
         let (rows, width) = (self.source.config.rows(), self.source.model.d_model);
         let eps = self.source.model.rms_norm_eps;
         let weight = self.weight(weight);
-        let y = self.buffer("y", &[rows, width]);
+        let y = self.lower("y", &[rows, width]);
         let rstd = self.buffer("rstd", &[rows]);
         match stream {
             Stream::Whole(x) => {
@@ -194,7 +198,7 @@ impl Builder<'_> {
         let shape = [self.source.config.rows(), self.source.model.d_model];
         if self.is_naive() {
             let kernel = sizes.rotary();
-            let out = self.buffer("out", &shape);
+            let out = self.lower("out", &shape);
             let threads = self.source.threads;
             let scratch = self.scratch(&[threads, kernel.forward_scratch_len()]);
             let p = self
@@ -208,11 +212,16 @@ impl Builder<'_> {
         for x in [q, k] {
             self.call(Op::Rotate(sizes), &[cos, sin], &[x]);
         }
-        let heads = self.buffer("heads", &[b, h, t, sizes.head_dim]);
+        let by_head = [b, h, t, sizes.head_dim];
+        let heads = self.lower("heads", &by_head);
         let lse = self.buffer("lse", &[b, h, t]);
-        self.call(Op::FlashAttention(sizes), &[q, k, v], &[heads, lse]);
-        let out = self.buffer("out", &shape);
+        // Out's own rounding would be in every gradient.
+        let rounded_off =
+            (self.trains && self.is_half()).then(|| self.lower("rounded_off", &by_head));
+        let writes: Vec<BufferId> = [heads, lse].into_iter().chain(rounded_off).collect();
+        self.call(Op::FlashAttention(sizes), &[q, k, v], &writes);
+        let out = self.lower("out", &shape);
         self.call(Op::MergeHeads(sizes), &[heads], &[out]);
-        (Attended::Flash { lse }, out)
+        (Attended::Flash { lse, rounded_off }, out)
     }
 }

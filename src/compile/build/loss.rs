@@ -16,7 +16,7 @@ const CHUNK_ROWS: usize = 64;
 impl Builder<'_> {
     /// From what the head reads, h (N, D): the loss, the head's gradient, and the gradient of h, (N, D).
     ///
-    /// The loss is computed in f32 whatever the precision; under autocast the logits would come in its dtype.
+    /// The loss is computed in f32 whatever the precision, from logits that come in its dtype.
     pub(super) fn loss(&mut self, h: BufferId) -> BufferId {
         let (rows, width) = (self.source.config.rows(), self.source.model.d_model);
         let classes = self.source.model.vocab_size;
@@ -24,8 +24,8 @@ impl Builder<'_> {
         self.phase = Phase::Loss;
         self.path = "lm_head".into();
         let losses = self.buffer("losses", &[rows]);
-        let dh = self.buffer("dx", &[rows, width]);
-        let head = self.weight("lm_head.weight");
+        let dh = self.lower("dx", &[rows, width]);
+        let head = self.product_weight("lm_head.weight");
         let (d_head, first) = self.gradient("lm_head.weight");
         let chunk = (CHUNK_ELEMENTS / classes).clamp(CHUNK_ROWS.min(rows), rows);
         for start in (0..rows).step_by(chunk) {
@@ -35,7 +35,7 @@ impl Builder<'_> {
                 elements: some.start * width..some.end * width,
             };
             let rows = some.len();
-            let logits = self.buffer("logits", &[rows, classes]);
+            let logits = self.lower("logits", &[rows, classes]);
             let product =
                 |[rows, cols, depth]: [usize; 3], a_transposed, b_transposed, accumulate| {
                     Op::Matmul {

@@ -1,12 +1,13 @@
 //! From a model's configuration to a plan's calls.
 //!
 //! What lives here: the mathematics of a step, call by call, in the order of execution: [`forward`], [`loss`],
-//! [`backward`], [`update`]. What does not: where buffers lie ([`super::arena`]) and what computes a call
+//! [`backward`], [`update`]; and what is in half precision under autocast ([`lower`]). What does not: where buffers lie ([`super::arena`]) and what computes a call
 //! ([`super::cpu`]).
 
 mod backward;
 mod forward;
 mod loss;
+mod lower;
 mod update;
 
 use super::buffer::{Buffer, BufferId, Category, Home};
@@ -33,9 +34,13 @@ pub(super) struct Source<'a> {
 /// The plan of a training step.
 pub(super) fn train_step(source: Source<'_>, checkpointing: Checkpointing) -> Plan {
     let mut builder = Builder::new(source, true);
+    if source.config.accumulation > 1 {
+        builder.copy_weights();
+    }
+    let first = builder.calls.len();
     let states = builder.forward(checkpointing);
     builder.loss_and_backward(states);
-    let repeated = 0..builder.calls.len();
+    let repeated = first..builder.calls.len();
     builder.update();
     builder.finish(repeated, source.config.accumulation)
 }
@@ -57,6 +62,8 @@ struct Builder<'a> {
     buffers: Vec<Buffer>,
     /// Of each parameter; in a forward alone, none.
     gradients: Vec<Option<BufferId>>,
+    /// Of each parameter in half precision, where one was made.
+    copies: Vec<Option<BufferId>>,
     kept: Vec<BufferId>,
     phase: Phase,
     path: String,
@@ -75,6 +82,7 @@ impl<'a> Builder<'a> {
             calls: Vec::new(),
             buffers: Vec::new(),
             gradients: Vec::new(),
+            copies: Vec::new(),
             kept: Vec::new(),
             phase: Phase::Forward,
             path: String::new(),
@@ -108,6 +116,7 @@ impl<'a> Builder<'a> {
             builder.add(name, shape.dims(), DType::F32, category, Home::Parameter(i));
         }
         builder.gradients = vec![None; source.model.parameter_shapes().len()];
+        builder.copies = builder.gradients.clone();
         Self {
             tokens,
             targets,
@@ -147,8 +156,8 @@ impl<'a> Builder<'a> {
         BufferId(self.buffers.len() - 1)
     }
 
-    /// A new buffer of the arena, named after the place that it is made at. Activations are computed in f32 and kept so;
-    /// under autocast some of them would be of its dtype.
+    /// A new f32 buffer of the arena, named after the place that it is made at. What is in half precision under autocast is
+    /// a [`lower`](Self::lower) one.
     fn buffer(&mut self, name: &str, shape: &[usize]) -> BufferId {
         self.arena(name, shape, DType::F32, Category::Temporary)
     }

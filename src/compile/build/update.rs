@@ -44,10 +44,36 @@ impl Builder<'_> {
         if self.source.config.optimizer_in_backward {
             return; // done
         }
+        if self.source.config.loss_scaling {
+            self.unscale();
+        }
         let factor = self.source.config.clip_norm.map(|_| self.clip_factor());
         for number in 0..self.gradients.len() {
             self.adamw(number, factor);
         }
+    }
+
+    /// Gradients over the loss scale, and the end of the step where one of them is not finite.
+    fn unscale(&mut self) {
+        self.phase = Phase::Optimizer;
+        self.path = "grad_scaler".into();
+        let parameters = self.gradients.len();
+        let finite = self.arena("finite", &[parameters], DType::U8, Category::Temporary);
+        for number in 0..parameters {
+            let Some(gradient) = self.gradients[number] else {
+                continue;
+            };
+            let gradient = self.whole(gradient);
+            let elements = gradient.elements.len();
+            let is_finite = Operand {
+                buffer: finite,
+                elements: number..number + 1,
+            };
+            self.call_on(Op::Unscale { elements }, vec![], vec![gradient, is_finite]);
+        }
+        let first = self.arena("first not finite", &[1], DType::U32, Category::Temporary);
+        self.kept.push(first);
+        self.call(Op::CheckOverflow { parameters }, &[finite], &[first]);
     }
 
     /// The norm of all gradients, and what they are multiplied by: (2).

@@ -4,7 +4,7 @@ use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{Buffer, Home};
 use super::super::plan::{Operand, Plan};
 use crate::{Error, Result, device};
-use candle_core::WithDType;
+use candle_core::{DType, WithDType};
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 
@@ -85,8 +85,8 @@ pub(crate) struct Lent<'a> {
     pub tokens: &'a [u32],
     /// Of all micro-batches; empty in a forward alone.
     pub targets: &'a [u32],
-    /// What the run gives out, if it does.
-    pub output: Option<*mut [f32]>,
+    /// The bytes of what the run gives out, if it does.
+    pub output: Option<*mut [u8]>,
 }
 
 /// Every buffer of a plan in one micro-batch.
@@ -150,6 +150,11 @@ impl<'a> View<'a> {
         }
     }
 
+    /// Of an operand's elements.
+    pub fn dtype(&self, operand: &Operand) -> DType {
+        self.plan.buffer(operand.buffer).dtype
+    }
+
     fn pointer<T: WithDType>(&self, operand: &Operand) -> *mut T {
         let buffer = self.plan.buffer(operand.buffer);
         assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
@@ -190,7 +195,10 @@ fn check_lent(buffer: &Buffer, lent: &Lent<'_>, micro_batches: usize) {
             Home::ExpAvgSq(number) => lent.exp_avg_sq[number].len(),
             Home::Tokens => lent.tokens.len() / micro_batches,
             Home::Targets => lent.targets.len() / micro_batches,
-            Home::Output => lent.output.map_or(0, |output| output.len()),
+            Home::Output => {
+                let bytes = lent.output.map_or(0, |output| output.len());
+                bytes / buffer.dtype.size_in_bytes()
+            }
         },
     );
     assert_eq!(got, wanted, "{}", buffer.name);

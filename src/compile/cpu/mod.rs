@@ -1,10 +1,13 @@
 //! The CPU's executor: a loop over a plan's calls, each handed to its kernel.
 //!
-//! What lives here: memory ([`memory`]) and, op by op, from operands to slices to [`crate::kernels::cpu`] ([`call`]). What
-//! does not: anything that knows a model.
+//! What lives here: memory ([`memory`]) and, op by op, from operands ([`operands`]) to [`crate::kernels::cpu`] ([`call`],
+//! [`attention`], [`update`]). What does not: anything that knows a model.
 
+mod attention;
 mod call;
 mod memory;
+mod operands;
+mod update;
 
 pub(super) use memory::Lent;
 
@@ -14,8 +17,9 @@ use crate::Result;
 use crate::kernels::cpu::adamw::Update;
 use crate::kernels::cpu::gemm;
 use crate::probe::{self, Kind};
-use candle_core::WithDType;
+use candle_core::{DType, WithDType};
 use memory::{Arena, View};
+use std::ops::ControlFlow;
 
 /// What may change from run to run.
 #[derive(Clone, Copy, Debug, Default)]
@@ -24,6 +28,8 @@ pub(super) struct Controls<'a> {
     pub updates: &'a [Update],
     /// The norm that gradients are clipped to, where the plan clips.
     pub clip_norm: f64,
+    /// What the loss's gradient begins with, to be undone where the plan unscales; `None` for 1, and for no check either.
+    pub loss_scale: Option<f64>,
 }
 
 /// A plan's memory, and the loop.
@@ -35,13 +41,14 @@ pub(super) struct Executor {
 impl Executor {
     /// Allocates the arena, and what threads pack products into.
     pub fn new(plan: &Plan) -> Result<Self> {
-        gemm::reserve_scratch(false);
+        let rounds = |call: &Call| plan.lower_dtype(call) != DType::F32;
+        gemm::reserve_scratch(plan.calls().iter().any(rounds));
         Ok(Self {
             arena: Arena::new(plan.peak_bytes())?,
         })
     }
 
-    /// Runs the calls of every micro-batch: all but the update.
+    /// Runs the calls of every micro-batch, and those before: all but the update.
     pub fn run_micro_batches(
         &mut self,
         plan: &Plan,
@@ -49,23 +56,21 @@ impl Executor {
         controls: &Controls<'_>,
     ) -> Result<()> {
         let view = View::new(plan, &mut self.arena, lent);
+        let _: ControlFlow<()> = run_calls(plan, 0..plan.repeated().start, &view, controls)?;
         for micro_batch in 0..plan.micro_batches() {
-            run_calls(plan, plan.repeated(), &view.of(micro_batch), controls)?;
+            let view = view.of(micro_batch);
+            let _: ControlFlow<()> = run_calls(plan, plan.repeated(), &view, controls)?;
         }
         Ok(())
     }
 
-    /// Runs every call. After an error neither parameters nor optimizer state have changed (an update in backward apart,
-    /// which nothing can fail after).
-    pub fn run(&mut self, plan: &Plan, lent: &Lent<'_>, controls: &Controls<'_>) -> Result<()> {
+    /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error neither
+    /// parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
+    pub fn run(&mut self, plan: &Plan, lent: &Lent<'_>, controls: &Controls<'_>) -> Result<bool> {
         self.run_micro_batches(plan, lent, controls)?;
         let view = View::new(plan, &mut self.arena, lent);
-        run_calls(
-            plan,
-            plan.repeated().end..plan.calls().len(),
-            &view,
-            controls,
-        )
+        let rest = plan.repeated().end..plan.calls().len();
+        Ok(run_calls(plan, rest, &view, controls)?.is_continue())
     }
 
     /// What a run has left in an operand that the plan keeps.
@@ -84,46 +89,55 @@ fn run_calls(
     calls: std::ops::Range<usize>,
     view: &View<'_>,
     controls: &Controls<'_>,
-) -> Result<()> {
+) -> Result<ControlFlow<()>> {
     let mut phase: Option<(Phase, probe::Guard)> = None;
     for call in &plan.calls()[calls] {
-        if !probe::is_listening() {
-            call::run(plan, call, view, controls)?;
-            continue;
+        let next = if probe::is_listening() {
+            if phase.as_ref().is_none_or(|(name, _)| *name != call.phase) {
+                drop(phase.take()); // ended before the next begins
+                phase = Some((call.phase, probe::phase(probed_phase(call.phase))));
+            }
+            run_probed(plan, call, view, controls)?
+        } else {
+            call::run(plan, call, view, controls)?
+        };
+        if next.is_break() {
+            return Ok(next);
         }
-        if phase.as_ref().is_none_or(|(name, _)| *name != call.phase) {
-            drop(phase.take()); // ended before the next begins
-            phase = Some((call.phase, probe::phase(probed_phase(call.phase))));
-        }
-        run_probed(plan, call, view, controls)?;
     }
-    Ok(())
+    Ok(ControlFlow::Continue(()))
 }
 
 /// Runs a call in an op's range at its place in the model. What is backward is said by the phase: each call is an op of its
 /// own, and costs what it costs.
-fn run_probed(plan: &Plan, call: &Call, view: &View<'_>, controls: &Controls<'_>) -> Result<()> {
+fn run_probed(
+    plan: &Plan,
+    call: &Call,
+    view: &View<'_>,
+    controls: &Controls<'_>,
+) -> Result<ControlFlow<()>> {
     let name = call.op.name();
     let places = call.path.split('/');
     let path = places.fold(probe::current(), |path, place| path.child(place));
     let range = probe::op(Kind::Op, name, path.child(name));
-    call::run(plan, call, view, controls)?;
+    let next = call::run(plan, call, view, controls)?;
     let dtype = plan.buffer(call.writes[0].buffer).dtype;
     match call.op {
         Op::Matmul {
             rows, cols, depth, ..
         } => {
             let [a, b, c] = [[rows, depth], [depth, cols], [rows, cols]];
-            let operand = |dims| probe::Operand { dims, dtype };
+            let operand = |dims, dtype| probe::Operand { dims, dtype };
+            let factors = plan.lower_dtype(call);
             range.leave(probe::Operands {
-                inputs: &[operand(&a), operand(&b)],
-                output: operand(&c),
+                inputs: &[operand(&a, factors), operand(&b, factors)],
+                output: operand(&c, dtype),
             });
         }
         Op::AdamW { elements, .. } => range.leave_flat(elements, dtype),
         _ => {} // what the costs of eager ops do not describe
     }
-    Ok(())
+    Ok(next)
 }
 
 /// The phases that profiles know: loss belongs to forward, as in an eager step, though here its gradient comes with it.

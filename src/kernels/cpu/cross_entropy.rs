@@ -1,6 +1,6 @@
 //! Cross-entropy of logits: loss = mean over the targets that count of `lse(row) - row[target]`.
 
-use super::{Blocks, Real, Stored, parallel, simd};
+use super::{Blocks, Real, Stored, parallel, simd, stored::BLOCK};
 use rayon::prelude::*;
 
 /// Each row's loss and log-sum-exp, from `logits` (rows, classes); a target of `None` gives a loss of 0.
@@ -93,13 +93,13 @@ pub fn backward<T: Stored>(
 /// [`forward`] and [`backward`] in one go, for logits that nobody reads afterwards: `logits` becomes
 /// `(softmax(row) - onehot(target)) * weight`, `loss` the rows' losses.
 ///
-/// One exponential an element, where the two passes take two.
-pub fn forward_backward_in_place<T: Real>(
+/// One exponential an element, where the two passes take two; in half precision, which has no room for exponentials, two.
+pub fn forward_backward_in_place<T: Stored>(
     logits: &mut [T],
     classes: usize,
     target: impl Fn(usize) -> usize + Sync,
-    weight: T,
-    loss: &mut [T],
+    weight: T::Wide,
+    loss: &mut [T::Wide],
 ) {
     parallel::for_rows2(logits, classes, loss, 1, |first, logits, loss| {
         simd::vectorized(
@@ -108,20 +108,91 @@ pub fn forward_backward_in_place<T: Real>(
                 let rows = logits.chunks_exact_mut(classes).zip(loss);
                 for (i, (x, loss)) in rows.enumerate() {
                     let class = target(first + i);
-                    let top = simd::max(x);
-                    let wanted = x[class] - top;
-                    for x in x.iter_mut() {
-                        *x = (*x - top).exponential();
-                    }
-                    let total = simd::sum(x);
-                    *loss = total.logarithm() - wanted;
-                    let share = weight / total;
-                    for x in x.iter_mut() {
-                        *x *= share;
-                    }
-                    x[class] -= weight;
+                    *loss = match T::as_wide_mut(x) {
+                        Some(x) => wide_row_in_place(x, class, weight),
+                        None => narrow_row_in_place(x, class, weight),
+                    };
                 }
             },
         );
     });
+}
+
+/// One row of a type that is computed in: returns its loss.
+#[inline(always)]
+fn wide_row_in_place<T: Real>(x: &mut [T], class: usize, weight: T) -> T {
+    let top = simd::max(x);
+    let wanted = x[class] - top;
+    for x in x.iter_mut() {
+        *x = (*x - top).exponential();
+    }
+    let total = simd::sum(x);
+    let share = weight / total;
+    for x in x.iter_mut() {
+        *x *= share;
+    }
+    x[class] -= weight;
+    total.logarithm() - wanted
+}
+
+/// One row of a type that is widened block by block, as [`forward`] and [`backward`] compute it: returns its loss.
+#[inline(always)]
+fn narrow_row_in_place<T: Stored>(x: &mut [T], class: usize, weight: T::Wide) -> T::Wide {
+    let mut buffer = [T::Wide::ZERO; BLOCK];
+    let mut top = T::Wide::NEG_INFINITY;
+    for block in x.chunks(BLOCK) {
+        let wide = &mut buffer[..block.len()];
+        T::load(block, wide);
+        top = top.larger(simd::max(wide));
+    }
+    let mut total = T::Wide::ZERO;
+    for block in x.chunks(BLOCK) {
+        let wide = &mut buffer[..block.len()];
+        T::load(block, wide);
+        total += simd::sum_over([wide], |[x]| (x - top).exponential());
+    }
+    let lse = top + total.logarithm();
+    let loss = lse - T::Wide::real(x[class].to_f64());
+    for (i, block) in x.chunks_mut(BLOCK).enumerate() {
+        let wide = &mut buffer[..block.len()];
+        T::load(block, wide);
+        for x in wide.iter_mut() {
+            *x = (*x - lse).exponential() * weight;
+        }
+        if i == class / BLOCK {
+            wide[class % BLOCK] -= weight;
+        }
+        T::store(wide, block);
+    }
+    loss
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    /// In place is [`forward`] and [`backward`], to the bit.
+    fn in_place_is_both<T: Stored>(rows: usize, classes: usize) {
+        let value = |i: usize| T::from_f64((i as f64 * 0.37).sin() * 6.0);
+        let logits: Vec<T> = (0..rows * classes).map(value).collect();
+        let class = |row: usize| (row * row + 511) % classes;
+        let (mut loss, mut lse) = (vec![T::Wide::ZERO; rows], vec![T::Wide::ZERO; rows]);
+        let weight = T::Wide::real(1024.0 / rows as f64);
+        let target = |row| Some(class(row));
+        forward(&logits, classes, target, &mut loss, &mut lse);
+        let mut gradient = vec![T::zero(); logits.len()];
+        backward(&logits, classes, target, &lse, weight, &mut gradient);
+        let (mut got, mut got_loss) = (logits, vec![T::Wide::ZERO; rows]);
+        forward_backward_in_place(&mut got, classes, class, weight, &mut got_loss);
+        assert!(got == gradient && got_loss == loss, "{rows} x {classes}");
+    }
+
+    #[test]
+    fn half_precision_in_place() {
+        for (rows, classes) in [(1, 1), (3, 97), (5, 512), (40, 1300)] {
+            in_place_is_both::<bf16>(rows, classes);
+            in_place_is_both::<f16>(rows, classes);
+        }
+    }
 }

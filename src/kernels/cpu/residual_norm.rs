@@ -3,29 +3,54 @@
 //! [`rms_norm`](super::rms_norm) is what these are held against; the bits are the same.
 
 use super::parallel::{self, BLOCK_ROWS, Shared};
-use super::{Real, simd};
+use super::{Real, Stored, simd, stored::BLOCK};
 use rayon::prelude::*;
 
+/// `y = rms_norm(x)` where y may be of a narrower type, rounded once: x and y (rows, width), weight (width), rstd (rows).
+pub fn forward<T: Real, Y: Stored<Wide = T>>(
+    x: &[T],
+    weight: &[T],
+    eps: f64,
+    y: &mut [Y],
+    rstd: &mut [T],
+) {
+    let width = weight.len();
+    let eps = T::real(eps);
+    assert_eq!(x.len(), y.len());
+    parallel::for_rows2(y, width, rstd, 1, |first, y, rstd| {
+        let x = &x[first * width..first * width + y.len()];
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                let rows = x.chunks_exact(width).zip(y.chunks_exact_mut(width));
+                for ((x, y), rstd) in rows.zip(rstd) {
+                    *rstd = norm_row(x, weight, eps, y);
+                }
+            },
+        );
+    });
+}
+
 /// What one call of [`add_forward`] writes.
-pub struct Outputs<'a, T> {
+pub struct Outputs<'a, T, Y> {
     /// x + branch, (rows, width).
     pub sum: &'a mut [T],
     /// The norm of it, (rows, width).
-    pub y: &'a mut [T],
+    pub y: &'a mut [Y],
     /// (rows).
     pub rstd: &'a mut [T],
 }
 
 /// `sum = x + branch`, `y = rms_norm(sum)`: x and branch (rows, width), weight (width).
-pub fn add_forward<T: Real>(
-    x: &[T],
-    branch: &[T],
-    weight: &[T],
-    eps: f64,
-    outputs: Outputs<'_, T>,
-) {
+///
+/// The branch may be of a narrower type than the stream, and y too, which is then rounded once.
+pub fn add_forward<T, S>(x: &[T], branch: &[S], weight: &[T], eps: f64, outputs: Outputs<'_, T, S>)
+where
+    T: Real,
+    S: Stored<Wide = T>,
+{
     let width = weight.len();
-    let (eps, mean) = (T::real(eps), T::real(1.0 / width as f64));
+    let eps = T::real(eps);
     let Outputs { sum, y, rstd } = outputs;
     assert_eq!([x.len(), branch.len(), sum.len()], [y.len(); 3]);
     let rstd = Shared::new(rstd);
@@ -40,26 +65,60 @@ pub fn add_forward<T: Real>(
                 let inputs = x.chunks_exact(width).zip(branch.chunks_exact(width));
                 let outputs = sum.chunks_exact_mut(width).zip(y.chunks_exact_mut(width));
                 for (((x, branch), (sum, y)), rstd) in inputs.zip(outputs).zip(rstd) {
-                    for ((sum, x), branch) in sum.iter_mut().zip(x).zip(branch) {
-                        *sum = *x + *branch;
-                    }
-                    let squares = simd::dot(sum, sum);
-                    let scale = T::ONE / (squares * mean + eps).square_root();
-                    *rstd = scale;
-                    for ((y, x), w) in y.iter_mut().zip(sum.iter()).zip(weight) {
-                        *y = *x * scale * *w;
-                    }
+                    add_row(x, branch, sum);
+                    *rstd = norm_row(sum, weight, eps, y);
                 }
             },
         );
     });
 }
 
+/// `sum = x + branch`.
+#[inline(always)]
+fn add_row<T: Real, S: Stored<Wide = T>>(x: &[T], branch: &[S], sum: &mut [T]) {
+    if let Some(branch) = S::as_wide(branch) {
+        for ((sum, x), branch) in sum.iter_mut().zip(x).zip(branch) {
+            *sum = *x + *branch;
+        }
+        return;
+    }
+    S::load(branch, sum);
+    for (sum, x) in sum.iter_mut().zip(x) {
+        *sum = *x + *sum;
+    }
+}
+
+/// One row's norm; returns its rstd.
+#[inline(always)]
+fn norm_row<T: Real, Y: Stored<Wide = T>>(x: &[T], weight: &[T], eps: T, y: &mut [Y]) -> T {
+    let mean = T::real(1.0 / weight.len() as f64);
+    let scale = T::ONE / (simd::dot(x, x) * mean + eps).square_root();
+    if let Some(y) = Y::as_wide_mut(y) {
+        scale_row(x, weight, scale, y);
+        return scale;
+    }
+    let mut buffer = [T::ZERO; BLOCK];
+    let inputs = x.chunks(BLOCK).zip(weight.chunks(BLOCK));
+    for ((x, weight), y) in inputs.zip(y.chunks_mut(BLOCK)) {
+        let wide = &mut buffer[..x.len()];
+        scale_row(x, weight, scale, wide);
+        Y::store(wide, y);
+    }
+    scale
+}
+
+#[inline(always)]
+fn scale_row<T: Real>(x: &[T], weight: &[T], scale: T, y: &mut [T]) {
+    for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+        *y = *x * scale * *w;
+    }
+}
+
 /// What backward reads, as forward had it.
 #[derive(Clone, Copy)]
-pub struct Inputs<'a, T> {
+pub struct Inputs<'a, T, S> {
     /// The gradient of the norm's output, (rows, width).
-    pub dy: &'a [T],
+    pub dy: &'a [S],
     /// (rows, width).
     pub x: &'a [T],
     /// (width).
@@ -86,7 +145,13 @@ pub const fn partials_len(rows: usize, width: usize) -> usize {
 }
 
 /// The gradients of x and of the weight, each row of dy and x read once; `partials` is [`partials_len`] elements to work in.
-pub fn backward<T: Real>(inputs: Inputs<'_, T>, gradients: Gradients<'_, T>, partials: &mut [T]) {
+///
+/// dy may be of a narrower type than the stream.
+pub fn backward<T: Real, S: Stored<Wide = T>>(
+    inputs: Inputs<'_, T, S>,
+    gradients: Gradients<'_, T>,
+    partials: &mut [T],
+) {
     let Inputs {
         dy,
         x,
@@ -114,22 +179,28 @@ pub fn backward<T: Real>(inputs: Inputs<'_, T>, gradients: Gradients<'_, T>, par
                 #[inline(always)]
                 || {
                     partial.fill(T::ZERO);
+                    let mut buffer = [T::ZERO; BLOCK];
                     let rows = dy.chunks_exact(width).zip(x.chunks_exact(width));
                     for ((dx, (dy, x)), rstd) in dx.chunks_exact_mut(width).zip(rows).zip(rstd) {
-                        let inner = simd::sum_over([dy, weight, x], |[dy, w, x]| dy * w * x);
-                        let pull = inner * mean * *rstd * *rstd;
-                        let terms = dx.iter_mut().zip(partial.iter_mut());
-                        let terms = terms.zip(dy).zip(x).zip(weight);
-                        if add_dx {
-                            for ((((dx, dw), dy), x), w) in terms {
-                                *dx += (*dy * *w - *x * pull) * *rstd;
-                                *dw += *dy * *x * *rstd;
-                            }
-                        } else {
-                            for ((((dx, dw), dy), x), w) in terms {
-                                *dx = (*dy * *w - *x * pull) * *rstd;
-                                *dw += *dy * *x * *rstd;
-                            }
+                        if let Some(dy) = S::as_wide(dy) {
+                            let inner = simd::sum_over([dy, weight, x], |[dy, w, x]| dy * w * x);
+                            let factors = [inner * mean * *rstd * *rstd, *rstd];
+                            gradient_row([dy, x, weight], factors, dx, add_dx, partial);
+                            continue;
+                        }
+                        let mut inner = T::ZERO;
+                        let inputs = dy.chunks(BLOCK).zip(x.chunks(BLOCK));
+                        for ((dy, x), weight) in inputs.zip(weight.chunks(BLOCK)) {
+                            let dy = loaded(dy, &mut buffer);
+                            inner += simd::sum_over([dy, weight, x], |[dy, w, x]| dy * w * x);
+                        }
+                        let factors = [inner * mean * *rstd * *rstd, *rstd];
+                        let inputs = dy.chunks(BLOCK).zip(x.chunks(BLOCK));
+                        let outputs = dx.chunks_mut(BLOCK).zip(partial.chunks_mut(BLOCK));
+                        let blocks = inputs.zip(weight.chunks(BLOCK)).zip(outputs);
+                        for (((dy, x), weight), (dx, partial)) in blocks {
+                            let dy = loaded(dy, &mut buffer);
+                            gradient_row([dy, x, weight], factors, dx, add_dx, partial);
                         }
                     }
                 },
@@ -150,66 +221,36 @@ pub fn backward<T: Real>(inputs: Inputs<'_, T>, gradients: Gradients<'_, T>, par
     );
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::kernels::cpu::rms_norm;
+/// A block in the type computed in.
+#[inline(always)]
+fn loaded<'b, S: Stored>(x: &[S], buffer: &'b mut [S::Wide; BLOCK]) -> &'b [S::Wide] {
+    let wide = &mut buffer[..x.len()];
+    S::load(x, wide);
+    wide
+}
 
-    fn wave(n: usize, phase: f32) -> Vec<f32> {
-        (0..n).map(|i| (i as f32 * 0.37 + phase).sin()).collect()
-    }
-
-    /// The same bits as a sum and [`rms_norm`], for rows of every kind of length.
-    #[test]
-    fn as_the_unfused() {
-        for (rows, width) in [(1, 1), (3, 24), (33, 40), (100, 512), (257, 129)] {
-            let n = rows * width;
-            let (x, branch, dy) = (wave(n, 0.0), wave(n, 1.0), wave(n, 2.0));
-            let weight = wave(width, 3.0);
-            let sum: Vec<f32> = x.iter().zip(&branch).map(|(x, b)| x + b).collect();
-            let (mut y, mut rstd) = (vec![0f32; n], vec![0f32; rows]);
-            rms_norm::forward(&sum, &weight, 1e-5, &mut y, &mut rstd);
-            let (mut dx, mut dw) = (vec![0f32; n], vec![0f32; width]);
-            rms_norm::backward(&dy, &sum, &weight, &rstd, &mut dx, &mut dw);
-
-            let (mut got_sum, mut got_y) = (vec![f32::NAN; n], vec![f32::NAN; n]);
-            let mut got_rstd = vec![f32::NAN; rows];
-            let outputs = Outputs {
-                sum: &mut got_sum,
-                y: &mut got_y,
-                rstd: &mut got_rstd,
-            };
-            add_forward(&x, &branch, &weight, 1e-5, outputs);
-            assert_eq!((got_sum, got_y, &got_rstd), (sum.clone(), y, &rstd));
-
-            for add in [false, true] {
-                // Not read where nothing is added.
-                let before = if add { 0.5 } else { f32::NAN };
-                let (mut got_dx, mut got_dw) = (vec![before; n], vec![before; width]);
-                let mut partials = vec![f32::NAN; partials_len(rows, width)];
-                let inputs = Inputs {
-                    dy: &dy,
-                    x: &sum,
-                    weight: &weight,
-                    rstd: &rstd,
-                };
-                let gradients = Gradients {
-                    dx: &mut got_dx,
-                    add_dx: add,
-                    dw: &mut got_dw,
-                    add_dw: add,
-                };
-                backward(inputs, gradients, &mut partials);
-                if add {
-                    let plus = |v: &[f32]| v.iter().map(|v| v + 0.5).collect::<Vec<f32>>();
-                    assert_eq!(got_dx, plus(&dx));
-                    for (got, wanted) in got_dw.iter().zip(plus(&dw)) {
-                        assert!((got - wanted).abs() <= 1e-5 * wanted.abs().max(1.0));
-                    }
-                } else {
-                    assert_eq!((got_dx, got_dw), (dx.clone(), dw.clone()));
-                }
-            }
+/// One row's gradients, or a part of it: dx, and what it adds to dw. The factors are what x pulls by, and rstd.
+#[inline(always)]
+fn gradient_row<T: Real>(
+    [dy, x, weight]: [&[T]; 3],
+    [pull, rstd]: [T; 2],
+    dx: &mut [T],
+    add_dx: bool,
+    dw: &mut [T],
+) {
+    let terms = dx.iter_mut().zip(dw).zip(dy).zip(x).zip(weight);
+    if add_dx {
+        for ((((dx, dw), dy), x), w) in terms {
+            *dx += (*dy * *w - *x * pull) * rstd;
+            *dw += *dy * *x * rstd;
+        }
+    } else {
+        for ((((dx, dw), dy), x), w) in terms {
+            *dx = (*dy * *w - *x * pull) * rstd;
+            *dw += *dy * *x * rstd;
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

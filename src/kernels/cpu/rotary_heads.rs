@@ -5,7 +5,7 @@
 
 use super::heads::Heads;
 use super::parallel::{self, TASK_ELEMENTS};
-use super::{Real, simd};
+use super::{Real, Stored, simd, stored::BLOCK};
 
 /// The angles of all positions: (length, Dh / 2) each.
 #[derive(Clone, Copy)]
@@ -46,8 +46,45 @@ fn turn_in_place<T: Real>(x: &mut [T], (cos, sin): (&[T], &[T])) {
     }
 }
 
+/// As [`turn`], from elements that may be of a narrower type: what is turned is rounded to it, as it is where it is stored.
+#[inline(always)]
+pub(super) fn turn_loaded<S: Stored>(x: &[S], at: (&[S::Wide], &[S::Wide]), y: &mut [S::Wide]) {
+    if let Some(x) = S::as_wide(x) {
+        return turn(x, at, false, y);
+    }
+    S::load(x, y);
+    turn_in_place(y, at);
+    let mut narrow = [S::zero(); BLOCK];
+    for y in y.chunks_mut(BLOCK) {
+        let narrow = &mut narrow[..y.len()];
+        S::store(y, narrow);
+        S::load(narrow, y);
+    }
+}
+
+/// As [`turn`] back, to elements that may be of a narrower type, which x is rounded to first: as it is where it is stored.
+#[inline(always)]
+pub(super) fn turn_back_stored<S: Stored>(
+    x: &[S::Wide],
+    (cos, sin): (&[S::Wide], &[S::Wide]),
+    y: &mut [S],
+) {
+    if let Some(y) = S::as_wide_mut(y) {
+        return turn(x, (cos, sin), true, y);
+    }
+    let mut buffers = [[S::Wide::ZERO; BLOCK]; 2];
+    let angles = cos.chunks(BLOCK / 2).zip(sin.chunks(BLOCK / 2));
+    for ((x, y), at) in x.chunks(BLOCK).zip(y.chunks_mut(BLOCK)).zip(angles) {
+        let [rounded, turned] = buffers.each_mut().map(|buffer| &mut buffer[..x.len()]);
+        S::store(x, y);
+        S::load(y, rounded);
+        turn(rounded, at, true, turned);
+        S::store(turned, y);
+    }
+}
+
 /// Turns every head of x (B, T, H*Dh) by its position's angles.
-pub fn rotate_in_place<T: Real>(sizes: Heads, angles: Angles<'_, T>, x: &mut [T]) {
+pub fn rotate_in_place<S: Stored>(sizes: Heads, angles: Angles<'_, S::Wide>, x: &mut [S]) {
     let Heads {
         length, head_dim, ..
     } = sizes;
@@ -59,7 +96,7 @@ pub fn rotate_in_place<T: Real>(sizes: Heads, angles: Angles<'_, T>, x: &mut [T]
                 for (row, x) in x.chunks_exact_mut(width).enumerate() {
                     let at = angles.at((first + row) % length, head_dim);
                     for x in x.chunks_exact_mut(head_dim) {
-                        turn_in_place(x, at);
+                        turn_stored(x, at);
                     }
                 }
             },
@@ -67,12 +104,28 @@ pub fn rotate_in_place<T: Real>(sizes: Heads, angles: Angles<'_, T>, x: &mut [T]
     });
 }
 
+/// As [`turn_in_place`], elements of a narrower type rounded once.
+#[inline(always)]
+fn turn_stored<S: Stored>(x: &mut [S], (cos, sin): (&[S::Wide], &[S::Wide])) {
+    if let Some(x) = S::as_wide_mut(x) {
+        return turn_in_place(x, (cos, sin));
+    }
+    let mut buffer = [S::Wide::ZERO; BLOCK];
+    let angles = cos.chunks(BLOCK / 2).zip(sin.chunks(BLOCK / 2));
+    for (x, at) in x.chunks_mut(BLOCK).zip(angles) {
+        let wide = &mut buffer[..x.len()];
+        S::load(x, wide);
+        turn_in_place(wide, at);
+        S::store(wide, x);
+    }
+}
+
 /// (B, H, T, Dh) to (B, T, H*Dh), turned back: how the gradients of q and k return.
-pub fn merge_turned_back<T: Real>(
+pub fn merge_turned_back<S: Stored>(
     sizes: Heads,
-    angles: Angles<'_, T>,
-    split: &[T],
-    merged: &mut [T],
+    angles: Angles<'_, S::Wide>,
+    split: &[S],
+    merged: &mut [S],
 ) {
     let Heads {
         length,
@@ -91,12 +144,27 @@ pub fn merge_turned_back<T: Real>(
                     let at = angles.at(t, head_dim);
                     for (h, to) in merged.chunks_exact_mut(head_dim).enumerate() {
                         let from = ((b * heads + h) * length + t) * head_dim;
-                        turn(&split[from..from + head_dim], at, true, to);
+                        turn_back(&split[from..from + head_dim], at, to);
                     }
                 }
             },
         );
     });
+}
+
+/// As [`turn`] back, elements of a narrower type rounded once.
+#[inline(always)]
+fn turn_back<S: Stored>(x: &[S], (cos, sin): (&[S::Wide], &[S::Wide]), y: &mut [S]) {
+    if let Some(x) = S::as_wide(x) {
+        return turn_back_stored(x, (cos, sin), y);
+    }
+    let mut buffer = [S::Wide::ZERO; BLOCK];
+    let angles = cos.chunks(BLOCK / 2).zip(sin.chunks(BLOCK / 2));
+    for ((x, y), at) in x.chunks(BLOCK).zip(y.chunks_mut(BLOCK)).zip(angles) {
+        let wide = &mut buffer[..x.len()];
+        S::load(x, wide);
+        turn_back_stored(wide, at, y);
+    }
 }
 
 #[cfg(test)]
@@ -106,8 +174,19 @@ mod tests {
 
     #[test]
     fn as_split_and_rope() {
+        check::<f32>();
+        check::<half::bf16>();
+        check::<half::f16>();
+    }
+
+    fn check<S: Stored<Wide = f32>>() {
         let wave = |n: usize| -> Vec<f32> { (0..n).map(|i| (i as f32 * 0.7).sin()).collect() };
-        for (batch, length, heads, head_dim) in [(1, 1, 1, 2), (3, 13, 2, 24), (2, 123, 3, 40)] {
+        for (batch, length, heads, head_dim) in [
+            (1, 1, 1, 2),
+            (3, 13, 2, 24),
+            (2, 123, 3, 40),
+            (1, 3, 2, 600),
+        ] {
             let sizes = Heads {
                 batch,
                 length,
@@ -115,24 +194,24 @@ mod tests {
                 head_dim,
             };
             let n = batch * length * heads * head_dim;
-            let (x, tables) = (wave(n), wave(length * head_dim));
+            let x: Vec<S> = wave(n).iter().map(|x| S::from_f64(f64::from(*x))).collect();
+            let tables = wave(length * head_dim);
             let (cos, sin) = tables.split_at(length * head_dim / 2);
             let angles = Angles { cos, sin };
-            let (mut split, mut rotated, mut wanted) =
-                (vec![0f32; n], vec![0f32; n], vec![0f32; n]);
+            let [mut split, mut rotated, mut wanted] = [(); 3].map(|()| vec![S::zero(); n]);
 
             heads::split(sizes, &x, &mut split);
             rope::rotate(&split, cos, sin, head_dim, false, &mut rotated);
             heads::merge(sizes, &rotated, &mut wanted);
             let mut got = x.clone();
             rotate_in_place(sizes, angles, &mut got);
-            assert_eq!(got, wanted);
+            assert!(got == wanted, "{sizes:?}");
 
             rope::rotate(&x, cos, sin, head_dim, true, &mut rotated);
             heads::merge(sizes, &rotated, &mut wanted);
-            let mut got = vec![f32::NAN; n];
+            let mut got = vec![S::from_f64(f64::NAN); n];
             merge_turned_back(sizes, angles, &x, &mut got);
-            assert_eq!(got, wanted);
+            assert!(got == wanted, "{sizes:?}");
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod config;
 mod file;
+mod planned;
 mod state;
 mod unscale;
 

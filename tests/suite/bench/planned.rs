@@ -4,7 +4,7 @@ use super::{number, run, text};
 use candle_core::Device;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
 use tallow::memory::Mode;
-use tallow::precision::Precision;
+use tallow::precision::{Precision, Regime};
 
 /// A planned run has one phase, and says beforehand what it takes to the byte.
 #[test]
@@ -28,6 +28,17 @@ fn planned_runs_have_rows_too() {
         assert!(number(row, "flops_per_s") > 0.0);
         assert!(number(row, "estimate_bytes") > 0.0);
     }
+    // With a loss scale where it needs one.
+    for (precision, scales) in [(Precision::BF16, false), (Precision::F16, true)] {
+        let run = EndToEnd {
+            execution: Execution::Planned,
+            precision,
+            ..run(Mode::TrainStep)
+        };
+        let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+        assert_eq!(text(&rows[0], "execution"), "planned");
+        assert_eq!(rows[0].get("loss_scale").is_some(), scales);
+    }
     let refused = |run: EndToEnd| run.run(&Device::Cpu, |_, _| ()).unwrap_err().to_string();
     let planned = |mode| EndToEnd {
         execution: Execution::Planned,
@@ -39,11 +50,11 @@ fn planned_runs_have_rows_too() {
         "{text}"
     );
     let text = refused(EndToEnd {
-        precision: Precision::BF16,
+        precision: Precision::BF16.with_regime(Regime::Full),
         ..planned(Mode::TrainStep)
     });
     assert!(
-        text.contains("execution") && text.contains("bf16"),
+        text.contains("PlanConfig: precision") && text.contains("bf16-full"),
         "{text}"
     );
     let text = refused(EndToEnd {

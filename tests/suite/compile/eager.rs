@@ -1,11 +1,13 @@
 //! The same numbers as the eager step.
 
-use super::{agree, batch, config, distance, eager_step, model_and_optimizer};
+use super::{CPU, agree, batch, config, distance, eager_step_in, model_and_optimizer};
+use candle_core::Tensor;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::{Forward, PlanConfig, TrainStep};
 use tallow::model::TransformerConfig;
 use tallow::no_grad;
+use tallow::precision::Precision;
 
 fn plan(batch_size: usize, sequence_length: usize) -> PlanConfig {
     PlanConfig {
@@ -20,10 +22,15 @@ fn odd_shapes(
     #[values((1, 1), (3, 1), (1, 64), (2, 123), (3, 65))] shape: (usize, usize),
     #[values((2, 24), (3, 40), (1, 2))] heads: (usize, usize),
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     let (heads, head_dim) = heads;
     let model = config(2, heads, head_dim, 56, attention);
-    agree(&model, &plan(shape.0, shape.1));
+    let plan = PlanConfig {
+        precision,
+        ..plan(shape.0, shape.1)
+    };
+    agree(&model, &plan);
 }
 
 /// The presets' proportions, a sixteenth as wide and few layers; the vocabulary larger than a chunk of logits takes.
@@ -31,6 +38,7 @@ fn odd_shapes(
 fn small_versions_of_the_presets(
     #[values("tiny", "small", "medium", "large", "xl", "wide", "2.7b", "10b")] name: &str,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
     let preset = TransformerConfig::preset(name).unwrap();
     let heads = preset.num_heads.div_ceil(8);
@@ -44,29 +52,47 @@ fn small_versions_of_the_presets(
         attention,
         ..preset
     };
-    agree(&model, &plan(2, 70));
+    let plan = PlanConfig {
+        precision,
+        ..plan(2, 70)
+    };
+    agree(&model, &plan);
 }
 
 #[rstest]
 fn forward_alone(
     #[values((1, 1), (2, 123))] shape: (usize, usize),
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     let model_config = config(3, 2, 24, 56, attention);
     let (model, _) = model_and_optimizer(&model_config);
-    let mut forward = Forward::new(&model, &plan(shape.0, shape.1)).unwrap();
+    let plan = PlanConfig {
+        precision,
+        ..plan(shape.0, shape.1)
+    };
+    let mut forward = Forward::new(&model, &plan).unwrap();
     for step in 0..2 {
         let (tokens, _) = batch(97, shape.0, shape.1, step);
-        let wanted = no_grad(|| model.forward(&tokens)).unwrap();
+        let eager = |precision: Precision| no_grad(|| precision.run(|| model.forward(&tokens)));
+        let wanted = eager(precision).unwrap();
         let got = forward.run(&tokens).unwrap();
+        assert_eq!(got.dtype(), precision.dtype());
         let error = distance(&got, &wanted);
-        assert!(error <= 2e-6, "{error:.1e}");
+        let allowed = match precision {
+            Precision::F32 => 2e-6,
+            // Of what rounding itself does: now and then a number falls on the other side of a tie.
+            _ => 0.5 * distance(&wanted, &eager(Precision::F32).unwrap()),
+        };
+        assert!(error <= allowed, "{error:.1e}, {allowed:.1e}");
     }
 }
 
 /// Two hundred steps of training: the curves stay together, though each step's rounding is the next one's start.
-#[test]
-fn two_hundred_steps() {
+#[rstest]
+#[case(Precision::F32, 5e-6)]
+#[case(Precision::BF16, 2e-3)]
+fn two_hundred_steps(#[case] precision: Precision, #[case] allowed: f32) {
     let model_config = config(2, 2, 16, 64, Algorithm::Naive);
     let (eager, mut eager_optimizer) = model_and_optimizer(&model_config);
     let (planned, mut planned_optimizer) = model_and_optimizer(&model_config);
@@ -75,19 +101,28 @@ fn two_hundred_steps() {
     }
     let plan = PlanConfig {
         clip_norm: Some(1.0),
+        precision,
         ..plan(4, 32)
     };
     let mut step = TrainStep::new(&planned, &planned_optimizer, &plan).unwrap();
-    let mut last = f32::NAN;
+    let mut curves = [Vec::new(), Vec::new()];
     for i in 0..200 {
         let batch = batch(97, 4, 32, i % 10);
-        let loss = eager_step(&eager, &mut eager_optimizer, &batch, plan.clip_norm);
+        let sizes = (&batch.0, &batch.1);
+        let clip_norm = plan.clip_norm;
+        let loss = eager_step_in(precision, &eager, &mut eager_optimizer, sizes, clip_norm);
         let got = step
             .run(&mut planned_optimizer, &batch.0, &batch.1)
             .unwrap();
+        // No step stands out.
         let error = (got - loss).abs() / loss;
-        assert!(error <= 1e-5, "step {i}: {got} for {loss}");
-        last = loss;
+        assert!(error <= 2.0 * allowed, "step {i}: {got} for {loss}");
+        curves[0].push(got);
+        curves[1].push(loss);
     }
+    let [got, wanted] = curves.map(|curve| Tensor::new(curve, &CPU).unwrap());
+    let error = distance(&got, &wanted);
+    assert!(f64::from(allowed) >= error, "{error:.1e}");
+    let last: f32 = wanted.get(199).unwrap().to_scalar().unwrap();
     assert!(last < 2.5, "{last}: it has learnt something");
 }

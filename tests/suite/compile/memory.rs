@@ -9,6 +9,7 @@ use tallow::kernels::cpu::gemm;
 use tallow::memory::tracker;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
+use tallow::precision::Precision;
 
 /// Alone in their process, since the counts are the process's.
 #[test]
@@ -19,7 +20,10 @@ fn the_arena_is_what_the_plan_says() {
 #[test]
 #[ignore = "run by the_arena_is_what_the_plan_says"]
 fn allocations() {
-    for attention in [Algorithm::Naive, Algorithm::Flash] {
+    let attentions = [Algorithm::Naive, Algorithm::Flash];
+    let precisions = [Precision::F32, Precision::BF16, Precision::F16];
+    let both = |attention| precisions.map(|precision| (attention, precision));
+    for (attention, precision) in attentions.into_iter().flat_map(both) {
         let config = TransformerConfig {
             num_layers: 1,
             attention,
@@ -30,10 +34,12 @@ fn allocations() {
         let plan = PlanConfig {
             batch_size: 8,
             clip_norm: Some(1.0),
+            precision,
+            loss_scaling: precision == Precision::F16,
             ..Default::default()
         };
         let alive = || tracker::current_bytes().expect("the suite's allocator counts");
-        gemm::reserve_scratch(false); // which is the process's
+        gemm::reserve_scratch(true); // which is the process's
         tracker::reset_peak();
         let before = alive();
         let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();

@@ -7,6 +7,7 @@ use tallow::attention::Algorithm;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::nn::Checkpointing;
 use tallow::optim::{AdamW, AdamWConfig, decay_matrices_only};
+use tallow::precision::Precision;
 
 fn plan() -> PlanConfig {
     PlanConfig {
@@ -36,11 +37,13 @@ fn accumulated(
     #[values(None, Some(0.5))] clip_norm: Option<f64>,
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
     let plan = PlanConfig {
         accumulation,
         clip_norm,
         checkpointing,
+        precision,
         ..plan()
     };
     agree(&config(2, 2, 24, 56, attention), &plan);
@@ -50,7 +53,12 @@ fn accumulated(
 #[rstest]
 fn the_same_bits_however_planned(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
+    let plan = || PlanConfig {
+        precision,
+        ..plan()
+    };
     let model_config = config(5, 2, 24, 56, attention);
     let bits = |plan: PlanConfig| {
         let (model, mut optimizer) = model_and_optimizer(&model_config);
@@ -237,6 +245,7 @@ fn planned_and_eager_take_turns() {
 #[rstest]
 fn the_same_bits_for_any_number_of_threads(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     let model_config = config(2, 3, 24, 120, attention);
     let bits = |planned_with: usize, run_with: usize| {
@@ -249,6 +258,7 @@ fn the_same_bits_for_any_number_of_threads(
             sequence_length: 130,
             clip_norm: Some(0.1),
             accumulation: 2,
+            precision,
             ..plan()
         };
         let mut step = pool(planned_with)

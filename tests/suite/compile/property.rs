@@ -6,6 +6,7 @@ use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
 use tallow::compile::PlanConfig;
 use tallow::nn::Checkpointing;
+use tallow::precision::Precision;
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 50, ..Default::default() })]
@@ -16,6 +17,7 @@ proptest! {
         (batch_size, sequence_length, accumulation) in (1usize..4, 1usize..90, 1usize..4),
         (clips, flash, segment) in (any::<bool>(), any::<bool>(), 0usize..4),
         in_backward in any::<bool>(),
+        precision in prop::sample::select(vec![Precision::F32, Precision::BF16]),
     ) {
         let attention = if flash { Algorithm::Flash } else { Algorithm::Naive };
         let checkpointing = NonZeroUsize::new(segment).map_or(Checkpointing::None, Checkpointing::Every);
@@ -26,8 +28,9 @@ proptest! {
             accumulation,
             clip_norm: clips.then_some(0.7),
             checkpointing,
-            memory_budget_bytes: None,
             optimizer_in_backward: in_backward,
+            precision,
+            ..Default::default()
         };
         agree(&config(layers, heads, 2 * half_head, d_ff, attention), &plan);
     }

@@ -9,7 +9,8 @@ use tallow::attention::Algorithm;
 use tallow::compile::{Forward, PlanConfig, TrainStep};
 use tallow::model::TransformerLM;
 use tallow::nn;
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamW, AdamWConfig, GradScaler};
+use tallow::precision::{Precision, Regime};
 
 fn plan() -> PlanConfig {
     PlanConfig {
@@ -38,6 +39,9 @@ fn refused<T>(result: tallow::Result<T>, words: &[&str]) {
 #[case(PlanConfig { clip_norm: Some(f64::NAN), ..plan() }, &["clip_norm", "NaN"])]
 #[case(PlanConfig { optimizer_in_backward: true, clip_norm: Some(1.0), ..plan() }, &["optimizer_in_backward", "clip_norm"])]
 #[case(PlanConfig { optimizer_in_backward: true, accumulation: 2, ..plan() }, &["optimizer_in_backward", "accumulation"])]
+#[case(PlanConfig { optimizer_in_backward: true, loss_scaling: true, ..plan() }, &["optimizer_in_backward", "loss_scaling"])]
+#[case(PlanConfig { precision: Precision::BF16.with_regime(Regime::Full), ..plan() }, &["precision", "bf16-full", "parameters stay in f32"])]
+#[case(PlanConfig { precision: Precision::F16.with_dropped_casts(true), ..plan() }, &["precision", "f16-dropping-casts", "one copy"])]
 #[case(PlanConfig { memory_budget_bytes: Some(1000), ..plan() }, &["memory_budget_bytes", "at least", "1000"])]
 fn plans(#[case] plan: PlanConfig, #[case] words: &[&str]) {
     let (model, optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
@@ -151,6 +155,34 @@ fn gradients_that_are_not_finite() {
             .unwrap()
             .is_finite()
     );
+}
+
+/// A scale wants a plan that takes it out again, and a scaler that stands between two steps.
+#[test]
+fn loss_scales() {
+    let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
+    let mut scaler = GradScaler::new(Default::default()).unwrap();
+    let (tokens, targets) = batch(97, 2, 10, 0);
+    let before = bits(&model);
+    let mut step = TrainStep::new(&model, &optimizer, &plan()).unwrap();
+    let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets);
+    refused(done, &["loss_scaling", "or call run"]);
+
+    let scaling = PlanConfig {
+        loss_scaling: true,
+        ..plan()
+    };
+    let mut step = TrainStep::new(&model, &optimizer, &scaling).unwrap();
+    let loss = model.loss(&tokens, &targets).unwrap();
+    let mut gradients = scaler.scale(&loss).unwrap().backward().unwrap();
+    scaler.unscale(&mut gradients, model.parameters()).unwrap();
+    let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets);
+    refused(done, &["unscaled gradients", "call update"]);
+    assert_eq!((bits(&model), optimizer.steps()), (before, 0));
+    scaler.update().unwrap();
+    step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets)
+        .unwrap();
+    assert_eq!(optimizer.steps(), 1);
 }
 
 #[test]

@@ -13,7 +13,10 @@ use super::*;
 use crate::golden::Golden;
 use rstest::rstest;
 use tallow::attention::Algorithm;
+use tallow::compile::{Forward, PlanConfig, TrainStep};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
+use tallow::optim::AdamW;
+use tallow::precision::{Precision, Regime};
 use tallow::{Result, autocast, ops};
 
 /// Logits, the loss of each position, their mean, and every gradient, by name.
@@ -73,6 +76,30 @@ impl Judge {
         values
     }
 
+    /// The same of a planned step.
+    fn planned_values(&self) -> Values {
+        let model = self.exact.model(DType::F32);
+        let (tokens, targets) = (self.exact.get("tokens"), self.exact.get("targets"));
+        let (batch_size, sequence_length) = tokens.dims2().unwrap();
+        let plan = PlanConfig {
+            batch_size,
+            sequence_length,
+            precision: Precision::BF16.with_regime(Regime::CpuAutocast),
+            ..Default::default()
+        };
+        let logits = Forward::new(&model, &plan).unwrap().run(tokens).unwrap();
+        let losses = losses(&logits, targets).unwrap();
+        let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
+        let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+        let loss = step.forward_backward(tokens, targets).unwrap();
+        let loss = Tensor::new(loss, tokens.device()).unwrap();
+        let gradients = step.gradients().unwrap().into_iter();
+        let gradients = gradients.map(|(name, gradient)| (format!("grad.{name}"), gradient));
+        let values = [("logits", logits), ("losses", losses), ("loss", loss)];
+        let values = values.into_iter().map(|(name, value)| (name.into(), value));
+        values.chain(gradients).collect()
+    }
+
     fn distances(&self, values: &Values) -> Vec<Distance> {
         let distance = |(name, value): &(String, Tensor)| {
             let exact = match name.as_str() {
@@ -118,6 +145,20 @@ fn logits_loss_and_every_gradient_are_pytorchs(
     let judge = Judge::read(name, attention);
     let policy = Autocast::cpu(DType::BF16);
     let values = with_kernel_policy(kernels, || judge.values(policy, one_op));
+    let dtypes: Vec<DType> = values.iter().map(|(_, value)| value.dtype()).collect();
+    assert_eq!(dtypes[..3], [DType::BF16, DType::F32, DType::F32]);
+    for distance in judge.distances(&values) {
+        assert!(distance.passes(), "{distance:?}");
+    }
+}
+
+#[rstest]
+fn planned_steps_are_pytorchs(
+    #[values("lm_t13", "lm_t37")] name: &str,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let judge = Judge::read(name, attention);
+    let values = judge.planned_values();
     let dtypes: Vec<DType> = values.iter().map(|(_, value)| value.dtype()).collect();
     assert_eq!(dtypes[..3], [DType::BF16, DType::F32, DType::F32]);
     for distance in judge.distances(&values) {

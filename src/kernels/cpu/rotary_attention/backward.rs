@@ -5,7 +5,7 @@ use super::{BLOCK, Inputs, Sizes, take};
 use crate::kernels::Mask;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
-use crate::kernels::cpu::{Lanes, softmax};
+use crate::kernels::cpu::{Lanes, Stored, softmax};
 
 /// What backward writes: gradients of the projections, turned back; (B, T, H*Dh) each.
 pub struct Gradients<'a, T> {
@@ -21,13 +21,13 @@ pub struct Gradients<'a, T> {
 ///
 /// `dv = p^T d_out`, `dp = d_out v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. As many threads work as
 /// `scratch` has [`Sizes::backward_scratch_len`] for.
-pub fn backward<T: Lanes>(
+pub fn backward<T: Stored>(
     sizes: &Sizes,
     inputs: Inputs<'_, T>,
-    p: &[T],
+    p: &[T::Wide],
     d_out: &[T],
     gradients: Gradients<'_, T>,
-    scratch: &mut [T],
+    scratch: &mut [T::Wide],
 ) {
     assert_eq!(p.len(), sizes.probabilities_len(), "p");
     let (length, head_dim) = (sizes.heads.length, sizes.heads.head_dim);

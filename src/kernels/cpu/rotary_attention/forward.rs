@@ -5,12 +5,12 @@ use super::{BLOCK, Inputs, Sizes, take};
 use crate::kernels::Mask;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
-use crate::kernels::cpu::{Lanes, softmax};
+use crate::kernels::cpu::{Stored, softmax};
 
 /// What forward writes.
-pub struct Outputs<'a, T> {
+pub struct Outputs<'a, T: Stored> {
     /// softmax(scale q k^T) of every block, for backward; [`Sizes::probabilities_len`] elements. `None` if nobody wants it.
-    pub p: Option<&'a mut [T]>,
+    pub p: Option<&'a mut [T::Wide]>,
     /// (B, T, H*Dh).
     pub out: &'a mut [T],
 }
@@ -18,11 +18,11 @@ pub struct Outputs<'a, T> {
 /// `p = softmax(scale q k^T)` under the causal mask with q and k turned, `out = p v`.
 ///
 /// As many threads work as `scratch` has [`Sizes::forward_scratch_len`] for.
-pub fn forward<T: Lanes>(
+pub fn forward<T: Stored>(
     sizes: &Sizes,
     inputs: Inputs<'_, T>,
     outputs: Outputs<'_, T>,
-    scratch: &mut [T],
+    scratch: &mut [T::Wide],
 ) {
     let Outputs { p, out } = outputs;
     let keeps = p.is_some();

@@ -3,8 +3,8 @@
 use super::Sizes;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::kernels::cpu::parallel::Shared;
-use crate::kernels::cpu::rotary_heads::{Angles, turn};
-use crate::kernels::cpu::{Real, simd};
+use crate::kernels::cpu::rotary_heads::{Angles, turn_back_stored, turn_loaded};
+use crate::kernels::cpu::{Real, Stored, simd};
 use std::ops::Range;
 
 /// One head among those of a (B, T, H*Dh).
@@ -40,11 +40,11 @@ impl Head {
     }
 
     /// All rows, turned where there are angles: to (T, to_row), zeros beyond Dh.
-    pub fn load<T: Real>(
+    pub fn load<S: Stored>(
         &self,
-        x: &[T],
-        angles: Option<Angles<'_, T>>,
-        to: &mut [T],
+        x: &[S],
+        angles: Option<Angles<'_, S::Wide>>,
+        to: &mut [S::Wide],
         to_row: usize,
     ) {
         simd::vectorized(
@@ -54,10 +54,10 @@ impl Head {
                     let (to, padding) = to.split_at_mut(self.head_dim);
                     let x = self.row_of(x, position);
                     match angles {
-                        Some(angles) => turn(x, angles.at(position, self.head_dim), false, to),
-                        None => to.copy_from_slice(x),
+                        Some(angles) => turn_loaded(x, angles.at(position, self.head_dim), to),
+                        None => S::load(x, to),
                     }
-                    padding.fill(T::ZERO);
+                    padding.fill(S::Wide::ZERO);
                 }
             },
         );
@@ -65,13 +65,13 @@ impl Head {
 
     /// All rows, turned where there are angles, as columns: to (Dh, to_row), zeros beyond T. `block` is (COLUMNS, Dh) to
     /// work in.
-    pub fn load_transposed<T: Real>(
+    pub fn load_transposed<S: Stored>(
         &self,
-        x: &[T],
-        angles: Option<Angles<'_, T>>,
-        to: &mut [T],
+        x: &[S],
+        angles: Option<Angles<'_, S::Wide>>,
+        to: &mut [S::Wide],
         to_row: usize,
-        block: &mut [T],
+        block: &mut [S::Wide],
     ) {
         let head_dim = self.head_dim;
         simd::vectorized(
@@ -81,13 +81,13 @@ impl Head {
                     for (row, block) in block.chunks_exact_mut(head_dim).enumerate() {
                         let position = first + row;
                         if position >= self.length {
-                            block.fill(T::ZERO);
+                            block.fill(S::Wide::ZERO);
                             continue;
                         }
                         let x = self.row_of(x, position);
                         match angles {
-                            Some(angles) => turn(x, angles.at(position, head_dim), false, block),
-                            None => block.copy_from_slice(x),
+                            Some(angles) => turn_loaded(x, angles.at(position, head_dim), block),
+                            None => S::load(x, block),
                         }
                     }
                     for column in 0..head_dim {
@@ -105,13 +105,13 @@ impl Head {
     ///
     /// # Safety
     /// Nobody else may touch these rows of this head meanwhile.
-    pub unsafe fn store<T: Real>(
+    pub unsafe fn store<S: Stored>(
         &self,
-        from: &[T],
+        from: &[S::Wide],
         from_row: usize,
         positions: Range<usize>,
-        angles: Option<Angles<'_, T>>,
-        x: &Shared<'_, T>,
+        angles: Option<Angles<'_, S::Wide>>,
+        x: &Shared<'_, S>,
     ) {
         simd::vectorized(
             #[inline(always)]
@@ -121,8 +121,10 @@ impl Head {
                     // SAFETY: this row of this head is the caller's.
                     let to = unsafe { x.range(self.start + position * self.row, self.head_dim) };
                     match angles {
-                        Some(angles) => turn(from, angles.at(position, self.head_dim), true, to),
-                        None => to.copy_from_slice(from),
+                        Some(angles) => {
+                            turn_back_stored(from, angles.at(position, self.head_dim), to);
+                        }
+                        None => S::store(from, to),
                     }
                 }
             },

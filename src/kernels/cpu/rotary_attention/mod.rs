@@ -7,6 +7,10 @@
 //! their last: of the scores that the mask hides, those within the last block alone are computed, and the probabilities
 //! are stored in that shape ([`Sizes::probabilities_len`]).
 //!
+//! In half precision the rows are widened as they are copied, and what leaves scratch is rounded. In between the turned q and
+//! k are, and their gradients before they are turned back: as where [`rope`](super::rope) and
+//! [`naive_attention`](super::naive_attention) hand them on in memory.
+//!
 //! What lives here: the two passes and their scratch. What does not: who decides when to run them, and how many threads
 //! there is scratch for.
 
@@ -17,6 +21,7 @@ mod load;
 pub use backward::{Gradients, backward};
 pub use forward::{Outputs, forward};
 
+use super::Stored;
 use super::gemm::tile::COLUMNS;
 use super::heads::Heads;
 use super::rotary_heads::Angles;
@@ -36,7 +41,7 @@ pub struct Sizes {
 
 /// Projections, and the angles of their positions.
 #[derive(Clone, Copy)]
-pub struct Inputs<'a, T> {
+pub struct Inputs<'a, T: Stored> {
     /// (B, T, H*Dh), not turned.
     pub q: &'a [T],
     /// (B, T, H*Dh), not turned.
@@ -44,7 +49,7 @@ pub struct Inputs<'a, T> {
     /// (B, T, H*Dh).
     pub v: &'a [T],
     /// Of T positions.
-    pub angles: Angles<'a, T>,
+    pub angles: Angles<'a, T::Wide>,
 }
 
 impl Sizes {

@@ -1,5 +1,10 @@
 //! A training step, planned.
 
+mod results;
+mod scaled;
+
+pub use scaled::ScaledStep;
+
 use super::budget;
 use super::build::Source;
 use super::config::{PlanConfig, check_clip_norm};
@@ -12,7 +17,7 @@ use crate::nn::Checkpointing;
 use crate::optim::AdamW;
 use crate::optim::inplace::{lend_all, storage_address};
 use crate::{Error, Result};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Tensor, Var};
 use std::collections::HashSet;
 
 const OP: &str = "compile::TrainStep";
@@ -20,10 +25,10 @@ const OP: &str = "compile::TrainStep";
 /// Forward, loss, backward, clipping and AdamW for one batch shape, planned once and run as often as one likes.
 ///
 /// The same step as `model.loss(..)`, `backward()`, [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) and
-/// [`AdamW::step`], on the same variables: learning rates, groups and betas are read from the optimizer at each run. In f32
-/// on the CPU, with the attention of the model's configuration.
+/// [`AdamW::step`], on the same variables: learning rates, groups and betas are read from the optimizer at each run. On the
+/// CPU, with the attention of the model's configuration.
 ///
-/// The arithmetic is f32's whatever [`autocast`](crate::autocast()) region it is called in.
+/// The arithmetic is [`PlanConfig::precision`]'s, whatever [`autocast`](crate::autocast()) region it is called in.
 ///
 /// A run holds the parameters' and the state's storages: another thread that reads them waits until it is over.
 #[derive(Debug)]
@@ -82,7 +87,7 @@ impl TrainStep {
     ) -> Result<(Plan, Checkpointing)> {
         model.validate()?;
         source::check_length(model, config)?;
-        let [cos, sin] = source::angles(model, config.sequence_length)?;
+        let [cos, sin] = source::angles(model, config)?;
         let source = Source {
             model,
             config,
@@ -94,11 +99,25 @@ impl TrainStep {
 
     /// One step: the mean loss of the batch before the update. tokens and targets (accumulation * B, T) u32.
     ///
+    /// Where the plan has loss scaling, the scale is 1 here, and nothing is left out.
+    ///
     /// # Errors
     /// Another shape or dtype than planned, ids outside the vocabulary, an optimizer of other parameters, a learning rate
     /// that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever the error,
     /// parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
+        self.run_with(optimizer, tokens, targets, None)?;
+        Ok(self.loss())
+    }
+
+    /// One step; whether there was an update.
+    fn run_with(
+        &mut self,
+        optimizer: &mut AdamW,
+        tokens: &Tensor,
+        targets: &Tensor,
+        loss_scale: Option<f64>,
+    ) -> Result<bool> {
         let (tokens, targets) = self.ids(tokens, targets)?;
         let planned = optimizer.planned_updates(OP, &self.parameters)?;
         let parameters = self.parameters.iter().map(|(_, var)| var.as_tensor());
@@ -110,10 +129,11 @@ impl TrainStep {
         let controls = Controls {
             updates: &updates,
             clip_norm: self.config.clip_norm.unwrap_or(f64::INFINITY),
+            loss_scale,
         };
         let (count, plan, executor) = (updates.len(), &self.plan, &mut self.executor);
         self.norm = None;
-        let mut result = Ok(());
+        let mut result = Ok(false);
         lend_all::<f32>(&tensors, |slices| {
             let (parameters, state) = slices.split_at(count);
             let (exp_avg, exp_avg_sq) = state.split_at(count);
@@ -127,13 +147,13 @@ impl TrainStep {
             };
             result = executor.run(plan, &lent, &controls);
         })?;
-        result?;
-        optimizer.planned_step_taken();
+        let stepped = result?;
         self.has_run = true;
-        if self.config.clip_norm.is_some() {
+        if stepped {
+            optimizer.planned_step_taken();
             self.norm = self.kept(|op| matches!(op, Op::ClipFactor { .. }));
         }
-        Ok(self.loss())
+        Ok(stepped)
     }
 
     /// As [`run`](Self::run) without the update: forward, loss and backward alone. What it finds is in
@@ -179,12 +199,6 @@ impl TrainStep {
         Ok((ids("tokens", tokens)?, ids("targets", targets)?))
     }
 
-    /// The last run's.
-    fn loss(&mut self) -> f32 {
-        let loss = self.kept(|op| matches!(op, Op::MeanLoss { .. }));
-        loss.map_or(f32::NAN, |loss| loss as f32) // every plan of a step has one
-    }
-
     /// The plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
@@ -212,53 +226,6 @@ impl TrainStep {
         }
         self.config.clip_norm = Some(norm);
         Ok(())
-    }
-
-    /// The norm of the last run's gradients before clipping; `None` before the first run, and without clipping.
-    pub fn gradient_norm(&self) -> Option<f64> {
-        self.norm
-    }
-
-    /// Copies of the last run's gradients by name, not clipped.
-    ///
-    /// # Errors
-    /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.
-    pub fn gradients(&mut self) -> Result<Vec<(String, Tensor)>> {
-        let refuse = |problem: &str, hint: &str| {
-            Err(Error::Order {
-                op: "compile::TrainStep::gradients",
-                problem: problem.into(),
-                hint: hint.into(),
-            })
-        };
-        if !self.has_run {
-            return refuse("no step has been run", "call run first");
-        }
-        if self.config.optimizer_in_backward {
-            let hint = "plan with optimizer_in_backward: false to read them";
-            return refuse("each gradient was freed in backward", hint);
-        }
-        let updates = self.plan.calls().iter().filter_map(|call| match call.op {
-            Op::AdamW { parameter, .. } => Some((parameter, call.reads[0].clone())),
-            _ => None,
-        });
-        let updates: Vec<_> = updates.collect();
-        let gradients = updates.into_iter().map(|(number, gradient)| {
-            let (name, var) = &self.parameters[number];
-            let values: Vec<f32> = self.executor.read(&self.plan, &gradient);
-            Ok((
-                name.clone(),
-                Tensor::from_vec(values, var.shape(), &Device::Cpu)?,
-            ))
-        });
-        gradients.collect()
-    }
-
-    /// The first number of what the last call of this kind has written, a buffer of f64.
-    fn kept(&mut self, is: impl Fn(&Op) -> bool) -> Option<f64> {
-        let call = self.plan.calls().iter().rev().find(|call| is(&call.op))?;
-        let kept: Vec<f64> = self.executor.read(&self.plan, &call.writes[0]);
-        kept.first().copied()
     }
 }
 

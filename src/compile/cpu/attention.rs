@@ -1,0 +1,105 @@
+//! Calls that are attention.
+
+use super::super::op::AttentionSizes;
+use super::operands::Operands;
+use crate::kernels::Mask;
+use crate::kernels::cpu::flash_attention::{self as flash, Tiles};
+use crate::kernels::cpu::{Stored, rotary_attention};
+
+pub(super) fn naive<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
+    let inputs = rotary_attention::Inputs {
+        q: o.lower_x(0),
+        k: o.lower_x(1),
+        v: o.lower_x(2),
+        angles: o.angles(3, 4),
+    };
+    let outputs = rotary_attention::Outputs {
+        p: (o.call.writes.len() > 2).then(|| o.y(2)),
+        out: o.lower_y(0),
+    };
+    rotary_attention::forward(&sizes.rotary(), inputs, outputs, o.y(1));
+}
+
+pub(super) fn naive_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
+    let inputs = rotary_attention::Inputs {
+        q: o.lower_x(1),
+        k: o.lower_x(2),
+        v: o.lower_x(3),
+        angles: o.angles(5, 6),
+    };
+    let gradients = rotary_attention::Gradients {
+        dq: o.lower_y(0),
+        dk: o.lower_y(1),
+        dv: o.lower_y(2),
+    };
+    let (p, d_out) = (o.x(4), o.lower_x(0));
+    rotary_attention::backward(&sizes.rotary(), inputs, p, d_out, gradients, o.y(3));
+}
+
+pub(super) fn flash_forward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
+    let (kernel, tiles) = flash_sizes(sizes);
+    let [q, k, v] = [0, 1, 2].map(|place| in_model_dimension(sizes, o.lower_x(place)));
+    let outputs = flash::Outputs {
+        out: o.lower_y(0),
+        rounded_off: match o.call.writes.len() {
+            2 => &mut [],
+            _ => o.lower_y(2),
+        },
+        lse: o.y(1),
+    };
+    flash::forward(&kernel, &tiles, q, k, v, outputs);
+}
+
+pub(super) fn flash_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
+    let (kernel, tiles) = flash_sizes(sizes);
+    let places = [0, 1, 2, 3, 4];
+    let [d_out, q, k, v, out] = places.map(|place| in_model_dimension(sizes, o.lower_x(place)));
+    let rounded_off = (o.call.reads.len() > 6).then(|| by_head(sizes, o.lower_x(6)));
+    let inputs = flash::Inputs {
+        q,
+        k,
+        v,
+        out,
+        rounded_off,
+        lse: o.x(5),
+        d_out,
+    };
+    let gradients = flash::Gradients {
+        dq: o.lower_y(0),
+        dk: o.lower_y(1),
+        dv: o.lower_y(2),
+    };
+    flash::backward(&kernel, &tiles, inputs, gradients);
+}
+
+fn flash_sizes(sizes: &AttentionSizes) -> (flash::Sizes, Tiles) {
+    let kernel = flash::Sizes {
+        batch: sizes.batch,
+        heads: sizes.heads,
+        kv_heads: sizes.heads,
+        queries: sizes.length,
+        keys: sizes.length,
+        head_dim: sizes.head_dim,
+        mask: Mask::Causal,
+        scale: sizes.scale,
+    };
+    (kernel, Tiles::for_head_dim(sizes.head_dim))
+}
+
+/// The heads of a (B, T, H*Dh), as they lie.
+fn in_model_dimension<'a, S>(sizes: &AttentionSizes, data: &'a [S]) -> flash::Heads<'a, S> {
+    let row = sizes.heads * sizes.head_dim;
+    flash::Heads {
+        data,
+        strides: [sizes.length * row, sizes.head_dim, row, 1],
+    }
+}
+
+/// The heads of a (B, H, T, Dh).
+fn by_head<'a, S>(sizes: &AttentionSizes, data: &'a [S]) -> flash::Heads<'a, S> {
+    let head = sizes.length * sizes.head_dim;
+    flash::Heads {
+        data,
+        strides: [sizes.heads * head, head, sizes.head_dim, 1],
+    }
+}

@@ -1,0 +1,77 @@
+//! A call's operands as slices.
+//!
+//! The plan says that what a call writes is no other operand of it, and that nobody else uses the memory of a buffer that
+//! is alive; a call runs alone. That is what [`View`]'s slices want.
+
+use super::super::op::Accumulate;
+use super::super::plan::Call;
+use super::memory::View;
+use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::rotary_heads::Angles;
+use candle_core::{DType, WithDType};
+use std::marker::PhantomData;
+
+/// A call's operands, by their place in the op's order. Each is f32, or in the one other dtype that the call has: `S`, which
+/// may be f32 too. Asking for another than the buffer's is a bug of the plan's, and panics.
+pub(super) struct Operands<'a, S> {
+    pub call: &'a Call,
+    view: &'a View<'a>,
+    lower: PhantomData<S>,
+}
+
+impl<'a, S: Stored<Wide = f32>> Operands<'a, S> {
+    pub fn new(call: &'a Call, view: &'a View<'a>) -> Self {
+        Self {
+            call,
+            view,
+            lower: PhantomData,
+        }
+    }
+
+    pub fn read<T: WithDType>(&self, place: usize) -> &'a [T] {
+        // SAFETY: see above.
+        unsafe { self.view.read(&self.call.reads[place]) }
+    }
+
+    /// Once for each place.
+    pub fn write<T: WithDType>(&self, place: usize) -> &'a mut [T] {
+        // SAFETY: see above; each caller asks once for each place.
+        unsafe { self.view.write(&self.call.writes[place]) }
+    }
+
+    /// What is read in f32.
+    pub fn x(&self, place: usize) -> &'a [f32] {
+        self.read(place)
+    }
+
+    /// What is written in f32.
+    pub fn y(&self, place: usize) -> &'a mut [f32] {
+        self.write(place)
+    }
+
+    /// What is read in the lower dtype.
+    pub fn lower_x(&self, place: usize) -> &'a [S] {
+        self.read(place)
+    }
+
+    /// What is written in the lower dtype.
+    pub fn lower_y(&self, place: usize) -> &'a mut [S] {
+        self.write(place)
+    }
+
+    /// Of what is written.
+    pub fn dtype(&self, place: usize) -> DType {
+        self.view.dtype(&self.call.writes[place])
+    }
+
+    pub fn angles(&self, cos: usize, sin: usize) -> Angles<'a, f32> {
+        Angles {
+            cos: self.x(cos),
+            sin: self.x(sin),
+        }
+    }
+
+    pub fn adds(&self, accumulate: Accumulate) -> bool {
+        accumulate.adds(self.view.micro_batch())
+    }
+}
