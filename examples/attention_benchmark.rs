@@ -5,6 +5,7 @@
 //! cargo run --example attention_benchmark
 //! cargo run --example attention_benchmark -- --full --plot attention.svg
 //! cargo run --example attention_benchmark -- --sequence-length 512,2048 --head-dim 64 --heads 12 --batch-size 1 --causal
+//! cargo run --example attention_benchmark -- --compile
 //! cargo run --example attention_benchmark -- --module --format markdown
 //! cargo run --example attention_benchmark -- --module --precision f32 bf16 --drop-casts
 //! ```
@@ -19,6 +20,7 @@ mod grid;
 
 use candle_core::{DType, Device};
 use clap::{Parser, ValueEnum};
+use common::modes::CompileFlag;
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use grid::Arithmetic;
@@ -82,6 +84,10 @@ struct Flags {
 
     #[command(flatten)]
     precision: PrecisionFlags,
+
+    /// Plan naive attention for its shape too, or with =only instead of running it eagerly (in f32, on the CPU)
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside", conflicts_with = "module")]
+    compile: Option<CompileFlag>,
 
     /// The whole grid: on two cores most of an hour
     #[arg(long)]
@@ -156,7 +162,7 @@ impl Flags {
             environment: self.common.environment(&device),
             configuration: self.configuration(&sampling, &arithmetic),
             columns: columns::columns(self.module),
-            notes: self.notes(&rows),
+            notes: self.notes(&rows, &arithmetic),
             ..Default::default()
         };
         for &one in &arithmetic {
@@ -238,12 +244,23 @@ impl Flags {
         fields
     }
 
-    fn notes(&self, rows: &[Fields]) -> Vec<String> {
+    fn notes(&self, rows: &[Fields], arithmetic: &[Arithmetic]) -> Vec<String> {
         let mut notes = vec![
             "Times are mean ± standard deviation over n passes; forward keeps its graph, backward starts from ones; \
              each phase is timed itself."
                 .to_string(),
         ];
+        if self.compile.is_some() {
+            notes.push(PLANNED.into());
+            let eager = arithmetic.iter().filter(|one| !one.is_f32());
+            let names: Vec<&str> = eager.map(|one| one.name()).collect();
+            if !names.is_empty() {
+                let names = names.join(", ");
+                notes.push(format!(
+                    "Attention is planned in f32 alone: {names} ran eagerly."
+                ));
+            }
+        }
         let fewer = |row: &Fields| {
             let n = row.get("n").and_then(|n| n.as_u64());
             n.is_some_and(|n| n < self.iterations as u64)
@@ -288,6 +305,10 @@ impl Flags {
         if self.module { "D" } else { "d" }
     }
 }
+
+/// What is said of planned rows.
+const PLANNED: &str = "planned: naive's mathematics for a shape known beforehand, a block of queries at a time; its arena is there \
+     from the beginning to the end.";
 
 /// What the runs may take: asked once, since nothing stays alive between them, and less a sixth of what is available,
 /// since the host's allocator keeps some of the pages that earlier runs gave back.

@@ -35,25 +35,23 @@ pub fn columns(module: bool) -> Vec<Column> {
         Column::mib("peak_bytes", "Peak"),
         Column::text("status", "Status"),
         Column::number("n", "n", "", 0),
-        Column::number("speedup", "Naive/flash", "x", 2),
+        Column::number("speedup", "Naive/it", "x", 2),
     ]);
     columns
 }
 
-/// The table's lines of one precision: on those of flash, how many times as long naive takes.
+/// The table's lines of one precision: on those of others, how many times as long naive takes.
 pub fn lines(rows: &[Fields], analysis: &Analysis, width_key: &str) -> Vec<Fields> {
     let by = ["implementation", "context_length", width_key];
     let mut lines = pivot(rows, &by, "phase", |row| mean_and_std(row, DECIMALS));
     for line in &mut lines {
         let number = |key: &str| line.get(key).and_then(|value| value.as_u64());
         let (length, width) = (number("context_length"), number(width_key));
-        if line.get("implementation") != Some(&"flash".into()) {
-            continue;
-        }
-        let speedup = analysis
-            .speedups
-            .iter()
-            .find(|s| (Some(s.context_length), Some(s.width)) == (length, width));
+        let name = line.get("implementation").and_then(|value| value.as_str());
+        let speedup = analysis.speedups.iter().find(|s| {
+            let at = (Some(s.context_length), Some(s.width));
+            at == (length, width) && name == Some(s.implementation.as_str())
+        });
         line.insert("speedup", speedup.and_then(|s| s.forward_backward));
     }
     lines

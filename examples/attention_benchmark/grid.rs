@@ -1,10 +1,11 @@
 //! What is measured: every combination of the flags' lists, and where memory ends.
 
 use super::Flags;
+use super::common::modes::CompileFlag;
 use candle_core::{DType, Device};
 use tallow::Result;
 use tallow::attention::{Algorithm, Mask};
-use tallow::bench::{AttentionRun, Limit, Sampling, SelfAttentionRun};
+use tallow::bench::{AttentionRun, Execution, Limit, Sampling, SelfAttentionRun};
 use tallow::memory::{AttentionWorkload, SelfAttentionWorkload};
 use tallow::precision::Precision;
 use tallow::report::Fields;
@@ -37,6 +38,10 @@ impl Arithmetic {
         }
     }
 
+    pub fn is_f32(self) -> bool {
+        self.attention_dtype() == DType::F32
+    }
+
     /// What attention itself is given.
     fn attention_dtype(self) -> DType {
         match self {
@@ -50,10 +55,17 @@ impl Run {
     pub fn title(&self) -> String {
         let name = self.arithmetic.name();
         match &self.what {
-            What::Attention(AttentionRun { workload: w, .. }) => {
+            What::Attention(AttentionRun {
+                workload: w,
+                execution,
+                ..
+            }) => {
                 format!(
-                    "{name}, {}, T {}, d {}",
-                    w.algorithm, w.sequence_length, w.head_dim
+                    "{name}, {} {}, T {}, d {}",
+                    execution.name(),
+                    w.algorithm,
+                    w.sequence_length,
+                    w.head_dim
                 )
             }
             What::Module(SelfAttentionRun { workload: w, .. }) => {
@@ -124,8 +136,11 @@ impl Flags {
             for &length in &lengths {
                 for &algorithm in &self.implementation {
                     for &arithmetic in arithmetic {
-                        let what = self.one(algorithm, arithmetic, length, width, sampling);
-                        runs.push(Run { arithmetic, what });
+                        for execution in self.executions(algorithm, arithmetic) {
+                            let one = (algorithm, arithmetic, execution);
+                            let what = self.one(one, length, width, sampling);
+                            runs.push(Run { arithmetic, what });
+                        }
                     }
                 }
             }
@@ -133,10 +148,19 @@ impl Flags {
         runs
     }
 
+    /// Naive is planned too, or alone, where it can be.
+    fn executions(&self, algorithm: Algorithm, arithmetic: Arithmetic) -> Vec<Execution> {
+        let can = algorithm == Algorithm::Naive && arithmetic.is_f32();
+        match self.compile.filter(|_| can) {
+            None => vec![Execution::Eager],
+            Some(CompileFlag::Beside) => vec![Execution::Eager, Execution::Planned],
+            Some(CompileFlag::Only) => vec![Execution::Planned],
+        }
+    }
+
     fn one(
         &self,
-        algorithm: Algorithm,
-        arithmetic: Arithmetic,
+        (algorithm, arithmetic, execution): (Algorithm, Arithmetic, Execution),
         length: usize,
         width: usize,
         sampling: &Sampling,
@@ -170,7 +194,11 @@ impl Flags {
             },
             dtype: arithmetic.attention_dtype(),
         };
-        What::Attention(AttentionRun { workload, sampling })
+        What::Attention(AttentionRun {
+            workload,
+            sampling,
+            execution,
+        })
     }
 }
 
@@ -178,10 +206,12 @@ impl Flags {
 pub fn limits(runs: &[Run], arithmetic: Arithmetic) -> Vec<Limit> {
     let own = runs.iter().filter(|run| run.arithmetic == arithmetic);
     let of_runs: Vec<Limit> = own.filter_map(Run::limit).collect();
-    let limits = Algorithm::ALL.into_iter().filter_map(|algorithm| {
-        let own = of_runs.iter().filter(|l| l.implementation == algorithm);
-        own.min_by_key(|l| (l.context_length, l.account.peak_bytes()))
-            .cloned()
-    });
+    let limits = ["naive", "planned", "flash"]
+        .into_iter()
+        .filter_map(|name| {
+            let own = of_runs.iter().filter(|l| l.implementation == name);
+            own.min_by_key(|l| (l.context_length, l.account.peak_bytes()))
+                .cloned()
+        });
     limits.collect()
 }

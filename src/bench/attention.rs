@@ -1,13 +1,17 @@
 //! Attention alone, timed by phase, with its memory.
 
-use super::passes::{Passes, Sampling, at_least_one};
-use super::{Limit, Step};
-use crate::Result;
+use super::passes::{Eager, Pass, Passes, Sampling, at_least_one};
+use super::{Execution, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
-use crate::memory::{AttentionWorkload, attention_account, smallest_beyond};
+use crate::compile::Attention;
+use crate::kernels::cpu::gemm;
+use crate::memory::{
+    Account, AttentionWorkload, attention_account, planned_attention_account, smallest_beyond,
+};
 use crate::nn::seeded;
 use crate::report::Fields;
-use candle_core::{Device, Var};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 
 /// One measurement of an attention algorithm on random q, k, v (B, H, T, Dh): `softmax(q k^T / sqrt(Dh)) v` and its
@@ -20,6 +24,7 @@ use candle_nn::Init;
 /// let run = AttentionRun {
 ///     workload: AttentionWorkload { batch_size: 2, sequence_length: 32, head_dim: 8, ..Default::default() },
 ///     sampling: Sampling { warmup_steps: 1, iterations: 3, ..Default::default() },
+///     ..Default::default()
 /// };
 /// let rows = run.run(&tallow::device("cpu")?, |_, _| ())?;
 /// assert_eq!(rows.len(), 3); // forward, backward, forward+backward
@@ -32,6 +37,8 @@ pub struct AttentionRun {
     pub workload: AttentionWorkload,
     /// How it is measured.
     pub sampling: Sampling,
+    /// Eager, or planned for its shape ([`Attention`]): naive, in f32, on the CPU.
+    pub execution: Execution,
 }
 
 impl AttentionRun {
@@ -50,8 +57,11 @@ impl AttentionRun {
     /// `before_backward_bytes` is what is alive between forward and backward, `peak_bytes` the most in the phase, q, k
     /// and v included in both.
     ///
+    /// What is planned has its arena from the beginning to the end, out's gradient is one of its inputs, and its rows call it
+    /// the implementation `planned`.
+    ///
     /// # Errors
-    /// A size of 0; the ops' errors.
+    /// A size of 0; what cannot be planned; the ops' errors.
     pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
         let w = &self.workload;
         at_least_one(
@@ -64,22 +74,28 @@ impl AttentionRun {
                 ("iterations", self.sampling.iterations),
             ],
         )?;
+        self.check_execution(device)?;
         let passes = Passes {
             sampling: &self.sampling,
             labels: self.labels(),
             tokens: w.batch_size as f64 * w.sequence_length as f64,
             forward_flops: self.forward_flops(),
             backward_flops: 2.0 * self.forward_flops(),
-            account: attention_account(w),
+            account: self.account()?,
             unsupported: unsupported(w.algorithm, w.head_dim),
         };
+        let config = AttentionConfig {
+            mask: w.mask,
+            scale: None,
+        };
+        if self.execution == Execution::Planned {
+            gemm::reserve_scratch(false); // what threads keep for packing is the process's, and no run's
+            let prepare = || self.planned(device, &config);
+            return passes.run(device, prepare, on_step, |_| Fields::new());
+        }
         let prepare = || {
             let [q, k, v] = self.inputs(device)?;
-            let config = AttentionConfig {
-                mask: w.mask,
-                scale: None,
-            };
-            Ok(move || w.algorithm.attend(&q, &k, &v, &config))
+            Ok(Eager(move || w.algorithm.attend(&q, &k, &v, &config)))
         };
         passes.run(device, prepare, on_step, |_| Fields::new())
     }
@@ -95,15 +111,67 @@ impl AttentionRun {
             sequence_length,
             ..self.workload
         };
-        let (length, account) =
-            smallest_beyond(available_bytes, |length| attention_account(&at(length)))?;
+        let (length, account) = smallest_beyond(available_bytes, |length| {
+            let run = Self {
+                workload: at(length),
+                ..self.clone()
+            };
+            // What is too large to be planned for is too large for any memory, eagerly too.
+            run.account()
+                .unwrap_or_else(|_| attention_account(&run.workload))
+        })?;
         Some(Limit {
-            implementation: self.workload.algorithm,
+            implementation: self.implementation(),
             context_length: length,
             width: self.workload.head_dim,
             account,
             available_bytes,
             composed_bytes: Some(at(length).composed_bytes()),
+        })
+    }
+
+    /// As rows name it.
+    fn implementation(&self) -> &'static str {
+        match self.execution {
+            Execution::Eager => self.workload.algorithm.name(),
+            Execution::Planned => self.execution.name(),
+        }
+    }
+
+    fn account(&self) -> Result<Account> {
+        match self.execution {
+            Execution::Eager => Ok(attention_account(&self.workload)),
+            Execution::Planned => planned_attention_account(&self.workload),
+        }
+    }
+
+    /// Refuses what is not planned.
+    fn check_execution(&self, device: &Device) -> Result<()> {
+        let w = &self.workload;
+        let (expected, got) = match self.execution {
+            Execution::Eager => return Ok(()),
+            _ if w.algorithm != Algorithm::Naive => {
+                ("the algorithm is not naive", w.algorithm.name())
+            }
+            _ if w.dtype != DType::F32 => ("the dtype is not f32", w.dtype.as_str()),
+            _ if !device.is_cpu() => ("the device is not the CPU", "another device"),
+            _ => return Ok(()),
+        };
+        Err(Error::Config {
+            config: "AttentionRun",
+            field: "execution",
+            expected: format!("eager, where {expected}"),
+            got: format!("planned, {got}"),
+            hint: "run it eagerly, or naive in f32 on the CPU".into(),
+        })
+    }
+
+    fn planned(&self, device: &Device, config: &AttentionConfig) -> Result<PlannedPass> {
+        let [q, k, v] = self.inputs(device)?.map(Var::into_inner);
+        Ok(PlannedPass {
+            attention: Attention::new(q.shape(), config)?,
+            d_out: q.ones_like()?,
+            inputs: [q, k, v],
         })
     }
 
@@ -129,7 +197,7 @@ impl AttentionRun {
     fn labels(&self) -> Fields {
         let w = &self.workload;
         let mut row = Fields::new();
-        row.insert("implementation", w.algorithm.name());
+        row.insert("implementation", self.implementation());
         row.insert("batch_size", w.batch_size);
         row.insert("heads", w.heads);
         row.insert("context_length", w.sequence_length);
@@ -138,6 +206,29 @@ impl AttentionRun {
         row.insert("dtype", w.dtype.as_str());
         row.insert("composed_bytes", w.composed_bytes());
         row
+    }
+}
+
+/// Planned attention, on inputs of its shape.
+struct PlannedPass {
+    attention: Attention,
+    inputs: [Tensor; 3],
+    d_out: Tensor,
+}
+
+impl Pass for PlannedPass {
+    type Output = ();
+    type Gradients = ();
+
+    fn forward(&mut self) -> Result<()> {
+        let [q, k, v] = &self.inputs;
+        self.attention.forward(q, k, v)?;
+        Ok(())
+    }
+
+    fn backward(&mut self, (): ()) -> Result<()> {
+        self.attention.backward(&self.d_out)?;
+        Ok(())
     }
 }
 

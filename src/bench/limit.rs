@@ -1,6 +1,5 @@
 //! Where memory ends.
 
-use crate::attention::Algorithm;
 use crate::memory::Account;
 use crate::report::format_mib;
 use serde::Serialize;
@@ -9,8 +8,8 @@ use std::fmt;
 /// The first configuration that memory does not hold, by the account: nothing is run for it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Limit {
-    /// The implementation.
-    pub implementation: Algorithm,
+    /// The implementation, as the rows name it.
+    pub implementation: &'static str,
     /// T.
     pub context_length: usize,
     /// Dh or D.

@@ -4,6 +4,7 @@ use super::{LapTimings, Laps, Step, Timing};
 use crate::memory::{Account, Meter};
 use crate::report::Fields;
 use crate::{Error, Result};
+use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor};
 
 /// How a forward and backward is measured: how often, for how long, within what.
@@ -53,6 +54,35 @@ pub(super) struct Passes<'a> {
     pub unsupported: Option<String>,
 }
 
+/// A forward and its backward, ready to run again and again.
+pub(super) trait Pass {
+    /// What forward leaves for backward.
+    type Output;
+    /// What is alive after backward.
+    type Gradients;
+
+    fn forward(&mut self) -> Result<Self::Output>;
+
+    fn backward(&mut self, output: Self::Output) -> Result<Self::Gradients>;
+}
+
+/// A forward with candle's graph, which goes through backward.
+pub(super) struct Eager<F>(pub F);
+
+impl<F: Fn() -> Result<Tensor>> Pass for Eager<F> {
+    type Output = Tensor;
+    type Gradients = GradStore;
+
+    fn forward(&mut self) -> Result<Tensor> {
+        self.0()
+    }
+
+    /// The graph goes with the output, before anything else asks for memory.
+    fn backward(&mut self, output: Tensor) -> Result<GradStore> {
+        Ok(output.backward()?)
+    }
+}
+
 /// The phases, in the order of their rows.
 const FORWARD: &str = "forward";
 const BACKWARD: &str = "backward";
@@ -75,11 +105,11 @@ type Moment = fn(&Alive) -> u64;
 
 impl Passes<'_> {
     /// One row a phase; or one row in all, for what cannot run, does not fit in memory or in time. `prepare` makes the
-    /// inputs, and is not called in those cases; what it returns is the forward. `memory` adds bytes to every row.
-    pub fn run<F: Fn() -> Result<Tensor>>(
+    /// inputs, and is not called in those cases. `memory` adds bytes to every row.
+    pub fn run<P: Pass>(
         &self,
         device: &Device,
-        prepare: impl FnOnce() -> Result<F>,
+        prepare: impl FnOnce() -> Result<P>,
         on_step: impl FnMut(Step, f64),
         memory: impl Fn(&Alive) -> Fields,
     ) -> Result<Vec<Fields>> {
@@ -159,16 +189,16 @@ impl Passes<'_> {
         })
     }
 
-    fn measure<F: Fn() -> Result<Tensor>>(
+    fn measure<P: Pass>(
         &self,
         device: &Device,
-        prepare: impl FnOnce() -> Result<F>,
+        prepare: impl FnOnce() -> Result<P>,
         on_step: impl FnMut(Step, f64),
     ) -> Result<(LapTimings, Option<Alive>)> {
         let meter = Meter::new(device);
         let now = || meter.current_bytes();
         let before = now();
-        let forward = prepare()?;
+        let mut pass = prepare()?;
         let resident = now().zip(before).map(|(now, before)| now - before);
         let mut alive = None;
         let timings = Laps::new(device)
@@ -183,12 +213,11 @@ impl Passes<'_> {
                     Some(resident? + bytes.saturating_sub(start))
                 };
                 meter.reset_peak();
-                let out = lap.time(FORWARD, &forward)?;
+                let out = lap.time(FORWARD, || pass.forward())?;
                 let forward_peak = grown(meter.peak_bytes());
                 let before_backward = grown(now());
                 meter.reset_peak();
-                // The graph goes with the output, before anything else asks for memory.
-                let gradients = lap.time(BACKWARD, move || out.backward())?;
+                let gradients = lap.time(BACKWARD, || pass.backward(out))?;
                 let backward_peak = grown(meter.peak_bytes());
                 let after_backward = grown(now());
                 alive = (|| {

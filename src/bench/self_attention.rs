@@ -1,7 +1,7 @@
 //! A self-attention layer, timed by phase, with its memory step by step.
 
 use super::attention::{pairs, unsupported};
-use super::passes::{Alive, Passes, Sampling, at_least_one};
+use super::passes::{Alive, Eager, Passes, Sampling, at_least_one};
 use super::{Limit, Step};
 use crate::memory::{SelfAttentionWorkload, self_attention_account, smallest_beyond};
 use crate::nn::{CausalSelfAttention, seeded};
@@ -84,7 +84,7 @@ impl SelfAttentionRun {
             let x = self.input(&builder)?;
             let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?
                 .with_attention(w.algorithm);
-            Ok(move || w.precision.run(|| layer.forward(&x)))
+            Ok(Eager(move || w.precision.run(|| layer.forward(&x))))
         };
         passes.run(device, prepare, on_step, |alive| self.memory(alive))
     }
@@ -103,7 +103,7 @@ impl SelfAttentionRun {
         })?;
         let supported = unsupported(self.workload.algorithm, head_dim).is_none();
         supported.then(|| Limit {
-            implementation: self.workload.algorithm,
+            implementation: self.workload.algorithm.name(),
             context_length: self.workload.sequence_length,
             width: at(head_dim).d_model,
             account,

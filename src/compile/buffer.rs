@@ -90,6 +90,8 @@ pub enum Home {
     Table(usize),
     /// What the run gives out.
     Output,
+    /// The tensor that the run is given under this number.
+    Argument(usize),
 }
 
 /// A piece of memory that calls read and write.

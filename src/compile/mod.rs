@@ -31,6 +31,8 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
+//! [`Forward`] is a model's forward alone, [`Attention`] is attention alone, on heads as they lie, with its gradients.
+//!
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
 //! ([`Plan::explain`], [`Plan::memory_map`]), what builds it from a configuration, and the executor, a loop over the calls
 //! that knows nothing of transformers. What does not: the kernels ([`crate::kernels`]).
@@ -59,6 +61,7 @@
 //! The bits of a run do not depend on the number of threads, nor on where buffers lie.
 
 pub mod arena;
+mod attention;
 mod budget;
 mod buffer;
 mod build;
@@ -72,6 +75,7 @@ mod plan;
 mod source;
 mod train_step;
 
+pub use attention::{Attention, HeadAttentionSizes};
 pub use buffer::{Buffer, BufferId, Category, Home};
 pub use config::PlanConfig;
 pub use forward::Forward;

@@ -1,5 +1,7 @@
 //! What a call does: the operations of a plan, with their sizes, and what they cost.
 
+use super::attention::HeadAttentionSizes;
+
 /// Whether a product is added to what its output holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Accumulate {
@@ -165,6 +167,11 @@ pub enum Op {
         /// P.
         parameters: usize,
     },
+    /// Naive attention on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), the scores'
+    /// exponentials (as the mask leaves them), share (B H, T), scratch.
+    HeadAttention(HeadAttentionSizes),
+    /// Reads d_out, q, k, v (B H, T, Dh), exponentials, share, out; writes dq, dk, dv (B H, T, Dh), partial sums, scratch.
+    HeadAttentionBackward(HeadAttentionSizes),
     /// Reads x; writes the sum of its squares (1).
     SumOfSquares {
         /// Of x.
@@ -208,6 +215,8 @@ impl Op {
             Self::EmbeddingBackward { .. } => "embedding_backward",
             Self::Unscale { .. } => "unscale",
             Self::CheckOverflow { .. } => "check_overflow",
+            Self::HeadAttention(_) => "head_attention",
+            Self::HeadAttentionBackward(_) => "head_attention_backward",
             Self::SumOfSquares { .. } => "sum_of_squares",
             Self::ClipFactor { .. } => "clip_factor",
             Self::AdamW { .. } => "adamw",
@@ -222,6 +231,10 @@ impl Op {
                 [sizes.batch, sizes.length, sizes.heads, sizes.head_dim].map(|n| n as f64);
             4.0 * b * h * t * t * d
         };
+        let of_heads = |sizes: &HeadAttentionSizes| {
+            let [m, t, d] = [sizes.matrices, sizes.length, sizes.head_dim].map(|n| n as f64);
+            4.0 * m * t * t * d
+        };
         match self {
             Self::Matmul {
                 rows, cols, depth, ..
@@ -230,6 +243,8 @@ impl Op {
             Self::AttentionBackward(sizes) | Self::FlashAttentionBackward(sizes) => {
                 2.0 * attention(sizes)
             }
+            Self::HeadAttention(sizes) => of_heads(sizes),
+            Self::HeadAttentionBackward(sizes) => 2.0 * of_heads(sizes),
             _ => 0.0,
         }
     }
@@ -280,6 +295,12 @@ impl Op {
             | Self::AttentionBackward(sizes)
             | Self::FlashAttentionBackward(sizes)
             | Self::MergeRotatedBack(sizes) => attention(sizes),
+            Self::HeadAttention(s) | Self::HeadAttentionBackward(s) => {
+                format!(
+                    "BH{} T{} Dh{} {:?}",
+                    s.matrices, s.length, s.head_dim, s.mask
+                )
+            }
             Self::CrossEntropy { rows, classes, .. } => format!("{rows} x {classes}"),
             Self::MeanLoss { rows, .. } => format!("{rows}"),
             Self::SwiGlu { elements }

@@ -2,7 +2,7 @@
 //!
 //! What lives here: [`estimate`], the account of a step from its sizes alone, and what follows from it
 //! ([`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`], [`recommend`]); [`attention_account`] and
-//! [`self_attention_account`], those of attention alone and of its layer; [`tracker`], an allocator that counts;
+//! [`self_attention_account`], those of attention alone and of its layer, and [`planned_attention_account`]; [`tracker`], an allocator that counts;
 //! [`measure()`], a step's peak by it; [`record()`], which keeps every block with its origin, and what is made of it: sums ([`Recording`]), a picture
 //! ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what the
 //! process has taken. What does not: timing ([`crate::bench`]).
@@ -13,6 +13,7 @@ mod estimate;
 mod fit;
 mod measure;
 mod meter;
+mod planned;
 mod recommend;
 mod recording;
 mod saved;
@@ -29,6 +30,7 @@ pub use estimate::{Estimate, Mode, Workload, estimate};
 pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved};
 pub use measure::{Measured, measure};
 pub use meter::Meter;
+pub use planned::planned_attention_account;
 pub use recommend::recommend;
 pub use recording::{
     Block, Holdings, Origin, PhaseSpan, RecordConfig, Recorder, Recording, record,

@@ -38,6 +38,7 @@ mod config;
 mod differences;
 mod fingerprint;
 mod history;
+mod planned;
 mod trainer;
 mod update;
 

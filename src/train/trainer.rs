@@ -2,6 +2,7 @@
 
 use super::update::{check_dtype, scaler};
 use super::{DataFingerprint, History, TrainConfig};
+use crate::compile::TrainStep;
 use crate::data::{RandomBatches, SequentialBatches, Tokens};
 use crate::model::TransformerLM;
 use crate::optim::guard::{finite_loss, value_of};
@@ -57,7 +58,9 @@ pub struct Trainer {
     /// In f16 only.
     pub(super) scaler: Option<GradScaler>,
     pub(super) config: TrainConfig,
-    training: RandomBatches,
+    /// Where steps are planned.
+    pub(super) planned: Option<TrainStep>,
+    pub(super) training: RandomBatches,
     validation: SequentialBatches,
     pub(super) training_data: DataFingerprint,
     pub(super) validation_data: DataFingerprint,
@@ -95,6 +98,7 @@ impl Trainer {
             scaler: scaler(&config)?,
             training_data: DataFingerprint::new(&train)?,
             validation_data: DataFingerprint::new(&validation)?,
+            planned: None,
             training,
             validation: held_out,
             model,
@@ -116,9 +120,14 @@ impl Trainer {
             return Ok(None);
         }
         let _step = probe::step();
-        let (loss, gradients) = self.loss_and_gradients()?;
         let learning_rate = self.config.schedule.learning_rate(self.step);
-        let update = self.update(gradients, learning_rate)?;
+        let (loss, update) = match self.planned_update(learning_rate)? {
+            Some(planned) => planned,
+            None => {
+                let (loss, gradients) = self.loss_and_gradients()?;
+                (loss, self.update(gradients, learning_rate)?)
+            }
+        };
         self.step += 1;
         self.history.stepped(loss, update.skipped);
         Ok(Some(StepReport {

@@ -2,6 +2,7 @@
 
 mod analysis;
 mod memory;
+mod planned;
 
 use candle_core::{DType, Device};
 use rstest::rstest;
@@ -32,6 +33,7 @@ fn attention(algorithm: Algorithm) -> AttentionRun {
             ..Default::default()
         },
         sampling: quick(),
+        ..Default::default()
     }
 }
 

@@ -1,5 +1,6 @@
 //! Planned steps against eager ones, and what a plan says of itself.
 
+mod attention;
 mod eager;
 mod half;
 mod memory;

@@ -2,6 +2,7 @@
 
 mod learning;
 mod loss_scaling;
+mod planned;
 mod precision_equality;
 mod refusals;
 mod resuming;

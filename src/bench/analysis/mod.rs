@@ -27,7 +27,7 @@ pub struct Analysis {
     pub peaks: Vec<Peak>,
     /// How time and memory grow with T, for each implementation and width measured at three T or more.
     pub growth: Vec<Growth>,
-    /// Naive over flash, where both were measured.
+    /// Naive over each other implementation, where both were measured.
     pub speedups: Vec<Speedup>,
 }
 
@@ -87,9 +87,11 @@ pub struct Growth {
     pub longest: u64,
 }
 
-/// How many times as long, and as much, naive takes as flash: medians over medians.
+/// How many times as long, and as much, naive takes as another implementation: medians over medians.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Speedup {
+    /// The other implementation.
+    pub implementation: String,
     /// T.
     pub context_length: u64,
     /// Dh or D.
@@ -115,6 +117,9 @@ struct Row<'a> {
 }
 
 const WHOLE: &str = "forward+backward";
+
+/// What others are compared with.
+const NAIVE: &str = "naive";
 
 impl<'a> Row<'a> {
     fn read(fields: &'a Fields, width_key: &str) -> Option<Self> {
@@ -241,18 +246,19 @@ fn growth(rows: &[&Row<'_>], implementation: &str, width: u64) -> Option<Growth>
 }
 
 fn speedups(rows: &[Row<'_>]) -> Vec<Speedup> {
-    let of = |name: &'static str, phase: &'static str, at: &Row<'_>, key: &str| {
+    let of = |name: &str, phase: &'static str, at: &Row<'_>, key: &str| {
         let found =
             |row: &&Row<'_>| row.implementation == name && row.phase == phase && row.is_at(at);
         rows.iter().find(found)?.number(key)
     };
-    let flash = rows
+    let others = rows
         .iter()
-        .filter(|row| row.implementation == "flash" && row.phase == WHOLE);
-    let speedups = flash.map(|row| {
-        let ratio =
-            |phase, key| Some(of("naive", phase, row, key)? / of("flash", phase, row, key)?);
+        .filter(|row| row.implementation != NAIVE && row.phase == WHOLE);
+    let speedups = others.map(|row| {
+        let name = row.implementation;
+        let ratio = |phase, key| Some(of(NAIVE, phase, row, key)? / of(name, phase, row, key)?);
         Speedup {
+            implementation: name.into(),
             context_length: row.context_length,
             width: row.width,
             forward: ratio("forward", "median_ms"),

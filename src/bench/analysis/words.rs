@@ -23,7 +23,12 @@ impl Analysis {
             )
         }));
         notes.extend(self.growth.iter().map(|g| g.words(width)));
-        notes.extend(self.mean_speedup());
+        let others = different(self.speedups.iter().map(|s| s.implementation.as_str()));
+        notes.extend(
+            others
+                .into_iter()
+                .filter_map(|name| self.mean_speedup(name)),
+        );
         notes
     }
 
@@ -41,18 +46,23 @@ impl Analysis {
         text
     }
 
-    /// The geometric means.
-    fn mean_speedup(&self) -> Option<String> {
+    /// The geometric means over the configurations of one implementation.
+    fn mean_speedup(&self, name: &str) -> Option<String> {
+        let own: Vec<&Speedup> = self
+            .speedups
+            .iter()
+            .filter(|s| s.implementation == name)
+            .collect();
         let mean = |of: fn(&Speedup) -> Option<f64>| {
-            let logs: Vec<f64> = self.speedups.iter().filter_map(of).map(f64::ln).collect();
+            let logs: Vec<f64> = own.iter().filter_map(|s| of(s)).map(f64::ln).collect();
             (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
         };
         Some(format!(
-            "naive takes {:.2}x as long as flash forward, {:.2}x backward, {:.2}x together (geometric means over {} configurations, by medians)",
+            "naive takes {:.2}x as long as {name} forward, {:.2}x backward, {:.2}x together (geometric means over {} configurations, by medians)",
             mean(|s| s.forward)?,
             mean(|s| s.backward)?,
             mean(|s| s.forward_backward)?,
-            self.speedups.len()
+            own.len()
         ))
     }
 }

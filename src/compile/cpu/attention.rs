@@ -1,10 +1,11 @@
 //! Calls that are attention.
 
+use super::super::attention::HeadAttentionSizes;
 use super::super::op::AttentionSizes;
 use super::operands::Operands;
 use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::{self as flash, Tiles};
-use crate::kernels::cpu::{Stored, rotary_attention};
+use crate::kernels::cpu::{Stored, blocked_attention, rotary_attention};
 
 pub(super) fn naive<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
     let inputs = rotary_attention::Inputs {
@@ -34,6 +35,41 @@ pub(super) fn naive_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: 
     };
     let (p, d_out) = (o.x(4), o.lower_x(0));
     rotary_attention::backward(&sizes.rotary(), inputs, p, d_out, gradients, o.y(3));
+}
+
+pub(super) fn heads_forward<S: Stored<Wide = f32>>(
+    o: &Operands<'_, S>,
+    sizes: &HeadAttentionSizes,
+) {
+    let (q, k, v) = (o.x(0), o.x(1), o.x(2));
+    let outputs = blocked_attention::Outputs {
+        out: o.y(0),
+        e: o.y(1),
+        share: o.y(2),
+    };
+    let inputs = blocked_attention::Inputs { q, k, v };
+    blocked_attention::forward(&sizes.kernel(), inputs, outputs, o.y(3));
+}
+
+pub(super) fn heads_backward<S: Stored<Wide = f32>>(
+    o: &Operands<'_, S>,
+    sizes: &HeadAttentionSizes,
+) {
+    let (q, k, v) = (o.x(1), o.x(2), o.x(3));
+    let gradients = blocked_attention::Gradients {
+        dq: o.y(0),
+        dk: o.y(1),
+        dv: o.y(2),
+    };
+    let saved = blocked_attention::Saved {
+        e: o.x(4),
+        share: o.x(5),
+        out: o.x(6),
+        d_out: o.x(0),
+    };
+    let inputs = blocked_attention::Inputs { q, k, v };
+    let (partial, scratch) = (o.y(3), o.y(4));
+    blocked_attention::backward(&sizes.kernel(), inputs, saved, gradients, partial, scratch);
 }
 
 pub(super) fn flash_forward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {

@@ -52,6 +52,24 @@ impl Arena {
     }
 }
 
+impl Arena {
+    /// The elements of an operand of the arena, between runs.
+    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> &[T] {
+        let buffer = plan.buffer(operand.buffer);
+        let Some(range) = buffer.arena_range() else {
+            panic!("{} is not in the arena", buffer.name);
+        };
+        assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
+        assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
+        assert!(range.end <= self.layout.size() as u64, "{}", buffer.name);
+        // SAFETY: within the arena, which began as zeros, and which a run writes through `&mut` alone.
+        unsafe {
+            let start = self.start.as_ptr().add(range.start as usize).cast::<T>();
+            std::slice::from_raw_parts(start.add(operand.elements.start), operand.elements.len())
+        }
+    }
+}
+
 impl Drop for Arena {
     fn drop(&mut self) {
         // SAFETY: allocated with this layout.
@@ -87,6 +105,8 @@ pub(crate) struct Lent<'a> {
     pub targets: &'a [u32],
     /// The bytes of what the run gives out, if it does.
     pub output: Option<*mut [u8]>,
+    /// By number; those that the run's calls do not read may be missing.
+    pub arguments: &'a [&'a [f32]],
 }
 
 /// Every buffer of a plan in one micro-batch.
@@ -102,11 +122,6 @@ impl<'a> View<'a> {
         for buffer in plan.buffers() {
             check_lent(buffer, lent, plan.micro_batches());
         }
-        Self::over_arena(plan, arena, lent)
-    }
-
-    /// As [`new`](Self::new) between runs, when nothing is lent: for the arena's buffers alone.
-    pub fn over_arena(plan: &'a Plan, arena: &'a mut Arena, lent: &'a Lent<'a>) -> Self {
         assert!(plan.peak_bytes() <= arena.layout.size() as u64);
         Self {
             plan,
@@ -147,6 +162,7 @@ impl<'a> View<'a> {
             Home::Targets => ids(self.lent.targets),
             Home::Table(number) => self.plan.table(number).as_ptr().cast_mut().cast(),
             Home::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
+            Home::Argument(number) => self.lent.arguments[number].as_ptr().cast_mut().cast(),
         }
     }
 
@@ -199,6 +215,10 @@ fn check_lent(buffer: &Buffer, lent: &Lent<'_>, micro_batches: usize) {
                 let bytes = lent.output.map_or(0, |output| output.len());
                 bytes / buffer.dtype.size_in_bytes()
             }
+            Home::Argument(number) => match lent.arguments.get(number) {
+                None => return,
+                Some(argument) => argument.len(),
+            },
         },
     );
     assert_eq!(got, wanted, "{}", buffer.name);

@@ -68,19 +68,29 @@ impl Executor {
     /// parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
     pub fn run(&mut self, plan: &Plan, lent: &Lent<'_>, controls: &Controls<'_>) -> Result<bool> {
         self.run_micro_batches(plan, lent, controls)?;
+        self.run_after_micro_batches(plan, lent, controls)
+    }
+
+    /// Runs the calls that follow those of the micro-batches; what it returns is [`run`](Self::run)'s.
+    pub fn run_after_micro_batches(
+        &mut self,
+        plan: &Plan,
+        lent: &Lent<'_>,
+        controls: &Controls<'_>,
+    ) -> Result<bool> {
         let view = View::new(plan, &mut self.arena, lent);
         let rest = plan.repeated().end..plan.calls().len();
         Ok(run_calls(plan, rest, &view, controls)?.is_continue())
     }
 
+    /// What a run has left in an operand that the plan keeps, where it lies.
+    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> &[T] {
+        self.arena.values(plan, operand)
+    }
+
     /// What a run has left in an operand that the plan keeps.
     pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Vec<T> {
-        let buffer = plan.buffer(operand.buffer);
-        assert!(buffer.is_in_arena(), "{}", buffer.name);
-        let lent = Lent::default();
-        let view = View::over_arena(plan, &mut self.arena, &lent);
-        // SAFETY: nothing runs.
-        unsafe { view.read::<T>(operand) }.to_vec()
+        self.values::<T>(plan, operand).to_vec()
     }
 }
 

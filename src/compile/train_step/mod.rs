@@ -143,7 +143,7 @@ impl TrainStep {
                 exp_avg_sq,
                 tokens: &tokens,
                 targets: &targets,
-                output: None,
+                ..Default::default()
             };
             result = executor.run(plan, &lent, &controls);
         })?;

@@ -8,6 +8,7 @@
 
 pub mod adamw;
 pub mod arithmetic;
+pub mod blocked_attention;
 mod blocks;
 pub mod cast;
 pub mod cross_entropy;

@@ -100,13 +100,29 @@ pub(super) fn forward_rows<T: Real>(
     scale: f64,
     mask: Mask,
 ) {
+    forward_visible(
+        p,
+        keys,
+        scale,
+        #[inline(always)]
+        |row| mask.visible((first + row) % queries, queries, keys).end,
+    );
+}
+
+/// Rows of `width` elements, of which row i's first `visible(i)` are scores; the others become 0.
+#[inline(always)]
+pub(super) fn forward_visible<T: Real>(
+    p: &mut [T],
+    width: usize,
+    scale: f64,
+    visible: impl Fn(usize) -> usize,
+) {
     let scale = T::real(scale);
     simd::vectorized(
         #[inline(always)]
         || {
-            for (row, p) in p.chunks_exact_mut(keys).enumerate() {
-                let visible = mask.visible((first + row) % queries, queries, keys).end;
-                let (p, hidden) = p.split_at_mut(visible);
+            for (row, p) in p.chunks_exact_mut(width).enumerate() {
+                let (p, hidden) = p.split_at_mut(visible(row));
                 hidden.fill(T::ZERO);
                 for p in p.iter_mut() {
                     *p *= scale; // before the maximum, so that a negative scale is right too
@@ -134,13 +150,32 @@ pub(super) fn backward_rows<T: Real>(
     scale: f64,
     mask: Mask,
 ) {
+    backward_visible(
+        dx,
+        p,
+        keys,
+        scale,
+        #[inline(always)]
+        |row| mask.visible((first + row) % queries, queries, keys).end,
+    );
+}
+
+/// Rows as in [`forward_visible`]; `dx` holds dp.
+#[inline(always)]
+pub(super) fn backward_visible<T: Real>(
+    dx: &mut [T],
+    p: &[T],
+    width: usize,
+    scale: f64,
+    visible: impl Fn(usize) -> usize,
+) {
     let scale = T::real(scale);
     simd::vectorized(
         #[inline(always)]
         || {
-            let rows = dx.chunks_exact_mut(keys).zip(p.chunks_exact(keys));
+            let rows = dx.chunks_exact_mut(width).zip(p.chunks_exact(width));
             for (row, (dx, p)) in rows.enumerate() {
-                let visible = mask.visible((first + row) % queries, queries, keys).end;
+                let visible = visible(row);
                 let (dx, hidden) = dx.split_at_mut(visible);
                 hidden.fill(T::ZERO);
                 let p = &p[..visible];

@@ -162,10 +162,16 @@ fn extremes_and_peaks_are_each_implementations_own() {
 }
 
 #[test]
-fn speedups_are_naive_over_flash_where_both_ran() {
+fn speedups_are_naive_over_others_where_both_ran() {
     let analysis = Analysis::of(&grid(), "head_dim");
     let lengths: Vec<_> = analysis.speedups.iter().map(|s| s.context_length).collect();
     assert_eq!(lengths, [256, 1024, 4096]);
+    assert!(
+        analysis
+            .speedups
+            .iter()
+            .all(|s| s.implementation == "flash")
+    );
     for speedup in &analysis.speedups {
         for ratio in [speedup.forward, speedup.backward, speedup.forward_backward] {
             assert_relative_eq!(ratio.unwrap(), 2.0);
@@ -175,6 +181,16 @@ fn speedups_are_naive_over_flash_where_both_ran() {
     let notes = analysis.notes("d").join("\n");
     let expected = "naive takes 2.00x as long as flash forward, 2.00x backward, 2.00x together";
     assert!(notes.contains(expected), "{notes}");
+
+    // A third implementation has means of its own.
+    let mut rows = grid();
+    rows.extend(measured("planned", 1024, 64, 256.0, 1024));
+    let analysis = Analysis::of(&rows, "head_dim");
+    assert_eq!(analysis.speedups.len(), 4);
+    let notes = analysis.notes("d").join("\n");
+    assert!(notes.contains(expected), "{notes}");
+    let planned = "naive takes 4.00x as long as planned forward";
+    assert!(notes.contains(planned), "{notes}");
 }
 
 #[test]

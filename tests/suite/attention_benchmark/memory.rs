@@ -78,6 +78,7 @@ fn child_measures_attention() {
                     let run = AttentionRun {
                         workload,
                         sampling: twice(),
+                        ..Default::default()
                     };
                     let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
                     check(&rows, &format!("{workload:?}"), PACKING_BYTES);

@@ -1,0 +1,148 @@
+//! Compares what is planned beforehand with what is run eagerly: attention over a grid, with flash as a third, and whole
+//! models; and says what makes the difference.
+//!
+//! ```text
+//! cargo run --example compiled_benchmark
+//! cargo run --example compiled_benchmark -- --part model --config 4-512-512-6-8 --size tiny small
+//! cargo run --example compiled_benchmark -- --part attention --sequence-length 512 2048 --head-dim 64 --causal
+//! cargo run --example compiled_benchmark -- --full --json results.json
+//! ```
+
+#[path = "compiled_benchmark/attention.rs"]
+mod attention;
+mod common;
+#[path = "compiled_benchmark/configurations.rs"]
+mod configurations;
+#[path = "compiled_benchmark/model.rs"]
+mod model;
+#[path = "compiled_benchmark/publish.rs"]
+mod publish;
+#[path = "compiled_benchmark/why.rs"]
+mod why;
+
+use attention::AttentionFlags;
+use candle_core::DType;
+use clap::{Parser, ValueEnum};
+use common::{Common, Output};
+use model::ModelFlags;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use tallow::Result;
+use tallow::report::{Fields, Report};
+
+/// Compares what is planned beforehand with what is run eagerly: attention, and whole models, in f32 on the CPU.
+///
+/// Without --full it takes about a minute.
+#[derive(Parser)]
+#[command(version)]
+struct Flags {
+    #[command(flatten)]
+    common: Common, // first: headings hold for whatever comes after them
+
+    /// attention, model; several allowed
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "attention,model")]
+    part: Vec<Part>,
+
+    /// Every configuration: the whole grid, seed 000's models and all presets; on two cores some hours
+    #[arg(long)]
+    full: bool,
+
+    /// Write the rows of all parts, every sample included, into this file too (JSON)
+    #[arg(long)]
+    json: Option<PathBuf>,
+
+    /// The memory that may be used, in GiB, instead of what is available
+    #[arg(long)]
+    memory_limit_gib: Option<f64>,
+
+    #[command(flatten)]
+    output: Output,
+
+    #[command(flatten)]
+    attention: AttentionFlags,
+
+    #[command(flatten)]
+    model: ModelFlags,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// Forward and backward of attention alone: naive, planned, flash
+    Attention,
+    /// Forward, forward and backward, and the training step of models: eager, planned
+    Model,
+}
+
+/// What both parts are told.
+struct Setting {
+    device: candle_core::Device,
+    full: bool,
+    seed: u64,
+    peak_flops: Option<f64>,
+    /// Bytes that may be used.
+    limit_bytes: Option<u64>,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    common::run(|| flags.common.around(|| flags.run()))
+}
+
+impl Flags {
+    fn run(&self) -> Result<()> {
+        self.output.check()?;
+        if let Some(path) = &self.json {
+            common::check_writable(path)?;
+        }
+        let device = self.common.device()?;
+        let limit = self.memory_limit_gib;
+        let setting = Setting {
+            peak_flops: tallow::device::measure_peak_flops(&device, DType::F32),
+            full: self.full,
+            seed: self.common.seed,
+            limit_bytes: limit.map(|gib| (gib * 2f64.powi(30)) as u64),
+            device,
+        };
+        let mut parts: Vec<(&str, Report)> = Vec::new();
+        for part in [Part::Attention, Part::Model] {
+            if !self.part.contains(&part) {
+                continue;
+            }
+            let (name, mut report) = match part {
+                Part::Attention => ("attention", self.attention.report(&setting)?),
+                Part::Model => ("model", self.model.report(&setting)?),
+            };
+            report.environment = self.environment(&setting);
+            parts.push((name, report));
+        }
+        if let Some(path) = &self.json {
+            publish::save_json(path, &parts)?;
+        }
+        publish::publish(&self.output, &parts)
+    }
+
+    fn environment(&self, setting: &Setting) -> Fields {
+        let mut fields = self.common.environment(&setting.device);
+        let peak = setting.peak_flops;
+        let peak = peak.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
+        fields.insert("peak", peak);
+        fields.insert("reference ops", common::fallbacks());
+        fields
+    }
+}
+
+/// The geometric mean of ratios; `None` of none.
+fn geometric_mean(ratios: impl IntoIterator<Item = f64>) -> Option<f64> {
+    let logs: Vec<f64> = ratios.into_iter().map(f64::ln).collect();
+    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
+}
+
+/// A number of a row.
+fn number(row: &Fields, key: &str) -> Option<f64> {
+    row.get(key).and_then(|value| value.as_f64())
+}
+
+/// A text of a row.
+fn text<'a>(row: &'a Fields, key: &str) -> Option<&'a str> {
+    row.get(key).and_then(|value| value.as_str())
+}

@@ -1,0 +1,272 @@
+//! Part (a): attention, eager naive beside the same planned, and flash.
+
+use crate::{Setting, common, geometric_mean, number, text};
+use clap::Args;
+use tallow::Result;
+use tallow::attention::{Algorithm, Mask};
+use tallow::bench::{Analysis, AttentionRun, Execution, Sampling};
+use tallow::memory::AttentionWorkload;
+use tallow::report::{Column, Fields, Report};
+
+/// What is compared, as the rows name it.
+const IMPLEMENTATIONS: [&str; 3] = ["naive", "planned", "flash"];
+
+#[derive(Args)]
+#[command(next_help_heading = "Attention")]
+pub struct AttentionFlags {
+    /// Sequences in a batch of attention alone
+    #[arg(long, default_value_t = 8)]
+    attention_batch_size: usize,
+
+    /// Attention heads
+    #[arg(long, default_value_t = 1)]
+    heads: usize,
+
+    /// The dimension of a head; several allowed [default: 16 64; with --full 16 32 64 128]
+    #[arg(long, num_args = 1.., value_delimiter = ',')]
+    head_dim: Vec<usize>,
+
+    /// Tokens in a sequence; several allowed [default: 256 1024; with --full 4096, 8192 and 16384 too]
+    #[arg(long, num_args = 1.., value_delimiter = ',')]
+    sequence_length: Vec<usize>,
+
+    /// Let each query see the keys up to its own position only
+    #[arg(long)]
+    causal: bool,
+
+    /// Passes that are measured; fewer, at least 2, where the time budget ends first
+    #[arg(long, default_value_t = 100)]
+    iterations: usize,
+
+    /// The time that one implementation may take for one shape, in ms; 0 for as long as it takes [default: 1500; with
+    /// --full 60000]
+    #[arg(long)]
+    time_budget_ms: Option<f64>,
+}
+
+impl AttentionFlags {
+    /// Measures every shape of the grid, the three implementations one after the other.
+    pub fn report(&self, setting: &Setting) -> Result<Report> {
+        let mut rows = Vec::new();
+        let shapes = self.shapes(setting.full);
+        for (i, &(head_dim, length)) in shapes.iter().enumerate() {
+            let (number, count) = (i + 1, shapes.len());
+            common::progress(format!(
+                "attention {number}/{count}: T {length}, d {head_dim}"
+            ));
+            for name in IMPLEMENTATIONS {
+                let run = self.run(setting, name, head_dim, length);
+                rows.extend(run.run(&setting.device, |_, _| ())?);
+            }
+        }
+        let analysis = Analysis::of(&rows, "head_dim");
+        let mut report = Report {
+            configuration: self.configuration(setting),
+            columns: columns(),
+            lines: shapes
+                .iter()
+                .map(|shape| line(&rows, &analysis, *shape))
+                .collect(),
+            notes: notes(&rows, &analysis),
+            ..Default::default()
+        };
+        if let Ok(serde_json::Value::Object(parts)) = serde_json::to_value(&analysis) {
+            report.analysis = parts.into_iter().collect();
+        }
+        report.rows = rows;
+        Ok(report)
+    }
+
+    /// Head dimensions and lengths.
+    fn shapes(&self, full: bool) -> Vec<(usize, usize)> {
+        let given = |list: &[usize], quick: &[usize], all: &[usize]| match (list, full) {
+            ([], false) => quick.to_vec(),
+            ([], true) => all.to_vec(),
+            (list, _) => list.to_vec(),
+        };
+        let lengths = given(
+            &self.sequence_length,
+            &[256, 1024],
+            &[256, 1024, 4096, 8192, 16_384],
+        );
+        let head_dims = given(&self.head_dim, &[16, 64], &[16, 32, 64, 128]);
+        let shapes = head_dims.iter().flat_map(|&head_dim| {
+            let lengths = lengths.iter();
+            lengths.map(move |&length| (head_dim, length))
+        });
+        shapes.collect()
+    }
+
+    fn run(&self, setting: &Setting, name: &str, head_dim: usize, length: usize) -> AttentionRun {
+        let budget_ms = match (self.time_budget_ms, setting.full) {
+            (Some(ms), _) => ms,
+            (None, true) => 60_000.0,
+            (None, false) => 1_500.0,
+        };
+        let available_bytes = setting.limit_bytes.or_else(tallow::device::available_bytes);
+        AttentionRun {
+            workload: AttentionWorkload {
+                algorithm: match name {
+                    "flash" => Algorithm::Flash,
+                    _ => Algorithm::Naive,
+                },
+                batch_size: self.attention_batch_size,
+                heads: self.heads,
+                sequence_length: length,
+                head_dim,
+                mask: self.mask(),
+                ..Default::default()
+            },
+            sampling: Sampling {
+                warmup_steps: 3,
+                iterations: self.iterations,
+                time_budget_ms: (budget_ms > 0.0).then_some(budget_ms),
+                seed: setting.seed,
+                peak_flops: setting.peak_flops,
+                available_bytes,
+            },
+            execution: match name {
+                "planned" => Execution::Planned,
+                _ => Execution::Eager,
+            },
+        }
+    }
+
+    fn mask(&self) -> Mask {
+        match self.causal {
+            true => Mask::Causal,
+            false => Mask::Full,
+        }
+    }
+
+    fn configuration(&self, setting: &Setting) -> Fields {
+        let mut fields = Fields::new();
+        fields.insert("measured", "attention on q, k, v (B, H, T, d), in f32");
+        fields.insert("batch size", self.attention_batch_size);
+        fields.insert("heads", self.heads);
+        fields.insert("mask", format!("{:?}", self.mask()).to_lowercase());
+        fields.insert("iterations", self.iterations);
+        let run = self.run(setting, "naive", 1, 1);
+        fields.insert("time budget ms", run.sampling.time_budget_ms);
+        fields
+    }
+}
+
+/// A line a shape, the implementations side by side.
+fn columns() -> Vec<Column> {
+    let mut columns = vec![
+        Column::number("head_dim", "d", "", 0),
+        Column::number("context_length", "T", "", 0),
+    ];
+    for name in IMPLEMENTATIONS {
+        columns.push(Column::number(
+            format!("{name} forward"),
+            format!("{name} F"),
+            "ms",
+            3,
+        ));
+        columns.push(Column::number(
+            format!("{name} backward"),
+            format!("{name} B"),
+            "ms",
+            3,
+        ));
+    }
+    for name in &IMPLEMENTATIONS[1..] {
+        for (phase, letter) in [("forward", 'F'), ("backward", 'B')] {
+            let title = format!("naive/{name} {letter}");
+            columns.push(Column::number(
+                format!("speedup {name} {phase}"),
+                title,
+                "x",
+                2,
+            ));
+        }
+    }
+    for (key, title) in [("before backward", "before B"), ("peak", "peak")] {
+        for name in IMPLEMENTATIONS {
+            columns.push(Column::mib(
+                format!("{name} {key}"),
+                format!("{name} {title}"),
+            ));
+        }
+    }
+    columns
+}
+
+/// Medians, how many times as long eager naive takes, and bytes; the status where there is no time.
+fn line(rows: &[Fields], analysis: &Analysis, (head_dim, length): (usize, usize)) -> Fields {
+    let mut line = Fields::new();
+    line.insert("head_dim", head_dim);
+    line.insert("context_length", length);
+    let here = rows.iter().filter(|row| {
+        let at = |key, size: usize| number(row, key) == Some(size as f64);
+        at("head_dim", head_dim) && at("context_length", length)
+    });
+    for row in here {
+        let (Some(name), Some(phase)) = (text(row, "implementation"), text(row, "phase")) else {
+            continue;
+        };
+        match (number(row, "median_ms"), phase) {
+            (None, _) => {
+                line.insert(format!("{name} forward"), text(row, "status"));
+            }
+            (Some(_), "forward+backward") => {
+                for (key, field) in [
+                    ("before backward", "before_backward_bytes"),
+                    ("peak", "peak_bytes"),
+                ] {
+                    line.insert(format!("{name} {key}"), number(row, field));
+                }
+            }
+            (Some(ms), phase) => {
+                line.insert(format!("{name} {phase}"), ms);
+            }
+        }
+    }
+    for s in &analysis.speedups {
+        if (s.width, s.context_length) == (head_dim as u64, length as u64) {
+            let name = &s.implementation;
+            line.insert(format!("speedup {name} forward"), s.forward);
+            line.insert(format!("speedup {name} backward"), s.backward);
+        }
+    }
+    line
+}
+
+fn notes(rows: &[Fields], analysis: &Analysis) -> Vec<String> {
+    let mut notes = vec![
+        "Medians. naive: op by op, with candle's graph; planned: the same mathematics for a shape known beforehand, a block \
+         of queries at a time, in an arena that is there from the beginning to the end; flash: without probabilities."
+            .to_string(),
+    ];
+    for name in &IMPLEMENTATIONS[1..] {
+        let own = || {
+            analysis
+                .speedups
+                .iter()
+                .filter(|s| s.implementation == *name)
+        };
+        let mean =
+            |of: fn(&tallow::bench::Speedup) -> Option<f64>| geometric_mean(own().filter_map(of));
+        if let (Some(forward), Some(backward)) = (mean(|s| s.forward), mean(|s| s.backward)) {
+            notes.push(format!(
+                "Average speed-up of {name} over naive: forward {forward:.2}x, backward {backward:.2}x (geometric means over {} shapes).",
+                own().count()
+            ));
+        }
+    }
+    for row in rows.iter().filter(|row| number(row, "median_ms").is_none()) {
+        let part = |key| text(row, key).unwrap_or_default();
+        let sizes = ["context_length", "head_dim"].map(|key| number(row, key).unwrap_or_default());
+        notes.push(format!(
+            "{}, T {}, d {}, {}: {}",
+            part("implementation"),
+            sizes[0],
+            sizes[1],
+            part("status"),
+            part("reason")
+        ));
+    }
+    notes
+}

@@ -1,0 +1,77 @@
+//! The models: by five sizes, or by preset.
+
+use std::str::FromStr;
+use tallow::model::TransformerConfig;
+use tallow::{Error, Result};
+
+/// Seed 000's models, as it names them.
+pub const SEED: [&str; 4] = [
+    "4-256-256-4-8",
+    "4-512-512-6-8",
+    "8-256-768-6-12",
+    "8-512-768-12-12",
+];
+
+/// Every preset.
+pub const PRESETS: [&str; 8] = [
+    "tiny", "small", "medium", "large", "xl", "wide", "2.7b", "10b",
+];
+
+/// A model and its batch.
+#[derive(Clone, Debug)]
+pub struct Configuration {
+    pub name: String,
+    pub model: TransformerConfig,
+    pub batch_size: usize,
+    pub sequence_length: usize,
+}
+
+impl Configuration {
+    /// A preset with this batch.
+    pub fn preset(name: &str, batch_size: usize, sequence_length: usize) -> Result<Self> {
+        let model = TransformerConfig {
+            context_length: sequence_length,
+            ..TransformerConfig::preset(name)?
+        };
+        Ok(Self {
+            name: format!("{name} B{batch_size} T{sequence_length}"),
+            model,
+            batch_size,
+            sequence_length,
+        })
+    }
+}
+
+/// `B-T-d-L-H`: batch, tokens, width, layers, heads; the feed-forward network is four times as wide.
+impl FromStr for Configuration {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let sizes: Option<Vec<usize>> = name.split('-').map(|size| size.parse().ok()).collect();
+        let Some([batch_size, sequence_length, d_model, num_layers, num_heads]) = sizes.as_deref()
+        else {
+            return Err(Error::Config {
+                config: "flags",
+                field: "--config",
+                expected: "batch-tokens-width-layers-heads".into(),
+                got: format!("{name:?}"),
+                hint: "write 4-256-256-4-8, say".into(),
+            });
+        };
+        let model = TransformerConfig {
+            context_length: *sequence_length,
+            d_model: *d_model,
+            d_ff: d_model.saturating_mul(4),
+            num_layers: *num_layers,
+            num_heads: *num_heads,
+            ..Default::default()
+        };
+        model.validate()?;
+        Ok(Self {
+            name: name.into(),
+            model,
+            batch_size: *batch_size,
+            sequence_length: *sequence_length,
+        })
+    }
+}

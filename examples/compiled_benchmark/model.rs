@@ -1,0 +1,276 @@
+//! Part (b): whole models, eager and planned.
+
+use crate::configurations::{Configuration, PRESETS, SEED};
+use crate::why::{self, Counted};
+use crate::{Setting, common, geometric_mean, number, text};
+use clap::Args;
+use tallow::Result;
+use tallow::attention::Algorithm;
+use tallow::bench::{EndToEnd, Execution, OptimizerChoice, alternate, time_once};
+use tallow::memory::Mode;
+use tallow::precision::Precision;
+use tallow::report::{Column, Fields, Report, mean_and_std};
+
+/// The modes, with the name of their row, and the columns' letters.
+const MODES: [(Mode, &str, &str); 3] = [
+    (Mode::Forward, "forward", "F"),
+    (Mode::ForwardBackward, "forward+backward", "FB"),
+    (Mode::TrainStep, "train step", "S"),
+];
+
+const EXECUTIONS: [Execution; 2] = [Execution::Eager, Execution::Planned];
+
+#[derive(Args)]
+#[command(next_help_heading = "Models")]
+pub struct ModelFlags {
+    /// Models as batch-tokens-width-layers-heads; several allowed [default: 4-256-256-4-8; with --full seed 000's four]
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "B-T-D-L-H")]
+    config: Vec<Configuration>,
+
+    /// Presets, tiny to 10b; several allowed [default: none; with --full all]
+    #[arg(long, num_args = 1.., value_delimiter = ',')]
+    size: Vec<String>,
+
+    /// Sequences in a preset's batch
+    #[arg(long, default_value_t = 4)]
+    batch_size: usize,
+
+    /// Tokens in a preset's sequence
+    #[arg(long, default_value_t = 256)]
+    context_length: usize,
+
+    /// What computes attention in the models, naive or flash
+    #[arg(long = "model-attention", default_value_t = Algorithm::Naive)]
+    algorithm: Algorithm,
+
+    /// Steps that are run and not counted, in each round
+    #[arg(long, default_value_t = 1)]
+    warmup_steps: usize,
+
+    /// Steps that are measured, in each round
+    #[arg(long, default_value_t = 5)]
+    steps: usize,
+
+    /// Rounds: eager and planned are measured in turns
+    #[arg(long, default_value_t = 2)]
+    rounds: usize,
+}
+
+impl ModelFlags {
+    /// Measures every model.
+    pub fn report(&self, setting: &Setting) -> Result<Report> {
+        let configurations = self.configurations(setting.full)?;
+        let mut report = Report {
+            configuration: self.configuration(),
+            columns: columns(),
+            ..Default::default()
+        };
+        for (i, configuration) in configurations.iter().enumerate() {
+            let (number, count) = (i + 1, configurations.len());
+            common::progress(format!("model {number}/{count}: {}", configuration.name));
+            self.one(setting, configuration, &mut report)?;
+        }
+        report.notes.push(
+            "F: forward without a graph; FB: forward, loss and backward; S: the training step; B+O: its backward and update, the \
+             mean of three steps that were listened to. In a planned step the head's gradient comes with the loss."
+                .into(),
+        );
+        report.notes.push(averages(&report.lines));
+        report.notes.push(why::NOTE.into());
+        Ok(report)
+    }
+
+    fn configurations(&self, full: bool) -> Result<Vec<Configuration>> {
+        let mut configurations = self.config.clone();
+        let mut presets: Vec<&str> = self.size.iter().map(String::as_str).collect();
+        if configurations.is_empty() && presets.is_empty() {
+            let own = if full { &SEED[..] } else { &SEED[..1] };
+            for name in own {
+                configurations.push(name.parse()?);
+            }
+            presets = if full { PRESETS.to_vec() } else { Vec::new() };
+        }
+        for name in presets {
+            let preset = Configuration::preset(name, self.batch_size, self.context_length)?;
+            configurations.push(preset);
+        }
+        Ok(configurations)
+    }
+
+    /// Adds a model's rows, and a line for each execution.
+    fn one(
+        &self,
+        setting: &Setting,
+        configuration: &Configuration,
+        report: &mut Report,
+    ) -> Result<()> {
+        let runs: Vec<EndToEnd> = MODES
+            .iter()
+            .flat_map(|(mode, ..)| EXECUTIONS.map(|execution| (*mode, execution)))
+            .map(|(mode, execution)| self.run(setting, configuration, mode, execution))
+            .collect();
+        let measured = alternate(&runs, self.rounds, &setting.device, |_, _, _| ())?;
+        let mut lines = Vec::new();
+        for execution in EXECUTIONS {
+            let step = self.run(setting, configuration, Mode::TrainStep, execution);
+            let mut rows: Vec<Fields> = runs
+                .iter()
+                .zip(&measured)
+                .filter(|(run, _)| run.execution == execution)
+                .flat_map(|(_, rows)| rows.iter().map(|row| named(configuration, row)))
+                .collect();
+            let fits = rows.last().and_then(|row| text(row, "status")) == Some("ok");
+            let mut line = line(configuration, execution, &rows);
+            if execution == Execution::Planned {
+                let (plan, plan_ms) = time_once(&setting.device, || step.plan())?;
+                line.insert("plan_ms", plan_ms);
+                line.insert("arena_bytes", plan.peak_bytes());
+            }
+            if fits {
+                let counted = why::count(&step, &setting.device)?;
+                line.merge(counted.fields());
+                add_to_step(&mut rows, &counted);
+            }
+            lines.push(line);
+            report.rows.extend(rows);
+        }
+        if let [eager, planned] = &mut lines[..] {
+            compare(eager, planned);
+            report
+                .notes
+                .extend(why::words(&configuration.name, eager, planned));
+        }
+        report.lines.extend(lines);
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        setting: &Setting,
+        configuration: &Configuration,
+        mode: Mode,
+        execution: Execution,
+    ) -> EndToEnd {
+        EndToEnd {
+            config: common::models::with_attention(&configuration.model, self.algorithm),
+            batch_size: configuration.batch_size,
+            sequence_length: configuration.sequence_length,
+            mode,
+            precision: Precision::F32,
+            warmup_steps: self.warmup_steps,
+            steps: self.steps,
+            optimizer: OptimizerChoice::AdamW(Default::default()),
+            execution,
+            seed: setting.seed,
+            peak_flops: setting.peak_flops,
+            available_bytes: setting.limit_bytes.or_else(tallow::device::available_bytes),
+        }
+    }
+
+    fn configuration(&self) -> Fields {
+        let mut fields = Fields::new();
+        let what = "models in f32: batch B, tokens T, width d, layers L, heads H, feed-forward 4 d";
+        fields.insert("measured", what);
+        fields.insert("attention", self.algorithm.name());
+        fields.insert("optimizer", "adamw");
+        fields.insert("warm-up", self.warmup_steps);
+        fields.insert("steps", self.steps);
+        fields.insert("rounds", self.rounds);
+        fields
+    }
+}
+
+fn named(configuration: &Configuration, row: &Fields) -> Fields {
+    let mut named = Fields::new();
+    named.insert("configuration", configuration.name.as_str());
+    named.merge(row.clone());
+    named
+}
+
+/// What was counted belongs to the row of the whole step.
+fn add_to_step(rows: &mut [Fields], counted: &Counted) {
+    let step = rows.iter_mut().rev();
+    for row in step.filter(|row| text(row, "phase") == Some("train step")) {
+        row.merge(counted.fields());
+    }
+}
+
+/// The times of one execution, and its memory; the status where there are none.
+fn line(configuration: &Configuration, execution: Execution, rows: &[Fields]) -> Fields {
+    let mut line = Fields::new();
+    line.insert("configuration", configuration.name.as_str());
+    line.insert("parameters", configuration.model.num_parameters());
+    line.insert("execution", execution.name());
+    for (mode, phase, letters) in MODES {
+        let mode = serde_json::to_value(mode).unwrap_or_default();
+        let row = rows
+            .iter()
+            .find(|row| row.get("mode") == Some(&mode) && text(row, "phase") == Some(phase));
+        let Some(row) = row else { continue };
+        let time = match number(row, "median_ms") {
+            Some(_) => mean_and_std(row, 1),
+            None => text(row, "status").unwrap_or_default().into(),
+        };
+        line.insert(letters, time);
+        line.insert(format!("median {letters}"), number(row, "median_ms"));
+        if mode == serde_json::to_value(Mode::TrainStep).unwrap_or_default() {
+            for key in ["peak_bytes", "resident_peak_bytes", "estimate_bytes"] {
+                line.insert(key, number(row, key));
+            }
+        }
+    }
+    line
+}
+
+/// Puts into the planned line how many times as long eager takes.
+fn compare(eager: &Fields, planned: &mut Fields) {
+    let keys = MODES.map(|(.., letters)| (format!("median {letters}"), letters));
+    let keys = keys
+        .into_iter()
+        .chain([("backward_update_ms".into(), "BO")]);
+    for (key, letters) in keys {
+        let ratio = number(eager, &key).zip(number(planned, &key));
+        let ratio = ratio.map(|(eager, planned)| eager / planned);
+        planned.insert(format!("speedup {letters}"), ratio);
+    }
+}
+
+fn averages(lines: &[Fields]) -> String {
+    let mean = |letters: &str| {
+        let key = format!("speedup {letters}");
+        let mean = geometric_mean(lines.iter().filter_map(|line| number(line, &key)));
+        mean.map_or("n/a".into(), |mean| format!("{mean:.2}x"))
+    };
+    format!(
+        "Average speed-ups of planned over eager (geometric means, by medians): forward {}, forward+backward {}, full step {}, backward+optimizer {}.",
+        mean("F"),
+        mean("FB"),
+        mean("S"),
+        mean("BO")
+    )
+}
+
+fn columns() -> Vec<Column> {
+    let time = |key: &str| Column::number(key, key, "ms", 1);
+    let ratio = |key: &str, title: &str| Column::number(format!("speedup {key}"), title, "x", 2);
+    vec![
+        Column::text("configuration", "B-T-d-L-H"),
+        Column::text("execution", "Execution"),
+        time("F"),
+        time("FB"),
+        time("S"),
+        Column::number("backward_update_ms", "B+O", "ms", 1),
+        ratio("F", "F"),
+        ratio("FB", "FB"),
+        ratio("S", "S"),
+        ratio("BO", "B+O"),
+        Column::mib("peak_bytes", "Peak"),
+        Column::mib("resident_peak_bytes", "Resident peak"),
+        Column::mib("estimate_bytes", "Predicted"),
+        Column::number("plan_ms", "Planning", "ms", 1),
+        Column::number("calls", "Calls", "", 0),
+        Column::number("operand_bytes", "Operands", "MB", 0).scaled(1e6),
+        Column::number("allocations", "Allocations", "", 0),
+        Column::mib("allocated_bytes", "Allocated"),
+    ]
+}

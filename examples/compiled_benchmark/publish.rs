@@ -1,0 +1,61 @@
+//! Several reports as one document.
+
+use crate::common::Output;
+use std::io::{ErrorKind, Write};
+use std::path::Path;
+use tallow::report::{Format, Report};
+use tallow::{Error, Result};
+
+type Parts<'a> = [(&'a str, Report)];
+
+/// Writes the parts where the flags say: one after the other, or as JSON in one object.
+pub fn publish(output: &Output, parts: &Parts<'_>) -> Result<()> {
+    if let [(_, report)] = parts {
+        return output.publish(report);
+    }
+    let document = match output.format {
+        Format::Json => json(parts)?,
+        format => one_after_another(parts, format)?,
+    };
+    match &output.output {
+        Some(path) => write(path, &document),
+        None => match std::io::stdout().lock().write_all(&document) {
+            // The reader has seen enough (`| head`).
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+            done => done.map_err(|error| Error::io("write", "output", error)),
+        },
+    }
+}
+
+/// The parts by name, in one object.
+pub fn save_json(path: &Path, parts: &Parts<'_>) -> Result<()> {
+    write(path, &json(parts)?)
+}
+
+fn write(path: &Path, document: &[u8]) -> Result<()> {
+    std::fs::write(path, document).map_err(|error| Error::io("write", path, error))
+}
+
+fn json(parts: &Parts<'_>) -> Result<Vec<u8>> {
+    let mut document = b"{\n".to_vec();
+    for (i, (name, report)) in parts.iter().enumerate() {
+        if i > 0 {
+            document.extend(b",\n");
+        }
+        document.extend(format!("\"{name}\": ").bytes());
+        report.write_to(Format::Json, &mut document)?;
+    }
+    document.extend(b"}\n");
+    Ok(document)
+}
+
+fn one_after_another(parts: &Parts<'_>, format: Format) -> Result<Vec<u8>> {
+    let mut document = Vec::new();
+    for (i, (_, report)) in parts.iter().enumerate() {
+        if i > 0 {
+            document.extend(b"\n\n");
+        }
+        report.write_to(format, &mut document)?;
+    }
+    Ok(document)
+}

@@ -1,0 +1,150 @@
+//! What a training step does beside its arithmetic: calls, bytes that they read and write, allocations.
+
+use crate::number;
+use candle_core::Device;
+use tallow::bench::{EndToEnd, Execution, Step};
+use tallow::memory::{self, RecordConfig, Recorder, tracker};
+use tallow::probe::Kind;
+use tallow::profile::{Profiler, Recording, Span};
+use tallow::report::{Fields, format_mib};
+use tallow::{Error, Result};
+
+/// How to read the columns.
+pub const NOTE: &str = "Calls: ops forward and backward of this crate, or kernel calls of the plan. Operands: bytes that \
+    these read and write, each tensor once a call; what candle's graph does between ops (zeros, sums of gradients) is not in \
+    the eager ones. Allocations: blocks asked for in a step; allocated: the bytes of those from 4 KiB up.";
+
+/// Steps that a profiler listens to.
+const LISTENED: usize = 3;
+
+/// What was counted in a step.
+pub struct Counted {
+    calls: usize,
+    operand_bytes: f64,
+    allocations: Option<u64>,
+    allocated_bytes: u64,
+    backward_update_ms: f64,
+}
+
+impl Counted {
+    pub fn fields(&self) -> Fields {
+        let mut fields = Fields::new();
+        fields.insert("calls", self.calls);
+        fields.insert("operand_bytes", self.operand_bytes);
+        fields.insert("allocations", self.allocations);
+        fields.insert("allocated_bytes", self.allocated_bytes);
+        fields.insert("backward_update_ms", self.backward_update_ms);
+        fields
+    }
+}
+
+/// Between the steps of one run: a step whose allocations are counted, one whose blocks are recorded, and some that are
+/// profiled.
+#[derive(Default)]
+struct Watch {
+    allocations_before: Option<u64>,
+    allocations: Option<u64>,
+    recorder: Option<Recorder>,
+    allocated_bytes: u64,
+    profiler: Option<Profiler>,
+    problem: Option<Error>,
+}
+
+impl Watch {
+    /// After step number `taken`.
+    fn after(&mut self, taken: usize) -> Result<()> {
+        match taken {
+            2 => self.allocations_before = tracker::allocations(),
+            3 => {
+                let now = tracker::allocations();
+                let counts = now.zip(self.allocations_before);
+                self.allocations = counts.map(|(now, before)| now - before);
+                self.recorder = Some(memory::record(RecordConfig::default())?);
+            }
+            4 => {
+                if let Some(recorder) = self.recorder.take() {
+                    let recording = recorder.finish();
+                    let taken = recording.blocks.iter().filter(|b| b.taken_at.is_some());
+                    self.allocated_bytes = taken.map(|block| block.bytes).sum();
+                }
+                self.profiler = Some(Profiler::start()?);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// Counts what a training step does, in a run of its own.
+pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
+    let run = EndToEnd {
+        warmup_steps: 0,
+        steps: 4 + LISTENED,
+        ..run.clone()
+    };
+    let mut watch = Watch::default();
+    run.run(device, |step: Step, _| {
+        if let Err(error) = watch.after(step.index + 1) {
+            watch.problem.get_or_insert(error);
+        }
+    })?;
+    if let Some(problem) = watch.problem {
+        return Err(problem);
+    }
+    let recording = match watch.profiler {
+        Some(profiler) => profiler.finish()?,
+        None => Recording::default(),
+    };
+    let steps = LISTENED as f64;
+    let ops = || recording.spans.iter().filter(|span| span.is_op());
+    let operand_bytes = match run.execution {
+        Execution::Eager => {
+            let costs = ops().filter_map(Span::cost);
+            costs.map(|cost| cost.bytes()).sum::<f64>() / steps
+        }
+        Execution::Planned => {
+            let plan = run.plan()?;
+            let calls = plan.calls().iter().enumerate();
+            calls
+                .map(|(i, call)| (plan.times(i) as u64 * plan.bytes_moved(call)) as f64)
+                .sum()
+        }
+    };
+    let phases = recording
+        .spans
+        .iter()
+        .filter(|span| span.kind == Kind::Phase && matches!(span.phase, "backward" | "optimizer"));
+    let phases_ns: u64 = phases.map(Span::duration_ns).sum();
+    Ok(Counted {
+        calls: ops().count() / LISTENED,
+        operand_bytes,
+        allocations: watch.allocations,
+        allocated_bytes: watch.allocated_bytes,
+        backward_update_ms: phases_ns as f64 / 1e6 / steps,
+    })
+}
+
+/// Both executions of a model, in a sentence.
+pub fn words(name: &str, eager: &Fields, planned: &Fields) -> Option<String> {
+    let both = |key: &str| Some([number(eager, key)?, number(planned, key)?]);
+    let [calls, allocations] = [both("calls")?, both("allocations")?];
+    let [operands, allocated] = [both("operand_bytes")?, both("allocated_bytes")?];
+    let [peak, estimate] = [both("peak_bytes")?, both("estimate_bytes")?];
+    let mib = |bytes: f64| format_mib(bytes as u64);
+    Some(format!(
+        "{name}, a step eager and planned: {} and {} calls, {:.2} and {:.2} GB of operands, {} and {} allocations of {} and {} in \
+         blocks from 4 KiB up, peak {} and {} (predicted {} and {}).",
+        calls[0],
+        calls[1],
+        operands[0] / 1e9,
+        operands[1] / 1e9,
+        allocations[0],
+        allocations[1],
+        mib(allocated[0]),
+        mib(allocated[1]),
+        mib(peak[0]),
+        mib(peak[1]),
+        mib(estimate[0]),
+        mib(estimate[1]),
+    ))
+}

@@ -1,0 +1,201 @@
+//! Attention with its probabilities in memory, for who knows the shape beforehand: a block of queries at a time.
+//!
+//! The mathematics of [`naive_attention`](super::naive_attention), heads as they lie, one after another. There a head's
+//! scores are a matrix that each pass walks from beginning to end; here a block of [`Sizes::block_rows`] rows goes through
+//! all passes while it is in cache, and of the keys it meets only those up to its last visible one, a strip at a time.
+//!
+//! What is kept for backward are the exponentials `e = exp(scale q k^T - top)` and one number a row, their sum's
+//! reciprocal `share`: the probabilities are `p = share e`, which nobody needs to write. They are stored as the blocks meet
+//! them ([`Sizes::exponentials_len`]), which under the causal mask is little more than half, and in rows a cache line
+//! longer than the keys, so that a column's elements do not compete for the same places in the cache.
+//!
+//! Where there are few heads, each is cut into chunks of queries, by the shape alone: tasks enough for many threads, and
+//! the same bits for any number of them. What lives here: the two passes, and the sizes of what they work in. What does
+//! not: [`rotary_attention`](super::rotary_attention), which reads heads where projections leave them.
+
+mod backward;
+mod forward;
+mod load;
+mod products;
+mod rows;
+
+pub use backward::{Gradients, Saved, backward};
+pub use forward::{Inputs, Outputs, forward};
+
+use super::gemm::tile::COLUMNS;
+use crate::kernels::Mask;
+use std::ops::Range;
+
+/// The sizes of one call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sizes {
+    /// How many matrices of (T, Dh): B H.
+    pub matrices: usize,
+    /// T, of queries and keys.
+    pub length: usize,
+    /// Dh.
+    pub head_dim: usize,
+    /// Which keys a query sees.
+    pub mask: Mask,
+    /// What scores are multiplied by.
+    pub scale: f64,
+}
+
+/// Tasks that there should be at least.
+const TASKS: usize = 16;
+
+/// Blocks of queries that a chunk should have at least: a task copies keys and values first.
+const CHUNK_BLOCKS: usize = 4;
+
+/// Keys that a block meets at a time: they, their values and both gradients are in the second-level cache meanwhile.
+const STRIP: usize = 480;
+
+/// Columns of the widest block of registers that products are computed in.
+const WIDEST: usize = 48;
+
+impl Sizes {
+    /// Queries of a block: fewer where a row of scores is long.
+    pub fn block_rows(&self) -> usize {
+        match self.length {
+            0..=2048 => 64,
+            _ => 32,
+        }
+    }
+
+    /// Blocks of queries.
+    fn blocks(&self) -> usize {
+        self.length.div_ceil(self.block_rows())
+    }
+
+    /// The queries of a block.
+    fn queries(&self, block: usize) -> Range<usize> {
+        let rows = self.block_rows();
+        block * rows..self.length.min((block + 1) * rows)
+    }
+
+    /// How many keys the queries before `end` see between them.
+    fn keys(&self, end: usize) -> usize {
+        match self.mask {
+            Mask::Full => self.length,
+            Mask::Causal | Mask::CausalEnd => end, // the same for as many queries as keys
+        }
+    }
+
+    /// How long the rows of the scores of queries before `end` are.
+    fn score_row(&self, end: usize) -> usize {
+        self.keys(end).next_multiple_of(COLUMNS) + COLUMNS
+    }
+
+    /// Where a block's exponentials begin in those of its matrix.
+    fn start(&self, block: usize) -> usize {
+        let rows = self.block_rows();
+        match self.mask {
+            Mask::Full => block * rows * self.score_row(rows),
+            // The blocks before are whole, and end at multiples of COLUMNS: rows (1 + 2 + ..), rows times.
+            Mask::Causal | Mask::CausalEnd => {
+                rows * (rows * (block * (block + 1) / 2) + block * COLUMNS)
+            }
+        }
+    }
+
+    /// Elements of one matrix's exponentials.
+    fn matrix_len(&self) -> usize {
+        let Some(last) = self.blocks().checked_sub(1) else {
+            return 0;
+        };
+        let queries = self.queries(last);
+        self.start(last) + queries.len() * self.score_row(queries.end)
+    }
+
+    /// Elements of the exponentials that forward keeps for backward: a little over B H T T, or half of it.
+    pub fn exponentials_len(&self) -> usize {
+        self.matrices * self.matrix_len()
+    }
+
+    /// Into how many chunks each matrix is cut.
+    fn chunks(&self) -> usize {
+        let wanted = TASKS.div_ceil(self.matrices.max(1));
+        wanted.min(self.blocks() / CHUNK_BLOCKS).max(1)
+    }
+
+    fn tasks(&self) -> usize {
+        self.matrices * self.chunks()
+    }
+
+    /// Matrix, chunk and blocks of a task: the chunks that see the most keys first.
+    fn task(&self, task: usize) -> (usize, usize, Range<usize>) {
+        let (chunks, blocks) = (self.chunks(), self.blocks());
+        let (matrix, chunk) = (task % self.matrices, chunks - 1 - task / self.matrices);
+        let range = blocks * chunk / chunks..blocks * (chunk + 1) / chunks;
+        (matrix, chunk, range)
+    }
+
+    /// Dh in whole registers.
+    fn head_row(&self) -> usize {
+        self.head_dim.next_multiple_of(COLUMNS)
+    }
+
+    /// T in whole registers, and a cache line more.
+    fn keys_row(&self) -> usize {
+        self.length.next_multiple_of(COLUMNS) + COLUMNS
+    }
+
+    /// Rows of the longest chunk.
+    fn chunk_rows(&self) -> usize {
+        let blocks = self.blocks().div_ceil(self.chunks());
+        self.length.min(blocks * self.block_rows())
+    }
+
+    /// Keys of a strip: fewer where there are fewer.
+    fn strip(&self) -> usize {
+        STRIP.min(self.length.next_multiple_of(COLUMNS))
+    }
+
+    /// Keys that a product takes at a time, in whole blocks of registers: they or their values stay in the first-level
+    /// cache.
+    fn keys_at_once(&self) -> usize {
+        const ELEMENTS: usize = 6 << 10;
+        (ELEMENTS / self.head_row() / WIDEST * WIDEST).max(WIDEST)
+    }
+
+    /// How long the rows of a strip of scores are.
+    fn strip_row(&self) -> usize {
+        self.strip() + COLUMNS
+    }
+
+    /// Elements that one thread works in during [`forward()`].
+    pub fn forward_scratch_len(&self) -> usize {
+        let rows = self.block_rows();
+        let scores = rows * (self.score_row(self.length) + 2); // and a row's maximum and sum
+        (self.length + rows) * self.head_row() + self.head_dim * self.keys_row() + scores
+    }
+
+    /// Elements that one thread works in during [`backward()`].
+    pub fn backward_scratch_len(&self) -> usize {
+        let rows = 3 * self.strip() + 3 * self.chunk_rows(); // k, dk, dv; q, d_out, dq
+        let strips = (self.head_dim + self.block_rows()) * self.strip_row(); // v; ds
+        rows * self.head_row() + strips + self.chunk_rows() // delta
+    }
+
+    /// Elements of the sums that [`backward()`] keeps of all chunks but each matrix's first: of dk, then of dv.
+    pub fn partial_sums_len(&self) -> usize {
+        2 * (self.chunks() - 1) * self.matrices * self.length * self.head_dim
+    }
+}
+
+/// The strips of so many keys.
+fn strips(keys: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..keys)
+        .step_by(STRIP)
+        .map(move |first| first..keys.min(first + STRIP))
+}
+
+/// The next `len` elements of `rest`.
+fn take<'a, T>(rest: &mut &'a mut [T], len: usize) -> &'a mut [T] {
+    let (taken, left) = std::mem::take(rest).split_at_mut(len);
+    *rest = left;
+    taken
+}
+
+#[cfg(test)]
+mod tests;

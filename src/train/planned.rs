@@ -1,0 +1,104 @@
+//! Steps of a run, planned beforehand.
+
+use super::update::Update;
+use super::{TrainConfig, Trainer};
+use crate::compile::{Plan, PlanConfig, TrainStep};
+use crate::optim::guard::finite_loss;
+use crate::precision::Precision;
+use crate::{Error, Result};
+use candle_core::Tensor;
+
+impl Trainer {
+    /// Plans the run's step ([`TrainStep`]): from now on [`step`](Self::step) executes the plan, forward to update, in
+    /// memory that is allocated here once.
+    ///
+    /// The step is the same but for rounding, on the same weights and the same optimizer: evaluating and saving stay as
+    /// they are, and say nothing of the plan. So a run may be resumed planned or eagerly, whatever it was; it has the bits of
+    /// the run that was not stopped if it is what that one was.
+    ///
+    /// The model's checkpointing of activations is the plan's.
+    ///
+    /// ```
+    /// # use tallow::data::Tokens;
+    /// # use tallow::model::{TransformerConfig, TransformerLM};
+    /// # use tallow::train::{TrainConfig, Trainer};
+    /// # let (train, validation) = Tokens::from_bytes("to be, or not to be. ".repeat(50))?.split(0.1)?;
+    /// # let model = TransformerConfig {
+    /// #     vocab_size: 256, context_length: 16, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32,
+    /// #     ..Default::default()
+    /// # };
+    /// # let model = TransformerLM::new(&model, 0, &tallow::device("cpu")?)?;
+    /// let config = TrainConfig { batch_size: 4, sequence_length: 16, steps: 20, ..Default::default() };
+    /// let mut trainer = Trainer::new(model, config, train, validation)?;
+    /// trainer.compile()?;
+    /// while let Some(step) = trainer.step()? {
+    ///     println!("{}: {:.3} nats", step.step, step.loss);
+    /// }
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a precision other than f32; those of [`TrainStep::new`]: a model in f64 or not on the CPU,
+    /// weights that share storage, an arena that does not fit. The run goes on eagerly then.
+    pub fn compile(&mut self) -> Result<()> {
+        if self.config.precision != Precision::F32 {
+            return Err(Error::Config {
+                config: "TrainConfig",
+                field: "precision",
+                expected: "f32, where steps are planned".into(),
+                got: self.config.precision.to_string(),
+                hint: "train eagerly, or in f32".into(),
+            });
+        }
+        let plan = plan_config(&self.config, &self.model);
+        self.planned = Some(TrainStep::new(&self.model, &self.optimizer, &plan)?);
+        Ok(())
+    }
+
+    /// The plan that steps execute; `None` where they are eager.
+    pub fn plan(&self) -> Option<&Plan> {
+        self.planned.as_ref().map(TrainStep::plan)
+    }
+
+    /// Loss and update of a planned step; `None` where steps are eager.
+    pub(super) fn planned_update(&mut self, learning_rate: f64) -> Result<Option<(f64, Update)>> {
+        if self.planned.is_none() {
+            return Ok(None);
+        }
+        let batches = self.config.accumulation as u64;
+        let first = self.step as u64 * batches;
+        let device = self.model.device();
+        let batches = (first..first + batches).map(|i| self.training.batch(i, device));
+        let batches = batches.collect::<Result<Vec<_>>>()?;
+        // (accumulation * B, T)
+        let inputs: Vec<&Tensor> = batches.iter().map(|batch| &batch.inputs).collect();
+        let targets: Vec<&Tensor> = batches.iter().map(|batch| &batch.targets).collect();
+        let (inputs, targets) = (Tensor::cat(&inputs, 0)?, Tensor::cat(&targets, 0)?);
+        let Some(planned) = &mut self.planned else {
+            return Ok(None);
+        };
+        self.optimizer.set_learning_rate(learning_rate);
+        let loss = planned.run(&mut self.optimizer, &inputs, &targets)?;
+        let loss = f64::from(loss);
+        // Gradients that are not finite have been an error, and a loss that is not gives such gradients.
+        finite_loss(loss, || format!("the loss of step {}", self.step + 1))?;
+        let update = Update {
+            grad_norm: planned.gradient_norm().unwrap_or(f64::NAN), // the plan has one
+            skipped: false,
+            loss_scale: None,
+        };
+        Ok(Some((loss, update)))
+    }
+}
+
+/// The run's step, as plans are told of it. The norm is always taken: the history wants it, and it guards the update.
+fn plan_config(config: &TrainConfig, model: &crate::model::TransformerLM) -> PlanConfig {
+    PlanConfig {
+        batch_size: config.batch_size,
+        sequence_length: config.sequence_length,
+        clip_norm: Some(config.max_grad_norm.unwrap_or(f64::INFINITY)),
+        accumulation: config.accumulation,
+        checkpointing: model.config().checkpointing,
+        ..Default::default()
+    }
+}

@@ -1,0 +1,99 @@
+//! Attention that is planned for its shape, measured beside the others.
+
+use super::{attention, check_measured, is_missing, number, rows, text};
+use crate::child;
+use candle_core::{DType, Device};
+use rstest::rstest;
+use tallow::attention::{Algorithm, Mask};
+use tallow::bench::{AttentionRun, Execution};
+use tallow::memory::{AttentionWorkload, planned_attention_account};
+
+fn planned() -> AttentionRun {
+    AttentionRun {
+        execution: Execution::Planned,
+        ..attention(Algorithm::Naive)
+    }
+}
+
+#[rstest]
+fn it_has_a_row_for_each_phase(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
+    let mut run = planned();
+    run.workload.mask = mask;
+    let rows = rows(&run);
+    let pairs = match mask {
+        Mask::Full => 37.0 * 37.0,
+        _ => 37.0 * 38.0 / 2.0,
+    };
+    let forward = 4.0 * 6.0 * 24.0 * pairs;
+    check_measured(&rows, [forward, 2.0 * forward], 3.0 * 37.0);
+    assert_eq!(text(&rows[0], "implementation"), "planned");
+}
+
+#[test]
+fn it_runs_out_of_memory_in_a_row_too() {
+    let mut run = planned();
+    run.workload.sequence_length = 16_384;
+    run.sampling.available_bytes = Some(1 << 20);
+    let rows = run
+        .run(&Device::Cpu, |_, _| panic!("nothing may run"))
+        .unwrap();
+    assert_eq!(rows.len(), 1);
+    assert_eq!(text(&rows[0], "status"), "OOM");
+    assert!(is_missing(&rows[0], "mean_ms"));
+    // 3 x 2 x 16,384 x (16,384 + 16) x 4 bytes, and 4 a row.
+    let reason = text(&rows[0], "reason");
+    assert!(reason.contains("BHT^2 6,150.4 MiB"), "{reason}");
+    let limit = run.limit().unwrap();
+    assert_eq!(limit.implementation, "planned");
+    assert!(limit.account.peak_bytes() > 1 << 20);
+}
+
+#[rstest]
+#[case("flash", |run: &mut AttentionRun| run.workload.algorithm = Algorithm::Flash)]
+#[case("bf16", |run: &mut AttentionRun| run.workload.dtype = DType::BF16)]
+#[case("f64", |run: &mut AttentionRun| run.workload.dtype = DType::F64)]
+fn what_is_not_planned_is_an_error(#[case] word: &str, #[case] change: fn(&mut AttentionRun)) {
+    let mut run = planned();
+    change(&mut run);
+    let error = run.run(&Device::Cpu, |_, _| ()).unwrap_err().to_string();
+    for word in ["execution must be eager", word, "naive in f32 on the CPU"] {
+        assert!(error.contains(word), "no {word:?} in {error:?}");
+    }
+}
+
+/// Alone in its process, since the counts are the process's.
+#[test]
+fn it_takes_what_its_account_says() {
+    child::run("attention_benchmark::planned::child_measures_it");
+}
+
+#[test]
+#[ignore = "run by it_takes_what_its_account_says"]
+fn child_measures_it() {
+    for mask in [Mask::Full, Mask::Causal] {
+        for (batch_size, heads, sequence_length, head_dim) in [(8, 1, 300, 64), (1, 1, 1100, 40)] {
+            let mut run = planned();
+            run.workload = AttentionWorkload {
+                batch_size,
+                heads,
+                sequence_length,
+                head_dim,
+                mask,
+                ..run.workload
+            };
+            let account = planned_attention_account(&run.workload).unwrap();
+            let expected = account.peak_bytes() as f64;
+            for row in rows(&run) {
+                for key in ["before_backward_bytes", "peak_bytes"] {
+                    let found = number(&row, key);
+                    // Calls and buffers, and what the pool hands tasks over with.
+                    let beside = found - expected;
+                    assert!(
+                        (0.0..32e3).contains(&beside),
+                        "{key}: {found}, not {expected}"
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Planned attention against eager naive.
+
+use super::{CPU, distance};
+use crate::child;
+use candle_core::{DType, Tensor, Var};
+use proptest::prelude::*;
+use rayon::ThreadPoolBuilder;
+use rstest::rstest;
+use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::compile::{Attention, Category};
+use tallow::kernels::cpu::gemm;
+use tallow::memory::tracker;
+
+fn config(mask: Mask) -> AttentionConfig {
+    AttentionConfig { mask, scale: None }
+}
+
+/// q, k, v and d_out of that shape; the same seed gives the same.
+fn inputs(shape: &[usize]) -> [Tensor; 4] {
+    let n: usize = shape.iter().product();
+    let wave = |phase: f64| -> Vec<f32> {
+        let value =
+            |i: usize| ((i as f64 * 0.731 + phase).sin() * 3.1 + (i as f64 * 0.017).cos()) as f32;
+        (0..n).map(value).collect()
+    };
+    [0.0, 1.0, 2.0, 3.0].map(|phase| Tensor::from_vec(wave(phase), shape, &CPU).unwrap())
+}
+
+/// Output and gradients, planned and by eager naive.
+fn agree(shape: &[usize], config: &AttentionConfig) {
+    let [q, k, v, d_out] = inputs(shape);
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
+    let out = attention::naive(&q, &k, &v, config).unwrap();
+    let loss = (&out * &d_out).unwrap().sum_all().unwrap();
+    let store = loss.backward().unwrap();
+    let mut planned = Attention::new(shape, config).unwrap();
+    for run in 0..2 {
+        planned.forward(&q, &k, &v).unwrap();
+        let error = distance(&planned.output().unwrap(), &out);
+        assert!(error <= 1e-6, "{shape:?} {config:?} run {run}: {error:.1e}");
+        planned.backward(&d_out).unwrap();
+        let gradients = planned.gradients().unwrap();
+        for ((got, var), name) in gradients.iter().zip([&q, &k, &v]).zip(["dq", "dk", "dv"]) {
+            let wanted = store.get(var).unwrap();
+            // One key has one probability, 1, and no gradient; what either computes is rounding.
+            let gone = shape[shape.len() - 2] == 1 && name != "dv";
+            let error = match gone {
+                true => got
+                    .abs()
+                    .unwrap()
+                    .max_all()
+                    .unwrap()
+                    .to_scalar::<f32>()
+                    .unwrap()
+                    .into(),
+                false => distance(got, wanted),
+            };
+            assert!(error <= 5e-6, "{shape:?} {config:?} {name}: {error:.1e}");
+        }
+    }
+}
+
+#[rstest]
+fn as_eager(
+    #[values(Mask::Full, Mask::Causal, Mask::CausalEnd)] mask: Mask,
+    #[values(
+        &[1, 1], &[123, 24], &[2, 3, 64, 16], &[1, 5, 257, 40], &[8, 1, 300, 80], &[3, 2, 2, 65, 7],
+        &[1, 1, 2100, 16],
+    )]
+    shape: &[usize],
+) {
+    agree(shape, &config(mask));
+}
+
+#[test]
+fn any_scale() {
+    for scale in [-0.7, 0.0, 2.5] {
+        let scale = Some(scale);
+        let mask = Mask::Causal;
+        let [q, k, v, _] = inputs(&[2, 50, 12]);
+        let config = AttentionConfig { mask, scale };
+        let wanted = attention::naive(&q, &k, &v, &config).unwrap();
+        let mut planned = Attention::new((2, 50, 12), &config).unwrap();
+        planned.forward(&q, &k, &v).unwrap();
+        let error = distance(&planned.output().unwrap(), &wanted);
+        assert!(error <= 1e-6, "{scale:?}: {error:.1e}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 50, ..Default::default() })]
+
+    #[test]
+    fn planned_is_eager(
+        (batch, heads, length, head_dim) in (1usize..4, 1usize..4, 2usize..200, 1usize..70),
+        causal in any::<bool>(),
+    ) {
+        let mask = if causal { Mask::Causal } else { Mask::Full };
+        // Scores of order one: where a row's softmax is all on one key, its gradient is nothing but rounding.
+        let scale = Some(1.0 / (16.0 * head_dim as f64));
+        agree(&[batch, heads, length, head_dim], &AttentionConfig { mask, scale });
+    }
+}
+
+#[rstest]
+fn same_bits_on_any_number_of_threads(
+    #[values(Mask::Full, Mask::Causal)] mask: Mask,
+    #[values(&[1, 1, 1100, 24], &[5, 3, 130, 32])] shape: &[usize],
+) {
+    let [q, k, v, d_out] = inputs(shape);
+    let run = |planning: usize, running: usize| -> Vec<Vec<u32>> {
+        let pool = |threads| {
+            ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap()
+        };
+        let mut planned = pool(planning)
+            .install(|| Attention::new(shape, &config(mask)))
+            .unwrap();
+        pool(running).install(|| {
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            let mut all = vec![bits(planned.forward(&q, &k, &v).unwrap())];
+            all.extend(planned.backward(&d_out).unwrap().map(bits));
+            all
+        })
+    };
+    let alone = run(1, 1);
+    for (planning, running) in [(2, 2), (3, 3), (8, 8), (2, 5), (4, 1)] {
+        assert!(run(planning, running) == alone, "{planning} and {running}");
+    }
+}
+
+#[test]
+fn what_is_not_planned_for() {
+    let config = config(Mask::Full);
+    let refused = |result: tallow::Result<()>, words: &[&str]| {
+        let text = result.unwrap_err().to_string();
+        for word in words {
+            assert!(text.contains(word), "no {word:?} in {text:?}");
+        }
+    };
+    for (shape, got) in [
+        (vec![], "[]"),
+        (vec![5], "[5]"),
+        (vec![2, 0, 4], "[2, 0, 4]"),
+    ] {
+        refused(
+            Attention::new(shape, &config).map(|_| ()),
+            &["(..., T, Dh)", got],
+        );
+    }
+    let huge = Attention::new((1 << 20, 1 << 30, 64), &config);
+    refused(huge.map(|_| ()), &["planned attention"]);
+    let large = Attention::new((64, 1 << 19, 64), &config);
+    refused(large.map(|_| ()), &["arena"]);
+
+    let mut planned = Attention::new((2, 10, 8), &config).unwrap();
+    let [q, k, v, d_out] = inputs(&[2, 10, 8]);
+    refused(
+        planned.backward(&d_out).map(|_| ()),
+        &["backward without a forward"],
+    );
+    refused(planned.output().map(|_| ()), &["call forward first"]);
+    let [longer, ..] = inputs(&[2, 11, 8]);
+    let words = ["[2, 10, 8], as planned", "[2, 11, 8]", "plan another"];
+    refused(planned.forward(&q, &longer, &v).map(|_| ()), &words);
+    let double = v.to_dtype(DType::F64).unwrap();
+    refused(
+        planned.forward(&q, &k, &double).map(|_| ()),
+        &["v in f32", "f64"],
+    );
+    let [turned, ..] = inputs(&[2, 8, 10]);
+    let turned = turned.transpose(1, 2).unwrap();
+    refused(
+        planned.forward(&turned, &k, &v).map(|_| ()),
+        &["q contiguous", "contiguous()?"],
+    );
+    planned.forward(&q, &k, &v).unwrap();
+    refused(planned.gradients().map(|_| ()), &["call backward first"]);
+    refused(planned.backward(&longer).map(|_| ()), &["d_out [2, 10, 8]"]);
+    planned.backward(&d_out).unwrap();
+    planned.gradients().unwrap();
+    // Gradients are of the last forward, or of none.
+    planned.forward(&q, &k, &v).unwrap();
+    refused(planned.gradients().map(|_| ()), &["call backward first"]);
+}
+
+#[test]
+fn the_plan_says_what_it_is() {
+    let shape = (4, 2, 500, 64);
+    let plan = Attention::plan_for(shape, &config(Mask::Full)).unwrap();
+    let n = 4 * 8 * 500 * 64;
+    assert_eq!(plan.flops(), 3.0 * 4.0 * 8.0 * 500.0 * 500.0 * 64.0);
+    assert_eq!(plan.category_bytes(Category::Gradient), 3 * n);
+    assert_eq!(plan.category_bytes(Category::Input), 4 * n);
+    // 500 keys are 512 and a cache line; a number for each row, in cache lines too.
+    assert_eq!(
+        plan.category_bytes(Category::Activation),
+        4 * 8 * 500 * (528 + 1)
+    );
+    assert_eq!(plan.total_bytes(), plan.peak_bytes() + 4 * n);
+    let text = plan.explain();
+    for wanted in [
+        "head_attention_backward",
+        "BH8 T500 Dh64 Full",
+        "exponentials @",
+    ] {
+        assert!(text.contains(wanted), "no {wanted:?} in\n{text}");
+    }
+    assert!(plan.memory_map().contains("exponentials"));
+    let causal = Attention::plan_for(shape, &config(Mask::Causal)).unwrap();
+    let kept = |plan: &tallow::compile::Plan| plan.category_bytes(Category::Activation) as f64;
+    assert!(kept(&causal) < 0.6 * kept(&plan));
+}
+
+/// Alone in their process, since the counts are the process's.
+#[test]
+fn the_arena_is_all_there_is() {
+    child::run("compile::attention::allocations");
+}
+
+#[test]
+#[ignore = "run by the_arena_is_all_there_is"]
+fn allocations() {
+    let [q, k, v, d_out] = inputs(&[8, 1, 700, 64]);
+    let alive = || tracker::current_bytes().expect("the suite's allocator counts");
+    gemm::reserve_scratch(false); // which is the process's
+    tracker::reset_peak();
+    let before = alive();
+    let mut planned = Attention::new((8, 1, 700, 64), &config(Mask::Full)).unwrap();
+    let beside = alive() - before - planned.plan().peak_bytes();
+    assert!(beside < 16 << 10, "{beside} bytes beside the arena");
+    let mut step = || {
+        planned.forward(&q, &k, &v).unwrap();
+        planned.backward(&d_out).unwrap();
+    };
+    step();
+    let settled = alive();
+    tracker::reset_peak();
+    (0..3).for_each(|_| step());
+    assert_eq!(alive(), settled);
+    // Lists of arguments, and what the pool hands tasks over with.
+    let transient = tracker::peak_bytes().unwrap() - settled;
+    assert!(transient < 16 << 10, "{transient} bytes came and went");
+}
