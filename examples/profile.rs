@@ -230,12 +230,12 @@ impl Flags {
         }
         // Started once the warm-up is over, in the middle of the run.
         let mut profiler = match self.warmup_steps {
-            0 => Some(Profiler::start()),
+            0 => Some(Profiler::start_on(device)),
             _ => None,
         };
         run.run.run(device, |step: Step, _| {
             if step.warmup && step.index + 1 == step.count {
-                profiler = Some(Profiler::start());
+                profiler = Some(Profiler::start_on(device));
             }
         })?;
         let Some(profiler) = profiler else {

@@ -49,12 +49,14 @@
 //! # Kernels and references
 //!
 //! On the CPU ops run kernels, in f32, f64, f16 and bf16: parallel, vectorised for the processor that is there, and with the
-//! same bits for any number of threads. On other devices they run their reference, and
+//! same bits for any number of threads. On CUDA those that work on rows do, and flash attention in half precision. Elsewhere
+//! they run their reference, and
 //! [`ops::fallbacks`] says which did; [`ops::KernelPolicy::Strict`] makes that an error instead.
 //!
 //! # Features
 //!
-//! None by default. `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle. The last
+//! `png` (on by default) saves pictures as PNG too. `nvtx` hands ranges to NVIDIA's profilers ([`profile::emit_nvtx`]); `cuda`
+//! includes it. `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle. The last
 //! two speed up candle's own matmul only: this crate's ops multiply with the `gemm` crate.
 //!
 //! # Errors and panics

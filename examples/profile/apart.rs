@@ -30,7 +30,7 @@ pub fn measure(run: &EndToEnd, device: &Device) -> Result<Recording> {
         no_grad(|| run.precision.run(attend))
     };
     attend()?;
-    let profiler = Profiler::start()?;
+    let profiler = Profiler::start_on(device)?;
     for _ in 0..TIMES {
         let _step = profile::step();
         let _phase = profile::phase("forward");

@@ -61,7 +61,7 @@ impl EndToEnd {
     /// packing buffers, is in the baseline if there is a warm-up; without one it is [`Holds::Other`] in the first run.
     ///
     /// # Errors
-    /// A planned execution; those of [`memory::record`], of [`run`](Self::run), and of the ops.
+    /// A planned execution; another device than the CPU; those of [`memory::record`], of [`run`](Self::run), and of the ops.
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         if self.execution == Execution::Planned {
             return Err(Error::Config {
@@ -70,6 +70,14 @@ impl EndToEnd {
                 expected: "eager, where every block of memory is recorded".into(),
                 got: self.execution.name().into(),
                 hint: "a planned step is one block, which compile::Plan::explain and memory_map cut up".into(),
+            });
+        }
+        if !device.is_cpu() {
+            return Err(Error::Device {
+                name: crate::device::device_name(device),
+                problem: "blocks of memory are recorded on the CPU, where every allocation is seen"
+                    .into(),
+                hint: "EndToEnd::run gives the peaks of the card's pool beside the estimate".into(),
             });
         }
         let estimate = self.estimate()?;

@@ -4,6 +4,8 @@
 //! anything that knows a candle `Tensor` or its gradient (that is [`crate::ops`]), or when to compute what.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 mod mask;
 
 pub use mask::Mask;

@@ -11,6 +11,8 @@ use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::cross_entropy as cuda_kernel, candle_core::CudaStorage};
 
 /// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32, the loss a scalar.
 ///
@@ -199,6 +201,17 @@ impl CrossEntropy {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl CrossEntropy {
+    fn targets_on<'a>(&self, ids: &'a Tensor) -> candle_core::Result<cuda_kernel::Targets<'a>> {
+        Ok(cuda_kernel::Targets {
+            ids: cuda::elements(ids)?,
+            ignore: self.targets.ignore,
+            counted: self.targets.counted,
+        })
+    }
+}
+
 impl CustomOp1 for CrossEntropy {
     fn name(&self) -> &'static str {
         "cross_entropy"
@@ -212,6 +225,30 @@ impl CustomOp1 for CrossEntropy {
         for_stored!(logits.dtype(), T => self.forward(view::<T>(logits, layout)?))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        logits: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (card, rows) = (&logits.device, self.targets.ids.len());
+        let ids = cuda::ids(card, &self.targets.ids)?;
+        let room = |len| cuda::room(card, DType::F32, len);
+        let (losses, lse, mean) = (room(rows)?, room(rows)?, room(1)?);
+        cuda_kernel::forward(
+            card,
+            cuda::view(logits, layout)?,
+            self.targets_on(&ids)?,
+            cuda::whole(&losses)?,
+            cuda::whole(&lse)?,
+            cuda::whole(&mean)?,
+        )?;
+        let lse = cuda::tensor(lse, rows);
+        probe::kept("lse", &lse);
+        let _ = self.lse.set(lse); // empty until now: an op runs forward once
+        Ok((mean, Shape::from(())))
+    }
+
     fn bwd(
         &self,
         logits: &Tensor,
@@ -221,6 +258,24 @@ impl CustomOp1 for CrossEntropy {
         let Some(lse) = self.lse.get() else {
             candle_core::bail!("cross_entropy: backward before forward");
         };
+        #[cfg(feature = "cuda")]
+        if logits.device().is_cuda() {
+            let card = cuda::card(logits)?;
+            let (ids, dloss) = (
+                cuda::ids(card, &self.targets.ids)?,
+                dloss.to_dtype(DType::F32)?,
+            );
+            let dlogits = cuda::room(card, logits.dtype(), logits.elem_count())?;
+            cuda_kernel::backward(
+                card,
+                cuda::elements(logits)?,
+                self.targets_on(&ids)?,
+                cuda::elements(lse)?,
+                cuda::elements(&dloss)?,
+                cuda::whole(&dlogits)?,
+            )?;
+            return Ok(Some(cuda::tensor(dlogits, logits.shape())));
+        }
         for_stored!(logits.dtype(), T => Ok(Some(self.backward::<T>(logits, lse, dloss)?)))
     }
 }

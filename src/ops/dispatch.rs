@@ -1,7 +1,7 @@
 //! Kernel or reference: the decision, and the list of what fell back.
 
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::sync::Mutex;
@@ -65,13 +65,19 @@ pub(crate) enum Path {
     Reference,
 }
 
-/// Decides for `op` on a tensor like `x`. The ops' kernels are for f32, f64, f16 and bf16 on the CPU.
+/// Decides for `op` on a tensor like `x`. The ops' kernels are for f32, f64, f16 and bf16 on the CPU; on CUDA, some have
+/// one for f32, f16 and bf16.
 pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
-    let has_kernel = matches!(
-        x.dtype(),
-        DType::F32 | DType::F64 | DType::F16 | DType::BF16
-    );
-    choose_where(op, x, x.device().is_cpu() && has_kernel)
+    let has_kernel = match x.device() {
+        Device::Cpu => matches!(
+            x.dtype(),
+            DType::F32 | DType::F64 | DType::F16 | DType::BF16
+        ),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => super::cuda::has_kernel(op, x),
+        _ => false,
+    };
+    choose_where(op, x, has_kernel)
 }
 
 /// Whether ops on tensors where `x` is run kernels here.

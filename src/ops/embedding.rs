@@ -8,6 +8,8 @@ use crate::kernels::cpu::embedding as kernel;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::embedding as cuda_kernel, candle_core::CudaStorage};
 
 /// `y[...] = table[tokens[...]]`: tokens (...) u32, table (V, D), y (..., D).
 ///
@@ -78,9 +80,32 @@ impl CustomOp1 for Embedding {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        table: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (_, width) = layout.shape().dims2()?;
+        let ids = cuda::ids(&table.device, &self.ids)?;
+        let y = cuda::room(&table.device, table.dtype(), self.shape.elem_count())?;
+        let (rows, ids) = (cuda::view(table, layout)?, cuda::elements(&ids)?);
+        cuda_kernel::forward(&table.device, rows, ids, width, cuda::whole(&y)?)?;
+        Ok((y, self.shape.clone()))
+    }
+
     fn bwd(&self, table: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let (_, width) = table.dims2()?;
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let card = cuda::card(&dy)?;
+            let ids = cuda::ids(card, &self.ids)?;
+            let dtable = table.zeros_like()?;
+            let (dy, ids) = (cuda::elements(&dy)?, cuda::elements(&ids)?);
+            cuda_kernel::backward(card, dy, ids, width, cuda::elements(&dtable)?)?;
+            return Ok(Some(dtable));
+        }
         for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
             Ok(Some(tensor(table.shape(), |dtable| {

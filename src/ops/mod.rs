@@ -17,6 +17,8 @@ mod arithmetic;
 mod cast;
 pub(crate) mod cpu;
 pub mod cross_entropy;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 mod dispatch;
 mod elementwise;
 pub mod embedding;
@@ -39,8 +41,10 @@ pub use arithmetic::{add, div, mul, sub};
 pub(crate) use cast::{WEIGHT_CAST, forget_weights};
 pub use cast::{cast, cast_for};
 pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
+#[cfg(feature = "cuda")]
+pub(crate) use dispatch::choose_where;
 pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};
-pub(crate) use dispatch::{Path, check_same, choose, choose_where, current_kernel_policy};
+pub(crate) use dispatch::{Path, check_same, choose, current_kernel_policy};
 pub use elementwise::{exp, log, pow, rsqrt};
 pub use embedding::embedding;
 pub use heads::{merge_heads, split_heads};

@@ -11,6 +11,12 @@ use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
 use std::sync::OnceLock;
+#[cfg(feature = "cuda")]
+use {
+    super::cuda,
+    crate::kernels::cuda::rms_norm as cuda_kernel,
+    candle_core::{CudaStorage, DType},
+};
 
 /// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
 ///
@@ -103,6 +109,34 @@ impl CustomOp2 for RmsNorm {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        weight: &CudaStorage,
+        weight_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (card, shape) = (&x.device, x_layout.shape());
+        let wide_weight = weight.to_dtype(weight_layout, DType::F32)?; // (D): small
+        let weight = cuda::whole(&wide_weight)?;
+        let y = cuda::room(card, x.dtype(), shape.elem_count())?;
+        let rstd = cuda::room(card, DType::F32, shape.elem_count() / weight.len)?;
+        let x = cuda::view(x, x_layout)?;
+        cuda_kernel::forward(
+            card,
+            x,
+            weight,
+            self.eps,
+            cuda::whole(&y)?,
+            cuda::whole(&rstd)?,
+        )?;
+        let rstd = cuda::tensor(rstd, shape.elem_count() / weight.len);
+        probe::kept("rstd", &rstd);
+        let _ = self.rstd.set(rstd); // empty until now: an op runs forward once
+        Ok((y, shape.clone()))
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -115,6 +149,29 @@ impl CustomOp2 for RmsNorm {
         };
         let dy = dy.contiguous()?;
         let (x_shape, wide_weight) = (x.shape(), widen(weight)?);
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let (card, width) = (cuda::card(&dy)?, weight.elem_count());
+            let x = cuda::elements(x)?;
+            let spread = cuda_kernel::backward_spread(card, x, width)?;
+            let dx = cuda::room(card, x.dtype, x.len)?;
+            let dw = cuda::room(card, DType::F32, width)?;
+            let partials = cuda::room(card, DType::F32, spread.blocks() * width)?;
+            let read = [
+                cuda::elements(&dy)?,
+                x,
+                cuda::elements(&wide_weight)?,
+                cuda::elements(rstd)?,
+            ];
+            let written = [
+                cuda::whole(&dx)?,
+                cuda::whole(&dw)?,
+                cuda::whole(&partials)?,
+            ];
+            cuda_kernel::backward(card, &spread, read, written)?;
+            let dw = cuda::tensor(dw, weight.shape()).to_dtype(weight.dtype())?;
+            return Ok((Some(cuda::tensor(dx, x_shape)), Some(dw)));
+        }
         for_stored!(dy.dtype(), T => {
             let (dy, x) = (elements::<T>(&dy)?, elements::<T>(x)?);
             let w = elements::<<T as Stored>::Wide>(&wide_weight)?;

@@ -9,6 +9,12 @@ use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Shape, Tensor};
 use std::ops::Deref;
+#[cfg(feature = "cuda")]
+use {
+    super::cuda,
+    crate::kernels::cuda::{View, rope as cuda_kernel},
+    candle_core::{CudaDevice, CudaStorage},
+};
 
 /// Rotates each adjacent pair of the last dimension by its position's angle: x and y (..., T, Dh), `cos` and `sin`
 /// (T, Dh/2).
@@ -92,6 +98,18 @@ fn table<T: Stored>(table: &Tensor) -> candle_core::Result<impl Deref<Target = [
     elements::<T::Wide>(table)
 }
 
+#[cfg(feature = "cuda")]
+impl Rope {
+    /// x rotated on its card, or `back`.
+    fn rotated(&self, card: &CudaDevice, x: View, back: bool) -> candle_core::Result<CudaStorage> {
+        let (length, half) = self.cos.dims2()?;
+        let tables = [cuda::elements(&self.cos)?, cuda::elements(&self.sin)?];
+        let y = cuda::room(card, x.dtype, x.len)?;
+        cuda_kernel::rotate(card, x, tables, (length, 2 * half), back, cuda::whole(&y)?)?;
+        Ok(y)
+    }
+}
+
 impl CustomOp1 for Rope {
     fn name(&self) -> &'static str {
         "rope"
@@ -106,9 +124,24 @@ impl CustomOp1 for Rope {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let y = self.rotated(&x.device, cuda::view(x, layout)?, false)?;
+        Ok((y, layout.shape().clone()))
+    }
+
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let width = x.dim(D::Minus1)?;
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let dx = self.rotated(cuda::card(&dy)?, cuda::elements(&dy)?, true)?;
+            return Ok(Some(cuda::tensor(dx, x.shape())));
+        }
         for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
             let (cos, sin) = (table::<T>(&self.cos)?, table::<T>(&self.sin)?);

@@ -10,6 +10,8 @@ use crate::kernels::cpu::softmax as kernel;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::softmax as cuda_kernel, candle_core::CudaStorage};
 
 /// `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves: x and p (..., Tq, Tk).
 ///
@@ -119,6 +121,24 @@ struct Softmax {
     keys: usize,
 }
 
+#[cfg(feature = "cuda")]
+impl Softmax {
+    fn scores(&self) -> cuda_kernel::Scores {
+        let &Self {
+            scale,
+            mask,
+            queries,
+            keys,
+        } = self;
+        cuda_kernel::Scores {
+            scale,
+            mask,
+            queries,
+            keys,
+        }
+    }
+}
+
 impl CustomOp1 for Softmax {
     fn name(&self) -> &'static str {
         "softmax"
@@ -133,8 +153,29 @@ impl CustomOp1 for Softmax {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let p = cuda::room(&x.device, x.dtype(), layout.shape().elem_count())?;
+        let view = cuda::view(x, layout)?;
+        cuda_kernel::forward(&x.device, self.scores(), view, cuda::whole(&p)?)?;
+        Ok((p, layout.shape().clone()))
+    }
+
     fn bwd(&self, x: &Tensor, p: &Tensor, dp: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let (dp, x_shape) = (dp.contiguous()?, x.shape());
+        #[cfg(feature = "cuda")]
+        if dp.device().is_cuda() {
+            let card = cuda::card(&dp)?;
+            let dx = cuda::room(card, dp.dtype(), dp.elem_count())?;
+            let source = if dp.dtype() == DType::F32 { p } else { x };
+            let read = [cuda::elements(&dp)?, cuda::elements(source)?];
+            cuda_kernel::backward(card, self.scores(), read, cuda::whole(&dx)?)?;
+            return Ok(Some(cuda::tensor(dx, x_shape)));
+        }
         let &Self {
             scale,
             mask,

@@ -8,6 +8,8 @@ use crate::kernels::cpu::swiglu as kernel;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::swiglu as cuda_kernel, candle_core::CudaStorage};
 
 /// `y = silu(gate) * up`, elementwise, with silu(g) = g sigmoid(g): all three of one shape.
 ///
@@ -70,6 +72,21 @@ impl CustomOp2 for SwiGlu {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        gate: &CudaStorage,
+        gate_layout: &Layout,
+        up: &CudaStorage,
+        up_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let shape = gate_layout.shape();
+        let y = cuda::room(&gate.device, gate.dtype(), shape.elem_count())?;
+        let (gate_view, up_view) = (cuda::view(gate, gate_layout)?, cuda::view(up, up_layout)?);
+        cuda_kernel::forward(&gate.device, gate_view, up_view, cuda::whole(&y)?)?;
+        Ok((y, shape.clone()))
+    }
+
     fn bwd(
         &self,
         gate: &Tensor,
@@ -78,6 +95,20 @@ impl CustomOp2 for SwiGlu {
         dy: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let card = cuda::card(&dy)?;
+            let room = || cuda::room(card, gate.dtype(), gate.elem_count());
+            let (dgate, dup) = (room()?, room()?);
+            let read = [
+                cuda::elements(&dy)?,
+                cuda::elements(gate)?,
+                cuda::elements(up)?,
+            ];
+            cuda_kernel::backward(card, read, [cuda::whole(&dgate)?, cuda::whole(&dup)?])?;
+            let of_shape = |gradient| Some(cuda::tensor(gradient, gate.shape()));
+            return Ok((of_shape(dgate), of_shape(dup)));
+        }
         let shape = gate.shape();
         for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;

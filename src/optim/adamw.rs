@@ -6,7 +6,7 @@ use super::inplace::{storage_address, wide};
 use super::reference;
 use super::slot::{STEP, Slot, step_cpu};
 use crate::kernels::cpu::adamw::Update;
-use crate::ops::{Path, choose_where};
+use crate::ops::{Path, choose};
 use crate::probe::{self, Kind};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
@@ -29,7 +29,7 @@ use std::collections::{HashMap, HashSet};
 /// outside is noticed, and its `master` starts from there.
 ///
 /// On the CPU a step is one pass that writes in place and allocates nothing, with the same bits for any number of
-/// threads. On other devices it is composed of candle's own ops ([`AdamW::step_reference`]).
+/// threads. On CUDA all parameters in f32 are updated in one launch. On other devices it is composed of candle's own ops ([`AdamW::step_reference`]).
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -132,12 +132,21 @@ impl AdamW {
         for (_, parameter) in self.parameters() {
             path(parameter)?;
         }
+        #[cfg(feature = "cuda")]
+        let mut on_card = super::cuda::Batch::default();
         self.step_by(gradients, |parameter, gradient, slot, update| {
-            match path(parameter)? {
-                Path::Kernel => step_cpu(parameter, gradient, slot, update),
-                Path::Reference => reference::step(parameter, gradient, slot, update),
+            match (path(parameter)?, parameter.device()) {
+                #[cfg(feature = "cuda")]
+                (Path::Kernel, candle_core::Device::Cuda(_)) => {
+                    on_card.add(parameter, gradient, slot, update);
+                    Ok(())
+                }
+                (Path::Kernel, _) => step_cpu(parameter, gradient, slot, update),
+                (Path::Reference, _) => reference::step(parameter, gradient, slot, update),
             }
         })?;
+        #[cfg(feature = "cuda")]
+        on_card.step()?;
         if let (true, Some((_, first))) = (probe::is_listening(), self.parameters().next()) {
             let elements = self.parameters().map(|(_, var)| var.elem_count()).sum();
             range.leave_flat(elements, first.dtype());
@@ -157,7 +166,7 @@ impl AdamW {
     fn step_by(
         &mut self,
         gradients: &GradStore,
-        step: impl Fn(&Var, &Tensor, &Slot, &Update) -> Result<()>,
+        mut step: impl FnMut(&Var, &Tensor, &Slot, &Update) -> Result<()>,
     ) -> Result<()> {
         for group in &self.groups {
             group.config.validate()?;
@@ -290,7 +299,7 @@ fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
     Ok(())
 }
 
-/// Kernel or reference: there is a kernel for every float dtype on the CPU.
+/// Kernel or reference: there is a kernel for every float dtype on the CPU, and for f32 on CUDA.
 fn path(parameter: &Var) -> Result<Path> {
-    choose_where(STEP, parameter, parameter.device().is_cpu())
+    choose(STEP, parameter)
 }

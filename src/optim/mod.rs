@@ -33,6 +33,8 @@ mod adamw;
 mod candle_optimizer;
 mod clip;
 mod config;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod file;
 mod grad_scaler;
 mod gradients;

@@ -4,6 +4,7 @@ use super::recording::{OperandShape, Recording, Span};
 use crate::memory::tracker;
 use crate::probe::{self, Event, Kind, Listener, Listening};
 use crate::{Error, Result};
+use candle_core::Device;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -41,7 +42,17 @@ impl Profiler {
     /// # Errors
     /// [`Error::Order`] if another profiler runs.
     pub fn start() -> Result<Self> {
-        Self::start_for(None)
+        Self::start_for(None, None)
+    }
+
+    /// Starts to record all threads, and waits for `device` where a range begins and where it ends: what is launched in a
+    /// range counts as its time, not as that of whoever waits next. Steps take longer so, by a wait for each range, and
+    /// launches no longer overlap with work. On the CPU, as [`start`](Self::start).
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_on(device: &Device) -> Result<Self> {
+        Self::start_for(None, Some(device).filter(|device| !device.is_cpu()))
     }
 
     /// Starts to record the calling thread alone, whatever others do meanwhile.
@@ -49,10 +60,10 @@ impl Profiler {
     /// # Errors
     /// As [`start`](Self::start).
     pub fn start_on_this_thread() -> Result<Self> {
-        Self::start_for(Some(thread::current().id()))
+        Self::start_for(Some(thread::current().id()), None)
     }
 
-    fn start_for(only: Option<ThreadId>) -> Result<Self> {
+    fn start_for(only: Option<ThreadId>, awaited: Option<&Device>) -> Result<Self> {
         if RUNNING.swap(true, Ordering::AcqRel) {
             return Err(Error::Order {
                 op: "Profiler::start",
@@ -65,6 +76,7 @@ impl Profiler {
         let recorder = Arc::new(Recorder {
             start: Instant::now(),
             only,
+            awaited: awaited.cloned(),
             state: Mutex::default(),
         });
         Ok(Self {
@@ -111,6 +123,8 @@ impl Profiler {
 struct Recorder {
     start: Instant,
     only: Option<ThreadId>,
+    /// The device that is waited for.
+    awaited: Option<Device>,
     state: Mutex<State>,
 }
 
@@ -155,6 +169,18 @@ impl Recorder {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// When a range begins or ends, in ns from the start: once the device has come that far.
+    fn moment_ns(&self, event: &Event<'_>) -> u64 {
+        let at = match &self.awaited {
+            None => event.at,
+            Some(device) => {
+                let _ = device.synchronize(); // an error there is the next op's to report
+                Instant::now()
+            }
+        };
+        nanoseconds(self.start, at)
+    }
+
     fn hears(&self) -> bool {
         self.only.is_none_or(|only| thread::current().id() == only)
     }
@@ -165,7 +191,7 @@ impl Listener for Recorder {
         if !self.hears() {
             return;
         }
-        let at_ns = nanoseconds(self.start, event.at);
+        let at_ns = self.moment_ns(event);
         let mut state = self.state();
         let thread = state.thread();
         let span = Span {
@@ -189,6 +215,7 @@ impl Listener for Recorder {
         if !self.hears() {
             return;
         }
+        let at_ns = self.moment_ns(event);
         let mut state = self.state();
         let thread = state.thread();
         let state = &mut *state;
@@ -208,7 +235,7 @@ impl Listener for Recorder {
             state.disorder = Some((ended, inside));
         }
         let span = &mut state.spans[number];
-        span.end_ns = nanoseconds(self.start, event.at);
+        span.end_ns = at_ns;
         span.allocated_bytes = tracker::current_bytes();
         if let Some(operands) = &event.operands {
             span.inputs = operands.inputs.iter().map(OperandShape::of).collect();

@@ -62,7 +62,11 @@ impl Golden {
 
     /// The model with the file's weights.
     pub fn model(&self, dtype: DType) -> TransformerLM {
-        let vb = VarBuilder::from_tensors(self.tensors.clone(), dtype, &CPU);
+        self.model_on(dtype, &CPU)
+    }
+
+    pub fn model_on(&self, dtype: DType, device: &Device) -> TransformerLM {
+        let vb = VarBuilder::from_tensors(self.tensors.clone(), dtype, device);
         TransformerLM::from_var_builder(&self.config, vb).unwrap()
     }
 }
@@ -105,11 +109,22 @@ fn logits_loss_and_every_gradient(
     #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let golden = Golden::read(name).with_attention(attention);
-    let model = golden.model(dtype);
+    logits_loss_and_gradients(
+        &Golden::read(name).with_attention(attention),
+        &CPU,
+        dtype,
+        policy,
+    );
+}
+
+fn logits_loss_and_gradients(golden: &Golden, device: &Device, dtype: DType, policy: KernelPolicy) {
+    let model = golden.model_on(dtype, device);
+    let (tokens, targets) = (golden.get("tokens"), golden.get("targets"));
+    let (tokens, targets) = (tokens.to_device(device), targets.to_device(device));
+    let (tokens, targets) = (tokens.unwrap(), targets.unwrap());
     let (logits, loss) = ops::with_kernel_policy(policy, || {
-        let logits = model.forward(golden.get("tokens")).unwrap();
-        let loss = ops::cross_entropy(&logits, golden.get("targets")).unwrap();
+        let logits = model.forward(&tokens).unwrap();
+        let loss = ops::cross_entropy(&logits, &targets).unwrap();
         (logits, loss)
     });
     assert_eq!((logits.dtype(), loss.dtype()), (dtype, dtype));
@@ -160,9 +175,9 @@ fn pytorch_weights_load_from_a_file(
 
 /// Ten steps on ten batches, as a training loop would take them: each batch's loss, the norm of its gradients, and the
 /// weights at the end against those under `prefix`.
-fn curve(golden: Golden, dtype: DType, prefix: &str, by_reference: bool) {
+fn curve(golden: Golden, device: &Device, dtype: DType, prefix: &str, by_reference: bool) {
     let clipped = prefix == "clipped.";
-    let model = golden.model(dtype);
+    let model = golden.model_on(dtype, device);
     let groups = decay_matrices_only(model.parameters(), golden.hyperparameters);
     let mut optimizer = match clipped {
         true => AdamW::with_groups(groups),
@@ -171,7 +186,14 @@ fn curve(golden: Golden, dtype: DType, prefix: &str, by_reference: bool) {
     .unwrap();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..10 {
-        let batch = |key: &str| golden.get(key).get(step).unwrap();
+        let batch = |key: &str| {
+            golden
+                .get(key)
+                .get(step)
+                .unwrap()
+                .to_device(device)
+                .unwrap()
+        };
         let logits = model.forward(&batch("steps.tokens")).unwrap();
         let loss = ops::cross_entropy(&logits, &batch("steps.targets")).unwrap();
         losses.extend(elements(&loss));
@@ -215,5 +237,25 @@ fn ten_steps_of_adamw(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
     let golden = Golden::read(name).with_attention(attention);
-    curve(golden, dtype, prefix, by_reference);
+    curve(golden, &CPU, dtype, prefix, by_reference);
+}
+
+/// All of it on a card, to the bounds of the CPU.
+#[cfg(feature = "cuda")]
+#[rstest]
+fn the_same_on_a_card(
+    #[values("lm_t13", "lm_t37")] name: &str,
+    #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let golden = || Golden::read(name).with_attention(attention);
+    logits_loss_and_gradients(&golden(), &card, DType::F32, policy);
+    ops::with_kernel_policy(policy, || {
+        for prefix in ["", "clipped."] {
+            curve(golden(), &card, DType::F32, prefix, false);
+        }
+    });
 }

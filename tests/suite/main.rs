@@ -21,6 +21,18 @@ mod report;
 mod toy_model;
 mod train;
 
+/// The card that tests of CUDA run on; where there is none they are skipped, with a word.
+#[cfg(feature = "cuda")]
+fn card() -> Option<candle_core::Device> {
+    match tallow::device("cuda:0") {
+        Ok(card) => Some(card),
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            None
+        }
+    }
+}
+
 /// Counting costs next to nothing, and the memory tests need it.
 #[global_allocator]
 static ALLOCATOR: tallow::memory::tracker::Tracker<std::alloc::System> =

@@ -5,6 +5,8 @@ mod bad_ids;
 mod case;
 mod cases;
 mod compare;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod determinism;
 mod every;
 mod finite_differences;

@@ -1,8 +1,11 @@
 //! FlashAttention-2: attention tile by tile, nothing of size Tq Tk in memory.
 //!
 //! What lives here: the op ([`flash()`], [`flash_with_lse`]) and its specification in plain candle ops ([`reference()`]).
-//! What does not: the CPU kernel ([`kernels::cpu::flash_attention`](crate::kernels::cpu::flash_attention)).
+//! What does not: the kernels ([`kernels::cpu::flash_attention`](crate::kernels::cpu::flash_attention), and with the
+//! feature `cuda` those for tensor cores).
 
+#[cfg(feature = "cuda")]
+mod cuda;
 mod op;
 mod reference;
 
@@ -10,6 +13,8 @@ pub use reference::reference;
 
 use super::AttentionConfig;
 use super::shapes::Shapes;
+#[cfg(feature = "cuda")]
+use crate::ops::choose_where;
 use crate::ops::{Path, cast_for, choose, record::apply3};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -82,15 +87,23 @@ pub fn flash_with_lse(
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &cast_for(NAME, [q, k, v])?;
     let shapes = check(q, k, v)?;
-    if choose(NAME, q)? == Path::Reference {
+    #[cfg(feature = "cuda")]
+    let path = match q.device().is_cuda() {
+        true => choose_where(NAME, q, cuda::has_kernel(q, &shapes, config)),
+        false => choose(NAME, q),
+    };
+    #[cfg(not(feature = "cuda"))]
+    let path = choose(NAME, q);
+    if path? == Path::Reference {
         return reference(q, k, v, config);
     }
+    let (heads, kv_heads) = (shapes.heads, shapes.kv_heads);
     let op = op::Flash::new(shapes, config);
     let lse = op.lse();
     let out = apply3(
-        &four_dimensions(q, shapes.heads)?,
-        &four_dimensions(k, shapes.kv_heads)?,
-        &four_dimensions(v, shapes.kv_heads)?,
+        &four_dimensions(q, heads)?,
+        &four_dimensions(k, kv_heads)?,
+        &four_dimensions(v, kv_heads)?,
         op,
     )?;
     let Some(lse) = lse.get() else {
@@ -100,8 +113,17 @@ pub fn flash_with_lse(
     Ok((out.reshape(q.shape())?, lse))
 }
 
-/// x (..., heads, T, Dh) as (B, heads, T, Dh).
+/// x (..., heads, T, Dh) as (B, heads, T, Dh), lying as the device's kernel can read it.
 fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
+    let x = reshaped(x, heads)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return Ok(cuda::lying_well(x)?);
+    }
+    Ok(x)
+}
+
+fn reshaped(x: &Tensor, heads: usize) -> Result<Tensor> {
     match *x.dims() {
         [_, _, _, _] => Ok(x.clone()),
         [ref leading @ .., length, head_dim] => {

@@ -7,6 +7,8 @@ use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::flash_attention::{self as kernel, Gradients, Inputs, Outputs, Sizes};
 use crate::ops::cpu::{cpu_storage, elements, for_stored, heads, output, tensor, tensors};
 use crate::probe;
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
@@ -75,15 +77,27 @@ impl Flash {
         let (Some(out), Some(rest)) = (out, rest) else {
             candle_core::bail!("{NAME}: nothing was computed");
         };
-        // Both empty until now: an op runs forward once.
+        let rest = match rest_elements {
+            0 => None,
+            _ => Some(rest?.reshape(out_shape)?),
+        };
+        self.keep(lse, rest);
+        out
+    }
+
+    /// Keeps what backward reads. An op runs forward once, so both places are empty until then.
+    pub(super) fn keep(&self, lse: Tensor, rest: Option<Tensor>) {
         probe::kept("lse", &lse);
         let _ = self.lse.set(lse);
-        if rest_elements > 0 {
-            let rest = rest?.reshape(out_shape)?;
+        if let Some(rest) = rest {
             probe::kept("rounded off", &rest);
             let _ = self.rounded_off.set(rest);
         }
-        out
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(super) fn sizes(&self) -> &Sizes {
+        &self.sizes
     }
 }
 
@@ -107,6 +121,19 @@ impl CustomOp3 for Flash {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.forward_on_card([(q, q_layout), (k, k_layout), (v, v_layout)])
+    }
+
     fn bwd(
         &self,
         q: &Tensor,
@@ -118,6 +145,11 @@ impl CustomOp3 for Flash {
         let Some(lse) = self.lse.get() else {
             candle_core::bail!("{NAME}: backward before forward");
         };
+        #[cfg(feature = "cuda")]
+        if let (true, Some(rest)) = (q.device().is_cuda(), self.rounded_off.get()) {
+            let [dq, dk, dv] = self.backward_on_card([q, k, v, out, d_out], lse, rest)?;
+            return Ok((Some(dq), Some(dk), Some(dv)));
+        }
         let rest = self.rounded_off.get();
         let tensors_read = [Some(q), Some(k), Some(v), Some(out), Some(d_out), rest];
         let guards = tensors_read.map(|x| x.map(Tensor::storage_and_layout));

@@ -120,10 +120,16 @@ impl Case {
 
     /// Forward and backward, with every input lying in memory as `lie` says.
     pub fn run_lying(&self, dtype: DType, policy: KernelPolicy, lie: Lie) -> Outcome {
+        self.run_on(&Device::Cpu, dtype, policy, lie)
+    }
+
+    /// Forward and backward on `device`; what comes out is on the CPU.
+    pub fn run_on(&self, device: &Device, dtype: DType, policy: KernelPolicy, lie: Lie) -> Outcome {
         let bases: Vec<Var> = self
             .operands(dtype)
             .iter()
-            .map(|value| Var::from_tensor(&lie.base(value)).unwrap())
+            .map(|value| lie.base(value).to_device(device))
+            .map(|value| Var::from_tensor(&value.unwrap()).unwrap())
             .collect();
         let views: Vec<Tensor> = bases
             .iter()
@@ -133,7 +139,8 @@ impl Case {
         let out = with_kernel_policy(policy, || (self.apply)(&views))
             .unwrap_or_else(|error| panic!("{}: {error}", self.name));
         assert!(out.is_contiguous(), "{}: strided output", self.name);
-        let loss = (&out * self.upstream(&out)).unwrap().sum_all().unwrap();
+        let upstream = self.upstream(&out).to_device(device).unwrap();
+        let loss = (&out * upstream).unwrap().sum_all().unwrap();
         let gradients = loss.backward().unwrap();
         let mut found = Vec::new();
         for (input, base) in self.inputs.iter().zip(&bases) {
@@ -147,11 +154,11 @@ impl Case {
             let inside = lie.view(gradient, input.value.dims());
             let filled = |t: &Tensor| numbers(t).iter().filter(|x| **x != 0.0).count();
             assert_eq!(filled(gradient), filled(&inside), "{what} outside the view");
-            found.push((input.name, inside));
+            found.push((input.name, inside.to_device(&Device::Cpu).unwrap()));
         }
         Outcome {
             gradients: found,
-            out: out.detach(),
+            out: out.detach().to_device(&Device::Cpu).unwrap(),
         }
     }
 

@@ -272,6 +272,32 @@ pub fn grouped_attention(
     case
 }
 
+/// The same by tiles.
+#[cfg(feature = "cuda")]
+pub fn grouped_flash(
+    batch: &[usize],
+    heads: (usize, usize),
+    sizes: (usize, usize),
+    head_dim: usize,
+    mask: Mask,
+    seed: u64,
+) -> Case {
+    let naive = grouped_attention(
+        batch,
+        heads,
+        sizes,
+        (head_dim, head_dim),
+        (None, mask),
+        seed,
+    );
+    let config = AttentionConfig { mask, scale: None };
+    Case {
+        name: format!("flash {}", naive.name),
+        apply: Box::new(move |x| attention::flash(&x[0], &x[1], &x[2], &config)),
+        ..naive
+    }
+}
+
 fn attend(
     leading: &[usize],
     kv_leading: &[usize],

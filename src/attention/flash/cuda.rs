@@ -1,0 +1,145 @@
+//! The op on a card.
+
+use super::op::Flash;
+use crate::attention::AttentionConfig;
+use crate::attention::shapes::Shapes;
+use crate::kernels::cuda::flash_attention::{self as kernel, Gradients, Heads, Inputs, Sizes};
+use crate::kernels::cuda::source;
+use crate::ops::cuda::{card, elements, room, strided, tensor, whole};
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
+
+/// Whether there is a kernel for such a call on q's card.
+pub(super) fn has_kernel(q: &Tensor, shapes: &Shapes, config: &AttentionConfig) -> bool {
+    let sizes = sizes(shapes, config);
+    kernel::takes(q.dtype(), &sizes) && q.device().as_cuda_device().is_ok_and(source::runs_on)
+}
+
+fn sizes(shapes: &Shapes, config: &AttentionConfig) -> Sizes {
+    Sizes {
+        batch: shapes.batch,
+        heads: shapes.heads,
+        kv_heads: shapes.kv_heads,
+        queries: shapes.queries,
+        keys: shapes.keys,
+        head_dim: shapes.head_dim,
+        mask: config.mask,
+        scale: config.scale_for(shapes.head_dim),
+    }
+}
+
+/// x (B, H, T, Dh) as the kernels can read it, copied if it lies otherwise: rows of whole 16 bytes, at 16 bytes.
+pub(super) fn lying_well(x: Tensor) -> Result<Tensor> {
+    let layout = x.layout();
+    let whole_vectors = match *layout.stride() {
+        [ref outer @ .., 1] => {
+            let outer = outer.iter().all(|stride| *stride > 0 && stride % 8 == 0);
+            outer && layout.start_offset() % 8 == 0
+        }
+        _ => false,
+    };
+    match whole_vectors {
+        true => Ok(x),
+        false => x.force_contiguous(),
+    }
+}
+
+/// The heads of a storage as they lie.
+fn heads<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<Heads<'a>> {
+    match (layout.stride(), layout.dims()) {
+        (&[batch, head, row, 1], &[b, h, t, d]) => Ok(Heads {
+            view: strided(storage, layout)?,
+            strides: [batch, head, row],
+            dims: [b, h, t, d],
+        }),
+        _ => bail!("a tensor of heads has rows of contiguous elements, not {layout:?}"),
+    }
+}
+
+/// The heads of a tensor as they lie.
+fn heads_of(tensor: &Tensor) -> Result<Heads<'_>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cuda(storage) => {
+            let of_storage = heads(storage, layout)?;
+            // The guard goes; what the view points to is the tensor's.
+            Ok(of_storage.owned_by(tensor))
+        }
+        _ => bail!("a CUDA kernel was handed a tensor on another device"),
+    }
+}
+
+impl Flash {
+    fn sizes_on_card(&self) -> Sizes {
+        let sizes = self.sizes();
+        Sizes {
+            batch: sizes.batch,
+            heads: sizes.heads,
+            kv_heads: sizes.kv_heads,
+            queries: sizes.queries,
+            keys: sizes.keys,
+            head_dim: sizes.head_dim,
+            mask: sizes.mask,
+            scale: sizes.scale,
+        }
+    }
+
+    /// Forward's output; keeps what rounding took from it, and lse.
+    pub(super) fn forward_on_card(
+        &self,
+        [(q, q_layout), (k, k_layout), (v, v_layout)]: [(&CudaStorage, &Layout); 3],
+    ) -> Result<(CudaStorage, Shape)> {
+        let sizes = self.sizes_on_card();
+        let (card, dtype) = (&q.device, candle_core::backend::BackendStorage::dtype(q));
+        let rows = (sizes.batch, sizes.heads, sizes.queries);
+        let shape = Shape::from((rows.0, rows.1, rows.2, sizes.head_dim));
+        let out = room(card, dtype, shape.elem_count())?;
+        let rest = room(card, dtype, shape.elem_count())?;
+        let lse = room(card, DType::F32, rows.0 * rows.1 * rows.2)?;
+        kernel::forward(
+            card,
+            &sizes,
+            [
+                heads(q, q_layout)?,
+                heads(k, k_layout)?,
+                heads(v, v_layout)?,
+            ],
+            heads(&out, &Layout::contiguous(shape.clone()))?,
+            whole(&rest)?,
+            whole(&lse)?,
+        )?;
+        self.keep(tensor(lse, rows), Some(tensor(rest, shape.clone())));
+        Ok((out, shape))
+    }
+
+    /// The gradients of q, k and v.
+    pub(super) fn backward_on_card(
+        &self,
+        [q, k, v, out, d_out]: [&Tensor; 5],
+        lse: &Tensor,
+        rest: &Tensor,
+    ) -> Result<[Tensor; 3]> {
+        let sizes = self.sizes_on_card();
+        let card = card(q)?;
+        let d_out = lying_well(d_out.clone())?;
+        let like = |x: &Tensor| -> Result<Tensor> {
+            Ok(tensor(room(card, x.dtype(), x.elem_count())?, x.shape()))
+        };
+        let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
+        let inputs = Inputs {
+            q: heads_of(q)?,
+            k: heads_of(k)?,
+            v: heads_of(v)?,
+            out: heads_of(out)?,
+            rounded_off: elements(rest)?,
+            d_out: heads_of(&d_out)?,
+            lse: elements(lse)?,
+        };
+        let gradients = Gradients {
+            dq: heads_of(&dq)?,
+            dk: heads_of(&dk)?,
+            dv: heads_of(&dv)?,
+        };
+        kernel::backward(card, &sizes, inputs, gradients)?;
+        Ok([dq, dk, dv])
+    }
+}

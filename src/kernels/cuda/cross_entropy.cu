@@ -1,0 +1,238 @@
+// Cross-entropy of logits: loss = mean over the targets that count of lse(row) - row[target].
+//
+// logits, dlogits (rows, classes); targets (rows) u32, checked before; losses, lse (rows) f32. `ignore` is the target that
+// does not count, or -1: such a row has loss 0 and gradient 0, whatever its logits. Arithmetic in f32.
+//
+// packs = ceil(classes / N), one more if rows do not begin at 16 bytes, N = 16 / size of T. Any number of classes; rows
+// are read in vectors wherever they begin, from their first whole one on.
+// Forward:  grid ceil(rows / y), block (x, y) = (min(512, 32 ceil(packs / 128)), max(1, 128 / x)).
+// Backward: grid (ceil(rows / y), ceil(packs / 4x)), block (x, y) = (min(256, 32 ceil(packs / 128)), max(1, 128 / x)).
+// In place: grid ceil(rows / y), block (x, y) = (min(X, 32 ceil(packs / 128)), max(1, 128 / x)), X = 512, or 1024 if a row
+//           is over 128 KiB (fewer rows under way, so that the level-2 cache holds them).
+// Bytes: forward reads the logits once; backward reads and writes them once; both in one go, in place, reads them from
+// memory once (of rows of over 4 x packs the rest once more, from the level-2 cache) and writes them once.
+
+const int UNROLL = 4; // packs of a thread, loaded before the first is used
+
+const int KEPT = 4; // packs of a thread that stay in registers, in place
+
+// Takes `share` off element `at`, if it is one of these.
+template <int N> __device__ __forceinline__ void take_target(float (&p)[N], int at, float share) {
+    if ((unsigned)at >= (unsigned)N) return;
+#pragma unroll
+    for (int i = 0; i < N; i++) p[i] -= i == at ? share : 0.f;
+}
+
+// The largest logit, and the sum of exp(logit - largest): of what a thread has seen.
+struct Statistics {
+    float top, total;
+};
+
+// Takes the packs of a row from pack `begin` on into `seen`.
+template <class T, bool WHOLE>
+__device__ __forceinline__ void take_row(Statistics* seen, const T* x, int classes, int begin) {
+    const int N = InVector<T>::COUNT;
+    int skew = WHOLE ? 0 : skew_of(x), packs = (classes + skew + N - 1) / N;
+    for (int start = begin + threadIdx.x; start < packs; start += UNROLL * blockDim.x) {
+        Pack<T, N> of_x[UNROLL];
+        float v[N];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            int k = start + u * blockDim.x;
+            if (k < packs) of_x[u] = load<T, N, WHOLE>(x, k * N - skew, classes, MINUS_INFINITY);
+        }
+        float top = seen->top;
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            if (start + u * blockDim.x >= packs) continue;
+            top = fmaxf(top, largest(of_x[u]));
+        }
+        seen->total *= exp_fast(seen->top - top);
+        seen->top = top;
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            if (start + u * blockDim.x >= packs) continue;
+            unpack(of_x[u], v);
+            float sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < N; i++) sum += exp_fast(v[i] - top);
+            seen->total += sum;
+        }
+    }
+}
+
+template <class T> __device__ __forceinline__ void fill_zero(T* row, int width) {
+    for (int i = threadIdx.x; i < width; i += blockDim.x) row[i] = narrow<T>(0.f);
+}
+
+template <class T, bool WHOLE>
+__device__ __forceinline__ void forward(const T* logits, const unsigned* targets, long long ignore, float* losses,
+                                        float* lse, long long rows, int classes) {
+    long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= rows) return;
+    const T* x = logits + row * classes;
+    unsigned target = targets[row];
+    bool counts = (long long)target != ignore;
+    float wanted = counts ? widen(x[target]) : 0.f; // asked for now: at the end the whole block would wait for it
+    Statistics seen = {LOWEST, 0.f};
+    take_row<T, WHOLE>(&seen, x, classes, 0);
+    float top = reduce_row<Largest>(seen.top, 0);
+    float total = reduce_row<Sum>(seen.total * exp_fast(seen.top - top), 1);
+    if (threadIdx.x > 0) return;
+    lse[row] = top + logf(total);
+    // Not lse - x: where both are large, their difference keeps the digits that lse has lost.
+    losses[row] = counts ? logf(total) - (wanted - top) : 0.f;
+}
+
+// dloss (1) is the gradient of the mean over `counted` targets.
+template <class T, bool WHOLE>
+__device__ __forceinline__ void backward(const T* logits, const unsigned* targets, long long ignore, const float* lse,
+                                         const float* dloss, long long counted, T* dlogits, long long rows,
+                                         int classes) {
+    const int N = InVector<T>::COUNT;
+    long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= rows) return;
+    const T* x = logits + row * classes;
+    T* dx = dlogits + row * classes;
+    int skew = WHOLE ? 0 : skew_of(x), begin = (blockIdx.y * UNROLL * blockDim.x + threadIdx.x) * N - skew, stride = blockDim.x * N;
+    Pack<T, N> of_x[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        int first = begin + u * stride;
+        if (first < classes) of_x[u] = load<T, N, WHOLE>(x, first, classes, 0.f);
+    }
+    unsigned target = targets[row];
+    bool counts = (long long)target != ignore;
+    float shift = lse[row], share = (float)((double)*dloss / (double)counted);
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        int first = begin + u * stride;
+        if (first >= classes) continue;
+        float p[N];
+        unpack(of_x[u], p);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            p[i] = exp_fast(p[i] - shift) * share;
+            if (!counts) p[i] = 0.f; // whatever the logits are
+        }
+        if (counts) take_target(p, (int)target - first, share);
+        store<WHOLE>(dx, first, classes, p);
+    }
+}
+
+// Logits become their gradient.
+template <class T, bool WHOLE>
+__device__ __forceinline__ void in_place(T* logits, const unsigned* targets, long long ignore, const float* dloss,
+                                         long long counted, float* losses, long long rows, int classes) {
+    const int N = InVector<T>::COUNT;
+    long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= rows) return;
+    T* x = logits + row * classes;
+    int begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(x)), stride = blockDim.x * N;
+    Pack<T, N> of_x[KEPT];
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        int first = begin + k * stride;
+        if (first < classes) of_x[k] = load<T, N, WHOLE>(x, first, classes, MINUS_INFINITY);
+    }
+    unsigned target = targets[row];
+    if ((long long)target == ignore) {
+        if (threadIdx.x == 0) losses[row] = 0.f;
+        return fill_zero(x, classes);
+    }
+    float wanted = widen(x[target]); // before anybody writes: the reductions wait for every thread
+    Statistics seen = {LOWEST, 0.f}; // of the rest
+    take_row<T, WHOLE>(&seen, x, classes, KEPT * blockDim.x);
+    float top = seen.top;
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        if (begin + k * stride < classes) top = fmaxf(top, largest(of_x[k]));
+    }
+    top = reduce_row<Largest>(top, 0);
+    float total = seen.total * exp_fast(seen.top - top);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        if (begin + k * stride >= classes) continue;
+        float e[N];
+        unpack(of_x[k], e);
+#pragma unroll
+        for (int i = 0; i < N; i++) total += exp_fast(e[i] - top);
+    }
+    total = reduce_row<Sum>(total, 1);
+    __syncwarp(); // a row of one warp has no other barrier between reading x[target] and writing it
+    if (threadIdx.x == 0) losses[row] = logf(total) - (wanted - top);
+    float share = (float)((double)*dloss / (double)counted), factor = share / total;
+    for (int start = begin; start < classes; start += KEPT * stride) {
+        if (start != begin) { // what is not in registers
+#pragma unroll
+            for (int k = 0; k < KEPT; k++) {
+                int first = start + k * stride;
+                if (first < classes) of_x[k] = load<T, N, WHOLE>(x, first, classes, 0.f);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) {
+            int first = start + k * stride;
+            if (first >= classes) continue;
+            float p[N];
+            unpack(of_x[k], p);
+#pragma unroll
+            for (int i = 0; i < N; i++) p[i] = exp_fast(p[i] - top) * factor;
+            take_target(p, (int)target - first, share);
+            store<WHOLE>(x, first, classes, p);
+        }
+    }
+}
+
+#define CROSS_ENTROPY(NAME)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(512, 3)                                                                 \
+        cross_entropy_forward_##NAME(const NAME* logits, const unsigned* targets, long long ignore, float* losses,       \
+                                     float* lse, long long rows, int classes) {                                          \
+        if (whole_packs<InVector<NAME>::COUNT>(classes, logits, nullptr, nullptr)) {                                     \
+            forward<NAME, true>(logits, targets, ignore, losses, lse, rows, classes);                                    \
+        } else {                                                                                                         \
+            forward<NAME, false>(logits, targets, ignore, losses, lse, rows, classes);                                   \
+        }                                                                                                                \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                                                    \
+        cross_entropy_backward_##NAME(const NAME* logits, const unsigned* targets, long long ignore, const float* lse,   \
+                                      const float* dloss, long long counted, NAME* dlogits, long long rows,              \
+                                      int classes) {                                                                     \
+        if (whole_packs<InVector<NAME>::COUNT>(classes, logits, dlogits, nullptr)) {                                     \
+            backward<NAME, true>(logits, targets, ignore, lse, dloss, counted, dlogits, rows, classes);                  \
+        } else {                                                                                                         \
+            backward<NAME, false>(logits, targets, ignore, lse, dloss, counted, dlogits, rows, classes);                 \
+        }                                                                                                                \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                   \
+        cross_entropy_in_place_##NAME(NAME* logits, const unsigned* targets, long long ignore, const float* dloss,       \
+                                      long long counted, float* losses, long long rows, int classes) {                   \
+        if (whole_packs<InVector<NAME>::COUNT>(classes, logits, nullptr, nullptr)) {                                     \
+            in_place<NAME, true>(logits, targets, ignore, dloss, counted, losses, rows, classes);                        \
+        } else {                                                                                                         \
+            in_place<NAME, false>(logits, targets, ignore, dloss, counted, losses, rows, classes);                       \
+        }                                                                                                                \
+    }
+
+CROSS_ENTROPY(f32)
+CROSS_ENTROPY(f16)
+CROSS_ENTROPY(bf16)
+
+// The mean of the rows' losses, added up in f64 in a fixed order. mean (1) f32 or null; mean64 (1) f64 or null, added to
+// where `accumulate`. One block of 1024 threads.
+extern "C" __global__ void __launch_bounds__(1024)
+    cross_entropy_mean(const float* losses, long long rows, long long counted, float* mean, double* mean64,
+                       int accumulate) {
+    __shared__ double sums[1024];
+    double sum = 0.0;
+    for (long long row = threadIdx.x; row < rows; row += 1024) sum += (double)losses[row];
+    sums[threadIdx.x] = sum;
+    for (int half = 512; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    if (threadIdx.x > 0) return;
+    double result = sums[0] / (double)counted;
+    if (mean) *mean = (float)result;
+    if (mean64) *mean64 = result + (accumulate ? *mean64 : 0.0);
+}

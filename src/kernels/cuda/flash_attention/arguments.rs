@@ -1,0 +1,190 @@
+//! What the kernels are given, as their sources declare it.
+
+use super::Sizes;
+use crate::kernels::cuda::View;
+use candle_core::DType;
+use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
+
+/// A tensor of heads (B, H, T, Dh) as it lies: Dh contiguous, the other strides multiples of 8 elements, at 16 bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Heads<'a> {
+    pub view: View<'a>,
+    /// Of batch, head and row, in elements.
+    pub strides: [usize; 3],
+    /// B, H, T, Dh.
+    pub dims: [usize; 4],
+}
+
+impl Heads<'_> {
+    /// The same heads, borrowed from `owner`, whose they are too.
+    pub(crate) fn owned_by<T>(self, owner: &T) -> Heads<'_> {
+        Heads {
+            view: self.view.owned_by(owner),
+            strides: self.strides,
+            dims: self.dims,
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct Strides {
+    batch: i64,
+    head: i64,
+    row: i64,
+}
+
+impl From<&Heads<'_>> for Strides {
+    fn from(heads: &Heads<'_>) -> Self {
+        let [batch, head, row] = heads.strides.map(|stride| stride as i64);
+        Self { batch, head, row }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct CallSizes {
+    batch: i32,
+    heads: i32,
+    kv_heads: i32,
+    queries: i32,
+    keys: i32,
+    head_dim: i32,
+    offset: i32,
+    heads_at_once: i32,
+    scale: f32,
+    unused: i32,
+}
+
+impl CallSizes {
+    /// `heads_at_once` only moves speed: how many heads the blocks under way are in.
+    pub(super) fn new(sizes: &Sizes, heads_at_once: usize) -> Self {
+        Self {
+            batch: sizes.batch as i32,
+            heads: sizes.heads as i32,
+            kv_heads: sizes.kv_heads as i32,
+            queries: sizes.queries as i32,
+            keys: sizes.keys as i32,
+            head_dim: sizes.head_dim as i32,
+            offset: sizes.offset(),
+            heads_at_once: heads_at_once.max(1) as i32,
+            scale: sizes.scale as f32,
+            unused: 0,
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct ForwardArguments {
+    pub q: u64,
+    pub k: u64,
+    pub v: u64,
+    pub out: u64,
+    pub rounded_off: u64,
+    pub lse: u64,
+    pub q_strides: Strides,
+    pub k_strides: Strides,
+    pub v_strides: Strides,
+    pub out_strides: Strides,
+    pub sizes: CallSizes,
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+pub(super) struct ForwardHopperArguments {
+    pub maps: [Map; 3],
+    pub out: u64,
+    pub rounded_off: u64,
+    pub lse: u64,
+    /// Two i32, zeros before and after.
+    pub tickets: u64,
+    pub out_strides: Strides,
+    pub sizes: CallSizes,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct BackwardArguments {
+    pub q: u64,
+    pub k: u64,
+    pub v: u64,
+    pub out: u64,
+    pub rounded_off: u64,
+    pub d_out: u64,
+    pub lse: u64,
+    pub dq: u64,
+    pub dk: u64,
+    pub dv: u64,
+    pub statistics: u64,
+    pub dq_sums: u64,
+    pub turns: u64,
+    pub q_strides: Strides,
+    pub k_strides: Strides,
+    pub v_strides: Strides,
+    pub out_strides: Strides,
+    pub d_out_strides: Strides,
+    pub dq_strides: Strides,
+    pub dk_strides: Strides,
+    pub dv_strides: Strides,
+    pub sizes: CallSizes,
+}
+
+/// q, k, v and d_out, for the copy engine.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+pub(super) struct BackwardMaps(pub [Map; 4]);
+
+/// How the copy engine finds boxes of a tensor of heads: 64 columns by a number of rows, swizzled by 128 bytes.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+pub(super) struct Map([u64; 16]);
+
+impl Map {
+    pub(super) fn new(heads: &Heads<'_>, rows: usize) -> Result<Self> {
+        let mut map = Self([0; 16]);
+        let [batch, head_count, length, head_dim] = heads.dims.map(|size| size as u64);
+        let [batch_bytes, head_bytes, row_bytes] = heads.strides.map(|stride| 2 * stride as u64);
+        let dims = [head_dim, length, head_count, batch];
+        let strides_bytes = [row_bytes, head_bytes, batch_bytes];
+        let (box_dims, element_strides) = ([64, rows as u32, 1, 1], [1u32; 4]);
+        let dtype = match heads.view.dtype {
+            DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        };
+        // SAFETY: the arrays have the four (strides: three) elements that a tensor of rank four needs, and the map has
+        // its 128 bytes at a multiple of 64.
+        unsafe {
+            sys::cuTensorMapEncodeTiled(
+                (&raw mut map).cast(),
+                dtype,
+                4,
+                heads.view.pointer as *mut std::ffi::c_void,
+                dims.as_ptr(),
+                strides_bytes.as_ptr(),
+                box_dims.as_ptr(),
+                element_strides.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        }
+        .result()
+        .w()?;
+        Ok(map)
+    }
+}
+
+// SAFETY: plain data, laid out as the sources declare it.
+unsafe impl DeviceRepr for ForwardArguments {}
+unsafe impl DeviceRepr for ForwardHopperArguments {}
+unsafe impl DeviceRepr for BackwardArguments {}
+unsafe impl DeviceRepr for BackwardMaps {}
+
+// What the kernels' parameters take up.
+const _: () = assert!(size_of::<ForwardHopperArguments>() == 512);
+const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 40);
+const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 40);

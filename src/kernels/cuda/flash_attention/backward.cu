@@ -1,0 +1,350 @@
+// Flash attention, backward: dq, dk and dv from the log-sum-exps of forward, on mma.sync (sm_80 and up).
+//
+//   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
+//   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
+//
+//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous, 16-byte aligned
+//   lse (B, H, Tq): f32;  rounded_off (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
+// Scratch, all of it written before it is read:
+//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES)) and one more: int
+//   dq_sums (B, H, ceil(Tq / QUERIES), QUERIES * HEAD_DIM): f32, each tile in the order of the fragments that make it
+//
+// Three kernels, one after the other:
+//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of turns) / 256))
+//                                                    block 256
+//   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
+//                           dynamic shared memory    BACKWARD_SHARED bytes
+//   flash_backward_finish   dq                       grid  ceil(Tq / QUERIES) * B * H   block 32 * WARPS
+//                           dynamic shared memory    QUERIES * HEAD_DIM * 2 bytes
+//
+// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that share
+// them. A warp has KEYS * SHARE / WARPS keys: it computes S^T and dP^T for them, so that P^T and dS^T are the left factors
+// of dV and dK in the registers where they were made. Only dS goes through shared memory, for dQ, whose sum over the
+// keys runs over warps and blocks. That sum is taken in the order of the keys: a block adds to a tile of dq_sums when
+// it is its turn, so the bits are the same each time. Blocks take their work by ticket in the order of keys, so who is
+// waited for runs already, a tile of queries ahead. dQ of a tile is computed while the next is, one barrier a tile.
+//
+// 10 B H Tq Tk Dh FLOPs (half of them where causal).
+
+#ifndef KEYS
+#define KEYS (HEAD_DIM == 256 ? 64 : 128)
+#endif
+#ifndef AT_ONCE  // queries whose S and dP are in registers at a time
+#define AT_ONCE (HEAD_DIM == 128 ? 64 : 32)
+#endif
+#ifndef WARPS
+#define WARPS (HEAD_DIM <= 64 ? 4 : 8)
+#endif
+#ifndef SHARE  // warps that have the same keys and share the columns of dK and dV
+#define SHARE (HEAD_DIM == 256 ? 2 : 1)
+#endif
+#ifndef DQ_ROW_WARPS  // of the warps, laid over the rows of dQ; the others over its columns
+#define DQ_ROW_WARPS (HEAD_DIM == 16 || HEAD_DIM == 96 ? 4 : 2)
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM (HEAD_DIM <= 64 ? 2 : 1)
+#endif
+constexpr int THREADS = 32 * WARPS;  // that compute
+constexpr int K_BLOCKS = KEYS * SHARE / WARPS / 16;  // blocks of 16 keys that a warp has
+constexpr int DIMS = HEAD_DIM / SHARE;               // columns of dK and dV that a warp has
+constexpr int K_STEPS = HEAD_DIM / 16;
+constexpr int DQ_ROW_BLOCKS = QUERIES / 16 / DQ_ROW_WARPS;
+constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
+constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS;  // of a warp
+constexpr int DQ_TILE = QUERIES * HEAD_DIM;
+constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
+constexpr int DS_ROW_BYTES = QUERIES * 2, DS_TILE_BYTES = KEYS * DS_ROW_BYTES;  // dS^T (KEYS, QUERIES)
+constexpr int STATISTICS_BYTES = QUERIES * 8;
+constexpr int BACKWARD_SHARED = 2 * KEY_TILE_BYTES + 4 * QUERY_TILE_BYTES + 2 * DS_TILE_BYTES + 2 * STATISTICS_BYTES + 16;
+static_assert(KEYS * SHARE % (16 * WARPS) == 0 && QUERIES % AT_ONCE == 0 && AT_ONCE % 16 == 0, "tiles of whole blocks");
+static_assert(QUERIES % (16 * DQ_ROW_WARPS) == 0 && HEAD_DIM % (16 * DQ_COLUMN_WARPS) == 0, "dQ in whole blocks");
+static_assert(DIMS % 16 == 0 && (SHARE == 1 || DIMS % 64 == 0), "shares of whole blocks");
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Sizes& sizes = arguments.sizes;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2;  // of this thread in a 16 x 8 block
+    const int dim = sizes.head_dim;
+    const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
+    const int group = sizes.heads / sizes.kv_heads;
+
+    const u32 k_tile = (u32)__cvta_generic_to_shared(shared), v_tile = k_tile + KEY_TILE_BYTES;
+    const u32 q_tiles = v_tile + KEY_TILE_BYTES, d_out_tiles = q_tiles + 2 * QUERY_TILE_BYTES;
+    const u32 ds_tiles = d_out_tiles + 2 * QUERY_TILE_BYTES, statistics_tiles = ds_tiles + 2 * DS_TILE_BYTES;
+    int* ticket = reinterpret_cast<int*>(shared + BACKWARD_SHARED - 16);
+
+    if (threadIdx.x == 0) *ticket = atomicAdd(arguments.turns + sizes.batch * sizes.heads * query_tiles, 1);
+    __syncthreads();
+    // The first keys first: with a causal mask most queries see them.
+    int kv_head_in_all, key_tile;
+    place(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
+    const int batch = kv_head_in_all / sizes.kv_heads, kv_head = kv_head_in_all % sizes.kv_heads;
+    const int first_key = key_tile * KEYS, keys = min(KEYS, sizes.keys - first_key);
+
+    const E* k = arguments.k + batch * arguments.k_strides.batch + kv_head * arguments.k_strides.head +
+                 first_key * arguments.k_strides.row;
+    const E* v = arguments.v + batch * arguments.v_strides.batch + kv_head * arguments.v_strides.head +
+                 first_key * arguments.v_strides.row;
+
+    // Tiles of queries that see a key of this block, head after head of the group.
+    const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
+    const int tiles = max(0, query_tiles - first_tile), steps = tiles * group;
+    const int first_head = batch * sizes.heads + kv_head * group;
+    Place next = {first_head, first_tile};
+
+    // Turns. A tile's sum is added to a step after its S, in the next step, and passed on after the barrier that follows.
+    int* const turns = arguments.turns;
+    int sums_now = 0, sums_1 = 0, sums_2 = 0;  // the numbers of this step's tile, the one before, the one before that
+    int turn = 0;                              // of sums_1, as read a step ago
+    auto await_turn = [&](int step) {
+        if (step == 0 || turn >= key_tile) return;
+        do turn = read_turn(turns + sums_1);
+        while (turn < key_tile);
+        fence();
+    };
+    auto pass_turn = [&](int step) {
+        if (step < steps) turn = read_turn(turns + sums_now);
+        fence();  // for what is read above as for what is written below
+        if (step > 1) write_turn(turns + sums_2, key_tile + 1);
+    };
+
+    auto copy_queries = [&](int stage) {
+        const int batch = next.head / sizes.heads, head = next.head % sizes.heads, first = next.tile * QUERIES;
+        const Strides &of_q = arguments.q_strides, &of_d_out = arguments.d_out_strides;
+        const E* q = arguments.q + batch * of_q.batch + head * of_q.head + first * of_q.row;
+        const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + first * of_d_out.row;
+        const int rows = sizes.queries - first;
+        copy_tile<QUERIES, THREADS>(q_tiles + stage * QUERY_TILE_BYTES, q, of_q.row, rows, dim);
+        copy_tile<QUERIES, THREADS>(d_out_tiles + stage * QUERY_TILE_BYTES, d_out, of_d_out.row, rows, dim);
+        const float* statistics = arguments.statistics + 2ll * QUERIES * (next.head * query_tiles + next.tile);
+        for (int i = threadIdx.x; i < QUERIES / 2; i += THREADS)
+            copy_chunk(statistics_tiles + stage * STATISTICS_BYTES + i * 16, statistics + 4 * i, true);
+        end_group();
+    };
+
+    copy_tile<KEYS, THREADS>(k_tile, k, arguments.k_strides.row, keys, dim);
+    copy_tile<KEYS, THREADS>(v_tile, v, arguments.v_strides.row, keys, dim);
+    end_group();
+    if (steps > 0) copy_queries(0);
+
+    // This warp's keys, and its columns of dK and dV.
+    const int warp_key = warp / SHARE * 16 * K_BLOCKS, warp_dim = warp % SHARE * DIMS;
+    const Blocks<ROW_BYTES, BY_ROWS> k_left(k_tile, warp_key, lane), v_left(v_tile, warp_key, lane);
+    const Blocks<ROW_BYTES, BY_COLUMNS> q_right(q_tiles, 0, lane), d_out_right(d_out_tiles, 0, lane);
+    const Blocks<ROW_BYTES, BY_ROWS> q_rows(q_tiles + warp_dim * 2, 0, lane), d_out_rows(d_out_tiles + warp_dim * 2, 0, lane);
+    // This warp's blocks of dQ: rows dq_row, dq_row + 16 DQ_ROW_WARPS and so on, columns likewise.
+    const Blocks<DS_ROW_BYTES, BY_COLUMNS> ds_left =
+        Blocks<DS_ROW_BYTES, BY_COLUMNS>(ds_tiles, 0, lane).from_column(warp / DQ_COLUMN_WARPS * 16);
+    const Blocks<ROW_BYTES, BY_ROWS> k_rows =
+        Blocks<ROW_BYTES, BY_ROWS>(k_tile, 0, lane).from_column(warp % DQ_COLUMN_WARPS * 16);
+    const float to_log2 = sizes.scale * LOG2_E;
+
+    float dk[K_BLOCKS][DIMS / 8][4] = {}, dv[K_BLOCKS][DIMS / 8][4] = {};
+
+    // dQ of a tile whose dS is in shared memory, added to dq_sums.
+    auto multiply_dq = [&](int number, u32 stage) {
+        float dq[DQ_ROW_BLOCKS][DQ_COLUMNS / 8][4] = {};
+#pragma unroll
+        for (int key = 0; key < KEYS; key += 16) {
+            u32 a[DQ_ROW_BLOCKS][4];
+#pragma unroll
+            for (int m = 0; m < DQ_ROW_BLOCKS; m++)
+                load_transposed(a[m], ds_left.at(key, m * DQ_ROW_WARPS * 16, stage));
+#pragma unroll
+            for (int n = 0; n < DQ_COLUMNS / 16; n++) {
+                u32 b[4];
+                load_transposed(b, k_rows.at(key, n * DQ_COLUMN_WARPS * 16));
+#pragma unroll
+                for (int m = 0; m < DQ_ROW_BLOCKS; m++) {
+                    E::multiply(dq[m][2 * n], a[m], b[0], b[1]);
+                    E::multiply(dq[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+        constexpr int VECTORS = DQ_ROW_BLOCKS * DQ_COLUMNS / 8;
+        float* sums = arguments.dq_sums + (long long)number * DQ_TILE + (warp * VECTORS * 32 + lane) * 4;
+#pragma unroll
+        for (int m = 0; m < DQ_ROW_BLOCKS; m++)
+#pragma unroll
+            for (int n = 0; n < DQ_COLUMNS / 8; n++) {
+                float* target = sums + (m * (DQ_COLUMNS / 8) + n) * 128;
+                if (key_tile == 0) *reinterpret_cast<float4*>(target) = *reinterpret_cast<float4*>(dq[m][n]);
+                else add_to(target, dq[m][n]);
+            }
+    };
+
+    for (int step = 0; step < steps; step++) {
+        const int stage = step % 2;
+        const int first_query = next.tile * QUERIES;
+        sums_2 = sums_1, sums_1 = sums_now, sums_now = next.head * query_tiles + next.tile;
+        next.advance(first_tile, query_tiles);
+        wait_groups<0>();
+        if (threadIdx.x == 0) await_turn(step);
+        __syncthreads();  // Q and dO of this step have arrived, dS of the one before is written, dQ two before is added
+        if (threadIdx.x == 0) pass_turn(step);
+        if (step + 1 < steps) copy_queries(stage ^ 1);
+        if (step > 0) multiply_dq(sums_1, (stage ^ 1) * DS_TILE_BYTES);
+
+        // Do all queries of the tile see all keys of the warp?
+        const bool masked = first_query + sizes.offset < first_key + warp_key + 16 * K_BLOCKS - 1 || keys < KEYS;
+#pragma unroll
+        for (int part = 0; part < QUERIES; part += AT_ONCE) {
+            const u32 q_stage = stage * QUERY_TILE_BYTES;
+            float s[K_BLOCKS][AT_ONCE / 8][4] = {}, dp[K_BLOCKS][AT_ONCE / 8][4] = {};  // S^T, dP^T: keys, queries
+#pragma unroll
+            for (int i = 0; i < K_STEPS; i++) {
+                u32 a[K_BLOCKS][4];
+#pragma unroll
+                for (int m = 0; m < K_BLOCKS; m++) load_matrices(a[m], k_left.at(m * 16, i * 16));
+#pragma unroll
+                for (int n = 0; n < AT_ONCE / 16; n++) {
+                    u32 b[4];
+                    load_matrices(b, q_right.at(part + n * 16, i * 16, q_stage));
+#pragma unroll
+                    for (int m = 0; m < K_BLOCKS; m++) {
+                        E::multiply(s[m][2 * n], a[m], b[0], b[1]);
+                        E::multiply(s[m][2 * n + 1], a[m], b[2], b[3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < K_STEPS; i++) {
+                u32 a[K_BLOCKS][4];
+#pragma unroll
+                for (int m = 0; m < K_BLOCKS; m++) load_matrices(a[m], v_left.at(m * 16, i * 16));
+#pragma unroll
+                for (int n = 0; n < AT_ONCE / 16; n++) {
+                    u32 b[4];
+                    load_matrices(b, d_out_right.at(part + n * 16, i * 16, q_stage));
+#pragma unroll
+                    for (int m = 0; m < K_BLOCKS; m++) {
+                        E::multiply(dp[m][2 * n], a[m], b[0], b[1]);
+                        E::multiply(dp[m][2 * n + 1], a[m], b[2], b[3]);
+                    }
+                }
+            }
+
+            if (masked) {
+#pragma unroll
+                for (int m = 0; m < K_BLOCKS; m++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int key = warp_key + m * 16 + quad_row + i / 2 * 8;
+                        // The first query, counted from this thread's first, that sees the key.
+                        const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
+                                            first_query - part - quad_column - i % 2;
+#pragma unroll
+                        for (int n = 0; n < AT_ONCE / 8; n++) s[m][n][i] = n * 8 >= visible ? s[m][n][i] : -INFINITE;
+                    }
+            }
+
+            u32 p[K_BLOCKS][AT_ONCE / 8][2], ds[K_BLOCKS][AT_ONCE / 8][2];
+#pragma unroll
+            for (int n = 0; n < AT_ONCE / 8; n++) {
+                const float4 row = read_shared_floats(statistics_tiles + stage * STATISTICS_BYTES +
+                                                      (part + n * 8 + quad_column) * 8);  // lse, delta, lse, delta
+#pragma unroll
+                for (int m = 0; m < K_BLOCKS; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const float p0 = power_of_2(fmaf(s[m][n][half * 2], to_log2, -row.x));
+                        const float p1 = power_of_2(fmaf(s[m][n][half * 2 + 1], to_log2, -row.z));
+                        p[m][n][half] = E::pack(p0, p1);
+                        ds[m][n][half] = E::pack(p0 * (dp[m][n][half * 2] - row.y), p1 * (dp[m][n][half * 2 + 1] - row.w));
+                        if (SHARE == 1 || warp_dim == 0)
+                            store_shared(ds_tiles + stage * DS_TILE_BYTES +
+                                             Swizzle<DS_ROW_BYTES>::at(warp_key + m * 16 + quad_row + half * 8, part / 8 + n) +
+                                             quad_column * 2,
+                                         ds[m][n][half]);
+                    }
+            }
+
+#pragma unroll
+            for (int i = 0; i < AT_ONCE / 16; i++)
+#pragma unroll
+                for (int n = 0; n < DIMS / 16; n++) {
+                    u32 b[4];
+                    load_transposed(b, d_out_rows.at(part + i * 16, n * 16, q_stage));
+#pragma unroll
+                    for (int m = 0; m < K_BLOCKS; m++) {
+                        const u32 a[4] = {p[m][2 * i][0], p[m][2 * i][1], p[m][2 * i + 1][0], p[m][2 * i + 1][1]};
+                        E::multiply(dv[m][2 * n], a, b[0], b[1]);
+                        E::multiply(dv[m][2 * n + 1], a, b[2], b[3]);
+                    }
+                }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE / 16; i++)
+#pragma unroll
+                for (int n = 0; n < DIMS / 16; n++) {
+                    u32 b[4];
+                    load_transposed(b, q_rows.at(part + i * 16, n * 16, q_stage));
+#pragma unroll
+                    for (int m = 0; m < K_BLOCKS; m++) {
+                        const u32 a[4] = {ds[m][2 * i][0], ds[m][2 * i][1], ds[m][2 * i + 1][0], ds[m][2 * i + 1][1]};
+                        E::multiply(dk[m][2 * n], a, b[0], b[1]);
+                        E::multiply(dk[m][2 * n + 1], a, b[2], b[3]);
+                    }
+                }
+        }
+    }
+
+    wait_groups<0>();
+    sums_2 = sums_1, sums_1 = sums_now;
+    if (threadIdx.x == 0) await_turn(steps);
+    __syncthreads();
+    if (threadIdx.x == 0 && steps > 0) pass_turn(steps);
+    if (steps > 0) multiply_dq(sums_1, (steps - 1) % 2 * DS_TILE_BYTES);
+    __syncthreads();  // K and V are not read any more
+    if (steps > 0 && threadIdx.x == 0) fence(), write_turn(turns + sums_1, key_tile + 1);
+
+    // dK and dV, by way of the tiles of K and V.
+#pragma unroll
+    for (int m = 0; m < K_BLOCKS; m++)
+#pragma unroll
+        for (int n = 0; n < DIMS / 8; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 at = Swizzle<ROW_BYTES>::at(warp_key + m * 16 + quad_row + half * 8, warp_dim / 8 + n) + quad_column * 2;
+                store_shared(k_tile + at, E::pack(dk[m][n][half * 2] * sizes.scale, dk[m][n][half * 2 + 1] * sizes.scale));
+                store_shared(v_tile + at, E::pack(dv[m][n][half * 2], dv[m][n][half * 2 + 1]));
+            }
+    __syncthreads();
+    E* dk_out = arguments.dk + batch * arguments.dk_strides.batch + kv_head * arguments.dk_strides.head +
+                first_key * arguments.dk_strides.row;
+    E* dv_out = arguments.dv + batch * arguments.dv_strides.batch + kv_head * arguments.dv_strides.head +
+                first_key * arguments.dv_strides.row;
+    write_tile<KEYS, THREADS>(dk_out, arguments.dk_strides.row, k_tile, 0, keys, dim, threadIdx.x);
+    write_tile<KEYS, THREADS>(dv_out, arguments.dv_strides.row, v_tile, 0, keys, dim, threadIdx.x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+JOIN(flash_backward_finish_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Sizes& sizes = arguments.sizes;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2;
+    const int query_tiles = CEIL_DIV(sizes.queries, QUERIES);
+    const int head_in_all = blockIdx.x / query_tiles, first = blockIdx.x % query_tiles * QUERIES;
+    const u32 tile = (u32)__cvta_generic_to_shared(shared);
+    constexpr int VECTORS = DQ_ROW_BLOCKS * DQ_COLUMNS / 8;
+    const float4* sums = reinterpret_cast<const float4*>(arguments.dq_sums) + (long long)blockIdx.x * DQ_TILE / 4 +
+                         warp * VECTORS * 32 + lane;
+    const bool seen = arguments.turns[blockIdx.x] > 0;  // no block has come to queries that see no key
+#pragma unroll
+    for (int m = 0; m < DQ_ROW_BLOCKS; m++)
+#pragma unroll
+        for (int n = 0; n < DQ_COLUMNS / 8; n++) {
+            float4 x = make_float4(0, 0, 0, 0);
+            if (seen) x = sums[(m * (DQ_COLUMNS / 8) + n) * 32];
+            const int row = (m * DQ_ROW_WARPS + warp / DQ_COLUMN_WARPS) * 16 + quad_row;
+            const int chunk = (n / 2 * DQ_COLUMN_WARPS + warp % DQ_COLUMN_WARPS) * 2 + n % 2;
+            store_shared(tile + Swizzle<ROW_BYTES>::at(row, chunk) + quad_column * 2, E::pack(x.x * sizes.scale, x.y * sizes.scale));
+            store_shared(tile + Swizzle<ROW_BYTES>::at(row + 8, chunk) + quad_column * 2, E::pack(x.z * sizes.scale, x.w * sizes.scale));
+        }
+    __syncthreads();
+    const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
+    E* dq = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head + first * arguments.dq_strides.row;
+    write_tile<QUERIES, THREADS>(dq, arguments.dq_strides.row, tile, 0, min(QUERIES, sizes.queries - first), sizes.head_dim, threadIdx.x);
+}

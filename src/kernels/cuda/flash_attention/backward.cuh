@@ -1,0 +1,91 @@
+// What the two backward kernels share: their arguments, the kernel that goes before them, turns. Behind common.cuh.
+//
+//   QUERIES   queries in a tile
+
+#ifndef QUERIES
+#define QUERIES (HEAD_DIM == 256 ? 32 : 64)
+#endif
+
+constexpr int LANES_A_ROW = CHUNKS == 12 ? 16 : CHUNKS;  // lanes of a warp that have a row in flash_backward_prepare
+constexpr int PREPARE_ROWS = 256 / LANES_A_ROW;
+
+struct BackwardArguments {
+    const E *q, *k, *v, *out, *rounded_off, *d_out;
+    const float* lse;
+    E *dq, *dk, *dv;
+    float *statistics, *dq_sums;
+    int* turns;
+    Strides q_strides, k_strides, v_strides, out_strides, d_out_strides, dq_strides, dk_strides, dv_strides;
+    Sizes sizes;
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    const Sizes& sizes = arguments.sizes;
+    const long long thread = blockIdx.x * 256ll + threadIdx.x;
+    const int tiles = CEIL_DIV(sizes.queries, QUERIES);
+    const long long heads = (long long)sizes.batch * sizes.heads, rows = heads * tiles * QUERIES;
+    if (thread <= heads * tiles) arguments.turns[thread] = 0;
+
+    const long long row = thread / LANES_A_ROW;
+    const int chunk = threadIdx.x % LANES_A_ROW;
+    float delta = 0;
+    const int head_in_all = row / (tiles * QUERIES), query = row % (tiles * QUERIES);
+    const bool inside = row < rows && query < sizes.queries;
+    const long long row_in_all = (long long)head_in_all * sizes.queries + query;
+    if (inside && chunk * CHUNK < sizes.head_dim) {
+        const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
+        const Strides &of_out = arguments.out_strides, &of_d_out = arguments.d_out_strides;
+        const E* out = arguments.out + batch * of_out.batch + head * of_out.head + query * of_out.row;
+        const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + query * of_d_out.row;
+        const uint4 x = reinterpret_cast<const uint4*>(out)[chunk], y = reinterpret_cast<const uint4*>(d_out)[chunk];
+        uint4 z = make_uint4(0, 0, 0, 0);
+        if (arguments.rounded_off)
+            z = reinterpret_cast<const uint4*>(arguments.rounded_off + row_in_all * sizes.head_dim)[chunk];
+        const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w}, zs[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float x0, x1, y0, y1, z0, z1;
+            E::unpack(xs[i], x0, x1), E::unpack(ys[i], y0, y1), E::unpack(zs[i], z0, z1);
+            delta += (x0 + z0) * y0 + (x1 + z1) * y1;
+        }
+    }
+#pragma unroll
+    for (int lanes = LANES_A_ROW / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(~0u, delta, lanes);
+    if (row < rows && chunk == 0) {
+        // No key seen, or no query: exp(s - inf) = 0.
+        const float lse = inside ? arguments.lse[row_in_all] : -INFINITE;
+        reinterpret_cast<float2*>(arguments.statistics)[row] =
+            make_float2(lse == -INFINITE ? INFINITE : lse * LOG2_E, delta);
+    }
+}
+
+// A tile of queries of one head (of all heads of the batch).
+struct Place {
+    int head, tile;
+    __device__ __forceinline__ void advance(int first_tile, int tiles) {
+        if (++tile == tiles) tile = first_tile, head++;
+    }
+};
+
+// Turns: how many tiles of keys have added to a tile of dq_sums.
+__device__ __forceinline__ int read_turn(const int* turn) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(turn) : "memory");
+    return value;
+}
+__device__ __forceinline__ void write_turn(int* turn, int value) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(value) : "memory");
+}
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+__device__ __forceinline__ void add_to(float* target, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};"
+                 ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(target + i), "f"(x[i]) : "memory");
+#endif
+}

@@ -1,0 +1,226 @@
+// What forward.cu and backward.cu of flash attention share: element types, tiles in shared memory, matrix instructions.
+// No #include: NVRTC compiles this text with either of the two behind it.
+//
+// Compile-time settings, given as -D options:
+//   ELEMENT   bf16 or f16: what q, k, v, out and their gradients are stored in; everything is added up in f32
+//   HEAD_DIM  16, 32, 64, 96, 128 or 256: the smallest that holds the call's head dimension. The columns beyond that
+//             are zeros in shared memory, so they add nothing
+//   and the tile sizes that the kernels name; each has a default by HEAD_DIM.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef ELEMENT
+#define ELEMENT bf16
+#endif
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+#define CEIL_DIV(a, b) (((a) + (b)-1) / (b))
+
+constexpr int CHUNK = 8;                     // elements in 16 bytes: what one copy instruction moves
+constexpr int CHUNKS = HEAD_DIM / CHUNK;     // in a row
+constexpr int ROW_BYTES = HEAD_DIM * 2;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+#define INFINITE __int_as_float(0x7f800000)
+
+// ---- element types: 16 bits, two in a register, the first in the lower half
+
+struct bf16 {
+    unsigned short bits;
+    static __device__ __forceinline__ u32 pack(float first, float second) {
+        u32 pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+        return pair;
+    }
+    static __device__ __forceinline__ void unpack(u32 pair, float& first, float& second) {
+        first = __uint_as_float(pair << 16);
+        second = __uint_as_float(pair & 0xffff0000u);
+    }
+    // c (16, 8) += a (16, 16) b (16, 8)
+    static __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+struct f16 {
+    unsigned short bits;
+    static __device__ __forceinline__ u32 pack(float first, float second) {
+        u32 pair;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+        return pair;
+    }
+    static __device__ __forceinline__ void unpack(u32 pair, float& first, float& second) {
+        asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
+            : "=f"(first), "=f"(second) : "r"(pair));
+    }
+    static __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+typedef ELEMENT E;
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float logarithm_2(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- tiles in shared memory: rows of 16-byte chunks, the chunks of a row permuted by its number
+
+// A warp reads eight rows of one chunk column at a time; permuted so, they lie in eight different groups of banks. Rows
+// are a multiple of 128 bytes (xor with row % 8), of 64 (row / 2 % 4) or 32 bytes (row / 4 % 2).
+template <int BYTES> struct Swizzle {
+    static constexpr int MASK = BYTES % 128 == 0 ? 7 : BYTES % 64 == 0 ? 3 : 1;
+    static constexpr int SHIFT = BYTES % 128 == 0 ? 0 : BYTES % 64 == 0 ? 1 : 2;
+    // The permutation of a row's chunks.
+    static __device__ __forceinline__ int of(int row) { return (row >> SHIFT) & MASK; }
+    // Where a chunk is, in bytes from the tile's start.
+    static __device__ __forceinline__ u32 at(int row, int chunk) {
+        return row * BYTES + ((chunk ^ of(row)) << 4);
+    }
+};
+
+// Where one lane reads 16 x 16 blocks of a tile by ldmatrix. `row` and `column` of a block are multiples of 16 known when
+// compiling: what remains at run time is one xor.
+//   BY_ROWS      matrices at (rows 0-7, left), (8-15, left), (0-7, right), (8-15, right): an A operand; transposed, a B
+//   BY_COLUMNS   matrices at (rows 0-7, left), (0-7, right), (8-15, left), (8-15, right): a B operand stored (n, k);
+//                transposed, an A operand stored (k, m)
+enum Order { BY_ROWS, BY_COLUMNS };
+template <int BYTES, Order ORDER> struct Blocks {
+    u32 base, permuted;
+    __device__ __forceinline__ Blocks(u32 tile, int first_row, int lane) {
+        int row = ORDER == BY_ROWS ? lane & 15 : (lane & 7) + (lane >> 4) * 8;
+        int right = ORDER == BY_ROWS ? lane >> 4 : (lane >> 3) & 1;
+        base = tile + (first_row + row) * BYTES;
+        permuted = (right ^ Swizzle<BYTES>::of(row)) << 4;
+    }
+    // The same, counting columns from `column`: a run-time multiple of 16 below the next power of two of all those that
+    // `at` is given.
+    __device__ __forceinline__ Blocks from_column(int column) const {
+        constexpr int LOW = Swizzle<BYTES>::MASK << 4;
+        Blocks moved = *this;
+        moved.permuted ^= column * 2 & LOW;
+        moved.base += column * 2 & ~LOW;
+        return moved;
+    }
+    __device__ __forceinline__ u32 at(int row, int column, u32 stage = 0) const {
+        constexpr int LOW = Swizzle<BYTES>::MASK << 4;
+        int byte = column * 2;
+        return base + stage + (permuted ^ (byte & LOW)) + row * BYTES + (byte & ~LOW);
+    }
+};
+
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+__device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+__device__ __forceinline__ void store_shared(u32 address, u32 value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint4 read_shared(u32 address) {
+    uint4 r;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");
+    return r;
+}
+__device__ __forceinline__ float4 read_shared_floats(u32 address) {
+    float4 r;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(address) : "memory");
+    return r;
+}
+
+// ---- copies that run beside the arithmetic
+
+// 16 bytes, or 16 zero bytes: `source` is not read then.
+__device__ __forceinline__ void copy_chunk(u32 target, const void* source, bool inside) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 ::"r"(target), "l"(source), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wait_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// A row is copied by LANES threads, GROUPS chunks each: a power of two that the permutation keeps together.
+constexpr int LANES = CHUNKS % 8 == 0 ? CHUNKS : CHUNKS % 4 == 0 ? 4 : CHUNKS;
+constexpr int GROUPS = CHUNKS / LANES;
+
+// Starts to copy LENGTH rows of `x` (rows `stride` elements apart) into `tile`: zeros from row `rows` on, and from column
+// `columns` on (a multiple of CHUNK).
+template <int LENGTH, int THREADS>
+__device__ __forceinline__ void copy_tile(u32 tile, const E* x, long long stride, int rows, int columns) {
+    constexpr int PASS = THREADS / LANES;  // rows
+    const int first = threadIdx.x / LANES, chunk = threadIdx.x % LANES;
+    const char* source = reinterpret_cast<const char*>(x + first * stride + chunk * CHUNK);
+    long long step = PASS * stride * 2;
+    asm volatile("" : "+l"(step));  // or multiples of it would be kept in registers from tile to tile
+#pragma unroll
+    for (int i = 0; i < CEIL_DIV(LENGTH, PASS); i++) {
+        const int row = first + i * PASS;
+        if (LENGTH % PASS != 0 && row >= LENGTH) break;
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+            copy_chunk(tile + Swizzle<ROW_BYTES>::at(row, chunk) + group * LANES * 16, source + group * LANES * 16,
+                       row < rows && (chunk + group * LANES) * CHUNK < columns);
+        source += step;
+    }
+}
+
+// Writes rows first..first + LENGTH of `tile` to `x`, whose row 0 is the tile's row 0, by THREADS threads.
+template <int LENGTH, int THREADS>
+__device__ __forceinline__ void write_tile(E* x, long long stride, u32 tile, int first, int rows, int columns, int thread) {
+#pragma unroll
+    for (int i = 0; i < CEIL_DIV(LENGTH * CHUNKS, THREADS); i++) {
+        const int index = thread + i * THREADS;
+        const int row = first + index / CHUNKS, chunk = index % CHUNKS;
+        if (index < LENGTH * CHUNKS && row < rows && chunk * CHUNK < columns)
+            *reinterpret_cast<uint4*>(x + row * stride + chunk * CHUNK) = read_shared(tile + Swizzle<ROW_BYTES>::at(row, chunk));
+    }
+}
+
+// Where a tensor (B, heads, T, Dh) has its elements; Dh is contiguous, all strides are multiples of CHUNK.
+struct Strides {
+    long long batch, head, row;  // elements
+};
+
+// The sizes of one call.
+struct Sizes {
+    int batch, heads, kv_heads;  // B, H, Hkv; Hkv divides H
+    int queries, keys;           // Tq, Tk
+    int head_dim;                // Dh, a multiple of CHUNK, at most HEAD_DIM
+    // Query i sees the keys j <= i + offset: 0 for causal, Tk - Tq for causal aligned at the end, Tk for full attention.
+    int offset;
+    // Heads worked on at a time: as many as have their keys and values in the L2 cache together.
+    int heads_at_once;
+    float scale;                 // > 0
+    int unused;
+};
+
+// Which (head of the batch, tile) comes `ticket`-th: groups of `at_once` heads one after the other, within a group tile
+// after tile.
+__device__ __forceinline__ void place(int ticket, int heads, int tiles, int at_once, int& head, int& tile) {
+    int group = ticket / (at_once * tiles);
+    int members = min(at_once, heads - group * at_once);
+    int within = ticket - group * at_once * tiles;
+    head = group * at_once + within % members;
+    tile = within / members;
+}

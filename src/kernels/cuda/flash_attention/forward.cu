@@ -1,0 +1,269 @@
+// Flash attention, forward: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), on mma.sync (sm_80 and up).
+//
+//   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): ELEMENT, any strides, Dh contiguous, 16-byte aligned
+//   lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero
+//   rounded_off (B, H, Tq, Dh): ELEMENT, contiguous, may be null: what rounding took from out
+//
+// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P V.
+// A warp has ROWS / WARPS rows; S, P and O stay in its registers: the layout in which a product leaves its 16 x 8 blocks
+// is the one in which the next takes its left factor. The next tile of keys and values is copied meanwhile.
+//
+// grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
+// dynamic shared memory  (ROWS + 4 COLUMNS) * HEAD_DIM * 2 bytes
+// 4 B H Tq Tk Dh FLOPs (half of them where causal); reads q, k, v and writes out once, if K and V stay in L2.
+
+#ifndef ROWS
+#define ROWS 128
+#endif
+#ifndef COLUMNS
+#define COLUMNS (HEAD_DIM == 256 ? 32 : 64)
+#endif
+#ifndef WARPS
+#define WARPS (HEAD_DIM == 256 ? 8 : 4)
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM (HEAD_DIM == 256 ? 1 : 2)
+#endif
+#ifndef Q_IN_REGISTERS
+#define Q_IN_REGISTERS (HEAD_DIM <= 64)
+#endif
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int M_BLOCKS = ROWS / WARPS / 16;  // blocks of 16 rows that a warp has
+constexpr int TILE_BYTES = COLUMNS * ROW_BYTES;
+constexpr int K_STEPS = HEAD_DIM / 16;
+// The maximum is let stand until a score exceeds it by so much (as a power of two): P stays under 2^8.
+constexpr float SLACK = 8.0f;
+static_assert(ROWS % (16 * WARPS) == 0 && COLUMNS % 16 == 0 && HEAD_DIM % 16 == 0, "tiles of whole blocks");
+
+struct ForwardArguments {
+    const E *q, *k, *v;
+    E *out, *rounded_off;
+    float* lse;
+    Strides q_strides, k_strides, v_strides, out_strides;
+    Sizes sizes;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Sizes& sizes = arguments.sizes;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2;  // of this thread in a 16 x 8 block
+    const int dim = sizes.head_dim;
+
+    // The latest queries first: with a causal mask they see most keys.
+    const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
+    int head_in_all, row_tile;
+    place(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
+    const int first_row = (row_tiles - 1 - row_tile) * ROWS;
+    const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
+    const int kv_head = head / (sizes.heads / sizes.kv_heads);
+    const int rows = min(ROWS, sizes.queries - first_row);
+
+    const E* q = arguments.q + batch * arguments.q_strides.batch + head * arguments.q_strides.head +
+                 first_row * arguments.q_strides.row;
+    const E* k = arguments.k + batch * arguments.k_strides.batch + kv_head * arguments.k_strides.head;
+    const E* v = arguments.v + batch * arguments.v_strides.batch + kv_head * arguments.v_strides.head;
+    const long long k_stride = arguments.k_strides.row, v_stride = arguments.v_strides.row;
+
+    // Keys that the block's last row sees, keys that the warp's last row sees, and keys that all of the warp's rows see.
+    const int warp_row = warp * 16 * M_BLOCKS;
+    const int seen = max(0, min(sizes.keys, first_row + rows + sizes.offset));
+    const int warp_seen = min(sizes.keys, first_row + warp_row + 16 * M_BLOCKS + sizes.offset);
+    const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
+    const int tiles = CEIL_DIV(seen, COLUMNS);
+
+    const u32 q_tile = (u32)__cvta_generic_to_shared(shared);
+    const u32 k_tiles = q_tile + ROWS * ROW_BYTES, v_tiles = k_tiles + 2 * TILE_BYTES;
+    copy_tile<ROWS, THREADS>(q_tile, q, arguments.q_strides.row, rows, dim);
+    if (tiles > 0) {
+        copy_tile<COLUMNS, THREADS>(k_tiles, k, k_stride, sizes.keys, dim);
+        copy_tile<COLUMNS, THREADS>(v_tiles, v, v_stride, sizes.keys, dim);
+    }
+    end_group();
+
+    const Blocks<ROW_BYTES, BY_ROWS> q_blocks(q_tile, warp_row, lane);
+    const Blocks<ROW_BYTES, BY_COLUMNS> k_blocks(k_tiles, 0, lane);
+    const Blocks<ROW_BYTES, BY_ROWS> v_blocks(v_tiles, 0, lane);
+    const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+
+    float o[M_BLOCKS][HEAD_DIM / 8][4] = {};
+    float largest[M_BLOCKS][2], sum[M_BLOCKS][2];  // of rows quad_row and quad_row + 8
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; m++) {
+        largest[m][0] = largest[m][1] = -INFINITE;
+        sum[m][0] = sum[m][1] = 0;
+    }
+#if Q_IN_REGISTERS
+    u32 q_fragments[K_STEPS][M_BLOCKS][4];
+    wait_groups<0>();
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < K_STEPS; step++)
+#pragma unroll
+        for (int m = 0; m < M_BLOCKS; m++) load_matrices(q_fragments[step][m], q_blocks.at(m * 16, step * 16));
+#endif
+
+    for (int tile = 0; tile < tiles; tile++) {
+        const u32 stage = tile % 2 * TILE_BYTES;
+        wait_groups<0>();
+        __syncthreads();  // this tile has arrived for all, and all are done with the one before
+        if (tile + 1 < tiles) {
+            const int next = (tile + 1) * COLUMNS;
+            copy_tile<COLUMNS, THREADS>(k_tiles + (stage ^ TILE_BYTES), k + next * k_stride, k_stride, sizes.keys - next, dim);
+            copy_tile<COLUMNS, THREADS>(v_tiles + (stage ^ TILE_BYTES), v + next * v_stride, v_stride, sizes.keys - next, dim);
+            end_group();
+        }
+        if (tile * COLUMNS >= warp_seen) continue;
+
+        float s[M_BLOCKS][COLUMNS / 8][4] = {};
+#pragma unroll
+        for (int step = 0; step < K_STEPS; step++) {
+#if Q_IN_REGISTERS
+            const u32(&a)[M_BLOCKS][4] = q_fragments[step];
+#else
+            u32 a[M_BLOCKS][4];
+#pragma unroll
+            for (int m = 0; m < M_BLOCKS; m++) load_matrices(a[m], q_blocks.at(m * 16, step * 16));
+#endif
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 16; n++) {
+                u32 b[4];
+                load_matrices(b, k_blocks.at(n * 16, step * 16, stage));
+#pragma unroll
+                for (int m = 0; m < M_BLOCKS; m++) {
+                    E::multiply(s[m][2 * n], a[m], b[0], b[1]);
+                    E::multiply(s[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+
+        if ((tile + 1) * COLUMNS > unmasked) {
+#pragma unroll
+            for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int row = first_row + warp_row + m * 16 + quad_row + i / 2 * 8;
+                    const int visible = min(sizes.keys, row + 1 + sizes.offset) - tile * COLUMNS - quad_column - i % 2;
+#pragma unroll
+                    for (int n = 0; n < COLUMNS / 8; n++) s[m][n][i] = n * 8 < visible ? s[m][n][i] : -INFINITE;
+                }
+        }
+
+        // The rows' maxima; O and the sums are brought to new ones only where they have grown by more than the slack.
+        float now[M_BLOCKS][2];
+        bool grown = false;
+#pragma unroll
+        for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float most = largest[m][half];
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 8; n++)
+                    most = fmaxf(most, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                now[m][half] = most;
+                grown |= most > largest[m][half] + slack;
+            }
+        if (__any_sync(~0u, grown)) {
+#pragma unroll
+            for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const float most = now[m][half];
+                    const float factor = power_of_2((largest[m][half] - (most == -INFINITE ? 0 : most)) * to_log2);
+                    largest[m][half] = most;
+                    sum[m][half] *= factor;
+#pragma unroll
+                    for (int n = 0; n < HEAD_DIM / 8; n++) {
+                        o[m][n][half * 2] *= factor;
+                        o[m][n][half * 2 + 1] *= factor;
+                    }
+                }
+        }
+
+        // A row of -inf alone keeps its maximum at -inf: 2^(-inf - 0) = 0.
+        float less[M_BLOCKS][2];
+#pragma unroll
+        for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                less[m][half] = largest[m][half] == -INFINITE ? 0 : -largest[m][half] * to_log2;
+#pragma unroll
+        for (int step = 0; step < COLUMNS / 16; step++) {
+            u32 a[M_BLOCKS][4];  // P
+#pragma unroll
+            for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int half = i % 2;
+                    const float(&pair)[4] = s[m][2 * step + i / 2];
+                    const float p0 = power_of_2(fmaf(pair[half * 2], to_log2, less[m][half]));
+                    const float p1 = power_of_2(fmaf(pair[half * 2 + 1], to_log2, less[m][half]));
+                    sum[m][half] += p0 + p1;
+                    a[m][i] = E::pack(p0, p1);
+                }
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM / 16; n++) {
+                u32 b[4];
+                load_transposed(b, v_blocks.at(step * 16, n * 16, stage));
+#pragma unroll
+                for (int m = 0; m < M_BLOCKS; m++) {
+                    E::multiply(o[m][2 * n], a[m], b[0], b[1]);
+                    E::multiply(o[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // Out, by way of the warp's own rows of the tile of Q.
+    float inverse[M_BLOCKS][2];
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float total = sum[m][half];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            inverse[m][half] = total == 0 ? 0 : 1 / total;
+            const int row = warp_row + m * 16 + quad_row + half * 8;
+            if (row < rows && quad_column == 0) {
+                const float log2 = total == 0 ? -INFINITE : largest[m][half] * to_log2 + logarithm_2(total);
+                arguments.lse[(long long)head_in_all * sizes.queries + first_row + row] = log2 * LN_2;
+            }
+        }
+    if (tiles == 0) wait_groups<0>(), __syncthreads();
+    E* out = arguments.out + batch * arguments.out_strides.batch + head * arguments.out_strides.head +
+             first_row * arguments.out_strides.row;
+    E* rest = arguments.rounded_off + ((long long)head_in_all * sizes.queries + first_row) * dim;
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) o[m][n][i] *= inverse[m][i / 2];
+    for (int pass = 0; pass < (arguments.rounded_off ? 2 : 1); pass++) {
+        int my_row = warp_row + quad_row;
+        asm volatile("" : "+r"(my_row));  // or all the addresses below would be kept from pass to pass
+        __syncwarp();
+#pragma unroll
+        for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM / 8; n++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float& x = o[m][n][half * 2];
+                    float& y = o[m][n][half * 2 + 1];
+                    const u32 pair = E::pack(x, y);
+                    store_shared(q_tile + Swizzle<ROW_BYTES>::at(my_row + m * 16 + half * 8, n) + quad_column * 2, pair);
+                    float rounded_x, rounded_y;
+                    E::unpack(pair, rounded_x, rounded_y);
+                    x -= rounded_x, y -= rounded_y;
+                }
+        __syncwarp();
+        if (pass == 0) write_tile<M_BLOCKS * 16, 32>(out, arguments.out_strides.row, q_tile, warp_row, rows, dim, lane);
+        else write_tile<M_BLOCKS * 16, 32>(rest, dim, q_tile, warp_row, rows, dim, lane);
+    }
+}

@@ -1,0 +1,297 @@
+// Flash attention, forward, by Hopper's own instructions (sm_90a); behind common.cuh and hopper.cuh. HEAD_DIM 64, 128 or 256.
+//
+// Computes and takes what forward.cu does, and besides maps of q (boxes of ROWS rows), k and v (boxes of COLUMNS rows).
+//
+// One warpgroup copies tiles (one of its threads does); GROUPS_OF_ROWS others have 64 queries each. A group issues
+// S = Q K^T of the next tile, then O += P V of this one, and does the softmax of the next while the latter runs; the groups
+// issue in turn, so that one's softmax runs under another's products. Blocks stay: each takes the next tile of queries
+// by ticket, and its first S is issued with the last O += P V of the tile before.
+//
+// grid  min(multiprocessors, ceil(Tq / ROWS) * B * H)        block  128 * (GROUPS_OF_ROWS + 1)
+// dynamic shared memory  (Q_STAGES * ROWS + 4 COLUMNS) * HEAD_DIM * 2 + 1024 + 128 bytes
+
+#ifndef GROUPS_OF_ROWS
+#define GROUPS_OF_ROWS (HEAD_DIM == 64 ? 3 : 2)
+#endif
+#ifndef COLUMNS
+#define COLUMNS (HEAD_DIM == 256 ? 64 : 128)
+#endif
+
+constexpr int WARPGROUPS = GROUPS_OF_ROWS;
+constexpr int ROWS = 64 * WARPGROUPS;
+constexpr int Q_STAGES = HEAD_DIM == 256 ? 1 : 2;
+constexpr int TILE_BYTES = COLUMNS * ROW_BYTES, Q_BYTES = ROWS * ROW_BYTES;
+constexpr int K_STEPS = HEAD_DIM / 16;
+constexpr int SPAN = HEAD_DIM == 64 ? 64 : 128, SPANS = HEAD_DIM / SPAN;  // columns of O in one product
+constexpr int REGISTERS = WARPGROUPS == 3 ? 160 : 240, REGISTERS_TO_COPY = WARPGROUPS == 3 ? 32 : 24;
+constexpr float SLACK = 8.0f;  // as in forward.cu
+
+struct ForwardHopperArguments {
+    Map q_map, k_map, v_map;
+    E *out, *rounded_off;
+    float* lse;
+    int* tickets;  // two, zeros before and after; launches that may run at the same time need their own
+    Strides out_strides;
+    Sizes sizes;
+};
+
+// What a block does for one tile of queries.
+struct Work {
+    int head_in_all, batch, head, kv_head, first_row, rows, tiles;
+    Work() = default;
+    __device__ __forceinline__ Work(const Sizes& sizes, int number) {
+        const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
+        int tile;
+        place(number, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, tile);
+        first_row = (row_tiles - 1 - tile) * ROWS;
+        batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
+        kv_head = head / (sizes.heads / sizes.kv_heads);
+        rows = min(ROWS, sizes.queries - first_row);
+        tiles = CEIL_DIV(max(0, min(sizes.keys, first_row + rows + sizes.offset)), COLUMNS);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
+JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArguments arguments) {
+    extern __shared__ unsigned char shared[];
+    const Sizes& sizes = arguments.sizes;
+    const u32 start = (u32)__cvta_generic_to_shared(shared), q_tiles = (start + 1023) & ~1023u;
+    const u32 k_tiles = q_tiles + Q_STAGES * Q_BYTES, v_tiles = k_tiles + 2 * TILE_BYTES;
+    const u32 q_full = v_tiles + 2 * TILE_BYTES, q_empty = q_full + 16;  // two of each
+    const u32 k_full = q_empty + 16, k_empty = k_full + 16, v_full = k_empty + 16, v_empty = v_full + 16;
+    int* const numbers = reinterpret_cast<int*>(shared + (v_empty + 16 - start));  // of the work whose Q is in a stage
+    const int works = CEIL_DIV(sizes.queries, ROWS) * sizes.batch * sizes.heads;
+
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < 2; stage++) {
+            barrier_make(q_full + stage * 8, 1), barrier_make(q_empty + stage * 8, 4 * WARPGROUPS);
+            barrier_make(k_full + stage * 8, 1), barrier_make(k_empty + stage * 8, 4 * WARPGROUPS);
+            barrier_make(v_full + stage * 8, 1), barrier_make(v_empty + stage * 8, 4 * WARPGROUPS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // the compiler is to see that warps do not part
+    if (warpgroup < 0) {
+        give_registers<REGISTERS_TO_COPY>();
+        if (threadIdx.x != 0) return;
+        int copied = 0;  // tiles so far
+        int number = blockIdx.x;
+        for (int turn = 0;; turn++) {
+            const int next = number < works ? gridDim.x + atomicAdd(arguments.tickets, 1) : works;
+            const u32 full = q_full + turn % Q_STAGES * 8;
+            barrier_wait(q_empty + turn % Q_STAGES * 8, turn / Q_STAGES - 1);
+            numbers[turn % Q_STAGES] = number;
+            if (number >= works) {
+                barrier_arrive(full);
+                break;
+            }
+            const Work work(sizes, number);
+            if (work.tiles > 0) {
+                barrier_expect(full, Q_BYTES);
+                copy_boxes<ROWS>(q_tiles + turn % Q_STAGES * Q_BYTES, arguments.q_map, full, work.first_row, work.head, work.batch);
+            } else {
+                barrier_arrive(full);
+            }
+#pragma unroll 1
+            for (int tile = 0; tile < work.tiles; tile++, copied++) {
+                const int stage = copied % 2, round = copied / 2;
+                barrier_wait(k_empty + stage * 8, round - 1);
+                barrier_expect(k_full + stage * 8, TILE_BYTES);
+                copy_boxes<COLUMNS>(k_tiles + stage * TILE_BYTES, arguments.k_map, k_full + stage * 8, tile * COLUMNS, work.kv_head, work.batch);
+                barrier_wait(v_empty + stage * 8, round - 1);
+                barrier_expect(v_full + stage * 8, TILE_BYTES);
+                copy_boxes<COLUMNS>(v_tiles + stage * TILE_BYTES, arguments.v_map, v_full + stage * 8, tile * COLUMNS, work.kv_head, work.batch);
+            }
+            number = next;
+        }
+        // The last block to take no more tickets puts them back.
+        if (atomicAdd(arguments.tickets + 1, 1) == gridDim.x - 1) arguments.tickets[0] = arguments.tickets[1] = 0;
+        return;
+    }
+
+    take_registers<REGISTERS>();
+    const int lane = threadIdx.x % 32, warp_row = (threadIdx.x / 32 - 4) * 16;
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2;
+    const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+    const u32 my_q = q_tiles + warpgroup * 64 * 128;
+    // Whose turn it is to issue: a barrier a group, which the group before arrives at.
+    const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % WARPGROUPS;
+    if (warpgroup == WARPGROUPS - 1) named_arrive(next_turn, 256);
+
+    auto free = [&](u32 barrier) {
+        if (lane == 0) barrier_arrive(barrier);
+    };
+    int used = 0;  // tiles done with; while a work is pending, its last is not
+    bool pending = false;
+    Work work = {};
+    float o[SPANS][SPAN / 2], s[COLUMNS / 2];
+    u32 p[COLUMNS / 16][4];
+    float largest[2], sum[2];
+    int row = 0;  // of this thread, of the work that is pending; the other is row + 8
+    for (int turn = 0;; turn++) {
+        auto issue_scores = [&](int stage) {
+            const Described a(my_q + turn % Q_STAGES * Q_BYTES), b(k_tiles + stage * TILE_BYTES);
+#pragma unroll
+            for (int step = 0; step < K_STEPS; step++)
+                multiply_tiles<0, 0>(s, a.at(step / 4 * ROWS * 128 + step % 4 * 32), b.at(step / 4 * COLUMNS * 128 + step % 4 * 32), step > 0);
+        };
+        auto issue_values = [&](int stage) {
+            const Described b(v_tiles + stage * TILE_BYTES, COLUMNS * 128);
+#pragma unroll
+            for (int step = 0; step < COLUMNS / 16; step++)
+#pragma unroll
+                for (int span = 0; span < SPANS; span++)
+                    multiply_registers<1>(o[span], p[step], b.at(span * (SPAN / 64) * COLUMNS * 128 + step * 2048), true);
+        };
+        // The scores of a tile become powers of two; returns by what O must be multiplied.
+        auto softmax = [&](int tile, bool masked, float (&factor)[2], bool& grown) {
+            if (masked) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int visible = min(sizes.keys, row + i / 2 * 8 + 1 + sizes.offset) - tile * COLUMNS - quad_column - i % 2;
+#pragma unroll
+                    for (int n = 0; n < COLUMNS / 8; n++) s[n * 4 + i] = n * 8 < visible ? s[n * 4 + i] : -INFINITE;
+                }
+            }
+            float now[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float most = fmaxf(largest[half], s[half * 2]), most_too = s[half * 2 + 1];
+#pragma unroll
+                for (int n = 1; n < COLUMNS / 8; n++)
+                    most = fmaxf(most, s[n * 4 + half * 2]), most_too = fmaxf(most_too, s[n * 4 + half * 2 + 1]);
+                most = fmaxf(most, most_too);
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                now[half] = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            }
+            grown = __any_sync(~0u, now[0] > largest[0] + slack || now[1] > largest[1] + slack);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float most = grown ? now[half] : largest[half], less = most == -INFINITE ? 0 : most * to_log2;
+                factor[half] = grown ? power_of_2(largest[half] * to_log2 - less) : 1;
+                largest[half] = most;
+                float total = 0;
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 8; n++) {
+                    s[n * 4 + half * 2] = power_of_2(fmaf(s[n * 4 + half * 2], to_log2, -less));
+                    s[n * 4 + half * 2 + 1] = power_of_2(fmaf(s[n * 4 + half * 2 + 1], to_log2, -less));
+                    total += s[n * 4 + half * 2] + s[n * 4 + half * 2 + 1];
+                }
+                sum[half] = sum[half] * factor[half] + total;
+            }
+        };
+        auto round_scores = [&] {
+#pragma unroll
+            for (int step = 0; step < COLUMNS / 16; step++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) p[step][i] = E::pack(s[step * 8 + i * 2], s[step * 8 + i * 2 + 1]);
+        };
+
+        // The first S of the next work, the last O += P V of the one before.
+        barrier_wait(q_full + turn % Q_STAGES * 8, turn / Q_STAGES);
+        const int number = __shfl_sync(~0u, reinterpret_cast<volatile int*>(numbers)[turn % Q_STAGES], 0);
+        const Work next(sizes, min(number, works - 1));
+        const bool more = number < works && next.tiles > 0;
+        const int next_used = used + pending;
+        // Each way has its products from issue to wait for itself: else the compiler lets none run beside another.
+        if (more) barrier_wait(k_full + next_used % 2 * 8, next_used / 2);
+        if (pending) barrier_wait(v_full + used % 2 * 8, used / 2);
+        if (more || pending) named_sync(my_turn, 256);
+        if (more && pending) {
+            products_fence();
+            issue_scores(next_used % 2);
+            issue_values(used % 2);
+            products_commit();
+            named_arrive(next_turn, 256);
+            products_wait<0>();
+        } else if (more) {
+            products_fence();
+            issue_scores(next_used % 2);
+            products_commit();
+            named_arrive(next_turn, 256);
+            products_wait<0>();
+        } else if (pending) {
+            products_fence();
+            issue_values(used % 2);
+            products_commit();
+            named_arrive(next_turn, 256);
+            products_wait<0>();
+        }
+        if (more) free(k_empty + next_used % 2 * 8);
+        if (pending) free(v_empty + used % 2 * 8);
+        used = next_used;
+
+        if (turn > 0) {
+            float inverse[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float total = sum[half];
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                inverse[half] = total == 0 ? 0 : 1 / total;
+                if (row + half * 8 < sizes.queries && quad_column == 0)
+                    arguments.lse[(long long)work.head_in_all * sizes.queries + row + half * 8] =
+                        total == 0 ? -INFINITE : (largest[half] * to_log2 + logarithm_2(total)) * LN_2;
+            }
+            const Strides& of_out = arguments.out_strides;
+            E* out = arguments.out + work.batch * of_out.batch + work.head * of_out.head + row * of_out.row;
+            E* rest = arguments.rounded_off + ((long long)work.head_in_all * sizes.queries + row) * sizes.head_dim;
+#pragma unroll
+            for (int span = 0; span < SPANS; span++) {
+                write_rows<SPAN>(o[span], inverse, out, of_out.row, sizes.queries - row, span * SPAN, sizes.head_dim, lane);
+                if (arguments.rounded_off)
+                    write_rows<SPAN>(o[span], inverse, rest, sizes.head_dim, sizes.queries - row, span * SPAN, sizes.head_dim, lane, true);
+            }
+        }
+        if (number >= works) break;
+
+        work = next, pending = work.tiles > 0;
+        row = work.first_row + warp_row + quad_row;
+        largest[0] = largest[1] = -INFINITE;
+        sum[0] = sum[1] = 0;
+#pragma unroll
+        for (int span = 0; span < SPANS; span++)
+#pragma unroll
+            for (int i = 0; i < SPAN / 2; i++) o[span][i] = 0;
+        if (pending) {
+            // Tiles whose keys all rows of the group see come first.
+            const int whole = min(work.tiles, max(0, min(sizes.keys, work.first_row + warpgroup * 64 + 1 + sizes.offset)) / COLUMNS);
+            float factor[2];
+            bool grown;
+            softmax(0, whole == 0, factor, grown);
+            round_scores();
+            auto next_tile = [&](int tile, bool masked) {
+                const int stage = used % 2, next_stage = stage ^ 1;
+                barrier_wait(k_full + next_stage * 8, (used + 1) / 2);
+                named_sync(my_turn, 256);
+                products_fence();
+                issue_scores(next_stage);
+                products_commit();
+                barrier_wait(v_full + stage * 8, used / 2);
+                products_fence();
+                issue_values(stage);
+                products_commit();
+                named_arrive(next_turn, 256);
+                products_wait<1>();
+                free(k_empty + next_stage * 8);
+                softmax(tile, masked, factor, grown);
+                products_wait<0>();
+                free(v_empty + stage * 8);
+                if (grown) {
+#pragma unroll
+                    for (int span = 0; span < SPANS; span++)
+#pragma unroll
+                        for (int i = 0; i < SPAN / 2; i++) o[span][i] *= factor[i / 2 % 2];
+                }
+                round_scores();
+                used++;
+            };
+            int tile = 1;
+            for (; tile < whole; tile++) next_tile(tile, false);
+            for (; tile < work.tiles; tile++) next_tile(tile, true);
+        }
+        free(q_empty + turn % Q_STAGES * 8);
+    }
+}

@@ -1,0 +1,62 @@
+//! Flash attention on tensor cores, in f16 and bf16: what is computed is FlashAttention-2's, forward and backward, with
+//! everything added up in f32 and the same bits every run.
+//!
+//! Two sets of kernels. `forward.cu` and `backward.cu` use what every card since compute capability 8.0 has (mma.sync,
+//! cp.async); `forward_hopper.cu` and `backward_hopper.cu` Hopper's own (wgmma, the tensor copy engine, warpgroups that
+//! copy and warpgroups that multiply). lse is the same, so a forward of one goes with a backward of the other.
+//!
+//! What lives here: which kernel, compiled with which tile sizes, for a head dimension ([`tiles`]), and the launches
+//! ([`forward`], [`backward`]). What does not: padding and copying what the kernels cannot take; see [`takes`].
+
+mod arguments;
+mod backward;
+mod forward;
+mod tiles;
+
+pub(crate) use arguments::Heads;
+pub(crate) use backward::{Gradients, Inputs, backward};
+pub(crate) use forward::forward;
+
+use crate::kernels::Mask;
+use candle_core::DType;
+
+/// What one call is about.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub batch: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub queries: usize,
+    pub keys: usize,
+    pub head_dim: usize,
+    pub mask: Mask,
+    pub scale: f64,
+}
+
+impl Sizes {
+    /// Query i sees the keys up to i + offset.
+    fn offset(&self) -> i32 {
+        match self.mask {
+            Mask::Full => self.keys as i32,
+            Mask::Causal => 0,
+            Mask::CausalEnd => self.keys as i32 - self.queries as i32,
+        }
+    }
+}
+
+/// Whether the kernels take such a call at all: rows of whole 16 bytes, and a scale that leaves the largest score the
+/// largest.
+pub(crate) fn takes(dtype: DType, sizes: &Sizes) -> bool {
+    let rows = sizes.batch * sizes.heads * sizes.queries.max(sizes.keys);
+    matches!(dtype, DType::F16 | DType::BF16)
+        && sizes.head_dim.is_multiple_of(8)
+        && (8..=256).contains(&sizes.head_dim)
+        && sizes.scale > 0.0
+        && sizes.queries > 0
+        && rows < i32::MAX as usize
+}
+
+/// What the kernels' names call the element.
+fn element(dtype: DType) -> &'static str {
+    super::suffix(dtype)
+}

@@ -1,0 +1,171 @@
+//! Tile sizes by head dimension, each the fastest of those tried on an H200.
+
+/// The head dimension that kernels are compiled for: the smallest that holds the call's.
+pub(super) fn compiled_head_dim(head_dim: usize) -> usize {
+    const COMPILED: [usize; 6] = [16, 32, 64, 96, 128, 256];
+    let holds = COMPILED.into_iter().find(|compiled| head_dim <= *compiled);
+    holds.unwrap_or(256)
+}
+
+/// Of `forward.cu`.
+pub(super) struct Forward {
+    pub rows: usize,
+    pub columns: usize,
+    pub warps: usize,
+    blocks_per_sm: usize,
+    q_in_registers: usize,
+}
+
+impl Forward {
+    pub(super) fn new(head_dim: usize, sees_all: bool) -> Self {
+        let (rows, columns, warps, blocks_per_sm) = match head_dim {
+            128 if sees_all => (256, 64, 8, 1),
+            256 => (128, 32, 8, 1),
+            _ => (128, 64, 4, 2),
+        };
+        Self {
+            rows,
+            columns,
+            warps,
+            blocks_per_sm,
+            q_in_registers: usize::from(head_dim <= 64),
+        }
+    }
+
+    pub(super) fn definitions(&self) -> Vec<String> {
+        vec![
+            format!("ROWS={}", self.rows),
+            format!("COLUMNS={}", self.columns),
+            format!("WARPS={}", self.warps),
+            format!("BLOCKS_PER_SM={}", self.blocks_per_sm),
+            format!("Q_IN_REGISTERS={}", self.q_in_registers),
+        ]
+    }
+
+    pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
+        (self.rows + 4 * self.columns) * head_dim * 2
+    }
+}
+
+/// Of `forward_hopper.cu`.
+pub(super) struct ForwardHopper {
+    pub groups_of_rows: usize,
+    pub columns: usize,
+}
+
+impl ForwardHopper {
+    /// `None` for head dimensions that it has no form for.
+    pub(super) fn new(head_dim: usize, keys: usize) -> Option<Self> {
+        let (groups_of_rows, columns) = match head_dim {
+            64 if keys > 1024 => (3, 128),
+            64 | 128 => (2, 128),
+            256 => (2, 64),
+            _ => return None,
+        };
+        Some(Self {
+            groups_of_rows,
+            columns,
+        })
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        64 * self.groups_of_rows
+    }
+
+    /// A warpgroup copies, the others multiply.
+    pub(super) fn threads(&self) -> usize {
+        128 * (self.groups_of_rows + 1)
+    }
+
+    pub(super) fn definitions(&self) -> Vec<String> {
+        vec![
+            format!("GROUPS_OF_ROWS={}", self.groups_of_rows),
+            format!("COLUMNS={}", self.columns),
+        ]
+    }
+
+    pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
+        let q_stages = if head_dim == 256 { 1 } else { 2 };
+        (q_stages * self.rows() + 4 * self.columns) * head_dim * 2 + 1024 + 128
+    }
+}
+
+/// Of `backward.cu`.
+pub(super) struct Backward {
+    pub keys: usize,
+    pub queries: usize,
+    pub warps: usize,
+    at_once: usize,
+    share: usize,
+    dq_row_warps: usize,
+    blocks_per_sm: usize,
+}
+
+impl Backward {
+    pub(super) fn new(head_dim: usize) -> Self {
+        let small = head_dim <= 64;
+        let (keys, queries, share) = match head_dim {
+            256 => (64, 32, 2),
+            _ => (128, 64, 1),
+        };
+        Self {
+            keys,
+            queries,
+            warps: if small { 4 } else { 8 },
+            at_once: if head_dim == 128 { 64 } else { 32 },
+            share,
+            dq_row_warps: if matches!(head_dim, 16 | 96) { 4 } else { 2 },
+            blocks_per_sm: if small { 2 } else { 1 },
+        }
+    }
+
+    pub(super) fn definitions(&self) -> Vec<String> {
+        vec![
+            format!("KEYS={}", self.keys),
+            format!("QUERIES={}", self.queries),
+            format!("AT_ONCE={}", self.at_once),
+            format!("WARPS={}", self.warps),
+            format!("SHARE={}", self.share),
+            format!("DQ_ROW_WARPS={}", self.dq_row_warps),
+            format!("BLOCKS_PER_SM={}", self.blocks_per_sm),
+        ]
+    }
+
+    pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
+        let row_bytes = head_dim * 2;
+        (2 * self.keys + 4 * self.queries) * row_bytes
+            + 4 * self.keys * self.queries
+            + 16 * self.queries
+            + 16
+    }
+}
+
+/// Of `backward_hopper.cu`.
+pub(super) struct BackwardHopper {
+    pub queries: usize,
+}
+
+impl BackwardHopper {
+    /// Keys of a block.
+    pub(super) const KEYS: usize = 128;
+
+    /// `None` for head dimensions that it has no form for.
+    pub(super) fn new(head_dim: usize) -> Option<Self> {
+        let known = matches!(head_dim, 64 | 128);
+        known.then(|| Self {
+            queries: 8192 / head_dim,
+        })
+    }
+
+    pub(super) fn definitions(&self) -> Vec<String> {
+        vec![format!("QUERIES={}", self.queries)]
+    }
+
+    pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
+        (2 * Self::KEYS + 4 * self.queries) * head_dim * 2
+            + Self::KEYS * self.queries * 4
+            + self.queries * 16
+            + 1024
+            + 128
+    }
+}

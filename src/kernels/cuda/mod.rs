@@ -1,0 +1,52 @@
+//! Kernels for NVIDIA cards: plain compute over device buffers, one `.cu` beside each launcher.
+//!
+//! What lives here: sources, compiled for the card they meet ([`source`]), buffers as a kernel sees them ([`View`]), and a
+//! launcher each: grid, block, arguments. What does not: tensors and graphs ([`crate::ops`] wraps these kernels), and
+//! products of matrices, which are cuBLAS's.
+//!
+//! All kernels take contiguous buffers in f32, f16 or bf16 and compute in f32; sums have a fixed order.
+
+pub(crate) mod adamw;
+pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
+pub(crate) mod flash_attention;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod softmax;
+pub(crate) mod source;
+pub(crate) mod swiglu;
+mod view;
+
+pub(crate) use view::View;
+
+use candle_core::DType;
+use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+
+/// What the kernels' names call a dtype.
+fn suffix(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F16 => "f16",
+        DType::BF16 => "bf16",
+        _ => "f32",
+    }
+}
+
+/// How many elements are 16 bytes.
+fn in_vector(dtype: DType) -> usize {
+    16 / dtype.size_in_bytes()
+}
+
+/// How many vectors a row of `width` elements touches: one more where rows do not begin at 16 bytes.
+fn packs(width: usize, dtype: DType) -> usize {
+    let n = in_vector(dtype);
+    width.div_ceil(n) + usize::from(!width.is_multiple_of(n))
+}
+
+/// A grid of two dimensions, blocks of two, no dynamic shared memory.
+fn launch_config(grid: (usize, usize), block: (usize, usize)) -> LaunchConfig {
+    LaunchConfig {
+        grid_dim: (grid.0 as u32, grid.1 as u32, 1),
+        block_dim: (block.0 as u32, block.1 as u32, 1),
+        shared_mem_bytes: 0,
+    }
+}

@@ -1,0 +1,67 @@
+// Rotary position embedding on adjacent pairs: y[2i] = x[2i] cos - x[2i+1] sin, y[2i+1] = x[2i] sin + x[2i+1] cos.
+//
+// x, y (outer, length, heads, width), a position's elements `x_stride` and `y_stride` apart (heads * width if contiguous):
+// (B, H, T, D) is outer B H, heads 1; (B, T, H D) is outer B, heads H; a slice of a fused q, k, v product has a larger
+// stride. y may be x. cos, sin (places, width / 2) f32, the row of position t being t, or positions[t] (length, u32) where
+// that is not null. sign is 1, or -1 to rotate back: the backward. Products and sums are rounded one by one, as on the CPU.
+//
+// Grid (ceil(length * lanes / 256), ceil(outer * heads / 4)), block 256, with lanes = ceil(width / N), N = 16 / size of T.
+// Width even. Vectors where width and strides are multiples of N and pointers of 16 bytes; else element by element.
+// A thread has one place of a head and reads its angles once for 4 heads. Bytes: x in, y out.
+
+const int ITEMS = 4; // heads of a thread
+
+template <class T>
+__device__ __forceinline__ void rotate(const T* x, T* y, const float* cos, const float* sin, const unsigned* positions,
+                                       float sign, int outer, int length, int heads, int width, long long x_stride,
+                                       long long y_stride) {
+    const int N = InVector<T>::COUNT;
+    int lanes = (width + N - 1) / N;
+    int place = blockIdx.x * 256 + threadIdx.x;
+    int t = place / lanes, first = (place - t * lanes) * N;
+    if (t >= length) return;
+    int item = blockIdx.y * ITEMS, items = min(ITEMS, outer * heads - item);
+
+    Pack<T, N> of_x[ITEMS];
+#pragma unroll
+    for (int k = 0; k < ITEMS; k++) {
+        if (k >= items) continue;
+        int batch = (item + k) / heads, head = item + k - batch * heads;
+        const T* row = x + ((long long)batch * length + t) * x_stride + (long long)head * width;
+        of_x[k] = load<T, N>(row, first, width, 0.f);
+    }
+    float c[N / 2], s[N / 2];
+    long long angle = (long long)(positions ? positions[t] : t) * (width / 2) + first / 2;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        bool inside = first / 2 + i < width / 2;
+        c[i] = inside ? cos[angle + i] : 0.f;
+        s[i] = inside ? sin[angle + i] * sign : 0.f;
+    }
+#pragma unroll
+    for (int k = 0; k < ITEMS; k++) {
+        if (k >= items) continue;
+        int batch = (item + k) / heads, head = item + k - batch * heads;
+        T* row = y + ((long long)batch * length + t) * y_stride + (long long)head * width;
+        float v[N];
+        unpack(of_x[k], v);
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            float even = v[2 * i], odd = v[2 * i + 1];
+            v[2 * i] = sub(mul(even, c[i]), mul(odd, s[i]));
+            v[2 * i + 1] = add(mul(even, s[i]), mul(odd, c[i]));
+        }
+        store(row, first, width, v);
+    }
+}
+
+#define ROPE(NAME)                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256)                                                                    \
+        rope_##NAME(const NAME* x, NAME* y, const float* cos, const float* sin, const unsigned* positions, float sign,   \
+                    int outer, int length, int heads, int width, long long x_stride, long long y_stride) {               \
+        rotate<NAME>(x, y, cos, sin, positions, sign, outer, length, heads, width, x_stride, y_stride);                  \
+    }
+
+ROPE(f32)
+ROPE(f16)
+ROPE(bf16)

@@ -1,0 +1,373 @@
+// Softmax of scaled, masked scores: p = softmax(scale x) over the keys that the mask leaves.
+//
+// x, p, dp, dx (batch, queries, keys), rows = batch * queries. Query q sees the keys under clamp(q + 1 + shift, 0, keys):
+// shift 0 for Causal, keys - queries for CausalEnd, keys for Full. Hidden places, and rows that see nothing, become 0;
+// hidden inputs have no say.
+//
+// Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision computes it again from x, unrounded.
+//
+// Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / E)), X 1024 of f32, else 512; packs = ceil(keys / N), one
+// more if rows do not begin at 16 bytes, N = 16 / size of T; E, a thread's elements in registers, 32 forward and 16
+// backward. Grid ceil(rows / blockDim.y); forward in half precision no more blocks than fit on the card at once, each of
+// which loads its next row before it works on this one (f32 has no room for that, and enough bytes to wait for).
+// Any number of keys: what does not fit into the registers of a row's threads is read twice, the second time from the
+// level-2 cache if that holds the rows under way. x and p (dp and dx) begin alike modulo 16.
+// Bytes: forward visible x in, p out; backward visible dp and p (or x) in, dx out.
+
+__device__ __forceinline__ int visible_keys(long long row, int queries, int keys, long long shift) {
+    long long query = row < 0x100000000 ? (unsigned)row % (unsigned)queries : row % queries; // 64-bit division is slow
+    long long visible = query + 1 + shift;
+    return visible < 0 ? 0 : visible > keys ? keys : (int)visible;
+}
+
+// Scores of elements first.. first + N in units of ln 2, minus infinity outside of the visible ones.
+template <class T, int N>
+__device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, int visible, float scale2, float (&t)[N]) {
+    unpack(pack, t);
+#pragma unroll
+    for (int i = 0; i < N; i++) t[i] *= scale2; // before the maximum, so that a negative scale is right too
+    if (first < 0 || first + N > visible) {
+#pragma unroll
+        for (int i = 0; i < N; i++) t[i] = 0 <= first + i && first + i < visible ? t[i] : MINUS_INFINITY;
+    }
+}
+
+// Of what a thread has seen: the largest score, and the sums of e = 2^(score - top) and of e dp.
+struct Statistics {
+    float top, total, inner;
+};
+
+// Makes room for these scores.
+template <int N> __device__ __forceinline__ void raise(Statistics* seen, const float (&t)[N]) {
+    float top = t[0];
+#pragma unroll
+    for (int i = 1; i < N; i++) top = fmaxf(top, t[i]);
+    if (top > seen->top) {
+        float factor = exp2_fast(seen->top - top);
+        seen->total *= factor, seen->inner *= factor;
+        seen->top = top;
+    }
+}
+
+template <int N> __device__ __forceinline__ void take(Statistics* seen, const float (&t)[N]) {
+    raise(seen, t);
+    float total = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) total += exp2_fast(t[i] - seen->top);
+    seen->total += total;
+}
+
+template <int N> __device__ __forceinline__ void take(Statistics* seen, const float (&t)[N], const float (&dp)[N]) {
+    raise(seen, t);
+    float total = 0.f, inner = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        float e = exp2_fast(t[i] - seen->top);
+        total += e, inner += e * dp[i];
+    }
+    seen->total += total, seen->inner += inner;
+}
+
+template <bool WHOLE, class T> __device__ __forceinline__ void hide(T* row, int first, int width) {
+    const int N = InVector<T>::COUNT;
+    float zeros[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) zeros[i] = 0.f;
+    store<WHOLE>(row, first, width, zeros);
+}
+
+// ---- Forward
+
+// p from e and the row's 1 / sum.
+template <bool WHOLE, class T, int N>
+__device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int visible, int keys, float share) {
+#pragma unroll
+    for (int i = 0; i < N; i++) e[i] *= share;
+    if (first + N > visible) {
+#pragma unroll
+        for (int i = 0; i < N; i++) e[i] = first + i < visible ? e[i] : 0.f; // not NaN, where the rest of the row is
+    }
+    store<WHOLE>(p, first, keys, e);
+}
+
+// What the thread keeps in registers of row `row`.
+template <bool WHOLE, class T, int N, int PACKS>
+__device__ __forceinline__ void load_kept(const T* rows, long long row, long long shift, int queries, int keys,
+                                          Pack<T, N> (&kept)[PACKS]) {
+    const T* x = rows + row * keys;
+    int visible = visible_keys(row, queries, keys, shift), begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(x));
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        int first = begin + k * blockDim.x * N;
+        if (first < visible) kept[k] = load<T, N, WHOLE>(x, first, visible, 0.f);
+    }
+}
+
+template <bool WHOLE, class T, int N, int PACKS, class F>
+__device__ __forceinline__ void forward_row(const T* x, T* p, const Pack<T, N> (&of_x)[PACKS], int visible, int keys,
+                                            float scale2, F prefetch) {
+    const int BATCH = 2;
+    int stride = blockDim.x * N, begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(x)), rest = begin + PACKS * stride;
+    float t[PACKS][N]; // scores, then their exponentials
+    float top = LOWEST;
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        int first = begin + k * stride;
+        if (first >= visible) continue;
+        scores(of_x[k], first, visible, scale2, t[k]);
+#pragma unroll
+        for (int i = 0; i < N; i++) top = fmaxf(top, t[k][i]);
+    }
+    prefetch();
+    Statistics seen = {LOWEST, 0.f, 0.f}; // of the rest
+    for (int start = rest; start < visible; start += BATCH * stride) {
+        Pack<T, N> more[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int first = start + k * stride;
+            if (first < visible) more[k] = load<T, N, WHOLE>(x, first, visible, 0.f);
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int first = start + k * stride;
+            if (first >= visible) continue;
+            float values[N];
+            scores(more[k], first, visible, scale2, values);
+            take(&seen, values);
+        }
+    }
+    top = reduce_row<Largest>(fmaxf(top, seen.top), 0);
+    float total = seen.total * exp2_fast(seen.top - top);
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        if (begin + k * stride >= visible) continue;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            t[k][i] = exp2_fast(t[k][i] - top);
+            total += t[k][i];
+        }
+    }
+    float share = 1.f / reduce_row<Sum>(total, 1);
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        int first = begin + k * stride;
+        if (first < visible) {
+            finish<WHOLE>(t[k], p, first, visible, keys, share);
+        } else if (first < keys) {
+            hide<WHOLE>(p, first, keys);
+        }
+    }
+    for (int start = rest; start < keys; start += BATCH * stride) {
+        Pack<T, N> more[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int first = start + k * stride;
+            if (first < visible) more[k] = load<T, N, WHOLE>(x, first, visible, 0.f);
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int first = start + k * stride;
+            if (first < visible) {
+                float e[N];
+                scores(more[k], first, visible, scale2, e);
+#pragma unroll
+                for (int i = 0; i < N; i++) e[i] = exp2_fast(e[i] - top);
+                finish<WHOLE>(e, p, first, visible, keys, share);
+            } else if (first < keys) {
+                hide<WHOLE>(p, first, keys);
+            }
+        }
+    }
+}
+
+template <class T, bool WHOLE, bool PERSISTENT>
+__device__ __forceinline__ void forward(const T* x, T* p, float scale, long long shift, long long rows, int queries,
+                                        int keys) {
+    const int N = InVector<T>::COUNT, PACKS = 32 / N;
+    long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y, stride = (long long)gridDim.x * blockDim.y;
+    float scale2 = scale * LOG2_E;
+    if (row >= rows) return;
+    if (!PERSISTENT) {
+        Pack<T, N> of_x[PACKS];
+        load_kept<WHOLE>(x, row, shift, queries, keys, of_x);
+        int visible = visible_keys(row, queries, keys, shift);
+        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, visible, keys, scale2, []() {});
+        return;
+    }
+    Pack<T, N> next[PACKS];
+    load_kept<WHOLE>(x, row, shift, queries, keys, next);
+    for (; row < rows; row += stride) {
+        Pack<T, N> of_x[PACKS];
+#pragma unroll
+        for (int k = 0; k < PACKS; k++) of_x[k] = next[k];
+        int visible = visible_keys(row, queries, keys, shift);
+        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, visible, keys, scale2, [&]() {
+            if (row + stride < rows) load_kept<WHOLE>(x, row + stride, shift, queries, keys, next);
+        });
+    }
+}
+
+// ---- Backward
+
+// dx = e (dp - inner) factor, where e is p times what `factor` makes up for.
+template <bool WHOLE, class T, int N>
+__device__ __forceinline__ void finish(float (&e)[N], const Pack<T, N>& dp, T* dx, int first, int visible, int keys,
+                                       float inner, float factor) {
+    float d[N];
+    unpack(dp, d);
+#pragma unroll
+    for (int i = 0; i < N; i++) e[i] = e[i] * (d[i] - inner) * factor;
+    if (first + N > visible) {
+#pragma unroll
+        for (int i = 0; i < N; i++) e[i] = first + i < visible ? e[i] : 0.f;
+    }
+    store<WHOLE>(dx, first, keys, e);
+}
+
+// FROM_SCORES: `source` is x, else p.
+template <class T, bool FROM_SCORES, bool WHOLE>
+__device__ __forceinline__ void backward(const T* dp, const T* source, T* dx, float scale, long long shift,
+                                         long long rows, int queries, int keys) {
+    const int N = InVector<T>::COUNT, PACKS = 16 / N, BATCH = 2;
+    long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= rows) return;
+    dp += row * keys, source += row * keys, dx += row * keys;
+    int visible = visible_keys(row, queries, keys, shift);
+    float scale2 = scale * LOG2_E;
+    int stride = blockDim.x * N, begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(dp)), rest = begin + PACKS * stride;
+
+    Pack<T, N> of_source[PACKS], of_dp[PACKS];
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        int first = begin + k * stride;
+        if (first >= visible) continue;
+        of_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
+        of_dp[k] = load<T, N, WHOLE>(dp, first, visible, 0.f);
+    }
+    float e[PACKS][N]; // scores, then their exponentials; or p
+    float top = LOWEST;
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        int first = begin + k * stride;
+        if (first >= visible) continue;
+        if (FROM_SCORES) {
+            scores(of_source[k], first, visible, scale2, e[k]);
+#pragma unroll
+            for (int i = 0; i < N; i++) top = fmaxf(top, e[k][i]);
+        } else {
+            unpack(of_source[k], e[k]);
+        }
+    }
+    Statistics seen = {LOWEST, 0.f, 0.f}; // of the rest
+    for (int start = rest; start < visible; start += BATCH * stride) {
+        Pack<T, N> more_source[BATCH], more_dp[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int first = start + k * stride;
+            if (first >= visible) continue;
+            more_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
+            more_dp[k] = load<T, N, WHOLE>(dp, first, visible, 0.f);
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int first = start + k * stride;
+            if (first >= visible) continue;
+            float values[N], d[N];
+            unpack(more_dp[k], d);
+            if (FROM_SCORES) {
+                scores(more_source[k], first, visible, scale2, values);
+                take(&seen, values, d);
+            } else {
+                unpack(more_source[k], values);
+#pragma unroll
+                for (int i = 0; i < N; i++) seen.inner += values[i] * d[i];
+            }
+        }
+    }
+    float total = 0.f, inner = seen.inner, factor = scale;
+    if (FROM_SCORES) {
+        top = reduce_row<Largest>(fmaxf(top, seen.top), 0);
+        float raised = exp2_fast(seen.top - top);
+        total = seen.total * raised, inner = seen.inner * raised;
+    }
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        if (begin + k * stride >= visible) continue;
+        float d[N];
+        unpack(of_dp[k], d);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (FROM_SCORES) {
+                e[k][i] = exp2_fast(e[k][i] - top);
+                total += e[k][i];
+            }
+            inner += e[k][i] * d[i];
+        }
+    }
+    if (FROM_SCORES) {
+        reduce_row_pair(&inner, &total, 0);
+        inner /= total, factor /= total;
+    } else {
+        inner = reduce_row<Sum>(inner, 1);
+    }
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        int first = begin + k * stride;
+        if (first < visible) {
+            finish<WHOLE>(e[k], of_dp[k], dx, first, visible, keys, inner, factor);
+        } else if (first < keys) {
+            hide<WHOLE>(dx, first, keys);
+        }
+    }
+    for (int start = rest; start < keys; start += BATCH * stride) {
+        Pack<T, N> more_source[BATCH], more_dp[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int first = start + k * stride;
+            if (first >= visible) continue;
+            more_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
+            more_dp[k] = load<T, N, WHOLE>(dp, first, visible, 0.f);
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int first = start + k * stride;
+            if (first < visible) {
+                float values[N];
+                if (FROM_SCORES) {
+                    scores(more_source[k], first, visible, scale2, values);
+#pragma unroll
+                    for (int i = 0; i < N; i++) values[i] = exp2_fast(values[i] - top);
+                } else {
+                    unpack(more_source[k], values);
+                }
+                finish<WHOLE>(values, more_dp[k], dx, first, visible, keys, inner, factor);
+            } else if (first < keys) {
+                hide<WHOLE>(dx, first, keys);
+            }
+        }
+    }
+}
+
+#define SOFTMAX(NAME, FROM_SCORES, THREADS)                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                             \
+        softmax_forward_##NAME(const NAME* x, NAME* p, float scale, long long shift, long long rows, int queries,        \
+                               int keys) {                                                                               \
+        if (whole_packs<InVector<NAME>::COUNT>(keys, x, p, nullptr)) {                                                   \
+            forward<NAME, true, sizeof(NAME) == 2>(x, p, scale, shift, rows, queries, keys);                             \
+        } else {                                                                                                         \
+            forward<NAME, false, sizeof(NAME) == 2>(x, p, scale, shift, rows, queries, keys);                            \
+        }                                                                                                                \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                \
+        softmax_backward_##NAME(const NAME* dp, const NAME* source, NAME* dx, float scale, long long shift,              \
+                                long long rows, int queries, int keys) {                                                 \
+        if (whole_packs<InVector<NAME>::COUNT>(keys, dp, source, dx)) {                                                  \
+            backward<NAME, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys);                        \
+        } else {                                                                                                         \
+            backward<NAME, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys);                       \
+        }                                                                                                                \
+    }
+
+SOFTMAX(f32, false, 1024)
+SOFTMAX(f16, true, 512)
+SOFTMAX(bf16, true, 512)

@@ -1,0 +1,95 @@
+//! Softmax with scale and mask; see `softmax.cu`.
+
+use super::source::{PRELUDE, Source};
+use super::{View, in_vector, launch_config, packs, suffix};
+use crate::kernels::Mask;
+use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
+
+const SOURCE: Source = Source {
+    name: "softmax",
+    parts: &[PRELUDE, include_str!("softmax.cu")],
+};
+
+/// What a row of scores is: (batch, queries, keys), scaled and masked.
+#[derive(Clone, Copy)]
+pub(crate) struct Scores {
+    pub scale: f64,
+    pub mask: Mask,
+    pub queries: usize,
+    pub keys: usize,
+}
+
+impl Scores {
+    /// Query q sees the keys under q + 1 + shift.
+    fn shift(&self) -> i64 {
+        match self.mask {
+            Mask::Full => self.keys as i64,
+            Mask::Causal => 0,
+            Mask::CausalEnd => self.keys as i64 - self.queries as i64,
+        }
+    }
+
+    /// `in_registers`: how many elements of a row a thread holds.
+    fn config(&self, rows: usize, dtype: DType, in_registers: usize) -> LaunchConfig {
+        let most = if dtype == DType::F32 { 1024 } else { 512 };
+        let threads = (packs(self.keys, dtype) * in_vector(dtype)).div_ceil(in_registers);
+        let x = threads.next_multiple_of(32).min(most);
+        let y = (128 / x).max(1);
+        launch_config((rows.div_ceil(y), 1), (x, y))
+    }
+}
+
+/// `p = softmax(scale x)` over what the mask leaves, both (rows, keys).
+pub(crate) fn forward(card: &CudaDevice, scores: Scores, x: View, p: View) -> Result<()> {
+    let kernel = SOURCE.kernel(card, &format!("softmax_forward_{}", suffix(x.dtype)))?;
+    let rows = x.len / scores.keys;
+    let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
+    let (queries, keys) = (scores.queries as i32, scores.keys as i32);
+    let mut config = scores.config(rows, x.dtype, 32);
+    if x.dtype != DType::F32 {
+        // Blocks that stay, and load their next row early.
+        config.grid_dim.0 = config
+            .grid_dim
+            .0
+            .min(kernel.blocks_at_once(card, &config)? as u32);
+    }
+    let mut launch = kernel.builder();
+    launch
+        .arg(&x.pointer)
+        .arg(&p.pointer)
+        .arg(&scale)
+        .arg(&shift);
+    launch.arg(&count).arg(&queries).arg(&keys);
+    // SAFETY: the arguments are those of the kernel, and the buffers have rows * keys elements.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
+}
+
+/// `dx = scale p (dp - sum(dp p))`; `source` is p in f32, x in half precision. All (rows, keys).
+pub(crate) fn backward(
+    card: &CudaDevice,
+    scores: Scores,
+    [dp, source]: [View; 2],
+    dx: View,
+) -> Result<()> {
+    let kernel = SOURCE.kernel(card, &format!("softmax_backward_{}", suffix(dp.dtype)))?;
+    let rows = dp.len / scores.keys;
+    let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
+    let (queries, keys) = (scores.queries as i32, scores.keys as i32);
+    let mut launch = kernel.builder();
+    launch
+        .arg(&dp.pointer)
+        .arg(&source.pointer)
+        .arg(&dx.pointer);
+    launch
+        .arg(&scale)
+        .arg(&shift)
+        .arg(&count)
+        .arg(&queries)
+        .arg(&keys);
+    // SAFETY: the arguments are those of the kernel, and the buffers have rows * keys elements.
+    unsafe { launch.launch(scores.config(rows, dp.dtype, 16)) }.w()?;
+    Ok(())
+}

@@ -1,0 +1,185 @@
+//! CUDA sources, compiled for the card at run time: once a machine, kept on disk.
+
+use crate::files;
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUdevice_attribute as Attribute, CUfunction_attribute as FunctionAttribute,
+};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaFunction, CudaModule, CudaStream, LaunchArgs, LaunchConfig,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::{CompileOptions, Ptx, compile_ptx_with_opts};
+use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
+use candle_core::{Result, bail};
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// What kernels on whole rows stand on.
+pub(crate) const PRELUDE: &str = include_str!("prelude.cuh");
+
+/// Kernels that are compiled together.
+pub(crate) struct Source {
+    /// The file's name.
+    pub name: &'static str,
+    /// Its text, part after part.
+    pub parts: &'static [&'static str],
+}
+
+/// Whether a card can run the kernels: compute capability 8.0, for conversions to bf16.
+pub(crate) fn runs_on(card: &CudaDevice) -> bool {
+    capability(card).is_ok_and(|(major, _)| major >= 8)
+}
+
+/// How many multiprocessors the card has.
+pub(crate) fn multiprocessors(card: &CudaDevice) -> Result<usize> {
+    let attribute = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    Ok(card.cuda_stream().context().attribute(attribute).w()? as usize)
+}
+
+/// Whether a card has wgmma and the tensor copy engine as Hopper has them.
+pub(crate) fn is_hopper(card: &CudaDevice) -> bool {
+    capability(card).is_ok_and(|capability| capability == (9, 0))
+}
+
+fn capability(card: &CudaDevice) -> Result<(i32, i32)> {
+    card.cuda_stream().context().compute_capability().w()
+}
+
+/// A kernel that is loaded, on its card's stream.
+pub(crate) struct Kernel {
+    function: CudaFunction,
+    stream: Arc<CudaStream>,
+}
+
+impl Kernel {
+    /// A launch, for its arguments to be added.
+    pub(crate) fn builder(&self) -> LaunchArgs<'_> {
+        self.stream.launch_builder(&self.function)
+    }
+
+    /// Lets a block have so much shared memory; 48 KiB need no leave.
+    pub(crate) fn allow_shared_bytes(&self, bytes: usize) -> Result<()> {
+        let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        self.function.set_attribute(attribute, bytes as i32).w()
+    }
+
+    /// How many blocks the card runs at once.
+    pub(crate) fn blocks_at_once(&self, card: &CudaDevice, config: &LaunchConfig) -> Result<usize> {
+        let (x, y, z) = config.block_dim;
+        let of_multiprocessor = self
+            .function
+            .occupancy_max_active_blocks_per_multiprocessor(
+                x * y * z,
+                config.shared_mem_bytes as usize,
+                None,
+            )
+            .w()?;
+        Ok(multiprocessors(card)? * of_multiprocessor.max(1) as usize)
+    }
+}
+
+impl Source {
+    /// The kernel called `name`, compiled and loaded if it is not yet.
+    ///
+    /// # Errors
+    /// That of NVRTC, with its log, or of the driver.
+    pub(crate) fn kernel(&self, card: &CudaDevice, name: &str) -> Result<Kernel> {
+        self.kernel_with(card, &[], name)
+    }
+
+    /// As [`kernel`](Self::kernel), of the source compiled with these definitions (`NAME=VALUE`).
+    pub(crate) fn kernel_with(
+        &self,
+        card: &CudaDevice,
+        definitions: &[String],
+        name: &str,
+    ) -> Result<Kernel> {
+        Ok(Kernel {
+            function: self.module(card, definitions)?.load_function(name).w()?,
+            stream: card.cuda_stream(),
+        })
+    }
+
+    /// The source, loaded.
+    fn module(&self, card: &CudaDevice, definitions: &[String]) -> Result<Arc<CudaModule>> {
+        type Loaded = HashMap<(DeviceId, String), Arc<CudaModule>>;
+        static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
+
+        let loaded = LOADED.get_or_init(Mutex::default);
+        let mut loaded = loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (
+            card.id(),
+            format!("{} {}", self.name, definitions.join(" ")),
+        );
+        if let Some(module) = loaded.get(&key) {
+            return Ok(module.clone());
+        }
+        let ptx = Ptx::from_src(self.ptx(capability(card)?, definitions)?);
+        let module = card.cuda_stream().context().load_module(ptx).w()?;
+        loaded.insert(key, module.clone());
+        Ok(module)
+    }
+
+    /// The source in the card's assembly, from the disk, else from the compiler.
+    fn ptx(&self, (major, minor): (i32, i32), definitions: &[String]) -> Result<String> {
+        // Hopper's own instructions are in the architecture's variant alone.
+        let variant = if major == 9 { "a" } else { "" };
+        let architecture = format!("compute_{major}{minor}{variant}");
+        let file = self.cache_file(&architecture, definitions);
+        let kept = file
+            .as_ref()
+            .and_then(|file| std::fs::read_to_string(file).ok());
+        if let Some(ptx) = kept {
+            return Ok(ptx);
+        }
+        let ptx = self.compile(&architecture, definitions)?;
+        if let Some(file) = &file {
+            keep(file, &ptx);
+        }
+        Ok(ptx)
+    }
+
+    fn compile(&self, architecture: &str, definitions: &[String]) -> Result<String> {
+        let mut options = vec![
+            format!("--gpu-architecture={architecture}"),
+            "--std=c++17".into(),
+        ];
+        options.extend(
+            definitions
+                .iter()
+                .map(|definition| format!("-D{definition}")),
+        );
+        let options = CompileOptions {
+            name: Some(format!("{}.cu", self.name)),
+            options,
+            ..Default::default()
+        };
+        match compile_ptx_with_opts(self.parts.concat(), options) {
+            Ok(ptx) => Ok(ptx.to_src()),
+            Err(error) => bail!("{}.cu, for {architecture}: {error}", self.name),
+        }
+    }
+
+    /// Where the compiled source is kept: `tallow/kernels` in the user's cache folder, under a name that changes with the
+    /// source, the card's architecture and this crate. `None` without a home.
+    fn cache_file(&self, architecture: &str, definitions: &[String]) -> Option<PathBuf> {
+        let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+        let folder = match set("XDG_CACHE_HOME") {
+            Some(folder) => PathBuf::from(folder),
+            None => PathBuf::from(set("HOME")?).join(".cache"),
+        };
+        let mut hasher = DefaultHasher::new();
+        (self.parts, definitions, env!("CARGO_PKG_VERSION")).hash(&mut hasher);
+        let name = format!("{}-{architecture}-{:016x}.ptx", self.name, hasher.finish());
+        Some(folder.join("tallow").join("kernels").join(name))
+    }
+}
+
+/// Writes the compiled source; a disk that refuses costs the next process a second, and nobody an error.
+fn keep(file: &PathBuf, ptx: &str) {
+    if let Some(folder) = file.parent() {
+        let _ = std::fs::create_dir_all(folder);
+    }
+    let _ = files::write_bytes(file, ptx.as_bytes());
+}

@@ -1,0 +1,100 @@
+//! Between candle's CUDA storage and the kernels' views; and which ops have a kernel there.
+
+use crate::kernels::cuda::{View, rms_norm, source};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice as Slice};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+
+/// Whether `op` has a kernel for a tensor like `x`, which is on a card.
+pub(super) fn has_kernel(op: &str, x: &Tensor) -> bool {
+    let width = x.dims().last().copied().unwrap_or(0);
+    let widest = match op {
+        "rms_norm" => rms_norm::MAX_WIDTH,
+        "cross_entropy" | "embedding" | "rope" | "softmax" | "swiglu" => i32::MAX as usize,
+        "AdamW::step" if x.dtype() == DType::F32 => usize::MAX,
+        _ => return false,
+    };
+    let stored = matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
+    let card = x.device().as_cuda_device();
+    stored && x.elem_count() > 0 && width <= widest && card.is_ok_and(source::runs_on)
+}
+
+/// The elements of a contiguous operand, inside a custom op's forward.
+pub(super) fn view<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
+    match layout.is_contiguous() {
+        true => strided(storage, layout),
+        false => bail!("a kernel was handed a strided tensor: {layout:?}"),
+    }
+}
+
+/// The elements of an operand, from its first on, lying as they do.
+pub(crate) fn strided<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
+    let stream = storage.device.cuda_stream();
+    let base = match &storage.slice {
+        Slice::U32(slice) => slice.device_ptr(&stream).0,
+        Slice::F16(slice) => slice.device_ptr(&stream).0,
+        Slice::BF16(slice) => slice.device_ptr(&stream).0,
+        Slice::F32(slice) => slice.device_ptr(&stream).0,
+        Slice::F64(slice) => slice.device_ptr(&stream).0,
+        _ => bail!("no CUDA kernel for {:?}", storage.dtype()),
+    };
+    let dtype = storage.dtype();
+    let offset_bytes = (layout.start_offset() * dtype.size_in_bytes()) as u64;
+    let len = layout.shape().elem_count();
+    Ok(View::new(base + offset_bytes, dtype, len))
+}
+
+/// The elements of a contiguous tensor. (What a variable is set to is copied into the same buffer, so the view holds.)
+pub(crate) fn elements(tensor: &Tensor) -> Result<View<'_>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cuda(storage) => Ok(view(storage, layout)?.owned_by(tensor)),
+        other => bail!(
+            "a CUDA kernel was handed a tensor on {:?}",
+            other.device().location()
+        ),
+    }
+}
+
+/// The card that `tensor` is on.
+pub(crate) fn card(tensor: &Tensor) -> Result<&CudaDevice> {
+    tensor.device().as_cuda_device()
+}
+
+/// Checked ids, (count), on the card.
+pub(super) fn ids(card: &CudaDevice, ids: &[u32]) -> Result<Tensor> {
+    Tensor::from_slice(ids, ids.len(), &Device::Cuda(card.clone()))
+}
+
+/// Room for `len` elements, for a kernel to write all of.
+pub(crate) fn room(card: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
+    // SAFETY: the kernels write every element before anybody reads one.
+    let slice = unsafe {
+        match dtype {
+            DType::F16 => Slice::F16(card.alloc(len)?),
+            DType::BF16 => Slice::BF16(card.alloc(len)?),
+            DType::F32 => Slice::F32(card.alloc(len)?),
+            other => bail!("no CUDA kernel for {other:?}"),
+        }
+    };
+    let device = card.clone();
+    Ok(CudaStorage { slice, device })
+}
+
+/// What [`room`] has made, as kernels see it.
+pub(crate) fn whole(storage: &CudaStorage) -> Result<View<'_>> {
+    let len = match &storage.slice {
+        Slice::F16(slice) => slice.len(),
+        Slice::BF16(slice) => slice.len(),
+        Slice::F32(slice) => slice.len(),
+        _ => bail!("no CUDA kernel for {:?}", storage.dtype()),
+    };
+    view(storage, &Layout::contiguous(len))
+}
+
+/// A tensor of no graph.
+pub(crate) fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
+}

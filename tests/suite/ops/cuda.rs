@@ -1,0 +1,169 @@
+//! The same cases on a card: CUDA kernels, and references where there are none, judged by f64 on the CPU.
+
+use super::case::{Case, KERNEL, LIES, Lie, REFERENCE, bits};
+use super::cases::{self, MASKS};
+use super::compare::{assert_no_worse, assert_rounded_once};
+use super::every;
+use candle_core::DType;
+use rstest::rstest;
+use tallow::ops::KernelPolicy;
+
+/// What has kernels, on rows that do and do not begin at 16 bytes, of one element and of many blocks.
+fn with_kernels() -> Vec<Case> {
+    let mut cases = vec![
+        cases::swiglu(&[1], 2),
+        cases::swiglu(&[3, 1031], 2),
+        cases::swiglu(&[257, 4096], 2),
+        cases::rope(&[2], 33, 24, 5),
+        cases::rope(&[3], 123, 40, 5),
+        cases::rope(&[2], 1, 1026, 5),
+        cases::rope(&[2, 3], 64, 64, 5),
+        cases::rope(&[5], 7, 2, 5),
+        cases::embedding(&[1], 5, 1, 9),
+        cases::embedding(&[3, 123], 17, 33, 9),
+        cases::embedding(&[257], 5, 1031, 9), // ids with more positions than a bucket
+        cases::embedding(&[4, 256], 1000, 512, 9),
+    ];
+    for (rows, width) in [
+        (1, 1),
+        (33, 65),
+        (123, 257),
+        (37, 1031),
+        (2, 1536),
+        (1000, 768),
+        (3, 8176),
+    ] {
+        cases.push(cases::rms_norm(&[rows], width, 3));
+    }
+    for (rows, width) in [
+        (1, 2),
+        (33, 65),
+        (123, 257),
+        (37, 1031),
+        (2, 50_257),
+        (300, 10_000),
+    ] {
+        for ignoring in [false, true] {
+            cases.push(cases::cross_entropy(&[rows], width, 2.0, ignoring, 12));
+        }
+    }
+    for mask in MASKS {
+        for sizes in [
+            (1, 1),
+            (33, 41),
+            (41, 33),
+            (7, 1031),
+            (123, 257),
+            (256, 256),
+            (3, 40_001),
+        ] {
+            cases.push(cases::softmax(&[2], sizes, (0.5, 2.0), mask, 14));
+        }
+        cases.push(cases::softmax(&[2], (41, 33), (-0.5, 2.0), mask, 15));
+    }
+    cases
+}
+
+fn check(case: &Case, policy: KernelPolicy, lie: Lie) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let exact = case.run(DType::F64, REFERENCE);
+    let judge = case.run(DType::F32, REFERENCE);
+    assert_no_worse(
+        case,
+        &case.run_on(&card, DType::F32, policy, lie),
+        &judge,
+        &exact,
+    );
+}
+
+#[test]
+fn kernels_in_f32() {
+    for case in with_kernels() {
+        check(&case, KERNEL, Lie::Contiguous);
+    }
+}
+
+#[test]
+fn kernels_take_any_strides() {
+    for case in [
+        cases::swiglu(&[33, 65], 2),
+        cases::rms_norm(&[33], 65, 3),
+        cases::rope(&[2], 33, 24, 5),
+    ] {
+        for lie in LIES {
+            check(&case, KERNEL, lie);
+        }
+    }
+}
+
+/// Products, and what runs its reference.
+#[test]
+fn every_op_in_f32() {
+    for case in every::small().into_iter().chain(every::large()) {
+        check(&case, KernelPolicy::Prefer, Lie::Contiguous);
+    }
+}
+
+#[rstest]
+fn kernels_in_half_precision_round_once(#[values(DType::F16, DType::BF16)] dtype: DType) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    for case in with_kernels() {
+        let case = case.rounded_to(dtype);
+        let exact = case.run(DType::F64, REFERENCE);
+        let half = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
+        assert_rounded_once(&case, &half, &exact);
+    }
+}
+
+#[test]
+fn the_same_bits_every_time() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    for case in with_kernels() {
+        let run = || case.run_on(&card, DType::F32, KERNEL, Lie::Contiguous);
+        let (first, second) = (run(), run());
+        assert_eq!(bits(&first.out), bits(&second.out), "{}", case.name);
+        for ((name, a), (_, b)) in first.gradients.iter().zip(&second.gradients) {
+            assert_eq!(bits(a), bits(b), "{}: {name}", case.name);
+        }
+    }
+}
+
+/// Flash attention on tensor cores: every compiled head dimension and sizes between, tails, masks, groups.
+#[rstest]
+fn flash_in_half_precision(
+    #[values(DType::F16, DType::BF16)] dtype: DType,
+    #[values(8, 16, 24, 32, 64, 80, 96, 128, 200, 256)] head_dim: usize,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    for mask in MASKS {
+        for (heads, (queries, keys)) in [
+            ((2, 2), (1, 7)), // of one key, gradients would be exactly nothing, and rounding all that is compared
+            ((4, 2), (33, 41)),
+            ((3, 1), (200, 130)),
+            ((2, 1), (64, 257)),
+            ((2, 2), (300, 300)),
+        ] {
+            let case = cases::grouped_flash(&[2], heads, (queries, keys), head_dim, mask, 7);
+            let case = case.rounded_to(dtype);
+            let exact = case.run(DType::F64, KERNEL);
+            let half = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
+            let turned = case.run_on(&card, dtype, KERNEL, Lie::Transposed);
+            let again = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
+            let judge = case.run(dtype, KERNEL);
+            assert_no_worse(&case, &half, &judge, &exact);
+            assert_no_worse(&case, &turned, &judge, &exact);
+            assert_eq!(bits(&half.out), bits(&again.out), "{}", case.name);
+            for ((name, a), (_, b)) in half.gradients.iter().zip(&again.gradients) {
+                assert_eq!(bits(a), bits(b), "{}: {name}", case.name);
+            }
+        }
+    }
+}
