@@ -5,7 +5,8 @@
 //! [`self_attention_account`], those of attention alone and of its layer, and [`planned_attention_account`]; [`tracker`], an allocator that counts;
 //! [`measure()`], a step's peak by it; [`record()`], which keeps every block with its origin, and what is made of it: sums ([`Recording`]), a picture
 //! ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what the
-//! process has taken. What does not: timing ([`crate::bench`]).
+//! process has taken; [`Meter`], a device's counters whatever the device. Predictions are of the CPU's kernels: on a card,
+//! ops that have no kernel there keep and take more, naive attention and the loss first of all. What does not: timing ([`crate::bench`]).
 
 mod account;
 mod attention;
