@@ -1,9 +1,9 @@
 //! The op on a card.
 
-use super::op::Flash;
+use super::op::{Flash, sizes};
 use crate::attention::AttentionConfig;
 use crate::attention::shapes::Shapes;
-use crate::kernels::cuda::flash_attention::{self as kernel, Gradients, Heads, Inputs, Sizes};
+use crate::kernels::cuda::flash_attention::{self as kernel, Gradients, Heads, Inputs};
 use crate::kernels::cuda::source;
 use crate::ops::cuda::{card, elements, room, strided, tensor, whole};
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
@@ -14,26 +14,13 @@ pub(super) fn has_kernel(q: &Tensor, shapes: &Shapes, config: &AttentionConfig) 
     kernel::takes(q.dtype(), &sizes) && q.device().as_cuda_device().is_ok_and(source::runs_on)
 }
 
-fn sizes(shapes: &Shapes, config: &AttentionConfig) -> Sizes {
-    Sizes {
-        batch: shapes.batch,
-        heads: shapes.heads,
-        kv_heads: shapes.kv_heads,
-        queries: shapes.queries,
-        keys: shapes.keys,
-        head_dim: shapes.head_dim,
-        mask: config.mask,
-        scale: config.scale_for(shapes.head_dim),
-    }
-}
-
 /// x (B, H, T, Dh) as the kernels can read it, copied if it lies otherwise: rows of whole 16 bytes, at 16 bytes.
 pub(super) fn lying_well(x: Tensor) -> Result<Tensor> {
     let layout = x.layout();
     let whole_vectors = match *layout.stride() {
         [ref outer @ .., 1] => {
             let outer = outer.iter().all(|stride| *stride > 0 && stride % 8 == 0);
-            outer && layout.start_offset() % 8 == 0
+            outer && layout.start_offset().is_multiple_of(8)
         }
         _ => false,
     };
@@ -69,26 +56,12 @@ fn heads_of(tensor: &Tensor) -> Result<Heads<'_>> {
 }
 
 impl Flash {
-    fn sizes_on_card(&self) -> Sizes {
-        let sizes = self.sizes();
-        Sizes {
-            batch: sizes.batch,
-            heads: sizes.heads,
-            kv_heads: sizes.kv_heads,
-            queries: sizes.queries,
-            keys: sizes.keys,
-            head_dim: sizes.head_dim,
-            mask: sizes.mask,
-            scale: sizes.scale,
-        }
-    }
-
     /// Forward's output; keeps what rounding took from it, and lse.
     pub(super) fn forward_on_card(
         &self,
         [(q, q_layout), (k, k_layout), (v, v_layout)]: [(&CudaStorage, &Layout); 3],
     ) -> Result<(CudaStorage, Shape)> {
-        let sizes = self.sizes_on_card();
+        let sizes = self.sizes();
         let (card, dtype) = (&q.device, candle_core::backend::BackendStorage::dtype(q));
         let rows = (sizes.batch, sizes.heads, sizes.queries);
         let shape = Shape::from((rows.0, rows.1, rows.2, sizes.head_dim));
@@ -97,7 +70,7 @@ impl Flash {
         let lse = room(card, DType::F32, rows.0 * rows.1 * rows.2)?;
         kernel::forward(
             card,
-            &sizes,
+            sizes,
             [
                 heads(q, q_layout)?,
                 heads(k, k_layout)?,
@@ -118,7 +91,7 @@ impl Flash {
         lse: &Tensor,
         rest: &Tensor,
     ) -> Result<[Tensor; 3]> {
-        let sizes = self.sizes_on_card();
+        let sizes = self.sizes();
         let card = card(q)?;
         let d_out = lying_well(d_out.clone())?;
         let like = |x: &Tensor| -> Result<Tensor> {
@@ -139,7 +112,7 @@ impl Flash {
             dk: heads_of(&dk)?,
             dv: heads_of(&dv)?,
         };
-        kernel::backward(card, &sizes, inputs, gradients)?;
+        kernel::backward(card, sizes, inputs, gradients)?;
         Ok([dq, dk, dv])
     }
 }

@@ -13,6 +13,20 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
+/// What the kernels are told of a call.
+pub(super) fn sizes(shapes: &Shapes, config: &AttentionConfig) -> Sizes {
+    Sizes {
+        batch: shapes.batch,
+        heads: shapes.heads,
+        kv_heads: shapes.kv_heads,
+        queries: shapes.queries,
+        keys: shapes.keys,
+        head_dim: shapes.head_dim,
+        mask: config.mask,
+        scale: config.scale_for(shapes.head_dim),
+    }
+}
+
 /// One call; holds what forward leaves for backward beside its inputs and its output.
 pub(super) struct Flash {
     sizes: Sizes,
@@ -25,16 +39,7 @@ pub(super) struct Flash {
 impl Flash {
     pub(super) fn new(shapes: Shapes, config: &AttentionConfig) -> Self {
         Self {
-            sizes: Sizes {
-                batch: shapes.batch,
-                heads: shapes.heads,
-                kv_heads: shapes.kv_heads,
-                queries: shapes.queries,
-                keys: shapes.keys,
-                head_dim: shapes.head_dim,
-                mask: config.mask,
-                scale: config.scale_for(shapes.head_dim),
-            },
+            sizes: sizes(&shapes, config),
             lse: Arc::default(),
             rounded_off: OnceLock::new(),
         }

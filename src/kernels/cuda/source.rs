@@ -12,7 +12,7 @@ use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
 use candle_core::{Result, bail};
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// What kernels on whole rows stand on.
@@ -177,7 +177,7 @@ impl Source {
 }
 
 /// Writes the compiled source; a disk that refuses costs the next process a second, and nobody an error.
-fn keep(file: &PathBuf, ptx: &str) {
+fn keep(file: &Path, ptx: &str) {
     if let Some(folder) = file.parent() {
         let _ = std::fs::create_dir_all(folder);
     }

@@ -1,6 +1,7 @@
 //! What the kernels are given, as their sources declare it.
 
-use super::Sizes;
+use super::offset;
+use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::View;
 use candle_core::DType;
 use candle_core::Result;
@@ -68,7 +69,7 @@ impl CallSizes {
             queries: sizes.queries as i32,
             keys: sizes.keys as i32,
             head_dim: sizes.head_dim as i32,
-            offset: sizes.offset(),
+            offset: offset(sizes),
             heads_at_once: heads_at_once.max(1) as i32,
             scale: sizes.scale as f32,
             unused: 0,

@@ -1,9 +1,10 @@
 //! The backward's launches: statistics of the rows, the products, and dq rounded.
 
 use super::arguments::{BackwardArguments, BackwardMaps, CallSizes, Heads, Map, Strides};
+use super::element;
 use super::forward::{definitions, line};
 use super::tiles::{self, compiled_head_dim};
-use super::{Sizes, element};
+use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::source::{Kernel, Source, is_hopper};
 use candle_core::Result;

@@ -1,9 +1,10 @@
 //! The forward's launches.
 
 use super::arguments::{CallSizes, ForwardArguments, ForwardHopperArguments, Heads, Map, Strides};
+use super::element;
 use super::tiles::{self, compiled_head_dim};
-use super::{Sizes, element};
 use crate::kernels::Mask;
+use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::source::{Source, is_hopper, multiprocessors};
 use candle_core::Result;

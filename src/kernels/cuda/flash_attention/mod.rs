@@ -18,29 +18,15 @@ pub(crate) use backward::{Gradients, Inputs, backward};
 pub(crate) use forward::forward;
 
 use crate::kernels::Mask;
+use crate::kernels::cpu::flash_attention::Sizes;
 use candle_core::DType;
 
-/// What one call is about.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Sizes {
-    pub batch: usize,
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub queries: usize,
-    pub keys: usize,
-    pub head_dim: usize,
-    pub mask: Mask,
-    pub scale: f64,
-}
-
-impl Sizes {
-    /// Query i sees the keys up to i + offset.
-    fn offset(&self) -> i32 {
-        match self.mask {
-            Mask::Full => self.keys as i32,
-            Mask::Causal => 0,
-            Mask::CausalEnd => self.keys as i32 - self.queries as i32,
-        }
+/// Query i sees the keys up to i + offset.
+fn offset(sizes: &Sizes) -> i32 {
+    match sizes.mask {
+        Mask::Full => sizes.keys as i32,
+        Mask::Causal => 0,
+        Mask::CausalEnd => sizes.keys as i32 - sizes.queries as i32,
     }
 }
 
