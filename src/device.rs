@@ -17,7 +17,8 @@ use std::sync::{Mutex, OnceLock};
 /// The device called `name`: `cpu`, `cuda`, `cuda:1`, `metal`, `metal:0`.
 ///
 /// One device an ordinal: asking again gives the same device, on the same stream. (candle's own constructors give a new
-/// one each time, and its tensors do not mix with the old one's.)
+/// one each time, and its tensors do not mix with the old one's.) Nothing on a card waits for another stream: synchronise
+/// ([`Device::synchronize`]) before a tensor is moved to another card or another handle of this one.
 ///
 /// ```
 /// assert!(tallow::device("cpu")?.is_cpu());

@@ -170,6 +170,7 @@ impl EndToEnd {
         // What threads keep for packing is the process's, and no step's.
         gemm::reserve_scratch(self.precision.dtype() != DType::F32);
         let meter = Meter::new(device);
+        device.synchronize()?; // what an earlier run has dropped is not this one's
         let before = meter.current_bytes();
         let model = self.model(device)?;
         // Drawing the weights takes more than they do, and is no part of a step.
@@ -179,7 +180,7 @@ impl EndToEnd {
         let peak_bytes = meter
             .peak_bytes()
             .zip(before)
-            .map(|(peak, before)| peak - before);
+            .map(|(peak, before)| peak.saturating_sub(before));
         let reserved_bytes = meter.reserved_peak_bytes();
         // Where the system cannot begin the peak anew it is the process's, and no row's.
         let resident_bytes = resident_resets.then(system::resident_peak_bytes).flatten();

@@ -197,9 +197,12 @@ impl Passes<'_> {
     ) -> Result<(LapTimings, Option<Alive>)> {
         let meter = Meter::new(device);
         let now = || meter.current_bytes();
+        device.synchronize()?; // what an earlier run has dropped is not this one's
         let before = now();
         let mut pass = prepare()?;
-        let resident = now().zip(before).map(|(now, before)| now - before);
+        let resident = now()
+            .zip(before)
+            .map(|(now, before)| now.saturating_sub(before));
         let mut alive = None;
         let timings = Laps::new(device)
             .warmup(self.sampling.warmup_steps)

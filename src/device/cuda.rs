@@ -8,19 +8,18 @@ use candle_core::{Device, Result};
 pub(super) fn open(ordinal: usize) -> Result<Device> {
     let device = Device::new_cuda_with_stream(ordinal)?;
     let card = device.as_cuda_device()?;
-    // The pool would give what is freed back to the driver at every synchronisation, and ask for it again.
-    let mut keep_all = u64::MAX;
-    // SAFETY: the attribute is a cuuint64_t.
-    unsafe {
-        result::mem_pool::set_attribute(
-            pool(card)?,
-            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
-            (&raw mut keep_all).cast(),
-        )
+    // The pool would give what is freed back to the driver at every synchronisation, and ask for it again. A card without
+    // a pool has nothing to keep.
+    if let Ok(pool) = pool(card) {
+        let mut keep_all = u64::MAX;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        // SAFETY: the attribute is a cuuint64_t.
+        let _ =
+            unsafe { result::mem_pool::set_attribute(pool, attribute, (&raw mut keep_all).cast()) };
     }
-    .w()?;
     // SAFETY: everything on this device happens on its one stream (cuBLAS and cuRAND have it too), so that the order
-    // of calls is the order of uses, and the two events a tensor would make and wait for are for nothing.
+    // of calls is the order of uses, and the two events a tensor would make and wait for are for nothing. A copy to another
+    // card, or to another handle of this one, runs on the other's stream: `device` says to synchronise before.
     unsafe { card.disable_event_tracking() };
     Ok(device)
 }

@@ -1,6 +1,6 @@
 //! Between candle's CUDA storage and the kernels' views; and which ops have a kernel there.
 
-use crate::kernels::cuda::{View, rms_norm, source};
+use crate::kernels::cuda::{View, cross_entropy, rms_norm, rope, source};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice as Slice};
@@ -12,7 +12,9 @@ pub(super) fn has_kernel(op: &str, x: &Tensor) -> bool {
     let width = x.dims().last().copied().unwrap_or(0);
     let widest = match op {
         "rms_norm" => rms_norm::MAX_WIDTH,
-        "cross_entropy" | "embedding" | "rope" | "softmax" | "swiglu" => i32::MAX as usize,
+        "cross_entropy" => cross_entropy::MAX_CLASSES,
+        "rope" if rope::takes(x.dims()) => i32::MAX as usize,
+        "embedding" | "softmax" | "swiglu" => i32::MAX as usize,
         "AdamW::step" if x.dtype() == DType::F32 => usize::MAX,
         _ => return false,
     };

@@ -87,6 +87,12 @@ impl CustomOp1 for Embedding {
         layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let (_, width) = layout.shape().dims2()?;
+        if self.ids.is_empty() {
+            return Ok((
+                cuda::room(&table.device, table.dtype(), 0)?,
+                self.shape.clone(),
+            ));
+        }
         let ids = cuda::ids(&table.device, &self.ids)?;
         let y = cuda::room(&table.device, table.dtype(), self.shape.elem_count())?;
         let (rows, ids) = (cuda::view(table, layout)?, cuda::elements(&ids)?);
@@ -100,8 +106,11 @@ impl CustomOp1 for Embedding {
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
             let card = cuda::card(&dy)?;
-            let ids = cuda::ids(card, &self.ids)?;
             let dtable = table.zeros_like()?;
+            if self.ids.is_empty() {
+                return Ok(Some(dtable));
+            }
+            let ids = cuda::ids(card, &self.ids)?;
             let (dy, ids) = (cuda::elements(&dy)?, cuda::elements(&ids)?);
             cuda_kernel::backward(card, dy, ids, width, cuda::elements(&dtable)?)?;
             return Ok(Some(dtable));

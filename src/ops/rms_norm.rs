@@ -153,7 +153,7 @@ impl CustomOp2 for RmsNorm {
         if dy.device().is_cuda() {
             let (card, width) = (cuda::card(&dy)?, weight.elem_count());
             let x = cuda::elements(x)?;
-            let spread = cuda_kernel::backward_spread(card, x, width)?;
+            let spread = cuda_kernel::backward_spread(card, cuda::elements(&dy)?, width)?;
             let dx = cuda::room(card, x.dtype, x.len)?;
             let dw = cuda::room(card, DType::F32, width)?;
             let partials = cuda::room(card, DType::F32, spread.blocks() * width)?;

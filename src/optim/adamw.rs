@@ -130,7 +130,11 @@ impl AdamW {
         let range = probe::op(Kind::Op, "adamw", probe::op_path("adamw"));
         // Asked for all first: where the policy is strict, a refusal must leave everything as it was.
         for (_, parameter) in self.parameters() {
-            path(parameter)?;
+            let _path = path(parameter)?;
+            #[cfg(feature = "cuda")]
+            if _path == Path::Kernel {
+                super::cuda::prepare(parameter)?;
+            }
         }
         #[cfg(feature = "cuda")]
         let mut on_card = super::cuda::Batch::default();

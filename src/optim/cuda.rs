@@ -5,7 +5,7 @@ use crate::Result;
 use crate::kernels::cpu::adamw::Update;
 use crate::kernels::cuda::adamw::{self, Parameter};
 use crate::ops::cuda::{card, elements};
-use candle_core::{Tensor, Var};
+use candle_core::{CudaDevice, Device, Tensor, Var};
 
 /// What the launch will update.
 #[derive(Default)]
@@ -31,24 +31,34 @@ impl Batch {
             .push((tensors.map(Tensor::clone), self.updates.len() - 1));
     }
 
-    /// Updates what was added.
+    /// Updates what was added, in one launch a card.
     pub(super) fn step(&self) -> Result<()> {
-        let Some(([first, ..], _)) = self.parameters.first() else {
-            return Ok(());
-        };
-        let views = self
-            .parameters
-            .iter()
-            .map(|([value, gradient, m, v], update)| {
-                Ok(Parameter {
-                    value: elements(value)?,
-                    gradient: elements(gradient)?,
-                    exp_avg: elements(m)?,
-                    exp_avg_sq: elements(v)?,
-                    update: *update,
-                })
-            });
-        let views: Vec<_> = views.collect::<Result<_>>()?;
-        Ok(adamw::step(card(first)?, &views, &self.updates)?)
+        let mut by_card: Vec<(&CudaDevice, Vec<Parameter>)> = Vec::new();
+        for ([value, gradient, m, v], update) in &self.parameters {
+            let on = card(value)?;
+            let parameter = Parameter {
+                value: elements(value)?,
+                gradient: elements(gradient)?,
+                exp_avg: elements(m)?,
+                exp_avg_sq: elements(v)?,
+                update: *update,
+            };
+            match by_card.iter_mut().find(|(card, _)| card.id() == on.id()) {
+                Some((_, parameters)) => parameters.push(parameter),
+                None => by_card.push((on, vec![parameter])),
+            }
+        }
+        for (card, parameters) in by_card {
+            adamw::step(card, &parameters, &self.updates)?;
+        }
+        Ok(())
+    }
+}
+
+/// Compiles the kernel for the parameter's card, where it has one: what can fail fails before anything has changed.
+pub(super) fn prepare(parameter: &Var) -> Result<()> {
+    match parameter.device() {
+        Device::Cuda(card) => Ok(adamw::prepare(card)?),
+        _ => Ok(()),
     }
 }

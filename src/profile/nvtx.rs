@@ -9,14 +9,16 @@ use crate::probe::Listening;
 /// no such tool attached NVTX does nothing; PyTorch's counterpart is `torch.autograd.profiler.emit_nvtx`.
 ///
 /// A range is called by its own name, an op's backward by the op's with ` backward` behind it. NVTX ends the innermost
-/// range whichever is dropped, so ranges dropped out of order change names there, and stay balanced.
+/// range whichever is dropped, so ranges dropped out of order change names there. A range that was open before is not handed
+/// on, and one that is open when what this returns is dropped is not ended there: drop it between steps.
 ///
 /// ```
 /// use tallow::profile;
 ///
 /// match profile::emit_nvtx() {
 ///     Ok(emitting) => {
-///         let _mine = profile::range("encoder"); // a range on the profiler's timeline
+///         let mine = profile::range("encoder"); // a range on the profiler's timeline
+///         drop(mine);
 ///         drop(emitting);
 ///     }
 ///     Err(error) => assert!(error.to_string().contains("--features nvtx")),
@@ -48,6 +50,12 @@ pub fn emit_nvtx() -> Result<Listening> {
 #[cfg(feature = "nvtx")]
 mod emitting {
     use crate::probe::{Event, Kind, Listener};
+    use std::cell::Cell;
+
+    thread_local! {
+        /// Ranges of this thread that were handed on and have not ended.
+        static OPEN: Cell<usize> = const { Cell::new(0) };
+    }
 
     pub(super) struct Ranges;
 
@@ -59,10 +67,15 @@ mod emitting {
                 Kind::OpBackward => nvtx::range_push!("{name} backward"),
                 _ => nvtx::range_push!("{name}"),
             };
+            OPEN.set(OPEN.get() + 1);
         }
 
         fn left(&self, _event: &Event<'_>) {
-            nvtx::range_pop!();
+            // Somebody else's, if it began before anybody listened.
+            if let Some(open) = OPEN.get().checked_sub(1) {
+                OPEN.set(open);
+                nvtx::range_pop!();
+            }
         }
     }
 }

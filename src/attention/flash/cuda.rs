@@ -4,14 +4,13 @@ use super::op::{Flash, sizes};
 use crate::attention::AttentionConfig;
 use crate::attention::shapes::Shapes;
 use crate::kernels::cuda::flash_attention::{self as kernel, Gradients, Heads, Inputs};
-use crate::kernels::cuda::source;
 use crate::ops::cuda::{card, elements, room, strided, tensor, whole};
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
 
 /// Whether there is a kernel for such a call on q's card.
 pub(super) fn has_kernel(q: &Tensor, shapes: &Shapes, config: &AttentionConfig) -> bool {
     let sizes = sizes(shapes, config);
-    kernel::takes(q.dtype(), &sizes) && q.device().as_cuda_device().is_ok_and(source::runs_on)
+    card(q).is_ok_and(|card| kernel::takes(card, q.dtype(), &sizes))
 }
 
 /// x (B, H, T, Dh) as the kernels can read it, copied if it lies otherwise: rows of whole 16 bytes, at 16 bytes.

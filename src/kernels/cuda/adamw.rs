@@ -25,6 +25,11 @@ pub(crate) struct Parameter<'a> {
     pub update: usize,
 }
 
+/// Compiles and loads the kernel.
+pub(crate) fn prepare(card: &CudaDevice) -> Result<()> {
+    SOURCE.kernel(card, "adamw_f32").map(drop)
+}
+
 /// Updates all parameters in place.
 pub(crate) fn step(card: &CudaDevice, parameters: &[Parameter], updates: &[Update]) -> Result<()> {
     // The source's structures, as they lie in memory: Tensor in seven words, Chunk in one, Update in eight f32.

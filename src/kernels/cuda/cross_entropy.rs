@@ -11,6 +11,9 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("cross_entropy.cu")],
 };
 
+/// The most classes that the backward's grid reaches, in f32.
+pub(crate) const MAX_CLASSES: usize = 65_535 * 4 * 256 * 4;
+
 /// The targets of (rows) logits, checked.
 #[derive(Clone, Copy)]
 pub(crate) struct Targets<'a> {
@@ -43,7 +46,7 @@ pub(crate) fn forward(
         card,
         &format!("cross_entropy_forward_{}", suffix(logits.dtype)),
     )?;
-    let x = (32 * packs(classes, logits.dtype).div_ceil(128)).min(512);
+    let x = (32 * packs(classes, logits).div_ceil(128)).min(512);
     let y = (128 / x).max(1);
     let (count, ignore, width) = (rows as i64, targets.ignored(), classes as i32);
     let mut launch = kernel.builder();
@@ -84,7 +87,7 @@ pub(crate) fn backward(
         card,
         &format!("cross_entropy_backward_{}", suffix(logits.dtype)),
     )?;
-    let packs = packs(classes, logits.dtype);
+    let packs = packs(classes, logits);
     let x = (32 * packs.div_ceil(128)).min(256);
     let y = (128 / x).max(1);
     let config = launch_config((rows.div_ceil(y), packs.div_ceil(4 * x)), (x, y));

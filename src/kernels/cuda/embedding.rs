@@ -25,7 +25,7 @@ pub(crate) fn forward(
     y: View,
 ) -> Result<()> {
     let kernel = SOURCE.kernel(card, &format!("embedding_forward_{}", suffix(table.dtype)))?;
-    let of_row = 32 * packs(width, table.dtype).min(256).div_ceil(32);
+    let of_row = 32 * packs(width, table).min(256).div_ceil(32);
     let of_block = (256 / of_row).max(1);
     let (count, width) = (ids.len as i64, width as i32);
     let mut launch = kernel.builder();

@@ -4,7 +4,8 @@
 //! launcher each: grid, block, arguments. What does not: tensors and graphs ([`crate::ops`] wraps these kernels), and
 //! products of matrices, which are cuBLAS's.
 //!
-//! All kernels take contiguous buffers in f32, f16 or bf16 and compute in f32; sums have a fixed order.
+//! Kernels on rows take contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in f16 or bf16. All
+//! compute in f32, and sums have a fixed order.
 
 pub(crate) mod adamw;
 pub(crate) mod cross_entropy;
@@ -36,10 +37,11 @@ fn in_vector(dtype: DType) -> usize {
     16 / dtype.size_in_bytes()
 }
 
-/// How many vectors a row of `width` elements touches: one more where rows do not begin at 16 bytes.
-fn packs(width: usize, dtype: DType) -> usize {
-    let n = in_vector(dtype);
-    width.div_ceil(n) + usize::from(!width.is_multiple_of(n))
+/// How many vectors a row of `width` elements of x touches: one more where rows do not all begin at 16 bytes.
+fn packs(width: usize, x: View) -> usize {
+    let n = in_vector(x.dtype);
+    let all_begin_well = width.is_multiple_of(n) && x.pointer.is_multiple_of(16);
+    width.div_ceil(n) + usize::from(!all_begin_well)
 }
 
 /// A grid of two dimensions, blocks of two, no dynamic shared memory.

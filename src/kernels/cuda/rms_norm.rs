@@ -22,7 +22,7 @@ pub(crate) struct Spread {
 impl Spread {
     fn new(card: &CudaDevice, kernel: &Kernel, x: View, width: usize) -> Result<Self> {
         let (rows, n) = (x.len / width, in_vector(x.dtype));
-        let of_row = 32 * (packs(width, x.dtype) * n).div_ceil(512);
+        let of_row = 32 * (packs(width, x) * n).div_ceil(512);
         let of_block = (256 / of_row).max(1);
         let mut config = launch_config((rows.div_ceil(of_block), 1), (of_row, of_block));
         config.grid_dim.0 = config

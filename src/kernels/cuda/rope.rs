@@ -11,6 +11,14 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("rope.cu")],
 };
 
+/// Whether the grid reaches all of x (..., length, width).
+pub(crate) fn takes(dims: &[usize]) -> bool {
+    let [outer @ .., _length, _width] = dims else {
+        return false;
+    };
+    outer.iter().product::<usize>().div_ceil(4) <= 65_535
+}
+
 /// Rotates x (outer, length, width) by the tables' angles, cos and sin (length, width / 2) in f32, or `back`.
 pub(crate) fn rotate(
     card: &CudaDevice,

@@ -6,7 +6,7 @@
 //
 // Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision computes it again from x, unrounded.
 //
-// Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / E)), X 1024 of f32, else 512; packs = ceil(keys / N), one
+// Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / 32 E)), X 1024 of f32, else 512; packs = ceil(keys / N), one
 // more if rows do not begin at 16 bytes, N = 16 / size of T; E, a thread's elements in registers, 32 forward and 16
 // backward. Grid ceil(rows / blockDim.y); forward in half precision no more blocks than fit on the card at once, each of
 // which loads its next row before it works on this one (f32 has no room for that, and enough bytes to wait for).

@@ -32,9 +32,9 @@ impl Scores {
     }
 
     /// `in_registers`: how many elements of a row a thread holds.
-    fn config(&self, rows: usize, dtype: DType, in_registers: usize) -> LaunchConfig {
-        let most = if dtype == DType::F32 { 1024 } else { 512 };
-        let threads = (packs(self.keys, dtype) * in_vector(dtype)).div_ceil(in_registers);
+    fn config(&self, rows: usize, x: View, in_registers: usize) -> LaunchConfig {
+        let most = if x.dtype == DType::F32 { 1024 } else { 512 };
+        let threads = (packs(self.keys, x) * in_vector(x.dtype)).div_ceil(in_registers);
         let x = threads.next_multiple_of(32).min(most);
         let y = (128 / x).max(1);
         launch_config((rows.div_ceil(y), 1), (x, y))
@@ -47,7 +47,7 @@ pub(crate) fn forward(card: &CudaDevice, scores: Scores, x: View, p: View) -> Re
     let rows = x.len / scores.keys;
     let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
     let (queries, keys) = (scores.queries as i32, scores.keys as i32);
-    let mut config = scores.config(rows, x.dtype, 32);
+    let mut config = scores.config(rows, x, 32);
     if x.dtype != DType::F32 {
         // Blocks that stay, and load their next row early.
         config.grid_dim.0 = config
@@ -90,6 +90,6 @@ pub(crate) fn backward(
         .arg(&queries)
         .arg(&keys);
     // SAFETY: the arguments are those of the kernel, and the buffers have rows * keys elements.
-    unsafe { launch.launch(scores.config(rows, dp.dtype, 16)) }.w()?;
+    unsafe { launch.launch(scores.config(rows, dp, 16)) }.w()?;
     Ok(())
 }

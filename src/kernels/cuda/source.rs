@@ -7,7 +7,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaModule, CudaStream, LaunchArgs, LaunchConfig,
 };
-use candle_core::cuda_backend::cudarc::nvrtc::{CompileOptions, Ptx, compile_ptx_with_opts};
+use candle_core::cuda_backend::cudarc::nvrtc::{self, CompileOptions, Ptx, compile_ptx_with_opts};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
 use candle_core::{Result, bail};
 use std::collections::HashMap;
@@ -34,6 +34,12 @@ pub(crate) fn runs_on(card: &CudaDevice) -> bool {
 /// How many multiprocessors the card has.
 pub(crate) fn multiprocessors(card: &CudaDevice) -> Result<usize> {
     let attribute = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    Ok(card.cuda_stream().context().attribute(attribute).w()? as usize)
+}
+
+/// The most shared memory that a block may ask for, in bytes.
+pub(crate) fn most_shared_bytes(card: &CudaDevice) -> Result<usize> {
+    let attribute = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
     Ok(card.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
@@ -95,6 +101,8 @@ impl Source {
         definitions: &[String],
         name: &str,
     ) -> Result<Kernel> {
+        // Some of the driver's calls, unlike cudarc's allocations, do not see to it themselves.
+        card.cuda_stream().context().bind_to_thread().w()?;
         Ok(Kernel {
             function: self.module(card, definitions)?.load_function(name).w()?,
             stream: card.cuda_stream(),
@@ -115,25 +123,42 @@ impl Source {
         if let Some(module) = loaded.get(&key) {
             return Ok(module.clone());
         }
-        let ptx = Ptx::from_src(self.ptx(capability(card)?, definitions)?);
-        let module = card.cuda_stream().context().load_module(ptx).w()?;
+        let context = card.cuda_stream().context().clone();
+        let ptx = self.ptx(capability(card)?, definitions, false)?;
+        let module = match context.load_module(Ptx::from_src(ptx)) {
+            Ok(module) => module,
+            // The file may be damaged, or of a toolkit that is newer than this driver.
+            Err(_) => {
+                let ptx = self.ptx(capability(card)?, definitions, true)?;
+                context.load_module(Ptx::from_src(ptx)).w()?
+            }
+        };
         loaded.insert(key, module.clone());
         Ok(module)
     }
 
-    /// The source in the card's assembly, from the disk, else from the compiler.
-    fn ptx(&self, (major, minor): (i32, i32), definitions: &[String]) -> Result<String> {
+    /// The source in the card's assembly, from the disk (unless it is to be made `anew`), else from the compiler.
+    fn ptx(
+        &self,
+        (major, minor): (i32, i32),
+        definitions: &[String],
+        anew: bool,
+    ) -> Result<String> {
         // Hopper's own instructions are in the architecture's variant alone.
         let variant = if major == 9 { "a" } else { "" };
         let architecture = format!("compute_{major}{minor}{variant}");
         let file = self.cache_file(&architecture, definitions);
-        let kept = file
-            .as_ref()
-            .and_then(|file| std::fs::read_to_string(file).ok());
-        if let Some(ptx) = kept {
+        let kept = file.as_ref().filter(|_| !anew);
+        if let Some(Ok(ptx)) = kept.map(std::fs::read_to_string) {
             return Ok(ptx);
         }
-        let ptx = self.compile(&architecture, definitions)?;
+        // A compiler that is older than the card does not know it; the driver takes older assembly.
+        let ptx = self.compile(&architecture, definitions).or_else(|error| {
+            let older = ["compute_90", "compute_80"].iter();
+            let mut older = older.filter(|_| major > 9 || (major == 8 && minor > 0));
+            let compiled = older.find_map(|older| self.compile(older, definitions).ok());
+            compiled.ok_or(error)
+        })?;
         if let Some(file) = &file {
             keep(file, &ptx);
         }
@@ -162,7 +187,7 @@ impl Source {
     }
 
     /// Where the compiled source is kept: `tallow/kernels` in the user's cache folder, under a name that changes with the
-    /// source, the card's architecture and this crate. `None` without a home.
+    /// source, the card's architecture and the compiler. `None` without a home.
     fn cache_file(&self, architecture: &str, definitions: &[String]) -> Option<PathBuf> {
         let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         let folder = match set("XDG_CACHE_HOME") {
@@ -170,10 +195,18 @@ impl Source {
             None => PathBuf::from(set("HOME")?).join(".cache"),
         };
         let mut hasher = DefaultHasher::new();
-        (self.parts, definitions, env!("CARGO_PKG_VERSION")).hash(&mut hasher);
+        (self.parts, definitions, compiler_version()).hash(&mut hasher);
         let name = format!("{}-{architecture}-{:016x}.ptx", self.name, hasher.finish());
         Some(folder.join("tallow").join("kernels").join(name))
     }
+}
+
+/// NVRTC's, 0.0 if it does not say.
+fn compiler_version() -> (i32, i32) {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: writes two numbers. What it returns is no matter: without a version the numbers stay 0.
+    let _ = unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
+    (major, minor)
 }
 
 /// Writes the compiled source; a disk that refuses costs the next process a second, and nobody an error.

@@ -1,12 +1,12 @@
 //! The same cases on a card: CUDA kernels, and references where there are none, judged by f64 on the CPU.
 
-use super::case::{Case, KERNEL, LIES, Lie, REFERENCE, bits};
+use super::case::{Case, KERNEL, LIES, Lie, REFERENCE, bits, normal};
 use super::cases::{self, MASKS};
-use super::compare::{assert_no_worse, assert_rounded_once};
+use super::compare::{assert_close, assert_no_worse, assert_rounded_once};
 use super::every;
-use candle_core::DType;
+use candle_core::{DType, Device, Var};
 use rstest::rstest;
-use tallow::ops::KernelPolicy;
+use tallow::ops::{self, KernelPolicy};
 
 /// What has kernels, on rows that do and do not begin at 16 bytes, of one element and of many blocks.
 fn with_kernels() -> Vec<Case> {
@@ -96,6 +96,32 @@ fn kernels_take_any_strides() {
             check(&case, KERNEL, lie);
         }
     }
+}
+
+/// Rows that begin between vectors, though their width is one of whole vectors.
+#[rstest]
+fn rows_begin_anywhere(#[values(1, 2, 3)] offset: usize) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let (rows, classes) = (5, 512);
+    let values = normal(&[offset + rows * classes], 7)
+        .to_dtype(DType::F32)
+        .unwrap();
+    let targets = cases::ids(&[rows], classes, 8);
+    let gradient = |device: &Device| {
+        let base = Var::from_tensor(&values.to_device(device).unwrap()).unwrap();
+        let logits = base.narrow(0, offset, rows * classes).unwrap();
+        let logits = logits.reshape((rows, classes)).unwrap();
+        let loss = ops::cross_entropy(&logits, &targets).unwrap();
+        let gradients = loss.backward().unwrap();
+        gradients
+            .get(&base)
+            .unwrap()
+            .to_device(&Device::Cpu)
+            .unwrap()
+    };
+    assert_close("gradient", &gradient(&card), &gradient(&Device::Cpu), 1e-6);
 }
 
 /// Products, and what runs its reference.

@@ -51,6 +51,15 @@ pub(crate) struct Gradients<'a> {
     pub dv: Heads<'a>,
 }
 
+/// What a block shares, for such a call.
+pub(super) fn shared_bytes(card: &CudaDevice, sizes: &Sizes) -> usize {
+    let head_dim = compiled_head_dim(sizes.head_dim);
+    match tiles::BackwardHopper::new(head_dim).filter(|_| is_hopper(card)) {
+        Some(tiles) => tiles.shared_bytes(head_dim),
+        None => tiles::Backward::new(head_dim).shared_bytes(head_dim),
+    }
+}
+
 /// The gradients of q, k and v.
 pub(crate) fn backward(
     card: &CudaDevice,

@@ -8,12 +8,8 @@ use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::source::{Source, is_hopper, multiprocessors};
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, DevicePtr, LaunchConfig, PushKernelArg,
-};
-use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
-use std::collections::HashMap;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 const SOURCE: Source = Source {
     name: "flash_forward",
@@ -50,6 +46,15 @@ pub(crate) fn forward(
             [rounded_off, lse],
         ),
         None => everywhere(card, sizes, head_dim, [q, k, v], out, [rounded_off, lse]),
+    }
+}
+
+/// What a block shares, for such a call.
+pub(super) fn shared_bytes(card: &CudaDevice, sizes: &Sizes) -> usize {
+    let head_dim = compiled_head_dim(sizes.head_dim);
+    match tiles::ForwardHopper::new(head_dim, sizes.keys).filter(|_| is_hopper(card)) {
+        Some(tiles) => tiles.shared_bytes(head_dim),
+        None => tiles::Forward::new(head_dim, sizes.mask == Mask::Full).shared_bytes(head_dim),
     }
 }
 
@@ -122,6 +127,8 @@ fn hopper(
     kernel.allow_shared_bytes(shared_bytes)?;
     // As many heads as have their keys in the level-2 cache together.
     let at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);
+    // Where blocks draw their numbers. A pair for each launch: others may run beside it, on other threads' streams.
+    let tickets = card.alloc_zeros::<u32>(2)?;
     let arguments = ForwardHopperArguments {
         maps: [
             Map::new(&q, tiles.rows())?,
@@ -131,7 +138,7 @@ fn hopper(
         out: out.view.pointer,
         rounded_off: rounded_off.pointer,
         lse: lse.pointer,
-        tickets: tickets(card)?,
+        tickets: tickets.device_ptr(&card.cuda_stream()).0,
         out_strides: Strides::from(&out),
         sizes: CallSizes::new(sizes, at_once),
     };
@@ -142,19 +149,4 @@ fn hopper(
     // SAFETY: the argument is the kernel's, over tensors of the sizes that it says.
     unsafe { launch.launch(line(blocks, tiles.threads(), shared_bytes)) }.w()?;
     Ok(())
-}
-
-/// Where blocks draw their numbers: two zeros, which the kernel leaves as zeros. One pair a device, whose launches follow
-/// each other on its one stream.
-fn tickets(card: &CudaDevice) -> Result<u64> {
-    static TICKETS: OnceLock<Mutex<HashMap<DeviceId, CudaSlice<u32>>>> = OnceLock::new();
-    let tickets = TICKETS.get_or_init(Mutex::default);
-    let mut tickets = tickets.lock().unwrap_or_else(PoisonError::into_inner);
-    let pair = match tickets.entry(card.id()) {
-        std::collections::hash_map::Entry::Occupied(pair) => pair.into_mut(),
-        std::collections::hash_map::Entry::Vacant(place) => {
-            place.insert(card.alloc_zeros::<u32>(2)?)
-        }
-    };
-    Ok(pair.device_ptr(&card.cuda_stream()).0)
 }

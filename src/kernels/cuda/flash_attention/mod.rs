@@ -17,9 +17,11 @@ pub(crate) use arguments::Heads;
 pub(crate) use backward::{Gradients, Inputs, backward};
 pub(crate) use forward::forward;
 
+use super::source;
 use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::Sizes;
 use candle_core::DType;
+use candle_core::cuda_backend::CudaDevice;
 
 /// Query i sees the keys up to i + offset.
 fn offset(sizes: &Sizes) -> i32 {
@@ -30,16 +32,21 @@ fn offset(sizes: &Sizes) -> i32 {
     }
 }
 
-/// Whether the kernels take such a call at all: rows of whole 16 bytes, and a scale that leaves the largest score the
-/// largest.
-pub(crate) fn takes(dtype: DType, sizes: &Sizes) -> bool {
+/// Whether the card has kernels for such a call: rows of whole 16 bytes, a scale that leaves the largest score the largest,
+/// and tiles that a block's shared memory holds, forward and backward. (Most cards have less of it than Hopper's.)
+pub(crate) fn takes(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> bool {
     let rows = sizes.batch * sizes.heads * sizes.queries.max(sizes.keys);
-    matches!(dtype, DType::F16 | DType::BF16)
+    let suits = matches!(dtype, DType::F16 | DType::BF16)
         && sizes.head_dim.is_multiple_of(8)
         && (8..=256).contains(&sizes.head_dim)
         && sizes.scale > 0.0
         && sizes.queries > 0
-        && rows < i32::MAX as usize
+        && (1..i32::MAX as usize).contains(&rows);
+    let shared_bytes =
+        || forward::shared_bytes(card, sizes).max(backward::shared_bytes(card, sizes));
+    suits
+        && source::runs_on(card)
+        && source::most_shared_bytes(card).is_ok_and(|most| shared_bytes() <= most)
 }
 
 /// What the kernels' names call the element.
