@@ -242,3 +242,28 @@ fn the_system_says_what_is_there() {
     assert!((1 << 20..1 << 50).contains(&available), "{available}");
     assert!(system::resident_peak_bytes().unwrap() > 1 << 20);
 }
+
+#[test]
+#[ignore = "run by reserved_scratch_is_all_that_products_keep"]
+fn child_multiplies_on_every_thread() {
+    use tallow::kernels::cpu::gemm::{MatRef, Threads, matmul, reserve_scratch};
+    reserve_scratch(false);
+    let before = tracker::current_bytes().unwrap();
+    // Of those that are ours with AVX-512, and of those that are the gemm crate's.
+    for side in [48, 300] {
+        let a = vec![1f32; side * side];
+        rayon::broadcast(|_| {
+            let mut c = vec![0f32; side * side];
+            let a = MatRef::new(&a, side, side);
+            matmul(a, a, &mut c, false, Threads::One);
+            matmul(a, a.t(), &mut c, false, Threads::One);
+        });
+    }
+    let kept = tracker::current_bytes().unwrap().saturating_sub(before);
+    assert!(kept < 4096, "{kept} bytes more are kept");
+}
+
+#[test]
+fn reserved_scratch_is_all_that_products_keep() {
+    child::run("memory::child_multiplies_on_every_thread");
+}

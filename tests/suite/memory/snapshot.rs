@@ -75,7 +75,8 @@ fn child_writes_snapshots() {
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let parameters = 4 * step.config.num_parameters() as u64;
     let active = value["segments"][0]["active_size"].as_u64().unwrap();
-    assert!((3 * parameters..3 * parameters + 200_000).contains(&active));
+    let expected = 3 * parameters..3 * parameters + 200_000;
+    assert!(expected.contains(&active), "{active} in {expected:?}");
     assert!(text.contains("layers.1.attn.q_proj.weight") && text.contains("exp_avg_sq.ln_final"));
 
     let Some(script) = memory_viz() else {

@@ -1,5 +1,6 @@
 //! Where a thread packs blocks of the factors.
 
+use super::{MatMut, MatRef, Threads, panels};
 use crate::kernels::cpu::Lanes;
 use std::cell::RefCell;
 
@@ -39,9 +40,24 @@ pub(super) fn with_scratch<W: Lanes>(count: usize, f: impl FnOnce(&mut [W])) {
 /// allocates. `rounds` where c is in half precision.
 pub fn reserve_scratch(rounds: bool) {
     let bytes = if rounds { ROUNDED_BYTES } else { FACTOR_BYTES };
-    let reserve = || SCRATCH.with_borrow_mut(|lines| grow(lines, bytes));
+    let reserve = || {
+        SCRATCH.with_borrow_mut(|lines| grow(lines, bytes));
+        reserve_of_gemm_crate();
+    };
     reserve();
     rayon::broadcast(|_| reserve());
+}
+
+/// The `gemm` crate's threads keep a buffer too, from the first product on whose left factor it packs block by block: here
+/// one of the two, whichever factor it takes for the left.
+fn reserve_of_gemm_crate() {
+    const SIDE: usize = 32;
+    let (x, mut y) = ([0f32; SIDE * SIDE], [0f32; SIDE * SIDE]);
+    let x = MatRef::new(&x, SIDE, SIDE);
+    for x in [x, x.t()] {
+        let y = MatMut::new(&mut y, SIDE, SIDE);
+        panels::product(x, x, y, false, Threads::One);
+    }
 }
 
 fn grow(lines: &mut Vec<Line>, bytes: usize) {
