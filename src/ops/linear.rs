@@ -4,7 +4,7 @@ use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{apply2, composed, input};
 use super::weight::{WeightCopy, with_copies};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
@@ -96,7 +96,7 @@ impl CustomOp2 for Linear {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
             self.copy.read::<T, _>(weight, weight_layout, |weight| {
                 let weight = MatRef::new(weight, out, depth); // (out, in)
-                output(shape, |y| matmul_stored(x, weight.t(), y, false, Threads::All))
+                output(shape, |y| matmul(x, weight.t(), y, false, Threads::All))
             })
         })
     }
@@ -118,7 +118,7 @@ impl CustomOp2 for Linear {
                 let weight = self.copy.for_backward(weight)?;
                 let weight = elements::<T>(&weight)?;
                 let weight = MatRef::new(&weight, out, depth);
-                Some(tensor(x.shape(), |dx| matmul_stored(dy, weight, dx, false, Threads::All))?)
+                Some(tensor(x.shape(), |dx| matmul(dy, weight, dx, false, Threads::All))?)
             } else {
                 None
             };

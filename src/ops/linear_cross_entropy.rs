@@ -6,7 +6,7 @@ use super::dispatch::{Path, check_same, choose};
 use super::linear;
 use super::record::{apply2, composed};
 use super::weight::{WeightCopy, with_copies};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
@@ -88,7 +88,7 @@ impl LinearCrossEntropy {
         let x = MatRef::new(x, rows, depth); // (N, D)
         let weight = MatRef::new(weight, classes, depth); // (V, D)
         let logits = tensor::<T>((rows, classes), |logits| {
-            matmul_stored(x, weight.t(), logits, false, Threads::All)
+            matmul(x, weight.t(), logits, false, Threads::All)
         })?;
         let (losses, lse) = {
             let logits = elements::<T>(&logits)?;
@@ -152,7 +152,7 @@ impl CustomOp2 for LinearCrossEntropy {
                 let weight = self.copy.for_backward(weight)?;
                 let weight = elements::<T>(&weight)?;
                 let weight = MatRef::new(&weight, classes, weight.len() / classes);
-                tensor(x.shape(), |dx| matmul_stored(dlogits, weight, dx, false, Threads::All))?
+                tensor(x.shape(), |dx| matmul(dlogits, weight, dx, false, Threads::All))?
             };
             let x = elements::<T>(x)?;
             let x = MatRef::new(&x, rows, x.len() / rows);

@@ -6,7 +6,7 @@ use super::linear::linear;
 use super::record::apply3;
 use super::swiglu::swiglu;
 use super::weight::{WeightCopy, with_copies};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::suspended;
 use crate::{Error, Result, probe};
@@ -106,7 +106,7 @@ impl CustomOp3 for SwiGluLinear {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, D)
             let product = |weight: &[T]| {
                 let weight = MatRef::new(weight, out, depth); // (F, D)
-                tensor::<T>((rows, out), |y| matmul_stored(x, weight.t(), y, false, Threads::All))
+                tensor::<T>((rows, out), |y| matmul(x, weight.t(), y, false, Threads::All))
             };
             let gate = self.copies[0].read(w1, w1_layout, product)?;
             let up = self.copies[1].read(w3, w3_layout, product)?;
@@ -153,8 +153,8 @@ impl CustomOp3 for SwiGluLinear {
                 let (w1, w3) = (elements::<T>(&w1)?, elements::<T>(&w3)?);
                 let (w1, w3) = (MatRef::new(&w1, out, depth), MatRef::new(&w3, out, depth));
                 tensor(x_shape, |dx| {
-                    matmul_stored(dgate, w1, dx, false, Threads::All);
-                    matmul_stored(dup, w3, dx, true, Threads::All);
+                    matmul(dgate, w1, dx, false, Threads::All);
+                    matmul(dup, w3, dx, true, Threads::All);
                 })?
             };
             let x = elements::<T>(x)?;

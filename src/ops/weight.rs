@@ -9,7 +9,7 @@ use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::cpu::{elements, tensor, view};
 use super::dispatch::runs_kernels;
 use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_stored, matmul_wide};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
 use crate::{Result, precision, probe};
 use candle_core::{CpuStorage, DType, Layout, Tensor, WithDType};
 use std::sync::{Mutex, PoisonError};
@@ -126,7 +126,7 @@ impl WeightCopy {
     ) -> candle_core::Result<Tensor> {
         let shape = weight.shape();
         match self.dtype {
-            None => tensor::<T>(shape, |dw| matmul_stored(a, b, dw, false, Threads::All)),
+            None => tensor::<T>(shape, |dw| matmul(a, b, dw, false, Threads::All)),
             Some(_) => tensor::<T::Wide>(shape, |dw| matmul_wide(a, b, dw, Threads::All)),
         }
     }

@@ -129,15 +129,15 @@ impl AdamW {
     pub fn step(&mut self, gradients: &GradStore) -> Result<()> {
         let range = probe::op(Kind::Op, "adamw", probe::op_path("adamw"));
         // Asked for all first: where the policy is strict, a refusal must leave everything as it was.
-        for (_, parameter) in self.parameters() {
-            let _path = path(parameter)?;
-            #[cfg(feature = "cuda")]
-            if _path == Path::Kernel {
-                super::cuda::prepare(parameter)?;
-            }
-        }
         #[cfg(feature = "cuda")]
         let mut on_card = super::cuda::Batch::default();
+        for (_, parameter) in self.parameters() {
+            match (path(parameter)?, parameter.device()) {
+                #[cfg(feature = "cuda")]
+                (Path::Kernel, candle_core::Device::Cuda(card)) => on_card.prepare(card)?,
+                _ => {}
+            }
+        }
         self.step_by(gradients, |parameter, gradient, slot, update| {
             match (path(parameter)?, parameter.device()) {
                 #[cfg(feature = "cuda")]

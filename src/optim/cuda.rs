@@ -5,7 +5,8 @@ use crate::Result;
 use crate::kernels::cpu::adamw::Update;
 use crate::kernels::cuda::adamw::{self, Parameter};
 use crate::ops::cuda::{card, elements};
-use candle_core::{CudaDevice, Device, Tensor, Var};
+use candle_core::cuda_backend::DeviceId;
+use candle_core::{CudaDevice, Tensor, Var};
 
 /// What the launch will update.
 #[derive(Default)]
@@ -13,9 +14,20 @@ pub(super) struct Batch {
     /// Value, gradient, both moments, and which update; held until the launch.
     parameters: Vec<([Tensor; 4], usize)>,
     updates: Vec<Update>,
+    /// The card that the kernel was last loaded for.
+    prepared: Option<DeviceId>,
 }
 
 impl Batch {
+    /// Compiles and loads the kernel for a card: what can fail fails before anything has changed.
+    pub(super) fn prepare(&mut self, card: &CudaDevice) -> Result<()> {
+        if self.prepared != Some(card.id()) {
+            adamw::prepare(card)?;
+            self.prepared = Some(card.id());
+        }
+        Ok(())
+    }
+
     /// Adds a parameter in f32 with its gradient in f32.
     pub(super) fn add(&mut self, parameter: &Var, gradient: &Tensor, slot: &Slot, update: &Update) {
         if self.updates.last() != Some(update) {
@@ -52,13 +64,5 @@ impl Batch {
             adamw::step(card, &parameters, &self.updates)?;
         }
         Ok(())
-    }
-}
-
-/// Compiles the kernel for the parameter's card, where it has one: what can fail fails before anything has changed.
-pub(super) fn prepare(parameter: &Var) -> Result<()> {
-    match parameter.device() {
-        Device::Cuda(card) => Ok(adamw::prepare(card)?),
-        _ => Ok(()),
     }
 }

@@ -4,7 +4,7 @@ use crate::child;
 use half::bf16;
 use proptest::prelude::*;
 use tallow::kernels::cpu::Stored;
-use tallow::kernels::cpu::gemm::{MatRef, ProductSizes, Threads, matmul_stored, packing_bytes};
+use tallow::kernels::cpu::gemm::{MatRef, ProductSizes, Threads, matmul, packing_bytes};
 use tallow::memory::tracker;
 
 fn sizes(rows: usize, depth: usize, cols: usize) -> ProductSizes {
@@ -28,10 +28,10 @@ fn taken<T: Stored>(sizes: ProductSizes) -> u64 {
     let mut c = vec![T::one(); rows * cols];
     let a = MatRef::new(&a, rows, depth);
     let b = MatRef::new(&b, cols, depth).t();
-    matmul_stored(a, b, &mut c, false, Threads::One);
+    matmul(a, b, &mut c, false, Threads::One);
     tracker::reset_peak();
     let before = tracker::current_bytes().unwrap();
-    matmul_stored(a, b, &mut c, false, Threads::One);
+    matmul(a, b, &mut c, false, Threads::One);
     tracker::peak_bytes().unwrap() - before
 }
 

@@ -1,6 +1,6 @@
 //! Products of many small matrices.
 
-use super::{MatRef, Threads, matmul_stored};
+use super::{MatRef, Threads, matmul};
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::parallel::{self, Shared};
 
@@ -39,7 +39,7 @@ pub fn matmul_batched<T: Stored>(batch: usize, a: Batched<'_, T>, b: Batched<'_,
     let size = c.len() / batch;
     if batch < 2 * rayon::current_num_threads() {
         for (i, c) in c.chunks_exact_mut(size).enumerate() {
-            matmul_stored(a.at(i), b.at(i), c, false, Threads::All);
+            matmul(a.at(i), b.at(i), c, false, Threads::All);
         }
         return;
     }
@@ -47,6 +47,6 @@ pub fn matmul_batched<T: Stored>(batch: usize, a: Batched<'_, T>, b: Batched<'_,
     parallel::for_tasks(batch, |i| {
         // SAFETY: task i writes matrix i alone.
         let c = unsafe { c.range(i * size, size) };
-        matmul_stored(a.at(i), b.at(i), c, false, Threads::One);
+        matmul(a.at(i), b.at(i), c, false, Threads::One);
     });
 }

@@ -19,7 +19,7 @@ mod tests;
 pub(crate) mod tile;
 pub(crate) mod widen;
 
-use super::{Lanes, Stored};
+use super::Stored;
 pub use batched::{Batched, matmul_batched};
 pub use matrix::{MatMut, MatRef};
 use packed::{Band, Factors};
@@ -35,26 +35,11 @@ pub enum Threads {
     One,
 }
 
-/// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row.
+/// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row. In half precision products and sums are
+/// f32's, and c is rounded once.
 ///
 /// 2 * rows * cols * depth FLOPs. The bits do not depend on the number of threads.
-pub fn matmul<T: Lanes + Stored<Wide = T>>(
-    a: MatRef<'_, T>,
-    b: MatRef<'_, T>,
-    c: &mut [T],
-    accumulate: bool,
-    threads: Threads,
-) {
-    matmul_sum(
-        &[(a, b)],
-        MatMut::new(c, a.rows, b.cols),
-        accumulate,
-        threads,
-    );
-}
-
-/// As [`matmul`], in half precision too: products and sums are f32's, and c is rounded once.
-pub fn matmul_stored<T: Stored>(
+pub fn matmul<T: Stored>(
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
     c: &mut [T],

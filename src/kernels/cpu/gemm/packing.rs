@@ -20,7 +20,7 @@ pub struct ProductSizes {
     pub element_bytes: usize,
 }
 
-/// The most bytes that [`matmul_stored`](super::matmul_stored) and [`matmul_wide`](super::matmul_wide) ask for, and give back,
+/// The most bytes that [`matmul`](super::matmul) and [`matmul_wide`](super::matmul_wide) ask for, and give back,
 /// at any moment of a product; never less for a larger product. (In f64: huge sizes do not overflow.)
 ///
 /// Our own products ask for nothing: each thread keeps what it packs into, 0.75 MiB from its first product on, 2.5 from its first
