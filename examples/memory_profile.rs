@@ -138,7 +138,7 @@ impl Flags {
             common::progress(run.title());
             if run.end_to_end.execution == Execution::Planned {
                 report.rows.push(planned::row(run, &device)?);
-                let plan = run.end_to_end.plan()?;
+                let plan = run.end_to_end.plan(&device)?;
                 report.notes.push(planned::note(&run.title(), &plan));
                 self.files.write_map(&run.title(), runs.len(), &plan)?;
                 continue;

@@ -122,7 +122,7 @@ impl ModelFlags {
             let fits = rows.last().and_then(|row| text(row, "status")) == Some("ok");
             let mut line = line(configuration, execution, &rows);
             if execution == Execution::Planned {
-                let (plan, plan_ms) = time_once(&setting.device, || step.plan())?;
+                let (plan, plan_ms) = time_once(&setting.device, || step.plan(&setting.device))?;
                 line.insert("plan_ms", plan_ms);
                 line.insert("arena_bytes", plan.peak_bytes());
             }

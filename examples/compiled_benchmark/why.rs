@@ -103,7 +103,7 @@ pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
             costs.map(|cost| cost.bytes()).sum::<f64>() / steps
         }
         Execution::Planned => {
-            let plan = run.plan()?;
+            let plan = run.plan(device)?;
             let calls = plan.calls().iter().enumerate();
             calls
                 .map(|(i, call)| (plan.times(i) as u64 * plan.bytes_moved(call)) as f64)

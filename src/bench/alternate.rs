@@ -51,7 +51,7 @@ pub fn alternate(
     device: &Device,
     mut on_step: impl FnMut(usize, Step, f64),
 ) -> Result<Vec<Vec<Fields>>> {
-    let estimates = runs.iter().map(EndToEnd::estimate_bytes);
+    let estimates = runs.iter().map(|run| run.estimate_bytes(device));
     let estimates = estimates.collect::<Result<Vec<_>>>()?;
     let mut measured: Vec<_> = runs.iter().map(|_| None).collect();
     let mut refused: Vec<_> = runs

@@ -32,7 +32,7 @@ pub struct EndToEnd {
     pub steps: usize,
     /// The optimizer of a training step.
     pub optimizer: OptimizerChoice,
-    /// Eager, or planned: on the CPU, in f32 or under autocast, with this crate's AdamW.
+    /// Eager, or planned: on the CPU or a CUDA card, in f32 or under autocast, with this crate's AdamW.
     pub execution: Execution,
     /// The seed of weights and tokens.
     pub seed: u64,
@@ -82,7 +82,7 @@ impl EndToEnd {
     /// A configuration that cannot run; candle's optimizer with f16 parameters, for it takes no f32 gradients; the ops'
     /// errors.
     pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
-        let estimate_bytes = self.estimate_bytes()?;
+        let estimate_bytes = self.estimate_bytes(device)?;
         match self.refusal(estimate_bytes) {
             Some(row) => Ok(vec![row]),
             None => match self.measure(device, on_step) {
@@ -95,10 +95,10 @@ impl EndToEnd {
     }
 
     /// The most memory it takes at once.
-    pub(super) fn estimate_bytes(&self) -> Result<u64> {
+    pub(super) fn estimate_bytes(&self, device: &Device) -> Result<u64> {
         match self.execution {
             Execution::Eager => Ok(self.estimate()?.peak_bytes),
-            Execution::Planned => self.planned_bytes(),
+            Execution::Planned => self.planned_bytes(device),
         }
     }
 

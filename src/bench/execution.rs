@@ -46,12 +46,12 @@ impl EndToEnd {
                 hint: hint.into(),
             })
         };
-        if !device.is_cpu() {
+        if device.is_metal() {
             let got = format!("planned on {:?}", device.location());
             return refuse(
-                "the device is not the CPU",
+                "the device is neither the CPU nor a CUDA card",
                 got,
-                "run it eagerly, or on the CPU",
+                "run it eagerly, or on one of them",
             );
         }
         if !matches!(self.optimizer, OptimizerChoice::AdamW(_)) {
@@ -73,22 +73,22 @@ impl EndToEnd {
         Ok(())
     }
 
-    /// The plan of this run, whatever its execution: what [`Execution::Planned`] executes.
+    /// The plan of this run on `device`, whatever its execution: what [`Execution::Planned`] executes.
     ///
     /// # Errors
     /// A configuration that cannot work.
-    pub fn plan(&self) -> Result<Plan> {
+    pub fn plan(&self, device: &Device) -> Result<Plan> {
         match self.mode {
             Mode::Forward | Mode::ForwardKeepingGraph => {
-                Forward::plan_for(&self.config, &self.plan_config())
+                Forward::plan_on(device, &self.config, &self.plan_config())
             }
-            _ => Ok(TrainStep::plan_for(&self.config, &self.plan_config())?.0),
+            _ => Ok(TrainStep::plan_on(device, &self.config, &self.plan_config())?.0),
         }
     }
 
-    /// What a plan of this run takes, parameters and state included: exact.
-    pub(super) fn planned_bytes(&self) -> Result<u64> {
-        Ok(self.plan()?.total_bytes())
+    /// What a plan of this run takes on `device`, parameters and state included: exact.
+    pub(super) fn planned_bytes(&self, device: &Device) -> Result<u64> {
+        Ok(self.plan(device)?.total_bytes())
     }
 
     fn plan_config(&self) -> PlanConfig {

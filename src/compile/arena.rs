@@ -2,8 +2,9 @@
 
 use super::buffer::{Buffer, Home};
 
-/// What every buffer's place is a multiple of: a cache line, and the widest vector register.
-pub const ALIGNMENT_BYTES: u64 = 64;
+/// What every buffer's place is a multiple of: where a card's matrix products are at their best. (A cache line, and the
+/// widest vector register of a CPU, have 64 bytes.)
+pub const ALIGNMENT_BYTES: u64 = 256;
 
 /// Gives every arena buffer its offset; returns the arena's size.
 ///

@@ -2,15 +2,13 @@
 
 use super::build::{self, Source};
 use super::config::PlanConfig;
-use super::cpu::{Controls, Executor, Lent};
+use super::executor::{Executor, Tensors};
 use super::plan::Plan;
 use super::source;
 use crate::Result;
 use crate::model::{TransformerConfig, TransformerLM};
-use crate::optim::inplace::lend_all;
 use crate::precision::Precision;
-use candle_core::{DType, Device, Tensor, Var, WithDType};
-use half::{bf16, f16};
+use candle_core::{Device, Tensor, Var};
 
 const OP: &str = "compile::Forward";
 
@@ -40,6 +38,7 @@ const OP: &str = "compile::Forward";
 pub struct Forward {
     plan: Plan,
     executor: Executor,
+    device: Device,
     parameters: Vec<(String, Var)>,
     vocab_size: usize,
     precision: Precision,
@@ -54,10 +53,12 @@ impl Forward {
     /// A configuration that cannot work, a sequence beyond the model's context, a model that is not in f32 on the CPU or
     /// whose weights share storage, an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, config: &PlanConfig) -> Result<Self> {
-        let plan = Self::plan_for(model.config(), config)?;
+        let device = model.device();
+        let plan = Self::plan_on(device, model.config(), config)?;
         let parameters = source::check_model(OP, model)?;
         Ok(Self {
-            executor: Executor::new(&plan)?,
+            executor: Executor::new(&plan, device)?,
+            device: device.clone(),
             plan,
             parameters,
             vocab_size: model.config().vocab_size,
@@ -71,6 +72,18 @@ impl Forward {
     /// # Errors
     /// Configurations that cannot work.
     pub fn plan_for(model: &TransformerConfig, config: &PlanConfig) -> Result<Plan> {
+        Self::plan_on(&Device::Cpu, model, config)
+    }
+
+    /// As [`plan_for`](Self::plan_for), for a model on `device`.
+    ///
+    /// # Errors
+    /// Configurations that cannot work.
+    pub fn plan_on(
+        device: &Device,
+        model: &TransformerConfig,
+        config: &PlanConfig,
+    ) -> Result<Plan> {
         let config = PlanConfig {
             batch_size: config.batch_size,
             sequence_length: config.sequence_length,
@@ -84,7 +97,7 @@ impl Forward {
             model,
             config: &config,
             angles: [&cos, &sin],
-            threads: rayon::current_num_threads(),
+            target: Executor::target(device),
         }))
     }
 
@@ -93,36 +106,24 @@ impl Forward {
     /// # Errors
     /// Another shape or dtype than planned, ids outside the vocabulary.
     pub fn run(&mut self, tokens: &Tensor) -> Result<Tensor> {
-        match self.precision.dtype() {
-            DType::BF16 => self.run_in::<bf16>(tokens),
-            DType::F16 => self.run_in::<f16>(tokens),
-            _ => self.run_in::<f32>(tokens),
-        }
+        let (batch, length) = self.shape;
+        let ids = source::ids(OP, "tokens", tokens, batch, length, self.vocab_size)?;
+        let shape = (batch, length, self.vocab_size);
+        let logits = Tensor::zeros(shape, self.precision.dtype(), &self.device)?;
+        let tensors = Tensors {
+            parameters: &self.parameters,
+            tokens: &ids,
+            output: Some(&logits),
+            ..Default::default()
+        };
+        self.executor.run_micro_batches(&self.plan, &tensors)?;
+        Ok(logits)
     }
 
-    /// With logits of `S`.
-    fn run_in<S: WithDType>(&mut self, tokens: &Tensor) -> Result<Tensor> {
-        let (batch, length) = self.shape;
-        let tokens = source::ids(OP, "tokens", tokens, batch, length, self.vocab_size)?;
-        let shape = (batch, length, self.vocab_size);
-        let tensors = self.parameters.iter().map(|(_, var)| var.as_tensor());
-        let tensors: Vec<&Tensor> = tensors.collect();
-        let (plan, executor) = (&self.plan, &mut self.executor);
-        let mut result = Ok(true);
-        let mut logits = vec![S::zero(); batch * length * self.vocab_size]; // (N, V)
-        let bytes = size_of_val(logits.as_slice());
-        let output = std::ptr::slice_from_raw_parts_mut(logits.as_mut_ptr().cast(), bytes);
-        lend_all::<f32>(&tensors, |parameters| {
-            let lent = Lent {
-                parameters,
-                tokens: &tokens,
-                output: Some(output),
-                ..Default::default()
-            };
-            result = executor.run(plan, &lent, &Controls::default());
-        })?;
-        let _: bool = result?; // there is no update to be left out
-        Ok(Tensor::from_vec(logits, shape, &Device::Cpu)?)
+    /// Has the copies of weights that products read in half precision made anew in the next run: call this after the weights
+    /// were changed. Only on a card do they last from run to run.
+    pub fn refresh(&mut self) {
+        self.executor.refresh();
     }
 
     /// The plan.

@@ -65,8 +65,12 @@ mod attention;
 mod budget;
 mod buffer;
 mod build;
+mod calls;
 mod config;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod executor;
 mod explain;
 mod forward;
 mod map;

@@ -38,6 +38,9 @@ pub struct AttentionSizes {
     pub head_dim: usize,
     /// What scores are multiplied by.
     pub scale: f64,
+    /// Whether q, k and v lie beside each other in the rows of one buffer, (B, T, 3*H*Dh), and their gradients too; else
+    /// they are three, (B, T, H*Dh) each.
+    pub packed: bool,
 }
 
 /// An operation, and its sizes. Operands stand in a call in the order in which they stand here; what is written in place is
@@ -90,13 +93,20 @@ pub enum Op {
         /// Whether c is added to.
         accumulate: Accumulate,
     },
-    /// Turns heads to their positions, in place. Reads cos, sin (T, Dh/2); writes x (B, T, H*Dh).
+    /// Turns heads to their positions, in place. Reads cos, sin (T, Dh/2); writes x (B, T, H*Dh), or q and k of what is
+    /// packed.
     Rotate(AttentionSizes),
+    /// Turns gradients of turned heads back, in place. Operands as [`Rotate`](Self::Rotate).
+    RotateBack(AttentionSizes),
     /// Naive attention with q and k turned. Reads q, k, v (B, T, H*Dh), cos, sin (T, Dh/2); writes out (B, T, H*Dh), scratch
     /// and, where backward wants it, p (its triangle).
     Attention(AttentionSizes),
-    /// Attention in tiles. Reads q, k (turned), v (B, T, H*Dh); writes out (B, H, T, Dh), lse (B, H, T) and, in half precision
-    /// where backward wants it, what rounding took from out (B, H, T, Dh).
+    /// Naive attention on a card, every score there at once. Reads q, k (turned), v; writes out (B, T, H*Dh) and the
+    /// probabilities (B, H, T, T).
+    NaiveAttention(AttentionSizes),
+    /// Attention in tiles. Reads q, k (turned), v; writes out, lse (B, H, T) and, in half precision where backward wants it,
+    /// what rounding took from out (B, H, T, Dh). out is (B, H, T, Dh) on the CPU; on a card (B, T, H*Dh), and the call
+    /// writes into a workspace besides, before what rounding took.
     FlashAttention(AttentionSizes),
     /// Reads x (B, H, T, Dh); writes y (B, T, H*Dh).
     MergeHeads(AttentionSizes),
@@ -104,6 +114,13 @@ pub enum Op {
     SwiGlu {
         /// N F.
         elements: usize,
+    },
+    /// The same of what lies side by side. Reads gate and up (N, 2 F); writes silu(gate) * up (N, F).
+    PackedSwiGlu {
+        /// N.
+        rows: usize,
+        /// F.
+        width: usize,
     },
     /// Loss and gradient of some rows. Reads targets (rows); writes logits (rows, V), which become their gradient, and
     /// losses (rows).
@@ -129,14 +146,25 @@ pub enum Op {
         /// N F.
         elements: usize,
     },
+    /// Writes dy (N, F), which becomes silu(gate) * up, and gate and up (N, 2 F), which become their gradients.
+    PackedSwiGluBackward {
+        /// N.
+        rows: usize,
+        /// F.
+        width: usize,
+    },
     /// Reads d_out, q, k, v (B, T, H*Dh), p, cos, sin; writes dq, dk, dv (B, T, H*Dh), scratch.
     AttentionBackward(AttentionSizes),
+    /// Reads d_out (B, T, H*Dh), q, k, v, the probabilities (B, H, T, T); writes the gradients of q, k and v, as those lie,
+    /// not turned back, and the scores' (B, H, T, T).
+    NaiveAttentionBackward(AttentionSizes),
     /// Reads d_out, q, k, v, out (B, T, H*Dh), lse (B, H, T) and, in half precision, what rounding took from out
-    /// (B, H, T, Dh); writes dq, dk, dv (B, H, T, Dh).
+    /// (B, H, T, Dh); writes dq, dk, dv: (B, H, T, Dh) on the CPU; on a card as q, k and v lie, and a workspace.
     FlashAttentionBackward(AttentionSizes),
     /// Reads x (B, H, T, Dh), cos, sin; writes y (B, T, H*Dh), turned back.
     MergeRotatedBack(AttentionSizes),
-    /// Reads dy, x (N, D), weight (D), rstd (N); writes dx (N, D), dweight (D), scratch.
+    /// Reads dy, x (N, D), weight (D), rstd (N); writes dx (N, D), dweight (D), scratch and, on a card where the next product
+    /// wants it, dx once more in half precision.
     RmsNormBackward {
         /// N.
         rows: usize,
@@ -147,7 +175,7 @@ pub enum Op {
         /// Whether dweight is added to.
         accumulate: Accumulate,
     },
-    /// Reads dy (N, D), ids (N); writes dtable (V, D).
+    /// Reads dy (N, D), ids (N); writes dtable (V, D) and, on a card, a workspace.
     EmbeddingBackward {
         /// N.
         rows: usize,
@@ -156,13 +184,14 @@ pub enum Op {
         /// Whether dtable is added to.
         accumulate: Accumulate,
     },
-    /// A gradient over the loss scale. Writes the gradient, in place, and whether all of it is finite (1).
+    /// A gradient over the loss scale. Writes the gradient, in place, and (1) whether all of it is finite; on a card, whether
+    /// it is not.
     Unscale {
         /// Of the gradient.
         elements: usize,
     },
-    /// Reads whether gradients are finite (P); writes the number of the first that is not (1), P if all are. Where one is
-    /// not, the step ends here.
+    /// Reads what was found of the gradients (P); writes the number of the first that is not finite (1), P if all are. Where
+    /// one is not, the step ends here; on a card the updates are told to change nothing, by the clip factor (3).
     CheckOverflow {
         /// P.
         parameters: usize,
@@ -172,17 +201,19 @@ pub enum Op {
     HeadAttention(HeadAttentionSizes),
     /// Reads d_out, q, k, v (B H, T, Dh), exponentials, share, out; writes dq, dk, dv (B H, T, Dh), partial sums, scratch.
     HeadAttentionBackward(HeadAttentionSizes),
-    /// Reads x; writes the sum of its squares (1).
+    /// Reads x; writes the sum of its squares (1) and, on a card, those of its chunks.
     SumOfSquares {
         /// Of x.
         elements: usize,
     },
-    /// Reads the sums of squares (P); writes (2) the norm, and what clipping multiplies the gradients by.
+    /// Reads the sums of squares (P); writes the norm, and what clipping multiplies the gradients by (2); on a card also which
+    /// gradient is not finite, if one is (3).
     ClipFactor {
         /// P.
         parameters: usize,
     },
-    /// Reads the gradient and, where there is one, the clip factor (2); writes the parameter, exp_avg, exp_avg_sq.
+    /// Reads the gradient and, where there is one, the clip factor; writes the parameter, exp_avg, exp_avg_sq and, on a card,
+    /// the copy that products read, where there is one.
     AdamW {
         /// Its number in [`Home::Parameter`](super::Home::Parameter).
         parameter: usize,
@@ -201,14 +232,17 @@ impl Op {
             Self::AddRmsNorm { .. } => "add_rms_norm",
             Self::Matmul { .. } => "matmul",
             Self::Rotate(_) => "rotate",
+            Self::RotateBack(_) => "rotate_back",
             Self::Attention(_) => "attention",
+            Self::NaiveAttention(_) => "naive_attention",
             Self::FlashAttention(_) => "flash_attention",
             Self::MergeHeads(_) => "merge_heads",
-            Self::SwiGlu { .. } => "swiglu",
+            Self::SwiGlu { .. } | Self::PackedSwiGlu { .. } => "swiglu",
             Self::CrossEntropy { .. } => "cross_entropy",
             Self::MeanLoss { .. } => "mean_loss",
-            Self::SwiGluBackward { .. } => "swiglu_backward",
+            Self::SwiGluBackward { .. } | Self::PackedSwiGluBackward { .. } => "swiglu_backward",
             Self::AttentionBackward(_) => "attention_backward",
+            Self::NaiveAttentionBackward(_) => "naive_attention_backward",
             Self::FlashAttentionBackward(_) => "flash_attention_backward",
             Self::MergeRotatedBack(_) => "merge_rotated_back",
             Self::RmsNormBackward { .. } => "rms_norm_backward",
@@ -239,10 +273,12 @@ impl Op {
             Self::Matmul {
                 rows, cols, depth, ..
             } => 2.0 * *rows as f64 * *cols as f64 * *depth as f64,
-            Self::Attention(sizes) | Self::FlashAttention(sizes) => attention(sizes),
-            Self::AttentionBackward(sizes) | Self::FlashAttentionBackward(sizes) => {
-                2.0 * attention(sizes)
+            Self::Attention(sizes) | Self::NaiveAttention(sizes) | Self::FlashAttention(sizes) => {
+                attention(sizes)
             }
+            Self::AttentionBackward(sizes)
+            | Self::NaiveAttentionBackward(sizes)
+            | Self::FlashAttentionBackward(sizes) => 2.0 * attention(sizes),
             Self::HeadAttention(sizes) => of_heads(sizes),
             Self::HeadAttentionBackward(sizes) => 2.0 * of_heads(sizes),
             _ => 0.0,
@@ -254,8 +290,9 @@ impl Op {
         match self {
             Self::Matmul { accumulate, .. } => *accumulate != Accumulate::Never,
             Self::RmsNormBackward { add_dx, .. } => *add_dx,
-            Self::Rotate(_) | Self::CrossEntropy { .. } => true,
-            Self::SwiGluBackward { .. } | Self::AdamW { .. } | Self::Unscale { .. } => true,
+            Self::Rotate(_) | Self::RotateBack(_) | Self::CrossEntropy { .. } => true,
+            Self::SwiGluBackward { .. } | Self::PackedSwiGluBackward { .. } => true,
+            Self::AdamW { .. } | Self::Unscale { .. } => true,
             _ => false,
         }
     }
@@ -270,6 +307,8 @@ impl Op {
             | Self::RmsNorm { rows, width, .. }
             | Self::AddRmsNorm { rows, width, .. }
             | Self::RmsNormBackward { rows, width, .. }
+            | Self::PackedSwiGlu { rows, width }
+            | Self::PackedSwiGluBackward { rows, width }
             | Self::EmbeddingBackward { rows, width, .. } => format!("{rows} x {width}"),
             Self::Matmul {
                 rows,
@@ -289,10 +328,13 @@ impl Op {
                 }
             ),
             Self::Rotate(sizes)
+            | Self::RotateBack(sizes)
             | Self::Attention(sizes)
+            | Self::NaiveAttention(sizes)
             | Self::FlashAttention(sizes)
             | Self::MergeHeads(sizes)
             | Self::AttentionBackward(sizes)
+            | Self::NaiveAttentionBackward(sizes)
             | Self::FlashAttentionBackward(sizes)
             | Self::MergeRotatedBack(sizes) => attention(sizes),
             Self::HeadAttention(s) | Self::HeadAttentionBackward(s) => {

@@ -71,20 +71,28 @@ pub struct Plan {
     calls: Vec<Call>,
     buffers: Vec<Buffer>,
     tables: Vec<Vec<f32>>,
-    repeated: Range<usize>,
-    micro_batches: usize,
+    runs: Runs,
     arena_bytes: u64,
 }
 
+/// Which calls are run how often.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Runs {
+    /// In the first run alone: what they write is there in all others.
+    pub lasting: Range<usize>,
+    /// Once for each micro-batch.
+    pub repeated: Range<usize>,
+    pub micro_batches: usize,
+}
+
 impl Plan {
-    /// Finds out how long each buffer lives, and gives each its place. The calls `repeated` are run `micro_batches` times;
-    /// the buffers `kept` are left for whoever reads them after the run.
+    /// Finds out how long each buffer lives, and gives each its place. The buffers `kept` are left for whoever reads them
+    /// after the run.
     pub(super) fn new(
         calls: Vec<Call>,
         mut buffers: Vec<Buffer>,
         tables: Vec<Vec<f32>>,
-        repeated: Range<usize>,
-        micro_batches: usize,
+        runs: Runs,
         kept: &[BufferId],
     ) -> Self {
         for (index, call) in calls.iter().enumerate() {
@@ -99,7 +107,13 @@ impl Plan {
         for id in kept {
             buffers[id.0].live.end = calls.len();
         }
-        if micro_batches > 1 {
+        for call in &calls[runs.lasting.clone()] {
+            for operand in &call.writes {
+                buffers[operand.buffer.0].live = 0..calls.len();
+            }
+        }
+        let repeated = &runs.repeated;
+        if runs.micro_batches > 1 {
             // What outlives a micro-batch must not lie where the next one works, nor what all of them read.
             for buffer in buffers.iter_mut().filter(|buffer| !buffer.live.is_empty()) {
                 let live = &mut buffer.live;
@@ -127,8 +141,7 @@ impl Plan {
             calls,
             buffers,
             tables,
-            repeated,
-            micro_batches,
+            runs,
             arena_bytes,
         };
         plan.check();
@@ -157,12 +170,18 @@ impl Plan {
 
     /// The calls that every micro-batch runs; those after it run once a step.
     pub fn repeated(&self) -> Range<usize> {
-        self.repeated.clone()
+        self.runs.repeated.clone()
+    }
+
+    /// The calls that only the first run has, on a card: they make the copies of weights that products read, and every update
+    /// renews them. See [`TrainStep::refresh`](super::TrainStep::refresh).
+    pub fn lasting(&self) -> Range<usize> {
+        self.runs.lasting.clone()
     }
 
     /// How many micro-batches a step has.
     pub fn micro_batches(&self) -> usize {
-        self.micro_batches
+        self.runs.micro_batches
     }
 
     /// The size of the arena, in bytes: all that a run allocates, once, before the first.
@@ -229,11 +248,12 @@ impl Plan {
         call.reads.iter().map(bytes).sum::<u64>() + written + again
     }
 
-    /// How often call number `index` is run in a step.
+    /// How often call number `index` is run in a step, the first apart.
     pub fn times(&self, index: usize) -> usize {
-        match self.repeated.contains(&index) {
-            true => self.micro_batches,
-            false => 1,
+        match index {
+            _ if self.runs.lasting.contains(&index) => 0,
+            _ if self.runs.repeated.contains(&index) => self.runs.micro_batches,
+            _ => 1,
         }
     }
 
@@ -243,6 +263,29 @@ impl Plan {
         let mut dtypes = dtypes.map(|operand| self.buffer(operand.buffer).dtype);
         let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
         half.unwrap_or(DType::F32)
+    }
+
+    /// Bytes of what a run gives out.
+    #[cfg(feature = "cuda")]
+    pub(super) fn output_bytes(&self) -> u64 {
+        let output = self.at_home(Home::Output);
+        output.map_or(0, |id| self.buffer(id).bytes())
+    }
+
+    /// How many parameters the calls touch.
+    #[cfg(feature = "cuda")]
+    pub(super) fn parameters(&self) -> usize {
+        let homes = self.buffers.iter().map(|buffer| buffer.home);
+        homes
+            .filter(|home| matches!(home, Home::Parameter(_)))
+            .count()
+    }
+
+    /// How many token ids all micro-batches have.
+    #[cfg(feature = "cuda")]
+    pub(super) fn ids(&self) -> usize {
+        let tokens = self.at_home(Home::Tokens);
+        tokens.map_or(0, |id| self.buffer(id).elements()) * self.micro_batches()
     }
 
     /// The first buffer with this home.

@@ -8,7 +8,8 @@ use crate::{Error, Result, nn};
 use candle_core::{DType, Tensor, Var};
 use std::collections::HashMap;
 
-/// A model that can be planned: its parameters in f32 on the CPU, each on its own storage, as the configuration lists them.
+/// A model that can be planned: its parameters in f32 on the CPU or on one card, each on its own storage, as the configuration
+/// lists them.
 pub(super) fn check_model(op: &'static str, model: &TransformerLM) -> Result<Vec<(String, Var)>> {
     let parameters = model.parameters();
     let wanted = model.config().parameter_shapes();
@@ -22,12 +23,20 @@ pub(super) fn check_model(op: &'static str, model: &TransformerLM) -> Result<Vec
                 hint: "the model must be what its configuration says".into(),
             });
         }
-        if !var.device().is_cpu() {
+        if var.device().is_metal() {
             return Err(Error::Placement {
                 op,
-                expected: "a model on the CPU".into(),
+                expected: "a model on the CPU or on a CUDA card".into(),
                 got: format!("{name} on {:?}", var.device().location()),
                 hint: "run it eagerly there: model.loss(), backward(), optimizer.step()".into(),
+            });
+        }
+        if !var.device().same_device(model.device()) {
+            return Err(Error::Placement {
+                op,
+                expected: "a model on one device".into(),
+                got: format!("{name} on {:?}", var.device().location()),
+                hint: "build or load the whole model on one device".into(),
             });
         }
         if var.dtype() != DType::F32 {

@@ -3,10 +3,21 @@
 use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Device, Result};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Held while a handle of a card is made, and while a stream is recorded: cudarc waits for the whole context when it makes a
+/// stream, which ends every recording in the process.
+pub(crate) fn undisturbed() -> MutexGuard<'static, ()> {
+    static UNDISTURBED: Mutex<()> = Mutex::new(());
+    UNDISTURBED.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Opens the card with a stream of its own.
 pub(super) fn open(ordinal: usize) -> Result<Device> {
-    let device = Device::new_cuda_with_stream(ordinal)?;
+    let device = {
+        let _undisturbed = undisturbed();
+        Device::new_cuda_with_stream(ordinal)?
+    };
     let card = device.as_cuda_device()?;
     // The pool would give what is freed back to the driver at every synchronisation, and ask for it again. A card without
     // a pool has nothing to keep.

@@ -7,5 +7,6 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod mask;
+pub(crate) mod workspace;
 
 pub use mask::Mask;

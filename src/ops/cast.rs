@@ -8,9 +8,11 @@ use crate::kernels::cpu::{Stored, cast as kernel};
 use crate::precision;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, TensorId, bail};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, TensorId, bail};
 use std::cell::RefCell;
 use std::collections::HashMap;
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::cast as cuda_kernel, candle_core::CudaStorage};
 
 /// What a weight's cast is called where it is listened to: its copy lasts as an activation does, and is none.
 pub(crate) const WEIGHT_CAST: &str = "weight_cast";
@@ -18,8 +20,8 @@ pub(crate) const WEIGHT_CAST: &str = "weight_cast";
 /// `x` in another floating-point dtype, rounded to nearest (ties to even): the values of candle's `to_dtype`. Backward
 /// casts the gradient to x's dtype. Nothing is kept for it.
 ///
-/// Between f32, f16 and bf16 a contiguous tensor on the CPU is converted by a kernel, on all threads; all else is candle's
-/// own conversion.
+/// Between f32, f16 and bf16 a contiguous tensor is converted by a kernel, on the CPU by all threads, or on a card; all else is
+/// candle's own conversion.
 ///
 /// # Errors
 /// A dtype that is not a float: the graph would end there without a word.
@@ -56,11 +58,13 @@ fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
 
 fn has_kernel(x: &Tensor, dtype: DType) -> bool {
     let known = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-    x.dtype() != dtype
-        && known(x.dtype())
-        && known(dtype)
-        && x.device().is_cpu()
-        && x.is_contiguous()
+    let on_device = match x.device() {
+        Device::Cpu => true,
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => cuda::has_kernel("cast", x),
+        _ => false,
+    };
+    on_device && x.dtype() != dtype && known(x.dtype()) && known(dtype) && x.is_contiguous()
 }
 
 /// To this dtype.
@@ -97,6 +101,17 @@ impl CustomOp1 for Cast {
             DType::BF16 => self.of::<half::bf16>(x, layout),
             other => bail!("no CPU kernel casts from {other:?}"),
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let y = cuda::room(&x.device, self.to, layout.shape().elem_count())?;
+        cuda_kernel::cast(&x.device, cuda::view(x, layout)?, cuda::whole(&y)?)?;
+        Ok((y, layout.shape().clone()))
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {

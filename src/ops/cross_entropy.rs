@@ -167,6 +167,21 @@ impl Targets {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl Targets {
+    /// As the kernels take them, their ids on the card.
+    pub(super) fn on_card<'a>(
+        &self,
+        ids: &'a Tensor,
+    ) -> candle_core::Result<cuda_kernel::Targets<'a>> {
+        Ok(cuda_kernel::Targets {
+            ids: cuda::elements(ids)?,
+            ignore: self.ignore,
+            counted: self.counted,
+        })
+    }
+}
+
 struct CrossEntropy {
     targets: Targets,
     /// The log-sum-exp of each row, (N).
@@ -201,17 +216,6 @@ impl CrossEntropy {
     }
 }
 
-#[cfg(feature = "cuda")]
-impl CrossEntropy {
-    fn targets_on<'a>(&self, ids: &'a Tensor) -> candle_core::Result<cuda_kernel::Targets<'a>> {
-        Ok(cuda_kernel::Targets {
-            ids: cuda::elements(ids)?,
-            ignore: self.targets.ignore,
-            counted: self.targets.counted,
-        })
-    }
-}
-
 impl CustomOp1 for CrossEntropy {
     fn name(&self) -> &'static str {
         "cross_entropy"
@@ -238,7 +242,7 @@ impl CustomOp1 for CrossEntropy {
         cuda_kernel::forward(
             card,
             cuda::view(logits, layout)?,
-            self.targets_on(&ids)?,
+            self.targets.on_card(&ids)?,
             cuda::whole(&losses)?,
             cuda::whole(&lse)?,
             cuda::whole(&mean)?,
@@ -269,7 +273,7 @@ impl CustomOp1 for CrossEntropy {
             cuda_kernel::backward(
                 card,
                 cuda::elements(logits)?,
-                self.targets_on(&ids)?,
+                self.targets.on_card(&ids)?,
                 cuda::elements(lse)?,
                 cuda::elements(&dloss)?,
                 cuda::whole(&dlogits)?,

@@ -1,6 +1,6 @@
 //! Between candle's CUDA storage and the kernels' views; and which ops have a kernel there.
 
-use crate::kernels::cuda::{View, cross_entropy, rms_norm, rope, source};
+use crate::kernels::cuda::{View, cross_entropy, rms_norm, source};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice as Slice};
@@ -13,9 +13,8 @@ pub(super) fn has_kernel(op: &str, x: &Tensor) -> bool {
     let widest = match op {
         "rms_norm" => rms_norm::MAX_WIDTH,
         "cross_entropy" => cross_entropy::MAX_CLASSES,
-        "rope" if rope::takes(x.dims()) => i32::MAX as usize,
-        "embedding" | "softmax" | "swiglu" => i32::MAX as usize,
-        "AdamW::step" if x.dtype() == DType::F32 => usize::MAX,
+        "embedding" | "linear_cross_entropy" | "rope" | "softmax" | "swiglu" => i32::MAX as usize,
+        "AdamW::step" | "cast" => usize::MAX,
         _ => return false,
     };
     let stored = matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
@@ -75,6 +74,7 @@ pub(crate) fn room(card: &CudaDevice, dtype: DType, len: usize) -> Result<CudaSt
     // SAFETY: the kernels write every element before anybody reads one.
     let slice = unsafe {
         match dtype {
+            DType::U32 => Slice::U32(card.alloc(len)?),
             DType::F16 => Slice::F16(card.alloc(len)?),
             DType::BF16 => Slice::BF16(card.alloc(len)?),
             DType::F32 => Slice::F32(card.alloc(len)?),
@@ -88,6 +88,7 @@ pub(crate) fn room(card: &CudaDevice, dtype: DType, len: usize) -> Result<CudaSt
 /// What [`room`] has made, as kernels see it.
 pub(crate) fn whole(storage: &CudaStorage) -> Result<View<'_>> {
     let len = match &storage.slice {
+        Slice::U32(slice) => slice.len(),
         Slice::F16(slice) => slice.len(),
         Slice::BF16(slice) => slice.len(),
         Slice::F32(slice) => slice.len(),

@@ -9,7 +9,11 @@ use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::embedding as cuda_kernel, candle_core::CudaStorage};
+use {
+    super::cuda,
+    crate::kernels::cuda::embedding as cuda_kernel,
+    candle_core::{CudaStorage, DType},
+};
 
 /// `y[...] = table[tokens[...]]`: tokens (...) u32, table (V, D), y (..., D).
 ///
@@ -105,15 +109,24 @@ impl CustomOp1 for Embedding {
         let dy = dy.contiguous()?;
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let card = cuda::card(&dy)?;
-            let dtable = table.zeros_like()?;
             if self.ids.is_empty() {
-                return Ok(Some(dtable));
+                return Ok(Some(table.zeros_like()?));
             }
+            let card = cuda::card(&dy)?;
+            let words = cuda_kernel::workspace_len(self.ids.len(), table.dims2()?.0);
+            let workspace = cuda::room(card, DType::U32, words)?;
+            let dtable = cuda::room(card, table.dtype(), table.elem_count())?;
             let ids = cuda::ids(card, &self.ids)?;
-            let (dy, ids) = (cuda::elements(&dy)?, cuda::elements(&ids)?);
-            cuda_kernel::backward(card, dy, ids, width, cuda::elements(&dtable)?)?;
-            return Ok(Some(dtable));
+            cuda_kernel::backward(
+                card,
+                cuda::elements(&dy)?,
+                cuda::elements(&ids)?,
+                width,
+                cuda::whole(&dtable)?,
+                false,
+                cuda::whole(&workspace)?,
+            )?;
+            return Ok(Some(cuda::tensor(dtable, table.shape())));
         }
         for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;

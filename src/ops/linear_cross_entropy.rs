@@ -12,6 +12,13 @@ use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
+#[cfg(feature = "cuda")]
+use {
+    super::cuda,
+    crate::kernels::cuda::cross_entropy as cuda_kernel,
+    candle_core::{CudaStorage, DType},
+    std::sync::{Mutex, PoisonError},
+};
 
 /// The cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32, the loss a scalar.
 ///
@@ -19,7 +26,8 @@ use std::sync::OnceLock;
 /// reads. As one op, the logits' gradient is scratch instead of a node of candle's graph, where it would be added to
 /// zeros: B T V elements written and read once less, and two buffers of them fewer at the peak.
 /// Backward: `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Kept for backward: x, W, the
-/// logits (N, V), and the log-sum-exp of each row. Autocast: the product is lower under both policies, as [`linear()`] is;
+/// logits (N, V), and on the CPU the log-sum-exp of each row; on a card the logits become their gradient where they lie, and
+/// a second backward computes them again. Autocast: the product is lower under both policies, as [`linear()`] is;
 /// the loss is computed from those logits in f32, and returned in f32.
 ///
 /// # Errors
@@ -33,6 +41,8 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
                 copy,
                 targets,
                 kept: OnceLock::new(),
+                #[cfg(feature = "cuda")]
+                logits: Mutex::default(),
             };
             Ok(apply2(&x.contiguous()?, &weight.contiguous()?, op)?)
         }
@@ -74,6 +84,9 @@ struct LinearCrossEntropy {
     targets: Targets,
     /// The logits (N, V) and the log-sum-exp of each row (N).
     kept: OnceLock<(Tensor, Tensor)>,
+    /// The logits (N, V) on a card, until backward makes them their gradient.
+    #[cfg(feature = "cuda")]
+    logits: Mutex<Option<Tensor>>,
 }
 
 impl LinearCrossEntropy {
@@ -104,6 +117,46 @@ impl LinearCrossEntropy {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl LinearCrossEntropy {
+    fn backward_on_card(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dloss: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let (card, rows) = (cuda::card(x)?, self.targets.ids.len());
+        let (wanted, (classes, _)) = ([x.track_op(), weight.track_op()], weight.dims2()?);
+        let flat = x.detach().reshape((rows, ()))?; // (N, D)
+        let (weight, dloss) = (weight.detach(), dloss.detach().to_dtype(DType::F32)?);
+        let kept = {
+            let mut logits = self.logits.lock().unwrap_or_else(PoisonError::into_inner);
+            logits.take()
+        };
+        let logits = match kept {
+            Some(logits) => logits,
+            None => flat.matmul(&weight.t()?)?, // (N, V)
+        };
+        let losses = cuda::room(card, DType::F32, rows)?;
+        let ids = cuda::ids(card, &self.targets.ids)?;
+        let targets = self.targets.on_card(&ids)?;
+        cuda_kernel::in_place(
+            card,
+            cuda::elements(&logits)?,
+            classes,
+            targets.ids,
+            cuda::elements(&dloss)?,
+            targets.counted,
+            cuda::whole(&losses)?,
+        )?;
+        let dlogits = logits;
+        let [dx, dw] = wanted;
+        let dx = dx.then(|| dlogits.matmul(&weight)?.reshape(x.shape()));
+        let dw = dw.then(|| dlogits.t()?.matmul(&flat));
+        Ok((dx.transpose()?, dw.transpose()?))
+    }
+}
+
 impl CustomOp2 for LinearCrossEntropy {
     fn name(&self) -> &'static str {
         "linear_cross_entropy"
@@ -125,6 +178,36 @@ impl CustomOp2 for LinearCrossEntropy {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        weight: &CudaStorage,
+        weight_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (card, rows) = (&x.device, self.targets.ids.len());
+        let (classes, depth) = weight_layout.shape().dims2()?;
+        let flat = Layout::contiguous_with_offset((rows, depth), x_layout.start_offset());
+        let sizes = (1, rows, classes, depth);
+        let logits = x.matmul(weight, sizes, &flat, &weight_layout.transpose(0, 1)?)?; // (N, V)
+        let room = |len| cuda::room(card, DType::F32, len);
+        let (losses, lse, mean) = (room(rows)?, room(rows)?, room(1)?);
+        let ids = cuda::ids(card, &self.targets.ids)?;
+        cuda_kernel::forward(
+            card,
+            cuda::whole(&logits)?,
+            self.targets.on_card(&ids)?,
+            cuda::whole(&losses)?,
+            cuda::whole(&lse)?,
+            cuda::whole(&mean)?,
+        )?;
+        let logits = cuda::tensor(logits, (rows, classes));
+        probe::kept("logits", &logits);
+        *self.logits.lock().unwrap_or_else(PoisonError::into_inner) = Some(logits);
+        Ok((mean, Shape::from(())))
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -132,6 +215,10 @@ impl CustomOp2 for LinearCrossEntropy {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return self.backward_on_card(x, weight, dloss);
+        }
         let Some((logits, lse)) = self.kept.get() else {
             candle_core::bail!("linear_cross_entropy: backward before forward");
         };

@@ -152,23 +152,24 @@ impl CustomOp2 for RmsNorm {
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
             let (card, width) = (cuda::card(&dy)?, weight.elem_count());
-            let x = cuda::elements(x)?;
-            let spread = cuda_kernel::backward_spread(card, cuda::elements(&dy)?, width)?;
-            let dx = cuda::room(card, x.dtype, x.len)?;
+            let partials_len = cuda_kernel::partials_len(rstd.elem_count(), width);
+            let partials = cuda::room(card, DType::F32, partials_len)?;
+            let dx = cuda::room(card, x.dtype(), x.elem_count())?;
             let dw = cuda::room(card, DType::F32, width)?;
-            let partials = cuda::room(card, DType::F32, spread.blocks() * width)?;
-            let read = [
-                cuda::elements(&dy)?,
-                x,
-                cuda::elements(&wide_weight)?,
-                cuda::elements(rstd)?,
-            ];
-            let written = [
-                cuda::whole(&dx)?,
-                cuda::whole(&dw)?,
-                cuda::whole(&partials)?,
-            ];
-            cuda_kernel::backward(card, &spread, read, written)?;
+            let inputs = cuda_kernel::Inputs {
+                dy: cuda::elements(&dy)?,
+                x: cuda::elements(x)?,
+                weight: cuda::elements(&wide_weight)?,
+                rstd: cuda::elements(rstd)?,
+            };
+            let gradients = cuda_kernel::Gradients {
+                dx: cuda::whole(&dx)?,
+                add_dx: false,
+                copy: None,
+                dw: cuda::whole(&dw)?,
+                add_dw: false,
+            };
+            cuda_kernel::backward(card, inputs, gradients, cuda::whole(&partials)?)?;
             let dw = cuda::tensor(dw, weight.shape()).to_dtype(weight.dtype())?;
             return Ok((Some(cuda::tensor(dx, x_shape)), Some(dw)));
         }

@@ -303,7 +303,7 @@ fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
     Ok(())
 }
 
-/// Kernel or reference: there is a kernel for every float dtype on the CPU, and for f32 on CUDA.
+/// Kernel or reference: there is a kernel for every float dtype on the CPU, and for all but f64 on CUDA.
 fn path(parameter: &Var) -> Result<Path> {
     choose(STEP, parameter)
 }

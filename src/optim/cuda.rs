@@ -3,19 +3,28 @@
 use super::slot::Slot;
 use crate::Result;
 use crate::kernels::cpu::adamw::Update;
-use crate::kernels::cuda::adamw::{self, Parameter};
+use crate::kernels::cuda::adamw::{self, Entry};
 use crate::ops::cuda::{card, elements};
 use candle_core::cuda_backend::DeviceId;
-use candle_core::{CudaDevice, Tensor, Var};
+use candle_core::{CudaDevice, DType, Tensor, Var};
 
 /// What the launch will update.
 #[derive(Default)]
 pub(super) struct Batch {
-    /// Value, gradient, both moments, and which update; held until the launch.
-    parameters: Vec<([Tensor; 4], usize)>,
+    parameters: Vec<Parameter>,
     updates: Vec<Update>,
     /// The card that the kernel was last loaded for.
     prepared: Option<DeviceId>,
+}
+
+/// A parameter, held until the launch.
+struct Parameter {
+    /// Its value in f32, gradient, and both moments.
+    tensors: [Tensor; 4],
+    /// Itself, where it is in half precision.
+    half: Option<Tensor>,
+    /// Which of the updates it takes.
+    update: usize,
 }
 
 impl Batch {
@@ -28,40 +37,51 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds a parameter in f32 with its gradient in f32.
+    /// Adds a parameter with its gradient, in f32 or, beside a parameter in half precision, as that is.
     pub(super) fn add(&mut self, parameter: &Var, gradient: &Tensor, slot: &Slot, update: &Update) {
         if self.updates.last() != Some(update) {
             self.updates.push(*update);
         }
+        let value = slot.master.as_ref().unwrap_or(parameter);
         let tensors = [
-            parameter.as_tensor(),
+            value.as_tensor(),
             gradient,
             slot.exp_avg.as_tensor(),
             slot.exp_avg_sq.as_tensor(),
         ];
-        self.parameters
-            .push((tensors.map(Tensor::clone), self.updates.len() - 1));
+        self.parameters.push(Parameter {
+            tensors: tensors.map(Tensor::clone),
+            half: slot.master.as_ref().map(|_| parameter.as_tensor().clone()),
+            update: self.updates.len() - 1,
+        });
     }
 
-    /// Updates what was added, in one launch a card.
+    /// Updates what was added: one launch for what is on one card and of the same dtypes.
     pub(super) fn step(&self) -> Result<()> {
-        let mut by_card: Vec<(&CudaDevice, Vec<Parameter>)> = Vec::new();
-        for ([value, gradient, m, v], update) in &self.parameters {
+        /// What a launch's entries have in common.
+        type Kind = (DeviceId, DType, Option<DType>);
+
+        let mut launches: Vec<(Kind, &CudaDevice, Vec<Entry>)> = Vec::new();
+        for parameter in &self.parameters {
+            let [value, gradient, m, v] = &parameter.tensors;
             let on = card(value)?;
-            let parameter = Parameter {
+            let half = parameter.half.as_ref();
+            let entry = Entry {
                 value: elements(value)?,
                 gradient: elements(gradient)?,
                 exp_avg: elements(m)?,
                 exp_avg_sq: elements(v)?,
-                update: *update,
+                copy: half.map(elements).transpose()?,
+                update: parameter.update,
             };
-            match by_card.iter_mut().find(|(card, _)| card.id() == on.id()) {
-                Some((_, parameters)) => parameters.push(parameter),
-                None => by_card.push((on, vec![parameter])),
+            let kind = (on.id(), gradient.dtype(), half.map(Tensor::dtype));
+            match launches.iter_mut().find(|(other, ..)| *other == kind) {
+                Some((.., entries)) => entries.push(entry),
+                None => launches.push((kind, on, vec![entry])),
             }
         }
-        for (card, parameters) in by_card {
-            adamw::step(card, &parameters, &self.updates)?;
+        for ((_, _, half), card, entries) in launches {
+            adamw::step(card, &entries, &self.updates, half.is_some())?;
         }
         Ok(())
     }

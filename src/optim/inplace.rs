@@ -68,7 +68,7 @@ impl<T: Element, F: FnOnce(&mut [T]) -> candle_core::Result<()>> InplaceOp1 for 
 /// Calls `f` with the elements of a contiguous CPU tensor of `T`, for writing.
 ///
 /// Calls nest, which gives several tensors at once. Inside, touching any tensor on a lent storage deadlocks.
-pub(super) fn lend<T: Element>(
+pub(crate) fn lend<T: Element>(
     tensor: &Tensor,
     f: impl FnOnce(&mut [T]) -> candle_core::Result<()>,
 ) -> candle_core::Result<()> {

@@ -41,6 +41,7 @@ mod gradients;
 pub(crate) mod guard;
 pub(crate) mod inplace;
 mod planned;
+pub(crate) use planned::PlannedUpdate;
 mod reference;
 mod schedule;
 mod slot;

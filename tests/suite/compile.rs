@@ -1,6 +1,8 @@
 //! Planned steps against eager ones, and what a plan says of itself.
 
 mod attention;
+#[cfg(feature = "cuda")]
+mod card;
 mod eager;
 mod half;
 mod memory;

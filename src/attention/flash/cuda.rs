@@ -67,6 +67,7 @@ impl Flash {
         let out = room(card, dtype, shape.elem_count())?;
         let rest = room(card, dtype, shape.elem_count())?;
         let lse = room(card, DType::F32, rows.0 * rows.1 * rows.2)?;
+        let workspace = room(card, DType::U32, kernel::forward_workspace_len(sizes))?;
         kernel::forward(
             card,
             sizes,
@@ -76,8 +77,9 @@ impl Flash {
                 heads(v, v_layout)?,
             ],
             heads(&out, &Layout::contiguous(shape.clone()))?,
-            whole(&rest)?,
+            Some(whole(&rest)?),
             whole(&lse)?,
+            whole(&workspace)?,
         )?;
         self.keep(tensor(lse, rows), Some(tensor(rest, shape.clone())));
         Ok((out, shape))
@@ -102,7 +104,7 @@ impl Flash {
             k: heads_of(k)?,
             v: heads_of(v)?,
             out: heads_of(out)?,
-            rounded_off: elements(rest)?,
+            rounded_off: Some(elements(rest)?),
             d_out: heads_of(&d_out)?,
             lse: elements(lse)?,
         };
@@ -111,7 +113,8 @@ impl Flash {
             dk: heads_of(&dk)?,
             dv: heads_of(&dv)?,
         };
-        kernel::backward(card, sizes, inputs, gradients)?;
+        let workspace = room(card, DType::U32, kernel::backward_workspace_len(sizes))?;
+        kernel::backward(card, sizes, inputs, gradients, whole(&workspace)?)?;
         Ok([dq, dk, dv])
     }
 }

@@ -2,7 +2,7 @@
 
 use super::super::buffer::{Buffer, BufferId, Category, Home};
 use super::super::op::Op;
-use super::super::plan::{Call, Operand, Phase, Plan};
+use super::super::plan::{Call, Operand, Phase, Plan, Runs};
 use super::OP;
 use crate::attention::{AttentionConfig, Mask};
 use crate::kernels::cpu::blocked_attention as kernel;
@@ -137,5 +137,10 @@ pub(super) fn of(sizes: HeadAttentionSizes) -> Plan {
         &[dq, dk, dv, partial, backward_scratch],
     );
     let kept = [out, dq, dk, dv];
-    Plan::new(vec![forward, backward], buffers, Vec::new(), 0..1, 1, &kept)
+    let runs = Runs {
+        lasting: 0..0,
+        repeated: 0..1,
+        micro_batches: 1,
+    };
+    Plan::new(vec![forward, backward], buffers, Vec::new(), runs, &kept)
 }

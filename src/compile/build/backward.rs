@@ -3,10 +3,15 @@
 //! The residual stream's gradient is one buffer, which every norm's backward adds to.
 
 use super::super::buffer::BufferId;
-use super::super::op::{Accumulate, Op};
+use super::super::op::{Accumulate, AttentionSizes, Op};
 use super::super::plan::Phase;
 use super::Builder;
-use super::forward::{Attended, BlockState, Normed, Segment, States, Stream};
+use super::forward::{
+    Attended, BlockState, DOWN, GATE_UP, Normed, OUT, QKV, Segment, States, Stream, turned,
+    weights_of,
+};
+use crate::kernels::cpu::residual_norm::partials_len;
+use crate::kernels::workspace;
 
 impl Builder<'_> {
     /// Loss, and every gradient.
@@ -16,10 +21,13 @@ impl Builder<'_> {
         self.phase = Phase::Backward;
         self.path = "ln_final".into();
         let dx = self.buffer("dstream", &[rows, width]); // of the residual stream, from here to the embedding
-        self.norm_backward("ln_final", states.ln_final, dy, dx, false);
+        let any_block = !states.segments.is_empty();
+        let mut branch = self.norm_backward("ln_final", states.ln_final, dy, dx, false, any_block);
         for segment in states.segments.into_iter().rev() {
             match segment {
-                Segment::Kept(layer, state) => self.block_backward(layer, &state, dx),
+                Segment::Kept(layer, state) => {
+                    branch = self.block_backward(layer, &state, dx, branch);
+                }
                 Segment::Again(layers, x) => {
                     let mut stream = Stream::Whole(x);
                     let mut states = Vec::new();
@@ -30,20 +38,26 @@ impl Builder<'_> {
                     }
                     self.drop_last_branch();
                     for (layer, state) in states.iter().rev() {
-                        self.block_backward(*layer, state, dx);
+                        branch = self.block_backward(*layer, state, dx, branch);
                     }
                 }
             }
         }
         self.path = "token_embeddings".into();
-        let (d_table, accumulate) = self.gradient("token_embeddings.weight");
+        let (d_table, accumulate) = self.gradient(&["token_embeddings.weight".into()]);
         let op = Op::EmbeddingBackward {
             rows,
             width,
             accumulate,
         };
-        self.call(op, &[dx, self.tokens], &[d_table]);
-        self.gradient_done("token_embeddings.weight");
+        let vocab_size = self.source.model.vocab_size;
+        let workspace = self.is_on_card().then(|| {
+            let parts = workspace::embedding_backward(rows, vocab_size);
+            self.workspace(parts.iter().sum())
+        });
+        let writes: Vec<BufferId> = [d_table].into_iter().chain(workspace).collect();
+        self.call(op, &[dx, self.tokens], &writes);
+        self.gradient_done(&["token_embeddings.weight".into()]);
     }
 
     /// The last block of a segment that was run again: nobody reads its branch, so the product that made it goes, and the
@@ -52,81 +66,96 @@ impl Builder<'_> {
         self.calls.truncate(self.calls.len() - 2);
     }
 
-    fn block_backward(&mut self, layer: usize, state: &BlockState, dx: BufferId) {
+    /// Adds a block's gradient to `dx`. `branch` is what dx has been so far, as products read it; what is returned is what it
+    /// then is, for the next block.
+    fn block_backward(
+        &mut self,
+        layer: usize,
+        state: &BlockState,
+        dx: BufferId,
+        branch: BufferId,
+    ) -> BufferId {
         let rows = self.source.config.rows();
         let hidden = self.source.model.d_ff;
         let width = self.source.model.d_model;
         let prefix = format!("layers.{layer}");
+        let ffn = |names: &'static [&'static str]| (layer, "ffn", names);
+        let attn = |names: &'static [&'static str]| (layer, "attn", names);
 
         // dgated = dx W2; then, in its place, what W2's gradient is made from.
-        self.path = format!("{prefix}/ffn/w2");
-        let d_branch = self.lowered(dx);
         let gated = self.lower("gated", &[rows, hidden]);
-        self.input_gradient("w2", &prefix, "ffn", d_branch, gated, Accumulate::Never);
-        let BlockState { gate, up, .. } = *state;
+        self.input_gradient(ffn(DOWN), branch, gated, Accumulate::Never);
         self.path = format!("{prefix}/ffn");
-        let elements = rows * hidden;
-        self.call(Op::SwiGluBackward { elements }, &[], &[gated, gate, up]);
-        self.weight_gradient("w2", &prefix, "ffn", d_branch, gated);
-        let dy = self.lower("dx", &[rows, width]);
-        self.input_gradient("w1", &prefix, "ffn", gate, dy, Accumulate::Never);
-        self.weight_gradient("w1", &prefix, "ffn", gate, state.ln2.y);
-        self.input_gradient("w3", &prefix, "ffn", up, dy, Accumulate::Always);
-        self.weight_gradient("w3", &prefix, "ffn", up, state.ln2.y);
-        self.norm_backward(&format!("{prefix}/ln2"), state.ln2, dy, dx, true);
+        let op = match self.packs() {
+            true => Op::PackedSwiGluBackward {
+                rows,
+                width: hidden,
+            },
+            false => Op::SwiGluBackward {
+                elements: rows * hidden,
+            },
+        };
+        let in_place: Vec<BufferId> = [gated].into_iter().chain(state.gate_up.clone()).collect();
+        self.call(op, &[], &in_place);
+        self.weight_gradient(ffn(DOWN), branch, gated);
+        let dy = self.linear_backward(ffn(GATE_UP), &state.gate_up, state.ln2.y);
+        let branch = self.norm_backward(&format!("{prefix}/ln2"), state.ln2, dy, dx, true, true);
 
         self.path = format!("{prefix}/attn");
-        let d_branch = self.lowered(dx);
         let d_merged = self.lower("dmerged", &[rows, width]);
-        self.input_gradient(
-            "output_proj",
-            &prefix,
-            "attn",
-            d_branch,
-            d_merged,
-            Accumulate::Never,
-        );
-        self.weight_gradient("output_proj", &prefix, "attn", d_branch, state.merged);
+        self.input_gradient(attn(OUT), branch, d_merged, Accumulate::Never);
+        self.weight_gradient(attn(OUT), branch, state.merged);
         self.path = format!("{prefix}/attn");
         let gradients = self.attention_backward(state, d_merged);
-        self.path = format!("{prefix}/attn");
-        let dy = self.lower("dx", &[rows, width]);
-        let names = ["q_proj", "k_proj", "v_proj"];
-        for (i, (name, gradient)) in names.into_iter().zip(gradients).enumerate() {
+        let dy = self.linear_backward(attn(QKV), &gradients, state.ln1.y);
+        let is_last = layer == 0;
+        self.norm_backward(&format!("{prefix}/ln1"), state.ln1, dy, dx, true, !is_last)
+    }
+
+    /// The gradients of linear layers that read the same x: of their weights, and of x, which is returned.
+    fn linear_backward(
+        &mut self,
+        (layer, part, names): Layers<'_>,
+        gradients: &[BufferId],
+        x: BufferId,
+    ) -> BufferId {
+        self.path = format!("layers.{layer}/{part}");
+        let shape = [self.source.config.rows(), self.source.model.d_model];
+        let dx = self.lower("dx", &shape);
+        for (i, (group, dy)) in self.groups(names).zip(gradients).enumerate() {
             let accumulate = match i {
                 0 => Accumulate::Never,
                 _ => Accumulate::Always,
             };
-            self.input_gradient(name, &prefix, "attn", gradient, dy, accumulate);
-            self.weight_gradient(name, &prefix, "attn", gradient, state.ln1.y);
+            self.input_gradient((layer, part, group), *dy, dx, accumulate);
+            self.weight_gradient((layer, part, group), *dy, x);
         }
-        self.norm_backward(&format!("{prefix}/ln1"), state.ln1, dy, dx, true);
+        dx
     }
 
-    /// `dx = dy W` for the linear layer `part.name` of a block.
+    /// `dx = dy W` for linear layers that are one product.
     fn input_gradient(
         &mut self,
-        name: &str,
-        prefix: &str,
-        part: &str,
+        (layer, part, group): Layers<'_>,
         dy: BufferId,
         dx: BufferId,
         accumulate: Accumulate,
     ) {
-        self.path = format!("{prefix}/{part}/{name}");
-        let weight = self.product_weight(&format!("{prefix}.{part}.{name}.weight"));
+        self.path = format!("layers.{layer}/{part}/{}", group.join("+"));
+        let weight = self.product_weight(&weights_of(layer, part, group));
         self.matmul((dy, false), (weight, false), dx, accumulate);
     }
 
-    /// `dW = dy^T x`, in f32 whatever the factors are in.
-    fn weight_gradient(&mut self, name: &str, prefix: &str, part: &str, dy: BufferId, x: BufferId) {
-        self.path = format!("{prefix}/{part}/{name}");
-        let weight = format!("{prefix}.{part}.{name}.weight");
-        let (dw, accumulate) = self.gradient(&weight);
+    /// `dW = dy^T x` for the same, in f32 whatever the factors are in.
+    fn weight_gradient(&mut self, (layer, part, group): Layers<'_>, dy: BufferId, x: BufferId) {
+        self.path = format!("layers.{layer}/{part}/{}", group.join("+"));
+        let weights = weights_of(layer, part, group);
+        let (dw, accumulate) = self.gradient(&weights);
         self.matmul((dy, true), (x, false), dw, accumulate);
-        self.gradient_done(&weight);
+        self.gradient_done(&weights);
     }
 
+    /// Adds a norm's gradient to dx, or sets it; returns dx as products read it, where one `follows`.
     fn norm_backward(
         &mut self,
         path: &str,
@@ -134,15 +163,17 @@ impl Builder<'_> {
         dy: BufferId,
         dx: BufferId,
         add_dx: bool,
-    ) {
-        use crate::kernels::cpu::residual_norm::partials_len;
-
+        follows: bool,
+    ) -> BufferId {
         let (rows, width) = (self.source.config.rows(), self.source.model.d_model);
         self.path = path.into();
-        let name = format!("{}.weight", path.replace('/', "."));
-        let weight = self.weight(&name);
-        let (dw, accumulate) = self.gradient(&name);
-        let partials = self.scratch(&[partials_len(rows, width)]);
+        let names = [format!("{}.weight", path.replace('/', "."))];
+        let weight = self.weight(&names[0]);
+        let (dw, accumulate) = self.gradient(&names);
+        let partials = self.scratch(&[match self.is_on_card() {
+            true => workspace::rms_norm_partials(rows, width),
+            false => partials_len(rows, width),
+        }]);
         let op = Op::RmsNormBackward {
             rows,
             width,
@@ -150,43 +181,80 @@ impl Builder<'_> {
             accumulate,
         };
         let Normed { x, rstd, .. } = normed;
-        self.call(op, &[dy, x, weight, rstd], &[dx, dw, partials]);
-        self.gradient_done(&name);
+        let copy = (follows && self.packs()).then(|| self.lower("copy", &[rows, width]));
+        let writes: Vec<BufferId> = [dx, dw, partials].into_iter().chain(copy).collect();
+        self.call(op, &[dy, x, weight, rstd], &writes);
+        self.gradient_done(&names);
+        match copy {
+            Some(copy) => copy,
+            None if follows => self.lowered(dx),
+            None => dx,
+        }
     }
 
-    /// The gradients of q, k and v, (N, D) each.
-    fn attention_backward(&mut self, state: &BlockState, d_merged: BufferId) -> [BufferId; 3] {
+    /// The gradients of q, k and v, as those lie.
+    fn attention_backward(&mut self, state: &BlockState, d_merged: BufferId) -> Vec<BufferId> {
         let sizes = self.attention_sizes();
         let [cos, sin] = self.angles;
-        let [q, k, v] = state.qkv;
-        let shape = [self.source.config.rows(), self.source.model.d_model];
-        let gradients = ["dq", "dk", "dv"].map(|name| self.lower(name, &shape));
+        let qkv = &state.qkv;
+        let [rows, width] = [self.source.config.rows(), self.source.model.d_model];
+        let columns = 3 * width / qkv.len();
+        let gradients = ["dq", "dk", "dv"].iter().take(qkv.len());
+        let gradients: Vec<BufferId> = gradients
+            .map(|name| self.lower(name, &[rows, columns]))
+            .collect();
+        let [b, h, t] = [sizes.batch, sizes.heads, sizes.length];
         match state.attended {
             Attended::Naive { p: None } => {} // a forward alone, which has no backward
+            Attended::Naive { p: Some(p) } if self.is_on_card() => {
+                let d_scores = self.lower("dscores", &[b, h, t, t]);
+                let reads = reads(&[d_merged], qkv, &[p]);
+                let writes = [&gradients[..], &[d_scores]].concat();
+                self.call(Op::NaiveAttentionBackward(sizes), &reads, &writes);
+                self.turn_back(sizes, &gradients);
+            }
             Attended::Naive { p: Some(p) } => {
-                let threads = self.source.threads;
-                let scratch = self.scratch(&[threads, sizes.rotary().backward_scratch_len()]);
-                let [dq, dk, dv] = gradients;
-                self.call(
-                    Op::AttentionBackward(sizes),
-                    &[d_merged, q, k, v, p, cos, sin],
-                    &[dq, dk, dv, scratch],
-                );
+                let scratch = [self.threads(), sizes.rotary().backward_scratch_len()];
+                let scratch = self.scratch(&scratch);
+                let reads = reads(&[d_merged], qkv, &[p, cos, sin]);
+                let writes = [&gradients[..], &[scratch]].concat();
+                self.call(Op::AttentionBackward(sizes), &reads, &writes);
             }
             Attended::Flash { lse, rounded_off } => {
-                let shape = [sizes.batch, sizes.heads, sizes.length, sizes.head_dim];
+                let mut reads = reads(&[d_merged], qkv, &[state.merged, lse]);
+                reads.extend(rounded_off);
+                if self.is_on_card() {
+                    let words = workspace::flash_backward(&sizes.flash());
+                    let workspace = self.workspace(words.iter().sum());
+                    let writes = [&gradients[..], &[workspace]].concat();
+                    self.call(Op::FlashAttentionBackward(sizes), &reads, &writes);
+                    self.turn_back(sizes, &gradients);
+                    return gradients;
+                }
+                let shape = [b, h, t, sizes.head_dim];
                 let heads = ["dq_heads", "dk_heads", "dv_heads"];
                 let heads = heads.map(|name| self.lower(name, &shape));
-                let reads = [d_merged, q, k, v, state.merged, lse];
-                let reads: Vec<BufferId> = reads.into_iter().chain(rounded_off).collect();
                 self.call(Op::FlashAttentionBackward(sizes), &reads, &heads);
-                let [dq, dk, dv] = gradients;
-                for (from, to) in [(heads[0], dq), (heads[1], dk)] {
-                    self.call(Op::MergeRotatedBack(sizes), &[from, cos, sin], &[to]);
+                for (from, to) in heads.iter().zip(&gradients).take(2) {
+                    self.call(Op::MergeRotatedBack(sizes), &[*from, cos, sin], &[*to]);
                 }
-                self.call(Op::MergeHeads(sizes), &[heads[2]], &[dv]);
+                self.call(Op::MergeHeads(sizes), &[heads[2]], &[gradients[2]]);
             }
         }
         gradients
     }
+
+    fn turn_back(&mut self, sizes: AttentionSizes, gradients: &[BufferId]) {
+        let [cos, sin] = self.angles;
+        for gradient in turned(gradients) {
+            self.call(Op::RotateBack(sizes), &[cos, sin], &[*gradient]);
+        }
+    }
+}
+
+/// Linear layers of a block: its number, which part of it, and their names.
+type Layers<'n> = (usize, &'static str, &'n [&'n str]);
+
+fn reads(before: &[BufferId], qkv: &[BufferId], after: &[BufferId]) -> Vec<BufferId> {
+    [before, qkv, after].concat()
 }

@@ -3,6 +3,7 @@
 use super::super::buffer::{BufferId, Category, Home};
 use super::super::op::{Accumulate, Op};
 use super::Builder;
+use crate::kernels::workspace;
 use crate::nn::Checkpointing;
 
 /// The residual stream as a norm finds it. N is B T.
@@ -28,7 +29,7 @@ pub(super) struct Normed {
 /// What attention leaves for backward.
 #[derive(Clone, Copy)]
 pub(super) enum Attended {
-    /// The probabilities; none in a forward alone.
+    /// The probabilities; none in a forward alone on the CPU.
     Naive { p: Option<BufferId> },
     /// The log-sum-exp of the scores, (B, H, T), and what rounding took from the output, in half precision, (B, H, T, Dh).
     /// q and k are turned.
@@ -39,19 +40,29 @@ pub(super) enum Attended {
 }
 
 /// What a block leaves for backward.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct BlockState {
     pub ln1: Normed,
-    /// q, k and v, (N, D) each.
-    pub qkv: [BufferId; 3],
+    /// q, k and v, (N, D) each, or all three as one, (N, 3 D).
+    pub qkv: Vec<BufferId>,
     pub attended: Attended,
     /// What the output projection reads: (N, D).
     pub merged: BufferId,
     pub ln2: Normed,
-    /// (N, F).
-    pub gate: BufferId,
-    /// (N, F).
-    pub up: BufferId,
+    /// Gate and up, (N, F) each, or both as one, (N, 2 F).
+    pub gate_up: Vec<BufferId>,
+}
+
+/// The linear layers of a block, those of one input together.
+pub(super) const QKV: &[&str] = &["q_proj", "k_proj", "v_proj"];
+pub(super) const OUT: &[&str] = &["output_proj"];
+pub(super) const GATE_UP: &[&str] = &["w1", "w3"];
+pub(super) const DOWN: &[&str] = &["w2"];
+
+/// The names of a block's weights.
+pub(super) fn weights_of(layer: usize, part: &str, names: &[&str]) -> Vec<String> {
+    let name = |name| format!("layers.{layer}.{part}.{name}.weight");
+    names.iter().map(name).collect()
 }
 
 /// Some blocks, as backward finds them.
@@ -102,7 +113,7 @@ impl Builder<'_> {
         self.path = "lm_head".into();
         let dtype = self.lower_dtype();
         let logits = self.add("logits", &shape, dtype, Category::Output, Home::Output);
-        let head = self.product_weight("lm_head.weight");
+        let head = self.product_weight(&["lm_head.weight".into()]);
         self.matmul(
             (states.ln_final.y, false),
             (head, true),
@@ -129,45 +140,57 @@ impl Builder<'_> {
         self.path = format!("{prefix}/ln1");
         let ln1 = self.norm(stream, &weight("ln1"));
 
-        let qkv = ["q", "k", "v"].map(|name| {
-            self.path = format!("{prefix}/attn/{name}_proj");
-            let projected = self.lower(name, &[rows, width]);
-            let weight = self.product_weight(&weight(&format!("attn.{name}_proj")));
-            self.matmul((ln1.y, false), (weight, true), projected, Accumulate::Never);
-            projected
-        });
+        let qkv = self.linear(layer, "attn", QKV, ln1.y, width);
         self.path = format!("{prefix}/attn");
-        let (attended, merged) = self.attention(qkv);
-        let branch = self.linear(&format!("{prefix}/attn/output_proj"), merged, width);
+        let (attended, merged) = self.attention(&qkv);
+        let branch = self.linear(layer, "attn", OUT, merged, width)[0];
 
         self.path = format!("{prefix}/ln2");
         let ln2 = self.norm(Stream::Sum(ln1.x, branch), &weight("ln2"));
-        let gate = self.linear(&format!("{prefix}/ffn/w1"), ln2.y, hidden);
-        let up = self.linear(&format!("{prefix}/ffn/w3"), ln2.y, hidden);
+        let gate_up = self.linear(layer, "ffn", GATE_UP, ln2.y, hidden);
         self.path = format!("{prefix}/ffn");
         let gated = self.lower("gated", &[rows, hidden]);
-        let elements = rows * hidden;
-        self.call(Op::SwiGlu { elements }, &[gate, up], &[gated]);
-        let branch = self.linear(&format!("{prefix}/ffn/w2"), gated, width);
+        let op = match self.packs() {
+            true => Op::PackedSwiGlu {
+                rows,
+                width: hidden,
+            },
+            false => Op::SwiGlu {
+                elements: rows * hidden,
+            },
+        };
+        self.call(op, &gate_up, &[gated]);
+        let branch = self.linear(layer, "ffn", DOWN, gated, width)[0];
         let state = BlockState {
             ln1,
             qkv,
             attended,
             merged,
             ln2,
-            gate,
-            up,
+            gate_up,
         };
         (state, Stream::Sum(ln2.x, branch))
     }
 
-    /// `y = x W^T` with the weight of the layer at `path`: (N, out).
-    fn linear(&mut self, path: &str, x: BufferId, out: usize) -> BufferId {
-        self.path = path.into();
-        let weight = self.product_weight(&format!("{}.weight", path.replace('/', ".")));
-        let y = self.lower("y", &[self.source.config.rows(), out]);
-        self.matmul((x, false), (weight, true), y, Accumulate::Never);
-        y
+    /// `y = x W^T` for linear layers of one input: (N, out) each, or beside each other in one.
+    fn linear(
+        &mut self,
+        layer: usize,
+        part: &str,
+        names: &[&str],
+        x: BufferId,
+        out: usize,
+    ) -> Vec<BufferId> {
+        let rows = self.source.config.rows();
+        let groups = self.groups(names);
+        let outputs = groups.map(|group| {
+            self.path = format!("layers.{layer}/{part}/{}", group.join("+"));
+            let weight = self.product_weight(&weights_of(layer, part, group));
+            let y = self.lower("y", &[rows, group.len() * out]);
+            self.matmul((x, false), (weight, true), y, Accumulate::Never);
+            y
+        });
+        outputs.collect()
     }
 
     fn norm(&mut self, stream: Stream, weight: &str) -> Normed {
@@ -191,37 +214,62 @@ impl Builder<'_> {
         }
     }
 
-    /// Attention of projections (N, D): what backward needs, and the output (N, D).
-    fn attention(&mut self, [q, k, v]: [BufferId; 3]) -> (Attended, BufferId) {
+    /// Attention of projections: what backward needs, and the output (N, D).
+    fn attention(&mut self, qkv: &[BufferId]) -> (Attended, BufferId) {
         let sizes = self.attention_sizes();
         let [cos, sin] = self.angles;
         let shape = [self.source.config.rows(), self.source.model.d_model];
-        if self.is_naive() {
+        let [b, h, t] = [sizes.batch, sizes.heads, sizes.length];
+        if self.is_naive() && !self.is_on_card() {
             let kernel = sizes.rotary();
             let out = self.lower("out", &shape);
-            let threads = self.source.threads;
-            let scratch = self.scratch(&[threads, kernel.forward_scratch_len()]);
+            let scratch = self.scratch(&[self.threads(), kernel.forward_scratch_len()]);
             let p = self
                 .trains
                 .then(|| self.buffer("probabilities", &[kernel.probabilities_len()]));
             let writes: Vec<BufferId> = [out, scratch].into_iter().chain(p).collect();
-            self.call(Op::Attention(sizes), &[q, k, v, cos, sin], &writes);
+            let reads: Vec<BufferId> = qkv.iter().copied().chain([cos, sin]).collect();
+            self.call(Op::Attention(sizes), &reads, &writes);
             return (Attended::Naive { p }, out);
         }
-        let [b, h, t] = [sizes.batch, sizes.heads, sizes.length];
-        for x in [q, k] {
-            self.call(Op::Rotate(sizes), &[cos, sin], &[x]);
+        for x in turned(qkv) {
+            self.call(Op::Rotate(sizes), &[cos, sin], &[*x]);
+        }
+        if self.is_naive() {
+            let out = self.lower("out", &shape);
+            let p = self.lower("probabilities", &[b, h, t, t]);
+            self.call(Op::NaiveAttention(sizes), qkv, &[out, p]);
+            return (Attended::Naive { p: Some(p) }, out);
         }
         let by_head = [b, h, t, sizes.head_dim];
-        let heads = self.lower("heads", &by_head);
+        let heads = match self.is_on_card() {
+            true => self.lower("out", &shape),
+            false => self.lower("heads", &by_head),
+        };
         let lse = self.buffer("lse", &[b, h, t]);
+        let workspace = self
+            .is_on_card()
+            .then(|| self.workspace(workspace::flash_forward()));
         // Out's own rounding would be in every gradient.
         let rounded_off =
             (self.trains && self.is_half()).then(|| self.lower("rounded_off", &by_head));
-        let writes: Vec<BufferId> = [heads, lse].into_iter().chain(rounded_off).collect();
-        self.call(Op::FlashAttention(sizes), &[q, k, v], &writes);
+        let writes: Vec<BufferId> = [heads, lse]
+            .into_iter()
+            .chain(workspace)
+            .chain(rounded_off)
+            .collect();
+        self.call(Op::FlashAttention(sizes), qkv, &writes);
+        let attended = Attended::Flash { lse, rounded_off };
+        if self.is_on_card() {
+            return (attended, heads);
+        }
         let out = self.lower("out", &shape);
         self.call(Op::MergeHeads(sizes), &[heads], &[out]);
-        (Attended::Flash { lse, rounded_off }, out)
+        (attended, out)
     }
+}
+
+/// What positions turn of q, k and v, or of all three as one.
+pub(super) fn turned(qkv: &[BufferId]) -> &[BufferId] {
+    &qkv[..qkv.len().min(2)]
 }

@@ -10,6 +10,9 @@ use candle_core::DType;
 /// is added to once for each chunk), more would leave the cache.
 const CHUNK_ELEMENTS: usize = 256 * 10_240;
 
+/// On a card: products of so many rows are as fast as larger ones.
+const CARD_CHUNK_ELEMENTS: usize = 4096 * 10_240;
+
 /// Rows at a time at least, whatever the vocabulary.
 const CHUNK_ROWS: usize = 64;
 
@@ -25,9 +28,17 @@ impl Builder<'_> {
         self.path = "lm_head".into();
         let losses = self.buffer("losses", &[rows]);
         let dh = self.lower("dx", &[rows, width]);
-        let head = self.product_weight("lm_head.weight");
-        let (d_head, first) = self.gradient("lm_head.weight");
-        let chunk = (CHUNK_ELEMENTS / classes).clamp(CHUNK_ROWS.min(rows), rows);
+        let head = self.product_weight(&["lm_head.weight".into()]);
+        let (d_head, first) = self.gradient(&["lm_head.weight".into()]);
+        let most = |elements: usize| (elements / classes).clamp(CHUNK_ROWS.min(rows), rows);
+        let chunk = match self.is_on_card() {
+            false => most(CHUNK_ELEMENTS),
+            // All of a size, and so that each begins where products like it.
+            true => {
+                let chunks = rows.div_ceil(most(CARD_CHUNK_ELEMENTS));
+                rows.div_ceil(chunks).next_multiple_of(2 * CHUNK_ROWS)
+            }
+        };
         for start in (0..rows).step_by(chunk) {
             let some = start..rows.min(start + chunk);
             let of = |buffer, width: usize| Operand {
@@ -87,7 +98,7 @@ impl Builder<'_> {
             accumulate: Accumulate::AfterFirst,
         };
         self.call(op, &[losses], &[loss]);
-        self.gradient_done("lm_head.weight");
+        self.gradient_done(&["lm_head.weight".into()]);
         dh
     }
 }

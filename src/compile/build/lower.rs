@@ -5,7 +5,9 @@
 
 use super::super::buffer::{BufferId, Category, Home};
 use super::super::op::Op;
+use super::super::plan::Operand;
 use super::Builder;
+use super::forward::{DOWN, GATE_UP, OUT, QKV, weights_of};
 use candle_core::DType;
 
 impl Builder<'_> {
@@ -35,30 +37,60 @@ impl Builder<'_> {
         copy
     }
 
-    /// The weight with this name as products read it: itself, or its copy in half precision, which is made where the first
-    /// product of a step asks for it, and serves all others.
-    pub(super) fn product_weight(&mut self, name: &str) -> BufferId {
-        let (number, weight) = self.parameter(name);
+    /// The weights with these names as a product reads them, one under the other: the one itself, or the copy in half
+    /// precision, which is made where the first product of a step asks for it, and serves all others.
+    pub(super) fn product_weight(&mut self, names: &[String]) -> BufferId {
+        let weights: Vec<_> = names.iter().map(|name| self.parameter(name)).collect();
+        let (first, weight) = weights[0];
         if !self.is_half() {
+            assert_eq!(names.len(), 1, "{names:?}");
             return weight;
         }
-        if let Some(copy) = self.copies[number] {
-            return copy;
+        if let Some(copy) = &self.copies[first] {
+            return copy.buffer;
         }
-        let shape = self.buffers[weight.index()].shape.clone();
-        let elements = shape.iter().product();
+        let shape = self.stacked(&weights);
         let home = Home::Arena { offset_bytes: 0 };
-        let name = format!("copy of {name}");
-        let copy = self.add(
-            &name,
-            &shape,
-            self.lower_dtype(),
-            Category::WeightCopy,
-            home,
-        );
-        self.copies[number] = Some(copy);
-        self.call(Op::Cast { elements }, &[weight], &[copy]);
+        let name = format!("copy of {}", names.join(" and "));
+        let dtype = self.lower_dtype();
+        let copy = self.add(&name, &shape, dtype, Category::WeightCopy, home);
+        for (number, weight, operand) in self.parts(&weights, copy) {
+            let elements = operand.elements.len();
+            let weight = self.whole(weight);
+            self.copies[number] = Some(operand.clone());
+            self.call_on(Op::Cast { elements }, vec![weight], vec![operand]);
+        }
         copy
+    }
+
+    /// The shape of weights one under the other.
+    pub(super) fn stacked(&self, weights: &[(usize, BufferId)]) -> Vec<usize> {
+        let shapes = weights
+            .iter()
+            .map(|(_, id)| &self.buffers[id.index()].shape);
+        let rows = shapes.clone().map(|shape| shape[0]).sum();
+        let mut shape = self.buffers[weights[0].1.index()].shape.clone();
+        shape[0] = rows;
+        shape
+    }
+
+    /// Number, buffer and place of each weight in `stack`, where they lie one under the other.
+    pub(super) fn parts(
+        &self,
+        weights: &[(usize, BufferId)],
+        stack: BufferId,
+    ) -> Vec<(usize, BufferId, Operand)> {
+        let mut end = 0;
+        let parts = weights.iter().map(|(number, id)| {
+            let start = end;
+            end += self.buffers[id.index()].elements();
+            let operand = Operand {
+                buffer: stack,
+                elements: start..end,
+            };
+            (*number, *id, operand)
+        });
+        parts.collect()
     }
 
     /// The copies of all weights that products read, before the first micro-batch: the others find them there.
@@ -66,12 +98,20 @@ impl Builder<'_> {
         if !self.is_half() {
             return;
         }
-        for (name, shape) in self.source.model.parameter_shapes() {
-            let is_product = shape.rank() == 2 && name != "token_embeddings.weight";
-            if is_product {
-                self.path = name.trim_end_matches(".weight").into();
-                self.product_weight(&name);
+        for layer in 0..self.source.model.num_layers {
+            for (part, names) in [
+                ("attn", QKV),
+                ("attn", OUT),
+                ("ffn", GATE_UP),
+                ("ffn", DOWN),
+            ] {
+                self.path = format!("layers.{layer}/{part}");
+                for group in self.groups(names) {
+                    self.product_weight(&weights_of(layer, part, group));
+                }
             }
         }
+        self.path = "lm_head".into();
+        self.product_weight(&["lm_head.weight".into()]);
     }
 }

@@ -13,9 +13,10 @@ mod update;
 use super::buffer::{Buffer, BufferId, Category, Home};
 use super::config::PlanConfig;
 use super::op::{Accumulate, AttentionSizes, Op};
-use super::plan::{Call, Operand, Phase, Plan};
+use super::plan::{Call, Operand, Phase, Plan, Runs};
 use crate::attention::Algorithm;
-use crate::kernels::cpu::{heads::Heads, rotary_attention};
+use crate::kernels::Mask;
+use crate::kernels::cpu::{flash_attention, heads::Heads, rotary_attention};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use candle_core::DType;
@@ -27,14 +28,23 @@ pub(super) struct Source<'a> {
     pub config: &'a PlanConfig,
     /// Cosines and sines of all positions, (T, Dh/2) each.
     pub angles: [&'a [f32]; 2],
-    /// Threads that calls get scratch for.
-    pub threads: usize,
+    /// What will run it.
+    pub target: Target,
+}
+
+/// What runs a plan: kernels differ in what they take at once, and in the room they work in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Target {
+    /// The CPU, with scratch for so many threads.
+    Cpu { threads: usize },
+    /// A card.
+    Card,
 }
 
 /// The plan of a training step.
 pub(super) fn train_step(source: Source<'_>, checkpointing: Checkpointing) -> Plan {
     let mut builder = Builder::new(source, true);
-    if source.config.accumulation > 1 {
+    if source.config.accumulation > 1 || builder.is_on_card() {
         builder.copy_weights();
     }
     let first = builder.calls.len();
@@ -48,8 +58,12 @@ pub(super) fn train_step(source: Source<'_>, checkpointing: Checkpointing) -> Pl
 /// The plan of a forward alone, to logits.
 pub(super) fn forward(source: Source<'_>) -> Plan {
     let mut builder = Builder::new(source, false);
+    if builder.is_on_card() {
+        builder.copy_weights();
+    }
+    let first = builder.calls.len();
     builder.forward_to_logits();
-    let repeated = 0..builder.calls.len();
+    let repeated = first..builder.calls.len();
     builder.finish(repeated, 1)
 }
 
@@ -61,9 +75,9 @@ struct Builder<'a> {
     calls: Vec<Call>,
     buffers: Vec<Buffer>,
     /// Of each parameter; in a forward alone, none.
-    gradients: Vec<Option<BufferId>>,
+    gradients: Vec<Option<Operand>>,
     /// Of each parameter in half precision, where one was made.
-    copies: Vec<Option<BufferId>>,
+    copies: Vec<Option<Operand>>,
     kept: Vec<BufferId>,
     phase: Phase,
     path: String,
@@ -116,7 +130,7 @@ impl<'a> Builder<'a> {
             builder.add(name, shape.dims(), DType::F32, category, Home::Parameter(i));
         }
         builder.gradients = vec![None; source.model.parameter_shapes().len()];
-        builder.copies = builder.gradients.clone();
+        builder.copies = vec![None; builder.gradients.len()];
         Self {
             tokens,
             targets,
@@ -127,12 +141,19 @@ impl<'a> Builder<'a> {
 
     fn finish(self, repeated: std::ops::Range<usize>, micro_batches: usize) -> Plan {
         let tables = self.source.angles.map(<[f32]>::to_vec).to_vec();
+        let lasting = match self.source.target {
+            Target::Cpu { .. } => 0..0,
+            Target::Card => 0..repeated.start,
+        };
         Plan::new(
             self.calls,
             self.buffers,
             tables,
-            repeated,
-            micro_batches,
+            Runs {
+                lasting,
+                repeated,
+                micro_batches,
+            },
             &self.kept,
         )
     }
@@ -179,6 +200,33 @@ impl<'a> Builder<'a> {
     /// What the threads of one call work in.
     fn scratch(&mut self, shape: &[usize]) -> BufferId {
         self.arena("scratch", shape, DType::F32, Category::Scratch)
+    }
+
+    /// What a card's kernel works in: so many words.
+    fn workspace(&mut self, words: usize) -> BufferId {
+        self.arena("workspace", &[words], DType::U32, Category::Scratch)
+    }
+
+    fn is_on_card(&self) -> bool {
+        self.source.target == Target::Card
+    }
+
+    /// Whether linear maps of the same input are one: in half precision, where their weights' copies can lie one under the
+    /// other.
+    fn packs(&self) -> bool {
+        self.is_on_card() && self.is_half()
+    }
+
+    /// The linear maps of one input, by how many are one product.
+    fn groups<'n>(&self, names: &'n [&'n str]) -> std::slice::Chunks<'n, &'n str> {
+        names.chunks(if self.packs() { names.len() } else { 1 })
+    }
+
+    fn threads(&self) -> usize {
+        match self.source.target {
+            Target::Cpu { threads } => threads,
+            Target::Card => 0, // where no call asks
+        }
     }
 
     fn whole(&self, id: BufferId) -> Operand {
@@ -260,6 +308,7 @@ impl<'a> Builder<'a> {
             heads: model.num_heads,
             head_dim: model.head_dim(),
             scale: 1.0 / (model.head_dim() as f64).sqrt(),
+            packed: self.packs(),
         }
     }
 
@@ -287,7 +336,21 @@ impl AttentionSizes {
         }
     }
 
-    /// As naive attention's kernel takes them.
+    /// As flash attention's kernels take them.
+    pub(super) fn flash(&self) -> flash_attention::Sizes {
+        flash_attention::Sizes {
+            batch: self.batch,
+            heads: self.heads,
+            kv_heads: self.heads,
+            queries: self.length,
+            keys: self.length,
+            head_dim: self.head_dim,
+            mask: Mask::Causal,
+            scale: self.scale,
+        }
+    }
+
+    /// As naive attention's kernel on the CPU takes them.
     pub(super) fn rotary(&self) -> rotary_attention::Sizes {
         rotary_attention::Sizes {
             heads: self.heads(),

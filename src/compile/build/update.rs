@@ -4,37 +4,42 @@ use super::super::buffer::{BufferId, Category, Home};
 use super::super::op::{Accumulate, Op};
 use super::super::plan::{Operand, Phase};
 use super::Builder;
+use crate::kernels::workspace;
 use candle_core::DType;
 
 impl Builder<'_> {
-    /// The gradient of a parameter, and whether the first product that it is made from adds to it. f32 whatever the
-    /// precision.
-    pub(super) fn gradient(&mut self, name: &str) -> (BufferId, Accumulate) {
-        let (number, parameter) = self.parameter(name);
+    /// The gradients of parameters, one under the other, and whether the first product that they are made from adds to them.
+    /// f32 whatever the precision.
+    pub(super) fn gradient(&mut self, names: &[String]) -> (BufferId, Accumulate) {
+        let parameters: Vec<_> = names.iter().map(|name| self.parameter(name)).collect();
         let accumulate = match self.source.config.accumulation {
             1 => Accumulate::Never,
             _ => Accumulate::AfterFirst,
         };
-        if let Some(gradient) = self.gradients[number] {
-            return (gradient, accumulate);
+        if let Some(gradient) = &self.gradients[parameters[0].0] {
+            return (gradient.buffer, accumulate);
         }
-        let shape = self.buffers[parameter.index()].shape.clone();
+        let shape = self.stacked(&parameters);
         let home = Home::Arena { offset_bytes: 0 };
-        let name = format!("gradient of {name}");
+        let name = format!("gradient of {}", names.join(" and "));
         let gradient = self.add(&name, &shape, DType::F32, Category::Gradient, home);
-        self.gradients[number] = Some(gradient);
+        for (number, _, operand) in self.parts(&parameters, gradient) {
+            self.gradients[number] = Some(operand);
+        }
         if !self.source.config.optimizer_in_backward {
             self.kept.push(gradient);
         }
         (gradient, accumulate)
     }
 
-    /// The gradient of `name` is complete, and nobody reads the parameter any more.
-    pub(super) fn gradient_done(&mut self, name: &str) {
+    /// The gradients of `names` are complete, and nobody reads the parameters any more.
+    pub(super) fn gradient_done(&mut self, names: &[String]) {
         if self.source.config.optimizer_in_backward {
             let (path, phase) = (self.path.clone(), self.phase);
-            let (number, _) = self.parameter(name);
-            self.adamw(number, None);
+            for name in names {
+                let (number, _) = self.parameter(name);
+                self.adamw(number, None);
+            }
             (self.path, self.phase) = (path, phase);
         }
     }
@@ -44,26 +49,33 @@ impl Builder<'_> {
         if self.source.config.optimizer_in_backward {
             return; // done
         }
+        let mut factor = None;
         if self.source.config.loss_scaling {
-            self.unscale();
+            factor = self.unscale();
         }
-        let factor = self.source.config.clip_norm.map(|_| self.clip_factor());
+        if self.source.config.clip_norm.is_some() {
+            factor = Some(self.clip_factor());
+        }
         for number in 0..self.gradients.len() {
             self.adamw(number, factor);
         }
     }
 
-    /// Gradients over the loss scale, and the end of the step where one of them is not finite.
-    fn unscale(&mut self) {
+    /// Gradients over the loss scale, and the end of the step where one of them is not finite; on a card, what keeps the
+    /// updates from happening then.
+    fn unscale(&mut self) -> Option<BufferId> {
         self.phase = Phase::Optimizer;
         self.path = "grad_scaler".into();
         let parameters = self.gradients.len();
-        let finite = self.arena("finite", &[parameters], DType::U8, Category::Temporary);
+        let (found, dtype) = match self.is_on_card() {
+            true => ("not finite", DType::U32),
+            false => ("finite", DType::U8),
+        };
+        let finite = self.arena(found, &[parameters], dtype, Category::Temporary);
         for number in 0..parameters {
-            let Some(gradient) = self.gradients[number] else {
+            let Some(gradient) = self.gradients[number].clone() else {
                 continue;
             };
-            let gradient = self.whole(gradient);
             let elements = gradient.elements.len();
             let is_finite = Operand {
                 buffer: finite,
@@ -73,7 +85,18 @@ impl Builder<'_> {
         }
         let first = self.arena("first not finite", &[1], DType::U32, Category::Temporary);
         self.kept.push(first);
-        self.call(Op::CheckOverflow { parameters }, &[finite], &[first]);
+        let factor = self.is_on_card().then(|| self.factor());
+        let writes: Vec<BufferId> = [first].into_iter().chain(factor).collect();
+        self.call(Op::CheckOverflow { parameters }, &[finite], &writes);
+        factor
+    }
+
+    /// The norm, and what gradients are multiplied by.
+    fn factor(&mut self) -> BufferId {
+        let words = if self.is_on_card() { 3 } else { 2 };
+        let factor = self.arena("norm and factor", &[words], DType::F64, Category::Temporary);
+        self.kept.push(factor);
+        factor
     }
 
     /// The norm of all gradients, and what they are multiplied by: (2).
@@ -82,27 +105,39 @@ impl Builder<'_> {
         self.path = "clip_grad_norm".into();
         let parameters = self.gradients.len();
         let squares = self.arena("squares", &[parameters], DType::F64, Category::Temporary);
+        let all = self.gradients.iter().flatten();
+        let all_chunks = all.map(|gradient| workspace::chunks(gradient.elements.len()));
+        let all_chunks = [all_chunks.sum()];
+        let chunks = self
+            .is_on_card()
+            .then(|| self.arena("chunks", &all_chunks, DType::F64, Category::Scratch));
+        let mut chunk = 0;
         for number in 0..parameters {
-            let Some(gradient) = self.gradients[number] else {
+            let Some(gradient) = self.gradients[number].clone() else {
                 continue;
             };
-            let elements = self.buffers[gradient.index()].elements();
-            let gradient = self.whole(gradient);
+            let elements = gradient.elements.len();
             let square = Operand {
                 buffer: squares,
                 elements: number..number + 1,
             };
-            self.call_on(Op::SumOfSquares { elements }, vec![gradient], vec![square]);
+            let first = chunk;
+            chunk += workspace::chunks(elements);
+            let chunks = chunks.map(|buffer| Operand {
+                buffer,
+                elements: first..chunk,
+            });
+            let writes = [square].into_iter().chain(chunks).collect();
+            self.call_on(Op::SumOfSquares { elements }, vec![gradient], writes);
         }
-        let factor = self.arena("norm and factor", &[2], DType::F64, Category::Temporary);
-        self.kept.push(factor);
+        let factor = self.factor();
         self.call(Op::ClipFactor { parameters }, &[squares], &[factor]);
         factor
     }
 
     /// The update of parameter number `number`.
     fn adamw(&mut self, number: usize, factor: Option<BufferId>) {
-        let Some(gradient) = self.gradients[number] else {
+        let Some(gradient) = self.gradients[number].clone() else {
             return;
         };
         let parameters = self.buffers.iter();
@@ -136,7 +171,11 @@ impl Builder<'_> {
         });
         self.phase = Phase::Optimizer;
         self.path = "adamw".into();
-        let reads: Vec<BufferId> = [gradient].into_iter().chain(factor).collect();
-        self.call(op, &reads, &[BufferId(parameter), exp_avg, exp_avg_sq]);
+        let factor = factor.map(|factor| self.whole(factor));
+        let reads = [gradient].into_iter().chain(factor).collect();
+        let written = [BufferId(parameter), exp_avg, exp_avg_sq].map(|id| self.whole(id));
+        let copy = self.copies[number].clone().filter(|_| self.is_on_card());
+        let writes = written.into_iter().chain(copy).collect();
+        self.call_on(op, reads, writes);
     }
 }

@@ -61,6 +61,11 @@ fn run_in<S: Stored<Wide = f32>>(
         }
         Op::Attention(sizes) => attention::naive(o, &sizes),
         Op::AttentionBackward(sizes) => attention::naive_backward(o, &sizes),
+        Op::RotateBack(_)
+        | Op::NaiveAttention(_)
+        | Op::NaiveAttentionBackward(_)
+        | Op::PackedSwiGlu { .. }
+        | Op::PackedSwiGluBackward { .. } => panic!("{:?} was planned for a card", call.op),
         Op::FlashAttention(sizes) => attention::flash_forward(o, &sizes),
         Op::FlashAttentionBackward(sizes) => attention::flash_backward(o, &sizes),
         Op::HeadAttention(sizes) => attention::heads_forward(o, &sizes),

@@ -1,11 +1,11 @@
 //! Calls that come when the gradients are there: loss scaling undone, clipping, AdamW.
 
-use super::super::buffer::Home;
+use super::super::executor::not_finite;
 use super::super::plan::Plan;
 use super::Controls;
 use super::operands::Operands;
+use crate::Result;
 use crate::kernels::cpu::{Stored, adamw, unscale as unscaling};
-use crate::{Error, Result};
 use std::ops::ControlFlow;
 
 /// A gradient over the loss scale; where there is none to undo, whatever it holds will do.
@@ -59,17 +59,5 @@ pub(super) fn clip_factor<S: Stored<Wide = f32>>(
         return Ok(());
     }
     let culprit = squares.iter().position(|square| !square.is_finite());
-    let name = culprit.and_then(|number| {
-        let id = plan.at_home(Home::Parameter(number))?;
-        Some(plan.buffer(id).name.clone())
-    });
-    Err(Error::Data {
-        what: match name {
-            Some(name) => format!("the gradient of parameter {name}"),
-            None => "all gradients together".into(),
-        },
-        expected: "finite numbers".into(),
-        got: format!("a norm of {norm}"),
-        hint: "lower the learning rate, or skip this batch; nothing was updated".into(),
-    })
+    Err(not_finite(plan, culprit, norm))
 }

@@ -8,16 +8,16 @@ pub use scaled::ScaledStep;
 use super::budget;
 use super::build::Source;
 use super::config::{PlanConfig, check_clip_norm};
-use super::cpu::{Controls, Executor, Lent};
+use super::executor::{Executor, Tensors};
 use super::op::Op;
 use super::plan::Plan;
 use super::source;
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
-use crate::optim::AdamW;
-use crate::optim::inplace::{lend_all, storage_address};
+use crate::optim::inplace::storage_address;
+use crate::optim::{AdamW, PlannedUpdate};
 use crate::{Error, Result};
-use candle_core::{Tensor, Var};
+use candle_core::{Device, Tensor, Var};
 use std::collections::HashSet;
 
 const OP: &str = "compile::TrainStep";
@@ -41,6 +41,8 @@ pub struct TrainStep {
     checkpointing: Checkpointing,
     has_run: bool,
     norm: Option<f64>,
+    /// The optimizer's steps after the last run, with which the plan's copies of weights are those of the weights.
+    steps_seen: Option<usize>,
 }
 
 impl TrainStep {
@@ -54,9 +56,10 @@ impl TrainStep {
         source::check_length(model.config(), config)?;
         let parameters = source::check_model(OP, model)?;
         optimizer.planned_updates(OP, &parameters)?;
-        let (plan, checkpointing) = Self::plan_for(model.config(), config)?;
+        let device = model.device();
+        let (plan, checkpointing) = Self::plan_on(device, model.config(), config)?;
         Ok(Self {
-            executor: Executor::new(&plan)?,
+            executor: Executor::new(&plan, device)?,
             plan,
             parameters,
             model: model.config().clone(),
@@ -64,6 +67,7 @@ impl TrainStep {
             checkpointing,
             has_run: false,
             norm: None,
+            steps_seen: None,
         })
     }
 
@@ -85,6 +89,19 @@ impl TrainStep {
         model: &TransformerConfig,
         config: &PlanConfig,
     ) -> Result<(Plan, Checkpointing)> {
+        Self::plan_on(&Device::Cpu, model, config)
+    }
+
+    /// As [`plan_for`](Self::plan_for), for a model on `device`: on a card linear maps of one input are one product in half
+    /// precision, and what kernels work in has other sizes.
+    ///
+    /// # Errors
+    /// As [`plan_for`](Self::plan_for).
+    pub fn plan_on(
+        device: &Device,
+        model: &TransformerConfig,
+        config: &PlanConfig,
+    ) -> Result<(Plan, Checkpointing)> {
         model.validate()?;
         source::check_length(model, config)?;
         let [cos, sin] = source::angles(model, config)?;
@@ -92,9 +109,16 @@ impl TrainStep {
             model,
             config,
             angles: [&cos, &sin],
-            threads: rayon::current_num_threads(),
+            target: Executor::target(device),
         };
         budget::plan(source)
+    }
+
+    /// Has the copies of weights that products read in half precision made anew in the next run. Only on a card do they last
+    /// from run to run, renewed by the update; an eager step of the same optimizer is noticed. Call this after the weights
+    /// were changed in any other way: loaded, or set.
+    pub fn refresh(&mut self) {
+        self.executor.refresh();
     }
 
     /// One step: the mean loss of the batch before the update. tokens and targets (accumulation * B, T) u32.
@@ -107,7 +131,7 @@ impl TrainStep {
     /// parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
         self.run_with(optimizer, tokens, targets, None)?;
-        Ok(self.loss())
+        self.loss()
     }
 
     /// One step; whether there was an update.
@@ -120,39 +144,29 @@ impl TrainStep {
     ) -> Result<bool> {
         let (tokens, targets) = self.ids(tokens, targets)?;
         let planned = optimizer.planned_updates(OP, &self.parameters)?;
-        let parameters = self.parameters.iter().map(|(_, var)| var.as_tensor());
-        let first = planned.iter().map(|planned| &planned.exp_avg);
-        let second = planned.iter().map(|planned| &planned.exp_avg_sq);
-        let tensors: Vec<&Tensor> = parameters.chain(first).chain(second).collect();
-        check_apart(&tensors)?;
-        let updates: Vec<_> = planned.iter().map(|planned| planned.update).collect();
-        let controls = Controls {
-            updates: &updates,
-            clip_norm: self.config.clip_norm.unwrap_or(f64::INFINITY),
-            loss_scale,
+        check_apart(&self.parameters, &planned)?;
+        if self.steps_seen != Some(optimizer.steps()) {
+            self.executor.refresh(); // somebody else has stepped
+        }
+        let tensors = Tensors {
+            parameters: &self.parameters,
+            updates: &planned,
+            tokens: &tokens,
+            targets: &targets,
+            output: None,
         };
-        let (count, plan, executor) = (updates.len(), &self.plan, &mut self.executor);
+        let clip_norm = self.config.clip_norm.unwrap_or(f64::INFINITY);
         self.norm = None;
-        let mut result = Ok(false);
-        lend_all::<f32>(&tensors, |slices| {
-            let (parameters, state) = slices.split_at(count);
-            let (exp_avg, exp_avg_sq) = state.split_at(count);
-            let lent = Lent {
-                parameters,
-                exp_avg,
-                exp_avg_sq,
-                tokens: &tokens,
-                targets: &targets,
-                ..Default::default()
-            };
-            result = executor.run(plan, &lent, &controls);
-        })?;
-        let stepped = result?;
+        self.steps_seen = None; // until it is over
+        let stepped = self
+            .executor
+            .run(&self.plan, &tensors, clip_norm, loss_scale)?;
         self.has_run = true;
         if stepped {
             optimizer.planned_step_taken();
-            self.norm = self.kept(|op| matches!(op, Op::ClipFactor { .. }));
+            self.norm = self.kept(|op| matches!(op, Op::ClipFactor { .. }))?;
         }
+        self.steps_seen = Some(optimizer.steps());
         Ok(stepped)
     }
 
@@ -170,23 +184,16 @@ impl TrainStep {
             });
         }
         let (tokens, targets) = self.ids(tokens, targets)?;
-        let tensors = self.parameters.iter().map(|(_, var)| var.as_tensor());
-        let tensors: Vec<&Tensor> = tensors.collect();
-        let (plan, executor) = (&self.plan, &mut self.executor);
+        let tensors = Tensors {
+            parameters: &self.parameters,
+            tokens: &tokens,
+            targets: &targets,
+            ..Default::default()
+        };
         self.norm = None;
-        let mut result = Ok(());
-        lend_all::<f32>(&tensors, |parameters| {
-            let lent = Lent {
-                parameters,
-                tokens: &tokens,
-                targets: &targets,
-                ..Default::default()
-            };
-            result = executor.run_micro_batches(plan, &lent, &Controls::default());
-        })?;
-        result?;
+        self.executor.run_micro_batches(&self.plan, &tensors)?;
         self.has_run = true;
-        Ok(self.loss())
+        self.loss()
     }
 
     /// The ids of a batch, checked.
@@ -230,10 +237,14 @@ impl TrainStep {
 }
 
 /// Every tensor that is lent must be alone on its storage, or lending the second would wait for the first for ever.
-fn check_apart(tensors: &[&Tensor]) -> Result<()> {
+fn check_apart(parameters: &[(String, Var)], updates: &[PlannedUpdate]) -> Result<()> {
     let mut storages = HashSet::new();
-    if tensors
+    let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
+    let state = updates
         .iter()
+        .flat_map(|planned| [&planned.exp_avg, &planned.exp_avg_sq]);
+    if parameters
+        .chain(state)
         .all(|tensor| storages.insert(storage_address(tensor)))
     {
         return Ok(());

@@ -3,13 +3,13 @@
 use super::super::op::Op;
 use super::TrainStep;
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 impl TrainStep {
     /// The last run's.
-    pub(super) fn loss(&mut self) -> f32 {
-        let loss = self.kept(|op| matches!(op, Op::MeanLoss { .. }));
-        loss.map_or(f32::NAN, |loss| loss as f32) // every plan of a step has one
+    pub(super) fn loss(&mut self) -> Result<f32> {
+        let loss = self.kept(|op| matches!(op, Op::MeanLoss { .. }))?;
+        Ok(loss.map_or(f32::NAN, |loss| loss as f32)) // every plan of a step has one
     }
 
     /// The norm of the last run's gradients before clipping; `None` before the first run, and without clipping.
@@ -43,19 +43,21 @@ impl TrainStep {
         let updates: Vec<_> = updates.collect();
         let gradients = updates.into_iter().map(|(number, gradient)| {
             let (name, var) = &self.parameters[number];
-            let values: Vec<f32> = self.executor.read(&self.plan, &gradient);
+            let values: Vec<f32> = self.executor.read(&self.plan, &gradient)?;
             Ok((
                 name.clone(),
-                Tensor::from_vec(values, var.shape(), &Device::Cpu)?,
+                Tensor::from_vec(values, var.shape(), var.device())?,
             ))
         });
         gradients.collect()
     }
 
     /// The first number of what the last call of this kind has written, a buffer of f64.
-    pub(super) fn kept(&mut self, is: impl Fn(&Op) -> bool) -> Option<f64> {
-        let call = self.plan.calls().iter().rev().find(|call| is(&call.op))?;
-        let kept: Vec<f64> = self.executor.read(&self.plan, &call.writes[0]);
-        kept.first().copied()
+    pub(super) fn kept(&mut self, is: impl Fn(&Op) -> bool) -> Result<Option<f64>> {
+        let Some(call) = self.plan.calls().iter().rev().find(|call| is(&call.op)) else {
+            return Ok(None);
+        };
+        let kept: Vec<f64> = self.executor.read(&self.plan, &call.writes[0])?;
+        Ok(kept.first().copied())
     }
 }

@@ -79,21 +79,25 @@ impl TrainStep {
         let non_finite = if stepped {
             None
         } else {
-            self.first_non_finite()
+            self.first_non_finite()?
         };
         scaler.planned_update(!stepped)?;
         Ok(ScaledStep {
-            loss: self.loss(),
+            loss: self.loss()?,
             non_finite,
         })
     }
 
     /// The parameter that the check for overflow has named.
-    fn first_non_finite(&mut self) -> Option<String> {
+    fn first_non_finite(&mut self) -> Result<Option<String>> {
         let is_check = |op: &Op| matches!(op, Op::CheckOverflow { .. });
-        let call = self.plan.calls().iter().find(|call| is_check(&call.op))?;
-        let first: Vec<u32> = self.executor.read(&self.plan, &call.writes[0]);
-        let (name, _) = self.parameters.get(*first.first()? as usize)?;
-        Some(name.clone())
+        let Some(call) = self.plan.calls().iter().find(|call| is_check(&call.op)) else {
+            return Ok(None);
+        };
+        let first: Vec<u32> = self.executor.read(&self.plan, &call.writes[0])?;
+        let named = first
+            .first()
+            .and_then(|first| self.parameters.get(*first as usize));
+        Ok(named.map(|(name, _)| name.clone()))
     }
 }

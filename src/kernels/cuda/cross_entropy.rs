@@ -42,34 +42,17 @@ pub(crate) fn forward(
 ) -> Result<()> {
     let rows = targets.ids.len;
     let classes = logits.len / rows;
-    let kernel = SOURCE.kernel(
-        card,
-        &format!("cross_entropy_forward_{}", suffix(logits.dtype)),
-    )?;
-    let x = (32 * packs(classes, logits).div_ceil(128)).min(512);
-    let y = (128 / x).max(1);
+    let kernel = SOURCE.kernel(card, "cross_entropy_forward", suffix(logits.dtype))?;
+    let (x, y) = block(classes, logits, 512);
     let (count, ignore, width) = (rows as i64, targets.ignored(), classes as i32);
     let mut launch = kernel.builder();
-    launch
-        .arg(&logits.pointer)
-        .arg(&targets.ids.pointer)
-        .arg(&ignore);
-    launch
-        .arg(&losses.pointer)
-        .arg(&lse.pointer)
-        .arg(&count)
-        .arg(&width);
+    launch.arg(&logits.pointer);
+    launch.arg(&targets.ids.pointer).arg(&ignore);
+    launch.arg(&losses.pointer).arg(&lse.pointer);
+    launch.arg(&count).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(launch_config((rows.div_ceil(y), 1), (x, y))) }.w()?;
-
-    let kernel = SOURCE.kernel(card, "cross_entropy_mean")?;
-    let (counted, no_mean64, accumulate) = (targets.counted as i64, 0u64, 0i32);
-    let mut launch = kernel.builder();
-    launch.arg(&losses.pointer).arg(&count).arg(&counted);
-    launch.arg(&mean.pointer).arg(&no_mean64).arg(&accumulate);
-    // SAFETY: as above.
-    unsafe { launch.launch(launch_config((1, 1), (1024, 1))) }.w()?;
-    Ok(())
+    launch_mean(card, losses, targets.counted, (mean.pointer, 0), false)
 }
 
 /// The logits' gradient, (rows, classes), from that of the mean, dloss (1) f32.
@@ -83,24 +66,86 @@ pub(crate) fn backward(
 ) -> Result<()> {
     let rows = targets.ids.len;
     let classes = logits.len / rows;
-    let kernel = SOURCE.kernel(
-        card,
-        &format!("cross_entropy_backward_{}", suffix(logits.dtype)),
-    )?;
-    let packs = packs(classes, logits);
-    let x = (32 * packs.div_ceil(128)).min(256);
-    let y = (128 / x).max(1);
-    let config = launch_config((rows.div_ceil(y), packs.div_ceil(4 * x)), (x, y));
+    let kernel = SOURCE.kernel(card, "cross_entropy_backward", suffix(logits.dtype))?;
+    let (x, y) = block(classes, logits, 256);
+    let parts = packs(classes, logits).div_ceil(4 * x);
+    let config = launch_config((rows.div_ceil(y), parts), (x, y));
     let (count, ignore, width) = (rows as i64, targets.ignored(), classes as i32);
     let counted = targets.counted as i64;
     let mut launch = kernel.builder();
-    launch
-        .arg(&logits.pointer)
-        .arg(&targets.ids.pointer)
-        .arg(&ignore);
+    launch.arg(&logits.pointer);
+    launch.arg(&targets.ids.pointer).arg(&ignore);
     launch.arg(&lse.pointer).arg(&dloss.pointer).arg(&counted);
     launch.arg(&dlogits.pointer).arg(&count).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(config) }.w()?;
+    Ok(())
+}
+
+/// Losses (rows) f32 of logits (rows, classes), which become their gradient: from that of the mean over `counted` rows, of
+/// which these may be some, dloss (1) f32. Targets (rows) u32, all of which count.
+pub(crate) fn in_place(
+    card: &CudaDevice,
+    logits: View,
+    classes: usize,
+    targets: View,
+    dloss: View,
+    counted: usize,
+    losses: View,
+) -> Result<()> {
+    let rows = targets.len;
+    let kernel = SOURCE.kernel(card, "cross_entropy_in_place", suffix(logits.dtype))?;
+    // Of long rows fewer are to be under way, so that the level-2 cache holds them between the two times they are read.
+    let row_bytes = classes * logits.dtype.size_in_bytes();
+    let (x, y) = block(
+        classes,
+        logits,
+        if row_bytes > 128 << 10 { 1024 } else { 512 },
+    );
+    let (count, ignore, width) = (rows as i64, -1i64, classes as i32);
+    let counted = counted as i64;
+    let mut launch = kernel.builder();
+    launch.arg(&logits.pointer);
+    launch.arg(&targets.pointer).arg(&ignore);
+    launch.arg(&dloss.pointer).arg(&counted);
+    launch.arg(&losses.pointer).arg(&count).arg(&width);
+    // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
+    unsafe { launch.launch(launch_config((rows.div_ceil(y), 1), (x, y))) }.w()?;
+    Ok(())
+}
+
+/// The mean over `counted` rows of losses (rows) f32, some of them or all: loss (1) f64, which is added to or overwritten.
+pub(crate) fn mean(
+    card: &CudaDevice,
+    losses: View,
+    counted: usize,
+    loss: View,
+    accumulate: bool,
+) -> Result<()> {
+    launch_mean(card, losses, counted, (0, loss.pointer), accumulate)
+}
+
+/// Threads of a row, at most so many, and rows of a block.
+fn block(classes: usize, logits: View, most: usize) -> (usize, usize) {
+    let of_row = (32 * packs(classes, logits).div_ceil(128)).min(most);
+    (of_row, (128 / of_row).max(1))
+}
+
+/// The mean goes to a place for an f32, one for an f64, or both, where they are not null.
+fn launch_mean(
+    card: &CudaDevice,
+    losses: View,
+    counted: usize,
+    (mean, mean64): (u64, u64),
+    accumulate: bool,
+) -> Result<()> {
+    let kernel = SOURCE.kernel(card, "cross_entropy_mean", "")?;
+    let (rows, counted) = (losses.len as i64, counted as i64);
+    let accumulate = i32::from(accumulate);
+    let mut launch = kernel.builder();
+    launch.arg(&losses.pointer).arg(&rows).arg(&counted);
+    launch.arg(&mean).arg(&mean64).arg(&accumulate);
+    // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
+    unsafe { launch.launch(launch_config((1, 1), (1024, 1))) }.w()?;
     Ok(())
 }

@@ -1,24 +1,32 @@
 //! Kernels for NVIDIA cards: plain compute over device buffers, one `.cu` beside each launcher.
 //!
-//! What lives here: sources, compiled for the card they meet ([`source`]), buffers as a kernel sees them ([`View`]), and a
-//! launcher each: grid, block, arguments. What does not: tensors and graphs ([`crate::ops`] wraps these kernels), and
-//! products of matrices, which are cuBLAS's.
+//! What lives here: sources, compiled for the card they meet ([`source`]), their kernels ([`kernel`]), buffers as a kernel
+//! sees them ([`View`]), and a launcher each: grid, block, arguments. What does not: tensors and graphs ([`crate::ops`]
+//! wraps these kernels), and products of matrices, which are cuBLAS's.
 //!
 //! Kernels on rows take contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in f16 or bf16. All
 //! compute in f32, and sums have a fixed order.
+//!
+//! A launcher allocates nothing: what it needs to work in it is given, as long as a function beside it says. Once its kernel
+//! is loaded it may be captured in a graph, whose launches read the buffers anew: what changes between them lies there.
 
 pub(crate) mod adamw;
+pub(crate) mod cast;
 pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod flash_attention;
+mod kernel;
+pub(crate) mod matmul;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod softmax;
 pub(crate) mod source;
 pub(crate) mod swiglu;
+#[cfg(test)]
+mod tests;
 mod view;
 
-pub(crate) use view::View;
+pub(crate) use view::{View, set_to_zero};
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
@@ -29,6 +37,19 @@ fn suffix(dtype: DType) -> &'static str {
         DType::F16 => "f16",
         DType::BF16 => "bf16",
         _ => "f32",
+    }
+}
+
+/// What they call two dtypes, x's and y's: one name where these are equal.
+fn suffixes(x: DType, y: DType) -> &'static str {
+    match (x, y) {
+        (DType::F32, DType::F16) => "f32_f16",
+        (DType::F32, DType::BF16) => "f32_bf16",
+        (DType::F16, DType::F32) => "f16_f32",
+        (DType::BF16, DType::F32) => "bf16_f32",
+        (DType::F16, DType::BF16) => "f16_bf16",
+        (DType::BF16, DType::F16) => "bf16_f16",
+        _ => suffix(y),
     }
 }
 

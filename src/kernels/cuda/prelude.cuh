@@ -238,10 +238,9 @@ __device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b);
 
 // ---- Reductions over the threads of a row: blockDim is (threads of a row, rows), the first a multiple of 32.
 
-// Waits for the threads of this row alone; rows of more than one warp are at most 15 to a block.
-__device__ __forceinline__ void row_barrier() {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
-}
+// All rows of a block reduce equally often, but for rows whose threads have exited. Not a named barrier for each row:
+// with a number known only at run time a block reserves all 16, and a multiprocessor has 64, so that it holds 4 blocks.
+__device__ __forceinline__ void row_barrier() { __syncthreads(); }
 
 struct Sum {
     static __device__ __forceinline__ float of(float a, float b) { return a + b; }

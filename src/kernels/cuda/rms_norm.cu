@@ -13,17 +13,17 @@
 // A thread has the same 16 columns of one row after the other, their weights in registers, and loads the next row
 // before it works on this one: else a block's loads, reduction and stores wait for each other (55% of the copy rate).
 
-// What rows of threads have of rows of elements, `first` being a pack's first column.
-#define EACH_PACK(k, first)                                                                                              \
+// What rows of threads have of the first `columns` elements of a row, `first` being a pack's first column.
+#define EACH_PACK(k, first, columns)                                                                                     \
     _Pragma("unroll") for (int k = 0, first = threadIdx.x * N - skew; k < PACKS; k++, first += blockDim.x * N)           \
-        if (first < width)
+        if (first < columns)
 
 // Columns stay with their threads only if every row begins alike; else they are counted from the row's begin.
 template <class T> __device__ __forceinline__ int common_skew(const T* rows, int width) {
     return (long long)width * sizeof(T) % 16 == 0 ? skew_of(rows) : 0;
 }
 
-// ---- Forward
+// ---- Forward. sum may be x's buffer: a thread writes what it alone has read.
 
 template <class X, class Y, bool ADD, bool WHOLE>
 __device__ __forceinline__ void forward(const X* x, const Y* branch, const float* weight, float eps, X* sum, Y* y,
@@ -37,16 +37,16 @@ __device__ __forceinline__ void forward(const X* x, const Y* branch, const float
     Pack<X, N> next_x[PACKS];
     Pack<Y, N> next_branch[PACKS];
     if (row >= rows) return;
-    EACH_PACK(k, first) {
+    EACH_PACK(k, first, width) {
         next_x[k] = load<X, N, WHOLE>(x + row * width, first, width, 0.f);
         if (ADD) next_branch[k] = load<Y, N, WHOLE>(branch + row * width, first, width, 0.f);
     }
-    EACH_PACK(k, first) { load_wide<WHOLE>(weight, first, width, 0.f, w[k]); }
+    EACH_PACK(k, first, width) { load_wide<WHOLE>(weight, first, width, 0.f, w[k]); }
 
     for (int slot = 0; row < rows; row += stride, slot ^= 1) {
         Pack<X, N> of_x[PACKS];
         float squares = 0.f;
-        EACH_PACK(k, first) {
+        EACH_PACK(k, first, width) {
             float h[N];
             of_x[k] = next_x[k];
             unpack(of_x[k], h);
@@ -64,14 +64,14 @@ __device__ __forceinline__ void forward(const X* x, const Y* branch, const float
         }
         long long next = row + stride;
         if (next < rows) {
-            EACH_PACK(k, first) {
+            EACH_PACK(k, first, width) {
                 next_x[k] = load<X, N, WHOLE>(x + next * width, first, width, 0.f);
                 if (ADD) next_branch[k] = load<Y, N, WHOLE>(branch + next * width, first, width, 0.f);
             }
         }
         float scale = __frsqrt_rn(reduce_row<Sum>(squares, slot) * share + eps);
         if (threadIdx.x == 0) rstd[row] = scale;
-        EACH_PACK(k, first) {
+        EACH_PACK(k, first, width) {
             float h[N];
             unpack(of_x[k], h);
 #pragma unroll
@@ -112,7 +112,7 @@ FORWARD(f32_bf16, f32, bf16)
 // ---- Backward
 
 // add_dx: dx (rows, width) holds a gradient already, which is added to. copy (rows, width), or null: dx once more, in Y.
-// partials (gridDim.x, width).
+// partials (gridDim.x, width). dx may be x's buffer, copy dy's: a thread writes what it alone has read.
 template <class X, class Y, bool WHOLE>
 __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* weight, const float* rstd, X* dx,
                                          Y* copy, float* partials, long long rows, int width, int add_dx,
@@ -132,22 +132,24 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
     Pack<X, N> next_x[PACKS];
     float next_scale = 0.f;
     if (row < rows) {
-        EACH_PACK(k, first) {
+        EACH_PACK(k, first, width) {
             next_dy[k] = load<Y, N, WHOLE>(dy + row * width, first, width, 0.f);
             next_x[k] = load<X, N, WHOLE>(x + row * width, first, width, 0.f);
         }
         next_scale = rstd[row];
     }
     if (HELD) {
-        EACH_PACK(k, first) { load_wide<WHOLE>(weight, first, width, 0.f, w[k]); }
+        EACH_PACK(k, first, width) { load_wide<WHOLE>(weight, first, width, 0.f, w[k]); }
     }
 
     float share = 1.f / width;
-    for (int slot = 0; row < rows; row += stride, slot ^= 1) {
+    // Threads whose rows are beyond the last stay for the barriers, with no columns: a pack may begin N - 1 before the first.
+    for (int slot = 0; row - threadIdx.y < rows; row += stride, slot ^= 1) {
+        int columns = row < rows ? width : -N;
         Pack<Y, N> of_dy[PACKS];
         Pack<X, N> of_x[PACKS];
         float scale = next_scale, inner = 0.f;
-        EACH_PACK(k, first) {
+        EACH_PACK(k, first, columns) {
             float g[N], h[N];
             of_dy[k] = next_dy[k], of_x[k] = next_x[k];
             unpack(of_dy[k], g);
@@ -163,14 +165,14 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
         }
         long long next = row + stride;
         if (next < rows) {
-            EACH_PACK(k, first) {
+            EACH_PACK(k, first, width) {
                 next_dy[k] = load<Y, N, WHOLE>(dy + next * width, first, width, 0.f);
                 next_x[k] = load<X, N, WHOLE>(x + next * width, first, width, 0.f);
             }
             next_scale = rstd[next];
         }
         float pull = reduce_row<Sum>(inner, slot) * share * scale * scale;
-        EACH_PACK(k, first) {
+        EACH_PACK(k, first, columns) {
             float g[N], h[N];
             unpack(of_dy[k], g);
             unpack(of_x[k], h);
@@ -204,7 +206,7 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
         }
     }
     if (threadIdx.y == blockDim.y - 1) {
-        EACH_PACK(k, first) { store<WHOLE>(partials + (long long)blockIdx.x * width, first, width, dw[k]); }
+        EACH_PACK(k, first, width) { store<WHOLE>(partials + (long long)blockIdx.x * width, first, width, dw[k]); }
     }
 }
 

@@ -1,7 +1,11 @@
 //! Root mean square normalisation; see `rms_norm.cu`.
+//!
+//! x may be f32 where y is in half precision: the residual stream beside what goes into products.
 
-use super::source::{Kernel, PRELUDE, Source};
-use super::{View, in_vector, launch_config, packs, suffix};
+use super::kernel::Kernel;
+use super::source::{PRELUDE, Source};
+use super::{View, in_vector, launch_config, packs, suffixes};
+use crate::kernels::workspace::{RMS_NORM_BLOCKS, rms_norm_partials};
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -14,28 +18,16 @@ const SOURCE: Source = Source {
 /// The widest row that the threads of a block hold in their registers, wherever it begins.
 pub(crate) const MAX_WIDTH: usize = 8176;
 
-/// How rows are spread over the card: as many blocks as run at once, each with one row after the other.
-pub(crate) struct Spread {
-    config: LaunchConfig,
-}
-
-impl Spread {
-    fn new(card: &CudaDevice, kernel: &Kernel, x: View, width: usize) -> Result<Self> {
-        let (rows, n) = (x.len / width, in_vector(x.dtype));
-        let of_row = 32 * (packs(width, x) * n).div_ceil(512);
-        let of_block = (256 / of_row).max(1);
-        let mut config = launch_config((rows.div_ceil(of_block), 1), (of_row, of_block));
-        config.grid_dim.0 = config
-            .grid_dim
-            .0
-            .min(kernel.blocks_at_once(card, &config)? as u32);
-        Ok(Self { config })
-    }
-
-    /// How many rows of partial sums the backward leaves.
-    pub(crate) fn blocks(&self) -> usize {
-        self.config.grid_dim.0 as usize
-    }
+/// How rows are spread over the card: as many blocks as run at once, each with one row after the other. `y` (rows, width)
+/// is in the narrower dtype, and decides which columns a thread has.
+fn spread(card: &CudaDevice, kernel: &Kernel, y: View, width: usize) -> Result<LaunchConfig> {
+    let rows = y.len / width;
+    let of_row = 32 * (packs(width, y) * in_vector(y.dtype)).div_ceil(512);
+    let of_block = (256 / of_row).max(1);
+    let mut config = launch_config((rows.div_ceil(of_block), 1), (of_row, of_block));
+    let at_once = kernel.blocks_at_once(card, &config)?;
+    config.grid_dim.0 = config.grid_dim.0.min(at_once as u32);
+    Ok(config)
 }
 
 /// `y = w x rstd`, with x and y (rows, width), w (width) f32, and rstd (rows) f32.
@@ -47,56 +39,107 @@ pub(crate) fn forward(
     y: View,
     rstd: View,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(card, &format!("rms_norm_forward_{}", suffix(x.dtype)))?;
-    let spread = Spread::new(card, &kernel, x, weight.len)?;
+    let kernel = SOURCE.kernel(card, "rms_norm_forward", suffixes(x.dtype, y.dtype))?;
+    let config = spread(card, &kernel, y, weight.len)?;
     let (eps, rows, width) = (eps as f32, rstd.len as i64, weight.len as i32);
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&weight.pointer).arg(&eps);
-    launch
-        .arg(&y.pointer)
-        .arg(&rstd.pointer)
-        .arg(&rows)
-        .arg(&width);
+    launch.arg(&y.pointer).arg(&rstd.pointer);
+    launch.arg(&rows).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
-    unsafe { launch.launch(spread.config) }.w()?;
+    unsafe { launch.launch(config) }.w()?;
     Ok(())
 }
 
-/// How the backward of x (rows, width) is spread: its `partials` are (blocks, width) f32.
-pub(crate) fn backward_spread(card: &CudaDevice, x: View, width: usize) -> Result<Spread> {
-    let kernel = SOURCE.kernel(card, &format!("rms_norm_backward_{}", suffix(x.dtype)))?;
-    Spread::new(card, &kernel, x, width)
+/// `sum = x + branch`, rounded to its dtype, and `y = w sum rstd`: x and sum (rows, width) in one dtype, branch and y
+/// (rows, width) in another or the same, w (width) f32, rstd (rows) f32. sum may be x's buffer.
+pub(crate) fn add_forward(
+    card: &CudaDevice,
+    [x, branch, weight]: [View; 3],
+    eps: f64,
+    [sum, y, rstd]: [View; 3],
+) -> Result<()> {
+    let types = suffixes(x.dtype, y.dtype);
+    let kernel = SOURCE.kernel(card, "add_rms_norm_forward", types)?;
+    let config = spread(card, &kernel, y, weight.len)?;
+    let (eps, rows, width) = (eps as f32, rstd.len as i64, weight.len as i32);
+    let mut launch = kernel.builder();
+    launch.arg(&x.pointer).arg(&branch.pointer);
+    launch.arg(&weight.pointer).arg(&eps);
+    launch.arg(&sum.pointer).arg(&y.pointer).arg(&rstd.pointer);
+    launch.arg(&rows).arg(&width);
+    // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
 }
 
-/// dx (rows, width) and dw (width) f32. `partials` is room to work in.
+/// What the backward reads, as the forward had it.
+#[derive(Clone, Copy)]
+pub(crate) struct Inputs<'a> {
+    /// (rows, width), in y's dtype.
+    pub dy: View<'a>,
+    /// What was normed, (rows, width).
+    pub x: View<'a>,
+    /// (width) f32.
+    pub weight: View<'a>,
+    /// (rows) f32.
+    pub rstd: View<'a>,
+}
+
+/// What the backward writes.
+#[derive(Clone, Copy)]
+pub(crate) struct Gradients<'a> {
+    /// (rows, width), in x's dtype; may be x's buffer.
+    pub dx: View<'a>,
+    /// Whether dx holds a gradient already, which is added to.
+    pub add_dx: bool,
+    /// dx once more, rounded to dy's dtype; may be dy's buffer.
+    pub copy: Option<View<'a>>,
+    /// (width) f32.
+    pub dw: View<'a>,
+    /// Whether dw is added to.
+    pub add_dw: bool,
+}
+
+/// How many f32 the partial sums of a backward may take up, on any card.
+pub(crate) fn partials_len(rows: usize, width: usize) -> usize {
+    rms_norm_partials(rows, width)
+}
+
+/// The gradients of x and w. `partials` ([`partials_len`]) f32 is room to work in.
 pub(crate) fn backward(
     card: &CudaDevice,
-    spread: &Spread,
-    [dy, x, weight, rstd]: [View; 4],
-    [dx, dw, partials]: [View; 3],
+    inputs: Inputs,
+    gradients: Gradients,
+    partials: View,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(card, &format!("rms_norm_backward_{}", suffix(x.dtype)))?;
-    let (no_copy, rows, width, add_dx) = (0u64, rstd.len as i64, weight.len as i32, 0i32);
+    let Inputs {
+        dy,
+        x,
+        weight,
+        rstd,
+    } = inputs;
+    let types = suffixes(x.dtype, dy.dtype);
+    let kernel = SOURCE.kernel(card, "rms_norm_backward", types)?;
+    let mut config = spread(card, &kernel, dy, weight.len)?;
+    config.grid_dim.0 = config.grid_dim.0.min(RMS_NORM_BLOCKS as u32);
+    let copy = gradients.copy.map_or(0, |copy| copy.pointer);
+    let (rows, width) = (rstd.len as i64, weight.len as i32);
+    let add_dx = i32::from(gradients.add_dx);
     let mut launch = kernel.builder();
-    launch
-        .arg(&dy.pointer)
-        .arg(&x.pointer)
-        .arg(&weight.pointer)
-        .arg(&rstd.pointer);
-    launch.arg(&dx.pointer).arg(&no_copy).arg(&partials.pointer);
+    launch.arg(&dy.pointer).arg(&x.pointer);
+    launch.arg(&weight.pointer).arg(&rstd.pointer);
+    launch.arg(&gradients.dx.pointer).arg(&copy);
+    launch.arg(&partials.pointer);
     launch.arg(&rows).arg(&width).arg(&add_dx);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
-    unsafe { launch.launch(spread.config) }.w()?;
+    unsafe { launch.launch(config) }.w()?;
 
-    let kernel = SOURCE.kernel(card, "sum_partials")?;
-    let (count, accumulate) = (spread.blocks() as i32, 0i32);
+    let kernel = SOURCE.kernel(card, "sum_partials", "")?;
+    let (count, add_dw) = (config.grid_dim.0 as i32, i32::from(gradients.add_dw));
     let mut launch = kernel.builder();
-    launch
-        .arg(&partials.pointer)
-        .arg(&count)
-        .arg(&width)
-        .arg(&dw.pointer)
-        .arg(&accumulate);
+    launch.arg(&partials.pointer).arg(&count).arg(&width);
+    launch.arg(&gradients.dw.pointer).arg(&add_dw);
     // SAFETY: as above.
     unsafe { launch.launch(launch_config((weight.len.div_ceil(32), 1), (32, 32))) }.w()?;
     Ok(())

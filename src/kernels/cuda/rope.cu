@@ -5,7 +5,7 @@
 // stride. y may be x. cos, sin (places, width / 2) f32, the row of position t being t, or positions[t] (length, u32) where
 // that is not null. sign is 1, or -1 to rotate back: the backward. Products and sums are rounded one by one, as on the CPU.
 //
-// Grid (ceil(length * lanes / 256), ceil(outer * heads / 4)), block 256, with lanes = ceil(width / N), N = 16 / size of T.
+// Grid ceil(length * lanes / 256) * ceil(outer * heads / 4), block 256, with lanes = ceil(width / N), N = 16 / size of T.
 // Width even. Vectors where width and strides are multiples of N and pointers of 16 bytes; else element by element.
 // A thread has one place of a head and reads its angles once for 4 heads. Bytes: x in, y out.
 
@@ -17,10 +17,11 @@ __device__ __forceinline__ void rotate(const T* x, T* y, const float* cos, const
                                        long long y_stride) {
     const int N = InVector<T>::COUNT;
     int lanes = (width + N - 1) / N;
-    int place = blockIdx.x * 256 + threadIdx.x;
+    unsigned blocks = ((unsigned)length * lanes + 255) / 256, items_before = blockIdx.x / blocks; // of all places
+    int place = (blockIdx.x - items_before * blocks) * 256 + threadIdx.x;
     int t = place / lanes, first = (place - t * lanes) * N;
     if (t >= length) return;
-    int item = blockIdx.y * ITEMS, items = min(ITEMS, outer * heads - item);
+    int item = items_before * ITEMS, items = min(ITEMS, outer * heads - item);
 
     Pack<T, N> of_x[ITEMS];
 #pragma unroll

@@ -11,43 +11,75 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("rope.cu")],
 };
 
-/// Whether the grid reaches all of x (..., length, width).
-pub(crate) fn takes(dims: &[usize]) -> bool {
-    let [outer @ .., _length, _width] = dims else {
-        return false;
-    };
-    outer.iter().product::<usize>().div_ceil(4) <= 65_535
+/// Heads that lie side by side in the rows of positions, (B, T, H*Dh) or a slice of wider rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Turned {
+    /// B.
+    pub batch: usize,
+    /// T.
+    pub length: usize,
+    /// H: of q and k together where both are to be turned and lie packed, k behind q.
+    pub heads: usize,
+    /// Dh, even.
+    pub head_dim: usize,
+    /// From a position to the next, in elements: H*Dh, or 3*H*Dh where q, k and v lie packed.
+    pub row: usize,
 }
 
 /// Rotates x (outer, length, width) by the tables' angles, cos and sin (length, width / 2) in f32, or `back`.
 pub(crate) fn rotate(
     card: &CudaDevice,
     x: View,
-    [cos, sin]: [View; 2],
+    tables: [View; 2],
     (length, width): (usize, usize),
     back: bool,
     y: View,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(card, &format!("rope_{}", suffix(x.dtype)))?;
-    let outer = x.len / (length * width);
-    let lanes = width.div_ceil(in_vector(x.dtype));
-    let config = launch_config(
-        ((length * lanes).div_ceil(256), outer.div_ceil(4)),
-        (256, 1),
-    );
+    let heads = Turned {
+        batch: x.len / (length * width),
+        length,
+        heads: 1,
+        head_dim: width,
+        row: width,
+    };
+    launch(card, x, tables, &heads, back, y)
+}
+
+/// Rotates the heads that begin at x where they lie, by the angles of their positions: cos and sin (T, Dh / 2) in f32. `back`
+/// turns the other way, as gradients are.
+pub(crate) fn in_place(
+    card: &CudaDevice,
+    x: View,
+    tables: [View; 2],
+    heads: &Turned,
+    back: bool,
+) -> Result<()> {
+    launch(card, x, tables, heads, back, x)
+}
+
+fn launch(
+    card: &CudaDevice,
+    x: View,
+    [cos, sin]: [View; 2],
+    heads: &Turned,
+    back: bool,
+    y: View,
+) -> Result<()> {
+    let kernel = SOURCE.kernel(card, "rope", suffix(x.dtype))?;
+    let lanes = heads.head_dim.div_ceil(in_vector(x.dtype));
+    let places = (heads.length * lanes).div_ceil(256);
+    let blocks = places * (heads.batch * heads.heads).div_ceil(4);
     let (positions, sign) = (0u64, if back { -1f32 } else { 1.0 });
-    let [outer, length, heads, width] = [outer, length, 1, width].map(|size| size as i32);
-    let stride = i64::from(width);
+    let stride = heads.row as i64;
+    let [batch, length, heads, width] =
+        [heads.batch, heads.length, heads.heads, heads.head_dim].map(|size| size as i32);
     let mut launch = kernel.builder();
-    launch
-        .arg(&x.pointer)
-        .arg(&y.pointer)
-        .arg(&cos.pointer)
-        .arg(&sin.pointer);
+    launch.arg(&x.pointer).arg(&y.pointer);
+    launch.arg(&cos.pointer).arg(&sin.pointer);
     launch.arg(&positions).arg(&sign);
-    launch.arg(&outer).arg(&length).arg(&heads).arg(&width);
+    launch.arg(&batch).arg(&length).arg(&heads).arg(&width);
     launch.arg(&stride).arg(&stride);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
-    unsafe { launch.launch(config) }.w()?;
+    unsafe { launch.launch(launch_config((blocks, 1), (256, 1))) }.w()?;
     Ok(())
 }

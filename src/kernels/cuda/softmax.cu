@@ -4,7 +4,8 @@
 // shift 0 for Causal, keys - queries for CausalEnd, keys for Full. Hidden places, and rows that see nothing, become 0;
 // hidden inputs have no say.
 //
-// Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision computes it again from x, unrounded.
+// Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision computes it again from x, unrounded, or (`rounded`)
+// reads p. p may be x's buffer, dx that of dp or of p: a thread writes what it alone has read, after it has.
 //
 // Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / 32 E)), X 1024 of f32, else 512; packs = ceil(keys / N), one
 // more if rows do not begin at 16 bytes, N = 16 / size of T; E, a thread's elements in registers, 32 forward and 16
@@ -367,6 +368,20 @@ __device__ __forceinline__ void backward(const T* dp, const T* source, T* dx, fl
             backward<NAME, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys);                       \
         }                                                                                                                \
     }
+
+#define BACKWARD_ROUNDED(NAME)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(512)                                                                    \
+        softmax_backward_rounded_##NAME(const NAME* dp, const NAME* p, NAME* dx, float scale, long long shift,           \
+                                        long long rows, int queries, int keys) {                                         \
+        if (whole_packs<InVector<NAME>::COUNT>(keys, dp, p, dx)) {                                                       \
+            backward<NAME, false, true>(dp, p, dx, scale, shift, rows, queries, keys);                                   \
+        } else {                                                                                                         \
+            backward<NAME, false, false>(dp, p, dx, scale, shift, rows, queries, keys);                                  \
+        }                                                                                                                \
+    }
+
+BACKWARD_ROUNDED(f16)
+BACKWARD_ROUNDED(bf16)
 
 SOFTMAX(f32, false, 1024)
 SOFTMAX(f16, true, 512)

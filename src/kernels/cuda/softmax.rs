@@ -41,54 +41,72 @@ impl Scores {
     }
 }
 
-/// `p = softmax(scale x)` over what the mask leaves, both (rows, keys).
+/// `p = softmax(scale x)` over what the mask leaves, both (rows, keys). p may be x's buffer: a thread writes what it alone
+/// reads.
 pub(crate) fn forward(card: &CudaDevice, scores: Scores, x: View, p: View) -> Result<()> {
-    let kernel = SOURCE.kernel(card, &format!("softmax_forward_{}", suffix(x.dtype)))?;
+    let kernel = SOURCE.kernel(card, "softmax_forward", suffix(x.dtype))?;
     let rows = x.len / scores.keys;
     let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
     let (queries, keys) = (scores.queries as i32, scores.keys as i32);
     let mut config = scores.config(rows, x, 32);
     if x.dtype != DType::F32 {
         // Blocks that stay, and load their next row early.
-        config.grid_dim.0 = config
-            .grid_dim
-            .0
-            .min(kernel.blocks_at_once(card, &config)? as u32);
+        let at_once = kernel.blocks_at_once(card, &config)?;
+        config.grid_dim.0 = config.grid_dim.0.min(at_once as u32);
     }
     let mut launch = kernel.builder();
-    launch
-        .arg(&x.pointer)
-        .arg(&p.pointer)
-        .arg(&scale)
-        .arg(&shift);
+    launch.arg(&x.pointer).arg(&p.pointer);
+    launch.arg(&scale).arg(&shift);
     launch.arg(&count).arg(&queries).arg(&keys);
     // SAFETY: the arguments are those of the kernel, and the buffers have rows * keys elements.
     unsafe { launch.launch(config) }.w()?;
     Ok(())
 }
 
-/// `dx = scale p (dp - sum(dp p))`; `source` is p in f32, x in half precision. All (rows, keys).
+/// `dx = scale p (dp - sum(dp p))`; `source` is p in f32, x in half precision, whose p is not rounded so. All (rows, keys).
+/// dx may be the buffer of dp or of `source`.
 pub(crate) fn backward(
     card: &CudaDevice,
     scores: Scores,
     [dp, source]: [View; 2],
     dx: View,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(card, &format!("softmax_backward_{}", suffix(dp.dtype)))?;
+    launch_backward(card, "softmax_backward", scores, [dp, source, dx])
+}
+
+/// As [`backward`] from p (rows, keys) as it was rounded, in every dtype: for a forward that left p where x was. dp becomes
+/// dx.
+pub(crate) fn backward_in_place(
+    card: &CudaDevice,
+    scores: Scores,
+    dp: View,
+    p: View,
+) -> Result<()> {
+    let stem = match dp.dtype {
+        DType::F32 => "softmax_backward",
+        _ => "softmax_backward_rounded",
+    };
+    launch_backward(card, stem, scores, [dp, p, dp])
+}
+
+/// dp, its source, and dx.
+fn launch_backward(
+    card: &CudaDevice,
+    stem: &'static str,
+    scores: Scores,
+    buffers: [View; 3],
+) -> Result<()> {
+    let [dp, ..] = buffers;
+    let kernel = SOURCE.kernel(card, stem, suffix(dp.dtype))?;
     let rows = dp.len / scores.keys;
     let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
     let (queries, keys) = (scores.queries as i32, scores.keys as i32);
     let mut launch = kernel.builder();
-    launch
-        .arg(&dp.pointer)
-        .arg(&source.pointer)
-        .arg(&dx.pointer);
-    launch
-        .arg(&scale)
-        .arg(&shift)
-        .arg(&count)
-        .arg(&queries)
-        .arg(&keys);
+    for buffer in &buffers {
+        launch.arg(&buffer.pointer);
+    }
+    launch.arg(&scale).arg(&shift);
+    launch.arg(&count).arg(&queries).arg(&keys);
     // SAFETY: the arguments are those of the kernel, and the buffers have rows * keys elements.
     unsafe { launch.launch(scores.config(rows, dp, 16)) }.w()?;
     Ok(())

@@ -1,19 +1,16 @@
 //! CUDA sources, compiled for the card at run time: once a machine, kept on disk.
 
 use crate::files;
-use candle_core::cuda_backend::cudarc::driver::sys::{
-    CUdevice_attribute as Attribute, CUfunction_attribute as FunctionAttribute,
-};
-use candle_core::cuda_backend::cudarc::driver::{
-    CudaFunction, CudaModule, CudaStream, LaunchArgs, LaunchConfig,
-};
+use candle_core::cuda_backend::cudarc::driver::CudaModule;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
 use candle_core::cuda_backend::cudarc::nvrtc::{self, CompileOptions, Ptx, compile_ptx_with_opts};
-use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 use std::collections::HashMap;
+use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// What kernels on whole rows stand on.
 pub(crate) const PRELUDE: &str = include_str!("prelude.cuh");
@@ -52,74 +49,37 @@ fn capability(card: &CudaDevice) -> Result<(i32, i32)> {
     card.cuda_stream().context().compute_capability().w()
 }
 
-/// A kernel that is loaded, on its card's stream.
-pub(crate) struct Kernel {
-    function: CudaFunction,
-    stream: Arc<CudaStream>,
+/// A macro that a source is compiled with, as `NAME=VALUE`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Definition {
+    /// A size.
+    Size(&'static str, usize),
+    /// A type.
+    Type(&'static str, &'static str),
 }
 
-impl Kernel {
-    /// A launch, for its arguments to be added.
-    pub(crate) fn builder(&self) -> LaunchArgs<'_> {
-        self.stream.launch_builder(&self.function)
-    }
-
-    /// Lets a block have so much shared memory; 48 KiB need no leave.
-    pub(crate) fn allow_shared_bytes(&self, bytes: usize) -> Result<()> {
-        let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        self.function.set_attribute(attribute, bytes as i32).w()
-    }
-
-    /// How many blocks the card runs at once.
-    pub(crate) fn blocks_at_once(&self, card: &CudaDevice, config: &LaunchConfig) -> Result<usize> {
-        let (x, y, z) = config.block_dim;
-        let of_multiprocessor = self
-            .function
-            .occupancy_max_active_blocks_per_multiprocessor(
-                x * y * z,
-                config.shared_mem_bytes as usize,
-                None,
-            )
-            .w()?;
-        Ok(multiprocessors(card)? * of_multiprocessor.max(1) as usize)
+impl fmt::Display for Definition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Size(name, value) => write!(f, "{name}={value}"),
+            Self::Type(name, value) => write!(f, "{name}={value}"),
+        }
     }
 }
 
 impl Source {
-    /// The kernel called `name`, compiled and loaded if it is not yet.
-    ///
-    /// # Errors
-    /// That of NVRTC, with its log, or of the driver.
-    pub(crate) fn kernel(&self, card: &CudaDevice, name: &str) -> Result<Kernel> {
-        self.kernel_with(card, &[], name)
-    }
-
-    /// As [`kernel`](Self::kernel), of the source compiled with these definitions (`NAME=VALUE`).
-    pub(crate) fn kernel_with(
+    /// The source, loaded.
+    pub(super) fn module(
         &self,
         card: &CudaDevice,
-        definitions: &[String],
-        name: &str,
-    ) -> Result<Kernel> {
-        // Some of the driver's calls, unlike cudarc's allocations, do not see to it themselves.
-        card.cuda_stream().context().bind_to_thread().w()?;
-        Ok(Kernel {
-            function: self.module(card, definitions)?.load_function(name).w()?,
-            stream: card.cuda_stream(),
-        })
-    }
-
-    /// The source, loaded.
-    fn module(&self, card: &CudaDevice, definitions: &[String]) -> Result<Arc<CudaModule>> {
-        type Loaded = HashMap<(DeviceId, String), Arc<CudaModule>>;
+        definitions: &[Definition],
+    ) -> Result<Arc<CudaModule>> {
+        type Loaded = HashMap<(usize, &'static str, Vec<Definition>), Arc<CudaModule>>;
         static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
 
-        let loaded = LOADED.get_or_init(Mutex::default);
-        let mut loaded = loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (
-            card.id(),
-            format!("{} {}", self.name, definitions.join(" ")),
-        );
+        let mut loaded = lock(LOADED.get_or_init(Mutex::default));
+        let ordinal = card.cuda_stream().context().ordinal();
+        let key = (ordinal, self.name, definitions.to_vec());
         if let Some(module) = loaded.get(&key) {
             return Ok(module.clone());
         }
@@ -141,7 +101,7 @@ impl Source {
     fn ptx(
         &self,
         (major, minor): (i32, i32),
-        definitions: &[String],
+        definitions: &[Definition],
         anew: bool,
     ) -> Result<String> {
         // Hopper's own instructions are in the architecture's variant alone.
@@ -165,7 +125,7 @@ impl Source {
         Ok(ptx)
     }
 
-    fn compile(&self, architecture: &str, definitions: &[String]) -> Result<String> {
+    fn compile(&self, architecture: &str, definitions: &[Definition]) -> Result<String> {
         let mut options = vec![
             format!("--gpu-architecture={architecture}"),
             "--std=c++17".into(),
@@ -188,7 +148,7 @@ impl Source {
 
     /// Where the compiled source is kept: `tallow/kernels` in the user's cache folder, under a name that changes with the
     /// source, the card's architecture and the compiler. `None` without a home.
-    fn cache_file(&self, architecture: &str, definitions: &[String]) -> Option<PathBuf> {
+    fn cache_file(&self, architecture: &str, definitions: &[Definition]) -> Option<PathBuf> {
         let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         let folder = match set("XDG_CACHE_HOME") {
             Some(folder) => PathBuf::from(folder),
@@ -215,4 +175,9 @@ fn keep(file: &Path, ptx: &str) {
         let _ = std::fs::create_dir_all(folder);
     }
     let _ = files::write_bytes(file, ptx.as_bytes());
+}
+
+/// What is behind a lock is whole between any two statements, so a panic elsewhere spoils nothing.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

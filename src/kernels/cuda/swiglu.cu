@@ -1,9 +1,11 @@
-// The SwiGLU gate: y = silu(gate) up with silu(g) = g s, s = 1 / (1 + exp(-g)); elementwise, all buffers (n).
+// The SwiGLU gate: y = silu(gate) up with silu(g) = g s, s = 1 / (1 + exp(-g)); elementwise, all buffers (n), or packed: gate
+// and up side by side in the rows of one buffer (N, 2F), y (N, F).
 //
 // Backward: dgate = dy up s (1 + gate (1 - s)), dup = dy gate s; and, where y is not null, y once more, so that forward
 // need not keep it. Any output may be the buffer of any input: a thread reads all that it needs before it writes.
 //
-// Grid ceil(n / (256 * 2 N)), block 256, N = 16 / size of T; n of any size, 16-byte alignment only for speed.
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), or, packed, rows * ceil(F / N), N = 16 / size of T. n and F of
+// any size; 16-byte alignment, and F a multiple of N, only for speed.
 // Bytes: 3 n elements forward, 5 n backward (6 n with y).
 
 // f32 has 12 bytes an element to wait for, time enough for the exact quotient; half precision is rounded far above the
@@ -20,6 +22,24 @@ template <int N> __device__ __forceinline__ int of_block(long long n, long long*
     *start = (long long)blockIdx.x * ELEMENTS;
     long long left = n - *start;
     return left < ELEMENTS ? (int)left : ELEMENTS;
+}
+
+// gate becomes y.
+template <class T, int N> __device__ __forceinline__ void gated(float (&gate)[N], const float (&up)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) gate[i] = gate[i] * sigmoid(gate[i], T()) * up[i];
+}
+
+// gate, up and dy become dgate, dup and y.
+template <class T, int N>
+__device__ __forceinline__ void turned_back(float (&gate)[N], float (&up)[N], float (&dy)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        float g = gate[i], u = up[i], d = dy[i], s = sigmoid(g, T());
+        gate[i] = d * u * s * (1.f + g * (1.f - s));
+        up[i] = d * g * s;
+        dy[i] = g * s * u;
+    }
 }
 
 template <class T> __device__ __forceinline__ void forward(const T* gate, const T* up, T* y, long long n) {
@@ -42,8 +62,7 @@ template <class T> __device__ __forceinline__ void forward(const T* gate, const 
         float g[N], u[N];
         unpack(of_gate[k], g);
         unpack(of_up[k], u);
-#pragma unroll
-        for (int i = 0; i < N; i++) g[i] = g[i] * sigmoid(g[i], T()) * u[i];
+        gated<T>(g, u);
         store(y, first, count, g);
     }
 }
@@ -67,20 +86,69 @@ __device__ __forceinline__ void backward(const T* dy, const T* gate, const T* up
     for (int k = 0; k < UNROLL; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
-        float d[N], g[N], u[N], again[N];
+        float d[N], g[N], u[N];
         unpack(of_dy[k], d);
         unpack(of_gate[k], g);
         unpack(of_up[k], u);
+        turned_back<T>(g, u, d);
+        store(dgate, first, count, g);
+        store(dup, first, count, u);
+        if (y) store(y + start, first, count, d);
+    }
+}
+
+// ---- Packed: y (rows, width), gate_up (rows, 2 width)
+
+// The pack of y that a thread has k-th, counted row after row with `packs` in each: its row and first column.
+template <int N> __device__ __forceinline__ long long place_of(int k, int packs, int* first) {
+    long long pack = ((long long)blockIdx.x * UNROLL + k) * 256 + threadIdx.x;
+    long long row = pack < 0x100000000 ? (unsigned)pack / (unsigned)packs : pack / packs; // 64-bit division is slow
+    *first = (int)(pack - row * packs) * N;
+    return row;
+}
+
+// BACKWARD: y is dy, and becomes y again; gate_up becomes its gradient.
+template <class T, bool BACKWARD, bool WHOLE, class GateUp>
+__device__ __forceinline__ void packed(GateUp* gate_up, T* y, long long rows, int width) {
+    const int N = InVector<T>::COUNT;
+    int packs = (width + N - 1) / N, first[UNROLL];
+    long long row[UNROLL];
+    Pack<T, N> of_gate[UNROLL], of_up[UNROLL], of_dy[UNROLL];
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            float s = sigmoid(g[i], T());
-            again[i] = g[i] * s * u[i];
-            u[i] = d[i] * u[i] * s * (1.f + g[i] * (1.f - s));
-            d[i] = d[i] * g[i] * s;
+    for (int k = 0; k < UNROLL; k++) {
+        row[k] = place_of<N>(k, packs, &first[k]);
+        if (row[k] >= rows) continue;
+        const T* gate = gate_up + row[k] * 2 * width;
+        of_gate[k] = load<T, N, WHOLE>(gate, first[k], width, 0.f);
+        of_up[k] = load<T, N, WHOLE>(gate + width, first[k], width, 0.f);
+        if (BACKWARD) of_dy[k] = load<T, N, WHOLE>(y + row[k] * width, first[k], width, 0.f);
+    }
+#pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+        if (row[k] >= rows) continue;
+        float g[N], u[N], d[N];
+        unpack(of_gate[k], g);
+        unpack(of_up[k], u);
+        if constexpr (BACKWARD) {
+            unpack(of_dy[k], d);
+            turned_back<T>(g, u, d);
+            T* gate = gate_up + row[k] * 2 * width;
+            store<WHOLE>(gate, first[k], width, g);
+            store<WHOLE>(gate + width, first[k], width, u);
+            store<WHOLE>(y + row[k] * width, first[k], width, d);
+        } else {
+            gated<T>(g, u);
+            store<WHOLE>(y + row[k] * width, first[k], width, g);
         }
-        store(dgate, first, count, u);
-        store(dup, first, count, d);
-        if (y) store(y + start, first, count, again);
+    }
+}
+
+template <class T, bool BACKWARD, class GateUp>
+__device__ __forceinline__ void packed(GateUp* gate_up, T* y, long long rows, int width) {
+    if (whole_packs<InVector<T>::COUNT>(width, gate_up, y, nullptr)) {
+        packed<T, BACKWARD, true>(gate_up, y, rows, width);
+    } else {
+        packed<T, BACKWARD, false>(gate_up, y, rows, width);
     }
 }
 
@@ -93,6 +161,14 @@ __device__ __forceinline__ void backward(const T* dy, const T* gate, const T* up
         swiglu_backward_##NAME(const NAME* dy, const NAME* gate, const NAME* up, NAME* dgate, NAME* dup, NAME* y,        \
                                long long n) {                                                                            \
         backward<NAME>(dy, gate, up, dgate, dup, y, n);                                                                  \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                                                    \
+        swiglu_packed_forward_##NAME(const NAME* gate_up, NAME* y, long long rows, int width) {                          \
+        packed<NAME, false>(gate_up, y, rows, width);                                                                    \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                                                    \
+        swiglu_packed_backward_##NAME(NAME* gate_up, NAME* dy, long long rows, int width) {                              \
+        packed<NAME, true>(gate_up, dy, rows, width);                                                                    \
     }
 
 SWIGLU(f32)

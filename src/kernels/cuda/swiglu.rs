@@ -3,7 +3,7 @@
 use super::source::{PRELUDE, Source};
 use super::{View, in_vector, launch_config, suffix};
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
+use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 const SOURCE: Source = Source {
@@ -11,23 +11,23 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("swiglu.cu")],
 };
 
-fn config(n: usize, per_thread: usize) -> candle_core::cuda_backend::cudarc::driver::LaunchConfig {
-    launch_config((n.div_ceil(256 * per_thread), 1), (256, 1))
+/// Packs of a thread, as in the source.
+const UNROLL: usize = 2;
+
+/// A thread for every `UNROLL` of so many packs.
+fn config(packs: usize) -> LaunchConfig {
+    launch_config((packs.div_ceil(256 * UNROLL), 1), (256, 1))
 }
 
-/// `y = silu(gate) up`, all (n).
+/// `y = silu(gate) up`, all (n). y may be the buffer of either.
 pub(crate) fn forward(card: &CudaDevice, gate: View, up: View, y: View) -> Result<()> {
-    let name = format!("swiglu_forward_{}", suffix(y.dtype));
-    let kernel = SOURCE.kernel(card, &name)?;
+    let kernel = SOURCE.kernel(card, "swiglu_forward", suffix(y.dtype))?;
     let n = y.len as i64;
     let mut launch = kernel.builder();
-    launch
-        .arg(&gate.pointer)
-        .arg(&up.pointer)
-        .arg(&y.pointer)
-        .arg(&n);
+    launch.arg(&gate.pointer).arg(&up.pointer).arg(&y.pointer);
+    launch.arg(&n);
     // SAFETY: the arguments are those of the kernel, buffers of n elements each.
-    unsafe { launch.launch(config(y.len, 2 * in_vector(y.dtype))) }.w()?;
+    unsafe { launch.launch(config(y.len.div_ceil(in_vector(y.dtype)))) }.w()?;
     Ok(())
 }
 
@@ -37,15 +37,63 @@ pub(crate) fn backward(
     [dy, gate, up]: [View; 3],
     [dgate, dup]: [View; 2],
 ) -> Result<()> {
-    let name = format!("swiglu_backward_{}", suffix(dy.dtype));
-    let kernel = SOURCE.kernel(card, &name)?;
-    let (no_y, n) = (0u64, dy.len as i64);
+    launch_backward(card, [dy, gate, up, dgate, dup], None)
+}
+
+/// gate, up and dy, all (n), become dgate, dup and `silu(gate) up` again.
+pub(crate) fn backward_in_place(card: &CudaDevice, gate: View, up: View, dy: View) -> Result<()> {
+    launch_backward(card, [dy, gate, up, gate, up], Some(dy))
+}
+
+/// dy, gate, up, dgate and dup.
+fn launch_backward(card: &CudaDevice, buffers: [View; 5], y: Option<View>) -> Result<()> {
+    let [dy, ..] = buffers;
+    let kernel = SOURCE.kernel(card, "swiglu_backward", suffix(dy.dtype))?;
+    let (y, n) = (y.map_or(0, |y| y.pointer), dy.len as i64);
     let mut launch = kernel.builder();
-    for view in [&dy, &gate, &up, &dgate, &dup] {
-        launch.arg(&view.pointer);
+    for buffer in &buffers {
+        launch.arg(&buffer.pointer);
     }
-    launch.arg(&no_y).arg(&n);
+    launch.arg(&y).arg(&n);
     // SAFETY: the arguments are those of the kernel, buffers of n elements each.
-    unsafe { launch.launch(config(dy.len, 2 * in_vector(dy.dtype))) }.w()?;
+    unsafe { launch.launch(config(dy.len.div_ceil(in_vector(dy.dtype)))) }.w()?;
+    Ok(())
+}
+
+/// `y = silu(gate) up` with gate and up side by side: gate_up (N, 2F), y (N, F), F being `width`.
+pub(crate) fn packed_forward(
+    card: &CudaDevice,
+    gate_up: View,
+    y: View,
+    width: usize,
+) -> Result<()> {
+    launch_packed(card, "swiglu_packed_forward", [gate_up, y], width)
+}
+
+/// gate_up (N, 2F) becomes its gradient, and dy (N, F) `silu(gate) up` again; F is `width`.
+pub(crate) fn packed_backward_in_place(
+    card: &CudaDevice,
+    gate_up: View,
+    dy: View,
+    width: usize,
+) -> Result<()> {
+    launch_packed(card, "swiglu_packed_backward", [gate_up, dy], width)
+}
+
+fn launch_packed(
+    card: &CudaDevice,
+    stem: &'static str,
+    [gate_up, y]: [View; 2],
+    width: usize,
+) -> Result<()> {
+    let kernel = SOURCE.kernel(card, stem, suffix(y.dtype))?;
+    let rows = y.len / width;
+    let packs = rows * width.div_ceil(in_vector(y.dtype));
+    let (rows, width) = (rows as i64, width as i32);
+    let mut launch = kernel.builder();
+    launch.arg(&gate_up.pointer).arg(&y.pointer);
+    launch.arg(&rows).arg(&width);
+    // SAFETY: the arguments are those of the kernel, buffers of 2 rows * width and of rows * width elements.
+    unsafe { launch.launch(config(packs)) }.w()?;
     Ok(())
 }

@@ -1,22 +1,24 @@
-//! A buffer on the card, as a kernel sees it.
+//! A buffer on the card, as a kernel sees it, and what the driver does to one without a kernel.
 
-use candle_core::DType;
+use candle_core::cuda_backend::cudarc::driver::result;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
 use std::marker::PhantomData;
 
-/// A contiguous buffer on the card, borrowed from the tensor or storage that owns it. What is freed is freed in the order
-/// of the stream, so a kernel that was launched in time may read it.
+/// A contiguous buffer on the card, borrowed from the tensor, storage or arena that owns it. What is freed is freed in the
+/// order of the stream, so a kernel that was launched in time may read it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     /// Where it begins, on the device.
     pub pointer: u64,
-    /// Of its elements.
+    /// Of its elements. Words of any other kind are u32.
     pub dtype: DType,
     /// How many elements it has.
     pub len: usize,
     owner: PhantomData<&'a ()>,
 }
 
-impl View<'_> {
+impl<'a> View<'a> {
     /// The same buffer, borrowed from `_owner`, whose it is too.
     pub(crate) fn owned_by<T>(self, _owner: &T) -> View<'_> {
         View::new(self.pointer, self.dtype, self.len)
@@ -31,4 +33,45 @@ impl View<'_> {
             owner: PhantomData,
         }
     }
+
+    /// `len` of its elements, from element `first` on.
+    pub(crate) fn part(self, first: usize, len: usize) -> View<'a> {
+        debug_assert!(first + len <= self.len, "{first} + {len} of {self:?}");
+        let first_byte = first * self.dtype.size_in_bytes();
+        View::new(self.pointer + first_byte as u64, self.dtype, len)
+    }
+
+    /// Its elements from element `first` on.
+    pub(crate) fn part_from(self, first: usize) -> View<'a> {
+        self.part(first, self.len.saturating_sub(first))
+    }
+
+    fn bytes(&self) -> usize {
+        self.len * self.dtype.size_in_bytes()
+    }
+}
+
+/// Sets every byte to zero, in the order of the stream.
+pub(crate) fn set_to_zero(card: &CudaDevice, buffer: View) -> Result<()> {
+    if buffer.len == 0 {
+        return Ok(());
+    }
+    let stream = card.cuda_stream();
+    stream.context().bind_to_thread().w()?;
+    // SAFETY: the buffer has these bytes, and zeros are numbers of every dtype.
+    unsafe { result::memset_d8_async(buffer.pointer, 0, buffer.bytes(), stream.cu_stream()) }.w()
+}
+
+/// Copies the elements of `from` to `to`, of the same dtype and length, in the order of the stream.
+pub(super) fn copy(card: &CudaDevice, from: View, to: View) -> Result<()> {
+    debug_assert_eq!((from.dtype, from.len), (to.dtype, to.len));
+    if to.len == 0 {
+        return Ok(());
+    }
+    let stream = card.cuda_stream();
+    stream.context().bind_to_thread().w()?;
+    let (from_pointer, to_pointer) = (from.pointer, to.pointer);
+    // SAFETY: both buffers have these bytes.
+    unsafe { result::memcpy_dtod_async(to_pointer, from_pointer, to.bytes(), stream.cu_stream()) }
+        .w()
 }

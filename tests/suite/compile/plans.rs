@@ -43,7 +43,7 @@ fn live_buffers_never_meet(
             assert!(apart || in_turn, "{a:?} and {b:?}");
         }
     }
-    assert!(end <= plan.peak_bytes() && plan.peak_bytes() < end + 64);
+    assert!(end <= plan.peak_bytes() && plan.peak_bytes() < end + 256);
     // A buffer lives through every call that touches it.
     for (index, call) in plan.calls().iter().enumerate() {
         for operand in call.reads.iter().chain(&call.writes) {
@@ -162,7 +162,7 @@ fn the_memory_map_shows_every_buffer() {
     let buffers = plan.buffers().iter().filter(|b| b.is_in_arena());
     assert_eq!(svg.matches("<title>").count(), buffers.count());
     for wanted in [
-        "layers.1/attn/q_proj/q",
+        "layers.1/attn/q_proj/y",
         "gradient of lm_head.weight",
         "backward",
         "</svg>",

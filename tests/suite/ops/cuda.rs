@@ -124,6 +124,32 @@ fn rows_begin_anywhere(#[values(1, 2, 3)] offset: usize) {
     assert_close("gradient", &gradient(&card), &gradient(&Device::Cpu), 1e-6);
 }
 
+/// Head and loss. Logits become their gradient where they lie, so that a second backward has to compute them again.
+#[test]
+fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let run = |device: &Device| {
+        let variable = |dims: &[usize], seed| {
+            let values = normal(dims, seed).to_dtype(DType::F32).unwrap();
+            Var::from_tensor(&values.to_device(device).unwrap()).unwrap()
+        };
+        let (x, weight) = (variable(&[3, 11, 24], 7), variable(&[65, 24], 8));
+        let targets = cases::ids(&[3, 11], 65, 9);
+        let loss = ops::linear_cross_entropy(&x, &weight, &targets).unwrap();
+        let [first, second] = [(), ()].map(|()| loss.backward().unwrap());
+        let gradients = [&first, &second].map(|gradients| {
+            [&x, &weight].map(|variable| gradients.get(variable).unwrap().clone())
+        });
+        let [[dx, dw], [dx_again, dw_again]] = gradients;
+        [loss, dx, dw, dx_again, dw_again].map(|x| x.to_device(&Device::Cpu).unwrap())
+    };
+    for (on_card, on_cpu) in run(&card).iter().zip(&run(&Device::Cpu)) {
+        assert_close("loss, dx, dw and once more", on_card, on_cpu, 1e-5);
+    }
+}
+
 /// Products, and what runs its reference.
 #[test]
 fn every_op_in_f32() {

@@ -100,7 +100,7 @@ pub(super) struct ForwardHopperArguments {
     pub out: u64,
     pub rounded_off: u64,
     pub lse: u64,
-    /// Two i32, zeros before and after.
+    /// Two i32, zeros before and after: the numbers of works taken, and of blocks that take no more.
     pub tickets: u64,
     pub out_strides: Strides,
     pub sizes: CallSizes,

@@ -4,11 +4,14 @@ use super::arguments::{BackwardArguments, BackwardMaps, CallSizes, Heads, Map, S
 use super::element;
 use super::forward::{definitions, line};
 use super::tiles::{self, compiled_head_dim};
+use super::workspace::Workspace;
 use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::View;
-use crate::kernels::cuda::source::{Kernel, Source, is_hopper};
+use crate::kernels::cuda::kernel::Kernel;
+use crate::kernels::cuda::source::{Source, is_hopper};
+use crate::kernels::workspace;
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::{DevicePtr, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 const SOURCE: Source = Source {
@@ -35,9 +38,9 @@ pub(crate) struct Inputs<'a> {
     pub q: Heads<'a>,
     pub k: Heads<'a>,
     pub v: Heads<'a>,
-    /// Contiguous, as is what rounding took from it.
     pub out: Heads<'a>,
-    pub rounded_off: View<'a>,
+    /// What rounding took from out, where that was kept: (B, H, Tq, Dh) contiguous.
+    pub rounded_off: Option<View<'a>>,
     pub d_out: Heads<'a>,
     /// (B, H, Tq) f32.
     pub lse: View<'a>,
@@ -60,12 +63,29 @@ pub(super) fn shared_bytes(card: &CudaDevice, sizes: &Sizes) -> usize {
     }
 }
 
-/// The gradients of q, k and v.
+/// Words of the statistics and the sums of dq of so many tiles of queries, and of the turns.
+fn parts(tiles_of_queries: usize, queries: usize, head_dim: usize) -> [usize; 3] {
+    let rows = tiles_of_queries * queries;
+    [2 * rows, rows * head_dim, tiles_of_queries + 1]
+}
+
+/// How many tiles of queries there are, each of one head.
+fn tiles_of_queries(sizes: &Sizes, queries: usize) -> usize {
+    sizes.batch * sizes.heads * sizes.queries.div_ceil(queries)
+}
+
+/// How many u32 the backward works in, on any card: the larger of what the two sets of kernels want.
+pub(crate) fn backward_workspace_len(sizes: &Sizes) -> usize {
+    workspace::flash_backward(sizes).iter().sum()
+}
+
+/// The gradients of q, k and v. `workspace` ([`backward_workspace_len`]) u32 is room to work in.
 pub(crate) fn backward(
     card: &CudaDevice,
     sizes: &Sizes,
     inputs: Inputs,
     gradients: Gradients,
+    workspace: View,
 ) -> Result<()> {
     let head_dim = compiled_head_dim(sizes.head_dim);
     let element = element(inputs.q.view.dtype);
@@ -81,22 +101,14 @@ pub(crate) fn backward(
             (&SOURCE, definitions, everywhere.queries)
         }
     };
-    let kernel = |name: &str| {
-        let name = format!("flash_backward_{name}{element}");
-        source.kernel_with(card, &definitions, &name)
-    };
+    let kernel = |stem| source.kernel_with(card, &definitions, stem, element);
 
-    let tiles_of_queries = sizes.batch * sizes.heads * sizes.queries.div_ceil(queries);
+    let tiles_of_queries = tiles_of_queries(sizes, queries);
     let rows = tiles_of_queries * queries;
-    // SAFETY: `prepare` writes statistics and turns, and the first tile of keys its part of the sums.
-    let (statistics, dq_sums, turns) = unsafe {
-        (
-            card.alloc::<f32>(2 * rows)?,
-            card.alloc::<f32>(rows * head_dim)?,
-            card.alloc::<u32>(tiles_of_queries + 1)?,
-        )
-    };
-    let stream = card.cuda_stream();
+    // `prepare` writes statistics and turns, and the first tile of keys its part of the sums.
+    let mut room = Workspace::new(workspace);
+    let [statistics, dq_sums, turns] =
+        parts(tiles_of_queries, queries, head_dim).map(|len| room.take(len).pointer);
     let heads_at_once = match hopper {
         Some(_) => ((1 << 17) / sizes.keys.max(1)).clamp(32, 64),
         None => sizes.batch * sizes.kv_heads,
@@ -106,15 +118,15 @@ pub(crate) fn backward(
         k: inputs.k.view.pointer,
         v: inputs.v.view.pointer,
         out: inputs.out.view.pointer,
-        rounded_off: inputs.rounded_off.pointer,
+        rounded_off: inputs.rounded_off.map_or(0, |rest| rest.pointer),
         d_out: inputs.d_out.view.pointer,
         lse: inputs.lse.pointer,
         dq: gradients.dq.view.pointer,
         dk: gradients.dk.view.pointer,
         dv: gradients.dv.view.pointer,
-        statistics: statistics.device_ptr(&stream).0,
-        dq_sums: dq_sums.device_ptr(&stream).0,
-        turns: turns.device_ptr(&stream).0,
+        statistics,
+        dq_sums,
+        turns,
         q_strides: Strides::from(&inputs.q),
         k_strides: Strides::from(&inputs.k),
         v_strides: Strides::from(&inputs.v),
@@ -139,7 +151,7 @@ pub(crate) fn backward(
     let blocks = rows
         .div_ceil(256 / lanes_a_row)
         .max((tiles_of_queries + 1).div_ceil(256));
-    run(&kernel("prepare_")?, blocks, 256, 0)?;
+    run(&kernel("flash_backward_prepare")?, blocks, 256, 0)?;
     match hopper {
         Some(tiles) => {
             let maps = BackwardMaps([
@@ -148,7 +160,7 @@ pub(crate) fn backward(
                 Map::new(&inputs.v, tiles::BackwardHopper::KEYS)?,
                 Map::new(&inputs.d_out, queries)?,
             ]);
-            let kernel_of_products = kernel("hopper_")?;
+            let kernel_of_products = kernel("flash_backward_hopper")?;
             let shared_bytes = tiles.shared_bytes(head_dim);
             kernel_of_products.allow_shared_bytes(shared_bytes)?;
             let blocks =
@@ -157,15 +169,25 @@ pub(crate) fn backward(
             launch.arg(&maps).arg(&arguments);
             // SAFETY: as above.
             unsafe { launch.launch(line(blocks, 384, shared_bytes)) }.w()?;
-            run(&kernel("hopper_finish_")?, tiles_of_queries, 256, 0)
+            run(
+                &kernel("flash_backward_hopper_finish")?,
+                tiles_of_queries,
+                256,
+                0,
+            )
         }
         None => {
             let tiles = &everywhere;
             let blocks = sizes.keys.div_ceil(tiles.keys) * sizes.batch * sizes.kv_heads;
             let threads = 32 * tiles.warps;
-            run(&kernel("")?, blocks, threads, tiles.shared_bytes(head_dim))?;
             run(
-                &kernel("finish_")?,
+                &kernel("flash_backward")?,
+                blocks,
+                threads,
+                tiles.shared_bytes(head_dim),
+            )?;
+            run(
+                &kernel("flash_backward_finish")?,
                 tiles_of_queries,
                 threads,
                 queries * head_dim * 2,

@@ -3,12 +3,14 @@
 use super::arguments::{CallSizes, ForwardArguments, ForwardHopperArguments, Heads, Map, Strides};
 use super::element;
 use super::tiles::{self, compiled_head_dim};
+use super::workspace::Workspace;
 use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::Sizes;
-use crate::kernels::cuda::View;
-use crate::kernels::cuda::source::{Source, is_hopper, multiprocessors};
+use crate::kernels::cuda::source::{Definition, Source, is_hopper, multiprocessors};
+use crate::kernels::cuda::{View, set_to_zero};
+use crate::kernels::workspace;
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 const SOURCE: Source = Source {
@@ -24,28 +26,50 @@ const HOPPER: Source = Source {
     ],
 };
 
-/// out (B, H, Tq, Dh), what rounding took from it (as out, contiguous like out), and lse (B, H, Tq) f32.
+/// What is written.
+#[derive(Clone, Copy)]
+struct Outputs<'a> {
+    out: Heads<'a>,
+    rounded_off: Option<View<'a>>,
+    lse: View<'a>,
+}
+
+impl Outputs<'_> {
+    /// Where what rounding took from out goes, or null.
+    fn rounded_off(&self) -> u64 {
+        self.rounded_off.map_or(0, |rest| rest.pointer)
+    }
+}
+
+/// How many u32 the forward works in, on any card.
+pub(crate) fn forward_workspace_len(_sizes: &Sizes) -> usize {
+    workspace::flash_forward()
+}
+
+/// Numbers from which Hopper's blocks draw their work.
+const TICKETS: usize = 2;
+
+/// out (B, H, Tq, Dh) as it lies; what rounding took from it, where wanted, (B, H, Tq, Dh) contiguous in its dtype; and lse
+/// (B, H, Tq) f32. `workspace` ([`forward_workspace_len`]) u32 is room to work in; launches that may run beside one another
+/// need their own.
 pub(crate) fn forward(
     card: &CudaDevice,
     sizes: &Sizes,
-    [q, k, v]: [Heads; 3],
+    heads: [Heads; 3],
     out: Heads,
-    rounded_off: View,
+    rounded_off: Option<View>,
     lse: View,
+    workspace: View,
 ) -> Result<()> {
     let head_dim = compiled_head_dim(sizes.head_dim);
-    let tiles = tiles::ForwardHopper::new(head_dim, sizes.keys).filter(|_| is_hopper(card));
-    match tiles {
-        Some(tiles) => hopper(
-            card,
-            sizes,
-            head_dim,
-            &tiles,
-            [q, k, v],
-            out,
-            [rounded_off, lse],
-        ),
-        None => everywhere(card, sizes, head_dim, [q, k, v], out, [rounded_off, lse]),
+    let outputs = Outputs {
+        out,
+        rounded_off,
+        lse,
+    };
+    match tiles::ForwardHopper::new(head_dim, sizes.keys).filter(|_| is_hopper(card)) {
+        Some(tiles) => hopper(card, sizes, head_dim, &tiles, heads, outputs, workspace),
+        None => everywhere(card, sizes, head_dim, heads, outputs),
     }
 }
 
@@ -59,10 +83,14 @@ pub(super) fn shared_bytes(card: &CudaDevice, sizes: &Sizes) -> usize {
 }
 
 /// Definitions that all kernels share.
-pub(super) fn definitions(head_dim: usize, element: &str, tiles: Vec<String>) -> Vec<String> {
-    let mut definitions = vec![format!("HEAD_DIM={head_dim}"), format!("ELEMENT={element}")];
-    definitions.extend(tiles);
-    definitions
+pub(super) fn definitions(
+    head_dim: usize,
+    element: &'static str,
+    mut tiles: Vec<Definition>,
+) -> Vec<Definition> {
+    tiles.push(Definition::Size("HEAD_DIM", head_dim));
+    tiles.push(Definition::Type("ELEMENT", element));
+    tiles
 }
 
 /// A grid and blocks of one dimension.
@@ -79,13 +107,12 @@ fn everywhere(
     sizes: &Sizes,
     head_dim: usize,
     [q, k, v]: [Heads; 3],
-    out: Heads,
-    [rounded_off, lse]: [View; 2],
+    outputs: Outputs,
 ) -> Result<()> {
     let tiles = tiles::Forward::new(head_dim, sizes.mask == Mask::Full);
     let element = element(q.view.dtype);
     let definitions = definitions(head_dim, element, tiles.definitions());
-    let kernel = SOURCE.kernel_with(card, &definitions, &format!("flash_forward_{element}"))?;
+    let kernel = SOURCE.kernel_with(card, &definitions, "flash_forward", element)?;
     let shared_bytes = tiles.shared_bytes(head_dim);
     kernel.allow_shared_bytes(shared_bytes)?;
     let all_heads = sizes.batch * sizes.heads;
@@ -93,13 +120,13 @@ fn everywhere(
         q: q.view.pointer,
         k: k.view.pointer,
         v: v.view.pointer,
-        out: out.view.pointer,
-        rounded_off: rounded_off.pointer,
-        lse: lse.pointer,
+        out: outputs.out.view.pointer,
+        rounded_off: outputs.rounded_off(),
+        lse: outputs.lse.pointer,
         q_strides: Strides::from(&q),
         k_strides: Strides::from(&k),
         v_strides: Strides::from(&v),
-        out_strides: Strides::from(&out),
+        out_strides: Strides::from(&outputs.out),
         sizes: CallSizes::new(sizes, all_heads),
     };
     let blocks = sizes.queries.div_ceil(tiles.rows) * all_heads;
@@ -116,30 +143,29 @@ fn hopper(
     head_dim: usize,
     tiles: &tiles::ForwardHopper,
     [q, k, v]: [Heads; 3],
-    out: Heads,
-    [rounded_off, lse]: [View; 2],
+    outputs: Outputs,
+    workspace: View,
 ) -> Result<()> {
     let element = element(q.view.dtype);
     let definitions = definitions(head_dim, element, tiles.definitions());
-    let name = format!("flash_forward_hopper_{element}");
-    let kernel = HOPPER.kernel_with(card, &definitions, &name)?;
+    let kernel = HOPPER.kernel_with(card, &definitions, "flash_forward_hopper", element)?;
     let shared_bytes = tiles.shared_bytes(head_dim);
     kernel.allow_shared_bytes(shared_bytes)?;
     // As many heads as have their keys in the level-2 cache together.
     let at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);
-    // Where blocks draw their numbers. A pair for each launch: others may run beside it, on other threads' streams.
-    let tickets = card.alloc_zeros::<u32>(2)?;
+    let tickets = Workspace::new(workspace).take(TICKETS);
+    set_to_zero(card, tickets)?;
     let arguments = ForwardHopperArguments {
         maps: [
             Map::new(&q, tiles.rows())?,
             Map::new(&k, tiles.columns)?,
             Map::new(&v, tiles.columns)?,
         ],
-        out: out.view.pointer,
-        rounded_off: rounded_off.pointer,
-        lse: lse.pointer,
-        tickets: tickets.device_ptr(&card.cuda_stream()).0,
-        out_strides: Strides::from(&out),
+        out: outputs.out.view.pointer,
+        rounded_off: outputs.rounded_off(),
+        lse: outputs.lse.pointer,
+        tickets: tickets.pointer,
+        out_strides: Strides::from(&outputs.out),
         sizes: CallSizes::new(sizes, at_once),
     };
     let tiles_in_all = sizes.queries.div_ceil(tiles.rows()) * sizes.batch * sizes.heads;

@@ -12,10 +12,11 @@ mod arguments;
 mod backward;
 mod forward;
 mod tiles;
+mod workspace;
 
 pub(crate) use arguments::Heads;
-pub(crate) use backward::{Gradients, Inputs, backward};
-pub(crate) use forward::forward;
+pub(crate) use backward::{Gradients, Inputs, backward, backward_workspace_len};
+pub(crate) use forward::{forward, forward_workspace_len};
 
 use super::source;
 use crate::kernels::Mask;

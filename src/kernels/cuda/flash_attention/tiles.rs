@@ -1,5 +1,7 @@
 //! Tile sizes by head dimension, each the fastest of those tried on an H200.
 
+use crate::kernels::cuda::source::Definition;
+
 /// The head dimension that kernels are compiled for: the smallest that holds the call's.
 pub(super) fn compiled_head_dim(head_dim: usize) -> usize {
     const COMPILED: [usize; 6] = [16, 32, 64, 96, 128, 256];
@@ -32,13 +34,13 @@ impl Forward {
         }
     }
 
-    pub(super) fn definitions(&self) -> Vec<String> {
+    pub(super) fn definitions(&self) -> Vec<Definition> {
         vec![
-            format!("ROWS={}", self.rows),
-            format!("COLUMNS={}", self.columns),
-            format!("WARPS={}", self.warps),
-            format!("BLOCKS_PER_SM={}", self.blocks_per_sm),
-            format!("Q_IN_REGISTERS={}", self.q_in_registers),
+            Definition::Size("ROWS", self.rows),
+            Definition::Size("COLUMNS", self.columns),
+            Definition::Size("WARPS", self.warps),
+            Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
+            Definition::Size("Q_IN_REGISTERS", self.q_in_registers),
         ]
     }
 
@@ -77,10 +79,10 @@ impl ForwardHopper {
         128 * (self.groups_of_rows + 1)
     }
 
-    pub(super) fn definitions(&self) -> Vec<String> {
+    pub(super) fn definitions(&self) -> Vec<Definition> {
         vec![
-            format!("GROUPS_OF_ROWS={}", self.groups_of_rows),
-            format!("COLUMNS={}", self.columns),
+            Definition::Size("GROUPS_OF_ROWS", self.groups_of_rows),
+            Definition::Size("COLUMNS", self.columns),
         ]
     }
 
@@ -119,15 +121,15 @@ impl Backward {
         }
     }
 
-    pub(super) fn definitions(&self) -> Vec<String> {
+    pub(super) fn definitions(&self) -> Vec<Definition> {
         vec![
-            format!("KEYS={}", self.keys),
-            format!("QUERIES={}", self.queries),
-            format!("AT_ONCE={}", self.at_once),
-            format!("WARPS={}", self.warps),
-            format!("SHARE={}", self.share),
-            format!("DQ_ROW_WARPS={}", self.dq_row_warps),
-            format!("BLOCKS_PER_SM={}", self.blocks_per_sm),
+            Definition::Size("KEYS", self.keys),
+            Definition::Size("QUERIES", self.queries),
+            Definition::Size("AT_ONCE", self.at_once),
+            Definition::Size("WARPS", self.warps),
+            Definition::Size("SHARE", self.share),
+            Definition::Size("DQ_ROW_WARPS", self.dq_row_warps),
+            Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
         ]
     }
 
@@ -157,8 +159,8 @@ impl BackwardHopper {
         })
     }
 
-    pub(super) fn definitions(&self) -> Vec<String> {
-        vec![format!("QUERIES={}", self.queries)]
+    pub(super) fn definitions(&self) -> Vec<Definition> {
+        vec![Definition::Size("QUERIES", self.queries)]
     }
 
     pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {

@@ -1,0 +1,73 @@
+//! The loop over a plan's calls, whoever computes them; and what the probe hears of it.
+
+use super::op::Op;
+use super::plan::{Call, Phase, Plan};
+use crate::Result;
+use crate::probe::{self, Kind};
+use candle_core::DType;
+use std::ops::{ControlFlow, Range};
+
+/// Runs calls in order, until one ends the step: whether it goes on.
+pub(super) fn run(
+    plan: &Plan,
+    calls: Range<usize>,
+    mut compute: impl FnMut(usize, &Call) -> Result<ControlFlow<()>>,
+) -> Result<ControlFlow<()>> {
+    let mut phase: Option<(Phase, probe::Guard)> = None;
+    for index in calls {
+        let call = &plan.calls()[index];
+        let next = if probe::is_listening() {
+            if phase.as_ref().is_none_or(|(name, _)| *name != call.phase) {
+                drop(phase.take()); // ended before the next begins
+                phase = Some((call.phase, probe::phase(probed_phase(call.phase))));
+            }
+            run_probed(plan, call, || compute(index, call))?
+        } else {
+            compute(index, call)?
+        };
+        if next.is_break() {
+            return Ok(next);
+        }
+    }
+    Ok(ControlFlow::Continue(()))
+}
+
+/// Runs a call in an op's range at its place in the model. What is backward is said by the phase: each call is an op of its
+/// own, and costs what it costs.
+fn run_probed(
+    plan: &Plan,
+    call: &Call,
+    compute: impl FnOnce() -> Result<ControlFlow<()>>,
+) -> Result<ControlFlow<()>> {
+    let name = call.op.name();
+    let places = call.path.split('/');
+    let path = places.fold(probe::current(), |path, place| path.child(place));
+    let range = probe::op(Kind::Op, name, path.child(name));
+    let next = compute()?;
+    let dtype = plan.buffer(call.writes[0].buffer).dtype;
+    match call.op {
+        Op::Matmul {
+            rows, cols, depth, ..
+        } => {
+            let [a, b, c] = [[rows, depth], [depth, cols], [rows, cols]];
+            let operand = |dims, dtype: DType| probe::Operand { dims, dtype };
+            let factors = plan.lower_dtype(call);
+            range.leave(probe::Operands {
+                inputs: &[operand(&a, factors), operand(&b, factors)],
+                output: operand(&c, dtype),
+            });
+        }
+        Op::AdamW { elements, .. } => range.leave_flat(elements, dtype),
+        _ => {} // what the costs of eager ops do not describe
+    }
+    Ok(next)
+}
+
+/// The phases that profiles know: loss belongs to forward, as in an eager step, though here its gradient comes with it.
+fn probed_phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Forward | Phase::Loss => "forward",
+        Phase::Backward => "backward",
+        Phase::Clip | Phase::Optimizer => "optimizer",
+    }
+}

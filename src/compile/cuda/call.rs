@@ -1,0 +1,296 @@
+//! One call: its operands handed to its kernel.
+
+use super::super::op::{AttentionSizes, Op};
+use super::super::plan::{Call, Operand, Plan};
+use super::attention;
+use super::inputs::Inputs;
+use super::places::Places;
+use super::update::Updates;
+use crate::kernels::cuda::matmul::{Matrix, Products};
+use crate::kernels::cuda::{View, adamw, cast, cross_entropy, embedding, rms_norm, rope, swiglu};
+use crate::kernels::cuda::{flash_attention, source};
+use crate::{Error, Result};
+use candle_core::cuda_backend::CudaDevice;
+use std::ops::Range;
+
+/// What launches need, for the calls of one micro-batch.
+pub(super) struct Launcher<'a> {
+    pub card: &'a CudaDevice,
+    pub plan: &'a Plan,
+    pub places: &'a Places,
+    pub inputs: &'a Inputs,
+    pub products: &'a mut Products,
+    pub updates: Option<&'a Updates>,
+    pub micro_batch: usize,
+    /// Whether gradients that are not finite are looked for where the plan unscales them.
+    pub checks: bool,
+    /// The calls before this one are launched: one launch does what several calls in a row say of one parameter each.
+    pub launched: usize,
+}
+
+impl<'a> Launcher<'a> {
+    pub(super) fn view(&self, operand: &Operand) -> View<'a> {
+        self.places.view(self.plan, operand, self.micro_batch)
+    }
+
+    fn reads<const N: usize>(&self, call: &Call) -> [View<'a>; N] {
+        std::array::from_fn(|place| self.view(&call.reads[place]))
+    }
+
+    fn writes<const N: usize>(&self, call: &Call) -> [View<'a>; N] {
+        std::array::from_fn(|place| self.view(&call.writes[place]))
+    }
+
+    /// Launches a call, unless it is launched already.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(super) fn launch(&mut self, index: usize, call: &Call) -> Result<()> {
+        if index < self.launched {
+            return Ok(());
+        }
+        self.launched = index + 1;
+        let card = self.card;
+        match call.op {
+            Op::Cast { .. } => {
+                let ([x], [y]) = (self.reads(call), self.writes(call));
+                cast::cast(card, x, y)?;
+            }
+            Op::Embedding { width, .. } => {
+                let ([ids, table], [x]) = (self.reads(call), self.writes(call));
+                embedding::forward(card, table, ids, width, x)?;
+            }
+            Op::RmsNorm { eps, .. } => {
+                let ([x, weight], [y, rstd]) = (self.reads(call), self.writes(call));
+                rms_norm::forward(card, x, weight, eps, y, rstd)?;
+            }
+            Op::AddRmsNorm { eps, .. } => {
+                rms_norm::add_forward(card, self.reads(call), eps, self.writes(call))?;
+            }
+            Op::Matmul {
+                rows,
+                cols,
+                depth,
+                a_transposed,
+                b_transposed,
+                accumulate,
+            } => {
+                let ([a, b], [c]) = (self.reads(call), self.writes(call));
+                let a = match a_transposed {
+                    false => Matrix::new(a, rows, depth),
+                    true => Matrix::new(a, depth, rows).t(),
+                };
+                let b = match b_transposed {
+                    false => Matrix::new(b, depth, cols),
+                    true => Matrix::new(b, cols, depth).t(),
+                };
+                let adds = accumulate.adds(self.micro_batch);
+                let c = Matrix::new(c, rows, cols);
+                self.products.multiply(card, [a, b], c, 1, adds)?;
+            }
+            Op::Rotate(sizes) => self.turn(call, &sizes, false)?,
+            Op::RotateBack(sizes) => self.turn(call, &sizes, true)?,
+            Op::NaiveAttention(sizes) => attention::naive(self, call, &sizes)?,
+            Op::NaiveAttentionBackward(sizes) => attention::naive_backward(self, call, &sizes)?,
+            Op::FlashAttention(sizes) => attention::flash(self, call, &sizes)?,
+            Op::FlashAttentionBackward(sizes) => attention::flash_backward(self, call, &sizes)?,
+            Op::SwiGlu { .. } => {
+                let ([gate, up], [y]) = (self.reads(call), self.writes(call));
+                swiglu::forward(card, gate, up, y)?;
+            }
+            Op::PackedSwiGlu { width, .. } => {
+                let ([gate_up], [y]) = (self.reads(call), self.writes(call));
+                swiglu::packed_forward(card, gate_up, y, width)?;
+            }
+            Op::SwiGluBackward { .. } => {
+                let [dy, gate, up] = self.writes(call);
+                swiglu::backward_in_place(card, gate, up, dy)?;
+            }
+            Op::PackedSwiGluBackward { width, .. } => {
+                let [dy, gate_up] = self.writes(call);
+                swiglu::packed_backward_in_place(card, gate_up, dy, width)?;
+            }
+            Op::CrossEntropy {
+                classes, counted, ..
+            } => {
+                let ([targets], [logits, losses]) = (self.reads(call), self.writes(call));
+                let scale = self.inputs.loss_scale();
+                cross_entropy::in_place(card, logits, classes, targets, scale, counted, losses)?;
+            }
+            Op::MeanLoss {
+                counted,
+                accumulate,
+                ..
+            } => {
+                let ([losses], [loss]) = (self.reads(call), self.writes(call));
+                let adds = accumulate.adds(self.micro_batch);
+                cross_entropy::mean(card, losses, counted, loss, adds)?;
+            }
+            Op::RmsNormBackward {
+                add_dx, accumulate, ..
+            } => {
+                let ([dy, x, weight, rstd], [dx, dw, partials]) =
+                    (self.reads(call), self.writes(call));
+                let inputs = rms_norm::Inputs {
+                    dy,
+                    x,
+                    weight,
+                    rstd,
+                };
+                let gradients = rms_norm::Gradients {
+                    dx,
+                    add_dx,
+                    copy: call.writes.get(3).map(|copy| self.view(copy)),
+                    dw,
+                    add_dw: accumulate.adds(self.micro_batch),
+                };
+                rms_norm::backward(card, inputs, gradients, partials)?;
+            }
+            Op::EmbeddingBackward {
+                width, accumulate, ..
+            } => {
+                let ([dy, ids], [dtable, workspace]) = (self.reads(call), self.writes(call));
+                let adds = accumulate.adds(self.micro_batch);
+                embedding::backward(card, dy, ids, width, dtable, adds, workspace)?;
+            }
+            Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
+                self.launch_row(index)?;
+            }
+            Op::CheckOverflow { .. } => {
+                let ([flags], [first, clip]) = (self.reads(call), self.writes(call));
+                adamw::check_overflow(card, flags, first, clip)?;
+            }
+            Op::ClipFactor { .. } => {
+                let ([squares], [clip]) = (self.reads(call), self.writes(call));
+                adamw::clip_factor(card, squares, self.inputs.clip_norm(), clip)?;
+            }
+            Op::Attention(_)
+            | Op::AttentionBackward(_)
+            | Op::MergeHeads(_)
+            | Op::MergeRotatedBack(_)
+            | Op::HeadAttention(_)
+            | Op::HeadAttentionBackward(_) => panic!("{:?} was planned for the CPU", call.op),
+        }
+        Ok(())
+    }
+
+    /// Turns q or k, or both where they are packed, in place.
+    fn turn(&self, call: &Call, sizes: &AttentionSizes, back: bool) -> Result<()> {
+        let ([cos, sin], [x]) = (self.reads(call), self.writes(call));
+        let width = sizes.heads * sizes.head_dim;
+        let heads = match sizes.packed {
+            false => rope::Turned {
+                batch: sizes.batch,
+                length: sizes.length,
+                heads: sizes.heads,
+                head_dim: sizes.head_dim,
+                row: width,
+            },
+            true => rope::Turned {
+                batch: sizes.batch,
+                length: sizes.length,
+                heads: 2 * sizes.heads, // q's, then k's
+                head_dim: sizes.head_dim,
+                row: 3 * width,
+            },
+        };
+        Ok(rope::in_place(self.card, x, [cos, sin], &heads, back)?)
+    }
+
+    /// Call `index` and those after it that do the same to another parameter, in one launch.
+    fn launch_row(&mut self, index: usize) -> Result<()> {
+        let Some(updates) = self.updates else {
+            panic!("an update was launched before the optimizer's state was lent");
+        };
+        let calls = &self.plan.calls()[index..];
+        let kind = std::mem::discriminant(&calls[0].op);
+        let same = |call: &&Call| std::mem::discriminant(&call.op) == kind;
+        let count = calls.iter().take_while(same).count();
+        let calls = &calls[..count];
+        self.launched = index + count;
+        let (card, tables) = (self.card, &updates.tables);
+        let joined = |place: usize| {
+            let operands: Vec<&Operand> = calls.iter().map(|call| &call.writes[place]).collect();
+            self.view(&whole_of(&operands))
+        };
+        match calls[0].op {
+            Op::Unscale { .. } => {
+                let flags = joined(1);
+                match self.checks {
+                    true => tables.unscale(card, 0..count, self.inputs.inverse_scale(), flags)?,
+                    false => crate::kernels::cuda::set_to_zero(card, flags)?,
+                }
+            }
+            Op::SumOfSquares { .. } => {
+                tables.sums_of_squares(card, 0..count, joined(1), joined(0))?;
+            }
+            _ => {
+                let first = updates.entry(index);
+                let clip = calls[0].reads.get(1).map(|clip| self.view(clip));
+                let entries: Range<usize> = first..first + count;
+                tables.adamw(card, entries, self.inputs.updates(), clip)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Operands that lie one after another in a buffer, as one.
+fn whole_of(operands: &[&Operand]) -> Operand {
+    let (first, last) = (operands[0], operands[operands.len() - 1]);
+    for pair in operands.windows(2) {
+        let follows =
+            pair[0].buffer == pair[1].buffer && pair[0].elements.end == pair[1].elements.start;
+        assert!(follows, "{pair:?}");
+    }
+    Operand {
+        buffer: first.buffer,
+        elements: first.elements.start..last.elements.end,
+    }
+}
+
+/// Whether the card has kernels for all calls of a plan.
+///
+/// # Errors
+/// [`Error::Config`] with what it would take.
+pub(super) fn check(plan: &Plan, card: &CudaDevice) -> Result<()> {
+    let refuse = |what: &str, got: String, hint: &str| {
+        Err(Error::Placement {
+            op: "compile",
+            expected: format!("{what}, for a step that is planned on a card"),
+            got,
+            hint: hint.into(),
+        })
+    };
+    if !source::runs_on(card) {
+        let got = "an older card".into();
+        return refuse(
+            "compute capability 8.0 or later",
+            got,
+            "run the model eagerly there",
+        );
+    }
+    for call in plan.calls() {
+        let dtype = plan.lower_dtype(call);
+        match call.op {
+            Op::FlashAttention(sizes) if !flash_attention::takes(card, dtype, &sizes.flash()) => {
+                let got = format!("heads of {} in {}", sizes.head_dim, dtype.as_str());
+                let hint =
+                    "plan with precision bf16 or f16, or build the model with naive attention";
+                return refuse(
+                    "flash attention in bf16 or f16, heads of a multiple of 8 up to 256",
+                    got,
+                    hint,
+                );
+            }
+            Op::RmsNorm { width, .. } | Op::AddRmsNorm { width, .. }
+                if width > rms_norm::MAX_WIDTH =>
+            {
+                let wanted = format!("a d_model of at most {}", rms_norm::MAX_WIDTH);
+                return refuse(&wanted, width.to_string(), "run the model eagerly there");
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,128 @@
+//! What is new in every run, in one buffer that is copied to the card before: ids, rates, the loss scale.
+
+use super::super::executor::{Controls, Tensors};
+use super::super::plan::Plan;
+use super::places::start_of;
+use crate::Result;
+use crate::kernels::cpu::adamw::Update;
+use crate::kernels::cuda::View;
+use crate::kernels::cuda::adamw;
+use candle_core::DType;
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+
+/// The largest norm f64, the inverse of the loss scale f64, the loss scale f32; then updates of eight f32 each, and ids u32.
+const UPDATES: usize = 64;
+const UPDATE_BYTES: usize = 32;
+
+pub(super) struct Inputs {
+    host: Vec<u8>,
+    device: CudaSlice<u8>,
+    /// Where tokens and targets begin, and how many ids each has.
+    tokens: usize,
+    targets: usize,
+    ids: usize,
+}
+
+impl Inputs {
+    pub(super) fn new(plan: &Plan, card: &CudaDevice) -> Result<Self> {
+        let updates = plan.parameters(); // at most one for each
+        let tokens = (UPDATES + updates * UPDATE_BYTES).next_multiple_of(256);
+        let ids = plan.ids();
+        let targets = (tokens + 4 * ids).next_multiple_of(256);
+        let bytes = targets + 4 * ids;
+        Ok(Self {
+            host: vec![0; bytes],
+            device: card.alloc_zeros(bytes)?,
+            tokens,
+            targets,
+            ids,
+        })
+    }
+
+    /// Writes a run's inputs, and has them copied.
+    pub(super) fn fill(
+        &mut self,
+        card: &CudaDevice,
+        plan: &Plan,
+        tensors: &Tensors<'_>,
+        controls: &Controls<'_>,
+    ) -> Result<()> {
+        assert_eq!(
+            tensors.tokens.len(),
+            self.ids,
+            "{} ids",
+            plan.micro_batches()
+        );
+        let loss_scale = controls.loss_scale.unwrap_or(1.0);
+        self.put(0, &controls.clip_norm.to_le_bytes());
+        self.put(8, &(1.0 / loss_scale).to_le_bytes());
+        self.put(16, &(loss_scale as f32).to_le_bytes());
+        for (number, update) in distinct(controls.updates).into_iter().enumerate() {
+            let words = adamw::words(update);
+            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            self.put(UPDATES + number * UPDATE_BYTES, &bytes);
+        }
+        for (start, ids) in [
+            (self.tokens, tensors.tokens),
+            (self.targets, tensors.targets),
+        ] {
+            let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+            self.put(start, &bytes);
+        }
+        Ok(card.memcpy_htod(&self.host, &mut self.device)?)
+    }
+
+    fn put(&mut self, at: usize, bytes: &[u8]) {
+        self.host[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn view(&self, at: usize, dtype: DType, len: usize) -> View<'_> {
+        View::new(start_of(&self.device) + at as u64, dtype, len)
+    }
+
+    pub(super) fn clip_norm(&self) -> View<'_> {
+        self.view(0, DType::F64, 1)
+    }
+
+    pub(super) fn inverse_scale(&self) -> View<'_> {
+        self.view(8, DType::F64, 1)
+    }
+
+    pub(super) fn loss_scale(&self) -> View<'_> {
+        self.view(16, DType::F32, 1)
+    }
+
+    pub(super) fn updates(&self) -> View<'_> {
+        let len = (self.tokens - UPDATES) / 4;
+        self.view(UPDATES, DType::F32, len)
+    }
+
+    /// Where the ids of all micro-batches begin.
+    pub(super) fn tokens(&self) -> u64 {
+        start_of(&self.device) + self.tokens as u64
+    }
+
+    /// Where the ids of all micro-batches begin.
+    pub(super) fn targets(&self) -> u64 {
+        start_of(&self.device) + self.targets as u64
+    }
+}
+
+/// The updates that differ, in the order in which they first come: one a group of parameters.
+fn distinct(updates: &[Update]) -> Vec<&Update> {
+    let mut found: Vec<&Update> = Vec::new();
+    for update in updates {
+        if !found.contains(&update) {
+            found.push(update);
+        }
+    }
+    found
+}
+
+/// Which of the distinct updates each parameter takes.
+pub(super) fn groups(updates: &[Update]) -> Vec<usize> {
+    let found = distinct(updates);
+    let place = |update| found.iter().position(|other| *other == update);
+    updates.iter().filter_map(place).collect()
+}

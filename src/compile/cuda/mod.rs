@@ -1,0 +1,307 @@
+//! A card's executor: every call handed to its kernel, in one stream, and the whole of a run recorded as a CUDA graph.
+//!
+//! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on a run
+//! is one launch. What may change from run to run (ids, learning rates, the loss scale) is read by the kernels from a buffer
+//! that is filled before. A run that the probe listens to goes call by call again.
+//!
+//! The stream is the executor's own, so that nobody else's work is recorded. It waits for what the model's stream has been
+//! given before a run, and that waits for the run.
+//!
+//! What lives here: where a plan's buffers are ([`places`]), what is filled in before a run ([`inputs`]), op by op from
+//! operands to [`crate::kernels::cuda`] ([`call`]), and the update of all parameters as one launch ([`update`]). What does not:
+//! anything that knows a model.
+
+mod attention;
+mod call;
+mod graph;
+mod inputs;
+mod places;
+mod update;
+
+use super::calls;
+use super::executor::{Controls, Tensors, not_finite};
+use super::op::Op;
+use super::plan::{Operand, Plan};
+use crate::kernels::cuda::matmul::Products;
+use crate::{Error, Result, device, probe};
+use candle_core::cuda_backend::cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Device, WithDType};
+use graph::Recorded;
+use inputs::Inputs;
+use places::Places;
+use std::fmt;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use update::Updates;
+
+/// A plan's memory on a card, and what it takes to run it there.
+pub(in crate::compile) struct Executor {
+    /// The model's card, with a stream of its own.
+    card: CudaDevice,
+    /// The model's.
+    stream: Arc<CudaStream>,
+    arena: CudaSlice<u8>,
+    tables: Vec<CudaSlice<f32>>,
+    inputs: Inputs,
+    /// What a forward alone gives out, until it is copied.
+    output: Option<CudaSlice<u8>>,
+    products: Products,
+    /// Where everything is, since the first run.
+    places: Option<Places>,
+    updates: Option<Updates>,
+    recorded: [Recorded; Extent::COUNT],
+    copies_are_current: bool,
+}
+
+/// How much of a plan is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Extent {
+    /// All but what follows the micro-batches.
+    MicroBatches,
+    /// Everything, whether gradients are finite or not.
+    Unchecked,
+    /// Everything; the update is left out where a gradient is not finite.
+    Checked,
+}
+
+impl Extent {
+    const COUNT: usize = 3;
+}
+
+impl Executor {
+    /// Allocates the arena, and copies the plan's tables to the card.
+    pub fn new(plan: &Plan, card: &CudaDevice) -> Result<Self> {
+        call::check(plan, card)?;
+        let bytes = plan.peak_bytes();
+        let on = Device::Cuda(card.clone());
+        let available_bytes = device::available_bytes_on(&on).unwrap_or(u64::MAX);
+        if bytes > available_bytes {
+            return Err(Error::OutOfMemory {
+                what: "the arena of a planned step".into(),
+                wanted_bytes: bytes,
+                available_bytes,
+            });
+        }
+        let stream = card.cuda_stream();
+        let (card, products) = {
+            let _undisturbed = device::cuda::undisturbed();
+            let card = CudaDevice::new_with_stream(stream.context().ordinal())?;
+            let products = Products::new(&card)?;
+            (card, products)
+        };
+        let card = &card;
+        // SAFETY: everything here happens on this handle's one stream, and the model's waits for it and is waited for.
+        unsafe { card.disable_event_tracking() };
+        let tables = [0, 1].map(|number| card.clone_htod(plan.table(number)));
+        let [cos, sin] = tables;
+        let output = plan.output_bytes();
+        Ok(Self {
+            card: card.clone(),
+            stream,
+            arena: card.alloc_zeros(bytes.max(1) as usize)?,
+            tables: vec![cos?, sin?],
+            inputs: Inputs::new(plan, card)?,
+            output: match output {
+                0 => None,
+                _ => Some(card.alloc_zeros(output as usize)?),
+            },
+            products,
+            places: None,
+            updates: None,
+            recorded: Default::default(),
+            copies_are_current: false,
+        })
+    }
+
+    /// Runs the calls of every micro-batch.
+    pub fn run_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
+        let controls = Controls::default();
+        let _ran: bool = self.run_extent(plan, tensors, &controls, Extent::MicroBatches)?;
+        if let (Some(output), Some(buffer)) = (tensors.output, &self.output) {
+            let to = crate::ops::cuda::elements(output)?.pointer;
+            let from = places::start_of(buffer);
+            let stream = self.card.cuda_stream();
+            // SAFETY: both have the plan's output's bytes, and are used in the order of one stream.
+            unsafe { memcpy_dtod_async(to, from, buffer.len(), stream.cu_stream()) }.w()?;
+            self.stream.join(&stream).w()?;
+        }
+        Ok(())
+    }
+
+    /// Runs every call: whether the update was done. After an error neither parameters nor optimizer state have changed.
+    pub fn run(
+        &mut self,
+        plan: &Plan,
+        tensors: &Tensors<'_>,
+        controls: &Controls<'_>,
+    ) -> Result<bool> {
+        let extent = match controls.loss_scale {
+            Some(_) => Extent::Checked,
+            None => Extent::Unchecked,
+        };
+        self.run_extent(plan, tensors, controls, extent)
+    }
+
+    fn run_extent(
+        &mut self,
+        plan: &Plan,
+        tensors: &Tensors<'_>,
+        controls: &Controls<'_>,
+        extent: Extent,
+    ) -> Result<bool> {
+        self.place(plan, tensors, controls)?;
+        let stream = self.card.cuda_stream();
+        stream.join(&self.stream).w()?;
+        self.inputs.fill(&self.card, plan, tensors, controls)?;
+        let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
+        if !copies_were_current {
+            self.launch(plan, plan.lasting(), 0, extent)?;
+        }
+        match probe::is_listening() {
+            false => self.run_recorded(plan, extent)?,
+            true => self.launch_all(plan, extent)?,
+        }
+        self.stream.join(&stream).w()?;
+        let stepped = match extent {
+            Extent::MicroBatches => true,
+            _ => self.stepped(plan, controls)?,
+        };
+        self.copies_are_current = true;
+        Ok(stepped)
+    }
+
+    /// Finds out where everything is; forgets what was recorded for other places.
+    fn place(&mut self, plan: &Plan, tensors: &Tensors<'_>, controls: &Controls<'_>) -> Result<()> {
+        let places = Places::new(self, tensors)?;
+        if self.places.as_ref().is_none_or(|old| !old.covers(&places)) {
+            self.recorded = Default::default();
+            self.updates = None;
+            self.copies_are_current = false;
+            self.places = Some(places);
+        }
+        let Some(places) = &self.places else {
+            return Ok(());
+        };
+        if !tensors.updates.is_empty() {
+            let groups = inputs::groups(controls.updates);
+            if self.updates.as_ref().is_none_or(|old| old.groups != groups) {
+                self.updates = Some(Updates::new(&self.card, plan, places, groups)?);
+                self.recorded = Default::default();
+            }
+        }
+        Ok(())
+    }
+
+    /// Launches the calls of a run one by one.
+    fn launch_all(&mut self, plan: &Plan, extent: Extent) -> Result<()> {
+        for micro_batch in 0..plan.micro_batches() {
+            self.launch(plan, plan.repeated(), micro_batch, extent)?;
+        }
+        let rest = plan.repeated().end..plan.calls().len();
+        match extent {
+            Extent::MicroBatches => Ok(()),
+            _ => self.launch(plan, rest, 0, extent),
+        }
+    }
+
+    fn launch(
+        &mut self,
+        plan: &Plan,
+        calls: std::ops::Range<usize>,
+        micro_batch: usize,
+        extent: Extent,
+    ) -> Result<()> {
+        let Some(places) = &self.places else {
+            return Ok(()); // nothing is launched before it is placed
+        };
+        let mut launcher = call::Launcher {
+            card: &self.card,
+            plan,
+            places,
+            inputs: &self.inputs,
+            products: &mut self.products,
+            updates: self.updates.as_ref(),
+            micro_batch,
+            checks: extent == Extent::Checked,
+            launched: calls.start,
+        };
+        let _end = calls::run(plan, calls, |index, call| {
+            launcher.launch(index, call)?;
+            Ok(ControlFlow::Continue(()))
+        })?;
+        Ok(())
+    }
+
+    /// Runs what was recorded; records it if it has been run before.
+    fn run_recorded(&mut self, plan: &Plan, extent: Extent) -> Result<()> {
+        let place = extent as usize;
+        match &self.recorded[place] {
+            Recorded::Graph(graph) => return graph.launch(),
+            Recorded::Nothing => {
+                self.recorded[place] = Recorded::Warm;
+                return self.launch_all(plan, extent);
+            }
+            Recorded::Warm => {}
+        }
+        let card = self.card.clone();
+        let graph = graph::record(&card, || self.launch_all(plan, extent))?;
+        graph.launch()?;
+        self.recorded[place] = Recorded::Graph(graph);
+        Ok(())
+    }
+
+    /// Whether the update was done: what clipping or the check for overflow has found.
+    fn stepped(&mut self, plan: &Plan, controls: &Controls<'_>) -> Result<bool> {
+        let decides = |op: &Op| matches!(op, Op::ClipFactor { .. } | Op::CheckOverflow { .. });
+        let Some(call) = plan.calls().iter().rev().find(|call| decides(&call.op)) else {
+            return Ok(true);
+        };
+        let Some(factor) = call.writes.last() else {
+            return Ok(true);
+        };
+        let words: Vec<f64> = self.read(plan, factor)?;
+        let [norm, _, found] = words[..] else {
+            return Ok(true);
+        };
+        // Two i32 in one word: whether the update was left out, and for whose gradient.
+        let (left_out, culprit) = (found.to_bits() as i32, (found.to_bits() >> 32) as i32);
+        match (left_out, controls.loss_scale) {
+            (0, _) => Ok(true),
+            (_, Some(_)) => Ok(false),
+            (_, None) => Err(not_finite(plan, usize::try_from(culprit).ok(), norm)),
+        }
+    }
+
+    /// What a run has left in an operand that the plan keeps; waits for the card.
+    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Result<Vec<T>> {
+        let buffer = plan.buffer(operand.buffer);
+        assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
+        let Some(range) = buffer.arena_range() else {
+            panic!("{} is not in the arena", buffer.name);
+        };
+        let mut values = vec![T::zero(); operand.elements.len()];
+        let first = operand.elements.start * T::DTYPE.size_in_bytes();
+        let from = places::start_of(&self.arena) + range.start + first as u64;
+        let stream = self.card.cuda_stream();
+        stream.context().bind_to_thread().w()?;
+        // SAFETY: the operand lies within its buffer, and that in the arena; the host waits before it reads.
+        unsafe { memcpy_dtoh_async(&mut values, from, stream.cu_stream()) }.w()?;
+        stream.synchronize().w()?;
+        Ok(values)
+    }
+
+    /// Has the copies of weights made anew in the next run.
+    pub fn refresh(&mut self) {
+        self.copies_are_current = false;
+    }
+}
+
+impl fmt::Debug for Executor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("cuda::Executor")
+            .field("arena_bytes", &self.arena.len())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,180 @@
+//! Who runs a plan: the executor of the device that the model is on, with the model's and the optimizer's own tensors.
+
+use super::buffer::Home;
+use super::build::Target;
+use super::cpu;
+#[cfg(feature = "cuda")]
+use super::cuda;
+use super::plan::{Operand, Plan};
+use crate::kernels::cpu::adamw::Update;
+use crate::optim::PlannedUpdate;
+use crate::optim::inplace::{lend, lend_all};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, Var, WithDType};
+use half::{bf16, f16};
+
+/// What may change from run to run.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Controls<'a> {
+    /// By parameter.
+    pub updates: &'a [Update],
+    /// The norm that gradients are clipped to, where the plan clips.
+    pub clip_norm: f64,
+    /// What the loss's gradient begins with, to be undone where the plan unscales; `None` for 1, and for no check either.
+    pub loss_scale: Option<f64>,
+}
+
+/// What lies outside of a plan's arena, lent for one run.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Tensors<'a> {
+    pub parameters: &'a [(String, Var)],
+    /// By parameter; empty in a run without an update.
+    pub updates: &'a [PlannedUpdate],
+    /// Of all micro-batches, checked.
+    pub tokens: &'a [u32],
+    /// Of all micro-batches; empty in a forward alone.
+    pub targets: &'a [u32],
+    /// What a forward alone gives out.
+    pub output: Option<&'a Tensor>,
+}
+
+/// A plan's memory, and what runs its calls.
+#[derive(Debug)]
+pub(super) enum Executor {
+    Cpu(cpu::Executor),
+    #[cfg(feature = "cuda")]
+    Card(Box<cuda::Executor>),
+}
+
+impl Executor {
+    /// What a plan for `device` is built for.
+    pub fn target(device: &Device) -> Target {
+        match device {
+            Device::Cuda(_) => Target::Card,
+            _ => Target::Cpu {
+                threads: rayon::current_num_threads(),
+            },
+        }
+    }
+
+    /// Allocates the arena.
+    ///
+    /// # Errors
+    /// An arena that does not fit the device's memory; on a card, shapes that its kernels do not take.
+    pub fn new(plan: &Plan, device: &Device) -> Result<Self> {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(card) => Ok(Self::Card(Box::new(cuda::Executor::new(plan, card)?))),
+            _ => Ok(Self::Cpu(cpu::Executor::new(plan)?)),
+        }
+    }
+
+    /// Runs the calls of every micro-batch, and those before: all but the update.
+    pub fn run_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
+        match self {
+            Self::Cpu(executor) => on_cpu(tensors, |lent| {
+                executor.run_micro_batches(plan, lent, &Controls::default())
+            }),
+            #[cfg(feature = "cuda")]
+            Self::Card(executor) => executor.run_micro_batches(plan, tensors),
+        }
+    }
+
+    /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error neither
+    /// parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
+    pub fn run(
+        &mut self,
+        plan: &Plan,
+        tensors: &Tensors<'_>,
+        clip_norm: f64,
+        loss_scale: Option<f64>,
+    ) -> Result<bool> {
+        let updates = tensors.updates.iter().map(|planned| planned.update);
+        let updates: Vec<Update> = updates.collect();
+        let controls = Controls {
+            updates: &updates,
+            clip_norm,
+            loss_scale,
+        };
+        match self {
+            Self::Cpu(executor) => on_cpu(tensors, |lent| executor.run(plan, lent, &controls)),
+            #[cfg(feature = "cuda")]
+            Self::Card(executor) => executor.run(plan, tensors, &controls),
+        }
+    }
+
+    /// What a run has left in an operand that the plan keeps.
+    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Result<Vec<T>> {
+        match self {
+            Self::Cpu(executor) => Ok(executor.read(plan, operand)),
+            #[cfg(feature = "cuda")]
+            Self::Card(executor) => executor.read(plan, operand),
+        }
+    }
+
+    /// Has the copies of weights that last from run to run made anew in the next.
+    pub fn refresh(&mut self) {
+        match self {
+            Self::Cpu(_) => {} // none last
+            #[cfg(feature = "cuda")]
+            Self::Card(executor) => executor.refresh(),
+        }
+    }
+}
+
+/// Calls `run` with the elements of all tensors, which are on the CPU.
+fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R>) -> Result<R> {
+    let count = tensors.parameters.len();
+    let parameters = tensors.parameters.iter().map(|(_, var)| var.as_tensor());
+    let first = tensors.updates.iter().map(|planned| &planned.exp_avg);
+    let second = tensors.updates.iter().map(|planned| &planned.exp_avg_sq);
+    let all: Vec<&Tensor> = parameters.chain(first).chain(second).collect();
+    let mut result = None;
+    let run_with = |output: Option<*mut [u8]>| {
+        lend_all::<f32>(&all, |slices| {
+            let (parameters, state) = slices.split_at(count);
+            let (exp_avg, exp_avg_sq) = state.split_at(tensors.updates.len());
+            let lent = cpu::Lent {
+                parameters,
+                exp_avg,
+                exp_avg_sq,
+                tokens: tensors.tokens,
+                targets: tensors.targets,
+                output,
+                ..Default::default()
+            };
+            result = Some(run(&lent));
+        })
+    };
+    match tensors.output {
+        None => run_with(None)?,
+        Some(output) => match output.dtype() {
+            DType::BF16 => lend::<bf16>(output, |x| run_with(Some(bytes(x))))?,
+            DType::F16 => lend::<f16>(output, |x| run_with(Some(bytes(x))))?,
+            _ => lend::<f32>(output, |x| run_with(Some(bytes(x))))?,
+        },
+    }
+    match result {
+        Some(result) => result,
+        None => unreachable!("what was lent was not used"),
+    }
+}
+
+fn bytes<T>(elements: &mut [T]) -> *mut [u8] {
+    let len = size_of_val(elements);
+    std::ptr::slice_from_raw_parts_mut(elements.as_mut_ptr().cast(), len)
+}
+
+/// Gradients that cannot be clipped: those of parameter number `culprit`, or all together.
+pub(super) fn not_finite(plan: &Plan, culprit: Option<usize>, norm: f64) -> Error {
+    let id = culprit.and_then(|number| plan.at_home(Home::Parameter(number)));
+    Error::Data {
+        what: match id {
+            Some(id) => format!("the gradient of parameter {}", plan.buffer(id).name),
+            None => "all gradients together".into(),
+        },
+        expected: "finite numbers".into(),
+        got: format!("a norm of {norm}"),
+        hint: "lower the learning rate, or skip this batch; nothing was updated".into(),
+    }
+}

@@ -1,0 +1,104 @@
+//! Launches of what is done to all gradients before the update.
+
+use super::super::{View, launch_config, set_to_zero};
+use super::SOURCE;
+use super::tables::Tables;
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use std::ops::Range;
+
+impl Tables {
+    /// Multiplies the gradients of some of the entries, f32, by `inverse` (1) f64, in place. `flags` (of all entries) u32:
+    /// what belongs to these becomes 1 where a product is not finite, else 0.
+    pub(crate) fn unscale(
+        &self,
+        card: &CudaDevice,
+        entries: Range<usize>,
+        inverse: View,
+        flags: View,
+    ) -> Result<()> {
+        set_to_zero(card, flags.part(entries.start, entries.len()))?;
+        let chunks = self.chunks(&entries);
+        if chunks.is_empty() {
+            return Ok(());
+        }
+        let kernel = SOURCE.kernel(card, "unscale", "")?;
+        let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
+        let mut launch = kernel.builder();
+        launch.arg(&tensors).arg(&table);
+        launch.arg(&inverse.pointer).arg(&flags.pointer);
+        // SAFETY: the tables are laid out as the kernel reads them, over buffers of the sizes that they say.
+        unsafe { launch.launch(launch_config((chunks.len(), 1), (256, 1))) }.w()?;
+        Ok(())
+    }
+
+    /// The sums of the squares of some of the entries' gradients, f32: `squares` (of these entries) f64. `chunk_sums`
+    /// ([`chunks`](crate::kernels::workspace::chunks) of each of these entries) f64 is room to work in.
+    pub(crate) fn sums_of_squares(
+        &self,
+        card: &CudaDevice,
+        entries: Range<usize>,
+        chunk_sums: View,
+        squares: View,
+    ) -> Result<()> {
+        if entries.is_empty() {
+            return Ok(());
+        }
+        let chunks = self.chunks(&entries);
+        if !chunks.is_empty() {
+            let kernel = SOURCE.kernel(card, "chunk_squares", "")?;
+            let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
+            let mut launch = kernel.builder();
+            launch.arg(&tensors).arg(&table);
+            launch.arg(&chunk_sums.pointer);
+            // SAFETY: the tables are laid out as the kernel reads them, over buffers of the sizes that they say.
+            unsafe { launch.launch(launch_config((chunks.len(), 1), (256, 1))) }.w()?;
+        }
+        let kernel = SOURCE.kernel(card, "tensor_squares", "")?;
+        let tensors = self.tensors_from(entries.start);
+        let mut launch = kernel.builder();
+        launch.arg(&tensors);
+        launch.arg(&chunk_sums.pointer).arg(&squares.pointer);
+        // SAFETY: as above.
+        unsafe { launch.launch(launch_config((entries.len(), 1), (256, 1))) }.w()?;
+        Ok(())
+    }
+}
+
+/// What the update multiplies gradients by: `clip` (3) f64 becomes the norm of all of them, from the sums of their squares
+/// (P) f64, `min(1, max_norm / (norm + 1e-6))` with max_norm (1) f64, and, in one word, whether the norm is not finite, so that
+/// the update is left out, and the first of the squares that is not, or -1: two i32.
+pub(crate) fn clip_factor(
+    card: &CudaDevice,
+    squares: View,
+    max_norm: View,
+    clip: View,
+) -> Result<()> {
+    let kernel = SOURCE.kernel(card, "clip_factor", "")?;
+    let count = squares.len as i32;
+    let mut launch = kernel.builder();
+    launch.arg(&squares.pointer).arg(&count);
+    launch.arg(&max_norm.pointer).arg(&clip.pointer);
+    // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
+    unsafe { launch.launch(launch_config((1, 1), (256, 1))) }.w()?;
+    Ok(())
+}
+
+/// `first` (1) u32 becomes the number of the first of the flags (P) u32 that is set, or P; `clip` (3) f64 as
+/// [`clip_factor`]: a norm of 0, a factor of 1, and where a flag is set the update is left out.
+pub(crate) fn check_overflow(
+    card: &CudaDevice,
+    flags: View,
+    first: View,
+    clip: View,
+) -> Result<()> {
+    let kernel = SOURCE.kernel(card, "check_overflow", "")?;
+    let count = flags.len as i32;
+    let mut launch = kernel.builder();
+    launch.arg(&flags.pointer).arg(&count);
+    launch.arg(&first.pointer).arg(&clip.pointer);
+    // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
+    unsafe { launch.launch(launch_config((1, 1), (256, 1))) }.w()?;
+    Ok(())
+}

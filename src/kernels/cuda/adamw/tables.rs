@@ -1,0 +1,136 @@
+//! Where parameters, gradients and state lie, on the card.
+
+use super::super::View;
+use crate::kernels::workspace;
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::{DType, Result, bail};
+use std::ops::Range;
+
+/// A parameter with its gradient and its state, each (n).
+#[derive(Clone, Copy)]
+pub(crate) struct Entry<'a> {
+    /// f32.
+    pub value: View<'a>,
+    /// f32.
+    pub gradient: View<'a>,
+    /// f32.
+    pub exp_avg: View<'a>,
+    /// f32.
+    pub exp_avg_sq: View<'a>,
+    /// The value rounded to f16 or bf16, where it is wanted.
+    pub copy: Option<View<'a>>,
+    /// Which of the updates it takes.
+    pub update: usize,
+}
+
+/// Entries as the kernels read them. The buffers that they name must be there for as long as the tables are launched on.
+pub(crate) struct Tables {
+    /// What the pointers point to, held for them: Tensor, in seven words each; Chunk, in one.
+    _held: [CudaSlice<u64>; 2],
+    /// Where the tables lie.
+    pointers: [u64; 2],
+    /// The first chunk of each entry, and how many there are.
+    first_chunks: Vec<usize>,
+    /// What the kernel of the update calls the gradients' and the copies' dtypes.
+    pub(super) types: &'static str,
+}
+
+impl Tables {
+    /// The tables of entries whose gradients are f32; their copies are of one dtype.
+    pub(crate) fn new(card: &CudaDevice, entries: &[Entry]) -> Result<Self> {
+        let types = match of_one_dtype(entries)? {
+            (DType::F32, Some(DType::F16)) => "f32_f16",
+            (DType::F32, None | Some(DType::BF16)) => "f32",
+            other => bail!("AdamW's tables: no kernel for gradients and copies in {other:?}"),
+        };
+        Self::with_types(card, entries, types)
+    }
+
+    /// The tables of parameters in half precision, of which `copy` is the one that others see and may set, and `value` the
+    /// exact value. Gradients are f32, or as the parameters are.
+    pub(crate) fn of_halves(card: &CudaDevice, entries: &[Entry]) -> Result<Self> {
+        if entries.iter().any(|entry| entry.copy.is_none()) {
+            bail!("AdamW's tables: an exact value without its parameter in half precision");
+        }
+        let types = match of_one_dtype(entries)? {
+            (DType::BF16, Some(DType::BF16)) => "bf16",
+            (DType::F32, Some(DType::BF16)) => "bf16_f32",
+            (DType::F16, Some(DType::F16)) => "f16",
+            (DType::F32, Some(DType::F16)) => "f16_f32",
+            other => bail!("AdamW's tables: no kernel for gradients and parameters in {other:?}"),
+        };
+        Self::with_types(card, entries, types)
+    }
+
+    fn with_types(card: &CudaDevice, entries: &[Entry], types: &'static str) -> Result<Self> {
+        let (mut tensors, mut chunks) = (Vec::new(), Vec::new());
+        let mut first_chunks = Vec::with_capacity(entries.len() + 1);
+        for (i, entry) in entries.iter().enumerate() {
+            let (n, first_chunk) = (entry.value.len, chunks.len());
+            tensors.extend([
+                entry.value.pointer,
+                entry.gradient.pointer,
+                entry.exp_avg.pointer,
+                entry.exp_avg_sq.pointer,
+                entry.copy.map_or(0, |copy| copy.pointer),
+                n as u64,
+                entry.update as u64 | (first_chunk as u64) << 32,
+            ]);
+            first_chunks.push(first_chunk);
+            chunks.extend((0..workspace::chunks(n)).map(|index| i as u64 | (index as u64) << 32));
+        }
+        first_chunks.push(chunks.len());
+        for table in [&mut tensors, &mut chunks] {
+            if table.is_empty() {
+                table.push(0); // nothing cannot be allocated
+            }
+        }
+        let (tensors, chunks) = (card.clone_htod(&tensors)?, card.clone_htod(&chunks)?);
+        let stream = card.cuda_stream();
+        let pointers = [tensors.device_ptr(&stream).0, chunks.device_ptr(&stream).0];
+        Ok(Self {
+            _held: [tensors, chunks],
+            pointers,
+            first_chunks,
+            types,
+        })
+    }
+
+    /// How many entries there are.
+    pub(super) fn len(&self) -> usize {
+        self.first_chunks.len() - 1
+    }
+
+    /// The chunks of some of the entries.
+    pub(super) fn chunks(&self, entries: &Range<usize>) -> Range<usize> {
+        self.first_chunks[entries.start]..self.first_chunks[entries.end]
+    }
+
+    /// Where the table of tensors lies, from an entry on.
+    pub(super) fn tensors_from(&self, entry: usize) -> u64 {
+        self.pointers[0] + (entry * 7 * size_of::<u64>()) as u64
+    }
+
+    /// Where the table of chunks lies, from a chunk on.
+    pub(super) fn chunks_from(&self, chunk: usize) -> u64 {
+        self.pointers[1] + (chunk * size_of::<u64>()) as u64
+    }
+}
+
+/// The dtype of all gradients, and that of all copies.
+fn of_one_dtype(entries: &[Entry]) -> Result<(DType, Option<DType>)> {
+    let gradients = entries
+        .first()
+        .map_or(DType::F32, |entry| entry.gradient.dtype);
+    let copies = entries.iter().find_map(|entry| entry.copy);
+    let copies = copies.map(|copy| copy.dtype);
+    let alike = |entry: &Entry| {
+        let copy = entry.copy.map(|copy| copy.dtype);
+        entry.gradient.dtype == gradients && (copy.is_none() || copy == copies)
+    };
+    match entries.iter().all(alike) {
+        true => Ok((gradients, copies)),
+        false => bail!("AdamW's tables: gradients or copies of more than one dtype"),
+    }
+}

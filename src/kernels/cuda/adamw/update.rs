@@ -1,0 +1,76 @@
+//! The update's launches.
+
+use super::super::{View, launch_config};
+use super::SOURCE;
+use super::tables::{Entry, Tables};
+use crate::kernels::cpu::adamw::Update;
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, PushKernelArg};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
+use std::ops::Range;
+
+/// Compiles and loads the kernel.
+pub(crate) fn prepare(card: &CudaDevice) -> Result<()> {
+    SOURCE.kernel(card, "adamw", "f32").map(drop)
+}
+
+impl Tables {
+    /// Updates some of the entries in place. `updates` (8 for each update) f32 are [`words`]; `clip` (3) f64, where there is
+    /// one, is what [`clip_factor`](super::clip_factor) and [`check_overflow`](super::check_overflow) write.
+    pub(crate) fn adamw(
+        &self,
+        card: &CudaDevice,
+        entries: Range<usize>,
+        updates: View,
+        clip: Option<View>,
+    ) -> Result<()> {
+        let chunks = self.chunks(&entries);
+        if chunks.is_empty() {
+            return Ok(());
+        }
+        let kernel = SOURCE.kernel(card, "adamw", self.types)?;
+        let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
+        let clip = clip.map_or(0, |clip| clip.pointer);
+        let mut launch = kernel.builder();
+        launch.arg(&tensors).arg(&table);
+        launch.arg(&updates.pointer).arg(&clip);
+        // SAFETY: the tables are laid out as the kernel reads them, over buffers of the sizes that they say.
+        unsafe { launch.launch(launch_config((chunks.len(), 1), (256, 1))) }.w()?;
+        Ok(())
+    }
+}
+
+/// Updates all entries in place, by tables that are made for this step alone. `halves`: as
+/// [`Tables::of_halves`](Tables::of_halves).
+pub(crate) fn step(
+    card: &CudaDevice,
+    entries: &[Entry],
+    updates: &[Update],
+    halves: bool,
+) -> Result<()> {
+    let tables = match halves {
+        true => Tables::of_halves(card, entries)?,
+        false => Tables::new(card, entries)?,
+    };
+    let updates: Vec<f32> = updates.iter().flat_map(words).collect();
+    let updates = card.clone_htod(&updates)?;
+    let pointer = updates.device_ptr(&card.cuda_stream()).0;
+    let updates_view = View::new(pointer, DType::F32, updates.len()).owned_by(&updates);
+    tables.adamw(card, 0..tables.len(), updates_view, None)
+}
+
+/// An update as the kernel reads it.
+pub(crate) fn words(update: &Update) -> [f32; 8] {
+    let unused = 0.0;
+    [
+        update.decay,
+        update.first_share,
+        update.beta2,
+        update.second_share,
+        update.step_size,
+        update.second_correction,
+        update.eps,
+        unused,
+    ]
+    .map(|word| word as f32)
+}

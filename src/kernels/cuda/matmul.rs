@@ -1,0 +1,318 @@
+//! Matrix products by cuBLASLt: factors in f32, f16 or bf16, sums in f32, results in the factors' dtype or in f32.
+//!
+//! cuBLASLt reads matrices column by column; a matrix that lies row by row is to it the transpose. So what is asked of it
+//! here is `c^T = b^T a^T`.
+
+use super::View;
+use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Error, Result};
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+/// What a product may work in, in bytes: what NVIDIA advises for Hopper; cards before it take less.
+const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// A matrix as it lies, row by row, or the first of several alike.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a> {
+    /// From its first element on.
+    pub view: View<'a>,
+    /// Of the matrix as it lies.
+    pub rows: usize,
+    /// Of the matrix as it lies.
+    pub cols: usize,
+    /// From a row to the next, in elements.
+    pub row_stride: usize,
+    /// From a matrix to the next, in elements.
+    pub matrix_stride: usize,
+    /// Whether it is its transpose that is multiplied.
+    pub transposed: bool,
+}
+
+impl<'a> Matrix<'a> {
+    /// One matrix, its rows one after another.
+    pub(crate) fn new(view: View<'a>, rows: usize, cols: usize) -> Self {
+        Self {
+            view,
+            rows,
+            cols,
+            row_stride: cols,
+            matrix_stride: 0,
+            transposed: false,
+        }
+    }
+
+    /// Its transpose.
+    pub(crate) fn t(self) -> Self {
+        Self {
+            transposed: !self.transposed,
+            ..self
+        }
+    }
+
+    /// What it lies at a multiple of, in bytes, up to the 256 that decide anything.
+    fn alignment(&self) -> u32 {
+        let size = self.view.dtype.size_in_bytes();
+        let strides = (self.matrix_stride * size) as u64;
+        1 << (self.view.pointer | strides).trailing_zeros().min(8)
+    }
+
+    fn shape(&self) -> Shape {
+        Shape {
+            dtype: self.view.dtype,
+            dims: [self.rows, self.cols, self.row_stride, self.matrix_stride],
+            transposed: self.transposed,
+            alignment: self.alignment(),
+        }
+    }
+}
+
+/// What the choice of an algorithm depends on, of one matrix.
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Shape {
+    dtype: DType,
+    dims: [usize; 4],
+    transposed: bool,
+    alignment: u32,
+}
+
+/// a, b and c, and how many of them.
+type Key = ([Shape; 3], usize);
+
+/// cuBLASLt's handle, room for it to work in, and its choices so far: the first that it names for a shape, so that the same
+/// product has the same bits in every run.
+pub(crate) struct Products {
+    handle: sys::cublasLtHandle_t,
+    workspace: CudaSlice<u8>,
+    chosen: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
+}
+
+// SAFETY: the handle may be used from any thread, and is used by one at a time, through `&mut`.
+unsafe impl Send for Products {}
+// SAFETY: as above.
+unsafe impl Sync for Products {}
+
+impl Products {
+    pub(crate) fn new(card: &CudaDevice) -> Result<Self> {
+        card.cuda_stream().context().bind_to_thread().w()?;
+        Ok(Self {
+            handle: checked(result::create_handle())?,
+            // SAFETY: whoever reads it has written it.
+            workspace: unsafe { card.alloc(WORKSPACE_BYTES)? },
+            chosen: HashMap::new(),
+        })
+    }
+
+    /// `c = a b`, or `c += a b` where it `adds`, `count` times.
+    ///
+    /// # Errors
+    /// cuBLASLt's.
+    pub(crate) fn multiply(
+        &mut self,
+        card: &CudaDevice,
+        [a, b]: [Matrix; 2],
+        c: Matrix,
+        count: usize,
+        adds: bool,
+    ) -> Result<()> {
+        let turned = |matrix: &Matrix| match matrix.transposed {
+            false => (matrix.rows, matrix.cols),
+            true => (matrix.cols, matrix.rows),
+        };
+        let ((rows, depth), (inner, cols)) = (turned(&a), turned(&b));
+        assert!(
+            depth == inner && (c.rows, c.cols) == (rows, cols),
+            "({rows}, {depth}) by ({inner}, {cols}) into ({}, {})",
+            c.rows,
+            c.cols
+        );
+        if rows * cols * depth * count == 0 {
+            return Ok(());
+        }
+        let product = Product::new(&a, &b, &c, count)?;
+        let key = ([a.shape(), b.shape(), c.shape()], count);
+        let algorithm = match self.chosen.get(&key) {
+            Some(algorithm) => *algorithm,
+            None => {
+                let algorithm = product.choose(self.handle, [&a, &b, &c])?;
+                self.chosen.insert(key, algorithm);
+                algorithm
+            }
+        };
+        let stream = card.cuda_stream();
+        let (alpha, beta) = (1f32, if adds { 1f32 } else { 0f32 });
+        let workspace = self.workspace.device_ptr(&stream).0;
+        // SAFETY: the layouts describe the matrices, which their owners have made; alpha and beta are read before this
+        // returns; the workspace is used in the stream's order alone.
+        checked(unsafe {
+            result::matmul(
+                self.handle,
+                product.operation,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                b.view.pointer as *const c_void,
+                product.layouts[0],
+                a.view.pointer as *const c_void,
+                product.layouts[1],
+                c.view.pointer as *const c_void,
+                product.layouts[2],
+                c.view.pointer as *mut c_void,
+                product.layouts[2],
+                &algorithm,
+                workspace as *mut c_void,
+                WORKSPACE_BYTES,
+                stream.cu_stream() as sys::cudaStream_t,
+            )
+        })
+    }
+}
+
+impl Drop for Products {
+    fn drop(&mut self) {
+        // SAFETY: it is ours. A failure leaves nothing to be done.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+/// A product as cuBLASLt has it: b, a and c, each transposed.
+struct Product {
+    operation: sys::cublasLtMatmulDesc_t,
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+}
+
+impl Product {
+    fn new(a: &Matrix, b: &Matrix, c: &Matrix, count: usize) -> Result<Self> {
+        let (sums, scale) = (
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType_t::CUDA_R_32F,
+        );
+        let operation = checked(result::create_matmul_desc(sums, scale))?;
+        let none = std::ptr::null_mut();
+        let mut product = Self {
+            operation,
+            layouts: [none; 3],
+        };
+        for (matrix, layout) in [b, a, c].into_iter().zip(&mut product.layouts) {
+            *layout = checked(result::create_matrix_layout(
+                data_type(matrix.view.dtype),
+                matrix.cols as u64,
+                matrix.rows as u64,
+                matrix.row_stride as i64,
+            ))?;
+            use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
+            let count = count as i32;
+            let stride = matrix.matrix_stride as i64;
+            // SAFETY: the layout was made above; the attributes have these types.
+            unsafe {
+                let set = |attribute, value: *const c_void, size| {
+                    checked(result::set_matrix_layout_attribute(
+                        *layout, attribute, value, size,
+                    ))
+                };
+                set(
+                    Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT,
+                    (&raw const count).cast(),
+                    size_of::<i32>(),
+                )?;
+                set(
+                    Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                    (&raw const stride).cast(),
+                    size_of::<i64>(),
+                )?;
+            }
+        }
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        for (attribute, matrix) in [
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, b),
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, a),
+        ] {
+            let transposed = i32::from(matrix.transposed); // CUBLAS_OP_N is 0, CUBLAS_OP_T 1
+            // SAFETY: the operation was made above; the attribute is a 32-bit number.
+            checked(unsafe {
+                result::set_matmul_desc_attribute(
+                    operation,
+                    attribute,
+                    (&raw const transposed).cast(),
+                    size_of::<i32>(),
+                )
+            })?;
+        }
+        Ok(product)
+    }
+
+    /// What cuBLASLt's heuristic names first.
+    fn choose(
+        &self,
+        handle: sys::cublasLtHandle_t,
+        [a, b, c]: [&Matrix; 3],
+    ) -> Result<sys::cublasLtMatmulAlgo_t> {
+        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+        let preference = checked(result::create_matmul_pref())?;
+        let set = |attribute, value: *const c_void, size| {
+            // SAFETY: the preference was made above; the attributes have the types that they are given with.
+            checked(unsafe {
+                result::set_matmul_pref_attribute(preference, attribute, value, size)
+            })
+        };
+        let choose = || {
+            let workspace_bytes = WORKSPACE_BYTES;
+            set(
+                Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                (&raw const workspace_bytes).cast(),
+                size_of::<usize>(),
+            )?;
+            for (attribute, matrix) in [
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c),
+            ] {
+                let alignment = matrix.alignment();
+                set(attribute, (&raw const alignment).cast(), size_of::<u32>())?;
+            }
+            let [of_b, of_a, of_c] = self.layouts;
+            // SAFETY: all were made, and none is gone.
+            checked(unsafe {
+                result::get_matmul_algo_heuristic(
+                    handle,
+                    self.operation,
+                    of_b,
+                    of_a,
+                    of_c,
+                    of_c,
+                    preference,
+                )
+            })
+        };
+        let chosen = choose();
+        // SAFETY: it was made above. A failure leaves nothing to be done.
+        let _ = unsafe { result::destroy_matmul_pref(preference) };
+        Ok(chosen?.algo)
+    }
+}
+
+impl Drop for Product {
+    fn drop(&mut self) {
+        // SAFETY: each was made, or is null. A failure leaves nothing to be done.
+        unsafe {
+            for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+            let _ = result::destroy_matmul_desc(self.operation);
+        }
+    }
+}
+
+fn data_type(dtype: DType) -> sys::cudaDataType_t {
+    match dtype {
+        DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+        _ => sys::cudaDataType_t::CUDA_R_32F,
+    }
+}
+
+fn checked<T>(result: std::result::Result<T, result::CublasError>) -> Result<T> {
+    result.map_err(|error| Error::wrap(error).context("cuBLASLt"))
+}

@@ -1,0 +1,222 @@
+//! AdamW and what comes before it, by tables.
+
+use super::super::View;
+use super::super::adamw::{self, Entry, Tables, words};
+use super::{Buffer, bits, card, numbers};
+use crate::kernels::cpu::adamw as on_cpu;
+use crate::kernels::workspace;
+use candle_core::DType;
+use candle_core::cuda_backend::CudaDevice;
+use half::bf16;
+
+/// Less than a pack, several chunks with a rest, one chunk.
+const LENS: [usize; 3] = [1, 2 * 8192 + 5, 700];
+
+/// Values, gradients and both moments of all parameters, on the card and before, and copies of the values.
+struct Parameters {
+    before: Vec<[Vec<f32>; 4]>,
+    on_card: Vec<[Buffer<f32>; 4]>,
+    copies: Vec<Buffer<bf16>>,
+}
+
+impl Parameters {
+    fn new(card: &CudaDevice) -> Self {
+        let before = LENS.map(|len| {
+            let mut of_one = [1, 2, 3, 4].map(|seed| numbers::<f32>(len, seed));
+            of_one[3].iter_mut().for_each(|v| *v = v.abs());
+            of_one
+        });
+        let on_card = before.iter().map(|of_one| {
+            let [value, gradient, m, v] = of_one;
+            [value, gradient, m, v].map(|values| Buffer::new(card, values, 0))
+        });
+        Self {
+            on_card: on_card.collect(),
+            copies: LENS.map(|len| Buffer::room(card, len, 0)).into(),
+            before: before.into(),
+        }
+    }
+
+    fn tables(&self, card: &CudaDevice) -> Tables {
+        let entries: Vec<Entry> = (self.on_card.iter().zip(&self.copies).enumerate())
+            .map(|(i, ([value, gradient, m, v], copy))| Entry {
+                value: value.view(card),
+                gradient: gradient.view(card),
+                exp_avg: m.view(card),
+                exp_avg_sq: v.view(card),
+                copy: Some(copy.view(card)),
+                update: i % 2,
+            })
+            .collect();
+        Tables::new(card, &entries).unwrap()
+    }
+
+    /// Every bit of value and moments is the CPU's, by this factor; or as it was, without one.
+    fn assert_updated(&self, card: &CudaDevice, number: usize, factor: Option<f64>) {
+        let [mut value, gradient, mut m, mut v] = self.before[number].clone();
+        if let Some(factor) = factor {
+            let update = &updates()[number % 2];
+            on_cpu::step_scaled(&mut value, &gradient, factor, &mut m, &mut v, update);
+            let copy: Vec<bf16> = value.iter().map(|x| bf16::from_f32(*x)).collect();
+            assert_eq!(bits(&self.copies[number].read(card)), bits(&copy));
+        }
+        let [value_now, _, m_now, v_now] = &self.on_card[number];
+        for (now, then) in [(value_now, value), (m_now, m), (v_now, v)] {
+            assert_eq!(bits(&now.read(card)), bits(&then), "parameter {number}");
+        }
+    }
+}
+
+fn updates() -> [on_cpu::Update; 2] {
+    [(1e-3, 0.1), (3e-4, 0.0)]
+        .map(|(lr, decay)| on_cpu::Update::new(lr, (0.9, 0.95), 1e-8, decay, 7))
+}
+
+fn updates_on(card: &CudaDevice) -> Buffer<f32> {
+    let words: Vec<f32> = updates().iter().flat_map(words).collect();
+    Buffer::new(card, &words, 0)
+}
+
+/// Norm, factor, whether the update is left out, and the culprit.
+fn clip_words(card: &CudaDevice, clip: &Buffer<f64>) -> (f64, f64, u32, i32) {
+    let words = clip.read(card);
+    let last = words[2].to_bits();
+    (words[0], words[1], last as u32, (last >> 32) as i32)
+}
+
+#[test]
+fn updates_have_the_bits_of_the_cpu() {
+    let Some(card) = card() else { return };
+    let parameters = Parameters::new(&card);
+    let tables = parameters.tables(&card);
+    let updates = updates_on(&card);
+    tables
+        .adamw(&card, 1..3, updates.view(&card), None)
+        .unwrap();
+    parameters.assert_updated(&card, 0, None);
+    parameters.assert_updated(&card, 1, Some(1.0));
+    parameters.assert_updated(&card, 2, Some(1.0));
+}
+
+#[test]
+fn norms_clip_the_update() {
+    let Some(card) = card() else { return };
+    let parameters = Parameters::new(&card);
+    let tables = parameters.tables(&card);
+    let squares_of = |entries: std::ops::Range<usize>| {
+        let lens = LENS[entries.clone()].iter().copied();
+        let sums = Buffer::<f64>::room(&card, lens.map(workspace::chunks).sum(), 0);
+        let squares = Buffer::<f64>::room(&card, entries.len(), 0);
+        let views = (sums.view(&card), squares.view(&card));
+        tables
+            .sums_of_squares(&card, entries, views.0, views.1)
+            .unwrap();
+        sums.read(&card);
+        squares
+    };
+    let squares = squares_of(0..3);
+    let exact = parameters.before.iter().map(|[_, gradient, ..]| {
+        let squares = gradient.iter().map(|g| f64::from(*g).powi(2));
+        squares.sum::<f64>()
+    });
+    let exact: Vec<f64> = exact.collect();
+    for (got, exact) in squares.read(&card).iter().zip(&exact) {
+        assert!((got - exact).abs() <= 1e-13 * exact, "{got} {exact}");
+    }
+    assert_eq!(
+        bits(&squares_of(1..3).read(&card)),
+        bits(&squares.read(&card)[1..])
+    );
+
+    let (max_norm, clip) = (
+        Buffer::new(&card, &[1f64], 0),
+        Buffer::<f64>::room(&card, 3, 0),
+    );
+    let clip_by = |squares: View| {
+        adamw::clip_factor(&card, squares, max_norm.view(&card), clip.view(&card)).unwrap();
+    };
+    clip_by(squares.view(&card));
+    let (norm, factor, skip, culprit) = clip_words(&card, &clip);
+    let exact = exact.iter().sum::<f64>().sqrt();
+    assert!((norm - exact).abs() <= 1e-13 * exact, "{norm} {exact}");
+    assert_eq!((factor, skip, culprit), (1.0 / (norm + 1e-6), 0, -1));
+    let updates = updates_on(&card);
+    tables
+        .adamw(&card, 0..3, updates.view(&card), Some(clip.view(&card)))
+        .unwrap();
+    for number in 0..3 {
+        parameters.assert_updated(&card, number, Some(factor));
+    }
+
+    clip_by(Buffer::new(&card, &[0.25, 0.25], 0).view(&card));
+    assert_eq!(clip_words(&card, &clip).1, 1.0);
+    clip_by(Buffer::new(&card, &[0.25, f64::NAN, f64::INFINITY], 0).view(&card));
+    let (norm, factor, skip, culprit) = clip_words(&card, &clip);
+    assert!(norm.is_nan());
+    assert_eq!((factor, skip, culprit), (1.0, 1, 1));
+}
+
+#[test]
+fn an_overflow_leaves_everything_as_it_was() {
+    let Some(card) = card() else { return };
+    let parameters = Parameters::new(&card);
+    let mut gradient = parameters.before[2][1].clone();
+    gradient[699] = f32::MAX; // finite, and too much once it is doubled
+    let entries = [
+        (0, None),
+        (1, None),
+        (2, Some(Buffer::new(&card, &gradient, 0))),
+    ];
+    let entries: Vec<Entry> = (entries.iter())
+        .map(|(i, other)| {
+            let [value, gradient, m, v] = &parameters.on_card[*i];
+            Entry {
+                value: value.view(&card),
+                gradient: other.as_ref().unwrap_or(gradient).view(&card),
+                exp_avg: m.view(&card),
+                exp_avg_sq: v.view(&card),
+                copy: None,
+                update: 0,
+            }
+        })
+        .collect();
+    let tables = Tables::new(&card, &entries).unwrap();
+    let (inverse, flags) = (
+        Buffer::new(&card, &[2f64], 0),
+        Buffer::<u32>::room(&card, 3, 0),
+    );
+    let (first, clip) = (
+        Buffer::<u32>::room(&card, 1, 0),
+        Buffer::<f64>::room(&card, 3, 0),
+    );
+    let check = |flags: View| {
+        adamw::check_overflow(&card, flags, first.view(&card), clip.view(&card)).unwrap();
+        (first.read(&card)[0], clip_words(&card, &clip))
+    };
+
+    tables
+        .unscale(&card, 1..2, inverse.view(&card), flags.view(&card))
+        .unwrap();
+    assert_eq!(
+        flags.read(&card),
+        [u32::MAX, 0, u32::MAX],
+        "of these entries alone"
+    );
+    let doubled: Vec<f32> = parameters.before[1][1].iter().map(|g| g * 2.0).collect();
+    assert_eq!(bits(&parameters.on_card[1][1].read(&card)), bits(&doubled));
+    assert_eq!(check(flags.view(&card).part(1, 1)), (1, (0.0, 1.0, 0, -1)));
+
+    tables
+        .unscale(&card, 0..3, inverse.view(&card), flags.view(&card))
+        .unwrap();
+    assert_eq!(flags.read(&card), [0, 0, 1]);
+    assert_eq!(check(flags.view(&card)), (2, (0.0, 1.0, 1, 2)));
+    let updates = updates_on(&card);
+    assert_eq!(updates.view(&card).dtype, DType::F32);
+    tables
+        .adamw(&card, 0..3, updates.view(&card), Some(clip.view(&card)))
+        .unwrap();
+    for number in 0..3 {
+        parameters.assert_updated(&card, number, None);
+    }
+}

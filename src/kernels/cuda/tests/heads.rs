@@ -1,0 +1,156 @@
+//! Flash attention on heads that lie side by side in wider rows: the bits of heads that lie apart.
+
+use super::super::flash_attention::{
+    self as flash, Gradients, Heads, Inputs, backward_workspace_len, forward_workspace_len,
+};
+use super::{Buffer, Element, bits, card, numbers};
+use crate::kernels::Mask;
+use crate::kernels::cpu::flash_attention::Sizes;
+use candle_core::cuda_backend::CudaDevice;
+use half::{bf16, f16};
+
+#[test]
+fn heads_of_packed_rows() {
+    let Some(card) = card() else { return };
+    for head_dim in [8, 40, 64, 96, 128, 256] {
+        for (length, mask) in [(5, Mask::Causal), (300, Mask::Full), (300, Mask::Causal)] {
+            let sizes = Sizes {
+                batch: 2,
+                heads: 3,
+                kv_heads: 3,
+                queries: length,
+                keys: length,
+                head_dim,
+                mask,
+                scale: 1.0 / (head_dim as f64).sqrt(),
+            };
+            packed::<bf16>(&card, &sizes);
+            packed::<f16>(&card, &sizes);
+        }
+    }
+}
+
+/// Numbers of heads (B, T, H, Dh) as they lie apart, (B, H, T, Dh).
+fn apart<T: Element>(values: &[T], sizes: &Sizes) -> Vec<T> {
+    let (heads, length, dim) = (sizes.heads, sizes.queries, sizes.head_dim);
+    let rows = (0..sizes.batch).flat_map(move |b| {
+        (0..heads).flat_map(move |h| (0..length).map(move |t| (b * length + t) * heads + h))
+    });
+    rows.flat_map(|row| values[row * dim..][..dim].to_vec())
+        .collect()
+}
+
+/// One part of `parts` in a row, each (H, Dh).
+fn part<T: Element>(values: &[T], sizes: &Sizes, number: usize, parts: usize) -> Vec<T> {
+    let width = sizes.heads * sizes.head_dim;
+    let rows = values.chunks(parts * width);
+    rows.flat_map(|row| row[number * width..][..width].to_vec())
+        .collect()
+}
+
+/// Heads that lie apart.
+fn contiguous<'a, T: Element>(
+    card: &CudaDevice,
+    buffer: &'a Buffer<T>,
+    sizes: &Sizes,
+) -> Heads<'a> {
+    let row = sizes.head_dim;
+    Heads {
+        view: buffer.view(card),
+        strides: [sizes.heads * sizes.queries * row, sizes.queries * row, row],
+        dims: [sizes.batch, sizes.heads, sizes.queries, row],
+    }
+}
+
+/// Heads that are one part of `parts` in a row.
+fn in_rows<'a, T: Element>(
+    card: &CudaDevice,
+    buffer: &'a Buffer<T>,
+    sizes: &Sizes,
+    number: usize,
+    parts: usize,
+) -> Heads<'a> {
+    let width = sizes.heads * sizes.head_dim;
+    let view = buffer.view(card);
+    Heads {
+        view: view.part(number * width, view.len - number * width),
+        strides: [sizes.queries * parts * width, sizes.head_dim, parts * width],
+        dims: [sizes.batch, sizes.heads, sizes.queries, sizes.head_dim],
+    }
+}
+
+fn packed<T: Element>(card: &CudaDevice, sizes: &Sizes) {
+    if !flash::takes(card, T::DTYPE, sizes) {
+        return eprintln!("skipped: no kernel for {sizes:?} on this card");
+    }
+    let n = sizes.batch * sizes.heads * sizes.queries * sizes.head_dim;
+    let (qkv, d_out) = (numbers::<T>(3 * n, 1), numbers::<T>(n, 2));
+    let rows = sizes.batch * sizes.heads * sizes.queries;
+    // What was there before has no say.
+    let room = |len| Buffer::<u32>::room(card, len, 0);
+
+    let run = |q: [Heads; 3], out: Heads, d_out: Heads, gradients: Gradients| {
+        let (lse, work) = (
+            Buffer::<f32>::room(card, rows, 0),
+            room(forward_workspace_len(sizes)),
+        );
+        flash::forward(card, sizes, q, out, None, lse.view(card), work.view(card)).unwrap();
+        work.read(card);
+        let inputs = Inputs {
+            q: q[0],
+            k: q[1],
+            v: q[2],
+            out,
+            rounded_off: None,
+            d_out,
+            lse: lse.view(card),
+        };
+        let work = room(backward_workspace_len(sizes));
+        flash::backward(card, sizes, inputs, gradients, work.view(card)).unwrap();
+        work.read(card);
+        bits(&lse.read(card))
+    };
+
+    let in_row = Buffer::new(card, &qkv, 0);
+    let out = Buffer::<T>::room(card, n, 0);
+    let gradient = Buffer::<T>::room(card, 3 * n, 0);
+    let d_out_in_row = Buffer::new(card, &d_out, 0);
+    let [dq, dk, dv] = [0, 1, 2].map(|i| in_rows(card, &gradient, sizes, i, 3));
+    let lse = run(
+        [0, 1, 2].map(|i| in_rows(card, &in_row, sizes, i, 3)),
+        in_rows(card, &out, sizes, 0, 1),
+        in_rows(card, &d_out_in_row, sizes, 0, 1),
+        Gradients { dq, dk, dv },
+    );
+
+    let [q, k, v] =
+        [0, 1, 2].map(|i| Buffer::new(card, &apart(&part(&qkv, sizes, i, 3), sizes), 0));
+    let d_out = Buffer::new(card, &apart(&d_out, sizes), 0);
+    let out_apart = Buffer::<T>::room(card, n, 0);
+    let gradients = [0, 1, 2].map(|_| Buffer::<T>::room(card, n, 0));
+    let [dq, dk, dv] = &gradients;
+    let lse_apart = run(
+        [&q, &k, &v].map(|x| contiguous(card, x, sizes)),
+        contiguous(card, &out_apart, sizes),
+        contiguous(card, &d_out, sizes),
+        Gradients {
+            dq: contiguous(card, dq, sizes),
+            dk: contiguous(card, dk, sizes),
+            dv: contiguous(card, dv, sizes),
+        },
+    );
+
+    assert_eq!(lse, lse_apart);
+    let out = out.read(card);
+    assert!(out.iter().all(|x| x.to_f64().is_finite()));
+    assert_eq!(
+        bits(&apart(&out, sizes)),
+        bits(&out_apart.read(card)),
+        "out"
+    );
+    let gradient = gradient.read(card);
+    for (i, apart_too) in gradients.iter().enumerate() {
+        let in_row = apart(&part(&gradient, sizes, i, 3), sizes);
+        assert_eq!(bits(&in_row), bits(&apart_too.read(card)), "gradient {i}");
+    }
+}

@@ -1,0 +1,127 @@
+//! The ends of a model: logits that become their gradient, and the table's gradient.
+
+use super::super::{cross_entropy, embedding};
+use super::{Buffer, Element, assert_close, bits, card, numbers, wide};
+use candle_core::cuda_backend::CudaDevice;
+use half::{bf16, f16};
+
+#[test]
+fn logits_become_their_gradient() {
+    let Some(card) = card() else { return };
+    for (rows, classes) in [
+        (1, 2),
+        (37, 65),
+        (300, 257),
+        (9, 10_000),
+        (3, 50_257),
+        (2, 70_001),
+    ] {
+        for offset in [0, 1] {
+            loss::<f32>(&card, rows, classes, offset);
+            loss::<f16>(&card, rows, classes, offset);
+            loss::<bf16>(&card, rows, classes, offset);
+        }
+    }
+}
+
+fn loss<T: Element>(card: &CudaDevice, rows: usize, classes: usize, offset: usize) {
+    let (counted, dloss) = (rows + 11, 3f32);
+    let logits = numbers::<T>(rows * classes, 1);
+    let targets: Vec<u32> = (0..rows).map(|row| (row * 7919 % classes) as u32).collect();
+    let (mut exact, mut exact_losses) = (wide(&logits), Vec::new());
+    for (row, target) in exact.chunks_mut(classes).zip(&targets) {
+        let (target, total) = (*target as usize, row.iter().map(|x| x.exp()).sum::<f64>());
+        exact_losses.push(total.ln() - row[target]);
+        let share = f64::from(dloss) / counted as f64;
+        row.iter_mut().for_each(|x| *x = x.exp() / total * share);
+        row[target] -= share;
+    }
+    let logits = Buffer::new(card, &logits, offset);
+    let targets = Buffer::new(card, &targets, 0);
+    let dloss = Buffer::new(card, &[dloss], 0);
+    let losses = Buffer::<f32>::room(card, rows, 0);
+    cross_entropy::in_place(
+        card,
+        logits.view(card),
+        classes,
+        targets.view(card),
+        dloss.view(card),
+        counted,
+        losses.view(card),
+    )
+    .unwrap();
+    assert_close("dlogits", &logits.read(card), &exact);
+    assert_close("losses", &losses.read(card), &exact_losses);
+
+    let mean = Buffer::<f64>::room(card, 1, 0);
+    let first = rows / 2;
+    let view = losses.view(card);
+    let rest = view.part(first, rows - first);
+    cross_entropy::mean(card, rest, counted, mean.view(card), false).unwrap();
+    cross_entropy::mean(card, view.part(0, first), counted, mean.view(card), true).unwrap();
+    let exact = wide(&losses.read(card)).iter().sum::<f64>() / counted as f64;
+    let got = mean.read(card)[0];
+    assert!((got - exact).abs() <= 1e-12 * exact, "{got} {exact}");
+}
+
+#[test]
+fn gradients_of_rows_that_occur() {
+    let Some(card) = card() else { return };
+    for width in [1, 33, 512] {
+        for accumulate in [false, true] {
+            rows_of_a_table::<f32, f32>(&card, width, accumulate);
+            rows_of_a_table::<bf16, f32>(&card, width, accumulate);
+            rows_of_a_table::<f16, f32>(&card, width, accumulate);
+            rows_of_a_table::<bf16, bf16>(&card, width, accumulate);
+            rows_of_a_table::<f16, f16>(&card, width, accumulate);
+        }
+    }
+}
+
+fn rows_of_a_table<G: Element, T: Element>(card: &CudaDevice, width: usize, accumulate: bool) {
+    let (count, vocab) = (1000, 300);
+    // Most ids a few times or never; one in each of the ways to add up more.
+    let id = |i: usize| match (i % 64, i % 16) {
+        (1, _) => 7, // more than a warp adds up, and fewer than a bucket holds
+        (_, 8) => 6,
+        (_, sixteenth) if sixteenth.is_multiple_of(2) => 5,
+        _ => (i * 31 + i % 7) % vocab,
+    };
+    let ids: Vec<u32> = (0..count).map(|i| id(i) as u32).collect();
+    let (dy, before) = (
+        numbers::<G>(count * width, 1),
+        numbers::<T>(vocab * width, 2),
+    );
+    let mut exact = match accumulate {
+        true => wide(&before),
+        false => vec![0.0; vocab * width],
+    };
+    for (id, dy) in ids.iter().zip(dy.chunks(width)) {
+        for (i, dy) in dy.iter().enumerate() {
+            exact[*id as usize * width + i] += dy.to_f64();
+        }
+    }
+    let (ids, dy) = (Buffer::new(card, &ids, 0), Buffer::new(card, &dy, 0));
+    let run = || {
+        let table = match accumulate {
+            true => Buffer::new(card, &before, 0),
+            false => Buffer::room(card, vocab * width, 0),
+        };
+        let workspace = Buffer::<u32>::room(card, embedding::workspace_len(count, vocab), 0);
+        embedding::backward(
+            card,
+            dy.view(card),
+            ids.view(card),
+            width,
+            table.view(card),
+            accumulate,
+            workspace.view(card),
+        )
+        .unwrap();
+        workspace.read(card);
+        table.read(card)
+    };
+    let (first, second) = (run(), run());
+    assert_close("dtable", &first, &exact);
+    assert_eq!(bits(&first), bits(&second));
+}

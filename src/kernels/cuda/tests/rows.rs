@@ -1,0 +1,282 @@
+//! Kernels on rows: norms beside a wider stream, gates and probabilities in place, heads in wider rows, casts.
+
+use super::super::rms_norm::{self, Gradients, Inputs};
+use super::super::{cast, rope, softmax, swiglu};
+use super::{Buffer, Element, assert_close, bits, card, numbers, poison, wide};
+use crate::kernels::Mask;
+use candle_core::cuda_backend::CudaDevice;
+use half::{bf16, f16};
+
+#[test]
+fn norms_of_a_wider_stream() {
+    let Some(card) = card() else { return };
+    // Rows of one warp and of many, one and several to a block, in turns; rows of threads beyond the last row.
+    for (rows, width) in [
+        (1, 1),
+        (7, 65),
+        (5, 512),
+        (3001, 64),
+        (301, 1000),
+        (3, 8176),
+    ] {
+        for offset in [0, 1] {
+            norm::<f32, f32>(&card, rows, width, offset);
+            norm::<f32, bf16>(&card, rows, width, offset);
+            norm::<f32, f16>(&card, rows, width, offset);
+            norm::<bf16, bf16>(&card, rows, width, offset);
+        }
+    }
+}
+
+fn norm<X: Element, Y: Element>(card: &CudaDevice, rows: usize, width: usize, offset: usize) {
+    let n = rows * width;
+    let [x, before] = [1, 2].map(|seed| numbers::<X>(n, seed));
+    let [branch, dy] = [3, 4].map(|seed| numbers::<Y>(n, seed));
+    let [weight, dw_before] = [5, 6].map(|seed| numbers::<f32>(width, seed));
+    let eps = 1e-5;
+    let norms = |x: &[f64]| -> (Vec<f64>, Vec<f64>) {
+        let rstd = x.chunks(width).map(|row| {
+            let mean = row.iter().map(|x| x * x).sum::<f64>() / width as f64;
+            1.0 / (mean + eps).sqrt()
+        });
+        let rstd: Vec<f64> = rstd.collect();
+        let y = (0..x.len()).map(|i| x[i] * rstd[i / width] * f64::from(weight[i % width]));
+        (y.collect(), rstd)
+    };
+    let on_card = Buffer::new(card, &x, offset);
+    let weights = Buffer::new(card, &weight, offset);
+    let y = Buffer::<Y>::room(card, n, offset);
+    let rstd = Buffer::<f32>::room(card, rows, offset);
+    let [x_view, weight_view, y_view, rstd_view] = [
+        on_card.view(card),
+        weights.view(card),
+        y.view(card),
+        rstd.view(card),
+    ];
+    rms_norm::forward(card, x_view, weight_view, eps, y_view, rstd_view).unwrap();
+    let (exact_y, exact_rstd) = norms(&wide(&x));
+    assert_close("y", &y.read(card), &exact_y);
+    assert_close("rstd", &rstd.read(card), &exact_rstd);
+
+    // The sum where x lies.
+    let branch_on_card = Buffer::new(card, &branch, offset);
+    let inputs = [x_view, branch_on_card.view(card), weight_view];
+    rms_norm::add_forward(card, inputs, eps, [x_view, y_view, rstd_view]).unwrap();
+    let sum = wide(&on_card.read(card));
+    let exact_sum = wide(&x).into_iter().zip(wide(&branch));
+    let exact_sum: Vec<f64> = exact_sum.map(|(x, branch)| x + branch).collect();
+    assert_close("sum", &on_card.read(card), &exact_sum);
+    let (exact_y, exact_rstd) = norms(&sum);
+    assert_close("y of the sum", &y.read(card), &exact_y);
+    assert_close("rstd of the sum", &rstd.read(card), &exact_rstd);
+
+    let (mut exact_dx, mut exact_dw) = (wide(&before), wide(&dw_before));
+    for (row, rstd) in exact_rstd.iter().enumerate() {
+        let at = |i: usize| row * width + i;
+        let h = |i: usize| sum[at(i)] * rstd;
+        let g = |i: usize| dy[at(i)].to_f64() * f64::from(weight[i]);
+        let mean = (0..width).map(|i| g(i) * h(i)).sum::<f64>() / width as f64;
+        for i in 0..width {
+            exact_dx[at(i)] += rstd * (g(i) - h(i) * mean);
+            exact_dw[i] += dy[at(i)].to_f64() * h(i);
+        }
+    }
+    let dy = Buffer::new(card, &dy, offset);
+    let (dx, dw) = (
+        Buffer::new(card, &before, offset),
+        Buffer::new(card, &dw_before, offset),
+    );
+    let partials = Buffer::<f32>::room(card, rms_norm::partials_len(rows, width), 0);
+    let inputs = Inputs {
+        dy: dy.view(card),
+        x: x_view,
+        weight: weight_view,
+        rstd: rstd_view,
+    };
+    let gradients = Gradients {
+        dx: dx.view(card),
+        add_dx: true,
+        copy: Some(dy.view(card)), // where dy lies
+        dw: dw.view(card),
+        add_dw: true,
+    };
+    rms_norm::backward(card, inputs, gradients, partials.view(card)).unwrap();
+    assert_close("dx", &dx.read(card), &exact_dx);
+    assert_close("dx once more", &dy.read(card), &exact_dx);
+    assert_close("dw", &dw.read(card), &exact_dw);
+    partials.read(card);
+}
+
+#[test]
+fn gates_in_place_and_packed() {
+    let Some(card) = card() else { return };
+    for (rows, width) in [(1, 1), (5, 7), (33, 24), (3, 1031), (257, 512), (700, 8)] {
+        for offset in [0, 1] {
+            gate::<f32>(&card, rows, width, offset);
+            gate::<f16>(&card, rows, width, offset);
+            gate::<bf16>(&card, rows, width, offset);
+        }
+    }
+}
+
+fn gate<T: Element>(card: &CudaDevice, rows: usize, width: usize, offset: usize) {
+    let packed = numbers::<T>(rows * 2 * width, 1);
+    let dy = numbers::<T>(rows * width, 2);
+    let half = |second: usize| -> Vec<T> {
+        let rows = packed.chunks(2 * width);
+        rows.flat_map(|row| row[second * width..][..width].to_vec())
+            .collect()
+    };
+    let (gate, up) = (half(0), half(1));
+    let (mut y, mut dgate, mut dup) = (Vec::new(), Vec::new(), Vec::new());
+    for ((g, u), d) in wide(&gate).into_iter().zip(wide(&up)).zip(wide(&dy)) {
+        let s = 1.0 / (1.0 + (-g).exp());
+        y.push(g * s * u);
+        dgate.push(d * u * s * (1.0 + g * (1.0 - s)));
+        dup.push(d * g * s);
+    }
+
+    let [gate, up, dy_apart] = [&gate, &up, &dy].map(|values| Buffer::new(card, values, offset));
+    let views = [gate.view(card), up.view(card), dy_apart.view(card)];
+    swiglu::backward_in_place(card, views[0], views[1], views[2]).unwrap();
+    assert_close("dgate", &gate.read(card), &dgate);
+    assert_close("dup", &up.read(card), &dup);
+    assert_close("y again", &dy_apart.read(card), &y);
+
+    let gate_up = Buffer::new(card, &packed, offset);
+    let out = Buffer::<T>::room(card, rows * width, offset);
+    swiglu::packed_forward(card, gate_up.view(card), out.view(card), width).unwrap();
+    assert_close("packed y", &out.read(card), &y);
+    assert_eq!(bits(&gate_up.read(card)), bits(&packed));
+    let dy = Buffer::new(card, &dy, offset);
+    swiglu::packed_backward_in_place(card, gate_up.view(card), dy.view(card), width).unwrap();
+    let of_gates = dgate.chunks(width).zip(dup.chunks(width));
+    let both: Vec<f64> = of_gates
+        .flat_map(|(gate, up)| [gate, up].concat())
+        .collect();
+    assert_close("packed gradients", &gate_up.read(card), &both);
+    assert_close("packed y again", &dy.read(card), &y);
+}
+
+#[test]
+fn probabilities_in_place() {
+    let Some(card) = card() else { return };
+    for (queries, keys) in [(1, 1), (33, 41), (41, 33), (64, 64), (7, 1031), (3, 40_001)] {
+        for mask in [Mask::Full, Mask::Causal, Mask::CausalEnd] {
+            probabilities::<f32>(&card, mask, queries, keys);
+            probabilities::<f16>(&card, mask, queries, keys);
+            probabilities::<bf16>(&card, mask, queries, keys);
+        }
+    }
+}
+
+fn probabilities<T: Element>(card: &CudaDevice, mask: Mask, queries: usize, keys: usize) {
+    let (batch, scale) = (2, 0.7);
+    let scores = softmax::Scores {
+        scale,
+        mask,
+        queries,
+        keys,
+    };
+    let [x, dp] = [1, 2].map(|seed| numbers::<T>(batch * queries * keys, seed));
+    let mut exact = vec![0.0; x.len()];
+    for (row, (p, x)) in exact.chunks_mut(keys).zip(x.chunks(keys)).enumerate() {
+        let visible = mask.visible(row % queries, queries, keys).end;
+        for (p, x) in p[..visible].iter_mut().zip(x) {
+            *p = (scale * x.to_f64()).exp();
+        }
+        let total: f64 = p.iter().sum();
+        p.iter_mut()
+            .for_each(|p| *p /= if total > 0.0 { total } else { 1.0 });
+    }
+    let (p, dp_on_card) = (Buffer::new(card, &x, 0), Buffer::new(card, &dp, 0));
+    softmax::forward(card, scores, p.view(card), p.view(card)).unwrap();
+    assert_close("p", &p.read(card), &exact);
+
+    let p_as_it_is = wide(&p.read(card));
+    let mut exact = wide(&dp);
+    for (dx, p) in exact.chunks_mut(keys).zip(p_as_it_is.chunks(keys)) {
+        let inner: f64 = dx.iter().zip(p).map(|(dp, p)| dp * p).sum();
+        for (dx, p) in dx.iter_mut().zip(p) {
+            *dx = scale * p * (*dx - inner);
+        }
+    }
+    softmax::backward_in_place(card, scores, dp_on_card.view(card), p.view(card)).unwrap();
+    assert_close("dx", &dp_on_card.read(card), &exact);
+}
+
+#[test]
+fn heads_turned_where_they_lie() {
+    let Some(card) = card() else { return };
+    for (length, heads, head_dim) in [(1, 1, 2), (33, 3, 24), (64, 2, 64), (5, 9, 10)] {
+        turned::<f32>(&card, length, heads, head_dim);
+        turned::<f16>(&card, length, heads, head_dim);
+        turned::<bf16>(&card, length, heads, head_dim);
+    }
+}
+
+/// q and k of packed q, k and v.
+fn turned<T: Element>(card: &CudaDevice, length: usize, heads: usize, head_dim: usize) {
+    let (batch, row, half) = (3, 3 * heads * head_dim, head_dim / 2);
+    let qkv = numbers::<T>(batch * length * row, 1);
+    let angles = numbers::<f32>(length * half, 2);
+    let [cos, sin] = [f32::cos, f32::sin].map(|f| angles.iter().map(|a| f(*a)).collect::<Vec<_>>());
+    for back in [false, true] {
+        let mut exact = wide(&qkv);
+        for (position, row) in exact.chunks_mut(row).enumerate() {
+            for (pair, x) in row[..2 * heads * head_dim].chunks_mut(2).enumerate() {
+                let angle = position % length * half + pair % half;
+                let (c, s) = (f64::from(cos[angle]), f64::from(sin[angle]));
+                let s = if back { -s } else { s };
+                (x[0], x[1]) = (x[0] * c - x[1] * s, x[0] * s + x[1] * c);
+            }
+        }
+        let on_card = Buffer::new(card, &qkv, 0);
+        let [cos, sin] = [&cos, &sin].map(|table| Buffer::new(card, table, 0));
+        let sizes = rope::Turned {
+            batch,
+            length,
+            heads: 2 * heads,
+            head_dim,
+            row,
+        };
+        let tables = [cos.view(card), sin.view(card)];
+        rope::in_place(card, on_card.view(card), tables, &sizes, back).unwrap();
+        assert_close("q, k, v", &on_card.read(card), &exact);
+        let v = |values: &[T]| -> Vec<u64> {
+            let rows = values.chunks(row);
+            rows.flat_map(|row| bits(&row[2 * heads * head_dim..]))
+                .collect()
+        };
+        assert_eq!(v(&on_card.read(card)), v(&qkv), "v is not turned");
+    }
+}
+
+#[test]
+fn casts_round_once() {
+    let Some(card) = card() else { return };
+    for n in [1, 5, 4096, 12_291] {
+        for offset in [0, 1] {
+            casts_from::<f32>(&card, n, offset);
+            casts_from::<f16>(&card, n, offset);
+            casts_from::<bf16>(&card, n, offset);
+        }
+    }
+}
+
+fn casts_from<X: Element>(card: &CudaDevice, n: usize, offset: usize) {
+    casts::<X, f32>(card, n, offset);
+    casts::<X, f16>(card, n, offset);
+    casts::<X, bf16>(card, n, offset);
+}
+
+fn casts<X: Element, Y: Element>(card: &CudaDevice, n: usize, offset: usize) {
+    let x = numbers::<X>(n, 1);
+    let (from, to) = (
+        Buffer::new(card, &x, offset),
+        Buffer::new(card, &vec![poison::<Y>(); n], offset),
+    );
+    cast::cast(card, from.view(card), to.view(card)).unwrap();
+    let exact: Vec<Y> = x.iter().map(|x| Y::from_f64(x.to_f64())).collect();
+    assert_eq!(bits(&to.read(card)), bits(&exact));
+}

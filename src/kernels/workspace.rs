@@ -1,0 +1,66 @@
+//! The room that a card's kernels work in, for whoever places it before there is a card: upper bounds, by shape alone.
+
+use super::cpu::flash_attention::Sizes;
+
+/// The most blocks that [rms_norm's backward](rms_norm_partials) is spread over, each with a row of partial sums.
+pub(crate) const RMS_NORM_BLOCKS: usize = 1024;
+
+/// Positions that the embedding's backward finds room for by id.
+pub(crate) const EMBEDDING_CAPACITY: usize = 32;
+
+/// Positions of an id that a warp adds up by itself in the embedding's backward.
+pub(crate) const EMBEDDING_FEW: usize = 8;
+
+/// Elements of a block of AdamW's, and of the sums of squares.
+pub(crate) const CHUNK: usize = 8192;
+
+/// What pieces of a workspace begin at a multiple of, in words.
+const ALIGNMENT_WORDS: usize = 64;
+
+/// Partial sums of a weight's gradient, f32.
+pub(crate) fn rms_norm_partials(rows: usize, width: usize) -> usize {
+    rows.min(RMS_NORM_BLOCKS) * width
+}
+
+/// What the embedding's backward sorts positions in, in words: how often each id was found (and two counters), the
+/// positions by id, the ids with many, the positions of those with more than there is room for.
+pub(crate) fn embedding_backward(count: usize, vocab_size: usize) -> [usize; 4] {
+    let buckets = vocab_size * EMBEDDING_CAPACITY;
+    [
+        vocab_size + 2,
+        buckets,
+        count.div_ceil(EMBEDDING_FEW),
+        count,
+    ]
+    .map(aligned)
+}
+
+/// Where flash attention's blocks draw their numbers, in words.
+pub(crate) fn flash_forward() -> usize {
+    2 * ALIGNMENT_WORDS
+}
+
+/// What flash attention's backward keeps for all of its blocks, in words: two statistics a query, dq's sums, and whose turn
+/// it is to add to them.
+pub(crate) fn flash_backward(sizes: &Sizes) -> [usize; 3] {
+    const MOST_QUERIES: usize = 128; // of a tile
+    const FEWEST_QUERIES: usize = 32;
+    let heads = sizes.batch * sizes.heads;
+    let rows = heads * sizes.queries.next_multiple_of(MOST_QUERIES);
+    let tiles = heads * sizes.queries.div_ceil(FEWEST_QUERIES);
+    let most_columns = match sizes.head_dim {
+        0..=128 => sizes.head_dim.next_multiple_of(32),
+        _ => 256,
+    };
+    // One more, for a workspace that begins anywhere.
+    [2 * rows, rows * most_columns, tiles + 1].map(|words| aligned(words) + ALIGNMENT_WORDS)
+}
+
+/// Sums of squares of pieces of a gradient, f64.
+pub(crate) fn chunks(elements: usize) -> usize {
+    elements.div_ceil(CHUNK)
+}
+
+fn aligned(words: usize) -> usize {
+    words.next_multiple_of(ALIGNMENT_WORDS)
+}

@@ -1,0 +1,383 @@
+//! Steps planned on a card against steps planned on the CPU, and against themselves. Without a card a word says so.
+
+use super::{CPU, batch, config, distance};
+use candle_core::{DType, Device, Tensor};
+use rstest::rstest;
+use tallow::attention::Algorithm;
+use tallow::compile::{Forward, PlanConfig, TrainStep};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::Checkpointing;
+use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+use tallow::precision::Precision;
+
+fn plan(precision: Precision) -> PlanConfig {
+    PlanConfig {
+        batch_size: 2,
+        sequence_length: 37,
+        precision,
+        ..Default::default()
+    }
+}
+
+/// The model of the CPU's seed, on `device`, with its optimizer.
+fn model_on(config: &TransformerConfig, device: &Device) -> (TransformerLM, AdamW) {
+    let model = TransformerLM::new(config, 5, &CPU).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    model.save(&path).unwrap();
+    let model = TransformerLM::load(config, &path, device).unwrap();
+    let adamw = AdamWConfig {
+        lr: 3e-3,
+        ..Default::default()
+    };
+    let optimizer = AdamW::new(model.parameters(), adamw).unwrap();
+    (model, optimizer)
+}
+
+/// Losses of some steps, the last one's gradients, and the weights after.
+struct Trained {
+    losses: Vec<f32>,
+    gradients: Vec<(String, Tensor)>,
+    weights: Vec<Tensor>,
+    norm: Option<f64>,
+}
+
+fn train(config: &TransformerConfig, plan: &PlanConfig, device: &Device, steps: usize) -> Trained {
+    let (model, mut optimizer) = model_on(config, device);
+    let mut step = TrainStep::new(&model, &optimizer, plan).unwrap();
+    let mut losses = Vec::new();
+    for i in 0..steps {
+        optimizer.set_learning_rate(3e-3 / (i + 1) as f64); // is read at each run
+        let sequences = plan.batch_size * plan.accumulation;
+        let (tokens, targets) = batch(config.vocab_size, sequences, plan.sequence_length, i);
+        let ids = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
+        losses.push(step.run(&mut optimizer, &ids[0], &ids[1]).unwrap());
+    }
+    let on_cpu = |x: &Tensor| x.to_device(&CPU).unwrap();
+    Trained {
+        losses,
+        gradients: match plan.optimizer_in_backward {
+            true => Vec::new(),
+            false => step.gradients().unwrap(),
+        },
+        weights: model.parameters().iter().map(|(_, w)| on_cpu(w)).collect(),
+        norm: step.gradient_norm(),
+    }
+}
+
+/// How far b's gradients are from a's, each by its own norm.
+fn furthest(a: &Trained, b: &Trained) -> f64 {
+    let pairs = a.gradients.iter().zip(&b.gradients);
+    let on_cpu = |x: &Tensor| x.to_device(&CPU).unwrap();
+    let distances = pairs.map(|((_, a), (_, b))| distance(&on_cpu(b), &on_cpu(a)));
+    distances.fold(0.0, f64::max)
+}
+
+/// Held by the CPU's own step in the same precision: no further from f32's than it by half, and in f32 as close as sums in
+/// another order are.
+fn agree(config: &TransformerConfig, plan: &PlanConfig) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let what = format!("{config:?} {plan:?}");
+    let got = train(config, plan, &card, 1);
+    let exact = train(
+        config,
+        &PlanConfig {
+            precision: Precision::F32,
+            ..plan.clone()
+        },
+        &CPU,
+        1,
+    );
+    let judge = train(config, plan, &CPU, 1);
+    let allowed = match plan.precision {
+        Precision::F32 => 2e-5,
+        _ => 1.5 * furthest(&exact, &judge),
+    };
+    let loss_error = f64::from((got.losses[0] - exact.losses[0]).abs() / exact.losses[0]);
+    let allowed_loss = match plan.precision {
+        Precision::F32 => 2e-6,
+        _ => 1e-3,
+    };
+    assert!(loss_error <= allowed_loss, "{what}: {loss_error}");
+    let error = furthest(&exact, &got);
+    assert!(error <= allowed, "{what}: {error}, allowed {allowed}");
+    if let (Some(got), Some(wanted)) = (got.norm, judge.norm) {
+        assert!(
+            (got - wanted).abs() <= 0.02 * wanted,
+            "{what}: {got} {wanted}"
+        );
+    }
+    // Weights have moved alike: AdamW's first step is the gradient's sign, so what little gradient there is may turn it.
+    let several = |device: &Device| train(config, plan, device, 5);
+    let (on_card, on_cpu) = (several(&card), several(&CPU));
+    for (i, (got, wanted)) in on_card.losses.iter().zip(&on_cpu.losses).enumerate() {
+        let error = f64::from((got - wanted).abs() / wanted);
+        let allowed = if plan.precision == Precision::F32 {
+            1e-4
+        } else {
+            1e-2
+        };
+        assert!(error <= allowed, "{what}, step {i}: {got} for {wanted}");
+    }
+    // Recorded or launched one by one, again and again: the same bits.
+    let again = several(&card);
+    assert_eq!(on_card.losses, again.losses, "{what}");
+    for (a, b) in on_card.weights.iter().zip(&again.weights) {
+        let flat = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(flat(a), flat(b), "{what}");
+    }
+}
+
+#[rstest]
+fn precisions_and_attention(
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values((2, 2, 24), (1, 3, 64), (3, 1, 128), (1, 2, 40))] shape: (usize, usize, usize),
+) {
+    if precision == Precision::F32 && attention == Algorithm::Flash {
+        return; // refused: see below
+    }
+    let (layers, heads, head_dim) = shape;
+    let model = config(layers, heads, head_dim, 56, attention);
+    agree(&model, &plan(precision));
+    let long = PlanConfig {
+        batch_size: 3,
+        sequence_length: 130,
+        ..plan(precision)
+    };
+    agree(&model, &long);
+}
+
+#[rstest]
+fn options(
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+    #[values(None, Some(0.5), Some(f64::INFINITY))] clip_norm: Option<f64>,
+    #[values(1, 3)] accumulation: usize,
+    #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
+) {
+    let attention = match precision {
+        Precision::F32 => Algorithm::Naive,
+        _ => Algorithm::Flash,
+    };
+    let plan = PlanConfig {
+        clip_norm,
+        accumulation,
+        checkpointing,
+        ..plan(precision)
+    };
+    agree(&config(2, 2, 32, 72, attention), &plan);
+}
+
+/// A vocabulary in several chunks, and one that is not a multiple of anything.
+#[test]
+fn large_vocabularies() {
+    for vocab_size in [50_257, 10_000] {
+        let model = TransformerConfig {
+            vocab_size,
+            ..config(1, 2, 32, 72, Algorithm::Flash)
+        };
+        let plan = PlanConfig {
+            batch_size: 8,
+            sequence_length: 160,
+            ..plan(Precision::BF16)
+        };
+        agree(&model, &plan);
+    }
+}
+
+/// Weights to the bit those of a step that keeps its gradients.
+#[rstest]
+fn the_optimizer_in_backward(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let model = config(2, 2, 32, 72, Algorithm::Naive);
+    let kept = train(&model, &plan(precision), &card, 4);
+    let plan = PlanConfig {
+        optimizer_in_backward: true,
+        ..plan(precision)
+    };
+    let freed = train(&model, &plan, &card, 4);
+    assert_eq!(kept.losses, freed.losses);
+    for (a, b) in kept.weights.iter().zip(&freed.weights) {
+        assert_eq!(distance(a, b), 0.0);
+    }
+}
+
+/// From a scale that overflows: the same steps are left out as on the CPU, and weights and scale end up alike.
+#[rstest]
+fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let model = config(2, 2, 24, 56, Algorithm::Naive);
+    let plan = PlanConfig {
+        loss_scaling: true,
+        clip_norm,
+        ..plan(Precision::F16)
+    };
+    let run = |device: &Device| {
+        let (model, mut optimizer) = model_on(&model, device);
+        let mut scaler = GradScaler::new(GradScalerConfig {
+            init_scale: 2f64.powi(28),
+            growth_interval: 3,
+            ..Default::default()
+        })
+        .unwrap();
+        let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+        let mut done = Vec::new();
+        for i in 0..16 {
+            let (tokens, targets) = batch(97, 2, 37, i);
+            let ids = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
+            let of_step = step.run_scaled(&mut optimizer, &mut scaler, &ids[0], &ids[1]);
+            let of_step = of_step.unwrap();
+            done.push((of_step.stepped(), of_step.loss));
+        }
+        (done, scaler.loss_scale(), optimizer.steps())
+    };
+    let (on_card, on_cpu) = (run(&card), run(&CPU));
+    assert_eq!(on_card.1, on_cpu.1);
+    assert_eq!(on_card.2, on_cpu.2);
+    assert!(on_card.0.iter().any(|(stepped, _)| !stepped));
+    assert!(on_card.0.iter().any(|(stepped, _)| *stepped));
+    for (got, wanted) in on_card.0.iter().zip(&on_cpu.0) {
+        assert_eq!(got.0, wanted.0);
+        assert!(
+            (got.1 - wanted.1).abs() <= 1e-2 * wanted.1,
+            "{got:?} {wanted:?}"
+        );
+    }
+}
+
+/// What is not finite is found, named, and changes nothing.
+#[rstest]
+fn gradients_that_cannot_be_clipped(
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let model_config = config(2, 2, 32, 72, Algorithm::Naive);
+    let (model, mut optimizer) = model_on(&model_config, &card);
+    let (name, weight) = &model.parameters()[3];
+    let poison = Tensor::full(f32::NAN, weight.shape(), &card).unwrap();
+    let before = weight.as_tensor().copy().unwrap();
+    let plan = PlanConfig {
+        clip_norm: Some(1.0),
+        ..plan(precision)
+    };
+    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let (tokens, targets) = batch(97, 2, 37, 0);
+    let (tokens, targets) = (
+        tokens.to_device(&card).unwrap(),
+        targets.to_device(&card).unwrap(),
+    );
+    step.run(&mut optimizer, &tokens, &targets).unwrap();
+    weight.set(&poison).unwrap();
+    step.refresh();
+    let values = || -> Vec<u32> {
+        let parameters = model.parameters();
+        let all = parameters.iter().flat_map(|(_, w)| {
+            let w = w.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            w.into_iter().map(f32::to_bits)
+        });
+        all.collect()
+    };
+    let poisoned = values();
+    for _ in 0..3 {
+        let error = step.run(&mut optimizer, &tokens, &targets).unwrap_err();
+        assert!(
+            error.to_string().contains("the gradient of parameter"),
+            "{error} ({name})"
+        );
+        assert_eq!(values(), poisoned);
+    }
+    assert_eq!(optimizer.steps(), 1);
+    weight.set(&before).unwrap();
+    step.refresh();
+    assert!(
+        step.run(&mut optimizer, &tokens, &targets)
+            .unwrap()
+            .is_finite()
+    );
+}
+
+/// Weights that somebody else has changed are seen: an eager step by itself, any other change by `refresh`.
+#[test]
+fn weights_changed_elsewhere() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let model_config = config(1, 2, 32, 72, Algorithm::Flash);
+    let (model, mut optimizer) = model_on(&model_config, &card);
+    let plan = plan(Precision::BF16);
+    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut forward = Forward::new(&model, &plan).unwrap();
+    let (tokens, targets) = batch(97, 2, 37, 0);
+    let (tokens, targets) = (
+        tokens.to_device(&card).unwrap(),
+        targets.to_device(&card).unwrap(),
+    );
+    for i in 0..4 {
+        step.run(&mut optimizer, &tokens, &targets).unwrap();
+        let loss = model.loss(&tokens, &targets).unwrap();
+        if i % 2 == 1 {
+            optimizer.step(&loss.backward().unwrap()).unwrap();
+        }
+        let eager = Precision::BF16
+            .run(|| model.loss(&tokens, &targets))
+            .unwrap();
+        let eager = eager.to_scalar::<f32>().unwrap();
+        let planned = step.forward_backward(&tokens, &targets).unwrap();
+        if i % 2 == 0 {
+            assert!((planned - eager).abs() <= 2e-3 * eager, "{planned} {eager}");
+        }
+        forward.refresh();
+        let logits = forward.run(&tokens).unwrap();
+        let wanted = Precision::BF16.run(|| model.forward(&tokens)).unwrap();
+        let on_cpu = |x: &Tensor| x.to_dtype(DType::F32).unwrap().to_device(&CPU).unwrap();
+        let error = distance(&on_cpu(&logits), &on_cpu(&wanted));
+        assert!(error < 2e-2, "{error}");
+    }
+}
+
+/// Flash attention has no kernel for f32 there: the plan says what to do instead.
+#[test]
+fn flash_in_f32_is_refused() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let (model, optimizer) = model_on(&config(1, 2, 32, 72, Algorithm::Flash), &card);
+    let error = TrainStep::new(&model, &optimizer, &plan(Precision::F32)).unwrap_err();
+    assert!(error.to_string().contains("naive"), "{error}");
+}
+
+/// The step of a plan on a card says what it does: linear maps of one input are one product, and nothing is copied in a step.
+#[test]
+fn plans_for_cards_need_no_card() {
+    // The device is asked for by name alone where the feature is off; here the real one, if there is one.
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let model = TransformerConfig {
+        attention: Algorithm::Flash,
+        ..TransformerConfig::small()
+    };
+    let (plan, _) = TrainStep::plan_on(
+        &card,
+        &model,
+        &PlanConfig {
+            precision: Precision::BF16,
+            ..Default::default()
+        },
+    )
+    .unwrap();
+    let in_step = plan.lasting().end..plan.calls().len();
+    let casts = plan.calls()[in_step]
+        .iter()
+        .filter(|call| call.op.name() == "cast");
+    assert_eq!(casts.count(), 0);
+    assert!(plan.lasting().len() > 7 * 12);
+}
