@@ -30,7 +30,7 @@ use std::process::ExitCode;
 use tallow::Result;
 use tallow::report::{Fields, Report};
 
-/// Compares what is planned beforehand with what is run eagerly: attention, and whole models, in f32 on the CPU.
+/// Compares what is planned beforehand with what is run eagerly: attention (on the CPU), and whole models, in f32.
 ///
 /// Without --full it takes about a minute.
 #[derive(Parser)]

@@ -68,7 +68,7 @@ struct Flags {
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
 
-    /// Run each as planned beforehand too, or with =only alone (on the CPU)
+    /// Run each as planned beforehand too, or with =only alone (on the CPU or a CUDA card)
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
     compile: Option<CompileFlag>,
 

@@ -35,15 +35,24 @@
 //!
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
 //! ([`Plan::explain`], [`Plan::memory_map`]), what builds it from a configuration, and the executor, a loop over the calls
-//! that knows nothing of transformers. What does not: the kernels ([`crate::kernels`]).
+//! that knows nothing of transformers, one for the CPU and one for cards. What does not: the kernels ([`crate::kernels`]).
+//!
+//! # On a card
+//!
+//! A model on a CUDA card (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and [`Forward`] as
+//! on the CPU, flash attention in bf16 and f16, naive attention in f32 too, products by cuBLASLt. In half precision linear
+//! maps of one input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update
+//! writes them, so that no step casts a weight ([`TrainStep::refresh`] after weights were changed in another way). A run is
+//! recorded as a CUDA graph when it comes the second time. It allocates nothing, and nothing in it waits for the host. In f16
+//! the gradients of naive attention's scores are rounded to f16: use a loss scale.
 //!
 //! # Half precision
 //!
 //! With [`PlanConfig::precision`] a step is what it is eagerly under [`autocast`](crate::autocast()), by either policy: they
 //! agree in all that this model has. Products and attention are computed from bf16 or f16 and summed in f32; parameters,
 //! optimizer state, the residual stream, norms, probabilities, losses and gradients of parameters are f32. The weights that
-//! products read have copies in the arena, made anew in each step (where the first product asks for it; with accumulation,
-//! before the first micro-batch), so that there is nothing to refresh after a weight was changed or loaded.
+//! products read have copies in the arena. On the CPU they are made anew in each step (where the first product asks for it;
+//! with accumulation, before the first micro-batch), so that there is nothing to refresh after a weight was changed or loaded.
 //!
 //! Results are rounded where eager ones are. Only sums of products in place, the gradients of an input that several weights
 //! share, are rounded once instead of twice.

@@ -1,7 +1,6 @@
 //! A run recorded: all of its launches as one.
 
 use crate::Result;
-use crate::device::cuda::undisturbed;
 use candle_core::cuda_backend::cudarc::driver::CudaGraph;
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUgraphInstantiate_flags, CUstreamCaptureMode,
@@ -34,10 +33,10 @@ impl Graph {
     }
 }
 
-/// Records what `launch` launches on the stream of `card`, none of which is run.
+/// Records what `launch` launches on the stream of `card`, none of which is run. The caller sees to it that no handle of the
+/// card is made meanwhile.
 pub(super) fn record(card: &CudaDevice, launch: impl FnOnce() -> Result<()>) -> Result<Graph> {
     let stream = card.cuda_stream();
-    let _undisturbed = undisturbed();
     stream
         .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         .w()?;

@@ -4,7 +4,9 @@
 //! is one launch. What may change from run to run (ids, learning rates, the loss scale) is read by the kernels from a buffer
 //! that is filled before. A run that the probe listens to goes call by call again.
 //!
-//! The stream is the executor's own, so that nobody else's work is recorded. It waits for what the model's stream has been
+//! The stream is the executor's own, so that nobody else's work is recorded. While a plan's first two runs last, other threads
+//! had better not use the card for what they have not used it for before: the driver loads kernels when they are first
+//! launched, and refuses to while a stream is recorded. It waits for what the model's stream has been
 //! given before a run, and that waits for the run.
 //!
 //! What lives here: where a plan's buffers are ([`places`]), what is filled in before a run ([`inputs`]), op by op from
@@ -155,6 +157,9 @@ impl Executor {
         let stream = self.card.cuda_stream();
         stream.join(&self.stream).w()?;
         self.inputs.fill(&self.card, plan, tensors, controls)?;
+        // What a first run loads would end the recording of another thread's.
+        let recorded = matches!(self.recorded[extent as usize], Recorded::Graph(_));
+        let _undisturbed = (!recorded).then(device::cuda::undisturbed);
         let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
         if !copies_were_current {
             self.launch(plan, plan.lasting(), 0, extent)?;
@@ -235,6 +240,10 @@ impl Executor {
     }
 
     /// Runs what was recorded; records it if it has been run before.
+    ///
+    /// Nothing of a recording is run, and another thread can end it: the driver refuses to synchronise the context, or to load
+    /// a kernel, without that. Then the calls are launched one by one, which says what is wrong if something is, and the next
+    /// run is recorded.
     fn run_recorded(&mut self, plan: &Plan, extent: Extent) -> Result<()> {
         let place = extent as usize;
         match &self.recorded[place] {
@@ -246,10 +255,14 @@ impl Executor {
             Recorded::Warm => {}
         }
         let card = self.card.clone();
-        let graph = graph::record(&card, || self.launch_all(plan, extent))?;
-        graph.launch()?;
-        self.recorded[place] = Recorded::Graph(graph);
-        Ok(())
+        match graph::record(&card, || self.launch_all(plan, extent)) {
+            Err(_) => self.launch_all(plan, extent),
+            Ok(graph) => {
+                graph.launch()?;
+                self.recorded[place] = Recorded::Graph(graph);
+                Ok(())
+            }
+        }
     }
 
     /// Whether the update was done: what clipping or the check for overflow has found.

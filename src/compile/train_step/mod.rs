@@ -26,7 +26,7 @@ const OP: &str = "compile::TrainStep";
 ///
 /// The same step as `model.loss(..)`, `backward()`, [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) and
 /// [`AdamW::step`], on the same variables: learning rates, groups and betas are read from the optimizer at each run. On the
-/// CPU, with the attention of the model's configuration.
+/// CPU or [on a card](super#on-a-card), with the attention of the model's configuration.
 ///
 /// The arithmetic is [`PlanConfig::precision`]'s, whatever [`autocast`](crate::autocast()) region it is called in.
 ///
@@ -50,7 +50,7 @@ impl TrainStep {
     ///
     /// # Errors
     /// A configuration that cannot work ([`PlanConfig::validate`], a sequence beyond the model's context); a model that is not
-    /// in f32 on the CPU, or whose weights share storage; an optimizer of other parameters than the model's; a memory budget
+    /// in f32 on one device (the CPU or a CUDA card), or whose weights share storage; on a card, flash attention in f32; an optimizer of other parameters than the model's; a memory budget
     /// that no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, optimizer: &AdamW, config: &PlanConfig) -> Result<Self> {
         source::check_length(model.config(), config)?;
