@@ -5,6 +5,7 @@
 //! cargo run --example compiled_benchmark
 //! cargo run --example compiled_benchmark -- --part model --config 4-512-512-6-8 --size tiny small
 //! cargo run --example compiled_benchmark -- --part attention --sequence-length 512 2048 --head-dim 64 --causal
+//! cargo run --example compiled_benchmark -- --precision bf16
 //! cargo run --example compiled_benchmark -- --full --json results.json
 //! ```
 
@@ -28,9 +29,11 @@ use model::ModelFlags;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
+use tallow::compile::PlanConfig;
+use tallow::precision::Precision;
 use tallow::report::{Fields, Report};
 
-/// Compares what is planned beforehand with what is run eagerly: attention (on the CPU), and whole models, in f32.
+/// Compares what is planned beforehand with what is run eagerly: attention (on the CPU), and whole models.
 ///
 /// Without --full it takes about a minute.
 #[derive(Parser)]
@@ -42,6 +45,11 @@ struct Flags {
     /// attention, model; several allowed
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "attention,model")]
     part: Vec<Part>,
+
+    /// What is computed in: f32, bf16 or f16. Models in half precision are autocast's, with f32 weights; attention alone has q,
+    /// k and v in that dtype
+    #[arg(long, default_value_t = Precision::F32, value_name = "NAME")]
+    precision: Precision,
 
     /// Every configuration: the whole grid, seed 000's models and all presets; on two cores some hours
     #[arg(long)]
@@ -77,6 +85,7 @@ enum Part {
 struct Setting {
     device: candle_core::Device,
     full: bool,
+    precision: Precision,
     seed: u64,
     peak_flops: Option<f64>,
     /// Bytes that may be used.
@@ -91,6 +100,11 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check()?;
+        let plan = PlanConfig {
+            precision: self.precision,
+            ..Default::default()
+        };
+        plan.validate()?;
         if let Some(path) = &self.json {
             common::check_writable(path)?;
         }
@@ -99,6 +113,7 @@ impl Flags {
         let setting = Setting {
             peak_flops: tallow::device::measure_peak_flops(&device, DType::F32),
             full: self.full,
+            precision: self.precision,
             seed: self.common.seed,
             limit_bytes: limit.map(|gib| (gib * 2f64.powi(30)) as u64),
             device,

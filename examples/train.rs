@@ -9,7 +9,7 @@
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
 //! cargo run --example train -- --data my.txt --precision f16
-//! cargo run --example train -- --data my.txt --compile
+//! cargo run --example train -- --data my.txt --compile --precision bf16
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
 
@@ -17,6 +17,7 @@ mod common;
 #[path = "train/flags.rs"]
 mod flags;
 
+use candle_core::DType;
 use clap::Parser;
 use common::Common;
 use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, new_model};
@@ -45,8 +46,8 @@ struct Flags {
     model: ModelFlags,
     #[command(flatten)]
     training: TrainingFlags,
-    /// Plan the step beforehand: faster, in less memory (in f32, on the CPU); evaluations and files are the same, and a run
-    /// may be resumed with or without
+    /// Plan the step beforehand: faster, in less memory (with f32 weights, on the CPU); evaluations and files are the same,
+    /// and a run may be resumed with or without
     #[arg(long, help_heading = "Training")]
     compile: bool,
     #[command(flatten)]
@@ -386,6 +387,8 @@ fn planned_bytes(model: &TransformerConfig, config: &TrainConfig) -> Result<u64>
         batch_size: config.batch_size,
         sequence_length: config.sequence_length,
         accumulation: config.accumulation,
+        precision: config.precision,
+        loss_scaling: config.precision.dtype() == DType::F16 && config.loss_scaling.enabled,
         checkpointing: model.checkpointing,
         ..Default::default()
     };

@@ -38,8 +38,9 @@ impl Arithmetic {
         }
     }
 
-    pub fn is_f32(self) -> bool {
-        self.attention_dtype() == DType::F32
+    /// Whether attention is planned in it.
+    pub fn can_be_planned(self) -> bool {
+        self.attention_dtype() != DType::F64
     }
 
     /// What attention itself is given.
@@ -150,7 +151,7 @@ impl Flags {
 
     /// Naive is planned too, or alone, where it can be.
     fn executions(&self, algorithm: Algorithm, arithmetic: Arithmetic) -> Vec<Execution> {
-        let can = algorithm == Algorithm::Naive && arithmetic.is_f32();
+        let can = algorithm == Algorithm::Naive && arithmetic.can_be_planned();
         match self.compile.filter(|_| can) {
             None => vec![Execution::Eager],
             Some(CompileFlag::Beside) => vec![Execution::Eager, Execution::Planned],

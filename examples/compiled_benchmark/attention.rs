@@ -115,7 +115,7 @@ impl AttentionFlags {
                 sequence_length: length,
                 head_dim,
                 mask: self.mask(),
-                ..Default::default()
+                dtype: setting.precision.dtype(),
             },
             sampling: Sampling {
                 warmup_steps: 3,
@@ -141,7 +141,8 @@ impl AttentionFlags {
 
     fn configuration(&self, setting: &Setting) -> Fields {
         let mut fields = Fields::new();
-        fields.insert("measured", "attention on q, k, v (B, H, T, d), in f32");
+        fields.insert("measured", "attention on q, k, v (B, H, T, d)");
+        fields.insert("precision", setting.precision.name());
         fields.insert("batch size", self.attention_batch_size);
         fields.insert("heads", self.heads);
         fields.insert("mask", format!("{:?}", self.mask()).to_lowercase());

@@ -8,7 +8,6 @@ use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice, alternate, time_once};
 use tallow::memory::Mode;
-use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report, mean_and_std};
 
 /// The modes, with the name of their row, and the columns' letters.
@@ -61,7 +60,7 @@ impl ModelFlags {
     pub fn report(&self, setting: &Setting) -> Result<Report> {
         let configurations = self.configurations(setting.full)?;
         let mut report = Report {
-            configuration: self.configuration(),
+            configuration: self.configuration(setting),
             columns: columns(),
             ..Default::default()
         };
@@ -156,7 +155,7 @@ impl ModelFlags {
             batch_size: configuration.batch_size,
             sequence_length: configuration.sequence_length,
             mode,
-            precision: Precision::F32,
+            precision: setting.precision,
             warmup_steps: self.warmup_steps,
             steps: self.steps,
             optimizer: OptimizerChoice::AdamW(Default::default()),
@@ -167,10 +166,11 @@ impl ModelFlags {
         }
     }
 
-    fn configuration(&self) -> Fields {
+    fn configuration(&self, setting: &Setting) -> Fields {
         let mut fields = Fields::new();
-        let what = "models in f32: batch B, tokens T, width d, layers L, heads H, feed-forward 4 d";
+        let what = "models: batch B, tokens T, width d, layers L, heads H, feed-forward 4 d";
         fields.insert("measured", what);
+        fields.insert("precision", setting.precision.name());
         fields.insert("attention", self.algorithm.name());
         fields.insert("optimizer", "adamw");
         fields.insert("warm-up", self.warmup_steps);

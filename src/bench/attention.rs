@@ -4,7 +4,6 @@ use super::passes::{Eager, Pass, Passes, Sampling, at_least_one};
 use super::{Execution, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
 use crate::compile::Attention;
-use crate::kernels::cpu::gemm;
 use crate::memory::{
     Account, AttentionWorkload, attention_account, planned_attention_account, smallest_beyond,
 };
@@ -37,7 +36,7 @@ pub struct AttentionRun {
     pub workload: AttentionWorkload,
     /// How it is measured.
     pub sampling: Sampling,
-    /// Eager, or planned for its shape ([`Attention`]): naive, in f32, on the CPU.
+    /// Eager, or planned for its shape ([`Attention`]): naive, in f32, bf16 or f16, on the CPU.
     pub execution: Execution,
 }
 
@@ -89,7 +88,6 @@ impl AttentionRun {
             scale: None,
         };
         if self.execution == Execution::Planned {
-            gemm::reserve_scratch(false); // what threads keep for packing is the process's, and no run's
             let prepare = || self.planned(device, &config);
             return passes.run(device, prepare, on_step, |_| Fields::new());
         }
@@ -153,7 +151,9 @@ impl AttentionRun {
             _ if w.algorithm != Algorithm::Naive => {
                 ("the algorithm is not naive", w.algorithm.name())
             }
-            _ if w.dtype != DType::F32 => ("the dtype is not f32", w.dtype.as_str()),
+            _ if !matches!(w.dtype, DType::F32 | DType::BF16 | DType::F16) => {
+                ("the dtype is not f32, bf16 or f16", w.dtype.as_str())
+            }
             _ if !device.is_cpu() => ("the device is not the CPU", "another device"),
             _ => return Ok(()),
         };
@@ -162,14 +162,14 @@ impl AttentionRun {
             field: "execution",
             expected: format!("eager, where {expected}"),
             got: format!("planned, {got}"),
-            hint: "run it eagerly, or naive in f32 on the CPU".into(),
+            hint: "run it eagerly, or naive in f32, bf16 or f16 on the CPU".into(),
         })
     }
 
     fn planned(&self, device: &Device, config: &AttentionConfig) -> Result<PlannedPass> {
         let [q, k, v] = self.inputs(device)?.map(Var::into_inner);
         Ok(PlannedPass {
-            attention: Attention::new(q.shape(), config)?,
+            attention: Attention::new(q.shape(), self.workload.dtype, config)?,
             d_out: q.ones_like()?,
             inputs: [q, k, v],
         })

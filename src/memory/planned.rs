@@ -18,35 +18,40 @@ pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account
         mask: w.mask,
         scale: None,
     };
-    let plan = Attention::plan_for(shape, &config)?;
+    let plan = Attention::plan_for(shape, w.dtype, &config)?;
     let inputs = plan.category_bytes(Category::Input);
     let kept = plan.category_bytes(Category::Activation);
     let rest = plan.peak_bytes() - kept;
     let sizes = format!(
-        "B {}, H {}, T {}, Dh {}, 4 bytes an element",
-        w.batch_size, w.heads, w.sequence_length, w.head_dim
+        "B {}, H {}, T {}, Dh {}, {} bytes an element",
+        w.batch_size,
+        w.heads,
+        w.sequence_length,
+        w.head_dim,
+        w.dtype.size_in_bytes()
     );
-    let elements = |bytes: u64| bytes as f64 / 4.0;
+    let width = w.dtype.size_in_bytes();
+    let elements = |bytes: u64| bytes as f64 / width as f64;
     Ok(Account::new(sizes)
         .with(
             Holds::Inputs,
             "q, k, v and out's gradient",
             "4BHTDh",
             elements(inputs),
-            4,
+            width,
         )
         .with(
             Holds::Activations,
             "exponentials, as the mask leaves them",
             "BHT^2",
             elements(kept),
-            4,
+            width,
         )
         .with(
             Holds::Activations,
             "the rest of the arena: out, dq, dk, dv, scratch",
             "4BHTDh + ..",
             elements(rest),
-            4,
+            width,
         ))
 }

@@ -1,11 +1,10 @@
 //! Steps of a run, planned beforehand.
 
-use super::update::Update;
-use super::{TrainConfig, Trainer};
+use super::Trainer;
+use super::update::{Update, refuse_if_hopeless};
+use crate::Result;
 use crate::compile::{Plan, PlanConfig, TrainStep};
 use crate::optim::guard::finite_loss;
-use crate::precision::Precision;
-use crate::{Error, Result};
 use candle_core::Tensor;
 
 impl Trainer {
@@ -16,7 +15,8 @@ impl Trainer {
     /// they are, and say nothing of the plan. So a run may be resumed planned or eagerly, whatever it was; it has the bits of
     /// the run that was not stopped if it is what that one was.
     ///
-    /// The model's checkpointing of activations is the plan's.
+    /// The model's checkpointing of activations is the plan's, and so is the run's precision: f32, or bf16 or f16 with f32
+    /// parameters, f16 with its loss scaled as the configuration says.
     ///
     /// ```
     /// # use tallow::data::Tokens;
@@ -38,19 +38,10 @@ impl Trainer {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Config`] for a precision other than f32; those of [`TrainStep::new`]: a model in f64 or not on the CPU,
-    /// weights that share storage, an arena that does not fit. The run goes on eagerly then.
+    /// Those of [`TrainStep::new`]: a precision without f32 parameters or whose copies of weights are dropped, a model in f64
+    /// or not on the CPU, weights that share storage, an arena that does not fit. The run goes on eagerly then.
     pub fn compile(&mut self) -> Result<()> {
-        if self.config.precision != Precision::F32 {
-            return Err(Error::Config {
-                config: "TrainConfig",
-                field: "precision",
-                expected: "f32, where steps are planned".into(),
-                got: self.config.precision.to_string(),
-                hint: "train eagerly, or in f32".into(),
-            });
-        }
-        let plan = plan_config(&self.config, &self.model);
+        let plan = self.plan_config();
         self.planned = Some(TrainStep::new(&self.model, &self.optimizer, &plan)?);
         Ok(())
     }
@@ -77,28 +68,45 @@ impl Trainer {
         let Some(planned) = &mut self.planned else {
             return Ok(None);
         };
-        self.optimizer.set_learning_rate(learning_rate);
-        let loss = planned.run(&mut self.optimizer, &inputs, &targets)?;
-        let loss = f64::from(loss);
-        // Gradients that are not finite have been an error, and a loss that is not gives such gradients.
-        finite_loss(loss, || format!("the loss of step {}", self.step + 1))?;
-        let update = Update {
-            grad_norm: planned.gradient_norm().unwrap_or(f64::NAN), // the plan has one
-            skipped: false,
-            loss_scale: None,
+        let (optimizer, step) = (&mut self.optimizer, self.step + 1);
+        optimizer.set_learning_rate(learning_rate);
+        let Some(mut scaler) = self.scaler.clone() else {
+            let loss = f64::from(planned.run(optimizer, &inputs, &targets)?);
+            // Gradients that are not finite have been an error, and a loss that is not gives such gradients.
+            finite_loss(loss, || format!("the loss of step {step}"))?;
+            let update = Update {
+                grad_norm: planned.gradient_norm().unwrap_or(f64::NAN), // the plan has one
+                skipped: false,
+                loss_scale: None,
+            };
+            return Ok(Some((loss, update)));
         };
-        Ok(Some((loss, update)))
+        let loss_scale = scaler.loss_scale();
+        let done = planned.run_scaled(optimizer, &mut scaler, &inputs, &targets)?;
+        if let Some(parameter) = &done.non_finite {
+            refuse_if_hopeless(loss_scale, parameter, step)?;
+        }
+        self.scaler = Some(scaler);
+        let update = Update {
+            grad_norm: planned.gradient_norm().unwrap_or(f64::NAN), // none was taken where the step was skipped
+            skipped: !done.stepped(),
+            loss_scale: Some(loss_scale),
+        };
+        Ok(Some((f64::from(done.loss), update)))
     }
-}
 
-/// The run's step, as plans are told of it. The norm is always taken: the history wants it, and it guards the update.
-fn plan_config(config: &TrainConfig, model: &crate::model::TransformerLM) -> PlanConfig {
-    PlanConfig {
-        batch_size: config.batch_size,
-        sequence_length: config.sequence_length,
-        clip_norm: Some(config.max_grad_norm.unwrap_or(f64::INFINITY)),
-        accumulation: config.accumulation,
-        checkpointing: model.config().checkpointing,
-        ..Default::default()
+    /// The run's step, as plans are told of it. The norm is always taken: the history wants it, and it guards the update.
+    fn plan_config(&self) -> PlanConfig {
+        let config = &self.config;
+        PlanConfig {
+            batch_size: config.batch_size,
+            sequence_length: config.sequence_length,
+            precision: config.precision,
+            loss_scaling: self.scaler.is_some(),
+            clip_norm: Some(config.max_grad_norm.unwrap_or(f64::INFINITY)),
+            accumulation: config.accumulation,
+            checkpointing: self.model.config().checkpointing,
+            ..Default::default()
+        }
     }
 }

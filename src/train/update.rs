@@ -58,6 +58,19 @@ pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result
     })
 }
 
+/// An error where a gradient has overflowed at a scale that will not become smaller.
+pub(super) fn refuse_if_hopeless(loss_scale: f64, parameter: &str, step: usize) -> Result<()> {
+    if loss_scale > SMALLEST_SCALE {
+        return Ok(());
+    }
+    Err(Error::Data {
+        what: format!("the gradient of parameter {parameter} in step {step}"),
+        expected: "finite numbers at some loss scale".into(),
+        got: format!("infinity or NaN, down to a scale of {loss_scale:e}"),
+        hint: DIVERGED.into(),
+    })
+}
+
 impl Trainer {
     /// The update of one step. After an error weights, optimizer and scale are what they were.
     pub(super) fn update(&mut self, gradients: GradStore, learning_rate: f64) -> Result<Update> {
@@ -105,15 +118,9 @@ impl Trainer {
         let grad_norm = clip_grad_norm(&mut gradients, parameters(), max_norm)?;
         self.optimizer.set_learning_rate(learning_rate);
         let stepped = scaler.step(&mut self.optimizer, &mut gradients)?;
-        if !stepped && loss_scale <= SMALLEST_SCALE {
+        if !stepped {
             let parameter = scaler.non_finite().unwrap_or("of some name");
-            let step = self.step + 1;
-            return Err(Error::Data {
-                what: format!("the gradient of parameter {parameter} in step {step}"),
-                expected: "finite numbers at some loss scale".into(),
-                got: format!("infinity or NaN, down to a scale of {loss_scale:e}"),
-                hint: DIVERGED.into(),
-            });
+            refuse_if_hopeless(loss_scale, parameter, self.step + 1)?;
         }
         scaler.update()?;
         Ok(Update {

@@ -5,6 +5,7 @@ mod attention;
 mod card;
 mod eager;
 mod half;
+mod half_attention;
 mod memory;
 mod options;
 mod plans;

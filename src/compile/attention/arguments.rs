@@ -2,10 +2,23 @@
 
 use super::OP;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
+
+/// The dtypes that attention is planned in.
+pub(super) fn check_dtype(dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::BF16 | DType::F16 => Ok(()),
+        _ => Err(Error::DType {
+            op: OP,
+            expected: "f32, bf16 or f16".into(),
+            got: dtype.as_str().into(),
+            hint: "attention::naive and attention::flash take others".into(),
+        }),
+    }
+}
 
 /// Whether a run can read this tensor.
-pub(super) fn check(what: &str, tensor: &Tensor, planned: &Shape) -> Result<()> {
+pub(super) fn check(what: &str, tensor: &Tensor, planned: &Shape, dtype: DType) -> Result<()> {
     if tensor.shape() != planned {
         return Err(Error::Shape {
             op: OP,
@@ -25,12 +38,12 @@ pub(super) fn check(what: &str, tensor: &Tensor, planned: &Shape) -> Result<()> 
             hint: "attention::naive and attention::flash run there".into(),
         });
     }
-    if tensor.dtype() != DType::F32 {
+    if tensor.dtype() != dtype {
         return Err(Error::DType {
             op: OP,
-            expected: format!("{what} in f32"),
+            expected: format!("{what} in {}, as planned", dtype.as_str()),
             got: tensor.dtype().as_str().into(),
-            hint: "convert it, or use attention::naive or attention::flash".into(),
+            hint: "convert it, or plan another for that dtype".into(),
         });
     }
     if !tensor.is_contiguous() {
@@ -44,18 +57,26 @@ pub(super) fn check(what: &str, tensor: &Tensor, planned: &Shape) -> Result<()> 
     Ok(())
 }
 
-/// Calls `f` with the elements of contiguous tensors in f32 on the CPU.
+/// Calls `f` with the bytes of contiguous tensors on the CPU, in a dtype that attention is planned in.
 pub(super) fn with_arguments(
     tensors: &[&Tensor],
-    f: impl FnOnce(&[&[f32]]) -> Result<()>,
+    f: impl FnOnce(&[*const [u8]]) -> Result<()>,
 ) -> Result<()> {
     let guards: Vec<_> = tensors.iter().map(|x| x.storage_and_layout()).collect();
     let arguments = guards.iter().map(|(storage, layout)| {
         let (start, end) = layout.contiguous_offsets().unwrap_or((0, 0)); // checked
         match &**storage {
-            Storage::Cpu(storage) => Ok(&storage.as_slice::<f32>()?[start..end]),
-            _ => candle_core::bail!("{OP}: expected a tensor on the CPU"),
+            Storage::Cpu(CpuStorage::F32(x)) => Ok(bytes(&x[start..end])),
+            Storage::Cpu(CpuStorage::BF16(x)) => Ok(bytes(&x[start..end])),
+            Storage::Cpu(CpuStorage::F16(x)) => Ok(bytes(&x[start..end])),
+            _ => candle_core::bail!("{OP}: expected a tensor in f32, bf16 or f16 on the CPU"),
         }
     });
     f(&arguments.collect::<candle_core::Result<Vec<_>>>()?)
+}
+
+/// Where the elements lie, and how many bytes they are.
+fn bytes<T>(elements: &[T]) -> *const [u8] {
+    let start = elements.as_ptr().cast();
+    std::ptr::slice_from_raw_parts(start, size_of_val(elements))
 }

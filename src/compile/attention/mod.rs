@@ -6,40 +6,48 @@
 mod arguments;
 mod plan;
 
-pub use plan::HeadAttentionSizes;
+#[doc(inline)]
+pub use crate::kernels::cpu::blocked_attention::Sizes as HeadAttentionSizes;
 
 use super::cpu::{Controls, Executor, Lent};
 use super::plan::{Phase, Plan};
 use crate::attention::AttentionConfig;
 use crate::{Error, Result};
-use arguments::{check, with_arguments};
-use candle_core::{Device, Shape, Tensor};
+use arguments::{check, check_dtype, with_arguments};
+use candle_core::{DType, Device, Shape, Tensor, WithDType};
+use half::{bf16, f16};
 
 const OP: &str = "compile::Attention";
 
-/// `softmax(scale q k^T) v` and its gradients for one shape, planned once: q, k, v and the output (..., T, Dh), f32 on the CPU.
+/// `softmax(scale q k^T) v` and its gradients for one shape, planned once: q, k, v and the output (..., T, Dh), in f32, bf16 or
+/// f16 on the CPU.
 ///
 /// The mathematics of [`attention::naive`](crate::attention::naive()), the probabilities kept for backward (as exponentials
 /// and what each row of them is multiplied by); but a block of queries goes through scores, softmax and weighted sum while
 /// it is in cache, what a mask hides is never there, and no other matrix of (T, T) ever is. Output, exponentials and
 /// gradients lie in one arena: a run allocates nothing.
 ///
+/// In half precision products and sums are f32's; outputs, gradients and exponentials are rounded once. So what is kept has
+/// half the size, where eager naive attention keeps probabilities in f32; the output is as exact as its, and gradients,
+/// for which also is kept what rounding took from the output, are 1.2 to 1.5 times as far from exact ones.
+///
 /// It stands outside of candle's graph: [`backward`](Self::backward) is called with the output's gradient, by whoever has
 /// it. [`attention::flash`](crate::attention::flash()) keeps no probabilities at all.
 ///
 /// ```
-/// use candle_core::{Device, Tensor};
+/// use candle_core::{DType, Device, Tensor};
 /// use tallow::attention::{AttentionConfig, Mask};
 /// use tallow::compile::Attention;
 ///
 /// let q = Tensor::randn(0f32, 1.0, (2, 3, 5, 8), &Device::Cpu)?; // (B, H, T, Dh)
 /// let config = AttentionConfig { mask: Mask::Causal, ..Default::default() };
-/// let mut attention = Attention::new((2, 3, 5, 8), &config)?;
-/// let out = attention.forward(&q, &q, &q)?; // as it lies in the arena, row by row
+/// let mut attention = Attention::new((2, 3, 5, 8), DType::F32, &config)?;
+/// attention.forward(&q, &q, &q)?;
+/// let out: &[f32] = attention.output_values()?; // as it lies in the arena, row by row
 /// assert_eq!(out.len(), 2 * 3 * 5 * 8);
-/// let [dq, dk, dv] = attention.backward(&q.ones_like()?)?;
-/// assert_eq!([dq.len(), dk.len(), dv.len()], [240; 3]);
-/// assert_eq!(attention.output()?.dims(), [2, 3, 5, 8]); // a copy
+/// attention.backward(&q.ones_like()?)?;
+/// let [dq, dk, dv] = attention.gradients()?; // copies
+/// assert_eq!(dq.dims(), [2, 3, 5, 8]);
 /// println!("{}", attention.plan().explain());
 /// # Ok::<(), tallow::Error>(())
 /// ```
@@ -49,6 +57,7 @@ pub struct Attention {
     executor: Executor,
     /// (..., T, Dh).
     shape: Shape,
+    dtype: DType,
     /// q, k and v of the last forward, which backward reads again.
     inputs: Option<[Tensor; 3]>,
     /// Whether the last forward's gradients are there.
@@ -56,18 +65,19 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Plans attention on q, k, v of this shape, (..., T, Dh), and allocates its arena.
+    /// Plans attention on q, k, v of this shape, (..., T, Dh), and dtype, and allocates its arena.
     ///
     /// # Errors
-    /// [`Error::Shape`] for fewer than two dimensions or a size of 0; [`Error::OutOfMemory`] for an arena that does not fit
-    /// the machine's memory.
-    pub fn new(shape: impl Into<Shape>, config: &AttentionConfig) -> Result<Self> {
+    /// [`Error::Shape`] for fewer than two dimensions or a size of 0; [`Error::DType`] for another dtype than f32, bf16 and
+    /// f16; [`Error::OutOfMemory`] for an arena that does not fit the machine's memory.
+    pub fn new(shape: impl Into<Shape>, dtype: DType, config: &AttentionConfig) -> Result<Self> {
         let shape = shape.into();
-        let plan = Self::plan_for(shape.clone(), config)?;
+        let plan = Self::plan_for(shape.clone(), dtype, config)?;
         Ok(Self {
             executor: Executor::new(&plan)?,
             plan,
             shape,
+            dtype,
             inputs: None,
             has_gradients: false,
         })
@@ -76,32 +86,40 @@ impl Attention {
     /// The plan alone: what would be done, and what memory it would take.
     ///
     /// ```
+    /// use candle_core::DType;
     /// use tallow::attention::{AttentionConfig, Mask};
     /// use tallow::compile::Attention;
     ///
-    /// let bytes = |mask| {
+    /// let bytes = |mask, dtype| {
     ///     let config = AttentionConfig { mask, ..Default::default() };
-    ///     Ok::<u64, tallow::Error>(Attention::plan_for((8, 4096, 64), &config)?.peak_bytes())
+    ///     Ok::<u64, tallow::Error>(Attention::plan_for((8, 4096, 64), dtype, &config)?.peak_bytes())
     /// };
-    /// assert!(bytes(Mask::Causal)? < bytes(Mask::Full)? * 6 / 10);
+    /// let full = bytes(Mask::Full, DType::F32)?;
+    /// assert!(bytes(Mask::Causal, DType::F32)? < full * 6 / 10);
+    /// assert!(bytes(Mask::Full, DType::BF16)? < full * 6 / 10);
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
     /// # Errors
     /// As [`new`](Self::new), whatever the machine has.
-    pub fn plan_for(shape: impl Into<Shape>, config: &AttentionConfig) -> Result<Plan> {
-        Ok(plan::of(HeadAttentionSizes::new(&shape.into(), config)?))
+    pub fn plan_for(
+        shape: impl Into<Shape>,
+        dtype: DType,
+        config: &AttentionConfig,
+    ) -> Result<Plan> {
+        check_dtype(dtype)?;
+        Ok(plan::of(plan::sizes(&shape.into(), config)?, dtype))
     }
 
-    /// The output of q, k and v, (..., T, Dh) each: as it lies in the arena, until the next run.
+    /// Computes the output of q, k and v, (..., T, Dh) each: [`output`](Self::output) has it until the next run.
     ///
     /// q, k and v are read where they are, and kept (not copied) for [`backward`](Self::backward) until the next forward.
     ///
     /// # Errors
-    /// Another shape than planned; tensors that are not contiguous, in f32, on the CPU.
-    pub fn forward(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<&[f32]> {
+    /// Another shape or dtype than planned; tensors that are not contiguous, or not on the CPU.
+    pub fn forward(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
         for (what, tensor) in [("q", q), ("k", k), ("v", v)] {
-            check(what, tensor, &self.shape)?;
+            check(what, tensor, &self.shape, self.dtype)?;
         }
         let (plan, executor) = (&self.plan, &mut self.executor);
         (self.inputs, self.has_gradients) = (None, false);
@@ -113,16 +131,16 @@ impl Attention {
             executor.run_micro_batches(plan, &lent, &Controls::default())
         })?;
         self.inputs = Some([q, k, v].map(Tensor::clone));
-        Ok(self.written(Phase::Forward, 0))
+        Ok(())
     }
 
-    /// The gradients of the last forward's q, k and v, from its output's, (..., T, Dh): as they lie in the arena, until
-    /// the next run.
+    /// Computes the gradients of the last forward's q, k and v from its output's, (..., T, Dh):
+    /// [`gradients`](Self::gradients) has them until the next run.
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Order`] before it.
-    pub fn backward(&mut self, d_out: &Tensor) -> Result<[&[f32]; 3]> {
-        check("d_out", d_out, &self.shape)?;
+    pub fn backward(&mut self, d_out: &Tensor) -> Result<()> {
+        check("d_out", d_out, &self.shape, self.dtype)?;
         let Some([q, k, v]) = &self.inputs else {
             return Err(before("backward", "forward"));
         };
@@ -136,7 +154,7 @@ impl Attention {
             Ok(())
         })?;
         self.has_gradients = true;
-        Ok([0, 1, 2].map(|place| self.written(Phase::Backward, place)))
+        Ok(())
     }
 
     /// A copy of the last forward's output: (..., T, Dh).
@@ -144,10 +162,17 @@ impl Attention {
     /// # Errors
     /// [`Error::Order`] before the first.
     pub fn output(&self) -> Result<Tensor> {
-        match self.inputs {
-            None => Err(before("output", "forward")),
-            Some(_) => self.copy(Phase::Forward, 0),
-        }
+        self.check_output()?;
+        self.copy(Phase::Forward, 0)
+    }
+
+    /// The last forward's output as it lies in the arena, row by row: (..., T, Dh).
+    ///
+    /// # Errors
+    /// As [`output`](Self::output); [`Error::DType`] if `T` is not the dtype that was planned for.
+    pub fn output_values<T: WithDType>(&self) -> Result<&[T]> {
+        self.check_output()?;
+        self.written(Phase::Forward, 0)
     }
 
     /// Copies of the last backward's gradients of q, k and v: (..., T, Dh) each.
@@ -155,11 +180,19 @@ impl Attention {
     /// # Errors
     /// [`Error::Order`] if there was none since the last forward.
     pub fn gradients(&self) -> Result<[Tensor; 3]> {
-        if !self.has_gradients {
-            return Err(before("gradients", "backward"));
-        }
+        self.check_gradients()?;
         let copy = |place| self.copy(Phase::Backward, place);
         Ok([copy(0)?, copy(1)?, copy(2)?])
+    }
+
+    /// The last backward's gradients of q, k and v as they lie in the arena: (..., T, Dh) each.
+    ///
+    /// # Errors
+    /// As [`gradients`](Self::gradients); [`Error::DType`] if `T` is not the dtype that was planned for.
+    pub fn gradient_values<T: WithDType>(&self) -> Result<[&[T]; 3]> {
+        self.check_gradients()?;
+        let values = |place| self.written(Phase::Backward, place);
+        Ok([values(0)?, values(1)?, values(2)?])
     }
 
     /// The plan.
@@ -167,18 +200,48 @@ impl Attention {
         &self.plan
     }
 
+    fn check_output(&self) -> Result<()> {
+        match self.inputs {
+            None => Err(before("output", "forward")),
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn check_gradients(&self) -> Result<()> {
+        match self.has_gradients {
+            false => Err(before("gradients", "backward")),
+            true => Ok(()),
+        }
+    }
+
     fn copy(&self, phase: Phase, place: usize) -> Result<Tensor> {
-        let values = self.written(phase, place);
+        match self.dtype {
+            DType::BF16 => self.copy_in::<bf16>(phase, place),
+            DType::F16 => self.copy_in::<f16>(phase, place),
+            _ => self.copy_in::<f32>(phase, place),
+        }
+    }
+
+    fn copy_in<T: WithDType>(&self, phase: Phase, place: usize) -> Result<Tensor> {
+        let values: &[T] = self.written(phase, place)?;
         Ok(Tensor::from_slice(values, &self.shape, &Device::Cpu)?)
     }
 
     /// What the call of this phase has written, at that place in the op's order.
-    fn written(&self, phase: Phase, place: usize) -> &[f32] {
+    fn written<T: WithDType>(&self, phase: Phase, place: usize) -> Result<&[T]> {
+        if T::DTYPE != self.dtype {
+            return Err(Error::DType {
+                op: OP,
+                expected: format!("values asked for in {}, as planned", self.dtype.as_str()),
+                got: T::DTYPE.as_str().into(),
+                hint: "output and gradients give tensors, whatever the dtype".into(),
+            });
+        }
         let mut calls = self.plan.calls().iter();
-        match calls.find(|call| call.phase == phase) {
+        Ok(match calls.find(|call| call.phase == phase) {
             Some(call) => self.executor.values(&self.plan, &call.writes[place]),
             None => &[], // the plan has both
-        }
+        })
     }
 }
 

@@ -41,35 +41,49 @@ pub(super) fn heads_forward<S: Stored<Wide = f32>>(
     o: &Operands<'_, S>,
     sizes: &HeadAttentionSizes,
 ) {
-    let (q, k, v) = (o.x(0), o.x(1), o.x(2));
+    let inputs = blocked_attention::Inputs {
+        q: o.lower_x(0),
+        k: o.lower_x(1),
+        v: o.lower_x(2),
+    };
     let outputs = blocked_attention::Outputs {
-        out: o.y(0),
-        e: o.y(1),
+        out: o.lower_y(0),
+        rounded_off: match o.call.writes.len() {
+            4 => &mut [],
+            _ => o.lower_y(4),
+        },
+        e: o.lower_y(1),
         share: o.y(2),
     };
-    let inputs = blocked_attention::Inputs { q, k, v };
-    blocked_attention::forward(&sizes.kernel(), inputs, outputs, o.y(3));
+    blocked_attention::forward(sizes, inputs, outputs, o.y(3));
 }
 
 pub(super) fn heads_backward<S: Stored<Wide = f32>>(
     o: &Operands<'_, S>,
     sizes: &HeadAttentionSizes,
 ) {
-    let (q, k, v) = (o.x(1), o.x(2), o.x(3));
+    let inputs = blocked_attention::Inputs {
+        q: o.lower_x(1),
+        k: o.lower_x(2),
+        v: o.lower_x(3),
+    };
     let gradients = blocked_attention::Gradients {
-        dq: o.y(0),
-        dk: o.y(1),
-        dv: o.y(2),
+        dq: o.lower_y(0),
+        dk: o.lower_y(1),
+        dv: o.lower_y(2),
     };
     let saved = blocked_attention::Saved {
-        e: o.x(4),
+        e: o.lower_x(4),
         share: o.x(5),
-        out: o.x(6),
-        d_out: o.x(0),
+        out: o.lower_x(6),
+        rounded_off: match o.call.reads.len() {
+            7 => &[],
+            _ => o.lower_x(7),
+        },
+        d_out: o.lower_x(0),
     };
-    let inputs = blocked_attention::Inputs { q, k, v };
     let (partial, scratch) = (o.y(3), o.y(4));
-    blocked_attention::backward(&sizes.kernel(), inputs, saved, gradients, partial, scratch);
+    blocked_attention::backward(sizes, inputs, saved, gradients, partial, scratch);
 }
 
 pub(super) fn flash_forward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {

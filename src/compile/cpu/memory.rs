@@ -105,8 +105,8 @@ pub(crate) struct Lent<'a> {
     pub targets: &'a [u32],
     /// The bytes of what the run gives out, if it does.
     pub output: Option<*mut [u8]>,
-    /// By number; those that the run's calls do not read may be missing.
-    pub arguments: &'a [&'a [f32]],
+    /// The bytes of each, by number; those that the run's calls do not read may be missing.
+    pub arguments: &'a [*const [u8]],
 }
 
 /// Every buffer of a plan in one micro-batch.
@@ -162,7 +162,7 @@ impl<'a> View<'a> {
             Home::Targets => ids(self.lent.targets),
             Home::Table(number) => self.plan.table(number).as_ptr().cast_mut().cast(),
             Home::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
-            Home::Argument(number) => self.lent.arguments[number].as_ptr().cast_mut().cast(),
+            Home::Argument(number) => self.lent.arguments[number].cast_mut().cast(),
         }
     }
 
@@ -217,7 +217,7 @@ fn check_lent(buffer: &Buffer, lent: &Lent<'_>, micro_batches: usize) {
             }
             Home::Argument(number) => match lent.arguments.get(number) {
                 None => return,
-                Some(argument) => argument.len(),
+                Some(argument) => argument.len() / buffer.dtype.size_in_bytes(),
             },
         },
     );

@@ -13,6 +13,7 @@ pub(super) use memory::Lent;
 
 use super::calls;
 pub(super) use super::executor::Controls;
+use super::op::Op;
 use super::plan::{Call, Operand, Plan};
 use crate::Result;
 use crate::kernels::cpu::gemm;
@@ -29,8 +30,12 @@ pub(super) struct Executor {
 impl Executor {
     /// Allocates the arena, and what threads pack products into.
     pub fn new(plan: &Plan) -> Result<Self> {
-        let rounds = |call: &Call| plan.lower_dtype(call) != DType::F32;
-        gemm::reserve_scratch(plan.calls().iter().any(rounds));
+        let calls = plan.calls().iter();
+        let mut products = calls.filter(|call| matches!(call.op, Op::Matmul { .. }));
+        if products.clone().next().is_some() {
+            let rounds = |call: &Call| plan.lower_dtype(call) != DType::F32;
+            gemm::reserve_scratch(products.any(rounds));
+        }
         Ok(Self {
             arena: Arena::new(plan.peak_bytes())?,
         })

@@ -50,13 +50,16 @@ fn it_runs_out_of_memory_in_a_row_too() {
 
 #[rstest]
 #[case("flash", |run: &mut AttentionRun| run.workload.algorithm = Algorithm::Flash)]
-#[case("bf16", |run: &mut AttentionRun| run.workload.dtype = DType::BF16)]
 #[case("f64", |run: &mut AttentionRun| run.workload.dtype = DType::F64)]
 fn what_is_not_planned_is_an_error(#[case] word: &str, #[case] change: fn(&mut AttentionRun)) {
     let mut run = planned();
     change(&mut run);
     let error = run.run(&Device::Cpu, |_, _| ()).unwrap_err().to_string();
-    for word in ["execution must be eager", word, "naive in f32 on the CPU"] {
+    for word in [
+        "execution must be eager",
+        word,
+        "naive in f32, bf16 or f16 on the CPU",
+    ] {
         assert!(error.contains(word), "no {word:?} in {error:?}");
     }
 }
@@ -70,7 +73,13 @@ fn it_takes_what_its_account_says() {
 #[test]
 #[ignore = "run by it_takes_what_its_account_says"]
 fn child_measures_it() {
-    for mask in [Mask::Full, Mask::Causal] {
+    let ways = [
+        (Mask::Full, DType::F32),
+        (Mask::Causal, DType::F32),
+        (Mask::Full, DType::BF16),
+        (Mask::Causal, DType::F16),
+    ];
+    for (mask, dtype) in ways {
         for (batch_size, heads, sequence_length, head_dim) in [(8, 1, 300, 64), (1, 1, 1100, 40)] {
             let mut run = planned();
             run.workload = AttentionWorkload {
@@ -79,6 +88,7 @@ fn child_measures_it() {
                 sequence_length,
                 head_dim,
                 mask,
+                dtype,
                 ..run.workload
             };
             let account = planned_attention_account(&run.workload).unwrap();

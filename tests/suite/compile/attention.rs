@@ -9,7 +9,6 @@ use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, Mask};
 use tallow::compile::arena::ALIGNMENT_BYTES;
 use tallow::compile::{Attention, Category};
-use tallow::kernels::cpu::gemm;
 use tallow::memory::tracker;
 
 fn config(mask: Mask) -> AttentionConfig {
@@ -34,7 +33,7 @@ fn agree(shape: &[usize], config: &AttentionConfig) {
     let out = attention::naive(&q, &k, &v, config).unwrap();
     let loss = (&out * &d_out).unwrap().sum_all().unwrap();
     let store = loss.backward().unwrap();
-    let mut planned = Attention::new(shape, config).unwrap();
+    let mut planned = Attention::new(shape, DType::F32, config).unwrap();
     for run in 0..2 {
         planned.forward(&q, &k, &v).unwrap();
         let error = distance(&planned.output().unwrap(), &out);
@@ -81,7 +80,7 @@ fn any_scale() {
         let [q, k, v, _] = inputs(&[2, 50, 12]);
         let config = AttentionConfig { mask, scale };
         let wanted = attention::naive(&q, &k, &v, &config).unwrap();
-        let mut planned = Attention::new((2, 50, 12), &config).unwrap();
+        let mut planned = Attention::new((2, 50, 12), DType::F32, &config).unwrap();
         planned.forward(&q, &k, &v).unwrap();
         let error = distance(&planned.output().unwrap(), &wanted);
         assert!(error <= 1e-6, "{scale:?}: {error:.1e}");
@@ -117,12 +116,14 @@ fn same_bits_on_any_number_of_threads(
                 .unwrap()
         };
         let mut planned = pool(planning)
-            .install(|| Attention::new(shape, &config(mask)))
+            .install(|| Attention::new(shape, DType::F32, &config(mask)))
             .unwrap();
         pool(running).install(|| {
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            let mut all = vec![bits(planned.forward(&q, &k, &v).unwrap())];
-            all.extend(planned.backward(&d_out).unwrap().map(bits));
+            planned.forward(&q, &k, &v).unwrap();
+            planned.backward(&d_out).unwrap();
+            let mut all = vec![bits(planned.output_values().unwrap())];
+            all.extend(planned.gradient_values().unwrap().map(bits));
             all
         })
     };
@@ -147,39 +148,56 @@ fn what_is_not_planned_for() {
         (vec![2, 0, 4], "[2, 0, 4]"),
     ] {
         refused(
-            Attention::new(shape, &config).map(|_| ()),
+            Attention::new(shape, DType::F32, &config).map(|_| ()),
             &["(..., T, Dh)", got],
         );
     }
-    let huge = Attention::new((1 << 20, 1 << 30, 64), &config);
-    refused(huge.map(|_| ()), &["planned attention"]);
-    let large = Attention::new((64, 1 << 19, 64), &config);
+    for huge in [&[1 << 20, 1 << 30, 64][..], &[1 << 40, 1 << 40, 1, 1]] {
+        refused(
+            Attention::new(huge, DType::F32, &config).map(|_| ()),
+            &["planned attention"],
+        );
+    }
+    let large = Attention::new((64, 1 << 19, 64), DType::F32, &config);
     refused(large.map(|_| ()), &["arena"]);
 
-    let mut planned = Attention::new((2, 10, 8), &config).unwrap();
+    let mut planned = Attention::new((2, 10, 8), DType::F32, &config).unwrap();
     let [q, k, v, d_out] = inputs(&[2, 10, 8]);
-    refused(
-        planned.backward(&d_out).map(|_| ()),
-        &["backward without a forward"],
-    );
+    refused(planned.backward(&d_out), &["backward without a forward"]);
     refused(planned.output().map(|_| ()), &["call forward first"]);
+    refused(
+        planned.output_values::<f32>().map(|_| ()),
+        &["call forward first"],
+    );
     let [longer, ..] = inputs(&[2, 11, 8]);
     let words = ["[2, 10, 8], as planned", "[2, 11, 8]", "plan another"];
-    refused(planned.forward(&q, &longer, &v).map(|_| ()), &words);
+    refused(planned.forward(&q, &longer, &v), &words);
     let double = v.to_dtype(DType::F64).unwrap();
     refused(
-        planned.forward(&q, &k, &double).map(|_| ()),
-        &["v in f32", "f64"],
+        planned.forward(&q, &k, &double),
+        &["v in f32, as planned", "f64"],
+    );
+    refused(
+        Attention::new((2, 10, 8), DType::F64, &config).map(|_| ()),
+        &["f32, bf16 or f16", "f64"],
     );
     let [turned, ..] = inputs(&[2, 8, 10]);
     let turned = turned.transpose(1, 2).unwrap();
     refused(
-        planned.forward(&turned, &k, &v).map(|_| ()),
+        planned.forward(&turned, &k, &v),
         &["q contiguous", "contiguous()?"],
     );
     planned.forward(&q, &k, &v).unwrap();
+    refused(
+        planned.output_values::<half::f16>().map(|_| ()),
+        &["in f32, as planned", "f16"],
+    );
     refused(planned.gradients().map(|_| ()), &["call backward first"]);
-    refused(planned.backward(&longer).map(|_| ()), &["d_out [2, 10, 8]"]);
+    refused(
+        planned.gradient_values::<f32>().map(|_| ()),
+        &["call backward first"],
+    );
+    refused(planned.backward(&longer), &["d_out [2, 10, 8]"]);
     planned.backward(&d_out).unwrap();
     planned.gradients().unwrap();
     // Gradients are of the last forward, or of none.
@@ -190,7 +208,7 @@ fn what_is_not_planned_for() {
 #[test]
 fn the_plan_says_what_it_is() {
     let shape = (4, 2, 500, 64);
-    let plan = Attention::plan_for(shape, &config(Mask::Full)).unwrap();
+    let plan = Attention::plan_for(shape, DType::F32, &config(Mask::Full)).unwrap();
     let n = 4 * 8 * 500 * 64;
     assert_eq!(plan.flops(), 3.0 * 4.0 * 8.0 * 500.0 * 500.0 * 64.0);
     assert_eq!(plan.category_bytes(Category::Gradient), 3 * n);
@@ -211,7 +229,7 @@ fn the_plan_says_what_it_is() {
         assert!(text.contains(wanted), "no {wanted:?} in\n{text}");
     }
     assert!(plan.memory_map().contains("exponentials"));
-    let causal = Attention::plan_for(shape, &config(Mask::Causal)).unwrap();
+    let causal = Attention::plan_for(shape, DType::F32, &config(Mask::Causal)).unwrap();
     let kept = |plan: &tallow::compile::Plan| plan.category_bytes(Category::Activation) as f64;
     assert!(kept(&causal) < 0.6 * kept(&plan));
 }
@@ -227,10 +245,10 @@ fn the_arena_is_all_there_is() {
 fn allocations() {
     let [q, k, v, d_out] = inputs(&[8, 1, 700, 64]);
     let alive = || tracker::current_bytes().expect("the suite's allocator counts");
-    gemm::reserve_scratch(false); // which is the process's
+    rayon::broadcast(|_| ()); // the pool is the process's
     tracker::reset_peak();
     let before = alive();
-    let mut planned = Attention::new((8, 1, 700, 64), &config(Mask::Full)).unwrap();
+    let mut planned = Attention::new((8, 1, 700, 64), DType::F32, &config(Mask::Full)).unwrap();
     let beside = alive() - before - planned.plan().peak_bytes();
     assert!(beside < 16 << 10, "{beside} bytes beside the arena");
     let mut step = || {

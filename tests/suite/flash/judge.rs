@@ -186,7 +186,7 @@ pub fn hold_against(
 }
 
 /// Naive attention in `dtype`, each query head with key heads of its own; their gradients are added up in f64.
-fn naive(problem: &Problem, dtype: DType) -> Results {
+pub fn naive(problem: &Problem, dtype: DType) -> Results {
     let sizes = problem.sizes;
     let group = sizes.heads / sizes.kv_heads;
     let head_size = sizes.keys * sizes.head_dim;
@@ -236,6 +236,10 @@ fn naive_with_lse(
     };
     let scores = numbers(&scores);
     let lse: Vec<f64> = scores.chunks(keys).enumerate().map(lse_of_row).collect();
-    let lse = tensor(&lse, &q.dims()[..3], q.dtype());
+    let dtype = match q.dtype() {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    };
+    let lse = tensor(&lse, &q.dims()[..3], dtype);
     Ok((attention::naive(q, k, v, config)?, lse))
 }

@@ -1,11 +1,11 @@
 //! Forward: a task for each chunk of each matrix.
 
-use super::products::{by_columns, by_depth};
-use super::rows::{self, Strip};
+use super::rows::{self, Exponentials, State, Strip};
 use super::{Sizes, load, strips, take};
-use crate::kernels::cpu::Lanes;
-use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
+use crate::kernels::cpu::gemm::tile::{COLUMNS, Product, pack_transposed};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
+use crate::kernels::cpu::{Real, Stored};
+use std::ops::Range;
 
 /// What is attended with: (B H, T, Dh) each.
 #[derive(Clone, Copy)]
@@ -19,110 +19,163 @@ pub struct Inputs<'a, T> {
 }
 
 /// What forward writes.
-pub struct Outputs<'a, T> {
+pub struct Outputs<'a, T: Stored> {
     /// (B H, T, Dh).
     pub out: &'a mut [T],
+    /// What rounding took from out, for backward: (B H, T, Dh); or nothing, where nothing is rounded, or there is no backward.
+    pub rounded_off: &'a mut [T],
     /// exp(scale q k^T - top) of every block, for backward; [`Sizes::exponentials_len`] elements.
     pub e: &'a mut [T],
     /// What its rows are multiplied by to be probabilities: (B H, T).
-    pub share: &'a mut [T],
+    pub share: &'a mut [T::Wide],
 }
 
 /// `e = exp(scale q k^T - top)` under the mask, `out = share e v`.
 ///
 /// As many threads work as `scratch` has [`Sizes::forward_scratch_len`] for.
-pub fn forward<T: Lanes>(
+pub fn forward<T: Stored>(
     sizes: &Sizes,
     inputs: Inputs<'_, T>,
     outputs: Outputs<'_, T>,
-    scratch: &mut [T],
+    scratch: &mut [T::Wide],
 ) {
-    let Outputs { out, e, share } = outputs;
+    let Outputs {
+        out,
+        rounded_off,
+        e,
+        share,
+    } = outputs;
     assert_eq!(e.len(), sizes.exponentials_len(), "e");
     assert_eq!(share.len(), sizes.matrices * sizes.length, "share");
-    let (length, width) = (sizes.length, sizes.head_dim);
-    let (row, keys_row, size) = (sizes.head_row(), sizes.keys_row(), sizes.matrix_len());
-    let scale = T::real(sizes.scale);
-    let (out, e, share) = (Shared::new(out), Shared::new(e), Shared::new(share));
+    assert!(rounded_off.is_empty() || rounded_off.len() == out.len());
+    let keeps_rest = !rounded_off.is_empty();
+    let (out, rest) = (Shared::new(out), Shared::new(rounded_off));
+    let (e, share) = (Shared::new(e), Shared::new(share));
     let scratch_len = sizes.forward_scratch_len();
-    for_tasks_in(sizes.tasks(), scratch, scratch_len, |mut rest, task| {
+    for_tasks_in(sizes.tasks(), scratch, scratch_len, |scratch, task| {
         let (matrix, _, blocks) = sizes.task(task);
-        let v = take(&mut rest, length * row); // (T, row)
-        let out_block = take(&mut rest, sizes.block_rows() * row); // (queries, row)
-        let k = take(&mut rest, width * keys_row); // (Dh, keys_row)
-        let [tops, sums] = [(); 2].map(|()| take(&mut rest, sizes.block_rows())); // (queries)
-        let scores = rest; // (queries, score_row)
-        let keys = sizes.keys(sizes.queries(blocks.end - 1).end);
-        let first = matrix * length * width;
-        load::columns(&inputs.k[first..][..keys * width], width, k, keys_row);
-        load::rows(&inputs.v[first..][..keys * width], width, v, row);
-        for block in blocks {
-            let queries = sizes.queries(block);
-            let (rows, score_row) = (queries.len(), sizes.score_row(queries.end));
-            let keys = sizes.keys(queries.end);
-            let visible = |row: usize| sizes.keys(queries.start + row + 1);
-            let (at, len) = (matrix * size + sizes.start(block), rows * score_row);
-            // SAFETY: the block is this task's.
-            let e = unsafe { e.range(at, len) };
-            let scores = &mut scores[..len];
-            let here = first + queries.start * width..first + queries.end * width;
+        let queries = sizes.queries_of(&blocks);
+        let first = matrix * sizes.length + queries.start;
+        let (at, len) = (first * sizes.head_dim, queries.len() * sizes.head_dim);
+        let in_e = sizes.exponentials_of(blocks.clone());
+        // SAFETY: these queries are this task's.
+        let outputs = unsafe {
+            Outputs {
+                out: out.range(at, len),
+                rounded_off: match keeps_rest {
+                    true => rest.range(at, len),
+                    false => &mut [],
+                },
+                e: e.range(matrix * sizes.matrix_len() + in_e.start, in_e.len()),
+                share: share.range(first, queries.len()),
+            }
+        };
+        of_chunk(sizes, (matrix, blocks, queries), inputs, outputs, scratch);
+    });
+}
+
+/// A chunk of queries.
+///
+/// A strip of keys meets all blocks of the chunk before the next one does: it and its values stay in cache.
+fn of_chunk<T: Stored>(
+    sizes: &Sizes,
+    (matrix, blocks, queries): (usize, Range<usize>, Range<usize>),
+    inputs: Inputs<'_, T>,
+    outputs: Outputs<'_, T>,
+    mut scratch: &mut [T::Wide],
+) {
+    let (width, row, strip_row) = (sizes.head_dim, sizes.head_row(), sizes.strip_row());
+    let scale = T::Wide::real(sizes.scale);
+    let [q, out] = [(); 2].map(|()| take(&mut scratch, sizes.chunk_rows() * row)); // (queries, row)
+    let v = take(&mut scratch, sizes.strip() * row); // (keys, row)
+    let k = take(&mut scratch, sizes.strip() * width); // (units, Dh, COLUMNS)
+    let lines = take(&mut scratch, COLUMNS * width);
+    let scores = take(&mut scratch, Sizes::BLOCK_ROWS * strip_row); // (queries, strip_row)
+    let rescale = take(&mut scratch, Sizes::BLOCK_ROWS);
+    let [tops, sums] = [(); 2].map(|()| take(&mut scratch, sizes.chunk_rows()));
+    let out = &mut out[..queries.len() * row];
+    let sums = &mut sums[..queries.len()];
+
+    let first = matrix * sizes.length * width; // of this matrix, in q, k and v
+    let own = first + queries.start * width..first + queries.end * width;
+    load::rows(&inputs.q[own], width, q, row);
+    tops.fill(T::Wide::NEG_INFINITY);
+    sums.fill(T::Wide::ZERO);
+    for strip in strips(sizes.keys(queries.end)) {
+        let keys = first + strip.start * width..first + strip.end * width;
+        pack_transposed(&inputs.k[keys.clone()], width, k, lines);
+        load::rows(&inputs.v[keys], width, v, row);
+        for block in blocks.clone() {
+            let here = sizes.queries(block);
+            let seen = sizes.keys(here.end);
+            let Some(columns) = seen.min(strip.end).checked_sub(strip.start + 1) else {
+                continue; // none of these keys
+            };
+            let (rows, columns, e_row) = (here.len(), columns + 1, sizes.score_row(here.end));
+            let place = here.start - queries.start..here.end - queries.start;
             let product = Product {
-                a: &inputs.q[here.clone()],
-                a_row: width,
+                a: &q[place.start * row..],
+                a_row: row,
                 a_col: 1,
                 b: k,
-                b_row: keys_row,
+                b_row: COLUMNS,
+                b_unit: width * COLUMNS,
                 c: scores,
-                c_row: score_row,
+                c_row: strip_row,
                 rows,
-                columns: keys.next_multiple_of(COLUMNS),
+                columns: columns.next_multiple_of(COLUMNS),
                 depth: width,
                 accumulate: false,
             };
-            by_columns(product, sizes.keys_at_once());
-            let (tops, sums) = (&mut tops[..rows], &mut sums[..rows]);
-            rows::tops(scores, score_row, scale, visible, tops);
-            sums.fill(T::ZERO);
-            for strip in strips(keys) {
-                let part = Strip {
+            product.run();
+            let e = &mut outputs.e[sizes.start(block) - sizes.start(blocks.start)..];
+            let e = &mut e[..rows * e_row];
+            let exponentials = Exponentials {
+                strip: Strip {
                     first: strip.start,
-                    columns: strip.len(),
-                    row: score_row,
-                };
-                rows::exponentials(part, scores, scale, tops, visible, e, sums);
-                let weighted = Product {
-                    a: &e[strip.start..],
-                    a_row: score_row,
-                    a_col: 1,
-                    b: &v[strip.start * row..],
-                    b_row: row,
-                    c: out_block,
-                    c_row: row,
-                    rows,
-                    columns: row,
-                    depth: strip.len(),
-                    accumulate: strip.start > 0,
-                };
-                by_depth(weighted, sizes.keys_at_once());
-            }
-            for sum in sums.iter_mut() {
-                *sum = T::ONE / *sum;
-            }
-            // SAFETY: as above.
-            let (out, share) = unsafe {
-                let share = share.range(matrix * length + queries.start, rows);
-                (out.range(here.start, here.len()), share)
+                    columns,
+                },
+                scale,
+                visible: |row: usize| sizes.keys(here.start + row + 1),
+                scores: &mut *scores,
+                scores_row: strip_row,
+                e: &mut *e,
+                e_row,
+                state: State {
+                    tops: &mut tops[place.clone()],
+                    sums: &mut sums[place.clone()],
+                    rescale: &mut *rescale,
+                },
             };
-            share.copy_from_slice(sums);
-            for ((out, from), share) in out
-                .chunks_exact_mut(width)
-                .zip(out_block.chunks_exact(row))
-                .zip(share)
-            {
-                for (out, from) in out.iter_mut().zip(from) {
-                    *out = *from * *share;
-                }
+            let out = &mut out[place.start * row..place.end * row];
+            if exponentials.run() && strip.start > 0 {
+                let factors = &rescale[..rows];
+                rows::rescale(e, e_row, strip.start, factors);
+                rows::rescale(out, row, row, factors);
             }
+            let weighted = Product {
+                a: scores,
+                a_row: strip_row,
+                a_col: 1,
+                b: v,
+                b_row: row,
+                b_unit: COLUMNS,
+                c: out,
+                c_row: row,
+                rows,
+                columns: row,
+                depth: columns,
+                accumulate: strip.start > 0,
+            };
+            weighted.run();
         }
-    });
+    }
+    for (share, sum) in outputs.share.iter_mut().zip(sums) {
+        *share = T::Wide::ONE / *sum;
+    }
+    rows::rescale(out, row, row, outputs.share);
+    match outputs.rounded_off {
+        [] => load::store(out, row, outputs.out, width),
+        rest => load::store_with_rest(out, row, outputs.out, rest, width),
+    }
 }

@@ -1,13 +1,17 @@
 //! Attention with its probabilities in memory, for who knows the shape beforehand: a block of queries at a time.
 //!
 //! The mathematics of [`naive_attention`](super::naive_attention), heads as they lie, one after another. There a head's
-//! scores are a matrix that each pass walks from beginning to end; here a block of [`Sizes::block_rows`] rows goes through
+//! scores are a matrix that each pass walks from beginning to end; here a block of [`Sizes::BLOCK_ROWS`] rows goes through
 //! all passes while it is in cache, and of the keys it meets only those up to its last visible one, a strip at a time.
 //!
 //! What is kept for backward are the exponentials `e = exp(scale q k^T - top)` and one number a row, their sum's
 //! reciprocal `share`: the probabilities are `p = share e`, which nobody needs to write. They are stored as the blocks meet
 //! them ([`Sizes::exponentials_len`]), which under the causal mask is little more than half, and in rows a cache line
-//! longer than the keys, so that a column's elements do not compete for the same places in the cache.
+//! longer than the keys, so that a column's elements do not compete for the same places in the cache. A row's `top` is
+//! found as its strips come: where one exceeds it by much, those before are scaled anew, which is rare.
+//!
+//! In half precision tiles are widened as they are copied, products and sums are f32's, and what is stored is rounded once:
+//! outputs, gradients and exponentials.
 //!
 //! Where there are few heads, each is cut into chunks of queries, by the shape alone: tasks enough for many threads, and
 //! the same bits for any number of them. What lives here: the two passes, and the sizes of what they work in. What does
@@ -16,7 +20,6 @@
 mod backward;
 mod forward;
 mod load;
-mod products;
 mod rows;
 
 pub use backward::{Gradients, Saved, backward};
@@ -26,7 +29,8 @@ use super::gemm::tile::COLUMNS;
 use crate::kernels::Mask;
 use std::ops::Range;
 
-/// The sizes of one call.
+/// The sizes of an attention over heads that lie one after another: as many queries as keys, as many heads of k and v as
+/// of q.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sizes {
     /// How many matrices of (T, Dh): B H.
@@ -50,27 +54,24 @@ const CHUNK_BLOCKS: usize = 4;
 /// Keys that a block meets at a time: they, their values and both gradients are in the second-level cache meanwhile.
 const STRIP: usize = 480;
 
-/// Columns of the widest block of registers that products are computed in.
-const WIDEST: usize = 48;
-
 impl Sizes {
-    /// Queries of a block: fewer where a row of scores is long.
-    pub fn block_rows(&self) -> usize {
-        match self.length {
-            0..=2048 => 64,
-            _ => 32,
-        }
-    }
+    /// Queries of a block.
+    pub const BLOCK_ROWS: usize = 64;
 
     /// Blocks of queries.
     fn blocks(&self) -> usize {
-        self.length.div_ceil(self.block_rows())
+        self.length.div_ceil(Self::BLOCK_ROWS)
     }
 
     /// The queries of a block.
     fn queries(&self, block: usize) -> Range<usize> {
-        let rows = self.block_rows();
+        let rows = Self::BLOCK_ROWS;
         block * rows..self.length.min((block + 1) * rows)
+    }
+
+    /// The queries of some blocks, one at least.
+    fn queries_of(&self, blocks: &Range<usize>) -> Range<usize> {
+        self.queries(blocks.start).start..self.queries(blocks.end - 1).end
     }
 
     /// How many keys the queries before `end` see between them.
@@ -88,7 +89,7 @@ impl Sizes {
 
     /// Where a block's exponentials begin in those of its matrix.
     fn start(&self, block: usize) -> usize {
-        let rows = self.block_rows();
+        let rows = Self::BLOCK_ROWS;
         match self.mask {
             Mask::Full => block * rows * self.score_row(rows),
             // The blocks before are whole, and end at multiples of COLUMNS: rows (1 + 2 + ..), rows times.
@@ -100,11 +101,16 @@ impl Sizes {
 
     /// Elements of one matrix's exponentials.
     fn matrix_len(&self) -> usize {
-        let Some(last) = self.blocks().checked_sub(1) else {
-            return 0;
+        self.exponentials_of(0..self.blocks()).end
+    }
+
+    /// Where some blocks' exponentials lie in those of their matrix.
+    fn exponentials_of(&self, blocks: Range<usize>) -> Range<usize> {
+        let Some(last) = blocks.end.checked_sub(1) else {
+            return 0..0;
         };
         let queries = self.queries(last);
-        self.start(last) + queries.len() * self.score_row(queries.end)
+        self.start(blocks.start)..self.start(last) + queries.len() * self.score_row(queries.end)
     }
 
     /// Elements of the exponentials that forward keeps for backward: a little over B H T T, or half of it.
@@ -135,27 +141,15 @@ impl Sizes {
         self.head_dim.next_multiple_of(COLUMNS)
     }
 
-    /// T in whole registers, and a cache line more.
-    fn keys_row(&self) -> usize {
-        self.length.next_multiple_of(COLUMNS) + COLUMNS
-    }
-
     /// Rows of the longest chunk.
     fn chunk_rows(&self) -> usize {
         let blocks = self.blocks().div_ceil(self.chunks());
-        self.length.min(blocks * self.block_rows())
+        self.length.min(blocks * Self::BLOCK_ROWS)
     }
 
     /// Keys of a strip: fewer where there are fewer.
     fn strip(&self) -> usize {
         STRIP.min(self.length.next_multiple_of(COLUMNS))
-    }
-
-    /// Keys that a product takes at a time, in whole blocks of registers: they or their values stay in the first-level
-    /// cache.
-    fn keys_at_once(&self) -> usize {
-        const ELEMENTS: usize = 6 << 10;
-        (ELEMENTS / self.head_row() / WIDEST * WIDEST).max(WIDEST)
     }
 
     /// How long the rows of a strip of scores are.
@@ -165,21 +159,35 @@ impl Sizes {
 
     /// Elements that one thread works in during [`forward()`].
     pub fn forward_scratch_len(&self) -> usize {
-        let rows = self.block_rows();
-        let scores = rows * (self.score_row(self.length) + 2); // and a row's maximum and sum
-        (self.length + rows) * self.head_row() + self.head_dim * self.keys_row() + scores
+        let rows = 2 * self.chunk_rows() + self.strip(); // q, out; v
+        let k = (self.strip() + COLUMNS) * self.head_dim; // and a block of it in f32
+        let scores = Self::BLOCK_ROWS * (self.strip_row() + 1); // and each row's change of scale
+        let of_rows = 2 * self.chunk_rows(); // tops, sums
+        (rows * self.head_row() + k + scores + of_rows).next_multiple_of(COLUMNS)
     }
 
-    /// Elements that one thread works in during [`backward()`].
-    pub fn backward_scratch_len(&self) -> usize {
+    /// Elements that one thread works in during [`backward()`]; `rounds` in half precision.
+    pub fn backward_scratch_len(&self, rounds: bool) -> usize {
         let rows = 3 * self.strip() + 3 * self.chunk_rows(); // k, dk, dv; q, d_out, dq
-        let strips = (self.head_dim + self.block_rows()) * self.strip_row(); // v; ds
-        rows * self.head_row() + strips + self.chunk_rows() // delta
+        let v = (self.strip() + COLUMNS) * self.head_dim; // and a block of it in f32
+        let strips = if rounds { 2 } else { 1 } * Self::BLOCK_ROWS * self.strip_row(); // ds; e in f32
+        let of_rows = self.chunk_rows(); // delta
+        (rows * self.head_row() + v + strips + of_rows).next_multiple_of(COLUMNS)
     }
 
-    /// Elements of the sums that [`backward()`] keeps of all chunks but each matrix's first: of dk, then of dv.
-    pub fn partial_sums_len(&self) -> usize {
-        2 * (self.chunks() - 1) * self.matrices * self.length * self.head_dim
+    /// Elements of the sums that [`backward()`] keeps of each matrix's chunks, of dk, then of dv. Those of the first chunk
+    /// are the gradients themselves, but in half precision, which `rounds` in the end.
+    pub fn partial_sums_len(&self, rounds: bool) -> usize {
+        2 * self.partial_sums(rounds) * self.matrices * self.length * self.head_dim
+    }
+
+    /// How many such sums a matrix has.
+    fn partial_sums(&self, rounds: bool) -> usize {
+        match self.chunks() {
+            1 => 0,
+            chunks if rounds => chunks,
+            chunks => chunks - 1,
+        }
     }
 }
 

@@ -1,115 +1,270 @@
 //! Softmax and its gradient over the rows of a block, a strip of keys at a time.
 
-use crate::kernels::cpu::{Lanes, simd};
+use crate::kernels::cpu::gemm::prefetch;
+use crate::kernels::cpu::gemm::tile::COLUMNS;
+use crate::kernels::cpu::stored::BLOCK;
+use crate::kernels::cpu::{Lanes, Real, Stored, simd};
+use pulp::{Arch, Simd, WithSimd};
 
-/// The visible part of a strip from key `first` on, of a row that sees `visible` keys.
-#[inline(always)]
-fn seen(visible: usize, first: usize, columns: usize) -> usize {
-    visible.saturating_sub(first).min(columns)
-}
+/// By how much a row's scores may exceed its top: exponentials up to e^4 lose nothing in floating point, and few strips then
+/// change the scale of those before.
+const SLACK: f64 = 4.0;
 
-/// The maxima of `scale * scores` over each row's visible keys: scores (rows, row).
-pub(super) fn tops<T: Lanes>(
-    scores: &[T],
-    row: usize,
-    scale: T,
-    visible: impl Fn(usize) -> usize,
-    tops: &mut [T],
-) {
-    simd::vectorized(
-        #[inline(always)]
-        || {
-            for (i, (scores, top)) in scores.chunks_exact(row).zip(tops).enumerate() {
-                let scores = &scores[..visible(i)];
-                // Of the scores or of their negatives: rounding keeps the order.
-                *top = match scale < T::ZERO {
-                    false => scale * simd::max(scores),
-                    true => scale * -max_of_negatives(scores),
-                };
-            }
-        },
-    );
-}
+/// Registers side by side, so that one need not wait for the other.
+const CHAINS: usize = 4;
 
-/// The maximum of -x.
-#[inline(always)]
-fn max_of_negatives<T: Lanes>(x: &[T]) -> T {
-    let mut most = -x[0];
-    for x in x {
-        let negative = -*x;
-        if negative > most {
-            most = negative;
-        }
-    }
-    most
-}
+/// A cache line.
+const LINE_BYTES: usize = 64;
 
-/// A strip of scores or of exponentials among those of a block.
+/// The keys that a block meets at a time.
 #[derive(Clone, Copy)]
 pub(super) struct Strip {
     /// Its first key.
     pub first: usize,
-    /// Keys.
+    /// How many.
     pub columns: usize,
-    /// From one row of the block to the next.
-    pub row: usize,
 }
 
-/// `e = exp(scale scores - top)` of a strip, 0 where a row does not see the key; adds each row's sum to `sums`.
-pub(super) fn exponentials<T: Lanes>(
-    strip: Strip,
-    scores: &[T],
-    scale: T,
-    tops: &[T],
-    visible: impl Fn(usize) -> usize,
+impl Strip {
+    /// Keys of the strip that a row sees which sees `visible` keys in all.
+    #[inline(always)]
+    fn seen(self, visible: usize) -> usize {
+        visible.saturating_sub(self.first).min(self.columns)
+    }
+}
+
+/// What forward knows of each row so far.
+pub(super) struct State<'a, T> {
+    /// What exponentials are relative to: the largest scaled score, or up to [`SLACK`] less; -inf before any.
+    pub tops: &'a mut [T],
+    /// The sums of the exponentials.
+    pub sums: &'a mut [T],
+    /// By what the last strip changed the scale of those before it.
+    pub rescale: &'a mut [T],
+}
+
+/// `exp(scale scores - top)` of a strip, 0 where a row does not see the key: in the scores' place, and in `e` as stored.
+pub(super) struct Exponentials<'a, T: Stored, V> {
+    pub strip: Strip,
+    pub scale: T::Wide,
+    /// How many keys a row sees.
+    pub visible: V,
+    /// (rows, scores_row), of the strip alone.
+    pub scores: &'a mut [T::Wide],
+    pub scores_row: usize,
+    /// (rows, e_row), of all keys.
+    pub e: &'a mut [T],
+    pub e_row: usize,
+    /// Updated.
+    pub state: State<'a, T::Wide>,
+}
+
+impl<T: Stored, V: Fn(usize) -> usize> Exponentials<'_, T, V> {
+    /// Says whether the scale of any row has changed.
+    pub fn run(self) -> bool {
+        Arch::new().dispatch(self)
+    }
+}
+
+impl<T: Stored, V: Fn(usize) -> usize> WithSimd for Exponentials<'_, T, V> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> bool {
+        let Strip { first, columns } = self.strip;
+        let State {
+            tops,
+            sums,
+            rescale,
+        } = self.state;
+        let (scale, row) = (self.scale, self.scores_row);
+        let seen = |row: usize| self.strip.seen((self.visible)(row));
+        let mut has_changed = false;
+        // All tops first: rows do not wait for each other then.
+        let state = tops.iter_mut().zip(&mut *sums).zip(rescale);
+        for (i, ((top, sum), factor)) in state.enumerate() {
+            let most = largest(simd, scale, &self.scores[i * row..][..seen(i)]);
+            *factor = T::Wide::ONE;
+            if most > *top + T::Wide::real(SLACK) {
+                *factor = (*top - most).exponential();
+                *top = most;
+                *sum *= *factor;
+                has_changed = true;
+            }
+        }
+        let rows = self.scores.chunks_exact_mut(row);
+        let rows = rows.zip(self.e.chunks_exact_mut(self.e_row));
+        for (i, ((scores, e), (top, sum))) in rows.zip(tops.iter().zip(sums)).enumerate() {
+            let (scores, hidden) = scores[..columns].split_at_mut(seen(i));
+            let (e, hidden_e) = e[first..first + columns].split_at_mut(scores.len());
+            hidden.fill(T::Wide::ZERO);
+            hidden_e.fill(T::zero());
+            // Any number in place of -inf, or -inf - -inf would be NaN.
+            let top = match *top == T::Wide::NEG_INFINITY {
+                true => T::Wide::ZERO,
+                false => *top,
+            };
+            *sum += exponentials(simd, scale, top, scores, e, self.e_row);
+        }
+        has_changed
+    }
+}
+
+/// The largest scaled score, -inf of none; nothing is promised of NaN.
+#[inline(always)]
+fn largest<T: Lanes, S: Simd>(simd: S, scale: T, scores: &[T]) -> T {
+    let factor = T::vsplat(simd, scale);
+    let lanes = T::lanes::<S>();
+    let whole = scores.len() / lanes * lanes;
+    let mut most = [T::vsplat(simd, T::NEG_INFINITY); CHAINS];
+    for at in (0..whole).step_by(CHAINS * lanes) {
+        for (chain, most) in most.iter_mut().enumerate() {
+            let at = at + chain * lanes;
+            if at < whole {
+                // SAFETY: a whole register of the slice.
+                let x = unsafe { T::vload::<S>(scores.as_ptr().add(at)) };
+                *most = T::vmax(simd, T::vmul(simd, x, factor), *most);
+            }
+        }
+    }
+    let [a, b, c, d] = most;
+    let most = T::vmax(simd, T::vmax(simd, a, b), T::vmax(simd, c, d));
+    let mut each = [T::NEG_INFINITY; COLUMNS];
+    assert!(lanes <= COLUMNS);
+    // SAFETY: no register has more elements than the array, as just asserted.
+    unsafe { T::vstore::<S>(each.as_mut_ptr(), most) };
+    for (each, score) in each.iter_mut().zip(&scores[whole..]) {
+        *each = each.larger(*score * scale);
+    }
+    folded(each, T::larger)
+}
+
+/// All elements by `f`, halves together.
+#[inline(always)]
+fn folded<T: Real>(mut x: [T; COLUMNS], f: impl Fn(T, T) -> T) -> T {
+    let mut width = COLUMNS / 2;
+    while width > 0 {
+        for i in 0..width {
+            x[i] = f(x[i], x[i + width]);
+        }
+        width /= 2;
+    }
+    x[0]
+}
+
+/// `exp(scale scores - top)` in the scores' place, and in `e` as stored; returns their sum. Asks for the lines that follow
+/// `ahead` elements on from `e`, which will be written next.
+#[inline(always)]
+fn exponentials<T: Stored, S: Simd>(
+    simd: S,
+    scale: T::Wide,
+    top: T::Wide,
+    scores: &mut [T::Wide],
     e: &mut [T],
-    sums: &mut [T],
-) {
-    let Strip {
-        first,
-        columns,
-        row,
-    } = strip;
+    ahead: usize,
+) -> T::Wide {
+    let scale = T::Wide::vsplat(simd, scale);
+    let below = T::Wide::vsplat(simd, -top);
+    let lanes = T::Wide::lanes::<S>();
+    let mut sums = [T::Wide::vsplat(simd, T::Wide::ZERO); CHAINS];
+    let at_once = CHAINS * lanes;
+    let mut groups = scores.chunks_exact_mut(at_once);
+    let mut stored = e.chunks_exact_mut(at_once);
+    for (scores, e) in (&mut groups).zip(&mut stored) {
+        for (chain, sum) in sums.iter_mut().enumerate() {
+            // SAFETY: one of the group's registers.
+            unsafe {
+                let at = scores.as_mut_ptr().add(chain * lanes);
+                let x = T::Wide::vmul_add(simd, T::Wide::vload::<S>(at), scale, below);
+                let e = T::Wide::vexp(simd, x);
+                T::Wide::vstore::<S>(at, e);
+                *sum = T::Wide::vadd(simd, *sum, e);
+            }
+        }
+        for next in (0..at_once).step_by(LINE_BYTES / size_of::<T>()) {
+            prefetch(e.as_ptr().wrapping_add(ahead + next));
+        }
+        T::store(scores, e);
+    }
+    let (scores, e) = (groups.into_remainder(), stored.into_remainder());
+    let mut last = [T::Wide::ZERO; CHAINS * COLUMNS];
+    last[..scores.len()].copy_from_slice(scores);
+    let mut each = [T::Wide::ZERO; COLUMNS];
+    assert!(lanes <= COLUMNS);
+    // SAFETY: no register has more elements than that, as just asserted.
+    unsafe {
+        for at in (0..scores.len()).step_by(lanes) {
+            let at = last.as_mut_ptr().add(at);
+            let x = T::Wide::vmul_add(simd, T::Wide::vload::<S>(at), scale, below);
+            T::Wide::vstore::<S>(at, T::Wide::vexp(simd, x));
+        }
+        let [a, b, c, d] = sums;
+        let ab = T::Wide::vadd(simd, a, b);
+        let sums = T::Wide::vadd(simd, ab, T::Wide::vadd(simd, c, d));
+        T::Wide::vstore::<S>(each.as_mut_ptr(), sums);
+    }
+    let last = &last[..scores.len()];
+    scores.copy_from_slice(last);
+    T::store(last, e);
+    for (i, e) in last.iter().enumerate() {
+        each[i % COLUMNS] += *e;
+    }
+    folded(
+        each,
+        #[inline(always)]
+        |a, b| a + b,
+    )
+}
+
+/// Each row's first `columns` elements times its factor: x (rows, row).
+pub(super) fn rescale<T: Stored>(x: &mut [T], row: usize, columns: usize, factors: &[T::Wide]) {
     simd::vectorized(
         #[inline(always)]
         || {
-            for (i, (top, sum)) in tops.iter().zip(sums).enumerate() {
-                let at = i * row + first..i * row + first + columns;
-                let (scores, e) = (&scores[at.clone()], &mut e[at]);
-                let (e, hidden) = e.split_at_mut(seen(visible(i), first, columns));
-                for (e, score) in e.iter_mut().zip(scores) {
-                    *e = (*score * scale - *top).exponential();
+            for (x, factor) in x.chunks_exact_mut(row).zip(factors) {
+                if *factor != T::Wide::ONE {
+                    scale(&mut x[..columns], *factor);
                 }
-                *sum += simd::sum(e);
-                hidden.fill(T::ZERO);
             }
         },
     );
 }
 
-/// `ds = scale e (dp - delta)` of a strip, from dp in `ds` (rows, ds_row); 0 where a row does not see the key.
+#[inline(always)]
+fn scale<T: Stored>(x: &mut [T], factor: T::Wide) {
+    if let Some(x) = T::as_wide_mut(x) {
+        for x in x {
+            *x *= factor;
+        }
+        return;
+    }
+    for x in x.chunks_mut(BLOCK) {
+        let mut wide = [T::Wide::ZERO; BLOCK];
+        let wide = &mut wide[..x.len()];
+        T::load(x, wide);
+        for wide in wide.iter_mut() {
+            *wide *= factor;
+        }
+        T::store(wide, x);
+    }
+}
+
+/// `ds = scale e (dp - delta)` of a strip, from dp in `ds` (rows, ds_row); 0 where a row does not see the key. e (rows, e_row)
+/// begins with the strip.
 pub(super) fn gradients<T: Lanes>(
     strip: Strip,
-    e: &[T],
+    (e, e_row): (&[T], usize),
     deltas: &[T],
     scale: T,
     visible: impl Fn(usize) -> usize,
-    ds: &mut [T],
-    ds_row: usize,
+    (ds, ds_row): (&mut [T], usize),
 ) {
-    let Strip {
-        first,
-        columns,
-        row,
-    } = strip;
     simd::vectorized(
         #[inline(always)]
         || {
             for (i, (delta, ds)) in deltas.iter().zip(ds.chunks_exact_mut(ds_row)).enumerate() {
-                let e = &e[i * row + first..][..columns];
-                let ds = &mut ds[..columns];
-                let (ds, hidden) = ds.split_at_mut(seen(visible(i), first, columns));
-                for (ds, e) in ds.iter_mut().zip(e) {
+                let (ds, hidden) = ds[..strip.columns].split_at_mut(strip.seen(visible(i)));
+                for (ds, e) in ds.iter_mut().zip(&e[i * e_row..]) {
                     *ds = *e * (*ds - *delta) * scale;
                 }
                 hidden.fill(T::ZERO);

@@ -27,6 +27,7 @@ fn run(sizes: &Sizes, [q, k, v, d_out]: &[Vec<f64>; 4], threads: usize) -> [Vec<
     pool.unwrap().install(|| {
         let outputs = Outputs {
             out: &mut out,
+            rounded_off: &mut [],
             e: &mut e,
             share: &mut share,
         };
@@ -41,10 +42,11 @@ fn run(sizes: &Sizes, [q, k, v, d_out]: &[Vec<f64>; 4], threads: usize) -> [Vec<
             e: &e,
             share: &share,
             out: &out,
+            rounded_off: &[],
             d_out,
         };
-        let mut scratch = nan(threads * sizes.backward_scratch_len());
-        let mut partial = nan(sizes.partial_sums_len());
+        let mut scratch = nan(threads * sizes.backward_scratch_len(false));
+        let mut partial = nan(sizes.partial_sums_len(false));
         backward(sizes, inputs, saved, gradients, &mut partial, &mut scratch);
     });
     [out, dq, dk, dv]
@@ -58,8 +60,8 @@ fn as_naive_in_f64() {
         (2, 64, 16),
         (40, 33, 24),
         (3, 123, 40),
-        (1, 1000, 8), // in chunks
-        (2, 2200, 3), // in chunks of smaller blocks, over several strips
+        (1, 1000, 8), // in chunks, over several strips
+        (2, 2200, 3),
     ] {
         for mask in [Mask::Full, Mask::Causal, Mask::CausalEnd] {
             let sizes = Sizes {
@@ -71,28 +73,84 @@ fn as_naive_in_f64() {
             };
             assert_eq!(sizes.chunks() > 1, length >= 1000);
             let n = matrices * length * head_dim;
-            let inputs = [0.0, 1.0, 2.0, 3.0].map(|phase| wave(n, phase));
-            let [q, k, v, d_out] = &inputs;
-            let naive = naive_attention::Sizes {
-                batch: matrices,
-                kv_batch: matrices,
-                queries: length,
-                keys: length,
-                head_dim,
-                value_dim: head_dim,
-            };
-            let mut p = vec![0f64; matrices * length * length];
-            let [mut out, mut dq, mut dk, mut dv] = [(); 4].map(|()| vec![0f64; n]);
-            naive_attention::forward(naive, q, k, v, 0.3, mask, &mut p, &mut out);
-            naive_attention::backward(
-                naive, d_out, q, k, v, &p, 0.3, mask, &mut dq, &mut dk, &mut dv,
-            );
-            let got = run(&sizes, &inputs, 1);
-            let wanted = [out, dq, dk, dv];
-            for (i, name) in ["out", "dq", "dk", "dv"].iter().enumerate() {
-                close(name, &got[i], &wanted[i]);
-            }
-            assert_eq!(run(&sizes, &inputs, 3), got, "on three threads");
+            as_naive(&sizes, &[0.0, 1.0, 2.0, 3.0].map(|phase| wave(n, phase)));
+        }
+    }
+}
+
+/// Tops that change from strip to strip, by more than the slack and by less, upwards for some rows and downwards for others.
+#[test]
+fn scores_that_grow_with_the_keys() {
+    for (mask, scale) in [(Mask::Full, 0.3), (Mask::Causal, -0.3), (Mask::Full, 0.01)] {
+        let sizes = Sizes {
+            matrices: 2,
+            length: 1500,
+            head_dim: 4,
+            mask,
+            scale,
+        };
+        let mut inputs = [0.0, 1.0, 2.0, 3.0].map(|phase| wave(2 * 1500 * 4, phase));
+        for (i, k) in inputs[1].iter_mut().enumerate() {
+            *k = 1.0 + 0.1 * *k + (i / 4 % 1500) as f64 / 40.0;
+        }
+        as_naive(&sizes, &inputs);
+    }
+}
+
+fn as_naive(sizes: &Sizes, inputs: &[Vec<f64>; 4]) {
+    let Sizes {
+        matrices,
+        length,
+        head_dim,
+        mask,
+        scale,
+    } = *sizes;
+    let [q, k, v, d_out] = inputs;
+    let naive = naive_attention::Sizes {
+        batch: matrices,
+        kv_batch: matrices,
+        queries: length,
+        keys: length,
+        head_dim,
+        value_dim: head_dim,
+    };
+    let mut p = vec![0f64; matrices * length * length];
+    let [mut out, mut dq, mut dk, mut dv] = [(); 4].map(|()| vec![0f64; q.len()]);
+    naive_attention::forward(naive, q, k, v, scale, mask, &mut p, &mut out);
+    naive_attention::backward(
+        naive, d_out, q, k, v, &p, scale, mask, &mut dq, &mut dk, &mut dv,
+    );
+    let got = run(sizes, inputs, 1);
+    let wanted = [out, dq, dk, dv];
+    for (i, name) in ["out", "dq", "dk", "dv"].iter().enumerate() {
+        close(name, &got[i], &wanted[i]);
+    }
+    assert_eq!(run(sizes, inputs, 3), got, "on three threads");
+}
+
+/// Whole strips of scores of -inf before the first that is a number, and a row of NaN, which stays alone.
+#[test]
+fn what_is_not_finite() {
+    let length = 1200;
+    let sizes = Sizes {
+        matrices: 1,
+        length,
+        head_dim: 1,
+        mask: Mask::Full,
+        scale: 1.0,
+    };
+    let mut q = vec![1.0; length];
+    q[7] = f64::NAN;
+    let mut k = wave(length, 0.0);
+    k[..1000].fill(f64::NEG_INFINITY);
+    let v = wave(length, 1.0);
+    let [out, ..] = run(&sizes, &[q, k.clone(), v.clone(), vec![0.0; length]], 1);
+    let sum: f64 = k.iter().map(|k| k.exp()).sum();
+    let wanted: f64 = k.iter().zip(&v).map(|(k, v)| k.exp() * v / sum).sum();
+    for (row, out) in out.iter().enumerate() {
+        match row {
+            7 => assert!(out.is_nan()),
+            _ => assert!((out - wanted).abs() < 1e-12, "{row}: {out} for {wanted}"),
         }
     }
 }

@@ -208,7 +208,7 @@ const MAX_STRIP: usize = 3 * COLUMNS;
 
 /// Asks for the cache line at `at`, which need not be readable, before it is needed.
 #[inline(always)]
-pub(super) fn prefetch<T>(at: *const T) {
+pub(crate) fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a hint, which does not fault; SSE is part of the architecture.
     unsafe {

@@ -22,6 +22,7 @@ pub(crate) mod widen;
 use super::Stored;
 pub use batched::{Batched, matmul_batched};
 pub use matrix::{MatMut, MatRef};
+pub(crate) use micro_kernel::prefetch;
 use packed::{Band, Factors};
 pub use packing::{ProductSizes, packing_bytes};
 pub use scratch::reserve_scratch;

@@ -1,13 +1,16 @@
 //! Products of tiles that are in cache, used as they lie: what attention multiplies its tiles with.
 
+use super::MatRef;
 use super::micro_kernel::{PANEL, Sums, Tiles};
+use super::pack::b_block;
+use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::lanes::Lanes;
 
 /// Elements that the columns of a tile come in: a cache line of `f32`, whole registers on every instruction set.
 pub const COLUMNS: usize = 16;
 
-/// `c = a b` or `c += a b` for one tile: a (rows, depth) with any strides, b (depth, columns) and c (rows, columns) row by
-/// row, columns a multiple of [`COLUMNS`].
+/// `c = a b` or `c += a b` for one tile: a (rows, depth) with any strides, c (rows, columns) row by row, and b
+/// (depth, columns) row by row or in units of [`COLUMNS`] columns, of which the columns are a multiple.
 ///
 /// Elements of a are broadcast, rows of b and c are registers: a block of c stays in registers while the depth is walked.
 /// Every element of c is one chain of multiply-adds in the order of the depth.
@@ -22,6 +25,8 @@ pub(crate) struct Product<'a, T> {
     pub b: &'a [T],
     /// From one row of b to the next.
     pub b_row: usize,
+    /// From [`COLUMNS`] columns of b to the next: as many elements where its rows lie whole.
+    pub b_unit: usize,
     /// c.
     pub c: &'a mut [T],
     /// From one row of c to the next.
@@ -34,6 +39,19 @@ pub(crate) struct Product<'a, T> {
     pub depth: usize,
     /// Add to c.
     pub accumulate: bool,
+}
+
+/// The transpose of x (columns, depth) for [`Product`]'s b, in units: `to` (units, depth, COLUMNS), zeros beyond the columns.
+/// `lines` is (COLUMNS, depth) to work in.
+pub(crate) fn pack_transposed<T: Stored>(
+    x: &[T],
+    depth: usize,
+    to: &mut [T::Wide],
+    lines: &mut [T::Wide],
+) {
+    let columns = x.len() / depth;
+    let b = MatRef::new(x, columns, depth).t();
+    b_block(b, 0..depth, 0..columns, to, lines);
 }
 
 impl<T: Lanes> Product<'_, T> {
@@ -53,7 +71,8 @@ impl<T: Lanes> Product<'_, T> {
         // The last element that each view reaches.
         let (rows, depth) = (self.rows - 1, self.depth.saturating_sub(1));
         assert!(self.depth == 0 || rows * self.a_row + depth * self.a_col < self.a.len());
-        assert!(self.depth == 0 || depth * self.b_row + self.columns <= self.b.len());
+        let last_unit = (self.columns / COLUMNS - 1) * self.b_unit;
+        assert!(self.depth == 0 || depth * self.b_row + last_unit + COLUMNS <= self.b.len());
         assert!(rows * self.c_row + self.columns <= self.c.len());
         Tiles {
             a: self.a.as_ptr(),
@@ -62,7 +81,7 @@ impl<T: Lanes> Product<'_, T> {
             a_panel: self.a_row * PANEL,
             b: self.b.as_ptr(),
             b_row: self.b_row,
-            b_unit: COLUMNS,
+            b_unit: self.b_unit,
             c: self.c.as_mut_ptr(),
             c_row: self.c_row,
             rows: self.rows,
@@ -93,7 +112,10 @@ mod tests {
                 for rows in 1..=26 {
                     for transposed in [false, true] {
                         for accumulate in [false, true] {
-                            one::<T>(arch, rows, columns, transposed, accumulate, tolerance);
+                            for units in [false, true] {
+                                let how = [transposed, accumulate, units];
+                                one::<T>(arch, rows, columns, how, tolerance);
+                            }
                         }
                     }
                 }
@@ -105,8 +127,7 @@ mod tests {
         arch: Arch,
         rows: usize,
         columns: usize,
-        transposed: bool,
-        accumulate: bool,
+        [transposed, accumulate, units]: [bool; 3],
         tolerance: f64,
     ) {
         let (depth, padding) = (7, 3);
@@ -116,7 +137,11 @@ mod tests {
         };
         let row = columns + padding;
         let a = values::<T>((rows + padding) * (depth + padding), 0.7);
-        let b = values::<T>(depth * row, 1.1);
+        let (b_row, b_unit) = match units {
+            false => (row, COLUMNS),
+            true => (COLUMNS, depth * COLUMNS + padding),
+        };
+        let b = values::<T>((depth + padding) * row, 1.1);
         let before = values::<T>(rows * row, 1.3);
         let mut c = before.clone();
         let product = Product {
@@ -124,7 +149,8 @@ mod tests {
             a_row,
             a_col,
             b: &b,
-            b_row: row,
+            b_row,
+            b_unit,
             c: &mut c,
             c_row: row,
             rows,
@@ -136,13 +162,12 @@ mod tests {
         for (i, value) in c.iter().enumerate() {
             let (r, column) = (i / row, i % row);
             let start: f64 = before[i].into();
-            let mut exact = if accumulate { start } else { 0.0 };
-            for t in 0..depth {
-                let (x, y) = (a[r * a_row + t * a_col], b[t * row + column]);
+            let is_padding = column >= columns; // which is left as it was
+            let mut exact = if accumulate || is_padding { start } else { 0.0 };
+            for t in 0..if is_padding { 0 } else { depth } {
+                let in_b = t * b_row + column / COLUMNS * b_unit + column % COLUMNS;
+                let (x, y) = (a[r * a_row + t * a_col], b[in_b]);
                 exact += Into::<f64>::into(x) * Into::<f64>::into(y);
-            }
-            if column >= columns {
-                exact = start; // untouched
             }
             let got: f64 = (*value).into();
             assert!(

@@ -122,6 +122,7 @@ impl<T: Lanes> Factors<'_, T> {
             a_col,
             b,
             b_row,
+            b_unit: COLUMNS,
             c,
             c_row,
             rows,

@@ -1,0 +1,138 @@
+//! Planned attention in half precision, held against exact results by what eager naive attention is off in the same dtype.
+
+use super::CPU;
+use crate::flash::judge::{hold_against, naive};
+use crate::flash::oracle::Oracle;
+use crate::flash::problem::{Problem, Results, Sizes, numbers};
+use candle_core::{DType, Tensor};
+use half::bf16;
+use rayon::ThreadPoolBuilder;
+use rstest::rstest;
+use tallow::attention::{AttentionConfig, Mask};
+use tallow::compile::{Attention, Category};
+
+fn planned(problem: &Problem, dtype: DType) -> Results {
+    let [q, k, v] = problem.operands(dtype);
+    let mut attention = Attention::new(q.shape(), dtype, &problem.config).unwrap();
+    attention.forward(&q, &k, &v).unwrap();
+    attention.backward(&problem.d_out(dtype)).unwrap();
+    let [dq, dk, dv] = attention.gradients().unwrap();
+    let out = attention.output().unwrap();
+    for tensor in [&out, &dq, &dk, &dv] {
+        assert_eq!((tensor.dtype(), tensor.dims()), (dtype, q.dims()));
+    }
+    let [out, dq, dk, dv] = [out, dq, dk, dv].map(|x| numbers(&x));
+    Results {
+        out,
+        lse: Vec::new(), // which it has not
+        dq,
+        dk,
+        dv,
+    }
+}
+
+/// At most twice as far off as eager naive for the output, three times for gradients: by norm, and at worst.
+fn judge(problem: &Problem, dtype: DType) {
+    let mut oracle = Oracle::of(problem);
+    oracle.results.lse.clear();
+    oracle.terms.lse.clear();
+    let mut judge = naive(problem, dtype);
+    judge.lse.clear();
+    let found = planned(problem, dtype);
+    let held = hold_against(problem, &oracle, &oracle.results, &found, &judge, dtype);
+    let shares = held.unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.sizes));
+    println!("{dtype:?} {:?}: {shares:?}", problem.sizes);
+}
+
+#[rstest]
+fn as_near_as_eager(
+    #[values(DType::BF16, DType::F16)] dtype: DType,
+    #[values(Mask::Full, Mask::Causal)] mask: Mask,
+    #[values(
+        (1, 1, 1, 8), (2, 3, 64, 16), (1, 2, 123, 24), (1, 5, 257, 40), (8, 1, 300, 64), (1, 1, 1100, 16),
+    )]
+    (batch, heads, length, head_dim): (usize, usize, usize, usize),
+) {
+    let sizes = Sizes::new((batch, heads, heads), (length, length), head_dim);
+    judge(&Problem::random(sizes, mask, None, 3), dtype);
+}
+
+/// Rows whose largest score comes late, and is far over those before.
+#[rstest]
+fn growing_scores(
+    #[values(DType::BF16, DType::F16)] dtype: DType,
+    #[values(0.25, -1.0)] scale: f64,
+) {
+    let sizes = Sizes::new((1, 2, 2), (1200, 1200), 8);
+    let mut problem = Problem::random(sizes, Mask::Full, Some(scale), 4);
+    for (i, k) in problem.k.iter_mut().enumerate() {
+        *k *= 1.0 + (i / 8 % 1200) as f64 / 300.0;
+    }
+    judge(&problem.rounded_to(dtype), dtype);
+}
+
+#[rstest]
+fn same_bits_on_any_number_of_threads(
+    #[values((1, 1, 1100, 24), (5, 1, 130, 32))] (batch, heads, length, head_dim): (
+        usize,
+        usize,
+        usize,
+        usize,
+    ),
+) {
+    let sizes = Sizes::new((batch, heads, heads), (length, length), head_dim);
+    let problem = Problem::random(sizes, Mask::Causal, None, 5);
+    let run = |threads: usize| {
+        let pool = ThreadPoolBuilder::new().num_threads(threads).build();
+        pool.unwrap()
+            .install(|| planned(&problem, DType::BF16).bits())
+    };
+    let alone = run(1);
+    for threads in [2, 3, 8] {
+        assert!(run(threads) == alone, "{threads}");
+    }
+}
+
+/// The values in the arena are those of the copies, run after run.
+#[test]
+fn values_in_place() {
+    let sizes = Sizes::new((2, 1, 1), (70, 70), 12);
+    let problem = Problem::random(sizes, Mask::Causal, None, 6);
+    let [q, k, v] = problem.operands(DType::BF16);
+    let mut attention = Attention::new(q.shape(), DType::BF16, &problem.config).unwrap();
+    let mut runs = Vec::new();
+    for _ in 0..2 {
+        attention.forward(&q, &k, &v).unwrap();
+        attention.backward(&problem.d_out(DType::BF16)).unwrap();
+        let numbers = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<bf16>().unwrap();
+        let out = attention.output_values::<bf16>().unwrap().to_vec();
+        assert_eq!(numbers(&attention.output().unwrap()), out);
+        let gradients = attention.gradient_values::<bf16>().unwrap();
+        for (copy, values) in attention.gradients().unwrap().iter().zip(gradients) {
+            assert_eq!(numbers(copy), values);
+        }
+        runs.push(out);
+    }
+    assert_eq!(runs[0], runs[1]);
+    let single = Tensor::zeros(q.shape(), DType::F32, &CPU).unwrap();
+    let error = attention.forward(&q, &k, &single).unwrap_err().to_string();
+    for words in ["v in bf16, as planned", "f32"] {
+        assert!(error.contains(words), "no {words:?} in {error:?}");
+    }
+}
+
+/// Exponentials and tensors of half the size, and what rounding took from the output beside.
+#[test]
+fn the_plan_in_half() {
+    let config = AttentionConfig::default();
+    let plan = |dtype| Attention::plan_for((4, 2, 500, 64), dtype, &config).unwrap();
+    let (single, half) = (plan(DType::F32), plan(DType::BF16));
+    let (n, rows) = (8 * 500 * 64, 8 * 500);
+    assert_eq!(half.category_bytes(Category::Input), 2 * 4 * n);
+    assert_eq!(half.category_bytes(Category::Gradient), 2 * 3 * n);
+    let kept = 2 * rows * 528 + 4 * rows + 2 * n;
+    assert_eq!(half.category_bytes(Category::Activation), kept);
+    assert_eq!(half.flops(), single.flops());
+    assert!(half.explain().contains("rounded_off @"));
+    assert!(!single.explain().contains("rounded_off"));
+}
