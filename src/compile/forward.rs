@@ -116,14 +116,9 @@ impl Forward {
             output: Some(&logits),
             ..Default::default()
         };
+        self.executor.refresh(); // whoever has changed the weights
         self.executor.run_micro_batches(&self.plan, &tensors)?;
         Ok(logits)
-    }
-
-    /// Has the copies of weights that products read in half precision made anew in the next run: call this after the weights
-    /// were changed. Only on a card do they last from run to run.
-    pub fn refresh(&mut self) {
-        self.executor.refresh();
     }
 
     /// The plan.

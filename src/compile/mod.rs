@@ -42,7 +42,7 @@
 //! A model on a CUDA card (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and [`Forward`] as
 //! on the CPU, flash attention in bf16 and f16, naive attention in f32 too, products by cuBLASLt. In half precision linear
 //! maps of one input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update
-//! writes them, so that no step casts a weight ([`TrainStep::refresh`] after weights were changed in another way). A run is
+//! writes them, so that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). A run is
 //! recorded as a CUDA graph when it comes the second time. It allocates nothing, and nothing in it waits for the host. In f16
 //! the gradients of naive attention's scores are rounded to f16: use a loss scale.
 //!

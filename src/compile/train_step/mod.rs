@@ -114,9 +114,10 @@ impl TrainStep {
         budget::plan(source)
     }
 
-    /// Has the copies of weights that products read in half precision made anew in the next run. Only on a card do they last
-    /// from run to run, renewed by the update; an eager step of the same optimizer is noticed. Call this after the weights
-    /// were changed in any other way: loaded, or set.
+    /// Has the copies of weights that products read in half precision made anew in the next [`run`](Self::run). Only on a card
+    /// do they last from run to run, renewed by the update; an eager step of the same optimizer is noticed, and
+    /// [`forward_backward`](Self::forward_backward) makes them anew each time. Call this after the weights were changed in any
+    /// other way: loaded, or set.
     pub fn refresh(&mut self) {
         self.executor.refresh();
     }
@@ -191,6 +192,7 @@ impl TrainStep {
             ..Default::default()
         };
         self.norm = None;
+        self.executor.refresh(); // the update is somebody else's
         self.executor.run_micro_batches(&self.plan, &tensors)?;
         self.has_run = true;
         self.loss()
