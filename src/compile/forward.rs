@@ -51,7 +51,8 @@ impl Forward {
     ///
     /// # Errors
     /// A configuration that cannot work, a sequence beyond the model's context, a model that is not in f32 on one device
-    /// (the CPU or a CUDA card) or whose weights share storage, an arena that does not fit the machine's memory.
+    /// (the CPU or a CUDA card) or whose weights share storage, on a card heads that flash attention
+    /// [has no kernel for](crate::compile#on-a-card), an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, config: &PlanConfig) -> Result<Self> {
         let device = model.device();
         let plan = Self::plan_on(device, model.config(), config)?;

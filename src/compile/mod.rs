@@ -40,11 +40,12 @@
 //! # On a card
 //!
 //! A model on a CUDA card (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and [`Forward`] as
-//! on the CPU, flash attention in bf16 and f16, naive attention in f32 too, products by cuBLASLt. In half precision linear
-//! maps of one input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update
-//! writes them, so that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). A run is
-//! recorded as a CUDA graph when it comes the second time. It allocates nothing, and nothing in it waits for the host. In f16
-//! the gradients of naive attention's scores are rounded to f16: use a loss scale.
+//! on the CPU, in f32, bf16 and f16, products by cuBLASLt. Flash attention takes heads of a multiple of 8 up to 256, in f32 of
+//! 4, if their tiles fit the card's shared memory; f32 is exact f32 there. In half precision linear maps of one input are one
+//! product, heads and gates lie packed, and the copies of weights last from run to run: the update writes them, so that no step
+//! casts a weight ([`TrainStep::refresh`] after weights were loaded or set). A run is recorded as a CUDA graph when it
+//! comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the gradients of naive attention's
+//! scores are rounded to f16: use a loss scale.
 //!
 //! # Half precision
 //!

@@ -9,6 +9,8 @@
 //! TALLOW_PROPTEST_CASES=20000 cargo test --test suite flash::property -- --nocapture
 //! ```
 
+#[cfg(feature = "cuda")]
+mod card;
 mod empty;
 mod finite_differences;
 mod golden;

@@ -16,10 +16,13 @@ pub(super) fn has_kernel(q: &Tensor, shapes: &Shapes, config: &AttentionConfig) 
 /// x (B, H, T, Dh) as the kernels can read it, copied if it lies otherwise: rows of whole 16 bytes, at 16 bytes.
 pub(super) fn lying_well(x: Tensor) -> Result<Tensor> {
     let layout = x.layout();
+    let vector = 16 / x.dtype().size_in_bytes(); // elements
     let whole_vectors = match *layout.stride() {
         [ref outer @ .., 1] => {
-            let outer = outer.iter().all(|stride| *stride > 0 && stride % 8 == 0);
-            outer && layout.start_offset().is_multiple_of(8)
+            let outer = outer
+                .iter()
+                .all(|stride| *stride > 0 && stride % vector == 0);
+            outer && layout.start_offset().is_multiple_of(vector)
         }
         _ => false,
     };
@@ -55,7 +58,7 @@ fn heads_of(tensor: &Tensor) -> Result<Heads<'_>> {
 }
 
 impl Flash {
-    /// Forward's output; keeps what rounding took from it, and lse.
+    /// Forward's output; keeps lse, and in half precision what rounding took from the output.
     pub(super) fn forward_on_card(
         &self,
         [(q, q_layout), (k, k_layout), (v, v_layout)]: [(&CudaStorage, &Layout); 3],
@@ -65,7 +68,10 @@ impl Flash {
         let rows = (sizes.batch, sizes.heads, sizes.queries);
         let shape = Shape::from((rows.0, rows.1, rows.2, sizes.head_dim));
         let out = room(card, dtype, shape.elem_count())?;
-        let rest = room(card, dtype, shape.elem_count())?;
+        let rest = match dtype {
+            DType::F32 => None,
+            _ => Some(room(card, dtype, shape.elem_count())?),
+        };
         let lse = room(card, DType::F32, rows.0 * rows.1 * rows.2)?;
         let workspace = room(card, DType::U32, kernel::forward_workspace_len(sizes))?;
         kernel::forward(
@@ -77,11 +83,12 @@ impl Flash {
                 heads(v, v_layout)?,
             ],
             heads(&out, &Layout::contiguous(shape.clone()))?,
-            Some(whole(&rest)?),
+            rest.as_ref().map(whole).transpose()?,
             whole(&lse)?,
             whole(&workspace)?,
         )?;
-        self.keep(tensor(lse, rows), Some(tensor(rest, shape.clone())));
+        let rest = rest.map(|rest| tensor(rest, shape.clone()));
+        self.keep(tensor(lse, rows), rest);
         Ok((out, shape))
     }
 
@@ -90,7 +97,7 @@ impl Flash {
         &self,
         [q, k, v, out, d_out]: [&Tensor; 5],
         lse: &Tensor,
-        rest: &Tensor,
+        rest: Option<&Tensor>,
     ) -> Result<[Tensor; 3]> {
         let sizes = self.sizes();
         let card = card(q)?;
@@ -104,7 +111,7 @@ impl Flash {
             k: heads_of(k)?,
             v: heads_of(v)?,
             out: heads_of(out)?,
-            rounded_off: Some(elements(rest)?),
+            rounded_off: rest.map(elements).transpose()?,
             d_out: heads_of(&d_out)?,
             lse: elements(lse)?,
         };

@@ -2,7 +2,7 @@
 //!
 //! What lives here: the op ([`flash()`], [`flash_with_lse`]) and its specification in plain candle ops ([`reference()`]).
 //! What does not: the kernels ([`kernels::cpu::flash_attention`](crate::kernels::cpu::flash_attention), and with the
-//! feature `cuda` those for tensor cores).
+//! feature `cuda` those for cards).
 
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -151,7 +151,8 @@ impl CustomOp3 for Flash {
             candle_core::bail!("{NAME}: backward before forward");
         };
         #[cfg(feature = "cuda")]
-        if let (true, Some(rest)) = (q.device().is_cuda(), self.rounded_off.get()) {
+        if q.device().is_cuda() {
+            let rest = self.rounded_off.get();
             let [dq, dk, dv] = self.backward_on_card([q, k, v, out, d_out], lse, rest)?;
             return Ok((Some(dq), Some(dk), Some(dv)));
         }

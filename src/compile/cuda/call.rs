@@ -275,13 +275,10 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice) -> Result<()> {
         match call.op {
             Op::FlashAttention(sizes) if !flash_attention::takes(card, dtype, &sizes.flash()) => {
                 let got = format!("heads of {} in {}", sizes.head_dim, dtype.as_str());
-                let hint =
-                    "plan with precision bf16 or f16, or build the model with naive attention";
-                return refuse(
-                    "flash attention in bf16 or f16, heads of a multiple of 8 up to 256",
-                    got,
-                    hint,
-                );
+                let wanted = "flash attention of heads of a multiple of 8 (f32: of 4) up to 256, \
+                     whose tiles fit the card's shared memory";
+                let hint = "build the model with naive attention";
+                return refuse(wanted, got, hint);
             }
             Op::RmsNorm { width, .. } | Op::AddRmsNorm { width, .. }
                 if width > rms_norm::MAX_WIDTH =>

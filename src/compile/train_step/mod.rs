@@ -50,8 +50,9 @@ impl TrainStep {
     ///
     /// # Errors
     /// A configuration that cannot work ([`PlanConfig::validate`], a sequence beyond the model's context); a model that is not
-    /// in f32 on one device (the CPU or a CUDA card), or whose weights share storage; on a card, flash attention in f32; an optimizer of other parameters than the model's; a memory budget
-    /// that no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
+    /// in f32 on one device (the CPU or a CUDA card), or whose weights share storage; on a card, heads that flash attention
+    /// [has no kernel for](crate::compile#on-a-card); an optimizer of other parameters than the model's; a memory budget that
+    /// no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, optimizer: &AdamW, config: &PlanConfig) -> Result<Self> {
         source::check_length(model.config(), config)?;
         let parameters = source::check_model(OP, model)?;

@@ -4,7 +4,7 @@
 //! sees them ([`View`]), and a launcher each: grid, block, arguments. What does not: tensors and graphs ([`crate::ops`]
 //! wraps these kernels), and products of matrices, which are cuBLAS's.
 //!
-//! Kernels on rows take contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in f16 or bf16. All
+//! Kernels on rows take contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in all three. All
 //! compute in f32, and sums have a fixed order.
 //!
 //! A launcher allocates nothing: what it needs to work in it is given, as long as a function beside it says. Once its kernel

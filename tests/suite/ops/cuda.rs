@@ -186,6 +186,15 @@ fn the_same_bits_every_time() {
     }
 }
 
+/// Heads of q and of k and v, queries and keys: tails, groups, one tile and several.
+const OF_FLASH: [((usize, usize), (usize, usize)); 5] = [
+    ((2, 2), (5, 7)), // where all rows see one key, gradients are exactly nothing, and rounding all there is
+    ((4, 2), (33, 41)),
+    ((3, 1), (200, 130)),
+    ((2, 1), (64, 257)),
+    ((2, 2), (300, 300)),
+];
+
 /// Flash attention on tensor cores: every compiled head dimension and sizes between, tails, masks, groups.
 #[rstest]
 fn flash_in_half_precision(
@@ -196,14 +205,8 @@ fn flash_in_half_precision(
         return;
     };
     for mask in MASKS {
-        for (heads, (queries, keys)) in [
-            ((2, 2), (5, 7)), // where all rows see one key, gradients are exactly nothing, and rounding all there is
-            ((4, 2), (33, 41)),
-            ((3, 1), (200, 130)),
-            ((2, 1), (64, 257)),
-            ((2, 2), (300, 300)),
-        ] {
-            let case = cases::grouped_flash(&[2], heads, (queries, keys), head_dim, mask, 7);
+        for (heads, lengths) in OF_FLASH {
+            let case = cases::grouped_flash(&[2], heads, lengths, head_dim, mask, 7);
             let case = case.rounded_to(dtype);
             let exact = case.run(DType::F64, KERNEL);
             let half = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
@@ -215,6 +218,35 @@ fn flash_in_half_precision(
             assert_eq!(bits(&half.out), bits(&again.out), "{}", case.name);
             for ((name, a), (_, b)) in half.gradients.iter().zip(&again.gradients) {
                 assert_eq!(bits(a), bits(b), "{}: {name}", case.name);
+            }
+        }
+    }
+}
+
+/// Flash attention in exact f32, judged by its reference in f32, which writes scores and probabilities down.
+#[rstest]
+fn flash_in_f32(
+    #[values(4, 8, 16, 20, 32, 60, 64, 80, 96, 100, 128, 200, 252, 256)] head_dim: usize,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    for mask in MASKS {
+        for (heads, lengths) in OF_FLASH {
+            let case = cases::grouped_flash(&[2], heads, lengths, head_dim, mask, 7);
+            let case = case.rounded_to(DType::F32);
+            let exact = case.run(DType::F64, KERNEL);
+            let judge = case.run(DType::F32, REFERENCE);
+            let run = |lie| case.run_on(&card, DType::F32, KERNEL, lie);
+            let found = run(Lie::Contiguous);
+            assert_no_worse(&case, &found, &judge, &exact);
+            for lie in LIES {
+                // Lying otherwise, and once more: the same bits.
+                let again = run(lie);
+                assert_eq!(bits(&found.out), bits(&again.out), "{} {lie:?}", case.name);
+                for ((name, a), (_, b)) in found.gradients.iter().zip(&again.gradients) {
+                    assert_eq!(bits(a), bits(b), "{} {lie:?}: {name}", case.name);
+                }
             }
         }
     }

@@ -8,7 +8,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
 
-/// A tensor of heads (B, H, T, Dh) as it lies: Dh contiguous, the other strides multiples of 8 elements, at 16 bytes.
+/// A tensor of heads (B, H, T, Dh) as it lies: Dh contiguous, the other strides and the beginning multiples of 16 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heads<'a> {
     pub view: View<'a>,

@@ -3,10 +3,11 @@
 //   QUERIES   queries in a tile
 
 #ifndef QUERIES
-#define QUERIES (HEAD_DIM == 256 ? 32 : 64)
+#define QUERIES (HEAD_DIM * sizeof(E) > 256 ? 32 : 64)
 #endif
 
-constexpr int LANES_A_ROW = CHUNKS == 12 ? 16 : CHUNKS;  // lanes of a warp that have a row in flash_backward_prepare
+// Lanes of a warp that have a row in flash_backward_prepare: a power of two.
+constexpr int LANES_A_ROW = CHUNKS > 16 ? 32 : CHUNKS == 12 ? 16 : CHUNKS;
 constexpr int PREPARE_ROWS = 256 / LANES_A_ROW;
 
 struct BackwardArguments {
@@ -33,20 +34,23 @@ JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments
     const int head_in_all = row / (tiles * QUERIES), query = row % (tiles * QUERIES);
     const bool inside = row < rows && query < sizes.queries;
     const long long row_in_all = (long long)head_in_all * sizes.queries + query;
-    if (inside && chunk * CHUNK < sizes.head_dim) {
+#pragma unroll
+    for (int part = 0; part < CEIL_DIV(CHUNKS, LANES_A_ROW); part++) {
+        const int i = chunk + part * LANES_A_ROW;
+        if (!inside || i * CHUNK >= sizes.head_dim) break;
         const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
         const Strides &of_out = arguments.out_strides, &of_d_out = arguments.d_out_strides;
         const E* out = arguments.out + batch * of_out.batch + head * of_out.head + query * of_out.row;
         const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + query * of_d_out.row;
-        const uint4 x = reinterpret_cast<const uint4*>(out)[chunk], y = reinterpret_cast<const uint4*>(d_out)[chunk];
+        const uint4 x = reinterpret_cast<const uint4*>(out)[i], y = reinterpret_cast<const uint4*>(d_out)[i];
         uint4 z = make_uint4(0, 0, 0, 0);
         if (arguments.rounded_off)
-            z = reinterpret_cast<const uint4*>(arguments.rounded_off + row_in_all * sizes.head_dim)[chunk];
+            z = reinterpret_cast<const uint4*>(arguments.rounded_off + row_in_all * sizes.head_dim)[i];
         const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w}, zs[4] = {z.x, z.y, z.z, z.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int word = 0; word < 4; word++) {
             float x0, x1, y0, y1, z0, z1;
-            E::unpack(xs[i], x0, x1), E::unpack(ys[i], y0, y1), E::unpack(zs[i], z0, z1);
+            E::unpack(xs[word], x0, x1), E::unpack(ys[word], y0, y1), E::unpack(zs[word], z0, z1);
             delta += (x0 + z0) * y0 + (x1 + z1) * y1;
         }
     }

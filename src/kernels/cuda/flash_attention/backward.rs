@@ -6,13 +6,13 @@ use super::forward::{definitions, line};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::cpu::flash_attention::Sizes;
-use crate::kernels::cuda::View;
 use crate::kernels::cuda::kernel::Kernel;
-use crate::kernels::cuda::source::{Source, is_hopper};
+use crate::kernels::cuda::source::{Definition, Source, is_hopper};
+use crate::kernels::cuda::{View, in_vector};
 use crate::kernels::workspace;
-use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
 
 const SOURCE: Source = Source {
     name: "flash_backward",
@@ -39,7 +39,7 @@ pub(crate) struct Inputs<'a> {
     pub k: Heads<'a>,
     pub v: Heads<'a>,
     pub out: Heads<'a>,
-    /// What rounding took from out, where that was kept: (B, H, Tq, Dh) contiguous.
+    /// What rounding took from out, where that was kept (of f32 nothing is): (B, H, Tq, Dh) contiguous.
     pub rounded_off: Option<View<'a>>,
     pub d_out: Heads<'a>,
     /// (B, H, Tq) f32.
@@ -54,12 +54,51 @@ pub(crate) struct Gradients<'a> {
     pub dv: Heads<'a>,
 }
 
+/// Kernels for every card as they are compiled for a call, and what their launches take.
+pub(super) struct Backward {
+    pub source: &'static Source,
+    /// Of a block.
+    pub keys: usize,
+    /// Of a tile.
+    pub queries: usize,
+    pub threads: usize,
+    pub shared_bytes: usize,
+    /// Threads and shared bytes of the kernel that goes last.
+    pub finish: (usize, usize),
+    pub tiles: Vec<Definition>,
+}
+
+impl Backward {
+    fn new(dtype: DType, head_dim: usize) -> Self {
+        if dtype == DType::F32 {
+            return super::f32::backward(head_dim);
+        }
+        let tiles = tiles::Backward::new(head_dim);
+        let threads = 32 * tiles.warps;
+        Self {
+            source: &SOURCE,
+            keys: tiles.keys,
+            queries: tiles.queries,
+            threads,
+            shared_bytes: tiles.shared_bytes(head_dim),
+            finish: (threads, tiles.queries * head_dim * 2),
+            tiles: tiles.definitions(),
+        }
+    }
+}
+
+/// Tiles of Hopper's own kernels, where the card and the call have them.
+fn of_hopper(card: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::BackwardHopper> {
+    let tiles = tiles::BackwardHopper::new(head_dim);
+    tiles.filter(|_| dtype != DType::F32 && is_hopper(card))
+}
+
 /// What a block shares, for such a call.
-pub(super) fn shared_bytes(card: &CudaDevice, sizes: &Sizes) -> usize {
+pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> usize {
     let head_dim = compiled_head_dim(sizes.head_dim);
-    match tiles::BackwardHopper::new(head_dim).filter(|_| is_hopper(card)) {
+    match of_hopper(card, dtype, head_dim) {
         Some(tiles) => tiles.shared_bytes(head_dim),
-        None => tiles::Backward::new(head_dim).shared_bytes(head_dim),
+        None => Backward::new(dtype, head_dim).shared_bytes,
     }
 }
 
@@ -74,7 +113,7 @@ fn tiles_of_queries(sizes: &Sizes, queries: usize) -> usize {
     sizes.batch * sizes.heads * sizes.queries.div_ceil(queries)
 }
 
-/// How many u32 the backward works in, on any card: the larger of what the two sets of kernels want.
+/// How many u32 the backward works in, on any card: no less than any of the kernels want.
 pub(crate) fn backward_workspace_len(sizes: &Sizes) -> usize {
     workspace::flash_backward(sizes).iter().sum()
 }
@@ -88,19 +127,19 @@ pub(crate) fn backward(
     workspace: View,
 ) -> Result<()> {
     let head_dim = compiled_head_dim(sizes.head_dim);
-    let element = element(inputs.q.view.dtype);
-    let hopper = tiles::BackwardHopper::new(head_dim).filter(|_| is_hopper(card));
-    let everywhere = tiles::Backward::new(head_dim);
-    let (source, definitions, queries) = match &hopper {
-        Some(tiles) => {
-            let definitions = definitions(head_dim, element, tiles.definitions());
-            (&HOPPER, definitions, tiles.queries)
-        }
-        None => {
-            let definitions = definitions(head_dim, element, everywhere.definitions());
-            (&SOURCE, definitions, everywhere.queries)
-        }
+    let dtype = inputs.q.view.dtype;
+    let element = element(dtype);
+    let hopper = of_hopper(card, dtype, head_dim);
+    let everywhere = Backward::new(dtype, head_dim);
+    let (source, tiles, queries) = match &hopper {
+        Some(tiles) => (&HOPPER, tiles.definitions(), tiles.queries),
+        None => (
+            everywhere.source,
+            everywhere.tiles.clone(),
+            everywhere.queries,
+        ),
     };
+    let definitions = definitions(sizes, element, tiles);
     let kernel = |stem| source.kernel_with(card, &definitions, stem, element);
 
     let tiles_of_queries = tiles_of_queries(sizes, queries);
@@ -146,8 +185,7 @@ pub(crate) fn backward(
         Ok(())
     };
 
-    let chunks = head_dim / 8;
-    let lanes_a_row = chunks.next_power_of_two();
+    let lanes_a_row = (head_dim / in_vector(dtype)).next_power_of_two().min(32);
     let blocks = rows
         .div_ceil(256 / lanes_a_row)
         .max((tiles_of_queries + 1).div_ceil(256));
@@ -177,21 +215,61 @@ pub(crate) fn backward(
             )
         }
         None => {
-            let tiles = &everywhere;
-            let blocks = sizes.keys.div_ceil(tiles.keys) * sizes.batch * sizes.kv_heads;
-            let threads = 32 * tiles.warps;
+            let form = &everywhere;
+            let blocks = sizes.keys.div_ceil(form.keys) * sizes.batch * sizes.kv_heads;
             run(
                 &kernel("flash_backward")?,
                 blocks,
-                threads,
-                tiles.shared_bytes(head_dim),
+                form.threads,
+                form.shared_bytes,
             )?;
+            let (threads, shared_bytes) = form.finish;
             run(
                 &kernel("flash_backward_finish")?,
                 tiles_of_queries,
                 threads,
-                queries * head_dim * 2,
+                shared_bytes,
             )
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::Mask;
+
+    /// What is planned before there is a card holds the parts of every kernel, wherever it begins.
+    #[test]
+    fn the_workspace_holds_all_parts() {
+        for head_dim in 1..=256 {
+            for queries in [1, 31, 33, 64, 65, 96, 127, 129, 1000] {
+                let sizes = Sizes {
+                    batch: 3,
+                    heads: 5,
+                    kv_heads: 5,
+                    queries,
+                    keys: 7,
+                    head_dim,
+                    mask: Mask::Full,
+                    scale: 1.0,
+                };
+                let compiled = compiled_head_dim(head_dim);
+                let everywhere =
+                    [DType::F32, DType::BF16].map(|dtype| Backward::new(dtype, compiled).queries);
+                let hopper = tiles::BackwardHopper::new(compiled).map(|tiles| tiles.queries);
+                for tile in everywhere.into_iter().chain(hopper) {
+                    let words = backward_workspace_len(&sizes);
+                    let odd = View::new(4, DType::U32, words); // begins a word after a multiple of 256 bytes
+                    let end = odd.pointer + 4 * words as u64;
+                    let mut room = Workspace::new(odd);
+                    let parts = parts(tiles_of_queries(&sizes, tile), tile, compiled);
+                    for part in parts.map(|len| room.take(len)) {
+                        let part_end = part.pointer + 4 * part.len as u64;
+                        assert!(part_end <= end, "{sizes:?}, tiles of {tile}");
+                    }
+                }
+            }
         }
     }
 }

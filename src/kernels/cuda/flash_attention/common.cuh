@@ -1,8 +1,8 @@
-// What forward.cu and backward.cu of flash attention share: element types, tiles in shared memory, matrix instructions.
-// No #include: NVRTC compiles this text with either of the two behind it.
+// What flash attention's kernels share: element types, tiles in shared memory, matrix instructions, copies.
+// No #include: NVRTC compiles this text with a kernel's behind it.
 //
 // Compile-time settings, given as -D options:
-//   ELEMENT   bf16 or f16: what q, k, v, out and their gradients are stored in; everything is added up in f32
+//   ELEMENT   bf16, f16 or f32: what q, k, v, out and their gradients are stored in; everything is added up in f32
 //   HEAD_DIM  16, 32, 64, 96, 128 or 256: the smallest that holds the call's head dimension. The columns beyond that
 //             are zeros in shared memory, so they add nothing
 //   and the tile sizes that the kernels name; each has a default by HEAD_DIM.
@@ -20,14 +20,11 @@ typedef unsigned long long u64;
 #define JOIN(a, b) JOIN_(a, b)
 #define CEIL_DIV(a, b) (((a) + (b)-1) / (b))
 
-constexpr int CHUNK = 8;                     // elements in 16 bytes: what one copy instruction moves
-constexpr int CHUNKS = HEAD_DIM / CHUNK;     // in a row
-constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// ---- element types: 16 bits, two in a register, the first in the lower half
+// ---- element types; those of 16 bits go two to a register, the first in the lower half
 
 struct bf16 {
     unsigned short bits;
@@ -65,7 +62,19 @@ struct f16 {
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 };
+
+struct f32 {
+    float value;
+    static __device__ __forceinline__ void unpack(u32 word, float& value, float& none) {
+        value = __uint_as_float(word);
+        none = 0;
+    }
+};
 typedef ELEMENT E;
+
+constexpr int CHUNK = 16 / sizeof(E);     // elements in 16 bytes: what one copy instruction moves
+constexpr int CHUNKS = HEAD_DIM / CHUNK;  // in a row
+constexpr int ROW_BYTES = HEAD_DIM * sizeof(E);
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -161,17 +170,17 @@ template <int LEFT> __device__ __forceinline__ void wait_groups() {
 }
 
 // A row is copied by LANES threads, GROUPS chunks each: a power of two that the permutation keeps together.
-constexpr int LANES = CHUNKS % 8 == 0 ? CHUNKS : CHUNKS % 4 == 0 ? 4 : CHUNKS;
+constexpr int LANES = CHUNKS & -CHUNKS;
 constexpr int GROUPS = CHUNKS / LANES;
 
 // Starts to copy LENGTH rows of `x` (rows `stride` elements apart) into `tile`: zeros from row `rows` on, and from column
-// `columns` on (a multiple of CHUNK).
-template <int LENGTH, int THREADS>
+// `columns` on (a multiple of CHUNK). LAYOUT says where a tile has its chunks.
+template <int LENGTH, int THREADS, typename LAYOUT = Swizzle<ROW_BYTES>>
 __device__ __forceinline__ void copy_tile(u32 tile, const E* x, long long stride, int rows, int columns) {
     constexpr int PASS = THREADS / LANES;  // rows
     const int first = threadIdx.x / LANES, chunk = threadIdx.x % LANES;
     const char* source = reinterpret_cast<const char*>(x + first * stride + chunk * CHUNK);
-    long long step = PASS * stride * 2;
+    long long step = PASS * stride * sizeof(E);
     asm volatile("" : "+l"(step));  // or multiples of it would be kept in registers from tile to tile
 #pragma unroll
     for (int i = 0; i < CEIL_DIV(LENGTH, PASS); i++) {
@@ -179,7 +188,7 @@ __device__ __forceinline__ void copy_tile(u32 tile, const E* x, long long stride
         if (LENGTH % PASS != 0 && row >= LENGTH) break;
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
-            copy_chunk(tile + Swizzle<ROW_BYTES>::at(row, chunk) + group * LANES * 16, source + group * LANES * 16,
+            copy_chunk(tile + LAYOUT::at(row, chunk) + group * LANES * 16, source + group * LANES * 16,
                        row < rows && (chunk + group * LANES) * CHUNK < columns);
         source += step;
     }

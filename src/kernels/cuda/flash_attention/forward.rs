@@ -9,9 +9,9 @@ use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::source::{Definition, Source, is_hopper, multiprocessors};
 use crate::kernels::cuda::{View, set_to_zero};
 use crate::kernels::workspace;
-use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
 
 const SOURCE: Source = Source {
     name: "flash_forward",
@@ -46,12 +46,46 @@ pub(crate) fn forward_workspace_len(_sizes: &Sizes) -> usize {
     workspace::flash_forward()
 }
 
+/// A kernel for every card as it is compiled for a call, and what a launch of it takes.
+pub(super) struct Forward {
+    pub source: &'static Source,
+    /// Queries of a block.
+    pub rows: usize,
+    pub threads: usize,
+    pub shared_bytes: usize,
+    pub tiles: Vec<Definition>,
+}
+
+impl Forward {
+    fn new(dtype: DType, sizes: &Sizes) -> Self {
+        let head_dim = compiled_head_dim(sizes.head_dim);
+        if dtype == DType::F32 {
+            return super::f32::forward(head_dim);
+        }
+        let tiles = tiles::Forward::new(head_dim, sizes.mask == Mask::Full);
+        Self {
+            source: &SOURCE,
+            rows: tiles.rows,
+            threads: 32 * tiles.warps,
+            shared_bytes: tiles.shared_bytes(head_dim),
+            tiles: tiles.definitions(),
+        }
+    }
+}
+
+/// Tiles of Hopper's own kernel, where the card and the call have one.
+fn of_hopper(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::ForwardHopper> {
+    let head_dim = compiled_head_dim(sizes.head_dim);
+    let tiles = tiles::ForwardHopper::new(head_dim, sizes.keys);
+    tiles.filter(|_| dtype != DType::F32 && is_hopper(card))
+}
+
 /// Numbers from which Hopper's blocks draw their work.
 const TICKETS: usize = 2;
 
-/// out (B, H, Tq, Dh) as it lies; what rounding took from it, where wanted, (B, H, Tq, Dh) contiguous in its dtype; and lse
-/// (B, H, Tq) f32. `workspace` ([`forward_workspace_len`]) u32 is room to work in; launches that may run beside one another
-/// need their own.
+/// out (B, H, Tq, Dh) as it lies; what rounding took from it, where wanted, (B, H, Tq, Dh) contiguous in its dtype
+/// (not of f32, of which it takes nothing); and lse (B, H, Tq) f32. `workspace` ([`forward_workspace_len`]) u32 is room to work
+/// in; launches that may run beside one another need their own.
 pub(crate) fn forward(
     card: &CudaDevice,
     sizes: &Sizes,
@@ -61,33 +95,32 @@ pub(crate) fn forward(
     lse: View,
     workspace: View,
 ) -> Result<()> {
-    let head_dim = compiled_head_dim(sizes.head_dim);
     let outputs = Outputs {
         out,
         rounded_off,
         lse,
     };
-    match tiles::ForwardHopper::new(head_dim, sizes.keys).filter(|_| is_hopper(card)) {
-        Some(tiles) => hopper(card, sizes, head_dim, &tiles, heads, outputs, workspace),
-        None => everywhere(card, sizes, head_dim, heads, outputs),
+    match of_hopper(card, heads[0].view.dtype, sizes) {
+        Some(tiles) => hopper(card, sizes, &tiles, heads, outputs, workspace),
+        None => everywhere(card, sizes, heads, outputs),
     }
 }
 
 /// What a block shares, for such a call.
-pub(super) fn shared_bytes(card: &CudaDevice, sizes: &Sizes) -> usize {
-    let head_dim = compiled_head_dim(sizes.head_dim);
-    match tiles::ForwardHopper::new(head_dim, sizes.keys).filter(|_| is_hopper(card)) {
-        Some(tiles) => tiles.shared_bytes(head_dim),
-        None => tiles::Forward::new(head_dim, sizes.mask == Mask::Full).shared_bytes(head_dim),
+pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> usize {
+    match of_hopper(card, dtype, sizes) {
+        Some(tiles) => tiles.shared_bytes(compiled_head_dim(sizes.head_dim)),
+        None => Forward::new(dtype, sizes).shared_bytes,
     }
 }
 
 /// Definitions that all kernels share.
 pub(super) fn definitions(
-    head_dim: usize,
+    sizes: &Sizes,
     element: &'static str,
     mut tiles: Vec<Definition>,
 ) -> Vec<Definition> {
+    let head_dim = compiled_head_dim(sizes.head_dim);
     tiles.push(Definition::Size("HEAD_DIM", head_dim));
     tiles.push(Definition::Type("ELEMENT", element));
     tiles
@@ -105,16 +138,14 @@ pub(super) fn line(blocks: usize, threads: usize, shared_bytes: usize) -> Launch
 fn everywhere(
     card: &CudaDevice,
     sizes: &Sizes,
-    head_dim: usize,
     [q, k, v]: [Heads; 3],
     outputs: Outputs,
 ) -> Result<()> {
-    let tiles = tiles::Forward::new(head_dim, sizes.mask == Mask::Full);
+    let form = Forward::new(q.view.dtype, sizes);
     let element = element(q.view.dtype);
-    let definitions = definitions(head_dim, element, tiles.definitions());
-    let kernel = SOURCE.kernel_with(card, &definitions, "flash_forward", element)?;
-    let shared_bytes = tiles.shared_bytes(head_dim);
-    kernel.allow_shared_bytes(shared_bytes)?;
+    let definitions = definitions(sizes, element, form.tiles);
+    let kernel = (form.source).kernel_with(card, &definitions, "flash_forward", element)?;
+    kernel.allow_shared_bytes(form.shared_bytes)?;
     let all_heads = sizes.batch * sizes.heads;
     let arguments = ForwardArguments {
         q: q.view.pointer,
@@ -129,27 +160,26 @@ fn everywhere(
         out_strides: Strides::from(&outputs.out),
         sizes: CallSizes::new(sizes, all_heads),
     };
-    let blocks = sizes.queries.div_ceil(tiles.rows) * all_heads;
+    let blocks = sizes.queries.div_ceil(form.rows) * all_heads;
     let mut launch = kernel.builder();
     launch.arg(&arguments);
     // SAFETY: the argument is the kernel's, over tensors of the sizes that it says.
-    unsafe { launch.launch(line(blocks, 32 * tiles.warps, shared_bytes)) }.w()?;
+    unsafe { launch.launch(line(blocks, form.threads, form.shared_bytes)) }.w()?;
     Ok(())
 }
 
 fn hopper(
     card: &CudaDevice,
     sizes: &Sizes,
-    head_dim: usize,
     tiles: &tiles::ForwardHopper,
     [q, k, v]: [Heads; 3],
     outputs: Outputs,
     workspace: View,
 ) -> Result<()> {
     let element = element(q.view.dtype);
-    let definitions = definitions(head_dim, element, tiles.definitions());
+    let definitions = definitions(sizes, element, tiles.definitions());
     let kernel = HOPPER.kernel_with(card, &definitions, "flash_forward_hopper", element)?;
-    let shared_bytes = tiles.shared_bytes(head_dim);
+    let shared_bytes = tiles.shared_bytes(compiled_head_dim(sizes.head_dim));
     kernel.allow_shared_bytes(shared_bytes)?;
     // As many heads as have their keys in the level-2 cache together.
     let at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);

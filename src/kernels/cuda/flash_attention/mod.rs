@@ -1,15 +1,17 @@
-//! Flash attention on tensor cores, in f16 and bf16: what is computed is FlashAttention-2's, forward and backward, with
-//! everything added up in f32 and the same bits every run.
+//! Flash attention, in f16 and bf16 on tensor cores, in f32 by f32's own products: what is computed is FlashAttention-2's,
+//! forward and backward, with everything added up in f32 and the same bits every run.
 //!
-//! Two sets of kernels. `forward.cu` and `backward.cu` use what every card since compute capability 8.0 has (mma.sync,
-//! cp.async); `forward_hopper.cu` and `backward_hopper.cu` Hopper's own (wgmma, the tensor copy engine, warpgroups that
-//! copy and warpgroups that multiply). lse is the same, so a forward of one goes with a backward of the other.
+//! Two sets of kernels for half precision. `forward.cu` and `backward.cu` use what every card since compute capability 8.0 has
+//! (mma.sync, cp.async); `forward_hopper.cu` and `backward_hopper.cu` Hopper's own (wgmma, the tensor copy engine, warpgroups
+//! that copy and warpgroups that multiply). lse is the same, so a forward of one goes with a backward of the other. One set for
+//! [`f32`](self::f32), on every such card.
 //!
 //! What lives here: which kernel, compiled with which tile sizes, for a head dimension ([`tiles`]), and the launches
 //! ([`forward`], [`backward`]). What does not: padding and copying what the kernels cannot take; see [`takes`].
 
 mod arguments;
 mod backward;
+mod f32;
 mod forward;
 mod tiles;
 mod workspace;
@@ -18,7 +20,7 @@ pub(crate) use arguments::Heads;
 pub(crate) use backward::{Gradients, Inputs, backward, backward_workspace_len};
 pub(crate) use forward::{forward, forward_workspace_len};
 
-use super::source;
+use super::{in_vector, source};
 use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::Sizes;
 use candle_core::DType;
@@ -33,18 +35,19 @@ fn offset(sizes: &Sizes) -> i32 {
     }
 }
 
-/// Whether the card has kernels for such a call: rows of whole 16 bytes, a scale that leaves the largest score the largest,
+/// Whether the card has kernels for such a call: rows of whole 16 bytes (8 elements, in f32 4), a scale that leaves the largest score the largest,
 /// and tiles that a block's shared memory holds, forward and backward. (Most cards have less of it than Hopper's.)
 pub(crate) fn takes(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> bool {
     let rows = sizes.batch * sizes.heads * sizes.queries.max(sizes.keys);
-    let suits = matches!(dtype, DType::F16 | DType::BF16)
-        && sizes.head_dim.is_multiple_of(8)
-        && (8..=256).contains(&sizes.head_dim)
+    let suits = matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
+        && sizes.head_dim.is_multiple_of(in_vector(dtype))
+        && (1..=256).contains(&sizes.head_dim)
         && sizes.scale > 0.0
         && sizes.queries > 0
         && (1..i32::MAX as usize).contains(&rows);
-    let shared_bytes =
-        || forward::shared_bytes(card, sizes).max(backward::shared_bytes(card, sizes));
+    let shared_bytes = || {
+        forward::shared_bytes(card, dtype, sizes).max(backward::shared_bytes(card, dtype, sizes))
+    };
     suits
         && source::runs_on(card)
         && source::most_shared_bytes(card).is_ok_and(|most| shared_bytes() <= most)

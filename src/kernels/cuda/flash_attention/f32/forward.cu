@@ -1,0 +1,176 @@
+// Flash attention, forward, in exact f32: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by FMA on CUDA
+// cores. Behind common.cuh, tiles.cuh and fma.cuh, with ELEMENT=f32.
+//
+//   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
+//   lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero
+//
+// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P V.
+// A warp has ROWS / WARPS rows; S and O stay in its registers, P goes from lane to lane through rows of shared memory
+// that are the warp's own. Values are copied while S is computed, the next keys while P V is.
+//
+// grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
+// dynamic shared memory  FORWARD_SHARED bytes
+// 4 B H Tq Tk Dh FLOPs (half of them where causal).
+
+#ifndef ROWS
+#define ROWS 128
+#endif
+#ifndef COLUMNS
+#define COLUMNS (HEAD_DIM == 96 || HEAD_DIM == 256 ? 32 : 64)
+#endif
+#ifndef WARPS
+#define WARPS (HEAD_DIM >= 128 ? 8 : 4)
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM (HEAD_DIM >= 128 ? 1 : 2)
+#endif
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int M = ROWS / WARPS / 4, N = COLUMNS / 8;  // rows and keys of a lane
+typedef Exchanged<N> Exchange;
+constexpr int FORWARD_SHARED = ((ROWS + 2 * COLUMNS) * PITCH + ROWS * Exchange::PITCH) * 4;
+// The maximum is let stand until a score exceeds it by so much (as a power of two): P stays under 2^8.
+constexpr float SLACK = 8.0f;
+static_assert(ROWS % (4 * WARPS) == 0 && COLUMNS % 32 == 0, "tiles of whole blocks");
+
+struct ForwardArguments {
+    const E *q, *k, *v;
+    E *out, *rounded_off;  // rounded_off: null, since nothing is rounded
+    float* lse;
+    Strides q_strides, k_strides, v_strides, out_strides;
+    Sizes sizes;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Sizes& sizes = arguments.sizes;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane_row = row_of(lane), lane_column = column_of(lane);
+    const int dim = sizes.head_dim;
+
+    // The latest queries first: with a causal mask they see most keys.
+    const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
+    int head_in_all, row_tile;
+    place(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
+    const int first_row = (row_tiles - 1 - row_tile) * ROWS;
+    const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
+    const int kv_head = head / (sizes.heads / sizes.kv_heads);
+    const int rows = min(ROWS, sizes.queries - first_row);
+
+    const E* q = arguments.q + batch * arguments.q_strides.batch + head * arguments.q_strides.head +
+                 first_row * arguments.q_strides.row;
+    const E* k = arguments.k + batch * arguments.k_strides.batch + kv_head * arguments.k_strides.head;
+    const E* v = arguments.v + batch * arguments.v_strides.batch + kv_head * arguments.v_strides.head;
+    const long long k_stride = arguments.k_strides.row, v_stride = arguments.v_strides.row;
+
+    // Keys that the block's last row sees, keys that the warp's last row sees, and keys that all of the warp's rows see.
+    const int warp_row = warp * 4 * M;
+    const int seen = max(0, min(sizes.keys, first_row + rows + sizes.offset));
+    const int warp_seen = min(sizes.keys, first_row + warp_row + 4 * M + sizes.offset);
+    const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
+    const int tiles = CEIL_DIV(seen, COLUMNS);
+
+    float* const q_tile = reinterpret_cast<float*>(shared);  // (ROWS, PITCH)
+    float* const k_tile = q_tile + ROWS * PITCH;             // (COLUMNS, PITCH)
+    float* const v_tile = k_tile + COLUMNS * PITCH;          // (COLUMNS, PITCH)
+    float* const p_tile = v_tile + COLUMNS * PITCH;          // (ROWS, Exchange::PITCH)
+    const u32 q_target = shared_address(q_tile), k_target = shared_address(k_tile), v_target = shared_address(v_tile);
+
+    copy_tile<ROWS, THREADS, Padded>(q_target, q, arguments.q_strides.row, rows, dim);
+    if (tiles > 0) copy_tile<COLUMNS, THREADS, Padded>(k_target, k, k_stride, sizes.keys, dim);
+    end_group();
+
+    const float* const my_q = q_tile + (warp_row + lane_row) * PITCH;
+    const float* const my_k = k_tile + lane_column * PITCH;
+    const float* const my_v = v_tile + lane_column * WIDTH;
+    float* const my_p = p_tile + (warp_row + lane_row) * Exchange::PITCH;
+    const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+
+    float o[M][DIMS] = {}, largest[M], sum[M];  // of rows 4 m; the sum of this lane's columns
+#pragma unroll
+    for (int m = 0; m < M; m++) largest[m] = -INFINITE, sum[m] = 0;
+
+    for (int tile = 0; tile < tiles; tile++) {
+        const int first_key = tile * COLUMNS;
+        const bool working = first_key < warp_seen;
+        wait_groups<0>();
+        __syncthreads();  // the keys have arrived for all, and all are done with the values before
+        copy_tile<COLUMNS, THREADS, Padded>(v_target, v + first_key * v_stride, v_stride, sizes.keys - first_key, dim);
+        end_group();
+
+        if (working) {
+            float s[M][N] = {};
+            multiply_rows(s, my_q, my_k);
+
+            if (first_key + COLUMNS > unmasked) {
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    const int row = first_row + warp_row + lane_row + 4 * m;
+                    const int visible = min(sizes.keys, row + 1 + sizes.offset) - first_key - lane_column;
+#pragma unroll
+                    for (int n = 0; n < N; n++) s[m][n] = n * 8 < visible ? s[m][n] : -INFINITE;
+                }
+            }
+
+            // The rows' maxima; O and the sums are brought to new ones only where they have grown by more than the slack.
+            bool grown = false;
+            float now[M];
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                now[m] = s[m][0];
+#pragma unroll
+                for (int n = 1; n < N; n++) now[m] = fmaxf(now[m], s[m][n]);
+                grown |= now[m] > largest[m] + slack;
+            }
+            if (__any_sync(~0u, grown)) {
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    const float most = fmaxf(largest[m], most_over_columns(now[m]));
+                    const float factor = power_of_2((largest[m] - (most == -INFINITE ? 0 : most)) * to_log2);
+                    largest[m] = most;
+                    sum[m] *= factor;
+#pragma unroll
+                    for (int i = 0; i < DIMS; i++) o[m][i] *= factor;
+                }
+            }
+
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                // A row of -inf alone keeps its maximum at -inf: 2^(-inf - 0) = 0.
+                const float less = largest[m] == -INFINITE ? 0 : -largest[m] * to_log2;
+#pragma unroll
+                for (int n = 0; n < N; n++) s[m][n] = power_of_2(fmaf(s[m][n], to_log2, less));
+                float tile_sum = s[m][0];
+#pragma unroll
+                for (int n = 1; n < N; n++) tile_sum += s[m][n];
+                sum[m] += tile_sum;
+                Exchange::write(my_p + m * 4 * Exchange::PITCH, lane_column, s[m]);
+            }
+        }
+
+        wait_groups<0>();
+        __syncthreads();  // the values have arrived for all, and all are done with the keys; P is written
+        if (tile + 1 < tiles) {
+            const int next = first_key + COLUMNS;
+            copy_tile<COLUMNS, THREADS, Padded>(k_target, k + next * k_stride, k_stride, sizes.keys - next, dim);
+            end_group();
+        }
+        if (working) multiply_columns<M, N>(o, my_p, my_v);
+    }
+    wait_groups<0>();
+
+    E* out = arguments.out + batch * arguments.out_strides.batch + head * arguments.out_strides.head +
+             first_row * arguments.out_strides.row;
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int row = warp_row + lane_row + 4 * m;
+        const float total = sum_over_columns(sum[m]);
+        if (row >= rows) continue;
+        if (lane_column == 0) {
+            const float log2 = total == 0 ? -INFINITE : __fmul_rn(largest[m], to_log2) + logarithm_2(total);
+            arguments.lse[(long long)head_in_all * sizes.queries + first_row + row] = log2 * LN_2;
+        }
+        write_row(out + row * arguments.out_strides.row, o[m], lane_column, dim, total == 0 ? 0 : 1 / total);
+    }
+}

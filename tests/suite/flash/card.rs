@@ -1,0 +1,57 @@
+//! On a card in f32: out, lse and gradients judged as on the CPU, by f64 and naive f32. Without a card a word says so.
+
+use super::judge::judge;
+use super::oracle::Oracle;
+use super::problem::{Attend, MASKS, Problem, Sizes};
+use candle_core::{DType, Device};
+use rstest::rstest;
+use tallow::attention;
+use tallow::ops::{KernelPolicy, with_kernel_policy};
+
+/// The card's own kernel, on inputs that come from the CPU and results that go back there.
+const ON_CARD: Attend = |q, k, v, config| {
+    let card = tallow::device("cuda:0")?;
+    let [q, k, v] = [
+        q.to_device(&card)?,
+        k.to_device(&card)?,
+        v.to_device(&card)?,
+    ];
+    let (out, lse) = with_kernel_policy(KernelPolicy::Strict, || {
+        attention::flash_with_lse(&q, &k, &v, config)
+    })?;
+    Ok((out.to_device(&Device::Cpu)?, lse.to_device(&Device::Cpu)?))
+};
+
+/// The problem with four thirds of each number, which take all of f32's digits: products of narrower ones would show.
+fn thirds(problem: Problem) -> Problem {
+    let thirds = |values: &[f64]| values.iter().map(|x| 4.0 / 3.0 * x).collect();
+    let wide = Problem {
+        q: thirds(&problem.q),
+        k: thirds(&problem.k),
+        v: thirds(&problem.v),
+        d_out: thirds(&problem.d_out),
+        ..problem
+    };
+    wide.rounded_to(DType::F32)
+}
+
+/// Heads in groups; queries without a key, tails of tiles, and more tiles than one on both sides.
+#[rstest]
+fn exact_f32(
+    #[values(4, 16, 28, 32, 64, 96, 128, 256)] head_dim: usize,
+    #[values((1, 1), (37, 5), (5, 37), (129, 65), (130, 197))] lengths: (usize, usize),
+    #[values(None, Some(0.7))] scale: Option<f64>,
+) {
+    if crate::card().is_none() {
+        return;
+    }
+    for mask in MASKS {
+        let sizes = Sizes::new((2, 4, 2), lengths, head_dim);
+        let problem = thirds(Problem::random(sizes, mask, scale, 91));
+        let oracle = Oracle::of(&problem);
+        judge(&problem, &oracle, DType::F32, ON_CARD)
+            .unwrap_or_else(|error| panic!("{:?} {sizes:?}: {error}", problem.config));
+        let [first, second] = [(), ()].map(|()| problem.run(DType::F32, ON_CARD).bits());
+        assert!(first == second, "{:?} {sizes:?}", problem.config);
+    }
+}
