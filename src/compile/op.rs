@@ -197,8 +197,8 @@ pub enum Op {
         parameters: usize,
     },
     /// Naive attention on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), the scores'
-    /// exponentials (as the mask leaves them), share (B H, T), scratch and, in half precision, what rounding took from out
-    /// (B H, T, Dh).
+    /// exponentials (as the mask leaves them; for bf16 in f16), share (B H, T), scratch and, in half precision, what rounding
+    /// took from out (B H, T, Dh).
     HeadAttention(HeadAttentionSizes),
     /// Reads d_out, q, k, v (B H, T, Dh), exponentials, share, out and, in half precision, what rounding took from it; writes
     /// dq, dk, dv (B H, T, Dh), partial sums, scratch.

@@ -257,7 +257,8 @@ impl Plan {
         }
     }
 
-    /// bf16 or f16 if an operand of the call is in it, else f32. No call has both.
+    /// bf16 or f16 if an operand of the call is in it, else f32. No call has both, but that attention on bf16 keeps its
+    /// exponentials in f16: the first is what is meant.
     pub fn lower_dtype(&self, call: &Call) -> DType {
         let dtypes = call.reads.iter().chain(&call.writes);
         let mut dtypes = dtypes.map(|operand| self.buffer(operand.buffer).dtype);

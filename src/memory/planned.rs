@@ -32,6 +32,9 @@ pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account
     );
     let width = w.dtype.size_in_bytes();
     let elements = |bytes: u64| bytes as f64 / width as f64;
+    let mut buffers = plan.buffers().iter();
+    let exponentials = buffers.find(|buffer| buffer.category == Category::Activation);
+    let kept_width = exponentials.map_or(width, |buffer| buffer.dtype.size_in_bytes());
     Ok(Account::new(sizes)
         .with(
             Holds::Inputs,
@@ -44,8 +47,8 @@ pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account
             Holds::Activations,
             "exponentials, as the mask leaves them",
             "BHT^2",
-            elements(kept),
-            width,
+            kept as f64 / kept_width as f64,
+            kept_width,
         )
         .with(
             Holds::Activations,

@@ -1,11 +1,11 @@
 //! Planned steps against eager ones, and what a plan says of itself.
 
 mod attention;
+mod attention_judged;
 #[cfg(feature = "cuda")]
 mod card;
 mod eager;
 mod half;
-mod half_attention;
 mod memory;
 mod options;
 mod plans;

@@ -44,6 +44,15 @@ pub(super) fn sizes(shape: &Shape, config: &AttentionConfig) -> Result<HeadAtten
     Ok(sizes)
 }
 
+/// What exponentials are kept in: digits to spare. In bf16 itself, or f16, rounding them would cost the gradients as much as
+/// their own rounding does, and where the terms of a gradient cancel, more.
+fn of_exponentials(dtype: DType) -> DType {
+    match dtype {
+        DType::BF16 => DType::F16,
+        _ => DType::F32,
+    }
+}
+
 /// One call forward, one backward; tensors in `dtype`.
 pub(super) fn of(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
     let rounds = dtype != DType::F32;
@@ -72,7 +81,12 @@ pub(super) fn of(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
     };
     let out = arena("out", heads.clone(), dtype, Category::Output);
     let exponentials = vec![sizes.exponentials_len()];
-    let exponentials = arena("exponentials", exponentials, dtype, Category::Temporary);
+    let exponentials = arena(
+        "exponentials",
+        exponentials,
+        of_exponentials(dtype),
+        Category::Temporary,
+    );
     let share = vec![sizes.matrices, sizes.length];
     let share = arena("share", share, DType::F32, Category::Temporary);
     let rounded_off =

@@ -6,6 +6,8 @@ use super::operands::Operands;
 use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::{self as flash, Tiles};
 use crate::kernels::cpu::{Stored, blocked_attention, rotary_attention};
+use candle_core::DType;
+use half::f16;
 
 pub(super) fn naive<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
     let inputs = rotary_attention::Inputs {
@@ -41,6 +43,18 @@ pub(super) fn heads_forward<S: Stored<Wide = f32>>(
     o: &Operands<'_, S>,
     sizes: &HeadAttentionSizes,
 ) {
+    match o.dtype(1) {
+        DType::F16 => heads_forward_in::<S, f16>(o, sizes),
+        _ => heads_forward_in::<S, f32>(o, sizes),
+    }
+}
+
+/// With exponentials in `E`.
+fn heads_forward_in<S, E>(o: &Operands<'_, S>, sizes: &HeadAttentionSizes)
+where
+    S: Stored<Wide = f32>,
+    E: Stored<Wide = f32>,
+{
     let inputs = blocked_attention::Inputs {
         q: o.lower_x(0),
         k: o.lower_x(1),
@@ -52,7 +66,7 @@ pub(super) fn heads_forward<S: Stored<Wide = f32>>(
             4 => &mut [],
             _ => o.lower_y(4),
         },
-        e: o.lower_y(1),
+        e: o.write::<E>(1),
         share: o.y(2),
     };
     blocked_attention::forward(sizes, inputs, outputs, o.y(3));
@@ -62,6 +76,18 @@ pub(super) fn heads_backward<S: Stored<Wide = f32>>(
     o: &Operands<'_, S>,
     sizes: &HeadAttentionSizes,
 ) {
+    match o.dtype_read(4) {
+        DType::F16 => heads_backward_in::<S, f16>(o, sizes),
+        _ => heads_backward_in::<S, f32>(o, sizes),
+    }
+}
+
+/// With exponentials in `E`.
+fn heads_backward_in<S, E>(o: &Operands<'_, S>, sizes: &HeadAttentionSizes)
+where
+    S: Stored<Wide = f32>,
+    E: Stored<Wide = f32>,
+{
     let inputs = blocked_attention::Inputs {
         q: o.lower_x(1),
         k: o.lower_x(2),
@@ -73,7 +99,7 @@ pub(super) fn heads_backward<S: Stored<Wide = f32>>(
         dv: o.lower_y(2),
     };
     let saved = blocked_attention::Saved {
-        e: o.lower_x(4),
+        e: o.read::<E>(4),
         share: o.x(5),
         out: o.lower_x(6),
         rounded_off: match o.call.reads.len() {

@@ -12,7 +12,7 @@ use candle_core::{DType, WithDType};
 use std::marker::PhantomData;
 
 /// A call's operands, by their place in the op's order. Each is f32, or in the one other dtype that the call has: `S`, which
-/// may be f32 too. Asking for another than the buffer's is a bug of the plan's, and panics.
+/// may be f32 too; the exponentials of attention alone have a dtype of their own. Asking for another than the buffer's is a bug of the plan's, and panics.
 pub(super) struct Operands<'a, S> {
     pub call: &'a Call,
     view: &'a View<'a>,
@@ -62,6 +62,11 @@ impl<'a, S: Stored<Wide = f32>> Operands<'a, S> {
     /// Of what is written.
     pub fn dtype(&self, place: usize) -> DType {
         self.view.dtype(&self.call.writes[place])
+    }
+
+    /// Of what is read.
+    pub fn dtype_read(&self, place: usize) -> DType {
+        self.view.dtype(&self.call.reads[place])
     }
 
     pub fn angles(&self, cos: usize, sin: usize) -> Angles<'a, f32> {

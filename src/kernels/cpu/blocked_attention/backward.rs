@@ -11,9 +11,9 @@ use std::ops::Range;
 
 /// What backward reads beside the inputs.
 #[derive(Clone, Copy)]
-pub struct Saved<'a, T: Stored> {
+pub struct Saved<'a, T: Stored, E> {
     /// As forward left it.
-    pub e: &'a [T],
+    pub e: &'a [E],
     /// As forward left it.
     pub share: &'a [T::Wide],
     /// As forward left it.
@@ -48,10 +48,10 @@ enum Sums<'a, T: Stored> {
 ///
 /// As many threads work as `scratch` has [`Sizes::backward_scratch_len`] for; `partial` has [`Sizes::partial_sums_len`]
 /// elements. e is read once, and no other matrix of (T, T) is written.
-pub fn backward<T: Stored>(
+pub fn backward<T: Stored, E: Stored<Wide = T::Wide>>(
     sizes: &Sizes,
     inputs: Inputs<'_, T>,
-    saved: Saved<'_, T>,
+    saved: Saved<'_, T, E>,
     gradients: Gradients<'_, T>,
     partial: &mut [T::Wide],
     scratch: &mut [T::Wide],
@@ -101,11 +101,11 @@ pub fn backward<T: Stored>(
 /// The gradients of a chunk of queries: their own dq (queries, Dh), and what they give to dk and dv (T, Dh).
 ///
 /// A strip of keys meets all blocks of the chunk before the next one does: it, its values and its gradients stay in cache.
-fn of_chunk<T: Stored>(
+fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
     sizes: &Sizes,
     (matrix, blocks, queries): (usize, Range<usize>, Range<usize>),
     inputs: Inputs<'_, T>,
-    saved: Saved<'_, T>,
+    saved: Saved<'_, T, E>,
     (to_dq, [mut to_dk, mut to_dv]): (&mut [T], [Sums<'_, T>; 2]),
     mut scratch: &mut [T::Wide],
 ) {
@@ -147,7 +147,7 @@ fn of_chunk<T: Stored>(
             };
             let (rows, score_row) = (here.len(), sizes.score_row(here.end));
             let e = &e[sizes.start(block)..][..rows * score_row];
-            let (e, e_row) = match T::as_wide(e) {
+            let (e, e_row) = match E::as_wide(e) {
                 Some(e) => (&e[strip.start..], score_row),
                 None => {
                     load::part_of_rows(&e[strip.start..], score_row, columns, e_in_f32, strip_row);

@@ -19,13 +19,13 @@ pub struct Inputs<'a, T> {
 }
 
 /// What forward writes.
-pub struct Outputs<'a, T: Stored> {
+pub struct Outputs<'a, T: Stored, E> {
     /// (B H, T, Dh).
     pub out: &'a mut [T],
     /// What rounding took from out, for backward: (B H, T, Dh); or nothing, where nothing is rounded, or there is no backward.
     pub rounded_off: &'a mut [T],
     /// exp(scale q k^T - top) of every block, for backward; [`Sizes::exponentials_len`] elements.
-    pub e: &'a mut [T],
+    pub e: &'a mut [E],
     /// What its rows are multiplied by to be probabilities: (B H, T).
     pub share: &'a mut [T::Wide],
 }
@@ -33,10 +33,10 @@ pub struct Outputs<'a, T: Stored> {
 /// `e = exp(scale q k^T - top)` under the mask, `out = share e v`.
 ///
 /// As many threads work as `scratch` has [`Sizes::forward_scratch_len`] for.
-pub fn forward<T: Stored>(
+pub fn forward<T: Stored, E: Stored<Wide = T::Wide>>(
     sizes: &Sizes,
     inputs: Inputs<'_, T>,
-    outputs: Outputs<'_, T>,
+    outputs: Outputs<'_, T, E>,
     scratch: &mut [T::Wide],
 ) {
     let Outputs {
@@ -77,11 +77,11 @@ pub fn forward<T: Stored>(
 /// A chunk of queries.
 ///
 /// A strip of keys meets all blocks of the chunk before the next one does: it and its values stay in cache.
-fn of_chunk<T: Stored>(
+fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
     sizes: &Sizes,
     (matrix, blocks, queries): (usize, Range<usize>, Range<usize>),
     inputs: Inputs<'_, T>,
-    outputs: Outputs<'_, T>,
+    outputs: Outputs<'_, T, E>,
     mut scratch: &mut [T::Wide],
 ) {
     let (width, row, strip_row) = (sizes.head_dim, sizes.head_row(), sizes.strip_row());

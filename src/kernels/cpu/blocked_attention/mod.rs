@@ -10,8 +10,9 @@
 //! longer than the keys, so that a column's elements do not compete for the same places in the cache. A row's `top` is
 //! found as its strips come: where one exceeds it by much, those before are scaled anew, which is rare.
 //!
-//! In half precision tiles are widened as they are copied, products and sums are f32's, and what is stored is rounded once:
-//! outputs, gradients and exponentials.
+//! In half precision tiles are widened as they are copied, products and sums are f32's, and outputs and gradients are rounded
+//! once. Exponentials are stored in a type of their own: one with digits to spare, if gradients shall be no less exact than
+//! their rounding makes them.
 //!
 //! Where there are few heads, each is cut into chunks of queries, by the shape alone: tasks enough for many threads, and
 //! the same bits for any number of them. What lives here: the two passes, and the sizes of what they work in. What does

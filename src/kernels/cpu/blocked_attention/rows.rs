@@ -44,29 +44,29 @@ pub(super) struct State<'a, T> {
 }
 
 /// `exp(scale scores - top)` of a strip, 0 where a row does not see the key: in the scores' place, and in `e` as stored.
-pub(super) struct Exponentials<'a, T: Stored, V> {
+pub(super) struct Exponentials<'a, E: Stored, V> {
     pub strip: Strip,
-    pub scale: T::Wide,
+    pub scale: E::Wide,
     /// How many keys a row sees.
     pub visible: V,
     /// (rows, scores_row), of the strip alone.
-    pub scores: &'a mut [T::Wide],
+    pub scores: &'a mut [E::Wide],
     pub scores_row: usize,
     /// (rows, e_row), of all keys.
-    pub e: &'a mut [T],
+    pub e: &'a mut [E],
     pub e_row: usize,
     /// Updated.
-    pub state: State<'a, T::Wide>,
+    pub state: State<'a, E::Wide>,
 }
 
-impl<T: Stored, V: Fn(usize) -> usize> Exponentials<'_, T, V> {
+impl<E: Stored, V: Fn(usize) -> usize> Exponentials<'_, E, V> {
     /// Says whether the scale of any row has changed.
     pub fn run(self) -> bool {
         Arch::new().dispatch(self)
     }
 }
 
-impl<T: Stored, V: Fn(usize) -> usize> WithSimd for Exponentials<'_, T, V> {
+impl<E: Stored, V: Fn(usize) -> usize> WithSimd for Exponentials<'_, E, V> {
     type Output = bool;
 
     #[inline(always)]
@@ -84,8 +84,8 @@ impl<T: Stored, V: Fn(usize) -> usize> WithSimd for Exponentials<'_, T, V> {
         let state = tops.iter_mut().zip(&mut *sums).zip(rescale);
         for (i, ((top, sum), factor)) in state.enumerate() {
             let most = largest(simd, scale, &self.scores[i * row..][..seen(i)]);
-            *factor = T::Wide::ONE;
-            if most > *top + T::Wide::real(SLACK) {
+            *factor = E::Wide::ONE;
+            if most > *top + E::Wide::real(SLACK) {
                 *factor = (*top - most).exponential();
                 *top = most;
                 *sum *= *factor;
@@ -97,11 +97,11 @@ impl<T: Stored, V: Fn(usize) -> usize> WithSimd for Exponentials<'_, T, V> {
         for (i, ((scores, e), (top, sum))) in rows.zip(tops.iter().zip(sums)).enumerate() {
             let (scores, hidden) = scores[..columns].split_at_mut(seen(i));
             let (e, hidden_e) = e[first..first + columns].split_at_mut(scores.len());
-            hidden.fill(T::Wide::ZERO);
-            hidden_e.fill(T::zero());
+            hidden.fill(E::Wide::ZERO);
+            hidden_e.fill(E::zero());
             // Any number in place of -inf, or -inf - -inf would be NaN.
-            let top = match *top == T::Wide::NEG_INFINITY {
-                true => T::Wide::ZERO,
+            let top = match *top == E::Wide::NEG_INFINITY {
+                true => E::Wide::ZERO,
                 false => *top,
             };
             *sum += exponentials(simd, scale, top, scores, e, self.e_row);
@@ -155,58 +155,53 @@ fn folded<T: Real>(mut x: [T; COLUMNS], f: impl Fn(T, T) -> T) -> T {
 /// `exp(scale scores - top)` in the scores' place, and in `e` as stored; returns their sum. Asks for the lines that follow
 /// `ahead` elements on from `e`, which will be written next.
 #[inline(always)]
-fn exponentials<T: Stored, S: Simd>(
+fn exponentials<E: Stored, S: Simd>(
     simd: S,
-    scale: T::Wide,
-    top: T::Wide,
-    scores: &mut [T::Wide],
-    e: &mut [T],
+    scale: E::Wide,
+    top: E::Wide,
+    scores: &mut [E::Wide],
+    e: &mut [E],
     ahead: usize,
-) -> T::Wide {
-    let scale = T::Wide::vsplat(simd, scale);
-    let below = T::Wide::vsplat(simd, -top);
-    let lanes = T::Wide::lanes::<S>();
-    let mut sums = [T::Wide::vsplat(simd, T::Wide::ZERO); CHAINS];
+) -> E::Wide {
+    let scale = E::Wide::vsplat(simd, scale);
+    let below = E::Wide::vsplat(simd, -top);
+    let lanes = E::Wide::lanes::<S>();
     let at_once = CHAINS * lanes;
+    let mut sums = [E::Wide::vsplat(simd, E::Wide::ZERO); CHAINS];
     let mut groups = scores.chunks_exact_mut(at_once);
     let mut stored = e.chunks_exact_mut(at_once);
     for (scores, e) in (&mut groups).zip(&mut stored) {
         for (chain, sum) in sums.iter_mut().enumerate() {
             // SAFETY: one of the group's registers.
-            unsafe {
+            let value = unsafe {
                 let at = scores.as_mut_ptr().add(chain * lanes);
-                let x = T::Wide::vmul_add(simd, T::Wide::vload::<S>(at), scale, below);
-                let e = T::Wide::vexp(simd, x);
-                T::Wide::vstore::<S>(at, e);
-                *sum = T::Wide::vadd(simd, *sum, e);
-            }
+                exponential(simd, scale, below, at)
+            };
+            *sum = E::Wide::vadd(simd, *sum, value);
         }
-        for next in (0..at_once).step_by(LINE_BYTES / size_of::<T>()) {
+        for next in (0..at_once).step_by(LINE_BYTES / size_of::<E>()) {
             prefetch(e.as_ptr().wrapping_add(ahead + next));
         }
-        T::store(scores, e);
+        E::store(scores, e);
     }
     let (scores, e) = (groups.into_remainder(), stored.into_remainder());
-    let mut last = [T::Wide::ZERO; CHAINS * COLUMNS];
-    last[..scores.len()].copy_from_slice(scores);
-    let mut each = [T::Wide::ZERO; COLUMNS];
+    let mut last = [E::Wide::ZERO; CHAINS * COLUMNS];
+    let mut each = [E::Wide::ZERO; COLUMNS];
     assert!(lanes <= COLUMNS);
-    // SAFETY: no register has more elements than that, as just asserted.
+    last[..scores.len()].copy_from_slice(scores);
+    let [a, b, c, d] = sums;
+    let ab = E::Wide::vadd(simd, a, b);
+    let sums = E::Wide::vadd(simd, ab, E::Wide::vadd(simd, c, d));
+    // SAFETY: no register has more elements than COLUMNS, as just asserted.
     unsafe {
         for at in (0..scores.len()).step_by(lanes) {
-            let at = last.as_mut_ptr().add(at);
-            let x = T::Wide::vmul_add(simd, T::Wide::vload::<S>(at), scale, below);
-            T::Wide::vstore::<S>(at, T::Wide::vexp(simd, x));
+            exponential(simd, scale, below, last.as_mut_ptr().add(at));
         }
-        let [a, b, c, d] = sums;
-        let ab = T::Wide::vadd(simd, a, b);
-        let sums = T::Wide::vadd(simd, ab, T::Wide::vadd(simd, c, d));
-        T::Wide::vstore::<S>(each.as_mut_ptr(), sums);
+        E::Wide::vstore::<S>(each.as_mut_ptr(), sums);
     }
-    let last = &last[..scores.len()];
-    scores.copy_from_slice(last);
-    T::store(last, e);
-    for (i, e) in last.iter().enumerate() {
+    scores.copy_from_slice(&last[..scores.len()]);
+    E::store(scores, e);
+    for (i, e) in scores.iter().enumerate() {
         each[i % COLUMNS] += *e;
     }
     folded(
@@ -214,6 +209,26 @@ fn exponentials<T: Stored, S: Simd>(
         #[inline(always)]
         |a, b| a + b,
     )
+}
+
+/// `exp(scale x + below)` of the register that begins at `x`, in its place, and returned.
+///
+/// # Safety
+/// The register is there.
+#[inline(always)]
+unsafe fn exponential<T: Lanes, S: Simd>(
+    simd: S,
+    scale: T::Register<S>,
+    below: T::Register<S>,
+    x: *mut T,
+) -> T::Register<S> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let scaled = T::vmul_add(simd, T::vload::<S>(x), scale, below);
+        let value = T::vexp(simd, scaled);
+        T::vstore::<S>(x, value);
+        value
+    }
 }
 
 /// Each row's first `columns` elements times its factor: x (rows, row).

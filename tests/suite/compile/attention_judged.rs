@@ -1,4 +1,5 @@
-//! Planned attention in half precision, held against exact results by what eager naive attention is off in the same dtype.
+//! Planned attention held against exact results, by what eager naive attention is off in the same dtype; and what is only so
+//! in half precision.
 
 use super::CPU;
 use crate::flash::judge::{hold_against, naive};
@@ -6,6 +7,7 @@ use crate::flash::oracle::Oracle;
 use crate::flash::problem::{Problem, Results, Sizes, numbers};
 use candle_core::{DType, Tensor};
 use half::bf16;
+use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
 use rstest::rstest;
 use tallow::attention::{AttentionConfig, Mask};
@@ -46,10 +48,10 @@ fn judge(problem: &Problem, dtype: DType) {
 
 #[rstest]
 fn as_near_as_eager(
-    #[values(DType::BF16, DType::F16)] dtype: DType,
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
     #[values(Mask::Full, Mask::Causal)] mask: Mask,
     #[values(
-        (1, 1, 1, 8), (2, 3, 64, 16), (1, 2, 123, 24), (1, 5, 257, 40), (8, 1, 300, 64), (1, 1, 1100, 16),
+        (1, 1, 1, 8), (1, 1, 2, 9), (2, 3, 64, 16), (1, 2, 123, 24), (1, 5, 257, 40), (8, 1, 300, 64), (1, 1, 1100, 16),
     )]
     (batch, heads, length, head_dim): (usize, usize, usize, usize),
 ) {
@@ -57,10 +59,25 @@ fn as_near_as_eager(
     judge(&Problem::random(sizes, mask, None, 3), dtype);
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 50, ..Default::default() })]
+
+    #[test]
+    fn drawn(
+        (batch, heads, length, head_dim) in (1usize..4, 1usize..4, 1usize..200, 1usize..70),
+        dtype in prop::sample::select(&[DType::F32, DType::BF16, DType::F16][..]),
+        mask in prop::sample::select(&[Mask::Full, Mask::Causal][..]),
+        seed in any::<u64>(),
+    ) {
+        let sizes = Sizes::new((batch, heads, heads), (length, length), head_dim);
+        judge(&Problem::random(sizes, mask, None, seed), dtype);
+    }
+}
+
 /// Rows whose largest score comes late, and is far over those before.
 #[rstest]
 fn growing_scores(
-    #[values(DType::BF16, DType::F16)] dtype: DType,
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
     #[values(0.25, -1.0)] scale: f64,
 ) {
     let sizes = Sizes::new((1, 2, 2), (1200, 1200), 8);
@@ -121,18 +138,21 @@ fn values_in_place() {
     }
 }
 
-/// Exponentials and tensors of half the size, and what rounding took from the output beside.
+/// Tensors of half the size, in bf16 exponentials too, and what rounding took from the output beside.
 #[test]
 fn the_plan_in_half() {
     let config = AttentionConfig::default();
     let plan = |dtype| Attention::plan_for((4, 2, 500, 64), dtype, &config).unwrap();
-    let (single, half) = (plan(DType::F32), plan(DType::BF16));
-    let (n, rows) = (8 * 500 * 64, 8 * 500);
-    assert_eq!(half.category_bytes(Category::Input), 2 * 4 * n);
-    assert_eq!(half.category_bytes(Category::Gradient), 2 * 3 * n);
-    let kept = 2 * rows * 528 + 4 * rows + 2 * n;
-    assert_eq!(half.category_bytes(Category::Activation), kept);
-    assert_eq!(half.flops(), single.flops());
-    assert!(half.explain().contains("rounded_off @"));
+    let single = plan(DType::F32);
     assert!(!single.explain().contains("rounded_off"));
+    let (n, rows) = (8 * 500 * 64, 8 * 500);
+    for (dtype, width) in [(DType::BF16, 2), (DType::F16, 4)] {
+        let half = plan(dtype);
+        assert_eq!(half.category_bytes(Category::Input), 2 * 4 * n);
+        assert_eq!(half.category_bytes(Category::Gradient), 2 * 3 * n);
+        let kept = width * rows * 528 + 4 * rows + 2 * n;
+        assert_eq!(half.category_bytes(Category::Activation), kept);
+        assert_eq!(half.flops(), single.flops());
+        assert!(half.explain().contains("rounded_off @"));
+    }
 }
