@@ -146,7 +146,7 @@ fn the_plan_in_half() {
     let plan = |dtype| Attention::plan_for((4, 2, 500, 64), dtype, &config).unwrap();
     let single = plan(DType::F32);
     assert!(!single.explain().contains("rounded_off"));
-    let (n, rows) = (8 * 500 * 64, 8 * 500);
+    let (n, rows) = (8 * 500 * 64, 8u64 * 500);
     for (dtype, width) in [(DType::BF16, 2), (DType::F16, 4)] {
         let half = plan(dtype);
         assert_eq!(half.category_bytes(Category::Input), 2 * 4 * n);
