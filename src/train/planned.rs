@@ -39,7 +39,7 @@ impl Trainer {
     ///
     /// # Errors
     /// Those of [`TrainStep::new`]: a precision without f32 parameters or whose copies of weights are dropped, a model in f64
-    /// or not on the CPU, weights that share storage, an arena that does not fit. The run goes on eagerly then.
+    /// or on a device that is neither the CPU nor a CUDA card, weights that share storage, an arena that does not fit. The run goes on eagerly then.
     pub fn compile(&mut self) -> Result<()> {
         let plan = self.plan_config();
         self.planned = Some(TrainStep::new(&self.model, &self.optimizer, &plan)?);
