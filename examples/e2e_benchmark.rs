@@ -7,6 +7,7 @@
 //! cargo run --example e2e_benchmark -- --size small --context-length 512 1024 --attention naive flash
 //! cargo run --example e2e_benchmark -- --size small --precision f32 bf16
 //! cargo run --example e2e_benchmark -- --size tiny small --compile
+//! cargo run --example e2e_benchmark -- --size small --mode train-step --compile --optimizer-in-backward
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --checkpoint none release block every-3 sqrt
 //! cargo run --example e2e_benchmark -- --precision f32 bf16 f16 --full-half
 //! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
@@ -16,7 +17,10 @@ mod common;
 
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
-use common::modes::{CompileFlag, ModeFlag, executed, execution_words, modes_with, not_planned};
+use common::modes::{
+    CompileFlag, ModeFlag, executed, execution_words, is_planned_step, modes_with, not_planned,
+    optimizer_words,
+};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use std::process::ExitCode;
@@ -72,6 +76,10 @@ struct Flags {
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
     compile: Option<CompileFlag>,
 
+    /// Update each parameter in backward, as soon as its gradient is there, in the train steps that are planned
+    #[arg(long, requires = "compile")]
+    optimizer_in_backward: bool,
+
     /// Keep the graph of a forward alone, as training would
     #[arg(long)]
     keep_graph: bool,
@@ -106,6 +114,9 @@ fn main() -> ExitCode {
 
 impl Flags {
     fn run(&self) -> Result<()> {
+        if self.compile == Some(CompileFlag::Only) {
+            common::take_blocks_from_the_system();
+        }
         self.output.check()?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
@@ -208,6 +219,8 @@ impl Flags {
                                     steps: self.steps,
                                     optimizer: self.optimizer(),
                                     execution,
+                                    optimizer_in_backward: self.optimizer_in_backward
+                                        && is_planned_step(mode, execution),
                                     seed: self.common.seed,
                                     peak_flops,
                                     available_bytes: limit
@@ -268,7 +281,10 @@ impl Flags {
             .collect();
         fields.insert("checkpointing", checkpointing.join(", "));
         fields.insert("execution", execution_words(self.compile));
-        fields.insert("optimizer", self.optimizer().name());
+        fields.insert(
+            "optimizer",
+            optimizer_words(self.optimizer().name(), self.optimizer_in_backward),
+        );
         fields.insert("steps", self.steps);
         fields.insert("FLOPs", flops::FORMULA);
         fields.insert(

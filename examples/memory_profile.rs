@@ -18,7 +18,9 @@ mod summary;
 
 use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
-use common::modes::{CompileFlag, ModeFlag, executed, modes, not_planned};
+use common::modes::{
+    CompileFlag, ModeFlag, executed, is_planned_step, modes, not_planned, optimizer_words,
+};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use files::FileFlags;
@@ -57,6 +59,10 @@ struct Flags {
     /// Run each as planned beforehand too, or with =only alone: its timeline is the map of its arena, and it has no snapshot
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
     compile: Option<CompileFlag>,
+
+    /// Update each parameter in backward, as soon as its gradient is there, in the train steps that are planned
+    #[arg(long, requires = "compile")]
+    optimizer_in_backward: bool,
 
     /// Steps that are run before the one that is recorded
     #[arg(long, default_value_t = 1)]
@@ -115,6 +121,9 @@ impl Run {
 
 impl Flags {
     fn run(&self) -> Result<()> {
+        if self.compile == Some(CompileFlag::Only) {
+            common::take_blocks_from_the_system();
+        }
         self.output.check()?;
         let device = self.common.device()?;
         let longest = self.context_length.iter().copied().max();
@@ -123,7 +132,8 @@ impl Flags {
         let runs = self.runs(&device, &models)?;
         self.files.check()?;
         let mut configuration = describe(&models);
-        configuration.insert("optimizer", "adamw");
+        let optimizer = optimizer_words("adamw", self.optimizer_in_backward);
+        configuration.insert("optimizer", optimizer);
         configuration.insert(
             "recorded blocks",
             format!("{} bytes and more", self.threshold_bytes),
@@ -227,6 +237,8 @@ impl Flags {
                                     steps: 1,
                                     optimizer: OptimizerChoice::AdamW(Default::default()),
                                     execution,
+                                    optimizer_in_backward: self.optimizer_in_backward
+                                        && is_planned_step(mode, execution),
                                     seed: self.common.seed,
                                     peak_flops: None,
                                     available_bytes: limit
@@ -258,6 +270,8 @@ fn labels(run: &Run) -> Fields {
     fields.insert("checkpointing", checkpointing);
     fields.insert("precision", end_to_end.precision.name());
     fields.insert("execution", end_to_end.execution.name());
+    let in_backward = end_to_end.optimizer_in_backward;
+    fields.insert("optimizer_in_backward", in_backward);
     fields.insert(
         "mode",
         serde_json::to_value(end_to_end.mode).unwrap_or_default(),

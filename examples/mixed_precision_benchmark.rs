@@ -190,6 +190,7 @@ impl Flags {
                                 steps: self.steps,
                                 optimizer: OptimizerChoice::AdamW(Default::default()),
                                 execution: tallow::bench::Execution::Eager,
+                                optimizer_in_backward: false,
                                 seed: self.common.seed,
                                 peak_flops,
                                 available_bytes: limit

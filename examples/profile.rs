@@ -195,6 +195,7 @@ impl Flags {
                     steps: self.steps,
                     optimizer: OptimizerChoice::AdamW(Default::default()),
                     execution,
+                    optimizer_in_backward: false,
                     seed: self.common.seed,
                     peak_flops: None,
                     available_bytes: limit.or_else(|| tallow::device::available_bytes_on(device)),

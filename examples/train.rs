@@ -10,6 +10,7 @@
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
 //! cargo run --example train -- --data my.txt --precision f16
 //! cargo run --example train -- --data my.txt --compile --precision bf16
+//! cargo run --example train -- --data my.txt --compile --clip 0 --optimizer-in-backward
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
 
@@ -17,7 +18,7 @@ mod common;
 #[path = "train/flags.rs"]
 mod flags;
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 use clap::Parser;
 use common::Common;
 use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, new_model};
@@ -50,6 +51,9 @@ struct Flags {
     /// and a run may be resumed with or without
     #[arg(long, help_heading = "Training")]
     compile: bool,
+    /// Update each parameter in backward, as soon as its gradient is there: less memory. Wants --compile and --clip 0
+    #[arg(long, requires = "compile", help_heading = "Training")]
+    optimizer_in_backward: bool,
     #[command(flatten)]
     files: FileFlags,
     #[command(flatten)]
@@ -134,8 +138,10 @@ impl Flags {
                 Trainer::new(model, config, train, validation)
             }
         }?;
-        if self.compile {
-            trainer.compile()?;
+        match (self.compile, self.optimizer_in_backward) {
+            (false, _) => {}
+            (true, false) => trainer.compile()?,
+            (true, true) => trainer.compile_with_optimizer_in_backward()?,
         }
         Ok(trainer)
     }
@@ -196,7 +202,12 @@ impl Flags {
         fields.insert(
             "optimizer",
             format!(
-                "AdamW, betas {} and {}, weight decay {}, gradients {}",
+                "AdamW{}, betas {} and {}, weight decay {}, gradients {}",
+                if self.optimizer_in_backward {
+                    " in backward"
+                } else {
+                    ""
+                },
                 optimizer.betas.0,
                 optimizer.betas.1,
                 optimizer.weight_decay,
@@ -293,10 +304,10 @@ impl Flags {
         &self,
         model: &TransformerConfig,
         config: &TrainConfig,
-        device: &candle_core::Device,
+        device: &Device,
     ) -> Result<()> {
         let wanted_bytes = match self.compile {
-            true => planned_bytes(model, config)?,
+            true => planned_bytes(model, config, self.optimizer_in_backward, device)?,
             false => eager_bytes(model, config)?,
         };
         match tallow::device::available_bytes_on(device) {
@@ -382,7 +393,12 @@ fn eager_bytes(model: &TransformerConfig, config: &TrainConfig) -> Result<u64> {
 }
 
 /// What a planned step takes.
-fn planned_bytes(model: &TransformerConfig, config: &TrainConfig) -> Result<u64> {
+fn planned_bytes(
+    model: &TransformerConfig,
+    config: &TrainConfig,
+    optimizer_in_backward: bool,
+    device: &Device,
+) -> Result<u64> {
     let plan = PlanConfig {
         batch_size: config.batch_size,
         sequence_length: config.sequence_length,
@@ -390,7 +406,9 @@ fn planned_bytes(model: &TransformerConfig, config: &TrainConfig) -> Result<u64>
         precision: config.precision,
         loss_scaling: config.precision.dtype() == DType::F16 && config.loss_scaling.enabled,
         checkpointing: model.checkpointing,
+        clip_norm: config.max_grad_norm,
+        optimizer_in_backward,
         ..Default::default()
     };
-    Ok(TrainStep::plan_for(model, &plan)?.0.total_bytes())
+    Ok(TrainStep::plan_on(device, model, &plan)?.0.total_bytes())
 }

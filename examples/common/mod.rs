@@ -14,20 +14,38 @@ use tallow::ops::KernelPolicy;
 use tallow::report::{Fields, Format, Report};
 use tallow::{Error, Result};
 
-/// The allocator below, as the header names it.
-const ALLOCATOR: &str = "mimalloc, keeping freed pages, tracked";
-
 /// candle's CPU backend allocates afresh for every op, so what an allocator does with freed pages is a good part of a
 /// step (README has the figures).
 #[global_allocator]
 static GLOBAL: Tracker<mimalloc::MiMalloc> = Tracker::new(mimalloc::MiMalloc);
 
+/// `mi_option_purge_delay` of mimalloc 3, which the bindings leave out, as they do the next.
+const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
+
+/// `mi_option_disallow_arena_alloc`.
+const DISALLOW_ARENA_ALLOC: libmimalloc_sys::mi_option_t = 26;
+
 /// mimalloc gives freed pages back after a while, and a later step faults them in again: let it keep them.
 fn keep_freed_pages() {
-    /// `mi_option_purge_delay` of mimalloc 2 and 3, which the bindings leave out.
-    const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
     // SAFETY: sets an option, which mimalloc reads atomically.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
+}
+
+/// For a run of planned steps alone, which free nothing that another step could use: blocks come from the system one by
+/// one. In mimalloc's arenas they lie in places of an eighth more, and huge pages make that resident (a small model's weights and
+/// state: 170 MiB).
+pub fn take_blocks_from_the_system() {
+    // SAFETY: sets an option, which mimalloc reads atomically.
+    unsafe { libmimalloc_sys::mi_option_set(DISALLOW_ARENA_ALLOC, 1) };
+}
+
+/// The allocator and what was set, as the header names it.
+fn allocator() -> &'static str {
+    // SAFETY: reads an option.
+    match unsafe { libmimalloc_sys::mi_option_get(DISALLOW_ARENA_ALLOC) } {
+        0 => "mimalloc, keeping freed pages, tracked",
+        _ => "mimalloc, blocks from the system, tracked",
+    }
 }
 
 /// candle's threads look for work 25,000 times before they sleep, on cores that kernels want by then: with 16 cores, small
@@ -95,7 +113,7 @@ impl Common {
     pub fn environment(&self, device: &candle_core::Device) -> Fields {
         let mut fields = tallow::bench::environment(device);
         fields.insert("candle", candle_version());
-        fields.insert("allocator", ALLOCATOR);
+        fields.insert("allocator", allocator());
         fields.insert("seed", self.seed);
         fields.insert("commit", commit());
         fields

@@ -68,6 +68,19 @@ pub fn execution_words(flag: Option<CompileFlag>) -> &'static str {
     }
 }
 
+/// Whether there is an optimizer that can run in backward.
+pub fn is_planned_step(mode: Mode, execution: Execution) -> bool {
+    mode == Mode::TrainStep && execution == Execution::Planned
+}
+
+/// The header's words for the optimizer.
+pub fn optimizer_words(name: &str, in_backward: bool) -> String {
+    match in_backward {
+        true => format!("{name}; in backward where a train step is planned"),
+        false => name.into(),
+    }
+}
+
 /// Whether steps can be planned in it.
 fn can_plan(precision: Precision) -> bool {
     let plan = PlanConfig {

@@ -160,6 +160,7 @@ impl ModelFlags {
             steps: self.steps,
             optimizer: OptimizerChoice::AdamW(Default::default()),
             execution,
+            optimizer_in_backward: false,
             seed: setting.seed,
             peak_flops: setting.peak_flops,
             available_bytes: setting.limit_bytes.or_else(tallow::device::available_bytes),

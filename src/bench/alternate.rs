@@ -32,6 +32,7 @@ use candle_core::Device;
 ///     steps: 3,
 ///     optimizer: tallow::bench::OptimizerChoice::AdamW(Default::default()),
 ///     execution: tallow::bench::Execution::Eager,
+///     optimizer_in_backward: false,
 ///     seed: 0,
 ///     peak_flops: None,
 ///     available_bytes: None,

@@ -34,6 +34,9 @@ pub struct EndToEnd {
     pub optimizer: OptimizerChoice,
     /// Eager, or planned: on the CPU or a CUDA card, in f32 or under autocast, with this crate's AdamW.
     pub execution: Execution,
+    /// Whether each parameter is updated as soon as its gradient is there
+    /// ([`PlanConfig::optimizer_in_backward`](crate::compile::PlanConfig::optimizer_in_backward)): for planned training steps.
+    pub optimizer_in_backward: bool,
     /// The seed of weights and tokens.
     pub seed: u64,
     /// The most FLOP/s the device can do, for the MFU; `None` where nobody knows.
@@ -287,6 +290,7 @@ impl EndToEnd {
         row.insert("precision", self.precision.name());
         row.insert("checkpointing", self.config.checkpointing.to_string());
         row.insert("execution", self.execution.name());
+        row.insert("optimizer_in_backward", self.optimizer_in_backward);
         row.insert("weight_cast_bytes", self.weight_cast_bytes());
         row.insert("warmup_steps", self.warmup_steps);
         row.insert("mode", serde_json::to_value(self.mode).unwrap_or_default());

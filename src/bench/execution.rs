@@ -34,6 +34,7 @@ impl Execution {
 impl EndToEnd {
     /// Refuses what is not planned.
     pub(super) fn check_execution(&self, device: &Device) -> Result<()> {
+        self.check_optimizer_in_backward()?;
         if self.execution == Execution::Eager {
             return Ok(());
         }
@@ -73,6 +74,23 @@ impl EndToEnd {
         Ok(())
     }
 
+    fn check_optimizer_in_backward(&self) -> Result<()> {
+        let is_planned_step = self.execution == Execution::Planned && self.mode == Mode::TrainStep;
+        if is_planned_step || !self.optimizer_in_backward {
+            return Ok(());
+        }
+        let mode = serde_json::to_value(self.mode).unwrap_or_default();
+        Err(Error::Config {
+            config: "EndToEnd",
+            field: "optimizer_in_backward",
+            expected: "false, but for a training step that is planned".into(),
+            got: format!("true, with {} {mode}", self.execution.name()),
+            hint:
+                "run it with Execution::Planned and Mode::TrainStep (--compile, --mode train-step)"
+                    .into(),
+        })
+    }
+
     /// The plan of this run on `device`, whatever its execution: what [`Execution::Planned`] executes.
     ///
     /// # Errors
@@ -98,6 +116,7 @@ impl EndToEnd {
             checkpointing: self.config.checkpointing,
             precision: self.precision,
             loss_scaling: self.mode == Mode::TrainStep && self.precision.dtype() == DType::F16,
+            optimizer_in_backward: self.optimizer_in_backward,
             ..Default::default()
         }
     }

@@ -41,8 +41,33 @@ impl Trainer {
     /// Those of [`TrainStep::new`]: a precision without f32 parameters or whose copies of weights are dropped, a model in f64
     /// or on a device that is neither the CPU nor a CUDA card, weights that share storage, an arena that does not fit. The run goes on eagerly then.
     pub fn compile(&mut self) -> Result<()> {
-        let plan = self.plan_config();
-        self.planned = Some(TrainStep::new(&self.model, &self.optimizer, &plan)?);
+        // The norm is always taken: the history wants it, and it guards the update.
+        let max_norm = self.config.max_grad_norm.unwrap_or(f64::INFINITY);
+        self.plan_step(PlanConfig {
+            clip_norm: Some(max_norm),
+            ..self.plan_config()
+        })
+    }
+
+    /// As [`compile`](Self::compile), each parameter updated as soon as its gradient is there, whose memory is then free
+    /// again: one gradient is alive at a time.
+    ///
+    /// So nobody sees all gradients: their norm is not taken ([`StepReport::grad_norm`](super::StepReport::grad_norm) is
+    /// NaN), and a loss that is not finite is an error *after* its update.
+    ///
+    /// # Errors
+    /// As [`compile`](Self::compile); and [`Error::Config`](crate::Error::Config) for a run that clips (a `max_grad_norm`),
+    /// accumulates or scales its loss, which need all gradients before the first update.
+    pub fn compile_with_optimizer_in_backward(&mut self) -> Result<()> {
+        self.plan_step(PlanConfig {
+            clip_norm: self.config.max_grad_norm,
+            optimizer_in_backward: true,
+            ..self.plan_config()
+        })
+    }
+
+    fn plan_step(&mut self, config: PlanConfig) -> Result<()> {
+        self.planned = Some(TrainStep::new(&self.model, &self.optimizer, &config)?);
         Ok(())
     }
 
@@ -72,10 +97,10 @@ impl Trainer {
         optimizer.set_learning_rate(learning_rate);
         let Some(mut scaler) = self.scaler.clone() else {
             let loss = f64::from(planned.run(optimizer, &inputs, &targets)?);
-            // Gradients that are not finite have been an error, and a loss that is not gives such gradients.
+            // Where the norm is taken, gradients that are not finite have been an error, and a loss that is not gives such.
             finite_loss(loss, || format!("the loss of step {step}"))?;
             let update = Update {
-                grad_norm: planned.gradient_norm().unwrap_or(f64::NAN), // the plan has one
+                grad_norm: planned.gradient_norm().unwrap_or(f64::NAN), // none with the optimizer in backward
                 skipped: false,
                 loss_scale: None,
             };
@@ -95,7 +120,7 @@ impl Trainer {
         Ok(Some((f64::from(done.loss), update)))
     }
 
-    /// The run's step, as plans are told of it. The norm is always taken: the history wants it, and it guards the update.
+    /// The run's step, as plans are told of it, but for clipping.
     fn plan_config(&self) -> PlanConfig {
         let config = &self.config;
         PlanConfig {
@@ -103,7 +128,6 @@ impl Trainer {
             sequence_length: config.sequence_length,
             precision: config.precision,
             loss_scaling: self.scaler.is_some(),
-            clip_norm: Some(config.max_grad_norm.unwrap_or(f64::INFINITY)),
             accumulation: config.accumulation,
             checkpointing: self.model.config().checkpointing,
             ..Default::default()

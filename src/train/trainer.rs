@@ -20,7 +20,8 @@ pub struct StepReport {
     pub loss: f64,
     /// The learning rate of its update.
     pub learning_rate: f64,
-    /// The L2 norm of all gradients, unscaled, before clipping; infinite or NaN in a skipped step.
+    /// The L2 norm of all gradients, unscaled, before clipping; infinite or NaN in a skipped step, NaN where
+    /// [the optimizer runs in backward](Trainer::compile_with_optimizer_in_backward).
     pub grad_norm: f64,
     /// What the loss was multiplied by, in f16 ([`TrainConfig::loss_scaling`]).
     pub loss_scale: Option<f64>,

@@ -30,6 +30,7 @@ fn run(mode: Mode) -> EndToEnd {
         steps: 4,
         optimizer: OptimizerChoice::AdamW(Default::default()),
         execution: Execution::Eager,
+        optimizer_in_backward: false,
         seed: 1,
         peak_flops: Some(1e12),
         available_bytes: Some(1 << 30),

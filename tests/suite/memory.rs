@@ -47,6 +47,7 @@ fn run(config: &TransformerConfig, batch_size: usize, mode: Mode) -> EndToEnd {
         steps: 2,
         optimizer: OptimizerChoice::AdamW(Default::default()),
         execution: Execution::Eager,
+        optimizer_in_backward: false,
         seed: 0,
         peak_flops: None,
         available_bytes: None,

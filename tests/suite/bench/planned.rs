@@ -39,6 +39,21 @@ fn planned_runs_have_rows_too() {
         assert_eq!(text(&rows[0], "execution"), "planned");
         assert_eq!(rows[0].get("loss_scale").is_some(), scales);
     }
+    // Each gradient gone when its parameter is updated: less memory, and the row says why.
+    let planned_step = |optimizer_in_backward| {
+        let run = EndToEnd {
+            execution: Execution::Planned,
+            optimizer_in_backward,
+            ..run(Mode::TrainStep)
+        };
+        let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+        assert_eq!(
+            rows[0].get("optimizer_in_backward"),
+            Some(&optimizer_in_backward.into())
+        );
+        number(&rows[0], "estimate_bytes")
+    };
+    assert!(planned_step(true) < planned_step(false));
     let refused = |run: EndToEnd| run.run(&Device::Cpu, |_, _| ()).unwrap_err().to_string();
     let planned = |mode| EndToEnd {
         execution: Execution::Planned,
@@ -49,6 +64,16 @@ fn planned_runs_have_rows_too() {
         text.contains("execution") && text.contains("graph"),
         "{text}"
     );
+    for run in [run(Mode::TrainStep), planned(Mode::ForwardBackward)] {
+        let text = refused(EndToEnd {
+            optimizer_in_backward: true,
+            ..run
+        });
+        assert!(
+            text.contains("optimizer_in_backward") && text.contains("--compile"),
+            "{text}"
+        );
+    }
     let text = refused(EndToEnd {
         precision: Precision::BF16.with_regime(Regime::Full),
         ..planned(Mode::TrainStep)

@@ -47,6 +47,45 @@ fn the_curve_is_the_eager_one(#[case] accumulation: usize, #[case] max_grad_norm
     assert_eq!(planned.optimizer().steps(), 12);
 }
 
+/// With the optimizer in backward the weights are, to the bit, those of a step that keeps its gradients, in less memory; nobody
+/// sees a norm, so what needs all gradients is refused, and leaves the run eager.
+#[test]
+fn the_optimizer_in_backward() {
+    let config = TrainConfig {
+        max_grad_norm: None,
+        ..settings()
+    };
+    let mut kept = compiled(config.clone());
+    let mut freed = start(config);
+    freed.compile_with_optimizer_in_backward().unwrap();
+    let peak = |trainer: &Trainer| trainer.plan().unwrap().peak_bytes();
+    assert!(peak(&freed) < peak(&kept));
+    for (got, wanted) in take(&mut freed, usize::MAX)
+        .iter()
+        .zip(take(&mut kept, usize::MAX))
+    {
+        assert_eq!(got.loss, wanted.loss);
+        assert!(got.grad_norm.is_nan() && wanted.grad_norm.is_finite());
+    }
+    assert_eq!(bits(&freed), bits(&kept));
+
+    let clipped = TrainConfig {
+        max_grad_norm: Some(1.0),
+        ..settings()
+    };
+    let accumulated = TrainConfig {
+        accumulation: 2,
+        max_grad_norm: None,
+        ..settings()
+    };
+    for (config, word) in [(clipped, "clip_norm"), (accumulated, "accumulation")] {
+        let mut trainer = start(config);
+        let error = trainer.compile_with_optimizer_in_backward().unwrap_err();
+        assert!(error.to_string().contains(word), "{error}");
+        assert!(trainer.plan().is_none());
+    }
+}
+
 /// Stopped, saved, resumed and compiled again, it is the run that was not stopped; evaluations change nothing.
 #[rstest]
 #[case(Algorithm::Naive, 1, settings())]
