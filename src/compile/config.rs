@@ -39,7 +39,9 @@ pub struct PlanConfig {
     /// will do.
     pub memory_budget_bytes: Option<u64>,
     /// Update each parameter as soon as its gradient is there, whose memory is then free again: one gradient is alive at a
-    /// time. Goes with neither clipping nor accumulation, which need all gradients first.
+    /// time. The peak falls where gradients are what it is made of: of models that are large beside their batch, or with
+    /// `checkpointing` (gradients lie where activations were, so that a step with all activations peaks before there are many).
+    /// Goes with neither clipping nor accumulation, which need all gradients first.
     pub optimizer_in_backward: bool,
 }
 
