@@ -53,7 +53,7 @@ pub(crate) fn flash_backward(sizes: &Sizes) -> [usize; 3] {
         _ => 256,
     };
     // One more, for a workspace that begins anywhere.
-    [2 * rows, rows * most_columns, tiles + 1].map(|words| aligned(words) + ALIGNMENT_WORDS)
+    [2 * rows, rows * most_columns, 2 * tiles + 1].map(|words| aligned(words) + ALIGNMENT_WORDS)
 }
 
 /// Sums of squares of pieces of a gradient, f64.

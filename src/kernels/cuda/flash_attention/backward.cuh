@@ -26,7 +26,12 @@ JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments
     const long long thread = blockIdx.x * 256ll + threadIdx.x;
     const int tiles = CEIL_DIV(sizes.queries, QUERIES);
     const long long heads = (long long)sizes.batch * sizes.heads, rows = heads * tiles * QUERIES;
-    if (thread <= heads * tiles) arguments.turns[thread] = 0;
+#ifdef HOPPER
+    const int turns_a_tile = 2;
+#else
+    const int turns_a_tile = 1;
+#endif
+    if (thread <= turns_a_tile * heads * tiles) arguments.turns[thread] = 0;
 
     const long long row = thread / LANES_A_ROW;
     const int chunk = threadIdx.x % LANES_A_ROW;
@@ -53,14 +58,27 @@ JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments
             E::unpack(xs[word], x0, x1), E::unpack(ys[word], y0, y1), E::unpack(zs[word], z0, z1);
             delta += (x0 + z0) * y0 + (x1 + z1) * y1;
         }
+#ifdef HOPPER
+        // Queries that no block of keys comes to.
+        const int tile = query / QUERIES;
+        if (tile < tiles - 1 && (tile + 1) * QUERIES + sizes.offset <= 0) {
+            const Strides& of_dq = arguments.dq_strides;
+            reinterpret_cast<uint4*>(arguments.dq + batch * of_dq.batch + head * of_dq.head + query * of_dq.row)[i] = make_uint4(0, 0, 0, 0);
+        }
+#endif
     }
 #pragma unroll
     for (int lanes = LANES_A_ROW / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(~0u, delta, lanes);
     if (row < rows && chunk == 0) {
         // No key seen, or no query: exp(s - inf) = 0.
         const float lse = inside ? arguments.lse[row_in_all] : -INFINITE;
-        reinterpret_cast<float2*>(arguments.statistics)[row] =
-            make_float2(lse == -INFINITE ? INFINITE : lse * LOG2_E, delta);
+        const float lse_in_log2 = lse == -INFINITE ? INFINITE : lse * LOG2_E;
+#ifdef HOPPER
+        float* statistics = arguments.statistics + row / QUERIES * 2 * QUERIES + row % QUERIES;
+        statistics[0] = lse_in_log2, statistics[QUERIES] = delta;
+#else
+        reinterpret_cast<float2*>(arguments.statistics)[row] = make_float2(lse_in_log2, delta);
+#endif
     }
 }
 

@@ -7,7 +7,7 @@ use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::kernel::Kernel;
-use crate::kernels::cuda::source::{Definition, Source, is_hopper};
+use crate::kernels::cuda::source::{Definition, Source, is_hopper, multiprocessors};
 use crate::kernels::cuda::{View, in_vector};
 use crate::kernels::workspace;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
@@ -28,6 +28,7 @@ const HOPPER: Source = Source {
         include_str!("common.cuh"),
         include_str!("hopper.cuh"),
         include_str!("backward.cuh"),
+        include_str!("backward_hopper.cuh"),
         include_str!("backward_hopper.cu"),
     ],
 };
@@ -102,10 +103,11 @@ pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> us
     }
 }
 
-/// Words of the statistics and the sums of dq of so many tiles of queries, and of the turns.
+/// Words of the statistics and the sums of dq of so many tiles of queries, and of the turns: two a tile (Hopper's kernel
+/// takes turns for each half of it), and a ticket.
 fn parts(tiles_of_queries: usize, queries: usize, head_dim: usize) -> [usize; 3] {
     let rows = tiles_of_queries * queries;
-    [2 * rows, rows * head_dim, tiles_of_queries + 1]
+    [2 * rows, rows * head_dim, 2 * tiles_of_queries + 1]
 }
 
 /// How many tiles of queries there are, each of one head.
@@ -188,7 +190,7 @@ pub(crate) fn backward(
     let lanes_a_row = (head_dim / in_vector(dtype)).next_power_of_two().min(32);
     let blocks = rows
         .div_ceil(256 / lanes_a_row)
-        .max((tiles_of_queries + 1).div_ceil(256));
+        .max((2 * tiles_of_queries + 1).div_ceil(256));
     run(&kernel("flash_backward_prepare")?, blocks, 256, 0)?;
     match hopper {
         Some(tiles) => {
@@ -201,18 +203,14 @@ pub(crate) fn backward(
             let kernel_of_products = kernel("flash_backward_hopper")?;
             let shared_bytes = tiles.shared_bytes(head_dim);
             kernel_of_products.allow_shared_bytes(shared_bytes)?;
-            let blocks =
+            let works =
                 sizes.keys.div_ceil(tiles::BackwardHopper::KEYS) * sizes.batch * sizes.kv_heads;
+            let blocks = works.min(multiprocessors(card)?);
             let mut launch = kernel_of_products.builder();
             launch.arg(&maps).arg(&arguments);
             // SAFETY: as above.
             unsafe { launch.launch(line(blocks, 384, shared_bytes)) }.w()?;
-            run(
-                &kernel("flash_backward_hopper_finish")?,
-                tiles_of_queries,
-                256,
-                0,
-            )
+            Ok(())
         }
         None => {
             let form = &everywhere;

@@ -1,31 +1,23 @@
-// Flash attention, backward, by Hopper's own instructions (sm_90a); behind common.cuh, hopper.cuh and backward.cuh. HEAD_DIM
-// 64 (QUERIES 128) or 128 (QUERIES 64).
+// Flash attention, backward, by Hopper's own instructions (sm_90a); behind common.cuh, hopper.cuh, backward.cuh
+// and backward_hopper.cuh. HEAD_DIM 64 (QUERIES 128) or 128 (QUERIES 64).
 //
-// Computes what backward.cu does, with the same scratch (but the order of numbers in a tile of dq_sums), and takes
-// besides maps of q and d_out (boxes of QUERIES rows), k and v (boxes of KEYS rows).
+// Computes what backward.cu does, with the same scratch (but the order of numbers in statistics and in a tile of dq_sums),
+// and takes besides maps of q and d_out (boxes of QUERIES rows), k and v (boxes of KEYS rows).
 //
 //   flash_backward_prepare, see backward.cuh
-//   flash_backward_hopper          dk, dv, dq_sums   grid  ceil(Tk / KEYS) * B * Hkv    block 384
-//                                  dynamic shared memory   (2 KEYS + 4 QUERIES) * HEAD_DIM * 2 + KEYS * QUERIES * 4 +
-//                                                          QUERIES * 16 + 1024 + 128 bytes
-//   flash_backward_hopper_finish   dq                grid  ceil(Tq / QUERIES) * B * H   block 256
+//   flash_backward_hopper   dq, dk, dv, dq_sums   grid  min(multiprocessors, ceil(Tk / KEYS) * B * Hkv)    block 384
+//                           dynamic shared memory (3 KEYS + 6 QUERIES) * HEAD_DIM * 2 + KEYS * QUERIES * 4 +
+//                                                 QUERIES * 16 + 1024 + 256 bytes
+//
+// A work is a tile of keys, with a step for each tile of queries that sees it, the last queries first: later keys, which
+// fewer queries see, then come to a tile no earlier than the keys that add to its dQ before them. Blocks stay and take work
+// after work by ticket; the steps go on from one to the next without a break. The last keys of a tile write its dq.
 //
 // Two warpgroups have 64 keys each. As in backward.cu they compute S^T and dP^T, so that P^T and dS^T are left factors
 // in the registers where they were made; dS goes through shared memory for dQ, of which a group computes one half: rows
-// where there are 128 queries, columns where there are 128. One warp copies tiles, one keeps the turns.
-
-constexpr int KEYS = 128;
-constexpr int HALVES = QUERIES / 64;  // of a tile of queries: S and dP of one are in registers at a time
-constexpr int K_STEPS = HEAD_DIM / 16;
-constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
-constexpr int DS_TILE_BYTES = KEYS * QUERIES * 2, STATISTICS_BYTES = QUERIES * 8;
-constexpr int DQ_TILE = QUERIES * HEAD_DIM;
-static_assert(QUERIES * HEAD_DIM == 64 * 128 && (HEAD_DIM == 64 || HEAD_DIM == 128), "one dQ of 64 x 64 for each group");
-
-struct Maps {
-    Map q, k, v, d_out;
-};
-enum Named { ALL_OF_DS = 1, TURN_HAS_COME, TURN_IS_OVER };
+// where there are 128 queries, columns where there are 128. dQ is a step behind the rest and dS has two tiles, so that the
+// groups need not keep step: one's exponentials run under the other's products. dQ leaves by way of shared memory: two
+// warps have the copy engine add it to dq_sums, each when it is its turn. One warp copies tiles in.
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const __grid_constant__ BackwardArguments arguments) {
@@ -33,226 +25,244 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32;
     const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
-    const int group = sizes.heads / sizes.kv_heads;
-    int* const turns = arguments.turns;
-
-    const u32 start = (u32)__cvta_generic_to_shared(shared), k_tile = (start + 1023) & ~1023u, v_tile = k_tile + KEY_TILE_BYTES;
-    const u32 q_tiles = v_tile + KEY_TILE_BYTES, d_out_tiles = q_tiles + 2 * QUERY_TILE_BYTES;
-    const u32 ds_tile = d_out_tiles + 2 * QUERY_TILE_BYTES, statistics_tiles = ds_tile + 2 * DS_TILE_BYTES;
-    const u32 keys_full = statistics_tiles + 2 * STATISTICS_BYTES;
-    const u32 q_full = keys_full + 8, q_empty = q_full + 16, d_out_full = q_empty + 16, d_out_empty = d_out_full + 16;  // two each
-    int* ticket = reinterpret_cast<int*>(shared + (d_out_empty + 16 - start));
-
-    if (threadIdx.x == 0) {
-        barrier_make(keys_full, 1);
-        for (int stage = 0; stage < 2; stage++) {
-            barrier_make(q_full + stage * 8, 1), barrier_make(q_empty + stage * 8, 8);
-            barrier_make(d_out_full + stage * 8, 1), barrier_make(d_out_empty + stage * 8, 8);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        *ticket = atomicAdd(turns + sizes.batch * sizes.heads * query_tiles, 1);
-    }
+    const int works = key_tiles * sizes.batch * sizes.kv_heads;
+    const Shared at(shared);
+    if (threadIdx.x == 0) at.make_barriers();
     __syncthreads();
-    // The first keys first: with a causal mask most queries see them.
-    int kv_head_in_all, key_tile;
-    place(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
-    const int batch = kv_head_in_all / sizes.kv_heads, kv_head = kv_head_in_all % sizes.kv_heads;
-    const int first_key = key_tile * KEYS;
-    // Tiles of queries that see a key of this block, head after head of the group.
-    const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
-    const int steps = max(0, query_tiles - first_tile) * group;
-    Place now = {batch * sizes.heads + kv_head * group, first_tile};
 
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // the compiler is to see that warps do not part
     if (warpgroup < 0) {
         give_registers<24>();
         const int warp = threadIdx.x / 32;
-        if (warp == 0 && lane == 0 && steps > 0) {
-            barrier_expect(keys_full, 2 * KEY_TILE_BYTES);
-            copy_boxes<KEYS>(k_tile, maps.k, keys_full, first_key, kv_head, batch);
-            copy_boxes<KEYS>(v_tile, maps.v, keys_full, first_key, kv_head, batch);
-#pragma unroll 1
-            for (int step = 0; step < steps; step++, now.advance(first_tile, query_tiles)) {
-                const int stage = step % 2, head = now.head - batch * sizes.heads;
-                barrier_wait(q_empty + stage * 8, step / 2 - 1);
-                barrier_expect(q_full + stage * 8, QUERY_TILE_BYTES + STATISTICS_BYTES);
-                copy_boxes<QUERIES>(q_tiles + stage * QUERY_TILE_BYTES, maps.q, q_full + stage * 8, now.tile * QUERIES, head, batch);
-                copy_bytes(statistics_tiles + stage * STATISTICS_BYTES,
-                           arguments.statistics + 2ll * QUERIES * (now.head * query_tiles + now.tile), STATISTICS_BYTES, q_full + stage * 8);
-                barrier_wait(d_out_empty + stage * 8, step / 2 - 1);
-                barrier_expect(d_out_full + stage * 8, QUERY_TILE_BYTES);
-                copy_boxes<QUERIES>(d_out_tiles + stage * QUERY_TILE_BYTES, maps.d_out, d_out_full + stage * 8, now.tile * QUERIES, head, batch);
-            }
-        }
-        if (warp == 1) {
-#pragma unroll 1
-            for (int step = 0; step < steps; step++, now.advance(first_tile, query_tiles)) {
-                int* turn = turns + now.head * query_tiles + now.tile;
-                if (lane == 0) {
-                    while (read_turn(turn) < key_tile) {}
-                    fence();
-                }
-                __syncwarp();
-                named_arrive(TURN_HAS_COME, 288);
-                named_sync(TURN_IS_OVER, 288);
-                if (lane == 0) fence(), write_turn(turn, key_tile + 1);
-            }
-        }
+        if (warp == 0 && lane == 0) copy_tiles(at, maps, arguments, query_tiles, key_tiles);
+        if (warp == 1 || warp == 2) add_in_turn(at, arguments, warp - 1, lane, query_tiles, key_tiles);
         return;
     }
 
     take_registers<240>();
-    const int warp_row = threadIdx.x / 32 % 4 * 16, quad_row = lane / 4, quad_column = lane % 4 * 2;
-    const int my_key = first_key + warpgroup * 64 + warp_row + quad_row;  // of this thread; the other is my_key + 8
+    const int thread = threadIdx.x % 128, warp_row = thread / 32 * 16, quad_row = lane / 4, quad_column = lane % 4 * 2;
     const float to_log2 = sizes.scale * LOG2_E;
-    const Described known_k(k_tile + warpgroup * 64 * 128), known_v(v_tile + warpgroup * 64 * 128);
-    const Blocks<128, BY_ROWS> ds_blocks(ds_tile, warpgroup * 64 + warp_row, lane);
+    const Described known_k(at.k_tiles + warpgroup * 64 * 128), known_v(at.v_tile + warpgroup * 64 * 128);
+    const Blocks<128, BY_ROWS> ds_blocks(at.ds_tiles, warpgroup * 64 + warp_row, lane);
     // This group's rows of dS and columns of K, for dQ.
-    const Described known_left(ds_tile + (HEAD_DIM == 64 ? warpgroup * KEYS * 128 : 0));
-    const Described known_right(k_tile + (HEAD_DIM == 128 ? warpgroup * KEYS * 128 : 0));
+    const Described known_left(at.ds_tiles + (HEAD_DIM == 64 ? warpgroup * KEYS * 128 : 0));
+    const Described known_right(at.k_tiles + (HEAD_DIM == 128 ? warpgroup * KEYS * 128 : 0));
     float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
+    float s[QUERIES / 2], dp[QUERIES / 2];  // S^T, dP^T: 64 keys, QUERIES queries
+    float dq[32];                           // 64 queries, 64 columns
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) dk[i] = dv[i] = 0;
 
-    if (steps > 0) barrier_wait(keys_full, 0);
-    // dQ of the step before, whose sum is taken while the next S is computed.
-    float dq[32];  // 64 queries, 64 columns
-    float* sums = nullptr;
-    auto add_dq = [&] {
-        named_sync(TURN_HAS_COME, 288);
-        if (key_tile == 0) {
+    auto free = [&](u32 barrier) {
+        if (lane == 0) barrier_arrive(barrier);
+    };
+    auto issue_scores = [&](int stage, int keys_stage) {
+        const Described a = known_k.anew(), b(at.q_tiles + stage * QUERY_TILE_BYTES);
+#pragma unroll
+        for (int i = 0; i < K_STEPS; i++)
+            multiply_tiles<0, 0>(s, a.at(keys_stage * KEY_TILE_BYTES + i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32), i > 0);
+    };
+    auto issue_dp = [&](int stage) {
+        const Described a = known_v.anew(), b(at.d_out_tiles + stage * QUERY_TILE_BYTES);
+#pragma unroll
+        for (int i = 0; i < K_STEPS; i++)
+            multiply_tiles<0, 0>(dp, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32), i > 0);
+    };
+    auto issue_dq = [&](int stage, int keys_stage) {
+        const Described a = known_left.anew(), b = known_right.anew();
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; i++)
+            multiply_tiles<1, 1>(dq, a.at(stage * DS_TILE_BYTES + i * 2048), b.at(keys_stage * KEY_TILE_BYTES + i * 2048), i > 0);
+    };
+    // dQ of a tile whose earlier keys have added theirs, and which has no later ones.
+    auto finish_dq = [&](int index, bool is_alone) {
+        named_sync(TURN_HAS_COME + warpgroup, 160);
+        named_arrive(TURN_IS_TAKEN + warpgroup, 160);
+        if (!is_alone) {
+            const float* sums = arguments.dq_sums + (long long)index * DQ_TILE + warpgroup * (DQ_TILE / 2) + thread * 4;
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const float4 x = __ldcg(reinterpret_cast<const float4*>(sums + n * 512));
+                dq[n * 4] += x.x, dq[n * 4 + 1] += x.y, dq[n * 4 + 2] += x.z, dq[n * 4 + 3] += x.w;
+            }
+        }
+        const float scaled[2] = {sizes.scale, sizes.scale};
+        const Strides& of_dq = arguments.dq_strides;
+        const int head = index / query_tiles, query = index % query_tiles * QUERIES + (HEAD_DIM == 64 ? warpgroup * 64 : 0) + warp_row + quad_row;
+        write_rows<64>(dq, scaled, arguments.dq + head / sizes.heads * of_dq.batch + head % sizes.heads * of_dq.head + query * of_dq.row,
+                       of_dq.row, sizes.queries - query, HEAD_DIM == 128 ? warpgroup * 64 : 0, sizes.head_dim, lane);
+    };
+    // dQ of any other tile goes by way of shared memory.
+    int added = 0;
+    auto store_dq = [&] {
+        barrier_wait(at.dq_empty + warpgroup * 8, added - 1);
+        const u32 tile = at.dq_tile + warpgroup * DQ_TILE * 2 + thread * 16;
+#pragma unroll
+        for (int n = 0; n < 8; n++) write_shared(tile + n * 2048, dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
+        added++;
+    };
+    auto send_dq = [&] {
+        stores_fence();
+        __syncwarp();
+        free(at.dq_full + warpgroup * 8);
+    };
+    // lse, or delta, of this thread's queries among 64.
+    auto read_statistics = [&](float2 (&of_queries)[8], int stage, int first) {
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+            of_queries[n] = read_shared_pair(at.statistics_tiles + stage * STATISTICS_BYTES + (first + quad_column) * 4 + n * 32);
+    };
+
+    barrier_wait(at.keys_full, 0);
+    if (at.numbers[0] >= works) return;
+    Work work(sizes, at.numbers[0], query_tiles, key_tiles);
+    int tile = query_tiles - 1, head = work.first_head;
+    // From S to P, in place, while dP is computed.
+    auto exponentiate = [&](int stage) {
+        float2 lse[8];
+        read_statistics(lse, stage, 0);
+        products_wait<1>();
+        const int first_key = work.key_tile * KEYS + warpgroup * 64;
+        if (tile * QUERIES + sizes.offset < first_key + 63 || first_key + 64 > sizes.keys) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int key = first_key + warp_row + quad_row + i / 2 * 8;
+                // The first query, counted from this thread's first, that sees the key.
+                const int visible = (key < sizes.keys ? key - sizes.offset : sizes.queries + QUERIES) - tile * QUERIES - quad_column - i % 2;
+#pragma unroll
+                for (int n = 0; n < QUERIES / 8; n++) s[n * 4 + i] = n * 8 >= visible ? s[n * 4 + i] : -INFINITE;
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            if (half > 0) read_statistics(lse, stage, half * 64);
 #pragma unroll
             for (int n = 0; n < 8; n++)
-                *reinterpret_cast<float4*>(sums + n * 512) = make_float4(dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
-        } else {
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float four[4] = {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]};
-                add_to(sums + n * 512, four);
-            }
-        }
-        named_arrive(TURN_IS_OVER, 288);
-    };
-    auto do_step = [&](int step, bool masked) {
-        const int stage = step % 2;
-        const Described q(q_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128), d_out(d_out_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128);
-        const Described my_k = known_k.anew(), my_v = known_v.anew();
-        barrier_wait(q_full + stage * 8, step / 2);
-        float s[HALVES][32], dp[HALVES][32];  // S^T, dP^T: 64 keys, 64 queries
-        // All products of a step are groups in a queue: the four of a half (S, dP, and from these dV and dK), where those of
-        // all halves' S and dP come first. So what is waited for next is always the oldest of 2 HALVES.
-        constexpr int LEFT = 2 * HALVES - 1;
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-            products_fence();
-#pragma unroll
-            for (int i = 0; i < K_STEPS; i++)
-                multiply_tiles<0, 0>(s[half], my_k.at(i / 4 * KEYS * 128 + i % 4 * 32), q.at(half * 64 * 128 + i / 4 * QUERIES * 128 + i % 4 * 32), i > 0);
-            products_commit();
-            if (half == 0 && step > 0) add_dq();
-            if (half == 0) barrier_wait(d_out_full + stage * 8, step / 2);
-            products_fence();
-#pragma unroll
-            for (int i = 0; i < K_STEPS; i++)
-                multiply_tiles<0, 0>(dp[half], my_v.at(i / 4 * KEYS * 128 + i % 4 * 32), d_out.at(half * 64 * 128 + i / 4 * QUERIES * 128 + i % 4 * 32), i > 0);
-            products_commit();
-        }
-        u32 p[HALVES][4][4], ds[HALVES][4][4];
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-            products_wait<LEFT>();
-            if (masked) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const int key = my_key + i / 2 * 8;
-                    // The first query, counted from this thread's first, that sees the key.
-                    const int visible = (key < sizes.keys ? key - sizes.offset : sizes.queries + QUERIES) - now.tile * QUERIES -
-                                        half * 64 - quad_column - i % 2;
-#pragma unroll
-                    for (int n = 0; n < 8; n++) s[half][n * 4 + i] = n * 8 >= visible ? s[half][n * 4 + i] : -INFINITE;
+                    float& x = s[half * 32 + n * 4 + i];
+                    x = power_of_2(fmaf(x, to_log2, i % 2 ? -lse[n].y : -lse[n].x));
                 }
-            }
-            // lse, delta, lse, delta of this thread's queries; read twice, for want of registers.
-            const u32 statistics = statistics_tiles + stage * STATISTICS_BYTES + (half * 64 + quad_column) * 8;
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float4 row = read_shared_floats(statistics + n * 64);
-#pragma unroll
-                for (int i = 0; i < 4; i++) s[half][n * 4 + i] = power_of_2(fmaf(s[half][n * 4 + i], to_log2, i % 2 ? -row.z : -row.x));
-            }
-#pragma unroll
-            for (int i = 0; i < 16; i++) p[half][i / 4][i % 4] = E::pack(s[half][i * 2], s[half][i * 2 + 1]);
-            products_fence();
-#pragma unroll
-            for (int i = 0; i < 4; i++) multiply_registers<1>(dv, p[half][i], d_out.at(half * 64 * 128 + i * 2048), true);
-            products_commit();
-            products_wait<LEFT>();
-
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float4 row = read_shared_floats(statistics + n * 64);
-#pragma unroll
-                for (int i = 0; i < 4; i += 2)
-                    ds[half][n / 2][n % 2 * 2 + i / 2] = E::pack(s[half][n * 4 + i] * (dp[half][n * 4 + i] - row.y),
-                                                                 s[half][n * 4 + i + 1] * (dp[half][n * 4 + i + 1] - row.w));
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) store_matrices(ds_blocks.at(half * KEYS, i * 16, stage * DS_TILE_BYTES), ds[half][i]);
-            products_fence();
-#pragma unroll
-            for (int i = 0; i < 4; i++) multiply_registers<1>(dk, ds[half][i], q.at(half * 64 * 128 + i * 2048), true);
-            products_commit();
         }
-        stores_fence();
-        named_sync(ALL_OF_DS, 256);  // and both groups are done with dQ of the step before
-
-        const Described dq_left = known_left.anew(), dq_right = known_right.anew();
-        products_fence();
-#pragma unroll
-        for (int i = 0; i < KEYS / 16; i++) multiply_tiles<1, 1>(dq, dq_left.at(stage * DS_TILE_BYTES + i * 2048), dq_right.at(i * 2048), i > 0);
-        products_commit();
-        products_wait<1>();
-        if (lane == 0) barrier_arrive(q_empty + stage * 8), barrier_arrive(d_out_empty + stage * 8);
-        products_wait<0>();
-        sums = arguments.dq_sums + ((long long)now.head * query_tiles + now.tile) * DQ_TILE + (threadIdx.x - 128) * 4 +
-               warpgroup * (8 - 1) * 128 * 4;
-        now.advance(first_tile, query_tiles);
     };
+    barrier_wait(at.queries_full, 0);
+    // One group begins later, so that its exponentials come under the other's products.
+    if (warpgroup == 1) named_sync(ORDER, 256);
+    products_fence();
+    issue_scores(0, 0);
+    products_commit();
+    barrier_wait(at.v_full, 0);
+    products_fence();
+    issue_dp(0);
+    products_commit();
+    if (warpgroup == 0) named_arrive(ORDER, 256);
+    exponentiate(0);
+    products_wait<0>();
+    if (work.steps == 1) free(at.v_empty);
+
+    int step = 0;          // of all works
+    int due = -1;          // of the step before: the tile whose dq is to be finished, or -1
+    bool due_alone = false;
+    bool more = true;
+    int turn = 0;
+    for (; more; turn++) {
+        const int steps = work.steps, keys_stage = turn % 2;
+        // A step begins where no product is under way: the compiler does not follow them from one to the next.
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
-        const bool whole = now.tile * QUERIES + sizes.offset >= first_key + KEYS - 1 && first_key + KEYS <= sizes.keys;
-        if (whole) do_step(step, false);
-        else do_step(step, true);
-    }
-    if (steps > 0) add_dq();
-
-    const float as_it_is[2] = {1, 1}, scaled[2] = {sizes.scale, sizes.scale};
-    const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;
-    write_rows<HEAD_DIM>(dk, scaled, arguments.dk + batch * of_dk.batch + kv_head * of_dk.head + my_key * of_dk.row, of_dk.row,
-                         sizes.keys - my_key, 0, sizes.head_dim, lane);
-    write_rows<HEAD_DIM>(dv, as_it_is, arguments.dv + batch * of_dv.batch + kv_head * of_dv.head + my_key * of_dv.row, of_dv.row,
-                         sizes.keys - my_key, 0, sizes.head_dim, lane);
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-JOIN(flash_backward_hopper_finish_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
-    const Sizes& sizes = arguments.sizes;
-    const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
-    const int query_tiles = CEIL_DIV(sizes.queries, QUERIES);
-    const int head_in_all = blockIdx.x / query_tiles;
-    const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
-    const int query = blockIdx.x % query_tiles * QUERIES + (HEAD_DIM == 64 ? warpgroup * 64 : 0) + thread / 32 * 16 + lane / 4;
-    const float4* sums = reinterpret_cast<const float4*>(arguments.dq_sums) + (long long)blockIdx.x * (DQ_TILE / 4) +
-                         warpgroup * 8 * 128 + thread;
-    const bool seen = arguments.turns[blockIdx.x] > 0;  // no block has come to queries that see no key
-    float dq[32];
+        for (int i = 0; i < steps; i++, step++) {
+            const int stage = step % 2, next_stage = stage ^ 1, next_round = (step + 1) / 2;
+            const Described q(at.q_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128), d_out(at.d_out_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128);
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        const float4 x = seen ? sums[n * 128] : make_float4(0, 0, 0, 0);
-        dq[n * 4] = x.x, dq[n * 4 + 1] = x.y, dq[n * 4 + 2] = x.z, dq[n * 4 + 3] = x.w;
+            for (int half = 0; half < HALVES; half++) {
+                u32 p[4][4], ds[4][4];
+                float2 delta[8];
+                read_statistics(delta, stage, QUERIES + half * 64);
+#pragma unroll
+                for (int k = 0; k < 16; k++) p[k / 4][k % 4] = E::pack(s[half * 32 + k * 2], s[half * 32 + k * 2 + 1]);
+                products_fence();
+#pragma unroll
+                for (int k = 0; k < 4; k++) multiply_registers<1>(dv, p[k], d_out.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
+                products_commit();
+
+#pragma unroll
+                for (int n = 0; n < 8; n++)
+#pragma unroll
+                    for (int k = 0; k < 4; k += 2) {
+                        const int at = half * 32 + n * 4 + k;
+                        ds[n / 2][n % 2 * 2 + k / 2] = E::pack(s[at] * (dp[at] - delta[n].x), s[at + 1] * (dp[at + 1] - delta[n].y));
+                    }
+#pragma unroll
+                for (int k = 0; k < 4; k++) store_matrices(ds_blocks.at(half * KEYS, k * 16, stage * DS_TILE_BYTES), ds[k]);
+                products_fence();
+#pragma unroll
+                for (int k = 0; k < 4; k++) multiply_registers<1>(dk, ds[k], q.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
+                products_commit();
+            }
+            stores_fence();
+            __syncwarp();
+            free(at.ds_full + stage * 8);
+
+            // dQ of the step before (of nothing, in the first), S of the next (in the last as well).
+            if (step > 0) barrier_wait(at.ds_full + next_stage * 8, next_round - 1);
+            products_fence();
+            issue_dq(next_stage, keys_stage ^ (i == 0));
+            products_commit();
+            products_wait<1>();
+            free(at.queries_empty + stage * 8);
+            if (i == 0 && turn > 0) {
+                products_wait<0>();
+                free(at.keys_empty + (keys_stage ^ 1) * 8);
+            }
+            const bool last = i == steps - 1;
+            int number = 0;
+            if (last) {
+                barrier_wait(at.keys_full + (keys_stage ^ 1) * 8, (turn + 1) / 2);
+                number = at.numbers[keys_stage ^ 1];
+                more = number < works;
+            }
+            if (more) barrier_wait(at.queries_full + next_stage * 8, next_round);
+            products_fence();
+            issue_scores(next_stage, keys_stage ^ last);
+            products_commit();
+            products_wait<1>();
+            const bool sends = step > 0 && due < 0;
+            if (step > 0) free(at.ds_empty + next_stage * 8);
+            if (sends) store_dq();
+            else if (step > 0) finish_dq(due, due_alone);
+            due = tile < work.own_tiles ? head * query_tiles + tile : -1, due_alone = work.key_tile == 0;
+            if (last) {
+                const float as_it_is[2] = {1, 1}, scaled[2] = {sizes.scale, sizes.scale};
+                const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;
+                const int my_key = work.key_tile * KEYS + warpgroup * 64 + warp_row + quad_row;
+                const int batch = head / sizes.heads, kv_head = head % sizes.heads / (sizes.heads / sizes.kv_heads);
+                write_rows<HEAD_DIM>(dk, scaled, arguments.dk + batch * of_dk.batch + kv_head * of_dk.head + my_key * of_dk.row, of_dk.row,
+                                     sizes.keys - my_key, 0, sizes.head_dim, lane);
+                write_rows<HEAD_DIM>(dv, as_it_is, arguments.dv + batch * of_dv.batch + kv_head * of_dv.head + my_key * of_dv.row, of_dv.row,
+                                     sizes.keys - my_key, 0, sizes.head_dim, lane);
+                if (more) barrier_wait(at.v_full, turn + 1);
+            }
+            products_fence();
+            issue_dp(next_stage);
+            products_commit();
+            if (sends) send_dq();
+            if (last && more) {
+                work = Work(sizes, number, query_tiles, key_tiles);
+                tile = query_tiles - 1, head = work.first_head;
+            } else if (--tile < work.first_tile) {
+                tile = query_tiles - 1, head++;
+            }
+            exponentiate(next_stage);
+            barrier_wait(at.ds_empty + next_stage * 8, next_round - 1);  // here, since the compiler moves no exponential across it
+            products_wait<0>();
+            if (last ? more && work.steps == 1 : i + 2 == steps) free(at.v_empty);
+        }
     }
-    const float scaled[2] = {sizes.scale, sizes.scale};
-    const Strides& of_dq = arguments.dq_strides;
-    write_rows<64>(dq, scaled, arguments.dq + batch * of_dq.batch + head * of_dq.head + query * of_dq.row, of_dq.row,
-                   sizes.queries - query, HEAD_DIM == 128 ? warpgroup * 64 : 0, sizes.head_dim, lane);
+    step--;
+    barrier_wait(at.ds_full + step % 2 * 8, step / 2);
+    products_fence();
+    issue_dq(step % 2, (turn - 1) % 2);
+    products_commit();
+    products_wait<0>();
+    if (due < 0) store_dq(), send_dq();
+    else finish_dq(due, due_alone);
 }

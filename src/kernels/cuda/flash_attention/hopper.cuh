@@ -1,5 +1,6 @@
 // Hopper's own instructions (sm_90a): warpgroup products that read shared memory, copies of whole tiles, their barriers.
 // Goes between common.cuh and the kernels that use it.
+#define HOPPER
 
 // ---- wgmma: 64 rows of a product by a warpgroup; its accumulators lie over the threads as those of mma.sync do
 
@@ -163,6 +164,11 @@ __device__ __forceinline__ void copy_bytes(u32 target, const void* source, int b
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
+__device__ __forceinline__ float2 read_shared_pair(u32 address) {
+    float2 r;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address) : "memory");
+    return r;
+}
 // Four 8 x 8 matrices, their rows at the addresses of lanes 0-7, 8-15 and so on: what ldmatrix would read back.
 __device__ __forceinline__ void store_matrices(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
@@ -170,3 +176,19 @@ __device__ __forceinline__ void store_matrices(u32 address, const u32 (&r)[4]) {
 }
 // Before the tensor cores read what this thread has stored.
 __device__ __forceinline__ void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- copies from shared memory, by one thread: it waits until all that it began have read, or have written
+
+__device__ __forceinline__ void write_shared(u32 address, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+__device__ __forceinline__ void write_bytes(void* target, u32 source, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2; cp.async.bulk.commit_group;"
+                 ::"l"(target), "r"(source), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void add_floats(float* target, u32 source, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2; cp.async.bulk.commit_group;"
+                 ::"l"(target), "r"(source), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void writes_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void writes_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

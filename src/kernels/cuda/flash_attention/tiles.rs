@@ -164,10 +164,10 @@ impl BackwardHopper {
     }
 
     pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
-        (2 * Self::KEYS + 4 * self.queries) * head_dim * 2
+        (3 * Self::KEYS + 6 * self.queries) * head_dim * 2
             + Self::KEYS * self.queries * 4
             + self.queries * 16
             + 1024
-            + 128
+            + 256
     }
 }

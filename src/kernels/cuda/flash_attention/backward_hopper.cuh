@@ -1,0 +1,154 @@
+// What backward_hopper.cu consists of besides the products: works, a block's shared memory, the warp that copies tiles into it,
+// the warps that add dQ to what earlier keys have summed. Between backward.cuh and backward_hopper.cu.
+
+constexpr int KEYS = 128;
+constexpr int HALVES = QUERIES / 64;  // of a tile of queries: P and dS of one are made at a time
+constexpr int K_STEPS = HEAD_DIM / 16;
+constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
+constexpr int DS_TILE_BYTES = KEYS * QUERIES * 2, STATISTICS_BYTES = QUERIES * 8;
+constexpr int DQ_TILE = QUERIES * HEAD_DIM;
+static_assert(QUERIES * HEAD_DIM == 64 * 128 && (HEAD_DIM == 64 || HEAD_DIM == 128), "one dQ of 64 x 64 for each group");
+
+struct Maps {
+    Map q, k, v, d_out;
+};
+// One a group, but for ORDER.
+enum Named { TURN_HAS_COME = 1, TURN_IS_TAKEN = 3, ORDER = 5 };
+
+// A tile of keys of one head, with the tiles of queries that it goes with: `tiles` .. first_tile, downwards, of each of the
+// heads first_head .. first_head + group.
+struct Work {
+    int key_tile, first_tile, first_head, steps;
+    int own_tiles;  // so many of the first tiles have no later keys: this work finishes their dq
+    __device__ __forceinline__ Work(const Sizes& sizes, int number, int tiles, int key_tiles) {
+        // The first keys first: with a causal mask most queries see them.
+        int kv_head;
+        place(number, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head, key_tile);
+        const int group = sizes.heads / sizes.kv_heads;
+        first_head = kv_head * group;
+        // Keys that nobody sees go with the last tile, and find that.
+        first_tile = min(max(0, key_tile * KEYS - sizes.offset) / QUERIES, tiles - 1);
+        steps = (tiles - first_tile) * group;
+        own_tiles = key_tile == key_tiles - 1 ? tiles : min(max(0, (key_tile + 1) * KEYS - sizes.offset) / QUERIES, tiles - 1);
+    }
+};
+// Until the sums of so many tiles of keys are there.
+__device__ __forceinline__ void await_turn(const int* turn, int mine) {
+    int value;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(turn) : "memory");
+    while (value < mine);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Shared memory: tiles that begin at multiples of 1024 bytes, then barriers, each twice (a stage, or a group) but for V's.
+struct Shared {
+    u32 k_tiles, v_tile, q_tiles, d_out_tiles, ds_tiles, dq_tile, statistics_tiles;
+    u32 keys_full, keys_empty, queries_full, queries_empty, ds_full, ds_empty, dq_full, dq_empty, v_full, v_empty;
+    int* numbers;  // of the works whose keys are there
+    __device__ __forceinline__ Shared(unsigned char* shared) {
+        const u32 start = (u32)__cvta_generic_to_shared(shared);
+        k_tiles = (start + 1023) & ~1023u, v_tile = k_tiles + 2 * KEY_TILE_BYTES;
+        q_tiles = v_tile + KEY_TILE_BYTES, d_out_tiles = q_tiles + 2 * QUERY_TILE_BYTES;
+        ds_tiles = d_out_tiles + 2 * QUERY_TILE_BYTES, dq_tile = ds_tiles + 2 * DS_TILE_BYTES;
+        statistics_tiles = dq_tile + DQ_TILE * 4;
+        keys_full = statistics_tiles + 2 * STATISTICS_BYTES, keys_empty = keys_full + 16;
+        queries_full = keys_empty + 16, queries_empty = queries_full + 16;
+        ds_full = queries_empty + 16, ds_empty = ds_full + 16;
+        dq_full = ds_empty + 16, dq_empty = dq_full + 16;
+        v_full = dq_empty + 16, v_empty = v_full + 8;
+        numbers = reinterpret_cast<int*>(shared + (v_empty + 8 - start));
+    }
+    // By one thread. Who is waited for: the copy engine, or warps: 8 that multiply, 4 of a group, 2 that add.
+    __device__ __forceinline__ void make_barriers() const {
+        for (int stage = 0; stage < 2; stage++) {
+            barrier_make(keys_full + stage * 8, 1), barrier_make(keys_empty + stage * 8, 8 + 2);
+            barrier_make(queries_full + stage * 8, 1), barrier_make(queries_empty + stage * 8, 8);
+            barrier_make(ds_full + stage * 8, 8), barrier_make(ds_empty + stage * 8, 8);
+            barrier_make(dq_full + stage * 8, 4), barrier_make(dq_empty + stage * 8, 1);
+        }
+        barrier_make(v_full, 1), barrier_make(v_empty, 8);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+};
+
+// One thread: takes works by ticket until there are none, and copies what they read: keys a work ahead, queries a step
+// ahead.
+__device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, const BackwardArguments& arguments, int query_tiles, int key_tiles) {
+    const Sizes& sizes = arguments.sizes;
+    const int works = key_tiles * sizes.batch * sizes.kv_heads, group = sizes.heads / sizes.kv_heads;
+    int step = 0;
+    for (int turn = 0;; turn++) {
+        const u32 full = at.keys_full + turn % 2 * 8;
+        barrier_wait(at.keys_empty + turn % 2 * 8, turn / 2 - 1);
+        const int number = atomicAdd(arguments.turns + 2 * sizes.batch * sizes.heads * query_tiles, 1);
+        at.numbers[turn % 2] = number;
+        if (number >= works) {
+            barrier_arrive(full);
+            break;
+        }
+        const Work work(sizes, number, query_tiles, key_tiles);
+        const int batch = work.first_head / sizes.heads, first_head = work.first_head - batch * sizes.heads;
+        barrier_expect(full, KEY_TILE_BYTES);
+        copy_boxes<KEYS>(at.k_tiles + turn % 2 * KEY_TILE_BYTES, maps.k, full, work.key_tile * KEYS, first_head / group, batch);
+        for (int head = first_head; head < first_head + group; head++)
+#pragma unroll 1
+            for (int tile = query_tiles - 1; tile >= work.first_tile; tile--, step++) {
+                const int stage = step % 2;
+                const u32 queries = at.queries_full + stage * 8;
+                barrier_wait(at.queries_empty + stage * 8, step / 2 - 1);
+                barrier_expect(queries, 2 * QUERY_TILE_BYTES + STATISTICS_BYTES);
+                copy_boxes<QUERIES>(at.q_tiles + stage * QUERY_TILE_BYTES, maps.q, queries, tile * QUERIES, head, batch);
+                copy_boxes<QUERIES>(at.d_out_tiles + stage * QUERY_TILE_BYTES, maps.d_out, queries, tile * QUERIES, head, batch);
+                copy_bytes(at.statistics_tiles + stage * STATISTICS_BYTES,
+                           arguments.statistics + 2ll * QUERIES * ((batch * sizes.heads + head) * query_tiles + tile), STATISTICS_BYTES, queries);
+                if (head == first_head && tile == query_tiles - 1) {
+                    barrier_wait(at.v_empty, turn - 1);
+                    barrier_expect(at.v_full, KEY_TILE_BYTES);
+                    copy_boxes<KEYS>(at.v_tile, maps.v, at.v_full, work.key_tile * KEYS, first_head / group, batch);
+                }
+            }
+    }
+}
+
+// A warp for each group: adds the group's half of dQ, step by step, to dq_sums when it is this work's turn, or lets the
+// group do so where it is the last.
+__device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArguments& arguments, int half, int lane, int query_tiles, int key_tiles) {
+    const Sizes& sizes = arguments.sizes;
+    const int works = key_tiles * sizes.batch * sizes.kv_heads, group = sizes.heads / sizes.kv_heads;
+    const u32 tile_to_add = at.dq_tile + half * DQ_TILE * 2;
+    int added = 0;  // tiles that have gone from there to dq_sums
+    for (int turn = 0;; turn++) {
+        barrier_wait(at.keys_full + turn % 2 * 8, turn / 2);
+        const int number = at.numbers[turn % 2];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(at.keys_empty + turn % 2 * 8);
+        if (number >= works) break;
+        const Work work(sizes, number, query_tiles, key_tiles);
+        for (int head = work.first_head; head < work.first_head + group; head++)
+#pragma unroll 1
+            for (int tile = query_tiles - 1; tile >= work.first_tile; tile--) {
+                const int index = head * query_tiles + tile;
+                int* const turns = arguments.turns + 2 * index + half;
+                if (tile < work.own_tiles) {
+                    if (lane == 0) await_turn(turns, work.key_tile);
+                    __syncwarp();
+                    named_arrive(TURN_HAS_COME + half, 160);
+                    named_sync(TURN_IS_TAKEN + half, 160);
+                    continue;
+                }
+                if (lane == 0) {
+                    float* const sums = arguments.dq_sums + (long long)index * DQ_TILE + half * (DQ_TILE / 2);
+                    await_turn(turns, work.key_tile);
+                    barrier_wait(at.dq_full + half * 8, added);
+                    if (work.key_tile == 0) write_bytes(sums, tile_to_add, DQ_TILE * 2);
+                    else add_floats(sums, tile_to_add, DQ_TILE * 2);
+                    writes_have_read();
+                    barrier_arrive(at.dq_empty + half * 8);
+                    writes_are_done();
+                    fence();
+                    write_turn(turns, work.key_tile + 1);
+                }
+                added++;
+            }
+    }
+}
