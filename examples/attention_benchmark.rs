@@ -1,11 +1,12 @@
-//! Times attention forward and backward, naive and flash side by side, with its memory, over a grid of sequence lengths
-//! and head dimensions; or the layer around it, with `--module`.
+//! Times attention forward and backward, naive, flash and planned side by side, with its memory, over a grid of sequence
+//! lengths and head dimensions; or the layer around it, with `--module`.
 //!
 //! ```text
 //! cargo run --example attention_benchmark
 //! cargo run --example attention_benchmark -- --full --plot attention.svg
 //! cargo run --example attention_benchmark -- --sequence-length 512,2048 --head-dim 64 --heads 12 --batch-size 1 --causal
-//! cargo run --example attention_benchmark -- --compile --precision f32 bf16
+//! cargo run --example attention_benchmark -- --compare naive flash planned --precision f32 bf16
+//! cargo run --features cuda --example attention_benchmark -- --device cuda:0 --full --compare naive flash planned
 //! cargo run --example attention_benchmark -- --module --format markdown
 //! cargo run --example attention_benchmark -- --module --precision f32 bf16 --drop-casts
 //! ```
@@ -19,19 +20,18 @@ mod common;
 mod grid;
 
 use candle_core::{DType, Device};
-use clap::{Parser, ValueEnum};
-use common::modes::CompileFlag;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, ValueEnum};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
-use grid::Arithmetic;
+use grid::{Arithmetic, Implementation};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::attention::Algorithm;
 use tallow::bench::{Sampling, figure};
 use tallow::report::{Fields, Report, format_mib};
 
-/// Times attention forward and backward, naive and flash side by side, with its memory.
+/// Times attention forward and backward, naive, flash and planned side by side, with its memory.
 ///
 /// Without --full the grid is one that takes under two minutes.
 ///
@@ -58,9 +58,9 @@ struct Flags {
     #[arg(long, num_args = 1.., value_delimiter = ',')]
     sequence_length: Vec<usize>,
 
-    /// naive, flash; several allowed
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive,flash")]
-    implementation: Vec<Algorithm>,
+    /// naive, flash, planned; several allowed
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "naive,flash")]
+    compare: Vec<Implementation>,
 
     /// Passes that are measured; fewer, at least 2, where the time budget ends first
     #[arg(long, default_value_t = 100)]
@@ -84,10 +84,6 @@ struct Flags {
 
     #[command(flatten)]
     precision: PrecisionFlags,
-
-    /// Plan naive attention for its shape too, or with =only instead of running it eagerly (not in f64; on the CPU)
-    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside", conflicts_with = "module")]
-    compile: Option<CompileFlag>,
 
     /// The whole grid: on two cores most of an hour
     #[arg(long)]
@@ -137,10 +133,27 @@ impl DTypeFlag {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
+    flags.check();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
+    /// Ends the program where the flags ask for what is not planned.
+    fn check(&self) {
+        if !self.compare.contains(&Implementation::Planned) {
+            return;
+        }
+        let other = match self.dtype {
+            Some(DTypeFlag::F64) => "--dtype f64",
+            _ if self.module => "--module",
+            _ => return,
+        };
+        let words = format!("attention is not planned with {other}: compare naive and flash");
+        Self::command()
+            .error(ErrorKind::ArgumentConflict, words)
+            .exit();
+    }
+
     fn run(&self) -> Result<()> {
         self.output.check()?;
         let plot = Output {
@@ -162,11 +175,12 @@ impl Flags {
             environment: self.common.environment(&device),
             configuration: self.configuration(&sampling, &arithmetic),
             columns: columns::columns(self.module),
-            notes: self.notes(&rows, &arithmetic),
+            notes: self.notes(&rows),
             ..Default::default()
         };
         for &one in &arithmetic {
-            self.analyse(one, &runs, &rows, arithmetic.len() > 1, &mut report);
+            let several = arithmetic.len() > 1;
+            self.analyse(one, &runs, &rows, several, &device, &mut report);
         }
         report
             .environment
@@ -244,17 +258,14 @@ impl Flags {
         fields
     }
 
-    fn notes(&self, rows: &[Fields], arithmetic: &[Arithmetic]) -> Vec<String> {
+    fn notes(&self, rows: &[Fields]) -> Vec<String> {
         let mut notes = vec![
             "Times are mean ± standard deviation over n passes; forward keeps its graph, backward starts from ones; \
              each phase is timed itself."
                 .to_string(),
         ];
-        if self.compile.is_some() {
+        if self.compare.contains(&Implementation::Planned) {
             notes.push(PLANNED.into());
-            if arithmetic.iter().any(|one| !one.can_be_planned()) {
-                notes.push("Attention is not planned in f64, which ran eagerly.".into());
-            }
         }
         let fewer = |row: &Fields| {
             let n = row.get("n").and_then(|n| n.as_u64());
@@ -302,8 +313,7 @@ impl Flags {
 }
 
 /// What is said of planned rows.
-const PLANNED: &str = "planned: naive's mathematics for a shape known beforehand, a block of queries at a time; its arena is there \
-     from the beginning to the end.";
+const PLANNED: &str = "planned: naive's mathematics for a shape known beforehand; its arena is there from the beginning to the end.";
 
 /// What the runs may take: asked once, since nothing stays alive between them, and less a sixth of what is available,
 /// since the host's allocator keeps some of the pages that earlier runs gave back.

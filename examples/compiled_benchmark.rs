@@ -33,7 +33,7 @@ use tallow::compile::PlanConfig;
 use tallow::precision::Precision;
 use tallow::report::{Fields, Report};
 
-/// Compares what is planned beforehand with what is run eagerly: attention (on the CPU), and whole models.
+/// Compares what is planned beforehand with what is run eagerly: attention, and whole models.
 ///
 /// Without --full it takes about a minute.
 #[derive(Parser)]

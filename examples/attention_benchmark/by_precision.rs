@@ -2,6 +2,7 @@
 
 use super::grid::{Arithmetic, Run, limits};
 use super::{Flags, columns};
+use candle_core::Device;
 use tallow::bench::{Analysis, Limit};
 use tallow::report::{Fields, Report};
 
@@ -13,6 +14,7 @@ impl Flags {
         runs: &[Run],
         rows: &[Fields],
         several: bool,
+        device: &Device,
         report: &mut Report,
     ) {
         let name = arithmetic.name();
@@ -20,7 +22,7 @@ impl Flags {
         let own = own.filter(|row| row.get("precision") == Some(&name.into()));
         let own: Vec<Fields> = own.cloned().collect();
         let analysis = Analysis::of(&own, self.width_key());
-        let limits = limits(runs, arithmetic);
+        let limits = limits(runs, arithmetic, device);
         report
             .lines
             .extend(columns::lines(&own, &analysis, self.width_key()));

@@ -1,14 +1,41 @@
 //! What is measured: every combination of the flags' lists, and where memory ends.
 
 use super::Flags;
-use super::common::modes::CompileFlag;
 use candle_core::{DType, Device};
+use clap::ValueEnum;
 use tallow::Result;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, Execution, Limit, Sampling, SelfAttentionRun};
 use tallow::memory::{AttentionWorkload, SelfAttentionWorkload};
 use tallow::precision::Precision;
 use tallow::report::Fields;
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Implementation {
+    /// Scores, softmax, weighted sum, op by op
+    Naive,
+    /// Tile by tile, without probabilities in memory
+    Flash,
+    /// Naive's mathematics, planned for its shape beforehand; not in f64, not with --module
+    Planned,
+}
+
+impl Implementation {
+    fn algorithm(self) -> Algorithm {
+        match self {
+            Self::Naive | Self::Planned => Algorithm::Naive,
+            Self::Flash => Algorithm::Flash,
+        }
+    }
+
+    fn execution(self) -> Execution {
+        match self {
+            Self::Naive | Self::Flash => Execution::Eager,
+            Self::Planned => Execution::Planned,
+        }
+    }
+}
 
 /// One configuration.
 pub struct Run {
@@ -36,11 +63,6 @@ impl Arithmetic {
             Self::Of(dtype) => dtype.as_str(),
             Self::As(precision) => precision.name(),
         }
-    }
-
-    /// Whether attention is planned in it.
-    pub fn can_be_planned(self) -> bool {
-        self.attention_dtype() != DType::F64
     }
 
     /// What attention itself is given.
@@ -92,9 +114,9 @@ impl Run {
         Ok(named.collect())
     }
 
-    fn limit(&self) -> Option<Limit> {
+    fn limit(&self, device: &Device) -> Option<Limit> {
         match &self.what {
-            What::Attention(run) => run.limit(),
+            What::Attention(run) => run.limit(device),
             What::Module(run) => run.limit(),
         }
     }
@@ -135,13 +157,10 @@ impl Flags {
         let mut runs = Vec::new();
         for &width in &widths {
             for &length in &lengths {
-                for &algorithm in &self.implementation {
+                for &implementation in &self.compare {
                     for &arithmetic in arithmetic {
-                        for execution in self.executions(algorithm, arithmetic) {
-                            let one = (algorithm, arithmetic, execution);
-                            let what = self.one(one, length, width, sampling);
-                            runs.push(Run { arithmetic, what });
-                        }
+                        let what = self.one((implementation, arithmetic), length, width, sampling);
+                        runs.push(Run { arithmetic, what });
                     }
                 }
             }
@@ -149,23 +168,14 @@ impl Flags {
         runs
     }
 
-    /// Naive is planned too, or alone, where it can be.
-    fn executions(&self, algorithm: Algorithm, arithmetic: Arithmetic) -> Vec<Execution> {
-        let can = algorithm == Algorithm::Naive && arithmetic.can_be_planned();
-        match self.compile.filter(|_| can) {
-            None => vec![Execution::Eager],
-            Some(CompileFlag::Beside) => vec![Execution::Eager, Execution::Planned],
-            Some(CompileFlag::Only) => vec![Execution::Planned],
-        }
-    }
-
     fn one(
         &self,
-        (algorithm, arithmetic, execution): (Algorithm, Arithmetic, Execution),
+        (implementation, arithmetic): (Implementation, Arithmetic),
         length: usize,
         width: usize,
         sampling: &Sampling,
     ) -> What {
+        let algorithm = implementation.algorithm();
         let sampling = sampling.clone();
         if self.module {
             let workload = SelfAttentionWorkload {
@@ -198,15 +208,15 @@ impl Flags {
         What::Attention(AttentionRun {
             workload,
             sampling,
-            execution,
+            execution: implementation.execution(),
         })
     }
 }
 
 /// Where memory ends for each implementation of the runs that compute in that.
-pub fn limits(runs: &[Run], arithmetic: Arithmetic) -> Vec<Limit> {
+pub fn limits(runs: &[Run], arithmetic: Arithmetic, device: &Device) -> Vec<Limit> {
     let own = runs.iter().filter(|run| run.arithmetic == arithmetic);
-    let of_runs: Vec<Limit> = own.filter_map(Run::limit).collect();
+    let of_runs: Vec<Limit> = own.filter_map(|run| run.limit(device)).collect();
     let limits = ["naive", "planned", "flash"]
         .into_iter()
         .filter_map(|name| {

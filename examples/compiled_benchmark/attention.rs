@@ -103,7 +103,8 @@ impl AttentionFlags {
             (None, true) => 60_000.0,
             (None, false) => 1_500.0,
         };
-        let available_bytes = setting.limit_bytes.or_else(tallow::device::available_bytes);
+        let available = || tallow::device::available_bytes_on(&setting.device);
+        let available_bytes = setting.limit_bytes.or_else(available);
         AttentionRun {
             workload: AttentionWorkload {
                 algorithm: match name {
@@ -237,8 +238,8 @@ fn line(rows: &[Fields], analysis: &Analysis, (head_dim, length): (usize, usize)
 
 fn notes(rows: &[Fields], analysis: &Analysis) -> Vec<String> {
     let mut notes = vec![
-        "Medians. naive: op by op, with candle's graph; planned: the same mathematics for a shape known beforehand, a block \
-         of queries at a time, in an arena that is there from the beginning to the end; flash: without probabilities."
+        "Medians. naive: op by op, with candle's graph; planned: the same mathematics for a shape known beforehand, \
+         in an arena that is there from the beginning to the end; flash: without probabilities."
             .to_string(),
     ];
     for name in &IMPLEMENTATIONS[1..] {

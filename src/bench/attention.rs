@@ -5,7 +5,7 @@ use super::{Execution, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
 use crate::compile::Attention;
 use crate::memory::{
-    Account, AttentionWorkload, attention_account, planned_attention_account, smallest_beyond,
+    Account, AttentionWorkload, attention_account_on, planned_attention_account_on, smallest_beyond,
 };
 use crate::nn::seeded;
 use crate::report::Fields;
@@ -36,7 +36,7 @@ pub struct AttentionRun {
     pub workload: AttentionWorkload,
     /// How it is measured.
     pub sampling: Sampling,
-    /// Eager, or planned for its shape ([`Attention`]): naive, in f32, bf16 or f16, on the CPU.
+    /// Eager, or planned for its shape ([`Attention`]): naive, in f32, bf16 or f16, on the CPU or a CUDA card.
     pub execution: Execution,
 }
 
@@ -44,7 +44,7 @@ impl AttentionRun {
     /// Measures, and returns a row each for `forward`, `backward` and `forward+backward`, all three timed in the same
     /// steps. Forward keeps its graph, as before a backward; backward starts from a gradient of ones.
     ///
-    /// One row alone says what was not measured: `OOM`, decided from [`attention_account`] before anything is
+    /// One row alone says what was not measured: `OOM`, decided from [`attention_account_on`] before anything is
     /// allocated, with the sum; `unsupported`, for a head dimension that the algorithm does not take;
     /// `over time budget`. `reason` says why, and also why a row has fewer samples than were asked for. `on_step` is
     /// called after every step with the whole step's time in ms.
@@ -52,7 +52,7 @@ impl AttentionRun {
     /// FLOPs are 4 B H Dh for each pair of query and key that the mask leaves, and twice that backward, whatever the
     /// algorithm does: flash's second look at the scores is not counted, nor is what naive spends on masked ones.
     ///
-    /// Memory is measured where a [`Tracker`](crate::memory::tracker::Tracker) is installed, on the CPU:
+    /// Memory is measured where a [`Tracker`](crate::memory::tracker::Tracker) is installed, on a card by its pool's counters:
     /// `before_backward_bytes` is what is alive between forward and backward, `peak_bytes` the most in the phase, q, k
     /// and v included in both.
     ///
@@ -80,7 +80,7 @@ impl AttentionRun {
             tokens: w.batch_size as f64 * w.sequence_length as f64,
             forward_flops: self.forward_flops(),
             backward_flops: 2.0 * self.forward_flops(),
-            account: self.account()?,
+            account: self.account(device)?,
             unsupported: unsupported(w.algorithm, w.head_dim),
         };
         let config = AttentionConfig {
@@ -98,9 +98,8 @@ impl AttentionRun {
         passes.run(device, prepare, on_step, |_| Fields::new())
     }
 
-    /// With T doubled from 1: the first that the memory available does not hold. `None` where that is not known, and
-    /// where the algorithm takes no heads of this dimension.
-    pub fn limit(&self) -> Option<Limit> {
+    /// With T doubled from 1: the first that the memory available does not hold on `device`. `None` where that is not known, and where the algorithm takes no heads of this dimension.
+    pub fn limit(&self, device: &Device) -> Option<Limit> {
         let available_bytes = self.sampling.available_bytes?;
         if unsupported(self.workload.algorithm, self.workload.head_dim).is_some() {
             return None;
@@ -115,8 +114,8 @@ impl AttentionRun {
                 ..self.clone()
             };
             // What is too large to be planned for is too large for any memory, eagerly too.
-            run.account()
-                .unwrap_or_else(|_| attention_account(&run.workload))
+            run.account(device)
+                .unwrap_or_else(|_| attention_account_on(device, &run.workload))
         })?;
         Some(Limit {
             implementation: self.implementation(),
@@ -136,10 +135,10 @@ impl AttentionRun {
         }
     }
 
-    fn account(&self) -> Result<Account> {
+    fn account(&self, device: &Device) -> Result<Account> {
         match self.execution {
-            Execution::Eager => Ok(attention_account(&self.workload)),
-            Execution::Planned => planned_attention_account(&self.workload),
+            Execution::Eager => Ok(attention_account_on(device, &self.workload)),
+            Execution::Planned => planned_attention_account_on(device, &self.workload),
         }
     }
 
@@ -154,7 +153,10 @@ impl AttentionRun {
             _ if !matches!(w.dtype, DType::F32 | DType::BF16 | DType::F16) => {
                 ("the dtype is not f32, bf16 or f16", w.dtype.as_str())
             }
-            _ if !device.is_cpu() => ("the device is not the CPU", "another device"),
+            _ if device.is_metal() => (
+                "the device is neither the CPU nor a CUDA card",
+                "another device",
+            ),
             _ => return Ok(()),
         };
         Err(Error::Config {
@@ -162,14 +164,14 @@ impl AttentionRun {
             field: "execution",
             expected: format!("eager, where {expected}"),
             got: format!("planned, {got}"),
-            hint: "run it eagerly, or naive in f32, bf16 or f16 on the CPU".into(),
+            hint: "run it eagerly, or naive in f32, bf16 or f16 on the CPU or a CUDA card".into(),
         })
     }
 
     fn planned(&self, device: &Device, config: &AttentionConfig) -> Result<PlannedPass> {
         let [q, k, v] = self.inputs(device)?.map(Var::into_inner);
         Ok(PlannedPass {
-            attention: Attention::new(q.shape(), self.workload.dtype, config)?,
+            attention: Attention::new_on(device, q.shape(), self.workload.dtype, config)?,
             d_out: q.ones_like()?,
             inputs: [q, k, v],
         })

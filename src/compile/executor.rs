@@ -10,7 +10,7 @@ use crate::kernels::cpu::adamw::Update;
 use crate::optim::PlannedUpdate;
 use crate::optim::inplace::{lend, lend_all};
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, Var, WithDType};
+use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, Var, WithDType};
 use half::{bf16, f16};
 
 /// What may change from run to run.
@@ -36,6 +36,8 @@ pub(super) struct Tensors<'a> {
     pub targets: &'a [u32],
     /// What a forward alone gives out.
     pub output: Option<&'a Tensor>,
+    /// What is read where it lies, by number, contiguous; those that the run's calls do not read may be missing.
+    pub arguments: &'a [&'a Tensor],
 }
 
 /// A plan's memory, and what runs its calls.
@@ -80,6 +82,19 @@ impl Executor {
         }
     }
 
+    /// Runs the calls that follow those of the micro-batches, in a plan without an update.
+    pub fn run_after_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
+        match self {
+            Self::Cpu(executor) => on_cpu(tensors, |lent| {
+                let _goes_on =
+                    executor.run_after_micro_batches(plan, lent, &Controls::default())?;
+                Ok(())
+            }),
+            #[cfg(feature = "cuda")]
+            Self::Card(executor) => executor.run_after_micro_batches(plan, tensors),
+        }
+    }
+
     /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error neither
     /// parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
     pub fn run(
@@ -112,6 +127,28 @@ impl Executor {
         }
     }
 
+    /// What a run has left in an operand that the plan keeps, where it lies; `None` on a card, whose memory is not the host's.
+    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> Option<&[T]> {
+        match self {
+            Self::Cpu(executor) => Some(executor.values(plan, operand)),
+            #[cfg(feature = "cuda")]
+            Self::Card(_) => None,
+        }
+    }
+
+    /// The same copied to a tensor of that shape, where the plan is run.
+    pub fn copy(&self, plan: &Plan, operand: &Operand, shape: &Shape) -> Result<Tensor> {
+        match self {
+            Self::Cpu(executor) => match plan.buffer(operand.buffer).dtype {
+                DType::BF16 => copied(executor.values::<bf16>(plan, operand), shape),
+                DType::F16 => copied(executor.values::<f16>(plan, operand), shape),
+                _ => copied(executor.values::<f32>(plan, operand), shape),
+            },
+            #[cfg(feature = "cuda")]
+            Self::Card(executor) => executor.copy(plan, operand, shape),
+        }
+    }
+
     /// Has the copies of weights that last from run to run made anew in the next.
     pub fn refresh(&mut self) {
         match self {
@@ -124,6 +161,18 @@ impl Executor {
 
 /// Calls `run` with the elements of all tensors, which are on the CPU.
 fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R>) -> Result<R> {
+    let guards = tensors.arguments.iter().map(|x| x.storage_and_layout());
+    let guards: Vec<_> = guards.collect();
+    let arguments = guards.iter().map(|(storage, layout)| {
+        let (start, end) = layout.contiguous_offsets().unwrap_or((0, 0)); // checked
+        match &**storage {
+            Storage::Cpu(CpuStorage::F32(x)) => Ok(bytes_read(&x[start..end])),
+            Storage::Cpu(CpuStorage::BF16(x)) => Ok(bytes_read(&x[start..end])),
+            Storage::Cpu(CpuStorage::F16(x)) => Ok(bytes_read(&x[start..end])),
+            _ => candle_core::bail!("expected an argument in f32, bf16 or f16 on the CPU"),
+        }
+    });
+    let arguments = arguments.collect::<candle_core::Result<Vec<_>>>()?;
     let count = tensors.parameters.len();
     let parameters = tensors.parameters.iter().map(|(_, var)| var.as_tensor());
     let first = tensors.updates.iter().map(|planned| &planned.exp_avg);
@@ -141,7 +190,7 @@ fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R
                 tokens: tensors.tokens,
                 targets: tensors.targets,
                 output,
-                ..Default::default()
+                arguments: &arguments,
             };
             result = Some(run(&lent));
         })
@@ -163,6 +212,15 @@ fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R
 fn bytes<T>(elements: &mut [T]) -> *mut [u8] {
     let len = size_of_val(elements);
     std::ptr::slice_from_raw_parts_mut(elements.as_mut_ptr().cast(), len)
+}
+
+fn bytes_read<T>(elements: &[T]) -> *const [u8] {
+    let start = elements.as_ptr().cast();
+    std::ptr::slice_from_raw_parts(start, size_of_val(elements))
+}
+
+fn copied<T: WithDType>(values: &[T], shape: &Shape) -> Result<Tensor> {
+    Ok(Tensor::from_slice(values, shape, &Device::Cpu)?)
 }
 
 /// Gradients that cannot be clipped: those of parameter number `culprit`, or all together.

@@ -45,7 +45,8 @@
 //! product, heads and gates lie packed, and the copies of weights last from run to run: the update writes them, so that no step
 //! casts a weight ([`TrainStep::refresh`] after weights were loaded or set). A run is recorded as a CUDA graph when it
 //! comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the gradients of naive attention's
-//! scores are rounded to f16: use a loss scale.
+//! scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention leaves blocks out that the mask hides.
+//! [`Attention::new_on`] plans attention alone there.
 //!
 //! # Half precision
 //!

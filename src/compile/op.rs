@@ -198,10 +198,11 @@ pub enum Op {
     },
     /// Naive attention on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), the scores'
     /// exponentials (as the mask leaves them; for bf16 in f16), share (B H, T), scratch and, in half precision, what rounding
-    /// took from out (B H, T, Dh).
+    /// took from out (B H, T, Dh). On a card writes out and the probabilities (B H, T, T).
     HeadAttention(HeadAttentionSizes),
     /// Reads d_out, q, k, v (B H, T, Dh), exponentials, share, out and, in half precision, what rounding took from it; writes
-    /// dq, dk, dv (B H, T, Dh), partial sums, scratch.
+    /// dq, dk, dv (B H, T, Dh), partial sums, scratch. On a card reads d_out, q, k, v and the probabilities; writes dq, dk, dv and
+    /// the gradients of the scores of some heads at a time.
     HeadAttentionBackward(HeadAttentionSizes),
     /// Reads x; writes the sum of its squares (1) and, on a card, those of its chunks.
     SumOfSquares {

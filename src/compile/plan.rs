@@ -168,6 +168,11 @@ impl Plan {
         &self.tables[number]
     }
 
+    #[cfg(feature = "cuda")]
+    pub(super) fn tables(&self) -> &[Vec<f32>] {
+        &self.tables
+    }
+
     /// The calls that every micro-batch runs; those after it run once a step.
     pub fn repeated(&self) -> Range<usize> {
         self.runs.repeated.clone()

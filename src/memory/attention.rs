@@ -6,7 +6,7 @@ use crate::kernels::cpu::flash_attention::{
     Sizes, Tiles, backward_scratch_elements, forward_scratch_elements,
 };
 use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
-use candle_core::DType;
+use candle_core::{DType, Device};
 
 /// One attention, forward and backward: q, k, v (B, H, T, Dh).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -78,17 +78,39 @@ impl AttentionWorkload {
 /// a thread, and where dq is rounded its sums for two heads a thread. After any of them, candle adds each gradient to zeros.
 /// Naive's products pack blocks of their factors, a few MiB whatever the sizes.
 pub fn attention_account(workload: &AttentionWorkload) -> Account {
+    between(beside(workload), workload)
+}
+
+/// What any algorithm has beside it.
+fn beside(workload: &AttentionWorkload) -> Account {
     let width = workload.dtype.size_in_bytes();
     let n = workload.elements();
-    let account = Account::new(format!(
+    Account::new(format!(
         "B {}, H {}, T {}, Dh {}, {width} bytes an element",
         workload.batch_size, workload.heads, workload.sequence_length, workload.head_dim
     ))
     .with(Holds::Inputs, "q, k, v", "3BHTDh", 3.0 * n, width)
     .with(Holds::Activations, "out", "BHTDh", n, width)
     .with(Holds::Scratch, "its gradient", "BHTDh", n, width)
-    .with(Holds::Gradients, "dq, dk, dv", "3BHTDh", 3.0 * n, width);
-    between(account, workload)
+    .with(Holds::Gradients, "dq, dk, dv", "3BHTDh", 3.0 * n, width)
+}
+
+/// As [`attention_account`], on `device`.
+///
+/// On a card naive attention is composed of ops: its scores are kept beside the probabilities, both in the dtype of q, k and v.
+/// In backward candle adds the probabilities' gradient to zeros twice, once as the product's factor and once as the reshaped
+/// softmax's, and has the product, both zeros and both sums at once.
+pub fn attention_account_on(device: &Device, workload: &AttentionWorkload) -> Account {
+    if !(device.is_cuda() && workload.algorithm == Algorithm::Naive) {
+        return attention_account(workload);
+    }
+    let width = workload.dtype.size_in_bytes();
+    let scores = workload.scores();
+    let name = "the probabilities' gradient, zeros and sums";
+    beside(workload)
+        .with(Holds::Activations, "scores", "BHT^2", scores, width)
+        .with(Holds::Activations, "probabilities", "BHT^2", scores, width)
+        .with(Holds::Scratch, name, "5BHT^2", 5.0 * scores, width)
 }
 
 /// Adds what the algorithm keeps between forward and backward, and what backward takes for itself.

@@ -4,21 +4,33 @@ use super::{Account, AttentionWorkload, Holds};
 use crate::Result;
 use crate::attention::AttentionConfig;
 use crate::compile::{Attention, Category};
+use candle_core::Device;
 
-/// What [`compile::Attention`](crate::compile::Attention) holds, with its inputs: what its plan says, exactly.
+/// What [`compile::Attention`](crate::compile::Attention) holds on the CPU, with its inputs: what its plan says, exactly.
 ///
 /// A plan has its whole arena before its first run, so all of it counts as there before backward.
 ///
 /// # Errors
 /// As [`Attention::plan_for`].
 pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account> {
+    planned_attention_account_on(&Device::Cpu, workload)
+}
+
+/// As [`planned_attention_account`], for `device`. On a card cuBLASLt has 32 MiB to work in besides.
+///
+/// # Errors
+/// As [`Attention::plan_on`].
+pub fn planned_attention_account_on(
+    device: &Device,
+    workload: &AttentionWorkload,
+) -> Result<Account> {
     let w = workload;
     let shape = (w.batch_size, w.heads, w.sequence_length, w.head_dim);
     let config = AttentionConfig {
         mask: w.mask,
         scale: None,
     };
-    let plan = Attention::plan_for(shape, w.dtype, &config)?;
+    let plan = Attention::plan_on(device, shape, w.dtype, &config)?;
     let inputs = plan.category_bytes(Category::Input);
     let kept = plan.category_bytes(Category::Activation);
     let rest = plan.peak_bytes() - kept;
@@ -33,8 +45,18 @@ pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account
     let width = w.dtype.size_in_bytes();
     let elements = |bytes: u64| bytes as f64 / width as f64;
     let mut buffers = plan.buffers().iter();
-    let exponentials = buffers.find(|buffer| buffer.category == Category::Activation);
-    let kept_width = exponentials.map_or(width, |buffer| buffer.dtype.size_in_bytes());
+    let kept_buffer = buffers.find(|buffer| buffer.category == Category::Activation);
+    let kept_width = kept_buffer.map_or(width, |buffer| buffer.dtype.size_in_bytes());
+    let (kept_name, rest_name) = match device.is_cpu() {
+        true => (
+            "exponentials, as the mask leaves them",
+            "the rest of the arena: out, dq, dk, dv, scratch",
+        ),
+        false => (
+            "probabilities",
+            "the rest of the arena: out, dq, dk, dv, gradients of scores",
+        ),
+    };
     Ok(Account::new(sizes)
         .with(
             Holds::Inputs,
@@ -45,14 +67,14 @@ pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account
         )
         .with(
             Holds::Activations,
-            "exponentials, as the mask leaves them",
+            kept_name,
             "BHT^2",
             kept as f64 / kept_width as f64,
             kept_width,
         )
         .with(
             Holds::Activations,
-            "the rest of the arena: out, dq, dk, dv, scratch",
+            rest_name,
             "4BHTDh + ..",
             elements(rest),
             width,

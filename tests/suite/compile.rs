@@ -1,6 +1,8 @@
 //! Planned steps against eager ones, and what a plan says of itself.
 
 mod attention;
+#[cfg(feature = "cuda")]
+mod attention_card;
 mod attention_judged;
 #[cfg(feature = "cuda")]
 mod card;

@@ -1,8 +1,8 @@
-//! The tensors that attention is given: checked, and read where they are.
+//! What attention is given: checked.
 
 use super::OP;
 use crate::{Error, Result};
-use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 
 /// The dtypes that attention is planned in.
 pub(super) fn check_dtype(dtype: DType) -> Result<()> {
@@ -17,8 +17,27 @@ pub(super) fn check_dtype(dtype: DType) -> Result<()> {
     }
 }
 
-/// Whether a run can read this tensor.
-pub(super) fn check(what: &str, tensor: &Tensor, planned: &Shape, dtype: DType) -> Result<()> {
+/// The devices that attention is planned on.
+pub(super) fn check_device(device: &Device) -> Result<()> {
+    match device {
+        Device::Cpu | Device::Cuda(_) => Ok(()),
+        Device::Metal(_) => Err(Error::Placement {
+            op: OP,
+            expected: "the CPU or a CUDA card".into(),
+            got: format!("{:?}", device.location()),
+            hint: "attention::naive and attention::flash run there".into(),
+        }),
+    }
+}
+
+/// Whether a run of what was planned for that shape, dtype and device can read this tensor.
+pub(super) fn check(
+    what: &str,
+    tensor: &Tensor,
+    planned: &Shape,
+    dtype: DType,
+    device: &Device,
+) -> Result<()> {
     if tensor.shape() != planned {
         return Err(Error::Shape {
             op: OP,
@@ -30,12 +49,12 @@ pub(super) fn check(what: &str, tensor: &Tensor, planned: &Shape, dtype: DType) 
             ),
         });
     }
-    if !tensor.device().is_cpu() {
+    if !tensor.device().same_device(device) {
         return Err(Error::Placement {
             op: OP,
-            expected: format!("{what} on the CPU"),
+            expected: format!("{what} on {:?}, as planned", device.location()),
             got: format!("{:?}", tensor.device().location()),
-            hint: "attention::naive and attention::flash run there".into(),
+            hint: "move it, or plan another there: Attention::new_on(device, ..)".into(),
         });
     }
     if tensor.dtype() != dtype {
@@ -55,28 +74,4 @@ pub(super) fn check(what: &str, tensor: &Tensor, planned: &Shape, dtype: DType) 
         });
     }
     Ok(())
-}
-
-/// Calls `f` with the bytes of contiguous tensors on the CPU, in a dtype that attention is planned in.
-pub(super) fn with_arguments(
-    tensors: &[&Tensor],
-    f: impl FnOnce(&[*const [u8]]) -> Result<()>,
-) -> Result<()> {
-    let guards: Vec<_> = tensors.iter().map(|x| x.storage_and_layout()).collect();
-    let arguments = guards.iter().map(|(storage, layout)| {
-        let (start, end) = layout.contiguous_offsets().unwrap_or((0, 0)); // checked
-        match &**storage {
-            Storage::Cpu(CpuStorage::F32(x)) => Ok(bytes(&x[start..end])),
-            Storage::Cpu(CpuStorage::BF16(x)) => Ok(bytes(&x[start..end])),
-            Storage::Cpu(CpuStorage::F16(x)) => Ok(bytes(&x[start..end])),
-            _ => candle_core::bail!("{OP}: expected a tensor in f32, bf16 or f16 on the CPU"),
-        }
-    });
-    f(&arguments.collect::<candle_core::Result<Vec<_>>>()?)
-}
-
-/// Where the elements lie, and how many bytes they are.
-fn bytes<T>(elements: &[T]) -> *const [u8] {
-    let start = elements.as_ptr().cast();
-    std::ptr::slice_from_raw_parts(start, size_of_val(elements))
 }

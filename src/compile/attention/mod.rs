@@ -9,27 +9,33 @@ mod plan;
 #[doc(inline)]
 pub use crate::kernels::cpu::blocked_attention::Sizes as HeadAttentionSizes;
 
-use super::cpu::{Controls, Executor, Lent};
-use super::plan::{Phase, Plan};
+use super::executor::{Executor, Tensors};
+use super::plan::{Operand, Phase, Plan};
 use crate::attention::AttentionConfig;
 use crate::{Error, Result};
-use arguments::{check, check_dtype, with_arguments};
+use arguments::{check, check_device, check_dtype};
 use candle_core::{DType, Device, Shape, Tensor, WithDType};
-use half::{bf16, f16};
 
 const OP: &str = "compile::Attention";
 
 /// `softmax(scale q k^T) v` and its gradients for one shape, planned once: q, k, v and the output (..., T, Dh), in f32, bf16 or
-/// f16 on the CPU.
+/// f16, on the CPU or on a CUDA card.
 ///
-/// The mathematics of [`attention::naive`](crate::attention::naive()), the probabilities kept for backward (as exponentials
-/// and what each row of them is multiplied by); but a block of queries goes through scores, softmax and weighted sum while
-/// it is in cache, what a mask hides is never there, and no other matrix of (T, T) ever is. Output, exponentials and
+/// The mathematics of [`attention::naive`](crate::attention::naive()), the probabilities kept for backward. They, output and
 /// gradients lie in one arena: a run allocates nothing.
 ///
-/// In half precision products and sums are f32's, and output and gradients are rounded once. For bf16 the exponentials are
-/// kept in f16, which has three bits more, in half the memory that eager naive attention's probabilities take; for f16, as
-/// those, in f32. What rounding took from the output is kept for backward too.
+/// On the CPU a block of queries goes through scores, softmax and weighted sum while it is in cache; probabilities are kept as
+/// exponentials and what each row of them is multiplied by, what a mask hides is never there, and no other matrix of (T, T)
+/// ever is. In half precision products and sums are f32's, and output and gradients are rounded once. For bf16 the
+/// exponentials are kept in f16, which has three bits more, in half the memory that eager naive attention's probabilities
+/// take; for f16, as those, in f32. What rounding took from the output is kept for backward too.
+///
+/// On a card ([`new_on`](Self::new_on)) products are cuBLASLt's, with sums in f32. The scores are where their softmax will be,
+/// (..., T, T) in the dtype of q, k and v, as eager attention on a card has them, and lie there once: backward reads the
+/// probabilities as they were rounded. The scores' gradients are there for as many heads at once as 1 GiB holds. Of what a mask
+/// hides, blocks as a whole are neither computed nor read. Each half is recorded as a CUDA graph when it comes the second time
+/// with its tensors where they were, and then is one launch; with others it is launched call by call. In f16 the scores'
+/// gradients are rounded to f16: scale what d_out comes from.
 ///
 /// It stands outside of candle's graph: [`backward`](Self::backward) is called with the output's gradient, by whoever has
 /// it. [`attention::flash`](crate::attention::flash()) keeps no probabilities at all.
@@ -55,6 +61,7 @@ const OP: &str = "compile::Attention";
 pub struct Attention {
     plan: Plan,
     executor: Executor,
+    device: Device,
     /// (..., T, Dh).
     shape: Shape,
     dtype: DType,
@@ -65,16 +72,31 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Plans attention on q, k, v of this shape, (..., T, Dh), and dtype, and allocates its arena.
+    /// Plans attention on q, k, v of this shape, (..., T, Dh), and dtype, on the CPU, and allocates its arena.
     ///
     /// # Errors
     /// [`Error::Shape`] for fewer than two dimensions or a size of 0; [`Error::DType`] for another dtype than f32, bf16 and
     /// f16; [`Error::OutOfMemory`] for an arena that does not fit the machine's memory.
     pub fn new(shape: impl Into<Shape>, dtype: DType, config: &AttentionConfig) -> Result<Self> {
+        Self::new_on(&Device::Cpu, shape, dtype, config)
+    }
+
+    /// As [`new`](Self::new), on `device`, where q, k and v will be.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); [`Error::Placement`] for a device that is neither the CPU nor a CUDA card of compute capability
+    /// 8.0 or later.
+    pub fn new_on(
+        device: &Device,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        config: &AttentionConfig,
+    ) -> Result<Self> {
         let shape = shape.into();
-        let plan = Self::plan_for(shape.clone(), dtype, config)?;
+        let plan = Self::plan_on(device, shape.clone(), dtype, config)?;
         Ok(Self {
-            executor: Executor::new(&plan)?,
+            executor: Executor::new(&plan, device)?,
+            device: device.clone(),
             plan,
             shape,
             dtype,
@@ -83,7 +105,7 @@ impl Attention {
         })
     }
 
-    /// The plan alone: what would be done, and what memory it would take.
+    /// The plan alone, for the CPU: what would be done, and what memory it would take.
     ///
     /// ```
     /// use candle_core::DType;
@@ -107,8 +129,23 @@ impl Attention {
         dtype: DType,
         config: &AttentionConfig,
     ) -> Result<Plan> {
+        Self::plan_on(&Device::Cpu, shape, dtype, config)
+    }
+
+    /// As [`plan_for`](Self::plan_for), for `device`.
+    ///
+    /// # Errors
+    /// As [`new_on`](Self::new_on), whatever the machine has.
+    pub fn plan_on(
+        device: &Device,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        config: &AttentionConfig,
+    ) -> Result<Plan> {
         check_dtype(dtype)?;
-        Ok(plan::of(plan::sizes(&shape.into(), config)?, dtype))
+        check_device(device)?;
+        let sizes = plan::sizes(&shape.into(), config)?;
+        Ok(plan::of(sizes, dtype, Executor::target(device)))
     }
 
     /// Computes the output of q, k and v, (..., T, Dh) each: [`output`](Self::output) has it until the next run.
@@ -116,20 +153,17 @@ impl Attention {
     /// q, k and v are read where they are, and kept (not copied) for [`backward`](Self::backward) until the next forward.
     ///
     /// # Errors
-    /// Another shape or dtype than planned; tensors that are not contiguous, or not on the CPU.
+    /// Another shape or dtype than planned; tensors that are not contiguous, or on another device.
     pub fn forward(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
         for (what, tensor) in [("q", q), ("k", k), ("v", v)] {
-            check(what, tensor, &self.shape, self.dtype)?;
+            check(what, tensor, &self.shape, self.dtype, &self.device)?;
         }
-        let (plan, executor) = (&self.plan, &mut self.executor);
         (self.inputs, self.has_gradients) = (None, false);
-        with_arguments(&[q, k, v], |arguments| {
-            let lent = Lent {
-                arguments,
-                ..Default::default()
-            };
-            executor.run_micro_batches(plan, &lent, &Controls::default())
-        })?;
+        let tensors = Tensors {
+            arguments: &[q, k, v],
+            ..Default::default()
+        };
+        self.executor.run_micro_batches(&self.plan, &tensors)?;
         self.inputs = Some([q, k, v].map(Tensor::clone));
         Ok(())
     }
@@ -140,24 +174,22 @@ impl Attention {
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Order`] before it.
     pub fn backward(&mut self, d_out: &Tensor) -> Result<()> {
-        check("d_out", d_out, &self.shape, self.dtype)?;
+        check("d_out", d_out, &self.shape, self.dtype, &self.device)?;
         let Some([q, k, v]) = &self.inputs else {
             return Err(before("backward", "forward"));
         };
-        let (plan, executor) = (&self.plan, &mut self.executor);
-        with_arguments(&[q, k, v, d_out], |arguments| {
-            let lent = Lent {
-                arguments,
-                ..Default::default()
-            };
-            executor.run_after_micro_batches(plan, &lent, &Controls::default())?;
-            Ok(())
-        })?;
+        let tensors = Tensors {
+            arguments: &[q, k, v, d_out],
+            ..Default::default()
+        };
+        self.has_gradients = false;
+        self.executor
+            .run_after_micro_batches(&self.plan, &tensors)?;
         self.has_gradients = true;
         Ok(())
     }
 
-    /// A copy of the last forward's output: (..., T, Dh).
+    /// A copy of the last forward's output, where it was planned: (..., T, Dh).
     ///
     /// # Errors
     /// [`Error::Order`] before the first.
@@ -166,16 +198,17 @@ impl Attention {
         self.copy(Phase::Forward, 0)
     }
 
-    /// The last forward's output as it lies in the arena, row by row: (..., T, Dh).
+    /// The last forward's output as it lies in the arena, row by row: (..., T, Dh). On the CPU.
     ///
     /// # Errors
-    /// As [`output`](Self::output); [`Error::DType`] if `T` is not the dtype that was planned for.
+    /// As [`output`](Self::output); [`Error::DType`] if `T` is not the dtype that was planned for; [`Error::Placement`] on a
+    /// card, whose memory is not the host's.
     pub fn output_values<T: WithDType>(&self) -> Result<&[T]> {
         self.check_output()?;
-        self.written(Phase::Forward, 0)
+        self.values(Phase::Forward, 0)
     }
 
-    /// Copies of the last backward's gradients of q, k and v: (..., T, Dh) each.
+    /// Copies of the last backward's gradients of q, k and v, where they were planned: (..., T, Dh) each.
     ///
     /// # Errors
     /// [`Error::Order`] if there was none since the last forward.
@@ -185,13 +218,13 @@ impl Attention {
         Ok([copy(0)?, copy(1)?, copy(2)?])
     }
 
-    /// The last backward's gradients of q, k and v as they lie in the arena: (..., T, Dh) each.
+    /// The last backward's gradients of q, k and v as they lie in the arena: (..., T, Dh) each. On the CPU.
     ///
     /// # Errors
-    /// As [`gradients`](Self::gradients); [`Error::DType`] if `T` is not the dtype that was planned for.
+    /// As [`gradients`](Self::gradients), and as [`output_values`](Self::output_values).
     pub fn gradient_values<T: WithDType>(&self) -> Result<[&[T]; 3]> {
         self.check_gradients()?;
-        let values = |place| self.written(Phase::Backward, place);
+        let values = |place| self.values(Phase::Backward, place);
         Ok([values(0)?, values(1)?, values(2)?])
     }
 
@@ -215,20 +248,12 @@ impl Attention {
     }
 
     fn copy(&self, phase: Phase, place: usize) -> Result<Tensor> {
-        match self.dtype {
-            DType::BF16 => self.copy_in::<bf16>(phase, place),
-            DType::F16 => self.copy_in::<f16>(phase, place),
-            _ => self.copy_in::<f32>(phase, place),
-        }
+        let operand = self.written(phase, place);
+        self.executor.copy(&self.plan, operand, &self.shape)
     }
 
-    fn copy_in<T: WithDType>(&self, phase: Phase, place: usize) -> Result<Tensor> {
-        let values: &[T] = self.written(phase, place)?;
-        Ok(Tensor::from_slice(values, &self.shape, &Device::Cpu)?)
-    }
-
-    /// What the call of this phase has written, at that place in the op's order.
-    fn written<T: WithDType>(&self, phase: Phase, place: usize) -> Result<&[T]> {
+    /// What the call of this phase has written, at that place in the op's order, where it lies.
+    fn values<T: WithDType>(&self, phase: Phase, place: usize) -> Result<&[T]> {
         if T::DTYPE != self.dtype {
             return Err(Error::DType {
                 op: OP,
@@ -237,11 +262,23 @@ impl Attention {
                 hint: "output and gradients give tensors, whatever the dtype".into(),
             });
         }
-        let mut calls = self.plan.calls().iter();
-        Ok(match calls.find(|call| call.phase == phase) {
-            Some(call) => self.executor.values(&self.plan, &call.writes[place]),
-            None => &[], // the plan has both
+        let operand = self.written(phase, place);
+        let values = self.executor.values(&self.plan, operand);
+        values.ok_or_else(|| Error::Placement {
+            op: OP,
+            expected: "values asked for of a plan on the CPU".into(),
+            got: format!("{:?}", self.device.location()),
+            hint: "output and gradients give tensors, wherever it is planned".into(),
         })
+    }
+
+    /// What the call of this phase writes, at that place in the op's order. The plan has one of each.
+    fn written(&self, phase: Phase, place: usize) -> &Operand {
+        let index = match phase {
+            Phase::Forward => 0,
+            _ => 1,
+        };
+        &self.plan.calls()[index].writes[place]
     }
 }
 

@@ -1,6 +1,7 @@
 //! The plan of attention alone: its sizes, buffers and two calls.
 
 use super::super::buffer::{Buffer, BufferId, Category, Home};
+use super::super::build::Target;
 use super::super::op::Op;
 use super::super::plan::{Call, Operand, Phase, Plan, Runs};
 use super::{HeadAttentionSizes, OP};
@@ -54,87 +55,163 @@ fn of_exponentials(dtype: DType) -> DType {
 }
 
 /// One call forward, one backward; tensors in `dtype`.
-pub(super) fn of(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
+pub(super) fn of(sizes: HeadAttentionSizes, dtype: DType, target: Target) -> Plan {
+    match target {
+        Target::Cpu { threads } => for_cpu(sizes, dtype, threads),
+        Target::Card => for_card(sizes, dtype),
+    }
+}
+
+fn for_cpu(sizes: HeadAttentionSizes, dtype: DType, threads: usize) -> Plan {
     let rounds = dtype != DType::F32;
-    let threads = rayon::current_num_threads();
-    let heads = vec![sizes.matrices, sizes.length, sizes.head_dim];
-    let mut buffers = Vec::new();
-    let mut buffer = |name: &str, shape: Vec<usize>, dtype, category, home| {
-        buffers.push(Buffer {
+    let mut buffers = Buffers::default();
+    let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);
+    let heads = heads(&sizes);
+    let out = buffers.arena("out", heads, dtype, Category::Output);
+    let exponentials = buffers.arena(
+        "exponentials",
+        [sizes.exponentials_len()],
+        of_exponentials(dtype),
+        Category::Temporary,
+    );
+    let share = [sizes.matrices, sizes.length];
+    let share = buffers.arena("share", share, DType::F32, Category::Temporary);
+    let rounded_off =
+        rounds.then(|| buffers.arena("rounded_off", heads, dtype, Category::Temporary));
+    let forward_scratch = [threads, sizes.forward_scratch_len()];
+    let forward_scratch = buffers.scratch("forward/scratch", forward_scratch);
+    let partial = [sizes.partial_sums_len(rounds)];
+    let partial = buffers.scratch("backward/partial sums", partial);
+    let backward_scratch = [threads, sizes.backward_scratch_len(rounds)];
+    let backward_scratch = buffers.scratch("backward/scratch", backward_scratch);
+    let [dq, dk, dv] = buffers.gradients(&sizes, dtype);
+
+    let of_forward = [out, exponentials, share, forward_scratch];
+    let of_forward: Vec<BufferId> = of_forward.into_iter().chain(rounded_off).collect();
+    let saved = [d_out, q, k, v, exponentials, share, out];
+    let saved: Vec<BufferId> = saved.into_iter().chain(rounded_off).collect();
+    let of_backward = [dq, dk, dv, partial, backward_scratch];
+    buffers.plan(
+        sizes,
+        [(&[q, k, v], &of_forward), (&saved, &of_backward)],
+        &[out, dq, dk, dv],
+    )
+}
+
+/// What the scores' gradients may take: a head of T 16,384 in f32, or several that together fill a card as well.
+const D_SCORES_BYTES: usize = 1 << 30;
+
+fn for_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
+    let HeadAttentionSizes {
+        matrices, length, ..
+    } = sizes;
+    let most = D_SCORES_BYTES / (length * length * dtype.size_in_bytes());
+    let turns = matrices.div_ceil(most.max(1));
+    let at_once = matrices.div_ceil(turns);
+
+    let mut buffers = Buffers::default();
+    let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);
+    let out = buffers.arena("out", heads(&sizes), dtype, Category::Output);
+    let p = [matrices, length, length];
+    let p = buffers.arena("probabilities", p, dtype, Category::Temporary);
+    let [dq, dk, dv] = buffers.gradients(&sizes, dtype);
+    let d_scores = [at_once, length, length];
+    let d_scores = buffers.arena("dscores", d_scores, dtype, Category::Scratch);
+    buffers.plan(
+        sizes,
+        [
+            (&[q, k, v], &[out, p]),
+            (&[d_out, q, k, v, p], &[dq, dk, dv, d_scores]),
+        ],
+        &[out, dq, dk, dv],
+    )
+}
+
+/// (B H, T, Dh).
+fn heads(sizes: &HeadAttentionSizes) -> [usize; 3] {
+    [sizes.matrices, sizes.length, sizes.head_dim]
+}
+
+/// Those of a plan so far.
+#[derive(Default)]
+struct Buffers(Vec<Buffer>);
+
+impl Buffers {
+    fn add(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        category: Category,
+        home: Home,
+    ) -> BufferId {
+        self.0.push(Buffer {
             name: name.into(),
-            shape,
+            shape: shape.to_vec(),
             dtype,
             category,
             home,
             live: 0..0, // the plan finds out
         });
-        BufferId(buffers.len() - 1)
-    };
-    let names = ["q", "k", "v", "d_out"];
-    let arguments = [0, 1, 2, 3].map(|i| {
-        let home = Home::Argument(i);
-        buffer(names[i], heads.clone(), dtype, Category::Input, home)
-    });
-    let mut arena = |name, shape, dtype, category| {
-        let home = Home::Arena { offset_bytes: 0 };
-        buffer(name, shape, dtype, category, home)
-    };
-    let out = arena("out", heads.clone(), dtype, Category::Output);
-    let exponentials = vec![sizes.exponentials_len()];
-    let exponentials = arena(
-        "exponentials",
-        exponentials,
-        of_exponentials(dtype),
-        Category::Temporary,
-    );
-    let share = vec![sizes.matrices, sizes.length];
-    let share = arena("share", share, DType::F32, Category::Temporary);
-    let rounded_off =
-        rounds.then(|| arena("rounded_off", heads.clone(), dtype, Category::Temporary));
-    let mut scratch = |name, shape| arena(name, shape, DType::F32, Category::Scratch);
-    let forward_scratch = vec![threads, sizes.forward_scratch_len()];
-    let forward_scratch = scratch("forward/scratch", forward_scratch);
-    let partial = vec![sizes.partial_sums_len(rounds)];
-    let partial = scratch("backward/partial sums", partial);
-    let backward_scratch = vec![threads, sizes.backward_scratch_len(rounds)];
-    let backward_scratch = scratch("backward/scratch", backward_scratch);
-    let gradients =
-        ["dq", "dk", "dv"].map(|name| arena(name, heads.clone(), dtype, Category::Gradient));
+        BufferId(self.0.len() - 1)
+    }
 
-    let whole = |id: &BufferId| Operand {
-        buffer: *id,
-        elements: 0..buffers[id.0].elements(),
-    };
-    let call = |op, phase, reads: &[BufferId], writes: &[BufferId]| Call {
-        op,
-        path: "attention".into(),
-        phase,
-        reads: reads.iter().map(whole).collect(),
-        writes: writes.iter().map(whole).collect(),
-    };
-    let [q, k, v, d_out] = arguments;
-    let [dq, dk, dv] = gradients;
-    let of_forward = [out, exponentials, share, forward_scratch];
-    let of_forward: Vec<BufferId> = of_forward.into_iter().chain(rounded_off).collect();
-    let forward = call(
-        Op::HeadAttention(sizes),
-        Phase::Forward,
-        &[q, k, v],
-        &of_forward,
-    );
-    let saved = [d_out, q, k, v, exponentials, share, out];
-    let saved: Vec<BufferId> = saved.into_iter().chain(rounded_off).collect();
-    let backward = call(
-        Op::HeadAttentionBackward(sizes),
-        Phase::Backward,
-        &saved,
-        &[dq, dk, dv, partial, backward_scratch],
-    );
-    let kept = [out, dq, dk, dv];
-    let runs = Runs {
-        lasting: 0..0,
-        repeated: 0..1,
-        micro_batches: 1,
-    };
-    Plan::new(vec![forward, backward], buffers, Vec::new(), runs, &kept)
+    fn arena<const N: usize>(
+        &mut self,
+        name: &str,
+        shape: [usize; N],
+        dtype: DType,
+        category: Category,
+    ) -> BufferId {
+        let home = Home::Arena { offset_bytes: 0 };
+        self.add(name, &shape, dtype, category, home)
+    }
+
+    /// What the threads of a call on the CPU work in.
+    fn scratch<const N: usize>(&mut self, name: &str, shape: [usize; N]) -> BufferId {
+        self.arena(name, shape, DType::F32, Category::Scratch)
+    }
+
+    /// q, k, v and d_out, as they are lent.
+    fn arguments(&mut self, sizes: &HeadAttentionSizes, dtype: DType) -> [BufferId; 4] {
+        let names = ["q", "k", "v", "d_out"];
+        [0, 1, 2, 3].map(|i| {
+            let home = Home::Argument(i);
+            self.add(names[i], &heads(sizes), dtype, Category::Input, home)
+        })
+    }
+
+    fn gradients(&mut self, sizes: &HeadAttentionSizes, dtype: DType) -> [BufferId; 3] {
+        ["dq", "dk", "dv"].map(|name| self.arena(name, heads(sizes), dtype, Category::Gradient))
+    }
+
+    /// What forward reads and writes, and backward; `kept` are left for whoever reads them after a run.
+    fn plan(
+        self,
+        sizes: HeadAttentionSizes,
+        [forward, backward]: [(&[BufferId], &[BufferId]); 2],
+        kept: &[BufferId],
+    ) -> Plan {
+        let whole = |id: &BufferId| Operand {
+            buffer: *id,
+            elements: 0..self.0[id.0].elements(),
+        };
+        let call = |op, phase, (reads, writes): (&[BufferId], &[BufferId])| Call {
+            op,
+            path: "attention".into(),
+            phase,
+            reads: reads.iter().map(whole).collect(),
+            writes: writes.iter().map(whole).collect(),
+        };
+        let calls = vec![
+            call(Op::HeadAttention(sizes), Phase::Forward, forward),
+            call(Op::HeadAttentionBackward(sizes), Phase::Backward, backward),
+        ];
+        let runs = Runs {
+            lasting: 0..0,
+            repeated: 0..1,
+            micro_batches: 1,
+        };
+        Plan::new(calls, self.0, Vec::new(), runs, kept)
+    }
 }

@@ -3,7 +3,6 @@
 use super::super::attention::HeadAttentionSizes;
 use super::super::op::AttentionSizes;
 use super::operands::Operands;
-use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::{self as flash, Tiles};
 use crate::kernels::cpu::{Stored, blocked_attention, rotary_attention};
 use candle_core::DType;
@@ -55,11 +54,6 @@ where
     S: Stored<Wide = f32>,
     E: Stored<Wide = f32>,
 {
-    let inputs = blocked_attention::Inputs {
-        q: o.lower_x(0),
-        k: o.lower_x(1),
-        v: o.lower_x(2),
-    };
     let outputs = blocked_attention::Outputs {
         out: o.lower_y(0),
         rounded_off: match o.call.writes.len() {
@@ -69,7 +63,7 @@ where
         e: o.write::<E>(1),
         share: o.y(2),
     };
-    blocked_attention::forward(sizes, inputs, outputs, o.y(3));
+    blocked_attention::forward(sizes, heads_from(o, 0), outputs, o.y(3));
 }
 
 pub(super) fn heads_backward<S: Stored<Wide = f32>>(
@@ -88,11 +82,6 @@ where
     S: Stored<Wide = f32>,
     E: Stored<Wide = f32>,
 {
-    let inputs = blocked_attention::Inputs {
-        q: o.lower_x(1),
-        k: o.lower_x(2),
-        v: o.lower_x(3),
-    };
     let gradients = blocked_attention::Gradients {
         dq: o.lower_y(0),
         dk: o.lower_y(1),
@@ -108,12 +97,21 @@ where
         },
         d_out: o.lower_x(0),
     };
-    let (partial, scratch) = (o.y(3), o.y(4));
+    let (inputs, partial, scratch) = (heads_from(o, 1), o.y(3), o.y(4));
     blocked_attention::backward(sizes, inputs, saved, gradients, partial, scratch);
 }
 
+/// q, k and v, which are read from place `first` on.
+fn heads_from<'a, S: Stored<Wide = f32>>(
+    o: &Operands<'a, S>,
+    first: usize,
+) -> blocked_attention::Inputs<'a, S> {
+    let [q, k, v] = [0, 1, 2].map(|i| o.lower_x(first + i));
+    blocked_attention::Inputs { q, k, v }
+}
+
 pub(super) fn flash_forward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
-    let (kernel, tiles) = flash_sizes(sizes);
+    let (kernel, tiles) = (sizes.flash(), Tiles::for_head_dim(sizes.head_dim));
     let [q, k, v] = [0, 1, 2].map(|place| in_model_dimension(sizes, o.lower_x(place)));
     let outputs = flash::Outputs {
         out: o.lower_y(0),
@@ -127,7 +125,7 @@ pub(super) fn flash_forward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &
 }
 
 pub(super) fn flash_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
-    let (kernel, tiles) = flash_sizes(sizes);
+    let (kernel, tiles) = (sizes.flash(), Tiles::for_head_dim(sizes.head_dim));
     let places = [0, 1, 2, 3, 4];
     let [d_out, q, k, v, out] = places.map(|place| in_model_dimension(sizes, o.lower_x(place)));
     let rounded_off = (o.call.reads.len() > 6).then(|| by_head(sizes, o.lower_x(6)));
@@ -146,20 +144,6 @@ pub(super) fn flash_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: 
         dv: o.lower_y(2),
     };
     flash::backward(&kernel, &tiles, inputs, gradients);
-}
-
-fn flash_sizes(sizes: &AttentionSizes) -> (flash::Sizes, Tiles) {
-    let kernel = flash::Sizes {
-        batch: sizes.batch,
-        heads: sizes.heads,
-        kv_heads: sizes.heads,
-        queries: sizes.length,
-        keys: sizes.length,
-        head_dim: sizes.head_dim,
-        mask: Mask::Causal,
-        scale: sizes.scale,
-    };
-    (kernel, Tiles::for_head_dim(sizes.head_dim))
 }
 
 /// The heads of a (B, T, H*Dh), as they lie.

@@ -1,14 +1,15 @@
 //! Calls that are attention.
 
+use super::super::attention::HeadAttentionSizes;
 use super::super::op::AttentionSizes;
 use super::super::plan::Call;
 use super::call::Launcher;
+use super::naive::{Naive, compare, gather, scatter};
 use crate::Result;
-use crate::kernels::Mask;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads};
 use crate::kernels::cuda::matmul::Matrix;
-use crate::kernels::cuda::softmax::{self, Scores};
+use crate::kernels::cuda::softmax;
 
 /// Heads in the model's dimension: (B, T, H*Dh), or a part of rows that are longer.
 #[derive(Clone, Copy)]
@@ -124,15 +125,6 @@ fn scores<'a>(sizes: &AttentionSizes, view: View<'a>, batch: usize) -> Matrix<'a
     }
 }
 
-fn masked(sizes: &AttentionSizes) -> Scores {
-    Scores {
-        scale: sizes.scale,
-        mask: Mask::Causal,
-        queries: sizes.length,
-        keys: sizes.length,
-    }
-}
-
 pub(super) fn naive(
     launcher: &mut Launcher<'_>,
     call: &Call,
@@ -140,21 +132,19 @@ pub(super) fn naive(
 ) -> Result<()> {
     let (reads, writes) = views(launcher, call);
     let [q, k, v] = split(sizes, &reads);
-    let (out, p, card) = (dense(sizes, writes[0]), writes[1], launcher.card);
+    let (out, p, naive) = (
+        dense(sizes, writes[0]),
+        writes[1],
+        Naive::of_sequence(sizes),
+    );
     for batch in 0..sizes.batch {
-        let factors = [q.of(sizes, batch), k.of(sizes, batch).t()];
-        let scores = scores(sizes, p, batch);
-        launcher
-            .products
-            .multiply(card, factors, scores, sizes.heads, false)?;
+        let [q, k] = [q, k].map(|x| x.of(sizes, batch));
+        compare(launcher, &naive, [q, k], scores(sizes, p, batch))?;
     }
-    softmax::forward(card, masked(sizes), p, p)?;
+    softmax::forward(launcher.card, naive.scores(), p, p)?;
     for batch in 0..sizes.batch {
-        let factors = [scores(sizes, p, batch), v.of(sizes, batch)];
-        let out = out.of(sizes, batch);
-        launcher
-            .products
-            .multiply(card, factors, out, sizes.heads, false)?;
+        let (p, v) = (scores(sizes, p, batch), v.of(sizes, batch));
+        gather(launcher, &naive, [p, v], out.of(sizes, batch))?;
     }
     Ok(())
 }
@@ -169,23 +159,68 @@ pub(super) fn naive_backward(
     let [q, k, v] = split(sizes, &reads[1..]);
     let [dq, dk, dv] = split(sizes, &writes);
     let (p, d_scores) = (reads[1 + count(sizes)], writes[count(sizes)]);
-    let card = launcher.card;
-    let mut multiply = |factors, c| {
-        launcher
-            .products
-            .multiply(card, factors, c, sizes.heads, false)
-    };
+    let naive = Naive::of_sequence(sizes);
     for batch in 0..sizes.batch {
         let (d_out, p) = (d_out.of(sizes, batch), scores(sizes, p, batch));
         let d_scores = scores(sizes, d_scores, batch);
-        multiply([d_out, v.of(sizes, batch).t()], d_scores)?;
-        multiply([p.t(), d_out], dv.of(sizes, batch))?;
+        compare(launcher, &naive, [d_out, v.of(sizes, batch)], d_scores)?;
+        scatter(launcher, &naive, [p, d_out], dv.of(sizes, batch))?;
     }
-    softmax::backward_in_place(card, masked(sizes), d_scores, p)?;
+    softmax::backward_in_place(launcher.card, naive.scores(), d_scores, p)?;
     for batch in 0..sizes.batch {
         let d_scores = scores(sizes, d_scores, batch);
-        multiply([d_scores, k.of(sizes, batch)], dq.of(sizes, batch))?;
-        multiply([d_scores.t(), q.of(sizes, batch)], dk.of(sizes, batch))?;
+        let [q, k] = [q, k].map(|x| x.of(sizes, batch));
+        gather(launcher, &naive, [d_scores, k], dq.of(sizes, batch))?;
+        scatter(launcher, &naive, [d_scores, q], dk.of(sizes, batch))?;
+    }
+    Ok(())
+}
+
+/// Matrices one after another, of T rows, from number `first` on.
+fn matrices<'a>(view: View<'a>, rows: usize, cols: usize, first: usize) -> Matrix<'a> {
+    let matrix_stride = rows * cols;
+    Matrix {
+        matrix_stride,
+        ..Matrix::new(view.part_from(first * matrix_stride), rows, cols)
+    }
+}
+
+pub(super) fn heads(
+    launcher: &mut Launcher<'_>,
+    call: &Call,
+    sizes: &HeadAttentionSizes,
+) -> Result<()> {
+    let (reads, writes) = views(launcher, call);
+    let of = |view| matrices(view, sizes.length, sizes.head_dim, 0);
+    let (q, k, v) = (of(reads[0]), of(reads[1]), of(reads[2]));
+    let p = matrices(writes[1], sizes.length, sizes.length, 0);
+    let naive = Naive::of_heads(sizes, sizes.matrices);
+    compare(launcher, &naive, [q, k], p)?;
+    softmax::forward(launcher.card, naive.scores(), p.view, p.view)?;
+    gather(launcher, &naive, [p, v], of(writes[0]))
+}
+
+/// Some heads after others, as many as the scores' gradients have room for.
+pub(super) fn heads_backward(
+    launcher: &mut Launcher<'_>,
+    call: &Call,
+    sizes: &HeadAttentionSizes,
+) -> Result<()> {
+    let (reads, writes) = views(launcher, call);
+    let of_head = sizes.length * sizes.length;
+    let at_once = writes[3].len / of_head;
+    for first in (0..sizes.matrices).step_by(at_once) {
+        let naive = Naive::of_heads(sizes, at_once.min(sizes.matrices - first));
+        let of = |view| matrices(view, sizes.length, sizes.head_dim, first);
+        let (d_out, q, k, v) = (of(reads[0]), of(reads[1]), of(reads[2]), of(reads[3]));
+        let p = matrices(reads[4], sizes.length, sizes.length, first);
+        let d_scores = matrices(writes[3], sizes.length, sizes.length, 0);
+        compare(launcher, &naive, [d_out, v], d_scores)?;
+        scatter(launcher, &naive, [p, d_out], of(writes[2]))?;
+        let [d_of_rows, p_of_rows] = [d_scores, p].map(|s| s.view.part(0, naive.heads * of_head));
+        softmax::backward_in_place(launcher.card, naive.scores(), d_of_rows, p_of_rows)?;
+        gather(launcher, &naive, [d_scores, k], of(writes[0]))?;
+        scatter(launcher, &naive, [d_scores, q], of(writes[1]))?;
     }
     Ok(())
 }

@@ -41,6 +41,13 @@ impl<'a> Launcher<'a> {
         std::array::from_fn(|place| self.view(&call.writes[place]))
     }
 
+    /// `c = a b`, `count` times.
+    pub(super) fn multiply(&mut self, factors: [Matrix; 2], c: Matrix, count: usize) -> Result<()> {
+        Ok(self
+            .products
+            .multiply(self.card, factors, c, count, false)?)
+    }
+
     /// Launches a call, unless it is launched already.
     ///
     /// # Errors
@@ -92,6 +99,8 @@ impl<'a> Launcher<'a> {
             Op::RotateBack(sizes) => self.turn(call, &sizes, true)?,
             Op::NaiveAttention(sizes) => attention::naive(self, call, &sizes)?,
             Op::NaiveAttentionBackward(sizes) => attention::naive_backward(self, call, &sizes)?,
+            Op::HeadAttention(sizes) => attention::heads(self, call, &sizes)?,
+            Op::HeadAttentionBackward(sizes) => attention::heads_backward(self, call, &sizes)?,
             Op::FlashAttention(sizes) => attention::flash(self, call, &sizes)?,
             Op::FlashAttentionBackward(sizes) => attention::flash_backward(self, call, &sizes)?,
             Op::SwiGlu { .. } => {
@@ -167,9 +176,7 @@ impl<'a> Launcher<'a> {
             Op::Attention(_)
             | Op::AttentionBackward(_)
             | Op::MergeHeads(_)
-            | Op::MergeRotatedBack(_)
-            | Op::HeadAttention(_)
-            | Op::HeadAttentionBackward(_) => panic!("{:?} was planned for the CPU", call.op),
+            | Op::MergeRotatedBack(_) => panic!("{:?} was planned for the CPU", call.op),
         }
         Ok(())
     }

@@ -40,7 +40,7 @@ impl Inputs {
         })
     }
 
-    /// Writes a run's inputs, and has them copied.
+    /// Writes a run's inputs, and has them copied: nothing for attention alone, which has neither ids nor updates.
     pub(super) fn fill(
         &mut self,
         card: &CudaDevice,
@@ -54,6 +54,9 @@ impl Inputs {
             "{} ids",
             plan.micro_batches()
         );
+        if self.ids == 0 && controls.updates.is_empty() {
+            return Ok(());
+        }
         let loss_scale = controls.loss_scale.unwrap_or(1.0);
         self.put(0, &controls.clip_norm.to_le_bytes());
         self.put(8, &(1.0 / loss_scale).to_le_bytes());

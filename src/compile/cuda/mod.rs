@@ -10,26 +10,28 @@
 //! given before a run, and that waits for the run.
 //!
 //! What lives here: where a plan's buffers are ([`places`]), what is filled in before a run ([`inputs`]), op by op from
-//! operands to [`crate::kernels::cuda`] ([`call`]), and the update of all parameters as one launch ([`update`]). What does not:
-//! anything that knows a model.
+//! operands to [`crate::kernels::cuda`] ([`call`], [`attention`], [`naive`]), the update of all parameters as one launch
+//! ([`update`]), and what a run has left ([`results`]). What does not: anything that knows a model.
 
 mod attention;
 mod call;
 mod graph;
 mod inputs;
+mod naive;
 mod places;
+mod results;
 mod update;
 
 use super::calls;
 use super::executor::{Controls, Tensors, not_finite};
 use super::op::Op;
-use super::plan::{Operand, Plan};
+use super::plan::Plan;
 use crate::kernels::cuda::matmul::Products;
 use crate::{Error, Result, device, probe};
-use candle_core::cuda_backend::cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async};
+use candle_core::Device;
+use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{Device, WithDType};
 use graph::Recorded;
 use inputs::Inputs;
 use places::Places;
@@ -42,7 +44,8 @@ use update::Updates;
 pub(in crate::compile) struct Executor {
     /// The model's card, with a stream of its own.
     card: CudaDevice,
-    /// The model's.
+    /// The card as the model has it, and its stream.
+    model_card: CudaDevice,
     stream: Arc<CudaStream>,
     arena: CudaSlice<u8>,
     tables: Vec<CudaSlice<f32>>,
@@ -54,6 +57,8 @@ pub(in crate::compile) struct Executor {
     places: Option<Places>,
     updates: Option<Updates>,
     recorded: [Recorded; Extent::COUNT],
+    /// Where the arguments of the last run of each were.
+    arguments: [Vec<u64>; Extent::COUNT],
     copies_are_current: bool,
 }
 
@@ -62,6 +67,8 @@ pub(in crate::compile) struct Executor {
 enum Extent {
     /// All but what follows the micro-batches.
     MicroBatches,
+    /// What follows them, in a plan without an update.
+    AfterMicroBatches,
     /// Everything, whether gradients are finite or not.
     Unchecked,
     /// Everything; the update is left out where a gradient is not finite.
@@ -69,7 +76,7 @@ enum Extent {
 }
 
 impl Extent {
-    const COUNT: usize = 3;
+    const COUNT: usize = 4;
 }
 
 impl Executor {
@@ -86,7 +93,7 @@ impl Executor {
                 available_bytes,
             });
         }
-        let stream = card.cuda_stream();
+        let (model_card, stream) = (card.clone(), card.cuda_stream());
         let (card, products) = {
             let _undisturbed = device::cuda::undisturbed();
             let card = CudaDevice::new_with_stream(stream.context().ordinal())?;
@@ -96,14 +103,14 @@ impl Executor {
         let card = &card;
         // SAFETY: everything here happens on this handle's one stream, and the model's waits for it and is waited for.
         unsafe { card.disable_event_tracking() };
-        let tables = [0, 1].map(|number| card.clone_htod(plan.table(number)));
-        let [cos, sin] = tables;
+        let tables = plan.tables().iter().map(|table| card.clone_htod(table));
         let output = plan.output_bytes();
         Ok(Self {
             card: card.clone(),
+            model_card,
             stream,
             arena: card.alloc_zeros(bytes.max(1) as usize)?,
-            tables: vec![cos?, sin?],
+            tables: tables.collect::<candle_core::Result<_>>()?,
             inputs: Inputs::new(plan, card)?,
             output: match output {
                 0 => None,
@@ -113,6 +120,7 @@ impl Executor {
             places: None,
             updates: None,
             recorded: Default::default(),
+            arguments: Default::default(),
             copies_are_current: false,
         })
     }
@@ -129,6 +137,13 @@ impl Executor {
             unsafe { memcpy_dtod_async(to, from, buffer.len(), stream.cu_stream()) }.w()?;
             self.stream.join(&stream).w()?;
         }
+        Ok(())
+    }
+
+    /// Runs the calls that follow those of the micro-batches, in a plan without an update.
+    pub fn run_after_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
+        let controls = Controls::default();
+        let _ran: bool = self.run_extent(plan, tensors, &controls, Extent::AfterMicroBatches)?;
         Ok(())
     }
 
@@ -154,6 +169,7 @@ impl Executor {
         extent: Extent,
     ) -> Result<bool> {
         self.place(plan, tensors, controls)?;
+        self.place_arguments(tensors, extent)?;
         let stream = self.card.cuda_stream();
         stream.join(&self.stream).w()?;
         self.inputs.fill(&self.card, plan, tensors, controls)?;
@@ -170,7 +186,7 @@ impl Executor {
         }
         self.stream.join(&stream).w()?;
         let stepped = match extent {
-            Extent::MicroBatches => true,
+            Extent::MicroBatches | Extent::AfterMicroBatches => true,
             _ => self.stepped(plan, controls)?,
         };
         self.copies_are_current = true;
@@ -199,10 +215,29 @@ impl Executor {
         Ok(())
     }
 
+    /// Finds out where the arguments are, which whoever runs the plan chooses anew each time; forgets what was recorded of this
+    /// extent with others.
+    fn place_arguments(&mut self, tensors: &Tensors<'_>, extent: Extent) -> Result<()> {
+        let arguments = tensors.arguments.iter();
+        let arguments = arguments.map(|x| Ok::<_, Error>(crate::ops::cuda::elements(x)?.pointer));
+        let arguments: Vec<u64> = arguments.collect::<Result<_>>()?;
+        let place = extent as usize;
+        if self.arguments[place] != arguments {
+            self.recorded[place] = Recorded::Nothing;
+        }
+        if let Some(places) = &mut self.places {
+            places.arguments.clone_from(&arguments);
+        }
+        self.arguments[place] = arguments;
+        Ok(())
+    }
+
     /// Launches the calls of a run one by one.
     fn launch_all(&mut self, plan: &Plan, extent: Extent) -> Result<()> {
-        for micro_batch in 0..plan.micro_batches() {
-            self.launch(plan, plan.repeated(), micro_batch, extent)?;
+        if extent != Extent::AfterMicroBatches {
+            for micro_batch in 0..plan.micro_batches() {
+                self.launch(plan, plan.repeated(), micro_batch, extent)?;
+            }
         }
         let rest = plan.repeated().end..plan.calls().len();
         match extent {
@@ -285,24 +320,6 @@ impl Executor {
             (_, Some(_)) => Ok(false),
             (_, None) => Err(not_finite(plan, usize::try_from(culprit).ok(), norm)),
         }
-    }
-
-    /// What a run has left in an operand that the plan keeps; waits for the card.
-    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Result<Vec<T>> {
-        let buffer = plan.buffer(operand.buffer);
-        assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
-        let Some(range) = buffer.arena_range() else {
-            panic!("{} is not in the arena", buffer.name);
-        };
-        let mut values = vec![T::zero(); operand.elements.len()];
-        let first = operand.elements.start * T::DTYPE.size_in_bytes();
-        let from = places::start_of(&self.arena) + range.start + first as u64;
-        let stream = self.card.cuda_stream();
-        stream.context().bind_to_thread().w()?;
-        // SAFETY: the operand lies within its buffer, and that in the arena; the host waits before it reads.
-        unsafe { memcpy_dtoh_async(&mut values, from, stream.cu_stream()) }.w()?;
-        stream.synchronize().w()?;
-        Ok(values)
     }
 
     /// Has the copies of weights made anew in the next run.

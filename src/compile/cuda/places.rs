@@ -21,6 +21,8 @@ pub(super) struct Places {
     /// Empty for as long as no run has had an update.
     exp_avg: Vec<u64>,
     exp_avg_sq: Vec<u64>,
+    /// Of the run that is under way. The executor sees to it that what was recorded with others is not run.
+    pub arguments: Vec<u64>,
 }
 
 /// Where a slice begins.
@@ -45,17 +47,22 @@ impl Places {
             parameters: parameters.collect::<Result<_>>()?,
             exp_avg: first.collect::<Result<_>>()?,
             exp_avg_sq: second.collect::<Result<_>>()?,
+            arguments: Vec::new(),
         })
     }
 
-    /// Whether all that `other` knows is here.
+    /// Whether all that `other` knows is here, arguments apart.
     pub(super) fn covers(&self, other: &Self) -> bool {
+        let other = Self {
+            arguments: self.arguments.clone(),
+            ..other.clone()
+        };
         let other = match other.exp_avg.is_empty() {
-            false => other.clone(),
+            false => other,
             true => Self {
                 exp_avg: self.exp_avg.clone(),
                 exp_avg_sq: self.exp_avg_sq.clone(),
-                ..other.clone()
+                ..other
             },
         };
         *self == other
@@ -72,7 +79,7 @@ impl Places {
             Home::Targets => ids(self.targets),
             Home::Table(number) => self.tables[number],
             Home::Output => self.output,
-            Home::Argument(number) => panic!("no argument {number} is lent to a card"),
+            Home::Argument(number) => self.arguments[number],
         }
     }
 

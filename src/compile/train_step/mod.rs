@@ -155,7 +155,7 @@ impl TrainStep {
             updates: &planned,
             tokens: &tokens,
             targets: &targets,
-            output: None,
+            ..Default::default()
         };
         let clip_norm = self.config.clip_norm.unwrap_or(f64::INFINITY);
         self.norm = None;

@@ -10,6 +10,7 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Error, Result};
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::ops::Range;
 
 /// What a product may work in, in bytes: what NVIDIA advises for Hopper; cards before it take less.
 const WORKSPACE_BYTES: usize = 32 << 20;
@@ -41,6 +42,22 @@ impl<'a> Matrix<'a> {
             row_stride: cols,
             matrix_stride: 0,
             transposed: false,
+        }
+    }
+
+    /// Some of its rows, as it lies.
+    pub(crate) fn of_rows(self, rows: Range<usize>) -> Self {
+        self.part(rows, 0..self.cols)
+    }
+
+    /// Some columns of some of its rows, as it lies.
+    pub(crate) fn part(self, rows: Range<usize>, cols: Range<usize>) -> Self {
+        let first = rows.start * self.row_stride + cols.start;
+        Self {
+            view: self.view.part_from(first),
+            rows: rows.len(),
+            cols: cols.len(),
+            ..self
         }
     }
 

@@ -261,7 +261,7 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
 fn the_limit_is_the_first_that_does_not_fit() {
     for algorithm in Algorithm::ALL {
         let run = attention(algorithm);
-        let limit = run.limit().unwrap();
+        let limit = run.limit(&Device::Cpu).unwrap();
         let at = |sequence_length| AttentionWorkload {
             sequence_length,
             ..run.workload
@@ -279,10 +279,10 @@ fn the_limit_is_the_first_that_does_not_fit() {
     }
     let mut nobody_knows = attention(Algorithm::Naive);
     nobody_knows.sampling.available_bytes = None;
-    assert_eq!(nobody_knows.limit(), None);
+    assert_eq!(nobody_knows.limit(&Device::Cpu), None);
     let mut too_wide = attention(Algorithm::Flash);
     too_wide.workload.head_dim = 257;
-    assert_eq!(too_wide.limit(), None);
+    assert_eq!(too_wide.limit(&Device::Cpu), None);
 
     // 4 D^2 weights and 6 D^2 of gradients, 4 bytes each, fill 1 GiB beyond D 5,000.
     let limit = module(Algorithm::Naive).limit().unwrap();

@@ -7,6 +7,10 @@ use rstest::rstest;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, Execution};
 use tallow::memory::{AttentionWorkload, planned_attention_account};
+#[cfg(feature = "cuda")]
+use tallow::memory::{attention_account_on, planned_attention_account_on};
+#[cfg(feature = "cuda")]
+use tallow::report::Fields;
 
 fn planned() -> AttentionRun {
     AttentionRun {
@@ -43,7 +47,7 @@ fn it_runs_out_of_memory_in_a_row_too() {
     // 3 x 2 x 16,384 x (16,384 + 16) x 4 bytes, and 4 a row.
     let reason = text(&rows[0], "reason");
     assert!(reason.contains("BHT^2 6,150.4 MiB"), "{reason}");
-    let limit = run.limit().unwrap();
+    let limit = run.limit(&Device::Cpu).unwrap();
     assert_eq!(limit.implementation, "planned");
     assert!(limit.account.peak_bytes() > 1 << 20);
 }
@@ -105,5 +109,49 @@ fn child_measures_it() {
                 }
             }
         }
+    }
+}
+
+/// Alone in its process, since the pool's counters are the process's.
+#[cfg(feature = "cuda")]
+#[test]
+fn on_a_card_too() {
+    if crate::card().is_some() {
+        child::run("attention_benchmark::planned::child_measures_it_on_a_card");
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "run by on_a_card_too"]
+fn child_measures_it_on_a_card() {
+    let card = tallow::device("cuda:0").unwrap();
+    for dtype in [DType::F32, DType::BF16] {
+        let mut run = planned();
+        (run.workload.sequence_length, run.workload.dtype) = (700, dtype);
+        let account = planned_attention_account_on(&card, &run.workload).unwrap();
+        let peak = |row: &Fields| number(row, "peak_bytes");
+        for row in run.run(&card, |_, _| ()).unwrap() {
+            assert_eq!(text(&row, "status"), "ok");
+            for taken in [number(&row, "before_backward_bytes"), peak(&row)] {
+                // What cuBLASLt works in.
+                let mib = (taken - account.peak_bytes() as f64) / f64::from(1 << 20);
+                assert!((32.0..33.0).contains(&mib), "{mib} MiB more");
+            }
+        }
+        let eager = attention(Algorithm::Naive);
+        let eager = AttentionRun {
+            workload: run.workload,
+            ..eager
+        };
+        let account = attention_account_on(&card, &eager.workload).peak_bytes() as f64;
+        let rows = eager.run(&card, |_, _| ()).unwrap();
+        let share = peak(&rows[2]) / account;
+        assert!((0.9..1.02).contains(&share), "{share} of {account}");
+
+        run.sampling.available_bytes = Some(1 << 20);
+        let refused = run.run(&card, |_, _| ()).unwrap();
+        assert_eq!(text(&refused[0], "status"), "OOM");
+        assert!(text(&refused[0], "reason").contains("probabilities BHT^2"));
     }
 }

@@ -10,7 +10,7 @@ use tallow::nn::Checkpointing;
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use tallow::precision::Precision;
 
-fn plan(precision: Precision) -> PlanConfig {
+pub(super) fn plan(precision: Precision) -> PlanConfig {
     PlanConfig {
         batch_size: 2,
         sequence_length: 37,
@@ -75,7 +75,7 @@ fn furthest(a: &Trained, b: &Trained) -> f64 {
 
 /// Held by the CPU's own step in the same precision: at most three times as far from f32's as it, and in f32 as close as sums
 /// in another order are.
-fn agree(config: &TransformerConfig, plan: &PlanConfig) {
+pub(super) fn agree(config: &TransformerConfig, plan: &PlanConfig) {
     let Some(card) = crate::card() else {
         return;
     };

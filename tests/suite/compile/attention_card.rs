@@ -1,0 +1,247 @@
+//! Attention planned on a card: against exact results, against eager naive attention there, and against itself. Without a card
+//! a word says so.
+
+use super::card::{agree, plan};
+use super::{CPU, config, distance};
+use crate::child;
+use crate::flash::judge::hold_against_alike;
+use crate::flash::oracle::Oracle;
+use crate::flash::problem::{Attend, Problem, Results, Sizes, numbers};
+use candle_core::{DType, Device, Tensor, Var};
+use rstest::rstest;
+use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
+use tallow::compile::{Attention, Category, PlanConfig};
+use tallow::memory::Meter;
+use tallow::model::TransformerConfig;
+use tallow::precision::Precision;
+
+/// Eager naive attention on the card, with a log-sum-exp that nobody reads.
+const EAGER: Attend = |q, k, v, config| {
+    let card = tallow::device("cuda:0")?;
+    let [q, k, v] = [
+        q.to_device(&card)?,
+        k.to_device(&card)?,
+        v.to_device(&card)?,
+    ];
+    let out = attention::naive(&q, &k, &v, config)?.to_device(&CPU)?;
+    let lse = Tensor::zeros(&q.dims()[..3], DType::F32, &CPU)?;
+    Ok((out, lse))
+};
+
+/// Forward and backward on q, k, v and d_out.
+fn run(attention: &mut Attention, [q, k, v, d_out]: [&Tensor; 4]) -> Results {
+    attention.forward(q, k, v).unwrap();
+    attention.backward(d_out).unwrap();
+    let [dq, dk, dv] = attention.gradients().unwrap();
+    let results = [attention.output().unwrap(), dq, dk, dv].map(|x| {
+        assert_eq!((x.dtype(), x.dims()), (q.dtype(), q.dims()));
+        assert!(x.device().same_device(q.device()));
+        numbers(&x.to_device(&CPU).unwrap())
+    });
+    let [out, dq, dk, dv] = results;
+    let lse = Vec::new(); // which it has not
+    Results {
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+    }
+}
+
+/// What the first run gives, and all others, whatever was in the arena and however they are launched.
+fn planned(problem: &Problem, dtype: DType, card: &Device) -> Results {
+    let there = |x: &Tensor| x.to_device(card).unwrap();
+    let [q, k, v] = problem.operands(dtype).map(|x| there(&x));
+    let d_out = there(&problem.d_out(dtype));
+    let mut attention = Attention::new_on(card, q.shape(), dtype, &problem.config).unwrap();
+    let first = run(&mut attention, [&q, &k, &v, &d_out]);
+    let poison = Tensor::full(f32::NAN, q.shape(), card).unwrap();
+    let poison = poison.to_dtype(dtype).unwrap();
+    let poisoned = run(&mut attention, [&poison; 4]);
+    assert!(poisoned.out.iter().all(|x| x.is_nan()));
+    // Call by call, recorded, and what was recorded once more.
+    for turn in 0..3 {
+        let again = run(&mut attention, [&q, &k, &v, &d_out]);
+        assert!(again.bits() == first.bits(), "{:?}, {turn}", problem.sizes);
+    }
+    first
+}
+
+/// At most twice as far off as eager naive attention on the card for the output, three times for gradients.
+fn judge(problem: &Problem, dtype: DType) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let mut oracle = Oracle::of(problem);
+    oracle.results.lse.clear();
+    oracle.terms.lse.clear();
+    let mut eager = problem.run(dtype, EAGER);
+    eager.lse.clear();
+    let found = planned(problem, dtype, &card);
+    let held = hold_against_alike(problem, &oracle, &found, &eager, dtype);
+    held.unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.sizes));
+}
+
+#[rstest]
+fn as_near_as_eager(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+    #[values(Mask::Full, Mask::Causal, Mask::CausalEnd)] mask: Mask,
+    #[values(
+        (1, 1, 1, 16), (1, 2, 37, 9), (2, 3, 64, 16), (1, 2, 123, 24), (1, 5, 257, 40), (8, 1, 300, 64), (1, 2, 129, 80),
+        (2, 1, 200, 128),
+    )]
+    (batch, heads, length, head_dim): (usize, usize, usize, usize),
+) {
+    let sizes = Sizes::new((batch, heads, heads), (length, length), head_dim);
+    judge(&Problem::random(sizes, mask, None, 3), dtype);
+}
+
+/// Three blocks of queries, the last one short.
+#[rstest]
+fn blocks_of_queries(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) {
+    let sizes = Sizes::new((1, 1, 1), (2049, 2049), 16);
+    judge(&Problem::random(sizes, Mask::Causal, Some(0.4), 4), dtype);
+}
+
+/// More heads than have their scores' gradients there at once, in turns of which the last is smaller.
+#[rstest]
+fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let (shape, config) = ((7, 8100, 16), AttentionConfig { mask, scale: None });
+    let draw = || Tensor::randn(0f32, 1.0, shape, &CPU).and_then(|x| x.to_device(&card));
+    let [q, k, v, d_out] = [(); 4].map(|()| draw().unwrap());
+    let mut planned = Attention::new_on(&card, shape, DType::F32, &config).unwrap();
+    let mut buffers = planned.plan().buffers().iter();
+    let d_scores = buffers.find(|buffer| buffer.name == "dscores").unwrap();
+    assert_eq!(d_scores.shape, [4, 8100, 8100]);
+    planned.forward(&q, &k, &v).unwrap();
+    planned.backward(&d_out).unwrap();
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
+    let out = attention::naive(&q, &k, &v, &config).unwrap();
+    let loss = (&out * &d_out).unwrap().sum_all().unwrap();
+    let store = loss.backward().unwrap();
+    // Head by head: sums of 8,100 terms that mostly cancel, in another order.
+    let agree = |what: &str, got: &Tensor, wanted: &Tensor| {
+        for head in 0..7 {
+            let [got, wanted] =
+                [got, wanted].map(|x| x.get(head).unwrap().to_device(&CPU).unwrap());
+            let error = distance(&got, &wanted);
+            assert!(error <= 5e-5, "{what}, head {head}: {error:.1e}");
+        }
+    };
+    agree("out", &planned.output().unwrap(), &out);
+    let gradients = planned.gradients().unwrap();
+    for ((got, var), name) in gradients.iter().zip([&q, &k, &v]).zip(["dq", "dk", "dv"]) {
+        agree(name, got, store.get(var).unwrap());
+    }
+}
+
+/// A model's naive attention takes the same blocks, of heads that lie in rows.
+#[rstest]
+fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
+    let model = TransformerConfig {
+        context_length: 1300,
+        ..config(1, 2, 24, 56, Algorithm::Naive)
+    };
+    let plan = PlanConfig {
+        batch_size: 2,
+        sequence_length: 1300,
+        ..plan(precision)
+    };
+    agree(&model, &plan);
+}
+
+#[test]
+fn what_a_card_is_not_planned_for() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let config = AttentionConfig::default();
+    let refused = |result: tallow::Result<()>, words: &[&str]| {
+        let text = result.unwrap_err().to_string();
+        for word in words {
+            assert!(text.contains(word), "no {word:?} in {text:?}");
+        }
+    };
+    let new = |shape, dtype| Attention::new_on(&card, shape, dtype, &config);
+    refused(
+        new((2, 10, 8), DType::F64).map(|_| ()),
+        &["f32, bf16 or f16", "f64"],
+    );
+    refused(new((2, 0, 8), DType::F32).map(|_| ()), &["(..., T, Dh)"]);
+    refused(new((64, 1 << 19, 64), DType::BF16).map(|_| ()), &["arena"]);
+
+    let mut on_card = new((2, 10, 8), DType::F32).unwrap();
+    let here = Tensor::ones((2, 10, 8), DType::F32, &CPU).unwrap();
+    let there = here.to_device(&card).unwrap();
+    refused(on_card.backward(&there), &["backward without a forward"]);
+    let words = ["k on Cuda", "as planned", "Cpu", "new_on"];
+    refused(on_card.forward(&there, &here, &there), &words);
+    let turned = Tensor::ones((2, 8, 10), DType::F32, &card).unwrap();
+    let turned = turned.transpose(1, 2).unwrap();
+    refused(on_card.forward(&turned, &there, &there), &["q contiguous"]);
+    on_card.forward(&there, &there, &there).unwrap();
+    refused(on_card.backward(&here), &["d_out on Cuda", "Cpu"]);
+    refused(on_card.gradients().map(|_| ()), &["call backward first"]);
+    on_card.backward(&there).unwrap();
+    let words = ["a plan on the CPU", "Cuda", "output and gradients"];
+    refused(on_card.output_values::<f32>().map(|_| ()), &words);
+    refused(on_card.gradient_values::<f32>().map(|_| ()), &words);
+    let mut on_cpu = Attention::new((2, 10, 8), DType::F32, &config).unwrap();
+    refused(on_cpu.forward(&here, &here, &there), &["v on Cpu", "Cuda"]);
+}
+
+#[test]
+fn the_plan_says_what_it_is() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    for (dtype, width) in [(DType::F32, 4), (DType::BF16, 2)] {
+        let config = AttentionConfig::default();
+        let plan = Attention::plan_on(&card, (4, 2, 512, 64), dtype, &config).unwrap();
+        let (heads, scores) = (width * 8 * 512 * 64, width * 8 * 512 * 512);
+        assert_eq!(plan.flops(), 3.0 * 4.0 * 8.0 * 512.0 * 512.0 * 64.0);
+        assert_eq!(plan.category_bytes(Category::Activation), scores);
+        assert_eq!(plan.category_bytes(Category::Scratch), scores);
+        assert_eq!(plan.peak_bytes(), 2 * scores + 4 * heads);
+        assert!(plan.explain().contains("probabilities @"));
+    }
+}
+
+/// Alone in their process, since the pool's counters are the process's.
+#[test]
+fn the_arena_is_all_there_is() {
+    if crate::card().is_some() {
+        child::run("compile::attention_card::allocations");
+    }
+}
+
+#[test]
+#[ignore = "run by the_arena_is_all_there_is"]
+fn allocations() {
+    let card = tallow::device("cuda:0").unwrap();
+    let meter = Meter::new(&card);
+    let shape = (8, 1, 700, 64);
+    let q = Tensor::ones(shape, DType::F32, &card).unwrap();
+    let taken = || meter.current_bytes().unwrap();
+    let before = taken();
+    let config = AttentionConfig::default();
+    let mut planned = Attention::new_on(&card, shape, DType::F32, &config).unwrap();
+    let beside = taken() - before - planned.plan().peak_bytes();
+    // cuBLASLt's room, and what a run of a model is told.
+    assert!(
+        (32 << 20..33 << 20).contains(&beside),
+        "{beside} bytes beside the arena"
+    );
+    let settled = taken();
+    meter.reset_peak();
+    for _ in 0..4 {
+        planned.forward(&q, &q, &q).unwrap();
+        planned.backward(&q).unwrap();
+    }
+    card.synchronize().unwrap();
+    assert_eq!((taken(), meter.peak_bytes().unwrap()), (settled, settled));
+}
