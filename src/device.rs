@@ -6,8 +6,10 @@ pub(crate) mod cuda;
 #[path = "device/no_cuda.rs"]
 pub(crate) mod cuda;
 mod half_arithmetic;
+mod tf32;
 
 pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
+pub use tf32::{set_tf32, tf32};
 
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation};

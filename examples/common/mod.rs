@@ -65,6 +65,10 @@ pub struct Common {
     #[arg(long, default_value = "cpu")]
     pub device: String,
 
+    /// Round the factors of f32 products to TF32, on an NVIDIA card
+    #[arg(long)]
+    pub tf32: bool,
+
     /// The seed of weights and data
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
@@ -91,9 +95,11 @@ pub struct Output {
 }
 
 impl Common {
-    /// The device that the flags name.
+    /// The device that the flags name, in the arithmetic that they ask for.
     pub fn device(&self) -> Result<candle_core::Device> {
-        tallow::device(&self.device)
+        let device = tallow::device(&self.device)?;
+        tallow::device::set_tf32(&device, self.tf32)?;
+        Ok(device)
     }
 
     /// Runs `f` inside what the flags ask for: the kernel policy, ranges for NVTX.

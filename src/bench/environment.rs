@@ -29,6 +29,10 @@ pub fn environment(on: &Device) -> Fields {
     if on.is_cpu() {
         fields.insert("half arithmetic", half_arithmetic());
     }
+    if on.is_cuda() {
+        let products = if device::tf32(on) { "TF32" } else { "exact" };
+        fields.insert("f32 products", products);
+    }
     fields.insert("threads", rayon::current_num_threads());
     fields.insert("tallow", env!("CARGO_PKG_VERSION"));
     fields.insert("features", features);

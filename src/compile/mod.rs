@@ -41,9 +41,10 @@
 //!
 //! A model on a CUDA card (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and [`Forward`] as
 //! on the CPU, in f32, bf16 and f16, products by cuBLASLt. Flash attention takes heads of a multiple of 8 up to 256, in f32 of
-//! 4, if their tiles fit the card's shared memory; f32 is exact f32 there. In half precision linear maps of one input are one
-//! product, heads and gates lie packed, and the copies of weights last from run to run: the update writes them, so that no step
-//! casts a weight ([`TrainStep::refresh`] after weights were loaded or set). A run is recorded as a CUDA graph when it
+//! 4, if their tiles fit the card's shared memory. Products of f32 are exact there, or TF32 if
+//! [`set_tf32`](crate::device::set_tf32) had switched that on when the step was planned. In half precision linear maps of one
+//! input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update writes them, so
+//! that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). A run is recorded as a CUDA graph when it
 //! comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the gradients of naive attention's
 //! scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention leaves blocks out that the mask hides.
 //! [`Attention::new_on`] plans attention alone there.

@@ -51,6 +51,15 @@ pub(super) fn description(device: &Device) -> Option<String> {
     ))
 }
 
+/// Whether the card's tensor cores multiply TF32: compute capability 8.0 and later.
+pub(super) fn has_tf32(device: &Device) -> bool {
+    let Ok(card) = device.as_cuda_device() else {
+        return false;
+    };
+    let capability = card.cuda_stream().context().compute_capability();
+    capability.is_ok_and(|(major, _)| major >= 8)
+}
+
 /// The card's memory, in bytes.
 pub(super) fn total_bytes(device: &Device) -> Option<u64> {
     let context = device

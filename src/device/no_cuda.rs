@@ -10,6 +10,10 @@ pub(super) fn description(_device: &Device) -> Option<String> {
     None
 }
 
+pub(super) fn has_tf32(_device: &Device) -> bool {
+    false
+}
+
 pub(super) fn total_bytes(_device: &Device) -> Option<u64> {
     None
 }

@@ -42,7 +42,7 @@ pub(crate) fn flash_forward() -> usize {
 
 /// What flash attention's backward keeps for all of its blocks, in words: two statistics a query, dq's sums, and whose turn
 /// it is to add to them.
-pub(crate) fn flash_backward(sizes: &Sizes) -> [usize; 3] {
+pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
     const MOST_QUERIES: usize = 128; // of a tile
     const FEWEST_QUERIES: usize = 32;
     let heads = sizes.batch * sizes.heads;
@@ -52,8 +52,10 @@ pub(crate) fn flash_backward(sizes: &Sizes) -> [usize; 3] {
         0..=128 => sizes.head_dim.next_multiple_of(32),
         _ => 256,
     };
-    // One more, for a workspace that begins anywhere.
-    [2 * rows, rows * most_columns, 2 * tiles + 1].map(|words| aligned(words) + ALIGNMENT_WORDS)
+    let parts = [2 * rows, rows * most_columns, 2 * tiles + 1];
+    // One piece more of each, for a workspace that begins anywhere.
+    let with_one_more = parts.map(|words| aligned(words) + ALIGNMENT_WORDS);
+    with_one_more.iter().sum()
 }
 
 /// Sums of squares of pieces of a gradient, f64.

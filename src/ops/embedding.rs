@@ -11,7 +11,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
-    crate::kernels::cuda::embedding as cuda_kernel,
+    crate::kernels::{cuda::embedding as cuda_kernel, workspace},
     candle_core::{CudaStorage, DType},
 };
 
@@ -113,8 +113,8 @@ impl CustomOp1 for Embedding {
                 return Ok(Some(table.zeros_like()?));
             }
             let card = cuda::card(&dy)?;
-            let words = cuda_kernel::workspace_len(self.ids.len(), table.dims2()?.0);
-            let workspace = cuda::room(card, DType::U32, words)?;
+            let parts = workspace::embedding_backward(self.ids.len(), table.dims2()?.0);
+            let workspace = cuda::room(card, DType::U32, parts.iter().sum())?;
             let dtable = cuda::room(card, table.dtype(), table.elem_count())?;
             let ids = cuda::ids(card, &self.ids)?;
             cuda_kernel::backward(

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
-    crate::kernels::cuda::rms_norm as cuda_kernel,
+    crate::kernels::{cuda::rms_norm as cuda_kernel, workspace},
     candle_core::{CudaStorage, DType},
 };
 
@@ -152,7 +152,7 @@ impl CustomOp2 for RmsNorm {
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
             let (card, width) = (cuda::card(&dy)?, weight.elem_count());
-            let partials_len = cuda_kernel::partials_len(rstd.elem_count(), width);
+            let partials_len = workspace::rms_norm_partials(rstd.elem_count(), width);
             let partials = cuda::room(card, DType::F32, partials_len)?;
             let dx = cuda::room(card, x.dtype(), x.elem_count())?;
             let dw = cuda::room(card, DType::F32, width)?;

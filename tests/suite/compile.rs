@@ -14,6 +14,8 @@ mod plans;
 mod property;
 mod pytorch;
 mod refusals;
+#[cfg(feature = "cuda")]
+mod tf32;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};

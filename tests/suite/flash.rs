@@ -26,3 +26,5 @@ mod property;
 mod refusals;
 mod same_bits;
 mod strides;
+#[cfg(feature = "cuda")]
+mod tf32;

@@ -18,6 +18,7 @@ mod precision;
 mod probe;
 mod profile;
 mod report;
+mod tf32;
 mod toy_model;
 mod train;
 

@@ -3,14 +3,20 @@
 use super::op::{Flash, sizes};
 use crate::attention::AttentionConfig;
 use crate::attention::shapes::Shapes;
-use crate::kernels::cuda::flash_attention::{self as kernel, Gradients, Heads, Inputs};
+use crate::kernels::cuda::flash_attention::{self as kernel, Gradients, Heads, Inputs, Outputs};
+use crate::kernels::workspace;
 use crate::ops::cuda::{card, elements, room, strided, tensor, whole};
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
 
-/// Whether there is a kernel for such a call on q's card.
-pub(super) fn has_kernel(q: &Tensor, shapes: &Shapes, config: &AttentionConfig) -> bool {
+/// Whether there is a kernel for such a call on q's card, in TF32 or exact.
+pub(super) fn has_kernel(
+    q: &Tensor,
+    shapes: &Shapes,
+    config: &AttentionConfig,
+    tf32: bool,
+) -> bool {
     let sizes = sizes(shapes, config);
-    card(q).is_ok_and(|card| kernel::takes(card, q.dtype(), &sizes))
+    card(q).is_ok_and(|card| kernel::takes(card, q.dtype(), tf32, &sizes))
 }
 
 /// x (B, H, T, Dh) as the kernels can read it, copied if it lies otherwise: rows of whole 16 bytes, at 16 bytes.
@@ -73,20 +79,19 @@ impl Flash {
             _ => Some(room(card, dtype, shape.elem_count())?),
         };
         let lse = room(card, DType::F32, rows.0 * rows.1 * rows.2)?;
-        let workspace = room(card, DType::U32, kernel::forward_workspace_len(sizes))?;
-        kernel::forward(
-            card,
-            sizes,
-            [
-                heads(q, q_layout)?,
-                heads(k, k_layout)?,
-                heads(v, v_layout)?,
-            ],
-            heads(&out, &Layout::contiguous(shape.clone()))?,
-            rest.as_ref().map(whole).transpose()?,
-            whole(&lse)?,
-            whole(&workspace)?,
-        )?;
+        let workspace = room(card, DType::U32, workspace::flash_forward())?;
+        let inputs = [
+            heads(q, q_layout)?,
+            heads(k, k_layout)?,
+            heads(v, v_layout)?,
+        ];
+        let outputs = Outputs {
+            out: heads(&out, &Layout::contiguous(shape.clone()))?,
+            rounded_off: rest.as_ref().map(whole).transpose()?,
+            lse: whole(&lse)?,
+        };
+        let room = whole(&workspace)?;
+        kernel::forward(card, sizes, self.tf32, inputs, outputs, room)?;
         let rest = rest.map(|rest| tensor(rest, shape.clone()));
         self.keep(tensor(lse, rows), rest);
         Ok((out, shape))
@@ -120,8 +125,9 @@ impl Flash {
             dk: heads_of(&dk)?,
             dv: heads_of(&dv)?,
         };
-        let workspace = room(card, DType::U32, kernel::backward_workspace_len(sizes))?;
-        kernel::backward(card, sizes, inputs, gradients, whole(&workspace)?)?;
+        let workspace = room(card, DType::U32, workspace::flash_backward(sizes))?;
+        let room = whole(&workspace)?;
+        kernel::backward(card, sizes, self.tf32, inputs, gradients, room)?;
         Ok([dq, dk, dv])
     }
 }

@@ -16,7 +16,7 @@ use super::shapes::Shapes;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
 use crate::ops::{Path, cast_for, choose, record::apply3};
-use crate::{Error, Result};
+use crate::{Error, Result, device};
 use candle_core::Tensor;
 
 const NAME: &str = "attention::flash";
@@ -30,8 +30,9 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// Hkv divides H: each head of k and v serves H / Hkv heads of q in a row (grouped queries). Any number of leading
 /// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.
 ///
-/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once. A query that sees no key gets zeros, and
-/// passes no gradient. A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
+/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once; on a card, products of f32 are exact or TF32 as
+/// [`device::set_tf32`] says, in backward as they were in forward. A query that sees no key gets zeros, and passes no gradient.
+/// A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
 /// `scaled_dot_product_attention`.
 ///
 /// Differentiable in q, k and v. Kept for backward: q, k, v, out and, of every query, the log-sum-exp of its scores (4
@@ -87,9 +88,10 @@ pub fn flash_with_lse(
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &cast_for(NAME, [q, k, v])?;
     let shapes = check(q, k, v)?;
+    let tf32 = device::tf32(q.device());
     #[cfg(feature = "cuda")]
     let path = match q.device().is_cuda() {
-        true => choose_where(NAME, q, cuda::has_kernel(q, &shapes, config)),
+        true => choose_where(NAME, q, cuda::has_kernel(q, &shapes, config, tf32)),
         false => choose(NAME, q),
     };
     #[cfg(not(feature = "cuda"))]
@@ -98,7 +100,7 @@ pub fn flash_with_lse(
         return reference(q, k, v, config);
     }
     let (heads, kv_heads) = (shapes.heads, shapes.kv_heads);
-    let op = op::Flash::new(shapes, config);
+    let op = op::Flash::new(shapes, config, tf32);
     let lse = op.lse();
     let out = apply3(
         &four_dimensions(q, heads)?,

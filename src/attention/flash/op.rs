@@ -30,6 +30,10 @@ pub(super) fn sizes(shapes: &Shapes, config: &AttentionConfig) -> Sizes {
 /// One call; holds what forward leaves for backward beside its inputs and its output.
 pub(super) struct Flash {
     sizes: Sizes,
+    /// Whether products of f32 are TF32: on a card, in backward as in forward, whatever the switch says by then. lse is that of
+    /// the scores as they were computed.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
+    pub tf32: bool,
     /// (B, H, Tq).
     lse: Arc<OnceLock<Tensor>>,
     /// What rounding took from the output, in half precision: (B, H, Tq, Dh).
@@ -37,9 +41,10 @@ pub(super) struct Flash {
 }
 
 impl Flash {
-    pub(super) fn new(shapes: Shapes, config: &AttentionConfig) -> Self {
+    pub(super) fn new(shapes: Shapes, config: &AttentionConfig, tf32: bool) -> Self {
         Self {
             sizes: sizes(&shapes, config),
+            tf32,
             lse: Arc::default(),
             rounded_off: OnceLock::new(),
         }

@@ -224,8 +224,7 @@ impl Builder<'_> {
                 let mut reads = reads(&[d_merged], qkv, &[state.merged, lse]);
                 reads.extend(rounded_off);
                 if self.is_on_card() {
-                    let words = workspace::flash_backward(&sizes.flash());
-                    let workspace = self.workspace(words.iter().sum());
+                    let workspace = self.workspace(workspace::flash_backward(&sizes.flash()));
                     let writes = [&gradients[..], &[workspace]].concat();
                     self.call(Op::FlashAttentionBackward(sizes), &reads, &writes);
                     self.turn_back(sizes, &gradients);

@@ -7,7 +7,7 @@ use super::call::Launcher;
 use super::naive::{Naive, compare, gather, scatter};
 use crate::Result;
 use crate::kernels::cuda::View;
-use crate::kernels::cuda::flash_attention::{self as flash, Heads};
+use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::softmax;
 
@@ -73,17 +73,14 @@ fn count(sizes: &AttentionSizes) -> usize {
 pub(super) fn flash(launcher: &Launcher<'_>, call: &Call, sizes: &AttentionSizes) -> Result<()> {
     let (reads, writes) = views(launcher, call);
     let qkv = split(sizes, &reads).map(|x| x.heads(sizes));
-    let (out, lse, workspace) = (dense(sizes, writes[0]).heads(sizes), writes[1], writes[2]);
-    let rounded_off = writes.get(3).copied();
-    let (card, kernel) = (launcher.card, sizes.flash());
+    let outputs = Outputs {
+        out: dense(sizes, writes[0]).heads(sizes),
+        rounded_off: writes.get(3).copied(),
+        lse: writes[1],
+    };
+    let (card, kernel, tf32) = (launcher.card, sizes.flash(), launcher.products.tf32());
     Ok(flash::forward(
-        card,
-        &kernel,
-        qkv,
-        out,
-        rounded_off,
-        lse,
-        workspace,
+        card, &kernel, tf32, qkv, outputs, writes[2],
     )?)
 }
 
@@ -106,9 +103,10 @@ pub(super) fn flash_backward(
         lse: reads[after + 1],
     };
     let gradients = flash::Gradients { dq, dk, dv };
-    let (card, kernel, workspace) = (launcher.card, sizes.flash(), writes[count(sizes)]);
+    let (card, kernel, tf32) = (launcher.card, sizes.flash(), launcher.products.tf32());
+    let workspace = writes[count(sizes)];
     Ok(flash::backward(
-        card, &kernel, inputs, gradients, workspace,
+        card, &kernel, tf32, inputs, gradients, workspace,
     )?)
 }
 

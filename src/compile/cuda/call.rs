@@ -256,11 +256,11 @@ fn whole_of(operands: &[&Operand]) -> Operand {
     }
 }
 
-/// Whether the card has kernels for all calls of a plan.
+/// Whether the card has kernels for all calls of a plan, with products of f32 in TF32 or exact.
 ///
 /// # Errors
 /// [`Error::Config`] with what it would take.
-pub(super) fn check(plan: &Plan, card: &CudaDevice) -> Result<()> {
+pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
     let refuse = |what: &str, got: String, hint: &str| {
         Err(Error::Placement {
             op: "compile",
@@ -280,7 +280,9 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice) -> Result<()> {
     for call in plan.calls() {
         let dtype = plan.lower_dtype(call);
         match call.op {
-            Op::FlashAttention(sizes) if !flash_attention::takes(card, dtype, &sizes.flash()) => {
+            Op::FlashAttention(sizes)
+                if !flash_attention::takes(card, dtype, tf32, &sizes.flash()) =>
+            {
                 let got = format!("heads of {} in {}", sizes.head_dim, dtype.as_str());
                 let wanted = "flash attention of heads of a multiple of 8 (f32: of 4) up to 256, \
                      whose tiles fit the card's shared memory";

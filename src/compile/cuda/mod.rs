@@ -80,11 +80,12 @@ impl Extent {
 }
 
 impl Executor {
-    /// Allocates the arena, and copies the plan's tables to the card.
+    /// Allocates the arena, and copies the plan's tables to the card. Products of f32 are from now on what the switch says now.
     pub fn new(plan: &Plan, card: &CudaDevice) -> Result<Self> {
-        call::check(plan, card)?;
-        let bytes = plan.peak_bytes();
         let on = Device::Cuda(card.clone());
+        let tf32 = device::tf32(&on);
+        call::check(plan, card, tf32)?;
+        let bytes = plan.peak_bytes();
         let available_bytes = device::available_bytes_on(&on).unwrap_or(u64::MAX);
         if bytes > available_bytes {
             return Err(Error::OutOfMemory {
@@ -97,7 +98,7 @@ impl Executor {
         let (card, products) = {
             let _undisturbed = device::cuda::undisturbed();
             let card = CudaDevice::new_with_stream(stream.context().ordinal())?;
-            let products = Products::new(&card)?;
+            let products = Products::new(&card, tf32)?;
             (card, products)
         };
         let card = &card;

@@ -33,13 +33,9 @@ pub(crate) fn forward(
     Ok(())
 }
 
-/// How many u32 the backward works in, for `count` ids of a table of `vocab` rows.
-pub(crate) fn workspace_len(count: usize, vocab: usize) -> usize {
-    embedding_backward(count, vocab).iter().sum()
-}
-
 /// Adds the rows of dy (count, width) up into those of dtable (vocab, width), whose dtype is dy's or f32, by ids (count) u32:
-/// to what dtable holds, or to zeros. `workspace` ([`workspace_len`]) u32 is room to work in.
+/// to what dtable holds, or to zeros. `workspace` (the sum of [`embedding_backward`]) u32 is room to
+/// work in.
 pub(crate) fn backward(
     card: &CudaDevice,
     dy: View,

@@ -1,4 +1,5 @@
-//! Matrix products by cuBLASLt: factors in f32, f16 or bf16, sums in f32, results in the factors' dtype or in f32.
+//! Matrix products by cuBLASLt: factors in f32 (exact or rounded to TF32), f16 or bf16, sums in f32, results in the factors'
+//! dtype or in f32.
 //!
 //! cuBLASLt reads matrices column by column; a matrix that lies row by row is to it the transpose. So what is asked of it
 //! here is `c^T = b^T a^T`.
@@ -103,6 +104,7 @@ type Key = ([Shape; 3], usize);
 pub(crate) struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
+    tf32: bool,
     chosen: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
 }
 
@@ -112,14 +114,21 @@ unsafe impl Send for Products {}
 unsafe impl Sync for Products {}
 
 impl Products {
-    pub(crate) fn new(card: &CudaDevice) -> Result<Self> {
+    /// Products on `card`, those of f32 in TF32 or exact.
+    pub(crate) fn new(card: &CudaDevice, tf32: bool) -> Result<Self> {
         card.cuda_stream().context().bind_to_thread().w()?;
         Ok(Self {
             handle: checked(result::create_handle())?,
             // SAFETY: whoever reads it has written it.
             workspace: unsafe { card.alloc(WORKSPACE_BYTES)? },
+            tf32,
             chosen: HashMap::new(),
         })
+    }
+
+    /// Whether products of f32 are TF32.
+    pub(crate) fn tf32(&self) -> bool {
+        self.tf32
     }
 
     /// `c = a b`, or `c += a b` where it `adds`, `count` times.
@@ -148,7 +157,7 @@ impl Products {
         if rows * cols * depth * count == 0 {
             return Ok(());
         }
-        let product = Product::new(&a, &b, &c, count)?;
+        let product = Product::new(&a, &b, &c, count, self.tf32)?;
         let key = ([a.shape(), b.shape(), c.shape()], count);
         let algorithm = match self.chosen.get(&key) {
             Some(algorithm) => *algorithm,
@@ -200,11 +209,13 @@ struct Product {
 }
 
 impl Product {
-    fn new(a: &Matrix, b: &Matrix, c: &Matrix, count: usize) -> Result<Self> {
-        let (sums, scale) = (
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            sys::cudaDataType_t::CUDA_R_32F,
-        );
+    fn new(a: &Matrix, b: &Matrix, c: &Matrix, count: usize, tf32: bool) -> Result<Self> {
+        let of_f32 = [a, b].iter().all(|factor| factor.view.dtype == DType::F32);
+        let sums = match tf32 && of_f32 {
+            true => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+            false => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        };
+        let scale = sys::cudaDataType_t::CUDA_R_32F;
         let operation = checked(result::create_matmul_desc(sums, scale))?;
         let none = std::ptr::null_mut();
         let mut product = Self {

@@ -5,7 +5,7 @@
 use super::kernel::Kernel;
 use super::source::{PRELUDE, Source};
 use super::{View, in_vector, launch_config, packs, suffixes};
-use crate::kernels::workspace::{RMS_NORM_BLOCKS, rms_norm_partials};
+use crate::kernels::workspace::RMS_NORM_BLOCKS;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -101,12 +101,8 @@ pub(crate) struct Gradients<'a> {
     pub add_dw: bool,
 }
 
-/// How many f32 the partial sums of a backward may take up, on any card.
-pub(crate) fn partials_len(rows: usize, width: usize) -> usize {
-    rms_norm_partials(rows, width)
-}
-
-/// The gradients of x and w. `partials` ([`partials_len`]) f32 is room to work in.
+/// The gradients of x and w. `partials` ([`rms_norm_partials`](crate::kernels::workspace::rms_norm_partials)) f32 is room to
+/// work in.
 pub(crate) fn backward(
     card: &CudaDevice,
     inputs: Inputs,

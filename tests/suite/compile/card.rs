@@ -20,7 +20,7 @@ pub(super) fn plan(precision: Precision) -> PlanConfig {
 }
 
 /// The model of the CPU's seed, on `device`, with its optimizer.
-fn model_on(config: &TransformerConfig, device: &Device) -> (TransformerLM, AdamW) {
+pub fn model_on(config: &TransformerConfig, device: &Device) -> (TransformerLM, AdamW) {
     let model = TransformerLM::new(config, 5, &CPU).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");

@@ -9,7 +9,7 @@ use tallow::attention;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
 /// The card's own kernel, on inputs that come from the CPU and results that go back there.
-const ON_CARD: Attend = |q, k, v, config| {
+pub const ON_CARD: Attend = |q, k, v, config| {
     let card = tallow::device("cuda:0")?;
     let [q, k, v] = [
         q.to_device(&card)?,
@@ -23,7 +23,7 @@ const ON_CARD: Attend = |q, k, v, config| {
 };
 
 /// The problem with four thirds of each number, which take all of f32's digits: products of narrower ones would show.
-fn thirds(problem: Problem) -> Problem {
+pub fn thirds(problem: Problem) -> Problem {
     let thirds = |values: &[f64]| values.iter().map(|x| 4.0 / 3.0 * x).collect();
     let wide = Problem {
         q: thirds(&problem.q),

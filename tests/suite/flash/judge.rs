@@ -12,9 +12,9 @@
 //! Rounding Error Analysis", 2019), and three more come from scale, sum and result; a few eps are the logarithm's.
 //!
 //! Above the floor, f32 is judged by the error of naive f32 attention on the same inputs (out and lse: twice, gradients:
-//! three times), and half precision by the error of rounding the exact result to it (1.1 times). f64, to which the
-//! oracle is no better judge than it to the oracle, has no judge but 1e-12 in place of the few eps. All hold by norm and
-//! for the largest error.
+//! three times), f32 in TF32 by that of naive attention in TF32, and half precision by the error of rounding the exact
+//! result to it (1.1 times). f64, to which the oracle is no better judge than it to the oracle, has no judge but 1e-12 in
+//! place of the few eps. All hold by norm and for the largest error.
 
 use super::oracle::Oracle;
 use super::problem::{Attend, Problem, Results, Sizes, numbers, rounded, tensor};
@@ -22,12 +22,16 @@ use candle_core::{DType, Tensor};
 use tallow::attention::{self, AttentionConfig};
 use tallow::ops;
 
-/// What each element may be off by, whatever the judge says.
-fn floors(oracle: &Oracle, head_dim: usize, dtype: DType) -> Results {
-    let (eps, few_eps) = match dtype {
+/// eps of the arithmetic that `dtype` is computed in, and a few of them.
+fn eps_of(dtype: DType) -> (f64, f64) {
+    match dtype {
         DType::F64 => (2.0 * f64::EPSILON, 1e-12), // the oracle's roundings and those of what it judges
         _ => (f64::from(f32::EPSILON), 8.0 * f64::from(f32::EPSILON)),
-    };
+    }
+}
+
+/// What each element may be off by, whatever the judge says.
+pub fn floors(oracle: &Oracle, head_dim: usize, (eps, few_eps): (f64, f64)) -> Results {
     let r = 4.0 * eps * oracle.largest_score + few_eps;
     let of_score = eps * ((head_dim as f64).sqrt() + 3.0) / 2.0;
     let terms = &oracle.terms;
@@ -80,7 +84,7 @@ impl Shares {
 }
 
 /// How many times the judge's error is allowed.
-struct Factors {
+pub struct Factors {
     out: f64,
     lse: f64,
     gradients: f64,
@@ -89,7 +93,7 @@ struct Factors {
 }
 
 /// Against another computation in the same dtype.
-const OF_ANOTHER: Factors = Factors {
+pub const OF_ANOTHER: Factors = Factors {
     out: 2.0,
     lse: 2.0,
     gradients: 3.0,
@@ -111,7 +115,7 @@ const NOTHING: Factors = Factors {
 };
 
 /// Holds `found` against `exact`: errors are at most `factors` times those of `judge`, plus the floors.
-fn hold(
+pub fn hold(
     exact: &Results,
     found: &Results,
     judge: &Results,
@@ -157,7 +161,7 @@ pub fn judge(
     attend: Attend,
 ) -> Result<Shares, String> {
     let found = problem.run(dtype, attend);
-    let floors = floors(oracle, problem.sizes.head_dim, dtype);
+    let floors = floors(oracle, problem.sizes.head_dim, eps_of(dtype));
     let exact = &oracle.results;
     match dtype {
         DType::F64 => hold(exact, &found, exact, NOTHING, &floors),
@@ -185,7 +189,7 @@ pub fn hold_against(
     narrow: &Results,
     dtype: DType,
 ) -> Result<Shares, String> {
-    let floors = floors(oracle, problem.sizes.head_dim, dtype);
+    let floors = floors(oracle, problem.sizes.head_dim, eps_of(dtype));
     match dtype {
         DType::F64 => hold(wanted, found, wanted, NOTHING, &floors),
         _ => hold(wanted, found, narrow, OF_ANOTHER, &floors),
@@ -202,7 +206,7 @@ pub fn hold_against_alike(
     judge: &Results,
     dtype: DType,
 ) -> Result<Shares, String> {
-    let floors = floors(oracle, problem.sizes.head_dim, dtype);
+    let floors = floors(oracle, problem.sizes.head_dim, eps_of(dtype));
     let rounding = match dtype {
         DType::BF16 => Some(2f64.powi(-8)),
         DType::F16 => Some(2f64.powi(-11)),
@@ -215,8 +219,13 @@ pub fn hold_against_alike(
     hold(&oracle.results, found, judge, factors, &floors)
 }
 
-/// Naive attention in `dtype`, each query head with key heads of its own; their gradients are added up in f64.
+/// Naive attention in `dtype`.
 pub fn naive(problem: &Problem, dtype: DType) -> Results {
+    with_own_heads(problem, |problem| problem.run(dtype, naive_with_lse))
+}
+
+/// Runs `attend` with a head of keys for each head of queries; their gradients are added up in f64.
+pub fn with_own_heads(problem: &Problem, attend: impl FnOnce(&Problem) -> Results) -> Results {
     let sizes = problem.sizes;
     let group = sizes.heads / sizes.kv_heads;
     let head_size = sizes.keys * sizes.head_dim;
@@ -233,7 +242,7 @@ pub fn naive(problem: &Problem, dtype: DType) -> Results {
         v: repeat(&problem.v),
         ..problem.clone()
     };
-    let results = expanded.run(dtype, naive_with_lse);
+    let results = attend(&expanded);
     let add_up = |x: Vec<f64>| -> Vec<f64> {
         let groups = x.chunks(group * head_size);
         let sum = |heads: &[f64], i: usize| heads.chunks(head_size).map(|head| head[i]).sum();
@@ -248,8 +257,8 @@ pub fn naive(problem: &Problem, dtype: DType) -> Results {
     }
 }
 
-/// With the log-sum-exp of its scores, which come in the inputs' dtype and are added up in f64.
-fn naive_with_lse(
+/// Naive attention, with the log-sum-exp of its scores, which come in the inputs' dtype and are added up in f64.
+pub fn naive_with_lse(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,

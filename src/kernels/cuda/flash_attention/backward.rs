@@ -9,7 +9,6 @@ use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::kernel::Kernel;
 use crate::kernels::cuda::source::{Definition, Source, is_hopper, multiprocessors};
 use crate::kernels::cuda::{View, in_vector};
-use crate::kernels::workspace;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
@@ -70,9 +69,11 @@ pub(super) struct Backward {
 }
 
 impl Backward {
-    fn new(dtype: DType, head_dim: usize) -> Self {
-        if dtype == DType::F32 {
-            return super::f32::backward(head_dim);
+    fn new(dtype: DType, tf32: bool, head_dim: usize) -> Self {
+        match (dtype, tf32) {
+            (DType::F32, false) => return super::f32::backward(head_dim),
+            (DType::F32, true) => return super::tf32::backward(head_dim),
+            _ => {}
         }
         let tiles = tiles::Backward::new(head_dim);
         let threads = 32 * tiles.warps;
@@ -95,11 +96,11 @@ fn of_hopper(card: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::
 }
 
 /// What a block shares, for such a call.
-pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> usize {
+pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     let head_dim = compiled_head_dim(sizes.head_dim);
     match of_hopper(card, dtype, head_dim) {
         Some(tiles) => tiles.shared_bytes(head_dim),
-        None => Backward::new(dtype, head_dim).shared_bytes,
+        None => Backward::new(dtype, tf32, head_dim).shared_bytes,
     }
 }
 
@@ -115,15 +116,12 @@ fn tiles_of_queries(sizes: &Sizes, queries: usize) -> usize {
     sizes.batch * sizes.heads * sizes.queries.div_ceil(queries)
 }
 
-/// How many u32 the backward works in, on any card: no less than any of the kernels want.
-pub(crate) fn backward_workspace_len(sizes: &Sizes) -> usize {
-    workspace::flash_backward(sizes).iter().sum()
-}
-
-/// The gradients of q, k and v. `workspace` ([`backward_workspace_len`]) u32 is room to work in.
+/// The gradients of q, k and v, products of f32 as forward's were. `workspace`
+/// ([`flash_backward`](crate::kernels::workspace::flash_backward)) u32 is room to work in.
 pub(crate) fn backward(
     card: &CudaDevice,
     sizes: &Sizes,
+    tf32: bool,
     inputs: Inputs,
     gradients: Gradients,
     workspace: View,
@@ -132,7 +130,7 @@ pub(crate) fn backward(
     let dtype = inputs.q.view.dtype;
     let element = element(dtype);
     let hopper = of_hopper(card, dtype, head_dim);
-    let everywhere = Backward::new(dtype, head_dim);
+    let everywhere = Backward::new(dtype, tf32, head_dim);
     let (source, tiles, queries) = match &hopper {
         Some(tiles) => (&HOPPER, tiles.definitions(), tiles.queries),
         None => (
@@ -235,7 +233,7 @@ pub(crate) fn backward(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::Mask;
+    use crate::kernels::{Mask, workspace};
 
     /// What is planned before there is a card holds the parts of every kernel, wherever it begins.
     #[test]
@@ -253,11 +251,16 @@ mod tests {
                     scale: 1.0,
                 };
                 let compiled = compiled_head_dim(head_dim);
+                let everywhere = [
+                    (DType::BF16, false),
+                    (DType::F32, false),
+                    (DType::F32, true),
+                ];
                 let everywhere =
-                    [DType::F32, DType::BF16].map(|dtype| Backward::new(dtype, compiled).queries);
+                    everywhere.map(|(dtype, tf32)| Backward::new(dtype, tf32, compiled).queries);
                 let hopper = tiles::BackwardHopper::new(compiled).map(|tiles| tiles.queries);
                 for tile in everywhere.into_iter().chain(hopper) {
-                    let words = backward_workspace_len(&sizes);
+                    let words = workspace::flash_backward(&sizes);
                     let odd = View::new(4, DType::U32, words); // begins a word after a multiple of 256 bytes
                     let end = odd.pointer + 4 * words as u64;
                     let mut room = Workspace::new(odd);

@@ -8,7 +8,6 @@ use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::source::{Definition, Source, is_hopper, multiprocessors};
 use crate::kernels::cuda::{View, set_to_zero};
-use crate::kernels::workspace;
 use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
@@ -28,10 +27,13 @@ const HOPPER: Source = Source {
 
 /// What is written.
 #[derive(Clone, Copy)]
-struct Outputs<'a> {
-    out: Heads<'a>,
-    rounded_off: Option<View<'a>>,
-    lse: View<'a>,
+pub(crate) struct Outputs<'a> {
+    /// (B, H, Tq, Dh), as it lies.
+    pub out: Heads<'a>,
+    /// What rounding took from out, where that is wanted (of f32 it takes nothing): (B, H, Tq, Dh) contiguous, in its dtype.
+    pub rounded_off: Option<View<'a>>,
+    /// (B, H, Tq) f32.
+    pub lse: View<'a>,
 }
 
 impl Outputs<'_> {
@@ -39,11 +41,6 @@ impl Outputs<'_> {
     fn rounded_off(&self) -> u64 {
         self.rounded_off.map_or(0, |rest| rest.pointer)
     }
-}
-
-/// How many u32 the forward works in, on any card.
-pub(crate) fn forward_workspace_len(_sizes: &Sizes) -> usize {
-    workspace::flash_forward()
 }
 
 /// A kernel for every card as it is compiled for a call, and what a launch of it takes.
@@ -57,10 +54,12 @@ pub(super) struct Forward {
 }
 
 impl Forward {
-    fn new(dtype: DType, sizes: &Sizes) -> Self {
+    fn new(dtype: DType, tf32: bool, sizes: &Sizes) -> Self {
         let head_dim = compiled_head_dim(sizes.head_dim);
-        if dtype == DType::F32 {
-            return super::f32::forward(head_dim);
+        match (dtype, tf32) {
+            (DType::F32, false) => return super::f32::forward(head_dim),
+            (DType::F32, true) => return super::tf32::forward(head_dim),
+            _ => {}
         }
         let tiles = tiles::Forward::new(head_dim, sizes.mask == Mask::Full);
         Self {
@@ -83,34 +82,28 @@ fn of_hopper(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::Fo
 /// Numbers from which Hopper's blocks draw their work.
 const TICKETS: usize = 2;
 
-/// out (B, H, Tq, Dh) as it lies; what rounding took from it, where wanted, (B, H, Tq, Dh) contiguous in its dtype
-/// (not of f32, of which it takes nothing); and lse (B, H, Tq) f32. `workspace` ([`forward_workspace_len`]) u32 is room to work
-/// in; launches that may run beside one another need their own.
+/// Attention of q, k and v, products of f32 in TF32 or exact. `workspace`
+/// ([`flash_forward`](crate::kernels::workspace::flash_forward)) u32 is room to work in; launches that may run beside one
+/// another need their own.
 pub(crate) fn forward(
     card: &CudaDevice,
     sizes: &Sizes,
+    tf32: bool,
     heads: [Heads; 3],
-    out: Heads,
-    rounded_off: Option<View>,
-    lse: View,
+    outputs: Outputs,
     workspace: View,
 ) -> Result<()> {
-    let outputs = Outputs {
-        out,
-        rounded_off,
-        lse,
-    };
     match of_hopper(card, heads[0].view.dtype, sizes) {
         Some(tiles) => hopper(card, sizes, &tiles, heads, outputs, workspace),
-        None => everywhere(card, sizes, heads, outputs),
+        None => everywhere(card, sizes, tf32, heads, outputs),
     }
 }
 
 /// What a block shares, for such a call.
-pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> usize {
+pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     match of_hopper(card, dtype, sizes) {
         Some(tiles) => tiles.shared_bytes(compiled_head_dim(sizes.head_dim)),
-        None => Forward::new(dtype, sizes).shared_bytes,
+        None => Forward::new(dtype, tf32, sizes).shared_bytes,
     }
 }
 
@@ -138,10 +131,11 @@ pub(super) fn line(blocks: usize, threads: usize, shared_bytes: usize) -> Launch
 fn everywhere(
     card: &CudaDevice,
     sizes: &Sizes,
+    tf32: bool,
     [q, k, v]: [Heads; 3],
     outputs: Outputs,
 ) -> Result<()> {
-    let form = Forward::new(q.view.dtype, sizes);
+    let form = Forward::new(q.view.dtype, tf32, sizes);
     let element = element(q.view.dtype);
     let definitions = definitions(sizes, element, form.tiles);
     let kernel = (form.source).kernel_with(card, &definitions, "flash_forward", element)?;

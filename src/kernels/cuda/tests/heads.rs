@@ -1,11 +1,9 @@
 //! Flash attention on heads that lie side by side in wider rows: the bits of heads that lie apart.
 
-use super::super::flash_attention::{
-    self as flash, Gradients, Heads, Inputs, backward_workspace_len, forward_workspace_len,
-};
+use super::super::flash_attention::{self as flash, Gradients, Heads, Inputs, Outputs};
 use super::{Buffer, Element, bits, card, numbers};
-use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::Sizes;
+use crate::kernels::{Mask, workspace};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
@@ -24,10 +22,11 @@ fn heads_of_packed_rows() {
                 mask,
                 scale: 1.0 / (head_dim as f64).sqrt(),
             };
-            packed::<f32>(&card, &sizes);
+            packed::<f32>(&card, false, &sizes);
+            packed::<f32>(&card, true, &sizes);
             if head_dim % 8 == 0 {
-                packed::<bf16>(&card, &sizes);
-                packed::<f16>(&card, &sizes);
+                packed::<bf16>(&card, false, &sizes);
+                packed::<f16>(&card, false, &sizes);
             }
         }
     }
@@ -82,8 +81,8 @@ fn in_rows<'a, T: Element>(
     }
 }
 
-fn packed<T: Element>(card: &CudaDevice, sizes: &Sizes) {
-    if !flash::takes(card, T::DTYPE, sizes) {
+fn packed<T: Element>(card: &CudaDevice, tf32: bool, sizes: &Sizes) {
+    if !flash::takes(card, T::DTYPE, tf32, sizes) {
         return eprintln!("skipped: no kernel for {sizes:?} on this card");
     }
     let n = sizes.batch * sizes.heads * sizes.queries * sizes.head_dim;
@@ -95,9 +94,14 @@ fn packed<T: Element>(card: &CudaDevice, sizes: &Sizes) {
     let run = |q: [Heads; 3], out: Heads, d_out: Heads, gradients: Gradients| {
         let (lse, work) = (
             Buffer::<f32>::room(card, rows, 0),
-            room(forward_workspace_len(sizes)),
+            room(workspace::flash_forward()),
         );
-        flash::forward(card, sizes, q, out, None, lse.view(card), work.view(card)).unwrap();
+        let outputs = Outputs {
+            out,
+            rounded_off: None,
+            lse: lse.view(card),
+        };
+        flash::forward(card, sizes, tf32, q, outputs, work.view(card)).unwrap();
         work.read(card);
         let inputs = Inputs {
             q: q[0],
@@ -108,8 +112,8 @@ fn packed<T: Element>(card: &CudaDevice, sizes: &Sizes) {
             d_out,
             lse: lse.view(card),
         };
-        let work = room(backward_workspace_len(sizes));
-        flash::backward(card, sizes, inputs, gradients, work.view(card)).unwrap();
+        let work = room(workspace::flash_backward(sizes));
+        flash::backward(card, sizes, tf32, inputs, gradients, work.view(card)).unwrap();
         work.read(card);
         bits(&lse.read(card))
     };

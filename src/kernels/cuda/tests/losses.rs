@@ -2,6 +2,7 @@
 
 use super::super::{cross_entropy, embedding};
 use super::{Buffer, Element, assert_close, bits, card, numbers, wide};
+use crate::kernels::workspace::embedding_backward;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
@@ -107,7 +108,8 @@ fn rows_of_a_table<G: Element, T: Element>(card: &CudaDevice, width: usize, accu
             true => Buffer::new(card, &before, 0),
             false => Buffer::room(card, vocab * width, 0),
         };
-        let workspace = Buffer::<u32>::room(card, embedding::workspace_len(count, vocab), 0);
+        let words = embedding_backward(count, vocab).iter().sum();
+        let workspace = Buffer::<u32>::room(card, words, 0);
         embedding::backward(
             card,
             dy.view(card),

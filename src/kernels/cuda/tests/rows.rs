@@ -4,6 +4,7 @@ use super::super::rms_norm::{self, Gradients, Inputs};
 use super::super::{cast, rope, softmax, swiglu};
 use super::{Buffer, Element, assert_close, bits, card, numbers, poison, wide};
 use crate::kernels::Mask;
+use crate::kernels::workspace::rms_norm_partials;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
@@ -86,7 +87,7 @@ fn norm<X: Element, Y: Element>(card: &CudaDevice, rows: usize, width: usize, of
         Buffer::new(card, &before, offset),
         Buffer::new(card, &dw_before, offset),
     );
-    let partials = Buffer::<f32>::room(card, rms_norm::partials_len(rows, width), 0);
+    let partials = Buffer::<f32>::room(card, rms_norm_partials(rows, width), 0);
     let inputs = Inputs {
         dy: dy.view(card),
         x: x_view,

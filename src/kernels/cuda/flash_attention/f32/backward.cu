@@ -1,5 +1,5 @@
 // Flash attention, backward, in exact f32: dq, dk and dv from the log-sum-exps of forward, by FMA on CUDA cores. Behind
-// common.cuh, backward.cuh, tiles.cuh, finish.cuh and fma.cuh, with ELEMENT=f32.
+// ../common.cuh, ../backward.cuh, tiles.cuh, backward.cuh and fma.cuh, with ELEMENT=f32.
 //
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
@@ -82,26 +82,13 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     const int first_head = batch * sizes.heads + kv_head * group;
     Place next = {first_head, first_tile};
 
-    auto copy_queries = [&]() {
-        const int batch = next.head / sizes.heads, head = next.head % sizes.heads, first = next.tile * QUERIES;
-        const Strides &of_q = arguments.q_strides, &of_d_out = arguments.d_out_strides;
-        const E* q = arguments.q + batch * of_q.batch + head * of_q.head + first * of_q.row;
-        const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + first * of_d_out.row;
-        const int rows = sizes.queries - first;
-        copy_tile<QUERIES, THREADS, Padded>(shared_address(q_tile), q, of_q.row, rows, dim);
-        copy_tile<QUERIES, THREADS, Padded>(shared_address(d_out_tile), d_out, of_d_out.row, rows, dim);
-        const float* source = arguments.statistics + 2ll * QUERIES * (next.head * query_tiles + next.tile);
-        for (int i = threadIdx.x; i < QUERIES / 2; i += THREADS) copy_chunk(shared_address(statistics) + i * 16, source + 4 * i, true);
-        end_group();
-    };
-
     const Strides &of_k = arguments.k_strides, &of_v = arguments.v_strides;
     const E* k = arguments.k + batch * of_k.batch + kv_head * of_k.head + first_key * of_k.row;
     const E* v = arguments.v + batch * of_v.batch + kv_head * of_v.head + first_key * of_v.row;
     copy_tile<KEYS, THREADS, Padded>(shared_address(k_tile), k, of_k.row, keys, dim);
     copy_tile<KEYS, THREADS, Padded>(shared_address(v_tile), v, of_v.row, keys, dim);
     end_group();
-    if (steps > 0) copy_queries();
+    if (steps > 0) copy_queries<THREADS>(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
 
     // This lane's rows and columns of the products of its side.
     const bool right = warp >= SIDE;
@@ -221,7 +208,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
             fence();
         }
         __syncthreads();  // dS is written, Q and dO are not read any more, and it is this block's turn
-        if (step + 1 < steps) copy_queries();
+        if (step + 1 < steps) copy_queries<THREADS>(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
         multiply_dq(sums_now);
     }
     wait_groups<0>();

@@ -1,5 +1,5 @@
 // Flash attention, forward, in exact f32: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by FMA on CUDA
-// cores. Behind common.cuh, tiles.cuh and fma.cuh, with ELEMENT=f32.
+// cores. Behind ../common.cuh, forward.cuh, tiles.cuh and fma.cuh, with ELEMENT=f32.
 //
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero
@@ -12,9 +12,6 @@
 // dynamic shared memory  FORWARD_SHARED bytes
 // 4 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef ROWS
-#define ROWS 128
-#endif
 #ifndef COLUMNS
 #define COLUMNS (HEAD_DIM == 96 || HEAD_DIM == 256 ? 32 : 64)
 #endif
@@ -33,14 +30,6 @@ constexpr int FORWARD_SHARED = ((ROWS + 2 * COLUMNS) * PITCH + ROWS * Exchange::
 constexpr float SLACK = 8.0f;
 static_assert(ROWS % (4 * WARPS) == 0 && COLUMNS % 32 == 0, "tiles of whole blocks");
 
-struct ForwardArguments {
-    const E *q, *k, *v;
-    E *out, *rounded_off;  // rounded_off: null, since nothing is rounded
-    float* lse;
-    Strides q_strides, k_strides, v_strides, out_strides;
-    Sizes sizes;
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -49,27 +38,15 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const int lane_row = row_of(lane), lane_column = column_of(lane);
     const int dim = sizes.head_dim;
 
-    // The latest queries first: with a causal mask they see most keys.
-    const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
-    int head_in_all, row_tile;
-    place(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
-    const int first_row = (row_tiles - 1 - row_tile) * ROWS;
-    const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
-    const int kv_head = head / (sizes.heads / sizes.kv_heads);
-    const int rows = min(ROWS, sizes.queries - first_row);
-
-    const E* q = arguments.q + batch * arguments.q_strides.batch + head * arguments.q_strides.head +
-                 first_row * arguments.q_strides.row;
-    const E* k = arguments.k + batch * arguments.k_strides.batch + kv_head * arguments.k_strides.head;
-    const E* v = arguments.v + batch * arguments.v_strides.batch + kv_head * arguments.v_strides.head;
+    const RowBlock block(arguments);
+    const int first_row = block.first_row, rows = block.rows;
     const long long k_stride = arguments.k_strides.row, v_stride = arguments.v_strides.row;
 
-    // Keys that the block's last row sees, keys that the warp's last row sees, and keys that all of the warp's rows see.
+    // Keys that the warp's last row sees, and keys that all of its rows see.
     const int warp_row = warp * 4 * M;
-    const int seen = max(0, min(sizes.keys, first_row + rows + sizes.offset));
     const int warp_seen = min(sizes.keys, first_row + warp_row + 4 * M + sizes.offset);
     const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
-    const int tiles = CEIL_DIV(seen, COLUMNS);
+    const int tiles = CEIL_DIV(block.seen, COLUMNS);
 
     float* const q_tile = reinterpret_cast<float*>(shared);  // (ROWS, PITCH)
     float* const k_tile = q_tile + ROWS * PITCH;             // (COLUMNS, PITCH)
@@ -77,8 +54,8 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     float* const p_tile = v_tile + COLUMNS * PITCH;          // (ROWS, Exchange::PITCH)
     const u32 q_target = shared_address(q_tile), k_target = shared_address(k_tile), v_target = shared_address(v_tile);
 
-    copy_tile<ROWS, THREADS, Padded>(q_target, q, arguments.q_strides.row, rows, dim);
-    if (tiles > 0) copy_tile<COLUMNS, THREADS, Padded>(k_target, k, k_stride, sizes.keys, dim);
+    copy_tile<ROWS, THREADS, Padded>(q_target, block.q, arguments.q_strides.row, rows, dim);
+    if (tiles > 0) copy_tile<COLUMNS, THREADS, Padded>(k_target, block.k, k_stride, sizes.keys, dim);
     end_group();
 
     const float* const my_q = q_tile + (warp_row + lane_row) * PITCH;
@@ -96,7 +73,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
         const bool working = first_key < warp_seen;
         wait_groups<0>();
         __syncthreads();  // the keys have arrived for all, and all are done with the values before
-        copy_tile<COLUMNS, THREADS, Padded>(v_target, v + first_key * v_stride, v_stride, sizes.keys - first_key, dim);
+        copy_tile<COLUMNS, THREADS, Padded>(v_target, block.v + first_key * v_stride, v_stride, sizes.keys - first_key, dim);
         end_group();
 
         if (working) {
@@ -153,15 +130,14 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
         __syncthreads();  // the values have arrived for all, and all are done with the keys; P is written
         if (tile + 1 < tiles) {
             const int next = first_key + COLUMNS;
-            copy_tile<COLUMNS, THREADS, Padded>(k_target, k + next * k_stride, k_stride, sizes.keys - next, dim);
+            copy_tile<COLUMNS, THREADS, Padded>(k_target, block.k + next * k_stride, k_stride, sizes.keys - next, dim);
             end_group();
         }
         if (working) multiply_columns<M, N>(o, my_p, my_v);
     }
     wait_groups<0>();
 
-    E* out = arguments.out + batch * arguments.out_strides.batch + head * arguments.out_strides.head +
-             first_row * arguments.out_strides.row;
+    E* out = block.out(arguments);
 #pragma unroll
     for (int m = 0; m < M; m++) {
         const int row = warp_row + lane_row + 4 * m;
@@ -169,7 +145,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
         if (row >= rows) continue;
         if (lane_column == 0) {
             const float log2 = total == 0 ? -INFINITE : __fmul_rn(largest[m], to_log2) + logarithm_2(total);
-            arguments.lse[(long long)head_in_all * sizes.queries + first_row + row] = log2 * LN_2;
+            arguments.lse[(long long)block.head_in_all * sizes.queries + first_row + row] = log2 * LN_2;
         }
         write_row(out + row * arguments.out_strides.row, o[m], lane_column, dim, total == 0 ? 0 : 1 / total);
     }

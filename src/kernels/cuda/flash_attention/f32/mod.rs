@@ -13,6 +13,7 @@ const FORWARD: Source = Source {
     name: "flash_forward_f32",
     parts: &[
         include_str!("../common.cuh"),
+        include_str!("forward.cuh"),
         include_str!("tiles.cuh"),
         include_str!("fma.cuh"),
         include_str!("forward.cu"),
@@ -24,11 +25,16 @@ const BACKWARD: Source = Source {
         include_str!("../common.cuh"),
         include_str!("../backward.cuh"),
         include_str!("tiles.cuh"),
-        include_str!("finish.cuh"),
+        include_str!("backward.cuh"),
         include_str!("fma.cuh"),
         include_str!("backward.cu"),
     ],
 };
+
+/// Floats from row to row of a tile in shared memory: a chunk of 16 bytes more than a row, against bank conflicts.
+pub(super) fn pitch(columns: usize) -> usize {
+    columns + 4
+}
 
 /// The forward for a compiled head dimension.
 pub(super) fn forward(head_dim: usize) -> Forward {

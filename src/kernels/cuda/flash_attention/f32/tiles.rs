@@ -1,11 +1,7 @@
 //! Tile sizes by head dimension, each the fastest of those tried on an H200.
 
+use super::pitch;
 use crate::kernels::cuda::source::Definition;
-
-/// Floats from row to row of a tile in shared memory: a chunk of 16 bytes more than a row, against bank conflicts.
-fn pitch(columns: usize) -> usize {
-    columns + 4
-}
 
 /// Of `forward.cu`.
 pub(super) struct Forward {

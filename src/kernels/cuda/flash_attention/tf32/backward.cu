@@ -1,0 +1,205 @@
+// Flash attention, backward, of f32 by TF32 tensor cores: dq, dk and dv from the log-sum-exps of forward, on mma.sync (sm_80
+// and up). Behind ../common.cuh and ../backward.cuh, tiles.cuh and backward.cuh of f32, and mma.cuh, with ELEMENT=f32.
+//
+//   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
+//   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
+//
+//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
+//   lse (B, H, Tq): f32;  rounded_off: null
+// Scratch, all of it written before it is read:
+//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES)) and one more: int
+//   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
+//
+// Three kernels, one after the other:
+//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of turns) / 256))
+//                                                    block 256
+//   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
+//                           dynamic shared memory    BACKWARD_SHARED bytes
+//   flash_backward_finish   dq                       grid  ceil(Tq / QUERIES) * B * H   block 256
+//
+// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that share
+// them. A warp has 16 keys: it computes S^T and dP^T for them, so that P^T and dS^T are the left factors of dV and dK in
+// the registers where they were made. Only dS goes through shared memory, for dQ, whose sum over the keys runs over
+// warps and blocks; the next queries are copied meanwhile. That sum is taken in the order of the keys: a block adds to a
+// tile of dq_sums when it is its turn, so the bits are the same each time. Blocks take their work by ticket in the order
+// of keys, so who is waited for runs already, a tile ahead.
+//
+// 10 B H Tq Tk Dh FLOPs (half of them where causal).
+
+#ifndef KEYS
+#define KEYS 64
+#endif
+#ifndef SHARE  // warps that have the same keys and share the columns of dK and dV
+#define SHARE (HEAD_DIM == 256 ? 2 : 1)
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM (HEAD_DIM == 256 ? 1 : 2)
+#endif
+constexpr int WARPS = KEYS / 16 * SHARE, THREADS = 32 * WARPS;
+constexpr int N = QUERIES / 8;             // blocks of 8 queries
+constexpr int WARP_DIMS = HEAD_DIM / SHARE;  // columns of dK and dV that a warp has
+constexpr int DS_PITCH = QUERIES + 4;      // floats from row to row of dS^T
+constexpr int DQ_COLUMN_TILES = HEAD_DIM / GROUP_DIMS, DQ_TILES = QUERIES / 32 * DQ_COLUMN_TILES;  // of 32 x GROUP_DIMS
+constexpr int BACKWARD_SHARED = (2 * (KEYS + QUERIES) * PITCH + KEYS * DS_PITCH + 2 * QUERIES) * 4 + 16;
+static_assert(KEYS % 16 == 0 && QUERIES % 32 == 0 && WARP_DIMS % GROUP_DIMS == 0, "tiles of whole blocks");
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Sizes& sizes = arguments.sizes;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2;  // of this thread in a 16 x 8 block
+    const int dim = sizes.head_dim;
+    const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
+    const int group = sizes.heads / sizes.kv_heads;
+
+    float* const k_tile = reinterpret_cast<float*>(shared);  // (KEYS, PITCH)
+    float* const v_tile = k_tile + KEYS * PITCH;             // (KEYS, PITCH)
+    float* const q_tile = v_tile + KEYS * PITCH;             // (QUERIES, PITCH)
+    float* const d_out_tile = q_tile + QUERIES * PITCH;      // (QUERIES, PITCH)
+    float* const ds_tile = d_out_tile + QUERIES * PITCH;     // dS^T (KEYS, DS_PITCH)
+    float* const statistics = ds_tile + KEYS * DS_PITCH;     // (QUERIES, 2)
+    int* const ticket = reinterpret_cast<int*>(statistics + 2 * QUERIES);
+
+    if (threadIdx.x == 0) *ticket = atomicAdd(arguments.turns + sizes.batch * sizes.heads * query_tiles, 1);
+    __syncthreads();
+    // The first keys first: with a causal mask most queries see them.
+    int kv_head_in_all, key_tile;
+    place(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
+    const int batch = kv_head_in_all / sizes.kv_heads, kv_head = kv_head_in_all % sizes.kv_heads;
+    const int first_key = key_tile * KEYS, keys = min(KEYS, sizes.keys - first_key);
+
+    // Tiles of queries that see a key of this block, head after head of the group.
+    const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
+    const int tiles = max(0, query_tiles - first_tile), steps = tiles * group;
+    const int first_head = batch * sizes.heads + kv_head * group;
+    Place next = {first_head, first_tile};
+
+    const Strides &of_k = arguments.k_strides, &of_v = arguments.v_strides;
+    const E* k = arguments.k + batch * of_k.batch + kv_head * of_k.head + first_key * of_k.row;
+    const E* v = arguments.v + batch * of_v.batch + kv_head * of_v.head + first_key * of_v.row;
+    copy_tile<KEYS, THREADS, Padded>(shared_address(k_tile), k, of_k.row, keys, dim);
+    copy_tile<KEYS, THREADS, Padded>(shared_address(v_tile), v, of_v.row, keys, dim);
+    end_group();
+    if (steps > 0) copy_queries<THREADS>(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
+
+    // This warp's keys, and its columns of dK and dV.
+    const int warp_key = warp / SHARE * 16, warp_dim = warp % SHARE * WARP_DIMS;
+    const u32 k_left = left_blocks(k_tile + warp_key * PITCH, lane), v_left = left_blocks(v_tile + warp_key * PITCH, lane);
+    const u32 q_right = right_blocks(q_tile, lane), d_out_right = right_blocks(d_out_tile, lane);
+    const int in_group = quad_column * PITCH + quad_row * GROUP;  // read_group's place
+    const float *const my_q = q_tile + in_group + warp_dim, *const my_d_out = d_out_tile + in_group + warp_dim;
+    float* const my_ds = ds_tile + (warp_key + quad_row) * DS_PITCH + quad_column;
+    const float to_log2 = sizes.scale * LOG2_E;
+
+    float dk[1][WARP_DIMS / 8][4] = {}, dv[1][WARP_DIMS / 8][4] = {};
+
+    // dQ from dS, added to dq_sums. Of 32 rows a lane reads four neighbours at once: row i of two blocks of 16 is 4 i, and
+    // row 8 + i is 4 i + 1, in the first; 4 i + 2 and 4 i + 3 in the second.
+    auto multiply_dq = [&](int number) {
+        for (int tile = warp; tile < DQ_TILES; tile += WARPS) {
+            const int first = tile / DQ_COLUMN_TILES * 32 + quad_row * 4, column = tile % DQ_COLUMN_TILES * GROUP_DIMS;
+            const float* left = ds_tile + quad_column * DS_PITCH + first;
+            const float* right = k_tile + in_group + column;
+            float dq[2][GROUP][4] = {};
+#pragma unroll 4
+            for (int key = 0; key < KEYS; key += 8) {
+                u32 a[2][4], b[GROUP][2];
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    const float4 x = read4(left + (key + odd) * DS_PITCH);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) a[i / 2][odd * 2 + i % 2] = __float_as_uint(part(x, i));
+                }
+                read_group(b, right + key * PITCH);
+                multiply_blocks(dq, a, b);
+            }
+            float* sums = arguments.dq_sums + ((long long)number * QUERIES + first) * HEAD_DIM + column;
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                each_four(dq[i / 2], i % 2, lane, [&](int at, const float(&x)[4]) {
+                    float* to = sums + i * HEAD_DIM + at;
+                    if (key_tile == 0) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+                    else add_to(to, x);
+                });
+        }
+    };
+
+    int* const turns = arguments.turns;
+    int sums_now = 0, sums_before = 0;  // the numbers of this step's tile of dq_sums and of the one before
+    for (int step = 0; step < steps; step++) {
+        const int first_query = next.tile * QUERIES;
+        sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
+        next.advance(first_tile, query_tiles);
+        wait_groups<0>();
+        if (step == 0) {
+            round_tile<KEYS, THREADS>(k_tile);
+            round_tile<KEYS, THREADS>(v_tile);
+        }
+        round_tile<QUERIES, THREADS>(q_tile);
+        round_tile<QUERIES, THREADS>(d_out_tile);
+        __syncthreads();  // Q and dO of this step have arrived, dQ of the one before is added
+        int turn = 0;
+        if (threadIdx.x == 0) {
+            turn = read_turn(turns + sums_now);
+            fence();  // for what is read above as for what is written below
+            if (step > 0) write_turn(turns + sums_before, key_tile + 1);
+        }
+
+        float s[1][N][4] = {}, dp[1][N][4] = {};  // S^T, dP^T: keys, queries
+        multiply_rows(s, k_left, q_right);
+        multiply_rows(dp, v_left, d_out_right);
+
+        // Do all queries of the tile see all keys of the warp?
+        if (first_query + sizes.offset < first_key + warp_key + 15 || keys < KEYS) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int key = warp_key + quad_row + i / 2 * 8;
+                // The first query, counted from this thread's first, that sees the key.
+                const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) - first_query -
+                                    quad_column - i % 2;
+#pragma unroll
+                for (int n = 0; n < N; n++) s[0][n][i] = n * 8 >= visible ? s[0][n][i] : -INFINITE;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const float4 row = read4(statistics + (n * 8 + quad_column) * 2);  // lse, delta, lse, delta
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float p = power_of_2(fmaf(s[0][n][i], to_log2, i % 2 ? -row.z : -row.x));
+                s[0][n][i] = rounded(p);
+                dp[0][n][i] = rounded(p * (dp[0][n][i] - (i % 2 ? row.w : row.y)));
+            }
+            if (SHARE == 1 || warp_dim == 0) {
+                *reinterpret_cast<float2*>(my_ds + n * 8) = make_float2(dp[0][n][0], dp[0][n][1]);
+                *reinterpret_cast<float2*>(my_ds + n * 8 + 8 * DS_PITCH) = make_float2(dp[0][n][2], dp[0][n][3]);
+            }
+        }
+        multiply_result(dv, s, my_d_out);
+        multiply_result(dk, dp, my_q);
+
+        if (threadIdx.x == 0 && turn < key_tile) {
+            do turn = read_turn(turns + sums_now);
+            while (turn < key_tile);
+            fence();
+        }
+        __syncthreads();  // dS is written, Q and dO are not read any more, and it is this block's turn
+        if (step + 1 < steps) copy_queries<THREADS>(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
+        multiply_dq(sums_now);
+    }
+    wait_groups<0>();
+    __syncthreads();
+    if (threadIdx.x == 0 && steps > 0) fence(), write_turn(turns + sums_now, key_tile + 1);
+
+    const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;
+    E* dk_rows = arguments.dk + batch * of_dk.batch + kv_head * of_dk.head + first_key * of_dk.row + warp_dim;
+    E* dv_rows = arguments.dv + batch * of_dv.batch + kv_head * of_dv.head + first_key * of_dv.row + warp_dim;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int key = warp_key + quad_row + half * 8;
+        if (key >= keys) continue;
+        write_row(dk_rows + key * of_dk.row, dk[0], half, lane, dim - warp_dim, sizes.scale);
+        write_row(dv_rows + key * of_dv.row, dv[0], half, lane, dim - warp_dim, 1);
+    }
+}

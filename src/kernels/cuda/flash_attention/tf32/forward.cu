@@ -1,0 +1,171 @@
+// Flash attention, forward, of f32 by TF32 tensor cores: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), on
+// mma.sync (sm_80 and up). Behind ../common.cuh, forward.cuh and tiles.cuh of f32, and mma.cuh, with ELEMENT=f32.
+//
+//   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
+//   lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero
+//
+// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P V.
+// A warp has ROWS / WARPS rows; S, P and O stay in its registers. The next tile of keys and values is copied meanwhile.
+//
+// grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
+// dynamic shared memory  FORWARD_SHARED bytes
+// 4 B H Tq Tk Dh FLOPs (half of them where causal).
+
+#ifndef COLUMNS
+#define COLUMNS (HEAD_DIM == 256 ? 16 : 64)
+#endif
+#ifndef WARPS
+#define WARPS (HEAD_DIM <= 64 ? 4 : 8)
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM (HEAD_DIM <= 64 ? 2 : 1)
+#endif
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int M = ROWS / WARPS / 16, N = COLUMNS / 8;  // blocks of 16 rows that a warp has, of 8 keys
+constexpr int TILE = COLUMNS * PITCH;                  // floats
+constexpr int FORWARD_SHARED = (ROWS * PITCH + 4 * TILE) * 4;
+// The maximum is let stand until a score exceeds it by so much (as a power of two): P stays under 2^8.
+constexpr float SLACK = 8.0f;
+static_assert(ROWS % (16 * WARPS) == 0 && COLUMNS % 16 == 0, "tiles of whole blocks");
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Sizes& sizes = arguments.sizes;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2;  // of this thread in a 16 x 8 block
+    const int dim = sizes.head_dim;
+
+    const RowBlock block(arguments);
+    const int first_row = block.first_row, rows = block.rows;
+    const long long k_stride = arguments.k_strides.row, v_stride = arguments.v_strides.row;
+
+    // Keys that the warp's last row sees, and keys that all of its rows see.
+    const int warp_row = warp * 16 * M;
+    const int warp_seen = min(sizes.keys, first_row + warp_row + 16 * M + sizes.offset);
+    const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
+    const int tiles = CEIL_DIV(block.seen, COLUMNS);
+
+    float* const q_tile = reinterpret_cast<float*>(shared);                        // (ROWS, PITCH)
+    float *const k_tiles = q_tile + ROWS * PITCH, *const v_tiles = k_tiles + 2 * TILE;  // (2, COLUMNS, PITCH)
+    const u32 k_target = shared_address(k_tiles), v_target = shared_address(v_tiles);
+
+    copy_tile<ROWS, THREADS, Padded>(shared_address(q_tile), block.q, arguments.q_strides.row, rows, dim);
+    if (tiles > 0) {
+        copy_tile<COLUMNS, THREADS, Padded>(k_target, block.k, k_stride, sizes.keys, dim);
+        copy_tile<COLUMNS, THREADS, Padded>(v_target, block.v, v_stride, sizes.keys, dim);
+    }
+    end_group();
+
+    const u32 q_blocks = left_blocks(q_tile + warp_row * PITCH, lane), k_blocks = right_blocks(k_tiles, lane);
+    const float* const my_v = v_tiles + quad_column * PITCH + quad_row * GROUP;
+    const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+
+    float o[M][HEAD_DIM / 8][4] = {};
+    float largest[M][2], sum[M][2];  // of rows quad_row and quad_row + 8; the sum of this thread's columns
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        largest[m][0] = largest[m][1] = -INFINITE;
+        sum[m][0] = sum[m][1] = 0;
+    }
+
+    for (int tile = 0; tile < tiles; tile++) {
+        const int first_key = tile * COLUMNS, stage = tile % 2 * TILE;
+        wait_groups<0>();
+        if (tile == 0) round_tile<ROWS, THREADS>(q_tile);
+        round_tile<COLUMNS, THREADS>(k_tiles + stage);
+        round_tile<COLUMNS, THREADS>(v_tiles + stage);
+        __syncthreads();  // this tile has arrived for all, and all are done with the one before
+        if (tile + 1 < tiles) {
+            const int next = first_key + COLUMNS;
+            const u32 to = (TILE - stage) * 4;
+            copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + next * k_stride, k_stride, sizes.keys - next, dim);
+            copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + next * v_stride, v_stride, sizes.keys - next, dim);
+            end_group();
+        }
+        if (first_key >= warp_seen) continue;
+
+        float s[M][N][4] = {};
+        multiply_rows(s, q_blocks, k_blocks + stage * 4);
+
+        if (first_key + COLUMNS > unmasked) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int row = first_row + warp_row + m * 16 + quad_row + i / 2 * 8;
+                    const int visible = min(sizes.keys, row + 1 + sizes.offset) - first_key - quad_column - i % 2;
+#pragma unroll
+                    for (int n = 0; n < N; n++) s[m][n][i] = n * 8 < visible ? s[m][n][i] : -INFINITE;
+                }
+        }
+
+        // The rows' maxima; O and the sums are brought to new ones only where they have grown by more than the slack.
+        float now[M][2];
+        bool grown = false;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float most = -INFINITE;
+#pragma unroll
+                for (int n = 0; n < N; n++) most = fmaxf(most, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                now[m][half] = most;
+                grown |= most > largest[m][half] + slack;
+            }
+        if (__any_sync(~0u, grown)) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float most = fmaxf(largest[m][half], now[m][half]);
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                    const float factor = power_of_2((largest[m][half] - (most == -INFINITE ? 0 : most)) * to_log2);
+                    largest[m][half] = most;
+                    sum[m][half] *= factor;
+#pragma unroll
+                    for (int n = 0; n < HEAD_DIM / 8; n++) {
+                        o[m][n][half * 2] *= factor;
+                        o[m][n][half * 2 + 1] *= factor;
+                    }
+                }
+        }
+
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                // A row of -inf alone keeps its maximum at -inf: 2^(-inf - 0) = 0.
+                const float less = largest[m][half] == -INFINITE ? 0 : -largest[m][half] * to_log2;
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int i = half * 2; i < half * 2 + 2; i++) {
+                        const float p = power_of_2(fmaf(s[m][n][i], to_log2, less));
+                        sum[m][half] += p;
+                        s[m][n][i] = rounded(p);
+                    }
+            }
+        multiply_result(o, s, my_v + stage);
+    }
+    wait_groups<0>();
+
+    E* out = block.out(arguments);
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float total = sum[m][half];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            const int row = warp_row + m * 16 + quad_row + half * 8;
+            if (row >= rows) continue;
+            if (quad_column == 0) {
+                const float log2 = total == 0 ? -INFINITE : __fmul_rn(largest[m][half], to_log2) + logarithm_2(total);
+                arguments.lse[(long long)block.head_in_all * sizes.queries + first_row + row] = log2 * LN_2;
+            }
+            write_row(out + row * arguments.out_strides.row, o[m], half, lane, dim, total == 0 ? 0 : 1 / total);
+        }
+}

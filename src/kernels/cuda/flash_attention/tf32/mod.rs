@@ -1,0 +1,58 @@
+//! Flash attention in TF32: factors of f32 rounded to 11 significant bits and multiplied on tensor cores, sums in f32.
+//!
+//! What lives here: its kernels, and what they are compiled with for a head dimension. What does not: the launches, which are
+//! those of the kernels for every card, and what it shares with exact [`f32`](super::f32).
+
+mod tiles;
+
+use super::backward::Backward;
+use super::forward::Forward;
+use crate::kernels::cuda::source::Source;
+
+const FORWARD: Source = Source {
+    name: "flash_forward_tf32",
+    parts: &[
+        include_str!("../common.cuh"),
+        include_str!("../f32/forward.cuh"),
+        include_str!("../f32/tiles.cuh"),
+        include_str!("mma.cuh"),
+        include_str!("forward.cu"),
+    ],
+};
+const BACKWARD: Source = Source {
+    name: "flash_backward_tf32",
+    parts: &[
+        include_str!("../common.cuh"),
+        include_str!("../backward.cuh"),
+        include_str!("../f32/tiles.cuh"),
+        include_str!("../f32/backward.cuh"),
+        include_str!("mma.cuh"),
+        include_str!("backward.cu"),
+    ],
+};
+
+/// The forward for a compiled head dimension.
+pub(super) fn forward(head_dim: usize) -> Forward {
+    let tiles = tiles::Forward::new(head_dim);
+    Forward {
+        source: &FORWARD,
+        rows: tiles.rows,
+        threads: 32 * tiles.warps,
+        shared_bytes: tiles.shared_bytes(head_dim),
+        tiles: tiles.definitions(),
+    }
+}
+
+/// The backward for a compiled head dimension.
+pub(super) fn backward(head_dim: usize) -> Backward {
+    let tiles = tiles::Backward::new(head_dim);
+    Backward {
+        source: &BACKWARD,
+        keys: tiles.keys,
+        queries: tiles.queries,
+        threads: 32 * tiles.warps(),
+        shared_bytes: tiles.shared_bytes(head_dim),
+        finish: (256, 0),
+        tiles: tiles.definitions(),
+    }
+}

@@ -1,0 +1,88 @@
+//! Tile sizes by head dimension, each the fastest of those tried on an H200.
+
+use super::super::f32::pitch;
+use crate::kernels::cuda::source::Definition;
+
+/// Of `forward.cu`.
+pub(super) struct Forward {
+    pub rows: usize,
+    columns: usize,
+    pub warps: usize,
+    blocks_per_sm: usize,
+}
+
+impl Forward {
+    pub(super) fn new(head_dim: usize) -> Self {
+        let (columns, warps, blocks_per_sm) = match head_dim {
+            256 => (16, 8, 1),
+            96 | 128 => (64, 8, 1),
+            _ => (64, 4, 2),
+        };
+        Self {
+            rows: 128,
+            columns,
+            warps,
+            blocks_per_sm,
+        }
+    }
+
+    pub(super) fn definitions(&self) -> Vec<Definition> {
+        vec![
+            Definition::Size("ROWS", self.rows),
+            Definition::Size("COLUMNS", self.columns),
+            Definition::Size("WARPS", self.warps),
+            Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
+        ]
+    }
+
+    /// Q, and K and V twice.
+    pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
+        4 * (self.rows + 4 * self.columns) * pitch(head_dim)
+    }
+}
+
+/// Of `backward.cu`.
+pub(super) struct Backward {
+    pub keys: usize,
+    pub queries: usize,
+    share: usize,
+    blocks_per_sm: usize,
+}
+
+impl Backward {
+    pub(super) fn new(head_dim: usize) -> Self {
+        let (queries, share, blocks_per_sm) = match head_dim {
+            16 | 32 => (128, 1, 2),
+            64 => (64, 1, 2),
+            256 => (32, 2, 1),
+            _ => (32, 1, 2),
+        };
+        Self {
+            keys: 64,
+            queries,
+            share,
+            blocks_per_sm,
+        }
+    }
+
+    /// 16 keys each, or those and a share of the columns.
+    pub(super) fn warps(&self) -> usize {
+        self.keys / 16 * self.share
+    }
+
+    pub(super) fn definitions(&self) -> Vec<Definition> {
+        vec![
+            Definition::Size("KEYS", self.keys),
+            Definition::Size("QUERIES", self.queries),
+            Definition::Size("SHARE", self.share),
+            Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
+        ]
+    }
+
+    /// K, V, Q and dO, dS on its way, statistics of the queries, and a ticket.
+    pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
+        let heads = 2 * (self.keys + self.queries) * pitch(head_dim);
+        let d_scores = self.keys * pitch(self.queries);
+        4 * (heads + d_scores + 2 * self.queries) + 16
+    }
+}

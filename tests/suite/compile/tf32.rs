@@ -1,0 +1,128 @@
+//! Steps planned on a card with TF32 on: how exact they are, and that a plan keeps to what it was planned in.
+
+use super::card::model_on;
+use super::{CPU, batch, bits, config, distance};
+use crate::tf32::card::alone;
+use candle_core::{Device, Tensor};
+use tallow::attention::Algorithm;
+use tallow::compile::{PlanConfig, TrainStep};
+use tallow::device::set_tf32;
+use tallow::model::TransformerConfig;
+use tallow::precision::Precision;
+
+const LENGTH: usize = 64;
+
+/// A model whose products all have tensor cores for.
+fn model(attention: Algorithm) -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: 128,
+        ..config(2, 2, 64, 256, attention)
+    }
+}
+
+fn plan(precision: Precision) -> PlanConfig {
+    PlanConfig {
+        batch_size: 2,
+        sequence_length: LENGTH,
+        precision,
+        ..Default::default()
+    }
+}
+
+fn ids(device: &Device) -> (Tensor, Tensor) {
+    let (tokens, targets) = batch(128, 2, LENGTH, 0);
+    let on = |ids: Tensor| ids.to_device(device).unwrap();
+    (on(tokens), on(targets))
+}
+
+/// Each parameter's gradient in a planned step.
+fn planned(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
+    let (model, optimizer) = model_on(model, device);
+    let mut step = TrainStep::new(&model, &optimizer, &plan(Precision::F32)).unwrap();
+    let (tokens, targets) = ids(device);
+    step.forward_backward(&tokens, &targets).unwrap();
+    let gradients = step.gradients().unwrap().into_iter();
+    gradients.map(|(_, x)| x.to_device(&CPU).unwrap()).collect()
+}
+
+/// Each parameter's gradient in an eager step.
+fn eager(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
+    let (model, _) = model_on(model, device);
+    let (tokens, targets) = ids(device);
+    let gradients = model.loss(&tokens, &targets).unwrap().backward().unwrap();
+    let parameters = model.parameters();
+    let of = |(_, var): &(String, candle_core::Var)| gradients.get(var).unwrap().to_device(&CPU);
+    parameters
+        .iter()
+        .map(|parameter| of(parameter).unwrap())
+        .collect()
+}
+
+fn furthest(got: &[Tensor], wanted: &[Tensor]) -> f64 {
+    let pairs = got.iter().zip(wanted);
+    pairs
+        .map(|(got, wanted)| distance(got, wanted))
+        .fold(0.0, f64::max)
+}
+
+#[test]
+fn as_exact_as_eager() {
+    alone("compile::tf32::child_is_as_exact_as_eager");
+}
+
+/// Gradients in TF32 are at most three times as far from f32's as an eager step's in TF32.
+#[test]
+#[ignore = "run by as_exact_as_eager"]
+fn child_is_as_exact_as_eager() {
+    let card = crate::card().unwrap();
+    for attention in [Algorithm::Naive, Algorithm::Flash] {
+        let model = model(attention);
+        let wanted = planned(&model, &CPU);
+        let exact = furthest(&planned(&model, &card), &wanted);
+        set_tf32(&card, true).unwrap();
+        let judge = furthest(&eager(&model, &card), &wanted);
+        let rounded = furthest(&planned(&model, &card), &wanted);
+        set_tf32(&card, false).unwrap();
+        println!("{attention:?}: exact {exact:.1e}, TF32 {rounded:.1e}, eager {judge:.1e}");
+        assert!(exact < 2e-5, "{exact}");
+        assert!(
+            rounded > 10.0 * exact,
+            "{rounded} is no TF32, {exact} is exact"
+        );
+        assert!(rounded <= 3.0 * judge, "{rounded}, eager {judge}");
+    }
+}
+
+#[test]
+fn a_plan_keeps_to_it() {
+    alone("compile::tf32::child_keeps_to_it");
+}
+
+/// Losses and weights of four steps, call by call, recorded and from the recording: to the bit those of the arithmetic that
+/// they were planned in, whatever the switch says when they are run. Half precision has but one.
+#[test]
+#[ignore = "run by a_plan_keeps_to_it"]
+fn child_keeps_to_it() {
+    let card = crate::card().unwrap();
+    let (tokens, targets) = ids(&card);
+    for attention in [Algorithm::Naive, Algorithm::Flash] {
+        for precision in [Precision::F32, Precision::BF16] {
+            let run = |planned_in: bool, run_in: bool| {
+                let (model, mut optimizer) = model_on(&model(attention), &card);
+                set_tf32(&card, planned_in).unwrap();
+                let mut step = TrainStep::new(&model, &optimizer, &plan(precision)).unwrap();
+                set_tf32(&card, run_in).unwrap();
+                let losses = [0; 4].map(|_| {
+                    let loss = step.run(&mut optimizer, &tokens, &targets).unwrap();
+                    loss.to_bits()
+                });
+                (losses, bits(&model))
+            };
+            let (exact, rounded) = (run(false, false), run(true, true));
+            let what = format!("{attention:?} {precision}");
+            assert!(exact == run(false, true), "{what}: planned exact");
+            assert!(rounded == run(true, false), "{what}: planned in TF32");
+            assert_eq!(exact == rounded, precision != Precision::F32, "{what}");
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! TF32: where there is none; and that products of f32 on a card follow the switch, those of backward too.
+
+#[cfg(feature = "cuda")]
+pub mod card;
+
+use candle_core::Device;
+use tallow::device::{set_tf32, tf32};
+
+#[test]
+fn the_cpu_has_none() {
+    let cpu = Device::Cpu;
+    let error = set_tf32(&cpu, true).unwrap_err().to_string();
+    for words in ["\"cpu\"", "no TF32", "8.0", "cuda:0"] {
+        assert!(error.contains(words), "no {words:?} in {error:?}");
+    }
+    assert!(!tf32(&cpu));
+    set_tf32(&cpu, false).unwrap(); // as it is
+}

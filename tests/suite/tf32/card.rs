@@ -1,0 +1,82 @@
+//! The switch is the process's, so what sets it has a process to itself.
+
+use crate::child;
+use crate::compile::distance;
+use crate::flash::problem::{normal, tensor};
+use candle_core::{DType, Device, Tensor, Var};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use tallow::bench::environment;
+use tallow::device::{set_tf32, tf32};
+use tallow::ops;
+
+/// Runs the ignored test called `name` in a process of its own, if there is a card.
+pub fn alone(name: &str) {
+    if crate::card().is_some() {
+        child::run(name);
+    }
+}
+
+#[test]
+fn products_follow_the_switch() {
+    alone("tf32::card::child_follows_the_switch");
+}
+
+/// y = x W^T and its gradients on `device`: y, dx, dW.
+fn product(device: &Device, dtype: DType) -> [Tensor; 3] {
+    // Numbers of all of f32's digits, the same each time.
+    let mut random = ChaCha8Rng::seed_from_u64(95);
+    let mut matrix = |rows: usize, columns: usize| {
+        let numbers = tensor(
+            &normal(rows * columns, &mut random),
+            &[rows, columns],
+            DType::F32,
+        );
+        let numbers = numbers.to_dtype(dtype).and_then(|x| x.to_device(device));
+        numbers.unwrap()
+    };
+    let [x, w] = [matrix(256, 512), matrix(384, 512)].map(|x| Var::from_tensor(&x).unwrap());
+    let y = ops::linear(&x, &w).unwrap(); // (256, 384)
+    let loss = (&y * matrix(256, 384)).and_then(|y| y.sum_all());
+    let gradients = loss.and_then(|loss| loss.backward()).unwrap();
+    let of = |x: &Var| gradients.get(x).unwrap().clone();
+    [y.detach(), of(&x), of(&w)].map(|x| x.to_device(&Device::Cpu).unwrap())
+}
+
+#[test]
+#[ignore = "run by products_follow_the_switch"]
+fn child_follows_the_switch() {
+    let card = crate::card().unwrap();
+    let wanted = product(&Device::Cpu, DType::F64);
+    let header = || environment(&card).get("f32 products").cloned().unwrap();
+    let errors = || {
+        let found = product(&card, DType::F32);
+        [0, 1, 2].map(|i| distance(&found[i], &wanted[i]))
+    };
+    assert!(!tf32(&card), "off to begin with");
+    assert_eq!(header(), "exact");
+    let exact = errors();
+    // Roundings of at most 512 terms, by chance.
+    let of_f32 = 512f64.sqrt() * f64::from(f32::EPSILON);
+    assert!(exact.iter().all(|error| *error < of_f32), "{exact:?}");
+
+    set_tf32(&card, true).unwrap();
+    assert!(tf32(&card) && candle_core::cuda::gemm_reduced_precision_f32());
+    assert!(!tf32(&Device::Cpu));
+    assert_eq!(header(), "TF32");
+    let rounded = errors();
+    let of_tf32 = 2f64.powi(-15)..2f64.powi(-10); // far over f32's, and each factor is off by up to 2^-11
+    assert!(
+        rounded.iter().all(|error| of_tf32.contains(error)),
+        "{rounded:?}"
+    );
+    let on_cpu = product(&Device::Cpu, DType::F32);
+    let of_cpu = [0, 1, 2].map(|i| distance(&on_cpu[i], &wanted[i]));
+    assert!(of_cpu.iter().all(|error| *error < of_f32), "{of_cpu:?}");
+    set_tf32(&Device::Cpu, false).unwrap();
+    assert!(tf32(&card), "the CPU's is no business of the card's");
+
+    set_tf32(&card, false).unwrap();
+    assert_eq!(errors(), exact);
+    println!("exact {exact:?}, TF32 {rounded:?}");
+}
