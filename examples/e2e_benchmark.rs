@@ -8,6 +8,7 @@
 //! cargo run --example e2e_benchmark -- --size small --precision f32 bf16
 //! cargo run --example e2e_benchmark -- --size tiny small --compile
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --compile --optimizer-in-backward
+//! cargo run --example e2e_benchmark -- --size small --mode train-step --compile=only --memory-budget-gib 1.2
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --checkpoint none release block every-3 sqrt
 //! cargo run --example e2e_benchmark -- --precision f32 bf16 f16 --full-half
 //! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
@@ -75,6 +76,11 @@ struct Flags {
     /// Run each as planned beforehand too, or with =only alone (on the CPU or a CUDA card)
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
     compile: Option<CompileFlag>,
+
+    /// The most that the arena of a planned train step may take, in GiB: backward runs again what does not fit, as little as
+    /// will do
+    #[arg(long, requires = "compile")]
+    memory_budget_gib: Option<f64>,
 
     /// Update each parameter in backward, as soon as its gradient is there, in the train steps that are planned
     #[arg(long, requires = "compile")]
@@ -201,6 +207,9 @@ impl Flags {
         let limit = self
             .memory_limit_gib
             .map(|gib| (gib * 2f64.powi(30)) as u64);
+        let budget = self
+            .memory_budget_gib
+            .map(|gib| (gib * 2f64.powi(30)) as u64);
         let mut runs = Vec::new();
         for &sequence_length in &self.context_length {
             for &batch_size in &self.batch_size {
@@ -221,6 +230,8 @@ impl Flags {
                                     execution,
                                     optimizer_in_backward: self.optimizer_in_backward
                                         && is_planned_step(mode, execution),
+                                    memory_budget_bytes: budget
+                                        .filter(|_| is_planned_step(mode, execution)),
                                     seed: self.common.seed,
                                     peak_flops,
                                     available_bytes: limit

@@ -60,6 +60,11 @@ struct Flags {
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
     compile: Option<CompileFlag>,
 
+    /// The most that the arena of a planned train step may take, in GiB: backward runs again what does not fit, as little as
+    /// will do
+    #[arg(long, requires = "compile")]
+    memory_budget_gib: Option<f64>,
+
     /// Update each parameter in backward, as soon as its gradient is there, in the train steps that are planned
     #[arg(long, requires = "compile")]
     optimizer_in_backward: bool,
@@ -216,6 +221,8 @@ impl Flags {
     fn runs(&self, device: &candle_core::Device, models: &[Model]) -> Result<Vec<Run>> {
         let limit = self.memory_limit_gib;
         let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
+        let budget = self.memory_budget_gib;
+        let budget = budget.map(|gib| (gib * 2f64.powi(30)) as u64);
         let precisions = self.precision.precisions()?;
         let mut runs = Vec::new();
         for Model { name, config } in models {
@@ -239,6 +246,8 @@ impl Flags {
                                     execution,
                                     optimizer_in_backward: self.optimizer_in_backward
                                         && is_planned_step(mode, execution),
+                                    memory_budget_bytes: budget
+                                        .filter(|_| is_planned_step(mode, execution)),
                                     seed: self.common.seed,
                                     peak_flops: None,
                                     available_bytes: limit

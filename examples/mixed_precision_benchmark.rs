@@ -191,6 +191,7 @@ impl Flags {
                                 optimizer: OptimizerChoice::AdamW(Default::default()),
                                 execution: tallow::bench::Execution::Eager,
                                 optimizer_in_backward: false,
+                                memory_budget_bytes: None,
                                 seed: self.common.seed,
                                 peak_flops,
                                 available_bytes: limit

@@ -196,6 +196,7 @@ impl Flags {
                     optimizer: OptimizerChoice::AdamW(Default::default()),
                     execution,
                     optimizer_in_backward: false,
+                    memory_budget_bytes: None,
                     seed: self.common.seed,
                     peak_flops: None,
                     available_bytes: limit.or_else(|| tallow::device::available_bytes_on(device)),

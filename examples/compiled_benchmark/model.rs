@@ -161,6 +161,7 @@ impl ModelFlags {
             optimizer: OptimizerChoice::AdamW(Default::default()),
             execution,
             optimizer_in_backward: false,
+            memory_budget_bytes: None,
             seed: setting.seed,
             peak_flops: setting.peak_flops,
             available_bytes: setting.limit_bytes.or_else(tallow::device::available_bytes),

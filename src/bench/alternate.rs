@@ -33,6 +33,7 @@ use candle_core::Device;
 ///     optimizer: tallow::bench::OptimizerChoice::AdamW(Default::default()),
 ///     execution: tallow::bench::Execution::Eager,
 ///     optimizer_in_backward: false,
+///     memory_budget_bytes: None,
 ///     seed: 0,
 ///     peak_flops: None,
 ///     available_bytes: None,

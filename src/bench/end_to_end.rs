@@ -37,6 +37,10 @@ pub struct EndToEnd {
     /// Whether each parameter is updated as soon as its gradient is there
     /// ([`PlanConfig::optimizer_in_backward`](crate::compile::PlanConfig::optimizer_in_backward)): for planned training steps.
     pub optimizer_in_backward: bool,
+    /// The most bytes that a planned training step's arena may have
+    /// ([`PlanConfig::memory_budget_bytes`](crate::compile::PlanConfig::memory_budget_bytes)); what runs eagerly, or has no
+    /// backward, has no budget.
+    pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.
     pub seed: u64,
     /// The most FLOP/s the device can do, for the MFU; `None` where nobody knows.
@@ -291,6 +295,7 @@ impl EndToEnd {
         row.insert("checkpointing", self.config.checkpointing.to_string());
         row.insert("execution", self.execution.name());
         row.insert("optimizer_in_backward", self.optimizer_in_backward);
+        row.insert("memory_budget_bytes", self.memory_budget_bytes);
         row.insert("weight_cast_bytes", self.weight_cast_bytes());
         row.insert("warmup_steps", self.warmup_steps);
         row.insert("mode", serde_json::to_value(self.mode).unwrap_or_default());

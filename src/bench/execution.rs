@@ -117,6 +117,7 @@ impl EndToEnd {
             precision: self.precision,
             loss_scaling: self.mode == Mode::TrainStep && self.precision.dtype() == DType::F16,
             optimizer_in_backward: self.optimizer_in_backward,
+            memory_budget_bytes: self.memory_budget_bytes,
             ..Default::default()
         }
     }

@@ -1,6 +1,6 @@
-//! Memory budgets: the plan that runs the fewest blocks again and still fits.
+//! Memory budgets: the plan that runs the least again and still fits.
 
-use super::build::{self, Source};
+use super::build::{self, Again, Source};
 use super::plan::Plan;
 use crate::nn::Checkpointing;
 use crate::{Error, Result};
@@ -9,16 +9,16 @@ use std::num::NonZeroUsize;
 /// The plan of a training step, and its checkpointing: as configured, or what fits the budget.
 pub(super) fn plan(source: Source<'_>) -> Result<(Plan, Checkpointing)> {
     let config = source.config;
-    let configured = build::train_step(source, config.checkpointing);
+    let configured = build::train_step(source, config.checkpointing.into());
     let budget_bytes = match config.memory_budget_bytes {
         Some(budget_bytes) if configured.peak_bytes() > budget_bytes => budget_bytes,
         _ => return Ok((configured, config.checkpointing)),
     };
     let mut smallest = configured.peak_bytes();
-    for checkpointing in alternatives(source.model.num_layers) {
-        let plan = build::train_step(source, checkpointing);
+    for again in alternatives(source.model.num_layers) {
+        let plan = build::train_step(source, again);
         if plan.peak_bytes() <= budget_bytes {
-            return Ok((plan, checkpointing));
+            return Ok((plan, again.checkpointing));
         }
         smallest = smallest.min(plan.peak_bytes());
     }
@@ -35,8 +35,17 @@ pub(super) fn plan(source: Source<'_>) -> Result<(Plan, Checkpointing)> {
     })
 }
 
-/// What may be run again, the least first.
-fn alternatives(layers: usize) -> Vec<Checkpointing> {
+/// What may be run again, the least first: gates and up of some blocks, of all; then half of the blocks, and more.
+fn alternatives(layers: usize) -> impl Iterator<Item = Again> {
+    let gates = (1..=layers).map(|gates| Again {
+        checkpointing: Checkpointing::None,
+        gates,
+    });
+    gates.chain(blocks(layers).into_iter().map(Again::from))
+}
+
+/// Which blocks may be run again, the fewest first.
+fn blocks(layers: usize) -> Vec<Checkpointing> {
     let lengths = (1..=layers).rev().filter_map(NonZeroUsize::new);
     let mut alternatives: Vec<_> = lengths.map(Checkpointing::Every).collect();
     // Stable: among as many, the longer segments first, which keep fewer inputs.

@@ -44,7 +44,8 @@
 //! 4, if their tiles fit the card's shared memory. Products of f32 are exact there, or TF32 if
 //! [`set_tf32`](crate::device::set_tf32) had switched that on when the step was planned. In half precision linear maps of one
 //! input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update writes them, so
-//! that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). A run is recorded as a CUDA graph when it
+//! that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). With
+//! [`PlanConfig::optimizer_in_backward`] gradients are in bf16 where weights' copies are. A run is recorded as a CUDA graph when it
 //! comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the gradients of naive attention's
 //! scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention leaves blocks out that the mask hides.
 //! [`Attention::new_on`] plans attention alone there.

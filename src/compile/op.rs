@@ -163,8 +163,8 @@ pub enum Op {
     FlashAttentionBackward(AttentionSizes),
     /// Reads x (B, H, T, Dh), cos, sin; writes y (B, T, H*Dh), turned back.
     MergeRotatedBack(AttentionSizes),
-    /// Reads dy, x (N, D), weight (D), rstd (N); writes dx (N, D), dweight (D), scratch and, on a card where the next product
-    /// wants it, dx once more in half precision.
+    /// Reads x (N, D), weight (D), rstd (N); writes dy (N, D), which becomes the norm's output, dx (N, D), dweight (D), scratch
+    /// and, on a card where the next product wants it, dx once more in half precision.
     RmsNormBackward {
         /// N.
         rows: usize,
@@ -292,8 +292,8 @@ impl Op {
     pub fn reads_what_it_writes(&self) -> bool {
         match self {
             Self::Matmul { accumulate, .. } => *accumulate != Accumulate::Never,
-            Self::RmsNormBackward { add_dx, .. } => *add_dx,
-            Self::Rotate(_) | Self::RotateBack(_) | Self::CrossEntropy { .. } => true,
+            Self::RmsNormBackward { .. } | Self::CrossEntropy { .. } => true,
+            Self::Rotate(_) | Self::RotateBack(_) => true,
             Self::SwiGluBackward { .. } | Self::PackedSwiGluBackward { .. } => true,
             Self::AdamW { .. } | Self::Unscale { .. } => true,
             _ => false,

@@ -166,6 +166,7 @@ impl CustomOp2 for RmsNorm {
                 dx: cuda::whole(&dx)?,
                 add_dx: false,
                 copy: None,
+                y: None,
                 dw: cuda::whole(&dw)?,
                 add_dw: false,
             };

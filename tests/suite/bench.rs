@@ -31,6 +31,7 @@ fn run(mode: Mode) -> EndToEnd {
         optimizer: OptimizerChoice::AdamW(Default::default()),
         execution: Execution::Eager,
         optimizer_in_backward: false,
+        memory_budget_bytes: None,
         seed: 1,
         peak_flops: Some(1e12),
         available_bytes: Some(1 << 30),

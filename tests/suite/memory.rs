@@ -48,6 +48,7 @@ fn run(config: &TransformerConfig, batch_size: usize, mode: Mode) -> EndToEnd {
         optimizer: OptimizerChoice::AdamW(Default::default()),
         execution: Execution::Eager,
         optimizer_in_backward: false,
+        memory_budget_bytes: None,
         seed: 0,
         peak_flops: None,
         available_bytes: None,

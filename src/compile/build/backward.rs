@@ -1,6 +1,7 @@
 //! Backward: the gradients of the final norm, the blocks from the last to the first, the embedding.
 //!
-//! The residual stream's gradient is one buffer, which every norm's backward adds to.
+//! The residual stream's gradient is one buffer, which every norm's backward adds to. What a norm gives forward does not stay:
+//! its backward, which reads the same, makes it again where its gradient lay, and then the weights' products read it.
 
 use super::super::buffer::BufferId;
 use super::super::op::{Accumulate, AttentionSizes, Op};
@@ -82,6 +83,10 @@ impl Builder<'_> {
         let ffn = |names: &'static [&'static str]| (layer, "ffn", names);
         let attn = |names: &'static [&'static str]| (layer, "attn", names);
 
+        let gate_up = match &state.gate_up {
+            Some(kept) => kept.clone(),
+            None => self.gate_up_again(layer, state.ln2.x),
+        };
         // dgated = dx W2; then, in its place, what W2's gradient is made from.
         let gated = self.lower("gated", &[rows, hidden]);
         self.input_gradient(ffn(DOWN), branch, gated, Accumulate::Never);
@@ -95,11 +100,13 @@ impl Builder<'_> {
                 elements: rows * hidden,
             },
         };
-        let in_place: Vec<BufferId> = [gated].into_iter().chain(state.gate_up.clone()).collect();
+        let in_place: Vec<BufferId> = [gated].into_iter().chain(gate_up.clone()).collect();
         self.call(op, &[], &in_place);
         self.weight_gradient(ffn(DOWN), branch, gated);
-        let dy = self.linear_backward(ffn(GATE_UP), &state.gate_up, state.ln2.y);
+        let dy = self.input_gradients(ffn(GATE_UP), &gate_up);
         let branch = self.norm_backward(&format!("{prefix}/ln2"), state.ln2, dy, dx, true, true);
+        let y = dy;
+        self.weight_gradients(ffn(GATE_UP), &gate_up, y);
 
         self.path = format!("{prefix}/attn");
         let d_merged = self.lower("dmerged", &[rows, width]);
@@ -107,17 +114,21 @@ impl Builder<'_> {
         self.weight_gradient(attn(OUT), branch, state.merged);
         self.path = format!("{prefix}/attn");
         let gradients = self.attention_backward(state, d_merged);
-        let dy = self.linear_backward(attn(QKV), &gradients, state.ln1.y);
+        let dy = self.input_gradients(attn(QKV), &gradients);
         let is_last = layer == 0;
-        self.norm_backward(&format!("{prefix}/ln1"), state.ln1, dy, dx, true, !is_last)
+        let branch =
+            self.norm_backward(&format!("{prefix}/ln1"), state.ln1, dy, dx, true, !is_last);
+        let y = dy;
+        self.weight_gradients(attn(QKV), &gradients, y);
+        self.block_done();
+        branch
     }
 
-    /// The gradients of linear layers that read the same x: of their weights, and of x, which is returned.
-    fn linear_backward(
+    /// The gradient of what several linear layers read, from all of theirs.
+    fn input_gradients(
         &mut self,
         (layer, part, names): Layers<'_>,
         gradients: &[BufferId],
-        x: BufferId,
     ) -> BufferId {
         self.path = format!("layers.{layer}/{part}");
         let shape = [self.source.config.rows(), self.source.model.d_model];
@@ -128,9 +139,20 @@ impl Builder<'_> {
                 _ => Accumulate::Always,
             };
             self.input_gradient((layer, part, group), *dy, dx, accumulate);
-            self.weight_gradient((layer, part, group), *dy, x);
         }
         dx
+    }
+
+    /// The gradients of the weights of linear layers that read the same x.
+    fn weight_gradients(
+        &mut self,
+        (layer, part, names): Layers<'_>,
+        gradients: &[BufferId],
+        x: BufferId,
+    ) {
+        for (group, dy) in self.groups(names).zip(gradients) {
+            self.weight_gradient((layer, part, group), *dy, x);
+        }
     }
 
     /// `dx = dy W` for linear layers that are one product.
@@ -146,16 +168,17 @@ impl Builder<'_> {
         self.matmul((dy, false), (weight, false), dx, accumulate);
     }
 
-    /// `dW = dy^T x` for the same, in f32 whatever the factors are in.
+    /// `dW = dy^T x` for the same.
     fn weight_gradient(&mut self, (layer, part, group): Layers<'_>, dy: BufferId, x: BufferId) {
         self.path = format!("layers.{layer}/{part}/{}", group.join("+"));
         let weights = weights_of(layer, part, group);
-        let (dw, accumulate) = self.gradient(&weights);
+        let (dw, accumulate) = self.product_gradient(&weights);
         self.matmul((dy, true), (x, false), dw, accumulate);
         self.gradient_done(&weights);
     }
 
-    /// Adds a norm's gradient to dx, or sets it; returns dx as products read it, where one `follows`.
+    /// Adds a norm's gradient to dx, or sets it, and turns dy into the norm's output; returns dx as products read it, where
+    /// one `follows`.
     fn norm_backward(
         &mut self,
         path: &str,
@@ -182,8 +205,8 @@ impl Builder<'_> {
         };
         let Normed { x, rstd, .. } = normed;
         let copy = (follows && self.packs()).then(|| self.lower("copy", &[rows, width]));
-        let writes: Vec<BufferId> = [dx, dw, partials].into_iter().chain(copy).collect();
-        self.call(op, &[dy, x, weight, rstd], &writes);
+        let writes: Vec<BufferId> = [dy, dx, dw, partials].into_iter().chain(copy).collect();
+        self.call(op, &[x, weight, rstd], &writes);
         self.gradient_done(&names);
         match copy {
             Some(copy) => copy,

@@ -2,7 +2,7 @@
 
 use super::super::buffer::{BufferId, Category, Home};
 use super::super::op::{Accumulate, Op};
-use super::Builder;
+use super::{Again, Builder};
 use crate::kernels::workspace;
 use crate::nn::Checkpointing;
 
@@ -15,12 +15,12 @@ pub(super) enum Stream {
     Sum(BufferId, BufferId),
 }
 
-/// A norm, as its backward reads it.
+/// A norm: x and rstd are what its backward reads.
 #[derive(Clone, Copy)]
 pub(super) struct Normed {
     /// What it read: (N, D).
     pub x: BufferId,
-    /// What it gave: (N, D).
+    /// What it gave, for the products that follow: (N, D).
     pub y: BufferId,
     /// (N).
     pub rstd: BufferId,
@@ -49,8 +49,8 @@ pub(super) struct BlockState {
     /// What the output projection reads: (N, D).
     pub merged: BufferId,
     pub ln2: Normed,
-    /// Gate and up, (N, F) each, or both as one, (N, 2 F).
-    pub gate_up: Vec<BufferId>,
+    /// Gate and up, (N, F) each, or both as one, (N, 2 F); none where backward computes them again.
+    pub gate_up: Option<Vec<BufferId>>,
 }
 
 /// The linear layers of a block, those of one input together.
@@ -82,8 +82,12 @@ pub(super) struct States {
 
 impl Builder<'_> {
     /// Embedding to final norm.
-    pub(super) fn forward(&mut self, checkpointing: Checkpointing) -> States {
+    pub(super) fn forward(&mut self, again: Again) -> States {
         let layers = self.source.model.num_layers;
+        let Again {
+            checkpointing,
+            gates,
+        } = again;
         let again = checkpointing.recomputed_blocks(layers);
         let length = checkpointing
             .segment_blocks(layers)
@@ -91,7 +95,10 @@ impl Builder<'_> {
         let mut stream = self.embedding();
         let mut segments = Vec::new();
         for layer in 0..layers {
-            let (state, next) = self.block(layer, stream);
+            let (mut state, next) = self.block(layer, stream);
+            if layer < gates {
+                state.gate_up = None;
+            }
             match layer < again {
                 false => segments.push(Segment::Kept(layer, state)),
                 true if layer % length == 0 => {
@@ -108,7 +115,7 @@ impl Builder<'_> {
 
     /// As [`forward`](Self::forward), then the logits of all positions, which the run gives out: (N, V).
     pub(super) fn forward_to_logits(&mut self) {
-        let states = self.forward(Checkpointing::None);
+        let states = self.forward(Checkpointing::None.into());
         let shape = [self.source.config.rows(), self.source.model.vocab_size];
         self.path = "lm_head".into();
         let dtype = self.lower_dtype();
@@ -147,7 +154,7 @@ impl Builder<'_> {
 
         self.path = format!("{prefix}/ln2");
         let ln2 = self.norm(Stream::Sum(ln1.x, branch), &weight("ln2"));
-        let gate_up = self.linear(layer, "ffn", GATE_UP, ln2.y, hidden);
+        let gate_up = self.gate_up(layer, ln2.y);
         self.path = format!("{prefix}/ffn");
         let gated = self.lower("gated", &[rows, hidden]);
         let op = match self.packs() {
@@ -167,9 +174,21 @@ impl Builder<'_> {
             attended,
             merged,
             ln2,
-            gate_up,
+            gate_up: Some(gate_up),
         };
         (state, Stream::Sum(ln2.x, branch))
+    }
+
+    /// Gate and up from what a block's second norm gave.
+    fn gate_up(&mut self, layer: usize, y: BufferId) -> Vec<BufferId> {
+        self.linear(layer, "ffn", GATE_UP, y, self.source.model.d_ff)
+    }
+
+    /// The same from what that norm read.
+    pub(super) fn gate_up_again(&mut self, layer: usize, x: BufferId) -> Vec<BufferId> {
+        self.path = format!("layers.{layer}/ln2");
+        let norm = self.norm(Stream::Whole(x), &format!("layers.{layer}.ln2.weight"));
+        self.gate_up(layer, norm.y)
     }
 
     /// `y = x W^T` for linear layers of one input: (N, out) each, or beside each other in one.

@@ -8,6 +8,8 @@ mod backward;
 mod forward;
 mod loss;
 mod lower;
+#[cfg(test)]
+mod tests;
 mod update;
 
 use super::buffer::{Buffer, BufferId, Category, Home};
@@ -41,14 +43,32 @@ pub(super) enum Target {
     Card,
 }
 
+/// What backward runs again, with the same bits, instead of finding it there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Again {
+    /// Which whole blocks.
+    pub checkpointing: Checkpointing,
+    /// In how many of the others, the first ones, gate and up: half of what a block leaves, and half of its products.
+    pub gates: usize,
+}
+
+impl From<Checkpointing> for Again {
+    fn from(checkpointing: Checkpointing) -> Self {
+        Self {
+            checkpointing,
+            gates: 0,
+        }
+    }
+}
+
 /// The plan of a training step.
-pub(super) fn train_step(source: Source<'_>, checkpointing: Checkpointing) -> Plan {
+pub(super) fn train_step(source: Source<'_>, again: Again) -> Plan {
     let mut builder = Builder::new(source, true);
     if source.config.accumulation > 1 || builder.is_on_card() {
         builder.copy_weights();
     }
     let first = builder.calls.len();
-    let states = builder.forward(checkpointing);
+    let states = builder.forward(again);
     builder.loss_and_backward(states);
     let repeated = first..builder.calls.len();
     builder.update();
@@ -79,6 +99,8 @@ struct Builder<'a> {
     /// Of each parameter in half precision, where one was made.
     copies: Vec<Option<Operand>>,
     kept: Vec<BufferId>,
+    /// Parameters whose gradients are complete, to be updated in backward.
+    waiting: Vec<usize>,
     phase: Phase,
     path: String,
     tokens: BufferId,
@@ -98,6 +120,7 @@ impl<'a> Builder<'a> {
             gradients: Vec::new(),
             copies: Vec::new(),
             kept: Vec::new(),
+            waiting: Vec::new(),
             phase: Phase::Forward,
             path: String::new(),
             tokens: nobody,

@@ -107,18 +107,17 @@ fn run_in<S: Stored<Wide = f32>>(
             add_dx, accumulate, ..
         } => {
             let inputs = residual_norm::Inputs {
-                dy: o.lower_x(0),
-                x: o.x(1),
-                weight: o.x(2),
-                rstd: o.x(3),
+                x: o.x(0),
+                weight: o.x(1),
+                rstd: o.x(2),
             };
             let gradients = residual_norm::Gradients {
-                dx: o.y(0),
+                dx: o.y(1),
                 add_dx,
-                dw: o.y(1),
+                dw: o.y(2),
                 add_dw: o.adds(accumulate),
             };
-            residual_norm::backward(inputs, gradients, o.y(2));
+            residual_norm::backward(inputs, o.lower_y(0), gradients, o.y(3));
         }
         Op::EmbeddingBackward {
             width, accumulate, ..

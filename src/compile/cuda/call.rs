@@ -26,6 +26,8 @@ pub(super) struct Launcher<'a> {
     pub checks: bool,
     /// The calls before this one are launched: one launch does what several calls in a row say of one parameter each.
     pub launched: usize,
+    /// The calls from this one on are another launcher's.
+    pub end: usize,
 }
 
 impl<'a> Launcher<'a> {
@@ -138,7 +140,7 @@ impl<'a> Launcher<'a> {
             Op::RmsNormBackward {
                 add_dx, accumulate, ..
             } => {
-                let ([dy, x, weight, rstd], [dx, dw, partials]) =
+                let ([x, weight, rstd], [dy, dx, dw, partials]) =
                     (self.reads(call), self.writes(call));
                 let inputs = rms_norm::Inputs {
                     dy,
@@ -149,7 +151,8 @@ impl<'a> Launcher<'a> {
                 let gradients = rms_norm::Gradients {
                     dx,
                     add_dx,
-                    copy: call.writes.get(3).map(|copy| self.view(copy)),
+                    copy: call.writes.get(4).map(|copy| self.view(copy)),
+                    y: Some(dy), // where dy lies
                     dw,
                     add_dw: accumulate.adds(self.micro_batch),
                 };
@@ -209,7 +212,7 @@ impl<'a> Launcher<'a> {
         let Some(updates) = self.updates else {
             panic!("an update was launched before the optimizer's state was lent");
         };
-        let calls = &self.plan.calls()[index..];
+        let calls = &self.plan.calls()[index..self.end];
         let kind = std::mem::discriminant(&calls[0].op);
         let same = |call: &&Call| std::mem::discriminant(&call.op) == kind;
         let count = calls.iter().take_while(same).count();

@@ -62,18 +62,19 @@ impl Inputs {
         self.put(8, &(1.0 / loss_scale).to_le_bytes());
         self.put(16, &(loss_scale as f32).to_le_bytes());
         for (number, update) in distinct(controls.updates).into_iter().enumerate() {
-            let words = adamw::words(update);
-            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-            self.put(UPDATES + number * UPDATE_BYTES, &bytes);
+            let words = adamw::words(update).map(f32::to_bits);
+            self.put_words(UPDATES + number * UPDATE_BYTES, &words);
         }
-        for (start, ids) in [
-            (self.tokens, tensors.tokens),
-            (self.targets, tensors.targets),
-        ] {
-            let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-            self.put(start, &bytes);
-        }
+        self.put_words(self.tokens, tensors.tokens);
+        self.put_words(self.targets, tensors.targets);
         Ok(card.memcpy_htod(&self.host, &mut self.device)?)
+    }
+
+    fn put_words(&mut self, at: usize, words: &[u32]) {
+        let places = self.host[at..at + 4 * words.len()].chunks_exact_mut(4);
+        for (place, word) in places.zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
     }
 
     fn put(&mut self, at: usize, bytes: &[u8]) {

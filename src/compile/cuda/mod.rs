@@ -38,7 +38,7 @@ use places::Places;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use update::Updates;
+use update::{Known, Updates};
 
 /// A plan's memory on a card, and what it takes to run it there.
 pub(in crate::compile) struct Executor {
@@ -196,23 +196,23 @@ impl Executor {
 
     /// Finds out where everything is; forgets what was recorded for other places.
     fn place(&mut self, plan: &Plan, tensors: &Tensors<'_>, controls: &Controls<'_>) -> Result<()> {
-        let places = Places::new(self, tensors)?;
-        if self.places.as_ref().is_none_or(|old| !old.covers(&places)) {
+        let mut places = Places::new(self, tensors)?;
+        if let Some(old) = &self.places {
+            places.arguments.clone_from(&old.arguments); // known to `place_arguments`
+        }
+        if self.places.as_ref() != Some(&places) {
             self.recorded = Default::default();
             self.updates = None;
             self.copies_are_current = false;
-            self.places = Some(places);
         }
-        let Some(places) = &self.places else {
-            return Ok(());
-        };
         if !tensors.updates.is_empty() {
-            let groups = inputs::groups(controls.updates);
-            if self.updates.as_ref().is_none_or(|old| old.groups != groups) {
-                self.updates = Some(Updates::new(&self.card, plan, places, groups)?);
+            let known = Known::new(tensors.updates, controls)?;
+            if self.updates.as_ref().is_none_or(|old| old.known != known) {
+                self.updates = Some(Updates::new(&self.card, plan, &places, known)?);
                 self.recorded = Default::default();
             }
         }
+        self.places = Some(places);
         Ok(())
     }
 
@@ -255,7 +255,7 @@ impl Executor {
         extent: Extent,
     ) -> Result<()> {
         let Some(places) = &self.places else {
-            return Ok(()); // nothing is launched before it is placed
+            panic!("a call was launched before its operands were placed");
         };
         let mut launcher = call::Launcher {
             card: &self.card,
@@ -267,6 +267,7 @@ impl Executor {
             micro_batch,
             checks: extent == Extent::Checked,
             launched: calls.start,
+            end: calls.end,
         };
         let _end = calls::run(plan, calls, |index, call| {
             launcher.launch(index, call)?;

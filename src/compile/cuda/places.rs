@@ -9,8 +9,8 @@ use crate::kernels::cuda::View;
 use crate::ops::cuda::elements;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 
-/// Addresses on the card.
-#[derive(Clone, Debug, PartialEq)]
+/// Addresses on the card, but for the optimizer's state, which [`Updates`](super::update::Updates) alone read.
+#[derive(Debug, PartialEq)]
 pub(super) struct Places {
     arena: u64,
     tables: Vec<u64>,
@@ -18,9 +18,6 @@ pub(super) struct Places {
     tokens: u64,
     targets: u64,
     parameters: Vec<u64>,
-    /// Empty for as long as no run has had an update.
-    exp_avg: Vec<u64>,
-    exp_avg_sq: Vec<u64>,
     /// Of the run that is under way. The executor sees to it that what was recorded with others is not run.
     pub arguments: Vec<u64>,
 }
@@ -34,10 +31,6 @@ impl Places {
     pub(super) fn new(executor: &Executor, tensors: &Tensors<'_>) -> Result<Self> {
         let parameters = tensors.parameters.iter();
         let parameters = parameters.map(|(_, var)| Ok(elements(var)?.pointer));
-        let first = tensors.updates.iter();
-        let first = first.map(|planned| Ok(elements(&planned.exp_avg)?.pointer));
-        let second = tensors.updates.iter();
-        let second = second.map(|planned| Ok(elements(&planned.exp_avg_sq)?.pointer));
         Ok(Self {
             arena: start_of(&executor.arena),
             tables: executor.tables.iter().map(start_of).collect(),
@@ -45,27 +38,8 @@ impl Places {
             tokens: executor.inputs.tokens(),
             targets: executor.inputs.targets(),
             parameters: parameters.collect::<Result<_>>()?,
-            exp_avg: first.collect::<Result<_>>()?,
-            exp_avg_sq: second.collect::<Result<_>>()?,
             arguments: Vec::new(),
         })
-    }
-
-    /// Whether all that `other` knows is here, arguments apart.
-    pub(super) fn covers(&self, other: &Self) -> bool {
-        let other = Self {
-            arguments: self.arguments.clone(),
-            ..other.clone()
-        };
-        let other = match other.exp_avg.is_empty() {
-            false => other,
-            true => Self {
-                exp_avg: self.exp_avg.clone(),
-                exp_avg_sq: self.exp_avg_sq.clone(),
-                ..other
-            },
-        };
-        *self == other
     }
 
     fn start(&self, buffer: &Buffer, micro_batch: usize) -> u64 {
@@ -73,8 +47,9 @@ impl Places {
         match buffer.home {
             Home::Arena { offset_bytes } => self.arena + offset_bytes,
             Home::Parameter(number) => self.parameters[number],
-            Home::ExpAvg(number) => self.exp_avg[number],
-            Home::ExpAvgSq(number) => self.exp_avg_sq[number],
+            Home::ExpAvg(number) | Home::ExpAvgSq(number) => {
+                panic!("the state of parameter {number} is in the table of updates")
+            }
             Home::Tokens => ids(self.tokens),
             Home::Targets => ids(self.targets),
             Home::Table(number) => self.tables[number],

@@ -1,17 +1,45 @@
 //! All of a plan's updates as the entries of one table.
 
+use super::super::executor::Controls;
 use super::super::op::Op;
 use super::super::plan::Plan;
+use super::inputs;
 use super::places::Places;
 use crate::Result;
+use crate::kernels::cuda::View;
 use crate::kernels::cuda::adamw::{Entry, Tables};
+use crate::ops::cuda::elements;
+use crate::optim::PlannedUpdate;
+use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use std::collections::HashMap;
 
+/// What is known of the optimizer, by parameter.
+#[derive(PartialEq)]
+pub(super) struct Known {
+    /// Which of the distinct updates it takes.
+    groups: Vec<usize>,
+    /// Where exp_avg and exp_avg_sq are.
+    states: Vec<[u64; 2]>,
+}
+
+impl Known {
+    pub(super) fn new(updates: &[PlannedUpdate], controls: &Controls<'_>) -> Result<Self> {
+        let states = updates.iter().map(|planned| {
+            let [first, second] = [&planned.exp_avg, &planned.exp_avg_sq].map(elements);
+            Ok([first?.pointer, second?.pointer])
+        });
+        Ok(Self {
+            groups: inputs::groups(controls.updates),
+            states: states.collect::<Result<_>>()?,
+        })
+    }
+}
+
 pub(super) struct Updates {
     pub tables: Tables,
-    /// Which of the distinct updates each parameter takes.
-    pub groups: Vec<usize>,
+    /// What the table was made from, beside the places.
+    pub known: Known,
     /// The entry of each call that is an update.
     entries: HashMap<usize, usize>,
 }
@@ -22,27 +50,33 @@ impl Updates {
         card: &CudaDevice,
         plan: &Plan,
         places: &Places,
-        groups: Vec<usize>,
+        known: Known,
     ) -> Result<Self> {
         let (mut table, mut entries) = (Vec::new(), HashMap::new());
         for (index, call) in plan.calls().iter().enumerate() {
-            let Op::AdamW { parameter, .. } = call.op else {
+            let Op::AdamW {
+                parameter,
+                elements,
+            } = call.op
+            else {
                 continue;
             };
             let view = |operand| places.view(plan, operand, 0);
+            let state = known.states[parameter];
+            let [exp_avg, exp_avg_sq] = state.map(|start| View::new(start, DType::F32, elements));
             entries.insert(index, table.len());
             table.push(Entry {
                 value: view(&call.writes[0]),
                 gradient: view(&call.reads[0]),
-                exp_avg: view(&call.writes[1]),
-                exp_avg_sq: view(&call.writes[2]),
+                exp_avg,
+                exp_avg_sq,
                 copy: call.writes.get(3).map(view),
-                update: groups[parameter],
+                update: known.groups[parameter],
             });
         }
         Ok(Self {
             tables: Tables::new(card, &table)?,
-            groups,
+            known,
             entries,
         })
     }

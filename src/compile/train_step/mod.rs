@@ -214,7 +214,8 @@ impl TrainStep {
         &self.plan
     }
 
-    /// Which blocks are run again: what was asked for, or what the memory budget chose.
+    /// Which blocks are run again: what was asked for, or what the memory budget chose. (A budget that is met by running
+    /// gates and up again runs no block again: the plan's calls show it.)
     pub fn checkpointing(&self) -> Checkpointing {
         self.checkpointing
     }

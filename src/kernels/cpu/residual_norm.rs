@@ -116,9 +116,7 @@ fn scale_row<T: Real>(x: &[T], weight: &[T], scale: T, y: &mut [T]) {
 
 /// What backward reads, as forward had it.
 #[derive(Clone, Copy)]
-pub struct Inputs<'a, T, S> {
-    /// The gradient of the norm's output, (rows, width).
-    pub dy: &'a [S],
+pub struct Inputs<'a, T> {
     /// (rows, width).
     pub x: &'a [T],
     /// (width).
@@ -144,20 +142,18 @@ pub const fn partials_len(rows: usize, width: usize) -> usize {
     rows.div_ceil(BLOCK_ROWS) * width
 }
 
-/// The gradients of x and of the weight, each row of dy and x read once; `partials` is [`partials_len`] elements to work in.
+/// The gradients of x and of the weight from that of the norm's output, dy (rows, width), each row of dy and x read once;
+/// `partials` is [`partials_len`] elements to work in.
 ///
-/// dy may be of a narrower type than the stream.
+/// dy becomes the output, to the bit what forward gave: so forward's need not be kept. It may be of a narrower type than the
+/// stream.
 pub fn backward<T: Real, S: Stored<Wide = T>>(
-    inputs: Inputs<'_, T, S>,
+    inputs: Inputs<'_, T>,
+    dy: &mut [S],
     gradients: Gradients<'_, T>,
     partials: &mut [T],
 ) {
-    let Inputs {
-        dy,
-        x,
-        weight,
-        rstd,
-    } = inputs;
+    let Inputs { x, weight, rstd } = inputs;
     let Gradients {
         dx,
         add_dx,
@@ -169,23 +165,24 @@ pub fn backward<T: Real, S: Stored<Wide = T>>(
     let block = BLOCK_ROWS * width;
     assert_eq!(partials.len(), partials_len(rstd.len(), width));
     dx.par_chunks_mut(block)
+        .zip(dy.par_chunks_mut(block))
         .zip(partials.par_chunks_exact_mut(width))
         .enumerate()
-        .for_each(|(task, (dx, partial))| {
-            let range = task * block..task * block + dx.len();
-            let (dy, x) = (&dy[range.clone()], &x[range]);
+        .for_each(|(task, ((dx, dy), partial))| {
+            let x = &x[task * block..task * block + dx.len()];
             let rstd = &rstd[task * BLOCK_ROWS..];
             simd::vectorized(
                 #[inline(always)]
                 || {
                     partial.fill(T::ZERO);
                     let mut buffer = [T::ZERO; BLOCK];
-                    let rows = dy.chunks_exact(width).zip(x.chunks_exact(width));
+                    let rows = dy.chunks_exact_mut(width).zip(x.chunks_exact(width));
                     for ((dx, (dy, x)), rstd) in dx.chunks_exact_mut(width).zip(rows).zip(rstd) {
-                        if let Some(dy) = S::as_wide(dy) {
-                            let inner = simd::sum_over([dy, weight, x], |[dy, w, x]| dy * w * x);
+                        if let Some(dy) = S::as_wide_mut(dy) {
+                            let inner = simd::sum_over([&*dy, weight, x], |[dy, w, x]| dy * w * x);
                             let factors = [inner * mean * *rstd * *rstd, *rstd];
                             gradient_row([dy, x, weight], factors, dx, add_dx, partial);
+                            scale_row(x, weight, *rstd, dy);
                             continue;
                         }
                         let mut inner = T::ZERO;
@@ -195,12 +192,15 @@ pub fn backward<T: Real, S: Stored<Wide = T>>(
                             inner += simd::sum_over([dy, weight, x], |[dy, w, x]| dy * w * x);
                         }
                         let factors = [inner * mean * *rstd * *rstd, *rstd];
-                        let inputs = dy.chunks(BLOCK).zip(x.chunks(BLOCK));
+                        let inputs = dy.chunks_mut(BLOCK).zip(x.chunks(BLOCK));
                         let outputs = dx.chunks_mut(BLOCK).zip(partial.chunks_mut(BLOCK));
                         let blocks = inputs.zip(weight.chunks(BLOCK)).zip(outputs);
                         for (((dy, x), weight), (dx, partial)) in blocks {
-                            let dy = loaded(dy, &mut buffer);
-                            gradient_row([dy, x, weight], factors, dx, add_dx, partial);
+                            let wide = loaded(dy, &mut buffer);
+                            gradient_row([wide, x, weight], factors, dx, add_dx, partial);
+                            let wide = &mut buffer[..x.len()];
+                            scale_row(x, weight, *rstd, wide);
+                            S::store(wide, dy);
                         }
                     }
                 },

@@ -7,8 +7,8 @@
 // Block (x, max(1, 256 / x)) with x = 32 ceil(packs N / 512), packs = ceil(width / N), one more if rows do not begin at
 // 16 bytes, N = 16 / size of Y. Grid: as many blocks as fit on the card at once (multiprocessors * occupancy), at most
 // ceil(rows / blockDim.y). Width at most 8192 (8176 where rows do not begin at 16 bytes).
-// Bytes: forward x in, y out (+ branch in, sum out); backward dy, x in, dx out (+ dx in where it is added to, + copy out),
-// and the partial sums, grid * width * 4, written once and read once by `sum_partials`.
+// Bytes: forward x in, y out (+ branch in, sum out); backward dy, x in, dx out (+ dx in where it is added to, + copy out, + y
+// out), and the partial sums, grid * width * 4, written once and read once by `sum_partials`.
 //
 // A thread has the same 16 columns of one row after the other, their weights in registers, and loads the next row
 // before it works on this one: else a block's loads, reduction and stores wait for each other (55% of the copy rate).
@@ -112,10 +112,11 @@ FORWARD(f32_bf16, f32, bf16)
 // ---- Backward
 
 // add_dx: dx (rows, width) holds a gradient already, which is added to. copy (rows, width), or null: dx once more, in Y.
-// partials (gridDim.x, width). dx may be x's buffer, copy dy's: a thread writes what it alone has read.
+// y (rows, width), or null: what forward gave, computed as there, so that nobody need keep it.
+// partials (gridDim.x, width). dx may be x's buffer, y dy's: a thread writes what it alone has read.
 template <class X, class Y, bool WHOLE>
 __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* weight, const float* rstd, X* dx,
-                                         Y* copy, float* partials, long long rows, int width, int add_dx,
+                                         Y* copy, Y* y, float* partials, long long rows, int width, int add_dx,
                                          float* total) {
     const int N = InVector<Y>::COUNT, PACKS = 16 / N;
     const bool HELD = sizeof(Y) < 4; // the weights, in registers; beside rows in f32 there is no room
@@ -178,7 +179,11 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
             unpack(of_x[k], h);
             if (!HELD) load_wide<WHOLE>(weight, first, width, 0.f, w[k]);
 #pragma unroll
-            for (int i = 0; i < N; i++) g[i] = (g[i] * w[k][i] - h[i] * pull) * scale;
+            for (int i = 0; i < N; i++) {
+                g[i] = (g[i] * w[k][i] - h[i] * pull) * scale;
+                h[i] = h[i] * scale * w[k][i];
+            }
+            if (y) store<WHOLE>(y + row * width, first, width, h);
             if (add_dx) {
                 load_wide<WHOLE>(dx + row * width, first, width, 0.f, h);
 #pragma unroll
@@ -212,13 +217,14 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
 
 #define BACKWARD(NAME, X, Y)                                                                                             \
     extern "C" __global__ void __launch_bounds__(512)                                                                    \
-        rms_norm_backward_##NAME(const Y* dy, const X* x, const float* weight, const float* rstd, X* dx, Y* copy,        \
+        rms_norm_backward_##NAME(const Y* dy, const X* x, const float* weight, const float* rstd, X* dx, Y* copy, Y* y,  \
                                  float* partials, long long rows, int width, int add_dx) {                               \
         __shared__ float total[16 * 256]; /* dw of the block, where it has several rows at a time */                     \
-        if (whole_packs<InVector<Y>::COUNT>(width, x, dy, weight) && whole_packs<1>(width, dx, copy, partials)) {        \
-            backward<X, Y, true>(dy, x, weight, rstd, dx, copy, partials, rows, width, add_dx, total);                   \
+        if (whole_packs<InVector<Y>::COUNT>(width, x, dy, weight) && whole_packs<1>(width, dx, copy, partials) &&        \
+            whole_packs<1>(width, y, nullptr, nullptr)) {                                                                \
+            backward<X, Y, true>(dy, x, weight, rstd, dx, copy, y, partials, rows, width, add_dx, total);                \
         } else {                                                                                                         \
-            backward<X, Y, false>(dy, x, weight, rstd, dx, copy, partials, rows, width, add_dx, total);                  \
+            backward<X, Y, false>(dy, x, weight, rstd, dx, copy, y, partials, rows, width, add_dx, total);               \
         }                                                                                                                \
     }
 

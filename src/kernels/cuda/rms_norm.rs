@@ -93,8 +93,10 @@ pub(crate) struct Gradients<'a> {
     pub dx: View<'a>,
     /// Whether dx holds a gradient already, which is added to.
     pub add_dx: bool,
-    /// dx once more, rounded to dy's dtype; may be dy's buffer.
+    /// dx once more, rounded to dy's dtype.
     pub copy: Option<View<'a>>,
+    /// The norm's output once more, to the bit, in dy's dtype; may be dy's buffer.
+    pub y: Option<View<'a>>,
     /// (width) f32.
     pub dw: View<'a>,
     /// Whether dw is added to.
@@ -120,12 +122,13 @@ pub(crate) fn backward(
     let mut config = spread(card, &kernel, dy, weight.len)?;
     config.grid_dim.0 = config.grid_dim.0.min(RMS_NORM_BLOCKS as u32);
     let copy = gradients.copy.map_or(0, |copy| copy.pointer);
+    let y = gradients.y.map_or(0, |y| y.pointer);
     let (rows, width) = (rstd.len as i64, weight.len as i32);
     let add_dx = i32::from(gradients.add_dx);
     let mut launch = kernel.builder();
     launch.arg(&dy.pointer).arg(&x.pointer);
     launch.arg(&weight.pointer).arg(&rstd.pointer);
-    launch.arg(&gradients.dx.pointer).arg(&copy);
+    launch.arg(&gradients.dx.pointer).arg(&copy).arg(&y);
     launch.arg(&partials.pointer);
     launch.arg(&rows).arg(&width).arg(&add_dx);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.

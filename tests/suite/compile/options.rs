@@ -87,6 +87,16 @@ fn the_same_bits_however_planned(
         let fewer = checkpointing.recomputed_blocks(5) > 0;
         assert_eq!(bytes < whole_bytes, fewer, "{checkpointing}: {bytes}");
     }
+    // Gates and up of so many blocks as the budget wants.
+    for percent in [99, 95, 90] {
+        let budget_bytes = whole_bytes * percent / 100;
+        let (got, bytes) = bits(PlanConfig {
+            memory_budget_bytes: Some(budget_bytes),
+            ..plan()
+        });
+        assert_eq!(got, wanted, "{percent}%");
+        assert!(bytes <= budget_bytes, "{percent}%: {bytes}");
+    }
     let (got, bytes) = bits(PlanConfig {
         optimizer_in_backward: true,
         ..plan()
@@ -116,15 +126,20 @@ fn a_memory_budget_chooses_the_checkpointing() {
     };
     let (whole, chosen) = with_budget(peak(Checkpointing::None)).unwrap();
     assert_eq!(chosen, Checkpointing::None);
-    let mut before = 0;
+    // Gates and up of more and more blocks, then more and more blocks.
+    let (mut before, mut flops) = (0, whole.flops());
     let mut budget = whole.peak_bytes() - 1;
     let smallest = loop {
         match with_budget(budget) {
             Ok((plan, chosen)) => {
                 assert!(plan.peak_bytes() <= budget);
-                assert_eq!(plan.peak_bytes(), peak(chosen));
-                assert!(chosen.recomputed_blocks(6) >= before.max(1));
-                before = chosen.recomputed_blocks(6);
+                let blocks = chosen.recomputed_blocks(6);
+                match blocks {
+                    0 => assert!(before == 0 && plan.flops() > flops, "{budget}"),
+                    _ => assert_eq!(plan.peak_bytes(), peak(chosen)),
+                }
+                assert!(blocks >= before);
+                (before, flops) = (blocks, plan.flops());
                 budget = plan.peak_bytes() - 1;
             }
             Err(error) => {

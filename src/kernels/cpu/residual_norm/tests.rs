@@ -28,7 +28,7 @@ fn as_the_unfused() {
             rstd: &mut got_rstd,
         };
         add_forward(&x, &branch, &weight, 1e-5, outputs);
-        assert_eq!((got_sum, got_y, &got_rstd), (sum.clone(), y, &rstd));
+        assert_eq!((&got_sum, &got_y, &got_rstd), (&sum, &y, &rstd));
 
         for add in [false, true] {
             // Not read where nothing is added.
@@ -36,7 +36,6 @@ fn as_the_unfused() {
             let (mut got_dx, mut got_dw) = (vec![before; n], vec![before; width]);
             let mut partials = vec![f32::NAN; partials_len(rows, width)];
             let inputs = Inputs {
-                dy: &dy,
                 x: &sum,
                 weight: &weight,
                 rstd: &rstd,
@@ -47,7 +46,9 @@ fn as_the_unfused() {
                 dw: &mut got_dw,
                 add_dw: add,
             };
-            backward(inputs, gradients, &mut partials);
+            let mut got_y = dy.clone();
+            backward(inputs, &mut got_y, gradients, &mut partials);
+            assert_eq!(got_y, y);
             if add {
                 let plus = |v: &[f32]| v.iter().map(|v| v + 0.5).collect::<Vec<f32>>();
                 assert_eq!(got_dx, plus(&dx));
@@ -104,21 +105,21 @@ fn narrow_beside_wide() {
             dy(gradients, &mut vec![f32::NAN; partials_len(rows, width)]);
             [dx, dw].concat()
         };
-        let wide_dy = wide(&dy);
         let inputs = Inputs {
-            dy: &wide_dy[..],
             x: &sum,
             weight: &weight,
             rstd: &rstd,
         };
-        let wanted = of(&|gradients, partials| backward(inputs, gradients, partials));
-        let inputs = Inputs {
-            dy: &dy[..],
-            x: &sum,
-            weight: &weight,
-            rstd: &rstd,
-        };
-        let got = of(&|gradients, partials| backward(inputs, gradients, partials));
+        let wanted = of(&|gradients, partials| {
+            let mut wide_y = wide(&dy);
+            backward(inputs, &mut wide_y, gradients, partials);
+            assert_eq!(wide_y, y);
+        });
+        let got = of(&|gradients, partials| {
+            let mut narrow_y = dy.clone();
+            backward(inputs, &mut narrow_y, gradients, partials);
+            assert_eq!(narrow_y, narrow(&y));
+        });
         for (got, wanted) in got.iter().zip(wanted) {
             assert!((got - wanted).abs() <= 1e-5 * wanted.abs().max(1.0));
         }

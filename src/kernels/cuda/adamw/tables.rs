@@ -32,19 +32,23 @@ pub(crate) struct Tables {
     pointers: [u64; 2],
     /// The first chunk of each entry, and how many there are.
     first_chunks: Vec<usize>,
-    /// What the kernel of the update calls the gradients' and the copies' dtypes.
-    pub(super) types: &'static str,
+    /// What the kernel of the update calls the dtypes of each entry's gradient and of the copies.
+    types: Vec<&'static str>,
 }
 
 impl Tables {
-    /// The tables of entries whose gradients are f32; their copies are of one dtype.
+    /// The tables of entries in f32, with gradients in f32, or bf16 beside copies in it; copies are of one dtype.
     pub(crate) fn new(card: &CudaDevice, entries: &[Entry]) -> Result<Self> {
-        let types = match of_one_dtype(entries)? {
-            (DType::F32, Some(DType::F16)) => "f32_f16",
-            (DType::F32, None | Some(DType::BF16)) => "f32",
-            other => bail!("AdamW's tables: no kernel for gradients and copies in {other:?}"),
-        };
-        Self::with_types(card, entries, types)
+        let copies = dtype_of_copies(entries)?;
+        let types = entries.iter().map(|entry| {
+            Ok(match (entry.gradient.dtype, copies) {
+                (DType::F32, Some(DType::F16)) => "f32_f16",
+                (DType::F32, None | Some(DType::BF16)) => "f32",
+                (DType::BF16, Some(DType::BF16)) => "f32_of_bf16",
+                other => bail!("AdamW's tables: no kernel for gradients and copies in {other:?}"),
+            })
+        });
+        Self::with_types(card, entries, types.collect::<Result<_>>()?)
     }
 
     /// The tables of parameters in half precision, of which `copy` is the one that others see and may set, and `value` the
@@ -53,17 +57,22 @@ impl Tables {
         if entries.iter().any(|entry| entry.copy.is_none()) {
             bail!("AdamW's tables: an exact value without its parameter in half precision");
         }
-        let types = match of_one_dtype(entries)? {
-            (DType::BF16, Some(DType::BF16)) => "bf16",
-            (DType::F32, Some(DType::BF16)) => "bf16_f32",
-            (DType::F16, Some(DType::F16)) => "f16",
-            (DType::F32, Some(DType::F16)) => "f16_f32",
-            other => bail!("AdamW's tables: no kernel for gradients and parameters in {other:?}"),
-        };
-        Self::with_types(card, entries, types)
+        let copies = dtype_of_copies(entries)?;
+        let types = entries.iter().map(|entry| {
+            Ok(match (entry.gradient.dtype, copies) {
+                (DType::BF16, Some(DType::BF16)) => "bf16",
+                (DType::F32, Some(DType::BF16)) => "bf16_f32",
+                (DType::F16, Some(DType::F16)) => "f16",
+                (DType::F32, Some(DType::F16)) => "f16_f32",
+                other => {
+                    bail!("AdamW's tables: no kernel for gradients and parameters in {other:?}")
+                }
+            })
+        });
+        Self::with_types(card, entries, types.collect::<Result<_>>()?)
     }
 
-    fn with_types(card: &CudaDevice, entries: &[Entry], types: &'static str) -> Result<Self> {
+    fn with_types(card: &CudaDevice, entries: &[Entry], types: Vec<&'static str>) -> Result<Self> {
         let (mut tensors, mut chunks) = (Vec::new(), Vec::new());
         let mut first_chunks = Vec::with_capacity(entries.len() + 1);
         for (i, entry) in entries.iter().enumerate() {
@@ -107,6 +116,20 @@ impl Tables {
         self.first_chunks[entries.start]..self.first_chunks[entries.end]
     }
 
+    /// Some of the entries, in parts that one kernel updates, each with what the kernel calls their dtypes.
+    pub(super) fn by_types(
+        &self,
+        entries: Range<usize>,
+    ) -> impl Iterator<Item = (Range<usize>, &'static str)> {
+        let mut end = entries.start;
+        let parts = self.types[entries].chunk_by(|a, b| a == b);
+        parts.map(move |part| {
+            let start = end;
+            end += part.len();
+            (start..end, part[0])
+        })
+    }
+
     /// Where the table of tensors lies, from an entry on.
     pub(super) fn tensors_from(&self, entry: usize) -> u64 {
         self.pointers[0] + (entry * 7 * size_of::<u64>()) as u64
@@ -118,19 +141,14 @@ impl Tables {
     }
 }
 
-/// The dtype of all gradients, and that of all copies.
-fn of_one_dtype(entries: &[Entry]) -> Result<(DType, Option<DType>)> {
-    let gradients = entries
-        .first()
-        .map_or(DType::F32, |entry| entry.gradient.dtype);
-    let copies = entries.iter().find_map(|entry| entry.copy);
-    let copies = copies.map(|copy| copy.dtype);
-    let alike = |entry: &Entry| {
-        let copy = entry.copy.map(|copy| copy.dtype);
-        entry.gradient.dtype == gradients && (copy.is_none() || copy == copies)
-    };
-    match entries.iter().all(alike) {
-        true => Ok((gradients, copies)),
-        false => bail!("AdamW's tables: gradients or copies of more than one dtype"),
+/// The dtype of all copies that there are.
+fn dtype_of_copies(entries: &[Entry]) -> Result<Option<DType>> {
+    let mut dtypes = entries
+        .iter()
+        .filter_map(|entry| entry.copy.map(|copy| copy.dtype));
+    let first = dtypes.next();
+    match dtypes.all(|dtype| Some(dtype) == first) {
+        true => Ok(first),
+        false => bail!("AdamW's tables: copies of more than one dtype"),
     }
 }

@@ -66,6 +66,7 @@ __device__ __forceinline__ void adamw(const Tensor* tensors, const Chunk* chunks
 
 ADAMW(f32, f32, bf16, false) // gradients f32; a copy in bf16 where there is one
 ADAMW(f32_f16, f32, f16, false)
+ADAMW(f32_of_bf16, bf16, bf16, false) // gradients and copies in bf16
 ADAMW(bf16, bf16, bf16, true) // parameters and gradients in bf16
 ADAMW(f16, f16, f16, true)
 ADAMW(bf16_f32, f32, bf16, true) // parameters in bf16, gradients in f32

@@ -24,18 +24,20 @@ impl Tables {
         updates: View,
         clip: Option<View>,
     ) -> Result<()> {
-        let chunks = self.chunks(&entries);
-        if chunks.is_empty() {
-            return Ok(());
-        }
-        let kernel = SOURCE.kernel(card, "adamw", self.types)?;
-        let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
         let clip = clip.map_or(0, |clip| clip.pointer);
-        let mut launch = kernel.builder();
-        launch.arg(&tensors).arg(&table);
-        launch.arg(&updates.pointer).arg(&clip);
-        // SAFETY: the tables are laid out as the kernel reads them, over buffers of the sizes that they say.
-        unsafe { launch.launch(launch_config((chunks.len(), 1), (256, 1))) }.w()?;
+        for (part, types) in self.by_types(entries) {
+            let chunks = self.chunks(&part);
+            if chunks.is_empty() {
+                continue;
+            }
+            let kernel = SOURCE.kernel(card, "adamw", types)?;
+            let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
+            let mut launch = kernel.builder();
+            launch.arg(&tensors).arg(&table);
+            launch.arg(&updates.pointer).arg(&clip);
+            // SAFETY: the tables are laid out as the kernel reads them, over buffers of the sizes that they say.
+            unsafe { launch.launch(launch_config((chunks.len(), 1), (256, 1))) }.w()?;
+        }
         Ok(())
     }
 }
