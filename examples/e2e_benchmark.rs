@@ -134,7 +134,7 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions, peak_flops),
-            columns: columns(),
+            columns: columns(&device),
             ..Default::default()
         };
         if self.per_step && self.output.format == Format::Text {
@@ -159,6 +159,9 @@ impl Flags {
                 self.announce(&title);
                 let rows = run.run(&device, |step, ms| self.on_step(step, ms))?;
                 report.notes.extend(ratio(name, &run, &rows));
+                let reason = rows.first().and_then(|row| row.get("reason")?.as_str());
+                let reason = reason.map(|reason| format!("{title}: out of memory: {reason}"));
+                report.notes.extend(reason);
                 report.rows.extend(rows.into_iter().map(|row| {
                     let mut labelled = Fields::new();
                     labelled.insert("size", name.as_str());
@@ -176,7 +179,7 @@ impl Flags {
                         peaks and estimates are the whole mode's.";
             report.notes.push(note.into());
         }
-        if precisions.iter().any(|p| *p != Precision::F32) {
+        if peak_flops.is_some() && precisions.iter().any(|p| *p != Precision::F32) {
             let note = "MFU is against the peak in f32, whatever the precision.";
             report.notes.push(note.into());
         }
@@ -326,7 +329,12 @@ impl Flags {
     }
 }
 
-fn columns() -> Vec<Column> {
+fn columns(device: &candle_core::Device) -> Vec<Column> {
+    // What the process holds beside tensors; on a card, what its pool does.
+    let held = match device.is_cpu() {
+        true => Column::mib("resident_peak_bytes", "Resident peak"),
+        false => Column::mib("reserved_peak_bytes", "Reserved peak"),
+    };
     vec![
         Column::text("size", "Size"),
         Column::number("batch_size", "B", "", 0),
@@ -350,7 +358,7 @@ fn columns() -> Vec<Column> {
         Column::number("flops_per_s", "Rate", "GFLOP/s", 1).scaled(1e9),
         Column::number("mfu_percent", "MFU", "%", 1),
         Column::mib("peak_bytes", "Peak"),
-        Column::mib("resident_peak_bytes", "Resident peak"),
+        held,
         Column::mib("estimate_bytes", "Estimate"),
         Column::mib("available_bytes", "Available"),
     ]

@@ -27,7 +27,7 @@ use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use std::process::ExitCode;
-use tallow::memory::{Mode, Workload, estimate};
+use tallow::memory::{Kernels, Mode, Workload, estimate};
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
@@ -108,7 +108,7 @@ impl Flags {
                 verify::verify(&mut report, self.threads.into())?
             }
             false => {
-                self.predict(&mut report)?;
+                self.predict(&mut report, Kernels::of(&device))?;
                 true
             }
         };
@@ -117,7 +117,7 @@ impl Flags {
     }
 
     /// Every combination of the flags' lists, a row for each term of its account.
-    fn predict(&self, report: &mut Report) -> Result<()> {
+    fn predict(&self, report: &mut Report, kernels: Kernels) -> Result<()> {
         let longest = self.context_length.iter().copied().max();
         let models = self
             .models
@@ -125,7 +125,7 @@ impl Flags {
         let precisions = self.precision.precisions()?;
         let available_bytes = self.available_bytes()?;
         report.configuration = describe(&models);
-        let workloads = self.workloads(&precisions);
+        let workloads = self.workloads(&precisions, kernels);
         report.columns = columns(models.len() * workloads.len() > 1);
         let mut analysis = Vec::new();
         for Model { name, config } in &models {
@@ -160,7 +160,7 @@ impl Flags {
         Ok(())
     }
 
-    fn workloads(&self, precisions: &[Precision]) -> Vec<Workload> {
+    fn workloads(&self, precisions: &[Precision], kernels: Kernels) -> Vec<Workload> {
         let mut workloads = Vec::new();
         for &sequence_length in &self.context_length {
             for &batch_size in &self.batch_size {
@@ -175,6 +175,7 @@ impl Flags {
                                     attention,
                                     precision,
                                     checkpointing,
+                                    kernels,
                                 });
                             }
                         }

@@ -6,6 +6,7 @@
 //! cargo run --example memory_profile -- --attention naive flash --timeline step.svg --snapshot step.pickle
 //! cargo run --example memory_profile -- --mode train-step --checkpoint none release block sqrt --timeline step.svg
 //! cargo run --example memory_profile -- --size 2.7b --mode forward,train-step
+//! cargo run --features cuda --example memory_profile -- --device cuda:0 --size 2.7b --precision f32 bf16 --compile
 //! ```
 
 mod common;
@@ -26,10 +27,10 @@ use common::{Common, Output};
 use files::FileFlags;
 use std::process::ExitCode;
 use summary::{comparison_note, in_one_table, row, table};
-use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
-use tallow::memory::RecordConfig;
+use tallow::memory::{Estimate, RecordConfig};
 use tallow::report::{Fields, Format, Report, format_mib};
+use tallow::{Error, Result};
 
 /// Where the memory of a step goes: predicted, measured, by phase and by origin.
 #[derive(Parser)]
@@ -146,7 +147,7 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration,
-            columns: table(),
+            columns: table(&device),
             ..Default::default()
         };
         for run in &runs {
@@ -158,7 +159,7 @@ impl Flags {
                 self.files.write_map(&run.title(), runs.len(), &plan)?;
                 continue;
             }
-            let estimate = run.end_to_end.estimate()?;
+            let estimate = run.end_to_end.estimate(&device)?;
             let available = run.end_to_end.available_bytes;
             if available.is_some_and(|bytes| estimate.peak_bytes > bytes) {
                 report.rows.push(row(run, &estimate, None, available));
@@ -174,7 +175,15 @@ impl Flags {
                 threshold_bytes: self.threshold_bytes,
                 ..Default::default()
             };
-            let profile = run.end_to_end.profile_memory(&device, record)?;
+            let profile = match run.end_to_end.profile_memory(&device, record) {
+                Err(error) if error.is_out_of_memory() => {
+                    let available = tallow::device::available_bytes_on(&device);
+                    report.rows.push(row(run, &estimate, None, available));
+                    report.notes.push(out_of_memory(run, &estimate, &error));
+                    continue;
+                }
+                profile => profile?,
+            };
             report.rows.push(row(
                 run,
                 &estimate,
@@ -265,6 +274,15 @@ impl Flags {
         }
         Ok(runs)
     }
+}
+
+/// What is said of a run that had seemed to fit.
+fn out_of_memory(run: &Run, estimate: &Estimate, error: &Error) -> String {
+    format!(
+        "{} was predicted to take {}, and ran out of memory: {error}",
+        run.title(),
+        format_mib(estimate.peak_bytes)
+    )
 }
 
 /// What every row says of its run.

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use tallow::bench::Execution;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::data::Tokens;
-use tallow::memory::{self, Mode, Workload};
+use tallow::memory::{self, Kernels, Mode, Workload};
 use tallow::model::TransformerConfig;
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
@@ -308,7 +308,7 @@ impl Flags {
     ) -> Result<()> {
         let wanted_bytes = match self.compile {
             true => planned_bytes(model, config, self.optimizer_in_backward, device)?,
-            false => eager_bytes(model, config)?,
+            false => eager_bytes(model, config, device)?,
         };
         match tallow::device::available_bytes_on(device) {
             Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
@@ -380,7 +380,7 @@ fn scale(trainer: &Trainer) -> String {
 }
 
 /// What an eager step takes, by its account.
-fn eager_bytes(model: &TransformerConfig, config: &TrainConfig) -> Result<u64> {
+fn eager_bytes(model: &TransformerConfig, config: &TrainConfig, device: &Device) -> Result<u64> {
     let workload = Workload {
         batch_size: config.batch_size,
         sequence_length: config.sequence_length,
@@ -388,6 +388,7 @@ fn eager_bytes(model: &TransformerConfig, config: &TrainConfig) -> Result<u64> {
         attention: model.attention,
         precision: config.precision,
         checkpointing: model.checkpointing,
+        kernels: Kernels::of(device),
     };
     Ok(memory::estimate(model, &workload)?.peak_bytes)
 }

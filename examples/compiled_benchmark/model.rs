@@ -61,7 +61,7 @@ impl ModelFlags {
         let configurations = self.configurations(setting.full)?;
         let mut report = Report {
             configuration: self.configuration(setting),
-            columns: columns(),
+            columns: columns(setting),
             ..Default::default()
         };
         for (i, configuration) in configurations.iter().enumerate() {
@@ -129,6 +129,8 @@ impl ModelFlags {
                 let counted = why::count(&step, &setting.device)?;
                 line.merge(counted.fields());
                 add_to_step(&mut rows, &counted);
+                let unrecorded = counted.unrecorded.filter(|why| !report.notes.contains(why));
+                report.notes.extend(unrecorded);
             }
             lines.push(line);
             report.rows.extend(rows);
@@ -164,7 +166,9 @@ impl ModelFlags {
             memory_budget_bytes: None,
             seed: setting.seed,
             peak_flops: setting.peak_flops,
-            available_bytes: setting.limit_bytes.or_else(tallow::device::available_bytes),
+            available_bytes: setting
+                .limit_bytes
+                .or_else(|| tallow::device::available_bytes_on(&setting.device)),
         }
     }
 
@@ -216,7 +220,13 @@ fn line(configuration: &Configuration, execution: Execution, rows: &[Fields]) ->
         line.insert(letters, time);
         line.insert(format!("median {letters}"), number(row, "median_ms"));
         if mode == serde_json::to_value(Mode::TrainStep).unwrap_or_default() {
-            for key in ["peak_bytes", "resident_peak_bytes", "estimate_bytes"] {
+            let keys = [
+                "peak_bytes",
+                "resident_peak_bytes",
+                "reserved_peak_bytes",
+                "estimate_bytes",
+            ];
+            for key in keys {
                 line.insert(key, number(row, key));
             }
         }
@@ -252,7 +262,12 @@ fn averages(lines: &[Fields]) -> String {
     )
 }
 
-fn columns() -> Vec<Column> {
+fn columns(setting: &Setting) -> Vec<Column> {
+    // What the process holds beside tensors; on a card, what its pool does.
+    let held = match setting.device.is_cpu() {
+        true => Column::mib("resident_peak_bytes", "Resident peak"),
+        false => Column::mib("reserved_peak_bytes", "Reserved peak"),
+    };
     let time = |key: &str| Column::number(key, key, "ms", 1);
     let ratio = |key: &str, title: &str| Column::number(format!("speedup {key}"), title, "x", 2);
     vec![
@@ -267,7 +282,7 @@ fn columns() -> Vec<Column> {
         ratio("S", "S"),
         ratio("BO", "B+O"),
         Column::mib("peak_bytes", "Peak"),
-        Column::mib("resident_peak_bytes", "Resident peak"),
+        held,
         Column::mib("estimate_bytes", "Predicted"),
         Column::number("plan_ms", "Planning", "ms", 1),
         Column::number("calls", "Calls", "", 0),

@@ -3,7 +3,7 @@
 use crate::number;
 use candle_core::Device;
 use tallow::bench::{EndToEnd, Execution, Step};
-use tallow::memory::{self, RecordConfig, Recorder, tracker};
+use tallow::memory::{self, RecordConfig, Recorder};
 use tallow::probe::Kind;
 use tallow::profile::{Profiler, Recording, Span};
 use tallow::report::{Fields, format_mib};
@@ -21,9 +21,11 @@ const LISTENED: usize = 3;
 pub struct Counted {
     calls: usize,
     operand_bytes: f64,
-    allocations: Option<u64>,
-    allocated_bytes: u64,
+    allocations: Option<usize>,
+    allocated_bytes: Option<u64>,
     backward_update_ms: f64,
+    /// Why a card's allocations are not known, if they are not.
+    pub unrecorded: Option<String>,
 }
 
 impl Counted {
@@ -38,34 +40,43 @@ impl Counted {
     }
 }
 
-/// Between the steps of one run: a step whose allocations are counted, one whose blocks are recorded, and some that are
-/// profiled.
+/// Allocated bytes are summed from blocks of this size on.
+const COUNTED_FROM_BYTES: u64 = 4096;
+
+/// Between the steps of one run: a step whose blocks are recorded, and some that are profiled.
 #[derive(Default)]
 struct Watch {
-    allocations_before: Option<u64>,
-    allocations: Option<u64>,
     recorder: Option<Recorder>,
-    allocated_bytes: u64,
+    unrecorded: Option<String>,
+    allocations: Option<usize>,
+    allocated_bytes: Option<u64>,
     profiler: Option<Profiler>,
     problem: Option<Error>,
 }
 
 impl Watch {
     /// After step number `taken`.
-    fn after(&mut self, taken: usize) -> Result<()> {
+    fn after(&mut self, taken: usize, device: &Device) -> Result<()> {
         match taken {
-            2 => self.allocations_before = tracker::allocations(),
-            3 => {
-                let now = tracker::allocations();
-                let counts = now.zip(self.allocations_before);
-                self.allocations = counts.map(|(now, before)| now - before);
-                self.recorder = Some(memory::record(RecordConfig::default())?);
+            2 => {
+                let every = RecordConfig {
+                    threshold_bytes: 1,
+                    ..Default::default()
+                };
+                match memory::record_on(device, every) {
+                    Ok(recorder) => self.recorder = Some(recorder),
+                    Err(error) if device.is_cpu() => return Err(error),
+                    Err(error) => self.unrecorded = Some(error.to_string()),
+                }
             }
-            4 => {
+            3 => {
                 if let Some(recorder) = self.recorder.take() {
                     let recording = recorder.finish();
                     let taken = recording.blocks.iter().filter(|b| b.taken_at.is_some());
-                    self.allocated_bytes = taken.map(|block| block.bytes).sum();
+                    let bytes: Vec<u64> = taken.map(|block| block.bytes).collect();
+                    self.allocations = Some(bytes.len());
+                    let large = bytes.into_iter().filter(|b| *b >= COUNTED_FROM_BYTES);
+                    self.allocated_bytes = Some(large.sum());
                 }
                 self.profiler = Some(Profiler::start()?);
             }
@@ -79,12 +90,12 @@ impl Watch {
 pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
     let run = EndToEnd {
         warmup_steps: 0,
-        steps: 4 + LISTENED,
+        steps: 3 + LISTENED,
         ..run.clone()
     };
     let mut watch = Watch::default();
     run.run(device, |step: Step, _| {
-        if let Err(error) = watch.after(step.index + 1) {
+        if let Err(error) = watch.after(step.index + 1, device) {
             watch.problem.get_or_insert(error);
         }
     })?;
@@ -121,6 +132,7 @@ pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
         allocations: watch.allocations,
         allocated_bytes: watch.allocated_bytes,
         backward_update_ms: phases_ns as f64 / 1e6 / steps,
+        unrecorded: watch.unrecorded,
     })
 }
 

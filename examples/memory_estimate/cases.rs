@@ -1,7 +1,7 @@
 //! Fifty configurations that the estimate is held against, by a rule.
 
 use tallow::attention::Algorithm;
-use tallow::memory::{Mode, Workload};
+use tallow::memory::{Kernels, Mode, Workload};
 use tallow::model::TransformerConfig;
 use tallow::precision::{Precision, Regime};
 
@@ -79,6 +79,7 @@ pub fn case(i: usize) -> (TransformerConfig, Workload) {
         checkpointing: CHECKPOINTING[i % CHECKPOINTING.len()]
             .parse()
             .unwrap_or_default(),
+        kernels: Kernels::Cpu,
     };
     (config, workload)
 }

@@ -10,7 +10,14 @@ use tallow::report::{Fields, format_mib};
 pub fn row(run: &Run, device: &Device) -> Result<Fields> {
     let measured = run.end_to_end.run(device, |_, _| ())?;
     let mut row = labels(run);
-    for key in ["status", "estimate_bytes", "available_bytes", "peak_bytes"] {
+    let keys = [
+        "status",
+        "estimate_bytes",
+        "available_bytes",
+        "peak_bytes",
+        "reserved_peak_bytes",
+    ];
+    for key in keys {
         let value = measured.first().and_then(|measured| measured.get(key));
         row.insert(key, value.cloned());
     }

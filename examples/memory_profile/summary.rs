@@ -1,6 +1,7 @@
 //! What is said of a run: its row, and for a reader of text its phases and allocations.
 
 use super::{Run, labels};
+use candle_core::Device;
 use tallow::Result;
 use tallow::bench::MemoryProfile;
 use tallow::memory::Estimate;
@@ -25,6 +26,7 @@ pub fn row(
         return row;
     };
     row.insert("peak_bytes", profile.peak_bytes);
+    row.insert("reserved_peak_bytes", profile.reserved_peak_bytes);
     let error = estimate.peak_bytes as f64 / profile.peak_bytes as f64 - 1.0;
     row.insert("estimate_error_percent", 100.0 * error);
     for phase in &profile.recording.phases {
@@ -45,8 +47,8 @@ pub fn row(
     row
 }
 
-/// The table of peaks.
-pub fn table() -> Vec<Column> {
+/// The table of peaks; a card's pool has two.
+pub fn table(device: &Device) -> Vec<Column> {
     let mut columns = vec![
         Column::text("size", "Size"),
         Column::text("batch_size", "B"),
@@ -61,6 +63,9 @@ pub fn table() -> Vec<Column> {
         Column::text("peak", "Peak (MiB)"),
         Column::number("estimate_error_percent", "Error", "%", 1),
     ];
+    if !device.is_cpu() {
+        columns.push(Column::mib("reserved_peak_bytes", "Reserved"));
+    }
     for phase in ["forward", "backward", "optimizer"] {
         let title = format!("In {phase}");
         columns.push(Column::mib(format!("{phase}_peak_bytes"), title));

@@ -68,7 +68,7 @@ pub fn alternate(
             }
             match run.measure(device, |step, ms| on_step(i, step, ms)) {
                 Err(error) if error.is_out_of_memory() => {
-                    refused[i] = Some(run.out_of_memory(estimates[i], &error));
+                    refused[i] = Some(run.out_of_memory(device, estimates[i], &error));
                 }
                 round => match &mut measured[i] {
                     None => measured[i] = Some(round?),

@@ -3,7 +3,7 @@
 use super::update::{LossScaling, Update};
 use super::{Execution, LapTimings, Laps, OptimizerChoice, Step, Timing};
 use crate::kernels::cpu::gemm;
-use crate::memory::{self, Estimate, Meter, Mode, Workload, system};
+use crate::memory::{self, Estimate, Kernels, Meter, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::precision::Precision;
 use crate::report::Fields;
@@ -79,7 +79,8 @@ impl EndToEnd {
     ///
     /// Whether there is memory enough is decided from [`memory::estimate`], before anything is allocated: if not, one
     /// row says `OOM`, with the bytes wanted and the bytes there. `on_step` is called after every step with the whole
-    /// step's time in ms. A device that is full all the same makes such a row too, with its answer as the `reason`.
+    /// step's time in ms. A device that is full all the same makes such a row too, with its answer as the `reason` and what is
+    /// there once the run has given back what it had.
     ///
     /// A training step in f16 scales its loss, as training in f16 must ([`GradScaler`](crate::optim::GradScaler)):
     /// scaling counts as forward, unscaling with the check for infinities as optimizer. Its rows have the `loss_scale` at
@@ -94,7 +95,7 @@ impl EndToEnd {
             Some(row) => Ok(vec![row]),
             None => match self.measure(device, on_step) {
                 Err(error) if error.is_out_of_memory() => {
-                    Ok(vec![self.out_of_memory(estimate_bytes, &error)])
+                    Ok(vec![self.out_of_memory(device, estimate_bytes, &error)])
                 }
                 measured => self.rows(estimate_bytes, &measured?),
             },
@@ -104,16 +105,16 @@ impl EndToEnd {
     /// The most memory it takes at once.
     pub(super) fn estimate_bytes(&self, device: &Device) -> Result<u64> {
         match self.execution {
-            Execution::Eager => Ok(self.estimate()?.peak_bytes),
+            Execution::Eager => Ok(self.estimate(device)?.peak_bytes),
             Execution::Planned => self.planned_bytes(device),
         }
     }
 
-    /// The account of the eager run, before anything is allocated.
+    /// The account of the eager run on `device`, before anything is allocated.
     ///
     /// # Errors
     /// Those of [`memory::estimate`].
-    pub fn estimate(&self) -> Result<Estimate> {
+    pub fn estimate(&self, device: &Device) -> Result<Estimate> {
         let workload = Workload {
             batch_size: self.batch_size,
             sequence_length: self.sequence_length,
@@ -121,6 +122,7 @@ impl EndToEnd {
             attention: self.config.attention,
             precision: self.precision,
             checkpointing: self.config.checkpointing,
+            kernels: Kernels::of(device),
         };
         memory::estimate(&self.config, &workload)
     }
@@ -136,11 +138,17 @@ impl EndToEnd {
         })
     }
 
-    /// The row of what had seemed to fit.
-    pub(super) fn out_of_memory(&self, estimate_bytes: u64, error: &Error) -> Fields {
+    /// The row of what had seemed to fit, with what there is once it has given back what it had.
+    pub(super) fn out_of_memory(
+        &self,
+        device: &Device,
+        estimate_bytes: u64,
+        error: &Error,
+    ) -> Fields {
         let mut row = self.labels(self.whole_phase(), "OOM");
         row.insert("estimate_bytes", estimate_bytes);
-        row.insert("available_bytes", self.available_bytes);
+        let available_bytes = crate::device::available_bytes_on(device);
+        row.insert("available_bytes", available_bytes.or(self.available_bytes));
         row.insert("reason", error.to_string());
         row
     }
@@ -177,7 +185,7 @@ impl EndToEnd {
         // What threads keep for packing is the process's, and no step's.
         gemm::reserve_scratch(self.precision.dtype() != DType::F32);
         let meter = Meter::new(device);
-        device.synchronize()?; // what an earlier run has dropped is not this one's
+        meter.settle()?; // what an earlier run has dropped is not this one's
         let before = meter.current_bytes();
         let model = self.model(device)?;
         // Drawing the weights takes more than they do, and is no part of a step.

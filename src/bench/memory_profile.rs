@@ -3,22 +3,27 @@
 use super::update::Update;
 use super::{EndToEnd, Execution};
 use crate::kernels::cpu::gemm;
-use crate::memory::{self, Estimate, Holds, Mode, RecordConfig, Recording, SavedTensors, tracker};
+use crate::memory::{
+    self, Estimate, Holds, Meter, Mode, RecordConfig, Recording, SavedTensors, blocks_taken,
+};
 use crate::model::TransformerLM;
 use crate::probe;
 use crate::report::Fields;
 use crate::{Error, Result, no_grad};
 use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
 
 /// Where the bytes of one step went, and where they were expected.
 #[derive(Clone, Debug)]
 pub struct MemoryProfile {
     /// The account from the sizes alone.
     pub estimate: Estimate,
-    /// The last step. The baseline is what was alive before the model was made, and what kernels have kept since.
+    /// The last step. The baseline is what was alive before the model was made.
     pub recording: Recording,
-    /// The most that was alive in that step, exactly, as the allocator counted; the baseline subtracted.
+    /// The most that was alive in that step, exactly, as the allocator or the card's pool counted; the baseline subtracted.
     pub peak_bytes: u64,
+    /// The most that the card's pool held in that step, used or not.
+    pub reserved_peak_bytes: Option<u64>,
     /// How many blocks, of whatever size, the step asked for.
     pub allocations: u64,
     /// What the graph held when forward was done; `None` if there was no graph.
@@ -55,13 +60,15 @@ fn compared(holds: &str, predicted_bytes: u64, measured_bytes: u64) -> Fields {
 impl EndToEnd {
     /// Runs the warm-up and then one step that is recorded, and compares it with the account.
     ///
+    /// Weights are zeros: no size depends on them, and large models take long to draw.
     /// Parameters, the optimizer's state and the tokens are labelled, the phases are `forward`, `backward` and `optimizer`.
     /// Nothing is asked about the memory that is there: [`estimate`](Self::estimate) first. Only one such run may
     /// be under way, and nothing else that takes memory should be. What kernels keep for as long as the process runs, their
-    /// packing buffers, is in the baseline if there is a warm-up; without one it is [`Holds::Other`] in the first run.
+    /// packing buffers, is there before the model, and in the baseline.
     ///
     /// # Errors
-    /// A planned execution; another device than the CPU; those of [`memory::record`], of [`run`](Self::run), and of the ops.
+    /// A planned execution; those of [`memory::record_on`], of [`run`](Self::run), and of the ops; a card that is full
+    /// ([`Error::is_out_of_memory`]).
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         if self.execution == Execution::Planned {
             return Err(Error::Config {
@@ -72,19 +79,13 @@ impl EndToEnd {
                 hint: "a planned step is one block, which compile::Plan::explain and memory_map cut up".into(),
             });
         }
-        if !device.is_cpu() {
-            return Err(Error::Device {
-                name: crate::device::device_name(device),
-                problem: "blocks of memory are recorded on the CPU, where every allocation is seen"
-                    .into(),
-                hint: "EndToEnd::run gives the peaks of the card's pool beside the estimate".into(),
-            });
-        }
-        let estimate = self.estimate()?;
+        let estimate = self.estimate(device)?;
         gemm::reserve_scratch(self.precision.dtype() != DType::F32);
-        let alive = || tracker::current_bytes().unwrap_or_default();
-        let before_bytes = alive();
-        let model = self.model(device)?;
+        let meter = Meter::new(device);
+        meter.settle()?; // what an earlier run has dropped is not this one's
+        let baseline_bytes = meter.current_bytes().unwrap_or_default();
+        let weights = VarBuilder::zeros(self.precision.parameter_dtype(), device);
+        let model = TransformerLM::from_var_builder(&self.config, weights)?;
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
         let mut update = match self.mode {
@@ -94,17 +95,15 @@ impl EndToEnd {
             }
             _ => None,
         };
-        let ready_bytes = alive();
         for _ in 0..self.warmup_steps {
             self.step(&model, &tokens, &targets, update.as_mut(), |_| ())?;
         }
-        // What the warm-up has left is kept by kernels for their next calls.
-        let baseline_bytes = before_bytes + alive().saturating_sub(ready_bytes);
         let watch = memory::watch_graphs();
-        let mut recorder = memory::record(RecordConfig {
+        let record = RecordConfig {
             baseline_bytes,
             ..record
-        })?;
+        };
+        let mut recorder = memory::record_on(device, record)?;
         for (name, parameter) in model.parameters() {
             recorder.label(Holds::Weights, name, &parameter);
         }
@@ -114,21 +113,22 @@ impl EndToEnd {
         recorder.label(Holds::Inputs, "tokens", &tokens);
         recorder.label(Holds::Inputs, "targets", &targets);
         let mut saved = None;
-        tracker::reset_peak();
-        let allocations = tracker::allocations();
+        meter.reset_peak();
+        let allocations = blocks_taken(device);
         self.step(&model, &tokens, &targets, update.as_mut(), |out| {
             saved = out.track_op().then(|| memory::saved_tensors(out));
         })?;
-        let [allocations, before] =
-            [tracker::allocations(), allocations].map(Option::unwrap_or_default);
-        let peak_bytes = tracker::peak_bytes().unwrap_or_default();
+        device.synchronize()?; // a card's peak is not reached before
+        let allocations = blocks_taken(device).saturating_sub(allocations);
+        let peak_bytes = meter.peak_bytes().unwrap_or_default();
         let recording = recorder.finish();
         drop(watch);
         Ok(MemoryProfile {
             estimate,
             recording,
             peak_bytes: peak_bytes.saturating_sub(baseline_bytes),
-            allocations: allocations - before,
+            reserved_peak_bytes: meter.reserved_peak_bytes(),
+            allocations,
             saved,
         })
     }

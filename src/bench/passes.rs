@@ -118,7 +118,12 @@ impl Passes<'_> {
         }
         let (timings, alive) = match self.measure(device, prepare, on_step) {
             Err(error) if error.is_out_of_memory() => {
-                return Ok(vec![self.unmeasured("OOM", &error.to_string())]);
+                let mut row = self.unmeasured("OOM", &error.to_string());
+                // What there is once it has given back what it had.
+                if let Some(bytes) = crate::device::available_bytes_on(device) {
+                    row.insert("available_bytes", bytes);
+                }
+                return Ok(vec![row]);
             }
             measured => measured?,
         };
@@ -197,7 +202,7 @@ impl Passes<'_> {
     ) -> Result<(LapTimings, Option<Alive>)> {
         let meter = Meter::new(device);
         let now = || meter.current_bytes();
-        device.synchronize()?; // what an earlier run has dropped is not this one's
+        meter.settle()?; // what an earlier run has dropped is not this one's
         let before = now();
         let mut pass = prepare()?;
         let resident = now()

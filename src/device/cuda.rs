@@ -106,6 +106,14 @@ pub(crate) fn reset_pool_peaks(device: &Device) -> Option<()> {
     Some(())
 }
 
+/// Has the pool give back to the driver what nobody uses, once the stream has come by.
+pub(crate) fn trim_pool(device: &Device) -> Result<()> {
+    let pool = pool(device.as_cuda_device()?)?;
+    device.synchronize()?;
+    // SAFETY: the pool is the device's own.
+    unsafe { result::mem_pool::trim_to(pool, 0) }.w()
+}
+
 impl Counter {
     fn attribute(self) -> sys::CUmemPool_attribute {
         use sys::CUmemPool_attribute as Attribute;

@@ -6,6 +6,7 @@ use crate::kernels::cpu::flash_attention::{
     Sizes, Tiles, backward_scratch_elements, forward_scratch_elements,
 };
 use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
+use crate::kernels::workspace;
 use candle_core::{DType, Device};
 
 /// One attention, forward and backward: q, k, v (B, H, T, Dh).
@@ -217,7 +218,21 @@ pub(super) fn naive_scratch(workload: &AttentionWorkload) -> [f64; 2] {
 /// Elements that flash's forward and its backward take for themselves: tiles, delta, and the dq that is not written in
 /// place.
 pub(super) fn flash_scratch(workload: &AttentionWorkload) -> [f64; 2] {
-    let sizes = Sizes {
+    let sizes = flash_sizes(workload);
+    let tiles = Tiles::for_head_dim(workload.head_dim);
+    [
+        forward_scratch_elements(&sizes, &tiles),
+        backward_scratch_elements(&sizes, &tiles, workload.dtype.size_in_bytes()),
+    ]
+}
+
+/// The same of a card's backward, in words.
+pub(super) fn flash_backward_on_card(workload: &AttentionWorkload) -> f64 {
+    workspace::flash_backward(&flash_sizes(workload)) as f64
+}
+
+fn flash_sizes(workload: &AttentionWorkload) -> Sizes {
+    Sizes {
         batch: workload.batch_size,
         heads: workload.heads,
         kv_heads: workload.heads.max(1),
@@ -226,10 +241,5 @@ pub(super) fn flash_scratch(workload: &AttentionWorkload) -> [f64; 2] {
         head_dim: workload.head_dim,
         mask: workload.mask,
         scale: 1.0,
-    };
-    let tiles = Tiles::for_head_dim(workload.head_dim);
-    [
-        forward_scratch_elements(&sizes, &tiles),
-        backward_scratch_elements(&sizes, &tiles, workload.dtype.size_in_bytes()),
-    ]
+    }
 }

@@ -8,6 +8,7 @@ use crate::nn::Checkpointing;
 use crate::precision::Precision;
 use crate::report::Format;
 use crate::{Error, Result};
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -24,6 +25,27 @@ pub enum Mode {
     /// Forward, loss, backward and AdamW.
     #[default]
     TrainStep,
+}
+
+/// Whose kernels run. Ops that have none on a card are composed of candle's there, and keep and take more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kernels {
+    /// The CPU's.
+    #[default]
+    Cpu,
+    /// Those for NVIDIA's cards.
+    Cuda,
+}
+
+impl Kernels {
+    /// Those that run on `device`. Metal's are taken for the CPU's.
+    pub fn of(device: &Device) -> Self {
+        match device {
+            Device::Cuda(_) => Self::Cuda,
+            _ => Self::Cpu,
+        }
+    }
 }
 
 /// What is run.
@@ -45,10 +67,13 @@ pub struct Workload {
     /// workload says nothing.
     #[serde(default)]
     pub checkpointing: Checkpointing,
+    /// Whose kernels compute it; the CPU's where a serialized workload says nothing.
+    #[serde(default)]
+    pub kernels: Kernels,
 }
 
-/// Bytes of an eager pass or step on the CPU, by what they hold: every buffer that the run will take, followed through
-/// forward and backward by its size alone.
+/// Bytes of an eager pass or step, by what they hold: every buffer that the run will take, followed through forward and
+/// backward by its size alone.
 ///
 /// What forward leaves for backward, in elements: N = B T; S is what attention keeps beside its inputs and output, the
 /// probabilities, B H T^2 in f32, if it is naive; if it is flash, the log-sum-exp of their rows, B H T in f32, and in half
@@ -61,6 +86,9 @@ pub struct Workload {
 ///   both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: they stay until the
 ///   graph goes or, without one, the region ends; if dropped, until their op is done.
 ///
+/// On a card naive attention is three ops, and S scores and probabilities, `2 B H T^2` in the dtype of q; tables stay as they
+/// are, and copies of weights, tensors of the graph there, until it goes, dropped or not.
+///
 /// That is with the whole graph. With [checkpointing](Checkpointing), a segment that is run again leaves its input, `N D`; its
 /// graph, as above with a copy of its input, is there in forward until the segment is done and in backward until it is
 /// through, one at a time, and with it its weights' casts. A released block leaves its graph and copies of its input and
@@ -70,7 +98,7 @@ pub struct Workload {
 /// asks: the blocks that matrix products pack, flash attention's tiles, matrices that naive attention works in. Threads that
 /// find no work hold none, so with more threads than a small step keeps busy this is a bound. Left out: the records of
 /// tensors and ops, a few hundred bytes each; what kernels keep from call to call; and, before the first step, the drawing
-/// of the weights, the largest of which exists once more in f64. [`measure()`](super::measure()) runs it and counts.
+/// of the weights, the largest of which exists once more. [`measure()`](super::measure()) runs it and counts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Estimate {
     /// P: the weights.

@@ -1,7 +1,8 @@
 //! What tensors take, by the counter of the device that they are on.
 
 use super::tracker;
-use crate::device::cuda::{Counter, pool_bytes, reset_pool_peaks};
+use crate::Result;
+use crate::device::cuda::{Counter, pool_bytes, reset_pool_peaks, trim_pool};
 use candle_core::Device;
 
 /// The counters of a device's memory, in bytes; `None` where nobody counts.
@@ -29,6 +30,15 @@ impl Meter {
     pub fn new(device: &Device) -> Self {
         let device = device.clone();
         Self { device }
+    }
+
+    /// Waits until what was dropped is given back, to the driver too: what was held for an earlier run is not in the next
+    /// one's peaks, and not missing where the driver is asked for memory past the pool.
+    pub(crate) fn settle(&self) -> Result<()> {
+        match &self.device {
+            Device::Cuda(_) => Ok(trim_pool(&self.device)?),
+            other => Ok(other.synchronize()?),
+        }
     }
 
     /// What is taken now.

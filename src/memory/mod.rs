@@ -3,11 +3,11 @@
 //! What lives here: [`estimate`], the account of a step from its sizes alone, and what follows from it
 //! ([`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`], [`recommend`]); [`attention_account`] and
 //! [`self_attention_account`], those of attention alone and of its layer, and [`planned_attention_account`]; [`tracker`], an allocator that counts;
-//! [`measure()`], a step's peak by it; [`record()`], which keeps every block with its origin, and what is made of it: sums ([`Recording`]), a picture
+//! [`measure()`], a step's peak by it; [`record()`] and [`record_on()`], which keep every block with its origin, and what is made of it: sums ([`Recording`]), a picture
 //! ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what the
-//! process has taken; [`Meter`], a device's counters whatever the device. Predictions are of the CPU's kernels, those of attention alone
-//! ([`attention_account_on`], [`planned_attention_account_on`]) apart: on a card, ops that have no kernel there keep and take
-//! more, naive attention and the loss first of all. What does not: timing ([`crate::bench`]).
+//! process has taken; [`Meter`], a device's counters whatever the device. Models ([`Kernels`]) and attention alone
+//! ([`attention_account_on`], [`planned_attention_account_on`]) are predicted for the CPU's kernels or a card's. What does not: timing
+//! ([`crate::bench`]).
 
 mod account;
 mod attention;
@@ -28,14 +28,15 @@ mod walk;
 
 pub use account::{Account, Holds, Part, smallest_beyond};
 pub use attention::{AttentionWorkload, attention_account, attention_account_on};
-pub use estimate::{Estimate, Mode, Workload, estimate};
+pub use estimate::{Estimate, Kernels, Mode, Workload, estimate};
 pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved};
 pub use measure::{Measured, measure};
 pub use meter::Meter;
 pub use planned::{planned_attention_account, planned_attention_account_on};
 pub use recommend::recommend;
+pub(crate) use recording::blocks_taken;
 pub use recording::{
-    Block, Holdings, Origin, PhaseSpan, RecordConfig, Recorder, Recording, record,
+    Block, Holdings, Origin, PhaseSpan, RecordConfig, Recorder, Recording, record, record_on,
 };
 pub use saved::{GraphWatch, SavedTensor, SavedTensors, saved_tensors, watch_graphs};
 pub use self_attention::{SelfAttentionWorkload, self_attention_account};

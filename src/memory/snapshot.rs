@@ -12,7 +12,7 @@ use std::time::UNIX_EPOCH;
 /// A [`Recording`] as PyTorch's CUDA allocator would have written it: for the viewer at pytorch.org/memory_viz, and for
 /// `torch/cuda/_memory_viz.py`.
 ///
-/// There is one device, the host, with one segment. Blocks get addresses of their own in it, as an allocator would give
+/// There is one device, the host or the card that was recorded, with one segment. Blocks get addresses of their own in it, as an allocator would give
 /// them out that always takes the smallest gap; the process's real ones lie too far apart to be looked at. Each block's
 /// frames are its path, the innermost first: `linear` in `layers.0/attn/q_proj`, `q_proj` in `layers.0/attn`, and so on to
 /// the phase. What was there before the recording is drawn as alive from the start, if it is known of.

@@ -52,7 +52,7 @@ impl TransformerLM {
     /// A configuration that is no model's.
     pub fn new(config: &TransformerConfig, seed: u64, device: &Device) -> Result<Self> {
         config.validate()?; // before the builder draws anything
-        check_room(config)?;
+        check_room(config, device)?;
         Self::from_var_builder(config, nn::seeded(seed, DType::F32, device))
     }
 
@@ -122,7 +122,7 @@ impl TransformerLM {
     ) -> Result<Self> {
         config.validate()?;
         check_float(dtype)?;
-        check_room(config)?;
+        check_room(config, device)?;
         let path = path.as_ref();
         let file = TensorFile::open(path)?;
         let shapes = config.parameter_shapes();
@@ -265,16 +265,14 @@ fn numbered_forward(i: usize, block: &TransformerBlock, x: &Tensor) -> Result<Te
     block.forward(x)
 }
 
-/// Refuses a model in f32 that the host's memory cannot hold: its weights, and the largest one once more in f64 while it
-/// is drawn.
-fn check_room(config: &TransformerConfig) -> Result<()> {
+/// Refuses a model in f32 that the device's memory cannot hold: its weights, and the largest one once more while it becomes
+/// a variable.
+fn check_room(config: &TransformerConfig, device: &Device) -> Result<()> {
     let rows = config.vocab_size.max(config.d_ff).max(config.d_model);
     let largest = (rows as u64).saturating_mul(config.d_model as u64);
     let elements = config.num_parameters() as u64;
-    let wanted_bytes = elements
-        .saturating_mul(4)
-        .saturating_add(largest.saturating_mul(8));
-    match device::available_bytes() {
+    let wanted_bytes = elements.saturating_add(largest).saturating_mul(4);
+    match device::available_bytes_on(device) {
         Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
             what: format!("a model of {elements} parameters"),
             wanted_bytes,

@@ -1,8 +1,9 @@
 //! Initial values from a seed.
 
 use crate::kernels::cpu::parallel::filled;
-use candle_core::{DType, Device, Error, Result, Shape, Tensor};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, WithDType};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+use half::{bf16, f16};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
@@ -51,12 +52,17 @@ impl SimpleBackend for Seeded {
         match init {
             Init::Const(value) => Tensor::full(value, shape, device)?.to_dtype(dtype),
             Init::Randn { mean, stdev } => {
-                let values = truncated_normal(self.seed, name, mean, stdev, shape.elem_count())
-                    .map_err(Error::wrap)?;
-                // Narrow on the host: f64 exists on no Metal device.
-                Tensor::from_vec(values, shape, &Device::Cpu)?
-                    .to_dtype(dtype)?
-                    .to_device(device)
+                let normal = (mean, stdev);
+                match dtype {
+                    DType::F64 => self.draw::<f64>(name, normal, shape, device),
+                    DType::F32 => self.draw::<f32>(name, normal, shape, device),
+                    DType::BF16 => self.draw::<bf16>(name, normal, shape, device),
+                    DType::F16 => self.draw::<f16>(name, normal, shape, device),
+                    other => self
+                        .draw::<f64>(name, normal, shape, &Device::Cpu)?
+                        .to_dtype(other)?
+                        .to_device(device),
+                }
             }
             other => Err(Error::Msg(format!(
                 "{name}: a seeded builder draws Init::Randn and Init::Const, not {other:?}"
@@ -75,14 +81,28 @@ impl SimpleBackend for Seeded {
     }
 }
 
-/// `n` normal values cut at [`CUT`], a function of seed and name alone.
-fn truncated_normal(
+impl Seeded {
+    /// Rounds each value as it is drawn: on the host, since f64 exists on no Metal device.
+    fn draw<T: WithDType>(
+        &self,
+        name: &str,
+        (mean, std): (f64, f64),
+        shape: Shape,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let values = truncated_normal::<T>(self.seed, name, mean, std, shape.elem_count());
+        Tensor::from_vec(values.map_err(Error::wrap)?, shape, device)
+    }
+}
+
+/// `n` normal values cut at [`CUT`], a function of seed and name alone, rounded to `T`.
+fn truncated_normal<T: WithDType>(
     seed: u64,
     name: &str,
     mean: f64,
     std: f64,
     n: usize,
-) -> std::result::Result<Vec<f64>, TryReserveError> {
+) -> std::result::Result<Vec<T>, TryReserveError> {
     filled(n, |values| {
         values
             .par_chunks_mut(CHUNK)
@@ -96,7 +116,7 @@ fn truncated_normal(
                     while z.abs() > CUT {
                         z = StandardNormal.sample(&mut rng);
                     }
-                    *value = mean + std * z;
+                    *value = T::from_f64(mean + std * z);
                 }
             });
     })
@@ -115,7 +135,7 @@ mod tests {
 
     #[test]
     fn moments_and_cut_are_those_of_a_truncated_normal() {
-        let values = truncated_normal(1, "w", 0.5, 2.0, 200_000).unwrap();
+        let values: Vec<f64> = truncated_normal(1, "w", 0.5, 2.0, 200_000).unwrap();
         let n = values.len() as f64;
         let mean = values.iter().sum::<f64>() / n;
         let variance = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n;
@@ -130,7 +150,7 @@ mod tests {
         let n = 3 * CHUNK + 5;
         let draw = |threads: usize, name: &str| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-            pool.map(|pool| pool.install(|| truncated_normal(3, name, 0.0, 1.0, n).unwrap()))
+            pool.map(|pool| pool.install(|| truncated_normal::<f64>(3, name, 0.0, 1.0, n).unwrap()))
                 .unwrap()
         };
         assert_eq!(draw(1, "a"), draw(3, "a"));

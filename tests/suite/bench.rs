@@ -1,5 +1,7 @@
 //! The benchmark harness: phases, rows, and memory that is not there.
 
+#[cfg(feature = "cuda")]
+mod card;
 mod planned;
 mod precisions;
 
@@ -179,6 +181,7 @@ fn precision_is_timed_and_named() {
             attention: run.config.attention,
             precision,
             checkpointing: run.config.checkpointing,
+            ..Default::default()
         };
         let predicted = estimate(&run.config, &workload).unwrap().peak_bytes;
         for row in run.run(&Device::Cpu, |_, _| ()).unwrap() {

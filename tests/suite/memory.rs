@@ -1,7 +1,10 @@
 //! The memory account: counted exactly, and predicted near what is counted.
 
+#[cfg(feature = "cuda")]
+mod card;
 mod checkpointing;
 mod fit;
+mod on_cards;
 mod packing;
 mod precisions;
 mod recording;

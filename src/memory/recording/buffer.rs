@@ -1,6 +1,7 @@
 //! Events on their way out of the allocator: written without a lock and without asking for memory.
 
-use super::super::tracker;
+use super::card;
+use crate::memory::tracker;
 use crate::probe::{self, Path};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -55,8 +56,19 @@ struct Buffer {
     claimed: AtomicUsize,
 }
 
+/// Whose blocks are recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// The process's, as its allocator gives them out.
+    Host,
+    /// A card's.
+    Card,
+}
+
 /// Blocks from this size on are recorded: all that the allocator looks at for one that is not.
 static THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
+/// The same of a card's; the largest number while none are recorded.
+static CARD_THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 /// Null while nobody records.
 static BUFFER: AtomicPtr<Buffer> = AtomicPtr::new(std::ptr::null_mut());
 /// How many are writing, or about to.
@@ -95,6 +107,30 @@ pub(in crate::memory) fn given_back(block: *const u8, bytes: usize, current_byte
     }
 }
 
+/// A block is there on the card that is watched.
+#[cfg(feature = "cuda")]
+pub(super) fn taken_on_card(address: usize, bytes: usize, current_bytes: usize) {
+    if bytes >= CARD_THRESHOLD_BYTES.load(Relaxed) {
+        push_here(What::Taken, address, bytes, current_bytes);
+    }
+}
+
+/// A block of the card that is watched is about to go.
+#[cfg(feature = "cuda")]
+pub(super) fn given_back_on_card(address: usize, bytes: usize, current_bytes: usize) {
+    if bytes >= CARD_THRESHOLD_BYTES.load(Relaxed) {
+        push_here(What::GivenBack, address, bytes, current_bytes);
+    }
+}
+
+/// The bytes alive where blocks are recorded.
+fn current_bytes() -> usize {
+    match CARD_THRESHOLD_BYTES.load(Relaxed) {
+        usize::MAX => tracker::current(),
+        _ => card::current_bytes(),
+    }
+}
+
 #[cold]
 #[inline(never)]
 fn push_here(what: What, address: usize, bytes: usize, current_bytes: usize) {
@@ -117,7 +153,7 @@ pub(super) fn mark(what: What, path: Path, phase: &'static str) {
         what,
         address: 0,
         bytes: 0,
-        current_bytes: tracker::current(),
+        current_bytes: current_bytes(),
         path,
         phase,
         thread: thread_number(),
@@ -149,7 +185,7 @@ pub(super) enum Refusal {
 }
 
 /// Begins to record.
-pub(super) fn start(capacity: usize, threshold_bytes: usize) -> Result<(), Refusal> {
+pub(super) fn start(place: Place, capacity: usize, threshold_bytes: usize) -> Result<(), Refusal> {
     let wanted_bytes = capacity.saturating_mul(size_of::<Event>());
     let layout = Layout::array::<Event>(capacity)
         .ok()
@@ -174,13 +210,18 @@ pub(super) fn start(capacity: usize, threshold_bytes: usize) -> Result<(), Refus
         drop(unsafe { Box::from_raw(buffer) });
         return Err(Refusal::AlreadyRecording);
     }
-    THRESHOLD_BYTES.store(threshold_bytes.max(1), SeqCst);
+    let threshold = match place {
+        Place::Host => &THRESHOLD_BYTES,
+        Place::Card => &CARD_THRESHOLD_BYTES,
+    };
+    threshold.store(threshold_bytes.clamp(1, usize::MAX - 1), SeqCst);
     Ok(())
 }
 
 /// Ends the recording: what was recorded, and how many events found no room.
 pub(super) fn stop() -> (Vec<Event>, u64) {
     THRESHOLD_BYTES.store(usize::MAX, SeqCst);
+    CARD_THRESHOLD_BYTES.store(usize::MAX, SeqCst);
     let buffer = BUFFER.swap(std::ptr::null_mut(), SeqCst);
     if buffer.is_null() {
         return (Vec::new(), 0);

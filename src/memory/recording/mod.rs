@@ -1,11 +1,18 @@
 //! Every block of a tensor's size, as it is taken and given back, with where it came from.
 //!
-//! What lives here: the recorder ([`record`]), the buffer that the allocator writes to (`buffer`), the blocks' lives with
-//! their phase and path (`lives`), what a block is there for (`holds`), and the sums ([`Recording`]). What does not: the
-//! allocator itself ([`tracker`](super::tracker)), what viewers read ([`Snapshot`](super::Snapshot)), and pictures
+//! What lives here: the recorder ([`record`], [`record_on`]), the buffer that the allocator writes to (`buffer`), a card's
+//! blocks (`card`, told of by `cupti`), the blocks' lives with their phase and path (`lives`), what a block is there for
+//! (`holds`), and the sums ([`Recording`]). What does not: the allocator itself ([`tracker`](super::tracker)), what viewers read ([`Snapshot`](super::Snapshot)), and pictures
 //! ([`timeline`](super::timeline())).
 
 pub(super) mod buffer;
+#[cfg(feature = "cuda")]
+mod card;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_card.rs"]
+mod card;
+#[cfg(feature = "cuda")]
+mod cupti;
 mod holds;
 mod lives;
 mod report;
@@ -17,8 +24,8 @@ pub use sums::{Holdings, Origin};
 use super::{Holds, tracker};
 use crate::probe::{self, Event, Kind, Listener, Listening};
 use crate::{Error, Result};
-use buffer::{Refusal, What};
-use candle_core::{CpuStorage, Storage, Tensor};
+use buffer::{Place, Refusal, What};
+use candle_core::{CpuStorage, Device, Storage, Tensor};
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -51,6 +58,8 @@ pub struct Recorder {
     config: RecordConfig,
     began: SystemTime,
     labels: Vec<Label>,
+    /// While it lasts, a card's blocks are counted; `None` where the host's are recorded.
+    card: Option<card::Watch>,
     /// While it lasts, threads know where they are.
     _listening: Listening,
 }
@@ -75,6 +84,9 @@ pub struct Recording {
     pub phases: Vec<PhaseSpan>,
     /// Events that found no room: if there are any, blocks are missing, and sums are too small or too large.
     pub lost_events: u64,
+    /// Blocks of a card that were given back and had been taken before the recording, so that nobody knew their size
+    /// ([`Recorder::label`] tells it): sums after them are too large.
+    pub unknown_blocks: u64,
     /// When it began.
     pub began: SystemTime,
     /// How it was made.
@@ -127,8 +139,22 @@ pub(super) struct Sample {
 /// # Errors
 /// No [`Tracker`](tracker::Tracker) is installed; somebody records already; no memory for the events.
 pub fn record(config: RecordConfig) -> Result<Recorder> {
+    record_on(&Device::Cpu, config)
+}
+
+/// As [`record()`], the blocks of `device`: on a card of NVIDIA's, those that its memory pool gives out, which all of candle's
+/// tensors there are in.
+///
+/// The driver's calls are listened to through CUPTI, a library of the CUDA toolkit, which has one listener in a process: no
+/// other profiler can run meanwhile. Sizes are those asked for; the pool rounds them up ([`Meter`](super::Meter) has its
+/// counters). A block is there from the call that asks for it to the one that gives it back, and times are the host's, which
+/// runs ahead of the card. What libraries take past the pool, cuBLAS's own workspace, is not seen.
+///
+/// # Errors
+/// As [`record()`]; on a card, no CUPTI, or another tool that has it; a device that is neither the CPU nor a card of NVIDIA's.
+pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
     const OP: &str = "memory::record";
-    if tracker::current_bytes().is_none() {
+    if device.is_cpu() && tracker::current_bytes().is_none() {
         return Err(Error::Order {
             op: OP,
             problem: "the allocator of this binary is not a memory::tracker::Tracker".into(),
@@ -147,7 +173,11 @@ pub fn record(config: RecordConfig) -> Result<Recorder> {
     // The listener first: what it takes is no part of the recording.
     let listening = probe::listen(Arc::new(Marks));
     let began = SystemTime::now();
-    match buffer::start(config.capacity, config.threshold_bytes) {
+    let place = match device.is_cpu() {
+        true => Place::Host,
+        false => Place::Card,
+    };
+    match buffer::start(place, config.capacity, config.threshold_bytes) {
         Ok(()) => {}
         Err(Refusal::AlreadyRecording) => {
             return Err(Error::Order {
@@ -164,12 +194,16 @@ pub fn record(config: RecordConfig) -> Result<Recorder> {
             });
         }
     }
-    let recorder = Recorder {
+    let mut recorder = Recorder {
         config,
         began,
         labels: Vec::new(),
+        card: None,
         _listening: listening,
     };
+    if place == Place::Card {
+        recorder.card = Some(card::watch(device)?);
+    }
     // The first event says what is alive.
     buffer::mark(What::Begins, probe::current(), probe::current_phase());
     Ok(recorder)
@@ -177,9 +211,15 @@ pub fn record(config: RecordConfig) -> Result<Recorder> {
 
 impl Recorder {
     /// Says what the block of `tensor`'s elements is there for: parameters, the optimizer's state, inputs. It may have
-    /// been taken before the recording began. Tensors that are not on the CPU have no block here, and are passed over.
+    /// been taken before the recording began. Tensors elsewhere than on the device that is recorded are passed over.
     pub fn label(&mut self, holds: Holds, name: impl Into<String>, tensor: &Tensor) {
+        if tensor.device().is_cpu() != self.card.is_none() {
+            return;
+        }
         if let Some((address, bytes)) = block_of(tensor) {
+            if self.card.is_some() {
+                card::know(address, bytes);
+            }
             self.labels.push(Label {
                 address,
                 bytes,
@@ -193,6 +233,7 @@ impl Recorder {
     /// Ends the recording.
     pub fn finish(mut self) -> Recording {
         let (events, lost_events) = buffer::stop();
+        let unknown_blocks = self.card.take().map_or(0, |_| card::unknown_blocks());
         let labels = std::mem::take(&mut self.labels);
         let lives::Lives { blocks, phases } = lives::of(&events, labels);
         let beyond = |bytes: usize| (bytes as u64).saturating_sub(self.config.baseline_bytes);
@@ -205,6 +246,7 @@ impl Recorder {
             blocks,
             phases,
             lost_events,
+            unknown_blocks,
             began: self.began,
             config: self.config,
             bytes_before: events
@@ -219,6 +261,14 @@ impl Recorder {
 impl Drop for Recorder {
     fn drop(&mut self) {
         buffer::stop();
+    }
+}
+
+/// How many blocks have been taken on `device`; a card's are counted while they are recorded.
+pub(crate) fn blocks_taken(device: &Device) -> u64 {
+    match device.is_cpu() {
+        true => tracker::allocations().unwrap_or_default(),
+        false => card::allocations(),
     }
 }
 
@@ -243,7 +293,7 @@ impl Listener for Marks {
     }
 }
 
-/// Address and size of the elements of a tensor's storage, if it is on the CPU.
+/// Address and size of the elements of a tensor's storage, if it is on the CPU or a card of NVIDIA's.
 pub(super) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
     fn extent<T>(elements: &[T]) -> (usize, usize) {
         (elements.as_ptr().addr(), size_of_val(elements))
@@ -260,6 +310,8 @@ pub(super) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
             CpuStorage::F64(x) => Some(extent(x)),
             _ => None, // types that nothing here computes in
         },
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => card::block_of(storage),
         _ => None,
     }
 }

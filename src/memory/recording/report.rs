@@ -93,14 +93,22 @@ impl Recording {
 
     /// What a reader must know to judge the sums.
     pub fn notes(&self) -> Vec<String> {
-        match self.lost_events {
-            0 => Vec::new(),
-            lost => vec![format!(
-                "{lost} events found no room in a recording of {}: sums by origin are incomplete; record with a larger \
+        let mut notes = Vec::new();
+        if self.lost_events > 0 {
+            notes.push(format!(
+                "{} events found no room in a recording of {}: sums by origin are incomplete; record with a larger \
                  capacity",
-                self.config.capacity
-            )],
+                self.lost_events, self.config.capacity
+            ));
         }
+        if self.unknown_blocks > 0 {
+            notes.push(format!(
+                "{} blocks were given back that had been taken before the recording, of unknown size: sums after them \
+                 are too large; label them",
+                self.unknown_blocks
+            ));
+        }
+        notes
     }
 }
 

@@ -10,7 +10,8 @@ pub use watch::{GraphWatch, watch_graphs};
 use crate::probe::Path;
 use crate::report::{Column, Fields, Report};
 use candle_core::{DType, Tensor};
-use std::collections::HashSet;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use watch::{OUTPUT, heard, storage_of};
 
 /// A tensor that a graph holds.
@@ -179,11 +180,19 @@ impl SavedTensors {
 /// ```
 pub fn saved_tensors(output: &Tensor) -> SavedTensors {
     let heard = heard();
-    let mut seen = HashSet::new();
-    let mut tensors = Vec::new();
-    let mut add = |storage: usize, tensor: SavedTensor| {
-        if seen.insert(storage) {
+    let mut places = HashMap::new();
+    let mut tensors: Vec<SavedTensor> = Vec::new();
+    let mut add = |storage: usize, tensor: SavedTensor| match places.entry(storage) {
+        Entry::Vacant(place) => {
+            place.insert(tensors.len());
             tensors.push(tensor);
+        }
+        // Made by an op of candle's inside of one of ours, whose output is a view of it.
+        Entry::Occupied(place) => {
+            let known = &mut tensors[*place.get()];
+            if known.path.is_none() && !known.is_parameter() {
+                known.path = tensor.path;
+            }
         }
     };
     // Backward's order, turned round: who has made a storage comes before who views it.

@@ -4,7 +4,7 @@
 //! makes its inputs' gradients, and these are added, one after another, to what is there already: to zeros at first.
 
 use super::ledger::Key;
-use super::{Entry, Node, Value, Walk};
+use super::{Backward, Entry, Node, Value, Walk};
 use crate::memory::Holds;
 use std::collections::HashMap;
 use std::iter::repeat;
@@ -29,46 +29,75 @@ impl Walk {
 
     fn backward_of(&mut self, entry: &Entry, gradients: &mut Gradients) {
         self.count = entry.count;
-        let incoming = gradients.remove(&entry.output); // none at the loss: a scalar
-        let made = match entry.is_sum {
-            true => entry.inputs.iter().map(|_| None).collect(),
-            false => self.with_scratch(entry.scratch, |walk| walk.made(entry)),
-        };
-        for (input, made) in entry.inputs.iter().zip(made) {
-            self.add_to(input, gradients);
-            if let Some(key) = made {
-                self.ledger.give_back(key);
+        let mut goes = self.tracked.remove(&entry.output).unwrap_or_default();
+        goes.extend(gradients.remove(&entry.output)); // none at the loss: a scalar
+        match entry.backward {
+            Backward::HandsOn => {
+                for input in &entry.inputs {
+                    self.add_to(input, gradients);
+                }
+            }
+            Backward::Together => {
+                let made = self.with_scratch(entry.scratch, |walk| walk.made(entry));
+                if let Some(key) = entry.lets_go {
+                    self.ledger.give_back(key);
+                }
+                for (input, key) in entry.inputs.iter().zip(made) {
+                    self.add_to(input, gradients);
+                    self.ledger.give_back(key);
+                }
+            }
+            Backward::Tracked => {
+                for input in &entry.inputs {
+                    let mut held = vec![self.make(input), self.zeros(input)];
+                    let sum = self.sum_of(input);
+                    gradients.insert(input.id, sum);
+                    // Of the incoming gradient both products are: it stays as long as the first input's, which goes last.
+                    held.append(&mut goes);
+                    self.tracked.insert(input.id, held);
+                }
             }
         }
-        if let Some(key) = incoming {
-            self.ledger.give_back(key);
-        }
+        goes.into_iter().for_each(|key| self.ledger.give_back(key));
     }
 
     /// The gradients of all inputs, which an op makes before any is added.
-    fn made(&mut self, entry: &Entry) -> Vec<Option<Key>> {
+    fn made(&mut self, entry: &Entry) -> Vec<Key> {
         let packing = entry.packing.iter().copied().chain(repeat(None));
         let gradients = entry.inputs.iter().zip(packing).map(|(input, packing)| {
-            let what = "gradients as an op makes them";
-            let key = self.take(Holds::Scratch, what, input.size, input.width);
+            let key = self.make(input);
             self.with_scratch(packing, |_| ());
-            Some(key)
+            key
         });
         gradients.collect()
     }
 
+    /// The gradient of one input.
+    fn make(&mut self, input: &Value) -> Key {
+        let what = "gradients as an op makes them";
+        self.take(Holds::Scratch, what, input.size, input.width)
+    }
+
     /// The sum of a new gradient and what was there takes the place of that.
     pub(super) fn add_to(&mut self, input: &Value, gradients: &mut Gradients) {
-        let (size, width) = (input.size, input.width);
-        let before = gradients.remove(&input.id).unwrap_or_else(|| {
-            let what = "zeros that a gradient is added to";
-            self.take(Holds::Scratch, what, size, width)
-        });
-        let sum = match input.is_weight {
-            true => self.take_counted(true, Holds::Gradients, input.what, size, width),
-            false => self.take(Holds::Scratch, "gradients between ops", size, width),
-        };
+        let before = gradients.remove(&input.id);
+        let before = before.unwrap_or_else(|| self.zeros(input));
+        let sum = self.sum_of(input);
         self.ledger.give_back(before);
         gradients.insert(input.id, sum);
+    }
+
+    fn zeros(&mut self, input: &Value) -> Key {
+        let what = "zeros that a gradient is added to";
+        self.take(Holds::Scratch, what, input.size, input.width)
+    }
+
+    /// Room for a sum of gradients; a weight's stays.
+    fn sum_of(&mut self, input: &Value) -> Key {
+        let (size, width) = (input.size, input.width);
+        match input.is_weight {
+            true => self.take_counted(true, Holds::Gradients, input.what, size, width),
+            false => self.take(Holds::Scratch, "gradients between ops", size, width),
+        }
     }
 }

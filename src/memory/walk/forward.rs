@@ -5,13 +5,14 @@ use super::products::Linear;
 use super::{Size, Value, Walk};
 use crate::attention::Algorithm;
 use crate::kernels::cpu::parallel::BLOCK_ROWS;
-use crate::memory::attention::{flash_scratch, naive_scratch};
+use crate::kernels::workspace;
+use crate::memory::attention::{flash_backward_on_card, flash_scratch, naive_scratch};
 use crate::memory::{Holds, Mode};
 use crate::nn::Checkpointing;
 
 /// The weights, as tables name them.
 const PROJECTIONS: &str = "q_proj, k_proj, v_proj, output_proj";
-const FEED_FORWARD: &str = "w1, w2, w3";
+pub(super) const FEED_FORWARD: &str = "w1, w2, w3";
 
 /// So many that are alike: the first, those between, which are walked as one, and the last.
 pub(super) fn alike(number: usize) -> impl Iterator<Item = f64> {
@@ -83,9 +84,13 @@ impl Walk {
         let lowered = self.lowered(x);
         let q = self.heads(lowered, true);
         let k = self.heads(lowered, true);
+        let v_begins_at = self.tape.len();
         let v = self.heads(lowered, false);
-        let out = self.attend(q, k, v);
-        let merged = self.op("heads merged", out.size, &[out]);
+        let out = match (self.sizes.attention.algorithm, self.on_card()) {
+            (Algorithm::Naive, true) => self.attend_in_three_ops(q, k, v, v_begins_at),
+            _ => self.attend(q, k, v),
+        };
+        let merged = self.copied("heads merged", out, 1);
         let projected = self.linear("output_proj's output", merged, PROJECTIONS);
         for gone in [merged, q, k, v, out] {
             self.drop(gone);
@@ -97,7 +102,7 @@ impl Walk {
     /// x projected, cut into heads, and rotated if it has positions.
     fn heads(&mut self, x: Value, rotated: bool) -> Value {
         let projected = self.linear("q, k, v projected", x, PROJECTIONS);
-        let heads = self.op("q, k, v in heads", x.size, &[projected]);
+        let heads = self.copied("q, k, v in heads", projected, 2);
         self.drop(projected);
         if !rotated {
             return heads;
@@ -133,15 +138,23 @@ impl Walk {
                     let what = "what rounding took from out";
                     self.keep(Holds::Activations, what, q.size, q.width);
                 }
-                self.scratch_now("tiles", Size::new("tiles, a thread", forward), 4);
-                let size = Size::new("BHT + tiles, a thread", backward);
-                self.scratch_later("delta, dq's sums, tiles", size, 4);
+                if self.on_card() {
+                    let sums = Size::new("BH(T + ..)(Dh + ..)", flash_backward_on_card(&attention));
+                    self.scratch_later("delta, dq's sums", sums, 4);
+                } else {
+                    self.scratch_now("tiles", Size::new("tiles, a thread", forward), 4);
+                    let size = Size::new("BHT + tiles, a thread", backward);
+                    self.scratch_later("delta, dq's sums, tiles", size, 4);
+                }
             }
         }
         self.op("attention's output", q.size, &[q, k, v])
     }
 
     fn feed_forward(&mut self, x: Value) -> Value {
+        if self.on_card() {
+            return self.feed_forward_in_ops(x);
+        }
         let lowered = self.lowered(x);
         let (hidden, width) = (self.sizes.hidden, lowered.width);
         let w1 = self.weight(FEED_FORWARD, self.sizes.feed_forward);
@@ -170,14 +183,27 @@ impl Walk {
     fn embedding(&mut self) -> Value {
         let table = self.parameter("token_embeddings", self.sizes.vocabulary);
         self.keep(Holds::Inputs, "ids that ops keep", self.sizes.rows, 4);
+        if self.on_card() {
+            let counts = self.sizes.counts;
+            let words: usize = workspace::embedding_backward(counts.rows, counts.vocab_size)
+                .iter()
+                .sum();
+            self.scratch_later("positions by id", Size::new("32V + ..", words as f64), 4);
+        }
         self.op("embedding", self.sizes.stream, &[table])
     }
 
     fn rms_norm(&mut self, what: &'static str, x: Value) -> Value {
         let weight = self.parameter("norms", self.sizes.norm_weight);
         self.keep(Holds::Activations, "rstd of norms", self.sizes.rows, 4);
-        let blocks = (self.sizes.rows.elements / BLOCK_ROWS as f64).ceil();
-        let partial = Size::new("BTD / 32", blocks * weight.size.elements);
+        let partial = if self.on_card() {
+            let counts = self.sizes.counts;
+            let partials = workspace::rms_norm_partials(counts.rows, counts.d_model);
+            Size::new("min(BT, 1024) D", partials as f64)
+        } else {
+            let blocks = (self.sizes.rows.elements / BLOCK_ROWS as f64).ceil();
+            Size::new("BTD / 32", blocks * weight.size.elements)
+        };
         self.scratch_later("partial sums of a norm", partial, 4);
         self.op(what, x.size, &[x, weight])
     }
@@ -191,7 +217,7 @@ impl Walk {
     }
 
     /// A linear map to the width of the residual stream, from it or from the feed-forward network's.
-    fn linear(&mut self, what: &'static str, x: Value, weights: &'static str) -> Value {
+    pub(super) fn linear(&mut self, what: &'static str, x: Value, weights: &'static str) -> Value {
         let lowered = self.lowered(x);
         let (size, from) = match weights == FEED_FORWARD {
             true => (self.sizes.feed_forward, self.sizes.counts.d_ff),
@@ -204,10 +230,11 @@ impl Walk {
             width: lowered.width,
         };
         self.packs(product);
-        let y = self.op(what, self.sizes.stream, &[lowered, weight]);
+        let (rows, transposed) = (self.view(lowered), self.view(weight));
+        let y = self.product(what, self.sizes.stream, [rows, transposed]);
         self.drop_weight(weight);
         self.drop_copy(lowered, x);
-        y
+        self.view(y)
     }
 
     fn head_product(&self, x: Value) -> Linear {
@@ -236,9 +263,19 @@ impl Walk {
         self.keep(Holds::Inputs, "ids that ops keep", rows, 4);
         self.keep(Holds::Logits, "logits", logits, lowered.width);
         self.packs_now(self.head_product(lowered));
-        self.keep(Holds::Logits, "log-sum-exp of logits", rows, 4);
-        self.scratch_now("losses", rows, 4);
-        self.scratch_later("gradient of the logits", logits, lowered.width);
+        if self.on_card() {
+            self.lets_go(); // of the logits, which become their gradient
+            self.scratch_now(
+                "losses, log-sum-exp",
+                Size::new("2BT", 2.0 * rows.elements),
+                4,
+            );
+            self.scratch_later("losses, ids", Size::new("2BT", 2.0 * rows.elements), 4);
+        } else {
+            self.keep(Holds::Logits, "log-sum-exp of logits", rows, 4);
+            self.scratch_now("losses", rows, 4);
+            self.scratch_later("gradient of the logits", logits, lowered.width);
+        }
         let packing = self.packs_in_backward(self.head_product(lowered));
         self.packs_later(packing.into());
         self.loss_op(&[lowered, weight]);

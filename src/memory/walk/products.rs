@@ -58,6 +58,9 @@ impl Walk {
     }
 
     fn packed(&self, product: ProductSizes) -> Scratch {
+        if self.on_card() {
+            return None;
+        }
         let bytes = packing_bytes(product, Threads::All);
         let blocks = Size::new("blocks of a, b and c, a thread", bytes / 4.0);
         Some(("factors, packed for a product", blocks, 4))

@@ -1,7 +1,7 @@
 //! What an op takes in forward, what stays of it, and what backward will find on the tape.
 
 use super::ledger::Key;
-use super::{Entry, Node, Scratch, Size, Value, Walk};
+use super::{Backward, Entry, Node, Scratch, Size, Value, Walk};
 use crate::memory::{Holds, Mode};
 
 /// What the next op takes beside its output.
@@ -15,6 +15,8 @@ pub(super) struct Beside {
     later: Scratch,
     /// While backward makes the gradient of each input.
     packing: Vec<Scratch>,
+    /// What of it goes in backward.
+    lets_go: Option<Key>,
 }
 
 impl Walk {
@@ -27,6 +29,11 @@ impl Walk {
     pub(super) fn keep(&mut self, holds: Holds, what: &'static str, size: Size, width: usize) {
         let key = self.take_counted(self.keeps_graph(), holds, what, size, width);
         self.beside.kept.push(key);
+    }
+
+    /// Has the next op drop in its backward what it was last told to keep.
+    pub(super) fn lets_go(&mut self) {
+        self.beside.lets_go = self.beside.kept.last().copied();
     }
 
     /// What the next op's forward takes for itself.
@@ -59,10 +66,28 @@ impl Walk {
     /// The sum of two, whose backward hands on the gradient that it gets.
     pub(super) fn sum(&mut self, what: &'static str, inputs: &[Value; 2]) -> Value {
         let sum = self.op(what, inputs[0].size, inputs);
-        if let Some(Node::Op(entry)) = self.tape.last_mut() {
-            entry.is_sum = true; // without a graph the tape is empty
-        }
+        self.goes_back(Backward::HandsOn);
         sum
+    }
+
+    /// Puts an op that takes nothing for itself on the tape.
+    pub(super) fn push(&mut self, output: usize, inputs: Vec<Value>, backward: Backward) {
+        self.tape.push(Node::Op(Entry {
+            output,
+            inputs,
+            scratch: None,
+            packing: Vec::new(),
+            backward,
+            lets_go: None,
+            count: self.count,
+        }));
+    }
+
+    /// Says how the last op's gradients are made; without a graph nobody asks.
+    pub(super) fn goes_back(&mut self, backward: Backward) {
+        if let (true, Some(Node::Op(entry))) = (self.keeps_graph(), self.tape.last_mut()) {
+            entry.backward = backward;
+        }
     }
 
     fn op_of(
@@ -78,6 +103,7 @@ impl Walk {
             now,
             later,
             packing,
+            lets_go,
         } = std::mem::take(&mut self.beside);
         let graph = self.keeps_graph();
         let key = self.take_counted(graph, holds, what, size, width);
@@ -89,7 +115,8 @@ impl Walk {
                 inputs: inputs.to_vec(),
                 scratch: later,
                 packing,
-                is_sum: false,
+                backward: Backward::Together,
+                lets_go,
                 count: self.count,
             })),
             false => kept.into_iter().for_each(|key| self.ledger.give_back(key)),
@@ -147,6 +174,9 @@ impl Walk {
             return weight;
         }
         let drops = self.drops_casts();
+        if self.on_card() && self.keeps_graph() {
+            return self.cast_in_graph(weight, width);
+        }
         let key = self.take_counted(!drops, Holds::WeightCasts, what, size, width);
         if !drops && (self.short_lived || !self.keeps_graph()) {
             self.casts.push(key);

@@ -2,7 +2,7 @@
 
 use super::Workload;
 use crate::attention::Mask;
-use crate::memory::AttentionWorkload;
+use crate::memory::{AttentionWorkload, Kernels};
 use crate::model::TransformerConfig;
 
 /// A number of elements, and how it is written in letters.
@@ -72,8 +72,11 @@ impl Sizes {
             config.vocab_size,
             config.num_layers,
         ];
-        let threads = rayon::current_num_threads();
-        let letters = format!("B {b}, T {t}, D {d}, F {f}, H {h}, V {v}, L {l}; {threads} threads");
+        let place = match workload.kernels {
+            Kernels::Cpu => format!("{} threads", rayon::current_num_threads()),
+            Kernels::Cuda => "on a card".into(),
+        };
+        let letters = format!("B {b}, T {t}, D {d}, F {f}, H {h}, V {v}, L {l}; {place}");
         let counts = Counts {
             rows: b.saturating_mul(t),
             d_model: d,

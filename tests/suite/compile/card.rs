@@ -109,7 +109,7 @@ pub(super) fn agree(config: &TransformerConfig, plan: &PlanConfig) {
             "{what}: {got} {wanted}"
         );
     }
-    // Weights have moved alike: AdamW's first step is the gradient's sign, so what little gradient there is may turn it.
+    // Losses of some steps, more loosely: AdamW's first step is the sign of the gradient, which rounding may turn where it is small.
     let several = |device: &Device| train(config, plan, device, 5);
     let (on_card, on_cpu) = (several(&card), several(&CPU));
     for (i, (got, wanted)) in on_card.losses.iter().zip(&on_cpu.losses).enumerate() {
@@ -419,10 +419,9 @@ fn flash_in_f32_takes_heads_of_fours(#[values(4, 12, 100)] head_dim: usize) {
     );
 }
 
-/// The step of a plan on a card says what it does: linear maps of one input are one product, and nothing is copied in a step.
+/// A plan in half precision copies each weight before the first step, and none in a step: the update writes the copies.
 #[test]
-fn plans_for_cards_need_no_card() {
-    // The device is asked for by name alone where the feature is off; here the real one, if there is one.
+fn a_step_casts_no_weight() {
     let Some(card) = crate::card() else {
         return;
     };

@@ -97,7 +97,7 @@ fn assert_near(bytes: u64, wanted: u64) {
 }
 
 /// By holding, by event, by origin.
-fn assert_adds_up(recording: &Recording) {
+pub(super) fn assert_adds_up(recording: &Recording) {
     let all = recording.holdings();
     assert_eq!(all.len(), recording.events());
     for (event, holdings) in all.iter().enumerate() {
@@ -235,7 +235,11 @@ fn child_profiles_steps() {
                     ..base.config.clone()
                 },
                 precision,
-                warmup_steps: 2,
+                // What kernels keep is there before the first step.
+                warmup_steps: match attention {
+                    Algorithm::Naive => 0,
+                    Algorithm::Flash => 2,
+                },
                 ..base
             };
             let profile = step
@@ -254,19 +258,20 @@ fn child_profiles_steps() {
             };
             assert_eq!(names, wanted);
             let predicted = profile.estimate.peak_bytes;
-            assert!(predicted.abs_diff(profile.peak_bytes) < 6 * MIB, "{mode:?}");
+            assert!(predicted.abs_diff(profile.peak_bytes) < MIB / 4, "{mode:?}");
             let measured = recording.holdings_at(recording.peak_at());
             for holds in Holds::ALL {
                 let predicted = profile.estimate.account.bytes_of(holds);
                 let bytes = measured.bytes_of(holds);
                 println!("{attention} {precision} {mode:?} {holds}: {predicted} {bytes}");
-                // Kernels keep packing buffers, and tables of positions are not labelled.
+                // Records of tensors are nobody's, and tables of positions are not labelled.
                 let slack = match holds {
-                    Holds::Other | Holds::Scratch | Holds::Inputs => 6 * MIB,
+                    Holds::Other => MIB / 4,
+                    Holds::Scratch | Holds::Inputs => 65_536,
                     Holds::Weights | Holds::Optimizer => 0,
                     _ => predicted / 50 + 65_536,
                 };
-                // Without a graph two moments are nearly as bad, and packing buffers decide which is the worst.
+                // Without a graph two moments are nearly as bad.
                 assert!(
                     mode == Mode::Forward || predicted.abs_diff(bytes) <= slack,
                     "{attention} {precision} {mode:?} {holds}: {predicted} predicted, {bytes} measured"
@@ -278,11 +283,8 @@ fn child_profiles_steps() {
             });
             assert_eq!(lost.count(), 0);
             let svg = timeline(recording, "a step").to_svg().unwrap();
-            for name in wanted
-                .iter()
-                .take(2)
-                .chain(&["weights", "activations", "logits"])
-            {
+            // Phases are named where there is room, which is a matter of time.
+            for name in ["weights", "activations", "logits"] {
                 assert!(svg.contains(name), "{name}");
             }
         }

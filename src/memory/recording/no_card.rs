@@ -1,0 +1,29 @@
+//! [`super::card`] in a build without CUDA, where there is none.
+
+use crate::{Error, Result};
+use candle_core::Device;
+
+/// There is none.
+pub(super) enum Watch {}
+
+pub(super) fn watch(device: &Device) -> Result<Watch> {
+    Err(Error::Device {
+        name: crate::device::device_name(device),
+        problem: "blocks of memory are recorded on the CPU and, in builds for CUDA, on NVIDIA's cards".into(),
+        hint: "build with --features cuda for a card of NVIDIA's; memory::estimate predicts without running".into(),
+    })
+}
+
+pub(super) fn current_bytes() -> usize {
+    0
+}
+
+pub(super) fn allocations() -> u64 {
+    0
+}
+
+pub(super) fn unknown_blocks() -> u64 {
+    0
+}
+
+pub(super) fn know(_address: usize, _bytes: usize) {}

@@ -1,0 +1,181 @@
+//! Recordings on a card: exact on scripted allocations, and beside the pool's own counters. Without a card a word says so.
+
+use super::recording::assert_adds_up;
+use super::{MODES, config, run};
+use crate::child;
+use candle_core::{DType, Device, Tensor};
+use tallow::attention::Algorithm;
+use tallow::bench::EndToEnd;
+use tallow::memory::{Holds, Meter, Mode, RecordConfig, Snapshot, record_on, timeline};
+use tallow::model::TransformerConfig;
+use tallow::precision::Precision;
+use tallow::probe;
+
+const MIB: u64 = 1 << 20;
+
+/// Alone in its process: a recording is the process's, and so is CUPTI.
+#[test]
+#[ignore = "run by a_cards_allocations_are_recorded_exactly"]
+fn child_records_a_script() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let zeros = |mib: usize| Tensor::zeros(mib << 20, DType::U8, &card).unwrap();
+    let meter = Meter::new(&card);
+    drop(zeros(1));
+    card.synchronize().unwrap();
+    let baseline_bytes = meter.current_bytes().unwrap();
+    let config = RecordConfig {
+        baseline_bytes,
+        ..Default::default()
+    };
+    let before = zeros(3);
+    let mut recorder = record_on(&card, config).unwrap();
+    let second = record_on(&card, config).err().unwrap();
+    assert!(second.to_string().contains("somebody records already"));
+    recorder.label(Holds::Weights, "before", &before);
+    let host = Tensor::zeros(1 << 20, DType::U8, &Device::Cpu).unwrap();
+    recorder.label(Holds::Inputs, "not on the card", &host);
+    let kept = {
+        let _phase = probe::phase("forward");
+        let _layer = probe::module(|| "layer");
+        drop(zeros(2)); // comes and goes outside of an op
+        zeros(1)
+    };
+    let gradient = {
+        let _phase = probe::phase("backward");
+        drop(zeros(5));
+        drop(kept);
+        zeros(4)
+    };
+    let recording = recorder.finish();
+    drop(zeros(7)); // after it
+    drop(gradient);
+
+    let blocks = recording.blocks.iter();
+    let seen: Vec<_> = blocks
+        .map(|b| (b.bytes / MIB, b.holds, b.phase, b.path.to_string()))
+        .collect();
+    let wanted = [
+        (3, Holds::Weights, "", "-"),
+        (2, Holds::Activations, "forward", "layer"),
+        (1, Holds::Activations, "forward", "layer"),
+        (5, Holds::Scratch, "backward", "-"),
+        (4, Holds::Gradients, "backward", "-"),
+    ];
+    assert_eq!(
+        seen,
+        wanted.map(|(mib, holds, phase, path)| (mib, holds, phase, path.to_string()))
+    );
+    assert_eq!(recording.bytes_before(), 3 * MIB);
+    assert_eq!(recording.peak_bytes(), 9 * MIB);
+    let peaks = recording.phases.iter();
+    let peaks: Vec<u64> = peaks.map(|phase| recording.peak_bytes_in(phase)).collect();
+    assert_eq!(peaks, [5 * MIB, 9 * MIB]);
+    assert_adds_up(&recording);
+    assert_eq!((recording.lost_events, recording.unknown_blocks), (0, 0));
+
+    // What was there before and has no label has no size.
+    let unlabelled = zeros(6);
+    let recorder = record_on(&card, config).unwrap();
+    drop(unlabelled);
+    let recording = recorder.finish();
+    assert_eq!(recording.unknown_blocks, 1);
+    assert!(recording.notes()[0].contains("of unknown size"));
+}
+
+#[test]
+fn a_cards_allocations_are_recorded_exactly() {
+    child::run("memory::card::child_records_a_script");
+}
+
+#[test]
+#[ignore = "run by a_steps_blocks_are_the_pools"]
+fn child_profiles_steps() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let attentions = [Algorithm::Naive, Algorithm::Flash];
+    let precisions = [Precision::F32, Precision::BF16];
+    let cases = attentions
+        .into_iter()
+        .flat_map(|attention| precisions.map(|precision| (attention, precision)));
+    for (attention, precision) in cases {
+        for mode in MODES {
+            let base = run(&config(128, 352, 3, 1000), 16, mode);
+            let step = EndToEnd {
+                config: TransformerConfig {
+                    attention,
+                    ..base.config.clone()
+                },
+                precision,
+                ..base
+            };
+            let profile = step.profile_memory(&card, Default::default()).unwrap();
+            let recording = &profile.recording;
+            let what = format!("{attention} {precision} {mode:?}");
+            println!(
+                "{what}: predicted {}, blocks {}, pool {}, reserved {:?}, {} allocations",
+                profile.estimate.peak_bytes,
+                recording.peak_bytes(),
+                profile.peak_bytes,
+                profile.reserved_peak_bytes,
+                profile.allocations
+            );
+            let measured = recording.holdings_at(recording.peak_at());
+            for holds in Holds::ALL {
+                let predicted = profile.estimate.account.bytes_of(holds);
+                println!("    {holds}: {predicted} {}", measured.bytes_of(holds));
+            }
+            for row in &recording.largest_report(6).rows {
+                println!(
+                    "    {:?} {:?} {:?}",
+                    row.get("bytes"),
+                    row.get("holds"),
+                    row.get("origin")
+                );
+            }
+            assert_adds_up(recording);
+            assert_eq!(
+                (recording.lost_events, recording.unknown_blocks),
+                (0, 0),
+                "{what}"
+            );
+            // The pool rounds each block up to 512 bytes.
+            let rounding = 512 * (profile.allocations + 200);
+            let pool_bytes = profile.peak_bytes;
+            let blocks_bytes = recording.peak_bytes();
+            assert!(
+                blocks_bytes <= pool_bytes + rounding && pool_bytes <= blocks_bytes + rounding,
+                "{what}: blocks {blocks_bytes}, pool {pool_bytes}"
+            );
+            assert!(profile.reserved_peak_bytes.unwrap() >= pool_bytes);
+            let predicted_bytes = profile.estimate.peak_bytes;
+            let difference = predicted_bytes.abs_diff(pool_bytes);
+            assert!(
+                difference <= pool_bytes / 200 + 65_536,
+                "{what}: predicted {predicted_bytes}, pool {pool_bytes}"
+            );
+            let parameters = 4 * step.config.num_parameters() as u64;
+            assert_eq!(measured.bytes_of(Holds::Weights), parameters);
+            let state = match mode {
+                Mode::TrainStep => 2 * parameters,
+                _ => 0,
+            };
+            assert_eq!(measured.bytes_of(Holds::Optimizer), state);
+            assert_eq!(profile.saved.is_some(), mode != Mode::Forward);
+            let svg = timeline(recording, "a step").to_svg().unwrap();
+            for name in ["weights", "activations"] {
+                assert!(svg.contains(name), "{what}: {name}");
+            }
+            let snapshot = serde_json::to_value(Snapshot::new(recording)).unwrap();
+            let active = snapshot["segments"][0]["active_size"].as_u64().unwrap();
+            assert!(active >= parameters + state, "{what}: {active}");
+        }
+    }
+}
+
+#[test]
+fn a_steps_blocks_are_the_pools() {
+    child::run("memory::card::child_profiles_steps");
+}
