@@ -1,8 +1,9 @@
 //! Every block of a tensor's size, as it is taken and given back, with where it came from.
 //!
 //! What lives here: the recorder ([`record`], [`record_on`]), the buffer that the allocator writes to (`buffer`), a card's
-//! blocks (`card`, told of by `cupti`), the blocks' lives with their phase and path (`lives`), what a block is there for
-//! (`holds`), and the sums ([`Recording`]). What does not: the allocator itself ([`tracker`](super::tracker)), what viewers read ([`Snapshot`](super::Snapshot)), and pictures
+//! blocks (`card`, told of by `cupti`), where a tensor's block is (`storage`), the blocks' lives with their phase and path
+//! (`lives`), what a block is there for (`holds`), and the sums ([`Recording`]). What does not: the allocator itself
+//! ([`tracker`](super::tracker)), what viewers read ([`Snapshot`](super::Snapshot)), and pictures
 //! ([`timeline`](super::timeline())).
 
 pub(super) mod buffer;
@@ -16,16 +17,18 @@ mod cupti;
 mod holds;
 mod lives;
 mod report;
+mod storage;
 mod sums;
 
 pub use lives::{Block, PhaseSpan};
+pub(super) use storage::block_of;
 pub use sums::{Holdings, Origin};
 
 use super::{Holds, tracker};
 use crate::probe::{self, Event, Kind, Listener, Listening};
 use crate::{Error, Result};
 use buffer::{Place, Refusal, What};
-use candle_core::{CpuStorage, Device, Storage, Tensor};
+use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -290,28 +293,5 @@ impl Listener for Marks {
             Kind::Op | Kind::OpBackward => buffer::mark(What::OpEnds, event.path, event.phase),
             Kind::Step | Kind::Module | Kind::Range => {}
         }
-    }
-}
-
-/// Address and size of the elements of a tensor's storage, if it is on the CPU or a card of NVIDIA's.
-pub(super) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
-    fn extent<T>(elements: &[T]) -> (usize, usize) {
-        (elements.as_ptr().addr(), size_of_val(elements))
-    }
-    let (storage, _) = tensor.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(storage) => match storage {
-            CpuStorage::U8(x) => Some(extent(x)),
-            CpuStorage::U32(x) => Some(extent(x)),
-            CpuStorage::I64(x) => Some(extent(x)),
-            CpuStorage::BF16(x) => Some(extent(x)),
-            CpuStorage::F16(x) => Some(extent(x)),
-            CpuStorage::F32(x) => Some(extent(x)),
-            CpuStorage::F64(x) => Some(extent(x)),
-            _ => None, // types that nothing here computes in
-        },
-        #[cfg(feature = "cuda")]
-        Storage::Cuda(storage) => card::block_of(storage),
-        _ => None,
     }
 }

@@ -153,7 +153,7 @@ fn child_profiles_steps() {
             let predicted_bytes = profile.estimate.peak_bytes;
             let difference = predicted_bytes.abs_diff(pool_bytes);
             assert!(
-                difference <= pool_bytes / 200 + 65_536,
+                difference <= pool_bytes / 1000 + 16_384,
                 "{what}: predicted {predicted_bytes}, pool {pool_bytes}"
             );
             let parameters = 4 * step.config.num_parameters() as u64;

@@ -88,7 +88,7 @@ fn a_cards_peaks_are_predicted() {
             let predicted_bytes = estimate(&config, &workload).unwrap().peak_bytes;
             println!("{attention} {precision} {mode:?}: {predicted_bytes} {measured_bytes}");
             // Ids and tables are not followed to the byte.
-            if predicted_bytes.abs_diff(measured_bytes) > measured_bytes / 200 + 65_536 {
+            if predicted_bytes.abs_diff(measured_bytes) > measured_bytes / 1000 + 16_384 {
                 far.push((attention, precision, mode, predicted_bytes, measured_bytes));
             }
         }
@@ -133,7 +133,7 @@ fn presets_peaks_on_a_card_are_predicted() {
             "{preset} T{sequence_length} {attention} {precision}: {predicted_mib:.1} {measured_mib}"
         );
         println!("{what}");
-        if (predicted_mib - measured_mib).abs() > 0.001 * measured_mib {
+        if (predicted_mib - measured_mib).abs() > 0.2 {
             far.push(what);
         }
     }
