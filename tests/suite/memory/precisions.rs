@@ -2,6 +2,7 @@
 
 use super::{MODES, config};
 use crate::child;
+use candle_core::{Device, Storage};
 use tallow::attention::Algorithm;
 use tallow::memory::{Measured, Mode, Workload, estimate, measure};
 use tallow::model::TransformerConfig;
@@ -65,6 +66,9 @@ fn child_measures_precisions() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Of a tensor, beside its elements: what candle knows of it, with storage and device, which are larger where there are cards.
+const RECORD_BYTES: usize = 223 + size_of::<Storage>() + size_of::<Device>();
+
 /// Where prediction and measurement disagree, in words.
 pub(super) fn wrong_of(
     config: &TransformerConfig,
@@ -82,11 +86,11 @@ pub(super) fn wrong_of(
     let line = format!("{pairs:?} {:?}", (config, workload));
     println!("{line}");
     // Records of tensors and ops; a segment has more, for each of the weights that it reads.
-    let layers = config.num_layers as f64;
-    let records = match workload.checkpointing {
-        Checkpointing::None => 1024.0 * 16.0 * layers.max(4.0),
-        _ => 1024.0 * 24.0 * layers.max(4.0),
+    let a_layer = match workload.checkpointing {
+        Checkpointing::None => 64,
+        _ => 96,
     };
+    let records = (config.num_layers.max(4) * a_layer * RECORD_BYTES) as f64;
     // The account has what every thread works in; on a busy machine not all may at the same time.
     let idle = 1048576.0 * rayon::current_num_threads() as f64;
     let slack = [
