@@ -212,9 +212,7 @@ impl Flags {
         };
         let default_budget_ms = if self.full { 60_000.0 } else { 5_000.0 };
         let budget_ms = self.time_budget_ms.unwrap_or(default_budget_ms);
-        let limit_bytes = self
-            .memory_limit_gib
-            .map(|gib| (gib * 2f64.powi(30)) as u64);
+        let limit_bytes = self.memory_limit_gib.map(common::gib_bytes);
         Sampling {
             warmup_steps: self.warmup_steps,
             iterations: self.iterations,

@@ -115,7 +115,7 @@ impl Flags {
             full: self.full,
             precision: self.precision,
             seed: self.common.seed,
-            limit_bytes: limit.map(|gib| (gib * 2f64.powi(30)) as u64),
+            limit_bytes: limit.map(common::gib_bytes),
             device,
         };
         let mut parts: Vec<(&str, Report)> = Vec::new();

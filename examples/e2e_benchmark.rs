@@ -207,12 +207,8 @@ impl Flags {
         precisions: &[Precision],
         peak_flops: Option<f64>,
     ) -> Vec<EndToEnd> {
-        let limit = self
-            .memory_limit_gib
-            .map(|gib| (gib * 2f64.powi(30)) as u64);
-        let budget = self
-            .memory_budget_gib
-            .map(|gib| (gib * 2f64.powi(30)) as u64);
+        let limit = self.memory_limit_gib.map(common::gib_bytes);
+        let budget = self.memory_budget_gib.map(common::gib_bytes);
         let mut runs = Vec::new();
         for &sequence_length in &self.context_length {
             for &batch_size in &self.batch_size {

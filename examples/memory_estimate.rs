@@ -195,7 +195,7 @@ impl Flags {
             hint: "leave it out to ask for what the machine has available".into(),
         };
         match self.memory_limit_gib {
-            Some(gib) if gib > 0.0 && gib.is_finite() => Ok((gib * 2f64.powi(30)) as u64),
+            Some(gib) if gib > 0.0 && gib.is_finite() => Ok(common::gib_bytes(gib)),
             Some(gib) => Err(refuse(gib.to_string())),
             None => tallow::device::available_bytes_on(&self.common.device()?)
                 .ok_or_else(|| refuse("nothing, where the system does not say".into())),

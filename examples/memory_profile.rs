@@ -229,9 +229,9 @@ impl Flags {
     /// Every combination of the flags' lists.
     fn runs(&self, device: &candle_core::Device, models: &[Model]) -> Result<Vec<Run>> {
         let limit = self.memory_limit_gib;
-        let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
+        let limit = limit.map(common::gib_bytes);
         let budget = self.memory_budget_gib;
-        let budget = budget.map(|gib| (gib * 2f64.powi(30)) as u64);
+        let budget = budget.map(common::gib_bytes);
         let precisions = self.precision.precisions()?;
         let mut runs = Vec::new();
         for Model { name, config } in models {

@@ -166,9 +166,7 @@ impl Flags {
         models: &'m [Model],
         peak_flops: Option<f64>,
     ) -> Vec<(&'m Model, EndToEnd)> {
-        let limit = self
-            .memory_limit_gib
-            .map(|gib| (gib * 2f64.powi(30)) as u64);
+        let limit = self.memory_limit_gib.map(common::gib_bytes);
         let paired = models.len() == self.batch_size.len();
         let mut runs = Vec::new();
         for (i, model) in models.iter().enumerate() {

@@ -181,7 +181,7 @@ impl Flags {
         precisions: &[Precision],
     ) -> Vec<Run> {
         let limit = self.memory_limit_gib;
-        let limit = limit.map(|gib| (gib * 2f64.powi(30)) as u64);
+        let limit = limit.map(common::gib_bytes);
         let mut runs = Vec::new();
         let mut add = |name: &str, config: &TransformerConfig, sizes: (usize, usize), precision| {
             for (mode, execution) in executed(self.compile, modes(&self.mode), precision) {

@@ -165,6 +165,11 @@ pub fn check_writable(path: &Path) -> Result<()> {
     Err(Error::io("write", path, kind.into()))
 }
 
+/// So many GiB in bytes.
+pub fn gib_bytes(gib: f64) -> u64 {
+    (gib * 2f64.powi(30)) as u64
+}
+
 /// The ops that ran their reference, as the header lists them.
 pub fn fallbacks() -> String {
     let fallbacks = tallow::ops::fallbacks();
