@@ -30,10 +30,17 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// Hkv divides H: each head of k and v serves H / Hkv heads of q in a row (grouped queries). Any number of leading
 /// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.
 ///
-/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once; on a card, products of f32 are exact or TF32 as
+/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once, on a card with probabilities and score gradients
+/// rounded before they are multiplied; there, products of f32 are exact or TF32 as
 /// [`device::set_tf32`] says, in backward as they were in forward. A query that sees no key gets zeros, and passes no gradient.
 /// A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
 /// `scaled_dot_product_attention`.
+///
+/// What is not finite reaches nothing that the mask hides from it, and finite inputs give finite results; on a card within
+/// limits, as in PyTorch's fused attention. Its products are of whole tiles, with zeros where the mask hides: an infinity or a NaN
+/// may show in the up to 320 rows before it (out, dq) or after it (dk, dv) that share a tile with it, and in gradients of keys in
+/// a tile of queries that see none. Scores are scaled and subtracted in one multiply-add: from some 1e9 its rounding is an exponent
+/// that overflows.
 ///
 /// Differentiable in q, k and v. Kept for backward: q, k, v, out and, of every query, the log-sum-exp of its scores (4
 /// bytes; 8 in f64); for half precision also what rounding took from out, or the gradients would inherit its error.

@@ -1,11 +1,12 @@
-//! On a card in f32: out, lse and gradients judged as on the CPU, by f64 and naive f32. Without a card a word says so.
+//! On a card: in f32 out, lse and gradients judged as on the CPU, by f64 and naive f32; and how far what is not finite reaches.
+//! Without a card a word says so.
 
 use super::judge::judge;
 use super::oracle::Oracle;
 use super::problem::{Attend, MASKS, Problem, Sizes};
 use candle_core::{DType, Device};
 use rstest::rstest;
-use tallow::attention;
+use tallow::attention::{self, Mask};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
 /// The card's own kernel, on inputs that come from the CPU and results that go back there.
@@ -33,6 +34,47 @@ pub fn thirds(problem: Problem) -> Problem {
         ..problem
     };
     wide.rounded_to(DType::F32)
+}
+
+/// A NaN in one row reaches what depends on it. What the mask hides from it has the bits that it has without it, but in rows
+/// so near that a tile may hold both.
+#[rstest]
+fn what_is_not_finite_stays_near(
+    #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
+    #[values(32, 64, 128, 256)] head_dim: usize,
+) {
+    const NEAR: usize = 320;
+    if crate::card().is_none() {
+        return;
+    }
+    let (length, row) = (700, 350);
+    let sizes = Sizes::new((1, 1, 1), (length, length), head_dim);
+    let problem = Problem::random(sizes, Mask::Causal, None, 92);
+    let clean = problem.run(dtype, ON_CARD);
+    let inputs: [fn(&mut Problem) -> &mut Vec<f64>; 4] =
+        [|p| &mut p.q, |p| &mut p.k, |p| &mut p.v, |p| &mut p.d_out];
+    for (i, input) in inputs.into_iter().enumerate() {
+        let mut sick = problem.clone();
+        input(&mut sick)[row * head_dim + 2] = f64::NAN;
+        let wanted = Oracle::of(&sick).results;
+        let found = sick.run(dtype, ON_CARD);
+        let (clean, found) = (clean.named(), found.named());
+        for (which, (name, wanted)) in wanted.named().into_iter().enumerate() {
+            let width = wanted.len() / length;
+            for (at, wanted) in wanted.iter().enumerate() {
+                let (clean, found) = (clean[which].1[at], found[which].1[at]);
+                let near = (at / width).abs_diff(row) < NEAR;
+                let fine = match wanted.is_nan() {
+                    true => found.is_nan(),
+                    false => found == clean || (near && found.is_nan()),
+                };
+                assert!(
+                    fine,
+                    "input {i}: {name}[{at}] is {found}, without it {clean}"
+                );
+            }
+        }
+    }
 }
 
 /// Heads in groups; queries without a key, tails of tiles, and more tiles than one on both sides.

@@ -1,6 +1,6 @@
 //! Nothing to do: no batch, no heads, no queries. Out is as empty, and gradients are zero or empty.
 
-use super::problem::{Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes};
+use super::problem::{Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, not_on_a_card};
 use rstest::rstest;
 
 #[rstest]
@@ -12,6 +12,9 @@ fn nothing_to_do(
     #[case] heads: (usize, usize, usize),
     #[case] queries: usize,
 ) {
+    if not_on_a_card("candle's operations on no elements are errors of the driver") {
+        return;
+    }
     for mask in MASKS {
         for dtype in DTYPES {
             let sizes = Sizes::new(heads, (queries, 7), 24);

@@ -15,9 +15,12 @@
 //! three times), f32 in TF32 by that of naive attention in TF32, and half precision by the error of rounding the exact
 //! result to it (1.1 times). f64, to which the oracle is no better judge than it to the oracle, has no judge but 1e-12 in
 //! place of the few eps. All hold by norm and for the largest error.
+//!
+//! A card's products in half precision take probabilities and score gradients rounded to it, so there each term is off by
+//! half an eps of that precision besides ([`on_a_card`]).
 
 use super::oracle::Oracle;
-use super::problem::{Attend, Problem, Results, Sizes, numbers, rounded, tensor};
+use super::problem::{Attend, Problem, Results, Sizes, device, numbers, rounded, tensor};
 use candle_core::{DType, Tensor};
 use tallow::attention::{self, AttentionConfig};
 use tallow::ops;
@@ -42,6 +45,32 @@ pub fn floors(oracle: &Oracle, head_dim: usize, (eps, few_eps): (f64, f64)) -> R
         dq: off(&terms.dq),
         dk: off(&terms.dk),
         dv: off(&terms.dv),
+    }
+}
+
+/// The floors of a card's tensor cores: what is multiplied with v, dO, k and q was rounded to half precision first.
+fn on_a_card(floors: Results, oracle: &Oracle, dtype: DType) -> Results {
+    let off = 2.0 * half_eps(dtype); // the rounding of a probability, and that of the score gradient made from it
+    let add = |floors: Vec<f64>, terms: &[f64]| -> Vec<f64> {
+        let both = floors.into_iter().zip(terms);
+        both.map(|(floor, term)| floor + off * term).collect()
+    };
+    let terms = &oracle.terms;
+    Results {
+        out: add(floors.out, &terms.out),
+        dq: add(floors.dq, &terms.dq),
+        dk: add(floors.dk, &terms.dk),
+        dv: add(floors.dv, &terms.dv),
+        lse: floors.lse,
+    }
+}
+
+/// The most that rounding takes from a number, as a share of it.
+fn half_eps(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 2f64.powi(-9),
+        DType::F16 => 2f64.powi(-12),
+        _ => 0.0,
     }
 }
 
@@ -161,7 +190,10 @@ pub fn judge(
     attend: Attend,
 ) -> Result<Shares, String> {
     let found = problem.run(dtype, attend);
-    let floors = floors(oracle, problem.sizes.head_dim, eps_of(dtype));
+    let mut floors = floors(oracle, problem.sizes.head_dim, eps_of(dtype));
+    if device().is_cuda() {
+        floors = on_a_card(floors, oracle, dtype);
+    }
     let exact = &oracle.results;
     match dtype {
         DType::F64 => hold(exact, &found, exact, NOTHING, &floors),

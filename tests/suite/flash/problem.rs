@@ -10,12 +10,48 @@ use tallow::attention::{self, AttentionConfig, Mask};
 pub const MASKS: [Mask; 3] = [Mask::Full, Mask::Causal, Mask::CausalEnd];
 pub const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
+/// Those that the device has kernels for.
+pub fn dtypes_with_kernels() -> impl Iterator<Item = DType> {
+    let cuda = device().is_cuda();
+    let has_kernel = move |dtype: &DType| !cuda || *dtype != DType::F64;
+    DTYPES.into_iter().filter(has_kernel)
+}
+
 /// Something to test: (q, k, v, config) to (out, lse).
 pub type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> Result<(Tensor, Tensor)>;
 
 /// The kernel, wherever there is one.
-pub const FLASH: Attend = attention::flash_with_lse;
-pub const REFERENCE: Attend = attention::flash::reference;
+pub const FLASH: Attend = |q, k, v, config| there(attention::flash_with_lse, [q, k, v], config);
+pub const REFERENCE: Attend =
+    |q, k, v, config| there(attention::flash::reference, [q, k, v], config);
+
+/// The device that attention runs on (see the head of `flash.rs`).
+pub fn device() -> Device {
+    let name = std::env::var("TALLOW_TEST_DEVICE");
+    let name = name.as_deref().unwrap_or("cpu");
+    tallow::device(name).unwrap_or_else(|error| panic!("TALLOW_TEST_DEVICE={name}: {error}"))
+}
+
+/// Whether attention runs on a card, of which `why` says why a test means nothing there.
+pub fn not_on_a_card(why: &str) -> bool {
+    let on_a_card = device().is_cuda();
+    if on_a_card {
+        eprintln!("skipped on a card: {why}");
+    }
+    on_a_card
+}
+
+/// Runs `attend` on [`device`], on inputs that come from the CPU, lying as they do there, and results that go back to it.
+pub fn there(
+    attend: Attend,
+    operands: [&Tensor; 3],
+    config: &AttentionConfig,
+) -> Result<(Tensor, Tensor)> {
+    let device = device();
+    let [q, k, v] = operands.map(|x| x.to_device(&device));
+    let (out, lse) = attend(&q?, &k?, &v?, config)?;
+    Ok((out.to_device(&Device::Cpu)?, lse.to_device(&Device::Cpu)?))
+}
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sizes {
