@@ -19,21 +19,27 @@ pub enum Implementation {
     Flash,
     /// Naive's mathematics, planned for its shape beforehand; not in f64, not with --module
     Planned,
+    /// Flash's, planned likewise: its kernels without candle's graph
+    PlannedFlash,
 }
 
 impl Implementation {
     fn algorithm(self) -> Algorithm {
         match self {
             Self::Naive | Self::Planned => Algorithm::Naive,
-            Self::Flash => Algorithm::Flash,
+            Self::Flash | Self::PlannedFlash => Algorithm::Flash,
         }
     }
 
     fn execution(self) -> Execution {
         match self {
             Self::Naive | Self::Flash => Execution::Eager,
-            Self::Planned => Execution::Planned,
+            Self::Planned | Self::PlannedFlash => Execution::Planned,
         }
+    }
+
+    pub fn is_planned(self) -> bool {
+        self.execution() == Execution::Planned
     }
 }
 
@@ -217,7 +223,7 @@ impl Flags {
 pub fn limits(runs: &[Run], arithmetic: Arithmetic, device: &Device) -> Vec<Limit> {
     let own = runs.iter().filter(|run| run.arithmetic == arithmetic);
     let of_runs: Vec<Limit> = own.filter_map(|run| run.limit(device)).collect();
-    let limits = ["naive", "planned", "flash"]
+    let limits = ["naive", "planned", "flash", "planned-flash"]
         .into_iter()
         .filter_map(|name| {
             let own = of_runs.iter().filter(|l| l.implementation == name);

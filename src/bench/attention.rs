@@ -36,7 +36,7 @@ pub struct AttentionRun {
     pub workload: AttentionWorkload,
     /// How it is measured.
     pub sampling: Sampling,
-    /// Eager, or planned for its shape ([`Attention`]): naive, in f32, bf16 or f16, on the CPU or a CUDA card.
+    /// Eager, or planned for its shape ([`Attention`]): in f32, bf16 or f16, on the CPU or a CUDA card.
     pub execution: Execution,
 }
 
@@ -57,7 +57,7 @@ impl AttentionRun {
     /// and v included in both.
     ///
     /// What is planned has its arena from the beginning to the end, out's gradient is one of its inputs, and its rows call it
-    /// the implementation `planned`.
+    /// the implementation `planned`, or `planned-flash`.
     ///
     /// # Errors
     /// A size of 0; what cannot be planned; the ops' errors.
@@ -129,9 +129,10 @@ impl AttentionRun {
 
     /// As rows name it.
     fn implementation(&self) -> &'static str {
-        match self.execution {
-            Execution::Eager => self.workload.algorithm.name(),
-            Execution::Planned => self.execution.name(),
+        match (self.execution, self.workload.algorithm) {
+            (Execution::Eager, algorithm) => algorithm.name(),
+            (Execution::Planned, Algorithm::Naive) => self.execution.name(),
+            (Execution::Planned, Algorithm::Flash) => "planned-flash",
         }
     }
 
@@ -147,9 +148,6 @@ impl AttentionRun {
         let w = &self.workload;
         let (expected, got) = match self.execution {
             Execution::Eager => return Ok(()),
-            _ if w.algorithm != Algorithm::Naive => {
-                ("the algorithm is not naive", w.algorithm.name())
-            }
             _ if !matches!(w.dtype, DType::F32 | DType::BF16 | DType::F16) => {
                 ("the dtype is not f32, bf16 or f16", w.dtype.as_str())
             }
@@ -164,14 +162,17 @@ impl AttentionRun {
             field: "execution",
             expected: format!("eager, where {expected}"),
             got: format!("planned, {got}"),
-            hint: "run it eagerly, or naive in f32, bf16 or f16 on the CPU or a CUDA card".into(),
+            hint: "run it eagerly, or in f32, bf16 or f16 on the CPU or a CUDA card".into(),
         })
     }
 
     fn planned(&self, device: &Device, config: &AttentionConfig) -> Result<PlannedPass> {
         let [q, k, v] = self.inputs(device)?.map(Var::into_inner);
+        let AttentionWorkload {
+            algorithm, dtype, ..
+        } = self.workload;
         Ok(PlannedPass {
-            attention: Attention::new_on(device, q.shape(), self.workload.dtype, config)?,
+            attention: Attention::with_algorithm(algorithm, device, q.shape(), dtype, config)?,
             d_out: q.ones_like()?,
             inputs: [q, k, v],
         })

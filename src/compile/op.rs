@@ -204,6 +204,12 @@ pub enum Op {
     /// dq, dk, dv (B H, T, Dh), partial sums, scratch. On a card reads d_out, q, k, v and the probabilities; writes dq, dk, dv and
     /// the gradients of the scores of some heads at a time.
     HeadAttentionBackward(HeadAttentionSizes),
+    /// Attention in tiles on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), lse (B H, T), on a
+    /// card a workspace and, in half precision, what rounding took from out (B H, T, Dh).
+    FlashHeads(HeadAttentionSizes),
+    /// Reads d_out, q, k, v, out (B H, T, Dh), lse (B H, T) and, in half precision, what rounding took from out; writes dq, dk,
+    /// dv (B H, T, Dh) and, on a card, a workspace.
+    FlashHeadsBackward(HeadAttentionSizes),
     /// Reads x; writes the sum of its squares (1) and, on a card, those of its chunks.
     SumOfSquares {
         /// Of x.
@@ -254,6 +260,8 @@ impl Op {
             Self::CheckOverflow { .. } => "check_overflow",
             Self::HeadAttention(_) => "head_attention",
             Self::HeadAttentionBackward(_) => "head_attention_backward",
+            Self::FlashHeads(_) => "flash_heads",
+            Self::FlashHeadsBackward(_) => "flash_heads_backward",
             Self::SumOfSquares { .. } => "sum_of_squares",
             Self::ClipFactor { .. } => "clip_factor",
             Self::AdamW { .. } => "adamw",
@@ -282,8 +290,10 @@ impl Op {
             Self::AttentionBackward(sizes)
             | Self::NaiveAttentionBackward(sizes)
             | Self::FlashAttentionBackward(sizes) => 2.0 * attention(sizes),
-            Self::HeadAttention(sizes) => of_heads(sizes),
-            Self::HeadAttentionBackward(sizes) => 2.0 * of_heads(sizes),
+            Self::HeadAttention(sizes) | Self::FlashHeads(sizes) => of_heads(sizes),
+            Self::HeadAttentionBackward(sizes) | Self::FlashHeadsBackward(sizes) => {
+                2.0 * of_heads(sizes)
+            }
             _ => 0.0,
         }
     }
@@ -340,7 +350,10 @@ impl Op {
             | Self::NaiveAttentionBackward(sizes)
             | Self::FlashAttentionBackward(sizes)
             | Self::MergeRotatedBack(sizes) => attention(sizes),
-            Self::HeadAttention(s) | Self::HeadAttentionBackward(s) => {
+            Self::HeadAttention(s)
+            | Self::HeadAttentionBackward(s)
+            | Self::FlashHeads(s)
+            | Self::FlashHeadsBackward(s) => {
                 format!(
                     "BH{} T{} Dh{} {:?}",
                     s.matrices, s.length, s.head_dim, s.mask

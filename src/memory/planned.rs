@@ -2,7 +2,7 @@
 
 use super::{Account, AttentionWorkload, Holds};
 use crate::Result;
-use crate::attention::AttentionConfig;
+use crate::attention::{Algorithm, AttentionConfig};
 use crate::compile::{Attention, Category};
 use candle_core::Device;
 
@@ -11,7 +11,7 @@ use candle_core::Device;
 /// A plan has its whole arena before its first run, so all of it counts as there before backward.
 ///
 /// # Errors
-/// As [`Attention::plan_for`].
+/// As [`Attention::with_algorithm`].
 pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account> {
     planned_attention_account_on(&Device::Cpu, workload)
 }
@@ -19,7 +19,7 @@ pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account
 /// As [`planned_attention_account`], for `device`. On a card cuBLASLt has 32 MiB to work in besides.
 ///
 /// # Errors
-/// As [`Attention::plan_on`].
+/// As [`Attention::with_algorithm`].
 pub fn planned_attention_account_on(
     device: &Device,
     workload: &AttentionWorkload,
@@ -30,7 +30,7 @@ pub fn planned_attention_account_on(
         mask: w.mask,
         scale: None,
     };
-    let plan = Attention::plan_on(device, shape, w.dtype, &config)?;
+    let plan = Attention::plan_with_algorithm(w.algorithm, device, shape, w.dtype, &config)?;
     let inputs = plan.category_bytes(Category::Input);
     let kept = plan.category_bytes(Category::Activation);
     let rest = plan.peak_bytes() - kept;
@@ -47,14 +47,21 @@ pub fn planned_attention_account_on(
     let mut buffers = plan.buffers().iter();
     let kept_buffer = buffers.find(|buffer| buffer.category == Category::Activation);
     let kept_width = kept_buffer.map_or(width, |buffer| buffer.dtype.size_in_bytes());
-    let (kept_name, rest_name) = match device.is_cpu() {
-        true => (
+    let (kept_name, kept_formula, rest_name) = match (w.algorithm, device.is_cpu()) {
+        (Algorithm::Naive, true) => (
             "exponentials, as the mask leaves them",
+            "BHT^2",
             "the rest of the arena: out, dq, dk, dv, scratch",
         ),
-        false => (
+        (Algorithm::Naive, false) => (
             "probabilities",
+            "BHT^2",
             "the rest of the arena: out, dq, dk, dv, gradients of scores",
+        ),
+        (Algorithm::Flash, _) => (
+            "a number a query; in half precision, what rounding took from out",
+            "BHT + ..",
+            "the rest of the arena: out, dq, dk, dv and, on a card, dq's sums",
         ),
     };
     Ok(Account::new(sizes)
@@ -68,7 +75,7 @@ pub fn planned_attention_account_on(
         .with(
             Holds::Activations,
             kept_name,
-            "BHT^2",
+            kept_formula,
             kept as f64 / kept_width as f64,
             kept_width,
         )

@@ -11,7 +11,7 @@ pub use crate::kernels::cpu::blocked_attention::Sizes as HeadAttentionSizes;
 
 use super::executor::{Executor, Tensors};
 use super::plan::{Operand, Phase, Plan};
-use crate::attention::AttentionConfig;
+use crate::attention::{Algorithm, AttentionConfig};
 use crate::{Error, Result};
 use arguments::{check, check_device, check_dtype};
 use candle_core::{DType, Device, Shape, Tensor, WithDType};
@@ -37,8 +37,12 @@ const OP: &str = "compile::Attention";
 /// with its tensors where they were, and then is one launch; with others it is launched call by call. In f16 the scores'
 /// gradients are rounded to f16: scale what d_out comes from.
 ///
+/// With [`Algorithm::Flash`] ([`with_algorithm`](Self::with_algorithm)) the tiles of [`attention::flash`](crate::attention::flash())
+/// instead: of (T, T) there is nothing, kept are the output, a number a query and, in half precision, what rounding took from the
+/// output. The same kernels as eagerly, and the same bits, without the gradients that candle adds to zeros.
+///
 /// It stands outside of candle's graph: [`backward`](Self::backward) is called with the output's gradient, by whoever has
-/// it. [`attention::flash`](crate::attention::flash()) keeps no probabilities at all.
+/// it.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -92,8 +96,39 @@ impl Attention {
         dtype: DType,
         config: &AttentionConfig,
     ) -> Result<Self> {
+        Self::with_algorithm(Algorithm::Naive, device, shape, dtype, config)
+    }
+
+    /// As [`new_on`](Self::new_on), by an algorithm that is chosen.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use tallow::attention::{Algorithm, AttentionConfig};
+    /// use tallow::compile::Attention;
+    ///
+    /// let (shape, config) = ((1, 2, 100, 16), AttentionConfig::default());
+    /// let q = Tensor::randn(0f32, 1.0, shape, &Device::Cpu)?;
+    /// let mut attention =
+    ///     Attention::with_algorithm(Algorithm::Flash, &Device::Cpu, shape, DType::F32, &config)?;
+    /// attention.forward(&q, &q, &q)?;
+    /// attention.backward(&q)?;
+    /// let naive = Attention::plan_for(shape, DType::F32, &config)?;
+    /// assert!(attention.plan().peak_bytes() < naive.peak_bytes() / 2);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`new_on`](Self::new_on); [`Error::Shape`] and, on a card, [`Error::Placement`] for heads that flash attention's
+    /// kernels do not take: over 256, on a card no multiple of 8 (in f32 of 4).
+    pub fn with_algorithm(
+        algorithm: Algorithm,
+        device: &Device,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        config: &AttentionConfig,
+    ) -> Result<Self> {
         let shape = shape.into();
-        let plan = Self::plan_on(device, shape.clone(), dtype, config)?;
+        let plan = Self::plan_with_algorithm(algorithm, device, shape.clone(), dtype, config)?;
         Ok(Self {
             executor: Executor::new(&plan, device)?,
             device: device.clone(),
@@ -142,10 +177,24 @@ impl Attention {
         dtype: DType,
         config: &AttentionConfig,
     ) -> Result<Plan> {
+        Self::plan_with_algorithm(Algorithm::Naive, device, shape, dtype, config)
+    }
+
+    /// As [`plan_on`](Self::plan_on), by an algorithm that is chosen.
+    ///
+    /// # Errors
+    /// As [`with_algorithm`](Self::with_algorithm), whatever the machine has.
+    pub fn plan_with_algorithm(
+        algorithm: Algorithm,
+        device: &Device,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        config: &AttentionConfig,
+    ) -> Result<Plan> {
         check_dtype(dtype)?;
         check_device(device)?;
-        let sizes = plan::sizes(&shape.into(), config)?;
-        Ok(plan::of(sizes, dtype, Executor::target(device)))
+        let sizes = plan::sizes(algorithm, &shape.into(), config)?;
+        Ok(plan::of(algorithm, sizes, dtype, Executor::target(device)))
     }
 
     /// Computes the output of q, k and v, (..., T, Dh) each: [`output`](Self::output) has it until the next run.

@@ -5,12 +5,17 @@ use super::super::build::Target;
 use super::super::op::Op;
 use super::super::plan::{Call, Operand, Phase, Plan, Runs};
 use super::{HeadAttentionSizes, OP};
-use crate::attention::AttentionConfig;
+use crate::attention::{Algorithm, AttentionConfig, flash::MAX_HEAD_DIM};
+use crate::kernels::{cpu::flash_attention, workspace};
 use crate::{Error, Result};
 use candle_core::{DType, Shape};
 
 /// The sizes of attention on q, k and v of this shape, if it can be planned.
-pub(super) fn sizes(shape: &Shape, config: &AttentionConfig) -> Result<HeadAttentionSizes> {
+pub(super) fn sizes(
+    algorithm: Algorithm,
+    shape: &Shape,
+    config: &AttentionConfig,
+) -> Result<HeadAttentionSizes> {
     let refuse = |hint: &str| {
         Err(Error::Shape {
             op: OP,
@@ -32,9 +37,21 @@ pub(super) fn sizes(shape: &Shape, config: &AttentionConfig) -> Result<HeadAtten
         mask: config.mask,
         scale: config.scale_for(*head_dim),
     };
+    if algorithm == Algorithm::Flash && *head_dim > MAX_HEAD_DIM {
+        return Err(Error::Shape {
+            op: OP,
+            expected: format!("heads of at most {MAX_HEAD_DIM} for flash attention"),
+            got: format!("{:?}", shape.dims()),
+            hint: "plan naive attention".into(),
+        });
+    }
     // In f64, which does not overflow; scratch and gradients are of that order too.
     let [m, t, d] = [sizes.matrices, sizes.length, sizes.head_dim].map(|size| size as f64);
-    let wanted_bytes = 4.0 * (m * t * (t + 8.0 * d) + 8.0 * t * d);
+    let of_scores = match algorithm {
+        Algorithm::Naive => t,
+        Algorithm::Flash => 0.0,
+    };
+    let wanted_bytes = 4.0 * (m * t * (of_scores + 8.0 * d) + 8.0 * t * d);
     if wanted_bytes >= 2f64.powi(56) {
         return Err(Error::OutOfMemory {
             what: "the arena of a planned attention".into(),
@@ -55,14 +72,68 @@ fn of_exponentials(dtype: DType) -> DType {
 }
 
 /// One call forward, one backward; tensors in `dtype`.
-pub(super) fn of(sizes: HeadAttentionSizes, dtype: DType, target: Target) -> Plan {
-    match target {
-        Target::Cpu { threads } => for_cpu(sizes, dtype, threads),
-        Target::Card => for_card(sizes, dtype),
+pub(super) fn of(
+    algorithm: Algorithm,
+    sizes: HeadAttentionSizes,
+    dtype: DType,
+    target: Target,
+) -> Plan {
+    match (algorithm, target) {
+        (Algorithm::Flash, _) => flash(sizes, dtype, matches!(target, Target::Card)),
+        (Algorithm::Naive, Target::Cpu { threads }) => naive_on_cpu(sizes, dtype, threads),
+        (Algorithm::Naive, Target::Card) => naive_on_card(sizes, dtype),
     }
 }
 
-fn for_cpu(sizes: HeadAttentionSizes, dtype: DType, threads: usize) -> Plan {
+impl HeadAttentionSizes {
+    /// As flash attention's kernels take them.
+    pub(in crate::compile) fn flash(&self) -> flash_attention::Sizes {
+        flash_attention::Sizes {
+            batch: self.matrices,
+            heads: 1,
+            kv_heads: 1,
+            queries: self.length,
+            keys: self.length,
+            head_dim: self.head_dim,
+            mask: self.mask,
+            scale: self.scale,
+        }
+    }
+}
+
+fn flash(sizes: HeadAttentionSizes, dtype: DType, on_card: bool) -> Plan {
+    let mut buffers = Buffers::default();
+    let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);
+    let heads = heads(&sizes);
+    let out = buffers.arena("out", heads, dtype, Category::Output);
+    let lse = [sizes.matrices, sizes.length];
+    let lse = buffers.arena("lse", lse, DType::F32, Category::Temporary);
+    let [forward_workspace, backward_workspace] = [
+        ("forward/workspace", workspace::flash_forward()),
+        (
+            "backward/workspace",
+            workspace::flash_backward(&sizes.flash()),
+        ),
+    ]
+    .map(|(name, words)| on_card.then(|| buffers.scratch(name, [words])));
+    // Out's own rounding would be in every gradient.
+    let rounded_off = (dtype != DType::F32)
+        .then(|| buffers.arena("rounded_off", heads, dtype, Category::Temporary));
+    let [dq, dk, dv] = buffers.gradients(&sizes, dtype);
+
+    let with = |ids: &[BufferId], more: [Option<BufferId>; 2]| -> Vec<BufferId> {
+        let more = more.into_iter().flatten();
+        ids.iter().copied().chain(more).collect()
+    };
+    let of_forward = with(&[out, lse], [forward_workspace, rounded_off]);
+    let saved = with(&[d_out, q, k, v, out, lse], [rounded_off, None]);
+    let of_backward = with(&[dq, dk, dv], [backward_workspace, None]);
+    let ops = [Op::FlashHeads(sizes), Op::FlashHeadsBackward(sizes)];
+    let operands = [(&[q, k, v][..], &of_forward[..]), (&saved, &of_backward)];
+    buffers.plan(ops, operands, &[out, dq, dk, dv])
+}
+
+fn naive_on_cpu(sizes: HeadAttentionSizes, dtype: DType, threads: usize) -> Plan {
     let rounds = dtype != DType::F32;
     let mut buffers = Buffers::default();
     let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);
@@ -92,7 +163,7 @@ fn for_cpu(sizes: HeadAttentionSizes, dtype: DType, threads: usize) -> Plan {
     let saved: Vec<BufferId> = saved.into_iter().chain(rounded_off).collect();
     let of_backward = [dq, dk, dv, partial, backward_scratch];
     buffers.plan(
-        sizes,
+        naive(sizes),
         [(&[q, k, v], &of_forward), (&saved, &of_backward)],
         &[out, dq, dk, dv],
     )
@@ -101,7 +172,7 @@ fn for_cpu(sizes: HeadAttentionSizes, dtype: DType, threads: usize) -> Plan {
 /// What the scores' gradients may take: a head of T 16,384 in f32, or several that together fill a card as well.
 const D_SCORES_BYTES: usize = 1 << 30;
 
-fn for_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
+fn naive_on_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
     let HeadAttentionSizes {
         matrices, length, ..
     } = sizes;
@@ -118,13 +189,18 @@ fn for_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
     let d_scores = [at_once, length, length];
     let d_scores = buffers.arena("dscores", d_scores, dtype, Category::Scratch);
     buffers.plan(
-        sizes,
+        naive(sizes),
         [
             (&[q, k, v], &[out, p]),
             (&[d_out, q, k, v, p], &[dq, dk, dv, d_scores]),
         ],
         &[out, dq, dk, dv],
     )
+}
+
+/// Its two calls.
+fn naive(sizes: HeadAttentionSizes) -> [Op; 2] {
+    [Op::HeadAttention(sizes), Op::HeadAttentionBackward(sizes)]
 }
 
 /// (B H, T, Dh).
@@ -167,7 +243,7 @@ impl Buffers {
         self.add(name, &shape, dtype, category, home)
     }
 
-    /// What the threads of a call on the CPU work in.
+    /// What a call works in, in words.
     fn scratch<const N: usize>(&mut self, name: &str, shape: [usize; N]) -> BufferId {
         self.arena(name, shape, DType::F32, Category::Scratch)
     }
@@ -185,10 +261,10 @@ impl Buffers {
         ["dq", "dk", "dv"].map(|name| self.arena(name, heads(sizes), dtype, Category::Gradient))
     }
 
-    /// What forward reads and writes, and backward; `kept` are left for whoever reads them after a run.
+    /// Forward and backward, with what each reads and writes; `kept` are left for whoever reads them after a run.
     fn plan(
         self,
-        sizes: HeadAttentionSizes,
+        [of_forward, of_backward]: [Op; 2],
         [forward, backward]: [(&[BufferId], &[BufferId]); 2],
         kept: &[BufferId],
     ) -> Plan {
@@ -204,8 +280,8 @@ impl Buffers {
             writes: writes.iter().map(whole).collect(),
         };
         let calls = vec![
-            call(Op::HeadAttention(sizes), Phase::Forward, forward),
-            call(Op::HeadAttentionBackward(sizes), Phase::Backward, backward),
+            call(of_forward, Phase::Forward, forward),
+            call(of_backward, Phase::Backward, backward),
         ];
         let runs = Runs {
             lasting: 0..0,

@@ -146,6 +146,54 @@ pub(super) fn flash_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: 
     flash::backward(&kernel, &tiles, inputs, gradients);
 }
 
+pub(super) fn flash_heads<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &HeadAttentionSizes) {
+    let (kernel, tiles) = (sizes.flash(), Tiles::for_head_dim(sizes.head_dim));
+    let [q, k, v] = [0, 1, 2].map(|place| one_after_another(sizes, o.lower_x(place)));
+    let outputs = flash::Outputs {
+        out: o.lower_y(0),
+        rounded_off: match o.call.writes.len() {
+            2 => &mut [],
+            _ => o.lower_y(2),
+        },
+        lse: o.y(1),
+    };
+    flash::forward(&kernel, &tiles, q, k, v, outputs);
+}
+
+pub(super) fn flash_heads_backward<S: Stored<Wide = f32>>(
+    o: &Operands<'_, S>,
+    sizes: &HeadAttentionSizes,
+) {
+    let (kernel, tiles) = (sizes.flash(), Tiles::for_head_dim(sizes.head_dim));
+    let places = [0, 1, 2, 3, 4];
+    let [d_out, q, k, v, out] = places.map(|place| one_after_another(sizes, o.lower_x(place)));
+    let rounded_off = (o.call.reads.len() > 6).then(|| one_after_another(sizes, o.lower_x(6)));
+    let inputs = flash::Inputs {
+        q,
+        k,
+        v,
+        out,
+        rounded_off,
+        lse: o.x(5),
+        d_out,
+    };
+    let gradients = flash::Gradients {
+        dq: o.lower_y(0),
+        dk: o.lower_y(1),
+        dv: o.lower_y(2),
+    };
+    flash::backward(&kernel, &tiles, inputs, gradients);
+}
+
+/// The heads of a (B H, T, Dh).
+fn one_after_another<'a, S>(sizes: &HeadAttentionSizes, data: &'a [S]) -> flash::Heads<'a, S> {
+    let head = sizes.length * sizes.head_dim;
+    flash::Heads {
+        data,
+        strides: [head, head, sizes.head_dim, 1],
+    }
+}
+
 /// The heads of a (B, T, H*Dh), as they lie.
 fn in_model_dimension<'a, S>(sizes: &AttentionSizes, data: &'a [S]) -> flash::Heads<'a, S> {
     let row = sizes.heads * sizes.head_dim;

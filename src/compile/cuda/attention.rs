@@ -110,6 +110,68 @@ pub(super) fn flash_backward(
     )?)
 }
 
+/// Heads one after another.
+fn one_after_another<'a>(sizes: &HeadAttentionSizes, view: View<'a>) -> Heads<'a> {
+    let (rows, head_dim) = (sizes.length, sizes.head_dim);
+    Heads {
+        view,
+        strides: [rows * head_dim, rows * head_dim, head_dim],
+        dims: [sizes.matrices, 1, rows, head_dim],
+    }
+}
+
+pub(super) fn flash_heads(
+    launcher: &Launcher<'_>,
+    call: &Call,
+    sizes: &HeadAttentionSizes,
+) -> Result<()> {
+    let (reads, writes) = views(launcher, call);
+    let qkv = [0, 1, 2].map(|place| one_after_another(sizes, reads[place]));
+    let outputs = Outputs {
+        out: one_after_another(sizes, writes[0]),
+        rounded_off: writes.get(3).copied(),
+        lse: writes[1],
+    };
+    let (card, tf32) = (launcher.card, launcher.products.tf32());
+    Ok(flash::forward(
+        card,
+        &sizes.flash(),
+        tf32,
+        qkv,
+        outputs,
+        writes[2],
+    )?)
+}
+
+pub(super) fn flash_heads_backward(
+    launcher: &Launcher<'_>,
+    call: &Call,
+    sizes: &HeadAttentionSizes,
+) -> Result<()> {
+    let (reads, writes) = views(launcher, call);
+    let [d_out, q, k, v, out] = [0, 1, 2, 3, 4].map(|place| one_after_another(sizes, reads[place]));
+    let [dq, dk, dv] = [0, 1, 2].map(|place| one_after_another(sizes, writes[place]));
+    let inputs = flash::Inputs {
+        q,
+        k,
+        v,
+        out,
+        rounded_off: reads.get(6).copied(),
+        d_out,
+        lse: reads[5],
+    };
+    let gradients = flash::Gradients { dq, dk, dv };
+    let (card, tf32) = (launcher.card, launcher.products.tf32());
+    Ok(flash::backward(
+        card,
+        &sizes.flash(),
+        tf32,
+        inputs,
+        gradients,
+        writes[3],
+    )?)
+}
+
 /// The scores of sequence `batch`, (T, T) for each head.
 fn scores<'a>(sizes: &AttentionSizes, view: View<'a>, batch: usize) -> Matrix<'a> {
     let of_head = sizes.length * sizes.length;

@@ -103,6 +103,8 @@ impl<'a> Launcher<'a> {
             Op::NaiveAttentionBackward(sizes) => attention::naive_backward(self, call, &sizes)?,
             Op::HeadAttention(sizes) => attention::heads(self, call, &sizes)?,
             Op::HeadAttentionBackward(sizes) => attention::heads_backward(self, call, &sizes)?,
+            Op::FlashHeads(sizes) => attention::flash_heads(self, call, &sizes)?,
+            Op::FlashHeadsBackward(sizes) => attention::flash_heads_backward(self, call, &sizes)?,
             Op::FlashAttention(sizes) => attention::flash(self, call, &sizes)?,
             Op::FlashAttentionBackward(sizes) => attention::flash_backward(self, call, &sizes)?,
             Op::SwiGlu { .. } => {
@@ -282,16 +284,20 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
     }
     for call in plan.calls() {
         let dtype = plan.lower_dtype(call);
+        let flash = match call.op {
+            Op::FlashAttention(sizes) => Some(sizes.flash()),
+            Op::FlashHeads(sizes) => Some(sizes.flash()),
+            _ => None,
+        };
+        if let Some(sizes) = flash
+            && !flash_attention::takes(card, dtype, tf32, &sizes)
+        {
+            let got = format!("heads of {} in {}", sizes.head_dim, dtype.as_str());
+            let wanted = "flash attention of heads of a multiple of 8 (f32: of 4) up to 256, \
+                 whose tiles fit the card's shared memory";
+            return refuse(wanted, got, "plan naive attention");
+        }
         match call.op {
-            Op::FlashAttention(sizes)
-                if !flash_attention::takes(card, dtype, tf32, &sizes.flash()) =>
-            {
-                let got = format!("heads of {} in {}", sizes.head_dim, dtype.as_str());
-                let wanted = "flash attention of heads of a multiple of 8 (f32: of 4) up to 256, \
-                     whose tiles fit the card's shared memory";
-                let hint = "build the model with naive attention";
-                return refuse(wanted, got, hint);
-            }
             Op::RmsNorm { width, .. } | Op::AddRmsNorm { width, .. }
                 if width > rms_norm::MAX_WIDTH =>
             {

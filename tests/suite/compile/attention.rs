@@ -2,10 +2,11 @@
 
 use super::{CPU, distance};
 use crate::child;
-use candle_core::{DType, Tensor, Var};
+use crate::flash::problem::numbers;
+use candle_core::{DType, Device, Tensor, Var};
 use rayon::ThreadPoolBuilder;
 use rstest::rstest;
-use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
 use tallow::compile::arena::ALIGNMENT_BYTES;
 use tallow::compile::{Attention, Category};
 use tallow::memory::tracker;
@@ -69,6 +70,73 @@ fn as_eager(
     shape: &[usize],
 ) {
     agree(shape, &config(mask));
+}
+
+/// What flash attention gives eagerly, from the same kernel.
+#[rstest]
+fn flash_has_eager_flashs_bits(
+    #[values(Mask::Full, Mask::Causal, Mask::CausalEnd)] mask: Mask,
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+    #[values((1, 1, 1), (2, 123, 24), (3, 257, 64), (8, 130, 256))] (heads, length, head_dim): (
+        usize,
+        usize,
+        usize,
+    ),
+) {
+    let shape = [heads, 1, length, head_dim];
+    flash_as_eager(&shape, dtype, &config(mask), &CPU);
+}
+
+/// Output and gradients, planned twice and eagerly, have the same bits.
+pub fn flash_as_eager(shape: &[usize], dtype: DType, config: &AttentionConfig, device: &Device) {
+    let there = |x: &Tensor| x.to_dtype(dtype).unwrap().to_device(device).unwrap();
+    let [q, k, v, d_out] = inputs(shape).map(|x| there(&x));
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
+    let out = attention::flash(&q, &k, &v, config).unwrap();
+    let loss = (&out * &d_out).unwrap().sum_all().unwrap();
+    let store = loss.backward().unwrap();
+    let mut planned =
+        Attention::with_algorithm(Algorithm::Flash, device, shape, dtype, config).unwrap();
+    for run in 0..3 {
+        planned.forward(&q, &k, &v).unwrap();
+        planned.backward(&d_out).unwrap();
+        let [dq, dk, dv] = planned.gradients().unwrap();
+        let found = [planned.output().unwrap(), dq, dk, dv];
+        let wanted = [&q, &k, &v].map(|x| store.get(x).unwrap());
+        let wanted = [&out].into_iter().chain(wanted);
+        for ((found, wanted), name) in found.iter().zip(wanted).zip(["out", "dq", "dk", "dv"]) {
+            let [found, wanted] = [found, wanted].map(|x| numbers(&x.to_device(&CPU).unwrap()));
+            assert!(
+                found == wanted,
+                "{shape:?} {dtype:?} {config:?} {name}, run {run}"
+            );
+        }
+    }
+}
+
+#[test]
+fn flash_keeps_nothing_of_all_pairs() {
+    let shape = (4, 2, 500, 64);
+    let config = config(Mask::Causal);
+    let plan = |dtype| {
+        let plan = Attention::plan_with_algorithm(Algorithm::Flash, &CPU, shape, dtype, &config);
+        plan.unwrap()
+    };
+    let (n, rows) = (8 * 500 * 64, 8 * 500);
+    let aligned = |bytes: u64| bytes.next_multiple_of(ALIGNMENT_BYTES);
+    let single = plan(DType::F32);
+    assert_eq!(single.flops(), 3.0 * 4.0 * 8.0 * 500.0 * 500.0 * 64.0);
+    // out, dq, dk, dv and lse, there at once.
+    assert_eq!(single.peak_bytes(), aligned(4 * rows) + 4 * 4 * n);
+    assert!(single.explain().contains("flash_heads_backward"));
+    let half = plan(DType::BF16);
+    assert_eq!(half.peak_bytes(), aligned(4 * rows) + 2 * 5 * n);
+    let error =
+        Attention::plan_with_algorithm(Algorithm::Flash, &CPU, (2, 10, 257), DType::F32, &config);
+    let text = error.map(|_| ()).unwrap_err().to_string();
+    for word in ["at most 256", "[2, 10, 257]", "plan naive"] {
+        assert!(text.contains(word), "no {word:?} in {text:?}");
+    }
 }
 
 #[test]

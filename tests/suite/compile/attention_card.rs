@@ -1,6 +1,7 @@
 //! Attention planned on a card: against exact results, against eager naive attention there, and against itself. Without a card
 //! a word says so.
 
+use super::attention::flash_as_eager;
 use super::card::{agree, plan};
 use super::{CPU, config, distance};
 use crate::child;
@@ -139,6 +140,24 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     }
 }
 
+/// What flash attention gives eagerly there, from the same kernels.
+#[rstest]
+fn flash_has_eager_flashs_bits(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+    #[values(Mask::Full, Mask::Causal, Mask::CausalEnd)] mask: Mask,
+    #[values((2, 123, 24), (3, 257, 64), (2, 700, 128))] (heads, length, head_dim): (
+        usize,
+        usize,
+        usize,
+    ),
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let config = AttentionConfig { mask, scale: None };
+    flash_as_eager(&[heads, 1, length, head_dim], dtype, &config, &card);
+}
+
 /// A model's naive attention takes the same blocks, of heads that lie in rows.
 #[rstest]
 fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
@@ -173,6 +192,12 @@ fn what_a_card_is_not_planned_for() {
     );
     refused(new((2, 0, 8), DType::F32).map(|_| ()), &["(..., T, Dh)"]);
     refused(new((64, 1 << 19, 64), DType::BF16).map(|_| ()), &["arena"]);
+    let narrow = (2, 10, 12);
+    let flash = Attention::with_algorithm(Algorithm::Flash, &card, narrow, DType::BF16, &config);
+    refused(
+        flash.map(|_| ()),
+        &["a multiple of 8", "heads of 12 in bf16"],
+    );
 
     let mut on_card = new((2, 10, 8), DType::F32).unwrap();
     let here = Tensor::ones((2, 10, 8), DType::F32, &CPU).unwrap();
