@@ -1,12 +1,14 @@
 //! The memory of planned attention: the plan's.
 
+use super::attention::flash_scratch;
 use super::{Account, AttentionWorkload, Holds};
 use crate::Result;
 use crate::attention::{Algorithm, AttentionConfig};
 use crate::compile::{Attention, Category};
 use candle_core::Device;
 
-/// What [`compile::Attention`](crate::compile::Attention) holds on the CPU, with its inputs: what its plan says, exactly.
+/// What [`compile::Attention`](crate::compile::Attention) holds on the CPU, with its inputs: what its plan says, exactly, and for
+/// flash what its kernels take for themselves, if all threads of the pool that asks find work.
 ///
 /// A plan has its whole arena before its first run, so all of it counts as there before backward.
 ///
@@ -16,7 +18,7 @@ pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account
     planned_attention_account_on(&Device::Cpu, workload)
 }
 
-/// As [`planned_attention_account`], for `device`. On a card cuBLASLt has 32 MiB to work in besides.
+/// As [`planned_attention_account`], for `device`. On a card naive attention's products have 32 MiB to work in besides.
 ///
 /// # Errors
 /// As [`Attention::with_algorithm`].
@@ -64,7 +66,7 @@ pub fn planned_attention_account_on(
             "the rest of the arena: out, dq, dk, dv and, on a card, dq's sums",
         ),
     };
-    Ok(Account::new(sizes)
+    let account = Account::new(sizes)
         .with(
             Holds::Inputs,
             "q, k, v and out's gradient",
@@ -85,5 +87,12 @@ pub fn planned_attention_account_on(
             "4BHTDh + ..",
             elements(rest),
             width,
-        ))
+        );
+    if w.algorithm == Algorithm::Naive || !device.is_cpu() {
+        return Ok(account);
+    }
+    let [forward, backward] = flash_scratch(w);
+    let name = "delta, dq's sums, tiles";
+    let most = forward.max(backward);
+    Ok(account.with(Holds::Scratch, name, "BHT + ..", most, width.max(4)))
 }

@@ -39,7 +39,8 @@ const OP: &str = "compile::Attention";
 ///
 /// With [`Algorithm::Flash`] ([`with_algorithm`](Self::with_algorithm)) the tiles of [`attention::flash`](crate::attention::flash())
 /// instead: of (T, T) there is nothing, kept are the output, a number a query and, in half precision, what rounding took from the
-/// output. The same kernels as eagerly, and the same bits, without the gradients that candle adds to zeros.
+/// output. The same kernels as eagerly, and the same bits, without the gradients that candle adds to zeros. On the CPU they take
+/// tiles and sums of dq for themselves, as they do eagerly.
 ///
 /// It stands outside of candle's graph: [`backward`](Self::backward) is called with the output's gradient, by whoever has
 /// it.
