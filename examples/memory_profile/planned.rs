@@ -34,8 +34,12 @@ pub fn note(title: &str, plan: &Plan) -> String {
         let bytes = plan.category_bytes(category);
         (bytes > 0).then(|| format!("{} {}", category.name(), format_mib(bytes)))
     });
+    let beside = match plan.workspace_bytes() {
+        0 => String::new(),
+        bytes => format!(" and a workspace of {}", format_mib(bytes)),
+    };
     format!(
-        "{title}: {} calls over an arena of {}; the most of each kind at one call: {}",
+        "{title}: {} calls over an arena of {}{beside}; the most of each kind at one call: {}",
         plan.calls().len(),
         format_mib(plan.peak_bytes()),
         held.collect::<Vec<_>>().join(", ")

@@ -104,9 +104,12 @@ impl EndToEnd {
         }
     }
 
-    /// What a plan of this run takes on `device`, parameters and state included: exact.
+    /// What a planned run takes on `device`, parameters, state and batch included: exact.
     pub(super) fn planned_bytes(&self, device: &Device) -> Result<u64> {
-        Ok(self.plan(device)?.total_bytes())
+        let planned_bytes = self.plan(device)?.total_bytes();
+        let ids = 2 * self.batch_size * self.sequence_length; // tokens and targets
+        let angles = self.config.context_length * self.config.head_dim(); // the model's own cosines and sines
+        Ok(planned_bytes + 4 * (ids + angles) as u64)
     }
 
     fn plan_config(&self) -> PlanConfig {

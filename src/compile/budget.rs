@@ -15,7 +15,7 @@ pub(super) fn plan(source: Source<'_>) -> Result<(Plan, Checkpointing)> {
         _ => return Ok((configured, config.checkpointing)),
     };
     let mut smallest = configured.peak_bytes();
-    for again in alternatives(source.model.num_layers) {
+    for again in alternatives(source) {
         let plan = build::train_step(source, again);
         if plan.peak_bytes() <= budget_bytes {
             return Ok((plan, again.checkpointing));
@@ -35,13 +35,27 @@ pub(super) fn plan(source: Source<'_>) -> Result<(Plan, Checkpointing)> {
     })
 }
 
-/// What may be run again, the least first: gates and up of some blocks, of all; then half of the blocks, and more.
-fn alternatives(layers: usize) -> impl Iterator<Item = Again> {
-    let gates = (1..=layers).map(|gates| Again {
-        checkpointing: Checkpointing::None,
+/// What may be run again, the least first: sums of some blocks, of all; gates and up of some, of all; then half of the blocks,
+/// and more.
+fn alternatives(source: Source<'_>) -> impl Iterator<Item = Again> {
+    let layers = source.model.num_layers;
+    let sums = match source.is_half_on_card() {
+        true => layers,
+        false => 0,
+    };
+    let nothing = Again::from(Checkpointing::None);
+    let of_sums = (1..=sums).map(move |sums| Again { sums, ..nothing });
+    let of_gates = (1..=layers).map(move |gates| Again {
+        sums,
         gates,
+        ..nothing
     });
-    gates.chain(blocks(layers).into_iter().map(Again::from))
+    let of_blocks = blocks(layers).into_iter().map(move |checkpointing| Again {
+        checkpointing,
+        sums,
+        gates: 0,
+    });
+    of_sums.chain(of_gates).chain(of_blocks)
 }
 
 /// Which blocks may be run again, the fewest first.

@@ -35,8 +35,9 @@ pub struct PlanConfig {
     /// Which blocks are run again in backward instead of keeping their activations. (A plan always releases what a block
     /// kept once backward has come through it: [`Checkpointing::Release`] is [`Checkpointing::None`] here.)
     pub checkpointing: Checkpointing,
-    /// The most bytes that the arena may have. If what `checkpointing` says needs more, as little is run again as will do: gate
-    /// and up of the first blocks, half of what a block leaves; then whole blocks.
+    /// The most bytes that the arena may have. If what `checkpointing` says needs more, as little is run again as will do: in
+    /// half precision on a card the sums that the first blocks' second norms read, an addition; gate and up of the first blocks,
+    /// half of what a block leaves; then whole blocks.
     pub memory_budget_bytes: Option<u64>,
     /// Update each parameter as soon as its gradient is there, whose memory is then free again: one gradient is alive at a
     /// time, on a card those of one block, whose matrices one launch updates. The peak falls where gradients are what it is made

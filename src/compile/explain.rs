@@ -84,6 +84,12 @@ impl Plan {
                 format_mib(self.busiest_bytes()),
             ),
         ];
+        if self.workspace_bytes() > 0 {
+            let workspace = format_mib(self.workspace_bytes());
+            notes.push(format!(
+                "Workspace: {workspace} beside the arena, for cuBLASLt and the tables of updates."
+            ));
+        }
         if self.micro_batches() > 1 {
             let repeated = self.repeated();
             notes.push(format!(

@@ -67,7 +67,8 @@
 //!
 //! # What a plan is exact about
 //!
-//! [`Plan::peak_bytes`] is the arena's allocation. Beside it kernels keep packing buffers of 0.75 MiB a thread, in half precision
+//! [`Plan::peak_bytes`] is the arena's allocation. On a card [`Plan::workspace_bytes`] is what lies beside it, and with
+//! [`Plan::total_bytes`] a step's peak is met to 0.1 MiB. On the CPU kernels keep packing buffers of 0.75 MiB a thread, in half precision
 //! 2.5, whatever the sizes, and flash attention's backward takes a few tiles a thread. The scratch of naive attention is in
 //! the arena, for as many threads as the pool has when the plan is made; a plan run in a larger pool uses that many.
 //!

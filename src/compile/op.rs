@@ -59,7 +59,8 @@ pub enum Op {
         /// D.
         width: usize,
     },
-    /// Reads x (N, D), weight (D); writes y (N, D), rstd (N).
+    /// Reads x (N, D), weight (D) and, on a card where what is normed is a sum that did not stay, the branch that is added to x
+    /// (N, D); writes y (N, D), rstd (N).
     RmsNorm {
         /// N.
         rows: usize,
@@ -163,8 +164,9 @@ pub enum Op {
     FlashAttentionBackward(AttentionSizes),
     /// Reads x (B, H, T, Dh), cos, sin; writes y (B, T, H*Dh), turned back.
     MergeRotatedBack(AttentionSizes),
-    /// Reads x (N, D), weight (D), rstd (N); writes dy (N, D), which becomes the norm's output, dx (N, D), dweight (D), scratch
-    /// and, on a card where the next product wants it, dx once more in half precision.
+    /// Reads x (N, D), weight (D), rstd (N) and, on a card where x is not the sum that was normed, the branch that was added to
+    /// it (N, D); writes dy (N, D), which becomes the norm's output, dx (N, D), dweight (D), scratch and, on a card where the
+    /// next product wants it, dx once more in half precision.
     RmsNormBackward {
         /// N.
         rows: usize,

@@ -73,6 +73,7 @@ pub struct Plan {
     tables: Vec<Vec<f32>>,
     runs: Runs,
     arena_bytes: u64,
+    workspace_bytes: u64,
 }
 
 /// Which calls are run how often.
@@ -143,9 +144,18 @@ impl Plan {
             tables,
             runs,
             arena_bytes,
+            workspace_bytes: 0,
         };
         plan.check();
         plan
+    }
+
+    /// With what the executor takes beside the arena.
+    pub(super) fn with_workspace(self, bytes: usize) -> Self {
+        Self {
+            workspace_bytes: bytes as u64,
+            ..self
+        }
     }
 
     /// The kernel calls, in order.
@@ -189,17 +199,25 @@ impl Plan {
         self.runs.micro_batches
     }
 
-    /// The size of the arena, in bytes: all that a run allocates, once, before the first.
+    /// The size of the arena, in bytes: all that a run allocates, once, before the first, but for a card's
+    /// [workspace](Self::workspace_bytes).
     ///
     /// Parameters and optimizer state are not in it; they are there already. [`total_bytes`](Self::total_bytes) has them.
     pub fn peak_bytes(&self) -> u64 {
         self.arena_bytes
     }
 
-    /// The arena, and the parameters, optimizer state, tables and outputs that the calls touch, in bytes.
+    /// What a card's executor works in beside the arena, in bytes: 32 MiB for cuBLASLt, the tables by which one launch updates many
+    /// parameters (8 bytes for each 8,192 elements), and of a forward alone the logits until they are copied. On the CPU none.
+    pub fn workspace_bytes(&self) -> u64 {
+        self.workspace_bytes
+    }
+
+    /// The arena, the workspace beside it, and the parameters, optimizer state, tables and outputs that the calls touch, in
+    /// bytes.
     pub fn total_bytes(&self) -> u64 {
         let elsewhere = self.buffers.iter().filter(|buffer| !buffer.is_in_arena());
-        self.arena_bytes + elsewhere.map(Buffer::bytes).sum::<u64>()
+        self.arena_bytes + self.workspace_bytes + elsewhere.map(Buffer::bytes).sum::<u64>()
     }
 
     /// Bytes of all buffers of a category: of those in the arena, the most that are alive at one call.

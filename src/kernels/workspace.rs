@@ -2,6 +2,9 @@
 
 use super::cpu::flash_attention::Sizes;
 
+/// What cuBLASLt may work in, in bytes: what NVIDIA advises for Hopper; cards before it take less.
+pub(crate) const PRODUCTS_BYTES: usize = 32 << 20;
+
 /// The most blocks that [rms_norm's backward](rms_norm_partials) is spread over, each with a row of partial sums.
 pub(crate) const RMS_NORM_BLOCKS: usize = 1024;
 
@@ -61,6 +64,16 @@ pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
 /// Sums of squares of pieces of a gradient, f64.
 pub(crate) fn chunks(elements: usize) -> usize {
     elements.div_ceil(CHUNK)
+}
+
+/// What AdamW's kernel knows of a parameter, in words of 8 bytes.
+pub(crate) const UPDATE_WORDS: usize = 7;
+
+/// The tables by which one launch updates parameters of so many elements each, in bytes: what is known of each, and a word for
+/// each chunk.
+pub(crate) fn update_tables_bytes(parameters: impl Iterator<Item = usize>) -> usize {
+    let words = parameters.map(|elements| UPDATE_WORDS + chunks(elements));
+    words.sum::<usize>() * size_of::<u64>()
 }
 
 fn aligned(words: usize) -> usize {

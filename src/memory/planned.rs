@@ -18,7 +18,7 @@ pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account
     planned_attention_account_on(&Device::Cpu, workload)
 }
 
-/// As [`planned_attention_account`], for `device`. On a card naive attention's products have 32 MiB to work in besides.
+/// As [`planned_attention_account`], for `device`: on a card with what cuBLASLt works in.
 ///
 /// # Errors
 /// As [`Attention::with_algorithm`].
@@ -88,11 +88,15 @@ pub fn planned_attention_account_on(
             elements(rest),
             width,
         );
-    if w.algorithm == Algorithm::Naive || !device.is_cpu() {
-        return Ok(account);
+    if w.algorithm == Algorithm::Flash && device.is_cpu() {
+        let [forward, backward] = flash_scratch(w);
+        let name = "delta, dq's sums, tiles";
+        let most = forward.max(backward);
+        return Ok(account.with(Holds::Scratch, name, "BHT + ..", most, width.max(4)));
     }
-    let [forward, backward] = flash_scratch(w);
-    let name = "delta, dq's sums, tiles";
-    let most = forward.max(backward);
-    Ok(account.with(Holds::Scratch, name, "BHT + ..", most, width.max(4)))
+    // There before backward too, as the arena is.
+    Ok(match plan.workspace_bytes() {
+        0 => account,
+        bytes => account.with(Holds::Activations, "workspace", "32 Mi", bytes as f64, 1),
+    })
 }

@@ -159,6 +159,7 @@ impl CustomOp2 for RmsNorm {
             let inputs = cuda_kernel::Inputs {
                 dy: cuda::elements(&dy)?,
                 x: cuda::elements(x)?,
+                branch: None,
                 weight: cuda::elements(&wide_weight)?,
                 rstd: cuda::elements(rstd)?,
             };

@@ -188,14 +188,14 @@ fn naive_on_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
     let [dq, dk, dv] = buffers.gradients(&sizes, dtype);
     let d_scores = [at_once, length, length];
     let d_scores = buffers.arena("dscores", d_scores, dtype, Category::Scratch);
-    buffers.plan(
-        naive(sizes),
-        [
-            (&[q, k, v], &[out, p]),
-            (&[d_out, q, k, v, p], &[dq, dk, dv, d_scores]),
-        ],
-        &[out, dq, dk, dv],
-    )
+    let ops = naive(sizes);
+    let operands: [(&[BufferId], &[BufferId]); 2] = [
+        (&[q, k, v], &[out, p]),
+        (&[d_out, q, k, v, p], &[dq, dk, dv, d_scores]),
+    ];
+    buffers
+        .plan(ops, operands, &[out, dq, dk, dv])
+        .with_workspace(workspace::PRODUCTS_BYTES)
 }
 
 /// Its two calls.

@@ -8,10 +8,9 @@ use super::super::op::{Accumulate, AttentionSizes, Op};
 use super::super::plan::Phase;
 use super::Builder;
 use super::forward::{
-    Attended, BlockState, DOWN, GATE_UP, Normed, OUT, QKV, Segment, States, Stream, turned,
-    weights_of,
+    Attended, BlockState, DOWN, GATE_UP, OUT, QKV, Segment, States, turned, weights_of,
 };
-use crate::kernels::cpu::residual_norm::partials_len;
+use super::norm::Stream;
 use crate::kernels::workspace;
 
 impl Builder<'_> {
@@ -19,6 +18,7 @@ impl Builder<'_> {
     pub(super) fn loss_and_backward(&mut self, states: States) {
         let (rows, width) = (self.source.config.rows(), self.source.model.d_model);
         let dy = self.loss(states.ln_final.y);
+        self.update_matrices(); // the head's, whose gradient would lie beside a block's
         self.phase = Phase::Backward;
         self.path = "ln_final".into();
         let dx = self.buffer("dstream", &[rows, width]); // of the residual stream, from here to the embedding
@@ -85,7 +85,7 @@ impl Builder<'_> {
 
         let gate_up = match &state.gate_up {
             Some(kept) => kept.clone(),
-            None => self.gate_up_again(layer, state.ln2.x),
+            None => self.gate_up_again(layer, state.ln2.kept()),
         };
         // dgated = dx W2; then, in its place, what W2's gradient is made from.
         let gated = self.lower("gated", &[rows, hidden]);
@@ -120,7 +120,7 @@ impl Builder<'_> {
             self.norm_backward(&format!("{prefix}/ln1"), state.ln1, dy, dx, true, !is_last);
         let y = dy;
         self.weight_gradients(attn(QKV), &gradients, y);
-        self.block_done();
+        self.update_matrices();
         branch
     }
 
@@ -175,44 +175,6 @@ impl Builder<'_> {
         let (dw, accumulate) = self.product_gradient(&weights);
         self.matmul((dy, true), (x, false), dw, accumulate);
         self.gradient_done(&weights);
-    }
-
-    /// Adds a norm's gradient to dx, or sets it, and turns dy into the norm's output; returns dx as products read it, where
-    /// one `follows`.
-    fn norm_backward(
-        &mut self,
-        path: &str,
-        normed: Normed,
-        dy: BufferId,
-        dx: BufferId,
-        add_dx: bool,
-        follows: bool,
-    ) -> BufferId {
-        let (rows, width) = (self.source.config.rows(), self.source.model.d_model);
-        self.path = path.into();
-        let names = [format!("{}.weight", path.replace('/', "."))];
-        let weight = self.weight(&names[0]);
-        let (dw, accumulate) = self.gradient(&names);
-        let partials = self.scratch(&[match self.is_on_card() {
-            true => workspace::rms_norm_partials(rows, width),
-            false => partials_len(rows, width),
-        }]);
-        let op = Op::RmsNormBackward {
-            rows,
-            width,
-            add_dx,
-            accumulate,
-        };
-        let Normed { x, rstd, .. } = normed;
-        let copy = (follows && self.packs()).then(|| self.lower("copy", &[rows, width]));
-        let writes: Vec<BufferId> = [dy, dx, dw, partials].into_iter().chain(copy).collect();
-        self.call(op, &[x, weight, rstd], &writes);
-        self.gradient_done(&names);
-        match copy {
-            Some(copy) => copy,
-            None if follows => self.lowered(dx),
-            None => dx,
-        }
     }
 
     /// The gradients of q, k and v, as those lie.

@@ -2,29 +2,10 @@
 
 use super::super::buffer::{BufferId, Category, Home};
 use super::super::op::{Accumulate, Op};
+use super::norm::{Normed, Stream};
 use super::{Again, Builder};
 use crate::kernels::workspace;
 use crate::nn::Checkpointing;
-
-/// The residual stream as a norm finds it. N is B T.
-#[derive(Clone, Copy)]
-pub(super) enum Stream {
-    /// (N, D).
-    Whole(BufferId),
-    /// The stream and a branch that is still to be added to it, (N, D) each.
-    Sum(BufferId, BufferId),
-}
-
-/// A norm: x and rstd are what its backward reads.
-#[derive(Clone, Copy)]
-pub(super) struct Normed {
-    /// What it read: (N, D).
-    pub x: BufferId,
-    /// What it gave, for the products that follow: (N, D).
-    pub y: BufferId,
-    /// (N).
-    pub rstd: BufferId,
-}
 
 /// What attention leaves for backward.
 #[derive(Clone, Copy)]
@@ -86,6 +67,7 @@ impl Builder<'_> {
         let layers = self.source.model.num_layers;
         let Again {
             checkpointing,
+            sums,
             gates,
         } = again;
         let again = checkpointing.recomputed_blocks(layers);
@@ -96,6 +78,7 @@ impl Builder<'_> {
         let mut segments = Vec::new();
         for layer in 0..layers {
             let (mut state, next) = self.block(layer, stream);
+            state.ln2.keeps_stream = layer < sums;
             if layer < gates {
                 state.gate_up = None;
             }
@@ -184,11 +167,11 @@ impl Builder<'_> {
         self.linear(layer, "ffn", GATE_UP, y, self.source.model.d_ff)
     }
 
-    /// The same from what that norm read.
-    pub(super) fn gate_up_again(&mut self, layer: usize, x: BufferId) -> Vec<BufferId> {
+    /// The same from what that norm has kept.
+    pub(super) fn gate_up_again(&mut self, layer: usize, kept: Stream) -> Vec<BufferId> {
         self.path = format!("layers.{layer}/ln2");
-        let norm = self.norm(Stream::Whole(x), &format!("layers.{layer}.ln2.weight"));
-        self.gate_up(layer, norm.y)
+        let y = self.norm_again(kept, &format!("layers.{layer}.ln2.weight"));
+        self.gate_up(layer, y)
     }
 
     /// `y = x W^T` for linear layers of one input: (N, out) each, or beside each other in one.
@@ -210,27 +193,6 @@ impl Builder<'_> {
             y
         });
         outputs.collect()
-    }
-
-    fn norm(&mut self, stream: Stream, weight: &str) -> Normed {
-        let (rows, width) = (self.source.config.rows(), self.source.model.d_model);
-        let eps = self.source.model.rms_norm_eps;
-        let weight = self.weight(weight);
-        let y = self.lower("y", &[rows, width]);
-        let rstd = self.buffer("rstd", &[rows]);
-        match stream {
-            Stream::Whole(x) => {
-                let op = Op::RmsNorm { rows, width, eps };
-                self.call(op, &[x, weight], &[y, rstd]);
-                Normed { x, y, rstd }
-            }
-            Stream::Sum(x, branch) => {
-                let op = Op::AddRmsNorm { rows, width, eps };
-                let sum = self.buffer("x", &[rows, width]);
-                self.call(op, &[x, branch, weight], &[sum, y, rstd]);
-                Normed { x: sum, y, rstd }
-            }
-        }
     }
 
     /// Attention of projections: what backward needs, and the output (N, D).

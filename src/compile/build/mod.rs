@@ -1,13 +1,14 @@
 //! From a model's configuration to a plan's calls.
 //!
 //! What lives here: the mathematics of a step, call by call, in the order of execution: [`forward`], [`loss`],
-//! [`backward`], [`update`]; and what is in half precision under autocast ([`lower`]). What does not: where buffers lie ([`super::arena`]) and what computes a call
-//! ([`super::cpu`]).
+//! [`backward`], [`update`], with the [norms](norm) of both ways; and what is in half precision under autocast ([`lower`]). What
+//! does not: where buffers lie ([`super::arena`]) and what computes a call ([`super::cpu`]).
 
 mod backward;
 mod forward;
 mod loss;
 mod lower;
+mod norm;
 #[cfg(test)]
 mod tests;
 mod update;
@@ -19,6 +20,7 @@ use super::plan::{Call, Operand, Phase, Plan, Runs};
 use crate::attention::Algorithm;
 use crate::kernels::Mask;
 use crate::kernels::cpu::{flash_attention, heads::Heads, rotary_attention};
+use crate::kernels::workspace;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use candle_core::DType;
@@ -32,6 +34,13 @@ pub(super) struct Source<'a> {
     pub angles: [&'a [f32]; 2],
     /// What will run it.
     pub target: Target,
+}
+
+impl Source<'_> {
+    /// Whether it is half precision on a card.
+    pub fn is_half_on_card(&self) -> bool {
+        self.target == Target::Card && self.config.precision.dtype() != DType::F32
+    }
 }
 
 /// What runs a plan: kernels differ in what they take at once, and in the room they work in.
@@ -48,6 +57,10 @@ pub(super) enum Target {
 pub(super) struct Again {
     /// Which whole blocks.
     pub checkpointing: Checkpointing,
+    /// In how many of the others, the first ones, the sum that the second norm reads: what it is the sum of stays, of which the
+    /// stream does anyway. In [half precision on a card](Source::is_half_on_card), where the branch takes half as much as the
+    /// sum.
+    pub sums: usize,
     /// In how many of the others, the first ones, gate and up: half of what a block leaves, and half of its products.
     pub gates: usize,
 }
@@ -56,6 +69,7 @@ impl From<Checkpointing> for Again {
     fn from(checkpointing: Checkpointing) -> Self {
         Self {
             checkpointing,
+            sums: 0,
             gates: 0,
         }
     }
@@ -164,9 +178,9 @@ impl<'a> Builder<'a> {
 
     fn finish(self, repeated: std::ops::Range<usize>, micro_batches: usize) -> Plan {
         let tables = self.source.angles.map(<[f32]>::to_vec).to_vec();
-        let lasting = match self.source.target {
-            Target::Cpu { .. } => 0..0,
-            Target::Card => 0..repeated.start,
+        let (lasting, workspace_bytes) = match self.source.target {
+            Target::Cpu { .. } => (0..0, 0),
+            Target::Card => (0..repeated.start, self.workspace_bytes()),
         };
         Plan::new(
             self.calls,
@@ -179,6 +193,19 @@ impl<'a> Builder<'a> {
             },
             &self.kept,
         )
+        .with_workspace(workspace_bytes)
+    }
+
+    /// What a card's executor takes beside the arena.
+    fn workspace_bytes(&self) -> usize {
+        let updated = self.calls.iter().filter_map(|call| match call.op {
+            Op::AdamW { elements, .. } => Some(elements),
+            _ => None,
+        });
+        let tables_bytes = workspace::update_tables_bytes(updated);
+        let outputs = self.buffers.iter().filter(|b| b.home == Home::Output);
+        let output_bytes = outputs.map(|b| b.bytes() as usize).sum::<usize>();
+        workspace::PRODUCTS_BYTES + tables_bytes + output_bytes
     }
 
     fn add(
@@ -237,7 +264,7 @@ impl<'a> Builder<'a> {
     /// Whether linear maps of the same input are one: in half precision, where their weights' copies can lie one under the
     /// other.
     fn packs(&self) -> bool {
-        self.is_on_card() && self.is_half()
+        self.source.is_half_on_card()
     }
 
     /// The linear maps of one input, by how many are one product.

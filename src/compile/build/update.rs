@@ -60,9 +60,9 @@ impl Builder<'_> {
         }
     }
 
-    /// A block's backward is over: on a card one launch updates its matrices. Vectors wait until the end, where one launch
-    /// updates those of all blocks.
-    pub(super) fn block_done(&mut self) {
+    /// The backward of a block, or of the head, is over: on a card one launch updates its matrices. Vectors wait until the end,
+    /// where one launch updates those of all blocks.
+    pub(super) fn update_matrices(&mut self) {
         let waiting = std::mem::take(&mut self.waiting);
         let is_vector = |number: &usize| match &self.gradients[*number] {
             Some(gradient) => self.buffers[gradient.buffer.index()].shape.len() == 1,

@@ -71,10 +71,16 @@ impl<'a> Launcher<'a> {
             }
             Op::RmsNorm { eps, .. } => {
                 let ([x, weight], [y, rstd]) = (self.reads(call), self.writes(call));
-                rms_norm::forward(card, x, weight, eps, y, rstd)?;
+                match call.reads.get(2).map(|branch| self.view(branch)) {
+                    None => rms_norm::forward(card, x, weight, eps, y, rstd)?,
+                    Some(branch) => {
+                        rms_norm::add_forward(card, [x, branch, weight], eps, None, [y, rstd])?;
+                    }
+                }
             }
             Op::AddRmsNorm { eps, .. } => {
-                rms_norm::add_forward(card, self.reads(call), eps, self.writes(call))?;
+                let [sum, y, rstd] = self.writes(call);
+                rms_norm::add_forward(card, self.reads(call), eps, Some(sum), [y, rstd])?;
             }
             Op::Matmul {
                 rows,
@@ -147,6 +153,7 @@ impl<'a> Launcher<'a> {
                 let inputs = rms_norm::Inputs {
                     dy,
                     x,
+                    branch: call.reads.get(3).map(|branch| self.view(branch)),
                     weight,
                     rstd,
                 };

@@ -85,7 +85,7 @@ impl Executor {
         let on = Device::Cuda(card.clone());
         let tf32 = device::tf32(&on);
         call::check(plan, card, tf32)?;
-        let bytes = plan.peak_bytes();
+        let bytes = plan.peak_bytes() + plan.workspace_bytes();
         let available_bytes = device::available_bytes_on(&on).unwrap_or(u64::MAX);
         if bytes > available_bytes {
             return Err(Error::OutOfMemory {
@@ -110,7 +110,7 @@ impl Executor {
             card: card.clone(),
             model_card,
             stream,
-            arena: card.alloc_zeros(bytes.max(1) as usize)?,
+            arena: card.alloc_zeros(plan.peak_bytes().max(1) as usize)?,
             tables: tables.collect::<candle_core::Result<_>>()?,
             inputs: Inputs::new(plan, card)?,
             output: match output {

@@ -215,7 +215,7 @@ impl TrainStep {
     }
 
     /// Which blocks are run again: what was asked for, or what the memory budget chose. (A budget that is met by running
-    /// gates and up again runs no block again: the plan's calls show it.)
+    /// sums, or gates and up, again runs no block again: the plan's calls show it.)
     pub fn checkpointing(&self) -> Checkpointing {
         self.checkpointing
     }

@@ -5,6 +5,7 @@
 //! here is `c^T = b^T a^T`.
 
 use super::View;
+use crate::kernels::workspace::PRODUCTS_BYTES;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -12,9 +13,6 @@ use candle_core::{DType, Error, Result};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ops::Range;
-
-/// What a product may work in, in bytes: what NVIDIA advises for Hopper; cards before it take less.
-const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// A matrix as it lies, row by row, or the first of several alike.
 #[derive(Clone, Copy)]
@@ -120,7 +118,7 @@ impl Products {
         Ok(Self {
             handle: checked(result::create_handle())?,
             // SAFETY: whoever reads it has written it.
-            workspace: unsafe { card.alloc(WORKSPACE_BYTES)? },
+            workspace: unsafe { card.alloc(PRODUCTS_BYTES)? },
             tf32,
             chosen: HashMap::new(),
         })
@@ -188,7 +186,7 @@ impl Products {
                 product.layouts[2],
                 &algorithm,
                 workspace as *mut c_void,
-                WORKSPACE_BYTES,
+                PRODUCTS_BYTES,
                 stream.cu_stream() as sys::cudaStream_t,
             )
         })
@@ -285,7 +283,7 @@ impl Product {
             })
         };
         let choose = || {
-            let workspace_bytes = WORKSPACE_BYTES;
+            let workspace_bytes = PRODUCTS_BYTES;
             set(
                 Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                 (&raw const workspace_bytes).cast(),

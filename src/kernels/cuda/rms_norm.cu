@@ -8,7 +8,7 @@
 // 16 bytes, N = 16 / size of Y. Grid: as many blocks as fit on the card at once (multiprocessors * occupancy), at most
 // ceil(rows / blockDim.y). Width at most 8192 (8176 where rows do not begin at 16 bytes).
 // Bytes: forward x in, y out (+ branch in, sum out); backward dy, x in, dx out (+ dx in where it is added to, + copy out, + y
-// out), and the partial sums, grid * width * 4, written once and read once by `sum_partials`.
+// out, + branch in), and the partial sums, grid * width * 4, written once and read once by `sum_partials`.
 //
 // A thread has the same 16 columns of one row after the other, their weights in registers, and loads the next row
 // before it works on this one: else a block's loads, reduction and stores wait for each other (55% of the copy rate).
@@ -23,7 +23,7 @@ template <class T> __device__ __forceinline__ int common_skew(const T* rows, int
     return (long long)width * sizeof(T) % 16 == 0 ? skew_of(rows) : 0;
 }
 
-// ---- Forward. sum may be x's buffer: a thread writes what it alone has read.
+// ---- Forward. sum may be x's buffer, as a thread writes what it alone has read; or null, where nobody wants it.
 
 template <class X, class Y, bool ADD, bool WHOLE>
 __device__ __forceinline__ void forward(const X* x, const Y* branch, const float* weight, float eps, X* sum, Y* y,
@@ -57,7 +57,7 @@ __device__ __forceinline__ void forward(const X* x, const Y* branch, const float
                 for (int i = 0; i < N; i++) h[i] += b[i];
                 of_x[k] = pack<X, N>(h);
                 unpack(of_x[k], h);
-                store<WHOLE>(sum + row * width, first, width, h);
+                if (sum) store<WHOLE>(sum + row * width, first, width, h);
             }
 #pragma unroll
             for (int i = 0; i < N; i++) squares += h[i] * h[i];
@@ -113,11 +113,13 @@ FORWARD(f32_bf16, f32, bf16)
 
 // add_dx: dx (rows, width) holds a gradient already, which is added to. copy (rows, width), or null: dx once more, in Y.
 // y (rows, width), or null: what forward gave, computed as there, so that nobody need keep it.
+// ADD: what was normed is the sum of x and branch (rows, width), added up again as there: a branch in half precision is less
+// to keep than a sum in f32.
 // partials (gridDim.x, width). dx may be x's buffer, y dy's: a thread writes what it alone has read.
-template <class X, class Y, bool WHOLE>
-__device__ __forceinline__ void backward(const Y* dy, const X* x, const float* weight, const float* rstd, X* dx,
-                                         Y* copy, Y* y, float* partials, long long rows, int width, int add_dx,
-                                         float* total) {
+template <class X, class Y, bool ADD, bool WHOLE>
+__device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branch, const float* weight,
+                                         const float* rstd, X* dx, Y* copy, Y* y, float* partials, long long rows,
+                                         int width, int add_dx, float* total) {
     const int N = InVector<Y>::COUNT, PACKS = 16 / N;
     const bool HELD = sizeof(Y) < 4; // the weights, in registers; beside rows in f32 there is no room
     int skew = WHOLE ? 0 : common_skew(dy, width);
@@ -129,13 +131,14 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
 #pragma unroll
         for (int i = 0; i < N; i++) dw[k][i] = 0.f;
     }
-    Pack<Y, N> next_dy[PACKS];
+    Pack<Y, N> next_dy[PACKS], next_branch[PACKS];
     Pack<X, N> next_x[PACKS];
     float next_scale = 0.f;
     if (row < rows) {
         EACH_PACK(k, first, width) {
             next_dy[k] = load<Y, N, WHOLE>(dy + row * width, first, width, 0.f);
             next_x[k] = load<X, N, WHOLE>(x + row * width, first, width, 0.f);
+            if (ADD) next_branch[k] = load<Y, N, WHOLE>(branch + row * width, first, width, 0.f);
         }
         next_scale = rstd[row];
     }
@@ -155,6 +158,14 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
             of_dy[k] = next_dy[k], of_x[k] = next_x[k];
             unpack(of_dy[k], g);
             unpack(of_x[k], h);
+            if (ADD) {
+                float b[N];
+                unpack(next_branch[k], b);
+#pragma unroll
+                for (int i = 0; i < N; i++) h[i] += b[i];
+                of_x[k] = pack<X, N>(h);
+                unpack(of_x[k], h);
+            }
             if (!HELD) load_wide<WHOLE>(weight, first, width, 0.f, w[k]);
 #pragma unroll
             for (int i = 0; i < N; i++) {
@@ -169,6 +180,7 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
             EACH_PACK(k, first, width) {
                 next_dy[k] = load<Y, N, WHOLE>(dy + next * width, first, width, 0.f);
                 next_x[k] = load<X, N, WHOLE>(x + next * width, first, width, 0.f);
+                if (ADD) next_branch[k] = load<Y, N, WHOLE>(branch + next * width, first, width, 0.f);
             }
             next_scale = rstd[next];
         }
@@ -215,17 +227,24 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
     }
 }
 
+template <class X, class Y, bool ADD>
+__device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branch, const float* weight,
+                                         const float* rstd, X* dx, Y* copy, Y* y, float* partials, long long rows,
+                                         int width, int add_dx) {
+    __shared__ float total[16 * 256]; // dw of the block, where it has several rows at a time
+    if (whole_packs<InVector<Y>::COUNT>(width, x, dy, weight) && whole_packs<1>(width, dx, copy, partials) &&
+        whole_packs<1>(width, y, branch, nullptr)) {
+        backward<X, Y, ADD, true>(dy, x, branch, weight, rstd, dx, copy, y, partials, rows, width, add_dx, total);
+    } else {
+        backward<X, Y, ADD, false>(dy, x, branch, weight, rstd, dx, copy, y, partials, rows, width, add_dx, total);
+    }
+}
+
 #define BACKWARD(NAME, X, Y)                                                                                             \
     extern "C" __global__ void __launch_bounds__(512)                                                                    \
         rms_norm_backward_##NAME(const Y* dy, const X* x, const float* weight, const float* rstd, X* dx, Y* copy, Y* y,  \
                                  float* partials, long long rows, int width, int add_dx) {                               \
-        __shared__ float total[16 * 256]; /* dw of the block, where it has several rows at a time */                     \
-        if (whole_packs<InVector<Y>::COUNT>(width, x, dy, weight) && whole_packs<1>(width, dx, copy, partials) &&        \
-            whole_packs<1>(width, y, nullptr, nullptr)) {                                                                \
-            backward<X, Y, true>(dy, x, weight, rstd, dx, copy, y, partials, rows, width, add_dx, total);                \
-        } else {                                                                                                         \
-            backward<X, Y, false>(dy, x, weight, rstd, dx, copy, y, partials, rows, width, add_dx, total);               \
-        }                                                                                                                \
+        backward<X, Y, false>(dy, x, nullptr, weight, rstd, dx, copy, y, partials, rows, width, add_dx);                 \
     }
 
 BACKWARD(f32, f32, f32)
@@ -233,6 +252,16 @@ BACKWARD(f16, f16, f16)
 BACKWARD(bf16, bf16, bf16)
 BACKWARD(f32_f16, f32, f16)
 BACKWARD(f32_bf16, f32, bf16)
+
+#define ADD_BACKWARD(NAME, X, Y)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(512)                                                                    \
+        add_rms_norm_backward_##NAME(const Y* dy, const X* x, const Y* branch, const float* weight, const float* rstd,   \
+                                     X* dx, Y* copy, Y* y, float* partials, long long rows, int width, int add_dx) {     \
+        backward<X, Y, true>(dy, x, branch, weight, rstd, dx, copy, y, partials, rows, width, add_dx);                   \
+    }
+
+ADD_BACKWARD(f32_f16, f32, f16)
+ADD_BACKWARD(f32_bf16, f32, bf16)
 
 // out (width) = sum over `count` rows of partials (count, width), added to what out holds where `accumulate`.
 // grid ceil(width / 32), block (32, 32).

@@ -52,21 +52,23 @@ pub(crate) fn forward(
 }
 
 /// `sum = x + branch`, rounded to its dtype, and `y = w sum rstd`: x and sum (rows, width) in one dtype, branch and y
-/// (rows, width) in another or the same, w (width) f32, rstd (rows) f32. sum may be x's buffer.
+/// (rows, width) in another or the same, w (width) f32, rstd (rows) f32. sum may be x's buffer; none where nobody wants it.
 pub(crate) fn add_forward(
     card: &CudaDevice,
     [x, branch, weight]: [View; 3],
     eps: f64,
-    [sum, y, rstd]: [View; 3],
+    sum: Option<View>,
+    [y, rstd]: [View; 2],
 ) -> Result<()> {
     let types = suffixes(x.dtype, y.dtype);
     let kernel = SOURCE.kernel(card, "add_rms_norm_forward", types)?;
     let config = spread(card, &kernel, y, weight.len)?;
     let (eps, rows, width) = (eps as f32, rstd.len as i64, weight.len as i32);
+    let sum = sum.map_or(0, |sum| sum.pointer);
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&branch.pointer);
     launch.arg(&weight.pointer).arg(&eps);
-    launch.arg(&sum.pointer).arg(&y.pointer).arg(&rstd.pointer);
+    launch.arg(&sum).arg(&y.pointer).arg(&rstd.pointer);
     launch.arg(&rows).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(config) }.w()?;
@@ -80,6 +82,9 @@ pub(crate) struct Inputs<'a> {
     pub dy: View<'a>,
     /// What was normed, (rows, width).
     pub x: View<'a>,
+    /// What was added to x before the sum of both was normed, where it was: (rows, width), in half precision beside an x in
+    /// f32.
+    pub branch: Option<View<'a>>,
     /// (width) f32.
     pub weight: View<'a>,
     /// (rows) f32.
@@ -114,19 +119,27 @@ pub(crate) fn backward(
     let Inputs {
         dy,
         x,
+        branch,
         weight,
         rstd,
     } = inputs;
     let types = suffixes(x.dtype, dy.dtype);
-    let kernel = SOURCE.kernel(card, "rms_norm_backward", types)?;
+    let mut kernel = SOURCE.kernel(card, "rms_norm_backward", types)?;
     let mut config = spread(card, &kernel, dy, weight.len)?;
     config.grid_dim.0 = config.grid_dim.0.min(RMS_NORM_BLOCKS as u32);
+    if branch.is_some() {
+        // With as many blocks, whatever this one takes: dw's bits depend on that.
+        kernel = SOURCE.kernel(card, "add_rms_norm_backward", types)?;
+    }
     let copy = gradients.copy.map_or(0, |copy| copy.pointer);
     let y = gradients.y.map_or(0, |y| y.pointer);
     let (rows, width) = (rstd.len as i64, weight.len as i32);
     let add_dx = i32::from(gradients.add_dx);
     let mut launch = kernel.builder();
     launch.arg(&dy.pointer).arg(&x.pointer);
+    if let Some(branch) = &branch {
+        launch.arg(&branch.pointer);
+    }
     launch.arg(&weight.pointer).arg(&rstd.pointer);
     launch.arg(&gradients.dx.pointer).arg(&copy).arg(&y);
     launch.arg(&partials.pointer);

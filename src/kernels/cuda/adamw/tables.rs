@@ -26,7 +26,7 @@ pub(crate) struct Entry<'a> {
 
 /// Entries as the kernels read them. The buffers that they name must be there for as long as the tables are launched on.
 pub(crate) struct Tables {
-    /// What the pointers point to, held for them: Tensor, in seven words each; Chunk, in one.
+    /// What the pointers point to, held for them: Tensor, in [`UPDATE_WORDS`](workspace::UPDATE_WORDS) each; Chunk, in one.
     _held: [CudaSlice<u64>; 2],
     /// Where the tables lie.
     pointers: [u64; 2],
@@ -77,7 +77,7 @@ impl Tables {
         let mut first_chunks = Vec::with_capacity(entries.len() + 1);
         for (i, entry) in entries.iter().enumerate() {
             let (n, first_chunk) = (entry.value.len, chunks.len());
-            tensors.extend([
+            let known: [u64; workspace::UPDATE_WORDS] = [
                 entry.value.pointer,
                 entry.gradient.pointer,
                 entry.exp_avg.pointer,
@@ -85,7 +85,8 @@ impl Tables {
                 entry.copy.map_or(0, |copy| copy.pointer),
                 n as u64,
                 entry.update as u64 | (first_chunk as u64) << 32,
-            ]);
+            ];
+            tensors.extend(known);
             first_chunks.push(first_chunk);
             chunks.extend((0..workspace::chunks(n)).map(|index| i as u64 | (index as u64) << 32));
         }
@@ -132,7 +133,7 @@ impl Tables {
 
     /// Where the table of tensors lies, from an entry on.
     pub(super) fn tensors_from(&self, entry: usize) -> u64 {
-        self.pointers[0] + (entry * 7 * size_of::<u64>()) as u64
+        self.pointers[0] + (entry * workspace::UPDATE_WORDS * size_of::<u64>()) as u64
     }
 
     /// Where the table of chunks lies, from a chunk on.

@@ -1,7 +1,7 @@
 //! Kernels on rows: norms beside a wider stream, gates and probabilities in place, heads in wider rows, casts.
 
 use super::super::rms_norm::{self, Gradients, Inputs};
-use super::super::{cast, rope, softmax, swiglu};
+use super::super::{View, cast, rope, softmax, swiglu};
 use super::{Buffer, Element, assert_close, bits, card, numbers, poison, wide};
 use crate::kernels::Mask;
 use crate::kernels::workspace::rms_norm_partials;
@@ -60,9 +60,10 @@ fn norm<X: Element, Y: Element>(card: &CudaDevice, rows: usize, width: usize, of
     assert_close("rstd", &rstd.read(card), &exact_rstd);
 
     // The sum where x lies.
+    let x_apart = Buffer::new(card, &x, offset);
     let branch_on_card = Buffer::new(card, &branch, offset);
     let inputs = [x_view, branch_on_card.view(card), weight_view];
-    rms_norm::add_forward(card, inputs, eps, [x_view, y_view, rstd_view]).unwrap();
+    rms_norm::add_forward(card, inputs, eps, Some(x_view), [y_view, rstd_view]).unwrap();
     let sum = wide(&on_card.read(card));
     let exact_sum = wide(&x).into_iter().zip(wide(&branch));
     let exact_sum: Vec<f64> = exact_sum.map(|(x, branch)| x + branch).collect();
@@ -70,6 +71,16 @@ fn norm<X: Element, Y: Element>(card: &CudaDevice, rows: usize, width: usize, of
     let (exact_y, exact_rstd) = norms(&sum);
     assert_close("y of the sum", &y.read(card), &exact_y);
     assert_close("rstd of the sum", &rstd.read(card), &exact_rstd);
+
+    // The same where nobody wants the sum.
+    let apart = [x_apart.view(card), branch_on_card.view(card), weight_view];
+    let y_alone = Buffer::<Y>::room(card, n, offset);
+    let rstd_alone = Buffer::<f32>::room(card, rows, offset);
+    let outputs = [y_alone.view(card), rstd_alone.view(card)];
+    rms_norm::add_forward(card, apart, eps, None, outputs).unwrap();
+    assert_eq!(bits(&y_alone.read(card)), bits(&y.read(card)));
+    assert_eq!(bits(&rstd_alone.read(card)), bits(&rstd.read(card)));
+    assert_eq!(bits(&x_apart.read(card)), bits(&x));
 
     let (mut exact_dx, mut exact_dw) = (wide(&before), wide(&dw_before));
     for (row, rstd) in exact_rstd.iter().enumerate() {
@@ -82,33 +93,47 @@ fn norm<X: Element, Y: Element>(card: &CudaDevice, rows: usize, width: usize, of
             exact_dw[i] += dy[at(i)].to_f64() * h(i);
         }
     }
-    let dy = Buffer::new(card, &dy, offset);
-    let (dx, dw) = (
-        Buffer::new(card, &before, offset),
-        Buffer::new(card, &dw_before, offset),
-    );
-    let copy = Buffer::<Y>::room(card, n, offset);
-    let partials = Buffer::<f32>::room(card, rms_norm_partials(rows, width), 0);
-    let inputs = Inputs {
-        dy: dy.view(card),
-        x: x_view,
-        weight: weight_view,
-        rstd: rstd_view,
+    let backward = |x: View, branch: Option<View>| {
+        let on_card = Buffer::new(card, &dy, offset);
+        let (dx, dw) = (
+            Buffer::new(card, &before, offset),
+            Buffer::new(card, &dw_before, offset),
+        );
+        let copy = Buffer::<Y>::room(card, n, offset);
+        let partials = Buffer::<f32>::room(card, rms_norm_partials(rows, width), 0);
+        let inputs = Inputs {
+            dy: on_card.view(card),
+            x,
+            branch,
+            weight: weight_view,
+            rstd: rstd_view,
+        };
+        let gradients = Gradients {
+            dx: dx.view(card),
+            add_dx: true,
+            copy: Some(copy.view(card)),
+            y: Some(on_card.view(card)), // where dy lies
+            dw: dw.view(card),
+            add_dw: true,
+        };
+        rms_norm::backward(card, inputs, gradients, partials.view(card)).unwrap();
+        partials.read(card);
+        let [copy, y_again] = [copy, on_card].map(|buffer| buffer.read(card));
+        (dx.read(card), copy, y_again, dw.read(card))
     };
-    let gradients = Gradients {
-        dx: dx.view(card),
-        add_dx: true,
-        copy: Some(copy.view(card)),
-        y: Some(dy.view(card)), // where dy lies
-        dw: dw.view(card),
-        add_dw: true,
-    };
-    rms_norm::backward(card, inputs, gradients, partials.view(card)).unwrap();
-    assert_close("dx", &dx.read(card), &exact_dx);
-    assert_close("dx once more", &copy.read(card), &exact_dx);
-    assert_eq!(bits(&dy.read(card)), bits(&y.read(card)));
-    assert_close("dw", &dw.read(card), &exact_dw);
-    partials.read(card);
+    let (dx, copy, y_again, dw) = backward(x_view, None);
+    assert_close("dx", &dx, &exact_dx);
+    assert_close("dx once more", &copy, &exact_dx);
+    assert_eq!(bits(&y_again), bits(&y.read(card)));
+    assert_close("dw", &dw, &exact_dw);
+    // The same from what the sum is made of, where its branch is the narrower one.
+    if X::DTYPE != Y::DTYPE {
+        let again = backward(x_apart.view(card), Some(branch_on_card.view(card)));
+        assert_eq!(bits(&again.0), bits(&dx));
+        assert_eq!(bits(&again.1), bits(&copy));
+        assert_eq!(bits(&again.2), bits(&y_again));
+        assert_eq!(bits(&again.3), bits(&dw));
+    }
 }
 
 #[test]
