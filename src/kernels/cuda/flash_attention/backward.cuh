@@ -74,7 +74,9 @@ JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments
         const float lse = inside ? arguments.lse[row_in_all] : -INFINITE;
         const float lse_in_log2 = lse == -INFINITE ? INFINITE : lse * LOG2_E;
 #ifdef HOPPER
-        float* statistics = arguments.statistics + row / QUERIES * 2 * QUERIES + row % QUERIES;
+        // So ordered that the queries of one thread, 8 n + 2 (lane % 4) + (0 or 1), lie together in fours.
+        const int place = query / 64 * 64 + query / 16 % 4 * 16 + query / 2 % 4 * 4 + query / 8 % 2 * 2 + query % 2;
+        float* statistics = arguments.statistics + row / QUERIES * 2 * QUERIES + place % QUERIES;
         statistics[0] = lse_in_log2, statistics[QUERIES] = delta;
 #else
         reinterpret_cast<float2*>(arguments.statistics)[row] = make_float2(lse_in_log2, delta);

@@ -148,8 +148,8 @@ pub(crate) fn backward(
     let mut room = Workspace::new(workspace);
     let [statistics, dq_sums, turns] =
         parts(tiles_of_queries, queries, head_dim).map(|len| room.take(len).pointer);
-    let heads_at_once = match hopper {
-        Some(_) => ((1 << 17) / sizes.keys.max(1)).clamp(32, 64),
+    let heads_at_once = match &hopper {
+        Some(tiles) => tiles.heads_at_once(sizes),
         None => sizes.batch * sizes.kv_heads,
     };
     let arguments = BackwardArguments {

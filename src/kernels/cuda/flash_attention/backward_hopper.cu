@@ -57,10 +57,10 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
         if (lane == 0) barrier_arrive(barrier);
     };
     auto issue_scores = [&](int stage, int keys_stage) {
-        const Described a = known_k.anew(), b(at.q_tiles + stage * QUERY_TILE_BYTES);
+        const Described a = known_k.moved(keys_stage * KEY_TILE_BYTES).anew(), b(at.q_tiles + stage * QUERY_TILE_BYTES);
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++)
-            multiply_tiles<0, 0>(s, a.at(keys_stage * KEY_TILE_BYTES + i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32), i > 0);
+            multiply_tiles<0, 0>(s, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32), i > 0);
     };
     auto issue_dp = [&](int stage) {
         const Described a = known_v.anew(), b(at.d_out_tiles + stage * QUERY_TILE_BYTES);
@@ -69,10 +69,9 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
             multiply_tiles<0, 0>(dp, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32), i > 0);
     };
     auto issue_dq = [&](int stage, int keys_stage) {
-        const Described a = known_left.anew(), b = known_right.anew();
+        const Described a = known_left.moved(stage * DS_TILE_BYTES).anew(), b = known_right.moved(keys_stage * KEY_TILE_BYTES).anew();
 #pragma unroll
-        for (int i = 0; i < KEYS / 16; i++)
-            multiply_tiles<1, 1>(dq, a.at(stage * DS_TILE_BYTES + i * 2048), b.at(keys_stage * KEY_TILE_BYTES + i * 2048), i > 0);
+        for (int i = 0; i < KEYS / 16; i++) multiply_tiles<1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
     };
     // dQ of a tile whose earlier keys have added theirs, and which has no later ones.
     auto finish_dq = [&](int index, bool is_alone) {
@@ -106,11 +105,13 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
         __syncwarp();
         free(at.dq_full + warpgroup * 8);
     };
-    // lse, or delta, of this thread's queries among 64.
-    auto read_statistics = [&](float2 (&of_queries)[8], int stage, int first) {
+    // lse, or delta, of this thread's queries among 64: two of the columns of 8 n .. 8 n + 7, for each n.
+    auto read_statistics = [&](float (&of_queries)[16], int stage, int first) {
 #pragma unroll
-        for (int n = 0; n < 8; n++)
-            of_queries[n] = read_shared_pair(at.statistics_tiles + stage * STATISTICS_BYTES + (first + quad_column) * 4 + n * 32);
+        for (int n = 0; n < 16; n += 4) {
+            const float4 x = read_shared_floats(at.statistics_tiles + stage * STATISTICS_BYTES + (first + quad_column * 2) * 4 + n * 16);
+            of_queries[n] = x.x, of_queries[n + 1] = x.y, of_queries[n + 2] = x.z, of_queries[n + 3] = x.w;
+        }
     };
 
     barrier_wait(at.keys_full, 0);
@@ -119,7 +120,7 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
     int tile = query_tiles - 1, head = work.first_head;
     // From S to P, in place, while dP is computed.
     auto exponentiate = [&](int stage) {
-        float2 lse[8];
+        float lse[16];
         read_statistics(lse, stage, 0);
         products_wait<1>();
         const int first_key = work.key_tile * KEYS + warpgroup * 64;
@@ -141,7 +142,7 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float& x = s[half * 32 + n * 4 + i];
-                    x = power_of_2(fmaf(x, to_log2, i % 2 ? -lse[n].y : -lse[n].x));
+                    x = power_of_2(fmaf(x, to_log2, -lse[n * 2 + i % 2]));
                 }
         }
     };
@@ -175,7 +176,7 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
                 u32 p[4][4], ds[4][4];
-                float2 delta[8];
+                float delta[16];
                 read_statistics(delta, stage, QUERIES + half * 64);
 #pragma unroll
                 for (int k = 0; k < 16; k++) p[k / 4][k % 4] = E::pack(s[half * 32 + k * 2], s[half * 32 + k * 2 + 1]);
@@ -189,7 +190,7 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
 #pragma unroll
                     for (int k = 0; k < 4; k += 2) {
                         const int at = half * 32 + n * 4 + k;
-                        ds[n / 2][n % 2 * 2 + k / 2] = E::pack(s[at] * (dp[at] - delta[n].x), s[at + 1] * (dp[at + 1] - delta[n].y));
+                        ds[n / 2][n % 2 * 2 + k / 2] = E::pack(s[at] * (dp[at] - delta[n * 2]), s[at + 1] * (dp[at + 1] - delta[n * 2 + 1]));
                     }
 #pragma unroll
                 for (int k = 0; k < 4; k++) store_matrices(ds_blocks.at(half * KEYS, k * 16, stage * DS_TILE_BYTES), ds[k]);
@@ -202,17 +203,24 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
             __syncwarp();
             free(at.ds_full + stage * 8);
 
-            // dQ of the step before (of nothing, in the first), S of the next (in the last as well).
+            // dQ of the step before (of nothing, in the first). It is written to shared memory before the products of S and dP begin,
+            // which take all that shared memory gives.
             if (step > 0) barrier_wait(at.ds_full + next_stage * 8, next_round - 1);
             products_fence();
             issue_dq(next_stage, keys_stage ^ (i == 0));
             products_commit();
             products_wait<1>();
+            __syncwarp();  // all lanes have read the statistics
             free(at.queries_empty + stage * 8);
-            if (i == 0 && turn > 0) {
-                products_wait<0>();
-                free(at.keys_empty + (keys_stage ^ 1) * 8);
-            }
+            products_wait<0>();
+            if (step > 0) free(at.ds_empty + next_stage * 8);
+            if (i == 0 && turn > 0) free(at.keys_empty + (keys_stage ^ 1) * 8);
+            const bool sends = step > 0 && due < 0;
+            if (sends) store_dq();
+            else if (step > 0) finish_dq(due, due_alone);
+            due = tile < work.own_tiles ? head * query_tiles + tile : -1, due_alone = work.key_tile == 0;
+
+            // S and dP of the next (in the last as well).
             const bool last = i == steps - 1;
             int number = 0;
             if (last) {
@@ -224,12 +232,6 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
             products_fence();
             issue_scores(next_stage, keys_stage ^ last);
             products_commit();
-            products_wait<1>();
-            const bool sends = step > 0 && due < 0;
-            if (step > 0) free(at.ds_empty + next_stage * 8);
-            if (sends) store_dq();
-            else if (step > 0) finish_dq(due, due_alone);
-            due = tile < work.own_tiles ? head * query_tiles + tile : -1, due_alone = work.key_tile == 0;
             if (last) {
                 const float as_it_is[2] = {1, 1}, scaled[2] = {sizes.scale, sizes.scale};
                 const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;

@@ -124,31 +124,37 @@ __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArgu
         if (lane == 0) barrier_arrive(at.keys_empty + turn % 2 * 8);
         if (number >= works) break;
         const Work work(sizes, number, query_tiles, key_tiles);
-        for (int head = work.first_head; head < work.first_head + group; head++)
+        for (int head = work.first_head; head < work.first_head + group; head++) {
+            const int last = head * query_tiles + query_tiles - 1;
+            if (lane == 0) {
+                int* turns = arguments.turns + 2 * last + half;
+                float* sums = arguments.dq_sums + (long long)last * DQ_TILE + half * (DQ_TILE / 2);
+                int there = -1;  // tiles of keys that have added to this tile of queries, at least
 #pragma unroll 1
-            for (int tile = query_tiles - 1; tile >= work.first_tile; tile--) {
-                const int index = head * query_tiles + tile;
-                int* const turns = arguments.turns + 2 * index + half;
-                if (tile < work.own_tiles) {
-                    if (lane == 0) await_turn(turns, work.key_tile);
-                    __syncwarp();
-                    named_arrive(TURN_HAS_COME + half, 160);
-                    named_sync(TURN_IS_TAKEN + half, 160);
-                    continue;
-                }
-                if (lane == 0) {
-                    float* const sums = arguments.dq_sums + (long long)index * DQ_TILE + half * (DQ_TILE / 2);
-                    await_turn(turns, work.key_tile);
+                for (int tile = query_tiles - 1; tile >= work.own_tiles; tile--, turns -= 2, sums -= DQ_TILE, added++) {
+                    if (there < work.key_tile) await_turn(turns, work.key_tile);
+                    else asm volatile("fence.proxy.async.global;" ::: "memory");
                     barrier_wait(at.dq_full + half * 8, added);
                     if (work.key_tile == 0) write_bytes(sums, tile_to_add, DQ_TILE * 2);
                     else add_floats(sums, tile_to_add, DQ_TILE * 2);
+                    // The next one's turn, known by the time that this sum has arrived; the fence below goes between it and the
+                    // next sum.
+                    there = tile > work.own_tiles ? read_turn(turns - 2) : -1;
                     writes_have_read();
                     barrier_arrive(at.dq_empty + half * 8);
                     writes_are_done();
                     fence();
                     write_turn(turns, work.key_tile + 1);
                 }
-                added++;
             }
+            __syncwarp();
+#pragma unroll 1
+            for (int tile = work.own_tiles - 1; tile >= work.first_tile; tile--) {
+                if (lane == 0) await_turn(arguments.turns + 2 * (head * query_tiles + tile) + half, work.key_tile);
+                __syncwarp();
+                named_arrive(TURN_HAS_COME + half, 160);
+                named_sync(TURN_IS_TAKEN + half, 160);
+            }
+        }
     }
 }

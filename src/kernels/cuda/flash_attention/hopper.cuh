@@ -16,7 +16,13 @@ struct Described {
         asm volatile("" : "+r"(same.low));
         return same;
     }
-    // What begins `bytes` further on.
+    // What begins `bytes` further on: a number of the loop's here, so that `at` is left with constants.
+    __device__ __forceinline__ Described moved(u32 bytes) const {
+        Described further = *this;
+        further.low += bytes >> 4;
+        return further;
+    }
+    // What the products take for the operand `bytes` further on.
     __device__ __forceinline__ u64 at(u32 bytes) const { return (u64)(1u << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4)); }
 };
 #define NAME_bf16 "bf16.bf16"
@@ -163,11 +169,6 @@ __device__ __forceinline__ void write_rows(const float (&d)[N / 2], const float 
 __device__ __forceinline__ void copy_bytes(u32 target, const void* source, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ float2 read_shared_pair(u32 address) {
-    float2 r;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address) : "memory");
-    return r;
 }
 // Four 8 x 8 matrices, their rows at the addresses of lanes 0-7, 8-15 and so on: what ldmatrix would read back.
 __device__ __forceinline__ void store_matrices(u32 address, const u32 (&r)[4]) {

@@ -1,5 +1,7 @@
 //! Tile sizes by head dimension, each the fastest of those tried on an H200.
 
+use crate::kernels::Mask;
+use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::source::Definition;
 
 /// The head dimension that kernels are compiled for: the smallest that holds the call's.
@@ -157,6 +159,19 @@ impl BackwardHopper {
         known.then(|| Self {
             queries: 8192 / head_dim,
         })
+    }
+
+    /// Of how many heads the blocks under way take keys. The more blocks a head has, the more of its queries and dQ they
+    /// find in the L2 cache, and the longer they wait for each other to add to dQ. (H200, T 512 to 16k, Dh 64 and 128.)
+    pub(super) fn heads_at_once(&self, sizes: &Sizes) -> usize {
+        let query_tiles = sizes.queries.div_ceil(self.queries).max(1);
+        match sizes.mask {
+            Mask::Full => (512 / query_tiles).clamp(4, 64),
+            Mask::Causal | Mask::CausalEnd => {
+                let most = if query_tiles > 8 { 32 } else { 64 };
+                ((1 << 17) / sizes.keys.max(1)).clamp(4, most)
+            }
+        }
     }
 
     pub(super) fn definitions(&self) -> Vec<Definition> {
