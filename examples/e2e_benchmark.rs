@@ -19,8 +19,7 @@ mod common;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{
-    CompileFlag, ModeFlag, executed, execution_words, is_planned_step, modes_with, not_planned,
-    optimizer_words,
+    CompileFlag, ModeFlag, executed, execution_words, modes_with, not_planned, optimizer_words,
 };
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
@@ -228,9 +227,9 @@ impl Flags {
                                     optimizer: self.optimizer(),
                                     execution,
                                     optimizer_in_backward: self.optimizer_in_backward
-                                        && is_planned_step(mode, execution),
+                                        && execution.is_planned_step(mode),
                                     memory_budget_bytes: budget
-                                        .filter(|_| is_planned_step(mode, execution)),
+                                        .filter(|_| execution.is_planned_step(mode)),
                                     seed: self.common.seed,
                                     peak_flops,
                                     available_bytes: limit

@@ -19,9 +19,7 @@ mod summary;
 
 use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
-use common::modes::{
-    CompileFlag, ModeFlag, executed, is_planned_step, modes, not_planned, optimizer_words,
-};
+use common::modes::{CompileFlag, ModeFlag, executed, modes, not_planned, optimizer_words};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use files::FileFlags;
@@ -254,9 +252,9 @@ impl Flags {
                                     optimizer: OptimizerChoice::AdamW(Default::default()),
                                     execution,
                                     optimizer_in_backward: self.optimizer_in_backward
-                                        && is_planned_step(mode, execution),
+                                        && execution.is_planned_step(mode),
                                     memory_budget_bytes: budget
-                                        .filter(|_| is_planned_step(mode, execution)),
+                                        .filter(|_| execution.is_planned_step(mode)),
                                     seed: self.common.seed,
                                     peak_flops: None,
                                     available_bytes: limit

@@ -68,11 +68,6 @@ pub fn execution_words(flag: Option<CompileFlag>) -> &'static str {
     }
 }
 
-/// Whether there is an optimizer that can run in backward.
-pub fn is_planned_step(mode: Mode, execution: Execution) -> bool {
-    mode == Mode::TrainStep && execution == Execution::Planned
-}
-
 /// The header's words for the optimizer.
 pub fn optimizer_words(name: &str, in_backward: bool) -> String {
     match in_backward {

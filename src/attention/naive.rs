@@ -1,5 +1,8 @@
 //! Attention as it is written down: scores, softmax, weighted sum.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use super::shapes::Shapes;
 use super::{AttentionConfig, Mask};
 use crate::Result;
@@ -8,6 +11,8 @@ use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, vie
 use crate::ops::{self, Path, choose, record::apply3};
 use crate::precision::suspended;
 use crate::probe;
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 use std::sync::OnceLock;
@@ -21,14 +26,16 @@ const NAME: &str = "attention::naive";
 /// With Hkv heads of k and v, a divisor of H, head h of q meets head `h / (H / Hkv)` of theirs: grouped-query attention,
 /// and multi-query attention where Hkv is 1. Nothing is copied for it.
 ///
-/// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements, in f32 for half
-/// precision, or its gradients would inherit p's rounding. That is the cost which tiled attention
-/// ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
+/// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the cost
+/// which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
 /// `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`, dk and dv summed over the heads that share them.
 /// 4 B H Tq Tk Dh FLOPs forward, twice that backward, whatever the mask.
 ///
-/// The kernel takes one head after another, so that a head's scores are still in cache when their softmax is taken;
-/// they are overwritten by it.
+/// Scores are overwritten by their softmax. On the CPU the kernel takes one head after another, so that a head's scores are
+/// still in cache by then; p is f32 for half precision, or gradients would inherit its rounding. On a card products are
+/// cuBLAS's, with sums in f32, and p is in the dtype of q, k and v, as it is multiplied with v; backward has the scores' gradients
+/// of as many heads at once as 1 GiB holds, one at least. Beyond 1,024 tokens blocks of queries and keys that a mask hides are
+/// left out there, unless heads share keys.
 ///
 /// Autocast: lower under both policies, as PyTorch's `scaled_dot_product_attention`; the softmax inside is part of it.
 ///
@@ -93,7 +100,7 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -
 fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let shapes = Shapes::of(NAME, q, k, v)?;
     let matrices = shapes.batch * shapes.kv_heads;
-    let matrices = |x: &Tensor, rows, cols| ops::input(x).reshape((matrices, rows, cols));
+    let matrices = |x: &Tensor, rows, cols| of_shape(&ops::input(x), &[matrices, rows, cols]);
     let rows = shapes.heads / shapes.kv_heads * shapes.queries;
     let q_rows = matrices(q, rows, shapes.head_dim)?; // (B Hkv, H / Hkv Tq, Dh)
     let k = matrices(k, shapes.keys, shapes.head_dim)?; // (B Hkv, Tk, Dh)
@@ -101,18 +108,27 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let range = probe::range("scores");
     let scores = ops::matmul_transposed(&q_rows, &k)?; // (B Hkv, H / Hkv Tq, Tk)
     drop(range);
-    let scores = scores.reshape((shapes.batch * shapes.heads, shapes.queries, shapes.keys))?; // (B H, Tq, Tk)
+    let heads = shapes.batch * shapes.heads;
+    let scores = of_shape(&scores, &[heads, shapes.queries, shapes.keys])?; // (B H, Tq, Tk)
     let p = ops::softmax(&scores, config.scale_for(shapes.head_dim), config.mask)?; // (B H, Tq, Tk)
     let _range = probe::range("values");
     let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
     Ok(out.reshape(ending(q.dims(), shapes.value_dim))?) // (..., H, Tq, Dv)
 }
 
+/// x in a shape. As it is, if it has that: a node of candle's graph has a gradient of its own, which is added to zeros.
+fn of_shape(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
+    match x.dims() == shape {
+        true => Ok(x.clone()),
+        false => x.reshape(shape),
+    }
+}
+
 struct Naive {
     sizes: kernel::Sizes,
     scale: f64,
     mask: Mask,
-    /// (..., Tq, Tk).
+    /// (..., H, Tq, Tk).
     probabilities: OnceLock<Tensor>,
 }
 
@@ -151,6 +167,19 @@ impl CustomOp3 for Naive {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.forward_on_card([(q, q_layout), (k, k_layout), (v, v_layout)])
+    }
+
     fn bwd(
         &self,
         q: &Tensor,
@@ -162,8 +191,13 @@ impl CustomOp3 for Naive {
         let Some(p) = self.probabilities.get() else {
             candle_core::bail!("{NAME}: backward before forward");
         };
-        let [q_shape, k_shape, v_shape] = [q, k, v].map(Tensor::shape);
         let dout = dout.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if dout.device().is_cuda() {
+            let [dq, dk, dv] = self.backward_on_card([&dout, q, k, v, p])?;
+            return Ok((Some(dq), Some(dk), Some(dv)));
+        }
+        let [q_shape, k_shape, v_shape] = [q, k, v].map(Tensor::shape);
         for_stored!(dout.dtype(), T => {
             let (dout, p) = (elements::<T>(&dout)?, elements::<<T as Stored>::Wide>(p)?);
             let (q, k, v) = (elements::<T>(q)?, elements::<T>(k)?, elements::<T>(v)?);

@@ -5,7 +5,8 @@ use super::{Execution, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
 use crate::compile::Attention;
 use crate::memory::{
-    Account, AttentionWorkload, attention_account_on, planned_attention_account_on, smallest_beyond,
+    Account, AttentionWorkload, Kernels, attention_account, planned_attention_account,
+    smallest_beyond,
 };
 use crate::nn::seeded;
 use crate::report::Fields;
@@ -44,7 +45,7 @@ impl AttentionRun {
     /// Measures, and returns a row each for `forward`, `backward` and `forward+backward`, all three timed in the same
     /// steps. Forward keeps its graph, as before a backward; backward starts from a gradient of ones.
     ///
-    /// One row alone says what was not measured: `OOM`, decided from [`attention_account_on`] before anything is
+    /// One row alone says what was not measured: `OOM`, decided from [`attention_account`] before anything is
     /// allocated, with the sum; `unsupported`, for a head dimension that the algorithm does not take;
     /// `over time budget`. `reason` says why, and also why a row has fewer samples than were asked for. `on_step` is
     /// called after every step with the whole step's time in ms.
@@ -115,7 +116,7 @@ impl AttentionRun {
             };
             // What is too large to be planned for is too large for any memory, eagerly too.
             run.account(device)
-                .unwrap_or_else(|_| attention_account_on(device, &run.workload))
+                .unwrap_or_else(|_| attention_account(&run.workload, Kernels::of(device)))
         })?;
         Some(Limit {
             implementation: self.implementation(),
@@ -138,8 +139,8 @@ impl AttentionRun {
 
     fn account(&self, device: &Device) -> Result<Account> {
         match self.execution {
-            Execution::Eager => Ok(attention_account_on(device, &self.workload)),
-            Execution::Planned => planned_attention_account_on(device, &self.workload),
+            Execution::Eager => Ok(attention_account(&self.workload, Kernels::of(device))),
+            Execution::Planned => planned_attention_account(&self.workload, Kernels::of(device)),
         }
     }
 

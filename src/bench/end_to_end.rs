@@ -37,9 +37,8 @@ pub struct EndToEnd {
     /// Whether each parameter is updated as soon as its gradient is there
     /// ([`PlanConfig::optimizer_in_backward`](crate::compile::PlanConfig::optimizer_in_backward)): for planned training steps.
     pub optimizer_in_backward: bool,
-    /// The most bytes that a planned training step's arena may have
-    /// ([`PlanConfig::memory_budget_bytes`](crate::compile::PlanConfig::memory_budget_bytes)); what runs eagerly, or has no
-    /// backward, has no budget.
+    /// The most bytes that the arena may have
+    /// ([`PlanConfig::memory_budget_bytes`](crate::compile::PlanConfig::memory_budget_bytes)): for planned training steps.
     pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.
     pub seed: u64,
@@ -87,7 +86,7 @@ impl EndToEnd {
     /// the end and the `skipped_steps`, warm-up included, that overflowed and made no update.
     ///
     /// # Errors
-    /// A configuration that cannot run; candle's optimizer with f16 parameters, for it takes no f32 gradients; the ops'
+    /// A configuration that cannot run; what is for planned training steps, with anything else; candle's optimizer with f16 parameters, for it takes no f32 gradients; the ops'
     /// errors.
     pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
         let estimate_bytes = self.estimate_bytes(device)?;

@@ -29,12 +29,18 @@ impl Execution {
             Self::Planned => "planned",
         }
     }
+
+    /// Whether `mode` is so executed as a training step that is planned: what may have its optimizer in backward
+    /// ([`EndToEnd::optimizer_in_backward`]) and a budget ([`EndToEnd::memory_budget_bytes`]).
+    pub fn is_planned_step(self, mode: Mode) -> bool {
+        self == Self::Planned && mode == Mode::TrainStep
+    }
 }
 
 impl EndToEnd {
-    /// Refuses what is not planned.
+    /// Refuses what is not planned, and what is not heeded.
     pub(super) fn check_execution(&self, device: &Device) -> Result<()> {
-        self.check_optimizer_in_backward()?;
+        self.check_step_settings()?;
         if self.execution == Execution::Eager {
             return Ok(());
         }
@@ -74,17 +80,22 @@ impl EndToEnd {
         Ok(())
     }
 
-    fn check_optimizer_in_backward(&self) -> Result<()> {
-        let is_planned_step = self.execution == Execution::Planned && self.mode == Mode::TrainStep;
-        if is_planned_step || !self.optimizer_in_backward {
+    /// Refuses what only a planned training step heeds.
+    fn check_step_settings(&self) -> Result<()> {
+        if self.execution.is_planned_step(self.mode) {
             return Ok(());
         }
+        let (field, expected, got) = match (self.optimizer_in_backward, self.memory_budget_bytes) {
+            (true, _) => ("optimizer_in_backward", "false", "true".into()),
+            (false, Some(bytes)) => ("memory_budget_bytes", "None", format!("{bytes} bytes")),
+            (false, None) => return Ok(()),
+        };
         let mode = serde_json::to_value(self.mode).unwrap_or_default();
         Err(Error::Config {
             config: "EndToEnd",
-            field: "optimizer_in_backward",
-            expected: "false, but for a training step that is planned".into(),
-            got: format!("true, with {} {mode}", self.execution.name()),
+            field,
+            expected: format!("{expected}, but for a training step that is planned"),
+            got: format!("{got}, with {} {mode}", self.execution.name()),
             hint:
                 "run it with Execution::Planned and Mode::TrainStep (--compile, --mode train-step)"
                     .into(),

@@ -79,6 +79,7 @@ impl EndToEnd {
                 hint: "a planned step is one block, which compile::Plan::explain and memory_map cut up".into(),
             });
         }
+        self.check_execution(device)?;
         let estimate = self.estimate(device)?;
         gemm::reserve_scratch(self.precision.dtype() != DType::F32);
         let meter = Meter::new(device);

@@ -48,17 +48,38 @@ pub(crate) fn flash_forward() -> usize {
 pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
     const MOST_QUERIES: usize = 128; // of a tile
     const FEWEST_QUERIES: usize = 32;
-    let heads = sizes.batch * sizes.heads;
-    let rows = heads * sizes.queries.next_multiple_of(MOST_QUERIES);
-    let tiles = heads * sizes.queries.div_ceil(FEWEST_QUERIES);
+    let heads = sizes.batch.saturating_mul(sizes.heads);
+    let whole_tiles = sizes.queries.div_ceil(MOST_QUERIES);
+    let rows = heads
+        .saturating_mul(whole_tiles)
+        .saturating_mul(MOST_QUERIES);
+    let tiles = heads.saturating_mul(sizes.queries.div_ceil(FEWEST_QUERIES));
     let most_columns = match sizes.head_dim {
         0..=128 => sizes.head_dim.next_multiple_of(32),
         _ => 256,
     };
-    let parts = [2 * rows, rows * most_columns, 2 * tiles + 1];
+    let parts = [
+        rows.saturating_mul(2),
+        rows.saturating_mul(most_columns),
+        tiles.saturating_mul(2).saturating_add(1),
+    ];
     // One piece more of each, for a workspace that begins anywhere.
-    let with_one_more = parts.map(|words| aligned(words) + ALIGNMENT_WORDS);
-    with_one_more.iter().sum()
+    parts.iter().fold(0, |sum: usize, words| {
+        sum.saturating_add(aligned(*words))
+            .saturating_add(ALIGNMENT_WORDS)
+    })
+}
+
+/// What the scores' gradients of naive attention may take, in bytes: a head of T 16,384 in f32, or several that together fill a
+/// card as well.
+const D_SCORES_BYTES: usize = 1 << 30;
+
+/// The heads (of k and v) whose scores' gradients naive attention's backward has there at once: as many as there is room for,
+/// and one at least. `of_head` is how many elements one has.
+pub(crate) fn naive_heads_at_once(heads: usize, of_head: usize, element_bytes: usize) -> usize {
+    let most = D_SCORES_BYTES / of_head.saturating_mul(element_bytes).max(1);
+    let turns = heads.div_ceil(most.max(1));
+    heads.div_ceil(turns.max(1))
 }
 
 /// Sums of squares of pieces of a gradient, f64.
@@ -77,5 +98,7 @@ pub(crate) fn update_tables_bytes(parameters: impl Iterator<Item = usize>) -> us
 }
 
 fn aligned(words: usize) -> usize {
-    words.next_multiple_of(ALIGNMENT_WORDS)
+    words
+        .div_ceil(ALIGNMENT_WORDS)
+        .saturating_mul(ALIGNMENT_WORDS)
 }

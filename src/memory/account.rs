@@ -73,9 +73,10 @@ impl fmt::Display for Holds {
 /// that ran out of memory.
 ///
 /// ```
-/// use tallow::memory::{AttentionWorkload, attention_account};
+/// use tallow::memory::{AttentionWorkload, Kernels, attention_account};
 ///
-/// let account = attention_account(&AttentionWorkload { sequence_length: 16_384, ..Default::default() });
+/// let workload = AttentionWorkload { sequence_length: 16_384, ..Default::default() };
+/// let account = attention_account(&workload, Kernels::Cpu);
 /// assert!(account.to_string().contains("probabilities BHT^2 8,192.0 MiB"));
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -1,13 +1,13 @@
 //! The memory of attention, from its sizes alone.
 
-use super::{Account, Holds};
+use super::{Account, Holds, Kernels};
 use crate::attention::{Algorithm, Mask};
 use crate::kernels::cpu::flash_attention::{
     Sizes, Tiles, backward_scratch_elements, forward_scratch_elements,
 };
 use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
 use crate::kernels::workspace;
-use candle_core::{DType, Device};
+use candle_core::DType;
 
 /// One attention, forward and backward: q, k, v (B, H, T, Dh).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -71,109 +71,86 @@ impl AttentionWorkload {
     }
 }
 
-/// What one attention holds on the CPU at its worst moment, with its inputs: predicted, for deciding whether it fits.
+/// What one attention holds at its worst moment, with its inputs, where `kernels` compute it: predicted, for deciding whether
+/// it fits.
 ///
-/// Naive overwrites its scores with the probabilities, so they exist once; its backward takes a matrix of (T, T) for
-/// each of B H, one a thread at a time. In half precision the probabilities are f32 all the same, and a head is widened
-/// while it is worked on. Flash keeps the log-sum-exp instead, one number a row; its backward takes a few tiles
-/// a thread, and where dq is rounded its sums for two heads a thread. After any of them, candle adds each gradient to zeros.
-/// Naive's products pack blocks of their factors, a few MiB whatever the sizes.
-pub fn attention_account(workload: &AttentionWorkload) -> Account {
-    between(beside(workload), workload)
-}
-
-/// What any algorithm has beside it.
-fn beside(workload: &AttentionWorkload) -> Account {
+/// Naive overwrites its scores with the probabilities, so they exist once. On the CPU its backward takes a matrix of (T, T) for
+/// each of B H, one a thread at a time; in half precision the probabilities are f32 all the same, and a head is widened
+/// while it is worked on; products pack blocks of their factors, a few MiB whatever the sizes. On a card probabilities are in the
+/// dtype of q, k and v, and backward takes matrices of (T, T) for as many of B H as 1 GiB holds, one at least.
+///
+/// Flash keeps the log-sum-exp instead, one number a row; its backward takes a few tiles a thread, and where dq is rounded its
+/// sums for two heads a thread, on a card for all of them. After any of them, candle adds each gradient to zeros.
+///
+/// ```
+/// use tallow::memory::{AttentionWorkload, Kernels, attention_account};
+///
+/// let workload = AttentionWorkload { sequence_length: 16_384, ..Default::default() };
+/// let [cpu, card] = [Kernels::Cpu, Kernels::Cuda].map(|kernels| attention_account(&workload, kernels));
+/// assert_eq!(cpu.before_backward_bytes(), card.before_backward_bytes());
+/// assert!(card.peak_bytes() > card.before_backward_bytes() + (1 << 30));
+/// ```
+pub fn attention_account(workload: &AttentionWorkload, kernels: Kernels) -> Account {
     let width = workload.dtype.size_in_bytes();
     let n = workload.elements();
-    Account::new(format!(
+    let account = Account::new(format!(
         "B {}, H {}, T {}, Dh {}, {width} bytes an element",
         workload.batch_size, workload.heads, workload.sequence_length, workload.head_dim
     ))
     .with(Holds::Inputs, "q, k, v", "3BHTDh", 3.0 * n, width)
     .with(Holds::Activations, "out", "BHTDh", n, width)
     .with(Holds::Scratch, "its gradient", "BHTDh", n, width)
-    .with(Holds::Gradients, "dq, dk, dv", "3BHTDh", 3.0 * n, width)
-}
-
-/// As [`attention_account`], on `device`.
-///
-/// On a card naive attention is composed of ops: its scores are kept beside the probabilities, both in the dtype of q, k and v.
-/// In backward candle adds the probabilities' gradient to zeros twice, once as the product's factor and once as the reshaped
-/// softmax's, and has the product, both zeros and both sums at once.
-pub fn attention_account_on(device: &Device, workload: &AttentionWorkload) -> Account {
-    if !(device.is_cuda() && workload.algorithm == Algorithm::Naive) {
-        return attention_account(workload);
-    }
-    let width = workload.dtype.size_in_bytes();
-    let scores = workload.scores();
-    let name = "the probabilities' gradient, zeros and sums";
-    beside(workload)
-        .with(Holds::Activations, "scores", "BHT^2", scores, width)
-        .with(Holds::Activations, "probabilities", "BHT^2", scores, width)
-        .with(Holds::Scratch, name, "5BHT^2", 5.0 * scores, width)
+    .with(Holds::Gradients, "dq, dk, dv", "3BHTDh", 3.0 * n, width);
+    between(account, workload, kernels)
 }
 
 /// Adds what the algorithm keeps between forward and backward, and what backward takes for itself.
-pub(super) fn between(account: Account, workload: &AttentionWorkload) -> Account {
+pub(super) fn between(account: Account, workload: &AttentionWorkload, kernels: Kernels) -> Account {
     let width = workload.dtype.size_in_bytes();
-    let scores = workload.scores();
-    let n = workload.elements();
-    let storing = 2.0 * n;
-    let store = |account: Account| {
-        account.with(
-            Holds::Scratch,
-            "a gradient's zeros and sum",
-            "2BHTDh",
-            storing,
-            width,
-        )
-    };
     let wide = width.max(4); // half precision is computed in f32
-    match workload.algorithm {
-        Algorithm::Flash => {
-            let account = account.with(
-                Holds::Activations,
-                "log-sum-exp",
-                "BHT",
-                workload.rows(),
-                wide,
-            );
+    let (scores, n) = (workload.scores(), workload.elements());
+    let keep = |account: Account, what, formula, elements, width| {
+        account.with(Holds::Activations, what, formula, elements, width)
+    };
+    let (account, (what, formula, scratch, scratch_width)) = match (workload.algorithm, kernels) {
+        (Algorithm::Flash, _) => {
+            let rows = workload.rows();
+            let account = keep(account, "log-sum-exp", "BHT", rows, wide);
             let account = match wide == width {
                 true => account,
-                false => account.with(
-                    Holds::Activations,
-                    "what rounding took from out",
-                    "BHTDh",
-                    n,
-                    width,
-                ),
+                false => keep(account, "what rounding took from out", "BHTDh", n, width),
             };
-            let [_, scratch] = flash_scratch(workload);
-            match scratch * wide as f64 > storing * width as f64 {
-                true => account.with(
-                    Holds::Scratch,
-                    "delta, dq's sums, tiles",
-                    "BHT + ..",
-                    scratch,
-                    wide,
-                ),
-                false => store(account),
-            }
+            let scratch = match kernels {
+                Kernels::Cpu => {
+                    let [_, elements] = flash_scratch(workload);
+                    ("delta, dq's sums, tiles", "BHT + ..", elements, wide)
+                }
+                Kernels::Cuda => {
+                    let words = flash_backward_on_card(workload);
+                    ("delta, dq's sums", "BH(T + ..)(Dh + ..)", words, 4)
+                }
+            };
+            (account, scratch)
         }
-        Algorithm::Naive => {
-            let account = account.with(Holds::Activations, "probabilities", "BHT^2", scores, wide);
-            let [_, scratch] = naive_scratch(workload);
-            match scratch * wide as f64 > storing * width as f64 {
-                true => account.with(
-                    Holds::Scratch,
-                    "scores' gradient, one a thread",
-                    "T^2",
-                    scratch,
-                    wide,
-                ),
-                false => store(account),
-            }
+        (Algorithm::Naive, Kernels::Cpu) => {
+            let [_, elements] = naive_scratch(workload);
+            let scratch = ("scores' gradient, one a thread", "T^2", elements, wide);
+            let account = keep(account, "probabilities", "BHT^2", scores, wide);
+            (account, scratch)
+        }
+        (Algorithm::Naive, Kernels::Cuda) => {
+            let elements = naive_backward_on_card(workload);
+            let scratch = ("scores' gradients of some heads", "..T^2", elements, width);
+            let account = keep(account, "probabilities", "BHT^2", scores, width);
+            (account, scratch)
+        }
+    };
+    let storing = 2.0 * n;
+    match scratch * scratch_width as f64 > storing * width as f64 {
+        true => account.with(Holds::Scratch, what, formula, scratch, scratch_width),
+        false => {
+            let what = "a gradient's zeros and sum";
+            account.with(Holds::Scratch, what, "2BHTDh", storing, width)
         }
     }
 }
@@ -226,7 +203,17 @@ pub(super) fn flash_scratch(workload: &AttentionWorkload) -> [f64; 2] {
     ]
 }
 
-/// The same of a card's backward, in words.
+/// The scores' gradients that naive's backward has on a card at once.
+pub(super) fn naive_backward_on_card(workload: &AttentionWorkload) -> f64 {
+    let heads = workload.batch_size.saturating_mul(workload.heads);
+    let t = workload.sequence_length;
+    let of_head = t.saturating_mul(t);
+    let width = workload.dtype.size_in_bytes();
+    let at_once = workspace::naive_heads_at_once(heads, of_head, width);
+    at_once as f64 * of_head as f64
+}
+
+/// What flash's backward takes on a card, in words.
 pub(super) fn flash_backward_on_card(workload: &AttentionWorkload) -> f64 {
     workspace::flash_backward(&flash_sizes(workload)) as f64
 }

@@ -5,9 +5,8 @@
 //! [`self_attention_account`], those of attention alone and of its layer, and [`planned_attention_account`]; [`tracker`], an allocator that counts;
 //! [`measure()`], a step's peak by it; [`record()`] and [`record_on()`], which keep every block with its origin, and what is made of it: sums ([`Recording`]), a picture
 //! ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what the
-//! process has taken; [`Meter`], a device's counters whatever the device. Models ([`Kernels`]) and attention alone
-//! ([`attention_account_on`], [`planned_attention_account_on`]) are predicted for the CPU's kernels or a card's. What does not: timing
-//! ([`crate::bench`]).
+//! process has taken; [`Meter`], a device's counters whatever the device. Models and attention alone are predicted for the CPU's
+//! kernels or a card's ([`Kernels`]). What does not: timing ([`crate::bench`]).
 
 mod account;
 mod attention;
@@ -27,12 +26,12 @@ pub mod tracker;
 mod walk;
 
 pub use account::{Account, Holds, Part, smallest_beyond};
-pub use attention::{AttentionWorkload, attention_account, attention_account_on};
+pub use attention::{AttentionWorkload, attention_account};
 pub use estimate::{Estimate, Kernels, Mode, Workload, estimate};
 pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved};
 pub use measure::{Measured, measure};
 pub use meter::Meter;
-pub use planned::{planned_attention_account, planned_attention_account_on};
+pub use planned::planned_attention_account;
 pub use recommend::recommend;
 pub(crate) use recording::blocks_taken;
 pub use recording::{

@@ -1,30 +1,23 @@
 //! The memory of planned attention: the plan's.
 
 use super::attention::flash_scratch;
-use super::{Account, AttentionWorkload, Holds};
+use super::{Account, AttentionWorkload, Holds, Kernels};
 use crate::Result;
 use crate::attention::{Algorithm, AttentionConfig};
 use crate::compile::{Attention, Category};
 use candle_core::Device;
 
-/// What [`compile::Attention`](crate::compile::Attention) holds on the CPU, with its inputs: what its plan says, exactly, and for
-/// flash what its kernels take for themselves, if all threads of the pool that asks find work.
+/// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs: what its plan says,
+/// exactly; for naive attention on a card also the 32 MiB that cuBLASLt works in, for flash on the CPU what its kernels take for
+/// themselves, if all threads of the pool that asks find work.
 ///
 /// A plan has its whole arena before its first run, so all of it counts as there before backward.
 ///
 /// # Errors
-/// As [`Attention::with_algorithm`].
-pub fn planned_attention_account(workload: &AttentionWorkload) -> Result<Account> {
-    planned_attention_account_on(&Device::Cpu, workload)
-}
-
-/// As [`planned_attention_account`], for `device`: on a card with what cuBLASLt works in.
-///
-/// # Errors
-/// As [`Attention::with_algorithm`].
-pub fn planned_attention_account_on(
-    device: &Device,
+/// As [`Attention::plan_with_algorithm`].
+pub fn planned_attention_account(
     workload: &AttentionWorkload,
+    kernels: Kernels,
 ) -> Result<Account> {
     let w = workload;
     let shape = (w.batch_size, w.heads, w.sequence_length, w.head_dim);
@@ -32,7 +25,13 @@ pub fn planned_attention_account_on(
         mask: w.mask,
         scale: None,
     };
-    let plan = Attention::plan_with_algorithm(w.algorithm, device, shape, w.dtype, &config)?;
+    let (algorithm, dtype) = (w.algorithm, w.dtype);
+    let plan = match kernels {
+        Kernels::Cpu => {
+            Attention::plan_with_algorithm(algorithm, &Device::Cpu, shape, dtype, &config)?
+        }
+        Kernels::Cuda => Attention::plan_for_card(algorithm, shape, dtype, &config)?,
+    };
     let inputs = plan.category_bytes(Category::Input);
     let kept = plan.category_bytes(Category::Activation);
     let rest = plan.peak_bytes() - kept;
@@ -49,13 +48,13 @@ pub fn planned_attention_account_on(
     let mut buffers = plan.buffers().iter();
     let kept_buffer = buffers.find(|buffer| buffer.category == Category::Activation);
     let kept_width = kept_buffer.map_or(width, |buffer| buffer.dtype.size_in_bytes());
-    let (kept_name, kept_formula, rest_name) = match (w.algorithm, device.is_cpu()) {
-        (Algorithm::Naive, true) => (
+    let (kept_name, kept_formula, rest_name) = match (w.algorithm, kernels) {
+        (Algorithm::Naive, Kernels::Cpu) => (
             "exponentials, as the mask leaves them",
             "BHT^2",
             "the rest of the arena: out, dq, dk, dv, scratch",
         ),
-        (Algorithm::Naive, false) => (
+        (Algorithm::Naive, Kernels::Cuda) => (
             "probabilities",
             "BHT^2",
             "the rest of the arena: out, dq, dk, dv, gradients of scores",
@@ -88,7 +87,7 @@ pub fn planned_attention_account_on(
             elements(rest),
             width,
         );
-    if w.algorithm == Algorithm::Flash && device.is_cpu() {
+    if (w.algorithm, kernels) == (Algorithm::Flash, Kernels::Cpu) {
         let [forward, backward] = flash_scratch(w);
         let name = "delta, dq's sums, tiles";
         let most = forward.max(backward);

@@ -1,7 +1,7 @@
 //! The memory of a self-attention layer, from its sizes alone.
 
 use super::attention::between;
-use super::{Account, AttentionWorkload, Holds};
+use super::{Account, AttentionWorkload, Holds, Kernels};
 use crate::attention::{Algorithm, Mask};
 use crate::precision::Precision;
 use candle_core::DType;
@@ -135,9 +135,9 @@ pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Account {
             4.0 * n,
             width,
         );
-    let in_attention = between(in_attention, &workload.attention());
+    let in_attention = between(in_attention, &workload.attention(), Kernels::Cpu);
     // What attention keeps is alive until the end; what its backward takes is not.
-    let saved = between(kept.clone(), &workload.attention()).without_backward();
+    let saved = between(kept.clone(), &workload.attention(), Kernels::Cpu).without_backward();
     let at_first_weight = saved
         .clone()
         .with(

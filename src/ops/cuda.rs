@@ -13,7 +13,12 @@ pub(super) fn has_kernel(op: &str, x: &Tensor) -> bool {
     let widest = match op {
         "rms_norm" => rms_norm::MAX_WIDTH,
         "cross_entropy" => cross_entropy::MAX_CLASSES,
-        "embedding" | "linear_cross_entropy" | "rope" | "softmax" | "swiglu" => i32::MAX as usize,
+        "attention::naive"
+        | "embedding"
+        | "linear_cross_entropy"
+        | "rope"
+        | "softmax"
+        | "swiglu" => i32::MAX as usize,
         "AdamW::step" | "cast" => usize::MAX,
         _ => return false,
     };
@@ -23,7 +28,7 @@ pub(super) fn has_kernel(op: &str, x: &Tensor) -> bool {
 }
 
 /// The elements of a contiguous operand, inside a custom op's forward.
-pub(super) fn view<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
+pub(crate) fn view<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
     match layout.is_contiguous() {
         true => strided(storage, layout),
         false => bail!("a kernel was handed a strided tensor: {layout:?}"),

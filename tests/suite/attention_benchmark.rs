@@ -9,7 +9,7 @@ use rstest::rstest;
 use serde_json::Value;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, Sampling, SelfAttentionRun};
-use tallow::memory::{AttentionWorkload, SelfAttentionWorkload, attention_account};
+use tallow::memory::{AttentionWorkload, Kernels, SelfAttentionWorkload, attention_account};
 use tallow::report::Fields;
 
 fn quick() -> Sampling {
@@ -199,7 +199,7 @@ fn what_does_not_fit_is_a_row_with_its_sum() {
 
     // The same with flash fits in far less.
     run.workload.algorithm = Algorithm::Flash;
-    let flash = attention_account(&run.workload).peak_bytes();
+    let flash = attention_account(&run.workload, Kernels::Cpu).peak_bytes();
     assert!(50 * flash < sum as u64, "{flash}");
 }
 

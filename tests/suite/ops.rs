@@ -14,6 +14,8 @@ mod golden;
 mod grouped_heads;
 mod half_precision;
 mod kernel_against_reference;
+#[cfg(feature = "cuda")]
+mod naive_on_cards;
 mod not_finite;
 mod policy;
 mod refusals;

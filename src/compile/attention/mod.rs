@@ -9,6 +9,7 @@ mod plan;
 #[doc(inline)]
 pub use crate::kernels::cpu::blocked_attention::Sizes as HeadAttentionSizes;
 
+use super::build::Target;
 use super::executor::{Executor, Tensors};
 use super::plan::{Operand, Phase, Plan};
 use crate::attention::{Algorithm, AttentionConfig};
@@ -196,6 +197,18 @@ impl Attention {
         check_device(device)?;
         let sizes = plan::sizes(algorithm, &shape.into(), config)?;
         Ok(plan::of(algorithm, sizes, dtype, Executor::target(device)))
+    }
+
+    /// As [`plan_with_algorithm`](Self::plan_with_algorithm), for a card, which need not be there.
+    pub(crate) fn plan_for_card(
+        algorithm: Algorithm,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        config: &AttentionConfig,
+    ) -> Result<Plan> {
+        check_dtype(dtype)?;
+        let sizes = plan::sizes(algorithm, &shape.into(), config)?;
+        Ok(plan::of(algorithm, sizes, dtype, Target::Card))
     }
 
     /// Computes the output of q, k and v, (..., T, Dh) each: [`output`](Self::output) has it until the next run.

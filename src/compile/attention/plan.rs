@@ -169,16 +169,11 @@ fn naive_on_cpu(sizes: HeadAttentionSizes, dtype: DType, threads: usize) -> Plan
     )
 }
 
-/// What the scores' gradients may take: a head of T 16,384 in f32, or several that together fill a card as well.
-const D_SCORES_BYTES: usize = 1 << 30;
-
 fn naive_on_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
     let HeadAttentionSizes {
         matrices, length, ..
     } = sizes;
-    let most = D_SCORES_BYTES / (length * length * dtype.size_in_bytes());
-    let turns = matrices.div_ceil(most.max(1));
-    let at_once = matrices.div_ceil(turns);
+    let at_once = workspace::naive_heads_at_once(matrices, length * length, dtype.size_in_bytes());
 
     let mut buffers = Buffers::default();
     let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);

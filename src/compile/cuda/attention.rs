@@ -4,11 +4,12 @@ use super::super::attention::HeadAttentionSizes;
 use super::super::op::AttentionSizes;
 use super::super::plan::Call;
 use super::call::Launcher;
-use super::naive::{Naive, compare, gather, scatter};
 use crate::Result;
+use crate::kernels::Mask;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
+use crate::kernels::cuda::naive_attention::{self, Sizes, compare, gather, scatter};
 use crate::kernels::cuda::softmax;
 
 /// Heads in the model's dimension: (B, T, H*Dh), or a part of rows that are longer.
@@ -185,6 +186,18 @@ fn scores<'a>(sizes: &AttentionSizes, view: View<'a>, batch: usize) -> Matrix<'a
     }
 }
 
+/// The heads of one sequence of a model.
+fn of_sequence(sizes: &AttentionSizes) -> Sizes {
+    Sizes {
+        kv_heads: sizes.heads,
+        group: 1,
+        queries: sizes.length,
+        keys: sizes.length,
+        mask: Mask::Causal,
+        scale: sizes.scale,
+    }
+}
+
 pub(super) fn naive(
     launcher: &mut Launcher<'_>,
     call: &Call,
@@ -192,19 +205,18 @@ pub(super) fn naive(
 ) -> Result<()> {
     let (reads, writes) = views(launcher, call);
     let [q, k, v] = split(sizes, &reads);
-    let (out, p, naive) = (
-        dense(sizes, writes[0]),
-        writes[1],
-        Naive::of_sequence(sizes),
-    );
+    let (out, p, naive) = (dense(sizes, writes[0]), writes[1], of_sequence(sizes));
+    let card = launcher.card;
+    let mut multiply =
+        |factors: [Matrix; 2], c: Matrix, count| launcher.multiply(factors, c, count);
     for batch in 0..sizes.batch {
         let [q, k] = [q, k].map(|x| x.of(sizes, batch));
-        compare(launcher, &naive, [q, k], scores(sizes, p, batch))?;
+        compare(&mut multiply, &naive, [q, k], scores(sizes, p, batch))?;
     }
-    softmax::forward(launcher.card, naive.scores(), p, p)?;
+    softmax::forward(card, naive.scores(), p, p)?;
     for batch in 0..sizes.batch {
         let (p, v) = (scores(sizes, p, batch), v.of(sizes, batch));
-        gather(launcher, &naive, [p, v], out.of(sizes, batch))?;
+        gather(&mut multiply, &naive, [p, v], out.of(sizes, batch))?;
     }
     Ok(())
 }
@@ -219,29 +231,36 @@ pub(super) fn naive_backward(
     let [q, k, v] = split(sizes, &reads[1..]);
     let [dq, dk, dv] = split(sizes, &writes);
     let (p, d_scores) = (reads[1 + count(sizes)], writes[count(sizes)]);
-    let naive = Naive::of_sequence(sizes);
+    let naive = of_sequence(sizes);
+    let card = launcher.card;
+    let mut multiply =
+        |factors: [Matrix; 2], c: Matrix, count| launcher.multiply(factors, c, count);
+    let multiply = &mut multiply;
     for batch in 0..sizes.batch {
         let (d_out, p) = (d_out.of(sizes, batch), scores(sizes, p, batch));
         let d_scores = scores(sizes, d_scores, batch);
-        compare(launcher, &naive, [d_out, v.of(sizes, batch)], d_scores)?;
-        scatter(launcher, &naive, [p, d_out], dv.of(sizes, batch))?;
+        compare(multiply, &naive, [d_out, v.of(sizes, batch)], d_scores)?;
+        scatter(multiply, &naive, [p, d_out], dv.of(sizes, batch))?;
     }
-    softmax::backward_in_place(launcher.card, naive.scores(), d_scores, p)?;
+    softmax::backward_in_place(card, naive.scores(), d_scores, p)?;
     for batch in 0..sizes.batch {
         let d_scores = scores(sizes, d_scores, batch);
         let [q, k] = [q, k].map(|x| x.of(sizes, batch));
-        gather(launcher, &naive, [d_scores, k], dq.of(sizes, batch))?;
-        scatter(launcher, &naive, [d_scores, q], dk.of(sizes, batch))?;
+        gather(multiply, &naive, [d_scores, k], dq.of(sizes, batch))?;
+        scatter(multiply, &naive, [d_scores, q], dk.of(sizes, batch))?;
     }
     Ok(())
 }
 
-/// Matrices one after another, of T rows, from number `first` on.
-fn matrices<'a>(view: View<'a>, rows: usize, cols: usize, first: usize) -> Matrix<'a> {
-    let matrix_stride = rows * cols;
-    Matrix {
-        matrix_stride,
-        ..Matrix::new(view.part_from(first * matrix_stride), rows, cols)
+/// Heads one after another.
+fn of_heads(sizes: &HeadAttentionSizes) -> Sizes {
+    Sizes {
+        kv_heads: sizes.matrices,
+        group: 1,
+        queries: sizes.length,
+        keys: sizes.length,
+        mask: sizes.mask,
+        scale: sizes.scale,
     }
 }
 
@@ -251,36 +270,26 @@ pub(super) fn heads(
     sizes: &HeadAttentionSizes,
 ) -> Result<()> {
     let (reads, writes) = views(launcher, call);
-    let of = |view| matrices(view, sizes.length, sizes.head_dim, 0);
-    let (q, k, v) = (of(reads[0]), of(reads[1]), of(reads[2]));
-    let p = matrices(writes[1], sizes.length, sizes.length, 0);
-    let naive = Naive::of_heads(sizes, sizes.matrices);
-    compare(launcher, &naive, [q, k], p)?;
-    softmax::forward(launcher.card, naive.scores(), p.view, p.view)?;
-    gather(launcher, &naive, [p, v], of(writes[0]))
+    let card = launcher.card;
+    let mut multiply =
+        |factors: [Matrix; 2], c: Matrix, count| launcher.multiply(factors, c, count);
+    let (qkv, p, out) = ([reads[0], reads[1], reads[2]], writes[1], writes[0]);
+    naive_attention::forward(card, &mut multiply, &of_heads(sizes), qkv, p, out)?;
+    Ok(())
 }
 
-/// Some heads after others, as many as the scores' gradients have room for.
 pub(super) fn heads_backward(
     launcher: &mut Launcher<'_>,
     call: &Call,
     sizes: &HeadAttentionSizes,
 ) -> Result<()> {
     let (reads, writes) = views(launcher, call);
-    let of_head = sizes.length * sizes.length;
-    let at_once = writes[3].len / of_head;
-    for first in (0..sizes.matrices).step_by(at_once) {
-        let naive = Naive::of_heads(sizes, at_once.min(sizes.matrices - first));
-        let of = |view| matrices(view, sizes.length, sizes.head_dim, first);
-        let (d_out, q, k, v) = (of(reads[0]), of(reads[1]), of(reads[2]), of(reads[3]));
-        let p = matrices(reads[4], sizes.length, sizes.length, first);
-        let d_scores = matrices(writes[3], sizes.length, sizes.length, 0);
-        compare(launcher, &naive, [d_out, v], d_scores)?;
-        scatter(launcher, &naive, [p, d_out], of(writes[2]))?;
-        let [d_of_rows, p_of_rows] = [d_scores, p].map(|s| s.view.part(0, naive.heads * of_head));
-        softmax::backward_in_place(launcher.card, naive.scores(), d_of_rows, p_of_rows)?;
-        gather(launcher, &naive, [d_scores, k], of(writes[0]))?;
-        scatter(launcher, &naive, [d_scores, q], of(writes[1]))?;
-    }
+    let card = launcher.card;
+    let mut multiply =
+        |factors: [Matrix; 2], c: Matrix, count| launcher.multiply(factors, c, count);
+    let inputs = [0, 1, 2, 3, 4].map(|place| reads[place]); // d_out, q, k, v, p
+    let gradients = [0, 1, 2].map(|place| writes[place]);
+    let sizes = of_heads(sizes);
+    naive_attention::backward(card, &mut multiply, &sizes, inputs, writes[3], gradients)?;
     Ok(())
 }

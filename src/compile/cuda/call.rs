@@ -44,10 +44,13 @@ impl<'a> Launcher<'a> {
     }
 
     /// `c = a b`, `count` times.
-    pub(super) fn multiply(&mut self, factors: [Matrix; 2], c: Matrix, count: usize) -> Result<()> {
-        Ok(self
-            .products
-            .multiply(self.card, factors, c, count, false)?)
+    pub(super) fn multiply(
+        &mut self,
+        factors: [Matrix; 2],
+        c: Matrix,
+        count: usize,
+    ) -> candle_core::Result<()> {
+        self.products.multiply(self.card, factors, c, count, false)
     }
 
     /// Launches a call, unless it is launched already.

@@ -10,14 +10,13 @@
 //! given before a run, and that waits for the run.
 //!
 //! What lives here: where a plan's buffers are ([`places`]), what is filled in before a run ([`inputs`]), op by op from
-//! operands to [`crate::kernels::cuda`] ([`call`], [`attention`], [`naive`]), the update of all parameters as one launch
+//! operands to [`crate::kernels::cuda`] ([`call`], [`attention`]), the update of all parameters as one launch
 //! ([`update`]), and what a run has left ([`results`]). What does not: anything that knows a model.
 
 mod attention;
 mod call;
 mod graph;
 mod inputs;
-mod naive;
 mod places;
 mod results;
 mod update;

@@ -2,7 +2,7 @@
 //!
 //! What lives here: sources, compiled for the card they meet ([`source`]), their kernels ([`kernel`]), buffers as a kernel
 //! sees them ([`View`]), and a launcher each: grid, block, arguments. What does not: tensors and graphs ([`crate::ops`]
-//! wraps these kernels), and products of matrices, which are cuBLAS's.
+//! wraps these kernels), and products of matrices, which are cuBLAS's ([`matmul`] and [`cublas`] ask for them).
 //!
 //! Kernels on rows take contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in all three. All
 //! compute in f32, and sums have a fixed order. Flash attention and cuBLAS multiply f32 exactly or in TF32, as they are told.
@@ -13,10 +13,12 @@
 pub(crate) mod adamw;
 pub(crate) mod cast;
 pub(crate) mod cross_entropy;
+pub(crate) mod cublas;
 pub(crate) mod embedding;
 pub(crate) mod flash_attention;
 mod kernel;
 pub(crate) mod matmul;
+pub(crate) mod naive_attention;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod softmax;

@@ -23,7 +23,7 @@ pub(crate) struct Scores {
 
 impl Scores {
     /// Query q sees the keys under q + 1 + shift.
-    fn shift(&self) -> i64 {
+    pub(super) fn shift(&self) -> i64 {
         match self.mask {
             Mask::Full => self.keys as i64,
             Mask::Causal => 0,

@@ -35,30 +35,6 @@ impl Walk {
         view
     }
 
-    /// Scores, softmax and values, the matrices of all heads at once; v's ops began at a place on the tape.
-    pub(super) fn attend_in_three_ops(
-        &mut self,
-        q: Value,
-        k: Value,
-        v: Value,
-        v_begins_at: usize,
-    ) -> Value {
-        let v_ends_at = self.tape.len();
-        let [q, k] = [q, k].map(|x| self.view(x));
-        let transposed = self.view(k);
-        let scores = self.product("scores", self.sizes.scores, [q, transposed]);
-        let rows = self.view(scores);
-        let p = self.op("probabilities", self.sizes.scores, &[rows]);
-        let matrices = self.view(p);
-        // Backward comes to v before it comes to the probabilities.
-        self.tape[v_begins_at..].rotate_left(v_ends_at - v_begins_at);
-        let v = self.view(v);
-        let out = self.product("attention's output", self.sizes.stream, [matrices, v]);
-        self.drop(scores);
-        self.drop(p);
-        self.view(out)
-    }
-
     /// Both maps and the gate each an op.
     pub(super) fn feed_forward_in_ops(&mut self, x: Value) -> Value {
         let lowered = self.lowered(x);

@@ -6,7 +6,9 @@ use super::{Size, Value, Walk};
 use crate::attention::Algorithm;
 use crate::kernels::cpu::parallel::BLOCK_ROWS;
 use crate::kernels::workspace;
-use crate::memory::attention::{flash_backward_on_card, flash_scratch, naive_scratch};
+use crate::memory::attention::{
+    flash_backward_on_card, flash_scratch, naive_backward_on_card, naive_scratch,
+};
 use crate::memory::{Holds, Mode};
 use crate::nn::Checkpointing;
 
@@ -84,12 +86,8 @@ impl Walk {
         let lowered = self.lowered(x);
         let q = self.heads(lowered, true);
         let k = self.heads(lowered, true);
-        let v_begins_at = self.tape.len();
         let v = self.heads(lowered, false);
-        let out = match (self.sizes.attention.algorithm, self.on_card()) {
-            (Algorithm::Naive, true) => self.attend_in_three_ops(q, k, v, v_begins_at),
-            _ => self.attend(q, k, v),
-        };
+        let out = self.attend(q, k, v);
         let merged = self.copied("heads merged", out, 1);
         let projected = self.linear("output_proj's output", merged, PROJECTIONS);
         for gone in [merged, q, k, v, out] {
@@ -123,6 +121,12 @@ impl Walk {
     fn attend(&mut self, q: Value, k: Value, v: Value) -> Value {
         let (in_half, attention) = (q.width < 4, self.sizes.attention);
         match attention.algorithm {
+            Algorithm::Naive if self.on_card() => {
+                let (scores, width) = (self.sizes.scores, q.width);
+                self.keep(Holds::Activations, "probabilities", scores, width);
+                let some = Size::new("..T^2", naive_backward_on_card(&attention));
+                self.scratch_later("scores' gradients of some heads", some, width);
+            }
             Algorithm::Naive => {
                 let [forward, backward] = naive_scratch(&attention);
                 self.keep(Holds::Activations, "probabilities", self.sizes.scores, 4);

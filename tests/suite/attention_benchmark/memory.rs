@@ -6,7 +6,7 @@ use candle_core::{DType, Device};
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, Sampling, SelfAttentionRun};
 use tallow::memory::{
-    AttentionWorkload, SelfAttentionWorkload, attention_account, self_attention_account,
+    AttentionWorkload, Kernels, SelfAttentionWorkload, attention_account, self_attention_account,
     smallest_beyond,
 };
 use tallow::precision::{Precision, Regime};
@@ -220,7 +220,7 @@ fn the_account_grows_as_its_algorithm_does() {
             sequence_length,
             ..Default::default()
         };
-        attention_account(&workload).peak_bytes() as f64
+        attention_account(&workload, Kernels::Cpu).peak_bytes() as f64
     };
     let ratio = |algorithm| peak(algorithm, 1 << 16) / peak(algorithm, 1 << 15);
     assert!((3.9..4.0).contains(&ratio(Algorithm::Naive)));
@@ -241,7 +241,9 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
                 mask: Mask::Causal,
                 dtype,
             };
-            assert_eq!(attention_account(&workload).peak_bytes(), u64::MAX);
+            for kernels in [Kernels::Cpu, Kernels::Cuda] {
+                assert_eq!(attention_account(&workload, kernels).peak_bytes(), u64::MAX);
+            }
             assert_eq!(workload.composed_bytes(), u64::MAX);
             let workload = SelfAttentionWorkload {
                 algorithm,
@@ -266,7 +268,7 @@ fn the_limit_is_the_first_that_does_not_fit() {
             sequence_length,
             ..run.workload
         };
-        let peak = |length| attention_account(&at(length)).peak_bytes();
+        let peak = |length| attention_account(&at(length), Kernels::Cpu).peak_bytes();
         let available = run.sampling.available_bytes.unwrap();
         assert!(limit.context_length.is_power_of_two());
         assert!(peak(limit.context_length) > available);

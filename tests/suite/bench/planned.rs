@@ -64,16 +64,50 @@ fn planned_runs_have_rows_too() {
         text.contains("execution") && text.contains("graph"),
         "{text}"
     );
-    for run in [run(Mode::TrainStep), planned(Mode::ForwardBackward)] {
+    for mode in [Mode::Forward, Mode::ForwardBackward] {
+        assert!(!Execution::Planned.is_planned_step(mode));
+    }
+    assert!(!Execution::Eager.is_planned_step(Mode::TrainStep));
+    assert!(Execution::Planned.is_planned_step(Mode::TrainStep));
+    let not_planned_steps = [
+        run(Mode::TrainStep),
+        planned(Mode::ForwardBackward),
+        planned(Mode::Forward),
+    ];
+    for run in not_planned_steps {
+        let execution = run.execution.name();
         let text = refused(EndToEnd {
             optimizer_in_backward: true,
+            ..run.clone()
+        });
+        for words in [
+            "optimizer_in_backward must be false",
+            execution,
+            "--compile",
+        ] {
+            assert!(text.contains(words), "no {words:?} in {text:?}");
+        }
+        let text = refused(EndToEnd {
+            memory_budget_bytes: Some(1 << 30),
             ..run
         });
-        assert!(
-            text.contains("optimizer_in_backward") && text.contains("--compile"),
-            "{text}"
-        );
+        for words in [
+            "memory_budget_bytes must be None",
+            "1073741824 bytes",
+            execution,
+            "--compile",
+        ] {
+            assert!(text.contains(words), "no {words:?} in {text:?}");
+        }
     }
+    // Where every block is recorded too.
+    let budgeted = EndToEnd {
+        memory_budget_bytes: Some(1 << 30),
+        ..run(Mode::TrainStep)
+    };
+    let recorded = budgeted.profile_memory(&Device::Cpu, Default::default());
+    let text = recorded.unwrap_err().to_string();
+    assert!(text.contains("memory_budget_bytes must be None"), "{text}");
     let text = refused(EndToEnd {
         precision: Precision::BF16.with_regime(Regime::Full),
         ..planned(Mode::TrainStep)

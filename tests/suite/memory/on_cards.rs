@@ -6,9 +6,9 @@ use tallow::memory::{Kernels, Mode, Workload, estimate};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 
-/// On a card naive attention is three ops: scores and probabilities in q's dtype, and candle's gradients of both.
+/// On a card naive attention keeps its probabilities in q's dtype.
 #[test]
-fn cards_keep_what_kernels_would_not() {
+fn what_attention_keeps_on_a_card() {
     let plan = |config: &TransformerConfig, attention, precision, mode| {
         let workload = Workload {
             batch_size: 2,
@@ -24,8 +24,8 @@ fn cards_keep_what_kernels_would_not() {
     let model = config(64, 100, 3, 500);
     let (rows, scores) = (2 * 4 * 128, 2 * 4 * 128 * 128);
     let cases = [
-        (Precision::F32, 2 * 4 * scores, 4 * rows),
-        (Precision::BF16, 2 * 2 * scores, 4 * rows + 2 * 2 * 128 * 64),
+        (Precision::F32, 4 * scores, 4 * rows),
+        (Precision::BF16, 2 * scores, 4 * rows + 2 * 2 * 128 * 64),
     ];
     for (precision, naive_bytes, flash_bytes) in cases {
         let kept = |attention| {
@@ -35,8 +35,7 @@ fn cards_keep_what_kernels_would_not() {
         let difference = kept(Algorithm::Naive) - kept(Algorithm::Flash);
         assert_eq!(difference, 3 * (naive_bytes - flash_bytes), "{precision}");
     }
-    // Where scores are nearly all there is: both; the second's gradient with the zeros and the product that candle's graph of it
-    // holds; and once more zeros and a sum, for a view.
+    // Where scores are nearly all there is: probabilities, and the scores' gradients.
     let long = TransformerConfig {
         context_length: 4096,
         ..config(16, 16, 1, 50)
@@ -44,7 +43,7 @@ fn cards_keep_what_kernels_would_not() {
     let scores_bytes = 4.0 * 2.0 * 4.0 * 4096f64.powi(2);
     let step = plan(&long, Algorithm::Naive, Precision::F32, Mode::TrainStep);
     let times = step.peak_bytes as f64 / scores_bytes;
-    assert!((7.0..7.1).contains(&times), "{times}");
+    assert!((2.0..2.1).contains(&times), "{times}");
 }
 
 /// What the pool of an H200 had given out at most, on 2026-11-22, in each mode.
@@ -54,12 +53,12 @@ fn a_cards_peaks_are_predicted() {
         (
             Algorithm::Naive,
             Precision::F32,
-            [18_148_864, 115_265_024, 133_982_724, 140_854_788],
+            [15_265_280, 102_682_112, 113_305_604, 120_177_668],
         ),
         (
             Algorithm::Naive,
             Precision::BF16,
-            [13_282_816, 78_255_616, 89_534_980, 96_407_044],
+            [12_578_304, 71_964_160, 78_950_404, 85_822_468],
         ),
         (
             Algorithm::Flash,
@@ -100,17 +99,17 @@ fn a_cards_peaks_are_predicted() {
 #[test]
 fn presets_peaks_on_a_card_are_predicted() {
     let measured = [
-        ("small", 256, Algorithm::Naive, Precision::F32, 3_326.4),
-        ("small", 256, Algorithm::Naive, Precision::BF16, 3_092.1),
+        ("small", 256, Algorithm::Naive, Precision::F32, 3_182.4),
+        ("small", 256, Algorithm::Naive, Precision::BF16, 3_020.1),
         ("small", 256, Algorithm::Flash, Precision::F32, 3_039.0),
         ("small", 256, Algorithm::Flash, Precision::BF16, 2_966.6),
-        ("large", 256, Algorithm::Naive, Precision::F32, 21_385.1),
-        ("2.7b", 128, Algorithm::Naive, Precision::F32, 57_233.4),
-        ("2.7b", 128, Algorithm::Naive, Precision::BF16, 61_944.2),
-        ("2.7b", 256, Algorithm::Naive, Precision::F32, 63_304.5),
-        ("2.7b", 256, Algorithm::Naive, Precision::BF16, 65_772.3),
-        ("2.7b", 512, Algorithm::Naive, Precision::F32, 78_688.8),
-        ("2.7b", 512, Algorithm::Naive, Precision::BF16, 74_964.6),
+        ("large", 256, Algorithm::Naive, Precision::F32, 20_665.1),
+        ("2.7b", 128, Algorithm::Naive, Precision::F32, 56_977.4),
+        ("2.7b", 128, Algorithm::Naive, Precision::BF16, 61_816.2),
+        ("2.7b", 256, Algorithm::Naive, Precision::F32, 62_280.5),
+        ("2.7b", 256, Algorithm::Naive, Precision::BF16, 65_260.4),
+        ("2.7b", 512, Algorithm::Naive, Precision::F32, 74_422.8),
+        ("2.7b", 512, Algorithm::Naive, Precision::BF16, 72_916.6),
     ];
     let mut far = Vec::new();
     for (preset, sequence_length, attention, precision, measured_mib) in measured {

@@ -1,0 +1,142 @@
+//! Naive attention as one op on a card: judged by f64 and by the three ops that are its reference, in every dtype; blocks that
+//! masks hide, heads in turns. Without a card a word says so.
+
+use super::case::{KERNEL, LIES, Lie, REFERENCE, bits, numbers};
+use super::cases::{self, MASKS};
+use super::compare::{assert_no_worse, error, magnitude};
+use candle_core::{DType, Device, Tensor, Var};
+use rstest::rstest;
+use tallow::attention::{self, AttentionConfig, Mask, naive};
+use tallow::ops::{KernelPolicy, with_kernel_policy};
+
+/// Heads of q and of k and v, queries and keys, Dh of q and k and of v: groups, odd sizes, one of each.
+type Sizes = ((usize, usize), (usize, usize), (usize, usize));
+
+#[rstest]
+fn as_near_as_in_three_ops(
+    #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
+    #[values(
+        ((1, 1), (1, 1), (1, 1)),
+        ((2, 2), (5, 7), (24, 24)),
+        ((4, 2), (33, 41), (6, 17)),
+        ((3, 1), (123, 257), (40, 24)),
+        ((2, 1), (257, 64), (64, 65)),
+        ((2, 2), (200, 130), (128, 128)),
+    )]
+    (heads, lengths, dims): Sizes,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    for mask in MASKS {
+        for scale in [None, Some(-0.4)] {
+            let case = cases::grouped_attention(&[2], heads, lengths, dims, (scale, mask), 7);
+            let case = case.rounded_to(dtype);
+            let exact = case.run(DType::F64, KERNEL);
+            let judge = case.run_on(&card, dtype, REFERENCE, Lie::Contiguous);
+            let found = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
+            assert_no_worse(&case, &found, &judge, &exact);
+            for lie in LIES {
+                // Lying otherwise, and once more: the same bits.
+                let again = case.run_on(&card, dtype, KERNEL, lie);
+                assert_eq!(bits(&found.out), bits(&again.out), "{} {lie:?}", case.name);
+                for ((name, a), (_, b)) in found.gradients.iter().zip(&again.gradients) {
+                    assert_eq!(bits(a), bits(b), "{} {lie:?}: {name}", case.name);
+                }
+            }
+        }
+    }
+}
+
+type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> tallow::Result<Tensor>;
+
+/// Output and gradients, head by head in a row.
+fn run(attend: Attend, inputs: &[Tensor; 4], config: &AttentionConfig) -> Vec<Tensor> {
+    let [q, k, v] = [0, 1, 2].map(|i| Var::from_tensor(&inputs[i]).unwrap());
+    let out = with_kernel_policy(KernelPolicy::Strict, || attend(&q, &k, &v, config)).unwrap();
+    let loss = (&out * &inputs[3]).unwrap().sum_all().unwrap();
+    let store = loss.backward().unwrap();
+    let gradients = [&q, &k, &v].map(|x| store.get(x).unwrap().clone());
+    let here = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
+    std::iter::once(&out).chain(&gradients).map(here).collect()
+}
+
+/// In f32, so that nothing but the order of sums differs: `limit` of each head's norm.
+fn agree(card: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f64) {
+    let [q, k] = shapes;
+    let draw = |shape| Tensor::randn(0f32, 1.0, shape, &Device::Cpu)?.to_device(card);
+    let inputs = [q, k, k, q].map(|shape| draw(shape).unwrap());
+    let config = AttentionConfig { mask, scale: None };
+    let found = run(attention::naive, &inputs, &config);
+    let reference: Attend = |q, k, v, config| {
+        with_kernel_policy(KernelPolicy::Prefer, || naive::reference(q, k, v, config))
+    };
+    let wanted = run(reference, &inputs, &config);
+    for ((found, wanted), what) in found.iter().zip(&wanted).zip(["out", "dq", "dk", "dv"]) {
+        for head in 0..found.dims()[0] {
+            let [found, wanted] = [found, wanted].map(|x| x.get(head).unwrap());
+            let (error, size) = (error(&found, &wanted).norm, magnitude(&wanted).norm);
+            assert!(
+                error <= limit * size,
+                "{what}, head {head} of {q:?}, {k:?}, {mask:?}: {error:.1e} of {size:.1e}"
+            );
+        }
+    }
+}
+
+/// Several blocks of queries and of keys, as many of one as of the other and not, some that nobody sees and that see nothing.
+#[rstest]
+fn blocks(
+    #[values((2049, 2049), (1100, 2500), (2500, 1100))] (queries, keys): (usize, usize),
+    #[values((2, 2), (4, 2))] (heads, kv_heads): (usize, usize),
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    for mask in MASKS {
+        agree(
+            &card,
+            [(heads, queries, 24), (kv_heads, keys, 24)],
+            mask,
+            5e-5,
+        );
+    }
+}
+
+/// More heads than have their scores' gradients there at once, in turns of which the last is smaller.
+#[rstest]
+fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    // Sums of 8,100 terms that mostly cancel, in another order.
+    agree(&card, [(7, 8100, 16), (7, 8100, 16)], mask, 5e-5);
+}
+
+/// A mask hides what is not a number, and a query that sees nothing gives nothing.
+#[test]
+fn hidden_keys_have_no_say() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let config = AttentionConfig {
+        mask: Mask::CausalEnd,
+        scale: None,
+    };
+    let q = Tensor::ones((1, 5, 4), DType::BF16, &card).unwrap();
+    let k = Tensor::ones((1, 3, 4), DType::BF16, &card).unwrap();
+    let out = attention::naive(&q, &k, &k, &config).unwrap();
+    let out = numbers(&out.to_device(&Device::Cpu).unwrap());
+    assert_eq!(out, [[0.0; 8].as_slice(), &[1.0; 12]].concat());
+
+    // The last key's score is NaN: the rows before it do not see it.
+    let mut rows = vec![1f32; 12];
+    rows[8] = f32::NAN;
+    let k = Tensor::from_vec(rows, (1, 3, 4), &card).unwrap();
+    let v = Tensor::ones((1, 3, 4), DType::F32, &card).unwrap();
+    let q = Tensor::ones((1, 3, 4), DType::F32, &card).unwrap();
+    let out = attention::naive(&q, &k, &v, &config).unwrap();
+    let out = numbers(&out.to_device(&Device::Cpu).unwrap());
+    assert_eq!(out[..8], [1.0; 8]);
+    assert!(out[8..].iter().all(|x| x.is_nan()));
+}
