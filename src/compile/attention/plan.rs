@@ -78,10 +78,15 @@ pub(super) fn of(
     dtype: DType,
     target: Target,
 ) -> Plan {
-    match (algorithm, target) {
+    let plan = match (algorithm, target) {
         (Algorithm::Flash, _) => flash(sizes, dtype, matches!(target, Target::Card)),
         (Algorithm::Naive, Target::Cpu { threads }) => naive_on_cpu(sizes, dtype, threads),
         (Algorithm::Naive, Target::Card) => naive_on_card(sizes, dtype),
+    };
+    match target {
+        Target::Cpu { .. } => plan,
+        // The executor has it whatever the calls are.
+        Target::Card => plan.with_workspace(workspace::PRODUCTS_BYTES),
     }
 }
 
@@ -188,9 +193,7 @@ fn naive_on_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
         (&[q, k, v], &[out, p]),
         (&[d_out, q, k, v, p], &[dq, dk, dv, d_scores]),
     ];
-    buffers
-        .plan(ops, operands, &[out, dq, dk, dv])
-        .with_workspace(workspace::PRODUCTS_BYTES)
+    buffers.plan(ops, operands, &[out, dq, dk, dv])
 }
 
 /// Its two calls.
