@@ -129,7 +129,7 @@ pub(super) fn attention(o: &Operands<'_>) -> Option<(f64, f64)> {
     Some((scores, 2.0 * scores * (q.last() + v.last())))
 }
 
-/// The probabilities are in f32 at least.
+/// The probabilities are in f32 at least. (On a card in half precision they are in half, and this is twice as much.)
 pub(super) fn probability_bytes(o: &Operands<'_>, scores: f64) -> f64 {
     scores * o.output.dtype.size_in_bytes().max(4) as f64
 }

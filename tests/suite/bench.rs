@@ -6,6 +6,7 @@ mod planned;
 mod precisions;
 
 use candle_core::Device;
+use rayon::ThreadPoolBuilder;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution, Laps, OptimizerChoice, Step};
 use tallow::memory::{Mode, Workload, estimate};
@@ -140,7 +141,9 @@ fn the_models_attention_is_timed_and_named() {
         run.config.attention = attention;
         // Long enough for probabilities to outweigh the tiles.
         (run.config.context_length, run.sequence_length) = (64, 64);
-        let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+        // The tiles are those of every thread.
+        let threads = ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let rows = threads.install(|| run.run(&Device::Cpu, |_, _| ()).unwrap());
         for row in &rows {
             assert_eq!(text(row, "attention"), attention.name());
         }

@@ -3,11 +3,13 @@
 use super::{attention, module, number};
 use crate::child;
 use candle_core::{DType, Device};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use std::sync::LazyLock;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, Sampling, SelfAttentionRun};
 use tallow::memory::{
-    AttentionWorkload, Kernels, SelfAttentionWorkload, attention_account, self_attention_account,
-    smallest_beyond,
+    Account, AttentionWorkload, Kernels, SelfAttentionWorkload, attention_account,
+    self_attention_account, smallest_beyond,
 };
 use tallow::precision::{Precision, Regime};
 use tallow::report::Fields;
@@ -28,7 +30,12 @@ const PACKING_BYTES: usize = 64 << 10;
 /// and 512 x 480 in f32.
 const HALF_PACKING_BYTES: usize = 4 * (512 * 192 + 192 * 48 + 16 * 192 + 512 * 480);
 
-fn check(rows: &[Fields], what: &str, packing_bytes: usize) {
+/// There to the end: what a pool's thread gives back when it goes would be missing in the next measurement.
+static ONE_THREAD: LazyLock<ThreadPool> =
+    LazyLock::new(|| ThreadPoolBuilder::new().num_threads(1).build().unwrap());
+
+/// Holds what was measured against `account`.
+fn check(rows: &[Fields], what: &str, account: impl Fn() -> Account + Send, packing_bytes: usize) {
     let whole = &rows[2];
     let pair = |predicted, measured| (number(whole, predicted), number(whole, measured));
     let (predicted, measured) = pair("estimate_before_backward_bytes", "before_backward_bytes");
@@ -45,9 +52,10 @@ fn check(rows: &[Fields], what: &str, packing_bytes: usize) {
         "{what}: peak predicted {predicted}, measured {measured}"
     );
     // On a busy machine the threads may never hold their buffers at the same time.
+    let at_least = ONE_THREAD.install(account).peak_bytes() as f64;
     assert!(
-        measured > 0.75 * predicted,
-        "{what}: peak predicted {predicted}, measured {measured}"
+        measured > 0.85 * at_least,
+        "{what}: peak predicted {at_least} on one thread, measured {measured}"
     );
 }
 
@@ -81,7 +89,8 @@ fn child_measures_attention() {
                         ..Default::default()
                     };
                     let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                    check(&rows, &format!("{workload:?}"), PACKING_BYTES);
+                    let account = || attention_account(&workload, Kernels::Cpu);
+                    check(&rows, &format!("{workload:?}"), account, PACKING_BYTES);
                 }
             }
         }
@@ -119,7 +128,8 @@ fn child_measures_the_module() {
                     sampling: twice(),
                 };
                 let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                check(&rows, &format!("{workload:?}"), PACKING_BYTES);
+                let account = || self_attention_account(&workload);
+                check(&rows, &format!("{workload:?}"), account, PACKING_BYTES);
                 check_columns(&rows[2], &workload);
             }
         }
@@ -158,7 +168,8 @@ fn child_measures_the_module_in_half_precision() {
                     sampling: twice(),
                 };
                 let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                check(&rows, &format!("{workload:?}"), HALF_PACKING_BYTES);
+                let account = || self_attention_account(&workload);
+                check(&rows, &format!("{workload:?}"), account, HALF_PACKING_BYTES);
             }
         }
     }
