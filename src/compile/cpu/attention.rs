@@ -111,103 +111,88 @@ fn heads_from<'a, S: Stored<Wide = f32>>(
 }
 
 pub(super) fn flash_forward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
-    let (kernel, tiles) = (sizes.flash(), Tiles::for_head_dim(sizes.head_dim));
-    let [q, k, v] = [0, 1, 2].map(|place| in_model_dimension(sizes, o.lower_x(place)));
-    let outputs = flash::Outputs {
-        out: o.lower_y(0),
-        rounded_off: match o.call.writes.len() {
-            2 => &mut [],
-            _ => o.lower_y(2),
-        },
-        lse: o.y(1),
-    };
-    flash::forward(&kernel, &tiles, q, k, v, outputs);
+    tiled_forward(o, &sizes.flash(), in_model_dimension(sizes));
 }
 
 pub(super) fn flash_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
-    let (kernel, tiles) = (sizes.flash(), Tiles::for_head_dim(sizes.head_dim));
-    let places = [0, 1, 2, 3, 4];
-    let [d_out, q, k, v, out] = places.map(|place| in_model_dimension(sizes, o.lower_x(place)));
-    let rounded_off = (o.call.reads.len() > 6).then(|| by_head(sizes, o.lower_x(6)));
-    let inputs = flash::Inputs {
-        q,
-        k,
-        v,
-        out,
-        rounded_off,
-        lse: o.x(5),
-        d_out,
-    };
-    let gradients = flash::Gradients {
-        dq: o.lower_y(0),
-        dk: o.lower_y(1),
-        dv: o.lower_y(2),
-    };
-    flash::backward(&kernel, &tiles, inputs, gradients);
+    tiled_backward(o, &sizes.flash(), in_model_dimension(sizes));
 }
 
 pub(super) fn flash_heads<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &HeadAttentionSizes) {
-    let (kernel, tiles) = (sizes.flash(), Tiles::for_head_dim(sizes.head_dim));
-    let [q, k, v] = [0, 1, 2].map(|place| one_after_another(sizes, o.lower_x(place)));
-    let outputs = flash::Outputs {
-        out: o.lower_y(0),
-        rounded_off: match o.call.writes.len() {
-            2 => &mut [],
-            _ => o.lower_y(2),
-        },
-        lse: o.y(1),
-    };
-    flash::forward(&kernel, &tiles, q, k, v, outputs);
+    let kernel = sizes.flash();
+    tiled_forward(o, &kernel, by_head(&kernel));
 }
 
 pub(super) fn flash_heads_backward<S: Stored<Wide = f32>>(
     o: &Operands<'_, S>,
     sizes: &HeadAttentionSizes,
 ) {
-    let (kernel, tiles) = (sizes.flash(), Tiles::for_head_dim(sizes.head_dim));
-    let places = [0, 1, 2, 3, 4];
-    let [d_out, q, k, v, out] = places.map(|place| one_after_another(sizes, o.lower_x(place)));
-    let rounded_off = (o.call.reads.len() > 6).then(|| one_after_another(sizes, o.lower_x(6)));
+    let kernel = sizes.flash();
+    tiled_backward(o, &kernel, by_head(&kernel));
+}
+
+/// Of q, k and v that lie by these strides.
+fn tiled_forward<S: Stored<Wide = f32>>(
+    o: &Operands<'_, S>,
+    kernel: &flash::Sizes,
+    strides: [usize; 4],
+) {
+    let heads = |place| flash::Heads {
+        data: o.lower_x(place),
+        strides,
+    };
+    let outputs = flash::Outputs {
+        out: o.lower_y(0),
+        rounded_off: match o.call.writes.len() {
+            2 => &mut [],
+            _ => o.lower_y(2),
+        },
+        lse: o.y(1),
+    };
+    let tiles = Tiles::for_head_dim(kernel.head_dim);
+    flash::forward(kernel, &tiles, heads(0), heads(1), heads(2), outputs);
+}
+
+/// Of d_out, q, k, v and out that lie by these strides.
+fn tiled_backward<S: Stored<Wide = f32>>(
+    o: &Operands<'_, S>,
+    kernel: &flash::Sizes,
+    strides: [usize; 4],
+) {
+    let heads = |place| flash::Heads {
+        data: o.lower_x(place),
+        strides,
+    };
+    let rounded_off = (o.call.reads.len() > 6).then(|| flash::Heads {
+        data: o.lower_x(6),
+        strides: by_head(kernel),
+    });
     let inputs = flash::Inputs {
-        q,
-        k,
-        v,
-        out,
+        d_out: heads(0),
+        q: heads(1),
+        k: heads(2),
+        v: heads(3),
+        out: heads(4),
         rounded_off,
         lse: o.x(5),
-        d_out,
     };
     let gradients = flash::Gradients {
         dq: o.lower_y(0),
         dk: o.lower_y(1),
         dv: o.lower_y(2),
     };
-    flash::backward(&kernel, &tiles, inputs, gradients);
+    let tiles = Tiles::for_head_dim(kernel.head_dim);
+    flash::backward(kernel, &tiles, inputs, gradients);
 }
 
-/// The heads of a (B H, T, Dh).
-fn one_after_another<'a, S>(sizes: &HeadAttentionSizes, data: &'a [S]) -> flash::Heads<'a, S> {
-    let head = sizes.length * sizes.head_dim;
-    flash::Heads {
-        data,
-        strides: [head, head, sizes.head_dim, 1],
-    }
-}
-
-/// The heads of a (B, T, H*Dh), as they lie.
-fn in_model_dimension<'a, S>(sizes: &AttentionSizes, data: &'a [S]) -> flash::Heads<'a, S> {
+/// The strides of a (B, T, H*Dh), by batch, head, position and element.
+fn in_model_dimension(sizes: &AttentionSizes) -> [usize; 4] {
     let row = sizes.heads * sizes.head_dim;
-    flash::Heads {
-        data,
-        strides: [sizes.length * row, sizes.head_dim, row, 1],
-    }
+    [sizes.length * row, sizes.head_dim, row, 1]
 }
 
-/// The heads of a (B, H, T, Dh).
-fn by_head<'a, S>(sizes: &AttentionSizes, data: &'a [S]) -> flash::Heads<'a, S> {
-    let head = sizes.length * sizes.head_dim;
-    flash::Heads {
-        data,
-        strides: [sizes.heads * head, head, sizes.head_dim, 1],
-    }
+/// Those of a (B, H, T, Dh).
+fn by_head(kernel: &flash::Sizes) -> [usize; 4] {
+    let head = kernel.queries * kernel.head_dim;
+    [kernel.heads * head, head, kernel.head_dim, 1]
 }

@@ -6,6 +6,7 @@ use super::super::plan::Call;
 use super::call::Launcher;
 use crate::Result;
 use crate::kernels::Mask;
+use crate::kernels::cpu::flash_attention::Sizes as FlashSizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
@@ -74,15 +75,36 @@ fn count(sizes: &AttentionSizes) -> usize {
 pub(super) fn flash(launcher: &Launcher<'_>, call: &Call, sizes: &AttentionSizes) -> Result<()> {
     let (reads, writes) = views(launcher, call);
     let qkv = split(sizes, &reads).map(|x| x.heads(sizes));
+    let out = dense(sizes, writes[0]).heads(sizes);
+    tiled(launcher, &sizes.flash(), qkv, out, &writes[1..])
+}
+
+pub(super) fn flash_heads(
+    launcher: &Launcher<'_>,
+    call: &Call,
+    sizes: &HeadAttentionSizes,
+) -> Result<()> {
+    let (reads, writes) = views(launcher, call);
+    let qkv = [0, 1, 2].map(|place| one_after_another(sizes, reads[place]));
+    let out = one_after_another(sizes, writes[0]);
+    tiled(launcher, &sizes.flash(), qkv, out, &writes[1..])
+}
+
+/// Flash attention's forward; beside out are lse, the workspace and, in half precision, what rounding took.
+fn tiled(
+    launcher: &Launcher<'_>,
+    kernel: &FlashSizes,
+    qkv: [Heads<'_>; 3],
+    out: Heads<'_>,
+    beside: &[View<'_>],
+) -> Result<()> {
     let outputs = Outputs {
-        out: dense(sizes, writes[0]).heads(sizes),
-        rounded_off: writes.get(3).copied(),
-        lse: writes[1],
+        out,
+        rounded_off: beside.get(2).copied(),
+        lse: beside[0],
     };
-    let (card, kernel, tf32) = (launcher.card, sizes.flash(), launcher.products.tf32());
-    Ok(flash::forward(
-        card, &kernel, tf32, qkv, outputs, writes[2],
-    )?)
+    let (card, tf32) = (launcher.card, launcher.products.tf32());
+    Ok(flash::forward(card, kernel, tf32, qkv, outputs, beside[1])?)
 }
 
 pub(super) fn flash_backward(
@@ -104,44 +126,8 @@ pub(super) fn flash_backward(
         lse: reads[after + 1],
     };
     let gradients = flash::Gradients { dq, dk, dv };
-    let (card, kernel, tf32) = (launcher.card, sizes.flash(), launcher.products.tf32());
     let workspace = writes[count(sizes)];
-    Ok(flash::backward(
-        card, &kernel, tf32, inputs, gradients, workspace,
-    )?)
-}
-
-/// Heads one after another.
-fn one_after_another<'a>(sizes: &HeadAttentionSizes, view: View<'a>) -> Heads<'a> {
-    let (rows, head_dim) = (sizes.length, sizes.head_dim);
-    Heads {
-        view,
-        strides: [rows * head_dim, rows * head_dim, head_dim],
-        dims: [sizes.matrices, 1, rows, head_dim],
-    }
-}
-
-pub(super) fn flash_heads(
-    launcher: &Launcher<'_>,
-    call: &Call,
-    sizes: &HeadAttentionSizes,
-) -> Result<()> {
-    let (reads, writes) = views(launcher, call);
-    let qkv = [0, 1, 2].map(|place| one_after_another(sizes, reads[place]));
-    let outputs = Outputs {
-        out: one_after_another(sizes, writes[0]),
-        rounded_off: writes.get(3).copied(),
-        lse: writes[1],
-    };
-    let (card, tf32) = (launcher.card, launcher.products.tf32());
-    Ok(flash::forward(
-        card,
-        &sizes.flash(),
-        tf32,
-        qkv,
-        outputs,
-        writes[2],
-    )?)
+    tiled_backward(launcher, &sizes.flash(), inputs, gradients, workspace)
 }
 
 pub(super) fn flash_heads_backward(
@@ -162,15 +148,30 @@ pub(super) fn flash_heads_backward(
         lse: reads[5],
     };
     let gradients = flash::Gradients { dq, dk, dv };
+    tiled_backward(launcher, &sizes.flash(), inputs, gradients, writes[3])
+}
+
+fn tiled_backward(
+    launcher: &Launcher<'_>,
+    kernel: &FlashSizes,
+    inputs: flash::Inputs<'_>,
+    gradients: flash::Gradients<'_>,
+    workspace: View<'_>,
+) -> Result<()> {
     let (card, tf32) = (launcher.card, launcher.products.tf32());
     Ok(flash::backward(
-        card,
-        &sizes.flash(),
-        tf32,
-        inputs,
-        gradients,
-        writes[3],
+        card, kernel, tf32, inputs, gradients, workspace,
     )?)
+}
+
+/// Heads one after another.
+fn one_after_another<'a>(sizes: &HeadAttentionSizes, view: View<'a>) -> Heads<'a> {
+    let (rows, head_dim) = (sizes.length, sizes.head_dim);
+    Heads {
+        view,
+        strides: [rows * head_dim, rows * head_dim, head_dim],
+        dims: [sizes.matrices, 1, rows, head_dim],
+    }
 }
 
 /// The scores of sequence `batch`, (T, T) for each head.
