@@ -19,7 +19,8 @@ mod common;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{
-    CompileFlag, ModeFlag, executed, execution_words, modes_with, not_planned, optimizer_words,
+    CompileFlag, ModeFlag, check_planned_flags, executed, execution_words, modes_with, not_planned,
+    optimizer_words,
 };
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
@@ -125,6 +126,8 @@ impl Flags {
         self.output.check()?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
+        let is_any_given = self.memory_budget_gib.is_some() || self.optimizer_in_backward;
+        check_planned_flags(is_any_given, self.compile, &self.modes(), &precisions)?;
         let longest = self.context_length.iter().copied().max();
         let models = self
             .models
@@ -167,6 +170,7 @@ impl Flags {
                     labelled.merge(row);
                     labelled
                 }));
+                self.output.save_so_far(&report)?;
             }
         }
         if self

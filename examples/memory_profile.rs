@@ -19,7 +19,9 @@ mod summary;
 
 use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
-use common::modes::{CompileFlag, ModeFlag, executed, modes, not_planned, optimizer_words};
+use common::modes::{
+    CompileFlag, ModeFlag, check_planned_flags, executed, modes, not_planned, optimizer_words,
+};
 use common::precision::PrecisionFlags;
 use common::{Common, Output};
 use files::FileFlags;
@@ -133,6 +135,9 @@ impl Flags {
         let longest = self.context_length.iter().copied().max();
         let longest = longest.unwrap_or_default();
         let models = self.models.models(longest, &self.variants.attention)?;
+        let is_any_given = self.memory_budget_gib.is_some() || self.optimizer_in_backward;
+        let precisions = self.precision.precisions()?;
+        check_planned_flags(is_any_given, self.compile, &modes(&self.mode), &precisions)?;
         let runs = self.runs(&device, &models)?;
         self.files.check()?;
         let mut configuration = describe(&models);

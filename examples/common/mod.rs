@@ -132,6 +132,12 @@ impl Output {
         self.output.as_deref().map_or(Ok(()), check_writable)
     }
 
+    /// Writes what there is so far where `--output` names a file, so that a sweep that is stopped leaves its rows.
+    pub fn save_so_far(&self, report: &Report) -> Result<()> {
+        let path = self.output.as_deref();
+        path.map_or(Ok(()), |path| report.save(self.format, path))
+    }
+
     /// Writes the finished report.
     pub fn publish(&self, report: &Report) -> Result<()> {
         match &self.output {

@@ -5,6 +5,7 @@ use tallow::bench::Execution;
 use tallow::compile::PlanConfig;
 use tallow::memory::Mode;
 use tallow::precision::Precision;
+use tallow::{Error, Result};
 
 /// A mode, or all three.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -74,6 +75,31 @@ pub fn optimizer_words(name: &str, in_backward: bool) -> String {
         true => format!("{name}; in backward where a train step is planned"),
         false => name.into(),
     }
+}
+
+/// Refuses a memory budget and the optimizer in backward where no run is a training step that is planned, which alone heed them.
+pub fn check_planned_flags(
+    is_any_given: bool,
+    flag: Option<CompileFlag>,
+    modes: &[Mode],
+    precisions: &[Precision],
+) -> Result<()> {
+    let all = precisions
+        .iter()
+        .map(|precision| executed(flag, modes.to_vec(), *precision));
+    let is_any_planned = all
+        .flatten()
+        .any(|(mode, execution)| execution.is_planned_step(mode));
+    if !is_any_given || is_any_planned {
+        return Ok(());
+    }
+    Err(Error::Config {
+        config: "flags",
+        field: "--memory-budget-gib, --optimizer-in-backward",
+        expected: "given with a training step that is planned".into(),
+        got: "none among the runs".into(),
+        hint: "add --mode train-step and --compile, in f32, bf16 or f16".into(),
+    })
 }
 
 /// Whether steps can be planned in it.

@@ -75,14 +75,19 @@ impl AttentionRun {
             ],
         )?;
         self.check_execution(device)?;
+        let unsupported = self.unsupported(device);
         let passes = Passes {
             sampling: &self.sampling,
             labels: self.labels(),
             tokens: w.batch_size as f64 * w.sequence_length as f64,
             forward_flops: self.forward_flops(),
             backward_flops: 2.0 * self.forward_flops(),
-            account: self.account(device)?,
-            unsupported: unsupported(w.algorithm, w.head_dim),
+            account: match unsupported {
+                None => self.account(device)?,
+                Some(_) => attention_account(w, Kernels::of(device)), // there may be no plan
+            },
+            in_half: matches!(w.dtype, DType::F16 | DType::BF16),
+            unsupported,
         };
         let config = AttentionConfig {
             mask: w.mask,
@@ -102,7 +107,7 @@ impl AttentionRun {
     /// With T doubled from 1: the first that the memory available does not hold on `device`. `None` where that is not known, and where the algorithm takes no heads of this dimension.
     pub fn limit(&self, device: &Device) -> Option<Limit> {
         let available_bytes = self.sampling.available_bytes?;
-        if unsupported(self.workload.algorithm, self.workload.head_dim).is_some() {
+        if self.unsupported(device).is_some() {
             return None;
         }
         let at = |sequence_length| AttentionWorkload {
@@ -142,6 +147,23 @@ impl AttentionRun {
             Execution::Eager => Ok(attention_account(&self.workload, Kernels::of(device))),
             Execution::Planned => planned_attention_account(&self.workload, Kernels::of(device)),
         }
+    }
+
+    /// Why it cannot run with such heads, if it cannot.
+    fn unsupported(&self, device: &Device) -> Option<String> {
+        let w = &self.workload;
+        let too_wide = unsupported(w.algorithm, w.head_dim);
+        if too_wide.is_some() || self.execution == Execution::Eager || !device.is_cuda() {
+            return too_wide;
+        }
+        let multiple = 16 / w.dtype.size_in_bytes();
+        let fits = w.algorithm == Algorithm::Naive || w.head_dim.is_multiple_of(multiple);
+        (!fits).then(|| {
+            format!(
+                "flash planned on a card takes heads of a multiple of {multiple}, not {}",
+                w.head_dim
+            )
+        })
     }
 
     /// Refuses what is not planned.

@@ -1,6 +1,7 @@
 //! A forward and its backward, measured: the part that all benchmarks of single layers share.
 
 use super::{LapTimings, Laps, Step, Timing};
+use crate::kernels::cpu::gemm;
 use crate::memory::{Account, Meter};
 use crate::report::Fields;
 use crate::{Error, Result};
@@ -50,6 +51,8 @@ pub(super) struct Passes<'a> {
     pub forward_flops: f64,
     pub backward_flops: f64,
     pub account: Account,
+    /// Whether products are in half precision.
+    pub in_half: bool,
     /// Why it cannot run at all, if it cannot.
     pub unsupported: Option<String>,
 }
@@ -200,6 +203,8 @@ impl Passes<'_> {
         prepare: impl FnOnce() -> Result<P>,
         on_step: impl FnMut(Step, f64),
     ) -> Result<(LapTimings, Option<Alive>)> {
+        // What threads keep for packing is the process's, and no step's.
+        gemm::reserve_scratch(self.in_half);
         let meter = Meter::new(device);
         let now = || meter.current_bytes();
         meter.settle()?; // what an earlier run has dropped is not this one's

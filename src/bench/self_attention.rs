@@ -7,7 +7,7 @@ use crate::memory::{SelfAttentionWorkload, self_attention_account, smallest_beyo
 use crate::nn::{CausalSelfAttention, seeded};
 use crate::report::Fields;
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 
 /// One measurement of a [`CausalSelfAttention`] with its four D x D projections, on random x (B, T, D).
@@ -77,6 +77,7 @@ impl SelfAttentionRun {
             forward_flops: 8.0 * b * t * d * d + attention_flops,
             backward_flops: 10.0 * b * t * d * d + 2.0 * attention_flops,
             account: self_attention_account(w),
+            in_half: matches!(w.precision.dtype(), DType::F16 | DType::BF16),
             unsupported: unsupported(w.algorithm, w.attention().head_dim),
         };
         let prepare = || {

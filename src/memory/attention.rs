@@ -138,6 +138,18 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload, kernels: K
             let account = keep(account, "probabilities", "BHT^2", scores, wide);
             (account, scratch)
         }
+        // No kernel there: scores and probabilities are kept; candle adds the probabilities' gradient to zeros.
+        (Algorithm::Naive, Kernels::Cuda) if workload.dtype == DType::F64 => {
+            let scratch = (
+                "the probabilities' gradient, zeros and sums",
+                "5BHT^2",
+                5.0 * scores,
+                width,
+            );
+            let account = keep(account, "scores", "BHT^2", scores, width);
+            let account = keep(account, "probabilities", "BHT^2", scores, width);
+            (account, scratch)
+        }
         (Algorithm::Naive, Kernels::Cuda) => {
             let elements = naive_backward_on_card(workload);
             let scratch = ("scores' gradients of some heads", "..T^2", elements, width);

@@ -34,7 +34,8 @@ pub enum Kernels {
     /// The CPU's.
     #[default]
     Cpu,
-    /// Those for NVIDIA's cards.
+    /// Those for NVIDIA's cards of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older cards, ops are
+    /// composed of candle's: attention's account counts at least what that takes in f64, others may be too low.
     Cuda,
 }
 

@@ -8,8 +8,8 @@ use crate::compile::{Attention, Category};
 use candle_core::Device;
 
 /// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs: what its plan says,
-/// exactly; for naive attention on a card also the 32 MiB that cuBLASLt works in, for flash on the CPU what its kernels take for
-/// themselves, if all threads of the pool that asks find work.
+/// exactly; on a card also the 32 MiB that cuBLASLt works in, for flash on the CPU what its kernels take for themselves, if all
+/// threads of the pool that asks find work.
 ///
 /// A plan has its whole arena before its first run, so all of it counts as there before backward.
 ///

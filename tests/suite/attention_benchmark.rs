@@ -8,7 +8,7 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use serde_json::Value;
 use tallow::attention::{Algorithm, Mask};
-use tallow::bench::{AttentionRun, Sampling, SelfAttentionRun};
+use tallow::bench::{AttentionRun, Execution, Sampling, SelfAttentionRun};
 use tallow::memory::{AttentionWorkload, Kernels, SelfAttentionWorkload, attention_account};
 use tallow::report::Fields;
 
@@ -223,7 +223,11 @@ fn heads_too_wide_for_flash_are_a_row() {
     let mut wide = module(Algorithm::Flash);
     (wide.workload.d_model, wide.workload.heads) = (512, 1);
     let module = wide.run(&Device::Cpu, |_, _| ()).unwrap();
-    for rows in [rows(&run), module] {
+    let planned = AttentionRun {
+        execution: Execution::Planned,
+        ..run.clone()
+    };
+    for rows in [rows(&run), rows(&planned), module] {
         assert_eq!(rows.len(), 1);
         assert_eq!(text(&rows[0], "status"), "unsupported");
         assert!(text(&rows[0], "reason").contains("at most 256"));

@@ -75,3 +75,17 @@ pub(super) fn check(
     }
     Ok(())
 }
+
+/// Whether flash attention's kernels on a card can read it: they move 16 bytes at a time.
+pub(super) fn check_start(what: &str, tensor: &Tensor) -> Result<()> {
+    let start = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
+    match start % 16 {
+        0 => Ok(()),
+        _ => Err(Error::Shape {
+            op: OP,
+            expected: format!("{what} from a multiple of 16 bytes on in its storage"),
+            got: format!("byte {start}"),
+            hint: "pass tensor.force_contiguous()?: a planned run copies nothing".into(),
+        }),
+    }
+}

@@ -14,7 +14,7 @@ use super::executor::{Executor, Tensors};
 use super::plan::{Operand, Phase, Plan};
 use crate::attention::{Algorithm, AttentionConfig};
 use crate::{Error, Result};
-use arguments::{check, check_device, check_dtype};
+use arguments::{check, check_device, check_dtype, check_start};
 use candle_core::{DType, Device, Shape, Tensor, WithDType};
 
 const OP: &str = "compile::Attention";
@@ -65,6 +65,7 @@ const OP: &str = "compile::Attention";
 /// ```
 #[derive(Debug)]
 pub struct Attention {
+    algorithm: Algorithm,
     plan: Plan,
     executor: Executor,
     device: Device,
@@ -120,8 +121,8 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// As [`new_on`](Self::new_on); [`Error::Shape`] and, on a card, [`Error::Placement`] for heads that flash attention's
-    /// kernels do not take: over 256, on a card no multiple of 8 (in f32 of 4).
+    /// As [`new_on`](Self::new_on); [`Error::Shape`] and, on a card, [`Error::Placement`] for what flash attention's
+    /// kernels do not take: heads over 256, on a card of no multiple of 8 (in f32 of 4), or a scale that is not above 0.
     pub fn with_algorithm(
         algorithm: Algorithm,
         device: &Device,
@@ -132,6 +133,7 @@ impl Attention {
         let shape = shape.into();
         let plan = Self::plan_with_algorithm(algorithm, device, shape.clone(), dtype, config)?;
         Ok(Self {
+            algorithm,
             executor: Executor::new(&plan, device)?,
             device: device.clone(),
             plan,
@@ -185,7 +187,7 @@ impl Attention {
     /// As [`plan_on`](Self::plan_on), by an algorithm that is chosen.
     ///
     /// # Errors
-    /// As [`with_algorithm`](Self::with_algorithm), whatever the machine has.
+    /// As [`with_algorithm`](Self::with_algorithm), whatever the machine and the card's kernels take.
     pub fn plan_with_algorithm(
         algorithm: Algorithm,
         device: &Device,
@@ -216,10 +218,11 @@ impl Attention {
     /// q, k and v are read where they are, and kept (not copied) for [`backward`](Self::backward) until the next forward.
     ///
     /// # Errors
-    /// Another shape or dtype than planned; tensors that are not contiguous, or on another device.
+    /// Another shape or dtype than planned; tensors that are not contiguous, or on another device; for flash attention on a card,
+    /// tensors that begin within 16 bytes of their storage.
     pub fn forward(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
         for (what, tensor) in [("q", q), ("k", k), ("v", v)] {
-            check(what, tensor, &self.shape, self.dtype, &self.device)?;
+            self.check(what, tensor)?;
         }
         (self.inputs, self.has_gradients) = (None, false);
         let tensors = Tensors {
@@ -237,7 +240,7 @@ impl Attention {
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Order`] before it.
     pub fn backward(&mut self, d_out: &Tensor) -> Result<()> {
-        check("d_out", d_out, &self.shape, self.dtype, &self.device)?;
+        self.check("d_out", d_out)?;
         let Some([q, k, v]) = &self.inputs else {
             return Err(before("backward", "forward"));
         };
@@ -289,6 +292,15 @@ impl Attention {
         self.check_gradients()?;
         let values = |place| self.values(Phase::Backward, place);
         Ok([values(0)?, values(1)?, values(2)?])
+    }
+
+    /// Whether a run can read it where it lies.
+    fn check(&self, what: &str, tensor: &Tensor) -> Result<()> {
+        check(what, tensor, &self.shape, self.dtype, &self.device)?;
+        match self.algorithm == Algorithm::Flash && self.device.is_cuda() {
+            true => check_start(what, tensor),
+            false => Ok(()),
+        }
     }
 
     /// The plan.

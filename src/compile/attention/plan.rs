@@ -51,8 +51,12 @@ pub(super) fn sizes(
         Algorithm::Naive => t,
         Algorithm::Flash => 0.0,
     };
-    let wanted_bytes = 4.0 * (m * t * (of_scores + 8.0 * d) + 8.0 * t * d);
-    if wanted_bytes >= 2f64.powi(56) {
+    let most = 2f64.powi(56);
+    let mut wanted_bytes = 4.0 * (m * t * (of_scores + 8.0 * d) + 8.0 * t * d);
+    if algorithm == Algorithm::Flash && wanted_bytes < most {
+        wanted_bytes += 4.0 * workspace::flash_backward(&sizes.flash()) as f64; // a card's
+    }
+    if wanted_bytes >= most {
         return Err(Error::OutOfMemory {
             what: "the arena of a planned attention".into(),
             wanted_bytes: wanted_bytes as u64, // saturates

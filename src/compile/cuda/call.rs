@@ -302,9 +302,15 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
         if let Some(sizes) = flash
             && !flash_attention::takes(card, dtype, tf32, &sizes)
         {
-            let got = format!("heads of {} in {}", sizes.head_dim, dtype.as_str());
+            let got = format!(
+                "heads of {} in {}, scale {}, {} rows",
+                sizes.head_dim,
+                dtype.as_str(),
+                sizes.scale,
+                sizes.batch * sizes.heads * sizes.queries
+            );
             let wanted = "flash attention of heads of a multiple of 8 (f32: of 4) up to 256, \
-                 whose tiles fit the card's shared memory";
+                 whose tiles fit the card's shared memory, with a scale above 0, of fewer than 2^31 rows";
             return refuse(wanted, got, "plan naive attention");
         }
         match call.op {

@@ -24,7 +24,7 @@ pub(crate) fn multiply(
     c: Matrix,
     count: usize,
 ) -> Result<()> {
-    let depth = if a.transposed { a.rows } else { a.cols };
+    let depth = Matrix::depth_of([&a, &b], &c);
     if c.rows * c.cols * depth * count == 0 {
         return Ok(());
     }

@@ -44,6 +44,22 @@ impl<'a> Matrix<'a> {
         }
     }
 
+    /// What a product of two matrices into a third sums over.
+    pub(super) fn depth_of([a, b]: [&Self; 2], c: &Self) -> usize {
+        let turned = |matrix: &Self| match matrix.transposed {
+            false => (matrix.rows, matrix.cols),
+            true => (matrix.cols, matrix.rows),
+        };
+        let ((rows, depth), (inner, cols)) = (turned(a), turned(b));
+        assert!(
+            depth == inner && (c.rows, c.cols) == (rows, cols),
+            "({rows}, {depth}) by ({inner}, {cols}) into ({}, {})",
+            c.rows,
+            c.cols
+        );
+        depth
+    }
+
     /// Some of its rows, as it lies.
     pub(crate) fn of_rows(self, rows: Range<usize>) -> Self {
         self.part(rows, 0..self.cols)
@@ -141,18 +157,8 @@ impl Products {
         count: usize,
         adds: bool,
     ) -> Result<()> {
-        let turned = |matrix: &Matrix| match matrix.transposed {
-            false => (matrix.rows, matrix.cols),
-            true => (matrix.cols, matrix.rows),
-        };
-        let ((rows, depth), (inner, cols)) = (turned(&a), turned(&b));
-        assert!(
-            depth == inner && (c.rows, c.cols) == (rows, cols),
-            "({rows}, {depth}) by ({inner}, {cols}) into ({}, {})",
-            c.rows,
-            c.cols
-        );
-        if rows * cols * depth * count == 0 {
+        let depth = Matrix::depth_of([&a, &b], &c);
+        if c.rows * c.cols * depth * count == 0 {
             return Ok(());
         }
         let product = Product::new(&a, &b, &c, count, self.tf32)?;

@@ -134,6 +134,10 @@ fn flash_keeps_nothing_of_all_pairs() {
     let error =
         Attention::plan_with_algorithm(Algorithm::Flash, &CPU, (2, 10, 257), DType::F32, &config);
     let text = error.map(|_| ()).unwrap_err().to_string();
+    let many = (1usize << 50, 1, 1); // whose workspace on a card is larger than they are
+    let beyond = Attention::plan_with_algorithm(Algorithm::Flash, &CPU, many, DType::F32, &config);
+    let beyond = beyond.map(|_| ()).unwrap_err().to_string();
+    assert!(beyond.contains("planned attention"), "{beyond}");
     for word in ["at most 256", "[2, 10, 257]", "plan naive"] {
         assert!(text.contains(word), "no {word:?} in {text:?}");
     }

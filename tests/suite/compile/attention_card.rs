@@ -198,6 +198,25 @@ fn what_a_card_is_not_planned_for() {
         flash.map(|_| ()),
         &["a multiple of 8", "heads of 12 in bf16"],
     );
+    let below = AttentionConfig {
+        scale: Some(-0.7),
+        ..config
+    };
+    let flash =
+        |config| Attention::with_algorithm(Algorithm::Flash, &card, (2, 10, 8), DType::F32, config);
+    let words = ["a scale above 0", "scale -0.7"];
+    refused(flash(&below).map(|_| ()), &words);
+    let shifted = Tensor::ones(161, DType::F32, &card).unwrap();
+    let shifted = shifted.narrow(0, 1, 160).unwrap();
+    let shifted = shifted.reshape((2, 10, 8)).unwrap();
+    let well = Tensor::ones((2, 10, 8), DType::F32, &card).unwrap();
+    let words = [
+        "k from a multiple of 16 bytes",
+        "byte 4",
+        "force_contiguous",
+    ];
+    let mut flash = flash(&config).unwrap();
+    refused(flash.forward(&well, &shifted, &well), &words);
 
     let mut on_card = new((2, 10, 8), DType::F32).unwrap();
     let here = Tensor::ones((2, 10, 8), DType::F32, &CPU).unwrap();

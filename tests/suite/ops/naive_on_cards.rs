@@ -5,8 +5,11 @@ use super::case::{KERNEL, LIES, Lie, REFERENCE, bits, numbers};
 use super::cases::{self, MASKS};
 use super::compare::{assert_no_worse, error, magnitude};
 use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::Init;
 use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, Mask, naive};
+use tallow::memory::{AttentionWorkload, Holds, Kernels, attention_account};
+use tallow::nn::seeded;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
 /// Heads of q and of k and v, queries and keys, Dh of q and k and of v: groups, odd sizes, one of each.
@@ -64,8 +67,13 @@ fn run(attend: Attend, inputs: &[Tensor; 4], config: &AttentionConfig) -> Vec<Te
 /// In f32, so that nothing but the order of sums differs: `limit` of each head's norm.
 fn agree(card: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f64) {
     let [q, k] = shapes;
-    let draw = |shape| Tensor::randn(0f32, 1.0, shape, &Device::Cpu)?.to_device(card);
-    let inputs = [q, k, k, q].map(|shape| draw(shape).unwrap());
+    let builder = seeded(5, DType::F32, card);
+    let init = Init::Randn {
+        mean: 0.0,
+        stdev: 1.0,
+    };
+    let draw = |(name, shape)| builder.get_with_hints(shape, name, init).unwrap();
+    let inputs = [("q", q), ("k", k), ("v", k), ("d_out", q)].map(draw);
     let config = AttentionConfig { mask, scale: None };
     let found = run(attention::naive, &inputs, &config);
     let reference: Attend = |q, k, v, config| {
@@ -106,6 +114,20 @@ fn blocks(
 /// More heads than have their scores' gradients there at once, in turns of which the last is smaller.
 #[rstest]
 fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
+    let workload = AttentionWorkload {
+        batch_size: 1,
+        heads: 7,
+        sequence_length: 8100,
+        head_dim: 16,
+        mask,
+        ..Default::default()
+    };
+    let of_scores = 4 * 8100 * 8100;
+    let scratch = attention_account(&workload, Kernels::Cuda).bytes_of(Holds::Scratch);
+    assert!(
+        (3 * of_scores..5 * of_scores).contains(&scratch),
+        "{scratch}"
+    );
     let Some(card) = crate::card() else {
         return;
     };
