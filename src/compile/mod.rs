@@ -90,6 +90,7 @@ mod forward;
 mod map;
 mod op;
 mod plan;
+mod sizes;
 mod source;
 mod train_step;
 

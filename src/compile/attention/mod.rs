@@ -219,7 +219,7 @@ impl Attention {
     ///
     /// # Errors
     /// Another shape or dtype than planned; tensors that are not contiguous, or on another device; for flash attention on a card,
-    /// tensors that begin within 16 bytes of their storage.
+    /// tensors that begin elsewhere than at a multiple of 16 bytes of their storage.
     pub fn forward(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
         for (what, tensor) in [("q", q), ("k", k), ("v", v)] {
             self.check(what, tensor)?;

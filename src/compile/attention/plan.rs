@@ -6,7 +6,7 @@ use super::super::op::Op;
 use super::super::plan::{Call, Operand, Phase, Plan, Runs};
 use super::{HeadAttentionSizes, OP};
 use crate::attention::{Algorithm, AttentionConfig, flash::MAX_HEAD_DIM};
-use crate::kernels::{cpu::flash_attention, workspace};
+use crate::kernels::workspace;
 use crate::{Error, Result};
 use candle_core::{DType, Shape};
 
@@ -91,22 +91,6 @@ pub(super) fn of(
         Target::Cpu { .. } => plan,
         // The executor has it whatever the calls are.
         Target::Card => plan.with_workspace(workspace::PRODUCTS_BYTES),
-    }
-}
-
-impl HeadAttentionSizes {
-    /// As flash attention's kernels take them.
-    pub(in crate::compile) fn flash(&self) -> flash_attention::Sizes {
-        flash_attention::Sizes {
-            batch: self.matrices,
-            heads: 1,
-            kv_heads: 1,
-            queries: self.length,
-            keys: self.length,
-            head_dim: self.head_dim,
-            mask: self.mask,
-            scale: self.scale,
-        }
     }
 }
 

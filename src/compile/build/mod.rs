@@ -18,8 +18,6 @@ use super::config::PlanConfig;
 use super::op::{Accumulate, AttentionSizes, Op};
 use super::plan::{Call, Operand, Phase, Plan, Runs};
 use crate::attention::Algorithm;
-use crate::kernels::Mask;
-use crate::kernels::cpu::{flash_attention, heads::Heads, rotary_attention};
 use crate::kernels::workspace;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
@@ -372,39 +370,5 @@ fn flipped([rows, cols]: [usize; 2], transposed: bool) -> [usize; 2] {
     match transposed {
         false => [rows, cols],
         true => [cols, rows],
-    }
-}
-
-impl AttentionSizes {
-    /// As the kernels on heads take them.
-    pub(super) fn heads(&self) -> Heads {
-        Heads {
-            batch: self.batch,
-            length: self.length,
-            heads: self.heads,
-            head_dim: self.head_dim,
-        }
-    }
-
-    /// As flash attention's kernels take them.
-    pub(super) fn flash(&self) -> flash_attention::Sizes {
-        flash_attention::Sizes {
-            batch: self.batch,
-            heads: self.heads,
-            kv_heads: self.heads,
-            queries: self.length,
-            keys: self.length,
-            head_dim: self.head_dim,
-            mask: Mask::Causal,
-            scale: self.scale,
-        }
-    }
-
-    /// As naive attention's kernel on the CPU takes them.
-    pub(super) fn rotary(&self) -> rotary_attention::Sizes {
-        rotary_attention::Sizes {
-            heads: self.heads(),
-            scale: self.scale,
-        }
     }
 }

@@ -137,10 +137,7 @@ fn tiled_forward<S: Stored<Wide = f32>>(
     kernel: &flash::Sizes,
     strides: [usize; 4],
 ) {
-    let heads = |place| flash::Heads {
-        data: o.lower_x(place),
-        strides,
-    };
+    let heads = |place| lying(o, place, strides);
     let outputs = flash::Outputs {
         out: o.lower_y(0),
         rounded_off: match o.call.writes.len() {
@@ -159,14 +156,8 @@ fn tiled_backward<S: Stored<Wide = f32>>(
     kernel: &flash::Sizes,
     strides: [usize; 4],
 ) {
-    let heads = |place| flash::Heads {
-        data: o.lower_x(place),
-        strides,
-    };
-    let rounded_off = (o.call.reads.len() > 6).then(|| flash::Heads {
-        data: o.lower_x(6),
-        strides: by_head(kernel),
-    });
+    let heads = |place| lying(o, place, strides);
+    let rounded_off = (o.call.reads.len() > 6).then(|| lying(o, 6, by_head(kernel)));
     let inputs = flash::Inputs {
         d_out: heads(0),
         q: heads(1),
@@ -183,6 +174,18 @@ fn tiled_backward<S: Stored<Wide = f32>>(
     };
     let tiles = Tiles::for_head_dim(kernel.head_dim);
     flash::backward(kernel, &tiles, inputs, gradients);
+}
+
+/// What is read from that place, by these strides.
+fn lying<'a, S: Stored<Wide = f32>>(
+    o: &Operands<'a, S>,
+    place: usize,
+    strides: [usize; 4],
+) -> flash::Heads<'a, S> {
+    flash::Heads {
+        data: o.lower_x(place),
+        strides,
+    }
 }
 
 /// The strides of a (B, T, H*Dh), by batch, head, position and element.

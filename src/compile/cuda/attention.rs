@@ -208,8 +208,7 @@ pub(super) fn naive(
     let [q, k, v] = split(sizes, &reads);
     let (out, p, naive) = (dense(sizes, writes[0]), writes[1], of_sequence(sizes));
     let card = launcher.card;
-    let mut multiply =
-        |factors: [Matrix; 2], c: Matrix, count| launcher.multiply(factors, c, count);
+    let mut multiply = launcher.multiplier();
     for batch in 0..sizes.batch {
         let [q, k] = [q, k].map(|x| x.of(sizes, batch));
         compare(&mut multiply, &naive, [q, k], scores(sizes, p, batch))?;
@@ -234,8 +233,7 @@ pub(super) fn naive_backward(
     let (p, d_scores) = (reads[1 + count(sizes)], writes[count(sizes)]);
     let naive = of_sequence(sizes);
     let card = launcher.card;
-    let mut multiply =
-        |factors: [Matrix; 2], c: Matrix, count| launcher.multiply(factors, c, count);
+    let mut multiply = launcher.multiplier();
     let multiply = &mut multiply;
     for batch in 0..sizes.batch {
         let (d_out, p) = (d_out.of(sizes, batch), scores(sizes, p, batch));
@@ -272,8 +270,7 @@ pub(super) fn heads(
 ) -> Result<()> {
     let (reads, writes) = views(launcher, call);
     let card = launcher.card;
-    let mut multiply =
-        |factors: [Matrix; 2], c: Matrix, count| launcher.multiply(factors, c, count);
+    let mut multiply = launcher.multiplier();
     let (qkv, p, out) = ([reads[0], reads[1], reads[2]], writes[1], writes[0]);
     naive_attention::forward(card, &mut multiply, &of_heads(sizes), qkv, p, out)?;
     Ok(())
@@ -286,8 +283,7 @@ pub(super) fn heads_backward(
 ) -> Result<()> {
     let (reads, writes) = views(launcher, call);
     let card = launcher.card;
-    let mut multiply =
-        |factors: [Matrix; 2], c: Matrix, count| launcher.multiply(factors, c, count);
+    let mut multiply = launcher.multiplier();
     let inputs = [0, 1, 2, 3, 4].map(|place| reads[place]); // d_out, q, k, v, p
     let gradients = [0, 1, 2].map(|place| writes[place]);
     let sizes = of_heads(sizes);

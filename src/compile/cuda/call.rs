@@ -43,14 +43,12 @@ impl<'a> Launcher<'a> {
         std::array::from_fn(|place| self.view(&call.writes[place]))
     }
 
-    /// `c = a b`, `count` times.
-    pub(super) fn multiply(
+    /// What computes `c = a b`, so many times: from [a, b], c and their number.
+    pub(super) fn multiplier(
         &mut self,
-        factors: [Matrix; 2],
-        c: Matrix,
-        count: usize,
-    ) -> candle_core::Result<()> {
-        self.products.multiply(self.card, factors, c, count, false)
+    ) -> impl FnMut([Matrix; 2], Matrix, usize) -> candle_core::Result<()> {
+        let (card, products) = (self.card, &mut self.products);
+        move |factors, c, count| products.multiply(card, factors, c, count, false)
     }
 
     /// Launches a call, unless it is launched already.

@@ -7,7 +7,7 @@ use super::{CPU, config, distance};
 use crate::child;
 use crate::flash::judge::hold_against_alike;
 use crate::flash::oracle::Oracle;
-use crate::flash::problem::{Attend, Problem, Results, Sizes, numbers};
+use crate::flash::problem::{Attend, Problem, Results, Sizes, numbers, on};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
@@ -18,15 +18,11 @@ use tallow::precision::Precision;
 
 /// Naive attention on the card as three ops, with a log-sum-exp that nobody reads.
 const EAGER: Attend = |q, k, v, config| {
-    let card = tallow::device("cuda:0")?;
-    let [q, k, v] = [
-        q.to_device(&card)?,
-        k.to_device(&card)?,
-        v.to_device(&card)?,
-    ];
-    let out = attention::naive::reference(&q, &k, &v, config)?.to_device(&CPU)?;
-    let lse = Tensor::zeros(&q.dims()[..3], DType::F32, &CPU)?;
-    Ok((out, lse))
+    let eager: Attend = |q, k, v, config| {
+        let lse = Tensor::zeros(&q.dims()[..3], DType::F32, &CPU)?;
+        Ok((attention::naive::reference(q, k, v, config)?, lse))
+    };
+    on(&tallow::device("cuda:0")?, eager, [q, k, v], config)
 };
 
 /// Forward and backward on q, k, v and d_out.

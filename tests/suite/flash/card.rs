@@ -3,24 +3,20 @@
 
 use super::judge::judge;
 use super::oracle::Oracle;
-use super::problem::{Attend, MASKS, Problem, Sizes};
-use candle_core::{DType, Device};
+use super::problem::{Attend, MASKS, Problem, Sizes, on};
+use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::{self, Mask};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
 /// The card's own kernel, on inputs that come from the CPU and results that go back there.
 pub const ON_CARD: Attend = |q, k, v, config| {
-    let card = tallow::device("cuda:0")?;
-    let [q, k, v] = [
-        q.to_device(&card)?,
-        k.to_device(&card)?,
-        v.to_device(&card)?,
-    ];
-    let (out, lse) = with_kernel_policy(KernelPolicy::Strict, || {
-        attention::flash_with_lse(&q, &k, &v, config)
-    })?;
-    Ok((out.to_device(&Device::Cpu)?, lse.to_device(&Device::Cpu)?))
+    let strict: Attend = |q, k, v, config| {
+        with_kernel_policy(KernelPolicy::Strict, || {
+            attention::flash_with_lse(q, k, v, config)
+        })
+    };
+    on(&tallow::device("cuda:0")?, strict, [q, k, v], config)
 };
 
 /// The problem with four thirds of each number, which take all of f32's digits: products of narrower ones would show.

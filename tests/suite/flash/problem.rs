@@ -41,14 +41,23 @@ pub fn not_on_a_card(why: &str) -> bool {
     on_a_card
 }
 
-/// Runs `attend` on [`device`], on inputs that come from the CPU, lying as they do there, and results that go back to it.
+/// Runs `attend` on [`device`].
 pub fn there(
     attend: Attend,
     operands: [&Tensor; 3],
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
-    let device = device();
-    let [q, k, v] = operands.map(|x| x.to_device(&device));
+    on(&device(), attend, operands, config)
+}
+
+/// Runs `attend` on a device, on inputs that come from the CPU, lying as they do there, and results that go back to it.
+pub fn on(
+    device: &Device,
+    attend: Attend,
+    operands: [&Tensor; 3],
+    config: &AttentionConfig,
+) -> Result<(Tensor, Tensor)> {
+    let [q, k, v] = operands.map(|x| x.to_device(device));
     let (out, lse) = attend(&q?, &k?, &v?, config)?;
     Ok((out.to_device(&Device::Cpu)?, lse.to_device(&Device::Cpu)?))
 }

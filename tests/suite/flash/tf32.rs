@@ -3,7 +3,7 @@
 use super::card::{ON_CARD, thirds};
 use super::judge::{OF_ANOTHER, Shares, floors, hold, naive_with_lse, with_own_heads};
 use super::oracle::Oracle;
-use super::problem::{Attend, MASKS, Problem, Results, Sizes, numbers, tensor};
+use super::problem::{Attend, MASKS, Problem, Results, Sizes, numbers, on, tensor};
 use crate::compile::distance;
 use crate::tf32::card::alone;
 use candle_core::{DType, Device, Tensor};
@@ -127,9 +127,7 @@ fn judged_by_the_cards_own() {
 fn child_is_judged_by_the_cards_own() {
     const NAIVE: Attend = |q, k, v, config| {
         let card = tallow::device("cuda:0")?;
-        let [q, k, v] = [q, k, v].map(|x| x.to_device(&card));
-        let (out, lse) = naive_with_lse(&q?, &k?, &v?, config)?;
-        Ok((out.to_device(&Device::Cpu)?, lse))
+        on(&card, naive_with_lse, [q, k, v], config)
     };
     set_tf32(&crate::card().unwrap(), true).unwrap();
     for head_dim in [64, 128] {
