@@ -2,7 +2,6 @@
 //!
 //! x may be f32 where y is in half precision: the residual stream beside what goes into products.
 
-use super::kernel::Kernel;
 use super::source::{PRELUDE, Source};
 use super::{View, in_vector, launch_config, packs, suffixes};
 use crate::kernels::workspace::RMS_NORM_BLOCKS;
@@ -18,16 +17,11 @@ const SOURCE: Source = Source {
 /// The widest row that the threads of a block hold in their registers, wherever it begins.
 pub(crate) const MAX_WIDTH: usize = 8176;
 
-/// How rows are spread over the card: as many blocks as run at once, each with one row after the other. `y` (rows, width)
-/// is in the narrower dtype, and decides which columns a thread has.
-fn spread(card: &CudaDevice, kernel: &Kernel, y: View, width: usize) -> Result<LaunchConfig> {
-    let rows = y.len / width;
+/// Threads for every row of `y` (rows, width), which is in the narrower dtype and decides what columns a thread has.
+fn threads_for_rows(y: View, width: usize) -> LaunchConfig {
     let of_row = 32 * (packs(width, y) * in_vector(y.dtype)).div_ceil(512);
-    let of_block = (256 / of_row).max(1);
-    let mut config = launch_config((rows.div_ceil(of_block), 1), (of_row, of_block));
-    let at_once = kernel.blocks_at_once(card, &config)?;
-    config.grid_dim.0 = config.grid_dim.0.min(at_once as u32);
-    Ok(config)
+    let of_block = (128 / of_row).max(1);
+    launch_config(((y.len / width).div_ceil(of_block), 1), (of_row, of_block))
 }
 
 /// `y = w x rstd`, with x and y (rows, width), w (width) f32, and rstd (rows) f32.
@@ -40,7 +34,7 @@ pub(crate) fn forward(
     rstd: View,
 ) -> Result<()> {
     let kernel = SOURCE.kernel(card, "rms_norm_forward", suffixes(x.dtype, y.dtype))?;
-    let config = spread(card, &kernel, y, weight.len)?;
+    let config = threads_for_rows(y, weight.len);
     let (eps, rows, width) = (eps as f32, rstd.len as i64, weight.len as i32);
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&weight.pointer).arg(&eps);
@@ -62,7 +56,7 @@ pub(crate) fn add_forward(
 ) -> Result<()> {
     let types = suffixes(x.dtype, y.dtype);
     let kernel = SOURCE.kernel(card, "add_rms_norm_forward", types)?;
-    let config = spread(card, &kernel, y, weight.len)?;
+    let config = threads_for_rows(y, weight.len);
     let (eps, rows, width) = (eps as f32, rstd.len as i64, weight.len as i32);
     let sum = sum.map_or(0, |sum| sum.pointer);
     let mut launch = kernel.builder();
@@ -125,8 +119,9 @@ pub(crate) fn backward(
     } = inputs;
     let types = suffixes(x.dtype, dy.dtype);
     let mut kernel = SOURCE.kernel(card, "rms_norm_backward", types)?;
-    let mut config = spread(card, &kernel, dy, weight.len)?;
-    config.grid_dim.0 = config.grid_dim.0.min(RMS_NORM_BLOCKS as u32);
+    let mut config = threads_for_rows(dy, weight.len);
+    let at_once = kernel.blocks_at_once(card, &config)?;
+    config.grid_dim.0 = config.grid_dim.0.min(at_once.min(RMS_NORM_BLOCKS) as u32);
     if branch.is_some() {
         // With as many blocks, whatever this one takes: dw's bits depend on that.
         kernel = SOURCE.kernel(card, "add_rms_norm_backward", types)?;

@@ -19,10 +19,14 @@
 //
 // A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that share
 // them. A warp has KEYS * SHARE / WARPS keys: it computes S^T and dP^T for them, so that P^T and dS^T are the left factors
-// of dV and dK in the registers where they were made. Only dS goes through shared memory, for dQ, whose sum over the
-// keys runs over warps and blocks. That sum is taken in the order of the keys: a block adds to a tile of dq_sums when
-// it is its turn, so the bits are the same each time. Blocks take their work by ticket in the order of keys, so who is
-// waited for runs already, a tile of queries ahead. dQ of a tile is computed while the next is, one barrier a tile.
+// of dV and dK in the registers where they were made. dS goes through shared memory, for dQ, whose sum over the keys runs
+// over warps and blocks. That sum is taken in the order of the keys: a block adds to a tile of dq_sums when it is its
+// turn, so the bits are the same each time. Blocks take their work by ticket in the order of keys, so who is waited for
+// runs already, a tile of queries ahead. dQ of a tile is computed while the next is, one barrier a tile.
+//
+// Wide heads (SHARE 2): two warps have the same keys, each half of a tile's queries and half of the columns of dV and dK,
+// and give each other P^T and dS^T. So a warp has twice the keys, and what it reads of queries serves twice as often:
+// shared memory is what bounds this kernel. (H200, causal, T 16k: Dh 128 from 281 to 316 TFLOP/s, Dh 256 from 173 to 210.)
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
@@ -30,13 +34,13 @@
 #define KEYS (HEAD_DIM == 256 ? 64 : 128)
 #endif
 #ifndef AT_ONCE  // queries whose S and dP are in registers at a time
-#define AT_ONCE (HEAD_DIM == 128 ? 64 : 32)
+#define AT_ONCE (HEAD_DIM == 256 ? 16 : 32)
 #endif
 #ifndef WARPS
 #define WARPS (HEAD_DIM <= 64 ? 4 : 8)
 #endif
-#ifndef SHARE  // warps that have the same keys and share the columns of dK and dV
-#define SHARE (HEAD_DIM == 256 ? 2 : 1)
+#ifndef SHARE  // warps that have the same keys, and share the queries of a tile and the columns of dK and dV
+#define SHARE (HEAD_DIM >= 128 ? 2 : 1)
 #endif
 #ifndef DQ_ROW_WARPS  // of the warps, laid over the rows of dQ; the others over its columns
 #define DQ_ROW_WARPS (HEAD_DIM == 16 || HEAD_DIM == 96 ? 4 : 2)
@@ -47,6 +51,7 @@
 constexpr int THREADS = 32 * WARPS;  // that compute
 constexpr int K_BLOCKS = KEYS * SHARE / WARPS / 16;  // blocks of 16 keys that a warp has
 constexpr int DIMS = HEAD_DIM / SHARE;               // columns of dK and dV that a warp has
+constexpr int OWN_QUERIES = QUERIES / SHARE;         // queries of a tile whose S and dP a warp computes
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int DQ_ROW_BLOCKS = QUERIES / 16 / DQ_ROW_WARPS;
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
@@ -56,7 +61,8 @@ constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * RO
 constexpr int DS_ROW_BYTES = QUERIES * 2, DS_TILE_BYTES = KEYS * DS_ROW_BYTES;  // dS^T (KEYS, QUERIES)
 constexpr int STATISTICS_BYTES = QUERIES * 8;
 constexpr int BACKWARD_SHARED = 2 * KEY_TILE_BYTES + 4 * QUERY_TILE_BYTES + 2 * DS_TILE_BYTES + 2 * STATISTICS_BYTES + 16;
-static_assert(KEYS * SHARE % (16 * WARPS) == 0 && QUERIES % AT_ONCE == 0 && AT_ONCE % 16 == 0, "tiles of whole blocks");
+static_assert(KEYS * SHARE % (16 * WARPS) == 0 && OWN_QUERIES % AT_ONCE == 0 && AT_ONCE % 16 == 0, "tiles of whole blocks");
+static_assert(SHARE == 1 || (SHARE == 2 && AT_ONCE == OWN_QUERIES), "two warps exchange all that they made of a tile");
 static_assert(QUERIES % (16 * DQ_ROW_WARPS) == 0 && HEAD_DIM % (16 * DQ_COLUMN_WARPS) == 0, "dQ in whole blocks");
 static_assert(DIMS % 16 == 0 && (SHARE == 1 || DIMS % 64 == 0), "shares of whole blocks");
 
@@ -129,11 +135,15 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     end_group();
     if (steps > 0) copy_queries(0);
 
-    // This warp's keys, and its columns of dK and dV.
-    const int warp_key = warp / SHARE * 16 * K_BLOCKS, warp_dim = warp % SHARE * DIMS;
+    // This warp's keys, its columns of dK and dV, and the queries of a tile whose S and dP it computes.
+    const int warp_key = warp / SHARE * 16 * K_BLOCKS, warp_dim = warp % SHARE * DIMS, warp_query = warp % SHARE * OWN_QUERIES;
     const Blocks<ROW_BYTES, BY_ROWS> k_left(k_tile, warp_key, lane), v_left(v_tile, warp_key, lane);
-    const Blocks<ROW_BYTES, BY_COLUMNS> q_right(q_tiles, 0, lane), d_out_right(d_out_tiles, 0, lane);
+    const Blocks<ROW_BYTES, BY_COLUMNS> q_right(q_tiles, warp_query, lane), d_out_right(d_out_tiles, warp_query, lane);
     const Blocks<ROW_BYTES, BY_ROWS> q_rows(q_tiles + warp_dim * 2, 0, lane), d_out_rows(d_out_tiles + warp_dim * 2, 0, lane);
+    // The queries of the warp that has the same keys, and what it wrote of them.
+    const int other_query = SHARE == 1 ? 0 : OWN_QUERIES - warp_query;
+    const Blocks<DS_ROW_BYTES, BY_ROWS> of_other =
+        Blocks<DS_ROW_BYTES, BY_ROWS>(ds_tiles, warp_key, lane).from_column(other_query);
     // This warp's blocks of dQ: rows dq_row, dq_row + 16 DQ_ROW_WARPS and so on, columns likewise.
     const Blocks<DS_ROW_BYTES, BY_COLUMNS> ds_left =
         Blocks<DS_ROW_BYTES, BY_COLUMNS>(ds_tiles, 0, lane).from_column(warp / DQ_COLUMN_WARPS * 16);
@@ -142,6 +152,67 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     const float to_log2 = sizes.scale * LOG2_E;
 
     float dk[K_BLOCKS][DIMS / 8][4] = {}, dv[K_BLOCKS][DIMS / 8][4] = {};
+
+    // A factor of dV or dK, in the registers: P^T or dS^T (keys, queries) of this warp's keys.
+    typedef u32 Factor[AT_ONCE / 16][K_BLOCKS][4];
+
+    // c (keys, AT_ONCE) += left (keys, HEAD_DIM) right (AT_ONCE, HEAD_DIM)^T
+    auto multiply_by_dims = [](float (&c)[K_BLOCKS][AT_ONCE / 8][4], const Blocks<ROW_BYTES, BY_ROWS>& left,
+                               const Blocks<ROW_BYTES, BY_COLUMNS>& right, int first_row, u32 stage) {
+#pragma unroll
+        for (int i = 0; i < K_STEPS; i++) {
+            u32 a[K_BLOCKS][4];
+#pragma unroll
+            for (int m = 0; m < K_BLOCKS; m++) load_matrices(a[m], left.at(m * 16, i * 16));
+#pragma unroll
+            for (int n = 0; n < AT_ONCE / 16; n++) {
+                u32 b[4];
+                load_matrices(b, right.at(first_row + n * 16, i * 16, stage));
+#pragma unroll
+                for (int m = 0; m < K_BLOCKS; m++) {
+                    E::multiply(c[m][2 * n], a[m], b[0], b[1]);
+                    E::multiply(c[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    };
+    // c (keys, DIMS) += left (keys, AT_ONCE) right (AT_ONCE, DIMS)
+    auto multiply_by_queries = [](float (&c)[K_BLOCKS][DIMS / 8][4], const Factor& left,
+                                  const Blocks<ROW_BYTES, BY_ROWS>& right, int first_row, u32 stage) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE / 16; i++)
+#pragma unroll
+            for (int n = 0; n < DIMS / 16; n++) {
+                u32 b[4];
+                load_transposed(b, right.at(first_row + i * 16, n * 16, stage));
+#pragma unroll
+                for (int m = 0; m < K_BLOCKS; m++) {
+                    E::multiply(c[m][2 * n], left[i][m], b[0], b[1]);
+                    E::multiply(c[m][2 * n + 1], left[i][m], b[2], b[3]);
+                }
+            }
+    };
+    // A factor where others find it: in the tile of dS.
+    auto write_factor = [&](const Factor& factor, int part, int stage) {
+#pragma unroll
+        for (int n = 0; n < AT_ONCE / 8; n++)
+#pragma unroll
+            for (int m = 0; m < K_BLOCKS; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    store_shared(ds_tiles + stage * DS_TILE_BYTES + quad_column * 2 +
+                                     Swizzle<DS_ROW_BYTES>::at(warp_key + m * 16 + quad_row + half * 8,
+                                                               (warp_query + part) / 8 + n),
+                                 factor[n / 2][m][n % 2 * 2 + half]);
+    };
+    auto read_others = [&](Factor& factor, int stage) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE / 16; i++)
+#pragma unroll
+            for (int m = 0; m < K_BLOCKS; m++) load_matrices(factor[i][m], of_other.at(m * 16, i * 16, stage * DS_TILE_BYTES));
+    };
+    // Until the warp with the same keys is here too.
+    auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / SHARE), "n"(32 * SHARE) : "memory"); };
 
     // dQ of a tile whose dS is in shared memory, added to dq_sums.
     auto multiply_dq = [&](int number, u32 stage) {
@@ -190,41 +261,11 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
         // Do all queries of the tile see all keys of the warp?
         const bool masked = first_query + sizes.offset < first_key + warp_key + 16 * K_BLOCKS - 1 || keys < KEYS;
 #pragma unroll
-        for (int part = 0; part < QUERIES; part += AT_ONCE) {
+        for (int part = 0; part < OWN_QUERIES; part += AT_ONCE) {
             const u32 q_stage = stage * QUERY_TILE_BYTES;
             float s[K_BLOCKS][AT_ONCE / 8][4] = {}, dp[K_BLOCKS][AT_ONCE / 8][4] = {};  // S^T, dP^T: keys, queries
-#pragma unroll
-            for (int i = 0; i < K_STEPS; i++) {
-                u32 a[K_BLOCKS][4];
-#pragma unroll
-                for (int m = 0; m < K_BLOCKS; m++) load_matrices(a[m], k_left.at(m * 16, i * 16));
-#pragma unroll
-                for (int n = 0; n < AT_ONCE / 16; n++) {
-                    u32 b[4];
-                    load_matrices(b, q_right.at(part + n * 16, i * 16, q_stage));
-#pragma unroll
-                    for (int m = 0; m < K_BLOCKS; m++) {
-                        E::multiply(s[m][2 * n], a[m], b[0], b[1]);
-                        E::multiply(s[m][2 * n + 1], a[m], b[2], b[3]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < K_STEPS; i++) {
-                u32 a[K_BLOCKS][4];
-#pragma unroll
-                for (int m = 0; m < K_BLOCKS; m++) load_matrices(a[m], v_left.at(m * 16, i * 16));
-#pragma unroll
-                for (int n = 0; n < AT_ONCE / 16; n++) {
-                    u32 b[4];
-                    load_matrices(b, d_out_right.at(part + n * 16, i * 16, q_stage));
-#pragma unroll
-                    for (int m = 0; m < K_BLOCKS; m++) {
-                        E::multiply(dp[m][2 * n], a[m], b[0], b[1]);
-                        E::multiply(dp[m][2 * n + 1], a[m], b[2], b[3]);
-                    }
-                }
-            }
+            multiply_by_dims(s, k_left, q_right, part, q_stage);
+            multiply_by_dims(dp, v_left, d_out_right, part, q_stage);
 
             if (masked) {
 #pragma unroll
@@ -234,59 +275,50 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
                         const int key = warp_key + m * 16 + quad_row + i / 2 * 8;
                         // The first query, counted from this thread's first, that sees the key.
                         const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
-                                            first_query - part - quad_column - i % 2;
+                                            first_query - warp_query - part - quad_column - i % 2;
 #pragma unroll
                         for (int n = 0; n < AT_ONCE / 8; n++) s[m][n][i] = n * 8 >= visible ? s[m][n][i] : -INFINITE;
                     }
             }
 
-            u32 p[K_BLOCKS][AT_ONCE / 8][2], ds[K_BLOCKS][AT_ONCE / 8][2];
+            Factor p, ds;
 #pragma unroll
             for (int n = 0; n < AT_ONCE / 8; n++) {
                 const float4 row = read_shared_floats(statistics_tiles + stage * STATISTICS_BYTES +
-                                                      (part + n * 8 + quad_column) * 8);  // lse, delta, lse, delta
+                                                      (warp_query + part + n * 8 + quad_column) * 8);  // lse, delta, lse, delta
 #pragma unroll
                 for (int m = 0; m < K_BLOCKS; m++)
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const float p0 = power_of_2(fmaf(s[m][n][half * 2], to_log2, -row.x));
                         const float p1 = power_of_2(fmaf(s[m][n][half * 2 + 1], to_log2, -row.z));
-                        p[m][n][half] = E::pack(p0, p1);
-                        ds[m][n][half] = E::pack(p0 * (dp[m][n][half * 2] - row.y), p1 * (dp[m][n][half * 2 + 1] - row.w));
-                        if (SHARE == 1 || warp_dim == 0)
-                            store_shared(ds_tiles + stage * DS_TILE_BYTES +
-                                             Swizzle<DS_ROW_BYTES>::at(warp_key + m * 16 + quad_row + half * 8, part / 8 + n) +
-                                             quad_column * 2,
-                                         ds[m][n][half]);
+                        const int word = n % 2 * 2 + half;
+                        p[n / 2][m][word] = E::pack(p0, p1);
+                        ds[n / 2][m][word] = E::pack(p0 * (dp[m][n][half * 2] - row.y), p1 * (dp[m][n][half * 2 + 1] - row.w));
                     }
             }
 
-#pragma unroll
-            for (int i = 0; i < AT_ONCE / 16; i++)
-#pragma unroll
-                for (int n = 0; n < DIMS / 16; n++) {
-                    u32 b[4];
-                    load_transposed(b, d_out_rows.at(part + i * 16, n * 16, q_stage));
-#pragma unroll
-                    for (int m = 0; m < K_BLOCKS; m++) {
-                        const u32 a[4] = {p[m][2 * i][0], p[m][2 * i][1], p[m][2 * i + 1][0], p[m][2 * i + 1][1]};
-                        E::multiply(dv[m][2 * n], a, b[0], b[1]);
-                        E::multiply(dv[m][2 * n + 1], a, b[2], b[3]);
-                    }
-                }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE / 16; i++)
-#pragma unroll
-                for (int n = 0; n < DIMS / 16; n++) {
-                    u32 b[4];
-                    load_transposed(b, q_rows.at(part + i * 16, n * 16, q_stage));
-#pragma unroll
-                    for (int m = 0; m < K_BLOCKS; m++) {
-                        const u32 a[4] = {ds[m][2 * i][0], ds[m][2 * i][1], ds[m][2 * i + 1][0], ds[m][2 * i + 1][1]};
-                        E::multiply(dk[m][2 * n], a, b[0], b[1]);
-                        E::multiply(dk[m][2 * n + 1], a, b[2], b[3]);
-                    }
-                }
+            const u32 own_rows = q_stage + warp_query * ROW_BYTES;
+            if (SHARE == 1) {
+                write_factor(ds, part, stage);
+                multiply_by_queries(dv, p, d_out_rows, part, own_rows);
+                multiply_by_queries(dk, ds, q_rows, part, own_rows);
+            } else {
+                // P goes through the tile of dS before dS does: it costs no room of its own.
+                const u32 other_rows = q_stage + other_query * ROW_BYTES;
+                Factor other;
+                write_factor(p, part, stage);
+                multiply_by_queries(dv, p, d_out_rows, part, own_rows);
+                meet();
+                read_others(other, stage);
+                meet();
+                write_factor(ds, part, stage);
+                multiply_by_queries(dv, other, d_out_rows, part, other_rows);
+                multiply_by_queries(dk, ds, q_rows, part, own_rows);
+                meet();
+                read_others(other, stage);
+                multiply_by_queries(dk, other, q_rows, part, other_rows);
+            }
         }
     }
 

@@ -110,13 +110,14 @@ impl Backward {
         let small = head_dim <= 64;
         let (keys, queries, share) = match head_dim {
             256 => (64, 32, 2),
+            128 => (128, 64, 2),
             _ => (128, 64, 1),
         };
         Self {
             keys,
             queries,
             warps: if small { 4 } else { 8 },
-            at_once: if head_dim == 128 { 64 } else { 32 },
+            at_once: 32.min(queries / share),
             share,
             dq_row_warps: if matches!(head_dim, 16 | 96) { 4 } else { 2 },
             blocks_per_sm: if small { 2 } else { 1 },
