@@ -49,8 +49,8 @@
 //! # Kernels and references
 //!
 //! On the CPU ops run kernels, in f32, f64, f16 and bf16: parallel, vectorised for the processor that is there, and with the
-//! same bits for any number of threads. On CUDA those that work on rows do, casts, head and loss, and flash attention in f32, f16
-//! and bf16. Elsewhere they run their reference, and [`ops::fallbacks`] says which did; [`ops::KernelPolicy::Strict`] makes that
+//! same bits for any number of threads. On CUDA all do that the model is made of but its residual sums, in f32, f16 and bf16:
+//! products are cuBLAS's, the rest are kernels of our own. Elsewhere they run their reference, and [`ops::fallbacks`] says which did; [`ops::KernelPolicy::Strict`] makes that
 //! an error instead.
 //!
 //! # Features

@@ -18,7 +18,7 @@ pub fn tf32(device: &Device) -> bool {
 ///
 /// This is candle's own switch (`candle_core::cuda::set_gemm_reduced_precision_f32`), one for the process and all of its cards,
 /// whichever of the two it was set by. What it says is read
-/// - by candle's products of f32, and so by this crate's ops on a card, at each product, those of backward too;
+/// - by candle's products of f32 and by this crate's eager ops on a card, at each product, those of backward too;
 /// - by [`attention::flash`](crate::attention::flash()) at each call in f32, whose backward computes as its forward did;
 /// - by [`compile`](crate::compile) when a step, a forward or attention is planned: its products and its attention stay what they
 ///   are then.

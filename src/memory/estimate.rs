@@ -87,9 +87,7 @@ pub struct Workload {
 ///   both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: they stay until the
 ///   graph goes or, without one, the region ends; if dropped, until their op is done.
 ///
-/// On a card ([`Kernels`]) S of naive attention is in the dtype of q; copies of weights are tensors of the graph, which stay
-/// until it goes, dropped or not. In backward candle tracks its own products, and their gradients hold what they were made of
-/// until they are read.
+/// On a card ([`Kernels`]) S of naive attention is in the dtype of q, and products pack nothing.
 ///
 /// That is with the whole graph. With [checkpointing](Checkpointing), a segment that is run again leaves its input, `N D`; its
 /// graph, as above with a copy of its input, is there in forward until the segment is done and in backward until it is

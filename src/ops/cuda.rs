@@ -1,6 +1,7 @@
 //! Between candle's CUDA storage and the kernels' views; and which ops have a kernel there.
 
-use crate::kernels::cuda::{View, cross_entropy, rms_norm, source};
+use crate::kernels::cuda::matmul::Matrix;
+use crate::kernels::cuda::{View, cross_entropy, cublas, rms_norm, source};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice as Slice};
@@ -15,10 +16,16 @@ pub(super) fn has_kernel(op: &str, x: &Tensor) -> bool {
         "cross_entropy" => cross_entropy::MAX_CLASSES,
         "attention::naive"
         | "embedding"
+        | "linear"
         | "linear_cross_entropy"
+        | "matmul"
+        | "matmul_transposed"
+        | "merge_heads"
         | "rope"
         | "softmax"
-        | "swiglu" => i32::MAX as usize,
+        | "split_heads"
+        | "swiglu"
+        | "swiglu_linear" => i32::MAX as usize,
         "AdamW::step" | "cast" => usize::MAX,
         _ => return false,
     };
@@ -105,4 +112,26 @@ pub(crate) fn whole(storage: &CudaStorage) -> Result<View<'_>> {
 /// A tensor of no graph.
 pub(crate) fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
+}
+
+/// The elements of a contiguous tensor as a matrix.
+pub(super) fn matrix(tensor: &Tensor, rows: usize, cols: usize) -> Result<Matrix<'_>> {
+    Ok(Matrix::new(elements(tensor)?, rows, cols))
+}
+
+/// `a b`, `count` times, one result after the other: sums in f32, rounded to `dtype` once.
+pub(super) fn multiplied(
+    card: &CudaDevice,
+    [a, b]: [Matrix; 2],
+    count: usize,
+    dtype: DType,
+) -> Result<CudaStorage> {
+    let (rows, cols) = Matrix::product_of([&a, &b]);
+    let storage = room(card, dtype, count * rows * cols)?;
+    let c = Matrix {
+        matrix_stride: rows * cols,
+        ..Matrix::new(whole(&storage)?, rows, cols)
+    };
+    cublas::multiply(card, [a, b], c, count, false)?;
+    Ok(storage)
 }

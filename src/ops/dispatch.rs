@@ -68,7 +68,13 @@ pub(crate) enum Path {
 /// Decides for `op` on a tensor like `x`. The ops' kernels are for f32, f64, f16 and bf16 on the CPU; on CUDA, some have
 /// one for f32, f16 and bf16.
 pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
-    let has_kernel = match x.device() {
+    choose_where(op, x, has_kernel(op, x))
+}
+
+/// Whether `op` has a kernel for a tensor like `x`.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))] // on the CPU every op has one
+pub(super) fn has_kernel(op: &'static str, x: &Tensor) -> bool {
+    match x.device() {
         Device::Cpu => matches!(
             x.dtype(),
             DType::F32 | DType::F64 | DType::F16 | DType::BF16
@@ -76,13 +82,7 @@ pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
         #[cfg(feature = "cuda")]
         Device::Cuda(_) => super::cuda::has_kernel(op, x),
         _ => false,
-    };
-    choose_where(op, x, has_kernel)
-}
-
-/// Whether ops on tensors where `x` is run kernels here.
-pub(super) fn runs_kernels(x: &Tensor) -> bool {
-    x.device().is_cpu() && POLICY.get() != KernelPolicy::Reference
+    }
 }
 
 fn is_half(dtype: DType) -> bool {

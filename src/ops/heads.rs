@@ -8,6 +8,12 @@ use crate::kernels::cpu::heads::{Heads, merge, split};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use {
+    super::cuda,
+    crate::kernels::cuda::{View, heads as cuda_kernel},
+    candle_core::{CudaStorage, cuda_backend::CudaDevice},
+};
 
 /// (B, T, H*Dh) to (B, H, T, Dh), contiguous. Backward is [`merge_heads`]; nothing is kept for it.
 ///
@@ -32,7 +38,13 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     };
     let [x] = &cast_for("split_heads", [x])?;
     match choose("split_heads", x)? {
-        Path::Kernel => Ok(apply1(&x.contiguous()?, SplitHeads(sizes))?),
+        Path::Kernel => Ok(apply1(
+            &x.contiguous()?,
+            CutHeads {
+                way: Way::Split,
+                sizes,
+            },
+        )?),
         Path::Reference => composed("split_heads", &[x], || {
             Ok(input(x)
                 .reshape((sizes.batch, sizes.length, heads, sizes.head_dim))?
@@ -63,7 +75,13 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
     };
     let [x] = &cast_for("merge_heads", [x])?;
     match choose("merge_heads", x)? {
-        Path::Kernel => Ok(apply1(&x.contiguous()?, MergeHeads(sizes))?),
+        Path::Kernel => Ok(apply1(
+            &x.contiguous()?,
+            CutHeads {
+                way: Way::Merge,
+                sizes,
+            },
+        )?),
         Path::Reference => composed("merge_heads", &[x], || {
             Ok(input(x)
                 .transpose(1, 2)?
@@ -72,56 +90,102 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn merged_shape(sizes: Heads) -> Shape {
-    (sizes.batch, sizes.length, sizes.heads * sizes.head_dim).into()
+/// One way or the other: backward is the way back.
+#[derive(Clone, Copy)]
+enum Way {
+    Split,
+    Merge,
 }
 
-fn split_shape(sizes: Heads) -> Shape {
-    (sizes.batch, sizes.heads, sizes.length, sizes.head_dim).into()
+impl Way {
+    fn back(self) -> Self {
+        match self {
+            Self::Split => Self::Merge,
+            Self::Merge => Self::Split,
+        }
+    }
+
+    /// Of what comes out.
+    fn shape(self, sizes: Heads) -> Shape {
+        let Heads {
+            batch,
+            length,
+            heads,
+            head_dim,
+        } = sizes;
+        match self {
+            Self::Split => (batch, heads, length, head_dim).into(),
+            Self::Merge => (batch, length, heads * head_dim).into(),
+        }
+    }
+
+    fn run<T: Copy + Send + Sync>(self, sizes: Heads, x: &[T], y: &mut [T]) {
+        match self {
+            Self::Split => split(sizes, x, y),
+            Self::Merge => merge(sizes, x, y),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn run_on_card(
+        self,
+        card: &CudaDevice,
+        sizes: Heads,
+        x: View,
+    ) -> candle_core::Result<CudaStorage> {
+        let middle = match self {
+            Self::Split => [sizes.length, sizes.heads],
+            Self::Merge => [sizes.heads, sizes.length],
+        };
+        let y = cuda::room(card, x.dtype, x.len)?;
+        let sizes = [sizes.batch, middle[0], middle[1], sizes.head_dim];
+        cuda_kernel::swap(card, x, sizes, cuda::whole(&y)?)?;
+        Ok(y)
+    }
 }
 
-struct SplitHeads(Heads);
+struct CutHeads {
+    way: Way,
+    sizes: Heads,
+}
 
-impl CustomOp1 for SplitHeads {
+impl CustomOp1 for CutHeads {
     fn name(&self) -> &'static str {
-        "split_heads"
+        match self.way {
+            Way::Split => "split_heads",
+            Way::Merge => "merge_heads",
+        }
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         for_stored!(x.dtype(), T => {
             let x = view::<T>(x, layout)?;
-            output(split_shape(self.0), |y| split(self.0, x, y))
+            output(self.way.shape(self.sizes), |y| self.way.run(self.sizes, x, y))
         })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let view = cuda::view(x, layout)?;
+        let y = self.way.run_on_card(&x.device, self.sizes, view)?;
+        Ok((y, self.way.shape(self.sizes)))
     }
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let dy = dy.contiguous()?;
+        let (back, dy) = (self.way.back(), dy.contiguous()?);
+        let shape = back.shape(self.sizes);
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let dx = back.run_on_card(cuda::card(&dy)?, self.sizes, cuda::elements(&dy)?)?;
+            return Ok(Some(cuda::tensor(dx, shape)));
+        }
         for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
-            Ok(Some(tensor(merged_shape(self.0), |dx| merge(self.0, &dy, dx))?))
-        })
-    }
-}
-
-struct MergeHeads(Heads);
-
-impl CustomOp1 for MergeHeads {
-    fn name(&self) -> &'static str {
-        "merge_heads"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_stored!(x.dtype(), T => {
-            let x = view::<T>(x, layout)?;
-            output(merged_shape(self.0), |y| merge(self.0, x, y))
-        })
-    }
-
-    fn bwd(&self, _x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let dy = dy.contiguous()?;
-        for_stored!(dy.dtype(), T => {
-            let dy = elements::<T>(&dy)?;
-            Ok(Some(tensor(split_shape(self.0), |dx| split(self.0, &dy, dx))?))
+            Ok(Some(tensor(shape, |dx| back.run(self.sizes, &dy, dx))?))
         })
     }
 }

@@ -8,6 +8,8 @@ use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage};
 
 /// A linear map without bias: `y = x W^T`, with x (..., in), W (out, in), y (..., out).
 ///
@@ -75,6 +77,35 @@ struct Linear {
     copy: WeightCopy,
 }
 
+#[cfg(feature = "cuda")]
+impl Linear {
+    fn backward_on_card(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dy: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let (card, dtype) = (cuda::card(dy)?, dy.dtype());
+        let (out, depth) = weight.dims2()?;
+        let rows = x.elem_count() / depth.max(1);
+        let of_dy = cuda::matrix(dy, rows, out)?; // (N, out)
+        let dx = if x.track_op() {
+            let weight = self.copy.for_backward(weight)?;
+            let dx = cuda::multiplied(card, [of_dy, cuda::matrix(&weight, out, depth)?], 1, dtype)?;
+            Some(cuda::tensor(dx, x.shape()))
+        } else {
+            None
+        };
+        let dw = if weight.track_op() {
+            let factors = [of_dy.t(), cuda::matrix(x, rows, depth)?];
+            Some(self.copy.gradient_on_card(weight, factors)?)
+        } else {
+            None
+        };
+        Ok((dx, dw))
+    }
+}
+
 impl CustomOp2 for Linear {
     fn name(&self) -> &'static str {
         "linear"
@@ -101,6 +132,26 @@ impl CustomOp2 for Linear {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        weight: &CudaStorage,
+        weight_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (out, depth) = weight_layout.shape().dims2()?;
+        let mut shape = x_layout.dims().to_vec();
+        shape.pop();
+        shape.push(out);
+        let rows = x_layout.shape().elem_count() / depth.max(1); // N
+        let x_matrix = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
+        let y = self.copy.read_on_card(weight, weight_layout, |weight| {
+            cuda::multiplied(&x.device, [x_matrix, weight.t()], 1, x.dtype())
+        })?;
+        Ok((y, shape.into()))
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -111,6 +162,10 @@ impl CustomOp2 for Linear {
         let (out, depth) = weight.dims2()?;
         let rows = dy.dims()[..dy.rank() - 1].iter().product();
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            return self.backward_on_card(x, weight, &dy);
+        }
         for_stored!(dy.dtype(), T => {
             let dy = elements::<T>(&dy)?;
             let dy = MatRef::new(&dy, rows, out); // (N, out)

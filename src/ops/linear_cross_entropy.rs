@@ -15,7 +15,7 @@ use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
-    crate::kernels::cuda::cross_entropy as cuda_kernel,
+    crate::kernels::cuda::{cross_entropy as cuda_kernel, matmul::Matrix},
     candle_core::{CudaStorage, DType},
     std::sync::{Mutex, PoisonError},
 };
@@ -126,16 +126,21 @@ impl LinearCrossEntropy {
         dloss: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let (card, rows) = (cuda::card(x)?, self.targets.ids.len());
-        let (wanted, (classes, _)) = ([x.track_op(), weight.track_op()], weight.dims2()?);
-        let flat = x.detach().reshape((rows, ()))?; // (N, D)
-        let (weight, dloss) = (weight.detach(), dloss.detach().to_dtype(DType::F32)?);
+        let ((classes, depth), dtype) = (weight.dims2()?, x.dtype());
+        let of_x = cuda::matrix(x, rows, depth)?; // (N, D)
+        let dloss = dloss.detach().to_dtype(DType::F32)?;
+        let read = self.copy.for_backward(weight)?; // (V, D)
         let kept = {
             let mut logits = self.logits.lock().unwrap_or_else(PoisonError::into_inner);
             logits.take()
         };
         let logits = match kept {
             Some(logits) => logits,
-            None => flat.matmul(&weight.t()?)?, // (N, V)
+            None => {
+                let factors = [of_x, cuda::matrix(&read, classes, depth)?.t()];
+                let logits = cuda::multiplied(card, factors, 1, dtype)?;
+                cuda::tensor(logits, (rows, classes))
+            }
         };
         let losses = cuda::room(card, DType::F32, rows)?;
         let ids = cuda::ids(card, &self.targets.ids)?;
@@ -149,10 +154,17 @@ impl LinearCrossEntropy {
             targets.counted,
             cuda::whole(&losses)?,
         )?;
-        let dlogits = logits;
-        let [dx, dw] = wanted;
-        let dx = dx.then(|| dlogits.matmul(&weight)?.reshape(x.shape()));
-        let dw = dw.then(|| dlogits.t()?.matmul(&flat));
+        let of_dlogits = cuda::matrix(&logits, rows, classes)?; // as they are now
+        let dx = x.track_op().then(|| {
+            let factors = [of_dlogits, cuda::matrix(&read, classes, depth)?];
+            let dx = cuda::multiplied(card, factors, 1, dtype)?;
+            candle_core::Result::Ok(cuda::tensor(dx, x.shape()))
+        });
+        drop(read);
+        let factors = [of_dlogits.t(), of_x];
+        let dw = weight
+            .track_op()
+            .then(|| self.copy.gradient_on_card(weight, factors));
         Ok((dx.transpose()?, dw.transpose()?))
     }
 }
@@ -188,9 +200,10 @@ impl CustomOp2 for LinearCrossEntropy {
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let (card, rows) = (&x.device, self.targets.ids.len());
         let (classes, depth) = weight_layout.shape().dims2()?;
-        let flat = Layout::contiguous_with_offset((rows, depth), x_layout.start_offset());
-        let sizes = (1, rows, classes, depth);
-        let logits = x.matmul(weight, sizes, &flat, &weight_layout.transpose(0, 1)?)?; // (N, V)
+        let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
+        let logits = self.copy.read_on_card(weight, weight_layout, |weight| {
+            cuda::multiplied(card, [of_x, weight.t()], 1, of_x.view.dtype)
+        })?; // (N, V)
         let room = |len| cuda::room(card, DType::F32, len);
         let (losses, lse, mean) = (room(rows)?, room(rows)?, room(1)?);
         let ids = cuda::ids(card, &self.targets.ids)?;

@@ -8,6 +8,12 @@ use crate::kernels::cpu::gemm::{Batched, matmul_batched};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use {
+    super::cuda,
+    crate::kernels::cuda::{View, matmul::Matrix},
+    candle_core::CudaStorage,
+};
 
 /// `c = a b` for each matrix: a (..., M, K), b (..., K, N), c (..., M, N), the same leading dimensions in both.
 ///
@@ -114,6 +120,16 @@ impl<'a> Sizes<'a> {
             transposed,
         }
     }
+
+    /// The first of the matrices, on a card.
+    #[cfg(feature = "cuda")]
+    fn on_card<'b>(&self, view: View<'b>, transposed: bool) -> Matrix<'b> {
+        Matrix {
+            matrix_stride: self.rows * self.cols,
+            transposed,
+            ..Matrix::new(view, self.rows, self.cols)
+        }
+    }
 }
 
 struct MatMul {
@@ -132,6 +148,38 @@ impl MatMul {
             _ => candle_core::bail!("matmul of {a:?} and {b:?}"),
         }
     }
+
+    /// c (..., M, N) of a (..., M, K) and b.
+    fn shape(&self, a: Sizes<'_>, b: Sizes<'_>) -> Vec<usize> {
+        let cols = if self.transposed { b.rows } else { b.cols };
+        [a.leading, &[a.rows, cols]].concat()
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl MatMul {
+    fn backward_on_card(
+        &self,
+        [a, b, dc]: [&Tensor; 3],
+        [a_sizes, b_sizes, dc_sizes]: [Sizes<'_>; 3],
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let (card, batch, dtype) = (cuda::card(dc)?, a_sizes.batch(), dc.dtype());
+        let of_dc = dc_sizes.on_card(cuda::elements(dc)?, false);
+        let of_a = a_sizes.on_card(cuda::elements(a)?, false);
+        let of_b = b_sizes.on_card(cuda::elements(b)?, self.transposed);
+        let gradient = |of: &Tensor, factors| {
+            let gradient = cuda::multiplied(card, factors, batch, dtype)?;
+            candle_core::Result::Ok(cuda::tensor(gradient, of.shape()))
+        };
+        let da = a.track_op().then(|| gradient(a, [of_dc, of_b.t()]));
+        // b (K, N): a^T dc; b (N, K): dc^T a.
+        let factors = match self.transposed {
+            false => [of_a.t(), of_dc],
+            true => [of_dc.t(), of_a],
+        };
+        let db = b.track_op().then(|| gradient(b, factors));
+        Ok((da.transpose()?, db.transpose()?))
+    }
 }
 
 impl CustomOp2 for MatMul {
@@ -147,18 +195,30 @@ impl CustomOp2 for MatMul {
         b_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (a_sizes, b_sizes) = self.sizes(a_layout.dims(), b_layout.dims())?;
-        let mut shape = a_sizes.leading.to_vec();
-        shape.push(a_sizes.rows);
-        shape.push(if self.transposed {
-            b_sizes.rows
-        } else {
-            b_sizes.cols
-        });
+        let shape = self.shape(a_sizes, b_sizes);
         for_stored!(a.dtype(), T => {
             let a = a_sizes.with(view::<T>(a, a_layout)?, false);
             let b = b_sizes.with(view::<T>(b, b_layout)?, self.transposed);
             output(shape, |c| matmul_batched(a_sizes.batch(), a, b, c))
         })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        a: &CudaStorage,
+        a_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (a_sizes, b_sizes) = self.sizes(a_layout.dims(), b_layout.dims())?;
+        let shape = self.shape(a_sizes, b_sizes);
+        let factors = [
+            a_sizes.on_card(cuda::view(a, a_layout)?, false),
+            b_sizes.on_card(cuda::view(b, b_layout)?, self.transposed),
+        ];
+        let c = cuda::multiplied(&a.device, factors, a_sizes.batch(), a.dtype())?;
+        Ok((c, shape.into()))
     }
 
     fn bwd(
@@ -176,6 +236,10 @@ impl CustomOp2 for MatMul {
         };
         let batch = a_sizes.batch();
         let dc = dc.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if dc.device().is_cuda() {
+            return self.backward_on_card([a, b, &dc], [a_sizes, b_sizes, dc_sizes]);
+        }
         for_stored!(dc.dtype(), T => {
             let dc = elements::<T>(&dc)?;
             let da = if a.track_op() {

@@ -13,6 +13,12 @@ use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 use std::sync::OnceLock;
+#[cfg(feature = "cuda")]
+use {
+    super::cuda,
+    crate::kernels::cuda::{cublas, matmul::Matrix, swiglu as cuda_kernel},
+    candle_core::CudaStorage,
+};
 
 /// `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
 ///
@@ -83,6 +89,42 @@ fn rows(x: &Shape) -> (usize, usize) {
     (x.elem_count() / width.max(1), width)
 }
 
+#[cfg(feature = "cuda")]
+impl SwiGluLinear {
+    fn backward_on_card(
+        &self,
+        [x, w1, w3]: [&Tensor; 3],
+        [gate, up]: [&Tensor; 2],
+        dy: &Tensor,
+    ) -> candle_core::Result<[Tensor; 3]> {
+        let (card, dtype) = (cuda::card(dy)?, dy.dtype());
+        let ((rows, depth), (out, _)) = (rows(x.shape()), w1.dims2()?);
+        let room = || cuda::room(card, dtype, dy.elem_count());
+        let (dgate, dup) = (room()?, room()?); // (N, F)
+        let (of_dgate, of_dup) = (cuda::whole(&dgate)?, cuda::whole(&dup)?);
+        let read = [
+            cuda::elements(dy)?,
+            cuda::elements(gate)?,
+            cuda::elements(up)?,
+        ];
+        cuda_kernel::backward(card, read, [of_dgate, of_dup])?;
+        let [dgate, dup] = [of_dgate, of_dup].map(|view| Matrix::new(view, rows, out));
+        let dx = cuda::room(card, dtype, x.elem_count())?;
+        {
+            let of_dx = Matrix::new(cuda::whole(&dx)?, rows, depth); // (N, D)
+            let w1 = self.copies[0].for_backward(w1)?;
+            let w3 = self.copies[1].for_backward(w3)?;
+            let add = |factors: [Matrix; 2], adds| cublas::multiply(card, factors, of_dx, 1, adds);
+            add([dgate, cuda::matrix(&w1, out, depth)?], false)?;
+            add([dup, cuda::matrix(&w3, out, depth)?], true)?;
+        }
+        let of_x = cuda::matrix(x, rows, depth)?;
+        let dw1 = self.copies[0].gradient_on_card(w1, [dgate.t(), of_x])?;
+        let dw3 = self.copies[1].gradient_on_card(w3, [dup.t(), of_x])?;
+        Ok([cuda::tensor(dx, x.shape()), dw1, dw3])
+    }
+}
+
 impl CustomOp3 for SwiGluLinear {
     fn name(&self) -> &'static str {
         "swiglu_linear"
@@ -121,6 +163,39 @@ impl CustomOp3 for SwiGluLinear {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        w1: &CudaStorage,
+        w1_layout: &Layout,
+        w3: &CudaStorage,
+        w3_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (card, (rows, depth)) = (&x.device, rows(x_layout.shape()));
+        let (out, _) = w1_layout.shape().dims2()?;
+        let mut shape = x_layout.dims().to_vec();
+        shape.pop();
+        shape.push(out);
+        let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
+        let product =
+            |weight: Matrix| cuda::multiplied(card, [of_x, weight.t()], 1, of_x.view.dtype);
+        let gate = self.copies[0].read_on_card(w1, w1_layout, product)?; // (N, F)
+        let up = self.copies[1].read_on_card(w3, w3_layout, product)?;
+        let y = cuda::room(card, x.dtype(), rows * out)?;
+        let (of_gate, of_up) = (cuda::whole(&gate)?, cuda::whole(&up)?);
+        cuda_kernel::forward(card, of_gate, of_up, cuda::whole(&y)?)?;
+        let (gate, up) = (
+            cuda::tensor(gate, (rows, out)),
+            cuda::tensor(up, (rows, out)),
+        );
+        probe::kept("gate", &gate);
+        probe::kept("up", &up);
+        let _ = self.gate_up.set((gate, up)); // empty until now: an op runs forward once
+        Ok((y, shape.into()))
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -135,6 +210,11 @@ impl CustomOp3 for SwiGluLinear {
         let (rows, depth) = rows(x.shape());
         let (out, _) = w1.dims2()?;
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let [dx, dw1, dw3] = self.backward_on_card([x, w1, w3], [gate, up], &dy)?;
+            return Ok((Some(dx), Some(dw1), Some(dw3)));
+        }
         let x_shape = x.shape();
         for_stored!(dy.dtype(), T => {
             let (dgate, dup) = {

@@ -7,12 +7,14 @@
 
 use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::cpu::{elements, tensor, view};
-use super::dispatch::runs_kernels;
+use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
 use crate::{Result, precision, probe};
 use candle_core::{CpuStorage, DType, Layout, Tensor, WithDType};
 use std::sync::{Mutex, PoisonError};
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage};
 
 /// The copy of one weight, for the life of an op.
 pub(super) struct WeightCopy {
@@ -41,11 +43,12 @@ pub(super) fn with_copies<const N: usize>(
     };
     let in_half = matches!(target, DType::F16 | DType::BF16);
     let x = cast_castable(x, target)?;
+    let multiplies = current_kernel_policy() != KernelPolicy::Reference && has_kernel(op, &x);
     let mut inputs = weights.map(Tensor::clone);
     let mut copies = weights.map(|_| WeightCopy::none());
     for (weight, copy) in inputs.iter_mut().zip(&mut copies) {
         let is_own = weight.is_variable() && weight.dtype() == DType::F32;
-        match in_half && is_own && runs_kernels(weight) {
+        match in_half && is_own && multiplies {
             true => *copy = WeightCopy::new(weight, target)?,
             false => *weight = cast_castable(weight, target)?,
         }
@@ -88,6 +91,18 @@ impl WeightCopy {
         self.get().unwrap_or_else(|| weight.clone())
     }
 
+    /// The copy that forward's products read; what is not dropped stays for backward.
+    fn for_forward(&self) -> Option<Tensor> {
+        let copy = self.get()?;
+        if self.drops {
+            let mut kept = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
+            *kept = None; // the last of it goes when the products are done
+        } else {
+            probe::kept(Self::KEPT, &copy);
+        }
+        Some(copy)
+    }
+
     /// Calls `f` with what forward's products read.
     pub(super) fn read<T: WithDType, R>(
         &self,
@@ -95,17 +110,25 @@ impl WeightCopy {
         layout: &Layout,
         f: impl FnOnce(&[T]) -> candle_core::Result<R>,
     ) -> candle_core::Result<R> {
-        let Some(copy) = self.get() else {
-            return f(view(weight, layout)?);
-        };
-        if self.drops {
-            let mut kept = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
-            *kept = None; // the last of it goes when `f` is done
-        } else {
-            probe::kept(Self::KEPT, &copy);
+        match self.for_forward() {
+            Some(copy) => f(&elements(&copy)?),
+            None => f(view(weight, layout)?),
         }
-        let elements = elements(&copy)?;
-        f(&elements)
+    }
+
+    /// Calls `f` with what forward's products read on a card: a matrix as the weight is one.
+    #[cfg(feature = "cuda")]
+    pub(super) fn read_on_card<R>(
+        &self,
+        weight: &CudaStorage,
+        layout: &Layout,
+        f: impl FnOnce(Matrix) -> candle_core::Result<R>,
+    ) -> candle_core::Result<R> {
+        let (rows, cols) = layout.shape().dims2()?;
+        match self.for_forward() {
+            Some(copy) => f(cuda::matrix(&copy, rows, cols)?),
+            None => f(Matrix::new(cuda::view(weight, layout)?, rows, cols)),
+        }
     }
 
     /// What backward's products read: a dropped copy is made again.
@@ -115,6 +138,21 @@ impl WeightCopy {
             (None, Some(dtype)) => Ok(cast_weight(&weight.detach(), dtype)?),
             (None, None) => Ok(weight.clone()),
         }
+    }
+
+    /// As [`gradient`](Self::gradient), on the weight's card.
+    #[cfg(feature = "cuda")]
+    pub(super) fn gradient_on_card(
+        &self,
+        weight: &Tensor,
+        factors: [Matrix; 2],
+    ) -> candle_core::Result<Tensor> {
+        let dtype = match self.dtype {
+            None => factors[0].view.dtype,
+            Some(_) => DType::F32,
+        };
+        let dw = cuda::multiplied(cuda::card(weight)?, factors, 1, dtype)?;
+        Ok(cuda::tensor(dw, weight.shape()))
     }
 
     /// `dW = a b` in the weight's dtype: sums are f32's, and those of a copy's products are not rounded at all.

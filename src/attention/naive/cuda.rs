@@ -34,8 +34,9 @@ impl Naive {
         let p_shape = Shape::from(ending(q_layout.dims(), self.sizes.keys));
         let p = room(card, dtype, p_shape.elem_count())?;
         let out = room(card, dtype, out_shape.elem_count())?;
-        let mut multiply =
-            |factors: [Matrix; 2], c: Matrix, count| cublas::multiply(card, factors, c, count);
+        let mut multiply = |factors: [Matrix; 2], c: Matrix, count| {
+            cublas::multiply(card, factors, c, count, false)
+        };
         kernel::forward(
             card,
             &mut multiply,
@@ -61,8 +62,9 @@ impl Naive {
         let d_scores = room(card, dtype, at_once * of_head)?;
         let like = |x: &Tensor| room(card, dtype, x.elem_count());
         let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
-        let mut multiply =
-            |factors: [Matrix; 2], c: Matrix, count| cublas::multiply(card, factors, c, count);
+        let mut multiply = |factors: [Matrix; 2], c: Matrix, count| {
+            cublas::multiply(card, factors, c, count, false)
+        };
         kernel::backward(
             card,
             &mut multiply,

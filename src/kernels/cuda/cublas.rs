@@ -4,14 +4,15 @@
 //! work in, outside of the pool. Planned steps, whose stream is recorded, have cuBLASLt instead ([`super::matmul`]).
 
 use super::matmul::Matrix;
+use super::set_to_zero;
 use candle_core::cuda::gemm_reduced_precision_f32;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Error, Result, bail};
 use std::ffi::{c_int, c_void};
 
-/// `c = a b`, `count` times: factors and results in one dtype, f32, f16 or bf16, sums in f32. Products of f32 are exact or TF32,
-/// as candle's switch says now.
+/// `c = a b`, or `c += a b` where it `adds`, `count` times: factors in one dtype, f32, f16 or bf16, sums in f32, results in the
+/// factors' dtype or in f32. Products of f32 are exact or TF32, as candle's switch says now.
 ///
 /// cuBLAS reads matrices column by column; a matrix that lies row by row is to it the transpose. So what is asked of it is
 /// `c^T = b^T a^T`.
@@ -23,19 +24,25 @@ pub(crate) fn multiply(
     [a, b]: [Matrix; 2],
     c: Matrix,
     count: usize,
+    adds: bool,
 ) -> Result<()> {
     let depth = Matrix::depth_of([&a, &b], &c);
-    if c.rows * c.cols * depth * count == 0 {
-        return Ok(());
+    let elements = c.rows * c.cols * count;
+    if elements * depth == 0 {
+        // A sum over nothing. c lies in one piece where that can be: it is the gradient of what nothing was made of.
+        return match adds {
+            true => Ok(()),
+            false => set_to_zero(card, c.view.part(0, elements)),
+        };
     }
-    let of = data_type(c.view.dtype)?;
-    let sums = match c.view.dtype {
+    let [of_factors, of_c] = [data_type(a.view.dtype)?, data_type(c.view.dtype)?];
+    let sums = match a.view.dtype {
         DType::F32 if gemm_reduced_precision_f32() => {
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32
         }
         _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     };
-    let (alpha, beta) = (1f32, 0f32);
+    let (alpha, beta) = (1f32, if adds { 1f32 } else { 0f32 });
     card.cuda_stream().context().bind_to_thread().w()?;
     let blas = card.cublas_handle();
     // SAFETY: the matrices are as they say, which their owners have made; alpha and beta are read before this returns.
@@ -49,16 +56,16 @@ pub(crate) fn multiply(
             int(depth)?,
             (&raw const alpha).cast(),
             b.view.pointer as *const c_void,
-            of,
+            of_factors,
             int(b.row_stride)?,
             b.matrix_stride as i64,
             a.view.pointer as *const c_void,
-            of,
+            of_factors,
             int(a.row_stride)?,
             a.matrix_stride as i64,
             (&raw const beta).cast(),
             c.view.pointer as *mut c_void,
-            of,
+            of_c,
             int(c.row_stride)?,
             c.matrix_stride as i64,
             int(count)?,

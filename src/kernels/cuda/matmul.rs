@@ -44,13 +44,22 @@ impl<'a> Matrix<'a> {
         }
     }
 
+    /// Rows and columns of what is multiplied.
+    fn turned(&self) -> (usize, usize) {
+        match self.transposed {
+            false => (self.rows, self.cols),
+            true => (self.cols, self.rows),
+        }
+    }
+
+    /// Rows and columns of a product of two.
+    pub(crate) fn product_of([a, b]: [&Self; 2]) -> (usize, usize) {
+        (a.turned().0, b.turned().1)
+    }
+
     /// What a product of two matrices into a third sums over.
     pub(super) fn depth_of([a, b]: [&Self; 2], c: &Self) -> usize {
-        let turned = |matrix: &Self| match matrix.transposed {
-            false => (matrix.rows, matrix.cols),
-            true => (matrix.cols, matrix.rows),
-        };
-        let ((rows, depth), (inner, cols)) = (turned(a), turned(b));
+        let ((rows, depth), (inner, cols)) = (a.turned(), b.turned());
         assert!(
             depth == inner && (c.rows, c.cols) == (rows, cols),
             "({rows}, {depth}) by ({inner}, {cols}) into ({}, {})",

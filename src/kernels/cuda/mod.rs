@@ -16,6 +16,7 @@ pub(crate) mod cross_entropy;
 pub(crate) mod cublas;
 pub(crate) mod embedding;
 pub(crate) mod flash_attention;
+pub(crate) mod heads;
 mod kernel;
 pub(crate) mod matmul;
 pub(crate) mod naive_attention;

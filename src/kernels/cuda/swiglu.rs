@@ -21,6 +21,9 @@ fn config(packs: usize) -> LaunchConfig {
 
 /// `y = silu(gate) up`, all (n). y may be the buffer of either.
 pub(crate) fn forward(card: &CudaDevice, gate: View, up: View, y: View) -> Result<()> {
+    if y.len == 0 {
+        return Ok(());
+    }
     let kernel = SOURCE.kernel(card, "swiglu_forward", suffix(y.dtype))?;
     let n = y.len as i64;
     let mut launch = kernel.builder();
@@ -48,6 +51,9 @@ pub(crate) fn backward_in_place(card: &CudaDevice, gate: View, up: View, dy: Vie
 /// dy, gate, up, dgate and dup.
 fn launch_backward(card: &CudaDevice, buffers: [View; 5], y: Option<View>) -> Result<()> {
     let [dy, ..] = buffers;
+    if dy.len == 0 {
+        return Ok(());
+    }
     let kernel = SOURCE.kernel(card, "swiglu_backward", suffix(dy.dtype))?;
     let (y, n) = (y.map_or(0, |y| y.pointer), dy.len as i64);
     let mut launch = kernel.builder();

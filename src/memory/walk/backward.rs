@@ -29,8 +29,7 @@ impl Walk {
 
     fn backward_of(&mut self, entry: &Entry, gradients: &mut Gradients) {
         self.count = entry.count;
-        let mut goes = self.tracked.remove(&entry.output).unwrap_or_default();
-        goes.extend(gradients.remove(&entry.output)); // none at the loss: a scalar
+        let incoming = gradients.remove(&entry.output); // none at the loss: a scalar
         match entry.backward {
             Backward::HandsOn => {
                 for input in &entry.inputs {
@@ -47,49 +46,33 @@ impl Walk {
                     self.ledger.give_back(key);
                 }
             }
-            Backward::Tracked => {
-                for input in &entry.inputs {
-                    let mut held = vec![self.make(input), self.zeros(input)];
-                    let sum = self.sum_of(input);
-                    gradients.insert(input.id, sum);
-                    // Of the incoming gradient both products are: it stays as long as the first input's, which goes last.
-                    held.append(&mut goes);
-                    self.tracked.insert(input.id, held);
-                }
-            }
         }
-        goes.into_iter().for_each(|key| self.ledger.give_back(key));
+        if let Some(key) = incoming {
+            self.ledger.give_back(key);
+        }
     }
 
     /// The gradients of all inputs, which an op makes before any is added.
     fn made(&mut self, entry: &Entry) -> Vec<Key> {
         let packing = entry.packing.iter().copied().chain(repeat(None));
         let gradients = entry.inputs.iter().zip(packing).map(|(input, packing)| {
-            let key = self.make(input);
+            let what = "gradients as an op makes them";
+            let key = self.take(Holds::Scratch, what, input.size, input.width);
             self.with_scratch(packing, |_| ());
             key
         });
         gradients.collect()
     }
 
-    /// The gradient of one input.
-    fn make(&mut self, input: &Value) -> Key {
-        let what = "gradients as an op makes them";
-        self.take(Holds::Scratch, what, input.size, input.width)
-    }
-
     /// The sum of a new gradient and what was there takes the place of that.
     pub(super) fn add_to(&mut self, input: &Value, gradients: &mut Gradients) {
         let before = gradients.remove(&input.id);
-        let before = before.unwrap_or_else(|| self.zeros(input));
+        let what = "zeros that a gradient is added to";
+        let (size, width) = (input.size, input.width);
+        let before = before.unwrap_or_else(|| self.take(Holds::Scratch, what, size, width));
         let sum = self.sum_of(input);
         self.ledger.give_back(before);
         gradients.insert(input.id, sum);
-    }
-
-    fn zeros(&mut self, input: &Value) -> Key {
-        let what = "zeros that a gradient is added to";
-        self.take(Holds::Scratch, what, input.size, input.width)
     }
 
     /// Room for a sum of gradients; a weight's stays.

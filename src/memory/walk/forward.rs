@@ -14,7 +14,7 @@ use crate::nn::Checkpointing;
 
 /// The weights, as tables name them.
 const PROJECTIONS: &str = "q_proj, k_proj, v_proj, output_proj";
-pub(super) const FEED_FORWARD: &str = "w1, w2, w3";
+const FEED_FORWARD: &str = "w1, w2, w3";
 
 /// So many that are alike: the first, those between, which are walked as one, and the last.
 pub(super) fn alike(number: usize) -> impl Iterator<Item = f64> {
@@ -88,7 +88,7 @@ impl Walk {
         let k = self.heads(lowered, true);
         let v = self.heads(lowered, false);
         let out = self.attend(q, k, v);
-        let merged = self.copied("heads merged", out, 1);
+        let merged = self.op("heads merged", out.size, &[out]);
         let projected = self.linear("output_proj's output", merged, PROJECTIONS);
         for gone in [merged, q, k, v, out] {
             self.drop(gone);
@@ -100,7 +100,7 @@ impl Walk {
     /// x projected, cut into heads, and rotated if it has positions.
     fn heads(&mut self, x: Value, rotated: bool) -> Value {
         let projected = self.linear("q, k, v projected", x, PROJECTIONS);
-        let heads = self.copied("q, k, v in heads", projected, 2);
+        let heads = self.op("q, k, v in heads", projected.size, &[projected]);
         self.drop(projected);
         if !rotated {
             return heads;
@@ -156,9 +156,6 @@ impl Walk {
     }
 
     fn feed_forward(&mut self, x: Value) -> Value {
-        if self.on_card() {
-            return self.feed_forward_in_ops(x);
-        }
         let lowered = self.lowered(x);
         let (hidden, width) = (self.sizes.hidden, lowered.width);
         let w1 = self.weight(FEED_FORWARD, self.sizes.feed_forward);
@@ -234,11 +231,10 @@ impl Walk {
             width: lowered.width,
         };
         self.packs(product);
-        let (rows, transposed) = (self.view(lowered), self.view(weight));
-        let y = self.product(what, self.sizes.stream, [rows, transposed]);
+        let y = self.op(what, self.sizes.stream, &[lowered, weight]);
         self.drop_weight(weight);
         self.drop_copy(lowered, x);
-        self.view(y)
+        y
     }
 
     fn head_product(&self, x: Value) -> Linear {

@@ -2,17 +2,13 @@
 //! run takes it and gives it back, and what was alive at the worst moment is the account.
 //!
 //! What lives here: forward as the layers write it (`forward`), what an op takes and keeps (`record`), backward as
-//! candle runs it (`backward`), ops that are candle's own on a card (`card`), segments with a graph of their own
-//! (`segments`), what matrix products pack (`products`), the bytes (`ledger`). What does not: what is made of it ([`estimate`](super::estimate())).
+//! candle runs it (`backward`), segments with a graph of their own (`segments`), what matrix products pack (`products`), the bytes (`ledger`). What does not: what is made of it ([`estimate`](super::estimate())).
 //!
 //! All blocks are alike, so three are walked: the first, one for all between, whose lasting buffers count for each, and
 //! the last. No moment of the blocks between is worse than the same one of the block that comes after them; where each gives
 //! back what it took (`segments`), none is worse than the same one of the first block or of the last.
-//!
-//! On a card, ops without a kernel are candle's own, whose views and products are nodes of the graph too.
 
 mod backward;
-mod card;
 mod forward;
 mod ledger;
 mod products;
@@ -28,7 +24,6 @@ use ledger::{Key, Ledger};
 use record::Beside;
 use segments::Segment;
 use sizes::{Size, Sizes};
-use std::collections::HashMap;
 
 /// What came of it.
 pub(super) struct Outcome {
@@ -79,11 +74,8 @@ struct Entry {
 enum Backward {
     /// All of them before any is added.
     Together,
-    /// Not at all: it hands on the gradient that it gets, as sums, copies and views do.
+    /// Not at all: it hands on the gradient that it gets, as sums do.
     HandsOn,
-    /// One after another: candle's own product, whose arithmetic is tracked. A sum of its gradients has a graph of its own,
-    /// so that what it was made of stays as long as it does.
-    Tracked,
 }
 
 /// What backward meets.
@@ -107,8 +99,6 @@ struct Walk {
     short_lived: bool,
     /// How many blocks the present one stands for.
     count: f64,
-    /// By tensor, what the graph of its gradient holds.
-    tracked: HashMap<usize, Vec<Key>>,
 }
 
 /// Walks a pass or step of a model that is one ([`TransformerConfig::validate`]).
@@ -123,7 +113,6 @@ pub(super) fn walk(config: &TransformerConfig, workload: &Workload) -> Outcome {
         casts: Vec::new(),
         short_lived: false,
         count: 1.0,
-        tracked: HashMap::new(),
         sizes,
     };
     walk.residents(config);

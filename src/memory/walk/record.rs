@@ -70,19 +70,6 @@ impl Walk {
         sum
     }
 
-    /// Puts an op that takes nothing for itself on the tape.
-    pub(super) fn push(&mut self, output: usize, inputs: Vec<Value>, backward: Backward) {
-        self.tape.push(Node::Op(Entry {
-            output,
-            inputs,
-            scratch: None,
-            packing: Vec::new(),
-            backward,
-            lets_go: None,
-            count: self.count,
-        }));
-    }
-
     /// Says how the last op's gradients are made; without a graph nobody asks.
     pub(super) fn goes_back(&mut self, backward: Backward) {
         if let (true, Some(Node::Op(entry))) = (self.keeps_graph(), self.tape.last_mut()) {
@@ -174,9 +161,6 @@ impl Walk {
             return weight;
         }
         let drops = self.drops_casts();
-        if self.on_card() && self.keeps_graph() {
-            return self.cast_in_graph(weight, width);
-        }
         let key = self.take_counted(!drops, Holds::WeightCasts, what, size, width);
         if !drops && (self.short_lived || !self.keeps_graph()) {
             self.casts.push(key);

@@ -149,6 +149,17 @@ pub fn linear(leading: &[usize], depth: usize, out: usize, seed: u64) -> Case {
     Case::new("linear", inputs, |x| ops::linear(&x[0], &x[1]))
 }
 
+pub fn swiglu_linear(leading: &[usize], depth: usize, out: usize, seed: u64) -> Case {
+    let inputs = vec![
+        Input::new("x", normal(&join(leading, &[depth]), seed)),
+        Input::new("w1", normal(&[out, depth], seed + 1)),
+        Input::new("w3", normal(&[out, depth], seed + 2)),
+    ];
+    Case::new("swiglu_linear", inputs, |x| {
+        ops::swiglu_linear(&x[0], &x[1], &x[2])
+    })
+}
+
 pub fn matmul(leading: &[usize], [m, k, n]: [usize; 3], seed: u64) -> Case {
     let inputs = vec![
         Input::new("a", normal(&join(leading, &[m, k]), seed)),

@@ -4,9 +4,11 @@ use super::case::{Case, KERNEL, LIES, Lie, REFERENCE, bits, normal};
 use super::cases::{self, MASKS};
 use super::compare::{assert_close, assert_no_worse, assert_rounded_once};
 use super::every;
-use candle_core::{DType, Device, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
+use tallow::autocast;
 use tallow::ops::{self, KernelPolicy};
+use tallow::precision::Autocast;
 
 /// What has kernels, on rows that do and do not begin at 16 bytes, of one element and of many blocks.
 fn with_kernels() -> Vec<Case> {
@@ -23,6 +25,19 @@ fn with_kernels() -> Vec<Case> {
         cases::embedding(&[3, 123], 17, 33, 9),
         cases::embedding(&[257], 5, 1031, 9), // ids with more positions than a bucket
         cases::embedding(&[4, 256], 1000, 512, 9),
+        cases::linear(&[2, 3], 5, 4, 21),
+        cases::linear(&[3, 123], 257, 301, 22),
+        cases::linear(&[1], 512, 1031, 23),
+        cases::linear(&[1031], 512, 1, 24),
+        cases::matmul(&[7, 5], [65, 24, 123], 25),
+        cases::matmul(&[1], [257, 131, 301], 26),
+        cases::matmul_transposed(&[2, 3], [4, 5, 3], 27),
+        cases::matmul_transposed(&[5], [257, 40, 123], 28),
+        cases::split_heads([3, 123, 5, 40], 29),
+        cases::split_heads([2, 33, 3, 7], 30), // words of one element
+        cases::split_heads([1, 5, 2, 1031], 31),
+        cases::merge_heads([3, 123, 5, 40], 32),
+        cases::merge_heads([2, 33, 3, 7], 33),
     ];
     for (rows, width) in [
         (1, 1),
@@ -91,6 +106,12 @@ fn kernels_take_any_strides() {
         cases::swiglu(&[33, 65], 2),
         cases::rms_norm(&[33], 65, 3),
         cases::rope(&[2], 33, 24, 5),
+        cases::linear(&[3, 11], 24, 65, 6),
+        cases::swiglu_linear(&[3, 11], 24, 65, 7),
+        cases::matmul(&[2, 3], [33, 8, 65], 8),
+        cases::matmul_transposed(&[2, 3], [33, 8, 65], 9),
+        cases::split_heads([2, 33, 4, 8], 10),
+        cases::merge_heads([2, 33, 4, 8], 11),
     ] {
         for lie in LIES {
             check(&case, KERNEL, lie);
@@ -150,7 +171,95 @@ fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
     }
 }
 
-/// Products, and what runs its reference.
+/// Two products and the gate between them, each of which rounds.
+#[test]
+fn the_gated_maps() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    for (rows, depth, out) in [(1, 5, 3), (33, 65, 41), (123, 257, 301), (1024, 64, 176)] {
+        let case = || cases::swiglu_linear(&[rows], depth, out, 34);
+        check(&case(), KERNEL, Lie::Contiguous);
+        for dtype in [DType::F16, DType::BF16] {
+            let case = case().rounded_to(dtype);
+            let exact = case.run(DType::F64, REFERENCE);
+            let judge = case.run(dtype, KERNEL);
+            let half = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
+            assert_no_worse(&case, &half, &judge, &exact);
+        }
+    }
+}
+
+/// In an autocast region products read the weights' copies, kept or dropped, and the weights' gradients are f32 sums that
+/// nothing has rounded: the CPU's.
+#[rstest]
+fn weights_in_a_region_have_the_gradients_of_the_cpu(
+    #[values(DType::F16, DType::BF16)] dtype: DType,
+    #[values(false, true)] keeps: bool,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let run = |device: &Device| {
+        let variable = |dims: &[usize], seed| {
+            let values = normal(dims, seed).to_dtype(DType::F32).unwrap();
+            Var::from_tensor(&values.to_device(device).unwrap()).unwrap()
+        };
+        let x = variable(&[3, 11, 24], 7);
+        let [w1, w3, head] = [8, 9, 10].map(|seed| variable(&[65, 24], seed));
+        let targets = cases::ids(&[3, 11], 65, 11);
+        let policy = Autocast::cuda(dtype).with_weight_cache(keeps);
+        let [linear, gated, loss] = autocast(policy, || {
+            Ok([
+                ops::linear(&x, &w1)?,
+                ops::swiglu_linear(&x, &w1, &w3)?,
+                ops::linear_cross_entropy(&x, &head, &targets)?,
+            ])
+        })
+        .unwrap();
+        assert_eq!((linear.dtype(), gated.dtype()), (dtype, dtype));
+        let mut found = Vec::new();
+        for (out, weights) in [
+            (&linear, vec![&w1]),
+            (&gated, vec![&w1, &w3]),
+            (&loss, vec![&head]),
+        ] {
+            let gradients = out.backward().unwrap();
+            for variable in weights.into_iter().chain([&x]) {
+                let gradient = gradients.get(variable).unwrap();
+                assert_eq!(gradient.dtype(), DType::F32);
+                found.push(gradient.to_device(&Device::Cpu).unwrap());
+            }
+            let out = out.to_dtype(DType::F32).unwrap();
+            found.push(out.to_device(&Device::Cpu).unwrap());
+        }
+        found
+    };
+    let (on_card, on_cpu) = (run(&card), run(&Device::Cpu));
+    // Of linear, all that rounds is its output; of the others, what is between the products too.
+    assert_close("linear's dw", &on_card[0], &on_cpu[0], 1e-6);
+    for (on_card, on_cpu) in on_card.iter().zip(&on_cpu) {
+        let once = if dtype == DType::BF16 { 8e-3 } else { 1e-3 };
+        assert_close("outputs and gradients", on_card, on_cpu, once);
+    }
+}
+
+/// Weights without rows, and products over nothing.
+#[test]
+fn nothing_is_multiplied() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &card).unwrap();
+    let y = ops::linear(&zeros(&[3, 5]), &zeros(&[0, 5])).unwrap();
+    assert_eq!(y.dims(), [3, 0]);
+    let c = ops::matmul(&zeros(&[2, 3, 5]), &zeros(&[2, 5, 0])).unwrap();
+    assert_eq!(c.dims(), [2, 3, 0]);
+    let y = ops::swiglu_linear(&zeros(&[3, 5]), &zeros(&[0, 5]), &zeros(&[0, 5])).unwrap();
+    assert_eq!(y.dims(), [3, 0]);
+}
+
+/// What runs its reference too.
 #[test]
 fn every_op_in_f32() {
     for case in every::small().into_iter().chain(every::large()) {

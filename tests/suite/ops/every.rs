@@ -8,6 +8,7 @@ pub fn small() -> Vec<Case> {
     let mut cases = vec![
         cases::relu(&[2, 3, 5], 100),
         cases::swiglu(&[2, 3, 5], 110),
+        cases::swiglu_linear(&[2, 3], 5, 4, 115),
         cases::rms_norm(&[2, 3], 7, 120),
         cases::layer_norm(&[2, 3], 7, 130),
         cases::rope(&[2, 3], 5, 6, 140),

@@ -4,6 +4,7 @@
 mod gradients;
 mod heads;
 mod losses;
+mod products;
 mod rows;
 
 use super::View;

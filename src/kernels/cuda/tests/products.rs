@@ -1,0 +1,88 @@
+//! Products by cuBLAS: of several matrices, transposed, added to what is there, into f32, over nothing.
+
+use super::super::cublas::multiply;
+use super::super::matmul::Matrix;
+use super::{Buffer, Element, assert_close, card, numbers, wide};
+use candle_core::cuda_backend::CudaDevice;
+use half::{bf16, f16};
+
+/// a (count, M, K), b (count, K, N), c (count, M, N).
+const SIZES: [[usize; 4]; 4] = [[1, 1, 1, 1], [3, 5, 7, 2], [2, 33, 24, 65], [1, 16, 0, 8]];
+
+#[test]
+fn products_of_every_kind() {
+    let Some(card) = card() else { return };
+    for sizes in SIZES {
+        for transposed in [[false, false], [true, false], [false, true]] {
+            for adds in [false, true] {
+                check::<f32, f32>(&card, sizes, transposed, adds);
+                check::<bf16, bf16>(&card, sizes, transposed, adds);
+                check::<bf16, f32>(&card, sizes, transposed, adds);
+                check::<f16, f32>(&card, sizes, transposed, adds);
+            }
+        }
+    }
+}
+
+/// Factors in T, the result in C.
+fn check<T: Element, C: Element>(
+    card: &CudaDevice,
+    [count, m, k, n]: [usize; 4],
+    transposed: [bool; 2],
+    adds: bool,
+) {
+    let (a, b) = (
+        numbers::<T>(count * m * k, 1),
+        numbers::<T>(count * k * n, 2),
+    );
+    let before = match adds {
+        true => numbers::<C>(count * m * n, 3),
+        false => vec![super::poison::<C>(); count * m * n],
+    };
+    let [of_a, of_b] = [&a, &b].map(|values| Buffer::new(card, values, 0));
+    let of_c = Buffer::new(card, &before, 0);
+    let factor = |buffer, [rows, cols]: [usize; 2], transposed| {
+        let [rows, cols] = if transposed {
+            [cols, rows]
+        } else {
+            [rows, cols]
+        };
+        Matrix {
+            matrix_stride: rows * cols,
+            transposed,
+            ..Matrix::new(buffer, rows, cols)
+        }
+    };
+    let factors = [
+        factor(of_a.view(card), [m, k], transposed[0]),
+        factor(of_b.view(card), [k, n], transposed[1]),
+    ];
+    let c = factor(of_c.view(card), [m, n], false);
+    multiply(card, factors, c, count, adds).unwrap();
+
+    let (a, b) = (wide(&a), wide(&b));
+    let at = |of: &[f64], [rows, cols]: [usize; 2], transposed, number: usize, i, j| {
+        let place = if transposed {
+            j * rows + i
+        } else {
+            i * cols + j
+        };
+        of[number * rows * cols + place]
+    };
+    let mut exact = Vec::new();
+    for number in 0..count {
+        for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+            let terms = (0..k).map(|l| {
+                at(&a, [m, k], transposed[0], number, i, l)
+                    * at(&b, [k, n], transposed[1], number, l, j)
+            });
+            let first = match adds {
+                true => before[exact.len()].to_f64(),
+                false => 0.0,
+            };
+            exact.push(first + terms.sum::<f64>());
+        }
+    }
+    let what = format!("{count} of {m} {k} {n}, transposed {transposed:?}, adds {adds}");
+    assert_close(&what, &of_c.read(card), &exact);
+}
