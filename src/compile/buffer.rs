@@ -1,7 +1,8 @@
 //! The buffers of a plan: what they are, how long they are needed, and where they lie.
 
+use super::plan::Operand;
 use candle_core::DType;
-use std::ops::Range;
+use std::ops::{Index, Range};
 
 /// Which buffer of a [`Plan`](super::Plan): its place in [`Plan::buffers`](super::Plan::buffers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -133,5 +134,69 @@ impl Buffer {
             Home::Arena { offset_bytes } => Some(offset_bytes..offset_bytes + self.bytes()),
             _ => None,
         }
+    }
+}
+
+/// The buffers of a plan that is being made.
+#[derive(Default)]
+pub(super) struct Buffers(Vec<Buffer>);
+
+impl Buffers {
+    /// One more, which nobody needs yet: the plan finds out.
+    pub(super) fn add(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        category: Category,
+        home: Home,
+    ) -> BufferId {
+        self.0.push(Buffer {
+            name: name.into(),
+            shape: shape.to_vec(),
+            dtype,
+            category,
+            home,
+            live: 0..0,
+        });
+        BufferId(self.0.len() - 1)
+    }
+
+    /// One more in the plan's own memory.
+    pub(super) fn arena(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        category: Category,
+    ) -> BufferId {
+        let home = Home::Arena { offset_bytes: 0 };
+        self.add(name, shape, dtype, category, home)
+    }
+
+    /// All elements of one.
+    pub(super) fn whole(&self, id: BufferId) -> Operand {
+        Operand {
+            buffer: id,
+            elements: 0..self[id].elements(),
+        }
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (BufferId, &Buffer)> {
+        let numbered = self.0.iter().enumerate();
+        numbered.map(|(i, buffer)| (BufferId(i), buffer))
+    }
+
+    /// All of them, by their ids.
+    pub(super) fn into_vec(self) -> Vec<Buffer> {
+        self.0
+    }
+}
+
+impl Index<BufferId> for Buffers {
+    type Output = Buffer;
+
+    fn index(&self, id: BufferId) -> &Buffer {
+        &self.0[id.0]
     }
 }

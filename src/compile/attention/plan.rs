@@ -1,9 +1,9 @@
 //! The plan of attention alone: its sizes, buffers and two calls.
 
-use super::super::buffer::{Buffer, BufferId, Category, Home};
+use super::super::buffer::{BufferId, Buffers, Category, Home};
 use super::super::build::Target;
 use super::super::op::Op;
-use super::super::plan::{Call, Operand, Phase, Plan, Runs};
+use super::super::plan::{Call, Phase, Plan, Runs};
 use super::{HeadAttentionSizes, OP};
 use crate::attention::{Algorithm, AttentionConfig, flash::MAX_HEAD_DIM};
 use crate::kernels::workspace;
@@ -98,9 +98,9 @@ fn flash(sizes: HeadAttentionSizes, dtype: DType, on_card: bool) -> Plan {
     let mut buffers = Buffers::default();
     let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);
     let heads = heads(&sizes);
-    let out = buffers.arena("out", heads, dtype, Category::Output);
+    let out = buffers.arena("out", &heads, dtype, Category::Output);
     let lse = [sizes.matrices, sizes.length];
-    let lse = buffers.arena("lse", lse, DType::F32, Category::Temporary);
+    let lse = buffers.arena("lse", &lse, DType::F32, Category::Temporary);
     let [forward_workspace, backward_workspace] = [
         ("forward/workspace", workspace::flash_forward()),
         (
@@ -108,10 +108,10 @@ fn flash(sizes: HeadAttentionSizes, dtype: DType, on_card: bool) -> Plan {
             workspace::flash_backward(&sizes.flash()),
         ),
     ]
-    .map(|(name, words)| on_card.then(|| buffers.scratch(name, [words])));
+    .map(|(name, words)| on_card.then(|| buffers.scratch(name, &[words])));
     // Out's own rounding would be in every gradient.
     let rounded_off = (dtype != DType::F32)
-        .then(|| buffers.arena("rounded_off", heads, dtype, Category::Temporary));
+        .then(|| buffers.arena("rounded_off", &heads, dtype, Category::Temporary));
     let [dq, dk, dv] = buffers.gradients(&sizes, dtype);
 
     let with = |ids: &[BufferId], more: [Option<BufferId>; 2]| -> Vec<BufferId> {
@@ -131,23 +131,23 @@ fn naive_on_cpu(sizes: HeadAttentionSizes, dtype: DType, threads: usize) -> Plan
     let mut buffers = Buffers::default();
     let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);
     let heads = heads(&sizes);
-    let out = buffers.arena("out", heads, dtype, Category::Output);
+    let out = buffers.arena("out", &heads, dtype, Category::Output);
     let exponentials = buffers.arena(
         "exponentials",
-        [sizes.exponentials_len()],
+        &[sizes.exponentials_len()],
         of_exponentials(dtype),
         Category::Temporary,
     );
     let share = [sizes.matrices, sizes.length];
-    let share = buffers.arena("share", share, DType::F32, Category::Temporary);
+    let share = buffers.arena("share", &share, DType::F32, Category::Temporary);
     let rounded_off =
-        rounds.then(|| buffers.arena("rounded_off", heads, dtype, Category::Temporary));
+        rounds.then(|| buffers.arena("rounded_off", &heads, dtype, Category::Temporary));
     let forward_scratch = [threads, sizes.forward_scratch_len()];
-    let forward_scratch = buffers.scratch("forward/scratch", forward_scratch);
+    let forward_scratch = buffers.scratch("forward/scratch", &forward_scratch);
     let partial = [sizes.partial_sums_len(rounds)];
-    let partial = buffers.scratch("backward/partial sums", partial);
+    let partial = buffers.scratch("backward/partial sums", &partial);
     let backward_scratch = [threads, sizes.backward_scratch_len(rounds)];
-    let backward_scratch = buffers.scratch("backward/scratch", backward_scratch);
+    let backward_scratch = buffers.scratch("backward/scratch", &backward_scratch);
     let [dq, dk, dv] = buffers.gradients(&sizes, dtype);
 
     let of_forward = [out, exponentials, share, forward_scratch];
@@ -170,12 +170,12 @@ fn naive_on_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
 
     let mut buffers = Buffers::default();
     let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);
-    let out = buffers.arena("out", heads(&sizes), dtype, Category::Output);
+    let out = buffers.arena("out", &heads(&sizes), dtype, Category::Output);
     let p = [matrices, length, length];
-    let p = buffers.arena("probabilities", p, dtype, Category::Temporary);
+    let p = buffers.arena("probabilities", &p, dtype, Category::Temporary);
     let [dq, dk, dv] = buffers.gradients(&sizes, dtype);
     let d_scores = [at_once, length, length];
-    let d_scores = buffers.arena("dscores", d_scores, dtype, Category::Scratch);
+    let d_scores = buffers.arena("dscores", &d_scores, dtype, Category::Scratch);
     let ops = naive(sizes);
     let operands: [(&[BufferId], &[BufferId]); 2] = [
         (&[q, k, v], &[out, p]),
@@ -194,43 +194,10 @@ fn heads(sizes: &HeadAttentionSizes) -> [usize; 3] {
     [sizes.matrices, sizes.length, sizes.head_dim]
 }
 
-/// Those of a plan so far.
-#[derive(Default)]
-struct Buffers(Vec<Buffer>);
-
+/// Those of such a plan.
 impl Buffers {
-    fn add(
-        &mut self,
-        name: &str,
-        shape: &[usize],
-        dtype: DType,
-        category: Category,
-        home: Home,
-    ) -> BufferId {
-        self.0.push(Buffer {
-            name: name.into(),
-            shape: shape.to_vec(),
-            dtype,
-            category,
-            home,
-            live: 0..0, // the plan finds out
-        });
-        BufferId(self.0.len() - 1)
-    }
-
-    fn arena<const N: usize>(
-        &mut self,
-        name: &str,
-        shape: [usize; N],
-        dtype: DType,
-        category: Category,
-    ) -> BufferId {
-        let home = Home::Arena { offset_bytes: 0 };
-        self.add(name, &shape, dtype, category, home)
-    }
-
     /// What a call works in, in words.
-    fn scratch<const N: usize>(&mut self, name: &str, shape: [usize; N]) -> BufferId {
+    fn scratch(&mut self, name: &str, shape: &[usize]) -> BufferId {
         self.arena(name, shape, DType::F32, Category::Scratch)
     }
 
@@ -244,7 +211,7 @@ impl Buffers {
     }
 
     fn gradients(&mut self, sizes: &HeadAttentionSizes, dtype: DType) -> [BufferId; 3] {
-        ["dq", "dk", "dv"].map(|name| self.arena(name, heads(sizes), dtype, Category::Gradient))
+        ["dq", "dk", "dv"].map(|name| self.arena(name, &heads(sizes), dtype, Category::Gradient))
     }
 
     /// Forward and backward, with what each reads and writes; `kept` are left for whoever reads them after a run.
@@ -254,10 +221,7 @@ impl Buffers {
         [forward, backward]: [(&[BufferId], &[BufferId]); 2],
         kept: &[BufferId],
     ) -> Plan {
-        let whole = |id: &BufferId| Operand {
-            buffer: *id,
-            elements: 0..self.0[id.0].elements(),
-        };
+        let whole = |id: &BufferId| self.whole(*id);
         let call = |op, phase, (reads, writes): (&[BufferId], &[BufferId])| Call {
             op,
             path: "attention".into(),
@@ -274,6 +238,6 @@ impl Buffers {
             repeated: 0..1,
             micro_batches: 1,
         };
-        Plan::new(calls, self.0, Vec::new(), runs, kept)
+        Plan::new(calls, self.into_vec(), Vec::new(), runs, kept)
     }
 }

@@ -102,7 +102,9 @@ impl Builder<'_> {
         let shape = [self.source.config.rows(), self.source.model.vocab_size];
         self.path = "lm_head".into();
         let dtype = self.lower_dtype();
-        let logits = self.add("logits", &shape, dtype, Category::Output, Home::Output);
+        let logits = self
+            .buffers
+            .add("logits", &shape, dtype, Category::Output, Home::Output);
         let head = self.product_weight(&["lm_head.weight".into()]);
         self.matmul(
             (states.ln_final.y, false),

@@ -30,7 +30,7 @@ impl Builder<'_> {
         if !self.is_half() {
             return x;
         }
-        let shape = self.buffers[x.index()].shape.clone();
+        let shape = self.buffers[x].shape.clone();
         let copy = self.lower("copy", &shape);
         let elements = shape.iter().product();
         self.call(Op::Cast { elements }, &[x], &[copy]);
@@ -53,7 +53,9 @@ impl Builder<'_> {
         let home = Home::Arena { offset_bytes: 0 };
         let name = format!("copy of {}", names.join(" and "));
         let dtype = self.lower_dtype();
-        let copy = self.add(&name, &shape, dtype, Category::WeightCopy, home);
+        let copy = self
+            .buffers
+            .add(&name, &shape, dtype, Category::WeightCopy, home);
         for (number, weight, operand) in self.parts(&weights, copy) {
             let elements = operand.elements.len();
             let weight = self.whole(weight);
@@ -65,11 +67,9 @@ impl Builder<'_> {
 
     /// The shape of weights one under the other.
     pub(super) fn stacked(&self, weights: &[(usize, BufferId)]) -> Vec<usize> {
-        let shapes = weights
-            .iter()
-            .map(|(_, id)| &self.buffers[id.index()].shape);
+        let shapes = weights.iter().map(|(_, id)| &self.buffers[*id].shape);
         let rows = shapes.clone().map(|shape| shape[0]).sum();
-        let mut shape = self.buffers[weights[0].1.index()].shape.clone();
+        let mut shape = self.buffers[weights[0].1].shape.clone();
         shape[0] = rows;
         shape
     }
@@ -83,7 +83,7 @@ impl Builder<'_> {
         let mut end = 0;
         let parts = weights.iter().map(|(number, id)| {
             let start = end;
-            end += self.buffers[id.index()].elements();
+            end += self.buffers[*id].elements();
             let operand = Operand {
                 buffer: stack,
                 elements: start..end,

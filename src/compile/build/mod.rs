@@ -13,7 +13,7 @@ mod norm;
 mod tests;
 mod update;
 
-use super::buffer::{Buffer, BufferId, Category, Home};
+use super::buffer::{BufferId, Buffers, Category, Home};
 use super::config::PlanConfig;
 use super::op::{Accumulate, AttentionSizes, Op};
 use super::plan::{Call, Operand, Phase, Plan, Runs};
@@ -105,7 +105,7 @@ struct Builder<'a> {
     /// Whether there will be a backward.
     trains: bool,
     calls: Vec<Call>,
-    buffers: Vec<Buffer>,
+    buffers: Buffers,
     /// Of each parameter; in a forward alone, none.
     gradients: Vec<Option<Operand>>,
     /// Of each parameter in half precision, where one was made.
@@ -128,7 +128,7 @@ impl<'a> Builder<'a> {
             source,
             trains,
             calls: Vec::new(),
-            buffers: Vec::new(),
+            buffers: Buffers::default(),
             gradients: Vec::new(),
             copies: Vec::new(),
             kept: Vec::new(),
@@ -140,8 +140,11 @@ impl<'a> Builder<'a> {
             angles: [nobody; 2],
         };
         let rows = source.config.rows();
-        let tokens = builder.add("tokens", &[rows], DType::U32, Category::Input, Home::Tokens);
-        let targets = builder.add(
+        let tokens =
+            builder
+                .buffers
+                .add("tokens", &[rows], DType::U32, Category::Input, Home::Tokens);
+        let targets = builder.buffers.add(
             "targets",
             &[rows],
             DType::U32,
@@ -152,7 +155,7 @@ impl<'a> Builder<'a> {
         let shape = [source.config.sequence_length, half];
         let names = ["rope.cos", "rope.sin"];
         let angles = [0, 1].map(|i| {
-            builder.add(
+            builder.buffers.add(
                 names[i],
                 &shape,
                 DType::F32,
@@ -162,7 +165,9 @@ impl<'a> Builder<'a> {
         });
         for (i, (name, shape)) in source.model.parameter_shapes().iter().enumerate() {
             let category = Category::Parameter;
-            builder.add(name, shape.dims(), DType::F32, category, Home::Parameter(i));
+            builder
+                .buffers
+                .add(name, shape.dims(), DType::F32, category, Home::Parameter(i));
         }
         builder.gradients = vec![None; source.model.parameter_shapes().len()];
         builder.copies = vec![None; builder.gradients.len()];
@@ -182,7 +187,7 @@ impl<'a> Builder<'a> {
         };
         Plan::new(
             self.calls,
-            self.buffers,
+            self.buffers.into_vec(),
             tables,
             Runs {
                 lasting,
@@ -201,28 +206,10 @@ impl<'a> Builder<'a> {
             _ => None,
         });
         let tables_bytes = workspace::update_tables_bytes(updated);
-        let outputs = self.buffers.iter().filter(|b| b.home == Home::Output);
+        let buffers = self.buffers.iter().map(|(_, buffer)| buffer);
+        let outputs = buffers.filter(|buffer| buffer.home == Home::Output);
         let output_bytes = outputs.map(|b| b.bytes() as usize).sum::<usize>();
         workspace::PRODUCTS_BYTES + tables_bytes + output_bytes
-    }
-
-    fn add(
-        &mut self,
-        name: &str,
-        shape: &[usize],
-        dtype: DType,
-        category: Category,
-        home: Home,
-    ) -> BufferId {
-        self.buffers.push(Buffer {
-            name: name.into(),
-            shape: shape.to_vec(),
-            dtype,
-            category,
-            home,
-            live: 0..0,
-        });
-        BufferId(self.buffers.len() - 1)
     }
 
     /// A new f32 buffer of the arena, named after the place that it is made at. What is in half precision under autocast is
@@ -236,13 +223,7 @@ impl<'a> Builder<'a> {
             true => name.to_string(),
             false => format!("{}/{name}", self.path),
         };
-        self.add(
-            &name,
-            shape,
-            dtype,
-            category,
-            Home::Arena { offset_bytes: 0 },
-        )
+        self.buffers.arena(&name, shape, dtype, category)
     }
 
     /// What the threads of one call work in.
@@ -278,10 +259,7 @@ impl<'a> Builder<'a> {
     }
 
     fn whole(&self, id: BufferId) -> Operand {
-        Operand {
-            buffer: id,
-            elements: 0..self.buffers[id.0].elements(),
-        }
+        self.buffers.whole(id)
     }
 
     /// A call on whole buffers.
@@ -310,7 +288,7 @@ impl<'a> Builder<'a> {
         accumulate: Accumulate,
     ) {
         let of = |id: BufferId| -> [usize; 2] {
-            let shape = &self.buffers[id.0].shape;
+            let shape = &self.buffers[id].shape;
             [shape[0], shape[1]]
         };
         let [rows, depth] = flipped(of(a), a_transposed);
@@ -332,9 +310,8 @@ impl<'a> Builder<'a> {
         let found = self
             .buffers
             .iter()
-            .enumerate()
-            .find_map(|(i, buffer)| match buffer.home {
-                Home::Parameter(number) if buffer.name == name => Some((number, BufferId(i))),
+            .find_map(|(id, buffer)| match buffer.home {
+                Home::Parameter(number) if buffer.name == name => Some((number, id)),
                 _ => None,
             });
         match found {

@@ -126,7 +126,7 @@ fn what_lies_beside_the_arena() {
         .buffers()
         .iter()
         .filter(|b| !b.is_in_arena())
-        .map(Buffer::bytes)
+        .map(|buffer| buffer.bytes())
         .sum();
     assert_eq!(
         plan.total_bytes(),

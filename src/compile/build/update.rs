@@ -37,7 +37,9 @@ impl Builder<'_> {
         let shape = self.stacked(&parameters);
         let home = Home::Arena { offset_bytes: 0 };
         let name = format!("gradient of {}", names.join(" and "));
-        let gradient = self.add(&name, &shape, dtype, Category::Gradient, home);
+        let gradient = self
+            .buffers
+            .add(&name, &shape, dtype, Category::Gradient, home);
         for (number, _, operand) in self.parts(&parameters, gradient) {
             self.gradients[number] = Some(operand);
         }
@@ -65,7 +67,7 @@ impl Builder<'_> {
     pub(super) fn update_matrices(&mut self) {
         let waiting = std::mem::take(&mut self.waiting);
         let is_vector = |number: &usize| match &self.gradients[*number] {
-            Some(gradient) => self.buffers[gradient.buffer.index()].shape.len() == 1,
+            Some(gradient) => self.buffers[gradient.buffer].shape.len() == 1,
             None => false,
         };
         let (vectors, matrices): (Vec<usize>, Vec<usize>) =
@@ -181,17 +183,11 @@ impl Builder<'_> {
         let Some(gradient) = self.gradients[number].clone() else {
             return;
         };
-        let parameters = self.buffers.iter();
-        let Some(parameter) = parameters
-            .clone()
-            .position(|buffer| buffer.home == Home::Parameter(number))
-        else {
+        let home = Home::Parameter(number);
+        let Some((parameter, buffer)) = self.buffers.iter().find(|(_, b)| b.home == home) else {
             return;
         };
-        let (name, shape) = {
-            let parameter = &self.buffers[parameter];
-            (parameter.name.clone(), parameter.shape.clone())
-        };
+        let (name, shape) = (buffer.name.clone(), buffer.shape.clone());
         let op = Op::AdamW {
             parameter: number,
             elements: shape.iter().product(),
@@ -202,7 +198,7 @@ impl Builder<'_> {
             ("exp_avg_sq", Home::ExpAvgSq(number)),
         ]
         .map(|(state, home)| {
-            self.add(
+            self.buffers.add(
                 &format!("{state} of {name}"),
                 &shape,
                 DType::F32,
@@ -214,7 +210,7 @@ impl Builder<'_> {
         self.path = "adamw".into();
         let factor = factor.map(|factor| self.whole(factor));
         let reads = [gradient].into_iter().chain(factor).collect();
-        let written = [BufferId(parameter), exp_avg, exp_avg_sq].map(|id| self.whole(id));
+        let written = [parameter, exp_avg, exp_avg_sq].map(|id| self.whole(id));
         let copy = self.copies[number].clone().filter(|_| self.is_on_card());
         let writes = written.into_iter().chain(copy).collect();
         self.call_on(op, reads, writes);
