@@ -1,6 +1,5 @@
 //! The buffers of a plan: what they are, how long they are needed, and where they lie.
 
-use super::plan::Operand;
 use candle_core::DType;
 use std::ops::{Index, Range};
 
@@ -172,14 +171,6 @@ impl Buffers {
     ) -> BufferId {
         let home = Home::Arena { offset_bytes: 0 };
         self.add(name, shape, dtype, category, home)
-    }
-
-    /// All elements of one.
-    pub(super) fn whole(&self, id: BufferId) -> Operand {
-        Operand {
-            buffer: id,
-            elements: 0..self[id].elements(),
-        }
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (BufferId, &Buffer)> {

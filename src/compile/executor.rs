@@ -1,44 +1,16 @@
 //! Who runs a plan: the executor of the device that the model is on, with the model's and the optimizer's own tensors.
 
-use super::buffer::Home;
 use super::build::Target;
 use super::cpu;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::plan::{Operand, Plan};
+use super::run::{Controls, Tensors};
+use crate::Result;
 use crate::kernels::cpu::adamw::Update;
-use crate::optim::PlannedUpdate;
 use crate::optim::inplace::{lend, lend_all};
-use crate::{Error, Result};
-use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, Var, WithDType};
+use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
-
-/// What may change from run to run.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Controls<'a> {
-    /// By parameter.
-    pub updates: &'a [Update],
-    /// The norm that gradients are clipped to, where the plan clips.
-    pub clip_norm: f64,
-    /// What the loss's gradient begins with, to be undone where the plan unscales; `None` for 1, and for no check either.
-    pub loss_scale: Option<f64>,
-}
-
-/// What lies outside of a plan's arena, lent for one run.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Tensors<'a> {
-    pub parameters: &'a [(String, Var)],
-    /// By parameter; empty in a run without an update.
-    pub updates: &'a [PlannedUpdate],
-    /// Of all micro-batches, checked.
-    pub tokens: &'a [u32],
-    /// Of all micro-batches; empty in a forward alone.
-    pub targets: &'a [u32],
-    /// What a forward alone gives out.
-    pub output: Option<&'a Tensor>,
-    /// What is read where it lies, by number, contiguous; those that the run's calls do not read may be missing.
-    pub arguments: &'a [&'a Tensor],
-}
 
 /// A plan's memory, and what runs its calls.
 #[derive(Debug)]
@@ -221,18 +193,4 @@ fn bytes_read<T>(elements: &[T]) -> *const [u8] {
 
 fn copied<T: WithDType>(values: &[T], shape: &Shape) -> Result<Tensor> {
     Ok(Tensor::from_slice(values, shape, &Device::Cpu)?)
-}
-
-/// Gradients that cannot be clipped: those of parameter number `culprit`, or all together.
-pub(super) fn not_finite(plan: &Plan, culprit: Option<usize>, norm: f64) -> Error {
-    let id = culprit.and_then(|number| plan.at_home(Home::Parameter(number)));
-    Error::Data {
-        what: match id {
-            Some(id) => format!("the gradient of parameter {}", plan.buffer(id).name),
-            None => "all gradients together".into(),
-        },
-        expected: "finite numbers".into(),
-        got: format!("a norm of {norm}"),
-        hint: "lower the learning rate, or skip this batch; nothing was updated".into(),
-    }
 }

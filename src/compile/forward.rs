@@ -2,8 +2,9 @@
 
 use super::build::{self, Source};
 use super::config::PlanConfig;
-use super::executor::{Executor, Tensors};
+use super::executor::Executor;
 use super::plan::Plan;
+use super::run::Tensors;
 use super::source;
 use crate::Result;
 use crate::model::{TransformerConfig, TransformerLM};

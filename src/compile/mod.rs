@@ -90,14 +90,16 @@ mod forward;
 mod map;
 mod op;
 mod plan;
+mod run;
 mod sizes;
 mod source;
 mod train_step;
 
-pub use attention::{Attention, HeadAttentionSizes};
+pub use attention::Attention;
 pub use buffer::{Buffer, BufferId, Category, Home};
 pub use config::PlanConfig;
 pub use forward::Forward;
-pub use op::{Accumulate, AttentionSizes, Op};
+pub use op::{Accumulate, Op};
 pub use plan::{Call, Operand, Phase, Plan};
+pub use sizes::{AttentionSizes, HeadAttentionSizes};
 pub use train_step::{ScaledStep, TrainStep};

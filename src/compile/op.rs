@@ -1,6 +1,6 @@
 //! What a call does: the operations of a plan, with their sizes, and what they cost.
 
-use super::attention::HeadAttentionSizes;
+use super::sizes::{AttentionSizes, HeadAttentionSizes};
 
 /// Whether a product is added to what its output holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,24 +23,6 @@ impl Accumulate {
             Self::Always => true,
         }
     }
-}
-
-/// The sizes of attention in a model: causal, as many heads of k and v as of q.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionSizes {
-    /// B.
-    pub batch: usize,
-    /// T.
-    pub length: usize,
-    /// H.
-    pub heads: usize,
-    /// Dh.
-    pub head_dim: usize,
-    /// What scores are multiplied by.
-    pub scale: f64,
-    /// Whether q, k and v lie beside each other in the rows of one buffer, (B, T, 3*H*Dh), and their gradients too; else
-    /// they are three, (B, T, H*Dh) each.
-    pub packed: bool,
 }
 
 /// An operation, and its sizes. Operands stand in a call in the order in which they stand here; what is written in place is

@@ -1,7 +1,7 @@
 //! The plan: calls and buffers, as data. It knows nothing of slices, storages or devices.
 
 use super::arena;
-use super::buffer::{Buffer, BufferId, Category, Home};
+use super::buffer::{Buffer, BufferId, Buffers, Category, Home};
 use super::op::Op;
 use candle_core::DType;
 use std::fmt;
@@ -48,6 +48,16 @@ pub struct Operand {
     pub buffer: BufferId,
     /// Which.
     pub elements: Range<usize>,
+}
+
+impl Operand {
+    /// All of one.
+    pub(super) fn whole(buffers: &Buffers, id: BufferId) -> Self {
+        Self {
+            buffer: id,
+            elements: 0..buffers[id].elements(),
+        }
+    }
 }
 
 /// One kernel call.

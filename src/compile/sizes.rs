@@ -1,9 +1,26 @@
-//! The sizes of attention as kernels take them.
+//! The sizes of attention, in calls and as kernels take them.
 
-use super::attention::HeadAttentionSizes;
-use super::op::AttentionSizes;
 use crate::kernels::Mask;
+pub use crate::kernels::cpu::blocked_attention::Sizes as HeadAttentionSizes;
 use crate::kernels::cpu::{flash_attention, heads::Heads, rotary_attention};
+
+/// The sizes of attention in a model: causal, as many heads of k and v as of q.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionSizes {
+    /// B.
+    pub batch: usize,
+    /// T.
+    pub length: usize,
+    /// H.
+    pub heads: usize,
+    /// Dh.
+    pub head_dim: usize,
+    /// What scores are multiplied by.
+    pub scale: f64,
+    /// Whether q, k and v lie beside each other in the rows of one buffer, (B, T, 3*H*Dh), and their gradients too; else
+    /// they are three, (B, T, H*Dh) each.
+    pub packed: bool,
+}
 
 impl AttentionSizes {
     /// As the kernels on heads take them.

@@ -7,11 +7,10 @@ mod arguments;
 mod plan;
 
 #[doc(inline)]
-pub use crate::kernels::cpu::blocked_attention::Sizes as HeadAttentionSizes;
-
 use super::build::Target;
-use super::executor::{Executor, Tensors};
+use super::executor::Executor;
 use super::plan::{Operand, Phase, Plan};
+use super::run::Tensors;
 use crate::attention::{Algorithm, AttentionConfig};
 use crate::{Error, Result};
 use arguments::{check, check_device, check_dtype, check_start};

@@ -3,8 +3,9 @@
 use super::super::buffer::{BufferId, Buffers, Category, Home};
 use super::super::build::Target;
 use super::super::op::Op;
-use super::super::plan::{Call, Phase, Plan, Runs};
-use super::{HeadAttentionSizes, OP};
+use super::super::plan::{Call, Operand, Phase, Plan, Runs};
+use super::super::sizes::HeadAttentionSizes;
+use super::OP;
 use crate::attention::{Algorithm, AttentionConfig, flash::MAX_HEAD_DIM};
 use crate::kernels::workspace;
 use crate::{Error, Result};
@@ -221,7 +222,7 @@ impl Buffers {
         [forward, backward]: [(&[BufferId], &[BufferId]); 2],
         kept: &[BufferId],
     ) -> Plan {
-        let whole = |id: &BufferId| self.whole(*id);
+        let whole = |id: &BufferId| Operand::whole(&self, *id);
         let call = |op, phase, (reads, writes): (&[BufferId], &[BufferId])| Call {
             op,
             path: "attention".into(),

@@ -4,8 +4,9 @@
 //! its backward, which reads the same, makes it again where its gradient lay, and then the weights' products read it.
 
 use super::super::buffer::BufferId;
-use super::super::op::{Accumulate, AttentionSizes, Op};
+use super::super::op::{Accumulate, Op};
 use super::super::plan::Phase;
+use super::super::sizes::AttentionSizes;
 use super::Builder;
 use super::forward::{
     Attended, BlockState, DOWN, GATE_UP, OUT, QKV, Segment, States, turned, weights_of,

@@ -15,8 +15,9 @@ mod update;
 
 use super::buffer::{BufferId, Buffers, Category, Home};
 use super::config::PlanConfig;
-use super::op::{Accumulate, AttentionSizes, Op};
+use super::op::{Accumulate, Op};
 use super::plan::{Call, Operand, Phase, Plan, Runs};
+use super::sizes::AttentionSizes;
 use crate::attention::Algorithm;
 use crate::kernels::workspace;
 use crate::model::TransformerConfig;
@@ -259,7 +260,7 @@ impl<'a> Builder<'a> {
     }
 
     fn whole(&self, id: BufferId) -> Operand {
-        self.buffers.whole(id)
+        Operand::whole(&self.buffers, id)
     }
 
     /// A call on whole buffers.

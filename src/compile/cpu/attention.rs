@@ -1,7 +1,6 @@
 //! Calls that are attention.
 
-use super::super::attention::HeadAttentionSizes;
-use super::super::op::AttentionSizes;
+use super::super::sizes::{AttentionSizes, HeadAttentionSizes};
 use super::operands::Operands;
 use crate::kernels::cpu::flash_attention::{self as flash, Tiles};
 use crate::kernels::cpu::{Stored, blocked_attention, rotary_attention};

@@ -12,9 +12,9 @@ mod update;
 pub(super) use memory::Lent;
 
 use super::calls;
-pub(super) use super::executor::Controls;
 use super::op::Op;
 use super::plan::{Call, Operand, Plan};
+pub(super) use super::run::Controls;
 use crate::Result;
 use crate::kernels::cpu::gemm;
 use candle_core::{DType, WithDType};

@@ -1,7 +1,7 @@
 //! Calls that come when the gradients are there: loss scaling undone, clipping, AdamW.
 
-use super::super::executor::not_finite;
 use super::super::plan::Plan;
+use super::super::run::not_finite;
 use super::Controls;
 use super::operands::Operands;
 use crate::Result;

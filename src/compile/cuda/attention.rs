@@ -1,9 +1,8 @@
 //! Calls that are attention.
 
-use super::super::attention::HeadAttentionSizes;
-use super::super::op::AttentionSizes;
 use super::super::plan::Call;
-use super::call::Launcher;
+use super::super::sizes::{AttentionSizes, HeadAttentionSizes};
+use super::launcher::Launcher;
 use crate::Result;
 use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::Sizes as FlashSizes;

@@ -1,56 +1,18 @@
 //! One call: its operands handed to its kernel.
 
-use super::super::op::{AttentionSizes, Op};
+use super::super::op::Op;
 use super::super::plan::{Call, Operand, Plan};
+use super::super::sizes::AttentionSizes;
 use super::attention;
-use super::inputs::Inputs;
-use super::places::Places;
-use super::update::Updates;
-use crate::kernels::cuda::matmul::{Matrix, Products};
-use crate::kernels::cuda::{View, adamw, cast, cross_entropy, embedding, rms_norm, rope, swiglu};
+use super::launcher::Launcher;
+use crate::kernels::cuda::matmul::Matrix;
+use crate::kernels::cuda::{adamw, cast, cross_entropy, embedding, rms_norm, rope, swiglu};
 use crate::kernels::cuda::{flash_attention, source};
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
 use std::ops::Range;
 
-/// What launches need, for the calls of one micro-batch.
-pub(super) struct Launcher<'a> {
-    pub card: &'a CudaDevice,
-    pub plan: &'a Plan,
-    pub places: &'a Places,
-    pub inputs: &'a Inputs,
-    pub products: &'a mut Products,
-    pub updates: Option<&'a Updates>,
-    pub micro_batch: usize,
-    /// Whether gradients that are not finite are looked for where the plan unscales them.
-    pub checks: bool,
-    /// The calls before this one are launched: one launch does what several calls in a row say of one parameter each.
-    pub launched: usize,
-    /// The calls from this one on are another launcher's.
-    pub end: usize,
-}
-
-impl<'a> Launcher<'a> {
-    pub(super) fn view(&self, operand: &Operand) -> View<'a> {
-        self.places.view(self.plan, operand, self.micro_batch)
-    }
-
-    fn reads<const N: usize>(&self, call: &Call) -> [View<'a>; N] {
-        std::array::from_fn(|place| self.view(&call.reads[place]))
-    }
-
-    fn writes<const N: usize>(&self, call: &Call) -> [View<'a>; N] {
-        std::array::from_fn(|place| self.view(&call.writes[place]))
-    }
-
-    /// What computes `c = a b`, so many times: from [a, b], c and their number.
-    pub(super) fn multiplier(
-        &mut self,
-    ) -> impl FnMut([Matrix; 2], Matrix, usize) -> candle_core::Result<()> {
-        let (card, products) = (self.card, &mut self.products);
-        move |factors, c, count| products.multiply(card, factors, c, count, false)
-    }
-
+impl Launcher<'_> {
     /// Launches a call, unless it is launched already.
     ///
     /// # Errors

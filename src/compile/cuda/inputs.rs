@@ -1,7 +1,7 @@
 //! What is new in every run, in one buffer that is copied to the card before: ids, rates, the loss scale.
 
-use super::super::executor::{Controls, Tensors};
 use super::super::plan::Plan;
+use super::super::run::{Controls, Tensors};
 use super::places::start_of;
 use crate::Result;
 use crate::kernels::cpu::adamw::Update;

@@ -10,21 +10,22 @@
 //! given before a run, and that waits for the run.
 //!
 //! What lives here: where a plan's buffers are ([`places`]), what is filled in before a run ([`inputs`]), op by op from
-//! operands to [`crate::kernels::cuda`] ([`call`], [`attention`]), the update of all parameters as one launch
+//! operands to [`crate::kernels::cuda`] ([`call`], [`attention`], with what [`launcher`] has), the update of all parameters as one launch
 //! ([`update`]), and what a run has left ([`results`]). What does not: anything that knows a model.
 
 mod attention;
 mod call;
 mod graph;
 mod inputs;
+mod launcher;
 mod places;
 mod results;
 mod update;
 
 use super::calls;
-use super::executor::{Controls, Tensors, not_finite};
 use super::op::Op;
 use super::plan::Plan;
+use super::run::{Controls, Tensors, not_finite};
 use crate::kernels::cuda::matmul::Products;
 use crate::{Error, Result, device, probe};
 use candle_core::Device;
@@ -256,7 +257,7 @@ impl Executor {
         let Some(places) = &self.places else {
             panic!("a call was launched before its operands were placed");
         };
-        let mut launcher = call::Launcher {
+        let mut launcher = launcher::Launcher {
             card: &self.card,
             plan,
             places,

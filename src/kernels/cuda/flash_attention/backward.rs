@@ -2,12 +2,12 @@
 
 use super::arguments::{BackwardArguments, BackwardMaps, CallSizes, Heads, Map, Strides};
 use super::element;
-use super::forward::{definitions, line};
+use super::form::{Backward as Form, definitions, line};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::kernel::Kernel;
-use crate::kernels::cuda::source::{Definition, Source, is_hopper, multiprocessors};
+use crate::kernels::cuda::source::{Source, is_hopper, multiprocessors};
 use crate::kernels::cuda::{View, in_vector};
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -54,38 +54,23 @@ pub(crate) struct Gradients<'a> {
     pub dv: Heads<'a>,
 }
 
-/// Kernels for every card as they are compiled for a call, and what their launches take.
-pub(super) struct Backward {
-    pub source: &'static Source,
-    /// Of a block.
-    pub keys: usize,
-    /// Of a tile.
-    pub queries: usize,
-    pub threads: usize,
-    pub shared_bytes: usize,
-    /// Threads and shared bytes of the kernel that goes last.
-    pub finish: (usize, usize),
-    pub tiles: Vec<Definition>,
-}
-
-impl Backward {
-    fn new(dtype: DType, tf32: bool, head_dim: usize) -> Self {
-        match (dtype, tf32) {
-            (DType::F32, false) => return super::f32::backward(head_dim),
-            (DType::F32, true) => return super::tf32::backward(head_dim),
-            _ => {}
-        }
-        let tiles = tiles::Backward::new(head_dim);
-        let threads = 32 * tiles.warps;
-        Self {
-            source: &SOURCE,
-            keys: tiles.keys,
-            queries: tiles.queries,
-            threads,
-            shared_bytes: tiles.shared_bytes(head_dim),
-            finish: (threads, tiles.queries * head_dim * 2),
-            tiles: tiles.definitions(),
-        }
+/// The kernels for every card, as they are compiled for such a call.
+fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
+    match (dtype, tf32) {
+        (DType::F32, false) => return super::f32::backward(head_dim),
+        (DType::F32, true) => return super::tf32::backward(head_dim),
+        _ => {}
+    }
+    let tiles = tiles::Backward::new(head_dim);
+    let threads = 32 * tiles.warps;
+    Form {
+        source: &SOURCE,
+        keys: tiles.keys,
+        queries: tiles.queries,
+        threads,
+        shared_bytes: tiles.shared_bytes(head_dim),
+        finish: (threads, tiles.queries * head_dim * 2),
+        tiles: tiles.definitions(),
     }
 }
 
@@ -100,7 +85,7 @@ pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, tf32: bool, sizes: &
     let head_dim = compiled_head_dim(sizes.head_dim);
     match of_hopper(card, dtype, head_dim) {
         Some(tiles) => tiles.shared_bytes(head_dim),
-        None => Backward::new(dtype, tf32, head_dim).shared_bytes,
+        None => form_for(dtype, tf32, head_dim).shared_bytes,
     }
 }
 
@@ -130,7 +115,7 @@ pub(crate) fn backward(
     let dtype = inputs.q.view.dtype;
     let element = element(dtype);
     let hopper = of_hopper(card, dtype, head_dim);
-    let everywhere = Backward::new(dtype, tf32, head_dim);
+    let everywhere = form_for(dtype, tf32, head_dim);
     let (source, tiles, queries) = match &hopper {
         Some(tiles) => (&HOPPER, tiles.definitions(), tiles.queries),
         None => (
@@ -257,7 +242,7 @@ mod tests {
                     (DType::F32, true),
                 ];
                 let everywhere =
-                    everywhere.map(|(dtype, tf32)| Backward::new(dtype, tf32, compiled).queries);
+                    everywhere.map(|(dtype, tf32)| form_for(dtype, tf32, compiled).queries);
                 let hopper = tiles::BackwardHopper::new(compiled).map(|tiles| tiles.queries);
                 for tile in everywhere.into_iter().chain(hopper) {
                     let words = workspace::flash_backward(&sizes);

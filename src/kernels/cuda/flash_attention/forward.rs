@@ -2,13 +2,14 @@
 
 use super::arguments::{CallSizes, ForwardArguments, ForwardHopperArguments, Heads, Map, Strides};
 use super::element;
+use super::form::{Forward as Form, definitions, line};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::Mask;
 use crate::kernels::cpu::flash_attention::Sizes;
-use crate::kernels::cuda::source::{Definition, Source, is_hopper, multiprocessors};
+use crate::kernels::cuda::source::{Source, is_hopper, multiprocessors};
 use crate::kernels::cuda::{View, set_to_zero};
-use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
 
@@ -43,32 +44,21 @@ impl Outputs<'_> {
     }
 }
 
-/// A kernel for every card as it is compiled for a call, and what a launch of it takes.
-pub(super) struct Forward {
-    pub source: &'static Source,
-    /// Queries of a block.
-    pub rows: usize,
-    pub threads: usize,
-    pub shared_bytes: usize,
-    pub tiles: Vec<Definition>,
-}
-
-impl Forward {
-    fn new(dtype: DType, tf32: bool, sizes: &Sizes) -> Self {
-        let head_dim = compiled_head_dim(sizes.head_dim);
-        match (dtype, tf32) {
-            (DType::F32, false) => return super::f32::forward(head_dim),
-            (DType::F32, true) => return super::tf32::forward(head_dim),
-            _ => {}
-        }
-        let tiles = tiles::Forward::new(head_dim, sizes.mask == Mask::Full);
-        Self {
-            source: &SOURCE,
-            rows: tiles.rows,
-            threads: 32 * tiles.warps,
-            shared_bytes: tiles.shared_bytes(head_dim),
-            tiles: tiles.definitions(),
-        }
+/// The kernel for every card, as it is compiled for such a call.
+fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
+    let head_dim = compiled_head_dim(sizes.head_dim);
+    match (dtype, tf32) {
+        (DType::F32, false) => return super::f32::forward(head_dim),
+        (DType::F32, true) => return super::tf32::forward(head_dim),
+        _ => {}
+    }
+    let tiles = tiles::Forward::new(head_dim, sizes.mask == Mask::Full);
+    Form {
+        source: &SOURCE,
+        rows: tiles.rows,
+        threads: 32 * tiles.warps,
+        shared_bytes: tiles.shared_bytes(head_dim),
+        tiles: tiles.definitions(),
     }
 }
 
@@ -103,28 +93,7 @@ pub(crate) fn forward(
 pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     match of_hopper(card, dtype, sizes) {
         Some(tiles) => tiles.shared_bytes(compiled_head_dim(sizes.head_dim)),
-        None => Forward::new(dtype, tf32, sizes).shared_bytes,
-    }
-}
-
-/// Definitions that all kernels share.
-pub(super) fn definitions(
-    sizes: &Sizes,
-    element: &'static str,
-    mut tiles: Vec<Definition>,
-) -> Vec<Definition> {
-    let head_dim = compiled_head_dim(sizes.head_dim);
-    tiles.push(Definition::Size("HEAD_DIM", head_dim));
-    tiles.push(Definition::Type("ELEMENT", element));
-    tiles
-}
-
-/// A grid and blocks of one dimension.
-pub(super) fn line(blocks: usize, threads: usize, shared_bytes: usize) -> LaunchConfig {
-    LaunchConfig {
-        grid_dim: (blocks as u32, 1, 1),
-        block_dim: (threads as u32, 1, 1),
-        shared_mem_bytes: shared_bytes as u32,
+        None => form_for(dtype, tf32, sizes).shared_bytes,
     }
 }
 
@@ -135,7 +104,7 @@ fn everywhere(
     [q, k, v]: [Heads; 3],
     outputs: Outputs,
 ) -> Result<()> {
-    let form = Forward::new(q.view.dtype, tf32, sizes);
+    let form = form_for(q.view.dtype, tf32, sizes);
     let element = element(q.view.dtype);
     let definitions = definitions(sizes, element, form.tiles);
     let kernel = (form.source).kernel_with(card, &definitions, "flash_forward", element)?;

@@ -13,6 +13,7 @@
 mod arguments;
 mod backward;
 mod f32;
+mod form;
 mod forward;
 mod tf32;
 mod tiles;

@@ -5,8 +5,7 @@
 
 mod tiles;
 
-use super::backward::Backward;
-use super::forward::Forward;
+use super::form::{Backward, Forward};
 use crate::kernels::cuda::source::Source;
 
 const FORWARD: Source = Source {

@@ -1,0 +1,50 @@
+//! What launches of calls need.
+
+use super::super::plan::{Call, Operand, Plan};
+use super::inputs::Inputs;
+use super::places::Places;
+use super::update::Updates;
+use crate::kernels::cuda::View;
+use crate::kernels::cuda::matmul::{Matrix, Products};
+use candle_core::cuda_backend::CudaDevice;
+
+/// What launches need, for the calls of one micro-batch.
+pub(super) struct Launcher<'a> {
+    pub card: &'a CudaDevice,
+    pub plan: &'a Plan,
+    pub places: &'a Places,
+    pub inputs: &'a Inputs,
+    pub products: &'a mut Products,
+    pub updates: Option<&'a Updates>,
+    pub micro_batch: usize,
+    /// Whether gradients that are not finite are looked for where the plan unscales them.
+    pub checks: bool,
+    /// The calls before this one are launched: one launch does what several calls in a row say of one parameter each.
+    pub launched: usize,
+    /// The calls from this one on are another launcher's.
+    pub end: usize,
+}
+
+impl<'a> Launcher<'a> {
+    pub(super) fn view(&self, operand: &Operand) -> View<'a> {
+        self.places.view(self.plan, operand, self.micro_batch)
+    }
+
+    /// What a call reads, in its order.
+    pub(super) fn reads<const N: usize>(&self, call: &Call) -> [View<'a>; N] {
+        std::array::from_fn(|place| self.view(&call.reads[place]))
+    }
+
+    /// What a call writes, in its order.
+    pub(super) fn writes<const N: usize>(&self, call: &Call) -> [View<'a>; N] {
+        std::array::from_fn(|place| self.view(&call.writes[place]))
+    }
+
+    /// What computes `c = a b`, so many times: from [a, b], c and their number.
+    pub(super) fn multiplier(
+        &mut self,
+    ) -> impl FnMut([Matrix; 2], Matrix, usize) -> candle_core::Result<()> {
+        let (card, products) = (self.card, &mut self.products);
+        move |factors, c, count| products.multiply(card, factors, c, count, false)
+    }
+}

@@ -1,0 +1,49 @@
+//! What a run of a plan is given, whoever runs it, and why one ends.
+
+use super::buffer::Home;
+use super::plan::Plan;
+use crate::Error;
+use crate::kernels::cpu::adamw::Update;
+use crate::optim::PlannedUpdate;
+use candle_core::{Tensor, Var};
+
+/// What may change from run to run.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Controls<'a> {
+    /// By parameter.
+    pub updates: &'a [Update],
+    /// The norm that gradients are clipped to, where the plan clips.
+    pub clip_norm: f64,
+    /// What the loss's gradient begins with, to be undone where the plan unscales; `None` for 1, and for no check either.
+    pub loss_scale: Option<f64>,
+}
+
+/// What lies outside of a plan's arena, lent for one run.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Tensors<'a> {
+    pub parameters: &'a [(String, Var)],
+    /// By parameter; empty in a run without an update.
+    pub updates: &'a [PlannedUpdate],
+    /// Of all micro-batches, checked.
+    pub tokens: &'a [u32],
+    /// Of all micro-batches; empty in a forward alone.
+    pub targets: &'a [u32],
+    /// What a forward alone gives out.
+    pub output: Option<&'a Tensor>,
+    /// What is read where it lies, by number, contiguous; those that the run's calls do not read may be missing.
+    pub arguments: &'a [&'a Tensor],
+}
+
+/// Gradients that cannot be clipped: those of parameter number `culprit`, or all together.
+pub(super) fn not_finite(plan: &Plan, culprit: Option<usize>, norm: f64) -> Error {
+    let id = culprit.and_then(|number| plan.at_home(Home::Parameter(number)));
+    Error::Data {
+        what: match id {
+            Some(id) => format!("the gradient of parameter {}", plan.buffer(id).name),
+            None => "all gradients together".into(),
+        },
+        expected: "finite numbers".into(),
+        got: format!("a norm of {norm}"),
+        hint: "lower the learning rate, or skip this batch; nothing was updated".into(),
+    }
+}
