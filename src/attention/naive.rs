@@ -8,7 +8,7 @@ use super::{AttentionConfig, Mask};
 use crate::Result;
 use crate::kernels::cpu::{Stored, naive_attention as kernel};
 use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
-use crate::ops::{self, Path, choose, record::apply3};
+use crate::ops::{self, Path, choose, ending, record::apply3};
 use crate::precision::suspended;
 use crate::probe;
 #[cfg(feature = "cuda")]
@@ -130,12 +130,6 @@ struct Naive {
     mask: Mask,
     /// (..., H, Tq, Tk).
     probabilities: OnceLock<Tensor>,
-}
-
-/// `dims` with another last dimension.
-fn ending(dims: &[usize], last: usize) -> Vec<usize> {
-    let leading = dims.len() - 1;
-    [&dims[..leading], &[last]].concat()
 }
 
 impl CustomOp3 for Naive {

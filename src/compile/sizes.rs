@@ -1,6 +1,7 @@
 //! The sizes of attention, in calls and as kernels take them.
 
 use crate::kernels::Mask;
+#[doc(inline)]
 pub use crate::kernels::cpu::blocked_attention::Sizes as HeadAttentionSizes;
 use crate::kernels::cpu::{flash_attention, heads::Heads, rotary_attention};
 

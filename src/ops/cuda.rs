@@ -128,10 +128,18 @@ pub(super) fn multiplied(
 ) -> Result<CudaStorage> {
     let (rows, cols) = Matrix::product_of([&a, &b]);
     let storage = room(card, dtype, count * rows * cols)?;
-    let c = Matrix {
-        matrix_stride: rows * cols,
-        ..Matrix::new(whole(&storage)?, rows, cols)
-    };
+    let c = Matrix::several(whole(&storage)?, rows, cols);
     cublas::multiply(card, [a, b], c, count, false)?;
     Ok(storage)
+}
+
+/// [`multiplied`], as a tensor of no graph.
+pub(super) fn product(
+    card: &CudaDevice,
+    factors: [Matrix; 2],
+    count: usize,
+    dtype: DType,
+    shape: impl Into<Shape>,
+) -> Result<Tensor> {
+    Ok(tensor(multiplied(card, factors, count, dtype)?, shape))
 }

@@ -49,10 +49,8 @@ pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     check(x, weight)?;
     let (x, weight) = (input(x), input(weight));
     let (out, depth) = weight.dims2()?;
-    let mut shape = x.dims().to_vec();
-    shape.pop();
-    let rows = shape.iter().product::<usize>();
-    shape.push(out);
+    let shape = ending(x.dims(), out);
+    let rows = shape[..shape.len() - 1].iter().product::<usize>();
     Ok(x.reshape((rows, depth))?
         .matmul(&weight.t()?)?
         .reshape(shape)?)
@@ -89,20 +87,16 @@ impl Linear {
         let (out, depth) = weight.dims2()?;
         let rows = x.elem_count() / depth.max(1);
         let of_dy = cuda::matrix(dy, rows, out)?; // (N, out)
-        let dx = if x.track_op() {
+        let dx = x.track_op().then(|| {
             let weight = self.copy.for_backward(weight)?;
-            let dx = cuda::multiplied(card, [of_dy, cuda::matrix(&weight, out, depth)?], 1, dtype)?;
-            Some(cuda::tensor(dx, x.shape()))
-        } else {
-            None
-        };
-        let dw = if weight.track_op() {
+            let factors = [of_dy, cuda::matrix(&weight, out, depth)?];
+            cuda::product(card, factors, 1, dtype, x.shape())
+        });
+        let dw = weight.track_op().then(|| {
             let factors = [of_dy.t(), cuda::matrix(x, rows, depth)?];
-            Some(self.copy.gradient_on_card(weight, factors)?)
-        } else {
-            None
-        };
-        Ok((dx, dw))
+            self.copy.gradient_on_card(weight, factors)
+        });
+        Ok((dx.transpose()?, dw.transpose()?))
     }
 }
 
@@ -119,10 +113,8 @@ impl CustomOp2 for Linear {
         weight_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (out, depth) = weight_layout.shape().dims2()?;
-        let mut shape = x_layout.dims().to_vec();
-        shape.pop();
-        let rows = shape.iter().product(); // N
-        shape.push(out);
+        let shape = ending(x_layout.dims(), out);
+        let rows = shape[..shape.len() - 1].iter().product(); // N
         for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
             self.copy.read::<T, _>(weight, weight_layout, |weight| {
@@ -141,15 +133,10 @@ impl CustomOp2 for Linear {
         weight_layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let (out, depth) = weight_layout.shape().dims2()?;
-        let mut shape = x_layout.dims().to_vec();
-        shape.pop();
-        shape.push(out);
         let rows = x_layout.shape().elem_count() / depth.max(1); // N
-        let x_matrix = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
-        let y = self.copy.read_on_card(weight, weight_layout, |weight| {
-            cuda::multiplied(&x.device, [x_matrix, weight.t()], 1, x.dtype())
-        })?;
-        Ok((y, shape.into()))
+        let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
+        let y = self.copy.product_on_card(of_x, weight, weight_layout)?;
+        Ok((y, ending(x_layout.dims(), out).into()))
     }
 
     fn bwd(
@@ -187,6 +174,12 @@ impl CustomOp2 for Linear {
             Ok((dx, dw))
         })
     }
+}
+
+/// `dims` with another last dimension.
+pub(crate) fn ending(dims: &[usize], last: usize) -> Vec<usize> {
+    let leading = dims.len() - 1;
+    [&dims[..leading], &[last]].concat()
 }
 
 /// The last dimension of `x`, for ops that work along it.

@@ -138,8 +138,7 @@ impl LinearCrossEntropy {
             Some(logits) => logits,
             None => {
                 let factors = [of_x, cuda::matrix(&read, classes, depth)?.t()];
-                let logits = cuda::multiplied(card, factors, 1, dtype)?;
-                cuda::tensor(logits, (rows, classes))
+                cuda::product(card, factors, 1, dtype, (rows, classes))?
             }
         };
         let losses = cuda::room(card, DType::F32, rows)?;
@@ -157,8 +156,7 @@ impl LinearCrossEntropy {
         let of_dlogits = cuda::matrix(&logits, rows, classes)?; // as they are now
         let dx = x.track_op().then(|| {
             let factors = [of_dlogits, cuda::matrix(&read, classes, depth)?];
-            let dx = cuda::multiplied(card, factors, 1, dtype)?;
-            candle_core::Result::Ok(cuda::tensor(dx, x.shape()))
+            cuda::product(card, factors, 1, dtype, x.shape())
         });
         drop(read);
         let factors = [of_dlogits.t(), of_x];
@@ -201,9 +199,7 @@ impl CustomOp2 for LinearCrossEntropy {
         let (card, rows) = (&x.device, self.targets.ids.len());
         let (classes, depth) = weight_layout.shape().dims2()?;
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
-        let logits = self.copy.read_on_card(weight, weight_layout, |weight| {
-            cuda::multiplied(card, [of_x, weight.t()], 1, of_x.view.dtype)
-        })?; // (N, V)
+        let logits = self.copy.product_on_card(of_x, weight, weight_layout)?; // (N, V)
         let room = |len| cuda::room(card, DType::F32, len);
         let (losses, lse, mean) = (room(rows)?, room(rows)?, room(1)?);
         let ids = cuda::ids(card, &self.targets.ids)?;

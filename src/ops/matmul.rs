@@ -125,9 +125,8 @@ impl<'a> Sizes<'a> {
     #[cfg(feature = "cuda")]
     fn on_card<'b>(&self, view: View<'b>, transposed: bool) -> Matrix<'b> {
         Matrix {
-            matrix_stride: self.rows * self.cols,
             transposed,
-            ..Matrix::new(view, self.rows, self.cols)
+            ..Matrix::several(view, self.rows, self.cols)
         }
     }
 }
@@ -167,10 +166,8 @@ impl MatMul {
         let of_dc = dc_sizes.on_card(cuda::elements(dc)?, false);
         let of_a = a_sizes.on_card(cuda::elements(a)?, false);
         let of_b = b_sizes.on_card(cuda::elements(b)?, self.transposed);
-        let gradient = |of: &Tensor, factors| {
-            let gradient = cuda::multiplied(card, factors, batch, dtype)?;
-            candle_core::Result::Ok(cuda::tensor(gradient, of.shape()))
-        };
+        let gradient =
+            |of: &Tensor, factors| cuda::product(card, factors, batch, dtype, of.shape());
         let da = a.track_op().then(|| gradient(a, [of_dc, of_b.t()]));
         // b (K, N): a^T dc; b (N, K): dc^T a.
         let factors = match self.transposed {

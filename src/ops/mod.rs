@@ -49,6 +49,7 @@ pub use elementwise::{exp, log, pow, rsqrt};
 pub use embedding::embedding;
 pub use heads::{merge_heads, split_heads};
 pub use layer_norm::layer_norm;
+pub(crate) use linear::ending;
 pub use linear::linear;
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use matmul::{matmul, matmul_transposed};

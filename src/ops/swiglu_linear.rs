@@ -2,7 +2,7 @@
 
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
-use super::linear::linear;
+use super::linear::{ending, linear};
 use super::record::apply3;
 use super::swiglu::swiglu;
 use super::weight::{WeightCopy, with_copies};
@@ -141,9 +141,7 @@ impl CustomOp3 for SwiGluLinear {
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (rows, depth) = rows(x_layout.shape());
         let (out, _) = w1_layout.shape().dims2()?;
-        let mut shape = x_layout.dims().to_vec();
-        shape.pop();
-        shape.push(out);
+        let shape = ending(x_layout.dims(), out);
         for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, D)
             let product = |weight: &[T]| {
@@ -175,14 +173,9 @@ impl CustomOp3 for SwiGluLinear {
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let (card, (rows, depth)) = (&x.device, rows(x_layout.shape()));
         let (out, _) = w1_layout.shape().dims2()?;
-        let mut shape = x_layout.dims().to_vec();
-        shape.pop();
-        shape.push(out);
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
-        let product =
-            |weight: Matrix| cuda::multiplied(card, [of_x, weight.t()], 1, of_x.view.dtype);
-        let gate = self.copies[0].read_on_card(w1, w1_layout, product)?; // (N, F)
-        let up = self.copies[1].read_on_card(w3, w3_layout, product)?;
+        let gate = self.copies[0].product_on_card(of_x, w1, w1_layout)?; // (N, F)
+        let up = self.copies[1].product_on_card(of_x, w3, w3_layout)?;
         let y = cuda::room(card, x.dtype(), rows * out)?;
         let (of_gate, of_up) = (cuda::whole(&gate)?, cuda::whole(&up)?);
         cuda_kernel::forward(card, of_gate, of_up, cuda::whole(&y)?)?;
@@ -193,7 +186,7 @@ impl CustomOp3 for SwiGluLinear {
         probe::kept("gate", &gate);
         probe::kept("up", &up);
         let _ = self.gate_up.set((gate, up)); // empty until now: an op runs forward once
-        Ok((y, shape.into()))
+        Ok((y, ending(x_layout.dims(), out).into()))
     }
 
     fn bwd(

@@ -43,12 +43,13 @@ pub(super) fn with_copies<const N: usize>(
     };
     let in_half = matches!(target, DType::F16 | DType::BF16);
     let x = cast_castable(x, target)?;
-    let multiplies = current_kernel_policy() != KernelPolicy::Reference && has_kernel(op, &x);
+    let copies_weights =
+        in_half && current_kernel_policy() != KernelPolicy::Reference && has_kernel(op, &x);
     let mut inputs = weights.map(Tensor::clone);
     let mut copies = weights.map(|_| WeightCopy::none());
     for (weight, copy) in inputs.iter_mut().zip(&mut copies) {
         let is_own = weight.is_variable() && weight.dtype() == DType::F32;
-        match in_half && is_own && multiplies {
+        match copies_weights && is_own {
             true => *copy = WeightCopy::new(weight, target)?,
             false => *weight = cast_castable(weight, target)?,
         }
@@ -116,19 +117,21 @@ impl WeightCopy {
         }
     }
 
-    /// Calls `f` with what forward's products read on a card: a matrix as the weight is one.
+    /// Forward's product on the weight's card, `x W^T` in x's dtype.
     #[cfg(feature = "cuda")]
-    pub(super) fn read_on_card<R>(
+    pub(super) fn product_on_card(
         &self,
+        x: Matrix,
         weight: &CudaStorage,
         layout: &Layout,
-        f: impl FnOnce(Matrix) -> candle_core::Result<R>,
-    ) -> candle_core::Result<R> {
+    ) -> candle_core::Result<CudaStorage> {
         let (rows, cols) = layout.shape().dims2()?;
-        match self.for_forward() {
-            Some(copy) => f(cuda::matrix(&copy, rows, cols)?),
-            None => f(Matrix::new(cuda::view(weight, layout)?, rows, cols)),
-        }
+        let copy = self.for_forward();
+        let read = match &copy {
+            Some(copy) => cuda::matrix(copy, rows, cols)?,
+            None => Matrix::new(cuda::view(weight, layout)?, rows, cols),
+        };
+        cuda::multiplied(&weight.device, [x, read.t()], 1, x.view.dtype)
     }
 
     /// What backward's products read: a dropped copy is made again.
@@ -151,8 +154,7 @@ impl WeightCopy {
             None => factors[0].view.dtype,
             Some(_) => DType::F32,
         };
-        let dw = cuda::multiplied(cuda::card(weight)?, factors, 1, dtype)?;
-        Ok(cuda::tensor(dw, weight.shape()))
+        cuda::product(cuda::card(weight)?, factors, 1, dtype, weight.shape())
     }
 
     /// `dW = a b` in the weight's dtype: sums are f32's, and those of a copy's products are not rounded at all.

@@ -1,11 +1,12 @@
 //! The op on a card.
 
-use super::{Naive, ending};
+use super::Naive;
 use crate::kernels::cuda::cublas;
 use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::naive_attention as kernel;
 use crate::kernels::workspace::naive_heads_at_once;
 use crate::ops::cuda::{card, elements, room, tensor, view, whole};
+use crate::ops::ending;
 use crate::probe;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};

@@ -6,7 +6,6 @@
 mod arguments;
 mod plan;
 
-#[doc(inline)]
 use super::build::Target;
 use super::executor::Executor;
 use super::plan::{Operand, Phase, Plan};

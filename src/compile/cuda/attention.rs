@@ -175,15 +175,9 @@ fn one_after_another<'a>(sizes: &HeadAttentionSizes, view: View<'a>) -> Heads<'a
 
 /// The scores of sequence `batch`, (T, T) for each head.
 fn scores<'a>(sizes: &AttentionSizes, view: View<'a>, batch: usize) -> Matrix<'a> {
-    let of_head = sizes.length * sizes.length;
-    Matrix {
-        matrix_stride: of_head,
-        ..Matrix::new(
-            view.part_from(batch * sizes.heads * of_head),
-            sizes.length,
-            sizes.length,
-        )
-    }
+    let length = sizes.length;
+    let first = batch * sizes.heads * length * length;
+    Matrix::several(view.part_from(first), length, length)
 }
 
 /// The heads of one sequence of a model.

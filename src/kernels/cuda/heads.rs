@@ -26,16 +26,16 @@ pub(crate) fn swap(card: &CudaDevice, x: View, sizes: [usize; 4], y: View) -> Re
         (false, 4) => ("4", width),
         (false, _) => ("2", width),
     };
-    let (Ok(count), Ok(words)) = (i32::try_from(rows), i32::try_from(words)) else {
+    if rows.max(words) > i32::MAX as usize {
         bail!("heads of {rows} rows of {width}: the kernel counts to 2^31");
-    };
-    let lanes = (words as usize).next_power_of_two().min(32);
+    }
+    let lanes = words.next_power_of_two().min(32);
+    let blocks = rows.div_ceil(256 / lanes);
     let kernel = SOURCE.kernel(card, "swap", name)?;
-    let [count, m, n] = [count as u32, m as u32, n as u32];
+    let ([rows, m, n], words) = ([rows, m, n].map(|size| size as u32), words as i32);
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&y.pointer);
-    launch.arg(&count).arg(&m).arg(&n).arg(&words);
-    let blocks = rows.div_ceil(256 / lanes);
+    launch.arg(&rows).arg(&m).arg(&n).arg(&words);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(launch_config((blocks, 1), (lanes, 256 / lanes))) }.w()?;
     Ok(())

@@ -44,6 +44,14 @@ impl<'a> Matrix<'a> {
         }
     }
 
+    /// The first of several such, one after another.
+    pub(crate) fn several(view: View<'a>, rows: usize, cols: usize) -> Self {
+        Self {
+            matrix_stride: rows * cols,
+            ..Self::new(view, rows, cols)
+        }
+    }
+
     /// Rows and columns of what is multiplied.
     fn turned(&self) -> (usize, usize) {
         match self.transposed {

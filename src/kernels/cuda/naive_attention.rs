@@ -153,10 +153,7 @@ pub(crate) fn scatter(
 fn matrices<'a>(view: View<'a>, sizes: &Sizes, rows: usize, head: usize) -> Matrix<'a> {
     let matrix_stride = view.len / sizes.kv_heads.max(1);
     let cols = matrix_stride / rows.max(1);
-    Matrix {
-        matrix_stride,
-        ..Matrix::new(view.part_from(head * matrix_stride), rows, cols)
-    }
+    Matrix::several(view.part_from(head * matrix_stride), rows, cols)
 }
 
 /// `p = softmax(scale q k^T)`, `out = p v`, of heads one after another: q (Hkv, rows, Dh), k (Hkv, Tk, Dh), v (Hkv, Tk, Dv),

@@ -66,15 +66,10 @@ impl Walk {
     /// The sum of two, whose backward hands on the gradient that it gets.
     pub(super) fn sum(&mut self, what: &'static str, inputs: &[Value; 2]) -> Value {
         let sum = self.op(what, inputs[0].size, inputs);
-        self.goes_back(Backward::HandsOn);
-        sum
-    }
-
-    /// Says how the last op's gradients are made; without a graph nobody asks.
-    pub(super) fn goes_back(&mut self, backward: Backward) {
         if let (true, Some(Node::Op(entry))) = (self.keeps_graph(), self.tape.last_mut()) {
-            entry.backward = backward;
+            entry.backward = Backward::HandsOn;
         }
+        sum
     }
 
     fn op_of(

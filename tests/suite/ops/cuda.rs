@@ -145,6 +145,11 @@ fn rows_begin_anywhere(#[values(1, 2, 3)] offset: usize) {
     assert_close("gradient", &gradient(&card), &gradient(&Device::Cpu), 1e-6);
 }
 
+fn variable(device: &Device, dims: &[usize], seed: u64) -> Var {
+    let values = normal(dims, seed).to_dtype(DType::F32).unwrap();
+    Var::from_tensor(&values.to_device(device).unwrap()).unwrap()
+}
+
 /// Head and loss. Logits become their gradient where they lie, so that a second backward has to compute them again.
 #[test]
 fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
@@ -152,11 +157,8 @@ fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
         return;
     };
     let run = |device: &Device| {
-        let variable = |dims: &[usize], seed| {
-            let values = normal(dims, seed).to_dtype(DType::F32).unwrap();
-            Var::from_tensor(&values.to_device(device).unwrap()).unwrap()
-        };
-        let (x, weight) = (variable(&[3, 11, 24], 7), variable(&[65, 24], 8));
+        let x = variable(device, &[3, 11, 24], 7);
+        let weight = variable(device, &[65, 24], 8);
         let targets = cases::ids(&[3, 11], 65, 9);
         let loss = ops::linear_cross_entropy(&x, &weight, &targets).unwrap();
         let [first, second] = [(), ()].map(|()| loss.backward().unwrap());
@@ -201,12 +203,8 @@ fn weights_in_a_region_have_the_gradients_of_the_cpu(
         return;
     };
     let run = |device: &Device| {
-        let variable = |dims: &[usize], seed| {
-            let values = normal(dims, seed).to_dtype(DType::F32).unwrap();
-            Var::from_tensor(&values.to_device(device).unwrap()).unwrap()
-        };
-        let x = variable(&[3, 11, 24], 7);
-        let [w1, w3, head] = [8, 9, 10].map(|seed| variable(&[65, 24], seed));
+        let x = variable(device, &[3, 11, 24], 7);
+        let [w1, w3, head] = [8, 9, 10].map(|seed| variable(device, &[65, 24], seed));
         let targets = cases::ids(&[3, 11], 65, 11);
         let policy = Autocast::cuda(dtype).with_weight_cache(keeps);
         let [linear, gated, loss] = autocast(policy, || {

@@ -48,9 +48,8 @@ fn check<T: Element, C: Element>(
             [rows, cols]
         };
         Matrix {
-            matrix_stride: rows * cols,
             transposed,
-            ..Matrix::new(buffer, rows, cols)
+            ..Matrix::several(buffer, rows, cols)
         }
     };
     let factors = [
