@@ -14,6 +14,7 @@
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
 //! - [`compile`]: a training step planned beforehand: one list of kernel calls in one piece of memory, faster than the
 //!   graph and with a memory account that is exact;
+//! - [`graph`]: a forward traced as data, without computing anything: what a model does, op by op;
 //! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables;
 //! - [`profile`]: where a step's time goes, op by op and place by place, and what candle spends between them.
 //!
@@ -74,6 +75,7 @@ pub mod device;
 mod error;
 mod files;
 mod grad;
+pub mod graph;
 pub mod kernels;
 pub mod memory;
 pub mod model;

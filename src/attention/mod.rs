@@ -13,6 +13,8 @@ pub use algorithm::Algorithm;
 pub use flash::{flash, flash_with_lse};
 pub use naive::naive;
 
+use crate::graph::Attribute;
+
 /// How to attend; it means the same to every algorithm.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct AttentionConfig {
@@ -27,4 +29,12 @@ impl AttentionConfig {
     pub fn scale_for(&self, head_dim: usize) -> f64 {
         self.scale.unwrap_or(1.0 / (head_dim as f64).sqrt())
     }
+}
+
+/// The parameters of a call, as a trace writes them down.
+fn attributes(scale: f64, mask: Mask) -> Vec<(&'static str, Attribute)> {
+    vec![
+        ("scale", Attribute::Number(scale)),
+        ("mask", Attribute::Mask(mask)),
+    ]
 }

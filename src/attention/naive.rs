@@ -4,17 +4,19 @@
 mod cuda;
 
 use super::shapes::Shapes;
-use super::{AttentionConfig, Mask};
+use super::{AttentionConfig, Mask, attributes};
 use crate::Result;
+use crate::graph::{self, Attribute, Target};
 use crate::kernels::cpu::{Stored, naive_attention as kernel};
 use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
-use crate::ops::{self, Path, choose, ending, record::apply3};
+use crate::ops::record::{Spec, apply3, contiguous};
+use crate::ops::{self, Path, choose, ending};
 use crate::precision::suspended;
-use crate::probe;
+use crate::probe::{self, Operand};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 
 const NAME: &str = "attention::naive";
@@ -77,7 +79,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
                 mask: config.mask,
                 probabilities: OnceLock::new(),
             };
-            let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
+            let (q, k, v) = (contiguous(q)?, contiguous(k)?, contiguous(v)?);
             Ok(apply3(&q, &k, &v, op)?)
         }
         Path::Reference => reference(q, k, v, config),
@@ -130,6 +132,30 @@ struct Naive {
     mask: Mask,
     /// (..., H, Tq, Tk).
     probabilities: OnceLock<Tensor>,
+}
+
+impl Spec for Naive {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        let q = &inputs[0];
+        (ending(q.dims, self.sizes.value_dim).into(), q.dtype)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        attributes(self.scale, self.mask)
+    }
+
+    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        let q = &inputs[0];
+        let dtype = match graph::target() {
+            Some(Target::Cuda) => q.dtype,
+            _ => q.wide_dtype(),
+        };
+        vec![(
+            "probabilities",
+            ending(q.dims, self.sizes.keys).into(),
+            dtype,
+        )]
+    }
 }
 
 impl CustomOp3 for Naive {

@@ -4,9 +4,10 @@ use super::cast::{cast, cast_for};
 use super::check_same;
 use super::cpu::{for_stored, output, view};
 use super::dispatch::{Path, choose_where};
-use super::record::{apply2, composed};
+use super::record::{Spec, apply2, composed, contiguous, like_first};
 use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision;
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
@@ -95,9 +96,9 @@ fn binary(
     let has_kernel = half && a.device().is_cpu() && a.shape() == b.shape();
     match Arithmetic::of(op) {
         Some(kernel) if has_kernel && choose_where(op, &a, true)? == Path::Kernel => {
-            Ok(apply2(&a.contiguous()?, &b.contiguous()?, kernel)?)
+            Ok(apply2(&contiguous(&a)?, &contiguous(&b)?, kernel)?)
         }
-        _ => composed(op, &[&a, &b], || Ok(apply(&a, &b)?)),
+        _ => composed(op, &[&a, &b], (shape, dtype), || Ok(apply(&a, &b)?)),
     }
 }
 
@@ -116,6 +117,12 @@ impl Arithmetic {
             "mul" => Some(Self::Mul),
             _ => None,
         }
+    }
+}
+
+impl Spec for Arithmetic {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
     }
 }
 

@@ -1,14 +1,15 @@
 //! Casts: differentiable, as the policy of an autocast region wants them, and of a weight once a region.
 
 use super::cpu::{output, view};
-use super::dispatch::{Path, choose_where};
-use super::record::{apply1, composed, input};
+use super::dispatch::{self, Path, choose_where};
+use super::record::{Spec, apply1, composed, input};
 use crate::grad::is_grad_enabled;
 use crate::kernels::cpu::{Stored, cast as kernel};
 use crate::precision;
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, TensorId, bail};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, TensorId, bail};
 use std::cell::RefCell;
 use std::collections::HashMap;
 #[cfg(feature = "cuda")]
@@ -45,7 +46,7 @@ fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
         let x = &input(x);
         return match x.dtype() == dtype {
             true => Ok(x.clone()),
-            false => composed(name, &[x], || Ok(x.to_dtype(dtype)?)),
+            false => composed(name, &[x], (x.shape(), dtype), || Ok(x.to_dtype(dtype)?)),
         };
     }
     Err(Error::DType {
@@ -58,13 +59,11 @@ fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
 
 fn has_kernel(x: &Tensor, dtype: DType) -> bool {
     let known = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-    let on_device = match x.device() {
-        Device::Cpu => true,
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => cuda::has_kernel("cast", x),
-        _ => false,
-    };
-    on_device && x.dtype() != dtype && known(x.dtype()) && known(dtype) && x.is_contiguous()
+    dispatch::has_kernel("cast", x)
+        && x.dtype() != dtype
+        && known(x.dtype())
+        && known(dtype)
+        && x.is_contiguous()
 }
 
 /// To this dtype.
@@ -86,6 +85,12 @@ impl Cast {
             DType::BF16 => output::<half::bf16>(shape, |y| kernel::cast(x, y)),
             other => bail!("no CPU kernel casts to {other:?}"),
         }
+    }
+}
+
+impl Spec for Cast {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (inputs[0].dims.into(), self.to)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Between candle's CPU storage and the kernels' slices.
 
-use crate::device;
 use crate::kernels::cpu::{Real, flash_attention::Heads, parallel};
+use crate::{device, graph};
 use candle_core::{
     CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
@@ -211,6 +211,9 @@ pub(crate) fn ids(
             got: ids.dtype().as_str().into(),
             hint: "convert with to_dtype(DType::U32)".into(),
         });
+    }
+    if graph::is_tracing() {
+        return Ok(Vec::new()); // a trace knows the tensor, not what is in it
     }
     let ids = ids.flatten_all()?.to_vec1::<u32>()?;
     let outside = |id: &u32| *id as usize >= vocab_size && Some(*id) != ignore;

@@ -4,9 +4,11 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
-use super::record::{apply1, composed, input, widen};
+use super::record::{Spec, apply1, composed, contiguous, input, widen};
+use crate::graph;
 use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
 use crate::precision::decide;
+use crate::probe::Operand;
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor, WithDType};
@@ -56,9 +58,14 @@ fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Resul
                 targets,
                 lse: OnceLock::new(),
             };
-            Ok(apply1(&logits.contiguous()?, op)?)
+            Ok(apply1(&contiguous(logits)?, op)?)
         }
-        Path::Reference => composed("cross_entropy", &[logits], || plain(logits, &targets)),
+        Path::Reference => {
+            let inputs = [logits, &targets.tensor];
+            composed("cross_entropy", &inputs, loss_of(logits), || {
+                plain(logits, &targets)
+            })
+        }
     }
 }
 
@@ -84,6 +91,11 @@ fn check(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Targe
     Targets::check("cross_entropy", leading, classes, targets, ignore)
 }
 
+/// Shape and dtype of the loss.
+pub(super) fn loss_of(logits: &Tensor) -> (Shape, DType) {
+    (().into(), Operand::from(logits).wide_dtype())
+}
+
 /// The loss of checked targets in plain candle ops.
 pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     let device = logits.device();
@@ -106,6 +118,8 @@ pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
 /// Class ids on the host, checked, and how many of them count.
 pub(super) struct Targets {
     pub(super) ids: Vec<u32>,
+    /// As they came: what a trace knows them by.
+    pub(super) tensor: Tensor,
     ignore: Option<u32>,
     counted: usize,
 }
@@ -131,7 +145,10 @@ impl Targets {
             });
         }
         let ids = ids(op, targets, classes, ignore)?;
-        let counted = ids.iter().filter(|id| Some(**id) != ignore).count();
+        let counted = match graph::is_tracing() {
+            true => targets.elem_count(), // ids are not read
+            false => ids.iter().filter(|id| Some(**id) != ignore).count(),
+        };
         if counted == 0 {
             return Err(Error::Data {
                 what: op.into(),
@@ -142,6 +159,7 @@ impl Targets {
         }
         Ok(Self {
             ids,
+            tensor: targets.clone(),
             ignore,
             counted,
         })
@@ -213,6 +231,21 @@ impl CrossEntropy {
         tensor(logits.shape(), |dx| {
             kernel::backward(&x, classes, |row| self.targets.get(row), &lse, weight, dx)
         })
+    }
+}
+
+impl Spec for CrossEntropy {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (().into(), inputs[0].wide_dtype())
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        vec![self.targets.tensor.clone()]
+    }
+
+    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        let logits = &inputs[0];
+        vec![("lse", logits.rows().into(), logits.wide_dtype())]
     }
 }
 

@@ -1,38 +1,12 @@
-//! Between candle's CUDA storage and the kernels' views; and which ops have a kernel there.
+//! Between candle's CUDA storage and the kernels' views.
 
 use crate::kernels::cuda::matmul::Matrix;
-use crate::kernels::cuda::{View, cross_entropy, cublas, rms_norm, source};
+use crate::kernels::cuda::{View, cublas};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice as Slice};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
-
-/// Whether `op` has a kernel for a tensor like `x`, which is on a card.
-pub(super) fn has_kernel(op: &str, x: &Tensor) -> bool {
-    let width = x.dims().last().copied().unwrap_or(0);
-    let widest = match op {
-        "rms_norm" => rms_norm::MAX_WIDTH,
-        "cross_entropy" => cross_entropy::MAX_CLASSES,
-        "attention::naive"
-        | "embedding"
-        | "linear"
-        | "linear_cross_entropy"
-        | "matmul"
-        | "matmul_transposed"
-        | "merge_heads"
-        | "rope"
-        | "softmax"
-        | "split_heads"
-        | "swiglu"
-        | "swiglu_linear" => i32::MAX as usize,
-        "AdamW::step" | "cast" => usize::MAX,
-        _ => return false,
-    };
-    let stored = matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
-    let card = x.device().as_cuda_device();
-    stored && x.elem_count() > 0 && width <= widest && card.is_ok_and(source::runs_on)
-}
 
 /// The elements of a contiguous operand, inside a custom op's forward.
 pub(crate) fn view<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {

@@ -1,5 +1,7 @@
 //! Kernel or reference: the decision, and the list of what fell back.
 
+use crate::graph::{self, Target};
+use crate::kernels::limits;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;
@@ -71,18 +73,46 @@ pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
     choose_where(op, x, has_kernel(op, x))
 }
 
-/// Whether `op` has a kernel for a tensor like `x`.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))] // on the CPU every op has one
+/// Whether `op` has a kernel for a tensor like `x`, where it is or where it is traced for.
 pub(super) fn has_kernel(op: &'static str, x: &Tensor) -> bool {
-    match x.device() {
-        Device::Cpu => matches!(
+    match (graph::target(), x.device()) {
+        (Some(Target::Cuda), _) => has_cuda_kernel(op, x),
+        (Some(Target::Cpu), _) | (None, Device::Cpu) => matches!(
             x.dtype(),
             DType::F32 | DType::F64 | DType::F16 | DType::BF16
         ),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => super::cuda::has_kernel(op, x),
+        (None, Device::Cuda(card)) => {
+            has_cuda_kernel(op, x) && crate::kernels::cuda::source::runs_on(card)
+        }
         _ => false,
     }
+}
+
+/// Whether `op` has a kernel for NVIDIA GPUs that takes a tensor like `x`.
+pub(super) fn has_cuda_kernel(op: &'static str, x: &Tensor) -> bool {
+    let width = x.dims().last().copied().unwrap_or(0);
+    let widest = match op {
+        "rms_norm" => limits::RMS_NORM_WIDTH,
+        "cross_entropy" => limits::CROSS_ENTROPY_CLASSES,
+        "attention::flash"
+        | "attention::naive"
+        | "embedding"
+        | "linear"
+        | "linear_cross_entropy"
+        | "matmul"
+        | "matmul_transposed"
+        | "merge_heads"
+        | "rope"
+        | "softmax"
+        | "split_heads"
+        | "swiglu"
+        | "swiglu_linear" => i32::MAX as usize,
+        "AdamW::step" | "cast" => usize::MAX,
+        _ => return false,
+    };
+    let stored = matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
+    stored && x.elem_count() > 0 && width <= widest
 }
 
 fn is_half(dtype: DType) -> bool {

@@ -3,7 +3,7 @@
 use super::cast::{cast, cast_for, check_float};
 use super::record::{composed, input};
 use crate::Result;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Shape, Tensor};
 
 /// `y = exp(x)`, elementwise.
 ///
@@ -13,7 +13,7 @@ use candle_core::{DType, Tensor};
 /// # Errors
 /// A dtype that is not a float.
 pub fn exp(x: &Tensor) -> Result<Tensor> {
-    in_f32("exp", x, Tensor::exp)
+    in_f32("exp", x, x.shape(), Tensor::exp)
 }
 
 /// `y = ln(x)`, elementwise; otherwise as [`exp`].
@@ -21,7 +21,7 @@ pub fn exp(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`exp`].
 pub fn log(x: &Tensor) -> Result<Tensor> {
-    in_f32("log", x, Tensor::log)
+    in_f32("log", x, x.shape(), Tensor::log)
 }
 
 /// `y = x^exponent`, elementwise; otherwise as [`exp`].
@@ -29,7 +29,7 @@ pub fn log(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`exp`].
 pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
-    in_f32("pow", x, |x| x.powf(exponent))
+    in_f32("pow", x, x.shape(), |x| x.powf(exponent))
 }
 
 /// `y = 1 / sqrt(x)`, elementwise; otherwise as [`exp`].
@@ -37,18 +37,19 @@ pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
 /// # Errors
 /// As [`exp`].
 pub fn rsqrt(x: &Tensor) -> Result<Tensor> {
-    in_f32("rsqrt", x, |x| x.sqrt()?.recip())
+    in_f32("rsqrt", x, x.shape(), |x| x.sqrt()?.recip())
 }
 
-/// `f` of x as the policy wants it, computed in f32 at least.
+/// `f` of x, of this shape, as the policy wants it: computed in f32 at least.
 pub(super) fn in_f32(
     op: &'static str,
     x: &Tensor,
+    shape: impl Into<Shape>,
     f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
     check_float(op, x)?;
     let [x] = cast_for(op, [x])?;
-    composed(op, &[&x], || {
+    composed(op, &[&x], (shape, x.dtype()), || {
         let wide = match x.dtype() {
             DType::F16 | DType::BF16 => cast(&x, DType::F32)?,
             _ => input(&x),

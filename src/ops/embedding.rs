@@ -3,16 +3,17 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{apply1, composed, input, widen};
+use super::record::{Spec, apply1, composed, contiguous, input, widen};
 use crate::kernels::cpu::embedding as kernel;
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
     crate::kernels::{cuda::embedding as cuda_kernel, workspace},
-    candle_core::{CudaStorage, DType},
+    candle_core::CudaStorage,
 };
 
 /// `y[...] = table[tokens[...]]`: tokens (...) u32, table (V, D), y (..., D).
@@ -27,8 +28,14 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     let [table] = &cast_for("embedding", [table])?;
     let (ids, shape) = check(tokens, table)?;
     match choose("embedding", table)? {
-        Path::Kernel => Ok(apply1(&table.contiguous()?, Embedding { ids, shape })?),
-        Path::Reference => composed("embedding", &[table], || reference(tokens, table)),
+        Path::Kernel => Ok({
+            let tokens = tokens.clone();
+            let op = Embedding { ids, tokens, shape };
+            apply1(&contiguous(table)?, op)?
+        }),
+        Path::Reference => composed("embedding", &[table], (shape, table.dtype()), || {
+            reference(tokens, table)
+        }),
     }
 }
 
@@ -63,8 +70,20 @@ fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
 
 struct Embedding {
     ids: Vec<u32>,
+    /// As they came: what a trace knows them by.
+    tokens: Tensor,
     /// (..., D).
     shape: Shape,
+}
+
+impl Spec for Embedding {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (self.shape.clone(), inputs[0].dtype)
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        vec![self.tokens.clone()]
+    }
 }
 
 impl CustomOp1 for Embedding {

@@ -3,11 +3,13 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{apply1, composed, input};
+use super::record::{Spec, apply1, composed, contiguous, input};
+use crate::graph::Attribute;
 use crate::kernels::cpu::heads::{Heads, merge, split};
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
@@ -39,18 +41,23 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let [x] = &cast_for("split_heads", [x])?;
     match choose("split_heads", x)? {
         Path::Kernel => Ok(apply1(
-            &x.contiguous()?,
+            &contiguous(x)?,
             CutHeads {
                 way: Way::Split,
                 sizes,
             },
         )?),
-        Path::Reference => composed("split_heads", &[x], || {
-            Ok(input(x)
-                .reshape((sizes.batch, sizes.length, heads, sizes.head_dim))?
-                .transpose(1, 2)?
-                .contiguous()?)
-        }),
+        Path::Reference => composed(
+            "split_heads",
+            &[x],
+            (Way::Split.shape(sizes), x.dtype()),
+            || {
+                Ok(input(x)
+                    .reshape((sizes.batch, sizes.length, heads, sizes.head_dim))?
+                    .transpose(1, 2)?
+                    .contiguous()?)
+            },
+        ),
     }
 }
 
@@ -76,17 +83,22 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
     let [x] = &cast_for("merge_heads", [x])?;
     match choose("merge_heads", x)? {
         Path::Kernel => Ok(apply1(
-            &x.contiguous()?,
+            &contiguous(x)?,
             CutHeads {
                 way: Way::Merge,
                 sizes,
             },
         )?),
-        Path::Reference => composed("merge_heads", &[x], || {
-            Ok(input(x)
-                .transpose(1, 2)?
-                .reshape((batch, length, heads * head_dim))?)
-        }),
+        Path::Reference => composed(
+            "merge_heads",
+            &[x],
+            (Way::Merge.shape(sizes), x.dtype()),
+            || {
+                Ok(input(x)
+                    .transpose(1, 2)?
+                    .reshape((batch, length, heads * head_dim))?)
+            },
+        ),
     }
 }
 
@@ -147,6 +159,16 @@ impl Way {
 struct CutHeads {
     way: Way,
     sizes: Heads,
+}
+
+impl Spec for CutHeads {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (self.way.shape(self.sizes), inputs[0].dtype)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        vec![("heads", Attribute::Count(self.sizes.heads))]
+    }
 }
 
 impl CustomOp1 for CutHeads {

@@ -4,12 +4,14 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::record::{apply3, composed, input, widen};
+use super::record::{Spec, apply3, composed, contiguous, input, like_first, widen};
+use crate::graph::Attribute;
 use crate::kernels::cpu::{Stored, layer_norm as kernel};
 use crate::precision::decide;
+use crate::probe::Operand;
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, D, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 
 /// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
@@ -38,15 +40,18 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
                 statistics: OnceLock::new(),
             };
             apply3(
-                &x.contiguous()?,
-                &weight.contiguous()?,
-                &bias.contiguous()?,
+                &contiguous(x)?,
+                &contiguous(weight)?,
+                &contiguous(bias)?,
                 op,
             )?
         }
         Path::Reference => {
             let inputs = [x, weight, bias];
-            composed("layer_norm", &inputs, || reference(x, weight, bias, eps))?
+            let output = (x.shape(), x.dtype());
+            composed("layer_norm", &inputs, output, || {
+                reference(x, weight, bias, eps)
+            })?
         }
     };
     cast(&y, dtype)
@@ -86,6 +91,21 @@ struct LayerNorm {
     eps: f64,
     /// (mean, rstd) of each row, (rows, 2).
     statistics: OnceLock<Tensor>,
+}
+
+impl Spec for LayerNorm {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        vec![("eps", Attribute::Number(self.eps))]
+    }
+
+    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        let x = &inputs[0];
+        vec![("mean and rstd", (x.rows(), 2).into(), x.wide_dtype())]
+    }
 }
 
 impl CustomOp3 for LayerNorm {

@@ -2,12 +2,13 @@
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{apply2, composed, input};
+use super::record::{Spec, apply2, composed, contiguous, input};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage};
 
@@ -33,11 +34,14 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     check(&x, &copy.of(&weight))?;
     match choose("linear", &x)? {
         Path::Kernel => Ok(apply2(
-            &x.contiguous()?,
-            &weight.contiguous()?,
+            &contiguous(&x)?,
+            &contiguous(&weight)?,
             Linear { copy },
         )?),
-        Path::Reference => composed("linear", &[&x, &weight], || reference(&x, &weight)),
+        Path::Reference => {
+            let output = (ending(x.dims(), weight.dims()[0]), x.dtype());
+            composed("linear", &[&x, &weight], output, || reference(&x, &weight))
+        }
     }
 }
 
@@ -97,6 +101,21 @@ impl Linear {
             self.copy.gradient_on_card(weight, factors)
         });
         Ok((dx.transpose()?, dw.transpose()?))
+    }
+}
+
+impl Spec for Linear {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        let [x, weight] = [&inputs[0], &inputs[1]];
+        (ending(x.dims, weight.dims[0]).into(), x.dtype)
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        self.copy.tensor().into_iter().collect()
+    }
+
+    fn forwarded(&self) {
+        self.copy.forwarded();
     }
 }
 

@@ -1,22 +1,24 @@
 //! The output head and its loss, as one op.
 
 use super::cpu::{elements, for_stored, tensor, tensors, view};
-use super::cross_entropy::{Targets, plain};
+use super::cross_entropy::{Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
-use super::linear;
-use super::record::{apply2, composed};
+use super::linear::{self, ending};
+use super::record::{Spec, apply2, composed, contiguous};
 use super::weight::{WeightCopy, with_copies};
+use crate::graph::{self, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};
+use crate::probe::Operand;
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
     crate::kernels::cuda::{cross_entropy as cuda_kernel, matmul::Matrix},
-    candle_core::{CudaStorage, DType},
+    candle_core::CudaStorage,
     std::sync::{Mutex, PoisonError},
 };
 
@@ -44,12 +46,16 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
                 #[cfg(feature = "cuda")]
                 logits: Mutex::default(),
             };
-            Ok(apply2(&x.contiguous()?, &weight.contiguous()?, op)?)
+            Ok(apply2(&contiguous(&x)?, &contiguous(&weight)?, op)?)
         }
         Path::Reference => {
             let product = || linear::reference(&x, &weight);
-            let logits = composed("linear", &[&x, &weight], product)?;
-            composed("cross_entropy", &[&logits], || plain(&logits, &targets))
+            let output = (ending(x.dims(), weight.dims()[0]), x.dtype());
+            let logits = composed("linear", &[&x, &weight], output, product)?;
+            let inputs = [&logits, &targets.tensor];
+            composed("cross_entropy", &inputs, loss_of(&logits), || {
+                plain(&logits, &targets)
+            })
         }
     }
 }
@@ -164,6 +170,33 @@ impl LinearCrossEntropy {
             .track_op()
             .then(|| self.copy.gradient_on_card(weight, factors));
         Ok((dx.transpose()?, dw.transpose()?))
+    }
+}
+
+impl Spec for LinearCrossEntropy {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (().into(), inputs[0].wide_dtype())
+    }
+
+    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        let [x, weight] = [&inputs[0], &inputs[1]];
+        let logits = ("logits", (x.rows(), weight.dims[0]).into(), x.dtype);
+        match graph::target() {
+            Some(Target::Cuda) => vec![logits],
+            _ => vec![logits, ("lse", x.rows().into(), x.wide_dtype())],
+        }
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        self.copy
+            .tensor()
+            .into_iter()
+            .chain([self.targets.tensor.clone()])
+            .collect()
+    }
+
+    fn forwarded(&self) {
+        self.copy.forwarded();
     }
 }
 

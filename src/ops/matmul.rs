@@ -3,11 +3,13 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{apply2, composed, input};
+use super::record::{Spec, apply2, composed, contiguous, input};
+use crate::graph::Attribute;
 use crate::kernels::cpu::gemm::{Batched, matmul_batched};
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
@@ -60,11 +62,16 @@ fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result
     check(op, a, b, transposed)?;
     match choose(op, a)? {
         Path::Kernel => Ok(apply2(
-            &a.contiguous()?,
-            &b.contiguous()?,
+            &contiguous(a)?,
+            &contiguous(b)?,
             MatMul { transposed },
         )?),
-        Path::Reference => composed("matmul", &[a, b], || reference(a, b, transposed)),
+        Path::Reference => {
+            let (shape, dtype) = MatMul { transposed }.output(&[a.into(), b.into()]);
+            composed("matmul", &[a, b], (shape, dtype), || {
+                reference(a, b, transposed)
+            })
+        }
     }
 }
 
@@ -176,6 +183,21 @@ impl MatMul {
         };
         let db = b.track_op().then(|| gradient(b, factors));
         Ok((da.transpose()?, db.transpose()?))
+    }
+}
+
+impl Spec for MatMul {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        let [a, b] = [inputs[0].dims, inputs[1].dims];
+        let shape = match (Sizes::of(a), Sizes::of(b)) {
+            (Some(a), Some(b)) => self.shape(a, b),
+            _ => Vec::new(), // refused by `check`
+        };
+        (shape.into(), inputs[0].dtype)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        vec![("transposed", Attribute::Flag(self.transposed))]
     }
 }
 

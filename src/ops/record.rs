@@ -1,11 +1,41 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
 use crate::grad::is_grad_enabled;
+use crate::graph::{self, Attribute};
 use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape,
-    Tensor,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result,
+    Shape, Tensor,
 };
+
+/// What an op says of a call before it runs: all that a trace needs.
+pub(crate) trait Spec {
+    /// Shape and dtype of its output, from its inputs'.
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType);
+
+    /// Its parameters.
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        Vec::new()
+    }
+
+    /// What it reads beside its inputs.
+    fn reads(&self) -> Vec<Tensor> {
+        Vec::new()
+    }
+
+    /// What it keeps for backward beside its inputs and its output: names, shapes and dtypes.
+    fn kept(&self, _inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        Vec::new()
+    }
+
+    /// Drops what forward would drop.
+    fn forwarded(&self) {}
+}
+
+/// An output like the first input: what most ops have.
+pub(crate) fn like_first(inputs: &[Operand<'_>]) -> (Shape, DType) {
+    (inputs[0].dims.into(), inputs[0].dtype)
+}
 
 /// An op that says when it runs, forward and backward, and where it was put into the graph.
 struct Ranged<C> {
@@ -195,36 +225,54 @@ impl<C: CustomOp3> CustomOp3 for Ranged<C> {
     }
 }
 
-pub(crate) fn apply1<C: CustomOp1 + Send + Sync + 'static>(x: &Tensor, op: C) -> Result<Tensor> {
-    let op = Ranged::new(op.name(), op);
+pub(crate) fn apply1<C: Spec + CustomOp1 + Send + Sync + 'static>(
+    x: &Tensor,
+    op: C,
+) -> Result<Tensor> {
+    let name = op.name();
+    if graph::is_tracing() {
+        return Ok(graph::record(name, op, &[x], false)?);
+    }
+    let op = Ranged::new(name, op);
     apply(op, |op| x.apply_op1(op), |op| x.apply_op1_no_bwd(op))
+        .map_err(|error| graph::refuse_hollow(name, &[x], error))
 }
 
-pub(crate) fn apply2<C: CustomOp2 + Send + Sync + 'static>(
+pub(crate) fn apply2<C: Spec + CustomOp2 + Send + Sync + 'static>(
     x1: &Tensor,
     x2: &Tensor,
     op: C,
 ) -> Result<Tensor> {
-    let op = Ranged::new(op.name(), op);
+    let name = op.name();
+    if graph::is_tracing() {
+        return Ok(graph::record(name, op, &[x1, x2], false)?);
+    }
+    let op = Ranged::new(name, op);
     apply(
         op,
         |op| x1.apply_op2(x2, op),
         |op| x1.apply_op2_no_bwd(x2, op),
     )
+    .map_err(|error| graph::refuse_hollow(name, &[x1, x2], error))
 }
 
-pub(crate) fn apply3<C: CustomOp3 + Send + Sync + 'static>(
+pub(crate) fn apply3<C: Spec + CustomOp3 + Send + Sync + 'static>(
     x1: &Tensor,
     x2: &Tensor,
     x3: &Tensor,
     op: C,
 ) -> Result<Tensor> {
-    let op = Ranged::new(op.name(), op);
+    let name = op.name();
+    if graph::is_tracing() {
+        return Ok(graph::record(name, op, &[x1, x2, x3], false)?);
+    }
+    let op = Ranged::new(name, op);
     apply(
         op,
         |op| x1.apply_op3(x2, x3, op),
         |op| x1.apply_op3_no_bwd(x2, x3, op),
     )
+    .map_err(|error| graph::refuse_hollow(name, &[x1, x2, x3], error))
 }
 
 /// Runs `op` `in_graph`, or `alone` under `no_grad`.
@@ -251,13 +299,18 @@ fn leave(range: probe::Guard, inputs: &[&Tensor], output: &Tensor) {
     });
 }
 
-/// Runs `f`, candle's own ops that stand for the op called `name` on `inputs`. Their backward is candle's, and says
-/// nothing.
-pub(crate) fn composed<E>(
+/// Runs `f`, candle's own ops that stand for the op called `name` on `inputs`, and make an `output` of this shape and
+/// dtype. Their backward is candle's, and says nothing.
+pub(crate) fn composed<E: From<crate::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
+    output: (impl Into<Shape>, DType),
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
+    if graph::is_tracing() {
+        let op = Composed(output.0.into(), output.1);
+        return Ok(graph::record(name, op, inputs, true)?);
+    }
     let path = probe::op_path(name);
     let range = probe::op(Kind::Op, name, path);
     let y = f()?;
@@ -266,6 +319,15 @@ pub(crate) fn composed<E>(
         probe::produced(path, &y);
     }
     Ok(y)
+}
+
+/// What candle's ops make in an op's place.
+struct Composed(Shape, DType);
+
+impl Spec for Composed {
+    fn output(&self, _: &[Operand<'_>]) -> (Shape, DType) {
+        (self.0.clone(), self.1)
+    }
 }
 
 /// `x` as a reference implementation should take it: outside the graph under `no_grad`.
@@ -277,11 +339,23 @@ pub(crate) fn input(x: &Tensor) -> Tensor {
     }
 }
 
+/// `x` with its elements in order, one after another: candle's copy where they are not.
+pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
+    match x.is_contiguous() || !graph::is_tracing() {
+        true => x.contiguous(),
+        false => composed("contiguous", &[x], (x.shape(), x.dtype()), || {
+            x.contiguous()
+        }),
+    }
+}
+
 /// `x` in a dtype fit for computing: half precision widened to f32.
 pub(crate) fn widen(x: &Tensor) -> Result<Tensor> {
-    use candle_core::DType;
     match x.dtype() {
         DType::F32 | DType::F64 => Ok(x.clone()),
+        _ if graph::is_tracing() => composed("widen", &[x], (x.shape(), DType::F32), || {
+            x.to_dtype(DType::F32)
+        }),
         _ => x.to_dtype(DType::F32),
     }
 }

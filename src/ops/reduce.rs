@@ -20,7 +20,7 @@ use candle_core::{D, Tensor};
 /// # Errors
 /// A dtype that is not a float.
 pub fn sum(x: &Tensor) -> Result<Tensor> {
-    in_f32("sum", x, Tensor::sum_all)
+    in_f32("sum", x, (), Tensor::sum_all)
 }
 
 /// The mean of all elements, a scalar: summed in f32 at least, returned in x's dtype under both of PyTorch's policies.
@@ -36,7 +36,7 @@ pub fn mean(x: &Tensor) -> Result<Tensor> {
             hint: "a mean of nothing is no number".into(),
         });
     }
-    in_f32("mean", x, Tensor::mean_all)
+    in_f32("mean", x, (), Tensor::mean_all)
 }
 
 /// `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V).
@@ -55,7 +55,7 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
             hint: "there is nothing to normalise".into(),
         });
     }
-    in_f32("log_softmax", x, |x| {
+    in_f32("log_softmax", x, x.shape(), |x| {
         if x.elem_count() == 0 {
             return Ok(x.clone()); // candle refuses to reduce nothing
         }

@@ -3,11 +3,12 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{apply1, composed, input};
+use super::record::{Spec, apply1, composed, contiguous, input, like_first};
 use crate::Result;
 use crate::kernels::cpu::relu as kernel;
+use crate::probe::Operand;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 
 /// `y = max(x, 0)`, elementwise. Backward: `dx = 0` where y is 0, else dy. Kept for backward: y, which its reader keeps
 /// anyway. Autocast: follows x.
@@ -17,8 +18,8 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 pub fn relu(x: &Tensor) -> Result<Tensor> {
     let [x] = &cast_for("relu", [x])?;
     match choose("relu", x)? {
-        Path::Kernel => Ok(apply1(&x.contiguous()?, Relu)?),
-        Path::Reference => composed("relu", &[x], || reference(x)),
+        Path::Kernel => Ok(apply1(&contiguous(x)?, Relu)?),
+        Path::Reference => composed("relu", &[x], (x.shape(), x.dtype()), || reference(x)),
     }
 }
 
@@ -32,6 +33,12 @@ pub fn reference(x: &Tensor) -> Result<Tensor> {
 }
 
 struct Relu;
+
+impl Spec for Relu {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+}
 
 impl CustomOp1 for Relu {
     fn name(&self) -> &'static str {

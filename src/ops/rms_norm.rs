@@ -4,12 +4,14 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::record::{apply2, composed, input, widen};
+use super::record::{Spec, apply2, composed, contiguous, input, like_first, widen};
+use crate::graph::Attribute;
 use crate::kernels::cpu::{Stored, rms_norm as kernel};
 use crate::precision::decide;
+use crate::probe::Operand;
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, D, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
 use {
@@ -44,9 +46,14 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
                 eps,
                 rstd: OnceLock::new(),
             };
-            apply2(&x.contiguous()?, &weight.contiguous()?, op)?
+            apply2(&contiguous(x)?, &contiguous(weight)?, op)?
         }
-        Path::Reference => composed("rms_norm", &[x, weight], || reference(x, weight, eps))?,
+        Path::Reference => {
+            let output = (x.shape(), x.dtype());
+            composed("rms_norm", &[x, weight], output, || {
+                reference(x, weight, eps)
+            })?
+        }
     };
     cast(&y, dtype)
 }
@@ -82,6 +89,21 @@ struct RmsNorm {
     eps: f64,
     /// 1 / sqrt(mean(x^2) + eps), (rows).
     rstd: OnceLock<Tensor>,
+}
+
+impl Spec for RmsNorm {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        vec![("eps", Attribute::Number(self.eps))]
+    }
+
+    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        let x = &inputs[0];
+        vec![("rstd", x.rows().into(), x.wide_dtype())]
+    }
 }
 
 impl CustomOp2 for RmsNorm {

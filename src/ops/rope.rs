@@ -3,11 +3,12 @@
 use super::cast::cast_led_by;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same_or_f32, choose};
-use super::record::{apply1, composed, input, widen};
+use super::record::{Spec, apply1, composed, contiguous, input, like_first, widen};
 use crate::kernels::cpu::{Stored, rope as kernel};
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, D, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor};
 use std::ops::Deref;
 #[cfg(feature = "cuda")]
 use {
@@ -37,12 +38,15 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     match choose("rope", x)? {
         Path::Kernel => {
             let op = Rope {
-                cos: widen(&cos.detach())?.contiguous()?,
-                sin: widen(&sin.detach())?.contiguous()?,
+                cos: contiguous(&widen(&cos.detach())?)?,
+                sin: contiguous(&widen(&sin.detach())?)?,
             };
-            Ok(apply1(&x.contiguous()?, op)?)
+            Ok(apply1(&contiguous(x)?, op)?)
         }
-        Path::Reference => composed("rope", &[x], || reference(x, cos, sin)),
+        Path::Reference => {
+            let output = (x.shape(), x.dtype());
+            composed("rope", &[x, cos, sin], output, || reference(x, cos, sin))
+        }
     }
 }
 
@@ -107,6 +111,16 @@ impl Rope {
         let y = cuda::room(card, x.dtype, x.len)?;
         cuda_kernel::rotate(card, x, tables, (length, 2 * half), back, cuda::whole(&y)?)?;
         Ok(y)
+    }
+}
+
+impl Spec for Rope {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        vec![self.cos.clone(), self.sin.clone()]
     }
 }
 

@@ -4,9 +4,11 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
-use super::record::{apply1, composed, input, widen};
+use super::record::{Spec, apply1, composed, contiguous, input, like_first, widen};
+use crate::graph::Attribute;
 use crate::kernels::Mask;
 use crate::kernels::cpu::softmax as kernel;
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Shape, Tensor};
@@ -42,9 +44,12 @@ pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
                 queries,
                 keys,
             };
-            Ok(apply1(&x.contiguous()?, op)?)
+            Ok(apply1(&contiguous(x)?, op)?)
         }
-        Path::Reference => composed("softmax", &[x], || reference(x, scale, mask)),
+        Path::Reference => {
+            let output = (x.shape(), x.dtype());
+            composed("softmax", &[x], output, || reference(x, scale, mask))
+        }
     }
 }
 
@@ -64,14 +69,16 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         value.to_device(x.device())
     };
     // Not `wide * scale`: candle drops the gradient where that factor is 0.
-    let scores = composed("scale", &[&wide], || wide.broadcast_mul(&scalar(scale)?))?;
+    let scores = composed("scale", &[&wide], (wide.shape(), wide.dtype()), || {
+        wide.broadcast_mul(&scalar(scale)?)
+    })?;
     if mask == Mask::Full {
         let top = scores.max_keepdim(D::Minus1)?.detach();
         let e = scores.broadcast_sub(&top)?.exp()?;
         let p = e.broadcast_div(&e.sum_keepdim(D::Minus1)?)?;
         return Ok(p.to_dtype(x.dtype())?);
     }
-    let seen = composed("mask", &[], || {
+    let seen = composed("mask", &[], ((queries, keys), DType::U8), || {
         let seen: Vec<u8> = (0..queries)
             .flat_map(|i| (0..keys).map(move |j| (i, j)))
             .map(|(i, j)| u8::from(mask.visible(i, queries, keys).contains(&j)))
@@ -86,10 +93,15 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         -1e38
     };
     // Chosen, not multiplied away: a hidden NaN or infinity has no say.
-    let scores = composed("mask", &[&seen, &scores], || {
-        let low = scalar(low)?.broadcast_as(scores.shape())?;
-        seen.broadcast_as(scores.shape())?.where_cond(&scores, &low)
-    })?;
+    let scores = composed(
+        "mask",
+        &[&seen, &scores],
+        (scores.shape(), scores.dtype()),
+        || {
+            let low = scalar(low)?.broadcast_as(scores.shape())?;
+            seen.broadcast_as(scores.shape())?.where_cond(&scores, &low)
+        },
+    )?;
     let top = scores.max_keepdim(D::Minus1)?.detach();
     let e = scores.broadcast_sub(&top)?.exp()?.broadcast_mul(&visible)?;
     let total = e.sum_keepdim(D::Minus1)?;
@@ -136,6 +148,19 @@ impl Softmax {
             queries,
             keys,
         }
+    }
+}
+
+impl Spec for Softmax {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        vec![
+            ("scale", Attribute::Number(self.scale)),
+            ("mask", Attribute::Mask(self.mask)),
+        ]
     }
 }
 

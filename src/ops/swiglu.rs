@@ -3,11 +3,12 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{apply2, composed, input, widen};
+use super::record::{Spec, apply2, composed, contiguous, input, like_first, widen};
 use crate::kernels::cpu::swiglu as kernel;
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {super::cuda, crate::kernels::cuda::swiglu as cuda_kernel, candle_core::CudaStorage};
 
@@ -24,8 +25,11 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let [gate, up] = &cast_for("swiglu", [gate, up])?;
     check(gate, up)?;
     match choose("swiglu", gate)? {
-        Path::Kernel => Ok(apply2(&gate.contiguous()?, &up.contiguous()?, SwiGlu)?),
-        Path::Reference => composed("swiglu", &[gate, up], || reference(gate, up)),
+        Path::Kernel => Ok(apply2(&contiguous(gate)?, &contiguous(up)?, SwiGlu)?),
+        Path::Reference => {
+            let output = (gate.shape(), gate.dtype());
+            composed("swiglu", &[gate, up], output, || reference(gate, up))
+        }
     }
 }
 
@@ -53,6 +57,12 @@ fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
 }
 
 struct SwiGlu;
+
+impl Spec for SwiGlu {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+}
 
 impl CustomOp2 for SwiGlu {
     fn name(&self) -> &'static str {

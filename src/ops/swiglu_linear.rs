@@ -3,15 +3,16 @@
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::linear::{ending, linear};
-use super::record::apply3;
+use super::record::{Spec, apply3, contiguous};
 use super::swiglu::swiglu;
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::suspended;
+use crate::probe::Operand;
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
 use {
@@ -40,7 +41,7 @@ pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
                 copies,
                 gate_up: OnceLock::new(),
             };
-            let (x, w1, w3) = (x.contiguous()?, w1.contiguous()?, w3.contiguous()?);
+            let (x, w1, w3) = (contiguous(&x)?, contiguous(&w1)?, contiguous(&w3)?);
             Ok(apply3(&x, &w1, &w3, op)?)
         }
         Path::Reference => suspended(|| reference(&x, &w1, &w3)),
@@ -122,6 +123,29 @@ impl SwiGluLinear {
         let dw1 = self.copies[0].gradient_on_card(w1, [dgate.t(), of_x])?;
         let dw3 = self.copies[1].gradient_on_card(w3, [dup.t(), of_x])?;
         Ok([cuda::tensor(dx, x.shape()), dw1, dw3])
+    }
+}
+
+impl Spec for SwiGluLinear {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        let [x, w1] = [&inputs[0], &inputs[1]];
+        (ending(x.dims, w1.dims[0]).into(), x.dtype)
+    }
+
+    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        let (y, dtype) = self.output(inputs);
+        let (rows, width) = rows(&y);
+        ["gate", "up"]
+            .map(|name| (name, (rows, width).into(), dtype))
+            .into()
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        self.copies.iter().filter_map(WeightCopy::tensor).collect()
+    }
+
+    fn forwarded(&self) {
+        self.copies.iter().for_each(WeightCopy::forwarded);
     }
 }
 

@@ -87,6 +87,18 @@ impl WeightCopy {
         copy.clone()
     }
 
+    /// The copy, for as long as there is one.
+    pub(super) fn tensor(&self) -> Option<Tensor> {
+        self.get()
+    }
+
+    /// Drops what is dropped when forward is done.
+    pub(super) fn forwarded(&self) {
+        if self.drops {
+            *self.copy.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+    }
+
     /// The weight as products read it, before forward: for checks.
     pub(super) fn of(&self, weight: &Tensor) -> Tensor {
         self.get().unwrap_or_else(|| weight.clone())

@@ -1,7 +1,7 @@
 //! Where a policy holds.
 
 use super::Autocast;
-use crate::Result;
+use crate::{Result, graph};
 use candle_core::DType;
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
@@ -104,6 +104,9 @@ impl Drop for Guard {
             regions.retain(|region| region.id != self.id);
             regions.is_empty()
         });
+        if none_left == Ok(true) {
+            graph::autocast_ended();
+        }
         if none_left == Ok(true)
             && let Ok(Some(tell)) = ON_OUTERMOST_END.try_with(Cell::get)
         {

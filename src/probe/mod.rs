@@ -95,6 +95,25 @@ pub struct Operand<'a> {
     pub dtype: DType,
 }
 
+impl Operand<'_> {
+    /// How many rows: elements of all dimensions but the last.
+    pub(crate) fn rows(&self) -> usize {
+        let leading = self
+            .dims
+            .split_last()
+            .map_or(&[][..], |(_, leading)| leading);
+        leading.iter().product()
+    }
+
+    /// The dtype that its elements are computed in: f32 for half precision.
+    pub(crate) fn wide_dtype(&self) -> DType {
+        match self.dtype {
+            DType::F16 | DType::BF16 => DType::F32,
+            other => other,
+        }
+    }
+}
+
 impl<'a> From<&'a Tensor> for Operand<'a> {
     fn from(tensor: &'a Tensor) -> Self {
         Self {

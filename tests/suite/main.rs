@@ -10,6 +10,7 @@ mod data;
 mod flash;
 mod fused;
 mod golden;
+mod graph;
 mod memory;
 mod model;
 mod ops;

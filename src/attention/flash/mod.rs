@@ -16,7 +16,7 @@ use super::shapes::Shapes;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
 use crate::ops::{Path, cast_for, choose, record::apply3};
-use crate::{Error, Result, device};
+use crate::{Error, Result, device, graph};
 use candle_core::Tensor;
 
 const NAME: &str = "attention::flash";
@@ -115,7 +115,11 @@ pub fn flash_with_lse(
         &four_dimensions(v, kv_heads)?,
         op,
     )?;
-    let Some(lse) = lse.get() else {
+    let lse = match graph::is_tracing() {
+        true => graph::kept_value(&out, "lse")?,
+        false => lse.get().cloned(),
+    };
+    let Some(lse) = lse else {
         return Err(candle_core::Error::msg("attention::flash: forward left no lse").into());
     };
     let lse = lse.reshape(&q.dims()[..q.rank() - 1])?;

@@ -1,16 +1,18 @@
 //! The kernel as a candle op.
 
 use super::NAME;
-use crate::attention::AttentionConfig;
 use crate::attention::shapes::Shapes;
+use crate::attention::{AttentionConfig, attributes};
+use crate::graph::Attribute;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::flash_attention::{self as kernel, Gradients, Inputs, Outputs, Sizes};
 use crate::ops::cpu::{cpu_storage, elements, for_stored, heads, output, tensor, tensors};
-use crate::probe;
+use crate::ops::record::{Spec, like_first};
+use crate::probe::{self, Operand};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
 /// What the kernels are told of a call.
@@ -108,6 +110,26 @@ impl Flash {
     #[cfg(feature = "cuda")]
     pub(super) fn sizes(&self) -> &Sizes {
         &self.sizes
+    }
+}
+
+impl Spec for Flash {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        attributes(self.sizes.scale, self.sizes.mask)
+    }
+
+    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        let (q, sizes) = (&inputs[0], &self.sizes);
+        let lse = (sizes.batch, sizes.heads, sizes.queries).into();
+        let mut kept = vec![("lse", lse, q.wide_dtype())];
+        if q.wide_dtype() != q.dtype {
+            kept.push(("rounded off", q.dims.into(), q.dtype));
+        }
+        kept
     }
 }
 

@@ -8,6 +8,7 @@ use super::launcher::Launcher;
 use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::{adamw, cast, cross_entropy, embedding, rms_norm, rope, swiglu};
 use crate::kernels::cuda::{flash_attention, source};
+use crate::kernels::limits;
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
 use std::ops::Range;
@@ -275,9 +276,9 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
         }
         match call.op {
             Op::RmsNorm { width, .. } | Op::AddRmsNorm { width, .. }
-                if width > rms_norm::MAX_WIDTH =>
+                if width > limits::RMS_NORM_WIDTH =>
             {
-                let wanted = format!("a d_model of at most {}", rms_norm::MAX_WIDTH);
+                let wanted = format!("a d_model of at most {}", limits::RMS_NORM_WIDTH);
                 return refuse(&wanted, width.to_string(), "run the model eagerly there");
             }
             _ => {}

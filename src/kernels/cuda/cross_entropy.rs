@@ -11,9 +11,6 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("cross_entropy.cu")],
 };
 
-/// The most classes that the backward's grid reaches, in f32.
-pub(crate) const MAX_CLASSES: usize = 65_535 * 4 * 256 * 4;
-
 /// The targets of (rows) logits, checked.
 #[derive(Clone, Copy)]
 pub(crate) struct Targets<'a> {

@@ -14,9 +14,6 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("rms_norm.cu")],
 };
 
-/// The widest row that the threads of a block hold in their registers, wherever it begins.
-pub(crate) const MAX_WIDTH: usize = 8176;
-
 /// Threads for every row of `y` (rows, width), which is in the narrower dtype and decides what columns a thread has.
 fn threads_for_rows(y: View, width: usize) -> LaunchConfig {
     let of_row = 32 * (packs(width, y) * in_vector(y.dtype)).div_ceil(512);

@@ -15,6 +15,7 @@ mod run;
 mod segment;
 
 use crate::grad::is_grad_enabled;
+use crate::graph::{self, SegmentKind};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use conditions::Conditions;
@@ -58,6 +59,9 @@ pub fn checkpoint<const N: usize>(
 ) -> Result<Tensor> {
     if !is_grad_enabled() {
         return f(inputs);
+    }
+    if graph::is_tracing() {
+        return graph::segment(SegmentKind::Checkpoint, inputs, f);
     }
     let f = move |inputs: &[Tensor]| f(std::array::from_fn(|i| &inputs[i]));
     let conditions = Conditions::here();
@@ -104,6 +108,9 @@ pub fn release<const N: usize>(
 ) -> Result<Tensor> {
     if !is_grad_enabled() {
         return f(inputs);
+    }
+    if graph::is_tracing() {
+        return graph::segment(SegmentKind::Release, inputs, f);
     }
     let f = |inputs: &[Tensor]| f(std::array::from_fn(|i| &inputs[i]));
     let run = Run::new(f, inputs.iter().map(|input| Input::new(input)))?;

@@ -1,9 +1,12 @@
 //! The results as an op of candle's graph.
 
 use super::{Attention, NAME};
+use crate::ops::record::Spec;
+use crate::probe::Operand;
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Result, Shape, Storage, Tensor, bail,
+    CpuStorage, CudaStorage, CustomOp3, DType, Layout, MetalStorage, Result, Shape, Storage,
+    Tensor, bail,
 };
 
 /// A forward pass that is done, with what its backward needs. One op whatever the number of tiles: candle would keep every
@@ -16,6 +19,12 @@ pub(super) struct Computed {
     pub(super) wide_out: Tensor,
     /// (G, R, Tq, 1).
     pub(super) lse: Tensor,
+}
+
+impl Spec for Computed {
+    fn output(&self, _: &[Operand<'_>]) -> (Shape, DType) {
+        (self.out.shape().clone(), self.out.dtype())
+    }
 }
 
 impl CustomOp3 for Computed {

@@ -1,0 +1,276 @@
+//! What a trace has seen, as data.
+
+use crate::attention::Mask;
+use candle_core::DType;
+use std::fmt;
+
+/// A function's forward: what it reads, computes and drops, in the order of execution.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Graph {
+    /// Every value, in the order in which each was first met.
+    pub values: Vec<Value>,
+    /// What happened, in order.
+    pub events: Vec<Event>,
+    /// What the function has returned.
+    pub outputs: Vec<Operand>,
+}
+
+/// A value's index in [`Graph::values`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ValueId(pub usize);
+
+/// A tensor's elements. Views of one tensor are one value.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Value {
+    /// Its shape, as it was made; of a constant, as it was first read.
+    pub shape: Vec<usize>,
+    /// Of its elements.
+    pub dtype: DType,
+    /// Where it comes from.
+    pub source: Source,
+    /// Whether a gradient can reach it: of weights, and of what is computed from them outside of
+    /// [`no_grad`](crate::no_grad()).
+    pub tracked: bool,
+}
+
+impl Value {
+    /// How many elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Bytes of its elements.
+    pub fn bytes(&self) -> usize {
+        self.elements() * self.dtype.size_in_bytes()
+    }
+}
+
+/// Where a value comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A variable, by its name; empty where nobody has named it ([`name`](super::name())).
+    Weight(String),
+    /// An argument of the function, by its name ([`input`](super::input())).
+    Input(String),
+    /// A real tensor that is no variable: a table of angles, say.
+    Constant,
+    /// The node that makes it or keeps it.
+    Node,
+}
+
+/// What happened in a forward.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// An op ran.
+    Node(Node),
+    /// A segment began: a function whose graph does not live as long as the rest.
+    Enter(SegmentKind),
+    /// The segment that began last has ended. Its output is made by the node that follows.
+    Leave,
+    /// The outermost autocast region ended: weights' casts that were kept for it are dropped.
+    AutocastEnd,
+    /// The last tensor that shows this value was dropped, by the function and by candle's graph.
+    Drop(ValueId),
+}
+
+/// What becomes of a segment's graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SegmentKind {
+    /// [`nn::checkpoint`](crate::nn::checkpoint()): it is dropped, and made anew in backward.
+    Checkpoint,
+    /// [`nn::release`](crate::nn::release()): it is dropped as soon as backward has passed it.
+    Release,
+}
+
+/// One call of an op.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Node {
+    /// Where in the model, the op's name last: `layers.0/attn/q_proj/linear`.
+    pub path: String,
+    /// The op's name.
+    pub op: &'static str,
+    /// What tells this call from another on the same operands.
+    pub attributes: Vec<(&'static str, Attribute)>,
+    /// Whether it is composed of candle's own ops, for want of a kernel: its backward is candle's then.
+    pub composed: bool,
+    /// What it reads, in the op's order.
+    pub inputs: Vec<Operand>,
+    /// What it makes.
+    pub output: ValueId,
+    /// What it makes for backward beside its output, and keeps if a gradient can reach that.
+    pub kept: Vec<Kept>,
+}
+
+/// What an op keeps for backward.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Kept {
+    /// What it is to the op: `lse`, say.
+    pub name: &'static str,
+    /// Which value.
+    pub value: ValueId,
+}
+
+/// A value as an op reads it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Operand {
+    /// Which value.
+    pub value: ValueId,
+    /// Which of its elements, in which order; `None` for all of them as they lie.
+    pub view: Option<View>,
+}
+
+/// Elements of a value, by their places.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct View {
+    /// The view's shape.
+    pub shape: Vec<usize>,
+    /// Elements from one index to the next, for each dimension.
+    pub stride: Vec<usize>,
+    /// The first element's place.
+    pub offset: usize,
+}
+
+/// A parameter of an op.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Attribute {
+    /// A number of things.
+    Count(usize),
+    /// A real number.
+    Number(f64),
+    /// Which keys a query sees.
+    Mask(Mask),
+    /// A dtype.
+    DType(DType),
+    /// Yes or no.
+    Flag(bool),
+}
+
+impl Graph {
+    /// The nodes, in order.
+    pub fn nodes(&self) -> impl Iterator<Item = &Node> {
+        self.events.iter().filter_map(|event| match event {
+            Event::Node(node) => Some(node),
+            _ => None,
+        })
+    }
+
+    /// A value.
+    ///
+    /// # Panics
+    /// An id of another graph's, beyond this one's values.
+    pub fn value(&self, id: ValueId) -> &Value {
+        &self.values[id.0]
+    }
+
+    /// An operand's shape.
+    pub fn shape_of<'a>(&'a self, operand: &'a Operand) -> &'a [usize] {
+        match &operand.view {
+            Some(view) => &view.shape,
+            None => &self.value(operand.value).shape,
+        }
+    }
+
+    /// The weights that are read, each once, in the order in which they are read first.
+    pub fn weights(&self) -> impl Iterator<Item = (ValueId, &str)> {
+        let values = self.values.iter().enumerate();
+        values.filter_map(|(i, value)| match &value.source {
+            Source::Weight(name) => Some((ValueId(i), name.as_str())),
+            _ => None,
+        })
+    }
+
+    /// `%3`, or a name.
+    fn operand_name(&self, operand: &Operand) -> String {
+        let name = match &self.value(operand.value).source {
+            Source::Weight(name) | Source::Input(name) if !name.is_empty() => name.clone(),
+            Source::Weight(_) => format!("weight {:?}", self.shape_of(operand)),
+            Source::Constant => format!("constant {:?}", self.shape_of(operand)),
+            _ => format!("%{}", operand.value.0),
+        };
+        match &operand.view {
+            Some(view) => format!("{name} as {:?}", view.shape),
+            None => name,
+        }
+    }
+}
+
+impl fmt::Display for Attribute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Count(count) => write!(f, "{count}"),
+            Self::Number(number) => write!(f, "{number}"),
+            Self::Mask(mask) => write!(f, "{mask:?}"),
+            Self::DType(dtype) => write!(f, "{}", dtype.as_str()),
+            Self::Flag(flag) => write!(f, "{flag}"),
+        }
+    }
+}
+
+impl fmt::Display for SegmentKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Checkpoint => "checkpoint",
+            Self::Release => "release",
+        })
+    }
+}
+
+/// One line a node, indented by segment: `%7 (4, 256, 512) f32 = layers.0/ln1/rms_norm {eps 1e-5} (%3, layers.0.ln1.weight)`.
+impl fmt::Display for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut depth = 0;
+        for event in &self.events {
+            let indent = 2 * depth;
+            match event {
+                Event::Node(node) => {
+                    write!(f, "{:indent$}", "")?;
+                    self.write_node(f, node)?;
+                }
+                Event::Enter(kind) => {
+                    writeln!(f, "{:indent$}{kind} {{", "")?;
+                    depth += 1;
+                }
+                Event::Leave => {
+                    depth = depth.saturating_sub(1);
+                    writeln!(f, "{:1$}}}", "", 2 * depth)?;
+                }
+                Event::AutocastEnd => writeln!(f, "{:indent$}end of autocast", "")?,
+                Event::Drop(value) => writeln!(f, "{:indent$}drop %{}", "", value.0)?,
+            }
+        }
+        let outputs: Vec<String> = self.outputs.iter().map(|o| self.operand_name(o)).collect();
+        writeln!(f, "return {}", outputs.join(", "))
+    }
+}
+
+impl Graph {
+    fn write_node(&self, f: &mut fmt::Formatter<'_>, node: &Node) -> fmt::Result {
+        let output = self.value(node.output);
+        let dtype = output.dtype.as_str();
+        write!(
+            f,
+            "%{} {:?} {dtype} = {}",
+            node.output.0, output.shape, node.path
+        )?;
+        if !node.attributes.is_empty() {
+            let attributes = node.attributes.iter();
+            let attributes: Vec<String> = attributes.map(|(k, v)| format!("{k} {v}")).collect();
+            write!(f, " {{{}}}", attributes.join(", "))?;
+        }
+        let inputs: Vec<String> = node.inputs.iter().map(|o| self.operand_name(o)).collect();
+        write!(f, " ({})", inputs.join(", "))?;
+        for kept in &node.kept {
+            let value = self.value(kept.value);
+            let dtype = value.dtype.as_str();
+            write!(
+                f,
+                "; keeps {} %{} {:?} {dtype}",
+                kept.name, kept.value.0, value.shape
+            )?;
+        }
+        if node.composed {
+            write!(f, " [composed]")?;
+        }
+        writeln!(f)
+    }
+}

@@ -1,0 +1,160 @@
+//! Tensors of a shape and a dtype, without elements.
+//!
+//! The storage of a hollow tensor is a [`CpuStorage::F4`], which none of candle's kernels takes, while the tensor itself
+//! says the dtype that it stands for. The bytes of that storage hold no elements: they say what the tensor is.
+
+use crate::{Error, Result};
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
+use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+
+/// What a hollow tensor is, as its storage says it.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Role {
+    /// Made by [`input`].
+    Input(String),
+    /// Made by [`weights`].
+    Weight(String),
+    /// Made by an op in a trace.
+    Output,
+}
+
+impl Role {
+    fn to_bytes(&self) -> Vec<u8> {
+        let (kind, name) = match self {
+            Self::Input(name) => (0, name.as_str()),
+            Self::Weight(name) => (1, name.as_str()),
+            Self::Output => (2, ""),
+        };
+        let mut bytes = vec![kind];
+        bytes.extend(name.as_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        let name = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        match bytes {
+            [0, rest @ ..] => Self::Input(name(rest)),
+            [1, rest @ ..] => Self::Weight(name(rest)),
+            _ => Self::Output,
+        }
+    }
+
+    /// What the hollow tensor `x` is; `None` for a tensor that has elements.
+    pub(super) fn of(x: &Tensor) -> Option<Self> {
+        let (storage, _) = x.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(CpuStorage::F4(bytes)) if x.dtype() != DType::F4 => {
+                Some(Self::from_bytes(bytes))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// A hollow tensor called `name`, as the argument of a function to be traced.
+///
+/// # Errors
+/// A dtype other than u8, u32, i64 and the floats f16, bf16, f32 and f64.
+pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    Ok(hollow(shape, dtype, Role::Input(name.into()), false)?)
+}
+
+/// A builder of hollow weights in `dtype`: variables under their own names, of any shape that is asked for.
+///
+/// A layer or a model that is built from it takes no memory, and serves for tracing alone: running it, or handing its
+/// weights to an optimizer or a file, is an error.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::graph;
+///
+/// let layer = tallow::nn::Linear::new(1 << 20, 1 << 20, graph::weights(DType::F32))?; // 4 TiB, if it were real
+/// assert!(graph::is_hollow(layer.weight()));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn weights(dtype: DType) -> VarBuilder<'static> {
+    VarBuilder::from_backend(Box::new(HollowWeights), dtype, Device::Cpu)
+}
+
+/// Whether `x` is hollow, or a view of a hollow tensor.
+pub fn is_hollow(x: &Tensor) -> bool {
+    Role::of(x).is_some()
+}
+
+pub(super) fn hollow(
+    shape: impl Into<Shape>,
+    dtype: DType,
+    role: Role,
+    is_variable: bool,
+) -> candle_core::Result<Tensor> {
+    let storage = Storage::Cpu(empty(dtype)?);
+    let x = Tensor::from_storage(storage, shape, BackpropOp::none(), is_variable);
+    hollow_out(&x, role)?;
+    Ok(x)
+}
+
+/// A storage without elements that says `dtype`: what a tensor takes its own dtype from, when it is made.
+pub(super) fn empty(dtype: DType) -> candle_core::Result<CpuStorage> {
+    Ok(match dtype {
+        DType::U8 => CpuStorage::U8(Vec::new()),
+        DType::U32 => CpuStorage::U32(Vec::new()),
+        DType::I64 => CpuStorage::I64(Vec::new()),
+        DType::F16 => CpuStorage::F16(Vec::new()),
+        DType::BF16 => CpuStorage::BF16(Vec::new()),
+        DType::F32 => CpuStorage::F32(Vec::new()),
+        DType::F64 => CpuStorage::F64(Vec::new()),
+        other => {
+            return Err(Error::DType {
+                op: "graph",
+                expected: "u8, u32, i64, f16, bf16, f32 or f64".into(),
+                got: other.as_str().into(),
+                hint: "no op of this crate takes another".into(),
+            }
+            .into());
+        }
+    })
+}
+
+/// Exchanges the empty storage of `x` for one that candle does not compute with.
+pub(super) fn hollow_out(x: &Tensor, role: Role) -> candle_core::Result<()> {
+    struct HollowOut(Role);
+
+    impl InplaceOp1 for HollowOut {
+        fn name(&self) -> &'static str {
+            "hollow"
+        }
+
+        fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+            *storage = CpuStorage::F4(self.0.to_bytes());
+            Ok(())
+        }
+    }
+
+    x.inplace_op1(&HollowOut(role))
+}
+
+struct HollowWeights;
+
+impl SimpleBackend for HollowWeights {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        _: Init,
+        dtype: DType,
+        _: &Device,
+    ) -> candle_core::Result<Tensor> {
+        hollow(shape, dtype, Role::Weight(name.into()), true)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        candle_core::bail!(
+            "graph::weights: {name} was asked for without a shape, which nothing else knows"
+        )
+    }
+
+    fn contains_tensor(&self, _: &str) -> bool {
+        true
+    }
+}

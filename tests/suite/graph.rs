@@ -1,0 +1,422 @@
+//! A traced forward is what an eager one does, op by op; and what cannot be traced is refused in words.
+
+use candle_core::{DType, Device, Tensor};
+use rstest::rstest;
+use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
+use tallow::attention::{self, Algorithm, AttentionConfig};
+use tallow::graph::{self, Event, Graph, Node, SegmentKind, Source, Target};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::{self, Checkpointing};
+use tallow::ops::{self, KernelPolicy, with_kernel_policy};
+use tallow::precision::Autocast;
+use tallow::probe::{self, Kind, Listener, Path};
+use tallow::{Result, autocast, no_grad};
+
+fn config(attention: Algorithm, checkpointing: Checkpointing) -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: 20,
+        context_length: 8,
+        d_model: 16,
+        num_layers: 4,
+        num_heads: 2,
+        d_ff: 32,
+        attention,
+        checkpointing,
+        ..Default::default()
+    }
+}
+
+/// An op's path, its operands' shapes and its output's shape and dtype.
+type Line = (String, Vec<Vec<usize>>, Vec<usize>, DType);
+
+/// What this thread's ops do and keep, as they run.
+struct Log {
+    thread: ThreadId,
+    ops: Mutex<Vec<Line>>,
+    kept: Mutex<Vec<(String, String, Vec<usize>, DType)>>,
+}
+
+impl Listener for Log {
+    fn left(&self, event: &probe::Event<'_>) {
+        if self.thread != thread::current().id() || event.kind != Kind::Op {
+            return;
+        }
+        let operands = event.operands.expect("an op that has succeeded");
+        let inputs = operands.inputs.iter().map(|x| x.dims.to_vec()).collect();
+        let output = operands.output;
+        // What a reference has inside of it is its own affair.
+        if ["scale", "mask"].contains(&event.name) {
+            return;
+        }
+        let line = (
+            event.path.to_string(),
+            inputs,
+            output.dims.to_vec(),
+            output.dtype,
+        );
+        self.ops.lock().unwrap().push(line);
+    }
+
+    fn kept(&self, path: Path, what: &'static str, tensor: &Tensor) {
+        // What a released graph keeps is told once more, by the segment; a weight's copy is an operand in a trace.
+        if self.thread == thread::current().id() && !["released", "weight copy"].contains(&what) {
+            let line = (
+                path.to_string(),
+                what.into(),
+                tensor.dims().to_vec(),
+                tensor.dtype(),
+            );
+            self.kept.lock().unwrap().push(line);
+        }
+    }
+}
+
+fn ids(rows: usize, cols: usize) -> Tensor {
+    let ids: Vec<u32> = (0..rows * cols).map(|i| (i % 20) as u32).collect();
+    Tensor::from_vec(ids, (rows, cols), &Device::Cpu).unwrap()
+}
+
+fn in_precision<T>(half: Option<DType>, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    match half {
+        Some(dtype) => autocast(Autocast::cuda(dtype), f),
+        None => f(),
+    }
+}
+
+fn hollow_model(config: &TransformerConfig) -> TransformerLM {
+    TransformerLM::from_var_builder(config, graph::weights(DType::F32)).unwrap()
+}
+
+fn hollow_ids(rows: usize, cols: usize) -> [Tensor; 2] {
+    ["tokens", "targets"].map(|name| graph::input(name, (rows, cols), DType::U32).unwrap())
+}
+
+/// The nodes that an eager run has ranges for.
+fn is_op(node: &&Node) -> bool {
+    !["copy", "checkpoint", "release", "contiguous", "widen"].contains(&node.op)
+}
+
+#[rstest]
+fn a_trace_is_what_eager_does(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(None, Some(DType::BF16), Some(DType::F16))] half: Option<DType>,
+    #[values(Checkpointing::None, Checkpointing::Release, Checkpointing::Sqrt)]
+    checkpointing: Checkpointing,
+    #[values(false, true)] without_grad: bool,
+    #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
+) {
+    if attention == Algorithm::Flash && policy == KernelPolicy::Reference {
+        return; // flash's reference is tiles of candle's own ops, which a trace does not run
+    }
+    let config = config(attention, checkpointing);
+    let forward = |model: &TransformerLM, x: &Tensor, y: &Tensor| {
+        with_kernel_policy(policy, || {
+            in_precision(half, || match without_grad {
+                true => no_grad(|| model.loss(x, y)),
+                false => model.loss(x, y),
+            })
+        })
+    };
+    let log = Arc::new(Log {
+        thread: thread::current().id(),
+        ops: Mutex::default(),
+        kept: Mutex::default(),
+    });
+    let real = TransformerLM::new(&config, 1, &Device::Cpu).unwrap();
+    {
+        let _listening = probe::listen(log.clone());
+        forward(&real, &ids(3, 5), &ids(3, 5)).unwrap();
+    }
+    let (model, [x, y]) = (hollow_model(&config), hollow_ids(3, 5));
+    let traced = graph::trace(Target::Cpu, || forward(&model, &x, &y)).unwrap();
+
+    let line = |node: &Node, inputs: usize| -> Line {
+        let output = traced.value(node.output);
+        let inputs = node.inputs.iter().take(inputs);
+        let inputs = inputs.map(|x| traced.shape_of(x).to_vec()).collect();
+        (
+            node.path.clone(),
+            inputs,
+            output.shape.clone(),
+            output.dtype,
+        )
+    };
+    let eager = std::mem::take(&mut *log.ops.lock().unwrap());
+    let nodes: Vec<&Node> = traced.nodes().filter(is_op).collect();
+    assert_eq!(nodes.len(), eager.len());
+    for (node, eager) in nodes.iter().zip(eager) {
+        // A node's operands are the op's arguments first, then what it reads besides: ids, tables, copies of weights.
+        assert_eq!(line(node, eager.1.len()), eager);
+    }
+    let kept = traced.nodes().flat_map(|node| {
+        node.kept.iter().map(|kept| {
+            let value = traced.value(kept.value);
+            (
+                node.path.clone(),
+                kept.name.to_string(),
+                value.shape.clone(),
+                value.dtype,
+            )
+        })
+    });
+    let eager = log.kept.lock().unwrap();
+    assert_eq!(kept.collect::<Vec<_>>(), *eager);
+    assert_eq!(
+        graph::trace(Target::Cpu, || forward(&real, &ids(3, 5), &ids(3, 5)))
+            .unwrap()
+            .nodes()
+            .count(),
+        traced.nodes().count()
+    );
+}
+
+#[test]
+fn weights_and_inputs_have_their_names() {
+    let config = config(Algorithm::Flash, Checkpointing::None);
+    let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+    let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
+    let mut found: Vec<&str> = traced.weights().map(|(_, name)| name).collect();
+    let mut wanted: Vec<String> = model
+        .parameters()
+        .into_iter()
+        .map(|(name, _)| name)
+        .collect();
+    found.sort();
+    wanted.sort();
+    assert_eq!(found, wanted);
+    for name in ["tokens", "targets"] {
+        let source = Source::Input(name.into());
+        assert_eq!(
+            traced
+                .values
+                .iter()
+                .filter(|value| value.source == source)
+                .count(),
+            1
+        );
+    }
+    let text = traced.to_string();
+    let line = "layers.0/attn/q_proj/linear ";
+    let line = text.lines().find(|text| text.contains(line)).unwrap();
+    assert!(line.contains("layers.0.attn.q_proj.weight"), "{line}");
+}
+
+/// The values that are dropped, at the place of each.
+fn drops(traced: &Graph) -> Vec<usize> {
+    let events = traced.events.iter();
+    events
+        .filter_map(|event| match event {
+            Event::Drop(value) => Some(value.0),
+            _ => None,
+        })
+        .collect()
+}
+
+#[test]
+fn drops_are_told_when_they_happen() {
+    let x = graph::input("x", (2, 3), DType::F32).unwrap();
+    let weight = nn::Linear::new(3, 3, graph::weights(DType::F32)).unwrap();
+    let chain = || {
+        let mut y = weight.forward(&x)?;
+        for _ in 0..2 {
+            y = weight.forward(&y)?; // and what it was goes
+        }
+        Ok(y)
+    };
+    // With a graph everything stays; without one each goes when the next has been made.
+    let kept = graph::trace(Target::Cpu, chain).unwrap();
+    assert!(drops(&kept).is_empty());
+    let dropped = graph::trace(Target::Cpu, || no_grad(chain)).unwrap();
+    let made: Vec<usize> = dropped.nodes().map(|node| node.output.0).collect();
+    assert_eq!(drops(&dropped), made[..2]);
+    // A tensor that outlives its node, outside of its graph, has not gone.
+    let revived = graph::trace(Target::Cpu, || {
+        let y = weight.forward(&x)?.detach();
+        let other = ops::relu(&x)?;
+        ops::add(&y, &other)
+    });
+    let made = revived.as_ref().unwrap().nodes().next().unwrap().output.0;
+    assert!(!drops(&revived.unwrap()).contains(&made));
+}
+
+#[test]
+fn segments_hold_what_they_keep() {
+    for (checkpointing, kind, goes) in [
+        (Checkpointing::Block, SegmentKind::Checkpoint, true),
+        (Checkpointing::Release, SegmentKind::Release, false),
+    ] {
+        let config = config(Algorithm::Naive, checkpointing);
+        let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+        let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
+        let begins = traced
+            .events
+            .iter()
+            .position(|event| *event == Event::Enter(kind))
+            .unwrap();
+        let ends = traced
+            .events
+            .iter()
+            .position(|event| *event == Event::Leave)
+            .unwrap();
+        let inside = &traced.events[begins..ends];
+        let made = inside
+            .iter()
+            .filter(|event| matches!(event, Event::Node(_)))
+            .count();
+        let dropped = inside
+            .iter()
+            .filter(|event| matches!(event, Event::Drop(_)))
+            .count();
+        // All but the output, which the segment copies when it has ended.
+        assert_eq!(dropped, if goes { made - 1 } else { 0 });
+        assert!(
+            matches!(&traced.events[ends + 1], Event::Node(node) if node.op == kind.to_string())
+        );
+    }
+}
+
+#[test]
+fn a_region_ends_once() {
+    let config = config(Algorithm::Flash, Checkpointing::None);
+    let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+    let run = || autocast(Autocast::cuda(DType::BF16), || model.loss(&x, &y));
+    let traced = graph::trace(Target::Cpu, run).unwrap();
+    let ends = traced
+        .events
+        .iter()
+        .filter(|event| **event == Event::AutocastEnd);
+    assert_eq!(ends.count(), 1);
+    // Copies are kept by the ops that read them, or dropped when the op is done.
+    let is_copy = |node: &&Node| node.op == "weight_cast";
+    let copies: Vec<usize> = traced
+        .nodes()
+        .filter(is_copy)
+        .map(|node| node.output.0)
+        .collect();
+    let dropped = drops(&traced);
+    assert!(!copies.is_empty() && !copies.iter().any(|copy| dropped.contains(copy)));
+    let dropping = || {
+        autocast(Autocast::cuda(DType::BF16).with_weight_cache(false), || {
+            model.loss(&x, &y)
+        })
+    };
+    let traced = graph::trace(Target::Cpu, dropping).unwrap();
+    let copies: Vec<usize> = traced
+        .nodes()
+        .filter(is_copy)
+        .map(|node| node.output.0)
+        .collect();
+    let dropped = drops(&traced);
+    assert!(!copies.is_empty() && copies.iter().all(|copy| dropped.contains(copy)));
+}
+
+#[test]
+fn a_target_decides_what_has_a_kernel() {
+    let x = graph::input("x", (2, 3), DType::BF16).unwrap();
+    for (target, composed) in [(Target::Cpu, false), (Target::Cuda, true)] {
+        let traced = graph::trace(target, || ops::relu(&x)).unwrap();
+        assert_eq!(
+            traced.nodes().next().unwrap().composed,
+            composed,
+            "{target:?}"
+        );
+    }
+    let strict = with_kernel_policy(KernelPolicy::Strict, || {
+        graph::trace(Target::Cuda, || ops::relu(&x))
+    });
+    assert!(strict.unwrap_err().to_string().contains("no kernel"));
+}
+
+#[test]
+fn one_weight_read_twice_is_one_weight() {
+    let table = nn::Embedding::new(7, 4, graph::weights(DType::F32).pp("table")).unwrap();
+    let tokens = graph::input("tokens", (2, 3), DType::U32).unwrap();
+    let tied = || {
+        let x = table.forward(&tokens)?;
+        ops::linear(&x, table.weight())
+    };
+    let traced = graph::trace(Target::Cpu, tied).unwrap();
+    assert_eq!(
+        traced.weights().map(|(_, name)| name).collect::<Vec<_>>(),
+        ["table.weight"]
+    );
+}
+
+#[test]
+fn lse_is_a_value_of_its_own() {
+    let [q, k] = ["q", "k"].map(|name| graph::input(name, (1, 2, 5, 8), DType::F32).unwrap());
+    let attend = || attention::flash_with_lse(&q, &k, &k, &AttentionConfig::default());
+    let traced = graph::trace(Target::Cpu, || no_grad(attend)).unwrap();
+    let lse = traced.shape_of(&traced.outputs[1]);
+    assert_eq!(lse, [1, 2, 5]);
+}
+
+/// What went wrong in a trace of `f`.
+fn refused(f: impl FnOnce(&Tensor) -> Result<Tensor>) -> String {
+    let x = graph::input("x", (4, 4), DType::F32).unwrap();
+    let error = graph::trace(Target::Cpu, || f(&ops::relu(&x)?))
+        .unwrap_err()
+        .to_string();
+    assert!(!error.contains("F4") && !error.contains("f4"), "{error}");
+    error
+}
+
+#[test]
+fn what_cannot_be_traced_is_refused_in_words() {
+    type Candle = fn(&Tensor) -> candle_core::Result<Tensor>;
+    let computing: [Candle; 9] = [
+        |x| x + x,
+        |x| x * 2.0,
+        |x| x.exp(),
+        |x| x.sum_all(),
+        |x| x.matmul(x),
+        |x| x.t()?.contiguous(),
+        |x| x.to_dtype(DType::BF16),
+        |x| Tensor::cat(&[x, x], 1),
+        |x| candle_nn::ops::softmax(x, 1),
+    ];
+    for f in computing {
+        let error = refused(|x| Ok(f(x)?));
+        assert!(
+            error.contains("after relu") && error.contains("tallow::ops"),
+            "{error}"
+        );
+    }
+    assert!(refused(|x| ops::relu(&x.copy()?)).contains("no op of this trace"));
+    assert!(
+        refused(|x| graph::trace(Target::Cpu, || ops::relu(x)).map(|_| x.clone())).contains("open")
+    );
+    assert!(
+        refused(|x| ops::linear(x, &graph::input("w", (2, 3), DType::F32)?)).contains("weight")
+    );
+
+    let hollow = graph::input("x", (4, 4), DType::F32).unwrap();
+    for error in [
+        ops::relu(&hollow).unwrap_err(),
+        ops::linear(&hollow, &hollow).unwrap_err(),
+        hollow_model(&config(Algorithm::Naive, Checkpointing::None))
+            .forward(&ids(1, 3))
+            .unwrap_err(),
+    ] {
+        let error = error.to_string();
+        assert!(error.contains("hollow") && !error.contains("F4"), "{error}");
+    }
+    assert!(graph::input("x", 3, DType::F8E4M3).is_err());
+}
+
+#[test]
+fn the_largest_preset_is_traced_without_its_memory() {
+    let config = TransformerConfig {
+        context_length: 1024,
+        ..TransformerConfig::preset("10b").unwrap()
+    };
+    let (model, [x, y]) = (hollow_model(&config), hollow_ids(4, 1024));
+    let traced = graph::trace(Target::Cuda, || model.loss(&x, &y)).unwrap();
+    assert_eq!(
+        traced,
+        graph::trace(Target::Cuda, || model.loss(&x, &y)).unwrap()
+    );
+    let weights = traced.weights().map(|(id, _)| traced.value(id).elements());
+    assert_eq!(weights.sum::<usize>(), config.num_parameters());
+}
