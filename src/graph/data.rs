@@ -93,8 +93,10 @@ pub struct Node {
     pub attributes: Vec<(&'static str, Attribute)>,
     /// Whether it is composed of candle's own ops, for want of a kernel: its backward is candle's then.
     pub composed: bool,
-    /// What it reads, in the op's order.
+    /// Its arguments, in the op's order.
     pub inputs: Vec<Operand>,
+    /// What it reads besides, to which no gradient goes: token ids, angles, a weight's copy in half precision.
+    pub reads: Vec<Operand>,
     /// What it makes.
     pub output: ValueId,
     /// What it makes for backward beside its output, and keeps if a gradient can reach that.
@@ -257,8 +259,14 @@ impl Graph {
             let attributes: Vec<String> = attributes.map(|(k, v)| format!("{k} {v}")).collect();
             write!(f, " {{{}}}", attributes.join(", "))?;
         }
-        let inputs: Vec<String> = node.inputs.iter().map(|o| self.operand_name(o)).collect();
-        write!(f, " ({})", inputs.join(", "))?;
+        let names = |operands: &[Operand]| -> String {
+            let names: Vec<String> = operands.iter().map(|o| self.operand_name(o)).collect();
+            names.join(", ")
+        };
+        write!(f, " ({})", names(&node.inputs))?;
+        if !node.reads.is_empty() {
+            write!(f, " reading {}", names(&node.reads))?;
+        }
         for kept in &node.kept {
             let value = self.value(kept.value);
             let dtype = value.dtype.as_str();

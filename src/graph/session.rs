@@ -372,15 +372,22 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
     let shapes: Vec<probe::Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
     let (shape, dtype) = op.output(&shapes);
     let kept = op.kept(&shapes);
-    let read_too = op.reads();
+    let reads = op.reads();
     let path = probe::op_path(name).to_string();
     with_session(|session| {
-        let read = inputs.iter().copied().chain(&read_too);
-        let operands = read
+        let operands = inputs
+            .iter()
             .map(|x| session.operand(x))
             .collect::<Result<Vec<_>>>()?;
-        let is_tracked = |operand: &Operand| session.graph.values[operand.value.0].tracked;
-        let tracked = is_grad_enabled() && operands.iter().any(is_tracked);
+        let reads = reads
+            .iter()
+            .map(|x| session.operand(x))
+            .collect::<Result<Vec<_>>>()?;
+        // By the table too: a hollow output has a node of candle's where a real one has none.
+        let is_tracked = |(x, operand): (&&Tensor, &Operand)| {
+            x.track_op() && session.graph.values[operand.value.0].tracked
+        };
+        let tracked = is_grad_enabled() && inputs.iter().zip(&operands).any(is_tracked);
         let output = ValueId(session.graph.values.len());
         let kept_values = kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
             name,
@@ -392,6 +399,7 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
             attributes: op.attributes(),
             composed,
             inputs: operands,
+            reads,
             output,
             kept: kept_values.collect(),
         }));
@@ -497,6 +505,7 @@ fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
             attributes: Vec::new(),
             composed: true,
             inputs: vec![operand],
+            reads: Vec::new(),
             output,
             kept: Vec::new(),
         }));

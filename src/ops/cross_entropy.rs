@@ -60,12 +60,9 @@ fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Resul
             };
             Ok(apply1(&contiguous(logits)?, op)?)
         }
-        Path::Reference => {
-            let inputs = [logits, &targets.tensor];
-            composed("cross_entropy", &inputs, loss_of(logits), || {
-                plain(logits, &targets)
-            })
-        }
+        Path::Reference => composed("cross_entropy", &[logits], loss_of(logits), || {
+            plain(logits, &targets)
+        }),
     }
 }
 

@@ -52,8 +52,7 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
             let product = || linear::reference(&x, &weight);
             let output = (ending(x.dims(), weight.dims()[0]), x.dtype());
             let logits = composed("linear", &[&x, &weight], output, product)?;
-            let inputs = [&logits, &targets.tensor];
-            composed("cross_entropy", &inputs, loss_of(&logits), || {
+            composed("cross_entropy", &[&logits], loss_of(&logits), || {
                 plain(&logits, &targets)
             })
         }

@@ -1,0 +1,2 @@
+#[path = "suite/graph.rs"]
+mod graph_tests;
