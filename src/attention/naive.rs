@@ -8,7 +8,10 @@ use super::{AttentionConfig, Mask};
 use crate::Result;
 use crate::kernels::cpu::{Stored, naive_attention as kernel};
 use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
-use crate::ops::{self, Path, choose, ending, record::apply3};
+use crate::ops::{
+    self, Path, choose, ending,
+    record::{apply3, wide_input},
+};
 use crate::precision::suspended;
 use crate::probe;
 #[cfg(feature = "cuda")]
@@ -85,7 +88,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 }
 
 /// [`naive`] as three ops, the scores a tensor of their own: `matmul_transposed`, `softmax` with scale and mask,
-/// `matmul`.
+/// `matmul`. Half precision is widened to f32 before the first and rounded once after the last, in backward too.
 ///
 /// Heads of q that share one of k and v are one matrix for the products, their rows one below the other: each row meets
 /// the same keys and values, and their gradients sum over all rows.
@@ -100,11 +103,13 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -
 fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let shapes = Shapes::of(NAME, q, k, v)?;
     let matrices = shapes.batch * shapes.kv_heads;
-    let matrices = |x: &Tensor, rows, cols| of_shape(&ops::input(x), &[matrices, rows, cols]);
+    let matrices = |x: &Tensor, rows, cols| of_shape(x, &[matrices, rows, cols]);
+    let [wide_q, k, v] = [q, k, v].map(|x| wide_input(NAME, x));
+    let (wide_q, k, v) = (wide_q?, k?, v?);
     let rows = shapes.heads / shapes.kv_heads * shapes.queries;
-    let q_rows = matrices(q, rows, shapes.head_dim)?; // (B Hkv, H / Hkv Tq, Dh)
-    let k = matrices(k, shapes.keys, shapes.head_dim)?; // (B Hkv, Tk, Dh)
-    let v = matrices(v, shapes.keys, shapes.value_dim)?; // (B Hkv, Tk, Dv)
+    let q_rows = matrices(&wide_q, rows, shapes.head_dim)?; // (B Hkv, H / Hkv Tq, Dh)
+    let k = matrices(&k, shapes.keys, shapes.head_dim)?; // (B Hkv, Tk, Dh)
+    let v = matrices(&v, shapes.keys, shapes.value_dim)?; // (B Hkv, Tk, Dv)
     let range = probe::range("scores");
     let scores = ops::matmul_transposed(&q_rows, &k)?; // (B Hkv, H / Hkv Tq, Tk)
     drop(range);
@@ -113,7 +118,8 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let p = ops::softmax(&scores, config.scale_for(shapes.head_dim), config.mask)?; // (B H, Tq, Tk)
     let _range = probe::range("values");
     let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
-    Ok(out.reshape(ending(q.dims(), shapes.value_dim))?) // (..., H, Tq, Dv)
+    let out = out.reshape(ending(q.dims(), shapes.value_dim))?; // (..., H, Tq, Dv)
+    Ok(out.to_dtype(q.dtype())?)
 }
 
 /// x in a shape. As it is, if it has that: a node of candle's graph has a gradient of its own, which is added to zeros.

@@ -233,16 +233,3 @@ pub(crate) fn forget_weights() {
     let kept = WEIGHTS.try_with(|weights| std::mem::take(&mut *weights.borrow_mut()));
     drop(kept);
 }
-
-/// Refuses what is not a float.
-pub(super) fn check_float(op: &'static str, x: &Tensor) -> Result<()> {
-    if x.dtype().is_float() {
-        return Ok(());
-    }
-    Err(Error::DType {
-        op,
-        expected: "a floating-point tensor".into(),
-        got: x.dtype().as_str().into(),
-        hint: "convert with to_dtype".into(),
-    })
-}

@@ -91,15 +91,7 @@ fn is_half(dtype: DType) -> bool {
 
 /// As [`choose`], for an op that knows itself whether it has a kernel for `x`.
 pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Result<Path> {
-    // First of all: a reference would compute with integers, and be wrong in silence.
-    if !x.dtype().is_float() {
-        return Err(Error::DType {
-            op,
-            expected: "a floating-point tensor".into(),
-            got: x.dtype().as_str().into(),
-            hint: "convert with to_dtype".into(),
-        });
-    }
+    check_float(op, x)?; // before the path is chosen: candle's ops would compute with integers
     match (POLICY.get(), has_kernel) {
         (KernelPolicy::Reference, _) => Ok(Path::Reference),
         (_, true) => Ok(Path::Kernel),
@@ -114,6 +106,19 @@ pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Re
             Ok(Path::Reference)
         }
     }
+}
+
+/// Refuses what is not a float.
+pub(crate) fn check_float(op: &'static str, x: &Tensor) -> Result<()> {
+    if x.dtype().is_float() {
+        return Ok(());
+    }
+    Err(Error::DType {
+        op,
+        expected: "a floating-point tensor".into(),
+        got: x.dtype().as_str().into(),
+        hint: "convert with to_dtype".into(),
+    })
 }
 
 /// Refuses operands that differ from the first in dtype or device.

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{apply1, composed, input, widen};
+use super::record::{apply1, composed, wide_input};
 use crate::kernels::cpu::embedding as kernel;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -39,7 +39,7 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     let (_, shape) = check(tokens, table)?;
     // Widened for the gradient's sake: candle adds the rows of a repeated id in the dtype they come in.
-    let rows = widen(&input(table))?
+    let rows = wide_input("embedding", table)?
         .contiguous()?
         .index_select(&tokens.flatten_all()?, 0)?;
     Ok(rows.reshape(shape)?.to_dtype(table.dtype())?)

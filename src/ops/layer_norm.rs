@@ -4,7 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::record::{apply3, composed, input, widen};
+use super::record::{apply3, composed, wide_input, widen};
 use crate::kernels::cpu::{Stored, layer_norm as kernel};
 use crate::precision::decide;
 use crate::{Error, Result, probe};
@@ -58,8 +58,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// As [`layer_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight, bias)?;
-    let wide = widen(&input(x))?;
-    let (weight, bias) = (widen(&input(weight))?, widen(&input(bias))?);
+    let [wide, weight, bias] = [x, weight, bias].map(|x| wide_input("layer_norm", x));
+    let (wide, weight, bias) = (wide?, weight?, bias?);
     let centred = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
     let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (variance + eps)?.sqrt()?.recip()?;

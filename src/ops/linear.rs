@@ -2,7 +2,7 @@
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{apply2, composed, input};
+use super::record::{apply2, composed, float_input};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::{Error, Result};
@@ -47,7 +47,7 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// As [`linear()`].
 pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     check(x, weight)?;
-    let (x, weight) = (input(x), input(weight));
+    let (x, weight) = (float_input("linear", x)?, float_input("linear", weight)?);
     let (out, depth) = weight.dims2()?;
     let shape = ending(x.dims(), out);
     let rows = shape[..shape.len() - 1].iter().product::<usize>();

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{apply2, composed, input};
+use super::record::{apply2, composed, float_input};
 use crate::kernels::cpu::gemm::{Batched, matmul_batched};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -50,7 +50,8 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
         let c = reference(&a, &b, transposed)?;
         return Ok(c.reshape([leading, &c.dims()[1..]].concat())?);
     }
-    let (a, b) = (input(a).contiguous()?, input(b).contiguous()?);
+    let [a, b] = [a, b].map(|x| Ok::<_, Error>(float_input("matmul", x)?.contiguous()?));
+    let (a, b) = (a?, b?);
     let b = if transposed { b.t()? } else { b };
     Ok(a.matmul(&b)?)
 }

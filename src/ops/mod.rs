@@ -44,7 +44,7 @@ pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 #[cfg(feature = "cuda")]
 pub(crate) use dispatch::choose_where;
 pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};
-pub(crate) use dispatch::{Path, check_same, choose, current_kernel_policy};
+pub(crate) use dispatch::{Path, check_float, check_same, choose, current_kernel_policy};
 pub use elementwise::{exp, log, pow, rsqrt};
 pub use embedding::embedding;
 pub use heads::{merge_heads, split_heads};
@@ -53,7 +53,6 @@ pub(crate) use linear::ending;
 pub use linear::linear;
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use matmul::{matmul, matmul_transposed};
-pub(crate) use record::input;
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;
 pub use rms_norm::rms_norm;

@@ -1,5 +1,6 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
+use super::dispatch::check_float;
 use crate::grad::is_grad_enabled;
 use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::{
@@ -268,13 +269,25 @@ pub(crate) fn composed<E>(
     Ok(y)
 }
 
-/// `x` as a reference implementation should take it: outside the graph under `no_grad`.
+/// `x` as candle's ops should take it: outside the graph under `no_grad`.
 pub(crate) fn input(x: &Tensor) -> Tensor {
     if is_grad_enabled() {
         x.clone()
     } else {
         x.detach()
     }
+}
+
+/// The [`input`] of a `reference`, which is public and so checks by itself that `x` is a float: integers would give wrong
+/// results without an error.
+pub(crate) fn float_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> {
+    check_float(op, x)?;
+    Ok(input(x))
+}
+
+/// As [`float_input`], widened to compute in.
+pub(crate) fn wide_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> {
+    Ok(widen(&float_input(op, x)?)?)
 }
 
 /// `x` in a dtype fit for computing: half precision widened to f32.

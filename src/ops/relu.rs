@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{apply1, composed, input};
+use super::record::{apply1, composed, float_input};
 use crate::Result;
 use crate::kernels::cpu::relu as kernel;
 use candle_core::backend::BackendStorage;
@@ -27,7 +27,7 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`relu()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
-    let x = input(x);
+    let x = float_input("relu", x)?;
     Ok(x.le(0.0)?.where_cond(&x.zeros_like()?, &x)?)
 }
 

@@ -4,7 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::record::{apply2, composed, input, widen};
+use super::record::{apply2, composed, wide_input, widen};
 use crate::kernels::cpu::{Stored, rms_norm as kernel};
 use crate::precision::decide;
 use crate::{Error, Result, probe};
@@ -57,7 +57,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// As [`rms_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight)?;
-    let (wide, weight) = (widen(&input(x))?, widen(&input(weight))?);
+    let (wide, weight) = (wide_input("rms_norm", x)?, wide_input("rms_norm", weight)?);
     let mean_square = wide.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (mean_square + eps)?.sqrt()?.recip()?;
     let y = wide.broadcast_mul(&rstd)?.broadcast_mul(&weight)?;

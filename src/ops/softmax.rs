@@ -4,7 +4,7 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
-use super::record::{apply1, composed, input, widen};
+use super::record::{apply1, composed, wide_input};
 use crate::kernels::Mask;
 use crate::kernels::cpu::softmax as kernel;
 use crate::{Error, Result};
@@ -54,10 +54,10 @@ pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
 /// As [`softmax()`].
 pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let (queries, keys) = check(x, mask)?;
+    let wide = wide_input("softmax", x)?;
     if x.elem_count() == 0 {
-        return Ok(input(x).contiguous()?); // candle refuses to reduce nothing
+        return Ok(wide.contiguous()?.to_dtype(x.dtype())?); // candle refuses to reduce nothing
     }
-    let wide = widen(&input(x))?;
     // In the dtype before on the device: Metal has no f64.
     let scalar = |value: f64| -> candle_core::Result<Tensor> {
         let value = Tensor::new(value, &Device::Cpu)?.to_dtype(wide.dtype())?;

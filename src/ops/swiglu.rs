@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{apply2, composed, input, widen};
+use super::record::{apply2, composed, wide_input};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -35,8 +35,15 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// As [`swiglu()`].
 pub fn reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
-    let (wide, up) = (widen(&input(gate))?, widen(&input(up))?);
-    Ok((wide.silu()? * up)?.to_dtype(gate.dtype())?)
+    let (wide, up) = (wide_input("swiglu", gate)?, wide_input("swiglu", up)?);
+    Ok(((&wide * sigmoid(&wide)?)? * up)?.to_dtype(gate.dtype())?)
+}
+
+/// `1 / (1 + exp(-x))`, from `e = exp(-|x|)`, which is at most 1: 1 / (1 + e), or e / (1 + e) for negative x. candle's
+/// `silu` has a backward, `s (1 - y) + y` with s = sigmoid(x) and y = x s, that cancels for large x and overflows.
+fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
+    let e = x.abs()?.neg()?.exp()?;
+    x.ge(0.0)?.where_cond(&e.ones_like()?, &e)? / (e + 1.0)?
 }
 
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {

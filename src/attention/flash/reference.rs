@@ -12,12 +12,13 @@ mod computed;
 mod seen;
 
 use super::{NAME, check};
+use crate::Result;
 use crate::attention::shapes::Shapes;
 use crate::attention::{AttentionConfig, Mask};
 use crate::grad::is_grad_enabled;
+use crate::ops::check_float;
 use crate::ops::record::{apply3, widen};
 use crate::probe::{self, Kind};
-use crate::{Error, Result};
 use candle_core::{D, Tensor};
 use computed::Computed;
 use seen::Seen;
@@ -42,14 +43,7 @@ pub fn reference(
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
     let shapes = check(q, k, v)?;
-    if !q.dtype().is_float() {
-        return Err(Error::DType {
-            op: NAME,
-            expected: "a floating-point tensor".into(),
-            got: q.dtype().as_str().into(),
-            hint: "convert with to_dtype".into(),
-        });
-    }
+    check_float(NAME, q)?;
     let attention = Attention {
         shapes,
         mask: config.mask,

@@ -266,13 +266,14 @@ impl Walk {
         if self.on_card() {
             self.lets_go(); // of the logits, which become their gradient
             self.scratch_now(
-                "losses, log-sum-exp",
-                Size::new("2BT", 2.0 * rows.elements),
+                "losses, tops and totals",
+                Size::new("3BT", 3.0 * rows.elements),
                 4,
             );
             self.scratch_later("losses, ids", Size::new("2BT", 2.0 * rows.elements), 4);
         } else {
-            self.keep(Holds::Logits, "log-sum-exp of logits", rows, 4);
+            let statistics = Size::new("2BT", 2.0 * rows.elements);
+            self.keep(Holds::Logits, "tops and totals of logits", statistics, 4);
             self.scratch_now("losses", rows, 4);
             self.scratch_later("gradient of the logits", logits, lowered.width);
         }
