@@ -5,6 +5,7 @@ mod bad_ids;
 mod case;
 mod cases;
 mod compare;
+mod confident_logits;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod determinism;

@@ -179,6 +179,7 @@ fn narrow_row_in_place<T: Stored>(x: &mut [T], class: usize, weight: T::Wide) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::WithDType;
     use half::{bf16, f16};
 
     /// In place is [`forward`] and [`backward`], to the bit.
@@ -196,6 +197,47 @@ mod tests {
         let (mut got, mut got_loss) = (logits, zeros(rows));
         forward_backward_in_place(&mut got, classes, class, weight, &mut got_loss);
         assert!(got == gradient && got_loss == loss, "{rows} x {classes}");
+    }
+
+    /// Logits of 2^15, of which seven share a row, and others far below: the loss is ln 7, whatever they are. Relative to
+    /// it, f32 rounds 2^15 + ln 7 to 6e-4.
+    fn large_logits<T: Stored>(unit: f64) {
+        let (rows, classes) = (3, 600);
+        let top = |place: usize| place.is_multiple_of(97);
+        let value = |i: usize| if top(i % classes) { 32768.0 } else { 31744.0 };
+        let logits: Vec<T> = (0..rows * classes).map(|i| T::from_f64(value(i))).collect();
+        let class = |row: usize| 97 * row;
+        let zeros = |len| vec![T::Wide::ZERO; len];
+        let (mut loss, mut statistics) = (zeros(rows), zeros(2 * rows));
+        let mut gradient = vec![T::zero(); logits.len()];
+        let target = |row| Some(class(row));
+        let weight = T::Wide::ONE;
+        forward(&logits, classes, target, &mut loss, &mut statistics);
+        backward(&logits, classes, target, &statistics, weight, &mut gradient);
+        let (mut in_place, mut in_place_loss) = (logits, zeros(rows));
+        forward_backward_in_place(&mut in_place, classes, class, weight, &mut in_place_loss);
+        for loss in loss.iter().chain(&in_place_loss) {
+            let (loss, exact) = (WithDType::to_f64(*loss), 7f64.ln());
+            assert!((loss - exact).abs() <= 2e-7 * exact, "{loss}");
+        }
+        for (i, found) in gradient.iter().chain(&in_place).enumerate() {
+            let (row, place) = (i / classes % rows, i % classes);
+            let p = if top(place) { 1.0 / 7.0 } else { 0.0 };
+            let exact = p - f64::from(u8::from(place == class(row)));
+            let found = found.to_f64();
+            assert!(
+                (found - exact).abs() <= unit * exact.abs(),
+                "{found}, not {exact}"
+            );
+        }
+    }
+
+    #[test]
+    fn large_logits_keep_the_digits_of_small_losses() {
+        large_logits::<f64>(1e-14);
+        large_logits::<f32>(2f64.powi(-22));
+        large_logits::<f16>(2f64.powi(-11));
+        large_logits::<bf16>(2f64.powi(-8));
     }
 
     #[test]

@@ -246,6 +246,43 @@ fn relu_and_swiglu_at_the_ends(#[case] policy: KernelPolicy) {
     }
 }
 
+/// silu is 0, x or between, and its slope 0, 1 or between, however large x is.
+#[rstest]
+fn swiglu_of_large_gates(
+    #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
+    #[values(DType::F32, DType::F64, DType::BF16)] dtype: DType,
+) {
+    let gates = [
+        -1e30, -3e6, -745.5, -500.5, -88.5, -20.25, -3.5, 0.0, 0.5, 20.25, 88.5, 500.5, 1234.5,
+        3e6, 1e30,
+    ];
+    let gate = Tensor::new(&gates, &Device::Cpu).unwrap();
+    let up = gate.ones_like().unwrap();
+    let inputs = vec![Input::new("gate", gate), Input::new("up", up)];
+    let mut case = Case::new("swiglu", inputs, |x| ops::swiglu(&x[0], &x[1])).rounded_to(dtype);
+    case.d_out = Some(Tensor::new(&[1f64; 15], &Device::Cpu).unwrap());
+    let gates = numbers(&case.inputs[0].value);
+    let run = case.run(dtype, policy);
+    let limit = match dtype {
+        DType::BF16 => epsilon(dtype),
+        _ => 8.0 * epsilon(dtype),
+    };
+    let close = |what: &str, found: &Tensor, exact: &dyn Fn(f64, f64) -> f64| {
+        for (found, gate) in numbers(found).into_iter().zip(&gates) {
+            let exact = exact(*gate, 1.0 / (1.0 + (-gate).exp()));
+            assert!(
+                (found - exact).abs() <= limit * exact.abs() + 1e-35,
+                "{what} of {gate}: {found}, not {exact}"
+            );
+        }
+    };
+    close("y", &run.out, &|gate, s| gate * s);
+    close("dgate", &run.gradients[0].1, &|gate, s| {
+        s + gate * s * (1.0 - s)
+    });
+    close("dup", &run.gradients[1].1, &|gate, s| gate * s);
+}
+
 /// Rows of zeros: eps keeps the norms finite.
 #[rstest]
 #[case::kernel(KERNEL)]

@@ -273,3 +273,53 @@ fn integers_where_floats_belong() {
         dtype(name, &["floating-point", "u32"], || (case.apply)(&operands));
     }
 }
+
+/// The references are public, and refuse integers by themselves.
+#[test]
+fn integers_in_references() {
+    let ints = |dims: &[usize]| Tensor::ones(dims, DType::I64, &Device::Cpu).unwrap();
+    let (x, row, heads) = (ints(&[2, 4]), ints(&[4]), ints(&[1, 1, 2, 4]));
+    let half = ints(&[2, 2]);
+    let config = AttentionConfig::default();
+    let refusals = [
+        (
+            "cross_entropy",
+            ops::cross_entropy::reference(&x, &ids(&[0, 1]), None),
+        ),
+        ("embedding", ops::embedding::reference(&ids(&[0, 1]), &x)),
+        (
+            "layer_norm",
+            ops::layer_norm::reference(&x, &row, &row, 1e-5),
+        ),
+        ("linear", ops::linear::reference(&x, &x)),
+        (
+            "linear",
+            ops::linear_cross_entropy::reference(&x, &x, &ids(&[0, 1])),
+        ),
+        ("matmul", ops::matmul::reference(&x, &x, true)),
+        ("relu", ops::relu::reference(&x)),
+        ("rms_norm", ops::rms_norm::reference(&x, &row, 1e-5)),
+        ("rope", ops::rope::reference(&x, &half, &half)),
+        ("softmax", ops::softmax::reference(&x, 1.0, Mask::Full)),
+        ("swiglu", ops::swiglu::reference(&x, &x)),
+        ("linear", ops::swiglu_linear::reference(&x, &x, &x)),
+        (
+            "attention::naive",
+            attention::naive::reference(&heads, &heads, &heads, &config),
+        ),
+        (
+            "attention::flash",
+            attention::flash::reference(&heads, &heads, &heads, &config).map(|(out, _)| out),
+        ),
+    ];
+    for (op, result) in refusals {
+        let error = result.expect_err(op);
+        assert!(matches!(error, Error::DType { .. }), "{op}: {error:?}");
+        let text = error.to_string();
+        assert!(
+            text.starts_with(&format!("{op}: expected a floating-point")),
+            "{text}"
+        );
+        assert!(text.contains("got i64"), "{text}");
+    }
+}
