@@ -109,20 +109,29 @@ impl EndToEnd {
     /// used: nothing is planned then, which would take long for sizes like that.
     pub fn plan(&self, device: &Device) -> Result<Plan> {
         let (config, plan) = (&self.config, self.plan_config());
-        let is_forward = matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph);
-        let least_bytes = match is_forward {
-            true => Forward::least_bytes(config, &plan),
-            false => TrainStep::least_bytes(config, &plan),
-        }?;
+        let least_bytes = self.least_planned_bytes()?;
         match self.available_bytes {
             Some(available_bytes) if least_bytes > available_bytes => Err(Error::OutOfMemory {
                 what: "a planned step, by a lower bound".into(),
                 wanted_bytes: least_bytes,
                 available_bytes,
             }),
-            _ if is_forward => Forward::plan_on(device, config, &plan),
+            _ if self.is_forward() => Forward::plan_on(device, config, &plan),
             _ => Ok(TrainStep::plan_on(device, config, &plan)?.0),
         }
+    }
+
+    /// A lower bound of what its plan takes.
+    pub(super) fn least_planned_bytes(&self) -> Result<u64> {
+        let (config, plan) = (&self.config, self.plan_config());
+        match self.is_forward() {
+            true => Forward::least_bytes(config, &plan),
+            false => TrainStep::least_bytes(config, &plan),
+        }
+    }
+
+    fn is_forward(&self) -> bool {
+        matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph)
     }
 
     /// What a planned run takes on `device`, parameters, state and batch included: exact, or a lower bound where that is beyond
@@ -165,7 +174,7 @@ impl EndToEnd {
         laps: Laps<'_>,
     ) -> Result<(LapTimings, Option<LossScaling>)> {
         let plan = self.plan_config();
-        if matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph) {
+        if self.is_forward() {
             let mut forward = Forward::new(model, &plan)?;
             let timings = laps.measure(self.steps, |lap| {
                 lap.time("forward", || forward.run(tokens))

@@ -6,6 +6,7 @@ use super::{Mode, Workload};
 use crate::Result;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
+use std::iter::successors;
 use std::num::NonZeroUsize;
 
 /// The checkpointing with which `available_bytes` hold the workload at the least cost: it runs the fewest blocks again, and
@@ -14,8 +15,8 @@ use std::num::NonZeroUsize;
 ///
 /// All but the last segment of blocks are run again, so long segments cost less and take more. Where the graph as a whole
 /// fits, it is that ([`Checkpointing::None`]); then the graph let go of block by block, which costs no FLOPs either
-/// ([`Checkpointing::Release`]); then segments: of up to 1,024 blocks every length is tried, of more those that cut the blocks
-/// into equal parts.
+/// ([`Checkpointing::Release`]); then segments, of every length up to 256 blocks and of lengths 1/128
+/// apart beyond.
 ///
 /// ```
 /// use tallow::memory::{Workload, recommend};
@@ -129,24 +130,16 @@ fn least_bytes(config: &TransformerConfig, workload: &Workload) -> f64 {
     config.num_parameters() as f64 * bytes as f64
 }
 
-/// Blocks of which every length of a segment is tried: a walk takes some tens of microseconds.
-const ALL_LENGTHS: usize = 1024;
-
-/// By segments that leave something to run again: of every length, or of those that cut many blocks into so many parts.
+/// By segments that leave something to run again: of every length up to 256 blocks, of lengths 1/128 apart beyond.
 fn segments(layers: usize) -> impl Iterator<Item = Checkpointing> {
-    let mut lengths: Vec<usize> = match layers <= ALL_LENGTHS {
-        true => (1..layers).collect(),
-        false => {
-            let root = layers.isqrt();
-            let parts = (2..=root).map(|parts| layers.div_ceil(parts));
-            (1..=root).chain(parts).collect()
-        }
-    };
-    lengths.sort_unstable();
-    lengths.dedup();
-    let lengths = lengths.into_iter().filter_map(NonZeroUsize::new);
-    lengths.map(|blocks| match blocks.get() {
-        1 => Checkpointing::Block,
-        _ => Checkpointing::Every(blocks),
-    })
+    let lengths = successors(Some(1), |length: &usize| {
+        Some(length + (length / 128).max(1))
+    });
+    let lengths = lengths.take_while(move |length| *length < layers);
+    lengths
+        .filter_map(NonZeroUsize::new)
+        .map(|blocks| match blocks.get() {
+            1 => Checkpointing::Block,
+            _ => Checkpointing::Every(blocks),
+        })
 }
