@@ -157,7 +157,13 @@ impl Flags {
             common::progress(run.title());
             if run.end_to_end.execution == Execution::Planned {
                 report.rows.push(planned::row(run, &device)?);
-                let plan = run.end_to_end.plan(&device)?;
+                let plan = match run.end_to_end.plan(&device) {
+                    Err(error) if error.is_out_of_memory() => {
+                        report.notes.push(format!("{}: {error}", run.title()));
+                        continue;
+                    }
+                    plan => plan?,
+                };
                 report.notes.push(planned::note(&run.title(), &plan));
                 self.files.write_map(&run.title(), runs.len(), &plan)?;
                 continue;

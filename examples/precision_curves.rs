@@ -15,7 +15,7 @@ mod flags;
 
 use clap::Parser;
 use common::{Common, Output};
-use flags::{DataFlags, ModelFlags, TrainingFlags, new_model};
+use flags::{DataFlags, ModelFlags, TrainingFlags, check_room, eager_bytes, new_model};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -94,6 +94,7 @@ impl Flags {
         let config = self
             .training
             .config(sizes.context_length, seed, precision)?;
+        check_room(eager_bytes(&sizes, &config, &device)?, &device)?;
         let model = new_model(&sizes, seed, precision, &device)?;
         let mut trainer = Trainer::new(model, config, train.clone(), validation.clone())?;
         let mut time = Duration::ZERO;

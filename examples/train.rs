@@ -21,7 +21,10 @@ mod flags;
 use candle_core::{DType, Device};
 use clap::Parser;
 use common::Common;
-use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, new_model};
+use flags::{
+    DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, eager_bytes,
+    new_model,
+};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::Write;
 use std::process::ExitCode;
@@ -29,7 +32,6 @@ use std::time::{Duration, Instant};
 use tallow::bench::Execution;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::data::Tokens;
-use tallow::memory::{self, Kernels, Mode, Workload};
 use tallow::model::TransformerConfig;
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
@@ -310,14 +312,7 @@ impl Flags {
             true => planned_bytes(model, config, self.optimizer_in_backward, device)?,
             false => eager_bytes(model, config, device)?,
         };
-        match tallow::device::available_bytes_on(device) {
-            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-                what: "the training step".into(),
-                wanted_bytes,
-                available_bytes,
-            }),
-            _ => Ok(()),
-        }
+        check_room(wanted_bytes, device)
     }
 }
 
@@ -379,20 +374,6 @@ fn scale(trainer: &Trainer) -> String {
     }
 }
 
-/// What an eager step takes, by its account.
-fn eager_bytes(model: &TransformerConfig, config: &TrainConfig, device: &Device) -> Result<u64> {
-    let workload = Workload {
-        batch_size: config.batch_size,
-        sequence_length: config.sequence_length,
-        mode: Mode::TrainStep,
-        attention: model.attention,
-        precision: config.precision,
-        checkpointing: model.checkpointing,
-        kernels: Kernels::of(device),
-    };
-    Ok(memory::estimate(model, &workload)?.peak_bytes)
-}
-
 /// What a planned step takes.
 fn planned_bytes(
     model: &TransformerConfig,
@@ -411,5 +392,10 @@ fn planned_bytes(
         optimizer_in_backward,
         ..Default::default()
     };
-    Ok(TrainStep::plan_on(device, model, &plan)?.0.total_bytes())
+    // Planning what cannot fit would take longer than anybody waits.
+    let least_bytes = TrainStep::least_bytes(model, &plan)?;
+    match tallow::device::available_bytes_on(device) {
+        Some(available_bytes) if least_bytes > available_bytes => Ok(least_bytes),
+        _ => Ok(TrainStep::plan_on(device, model, &plan)?.0.total_bytes()),
+    }
 }

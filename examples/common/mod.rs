@@ -225,7 +225,8 @@ fn commit() -> Option<String> {
     let git = |arguments: &[&str]| {
         let mut git = Command::new("git");
         let output = git
-            .args(["-C", env!("CARGO_MANIFEST_DIR")])
+            // Without it `status` may rewrite the index, under a lock that another git would meet.
+            .args(["--no-optional-locks", "-C", env!("CARGO_MANIFEST_DIR")])
             .args(arguments)
             .output();
         let output = output.ok().filter(|output| output.status.success())?;

@@ -121,9 +121,17 @@ impl ModelFlags {
             let fits = rows.last().and_then(|row| text(row, "status")) == Some("ok");
             let mut line = line(configuration, execution, &rows);
             if execution == Execution::Planned {
-                let (plan, plan_ms) = time_once(&setting.device, || step.plan(&setting.device))?;
-                line.insert("plan_ms", plan_ms);
-                line.insert("arena_bytes", plan.peak_bytes());
+                match time_once(&setting.device, || step.plan(&setting.device)) {
+                    Err(error) if error.is_out_of_memory() => {
+                        let note = format!("{}: {error}", configuration.name);
+                        report.notes.push(note);
+                    }
+                    planned => {
+                        let (plan, plan_ms) = planned?;
+                        line.insert("plan_ms", plan_ms);
+                        line.insert("arena_bytes", plan.peak_bytes());
+                    }
+                }
             }
             if fits {
                 let counted = why::count(&step, &setting.device)?;

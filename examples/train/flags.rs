@@ -8,6 +8,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
 use tallow::data::Tokens;
+use tallow::memory::{self, Kernels, Mode, Workload};
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing};
 use tallow::optim::{AdamWConfig, Schedule};
@@ -326,6 +327,36 @@ impl SampleFlags {
     pub fn prompt_bytes(&self) -> Vec<u32> {
         let prompt = self.prompt.as_deref().unwrap_or("\n");
         prompt.bytes().map(u32::from).collect()
+    }
+}
+
+/// What an eager step takes, by its account.
+pub fn eager_bytes(
+    model: &TransformerConfig,
+    config: &TrainConfig,
+    device: &Device,
+) -> Result<u64> {
+    let workload = Workload {
+        batch_size: config.batch_size,
+        sequence_length: config.sequence_length,
+        mode: Mode::TrainStep,
+        attention: model.attention,
+        precision: config.precision,
+        checkpointing: model.checkpointing,
+        kernels: Kernels::of(device),
+    };
+    Ok(memory::estimate(model, &workload)?.peak_bytes)
+}
+
+/// Refuses a training step that does not fit, instead of being killed for it.
+pub fn check_room(wanted_bytes: u64, device: &Device) -> Result<()> {
+    match tallow::device::available_bytes_on(device) {
+        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+            what: "the training step".into(),
+            wanted_bytes,
+            available_bytes,
+        }),
+        _ => Ok(()),
     }
 }
 

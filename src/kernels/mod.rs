@@ -7,6 +7,8 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod mask;
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) mod ptx_cache;
 pub(crate) mod workspace;
 
 pub use mask::Mask;

@@ -13,6 +13,7 @@ mod snapshot;
 mod verification;
 
 use crate::child;
+use candle_core::Device;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
@@ -246,6 +247,49 @@ fn the_system_says_what_is_there() {
     assert!(available <= tallow::device::total_bytes().unwrap());
     assert!((1 << 20..1 << 50).contains(&available), "{available}");
     assert!(system::resident_peak_bytes().unwrap() > 1 << 20);
+}
+
+/// Addresses that no step of this size has.
+#[test]
+#[ignore = "run by what_ulimit_leaves_is_what_there_is"]
+fn child_runs_under_a_limit() {
+    let total = tallow::device::total_bytes().unwrap();
+    assert_eq!(total, 1_500_000 << 10);
+    let available = tallow::device::available_bytes().unwrap();
+    assert!((1 << 20..total).contains(&available), "{available}");
+    let config = TransformerConfig {
+        context_length: 256,
+        ..TransformerConfig::small()
+    };
+    for execution in [Execution::Eager, Execution::Planned] {
+        for mode in MODES
+            .into_iter()
+            .filter(|mode| *mode != Mode::ForwardKeepingGraph)
+        {
+            let run = EndToEnd {
+                mode,
+                execution,
+                warmup_steps: 0,
+                steps: 1,
+                available_bytes: tallow::device::available_bytes(),
+                ..run(&config, 4, mode)
+            };
+            let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+            let status = rows[0].get("status").unwrap();
+            // The weights alone are 514 MB, and a training step of 8 bytes a weight more does not fit.
+            let expected = match mode {
+                Mode::Forward => "ok",
+                _ => "OOM",
+            };
+            assert_eq!(status, expected, "{mode:?} {execution:?}");
+        }
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn what_ulimit_leaves_is_what_there_is() {
+    child::run_within(1_500_000, "memory::child_runs_under_a_limit");
 }
 
 #[test]

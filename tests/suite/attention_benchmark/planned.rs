@@ -55,6 +55,20 @@ fn it_runs_out_of_memory_in_a_row_too() {
     // 3 x 2 x 16,384 x (16,384 + 16) x 4 bytes, and 4 a row.
     let reason = text(&rows[0], "reason");
     assert!(reason.contains("BHT^2 6,150.4 MiB"), "{reason}");
+    // Beyond what a plan can count.
+    let absurd = AttentionWorkload {
+        sequence_length: 500_000_000,
+        ..run.workload
+    };
+    for algorithm in Algorithm::ALL {
+        let mut absurd = AttentionRun {
+            workload: absurd,
+            ..run.clone()
+        };
+        absurd.workload.algorithm = algorithm;
+        let rows = absurd.run(&Device::Cpu, |_, _| panic!("nothing may run"));
+        assert_eq!(text(&rows.unwrap()[0], "status"), "OOM");
+    }
     let limit = run.limit(&Device::Cpu).unwrap();
     assert_eq!(limit.implementation, "planned");
     assert!(limit.account.peak_bytes() > 1 << 20);

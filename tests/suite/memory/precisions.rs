@@ -39,6 +39,7 @@ fn child_measures_precisions() {
                 Precision::F32,
                 Precision::BF16,
                 Precision::BF16.with_regime(Regime::Full),
+                Precision::F16.with_regime(Regime::Full),
             ],
         };
         let workload = |attention, precision, mode| Workload {
