@@ -1,6 +1,6 @@
 //! Files that are replaced whole.
 
-use super::open::{naming_link, open};
+use super::open::{naming_link, open, read_exact_at};
 use crate::{Error, Result};
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -10,6 +10,9 @@ use tempfile::NamedTempFile;
 
 /// What temporary files are called, and nothing else.
 const PREFIX: &str = ".tallow-";
+
+/// Bytes of two files that are compared in one go.
+const COMPARED_BYTES: usize = 1 << 20;
 
 /// Writes `path` completely or not at all: into a temporary file beside it, synced, then renamed over it. Who reads
 /// `path`, even after a crash, finds the old content or the new, never a part.
@@ -34,7 +37,7 @@ pub(crate) fn write_bytes(path: &Path, content: &[u8]) -> Result<()> {
 }
 
 /// As [`write_atomically`]; of what was at `path` the last `keep - 1` contents stay beside it, as `path.1`, the latest,
-/// `path.2` and so on.
+/// `path.2` and so on. What is written again as it was there, by a resumed run, moves none of them.
 pub(super) fn write_keeping(
     path: &Path,
     keep: usize,
@@ -49,10 +52,10 @@ pub(super) fn write_keeping(
     }
 }
 
-/// The file that writing to `path` replaces: that of a link, not the link. `None` for what is no regular file.
+/// The file that writing to `path` replaces: that of a link, not the link. `None` for a pipe or a device.
 ///
 /// # Errors
-/// [`Error::Io`] for a file that may not be written, a missing folder, and links that lead nowhere.
+/// [`Error::Io`] for a file that may not be written, a folder, a missing folder, and links that lead nowhere.
 pub(super) fn target(path: &Path) -> Result<Option<PathBuf>> {
     let refused = |e| Error::io("write", path, e);
     match fs::metadata(path) {
@@ -62,6 +65,7 @@ pub(super) fn target(path: &Path) -> Result<Option<PathBuf>> {
             writable.map_err(refused)?;
             Ok(Some(path.canonicalize().map_err(refused)?))
         }
+        Ok(existing) if existing.is_dir() => Err(refused(ErrorKind::IsADirectory.into())),
         Ok(_) => Ok(None),
         Err(error) => match (naming_link(path, error), path.file_name()) {
             (error, Some(name)) if error.kind() == ErrorKind::NotFound && !path.is_symlink() => {
@@ -106,7 +110,9 @@ fn replace(
     buffered.flush().map_err(refused)?;
     drop(buffered);
     temporary.as_file().sync_all().map_err(refused)?;
-    keep_earlier(path, keep).map_err(refused)?;
+    if keep > 1 && !is_same(temporary.as_file(), path).map_err(refused)? {
+        keep_earlier(path, keep).map_err(refused)?;
+    }
     temporary.persist(path).map_err(|e| refused(e.error))?;
     // The rename itself is on the disk once the folder is. Not every system can sync a folder.
     if let Ok(folder) = File::open(folder) {
@@ -153,10 +159,32 @@ pub(super) fn is_at(file: &File, path: &Path) -> bool {
     }
 }
 
+/// Whether `path` has the content of `file` already.
+fn is_same(file: &File, path: &Path) -> io::Result<bool> {
+    let Ok(there) = File::open(path) else {
+        return Ok(false);
+    };
+    let len = file.metadata()?.len();
+    if there.metadata()?.len() != len {
+        return Ok(false); // as in another step of a run, whose history is longer
+    }
+    let mut buffers = [vec![0; COMPARED_BYTES], vec![0; COMPARED_BYTES]];
+    for offset in (0..len).step_by(COMPARED_BYTES) {
+        let count = COMPARED_BYTES.min((len - offset) as usize);
+        let [ours, theirs] = &mut buffers;
+        read_exact_at(file, &mut ours[..count], offset)?;
+        read_exact_at(&there, &mut theirs[..count], offset)?;
+        if ours[..count] != theirs[..count] {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 /// Moves the contents before the one at `path` one place on, and gives that one a second name: `path` itself is there
 /// at any time.
 fn keep_earlier(path: &Path, keep: usize) -> io::Result<()> {
-    if keep < 2 || !path.exists() {
+    if !path.exists() {
         return Ok(());
     }
     let missing_is_fine = |result: io::Result<()>| match result {

@@ -57,19 +57,33 @@ impl TensorFile {
             data_start,
             checksums: Checksums::default(),
         };
-        if let Some(json) = file.text(Checksums::KEY) {
-            let parsed = serde_json::from_str(json);
-            file.checksums = parsed.map_err(|e| {
-                file.damaged(format!(
-                    "its checksums ({}) do not read: {e}",
-                    Checksums::KEY
-                ))
-            })?;
-        }
-        for (key, expected) in &file.checksums.texts {
-            file.check(key, file.text(key).unwrap_or_default().as_bytes(), expected)?;
-        }
+        file.read_checksums()?;
         Ok(file)
+    }
+
+    /// Reads the checksums, if there are any: then every tensor and text has one, and the texts are as they say.
+    fn read_checksums(&mut self) -> Result<()> {
+        let Some(json) = self.text(Checksums::KEY) else {
+            return Ok(());
+        };
+        let key = Checksums::KEY;
+        let parsed = serde_json::from_str(json);
+        let checksums: Checksums =
+            parsed.map_err(|e| self.damaged(format!("its checksums ({key}) do not read: {e}")))?;
+        let texts = self.header.metadata().iter().flatten();
+        let mut keys: Vec<&String> = texts.map(|(key, _)| key).filter(|k| *k != key).collect();
+        keys.sort();
+        let names = self.names();
+        if !(checksums.texts.keys().eq(keys) && checksums.tensors.keys().eq(&names)) {
+            let problem = format!("its checksums ({key}) are those of other tensors or texts");
+            return Err(self.damaged(problem));
+        }
+        for (key, expected) in &checksums.texts {
+            let text = self.text(key).unwrap_or_default();
+            self.check(key, text.as_bytes(), expected)?;
+        }
+        self.checksums = checksums;
+        Ok(())
     }
 
     /// Where it is, for errors.

@@ -99,7 +99,11 @@ impl Checkpoint {
         };
         let mut json: Value = serde_json::from_str(text).map_err(unreadable)?;
         let history = match json["format"].as_u64() {
-            Some(1) => serde_json::from_value(json["history"].take()).map_err(unreadable)?,
+            Some(1) => match json.get_mut("history") {
+                Some(history) => serde_json::from_value(history.take()),
+                None => Err(serde::de::Error::missing_field("history")),
+            }
+            .map_err(unreadable)?,
             Some(2) => History::read(file)?,
             _ => {
                 return Err(refuse(
@@ -284,5 +288,62 @@ impl Trainer {
     /// The parameters' type.
     fn dtype(&self) -> DType {
         self.parameters[0].1.dtype()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Evaluation;
+    use super::*;
+
+    /// More losses than safetensors' header can hold as text: a run of that length cannot be made in a test otherwise.
+    #[test]
+    fn a_history_of_six_million_steps_is_saved_and_resumed() {
+        const STEPS: usize = 6_000_000;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("long.safetensors");
+        let model = TransformerConfig {
+            vocab_size: 256,
+            context_length: 4,
+            d_model: 4,
+            num_layers: 1,
+            num_heads: 1,
+            d_ff: 4,
+            ..Default::default()
+        };
+        let config = TrainConfig {
+            batch_size: 1,
+            sequence_length: 4,
+            steps: STEPS + 1,
+            ..Default::default()
+        };
+        let tokens = Tokens::from_bytes("to be, or not to be").unwrap();
+        let new = TransformerLM::new(&model, 0, &Device::Cpu).unwrap();
+        let mut trainer =
+            Trainer::new(new, config.clone(), tokens.clone(), tokens.clone()).unwrap();
+        let losses = (0..STEPS).map(|step| 2.0 + (step as f64).sin() / 3.0);
+        trainer.history = History {
+            losses: losses.collect(),
+            skipped: (1..STEPS).step_by(7).collect(),
+            evaluations: (0..STEPS)
+                .step_by(1000)
+                .map(|step| Evaluation {
+                    step,
+                    loss: 1.0 / 3.0,
+                })
+                .collect(),
+        };
+        trainer.history.losses[5] = f64::NAN;
+        trainer.step = STEPS;
+        trainer.save(&path).unwrap();
+        let resumed =
+            Trainer::resume(&path, &model, config, tokens.clone(), tokens, &Device::Cpu).unwrap();
+        let bits = |history: &History| -> Vec<u64> {
+            history.losses.iter().map(|loss| loss.to_bits()).collect()
+        };
+        assert!(bits(&resumed.history) == bits(&trainer.history));
+        assert!(resumed.history.skipped == trainer.history.skipped);
+        assert!(resumed.history.evaluations == trainer.history.evaluations);
+        assert_eq!(resumed.steps_taken(), STEPS);
     }
 }
