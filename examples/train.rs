@@ -8,15 +8,21 @@
 //! cargo run --example train
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
+//! cargo run --example train -- --data my.txt --checkpoint out/run.safetensors --keep 2
 //! cargo run --example train -- --data my.txt --precision f16
 //! cargo run --example train -- --data my.txt --compile --precision bf16
 //! cargo run --example train -- --data my.txt --compile --clip 0 --optimizer-in-backward
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
+//!
+//! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit status
+//! 130 or 143; a second one ends it at once.
 
 mod common;
 #[path = "train/flags.rs"]
 mod flags;
+#[path = "train/signals.rs"]
+mod signals;
 
 use candle_core::{DType, Device};
 use clap::Parser;
@@ -26,6 +32,7 @@ use flags::{
     new_model,
 };
 use indicatif::{ProgressBar, ProgressStyle};
+use signals::{Signal, Signals};
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -64,11 +71,17 @@ struct Flags {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| flags.common.around(|| flags.run()))
+    let mut stopped = None;
+    let code = common::run(|| {
+        stopped = flags.common.around(|| flags.run())?;
+        Ok(())
+    });
+    stopped.map_or(code, |signal: Signal| ExitCode::from(signal.exit_status()))
 }
 
 impl Flags {
-    fn run(&self) -> Result<()> {
+    /// The whole of it; a signal if one ended it.
+    fn run(&self) -> Result<Option<Signal>> {
         let started = Instant::now();
         // Whatever can be refused is refused before the first step, not after the last.
         let sampling = self.sample.config(self.common.seed);
@@ -83,9 +96,10 @@ impl Flags {
         };
         let model = self.model.config(train.vocab_size())?;
         let precision = self.training.precision.precision()?;
-        let config = self
+        let mut config = self
             .training
             .config(model.context_length, self.common.seed, precision)?;
+        config.keep = self.files.keep.map_or(1, usize::from);
         let header = self.header(&model, &config, &train, &validation)?;
         let mut trainer = self.trainer(model, config, train, validation)?;
         let mut text = Vec::new();
@@ -94,7 +108,19 @@ impl Flags {
         say("");
 
         self.save(&trainer)?;
-        let speed = self.train(&mut trainer)?;
+        let mut speed = Speed::default();
+        if let Some(signal) = self.train(&mut trainer, &mut speed)? {
+            let kept = match &self.files.checkpoint {
+                Some(path) => format!("the run is in {}, --resume goes on", path.display()),
+                None => "without --checkpoint nothing is kept of it".into(),
+            };
+            say(format!(
+                "\n{signal}: stopped after step {} of {}; {kept}",
+                trainer.steps_taken(),
+                trainer.config().steps
+            ));
+            return Ok(Some(signal));
+        }
         let evaluations = &trainer.history().evaluations;
         let last = evaluations.last().map_or(f64::NAN, |last| last.loss);
         say(format!(
@@ -111,7 +137,7 @@ impl Flags {
             let written = trainer.model().generate(&prompt, &sampling)?;
             say(format!("\n{}", self.data.text(&[prompt, written].concat())));
         }
-        Ok(())
+        Ok(None)
     }
 
     /// The run: a new one, or the saved one.
@@ -226,39 +252,44 @@ impl Flags {
         })
     }
 
-    /// Takes all steps that are left; evaluates and saves on the way.
-    fn train(&self, trainer: &mut Trainer) -> Result<Speed> {
+    /// Takes all steps that are left, or those up to a signal; evaluates and saves on the way, and at the end.
+    fn train(&self, trainer: &mut Trainer, speed: &mut Speed) -> Result<Option<Signal>> {
+        let signals = Signals::listen()?;
         let steps = trainer.config().steps;
         let bar = ProgressBar::new(steps as u64).with_position(trainer.steps_taken() as u64);
         let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.reset_eta();
 
-        let mut speed = Speed::default();
         if trainer.history().evaluations.is_empty() || trainer.is_done() {
             let loss = trainer.evaluate()?;
-            self.announce(&bar, trainer, None, loss, &speed)?;
+            self.announce(&bar, trainer, None, loss, speed)?;
         }
         let save_every = self
             .files
             .checkpoint_every
             .map_or(self.training.evaluate_every, usize::from);
         loop {
+            if let Some(signal) = signals.received() {
+                bar.finish_and_clear();
+                self.save(trainer)?;
+                return Ok(Some(signal));
+            }
             let begun = Instant::now();
             let Some(report) = trainer.step()? else { break };
             speed.add(report.tokens, begun.elapsed());
             bar.inc(1);
-            bar.set_message(message(trainer, &report, &speed));
+            bar.set_message(message(trainer, &report, speed));
             if trainer.evaluation_is_due() {
                 let loss = trainer.evaluate()?;
-                self.announce(&bar, trainer, Some(&report), loss, &speed)?;
+                self.announce(&bar, trainer, Some(&report), loss, speed)?;
             }
             if trainer.is_done() || report.step.is_multiple_of(save_every) {
                 self.save(trainer)?;
             }
         }
         bar.finish_and_clear();
-        Ok(speed)
+        Ok(None)
     }
 
     /// A line for an evaluation, and the curve up to it.

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
-use tallow::data::Tokens;
+use tallow::data::{TokenFormat, Tokens};
 use tallow::memory::{self, Kernels, Mode, Workload};
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing};
@@ -26,7 +26,7 @@ pub struct DataFlags {
     #[arg(long, default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true)]
     pub data: PathBuf,
 
-    /// A token file instead: raw u16, or with the header of llm.c or modded-nanogpt
+    /// A token file instead: with the header of llm.c or modded-nanogpt, or raw u16 if it is a .bin
     #[arg(long, conflicts_with = "data", requires = "vocab_size")]
     pub tokens: Option<PathBuf>,
 
@@ -34,9 +34,33 @@ pub struct DataFlags {
     #[arg(long, requires = "tokens")]
     pub vocab_size: Option<usize>,
 
+    /// How the token file is laid out [default: as its magic number says]
+    #[arg(long, value_enum, requires = "tokens")]
+    pub token_format: Option<TokenFormatFlag>,
+
     /// The part at the data's end that is not trained on but evaluated
     #[arg(long, default_value_t = 0.1)]
     pub validation_fraction: f64,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub enum TokenFormatFlag {
+    /// u16 ids and nothing else, as nanoGPT writes them
+    RawU16,
+    /// A header, then u16 ids
+    HeaderedU16,
+    /// A header, then u32 ids
+    HeaderedU32,
+}
+
+impl From<TokenFormatFlag> for TokenFormat {
+    fn from(flag: TokenFormatFlag) -> Self {
+        match flag {
+            TokenFormatFlag::RawU16 => Self::RawU16,
+            TokenFormatFlag::HeaderedU16 => Self::HeaderedU16,
+            TokenFormatFlag::HeaderedU32 => Self::HeaderedU32,
+        }
+    }
 }
 
 #[derive(Args)]
@@ -149,6 +173,10 @@ pub struct FileFlags {
     #[arg(long, requires = "checkpoint")]
     pub checkpoint_every: Option<NonZeroUsize>,
 
+    /// How many checkpoints to keep: the last, and those before it as FILE.1, the latest, FILE.2 and so on [default: 1]
+    #[arg(long, requires = "checkpoint")]
+    pub keep: Option<NonZeroUsize>,
+
     /// Go on where the checkpoint stopped; give the other flags as before
     #[arg(long, requires = "checkpoint")]
     pub resume: bool,
@@ -186,7 +214,10 @@ impl DataFlags {
     pub fn open(&self) -> Result<Tokens> {
         match (&self.tokens, self.vocab_size) {
             (Some(path), Some(vocab_size)) => {
-                let tokens = Tokens::open(path, vocab_size)?;
+                let tokens = match self.token_format {
+                    Some(format) => Tokens::open_as(path, format.into(), vocab_size)?,
+                    None => Tokens::open(path, vocab_size)?,
+                };
                 tokens.validate()?; // now, not when a batch meets a bad id
                 Ok(tokens)
             }

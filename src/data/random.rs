@@ -58,7 +58,7 @@ impl RandomBatches {
     /// The batch of `step`: inputs and targets (batch_size, sequence_length) on `device`.
     ///
     /// # Errors
-    /// [`Error::Format`] if a window holds an id outside the vocabulary (mapped files are not checked before);
+    /// [`Error::Format`] if a window holds an id outside the vocabulary (files need not have been checked before);
     /// candle's, if the device refuses.
     pub fn batch(&self, step: u64, device: &Device) -> Result<Batch> {
         Batch::cut(

@@ -13,3 +13,4 @@ pub use config::TransformerConfig;
 pub use generate::GenerateConfig;
 pub use toy::{ToyActivations, ToyModel};
 pub use transformer::TransformerLM;
+pub(crate) use transformer::{HISTORY_PREFIX, STATE_PREFIX};
