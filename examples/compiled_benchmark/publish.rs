@@ -1,7 +1,6 @@
 //! Several reports as one document.
 
-use crate::common::Output;
-use std::io::{ErrorKind, Write};
+use crate::common::{Output, stdout};
 use std::path::Path;
 use tallow::report::{Format, Report};
 use tallow::{Error, Result};
@@ -18,12 +17,10 @@ pub fn publish(output: &Output, parts: &Parts<'_>) -> Result<()> {
         format => one_after_another(parts, format)?,
     };
     match &output.output {
-        Some(path) => write(path, &document),
-        None => match std::io::stdout().lock().write_all(&document) {
-            // The reader has seen enough (`| head`).
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-            done => done.map_err(|error| Error::io("write", "output", error)),
-        },
+        Some(path) => write(path, &document).inspect_err(|_| {
+            let _ = stdout::write(&document); // what was measured is not lost
+        }),
+        None => stdout::write(&document),
     }
 }
 

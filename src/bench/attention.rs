@@ -83,7 +83,13 @@ impl AttentionRun {
             forward_flops: self.forward_flops(),
             backward_flops: 2.0 * self.forward_flops(),
             account: match unsupported {
-                None => self.account(device)?,
+                None => match self.account(device) {
+                    // What is too large to be planned for is too large for any memory, eagerly too.
+                    Err(error) if error.is_out_of_memory() => {
+                        attention_account(w, Kernels::of(device))
+                    }
+                    account => account?,
+                },
                 Some(_) => attention_account(w, Kernels::of(device)), // there may be no plan
             },
             in_half: matches!(w.dtype, DType::F16 | DType::BF16),
