@@ -2,8 +2,8 @@
 
 use crate::common::{Output, stdout};
 use std::path::Path;
-use tallow::report::{Format, Report};
-use tallow::{Error, Result};
+use tallow::Result;
+use tallow::report::{Format, Report, save_document};
 
 type Parts<'a> = [(&'a str, Report)];
 
@@ -17,7 +17,7 @@ pub fn publish(output: &Output, parts: &Parts<'_>) -> Result<()> {
         format => one_after_another(parts, format)?,
     };
     match &output.output {
-        Some(path) => write(path, &document).inspect_err(|_| {
+        Some(path) => save_document(&document, path).inspect_err(|_| {
             let _ = stdout::write(&document); // what was measured is not lost
         }),
         None => stdout::write(&document),
@@ -26,11 +26,7 @@ pub fn publish(output: &Output, parts: &Parts<'_>) -> Result<()> {
 
 /// The parts by name, in one object.
 pub fn save_json(path: &Path, parts: &Parts<'_>) -> Result<()> {
-    write(path, &json(parts)?)
-}
-
-fn write(path: &Path, document: &[u8]) -> Result<()> {
-    std::fs::write(path, document).map_err(|error| Error::io("write", path, error))
+    save_document(&json(parts)?, path)
 }
 
 fn json(parts: &Parts<'_>) -> Result<Vec<u8>> {
