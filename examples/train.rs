@@ -18,6 +18,8 @@
 //! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit status
 //! 130 or 143; a second one ends it at once.
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 mod common;
 #[path = "train/flags.rs"]
 mod flags;
@@ -26,14 +28,13 @@ mod signals;
 
 use candle_core::{DType, Device};
 use clap::Parser;
-use common::Common;
+use common::{Common, stdout};
 use flags::{
     DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, eager_bytes,
     new_model,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
-use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::bench::Execution;
@@ -86,9 +87,7 @@ impl Flags {
         // Whatever can be refused is refused before the first step, not after the last.
         let sampling = self.sample.config(self.common.seed);
         sampling.validate()?;
-        if let Some(folder) = &self.files.out {
-            std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
-        }
+        self.files.check()?;
         let (train, validation) = self.data.open()?.split(self.data.validation_fraction)?;
         let prompt = match self.data.tokens {
             None => self.sample.prompt_bytes(),
@@ -104,8 +103,7 @@ impl Flags {
         let mut trainer = self.trainer(model, config, train, validation)?;
         let mut text = Vec::new();
         header.write_to(Format::Text, &mut text)?;
-        say(String::from_utf8_lossy(&text).trim_end());
-        say("");
+        self.say(String::from_utf8_lossy(&text))?;
 
         self.save(&trainer)?;
         let mut speed = Speed::default();
@@ -114,28 +112,28 @@ impl Flags {
                 Some(path) => format!("the run is in {}, --resume goes on", path.display()),
                 None => "without --checkpoint nothing is kept of it".into(),
             };
-            say(format!(
+            self.say(format!(
                 "\n{signal}: stopped after step {} of {}; {kept}",
                 trainer.steps_taken(),
                 trainer.config().steps
-            ));
+            ))?;
             return Ok(Some(signal));
         }
         let evaluations = &trainer.history().evaluations;
         let last = evaluations.last().map_or(f64::NAN, |last| last.loss);
-        say(format!(
+        self.say(format!(
             "\nvalidation loss {last:.4} nats a {}, after {} steps; {:.1} s in all, {} tokens/s in training",
             self.data.unit(),
             trainer.steps_taken(),
             started.elapsed().as_secs_f64(),
             speed.text(),
-        ));
+        ))?;
         if common::fallbacks() != "none" {
-            say(format!("reference ops: {}", common::fallbacks()));
+            self.say(format!("reference ops: {}", common::fallbacks()))?;
         }
         if self.sample.sample > 0 {
             let written = trainer.model().generate(&prompt, &sampling)?;
-            say(format!("\n{}", self.data.text(&[prompt, written].concat())));
+            self.say(format!("\n{}", self.data.text(&[prompt, written].concat())))?;
         }
         Ok(None)
     }
@@ -314,15 +312,20 @@ impl Flags {
                 scale(trainer)
             );
         }
-        bar.suspend(|| say(line));
+        bar.suspend(|| self.say(line))?;
         if let Some(folder) = &self.files.out {
             let history = trainer.history();
-            history.chart().save(folder.join("loss.svg"))?;
+            history.chart().save(folder.join(flags::LOSS_SVG))?;
             history
                 .report()
-                .save(Format::Csv, folder.join("loss.csv"))?;
+                .save(Format::Csv, folder.join(flags::LOSS_CSV))?;
         }
         Ok(())
+    }
+
+    /// A line on stdout. Who only wanted the first lines (`| head`) does not stop a training that leaves files.
+    fn say(&self, line: impl std::fmt::Display) -> Result<()> {
+        stdout::or_files(stdout::line(line), self.files.is_any_given())
     }
 
     fn save(&self, trainer: &Trainer) -> Result<()> {
@@ -367,12 +370,6 @@ impl Speed {
             tokens => group_digits((tokens as f64 / self.time.as_secs_f64()) as u64),
         }
     }
-}
-
-/// A line on stdout. Who only wanted the first lines (`| head`) does not stop the training.
-fn say(line: impl std::fmt::Display) {
-    let mut stdout = std::io::stdout().lock();
-    let _ = writeln!(stdout, "{line}").and_then(|()| stdout.flush());
 }
 
 /// What stands beside the progress bar.

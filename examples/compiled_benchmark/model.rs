@@ -1,5 +1,6 @@
 //! Part (b): whole models, eager and planned.
 
+use crate::common::values;
 use crate::configurations::{Configuration, PRESETS, SEED};
 use crate::why::{self, Counted};
 use crate::{Setting, common, geometric_mean, number, text};
@@ -43,15 +44,15 @@ pub struct ModelFlags {
     algorithm: Algorithm,
 
     /// Steps that are run and not counted, in each round
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = values::count_from_0())]
     warmup_steps: usize,
 
     /// Steps that are measured, in each round
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = values::count())]
     steps: usize,
 
     /// Rounds: eager and planned are measured in turns
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = values::count())]
     rounds: usize,
 }
 

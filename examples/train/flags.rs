@@ -1,6 +1,7 @@
 //! The flags of `train` and `precision_curves`, and what the library makes of them.
 
 use crate::common::precision::PrecisionFlags;
+use crate::common::{outputs, values};
 use candle_core::{DType, Device};
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
@@ -15,6 +16,10 @@ use tallow::optim::{AdamWConfig, Schedule};
 use tallow::precision::Precision;
 use tallow::train::TrainConfig;
 use tallow::{Error, Result};
+
+/// The files of `--out`.
+pub const LOSS_SVG: &str = "loss.svg";
+pub const LOSS_CSV: &str = "loss.csv";
 
 /// What is read of a folder.
 const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
@@ -39,7 +44,7 @@ pub struct DataFlags {
     pub token_format: Option<TokenFormatFlag>,
 
     /// The part at the data's end that is not trained on but evaluated
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = 0.1, value_parser = values::part)]
     pub validation_fraction: f64,
 }
 
@@ -112,7 +117,7 @@ pub struct TrainingFlags {
     pub accumulation: usize,
 
     /// Steps of the whole run; a resumed one may be given more
-    #[arg(long, default_value_t = 2000)]
+    #[arg(long, default_value_t = 2000, value_parser = values::count())]
     pub steps: usize,
 
     /// How the learning rate goes down after the warm-up; constant has no warm-up either
@@ -124,11 +129,11 @@ pub struct TrainingFlags {
     pub schedule_steps: Option<usize>,
 
     /// The highest learning rate
-    #[arg(long, default_value_t = 1e-3)]
+    #[arg(long, default_value_t = 1e-3, value_parser = values::from_0)]
     pub lr: f64,
 
     /// The lowest [default: a tenth of --lr]
-    #[arg(long)]
+    #[arg(long, value_parser = values::from_0)]
     pub min_lr: Option<f64>,
 
     /// Steps of warm-up [default: a twentieth of the schedule's]
@@ -136,15 +141,15 @@ pub struct TrainingFlags {
     pub warmup: Option<usize>,
 
     /// Decay of matrices; norms have none
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = 0.1, value_parser = values::from_0)]
     pub weight_decay: f64,
 
     /// AdamW's two betas
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99")]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99", value_parser = values::beta)]
     pub betas: Vec<f64>,
 
     /// The gradients' largest norm; 0 clips nothing
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, value_parser = values::from_0)]
     pub clip: f64,
 
     #[command(flatten)]
@@ -190,11 +195,11 @@ pub struct FileFlags {
 #[command(next_help_heading = "Sample")]
 pub struct SampleFlags {
     /// Tokens that the trained model writes at the end
-    #[arg(long, default_value_t = 400)]
+    #[arg(long, default_value_t = 400, value_parser = values::count_from_0())]
     pub sample: usize,
 
     /// Under 1 likelier text, over 1 wilder; 0 always takes the likeliest token
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, value_parser = values::from_0)]
     pub temperature: f64,
 
     /// Choose among this many of the likeliest tokens
@@ -202,12 +207,31 @@ pub struct SampleFlags {
     pub top_k: Option<usize>,
 
     /// Choose among the likeliest tokens whose probabilities reach this sum
-    #[arg(long)]
+    #[arg(long, value_parser = values::probability)]
     pub top_p: Option<f64>,
 
     /// The text that the sample continues [default: a line break]
     #[arg(long, conflicts_with = "tokens", value_parser = NonEmptyStringValueParser::new())]
     pub prompt: Option<String>,
+}
+
+impl FileFlags {
+    /// Makes the folder, and tries every file that the run will write.
+    pub fn check(&self) -> Result<()> {
+        if let Some(folder) = &self.out {
+            std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+            for file in [LOSS_SVG, LOSS_CSV] {
+                outputs::check_writable(&folder.join(file))?;
+            }
+        }
+        let checkpoint = self.checkpoint.as_deref();
+        checkpoint.map_or(Ok(()), outputs::check_writable)
+    }
+
+    /// Whether the run leaves something beside what it prints.
+    pub fn is_any_given(&self) -> bool {
+        self.out.is_some() || self.checkpoint.is_some()
+    }
 }
 
 impl DataFlags {

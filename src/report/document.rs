@@ -153,3 +153,12 @@ impl Report {
         }
     }
 }
+
+/// Writes a file of one's own making as [`Report::save`] writes a report: it appears complete or not at all. For several
+/// reports in one document.
+///
+/// # Errors
+/// [`Error::Io`] with the path if it cannot be written.
+pub fn save_document(content: &[u8], path: impl AsRef<Path>) -> Result<()> {
+    files::write_bytes(path.as_ref(), content)
+}
