@@ -103,7 +103,7 @@ impl Flags {
         let mut trainer = self.trainer(model, config, train, validation)?;
         let mut text = Vec::new();
         header.write_to(Format::Text, &mut text)?;
-        self.say(String::from_utf8_lossy(&text))?;
+        self.say(format!("{}\n", String::from_utf8_lossy(&text).trim_end()))?;
 
         self.save(&trainer)?;
         let mut speed = Speed::default();

@@ -68,7 +68,8 @@ pub fn check<'p>(outputs: impl IntoIterator<Item = &'p Option<PathBuf>>) -> Resu
     Ok(())
 }
 
-/// Refuses a path that no file can be written to: opens it, or creates it and removes it again. What a file holds stays.
+/// Refuses a path that no file can be written to: opens it, or creates it and removes it again. Nothing that a file
+/// holds is lost.
 pub fn check_writable(path: &Path) -> Result<()> {
     let refused = |error| Error::io("write", path, error);
     let tried = match std::fs::metadata(path) {
@@ -109,8 +110,8 @@ fn try_folder(path: &Path) -> std::io::Result<()> {
     file.write_all(&[0; 1024])
 }
 
-/// A device is written to as it is: nothing, to try it, which a full one refuses too. A pipe is not opened before there is
-/// something to write, for that waits for its reader.
+/// A device is written to as it is: nothing, to try it, which a full one refuses too. A pipe is not opened before there
+/// is something to write, for that waits for its reader.
 fn try_device(path: &Path) -> std::io::Result<()> {
     if is_pipe(path) {
         return Ok(());

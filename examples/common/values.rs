@@ -71,10 +71,15 @@ pub fn probability(text: &str) -> Result<f64, String> {
 /// The file of a picture, by a name that says its format.
 pub fn picture() -> impl TypedValueParser<Value = PathBuf> {
     PathBufValueParser::new().try_map(|path: PathBuf| {
-        let ends_in = |name: &str| path.extension().is_some_and(|e| e.eq_ignore_ascii_case(name));
+        let ends_in = |name: &str| {
+            path.extension()
+                .is_some_and(|e| e.eq_ignore_ascii_case(name))
+        };
         match (ends_in("svg"), ends_in("png"), cfg!(feature = "png")) {
             (true, ..) | (_, true, true) => Ok(path),
-            (_, true, false) => Err("this build draws no PNG: name a picture that ends in .svg, or build with --features png"),
+            (_, true, false) => {
+                Err("this build draws no PNG: name an .svg, or build with --features png")
+            }
             _ => Err("a picture's name ends in .svg or .png"),
         }
     })

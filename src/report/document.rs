@@ -154,8 +154,7 @@ impl Report {
     }
 }
 
-/// Writes a file of one's own making as [`Report::save`] writes a report: it appears complete or not at all. For several
-/// reports in one document.
+/// Writes a document made of several reports as [`Report::save`] writes one: the file appears complete or not at all.
 ///
 /// # Errors
 /// [`Error::Io`] with the path if it cannot be written.
