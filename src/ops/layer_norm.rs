@@ -20,6 +20,9 @@ use std::sync::OnceLock;
 /// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Kept for backward: x, w, b, and (mean, rstd)
 /// of each row.
 ///
+/// In a row of two elements h is near -1 and 1, and the terms of dx cancel to `eps / (var + eps)` of their size: what
+/// remains is mostly their rounding, here as in PyTorch.
+///
 /// Autocast: f32, and so is y, under CUDA's policy; under the CPU's y has x's dtype, and a half-precision x beside f32 w
 /// and b is computed in f32 and rounded once.
 ///

@@ -1,8 +1,8 @@
 //! Cross-entropy of logits: loss = mean over the targets that count of `ln(sum(exp(row))) - row[target]`.
 //!
 //! With top the largest logit of a row and total the sum of `exp(x - top)` over it, the loss of a row is
-//! `(top - row[target]) + ln(total)` and its softmax `exp(x - top) / total`. `top + ln(total)` is never formed: rounded to
-//! one number it loses the digits of ln(total) where logits are large.
+//! `(top - row[target]) + ln(total)` and its softmax `exp(x - top) / total`. `top + ln(total)` is never formed: rounded
+//! to one number it loses the digits of ln(total) where logits are large.
 
 use super::{Blocks, Real, Stored, parallel, simd, stored::BLOCK};
 use rayon::prelude::*;
@@ -199,8 +199,8 @@ mod tests {
         assert!(got == gradient && got_loss == loss, "{rows} x {classes}");
     }
 
-    /// Logits of 2^15, of which seven share a row, and others far below: the loss is ln 7, whatever they are. Relative to
-    /// it, f32 rounds 2^15 + ln 7 to 6e-4.
+    /// Seven logits of 2^15 in each row, and others far below: the loss is ln 7. Relative to it, f32 rounds 2^15 + ln 7
+    /// to 6e-4.
     fn large_logits<T: Stored>(unit: f64) {
         let (rows, classes) = (3, 600);
         let top = |place: usize| place.is_multiple_of(97);
