@@ -4,6 +4,7 @@
 //! on which mixed precision is explained. What does not: their layers ([`crate::nn`]), training and memory.
 
 mod config;
+mod depth;
 pub mod flops;
 mod generate;
 mod toy;

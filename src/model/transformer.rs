@@ -1,6 +1,6 @@
 //! The transformer language model.
 
-use super::TransformerConfig;
+use super::{TransformerConfig, depth};
 use crate::files::{self, Entry, Numbers, TensorFile};
 use crate::nn::{
     self, Checkpointing, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join,
@@ -219,7 +219,8 @@ impl TransformerLM {
     ///
     /// # Errors
     /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the vocabulary (found on the
-    /// host before any kernel runs).
+    /// host before any kernel runs); where a graph is kept, more blocks than this thread's stack takes in backward (8 KiB each:
+    /// 256 on a thread of 2 MiB, 1,024 on one of 8). Without a graph any number is run, and planned.
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         let hidden = self.hidden(tokens)?; // (B, T, D)
         in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)
@@ -255,6 +256,9 @@ impl TransformerLM {
         }
         let embed = || self.token_embeddings.forward(tokens);
         let mut x = in_module("token_embeddings", embed)?; // (B, T, D)
+        if x.track_op() {
+            depth::check(self.layers.len())?;
+        }
         let checkpointing = self.config.checkpointing;
         let numbered: Vec<_> = self.layers.iter().enumerate().collect();
         let again = checkpointing.recomputed_blocks(self.layers.len());
