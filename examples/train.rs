@@ -15,8 +15,8 @@
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
 //!
-//! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit status
-//! 130 or 143; a second one ends it at once.
+//! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit
+//! status 130 or 143; a second one ends it at once.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 

@@ -42,8 +42,8 @@ impl TokenFormat {
         }
     }
 
-    /// The format of a file: by its magic number. A file without one is [`RawU16`](Self::RawU16) if its name ends in `.bin`
-    /// and nothing in it looks like a header; its ids are still to be checked.
+    /// The format of a file: by its magic number. A file without one is [`RawU16`](Self::RawU16) if its name ends in
+    /// `.bin` and nothing in it looks like a header; its ids are still to be checked.
     ///
     /// # Errors
     /// [`Error::Format`] for any other: it may be a damaged one, and no tokens at all.

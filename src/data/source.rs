@@ -161,8 +161,8 @@ fn decode_little_endian(width: Width, bytes: &[u8], out: &mut [u32]) {
     }
 }
 
-/// A file of data, open for reading. It is read, not mapped: one that another process shortens is an error then, and not
-/// the end of this process.
+/// A file of data, open for reading. It is read, not mapped: one that another process shortens is an error then, and
+/// not the end of this process.
 pub(super) struct DataFile {
     pub(super) path: PathBuf,
     file: File,

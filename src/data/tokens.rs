@@ -20,11 +20,11 @@ const SCAN_TOKENS: usize = 1 << 14;
 /// | [`open`](Self::open), [`open_as`](Self::open_as) | an id of a token file | as given |
 /// | [`from_ids`](Self::from_ids) | an id | as given |
 ///
-/// `clone`, [`slice`](Self::slice) and [`split`](Self::split) copy no tokens. A file stays open and is read where tokens
-/// are asked for, so it may be far larger than memory. Opening one checks its header and size; its ids are checked
-/// whenever they are read, so an id outside the vocabulary never leaves it, and [`validate`](Self::validate) checks them
-/// all beforehand. A file that is shortened while it is in use is an error from then on; one that is replaced by a rename,
-/// as [`write_tokens`](super::write_tokens) does, stays what it was.
+/// `clone`, [`slice`](Self::slice) and [`split`](Self::split) copy no tokens. A file stays open and is read where
+/// tokens are asked for, so it may be far larger than memory. Opening one checks its header and size; its ids are
+/// checked whenever they are read, so an id outside the vocabulary never leaves it, and [`validate`](Self::validate)
+/// checks them all beforehand. A file that is shortened while it is in use is an error from then on; one that is
+/// replaced by a rename, as [`write_tokens`](super::write_tokens) does, stays what it was.
 #[derive(Clone)]
 pub struct Tokens {
     source: Arc<Source>,

@@ -121,8 +121,8 @@ fn replace(
     Ok(())
 }
 
-/// A temporary file beside `path`, locked for as long as it is open: the system frees the lock when its process dies, and
-/// so [`remove_abandoned`] knows.
+/// A temporary file beside `path`, locked for as long as it is open: the system frees the lock when its process dies,
+/// and so [`remove_abandoned`] knows.
 fn locked_temporary(path: &Path) -> io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(PREFIX);
@@ -141,7 +141,8 @@ fn locked_temporary(path: &Path) -> io::Result<NamedTempFile> {
     }
 }
 
-/// Whether `file` is what `path` names now. Systems other than Unix do not say; there nobody removes a file that is open.
+/// Whether `file` is what `path` names now. Systems other than Unix do not say; there nobody removes a file that is
+/// open.
 pub(super) fn is_at(file: &File, path: &Path) -> bool {
     #[cfg(unix)]
     {

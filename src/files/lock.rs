@@ -11,8 +11,8 @@ const MARK: &str = "tallow: written by ";
 
 /// The right to write a path, held until it is dropped: a locked file `path.lock` beside it that says who holds it.
 ///
-/// The lock is the system's, which frees it when the process that holds it ends, however that is; the file that a killed
-/// process leaves is taken over. On a file system without locks nobody is kept away.
+/// The lock is the system's, which frees it when the process that holds it ends, however that is; the file that a
+/// killed process leaves is taken over. On a file system without locks nobody is kept away.
 #[derive(Debug)]
 pub(crate) struct PathLock {
     lock_path: PathBuf,

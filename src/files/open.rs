@@ -79,7 +79,8 @@ mod tests {
     use std::os::unix::ffi::OsStrExt;
     use std::os::unix::fs::symlink;
 
-    /// What is no file, or leads to none, is refused at once and by name. (A pipe without a writer used to be waited for.)
+    /// What is no file, or leads to none, is refused at once and by name. (A pipe without a writer used to be waited
+    /// for.)
     #[test]
     fn pipes_devices_folders_and_links_to_nothing_are_refused() {
         let folder = tempfile::tempdir().unwrap();

@@ -18,8 +18,8 @@ pub(crate) struct Entry {
     pub(crate) numbers: Numbers,
 }
 
-/// Writes tensors with their names, and texts with their keys beside them, as safetensors with checksums; whole or not at
-/// all. The last `keep - 1` files that were there before stay, as `path.1`, the latest, `path.2` and so on.
+/// Writes tensors with their names, and texts with their keys beside them, as safetensors with checksums; whole or
+/// not at all. The last `keep - 1` files that were there before stay, as `path.1`, the latest, `path.2` and so on.
 ///
 /// One tensor is copied at a time.
 ///
@@ -92,7 +92,7 @@ fn host_bytes(entry: &Entry, path: &Path) -> Result<Vec<u8>> {
             name: entry.name.clone(),
             expected: entry.numbers.expected().into(),
             got,
-            hint: "nothing was saved; training has diverged: lower the learning rate, and go on from what was saved before"
+            hint: "nothing was saved; training has diverged: lower the learning rate, and resume from the last file"
                 .into(),
         });
     }

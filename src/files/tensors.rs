@@ -127,8 +127,8 @@ impl TensorFile {
     /// The tensor called `name`, on `device`; `None` if there is none.
     ///
     /// # Errors
-    /// [`Error::Format`] where its bytes are not those that were saved, or are gone meanwhile; [`Error::Weight`] for a type
-    /// that candle lacks; candle's where it cannot be brought to the device.
+    /// [`Error::Format`] where its bytes are not those that were saved, or are gone meanwhile; [`Error::Weight`] for
+    /// a type that candle lacks; candle's where it cannot be brought to the device.
     pub(crate) fn get(&self, name: &str, device: &Device) -> Result<Option<Tensor>> {
         let Some(info) = self.header.info(name) else {
             return Ok(None);

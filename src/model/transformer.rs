@@ -102,9 +102,9 @@ impl TransformerLM {
     /// The model in f32 with the weights of a safetensors file, whatever float type they have there.
     ///
     /// # Errors
-    /// A file that cannot be read, is not whole or was damaged after [`save`](Self::save) wrote it; a weight that is missing,
-    /// misshapen or no float; a weight that the configuration does not know (names that begin with `optimizer.` or
-    /// `history.` are a checkpoint's, and left alone).
+    /// A file that cannot be read, is not whole or was damaged after [`save`](Self::save) wrote it; a weight that is
+    /// missing, misshapen or no float; a weight that the configuration does not know (names that begin with
+    /// `optimizer.` or `history.` are a checkpoint's, and left alone).
     pub fn load(
         config: &TransformerConfig,
         path: impl AsRef<Path>,
@@ -179,8 +179,8 @@ impl TransformerLM {
     /// Writes the weights as safetensors with checksums, in their dtype, whole or not at all.
     ///
     /// # Errors
-    /// A path that cannot be written; [`Error::Weight`] names a weight with an element that is not finite. What was there
-    /// before stays.
+    /// A path that cannot be written; [`Error::Weight`] names a weight with an element that is not finite. What was
+    /// there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         files::save_tensors(path.as_ref(), self.entries().collect(), &[], 1)
     }

@@ -30,8 +30,8 @@ impl AdamW {
     /// The file is whole or not there: it is written under another name in the same folder, synced, and renamed.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be written; [`Error::Weight`] names an entry with an element that is not finite or,
-    /// in `exp_avg_sq`, negative. What was there before stays.
+    /// [`Error::Io`] if the file cannot be written; [`Error::Weight`] names an entry with an element that is not
+    /// finite or, in `exp_avg_sq`, negative. What was there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let groups = self.groups.iter().map(|group| GroupHeader {

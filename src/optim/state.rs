@@ -65,8 +65,8 @@ impl AdamW {
     /// hyperparameters, later steps then have the same bits.
     ///
     /// # Errors
-    /// [`Error::Data`] names an entry that is missing, unexpected, of another shape or dtype, or with an element that is
-    /// not finite or, in `exp_avg_sq`, negative; nothing has changed then.
+    /// [`Error::Data`] names an entry that is missing, unexpected, of another shape or dtype, or with an element that
+    /// is not finite or, in `exp_avg_sq`, negative; nothing has changed then.
     pub fn load_state(
         &mut self,
         state: impl IntoIterator<Item = (String, Tensor)>,
@@ -104,7 +104,8 @@ impl AdamW {
         })
     }
 
-    /// The state that [`AdamW::state_entries`] gave, out of a file whose other tensors' names do not begin with `prefix`.
+    /// The state that [`AdamW::state_entries`] gave, out of a file whose other tensors' names do not begin with
+    /// `prefix`.
     ///
     /// # Errors
     /// [`Error::Weight`] names an entry that does not fit; those of [`TensorFile::get`].

@@ -25,9 +25,9 @@ const FREE_SETTINGS: [&str; 4] = ["steps", "evaluate_every", "keep", "optimizer.
 /// The file is safetensors, written by [`Trainer::save`]: the weights under their own names, so that
 /// [`TransformerLM::load`] reads it as it reads any model's; the optimizer's state as `optimizer.exp_avg.<name>` and
 /// `optimizer.exp_avg_sq.<name>`; the history as `history.losses` (f64, a number a step), `history.skipped`,
-/// `history.evaluated_steps` (i64) and `history.evaluations` (f64); and the rest of this, as JSON, in the metadata under
-/// `tallow.train`. Beside it, under `tallow.crc32`, is the CRC-32 of every tensor, as `zlib.crc32` gives it, and of this
-/// text: whoever reads the file here finds out whether it was damaged.
+/// `history.evaluated_steps` (i64) and `history.evaluations` (f64); and the rest of this, as JSON, in the metadata
+/// under `tallow.train`. Beside it, under `tallow.crc32`, is the CRC-32 of every tensor, as `zlib.crc32` gives it,
+/// and of this text: whoever reads the file here finds out whether it was damaged.
 ///
 /// ```no_run
 /// use tallow::model::TransformerLM;
@@ -152,17 +152,17 @@ impl Trainer {
     /// Writes the run to one file, whole or not at all: into a temporary file beside it, synced, then renamed over it.
     /// [`Checkpoint`] says what is in it.
     ///
-    /// If [`TrainConfig::keep`] is over 1, the files that were there before stay as `path.1`, the latest, `path.2` and so
-    /// on. Temporary files that killed processes left in the folder are removed.
+    /// If [`TrainConfig::keep`] is over 1, the files that were there before stay as `path.1`, the latest, `path.2`
+    /// and so on. Temporary files that killed processes left in the folder are removed.
     ///
-    /// From the first save on the path belongs to this run, until it is dropped or saves elsewhere: `path.lock` says so,
-    /// and another run that saves there, in this process or another, gets an error. What a process leaves that is killed
-    /// keeps nobody away. (On a file system without locks nobody is kept away at all.)
+    /// From the first save on the path belongs to this run, until it is dropped or saves elsewhere: `path.lock` says
+    /// so, and another run that saves there, in this process or another, gets an error. What a process leaves that is
+    /// killed keeps nobody away. (On a file system without locks nobody is kept away at all.)
     ///
     /// # Errors
-    /// [`Error::Io`] naming `path`, and the process that writes there if that is why; [`Error::Weight`] names a weight or
-    /// an entry of the optimizer's state that is not finite, or negative where it is a mean of squares. What was there
-    /// before stays.
+    /// [`Error::Io`] naming `path`, and the process that writes there if that is why; [`Error::Weight`] names a
+    /// weight or an entry of the optimizer's state that is not finite, or negative where it is a mean of squares.
+    /// What was there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let mut lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
@@ -195,17 +195,17 @@ impl Trainer {
     ///
     /// `model`, `config` and the data must be those it was saved with, in what its steps depend on. (On
     /// [`TransformerConfig::attention`] they do, by rounding: another algorithm is another run, from the weights that
-    /// [`TransformerLM::load`] reads. On [`TransformerConfig::checkpointing`] they do not.) So `steps`, `evaluate_every`
-    /// and `keep` may differ: a finished run goes on if it is given more steps, at the learning rates that its schedule has
-    /// beyond its end. And the data may lie elsewhere, as long as it is the same.
+    /// [`TransformerLM::load`] reads. On [`TransformerConfig::checkpointing`] they do not.) So `steps`,
+    /// `evaluate_every` and `keep` may differ: a finished run goes on if it is given more steps, at the learning
+    /// rates that its schedule has beyond its end. And the data may lie elsewhere, as long as it is the same.
     ///
-    /// The file is opened once: a run that saves to `path` meanwhile does no harm. Temporary files that killed processes
-    /// left beside it are removed.
+    /// The file is opened once: a run that saves to `path` meanwhile does no harm. Temporary files that killed
+    /// processes left beside it are removed.
     ///
     /// # Errors
     /// [`Error::Resume`] names the setting that differs, with both values. [`Error::Io`], [`Error::Format`] and
-    /// [`Error::Weight`] for a file that cannot be read, is not whole, was damaged, lacks a part, or has weights or a state
-    /// that are not finite; and those of [`Trainer::new`].
+    /// [`Error::Weight`] for a file that cannot be read, is not whole, was damaged, lacks a part, or has weights or a
+    /// state that are not finite; and those of [`Trainer::new`].
     pub fn resume(
         path: impl AsRef<Path>,
         model: &TransformerConfig,

@@ -48,8 +48,9 @@ pub struct TrainConfig {
     /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). A
     /// resumed run may be given another number.
     pub evaluate_every: usize,
-    /// Checkpoints that [`Trainer::save`](super::Trainer::save) keeps: the one it writes at its path, and those before it as
-    /// `path.1`, the latest, to `path.{keep - 1}`. 1 where a saved run says nothing; a resumed run may be given another number.
+    /// Checkpoints that [`Trainer::save`](super::Trainer::save) keeps: the one it writes at its path, and those
+    /// before it as `path.1`, the latest, to `path.{keep - 1}`. 1 where a saved run says nothing; a resumed run may
+    /// be given another number.
     #[serde(default = "one")]
     pub keep: usize,
     /// Chooses the batches. (The weights' first values have their seed in the model.)

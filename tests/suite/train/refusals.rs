@@ -164,8 +164,8 @@ fn files_that_are_no_whole_run() {
     assert!(matches!(error, Error::Format { .. }), "{error:?}");
 }
 
-/// The file as it was written before there were checksums, with the history in the metadata's text (format 1); that text
-/// and the tensors changed, but a whole safetensors file.
+/// The file as it was written before there were checksums, with the history in the metadata's text (format 1); that
+/// text and the tensors changed, but a whole safetensors file.
 pub(super) fn forge(
     path: &Path,
     edit: impl Fn(&str) -> String,
