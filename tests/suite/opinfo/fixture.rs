@@ -2,6 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, safetensors};
 use serde::Deserialize;
+use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -28,6 +29,8 @@ pub struct File {
 pub struct Sample {
     pub operands: Vec<Operand>,
     pub settings: Settings,
+    /// The settings as text.
+    given: String,
     /// The output, then the gradients.
     pub results: Vec<Expected>,
     pub upstream: Tensor,
@@ -48,7 +51,7 @@ struct Described {
     operands: Vec<Place>,
     results: Vec<Expected>,
     #[serde(flatten)]
-    settings: Settings,
+    settings: serde_json::Map<String, Value>,
 }
 
 #[derive(Deserialize)]
@@ -72,7 +75,7 @@ pub struct Expected {
 }
 
 /// What PyTorch's operator was given beside its operands.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Default, Deserialize)]
 #[serde(default)]
 pub struct Settings {
     pub exponent: Option<f64>,
@@ -121,6 +124,8 @@ impl File {
                     place,
                 });
                 let operands = operands.collect();
+                let mut settings = described.settings;
+                settings.retain(|_, value| !value.is_null());
                 let results = described.results;
                 let upstream = take("upstream", &results[0].shape);
                 let mut all = |part| results.iter().map(|x| take(part, &x.shape)).collect();
@@ -129,7 +134,8 @@ impl File {
                     upstream,
                     exact: all("exact"),
                     exact_bf16: all("exact_bf16"),
-                    settings: described.settings,
+                    given: Value::from(settings.clone()).to_string(),
+                    settings: serde_json::from_value(settings.into()).unwrap(),
                     results,
                     loss: name.ends_with("cross_entropy"),
                 }
@@ -153,7 +159,7 @@ impl Sample {
 
     /// Which dtype a result must have in a run: PyTorch's, but for a loss.
     pub fn dtype(&self, at: usize, run: usize) -> DType {
-        match dtype(&self.results[at].dtypes[run]) {
+        match self.results[at].dtype(run) {
             DType::BF16 if self.loss && at == 0 => DType::F32,
             dtype => dtype,
         }
@@ -171,7 +177,14 @@ impl Sample {
                 text + if place.is_view() { " view" } else { "" }
             })
             .collect();
-        format!("{} {:?}", shapes.join(", "), self.settings)
+        format!("{} {}", shapes.join(", "), self.given)
+    }
+}
+
+impl Expected {
+    /// PyTorch's.
+    pub fn dtype(&self, run: usize) -> DType {
+        dtype(&self.dtypes[run])
     }
 }
 
