@@ -1,5 +1,5 @@
-//! Every op against PyTorch's own operator samples (`fixtures/opinfo`): outputs and gradients in f64, f32 and bf16, through
-//! kernels and references.
+//! Every op against PyTorch's own operator samples (`fixtures/opinfo`): outputs and gradients in f64, f32 and bf16,
+//! through kernels and references.
 //!
 //! `TALLOW_OPINFO=FOLDER` judges by the samples in that folder instead (`fixtures/generate.py opinfo --whole FOLDER`);
 //! `TALLOW_TEST_DEVICE=cuda:0` on a GPU.
@@ -116,7 +116,7 @@ fn results(sample: &Sample, run: usize, way: Way, device: &Device) -> Result<Vec
 /// `distances` are the fixture's: how far half an ulp of its inputs moves f64's result, and PyTorch's own error.
 fn bound(run: DType, dtype: DType, distances: [Option<f64>; 3]) -> Option<f64> {
     let [shift, f32, bf16] = distances;
-    // What half an ulp of f32 would do. Where that is more than the result, a difference of equals, f32 knows nothing of it,
+    // What half an ulp of f32 would do. Where that is more than the result, a difference of equals, f32 has no digit of it
     // and PyTorch's error is luck: the norm of a single element, say.
     let shift_f32 = shift? * f64::EPSILON.recip() * f64::from(f32::EPSILON);
     let lost = if shift_f32 > 1.0 {
@@ -155,7 +155,7 @@ fn largest(dtype: DType) -> f64 {
     }
 }
 
-/// What is wrong with `found`. `bound` is `None` where PyTorch overflows on the way, and shape and dtype are all there is to see.
+/// What is wrong with `found`. `bound` is `None` where PyTorch overflows on the way: only shape and dtype are compared.
 fn compare(found: &Tensor, exact: &Tensor, dtype: DType, bound: Option<f64>) -> Option<String> {
     if (found.dims(), found.dtype()) != (exact.dims(), dtype) {
         let (shape, wanted) = (found.dims(), exact.dims());
