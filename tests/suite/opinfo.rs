@@ -116,8 +116,8 @@ fn results(sample: &Sample, run: usize, way: Way, device: &Device) -> Result<Vec
 /// `distances` are the fixture's: how far half an ulp of its inputs moves f64's result, and PyTorch's own error.
 fn bound(run: DType, dtype: DType, distances: [Option<f64>; 3]) -> Option<f64> {
     let [shift, f32, bf16] = distances;
-    // What half an ulp of f32 would do. Where that is more than the result, a difference of equals, f32 has no digit of it
-    // and PyTorch's error is luck: the norm of a single element, say.
+    // What half an ulp of f32 would do. Where that is more than the result, a difference of equals, f32 has no digit of
+    // it, and PyTorch's error is luck: the norm of a single element, say.
     let shift_f32 = shift? * f64::EPSILON.recip() * f64::from(f32::EPSILON);
     let lost = if shift_f32 > 1.0 {
         4.0 * shift_f32
