@@ -12,6 +12,7 @@ mod fused;
 mod golden;
 mod memory;
 mod model;
+mod opinfo;
 mod ops;
 mod optim;
 mod precision;
