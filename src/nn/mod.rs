@@ -25,6 +25,7 @@ pub use checkpointing::Checkpointing;
 pub use embedding::Embedding;
 pub use init::seeded;
 pub use linear::Linear;
+pub(crate) use norm::check_eps;
 pub use norm::{LayerNorm, RmsNorm};
 pub use rotary::RotaryEmbedding;
 pub use swiglu::SwiGlu;

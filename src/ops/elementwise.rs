@@ -1,6 +1,7 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
-use super::cast::{cast, cast_for, check_float};
+use super::cast::{cast, cast_for};
+use super::operand::check_float;
 use super::record::{composed, input};
 use crate::Result;
 use candle_core::{DType, Tensor};

@@ -10,6 +10,7 @@ mod cuda;
 mod determinism;
 mod every;
 mod finite_differences;
+mod fuzz;
 mod golden;
 mod grouped_heads;
 mod half_precision;
