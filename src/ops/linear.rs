@@ -2,7 +2,7 @@
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::operand::check_size;
+use super::operand::{check_size, zeros_of};
 use super::record::{apply2, composed, input};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
@@ -51,6 +51,9 @@ pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (x, weight) = (input(x), input(weight));
     let (out, depth) = weight.dims2()?;
     let shape = ending(x.dims(), out);
+    if depth == 0 {
+        return Ok(zeros_of("linear", shape, x.dtype(), &[&x, &weight])?);
+    }
     Ok(x.reshape((rows_of(&shape), depth))?
         .matmul(&weight.t()?)?
         .reshape(shape)?)

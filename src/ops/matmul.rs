@@ -3,7 +3,7 @@
 use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::operand::{check_size, sums_in_half, without_repeats};
+use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
 use super::record::{apply2, composed, input};
 use crate::kernels::cpu::gemm::{Batched, matmul_batched};
 use crate::precision::suspended;
@@ -45,6 +45,11 @@ pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// As [`matmul`](fn@matmul).
 pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     check("matmul", a, b, transposed)?;
+    if a.dims().ends_with(&[0]) {
+        let (a_sizes, b_sizes) = MatMul { transposed }.sizes(a.dims(), b.dims())?;
+        let shape = MatMul { transposed }.shape(a_sizes, b_sizes);
+        return Ok(zeros_of("matmul", shape, a.dtype(), &[a, b])?);
+    }
     if a.rank() > 4 {
         // More than candle multiplies: the leading dimensions as one.
         let leading = &a.dims()[..a.rank() - 2];

@@ -42,7 +42,7 @@ pub(crate) fn operand(op: &'static str, x: &Tensor) -> Result<Tensor> {
         // A view of nothing may begin beyond its storage, where candle's slices panic.
         return match x.is_contiguous() && x.layout().start_offset() == 0 {
             true => Ok(x.clone()),
-            false => Ok(empty(op, x.shape(), x.dtype(), x, &[])?),
+            false => Ok(zeros_of(op, x.shape(), x.dtype(), &[x])?),
         };
     }
     match sums_in_half(x) {
@@ -119,35 +119,38 @@ pub(crate) fn check_room(what: &str, wanted_bytes: u64) -> Result<()> {
     })
 }
 
-/// A result without elements, that depends on `operands` all the same: each gets zeros as its gradient. candle's own ops
-/// return their first operand instead.
-pub(super) fn empty(
+/// Zeros, perhaps none, that depend on `operands` all the same: each gets zeros as its gradient. For results without elements
+/// and sums of nothing, which in candle's own ops depend on the first operand alone, or on none.
+pub(super) fn zeros_of(
     op: &'static str,
-    shape: &Shape,
+    shape: impl Into<Shape>,
     dtype: DType,
-    first: &Tensor,
-    others: &[&Tensor],
+    operands: &[&Tensor],
 ) -> candle_core::Result<Tensor> {
-    let nothing = || Empty {
+    let shape = shape.into();
+    let zeros = || ZerosOf {
         op,
         shape: shape.clone(),
         dtype,
     };
+    let Some((first, others)) = operands.split_first() else {
+        return Tensor::zeros(&shape, dtype, &Device::Cpu);
+    };
     if !is_grad_enabled() {
-        return first.apply_op1_no_bwd(&nothing());
+        return first.apply_op1_no_bwd(&zeros());
     }
-    let y = first.apply_op1(nothing())?;
+    let y = first.apply_op1(zeros())?;
     let tracked = others.iter().filter(|x| x.track_op());
-    tracked.fold(Ok(y), |y, x| y?.apply_op2(x, nothing()))
+    tracked.fold(Ok(y), |y, x| y?.apply_op2(x, zeros()))
 }
 
-struct Empty {
+struct ZerosOf {
     op: &'static str,
     shape: Shape,
     dtype: DType,
 }
 
-impl Empty {
+impl ZerosOf {
     fn beside<S>(&self, storage: &S) -> candle_core::Result<(S, Shape)>
     where
         S: BackendStorage<Device: BackendDevice<Storage = S>>,
@@ -157,7 +160,7 @@ impl Empty {
     }
 }
 
-impl CustomOp1 for Empty {
+impl CustomOp1 for ZerosOf {
     fn name(&self) -> &'static str {
         self.op
     }
@@ -183,7 +186,7 @@ impl CustomOp1 for Empty {
     }
 }
 
-impl CustomOp2 for Empty {
+impl CustomOp2 for ZerosOf {
     fn name(&self) -> &'static str {
         self.op
     }

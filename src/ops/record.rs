@@ -1,6 +1,6 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
-use super::operand::{check_float, empty, operand};
+use super::operand::{check_float, operand, zeros_of};
 use crate::grad::is_grad_enabled;
 use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::{
@@ -253,7 +253,7 @@ fn leave(range: probe::Guard, inputs: &[&Tensor], output: &Tensor) {
 }
 
 /// Runs `f`, candle's own ops that stand for the op called `name` on `inputs`. Their backward is candle's, and says
-/// nothing. A result without elements depends on all inputs, where candle's own depends on the first.
+/// nothing. A result without elements depends on all inputs, where candle's own depends on the first or on none.
 pub(crate) fn composed<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
@@ -262,8 +262,8 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     let path = probe::op_path(name);
     let range = probe::op(Kind::Op, name, path);
     let mut y = f()?;
-    if let ([_, others @ ..], true) = (inputs, y.dims().contains(&0)) {
-        y = empty(name, y.shape(), y.dtype(), &y, others)?;
+    if y.dims().contains(&0) {
+        y = zeros_of(name, y.shape(), y.dtype(), &[&[&y], inputs].concat())?;
     }
     if probe::is_listening() {
         leave(range, inputs, &y);

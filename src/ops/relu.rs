@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::operand::check_size;
+use super::operand::{check_float, check_size};
 use super::record::{apply1, composed, input};
 use crate::Result;
 use crate::kernels::cpu::relu as kernel;
@@ -28,6 +28,7 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`relu()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
+    check_float("relu", x)?;
     check_size("relu", x.dims(), x.dtype(), x.device())?;
     let x = input(x);
     Ok(x.le(0.0)?.where_cond(&x.zeros_like()?, &x)?)

@@ -8,6 +8,7 @@ mod compare;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod determinism;
+mod edges;
 mod every;
 mod finite_differences;
 mod fuzz;

@@ -8,7 +8,7 @@ mod draw;
 mod table;
 
 use candle_core::{DType, Tensor};
-use draw::{Call, Draw};
+use draw::{Call, Draw, FLOATS};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use table::OPS;
@@ -66,6 +66,9 @@ fn run(op: &table::Op, call: &Call, draw: &mut Draw) -> std::result::Result<bool
         && y.dims() != wanted
     {
         return Err(format!("gives {:?} where {wanted:?} is due", y.dims()));
+    }
+    if !FLOATS.contains(&y.dtype()) {
+        return Err(format!("gives {:?}", y.dtype()));
     }
     // A layer's parameters have a say too.
     let of_operand =
