@@ -54,7 +54,7 @@ pub(crate) use linear::ending;
 pub use linear::linear;
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use matmul::{matmul, matmul_transposed};
-pub(crate) use operand::{check_room, check_size};
+pub(crate) use operand::{check_room, check_size, operand};
 pub(crate) use record::input;
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;

@@ -240,7 +240,7 @@ impl Draw {
         for i in 0..dims.len() {
             if repeats && (is_huge(dims[i]) || self.one_in(2)) {
                 base[i] = 1;
-            } else if way == 1 && self.one_in(2) {
+            } else if way == 1 && !repeats && self.one_in(2) {
                 starts[i] = self.under(5); // of an empty one too: then it may begin beyond the storage
                 base[i] += starts[i] + self.under(2);
             }
