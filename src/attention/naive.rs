@@ -65,6 +65,8 @@ const NAME: &str = "attention::naive";
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     let shapes = Shapes::of(NAME, q, k, v)?;
+    let scores = ending(q.dims(), shapes.keys);
+    ops::check_size(NAME, &scores, q.dtype(), q.device())?;
     match choose(NAME, q)? {
         Path::Kernel => {
             let op = Naive {

@@ -69,6 +69,8 @@ impl Shapes {
             return refuse("there is nothing to attend to".into());
         }
         ops::check_same(op, &[("q", q), ("k", k), ("v", v)])?;
+        let shape = [leading, &[heads, queries, value_dim]].concat();
+        ops::check_size(op, &shape, q.dtype(), q.device())?;
         Ok(Self {
             batch: leading.iter().product(),
             heads,

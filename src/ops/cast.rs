@@ -2,6 +2,7 @@
 
 use super::cpu::{output, view};
 use super::dispatch::{Path, choose_where};
+use super::operand::{is_supported_float, operand};
 use super::record::{apply1, composed, input};
 use crate::grad::is_grad_enabled;
 use crate::kernels::cpu::{Stored, cast as kernel};
@@ -24,7 +25,7 @@ pub(crate) const WEIGHT_CAST: &str = "weight_cast";
 /// candle's own conversion.
 ///
 /// # Errors
-/// A dtype that is not a float: the graph would end there without a word.
+/// A dtype that is not f16, bf16, f32 or f64: the gradient would be lost silently. x may be in one of these or an integer.
 pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match x.is_variable() {
         true => cast_weight(x, dtype),
@@ -38,7 +39,8 @@ pub(super) fn cast_weight(weight: &Tensor, dtype: DType) -> Result<Tensor> {
 }
 
 fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
-    if dtype.is_float() {
+    if is_supported_float(dtype) && (x.dtype().is_int() || is_supported_float(x.dtype())) {
+        let x = &operand(name, x)?;
         if has_kernel(x, dtype) && choose_where("cast", x, true)? == Path::Kernel {
             return Ok(apply1(x, Cast { name, to: dtype })?);
         }
@@ -50,8 +52,8 @@ fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
     Err(Error::DType {
         op: "cast",
-        expected: "a floating-point dtype".into(),
-        got: dtype.as_str().into(),
+        expected: "a floating-point dtype (f16, bf16, f32 or f64)".into(),
+        got: format!("a cast from {} to {}", x.dtype().as_str(), dtype.as_str()),
         hint: "to_dtype makes integers; they have no gradient".into(),
     })
 }
@@ -133,7 +135,7 @@ impl CustomOp1 for Cast {
 ///
 /// f16, bf16 and f32 inputs are cast to what the region's policy says of `op`, by its class
 /// ([`OpClass`](crate::precision::OpClass)); for an op that follows its inputs, to the widest dtype among them, f64
-/// included. f64 is never narrowed, and integers stay what they are. Outside of regions nothing is cast.
+/// included (scalars have no say beside tensors with dimensions). f64 is never narrowed, and integers stay what they are. Outside of regions nothing is cast.
 ///
 /// A weight (a [`Var`](candle_core::Var), not a view of one) in f32 that is cast to the lower dtype is cast once: its copy
 /// is kept until the outermost region ends. One made under [`no_grad`](crate::no_grad()) is another, without a graph.
@@ -154,12 +156,13 @@ impl CustomOp1 for Cast {
 /// ```
 ///
 /// # Errors
-/// Those of a cast: no memory for it, say.
+/// Those of a cast: no memory for it, say; views of more elements than can be counted, or than there is memory for.
 pub fn cast_for<const N: usize>(op: &'static str, inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
-    let target = precision::decide(op, &inputs.map(Tensor::dtype));
+    let target = precision::decide(op, &inputs.map(Into::into));
     let mut outputs = inputs.map(Tensor::clone);
-    if let Some(dtype) = target {
-        for x in &mut outputs {
+    for x in &mut outputs {
+        *x = operand(op, x)?;
+        if let Some(dtype) = target {
             *x = cast_castable(x, dtype)?;
         }
     }
@@ -184,8 +187,9 @@ pub(super) fn cast_led_by<const N: usize>(
 ) -> Result<(Tensor, [Tensor; N])> {
     let [x] = cast_for(op, [x])?;
     let mut rest = rest.map(Tensor::clone);
-    if precision::is_enabled() {
-        for y in &mut rest {
+    for y in &mut rest {
+        *y = operand(op, y)?;
+        if precision::is_enabled() {
             *y = cast_castable(y, x.dtype())?;
         }
     }

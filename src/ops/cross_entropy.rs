@@ -4,6 +4,7 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
+use super::operand::operand;
 use super::record::{apply1, composed, wide_input};
 use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
 use crate::precision::decide;
@@ -72,8 +73,8 @@ pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<u32>) -
 
 /// Logits as the policy wants them. f32 of half precision is what the op computes in anyway: a copy would only cost memory.
 fn autocast_logits(logits: &Tensor) -> Result<Tensor> {
-    match decide("cross_entropy", &[logits.dtype()]) {
-        None | Some(DType::F32) => Ok(logits.clone()),
+    match decide("cross_entropy", &[logits.into()]) {
+        None | Some(DType::F32) => operand("cross_entropy", logits),
         Some(_) => Ok(cast_for("cross_entropy", [logits])?[0].clone()),
     }
 }

@@ -1,5 +1,6 @@
 //! Kernel or reference: the decision, and the list of what fell back.
 
+use super::operand::{check_float, check_size, is_half, is_supported_float};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;
@@ -75,18 +76,11 @@ pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables))] // on the CPU every op has one
 pub(super) fn has_kernel(op: &'static str, x: &Tensor) -> bool {
     match x.device() {
-        Device::Cpu => matches!(
-            x.dtype(),
-            DType::F32 | DType::F64 | DType::F16 | DType::BF16
-        ),
+        Device::Cpu => is_supported_float(x.dtype()),
         #[cfg(feature = "cuda")]
         Device::Cuda(_) => super::cuda::has_kernel(op, x),
         _ => false,
     }
-}
-
-fn is_half(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::BF16)
 }
 
 /// As [`choose`], for an op that knows itself whether it has a kernel for `x`.
@@ -106,19 +100,6 @@ pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Re
             Ok(Path::Reference)
         }
     }
-}
-
-/// Refuses what is not a float.
-pub(crate) fn check_float(op: &'static str, x: &Tensor) -> Result<()> {
-    if x.dtype().is_float() {
-        return Ok(());
-    }
-    Err(Error::DType {
-        op,
-        expected: "a floating-point tensor".into(),
-        got: x.dtype().as_str().into(),
-        hint: "convert with to_dtype".into(),
-    })
 }
 
 /// Refuses operands that differ from the first in dtype or device.
@@ -141,6 +122,9 @@ fn check_operands(
         return Ok(());
     };
     let f32_too = f32_beside_half && is_half(first.dtype());
+    for (_, tensor) in operands {
+        check_size(op, tensor.dims(), tensor.dtype(), tensor.device())?;
+    }
     for (name, tensor) in rest {
         if tensor.dtype() != first.dtype() && !(f32_too && tensor.dtype() == DType::F32) {
             return Err(Error::DType {

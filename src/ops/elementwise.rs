@@ -1,7 +1,7 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
 use super::cast::{cast, cast_for};
-use super::dispatch::check_float;
+use super::operand::check_float;
 use super::record::{composed, input};
 use crate::Result;
 use candle_core::{DType, Tensor};

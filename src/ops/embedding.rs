@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::operand::check_size;
 use super::record::{apply1, composed, wide_input};
 use crate::kernels::cpu::embedding as kernel;
 use crate::{Error, Result};
@@ -58,6 +59,7 @@ fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
     let ids = ids("embedding", tokens, vocab_size, None)?;
     let mut shape = tokens.dims().to_vec();
     shape.push(width);
+    check_size("embedding", &shape, table.dtype(), table.device())?;
     Ok((ids, shape.into()))
 }
 

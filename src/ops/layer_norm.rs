@@ -31,7 +31,7 @@ use std::sync::OnceLock;
 /// # Errors
 /// A weight or bias that is not (D), mixed dtypes (but for f32 beside x in half precision) or devices.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
-    let dtype = decide("layer_norm", &[x.dtype()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
+    let dtype = decide("layer_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight, bias] = &cast_for("layer_norm", [x, weight, bias])?;
     check(x, weight, bias)?;
     let y = match choose("layer_norm", x)? {

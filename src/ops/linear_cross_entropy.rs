@@ -3,7 +3,8 @@
 use super::cpu::{elements, for_stored, tensor, tensors, view};
 use super::cross_entropy::{Targets, plain};
 use super::dispatch::{Path, check_same, choose};
-use super::linear;
+use super::linear::{self, ending};
+use super::operand::check_size;
 use super::record::{apply2, composed};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
@@ -68,6 +69,7 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
     check_same(OP, &[("x", x), ("weight", weight)])?;
     match (x.dims(), weight.dims()) {
         ([leading @ .., last], [classes, depth]) if last == depth => {
+            check_size(OP, &ending(x.dims(), *classes), x.dtype(), x.device())?;
             Targets::check(OP, leading, *classes, targets, None)
         }
         _ => Err(Error::Shape {

@@ -1,11 +1,11 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
-use super::dispatch::check_float;
+use super::operand::{check_float, operand, zeros_of};
 use crate::grad::is_grad_enabled;
 use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape,
-    Tensor,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result,
+    Shape, Tensor,
 };
 
 /// An op that says when it runs, forward and backward, and where it was put into the graph.
@@ -253,15 +253,18 @@ fn leave(range: probe::Guard, inputs: &[&Tensor], output: &Tensor) {
 }
 
 /// Runs `f`, candle's own ops that stand for the op called `name` on `inputs`. Their backward is candle's, and says
-/// nothing.
-pub(crate) fn composed<E>(
+/// nothing. A result without elements depends on all inputs, where candle's own depends on the first or on none.
+pub(crate) fn composed<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
     let path = probe::op_path(name);
     let range = probe::op(Kind::Op, name, path);
-    let y = f()?;
+    let mut y = f()?;
+    if y.dims().contains(&0) {
+        y = zeros_of(name, y.shape(), y.dtype(), &[&[&y], inputs].concat())?;
+    }
     if probe::is_listening() {
         leave(range, inputs, &y);
         probe::produced(path, &y);
@@ -271,10 +274,14 @@ pub(crate) fn composed<E>(
 
 /// `x` as candle's ops should take it: outside the graph under `no_grad`.
 pub(crate) fn input(x: &Tensor) -> Tensor {
-    if is_grad_enabled() {
-        x.clone()
-    } else {
-        x.detach()
+    // A view of nothing may begin beyond its storage: elsewhere, if there is room for nothing.
+    let x = match x.dims().contains(&0) {
+        true => operand("input", x).unwrap_or_else(|_| x.clone()),
+        false => x.clone(),
+    };
+    match is_grad_enabled() {
+        true => x,
+        false => x.detach(),
     }
 }
 
@@ -291,8 +298,11 @@ pub(crate) fn wide_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> 
 }
 
 /// `x` in a dtype fit for computing: half precision widened to f32.
+///
+/// # Errors
+/// Other dtypes: integers have no gradient, and candle hardly converts floats of 8 bits.
 pub(crate) fn widen(x: &Tensor) -> Result<Tensor> {
-    use candle_core::DType;
+    check_float("to compute with", x)?;
     match x.dtype() {
         DType::F32 | DType::F64 => Ok(x.clone()),
         _ => x.to_dtype(DType::F32),

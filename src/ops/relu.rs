@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::operand::check_size;
 use super::record::{apply1, composed, float_input};
 use crate::Result;
 use crate::kernels::cpu::relu as kernel;
@@ -27,6 +28,7 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`relu()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
+    check_size("relu", x.dims(), x.dtype(), x.device())?;
     let x = float_input("relu", x)?;
     Ok(x.le(0.0)?.where_cond(&x.zeros_like()?, &x)?)
 }

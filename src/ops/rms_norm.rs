@@ -35,7 +35,7 @@ use {
 /// # Errors
 /// A weight that is not (D), mixed dtypes (but for a weight in f32 beside half precision) or devices.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let dtype = decide("rms_norm", &[x.dtype()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
+    let dtype = decide("rms_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight] = &cast_for("rms_norm", [x, weight])?;
     check(x, weight)?;
     let y = match choose("rms_norm", x)? {

@@ -1,6 +1,7 @@
 //! Where a policy holds.
 
 use super::Autocast;
+use super::promote::Operand;
 use crate::Result;
 use candle_core::DType;
 use std::cell::{Cell, RefCell};
@@ -125,7 +126,7 @@ pub(crate) fn suspended<T>(f: impl FnOnce() -> T) -> T {
 
 /// The dtype that `op` should compute in here, for inputs of these: for those of them that are f16, bf16 or f32 and not of
 /// it yet. `None` outside of regions, and where nothing changes.
-pub(crate) fn decide(op: &str, inputs: &[DType]) -> Option<DType> {
+pub(crate) fn decide(op: &str, inputs: &[Operand]) -> Option<DType> {
     with_policy(|policy| policy.decide(op, inputs)).flatten()
 }
 

@@ -9,8 +9,10 @@ mod confident_logits;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod determinism;
+mod edges;
 mod every;
 mod finite_differences;
+mod fuzz;
 mod golden;
 mod grouped_heads;
 mod half_precision;

@@ -253,3 +253,17 @@ fn ids_in_memory_are_checked_at_once() {
     #[cfg(target_pointer_width = "64")]
     assert!(Tokens::from_ids([u32::MAX], 1 << 32).is_ok());
 }
+
+/// Countable, but more than there is memory for.
+#[test]
+fn a_batch_beyond_memory() {
+    let (_folder, path) = file(&[1, 0, 2, 0, 3, 0, 4, 0]);
+    let tokens = Tokens::open(&path, 10).unwrap();
+    let batches = RandomBatches::new(&tokens, 1 << 40, 2, 0).unwrap();
+    assert_eq!(batches.starts(0).len(), 1 << 40); // none of them is kept
+    let error = refusal(
+        batches.batch(0, &candle_core::Device::Cpu),
+        &["a batch", "bytes"],
+    );
+    assert!(matches!(error, Error::OutOfMemory { .. }));
+}

@@ -110,11 +110,8 @@ fn shapes_of_norms() {
 
 #[test]
 fn shapes_of_softmax_and_attention() {
-    shape("softmax", &["a scalar"], || {
-        ops::softmax(&x(&[]), 1.0, Mask::Full)
-    });
-    shape("softmax", &["at least one key", "[2, 0]"], || {
-        ops::softmax(&x(&[2, 0]), 1.0, Mask::Full)
+    shape("softmax", &["got []", "Causal"], || {
+        ops::softmax(&x(&[]), 1.0, Mask::Causal)
     });
     shape("softmax", &["[5]", "Causal"], || {
         ops::softmax(&x(&[5]), 1.0, Mask::Causal)
