@@ -115,7 +115,7 @@ pub struct Estimate {
     pub activation_bytes: u64,
     /// Copies of weights in half precision that are alive at the worst moment.
     pub weight_cast_bytes: u64,
-    /// N V: the logits; with a loss also the loss and what it keeps beside them, N + 1 in f32.
+    /// N V: the logits; with a loss also the loss and what it keeps beside them, 2 N + 1 in f32.
     pub logit_bytes: u64,
     /// What comes and goes at the worst moment, beyond the above and the gradients that exist by then.
     pub transient_bytes: u64,

@@ -259,16 +259,17 @@ fn swiglu_of_large_gates(
     case.d_out = Some(Tensor::new(&[1f64; 15], &Device::Cpu).unwrap());
     let gates = numbers(&case.inputs[0].value);
     let run = case.run(dtype, policy);
-    let limit = match dtype {
+    // 1 - s is off by half an ulp of 1, and multiplied by a gate of at most 40: beyond, it is 0.
+    let limit = |gate: f64| match dtype {
         DType::BF16 => epsilon(dtype),
-        _ => 8.0 * epsilon(dtype),
+        _ => (8.0 + 0.5 * gate.abs().min(40.0)) * epsilon(dtype),
     };
     let close = |what: &str, found: &Tensor, exact: &dyn Fn(f64, [f64; 2]) -> f64| {
         for (found, gate) in numbers(found).into_iter().zip(&gates) {
             let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
             let exact = exact(*gate, [sigmoid(*gate), sigmoid(-gate)]);
             assert!(
-                (found - exact).abs() <= limit * exact.abs() + 1e-35,
+                (found - exact).abs() <= limit(*gate) * exact.abs() + 1e-35,
                 "{what} of {gate}: {found}, not {exact}"
             );
         }
