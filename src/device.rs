@@ -109,19 +109,19 @@ pub fn description(device: &Device) -> String {
     }
 }
 
-/// The memory of the machine, in bytes, or what this process may have of it where that is less: on Linux the limits of its
-/// control group and of all above it (versions 1 and 2), and `ulimit -v` and `-d`. Read once. `None` where the system does not
-/// say.
+/// The memory of the machine, in bytes, or what this process may have of it where that is less: on Linux the limits of
+/// its control group and of all above it (versions 1 and 2), and `ulimit -v` and `-d`. Read once. `None` where the
+/// system does not say.
 pub fn total_bytes() -> Option<u64> {
     static TOTAL: OnceLock<Option<u64>> = OnceLock::new();
     *TOTAL.get_or_init(|| Some(host_memory::room(Path::new("/"))?.total_bytes))
 }
 
-/// Host memory that can still be allocated, in bytes: what the system calls available, or what is left of the least limit
-/// that [`total_bytes`] counts. Page cache counts as free. `None` where the system does not say.
+/// Host memory that can still be allocated, in bytes: what the system calls available, or what is left of the least
+/// limit that [`total_bytes`] counts. Page cache counts as free. `None` where the system does not say.
 ///
-/// An allocation that fails at run time ends a Rust process: only a few kernels can return it as an error. So work is refused
-/// beforehand, by what is left here. Under `ulimit -v` an allocator may need more addresses than it hands out.
+/// An allocation that fails at run time ends a Rust process: only a few kernels can return it as an error. So work is
+/// refused beforehand, by what is left here. Under `ulimit -v` an allocator may need more addresses than it hands out.
 pub fn available_bytes() -> Option<u64> {
     Some(host_memory::room(Path::new("/"))?.available_bytes)
 }

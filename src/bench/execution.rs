@@ -105,8 +105,8 @@ impl EndToEnd {
     /// The plan of this run on `device`, whatever its execution: what [`Execution::Planned`] executes.
     ///
     /// # Errors
-    /// A configuration that cannot work. [`Error::OutOfMemory`] where a lower bound alone is more than the bytes that may be
-    /// used: nothing is planned then, which would take long for sizes like that.
+    /// A configuration that cannot work. [`Error::OutOfMemory`] where a lower bound alone is more than the bytes that
+    /// may be used: nothing is planned then, which would take long for sizes like that.
     pub fn plan(&self, device: &Device) -> Result<Plan> {
         let (config, plan) = (&self.config, self.plan_config());
         let least_bytes = self.least_planned_bytes()?;
@@ -134,20 +134,23 @@ impl EndToEnd {
         matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph)
     }
 
-    /// What a planned run takes on `device`, parameters, state and batch included: exact, or a lower bound where that is beyond
-    /// the bytes that may be used.
+    /// What a planned run takes on `device`, parameters, state and batch included: exact, or a lower bound where that
+    /// is beyond the bytes that may be used.
     pub(super) fn planned_bytes(&self, device: &Device) -> Result<u64> {
         let planned_bytes = match self.plan(device) {
             Err(Error::OutOfMemory { wanted_bytes, .. }) => wanted_bytes,
             plan => plan?.total_bytes(),
         };
-        let ids = self.batch_size.saturating_mul(self.sequence_length) as u64; // of tokens, and of targets
-        let angles =
-            (self.config.context_length as u64).saturating_mul(self.config.head_dim() as u64); // the model's own cosines and sines
+        // Tokens, targets, and the model's own cosines and sines.
+        let ids = self.batch_size.saturating_mul(self.sequence_length);
+        let angles = self
+            .config
+            .context_length
+            .saturating_mul(self.config.head_dim());
         let beside = ids
             .saturating_mul(2)
             .saturating_add(angles)
-            .saturating_mul(4);
+            .saturating_mul(4) as u64;
         Ok(planned_bytes.saturating_add(beside))
     }
 

@@ -1,5 +1,5 @@
-//! What a plan takes at least, by arithmetic alone. Planning takes time and memory of its own, which grow with the blocks and
-//! with the rows of the loss: what cannot fit is better not planned.
+//! What a plan takes at least, by arithmetic alone. Planning takes time and memory of its own, which grow with the
+//! blocks and with the rows of the loss: what cannot fit is better not planned.
 
 use super::config::PlanConfig;
 use super::source;

@@ -1,5 +1,5 @@
-//! Host memory on Linux: what the machine has, what the control groups that this process is in leave of it, and the process's
-//! own limits. All of it is read from files under a root folder, `/` but in tests.
+//! Host memory on Linux: what the machine has, what the control groups that this process is in leave of it, and the
+//! process's own limits. All of it is read from files under a root folder, `/` but in tests.
 
 mod control_groups;
 #[cfg(test)]
@@ -33,8 +33,8 @@ impl Room {
     }
 }
 
-/// The least of the machine, of every control group from this process's own to the root, and of the process's limits. `None`
-/// if the machine's memory cannot be read.
+/// The least of the machine, of every control group from this process's own to the root, and of the process's limits.
+/// `None` if the machine's memory cannot be read.
 pub(super) fn room(root: &Path) -> Option<Room> {
     let limits = control_groups::rooms(root).into_iter();
     let limits = limits.chain(of_process(root));

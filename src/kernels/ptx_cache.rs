@@ -1,6 +1,6 @@
-//! Compiled CUDA sources on the disk, in the user's cache folder. A GPU runs what is read here, so only files that nobody else
-//! can have written are: the folders and the file belong to the user, none else may write to them, and the file's content is
-//! what its name says.
+//! Compiled CUDA sources on the disk, in the user's cache folder. A GPU runs what is read here, so only files that
+//! nobody else can have written are: the folders and the file belong to the user, none else may write to them, and the
+//! file's content is what its name says.
 
 use sha2::{Digest, Sha256};
 use std::ffi::OsString;

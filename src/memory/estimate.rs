@@ -94,8 +94,9 @@ pub struct Workload {
 /// through, one at a time, and with it its weights' casts. A released block leaves its graph and copies of its input and
 /// output, `2 N D`, until backward is through it.
 ///
-/// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are divided by
-/// the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16 beside them.
+/// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
+/// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
+/// beside them.
 ///
 /// It displays as a table with the formula beside each line. Kernels' scratch is counted for all threads of the pool that
 /// asks: the blocks that matrix products pack, flash attention's tiles, matrices that naive attention works in. Threads that

@@ -73,7 +73,8 @@ pub fn recommend(
     Ok(best.map(|(_, _, strategy)| strategy))
 }
 
-/// The checkpointing that takes the least memory of those that [`recommend`] tries, whatever it costs, and its peak in bytes.
+/// The checkpointing that takes the least memory of those that [`recommend`] tries, whatever it costs, and its peak in
+/// bytes.
 ///
 /// ```
 /// use tallow::memory::{Workload, most_frugal, recommend};

@@ -2,8 +2,8 @@
 
 use crate::{Error, Result};
 
-/// Stack that a block takes in backward: optimized, 0.8 KiB with the whole graph and 2.7 KiB with segments, whose op has an edge
-/// for each weight. Three times that, for builds that are not.
+/// Stack that a block takes in backward: optimized, 0.8 KiB with the whole graph and 2.7 KiB with segments, whose op
+/// has an edge for each weight. Three times that, for builds that are not.
 const BYTES_A_BLOCK: usize = 8 << 10;
 
 /// What any thread has: nothing is asked below it.

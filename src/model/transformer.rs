@@ -219,8 +219,8 @@ impl TransformerLM {
     ///
     /// # Errors
     /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the vocabulary (found on the
-    /// host before any kernel runs); where a graph is kept, more blocks than this thread's stack takes in backward (8 KiB each:
-    /// 256 on a thread of 2 MiB, 1,024 on one of 8). Without a graph any number is run, and planned.
+    /// host before any kernel runs); where a graph is kept, more blocks than this thread's stack takes in backward (8
+    /// KiB each: 256 on a thread of 2 MiB, 1,024 on one of 8). Without a graph any number is run, and planned.
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         let hidden = self.hidden(tokens)?; // (B, T, D)
         in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)

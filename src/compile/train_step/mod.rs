@@ -95,8 +95,9 @@ impl TrainStep {
         Self::plan_on(&Device::Cpu, model, config)
     }
 
-    /// A lower bound of what a plan takes ([`Plan::total_bytes`]), in no time: from parameters, optimizer state and gradients, and
-    /// what blocks keep. Planning takes longer the more blocks and rows there are, so ask this first where sizes may be absurd.
+    /// A lower bound of what a plan takes ([`Plan::total_bytes`]), in no time: from parameters, optimizer state and
+    /// gradients, and what blocks keep. Planning takes longer the more blocks and rows there are, so ask this first
+    /// where sizes may be absurd.
     ///
     /// # Errors
     /// Configurations that cannot work.

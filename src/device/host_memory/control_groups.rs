@@ -3,8 +3,8 @@
 use super::{Room, read};
 use std::path::{Component, Path, PathBuf};
 
-/// The room that each limited group leaves, from this process's own to the root, in both versions: a system may have both, with
-/// memory in one of them.
+/// The room that each limited group leaves, from this process's own to the root, in both versions: a system may have
+/// both, with memory in one of them.
 pub(super) fn rooms(root: &Path) -> Vec<Room> {
     let (Some(groups), Some(mounts)) = (
         read(root, "proc/self/cgroup"),
@@ -49,8 +49,8 @@ impl Version {
         })
     }
 
-    /// What a group's limits leave; `None` if it has none. The page cache counts as free: the system drops it before it refuses
-    /// memory.
+    /// What a group's limits leave; `None` if it has none. The page cache counts as free: the system drops it before it
+    /// refuses memory.
     fn room(self, root: &Path, folder: &Path) -> Option<Room> {
         let number = |name: &str| read(root, folder.join(name))?.trim().parse::<u64>().ok();
         // Beyond `memory.high` a process is not killed, but slowed down until it hardly runs.
@@ -111,8 +111,8 @@ impl Mount {
 
 /// The folders of a group and of all above it that a mount shows.
 ///
-/// A container may see its group by another path than its mounts do, for they may come from outside of its namespace. What is
-/// mounted is then all that is known: the container's own group as a rule, else one above it.
+/// A container may see its group by another path than its mounts do, for they may come from outside of its namespace.
+/// What is mounted is then all that is known: the container's own group as a rule, else one above it.
 fn levels(group: &Path, mounts: &[Mount]) -> Vec<PathBuf> {
     let is_below = |path: &Path| !path.components().any(|part| part == Component::ParentDir);
     let found = mounts.iter().find_map(|mount| {

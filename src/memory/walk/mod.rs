@@ -2,8 +2,9 @@
 //! run takes it and gives it back, and what was alive at the worst moment is the account.
 //!
 //! What lives here: forward as the layers write it (`forward`), what an op takes and keeps (`record`), backward as
-//! candle runs it (`backward`), segments with a graph of their own (`segments`), f16 gradients that are unscaled (`unscale`),
-//! what matrix products pack (`products`), the bytes (`ledger`). What does not: what is made of it ([`estimate`](super::estimate())).
+//! candle runs it (`backward`), segments with a graph of their own (`segments`), f16 gradients that are unscaled
+//! (`unscale`), what matrix products pack (`products`), the bytes (`ledger`). What does not: what is made of it
+//! ([`estimate`](super::estimate())).
 //!
 //! All blocks are alike, so three are walked: the first, one for all between, whose lasting buffers count for each, and
 //! the last. No moment of the blocks between is worse than the same one of the block that comes after them; where each gives

@@ -1,12 +1,13 @@
-//! What comes between backward and the optimizer where the loss was scaled and gradients are f16: f32 gradients in their place.
+//! What comes between backward and the optimizer where the loss was scaled and gradients are f16: f32 gradients in
+//! their place.
 
 use super::ledger::Key;
 use super::{Buffer, Walk};
 use crate::memory::Holds;
 
 impl Walk {
-    /// The graph goes, from `place` on. Then each gradient is divided by the scale into f32, one after another, from the
-    /// embedding to the head; the f16 one goes when that is done.
+    /// The graph goes, from `place` on. Then each gradient is divided by the scale into f32, one after another, from
+    /// the embedding to the head; the f16 one goes when that is done.
     pub(super) fn unscale(&mut self, place: usize) {
         let is_gradient = |buffer: &Buffer| buffer.holds == Holds::Gradients;
         let mut gradients: Vec<(Key, Buffer)> = Vec::new();
