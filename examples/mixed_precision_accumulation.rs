@@ -70,7 +70,8 @@ impl Flags {
 
     /// Refuses terms that memory does not hold.
     fn check_memory(&self) -> Result<()> {
-        let wanted_bytes = self.count as u64 * rows::BYTES_A_TERM;
+        const BYTES_A_TERM: u64 = 12; // in f32 twice, in f16 and in bf16
+        let wanted_bytes = self.count as u64 * BYTES_A_TERM;
         match tallow::device::available_bytes_on(&Device::Cpu) {
             Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
                 what: format!("{} terms in four dtypes", self.count),

@@ -5,9 +5,6 @@ use half::{bf16, f16};
 use tallow::precision::accumulate::{kahan_sum, pairwise_sum, running_sum, running_sums};
 use tallow::report::Fields;
 
-/// What a term takes: in f32 twice, in f16 and in bf16.
-pub const BYTES_A_TERM: u64 = 12;
-
 /// `count` times `value`, added up in every way: the four sums of the exercise first, in its order.
 pub fn rows(value: f64, count: usize) -> Vec<Fields> {
     let single = vec![value as f32; count];

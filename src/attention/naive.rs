@@ -3,6 +3,7 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
+use super::nothing::nothing;
 use super::shapes::Shapes;
 use super::{AttentionConfig, Mask};
 use crate::Result;
@@ -32,13 +33,16 @@ const NAME: &str = "attention::naive";
 /// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the cost
 /// which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
 /// `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`, dk and dv summed over the heads that share them.
-/// 4 B H Tq Tk Dh FLOPs forward, twice that backward, whatever the mask.
+/// 4 B H Tq Tk Dh FLOPs forward, twice that backward, whatever the mask. Without keys out is zeros, and so are
+/// gradients.
 ///
-/// Scores are overwritten by their softmax. On the CPU the kernel takes one head after another, so that a head's scores are
-/// still in cache by then; p is f32 for half precision, or gradients would inherit its rounding. On a card products are
-/// cuBLAS's, with sums in f32, and p is in the dtype of q, k and v, as it is multiplied with v; backward has the scores' gradients
-/// of as many heads at once as 1 GiB holds, one at least. Beyond 1,024 tokens blocks of queries and keys that a mask hides are
-/// left out there, unless heads share keys.
+/// On the CPU scores are overwritten by their softmax, one head after another, so that a head's scores are still in
+/// cache by then; p is f32 for half precision, or gradients would inherit its rounding. On a card products are
+/// cuBLAS's, with sums in f32. Scores and the gradients of p are f32 in every dtype; p and the scores' gradients are in
+/// the dtype of q, k and v, as they are multiplied with those. In f32 p takes the scores' place, and backward has the
+/// gradients of as many heads at once as 1 GiB holds; in half precision both have scores of as many heads as 32 MiB
+/// hold in f32, one at least. Beyond 1,024 tokens blocks of queries and keys that a mask hides are left out there,
+/// unless heads share keys.
 ///
 /// Autocast: lower under both policies, as PyTorch's `scaled_dot_product_attention`; the softmax inside is part of it.
 ///
@@ -61,12 +65,16 @@ const NAME: &str = "attention::naive";
 /// ```
 ///
 /// # Errors
-/// Shapes that do not fit each other, heads that kv heads do not divide, no kv heads or keys, mixed dtypes or devices.
+/// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0, mixed dtypes or
+/// devices.
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     let shapes = Shapes::of(NAME, q, k, v)?;
     let scores = ending(q.dims(), shapes.keys);
     ops::check_size(NAME, &scores, q.dtype(), q.device())?;
+    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+        return Ok(out);
+    }
     match choose(NAME, q)? {
         Path::Kernel => {
             let op = Naive {
@@ -104,6 +112,9 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -
 
 fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let shapes = Shapes::of(NAME, q, k, v)?;
+    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+        return Ok(out);
+    }
     let matrices = shapes.batch * shapes.kv_heads;
     let matrices = |x: &Tensor, rows, cols| of_shape(x, &[matrices, rows, cols]);
     let [wide_q, k, v] = [q, k, v].map(|x| wide_input(NAME, x));

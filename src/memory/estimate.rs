@@ -77,8 +77,8 @@ pub struct Workload {
 /// backward by its size alone.
 ///
 /// What forward leaves for backward, in elements: N = B T; S is what attention keeps beside its inputs and output, the
-/// probabilities, B H T^2 in f32, if it is naive; if it is flash, the log-sum-exp of their rows, B H T in f32, and in half
-/// precision what rounding took from its output, N D in half.
+/// probabilities, B H T^2 in f32, if it is naive; if it is flash, the log-sum-exp of their rows, B H T in f32, and what
+/// rounding took from it, as much again, or in half precision what rounding took from its output, N D in half.
 ///
 /// - f32: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`, every op's input and output once each.
 /// - Half precision throughout: the same in half, but for S and the norms' N; and `L 2 T D / H` for the rotary tables, in f32.
