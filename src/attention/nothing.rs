@@ -2,8 +2,8 @@
 
 use super::computed::Computed;
 use super::shapes::Shapes;
-use crate::ops::{ending, record::apply3};
-use crate::{Error, Result};
+use crate::Result;
+use crate::ops::{check_float, ending, record::apply3};
 use candle_core::Tensor;
 
 /// Zeros for out, and for every gradient: a sum over no keys. Nothing is launched, which a GPU's driver would refuse for a
@@ -16,14 +16,7 @@ pub(super) fn nothing(
     if !shapes.is_empty() {
         return Ok(None);
     }
-    if !q.dtype().is_float() {
-        return Err(Error::DType {
-            op: name,
-            expected: "a floating-point tensor".into(),
-            got: q.dtype().as_str().into(),
-            hint: "convert with to_dtype".into(),
-        });
-    }
+    check_float(name, q)?;
     let out = Tensor::zeros(ending(q.dims(), shapes.value_dim), q.dtype(), q.device())?;
     let backward = |[q, k, v]: [&Tensor; 3], _: &Tensor| {
         Ok([q.zeros_like()?, k.zeros_like()?, v.zeros_like()?])
