@@ -45,6 +45,7 @@ pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// As [`matmul`](fn@matmul).
 pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     check("matmul", a, b, transposed)?;
+    let (a, b) = (&input(a), &input(b));
     if a.dims().ends_with(&[0]) {
         let (a_sizes, b_sizes) = MatMul { transposed }.sizes(a.dims(), b.dims())?;
         let shape = MatMul { transposed }.shape(a_sizes, b_sizes);
@@ -57,7 +58,7 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
         let c = reference(&a, &b, transposed)?;
         return Ok(c.reshape([leading, &c.dims()[1..]].concat())?);
     }
-    let (a, b) = (input(a).contiguous()?, input(b).contiguous()?);
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
     let b = if transposed { b.t()? } else { b };
     Ok(a.matmul(&b)?)
 }
