@@ -87,29 +87,29 @@ fn binary(
         });
     };
     check_size(op, shape.dims(), dtype, a.view.device())?;
-    let (a, b) = (a.view, b.view);
     // The gradient of a broadcast is a sum, and candle's sums of half precision run out of digits; its quotients have a
     // backward of three roundings.
-    let in_f32 = is_half(dtype) && (a.shape() != &shape || b.shape() != &shape || op == "div");
-    let cast_operand = |x: &Tensor| match (in_f32, x.rank()) {
-        (false, _) => cast(x, dtype),
-        (true, 0) => cast(x, DType::F32), // PyTorch does not round a scalar to the others' dtype either
-        (true, _) => cast(&cast(x, dtype)?, DType::F32),
+    let broadcasts = [&a, &b].iter().any(|x| x.view.shape() != &shape);
+    let in_f32 = is_half(dtype) && (broadcasts || op == "div");
+    let cast_operand = |x: &Once| -> Result<Tensor> {
+        let wide = match (in_f32, x.view.rank()) {
+            (false, _) => cast(&x.view, dtype)?,
+            (true, 0) => cast(&x.view, DType::F32)?, // PyTorch does not round a scalar to the others' dtype either
+            (true, _) => cast(&cast(&x.view, dtype)?, DType::F32)?,
+        };
+        match wide.shape() == &x.shape {
+            true => Ok(wide),
+            false => Ok(wide.broadcast_as(&x.shape)?),
+        }
     };
     let (a, b) = (cast_operand(&a)?, cast_operand(&b)?);
     check_same(op, &[("a", &a), ("b", &b)])?;
-    let spread = |x: Tensor| match in_f32 {
-        false => Ok(x),
-        true => x.broadcast_as(&shape), // as wide as the result, if neither operand is
-    };
     let has_kernel = is_half(dtype) && !in_f32 && a.device().is_cpu();
     match Arithmetic::of(op) {
         Some(kernel) if has_kernel && choose_where(op, &a, true)? == Path::Kernel => {
             Ok(apply2(&a.contiguous()?, &b.contiguous()?, kernel)?)
         }
-        _ => composed(op, &[&a, &b], || {
-            cast(&apply(&spread(a.clone())?, &spread(b.clone())?)?, dtype)
-        }),
+        _ => composed(op, &[&a, &b], || cast(&apply(&a, &b)?, dtype)),
     }
 }
 

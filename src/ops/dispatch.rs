@@ -121,6 +121,7 @@ fn check_operands(
     let [(first_name, first), rest @ ..] = operands else {
         return Ok(());
     };
+    check_float(op, first)?;
     let f32_too = f32_beside_half && is_half(first.dtype());
     for (_, tensor) in operands {
         check_size(op, tensor.dims(), tensor.dtype(), tensor.device())?;

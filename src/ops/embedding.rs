@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::operand::check_size;
+use super::operand::{check_float, check_size};
 use super::record::{apply1, composed, wide_input};
 use crate::kernels::cpu::embedding as kernel;
 use crate::{Error, Result};
@@ -38,11 +38,12 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`embedding()`].
 pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
-    let (_, shape) = check(tokens, table)?;
+    let (ids, shape) = check(tokens, table)?;
+    let ids = Tensor::from_vec(ids, tokens.elem_count(), table.device())?;
     // Widened for the gradient's sake: candle adds the rows of a repeated id in the dtype they come in.
     let rows = wide_input("embedding", table)?
         .contiguous()?
-        .index_select(&tokens.flatten_all()?, 0)?;
+        .index_select(&ids, 0)?;
     Ok(rows.reshape(shape)?.to_dtype(table.dtype())?)
 }
 
@@ -56,6 +57,8 @@ fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
             hint: "one row for each token".into(),
         });
     };
+    check_float("embedding", table)?;
+    check_size("embedding", table.dims(), table.dtype(), table.device())?;
     let ids = ids("embedding", tokens, vocab_size, None)?;
     let mut shape = tokens.dims().to_vec();
     shape.push(width);

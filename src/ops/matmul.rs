@@ -4,7 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
-use super::record::{apply2, composed, float_input};
+use super::record::{apply2, composed, input};
 use crate::kernels::cpu::gemm::{Batched, matmul_batched};
 use crate::precision::suspended;
 use crate::{Error, Result};
@@ -45,6 +45,7 @@ pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// As [`matmul`](fn@matmul).
 pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     check("matmul", a, b, transposed)?;
+    let (a, b) = (&input(a), &input(b));
     if a.dims().ends_with(&[0]) {
         let (a_sizes, b_sizes) = MatMul { transposed }.sizes(a.dims(), b.dims())?;
         let shape = MatMul { transposed }.shape(a_sizes, b_sizes);
@@ -57,8 +58,7 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
         let c = reference(&a, &b, transposed)?;
         return Ok(c.reshape([leading, &c.dims()[1..]].concat())?);
     }
-    let [a, b] = [a, b].map(|x| Ok::<_, Error>(float_input("matmul", x)?.contiguous()?));
-    let (a, b) = (a?, b?);
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
     let b = if transposed { b.t()? } else { b };
     Ok(a.matmul(&b)?)
 }

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::operand::check_size;
+use super::operand::{check_float, check_size};
 use super::record::{apply1, composed, wide_input};
 use crate::kernels::Mask;
 use crate::kernels::cpu::softmax as kernel;
@@ -102,6 +102,7 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
 
 /// (Tq, Tk); one query where there is one dimension, and one key where there is none.
 fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
+    check_float("softmax", x)?;
     check_size("softmax", x.dims(), x.dtype(), x.device())?;
     match *x.dims() {
         [.., queries, keys] => Ok((queries, keys)),
