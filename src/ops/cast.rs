@@ -52,7 +52,7 @@ fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
     Err(Error::DType {
         op: "cast",
-        expected: "a floating-point dtype (f16, bf16, f32 or f64)".into(),
+        expected: "a floating-point dtype, f16, bf16, f32 or f64".into(),
         got: format!("a cast from {} to {}", x.dtype().as_str(), dtype.as_str()),
         hint: "to_dtype makes integers; they have no gradient".into(),
     })

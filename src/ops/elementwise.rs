@@ -1,7 +1,7 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
 use super::cast::{cast, cast_for};
-use super::operand::check_float;
+use super::operand::check_supported;
 use super::record::{composed, input};
 use crate::Result;
 use candle_core::{DType, Tensor};
@@ -47,7 +47,7 @@ pub(super) fn in_f32(
     x: &Tensor,
     f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    check_float(op, x)?;
+    check_supported(op, x)?;
     let [x] = cast_for(op, [x])?;
     composed(op, &[&x], || {
         let wide = match x.dtype() {

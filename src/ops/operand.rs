@@ -9,7 +9,8 @@ use candle_core::{
     Tensor,
 };
 
-/// The floating-point dtypes that ops compute with. candle has others (8 bits and less), which it can hardly convert.
+/// The floating-point dtypes that ops compute with. candle has others (8 bits and less), whose conversion does not end at
+/// subnormal numbers.
 pub(crate) fn is_supported_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
@@ -18,14 +19,24 @@ pub(super) fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Refuses what is not f16, bf16, f32 or f64.
+/// Refuses what is not a float.
 pub(crate) fn check_float(op: &'static str, x: &Tensor) -> Result<()> {
-    if is_supported_float(x.dtype()) {
+    refuse_unless(x.dtype().is_float(), op, "a floating-point tensor", x)
+}
+
+/// Refuses what is not f16, bf16, f32 or f64, for ops that convert.
+pub(crate) fn check_supported(op: &'static str, x: &Tensor) -> Result<()> {
+    let wanted = "a floating-point tensor in f16, bf16, f32 or f64";
+    refuse_unless(is_supported_float(x.dtype()), op, wanted, x)
+}
+
+fn refuse_unless(is_right: bool, op: &'static str, expected: &str, x: &Tensor) -> Result<()> {
+    if is_right {
         return Ok(());
     }
     Err(Error::DType {
         op,
-        expected: "a floating-point tensor (f16, bf16, f32 or f64)".into(),
+        expected: expected.into(),
         got: x.dtype().as_str().into(),
         hint: "convert with to_dtype".into(),
     })

@@ -1,6 +1,6 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
-use super::operand::{check_float, operand, zeros_of};
+use super::operand::{check_supported, operand, zeros_of};
 use crate::grad::is_grad_enabled;
 use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::{
@@ -302,7 +302,7 @@ pub(crate) fn wide_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> 
 /// # Errors
 /// Other dtypes: integers have no gradient, and candle hardly converts floats of 8 bits.
 pub(crate) fn widen(x: &Tensor) -> Result<Tensor> {
-    check_float("to compute with", x)?;
+    check_supported("to compute", x)?;
     match x.dtype() {
         DType::F32 | DType::F64 => Ok(x.clone()),
         _ => x.to_dtype(DType::F32),

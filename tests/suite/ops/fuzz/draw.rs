@@ -32,7 +32,7 @@ const NUMBERS: [f64; 10] = [
 ];
 
 /// What ops compute in, and more often than the others.
-pub const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
+const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 
 /// The others that candle makes on the CPU.
 const OTHERS: [DType; 6] = [
