@@ -138,7 +138,7 @@ fn flash(c: &mut Criterion) {
             strides: [heads * length * head_dim, length * head_dim, head_dim, 1],
         };
         let [q, k, v, d_out] = [0, 1, 2, 3].map(view);
-        let (mut out, mut lse) = (vec![0f32; n], vec![0f32; rows]);
+        let (mut out, mut lse) = (vec![0f32; n], vec![0f32; 2 * rows]);
         let shape = format!("{batch}x{heads}x{length}x{head_dim} {mask:?}");
         let pairs = match mask {
             Mask::Full => length * length,

@@ -11,6 +11,8 @@
 //! cargo run --example attention_benchmark -- --module --precision f32 bf16 --drop-casts
 //! ```
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 #[path = "attention_benchmark/by_precision.rs"]
 mod by_precision;
 #[path = "attention_benchmark/columns.rs"]
@@ -23,7 +25,8 @@ use candle_core::{DType, Device};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
 use common::precision::PrecisionFlags;
-use common::{Common, Output};
+use common::values::TimeBudget;
+use common::{Common, Output, values};
 use grid::{Arithmetic, Implementation};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -63,16 +66,16 @@ struct Flags {
     compare: Vec<Implementation>,
 
     /// Passes that are measured; fewer, at least 2, where the time budget ends first
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 100, value_parser = values::count())]
     iterations: usize,
 
     /// Passes that are run and not counted
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = values::count_from_0())]
     warmup_steps: usize,
 
-    /// The time a configuration may take, in ms; 0 for as long as it takes [default: 5000; with --full 60000]
-    #[arg(long)]
-    time_budget_ms: Option<f64>,
+    /// The time a configuration may take, in ms; none for as long as it takes [default: 5000; with --full 60000]
+    #[arg(long, value_parser = values::time_budget)]
+    time_budget_ms: Option<TimeBudget>,
 
     /// Let each query see the keys up to its own position only (as --module always does)
     #[arg(long)]
@@ -98,11 +101,11 @@ struct Flags {
     d_model: Vec<usize>,
 
     /// Draw time and memory over the sequence length, into this file: .svg or .png
-    #[arg(long)]
+    #[arg(long, value_parser = values::picture())]
     plot: Option<PathBuf>,
 
     /// The memory that may be used, in GiB [default: five sixths of what is available]
-    #[arg(long)]
+    #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
 
     #[command(flatten)]
@@ -159,12 +162,7 @@ impl Flags {
     }
 
     fn run(&self) -> Result<()> {
-        self.output.check()?;
-        let plot = Output {
-            output: self.plot.clone(),
-            ..self.output.clone()
-        };
-        plot.check()?;
+        self.output.check_with([&self.plot])?;
         let device = self.common.device()?;
         let arithmetic = self.arithmetic()?;
         let sampling = self.sampling(&device, &arithmetic);
@@ -189,12 +187,13 @@ impl Flags {
         report
             .environment
             .insert("reference ops", common::fallbacks());
+        report.rows = rows;
+        let published = self.output.publish(&report);
         if let Some(path) = &self.plot {
-            let rows = by_precision::figure_rows(&rows, arithmetic.len() > 1);
+            let rows = by_precision::figure_rows(&report.rows, arithmetic.len() > 1);
             figure(&rows, self.width_key(), self.width_name()).save(path)?;
         }
-        report.rows = rows;
-        self.output.publish(&report)
+        published
     }
 
     /// What the flags have it computed in.
@@ -215,12 +214,14 @@ impl Flags {
             _ => DType::F32,
         };
         let default_budget_ms = if self.full { 60_000.0 } else { 5_000.0 };
-        let budget_ms = self.time_budget_ms.unwrap_or(default_budget_ms);
+        let TimeBudget(time_budget_ms) = self
+            .time_budget_ms
+            .unwrap_or(TimeBudget(Some(default_budget_ms)));
         let limit_bytes = self.memory_limit_gib.map(common::gib_bytes);
         Sampling {
             warmup_steps: self.warmup_steps,
             iterations: self.iterations,
-            time_budget_ms: (budget_ms > 0.0).then_some(budget_ms),
+            time_budget_ms,
             seed: self.common.seed,
             peak_flops: tallow::device::measure_peak_flops(device, counted),
             available_bytes: limit_bytes.or_else(|| usable_bytes(device)),

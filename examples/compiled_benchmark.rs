@@ -9,6 +9,8 @@
 //! cargo run --example compiled_benchmark -- --full --json results.json
 //! ```
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 #[path = "compiled_benchmark/attention.rs"]
 mod attention;
 mod common;
@@ -24,7 +26,7 @@ mod why;
 use attention::AttentionFlags;
 use candle_core::DType;
 use clap::{Parser, ValueEnum};
-use common::{Common, Output};
+use common::{Common, Output, values};
 use model::ModelFlags;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -60,7 +62,7 @@ struct Flags {
     json: Option<PathBuf>,
 
     /// The memory that may be used, in GiB, instead of what is available
-    #[arg(long)]
+    #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
 
     #[command(flatten)]
@@ -99,15 +101,12 @@ fn main() -> ExitCode {
 
 impl Flags {
     fn run(&self) -> Result<()> {
-        self.output.check()?;
+        self.output.check_with([&self.json])?;
         let plan = PlanConfig {
             precision: self.precision,
             ..Default::default()
         };
         plan.validate()?;
-        if let Some(path) = &self.json {
-            common::check_writable(path)?;
-        }
         let device = self.common.device()?;
         let limit = self.memory_limit_gib;
         let setting = Setting {
@@ -130,10 +129,11 @@ impl Flags {
             report.environment = self.environment(&setting);
             parts.push((name, report));
         }
+        let published = publish::publish(&self.output, &parts);
         if let Some(path) = &self.json {
             publish::save_json(path, &parts)?;
         }
-        publish::publish(&self.output, &parts)
+        published
     }
 
     fn environment(&self, setting: &Setting) -> Fields {

@@ -14,6 +14,8 @@
 //! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
 //! ```
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 mod common;
 
 use clap::{Parser, ValueEnum};
@@ -23,7 +25,7 @@ use common::modes::{
     optimizer_words,
 };
 use common::precision::PrecisionFlags;
-use common::{Common, Output};
+use common::{Common, Output, stdout, values};
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
@@ -58,11 +60,11 @@ struct Flags {
     mode: Vec<ModeFlag>,
 
     /// Steps that are run and not counted; several allowed, to see what they change
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "5")]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "5", value_parser = values::count_from_0())]
     warmup_steps: Vec<usize>,
 
     /// Steps that are measured
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, default_value_t = 10, value_parser = values::count())]
     steps: usize,
 
     /// The optimizer of a training step
@@ -70,7 +72,7 @@ struct Flags {
     optimizer: OptimizerFlag,
 
     /// Its learning rate
-    #[arg(long, default_value_t = 1e-3)]
+    #[arg(long, default_value_t = 1e-3, value_parser = values::from_0)]
     lr: f64,
 
     /// Run each as planned beforehand too, or with =only alone (on the CPU or a CUDA card)
@@ -79,7 +81,7 @@ struct Flags {
 
     /// The most that the arena of a planned train step may take, in GiB: backward runs again what does not fit, as little as
     /// will do
-    #[arg(long, requires = "compile")]
+    #[arg(long, requires = "compile", value_parser = values::gib)]
     memory_budget_gib: Option<f64>,
 
     /// Update each parameter in backward, as soon as its gradient is there, in the train steps that are planned
@@ -95,7 +97,7 @@ struct Flags {
     per_step: bool,
 
     /// The memory that may be used, in GiB, instead of what is available
-    #[arg(long)]
+    #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
 
     #[command(flatten)]
@@ -123,7 +125,7 @@ impl Flags {
         if self.compile == Some(CompileFlag::Only) {
             common::take_blocks_from_the_system();
         }
-        self.output.check()?;
+        self.output.check_with([])?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
         let is_any_given = self.memory_budget_gib.is_some() || self.optimizer_in_backward;
@@ -141,7 +143,7 @@ impl Flags {
         };
         if self.per_step && self.output.format == Format::Text {
             for (key, value) in report.configuration.iter() {
-                println!("{key}: {value}");
+                self.per_step_line(&format!("{key}: {value}"));
             }
         }
         for Model { name, config } in &models {
@@ -321,9 +323,12 @@ impl Flags {
 
     /// To stdout with the text report; elsewhere stdout is the document's alone.
     fn per_step_line(&self, line: &str) {
-        match self.output.format {
-            Format::Text => println!("{line}"),
-            _ => eprintln!("{line}"),
+        if self.output.format != Format::Text {
+            return common::say_aside(line);
+        }
+        let written = stdout::or_files(stdout::line(line), self.output.output.is_some());
+        if let Err(error) = written {
+            common::end(&error);
         }
     }
 }

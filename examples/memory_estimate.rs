@@ -12,6 +12,8 @@
 //! `--verify` runs fifty small configurations and holds their peaks against the estimate; the exit code says whether all of
 //! them are near.
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 #[path = "memory_estimate/answers.rs"]
 mod answers;
 #[path = "memory_estimate/cases.rs"]
@@ -25,7 +27,7 @@ use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
-use common::{Common, Output};
+use common::{Common, Output, values};
 use std::process::ExitCode;
 use tallow::memory::{Kernels, Mode, Workload, estimate};
 use tallow::precision::Precision;
@@ -58,7 +60,7 @@ struct Flags {
     precision: PrecisionFlags,
 
     /// The memory that is to hold it, in GiB, instead of what is available
-    #[arg(long)]
+    #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
 
     /// End in an error if no checkpointing lets a configuration fit
@@ -70,7 +72,7 @@ struct Flags {
     verify: bool,
 
     /// Threads of --verify
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: u16,
 
     #[command(flatten)]
@@ -96,7 +98,7 @@ fn main() -> ExitCode {
 impl Flags {
     /// Whether every prediction that was checked is near.
     fn run(&self) -> Result<bool> {
-        self.output.check()?;
+        self.output.check_with([])?;
         let device = self.common.device()?;
         let mut report = Report {
             environment: self.common.environment(&device),
@@ -187,19 +189,17 @@ impl Flags {
     }
 
     fn available_bytes(&self) -> Result<u64> {
-        let refuse = |got: String| Error::Config {
+        if let Some(gib) = self.memory_limit_gib {
+            return Ok(common::gib_bytes(gib));
+        }
+        let available_bytes = tallow::device::available_bytes_on(&self.common.device()?);
+        available_bytes.ok_or_else(|| Error::Config {
             config: "flags",
             field: "--memory-limit-gib",
-            expected: "a positive number of GiB".into(),
-            got,
-            hint: "leave it out to ask for what the machine has available".into(),
-        };
-        match self.memory_limit_gib {
-            Some(gib) if gib > 0.0 && gib.is_finite() => Ok(common::gib_bytes(gib)),
-            Some(gib) => Err(refuse(gib.to_string())),
-            None => tallow::device::available_bytes_on(&self.common.device()?)
-                .ok_or_else(|| refuse("nothing, where the system does not say".into())),
-        }
+            expected: "given".into(),
+            got: "nothing, where the system does not say what is available".into(),
+            hint: "name a number of GiB".into(),
+        })
     }
 }
 

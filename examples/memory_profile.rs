@@ -9,6 +9,8 @@
 //! cargo run --features cuda --example memory_profile -- --device cuda:0 --size 2.7b --precision f32 bf16 --compile
 //! ```
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 mod common;
 #[path = "memory_profile/files.rs"]
 mod files;
@@ -23,7 +25,7 @@ use common::modes::{
     CompileFlag, ModeFlag, check_planned_flags, executed, modes, not_planned, optimizer_words,
 };
 use common::precision::PrecisionFlags;
-use common::{Common, Output};
+use common::{Common, Output, values};
 use files::FileFlags;
 use std::process::ExitCode;
 use summary::{comparison_note, in_one_table, row, table};
@@ -63,7 +65,7 @@ struct Flags {
 
     /// The most that the arena of a planned train step may take, in GiB: backward runs again what does not fit, as little as
     /// will do
-    #[arg(long, requires = "compile")]
+    #[arg(long, requires = "compile", value_parser = values::gib)]
     memory_budget_gib: Option<f64>,
 
     /// Update each parameter in backward, as soon as its gradient is there, in the train steps that are planned
@@ -71,7 +73,7 @@ struct Flags {
     optimizer_in_backward: bool,
 
     /// Steps that are run before the one that is recorded
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = values::count_from_0())]
     warmup_steps: usize,
 
     /// How many of the largest allocations are listed for each run
@@ -83,7 +85,7 @@ struct Flags {
     threshold_bytes: usize,
 
     /// The memory that may be used, in GiB, instead of what is available
-    #[arg(long)]
+    #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
 
     #[command(flatten)]
@@ -130,7 +132,7 @@ impl Flags {
         if self.compile == Some(CompileFlag::Only) {
             common::take_blocks_from_the_system();
         }
-        self.output.check()?;
+        self.files.check(&self.output)?;
         let device = self.common.device()?;
         let longest = self.context_length.iter().copied().max();
         let longest = longest.unwrap_or_default();
@@ -139,7 +141,6 @@ impl Flags {
         let precisions = self.precision.precisions()?;
         check_planned_flags(is_any_given, self.compile, &modes(&self.mode), &precisions)?;
         let runs = self.runs(&device, &models)?;
-        self.files.check()?;
         let mut configuration = describe(&models);
         let optimizer = optimizer_words("adamw", self.optimizer_in_backward);
         configuration.insert("optimizer", optimizer);
@@ -153,13 +154,20 @@ impl Flags {
             columns: table(&device),
             ..Default::default()
         };
+        let mut kept = Ok(()); // a file that fails does not cost the table
         for run in &runs {
             common::progress(run.title());
             if run.end_to_end.execution == Execution::Planned {
                 report.rows.push(planned::row(run, &device)?);
-                let plan = run.end_to_end.plan(&device)?;
+                let plan = match run.end_to_end.plan(&device) {
+                    Err(error) if error.is_out_of_memory() => {
+                        report.notes.push(format!("{}: {error}", run.title()));
+                        continue;
+                    }
+                    plan => plan?,
+                };
                 report.notes.push(planned::note(&run.title(), &plan));
-                self.files.write_map(&run.title(), runs.len(), &plan)?;
+                kept = kept.and(self.files.write_map(&run.title(), runs.len(), &plan));
                 continue;
             }
             let estimate = run.end_to_end.estimate(&device)?;
@@ -195,7 +203,7 @@ impl Flags {
             ));
             report.notes.push(comparison_note(&run.title(), &profile));
             report.notes.extend(profile.recording.notes());
-            self.files.write(&run.title(), runs.len(), &profile)?;
+            kept = kept.and(self.files.write(&run.title(), runs.len(), &profile));
             if self.output.format == Format::Text && self.output.output.is_none() {
                 summary::print_details(&run.title(), &profile, self.largest)?;
             }
@@ -208,7 +216,8 @@ impl Flags {
         report
             .environment
             .insert("reference ops", common::fallbacks());
-        self.output.publish(&report)
+        let published = self.output.publish(&report);
+        kept.and(published)
     }
 
     /// The size of one tensor of the residual stream, with its derivation.

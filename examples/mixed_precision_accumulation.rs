@@ -7,26 +7,33 @@
 //! cargo run --example mixed_precision_accumulation -- --value 0.1 --count 100000 --format markdown
 //! ```
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 mod common;
 #[path = "mixed_precision_accumulation/rows.rs"]
 mod rows;
 
+use candle_core::Device;
 use clap::Parser;
-use common::{Common, Output};
+use clap::builder::RangedU64ValueParser;
+use common::{Common, Output, values};
 use std::process::ExitCode;
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
+
+/// The most additions: sums of 24 bits times a count beyond 2^29 are not exact in f64.
+const MOST: u64 = 100_000_000;
 
 /// Adds one number up many times, in several precisions and ways
 #[derive(Parser)]
 #[command(version)]
 struct Flags {
     /// The number
-    #[arg(long, default_value_t = 0.01)]
+    #[arg(long, default_value_t = 0.01, value_parser = values::not_0, allow_negative_numbers = true)]
     value: f64,
 
-    /// How many times
-    #[arg(long, default_value_t = 1000)]
+    /// How many times, at most 100 million
+    #[arg(long, default_value_t = 1000, value_parser = RangedU64ValueParser::<usize>::new().range(1..=MOST))]
     count: usize,
 
     #[command(flatten)]
@@ -43,8 +50,8 @@ fn main() -> ExitCode {
 
 impl Flags {
     fn run(&self) -> Result<()> {
-        self.output.check()?;
-        self.check()?;
+        self.output.check_with([])?;
+        self.check_memory()?;
         let device = self.common.device()?;
         let report = Report {
             environment: self.common.environment(&device),
@@ -61,27 +68,16 @@ impl Flags {
         self.output.publish(&report)
     }
 
-    fn check(&self) -> Result<()> {
-        let refuse = |field, expected: &str, got: String, hint: &str| {
-            Err(Error::Config {
-                config: "mixed_precision_accumulation",
-                field,
-                expected: expected.into(),
-                got,
-                hint: hint.into(),
-            })
-        };
-        if !self.value.is_finite() || self.value == 0.0 {
-            let got = self.value.to_string();
-            return refuse("--value", "finite and not 0", got, "the exercise adds 0.01");
-        }
-        match self.count {
-            0 => refuse(
-                "--count",
-                "at least 1",
-                "0".into(),
-                "the exercise adds 1000 times",
-            ),
+    /// Refuses terms that memory does not hold.
+    fn check_memory(&self) -> Result<()> {
+        const BYTES_A_TERM: u64 = 12; // in f32 twice, in f16 and in bf16
+        let wanted_bytes = self.count as u64 * BYTES_A_TERM;
+        match tallow::device::available_bytes_on(&Device::Cpu) {
+            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+                what: format!("{} terms in four dtypes", self.count),
+                wanted_bytes,
+                available_bytes,
+            }),
             _ => Ok(()),
         }
     }

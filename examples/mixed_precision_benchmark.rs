@@ -8,6 +8,8 @@
 //! cargo run --example mixed_precision_benchmark -- --d-model 256 --d-ff 704 --num-heads 8 --full-half
 //! ```
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 mod common;
 #[path = "mixed_precision_benchmark/figure.rs"]
 mod figure;
@@ -19,7 +21,7 @@ use clap::Parser;
 use common::models::{Model, ModelFlags, describe, with_attention};
 use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
-use common::{Common, Output};
+use common::{Common, Output, values};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
@@ -58,23 +60,23 @@ struct Flags {
     mode: Vec<ModeFlag>,
 
     /// How often the precisions take turns
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = values::count())]
     rounds: usize,
 
     /// Steps that are run and not counted, each turn
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = values::count_from_0())]
     warmup_steps: usize,
 
     /// Steps that are measured, each turn
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 4, value_parser = values::count())]
     steps: usize,
 
     /// Draw time and memory, over the context length or, with several sizes, over parameters, into this file: .svg or .png
-    #[arg(long)]
+    #[arg(long, value_parser = values::picture())]
     plot: Option<PathBuf>,
 
     /// The memory that may be used, in GiB, instead of what is available
-    #[arg(long)]
+    #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
 
     #[command(flatten)]
@@ -91,12 +93,7 @@ fn main() -> ExitCode {
 
 impl Flags {
     fn run(&self) -> Result<()> {
-        self.output.check()?;
-        let plot = Output {
-            output: self.plot.clone(),
-            ..self.output.clone()
-        };
-        plot.check()?;
+        self.output.check_with([&self.plot])?;
         let device = self.common.device()?;
         let precisions = self.precisions()?;
         let longest = self.context_length.iter().copied().max();
@@ -136,11 +133,12 @@ impl Flags {
             .insert("reference ops", common::fallbacks());
         let value = serde_json::to_value(&analysis.configurations).unwrap_or_default();
         report.analysis.insert("configurations", value);
+        report.rows = rows;
+        let published = self.output.publish(&report);
         if let Some(path) = &self.plot {
             figure::figure(&analysis).save(path)?;
         }
-        report.rows = rows;
-        self.output.publish(&report)
+        published
     }
 
     /// f32 first, and nothing that drops casts without the one that keeps them.

@@ -8,14 +8,16 @@
 //! cargo run --example precision_curves -- --data my.txt --precision f32 bf16 --full-half --format markdown
 //! ```
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 mod common;
 #[allow(dead_code)] // files and samples are train's alone
 #[path = "train/flags.rs"]
 mod flags;
 
 use clap::Parser;
-use common::{Common, Output};
-use flags::{DataFlags, ModelFlags, TrainingFlags, new_model};
+use common::{Common, Output, values};
+use flags::{DataFlags, ModelFlags, TrainingFlags, check_room, eager_bytes, new_model};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -45,7 +47,7 @@ struct Flags {
     output: Output,
 
     /// Draw the curves, and how far they are from f32's, into this file: .svg or .png
-    #[arg(long)]
+    #[arg(long, value_parser = values::picture())]
     plot: Option<PathBuf>,
 
     #[command(flatten)]
@@ -73,18 +75,19 @@ fn main() -> ExitCode {
 
 impl Flags {
     fn run(&self) -> Result<()> {
-        self.output.check()?;
+        self.output.check_with([&self.plot])?;
         let precisions = self.training.precision.precisions()?;
         let (train, validation) = self.data.open()?.split(self.data.validation_fraction)?;
         let runs = precisions
             .iter()
             .map(|precision| self.train(*precision, &train, &validation))
             .collect::<Result<Vec<_>>>()?;
+        let report = self.report(&runs, &train, &validation)?;
+        let published = self.output.publish(&report);
         if let Some(path) = &self.plot {
             figure(&runs).save(path)?;
         }
-        self.output
-            .publish(&self.report(&runs, &train, &validation)?)
+        published
     }
 
     fn train(&self, precision: Precision, train: &Tokens, validation: &Tokens) -> Result<Run> {
@@ -94,6 +97,7 @@ impl Flags {
         let config = self
             .training
             .config(sizes.context_length, seed, precision)?;
+        check_room(eager_bytes(&sizes, &config, &device)?, &device)?;
         let model = new_model(&sizes, seed, precision, &device)?;
         let mut trainer = Trainer::new(model, config, train.clone(), validation.clone())?;
         let mut time = Duration::ZERO;

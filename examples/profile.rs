@@ -8,6 +8,8 @@
 //! cargo run --example profile -- --mode train-step --trace step.json --flame-graph step.svg
 //! ```
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 #[path = "profile/analysis.rs"]
 mod analysis;
 #[path = "profile/apart.rs"]
@@ -21,7 +23,7 @@ use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, describe, with_attention};
 use common::modes::{CompileFlag, ModeFlag, executed, execution_words, modes, not_planned};
 use common::precision::PrecisionFlags;
-use common::{Common, Output};
+use common::{Common, Output, values};
 use runs::{Run, add_oom, named};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -61,11 +63,11 @@ struct Flags {
     mode: Vec<ModeFlag>,
 
     /// Steps that are run and not recorded
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = values::count_from_0())]
     warmup_steps: usize,
 
     /// Steps that are recorded, and as many that are timed without the profiler
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = values::count())]
     steps: usize,
 
     /// What gets one row: ops of one name, of one path, or of one path in any block
@@ -73,7 +75,7 @@ struct Flags {
     by: ByFlag,
 
     /// Only ops of this phase: forward, backward, optimizer
-    #[arg(long)]
+    #[arg(long, value_parser = ["forward", "backward", "optimizer"])]
     phase: Option<String>,
 
     /// Only ops in this part of the model: names that follow each other in the path (layers.0, attn, ffn/w2)
@@ -98,11 +100,11 @@ struct Flags {
     trace: Option<PathBuf>,
 
     /// Write each run's flame graph there, as .svg or .png; of several runs each gets its name in the file's
-    #[arg(long)]
+    #[arg(long, value_parser = values::picture())]
     flame_graph: Option<PathBuf>,
 
     /// The memory that may be used, in GiB, instead of what is available
-    #[arg(long)]
+    #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
 
     #[command(flatten)]
@@ -131,10 +133,7 @@ fn main() -> ExitCode {
 
 impl Flags {
     fn run(&self) -> Result<()> {
-        self.output.check()?;
-        for path in [&self.trace, &self.flame_graph].into_iter().flatten() {
-            common::check_writable(path)?;
-        }
+        self.output.check_with([&self.trace, &self.flame_graph])?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
         let longest = self.context_length.iter().copied().max();
@@ -148,12 +147,13 @@ impl Flags {
             ..Default::default()
         };
         let runs = self.sweep(&device, &models, &precisions);
+        let mut kept = Ok(()); // a file that fails does not cost the table
         for run in &runs {
             common::progress(run.title());
             match self.profiled(run, &device)? {
                 Ok(profiled) => {
                     self.add(&mut report, run, &profiled)?;
-                    self.save_pictures(run, &profiled.recording, runs.len())?;
+                    kept = kept.and(self.save_pictures(run, &profiled.recording, runs.len()));
                 }
                 Err(refusal) => add_oom(&mut report, run, &refusal),
             }
@@ -163,7 +163,8 @@ impl Flags {
         report
             .environment
             .insert("reference ops", self.reference_ops_named());
-        self.output.publish(&report)
+        let published = self.output.publish(&report);
+        kept.and(published)
     }
 
     fn reference_ops_named(&self) -> String {
@@ -294,7 +295,7 @@ impl Flags {
     /// The longest rows and the lines without ops; the other rows in one.
     fn shown(&self, summary: &profile::Report) -> profile::Report {
         let ops = summary.rows.iter().filter(|row| row.kind.is_some()).count();
-        if self.top == 0 || ops <= self.top + 1 {
+        if self.top == 0 || ops <= self.top.saturating_add(1) {
             return summary.clone();
         }
         let mut shown = summary.clone();

@@ -8,6 +8,8 @@
 //! cargo run --example toy_model_dtypes -- --show layer-norm --format markdown
 //! ```
 
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
 mod common;
 #[path = "toy_model_dtypes/layer_norm.rs"]
 mod layer_norm;
@@ -50,7 +52,7 @@ fn main() -> ExitCode {
 
 impl Flags {
     fn run(&self) -> Result<()> {
-        self.output.check()?;
+        self.output.check_with([])?;
         let device = self.common.device()?;
         let numbers = layer_norm::rows();
         let notes = vec![layer_norm::answer(&numbers)];

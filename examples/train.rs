@@ -8,28 +8,38 @@
 //! cargo run --example train
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
+//! cargo run --example train -- --data my.txt --checkpoint out/run.safetensors --keep 2
 //! cargo run --example train -- --data my.txt --precision f16
 //! cargo run --example train -- --data my.txt --compile --precision bf16
 //! cargo run --example train -- --data my.txt --compile --clip 0 --optimizer-in-backward
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
+//!
+//! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit
+//! status 130 or 143; a second one ends it at once.
+
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
 mod common;
 #[path = "train/flags.rs"]
 mod flags;
+#[path = "train/signals.rs"]
+mod signals;
 
 use candle_core::{DType, Device};
 use clap::Parser;
-use common::Common;
-use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, new_model};
+use common::{Common, stdout};
+use flags::{
+    DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, eager_bytes,
+    new_model,
+};
 use indicatif::{ProgressBar, ProgressStyle};
-use std::io::Write;
+use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::bench::Execution;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::data::Tokens;
-use tallow::memory::{self, Kernels, Mode, Workload};
 use tallow::model::TransformerConfig;
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
@@ -62,18 +72,22 @@ struct Flags {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    common::run(|| flags.common.around(|| flags.run()))
+    let mut stopped = None;
+    let code = common::run(|| {
+        stopped = flags.common.around(|| flags.run())?;
+        Ok(())
+    });
+    stopped.map_or(code, |signal: Signal| ExitCode::from(signal.exit_status()))
 }
 
 impl Flags {
-    fn run(&self) -> Result<()> {
+    /// The whole of it; a signal if one ended it.
+    fn run(&self) -> Result<Option<Signal>> {
         let started = Instant::now();
         // Whatever can be refused is refused before the first step, not after the last.
         let sampling = self.sample.config(self.common.seed);
         sampling.validate()?;
-        if let Some(folder) = &self.files.out {
-            std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
-        }
+        self.files.check()?;
         let (train, validation) = self.data.open()?.split(self.data.validation_fraction)?;
         let prompt = match self.data.tokens {
             None => self.sample.prompt_bytes(),
@@ -81,35 +95,47 @@ impl Flags {
         };
         let model = self.model.config(train.vocab_size())?;
         let precision = self.training.precision.precision()?;
-        let config = self
+        let mut config = self
             .training
             .config(model.context_length, self.common.seed, precision)?;
+        config.keep = self.files.keep.map_or(1, usize::from);
         let header = self.header(&model, &config, &train, &validation)?;
         let mut trainer = self.trainer(model, config, train, validation)?;
         let mut text = Vec::new();
         header.write_to(Format::Text, &mut text)?;
-        say(String::from_utf8_lossy(&text).trim_end());
-        say("");
+        self.say(format!("{}\n", String::from_utf8_lossy(&text).trim_end()))?;
 
         self.save(&trainer)?;
-        let speed = self.train(&mut trainer)?;
+        let mut speed = Speed::default();
+        if let Some(signal) = self.train(&mut trainer, &mut speed)? {
+            let kept = match &self.files.checkpoint {
+                Some(path) => format!("the run is in {}, --resume goes on", path.display()),
+                None => "without --checkpoint nothing is kept of it".into(),
+            };
+            self.say(format!(
+                "\n{signal}: stopped after step {} of {}; {kept}",
+                trainer.steps_taken(),
+                trainer.config().steps
+            ))?;
+            return Ok(Some(signal));
+        }
         let evaluations = &trainer.history().evaluations;
         let last = evaluations.last().map_or(f64::NAN, |last| last.loss);
-        say(format!(
+        self.say(format!(
             "\nvalidation loss {last:.4} nats a {}, after {} steps; {:.1} s in all, {} tokens/s in training",
             self.data.unit(),
             trainer.steps_taken(),
             started.elapsed().as_secs_f64(),
             speed.text(),
-        ));
+        ))?;
         if common::fallbacks() != "none" {
-            say(format!("reference ops: {}", common::fallbacks()));
+            self.say(format!("reference ops: {}", common::fallbacks()))?;
         }
         if self.sample.sample > 0 {
             let written = trainer.model().generate(&prompt, &sampling)?;
-            say(format!("\n{}", self.data.text(&[prompt, written].concat())));
+            self.say(format!("\n{}", self.data.text(&[prompt, written].concat())))?;
         }
-        Ok(())
+        Ok(None)
     }
 
     /// The run: a new one, or the saved one.
@@ -224,39 +250,44 @@ impl Flags {
         })
     }
 
-    /// Takes all steps that are left; evaluates and saves on the way.
-    fn train(&self, trainer: &mut Trainer) -> Result<Speed> {
+    /// Takes all steps that are left, or those up to a signal; evaluates and saves on the way, and at the end.
+    fn train(&self, trainer: &mut Trainer, speed: &mut Speed) -> Result<Option<Signal>> {
+        let signals = Signals::listen()?;
         let steps = trainer.config().steps;
         let bar = ProgressBar::new(steps as u64).with_position(trainer.steps_taken() as u64);
         let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.reset_eta();
 
-        let mut speed = Speed::default();
         if trainer.history().evaluations.is_empty() || trainer.is_done() {
             let loss = trainer.evaluate()?;
-            self.announce(&bar, trainer, None, loss, &speed)?;
+            self.announce(&bar, trainer, None, loss, speed)?;
         }
         let save_every = self
             .files
             .checkpoint_every
             .map_or(self.training.evaluate_every, usize::from);
         loop {
+            if let Some(signal) = signals.received() {
+                bar.finish_and_clear();
+                self.save(trainer)?;
+                return Ok(Some(signal));
+            }
             let begun = Instant::now();
             let Some(report) = trainer.step()? else { break };
             speed.add(report.tokens, begun.elapsed());
             bar.inc(1);
-            bar.set_message(message(trainer, &report, &speed));
+            bar.set_message(message(trainer, &report, speed));
             if trainer.evaluation_is_due() {
                 let loss = trainer.evaluate()?;
-                self.announce(&bar, trainer, Some(&report), loss, &speed)?;
+                self.announce(&bar, trainer, Some(&report), loss, speed)?;
             }
             if trainer.is_done() || report.step.is_multiple_of(save_every) {
                 self.save(trainer)?;
             }
         }
         bar.finish_and_clear();
-        Ok(speed)
+        Ok(None)
     }
 
     /// A line for an evaluation, and the curve up to it.
@@ -281,15 +312,20 @@ impl Flags {
                 scale(trainer)
             );
         }
-        bar.suspend(|| say(line));
+        bar.suspend(|| self.say(line))?;
         if let Some(folder) = &self.files.out {
             let history = trainer.history();
-            history.chart().save(folder.join("loss.svg"))?;
+            history.chart().save(folder.join(flags::LOSS_SVG))?;
             history
                 .report()
-                .save(Format::Csv, folder.join("loss.csv"))?;
+                .save(Format::Csv, folder.join(flags::LOSS_CSV))?;
         }
         Ok(())
+    }
+
+    /// A line on stdout. Who only wanted the first lines (`| head`) does not stop a training that leaves files.
+    fn say(&self, line: impl std::fmt::Display) -> Result<()> {
+        stdout::or_files(stdout::line(line), self.files.is_any_given())
     }
 
     fn save(&self, trainer: &Trainer) -> Result<()> {
@@ -310,14 +346,7 @@ impl Flags {
             true => planned_bytes(model, config, self.optimizer_in_backward, device)?,
             false => eager_bytes(model, config, device)?,
         };
-        match tallow::device::available_bytes_on(device) {
-            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-                what: "the training step".into(),
-                wanted_bytes,
-                available_bytes,
-            }),
-            _ => Ok(()),
-        }
+        check_room(wanted_bytes, device)
     }
 }
 
@@ -341,12 +370,6 @@ impl Speed {
             tokens => group_digits((tokens as f64 / self.time.as_secs_f64()) as u64),
         }
     }
-}
-
-/// A line on stdout. Who only wanted the first lines (`| head`) does not stop the training.
-fn say(line: impl std::fmt::Display) {
-    let mut stdout = std::io::stdout().lock();
-    let _ = writeln!(stdout, "{line}").and_then(|()| stdout.flush());
 }
 
 /// What stands beside the progress bar.
@@ -379,20 +402,6 @@ fn scale(trainer: &Trainer) -> String {
     }
 }
 
-/// What an eager step takes, by its account.
-fn eager_bytes(model: &TransformerConfig, config: &TrainConfig, device: &Device) -> Result<u64> {
-    let workload = Workload {
-        batch_size: config.batch_size,
-        sequence_length: config.sequence_length,
-        mode: Mode::TrainStep,
-        attention: model.attention,
-        precision: config.precision,
-        checkpointing: model.checkpointing,
-        kernels: Kernels::of(device),
-    };
-    Ok(memory::estimate(model, &workload)?.peak_bytes)
-}
-
 /// What a planned step takes.
 fn planned_bytes(
     model: &TransformerConfig,
@@ -411,5 +420,10 @@ fn planned_bytes(
         optimizer_in_backward,
         ..Default::default()
     };
-    Ok(TrainStep::plan_on(device, model, &plan)?.0.total_bytes())
+    // Planning what cannot fit would take longer than anybody waits.
+    let least_bytes = TrainStep::least_bytes(model, &plan)?;
+    match tallow::device::available_bytes_on(device) {
+        Some(available_bytes) if least_bytes > available_bytes => Ok(least_bytes),
+        _ => Ok(TrainStep::plan_on(device, model, &plan)?.0.total_bytes()),
+    }
 }

@@ -6,6 +6,11 @@ pub(crate) mod cuda;
 #[path = "device/no_cuda.rs"]
 pub(crate) mod cuda;
 mod half_arithmetic;
+#[cfg(target_os = "linux")]
+mod host_memory;
+#[cfg(not(target_os = "linux"))]
+#[path = "device/host_memory_elsewhere.rs"]
+mod host_memory;
 mod tf32;
 
 pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
@@ -14,6 +19,7 @@ pub use tf32::{set_tf32, tf32};
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation};
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::{Mutex, OnceLock};
 
 /// The device called `name`: `cpu`, `cuda`, `cuda:1`, `metal`, `metal:0`.
@@ -103,25 +109,21 @@ pub fn description(device: &Device) -> String {
     }
 }
 
-/// The memory of the machine, in bytes, or what the control group allows where that is less. `None` where the system
-/// does not say.
+/// The memory of the machine, in bytes, or what this process may have of it where that is less: on Linux the limits of
+/// its control group and of all above it (versions 1 and 2), and `ulimit -v` and `-d`. Read once. `None` where the
+/// system does not say.
 pub fn total_bytes() -> Option<u64> {
     static TOTAL: OnceLock<Option<u64>> = OnceLock::new();
-    *TOTAL.get_or_init(|| {
-        let system = memory()?;
-        let group = system.cgroup_limits().map(|limits| limits.total_memory);
-        let total = system.total_memory();
-        Some(group.map_or(total, |group| group.min(total))).filter(|bytes| *bytes > 0)
-    })
+    *TOTAL.get_or_init(|| Some(host_memory::room(Path::new("/"))?.total_bytes))
 }
 
-/// Host memory that can still be allocated, in bytes: what the system calls available, or what is left of the control
-/// group's limit, whichever is less. `None` where the system does not say.
+/// Host memory that can still be allocated, in bytes: what the system calls available, or what is left of the least
+/// limit that [`total_bytes`] counts. Page cache counts as free. `None` where the system does not say.
+///
+/// An allocation that fails at run time ends a Rust process: only a few kernels can return it as an error. So work is
+/// refused beforehand, by what is left here. Under `ulimit -v` an allocator may need more addresses than it hands out.
 pub fn available_bytes() -> Option<u64> {
-    let system = memory()?;
-    let group = system.cgroup_limits().map(|limits| limits.free_memory);
-    let available = system.available_memory();
-    Some(group.map_or(available, |group| group.min(available))).filter(|bytes| *bytes > 0)
+    Some(host_memory::room(Path::new("/"))?.available_bytes)
 }
 
 /// As [`total_bytes`], of the memory that tensors on `device` are in: the card's own on CUDA, the host's on Metal, which
@@ -140,12 +142,6 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
         Device::Cuda(_) => cuda::available_bytes(device),
         _ => available_bytes(),
     }
-}
-
-fn memory() -> Option<sysinfo::System> {
-    let mut system = sysinfo::System::new().ok()?;
-    system.refresh_memory();
-    Some(system)
 }
 
 /// What the CPU's multiply-add units allow in f32, measured: FLOP/s of all threads together, each running independent

@@ -56,7 +56,9 @@
 //!
 //! # Features
 //!
-//! `png` (on by default) saves pictures as PNG too. `nvtx` hands ranges to NVIDIA's profilers ([`profile::emit_nvtx`]); `cuda`
+//! `png` (on by default) saves pictures as PNG too, with a font that the build carries (its licence:
+//! `LICENSES/DejaVu.txt`).
+//! `nvtx` hands ranges to NVIDIA's profilers ([`profile::emit_nvtx`]); `cuda`
 //! includes it. `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle. The last
 //! two speed up candle's own matmul only: this crate's ops multiply with the `gemm` crate.
 //!

@@ -3,15 +3,21 @@
 
 pub mod models;
 pub mod modes;
+pub mod outputs;
 pub mod precision;
+pub mod stdout;
+pub mod values;
+
+#[allow(unused_imports)] // train prints no table
+pub use outputs::Output;
 
 use clap::Args;
+use std::fmt::Display;
 use std::io::{IsTerminal, Write};
-use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use tallow::memory::tracker::Tracker;
 use tallow::ops::KernelPolicy;
-use tallow::report::{Fields, Format, Report};
+use tallow::report::Fields;
 use tallow::{Error, Result};
 
 /// candle's CPU backend allocates afresh for every op, so what an allocator does with freed pages is a good part of a
@@ -82,18 +88,6 @@ pub struct Common {
     pub strict: bool,
 }
 
-/// Flags of every example that prints a table.
-#[derive(Args, Clone, Debug)]
-pub struct Output {
-    /// text, markdown, csv, json, latex or typst
-    #[arg(long, default_value = "text")]
-    pub format: Format,
-
-    /// Write the report there instead of to stdout
-    #[arg(long)]
-    pub output: Option<PathBuf>,
-}
-
 impl Common {
     /// The device that the flags name, in the arithmetic that they ask for.
     pub fn device(&self) -> Result<candle_core::Device> {
@@ -126,51 +120,6 @@ impl Common {
     }
 }
 
-impl Output {
-    /// Refuses an output that cannot be written, before hours are spent on its content.
-    pub fn check(&self) -> Result<()> {
-        self.output.as_deref().map_or(Ok(()), check_writable)
-    }
-
-    /// Writes what there is so far where `--output` names a file, so that a sweep that is stopped leaves its rows.
-    pub fn save_so_far(&self, report: &Report) -> Result<()> {
-        let path = self.output.as_deref();
-        path.map_or(Ok(()), |path| report.save(self.format, path))
-    }
-
-    /// Writes the finished report.
-    pub fn publish(&self, report: &Report) -> Result<()> {
-        match &self.output {
-            Some(path) => report.save(self.format, path),
-            None => match report.write_to(self.format, &mut std::io::stdout().lock()) {
-                // The reader has seen enough (`| head`).
-                Err(Error::Io { source, .. })
-                    if source.kind() == std::io::ErrorKind::BrokenPipe =>
-                {
-                    Ok(())
-                }
-                done => done,
-            },
-        }
-    }
-}
-
-/// Refuses a path that no file can be written to.
-pub fn check_writable(path: &Path) -> Result<()> {
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    if folder.is_dir() && !path.is_dir() {
-        return Ok(());
-    }
-    let kind = match path.is_dir() {
-        true => std::io::ErrorKind::IsADirectory,
-        false => std::io::ErrorKind::NotFound,
-    };
-    Err(Error::io("write", path, kind.into()))
-}
-
 /// So many GiB in bytes.
 pub fn gib_bytes(gib: f64) -> u64 {
     (gib * 2f64.powi(30)) as u64
@@ -189,11 +138,15 @@ pub fn fallbacks() -> String {
     names.join(", ")
 }
 
+/// A line on stderr. If nobody reads it, that is no reason to stop.
+pub fn say_aside(text: impl Display) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
 /// Progress goes to stderr, and only where somebody is looking.
-pub fn progress(text: impl std::fmt::Display) {
-    let mut stderr = std::io::stderr().lock();
-    if stderr.is_terminal() {
-        let _ = writeln!(stderr, "{text}");
+pub fn progress(text: impl Display) {
+    if std::io::stderr().is_terminal() {
+        say_aside(text);
     }
 }
 
@@ -203,11 +156,22 @@ pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
     let_candle_sleep();
     match example() {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            let _ = writeln!(std::io::stderr(), "error: {error}");
-            ExitCode::FAILURE
-        }
+        Err(error) => ExitCode::from(status(&error)),
     }
+}
+
+/// Ends the program from within a step, where no error can be returned.
+pub fn end(error: &Error) -> ! {
+    std::process::exit(status(error).into())
+}
+
+/// Says the error, and its exit code. That nobody reads stdout any more is none: who reads has seen enough (`| head`).
+fn status(error: &Error) -> u8 {
+    if stdout::is_closed(error) {
+        return 0;
+    }
+    say_aside(format_args!("error: {error}"));
+    1
 }
 
 /// The version of candle that this workspace is locked to.
@@ -225,7 +189,8 @@ fn commit() -> Option<String> {
     let git = |arguments: &[&str]| {
         let mut git = Command::new("git");
         let output = git
-            .args(["-C", env!("CARGO_MANIFEST_DIR")])
+            // Without it `status` may rewrite the index, under a lock that another git would meet.
+            .args(["--no-optional-locks", "-C", env!("CARGO_MANIFEST_DIR")])
             .args(arguments)
             .output();
         let output = output.ok().filter(|output| output.status.success())?;

@@ -1,5 +1,6 @@
 //! Part (a): attention, eager naive beside the same planned, and flash.
 
+use crate::common::values::{self, TimeBudget};
 use crate::{Setting, common, geometric_mean, number, text};
 use clap::Args;
 use tallow::Result;
@@ -35,13 +36,13 @@ pub struct AttentionFlags {
     causal: bool,
 
     /// Passes that are measured; fewer, at least 2, where the time budget ends first
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 100, value_parser = values::count())]
     iterations: usize,
 
-    /// The time that one implementation may take for one shape, in ms; 0 for as long as it takes [default: 1500; with
-    /// --full 60000]
-    #[arg(long)]
-    time_budget_ms: Option<f64>,
+    /// The time that one implementation may take for one shape, in ms; none for as long as it takes [default: 1500;
+    /// with --full 60000]
+    #[arg(long, value_parser = values::time_budget)]
+    time_budget_ms: Option<TimeBudget>,
 }
 
 impl AttentionFlags {
@@ -98,10 +99,10 @@ impl AttentionFlags {
     }
 
     fn run(&self, setting: &Setting, name: &str, head_dim: usize, length: usize) -> AttentionRun {
-        let budget_ms = match (self.time_budget_ms, setting.full) {
-            (Some(ms), _) => ms,
-            (None, true) => 60_000.0,
-            (None, false) => 1_500.0,
+        let time_budget_ms = match (self.time_budget_ms, setting.full) {
+            (Some(TimeBudget(ms)), _) => ms,
+            (None, true) => Some(60_000.0),
+            (None, false) => Some(1_500.0),
         };
         let available = || tallow::device::available_bytes_on(&setting.device);
         let available_bytes = setting.limit_bytes.or_else(available);
@@ -121,7 +122,7 @@ impl AttentionFlags {
             sampling: Sampling {
                 warmup_steps: 3,
                 iterations: self.iterations,
-                time_budget_ms: (budget_ms > 0.0).then_some(budget_ms),
+                time_budget_ms,
                 seed: setting.seed,
                 peak_flops: setting.peak_flops,
                 available_bytes,

@@ -58,6 +58,15 @@ impl FromStr for Configuration {
                 hint: "write 4-256-256-4-8, say".into(),
             });
         };
+        if !(1..1 << 32).contains(batch_size) {
+            return Err(Error::Config {
+                config: "flags",
+                field: "--config",
+                expected: "a batch of at least 1 and under 2^32 first".into(),
+                got: format!("{name:?}"),
+                hint: "write 4-256-256-4-8, say".into(),
+            });
+        }
         let model = TransformerConfig {
             context_length: *sequence_length,
             d_model: *d_model,

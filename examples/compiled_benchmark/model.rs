@@ -1,5 +1,6 @@
 //! Part (b): whole models, eager and planned.
 
+use crate::common::values;
 use crate::configurations::{Configuration, PRESETS, SEED};
 use crate::why::{self, Counted};
 use crate::{Setting, common, geometric_mean, number, text};
@@ -43,15 +44,15 @@ pub struct ModelFlags {
     algorithm: Algorithm,
 
     /// Steps that are run and not counted, in each round
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = values::count_from_0())]
     warmup_steps: usize,
 
     /// Steps that are measured, in each round
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = values::count())]
     steps: usize,
 
     /// Rounds: eager and planned are measured in turns
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = values::count())]
     rounds: usize,
 }
 
@@ -121,9 +122,17 @@ impl ModelFlags {
             let fits = rows.last().and_then(|row| text(row, "status")) == Some("ok");
             let mut line = line(configuration, execution, &rows);
             if execution == Execution::Planned {
-                let (plan, plan_ms) = time_once(&setting.device, || step.plan(&setting.device))?;
-                line.insert("plan_ms", plan_ms);
-                line.insert("arena_bytes", plan.peak_bytes());
+                match time_once(&setting.device, || step.plan(&setting.device)) {
+                    Err(error) if error.is_out_of_memory() => {
+                        let note = format!("{}: {error}", configuration.name);
+                        report.notes.push(note);
+                    }
+                    planned => {
+                        let (plan, plan_ms) = planned?;
+                        line.insert("plan_ms", plan_ms);
+                        line.insert("arena_bytes", plan.peak_bytes());
+                    }
+                }
             }
             if fits {
                 let counted = why::count(&step, &setting.device)?;

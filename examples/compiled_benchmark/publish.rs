@@ -1,10 +1,9 @@
 //! Several reports as one document.
 
-use crate::common::Output;
-use std::io::{ErrorKind, Write};
+use crate::common::{Output, stdout};
 use std::path::Path;
-use tallow::report::{Format, Report};
-use tallow::{Error, Result};
+use tallow::Result;
+use tallow::report::{Format, Report, save_document};
 
 type Parts<'a> = [(&'a str, Report)];
 
@@ -18,22 +17,16 @@ pub fn publish(output: &Output, parts: &Parts<'_>) -> Result<()> {
         format => one_after_another(parts, format)?,
     };
     match &output.output {
-        Some(path) => write(path, &document),
-        None => match std::io::stdout().lock().write_all(&document) {
-            // The reader has seen enough (`| head`).
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-            done => done.map_err(|error| Error::io("write", "output", error)),
-        },
+        Some(path) => save_document(&document, path).inspect_err(|_| {
+            let _ = stdout::write(&document); // what was measured is not lost
+        }),
+        None => stdout::write(&document),
     }
 }
 
 /// The parts by name, in one object.
 pub fn save_json(path: &Path, parts: &Parts<'_>) -> Result<()> {
-    write(path, &json(parts)?)
-}
-
-fn write(path: &Path, document: &[u8]) -> Result<()> {
-    std::fs::write(path, document).map_err(|error| Error::io("write", path, error))
+    save_document(&json(parts)?, path)
 }
 
 fn json(parts: &Parts<'_>) -> Result<Vec<u8>> {

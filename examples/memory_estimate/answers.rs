@@ -2,7 +2,8 @@
 
 use tallow::attention::Algorithm;
 use tallow::memory::{
-    Estimate, Mode, Workload, estimate, largest_batch_size, recommend, smallest_sequence_beyond,
+    Estimate, Mode, Workload, estimate, largest_batch_size, most_frugal, recommend,
+    smallest_sequence_beyond,
 };
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
@@ -164,15 +165,10 @@ impl Question<'_> {
         if recommend(self.config, self.workload, self.available_bytes)?.is_some() {
             return Ok(());
         }
-        let segments = (1..=self.config.num_layers).filter_map(std::num::NonZeroUsize::new);
-        let all = segments.map(Checkpointing::Every);
-        let all = all.chain([Checkpointing::None, Checkpointing::Release]);
-        let peaks: Vec<u64> = all
-            .map(|strategy| self.peak(strategy))
-            .collect::<Result<_>>()?;
+        let (_, wanted_bytes) = most_frugal(self.config, self.workload)?;
         Err(Error::OutOfMemory {
             what: format!("{}, or with any other checkpointing", self.title),
-            wanted_bytes: peaks.into_iter().min().unwrap_or(u64::MAX),
+            wanted_bytes,
             available_bytes: self.available_bytes,
         })
     }

@@ -1,19 +1,18 @@
 //! The files that a run leaves behind.
 
-use super::common::Output;
+use super::common::{Output, values};
 use clap::Args;
 use std::path::{Path, PathBuf};
 use tallow::Result;
 use tallow::bench::MemoryProfile;
 use tallow::compile::Plan;
 use tallow::memory::{Snapshot, timeline};
-use tallow::report::Format;
 
 /// Where files go. With several runs each gets its own, with the run in its name.
 #[derive(Args)]
 pub struct FileFlags {
-    /// Draw what was alive over time: a PNG if the name ends in .png, else an SVG
-    #[arg(long, value_name = "PATH")]
+    /// Draw what was alive over time, into this file: .svg or .png
+    #[arg(long, value_name = "PATH", value_parser = values::picture())]
     timeline: Option<PathBuf>,
 
     /// Write PyTorch's memory snapshot there, for pytorch.org/memory_viz: JSON if the name ends in .json, else pickle
@@ -23,15 +22,8 @@ pub struct FileFlags {
 
 impl FileFlags {
     /// Refuses what cannot be written, before anything is run.
-    pub fn check(&self) -> Result<()> {
-        for path in [&self.timeline, &self.snapshot].into_iter().flatten() {
-            let output = Output {
-                format: Format::Text,
-                output: Some(path.clone()),
-            };
-            output.check()?;
-        }
-        Ok(())
+    pub fn check(&self, output: &Output) -> Result<()> {
+        output.check_with([&self.timeline, &self.snapshot])
     }
 
     /// Draws the plan's arena, call by call, where a timeline was asked for.

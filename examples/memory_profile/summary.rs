@@ -1,5 +1,6 @@
 //! What is said of a run: its row, and for a reader of text its phases and allocations.
 
+use super::common::stdout;
 use super::{Run, labels};
 use candle_core::Device;
 use tallow::Result;
@@ -120,7 +121,7 @@ pub fn comparison_note(title: &str, profile: &MemoryProfile) -> String {
 
 /// Phases, prediction beside measurement, allocations and residuals, as text on stdout.
 pub fn print_details(title: &str, profile: &MemoryProfile, largest: usize) -> Result<()> {
-    let mut out = std::io::stdout().lock();
+    let mut out = Vec::new();
     let comparison = Report {
         columns: vec![
             Column::text("holds", "At the peak"),
@@ -137,17 +138,16 @@ pub fn print_details(title: &str, profile: &MemoryProfile, largest: usize) -> Re
         Some(profile.recording.largest_report(largest)),
         profile.saved.as_ref().map(|saved| saved.report()),
     ];
-    let said = |e| tallow::Error::io("write", "output", e);
     for (index, report) in reports.into_iter().flatten().enumerate() {
         let heading = match index {
             0 => format!("== {title}\n"),
             _ => String::new(),
         };
-        std::io::Write::write_all(&mut out, heading.as_bytes()).map_err(said)?;
+        out.extend(heading.bytes());
         report.write_to(Format::Text, &mut out)?;
-        std::io::Write::write_all(&mut out, b"\n").map_err(said)?;
+        out.push(b'\n');
     }
-    Ok(())
+    stdout::write(&out)
 }
 
 fn objects(rows: &[Fields]) -> serde_json::Value {

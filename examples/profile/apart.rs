@@ -1,33 +1,29 @@
 //! One layer's attention taken apart: scores, softmax and values as ops of their own, forward.
 
 use candle_core::{Device, Tensor};
-use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::attention::{AttentionConfig, Mask};
 use tallow::bench::EndToEnd;
 use tallow::profile::{self, Profiler, Recording};
-use tallow::{Result, no_grad};
+use tallow::{Result, no_grad, ops};
 
 /// How often it runs; once more before that, unrecorded.
 const TIMES: usize = 10;
 
-/// Records attention at the run's shape, q, k and v (B, H, T, Dh), composed of three ops.
+/// Records attention at the run's shape, q, k and v (B, H, T, Dh) in the dtype that the run's products have.
 pub fn measure(run: &EndToEnd, device: &Device) -> Result<Recording> {
     let heads = run.config.num_heads;
-    let shape = (
-        run.batch_size,
-        heads,
-        run.sequence_length,
-        run.config.d_model / heads,
-    );
-    let dtype = run.precision.parameter_dtype();
+    let head_dim = run.config.d_model / heads;
+    let shape = (run.batch_size, heads, run.sequence_length, head_dim);
+    let dtype = run.precision.dtype();
     let [q, k, v] = [0, 1, 2].map(|_| Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(dtype));
     let (q, k, v) = (q?, k?, v?);
-    let config = AttentionConfig {
-        mask: Mask::Causal,
-        scale: None,
-    };
+    let scale = AttentionConfig::default().scale_for(head_dim);
     let attend = || {
-        let attend = || attention::naive::reference(&q, &k, &v, &config);
-        no_grad(|| run.precision.run(attend))
+        no_grad(|| {
+            let scores = ops::matmul_transposed(&q, &k)?; // (B, H, T, T)
+            let p = ops::softmax(&scores, scale, Mask::Causal)?;
+            ops::matmul(&p, &v)
+        })
     };
     attend()?;
     let profiler = Profiler::start_on(device)?;

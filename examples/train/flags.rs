@@ -1,19 +1,25 @@
 //! The flags of `train` and `precision_curves`, and what the library makes of them.
 
 use crate::common::precision::PrecisionFlags;
+use crate::common::{outputs, values};
 use candle_core::{DType, Device};
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
-use tallow::data::Tokens;
+use tallow::data::{TokenFormat, Tokens};
+use tallow::memory::{self, Kernels, Mode, Workload};
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing};
 use tallow::optim::{AdamWConfig, Schedule};
 use tallow::precision::Precision;
 use tallow::train::TrainConfig;
 use tallow::{Error, Result};
+
+/// The files of `--out`.
+pub const LOSS_SVG: &str = "loss.svg";
+pub const LOSS_CSV: &str = "loss.csv";
 
 /// What is read of a folder.
 const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
@@ -25,7 +31,7 @@ pub struct DataFlags {
     #[arg(long, default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true)]
     pub data: PathBuf,
 
-    /// A token file instead: raw u16, or with the header of llm.c or modded-nanogpt
+    /// A token file instead: with the header of llm.c or modded-nanogpt, or raw u16 if it is a .bin
     #[arg(long, conflicts_with = "data", requires = "vocab_size")]
     pub tokens: Option<PathBuf>,
 
@@ -33,9 +39,33 @@ pub struct DataFlags {
     #[arg(long, requires = "tokens")]
     pub vocab_size: Option<usize>,
 
+    /// How the token file is laid out [default: as its magic number says]
+    #[arg(long, value_enum, requires = "tokens")]
+    pub token_format: Option<TokenFormatFlag>,
+
     /// The part at the data's end that is not trained on but evaluated
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = 0.1, value_parser = values::part)]
     pub validation_fraction: f64,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub enum TokenFormatFlag {
+    /// u16 ids and nothing else, as nanoGPT writes them
+    RawU16,
+    /// A header, then u16 ids
+    HeaderedU16,
+    /// A header, then u32 ids
+    HeaderedU32,
+}
+
+impl From<TokenFormatFlag> for TokenFormat {
+    fn from(flag: TokenFormatFlag) -> Self {
+        match flag {
+            TokenFormatFlag::RawU16 => Self::RawU16,
+            TokenFormatFlag::HeaderedU16 => Self::HeaderedU16,
+            TokenFormatFlag::HeaderedU32 => Self::HeaderedU32,
+        }
+    }
 }
 
 #[derive(Args)]
@@ -87,7 +117,7 @@ pub struct TrainingFlags {
     pub accumulation: usize,
 
     /// Steps of the whole run; a resumed one may be given more
-    #[arg(long, default_value_t = 2000)]
+    #[arg(long, default_value_t = 2000, value_parser = values::count())]
     pub steps: usize,
 
     /// How the learning rate goes down after the warm-up; constant has no warm-up either
@@ -99,11 +129,11 @@ pub struct TrainingFlags {
     pub schedule_steps: Option<usize>,
 
     /// The highest learning rate
-    #[arg(long, default_value_t = 1e-3)]
+    #[arg(long, default_value_t = 1e-3, value_parser = values::from_0)]
     pub lr: f64,
 
     /// The lowest [default: a tenth of --lr]
-    #[arg(long)]
+    #[arg(long, value_parser = values::from_0)]
     pub min_lr: Option<f64>,
 
     /// Steps of warm-up [default: a twentieth of the schedule's]
@@ -111,15 +141,15 @@ pub struct TrainingFlags {
     pub warmup: Option<usize>,
 
     /// Decay of matrices; norms have none
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = 0.1, value_parser = values::from_0)]
     pub weight_decay: f64,
 
     /// AdamW's two betas
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99")]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99", value_parser = values::beta)]
     pub betas: Vec<f64>,
 
     /// The gradients' largest norm; 0 clips nothing
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, value_parser = values::from_0)]
     pub clip: f64,
 
     #[command(flatten)]
@@ -148,6 +178,10 @@ pub struct FileFlags {
     #[arg(long, requires = "checkpoint")]
     pub checkpoint_every: Option<NonZeroUsize>,
 
+    /// How many checkpoints to keep: the last, and those before it as FILE.1, the latest, FILE.2 and so on [default: 1]
+    #[arg(long, requires = "checkpoint")]
+    pub keep: Option<NonZeroUsize>,
+
     /// Go on where the checkpoint stopped; give the other flags as before
     #[arg(long, requires = "checkpoint")]
     pub resume: bool,
@@ -161,11 +195,11 @@ pub struct FileFlags {
 #[command(next_help_heading = "Sample")]
 pub struct SampleFlags {
     /// Tokens that the trained model writes at the end
-    #[arg(long, default_value_t = 400)]
+    #[arg(long, default_value_t = 400, value_parser = values::count_from_0())]
     pub sample: usize,
 
     /// Under 1 likelier text, over 1 wilder; 0 always takes the likeliest token
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, value_parser = values::from_0)]
     pub temperature: f64,
 
     /// Choose among this many of the likeliest tokens
@@ -173,7 +207,7 @@ pub struct SampleFlags {
     pub top_k: Option<usize>,
 
     /// Choose among the likeliest tokens whose probabilities reach this sum
-    #[arg(long)]
+    #[arg(long, value_parser = values::probability)]
     pub top_p: Option<f64>,
 
     /// The text that the sample continues [default: a line break]
@@ -181,11 +215,33 @@ pub struct SampleFlags {
     pub prompt: Option<String>,
 }
 
+impl FileFlags {
+    /// Makes the folder, and tries every file that the run will write.
+    pub fn check(&self) -> Result<()> {
+        if let Some(folder) = &self.out {
+            std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+            for file in [LOSS_SVG, LOSS_CSV] {
+                outputs::check_writable(&folder.join(file))?;
+            }
+        }
+        let checkpoint = self.checkpoint.as_deref();
+        checkpoint.map_or(Ok(()), outputs::check_writable)
+    }
+
+    /// Whether the run leaves something beside what it prints.
+    pub fn is_any_given(&self) -> bool {
+        self.out.is_some() || self.checkpoint.is_some()
+    }
+}
+
 impl DataFlags {
     pub fn open(&self) -> Result<Tokens> {
         match (&self.tokens, self.vocab_size) {
             (Some(path), Some(vocab_size)) => {
-                let tokens = Tokens::open(path, vocab_size)?;
+                let tokens = match self.token_format {
+                    Some(format) => Tokens::open_as(path, format.into(), vocab_size)?,
+                    None => Tokens::open(path, vocab_size)?,
+                };
                 tokens.validate()?; // now, not when a batch meets a bad id
                 Ok(tokens)
             }
@@ -326,6 +382,36 @@ impl SampleFlags {
     pub fn prompt_bytes(&self) -> Vec<u32> {
         let prompt = self.prompt.as_deref().unwrap_or("\n");
         prompt.bytes().map(u32::from).collect()
+    }
+}
+
+/// What an eager step takes, by its account.
+pub fn eager_bytes(
+    model: &TransformerConfig,
+    config: &TrainConfig,
+    device: &Device,
+) -> Result<u64> {
+    let workload = Workload {
+        batch_size: config.batch_size,
+        sequence_length: config.sequence_length,
+        mode: Mode::TrainStep,
+        attention: model.attention,
+        precision: config.precision,
+        checkpointing: model.checkpointing,
+        kernels: Kernels::of(device),
+    };
+    Ok(memory::estimate(model, &workload)?.peak_bytes)
+}
+
+/// Refuses a training step that does not fit, instead of being killed for it.
+pub fn check_room(wanted_bytes: u64, device: &Device) -> Result<()> {
+    match tallow::device::available_bytes_on(device) {
+        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+            what: "the training step".into(),
+            wanted_bytes,
+            available_bytes,
+        }),
+        _ => Ok(()),
     }
 }
 

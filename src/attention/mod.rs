@@ -4,8 +4,10 @@
 //! (that is [`crate::nn::CausalSelfAttention`]) and the single ops they are made of ([`crate::ops`]).
 
 mod algorithm;
+mod computed;
 pub mod flash;
 pub mod naive;
+mod nothing;
 mod shapes;
 
 pub use crate::kernels::Mask;

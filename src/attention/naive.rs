@@ -3,13 +3,14 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
+use super::nothing::nothing;
 use super::shapes::Shapes;
 use super::{AttentionConfig, Mask, attributes};
 use crate::Result;
 use crate::graph::{self, Attribute, Target};
 use crate::kernels::cpu::{Stored, naive_attention as kernel};
 use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
-use crate::ops::record::{Spec, apply3, contiguous};
+use crate::ops::record::{Spec, apply3, contiguous, wide_input};
 use crate::ops::{self, Path, choose, ending};
 use crate::precision::suspended;
 use crate::probe::{self, Operand};
@@ -31,13 +32,16 @@ const NAME: &str = "attention::naive";
 /// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the cost
 /// which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
 /// `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`, dk and dv summed over the heads that share them.
-/// 4 B H Tq Tk Dh FLOPs forward, twice that backward, whatever the mask.
+/// 4 B H Tq Tk Dh FLOPs forward, twice that backward, whatever the mask. Without keys out is zeros, and so are
+/// gradients.
 ///
-/// Scores are overwritten by their softmax. On the CPU the kernel takes one head after another, so that a head's scores are
-/// still in cache by then; p is f32 for half precision, or gradients would inherit its rounding. On a card products are
-/// cuBLAS's, with sums in f32, and p is in the dtype of q, k and v, as it is multiplied with v; backward has the scores' gradients
-/// of as many heads at once as 1 GiB holds, one at least. Beyond 1,024 tokens blocks of queries and keys that a mask hides are
-/// left out there, unless heads share keys.
+/// On the CPU scores are overwritten by their softmax, one head after another, so that a head's scores are still in
+/// cache by then; p is f32 for half precision, or gradients would inherit its rounding. On a card products are
+/// cuBLAS's, with sums in f32. Scores and the gradients of p are f32 in every dtype; p and the scores' gradients are in
+/// the dtype of q, k and v, as they are multiplied with those. In f32 p takes the scores' place, and backward has the
+/// gradients of as many heads at once as 1 GiB holds; in half precision both have scores of as many heads as 32 MiB
+/// hold in f32, one at least. Beyond 1,024 tokens blocks of queries and keys that a mask hides are left out there,
+/// unless heads share keys.
 ///
 /// Autocast: lower under both policies, as PyTorch's `scaled_dot_product_attention`; the softmax inside is part of it.
 ///
@@ -60,10 +64,16 @@ const NAME: &str = "attention::naive";
 /// ```
 ///
 /// # Errors
-/// Shapes that do not fit each other, heads that kv heads do not divide, no kv heads or keys, mixed dtypes or devices.
+/// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0, mixed dtypes or
+/// devices.
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     let shapes = Shapes::of(NAME, q, k, v)?;
+    let scores = ending(q.dims(), shapes.keys);
+    ops::check_size(NAME, &scores, q.dtype(), q.device())?;
+    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+        return Ok(out);
+    }
     match choose(NAME, q)? {
         Path::Kernel => {
             let op = Naive {
@@ -87,7 +97,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 }
 
 /// [`naive`] as three ops, the scores a tensor of their own: `matmul_transposed`, `softmax` with scale and mask,
-/// `matmul`.
+/// `matmul`. Half precision is widened to f32 before the first and rounded once after the last, in backward too.
 ///
 /// Heads of q that share one of k and v are one matrix for the products, their rows one below the other: each row meets
 /// the same keys and values, and their gradients sum over all rows.
@@ -101,12 +111,17 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -
 
 fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let shapes = Shapes::of(NAME, q, k, v)?;
+    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+        return Ok(out);
+    }
     let matrices = shapes.batch * shapes.kv_heads;
-    let matrices = |x: &Tensor, rows, cols| of_shape(&ops::input(x), &[matrices, rows, cols]);
+    let matrices = |x: &Tensor, rows, cols| of_shape(x, &[matrices, rows, cols]);
+    let [wide_q, k, v] = [q, k, v].map(|x| wide_input(NAME, x));
+    let (wide_q, k, v) = (wide_q?, k?, v?);
     let rows = shapes.heads / shapes.kv_heads * shapes.queries;
-    let q_rows = matrices(q, rows, shapes.head_dim)?; // (B Hkv, H / Hkv Tq, Dh)
-    let k = matrices(k, shapes.keys, shapes.head_dim)?; // (B Hkv, Tk, Dh)
-    let v = matrices(v, shapes.keys, shapes.value_dim)?; // (B Hkv, Tk, Dv)
+    let q_rows = matrices(&wide_q, rows, shapes.head_dim)?; // (B Hkv, H / Hkv Tq, Dh)
+    let k = matrices(&k, shapes.keys, shapes.head_dim)?; // (B Hkv, Tk, Dh)
+    let v = matrices(&v, shapes.keys, shapes.value_dim)?; // (B Hkv, Tk, Dv)
     let range = probe::range("scores");
     let scores = ops::matmul_transposed(&q_rows, &k)?; // (B Hkv, H / Hkv Tq, Tk)
     drop(range);
@@ -115,7 +130,8 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let p = ops::softmax(&scores, config.scale_for(shapes.head_dim), config.mask)?; // (B H, Tq, Tk)
     let _range = probe::range("values");
     let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
-    Ok(out.reshape(ending(q.dims(), shapes.value_dim))?) // (..., H, Tq, Dv)
+    let out = out.reshape(ending(q.dims(), shapes.value_dim))?; // (..., H, Tq, Dv)
+    Ok(out.to_dtype(q.dtype())?)
 }
 
 /// x in a shape. As it is, if it has that: a node of candle's graph has a gradient of its own, which is added to zeros.

@@ -10,11 +10,11 @@ pub(crate) struct Shapes {
     pub batch: usize,
     /// H: heads of q.
     pub heads: usize,
-    /// Hkv: heads of k and v, at least one; each serves H / Hkv heads of q in a row.
+    /// Hkv: heads of k and v, at least one if q has any; each serves H / Hkv heads of q in a row.
     pub kv_heads: usize,
     /// Tq.
     pub queries: usize,
-    /// Tk, at least one.
+    /// Tk.
     pub keys: usize,
     /// Dh of q and k, at least one.
     pub head_dim: usize,
@@ -35,12 +35,12 @@ impl Shapes {
     /// Checks q, k and v for `op`.
     ///
     /// # Errors
-    /// Shapes that do not fit each other, heads that kv heads do not divide, no kv heads or keys, mixed dtypes or devices.
+    /// Shapes that do not fit each other, heads that kv heads do not divide, a Dh of 0, mixed dtypes or devices.
     pub(crate) fn of(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
         let refuse = |hint: String| {
             Err(Error::Shape {
                 op,
-                expected: "q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh), at least one key".into(),
+                expected: "q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh)".into(),
                 got: format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims()),
                 hint,
             })
@@ -60,15 +60,17 @@ impl Shapes {
         if head_dim != k_dim {
             return refuse("q and k meet in inner products: same head dimension".into());
         }
-        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        if !heads.is_multiple_of(kv_heads) {
             return refuse(format!(
                 "the heads of k and v, one at least, must divide the {heads} heads of q"
             ));
         }
-        if keys == 0 || head_dim == 0 {
-            return refuse("there is nothing to attend to".into());
+        if head_dim == 0 {
+            return refuse("q and k have no elements to compare".into());
         }
         ops::check_same(op, &[("q", q), ("k", k), ("v", v)])?;
+        let shape = [leading, &[heads, queries, value_dim]].concat();
+        ops::check_size(op, &shape, q.dtype(), q.device())?;
         Ok(Self {
             batch: leading.iter().product(),
             heads,
@@ -78,5 +80,18 @@ impl Shapes {
             head_dim,
             value_dim,
         })
+    }
+
+    /// Whether out has no elements, or there are no keys to sum over.
+    pub(crate) fn is_empty(&self) -> bool {
+        let Self {
+            batch,
+            heads,
+            queries,
+            keys,
+            value_dim,
+            ..
+        } = *self;
+        [batch, heads, queries, keys, value_dim].contains(&0)
     }
 }

@@ -84,7 +84,7 @@ impl AttentionRun {
             backward_flops: 2.0 * self.forward_flops(),
             account: match unsupported {
                 None => self.account(device)?,
-                Some(_) => attention_account(w, Kernels::of(device)), // there may be no plan
+                Some(_) => self.eager_account(device), // there may be no plan
             },
             in_half: matches!(w.dtype, DType::F16 | DType::BF16),
             unsupported,
@@ -119,9 +119,8 @@ impl AttentionRun {
                 workload: at(length),
                 ..self.clone()
             };
-            // What is too large to be planned for is too large for any memory, eagerly too.
             run.account(device)
-                .unwrap_or_else(|_| attention_account(&run.workload, Kernels::of(device)))
+                .unwrap_or_else(|_| run.eager_account(device))
         })?;
         Some(Limit {
             implementation: self.implementation(),
@@ -144,9 +143,20 @@ impl AttentionRun {
 
     fn account(&self, device: &Device) -> Result<Account> {
         match self.execution {
-            Execution::Eager => Ok(attention_account(&self.workload, Kernels::of(device))),
-            Execution::Planned => planned_attention_account(&self.workload, Kernels::of(device)),
+            Execution::Eager => Ok(self.eager_account(device)),
+            Execution::Planned => {
+                let planned = planned_attention_account(&self.workload, Kernels::of(device));
+                planned.or_else(|error| match error.is_out_of_memory() {
+                    // What is too large to be planned for is too large for any memory, eagerly too.
+                    true => Ok(self.eager_account(device)),
+                    false => Err(error),
+                })
+            }
         }
+    }
+
+    fn eager_account(&self, device: &Device) -> Account {
+        attention_account(&self.workload, Kernels::of(device))
     }
 
     /// Why it cannot run with such heads, if it cannot.

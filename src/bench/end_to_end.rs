@@ -76,10 +76,11 @@ impl EndToEnd {
     /// Measures, and returns a row for each phase: `forward`, `backward`, `optimizer` as far as the mode has them, and
     /// the step as a whole, `forward+backward` or `train step`.
     ///
-    /// Whether there is memory enough is decided from [`memory::estimate`], before anything is allocated: if not, one
-    /// row says `OOM`, with the bytes wanted and the bytes there. `on_step` is called after every step with the whole
-    /// step's time in ms. A device that is full all the same makes such a row too, with its answer as the `reason` and what is
-    /// there once the run has given back what it had.
+    /// Whether there is memory enough is decided from [`memory::estimate`], or from the plan, before anything is
+    /// allocated: if not, one row says `OOM`, with the bytes wanted and the bytes there. What is too large by a lower
+    /// bound is not planned, and the row says so as its `reason`. `on_step` is called after every step with the whole
+    /// step's time in ms. A device that is full all the same makes such a row too, with its answer as the `reason` and
+    /// what is there once the run has given back what it had.
     ///
     /// A training step in f16 scales its loss, as training in f16 must ([`GradScaler`](crate::optim::GradScaler)):
     /// scaling counts as forward, unscaling with the check for infinities as optimizer. Its rows have the `loss_scale` at
@@ -133,6 +134,14 @@ impl EndToEnd {
             let mut row = self.labels(self.whole_phase(), "OOM");
             row.insert("estimate_bytes", estimate_bytes);
             row.insert("available_bytes", available_bytes);
+            let least_bytes = match self.execution {
+                Execution::Eager => None,
+                Execution::Planned => self.least_planned_bytes().ok(),
+            };
+            if least_bytes.is_some_and(|bytes| bytes > available_bytes) {
+                let reason = "the estimate is a lower bound, beyond which nothing was planned";
+                row.insert("reason", reason);
+            }
             row
         })
     }

@@ -105,22 +105,53 @@ impl EndToEnd {
     /// The plan of this run on `device`, whatever its execution: what [`Execution::Planned`] executes.
     ///
     /// # Errors
-    /// A configuration that cannot work.
+    /// A configuration that cannot work. [`Error::OutOfMemory`] where a lower bound alone is more than the bytes that
+    /// may be used: nothing is planned then, which would take long for sizes like that.
     pub fn plan(&self, device: &Device) -> Result<Plan> {
-        match self.mode {
-            Mode::Forward | Mode::ForwardKeepingGraph => {
-                Forward::plan_on(device, &self.config, &self.plan_config())
-            }
-            _ => Ok(TrainStep::plan_on(device, &self.config, &self.plan_config())?.0),
+        let (config, plan) = (&self.config, self.plan_config());
+        let least_bytes = self.least_planned_bytes()?;
+        match self.available_bytes {
+            Some(available_bytes) if least_bytes > available_bytes => Err(Error::OutOfMemory {
+                what: "a planned step, by a lower bound".into(),
+                wanted_bytes: least_bytes,
+                available_bytes,
+            }),
+            _ if self.is_forward() => Forward::plan_on(device, config, &plan),
+            _ => Ok(TrainStep::plan_on(device, config, &plan)?.0),
         }
     }
 
-    /// What a planned run takes on `device`, parameters, state and batch included: exact.
+    /// A lower bound of what its plan takes.
+    pub(super) fn least_planned_bytes(&self) -> Result<u64> {
+        let (config, plan) = (&self.config, self.plan_config());
+        match self.is_forward() {
+            true => Forward::least_bytes(config, &plan),
+            false => TrainStep::least_bytes(config, &plan),
+        }
+    }
+
+    fn is_forward(&self) -> bool {
+        matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph)
+    }
+
+    /// What a planned run takes on `device`, parameters, state and batch included: exact, or a lower bound where that
+    /// is beyond the bytes that may be used.
     pub(super) fn planned_bytes(&self, device: &Device) -> Result<u64> {
-        let planned_bytes = self.plan(device)?.total_bytes();
-        let ids = 2 * self.batch_size * self.sequence_length; // tokens and targets
-        let angles = self.config.context_length * self.config.head_dim(); // the model's own cosines and sines
-        Ok(planned_bytes + 4 * (ids + angles) as u64)
+        let planned_bytes = match self.plan(device) {
+            Err(Error::OutOfMemory { wanted_bytes, .. }) => wanted_bytes,
+            plan => plan?.total_bytes(),
+        };
+        // Tokens, targets, and the model's own cosines and sines.
+        let ids = self.batch_size.saturating_mul(self.sequence_length);
+        let angles = self
+            .config
+            .context_length
+            .saturating_mul(self.config.head_dim());
+        let beside = ids
+            .saturating_mul(2)
+            .saturating_add(angles)
+            .saturating_mul(4) as u64;
+        Ok(planned_bytes.saturating_add(beside))
     }
 
     fn plan_config(&self) -> PlanConfig {
@@ -146,7 +177,7 @@ impl EndToEnd {
         laps: Laps<'_>,
     ) -> Result<(LapTimings, Option<LossScaling>)> {
         let plan = self.plan_config();
-        if matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph) {
+        if self.is_forward() {
             let mut forward = Forward::new(model, &plan)?;
             let timings = laps.measure(self.steps, |lap| {
                 lap.time("forward", || forward.run(tokens))

@@ -170,7 +170,7 @@ impl<'a> Stopwatch<'a> {
         work: &mut impl FnMut() -> std::result::Result<T, E>,
         mut enough: impl FnMut(usize, f64) -> bool,
     ) -> Result<Vec<f64>> {
-        let mut times_ms = Vec::with_capacity(count);
+        let mut times_ms = Vec::new();
         for index in 0..count {
             let (result, ms) = time_once(&self.device, &mut *work)?;
             drop(result);

@@ -3,6 +3,7 @@
 use super::build::{self, Source};
 use super::config::PlanConfig;
 use super::executor::Executor;
+use super::least;
 use super::plan::Plan;
 use super::run::Tensors;
 use super::source;
@@ -75,6 +76,14 @@ impl Forward {
     /// Configurations that cannot work.
     pub fn plan_for(model: &TransformerConfig, config: &PlanConfig) -> Result<Plan> {
         Self::plan_on(&Device::Cpu, model, config)
+    }
+
+    /// A lower bound of what a plan takes ([`Plan::total_bytes`]), in no time: parameters, the residual stream, logits.
+    ///
+    /// # Errors
+    /// Configurations that cannot work.
+    pub fn least_bytes(model: &TransformerConfig, config: &PlanConfig) -> Result<u64> {
+        least::bytes(model, config, false)
     }
 
     /// As [`plan_for`](Self::plan_for), for a model on `device`.

@@ -87,6 +87,7 @@ mod cuda;
 mod executor;
 mod explain;
 mod forward;
+mod least;
 mod map;
 mod op;
 mod plan;

@@ -84,12 +84,12 @@ pub enum Op {
     /// Naive attention with q and k turned. Reads q, k, v (B, T, H*Dh), cos, sin (T, Dh/2); writes out (B, T, H*Dh), scratch
     /// and, where backward wants it, p (its triangle).
     Attention(AttentionSizes),
-    /// Naive attention on a card, every score there at once. Reads q, k (turned), v; writes out (B, T, H*Dh) and the
-    /// probabilities (B, H, T, T).
+    /// Naive attention on a card. Reads q, k (turned), v; writes out (B, T, H*Dh), the probabilities (B, H, T, T) and,
+    /// in half precision, the scores of some heads (.., T, T) in f32.
     NaiveAttention(AttentionSizes),
-    /// Attention in tiles. Reads q, k (turned), v; writes out, lse (B, H, T) and, in half precision where backward wants it,
-    /// what rounding took from out (B, H, T, Dh). out is (B, H, T, Dh) on the CPU; on a card (B, T, H*Dh), and the call
-    /// writes into a workspace besides, before what rounding took.
+    /// Attention in tiles. Reads q, k (turned), v; writes out, lse (parts, B, H, T) and, in half precision where
+    /// backward wants it, what rounding took from out (B, H, T, Dh). out is (B, H, T, Dh) on the CPU; on a card (B, T,
+    /// H*Dh), and the call writes into a workspace besides, before what rounding took.
     FlashAttention(AttentionSizes),
     /// Reads x (B, H, T, Dh); writes y (B, T, H*Dh).
     MergeHeads(AttentionSizes),
@@ -138,10 +138,11 @@ pub enum Op {
     },
     /// Reads d_out, q, k, v (B, T, H*Dh), p, cos, sin; writes dq, dk, dv (B, T, H*Dh), scratch.
     AttentionBackward(AttentionSizes),
-    /// Reads d_out (B, T, H*Dh), q, k, v, the probabilities (B, H, T, T); writes the gradients of q, k and v, as those lie,
-    /// not turned back, and the scores' (B, H, T, T).
+    /// Reads d_out (B, T, H*Dh), q, k, v, the probabilities (B, H, T, T); writes the gradients of q, k and v, as those
+    /// lie, not turned back, in f32 those of some heads' probabilities (.., T, T) and, in half precision, of their
+    /// scores (.., T, T).
     NaiveAttentionBackward(AttentionSizes),
-    /// Reads d_out, q, k, v, out (B, T, H*Dh), lse (B, H, T) and, in half precision, what rounding took from out
+    /// Reads d_out, q, k, v, out (B, T, H*Dh), lse (parts, B, H, T) and, in half precision, what rounding took from out
     /// (B, H, T, Dh); writes dq, dk, dv: (B, H, T, Dh) on the CPU; on a card as q, k and v lie, and a workspace.
     FlashAttentionBackward(AttentionSizes),
     /// Reads x (B, H, T, Dh), cos, sin; writes y (B, T, H*Dh), turned back.
@@ -182,17 +183,17 @@ pub enum Op {
     },
     /// Naive attention on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), the scores'
     /// exponentials (as the mask leaves them; for bf16 in f16), share (B H, T), scratch and, in half precision, what rounding
-    /// took from out (B H, T, Dh). On a card writes out and the probabilities (B H, T, T).
+    /// took from out (B H, T, Dh). On a card as [`NaiveAttention`](Self::NaiveAttention).
     HeadAttention(HeadAttentionSizes),
     /// Reads d_out, q, k, v (B H, T, Dh), exponentials, share, out and, in half precision, what rounding took from it; writes
-    /// dq, dk, dv (B H, T, Dh), partial sums, scratch. On a card reads d_out, q, k, v and the probabilities; writes dq, dk, dv and
-    /// the gradients of the scores of some heads at a time.
+    /// dq, dk, dv (B H, T, Dh), partial sums, scratch. On a card as
+    /// [`NaiveAttentionBackward`](Self::NaiveAttentionBackward).
     HeadAttentionBackward(HeadAttentionSizes),
-    /// Attention in tiles on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), lse (B H, T), on a
-    /// card a workspace and, in half precision, what rounding took from out (B H, T, Dh).
+    /// Attention in tiles on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), lse (parts,
+    /// B H, T), on a card a workspace and, in half precision, what rounding took from out (B H, T, Dh).
     FlashHeads(HeadAttentionSizes),
-    /// Reads d_out, q, k, v, out (B H, T, Dh), lse (B H, T) and, in half precision, what rounding took from out; writes dq, dk,
-    /// dv (B H, T, Dh) and, on a card, a workspace.
+    /// Reads d_out, q, k, v, out (B H, T, Dh), lse (parts, B H, T) and, in half precision, what rounding took from out;
+    /// writes dq, dk, dv (B H, T, Dh) and, on a card, a workspace.
     FlashHeadsBackward(HeadAttentionSizes),
     /// Reads x; writes the sum of its squares (1) and, on a card, those of its chunks.
     SumOfSquares {

@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 
 use super::tokens::Tokens;
-use crate::{Error, Result};
+use crate::{Error, Result, ops};
 
 /// Windows of a token sequence, and for each position the token that follows it.
 #[derive(Debug, Clone)]
@@ -29,7 +29,10 @@ impl Batch {
         device: &Device,
     ) -> Result<Self> {
         let shape = (starts.len(), sequence_length);
-        let mut inputs = vec![0u32; shape.0 * shape.1];
+        let ids = shape.0.saturating_mul(shape.1);
+        let bytes = ids.saturating_mul(2 * size_of::<u32>()); // inputs and targets
+        ops::check_room("a batch", bytes as u64)?;
+        let mut inputs = vec![0u32; ids];
         let mut targets = inputs.clone();
         let rows = inputs
             .chunks_exact_mut(sequence_length)

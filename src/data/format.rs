@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::source::Width;
+use super::source::{DataFile, Width};
 use crate::{Error, Result};
 
 /// The header of llm.c and modded-nanogpt: 256 integers of 32 bits, of which three are used.
@@ -42,17 +42,57 @@ impl TokenFormat {
         }
     }
 
-    /// The format of a file that begins so: by its magic number, and raw where there is none.
-    pub(super) fn detect(content: &[u8]) -> Self {
-        let found = read_i32(content, 0);
-        [Self::HeaderedU16, Self::HeaderedU32]
-            .into_iter()
-            .find(|format| {
-                format
-                    .magic_and_version()
-                    .is_some_and(|(magic, _)| found == Some(magic))
-            })
-            .unwrap_or(Self::RawU16)
+    /// The format of a file: by its magic number. A file without one is [`RawU16`](Self::RawU16) if its name ends in
+    /// `.bin` and nothing in it looks like a header; its ids are still to be checked.
+    ///
+    /// # Errors
+    /// [`Error::Format`] for any other: it may be a damaged one, and no tokens at all.
+    pub(super) fn detect(file: &DataFile) -> Result<Self> {
+        let found = read_i32(&file.head, 0);
+        let headered = [Self::HeaderedU16, Self::HeaderedU32];
+        let by_magic = headered.into_iter().find(|format| {
+            format
+                .magic_and_version()
+                .is_some_and(|(magic, _)| found == Some(magic))
+        });
+        if let Some(format) = by_magic {
+            return Ok(format);
+        }
+        let raw = "without a header Tokens::open_as reads it, as TokenFormat::RawU16";
+        if headered.iter().any(|format| format.left_a_header(file)) {
+            return Err(malformed(
+                &file.path,
+                format!(
+                    "magic {} at offset 0 is not known, but the rest looks like a token file's header",
+                    shown(found)
+                ),
+                &format!("the file was damaged: write or fetch it again ({raw})"),
+            ));
+        }
+        let extension = file.path.extension().and_then(|e| e.to_str());
+        if !extension.is_some_and(|e| e.eq_ignore_ascii_case("bin")) {
+            return Err(malformed(
+                &file.path,
+                format!(
+                    "no token file's magic number at offset 0 (but {}), and the name does not end in .bin",
+                    shown(found)
+                ),
+                &format!("{raw}; text is read with Tokens::bytes"),
+            ));
+        }
+        Ok(Self::RawU16)
+    }
+
+    /// Whether what follows the magic number is what this format's header has there.
+    fn left_a_header(self, file: &DataFile) -> bool {
+        let head = &file.head;
+        if head.len() < HEADER_BYTES {
+            return false;
+        }
+        let is_unused = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
+        let counted = read_i32(head, COUNT_OFFSET)
+            .map(|count| i64::from(count) * self.token_bytes() as i64 + HEADER_BYTES as i64);
+        is_unused(&head[COUNT_OFFSET + 4..]) || counted == Some(file.len as i64)
     }
 
     pub(super) fn width(self) -> Width {
@@ -70,37 +110,33 @@ impl TokenFormat {
         }
     }
 
-    /// Checks `content`, the whole file: its header if the format has one, and its size.
-    pub(super) fn check(self, path: &Path, content: &[u8]) -> Result<()> {
-        if content.is_empty() {
-            return Err(malformed(
-                path,
-                "the file is empty (0 bytes)".into(),
-                "was the tokenizer's output flushed?",
-            ));
-        }
+    /// Checks a file: its header if the format has one, and its size.
+    pub(super) fn check(self, file: &DataFile) -> Result<()> {
         match self.magic_and_version() {
-            None => self.check_raw(path, content),
-            Some((magic, version)) => self.check_headered(path, content, magic, version),
+            None => self.check_raw(file),
+            Some((magic, version)) => self.check_headered(file, magic, version),
         }
     }
 
-    fn check_raw(self, path: &Path, content: &[u8]) -> Result<()> {
-        if content.len().is_multiple_of(self.token_bytes()) {
+    fn check_raw(self, file: &DataFile) -> Result<()> {
+        if file.len.is_multiple_of(self.token_bytes()) {
             return Ok(());
         }
-        let (size, last) = (content.len(), content.len() - 1);
-        let value = content[last];
+        let (size, last) = (file.len, file.len - 1);
+        let mut value = [0];
+        file.read_at(last, &mut value)?;
         Err(malformed(
-            path,
+            &file.path,
             format!(
-                "{size} bytes is no whole number of u16 tokens: the byte at offset {last} (value {value}) is half a token"
+                "{size} bytes is no whole number of u16 tokens: the byte at offset {last} (value {}) is half a token",
+                value[0]
             ),
             "the file was cut, or it is text: read that with Tokens::bytes",
         ))
     }
 
-    fn check_headered(self, path: &Path, content: &[u8], magic: i32, version: i32) -> Result<()> {
+    fn check_headered(self, file: &DataFile, magic: i32, version: i32) -> Result<()> {
+        let (path, content) = (&file.path, &file.head[..]);
         let found_magic = read_i32(content, 0);
         if content.len() < HEADER_BYTES {
             return Err(malformed(
@@ -132,7 +168,7 @@ impl TokenFormat {
             ));
         }
         let count = read_i32(content, COUNT_OFFSET);
-        let holds = content.len() - HEADER_BYTES;
+        let holds = file.len - HEADER_BYTES;
         let token_bytes = self.token_bytes();
         // 64 bits, so that no count overflows on a 32-bit machine.
         let promised = count.map(|count| i64::from(count) * token_bytes as i64);

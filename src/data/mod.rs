@@ -1,6 +1,6 @@
 //! Data to train on: token sequences from text, binary and token files, and batches of windows cut from them.
 //!
-//! Here live [`Tokens`] (a checked, memory-mapped or in-memory sequence of ids with its vocabulary size),
+//! Here live [`Tokens`] (a checked sequence of ids, in a file or in memory, with its vocabulary size),
 //! [`write_tokens`], and the two ways to cut batches: [`RandomBatches`] to train, [`SequentialBatches`] to evaluate.
 //! What does not live here: tokenizers (bring ids, or take bytes as tokens), and the training loop that uses the batches.
 //!

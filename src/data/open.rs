@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 
 use super::format::TokenFormat;
-use super::source::{Source, Width, map_file};
+use super::source::{DataFile, Source, Width};
 use super::source_tree;
 use super::tokens::{Tokens, position_outside};
 use crate::{Error, Result};
@@ -18,54 +18,45 @@ impl Tokens {
     /// [`Error::Io`] if it cannot be read, is a folder or no regular file; [`Error::Format`] if it is empty.
     pub fn bytes(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let map = map_file(path)?;
-        if map.is_empty() {
-            return Err(Error::Format {
-                path: path.into(),
-                problem: "the file is empty (0 bytes)".into(),
-                hint: "give a file with text in it".into(),
-            });
-        }
         let source = Source::File {
-            path: path.into(),
-            map,
+            file: DataFile::open(path)?,
             header_bytes: 0,
             width: Width::U8,
         };
         Ok(Self::whole(source, BYTES_VOCAB_SIZE))
     }
 
-    /// A token file in any format of [`TokenFormat`], found out by its magic number; without one it is
-    /// [`TokenFormat::RawU16`].
+    /// A token file in any format of [`TokenFormat`], found out by its magic number. Without one it is
+    /// [`TokenFormat::RawU16`] if its name ends in `.bin`, it is not just a header that has lost its magic number, and
+    /// all its ids are under `vocab_size`: for that it is read once, as by [`validate`](Self::validate).
     ///
     /// # Errors
-    /// Those of [`open_as`](Self::open_as).
+    /// Those of [`open_as`](Self::open_as); [`Error::Format`] for a file whose format is not known that way.
     pub fn open(path: impl AsRef<Path>, vocab_size: usize) -> Result<Self> {
-        Self::open_file(path.as_ref(), None, vocab_size)
+        check_vocab_size("Tokens::open", vocab_size)?;
+        let file = DataFile::open(path.as_ref())?;
+        let format = TokenFormat::detect(&file)?;
+        let tokens = Self::in_format(file, format, vocab_size)?;
+        if format == TokenFormat::RawU16 {
+            tokens.validate()?;
+        }
+        Ok(tokens)
     }
 
-    /// A token file in a format that is known.
+    /// A token file in a format that is known. Its ids are checked when they are read.
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be read, is a folder or no regular file; [`Error::Format`], with offset and value,
     /// if it is empty, its header is not the format's, or its size is not what the header says or no whole number of
     /// tokens; [`Error::Config`] if `vocab_size` is 0.
     pub fn open_as(path: impl AsRef<Path>, format: TokenFormat, vocab_size: usize) -> Result<Self> {
-        Self::open_file(path.as_ref(), Some(format), vocab_size)
+        check_vocab_size("Tokens::open", vocab_size)?;
+        Self::in_format(DataFile::open(path.as_ref())?, format, vocab_size)
     }
 
-    fn open_file(path: &Path, format: Option<TokenFormat>, vocab_size: usize) -> Result<Self> {
-        check_vocab_size("Tokens::open", vocab_size)?;
-        let map = map_file(path)?;
-        let format = format.unwrap_or_else(|| TokenFormat::detect(&map));
-        format.check(path, &map)?;
-        let source = Source::File {
-            path: path.into(),
-            map,
-            header_bytes: format.header_bytes(),
-            width: format.width(),
-        };
-        Ok(Self::whole(source, vocab_size))
+    fn in_format(file: DataFile, format: TokenFormat, vocab_size: usize) -> Result<Self> {
+        format.check(&file)?;
+        Ok(Self::whole(file.with_format(format), vocab_size))
     }
 
     /// The source files of a folder and its subfolders as bytes, joined as they are; vocabulary 256.

@@ -48,7 +48,7 @@ impl SequentialBatches {
     ///
     /// # Errors
     /// [`Error::Data`] if `index` is [`len`](Self::len) or more; [`Error::Format`] if a window holds an id outside the
-    /// vocabulary (mapped files are not checked before); candle's, if the device refuses.
+    /// vocabulary (files need not have been checked before); candle's, if the device refuses.
     pub fn batch(&self, index: usize, device: &Device) -> Result<Batch> {
         if index >= self.len() {
             return Err(Error::Data {

@@ -1,12 +1,14 @@
-//! Where ids come from: a mapped file or memory. It decodes; `Tokens` checks.
+//! Where ids come from: an open file or memory. It decodes; `Tokens` checks.
 
-use std::fs::{self, File};
-use std::io;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
-
+use super::format::{HEADER_BYTES, TokenFormat};
+use crate::files::{open, read_exact_at};
 use crate::{Error, Result};
+
+/// Tokens that are read of a file in one go.
+const READ_TOKENS: usize = 1 << 15;
 
 /// Size of one stored token.
 #[derive(Debug, Clone, Copy)]
@@ -38,8 +40,7 @@ impl Width {
 pub(super) enum Source {
     /// A file: `header_bytes`, then little-endian tokens of `width` up to its end.
     File {
-        path: PathBuf,
-        map: Mmap,
+        file: DataFile,
         header_bytes: usize,
         width: Width,
     },
@@ -53,11 +54,10 @@ impl Source {
     pub(super) fn len(&self) -> usize {
         match self {
             Self::File {
-                map,
+                file,
                 header_bytes,
                 width,
-                ..
-            } => (map.len() - header_bytes) / width.bytes(),
+            } => (file.len - header_bytes) / width.bytes(),
             Self::Bytes { bytes, .. } => bytes.len(),
             Self::Ids(ids) => ids.len(),
         }
@@ -74,29 +74,36 @@ impl Source {
     /// What an error calls it.
     pub(super) fn name(&self) -> String {
         match self {
-            Self::File { path, .. } => path.display().to_string(),
+            Self::File { file, .. } => file.path.display().to_string(),
             Self::Bytes { name, .. } => name.clone(),
             Self::Ids(_) => "ids in memory".into(),
         }
     }
 
     /// Decodes tokens `start..start + out.len()`, a range the caller has checked.
-    pub(super) fn decode(&self, start: usize, out: &mut [u32]) {
+    ///
+    /// # Errors
+    /// [`Error::Io`] for a file that is shorter by now, or cannot be read any more.
+    pub(super) fn decode(&self, start: usize, out: &mut [u32]) -> Result<()> {
         let end = start + out.len();
         match self {
             Self::File {
-                map,
+                file,
                 header_bytes,
                 width,
-                ..
             } => {
-                let bytes =
-                    &map[header_bytes + start * width.bytes()..][..out.len() * width.bytes()];
-                decode_little_endian(*width, bytes, out);
+                let mut bytes = vec![0; out.len().min(READ_TOKENS) * width.bytes()];
+                for (i, out) in out.chunks_mut(READ_TOKENS).enumerate() {
+                    let bytes = &mut bytes[..out.len() * width.bytes()];
+                    let first = start + i * READ_TOKENS;
+                    file.read_at(header_bytes + first * width.bytes(), bytes)?;
+                    decode_little_endian(*width, bytes, out);
+                }
             }
             Self::Bytes { bytes, .. } => decode_little_endian(Width::U8, &bytes[start..end], out),
             Self::Ids(ids) => out.copy_from_slice(&ids[start..end]),
         }
+        Ok(())
     }
 
     /// The error for token `index`, which holds `id`, not an id of the vocabulary.
@@ -109,14 +116,13 @@ impl Source {
     ) -> Error {
         match self {
             Self::File {
-                path,
+                file,
                 header_bytes,
                 width,
-                ..
             } => {
                 let offset = header_bytes + index * width.bytes();
                 Error::Format {
-                    path: path.clone(),
+                    path: file.path.clone(),
                     problem: format!(
                         "token {index}, at byte offset {offset}, is {id}, outside the vocabulary of {vocab_size}"
                     ),
@@ -134,7 +140,7 @@ impl Source {
     }
 }
 
-// Bytes, not a cast of the mapping: no alignment to rely on, and the same on a big-endian machine.
+// Bytes, not a cast: no alignment to rely on, and the same on a big-endian machine.
 fn decode_little_endian(width: Width, bytes: &[u8], out: &mut [u32]) {
     match width {
         Width::U8 => {
@@ -155,21 +161,56 @@ fn decode_little_endian(width: Width, bytes: &[u8], out: &mut [u32]) {
     }
 }
 
-/// Maps a regular file for reading.
-pub(super) fn map_file(path: &Path) -> Result<Mmap> {
-    let refused = |e| Error::io("read", path, e);
-    // Asked before opening: to open a pipe would wait for its writer.
-    let kind = fs::metadata(path).map_err(refused)?;
-    if kind.is_dir() {
-        return Err(refused(io::ErrorKind::IsADirectory.into()));
+/// A file of data, open for reading. It is read, not mapped: one that another process shortens is an error then, and
+/// not the end of this process.
+pub(super) struct DataFile {
+    pub(super) path: PathBuf,
+    file: File,
+    /// Bytes, when it was opened.
+    pub(super) len: usize,
+    /// The first of them, as many as a header has.
+    pub(super) head: Vec<u8>,
+}
+
+impl DataFile {
+    /// # Errors
+    /// [`Error::Io`] for what cannot be read or is no regular file; [`Error::Format`] for an empty one.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let file = open(path)?;
+        let refused = |e| Error::io("read", path, e);
+        let len = file.metadata().map_err(refused)?.len();
+        if len == 0 {
+            return Err(Error::Format {
+                path: path.into(),
+                problem: "the file is empty (0 bytes)".into(),
+                hint: "give a file with data in it; was what wrote it flushed?".into(),
+            });
+        }
+        let len = usize::try_from(len).map_err(|e| refused(std::io::Error::other(e)))?;
+        let mut file = Self {
+            path: path.into(),
+            file,
+            len,
+            head: Vec::new(),
+        };
+        let mut head = vec![0; len.min(HEADER_BYTES)];
+        file.read_at(0, &mut head)?;
+        file.head = head;
+        Ok(file)
     }
-    if !kind.is_file() {
-        let text = "not a regular file, and only those can be mapped into memory";
-        return Err(refused(io::Error::new(io::ErrorKind::InvalidInput, text)));
+
+    /// Fills `bytes` from `offset` on.
+    pub(super) fn read_at(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        let read = read_exact_at(&self.file, bytes, offset as u64);
+        read.map_err(|e| Error::io("read", &self.path, e))
     }
-    let file = File::open(path).map_err(refused)?;
-    // SAFETY: the mapping is private to `Source`, which only copies plain integers out of it, and whatever it copies
-    // is checked after the copy. A file that another process shortens meanwhile ends this one by a signal (documented
-    // on `Tokens`); no library can prevent that short of reading every file into memory.
-    unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, e))
+
+    /// As tokens of `format`.
+    pub(super) fn with_format(self, format: TokenFormat) -> Source {
+        Source::File {
+            file: self,
+            header_bytes: format.header_bytes(),
+            width: format.width(),
+        }
+    }
 }

@@ -10,9 +10,9 @@ use crate::{Error, Result};
 /// Tokens looked at in one go by a scan: small enough to stay in a core's cache.
 const SCAN_TOKENS: usize = 1 << 14;
 
-/// A sequence of token ids with a known vocabulary size, in a mapped file or in memory. Never empty.
+/// A sequence of token ids with a known vocabulary size, in an open file or in memory. Never empty.
 ///
-/// The constructor says how a file is read; nothing is guessed from its name:
+/// The constructor says how a file is read:
 ///
 /// | constructor | one token is | vocabulary |
 /// |---|---|---|
@@ -20,11 +20,11 @@ const SCAN_TOKENS: usize = 1 << 14;
 /// | [`open`](Self::open), [`open_as`](Self::open_as) | an id of a token file | as given |
 /// | [`from_ids`](Self::from_ids) | an id | as given |
 ///
-/// `clone`, [`slice`](Self::slice) and [`split`](Self::split) copy no tokens. Files are mapped, not read, so they may
-/// be far larger than memory. Opening one checks its header and size; its ids are checked whenever they are read, so
-/// an id outside the vocabulary never leaves it, and [`validate`](Self::validate) checks them all beforehand. A mapped
-/// file must not be shortened while it is in use: the system then ends the process (replacing it by a rename, as
-/// [`write_tokens`](super::write_tokens) does, is safe).
+/// `clone`, [`slice`](Self::slice) and [`split`](Self::split) copy no tokens. A file stays open and is read where
+/// tokens are asked for, so it may be far larger than memory. Opening one checks its header and size; its ids are
+/// checked whenever they are read, so an id outside the vocabulary never leaves it, and [`validate`](Self::validate)
+/// checks them all beforehand. A file that is shortened while it is in use is an error from then on; one that is
+/// replaced by a rename, as [`write_tokens`](super::write_tokens) does, stays what it was.
 #[derive(Clone)]
 pub struct Tokens {
     source: Arc<Source>,
@@ -110,7 +110,7 @@ impl Tokens {
     ///
     /// # Errors
     /// [`Error::Data`] if that goes past the end; [`Error::Format`], with the byte offset and the value, if one of
-    /// them is no id of the vocabulary (`out` then holds nothing to rely on).
+    /// them is no id of the vocabulary; [`Error::Io`] if their file was shortened. `out` then holds nothing to rely on.
     pub fn copy_to(&self, start: usize, out: &mut [u32]) -> Result<()> {
         if start > self.len || out.len() > self.len - start {
             return Err(Error::Data {
@@ -121,7 +121,7 @@ impl Tokens {
             });
         }
         let first = self.start + start;
-        self.source.decode(first, out);
+        self.source.decode(first, out)?;
         // Checked in the copy: the file itself could change between a check and a copy.
         if !self.width_fits_vocabulary()
             && let Some(position) = position_outside(out, self.vocab_size)

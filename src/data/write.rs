@@ -14,12 +14,12 @@ const CHUNK_TOKENS: usize = 1 << 16;
 /// Writes a token file, which [`Tokens::open`] reads back; a file already there is replaced.
 ///
 /// It goes to a temporary file in the same folder, which is synced and renamed at the end: a crash or an error leaves
-/// what was there before. `tokens` may come from anywhere, also from a mapping of `path` itself, and is never held in
+/// what was there before. `tokens` may come from anywhere, also from `path` itself, and is never held in
 /// memory as a whole.
 ///
 /// # Errors
 /// [`Error::Io`] if the file cannot be written; [`Error::Data`] if an id does not fit the format's width, or there are
-/// more tokens than its header can count (2^31 - 1); [`Error::Format`] if `tokens` is a mapped file with an id outside
+/// more tokens than its header can count (2^31 - 1); [`Error::Format`] if `tokens` is a file with an id outside
 /// its vocabulary.
 ///
 /// ```

@@ -8,6 +8,8 @@ pub mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod limits;
 mod mask;
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) mod ptx_cache;
 pub(crate) mod workspace;
 
 pub use mask::Mask;

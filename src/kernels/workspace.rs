@@ -1,6 +1,7 @@
 //! The room that a card's kernels work in, for whoever places it before there is a card: upper bounds, by shape alone.
 
 use super::cpu::flash_attention::Sizes;
+use candle_core::DType;
 
 /// What cuBLASLt may work in, in bytes: what NVIDIA advises for Hopper; cards before it take less.
 pub(crate) const PRODUCTS_BYTES: usize = 32 << 20;
@@ -38,13 +39,19 @@ pub(crate) fn embedding_backward(count: usize, vocab_size: usize) -> [usize; 4] 
     .map(aligned)
 }
 
+/// How many numbers flash attention keeps of a query's log-sum-exp, on any device: itself, and what rounding took from
+/// it. Of half precision the first alone: probabilities are rounded to it, or their gradients.
+pub(crate) fn flash_lse_parts(dtype: DType) -> usize {
+    if dtype.size_in_bytes() < 4 { 1 } else { 2 }
+}
+
 /// Where flash attention's blocks draw their numbers, in words.
 pub(crate) fn flash_forward() -> usize {
     2 * ALIGNMENT_WORDS
 }
 
-/// What flash attention's backward keeps for all of its blocks, in words: two statistics a query, dq's sums, and whose turn
-/// it is to add to them.
+/// What flash attention's backward keeps for all of its blocks, in words: three statistics a query, dq's sums, and
+/// whose turn it is to add to them.
 pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
     const MOST_QUERIES: usize = 128; // of a tile
     const FEWEST_QUERIES: usize = 32;
@@ -59,7 +66,7 @@ pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
         _ => 256,
     };
     let parts = [
-        rows.saturating_mul(2),
+        rows.saturating_mul(3),
         rows.saturating_mul(most_columns),
         tiles.saturating_mul(2).saturating_add(1),
     ];
@@ -70,14 +77,22 @@ pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
     })
 }
 
-/// What the scores' gradients of naive attention may take, in bytes: a head of T 16,384 in f32, or several that together fill a
+/// What the scores of naive attention may take in f32, in bytes: a head of T 16,384, or several that together fill a
 /// card as well.
-const D_SCORES_BYTES: usize = 1 << 30;
+const SCORES_BYTES: usize = 1 << 30;
 
-/// The heads (of k and v) whose scores' gradients naive attention's backward has there at once: as many as there is room for,
-/// and one at least. `of_head` is how many elements one has.
-pub(crate) fn naive_heads_at_once(heads: usize, of_head: usize, element_bytes: usize) -> usize {
-    let most = D_SCORES_BYTES / of_head.saturating_mul(element_bytes).max(1);
+/// In half precision, where they are read once and then kept otherwise: what a level-2 cache may hold until then.
+const WIDE_SCORES_BYTES: usize = 32 << 20;
+
+/// The heads (of k and v) whose scores, or their gradients, naive attention has on a card at once beside the
+/// probabilities: as many as there is room for, and one at least. `of_head` is how many elements one has, `dtype` that
+/// of q, k and v.
+pub(crate) fn naive_heads_at_once(heads: usize, of_head: usize, dtype: DType) -> usize {
+    let bytes = match dtype {
+        DType::F32 => SCORES_BYTES,
+        _ => WIDE_SCORES_BYTES,
+    };
+    let most = bytes / of_head.saturating_mul(size_of::<f32>()).max(1);
     let turns = heads.div_ceil(most.max(1));
     heads.div_ceil(turns.max(1))
 }

@@ -74,13 +74,16 @@ impl AttentionWorkload {
 /// What one attention holds at its worst moment, with its inputs, where `kernels` compute it: predicted, for deciding whether
 /// it fits.
 ///
-/// Naive overwrites its scores with the probabilities, so they exist once. On the CPU its backward takes a matrix of (T, T) for
-/// each of B H, one a thread at a time; in half precision the probabilities are f32 all the same, and a head is widened
-/// while it is worked on; products pack blocks of their factors, a few MiB whatever the sizes. On a card probabilities are in the
-/// dtype of q, k and v, and backward takes matrices of (T, T) for as many of B H as 1 GiB holds, one at least.
+/// Naive overwrites its scores with the probabilities, so they exist once. On the CPU its backward takes a matrix of
+/// (T, T) for each of B H, one a thread at a time; in half precision the probabilities are f32 all the same, and a head
+/// is widened while it is worked on; products pack blocks of their factors, a few MiB whatever the sizes. On a card
+/// probabilities are in the dtype of q, k and v, and backward takes matrices of (T, T) for as many of B H as 1 GiB
+/// holds in f32, one at least; in half precision forward and backward as many as 32 MiB hold in f32, and backward half
+/// as much again.
 ///
-/// Flash keeps the log-sum-exp instead, one number a row; its backward takes a few tiles a thread, and where dq is rounded its
-/// sums for two heads a thread, on a card for all of them. After any of them, candle adds each gradient to zeros.
+/// Flash keeps the log-sum-exp instead, two numbers a row, one in half precision; its backward takes a few tiles a
+/// thread, and where dq is rounded its sums for two heads a thread, on a card for all of them. After any of them,
+/// candle adds each gradient to zeros.
 ///
 /// ```
 /// use tallow::memory::{AttentionWorkload, Kernels, attention_account};
@@ -115,7 +118,8 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload, kernels: K
     let (account, (what, formula, scratch, scratch_width)) = match (workload.algorithm, kernels) {
         (Algorithm::Flash, _) => {
             let rows = workload.rows();
-            let account = keep(account, "log-sum-exp", "BHT", rows, wide);
+            let parts = workspace::flash_lse_parts(workload.dtype);
+            let account = keep(account, "log-sum-exp", "BHT", rows, parts * wide);
             let account = match wide == width {
                 true => account,
                 false => keep(account, "what rounding took from out", "BHTDh", n, width),
@@ -151,8 +155,14 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload, kernels: K
             (account, scratch)
         }
         (Algorithm::Naive, Kernels::Cuda) => {
-            let elements = naive_backward_on_card(workload);
-            let scratch = ("scores' gradients of some heads", "..T^2", elements, width);
+            let elements = naive_scores_on_card(workload);
+            let name = "scores' gradients of some heads";
+            let scratch = (
+                name,
+                "..T^2",
+                elements,
+                naive_backward_width(workload.dtype),
+            );
             let account = keep(account, "probabilities", "BHT^2", scores, width);
             (account, scratch)
         }
@@ -215,13 +225,21 @@ pub(super) fn flash_scratch(workload: &AttentionWorkload) -> [f64; 2] {
     ]
 }
 
-/// The scores' gradients that naive's backward has on a card at once.
-pub(super) fn naive_backward_on_card(workload: &AttentionWorkload) -> f64 {
+/// Bytes of each score that naive's backward has on a card: of the probability's gradient and, in half precision, of
+/// its own.
+pub(super) fn naive_backward_width(dtype: DType) -> usize {
+    match dtype.size_in_bytes() {
+        half @ ..4 => 4 + half,
+        width => width,
+    }
+}
+
+/// The scores that naive has on a card at once beside the probabilities.
+pub(super) fn naive_scores_on_card(workload: &AttentionWorkload) -> f64 {
     let heads = workload.batch_size.saturating_mul(workload.heads);
     let t = workload.sequence_length;
     let of_head = t.saturating_mul(t);
-    let width = workload.dtype.size_in_bytes();
-    let at_once = workspace::naive_heads_at_once(heads, of_head, width);
+    let at_once = workspace::naive_heads_at_once(heads, of_head, workload.dtype);
     at_once as f64 * of_head as f64
 }
 

@@ -77,8 +77,8 @@ pub struct Workload {
 /// backward by its size alone.
 ///
 /// What forward leaves for backward, in elements: N = B T; S is what attention keeps beside its inputs and output, the
-/// probabilities, B H T^2 in f32, if it is naive; if it is flash, the log-sum-exp of their rows, B H T in f32, and in half
-/// precision what rounding took from its output, N D in half.
+/// probabilities, B H T^2 in f32, if it is naive; if it is flash, the log-sum-exp of their rows, B H T in f32, and what
+/// rounding took from it, as much again, or in half precision what rounding took from its output, N D in half.
 ///
 /// - f32: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`, every op's input and output once each.
 /// - Half precision throughout: the same in half, but for S and the norms' N; and `L 2 T D / H` for the rotary tables, in f32.
@@ -93,6 +93,10 @@ pub struct Workload {
 /// graph, as above with a copy of its input, is there in forward until the segment is done and in backward until it is
 /// through, one at a time, and with it its weights' casts. A released block leaves its graph and copies of its input and
 /// output, `2 N D`, until backward is through it.
+///
+/// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
+/// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
+/// beside them.
 ///
 /// It displays as a table with the formula beside each line. Kernels' scratch is counted for all threads of the pool that
 /// asks: the blocks that matrix products pack, flash attention's tiles, matrices that naive attention works in. Threads that
@@ -112,7 +116,7 @@ pub struct Estimate {
     pub activation_bytes: u64,
     /// Copies of weights in half precision that are alive at the worst moment.
     pub weight_cast_bytes: u64,
-    /// N V: the logits; with a loss also the loss and what it keeps beside them, N + 1 in f32.
+    /// N V: the logits; with a loss also the loss and what it keeps beside them, 2 N + 1 in f32.
     pub logit_bytes: u64,
     /// What comes and goes at the worst moment, beyond the above and the gradients that exist by then.
     pub transient_bytes: u64,

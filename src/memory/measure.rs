@@ -3,7 +3,7 @@
 use super::{Mode, Workload, estimate, tracker};
 use crate::kernels::cpu::gemm;
 use crate::model::{TransformerConfig, TransformerLM};
-use crate::optim::{AdamW, AdamWConfig};
+use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use crate::precision::Precision;
 use crate::{Error, Result, device, nn, no_grad};
 use candle_core::{DType, Device, Tensor};
@@ -98,6 +98,8 @@ struct Step {
     precision: Precision,
     model: TransformerLM,
     optimizer: Option<AdamW>,
+    /// Switched off but in f16.
+    scaler: GradScaler,
     /// (B, T).
     tokens: Tensor,
     /// (B, T).
@@ -119,10 +121,15 @@ impl Step {
             _ => None,
         };
         let shape = (workload.batch_size, workload.sequence_length);
+        let scaler = GradScaler::new(GradScalerConfig {
+            enabled: workload.precision.dtype() == DType::F16,
+            ..Default::default()
+        })?;
         Ok(Self {
             mode: workload.mode,
             precision: workload.precision,
             optimizer,
+            scaler,
             model,
             tokens: Tensor::zeros(shape, DType::U32, &Device::Cpu)?,
             targets: Tensor::zeros(shape, DType::U32, &Device::Cpu)?,
@@ -137,14 +144,16 @@ impl Step {
         let out = match self.mode {
             Mode::Forward => no_grad(forward)?,
             Mode::ForwardKeepingGraph => forward()?,
-            Mode::ForwardBackward | Mode::TrainStep => loss()?,
+            Mode::ForwardBackward => loss()?,
+            Mode::TrainStep => self.scaler.scale(&loss()?)?,
         };
         let after_forward_bytes = current_bytes()?;
         if matches!(self.mode, Mode::ForwardBackward | Mode::TrainStep) {
-            let gradients = out.backward()?;
+            let mut gradients = out.backward()?;
             drop(out); // the graph goes, as it does in training
             if let Some(optimizer) = &mut self.optimizer {
-                optimizer.step(&gradients)?;
+                self.scaler.step(optimizer, &mut gradients)?;
+                self.scaler.update()?;
             }
         }
         Ok(after_forward_bytes)

@@ -1,7 +1,8 @@
 //! Where the bytes go: predicted before a run, measured during it.
 //!
 //! What lives here: [`estimate`], the account of a step from its sizes alone, and what follows from it
-//! ([`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`], [`recommend`]); [`attention_account`] and
+//! ([`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`], [`recommend`],
+//! [`most_frugal`]); [`attention_account`] and
 //! [`self_attention_account`], those of attention alone and of its layer, and [`planned_attention_account`]; [`tracker`], an allocator that counts;
 //! [`measure()`], a step's peak by it; [`record()`] and [`record_on()`], which keep every block with its origin, and what is made of it: sums ([`Recording`]), a picture
 //! ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what the
@@ -32,7 +33,7 @@ pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_sa
 pub use measure::{Measured, measure};
 pub use meter::Meter;
 pub use planned::planned_attention_account;
-pub use recommend::recommend;
+pub use recommend::{most_frugal, recommend};
 pub(crate) use recording::blocks_taken;
 pub use recording::{
     Block, Holdings, Origin, PhaseSpan, RecordConfig, Recorder, Recording, record, record_on,

@@ -1,11 +1,12 @@
 //! What must be run again for a step to fit.
 
-use super::Workload;
 use super::estimate::{check, check_some};
 use super::walk::walk;
+use super::{Mode, Workload};
 use crate::Result;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
+use std::iter::successors;
 use std::num::NonZeroUsize;
 
 /// The checkpointing with which `available_bytes` hold the workload at the least cost: it runs the fewest blocks again, and
@@ -14,7 +15,8 @@ use std::num::NonZeroUsize;
 ///
 /// All but the last segment of blocks are run again, so long segments cost less and take more. Where the graph as a whole
 /// fits, it is that ([`Checkpointing::None`]); then the graph let go of block by block, which costs no FLOPs either
-/// ([`Checkpointing::Release`]); then segments.
+/// ([`Checkpointing::Release`]); then segments, of every length up to 256 blocks and of lengths 1/128
+/// apart beyond.
 ///
 /// ```
 /// use tallow::memory::{Workload, recommend};
@@ -45,12 +47,11 @@ pub fn recommend(
     check_some("batch_size", workload.batch_size)?;
     check_some("sequence_length", workload.sequence_length)?;
     let layers = config.num_layers;
+    if least_bytes(config, workload) > available_bytes as f64 {
+        return Ok(None);
+    }
     let fits = |checkpointing| {
-        let workload = Workload {
-            checkpointing,
-            ..workload.clone()
-        };
-        let peak_bytes = walk(config, &workload).peak_bytes;
+        let peak_bytes = peak(config, workload, checkpointing);
         (peak_bytes <= available_bytes as f64).then_some(peak_bytes)
     };
     let free = [Checkpointing::None, Checkpointing::Release];
@@ -72,11 +73,74 @@ pub fn recommend(
     Ok(best.map(|(_, _, strategy)| strategy))
 }
 
-/// By segments of every length that leaves something to run again.
+/// The checkpointing that takes the least memory of those that [`recommend`] tries, whatever it costs, and its peak in
+/// bytes.
+///
+/// ```
+/// use tallow::memory::{Workload, most_frugal, recommend};
+/// use tallow::model::TransformerConfig;
+///
+/// let config = TransformerConfig::medium();
+/// let workload = Workload { batch_size: 4, sequence_length: 256, ..Default::default() };
+/// let (_, peak_bytes) = most_frugal(&config, &workload)?;
+/// assert!(recommend(&config, &workload, peak_bytes)?.is_some());
+/// assert_eq!(recommend(&config, &workload, peak_bytes - 1)?, None);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`estimate`](super::estimate()).
+pub fn most_frugal(
+    config: &TransformerConfig,
+    workload: &Workload,
+) -> Result<(Checkpointing, u64)> {
+    check(config, workload)?;
+    check_some("batch_size", workload.batch_size)?;
+    check_some("sequence_length", workload.sequence_length)?;
+    let mut best = (Checkpointing::None, f64::INFINITY);
+    let all = [Checkpointing::None, Checkpointing::Release].into_iter();
+    for strategy in all.chain(segments(config.num_layers)) {
+        let peak_bytes = peak(config, workload, strategy);
+        if peak_bytes < best.1 {
+            best = (strategy, peak_bytes);
+        }
+    }
+    Ok((best.0, best.1 as u64)) // saturates
+}
+
+fn peak(config: &TransformerConfig, workload: &Workload, checkpointing: Checkpointing) -> f64 {
+    let workload = Workload {
+        checkpointing,
+        ..workload.clone()
+    };
+    walk(config, &workload).peak_bytes
+}
+
+/// What no checkpointing changes: weights, and as far as the mode has them gradients and the optimizer's state.
+fn least_bytes(config: &TransformerConfig, workload: &Workload) -> f64 {
+    let width = workload.precision.parameter_dtype().size_in_bytes();
+    let state = match width < 4 {
+        true => 12, // with master weights
+        false => 8,
+    };
+    let bytes = match workload.mode {
+        Mode::Forward | Mode::ForwardKeepingGraph => width,
+        Mode::ForwardBackward => 2 * width,
+        Mode::TrainStep => 2 * width + state,
+    };
+    config.num_parameters() as f64 * bytes as f64
+}
+
+/// By segments that leave something to run again: of every length up to 256 blocks, of lengths 1/128 apart beyond.
 fn segments(layers: usize) -> impl Iterator<Item = Checkpointing> {
-    let lengths = (1..layers).filter_map(NonZeroUsize::new);
-    lengths.map(|blocks| match blocks.get() {
-        1 => Checkpointing::Block,
-        _ => Checkpointing::Every(blocks),
-    })
+    let lengths = successors(Some(1), |length: &usize| {
+        Some(length + (length / 128).max(1))
+    });
+    let lengths = lengths.take_while(move |length| *length < layers);
+    lengths
+        .filter_map(NonZeroUsize::new)
+        .map(|blocks| match blocks.get() {
+            1 => Checkpointing::Block,
+            _ => Checkpointing::Every(blocks),
+        })
 }

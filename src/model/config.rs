@@ -1,7 +1,7 @@
 //! The sizes of a transformer language model.
 
 use crate::attention::{Algorithm, flash};
-use crate::nn::Checkpointing;
+use crate::nn::{Checkpointing, check_eps};
 use crate::{Error, Result};
 use candle_core::Shape;
 use serde::{Deserialize, Serialize};
@@ -182,7 +182,7 @@ impl TransformerConfig {
     ///
     /// # Errors
     /// A zero size, a d_model that num_heads does not divide, an odd head dimension (rotary positions turn pairs), a
-    /// theta or eps that is not positive, sizes whose parameters cannot be counted, heads too large for flash attention;
+    /// theta or eps that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads too large for flash attention;
     /// each names its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
@@ -250,19 +250,14 @@ impl TransformerConfig {
                 "choose naive, or more heads",
             );
         }
-        for (field, value) in [
-            ("rope_theta", self.rope_theta),
-            ("rms_norm_eps", self.rms_norm_eps),
-        ] {
-            if !(value > 0.0 && value.is_finite()) {
-                return refuse(
-                    field,
-                    "positive and finite",
-                    value.to_string(),
-                    "the presets use rope_theta 10000 and rms_norm_eps 1e-5",
-                );
-            }
+        if !(self.rope_theta > 0.0 && self.rope_theta.is_finite()) {
+            return refuse(
+                "rope_theta",
+                "positive and finite",
+                self.rope_theta.to_string(),
+                "the presets use 10000",
+            );
         }
-        Ok(())
+        check_eps("TransformerConfig", "rms_norm_eps", self.rms_norm_eps)
     }
 }

@@ -4,6 +4,7 @@
 //! on which mixed precision is explained. What does not: their layers ([`crate::nn`]), training and memory.
 
 mod config;
+mod depth;
 pub mod flops;
 mod generate;
 mod toy;
@@ -13,3 +14,4 @@ pub use config::TransformerConfig;
 pub use generate::GenerateConfig;
 pub use toy::{ToyActivations, ToyModel};
 pub use transformer::TransformerLM;
+pub(crate) use transformer::{HISTORY_PREFIX, STATE_PREFIX};

@@ -1,7 +1,7 @@
 //! The transformer language model.
 
-use super::TransformerConfig;
-use crate::files::{self, TensorFile};
+use super::{TransformerConfig, depth};
+use crate::files::{self, Entry, Numbers, TensorFile};
 use crate::nn::{
     self, Checkpointing, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join,
 };
@@ -13,8 +13,10 @@ use std::collections::{HashMap, HashSet};
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-/// Tensors of a file that are not weights: an optimizer's state beside them, in a training checkpoint.
-const STATE_PREFIX: &str = "optimizer.";
+/// What a training checkpoint's tensors are called that are not weights: the optimizer's state begins so,
+pub(crate) const STATE_PREFIX: &str = "optimizer.";
+/// and the losses so far.
+pub(crate) const HISTORY_PREFIX: &str = "history.";
 
 /// A pre-norm transformer language model: token embedding, blocks, a final RMSNorm and an untied output head.
 ///
@@ -100,8 +102,9 @@ impl TransformerLM {
     /// The model in f32 with the weights of a safetensors file, whatever float type they have there.
     ///
     /// # Errors
-    /// A file that cannot be read or is not whole; a weight that is missing, misshapen or no float; a weight that the
-    /// configuration does not know (names that begin with `optimizer.` are a checkpoint's, and left alone).
+    /// A file that cannot be read, is not whole or was damaged after [`save`](Self::save) wrote it; a weight that is
+    /// missing, misshapen or no float; a weight that the configuration does not know (names that begin with
+    /// `optimizer.` or `history.` are a checkpoint's, and left alone).
     pub fn load(
         config: &TransformerConfig,
         path: impl AsRef<Path>,
@@ -123,19 +126,30 @@ impl TransformerLM {
         config.validate()?;
         check_float(dtype)?;
         check_room(config, device)?;
-        let path = path.as_ref();
-        let file = TensorFile::open(path)?;
+        Self::read(config, &TensorFile::open(path.as_ref())?, dtype, device)
+    }
+
+    /// As [`load_as`](Self::load_as), out of a file that is open: of a checkpoint, where the rest is read from it too.
+    pub(crate) fn read(
+        config: &TransformerConfig,
+        file: &TensorFile,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let shapes = config.parameter_shapes();
         let refuse = |name: &str, expected: String, got: String| Error::Weight {
-            path: path.into(),
+            path: file.path().into(),
             name: name.into(),
             expected,
             got,
             hint: "does the configuration belong to this file?".into(),
         };
         let known: HashSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
-        for name in file.names()? {
-            if !known.contains(name.as_str()) && !name.starts_with(STATE_PREFIX) {
+        for name in file.names() {
+            let is_others = [STATE_PREFIX, HISTORY_PREFIX]
+                .iter()
+                .any(|p| name.starts_with(p));
+            if !known.contains(name.as_str()) && !is_others {
                 let expected = format!("no such weight in {} layers", config.num_layers);
                 return Err(refuse(&name, expected, "one".into()));
             }
@@ -143,14 +157,14 @@ impl TransformerLM {
         let mut weights = HashMap::new();
         for (name, shape) in &shapes {
             let expected = format!("{:?}", shape.dims());
-            let read = file.get(name, device);
-            let read = read.map_err(|e| refuse(name, expected.clone(), e.to_string()))?;
-            let Some(weight) = read else {
+            let got = file.shape(name);
+            if got != Some(shape.dims()) {
+                let got = got.map_or("no such weight".into(), |got| format!("{got:?}"));
+                return Err(refuse(name, expected, got));
+            }
+            let Some(weight) = file.get(name, device)? else {
                 return Err(refuse(name, expected, "no such weight".into()));
             };
-            if weight.shape() != shape {
-                return Err(refuse(name, expected, format!("{:?}", weight.dims())));
-            }
             if !weight.dtype().is_float() {
                 let got = weight.dtype().as_str().to_string();
                 return Err(refuse(name, "a floating-point weight".into(), got));
@@ -162,14 +176,22 @@ impl TransformerLM {
         Self::from_var_builder(config, VarBuilder::from_tensors(weights, dtype, device))
     }
 
-    /// Writes the weights as safetensors, in their dtype, whole or not at all.
+    /// Writes the weights as safetensors with checksums, in their dtype, whole or not at all.
     ///
     /// # Errors
-    /// A path that cannot be written.
+    /// A path that cannot be written; [`Error::Weight`] names a weight with an element that is not finite. What was
+    /// there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        let weights = self.parameters().into_iter();
-        let weights: Vec<_> = weights.map(|(n, v)| (n, v.as_tensor().clone())).collect();
-        files::save_tensors(path.as_ref(), &weights, HashMap::new())
+        files::save_tensors(path.as_ref(), self.entries().collect(), &[], 1)
+    }
+
+    /// The weights as they are saved.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> {
+        self.parameters().into_iter().map(|(name, var)| Entry {
+            name,
+            tensor: var.as_tensor().clone(),
+            numbers: Numbers::Finite,
+        })
     }
 
     /// The sizes, and what computes attention.
@@ -197,7 +219,8 @@ impl TransformerLM {
     ///
     /// # Errors
     /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the vocabulary (found on the
-    /// host before any kernel runs).
+    /// host before any kernel runs); where a graph is kept, more blocks than this thread's stack takes in backward (8
+    /// KiB each: 256 on a thread of 2 MiB, 1,024 on one of 8). Without a graph any number is run, and planned.
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         let hidden = self.hidden(tokens)?; // (B, T, D)
         in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)
@@ -233,6 +256,9 @@ impl TransformerLM {
         }
         let embed = || self.token_embeddings.forward(tokens);
         let mut x = in_module("token_embeddings", embed)?; // (B, T, D)
+        if x.track_op() {
+            depth::check(self.layers.len())?;
+        }
         let checkpointing = self.config.checkpointing;
         let numbered: Vec<_> = self.layers.iter().enumerate().collect();
         let again = checkpointing.recomputed_blocks(self.layers.len());

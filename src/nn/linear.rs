@@ -21,7 +21,7 @@ impl Linear {
     pub fn new(d_in: usize, d_out: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let init = Init::Randn {
             mean: 0.0,
-            stdev: (2.0 / (d_in + d_out) as f64).sqrt(),
+            stdev: (2.0 / (d_in as f64 + d_out as f64)).sqrt(),
         };
         let weight = variable(&vb, "weight", (d_out, d_in), init)?;
         Ok(Self { weight })

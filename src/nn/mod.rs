@@ -25,10 +25,12 @@ pub use checkpointing::Checkpointing;
 pub use embedding::Embedding;
 pub use init::seeded;
 pub use linear::Linear;
+pub(crate) use norm::check_eps;
 pub use norm::{LayerNorm, RmsNorm};
 pub use rotary::RotaryEmbedding;
 pub use swiglu::SwiGlu;
 
+use crate::ops;
 use candle_core::{Module, Tensor, Var};
 use candle_nn::VarBuilder;
 
@@ -61,6 +63,8 @@ fn variable(
     shape: impl Into<candle_core::Shape>,
     init: candle_nn::Init,
 ) -> crate::Result<Var> {
+    let shape = shape.into();
+    ops::check_size("a parameter", shape.dims(), vb.dtype(), vb.device())?;
     Ok(Var::from_tensor(&vb.get_with_hints(shape, name, init)?)?)
 }
 

@@ -1,13 +1,14 @@
 //! Sums, differences, products and quotients, of mixed dtypes too.
 
-use super::cast::{cast, cast_for};
+use super::cast::cast;
 use super::check_same;
 use super::cpu::{for_stored, output, view};
 use super::dispatch::{Path, choose_where};
 use super::record::{Spec, apply2, composed, contiguous, like_first};
+use crate::probe::Operand as Shaped;
+use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
+use crate::precision::{self, Operand, is_castable};
 use crate::kernels::cpu::arithmetic as kernel;
-use crate::precision;
-use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
@@ -15,9 +16,10 @@ use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 /// `a + b`, elementwise.
 ///
 /// As the other three: dtypes are promoted as in PyTorch, inside and outside of autocast regions (f16 + f32 is f32,
-/// f16 + bf16 is f32, anything + f64 is f64, an integer takes the float's), shapes broadcast to each other, and each
-/// operand's gradient has its own dtype and shape. candle's own `+` takes one dtype only. Half precision is computed in f32
-/// and rounded once.
+/// f16 + bf16 is f32, anything + f64 is f64, an integer takes the float's; a tensor without dimensions takes the dtype of one
+/// with dimensions, unless that is an integer), shapes broadcast to each other, and each operand's gradient has its own
+/// dtype and shape. candle's own `+` takes one dtype only. Half precision is computed in f32 and rounded once, and so are
+/// the sums of a broadcast operand's gradient.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -64,42 +66,82 @@ fn binary(
     b: &Tensor,
     apply: fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    let [a, b] = cast_for(op, [a, b])?;
-    let Some(dtype) = precision::promoted(&[a.dtype(), b.dtype()]) else {
+    let (a, b) = (operand_once(op, a)?, operand_once(op, b)?);
+    let Some(dtype) = result_dtype(op, &a.view, &b.view) else {
         return Err(Error::DType {
             op,
             expected: "f16, bf16, f32 or f64, in one operand at least".into(),
-            got: format!("{} and {}", a.dtype().as_str(), b.dtype().as_str()),
+            got: format!(
+                "{} and {}",
+                a.view.dtype().as_str(),
+                b.view.dtype().as_str()
+            ),
             hint: "candle's own operators take integers".into(),
         });
     };
-    let (a, b) = (cast(&a, dtype)?, cast(&b, dtype)?);
-    check_same(op, &[("a", &a), ("b", &b)])?;
-    let Ok(shape) = a.shape().broadcast_shape_binary_op(b.shape(), op) else {
+    let Ok(shape) = a.shape.broadcast_shape_binary_op(&b.shape, op) else {
         return Err(Error::Shape {
             op,
             expected: "shapes that broadcast to each other".into(),
-            got: format!("{:?} and {:?}", a.dims(), b.dims()),
+            got: format!("{:?} and {:?}", a.shape.dims(), b.shape.dims()),
             hint: "counted from the last, dimensions must be equal or 1".into(),
         });
     };
-    let half = matches!(dtype, DType::F16 | DType::BF16);
-    let spread = |x: Tensor| -> Result<Tensor> {
-        if !half || x.shape() == &shape || !x.track_op() {
-            return Ok(x);
+    check_size(op, shape.dims(), dtype, a.view.device())?;
+    // The gradient of a broadcast is a sum, and candle's sums of half precision run out of digits; its quotients have a
+    // backward of three roundings.
+    let broadcasts = [&a, &b].iter().any(|x| x.view.shape() != &shape);
+    let in_f32 = is_half(dtype) && (broadcasts || op == "div");
+    let cast_operand = |x: &Once| -> Result<Tensor> {
+        let wide = match (in_f32, x.view.rank()) {
+            (false, _) => cast(&x.view, dtype)?,
+            (true, 0) => cast(&x.view, DType::F32)?, // PyTorch does not round a scalar to the others' dtype either
+            (true, _) => cast(&cast(&x.view, dtype)?, DType::F32)?,
+        };
+        match wide.shape() == &x.shape {
+            true => Ok(wide),
+            false => Ok(wide.broadcast_as(&x.shape)?),
         }
-        // The gradient of a broadcast is a sum, and candle's sums of half precision run out of digits: this one is f32's.
-        let wide = x.to_dtype(DType::F32)?.broadcast_as(&shape)?;
-        Ok(wide.to_dtype(dtype)?)
     };
-    let (a, b) = (spread(a)?, spread(b)?);
-    let has_kernel = half && a.device().is_cpu() && a.shape() == b.shape();
+    let (a, b) = (cast_operand(&a)?, cast_operand(&b)?);
+    check_same(op, &[("a", &a), ("b", &b)])?;
+    let has_kernel = is_half(dtype) && !in_f32 && a.device().is_cpu();
     match Arithmetic::of(op) {
         Some(kernel) if has_kernel && choose_where(op, &a, true)? == Path::Kernel => {
             Ok(apply2(&contiguous(&a)?, &contiguous(&b)?, kernel)?)
         }
-        _ => composed(op, &[&a, &b], (shape, dtype), || Ok(apply(&a, &b)?)),
+        _ => composed(op, &[&a, &b], (shape, dtype), || {
+            cast(&apply(&a, &b)?, dtype)
+        }),
     }
+}
+
+/// An operand, and the shape that it stands for.
+struct Once {
+    /// In half precision, a broadcast view with each element once: its gradient is summed here, not by candle.
+    view: Tensor,
+    shape: Shape,
+}
+
+fn operand_once(op: &'static str, x: &Tensor) -> Result<Once> {
+    let shape = x.shape().clone();
+    check_size(op, x.dims(), x.dtype(), x.device())?;
+    let view = match sums_in_half(x) {
+        true => without_repeats(x)?,
+        false => operand(op, x)?,
+    };
+    Ok(Once { view, shape })
+}
+
+/// What PyTorch returns for these, after the casts of an autocast policy.
+fn result_dtype(op: &str, a: &Tensor, b: &Tensor) -> Option<DType> {
+    let mut operands = [Operand::from(a), Operand::from(b)];
+    if let Some(target) = precision::decide(op, &operands) {
+        for x in operands.iter_mut().filter(|x| is_castable(x.dtype)) {
+            x.dtype = target;
+        }
+    }
+    precision::promoted(&operands)
 }
 
 /// What has a kernel for half precision, of which candle's own sums take 10 to 50 times as long as f32's.
@@ -121,7 +163,7 @@ impl Arithmetic {
 }
 
 impl Spec for Arithmetic {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+    fn output(&self, inputs: &[Shaped<'_>]) -> (Shape, DType) {
         like_first(inputs)
     }
 }

@@ -3,6 +3,7 @@
 use super::cpu::{output, view};
 use super::dispatch::{self, Path, choose_where};
 use super::record::{Spec, apply1, composed, input};
+use super::operand::{is_supported_float, operand};
 use crate::grad::is_grad_enabled;
 use crate::kernels::cpu::{Stored, cast as kernel};
 use crate::precision;
@@ -25,7 +26,7 @@ pub(crate) const WEIGHT_CAST: &str = "weight_cast";
 /// candle's own conversion.
 ///
 /// # Errors
-/// A dtype that is not a float: the graph would end there without a word.
+/// A dtype that is not f16, bf16, f32 or f64: the gradient would be lost silently. x may be in one of these or an integer.
 pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match x.is_variable() {
         true => cast_weight(x, dtype),
@@ -39,7 +40,8 @@ pub(super) fn cast_weight(weight: &Tensor, dtype: DType) -> Result<Tensor> {
 }
 
 fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
-    if dtype.is_float() {
+    if is_supported_float(dtype) && (x.dtype().is_int() || is_supported_float(x.dtype())) {
+        let x = &operand(name, x)?;
         if has_kernel(x, dtype) && choose_where("cast", x, true)? == Path::Kernel {
             return Ok(apply1(x, Cast { name, to: dtype })?);
         }
@@ -51,8 +53,8 @@ fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
     Err(Error::DType {
         op: "cast",
-        expected: "a floating-point dtype".into(),
-        got: dtype.as_str().into(),
+        expected: "a floating-point dtype, f16, bf16, f32 or f64".into(),
+        got: format!("a cast from {} to {}", x.dtype().as_str(), dtype.as_str()),
         hint: "to_dtype makes integers; they have no gradient".into(),
     })
 }
@@ -138,7 +140,7 @@ impl CustomOp1 for Cast {
 ///
 /// f16, bf16 and f32 inputs are cast to what the region's policy says of `op`, by its class
 /// ([`OpClass`](crate::precision::OpClass)); for an op that follows its inputs, to the widest dtype among them, f64
-/// included. f64 is never narrowed, and integers stay what they are. Outside of regions nothing is cast.
+/// included (scalars have no say beside tensors with dimensions). f64 is never narrowed, and integers stay what they are. Outside of regions nothing is cast.
 ///
 /// A weight (a [`Var`](candle_core::Var), not a view of one) in f32 that is cast to the lower dtype is cast once: its copy
 /// is kept until the outermost region ends. One made under [`no_grad`](crate::no_grad()) is another, without a graph.
@@ -159,12 +161,13 @@ impl CustomOp1 for Cast {
 /// ```
 ///
 /// # Errors
-/// Those of a cast: no memory for it, say.
+/// Those of a cast: no memory for it, say; views of more elements than can be counted, or than there is memory for.
 pub fn cast_for<const N: usize>(op: &'static str, inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
-    let target = precision::decide(op, &inputs.map(Tensor::dtype));
+    let target = precision::decide(op, &inputs.map(Into::into));
     let mut outputs = inputs.map(Tensor::clone);
-    if let Some(dtype) = target {
-        for x in &mut outputs {
+    for x in &mut outputs {
+        *x = operand(op, x)?;
+        if let Some(dtype) = target {
             *x = cast_castable(x, dtype)?;
         }
     }
@@ -189,8 +192,9 @@ pub(super) fn cast_led_by<const N: usize>(
 ) -> Result<(Tensor, [Tensor; N])> {
     let [x] = cast_for(op, [x])?;
     let mut rest = rest.map(Tensor::clone);
-    if precision::is_enabled() {
-        for y in &mut rest {
+    for y in &mut rest {
+        *y = operand(op, y)?;
+        if precision::is_enabled() {
             *y = cast_castable(y, x.dtype())?;
         }
     }
@@ -237,17 +241,4 @@ pub(crate) fn forget_weights() {
     // Taken out first, dropped after: nothing is borrowed while graphs come down. A thread that is ending has none.
     let kept = WEIGHTS.try_with(|weights| std::mem::take(&mut *weights.borrow_mut()));
     drop(kept);
-}
-
-/// Refuses what is not a float.
-pub(super) fn check_float(op: &'static str, x: &Tensor) -> Result<()> {
-    if x.dtype().is_float() {
-        return Ok(());
-    }
-    Err(Error::DType {
-        op,
-        expected: "a floating-point tensor".into(),
-        got: x.dtype().as_str().into(),
-        hint: "convert with to_dtype".into(),
-    })
 }

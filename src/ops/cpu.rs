@@ -1,5 +1,6 @@
 //! Between candle's CPU storage and the kernels' slices.
 
+use super::operand::{check_room, operand};
 use crate::kernels::cpu::{Real, flash_attention::Heads, parallel};
 use crate::{device, graph};
 use candle_core::{
@@ -47,6 +48,9 @@ macro_rules! for_stored {
 pub(crate) use for_stored;
 
 fn contiguous_range(layout: &Layout) -> Result<Range<usize>> {
+    if layout.dims().contains(&0) {
+        return Ok(0..0); // it may begin beyond its storage
+    }
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(start..end),
         None => bail!("a kernel was handed a strided tensor: {layout:?}"),
@@ -79,10 +83,17 @@ pub(crate) fn heads<'a, T: WithDType>(
     layout: &Layout,
 ) -> Result<Heads<'a, T>> {
     match *layout.stride() {
-        [batch, head, row, col] => Ok(Heads {
-            data: &storage.as_slice::<T>()?[layout.start_offset()..],
-            strides: [batch, head, row, col],
-        }),
+        [batch, head, row, col] => {
+            let all = storage.as_slice::<T>()?;
+            let start = match layout.dims().contains(&0) {
+                true => all.len(), // it may begin beyond its storage
+                false => layout.start_offset(),
+            };
+            Ok(Heads {
+                data: &all[start..],
+                strides: [batch, head, row, col],
+            })
+        }
         _ => bail!("a tensor of heads has four dimensions, not {layout:?}"),
     }
 }
@@ -131,20 +142,28 @@ pub(crate) fn elements<T: WithDType>(tensor: &Tensor) -> Result<impl Deref<Targe
 
 /// A buffer that `fill` writes completely, or the error that there is no room for it.
 fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T>> {
+    const WHAT: &str = "one tensor";
     let wanted_bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
-    let available_bytes = device::total_bytes().unwrap_or(u64::MAX);
-    let refuse = || {
-        candle_core::Error::from(crate::Error::OutOfMemory {
-            what: "one tensor".into(),
+    check_room(WHAT, wanted_bytes)?;
+    parallel::filled(len, fill).map_err(|_| {
+        let refused = crate::Error::OutOfMemory {
+            what: WHAT.into(),
             wanted_bytes,
-            available_bytes,
-        })
-    };
-    // A system that overcommits would grant it, and kill the process when it is written.
-    if wanted_bytes > available_bytes {
-        return Err(refuse());
-    }
-    parallel::filled(len, fill).map_err(|_| refuse())
+            available_bytes: device::total_bytes().unwrap_or(u64::MAX),
+        };
+        refused.into()
+    })
+}
+
+/// How many elements a result has.
+fn elements_of(shape: &Shape) -> Result<usize> {
+    let count = shape
+        .dims()
+        .iter()
+        .try_fold(1usize, |n, dim| n.checked_mul(*dim));
+    count.ok_or_else(|| {
+        candle_core::Error::msg(format!("{shape:?} has more elements than can be counted"))
+    })
 }
 
 /// What a custom op's forward returns: elements that `fill` writes, as storage.
@@ -153,7 +172,7 @@ pub(crate) fn output<T: WithDType>(
     fill: impl FnOnce(&mut [T]),
 ) -> Result<(CpuStorage, Shape)> {
     let shape = shape.into();
-    let data = buffer(shape.elem_count(), fill)?;
+    let data = buffer(elements_of(&shape)?, fill)?;
     Ok((T::to_cpu_storage_owned(data), shape))
 }
 
@@ -163,7 +182,7 @@ pub(crate) fn tensor<T: WithDType>(
     fill: impl FnOnce(&mut [T]),
 ) -> Result<Tensor> {
     let shape = shape.into();
-    let data = buffer(shape.elem_count(), fill)?;
+    let data = buffer(elements_of(&shape)?, fill)?;
     Tensor::from_vec(data, shape, &Device::Cpu)
 }
 
@@ -215,7 +234,7 @@ pub(crate) fn ids(
     if graph::is_tracing() {
         return Ok(Vec::new()); // a trace knows the tensor, not what is in it
     }
-    let ids = ids.flatten_all()?.to_vec1::<u32>()?;
+    let ids = operand(op, ids)?.flatten_all()?.to_vec1::<u32>()?;
     let outside = |id: &u32| *id as usize >= vocab_size && Some(*id) != ignore;
     match ids.iter().position(outside) {
         Some(position) => Err(crate::Error::TokenId {

@@ -4,8 +4,9 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
 use super::linear::last_dim;
-use super::record::{Spec, apply1, composed, contiguous, input, widen};
-use crate::graph;
+use super::record::{Spec, apply1, composed, contiguous, wide_input};
+use crate::{graph};
+use super::operand::{operand};
 use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
 use crate::precision::decide;
 use crate::probe::Operand;
@@ -19,8 +20,8 @@ use {super::cuda, crate::kernels::cuda::cross_entropy as cuda_kernel, candle_cor
 /// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32, the loss a scalar.
 ///
 /// The loss is f32 for logits in f32 or half precision, f64 for f64. Backward: `dlogits = (softmax(logits) - onehot) / n`.
-/// Kept for backward: the logits and the log-sum-exp of each row, no probabilities. Autocast: f32 under both policies;
-/// half-precision logits are widened inside, not copied.
+/// Kept for backward: the logits, and two numbers a row, the largest logit (top) and the sum of `exp(logit - top)`; no
+/// probabilities. Autocast: f32 under both policies; half-precision logits are widened inside, not copied.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -56,7 +57,7 @@ fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Resul
         Path::Kernel => {
             let op = CrossEntropy {
                 targets,
-                lse: OnceLock::new(),
+                statistics: OnceLock::new(),
             };
             Ok(apply1(&contiguous(logits)?, op)?)
         }
@@ -76,8 +77,8 @@ pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<u32>) -
 
 /// Logits as the policy wants them. f32 of half precision is what the op computes in anyway: a copy would only cost memory.
 fn autocast_logits(logits: &Tensor) -> Result<Tensor> {
-    match decide("cross_entropy", &[logits.dtype()]) {
-        None | Some(DType::F32) => Ok(logits.clone()),
+    match decide("cross_entropy", &[logits.into()]) {
+        None | Some(DType::F32) => operand("cross_entropy", logits),
         Some(_) => Ok(cast_for("cross_entropy", [logits])?[0].clone()),
     }
 }
@@ -102,13 +103,13 @@ pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
         .unzip();
     let classes = Tensor::from_vec(classes, (targets.counted, 1), device)?; // (n, 1)
     let rows = Tensor::from_vec(rows, targets.counted, device)?; // (n)
-    let logits = widen(&input(logits))?
+    let logits = wide_input("cross_entropy", logits)?
         .reshape((targets.ids.len(), ()))?
         .index_select(&rows, 0)?; // (n, V)
     let top = logits.max_keepdim(D::Minus1)?.detach(); // (n, 1)
-    let total = logits.broadcast_sub(&top)?.exp()?.sum_keepdim(D::Minus1)?;
-    let lse = (total.log()? + top)?; // (n, 1)
-    let losses = (lse - logits.gather(&classes, D::Minus1)?)?;
+    let below = logits.broadcast_sub(&top)?; // (n, V)
+    let total = below.exp()?.sum_keepdim(D::Minus1)?; // (n, 1)
+    let losses = (total.log()? - below.gather(&classes, D::Minus1)?)?;
     Ok((losses.sum_all()? / targets.counted as f64)?)
 }
 
@@ -199,19 +200,21 @@ impl Targets {
 
 struct CrossEntropy {
     targets: Targets,
-    /// The log-sum-exp of each row, (N).
-    lse: OnceLock<Tensor>,
+    /// (top, total) of each row, (N, 2). Not their log-sum-exp: one number has no room for the digits of both.
+    statistics: OnceLock<Tensor>,
 }
 
 impl CrossEntropy {
     fn forward<T: Stored>(&self, logits: &[T]) -> candle_core::Result<(CpuStorage, Shape)> {
         let rows = self.targets.ids.len();
         let classes = logits.len() / rows;
-        let ((losses, _), lse) = output_keeping::<T::Wide, T::Wide>(rows, rows, |losses, lse| {
-            kernel::forward(logits, classes, |row| self.targets.get(row), losses, lse)
-        })?;
-        probe::kept("lse", &lse);
-        let _ = self.lse.set(lse); // empty until now: an op runs forward once
+        let target = |row| self.targets.get(row);
+        let ((losses, _), statistics) =
+            output_keeping::<T::Wide, T::Wide>(rows, (rows, 2), |losses, statistics| {
+                kernel::forward(logits, classes, target, losses, statistics)
+            })?;
+        probe::kept("top and total", &statistics);
+        let _ = self.statistics.set(statistics); // empty until now: an op runs forward once
         let mean = self.targets.mean(losses.as_slice::<T::Wide>()?);
         Ok((T::Wide::to_cpu_storage_owned(vec![mean]), Shape::from(())))
     }
@@ -219,14 +222,15 @@ impl CrossEntropy {
     fn backward<T: Stored>(
         &self,
         logits: &Tensor,
-        lse: &Tensor,
+        statistics: &Tensor,
         dloss: &Tensor,
     ) -> candle_core::Result<Tensor> {
         let weight = self.targets.share(dloss.to_scalar::<T::Wide>()?);
-        let (x, lse) = (elements::<T>(logits)?, elements::<T::Wide>(lse)?);
+        let (x, statistics) = (elements::<T>(logits)?, elements::<T::Wide>(statistics)?);
         let classes = x.len() / self.targets.ids.len();
+        let target = |row| self.targets.get(row);
         tensor(logits.shape(), |dx| {
-            kernel::backward(&x, classes, |row| self.targets.get(row), &lse, weight, dx)
+            kernel::backward(&x, classes, target, &statistics, weight, dx)
         })
     }
 }
@@ -268,18 +272,18 @@ impl CustomOp1 for CrossEntropy {
         let (card, rows) = (&logits.device, self.targets.ids.len());
         let ids = cuda::ids(card, &self.targets.ids)?;
         let room = |len| cuda::room(card, DType::F32, len);
-        let (losses, lse, mean) = (room(rows)?, room(rows)?, room(1)?);
+        let (losses, statistics, mean) = (room(rows)?, room(2 * rows)?, room(1)?);
         cuda_kernel::forward(
             card,
             cuda::view(logits, layout)?,
             self.targets.on_card(&ids)?,
             cuda::whole(&losses)?,
-            cuda::whole(&lse)?,
+            cuda::whole(&statistics)?,
             cuda::whole(&mean)?,
         )?;
-        let lse = cuda::tensor(lse, rows);
-        probe::kept("lse", &lse);
-        let _ = self.lse.set(lse); // empty until now: an op runs forward once
+        let statistics = cuda::tensor(statistics, (rows, 2));
+        probe::kept("top and total", &statistics);
+        let _ = self.statistics.set(statistics); // empty until now: an op runs forward once
         Ok((mean, Shape::from(())))
     }
 
@@ -289,7 +293,7 @@ impl CustomOp1 for CrossEntropy {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> candle_core::Result<Option<Tensor>> {
-        let Some(lse) = self.lse.get() else {
+        let Some(statistics) = self.statistics.get() else {
             candle_core::bail!("cross_entropy: backward before forward");
         };
         #[cfg(feature = "cuda")]
@@ -304,12 +308,12 @@ impl CustomOp1 for CrossEntropy {
                 card,
                 cuda::elements(logits)?,
                 self.targets.on_card(&ids)?,
-                cuda::elements(lse)?,
+                cuda::elements(statistics)?,
                 cuda::elements(&dloss)?,
                 cuda::whole(&dlogits)?,
             )?;
             return Ok(Some(cuda::tensor(dlogits, logits.shape())));
         }
-        for_stored!(logits.dtype(), T => Ok(Some(self.backward::<T>(logits, lse, dloss)?)))
+        for_stored!(logits.dtype(), T => Ok(Some(self.backward::<T>(logits, statistics, dloss)?)))
     }
 }

@@ -1,7 +1,8 @@
 //! Kernel or reference: the decision, and the list of what fell back.
 
 use crate::graph::{self, Target};
-use crate::kernels::limits;
+use crate::kernels::{limits};
+use super::operand::{check_float, check_size, is_half, is_supported_float};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;
@@ -77,10 +78,7 @@ pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
 pub(super) fn has_kernel(op: &'static str, x: &Tensor) -> bool {
     match (graph::target(), x.device()) {
         (Some(Target::Cuda), _) => has_cuda_kernel(op, x),
-        (Some(Target::Cpu), _) | (None, Device::Cpu) => matches!(
-            x.dtype(),
-            DType::F32 | DType::F64 | DType::F16 | DType::BF16
-        ),
+        (Some(Target::Cpu), _) | (None, Device::Cpu) => is_supported_float(x.dtype()),
         #[cfg(feature = "cuda")]
         (None, Device::Cuda(card)) => {
             has_cuda_kernel(op, x) && crate::kernels::cuda::source::runs_on(card)
@@ -115,21 +113,9 @@ pub(super) fn has_cuda_kernel(op: &'static str, x: &Tensor) -> bool {
     stored && x.elem_count() > 0 && width <= widest
 }
 
-fn is_half(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::BF16)
-}
-
 /// As [`choose`], for an op that knows itself whether it has a kernel for `x`.
 pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Result<Path> {
-    // First of all: a reference would compute with integers, and be wrong in silence.
-    if !x.dtype().is_float() {
-        return Err(Error::DType {
-            op,
-            expected: "a floating-point tensor".into(),
-            got: x.dtype().as_str().into(),
-            hint: "convert with to_dtype".into(),
-        });
-    }
+    check_float(op, x)?; // before the path is chosen: candle's ops would compute with integers
     match (POLICY.get(), has_kernel) {
         (KernelPolicy::Reference, _) => Ok(Path::Reference),
         (_, true) => Ok(Path::Kernel),
@@ -165,7 +151,11 @@ fn check_operands(
     let [(first_name, first), rest @ ..] = operands else {
         return Ok(());
     };
+    check_float(op, first)?;
     let f32_too = f32_beside_half && is_half(first.dtype());
+    for (_, tensor) in operands {
+        check_size(op, tensor.dims(), tensor.dtype(), tensor.device())?;
+    }
     for (name, tensor) in rest {
         if tensor.dtype() != first.dtype() && !(f32_too && tensor.dtype() == DType::F32) {
             return Err(Error::DType {

@@ -1,6 +1,7 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
-use super::cast::{cast, cast_for, check_float};
+use super::cast::{cast, cast_for};
+use super::operand::check_supported;
 use super::record::{composed, input};
 use crate::Result;
 use candle_core::{DType, Shape, Tensor};
@@ -47,7 +48,7 @@ pub(super) fn in_f32(
     shape: impl Into<Shape>,
     f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    check_float(op, x)?;
+    check_supported(op, x)?;
     let [x] = cast_for(op, [x])?;
     composed(op, &[&x], (shape, x.dtype()), || {
         let wide = match x.dtype() {

@@ -3,7 +3,8 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{Spec, apply1, composed, contiguous, input, widen};
+use super::record::{Spec, apply1, composed, contiguous, wide_input};
+use super::operand::{check_float, check_size};
 use crate::kernels::cpu::embedding as kernel;
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -44,11 +45,12 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`embedding()`].
 pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
-    let (_, shape) = check(tokens, table)?;
+    let (ids, shape) = check(tokens, table)?;
+    let ids = Tensor::from_vec(ids, tokens.elem_count(), table.device())?;
     // Widened for the gradient's sake: candle adds the rows of a repeated id in the dtype they come in.
-    let rows = widen(&input(table))?
+    let rows = wide_input("embedding", table)?
         .contiguous()?
-        .index_select(&tokens.flatten_all()?, 0)?;
+        .index_select(&ids, 0)?;
     Ok(rows.reshape(shape)?.to_dtype(table.dtype())?)
 }
 
@@ -62,9 +64,12 @@ fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
             hint: "one row for each token".into(),
         });
     };
+    check_float("embedding", table)?;
+    check_size("embedding", table.dims(), table.dtype(), table.device())?;
     let ids = ids("embedding", tokens, vocab_size, None)?;
     let mut shape = tokens.dims().to_vec();
     shape.push(width);
+    check_size("embedding", &shape, table.dtype(), table.device())?;
     Ok((ids, shape.into()))
 }
 

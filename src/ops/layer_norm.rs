@@ -4,8 +4,8 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::record::{Spec, apply3, composed, contiguous, input, like_first, widen};
-use crate::graph::Attribute;
+use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, widen};
+use crate::graph::{Attribute};
 use crate::kernels::cpu::{Stored, layer_norm as kernel};
 use crate::precision::decide;
 use crate::probe::Operand;
@@ -22,6 +22,9 @@ use std::sync::OnceLock;
 /// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Kept for backward: x, w, b, and (mean, rstd)
 /// of each row.
 ///
+/// In a row of two elements h is near -1 and 1, and the terms of dx cancel to `eps / (var + eps)` of their size: what
+/// remains is mostly their rounding, here as in PyTorch.
+///
 /// Autocast: f32, and so is y, under CUDA's policy; under the CPU's y has x's dtype, and a half-precision x beside f32 w
 /// and b is computed in f32 and rounded once.
 ///
@@ -30,7 +33,7 @@ use std::sync::OnceLock;
 /// # Errors
 /// A weight or bias that is not (D), mixed dtypes (but for f32 beside x in half precision) or devices.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
-    let dtype = decide("layer_norm", &[x.dtype()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
+    let dtype = decide("layer_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight, bias] = &cast_for("layer_norm", [x, weight, bias])?;
     check(x, weight, bias)?;
     let y = match choose("layer_norm", x)? {
@@ -63,8 +66,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// As [`layer_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight, bias)?;
-    let wide = widen(&input(x))?;
-    let (weight, bias) = (widen(&input(weight))?, widen(&input(bias))?);
+    let [wide, weight, bias] = [x, weight, bias].map(|x| wide_input("layer_norm", x));
+    let (wide, weight, bias) = (wide?, weight?, bias?);
     let centred = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
     let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (variance + eps)?.sqrt()?.recip()?;

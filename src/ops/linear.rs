@@ -2,7 +2,8 @@
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{Spec, apply2, composed, contiguous, input};
+use super::record::{Spec, apply2, composed, contiguous, float_input};
+use super::operand::{check_size, zeros_of};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::probe::Operand;
@@ -51,11 +52,13 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// As [`linear()`].
 pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     check(x, weight)?;
-    let (x, weight) = (input(x), input(weight));
+    let (x, weight) = (float_input("linear", x)?, float_input("linear", weight)?);
     let (out, depth) = weight.dims2()?;
     let shape = ending(x.dims(), out);
-    let rows = shape[..shape.len() - 1].iter().product::<usize>();
-    Ok(x.reshape((rows, depth))?
+    if depth == 0 {
+        return Ok(zeros_of("linear", shape, x.dtype(), &[&x, &weight])?);
+    }
+    Ok(x.reshape((rows_of(&shape), depth))?
         .matmul(&weight.t()?)?
         .reshape(shape)?)
 }
@@ -63,7 +66,9 @@ pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
 fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     check_same("linear", &[("x", x), ("weight", weight)])?;
     let wanted = match (weight.dims(), x.dims().last()) {
-        ([_, depth], Some(last)) if depth == last => return Ok(()),
+        ([out, depth], Some(last)) if depth == last => {
+            return check_size("linear", &ending(x.dims(), *out), x.dtype(), x.device());
+        }
         ([_, depth], _) => format!("x (..., {depth}) for the weight {:?}", weight.dims()),
         _ => "weight (out, in)".into(),
     };
@@ -89,7 +94,7 @@ impl Linear {
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let (card, dtype) = (cuda::card(dy)?, dy.dtype());
         let (out, depth) = weight.dims2()?;
-        let rows = x.elem_count() / depth.max(1);
+        let rows = rows_of(dy.dims());
         let of_dy = cuda::matrix(dy, rows, out)?; // (N, out)
         let dx = x.track_op().then(|| {
             let weight = self.copy.for_backward(weight)?;
@@ -133,7 +138,7 @@ impl CustomOp2 for Linear {
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (out, depth) = weight_layout.shape().dims2()?;
         let shape = ending(x_layout.dims(), out);
-        let rows = shape[..shape.len() - 1].iter().product(); // N
+        let rows = rows_of(&shape); // N
         for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
             self.copy.read::<T, _>(weight, weight_layout, |weight| {
@@ -152,7 +157,7 @@ impl CustomOp2 for Linear {
         weight_layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let (out, depth) = weight_layout.shape().dims2()?;
-        let rows = x_layout.shape().elem_count() / depth.max(1); // N
+        let rows = rows_of(x_layout.dims()); // N
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
         let y = self.copy.product_on_card(of_x, weight, weight_layout)?;
         Ok((y, ending(x_layout.dims(), out).into()))
@@ -166,7 +171,7 @@ impl CustomOp2 for Linear {
         dy: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let (out, depth) = weight.dims2()?;
-        let rows = dy.dims()[..dy.rank() - 1].iter().product();
+        let rows = rows_of(dy.dims());
         let dy = dy.contiguous()?;
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
@@ -195,6 +200,12 @@ impl CustomOp2 for Linear {
     }
 }
 
+/// N: how many rows a tensor of these dimensions has, empty ones too.
+pub(crate) fn rows_of(dims: &[usize]) -> usize {
+    dims.split_last()
+        .map_or(1, |(_, leading)| leading.iter().product())
+}
+
 /// `dims` with another last dimension.
 pub(crate) fn ending(dims: &[usize], last: usize) -> Vec<usize> {
     let leading = dims.len() - 1;
@@ -203,6 +214,7 @@ pub(crate) fn ending(dims: &[usize], last: usize) -> Vec<usize> {
 
 /// The last dimension of `x`, for ops that work along it.
 pub(super) fn last_dim(op: &'static str, x: &Tensor) -> Result<usize> {
+    check_size(op, x.dims(), x.dtype(), x.device())?;
     x.dim(D::Minus1).map_err(|_| Error::Shape {
         op,
         expected: "at least one dimension".into(),

@@ -5,6 +5,7 @@ use super::cross_entropy::{Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::linear::{self, ending};
 use super::record::{Spec, apply2, composed, contiguous};
+use super::operand::{check_size};
 use super::weight::{WeightCopy, with_copies};
 use crate::graph::{self, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
@@ -28,9 +29,9 @@ use {
 /// reads. As one op, the logits' gradient is scratch instead of a node of candle's graph, where it would be added to
 /// zeros: B T V elements written and read once less, and two buffers of them fewer at the peak.
 /// Backward: `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Kept for backward: x, W, the
-/// logits (N, V), and on the CPU the log-sum-exp of each row; on a card the logits become their gradient where they lie, and
-/// a second backward computes them again. Autocast: the product is lower under both policies, as [`linear()`] is;
-/// the loss is computed from those logits in f32, and returned in f32.
+/// logits (N, V), and on the CPU two numbers a row, as [`cross_entropy`](super::cross_entropy()) keeps; on a GPU the logits
+/// become their gradient in place, and a second backward computes them again. Autocast: the product is lower under both
+/// policies, as [`linear()`] is; the loss is computed from those logits in f32, and returned in f32.
 ///
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
@@ -73,6 +74,7 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
     check_same(OP, &[("x", x), ("weight", weight)])?;
     match (x.dims(), weight.dims()) {
         ([leading @ .., last], [classes, depth]) if last == depth => {
+            check_size(OP, &ending(x.dims(), *classes), x.dtype(), x.device())?;
             Targets::check(OP, leading, *classes, targets, None)
         }
         _ => Err(Error::Shape {
@@ -87,7 +89,7 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
 struct LinearCrossEntropy {
     copy: WeightCopy,
     targets: Targets,
-    /// The logits (N, V) and the log-sum-exp of each row (N).
+    /// The logits (N, V), and (top, total) of each row (N, 2), as cross-entropy keeps them.
     kept: OnceLock<(Tensor, Tensor)>,
     /// The logits (N, V) on a card, until backward makes them their gradient.
     #[cfg(feature = "cuda")]
@@ -108,16 +110,17 @@ impl LinearCrossEntropy {
         let logits = tensor::<T>((rows, classes), |logits| {
             matmul(x, weight.t(), logits, false, Threads::All)
         })?;
-        let (losses, lse) = {
+        let (losses, statistics) = {
             let logits = elements::<T>(&logits)?;
-            tensors(rows, rows, |losses, lse| {
-                kernel::forward(&logits, classes, |row| self.targets.get(row), losses, lse)
+            let target = |row| self.targets.get(row);
+            tensors(rows, (rows, 2), |losses, statistics| {
+                kernel::forward(&logits, classes, target, losses, statistics)
             })?
         };
         let loss = self.targets.mean(&elements::<T::Wide>(&losses)?);
         probe::kept("logits", &logits);
-        probe::kept("lse", &lse);
-        let _ = self.kept.set((logits, lse)); // empty until now: an op runs forward once
+        probe::kept("top and total", &statistics);
+        let _ = self.kept.set((logits, statistics)); // empty until now: an op runs forward once
         Ok(loss)
     }
 }
@@ -233,14 +236,14 @@ impl CustomOp2 for LinearCrossEntropy {
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
         let logits = self.copy.product_on_card(of_x, weight, weight_layout)?; // (N, V)
         let room = |len| cuda::room(card, DType::F32, len);
-        let (losses, lse, mean) = (room(rows)?, room(rows)?, room(1)?);
+        let (losses, statistics, mean) = (room(rows)?, room(2 * rows)?, room(1)?);
         let ids = cuda::ids(card, &self.targets.ids)?;
         cuda_kernel::forward(
             card,
             cuda::whole(&logits)?,
             self.targets.on_card(&ids)?,
             cuda::whole(&losses)?,
-            cuda::whole(&lse)?,
+            cuda::whole(&statistics)?,
             cuda::whole(&mean)?,
         )?;
         let logits = cuda::tensor(logits, (rows, classes));
@@ -260,7 +263,7 @@ impl CustomOp2 for LinearCrossEntropy {
         if x.device().is_cuda() {
             return self.backward_on_card(x, weight, dloss);
         }
-        let Some((logits, lse)) = self.kept.get() else {
+        let Some((logits, statistics)) = self.kept.get() else {
             candle_core::bail!("linear_cross_entropy: backward before forward");
         };
         let (rows, classes) = logits.dims2()?;
@@ -268,10 +271,10 @@ impl CustomOp2 for LinearCrossEntropy {
             type Wide = <T as Stored>::Wide;
             let share = self.targets.share(dloss.to_scalar::<Wide>()?);
             let dlogits = {
-                let (logits, lse) = (elements::<T>(logits)?, elements::<Wide>(lse)?);
+                let (logits, statistics) = (elements::<T>(logits)?, elements::<Wide>(statistics)?);
                 let target = |row| self.targets.get(row);
                 tensor::<T>((rows, classes), |dlogits| {
-                    kernel::backward(&logits, classes, target, &lse, share, dlogits)
+                    kernel::backward(&logits, classes, target, &statistics, share, dlogits)
                 })?
             };
             let dlogits = elements::<T>(&dlogits)?;

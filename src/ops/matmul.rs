@@ -1,12 +1,14 @@
 //! Batched matrix products.
 
-use super::cast::cast_for;
+use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::record::{Spec, apply2, composed, contiguous, input};
-use crate::graph::Attribute;
+use crate::graph::{Attribute};
 use crate::kernels::cpu::gemm::{Batched, matmul_batched};
-use crate::probe::Operand;
+use crate::probe::{Operand};
+use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
+use crate::precision::{suspended};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
@@ -45,6 +47,12 @@ pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// As [`matmul`](fn@matmul).
 pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     check("matmul", a, b, transposed)?;
+    let (a, b) = (&input(a), &input(b));
+    if a.dims().ends_with(&[0]) {
+        let (a_sizes, b_sizes) = MatMul { transposed }.sizes(a.dims(), b.dims())?;
+        let shape = MatMul { transposed }.shape(a_sizes, b_sizes);
+        return Ok(zeros_of("matmul", shape, a.dtype(), &[a, b])?);
+    }
     if a.rank() > 4 {
         // More than candle multiplies: the leading dimensions as one.
         let leading = &a.dims()[..a.rank() - 2];
@@ -52,12 +60,17 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
         let c = reference(&a, &b, transposed)?;
         return Ok(c.reshape([leading, &c.dims()[1..]].concat())?);
     }
-    let (a, b) = (input(a).contiguous()?, input(b).contiguous()?);
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
     let b = if transposed { b.t()? } else { b };
     Ok(a.matmul(&b)?)
 }
 
 fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+    check_size(op, a.dims(), a.dtype(), a.device())?;
+    check_size(op, b.dims(), b.dtype(), b.device())?;
+    if sums_in_half(a) || sums_in_half(b) {
+        return of_broadcast(op, a, b, transposed);
+    }
     let [a, b] = &cast_for(op, [a, b])?;
     check(op, a, b, transposed)?;
     match choose(op, a)? {
@@ -75,12 +88,30 @@ fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result
     }
 }
 
+/// The product where one factor is a broadcast view in half precision: its gradient is a sum of products, which are added
+/// in f32 and rounded once. So the product is f32's.
+fn of_broadcast(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+    let once = [without_repeats(a)?, without_repeats(b)?];
+    let [x, y] = cast_for(op, [&once[0], &once[1]])?;
+    check_same(op, &[("a", &x), ("b", &y)])?;
+    let wide =
+        |x: &Tensor, shape: &Shape| Ok::<_, Error>(cast(x, DType::F32)?.broadcast_as(shape)?);
+    let (a, b) = (wide(&x, a.shape())?, wide(&y, b.shape())?);
+    let c = suspended(|| product(op, &a, &b, transposed))?;
+    cast(&c, x.dtype())
+}
+
 fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<()> {
     check_same(op, &[("a", a), ("b", b)])?;
-    if let (Some(a), Some(b)) = (Sizes::of(a.dims()), Sizes::of(b.dims())) {
-        let depth = if transposed { b.cols } else { b.rows };
-        if a.leading == b.leading && a.cols == depth {
-            return Ok(());
+    if let (Some(a_sizes), Some(b_sizes)) = (Sizes::of(a.dims()), Sizes::of(b.dims())) {
+        let depth = if transposed {
+            b_sizes.cols
+        } else {
+            b_sizes.rows
+        };
+        if a_sizes.leading == b_sizes.leading && a_sizes.cols == depth {
+            let shape = MatMul { transposed }.shape(a_sizes, b_sizes);
+            return check_size(op, &shape, a.dtype(), a.device());
         }
     }
     Err(Error::Shape {

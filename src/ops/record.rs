@@ -1,5 +1,6 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
+use super::operand::{check_float, check_supported, operand, zeros_of};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute};
 use crate::probe::{self, Kind, Operand, Operands, Path};
@@ -300,8 +301,9 @@ fn leave(range: probe::Guard, inputs: &[&Tensor], output: &Tensor) {
 }
 
 /// Runs `f`, candle's own ops that stand for the op called `name` on `inputs`, and make an `output` of this shape and
-/// dtype. Their backward is candle's, and says nothing.
-pub(crate) fn composed<E: From<crate::Error>>(
+/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs, where candle's own
+/// depends on the first or on none.
+pub(crate) fn composed<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
     output: (impl Into<Shape>, DType),
@@ -309,11 +311,15 @@ pub(crate) fn composed<E: From<crate::Error>>(
 ) -> std::result::Result<Tensor, E> {
     if graph::is_tracing() {
         let op = Composed(output.0.into(), output.1);
-        return Ok(graph::record(name, op, inputs, true)?);
+        let y = graph::record(name, op, inputs, true).map_err(candle_core::Error::from)?;
+        return Ok(y);
     }
     let path = probe::op_path(name);
     let range = probe::op(Kind::Op, name, path);
-    let y = f()?;
+    let mut y = f()?;
+    if y.dims().contains(&0) {
+        y = zeros_of(name, y.shape(), y.dtype(), &[&[&y], inputs].concat())?;
+    }
     if probe::is_listening() {
         leave(range, inputs, &y);
         probe::produced(path, &y);
@@ -330,12 +336,16 @@ impl Spec for Composed {
     }
 }
 
-/// `x` as a reference implementation should take it: outside the graph under `no_grad`.
+/// `x` as candle's ops should take it: outside the graph under `no_grad`.
 pub(crate) fn input(x: &Tensor) -> Tensor {
-    if is_grad_enabled() {
-        x.clone()
-    } else {
-        x.detach()
+    // A view of nothing may begin beyond its storage: elsewhere, if there is room for nothing.
+    let x = match x.dims().contains(&0) {
+        true => operand("input", x).unwrap_or_else(|_| x.clone()),
+        false => x.clone(),
+    };
+    match is_grad_enabled() {
+        true => x,
+        false => x.detach(),
     }
 }
 
@@ -349,8 +359,24 @@ pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// The [`input`] of a `reference`, which is public and so checks by itself that `x` is a float: integers would give wrong
+/// results without an error.
+pub(crate) fn float_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> {
+    check_float(op, x)?;
+    Ok(input(x))
+}
+
+/// As [`float_input`], widened to compute in.
+pub(crate) fn wide_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> {
+    Ok(widen(&float_input(op, x)?)?)
+}
+
 /// `x` in a dtype fit for computing: half precision widened to f32.
+///
+/// # Errors
+/// Other dtypes: integers have no gradient, and candle hardly converts floats of 8 bits.
 pub(crate) fn widen(x: &Tensor) -> Result<Tensor> {
+    check_supported("to compute", x)?;
     match x.dtype() {
         DType::F32 | DType::F64 => Ok(x.clone()),
         _ if graph::is_tracing() => composed("widen", &[x], (x.shape(), DType::F32), || {

@@ -1,7 +1,6 @@
 //! Sums and means over a whole tensor, and log-softmax.
 
 use super::elementwise::in_f32;
-use super::linear::last_dim;
 use crate::{Error, Result};
 use candle_core::{D, Tensor};
 
@@ -28,7 +27,7 @@ pub fn sum(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// A dtype that is not a float, an empty tensor.
 pub fn mean(x: &Tensor) -> Result<Tensor> {
-    if x.elem_count() == 0 {
+    if x.dims().contains(&0) {
         return Err(Error::Shape {
             op: "mean",
             expected: "at least one element".into(),
@@ -39,28 +38,28 @@ pub fn mean(x: &Tensor) -> Result<Tensor> {
     in_f32("mean", x, (), Tensor::mean_all)
 }
 
-/// `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V).
+/// `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V). A scalar is one element, as in PyTorch.
 ///
 /// In plain candle ops, half precision computed in f32 and rounded once. For a loss, [`cross_entropy`](super::cross_entropy())
 /// keeps far less for backward.
 ///
 /// # Errors
-/// A scalar, an empty last dimension, a dtype that is not a float.
+/// A dtype that is not a float.
 pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
-    if last_dim("log_softmax", x)? == 0 {
-        return Err(Error::Shape {
-            op: "log_softmax",
-            expected: "at least one element in the last dimension".into(),
-            got: format!("{:?}", x.dims()),
-            hint: "there is nothing to normalise".into(),
-        });
-    }
     in_f32("log_softmax", x, x.shape(), |x| {
         if x.elem_count() == 0 {
             return Ok(x.clone()); // candle refuses to reduce nothing
         }
-        let centred = x.broadcast_sub(&x.max_keepdim(D::Minus1)?.detach())?;
-        let total = centred.exp()?.sum_keepdim(D::Minus1)?;
-        centred.broadcast_sub(&total.log()?)
+        if x.rank() == 0 {
+            let row = x.reshape(1)?;
+            return log_probabilities(&row)?.reshape(());
+        }
+        log_probabilities(x)
     })
+}
+
+fn log_probabilities(x: &Tensor) -> candle_core::Result<Tensor> {
+    let centred = x.broadcast_sub(&x.max_keepdim(D::Minus1)?.detach())?;
+    let total = centred.exp()?.sum_keepdim(D::Minus1)?;
+    centred.broadcast_sub(&total.log()?)
 }

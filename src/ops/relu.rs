@@ -3,7 +3,8 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{Spec, apply1, composed, contiguous, input, like_first};
+use super::record::{Spec, apply1, composed, contiguous, float_input, like_first};
+use super::operand::{check_size};
 use crate::Result;
 use crate::kernels::cpu::relu as kernel;
 use crate::probe::Operand;
@@ -28,7 +29,8 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`relu()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
-    let x = input(x);
+    check_size("relu", x.dims(), x.dtype(), x.device())?;
+    let x = float_input("relu", x)?;
     Ok(x.le(0.0)?.where_cond(&x.zeros_like()?, &x)?)
 }
 

@@ -4,8 +4,8 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::record::{Spec, apply2, composed, contiguous, input, like_first, widen};
-use crate::graph::Attribute;
+use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
+use crate::graph::{Attribute};
 use crate::kernels::cpu::{Stored, rms_norm as kernel};
 use crate::precision::decide;
 use crate::probe::Operand;
@@ -37,7 +37,7 @@ use {
 /// # Errors
 /// A weight that is not (D), mixed dtypes (but for a weight in f32 beside half precision) or devices.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let dtype = decide("rms_norm", &[x.dtype()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
+    let dtype = decide("rms_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight] = &cast_for("rms_norm", [x, weight])?;
     check(x, weight)?;
     let y = match choose("rms_norm", x)? {
@@ -64,7 +64,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// As [`rms_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight)?;
-    let (wide, weight) = (widen(&input(x))?, widen(&input(weight))?);
+    let (wide, weight) = (wide_input("rms_norm", x)?, wide_input("rms_norm", weight)?);
     let mean_square = wide.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (mean_square + eps)?.sqrt()?.recip()?;
     let y = wide.broadcast_mul(&rstd)?.broadcast_mul(&weight)?;

@@ -3,7 +3,7 @@
 use super::cast::cast_led_by;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same_or_f32, choose};
-use super::record::{Spec, apply1, composed, contiguous, input, like_first, widen};
+use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input, widen};
 use crate::kernels::cpu::{Stored, rope as kernel};
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -56,7 +56,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// As [`rope()`].
 pub fn reference(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     check(x, cos, sin)?;
-    let wide = widen(&input(x))?;
+    let wide = wide_input("rope", x)?;
     let (cos, sin) = (widen(&cos.detach())?, widen(&sin.detach())?);
     let mut pairs = x.dims().to_vec(); // (..., T, Dh/2, 2)
     let width = pairs.pop().unwrap_or(0);

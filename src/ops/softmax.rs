@@ -3,9 +3,9 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::linear::last_dim;
-use super::record::{Spec, apply1, composed, contiguous, input, like_first, widen};
-use crate::graph::Attribute;
+use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
+use crate::graph::{Attribute};
+use super::operand::{check_float, check_size};
 use crate::kernels::Mask;
 use crate::kernels::cpu::softmax as kernel;
 use crate::probe::Operand;
@@ -17,7 +17,7 @@ use {super::cuda, crate::kernels::cuda::softmax as cuda_kernel, candle_core::Cud
 
 /// `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves: x and p (..., Tq, Tk).
 ///
-/// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank. Masked places are 0, and so is a row without a
+/// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank (a scalar is one key). Masked places are 0, and so is a row without a
 /// visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a mask tensor nor
 /// scaled scores ever exist; in half precision x instead of p, from which p is computed again, unrounded. Autocast: f32
 /// under CUDA's policy, follows x under the CPU's.
@@ -32,7 +32,7 @@ use {super::cuda, crate::kernels::cuda::softmax as cuda_kernel, candle_core::Cud
 /// ```
 ///
 /// # Errors
-/// A scalar, an empty last dimension, or a mask on a tensor of one dimension.
+/// A mask on a tensor of less than two dimensions.
 pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let [x] = &cast_for("softmax", [x])?;
     let (queries, keys) = check(x, mask)?;
@@ -59,10 +59,13 @@ pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
 /// As [`softmax()`].
 pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let (queries, keys) = check(x, mask)?;
-    if x.elem_count() == 0 {
-        return Ok(input(x).contiguous()?); // candle refuses to reduce nothing
+    if x.rank() == 0 {
+        return Ok(reference(&x.reshape(1)?, scale, mask)?.reshape(())?);
     }
-    let wide = widen(&input(x))?;
+    let wide = wide_input("softmax", x)?;
+    if x.dims().contains(&0) {
+        return Ok(wide.contiguous()?.to_dtype(x.dtype())?); // candle refuses to reduce nothing
+    }
     // In the dtype before on the device: Metal has no f64.
     let scalar = |value: f64| -> candle_core::Result<Tensor> {
         let value = Tensor::new(value, &Device::Cpu)?.to_dtype(wide.dtype())?;
@@ -109,17 +112,19 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     Ok(e.broadcast_div(&total)?.to_dtype(x.dtype())?)
 }
 
-/// (Tq, Tk); one query where there is one dimension.
+/// (Tq, Tk); one query where there is one dimension, and one key where there is none.
 fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
-    let keys = last_dim("softmax", x)?;
-    match x.dims() {
-        [.., queries, _] if keys > 0 => Ok((*queries, keys)),
-        [_] if keys > 0 && mask == Mask::Full => Ok((1, keys)),
+    check_float("softmax", x)?;
+    check_size("softmax", x.dims(), x.dtype(), x.device())?;
+    match *x.dims() {
+        [.., queries, keys] => Ok((queries, keys)),
+        [keys] if mask == Mask::Full => Ok((1, keys)),
+        [] if mask == Mask::Full => Ok((1, 1)),
         _ => Err(Error::Shape {
             op: "softmax",
-            expected: "x (..., Tq, Tk) with at least one key".into(),
+            expected: "x (..., Tq, Tk)".into(),
             got: format!("{:?} with {mask:?}", x.dims()),
-            hint: "a mask needs queries and keys; Mask::Full takes one dimension too".into(),
+            hint: "a mask needs queries and keys; Mask::Full takes any rank".into(),
         }),
     }
 }

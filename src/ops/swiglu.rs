@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{Spec, apply2, composed, contiguous, input, like_first, widen};
+use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -39,8 +39,15 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// As [`swiglu()`].
 pub fn reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
-    let (wide, up) = (widen(&input(gate))?, widen(&input(up))?);
-    Ok((wide.silu()? * up)?.to_dtype(gate.dtype())?)
+    let (wide, up) = (wide_input("swiglu", gate)?, wide_input("swiglu", up)?);
+    Ok(((&wide * sigmoid(&wide)?)? * up)?.to_dtype(gate.dtype())?)
+}
+
+/// `1 / (1 + exp(-x))`, from `e = exp(-|x|)`, which is at most 1: 1 / (1 + e), or e / (1 + e) for negative x. candle's
+/// `silu` has a backward, `s (1 - y) + y` with s = sigmoid(x) and y = x s, that cancels for large x and overflows.
+fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
+    let e = x.abs()?.neg()?.exp()?;
+    x.ge(0.0)?.where_cond(&e.ones_like()?, &e)? / (e + 1.0)?
 }
 
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {

@@ -2,8 +2,9 @@
 
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
-use super::linear::{ending, linear};
+use super::linear::{ending, linear, rows_of};
 use super::record::{Spec, apply3, contiguous};
+use super::operand::{check_size};
 use super::swiglu::swiglu;
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
@@ -64,7 +65,12 @@ fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
         _ => false,
     };
     if fits {
-        return Ok(());
+        return check_size(
+            "swiglu_linear",
+            &ending(x.dims(), w1.dims()[0]),
+            x.dtype(),
+            x.device(),
+        );
     }
     Err(Error::Shape {
         op: "swiglu_linear",
@@ -87,7 +93,7 @@ struct SwiGluLinear {
 /// (N, D) for x (..., D).
 fn rows(x: &Shape) -> (usize, usize) {
     let width = x.dims().last().copied().unwrap_or_default();
-    (x.elem_count() / width.max(1), width)
+    (rows_of(x.dims()), width)
 }
 
 #[cfg(feature = "cuda")]

@@ -8,6 +8,7 @@
 use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::cpu::{elements, tensor, view};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
+use super::operand::operand;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
 use crate::{Result, precision, probe};
@@ -33,19 +34,19 @@ pub(super) fn with_copies<const N: usize>(
     x: &Tensor,
     weights: [&Tensor; N],
 ) -> Result<(Tensor, [Tensor; N], [WeightCopy; N])> {
-    let dtypes: Vec<DType> = [x].into_iter().chain(weights).map(Tensor::dtype).collect();
-    let Some(target) = precision::decide(op, &dtypes) else {
-        return Ok((
-            x.clone(),
-            weights.map(Tensor::clone),
-            weights.map(|_| WeightCopy::none()),
-        ));
+    let all: Vec<_> = [x].into_iter().chain(weights).map(Into::into).collect();
+    let x = operand(op, x)?;
+    let mut inputs = weights.map(Tensor::clone);
+    for weight in &mut inputs {
+        *weight = operand(op, weight)?;
+    }
+    let Some(target) = precision::decide(op, &all) else {
+        return Ok((x, inputs, weights.map(|_| WeightCopy::none())));
     };
     let in_half = matches!(target, DType::F16 | DType::BF16);
-    let x = cast_castable(x, target)?;
+    let x = cast_castable(&x, target)?;
     let copies_weights =
         in_half && current_kernel_policy() != KernelPolicy::Reference && has_kernel(op, &x);
-    let mut inputs = weights.map(Tensor::clone);
     let mut copies = weights.map(|_| WeightCopy::none());
     for (weight, copy) in inputs.iter_mut().zip(&mut copies) {
         let is_own = weight.is_variable() && weight.dtype() == DType::F32;

@@ -11,7 +11,7 @@ pub struct AdamWConfig {
     pub lr: f64,
     /// Decay rates of the running means of the gradient and of its square.
     pub betas: (f64, f64),
-    /// Added to the denominator, outside of its root.
+    /// Added to the denominator, outside of its root. At least [`MIN_EPS`](Self::MIN_EPS).
     pub eps: f64,
     /// Decoupled weight decay: a step first multiplies a parameter by `1 - lr * weight_decay`.
     pub weight_decay: f64,
@@ -29,11 +29,15 @@ impl Default for AdamWConfig {
 }
 
 impl AdamWConfig {
+    /// The smallest normal f32, 2^-126. A smaller `eps` may be 0 in f32, in which the state is: then a weight whose gradient has
+    /// always been 0 (a token that has not come yet) becomes 0 / 0. PyTorch accepts that.
+    pub const MIN_EPS: f64 = f32::MIN_POSITIVE as f64;
+
     /// Whether an optimizer can work with these numbers.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: `lr`, `eps` and `weight_decay` must be finite and at least 0, both betas at
-    /// least 0 and under 1.
+    /// [`Error::Config`] naming the field: `lr` and `weight_decay` must be finite and at least 0, `eps` finite and at least
+    /// [`MIN_EPS`](Self::MIN_EPS), both betas at least 0 and under 1.
     pub fn validate(&self) -> Result<()> {
         at_least_zero("AdamWConfig", "lr", self.lr)?;
         for (field, beta) in [("betas.0", self.betas.0), ("betas.1", self.betas.1)] {
@@ -47,7 +51,16 @@ impl AdamWConfig {
                 });
             }
         }
-        at_least_zero("AdamWConfig", "eps", self.eps)?;
+        if !(self.eps >= Self::MIN_EPS && self.eps.is_finite()) {
+            return Err(Error::Config {
+                config: "AdamWConfig",
+                field: "eps",
+                expected: format!("finite and at least {:e}", Self::MIN_EPS),
+                got: self.eps.to_string(),
+                hint: "with 0, weights without a gradient become 0 / 0; the usual value is 1e-8"
+                    .into(),
+            });
+        }
         at_least_zero("AdamWConfig", "weight_decay", self.weight_decay)
     }
 }

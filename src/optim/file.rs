@@ -4,12 +4,11 @@ use super::adamw::AdamW;
 use super::config::AdamWConfig;
 use crate::files::{TensorFile, save_tensors};
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The metadata's key. One key alone: a map of several has no fixed order, and equal states should give equal files.
+/// The metadata's key.
 const KEY: &str = "tallow.adamw";
 
 /// What the file says beside the tensors, as JSON.
@@ -31,7 +30,8 @@ impl AdamW {
     /// The file is whole or not there: it is written under another name in the same folder, synced, and renamed.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be written.
+    /// [`Error::Io`] if the file cannot be written; [`Error::Weight`] names an entry with an element that is not
+    /// finite or, in `exp_avg_sq`, negative. What was there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let groups = self.groups.iter().map(|group| GroupHeader {
@@ -48,8 +48,7 @@ impl AdamW {
         };
         let header = serde_json::to_string(&header)
             .map_err(|e| Error::io("write", path, std::io::Error::other(e)))?;
-        let metadata = HashMap::from([(KEY.to_string(), header)]);
-        save_tensors(path, &self.state(), metadata)
+        save_tensors(path, self.state_entries("").collect(), &[(KEY, header)], 1)
     }
 
     /// Reads what [`AdamW::save`] wrote into an optimizer of the same parameters in the same groups. Hyperparameters
@@ -57,8 +56,8 @@ impl AdamW {
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Format`] if it is damaged or no optimizer's,
-    /// [`Error::Weight`] naming an entry that is missing, unexpected or of another shape or dtype, [`Error::Resume`]
-    /// if parameters are in other groups. Nothing has changed then.
+    /// [`Error::Weight`] naming an entry that is missing, unexpected, of another shape or dtype, not finite or (in
+    /// `exp_avg_sq`) negative, [`Error::Resume`] if parameters are in other groups. Nothing has changed then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let file = TensorFile::open(path)?;
@@ -67,26 +66,14 @@ impl AdamW {
             problem,
             hint: "expected a file written by AdamW::save".into(),
         };
-        let header = file.metadata.get(KEY);
+        let header = file.text(KEY);
         let header = header.ok_or_else(|| foreign(format!("no {KEY} in its metadata")))?;
         let header: Header =
             serde_json::from_str(header).map_err(|e| foreign(format!("{KEY}: {e}")))?;
         for group in &header.groups {
             group.config.validate()?;
         }
-        let mut state: HashMap<String, Tensor> = HashMap::new();
-        for name in file.names()? {
-            if let Some(tensor) = file.get(&name, &Device::Cpu)? {
-                state.insert(name, tensor);
-            }
-        }
-        self.check_state(&state).map_err(|misfit| Error::Weight {
-            path: path.into(),
-            name: misfit.name,
-            expected: misfit.expected,
-            got: misfit.got,
-            hint: misfit.hint,
-        })?;
+        let state = self.read_state(&file, "")?;
         self.check_groups(path, &header.groups)?;
         self.put_state(&state, header.steps)?;
         for (group, saved) in self.groups.iter_mut().zip(header.groups) {

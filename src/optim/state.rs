@@ -2,16 +2,53 @@
 
 use super::adamw::AdamW;
 use super::inplace::storage_address;
+use crate::files::{Entry, Numbers, TensorFile};
 use crate::{Error, Result};
-use candle_core::{Tensor, Var};
-use std::collections::{HashMap, HashSet};
+use candle_core::{Device, Tensor, Var};
+use std::collections::{BTreeMap, HashMap};
 
 /// Why a state does not fit: an entry's name, what the optimizer has there, what was given.
-pub(super) struct Misfit {
-    pub(super) name: String,
-    pub(super) expected: String,
-    pub(super) got: String,
-    pub(super) hint: String,
+enum Misfit {
+    Entry {
+        name: String,
+        expected: String,
+        got: String,
+        hint: String,
+    },
+    Other(Error),
+}
+
+impl From<Error> for Misfit {
+    fn from(error: Error) -> Self {
+        Self::Other(error)
+    }
+}
+
+/// What the elements of the state called `name` can be.
+fn numbers_of(name: &str) -> Numbers {
+    match name.starts_with("exp_avg_sq.") {
+        true => Numbers::NotNegative, // a mean of squares
+        false => Numbers::Finite,
+    }
+}
+
+/// Whether a state has numbers that a step can go on with.
+fn check_numbers(state: &HashMap<String, Tensor>) -> std::result::Result<(), Misfit> {
+    let mut names: Vec<&String> = state.keys().collect();
+    names.sort(); // the same error for the same state
+    for name in names {
+        let numbers = numbers_of(name);
+        if let Some(got) = numbers.misfit(&state[name])? {
+            return Err(Misfit::Entry {
+                name: name.clone(),
+                expected: numbers.expected().into(),
+                got,
+                hint: "it was damaged, or saved by a run that had diverged; take an earlier one"
+                    .into(),
+            });
+        }
+    }
+    Ok(())
 }
 
 impl AdamW {
@@ -28,24 +65,92 @@ impl AdamW {
     /// hyperparameters, later steps then have the same bits.
     ///
     /// # Errors
-    /// [`Error::Data`] names an entry that is missing, unexpected, or of another shape or dtype; nothing has changed then.
+    /// [`Error::Data`] names an entry that is missing, unexpected, of another shape or dtype, or with an element that
+    /// is not finite or, in `exp_avg_sq`, negative; nothing has changed then.
     pub fn load_state(
         &mut self,
         state: impl IntoIterator<Item = (String, Tensor)>,
         steps: usize,
     ) -> Result<()> {
         let state: HashMap<String, Tensor> = state.into_iter().collect();
-        self.check_state(&state).map_err(|misfit| Error::Data {
-            what: format!("optimizer state {}", misfit.name),
-            expected: misfit.expected,
-            got: misfit.got,
-            hint: misfit.hint,
-        })?;
+        let given = state
+            .iter()
+            .map(|(name, t)| (name.clone(), TensorFile::describe(t)));
+        self.check_layout(given.collect())
+            .and_then(|()| check_numbers(&state))
+            .map_err(|misfit| match misfit {
+                Misfit::Entry {
+                    name,
+                    expected,
+                    got,
+                    hint,
+                } => Error::Data {
+                    what: format!("optimizer state {name}"),
+                    expected,
+                    got,
+                    hint,
+                },
+                Misfit::Other(error) => error,
+            })?;
         self.put_state(&state, steps)
     }
 
-    /// Overwrites the state with one that has passed [`AdamW::check_state`], from whatever device.
-    pub(super) fn put_state(
+    /// The state as it is saved, every name after `prefix`: with numbers that training can go on with.
+    pub(crate) fn state_entries(&self, prefix: &str) -> impl Iterator<Item = Entry> {
+        self.state().into_iter().map(move |(name, tensor)| Entry {
+            numbers: numbers_of(&name),
+            name: format!("{prefix}{name}"),
+            tensor,
+        })
+    }
+
+    /// The state that [`AdamW::state_entries`] gave, out of a file whose other tensors' names do not begin with
+    /// `prefix`.
+    ///
+    /// # Errors
+    /// [`Error::Weight`] names an entry that does not fit; those of [`TensorFile::get`].
+    pub(crate) fn read_state(
+        &self,
+        file: &TensorFile,
+        prefix: &str,
+    ) -> Result<HashMap<String, Tensor>> {
+        let names = file.names().into_iter();
+        let given = names.filter_map(|saved| {
+            let name = saved.strip_prefix(prefix)?.to_string();
+            Some((name, file.description(&saved)?))
+        });
+        let given: BTreeMap<String, String> = given.collect();
+        let names: Vec<String> = given.keys().cloned().collect();
+        let read = || {
+            self.check_layout(given)?;
+            let mut state = HashMap::new();
+            for name in names {
+                if let Some(tensor) = file.get(&format!("{prefix}{name}"), &Device::Cpu)? {
+                    state.insert(name, tensor);
+                }
+            }
+            check_numbers(&state)?;
+            Ok(state)
+        };
+        read().map_err(|misfit| match misfit {
+            Misfit::Entry {
+                name,
+                expected,
+                got,
+                hint,
+            } => Error::Weight {
+                path: file.path().into(),
+                name: format!("{prefix}{name}"),
+                expected,
+                got,
+                hint,
+            },
+            Misfit::Other(error) => error,
+        })
+    }
+
+    /// Overwrites the state with one that has passed [`AdamW::check_layout`], from whatever device.
+    pub(crate) fn put_state(
         &mut self,
         state: &HashMap<String, Tensor>,
         steps: usize,
@@ -63,39 +168,30 @@ impl AdamW {
         Ok(())
     }
 
-    /// Whether these entries have the names, shapes and dtypes of this optimizer's state.
-    pub(super) fn check_state(
-        &self,
-        given: &HashMap<String, Tensor>,
-    ) -> std::result::Result<(), Misfit> {
-        let describe = |t: &Tensor| format!("{} {:?}", t.dtype().as_str(), t.dims());
-        let mut own = HashSet::new();
+    /// Whether these descriptions by name are those of this optimizer's state.
+    fn check_layout(&self, mut given: BTreeMap<String, String>) -> std::result::Result<(), Misfit> {
         for (name, var) in self.state_vars() {
-            let (got, hint) = match given.get(&name) {
+            let expected = TensorFile::describe(var);
+            let (got, hint) = match given.remove(&name) {
                 None => ("nothing".to_string(), "was it saved with another model?"),
-                Some(tensor) if tensor.dtype() != var.dtype() || tensor.dims() != var.dims() => (
-                    describe(tensor),
-                    "give the model the sizes and dtypes it was saved with",
-                ),
-                Some(_) => {
-                    own.insert(name);
-                    continue;
+                Some(got) if got != expected => {
+                    (got, "give the model the sizes and dtypes it was saved with")
                 }
+                Some(_) => continue,
             };
-            return Err(Misfit {
+            return Err(Misfit::Entry {
                 name,
-                expected: describe(var),
+                expected,
                 got,
                 hint: hint.into(),
             });
         }
-        let others = given.iter().filter(|(name, _)| !own.contains(*name));
-        match others.min_by_key(|(name, _)| *name) {
+        match given.pop_first() {
             None => Ok(()),
-            Some((name, tensor)) => Err(Misfit {
-                name: name.clone(),
+            Some((name, got)) => Err(Misfit::Entry {
+                name,
                 expected: "no entry of this name".into(),
-                got: describe(tensor),
+                got,
                 hint: "does the optimizer have all parameters that it was saved with?".into(),
             }),
         }

@@ -54,5 +54,5 @@ pub use named::{Precision, Regime};
 pub use policy::{Autocast, OpClass};
 pub use region::{Guard, autocast, current};
 
-pub(crate) use promote::{is_castable, promoted};
+pub(crate) use promote::{Operand, is_castable, promoted};
 pub(crate) use region::{caches_weights, decide, is_enabled, on_outermost_end, suspended};

@@ -1,7 +1,7 @@
 //! Which class an op belongs to.
 
 use super::lists;
-use super::promote::{is_castable, promoted};
+use super::promote::{Operand, is_castable, promoted, widest};
 use crate::{Error, Result};
 use candle_core::DType;
 use std::collections::BTreeMap;
@@ -178,19 +178,20 @@ impl Autocast {
     }
 
     /// The dtype that `op` should compute in for inputs of these; `None` where nothing needs a cast.
-    pub(super) fn decide(&self, op: &str, inputs: &[DType]) -> Option<DType> {
+    pub(super) fn decide(&self, op: &str, inputs: &[Operand]) -> Option<DType> {
         let lower = self.lower?;
         let class = self.class(op);
         let target = match class {
             OpClass::Lower => lower,
             OpClass::F32 => DType::F32,
             OpClass::Widest => {
-                let castable = inputs.iter().copied().filter(|dtype| is_castable(*dtype));
-                promoted(&castable.chain([lower]).collect::<Vec<_>>())?
+                let dtypes = inputs.iter().map(|input| input.dtype);
+                let castable = dtypes.filter(|dtype| is_castable(*dtype));
+                widest(&castable.chain([lower]).collect::<Vec<_>>())?
             }
             OpClass::Follow => promoted(inputs)?,
         };
-        let changes = |dtype: &DType| is_castable(*dtype) && *dtype != target;
+        let changes = |input: &Operand| is_castable(input.dtype) && input.dtype != target;
         inputs.iter().any(changes).then_some(target)
     }
 }
@@ -250,8 +251,15 @@ mod tests {
             ("unheard_of", &[BF16, BF16], None),
         ];
         for (op, inputs, wanted) in table {
-            assert_eq!(policy.decide(op, inputs), wanted, "{op} {inputs:?}");
-            assert_eq!(Autocast::disabled().decide(op, inputs), None);
+            let inputs: Vec<Operand> = inputs
+                .iter()
+                .map(|dtype| Operand {
+                    dtype: *dtype,
+                    is_scalar: false,
+                })
+                .collect();
+            assert_eq!(policy.decide(op, &inputs), wanted, "{op} {inputs:?}");
+            assert_eq!(Autocast::disabled().decide(op, &inputs), None);
         }
     }
 

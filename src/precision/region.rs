@@ -2,6 +2,7 @@
 
 use super::Autocast;
 use crate::{Result, graph};
+use super::promote::{Operand};
 use candle_core::DType;
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
@@ -128,7 +129,7 @@ pub(crate) fn suspended<T>(f: impl FnOnce() -> T) -> T {
 
 /// The dtype that `op` should compute in here, for inputs of these: for those of them that are f16, bf16 or f32 and not of
 /// it yet. `None` outside of regions, and where nothing changes.
-pub(crate) fn decide(op: &str, inputs: &[DType]) -> Option<DType> {
+pub(crate) fn decide(op: &str, inputs: &[Operand]) -> Option<DType> {
     with_policy(|policy| policy.decide(op, inputs)).flatten()
 }
 

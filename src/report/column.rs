@@ -30,7 +30,7 @@ pub struct Column {
     pub unit: String,
     /// What a value is divided by to be in `unit`: 1, or 2^20 for bytes shown as MiB.
     pub divisor: f64,
-    /// Decimals of a number; `None` shows it as it is.
+    /// Decimals of a number, of which 1,074 are shown at most (an f64 has no more); `None` shows it as it is.
     pub decimals: Option<usize>,
     /// Whether thousands are separated by commas.
     pub grouped: bool,

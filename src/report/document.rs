@@ -153,3 +153,11 @@ impl Report {
         }
     }
 }
+
+/// Writes a document made of several reports as [`Report::save`] writes one: the file appears complete or not at all.
+///
+/// # Errors
+/// [`Error::Io`] with the path if it cannot be written.
+pub fn save_document(content: &[u8], path: impl AsRef<Path>) -> Result<()> {
+    files::write_bytes(path.as_ref(), content)
+}

@@ -49,7 +49,7 @@ mod text;
 mod typeset;
 
 pub use column::Column;
-pub use document::Report;
+pub use document::{Report, save_document};
 pub use fields::Fields;
 pub use format::Format;
 pub use number::{bytes_to_mib, format_mib, group_digits};

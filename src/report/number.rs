@@ -46,8 +46,12 @@ pub(super) fn group(number: &str) -> String {
     grouped + fraction
 }
 
-/// `value` with a fixed number of decimals, and no minus before a zero.
+/// Decimals after which every f64 has zeros only: the smallest is 2^-1074.
+const MAX_DECIMALS: usize = 1074;
+
+/// `value` with a fixed number of decimals, and no minus before a zero. At most [`MAX_DECIMALS`] are shown.
 pub(super) fn fixed(value: f64, decimals: usize) -> String {
+    let decimals = decimals.min(MAX_DECIMALS); // formatting panics from 2^16 on
     let text = format!("{value:.decimals$}");
     match text.strip_prefix('-') {
         Some(digits) if digits.chars().all(|c| c == '0' || c == '.') => digits.to_string(),

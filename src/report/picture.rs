@@ -61,3 +61,18 @@ pub(crate) fn png(_svg: &str) -> Result<Vec<u8>> {
             .into(),
     ))
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_fonts_licence_is_in_the_package() {
+        let licence = include_str!("../../LICENSES/DejaVu.txt");
+        for holder in [
+            "Bitstream Vera Fonts Copyright",
+            "Tavmjong Bah",
+            "DejaVu changes",
+        ] {
+            assert!(licence.contains(holder), "{holder}");
+        }
+    }
+}

@@ -3,30 +3,31 @@
 use super::differences::{Difference, first_difference};
 use super::{DataFingerprint, History, TrainConfig, Trainer};
 use crate::data::Tokens;
-use crate::files::{self, TensorFile};
-use crate::model::{TransformerConfig, TransformerLM};
+use crate::files::{self, Numbers, PathLock, TensorFile};
+use crate::model::{STATE_PREFIX, TransformerConfig, TransformerLM};
 use crate::optim::{GradScaler, GradScalerState};
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::HashMap;
 use std::path::Path;
+use std::sync::PoisonError;
 
-/// The metadata's key. One alone: a map of several has no fixed order, and equal runs should give equal files.
+/// The metadata's key.
 const KEY: &str = "tallow.train";
-/// Raised when a reader of the old format could not make sense of the new one.
-const FORMAT: u32 = 1;
-/// What sets the optimizer's state apart from the weights; [`TransformerLM::load`] passes such names over.
-const STATE_PREFIX: &str = "optimizer.";
+/// Raised when a reader of the old format could not make sense of the new one. In format 1 the history was in the JSON.
+const FORMAT: u32 = 2;
 /// Settings that may change from one part of a run to the next: no step depends on them.
-const FREE_SETTINGS: [&str; 3] = ["steps", "evaluate_every", "optimizer.lr"];
+const FREE_SETTINGS: [&str; 4] = ["steps", "evaluate_every", "keep", "optimizer.lr"];
 
 /// What a saved run says about itself.
 ///
 /// The file is safetensors, written by [`Trainer::save`]: the weights under their own names, so that
 /// [`TransformerLM::load`] reads it as it reads any model's; the optimizer's state as `optimizer.exp_avg.<name>` and
-/// `optimizer.exp_avg_sq.<name>`; and this, as JSON, in the metadata under `tallow.train`.
+/// `optimizer.exp_avg_sq.<name>`; the history as `history.losses` (f64, a number a step), `history.skipped`,
+/// `history.evaluated_steps` (i64) and `history.evaluations` (f64); and the rest of this, as JSON, in the metadata
+/// under `tallow.train`. Beside it, under `tallow.crc32`, is the CRC-32 of every tensor, as `zlib.crc32` gives it,
+/// and of this text: whoever reads the file here finds out whether it was damaged.
 ///
 /// ```no_run
 /// use tallow::model::TransformerLM;
@@ -52,7 +53,8 @@ pub struct Checkpoint {
     pub training_data: DataFingerprint,
     /// The data it is evaluated on.
     pub validation_data: DataFingerprint,
-    /// The losses so far.
+    /// The losses so far. As JSON, `serde` leaves them out: a long run's are too many for a file's metadata.
+    #[serde(skip)]
     pub history: History,
     /// Where the loss scale stands, in f16. Runs saved without one go on with a fresh one.
     #[serde(default)]
@@ -68,22 +70,22 @@ struct Written<'a> {
 }
 
 impl Checkpoint {
-    /// Reads what a file says, not its tensors.
+    /// Reads what a file says, and of its tensors only the history.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be read; [`Error::Format`] if it is not whole, no safetensors, or no run's.
+    /// [`Error::Io`] if it cannot be read or is no regular file; [`Error::Format`] if it is not whole, damaged, no
+    /// safetensors, or no run's; [`Error::Weight`] for a history that lacks a part.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        Self::parse(path, &TensorFile::open(path)?)
+        Self::parse(&TensorFile::open(path.as_ref())?)
     }
 
-    fn parse(path: &Path, file: &TensorFile) -> Result<Self> {
+    fn parse(file: &TensorFile) -> Result<Self> {
         let refuse = |problem: String, hint: &str| Error::Format {
-            path: path.into(),
+            path: file.path().into(),
             problem,
             hint: hint.into(),
         };
-        let text = file.metadata.get(KEY).ok_or_else(|| {
+        let text = file.text(KEY).ok_or_else(|| {
             refuse(
                 format!("no training run (its metadata has no {KEY})"),
                 "weights alone are read with TransformerLM::load; a run to resume is written by Trainer::save",
@@ -95,14 +97,23 @@ impl Checkpoint {
                 "was it changed by another program?",
             )
         };
-        let json: Value = serde_json::from_str(text).map_err(unreadable)?;
-        if json["format"] != FORMAT {
-            return Err(refuse(
-                format!("a run in format {}", json["format"]),
-                &format!("this version reads and writes format {FORMAT}"),
-            ));
-        }
-        let checkpoint: Self = serde_json::from_value(json).map_err(unreadable)?;
+        let mut json: Value = serde_json::from_str(text).map_err(unreadable)?;
+        let history = match json["format"].as_u64() {
+            Some(1) => match json.get_mut("history") {
+                Some(history) => serde_json::from_value(history.take()),
+                None => Err(serde::de::Error::missing_field("history")),
+            }
+            .map_err(unreadable)?,
+            Some(2) => History::read(file)?,
+            _ => {
+                return Err(refuse(
+                    format!("a run in format {}", json["format"]),
+                    &format!("this version reads formats 1 and 2, and writes {FORMAT}"),
+                ));
+            }
+        };
+        let mut checkpoint: Self = serde_json::from_value(json).map_err(unreadable)?;
+        checkpoint.history = history;
         if checkpoint.history.losses.len() != checkpoint.step {
             return Err(refuse(
                 format!(
@@ -139,13 +150,23 @@ impl Checkpoint {
 
 impl Trainer {
     /// Writes the run to one file, whole or not at all: into a temporary file beside it, synced, then renamed over it.
-    ///
     /// [`Checkpoint`] says what is in it.
     ///
+    /// If [`TrainConfig::keep`] is over 1, the files that were there before stay as `path.1`, the latest, `path.2`
+    /// and so on. Temporary files that killed processes left in the folder are removed.
+    ///
+    /// From the first save on the path belongs to this run, until it is dropped or saves elsewhere: `path.lock` says
+    /// so, and another run that saves there, in this process or another, gets an error. What a process leaves that is
+    /// killed keeps nobody away. (On a file system without locks nobody is kept away at all.)
+    ///
     /// # Errors
-    /// [`Error::Io`] naming `path`; what was there before stays.
+    /// [`Error::Io`] naming `path`, and the process that writes there if that is why; [`Error::Weight`] names a
+    /// weight or an entry of the optimizer's state that is not finite, or negative where it is a mean of squares.
+    /// What was there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
+        let mut lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        PathLock::hold(&mut lock, path)?;
         let checkpoint = Checkpoint {
             step: self.step,
             model: self.model.config().clone(),
@@ -153,7 +174,7 @@ impl Trainer {
             train: self.config.clone(),
             training_data: self.training_data.clone(),
             validation_data: self.validation_data.clone(),
-            history: self.history.clone(),
+            history: History::default(), // not in this text
             loss_scaling: self.scaler.as_ref().map(GradScaler::state),
         };
         let written = Written {
@@ -162,13 +183,11 @@ impl Trainer {
         };
         let text = serde_json::to_string(&written)
             .map_err(|e| Error::io("write", path, std::io::Error::other(e)))?;
-        let weights = self.parameters.iter();
-        let mut tensors: Vec<(String, Tensor)> = weights
-            .map(|(name, var)| (name.clone(), var.as_tensor().clone()))
-            .collect();
-        let state = self.optimizer.state().into_iter();
-        tensors.extend(state.map(|(name, tensor)| (format!("{STATE_PREFIX}{name}"), tensor)));
-        files::save_tensors(path, &tensors, HashMap::from([(KEY.to_string(), text)]))
+        let weights = self.model.entries();
+        let state = self.optimizer.state_entries(STATE_PREFIX);
+        let history = self.history.entries()?;
+        let entries = weights.chain(state).chain(history).collect();
+        files::save_tensors(path, entries, &[(KEY, text)], self.config.keep)
     }
 
     /// The run that [`Trainer::save`] wrote to `path`, to go on with: its steps have the bits that they would have had
@@ -176,12 +195,17 @@ impl Trainer {
     ///
     /// `model`, `config` and the data must be those it was saved with, in what its steps depend on. (On
     /// [`TransformerConfig::attention`] they do, by rounding: another algorithm is another run, from the weights that
-    /// [`TransformerLM::load`] reads. On [`TransformerConfig::checkpointing`] they do not.) So `steps` and `evaluate_every` may differ: a finished run goes on if it is given more steps, at the learning rates that its
-    /// schedule has beyond its end. And the data may lie elsewhere, as long as it is the same.
+    /// [`TransformerLM::load`] reads. On [`TransformerConfig::checkpointing`] they do not.) So `steps`,
+    /// `evaluate_every` and `keep` may differ: a finished run goes on if it is given more steps, at the learning
+    /// rates that its schedule has beyond its end. And the data may lie elsewhere, as long as it is the same.
+    ///
+    /// The file is opened once: a run that saves to `path` meanwhile does no harm. Temporary files that killed
+    /// processes left beside it are removed.
     ///
     /// # Errors
     /// [`Error::Resume`] names the setting that differs, with both values. [`Error::Io`], [`Error::Format`] and
-    /// [`Error::Weight`] for a file that cannot be read, is not whole, or lacks a part; and those of [`Trainer::new`].
+    /// [`Error::Weight`] for a file that cannot be read, is not whole, was damaged, lacks a part, or has weights or a
+    /// state that are not finite; and those of [`Trainer::new`].
     pub fn resume(
         path: impl AsRef<Path>,
         model: &TransformerConfig,
@@ -192,7 +216,8 @@ impl Trainer {
     ) -> Result<Self> {
         let path = path.as_ref();
         let file = TensorFile::open(path)?;
-        let saved = Checkpoint::parse(path, &file)?;
+        files::remove_abandoned(path);
+        let saved = Checkpoint::parse(&file)?;
         let refuse = |field: &str, saved: String, given: String| Error::Resume {
             path: path.into(),
             field: field.into(),
@@ -218,7 +243,20 @@ impl Trainer {
             problem: format!("parameters of the unknown type {}", saved.dtype),
             hint: "was it written by a newer version?".into(),
         })?;
-        let model = TransformerLM::load_as(model, path, dtype, device)?;
+        let model = TransformerLM::read(model, &file, dtype, device)?;
+        for (name, weight) in model.parameters() {
+            if let Some(got) = Numbers::Finite.misfit(&weight)? {
+                return Err(Error::Weight {
+                    path: path.into(),
+                    name,
+                    expected: Numbers::Finite.expected().into(),
+                    got,
+                    hint:
+                        "it was saved by a run that had diverged; resume from an earlier checkpoint"
+                            .into(),
+                });
+            }
+        }
         let mut trainer = Self::new(model, config, train, validation)?;
         for (what, saved, given) in [
             (
@@ -236,14 +274,9 @@ impl Trainer {
                 return Err(refuse(what, saved.to_string(), given.to_string()));
             }
         }
-        let state = trainer.optimizer.state();
-        let state = state.iter().map(|(name, own)| {
-            let tensor = read_state(path, &file, name, own)?;
-            Ok((name.clone(), tensor))
-        });
-        let state = state.collect::<Result<Vec<_>>>()?;
+        let state = trainer.optimizer.read_state(&file, STATE_PREFIX)?;
         let updates = saved.step - saved.history.skipped.len();
-        trainer.optimizer.load_state(state, updates)?;
+        trainer.optimizer.put_state(&state, updates)?;
         if let (Some(scaler), Some(state)) = (&mut trainer.scaler, saved.loss_scaling) {
             scaler.load_state(state)?;
         }
@@ -258,19 +291,59 @@ impl Trainer {
     }
 }
 
-/// The optimizer's state called `name`, of the shape and dtype of `own`.
-fn read_state(path: &Path, file: &TensorFile, name: &str, own: &Tensor) -> Result<Tensor> {
-    let name = format!("{STATE_PREFIX}{name}");
-    let describe = |tensor: &Tensor| format!("{} {:?}", tensor.dtype().as_str(), tensor.dims());
-    let tensor = file.get(&name, own.device())?;
-    match tensor {
-        Some(tensor) if describe(&tensor) == describe(own) => Ok(tensor),
-        other => Err(Error::Weight {
-            path: path.into(),
-            name,
-            expected: describe(own),
-            got: other.as_ref().map_or("nothing".into(), describe),
-            hint: "the file is not as Trainer::save writes it; resume from another".into(),
-        }),
+#[cfg(test)]
+mod tests {
+    use super::super::Evaluation;
+    use super::*;
+
+    /// More losses than safetensors' header can hold as text: a run of that length cannot be made in a test otherwise.
+    #[test]
+    fn a_history_of_six_million_steps_is_saved_and_resumed() {
+        const STEPS: usize = 6_000_000;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("long.safetensors");
+        let model = TransformerConfig {
+            vocab_size: 256,
+            context_length: 4,
+            d_model: 4,
+            num_layers: 1,
+            num_heads: 1,
+            d_ff: 4,
+            ..Default::default()
+        };
+        let config = TrainConfig {
+            batch_size: 1,
+            sequence_length: 4,
+            steps: STEPS + 1,
+            ..Default::default()
+        };
+        let tokens = Tokens::from_bytes("to be, or not to be").unwrap();
+        let new = TransformerLM::new(&model, 0, &Device::Cpu).unwrap();
+        let mut trainer =
+            Trainer::new(new, config.clone(), tokens.clone(), tokens.clone()).unwrap();
+        let losses = (0..STEPS).map(|step| 2.0 + (step as f64).sin() / 3.0);
+        trainer.history = History {
+            losses: losses.collect(),
+            skipped: (1..STEPS).step_by(7).collect(),
+            evaluations: (0..STEPS)
+                .step_by(1000)
+                .map(|step| Evaluation {
+                    step,
+                    loss: 1.0 / 3.0,
+                })
+                .collect(),
+        };
+        trainer.history.losses[5] = f64::NAN;
+        trainer.step = STEPS;
+        trainer.save(&path).unwrap();
+        let resumed =
+            Trainer::resume(&path, &model, config, tokens.clone(), tokens, &Device::Cpu).unwrap();
+        let bits = |history: &History| -> Vec<u64> {
+            history.losses.iter().map(|loss| loss.to_bits()).collect()
+        };
+        assert!(bits(&resumed.history) == bits(&trainer.history));
+        assert!(resumed.history.skipped == trainer.history.skipped);
+        assert!(resumed.history.evaluations == trainer.history.evaluations);
+        assert_eq!(resumed.steps_taken(), STEPS);
     }
 }

@@ -48,8 +48,17 @@ pub struct TrainConfig {
     /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). A
     /// resumed run may be given another number.
     pub evaluate_every: usize,
+    /// Checkpoints that [`Trainer::save`](super::Trainer::save) keeps: the one it writes at its path, and those
+    /// before it as `path.1`, the latest, to `path.{keep - 1}`. 1 where a saved run says nothing; a resumed run may
+    /// be given another number.
+    #[serde(default = "one")]
+    pub keep: usize,
     /// Chooses the batches. (The weights' first values have their seed in the model.)
     pub seed: u64,
+}
+
+fn one() -> usize {
+    1
 }
 
 impl Default for TrainConfig {
@@ -74,6 +83,7 @@ impl Default for TrainConfig {
             precision: Precision::F32,
             loss_scaling: GradScalerConfig::default(),
             evaluate_every: 250,
+            keep: 1,
             seed: 0,
         }
     }
@@ -120,6 +130,11 @@ impl TrainConfig {
                 "evaluate_every",
                 self.evaluate_every,
                 "give the number of steps to evaluate at the end only",
+            ),
+            (
+                "keep",
+                self.keep,
+                "1 keeps the checkpoint that is written, and none before it",
             ),
         ];
         for (field, count, hint) in counts {

@@ -1,11 +1,21 @@
 //! The losses of a run so far.
 
+use crate::files::{Entry, Numbers, TensorFile};
+use crate::model::HISTORY_PREFIX;
 use crate::report::plot::{LineChart, Series};
 use crate::report::{Column, Fields, Report};
+use crate::{Error, Result};
+use candle_core::{Device, Tensor, WithDType};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// Points that a line of the chart has at most: more would not be seen, and a file of them is slow to draw.
 const CHART_POINTS: usize = 500;
+
+/// The history's lists in a file, after its prefix.
+const LOSSES: &str = "losses";
+const SKIPPED: &str = "skipped";
+const EVALUATED: &str = "evaluated_steps";
+const EVALUATIONS: &str = "evaluations";
 
 /// Every step's loss, and every evaluation's: nats a token. Checkpoints keep it, so that a resumed run's curve is whole.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -31,7 +41,7 @@ pub struct Evaluation {
 }
 
 /// JSON has no NaN.
-fn null_as_nan<'de, D: Deserializer<'de>>(losses: D) -> Result<Vec<f64>, D::Error> {
+fn null_as_nan<'de, D: Deserializer<'de>>(losses: D) -> std::result::Result<Vec<f64>, D::Error> {
     let losses = Vec::<Option<f64>>::deserialize(losses)?;
     Ok(losses
         .into_iter()
@@ -54,6 +64,68 @@ impl History {
     pub(super) fn evaluated(&mut self, step: usize, loss: f64) {
         self.evaluations.retain(|earlier| earlier.step < step);
         self.evaluations.push(Evaluation { step, loss });
+    }
+
+    /// As a checkpoint holds it: a vector for each list, of which that of the losses has a number a step.
+    pub(super) fn entries(&self) -> Result<Vec<Entry>> {
+        let integers = |values: &mut dyn Iterator<Item = usize>| {
+            let values: Vec<i64> = values.map(|value| value as i64).collect();
+            Tensor::from_slice(&values, values.len(), &Device::Cpu)
+        };
+        let evaluations: Vec<f64> = self.evaluations.iter().map(|e| e.loss).collect();
+        let vectors = [
+            (
+                LOSSES,
+                Tensor::from_slice(&self.losses, self.losses.len(), &Device::Cpu)?,
+            ),
+            (SKIPPED, integers(&mut self.skipped.iter().copied())?),
+            (
+                EVALUATED,
+                integers(&mut self.evaluations.iter().map(|e| e.step))?,
+            ),
+            (
+                EVALUATIONS,
+                Tensor::from_slice(&evaluations, evaluations.len(), &Device::Cpu)?,
+            ),
+        ];
+        let entries = vectors.into_iter().map(|(name, tensor)| Entry {
+            name: format!("{HISTORY_PREFIX}{name}"),
+            tensor,
+            numbers: Numbers::Any, // a loss that overflowed is NaN
+        });
+        Ok(entries.collect())
+    }
+
+    /// What [`History::entries`] gave, out of a file.
+    ///
+    /// # Errors
+    /// [`Error::Weight`] for a part that is missing or of another type; those of [`TensorFile::get`].
+    pub(super) fn read(file: &TensorFile) -> Result<Self> {
+        let steps = |name| -> Result<Vec<usize>> {
+            let steps = vector::<i64>(file, name)?.into_iter();
+            Ok(steps
+                .map(|step| usize::try_from(step).unwrap_or(usize::MAX))
+                .collect())
+        };
+        let evaluations = vector(file, EVALUATIONS)?;
+        let evaluated = steps(EVALUATED)?;
+        if evaluated.len() != evaluations.len() {
+            let (expected, got) = (evaluated.len(), evaluations.len());
+            return Err(refuse(
+                file,
+                EVALUATIONS,
+                format!("{expected} numbers"),
+                got.to_string(),
+            ));
+        }
+        let evaluations = evaluated.into_iter().zip(evaluations);
+        Ok(Self {
+            losses: vector(file, LOSSES)?,
+            skipped: steps(SKIPPED)?,
+            evaluations: evaluations
+                .map(|(step, loss)| Evaluation { step, loss })
+                .collect(),
+        })
     }
 
     /// The mean loss of the last `steps` steps, or of as many as there are; one batch's loss says little. Losses that are
@@ -119,6 +191,33 @@ impl History {
             rows,
             ..Default::default()
         }
+    }
+}
+
+/// The numbers of the history's tensor called `name`.
+fn vector<T: WithDType>(file: &TensorFile, name: &str) -> Result<Vec<T>> {
+    let saved = format!("{HISTORY_PREFIX}{name}");
+    let is_vector = file.shape(&saved).is_some_and(|shape| shape.len() == 1);
+    let expected = || format!("{} numbers in a row", T::DTYPE.as_str());
+    match file.get(&saved, &Device::Cpu)? {
+        Some(tensor) if is_vector && tensor.dtype() == T::DTYPE => Ok(tensor.to_vec1()?),
+        Some(tensor) => Err(refuse(
+            file,
+            name,
+            expected(),
+            TensorFile::describe(&tensor),
+        )),
+        None => Err(refuse(file, name, expected(), "nothing".into())),
+    }
+}
+
+fn refuse(file: &TensorFile, name: &str, expected: String, got: String) -> Error {
+    Error::Weight {
+        path: file.path().into(),
+        name: format!("{HISTORY_PREFIX}{name}"),
+        expected,
+        got,
+        hint: "the file is not as Trainer::save writes it; resume from another".into(),
     }
 }
 

@@ -4,12 +4,14 @@ use super::update::{check_dtype, scaler};
 use super::{DataFingerprint, History, TrainConfig};
 use crate::compile::TrainStep;
 use crate::data::{RandomBatches, SequentialBatches, Tokens};
+use crate::files::PathLock;
 use crate::model::TransformerLM;
 use crate::optim::guard::{finite_loss, value_of};
 use crate::optim::{AdamW, GradScaler, GradientAccumulator, decay_matrices_only};
 use crate::{Error, Result, no_grad, probe};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
+use std::sync::Mutex;
 
 /// What a step did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -67,6 +69,8 @@ pub struct Trainer {
     pub(super) validation_data: DataFingerprint,
     pub(super) step: usize,
     pub(super) history: History,
+    /// On the path that it last saved to.
+    pub(super) lock: Mutex<Option<PathLock>>,
 }
 
 impl Trainer {
@@ -107,6 +111,7 @@ impl Trainer {
             config,
             step: 0,
             history: History::default(),
+            lock: Mutex::default(),
         })
     }
 

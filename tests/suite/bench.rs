@@ -133,6 +133,60 @@ fn what_does_not_fit_is_a_row() {
     assert!(rows[0].get("mean_ms").is_none());
 }
 
+/// Planning would take hours, or all memory: it is decided before.
+#[test]
+fn absurd_sizes_are_a_row_at_once() {
+    let tiny = TransformerConfig::tiny();
+    let sized = |batch_size, context_length, num_layers, vocab_size| EndToEnd {
+        config: TransformerConfig {
+            context_length,
+            num_layers,
+            vocab_size,
+            ..tiny.clone()
+        },
+        batch_size,
+        sequence_length: context_length,
+        available_bytes: Some(64 << 30),
+        ..run(Mode::TrainStep)
+    };
+    for (batch_size, context_length, num_layers, vocab_size) in [
+        (65_536, 1024, 4, 50_257),
+        (4, 256, 50_000_000, 10_000),
+        (4, 500_000_000, 4, 10_000),
+        (
+            u32::MAX as usize,
+            u32::MAX as usize,
+            u32::MAX as usize,
+            10_000,
+        ),
+    ] {
+        for execution in [Execution::Eager, Execution::Planned] {
+            for mode in [Mode::Forward, Mode::ForwardBackward, Mode::TrainStep] {
+                let run = EndToEnd {
+                    mode,
+                    execution,
+                    ..sized(batch_size, context_length, num_layers, vocab_size)
+                };
+                let begun = std::time::Instant::now();
+                let rows = run
+                    .run(&Device::Cpu, |_, _| panic!("nothing may run"))
+                    .unwrap();
+                assert!(
+                    begun.elapsed().as_secs_f64() < 1.0,
+                    "{mode:?} {execution:?}"
+                );
+                assert_eq!(text(&rows[0], "status"), "OOM");
+                assert!(number(&rows[0], "estimate_bytes") > (64u64 << 30) as f64);
+                if execution == Execution::Planned {
+                    assert!(text(&rows[0], "reason").contains("lower bound"));
+                    let error = run.plan(&Device::Cpu).unwrap_err();
+                    assert!(error.is_out_of_memory(), "{error}");
+                }
+            }
+        }
+    }
+}
+
 /// Its rows say so, and the estimate is of what ran.
 #[test]
 fn the_models_attention_is_timed_and_named() {

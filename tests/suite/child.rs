@@ -6,6 +6,20 @@ use std::process::Command;
 /// machine has: what threads hold for themselves is counted.
 pub fn run(name: &str) {
     let executable = std::env::current_exe().unwrap();
+    run_by(Command::new(executable), name);
+}
+
+/// As [`run`], where addresses end at so many KiB.
+#[cfg(target_os = "linux")]
+pub fn run_within(kib: u64, name: &str) {
+    let mut shell = Command::new("sh");
+    let script = format!("ulimit -v {kib} && exec \"$@\"");
+    shell.args(["-c", &script, "sh"]);
+    shell.arg(std::env::current_exe().unwrap());
+    run_by(shell, name);
+}
+
+fn run_by(mut command: Command, name: &str) {
     let arguments = [
         name,
         "--exact",
@@ -13,7 +27,6 @@ pub fn run(name: &str) {
         "--nocapture",
         "--test-threads=1",
     ];
-    let mut command = Command::new(executable);
     let command = command.args(arguments).env("RAYON_NUM_THREADS", "2");
     let output = command.output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();

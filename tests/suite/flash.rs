@@ -31,3 +31,4 @@ mod same_bits;
 mod strides;
 #[cfg(feature = "cuda")]
 mod tf32;
+mod wide_scores;

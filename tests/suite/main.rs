@@ -13,6 +13,7 @@ mod golden;
 mod graph;
 mod memory;
 mod model;
+mod opinfo;
 mod ops;
 mod optim;
 mod precision;

@@ -4,6 +4,7 @@ mod attention_choice;
 mod attention_layers;
 mod autocast;
 mod config;
+mod depth;
 mod device;
 mod files;
 mod forward;

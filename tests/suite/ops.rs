@@ -5,11 +5,14 @@ mod bad_ids;
 mod case;
 mod cases;
 mod compare;
+mod confident_logits;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod determinism;
+mod edges;
 mod every;
 mod finite_differences;
+mod fuzz;
 mod golden;
 mod grouped_heads;
 mod half_precision;

@@ -1,5 +1,6 @@
 //! `tallow::train`: what is learned, that a resumed run is the same run, and every refusal.
 
+mod damaged;
 mod learning;
 mod loss_scaling;
 mod planned;
@@ -8,6 +9,8 @@ mod refusals;
 mod resuming;
 mod saving;
 mod scale_saved;
+mod signals;
+mod writers;
 
 use std::path::{Path, PathBuf};
 

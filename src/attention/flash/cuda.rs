@@ -4,7 +4,7 @@ use super::op::{Flash, sizes};
 use crate::attention::AttentionConfig;
 use crate::attention::shapes::Shapes;
 use crate::kernels::cuda::flash_attention::{self as kernel, Gradients, Heads, Inputs, Outputs};
-use crate::kernels::workspace;
+use crate::kernels::workspace::{self, flash_lse_parts};
 use crate::ops::cuda::{card, elements, room, strided, tensor, whole};
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
 
@@ -78,7 +78,8 @@ impl Flash {
             DType::F32 => None,
             _ => Some(room(card, dtype, shape.elem_count())?),
         };
-        let lse = room(card, DType::F32, rows.0 * rows.1 * rows.2)?;
+        let of_lse = Shape::from((flash_lse_parts(dtype), rows.0, rows.1, rows.2));
+        let lse = room(card, DType::F32, of_lse.elem_count())?;
         let workspace = room(card, DType::U32, workspace::flash_forward())?;
         let inputs = [
             heads(q, q_layout)?,
@@ -93,7 +94,7 @@ impl Flash {
         let room = whole(&workspace)?;
         kernel::forward(card, sizes, self.tf32, inputs, outputs, room)?;
         let rest = rest.map(|rest| tensor(rest, shape.clone()));
-        self.keep(tensor(lse, rows), rest);
+        self.keep(tensor(lse, of_lse), rest);
         Ok((out, shape))
     }
 

@@ -12,12 +12,13 @@ mod reference;
 pub use reference::reference;
 
 use super::AttentionConfig;
+use super::nothing::nothing;
 use super::shapes::Shapes;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
 use crate::ops::{Path, cast_for, choose, record::apply3};
 use crate::{Error, Result, device, graph};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 const NAME: &str = "attention::flash";
 
@@ -30,10 +31,10 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// Hkv divides H: each head of k and v serves H / Hkv heads of q in a row (grouped queries). Any number of leading
 /// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.
 ///
-/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once, on a card with probabilities and score gradients
-/// rounded before they are multiplied; there, products of f32 are exact or TF32 as
-/// [`device::set_tf32`] says, in backward as they were in forward. A query that sees no key gets zeros, and passes no gradient.
-/// A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
+/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once, on a card with probabilities and score
+/// gradients rounded before they are multiplied; there, products of f32 are exact or TF32 as [`device::set_tf32`] says,
+/// in backward as they were in forward. A query that sees no key gets zeros, and passes no gradient; so do all where Tk
+/// is 0. A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
 /// `scaled_dot_product_attention`.
 ///
 /// What is not finite reaches nothing that the mask hides from it, and finite inputs give finite results; on a card within
@@ -43,8 +44,9 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// that overflows.
 ///
 /// Differentiable in q, k and v. Kept for backward: q, k, v, out and, of every query, the log-sum-exp of its scores (4
-/// bytes; 8 in f64); for half precision also what rounding took from out, or the gradients would inherit its error.
-/// Backward computes the probabilities again, tile by tile: `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`,
+/// bytes; 8 in f64), and what rounding took from it (as much again), or in half precision what rounding took from out:
+/// the gradients would inherit either error. Backward computes the probabilities again, tile by tile:
+/// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`,
 /// `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`. 4 B H Tq Tk Dh FLOPs forward, two and
 /// a half times that backward; tiles that the mask hides are not computed.
 ///
@@ -63,7 +65,7 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// ```
 ///
 /// # Errors
-/// Shapes that do not fit each other, heads that kv heads do not divide, no keys, a head dimension over the limit, mixed
+/// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0 or over the limit, mixed
 /// dtypes or devices.
 pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     Ok(flash_with_lse(q, k, v, config)?.0)
@@ -106,6 +108,9 @@ pub fn flash_with_lse(
     if path? == Path::Reference {
         return reference(q, k, v, config);
     }
+    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+        return Ok((out, lse_of_nothing(q)?));
+    }
     let (heads, kv_heads) = (shapes.heads, shapes.kv_heads);
     let op = op::Flash::new(shapes, config, tf32);
     let lse = op.lse();
@@ -122,8 +127,21 @@ pub fn flash_with_lse(
     let Some(lse) = lse else {
         return Err(candle_core::Error::msg("attention::flash: forward left no lse").into());
     };
-    let lse = lse.reshape(&q.dims()[..q.rank() - 1])?;
+    let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
     Ok((out.reshape(q.shape())?, lse))
+}
+
+/// The log-sum-exp of no scores, for each query.
+fn lse_of_nothing(q: &Tensor) -> Result<Tensor> {
+    let shape = &q.dims()[..q.rank() - 1];
+    let dtype = match q.dtype() {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    };
+    if shape.contains(&0) {
+        return Ok(Tensor::zeros(shape, dtype, q.device())?);
+    }
+    Ok(Tensor::full(f32::NEG_INFINITY, shape, q.device())?.to_dtype(dtype)?)
 }
 
 /// x (..., heads, T, Dh) as (B, heads, T, Dh), lying as the device's kernel can read it.

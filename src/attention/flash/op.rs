@@ -6,6 +6,7 @@ use crate::attention::{AttentionConfig, attributes};
 use crate::graph::Attribute;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::flash_attention::{self as kernel, Gradients, Inputs, Outputs, Sizes};
+use crate::kernels::workspace::flash_lse_parts;
 use crate::ops::cpu::{cpu_storage, elements, for_stored, heads, output, tensor, tensors};
 use crate::ops::record::{Spec, like_first};
 use crate::probe::{self, Operand};
@@ -36,7 +37,7 @@ pub(super) struct Flash {
     /// the scores as they were computed.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
     pub tf32: bool,
-    /// (B, H, Tq).
+    /// (parts, B, H, Tq), of [`flash_lse_parts`].
     lse: Arc<OnceLock<Tensor>>,
     /// What rounding took from the output, in half precision: (B, H, Tq, Dh).
     rounded_off: OnceLock<Tensor>,
@@ -52,7 +53,7 @@ impl Flash {
         }
     }
 
-    /// Where forward will leave the log-sum-exps.
+    /// Where forward will leave the log-sum-exps and, behind them, what rounding took from them.
     pub(super) fn lse(&self) -> Arc<OnceLock<Tensor>> {
         Arc::clone(&self.lse)
     }
@@ -67,13 +68,14 @@ impl Flash {
         let sizes = &self.sizes;
         let rows = (sizes.batch, sizes.heads, sizes.queries);
         let out_shape = Shape::from((rows.0, rows.1, rows.2, sizes.head_dim));
+        let of_lse = (flash_lse_parts(T::DTYPE), rows.0, rows.1, rows.2);
         let rest_elements = match T::as_wide(&[]) {
             Some(_) => 0,
             None => out_shape.elem_count(),
         };
         let mut out = None;
         let mut rest = None;
-        let lse = tensor::<T::Wide>(rows, |lse| {
+        let lse = tensor::<T::Wide>(of_lse, |lse| {
             rest = Some(tensor::<T>(rest_elements, |rounded_off| {
                 out = Some(output::<T>(out_shape.clone(), |out| {
                     let outputs = Outputs {

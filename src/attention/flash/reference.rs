@@ -2,24 +2,25 @@
 //!
 //! Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023. Line numbers are
 //! those of its Algorithm 1 in [`Attention::forward`] and of its Algorithm 2 in [`Attention::backward`]; its B_r and B_c
-//! are [`Q_TILE`] and [`K_TILE`], its L is `lse`, its D is `delta`.
+//! are [`Q_TILE`] and [`K_TILE`], its L is [`Softmax::lse`], its D is `delta`.
 //!
 //! Not in its listings: the scale, the masks, queries that see no key, and query heads that share a key head. The heads
 //! of such a group are further rows of a query tile, since they meet the same keys; the sums over a tile's rows then add
 //! up the group's part of dk and dv by themselves.
 
-mod computed;
 mod seen;
 
-use super::{NAME, check};
+use super::{NAME, check, lse_of_nothing};
+use crate::Result;
+use crate::attention::computed::Computed;
+use crate::attention::nothing::nothing;
 use crate::attention::shapes::Shapes;
 use crate::attention::{AttentionConfig, Mask};
 use crate::grad::is_grad_enabled;
+use crate::ops::check_float;
 use crate::ops::record::{apply3, widen};
 use crate::probe::{self, Kind};
-use crate::{Error, Result};
 use candle_core::{D, Tensor};
-use computed::Computed;
 use seen::Seen;
 use std::ops::Range;
 
@@ -42,36 +43,47 @@ pub fn reference(
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
     let shapes = check(q, k, v)?;
-    if !q.dtype().is_float() {
-        return Err(Error::DType {
-            op: NAME,
-            expected: "a floating-point tensor".into(),
-            got: q.dtype().as_str().into(),
-            hint: "convert with to_dtype".into(),
-        });
+    check_float(NAME, q)?;
+    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+        return Ok((out, lse_of_nothing(q)?));
     }
     let attention = Attention {
         shapes,
         mask: config.mask,
         scale: config.scale_for(shapes.head_dim),
     };
-    let (wide_out, lse) = {
+    let (wide_out, softmax) = {
         const TILES: &str = "attention::flash tiles";
         let _range = probe::op(Kind::Op, TILES, probe::op_path(TILES));
         attention.forward(q, k, v)?
     };
     let out = wide_out.reshape(q.shape())?.to_dtype(q.dtype())?;
-    let lse_of_rows = lse.reshape(&q.dims()[..q.rank() - 1])?;
+    let lse_of_rows = softmax.lse()?.reshape(&q.dims()[..q.rank() - 1])?;
     if !is_grad_enabled() {
         return Ok((out, lse_of_rows));
     }
     let op = Computed {
-        attention,
+        name: NAME,
         out,
-        wide_out,
-        lse,
+        backward: move |inputs: [&Tensor; 3], d_out: &Tensor| {
+            attention.backward(inputs, &wide_out, &softmax, d_out)
+        },
     };
     Ok((apply3(q, k, v, op)?, lse_of_rows))
+}
+
+/// What backward computes the probabilities from: the maximum of each query's scores and the sum of their exponentials
+/// relative to it, (G, R, Tq, 1). The paper's L is one number, and rounding it is an error of a whole row of P.
+struct Softmax {
+    max: Tensor,
+    sum: Tensor,
+}
+
+impl Softmax {
+    /// Line 13 of Algorithm 1.
+    fn lse(&self) -> candle_core::Result<Tensor> {
+        &self.max + self.sum.log()?
+    }
 }
 
 /// What to compute. Inside, with G = B Hkv and R = H / Hkv, q is (G, R, Tq, Dh) and k and v are (G, Tk, Dh); a tile of Br
@@ -84,15 +96,16 @@ struct Attention {
 }
 
 impl Attention {
-    /// Algorithm 1: out (G, R, Tq, Dh) in the dtype it was computed in, lse (G, R, Tq, 1).
-    fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
+    /// Algorithm 1: out (G, R, Tq, Dh) in the dtype it was computed in, and what backward needs.
+    fn forward(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+    ) -> candle_core::Result<(Tensor, Softmax)> {
         let (q, k, v) = (self.queries(q)?, self.keys(k)?, self.keys(v)?);
-        let nothing = (q.zeros_like()?, q.narrow(3, 0, 1)?.zeros_like()?);
-        if q.elem_count() == 0 {
-            return Ok(nothing); // candle refuses to reduce it
-        }
         // Lines 1 and 2: the outputs, tile by tile.
-        let (mut out, mut lse) = (Vec::new(), Vec::new());
+        let (mut out, mut max, mut sum) = (Vec::new(), Vec::new(), Vec::new());
         // Line 3: for every query tile ...
         for i in tiles(self.shapes.queries, Q_TILE) {
             let q_i = self.rows(&q, &i)?; // line 4
@@ -116,11 +129,12 @@ impl Attention {
             // A query that has seen no key has l = 0; it keeps its o = 0, and its lse is -inf + ln 0.
             let divisor = (&l + l.eq(0f32)?.to_dtype(l.dtype())?)?;
             let o = o.broadcast_div(&divisor)?; // line 12
-            let lse_i = (m + l.log()?)?; // line 13
             out.push(self.tile(&o)?); // line 14
-            lse.push(self.tile(&lse_i)?); // line 15
+            max.push(self.tile(&m)?); // line 15
+            sum.push(self.tile(&l)?);
         }
-        Ok((Tensor::cat(&out, 2)?, Tensor::cat(&lse, 2)?)) // line 17
+        let (max, sum) = (Tensor::cat(&max, 2)?, Tensor::cat(&sum, 2)?);
+        Ok((Tensor::cat(&out, 2)?, Softmax { max, sum })) // line 17
     }
 
     /// Algorithm 2: dq (G, R, Tq, Dh), dk and dv (G, Tk, Dh), from the dtypes and shapes that forward took and gave.
@@ -128,14 +142,11 @@ impl Attention {
         &self,
         [q, k, v]: [&Tensor; 3],
         out: &Tensor,
-        lse: &Tensor,
+        softmax: &Softmax,
         d_out: &Tensor,
     ) -> candle_core::Result<[Tensor; 3]> {
         let (q, k, v) = (self.queries(q)?, self.keys(k)?, self.keys(v)?);
         let d_out = self.queries(d_out)?;
-        if q.elem_count() == 0 {
-            return Ok([q, k.zeros_like()?, v.zeros_like()?]);
-        }
         // Lines 1 to 3: the gradients, tile by tile.
         let q_tiles = tiles(self.shapes.queries, Q_TILE).map(|i| self.rows(&q, &i)?.zeros_like());
         let mut dq = q_tiles.collect::<candle_core::Result<Vec<_>>>()?;
@@ -151,9 +162,11 @@ impl Attention {
                     continue;
                 };
                 let (q_i, d_out_i) = (self.rows(&q, &i)?, self.rows(&d_out, &i)?); // line 9
-                let (lse_i, delta_i) = (self.rows(lse, &i)?, self.rows(&delta, &i)?);
+                let (m_i, l_i) = (self.rows(&softmax.max, &i)?, self.rows(&softmax.sum, &i)?);
+                let delta_i = self.rows(&delta, &i)?;
                 let s = self.scores(&q_i, &k_j)?; // line 10
-                let p = s.broadcast_sub(&subtrahend(&lse_i)?)?.exp()?; // line 11
+                let p = s.broadcast_sub(&subtrahend(&m_i)?)?.exp()?; // line 11
+                let p = p.broadcast_div(&l_i)?;
                 let p = seen.select(&p, 0.0)?;
                 dv_j = (dv_j + seen.product_of_transposed(&p, &d_out_i)?)?; // line 12
                 let dp = d_out_i.matmul(&v_j.t()?)?; // line 13

@@ -100,7 +100,8 @@ fn flash(sizes: HeadAttentionSizes, dtype: DType, on_card: bool) -> Plan {
     let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);
     let heads = heads(&sizes);
     let out = buffers.arena("out", &heads, dtype, Category::Output);
-    let lse = [sizes.matrices, sizes.length];
+    let parts = workspace::flash_lse_parts(dtype);
+    let lse = [parts, sizes.matrices, sizes.length];
     let lse = buffers.arena("lse", &lse, DType::F32, Category::Temporary);
     let [forward_workspace, backward_workspace] = [
         ("forward/workspace", workspace::flash_forward()),
@@ -167,7 +168,7 @@ fn naive_on_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
     let HeadAttentionSizes {
         matrices, length, ..
     } = sizes;
-    let at_once = workspace::naive_heads_at_once(matrices, length * length, dtype.size_in_bytes());
+    let at_once = workspace::naive_heads_at_once(matrices, length * length, dtype);
 
     let mut buffers = Buffers::default();
     let [q, k, v, d_out] = buffers.arguments(&sizes, dtype);
@@ -175,14 +176,20 @@ fn naive_on_card(sizes: HeadAttentionSizes, dtype: DType) -> Plan {
     let p = [matrices, length, length];
     let p = buffers.arena("probabilities", &p, dtype, Category::Temporary);
     let [dq, dk, dv] = buffers.gradients(&sizes, dtype);
-    let d_scores = [at_once, length, length];
-    let d_scores = buffers.arena("dscores", &d_scores, dtype, Category::Scratch);
-    let ops = naive(sizes);
+    // f32's scores are in the probabilities' place, and their gradients in that of the probabilities' gradients.
+    let in_half = dtype != DType::F32;
+    let some = [at_once, length, length];
+    let scores = in_half.then(|| buffers.scratch("scores", &some));
+    let d_probabilities = buffers.scratch("dprobabilities", &some);
+    let d_scores = in_half.then(|| buffers.arena("dscores", &some, dtype, Category::Scratch));
+    let of_forward: Vec<BufferId> = [out, p].into_iter().chain(scores).collect();
+    let of_backward = [dq, dk, dv, d_probabilities].into_iter().chain(d_scores);
+    let of_backward: Vec<BufferId> = of_backward.collect();
     let operands: [(&[BufferId], &[BufferId]); 2] = [
-        (&[q, k, v], &[out, p]),
-        (&[d_out, q, k, v, p], &[dq, dk, dv, d_scores]),
+        (&[q, k, v], &of_forward),
+        (&[d_out, q, k, v, p], &of_backward),
     ];
-    buffers.plan(ops, operands, &[out, dq, dk, dv])
+    buffers.plan(naive(sizes), operands, &[out, dq, dk, dv])
 }
 
 /// Its two calls.

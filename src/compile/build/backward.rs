@@ -193,9 +193,13 @@ impl Builder<'_> {
         match state.attended {
             Attended::Naive { p: None } => {} // a forward alone, which has no backward
             Attended::Naive { p: Some(p) } if self.is_on_card() => {
-                let d_scores = self.lower("dscores", &[b, h, t, t]);
+                let some = self.scores_at_once(&sizes);
+                let d_probabilities = self.scratch(&some);
+                let d_scores = self.is_half().then(|| self.lower("dscores", &some));
                 let reads = reads(&[d_merged], qkv, &[p]);
-                let writes = [&gradients[..], &[d_scores]].concat();
+                let writes = gradients.iter().copied();
+                let writes = writes.chain([d_probabilities]).chain(d_scores);
+                let writes: Vec<BufferId> = writes.collect();
                 self.call(Op::NaiveAttentionBackward(sizes), &reads, &writes);
                 self.turn_back(sizes, &gradients);
             }

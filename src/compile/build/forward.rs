@@ -12,7 +12,8 @@ use crate::nn::Checkpointing;
 pub(super) enum Attended {
     /// The probabilities; none in a forward alone on the CPU.
     Naive { p: Option<BufferId> },
-    /// The log-sum-exp of the scores, (B, H, T), and what rounding took from the output, in half precision, (B, H, T, Dh).
+    /// The log-sum-exp of the scores, (parts, B, H, T), and what rounding took from the output, in half precision,
+    /// (B, H, T, Dh).
     /// q and k are turned.
     Flash {
         lse: BufferId,
@@ -221,7 +222,9 @@ impl Builder<'_> {
         if self.is_naive() {
             let out = self.lower("out", &shape);
             let p = self.lower("probabilities", &[b, h, t, t]);
-            self.call(Op::NaiveAttention(sizes), qkv, &[out, p]);
+            let scores = (self.is_half()).then(|| self.scratch(&self.scores_at_once(&sizes)));
+            let writes: Vec<BufferId> = [out, p].into_iter().chain(scores).collect();
+            self.call(Op::NaiveAttention(sizes), qkv, &writes);
             return (Attended::Naive { p: Some(p) }, out);
         }
         let by_head = [b, h, t, sizes.head_dim];
@@ -229,7 +232,8 @@ impl Builder<'_> {
             true => self.lower("out", &shape),
             false => self.lower("heads", &by_head),
         };
-        let lse = self.buffer("lse", &[b, h, t]);
+        let parts = workspace::flash_lse_parts(self.source.config.precision.dtype());
+        let lse = self.buffer("lse", &[parts, b, h, t]);
         let workspace = self
             .is_on_card()
             .then(|| self.workspace(workspace::flash_forward()));

@@ -232,6 +232,16 @@ impl<'a> Builder<'a> {
         self.arena("scratch", shape, DType::F32, Category::Scratch)
     }
 
+    /// Naive attention's scores on a card, of as many heads as it has there at once.
+    fn scores_at_once(&self, sizes: &AttentionSizes) -> [usize; 3] {
+        let (heads, t) = (sizes.batch * sizes.heads, sizes.length);
+        [
+            workspace::naive_heads_at_once(heads, t * t, self.lower_dtype()),
+            t,
+            t,
+        ]
+    }
+
     /// What a card's kernel works in: so many words.
     fn workspace(&mut self, words: usize) -> BufferId {
         self.arena("workspace", &[words], DType::U32, Category::Scratch)

@@ -11,6 +11,7 @@ use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::naive_attention::{self, Sizes, compare, gather, scatter};
 use crate::kernels::cuda::softmax;
+use std::ops::Range;
 
 /// Heads in the model's dimension: (B, T, H*Dh), or a part of rows that are longer.
 #[derive(Clone, Copy)]
@@ -173,22 +174,69 @@ fn one_after_another<'a>(sizes: &HeadAttentionSizes, view: View<'a>) -> Heads<'a
     }
 }
 
-/// The scores of sequence `batch`, (T, T) for each head.
-fn scores<'a>(sizes: &AttentionSizes, view: View<'a>, batch: usize) -> Matrix<'a> {
-    let length = sizes.length;
-    let first = batch * sizes.heads * length * length;
-    Matrix::several(view.part_from(first), length, length)
+/// Some heads of a model whose scores are there at once: those of whole sequences, or of a part of one.
+struct Turn {
+    sequences: Range<usize>,
+    heads: Range<usize>,
 }
 
-/// The heads of one sequence of a model.
-fn of_sequence(sizes: &AttentionSizes) -> Sizes {
-    Sizes {
-        kv_heads: sizes.heads,
-        group: 1,
-        queries: sizes.length,
-        keys: sizes.length,
-        mask: Mask::Causal,
-        scale: sizes.scale,
+/// All heads, in turns for which there is room for scores (.., T, T).
+fn turns(sizes: &AttentionSizes, room: View<'_>) -> Vec<Turn> {
+    let at_once = (room.len / sizes.length.pow(2).max(1)).max(1);
+    let parts = |of: usize, at_once: usize| {
+        let firsts = (0..of).step_by(at_once);
+        firsts.map(move |first| first..of.min(first + at_once))
+    };
+    let sequences = parts(sizes.batch, (at_once / sizes.heads.max(1)).max(1));
+    let turns = sequences.flat_map(|sequences| {
+        let heads = parts(sizes.heads, at_once);
+        heads.map(move |heads| Turn {
+            sequences: sequences.clone(),
+            heads,
+        })
+    });
+    turns.collect()
+}
+
+impl Turn {
+    /// What naive attention's kernels are told of the heads of one sequence.
+    fn of_sequence(&self, sizes: &AttentionSizes) -> Sizes {
+        Sizes {
+            kv_heads: self.heads.len(),
+            group: 1,
+            queries: sizes.length,
+            keys: sizes.length,
+            mask: Mask::Causal,
+            scale: sizes.scale,
+        }
+    }
+
+    /// Its scores, of all heads' or where they are by themselves.
+    fn of_all<'a>(&self, sizes: &AttentionSizes, view: View<'a>) -> View<'a> {
+        let of_head = sizes.length * sizes.length;
+        let first = self.sequences.start * sizes.heads + self.heads.start;
+        view.part(first * of_head, self.count() * of_head)
+    }
+
+    fn alone<'a>(&self, sizes: &AttentionSizes, view: View<'a>) -> View<'a> {
+        view.part(0, self.count() * sizes.length * sizes.length)
+    }
+
+    fn count(&self) -> usize {
+        self.sequences.len() * self.heads.len()
+    }
+
+    /// Its heads of sequence `batch`, (T, Dh) each.
+    fn heads<'a>(&self, sizes: &AttentionSizes, x: InModel<'a>, batch: usize) -> Matrix<'a> {
+        let view = x.view.part_from(self.heads.start * sizes.head_dim);
+        InModel { view, ..x }.of(sizes, batch)
+    }
+
+    /// The scores (T, T) of its heads of sequence `batch`, among those of all its heads.
+    fn scores<'a>(&self, sizes: &AttentionSizes, view: View<'a>, batch: usize) -> Matrix<'a> {
+        let length = sizes.length;
+        let before = (batch - self.sequences.start) * self.heads.len() * length * length;
+        Matrix::several(view.part_from(before), length, length)
     }
 }
 
@@ -199,17 +247,34 @@ pub(super) fn naive(
 ) -> Result<()> {
     let (reads, writes) = views(launcher, call);
     let [q, k, v] = split(sizes, &reads);
-    let (out, p, naive) = (dense(sizes, writes[0]), writes[1], of_sequence(sizes));
+    let (out, p) = (dense(sizes, writes[0]), writes[1]);
     let card = launcher.card;
     let mut multiply = launcher.multiplier();
-    for batch in 0..sizes.batch {
-        let [q, k] = [q, k].map(|x| x.of(sizes, batch));
-        compare(&mut multiply, &naive, [q, k], scores(sizes, p, batch))?;
-    }
-    softmax::forward(card, naive.scores(), p, p)?;
-    for batch in 0..sizes.batch {
-        let (p, v) = (scores(sizes, p, batch), v.of(sizes, batch));
-        gather(&mut multiply, &naive, [p, v], out.of(sizes, batch))?;
+    // f32's scores are in the probabilities' place.
+    let room = writes.get(2).copied();
+    for turn in turns(sizes, room.unwrap_or(p)) {
+        let naive = turn.of_sequence(sizes);
+        let p = turn.of_all(sizes, p);
+        let scores = room.map_or(p, |room| turn.alone(sizes, room));
+        for batch in turn.sequences.clone() {
+            let factors = [q, k].map(|x| turn.heads(sizes, x, batch));
+            compare(
+                &mut multiply,
+                &naive,
+                factors,
+                turn.scores(sizes, scores, batch),
+            )?;
+        }
+        softmax::forward(card, naive.scores(), scores, p)?;
+        for batch in turn.sequences.clone() {
+            let factors = [turn.scores(sizes, p, batch), turn.heads(sizes, v, batch)];
+            gather(
+                &mut multiply,
+                &naive,
+                factors,
+                turn.heads(sizes, out, batch),
+            )?;
+        }
     }
     Ok(())
 }
@@ -223,23 +288,28 @@ pub(super) fn naive_backward(
     let d_out = dense(sizes, reads[0]);
     let [q, k, v] = split(sizes, &reads[1..]);
     let [dq, dk, dv] = split(sizes, &writes);
-    let (p, d_scores) = (reads[1 + count(sizes)], writes[count(sizes)]);
-    let naive = of_sequence(sizes);
+    let (p, dp) = (reads[1 + count(sizes)], writes[count(sizes)]);
+    let ds = writes.get(count(sizes) + 1).copied().unwrap_or(dp); // f32's in the same place
     let card = launcher.card;
     let mut multiply = launcher.multiplier();
     let multiply = &mut multiply;
-    for batch in 0..sizes.batch {
-        let (d_out, p) = (d_out.of(sizes, batch), scores(sizes, p, batch));
-        let d_scores = scores(sizes, d_scores, batch);
-        compare(multiply, &naive, [d_out, v.of(sizes, batch)], d_scores)?;
-        scatter(multiply, &naive, [p, d_out], dv.of(sizes, batch))?;
-    }
-    softmax::backward_in_place(card, naive.scores(), d_scores, p)?;
-    for batch in 0..sizes.batch {
-        let d_scores = scores(sizes, d_scores, batch);
-        let [q, k] = [q, k].map(|x| x.of(sizes, batch));
-        gather(multiply, &naive, [d_scores, k], dq.of(sizes, batch))?;
-        scatter(multiply, &naive, [d_scores, q], dk.of(sizes, batch))?;
+    for turn in turns(sizes, dp) {
+        let naive = turn.of_sequence(sizes);
+        let [dp, ds] = [dp, ds].map(|view| turn.alone(sizes, view));
+        let p = turn.of_all(sizes, p);
+        for batch in turn.sequences.clone() {
+            let heads = |x| turn.heads(sizes, x, batch);
+            let of_batch = |view| turn.scores(sizes, view, batch);
+            compare(multiply, &naive, [d_out, v].map(heads), of_batch(dp))?;
+            scatter(multiply, &naive, [of_batch(p), heads(d_out)], heads(dv))?;
+        }
+        softmax::backward_from_p(card, naive.scores(), [dp, p], ds)?;
+        for batch in turn.sequences.clone() {
+            let heads = |x| turn.heads(sizes, x, batch);
+            let ds = turn.scores(sizes, ds, batch);
+            gather(multiply, &naive, [ds, heads(k)], heads(dq))?;
+            scatter(multiply, &naive, [ds, heads(q)], heads(dk))?;
+        }
     }
     Ok(())
 }
@@ -265,7 +335,8 @@ pub(super) fn heads(
     let card = launcher.card;
     let mut multiply = launcher.multiplier();
     let (qkv, p, out) = ([reads[0], reads[1], reads[2]], writes[1], writes[0]);
-    naive_attention::forward(card, &mut multiply, &of_heads(sizes), qkv, p, out)?;
+    let scores = writes.get(2).copied().unwrap_or(p); // f32's in the same place
+    naive_attention::forward(card, &mut multiply, &of_heads(sizes), qkv, scores, p, out)?;
     Ok(())
 }
 
@@ -280,6 +351,7 @@ pub(super) fn heads_backward(
     let inputs = [0, 1, 2, 3, 4].map(|place| reads[place]); // d_out, q, k, v, p
     let gradients = [0, 1, 2].map(|place| writes[place]);
     let sizes = of_heads(sizes);
-    naive_attention::backward(card, &mut multiply, &sizes, inputs, writes[3], gradients)?;
+    let (dp, ds) = (writes[3], writes.get(4).copied().unwrap_or(writes[3]));
+    naive_attention::backward(card, &mut multiply, &sizes, inputs, [dp, ds], gradients)?;
     Ok(())
 }

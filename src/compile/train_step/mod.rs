@@ -9,6 +9,7 @@ use super::budget;
 use super::build::Source;
 use super::config::{PlanConfig, check_clip_norm};
 use super::executor::Executor;
+use super::least;
 use super::op::Op;
 use super::plan::Plan;
 use super::run::Tensors;
@@ -92,6 +93,16 @@ impl TrainStep {
         config: &PlanConfig,
     ) -> Result<(Plan, Checkpointing)> {
         Self::plan_on(&Device::Cpu, model, config)
+    }
+
+    /// A lower bound of what a plan takes ([`Plan::total_bytes`]), in no time: from parameters, optimizer state and
+    /// gradients, and what blocks keep. Planning takes longer the more blocks and rows there are, so ask this first
+    /// where sizes may be absurd.
+    ///
+    /// # Errors
+    /// Configurations that cannot work.
+    pub fn least_bytes(model: &TransformerConfig, config: &PlanConfig) -> Result<u64> {
+        least::bytes(model, config, true)
     }
 
     /// As [`plan_for`](Self::plan_for), for a model on `device`: on a card linear maps of one input are one product in half

@@ -25,6 +25,9 @@ impl Heads {
             heads,
             head_dim,
         } = self;
+        if heads * head_dim == 0 {
+            return; // however many tokens have none of it
+        }
         let tokens = batch * length;
         let per_task = (TASK_ELEMENTS / (heads * head_dim).max(1)).max(1);
         parallel::for_tasks(tokens.div_ceil(per_task), |task| {

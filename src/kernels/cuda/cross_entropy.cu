@@ -1,7 +1,12 @@
-// Cross-entropy of logits: loss = mean over the targets that count of lse(row) - row[target].
+// Cross-entropy of logits: loss = mean over the targets that count of ln(sum(exp(row))) - row[target].
 //
-// logits, dlogits (rows, classes); targets (rows) u32, checked before; losses, lse (rows) f32. `ignore` is the target that
-// does not count, or -1: such a row has loss 0 and gradient 0, whatever its logits. Arithmetic in f32.
+// logits, dlogits (rows, classes); targets (rows) u32, checked before; losses (rows), statistics (rows, 2) f32.
+// `ignore` is the target that does not count, or -1: such a row has loss 0 and gradient 0, whatever its logits.
+// Arithmetic in f32.
+//
+// With top the largest logit of a row and total the sum of exp(x - top) over it, the loss of a row is
+// (top - row[target]) + ln(total) and its softmax exp(x - top) / total. top + ln(total) is never formed: rounded to one
+// number it loses the digits of ln(total) where logits are large.
 //
 // packs = ceil(classes / N), one more if rows do not begin at 16 bytes, N = 16 / size of T. Any number of classes; rows
 // are read in vectors wherever they begin, from their first whole one on.
@@ -23,7 +28,7 @@ template <int N> __device__ __forceinline__ void take_target(float (&p)[N], int 
     for (int i = 0; i < N; i++) p[i] -= i == at ? share : 0.f;
 }
 
-// The largest logit, and the sum of exp(logit - largest): of what a thread has seen.
+// The largest logit, and the sum of exp(logit - largest): of what a thread has seen, or of a row.
 struct Statistics {
     float top, total;
 };
@@ -67,7 +72,7 @@ template <class T> __device__ __forceinline__ void fill_zero(T* row, int width) 
 
 template <class T, bool WHOLE>
 __device__ __forceinline__ void forward(const T* logits, const unsigned* targets, long long ignore, float* losses,
-                                        float* lse, long long rows, int classes) {
+                                        Statistics* statistics, long long rows, int classes) {
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     const T* x = logits + row * classes;
@@ -79,16 +84,15 @@ __device__ __forceinline__ void forward(const T* logits, const unsigned* targets
     float top = reduce_row<Largest>(seen.top, 0);
     float total = reduce_row<Sum>(seen.total * exp_fast(seen.top - top), 1);
     if (threadIdx.x > 0) return;
-    lse[row] = top + logf(total);
-    // Not lse - x: where both are large, their difference keeps the digits that lse has lost.
-    losses[row] = counts ? logf(total) - (wanted - top) : 0.f;
+    statistics[row] = {top, total};
+    losses[row] = counts ? (top - wanted) + logf(total) : 0.f;
 }
 
 // dloss (1) is the gradient of the mean over `counted` targets.
 template <class T, bool WHOLE>
-__device__ __forceinline__ void backward(const T* logits, const unsigned* targets, long long ignore, const float* lse,
-                                         const float* dloss, long long counted, T* dlogits, long long rows,
-                                         int classes) {
+__device__ __forceinline__ void backward(const T* logits, const unsigned* targets, long long ignore,
+                                         const Statistics* statistics, const float* dloss, long long counted,
+                                         T* dlogits, long long rows, int classes) {
     const int N = InVector<T>::COUNT;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
@@ -103,7 +107,8 @@ __device__ __forceinline__ void backward(const T* logits, const unsigned* target
     }
     unsigned target = targets[row];
     bool counts = (long long)target != ignore;
-    float shift = lse[row], share = (float)((double)*dloss / (double)counted);
+    Statistics seen = statistics[row];
+    float share = (float)((double)*dloss / (double)counted), factor = share / seen.total;
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         int first = begin + u * stride;
@@ -112,7 +117,7 @@ __device__ __forceinline__ void backward(const T* logits, const unsigned* target
         unpack(of_x[u], p);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            p[i] = exp_fast(p[i] - shift) * share;
+            p[i] = exp_fast(p[i] - seen.top) * factor;
             if (!counts) p[i] = 0.f; // whatever the logits are
         }
         if (counts) take_target(p, (int)target - first, share);
@@ -160,7 +165,7 @@ __device__ __forceinline__ void in_place(T* logits, const unsigned* targets, lon
     }
     total = reduce_row<Sum>(total, 1);
     __syncwarp(); // a row of one warp has no other barrier between reading x[target] and writing it
-    if (threadIdx.x == 0) losses[row] = logf(total) - (wanted - top);
+    if (threadIdx.x == 0) losses[row] = (top - wanted) + logf(total);
     float share = (float)((double)*dloss / (double)counted), factor = share / total;
     for (int start = begin; start < classes; start += KEPT * stride) {
         if (start != begin) { // what is not in registers
@@ -187,21 +192,21 @@ __device__ __forceinline__ void in_place(T* logits, const unsigned* targets, lon
 #define CROSS_ENTROPY(NAME)                                                                                              \
     extern "C" __global__ void __launch_bounds__(512, 3)                                                                 \
         cross_entropy_forward_##NAME(const NAME* logits, const unsigned* targets, long long ignore, float* losses,       \
-                                     float* lse, long long rows, int classes) {                                          \
+                                     Statistics* statistics, long long rows, int classes) {                              \
         if (whole_packs<InVector<NAME>::COUNT>(classes, logits, nullptr, nullptr)) {                                     \
-            forward<NAME, true>(logits, targets, ignore, losses, lse, rows, classes);                                    \
+            forward<NAME, true>(logits, targets, ignore, losses, statistics, rows, classes);                             \
         } else {                                                                                                         \
-            forward<NAME, false>(logits, targets, ignore, losses, lse, rows, classes);                                   \
+            forward<NAME, false>(logits, targets, ignore, losses, statistics, rows, classes);                            \
         }                                                                                                                \
     }                                                                                                                    \
     extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        cross_entropy_backward_##NAME(const NAME* logits, const unsigned* targets, long long ignore, const float* lse,   \
-                                      const float* dloss, long long counted, NAME* dlogits, long long rows,              \
-                                      int classes) {                                                                     \
+        cross_entropy_backward_##NAME(const NAME* logits, const unsigned* targets, long long ignore,                     \
+                                      const Statistics* statistics, const float* dloss, long long counted,               \
+                                      NAME* dlogits, long long rows, int classes) {                                      \
         if (whole_packs<InVector<NAME>::COUNT>(classes, logits, dlogits, nullptr)) {                                     \
-            backward<NAME, true>(logits, targets, ignore, lse, dloss, counted, dlogits, rows, classes);                  \
+            backward<NAME, true>(logits, targets, ignore, statistics, dloss, counted, dlogits, rows, classes);           \
         } else {                                                                                                         \
-            backward<NAME, false>(logits, targets, ignore, lse, dloss, counted, dlogits, rows, classes);                 \
+            backward<NAME, false>(logits, targets, ignore, statistics, dloss, counted, dlogits, rows, classes);          \
         }                                                                                                                \
     }                                                                                                                    \
     extern "C" __global__ void __launch_bounds__(1024)                                                                   \

@@ -28,13 +28,14 @@ impl Targets<'_> {
     }
 }
 
-/// The mean loss, (1) f32, of logits (rows, classes); keeps lse (rows) f32. `losses` (rows) f32 is room to work in.
+/// The mean loss, (1) f32, of logits (rows, classes); keeps statistics (rows, 2) f32, each row's top and total.
+/// `losses` (rows) f32 is room to work in.
 pub(crate) fn forward(
     card: &CudaDevice,
     logits: View,
     targets: Targets,
     losses: View,
-    lse: View,
+    statistics: View,
     mean: View,
 ) -> Result<()> {
     let rows = targets.ids.len;
@@ -45,19 +46,19 @@ pub(crate) fn forward(
     let mut launch = kernel.builder();
     launch.arg(&logits.pointer);
     launch.arg(&targets.ids.pointer).arg(&ignore);
-    launch.arg(&losses.pointer).arg(&lse.pointer);
+    launch.arg(&losses.pointer).arg(&statistics.pointer);
     launch.arg(&count).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(launch_config((rows.div_ceil(y), 1), (x, y))) }.w()?;
     launch_mean(card, losses, targets.counted, (mean.pointer, 0), false)
 }
 
-/// The logits' gradient, (rows, classes), from that of the mean, dloss (1) f32.
+/// The logits' gradient, (rows, classes), from that of the mean, dloss (1) f32, and [`forward`]'s statistics.
 pub(crate) fn backward(
     card: &CudaDevice,
     logits: View,
     targets: Targets,
-    lse: View,
+    statistics: View,
     dloss: View,
     dlogits: View,
 ) -> Result<()> {
@@ -72,7 +73,8 @@ pub(crate) fn backward(
     let mut launch = kernel.builder();
     launch.arg(&logits.pointer);
     launch.arg(&targets.ids.pointer).arg(&ignore);
-    launch.arg(&lse.pointer).arg(&dloss.pointer).arg(&counted);
+    launch.arg(&statistics.pointer).arg(&dloss.pointer);
+    launch.arg(&counted);
     launch.arg(&dlogits.pointer).arg(&count).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(config) }.w()?;

@@ -5,6 +5,10 @@
 //! neither computed nor read. Softmax writes zeros there, and reads nothing that is hidden: whatever lies there beforehand has
 //! no say.
 //!
+//! Scores and the gradients of probabilities are f32, whatever is multiplied: rounded to half precision, a score of 100
+//! would be off by a quarter, and its exponential by as much of itself. In half precision they are there for some heads
+//! at a time, beside the probabilities and the scores' gradients, which are rounded for the products that take them.
+//!
 //! Who multiplies is the caller's choice: eager ops by cuBLAS ([`super::cublas`]), planned steps by cuBLASLt
 //! ([`super::matmul`]).
 
@@ -57,6 +61,26 @@ impl Sizes {
     /// Of a head of k and v: the rows of q that meet it.
     fn rows(&self) -> usize {
         self.group * self.queries
+    }
+
+    /// Scores of a head of k and v.
+    fn of_head(&self) -> usize {
+        self.rows() * self.keys
+    }
+
+    /// Scores of all.
+    fn elements(&self) -> usize {
+        self.kv_heads * self.of_head()
+    }
+
+    /// These heads' scores, of those of more heads, from the first of head `first` on.
+    fn of_all<'a>(&self, view: View<'a>, first: usize) -> View<'a> {
+        view.part(first * self.of_head(), self.elements())
+    }
+
+    /// These heads' scores as matrices.
+    fn matrices<'a>(&self, view: View<'a>) -> Matrix<'a> {
+        Matrix::several(view, self.rows(), self.keys)
     }
 
     /// Whether blocks leave something out. Blocks of rows are blocks of queries where a head of keys has one of queries.
@@ -157,51 +181,69 @@ fn matrices<'a>(view: View<'a>, sizes: &Sizes, rows: usize, head: usize) -> Matr
 }
 
 /// `p = softmax(scale q k^T)`, `out = p v`, of heads one after another: q (Hkv, rows, Dh), k (Hkv, Tk, Dh), v (Hkv, Tk, Dv),
-/// p (Hkv, rows, Tk), out (Hkv, rows, Dv).
+/// p (Hkv, rows, Tk), out (Hkv, rows, Dv). Some heads after others, as many as there is room for in `scores` (.., rows,
+/// Tk) f32, which is p itself if that is f32.
 pub(crate) fn forward(
     card: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &Sizes,
     [q, k, v]: [View; 3],
+    scores: View,
     p: View,
     out: View,
 ) -> Result<()> {
-    let of_rows = |view| matrices(view, sizes, sizes.rows(), 0);
-    let of_keys = |view| matrices(view, sizes, sizes.keys, 0);
-    compare(multiply, sizes, [of_rows(q), of_keys(k)], of_rows(p))?;
-    softmax::forward(card, sizes.scores(), p, p)?;
-    gather(multiply, sizes, [of_rows(p), of_keys(v)], of_rows(out))
+    for (first, some) in turns(sizes, scores) {
+        let of_rows = |view| matrices(view, sizes, sizes.rows(), first);
+        let of_keys = |view| matrices(view, sizes, sizes.keys, first);
+        let [s, p_of_some] = [scores.part(0, some.elements()), some.of_all(p, first)];
+        compare(multiply, &some, [of_rows(q), of_keys(k)], some.matrices(s))?;
+        softmax::forward(card, some.scores(), s, p_of_some)?;
+        gather(
+            multiply,
+            &some,
+            [some.matrices(p_of_some), of_keys(v)],
+            of_rows(out),
+        )?;
+    }
+    Ok(())
+}
+
+/// The heads in turns, as many at once as there is room for in `scores`, one at least: the first of them, and their
+/// sizes.
+fn turns(sizes: &Sizes, scores: View) -> impl Iterator<Item = (usize, Sizes)> {
+    let sizes = *sizes;
+    let at_once = (scores.len / sizes.of_head().max(1)).max(1);
+    let firsts = (0..sizes.kv_heads).step_by(at_once);
+    firsts.map(move |first| {
+        let kv_heads = at_once.min(sizes.kv_heads - first);
+        (first, Sizes { kv_heads, ..sizes })
+    })
 }
 
 /// `dv = p^T d_out`, `ds = scale p (dp - sum(dp p))` with `dp = d_out v^T`, `dq = ds k`, `dk = ds^T q`, of the same. Some heads
-/// after others, as many as there is room for in `d_scores` (.., rows, Tk).
+/// after others, as many as there is room for in `dp` (.., rows, Tk) f32 and in `ds` of q's dtype, which is the same if
+/// that is f32.
 pub(crate) fn backward(
     card: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &Sizes,
     [d_out, q, k, v, p]: [View; 5],
-    d_scores: View,
+    [dp, ds]: [View; 2],
     [dq, dk, dv]: [View; 3],
 ) -> Result<()> {
-    let of_head = sizes.rows() * sizes.keys;
-    let at_once = (d_scores.len / of_head.max(1)).max(1);
-    for first in (0..sizes.kv_heads).step_by(at_once) {
-        let some = Sizes {
-            kv_heads: at_once.min(sizes.kv_heads - first),
-            ..*sizes
-        };
+    for (first, some) in turns(sizes, dp) {
         let of_rows = |view| matrices(view, sizes, sizes.rows(), first);
         let of_keys = |view| matrices(view, sizes, sizes.keys, first);
-        let ds = matrices(
-            d_scores.part(0, some.kv_heads * of_head),
+        let [dp, ds] = [dp, ds].map(|view| view.part(0, some.elements()));
+        compare(
+            multiply,
             &some,
-            sizes.rows(),
-            0,
-        );
-        compare(multiply, &some, [of_rows(d_out), of_keys(v)], ds)?;
+            [of_rows(d_out), of_keys(v)],
+            some.matrices(dp),
+        )?;
         scatter(multiply, &some, [of_rows(p), of_rows(d_out)], of_keys(dv))?;
-        let p_of_rows = p.part(first * of_head, some.kv_heads * of_head);
-        softmax::backward_in_place(card, some.scores(), ds.view, p_of_rows)?;
+        softmax::backward_from_p(card, some.scores(), [dp, some.of_all(p, first)], ds)?;
+        let ds = some.matrices(ds);
         gather(multiply, &some, [ds, of_keys(k)], of_rows(dq))?;
         scatter(multiply, &some, [ds, of_rows(q)], of_keys(dk))?;
     }

@@ -4,12 +4,15 @@
 // shift 0 for Causal, keys - queries for CausalEnd, keys for Full. Hidden places, and rows that see nothing, become 0;
 // hidden inputs have no say.
 //
-// Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision computes it again from x, unrounded, or (`rounded`)
-// reads p. p may be x's buffer, dx that of dp or of p: a thread writes what it alone has read, after it has.
+// Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision computes it again from x, unrounded. p may be x's
+// buffer, dx that of dp or of p: a thread writes what it alone has read, after it has.
+//
+// `from_f32`: x and dp are f32, p and dx half precision, and backward reads p: results of products that are rounded once,
+// where they are multiplied next. p and dx are other buffers than x and dp.
 //
 // Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / 32 E)), X 1024 of f32, else 512; packs = ceil(keys / N), one
-// more if rows do not begin at 16 bytes, N = 16 / size of T; E, a thread's elements in registers, 32 forward and 16
-// backward. Grid ceil(rows / blockDim.y); forward in half precision no more blocks than fit on the card at once, each of
+// more if rows do not begin at 16 bytes, N = 16 / size of p's T; E, a thread's elements in registers, 32 forward and 16
+// backward. Grid ceil(rows / blockDim.y); forward from half precision no more blocks than fit on the card at once, each of
 // which loads its next row before it works on this one (f32 has no room for that, and enough bytes to wait for).
 // Any number of keys: what does not fit into the registers of a row's threads is read twice, the second time from the
 // level-2 cache if that holds the rows under way. x and p (dp and dx) begin alike modulo 16.
@@ -91,24 +94,24 @@ __device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int visib
     store<WHOLE>(p, first, keys, e);
 }
 
-// What the thread keeps in registers of row `row`.
-template <bool WHOLE, class T, int N, int PACKS>
-__device__ __forceinline__ void load_kept(const T* rows, long long row, long long shift, int queries, int keys,
-                                          Pack<T, N> (&kept)[PACKS]) {
-    const T* x = rows + row * keys;
-    int visible = visible_keys(row, queries, keys, shift), begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(x));
+// What the thread keeps in registers of row `row`, whose p begins `skew` elements after a place for a vector.
+template <bool WHOLE, class S, int N, int PACKS>
+__device__ __forceinline__ void load_kept(const S* rows, long long row, int skew, long long shift, int queries, int keys,
+                                          Pack<S, N> (&kept)[PACKS]) {
+    const S* x = rows + row * keys;
+    int visible = visible_keys(row, queries, keys, shift), begin = threadIdx.x * N - skew;
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         int first = begin + k * blockDim.x * N;
-        if (first < visible) kept[k] = load<T, N, WHOLE>(x, first, visible, 0.f);
+        if (first < visible) kept[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
     }
 }
 
-template <bool WHOLE, class T, int N, int PACKS, class F>
-__device__ __forceinline__ void forward_row(const T* x, T* p, const Pack<T, N> (&of_x)[PACKS], int visible, int keys,
+template <bool WHOLE, class S, class T, int N, int PACKS, class F>
+__device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (&of_x)[PACKS], int visible, int keys,
                                             float scale2, F prefetch) {
     const int BATCH = 2;
-    int stride = blockDim.x * N, begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(x)), rest = begin + PACKS * stride;
+    int stride = blockDim.x * N, begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(p)), rest = begin + PACKS * stride;
     float t[PACKS][N]; // scores, then their exponentials
     float top = LOWEST;
 #pragma unroll
@@ -122,11 +125,11 @@ __device__ __forceinline__ void forward_row(const T* x, T* p, const Pack<T, N> (
     prefetch();
     Statistics seen = {LOWEST, 0.f, 0.f}; // of the rest
     for (int start = rest; start < visible; start += BATCH * stride) {
-        Pack<T, N> more[BATCH];
+        Pack<S, N> more[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible) more[k] = load<T, N, WHOLE>(x, first, visible, 0.f);
+            if (first < visible) more[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
@@ -159,11 +162,11 @@ __device__ __forceinline__ void forward_row(const T* x, T* p, const Pack<T, N> (
         }
     }
     for (int start = rest; start < keys; start += BATCH * stride) {
-        Pack<T, N> more[BATCH];
+        Pack<S, N> more[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible) more[k] = load<T, N, WHOLE>(x, first, visible, 0.f);
+            if (first < visible) more[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
@@ -181,29 +184,30 @@ __device__ __forceinline__ void forward_row(const T* x, T* p, const Pack<T, N> (
     }
 }
 
-template <class T, bool WHOLE, bool PERSISTENT>
-__device__ __forceinline__ void forward(const T* x, T* p, float scale, long long shift, long long rows, int queries,
+template <class S, class T, bool WHOLE, bool PERSISTENT>
+__device__ __forceinline__ void forward(const S* x, T* p, float scale, long long shift, long long rows, int queries,
                                         int keys) {
     const int N = InVector<T>::COUNT, PACKS = 32 / N;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y, stride = (long long)gridDim.x * blockDim.y;
     float scale2 = scale * LOG2_E;
     if (row >= rows) return;
+    auto skew = [&](long long row) { return WHOLE ? 0 : skew_of(p + row * keys); };
     if (!PERSISTENT) {
-        Pack<T, N> of_x[PACKS];
-        load_kept<WHOLE>(x, row, shift, queries, keys, of_x);
+        Pack<S, N> of_x[PACKS];
+        load_kept<WHOLE>(x, row, skew(row), shift, queries, keys, of_x);
         int visible = visible_keys(row, queries, keys, shift);
         forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, visible, keys, scale2, []() {});
         return;
     }
-    Pack<T, N> next[PACKS];
-    load_kept<WHOLE>(x, row, shift, queries, keys, next);
+    Pack<S, N> next[PACKS];
+    load_kept<WHOLE>(x, row, skew(row), shift, queries, keys, next);
     for (; row < rows; row += stride) {
-        Pack<T, N> of_x[PACKS];
+        Pack<S, N> of_x[PACKS];
 #pragma unroll
         for (int k = 0; k < PACKS; k++) of_x[k] = next[k];
         int visible = visible_keys(row, queries, keys, shift);
         forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, visible, keys, scale2, [&]() {
-            if (row + stride < rows) load_kept<WHOLE>(x, row + stride, shift, queries, keys, next);
+            if (row + stride < rows) load_kept<WHOLE>(x, row + stride, skew(row + stride), shift, queries, keys, next);
         });
     }
 }
@@ -211,8 +215,8 @@ __device__ __forceinline__ void forward(const T* x, T* p, float scale, long long
 // ---- Backward
 
 // dx = e (dp - inner) factor, where e is p times what `factor` makes up for.
-template <bool WHOLE, class T, int N>
-__device__ __forceinline__ void finish(float (&e)[N], const Pack<T, N>& dp, T* dx, int first, int visible, int keys,
+template <bool WHOLE, class S, class T, int N>
+__device__ __forceinline__ void finish(float (&e)[N], const Pack<S, N>& dp, T* dx, int first, int visible, int keys,
                                        float inner, float factor) {
     float d[N];
     unpack(dp, d);
@@ -226,8 +230,8 @@ __device__ __forceinline__ void finish(float (&e)[N], const Pack<T, N>& dp, T* d
 }
 
 // FROM_SCORES: `source` is x, else p.
-template <class T, bool FROM_SCORES, bool WHOLE>
-__device__ __forceinline__ void backward(const T* dp, const T* source, T* dx, float scale, long long shift,
+template <class S, class T, bool FROM_SCORES, bool WHOLE>
+__device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, float scale, long long shift,
                                          long long rows, int queries, int keys) {
     const int N = InVector<T>::COUNT, PACKS = 16 / N, BATCH = 2;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
@@ -235,15 +239,16 @@ __device__ __forceinline__ void backward(const T* dp, const T* source, T* dx, fl
     dp += row * keys, source += row * keys, dx += row * keys;
     int visible = visible_keys(row, queries, keys, shift);
     float scale2 = scale * LOG2_E;
-    int stride = blockDim.x * N, begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(dp)), rest = begin + PACKS * stride;
+    int stride = blockDim.x * N, begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(dx)), rest = begin + PACKS * stride;
 
-    Pack<T, N> of_source[PACKS], of_dp[PACKS];
+    Pack<T, N> of_source[PACKS];
+    Pack<S, N> of_dp[PACKS];
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         int first = begin + k * stride;
         if (first >= visible) continue;
         of_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
-        of_dp[k] = load<T, N, WHOLE>(dp, first, visible, 0.f);
+        of_dp[k] = load<S, N, WHOLE>(dp, first, visible, 0.f);
     }
     float e[PACKS][N]; // scores, then their exponentials; or p
     float top = LOWEST;
@@ -261,13 +266,14 @@ __device__ __forceinline__ void backward(const T* dp, const T* source, T* dx, fl
     }
     Statistics seen = {LOWEST, 0.f, 0.f}; // of the rest
     for (int start = rest; start < visible; start += BATCH * stride) {
-        Pack<T, N> more_source[BATCH], more_dp[BATCH];
+        Pack<T, N> more_source[BATCH];
+        Pack<S, N> more_dp[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
             if (first >= visible) continue;
             more_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
-            more_dp[k] = load<T, N, WHOLE>(dp, first, visible, 0.f);
+            more_dp[k] = load<S, N, WHOLE>(dp, first, visible, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
@@ -321,13 +327,14 @@ __device__ __forceinline__ void backward(const T* dp, const T* source, T* dx, fl
         }
     }
     for (int start = rest; start < keys; start += BATCH * stride) {
-        Pack<T, N> more_source[BATCH], more_dp[BATCH];
+        Pack<T, N> more_source[BATCH];
+        Pack<S, N> more_dp[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
             if (first >= visible) continue;
             more_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
-            more_dp[k] = load<T, N, WHOLE>(dp, first, visible, 0.f);
+            more_dp[k] = load<S, N, WHOLE>(dp, first, visible, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
@@ -349,40 +356,35 @@ __device__ __forceinline__ void backward(const T* dp, const T* source, T* dx, fl
     }
 }
 
-#define SOFTMAX(NAME, FROM_SCORES, THREADS)                                                                              \
+// Kernels: x and dp in S, p and dx in T.
+#define FORWARD(NAME, S, T, PERSISTENT, THREADS)                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                             \
-        softmax_forward_##NAME(const NAME* x, NAME* p, float scale, long long shift, long long rows, int queries,        \
-                               int keys) {                                                                               \
-        if (whole_packs<InVector<NAME>::COUNT>(keys, x, p, nullptr)) {                                                   \
-            forward<NAME, true, sizeof(NAME) == 2>(x, p, scale, shift, rows, queries, keys);                             \
+        softmax_forward_##NAME(const S* x, T* p, float scale, long long shift, long long rows, int queries, int keys) {  \
+        if (whole_packs<InVector<T>::COUNT>(keys, x, p, nullptr)) {                                                      \
+            forward<S, T, true, PERSISTENT>(x, p, scale, shift, rows, queries, keys);                                    \
         } else {                                                                                                         \
-            forward<NAME, false, sizeof(NAME) == 2>(x, p, scale, shift, rows, queries, keys);                            \
+            forward<S, T, false, PERSISTENT>(x, p, scale, shift, rows, queries, keys);                                   \
         }                                                                                                                \
-    }                                                                                                                    \
+    }
+
+#define BACKWARD(NAME, S, T, FROM_SCORES, THREADS)                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                \
-        softmax_backward_##NAME(const NAME* dp, const NAME* source, NAME* dx, float scale, long long shift,              \
-                                long long rows, int queries, int keys) {                                                 \
-        if (whole_packs<InVector<NAME>::COUNT>(keys, dp, source, dx)) {                                                  \
-            backward<NAME, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys);                        \
+        softmax_backward_##NAME(const S* dp, const T* source, T* dx, float scale, long long shift, long long rows,       \
+                                int queries, int keys) {                                                                 \
+        if (whole_packs<InVector<T>::COUNT>(keys, dp, source, dx)) {                                                     \
+            backward<S, T, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys);                        \
         } else {                                                                                                         \
-            backward<NAME, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys);                       \
+            backward<S, T, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys);                       \
         }                                                                                                                \
     }
 
-#define BACKWARD_ROUNDED(NAME)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(512)                                                                    \
-        softmax_backward_rounded_##NAME(const NAME* dp, const NAME* p, NAME* dx, float scale, long long shift,           \
-                                        long long rows, int queries, int keys) {                                         \
-        if (whole_packs<InVector<NAME>::COUNT>(keys, dp, p, dx)) {                                                       \
-            backward<NAME, false, true>(dp, p, dx, scale, shift, rows, queries, keys);                                   \
-        } else {                                                                                                         \
-            backward<NAME, false, false>(dp, p, dx, scale, shift, rows, queries, keys);                                  \
-        }                                                                                                                \
-    }
-
-BACKWARD_ROUNDED(f16)
-BACKWARD_ROUNDED(bf16)
-
-SOFTMAX(f32, false, 1024)
-SOFTMAX(f16, true, 512)
-SOFTMAX(bf16, true, 512)
+FORWARD(f32, f32, f32, false, 1024)
+FORWARD(f16, f16, f16, true, 512)
+FORWARD(bf16, bf16, bf16, true, 512)
+FORWARD(from_f32_f16, f32, f16, false, 512)
+FORWARD(from_f32_bf16, f32, bf16, false, 512)
+BACKWARD(f32, f32, f32, false, 1024)
+BACKWARD(f16, f16, f16, true, 512)
+BACKWARD(bf16, bf16, bf16, true, 512)
+BACKWARD(from_f32_f16, f32, f16, false, 512)
+BACKWARD(from_f32_bf16, f32, bf16, false, 512)

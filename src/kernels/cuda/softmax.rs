@@ -31,24 +31,32 @@ impl Scores {
         }
     }
 
-    /// `in_registers`: how many elements of a row a thread holds.
-    fn config(&self, rows: usize, x: View, in_registers: usize) -> LaunchConfig {
-        let most = if x.dtype == DType::F32 { 1024 } else { 512 };
-        let threads = (packs(self.keys, x) * in_vector(x.dtype)).div_ceil(in_registers);
+    /// `in_registers`: how many elements of a row of `result` a thread holds.
+    fn config(&self, rows: usize, result: View, in_registers: usize) -> LaunchConfig {
+        let most = if result.dtype == DType::F32 {
+            1024
+        } else {
+            512
+        };
+        let threads = (packs(self.keys, result) * in_vector(result.dtype)).div_ceil(in_registers);
         let x = threads.next_multiple_of(32).min(most);
         let y = (128 / x).max(1);
         launch_config((rows.div_ceil(y), 1), (x, y))
     }
 }
 
-/// `p = softmax(scale x)` over what the mask leaves, both (rows, keys). p may be x's buffer: a thread writes what it alone
-/// reads.
+/// `p = softmax(scale x)` over what the mask leaves, both (rows, keys), x in p's dtype or in f32. p may be x's buffer: a thread
+/// writes what it alone reads.
 pub(crate) fn forward(card: &CudaDevice, scores: Scores, x: View, p: View) -> Result<()> {
-    let kernel = SOURCE.kernel(card, "softmax_forward", suffix(x.dtype))?;
+    let stem = match x.dtype == p.dtype {
+        true => "softmax_forward",
+        false => "softmax_forward_from_f32",
+    };
+    let kernel = SOURCE.kernel(card, stem, suffix(p.dtype))?;
     let rows = x.len / scores.keys;
     let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
     let (queries, keys) = (scores.queries as i32, scores.keys as i32);
-    let mut config = scores.config(rows, x, 32);
+    let mut config = scores.config(rows, p, 32);
     if x.dtype != DType::F32 {
         // Blocks that stay, and load their next row early.
         let at_once = kernel.blocks_at_once(card, &config)?;
@@ -74,19 +82,19 @@ pub(crate) fn backward(
     launch_backward(card, "softmax_backward", scores, [dp, source, dx])
 }
 
-/// As [`backward`] from p (rows, keys) as it was rounded, in every dtype: for a forward that left p where x was. dp becomes
-/// dx.
-pub(crate) fn backward_in_place(
+/// As [`backward`] from p (rows, keys) as it was rounded, in every dtype: for a forward that left p alone. dp is f32;
+/// dx, in p's dtype, may be its buffer if that is f32 too.
+pub(crate) fn backward_from_p(
     card: &CudaDevice,
     scores: Scores,
-    dp: View,
-    p: View,
+    [dp, p]: [View; 2],
+    dx: View,
 ) -> Result<()> {
-    let stem = match dp.dtype {
+    let stem = match p.dtype {
         DType::F32 => "softmax_backward",
-        _ => "softmax_backward_rounded",
+        _ => "softmax_backward_from_f32",
     };
-    launch_backward(card, stem, scores, [dp, p, dp])
+    launch_backward(card, stem, scores, [dp, p, dx])
 }
 
 /// dp, its source, and dx.
@@ -96,8 +104,8 @@ fn launch_backward(
     scores: Scores,
     buffers: [View; 3],
 ) -> Result<()> {
-    let [dp, ..] = buffers;
-    let kernel = SOURCE.kernel(card, stem, suffix(dp.dtype))?;
+    let [dp, _, dx] = buffers;
+    let kernel = SOURCE.kernel(card, stem, suffix(dx.dtype))?;
     let rows = dp.len / scores.keys;
     let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
     let (queries, keys) = (scores.queries as i32, scores.keys as i32);
@@ -108,6 +116,6 @@ fn launch_backward(
     launch.arg(&scale).arg(&shift);
     launch.arg(&count).arg(&queries).arg(&keys);
     // SAFETY: the arguments are those of the kernel, and the buffers have rows * keys elements.
-    unsafe { launch.launch(scores.config(rows, dp, 16)) }.w()?;
+    unsafe { launch.launch(scores.config(rows, dx, 16)) }.w()?;
     Ok(())
 }

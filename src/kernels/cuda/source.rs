@@ -1,6 +1,6 @@
-//! CUDA sources, compiled for the card at run time: once a machine, kept on disk.
+//! CUDA sources, compiled for the card at run time: once a user, kept on disk.
 
-use crate::files;
+use crate::kernels::ptx_cache::{PtxCache, hash};
 use candle_core::cuda_backend::cudarc::driver::CudaModule;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
 use candle_core::cuda_backend::cudarc::nvrtc::{self, CompileOptions, Ptx, compile_ptx_with_opts};
@@ -8,8 +8,6 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 use std::collections::HashMap;
 use std::fmt;
-use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// What kernels on whole rows stand on.
@@ -107,9 +105,10 @@ impl Source {
         // Hopper's own instructions are in the architecture's variant alone.
         let variant = if major == 9 { "a" } else { "" };
         let architecture = format!("compute_{major}{minor}{variant}");
-        let file = self.cache_file(&architecture, definitions);
-        let kept = file.as_ref().filter(|_| !anew);
-        if let Some(Ok(ptx)) = kept.map(std::fs::read_to_string) {
+        let key = self.cache_key(&architecture, definitions);
+        let cache = PtxCache::of_user();
+        let kept = cache.as_ref().filter(|_| !anew);
+        if let Some(ptx) = kept.and_then(|cache| cache.read(&key)) {
             return Ok(ptx);
         }
         // A compiler that is older than the card does not know it; the driver takes older assembly.
@@ -119,8 +118,9 @@ impl Source {
             let compiled = older.find_map(|older| self.compile(older, definitions).ok());
             compiled.ok_or(error)
         })?;
-        if let Some(file) = &file {
-            keep(file, &ptx);
+        if let Some(cache) = &cache {
+            // A disk that refuses costs the next process a second, and nobody an error.
+            let _ = cache.keep(&key, &ptx);
         }
         Ok(ptx)
     }
@@ -146,18 +146,15 @@ impl Source {
         }
     }
 
-    /// Where the compiled source is kept: `tallow/kernels` in the user's cache folder, under a name that changes with the
-    /// source, the card's architecture and the compiler. `None` without a home.
-    fn cache_file(&self, architecture: &str, definitions: &[Definition]) -> Option<PathBuf> {
-        let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
-        let folder = match set("XDG_CACHE_HOME") {
-            Some(folder) => PathBuf::from(folder),
-            None => PathBuf::from(set("HOME")?).join(".cache"),
-        };
-        let mut hasher = DefaultHasher::new();
-        (self.parts, definitions, compiler_version()).hash(&mut hasher);
-        let name = format!("{}-{architecture}-{:016x}.ptx", self.name, hasher.finish());
-        Some(folder.join("tallow").join("kernels").join(name))
+    /// What the compiled source is kept under: it changes with the source, the card's architecture and the compiler.
+    fn cache_key(&self, architecture: &str, definitions: &[Definition]) -> String {
+        let (major, minor) = compiler_version();
+        let compiler = format!("{major}.{minor}");
+        let definitions: Vec<String> = definitions.iter().map(Definition::to_string).collect();
+        let definitions = definitions.join("\n");
+        let mut texts = vec![compiler.as_str(), &definitions];
+        texts.extend(self.parts);
+        format!("{}-{architecture}-{}", self.name, hash(&texts))
     }
 }
 
@@ -167,14 +164,6 @@ fn compiler_version() -> (i32, i32) {
     // SAFETY: writes two numbers. What it returns is no matter: without a version the numbers stay 0.
     let _ = unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
     (major, minor)
-}
-
-/// Writes the compiled source; a disk that refuses costs the next process a second, and nobody an error.
-fn keep(file: &Path, ptx: &str) {
-    if let Some(folder) = file.parent() {
-        let _ = std::fs::create_dir_all(folder);
-    }
-    let _ = files::write_bytes(file, ptx.as_bytes());
 }
 
 /// What is behind a lock is whole between any two statements, so a panic elsewhere spoils nothing.

@@ -7,7 +7,8 @@ use crate::attention::Algorithm;
 use crate::kernels::cpu::parallel::BLOCK_ROWS;
 use crate::kernels::workspace;
 use crate::memory::attention::{
-    flash_backward_on_card, flash_scratch, naive_backward_on_card, naive_scratch,
+    flash_backward_on_card, flash_scratch, naive_backward_width, naive_scores_on_card,
+    naive_scratch,
 };
 use crate::memory::{Holds, Mode};
 use crate::nn::Checkpointing;
@@ -124,8 +125,12 @@ impl Walk {
             Algorithm::Naive if self.on_card() => {
                 let (scores, width) = (self.sizes.scores, q.width);
                 self.keep(Holds::Activations, "probabilities", scores, width);
-                let some = Size::new("..T^2", naive_backward_on_card(&attention));
-                self.scratch_later("scores' gradients of some heads", some, width);
+                let some = Size::new("..T^2", naive_scores_on_card(&attention));
+                if in_half {
+                    self.scratch_now("scores of some heads", some, 4);
+                }
+                let backward = naive_backward_width(attention.dtype);
+                self.scratch_later("scores' gradients of some heads", some, backward);
             }
             Algorithm::Naive => {
                 let [forward, backward] = naive_scratch(&attention);
@@ -137,7 +142,8 @@ impl Walk {
             }
             Algorithm::Flash => {
                 let (lse, [forward, backward]) = (self.sizes.head_rows, flash_scratch(&attention));
-                self.keep(Holds::Activations, "log-sum-exp of scores", lse, 4);
+                let width = 4 * workspace::flash_lse_parts(attention.dtype);
+                self.keep(Holds::Activations, "log-sum-exp of scores", lse, width);
                 if in_half {
                     let what = "what rounding took from out";
                     self.keep(Holds::Activations, what, q.size, q.width);
@@ -266,13 +272,14 @@ impl Walk {
         if self.on_card() {
             self.lets_go(); // of the logits, which become their gradient
             self.scratch_now(
-                "losses, log-sum-exp",
-                Size::new("2BT", 2.0 * rows.elements),
+                "losses, tops and totals",
+                Size::new("3BT", 3.0 * rows.elements),
                 4,
             );
             self.scratch_later("losses, ids", Size::new("2BT", 2.0 * rows.elements), 4);
         } else {
-            self.keep(Holds::Logits, "log-sum-exp of logits", rows, 4);
+            let statistics = Size::new("2BT", 2.0 * rows.elements);
+            self.keep(Holds::Logits, "tops and totals of logits", statistics, 4);
             self.scratch_now("losses", rows, 4);
             self.scratch_later("gradient of the logits", logits, lowered.width);
         }

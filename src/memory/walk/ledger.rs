@@ -54,6 +54,11 @@ impl Ledger {
         self.buffers.len()
     }
 
+    /// What was taken from a place on, whether it is alive or not.
+    pub fn keys_from(&self, place: usize) -> impl Iterator<Item = Key> + use<> {
+        (place..self.buffers.len()).map(Key)
+    }
+
     /// Gives back what was taken in a range of places, but for `kept`.
     pub fn give_back_all(&mut self, places: Range<usize>, kept: &[Key]) {
         for key in places.map(Key).filter(|key| !kept.contains(key)) {

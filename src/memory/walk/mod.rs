@@ -2,8 +2,9 @@
 //! run takes it and gives it back, and what was alive at the worst moment is the account.
 //!
 //! What lives here: forward as the layers write it (`forward`), what an op takes and keeps (`record`), backward as
-//! candle runs it (`backward`), segments with a graph of their own (`segments`), what matrix products pack (`products`), the
-//! bytes (`ledger`). What does not: what is made of it ([`estimate`](super::estimate())).
+//! candle runs it (`backward`), segments with a graph of their own (`segments`), f16 gradients that are unscaled
+//! (`unscale`), what matrix products pack (`products`), the bytes (`ledger`). What does not: what is made of it
+//! ([`estimate`](super::estimate())).
 //!
 //! All blocks are alike, so three are walked: the first, one for all between, whose lasting buffers count for each, and
 //! the last. No moment of the blocks between is worse than the same one of the block that comes after them; where each gives
@@ -16,11 +17,13 @@ mod products;
 mod record;
 mod segments;
 mod sizes;
+mod unscale;
 
 pub(super) use ledger::Buffer;
 
 use super::{Holds, Kernels, Mode, Workload};
 use crate::model::TransformerConfig;
+use candle_core::DType;
 use ledger::{Key, Ledger};
 use record::Beside;
 use segments::Segment;
@@ -117,10 +120,14 @@ pub(super) fn walk(config: &TransformerConfig, workload: &Workload) -> Outcome {
         sizes,
     };
     walk.residents(config);
+    let place = walk.ledger.mark();
     walk.forward(config.num_layers);
     let after_forward_bytes = walk.ledger.alive_bytes();
     if matches!(workload.mode, Mode::ForwardBackward | Mode::TrainStep) {
         walk.backward();
+    }
+    if workload.mode == Mode::TrainStep && workload.precision.parameter_dtype() == DType::F16 {
+        walk.unscale(place);
     }
     let (peak_bytes, at_peak) = walk.ledger.into_worst();
     Outcome {

@@ -3,6 +3,7 @@
 use super::ops::Seed;
 use super::refuse;
 use crate::Result;
+use crate::ops::operand;
 use candle_core::{Tensor, Var};
 
 /// A tensor without its graph.
@@ -45,7 +46,10 @@ impl Run {
         inputs: impl Iterator<Item = Input>,
     ) -> Result<Self> {
         let leaf = |input: Input| match input.tracked {
-            true => Ok(Var::from_tensor(&input.tensor)?.into_inner()),
+            true => {
+                let copied = operand("nn::checkpoint", &input.tensor)?;
+                Ok(Var::from_tensor(&copied)?.into_inner())
+            }
             false => Ok(input.tensor),
         };
         let inputs: Vec<Tensor> = inputs.map(leaf).collect::<Result<_>>()?;

@@ -41,7 +41,7 @@ impl GradScaler {
     /// it says which key is missing, unknown or out of range. Nothing has changed then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let json = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
+        let json = files::read_to_string(path)?;
         let refuse = |problem: String| Error::Format {
             path: path.into(),
             problem,

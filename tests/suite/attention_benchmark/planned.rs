@@ -55,6 +55,20 @@ fn it_runs_out_of_memory_in_a_row_too() {
     // 3 x 2 x 16,384 x (16,384 + 16) x 4 bytes, and 4 a row.
     let reason = text(&rows[0], "reason");
     assert!(reason.contains("BHT^2 6,150.4 MiB"), "{reason}");
+    // Beyond what a plan can count.
+    let absurd = AttentionWorkload {
+        sequence_length: 500_000_000,
+        ..run.workload
+    };
+    for algorithm in Algorithm::ALL {
+        let mut absurd = AttentionRun {
+            workload: absurd,
+            ..run.clone()
+        };
+        absurd.workload.algorithm = algorithm;
+        let rows = absurd.run(&Device::Cpu, |_, _| panic!("nothing may run"));
+        assert_eq!(text(&rows.unwrap()[0], "status"), "OOM");
+    }
     let limit = run.limit(&Device::Cpu).unwrap();
     assert_eq!(limit.implementation, "planned");
     assert!(limit.account.peak_bytes() > 1 << 20);
@@ -185,11 +199,12 @@ fn child_measures_it_on_a_card() {
     }
 }
 
-/// What there is room for at once of the scores' gradients, wherever this runs.
+/// What there is room for at once of the scores' gradients, wherever this runs; in half precision beside those of the
+/// probabilities in f32.
 #[test]
 fn a_card_need_not_be_there() {
-    for (dtype, width) in [(DType::F32, 4), (DType::BF16, 2)] {
-        for (length, at_once) in [(700, 8), (16_384, 4 / width), (32_768, 1)] {
+    for (dtype, width, gradients) in [(DType::F32, 4, 1), (DType::BF16, 2, 3)] {
+        for (length, at_once) in [(700, 8), (16_384, 1), (32_768, 1)] {
             let workload = AttentionWorkload {
                 sequence_length: length as usize,
                 dtype,
@@ -198,7 +213,10 @@ fn a_card_need_not_be_there() {
             let (heads, scores) = (8 * length * 64 * width, length * length * width);
             let eager = attention_account(&workload, Kernels::Cuda);
             assert_eq!(eager.before_backward_bytes(), 4 * heads + 8 * scores);
-            assert_eq!(eager.peak_bytes(), 8 * heads + (8 + at_once) * scores);
+            assert_eq!(
+                eager.peak_bytes(),
+                8 * heads + (8 + gradients * at_once) * scores
+            );
             let planned = planned_attention_account(&workload, Kernels::Cuda).unwrap();
             // What cuBLASLt works in is the plan's own.
             let beside = planned.peak_bytes() - eager.peak_bytes();

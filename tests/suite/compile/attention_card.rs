@@ -112,7 +112,9 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     let [q, k, v, d_out] = [(); 4].map(|()| draw().unwrap());
     let mut planned = Attention::new_on(&card, shape, DType::F32, &config).unwrap();
     let mut buffers = planned.plan().buffers().iter();
-    let d_scores = buffers.find(|buffer| buffer.name == "dscores").unwrap();
+    let d_scores = buffers
+        .find(|buffer| buffer.name == "dprobabilities")
+        .unwrap();
     assert_eq!(d_scores.shape, [4, 8100, 8100]);
     planned.forward(&q, &k, &v).unwrap();
     planned.backward(&d_out).unwrap();
@@ -239,14 +241,15 @@ fn the_plan_says_what_it_is() {
     let Some(card) = crate::card() else {
         return;
     };
-    for (dtype, width) in [(DType::F32, 4), (DType::BF16, 2)] {
+    // In half precision the probabilities' gradients are f32, and their scores' beside them.
+    for (dtype, width, beside) in [(DType::F32, 4, 1), (DType::BF16, 2, 3)] {
         let config = AttentionConfig::default();
         let plan = Attention::plan_on(&card, (4, 2, 512, 64), dtype, &config).unwrap();
         let (heads, scores) = (width * 8 * 512 * 64, width * 8 * 512 * 512);
         assert_eq!(plan.flops(), 3.0 * 4.0 * 8.0 * 512.0 * 512.0 * 64.0);
         assert_eq!(plan.category_bytes(Category::Activation), scores);
-        assert_eq!(plan.category_bytes(Category::Scratch), scores);
-        assert_eq!(plan.peak_bytes(), 2 * scores + 4 * heads);
+        assert_eq!(plan.category_bytes(Category::Scratch), beside * scores);
+        assert_eq!(plan.peak_bytes(), (1 + beside) * scores + 4 * heads);
         assert_eq!(plan.workspace_bytes(), 32 << 20);
         assert!(plan.explain().contains("Workspace: 32.0 MiB"));
         assert!(plan.explain().contains("probabilities @"));

@@ -1,7 +1,7 @@
 //! The same numbers as the eager step.
 
-use super::{CPU, agree, batch, config, distance, eager_step_in, model_and_optimizer};
-use candle_core::Tensor;
+use super::{CPU, Judge, agree, batch, config, distance, eager_step_in, model_and_optimizer};
+use candle_core::{D, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::{Forward, PlanConfig, TrainStep};
@@ -86,6 +86,54 @@ fn forward_alone(
         };
         assert!(error <= allowed, "{error:.1e}, {allowed:.1e}");
     }
+}
+
+/// Logits in the hundreds and a loss below one: neither step loses its digits to the other's way of computing it.
+#[test]
+fn confident_logits() {
+    let model_config = config(1, 2, 16, 56, Algorithm::Naive);
+    let confident = || {
+        let (model, optimizer) = model_and_optimizer(&model_config);
+        let mut parameters = model.parameters().into_iter();
+        let (_, head) = parameters
+            .find(|(name, _)| name == "lm_head.weight")
+            .unwrap();
+        head.set(&(head.as_tensor() * 70.0).unwrap()).unwrap();
+        (model, optimizer)
+    };
+    let ((eager, _), (planned, mut optimizer)) = (confident(), confident());
+    let (tokens, _) = batch(97, 2, 33, 0);
+    let logits = eager.forward(&tokens).unwrap().detach();
+    let largest: f32 = logits
+        .abs()
+        .unwrap()
+        .max_all()
+        .unwrap()
+        .to_scalar()
+        .unwrap();
+    assert!(largest > 150.0, "{largest}");
+    let batch = (tokens, logits.argmax(D::Minus1).unwrap());
+
+    let loss = eager.loss(&batch.0, &batch.1).unwrap();
+    let store = loss.backward().unwrap();
+    let loss: f32 = loss.to_scalar().unwrap();
+    let plan = PlanConfig {
+        optimizer_in_backward: false,
+        ..plan(2, 33)
+    };
+    let mut step = TrainStep::new(&planned, &optimizer, &plan).unwrap();
+    let got = step.run(&mut optimizer, &batch.0, &batch.1).unwrap();
+    assert!(
+        loss < 1.0 && (got - loss).abs() <= 1e-6 * loss,
+        "{got} for {loss}"
+    );
+    let judge = Judge {
+        precision: plan.precision,
+        model: &eager,
+        batch: &batch,
+        what: "confident logits",
+    };
+    judge.gradients(&step.gradients().unwrap(), &store);
 }
 
 /// Two hundred steps of training: the curves stay together, though each step's rounding is the next one's start.

@@ -3,7 +3,7 @@
 use super::{batch, config, model_and_optimizer};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Op, PlanConfig, TrainStep};
+use tallow::compile::{Forward, Op, PlanConfig, TrainStep};
 use tallow::model::{TransformerConfig, flops};
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
@@ -186,4 +186,67 @@ impl WithLength for PlanConfig {
             ..self
         }
     }
+}
+
+/// Whatever is planned takes at least what arithmetic says, and where blocks are what it is made of, not much more.
+#[rstest]
+fn no_plan_takes_less_than_the_lower_bound(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values("none", "release", "block", "every-2", "sqrt")] checkpointing: &str,
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
+) {
+    for (layers, d_model, d_ff, vocab_size) in [(1, 8, 4, 3), (5, 32, 8, 700), (3, 64, 200, 50)] {
+        for (batch_size, sequence_length, context_length) in [(1, 1, 1), (2, 33, 64), (7, 80, 80)] {
+            for (budget, optimizer_in_backward) in [(None, false), (None, true), (Some(0.7), false)]
+            {
+                let model = TransformerConfig {
+                    vocab_size,
+                    context_length,
+                    d_model,
+                    num_layers: layers,
+                    num_heads: 4,
+                    d_ff,
+                    attention,
+                    ..Default::default()
+                };
+                let unlimited = PlanConfig {
+                    batch_size,
+                    sequence_length,
+                    checkpointing: checkpointing.parse().unwrap(),
+                    optimizer_in_backward,
+                    precision,
+                    ..Default::default()
+                };
+                let whole = TrainStep::plan_for(&model, &unlimited).unwrap().0;
+                let budget = budget.map(|part| (whole.peak_bytes() as f64 * part) as u64);
+                let config = PlanConfig {
+                    memory_budget_bytes: budget,
+                    ..unlimited
+                };
+                let least = TrainStep::least_bytes(&model, &config).unwrap();
+                if let Ok((plan, _)) = TrainStep::plan_for(&model, &config) {
+                    assert!(least <= plan.total_bytes(), "{least} {model:?} {config:?}");
+                }
+                let least = Forward::least_bytes(&model, &config).unwrap();
+                let plan = Forward::plan_for(&model, &config).unwrap();
+                assert!(least <= plan.total_bytes(), "{least} {model:?} {config:?}");
+            }
+        }
+    }
+    let model = TransformerConfig {
+        attention,
+        ..TransformerConfig::tiny()
+    };
+    let config = PlanConfig {
+        batch_size: 16,
+        precision,
+        ..Default::default()
+    };
+    let least = TrainStep::least_bytes(&model, &config).unwrap();
+    let (plan, _) = TrainStep::plan_for(&model, &config).unwrap();
+    assert!(
+        3 * least > plan.total_bytes(),
+        "{least} {}",
+        plan.total_bytes()
+    );
 }

@@ -80,7 +80,7 @@ fn sources_agree() {
     for format in FORMATS {
         let path = folder.path().join(format!("{format:?}"));
         write_tokens(&path, &in_memory, format).unwrap();
-        sources.push(Tokens::open(&path, 256).unwrap());
+        sources.push(Tokens::open_as(&path, format, 256).unwrap());
     }
     let of = |tokens: &Tokens| {
         let random = RandomBatches::new(tokens, 5, 17, 3).unwrap();
@@ -108,7 +108,7 @@ proptest! {
     }
 }
 
-/// More tokens than are encoded or scanned in one go, rewritten in place from its own mapping.
+/// More tokens than are encoded or scanned in one go, rewritten in place from itself.
 #[test]
 fn a_long_file_is_rewritten_over_itself() {
     let (_folder, path) = file(b"old");
@@ -119,9 +119,9 @@ fn a_long_file_is_rewritten_over_itself() {
         TokenFormat::RawU16,
     )
     .unwrap();
-    let mapped = Tokens::open(&path, 65_536).unwrap();
-    write_tokens(&path, &mapped, TokenFormat::HeaderedU32).unwrap();
-    assert_eq!(mapped.to_vec().unwrap(), ids); // still the old file
+    let opened = Tokens::open(&path, 65_536).unwrap();
+    write_tokens(&path, &opened, TokenFormat::HeaderedU32).unwrap();
+    assert_eq!(opened.to_vec().unwrap(), ids); // still the old file
     let again = Tokens::open(&path, 65_536).unwrap();
     assert_eq!(again.to_vec().unwrap(), ids);
     again.validate().unwrap();

@@ -38,6 +38,90 @@ fn a_format_that_is_not_the_files() {
     assert_eq!(raw.len(), content.len() / 2);
 }
 
+/// Headers whose magic number has a wrong bit, or two wrong bytes: none is taken for raw ids.
+#[rstest]
+#[case(20240520, 1, 2)]
+#[case(20240801, 7, 4)]
+fn a_damaged_magic_number(#[case] magic: u32, #[case] version: u32, #[case] token_bytes: usize) {
+    let content = [header(magic, version, 3), vec![1; 3 * token_bytes]].concat();
+    let (_folder, path) = file(&content);
+    Tokens::open(&path, 1 << 25).unwrap();
+    let bits = (0..32).map(|bit| 1u32 << bit);
+    let bytes = (1..=255).map(|n| n * 0x0101);
+    for flips in bits.chain(bytes) {
+        let mut damaged = content.clone();
+        damaged[..4].copy_from_slice(&(magic ^ flips).to_le_bytes());
+        fs::write(&path, &damaged).unwrap();
+        let found = format!("magic {} at offset 0", (magic ^ flips) as i32);
+        let parts = ["tokens.bin", &found, "damaged", "TokenFormat::RawU16"];
+        let error = refusal(Tokens::open(&path, 1 << 25), &parts);
+        assert!(matches!(error, Error::Format { .. }), "{error:?}");
+        // And with another mistake further on, which leaves only a part of the header to know it by.
+        damaged[9] ^= 1;
+        fs::write(&path, &damaged).unwrap();
+        refusal(Tokens::open(&path, 1 << 25), &parts);
+        damaged[9] ^= 1;
+        damaged[500] ^= 1;
+        fs::write(&path, &damaged).unwrap();
+        refusal(Tokens::open(&path, 1 << 25), &parts);
+    }
+    // Who says that it is raw gets it raw.
+    let raw = Tokens::open_as(&path, TokenFormat::RawU16, 65_536).unwrap();
+    assert_eq!(raw.len(), content.len() / 2);
+}
+
+/// Without a magic number only a .bin whose ids all fit is taken for raw ids.
+#[test]
+fn raw_ids_by_name_and_content() {
+    let (_folder, path) = file(&[1, 0, 2, 0, 9, 0]);
+    assert_eq!(
+        Tokens::open(&path, 10).unwrap().to_vec().unwrap(),
+        [1, 2, 9]
+    );
+    let parts = [
+        "tokens.bin",
+        "token 2",
+        "byte offset 4",
+        "is 9",
+        "vocabulary of 9",
+    ];
+    refusal(Tokens::open(&path, 9), &parts);
+    for name in ["tokens.txt", "tokens"] {
+        let other = path.with_file_name(name);
+        fs::copy(&path, &other).unwrap();
+        let parts = [
+            name,
+            "magic number",
+            ".bin",
+            "Tokens::open_as",
+            "TokenFormat::RawU16",
+        ];
+        let error = refusal(Tokens::open(&other, 10), &parts);
+        assert!(matches!(error, Error::Format { .. }), "{error:?}");
+        Tokens::open_as(&other, TokenFormat::RawU16, 10).unwrap();
+    }
+}
+
+/// A file that another process cuts: an error where it is read next, and not the end of this process.
+#[test]
+fn a_file_that_shrinks() {
+    let (_folder, path) = file(&[7; 40_000]);
+    let sources = [
+        Tokens::bytes(&path).unwrap(),
+        Tokens::open_as(&path, TokenFormat::RawU16, 65_536).unwrap(),
+    ];
+    let cut = fs::OpenOptions::new().write(true).open(&path).unwrap();
+    cut.set_len(100).unwrap();
+    for tokens in sources {
+        let mut ids = [0; 50];
+        tokens.copy_to(0, &mut ids).unwrap();
+        let error = refusal(tokens.to_vec(), &["tokens.bin", "cannot read"]);
+        assert!(matches!(error, Error::Io { .. }), "{error:?}");
+        let batches = SequentialBatches::new(&tokens, 1, 64).unwrap();
+        refusal(batches.batch(100, &CPU), &["tokens.bin", "cannot read"]);
+    }
+}
+
 #[test]
 fn empty_and_unreadable() {
     let (folder, path) = file(b"");
@@ -87,7 +171,7 @@ fn an_id_outside_the_vocabulary(#[case] format: TokenFormat, #[case] offset: &st
     write_tokens(&path, &Tokens::from_ids(ids, 101).unwrap(), format).unwrap();
     Tokens::open(&path, 101).unwrap().validate().unwrap();
 
-    let tokens = Tokens::open(&path, 100).unwrap();
+    let tokens = Tokens::open_as(&path, format, 100).unwrap();
     let parts = [
         "tokens.bin",
         offset,
@@ -138,7 +222,7 @@ fn a_bad_id_at_a_windows_edges() {
         let mut content = [0; 10];
         content[2 * position] = 9;
         let (_folder, path) = file(&content);
-        let tokens = Tokens::open(&path, 9).unwrap();
+        let tokens = Tokens::open_as(&path, TokenFormat::RawU16, 9).unwrap();
         let offset = format!("byte offset {},", 2 * position);
         let batch = RandomBatches::new(&tokens, 1, 4, 0).unwrap().batch(0, &CPU);
         refusal(batch, &[&offset, "is 9"]);
@@ -151,7 +235,7 @@ fn the_highest_u16_is_checked() {
     let (_folder, path) = file(&[0xFF, 0xFF]);
     let all = Tokens::open(&path, 65_536).unwrap();
     assert_eq!(all.to_vec().unwrap(), [65_535]);
-    let tokens = Tokens::open(&path, 65_535).unwrap();
+    let tokens = Tokens::open_as(&path, TokenFormat::RawU16, 65_535).unwrap();
     let parts = ["byte offset 0,", "is 65535", "vocabulary of 65535"];
     refusal(tokens.validate(), &parts);
     refusal(tokens.to_vec(), &parts);
@@ -168,4 +252,18 @@ fn ids_in_memory_are_checked_at_once() {
     assert!(Tokens::from_ids([u32::MAX], u32::MAX as usize).is_err());
     #[cfg(target_pointer_width = "64")]
     assert!(Tokens::from_ids([u32::MAX], 1 << 32).is_ok());
+}
+
+/// Countable, but more than there is memory for.
+#[test]
+fn a_batch_beyond_memory() {
+    let (_folder, path) = file(&[1, 0, 2, 0, 3, 0, 4, 0]);
+    let tokens = Tokens::open(&path, 10).unwrap();
+    let batches = RandomBatches::new(&tokens, 1 << 40, 2, 0).unwrap();
+    assert_eq!(batches.starts(0).len(), 1 << 40); // none of them is kept
+    let error = refusal(
+        batches.batch(0, &candle_core::Device::Cpu),
+        &["a batch", "bytes"],
+    );
+    assert!(matches!(error, Error::OutOfMemory { .. }));
 }

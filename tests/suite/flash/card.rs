@@ -3,10 +3,11 @@
 
 use super::judge::judge;
 use super::oracle::Oracle;
-use super::problem::{Attend, MASKS, Problem, Sizes, on};
-use candle_core::DType;
+use super::problem::{Attend, MASKS, Problem, Sizes, numbers, on, tensor};
+use super::wide_scores::no_worse_than_naive;
+use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
-use tallow::attention::{self, Mask};
+use tallow::attention::{self, AttentionConfig, Mask};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
 /// The card's own kernel, on inputs that come from the CPU and results that go back there.
@@ -91,5 +92,60 @@ fn exact_f32(
             .unwrap_or_else(|error| panic!("{:?} {sizes:?}: {error}", problem.config));
         let [first, second] = [(), ()].map(|()| problem.run(DType::F32, ON_CARD).bits());
         assert!(first == second, "{:?} {sizes:?}", problem.config);
+    }
+}
+
+/// Scores of a hundred and more, in exact f32.
+#[test]
+fn wide_scores() {
+    if crate::card().is_none() {
+        return;
+    }
+    no_worse_than_naive(ON_CARD, 1.6);
+}
+
+/// No keys, or none of something else: zeros, minus infinity, and as many zeros for gradients as there are elements.
+#[rstest]
+#[case::no_keys((1, 2, 3), 0)]
+#[case::no_queries((1, 2, 0), 3)]
+#[case::no_heads((1, 0, 3), 3)]
+#[case::no_batch((0, 2, 3), 3)]
+fn nothing_to_attend_to(
+    #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
+    #[case] (batch, heads, queries): (usize, usize, usize),
+    #[case] keys: usize,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    // Views of nothing: candle has no tensor of no elements there by itself, and no gradient that begins at one.
+    let cut = |length: usize| {
+        let whole = tensor(&vec![1.0; 2 * 3 * 8], &[1, 2, 3, 8], dtype).to_device(&card);
+        let cut = whole.and_then(|x| {
+            x.narrow(0, 0, batch)?
+                .narrow(1, 0, heads)?
+                .narrow(2, 0, length)
+        });
+        cut.unwrap()
+    };
+    let (q, k, v) = (cut(queries), cut(keys), cut(keys));
+    let q = match q.elem_count() {
+        0 => q,
+        _ => Var::from_tensor(&q).unwrap().into_inner(),
+    };
+    let config = AttentionConfig::default();
+    let (out, lse) = attention::flash_with_lse(&q, &k, &v, &config).unwrap();
+    let naive = attention::naive(&q, &k, &v, &config).unwrap();
+    let all = |x: &Tensor, value: f64| numbers(x).iter().all(|found| *found == value);
+    assert_eq!((out.dims(), naive.dims()), (q.dims(), q.dims()));
+    assert_eq!(lse.dims(), &q.dims()[..3]);
+    if q.elem_count() == 0 {
+        return;
+    }
+    assert!(all(&lse, f64::NEG_INFINITY));
+    for out in [out, naive] {
+        assert!(all(&out, 0.0));
+        let gradients = out.backward().unwrap();
+        assert!(all(gradients.get(&q).expect("a gradient"), 0.0));
     }
 }

@@ -1,14 +1,39 @@
-//! Nothing to do: no batch, no heads, no queries. Out is as empty, and gradients are zero or empty.
+//! Nothing to do: no batch, no heads, no queries. Out is as empty, and gradients are zero or empty. Without keys out is
+//! zeros, and so is the gradient of q.
 
-use super::problem::{Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, not_on_a_card};
+use super::problem::{
+    Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, not_on_a_card, tensor,
+};
+use candle_core::DType;
 use rstest::rstest;
+use tallow::attention;
+
+/// Naive attention and its reference, for which nothing sees a key.
+const NAIVE: Attend = |q, k, v, config| {
+    let lse = tensor(
+        &vec![f64::NEG_INFINITY; q.elem_count() / 24],
+        &q.dims()[..3],
+        DType::F64,
+    );
+    let wide = if q.dtype() == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    };
+    Ok((attention::naive(q, k, v, config)?, lse.to_dtype(wide)?))
+};
+const NAIVE_REFERENCE: Attend = |q, k, v, config| {
+    let (_, lse) = NAIVE(q, k, v, config)?;
+    Ok((attention::naive::reference(q, k, v, config)?, lse))
+};
 
 #[rstest]
 #[case::no_batch((0, 4, 2), 5)]
 #[case::no_heads((2, 0, 2), 5)]
+#[case::no_heads_at_all((2, 0, 0), 5)]
 #[case::no_queries((2, 4, 2), 0)]
 fn nothing_to_do(
-    #[values(FLASH, REFERENCE)] attend: Attend,
+    #[values(FLASH, REFERENCE, NAIVE, NAIVE_REFERENCE)] attend: Attend,
     #[case] heads: (usize, usize, usize),
     #[case] queries: usize,
 ) {
@@ -23,6 +48,24 @@ fn nothing_to_do(
             let k_elements: usize = sizes.k_shape().iter().product();
             assert_eq!(found.dk, vec![0.0; k_elements], "{mask:?} {dtype:?}");
             assert_eq!(found.dv, vec![0.0; k_elements], "{mask:?} {dtype:?}");
+        }
+    }
+}
+
+#[rstest]
+fn no_keys(#[values(FLASH, REFERENCE, NAIVE, NAIVE_REFERENCE)] attend: Attend) {
+    if not_on_a_card("candle's operations on no elements are errors of the driver") {
+        return;
+    }
+    for mask in MASKS {
+        for dtype in DTYPES {
+            let sizes = Sizes::new((2, 4, 2), (5, 0), 24);
+            let problem = Problem::random(sizes, mask, None, 53);
+            let found = problem.run(dtype, attend);
+            assert_eq!(found.out, vec![0.0; problem.q.len()], "{mask:?} {dtype:?}");
+            assert_eq!(found.lse, vec![f64::NEG_INFINITY; 2 * 4 * 5]);
+            assert_eq!(found.dq, vec![0.0; problem.q.len()], "{mask:?} {dtype:?}");
+            assert!(found.dk.is_empty() && found.dv.is_empty());
         }
     }
 }

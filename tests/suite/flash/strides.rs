@@ -150,9 +150,12 @@ fn any_strides_of_d_out(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// One head of k and v, repeated by a stride of zero; one query for the whole batch.
+/// One head of k and v, repeated by a stride of zero; one query for the whole batch. The op sums the gradients of what is
+/// repeated in f32, where candle, which does it for the reference, sums in the operands' dtype.
 #[rstest]
-fn expanded_inputs(#[values(FLASH, REFERENCE)] attend: Attend) {
+#[case::op(FLASH, true)]
+#[case::reference(REFERENCE, false)]
+fn expanded_inputs(#[case] attend: Attend, #[case] sums_in_f32: bool) {
     let sizes = Sizes::new((1, 1, 1), (70, 67), 24);
     let problem = Problem::random(sizes, Mask::CausalEnd, None, 43);
     for dtype in DTYPES {
@@ -163,9 +166,15 @@ fn expanded_inputs(#[values(FLASH, REFERENCE)] attend: Attend) {
             let (_, _, length, dim) = x.dims4()?;
             x.broadcast_as((2, 3, length, dim))
         };
+        let expand_wide = |x: &Tensor| match (sums_in_f32, x.dtype()) {
+            (true, DType::F16 | DType::BF16) => {
+                expand(&x.to_dtype(DType::F32)?)?.to_dtype(x.dtype())
+            }
+            _ => expand(x),
+        };
         let d_out = expand(&problem.d_out(dtype)).unwrap();
         let expanded = run(&bases, expand, false, &d_out, &problem.config, attend);
-        let copied = run(&bases, expand, true, &d_out, &problem.config, attend);
+        let copied = run(&bases, expand_wide, true, &d_out, &problem.config, attend);
         assert!(expanded == copied, "{dtype:?}");
     }
 }

@@ -4,7 +4,7 @@ use super::precisions::wrong_of;
 use super::{MODES, config};
 use crate::child;
 use tallow::attention::Algorithm;
-use tallow::memory::{Mode, Workload, estimate, measure, recommend};
+use tallow::memory::{Mode, Workload, estimate, measure, most_frugal, recommend};
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::precision::{Precision, Regime};
@@ -202,6 +202,50 @@ fn the_cheapest_that_fits_is_recommended() {
         ..TransformerConfig::tiny()
     };
     assert!(recommend(&no_model, &Workload::default(), 1 << 30).is_err());
+}
+
+#[test]
+fn the_most_frugal_is_the_least_of_all() {
+    for (layers, vocab_size) in [(1, 300), (2, 300), (7, 300), (12, 5000), (12, 50)] {
+        let config = config(64, 160, layers, vocab_size);
+        let workload = Workload {
+            batch_size: 8,
+            sequence_length: 128,
+            ..Default::default()
+        };
+        let every = (1..=layers).map(|blocks| format!("every-{blocks}"));
+        let all = ["none", "release"]
+            .map(String::from)
+            .into_iter()
+            .chain(every);
+        let peaks = all.map(|name| peak(name.parse().unwrap(), &config, &workload));
+        let (strategy, peak_bytes) = most_frugal(&config, &workload).unwrap();
+        assert_eq!(Some(peak_bytes), peaks.min());
+        assert_eq!(peak(strategy, &config, &workload), peak_bytes);
+    }
+}
+
+/// Every length of a segment is walked only where there are few.
+#[test]
+fn very_many_layers_take_no_time() {
+    let begun = std::time::Instant::now();
+    let config = config(64, 160, 100_000_000, 300);
+    let workload = Workload {
+        batch_size: 8,
+        sequence_length: 128,
+        ..Default::default()
+    };
+    assert_eq!(recommend(&config, &workload, 16 << 30).unwrap(), None);
+    let (strategy, peak_bytes) = most_frugal(&config, &workload).unwrap();
+    assert!(peak_bytes < peak(Checkpointing::Block, &config, &workload));
+    assert!(peak_bytes < peak(Checkpointing::None, &config, &workload) / 4);
+    assert_eq!(peak(strategy, &config, &workload), peak_bytes);
+    assert!(recommend(&config, &workload, peak_bytes).unwrap().is_some());
+    assert!(
+        begun.elapsed().as_secs_f64() < 20.0,
+        "{:?}",
+        begun.elapsed()
+    );
 }
 
 /// A workload that was written before there was a choice.

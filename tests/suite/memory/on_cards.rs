@@ -24,7 +24,7 @@ fn what_attention_keeps_on_a_card() {
     let model = config(64, 100, 3, 500);
     let (rows, scores) = (2 * 4 * 128, 2 * 4 * 128 * 128);
     let cases = [
-        (Precision::F32, 4 * scores, 4 * rows),
+        (Precision::F32, 4 * scores, 2 * 4 * rows),
         (Precision::BF16, 2 * scores, 4 * rows + 2 * 2 * 128 * 64),
     ];
     for (precision, naive_bytes, flash_bytes) in cases {
@@ -58,12 +58,12 @@ fn a_cards_peaks_are_predicted() {
         (
             Algorithm::Naive,
             Precision::BF16,
-            [12_578_304, 71_964_160, 76_427_268, 83_299_332],
+            [15_379_968, 71_964_160, 80_032_260, 86_904_324],
         ),
         (
             Algorithm::Flash,
             Precision::F32,
-            [15_265_280, 90_197_504, 95_414_276, 102_286_340],
+            [15_265_280, 90_295_808, 95_512_580, 102_384_644],
         ),
         (
             Algorithm::Flash,
@@ -101,7 +101,7 @@ fn presets_peaks_on_a_card_are_predicted() {
     let measured = [
         ("small", 256, Algorithm::Naive, Precision::F32, 3_182.4),
         ("small", 256, Algorithm::Naive, Precision::BF16, 3_020.1),
-        ("small", 256, Algorithm::Flash, Precision::F32, 3_039.0),
+        ("small", 256, Algorithm::Flash, Precision::F32, 3_039.6),
         ("small", 256, Algorithm::Flash, Precision::BF16, 2_966.6),
         ("large", 256, Algorithm::Naive, Precision::F32, 20_665.1),
         ("2.7b", 128, Algorithm::Naive, Precision::F32, 56_930.4),

@@ -39,6 +39,7 @@ fn child_measures_precisions() {
                 Precision::F32,
                 Precision::BF16,
                 Precision::BF16.with_regime(Regime::Full),
+                Precision::F16.with_regime(Regime::Full),
             ],
         };
         let workload = |attention, precision, mode| Workload {
@@ -138,7 +139,7 @@ fn half_precision_follows_the_formulas() {
         assert_eq!(full.gradient_bytes, 2 * p);
         assert_eq!(full.optimizer_bytes, 12 * p);
         assert_eq!(full.weight_cast_bytes, 0);
-        assert_eq!(full.logit_bytes, 2 * n * v + 4 * (n + 1));
+        assert_eq!(full.logit_bytes, 2 * n * v + 4 * (2 * n + 1));
 
         for dropped in [false, true] {
             let autocast = plan(Precision::BF16.with_dropped_casts(dropped));
@@ -150,7 +151,7 @@ fn half_precision_follows_the_formulas() {
             assert_eq!(autocast.optimizer_bytes, 8 * p);
             let copied = if dropped { 0 } else { 2 * linear };
             assert_eq!(autocast.weight_cast_bytes, copied);
-            assert_eq!(autocast.logit_bytes, 2 * n * v + 4 * (n + 1));
+            assert_eq!(autocast.logit_bytes, 2 * n * v + 4 * (2 * n + 1));
         }
     }
 }

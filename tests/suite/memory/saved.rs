@@ -76,6 +76,7 @@ fn a_models_graph_holds_what_the_account_says(
     let wide = 4 * (BATCH * 4 * length) as u64;
     let (name, what, each) = match attention {
         Algorithm::Naive => ("attention::naive", "probabilities", wide * length as u64),
+        Algorithm::Flash if precision == Precision::F32 => ("attention::flash", "lse", 2 * wide),
         Algorithm::Flash => ("attention::flash", "lse", wide),
     };
     let kept: Vec<_> = saved.tensors.iter().filter(|t| t.what == what).collect();

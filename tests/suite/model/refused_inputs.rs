@@ -104,6 +104,48 @@ fn widths_that_do_not_fit() {
     );
 }
 
+/// More elements than 64 bits count, and than there is memory for.
+#[test]
+fn layers_that_nothing_can_hold() {
+    let vb = || seeded(DType::F32);
+    refusal(
+        Linear::new(1 << 40, 1 << 40, vb()),
+        &["a parameter", "can be addressed"],
+    );
+    refusal(
+        Linear::new(usize::MAX, usize::MAX, vb()),
+        &["a parameter", "can be addressed"],
+    );
+    refusal(
+        Embedding::new(1 << 40, 1 << 24, vb()),
+        &["a parameter", "can be addressed"],
+    );
+    let error = refusal(
+        Embedding::new(1 << 30, 1 << 20, vb()),
+        &["one tensor", "bytes"],
+    );
+    assert!(matches!(error, tallow::Error::OutOfMemory { .. }));
+}
+
+/// A row of zeros would be 0 / 0.
+#[test]
+fn norms_without_an_eps() {
+    for eps in [0.0, 1e-50, -1e-5, f64::NAN, f64::INFINITY] {
+        let vb = seeded(DType::F32);
+        let parts = ["eps must be positive and finite", "0 / 0"];
+        refusal(
+            RmsNorm::new(6, eps, vb.pp("a")),
+            &[&["RmsNorm"], &parts[..]].concat(),
+        );
+        refusal(
+            LayerNorm::new(6, eps, vb.pp("b")),
+            &[&["LayerNorm"], &parts[..]].concat(),
+        );
+        let block = TransformerBlock::new(6, 3, 5, eps, None, vb.pp("c"));
+        refusal(block, &[&["RmsNorm"], &parts[..]].concat());
+    }
+}
+
 #[test]
 fn dtypes_that_do_not_mix() {
     let vb = seeded(DType::F32);

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, Mask, naive};
+use tallow::compile::Attention;
 use tallow::memory::{AttentionWorkload, Holds, Kernels, attention_account};
 use tallow::nn::seeded;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
@@ -161,4 +162,50 @@ fn hidden_keys_have_no_say() {
     let out = numbers(&out.to_device(&Device::Cpu).unwrap());
     assert_eq!(out[..8], [1.0; 8]);
     assert!(out[8..].iter().all(|x| x.is_nan()));
+}
+
+/// Scores of a hundred in half precision, where one rounded to it would be off by a quarter: errors of a few roundings
+/// of what is multiplied, eager and planned.
+#[rstest]
+fn wide_scores(
+    #[values(DType::F16, DType::BF16)] dtype: DType,
+    #[values(Mask::Full, Mask::Causal)] mask: Mask,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let builder = seeded(6, DType::F64, &Device::Cpu);
+    let init = Init::Randn {
+        mean: 0.0,
+        stdev: 1.0,
+    };
+    let draw = |(name, spread): (&str, f64)| {
+        let x: Tensor = builder.get_with_hints((2, 3, 65, 32), name, init).unwrap();
+        (x * spread).unwrap().to_dtype(dtype).unwrap()
+    };
+    let inputs = [("q", 25.0), ("k", 1.0), ("v", 1.0), ("d_out", 1.0)].map(draw);
+    let config = AttentionConfig { mask, scale: None };
+    let exact = run(
+        attention::naive,
+        &inputs.each_ref().map(|x| x.to_dtype(DType::F64).unwrap()),
+        &config,
+    );
+    let on_card = inputs.each_ref().map(|x| x.to_device(&card).unwrap());
+    let eager = run(attention::naive, &on_card, &config);
+
+    let [q, k, v, d_out] = &on_card;
+    let shape = q.shape();
+    let mut planned = Attention::new_on(&card, shape, dtype, &config).unwrap();
+    planned.forward(q, k, v).unwrap();
+    planned.backward(d_out).unwrap();
+    let [dq, dk, dv] = planned.gradients().unwrap();
+    let planned =
+        [planned.output().unwrap(), dq, dk, dv].map(|x| x.to_device(&Device::Cpu).unwrap());
+    for found in [&eager[..], &planned] {
+        for ((found, exact), what) in found.iter().zip(&exact).zip(["out", "dq", "dk", "dv"]) {
+            let (error, size) = (error(found, exact).norm, magnitude(exact).norm);
+            let limit = if dtype == DType::BF16 { 8e-3 } else { 1e-3 };
+            assert!(error <= limit * size, "{what}: {:.1e}", error / size);
+        }
+    }
 }

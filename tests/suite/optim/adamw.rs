@@ -264,6 +264,9 @@ fn misfits_are_refused_by_name() {
 #[case("betas.1", AdamWConfig { betas: (0.9, -0.1), ..CONFIG })]
 #[case("betas.1", AdamWConfig { betas: (0.9, f64::NAN), ..CONFIG })]
 #[case("eps", AdamWConfig { eps: -1e-8, ..CONFIG })]
+#[case("eps", AdamWConfig { eps: 0.0, ..CONFIG })] // 0 / 0 where a gradient is 0
+#[case("eps", AdamWConfig { eps: 1e-50, ..CONFIG })] // 0 in f32
+#[case("eps", AdamWConfig { eps: f64::NAN, ..CONFIG })]
 #[case("weight_decay", AdamWConfig { weight_decay: f64::NAN, ..CONFIG })]
 fn a_bad_configuration_names_its_field(#[case] wanted: &str, #[case] config: AdamWConfig) {
     let error = AdamW::new(named(&[&var(&[1.0], DType::F32)]), config).unwrap_err();
@@ -271,6 +274,20 @@ fn a_bad_configuration_names_its_field(#[case] wanted: &str, #[case] config: Ada
         matches!(&error, Error::Config { field, .. } if *field == wanted),
         "{error}"
     );
+}
+
+#[test]
+fn the_smallest_eps_leaves_a_weight_without_a_gradient_finite() {
+    let config = AdamWConfig {
+        eps: AdamWConfig::MIN_EPS,
+        weight_decay: 0.0,
+        ..CONFIG
+    };
+    let weight = var(&[1.0, -2.0], DType::F32);
+    let mut optimizer = AdamW::new(named(&[&weight]), config).unwrap();
+    let gradients = store(&[(&weight, weight.zeros_like().unwrap())]);
+    optimizer.step(&gradients).unwrap();
+    assert_eq!(weight.to_vec1::<f32>().unwrap(), [1.0, -2.0]);
 }
 
 #[test]

@@ -145,6 +145,76 @@ fn a_state_that_does_not_fit_is_refused_by_name() {
     );
 }
 
+/// What no run can have, and the next step would spread: refused by name, and nothing changes.
+#[test]
+fn a_state_with_numbers_that_cannot_be() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("optimizer.safetensors");
+    let (vars, mut optimizer) = setup(DType::F32, 0.1);
+    steps(&vars, &mut optimizer, 0..2);
+    let before = everything(&vars, &optimizer);
+    for (entry, value, got) in [
+        (0, f32::NAN, "NaN at element 4"),
+        (0, f32::NEG_INFINITY, "-inf at element 4"),
+        (1, f32::NAN, "NaN at element 4"),
+        (3, -0.5, "-0.5 at element 4"),
+    ] {
+        let mut state = optimizer.state();
+        let (name, tensor) = &mut state[entry];
+        let mut spoiled = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        spoiled[4] = value;
+        *tensor = Tensor::from_vec(spoiled, tensor.shape(), &Device::Cpu).unwrap();
+        let name = name.clone();
+        let tensors: std::collections::HashMap<_, _> = state.iter().cloned().collect();
+        let text = optimizer.load_state(state, 7).unwrap_err().to_string();
+        assert!(text.contains(&name) && text.contains(got), "{text}");
+
+        // And out of a file that another program wrote.
+        optimizer.save(&path).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let mut texts = header.metadata().clone().unwrap();
+        texts.remove("tallow.crc32").unwrap();
+        std::fs::write(&path, safetensors::serialize(tensors, Some(texts)).unwrap()).unwrap();
+        let error = optimizer.load(&path).unwrap_err();
+        assert!(matches!(error, Error::Weight { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(&name) && text.contains(got), "{text}");
+    }
+    let negative = Tensor::full(-0.5f32, 5, &Device::Cpu).unwrap();
+    let mut state = optimizer.state();
+    state[2].1 = negative; // a mean of gradients may be
+    optimizer.load_state(state, 2).unwrap();
+    assert_ne!(everything(&vars, &optimizer), before);
+}
+
+/// A damaged bit in a file of the optimizer's, and a state that has diverged.
+#[test]
+fn a_damaged_file_and_one_that_would_be() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("optimizer.safetensors");
+    let (vars, mut optimizer) = setup(DType::F32, 0.1);
+    steps(&vars, &mut optimizer, 0..2);
+    optimizer.save(&path).unwrap();
+    let whole = std::fs::read(&path).unwrap();
+    let mut damaged = whole.clone();
+    *damaged.last_mut().unwrap() ^= 1; // of a sign or a size: a number that can be
+    std::fs::write(&path, damaged).unwrap();
+    let text = optimizer.load(&path).unwrap_err().to_string();
+    assert!(text.contains("exp_avg_sq.b has the CRC-32"), "{text}");
+
+    std::fs::write(&path, &whole).unwrap();
+    let nan = vars[1].affine(f64::NAN, 0.0).unwrap().detach();
+    let gradients = [(&vars[0], noisy_gradient(&vars[0], 0)), (&vars[1], nan)];
+    optimizer.step(&store(&gradients)).unwrap();
+    let text = optimizer.save(&path).unwrap_err().to_string();
+    assert!(
+        text.contains("exp_avg.b") && text.contains("NaN at element 0"),
+        "{text}"
+    );
+    assert!(std::fs::read(&path).unwrap() == whole);
+}
+
 #[test]
 fn a_file_that_does_not_fit_is_refused_and_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();

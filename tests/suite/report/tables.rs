@@ -135,3 +135,15 @@ fn not_a_number_is_missing() {
         r#"{"a":null,"b":null,"c":0.0}"#
     );
 }
+
+/// More decimals than formatting takes: as many as a number has.
+#[test]
+fn decimals_without_end() {
+    for decimals in [70_000, usize::MAX] {
+        let cell = Column::number("x", "X", "", decimals).cell(Some(&json!(0.5)));
+        assert!(cell.starts_with("0.500") && cell.len() < 2000, "{cell}");
+        let smallest = f64::from_bits(1);
+        let cell = Column::number("x", "X", "", decimals).cell(Some(&json!(smallest)));
+        assert_eq!(cell.parse::<f64>(), Ok(smallest));
+    }
+}

@@ -3,6 +3,7 @@
 use super::*;
 use candle_core::Device;
 use rstest::rstest;
+use std::collections::HashMap;
 use tallow::attention::Algorithm;
 use tallow::optim::AdamWConfig;
 use tallow::train::Checkpoint;
@@ -15,6 +16,7 @@ type Change = fn(&mut TrainConfig);
 #[case(|c: &mut TrainConfig| c.accumulation = 0, "TrainConfig: accumulation must be at least 1, got 0")]
 #[case(|c: &mut TrainConfig| c.steps = 0, "TrainConfig: steps must be at least 1, got 0")]
 #[case(|c: &mut TrainConfig| c.evaluate_every = 0, "TrainConfig: evaluate_every must be at least 1, got 0")]
+#[case(|c: &mut TrainConfig| c.keep = 0, "TrainConfig: keep must be at least 1, got 0")]
 #[case(|c: &mut TrainConfig| c.batch_size = usize::MAX, "TrainConfig: batch_size must be such that a step's tokens can be counted")]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = Some(0.0), "TrainConfig: max_grad_norm must be over 0, got 0")]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = Some(f64::NAN), "TrainConfig: max_grad_norm must be over 0, got NaN")]
@@ -96,6 +98,7 @@ fn settings_that_no_step_depends_on_may_differ() {
     let config = TrainConfig {
         steps: 99,
         evaluate_every: 1,
+        keep: 3,
         optimizer,
         ..settings()
     };
@@ -161,23 +164,27 @@ fn files_that_are_no_whole_run() {
     assert!(matches!(error, Error::Format { .. }), "{error:?}");
 }
 
-/// The file again with its metadata's text and tensors changed, but a whole safetensors file.
+/// The file as it was written before there were checksums, with the history in the metadata's text (format 1); that
+/// text and the tensors changed, but a whole safetensors file.
 pub(super) fn forge(
     path: &Path,
     edit: impl Fn(&str) -> String,
     keep: impl Fn(&str) -> Option<Vec<usize>>,
 ) {
+    let history = serde_json::to_string(&Checkpoint::read(path).unwrap().history).unwrap();
     let bytes = std::fs::read(path).unwrap();
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-    let metadata = header.metadata().clone().unwrap();
-    let metadata = metadata
-        .into_iter()
-        .map(|(key, text)| (key, edit(&text)))
-        .collect();
+    let text = &header.metadata().as_ref().unwrap()["tallow.train"];
+    let text = text.replace(
+        "\"format\":2",
+        &format!("\"format\":1,\"history\":{history}"),
+    );
+    let metadata = HashMap::from([("tallow.train".to_string(), edit(&text))]);
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let tensors: Vec<_> = file
         .tensors()
         .into_iter()
+        .filter(|(name, _)| !name.starts_with("history."))
         .filter_map(|(name, view)| {
             let shape = match keep(&name)? {
                 same if same.is_empty() => view.shape().to_vec(),
@@ -216,12 +223,12 @@ fn runs_that_lack_a_part_or_were_changed() {
     let error = forged(&same, &turned, &[state, "[20, 28]", "[28, 20]"]);
     assert!(matches!(error, Error::Weight { .. }), "{error:?}");
 
-    let later = |text: &str| text.replace("\"format\":1", "\"format\":2");
+    let later = |text: &str| text.replace("\"format\":1", "\"format\":3");
     let fewer = |text: &str| text.replace("\"step\":0", "\"step\":3");
     let broken = |text: &str| text[..text.len() / 2].to_string();
     let without = |text: &str| text.replace("\"history\"", "\"past\"");
     let edits: [(Edit, &[&str]); 4] = [
-        (&later, &["format 2", "format 1"]),
+        (&later, &["a run in format 3", "reads formats 1 and 2"]),
         (&fewer, &["3 steps taken, but 0 losses"]),
         (&broken, &["tallow.train"]),
         (&without, &["tallow.train", "history"]),

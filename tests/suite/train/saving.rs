@@ -3,6 +3,15 @@
 use super::*;
 use std::fs;
 
+/// What is in the folder, sorted.
+pub(super) fn names(folder: &Path) -> Vec<String> {
+    let names = fs::read_dir(folder).unwrap();
+    let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
+}
+
 #[test]
 fn paths_that_cannot_be_written_are_named() {
     let (folder, path) = checkpoint();
@@ -18,8 +27,10 @@ fn paths_that_cannot_be_written_are_named() {
         let error = refusal(trainer.save(&path), &[&wanted]);
         assert!(matches!(error, Error::Io { .. }), "{error:?}");
     }
-    let left: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
-    assert_eq!(left.len(), 1, "{left:?}");
+    let kept = ["run.safetensors", "run.safetensors.lock"]; // the lock as long as the run lives
+    assert_eq!(names(folder.path()), kept);
+    drop(trainer);
+    assert_eq!(names(folder.path()), kept[..1]);
 }
 
 /// Where the next test's second process writes to.
@@ -46,10 +57,11 @@ fn a_process_killed_while_it_writes_leaves_the_old_checkpoint() {
     use std::os::unix::process::ExitStatusExt;
     use std::process::Command;
 
-    let (_folder, path) = checkpoint();
+    let (folder, path) = checkpoint();
     let mut trainer = start(settings());
     take(&mut trainer, 5);
     trainer.save(&path).unwrap();
+    drop(trainer);
     let old = fs::read(&path).unwrap();
     assert!(old.len() > 64 << 10, "{} bytes", old.len());
 
@@ -70,10 +82,13 @@ fn a_process_killed_while_it_writes_leaves_the_old_checkpoint() {
     let killed = run("16"); // blocks: 8 or 16 KiB
     assert_eq!(killed.status.signal(), Some(libc::SIGXFSZ), "{killed:?}");
     assert!(fs::read(&path).unwrap() == old);
+    let is_temporary = |name: &String| name.starts_with(".tallow-");
+    assert!(names(folder.path()).iter().any(is_temporary));
     assert_eq!(resume(&path, settings()).unwrap().steps_taken(), 5);
 
     // The same process, let live: it was the limit that stopped it.
     let lived = run("unlimited");
     assert!(lived.status.success(), "{lived:?}");
     assert_eq!(resume(&path, settings()).unwrap().steps_taken(), 6);
+    assert_eq!(names(folder.path()), ["run.safetensors"]); // nothing of the killed one is left
 }

@@ -1,11 +1,14 @@
 //! Backward: algorithm 2, a task for each tile of keys.
 
 use super::backward_tile::{Scratch, Task, padded_width};
+use super::transpose::{load_block, to_columns};
 use super::turns::AllTurns;
 use super::{Heads, Sizes, Tiles};
 use crate::kernels::cpu::gemm::tile::COLUMNS;
+use crate::kernels::cpu::lanes::Lanes;
 use crate::kernels::cpu::parallel::{self, Shared};
-use crate::kernels::cpu::{Real, Stored, simd};
+use crate::kernels::cpu::{Real, Stored};
+use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
 /// What forward took and gave, and the gradient of its output.
@@ -21,7 +24,7 @@ pub struct Inputs<'a, T: Stored> {
     pub out: Heads<'a, T>,
     /// What rounding took from `out`, (B, H, Tq, Dh), or nothing.
     pub rounded_off: Option<Heads<'a, T>>,
-    /// (B, H, Tq).
+    /// (B, H, Tq) or (2, B, H, Tq), as forward wrote it.
     pub lse: &'a [T::Wide],
     /// (B, H, Tq, Dh).
     pub d_out: Heads<'a, T>,
@@ -40,7 +43,8 @@ pub struct Gradients<'a, T> {
 /// `dq`, `dk` and `dv`: probabilities are computed again from the scores and `lse`, tile by tile.
 ///
 /// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`,
-/// `dK = scale dS^T Q`.
+/// `dK = scale dS^T Q`. An error of lse is one of a whole row of P: scores of 100 leave it six digits in f32, so what
+/// rounding took from it is subtracted after it, where forward kept that.
 ///
 /// A task has a tile of keys, whose dk and dv it keeps in cache while the queries pass, and adds to dq as it goes. Tasks of
 /// one head write the same dq: they take turns at each tile of queries, so that the sums' order is that of the
@@ -57,7 +61,8 @@ pub fn backward<T: Stored>(
     let q_rows = sizes.batch * sizes.heads * sizes.queries;
     assert_eq!(dq.len(), q_rows * head_dim, "dq");
     assert_eq!([dk.len(), dv.len()], [kv_rows * head_dim; 2], "dk and dv");
-    assert_eq!(inputs.lse.len(), q_rows, "lse");
+    let lse_len = inputs.lse.len();
+    assert!(lse_len == q_rows || lse_len == 2 * q_rows, "lse");
     let delta = delta(sizes, &inputs); // (B, H, Tq)
     let (dk, dv) = (Shared::new(dk), Shared::new(dv));
     let pass = Pass {
@@ -163,13 +168,17 @@ impl<T: Stored> Pass<'_, T> {
 }
 
 /// `sum(dO O)` of every query (algorithm 2, line 4): (B, H, Tq).
+///
+/// Added up as the product dO V^T is, so that where one probability is all, and O a row of V, `dP - delta` is the 0
+/// that it should be.
 fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::Wide> {
-    let mut delta = vec![T::Wide::ZERO; inputs.lse.len()];
+    let mut delta = vec![T::Wide::ZERO; sizes.batch * sizes.heads * sizes.queries];
     let head_dim = sizes.head_dim;
-    if sizes.queries == 0 {
+    if delta.is_empty() {
         return delta;
     }
     let tile = parallel::TASK_ELEMENTS.div_ceil(head_dim);
+    let tile = tile.next_multiple_of(COLUMNS);
     let tiles = sizes.queries.div_ceil(tile);
     let shared = Shared::new(&mut delta);
     parallel::for_tasks(sizes.batch * sizes.heads * tiles, |task| {
@@ -183,20 +192,62 @@ fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::Wide> {
         let rest = inputs.rounded_off.map(|rest| rest.matrix(batch, head));
         // SAFETY: each task has its own queries.
         let delta = unsafe { shared.range(matrix * sizes.queries + range.start, range.len()) };
-        let mut buffers = vec![T::Wide::ZERO; 3 * head_dim];
-        let (o, rest_of) = buffers.split_at_mut(head_dim);
-        let (r, d) = rest_of.split_at_mut(head_dim);
-        for (query, delta) in range.zip(delta) {
-            out.load(query, o);
-            d_out.load(query, d);
-            if let Some(rest) = &rest {
-                rest.load(query, r);
+        let mut buffers = vec![T::Wide::ZERO; 4 * COLUMNS * head_dim];
+        let (block, buffers) = buffers.split_at_mut(COLUMNS * head_dim);
+        let (other, columns) = buffers.split_at_mut(COLUMNS * head_dim);
+        let (out_t, d_out_t) = columns.split_at_mut(COLUMNS * head_dim);
+        for (start, delta) in range
+            .clone()
+            .step_by(COLUMNS)
+            .zip(delta.chunks_mut(COLUMNS))
+        {
+            let queries = start..start + delta.len();
+            load_block(out, queries.clone(), head_dim, block);
+            if let Some(rest) = rest {
+                load_block(rest, queries.clone(), head_dim, other);
+                block.iter_mut().zip(&*other).for_each(|(o, r)| *o += *r);
             }
-            *delta = simd::vectorized(
-                #[inline(always)]
-                || simd::sum_over([&*o, &*r, &*d], |[o, r, d]| (o + r) * d),
-            );
+            to_columns(block, head_dim, T::Wide::ONE, out_t, COLUMNS);
+            load_block(d_out, queries, head_dim, block);
+            to_columns(block, head_dim, T::Wide::ONE, d_out_t, COLUMNS);
+            let mut sums = [T::Wide::ZERO; COLUMNS];
+            Arch::new().dispatch(InnerProducts {
+                a: d_out_t,
+                b: out_t,
+                sums: &mut sums,
+            });
+            delta.copy_from_slice(&sums[..delta.len()]);
         }
     });
     delta
+}
+
+/// The inner products of columns: a and b (depth, COLUMNS), sums (COLUMNS), in the order of the products of tiles.
+struct InnerProducts<'a, T> {
+    a: &'a [T],
+    b: &'a [T],
+    sums: &'a mut [T; COLUMNS],
+}
+
+impl<T: Lanes> WithSimd for InnerProducts<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        assert_eq!(self.a.len(), self.b.len());
+        for first in (0..COLUMNS).step_by(T::lanes::<S>()) {
+            let mut sum = T::vsplat(simd, T::ZERO);
+            for (a, b) in self
+                .a
+                .chunks_exact(COLUMNS)
+                .zip(self.b.chunks_exact(COLUMNS))
+            {
+                // SAFETY: rows of COLUMNS elements, which is whole registers.
+                let [a, b] = unsafe { [a, b].map(|row| T::vload::<S>(row.as_ptr().add(first))) };
+                sum = T::vmul_add(simd, a, b, sum);
+            }
+            // SAFETY: as above.
+            unsafe { T::vstore::<S>(self.sums.as_mut_ptr().add(first), sum) };
+        }
+    }
 }

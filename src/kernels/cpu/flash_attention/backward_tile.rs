@@ -112,6 +112,7 @@ impl<T: Lanes> Scratch<T> {
             inputs.k.matrix(batch, kv_head),
             inputs.v.matrix(batch, kv_head),
         );
+        let (_, lse_rest) = inputs.lse.split_at(task.delta.len());
         for member in 0..sizes.group() {
             let head = kv_head * sizes.group() + member;
             let q = inputs.q.matrix(batch, head);
@@ -131,8 +132,10 @@ impl<T: Lanes> Scratch<T> {
                 self.queries.clear();
                 self.queries.extend(range.clone().map(|query| {
                     let lse = inputs.lse[first_row + query];
+                    let lse_rest = lse_rest.get(first_row + query);
                     Query {
                         lse: if lse == T::NEG_INFINITY { T::ZERO } else { lse },
+                        lse_rest: lse_rest.copied().unwrap_or(T::ZERO),
                         delta: task.delta[first_row + query],
                         visible: seen(query),
                     }

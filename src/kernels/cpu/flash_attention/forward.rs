@@ -20,7 +20,8 @@ pub struct Outputs<'a, T: Stored> {
     pub out: &'a mut [T],
     /// What rounding took from `out`, for dtypes narrower than what is computed in; (B, H, Tq, Dh), or empty.
     pub rounded_off: &'a mut [T],
-    /// log(sum(exp(scores))) of every query, (B, H, Tq).
+    /// log(sum(exp(scores))) of every query, (B, H, Tq); or (2, B, H, Tq), then followed by what rounding took from
+    /// each, which backward needs to be as exact as its scores are.
     pub lse: &'a mut [T::Wide],
 }
 
@@ -42,13 +43,18 @@ pub fn forward<T: Stored>(
         lse,
     } = outputs;
     assert_eq!(out.len(), length * sizes.head_dim, "out");
-    assert_eq!(lse.len(), length, "lse");
+    assert!(lse.len() == length || lse.len() == 2 * length, "lse");
     assert!(rounded_off.is_empty() || rounded_off.len() == out.len());
-    if out.is_empty() {
-        return lse.fill(T::Wide::NEG_INFINITY); // no heads of any width
+    let (lse, lse_rest) = lse.split_at_mut(length);
+    if out.is_empty() || sizes.keys == 0 {
+        out.fill(T::zero());
+        rounded_off.fill(T::zero());
+        lse.fill(T::Wide::NEG_INFINITY);
+        return lse_rest.fill(T::Wide::ZERO);
     }
-    let keeps_rest = !rounded_off.is_empty();
-    let (out, rest, lse) = (Shared::new(out), Shared::new(rounded_off), Shared::new(lse));
+    let (keeps_rest, keeps_lse_rest) = (!rounded_off.is_empty(), !lse_rest.is_empty());
+    let (out, rest) = (Shared::new(out), Shared::new(rounded_off));
+    let (lse, lse_rest) = (Shared::new(lse), Shared::new(lse_rest));
     let q_tiles = sizes.queries.div_ceil(tiles.forward_q_tile);
     let tasks = sizes.batch * sizes.heads * q_tiles;
     for_tasks_with(
@@ -73,7 +79,9 @@ pub fn forward<T: Stored>(
             let (out, lse) = unsafe { (out.range(at, count), lse.range(first, range.len())) };
             // SAFETY: as above.
             let rest = keeps_rest.then(|| unsafe { rest.range(at, count) });
-            scratch.finish(sizes.head_dim, out, rest, lse);
+            // SAFETY: as above.
+            let lse_rest = keeps_lse_rest.then(|| unsafe { lse_rest.range(first, range.len()) });
+            scratch.finish(sizes.head_dim, out, rest, lse, lse_rest);
         },
     );
 }
@@ -198,6 +206,7 @@ impl<T: Lanes> Scratch<T> {
         out: &mut [S],
         mut rest: Option<&mut [S]>,
         lse: &mut [T],
+        mut lse_rest: Option<&mut [T]>,
     ) {
         let first = self.panels[0].queries.start;
         for panel in &self.panels {
@@ -207,7 +216,11 @@ impl<T: Lanes> Scratch<T> {
                 let mut factors = [T::ZERO; COLUMNS];
                 let sums = panel.max.iter().zip(&panel.sum).skip(lane);
                 for ((query, (max, sum)), factor) in queries.clone().zip(sums).zip(&mut factors) {
-                    lse[query - first] = *max + sum.logarithm();
+                    let (rounded, rest) = sum_and_rest(*max, sum.logarithm());
+                    lse[query - first] = rounded;
+                    if let Some(lse_rest) = &mut lse_rest {
+                        lse_rest[query - first] = rest;
+                    }
                     // Nothing seen: 0 / 0 otherwise. A NaN stays one.
                     if *sum != T::ZERO {
                         *factor = T::ONE / *sum;
@@ -229,6 +242,18 @@ impl<T: Lanes> Scratch<T> {
             }
         }
     }
+}
+
+/// `a + b` rounded, and what rounding took from it; of minus infinity nothing.
+///
+/// Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
+fn sum_and_rest<T: Lanes>(a: T, b: T) -> (T, T) {
+    let sum = a + b;
+    if sum == T::NEG_INFINITY {
+        return (sum, T::ZERO);
+    }
+    let of_b = sum - a;
+    (sum, (a - (sum - of_b)) + (b - of_b))
 }
 
 impl<T: Lanes> Panel<T> {

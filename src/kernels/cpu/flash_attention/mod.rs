@@ -60,6 +60,6 @@ impl Sizes {
 
     /// How many heads of q share a head of k and v.
     fn group(&self) -> usize {
-        self.heads / self.kv_heads
+        self.heads / self.kv_heads.max(1)
     }
 }

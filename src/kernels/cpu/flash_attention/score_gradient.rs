@@ -9,14 +9,16 @@ use pulp::{Arch, Simd, WithSimd};
 pub(super) struct Query<T> {
     /// log(sum(exp(scores))); any finite number for a query that sees nothing.
     pub lse: T,
+    /// What rounding took from it.
+    pub lse_rest: T,
     /// sum(dO O).
     pub delta: T,
     /// How many keys of the tile it sees.
     pub visible: usize,
 }
 
-/// `p = exp(scores - lse)` over the scores and `ds = p (dp - delta)` over dp, both 0 where the key is hidden (algorithm 2,
-/// lines 11 and 14).
+/// `p = exp(scores - lse - lse_rest)` over the scores and `ds = p (dp - delta)` over dp, both 0 where the key is hidden
+/// (algorithm 2, lines 11 and 14).
 pub(super) struct ScoreGradient<'a, T> {
     /// The rows of the tile.
     pub queries: &'a [Query<T>],
@@ -48,6 +50,7 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
         let zero = T::vsplat(simd, T::ZERO);
         for (i, query) in self.queries.iter().enumerate() {
             let lse = T::vsplat(simd, query.lse);
+            let lse_rest = T::vsplat(simd, query.lse_rest);
             let delta = T::vsplat(simd, query.delta);
             for first in (0..self.keys).step_by(lanes) {
                 // SAFETY: `run` checked that the rows hold whole registers up to `keys`.
@@ -59,7 +62,8 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
                         T::vstore::<S>(dp, zero);
                         continue;
                     }
-                    let p = T::vexp(simd, T::vsub(simd, T::vload::<S>(scores), lse));
+                    let exponent = T::vsub(simd, T::vload::<S>(scores), lse);
+                    let p = T::vexp(simd, T::vsub(simd, exponent, lse_rest));
                     let ds = T::vmul(simd, p, T::vsub(simd, T::vload::<S>(dp), delta));
                     T::vstore::<S>(scores, p);
                     T::vstore::<S>(dp, ds);

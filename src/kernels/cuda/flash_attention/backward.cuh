@@ -1,7 +1,11 @@
 // What the two backward kernels share: their arguments, the kernel that goes before them, turns. Behind common.cuh.
 //
-//   QUERIES   queries in a tile
+//   QUERIES      queries in a tile
+//   STATISTICS   numbers of a query: lse log2(e) and delta, or both and what rounding took from the first
 
+#ifndef STATISTICS
+#define STATISTICS 2
+#endif
 #ifndef QUERIES
 #define QUERIES (HEAD_DIM * sizeof(E) > 256 ? 32 : 64)
 #endif
@@ -72,12 +76,18 @@ JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments
     if (row < rows && chunk == 0) {
         // No key seen, or no query: exp(s - inf) = 0.
         const float lse = inside ? arguments.lse[row_in_all] : -INFINITE;
-        const float lse_in_log2 = lse == -INFINITE ? INFINITE : lse * LOG2_E;
+        const float lse_in_log2 = lse == -INFINITE ? INFINITE : __fmul_rn(lse, LOG2_E);
 #ifdef HOPPER
         // So ordered that the queries of one thread, 8 n + 2 (lane % 4) + (0 or 1), lie together in fours.
         const int place = query / 64 * 64 + query / 16 % 4 * 16 + query / 2 % 4 * 4 + query / 8 % 2 * 2 + query % 2;
         float* statistics = arguments.statistics + row / QUERIES * 2 * QUERIES + place % QUERIES;
         statistics[0] = lse_in_log2, statistics[QUERIES] = delta;
+#elif STATISTICS == 3
+        // The product's rounding, the factor's, and what forward's took.
+        const float rest = lse == -INFINITE ? 0 : arguments.lse[heads * sizes.queries + row_in_all] * LOG2_E;
+        float* statistics = arguments.statistics + 3 * row;
+        statistics[0] = lse_in_log2, statistics[1] = delta;
+        statistics[2] = lse == -INFINITE ? 0 : fmaf(lse, LOG2_E, -lse_in_log2) + fmaf(lse, LOG2_E_REST, rest);
 #else
         reinterpret_cast<float2*>(arguments.statistics)[row] = make_float2(lse_in_log2, delta);
 #endif

@@ -42,7 +42,7 @@ pub(crate) struct Inputs<'a> {
     /// What rounding took from out, where that was kept (of f32 nothing is): (B, H, Tq, Dh) contiguous.
     pub rounded_off: Option<View<'a>>,
     pub d_out: Heads<'a>,
-    /// (B, H, Tq) f32.
+    /// (parts, B, H, Tq) f32.
     pub lse: View<'a>,
 }
 
@@ -89,11 +89,11 @@ pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, tf32: bool, sizes: &
     }
 }
 
-/// Words of the statistics and the sums of dq of so many tiles of queries, and of the turns: two a tile (Hopper's kernel
-/// takes turns for each half of it), and a ticket.
+/// Words of the statistics, three at most of a query, and the sums of dq of so many tiles of queries, and of the turns:
+/// two a tile (Hopper's kernel takes turns for each half of it), and a ticket.
 fn parts(tiles_of_queries: usize, queries: usize, head_dim: usize) -> [usize; 3] {
     let rows = tiles_of_queries * queries;
-    [2 * rows, rows * head_dim, 2 * tiles_of_queries + 1]
+    [3 * rows, rows * head_dim, 2 * tiles_of_queries + 1]
 }
 
 /// How many tiles of queries there are, each of one head.

@@ -22,6 +22,8 @@ typedef unsigned long long u64;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
+// What rounding took from them.
+constexpr float LOG2_E_REST = 1.9259629911e-8f, LN_2_REST = -1.9046542999e-9f;
 #define INFINITE __int_as_float(0x7f800000)
 
 // ---- element types; those of 16 bits go two to a register, the first in the lower half

@@ -93,7 +93,7 @@ fn packed<T: Element>(card: &CudaDevice, tf32: bool, sizes: &Sizes) {
 
     let run = |q: [Heads; 3], out: Heads, d_out: Heads, gradients: Gradients| {
         let (lse, work) = (
-            Buffer::<f32>::room(card, rows, 0),
+            Buffer::<f32>::room(card, workspace::flash_lse_parts(T::DTYPE) * rows, 0),
             room(workspace::flash_forward()),
         );
         let outputs = Outputs {

@@ -218,9 +218,17 @@ fn probabilities<T: Element>(card: &CudaDevice, mask: Mask, queries: usize, keys
         p.iter_mut()
             .for_each(|p| *p /= if total > 0.0 { total } else { 1.0 });
     }
-    let (p, dp_on_card) = (Buffer::new(card, &x, 0), Buffer::new(card, &dp, 0));
+    let p = Buffer::new(card, &x, 0);
     softmax::forward(card, scores, p.view(card), p.view(card)).unwrap();
     assert_close("p", &p.read(card), &exact);
+    // As products leave them, for results in any dtype.
+    let [x, dp] = [x, dp].map(|values| -> Vec<f32> {
+        let narrow = values.iter().map(|x| x.to_f64() as f32);
+        narrow.collect()
+    });
+    let (x, dp_on_card) = (Buffer::new(card, &x, 0), Buffer::new(card, &dp, 0));
+    softmax::forward(card, scores, x.view(card), p.view(card)).unwrap();
+    assert_close("p of f32", &p.read(card), &exact);
 
     let p_as_it_is = wide(&p.read(card));
     let mut exact = wide(&dp);
@@ -230,8 +238,10 @@ fn probabilities<T: Element>(card: &CudaDevice, mask: Mask, queries: usize, keys
             *dx = scale * p * (*dx - inner);
         }
     }
-    softmax::backward_in_place(card, scores, dp_on_card.view(card), p.view(card)).unwrap();
-    assert_close("dx", &dp_on_card.read(card), &exact);
+    let dx = Buffer::<T>::room(card, dp.len(), 0);
+    let from = [dp_on_card.view(card), p.view(card)];
+    softmax::backward_from_p(card, scores, from, dx.view(card)).unwrap();
+    assert_close("dx", &dx.read(card), &exact);
 }
 
 #[test]

@@ -5,9 +5,10 @@
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
 //
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
-//   lse (B, H, Tq): f32;  rounded_off: null
+//   lse (2, B, H, Tq): f32, and what rounding took from it;  rounded_off: null
 // Scratch, all of it written before it is read:
-//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES)) and one more: int
+//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 3): f32, lse log2(e), delta, what rounding took from the first
+//   turns (B, H, ceil(Tq / QUERIES)) and one more: int
 //   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
 //
 // Three kernels, one after the other:
@@ -45,7 +46,9 @@ typedef Exchanged<N> Exchange;
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS, DQ_WARP_DIMS = HEAD_DIM / DQ_COLUMN_WARPS;
 constexpr int DQ_LANES = DQ_WARP_DIMS / 4 % 8 == 0 ? 8 : DQ_WARP_DIMS / 4 & -(DQ_WARP_DIMS / 4);  // along a row
 constexpr int DQ_ROWS = QUERIES / DQ_ROW_WARPS / (32 / DQ_LANES), DQ_DIMS = DQ_WARP_DIMS / DQ_LANES;
-constexpr int BACKWARD_SHARED = (2 * (KEYS + QUERIES) * PITCH + 2 * KEYS * Exchange::PITCH + 2 * QUERIES) * 4 + 16;
+constexpr int BACKWARD_SHARED =
+    (2 * (KEYS + QUERIES) * PITCH + 2 * KEYS * Exchange::PITCH + STATISTICS * QUERIES) * 4 + 16;
+static_assert(STATISTICS == 3, "lse, delta, and what rounding took from lse");
 static_assert(KEYS % (4 * SIDE) == 0 && QUERIES % 32 == 0, "tiles of whole blocks");
 static_assert(DQ_DIMS % 4 == 0 && (DQ_ROWS == 2 || DQ_ROWS % 4 == 0) && N % 4 == 0, "dQ in whole vectors");
 
@@ -65,8 +68,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     float* const d_out_tile = q_tile + QUERIES * PITCH;        // (QUERIES, PITCH)
     float* const p_tile = d_out_tile + QUERIES * PITCH;        // P^T (KEYS, Exchange::PITCH)
     float* const ds_tile = p_tile + KEYS * Exchange::PITCH;    // dS^T (KEYS, Exchange::PITCH)
-    float* const statistics = ds_tile + KEYS * Exchange::PITCH;  // (QUERIES, 2)
-    int* const ticket = reinterpret_cast<int*>(statistics + 2 * QUERIES);
+    float* const statistics = ds_tile + KEYS * Exchange::PITCH;  // (QUERIES, STATISTICS)
+    int* const ticket = reinterpret_cast<int*>(statistics + STATISTICS * QUERIES);
 
     if (threadIdx.x == 0) *ticket = atomicAdd(arguments.turns + sizes.batch * sizes.heads * query_tiles, 1);
     __syncthreads();
@@ -98,7 +101,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     const float* const factor = (right ? q_tile : d_out_tile) + lane_column * WIDTH;
     float* const my_p = p_tile + lane_key * Exchange::PITCH;
     float* const my_ds = ds_tile + lane_key * Exchange::PITCH;
-    const float* const my_statistics = statistics + 2 * lane_column + right;
+    const float* const my_statistics = statistics + STATISTICS * lane_column;
     const float to_log2 = sizes.scale * LOG2_E;
     // And of dQ.
     const int dq_place = warp / DQ_COLUMN_WARPS * (QUERIES / DQ_ROW_WARPS) + (lane_row | lane_column / DQ_LANES * 4) * DQ_ROWS;
@@ -178,9 +181,9 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
             }
 #pragma unroll
             for (int n = 0; n < N; n++) {
-                const float lse = my_statistics[n * 16];
+                const float lse = my_statistics[n * 8 * STATISTICS], rest = my_statistics[n * 8 * STATISTICS + 2];
 #pragma unroll
-                for (int m = 0; m < M; m++) s[m][n] = power_of_2(fmaf(s[m][n], to_log2, -lse));
+                for (int m = 0; m < M; m++) s[m][n] = power_of_2(fmaf(s[m][n], to_log2, -lse) - rest);
             }
 #pragma unroll
             for (int m = 0; m < M; m++) Exchange::write(my_p + m * 4 * Exchange::PITCH, lane_column, s[m]);
@@ -189,7 +192,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
         if (right) {
             float delta[N];
 #pragma unroll
-            for (int n = 0; n < N; n++) delta[n] = my_statistics[n * 16];
+            for (int n = 0; n < N; n++) delta[n] = my_statistics[n * 8 * STATISTICS + 1];
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 float p[N];

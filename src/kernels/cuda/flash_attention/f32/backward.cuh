@@ -1,7 +1,8 @@
 // What the backward kernels of f32 share, exact and in TF32: how queries are copied, and the kernel that goes last.
 // Behind ../backward.cuh and tiles.cuh.
 
-// Starts to copy a tile of Q and dO (QUERIES, PITCH), of the query_tiles that a head has, and their statistics (QUERIES, 2).
+// Starts to copy a tile of Q and dO (QUERIES, PITCH), of the query_tiles that a head has, and their
+// statistics (QUERIES, STATISTICS).
 template <int THREADS>
 __device__ __forceinline__ void copy_queries(const BackwardArguments& arguments, Place from, int query_tiles, float* q_tile,
                                              float* d_out_tile, float* statistics) {
@@ -13,8 +14,9 @@ __device__ __forceinline__ void copy_queries(const BackwardArguments& arguments,
     const int rows = sizes.queries - first;
     copy_tile<QUERIES, THREADS, Padded>(shared_address(q_tile), q, of_q.row, rows, sizes.head_dim);
     copy_tile<QUERIES, THREADS, Padded>(shared_address(d_out_tile), d_out, of_d_out.row, rows, sizes.head_dim);
-    const float* source = arguments.statistics + 2ll * QUERIES * (from.head * query_tiles + from.tile);
-    for (int i = threadIdx.x; i < QUERIES / 2; i += THREADS) copy_chunk(shared_address(statistics) + i * 16, source + 4 * i, true);
+    const float* source = arguments.statistics + (long long)STATISTICS * QUERIES * (from.head * query_tiles + from.tile);
+    for (int i = threadIdx.x; i < STATISTICS * QUERIES / 4; i += THREADS)
+        copy_chunk(shared_address(statistics) + i * 16, source + 4 * i, true);
     end_group();
 }
 

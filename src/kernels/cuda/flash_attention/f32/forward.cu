@@ -2,7 +2,8 @@
 // cores. Behind ../common.cuh, forward.cuh, tiles.cuh and fma.cuh, with ELEMENT=f32.
 //
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
-//   lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero
+//   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
+//   is zero
 //
 // A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P V.
 // A warp has ROWS / WARPS rows; S and O stay in its registers, P goes from lane to lane through rows of shared memory
@@ -143,10 +144,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
         const int row = warp_row + lane_row + 4 * m;
         const float total = sum_over_columns(sum[m]);
         if (row >= rows) continue;
-        if (lane_column == 0) {
-            const float log2 = total == 0 ? -INFINITE : __fmul_rn(largest[m], to_log2) + logarithm_2(total);
-            arguments.lse[(long long)block.head_in_all * sizes.queries + first_row + row] = log2 * LN_2;
-        }
+        if (lane_column == 0) write_lse(arguments, block, row, __fmul_rn(largest[m], to_log2), total);
         write_row(out + row * arguments.out_strides.row, o[m], lane_column, dim, total == 0 ? 0 : 1 / total);
     }
 }

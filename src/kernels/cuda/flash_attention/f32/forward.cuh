@@ -9,7 +9,7 @@
 struct ForwardArguments {
     const E *q, *k, *v;
     E *out, *rounded_off;  // rounded_off: null, since nothing is rounded
-    float* lse;
+    float* lse;  // (2, B, H, Tq)
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
 };
@@ -42,3 +42,20 @@ struct RowBlock {
         return arguments.out + batch * of_out.batch + head * of_out.head + first_row * of_out.row;
     }
 };
+
+// Writes the log-sum-exp of a row whose exponentials are relative to the `largest` score (already times scale log2(e)) and
+// add up to `total`; and, a tensor further on, what rounding took from it: an error of lse is one of the whole row in
+// backward.
+__device__ __forceinline__ void write_lse(const ForwardArguments& arguments, const RowBlock& block, int row,
+                                          float largest, float total) {
+    const Sizes& sizes = arguments.sizes;
+    const float logarithm = log2f(total), sum = __fadd_rn(largest, logarithm);  // in units of ln 2
+    const float of_logarithm = __fsub_rn(sum, largest);
+    const float rest = __fadd_rn(__fsub_rn(largest, __fsub_rn(sum, of_logarithm)), __fsub_rn(logarithm, of_logarithm));
+    const float lse = __fmul_rn(sum, LN_2);
+    const bool sees = total != 0;
+    float* to = arguments.lse + (long long)block.head_in_all * sizes.queries + block.first_row + row;
+    to[0] = sees ? lse : -INFINITE;
+    to[(long long)sizes.batch * sizes.heads * sizes.queries] =
+        sees ? fmaf(sum, LN_2, -lse) + fmaf(sum, LN_2_REST, rest * LN_2) : 0;
+}

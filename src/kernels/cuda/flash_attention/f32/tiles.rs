@@ -43,6 +43,9 @@ impl Forward {
     }
 }
 
+/// Numbers that `backward.cu` has of a query: lse, delta, and what rounding took from lse.
+const STATISTICS: usize = 3;
+
 /// Of `backward.cu`.
 pub(super) struct Backward {
     pub keys: usize,
@@ -74,6 +77,7 @@ impl Backward {
         vec![
             Definition::Size("KEYS", self.keys),
             Definition::Size("QUERIES", self.queries),
+            Definition::Size("STATISTICS", STATISTICS),
             Definition::Size("WARPS", self.warps),
             Definition::Size("DQ_ROW_WARPS", self.dq_row_warps),
             Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
@@ -84,6 +88,6 @@ impl Backward {
     pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
         let heads = 2 * (self.keys + self.queries) * pitch(head_dim);
         let exchanged = 2 * self.keys * pitch(self.queries);
-        4 * (heads + exchanged + 2 * self.queries) + 16
+        4 * (heads + exchanged + STATISTICS * self.queries) + 16
     }
 }

@@ -5,7 +5,7 @@
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
 //
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
-//   lse (B, H, Tq): f32;  rounded_off: null
+//   lse (B, H, Tq), whose rest is nothing beside TF32's rounding: f32;  rounded_off: null
 // Scratch, all of it written before it is read:
 //   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES)) and one more: int
 //   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32

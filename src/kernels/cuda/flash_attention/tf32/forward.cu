@@ -2,7 +2,8 @@
 // mma.sync (sm_80 and up). Behind ../common.cuh, forward.cuh and tiles.cuh of f32, and mma.cuh, with ELEMENT=f32.
 //
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
-//   lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero
+//   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
+//   is zero
 //
 // A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P V.
 // A warp has ROWS / WARPS rows; S, P and O stay in its registers. The next tile of keys and values is copied meanwhile.
@@ -162,10 +163,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
             total += __shfl_xor_sync(~0u, total, 2);
             const int row = warp_row + m * 16 + quad_row + half * 8;
             if (row >= rows) continue;
-            if (quad_column == 0) {
-                const float log2 = total == 0 ? -INFINITE : __fmul_rn(largest[m][half], to_log2) + logarithm_2(total);
-                arguments.lse[(long long)block.head_in_all * sizes.queries + first_row + row] = log2 * LN_2;
-            }
+            if (quad_column == 0) write_lse(arguments, block, row, __fmul_rn(largest[m][half], to_log2), total);
             write_row(out + row * arguments.out_strides.row, o[m], half, lane, dim, total == 0 ? 0 : 1 / total);
         }
 }

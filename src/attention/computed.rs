@@ -1,6 +1,5 @@
-//! The results as an op of candle's graph.
+//! Results that are there already, as an op of candle's graph.
 
-use super::{Attention, NAME};
 use crate::ops::record::Spec;
 use crate::probe::Operand;
 use candle_core::backend::BackendStorage;
@@ -9,27 +8,28 @@ use candle_core::{
     Tensor, bail,
 };
 
-/// A forward pass that is done, with what its backward needs. One op whatever the number of tiles: candle would keep every
-/// tile of a graph alive, and walks it by recursion.
-pub(super) struct Computed {
-    pub(super) attention: Attention,
+/// A forward pass of q, k and v that is done, with its backward: one op however many it took. candle would keep every
+/// intermediate tensor of a graph alive, and walks it by recursion.
+pub(super) struct Computed<F> {
+    pub(super) name: &'static str,
     /// What the op's output is to be.
     pub(super) out: Tensor,
-    /// The same before it was rounded, (G, R, Tq, Dh).
-    pub(super) wide_out: Tensor,
-    /// (G, R, Tq, 1).
-    pub(super) lse: Tensor,
+    /// The gradients of q, k and v from these and from out's gradient, in any dtype.
+    pub(super) backward: F,
 }
 
-impl Spec for Computed {
+impl<F> Spec for Computed<F> {
     fn output(&self, _: &[Operand<'_>]) -> (Shape, DType) {
         (self.out.shape().clone(), self.out.dtype())
     }
 }
 
-impl CustomOp3 for Computed {
+impl<F> CustomOp3 for Computed<F>
+where
+    F: Fn([&Tensor; 3], &Tensor) -> Result<[Tensor; 3]> + Send + Sync,
+{
     fn name(&self) -> &'static str {
-        NAME
+        self.name
     }
 
     fn cpu_fwd(
@@ -44,7 +44,7 @@ impl CustomOp3 for Computed {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Cpu(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
-            _ => bail!("{NAME}: q on the CPU, out elsewhere"),
+            _ => bail!("{}: q on the CPU, out elsewhere", self.name),
         }
     }
 
@@ -60,7 +60,7 @@ impl CustomOp3 for Computed {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Cuda(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
-            _ => bail!("{NAME}: q on a CUDA device, out elsewhere"),
+            _ => bail!("{}: q on a CUDA device, out elsewhere", self.name),
         }
     }
 
@@ -76,7 +76,7 @@ impl CustomOp3 for Computed {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Metal(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
-            _ => bail!("{NAME}: q on a Metal device, out elsewhere"),
+            _ => bail!("{}: q on a Metal device, out elsewhere", self.name),
         }
     }
 
@@ -88,8 +88,7 @@ impl CustomOp3 for Computed {
         _out: &Tensor,
         d_out: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Self { wide_out, lse, .. } = self;
-        let [dq, dk, dv] = self.attention.backward([q, k, v], wide_out, lse, d_out)?;
+        let [dq, dk, dv] = (self.backward)([q, k, v], d_out)?;
         let like = |gradient: Tensor, x: &Tensor| -> Result<Option<Tensor>> {
             Ok(Some(gradient.reshape(x.shape())?.to_dtype(x.dtype())?))
         };

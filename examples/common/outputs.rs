@@ -1,0 +1,137 @@
+//! The files that a run leaves: tried before hours are spent on their content.
+
+use super::stdout;
+use clap::Args;
+use std::fs::OpenOptions;
+use std::io::{Error as IoError, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use tallow::report::{Format, Report};
+use tallow::{Error, Result};
+
+/// Flags of every example that prints a table.
+#[derive(Args, Clone, Debug)]
+pub struct Output {
+    /// text, markdown, csv, json, latex or typst
+    #[arg(long, default_value = "text")]
+    pub format: Format,
+
+    /// Write the report there instead of to stdout
+    #[arg(long)]
+    pub output: Option<PathBuf>,
+}
+
+impl Output {
+    /// Tries this output and others.
+    pub fn check_with<const N: usize>(&self, others: [&Option<PathBuf>; N]) -> Result<()> {
+        check([&self.output].into_iter().chain(others))
+    }
+
+    /// Writes what there is so far where `--output` names a file, so that a sweep that is stopped leaves its rows.
+    pub fn save_so_far(&self, report: &Report) -> Result<()> {
+        let path = self.output.as_deref();
+        path.map_or(Ok(()), |path| self.save(report, path))
+    }
+
+    /// Writes the finished report.
+    pub fn publish(&self, report: &Report) -> Result<()> {
+        match &self.output {
+            Some(path) => self.save(report, path),
+            None => stdout::report(report, self.format),
+        }
+    }
+
+    /// Into a file. Where that fails, onto stdout: what was measured is not lost.
+    fn save(&self, report: &Report, path: &Path) -> Result<()> {
+        let saved = report.save(self.format, path);
+        if saved.is_err() {
+            let _ = stdout::report(report, self.format); // that it was not saved is what is reported
+        }
+        saved
+    }
+}
+
+/// Tries every output that is named, and refuses one file for two of them.
+pub fn check<'p>(outputs: impl IntoIterator<Item = &'p Option<PathBuf>>) -> Result<()> {
+    let paths: Vec<&PathBuf> = outputs.into_iter().flatten().collect();
+    for (i, path) in paths.iter().enumerate() {
+        check_writable(path)?;
+        if paths[..i].contains(path) && !is_special(path) {
+            return Err(Error::Config {
+                config: "flags",
+                field: "outputs",
+                expected: "files of their own".into(),
+                got: format!("one file for two outputs, {}", path.display()),
+                hint: "the second would replace the first: name another".into(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a path that no file can be written to: opens it, or creates it and removes it again. Nothing that a file
+/// holds is lost.
+pub fn check_writable(path: &Path) -> Result<()> {
+    let refused = |error| Error::io("write", path, error);
+    let tried = match std::fs::metadata(path) {
+        Ok(there) if there.is_dir() => Err(ErrorKind::IsADirectory.into()),
+        Ok(there) if there.is_file() => try_file(path),
+        Ok(_) => try_device(path),
+        Err(error) if error.kind() == ErrorKind::NotFound => try_new(path),
+        Err(error) => Err(error),
+    };
+    tried.map_err(refused)
+}
+
+/// A file is replaced by another, written beside it.
+fn try_file(path: &Path) -> std::io::Result<()> {
+    OpenOptions::new().append(true).open(path)?;
+    try_folder(&path.canonicalize()?)
+}
+
+/// The name itself, and then the folder.
+fn try_new(path: &Path) -> std::io::Result<()> {
+    if path.is_symlink() {
+        let problem = "a link to a file that is not there";
+        return Err(IoError::new(ErrorKind::NotFound, problem));
+    }
+    OpenOptions::new().write(true).create_new(true).open(path)?;
+    std::fs::remove_file(path)?;
+    try_folder(path)
+}
+
+/// Writes a temporary file beside `path`.
+fn try_folder(path: &Path) -> std::io::Result<()> {
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let mut file = tempfile::Builder::new();
+    let mut file = file.prefix(".tallow-").tempfile_in(folder)?;
+    file.write_all(&[0; 1024])
+}
+
+/// A device is written to as it is: nothing, to try it, which a full one refuses too. A pipe is not opened before there
+/// is something to write, for that waits for its reader.
+fn try_device(path: &Path) -> std::io::Result<()> {
+    if is_pipe(path) {
+        return Ok(());
+    }
+    let mut device = OpenOptions::new().write(true).open(path)?;
+    device.write(&[]).map(|_| ())
+}
+
+#[cfg(unix)]
+fn is_pipe(path: &Path) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    std::fs::metadata(path).is_ok_and(|there| there.file_type().is_fifo())
+}
+
+#[cfg(not(unix))]
+fn is_pipe(_path: &Path) -> bool {
+    false
+}
+
+/// Whether it is there, and no file.
+fn is_special(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|there| !there.is_file())
+}

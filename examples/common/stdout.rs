@@ -1,0 +1,46 @@
+//! The one way to stdout. `println!` panics where nobody reads or the disk is full; this returns the error, and
+//! [`run`](super::run) ends the program with it: quietly where nobody reads.
+
+use std::fmt::Display;
+use std::io::{ErrorKind, Write};
+use tallow::report::{Format, Report};
+use tallow::{Error, Result};
+
+/// What errors call it.
+const NAME: &str = "stdout";
+
+/// Writes all of it, and flushes.
+pub fn write(bytes: &[u8]) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(bytes)
+        .and_then(|()| out.flush())
+        .map_err(|error| Error::io("write", NAME, error))
+}
+
+/// Writes a line.
+pub fn line(text: impl Display) -> Result<()> {
+    write(format!("{text}\n").as_bytes())
+}
+
+/// Writes a report.
+pub fn report(report: &Report, format: Format) -> Result<()> {
+    let mut bytes = Vec::new();
+    report.write_to(format, &mut bytes)?;
+    write(&bytes)
+}
+
+/// Whether the error is that nobody reads stdout any more (`| head`).
+pub fn is_closed(error: &Error) -> bool {
+    let Error::Io { path, source, .. } = error else {
+        return false;
+    };
+    source.kind() == ErrorKind::BrokenPipe && path.as_os_str() == NAME
+}
+
+/// What came of writing, for a run that may leave files: such a run goes on without its reader.
+pub fn or_files(written: Result<()>, leaves_files: bool) -> Result<()> {
+    match written {
+        Err(error) if leaves_files && is_closed(&error) => Ok(()),
+        written => written,
+    }
+}

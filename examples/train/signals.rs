@@ -1,0 +1,76 @@
+//! Ctrl-C and SIGTERM: the first asks for an end, the second is one.
+
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use tallow::{Error, Result};
+
+/// A signal that asks a program to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Signal(i32);
+
+impl Signal {
+    /// What a shell calls the status of a program that ended by it: 130 or 143.
+    pub fn exit_status(self) -> u8 {
+        128 + self.0 as u8
+    }
+}
+
+impl fmt::Display for Signal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            SIGINT => "Ctrl-C",
+            _ => "SIGTERM",
+        })
+    }
+}
+
+/// As long as it lives, the first signal is only noted; any other ends the process with its exit status, as does every
+/// signal afterwards.
+pub struct Signals {
+    /// 0 is none.
+    received: Arc<AtomicUsize>,
+    ends_at_once: Arc<AtomicBool>,
+}
+
+impl Signals {
+    /// # Errors
+    /// [`Error::Io`] if the system refuses.
+    pub fn listen() -> Result<Self> {
+        let signals = Self {
+            received: Arc::default(),
+            ends_at_once: Arc::default(),
+        };
+        for signal in [SIGINT, SIGTERM] {
+            signals
+                .register(signal)
+                .map_err(|e| Error::io("listen to", format!("signal {signal}"), e))?;
+        }
+        Ok(signals)
+    }
+
+    /// A signal's actions run in this order: the first one finds that nothing was received yet.
+    fn register(&self, signal: i32) -> std::io::Result<()> {
+        let status = Signal(signal).exit_status().into();
+        flag::register_conditional_shutdown(signal, status, Arc::clone(&self.ends_at_once))?;
+        flag::register(signal, Arc::clone(&self.ends_at_once))?;
+        flag::register_usize(signal, Arc::clone(&self.received), signal as usize)?;
+        Ok(())
+    }
+
+    /// The signal that came.
+    pub fn received(&self) -> Option<Signal> {
+        match self.received.load(Ordering::SeqCst) {
+            0 => None,
+            signal => Some(Signal(signal as i32)),
+        }
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        self.ends_at_once.store(true, Ordering::SeqCst);
+    }
+}

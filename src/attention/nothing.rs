@@ -1,0 +1,30 @@
+//! Attention of nothing, or to nothing: no batch, heads, queries, keys or values.
+
+use super::computed::Computed;
+use super::shapes::Shapes;
+use crate::Result;
+use crate::ops::{check_float, ending, record::apply3};
+use candle_core::Tensor;
+
+/// Zeros for out, and for every gradient: a sum over no keys. Nothing is launched, which a GPU's driver would refuse for a
+/// grid of no blocks. None where there is something to attend to.
+pub(super) fn nothing(
+    name: &'static str,
+    shapes: &Shapes,
+    [q, k, v]: [&Tensor; 3],
+) -> Result<Option<Tensor>> {
+    if !shapes.is_empty() {
+        return Ok(None);
+    }
+    check_float(name, q)?;
+    let out = Tensor::zeros(ending(q.dims(), shapes.value_dim), q.dtype(), q.device())?;
+    let backward = |[q, k, v]: [&Tensor; 3], _: &Tensor| {
+        Ok([q.zeros_like()?, k.zeros_like()?, v.zeros_like()?])
+    };
+    let op = Computed {
+        name,
+        out,
+        backward,
+    };
+    Ok(Some(apply3(q, k, v, op)?))
+}

@@ -1,0 +1,48 @@
+//! What a plan takes at least, by arithmetic alone. Planning takes time and memory of its own, which grow with the
+//! blocks and with the rows of the loss: what cannot fit is better not planned.
+
+use super::config::PlanConfig;
+use super::source;
+use crate::Result;
+use crate::attention::Algorithm;
+use crate::model::TransformerConfig;
+
+/// A lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) for a training step or, without, a forward alone.
+pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool) -> Result<u64> {
+    model.validate()?;
+    source::check_length(model, config)?;
+    let [b, t] = [config.batch_size, config.sequence_length].map(|size| size as f64);
+    let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
+    let (rows, parameters) = (b * t, model.num_parameters() as f64);
+    let width = config.precision.dtype().size_in_bytes() as f64;
+    let ids_and_tables = 4.0 * rows + 4.0 * t * model.head_dim() as f64;
+    let total = match trains {
+        false => {
+            let logits = width * rows * model.vocab_size as f64;
+            4.0 * parameters + 4.0 * rows * d + logits
+        }
+        true => {
+            // q, k, v and what the output projection reads; gate and up, unless a budget has them computed again.
+            let gate_up = match config.memory_budget_bytes {
+                None => 2.0 * f,
+                Some(_) => 0.0,
+            };
+            let probabilities = match model.attention {
+                Algorithm::Naive => b * h * t * (t + 1.0) / 2.0, // causal
+                Algorithm::Flash => 0.0,
+            };
+            let kept_blocks = match config.memory_budget_bytes {
+                None => model.num_layers - config.checkpointing.recomputed_blocks(model.num_layers),
+                Some(_) => 1,
+            };
+            let block = width * (rows * (4.0 * d + gate_up) + probabilities);
+            let gradients = match config.optimizer_in_backward {
+                false => 4.0 * parameters,
+                true => 0.0,
+            };
+            // Gradients lie where activations were.
+            12.0 * parameters + gradients.max(kept_blocks as f64 * block) + 4.0 * rows
+        }
+    };
+    Ok((total + ids_and_tables) as u64) // saturates
+}

@@ -1,0 +1,234 @@
+//! Files that are replaced whole.
+
+use super::open::{naming_link, open, read_exact_at};
+use crate::{Error, Result};
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use tempfile::NamedTempFile;
+
+/// What temporary files are called, and nothing else.
+const PREFIX: &str = ".tallow-";
+
+/// Bytes of two files that are compared in one go.
+const COMPARED_BYTES: usize = 1 << 20;
+
+/// Writes `path` completely or not at all: into a temporary file beside it, synced, then renamed over it. Who reads
+/// `path`, even after a crash, finds the old content or the new, never a part.
+///
+/// A path that is no regular file (a pipe, `/dev/stdout`) cannot be renamed over, and is written to.
+///
+/// # Errors
+/// [`Error::Io`] naming `path`, or what `write` returns; what was there before stays.
+pub(crate) fn write_atomically(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<()>,
+) -> Result<()> {
+    write_keeping(path, 1, write)
+}
+
+/// [`write_atomically`] for content that is there already.
+pub(crate) fn write_bytes(path: &Path, content: &[u8]) -> Result<()> {
+    write_atomically(path, |file| {
+        file.write_all(content)
+            .map_err(|e| Error::io("write", path, e))
+    })
+}
+
+/// As [`write_atomically`]; of what was at `path` the last `keep - 1` contents stay beside it, as `path.1`, the latest,
+/// `path.2` and so on. What is written again as it was there, by a resumed run, moves none of them.
+pub(super) fn write_keeping(
+    path: &Path,
+    keep: usize,
+    write: impl FnOnce(&mut dyn Write) -> Result<()>,
+) -> Result<()> {
+    match target(path)? {
+        Some(target) => replace(&target, keep, write).map_err(|e| named(e, path)),
+        None => {
+            let file = OpenOptions::new().write(true).open(path);
+            write(&mut file.map_err(|e| Error::io("write", path, e))?)
+        }
+    }
+}
+
+/// The file that writing to `path` replaces: that of a link, not the link. `None` for a pipe or a device.
+///
+/// # Errors
+/// [`Error::Io`] for a file that may not be written, a folder, a missing folder, and links that lead nowhere.
+pub(super) fn target(path: &Path) -> Result<Option<PathBuf>> {
+    let refused = |e| Error::io("write", path, e);
+    match fs::metadata(path) {
+        Ok(existing) if existing.is_file() => {
+            // Renaming would get round a write protection.
+            let writable = OpenOptions::new().append(true).open(path);
+            writable.map_err(refused)?;
+            Ok(Some(path.canonicalize().map_err(refused)?))
+        }
+        Ok(existing) if existing.is_dir() => Err(refused(ErrorKind::IsADirectory.into())),
+        Ok(_) => Ok(None),
+        Err(error) => match (naming_link(path, error), path.file_name()) {
+            (error, Some(name)) if error.kind() == ErrorKind::NotFound && !path.is_symlink() => {
+                let folder = folder_of(path).canonicalize().map_err(refused)?;
+                Ok(Some(folder.join(name)))
+            }
+            (error, _) => Err(refused(error)),
+        },
+    }
+}
+
+/// Removes the temporary files in `path`'s folder that a process left there which was killed while it wrote: those that
+/// nobody has locked.
+pub(crate) fn remove_abandoned(path: &Path) {
+    let path = path.canonicalize().unwrap_or_else(|_| path.into());
+    let Ok(entries) = fs::read_dir(folder_of(&path)) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let is_temporary = name.as_encoded_bytes().starts_with(PREFIX.as_bytes());
+        if is_temporary
+            && entry.file_type().is_ok_and(|kind| kind.is_file())
+            && let Ok(file) = open(&entry.path())
+            && file.try_lock().is_ok()
+        {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+fn replace(
+    path: &Path,
+    keep: usize,
+    write: impl FnOnce(&mut dyn Write) -> Result<()>,
+) -> Result<()> {
+    let refused = |e| Error::io("write", path, e);
+    let folder = folder_of(path);
+    let mut temporary = locked_temporary(path).map_err(refused)?;
+    let mut buffered = BufWriter::new(temporary.as_file_mut());
+    write(&mut buffered)?;
+    buffered.flush().map_err(refused)?;
+    drop(buffered);
+    temporary.as_file().sync_all().map_err(refused)?;
+    if keep > 1 && !is_same(temporary.as_file(), path).map_err(refused)? {
+        keep_earlier(path, keep).map_err(refused)?;
+    }
+    temporary.persist(path).map_err(|e| refused(e.error))?;
+    // The rename itself is on the disk once the folder is. Not every system can sync a folder.
+    if let Ok(folder) = File::open(folder) {
+        let _ = folder.sync_all();
+    }
+    Ok(())
+}
+
+/// A temporary file beside `path`, locked for as long as it is open: the system frees the lock when its process dies,
+/// and so [`remove_abandoned`] knows.
+fn locked_temporary(path: &Path) -> io::Result<NamedTempFile> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(PREFIX);
+    // Temporary files are private by default; a report or a checkpoint is an ordinary file.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(permissions(
+        path,
+    )));
+    loop {
+        let temporary = builder.tempfile_in(folder_of(path))?;
+        // Not every file system has locks; where there are none, nobody can lock the file to remove it either.
+        let _ = temporary.as_file().lock();
+        if is_at(temporary.as_file(), temporary.path()) {
+            return Ok(temporary);
+        } // else it was taken for abandoned in the moment before it was locked
+    }
+}
+
+/// Whether `file` is what `path` names now. Systems other than Unix do not say; there nobody removes a file that is
+/// open.
+pub(super) fn is_at(file: &File, path: &Path) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+        match (file.metadata(), fs::metadata(path)) {
+            (Ok(ours), Ok(there)) => identity(ours) == identity(there),
+            _ => false,
+        }
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = file;
+        path.exists()
+    }
+}
+
+/// Whether `path` has the content of `file` already.
+fn is_same(file: &File, path: &Path) -> io::Result<bool> {
+    let Ok(there) = File::open(path) else {
+        return Ok(false);
+    };
+    let len = file.metadata()?.len();
+    if there.metadata()?.len() != len {
+        return Ok(false); // as in another step of a run, whose history is longer
+    }
+    let mut buffers = [vec![0; COMPARED_BYTES], vec![0; COMPARED_BYTES]];
+    for offset in (0..len).step_by(COMPARED_BYTES) {
+        let count = COMPARED_BYTES.min((len - offset) as usize);
+        let [ours, theirs] = &mut buffers;
+        read_exact_at(file, &mut ours[..count], offset)?;
+        read_exact_at(&there, &mut theirs[..count], offset)?;
+        if ours[..count] != theirs[..count] {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Moves the contents before the one at `path` one place on, and gives that one a second name: `path` itself is there
+/// at any time.
+fn keep_earlier(path: &Path, keep: usize) -> io::Result<()> {
+    if !path.exists() {
+        return Ok(());
+    }
+    let missing_is_fine = |result: io::Result<()>| match result {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        other => other,
+    };
+    for age in (1..keep - 1).rev() {
+        missing_is_fine(fs::rename(
+            with_suffix(path, age),
+            with_suffix(path, age + 1),
+        ))?;
+    }
+    let latest = with_suffix(path, 1);
+    missing_is_fine(fs::remove_file(&latest))?;
+    // Some file systems have no second names. A crash between this rename and the next leaves `path.1` and no `path`.
+    fs::hard_link(path, &latest).or_else(|_| fs::rename(path, &latest))
+}
+
+/// `path.suffix`
+pub(super) fn with_suffix(path: &Path, suffix: impl std::fmt::Display) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(format!(".{suffix}"));
+    name.into()
+}
+
+fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    }
+}
+
+/// The error with the path as the caller wrote it, not what a link resolved to.
+fn named(error: Error, path: &Path) -> Error {
+    match error {
+        Error::Io { action, source, .. } => Error::io(action, path, source),
+        other => other,
+    }
+}
+
+/// Those of the file that is replaced, else what the process creates files with.
+#[cfg(unix)]
+fn permissions(path: &Path) -> u32 {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::metadata(path).map_or(0o666, |existing| existing.permissions().mode() & 0o777)
+}

@@ -1,0 +1,20 @@
+//! Reading and writing files so that a reader never meets half of one, nor two of them mixed.
+//!
+//! - [`open`]: a file to read, opened once; pipes and devices are refused.
+//! - [`write_atomically`], [`write_bytes`]: the old content or the new, never a part.
+//! - [`TensorFile`], [`save_tensors`]: safetensors with a checksum for every tensor.
+//! - [`PathLock`]: one writer for a path.
+
+mod atomic;
+mod lock;
+mod numbers;
+mod open;
+mod save;
+mod tensors;
+
+pub(crate) use atomic::{remove_abandoned, write_atomically, write_bytes};
+pub(crate) use lock::PathLock;
+pub(crate) use numbers::Numbers;
+pub(crate) use open::{open, read_exact_at, read_to_string};
+pub(crate) use save::{Entry, save_tensors};
+pub(crate) use tensors::TensorFile;

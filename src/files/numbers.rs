@@ -1,0 +1,70 @@
+//! What saved numbers may be.
+
+use crate::Result;
+use candle_core::{DType, Storage, Tensor, WithDType};
+use rayon::prelude::*;
+
+/// Elements that one task looks at.
+const CHUNK: usize = 1 << 15;
+
+/// What the elements of a saved tensor may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Numbers {
+    /// Whatever there is.
+    Any,
+    /// Neither infinite nor NaN.
+    Finite,
+    /// Finite, and none under 0.
+    NotNegative,
+}
+
+impl Numbers {
+    /// As errors say it.
+    pub(crate) fn expected(self) -> &'static str {
+        match self {
+            Self::Any => "numbers",
+            Self::Finite => "finite numbers",
+            Self::NotNegative => "finite numbers from 0",
+        }
+    }
+
+    /// The first element that may not be, with its place, as errors say it.
+    ///
+    /// # Errors
+    /// candle's where a tensor cannot be brought to the host.
+    pub(crate) fn misfit(self, tensor: &Tensor) -> Result<Option<String>> {
+        if self == Self::Any {
+            return Ok(None);
+        }
+        let tensor = tensor.detach().to_device(&candle_core::Device::Cpu)?;
+        let tensor = tensor.contiguous()?;
+        Ok(match tensor.dtype() {
+            DType::F64 => self.first::<f64>(&tensor)?,
+            DType::F32 => self.first::<f32>(&tensor)?,
+            DType::F16 => self.first::<half::f16>(&tensor)?,
+            DType::BF16 => self.first::<half::bf16>(&tensor)?,
+            _ => None,
+        })
+    }
+
+    fn first<T: WithDType>(self, tensor: &Tensor) -> candle_core::Result<Option<String>> {
+        let wrong = |x: &T| {
+            let x = x.to_f64();
+            !x.is_finite() | (self == Self::NotNegative && x < 0.0)
+        };
+        let (storage, layout) = tensor.storage_and_layout();
+        let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+        else {
+            candle_core::bail!("expected a contiguous tensor on the CPU");
+        };
+        let elements = &storage.as_slice::<T>()?[start..end];
+        let chunks = elements.par_chunks(CHUNK).enumerate();
+        Ok(chunks.find_map_first(|(i, chunk)| {
+            // Without an early exit it is one vectorised pass; the search runs only where it will find something.
+            let any = chunk.iter().fold(false, |any, x| any | wrong(x));
+            let position = any.then(|| chunk.iter().position(wrong)).flatten()?;
+            let value = chunk[position].to_f64();
+            Some(format!("{value} at element {}", i * CHUNK + position))
+        }))
+    }
+}

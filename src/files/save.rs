@@ -1,0 +1,104 @@
+//! Tensors into a file.
+
+use super::atomic::{remove_abandoned, write_keeping};
+use super::numbers::Numbers;
+use super::tensors::{Checksums, MAX_HEADER_BYTES};
+use crate::{Error, Result};
+use candle_core::{Device, Tensor};
+use safetensors::tensor::{TensorInfo, View};
+use serde_json::{Map, Value};
+use std::io;
+use std::path::Path;
+
+/// A tensor to save.
+pub(crate) struct Entry {
+    pub(crate) name: String,
+    pub(crate) tensor: Tensor,
+    /// What its elements must be, or nothing is saved.
+    pub(crate) numbers: Numbers,
+}
+
+/// Writes tensors with their names, and texts with their keys beside them, as safetensors with checksums; whole or
+/// not at all. The last `keep - 1` files that were there before stay, as `path.1`, the latest, `path.2` and so on.
+///
+/// One tensor is copied at a time.
+///
+/// # Errors
+/// [`Error::Weight`] for a tensor whose elements are not what they must be; [`Error::Io`] naming `path`; candle's where
+/// a tensor cannot be brought to the host. What was there before stays.
+pub(crate) fn save_tensors(
+    path: &Path,
+    mut entries: Vec<Entry>,
+    texts: &[(&str, String)],
+    keep: usize,
+) -> Result<()> {
+    let refused = |e| Error::io("write", path, e);
+    remove_abandoned(path);
+    // By size of element, so that every tensor is aligned; then by name.
+    entries.sort_by(|a, b| {
+        let dtypes = View::dtype(&b.tensor).cmp(&View::dtype(&a.tensor));
+        dtypes.then_with(|| a.name.cmp(&b.name))
+    });
+    let mut checksums = Checksums::default();
+    let mut header = Map::new();
+    let mut end = 0;
+    for entry in &entries {
+        let bytes = host_bytes(entry, path)?;
+        let info = TensorInfo {
+            dtype: View::dtype(&entry.tensor),
+            shape: entry.tensor.dims().to_vec(),
+            data_offsets: (end, end + bytes.len()),
+        };
+        end = info.data_offsets.1;
+        let info = serde_json::to_value(info).map_err(|e| refused(io::Error::other(e)))?;
+        header.insert(entry.name.clone(), info);
+        checksums.add_tensor(&entry.name, &bytes);
+    }
+    let mut metadata = Map::new();
+    for (key, text) in texts {
+        checksums.add_text(key, text);
+        metadata.insert(key.to_string(), Value::String(text.clone()));
+    }
+    let checksums = checksums.to_json().map_err(|e| refused(e.into()))?;
+    metadata.insert(Checksums::KEY.into(), Value::String(checksums));
+    header.insert("__metadata__".into(), Value::Object(metadata));
+    let mut header = Value::Object(header).to_string().into_bytes();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    if header.len() > MAX_HEADER_BYTES {
+        let text = format!(
+            "its header would have {} bytes, and safetensors allows {MAX_HEADER_BYTES}",
+            header.len()
+        );
+        return Err(refused(io::Error::new(io::ErrorKind::InvalidInput, text)));
+    }
+    write_keeping(path, keep, |file| {
+        let length = (header.len() as u64).to_le_bytes();
+        file.write_all(&length).map_err(refused)?;
+        file.write_all(&header).map_err(refused)?;
+        for entry in &entries {
+            let tensor = on_host(&entry.tensor)?;
+            file.write_all(&View::data(&tensor)).map_err(refused)?;
+        }
+        Ok(())
+    })
+}
+
+/// The bytes of an entry whose elements are what they must be.
+fn host_bytes(entry: &Entry, path: &Path) -> Result<Vec<u8>> {
+    let tensor = on_host(&entry.tensor)?;
+    if let Some(got) = entry.numbers.misfit(&tensor)? {
+        return Err(Error::Weight {
+            path: path.into(),
+            name: entry.name.clone(),
+            expected: entry.numbers.expected().into(),
+            got,
+            hint: "nothing was saved; training has diverged: lower the learning rate, and resume from the last file"
+                .into(),
+        });
+    }
+    Ok(View::data(&tensor).into_owned())
+}
+
+fn on_host(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.detach().to_device(&Device::Cpu)?.contiguous()?)
+}

@@ -1,0 +1,232 @@
+//! Tensors out of a file.
+
+use super::open::{open, read_exact_at};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, safetensors::Load};
+use safetensors::SafeTensorError;
+use safetensors::tensor::{Metadata, TensorInfo, TensorView};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// What safetensors allows.
+pub(super) const MAX_HEADER_BYTES: usize = 100_000_000;
+
+/// Bytes before the header: its length.
+const LENGTH_BYTES: usize = 8;
+
+/// What to do with a file that is not as it was written.
+const DAMAGED: &str =
+    "it was damaged, or changed by another program; take another checkpoint or fetch it again";
+
+/// A safetensors file, opened once; tensors are read when asked for, and checked where the file has checksums.
+pub(crate) struct TensorFile {
+    path: PathBuf,
+    file: File,
+    header: Metadata,
+    /// Where the first tensor begins.
+    data_start: u64,
+    checksums: Checksums,
+}
+
+impl TensorFile {
+    /// # Errors
+    /// [`Error::Io`] for what cannot be read or is no regular file; [`Error::Format`] for what is no whole safetensors
+    /// file, or whose texts were damaged.
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let file = open(path)?;
+        let len = file.metadata().map_err(|e| Error::io("read", path, e))?;
+        let len = len.len();
+        if len == 0 {
+            return Err(Error::Format {
+                path: path.into(),
+                problem: "the file is empty".into(),
+                hint: "is it still being written, or the wrong file?".into(),
+            });
+        }
+        let (header, data_start) = read_header(&file, len).map_err(|e| Error::Format {
+            path: path.into(),
+            problem: format!("not a whole safetensors file ({e})"),
+            hint: "it may be truncated; write or fetch it again".into(),
+        })?;
+        let mut file = Self {
+            path: path.into(),
+            file,
+            header,
+            data_start,
+            checksums: Checksums::default(),
+        };
+        file.read_checksums()?;
+        Ok(file)
+    }
+
+    /// Reads the checksums, if there are any: then every tensor and text has one, and the texts are as they say.
+    fn read_checksums(&mut self) -> Result<()> {
+        let Some(json) = self.text(Checksums::KEY) else {
+            return Ok(());
+        };
+        let key = Checksums::KEY;
+        let parsed = serde_json::from_str(json);
+        let checksums: Checksums =
+            parsed.map_err(|e| self.damaged(format!("its checksums ({key}) do not read: {e}")))?;
+        let texts = self.header.metadata().iter().flatten();
+        let mut keys: Vec<&String> = texts.map(|(key, _)| key).filter(|k| *k != key).collect();
+        keys.sort();
+        let names = self.names();
+        if !(checksums.texts.keys().eq(keys) && checksums.tensors.keys().eq(&names)) {
+            let problem = format!("its checksums ({key}) are those of other tensors or texts");
+            return Err(self.damaged(problem));
+        }
+        for (key, expected) in &checksums.texts {
+            let text = self.text(key).unwrap_or_default();
+            self.check(key, text.as_bytes(), expected)?;
+        }
+        self.checksums = checksums;
+        Ok(())
+    }
+
+    /// Where it is, for errors.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The text saved beside the tensors under `key`.
+    pub(crate) fn text(&self, key: &str) -> Option<&str> {
+        let texts = self.header.metadata().as_ref()?;
+        texts.get(key).map(String::as_str)
+    }
+
+    /// The tensors' names, sorted.
+    pub(crate) fn names(&self) -> Vec<String> {
+        let mut names = self.header.offset_keys();
+        names.sort();
+        names
+    }
+
+    /// The shape of the tensor called `name`.
+    pub(crate) fn shape(&self, name: &str) -> Option<&[usize]> {
+        Some(&self.header.info(name)?.shape)
+    }
+
+    /// Type and shape of the tensor called `name`, as [`describe`](Self::describe) has them.
+    pub(crate) fn description(&self, name: &str) -> Option<String> {
+        let TensorInfo { dtype, shape, .. } = self.header.info(name)?;
+        let dtype = match DType::try_from(*dtype) {
+            Ok(dtype) => dtype.as_str().to_string(),
+            Err(_) => dtype.to_string(), // one that candle lacks
+        };
+        Some(format!("{dtype} {shape:?}"))
+    }
+
+    /// Type and shape of a tensor.
+    pub(crate) fn describe(tensor: &Tensor) -> String {
+        format!("{} {:?}", tensor.dtype().as_str(), tensor.dims())
+    }
+
+    /// The tensor called `name`, on `device`; `None` if there is none.
+    ///
+    /// # Errors
+    /// [`Error::Format`] where its bytes are not those that were saved, or are gone meanwhile; [`Error::Weight`] for
+    /// a type that candle lacks; candle's where it cannot be brought to the device.
+    pub(crate) fn get(&self, name: &str, device: &Device) -> Result<Option<Tensor>> {
+        let Some(info) = self.header.info(name) else {
+            return Ok(None);
+        };
+        let (start, end) = info.data_offsets;
+        let mut bytes = vec![0; end - start];
+        let offset = self.data_start + start as u64;
+        read_exact_at(&self.file, &mut bytes, offset).map_err(|e| {
+            let problem = format!("tensor {name}, at byte offset {offset}, cannot be read ({e})");
+            self.damaged(problem)
+        })?;
+        if let Some(expected) = self.checksums.tensors.get(name) {
+            self.check(name, &bytes, expected)?;
+        }
+        let view = TensorView::new(info.dtype, info.shape.clone(), &bytes);
+        let tensor = view.map_err(candle_core::Error::from)?.load(device);
+        let tensor = tensor.map_err(|e| Error::Weight {
+            path: self.path.clone().into(),
+            name: name.into(),
+            expected: "a tensor that candle can hold".into(),
+            got: e.to_string(),
+            hint: "convert it before".into(),
+        })?;
+        Ok(Some(tensor))
+    }
+
+    fn check(&self, name: &str, bytes: &[u8], expected: &str) -> Result<()> {
+        let got = checksum(bytes);
+        if got == expected {
+            return Ok(());
+        }
+        Err(self.damaged(format!(
+            "{name} has the CRC-32 {got}, and {expected} was written"
+        )))
+    }
+
+    fn damaged(&self, problem: String) -> Error {
+        Error::Format {
+            path: self.path.clone(),
+            problem,
+            hint: DAMAGED.into(),
+        }
+    }
+}
+
+/// The header of a file of `len` bytes, and where what follows it begins.
+fn read_header(file: &File, len: u64) -> std::result::Result<(Metadata, u64), SafeTensorError> {
+    if len < LENGTH_BYTES as u64 {
+        return Err(SafeTensorError::HeaderTooSmall);
+    }
+    let mut length = [0; LENGTH_BYTES];
+    read_exact_at(file, &mut length, 0)?;
+    let length = u64::from_le_bytes(length);
+    if length > MAX_HEADER_BYTES as u64 {
+        return Err(SafeTensorError::HeaderTooLarge);
+    }
+    let data_start = LENGTH_BYTES as u64 + length;
+    if data_start > len {
+        return Err(SafeTensorError::InvalidHeaderLength);
+    }
+    let mut header = vec![0; length as usize];
+    read_exact_at(file, &mut header, LENGTH_BYTES as u64)?;
+    let header = std::str::from_utf8(&header).map_err(SafeTensorError::InvalidHeader)?;
+    let header: Metadata =
+        serde_json::from_str(header).map_err(SafeTensorError::InvalidHeaderDeserialization)?;
+    if header.data_len() as u64 != len - data_start {
+        return Err(SafeTensorError::MetadataIncompleteBuffer);
+    }
+    Ok((header, data_start))
+}
+
+/// CRC-32 of every tensor and text in a file, 8 hexadecimal digits each; in the file's metadata, as JSON.
+///
+/// CRC-32 is zlib's, which every language has (`zlib.crc32(bytes)`), finds every change within 32 bits in a row, and is
+/// taken faster than a disk reads. Files without it, as others write them, are read as they are.
+#[derive(Default, Serialize, Deserialize)]
+pub(super) struct Checksums {
+    texts: BTreeMap<String, String>,
+    tensors: BTreeMap<String, String>,
+}
+
+impl Checksums {
+    /// Its key in the metadata.
+    pub(super) const KEY: &str = "tallow.crc32";
+
+    pub(super) fn add_tensor(&mut self, name: &str, bytes: &[u8]) {
+        self.tensors.insert(name.into(), checksum(bytes));
+    }
+
+    pub(super) fn add_text(&mut self, key: &str, text: &str) {
+        self.texts.insert(key.into(), checksum(text.as_bytes()));
+    }
+
+    pub(super) fn to_json(&self) -> serde_json::Result<String> {
+        serde_json::to_string(self)
+    }
+}
+
+fn checksum(bytes: &[u8]) -> String {
+    format!("{:08x}", crc32fast::hash(bytes))
+}

@@ -1,0 +1,284 @@
+//! Compiled CUDA sources on the disk, in the user's cache folder. A GPU runs what is read here, so only files that
+//! nobody else can have written are: the folders and the file belong to the user, none else may write to them, and the
+//! file's content is what its name says.
+
+use sha2::{Digest, Sha256};
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+/// A folder `tallow/kernels` of files `{key}-{SHA-256 of the content}.ptx`.
+pub(crate) struct PtxCache {
+    cache: PathBuf,
+}
+
+impl PtxCache {
+    /// In `XDG_CACHE_HOME`, else in `.cache` in the home folder. A relative path is none. `None` without both.
+    pub fn of_user() -> Option<Self> {
+        Self::of(std::env::var_os("XDG_CACHE_HOME"), std::env::var_os("HOME"))
+    }
+
+    fn of(cache_home: Option<OsString>, home: Option<OsString>) -> Option<Self> {
+        let absolute =
+            |path: Option<OsString>| Some(PathBuf::from(path?)).filter(|path| path.is_absolute());
+        let cache = match absolute(cache_home) {
+            Some(cache) => cache,
+            None => absolute(home)?.join(".cache"),
+        };
+        Some(Self { cache })
+    }
+
+    /// The two folders that are ours alone.
+    fn folders(&self) -> [PathBuf; 2] {
+        let ours = self.cache.join("tallow");
+        let kernels = ours.join("kernels");
+        [ours, kernels]
+    }
+
+    /// What was kept under `key`, if it is trusted and whole.
+    pub fn read(&self, key: &str) -> Option<String> {
+        let [ours, kernels] = self.folders();
+        let trusted = |folder: &Path| {
+            fs::symlink_metadata(folder).is_ok_and(|is| is.is_dir() && is_private(&is))
+        };
+        if !trusted(&ours) || !trusted(&kernels) {
+            return None;
+        }
+        let mut files = fs::read_dir(kernels).ok()?.flatten();
+        files.find_map(|file| {
+            let name = file.file_name().into_string().ok()?;
+            let hash = name
+                .strip_prefix(key)?
+                .strip_prefix('-')?
+                .strip_suffix(".ptx")?;
+            let text = read_private(&file.path()).ok()?;
+            (hash == self::hash(&[&text])).then_some(text)
+        })
+    }
+
+    /// Writes `text` under `key`.
+    ///
+    /// # Errors
+    /// The disk's, and folders that are another user's.
+    pub fn keep(&self, key: &str, text: &str) -> io::Result<()> {
+        let folders = self.folders();
+        if let Some(parent) = folders[0].parent() {
+            fs::create_dir_all(parent)?;
+        }
+        for folder in &folders {
+            make_private(folder)?;
+        }
+        let [_, kernels] = folders;
+        // Private as temporary files are. Not synced: what is not whole is not read.
+        let mut file = tempfile::NamedTempFile::new_in(&kernels)?;
+        file.write_all(text.as_bytes())?;
+        file.persist(kernels.join(format!("{key}-{}.ptx", hash(&[text]))))?;
+        Ok(())
+    }
+}
+
+/// SHA-256 of texts, in hexadecimal: of their lengths too, so that none runs into the next.
+pub(crate) fn hash(texts: &[&str]) -> String {
+    let mut hasher = Sha256::new();
+    for text in texts {
+        hasher.update((text.len() as u64).to_le_bytes());
+        hasher.update(text);
+    }
+    hasher
+        .finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+/// A folder that is ours alone; one of ours that others may write to is closed to them.
+fn make_private(folder: &Path) -> io::Result<()> {
+    let mut builder = DirBuilder::new();
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    match builder.create(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let is = fs::symlink_metadata(folder)?;
+    if !is.is_dir() || !is_own(&is) {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    #[cfg(unix)]
+    if !is_private(&is) {
+        let private = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        fs::set_permissions(folder, private)?;
+    }
+    Ok(())
+}
+
+/// A regular file that nobody else may write to, not a link to one.
+fn read_private(path: &Path) -> io::Result<String> {
+    let mut file = open(path)?;
+    let is = file.metadata()?;
+    if !is.is_file() || !is_private(&is) {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    let mut text = String::new();
+    file.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true);
+    #[cfg(unix)] // a pipe is not waited for
+    std::os::unix::fs::OpenOptionsExt::custom_flags(
+        &mut options,
+        libc::O_NOFOLLOW | libc::O_NONBLOCK,
+    );
+    options.open(path)
+}
+
+/// Whether it is this user's, and no other may write to it.
+#[cfg(unix)]
+fn is_private(is: &fs::Metadata) -> bool {
+    is_own(is) && std::os::unix::fs::MetadataExt::mode(is) & 0o022 == 0
+}
+
+#[cfg(unix)]
+fn is_own(is: &fs::Metadata) -> bool {
+    // SAFETY: takes nothing and cannot fail.
+    std::os::unix::fs::MetadataExt::uid(is) == unsafe { libc::geteuid() }
+}
+
+/// Where there are no such modes, the profile that the cache is in is the user's.
+#[cfg(not(unix))]
+fn is_private(_: &fs::Metadata) -> bool {
+    true
+}
+
+#[cfg(not(unix))]
+fn is_own(_: &fs::Metadata) -> bool {
+    true
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    fn cache() -> (tempfile::TempDir, PtxCache) {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = PtxCache::of(Some(folder.path().into()), None).unwrap();
+        (folder, cache)
+    }
+
+    fn set_mode(path: &Path, mode: u32) {
+        fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    }
+
+    fn only_file(cache: &PtxCache) -> PathBuf {
+        let files: Vec<_> = fs::read_dir(&cache.folders()[1])
+            .unwrap()
+            .flatten()
+            .collect();
+        assert_eq!(files.len(), 1);
+        files[0].path()
+    }
+
+    #[test]
+    fn what_is_kept_is_read_again() {
+        let (_folder, cache) = cache();
+        assert_eq!(cache.read("a"), None);
+        cache.keep("a", "text").unwrap();
+        cache.keep("a-b", "other").unwrap();
+        cache.keep("a", "text").unwrap();
+        assert_eq!(cache.read("a").as_deref(), Some("text"));
+        assert_eq!(cache.read("a-b").as_deref(), Some("other"));
+        for missing in ["", "b", "a-", "text"] {
+            assert_eq!(cache.read(missing), None, "{missing}");
+        }
+        let folders = cache.folders();
+        for folder in &folders {
+            assert_eq!(fs::metadata(folder).unwrap().mode() & 0o777, 0o700);
+        }
+    }
+
+    #[test]
+    fn a_relative_folder_is_none() {
+        let of = |cache_home: Option<&str>, home: Option<&str>| {
+            let cache = PtxCache::of(cache_home.map(Into::into), home.map(Into::into))?;
+            Some(cache.cache.to_str()?.to_string())
+        };
+        assert_eq!(of(Some("/c"), Some("/h")).as_deref(), Some("/c"));
+        for relative in [None, Some(""), Some("c"), Some("./c"), Some("../c")] {
+            assert_eq!(of(relative, Some("/h")).as_deref(), Some("/h/.cache"));
+            assert_eq!(of(relative, relative), None);
+        }
+        let own = PtxCache::of_user().map(|cache| cache.cache);
+        assert!(own.is_none_or(|cache| cache.is_absolute()));
+    }
+
+    #[test]
+    fn a_changed_file_is_not_read() {
+        let (_folder, cache) = cache();
+        cache.keep("a", "text").unwrap();
+        let file = only_file(&cache);
+        for damaged in ["", "texT", "text ", "\u{0}"] {
+            fs::write(&file, damaged).unwrap();
+            assert_eq!(cache.read("a"), None, "{damaged}");
+        }
+        fs::write(&file, [0xff]).unwrap(); // no text
+        assert_eq!(cache.read("a"), None);
+        cache.keep("a", "text").unwrap(); // over the damaged one
+        assert_eq!(cache.read("a").as_deref(), Some("text"));
+    }
+
+    #[test]
+    fn what_others_may_write_is_not_read() {
+        let (_folder, cache) = cache();
+        cache.keep("a", "text").unwrap();
+        let file = only_file(&cache);
+        for mode in [0o620, 0o602, 0o666] {
+            set_mode(&file, mode);
+            assert_eq!(cache.read("a"), None, "{mode:o}");
+        }
+        set_mode(&file, 0o644);
+        assert!(cache.read("a").is_some());
+        for folder in cache.folders() {
+            for mode in [0o770, 0o707, 0o777] {
+                set_mode(&folder, mode);
+                assert_eq!(cache.read("a"), None, "{mode:o}");
+            }
+            cache.keep("a", "text").unwrap(); // closes it
+            assert!(cache.read("a").is_some());
+        }
+    }
+
+    #[test]
+    fn links_are_not_followed() {
+        let (folder, cache) = cache();
+        cache.keep("a", "text").unwrap();
+        let file = only_file(&cache);
+        let elsewhere = folder.path().join("elsewhere");
+        fs::rename(&file, &elsewhere).unwrap();
+        symlink(&elsewhere, &file).unwrap();
+        assert_eq!(cache.read("a"), None);
+        fs::remove_file(&file).unwrap();
+        fs::rename(&elsewhere, &file).unwrap();
+        let [_, kernels] = cache.folders();
+        fs::rename(&kernels, &elsewhere).unwrap();
+        symlink(&elsewhere, &kernels).unwrap();
+        assert_eq!(cache.read("a"), None);
+        assert!(cache.keep("a", "text").is_err());
+    }
+
+    #[test]
+    fn another_users_folder_is_not_used() {
+        let (_folder, cache) = cache();
+        cache.keep("a", "text").unwrap();
+        // Only root can give a folder away.
+        for path in [only_file(&cache), cache.folders()[1].clone()] {
+            if std::os::unix::fs::chown(&path, Some(12_345), None).is_ok() {
+                assert_eq!(cache.read("a"), None);
+            }
+        }
+    }
+}

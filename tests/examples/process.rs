@@ -1,0 +1,90 @@
+//! An example as a process.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A model that takes a few milliseconds a step.
+pub const SMALL: &str =
+    "--d-model 16 --d-ff 32 --num-layers 1 --num-heads 2 --context-length 8 --batch-size 1";
+
+/// Longer than any of these commands takes. The work that refusals stand before would take longer.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// How a process ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// `None` if a signal ended it.
+    pub status: Option<i32>,
+    pub out: String,
+    pub err: String,
+}
+
+/// The example, built beside this test.
+pub fn executable(name: &str) -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let profile = test.parent().and_then(Path::parent).unwrap();
+    let path = profile.join("examples").join(name);
+    assert!(
+        path.is_file(),
+        "{} is missing: run cargo build --examples",
+        path.display()
+    );
+    path
+}
+
+/// An example's command line: words, with `SMALL` and `DATA` for what they stand for.
+pub fn example(line: &str) -> Command {
+    let data = concat!(env!("CARGO_MANIFEST_DIR"), "/LICENSE");
+    let line = line.replace("SMALL", SMALL).replace("DATA", data);
+    let mut words = line.split_whitespace();
+    let mut command = Command::new(executable(words.next().unwrap()));
+    command.args(words).stdin(Stdio::null());
+    command
+}
+
+/// Runs it to its end, its stdout into `out`.
+pub fn run_into(mut command: Command, out: Stdio) -> Ended {
+    let folder = tempfile::tempdir().unwrap();
+    let err = folder.path().join("err");
+    command.stdout(out).stderr(File::create(&err).unwrap());
+    let mut child = command.spawn().unwrap();
+    drop(child.stdout.take()); // of a pipe, nobody reads
+    let begun = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if begun.elapsed() > LIMIT {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            panic!("{command:?} hangs");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    let err = String::from_utf8_lossy(&fs::read(err).unwrap()).into_owned();
+    assert!(!err.contains("panicked"), "{command:?}: {err}");
+    Ended {
+        status: status.code(),
+        out: String::new(),
+        err,
+    }
+}
+
+/// Runs it to its end.
+pub fn run(command: Command) -> Ended {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let ended = run_into(command, File::create(&out).unwrap().into());
+    let out = String::from_utf8_lossy(&fs::read(out).unwrap()).into_owned();
+    Ended { out, ..ended }
+}
+
+/// Whether it ended with `status`, in a message that has `words`.
+#[track_caller]
+pub fn assert_refused(line: &str, ended: &Ended, status: i32, words: &str) {
+    assert_eq!(ended.status, Some(status), "{line}: {ended:?}");
+    let is_message = ended.err.starts_with("error: ") && ended.err.contains(words);
+    assert!(is_message, "{line}: {words} is not in {}", ended.err);
+}

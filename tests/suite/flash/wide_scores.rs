@@ -1,0 +1,97 @@
+//! Scores of a hundred and more, whose log-sum-exp has lost digits that probabilities need: f32 against the exact results by
+//! naive f32's own error, without a floor. Errors are added up over many problems, so that no single one's luck decides.
+
+use super::judge;
+use super::oracle::Oracle;
+use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, not_on_a_card};
+use candle_core::DType;
+use rstest::rstest;
+use tallow::attention::Mask;
+
+/// Sums of the squared relative errors of out, dq, dk and dv.
+type Errors = [f64; 4];
+
+fn add(errors: &mut Errors, found: &Results, exact: &Results) {
+    let named = |results: &Results| {
+        let Results {
+            out, dq, dk, dv, ..
+        } = results.clone();
+        [out, dq, dk, dv]
+    };
+    for ((sum, found), exact) in errors.iter_mut().zip(named(found)).zip(named(exact)) {
+        let off = found.iter().zip(&exact).map(|(a, b)| (a - b).powi(2));
+        *sum += off.sum::<f64>() / exact.iter().map(|x| x * x).sum::<f64>();
+    }
+}
+
+/// At most so many times naive's error, by norm.
+pub fn no_worse_than_naive(attend: Attend, allowed: f64) {
+    let many = Sizes::new((1, 2, 2), (64, 64), 32);
+    let few = Sizes::new((4, 1, 1), (3, 6), 8);
+    // Where d_out is the same everywhere, what backward subtracts from is large, and differences are small.
+    let cases = [
+        (many, 40.0, 16, false),
+        (few, 25.0, 64, false),
+        (few, 25.0, 64, true),
+    ];
+    for (sizes, spread, problems, ones) in cases {
+        for mask in [Mask::Causal, Mask::Full] {
+            let (mut of_attend, mut of_naive) = (Errors::default(), Errors::default());
+            for seed in 0..problems {
+                let mut problem = Problem::random(sizes, mask, None, 300 + seed);
+                problem.q.iter_mut().for_each(|x| *x *= spread / 3.0); // takes all of f32's digits
+                if ones {
+                    problem.d_out.fill(1.0);
+                    problem.v.iter_mut().for_each(|x| *x *= 5.0);
+                }
+                let problem = problem.rounded_to(DType::F32);
+                let exact = Oracle::of(&problem).results;
+                add(&mut of_attend, &problem.run(DType::F32, attend), &exact);
+                let naive = judge::naive(&problem, DType::F32);
+                add(&mut of_naive, &naive, &exact);
+            }
+            let sums = of_attend.into_iter().zip(of_naive);
+            for (name, (found, naive)) in ["out", "dq", "dk", "dv"].into_iter().zip(sums) {
+                let ratio = (found / naive).sqrt();
+                println!("{sizes:?} {mask:?}: {name} {ratio:.2}");
+                assert!(
+                    ratio <= allowed,
+                    "{name} has {ratio:.2} times naive's error, {sizes:?} {mask:?}"
+                );
+            }
+        }
+    }
+}
+
+#[rstest]
+fn as_exact_as_naive(#[values(FLASH, REFERENCE)] attend: Attend) {
+    no_worse_than_naive(attend, 1.6);
+}
+
+/// Where one key takes all of a query's probability, what backward subtracts from its dP is its dP: dq is 0 to the bit.
+#[test]
+fn one_key_takes_all() {
+    if not_on_a_card("a GPU adds the two up in different orders") {
+        return;
+    }
+    let (queries, head_dim) = (37, 24);
+    let mut problem = Problem::random(
+        Sizes::new((2, 2, 1), (queries, 41), head_dim),
+        Mask::Causal,
+        None,
+        310,
+    );
+    problem.q.iter_mut().for_each(|x| *x *= 1000.0 / 3.0);
+    problem.v.iter_mut().for_each(|x| *x /= 3.0);
+    let problem = problem.rounded_to(DType::F32);
+    let exact = Oracle::of(&problem).results.dq;
+    let found = problem.run(DType::F32, FLASH).dq;
+    let mut rows = 0;
+    for (exact, found) in exact.chunks(head_dim).zip(found.chunks(head_dim)) {
+        if exact.iter().all(|x| x.abs() < 1e-30) {
+            assert!(found.iter().all(|x| *x == 0.0), "{found:?}");
+            rows += 1;
+        }
+    }
+    assert!(rows > 100, "{rows} of {}", 4 * queries);
+}

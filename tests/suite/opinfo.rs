@@ -1,0 +1,184 @@
+//! Every op against PyTorch's own operator samples (`fixtures/opinfo`): outputs and gradients in f64, f32 and bf16,
+//! through kernels and references.
+//!
+//! `TALLOW_OPINFO=FOLDER` judges by the samples in that folder instead (`fixtures/generate.py opinfo --whole FOLDER`);
+//! `TALLOW_TEST_DEVICE=cuda:0` on a GPU.
+
+mod express;
+mod fixture;
+
+use crate::flash::problem::device;
+use crate::golden::elements;
+use candle_core::{DType, Device, Tensor, Var};
+use express::{Call, Way, ways};
+use fixture::{File, Sample, folder, index};
+use tallow::Result;
+use tallow::ops::{KernelPolicy, with_kernel_policy};
+
+/// The dtypes of the runs, in the order of the fixture's `dtypes` and `distances`.
+const RUNS: [DType; 3] = [DType::F64, DType::F32, DType::BF16];
+
+#[test]
+fn kernels_are_as_near_as_pytorch() {
+    judge_all(KernelPolicy::Prefer);
+}
+
+#[test]
+fn references_are_as_near_as_pytorch() {
+    judge_all(KernelPolicy::Reference);
+}
+
+fn judge_all(policy: KernelPolicy) {
+    let (folder, device) = (folder(), device());
+    let mut failures = Vec::new();
+    let mut judged = 0;
+    let index = index(&folder);
+    for (name, count) in &index {
+        let file = File::read(&folder, name);
+        assert_eq!(file.samples.len(), *count, "{name}");
+        for (number, sample) in file.samples.iter().enumerate() {
+            for run in 0..RUNS.len() {
+                for (way, apply) in ways(name) {
+                    let found = with_kernel_policy(policy, || judge(sample, run, apply, &device));
+                    let what = format!("{way}, {name} {number}, {:?}", RUNS[run]);
+                    failures.extend(found.into_iter().map(|why| format!("{what}: {why}")));
+                }
+                judged += 1;
+            }
+        }
+    }
+    let samples: usize = index.values().sum();
+    assert_eq!(judged, RUNS.len() * samples);
+    let (count, failures) = (failures.len(), failures.join("\n"));
+    assert_eq!(
+        count, 0,
+        "of {samples} samples in three dtypes:\n{failures}"
+    );
+}
+
+/// What is wrong with this sample's output and gradients in the dtype of `run`.
+fn judge(sample: &Sample, run: usize, way: Way, device: &Device) -> Vec<String> {
+    let found = match results(sample, run, way, device) {
+        Ok(found) => found,
+        Err(error) => return vec![format!("{}: {error}", sample.describe())],
+    };
+    let mut failures = Vec::new();
+    for (at, (found, expected)) in found.iter().zip(&sample.results).enumerate() {
+        let what = if at == 0 {
+            "out".into()
+        } else {
+            format!("gradient {at}")
+        };
+        let wrong = match found {
+            None => Some("missing".into()),
+            Some(found) => {
+                let bound = bound(RUNS[run], expected.dtype(run), expected.distances);
+                let exact = sample.exact(at, RUNS[run]);
+                compare(found, &exact, sample.dtype(at, run), bound)
+            }
+        };
+        failures.extend(wrong.map(|why| format!("{}: {what}: {why}", sample.describe())));
+    }
+    failures
+}
+
+/// The output, then the gradient of each differentiable operand; `None` where there is none.
+fn results(sample: &Sample, run: usize, way: Way, device: &Device) -> Result<Vec<Option<Tensor>>> {
+    let (mut leaves, mut operands) = (Vec::new(), Vec::new());
+    for operand in &sample.operands {
+        let value = operand.in_memory(RUNS[run])?.to_device(device)?;
+        if operand.differentiable() {
+            let leaf = Var::from_tensor(&value)?;
+            operands.push(operand.view(&leaf)?);
+            leaves.push((operand, leaf));
+        } else {
+            operands.push(operand.view(&value)?);
+        }
+    }
+    let out = way(&Call {
+        operands: &operands,
+        settings: &sample.settings,
+        out: &sample.results[0].shape,
+    })?;
+    let upstream = sample.upstream.to_dtype(out.dtype())?.to_device(device)?;
+    let gradients = (&out * upstream.reshape(out.shape())?)?.backward()?;
+    let mut found = vec![Some(out.to_device(&Device::Cpu)?)];
+    for (operand, leaf) in leaves {
+        found.push(match gradients.get(&leaf) {
+            Some(gradient) => Some(operand.of_sample(gradient)?.to_device(&Device::Cpu)?),
+            None => None,
+        });
+    }
+    Ok(found)
+}
+
+/// How far a tensor may be from the exact one, relative by norm, in a run in `run`, where PyTorch returns `dtype`.
+/// `distances` are the fixture's: how far half an ulp of its inputs moves f64's result, and PyTorch's own error.
+fn bound(run: DType, dtype: DType, distances: [Option<f64>; 3]) -> Option<f64> {
+    let [shift, f32, bf16] = distances;
+    // What half an ulp of f32 would do. Where that is more than the result, a difference of equals, f32 has no digit of
+    // it, and PyTorch's error is luck: the norm of a single element, say.
+    let shift_f32 = shift? * f64::EPSILON.recip() * f64::from(f32::EPSILON);
+    let lost = if shift_f32 > 1.0 {
+        4.0 * shift_f32
+    } else {
+        0.0
+    };
+    Some(match run {
+        // The judge, PyTorch's own f64, is seen to be off by 4.5 ulps.
+        DType::F64 => (4.0 * shift?).max(8.0 * epsilon(dtype)),
+        DType::F32 => (3.0 * f32?).max(1e-6).max(lost),
+        // One rounding of the result, and no less than those of the file.
+        _ => {
+            let rounding = (epsilon(dtype) / 2.0).max(epsilon(DType::F32));
+            (2.0 * bf16?).max(rounding).max(lost)
+        }
+    })
+}
+
+fn epsilon(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => f64::EPSILON,
+        DType::F32 => f64::from(f32::EPSILON),
+        DType::F16 => 2f64.powi(-10),
+        _ => 2f64.powi(-7),
+    }
+}
+
+/// The largest number.
+fn largest(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => f64::MAX,
+        DType::F32 => f64::from(f32::MAX),
+        DType::F16 => 65504.0,
+        _ => half::bf16::MAX.to_f64(),
+    }
+}
+
+/// What is wrong with `found`. `bound` is `None` where PyTorch overflows on the way: only shape and dtype are compared.
+fn compare(found: &Tensor, exact: &Tensor, dtype: DType, bound: Option<f64>) -> Option<String> {
+    if (found.dims(), found.dtype()) != (exact.dims(), dtype) {
+        let (shape, wanted) = (found.dims(), exact.dims());
+        return Some(format!(
+            "{shape:?} in {:?}, wanted {wanted:?} in {dtype:?}",
+            found.dtype()
+        ));
+    }
+    let bound = bound?;
+    let (mut errors, mut size) = (0.0, 0.0);
+    for (found, exact) in elements(found).into_iter().zip(elements(exact)) {
+        let exact = match exact.abs() > largest(dtype) {
+            true => exact.signum() * f64::INFINITY,
+            false => exact,
+        };
+        if exact.is_finite() && found.is_finite() {
+            errors += (found - exact) * (found - exact);
+            size += exact * exact;
+        } else if found != exact && !(found.is_nan() && exact.is_nan()) {
+            return Some(format!("{found} where {exact} is right"));
+        }
+    }
+    let size = if size == 0.0 { 1.0 } else { size.sqrt() };
+    let error = errors.sqrt() / size;
+    (error > bound).then(|| format!("off by {error:.3e}, {bound:.3e} allowed"))
+}

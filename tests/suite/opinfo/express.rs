@@ -1,0 +1,209 @@
+//! PyTorch's operators in our ops.
+
+use super::fixture::{Settings, dtype};
+use candle_core::{D, Tensor};
+use tallow::Result;
+use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::ops;
+
+/// A call of one of PyTorch's operators.
+pub struct Call<'a> {
+    pub operands: &'a [Tensor],
+    pub settings: &'a Settings,
+    /// The output's shape.
+    pub out: &'a [usize],
+}
+
+pub type Way = fn(&Call) -> Result<Tensor>;
+
+/// Our ops that do what the operator does.
+pub fn ways(operator: &str) -> Vec<(&'static str, Way)> {
+    match operator {
+        "add" => vec![("add", |c| ops::add(&c.operands[0], &c.operands[1]))],
+        "sub" => vec![("sub", |c| ops::sub(&c.operands[0], &c.operands[1]))],
+        "mul" => vec![("mul", |c| ops::mul(&c.operands[0], &c.operands[1]))],
+        "div" => vec![("div", |c| ops::div(&c.operands[0], &c.operands[1]))],
+        "exp" => vec![("exp", |c| ops::exp(&c.operands[0]))],
+        "log" => vec![("log", |c| ops::log(&c.operands[0]))],
+        "pow" => vec![("pow", |c| {
+            ops::pow(&c.operands[0], c.settings.exponent.expect("an exponent"))
+        })],
+        "rsqrt" => vec![("rsqrt", |c| ops::rsqrt(&c.operands[0]))],
+        "relu" => vec![("relu", |c| ops::relu(&c.operands[0]))],
+        "swiglu" => vec![("swiglu", |c| ops::swiglu(&c.operands[0], &c.operands[1]))],
+        "softmax" | "softmax_with_dtype" => vec![("softmax", |c| {
+            along(c, |x| ops::softmax(x, 1.0, Mask::Full))
+        })],
+        "log_softmax" | "log_softmax_with_dtype" => {
+            vec![("log_softmax", |c| along(c, ops::log_softmax))]
+        }
+        "sum" => vec![("sum", |c| Ok(ops::sum(&c.operands[0])?.reshape(c.out)?))],
+        "mean" => vec![("mean", |c| Ok(ops::mean(&c.operands[0])?.reshape(c.out)?))],
+        "matmul" | "bmm" | "bmm_triton_optimized" | "mm" | "mv" | "dot" => vec![
+            ("matmul", |c| product(c, ops::matmul)),
+            ("matmul_transposed", |c| {
+                product(c, |a, b| ops::matmul_transposed(a, &b.t()?))
+            }),
+        ],
+        "linear" => vec![("linear", linear)],
+        "embedding" => vec![("embedding", |c| {
+            ops::embedding(&c.operands[1], &c.operands[0])
+        })],
+        "layer_norm" | "native_layer_norm" => vec![("layer_norm", |c| {
+            norm(c, |x, weight, bias, eps| {
+                ops::layer_norm(x, weight, bias, eps)
+            })
+        })],
+        "rms_norm" => vec![("rms_norm", |c| {
+            norm(c, |x, weight, _, eps| ops::rms_norm(x, weight, eps))
+        })],
+        "cross_entropy" => vec![("cross_entropy", cross_entropy)],
+        "linear_cross_entropy" => vec![("linear_cross_entropy", |c| {
+            ops::linear_cross_entropy(&c.operands[0], &c.operands[1], &c.operands[2])
+        })],
+        "scaled_dot_product_attention" => vec![
+            ("naive", |c| attend(c, attention::naive)),
+            ("flash", |c| attend(c, attention::flash)),
+        ],
+        "to" | "double" | "float" | "half" | "bfloat16" => vec![("cast", |c| {
+            let to = c.settings.dtype.as_deref().expect("a dtype");
+            ops::cast(&c.operands[0], dtype(to))
+        })],
+        other => panic!("{other} is not expressed"),
+    }
+}
+
+/// `f` along the dimension of the settings, of x in their dtype.
+fn along(call: &Call, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let mut x = call.operands[0].clone();
+    if let Some(name) = &call.settings.dtype {
+        x = ops::cast(&x, dtype(name))?;
+    }
+    if x.rank() == 0 {
+        return f(&x);
+    }
+    let dim = call.settings.dim.expect("a dimension");
+    let dim = dim.rem_euclid(x.rank() as i64) as usize;
+    Ok(f(&x.transpose(dim, D::Minus1)?)?.transpose(dim, D::Minus1)?)
+}
+
+/// A product of matrices or vectors, whose leading dimensions broadcast.
+fn product(call: &Call, f: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let [a, b] = call.operands else {
+        panic!("two operands");
+    };
+    let a = if a.rank() == 1 {
+        a.unsqueeze(0)?
+    } else {
+        a.clone()
+    };
+    let b = if b.rank() == 1 {
+        b.unsqueeze(1)?
+    } else {
+        b.clone()
+    };
+    let leading = |x: &Tensor| x.dims()[..x.rank() - 2].to_vec();
+    let longest = match leading(&a).iter().product::<usize>() > leading(&b).iter().product() {
+        _ if a.rank() > b.rank() => leading(&a),
+        _ if a.rank() < b.rank() => leading(&b),
+        true => leading(&a),
+        false => leading(&b),
+    };
+    let spread = |x: &Tensor| -> Result<Tensor> {
+        let matrix = &x.dims()[x.rank() - 2..];
+        Ok(x.broadcast_as([&longest, matrix].concat())?)
+    };
+    Ok(f(&spread(&a)?, &spread(&b)?)?.reshape(call.out)?)
+}
+
+/// A weight of one dimension is a matrix of one row, without its dimension in the output; there may be a bias.
+fn linear(call: &Call) -> Result<Tensor> {
+    let (x, weight) = (&call.operands[0], &call.operands[1]);
+    let y = match weight.rank() {
+        1 => ops::linear(x, &weight.unsqueeze(0)?)?.squeeze(D::Minus1)?,
+        _ => ops::linear(x, weight)?,
+    };
+    match call.operands.get(2) {
+        Some(bias) => ops::add(&y, bias),
+        None => Ok(y),
+    }
+}
+
+/// A norm over the last dimensions: as many as the settings say. `f` takes x, weight, bias and eps.
+fn norm(
+    call: &Call,
+    f: impl Fn(&Tensor, &Tensor, &Tensor, f64) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let (x, settings) = (&call.operands[0], call.settings);
+    let first = x.rank() - settings.dims.expect("dimensions");
+    let width: usize = x.dims()[first..].iter().product();
+    let parameter = |name: &str| -> Result<Option<Tensor>> {
+        let at = settings.parameters.iter().position(|given| given == name);
+        Ok(match at {
+            Some(at) => Some(call.operands[1 + at].flatten_all()?),
+            None => None,
+        })
+    };
+    let (like, device) = (x.dtype(), x.device());
+    let weight = match parameter("weight")? {
+        Some(weight) => weight,
+        None => Tensor::ones(width, like, device)?,
+    };
+    let bias = match parameter("bias")? {
+        Some(bias) => bias,
+        None => Tensor::zeros(width, like, device)?,
+    };
+    let rows = x.reshape([&x.dims()[..first], &[width]].concat())?;
+    let y = f(&rows, &weight, &bias, settings.eps.expect("eps"))?;
+    Ok(y.reshape(call.out)?)
+}
+
+/// PyTorch's classes are the second dimension (the first, where there is one).
+fn cross_entropy(call: &Call) -> Result<Tensor> {
+    let (logits, targets) = (&call.operands[0], &call.operands[1]);
+    let mut order: Vec<usize> = (0..logits.rank()).collect();
+    let classes = order.remove(usize::from(logits.rank() > 1));
+    order.push(classes);
+    let logits = logits.permute(order)?;
+    match call.settings.ignore_index {
+        Some(ignored) => ops::cross_entropy_ignoring(&logits, targets, ignored),
+        None => ops::cross_entropy(&logits, targets),
+    }
+}
+
+type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> Result<Tensor>;
+
+/// Leading dimensions broadcast.
+fn attend(call: &Call, f: Attend) -> Result<Tensor> {
+    let rank = call.operands.iter().map(Tensor::rank).max();
+    let rank = rank.expect("operands");
+    let batch: Vec<usize> = (0..rank.saturating_sub(3))
+        .map(|dim| {
+            let sizes = call.operands.iter().map(|x| {
+                let missing = rank - x.rank();
+                if dim < missing {
+                    1
+                } else {
+                    x.dims()[dim - missing]
+                }
+            });
+            sizes.max().expect("operands")
+        })
+        .collect();
+    let spread = |x: &Tensor| -> Result<Tensor> {
+        let heads = &x.dims()[x.rank().saturating_sub(3)..];
+        Ok(x.broadcast_as([&batch, heads].concat())?)
+    };
+    let [q, k, v] = call.operands else {
+        panic!("q, k and v");
+    };
+    let config = AttentionConfig {
+        mask: if call.settings.is_causal {
+            Mask::Causal
+        } else {
+            Mask::Full
+        },
+        scale: call.settings.scale,
+    };
+    f(&spread(q)?, &spread(k)?, &spread(v)?, &config)
+}

@@ -1,0 +1,272 @@
+//! Operands at the edge: views of nothing, more elements than there can be, scalars, floats of 8 bits, broadcast views.
+
+use super::case::{cast, normal, numbers};
+use candle_core::{DType, Device, Tensor, Var};
+use rstest::rstest;
+use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::ops::{self, KernelPolicy, with_kernel_policy};
+use tallow::{Error, Result};
+
+fn zeros(dims: &[usize]) -> Tensor {
+    Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap()
+}
+
+fn var(dims: &[usize], dtype: DType, seed: u64) -> Var {
+    Var::from_tensor(&cast(&normal(dims, seed), dtype)).unwrap()
+}
+
+const POLICIES: [KernelPolicy; 2] = [KernelPolicy::Prefer, KernelPolicy::Reference];
+
+/// A view without elements that begins beyond its storage is as good as any other.
+#[test]
+fn views_of_nothing_beyond_their_storage() {
+    let base = var(&[4, 4], DType::F32, 1);
+    let view = base.narrow(0, 4, 0).unwrap().narrow(1, 4, 0).unwrap(); // (0, 0) from 20 of 16
+    let wide = base.narrow(0, 4, 0).unwrap().narrow(1, 1, 3).unwrap(); // (0, 3) from 17
+    let (w, gain) = (var(&[5, 3], DType::F32, 2), var(&[3], DType::F32, 3));
+    let flash = |x: &Tensor| {
+        let x = x.reshape((1, 1, 0, 3))?;
+        let keys = w.reshape((1, 1, 5, 3))?;
+        attention::flash(&x, &keys, &keys, &AttentionConfig::default())
+    };
+    for policy in POLICIES {
+        with_kernel_policy(policy, || {
+            let results = [
+                ops::relu(&view),
+                ops::softmax(&view, 1.0, Mask::Full),
+                ops::exp(&view),
+                ops::add(&view, &view),
+                ops::cast(&view, DType::BF16),
+                ops::swiglu(&view, &view),
+                ops::linear(&wide, &w),
+                ops::swiglu_linear(&wide, &w, &w),
+                ops::rms_norm(&wide, &gain, 1e-5),
+                ops::matmul_transposed(&wide, &w),
+                ops::mul(&wide, &gain),
+                flash(&wide),
+            ];
+            for (i, y) in results.into_iter().enumerate() {
+                let y = y.unwrap();
+                assert_eq!(y.elem_count(), 0, "{i}");
+                let gradient = y.backward().unwrap().remove(&base).expect("a gradient");
+                assert_eq!(numbers(&gradient), [0.0; 16], "{i}");
+            }
+        });
+    }
+}
+
+/// candle's own product without elements depends on its first factor alone.
+#[test]
+fn a_result_without_elements_gives_every_operand_zeros() {
+    for policy in POLICIES {
+        with_kernel_policy(policy, || {
+            let (x, b) = (var(&[0, 3], DType::F32, 1), var(&[3], DType::F32, 2));
+            for op in [ops::add, ops::sub, ops::mul, ops::div] {
+                for y in [op(&x, &b), op(&b, &x)] {
+                    let gradients = y.unwrap().backward().unwrap();
+                    assert_eq!(numbers(gradients.get(&b).expect("b's")), [0.0; 3]);
+                    assert_eq!(gradients.get(&x).expect("x's").dims(), [0, 3]);
+                }
+            }
+            let gradients = ops::rms_norm(&x, &b, 1e-5).unwrap().backward().unwrap();
+            assert_eq!(numbers(gradients.get(&b).expect("b's")), [0.0; 3]);
+        });
+    }
+}
+
+/// Products over nothing are zeros.
+#[test]
+fn weights_without_inputs() {
+    for policy in POLICIES {
+        with_kernel_policy(policy, || {
+            let (x, w) = (var(&[3, 0], DType::F32, 1), var(&[5, 0], DType::F32, 2));
+            for y in [ops::linear(&x, &w), ops::swiglu_linear(&x, &w, &w)] {
+                let y = y.unwrap();
+                assert_eq!(y.dims(), [3, 5]);
+                assert_eq!(numbers(&y), [0.0; 15]);
+                let gradients = y.backward().unwrap();
+                assert_eq!(gradients.get(&x).unwrap().dims(), [3, 0]);
+                assert_eq!(gradients.get(&w).unwrap().dims(), [5, 0]);
+            }
+        });
+    }
+}
+
+/// `torch.softmax(x, -1)` and `torch.log_softmax(x, -1)`.
+#[test]
+fn softmax_of_scalars_and_of_nothing_is_pytorchs() {
+    for policy in POLICIES {
+        with_kernel_policy(policy, || {
+            for dtype in [DType::F32, DType::F64, DType::BF16] {
+                let x = Var::from_tensor(&cast(&Tensor::new(3f64, &Device::Cpu).unwrap(), dtype));
+                let x = x.unwrap();
+                let p = ops::softmax(&x, 2.0, Mask::Full).unwrap();
+                let log_p = ops::log_softmax(&x).unwrap();
+                for (y, wanted) in [(p, 1.0), (log_p, 0.0)] {
+                    assert_eq!((y.dims(), y.dtype()), (&[][..], dtype));
+                    assert_eq!(numbers(&y), [wanted]);
+                    let gradients = y.backward().unwrap();
+                    assert_eq!(numbers(gradients.get(&x).unwrap()), [0.0]);
+                }
+                for dims in [&[2, 0][..], &[0], &[0, 3], &[2, 0, 0]] {
+                    let x = Var::zeros(dims, dtype, &Device::Cpu).unwrap();
+                    for y in [ops::softmax(&x, 1.0, Mask::Full), ops::log_softmax(&x)] {
+                        let y = y.unwrap();
+                        assert_eq!((y.dims(), y.dtype()), (dims, dtype));
+                        assert_eq!(y.backward().unwrap().get(&x).unwrap().dims(), dims);
+                    }
+                }
+                let masked = ops::softmax(&cast(&zeros(&[2, 0]), dtype), 1.0, Mask::Causal);
+                assert_eq!(masked.unwrap().dims(), [2, 0]);
+            }
+        });
+    }
+}
+
+/// Sizes whose product is more than 64 bits count, or than there is memory for.
+#[test]
+fn elements_that_nothing_can_hold() {
+    let huge = 1usize << 40;
+    let repeated = |dims: &[usize]| zeros(&[1]).broadcast_as(dims).unwrap();
+    let ids = Tensor::zeros(1, DType::U32, &Device::Cpu).unwrap();
+    let refusals: [(&str, Result<Tensor>); 12] = [
+        ("relu", ops::relu(&repeated(&[huge, huge]))),
+        ("exp", ops::exp(&repeated(&[huge, huge]))),
+        (
+            "softmax",
+            ops::softmax(&repeated(&[huge, huge]), 1.0, Mask::Full),
+        ),
+        ("add", ops::add(&repeated(&[huge, huge]), &zeros(&[1]))),
+        (
+            "swiglu",
+            ops::swiglu(&repeated(&[huge, huge]), &repeated(&[huge, huge])),
+        ),
+        (
+            "matmul",
+            ops::matmul(&zeros(&[huge, 0]), &zeros(&[0, huge])),
+        ),
+        (
+            "linear",
+            ops::linear(&zeros(&[huge, 0]), &zeros(&[huge, 0])),
+        ),
+        (
+            "swiglu_linear",
+            ops::swiglu_linear(&zeros(&[huge, 0]), &zeros(&[huge, 0]), &zeros(&[huge, 0])),
+        ),
+        (
+            "embedding",
+            ops::embedding(&ids.broadcast_as((huge, huge)).unwrap(), &zeros(&[1, 2])),
+        ),
+        (
+            "split_heads",
+            ops::split_heads(&repeated(&[huge, huge, 2]), 2),
+        ),
+        ("relu", ops::relu(&repeated(&[huge, huge, 0]))),
+        ("log_softmax", ops::log_softmax(&repeated(&[huge, huge]))),
+    ];
+    for (op, refusal) in refusals {
+        let text = refusal.expect_err(op).to_string();
+        assert!(
+            text.starts_with(op) && text.contains("can be addressed"),
+            "{text}"
+        );
+    }
+    // Countable, but not on this machine.
+    for y in [
+        ops::relu(&repeated(&[huge])),
+        ops::exp(&repeated(&[huge])),
+        ops::mul(&repeated(&[huge]), &zeros(&[1])),
+        ops::mul(&repeated(&[1 << 24, 1]), &repeated(&[1, 1 << 24])),
+        ops::matmul(&repeated(&[1 << 24, 1]), &repeated(&[1, 1 << 24])),
+    ] {
+        let error = y.unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+    }
+}
+
+/// candle's conversion from these loops for ever, at the subnormal ones.
+#[test]
+fn floats_of_eight_bits_are_refused() {
+    let x = cast(
+        &Tensor::new(&[0.004f32, 1.0], &Device::Cpu).unwrap(),
+        DType::F8E4M3,
+    );
+    for result in [
+        ops::cast(&x, DType::F32),
+        ops::cast(&zeros(&[2]), DType::F8E4M3),
+        ops::exp(&x),
+        ops::softmax(&x, 1.0, Mask::Full),
+        ops::add(&x, &zeros(&[2])),
+        ops::swiglu(&x, &x),
+        ops::rms_norm(&x, &x, 1e-5),
+    ] {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::DType { .. }), "{error}");
+        assert!(
+            error.to_string().contains("f16, bf16, f32 or f64"),
+            "{error}"
+        );
+    }
+}
+
+/// The sum over a broadcast operand's places, against f64 from the same rounded operands: within one rounding.
+fn rounded_once(name: &str, got: &Tensor, exact: &Tensor, dtype: DType) {
+    let unit = match dtype {
+        DType::BF16 => 2f64.powi(-8),
+        _ => 2f64.powi(-11),
+    };
+    for (got, exact) in numbers(got).into_iter().zip(numbers(exact)) {
+        let of_f32 = 2e-5; // a sum's own rounding in f32, where its terms cancel
+        let bound = unit * exact.abs() + of_f32;
+        assert!(
+            (got - exact).abs() <= bound,
+            "{name}: {got}, exactly {exact}"
+        );
+    }
+}
+
+#[rstest]
+fn gradients_of_broadcast_operands_are_rounded_once(
+    #[values(DType::BF16, DType::F16)] dtype: DType,
+) {
+    type Op = fn(&Tensor, &Tensor) -> Result<Tensor>;
+    let repeat = |b: &Tensor| Ok::<_, Error>(b.reshape((1, 33, 1))?.broadcast_as((64, 33, 1))?);
+    let table: [(&str, &[usize], &[usize], Op); 8] = [
+        ("div by a row", &[300, 5], &[5], ops::div),
+        ("div by a matrix", &[30, 10, 5], &[10, 5], ops::div),
+        ("div by a scalar", &[300, 5], &[], ops::div),
+        ("div of a row", &[5], &[300, 5], ops::div),
+        ("mul", &[300, 5], &[5], ops::mul),
+        ("mul by a view", &[300, 5], &[5], |a, b| {
+            ops::mul(a, &b.broadcast_as(a.shape())?)
+        }),
+        ("matmul", &[64, 7, 33], &[33], |_, _| unreachable!()),
+        (
+            "matmul_transposed",
+            &[64, 7, 33],
+            &[33],
+            |_, _| unreachable!(),
+        ),
+    ];
+    for (name, a, b, op) in table {
+        let (a, b) = (var(a, dtype, 1), (cast(&normal(b, 2), dtype)));
+        // Away from 0, where quotients explode.
+        let b = Var::from_tensor(&(b.sign().unwrap() + &b).unwrap()).unwrap();
+        let apply = |a: &Tensor, b: &Tensor| match name {
+            "matmul" => ops::matmul(a, &repeat(b)?),
+            "matmul_transposed" => ops::matmul_transposed(a, &repeat(b)?.transpose(1, 2)?),
+            _ => op(a, b),
+        };
+        let wide = |x: &Var| Var::from_tensor(&cast(x, DType::F64)).unwrap();
+        let (exact_a, exact_b) = (wide(&a), wide(&b));
+        let exact = apply(&exact_a, &exact_b).unwrap().backward().unwrap();
+        let y = apply(&a, &b).unwrap();
+        assert_eq!(y.dtype(), dtype, "{name}");
+        let got = y.backward().unwrap();
+        for (x, exact_x) in [(&a, &exact_a), (&b, &exact_b)] {
+            let (got, exact) = (got.get(x).unwrap(), exact.get(exact_x).unwrap());
+            assert_eq!(got.dtype(), dtype, "{name}");
+            rounded_once(name, got, exact, dtype);
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! What a call of an op is drawn from: sizes, dtypes, views, policies.
+
+use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
+use candle_nn::VarBuilder;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::collections::HashMap;
+use std::fmt;
+use tallow::attention::{Algorithm, AttentionConfig, Mask};
+use tallow::nn;
+use tallow::ops::KernelPolicy;
+use tallow::precision::Autocast;
+
+/// Sizes of dimensions: none, one, odd, a few.
+const SIZES: [usize; 10] = [1, 2, 3, 5, 7, 0, 1, 2, 4, 9];
+
+/// What broadcast views have besides: more than any memory holds, and products that 64 bits do not count. Nothing that just
+/// fits the memory, or the test would take it.
+const HUGE: [usize; 4] = [1 << 48, 1 << 52, 1 << 63, usize::MAX];
+
+const NUMBERS: [f64; 10] = [
+    1.0,
+    1e-5,
+    0.5,
+    -2.0,
+    0.0,
+    3.0,
+    1e300,
+    1e-300,
+    f64::NAN,
+    f64::INFINITY,
+];
+
+/// What ops compute in, and more often than the others.
+const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
+
+/// The others that candle makes on the CPU.
+const OTHERS: [DType; 6] = [
+    DType::U8,
+    DType::U32,
+    DType::I16,
+    DType::I32,
+    DType::I64,
+    DType::F8E4M3,
+];
+
+pub struct Draw {
+    random: ChaCha8Rng,
+}
+
+/// The operands of a call, and what holds while it runs.
+pub struct Call {
+    pub views: Vec<Tensor>,
+    /// What the views are views of, where it should get a gradient.
+    pub sources: Vec<Option<Var>>,
+    pub policy: KernelPolicy,
+    pub region: Option<Autocast>,
+    /// Whether gradients are wanted.
+    pub tracks: bool,
+    /// Whether the operands have the shapes that the op wants.
+    pub fits: bool,
+    sizes: Sizes,
+}
+
+/// What the letters of a template stand for.
+struct Sizes {
+    leading: Vec<usize>,
+    letters: HashMap<char, usize>,
+}
+
+impl Sizes {
+    fn of(&self, template: &str) -> Vec<usize> {
+        let mut dims = Vec::new();
+        for letter in template.chars() {
+            match letter {
+                '.' => dims.extend(&self.leading),
+                '-' | '~' => {}
+                'A'..='Z' => dims.push(self.letter(letter.to_ascii_lowercase()).saturating_mul(2)),
+                _ => dims.push(self.letter(letter)),
+            }
+        }
+        dims
+    }
+
+    fn letter(&self, letter: char) -> usize {
+        match letter.to_digit(10) {
+            Some(digit) => digit as usize,
+            None => self.letters[&letter],
+        }
+    }
+}
+
+impl Draw {
+    pub fn new(seed: u64) -> Self {
+        Self {
+            random: ChaCha8Rng::seed_from_u64(seed),
+        }
+    }
+
+    pub fn under(&mut self, end: usize) -> usize {
+        self.random.random_range(0..end)
+    }
+
+    fn one_in(&mut self, n: usize) -> bool {
+        self.under(n) == 0
+    }
+
+    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.under(of.len())]
+    }
+
+    pub fn size(&mut self) -> usize {
+        self.pick(&SIZES)
+    }
+
+    pub fn number(&mut self) -> f64 {
+        self.pick(&NUMBERS)
+    }
+
+    pub fn dtype(&mut self) -> DType {
+        match self.one_in(8) {
+            true => self.pick(&OTHERS),
+            false => self.pick(&FLOATS),
+        }
+    }
+
+    /// Of an op, as policies know it.
+    pub fn name(&mut self) -> &'static str {
+        self.pick(&["add", "linear", "softmax", "index_put", "no op"])
+    }
+
+    pub fn mask(&mut self) -> Mask {
+        self.pick(&[Mask::Full, Mask::Causal, Mask::CausalEnd])
+    }
+
+    pub fn algorithm(&mut self) -> Algorithm {
+        self.pick(&Algorithm::ALL)
+    }
+
+    pub fn attention(&mut self) -> AttentionConfig {
+        let scale = self.number();
+        AttentionConfig {
+            mask: self.mask(),
+            scale: self.one_in(3).then_some(scale),
+        }
+    }
+
+    /// Parameters for a layer.
+    pub fn builder(&mut self) -> VarBuilder<'static> {
+        nn::seeded(0, self.pick(&FLOATS), &Device::Cpu)
+    }
+
+    /// Angles of 16 positions, for heads of four elements.
+    pub fn rotary(&mut self) -> tallow::Result<nn::RotaryEmbedding> {
+        nn::RotaryEmbedding::new(1e4, 4, 16, self.pick(&FLOATS), &Device::Cpu)
+    }
+
+    /// A call with operands of these templates.
+    pub fn call(&mut self, templates: &[&str]) -> Call {
+        let mut sizes = Sizes {
+            leading: (0..self.under(4)).map(|_| self.pick(&SIZES[..6])).collect(),
+            letters: ('a'..='z').map(|letter| (letter, self.size())).collect(),
+        };
+        if self.one_in(50) {
+            for size in sizes.letters.values_mut().chain(&mut sizes.leading) {
+                if self.one_in(3) {
+                    *size = self.pick(&HUGE);
+                }
+            }
+        }
+        let misfit = self.one_in(4).then(|| self.under(templates.len()));
+        let dtype = self.dtype();
+        let mut call = Call {
+            views: Vec::new(),
+            sources: Vec::new(),
+            policy: self.pick(&[
+                KernelPolicy::Prefer,
+                KernelPolicy::Strict,
+                KernelPolicy::Reference,
+            ]),
+            region: match self.under(8) {
+                0 => Some(Autocast::cuda(self.pick(&[DType::F16, DType::BF16]))),
+                1 => Some(Autocast::cpu(self.pick(&[DType::F16, DType::BF16]))),
+                _ => None,
+            },
+            tracks: !self.one_in(16),
+            fits: misfit.is_none(),
+            sizes,
+        };
+        for (i, template) in templates.iter().enumerate() {
+            let (bound, shape) = match template.strip_prefix('#') {
+                Some(rest) => (rest.chars().next(), &rest[1..]),
+                None => (None, *template),
+            };
+            let mut dims = call.sizes.of(shape);
+            if misfit == Some(i) {
+                self.change(&mut dims);
+            }
+            let own_dtype = match (bound, self.one_in(8)) {
+                (Some(_), false) => DType::U32,
+                (None, false) => dtype,
+                (_, true) => self.dtype(),
+            };
+            let bound = bound.map(|letter| call.sizes.letter(letter));
+            let is_source = bound.is_none() && !template.starts_with('~') && !self.one_in(4);
+            let (view, source) = self
+                .operand(&dims, own_dtype, bound, is_source)
+                .unwrap_or_else(|error| panic!("{dims:?} in {own_dtype:?}: {error}"));
+            call.views.push(view);
+            call.sources.push(source);
+        }
+        call
+    }
+
+    /// Another shape than is wanted.
+    fn change(&mut self, dims: &mut Vec<usize>) {
+        let size = self.size();
+        match (self.under(3), dims.len()) {
+            (0, 1..) => _ = dims.remove(self.under(dims.len())),
+            (1, 1..) => {
+                let dim = self.under(dims.len());
+                dims[dim] = size;
+            }
+            _ => dims.insert(self.under(dims.len() + 1), size),
+        }
+    }
+
+    /// A tensor of these dimensions, as some view of a smaller, larger or transposed one.
+    fn operand(
+        &mut self,
+        dims: &[usize],
+        dtype: DType,
+        bound: Option<usize>,
+        is_source: bool,
+    ) -> CandleResult<(Tensor, Option<Var>)> {
+        let mut base = dims.to_vec();
+        let mut starts = vec![0; dims.len()];
+        let way = self.under(5);
+        let is_huge = |size: usize| size > 1 << 10;
+        let repeats = way == 0 || dims.iter().copied().any(is_huge);
+        for i in 0..dims.len() {
+            if repeats && (is_huge(dims[i]) || self.one_in(2)) {
+                base[i] = 1;
+            } else if way == 1 && !repeats && self.one_in(2) {
+                starts[i] = self.under(5); // of an empty one too: then it may begin beyond the storage
+                base[i] += starts[i] + self.under(2);
+            }
+        }
+        let swapped = match (way, dims.len()) {
+            (2, 2..) if !repeats => Some((self.under(dims.len()), self.under(dims.len()))),
+            _ => None,
+        };
+        if let Some((a, b)) = swapped {
+            base.swap(a, b);
+        }
+        let values = self.values(&base, dtype, bound)?;
+        let source = match is_source && dtype.is_float() {
+            true => Some(Var::from_tensor(&values)?),
+            false => None,
+        };
+        let mut view = match &source {
+            Some(source) => source.as_tensor().clone(),
+            None => values,
+        };
+        if let Some((a, b)) = swapped {
+            view = view.transpose(a, b)?;
+        }
+        if repeats {
+            view = view.broadcast_as(dims)?;
+        }
+        for (i, start) in starts.into_iter().enumerate() {
+            view = view.narrow(i, start, dims[i])?;
+        }
+        Ok((view, source))
+    }
+
+    fn values(
+        &mut self,
+        dims: &[usize],
+        dtype: DType,
+        bound: Option<usize>,
+    ) -> CandleResult<Tensor> {
+        let count = dims.iter().product();
+        let special = self.one_in(4);
+        let values: Vec<f64> = (0..count)
+            .map(|_| match bound {
+                Some(bound) => self.random.random_range(0..bound.clamp(1, 1 << 10)) as f64,
+                None if special && self.one_in(4) => self.number(),
+                None => self.random.random_range(-2.0..2.0),
+            })
+            .collect();
+        Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(dtype)
+    }
+}
+
+impl Call {
+    /// What a template stands for here, if it is for a shape.
+    pub fn dims_of(&self, template: &str) -> Option<Vec<usize>> {
+        (!template.is_empty()).then(|| self.sizes.of(template))
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:?}, gradients: {}", self.policy, self.tracks)?;
+        if let Some(region) = &self.region {
+            writeln!(f, "autocast to {:?}", region.lower_dtype())?;
+        }
+        for (view, source) in self.views.iter().zip(&self.sources) {
+            let (shape, stride) = (view.dims(), view.stride());
+            let start = view.layout().start_offset();
+            let of = match source {
+                Some(source) => format!("of a variable {:?}", source.dims()),
+                None => "without a gradient".into(),
+            };
+            writeln!(
+                f,
+                "{shape:?} by {stride:?} from {start} in {:?}, {of}",
+                view.dtype()
+            )?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,205 @@
+//! Checkpoints that are not what was written: damaged bits, numbers that cannot be, files that change meanwhile.
+
+use super::*;
+use candle_core::Device;
+use std::fs;
+use tallow::train::Checkpoint;
+
+/// A model whose checkpoint has few bytes.
+fn tiny() -> TransformerConfig {
+    TransformerConfig {
+        d_model: 4,
+        num_layers: 1,
+        num_heads: 1,
+        d_ff: 4,
+        ..sizes()
+    }
+}
+
+fn resume_tiny(path: &Path) -> Result<Trainer> {
+    let (train, held_out) = (training(), validation());
+    Trainer::resume(path, &tiny(), settings(), train, held_out, &Device::Cpu)
+}
+
+/// One bit in every byte of the file: found, or without effect.
+#[test]
+fn a_flipped_bit_anywhere_is_found_or_harmless() {
+    let (_folder, path) = checkpoint();
+    let model = TransformerLM::new(&tiny(), 5, &Device::Cpu).unwrap();
+    let mut trainer = Trainer::new(model, settings(), training(), validation()).unwrap();
+    take(&mut trainer, 3);
+    trainer.evaluate().unwrap();
+    trainer.save(&path).unwrap();
+    let whole = fs::read(&path).unwrap();
+    let data_start = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let mut harmless = 0;
+    for position in 0..whole.len() {
+        let mut damaged = whole.clone();
+        damaged[position] ^= 1 << (position * 5 % 8);
+        fs::write(&path, damaged).unwrap();
+        match resume_tiny(&path) {
+            Err(error) => assert!(error.to_string().contains("run.safetensors"), "{error}"),
+            Ok(resumed) => {
+                assert!(position < data_start, "byte {position} of a tensor");
+                assert_eq!(bits(&resumed), bits(&trainer), "{position}");
+                assert_eq!(resumed.history(), trainer.history(), "{position}");
+                harmless += 1;
+            }
+        }
+    }
+    // The key under which the checksums stand, without which there are none.
+    assert!(
+        harmless <= "tallow.crc32".len(),
+        "{harmless} of {}",
+        whole.len()
+    );
+}
+
+/// A tensor's bytes changed in a file without checksums.
+fn spoil(path: &Path, name: &str, element: usize, value: f32) {
+    super::refusals::forge(path, str::to_string, |_| Some(vec![]));
+    let mut bytes = fs::read(path).unwrap();
+    let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let (start, _) = metadata.info(name).unwrap().data_offsets;
+    let at = 8 + header + start + 4 * element;
+    bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    fs::write(path, bytes).unwrap();
+}
+
+/// What would destroy the run in the next step: a mean of squares under 0, what is no number.
+#[test]
+fn numbers_that_cannot_be_are_refused() {
+    let (_folder, path) = checkpoint();
+    for (name, value, parts) in [
+        (
+            "optimizer.exp_avg_sq.lm_head.weight",
+            -1e-9,
+            ["numbers from 0", "element 7"],
+        ),
+        (
+            "optimizer.exp_avg_sq.lm_head.weight",
+            f32::NAN,
+            ["numbers from 0", "NaN"],
+        ),
+        (
+            "optimizer.exp_avg.lm_head.weight",
+            f32::INFINITY,
+            ["finite numbers", "inf"],
+        ),
+        (
+            "layers.0.ln1.weight",
+            f32::NAN,
+            ["finite numbers", "NaN at element 7"],
+        ),
+    ] {
+        let mut trainer = start(settings());
+        take(&mut trainer, 1);
+        trainer.save(&path).unwrap();
+        spoil(&path, name, 7, value);
+        let error = refusal(resume(&path, settings()), &["run.safetensors", name]);
+        refusal::<()>(Err(error), &parts);
+    }
+    // The same file with a number that can be: it was the number.
+    start(settings()).save(&path).unwrap();
+    spoil(&path, "optimizer.exp_avg.lm_head.weight", 7, -0.5);
+    resume(&path, settings()).unwrap();
+}
+
+/// Weights that are not finite are not saved over those that are.
+#[test]
+fn a_run_that_has_diverged_keeps_the_old_file() {
+    let (_folder, path) = checkpoint();
+    let mut trainer = start(settings());
+    take(&mut trainer, 2);
+    trainer.save(&path).unwrap();
+    let old = fs::read(&path).unwrap();
+    let (name, weight) = trainer.model().parameters().remove(3);
+    weight
+        .set(&weight.affine(f64::INFINITY, 0.0).unwrap())
+        .unwrap();
+    let parts = ["run.safetensors", &name, "finite numbers"];
+    let error = refusal(trainer.save(&path), &parts);
+    assert!(matches!(error, Error::Weight { .. }), "{error:?}");
+    refusal(trainer.model().save(&path), &parts);
+    assert!(fs::read(&path).unwrap() == old);
+    assert_eq!(resume(&path, settings()).unwrap().steps_taken(), 2);
+}
+
+/// While it is read the file is cut and written again, in place: an error or the whole run, and the process lives.
+#[test]
+fn a_file_that_shrinks_while_it_is_read() {
+    let (_folder, path) = checkpoint();
+    let mut trainer = start(settings());
+    take(&mut trainer, 2);
+    trainer.save(&path).unwrap();
+    let whole = fs::read(&path).unwrap();
+    let expected = bits(&trainer);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let ordering = std::sync::atomic::Ordering::Relaxed;
+            while !stop.load(ordering) {
+                fs::write(&path, &whole).unwrap();
+                let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+                file.set_len(5000).unwrap();
+            }
+        });
+        let mut refused = 0;
+        for _ in 0..300 {
+            match resume(&path, settings()) {
+                Ok(resumed) => assert_eq!(bits(&resumed), expected),
+                Err(error) => {
+                    assert!(error.to_string().contains("run.safetensors"), "{error}");
+                    refused += 1;
+                }
+            }
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(refused > 0);
+    });
+}
+
+/// As saved before there were checksums and before the history was a tensor.
+#[test]
+fn old_checkpoints_resume() {
+    let (_folder, path) = checkpoint();
+    let mut trainer = start(settings());
+    take(&mut trainer, 4);
+    trainer.evaluate().unwrap();
+    trainer.save(&path).unwrap();
+    super::refusals::forge(&path, str::to_string, |_| Some(vec![]));
+    let mut resumed = resume(&path, settings()).unwrap();
+    assert_eq!(resumed.history(), trainer.history());
+    assert_eq!(take(&mut resumed, 3), take(&mut trainer, 3));
+    assert_eq!(bits(&resumed), bits(&trainer));
+}
+
+/// The checksums are zlib's, which other languages have: CRC-32 of a tensor's bytes.
+#[test]
+fn checksums_are_what_others_can_check() {
+    let (_folder, path) = checkpoint();
+    start(settings()).save(&path).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let texts = header.metadata().clone().unwrap();
+    let sums: serde_json::Value = serde_json::from_str(&texts["tallow.crc32"]).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let crc32 = |bytes: &[u8]| {
+        let sum = bytes.iter().fold(!0u32, |sum, byte| {
+            (0..8).fold(sum ^ u32::from(*byte), |sum, _| {
+                (sum >> 1) ^ (0xedb8_8320 * (sum & 1))
+            })
+        });
+        format!("{:08x}", !sum)
+    };
+    assert_eq!(crc32(b"123456789"), "cbf43926"); // as the standard has it
+    for (name, view) in file.tensors() {
+        assert_eq!(sums["tensors"][&name], crc32(view.data()), "{name}");
+    }
+    assert_eq!(sums["tensors"].as_object().unwrap().len(), file.len());
+    assert_eq!(
+        sums["texts"]["tallow.train"],
+        crc32(texts["tallow.train"].as_bytes())
+    );
+    assert_eq!(Checkpoint::read(&path).unwrap().step, 0);
+}

@@ -1,0 +1,100 @@
+//! Ctrl-C and SIGTERM as the example `train` takes them.
+#![cfg(unix)]
+
+#[path = "../../../examples/train/signals.rs"]
+mod listener;
+
+use listener::Signals;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+const ROLE: &str = "TALLOW_TEST_SIGNALS";
+
+/// Not a test: a process that ends when a signal was noted, or sleeps on.
+#[test]
+#[ignore = "run by the tests below"]
+fn listen() {
+    let Some(role) = std::env::var_os(ROLE) else {
+        return;
+    };
+    let mut signals = Some(Signals::listen().unwrap());
+    if role == "done" {
+        signals = None;
+    }
+    println!("\nlistening");
+    let mut seen = false;
+    loop {
+        if let Some(signal) = signals.as_ref().and_then(Signals::received) {
+            if role == "polite" {
+                std::process::exit(signal.exit_status().into());
+            }
+            if !seen {
+                println!("\nbusy after {signal}");
+            }
+            seen = true;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A process in a role, and the lines that it prints.
+fn child(role: &str) -> (Child, impl Iterator<Item = String>) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "train::signals::listen",
+            "--exact",
+            "--ignored",
+            "--nocapture",
+        ])
+        .env(ROLE, role)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap())
+        .lines()
+        .map(Result::unwrap);
+    assert!(lines.any(|line| line == "listening"));
+    (child, lines)
+}
+
+fn send(child: &Child, signal: i32) {
+    // SAFETY: a process that this one started and has not waited for.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
+}
+
+fn status(mut child: Child) -> ExitStatus {
+    child.wait().unwrap()
+}
+
+#[test]
+fn the_first_one_is_noted_and_gives_the_status() {
+    for (signal, code) in [(libc::SIGINT, 130), (libc::SIGTERM, 143)] {
+        let (child, _lines) = child("polite");
+        send(&child, signal);
+        assert_eq!(status(child).code(), Some(code));
+    }
+}
+
+#[test]
+fn the_second_one_ends_at_once() {
+    for (first, second, code) in [
+        (libc::SIGINT, libc::SIGINT, 130),
+        (libc::SIGINT, libc::SIGTERM, 143),
+        (libc::SIGTERM, libc::SIGINT, 130),
+    ] {
+        let (child, mut lines) = child("busy");
+        send(&child, first);
+        assert!(lines.any(|line| line.starts_with("busy after")));
+        send(&child, second);
+        assert_eq!(status(child).code(), Some(code));
+    }
+}
+
+/// When there is nothing left to save, the first one ends.
+#[test]
+fn afterwards_the_first_one_ends_at_once() {
+    let (child, _lines) = child("done");
+    send(&child, libc::SIGTERM);
+    assert_eq!(status(child).code(), Some(143));
+}
