@@ -1,6 +1,6 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
-use super::operand::{check_supported, operand, zeros_of};
+use super::operand::{check_float, check_supported, operand, zeros_of};
 use crate::grad::is_grad_enabled;
 use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::{
