@@ -15,10 +15,10 @@ use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 /// `a + b`, elementwise.
 ///
 /// As the other three: dtypes are promoted as in PyTorch, inside and outside of autocast regions (f16 + f32 is f32,
-/// f16 + bf16 is f32, anything + f64 is f64, an integer takes the float's; a tensor without dimensions takes the dtype of one
-/// with dimensions, unless that is an integer), shapes broadcast to each other, and each operand's gradient has its own
-/// dtype and shape. candle's own `+` takes one dtype only. Half precision is computed in f32 and rounded once, and so are
-/// the sums of a broadcast operand's gradient.
+/// f16 + bf16 is f32, anything + f64 is f64, an integer takes the float's; a tensor without dimensions takes the dtype
+/// of one with dimensions, unless that is an integer), shapes broadcast to each other, and each operand's gradient has
+/// its own dtype and shape. candle's own `+` takes one dtype only. Half precision is computed in f32 and rounded once,
+/// and so are the sums of a broadcast operand's gradient.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

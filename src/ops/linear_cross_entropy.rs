@@ -3,10 +3,10 @@
 use super::cpu::{elements, for_stored, tensor, tensors, view};
 use super::cross_entropy::{Targets, plain};
 use super::dispatch::{Path, check_same, choose};
-use super::linear::{self, ending};
 use super::operand::check_size;
 use super::record::{apply2, composed};
 use super::weight::{WeightCopy, with_copies};
+use super::{ending, linear};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};
 use crate::{Error, Result, probe};

@@ -81,8 +81,8 @@ fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result
     }
 }
 
-/// The product where one factor is a broadcast view in half precision: its gradient is a sum of products, which are added
-/// in f32 and rounded once. So the product is f32's.
+/// The product where one factor is a broadcast view in half precision: its gradient is a sum of products, which are
+/// added in f32 and rounded once. So the product is f32's.
 fn of_broadcast(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     let once = [without_repeats(a)?, without_repeats(b)?];
     let [x, y] = cast_for(op, [&once[0], &once[1]])?;

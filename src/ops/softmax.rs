@@ -15,10 +15,10 @@ use {super::cuda, crate::kernels::cuda::softmax as cuda_kernel, candle_core::Cud
 
 /// `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves: x and p (..., Tq, Tk).
 ///
-/// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank (a scalar is one key). Masked places are 0, and so is a row without a
-/// visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a mask tensor nor
-/// scaled scores ever exist; in half precision x instead of p, from which p is computed again, unrounded. Autocast: f32
-/// under CUDA's policy, follows x under the CPU's.
+/// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank (a scalar is one key). Masked places are 0, and so
+/// is a row without a visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a
+/// mask tensor nor scaled scores ever exist; in half precision x instead of p, from which p is computed again,
+/// unrounded. Autocast: f32 under CUDA's policy, follows x under the CPU's.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
