@@ -33,8 +33,8 @@ impl RmsNorm {
     /// Takes `weight` (d_model) from the builder.
     ///
     /// # Errors
-    /// An eps that is 0 in f32, negative or not finite ([`ops::rms_norm()`] takes any), and whatever the builder answers: a
-    /// missing or misshapen weight, say.
+    /// An eps that is 0 in f32, negative or not finite ([`ops::rms_norm()`] takes any), and whatever the builder
+    /// answers: a missing or misshapen weight, say.
     pub fn new(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         check_eps("RmsNorm", "eps", eps)?;
         let weight = variable(&vb, "weight", d_model, Init::Const(1.0))?;
@@ -73,8 +73,8 @@ impl LayerNorm {
     /// Takes `weight` and `bias` (d_model) from the builder.
     ///
     /// # Errors
-    /// An eps that is 0 in f32, negative or not finite ([`ops::layer_norm()`] takes any), and whatever the builder answers: a
-    /// missing or misshapen weight, say.
+    /// An eps that is 0 in f32, negative or not finite ([`ops::layer_norm()`] takes any), and whatever the builder
+    /// answers: a missing or misshapen weight, say.
     pub fn new(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         check_eps("LayerNorm", "eps", eps)?;
         let weight = variable(&vb, "weight", d_model, Init::Const(1.0))?;

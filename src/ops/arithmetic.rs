@@ -4,11 +4,11 @@ use super::cast::cast;
 use super::check_same;
 use super::cpu::{for_stored, output, view};
 use super::dispatch::{Path, choose_where};
-use super::record::{Spec, apply2, composed, contiguous, like_first};
-use crate::probe::Operand as Shaped;
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
-use crate::precision::{self, Operand, is_castable};
+use super::record::{Spec, apply2, composed, contiguous, like_first};
 use crate::kernels::cpu::arithmetic as kernel;
+use crate::precision::{self, Operand, is_castable};
+use crate::probe::Operand as Shaped;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
@@ -16,10 +16,10 @@ use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 /// `a + b`, elementwise.
 ///
 /// As the other three: dtypes are promoted as in PyTorch, inside and outside of autocast regions (f16 + f32 is f32,
-/// f16 + bf16 is f32, anything + f64 is f64, an integer takes the float's; a tensor without dimensions takes the dtype of one
-/// with dimensions, unless that is an integer), shapes broadcast to each other, and each operand's gradient has its own
-/// dtype and shape. candle's own `+` takes one dtype only. Half precision is computed in f32 and rounded once, and so are
-/// the sums of a broadcast operand's gradient.
+/// f16 + bf16 is f32, anything + f64 is f64, an integer takes the float's; a tensor without dimensions takes the dtype
+/// of one with dimensions, unless that is an integer), shapes broadcast to each other, and each operand's gradient has
+/// its own dtype and shape. candle's own `+` takes one dtype only. Half precision is computed in f32 and rounded once,
+/// and so are the sums of a broadcast operand's gradient.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

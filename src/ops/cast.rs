@@ -2,8 +2,8 @@
 
 use super::cpu::{output, view};
 use super::dispatch::{self, Path, choose_where};
-use super::record::{Spec, apply1, composed, input};
 use super::operand::{is_supported_float, operand};
+use super::record::{Spec, apply1, composed, input};
 use crate::grad::is_grad_enabled;
 use crate::kernels::cpu::{Stored, cast as kernel};
 use crate::precision;
@@ -26,7 +26,8 @@ pub(crate) const WEIGHT_CAST: &str = "weight_cast";
 /// candle's own conversion.
 ///
 /// # Errors
-/// A dtype that is not f16, bf16, f32 or f64: the gradient would be lost silently. x may be in one of these or an integer.
+/// A dtype that is not f16, bf16, f32 or f64: the gradient would be lost silently. x may be in one of these or an
+/// integer.
 pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match x.is_variable() {
         true => cast_weight(x, dtype),
@@ -140,7 +141,8 @@ impl CustomOp1 for Cast {
 ///
 /// f16, bf16 and f32 inputs are cast to what the region's policy says of `op`, by its class
 /// ([`OpClass`](crate::precision::OpClass)); for an op that follows its inputs, to the widest dtype among them, f64
-/// included (scalars have no say beside tensors with dimensions). f64 is never narrowed, and integers stay what they are. Outside of regions nothing is cast.
+/// included (scalars have no say beside tensors with dimensions). f64 is never narrowed, and integers stay what they
+/// are. Outside of regions nothing is cast.
 ///
 /// A weight (a [`Var`](candle_core::Var), not a view of one) in f32 that is cast to the lower dtype is cast once: its copy
 /// is kept until the outermost region ends. One made under [`no_grad`](crate::no_grad()) is another, without a graph.

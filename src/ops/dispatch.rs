@@ -1,8 +1,8 @@
 //! Kernel or reference: the decision, and the list of what fell back.
 
-use crate::graph::{self, Target};
-use crate::kernels::{limits};
 use super::operand::{check_float, check_size, is_half, is_supported_float};
+use crate::graph::{self, Target};
+use crate::kernels::limits;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;

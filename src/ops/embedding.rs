@@ -3,8 +3,8 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{Spec, apply1, composed, contiguous, wide_input};
 use super::operand::{check_float, check_size};
+use super::record::{Spec, apply1, composed, contiguous, wide_input};
 use crate::kernels::cpu::embedding as kernel;
 use crate::probe::Operand;
 use crate::{Error, Result};

@@ -5,7 +5,7 @@ use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wi
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
 use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, widen};
-use crate::graph::{Attribute};
+use crate::graph::Attribute;
 use crate::kernels::cpu::{Stored, layer_norm as kernel};
 use crate::precision::decide;
 use crate::probe::Operand;
@@ -66,8 +66,16 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// As [`layer_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight, bias)?;
-    let [wide, weight, bias] = [x, weight, bias].map(|x| wide_input("layer_norm", x));
-    let (wide, weight, bias) = (wide?, weight?, bias?);
+    // In f64 on the CPU, where this is a specification alone: dx of a row of two cancels to eps / (variance + eps) of its
+    // terms, which f32 has no digits for. Elsewhere it is what runs, and Metal has no f64.
+    let wide = |x: &Tensor| -> Result<Tensor> {
+        let x = wide_input("layer_norm", x)?;
+        match x.device().is_cpu() {
+            true => Ok(x.to_dtype(DType::F64)?),
+            false => Ok(x),
+        }
+    };
+    let (wide, weight, bias) = (wide(x)?, wide(weight)?, wide(bias)?);
     let centred = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
     let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (variance + eps)?.sqrt()?.recip()?;

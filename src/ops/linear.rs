@@ -2,8 +2,8 @@
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{Spec, apply2, composed, contiguous, float_input};
 use super::operand::{check_size, zeros_of};
+use super::record::{Spec, apply2, composed, contiguous, float_input};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::probe::Operand;

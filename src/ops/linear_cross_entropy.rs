@@ -3,10 +3,10 @@
 use super::cpu::{elements, for_stored, tensor, tensors, view};
 use super::cross_entropy::{Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
-use super::linear::{self, ending};
+use super::operand::check_size;
 use super::record::{Spec, apply2, composed, contiguous};
-use super::operand::{check_size};
 use super::weight::{WeightCopy, with_copies};
+use super::{ending, linear};
 use crate::graph::{self, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};

@@ -3,12 +3,12 @@
 use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::record::{Spec, apply2, composed, contiguous, input};
-use crate::graph::{Attribute};
-use crate::kernels::cpu::gemm::{Batched, matmul_batched};
-use crate::probe::{Operand};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
-use crate::precision::{suspended};
+use super::record::{Spec, apply2, composed, contiguous, input};
+use crate::graph::Attribute;
+use crate::kernels::cpu::gemm::{Batched, matmul_batched};
+use crate::precision::suspended;
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
@@ -88,8 +88,8 @@ fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result
     }
 }
 
-/// The product where one factor is a broadcast view in half precision: its gradient is a sum of products, which are added
-/// in f32 and rounded once. So the product is f32's.
+/// The product where one factor is a broadcast view in half precision: its gradient is a sum of products, which are
+/// added in f32 and rounded once. So the product is f32's.
 fn of_broadcast(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     let once = [without_repeats(a)?, without_repeats(b)?];
     let [x, y] = cast_for(op, [&once[0], &once[1]])?;

@@ -9,8 +9,8 @@ use candle_core::{
     Tensor,
 };
 
-/// The floating-point dtypes that ops compute with. candle has others (8 bits and less), whose conversion does not end at
-/// subnormal numbers.
+/// The floating-point dtypes that ops compute with. candle has others (8 bits and less), whose conversion does not end
+/// at subnormal numbers.
 pub(crate) fn is_supported_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
@@ -42,8 +42,8 @@ fn refuse_unless(is_right: bool, op: &'static str, expected: &str, x: &Tensor) -
     })
 }
 
-/// `x` as `op` can read it: its elements can be counted and would fit into memory, one by one, and if there are none, it
-/// lies inside of its storage. In half precision the gradient of a broadcast view is summed in f32 and rounded once.
+/// `x` as `op` can read it: its elements can be counted and would fit into memory, one by one, and if there are none,
+/// it lies inside of its storage. In half precision the gradient of a broadcast view is summed in f32 and rounded once.
 ///
 /// # Errors
 /// More elements than can be counted, or than the machine has memory for: a broadcast view can have any number of them.
@@ -81,8 +81,8 @@ pub(super) fn without_repeats(x: &Tensor) -> Result<Tensor> {
     Ok(once)
 }
 
-/// A broadcast view in half precision in f32, broadcast again after the cast: the sum of its gradient is f32's. The first of
-/// the repeats is given all of it, the others zeros, whose sum candle cannot round.
+/// A broadcast view in half precision in f32, broadcast again after the cast: the sum of its gradient is f32's. The
+/// first of the repeats is given all of it, the others zeros, whose sum candle cannot round.
 pub(super) fn widened_broadcast(x: &Tensor) -> Result<Tensor> {
     let wide = cast(&without_repeats(x)?, DType::F32)?;
     Ok(wide.broadcast_as(x.shape())?)
@@ -116,8 +116,8 @@ pub(crate) fn check_size(
     Ok(())
 }
 
-/// Refuses what the machine has not the memory for. A system that overcommits would grant it, and kill the process when it
-/// is written.
+/// Refuses what the machine has not the memory for. A system that overcommits would grant it, and kill the process when
+/// it is written.
 pub(crate) fn check_room(what: &str, wanted_bytes: u64) -> Result<()> {
     let available_bytes = device::total_bytes().unwrap_or(u64::MAX);
     if wanted_bytes <= available_bytes {
@@ -130,8 +130,8 @@ pub(crate) fn check_room(what: &str, wanted_bytes: u64) -> Result<()> {
     })
 }
 
-/// Zeros, perhaps none, that depend on `operands` all the same: each gets zeros as its gradient. For results without elements
-/// and sums of nothing, which in candle's own ops depend on the first operand alone, or on none.
+/// Zeros, perhaps none, that depend on `operands` all the same: each gets zeros as its gradient. For results without
+/// elements and sums of nothing, which in candle's own ops depend on the first operand alone, or on none.
 pub(super) fn zeros_of(
     op: &'static str,
     shape: impl Into<Shape>,
@@ -151,8 +151,8 @@ pub(super) fn zeros_of(
         return first.apply_op1_no_bwd(&zeros());
     }
     let y = first.apply_op1(zeros())?;
-    let tracked = others.iter().filter(|x| x.track_op());
-    tracked.fold(Ok(y), |y, x| y?.apply_op2(x, zeros()))
+    let mut tracked = others.iter().filter(|x| x.track_op());
+    tracked.try_fold(y, |y, x| y.apply_op2(x, zeros()))
 }
 
 struct ZerosOf {

@@ -301,8 +301,8 @@ fn leave(range: probe::Guard, inputs: &[&Tensor], output: &Tensor) {
 }
 
 /// Runs `f`, candle's own ops that stand for the op called `name` on `inputs`, and make an `output` of this shape and
-/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs, where candle's own
-/// depends on the first or on none.
+/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs by zeros: candle's
+/// own depends on the first or on none, and its backward divides by zero on a GPU.
 pub(crate) fn composed<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
@@ -318,7 +318,12 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     let range = probe::op(Kind::Op, name, path);
     let mut y = f()?;
     if y.dims().contains(&0) {
-        y = zeros_of(name, y.shape(), y.dtype(), &[&[&y], inputs].concat())?;
+        y = zeros_of(
+            name,
+            y.shape(),
+            y.dtype(),
+            &[&[&y.detach()], inputs].concat(),
+        )?;
     }
     if probe::is_listening() {
         leave(range, inputs, &y);
@@ -368,7 +373,8 @@ pub(crate) fn float_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor>
 
 /// As [`float_input`], widened to compute in.
 pub(crate) fn wide_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> {
-    Ok(widen(&float_input(op, x)?)?)
+    check_supported(op, x)?;
+    Ok(widen(&input(x))?)
 }
 
 /// `x` in a dtype fit for computing: half precision widened to f32.

@@ -3,8 +3,8 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, float_input, like_first};
-use super::operand::{check_size};
 use crate::Result;
 use crate::kernels::cpu::relu as kernel;
 use crate::probe::Operand;

@@ -5,7 +5,7 @@ use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
-use crate::graph::{Attribute};
+use crate::graph::Attribute;
 use crate::kernels::cpu::{Stored, rms_norm as kernel};
 use crate::precision::decide;
 use crate::probe::Operand;

@@ -3,9 +3,9 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
-use crate::graph::{Attribute};
 use super::operand::{check_float, check_size};
+use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
+use crate::graph::Attribute;
 use crate::kernels::Mask;
 use crate::kernels::cpu::softmax as kernel;
 use crate::probe::Operand;
@@ -17,10 +17,10 @@ use {super::cuda, crate::kernels::cuda::softmax as cuda_kernel, candle_core::Cud
 
 /// `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves: x and p (..., Tq, Tk).
 ///
-/// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank (a scalar is one key). Masked places are 0, and so is a row without a
-/// visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a mask tensor nor
-/// scaled scores ever exist; in half precision x instead of p, from which p is computed again, unrounded. Autocast: f32
-/// under CUDA's policy, follows x under the CPU's.
+/// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank (a scalar is one key). Masked places are 0, and so
+/// is a row without a visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a
+/// mask tensor nor scaled scores ever exist; in half precision x instead of p, from which p is computed again,
+/// unrounded. Autocast: f32 under CUDA's policy, follows x under the CPU's.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -3,8 +3,8 @@
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::linear::{ending, linear, rows_of};
+use super::operand::check_size;
 use super::record::{Spec, apply3, contiguous};
-use super::operand::{check_size};
 use super::swiglu::swiglu;
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};

@@ -29,15 +29,15 @@ impl Default for AdamWConfig {
 }
 
 impl AdamWConfig {
-    /// The smallest normal f32, 2^-126. A smaller `eps` may be 0 in f32, in which the state is: then a weight whose gradient has
-    /// always been 0 (a token that has not come yet) becomes 0 / 0. PyTorch accepts that.
+    /// The smallest normal f32, 2^-126. A smaller `eps` may be 0 in f32, in which the state is: then a weight whose
+    /// gradient has always been 0 (a token that has not come yet) becomes 0 / 0. PyTorch accepts that.
     pub const MIN_EPS: f64 = f32::MIN_POSITIVE as f64;
 
     /// Whether an optimizer can work with these numbers.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: `lr` and `weight_decay` must be finite and at least 0, `eps` finite and at least
-    /// [`MIN_EPS`](Self::MIN_EPS), both betas at least 0 and under 1.
+    /// [`Error::Config`] naming the field: `lr` and `weight_decay` must be finite and at least 0, `eps` finite and at
+    /// least [`MIN_EPS`](Self::MIN_EPS), both betas at least 0 and under 1.
     pub fn validate(&self) -> Result<()> {
         at_least_zero("AdamWConfig", "lr", self.lr)?;
         for (field, beta) in [("betas.0", self.betas.0), ("betas.1", self.betas.1)] {

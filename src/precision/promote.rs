@@ -24,9 +24,9 @@ impl From<&Tensor> for Operand {
     }
 }
 
-/// What PyTorch computes in for these: the widest float among the tensors with dimensions, or, where none of them is a float,
-/// among the scalars; f32 for f16 beside bf16 (neither holds the other). Integers have no say beside floats. `None` without
-/// a float that it knows.
+/// What PyTorch computes in for these: the widest float among the tensors with dimensions, or, where none of them is a
+/// float, among the scalars; f32 for f16 beside bf16 (neither holds the other). Integers have no say beside floats.
+/// `None` without a float that it knows.
 pub(crate) fn promoted(operands: &[Operand]) -> Option<DType> {
     let of = |scalars| {
         let asked = operands.iter().filter(move |o| o.is_scalar == scalars);

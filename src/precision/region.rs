@@ -1,8 +1,8 @@
 //! Where a policy holds.
 
 use super::Autocast;
+use super::promote::Operand;
 use crate::{Result, graph};
-use super::promote::{Operand};
 use candle_core::DType;
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;

@@ -59,8 +59,8 @@ fn rows_per_task(width: usize) -> usize {
 
 /// Calls `f(first_row, rows)` on consecutive groups of whole rows of `out`, rows being `width` elements.
 pub fn for_rows<T: Send>(out: &mut [T], width: usize, f: impl Fn(usize, &mut [T]) + Sync) {
-    if width == 0 {
-        return;
+    if width == 0 || out.is_empty() {
+        return; // also for the scratch of a row, which may be longer than memory where there is no row
     }
     debug_assert_eq!(out.len() % width, 0);
     let rows = rows_per_task(width);

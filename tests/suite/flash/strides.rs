@@ -150,8 +150,8 @@ fn any_strides_of_d_out(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// One head of k and v, repeated by a stride of zero; one query for the whole batch. The op sums the gradients of what is
-/// repeated in f32, where candle, which does it for the reference, sums in the operands' dtype.
+/// One head of k and v, repeated by a stride of zero; one query for the whole batch. The op sums the gradients of what
+/// is repeated in f32, where candle, which does it for the reference, sums in the operands' dtype.
 #[rstest]
 #[case::op(FLASH, true)]
 #[case::reference(REFERENCE, false)]

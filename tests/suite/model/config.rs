@@ -127,7 +127,7 @@ type Change = fn(&mut TransformerConfig);
 #[case::theta_negative(|c: &mut TransformerConfig| c.rope_theta = -1.0, &["rope_theta must be positive", "got -1"])]
 #[case::theta_infinite(|c: &mut TransformerConfig| c.rope_theta = f64::INFINITY, &["rope_theta must be positive and finite", "got inf"])]
 #[case::eps_zero(|c: &mut TransformerConfig| c.rms_norm_eps = 0.0, &["rms_norm_eps must be positive", "1e-5"])]
-#[case::eps_zero_in_f32(|c: &mut TransformerConfig| c.rms_norm_eps = 1e-50, &["rms_norm_eps must be positive", "0 / 0"])]
+#[case::eps_0_in_f32(|c: &mut TransformerConfig| c.rms_norm_eps = 1e-50, &["eps must be positive", "0 / 0"])]
 #[case::eps_no_number(|c: &mut TransformerConfig| c.rms_norm_eps = f64::NAN, &["rms_norm_eps must be positive", "got NaN"])]
 #[case::heads_too_large_for_flash(
     |c: &mut TransformerConfig| (c.attention, c.d_model) = (Algorithm::Flash, 3 * 258),

@@ -201,7 +201,6 @@ fn floats_of_eight_bits_are_refused() {
         ops::rms_norm(&x, &x, 1e-5),
     ] {
         let error = result.unwrap_err();
-        assert!(matches!(error, Error::DType { .. }), "{error}");
         assert!(
             error.to_string().contains("f16, bf16, f32 or f64"),
             "{error}"

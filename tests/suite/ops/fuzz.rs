@@ -1,7 +1,8 @@
-//! Every public op on drawn operands: shapes that fit and that do not, empty ones, views, dtypes, policies. It returns a
-//! consistent result or an error, and never panics.
+//! Every public op on drawn operands: shapes that fit and that do not, empty ones, views, dtypes, policies. It returns
+//! a consistent result or an error, and never panics.
 //!
-//! 20,000 calls, or as many as `TALLOW_FUZZ_CALLS` says, from `TALLOW_FUZZ_SEED` on. A failure names its seed: with that as
+//! 20,000 calls, or as many as `TALLOW_FUZZ_CALLS` says, from `TALLOW_FUZZ_SEED` on. A failure names its seed: with
+//! that as
 //! `TALLOW_FUZZ_SEED` and one call it is repeated alone.
 
 mod draw;

@@ -287,7 +287,7 @@ fn integers_in_references() {
         ),
         ("linear", ops::linear::reference(&x, &x)),
         (
-            "linear",
+            "linear_cross_entropy",
             ops::linear_cross_entropy::reference(&x, &x, &ids(&[0, 1])),
         ),
         ("matmul", ops::matmul::reference(&x, &x, true)),
@@ -296,7 +296,7 @@ fn integers_in_references() {
         ("rope", ops::rope::reference(&x, &half, &half)),
         ("softmax", ops::softmax::reference(&x, 1.0, Mask::Full)),
         ("swiglu", ops::swiglu::reference(&x, &x)),
-        ("linear", ops::swiglu_linear::reference(&x, &x, &x)),
+        ("swiglu_linear", ops::swiglu_linear::reference(&x, &x, &x)),
         (
             "attention::naive",
             attention::naive::reference(&heads, &heads, &heads, &config),

@@ -46,8 +46,8 @@ fn dtypes_are_promoted_as_in_pytorch_inside_and_outside() {
     }
 }
 
-/// `torch.result_type` of a tensor with dimensions and one without, and PyTorch's values for them: the scalar is not rounded
-/// to the tensor's dtype before it is computed with.
+/// `torch.result_type` of a tensor with dimensions and one without, and PyTorch's values for them: the scalar is not
+/// rounded to the tensor's dtype before it is computed with.
 #[test]
 fn scalars_are_promoted_as_in_pytorch() {
     use DType::{BF16, F16, F32, F64, I64};
@@ -234,8 +234,8 @@ fn bad_input_is_refused_in_words() {
     );
 }
 
-/// Half precision, on odd sizes and strides: candle's values and gradients, which are one rounding each; of quotients those
-/// of candle in f32, as its own gradients in half precision are three.
+/// Half precision, on odd sizes and strides: candle's values and gradients, which are one rounding each; of quotients
+/// those of candle in f32, as its own gradients in half precision are three.
 #[rstest]
 fn half_precision_is_candles(
     #[values(DType::BF16, DType::F16)] dtype: DType,

@@ -14,8 +14,8 @@ use tallow::precision::Autocast;
 /// Sizes of dimensions: none, one, odd, a few.
 const SIZES: [usize; 10] = [1, 2, 3, 5, 7, 0, 1, 2, 4, 9];
 
-/// What broadcast views have besides: more than any memory holds, and products that 64 bits do not count. Nothing that just
-/// fits the memory, or the test would take it.
+/// What broadcast views have besides: more than any memory holds, and products that 64 bits do not count. Nothing that
+/// just fits the memory, or the test would take it.
 const HUGE: [usize; 4] = [1 << 48, 1 << 52, 1 << 63, usize::MAX];
 
 const NUMBERS: [f64; 10] = [

@@ -1,12 +1,12 @@
 //! The ops, a line each.
 //!
-//! Operands and result are given by the letters of their dimensions: `.` stands for any leading ones, an uppercase letter
-//! for twice the lowercase one's size. A prefix `#v` makes ids under v, and `~` an operand without a gradient. A single `-`
-//! is a tensor without dimensions; nothing is any shape.
+//! Operands and result are given by the letters of their dimensions: `.` stands for any leading ones, an uppercase
+//! letter for twice the lowercase one's size. A prefix `#v` makes ids under v, and `~` an operand without a gradient. A
+//! single `-` is a tensor without dimensions; nothing is any shape.
 
 use super::draw::Draw;
 use candle_core::Tensor;
-use tallow::attention::{self, naive};
+use tallow::attention;
 use tallow::nn;
 use tallow::{Result, ops};
 
@@ -39,7 +39,7 @@ pub const OPS: &[Op] = &[
     op("div", &[".", "-"], ".", |x, _| ops::div(&x[0], &x[1])),
     op("div of a scalar", &["-", ".a"], ".a", |x, _| ops::div(&x[0], &x[1])),
     op("cast", &["."], ".", |x, d| ops::cast(&x[0], d.dtype())),
-    op("cast_for", &[".", "."], ".", |x, d| { let [a, b] = ops::cast_for(d.name(), [&x[0], &x[1]])?; ops::add(&a, &b) }),
+    op("cast_for", &[".", "."], ".", cast_for),
     op("exp", &["."], ".", |x, _| ops::exp(&x[0])),
     op("log", &["."], ".", |x, _| ops::log(&x[0])),
     op("pow", &["."], ".", |x, d| ops::pow(&x[0], d.number())),
@@ -56,7 +56,7 @@ pub const OPS: &[Op] = &[
     op("rms_norm", &[".d", "d"], ".d", |x, d| ops::rms_norm(&x[0], &x[1], d.number())),
     op("rms_norm::reference", &[".d", "d"], ".d", |x, d| ops::rms_norm::reference(&x[0], &x[1], d.number())),
     op("layer_norm", &[".d", "d", "d"], ".d", |x, d| ops::layer_norm(&x[0], &x[1], &x[2], d.number())),
-    op("layer_norm::reference", &[".d", "d", "d"], ".d", |x, d| ops::layer_norm::reference(&x[0], &x[1], &x[2], d.number())),
+    op("layer_norm::reference", &[".d", "d", "d"], ".d", layer_norm_reference),
     op("rope", &[".tH", "~th", "~th"], ".tH", |x, _| ops::rope(&x[0], &x[1], &x[2])),
     op("rope::reference", &[".tH", "~th", "~th"], ".tH", |x, _| ops::rope::reference(&x[0], &x[1], &x[2])),
     op("split_heads", &["btD"], "b2td", |x, _| ops::split_heads(&x[0], 2)),
@@ -65,32 +65,85 @@ pub const OPS: &[Op] = &[
     op("linear", &[".d", "fd"], ".f", |x, _| ops::linear(&x[0], &x[1])),
     op("linear::reference", &[".d", "fd"], ".f", |x, _| ops::linear::reference(&x[0], &x[1])),
     op("swiglu_linear", &[".d", "fd", "fd"], ".f", |x, _| ops::swiglu_linear(&x[0], &x[1], &x[2])),
-    op("swiglu_linear::reference", &[".d", "fd", "fd"], ".f", |x, _| ops::swiglu_linear::reference(&x[0], &x[1], &x[2])),
+    op("swiglu_linear::reference", &[".d", "fd", "fd"], ".f", swiglu_linear_reference),
     op("matmul", &[".mk", ".kn"], ".mn", |x, _| ops::matmul(&x[0], &x[1])),
     op("matmul_transposed", &[".mk", ".nk"], ".mn", |x, _| ops::matmul_transposed(&x[0], &x[1])),
     op("matmul::reference", &[".mk", ".kn"], ".mn", |x, _| ops::matmul::reference(&x[0], &x[1], false)),
     op("embedding", &["#v.", "vd"], ".d", |x, _| ops::embedding(&x[0], &x[1])),
     op("embedding::reference", &["#v.", "vd"], ".d", |x, _| ops::embedding::reference(&x[0], &x[1])),
     op("cross_entropy", &[".v", "#v."], "-", |x, _| ops::cross_entropy(&x[0], &x[1])),
-    op("cross_entropy_ignoring", &[".v", "#v."], "-", |x, d| ops::cross_entropy_ignoring(&x[0], &x[1], d.size() as u32)),
+    op("cross_entropy_ignoring", &[".v", "#v."], "-", cross_entropy_ignoring),
     op("cross_entropy::reference", &[".v", "#v."], "-", |x, _| ops::cross_entropy::reference(&x[0], &x[1], None)),
     op("linear_cross_entropy", &[".d", "vd", "#v."], "-", |x, _| ops::linear_cross_entropy(&x[0], &x[1], &x[2])),
-    op("linear_cross_entropy::reference", &[".d", "vd", "#v."], "-", |x, _| ops::linear_cross_entropy::reference(&x[0], &x[1], &x[2])),
-    op("attention::naive", &[".hqd", ".hkd", ".hkw"], ".hqw", |x, d| attention::naive(&x[0], &x[1], &x[2], &d.attention())),
-    op("attention::naive of groups", &[".Hqd", ".hkd", ".hkw"], ".Hqw", |x, d| attention::naive(&x[0], &x[1], &x[2], &d.attention())),
-    op("attention::naive::reference", &[".hqd", ".hkd", ".hkw"], ".hqw", |x, d| naive::reference(&x[0], &x[1], &x[2], &d.attention())),
-    op("attention::flash", &[".hqd", ".hkd", ".hkd"], ".hqd", |x, d| attention::flash(&x[0], &x[1], &x[2], &d.attention())),
-    op("attention::flash of groups", &["bHqd", "bhkd", "bhkd"], "bHqd", |x, d| attention::flash(&x[0], &x[1], &x[2], &d.attention())),
-    op("attention::flash_with_lse", &[".hqd", ".hkd", ".hkd"], ".hqd", |x, d| Ok(attention::flash_with_lse(&x[0], &x[1], &x[2], &d.attention())?.0)),
-    op("attention::flash::reference", &[".hqd", ".hkd", ".hkd"], ".hqd", |x, d| Ok(attention::flash::reference(&x[0], &x[1], &x[2], &d.attention())?.0)),
+    op("linear_cross_entropy::reference", &[".d", "vd", "#v."], "-", linear_cross_entropy_reference),
+    op("attention::naive", &[".hqd", ".hkd", ".hkw"], ".hqw", naive),
+    op("attention::naive of groups", &[".Hqd", ".hkd", ".hkw"], ".Hqw", naive),
+    op("attention::naive::reference", &[".hqd", ".hkd", ".hkw"], ".hqw", naive_reference),
+    op("attention::flash", &[".hqd", ".hkd", ".hkd"], ".hqd", flash),
+    op("attention::flash of groups", &["bHqd", "bhkd", "bhkd"], "bHqd", flash),
+    op("attention::flash_with_lse", &[".hqd", ".hkd", ".hkd"], ".hqd", flash_with_lse),
+    op("attention::flash::reference", &[".hqd", ".hkd", ".hkd"], ".hqd", flash_reference),
     op("nn::Linear", &[".3"], ".5", |x, d| nn::Linear::new(3, 5, d.builder())?.forward(&x[0])),
     op("nn::Embedding", &["#5."], ".3", |x, d| nn::Embedding::new(5, 3, d.builder())?.forward(&x[0])),
     op("nn::RmsNorm", &[".3"], ".3", |x, d| nn::RmsNorm::new(3, d.number(), d.builder())?.forward(&x[0])),
     op("nn::LayerNorm", &[".3"], ".3", |x, d| nn::LayerNorm::new(3, d.number(), d.builder())?.forward(&x[0])),
     op("nn::SwiGlu", &[".3"], ".3", |x, d| nn::SwiGlu::new(3, 5, d.builder())?.forward(&x[0])),
     op("nn::RotaryEmbedding", &[".t4"], ".t4", |x, d| d.rotary()?.forward(&x[0], d.size())),
-    op("nn::CausalSelfAttention", &["bt8"], "bt8", |x, d| nn::CausalSelfAttention::new(8, 2, Some(d.rotary()?), d.builder())?.with_attention(d.algorithm()).forward(&x[0])),
-    op("nn::TransformerBlock", &["bt8"], "bt8", |x, d| nn::TransformerBlock::new(8, 2, 5, 1e-5, Some(d.rotary()?), d.builder())?.with_attention(d.algorithm()).forward(&x[0])),
+    op("nn::CausalSelfAttention", &["bt8"], "bt8", self_attention),
+    op("nn::TransformerBlock", &["bt8"], "bt8", block),
     op("nn::release", &[".d", "fd"], ".f", |x, _| nn::release(|[x, w]| ops::linear(x, w), [&x[0], &x[1]])),
     op("nn::checkpoint", &[".d", "fd"], ".f", |x, _| nn::checkpoint(|[x, w]| ops::linear(x, w), [&x[0], &x[1]])),
 ];
+
+// What a line has no room for.
+
+fn cast_for(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    let [a, b] = ops::cast_for(d.name(), [&x[0], &x[1]])?;
+    ops::add(&a, &b)
+}
+
+fn layer_norm_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    ops::layer_norm::reference(&x[0], &x[1], &x[2], d.number())
+}
+
+fn swiglu_linear_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
+    ops::swiglu_linear::reference(&x[0], &x[1], &x[2])
+}
+
+fn cross_entropy_ignoring(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    ops::cross_entropy_ignoring(&x[0], &x[1], d.size() as u32)
+}
+
+fn linear_cross_entropy_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
+    ops::linear_cross_entropy::reference(&x[0], &x[1], &x[2])
+}
+
+fn naive(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    attention::naive(&x[0], &x[1], &x[2], &d.attention())
+}
+
+fn naive_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    attention::naive::reference(&x[0], &x[1], &x[2], &d.attention())
+}
+
+fn flash(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    attention::flash(&x[0], &x[1], &x[2], &d.attention())
+}
+
+fn flash_with_lse(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    Ok(attention::flash_with_lse(&x[0], &x[1], &x[2], &d.attention())?.0)
+}
+
+fn flash_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    Ok(attention::flash::reference(&x[0], &x[1], &x[2], &d.attention())?.0)
+}
+
+fn self_attention(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    let layer = nn::CausalSelfAttention::new(8, 2, Some(d.rotary()?), d.builder())?;
+    layer.with_attention(d.algorithm()).forward(&x[0])
+}
+
+fn block(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    let block = nn::TransformerBlock::new(8, 2, 5, 1e-5, Some(d.rotary()?), d.builder())?;
+    block.with_attention(d.algorithm()).forward(&x[0])
+}

@@ -1,2 +1,0 @@
-#[path = "suite/graph.rs"]
-mod graph_tests;
