@@ -185,7 +185,10 @@ impl Spec for LinearCrossEntropy {
         let logits = ("logits", (x.rows(), weight.dims[0]).into(), x.dtype);
         match graph::target() {
             Some(Target::Cuda) => vec![logits],
-            _ => vec![logits, ("lse", x.rows().into(), x.wide_dtype())],
+            _ => vec![
+                logits,
+                ("top and total", (x.rows(), 2).into(), x.wide_dtype()),
+            ],
         }
     }
 

@@ -126,7 +126,8 @@ impl Spec for Flash {
 
     fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
         let (q, sizes) = (&inputs[0], &self.sizes);
-        let lse = (sizes.batch, sizes.heads, sizes.queries).into();
+        let parts = flash_lse_parts(q.dtype);
+        let lse = (parts, sizes.batch, sizes.heads, sizes.queries).into();
         let mut kept = vec![("lse", lse, q.wide_dtype())];
         if q.wide_dtype() != q.dtype {
             kept.push(("rounded off", q.dims.into(), q.dtype));
