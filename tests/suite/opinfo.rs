@@ -37,10 +37,10 @@ fn judge_all(policy: KernelPolicy) {
         let file = File::read(&folder, name);
         assert_eq!(file.samples.len(), *count, "{name}");
         for (number, sample) in file.samples.iter().enumerate() {
-            for run in 0..RUNS.len() {
+            for (run, dtype) in RUNS.iter().enumerate() {
                 for (way, apply) in ways(name) {
                     let found = with_kernel_policy(policy, || judge(sample, run, apply, &device));
-                    let what = format!("{way}, {name} {number}, {:?}", RUNS[run]);
+                    let what = format!("{way}, {name} {number}, {dtype:?}");
                     failures.extend(found.into_iter().map(|why| format!("{what}: {why}")));
                 }
                 judged += 1;
