@@ -11,7 +11,7 @@ use crate::precision::decide;
 use crate::probe::Operand;
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp3, D, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 
 /// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
@@ -66,16 +66,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// As [`layer_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight, bias)?;
-    // In f64 on the CPU, where this is a specification alone: dx of a row of two cancels to eps / (variance + eps) of its
-    // terms, which f32 has no digits for. Elsewhere it is what runs, and Metal has no f64.
-    let wide = |x: &Tensor| -> Result<Tensor> {
-        let x = wide_input("layer_norm", x)?;
-        match x.device().is_cpu() {
-            true => Ok(x.to_dtype(DType::F64)?),
-            false => Ok(x),
-        }
-    };
-    let (wide, weight, bias) = (wide(x)?, wide(weight)?, wide(bias)?);
+    let [wide, weight, bias] = [x, weight, bias].map(|x| wide_input("layer_norm", x));
+    let (wide, weight, bias) = (wide?, weight?, bias?);
     let centred = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
     let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (variance + eps)?.sqrt()?.recip()?;
