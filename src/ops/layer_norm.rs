@@ -11,7 +11,7 @@ use crate::precision::decide;
 use crate::probe::Operand;
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, D, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 
 /// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
