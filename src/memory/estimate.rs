@@ -141,10 +141,10 @@ pub struct Estimate {
 /// assert_eq!(plan.parameter_bytes, 4 * 128_625_408);
 /// assert!(plan.peak_bytes > 4 * plan.parameter_bytes);
 ///
-/// // Flash attention keeps 12 layers of (4, 12, 256) in place of (4, 12, 256, 256).
+/// // Flash attention keeps 12 layers of two numbers for each of (4, 12, 256) in place of (4, 12, 256, 256).
 /// let flash = Workload { attention: Algorithm::Flash, ..workload.clone() };
 /// let saved_bytes = plan.activation_bytes - estimate(&TransformerConfig::small(), &flash)?.activation_bytes;
-/// assert_eq!(saved_bytes, 4 * 12 * 4 * 12 * 256 * (256 - 1));
+/// assert_eq!(saved_bytes, 4 * 12 * 4 * 12 * 256 * (256 - 2));
 ///
 /// // Autocast copies every linear weight: all but the embeddings and the norms.
 /// let bf16 = estimate(&TransformerConfig::small(), &Workload { precision: Precision::BF16, ..workload })?;
