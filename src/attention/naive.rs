@@ -10,7 +10,7 @@ use crate::Result;
 use crate::graph::{self, Attribute, Target};
 use crate::kernels::cpu::{Stored, naive_attention as kernel};
 use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
-use crate::ops::record::{Spec, apply3, contiguous, wide_input};
+use crate::ops::record::{Spec, apply3, contiguous, to_dtype, wide_input};
 use crate::ops::{self, Path, choose, ending};
 use crate::precision::suspended;
 use crate::probe::{self, Operand};
@@ -131,7 +131,7 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let _range = probe::range("values");
     let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
     let out = out.reshape(ending(q.dims(), shapes.value_dim))?; // (..., H, Tq, Dv)
-    Ok(out.to_dtype(q.dtype())?)
+    Ok(to_dtype(&out, q.dtype())?)
 }
 
 /// x in a shape. As it is, if it has that: a node of candle's graph has a gradient of its own, which is added to zeros.

@@ -301,8 +301,8 @@ fn leave(range: probe::Guard, inputs: &[&Tensor], output: &Tensor) {
 }
 
 /// Runs `f`, candle's own ops that stand for the op called `name` on `inputs`, and make an `output` of this shape and
-/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs by zeros: candle's
-/// own depends on the first or on none, and its backward divides by zero on a GPU.
+/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs by zeros, and `f` is
+/// not run: candle's own depends on the first or on none, and divides by zero on a GPU.
 pub(crate) fn composed<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
@@ -385,9 +385,14 @@ pub(crate) fn widen(x: &Tensor) -> Result<Tensor> {
     check_supported("to compute", x)?;
     match x.dtype() {
         DType::F32 | DType::F64 => Ok(x.clone()),
-        _ if graph::is_tracing() => composed("widen", &[x], (x.shape(), DType::F32), || {
-            x.to_dtype(DType::F32)
-        }),
-        _ => x.to_dtype(DType::F32),
+        _ => to_dtype(x, DType::F32),
+    }
+}
+
+/// `x` in `dtype`, by candle's own conversion.
+pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    match graph::is_tracing() && x.dtype() != dtype {
+        true => composed("to_dtype", &[x], (x.shape(), dtype), || x.to_dtype(dtype)),
+        false => x.to_dtype(dtype),
     }
 }

@@ -95,7 +95,7 @@ fn hollow_ids(rows: usize, cols: usize) -> [Tensor; 2] {
 
 /// The nodes that an eager run has ranges for.
 fn is_op(node: &&Node) -> bool {
-    !["copy", "checkpoint", "release", "contiguous", "widen"].contains(&node.op)
+    !["copy", "checkpoint", "release", "contiguous", "to_dtype"].contains(&node.op)
 }
 
 #[rstest]
