@@ -31,11 +31,14 @@ fn config(attention: Algorithm, checkpointing: Checkpointing) -> TransformerConf
 /// An op's path, its operands' shapes and its output's shape and dtype.
 type Line = (String, Vec<Vec<usize>>, Vec<usize>, DType);
 
+/// What an op keeps: its path, the name, shape and dtype.
+type KeptLine = (String, String, Vec<usize>, DType);
+
 /// What this thread's ops do and keep, as they run.
 struct Log {
     thread: ThreadId,
     ops: Mutex<Vec<Line>>,
-    kept: Mutex<Vec<(String, String, Vec<usize>, DType)>>,
+    kept: Mutex<Vec<KeptLine>>,
 }
 
 impl Listener for Log {
