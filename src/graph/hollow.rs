@@ -69,7 +69,7 @@ pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor
 /// use candle_core::DType;
 /// use tallow::graph;
 ///
-/// let layer = tallow::nn::Linear::new(1 << 20, 1 << 20, graph::weights(DType::F32))?; // 4 TiB, if it were real
+/// let layer = tallow::nn::Linear::new(1 << 14, 1 << 14, graph::weights(DType::F32))?; // 1 GiB, if it were real
 /// assert!(graph::is_hollow(layer.weight()));
 /// # Ok::<(), tallow::Error>(())
 /// ```
