@@ -125,8 +125,11 @@ pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Re
             if policy == KernelPolicy::Strict {
                 return Err(Error::NoKernel { op, dtype, device });
             }
-            let mut seen = FALLBACKS.lock().unwrap_or_else(|e| e.into_inner());
-            seen.insert(Fallback { op, dtype, device });
+            if graph::target().is_none() {
+                // A trace runs nothing.
+                let mut seen = FALLBACKS.lock().unwrap_or_else(|e| e.into_inner());
+                seen.insert(Fallback { op, dtype, device });
+            }
             Ok(Path::Reference)
         }
     }
