@@ -60,10 +60,11 @@ pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor
     Ok(hollow(shape, dtype, Role::Input(name.into()), false)?)
 }
 
-/// A builder of hollow weights in `dtype`: variables under their own names, of any shape that is asked for.
+/// A builder of hollow weights in `dtype`: variables under their own names, of the shapes that are asked for.
 ///
-/// A layer or a model that is built from it takes no memory, and serves for tracing alone: running it, or handing its
-/// weights to an optimizer or a file, is an error.
+/// A layer or a model that is built from it takes no memory, and serves for tracing alone: running it outside of a trace is
+/// an error. An optimizer does not check for hollow weights yet, so do not hand them to one. A single weight larger than the
+/// machine's memory is refused by the layers of [`nn`](crate::nn), hollow or not.
 ///
 /// ```
 /// use candle_core::DType;
