@@ -17,7 +17,7 @@ use std::sync::OnceLock;
 use {
     super::cuda,
     crate::kernels::{cuda::rms_norm as cuda_kernel, workspace},
-    candle_core::{CudaStorage, DType},
+    candle_core::CudaStorage,
 };
 
 /// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
