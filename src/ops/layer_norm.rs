@@ -4,6 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
+use super::operand::zeros_of;
 use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::Attribute;
 use crate::kernels::cpu::{Stored, layer_norm as kernel};
@@ -68,6 +69,15 @@ pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result
     check(x, weight, bias)?;
     let [wide, weight, bias] = [x, weight, bias].map(|x| wide_input("layer_norm", x));
     let (wide, weight, bias) = (wide?, weight?, bias?);
+    if x.dims().contains(&0) {
+        // candle divides by zero on a GPU
+        return Ok(zeros_of(
+            "layer_norm",
+            x.shape(),
+            x.dtype(),
+            &[&wide, &weight, &bias],
+        )?);
+    }
     let centred = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
     let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (variance + eps)?.sqrt()?.recip()?;

@@ -314,17 +314,13 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
         let y = graph::record(name, op, inputs, true).map_err(candle_core::Error::from)?;
         return Ok(y);
     }
+    let (shape, dtype) = (output.0.into(), output.1);
     let path = probe::op_path(name);
     let range = probe::op(Kind::Op, name, path);
-    let mut y = f()?;
-    if y.dims().contains(&0) {
-        y = zeros_of(
-            name,
-            y.shape(),
-            y.dtype(),
-            &[&[&y.detach()], inputs].concat(),
-        )?;
-    }
+    let y = match shape.dims().contains(&0) {
+        true => zeros_of(name, shape, dtype, inputs)?,
+        false => f()?,
+    };
     if probe::is_listening() {
         leave(range, inputs, &y);
         probe::produced(path, &y);

@@ -4,6 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
+use super::operand::zeros_of;
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::Attribute;
 use crate::kernels::cpu::{Stored, rms_norm as kernel};
@@ -65,6 +66,15 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight)?;
     let (wide, weight) = (wide_input("rms_norm", x)?, wide_input("rms_norm", weight)?);
+    if x.dims().contains(&0) {
+        // candle divides by zero on a GPU
+        return Ok(zeros_of(
+            "rms_norm",
+            x.shape(),
+            x.dtype(),
+            &[&wide, &weight],
+        )?);
+    }
     let mean_square = wide.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (mean_square + eps)?.sqrt()?.recip()?;
     let y = wide.broadcast_mul(&rstd)?.broadcast_mul(&weight)?;
