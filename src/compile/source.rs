@@ -3,10 +3,11 @@
 use super::config::PlanConfig;
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::ops::cpu;
+use crate::optim::PlannedUpdate;
 use crate::optim::inplace::storage_address;
 use crate::{Error, Result, nn};
 use candle_core::{DType, Tensor, Var};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// A model that can be planned: its parameters in f32 on the CPU or on one card, each on its own storage, as the configuration
 /// lists them.
@@ -118,4 +119,28 @@ pub(super) fn ids(
         });
     }
     cpu::ids(op, tensor, vocab_size, None)
+}
+
+/// Every tensor that is lent must be alone on its storage, or lending the second would wait for the first for ever.
+pub(super) fn check_apart(
+    op: &'static str,
+    parameters: &[(String, Var)],
+    updates: &[PlannedUpdate],
+) -> Result<()> {
+    let mut storages = HashSet::new();
+    let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
+    let state = updates
+        .iter()
+        .flat_map(|planned| [&planned.exp_avg, &planned.exp_avg_sq]);
+    if parameters
+        .chain(state)
+        .all(|tensor| storages.insert(storage_address(tensor)))
+    {
+        return Ok(());
+    }
+    Err(Error::Order {
+        op,
+        problem: "parameters or their optimizer state share a storage".into(),
+        hint: "give each a variable of its own".into(),
+    })
 }

@@ -41,5 +41,6 @@ pub use data::{
 pub use hollow::{input, is_hollow, weights};
 pub use session::{Outputs, Target, name, trace};
 pub(crate) use session::{
-    autocast_ended, is_tracing, kept_value, record, refuse_hollow, segment, target,
+    Traced, autocast_ended, is_tracing, kept_value, record, refuse_hollow, segment, target,
+    trace_with_tensors,
 };

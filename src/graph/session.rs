@@ -91,6 +91,20 @@ pub(crate) fn target() -> Option<Target> {
 /// # Errors
 /// Those of `f`; a computation by candle itself on a hollow tensor, with the op before it; a trace inside of a trace.
 pub fn trace<T: Outputs>(target: Target, f: impl FnOnce() -> Result<T>) -> Result<Graph> {
+    Ok(trace_with_tensors(target, f)?.graph)
+}
+
+/// A graph, and a tensor of each of its values: of a weight the variable itself, of what ops make a hollow one.
+pub(crate) struct Traced {
+    pub graph: Graph,
+    pub tensors: Vec<Tensor>,
+}
+
+/// As [`trace`].
+pub(crate) fn trace_with_tensors<T: Outputs>(
+    target: Target,
+    f: impl FnOnce() -> Result<T>,
+) -> Result<Traced> {
     struct Quiet;
     impl Listener for Quiet {}
 
@@ -130,7 +144,10 @@ pub fn trace<T: Outputs>(target: Target, f: impl FnOnce() -> Result<T>) -> Resul
             let operand = session.operand(output)?;
             session.graph.outputs.push(operand);
         }
-        Ok(std::mem::take(&mut session.graph))
+        Ok(Traced {
+            graph: std::mem::take(&mut session.graph),
+            tensors: std::mem::take(&mut session.held),
+        })
     })
 }
 
@@ -252,7 +269,10 @@ impl Session {
     fn add(&mut self, x: &Tensor, value: Value) -> ValueId {
         let id = ValueId(self.graph.values.len());
         self.values.insert(address(x), id);
-        self.held.push(x.detach()); // the storage without the node
+        self.held.push(match x.is_variable() {
+            true => x.clone(),
+            false => x.detach(), // the storage without the node
+        });
         self.graph.values.push(value);
         id
     }
@@ -369,6 +389,17 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
     inputs: &[&Tensor],
     composed: bool,
 ) -> Result<Tensor> {
+    record_tracked(name, op, inputs, composed, false)
+}
+
+/// As [`record`]; a gradient reaches the output by its inputs, or `anyhow`.
+fn record_tracked<C: Spec + Send + Sync + 'static>(
+    name: &'static str,
+    op: C,
+    inputs: &[&Tensor],
+    composed: bool,
+    anyhow: bool,
+) -> Result<Tensor> {
     let shapes: Vec<probe::Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
     let (shape, dtype) = op.output(&shapes);
     let kept = op.kept(&shapes);
@@ -387,7 +418,8 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
         let is_tracked = |(x, operand): (&&Tensor, &Operand)| {
             x.track_op() && session.graph.values[operand.value.0].tracked
         };
-        let tracked = is_grad_enabled() && inputs.iter().zip(&operands).any(is_tracked);
+        let by_inputs = is_grad_enabled() && inputs.iter().zip(&operands).any(is_tracked);
+        let tracked = anyhow || by_inputs;
         let output = ValueId(session.graph.values.len());
         let kept_values = kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
             name,
@@ -404,7 +436,7 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
             kept: kept_values.collect(),
         }));
         op.forwarded();
-        let inputs = if tracked { inputs } else { &[] };
+        let inputs = if by_inputs { inputs } else { &[] };
         let inputs: Vec<Tensor> = inputs.iter().map(|x| (*x).clone()).collect();
         let y = Behind {
             name,
@@ -488,7 +520,8 @@ pub(crate) fn segment<const N: usize>(
         _graph: graph,
         _inputs: inputs.map(Tensor::clone).into(),
     };
-    record(name, end, &[&output], false)
+    // The output is taken out of its graph, for which this op stands.
+    record_tracked(name, end, &[&output], false, true)
 }
 
 /// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.

@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::lowering::{Calls, Ids, Kernel, Lowering, Slot};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, wide_input};
 use crate::kernels::cpu::embedding as kernel;
@@ -72,6 +73,40 @@ fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
     check_size("embedding", &shape, table.dtype(), table.device())?;
     Ok((ids, shape.into()))
 }
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "embedding",
+    forward: |signature| {
+        let ids = Ids {
+            read: 0,
+            bound: signature.inputs[0].dims[0],
+            ignore: None,
+        };
+        let kernel = Kernel::new("embedding", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                kernel::forward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
+                Ok(())
+            })
+        });
+        let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
+        let reads = [Slot::Input(0), Slot::Read(0)];
+        Calls::default()
+            .ids(ids)
+            .call(kernel, &reads, &[Slot::Output])
+    },
+    backward: |signature| {
+        let kernel = Kernel::new("embedding_backward", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                kernel::backward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
+                Ok(())
+            })
+        });
+        let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
+        let reads = [Slot::OutputGradient, Slot::Read(0)];
+        Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+    },
+};
 
 struct Embedding {
     ids: Vec<u32>,

@@ -2,7 +2,9 @@
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
+use super::lowering::{Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
+use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous, float_input};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
@@ -78,6 +80,43 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
         got: format!("x {:?}, weight {:?}", x.dims(), weight.dims()),
         hint: "weights are stored (out, in)".into(),
     })
+}
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "linear",
+    forward: |signature| {
+        let (x, weight) = factors(signature);
+        let reads = [Slot::Input(0), read_weight(signature, 0, 1)];
+        Calls::default().call(product(x, weight.t(), false), &reads, &[Slot::Output])
+    },
+    backward: |signature| {
+        let (x, weight) = factors(signature);
+        let dy = Factor::new(x.rows, weight.rows);
+        let reads = [Slot::OutputGradient, read_weight(signature, 0, 1)];
+        let dx = product(dy, weight, false);
+        let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
+        let reads = [Slot::OutputGradient, Slot::Input(0)];
+        calls.call(product(dy.t(), x, false), &reads, &[Slot::Gradient(1)])
+    },
+};
+
+/// x (N, in) and the weight (out, in), of ops that take them first.
+pub(super) fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
+    let (x, weight) = (&signature.inputs[0], signature.inputs[1].dims);
+    (
+        Factor::new(x.rows(), weight[1]),
+        Factor::new(weight[0], weight[1]),
+    )
+}
+
+/// What products read of weight number `number`, input `input`: its copy in half precision, where the op has copies (as many as
+/// weights, before what it reads besides).
+pub(super) fn read_weight(signature: &Signature<'_>, number: usize, input: usize) -> Slot {
+    match signature.reads.get(number) {
+        Some(copy) if copy.dims == signature.inputs[input].dims => Slot::Read(number),
+        _ => Slot::Input(input),
+    }
 }
 
 struct Linear {

@@ -16,7 +16,7 @@
 //! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]), and what
 //! follows its inputs promotes mixed ones. Outside, only [`add`], [`sub`], [`mul`] and [`div`] do.
 
-mod arithmetic;
+pub(crate) mod arithmetic;
 mod cast;
 pub(crate) mod cpu;
 pub mod cross_entropy;
@@ -29,20 +29,23 @@ pub mod heads;
 pub mod layer_norm;
 pub mod linear;
 pub mod linear_cross_entropy;
+pub(crate) mod lowering;
 pub mod matmul;
 mod operand;
+mod product;
 pub(crate) mod record;
 mod reduce;
 pub mod relu;
 pub mod rms_norm;
 pub mod rope;
 pub mod softmax;
+pub(crate) mod strided;
 pub mod swiglu;
 pub mod swiglu_linear;
 mod weight;
 
 pub use arithmetic::{add, div, mul, sub};
-pub(crate) use cast::{WEIGHT_CAST, forget_weights};
+pub(crate) use cast::{WEIGHT_CAST, converted, forget_weights};
 pub use cast::{cast, cast_for};
 pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 #[cfg(feature = "cuda")]

@@ -1,5 +1,6 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
+use super::lowering::{Calls, Lowering};
 use super::operand::{check_float, check_supported, operand, zeros_of};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute};
@@ -8,6 +9,22 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result,
     Shape, Tensor,
 };
+
+/// In a plan: what is the elements of its input, which lie in order there.
+pub(super) const LOWERINGS: &[Lowering] = &[
+    same("contiguous"),
+    same("copy"),
+    same("checkpoint"),
+    same("release"),
+];
+
+const fn same(op: &'static str) -> Lowering {
+    Lowering {
+        op,
+        forward: |_| Calls::default().same(0),
+        backward: |_| Calls::default().same(0),
+    }
+}
 
 /// What an op says of a call before it runs: all that a trace needs.
 pub(crate) trait Spec {

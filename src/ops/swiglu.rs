@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
+use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::probe::Operand;
@@ -60,6 +61,40 @@ fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
         expected: format!("up {:?}, as gate", gate.dims()),
         got: format!("{:?}", up.dims()),
         hint: "both come from the same input".into(),
+    })
+}
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "swiglu",
+    forward: |_| {
+        let reads = [Slot::Input(0), Slot::Input(1)];
+        Calls::default().call(gated(), &reads, &[Slot::Output])
+    },
+    backward: |_| {
+        let reads = [Slot::OutputGradient, Slot::Input(0), Slot::Input(1)];
+        let writes = [Slot::Gradient(0), Slot::Gradient(1)];
+        Calls::default().call(gated_backward(), &reads, &writes)
+    },
+};
+
+/// Reads gate and up; writes silu(gate) * up.
+pub(super) fn gated() -> Kernel {
+    Kernel::new("swiglu", |_, s| {
+        for_stored!(s.dtype(0), T => {
+            kernel::forward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+            Ok(())
+        })
+    })
+}
+
+/// Reads dy, gate and up; writes the gradients of gate and up.
+pub(super) fn gated_backward() -> Kernel {
+    Kernel::new("swiglu_backward", |_, s| {
+        for_stored!(s.dtype(0), T => {
+            kernel::backward(s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.y(0)?, s.y(1)?);
+            Ok(())
+        })
     })
 }
 

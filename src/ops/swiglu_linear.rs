@@ -3,9 +3,13 @@
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::linear::{ending, linear, rows_of};
+use super::linear::{factors, read_weight};
+use super::lowering::{Calls, Lowering, Slot};
 use super::operand::check_size;
+use super::product::{Factor, product};
 use super::record::{Spec, apply3, contiguous};
 use super::swiglu::swiglu;
+use super::swiglu::{gated, gated_backward};
 use super::weight::{WeightCopy, with_copies};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::swiglu as kernel;
@@ -82,6 +86,42 @@ fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
         hint: "weights are stored (out, in)".into(),
     })
 }
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "swiglu_linear",
+    forward: |signature| {
+        let (x, weight) = factors(signature);
+        let linear = |calls: Calls, number: usize| {
+            let reads = [Slot::Input(0), read_weight(signature, number, 1 + number)];
+            calls.call(product(x, weight.t(), false), &reads, &[Slot::Kept(number)])
+        };
+        let calls = linear(linear(Calls::default(), 0), 1);
+        calls.call(gated(), &[Slot::Kept(0), Slot::Kept(1)], &[Slot::Output])
+    },
+    backward: |signature| {
+        let (x, weight) = factors(signature);
+        let (gate, mut calls) = (&signature.kept[0], Calls::default());
+        let gradients = [0, 1].map(|_| calls.scratch(gate.dims, gate.dtype));
+        let reads = [Slot::OutputGradient, Slot::Kept(0), Slot::Kept(1)];
+        calls = calls.call(gated_backward(), &reads, &gradients);
+        let dy = Factor::new(x.rows, weight.rows); // (N, F)
+        for (number, gradient) in gradients.into_iter().enumerate() {
+            let reads = [gradient, read_weight(signature, number, 1 + number)];
+            calls = calls.call(
+                product(dy, weight, number > 0),
+                &reads,
+                &[Slot::Gradient(0)],
+            );
+        }
+        for (number, gradient) in gradients.into_iter().enumerate() {
+            let reads = [gradient, Slot::Input(0)];
+            let dw = product(dy.t(), x, false);
+            calls = calls.call(dw, &reads, &[Slot::Gradient(1 + number)]);
+        }
+        calls
+    },
+};
 
 struct SwiGluLinear {
     /// Of W1 and W3.

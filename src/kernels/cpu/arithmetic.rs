@@ -35,6 +35,21 @@ pub fn mul<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
     );
 }
 
+/// `y = a / b`.
+pub fn div<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
+    each(a, b, y, |a, b| a / b);
+}
+
+/// `y = -a / b`.
+pub fn negated_div<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
+    each(a, b, y, |a, b| -a / b);
+}
+
+/// `y = -a`; b, of the same length, is not read.
+pub fn negated<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
+    each(a, b, y, |a, _| -a);
+}
+
 fn each<T: Stored>(a: &[T], b: &[T], y: &mut [T], f: impl Fn(T::Wide, T::Wide) -> T::Wide + Sync) {
     assert!(a.len() == y.len() && b.len() == y.len());
     parallel::for_rows(y, 1, |first, y| {
