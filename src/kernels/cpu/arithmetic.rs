@@ -1,6 +1,6 @@
 //! Sums, differences and products of two slices, elementwise.
 
-use super::{Blocks, Stored, parallel, simd};
+use super::{Blocks, Real, Stored, parallel, simd};
 
 /// `y = a + b`; slices of one length, as in the others here.
 pub fn add<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
@@ -32,6 +32,18 @@ pub fn mul<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
         y,
         #[inline(always)]
         |a, b| a * b,
+    );
+}
+
+/// `y = a + scale * b`, rounded once in half precision.
+pub fn add_scaled<T: Stored>(a: &[T], b: &[T], scale: f64, y: &mut [T]) {
+    let scale = T::Wide::real(scale);
+    each(
+        a,
+        b,
+        y,
+        #[inline(always)]
+        |a, b| a + scale * b,
     );
 }
 
