@@ -38,6 +38,7 @@ mod session;
 pub use data::{
     Attribute, Event, Graph, Kept, Node, Operand, SegmentKind, Source, Value, ValueId, View,
 };
+pub(crate) use hollow::gives_hollow;
 pub use hollow::{input, is_hollow, weights};
 pub use session::{Outputs, Target, name, trace};
 pub(crate) use session::{

@@ -30,7 +30,11 @@ pub(super) fn reference(f: Activation, x: &Tensor) -> Result<Tensor> {
     check_size(name, x.dims(), x.dtype(), x.device())?;
     let wide = wide_input(name, x)?;
     let y = match f {
-        Activation::Tanh => wide.tanh()?,
+        Activation::Tanh => {
+            // candle's slope is 1 - y^2, of which few digits are left where y is near 1; 2 sigmoid(2 x) has the same.
+            let sloped = (sigmoid(&(&wide * 2.0)?)? * 2.0)?;
+            (wide.detach().tanh()? + (&sloped - sloped.detach())?)?
+        }
         Activation::Sigmoid => sigmoid(&wide)?,
         Activation::Silu => (&wide * sigmoid(&wide)?)?,
         Activation::Gelu => {

@@ -79,7 +79,11 @@ pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     let op = Arithmetic::AddScaled(scale);
     of_two("add_scaled", a, b, Some(op), |a, b| {
         let (a, b) = (widen(a)?, widen(b)?);
-        a.broadcast_add(&(b * scale)?)
+        let branch = match scale {
+            0.0 => (&b * b.zeros_like()?)?, // of a product by the number 0 candle forgets where it came from
+            _ => (b * scale)?,
+        };
+        a.broadcast_add(&branch)
     })
 }
 
