@@ -14,6 +14,7 @@ mod gpt2;
 
 use candle_core::{D, DType, Device, Tensor};
 use clap::Parser;
+use clap::builder::RangedU64ValueParser;
 use common::{Common, Output, stdout, values};
 use gpt2::{Gpt2, Gpt2Config};
 use rand::{Rng, SeedableRng};
@@ -58,8 +59,8 @@ struct Flags {
     #[arg(long, default_value_t = 64, value_parser = values::count())]
     n_embd: usize,
 
-    /// How many blocks
-    #[arg(long, default_value_t = 2, value_parser = values::count())]
+    /// How many blocks, at most 200: candle's backward wants stack for each
+    #[arg(long, default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..=200))]
     n_layer: usize,
 
     /// How many attention heads
@@ -219,13 +220,14 @@ impl Flags {
             .fold(Cost::default(), |a, b| a + b);
         let (first, last) = (losses.first(), losses.last());
         let loss = |loss: Option<&f32>| loss.map(|loss| format!("{loss:.4}"));
+        let flops = |cost: Cost| group_digits(cost.flops() as u64);
         let mut fields = Fields::new();
         fields.insert("parameters", group_digits(parameters as u64));
         fields.insert("batch size", self.batch_size);
         fields.insert("sequence length", self.n_positions);
         fields.insert("ops in the traced forward", traced.nodes().count());
-        fields.insert("forward FLOPs, from the trace", forward.flops());
-        fields.insert("backward FLOPs, from the trace", backward.flops());
+        fields.insert("forward FLOPs, from the trace", flops(forward));
+        fields.insert("backward FLOPs, from the trace", flops(backward));
         fields.insert("first loss", loss(first));
         fields.insert("last loss", loss(last));
         fields.insert("foreseen", format!("{:.1}%", 100.0 * right));

@@ -1,8 +1,8 @@
 //! GPT-2, from this crate's layers and ops alone: LayerNorm with biases, learned positions, GELU by tanh, projections with
 //! biases, and a head that is the embedding's table. Names are those of `transformers`' `GPT2LMHeadModel`.
 
-use candle_core::{D, Tensor};
-use candle_nn::VarBuilder;
+use candle_core::{D, Tensor, Var};
+use candle_nn::{Init, VarBuilder};
 use tallow::Result;
 use tallow::attention::{Algorithm, AttentionConfig, Mask};
 use tallow::nn::{Embedding, Layer, LayerNorm, Linear};
@@ -43,24 +43,20 @@ impl Block {
         })
     }
 
-    /// x (B, T, D) to (B, T, D).
     fn forward(&self, x: &Tensor, config: &Gpt2Config) -> Result<Tensor> {
-        let normed = in_module("ln_1", || self.ln_1.forward(x))?;
-        let x = ops::add(x, &in_module("attn", || self.attend(&normed, config))?)?;
-        let normed = in_module("ln_2", || self.ln_2.forward(&x))?;
-        ops::add(&x, &in_module("mlp", || self.feed(&normed))?)
+        let normed = in_module("ln_1", || self.ln_1.forward(x))?; // (B, T, D), as all here
+        let x = &ops::add(x, &in_module("attn", || self.attend(&normed, config))?)?;
+        let normed = in_module("ln_2", || self.ln_2.forward(x))?;
+        ops::add(x, &in_module("mlp", || self.feed(&normed))?)
     }
 
     fn attend(&self, x: &Tensor, config: &Gpt2Config) -> Result<Tensor> {
         let joined = in_module("c_attn", || self.c_attn.forward(x))?; // (B, T, 3 D)
-        let width = config.n_embd;
-        let part =
-            |i| ops::split_heads(&joined.narrow(D::Minus1, i * width, width)?, config.n_head);
+        let (width, heads) = (config.n_embd, config.n_head);
+        let part = |i| ops::split_heads(&joined.narrow(D::Minus1, i * width, width)?, heads);
         let (q, k, v) = (part(0)?, part(1)?, part(2)?); // (B, H, T, Dh)
-        let causal = AttentionConfig {
-            mask: Mask::Causal,
-            scale: None,
-        };
+        let (mask, scale) = (Mask::Causal, None);
+        let causal = AttentionConfig { mask, scale };
         let out = ops::merge_heads(&config.attention.attend(&q, &k, &v, &causal)?)?;
         in_module("c_proj", || self.attn_c_proj.forward(&out))
     }
@@ -72,7 +68,13 @@ impl Block {
     }
 }
 
-/// The model.
+/// A table that starts as GPT-2's do: as the head, one of standard deviation 1 would give logits in the tens.
+fn table(rows: usize, width: usize, vb: VarBuilder<'_>) -> Result<Embedding> {
+    let (mean, stdev) = (0.0, 0.02);
+    let weight = vb.get_with_hints((rows, width), "weight", Init::Randn { mean, stdev })?;
+    Embedding::from_weight(Var::from_tensor(&weight)?.into_inner()) // a variable: it is trained
+}
+
 pub struct Gpt2 {
     config: Gpt2Config,
     wte: Embedding,
@@ -86,8 +88,8 @@ impl Gpt2 {
         let width = config.n_embd;
         let block = |i| Block::new(width, vb.pp("h").pp(i));
         Ok(Self {
-            wte: Embedding::new(config.vocab_size, width, vb.pp("wte"))?,
-            wpe: Embedding::new(config.n_positions, width, vb.pp("wpe"))?,
+            wte: table(config.vocab_size, width, vb.pp("wte"))?,
+            wpe: table(config.n_positions, width, vb.pp("wpe"))?,
             h: (0..config.n_layer).map(block).collect::<Result<_>>()?,
             ln_f: LayerNorm::new(width, EPS, vb.pp("ln_f"))?,
             config,
