@@ -33,6 +33,7 @@
 
 mod data;
 mod hollow;
+mod segment;
 mod session;
 
 pub use data::{
@@ -40,7 +41,6 @@ pub use data::{
 };
 pub(crate) use hollow::gives_hollow;
 pub use hollow::{input, is_hollow, weights};
+pub(crate) use segment::segment;
 pub use session::{Outputs, Target, name, trace};
-pub(crate) use session::{
-    autocast_ended, is_tracing, kept_value, record, refuse_hollow, segment, target,
-};
+pub(crate) use session::{autocast_ended, is_tracing, kept_value, record, refuse_hollow, target};

@@ -102,6 +102,9 @@ pub const OPS: &[Op] = &[
     op("attention::flash_with_lse", &[".hqd", ".hkd", ".hkd"], ".hqd", flash_with_lse),
     op("attention::flash::reference", &[".hqd", ".hkd", ".hkd"], ".hqd", flash_reference),
     op("nn::Linear", &[".3"], ".5", |x, d| nn::Linear::new(3, 5, d.builder())?.forward(&x[0])),
+    op("nn::Linear with a bias", &[".3"], ".5", |x, d| nn::Linear::with_bias(3, 5, d.builder())?.forward(&x[0])),
+    op("nn::Linear of any weights", &[".d", "fd", "f"], ".f", linear_of),
+    op("nn::LayerNorm without a bias", &[".3"], ".3", norm_without_bias),
     op("nn::Embedding", &["#5."], ".3", |x, d| nn::Embedding::new(5, 3, d.builder())?.forward(&x[0])),
     op("nn::RmsNorm", &[".3"], ".3", |x, d| nn::RmsNorm::new(3, d.number(), d.builder())?.forward(&x[0])),
     op("nn::LayerNorm", &[".3"], ".3", |x, d| nn::LayerNorm::new(3, d.number(), d.builder())?.forward(&x[0])),
@@ -122,6 +125,14 @@ fn cast_for(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
 
 fn layer_norm_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
     ops::layer_norm::reference(&x[0], &x[1], &x[2], d.number())
+}
+
+fn linear_of(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
+    nn::Linear::from_weights(x[1].clone(), Some(x[2].clone()))?.forward(&x[0])
+}
+
+fn norm_without_bias(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    nn::LayerNorm::without_bias(3, d.number(), d.builder())?.forward(&x[0])
 }
 
 fn swiglu_linear_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
