@@ -142,7 +142,8 @@ impl LossStep {
                 hint: "cast it: ops::cast(&loss, DType::F32)".into(),
             });
         }
-        let (arguments, ids) = arguments(&graph, &tensors, &lowered)?;
+        let ids = checked_ids(&graph, &tensors, &lowered)?;
+        let arguments = arguments(&graph, &tensors, &lowered)?;
         Ok(Self {
             executor: Executor::new(&lowered.plan, &Device::Cpu)?,
             plan: lowered.plan,
@@ -281,16 +282,12 @@ impl LossStep {
     }
 }
 
-/// What is lent, and which inputs are ids; constants that are ids are checked here.
-fn arguments(
-    graph: &Graph,
-    tensors: &[Tensor],
-    lowered: &Lowered,
-) -> Result<(Vec<Argument>, Vec<(String, Ids)>)> {
-    let mut read_as_ids = Vec::new();
+/// The inputs that are read as ids; constants that are ids are checked here.
+fn checked_ids(graph: &Graph, tensors: &[Tensor], lowered: &Lowered) -> Result<Vec<(String, Ids)>> {
+    let mut inputs = Vec::new();
     for (id, check) in &lowered.ids {
         match &graph.value(*id).source {
-            Source::Input(name) => read_as_ids.push((name.clone(), *check)),
+            Source::Input(name) => inputs.push((name.clone(), *check)),
             Source::Node => {
                 return Err(Error::Order {
                     op: OP,
@@ -303,6 +300,11 @@ fn arguments(
             }
         }
     }
+    Ok(inputs)
+}
+
+/// What is lent.
+fn arguments(graph: &Graph, tensors: &[Tensor], lowered: &Lowered) -> Result<Vec<Argument>> {
     let arguments = lowered.arguments.iter().enumerate().map(|(number, id)| {
         let (value, tensor) = (graph.value(*id), &tensors[id.0]);
         if let Source::Input(name) = &value.source
@@ -321,7 +323,7 @@ fn arguments(
         };
         held(tensor, elements)
     });
-    Ok((arguments.collect::<Result<_>>()?, read_as_ids))
+    arguments.collect()
 }
 
 /// The first `elements` of a tensor's storage: itself, or a copy where it is a view.

@@ -2,6 +2,7 @@
 
 use super::config::PlanConfig;
 use crate::model::{TransformerConfig, TransformerLM};
+use crate::nn::Layer;
 use crate::ops::cpu;
 use crate::optim::PlannedUpdate;
 use crate::optim::inplace::storage_address;
@@ -13,6 +14,7 @@ use std::collections::{HashMap, HashSet};
 /// lists them.
 pub(super) fn check_model(op: &'static str, model: &TransformerLM) -> Result<Vec<(String, Var)>> {
     let parameters = model.parameters();
+    refuse_tied(op, model)?;
     let wanted = model.config().parameter_shapes();
     let mut storages = HashMap::new();
     for ((name, var), (wanted_name, shape)) in parameters.iter().zip(&wanted) {
@@ -65,6 +67,21 @@ pub(super) fn check_model(op: &'static str, model: &TransformerLM) -> Result<Vec
         }
     }
     Ok(parameters)
+}
+
+/// One variable under two names, of which the parameters have the first alone.
+fn refuse_tied(op: &'static str, model: &TransformerLM) -> Result<()> {
+    let mut names = HashMap::new();
+    for (name, weight) in model.weights() {
+        if let Some(other) = names.insert(weight.id(), name.clone()) {
+            return Err(Error::Order {
+                op,
+                problem: format!("parameters {other} and {name} share their storage"),
+                hint: "tied weights are not planned; run such a model eagerly".into(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// A sequence that the model's positions reach.

@@ -33,14 +33,17 @@
 
 mod data;
 mod hollow;
+mod segment;
 mod session;
 
 pub use data::{
     Attribute, Event, Graph, Kept, Node, Operand, SegmentKind, Source, Value, ValueId, View,
 };
+pub(crate) use hollow::gives_hollow;
 pub use hollow::{input, is_hollow, weights};
+pub(crate) use segment::segment;
 pub use session::{Outputs, Target, name, trace};
 pub(crate) use session::{
-    Traced, autocast_ended, is_tracing, kept_value, record, refuse_hollow, segment, target,
+    Traced, autocast_ended, is_tracing, kept_value, record, refuse_hollow, target,
     trace_with_tensors,
 };

@@ -1,6 +1,6 @@
 //! The trace that is open on a thread: values by their storage, and what has happened.
 
-use super::data::{Event, Graph, Kept, Node, Operand, SegmentKind, Source, Value, ValueId, View};
+use super::data::{Event, Graph, Kept, Node, Operand, Source, Value, ValueId, View};
 use super::hollow::{Role, empty, hollow, hollow_out};
 use crate::grad::is_grad_enabled;
 use crate::ops::forget_weights;
@@ -25,11 +25,11 @@ pub enum Target {
     Cuda,
 }
 
-struct Session {
+pub(super) struct Session {
     /// Of this trace alone: a tensor of another may be dropped while it is open.
     id: u64,
     target: Target,
-    graph: Graph,
+    pub(super) graph: Graph,
     /// By the address of the tensor's storage, of which `held` has each: none is given twice while this lasts.
     values: HashMap<usize, ValueId>,
     /// A tensor of each value, without the op behind it.
@@ -191,7 +191,7 @@ fn twice(name: &str) -> Error {
     }
 }
 
-fn with_session<R>(f: impl FnOnce(&mut Session) -> Result<R>) -> Result<R> {
+pub(super) fn with_session<R>(f: impl FnOnce(&mut Session) -> Result<R>) -> Result<R> {
     SESSION.with_borrow_mut(|session| match session {
         Some(session) => f(session),
         None => Err(Error::Order {
@@ -249,13 +249,13 @@ fn address(x: &Tensor) -> usize {
 }
 
 impl Session {
-    fn push(&mut self, event: Event) {
+    pub(super) fn push(&mut self, event: Event) {
         self.told_drops();
         self.graph.events.push(event);
     }
 
     /// Writes down what has been dropped since the last event.
-    fn told_drops(&mut self) {
+    pub(super) fn told_drops(&mut self) {
         let mine = DROPPED
             .take()
             .into_iter()
@@ -278,7 +278,7 @@ impl Session {
     }
 
     /// [`add`](Self::add) of what an op has made.
-    fn add_made(&mut self, x: &Tensor, tracked: bool) {
+    pub(super) fn add_made(&mut self, x: &Tensor, tracked: bool) {
         let value = Value {
             shape: x.dims().to_vec(),
             dtype: x.dtype(),
@@ -289,7 +289,7 @@ impl Session {
     }
 
     /// The value whose elements `x` shows. What was never seen is a weight, an input or a constant.
-    fn value(&mut self, x: &Tensor) -> Result<ValueId> {
+    pub(super) fn value(&mut self, x: &Tensor) -> Result<ValueId> {
         if let Some(id) = self.values.get(&address(x)) {
             return Ok(*id);
         }
@@ -323,7 +323,7 @@ impl Session {
         Ok(self.add(x, value))
     }
 
-    fn operand(&mut self, x: &Tensor) -> Result<Operand> {
+    pub(super) fn operand(&mut self, x: &Tensor) -> Result<Operand> {
         let value = self.value(x)?;
         let layout = x.layout();
         let is_whole = layout.start_offset() == 0
@@ -393,7 +393,7 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
 }
 
 /// As [`record`]; a gradient reaches the output by its inputs, or `anyhow`.
-fn record_tracked<C: Spec + Send + Sync + 'static>(
+pub(super) fn record_tracked<C: Spec + Send + Sync + 'static>(
     name: &'static str,
     op: C,
     inputs: &[&Tensor],
@@ -460,91 +460,13 @@ fn record_tracked<C: Spec + Send + Sync + 'static>(
 pub(crate) fn kept_value(y: &Tensor, name: &str) -> Result<Option<Tensor>> {
     with_session(|session| {
         let value = session.value(y)?;
-        let node = session.graph.nodes().find(|node| node.output == value);
+        let mut latest = session.graph.events.iter().rev();
+        let node = latest.find_map(|event| match event {
+            Event::Node(node) if node.output == value => Some(node),
+            _ => None,
+        });
         let kept = node.and_then(|node| node.kept.iter().find(|kept| kept.name == name));
         Ok(kept.map(|kept| session.held[kept.value.0].clone()))
-    })
-}
-
-/// A segment's output, made from the inner function's: where its graph stands for it.
-struct SegmentEnd {
-    /// The inner graph, where it is kept.
-    _graph: Option<Tensor>,
-    _inputs: Vec<Tensor>,
-}
-
-impl Spec for SegmentEnd {
-    fn output(&self, inputs: &[probe::Operand<'_>]) -> (Shape, DType) {
-        (inputs[0].dims.into(), inputs[0].dtype)
-    }
-}
-
-/// `f(inputs)` as a segment: its inputs that have a graph are copied into leaves of its own.
-pub(crate) fn segment<const N: usize>(
-    kind: SegmentKind,
-    inputs: [&Tensor; N],
-    f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
-) -> Result<Tensor> {
-    let name = match kind {
-        SegmentKind::Checkpoint => "checkpoint",
-        SegmentKind::Release => "release",
-    };
-    with_session(|session| {
-        session.push(Event::Enter(kind));
-        Ok(())
-    })?;
-    let leaves = inputs
-        .iter()
-        .map(|x| leaf(name, x))
-        .collect::<Result<Vec<_>>>()?;
-    let made = f(std::array::from_fn(|i| &leaves[i]))?;
-    let output = made.detach();
-    let graph = (kind == SegmentKind::Release).then_some(made); // or it goes here
-    let tracked = with_session(|session| {
-        session.told_drops();
-        let output = session.value(&output)?;
-        for (leaf, input) in leaves.iter().zip(inputs) {
-            let leaf = session.value(leaf)?;
-            // A variable, behind which there is no op to be dropped.
-            if graph.is_none() && leaf != session.value(input)? && leaf != output {
-                session.push(Event::Drop(leaf));
-            }
-        }
-        session.push(Event::Leave);
-        Ok(session.graph.values[output.0].tracked)
-    })?;
-    if !tracked {
-        return Ok(output);
-    }
-    let end = SegmentEnd {
-        _graph: graph,
-        _inputs: inputs.map(Tensor::clone).into(),
-    };
-    // The output is taken out of its graph, for which this op stands.
-    record_tracked(name, end, &[&output], false, true)
-}
-
-/// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.
-fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
-    with_session(|session| {
-        let operand = session.operand(x)?;
-        if !session.graph.values[operand.value.0].tracked || !x.dtype().is_float() {
-            return Ok(x.detach());
-        }
-        let output = ValueId(session.graph.values.len());
-        session.push(Event::Node(Node {
-            path: probe::op_path(name).to_string(),
-            op: "copy",
-            attributes: Vec::new(),
-            composed: true,
-            inputs: vec![operand],
-            reads: Vec::new(),
-            output,
-            kept: Vec::new(),
-        }));
-        let leaf = hollow(x.shape(), x.dtype(), Role::Output, true)?;
-        session.add_made(&leaf, true);
-        Ok(leaf)
     })
 }
 

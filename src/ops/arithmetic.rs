@@ -1,14 +1,17 @@
 //! Sums, differences, products and quotients, of mixed dtypes too.
 
+mod lowering;
+
+pub(super) use lowering::LOWERINGS;
+pub(crate) use lowering::sum;
+
 use super::cast::cast;
-use super::cast::converted;
 use super::check_same;
 use super::cpu::{for_stored, output, view};
-use super::dispatch::{Path, choose_where};
-use super::lowering::{Calls, Kernel, Lowering, Signature, Slot};
+use super::dispatch::{Path, choose_where, has_kernel};
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
-use super::record::{Spec, apply2, composed, contiguous, like_first};
-use super::strided;
+use super::record::{Spec, apply2, composed_with, contiguous, like_first, widen};
+use crate::graph::Attribute;
 use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision::{self, Operand, is_castable};
 use crate::probe::Operand as Shaped;
@@ -63,11 +66,48 @@ pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     binary("div", a, b, Tensor::broadcast_div)
 }
 
+/// `a + scale * b`, elementwise: a residual sum of which one branch is scaled, PyTorch's `add` with `alpha`.
+///
+/// Otherwise as [`add`]; half precision is rounded once. Backward: `da = dy`, `db = scale dy`. Nothing is kept for it.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[1f32, 2.0], &Device::Cpu)?;
+/// let branch = Tensor::new(&[10f32, 20.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::add_scaled(&x, &branch, 0.5)?.to_vec1::<f32>()?, [6.0, 12.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`add`].
+pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+    let op = Arithmetic::AddScaled(scale);
+    of_two("add_scaled", a, b, Some(op), |a, b| {
+        let (a, b) = (widen(a)?, widen(b)?);
+        let branch = match scale {
+            0.0 => (&b * b.zeros_like()?)?, // of a product by the number 0 candle forgets where it came from
+            _ => (b * scale)?,
+        };
+        a.broadcast_add(&branch)
+    })
+}
+
 fn binary(
     op: &'static str,
     a: &Tensor,
     b: &Tensor,
     apply: fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+) -> Result<Tensor> {
+    of_two(op, a, b, Arithmetic::of(op), apply)
+}
+
+/// `op` of a and b: by its kernel where that pays, else by `apply` on operands of one dtype.
+fn of_two(
+    op: &'static str,
+    a: &Tensor,
+    b: &Tensor,
+    kernel: Option<Arithmetic>,
+    apply: impl FnOnce(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
     let (a, b) = (operand_once(op, a)?, operand_once(op, b)?);
     let Some(dtype) = result_dtype(op, &a.view, &b.view) else {
@@ -108,14 +148,21 @@ fn binary(
     };
     let (a, b) = (cast_operand(&a)?, cast_operand(&b)?);
     check_same(op, &[("a", &a), ("b", &b)])?;
-    let has_kernel = is_half(dtype) && !in_f32 && a.device().is_cpu();
-    match Arithmetic::of(op) {
-        Some(kernel) if has_kernel && choose_where(op, &a, true)? == Path::Kernel => {
+    match kernel {
+        Some(kernel)
+            if kernel.pays(dtype)
+                && !broadcasts
+                && has_kernel("add", &a)
+                && choose_where(op, &a, true)? == Path::Kernel =>
+        {
             Ok(apply2(&contiguous(&a)?, &contiguous(&b)?, kernel)?)
         }
-        _ => composed(op, &[&a, &b], (shape, dtype), || {
-            cast(&apply(&a, &b)?, dtype)
-        }),
+        kernel => {
+            let attributes = || kernel.map_or_else(Vec::new, |kernel| kernel.attributes());
+            composed_with(op, &[&a, &b], (shape, dtype), attributes, || {
+                cast(&apply(&a, &b)?, dtype)
+            })
+        }
     }
 }
 
@@ -147,183 +194,13 @@ fn result_dtype(op: &str, a: &Tensor, b: &Tensor) -> Option<DType> {
     precision::promoted(&operands)
 }
 
-/// Reads a and b; writes y: an elementwise kernel of two.
-macro_rules! elementwise {
-    ($name:literal, $kernel:path) => {
-        Kernel::new($name, |_, s| {
-            for_stored!(s.dtype(0), T => {
-                $kernel(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-                Ok(())
-            })
-        })
-    };
-}
-/// In a plan.
-pub(super) const LOWERINGS: &[Lowering] = &[
-    Lowering {
-        op: "add",
-        forward: |signature| forward(signature, elementwise!("add", kernel::add)),
-        backward: |signature| {
-            let mut backward = Backward::new(signature);
-            backward.pass_on(0);
-            backward.pass_on(1);
-            backward.calls
-        },
-    },
-    Lowering {
-        op: "sub",
-        forward: |signature| forward(signature, elementwise!("sub", kernel::sub)),
-        backward: |signature| {
-            let mut backward = Backward::new(signature);
-            backward.pass_on(0);
-            let dy = backward.dy;
-            backward.gradient(1, elementwise!("neg", kernel::negated), [dy, dy]);
-            backward.calls
-        },
-    },
-    Lowering {
-        op: "mul",
-        forward: |signature| forward(signature, elementwise!("mul", kernel::mul)),
-        backward: |signature| {
-            let mut backward = Backward::new(signature);
-            let (dy, [a, b]) = (backward.dy, backward.repeated());
-            backward.gradient(0, elementwise!("mul", kernel::mul), [dy, b]);
-            backward.gradient(1, elementwise!("mul", kernel::mul), [dy, a]);
-            backward.calls
-        },
-    },
-    Lowering {
-        op: "div",
-        forward: |signature| forward(signature, elementwise!("div", kernel::div)),
-        backward: |signature| {
-            let mut backward = Backward::new(signature);
-            let (dy, [a, b]) = (backward.dy, backward.repeated());
-            backward.gradient(0, elementwise!("div", kernel::div), [dy, b]);
-            // db = -(dy a / b) / b
-            let times = backward.step(elementwise!("mul", kernel::mul), [dy, a]);
-            let quotient = backward.step(elementwise!("div", kernel::div), [times, b]);
-            let divided = elementwise!("negated_div", kernel::negated_div);
-            backward.gradient(1, divided, [quotient, b]);
-            backward.calls
-        },
-    },
-];
-
-/// `f` of both inputs in the output's shape, rounded where the output is.
-fn forward(signature: &Signature<'_>, kernel: Kernel) -> Calls {
-    let mut calls = Calls::default();
-    let reads = [0, 1].map(|input| repeated(&mut calls, signature, input));
-    match is_rounded(signature) {
-        false => calls.call(kernel, &reads, &[Slot::Output]),
-        true => {
-            let wide = calls.scratch(signature.output.dims, signature.inputs[0].dtype);
-            let calls = calls.call(kernel, &reads, &[wide]);
-            calls.call(converted(), &[wide], &[Slot::Output])
-        }
-    }
-}
-
-/// Whether the result is rounded from what it is computed in.
-fn is_rounded(signature: &Signature<'_>) -> bool {
-    signature.output.dtype != signature.inputs[0].dtype
-}
-
-/// An input in the output's shape.
-fn repeated(calls: &mut Calls, signature: &Signature<'_>, input: usize) -> Slot {
-    let (x, shape) = (&signature.inputs[input], signature.output.dims);
-    if x.dims == shape {
-        return Slot::Input(input);
-    }
-    let copy = calls.scratch(shape, x.dtype);
-    let kernel = strided::gather(strided::broadcast(x.dims, shape));
-    calls.push(kernel, &[Slot::Input(input)], &[copy]);
-    copy
-}
-
-/// A backward in the making.
-struct Backward<'a> {
-    signature: &'a Signature<'a>,
-    calls: Calls,
-    /// The output's gradient, in the dtype that is computed in.
-    dy: Slot,
-}
-
-impl<'a> Backward<'a> {
-    fn new(signature: &'a Signature<'a>) -> Self {
-        let mut calls = Calls::default();
-        let dy = match is_rounded(signature) {
-            false => Slot::OutputGradient,
-            true => {
-                let wide = calls.scratch(signature.output.dims, signature.inputs[0].dtype);
-                calls.push(converted(), &[Slot::OutputGradient], &[wide]);
-                wide
-            }
-        };
-        Self {
-            signature,
-            calls,
-            dy,
-        }
-    }
-
-    /// Both inputs in the output's shape.
-    fn repeated(&mut self) -> [Slot; 2] {
-        [0, 1].map(|input| repeated(&mut self.calls, self.signature, input))
-    }
-
-    /// What `kernel` makes of these, in the output's shape.
-    fn step(&mut self, kernel: Kernel, reads: [Slot; 2]) -> Slot {
-        let (shape, dtype) = (self.signature.output.dims, self.signature.inputs[0].dtype);
-        let made = self.calls.scratch(shape, dtype);
-        self.calls.push(kernel, &reads, &[made]);
-        made
-    }
-
-    /// What `kernel` makes of these is the gradient of an input, summed where that was repeated.
-    fn gradient(&mut self, input: usize, kernel: Kernel, reads: [Slot; 2]) {
-        if self.is_repeated(input) {
-            let made = self.step(kernel, reads);
-            self.sum(input, made);
-        } else {
-            self.calls.push(kernel, &reads, &[Slot::Gradient(input)]);
-        }
-    }
-
-    /// The output's gradient is that of an input.
-    fn pass_on(&mut self, input: usize) {
-        if self.is_repeated(input) {
-            self.sum(input, self.dy);
-        } else if is_rounded(self.signature) {
-            let reads = [Slot::OutputGradient];
-            self.calls
-                .push(converted(), &reads, &[Slot::Gradient(input)]);
-        } else {
-            self.calls.same.push(input);
-        }
-    }
-
-    fn is_repeated(&self, input: usize) -> bool {
-        self.signature.inputs[input].dims != self.signature.output.dims
-    }
-
-    fn sum(&mut self, input: usize, gradient: Slot) {
-        let (x, shape) = (&self.signature.inputs[input], self.signature.output.dims);
-        let kernel = strided::scatter(strided::broadcast(x.dims, shape));
-        self.calls
-            .push(kernel, &[gradient], &[Slot::Gradient(input)]);
-    }
-}
-
-/// Reads a and b; writes a + b, of one shape and dtype.
-pub(crate) fn sum() -> Kernel {
-    elementwise!("add", kernel::add)
-}
-
-/// What has a kernel for half precision, of which candle's own sums take 10 to 50 times as long as f32's.
+/// What has a kernel: in half precision, of which candle's own sums take 10 to 50 times as long as f32's, and where candle
+/// would need two passes.
 enum Arithmetic {
     Add,
     Sub,
     Mul,
+    AddScaled(f64),
 }
 
 impl Arithmetic {
@@ -335,11 +212,23 @@ impl Arithmetic {
             _ => None,
         }
     }
+
+    /// Whether its kernel is better than candle's own ops.
+    fn pays(&self, dtype: DType) -> bool {
+        is_half(dtype) || matches!(self, Self::AddScaled(_))
+    }
 }
 
 impl Spec for Arithmetic {
     fn output(&self, inputs: &[Shaped<'_>]) -> (Shape, DType) {
         like_first(inputs)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        match self {
+            Self::AddScaled(scale) => vec![("scale", Attribute::Number(*scale))],
+            _ => Vec::new(),
+        }
     }
 }
 
@@ -349,6 +238,7 @@ impl CustomOp2 for Arithmetic {
             Self::Add => "add",
             Self::Sub => "sub",
             Self::Mul => "mul",
+            Self::AddScaled(_) => "add_scaled",
         }
     }
 
@@ -365,6 +255,7 @@ impl CustomOp2 for Arithmetic {
                 Self::Add => kernel::add(a, b, y),
                 Self::Sub => kernel::sub(a, b, y),
                 Self::Mul => kernel::mul(a, b, y),
+                Self::AddScaled(scale) => kernel::add_scaled(a, b, *scale, y),
             })
         })
     }
@@ -382,7 +273,14 @@ impl CustomOp2 for Arithmetic {
             Self::Add => (dy.clone(), dy),
             Self::Sub => (dy.clone(), dy.neg()?),
             Self::Mul => (times(b)?, times(a)?),
+            Self::AddScaled(scale) => (dy.clone(), scaled(&dy, *scale)?),
         };
         Ok((Some(da), Some(db)))
     }
+}
+
+/// `scale * x`, rounded once.
+fn scaled(x: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
+    let wide = (widen(x)? * scale)?;
+    wide.to_dtype(x.dtype())
 }

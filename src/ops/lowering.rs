@@ -33,20 +33,25 @@ pub(crate) fn of(op: &str) -> Option<&'static Lowering> {
 /// Every op that can be planned.
 pub(crate) fn all() -> impl Iterator<Item = &'static Lowering> {
     let several = [
+        super::activation::LOWERINGS,
         super::arithmetic::LOWERINGS,
         super::cast::LOWERINGS,
+        super::elementwise::LOWERINGS,
         super::heads::LOWERINGS,
         super::record::LOWERINGS,
         super::reduce::LOWERINGS,
     ];
     let single = [
+        &super::concat::LOWERING,
         &super::cross_entropy::LOWERING,
         &super::embedding::LOWERING,
         &super::layer_norm::LOWERING,
         &super::linear::LOWERING,
+        &super::linear_bias::LOWERING,
         &super::linear_cross_entropy::LOWERING,
         &super::matmul::LOWERING,
         &super::relu::LOWERING,
+        &super::repeat_heads::LOWERING,
         &super::rms_norm::LOWERING,
         &super::rope::LOWERING,
         &super::softmax::LOWERING,
@@ -370,6 +375,16 @@ impl<'a> Slices<'a> {
             Some(slice) => Ok(slice.dtype),
             None => bail!("operand {place} is written already"),
         }
+    }
+
+    /// How many are read.
+    pub fn count(&self) -> usize {
+        self.reads.len()
+    }
+
+    /// How many are written.
+    pub fn count_written(&self) -> usize {
+        self.writes.len()
     }
 
     /// What is read at `place`.

@@ -326,8 +326,19 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     output: (impl Into<Shape>, DType),
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
+    composed_with(name, inputs, output, Vec::new, f)
+}
+
+/// As [`composed`], of an op with these attributes.
+pub(crate) fn composed_with<E: From<candle_core::Error>>(
+    name: &'static str,
+    inputs: &[&Tensor],
+    output: (impl Into<Shape>, DType),
+    attributes: impl FnOnce() -> Vec<(&'static str, Attribute)>,
+    f: impl FnOnce() -> std::result::Result<Tensor, E>,
+) -> std::result::Result<Tensor, E> {
     if graph::is_tracing() {
-        let op = Composed(output.0.into(), output.1);
+        let op = Composed(output.0.into(), output.1, attributes());
         let y = graph::record(name, op, inputs, true).map_err(candle_core::Error::from)?;
         return Ok(y);
     }
@@ -346,11 +357,15 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
 }
 
 /// What candle's ops make in an op's place.
-struct Composed(Shape, DType);
+struct Composed(Shape, DType, Vec<(&'static str, Attribute)>);
 
 impl Spec for Composed {
     fn output(&self, _: &[Operand<'_>]) -> (Shape, DType) {
         (self.0.clone(), self.1)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        self.2.clone()
     }
 }
 

@@ -1,5 +1,6 @@
 //! The SwiGLU gate.
 
+use super::activation::sigmoid;
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
@@ -42,13 +43,6 @@ pub fn reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
     let (wide, up) = (wide_input("swiglu", gate)?, wide_input("swiglu", up)?);
     Ok(((&wide * sigmoid(&wide)?)? * up)?.to_dtype(gate.dtype())?)
-}
-
-/// `1 / (1 + exp(-x))`, from `e = exp(-|x|)`, which is at most 1: 1 / (1 + e), or e / (1 + e) for negative x. candle's
-/// `silu` has a backward, `s (1 - y) + y` with s = sigmoid(x) and y = x s, that cancels for large x and overflows.
-fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
-    let e = x.abs()?.neg()?.exp()?;
-    x.ge(0.0)?.where_cond(&e.ones_like()?, &e)? / (e + 1.0)?
 }
 
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {

@@ -79,6 +79,8 @@ pub struct Expected {
 #[serde(default)]
 pub struct Settings {
     pub exponent: Option<f64>,
+    pub alpha: Option<f64>,
+    pub approximate: Option<String>,
     pub dim: Option<i64>,
     pub dtype: Option<String>,
     pub dims: Option<usize>,
