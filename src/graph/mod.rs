@@ -34,12 +34,16 @@
 mod data;
 mod hollow;
 mod session;
+mod steps;
 
 pub use data::{
     Attribute, Event, Graph, Kept, Node, Operand, SegmentKind, Source, Value, ValueId, View,
 };
 pub use hollow::{input, is_hollow, weights};
 pub use session::{Outputs, Target, name, trace};
+pub use steps::{Room, Step};
+
+pub(crate) use hollow::constant;
 pub(crate) use session::{
     autocast_ended, is_tracing, kept_value, record, refuse_hollow, segment, target,
 };

@@ -1,6 +1,7 @@
 //! The trace that is open on a thread: values by their storage, and what has happened.
 
 use super::data::{Event, Graph, Kept, Node, Operand, SegmentKind, Source, Value, ValueId, View};
+use super::steps::Step;
 use super::hollow::{Role, empty, hollow, hollow_out};
 use crate::grad::is_grad_enabled;
 use crate::ops::forget_weights;
@@ -117,7 +118,10 @@ pub fn trace<T: Outputs>(target: Target, f: impl FnOnce() -> Result<T>) -> Resul
     SESSION.set(Some(Session {
         id: NEXT.fetch_add(1, Ordering::Relaxed),
         target,
-        graph: Graph::default(),
+        graph: Graph {
+            target,
+            ..Graph::default()
+        },
         values: HashMap::new(),
         held: Vec::new(),
         gone: HashSet::new(),
@@ -285,7 +289,7 @@ impl Session {
                 });
             }
             None if x.is_variable() => Source::Weight(String::new()),
-            None => Source::Constant,
+            None | Some(Role::Constant) => Source::Constant,
         };
         let is_named = |other: &&Value| other.source == source;
         if let Source::Input(name) | Source::Weight(name) = &source
@@ -319,7 +323,12 @@ impl Session {
             let its_drop = Event::Drop(value);
             self.graph.events.retain(|event| *event != its_drop);
         }
-        Ok(Operand { value, view })
+        let tracked = x.track_op() && self.graph.value(value).tracked;
+        Ok(Operand {
+            value,
+            view,
+            tracked,
+        })
     }
 }
 
@@ -331,7 +340,7 @@ struct Behind {
     trace: u64,
     value: ValueId,
     /// What lives as long: what the op keeps, and the inputs that backward would read.
-    _keeps: (Box<dyn Any + Send + Sync>, Vec<Tensor>),
+    _keeps: Option<(Box<dyn Any + Send + Sync>, Vec<Tensor>)>,
 }
 
 impl Drop for Behind {
@@ -373,8 +382,14 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
     let (shape, dtype) = op.output(&shapes);
     let kept = op.kept(&shapes);
     let reads = op.reads();
+    let on = target().unwrap_or_default();
+    let steps = [
+        op.forward_steps(&shapes, on),
+        op.backward_steps(&shapes, on),
+    ];
     let path = probe::op_path(name).to_string();
     with_session(|session| {
+        session.told_drops(); // before the operands: what is read has not gone
         let operands = inputs
             .iter()
             .map(|x| session.operand(x))
@@ -384,11 +399,10 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
             .map(|x| session.operand(x))
             .collect::<Result<Vec<_>>>()?;
         // By the table too: a hollow output has a node of candle's where a real one has none.
-        let is_tracked = |(x, operand): (&&Tensor, &Operand)| {
-            x.track_op() && session.graph.values[operand.value.0].tracked
-        };
-        let tracked = is_grad_enabled() && inputs.iter().zip(&operands).any(is_tracked);
+        let tracked = is_grad_enabled() && operands.iter().any(|operand| operand.tracked);
+        let tracked = tracked || op.is_tracked();
         let output = ValueId(session.graph.values.len());
+        let [forward, backward] = steps;
         let kept_values = kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
             name,
             value: ValueId(output.0 + 1 + i),
@@ -402,17 +416,22 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
             reads,
             output,
             kept: kept_values.collect(),
+            forward,
+            backward,
         }));
         op.forwarded();
-        let inputs = if tracked { inputs } else { &[] };
-        let inputs: Vec<Tensor> = inputs.iter().map(|x| (*x).clone()).collect();
+        // Without a graph nothing outlives the call.
+        let keeps = tracked.then(|| {
+            let inputs: Vec<Tensor> = inputs.iter().map(|x| (*x).clone()).collect();
+            (Box::new(op) as Box<dyn Any + Send + Sync>, inputs)
+        });
         let y = Behind {
             name,
             shape,
             dtype,
             trace: session.id,
             value: output,
-            _keeps: (Box::new(op), inputs),
+            _keeps: keeps,
         }
         .tensor()?;
         session.add_made(&y, tracked);
@@ -444,6 +463,14 @@ struct SegmentEnd {
 impl Spec for SegmentEnd {
     fn output(&self, inputs: &[probe::Operand<'_>]) -> (Shape, DType) {
         (inputs[0].dims.into(), inputs[0].dtype)
+    }
+
+    fn backward_steps(&self, _: &[probe::Operand<'_>], _: Target) -> Vec<Step> {
+        Vec::new()
+    }
+
+    fn is_tracked(&self) -> bool {
+        true // by the function's inputs and the weights that it reads
     }
 }
 
@@ -508,6 +535,8 @@ fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
             reads: Vec::new(),
             output,
             kept: Vec::new(),
+            forward: vec![Step::Output],
+            backward: Vec::new(),
         }));
         let leaf = hollow(x.shape(), x.dtype(), Role::Output, true)?;
         session.add_made(&leaf, true);

@@ -3,6 +3,7 @@
 use super::walk::{Buffer, walk};
 use super::{Account, Holds};
 use crate::attention::Algorithm;
+use crate::graph::Target;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::Precision;
@@ -27,6 +28,13 @@ pub enum Mode {
     TrainStep,
 }
 
+impl Mode {
+    /// Whether backward runs.
+    pub(super) fn has_backward(self) -> bool {
+        matches!(self, Self::ForwardBackward | Self::TrainStep)
+    }
+}
+
 /// Whose kernels run. Ops that have none on a card are composed of candle's there, and keep and take more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -45,6 +53,15 @@ impl Kernels {
         match device {
             Device::Cuda(_) => Self::Cuda,
             _ => Self::Cpu,
+        }
+    }
+}
+
+impl From<Kernels> for Target {
+    fn from(kernels: Kernels) -> Self {
+        match kernels {
+            Kernels::Cpu => Self::Cpu,
+            Kernels::Cuda => Self::Cuda,
         }
     }
 }

@@ -18,13 +18,17 @@ mod meter;
 mod planned;
 mod recommend;
 mod recording;
+mod replay;
 mod saved;
 mod self_attention;
 mod snapshot;
+mod stack;
 pub mod system;
 mod timeline;
 pub mod tracker;
 mod walk;
+#[cfg(test)]
+mod grid;
 
 pub use account::{Account, Holds, Part, smallest_beyond};
 pub use attention::{AttentionWorkload, attention_account};

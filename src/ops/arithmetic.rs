@@ -5,7 +5,8 @@ use super::check_same;
 use super::cpu::{for_stored, output, view};
 use super::dispatch::{Path, choose_where};
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
-use super::record::{Spec, apply2, composed, contiguous, like_first};
+use super::record::{Spec, apply2, composed, composed_handing_on, contiguous, like_first};
+use crate::graph::{Step, Target};
 use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision::{self, Operand, is_castable};
 use crate::probe::Operand as Shaped;
@@ -110,9 +111,13 @@ fn binary(
         Some(kernel) if has_kernel && choose_where(op, &a, true)? == Path::Kernel => {
             Ok(apply2(&contiguous(&a)?, &contiguous(&b)?, kernel)?)
         }
-        _ => composed(op, &[&a, &b], (shape, dtype), || {
-            cast(&apply(&a, &b)?, dtype)
-        }),
+        _ => {
+            let result = || cast(&apply(&a, &b)?, dtype);
+            match op {
+                "add" => composed_handing_on(op, &[&a, &b], (shape, dtype), result),
+                _ => composed(op, &[&a, &b], (shape, dtype), result),
+            }
+        }
     }
 }
 
@@ -165,6 +170,14 @@ impl Arithmetic {
 impl Spec for Arithmetic {
     fn output(&self, inputs: &[Shaped<'_>]) -> (Shape, DType) {
         like_first(inputs)
+    }
+
+    fn backward_steps(&self, _: &[Shaped<'_>], _: Target) -> Vec<Step> {
+        match self {
+            Self::Add => vec![Step::HandOn(0), Step::HandOn(1)],
+            Self::Sub => vec![Step::HandOn(0), Step::gradient(1)],
+            Self::Mul => vec![Step::gradient(0), Step::gradient(1)],
+        }
     }
 }
 

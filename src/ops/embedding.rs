@@ -4,8 +4,10 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::operand::{check_float, check_size};
-use super::record::{Spec, apply1, composed, contiguous, wide_input};
+use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
+use crate::graph::{Room, Step, Target};
 use crate::kernels::cpu::embedding as kernel;
+use crate::kernels::workspace;
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -13,7 +15,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
-    crate::kernels::{cuda::embedding as cuda_kernel, workspace},
+    crate::kernels::cuda::embedding as cuda_kernel,
     candle_core::CudaStorage,
 };
 
@@ -73,6 +75,16 @@ fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
     Ok((ids, shape.into()))
 }
 
+/// What an op keeps of token ids: in memory of the host's.
+pub(super) fn ids_room(ids: f64) -> Room {
+    Room {
+        what: "ids that ops keep",
+        formula: "BT",
+        elements: ids,
+        element_bytes: size_of::<u32>(),
+    }
+}
+
 struct Embedding {
     ids: Vec<u32>,
     /// As they came: what a trace knows them by.
@@ -88,6 +100,27 @@ impl Spec for Embedding {
 
     fn reads(&self) -> Vec<Tensor> {
         vec![self.tokens.clone()]
+    }
+
+    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+        let ids = Step::Hold(ids_room(elements_of(self.tokens.dims())));
+        [ids].into_iter().chain(made(self, inputs)).collect()
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let sorted = (target == Target::Cuda).then(|| {
+            let (count, vocab_size) = (self.tokens.elem_count(), inputs[0].dims[0]);
+            let words: usize = workspace::embedding_backward(count, vocab_size)
+                .iter()
+                .sum();
+            Step::Take(Room {
+                what: "positions by id",
+                formula: "32V + ..",
+                elements: words as f64,
+                element_bytes: size_of::<u32>(),
+            })
+        });
+        sorted.into_iter().chain([Step::gradient(0)]).collect()
     }
 }
 

@@ -3,8 +3,10 @@
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::operand::{check_size, zeros_of};
-use super::record::{Spec, apply2, composed, contiguous, float_input};
+use super::packing::LinearProduct;
+use super::record::{Spec, apply2, composed, contiguous, float_input, made};
 use super::weight::{WeightCopy, with_copies};
+use crate::graph::{Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -119,6 +121,16 @@ impl Spec for Linear {
         self.copy.tensor().into_iter().collect()
     }
 
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let packed = product(inputs).forward(target).map(Step::Pass);
+        let steps = made(self, inputs).into_iter().chain(packed);
+        steps.chain(self.copy.dropped(0)).collect()
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        product(inputs).backward(target)
+    }
+
     fn forwarded(&self) {
         self.copy.forwarded();
     }
@@ -197,6 +209,17 @@ impl CustomOp2 for Linear {
             };
             Ok((dx, dw))
         })
+    }
+}
+
+/// The product of x (..., in) with W (out, in), in x's dtype.
+pub(super) fn product(inputs: &[Operand<'_>]) -> LinearProduct {
+    let [x, weight] = [&inputs[0], &inputs[1]];
+    LinearProduct {
+        rows: x.rows(),
+        from: weight.dims[1],
+        to: weight.dims[0],
+        element_bytes: x.dtype.size_in_bytes(),
     }
 }
 

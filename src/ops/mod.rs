@@ -31,6 +31,7 @@ pub mod linear;
 pub mod linear_cross_entropy;
 pub mod matmul;
 mod operand;
+mod packing;
 pub(crate) mod record;
 mod reduce;
 pub mod relu;

@@ -1,0 +1,187 @@
+//! A model's pass as a graph to be replayed, whatever its depth: of blocks that are alike, the first, one for all between,
+//! and the last are traced; so are segments of blocks.
+
+use super::replay::{Buffer, Outcome, Repeat, replay};
+use super::{Mode, Workload};
+use crate::Result;
+use crate::grad::with_grad;
+use crate::graph::{self, Event, Graph};
+use crate::model::{TransformerConfig, TransformerLM};
+use crate::nn::Checkpointing;
+use crate::ops::{KernelPolicy, with_kernel_policy};
+use crate::precision::outside;
+use candle_core::DType;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+
+/// A model's pass.
+pub(super) struct Stack {
+    pub graph: Graph,
+    repeats: Vec<Repeat>,
+}
+
+/// How many blocks each of those that are traced stands for.
+struct Depth {
+    /// Segments that are run again, by how many are alike,
+    segments: Vec<f64>,
+    /// and the blocks of each.
+    blocks: Vec<f64>,
+    /// The blocks after them.
+    rest: Vec<f64>,
+}
+
+/// So many that are alike: the first, those between, and the last.
+fn alike(number: usize) -> Vec<f64> {
+    let between = number.saturating_sub(2) as f64;
+    let last = usize::from(number > 1) as f64;
+    let counts = [number.min(1) as f64, between, last];
+    counts.into_iter().filter(|count| *count > 0.0).collect()
+}
+
+impl Depth {
+    fn of(layers: usize, checkpointing: Checkpointing) -> Self {
+        let again = checkpointing.recomputed_blocks(layers);
+        let blocks = checkpointing
+            .segment_blocks(layers)
+            .map_or(1, NonZeroUsize::get);
+        Self {
+            segments: alike(again / blocks),
+            blocks: if again > 0 { alike(blocks) } else { Vec::new() },
+            rest: alike(layers - again),
+        }
+    }
+
+    /// How many blocks are traced.
+    fn layers(&self) -> usize {
+        self.segments.len() * self.blocks.len() + self.rest.len()
+    }
+
+    /// What treats the traced blocks as `checkpointing` treats all of them: the last segment is no longer than the others.
+    fn checkpointing(&self, checkpointing: Checkpointing) -> Checkpointing {
+        let length = match self.segments.len() {
+            0 => self.rest.len(),
+            _ => self.blocks.len(),
+        };
+        match (checkpointing, NonZeroUsize::new(length)) {
+            (Checkpointing::None | Checkpointing::Release, _) | (_, None) => checkpointing,
+            (_, Some(length)) => Checkpointing::Every(length),
+        }
+    }
+
+    /// The stretches of a graph that stand for several.
+    fn repeats(&self, graph: &Graph) -> Vec<Repeat> {
+        let starts = starts(graph, self.layers());
+        let mut repeats = Vec::new();
+        let mut add = |stretch: Range<usize>, count: f64, until: usize| {
+            if count > 1.0 {
+                repeats.push(Repeat {
+                    stretch,
+                    count,
+                    until,
+                });
+            }
+        };
+        let length = self.blocks.len();
+        let segments_end = starts[self.segments.len() * length].outer;
+        for (i, count) in self.segments.iter().enumerate() {
+            let first = i * length;
+            let end = starts[first + length].outer;
+            add(starts[first].outer..end, *count, segments_end);
+            let blocks_end = inner_end(graph, starts[first].outer..end);
+            for (k, count) in self.blocks.iter().enumerate() {
+                let stretch = starts[first + k].inner..starts[first + k + 1].outer.min(blocks_end);
+                add(stretch, *count, blocks_end);
+            }
+        }
+        let first = self.segments.len() * length;
+        let end = starts[first + self.rest.len()].outer;
+        for (i, count) in self.rest.iter().enumerate() {
+            let stretch = starts[first + i].outer..starts[first + i + 1].outer;
+            add(stretch, *count, end);
+        }
+        repeats
+    }
+}
+
+/// Where a block begins.
+#[derive(Clone, Copy)]
+struct Start {
+    /// With the segment that begins with it.
+    outer: usize,
+    /// With its own first op.
+    inner: usize,
+}
+
+/// Where each of `layers` blocks begins, and where what follows them does.
+fn starts(graph: &Graph, layers: usize) -> Vec<Start> {
+    let mut starts: Vec<Start> = Vec::with_capacity(layers + 1);
+    let mut entered = None;
+    for (i, event) in graph.events.iter().enumerate() {
+        match event {
+            Event::Enter(_) => entered = Some(i),
+            Event::Leave => entered = None,
+            Event::Node(node) if starts.len() < layers => {
+                let name = format!("layers.{}/", starts.len());
+                if node.path.starts_with(&name) {
+                    starts.push(Start {
+                        outer: entered.take().unwrap_or(i),
+                        inner: i,
+                    });
+                }
+            }
+            Event::Node(node) if !node.path.starts_with("layers.") && node.op != "release" => {
+                starts.push(Start { outer: i, inner: i });
+                return starts;
+            }
+            _ => {}
+        }
+    }
+    starts
+}
+
+/// Where the blocks of a segment have ended: where it is left, or where the next one begins.
+fn inner_end(graph: &Graph, segment: Range<usize>) -> usize {
+    let mut events = segment.clone();
+    let left = events.find(|i| graph.events[*i] == Event::Leave);
+    left.unwrap_or(segment.end)
+}
+
+impl Stack {
+    /// Traces what `workload` does to a model of hollow weights, wherever it is asked for.
+    pub fn new(config: &TransformerConfig, workload: &Workload) -> Result<Self> {
+        let depth = Depth::of(config.num_layers, workload.checkpointing);
+        let config = TransformerConfig {
+            num_layers: depth.layers(),
+            checkpointing: depth.checkpointing(workload.checkpointing),
+            attention: workload.attention,
+            context_length: config.context_length.max(workload.sequence_length),
+            ..config.clone()
+        };
+        let shape = (workload.batch_size, workload.sequence_length);
+        let precision = workload.precision;
+        let forward = || {
+            let weights = graph::weights(precision.parameter_dtype());
+            let model = TransformerLM::from_var_builder(&config, weights)?;
+            let tokens = graph::input("tokens", shape, DType::U32)?;
+            precision.run(|| match workload.mode {
+                Mode::Forward | Mode::ForwardKeepingGraph => model.forward(&tokens),
+                Mode::ForwardBackward | Mode::TrainStep => {
+                    model.loss(&tokens, &graph::input("targets", shape, DType::U32)?)
+                }
+            })
+        };
+        let traced = || graph::trace(workload.kernels.into(), forward);
+        let with_kernels = || with_kernel_policy(KernelPolicy::Prefer, traced);
+        let keeps_graph = workload.mode != Mode::Forward;
+        let graph = outside(|| with_grad(keeps_graph, with_kernels))?;
+        Ok(Self {
+            repeats: depth.repeats(&graph),
+            graph,
+        })
+    }
+
+    /// Replays it.
+    pub fn replay(&self, mode: Mode, residents: impl IntoIterator<Item = Buffer>) -> Outcome {
+        replay(&self.graph, mode, residents, &self.repeats)
+    }
+}
