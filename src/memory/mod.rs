@@ -1,6 +1,6 @@
 //! Where the bytes go: predicted before a run, measured during it.
 //!
-//! What lives here: [`estimate`], the account of a step from its sizes alone, and what follows from it
+//! What lives here: [`estimate`], the account of a step from its sizes alone, [`estimate_graph`], that of any traced function, and what follows
 //! ([`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`], [`recommend`],
 //! [`most_frugal`]); [`attention_account`] and
 //! [`self_attention_account`], those of attention alone and of its layer, and [`planned_attention_account`]; [`tracker`], an allocator that counts;
@@ -15,6 +15,7 @@ mod estimate;
 mod fit;
 mod measure;
 mod meter;
+mod naming;
 mod planned;
 mod recommend;
 mod recording;
@@ -32,7 +33,7 @@ mod grid;
 
 pub use account::{Account, Holds, Part, smallest_beyond};
 pub use attention::{AttentionWorkload, attention_account};
-pub use estimate::{Estimate, Kernels, Mode, Workload, estimate};
+pub use estimate::{Estimate, Kernels, Mode, Workload, estimate, estimate_graph};
 pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved};
 pub use measure::{Measured, measure};
 pub use meter::Meter;

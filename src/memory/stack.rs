@@ -1,18 +1,106 @@
 //! A model's pass as a graph to be replayed, whatever its depth: of blocks that are alike, the first, one for all between,
 //! and the last are traced; so are segments of blocks.
 
-use super::replay::{Buffer, Outcome, Repeat, replay};
-use super::{Mode, Workload};
+use super::estimate::{optimizer_state, place};
+use super::replay::{Buffer, Formula, Outcome, Repeat, What, elements, replay};
+use super::{Holds, Mode, Workload};
 use crate::Result;
+use crate::attention::Algorithm;
 use crate::grad::with_grad;
 use crate::graph::{self, Event, Graph};
-use crate::model::{TransformerConfig, TransformerLM};
+use crate::model::{PARAMETERS_FORMULA, TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::ops::{KernelPolicy, with_kernel_policy};
 use crate::precision::outside;
 use candle_core::DType;
 use std::num::NonZeroUsize;
 use std::ops::Range;
+
+/// What is there before a pass of the model: more than its graph reads. A forward has targets beside it, and tables of
+/// positions are as long as the model takes sequences.
+pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<Buffer> {
+    let width = workload.precision.parameter_dtype().size_in_bytes();
+    let buffer = |holds, what, formula, elements, width, count| Buffer {
+        holds,
+        what: What::Named(what),
+        formula: Formula::Letters(formula),
+        elements,
+        width,
+        count,
+    };
+    let parameters = config.num_parameters() as f64;
+    let of_parameters =
+        |holds, what, width| buffer(holds, what, PARAMETERS_FORMULA, parameters, width, 1.0);
+    let mut residents = vec![of_parameters(Holds::Weights, "weights", width)];
+    if workload.mode == Mode::TrainStep {
+        let state = optimizer_state(width);
+        residents.extend(state.map(|what| of_parameters(Holds::Optimizer, what, 4)));
+    }
+    let ids = elements(&[workload.batch_size, workload.sequence_length]);
+    residents.push(buffer(Holds::Inputs, "tokens, targets", "BT", ids, 4, 2.0));
+    let positions = config.context_length.max(workload.sequence_length);
+    let angles = elements(&[positions, config.head_dim()]);
+    let formula = "context_length Dh";
+    residents.push(buffer(Holds::Inputs, "cos, sin", formula, angles, width, 1.0));
+    residents
+}
+
+/// What a model's sizes are called.
+pub(super) fn letters(
+    config: &TransformerConfig,
+    workload: &Workload,
+) -> [(&'static str, usize); 8] {
+    let (batch, length) = (workload.batch_size, workload.sequence_length);
+    [
+        ("B", batch),
+        ("T", length),
+        ("D", config.d_model),
+        ("F", config.d_ff),
+        ("H", config.num_heads),
+        ("V", config.vocab_size),
+        ("Dh", config.head_dim()),
+        ("BT", batch.saturating_mul(length)),
+    ]
+}
+
+/// What the letters stand for.
+pub(super) fn sizes(config: &TransformerConfig, workload: &Workload) -> String {
+    let letters = letters(config, workload);
+    let letters = letters.iter().filter(|(letter, _)| !matches!(*letter, "BT" | "Dh"));
+    let letters: Vec<String> = letters.map(|(l, size)| format!("{l} {size}")).collect();
+    format!(
+        "{}, L {}, Dh {}; {}",
+        letters.join(", "),
+        config.num_layers,
+        config.head_dim(),
+        place(workload.kernels)
+    )
+}
+
+/// Whether every tensor of the pass has an address for each of its bytes. (Weights do: the configuration is checked for that.)
+pub(super) fn is_addressable(config: &TransformerConfig, workload: &Workload) -> bool {
+    let rows = [workload.batch_size, workload.sequence_length];
+    let widest = config.d_model.max(config.d_ff).max(config.vocab_size);
+    let scores = match workload.attention {
+        Algorithm::Naive => elements(&[config.num_heads, workload.sequence_length]),
+        Algorithm::Flash => 0.0,
+    };
+    let most = elements(&rows) * scores.max(widest as f64);
+    most * (size_of::<f32>() as f64) < isize::MAX as f64
+}
+
+/// The most that a pass has alive at once. In f64, which goes on where bytes in 64 bits end.
+///
+/// # Errors
+/// Those of the trace.
+pub(super) fn peak_bytes(config: &TransformerConfig, workload: &Workload) -> Result<f64> {
+    if !is_addressable(config, workload) {
+        return Ok(f64::INFINITY);
+    }
+    let stack = Stack::new(config, workload)?;
+    let outcome = stack.replay(workload.mode, residents(config, workload));
+    Ok(outcome.peak_bytes)
+}
 
 /// A model's pass.
 pub(super) struct Stack {

@@ -117,7 +117,11 @@ impl<'a> Replay<'a> {
         let segments = segments::found(graph, &makers);
         for segment in &segments {
             for value in segment.retained() {
-                gone[value.0] = segment.inside.end;
+                let gone = &mut gone[value.0];
+                *gone = match value == segment.output {
+                    true => segment.inside.end, // it is copied then
+                    false => segment.inside.end.max(*gone), // a region may keep a weight's copy for longer
+                };
             }
         }
         Self {

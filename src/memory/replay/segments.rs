@@ -21,7 +21,7 @@ pub(super) struct Segment {
     /// and the copies that it works on, as events.
     copies: Vec<usize>,
     /// The last that is made inside.
-    output: ValueId,
+    pub output: ValueId,
     /// What is made inside and is there until the graph inside goes.
     retained: HashSet<ValueId>,
 }
