@@ -144,6 +144,29 @@ fn of_shape(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
     }
 }
 
+/// What backward takes for itself, where there is a kernel.
+pub(crate) fn backward_room(sizes: &kernel::Sizes, dtype: DType, target: Target) -> Room {
+    let (width, wide) = (dtype.size_in_bytes(), dtype.size_in_bytes().max(4));
+    match target {
+        Target::Cpu => Room {
+            what: "scores' gradient, packed",
+            formula: "T^2 + blocks, a thread",
+            elements: scratch_elements(sizes, dtype)[1],
+            element_bytes: wide,
+        },
+        // Those of probabilities and, in half precision, those of scores.
+        Target::Cuda => Room {
+            what: "scores' gradients of some heads",
+            formula: "..T^2",
+            elements: scores_on_card(sizes, dtype),
+            element_bytes: match width == wide {
+                true => wide,
+                false => wide + width,
+            },
+        },
+    }
+}
+
 /// Elements that forward and backward take for themselves on the CPU, in the dtype computed in: backward a matrix of
 /// (Tq, Tk), both what half precision is widened to, head by head, and what products pack.
 fn scratch_elements(sizes: &kernel::Sizes, dtype: DType) -> [f64; 2] {
@@ -165,7 +188,10 @@ fn scratch_elements(sizes: &kernel::Sizes, dtype: DType) -> [f64; 2] {
     let [tq, tk, dh, dv] = [queries, keys, head_dim, value_dim].map(|size| size as f64);
     // q, k, v and out before it is rounded; q, k, v, dout, and dq, dk, dv before they are rounded.
     let widened = match dtype.size_in_bytes() < element_bytes {
-        true => [tq * dh + tk * dh + tk * dv + tq * dv, 2.0 * (tq * dh + tk * dh + tk * dv) + tq * dv],
+        true => [
+            tq * dh + tk * dh + tk * dv + tq * dv,
+            2.0 * (tq * dh + tk * dh + tk * dv) + tq * dv,
+        ],
         false => [0.0; 2],
     };
     let packed = |rows, depth, cols, a_transposed, b_transposed| {
@@ -255,25 +281,7 @@ impl Spec for Naive {
     }
 
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let (dtype, wide) = (inputs[0].dtype, inputs[0].wide_dtype());
-        let room = match target {
-            Target::Cpu => Room {
-                what: "scores' gradient, packed",
-                formula: "T^2 + blocks, a thread",
-                elements: scratch_elements(&self.sizes, dtype)[1],
-                element_bytes: wide.size_in_bytes(),
-            },
-            // Those of probabilities and, in half precision, those of scores.
-            Target::Cuda => Room {
-                what: "scores' gradients of some heads",
-                formula: "..T^2",
-                elements: scores_on_card(&self.sizes, dtype),
-                element_bytes: match dtype == wide {
-                    true => wide.size_in_bytes(),
-                    false => wide.size_in_bytes() + dtype.size_in_bytes(),
-                },
-            },
-        };
+        let room = backward_room(&self.sizes, inputs[0].dtype, target);
         let gradients = (0..3).map(Step::gradient);
         [Step::Take(room)].into_iter().chain(gradients).collect()
     }

@@ -1,8 +1,8 @@
 //! The trace that is open on a thread: values by their storage, and what has happened.
 
 use super::data::{Event, Graph, Kept, Node, Operand, SegmentKind, Source, Value, ValueId, View};
-use super::steps::Step;
 use super::hollow::{Role, empty, hollow, hollow_out};
+use super::steps::Step;
 use crate::grad::is_grad_enabled;
 use crate::ops::forget_weights;
 use crate::ops::record::Spec;

@@ -104,9 +104,9 @@ pub struct Workload {
 /// Bytes of an eager pass or step, by what they hold: every buffer that the run will take, followed through forward and
 /// backward by its size alone.
 ///
-/// The pass is traced ([`graph::trace`](crate::graph::trace())) and its graph is replayed, op by op, as [`estimate_graph`] does for any
-/// function; of a model's blocks, which are alike, at most three of each kind are traced, and the one in the middle stands for
-/// all between. A tensor that cannot be addressed, of 2^63 bytes, makes the peak `u64::MAX`.
+/// The pass is traced ([`graph::trace`](crate::graph::trace())) and its graph is replayed, op by op, as [`estimate_graph`]
+/// does for any function; of a model's blocks, which are alike, at most three of each kind are traced, and the one in the
+/// middle stands for all between. A tensor of 2^63 bytes, which cannot be addressed, makes the peak `u64::MAX`.
 ///
 /// What forward of [`TransformerLM`](crate::model::TransformerLM) leaves for backward, in elements: N = B T; S is what attention keeps beside its inputs and output, the
 /// probabilities, B H T^2 in f32, if it is naive; if it is flash, the log-sum-exp of their rows, B H T in f32, and what
@@ -204,7 +204,13 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     };
     let parameters = config.num_parameters() as f64;
     let parameter_bytes = parameters * workload.precision.parameter_dtype().size_in_bytes() as f64;
-    Ok(Estimate::of(&outcome, parameter_bytes, workload.mode, naming, sizes))
+    Ok(Estimate::of(
+        &outcome,
+        parameter_bytes,
+        workload.mode,
+        naming,
+        sizes,
+    ))
 }
 
 /// The account of one pass or step of any traced function, as far as `mode` says: its forward, backward from its first
@@ -246,15 +252,22 @@ pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
         return Err(Error::Order {
             op: "memory::estimate_graph",
             problem: "no gradient leaves the function's first output".into(),
-            hint: "trace it outside of no_grad, with a weight that it reads, or ask for Mode::Forward".into(),
+            hint:
+                "trace it outside of no_grad with a weight that it reads, or ask for Mode::Forward"
+                    .into(),
         });
     }
     let weights = graph.weights().map(|(id, _)| graph.value(id));
-    let parameter_bytes = weights.map(|weight| elements(&weight.shape) * weight.dtype.size_in_bytes() as f64);
+    let parameter_bytes =
+        weights.map(|weight| elements(&weight.shape) * weight.dtype.size_in_bytes() as f64);
     let parameter_bytes = parameter_bytes.sum();
     let outcome = replay(graph, mode, residents(graph, mode), &[]);
     let place = place(graph.target.into());
-    let sizes = format!("{} ops, {} weights; {place}", graph.nodes().count(), graph.weights().count());
+    let sizes = format!(
+        "{} ops, {} weights; {place}",
+        graph.nodes().count(),
+        graph.weights().count()
+    );
     let naming = Naming {
         graph,
         letters: &[],
@@ -309,7 +322,13 @@ pub(super) fn place(kernels: Kernels) -> String {
 }
 
 impl Estimate {
-    fn of(outcome: &Outcome, parameter_bytes: f64, mode: Mode, naming: Naming<'_>, sizes: String) -> Self {
+    fn of(
+        outcome: &Outcome,
+        parameter_bytes: f64,
+        mode: Mode,
+        naming: Naming<'_>,
+        sizes: String,
+    ) -> Self {
         let account = naming.account(sizes, &outcome.at_peak);
         let gradient_bytes = match mode.has_backward() {
             true => parameter_bytes,
@@ -345,7 +364,11 @@ impl Estimate {
         let parameter_bytes = account.bytes_of(Holds::Weights);
         Self {
             parameter_bytes,
-            gradient_bytes: if mode.has_backward() { parameter_bytes } else { 0 },
+            gradient_bytes: if mode.has_backward() {
+                parameter_bytes
+            } else {
+                0
+            },
             optimizer_bytes: account.bytes_of(Holds::Optimizer),
             activation_bytes: u64::MAX,
             weight_cast_bytes: 0,

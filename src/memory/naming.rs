@@ -25,7 +25,13 @@ impl Naming<'_> {
         for buffer in buffers {
             let (what, formula) = (self.what(buffer.what), self.formula(buffer.formula));
             let elements = buffer.elements;
-            let term = (buffer.holds, what, formula, buffer.width, elements.to_bits());
+            let term = (
+                buffer.holds,
+                what,
+                formula,
+                buffer.width,
+                elements.to_bits(),
+            );
             let place = *places.entry(term.clone()).or_insert(terms.len());
             match terms.get_mut(place) {
                 Some((_, _, count)) => *count += buffer.count,
@@ -129,7 +135,10 @@ mod tests {
 
     #[test]
     fn what_is_alike_has_one_name() {
-        assert_eq!(without_numbers("layers.12.attn.weight", '.'), "layers.attn.weight");
+        assert_eq!(
+            without_numbers("layers.12.attn.weight", '.'),
+            "layers.attn.weight"
+        );
         assert_eq!(without_numbers("w1, w3", '.'), "w1, w3");
     }
 }

@@ -3,9 +3,9 @@
 use super::estimate::{check, check_some};
 use super::stack;
 use super::{Mode, Workload};
-use crate::{Error, Result};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
+use crate::{Error, Result};
 use std::iter::successors;
 use std::num::NonZeroUsize;
 

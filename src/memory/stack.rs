@@ -41,7 +41,14 @@ pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<
     let positions = config.context_length.max(workload.sequence_length);
     let angles = elements(&[positions, config.head_dim()]);
     let formula = "context_length Dh";
-    residents.push(buffer(Holds::Inputs, "cos, sin", formula, angles, width, 1.0));
+    residents.push(buffer(
+        Holds::Inputs,
+        "cos, sin",
+        formula,
+        angles,
+        width,
+        1.0,
+    ));
     residents
 }
 
@@ -66,7 +73,9 @@ pub(super) fn letters(
 /// What the letters stand for.
 pub(super) fn sizes(config: &TransformerConfig, workload: &Workload) -> String {
     let letters = letters(config, workload);
-    let letters = letters.iter().filter(|(letter, _)| !matches!(*letter, "BT" | "Dh"));
+    let letters = letters
+        .iter()
+        .filter(|(letter, _)| !matches!(*letter, "BT" | "Dh"));
     let letters: Vec<String> = letters.map(|(l, size)| format!("{l} {size}")).collect();
     format!(
         "{}, L {}, Dh {}; {}",

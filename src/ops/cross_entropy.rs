@@ -268,7 +268,11 @@ impl Spec for CrossEntropy {
             element_bytes: inputs[0].wide_dtype().size_in_bytes(),
         });
         let made = made(self, inputs).into_iter();
-        [Step::Hold(ids)].into_iter().chain(made).chain([losses]).collect()
+        [Step::Hold(ids)]
+            .into_iter()
+            .chain(made)
+            .chain([losses])
+            .collect()
     }
 }
 

@@ -13,11 +13,7 @@ use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::cuda::embedding as cuda_kernel,
-    candle_core::CudaStorage,
-};
+use {super::cuda, crate::kernels::cuda::embedding as cuda_kernel, candle_core::CudaStorage};
 
 /// `y[...] = table[tokens[...]]`: tokens (...) u32, table (V, D), y (..., D).
 ///

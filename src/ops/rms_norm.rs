@@ -16,11 +16,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::cuda::rms_norm as cuda_kernel,
-    candle_core::CudaStorage,
-};
+use {super::cuda, crate::kernels::cuda::rms_norm as cuda_kernel, candle_core::CudaStorage};
 
 /// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
 ///

@@ -115,10 +115,37 @@ impl Flash {
     }
 }
 
-/// Elements that backward takes for itself on the CPU, in the dtype computed in.
-fn backward_elements(sizes: &Sizes, dtype: DType) -> f64 {
+/// What forward takes for itself.
+pub(crate) fn forward_room(sizes: &Sizes, dtype: DType, target: Target) -> Option<Room> {
     let tiles = kernel::Tiles::for_head_dim(sizes.head_dim);
-    kernel::backward_scratch_elements(sizes, &tiles, dtype.size_in_bytes())
+    (target == Target::Cpu).then(|| Room {
+        what: "tiles",
+        formula: "tiles, a thread",
+        elements: kernel::forward_scratch_elements(sizes, &tiles),
+        element_bytes: dtype.size_in_bytes().max(size_of::<f32>()),
+    })
+}
+
+/// What backward takes for itself.
+pub(crate) fn backward_room(sizes: &Sizes, dtype: DType, target: Target) -> Room {
+    let width = dtype.size_in_bytes();
+    match target {
+        Target::Cpu => Room {
+            what: "delta, dq's sums, tiles",
+            formula: "BHT + tiles, a thread",
+            elements: {
+                let tiles = kernel::Tiles::for_head_dim(sizes.head_dim);
+                kernel::backward_scratch_elements(sizes, &tiles, width)
+            },
+            element_bytes: width.max(size_of::<f32>()),
+        },
+        Target::Cuda => Room {
+            what: "delta, dq's sums",
+            formula: "BH(T + ..)(Dh + ..)",
+            elements: workspace::flash_backward(sizes) as f64,
+            element_bytes: size_of::<f32>(),
+        },
+    }
 }
 
 impl Spec for Flash {
@@ -142,33 +169,12 @@ impl Spec for Flash {
     }
 
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let tiles = (target == Target::Cpu).then(|| {
-            let tiles = kernel::Tiles::for_head_dim(self.sizes.head_dim);
-            Step::Pass(Room {
-                what: "tiles",
-                formula: "tiles, a thread",
-                elements: kernel::forward_scratch_elements(&self.sizes, &tiles),
-                element_bytes: inputs[0].wide_dtype().size_in_bytes(),
-            })
-        });
+        let tiles = forward_room(&self.sizes, inputs[0].dtype, target).map(Step::Pass);
         made(self, inputs).into_iter().chain(tiles).collect()
     }
 
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let room = match target {
-            Target::Cpu => Room {
-                what: "delta, dq's sums, tiles",
-                formula: "BHT + tiles, a thread",
-                elements: backward_elements(&self.sizes, inputs[0].dtype),
-                element_bytes: inputs[0].wide_dtype().size_in_bytes(),
-            },
-            Target::Cuda => Room {
-                what: "delta, dq's sums",
-                formula: "BH(T + ..)(Dh + ..)",
-                elements: workspace::flash_backward(&self.sizes) as f64,
-                element_bytes: size_of::<f32>(),
-            },
-        };
+        let room = backward_room(&self.sizes, inputs[0].dtype, target);
         let gradients = (0..3).map(Step::gradient);
         [Step::Take(room)].into_iter().chain(gradients).collect()
     }

@@ -14,7 +14,7 @@ use std::collections::{HashMap, HashSet};
 pub(super) type Gradients = HashMap<ValueId, Key>;
 
 impl Replay<'_> {
-    /// Backward from `root`, whose gradient is among `gradients`; that of a scalar is less than a tensor's record.
+    /// Backward from `root`, whose gradient is among `gradients`.
     pub(super) fn backward(&mut self, root: ValueId, gradients: &mut Gradients) {
         for event in self.order(root) {
             match self.segment_ended_by(event) {

@@ -100,7 +100,10 @@ impl Ledger {
         }
         let buffers = self.buffers.iter().zip(alive);
         let worst = buffers.filter(|(_, alive)| *alive);
-        (self.worst_bytes, worst.map(|((buffer, _), _)| *buffer).collect())
+        (
+            self.worst_bytes,
+            worst.map(|((buffer, _), _)| *buffer).collect(),
+        )
     }
 
     fn note(&mut self) {

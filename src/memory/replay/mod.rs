@@ -63,7 +63,13 @@ pub(super) fn replay(
     if mode.has_backward()
         && let Some(output) = graph.outputs.first()
     {
-        replay.backward(output.value, &mut Gradients::new());
+        let mut gradients = Gradients::new();
+        // That of a scalar is less than a tensor's record.
+        if elements(graph.shape_of(output)) > 1.0 {
+            let key = replay.take(Holds::Scratch, "the output's gradient", output, 1.0);
+            gradients.insert(output.value, key);
+        }
+        replay.backward(output.value, &mut gradients);
     }
     if mode == Mode::TrainStep {
         replay.unscale(place);
@@ -119,7 +125,7 @@ impl<'a> Replay<'a> {
             for value in segment.retained() {
                 let gone = &mut gone[value.0];
                 *gone = match value == segment.output {
-                    true => segment.inside.end, // it is copied then
+                    true => segment.inside.end,             // it is copied then
                     false => segment.inside.end.max(*gone), // a region may keep a weight's copy for longer
                 };
             }

@@ -173,12 +173,7 @@ impl Replay<'_> {
 
     /// Backward of segments that are alike, from one end to the other: between them are the moments of both, and none
     /// that is worse.
-    fn backward_of_many(
-        &mut self,
-        index: usize,
-        incoming: Option<Key>,
-        gradients: &mut Gradients,
-    ) {
+    fn backward_of_many(&mut self, index: usize, incoming: Option<Key>, gradients: &mut Gradients) {
         self.free_inside(index);
         for event in self.segments[index].inside.clone() {
             let node = self.node(event);
