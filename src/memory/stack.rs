@@ -258,7 +258,7 @@ impl Stack {
         let precision = workload.precision;
         let forward = || {
             let weights = graph::weights(precision.parameter_dtype());
-            let model = TransformerLM::from_var_builder(&config, weights)?;
+            let model = TransformerLM::of_any_length(&config, weights)?;
             let tokens = graph::input("tokens", shape, DType::U32)?;
             precision.run(|| match workload.mode {
                 Mode::Forward | Mode::ForwardKeepingGraph => model.forward(&tokens),
