@@ -7,10 +7,12 @@ use super::nothing::nothing;
 use super::shapes::Shapes;
 use super::{AttentionConfig, Mask, attributes};
 use crate::Result;
-use crate::graph::{self, Attribute, Target};
+use crate::graph::{self, Attribute, Room, Step, Target};
+use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
 use crate::kernels::cpu::{Stored, naive_attention as kernel};
+use crate::kernels::workspace::naive_heads_at_once;
 use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
-use crate::ops::record::{Spec, apply3, contiguous, to_dtype, wide_input};
+use crate::ops::record::{Spec, apply3, contiguous, made, to_dtype, wide_input};
 use crate::ops::{self, Path, choose, ending};
 use crate::precision::suspended;
 use crate::probe::{self, Operand};
@@ -142,6 +144,90 @@ fn of_shape(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
     }
 }
 
+/// What backward takes for itself, where there is a kernel.
+pub(crate) fn backward_room(sizes: &kernel::Sizes, dtype: DType, target: Target) -> Room {
+    let (width, wide) = (dtype.size_in_bytes(), dtype.size_in_bytes().max(4));
+    match target {
+        Target::Cpu => Room {
+            what: "scores' gradient, packed",
+            formula: "T^2 + blocks, a thread",
+            elements: scratch_elements(sizes, dtype)[1],
+            element_bytes: wide,
+        },
+        // Those of probabilities and, in half precision, those of scores.
+        Target::Cuda => Room {
+            what: "scores' gradients of some heads",
+            formula: "..T^2",
+            elements: scores_on_card(sizes, dtype),
+            element_bytes: match width == wide {
+                true => wide,
+                false => wide + width,
+            },
+        },
+    }
+}
+
+/// Elements that forward and backward take for themselves on the CPU, in the dtype computed in: backward a matrix of
+/// (Tq, Tk), both what half precision is widened to, head by head, and what products pack.
+fn scratch_elements(sizes: &kernel::Sizes, dtype: DType) -> [f64; 2] {
+    let kernel::Sizes {
+        batch,
+        queries,
+        keys,
+        head_dim,
+        value_dim,
+        ..
+    } = *sizes;
+    let threads = rayon::current_num_threads();
+    // As the kernel shares its matrices out.
+    let (at_once, inside) = match batch < 2 * threads {
+        true => (1.0, Threads::All),
+        false => (threads as f64, Threads::One),
+    };
+    let element_bytes = dtype.size_in_bytes().max(size_of::<f32>());
+    let [tq, tk, dh, dv] = [queries, keys, head_dim, value_dim].map(|size| size as f64);
+    // q, k, v and out before it is rounded; q, k, v, dout, and dq, dk, dv before they are rounded.
+    let widened = match dtype.size_in_bytes() < element_bytes {
+        true => [
+            tq * dh + tk * dh + tk * dv + tq * dv,
+            2.0 * (tq * dh + tk * dh + tk * dv) + tq * dv,
+        ],
+        false => [0.0; 2],
+    };
+    let packed = |rows, depth, cols, a_transposed, b_transposed| {
+        let sizes = ProductSizes {
+            rows,
+            depth,
+            cols,
+            a_transposed,
+            b_transposed,
+            element_bytes,
+        };
+        packing_bytes(sizes, inside) / element_bytes as f64
+    };
+    let scores = packed(queries, head_dim, keys, false, true); // q k^T
+    let values = packed(queries, keys, value_dim, false, false); // p v
+    let backward = [
+        packed(queries, value_dim, keys, false, true), // dout v^T
+        packed(queries, keys, head_dim, false, false), // ds k
+        packed(keys, queries, value_dim, true, false), // p^T dout
+        packed(keys, queries, head_dim, true, false),  // ds^T q
+    ];
+    [
+        at_once * (widened[0] + scores.max(values)),
+        at_once * (tq * tk + widened[1] + backward.into_iter().fold(0.0, f64::max)),
+    ]
+}
+
+/// The scores that there are at once on a card beside the probabilities.
+fn scores_on_card(sizes: &kernel::Sizes, dtype: DType) -> f64 {
+    let group = sizes.batch / sizes.kv_batch.max(1);
+    let of_head = group
+        .saturating_mul(sizes.queries)
+        .saturating_mul(sizes.keys);
+    naive_heads_at_once(sizes.kv_batch, of_head, dtype) as f64 * of_head as f64
+}
+
 struct Naive {
     sizes: kernel::Sizes,
     scale: f64,
@@ -171,6 +257,33 @@ impl Spec for Naive {
             ending(q.dims, self.sizes.keys).into(),
             dtype,
         )]
+    }
+
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let (dtype, wide) = (inputs[0].dtype, inputs[0].wide_dtype());
+        let room = match target {
+            Target::Cpu => Some(Room {
+                what: "heads in f32, packed",
+                formula: "TD/H + blocks, a thread",
+                elements: scratch_elements(&self.sizes, dtype)[0],
+                element_bytes: wide.size_in_bytes(),
+            }),
+            // f32's are the probabilities' place.
+            Target::Cuda => (dtype != wide).then(|| Room {
+                what: "scores of some heads",
+                formula: "..T^2",
+                elements: scores_on_card(&self.sizes, dtype),
+                element_bytes: wide.size_in_bytes(),
+            }),
+        };
+        let room = room.map(Step::Pass);
+        made(self, inputs).into_iter().chain(room).collect()
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let room = backward_room(&self.sizes, inputs[0].dtype, target);
+        let gradients = (0..3).map(Step::gradient);
+        [Step::Take(room)].into_iter().chain(gradients).collect()
     }
 }
 

@@ -1,5 +1,7 @@
 //! What a trace has seen, as data.
 
+use super::Target;
+use super::steps::Step;
 use crate::attention::Mask;
 use candle_core::DType;
 use std::fmt;
@@ -7,6 +9,8 @@ use std::fmt;
 /// A function's forward: what it reads, computes and drops, in the order of execution.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Graph {
+    /// Whose kernels run.
+    pub target: Target,
     /// Every value, in the order in which each was first met.
     pub values: Vec<Value>,
     /// What happened, in order.
@@ -101,6 +105,10 @@ pub struct Node {
     pub output: ValueId,
     /// What it makes for backward beside its output, and keeps if a gradient can reach that.
     pub kept: Vec<Kept>,
+    /// What its forward does to memory.
+    pub forward: Vec<Step>,
+    /// What its backward does to memory. Empty for the segments' own nodes, whose backward is the segment's.
+    pub backward: Vec<Step>,
 }
 
 /// What an op keeps for backward.
@@ -119,6 +127,8 @@ pub struct Operand {
     pub value: ValueId,
     /// Which of its elements, in which order; `None` for all of them as they lie.
     pub view: Option<View>,
+    /// Whether it is read as part of the graph: not where it was detached before.
+    pub tracked: bool,
 }
 
 /// Elements of a value, by their places.
@@ -162,6 +172,21 @@ impl Graph {
     /// An id of another graph's, beyond this one's values.
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.0]
+    }
+
+    /// What makes each value, by its index in [`events`](Self::events); `None` for what comes from outside. What an op
+    /// keeps is made by it too.
+    pub(crate) fn makers(&self) -> Vec<Option<usize>> {
+        let mut makers = vec![None; self.values.len()];
+        for (i, event) in self.events.iter().enumerate() {
+            if let Event::Node(node) = event {
+                makers[node.output.0] = Some(i);
+                for kept in &node.kept {
+                    makers[kept.value.0] = Some(i);
+                }
+            }
+        }
+        makers
     }
 
     /// An operand's shape.

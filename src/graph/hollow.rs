@@ -15,6 +15,8 @@ pub(super) enum Role {
     Input(String),
     /// Made by [`weights`].
     Weight(String),
+    /// Made by [`constant`].
+    Constant,
     /// Made by an op in a trace.
     Output,
 }
@@ -25,6 +27,7 @@ impl Role {
             Self::Input(name) => (0, name.as_str()),
             Self::Weight(name) => (1, name.as_str()),
             Self::Output => (2, ""),
+            Self::Constant => (3, ""),
         };
         let mut bytes = vec![kind];
         bytes.extend(name.as_bytes());
@@ -36,6 +39,7 @@ impl Role {
         match bytes {
             [0, rest @ ..] => Self::Input(name(rest)),
             [1, rest @ ..] => Self::Weight(name(rest)),
+            [3] => Self::Constant,
             _ => Self::Output,
         }
     }
@@ -58,6 +62,11 @@ impl Role {
 /// A dtype other than u8, u32, i64 and the floats f16, bf16, f32 and f64.
 pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     Ok(hollow(shape, dtype, Role::Input(name.into()), false)?)
+}
+
+/// A hollow tensor in a constant's place: a table that only a trace reads.
+pub(crate) fn constant(shape: impl Into<Shape>, dtype: DType) -> candle_core::Result<Tensor> {
+    hollow(shape, dtype, Role::Constant, false)
 }
 
 /// A builder of hollow weights in `dtype`: variables under their own names, of the shapes that are asked for.

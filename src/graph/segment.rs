@@ -2,7 +2,8 @@
 
 use super::data::{Event, Node, SegmentKind, ValueId};
 use super::hollow::{Role, hollow};
-use super::session::{record_tracked, with_session};
+use super::session::{Target, record, with_session};
+use super::steps::Step;
 use crate::ops::record::Spec;
 use crate::{Result, probe};
 use candle_core::{DType, Shape, Tensor};
@@ -17,6 +18,14 @@ struct SegmentEnd {
 impl Spec for SegmentEnd {
     fn output(&self, inputs: &[probe::Operand<'_>]) -> (Shape, DType) {
         (inputs[0].dims.into(), inputs[0].dtype)
+    }
+
+    fn backward_steps(&self, _: &[probe::Operand<'_>], _: Target) -> Vec<Step> {
+        Vec::new()
+    }
+
+    fn is_tracked(&self) -> bool {
+        true // by the function's inputs and the weights that it reads
     }
 }
 
@@ -58,8 +67,7 @@ pub(crate) fn segment<const N: usize>(
         _graph: graph,
         _inputs: inputs.map(Tensor::clone).into(),
     };
-    // The output is taken out of its graph, for which this op stands.
-    record_tracked(name, end, &[&output], false, true)
+    record(name, end, &[&output], false)
 }
 
 /// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.
@@ -79,6 +87,8 @@ fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
             reads: Vec::new(),
             output,
             kept: Vec::new(),
+            forward: vec![Step::Output],
+            backward: Vec::new(),
         }));
         let leaf = hollow(x.shape(), x.dtype(), Role::Output, true)?;
         session.add_made(&leaf, true);

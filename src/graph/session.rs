@@ -131,7 +131,10 @@ pub(crate) fn trace_with_tensors<T: Outputs>(
     SESSION.set(Some(Session {
         id: NEXT.fetch_add(1, Ordering::Relaxed),
         target,
-        graph: Graph::default(),
+        graph: Graph {
+            target,
+            ..Graph::default()
+        },
         values: HashMap::new(),
         held: Vec::new(),
         gone: HashSet::new(),
@@ -305,7 +308,7 @@ impl Session {
                 });
             }
             None if x.is_variable() => Source::Weight(String::new()),
-            None => Source::Constant,
+            None | Some(Role::Constant) => Source::Constant,
         };
         let is_named = |other: &&Value| other.source == source;
         if let Source::Input(name) | Source::Weight(name) = &source
@@ -339,7 +342,12 @@ impl Session {
             let its_drop = Event::Drop(value);
             self.graph.events.retain(|event| *event != its_drop);
         }
-        Ok(Operand { value, view })
+        let tracked = x.track_op() && self.graph.value(value).tracked;
+        Ok(Operand {
+            value,
+            view,
+            tracked,
+        })
     }
 }
 
@@ -351,7 +359,7 @@ struct Behind {
     trace: u64,
     value: ValueId,
     /// What lives as long: what the op keeps, and the inputs that backward would read.
-    _keeps: (Box<dyn Any + Send + Sync>, Vec<Tensor>),
+    _keeps: Option<(Box<dyn Any + Send + Sync>, Vec<Tensor>)>,
 }
 
 impl Drop for Behind {
@@ -389,23 +397,18 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
     inputs: &[&Tensor],
     composed: bool,
 ) -> Result<Tensor> {
-    record_tracked(name, op, inputs, composed, false)
-}
-
-/// As [`record`]; a gradient reaches the output by its inputs, or `anyhow`.
-pub(super) fn record_tracked<C: Spec + Send + Sync + 'static>(
-    name: &'static str,
-    op: C,
-    inputs: &[&Tensor],
-    composed: bool,
-    anyhow: bool,
-) -> Result<Tensor> {
     let shapes: Vec<probe::Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
     let (shape, dtype) = op.output(&shapes);
     let kept = op.kept(&shapes);
     let reads = op.reads();
+    let on = target().unwrap_or_default();
+    let steps = [
+        op.forward_steps(&shapes, on),
+        op.backward_steps(&shapes, on),
+    ];
     let path = probe::op_path(name).to_string();
     with_session(|session| {
+        session.told_drops(); // before the operands: what is read has not gone
         let operands = inputs
             .iter()
             .map(|x| session.operand(x))
@@ -415,12 +418,10 @@ pub(super) fn record_tracked<C: Spec + Send + Sync + 'static>(
             .map(|x| session.operand(x))
             .collect::<Result<Vec<_>>>()?;
         // By the table too: a hollow output has a node of candle's where a real one has none.
-        let is_tracked = |(x, operand): (&&Tensor, &Operand)| {
-            x.track_op() && session.graph.values[operand.value.0].tracked
-        };
-        let by_inputs = is_grad_enabled() && inputs.iter().zip(&operands).any(is_tracked);
-        let tracked = anyhow || by_inputs;
+        let tracked = is_grad_enabled() && operands.iter().any(|operand| operand.tracked);
+        let tracked = tracked || op.is_tracked();
         let output = ValueId(session.graph.values.len());
+        let [forward, backward] = steps;
         let kept_values = kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
             name,
             value: ValueId(output.0 + 1 + i),
@@ -434,17 +435,22 @@ pub(super) fn record_tracked<C: Spec + Send + Sync + 'static>(
             reads,
             output,
             kept: kept_values.collect(),
+            forward,
+            backward,
         }));
         op.forwarded();
-        let inputs = if by_inputs { inputs } else { &[] };
-        let inputs: Vec<Tensor> = inputs.iter().map(|x| (*x).clone()).collect();
+        // Without a graph nothing outlives the call.
+        let keeps = tracked.then(|| {
+            let inputs: Vec<Tensor> = inputs.iter().map(|x| (*x).clone()).collect();
+            (Box::new(op) as Box<dyn Any + Send + Sync>, inputs)
+        });
         let y = Behind {
             name,
             shape,
             dtype,
             trace: session.id,
             value: output,
-            _keeps: (Box::new(op), inputs),
+            _keeps: keeps,
         }
         .tensor()?;
         session.add_made(&y, tracked);

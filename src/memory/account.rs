@@ -2,6 +2,7 @@
 
 use crate::report::{Column, Fields, Report, format_mib};
 use serde::Serialize;
+use std::borrow::Cow;
 use std::fmt;
 
 /// What a term of an [`Account`] is there for, in the order in which they come to be.
@@ -93,9 +94,9 @@ pub struct Part {
     /// What it is there for.
     pub holds: Holds,
     /// What it is.
-    pub what: &'static str,
+    pub what: Cow<'static, str>,
     /// How many elements one has, in letters.
-    pub formula: &'static str,
+    pub formula: Cow<'static, str>,
     /// How many there are: one a layer, say.
     pub count: u64,
     /// The size of an element.
@@ -114,8 +115,8 @@ impl Account {
     pub(super) fn with(
         self,
         holds: Holds,
-        what: &'static str,
-        formula: &'static str,
+        what: impl Into<Cow<'static, str>>,
+        formula: impl Into<Cow<'static, str>>,
         elements: f64,
         element_bytes: usize,
     ) -> Self {
@@ -127,15 +128,15 @@ impl Account {
         mut self,
         count: f64,
         holds: Holds,
-        what: &'static str,
-        formula: &'static str,
+        what: impl Into<Cow<'static, str>>,
+        formula: impl Into<Cow<'static, str>>,
         elements: f64,
         element_bytes: usize,
     ) -> Self {
         self.parts.push(Part {
             holds,
-            what,
-            formula,
+            what: what.into(),
+            formula: formula.into(),
             count: count as u64,
             element_bytes,
             bytes: (count * elements * element_bytes as f64) as u64, // saturates
@@ -199,9 +200,9 @@ impl Part {
     fn fields(&self) -> Fields {
         let mut fields = Fields::new();
         fields.insert("holds", self.holds.name());
-        fields.insert("what", self.what);
+        fields.insert("what", self.what.as_ref());
         fields.insert("count", self.count);
-        fields.insert("formula", self.formula);
+        fields.insert("formula", self.formula.as_ref());
         fields.insert("element_bytes", self.element_bytes);
         fields.insert("bytes", self.bytes);
         fields

@@ -1,11 +1,9 @@
 //! The memory of attention, from its sizes alone.
 
 use super::{Account, Holds, Kernels};
-use crate::attention::{Algorithm, Mask};
-use crate::kernels::cpu::flash_attention::{
-    Sizes, Tiles, backward_scratch_elements, forward_scratch_elements,
-};
-use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
+use crate::attention::{Algorithm, Mask, flash, naive};
+use crate::graph::{Room, Target};
+use crate::kernels::cpu::{flash_attention, naive_attention};
 use crate::kernels::workspace;
 use candle_core::DType;
 
@@ -115,61 +113,48 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload, kernels: K
     let keep = |account: Account, what, formula, elements, width| {
         account.with(Holds::Activations, what, formula, elements, width)
     };
-    let (account, (what, formula, scratch, scratch_width)) = match (workload.algorithm, kernels) {
-        (Algorithm::Flash, _) => {
-            let rows = workload.rows();
+    let no_kernel = (workload.algorithm, kernels) == (Algorithm::Naive, Kernels::Cuda)
+        && workload.dtype == DType::F64;
+    let (account, room) = match workload.algorithm {
+        Algorithm::Flash => {
             let parts = workspace::flash_lse_parts(workload.dtype);
-            let account = keep(account, "log-sum-exp", "BHT", rows, parts * wide);
+            let account = keep(account, "log-sum-exp", "BHT", workload.rows(), parts * wide);
             let account = match wide == width {
                 true => account,
                 false => keep(account, "what rounding took from out", "BHTDh", n, width),
             };
-            let scratch = match kernels {
-                Kernels::Cpu => {
-                    let [_, elements] = flash_scratch(workload);
-                    ("delta, dq's sums, tiles", "BHT + ..", elements, wide)
-                }
-                Kernels::Cuda => {
-                    let words = flash_backward_on_card(workload);
-                    ("delta, dq's sums", "BH(T + ..)(Dh + ..)", words, 4)
-                }
-            };
-            (account, scratch)
+            (account, backward_room(workload, kernels))
         }
-        (Algorithm::Naive, Kernels::Cpu) => {
-            let [_, elements] = naive_scratch(workload);
-            let scratch = ("scores' gradient, one a thread", "T^2", elements, wide);
-            let account = keep(account, "probabilities", "BHT^2", scores, wide);
-            (account, scratch)
-        }
-        // No kernel there: scores and probabilities are kept; candle adds the probabilities' gradient to zeros.
-        (Algorithm::Naive, Kernels::Cuda) if workload.dtype == DType::F64 => {
-            let scratch = (
-                "the probabilities' gradient, zeros and sums",
-                "5BHT^2",
-                5.0 * scores,
-                width,
-            );
+        // Scores and probabilities are kept; candle adds the probabilities' gradient to zeros.
+        Algorithm::Naive if no_kernel => {
             let account = keep(account, "scores", "BHT^2", scores, width);
             let account = keep(account, "probabilities", "BHT^2", scores, width);
-            (account, scratch)
+            let room = Room {
+                what: "the probabilities' gradient, zeros and sums",
+                formula: "5BHT^2",
+                elements: 5.0 * scores,
+                element_bytes: width,
+            };
+            (account, room)
         }
-        (Algorithm::Naive, Kernels::Cuda) => {
-            let elements = naive_scores_on_card(workload);
-            let name = "scores' gradients of some heads";
-            let scratch = (
-                name,
-                "..T^2",
-                elements,
-                naive_backward_width(workload.dtype),
-            );
-            let account = keep(account, "probabilities", "BHT^2", scores, width);
-            (account, scratch)
+        Algorithm::Naive => {
+            let kept_width = match kernels {
+                Kernels::Cpu => wide,
+                Kernels::Cuda => width,
+            };
+            let account = keep(account, "probabilities", "BHT^2", scores, kept_width);
+            (account, backward_room(workload, kernels))
         }
     };
     let storing = 2.0 * n;
-    match scratch * scratch_width as f64 > storing * width as f64 {
-        true => account.with(Holds::Scratch, what, formula, scratch, scratch_width),
+    match room.elements * room.element_bytes as f64 > storing * width as f64 {
+        true => account.with(
+            Holds::Scratch,
+            room.what,
+            room.formula,
+            room.elements,
+            room.element_bytes,
+        ),
         false => {
             let what = "a gradient's zeros and sum";
             account.with(Holds::Scratch, what, "2BHTDh", storing, width)
@@ -177,79 +162,9 @@ pub(super) fn between(account: Account, workload: &AttentionWorkload, kernels: K
     }
 }
 
-/// Elements that naive's forward and its backward take for themselves: backward a matrix of (T, T), both what half
-/// precision is widened to, head by head, and what products pack.
-pub(super) fn naive_scratch(workload: &AttentionWorkload) -> [f64; 2] {
-    let (t, threads) = (workload.sequence_length, rayon::current_num_threads());
-    // As the kernel shares its matrices out.
-    let (at_once, inside) = match workload.matrices() < 2.0 * threads as f64 {
-        true => (1.0, Threads::All),
-        false => (threads as f64, Threads::One),
-    };
-    let width = workload.dtype.size_in_bytes();
-    let head_dim = workload.head_dim;
-    // q, k, v and out before it is rounded; q, k, v, dout, and dq, dk, dv before they are rounded.
-    let widened = match width < 4 {
-        true => t as f64 * head_dim as f64,
-        false => 0.0,
-    };
-    let packed = |depth, cols, a_transposed, b_transposed| {
-        let sizes = ProductSizes {
-            rows: t,
-            depth,
-            cols,
-            a_transposed,
-            b_transposed,
-            element_bytes: width.max(4),
-        };
-        packing_bytes(sizes, inside) / width.max(4) as f64
-    };
-    let scores = packed(head_dim, t, false, true); // q k^T, dout v^T
-    let values = packed(t, head_dim, false, false); // p v, ds k
-    let gradients = packed(t, head_dim, true, false); // p^T dout, ds^T q
-    let forward = scores.max(values);
-    [
-        at_once * (4.0 * widened + forward),
-        at_once * (t as f64 * t as f64 + 7.0 * widened + forward.max(gradients)),
-    ]
-}
-
-/// Elements that flash's forward and its backward take for themselves: tiles, delta, and the dq that is not written in
-/// place.
-pub(super) fn flash_scratch(workload: &AttentionWorkload) -> [f64; 2] {
-    let sizes = flash_sizes(workload);
-    let tiles = Tiles::for_head_dim(workload.head_dim);
-    [
-        forward_scratch_elements(&sizes, &tiles),
-        backward_scratch_elements(&sizes, &tiles, workload.dtype.size_in_bytes()),
-    ]
-}
-
-/// Bytes of each score that naive's backward has on a card: of the probability's gradient and, in half precision, of
-/// its own.
-pub(super) fn naive_backward_width(dtype: DType) -> usize {
-    match dtype.size_in_bytes() {
-        half @ ..4 => 4 + half,
-        width => width,
-    }
-}
-
-/// The scores that naive has on a card at once beside the probabilities.
-pub(super) fn naive_scores_on_card(workload: &AttentionWorkload) -> f64 {
-    let heads = workload.batch_size.saturating_mul(workload.heads);
-    let t = workload.sequence_length;
-    let of_head = t.saturating_mul(t);
-    let at_once = workspace::naive_heads_at_once(heads, of_head, workload.dtype);
-    at_once as f64 * of_head as f64
-}
-
-/// What flash's backward takes on a card, in words.
-pub(super) fn flash_backward_on_card(workload: &AttentionWorkload) -> f64 {
-    workspace::flash_backward(&flash_sizes(workload)) as f64
-}
-
-fn flash_sizes(workload: &AttentionWorkload) -> Sizes {
-    Sizes {
+/// As flash attention's kernels are told.
+fn flash_sizes(workload: &AttentionWorkload) -> flash_attention::Sizes {
+    flash_attention::Sizes {
         batch: workload.batch_size,
         heads: workload.heads,
         kv_heads: workload.heads.max(1),
@@ -258,5 +173,36 @@ fn flash_sizes(workload: &AttentionWorkload) -> Sizes {
         head_dim: workload.head_dim,
         mask: workload.mask,
         scale: 1.0,
+    }
+}
+
+/// What the algorithm's backward takes for itself, where there is a kernel.
+fn backward_room(workload: &AttentionWorkload, kernels: Kernels) -> Room {
+    let (target, dtype) = (kernels.into(), workload.dtype);
+    match workload.algorithm {
+        Algorithm::Flash => flash::backward_room(&flash_sizes(workload), dtype, target),
+        Algorithm::Naive => {
+            let matrices = workload.batch_size.saturating_mul(workload.heads);
+            let sizes = naive_attention::Sizes {
+                batch: matrices,
+                kv_batch: matrices,
+                queries: workload.sequence_length,
+                keys: workload.sequence_length,
+                head_dim: workload.head_dim,
+                value_dim: workload.head_dim,
+            };
+            naive::backward_room(&sizes, dtype, target)
+        }
+    }
+}
+
+/// The larger of what flash attention's two passes take for themselves on the CPU.
+pub(super) fn flash_room(workload: &AttentionWorkload) -> Room {
+    let (sizes, dtype) = (flash_sizes(workload), workload.dtype);
+    let backward = flash::backward_room(&sizes, dtype, Target::Cpu);
+    let forward = flash::forward_room(&sizes, dtype, Target::Cpu);
+    match forward.filter(|forward| forward.elements > backward.elements) {
+        Some(forward) => forward,
+        None => backward,
     }
 }

@@ -1,8 +1,11 @@
 //! The memory of a pass or a step, from its sizes alone.
 
-use super::walk::{Buffer, walk};
+use super::naming::Naming;
+use super::replay::{Buffer, Formula, Outcome, What, elements, replay};
+use super::stack::{self, Stack};
 use super::{Account, Holds};
 use crate::attention::Algorithm;
+use crate::graph::{Graph, Source, Target, ValueId};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::Precision;
@@ -27,6 +30,13 @@ pub enum Mode {
     TrainStep,
 }
 
+impl Mode {
+    /// Whether backward runs.
+    pub(super) fn has_backward(self) -> bool {
+        matches!(self, Self::ForwardBackward | Self::TrainStep)
+    }
+}
+
 /// Whose kernels run. Ops that have none on a card are composed of candle's there, and keep and take more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -45,6 +55,24 @@ impl Kernels {
         match device {
             Device::Cuda(_) => Self::Cuda,
             _ => Self::Cpu,
+        }
+    }
+}
+
+impl From<Target> for Kernels {
+    fn from(target: Target) -> Self {
+        match target {
+            Target::Cpu => Self::Cpu,
+            Target::Cuda => Self::Cuda,
+        }
+    }
+}
+
+impl From<Kernels> for Target {
+    fn from(kernels: Kernels) -> Self {
+        match kernels {
+            Kernels::Cpu => Self::Cpu,
+            Kernels::Cuda => Self::Cuda,
         }
     }
 }
@@ -76,7 +104,11 @@ pub struct Workload {
 /// Bytes of an eager pass or step, by what they hold: every buffer that the run will take, followed through forward and
 /// backward by its size alone.
 ///
-/// What forward leaves for backward, in elements: N = B T; S is what attention keeps beside its inputs and output, the
+/// The pass is traced ([`graph::trace`](crate::graph::trace())) and its graph is replayed, op by op, as [`estimate_graph`]
+/// does for any function; of a model's blocks, which are alike, at most three of each kind are traced, and the one in the
+/// middle stands for all between. A tensor of 2^63 bytes, which cannot be addressed, makes the peak `u64::MAX`.
+///
+/// What forward of [`TransformerLM`](crate::model::TransformerLM) leaves for backward, in elements: N = B T; S is what attention keeps beside its inputs and output, the
 /// probabilities, B H T^2 in f32, if it is naive; if it is flash, the log-sum-exp of their rows, B H T in f32, and what
 /// rounding took from it, as much again, or in half precision what rounding took from its output, N D in half.
 ///
@@ -159,27 +191,194 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     check(config, workload)?;
     check_some("batch_size", workload.batch_size)?;
     check_some("sequence_length", workload.sequence_length)?;
-    let outcome = walk(config, workload);
-    let precision = workload.precision;
-    let parameters = config.num_parameters() as f64;
-    let parameter_bytes = parameters * precision.parameter_dtype().size_in_bytes() as f64;
-    let gradient_bytes = match workload.mode {
-        Mode::Forward | Mode::ForwardKeepingGraph => 0.0,
-        Mode::ForwardBackward | Mode::TrainStep => parameter_bytes,
+    let residents = stack::residents(config, workload);
+    let sizes = stack::sizes(config, workload);
+    if !stack::is_addressable(config, workload) {
+        return Ok(Estimate::beyond(workload.mode, sizes, &residents));
+    }
+    let stack = Stack::new(config, workload)?;
+    let outcome = stack.replay(workload.mode, residents);
+    let naming = Naming {
+        graph: &stack.graph,
+        letters: &stack::letters(config, workload),
     };
-    let account = account(outcome.sizes, &outcome.at_peak);
-    Ok(Estimate {
-        parameter_bytes: parameter_bytes as u64, // all of these saturate
-        gradient_bytes: gradient_bytes as u64,
-        optimizer_bytes: account.bytes_of(Holds::Optimizer),
-        activation_bytes: account.bytes_of(Holds::Activations),
-        weight_cast_bytes: account.bytes_of(Holds::WeightCasts),
-        logit_bytes: account.bytes_of(Holds::Logits),
-        transient_bytes: account.bytes_of(Holds::Scratch),
-        after_forward_bytes: outcome.after_forward_bytes as u64,
-        peak_bytes: outcome.peak_bytes as u64,
-        account,
-    })
+    let parameters = config.num_parameters() as f64;
+    let parameter_bytes = parameters * workload.precision.parameter_dtype().size_in_bytes() as f64;
+    Ok(Estimate::of(
+        &outcome,
+        parameter_bytes,
+        workload.mode,
+        naming,
+        sizes,
+    ))
+}
+
+/// The account of one pass or step of any traced function, as far as `mode` says: its forward, backward from its first
+/// output, and AdamW for the weights that get a gradient.
+///
+/// What was traced is what is replayed: whether forward keeps a graph, autocast regions, segments that are checkpointed or
+/// released, what is dropped when; on the kernels of the trace's [`Target`]. Weights, inputs and constants that the function
+/// reads are there from the beginning, each once. Ops that are composed of candle's own count for what they take and return;
+/// what several of candle's keep between them is left out, so where a kernel is missing this is too low.
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use tallow::graph::{self, Target};
+/// use tallow::memory::{Mode, estimate_graph};
+/// use tallow::{nn::Linear, ops};
+///
+/// let weights = graph::weights(DType::F32);
+/// let up = Linear::new(256, 1024, weights.pp("up"))?;
+/// let down = Linear::new(1024, 256, weights.pp("down"))?;
+/// let x = graph::input("x", (64, 256), DType::F32)?;
+/// let targets = graph::input("targets", 64, DType::U32)?;
+/// let model = |x: &Tensor| down.forward(&ops::relu(&up.forward(x)?)?);
+///
+/// let graph = graph::trace(Target::Cpu, || ops::cross_entropy(&model(&x)?, &targets))?;
+/// let step = estimate_graph(&graph, Mode::TrainStep)?;
+/// assert_eq!(step.parameter_bytes, 4 * 2 * 256 * 1024);
+/// assert_eq!(step.optimizer_bytes, 2 * step.parameter_bytes);
+/// assert_eq!(step.activation_bytes, 4 * 64 * (2 * 1024 + 256)); // both of ReLU's sides, and the logits
+/// println!("{step}");
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A mode with a backward of a graph whose first output no gradient leaves.
+pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
+    let output = graph.outputs.first();
+    let is_tracked = output.is_some_and(|output| output.tracked);
+    if mode.has_backward() && !is_tracked {
+        return Err(Error::Order {
+            op: "memory::estimate_graph",
+            problem: "no gradient leaves the function's first output".into(),
+            hint:
+                "trace it outside of no_grad with a weight that it reads, or ask for Mode::Forward"
+                    .into(),
+        });
+    }
+    let weights = graph.weights().map(|(id, _)| graph.value(id));
+    let parameter_bytes =
+        weights.map(|weight| elements(&weight.shape) * weight.dtype.size_in_bytes() as f64);
+    let parameter_bytes = parameter_bytes.sum();
+    let outcome = replay(graph, mode, residents(graph, mode), &[]);
+    let place = place(graph.target.into());
+    let sizes = format!(
+        "{} ops, {} weights; {place}",
+        graph.nodes().count(),
+        graph.weights().count()
+    );
+    let naming = Naming {
+        graph,
+        letters: &[],
+    };
+    Ok(Estimate::of(&outcome, parameter_bytes, mode, naming, sizes))
+}
+
+/// What is there before the function is called: what it reads from outside and, for a step, the optimizer's state.
+fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
+    let mut residents = Vec::new();
+    for (i, value) in graph.values.iter().enumerate() {
+        let mut add = |holds, what, width| {
+            residents.push(Buffer {
+                holds,
+                what,
+                formula: Formula::Of(ValueId(i)),
+                elements: elements(&value.shape),
+                width,
+                count: 1.0,
+            });
+        };
+        let width = value.dtype.size_in_bytes();
+        match value.source {
+            Source::Weight(_) => {
+                add(Holds::Weights, What::Weight(ValueId(i)), width);
+                if mode == Mode::TrainStep {
+                    for what in optimizer_state(width) {
+                        add(Holds::Optimizer, What::Named(what), size_of::<f32>());
+                    }
+                }
+            }
+            Source::Input(_) => add(Holds::Inputs, What::Named("inputs"), width),
+            Source::Constant => add(Holds::Inputs, What::Named("constants"), width),
+            Source::Node => {}
+        }
+    }
+    residents
+}
+
+/// What AdamW keeps of a parameter with so many bytes an element, in f32 each.
+pub(super) fn optimizer_state(width: usize) -> impl Iterator<Item = &'static str> {
+    let master = (width < size_of::<f32>()).then_some("master weights");
+    ["exp_avg", "exp_avg_sq"].into_iter().chain(master)
+}
+
+/// Whose memory it is, and what shares it.
+pub(super) fn place(kernels: Kernels) -> String {
+    match kernels {
+        Kernels::Cpu => format!("{} threads", rayon::current_num_threads()),
+        Kernels::Cuda => "on a card".into(),
+    }
+}
+
+impl Estimate {
+    fn of(
+        outcome: &Outcome,
+        parameter_bytes: f64,
+        mode: Mode,
+        naming: Naming<'_>,
+        sizes: String,
+    ) -> Self {
+        let account = naming.account(sizes, &outcome.at_peak);
+        let gradient_bytes = match mode.has_backward() {
+            true => parameter_bytes,
+            false => 0.0,
+        };
+        Self {
+            parameter_bytes: parameter_bytes as u64, // all of these saturate
+            gradient_bytes: gradient_bytes as u64,
+            optimizer_bytes: account.bytes_of(Holds::Optimizer),
+            activation_bytes: account.bytes_of(Holds::Activations),
+            weight_cast_bytes: account.bytes_of(Holds::WeightCasts),
+            logit_bytes: account.bytes_of(Holds::Logits),
+            transient_bytes: account.bytes_of(Holds::Scratch),
+            after_forward_bytes: outcome.after_forward_bytes as u64,
+            peak_bytes: outcome.peak_bytes as u64,
+            account,
+        }
+    }
+
+    /// Of sizes that no graph can have: one tensor alone cannot be addressed.
+    fn beyond(mode: Mode, sizes: String, residents: &[Buffer]) -> Self {
+        let naming = Naming {
+            graph: &Graph::default(),
+            letters: &[],
+        };
+        let account = naming.account(sizes, residents).with(
+            Holds::Activations,
+            "more than can be addressed",
+            "2^63 and more",
+            f64::INFINITY,
+            1,
+        );
+        let parameter_bytes = account.bytes_of(Holds::Weights);
+        Self {
+            parameter_bytes,
+            gradient_bytes: if mode.has_backward() {
+                parameter_bytes
+            } else {
+                0
+            },
+            optimizer_bytes: account.bytes_of(Holds::Optimizer),
+            activation_bytes: u64::MAX,
+            weight_cast_bytes: 0,
+            logit_bytes: u64::MAX,
+            transient_bytes: 0,
+            after_forward_bytes: u64::MAX,
+            peak_bytes: u64::MAX,
+            account,
+        }
+    }
 }
 
 /// Refuses what has no account.
@@ -203,28 +402,6 @@ pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
         }),
         _ => Ok(()),
     }
-}
-
-/// The buffers as terms: those that are alike as one.
-fn account(sizes: String, buffers: &[Buffer]) -> Account {
-    let mut terms: Vec<Buffer> = Vec::new();
-    for buffer in buffers {
-        let alike = |term: &&mut Buffer| {
-            (term.holds, term.what, term.size, term.width)
-                == (buffer.holds, buffer.what, buffer.size, buffer.width)
-        };
-        match terms.iter_mut().find(alike) {
-            Some(term) => term.count += buffer.count,
-            None => terms.push(*buffer),
-        }
-    }
-    terms.sort_by_key(|term| term.holds); // stable: within each, as they came to be
-    terms.iter().fold(Account::new(sizes), |account, term| {
-        let (formula, elements) = (term.size.formula, term.size.elements);
-        account.with_many(
-            term.count, term.holds, term.what, formula, elements, term.width,
-        )
-    })
 }
 
 impl fmt::Display for Estimate {

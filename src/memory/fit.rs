@@ -2,7 +2,7 @@
 
 use super::Workload;
 use super::estimate::{check, check_some};
-use super::walk::walk;
+use super::stack::peak_bytes;
 use crate::Result;
 use crate::model::TransformerConfig;
 use crate::precision::Precision;
@@ -41,8 +41,8 @@ pub fn largest_batch_size(
             batch_size,
             ..workload.clone()
         };
-        peak(config, &workload) > available_bytes as f64
-    });
+        Ok(peak_bytes(config, &workload)? > available_bytes as f64)
+    })?;
     Ok(Some(beyond.unwrap_or(LARGEST) - 1).filter(|batch_size| *batch_size > 0))
 }
 
@@ -77,8 +77,8 @@ pub fn smallest_sequence_beyond(
             sequence_length,
             ..workload.clone()
         };
-        peak(config, &workload) > available_bytes as f64
-    });
+        Ok(peak_bytes(config, &workload)? > available_bytes as f64)
+    })?;
     Ok(beyond.unwrap_or(LARGEST))
 }
 
@@ -120,38 +120,34 @@ pub fn smallest_sequence_saved(
 ) -> Result<Option<usize>> {
     check(config, workload)?;
     check_some("batch_size", workload.batch_size)?;
-    Ok(first(|sequence_length| {
+    first(|sequence_length| {
         let at = |precision| Workload {
             sequence_length,
             precision,
             ..workload.clone()
         };
-        peak(config, &at(workload.precision)) < peak(config, &at(Precision::F32))
-    }))
-}
-
-/// In f64, which goes on where bytes in 64 bits end.
-fn peak(config: &TransformerConfig, workload: &Workload) -> f64 {
-    walk(config, workload).peak_bytes
+        let peak = |precision| peak_bytes(config, &at(precision));
+        Ok(peak(workload.precision)? < peak(Precision::F32)?)
+    })
 }
 
 /// The first size from 1 on for which `holds`, which holds for all after it too.
-fn first(holds: impl Fn(usize) -> bool) -> Option<usize> {
+fn first(holds: impl Fn(usize) -> Result<bool>) -> Result<Option<usize>> {
     let mut not = 0; // the largest known not to, or none
     let mut size = 1;
-    while !holds(size) {
+    while !holds(size)? {
         if size >= LARGEST {
-            return None;
+            return Ok(None);
         }
         not = size;
         size *= 2;
     }
     while size - not > 1 {
         let middle = not + (size - not) / 2;
-        match holds(middle) {
+        match holds(middle)? {
             true => size = middle,
             false => not = middle,
         }
     }
-    Some(size)
+    Ok(Some(size))
 }

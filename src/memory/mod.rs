@@ -1,13 +1,14 @@
 //! Where the bytes go: predicted before a run, measured during it.
 //!
-//! What lives here: [`estimate`], the account of a step from its sizes alone, and what follows from it
-//! ([`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`], [`recommend`],
-//! [`most_frugal`]); [`attention_account`] and
-//! [`self_attention_account`], those of attention alone and of its layer, and [`planned_attention_account`]; [`tracker`], an allocator that counts;
-//! [`measure()`], a step's peak by it; [`record()`] and [`record_on()`], which keep every block with its origin, and what is made of it: sums ([`Recording`]), a picture
-//! ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what the
-//! process has taken; [`Meter`], a device's counters whatever the device. Models and attention alone are predicted for the CPU's
-//! kernels or a card's ([`Kernels`]). What does not: timing ([`crate::bench`]).
+//! What lives here: [`estimate`], the account of a step from its sizes alone, [`estimate_graph`], that of any traced
+//! function, and what follows ([`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`],
+//! [`recommend`], [`most_frugal`]); [`attention_account`] and [`self_attention_account`], those of attention alone and of
+//! its layer, and [`planned_attention_account`]; [`tracker`], an allocator that counts; [`measure()`], a step's peak by it;
+//! [`record()`] and [`record_on()`], which keep every block with its origin, and what is made of it: sums ([`Recording`]),
+//! a picture ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what
+//! the process has taken; [`Meter`], a device's counters whatever the device. Functions, models and attention alone are
+//! predicted for the CPU's kernels or a card's ([`Kernels`]). What does not: timing ([`crate::bench`]); what an op takes and
+//! keeps, which its own file says ([`Step`](crate::graph::Step)).
 
 mod account;
 mod attention;
@@ -15,20 +16,22 @@ mod estimate;
 mod fit;
 mod measure;
 mod meter;
+mod naming;
 mod planned;
 mod recommend;
 mod recording;
+mod replay;
 mod saved;
 mod self_attention;
 mod snapshot;
+mod stack;
 pub mod system;
 mod timeline;
 pub mod tracker;
-mod walk;
 
 pub use account::{Account, Holds, Part, smallest_beyond};
 pub use attention::{AttentionWorkload, attention_account};
-pub use estimate::{Estimate, Kernels, Mode, Workload, estimate};
+pub use estimate::{Estimate, Kernels, Mode, Workload, estimate, estimate_graph};
 pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved};
 pub use measure::{Measured, measure};
 pub use meter::Meter;

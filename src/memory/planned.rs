@@ -1,6 +1,6 @@
 //! The memory of planned attention: the plan's.
 
-use super::attention::flash_scratch;
+use super::attention::flash_room;
 use super::{Account, AttentionWorkload, Holds, Kernels};
 use crate::Result;
 use crate::attention::{Algorithm, AttentionConfig};
@@ -88,10 +88,15 @@ pub fn planned_attention_account(
             width,
         );
     if (w.algorithm, kernels) == (Algorithm::Flash, Kernels::Cpu) {
-        let [forward, backward] = flash_scratch(w);
-        let name = "delta, dq's sums, tiles";
-        let most = forward.max(backward);
-        return Ok(account.with(Holds::Scratch, name, "BHT + ..", most, width.max(4)));
+        let room = flash_room(w);
+        let (what, formula) = (room.what, room.formula);
+        return Ok(account.with(
+            Holds::Scratch,
+            what,
+            formula,
+            room.elements,
+            room.element_bytes,
+        ));
     }
     // There before backward too, as the arena is.
     Ok(match plan.workspace_bytes() {

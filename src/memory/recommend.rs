@@ -1,11 +1,11 @@
 //! What must be run again for a step to fit.
 
 use super::estimate::{check, check_some};
-use super::walk::walk;
+use super::stack;
 use super::{Mode, Workload};
-use crate::Result;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
+use crate::{Error, Result};
 use std::iter::successors;
 use std::num::NonZeroUsize;
 
@@ -51,12 +51,14 @@ pub fn recommend(
         return Ok(None);
     }
     let fits = |checkpointing| {
-        let peak_bytes = peak(config, workload, checkpointing);
-        (peak_bytes <= available_bytes as f64).then_some(peak_bytes)
+        let peak_bytes = peak(config, workload, checkpointing)?;
+        Ok::<_, Error>((peak_bytes <= available_bytes as f64).then_some(peak_bytes))
     };
     let free = [Checkpointing::None, Checkpointing::Release];
-    if let Some(strategy) = free.into_iter().find(|strategy| fits(*strategy).is_some()) {
-        return Ok(Some(strategy));
+    for strategy in free {
+        if fits(strategy)?.is_some() {
+            return Ok(Some(strategy));
+        }
     }
     let mut best: Option<(usize, f64, Checkpointing)> = None;
     for strategy in segments(layers) {
@@ -64,7 +66,7 @@ pub fn recommend(
         if best.is_some_and(|(fewest, ..)| again > fewest) {
             continue;
         }
-        if let Some(peak_bytes) = fits(strategy)
+        if let Some(peak_bytes) = fits(strategy)?
             && best.is_none_or(|(fewest, least, _)| (again, peak_bytes) < (fewest, least))
         {
             best = Some((again, peak_bytes, strategy));
@@ -100,7 +102,7 @@ pub fn most_frugal(
     let mut best = (Checkpointing::None, f64::INFINITY);
     let all = [Checkpointing::None, Checkpointing::Release].into_iter();
     for strategy in all.chain(segments(config.num_layers)) {
-        let peak_bytes = peak(config, workload, strategy);
+        let peak_bytes = peak(config, workload, strategy)?;
         if peak_bytes < best.1 {
             best = (strategy, peak_bytes);
         }
@@ -108,12 +110,16 @@ pub fn most_frugal(
     Ok((best.0, best.1 as u64)) // saturates
 }
 
-fn peak(config: &TransformerConfig, workload: &Workload, checkpointing: Checkpointing) -> f64 {
+fn peak(
+    config: &TransformerConfig,
+    workload: &Workload,
+    checkpointing: Checkpointing,
+) -> Result<f64> {
     let workload = Workload {
         checkpointing,
         ..workload.clone()
     };
-    walk(config, &workload).peak_bytes
+    stack::peak_bytes(config, &workload)
 }
 
 /// What no checkpointing changes: weights, and as far as the mode has them gradients and the optimizer's state.

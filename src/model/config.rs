@@ -6,6 +6,9 @@ use crate::{Error, Result};
 use candle_core::Shape;
 use serde::{Deserialize, Serialize};
 
+/// [`TransformerConfig::num_parameters`], in letters.
+pub(crate) const PARAMETERS_FORMULA: &str = "2VD + L(4D^2 + 3FD + 2D) + D";
+
 /// The sizes of a [`TransformerLM`](super::TransformerLM).
 ///
 /// The presets share a vocabulary of 10,000 and a context of 256; set what differs:

@@ -10,6 +10,7 @@ mod generate;
 mod toy;
 mod transformer;
 
+pub(crate) use config::PARAMETERS_FORMULA;
 pub use config::TransformerConfig;
 pub use generate::GenerateConfig;
 pub use toy::{ToyActivations, ToyModel};

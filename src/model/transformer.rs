@@ -67,6 +67,12 @@ impl TransformerLM {
     pub fn from_var_builder(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         config.validate()?;
         check_float(vb.dtype())?;
+        Self::of_any_length(config, vb)
+    }
+
+    /// As [`from_var_builder`](Self::from_var_builder), of a configuration that is a model's but for its context length, which
+    /// no memory need hold: for a trace.
+    pub(crate) fn of_any_length(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let rotary = RotaryEmbedding::new(
             config.rope_theta,
             config.head_dim(),

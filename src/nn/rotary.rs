@@ -1,6 +1,6 @@
 //! Positions as rotations.
 
-use crate::{Error, Result, device, ops};
+use crate::{Error, Result, device, graph, ops};
 use candle_core::{DType, Device, Tensor};
 
 /// The cosines and sines of rotary position embedding, for positions up to a maximum.
@@ -16,7 +16,8 @@ pub struct RotaryEmbedding {
 }
 
 impl RotaryEmbedding {
-    /// Tables for positions `0..max_length` of heads of `head_dim` elements.
+    /// Tables for positions `0..max_length` of heads of `head_dim` elements. In a [trace](crate::graph::trace()) they are
+    /// hollow.
     ///
     /// # Errors
     /// An odd or zero `head_dim`, a zero `max_length`, a theta that is not positive, tables beyond the
@@ -47,6 +48,14 @@ impl RotaryEmbedding {
             return refuse("theta", "positive and finite", theta.to_string());
         }
         let half = head_dim / 2;
+        if graph::is_tracing() {
+            // Whoever reads them is traced.
+            let table = || graph::constant((max_length, half), dtype);
+            return Ok(Self {
+                cos: table()?,
+                sin: table()?,
+            });
+        }
         // Cosine and sine, in f64 while they are computed.
         let wanted_bytes = (max_length as u64).saturating_mul(16 * half as u64);
         let available_bytes = device::total_bytes().unwrap_or(u64::MAX);

@@ -10,8 +10,8 @@ use super::check_same;
 use super::cpu::{for_stored, output, view};
 use super::dispatch::{Path, choose_where, has_kernel};
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
-use super::record::{Spec, apply2, composed_with, contiguous, like_first, widen};
-use crate::graph::Attribute;
+use super::record::{Composed, Spec, apply2, composed_as, contiguous, like_first, widen};
+use crate::graph::{Attribute, Step, Target};
 use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision::{self, Operand, is_castable};
 use crate::probe::Operand as Shaped;
@@ -158,10 +158,12 @@ fn of_two(
             Ok(apply2(&contiguous(&a)?, &contiguous(&b)?, kernel)?)
         }
         kernel => {
-            let attributes = || kernel.map_or_else(Vec::new, |kernel| kernel.attributes());
-            composed_with(op, &[&a, &b], (shape, dtype), attributes, || {
-                cast(&apply(&a, &b)?, dtype)
-            })
+            let composed = Composed {
+                hands_on: op == "add",
+                attributes: kernel.map_or_else(Vec::new, |kernel| kernel.attributes()),
+                ..Composed::new(shape, dtype)
+            };
+            composed_as(op, &[&a, &b], composed, || cast(&apply(&a, &b)?, dtype))
         }
     }
 }
@@ -228,6 +230,15 @@ impl Spec for Arithmetic {
         match self {
             Self::AddScaled(scale) => vec![("scale", Attribute::Number(*scale))],
             _ => Vec::new(),
+        }
+    }
+
+    fn backward_steps(&self, _: &[Shaped<'_>], _: Target) -> Vec<Step> {
+        match self {
+            Self::Add => vec![Step::HandOn(0), Step::HandOn(1)],
+            Self::Sub => vec![Step::HandOn(0), Step::gradient(1)],
+            Self::Mul => vec![Step::gradient(0), Step::gradient(1)],
+            Self::AddScaled(_) => vec![Step::HandOn(0), Step::gradient(1)],
         }
     }
 }

@@ -3,12 +3,12 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
+use super::embedding::ids_room;
 use super::linear::last_dim;
 use super::lowering::{Calls, Ids, Kernel, Lowering, Signature, Slot};
 use super::operand::operand;
-use super::record::{Spec, apply1, composed, contiguous, wide_input};
-use crate::graph;
-use crate::graph::Attribute;
+use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
+use crate::graph::{self, Attribute, Room, Step, Target};
 use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
 use crate::precision::decide;
 use crate::probe::Operand;
@@ -125,6 +125,11 @@ pub(super) struct Targets {
 }
 
 impl Targets {
+    /// What an op keeps of them.
+    pub(super) fn room(&self) -> Room {
+        ids_room(elements_of(self.tensor.dims()))
+    }
+
     /// For rows of logits of shape (`leading`, `classes`).
     pub(super) fn check(
         op: &'static str,
@@ -386,6 +391,22 @@ impl Spec for CrossEntropy {
             (logits.rows(), 2).into(),
             logits.wide_dtype(),
         )]
+    }
+
+    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+        let ids = self.targets.room();
+        let losses = Step::Pass(Room {
+            what: "losses",
+            formula: "BT",
+            elements: ids.elements,
+            element_bytes: inputs[0].wide_dtype().size_in_bytes(),
+        });
+        let made = made(self, inputs).into_iter();
+        [Step::Hold(ids)]
+            .into_iter()
+            .chain(made)
+            .chain([losses])
+            .collect()
     }
 }
 

@@ -5,18 +5,16 @@ use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::lowering::{Calls, Ids, Kernel, Lowering, Slot};
 use super::operand::{check_float, check_size};
-use super::record::{Spec, apply1, composed, contiguous, wide_input};
+use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
+use crate::graph::{Room, Step, Target};
 use crate::kernels::cpu::embedding as kernel;
+use crate::kernels::workspace;
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::{cuda::embedding as cuda_kernel, workspace},
-    candle_core::CudaStorage,
-};
+use {super::cuda, crate::kernels::cuda::embedding as cuda_kernel, candle_core::CudaStorage};
 
 /// `y[...] = table[tokens[...]]`: tokens (...) u32, table (V, D), y (..., D).
 ///
@@ -74,6 +72,16 @@ fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
     Ok((ids, shape.into()))
 }
 
+/// What an op keeps of token ids: in memory of the host's.
+pub(super) fn ids_room(ids: f64) -> Room {
+    Room {
+        what: "ids that ops keep",
+        formula: "BT",
+        elements: ids,
+        element_bytes: size_of::<u32>(),
+    }
+}
+
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {
     op: "embedding",
@@ -123,6 +131,27 @@ impl Spec for Embedding {
 
     fn reads(&self) -> Vec<Tensor> {
         vec![self.tokens.clone()]
+    }
+
+    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+        let ids = Step::Hold(ids_room(elements_of(self.tokens.dims())));
+        [ids].into_iter().chain(made(self, inputs)).collect()
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let sorted = (target == Target::Cuda).then(|| {
+            let (count, vocab_size) = (self.tokens.elem_count(), inputs[0].dims[0]);
+            let words: usize = workspace::embedding_backward(count, vocab_size)
+                .iter()
+                .sum();
+            Step::Take(Room {
+                what: "positions by id",
+                formula: "32V + ..",
+                elements: words as f64,
+                element_bytes: size_of::<u32>(),
+            })
+        });
+        sorted.into_iter().chain([Step::gradient(0)]).collect()
     }
 }
 

@@ -7,7 +7,8 @@ use super::linear::last_dim;
 use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::zeros_of;
 use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, widen};
-use crate::graph::Attribute;
+use crate::graph::{Attribute, Room, Step, Target};
+use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, layer_norm as kernel};
 use crate::precision::decide;
 use crate::probe::Operand;
@@ -154,6 +155,17 @@ impl Spec for LayerNorm {
     fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
         let x = &inputs[0];
         vec![("mean and rstd", (x.rows(), 2).into(), x.wide_dtype())]
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+        let partial = Room {
+            what: "partial sums of a norm",
+            formula: "BTD / 32",
+            elements: block_sums(inputs[0].rows(), inputs[1].dims[0]),
+            element_bytes: inputs[0].wide_dtype().size_in_bytes(),
+        };
+        let gradients = (0..3).map(Step::gradient);
+        [Step::Take(partial)].into_iter().chain(gradients).collect()
     }
 }
 

@@ -4,9 +4,11 @@ use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::lowering::{Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
+use super::packing::LinearProduct;
 use super::product::{Factor, product};
-use super::record::{Spec, apply2, composed, contiguous, float_input};
+use super::record::{Spec, apply2, composed, contiguous, float_input, made};
 use super::weight::{WeightCopy, with_copies};
+use crate::graph::{Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -158,6 +160,16 @@ impl Spec for Linear {
         self.copy.tensor().into_iter().collect()
     }
 
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let packed = linear_product(inputs).forward(target).map(Step::Pass);
+        let steps = made(self, inputs).into_iter().chain(packed);
+        steps.chain(self.copy.dropped(0)).collect()
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        linear_product(inputs).backward(target)
+    }
+
     fn forwarded(&self) {
         self.copy.forwarded();
     }
@@ -236,6 +248,17 @@ impl CustomOp2 for Linear {
             };
             Ok((dx, dw))
         })
+    }
+}
+
+/// The product of x (..., in) with W (out, in), in x's dtype.
+pub(super) fn linear_product(inputs: &[Operand<'_>]) -> LinearProduct {
+    let [x, weight] = [&inputs[0], &inputs[1]];
+    LinearProduct {
+        rows: x.rows(),
+        from: weight.dims[1],
+        to: weight.dims[0],
+        element_bytes: x.dtype.size_in_bytes(),
     }
 }
 

@@ -3,13 +3,13 @@
 use super::cast::converted;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, check_same_or_f32, choose};
-use super::linear::{ending, rows_of};
-use super::linear::{factors, read_weight};
+use super::linear::{ending, factors, linear_product, read_weight, rows_of};
 use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::{check_size, operand, zeros_of};
 use super::product::{Factor, product};
-use super::record::{Spec, apply3, composed, contiguous, wide_input};
+use super::record::{Spec, apply3, composed, contiguous, made, wide_input};
 use super::weight::{WeightCopy, with_copies};
+use crate::graph::{Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, bias as kernel};
 use crate::probe::Operand;
@@ -172,6 +172,26 @@ impl Spec for LinearBias {
 
     fn reads(&self) -> Vec<Tensor> {
         self.copy.tensor().into_iter().collect()
+    }
+
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let packed = linear_product(inputs).forward(target).map(Step::Pass);
+        let steps = made(self, inputs).into_iter().chain(packed);
+        steps.chain(self.copy.dropped(0)).collect()
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        // The bias's gradient before the others on the CPU, after them on a GPU.
+        let bias = Step::Gradient {
+            of: 2,
+            if_tracked: true,
+            taking: None,
+        };
+        let products = linear_product(inputs).backward(target);
+        match target {
+            Target::Cpu => [vec![bias], products].concat(),
+            Target::Cuda => [products, vec![bias]].concat(),
+        }
     }
 
     fn forwarded(&self) {

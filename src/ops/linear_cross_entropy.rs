@@ -11,7 +11,7 @@ use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous};
 use super::weight::{WeightCopy, with_copies};
 use super::{ending, linear};
-use crate::graph::{self, Target};
+use crate::graph::{self, Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};
 use crate::probe::Operand;
@@ -228,6 +228,73 @@ impl Spec for LinearCrossEntropy {
             .tensor()
             .into_iter()
             .chain([self.targets.tensor.clone()])
+            .collect()
+    }
+
+    /// The logits, and from them the loss; on a GPU the numbers of each row go again.
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let packed = linear::linear_product(inputs)
+            .forward(target)
+            .map(Step::Pass);
+        let ids = self.targets.room();
+        let room = |what, formula, numbers| {
+            Step::Pass(Room {
+                what,
+                formula,
+                elements: numbers * ids.elements,
+                element_bytes: inputs[0].wide_dtype().size_in_bytes(),
+            })
+        };
+        let logits = [Some(Step::Hold(ids)), Some(Step::Keep(0)), packed];
+        let loss = match target {
+            Target::Cpu => [
+                Some(Step::Keep(1)),
+                Some(Step::Output),
+                Some(room("losses", "BT", 1.0)),
+                self.copy.dropped(0),
+            ],
+            Target::Cuda => [
+                Some(Step::Output),
+                Some(room("losses, tops and totals", "3BT", 3.0)),
+                self.copy.dropped(0),
+                None,
+            ],
+        };
+        logits.into_iter().chain(loss).flatten().collect()
+    }
+
+    /// From the logits' gradient: on the CPU beside the logits, on a GPU in their place.
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let [x, weight] = [&inputs[0], &inputs[1]];
+        let product = linear::linear_product(inputs);
+        let rows = self.targets.room().elements;
+        let taken = match target {
+            Target::Cpu => Room {
+                what: "gradient of the logits",
+                formula: "BTV",
+                elements: rows * weight.dims[0] as f64,
+                element_bytes: x.dtype.size_in_bytes(),
+            },
+            Target::Cuda => Room {
+                what: "losses, ids",
+                formula: "2BT",
+                elements: 2.0 * rows,
+                element_bytes: size_of::<f32>(),
+            },
+        };
+        let if_tracked = target == Target::Cuda;
+        let gradients = [product.dx(target), product.dw(target)];
+        let gradients = gradients.into_iter().enumerate();
+        let gradients = gradients.map(|(of, taking)| Step::Gradient {
+            of,
+            if_tracked,
+            taking,
+        });
+        let gone = (target == Target::Cuda).then_some(Step::DropKept(0));
+        [Step::Take(taken)]
+            .into_iter()
+            .chain(gradients)
+            .chain(gone)
             .collect()
     }
 

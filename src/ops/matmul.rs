@@ -5,9 +5,10 @@ use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
-use super::record::{Spec, apply2, composed, contiguous, input};
-use crate::graph::Attribute;
-use crate::kernels::cpu::gemm::{Batched, matmul_batched};
+use super::packing::packed_batch;
+use super::record::{Spec, apply2, composed, contiguous, input, made};
+use crate::graph::{Attribute, Step, Target};
+use crate::kernels::cpu::gemm::{Batched, ProductSizes, matmul_batched};
 use crate::precision::suspended;
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -265,6 +266,41 @@ impl MatMul {
     }
 }
 
+impl MatMul {
+    /// How many matrices, and the sizes of the products that make c, da and db.
+    fn products(&self, inputs: &[Operand<'_>]) -> Option<(usize, [ProductSizes; 3])> {
+        let (a, b) = (Sizes::of(inputs[0].dims)?, Sizes::of(inputs[1].dims)?);
+        let cols = if self.transposed { b.rows } else { b.cols };
+        let c = ProductSizes {
+            rows: a.rows,
+            depth: a.cols,
+            cols,
+            a_transposed: false,
+            b_transposed: self.transposed,
+            element_bytes: inputs[0].dtype.size_in_bytes(),
+        };
+        let da = ProductSizes {
+            depth: cols,
+            cols: a.cols,
+            b_transposed: !self.transposed,
+            ..c
+        };
+        let (rows, cols) = match self.transposed {
+            true => (cols, a.cols),
+            false => (a.cols, cols),
+        };
+        let db = ProductSizes {
+            rows,
+            depth: a.rows,
+            cols,
+            a_transposed: true,
+            b_transposed: false,
+            ..c
+        };
+        Some((a.batch(), [c, da, db]))
+    }
+}
+
 #[cfg(feature = "cuda")]
 impl MatMul {
     fn backward_on_card(
@@ -301,6 +337,27 @@ impl Spec for MatMul {
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         vec![("transposed", Attribute::Flag(self.transposed))]
+    }
+
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let packed = self.products(inputs).and_then(|(matrices, [c, ..])| {
+            packed_batch(target, matrices, c) // of all matrices at once
+        });
+        let packed = packed.map(Step::Pass);
+        made(self, inputs).into_iter().chain(packed).collect()
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let Some((matrices, [_, da, db])) = self.products(inputs) else {
+            return Vec::new();
+        };
+        let gradients = [da, db].into_iter().enumerate();
+        let gradients = gradients.map(|(of, sizes)| Step::Gradient {
+            of,
+            if_tracked: true,
+            taking: packed_batch(target, matrices, sizes),
+        });
+        gradients.collect()
     }
 }
 

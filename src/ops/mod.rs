@@ -37,6 +37,7 @@ pub mod linear_cross_entropy;
 pub(crate) mod lowering;
 pub mod matmul;
 mod operand;
+mod packing;
 mod product;
 pub(crate) mod record;
 mod reduce;

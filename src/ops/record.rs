@@ -3,7 +3,7 @@
 use super::lowering::{Calls, Lowering};
 use super::operand::{check_float, check_supported, operand, zeros_of};
 use crate::grad::is_grad_enabled;
-use crate::graph::{self, Attribute};
+use crate::graph::{self, Attribute, Step, Target};
 use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result,
@@ -46,8 +46,36 @@ pub(crate) trait Spec {
         Vec::new()
     }
 
+    /// What forward does to memory on `target`. By default it makes what it keeps and its output, and takes nothing else.
+    fn forward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<Step> {
+        made(self, inputs)
+    }
+
+    /// What backward does to memory on `target`. By default it makes a gradient for each input.
+    fn backward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<Step> {
+        (0..inputs.len()).map(Step::gradient).collect()
+    }
+
+    /// Whether a gradient reaches its output though its inputs are detached: it knows better where to send it.
+    fn is_tracked(&self) -> bool {
+        false
+    }
+
     /// Drops what forward would drop.
     fn forwarded(&self) {}
+}
+
+/// Forward makes what `op` keeps, and its output.
+pub(crate) fn made<S: Spec + ?Sized>(op: &S, inputs: &[Operand<'_>]) -> Vec<Step> {
+    let kept = op.kept(inputs).len();
+    let mut steps: Vec<Step> = (0..kept).map(Step::Keep).collect();
+    steps.push(Step::Output);
+    steps
+}
+
+/// How many elements, in f64: no overflow.
+pub(crate) fn elements_of(dims: &[usize]) -> f64 {
+    dims.iter().map(|dim| *dim as f64).product()
 }
 
 /// An output like the first input: what most ops have.
@@ -326,23 +354,35 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     output: (impl Into<Shape>, DType),
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
-    composed_with(name, inputs, output, Vec::new, f)
+    composed_as(name, inputs, Composed::new(output.0, output.1), f)
 }
 
-/// As [`composed`], of an op with these attributes.
-pub(crate) fn composed_with<E: From<candle_core::Error>>(
+/// As [`composed`], for ops whose backward hands on the output's gradient to all inputs, as candle's sum does.
+pub(crate) fn composed_handing_on<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
     output: (impl Into<Shape>, DType),
-    attributes: impl FnOnce() -> Vec<(&'static str, Attribute)>,
+    f: impl FnOnce() -> std::result::Result<Tensor, E>,
+) -> std::result::Result<Tensor, E> {
+    let op = Composed {
+        hands_on: true,
+        ..Composed::new(output.0, output.1)
+    };
+    composed_as(name, inputs, op, f)
+}
+
+/// As [`composed`], of this op.
+pub(super) fn composed_as<E: From<candle_core::Error>>(
+    name: &'static str,
+    inputs: &[&Tensor],
+    op: Composed,
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
     if graph::is_tracing() {
-        let op = Composed(output.0.into(), output.1, attributes());
         let y = graph::record(name, op, inputs, true).map_err(candle_core::Error::from)?;
         return Ok(y);
     }
-    let (shape, dtype) = (output.0.into(), output.1);
+    let (shape, dtype) = (op.shape, op.dtype);
     let path = probe::op_path(name);
     let range = probe::op(Kind::Op, name, path);
     let y = match shape.dims().contains(&0) {
@@ -357,15 +397,41 @@ pub(crate) fn composed_with<E: From<candle_core::Error>>(
 }
 
 /// What candle's ops make in an op's place.
-struct Composed(Shape, DType, Vec<(&'static str, Attribute)>);
+pub(super) struct Composed {
+    pub shape: Shape,
+    pub dtype: DType,
+    /// Backward makes nothing.
+    pub hands_on: bool,
+    pub attributes: Vec<(&'static str, Attribute)>,
+}
+
+impl Composed {
+    pub fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
+        Self {
+            shape: shape.into(),
+            dtype,
+            hands_on: false,
+            attributes: Vec::new(),
+        }
+    }
+}
 
 impl Spec for Composed {
     fn output(&self, _: &[Operand<'_>]) -> (Shape, DType) {
-        (self.0.clone(), self.1)
+        (self.shape.clone(), self.dtype)
+    }
+
+    /// Of one op. What several of candle's own keep and take between them is not known here.
+    fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+        let step = match self.hands_on {
+            true => Step::HandOn,
+            false => Step::gradient,
+        };
+        (0..inputs.len()).map(step).collect()
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        self.2.clone()
+        self.attributes.clone()
     }
 }
 
@@ -376,7 +442,8 @@ pub(crate) fn input(x: &Tensor) -> Tensor {
         true => operand("input", x).unwrap_or_else(|_| x.clone()),
         false => x.clone(),
     };
-    match is_grad_enabled() {
+    // A trace knows by itself what has a graph, and follows a value by the node that detaching would leave behind.
+    match is_grad_enabled() || graph::is_tracing() {
         true => x,
         false => x.detach(),
     }
@@ -386,7 +453,7 @@ pub(crate) fn input(x: &Tensor) -> Tensor {
 pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
     match x.is_contiguous() || !graph::is_tracing() {
         true => x.contiguous(),
-        false => composed("contiguous", &[x], (x.shape(), x.dtype()), || {
+        false => composed_handing_on("contiguous", &[x], (x.shape(), x.dtype()), || {
             x.contiguous()
         }),
     }

@@ -7,8 +7,10 @@ use super::linear::last_dim;
 use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::zeros_of;
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
-use crate::graph::Attribute;
+use crate::graph::{Attribute, Room, Step, Target};
+use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rms_norm as kernel};
+use crate::kernels::workspace;
 use crate::precision::decide;
 use crate::probe::Operand;
 use crate::{Error, Result, probe};
@@ -16,11 +18,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::{cuda::rms_norm as cuda_kernel, workspace},
-    candle_core::CudaStorage,
-};
+use {super::cuda, crate::kernels::cuda::rms_norm as cuda_kernel, candle_core::CudaStorage};
 
 /// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
 ///
@@ -147,6 +145,24 @@ impl Spec for RmsNorm {
     fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
         let x = &inputs[0];
         vec![("rstd", x.rows().into(), x.wide_dtype())]
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let (rows, width) = (inputs[0].rows(), inputs[1].dims[0]);
+        let (formula, elements) = match target {
+            Target::Cpu => ("BTD / 32", block_sums(rows, width)),
+            Target::Cuda => (
+                "min(BT, 1024) D",
+                workspace::rms_norm_partials(rows, width) as f64,
+            ),
+        };
+        let partial = Room {
+            what: "partial sums of a norm",
+            formula,
+            elements,
+            element_bytes: inputs[0].wide_dtype().size_in_bytes(),
+        };
+        vec![Step::Take(partial), Step::gradient(0), Step::gradient(1)]
     }
 }
 

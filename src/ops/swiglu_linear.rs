@@ -2,15 +2,15 @@
 
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
-use super::linear::{ending, linear, rows_of};
-use super::linear::{factors, read_weight};
+use super::linear::{ending, factors, linear, linear_product, read_weight, rows_of};
 use super::lowering::{Calls, Lowering, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
-use super::record::{Spec, apply3, contiguous};
+use super::record::{Spec, apply3, contiguous, elements_of};
 use super::swiglu::swiglu;
 use super::swiglu::{gated, gated_backward};
 use super::weight::{WeightCopy, with_copies};
+use crate::graph::{Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::suspended;
@@ -188,6 +188,36 @@ impl Spec for SwiGluLinear {
 
     fn reads(&self) -> Vec<Tensor> {
         self.copies.iter().filter_map(WeightCopy::tensor).collect()
+    }
+
+    /// One product after the other, each with its weight's copy; then the gate.
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let packed = linear_product(inputs).forward(target).map(Step::Pass);
+        let products = self.copies.iter().enumerate().flat_map(|(i, copy)| {
+            let steps = [Some(Step::Keep(i)), packed, copy.dropped(i)];
+            steps.into_iter().flatten()
+        });
+        products.chain([Step::Output]).collect()
+    }
+
+    /// The gradients of gate and up; then `dx`, `dW1` and `dW3` from them.
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let (y, dtype) = self.output(inputs);
+        let gradients = Step::Take(Room {
+            what: "gradients of gate and up",
+            formula: "2BTF",
+            elements: 2.0 * elements_of(y.dims()),
+            element_bytes: dtype.size_in_bytes(),
+        });
+        let product = linear_product(inputs);
+        let (dx, dw) = (product.dx(target), product.dw(target));
+        let made = [dx, dw, dw].into_iter().enumerate();
+        let made = made.map(|(of, taking)| Step::Gradient {
+            of,
+            if_tracked: false,
+            taking,
+        });
+        [gradients].into_iter().chain(made).collect()
     }
 
     fn forwarded(&self) {

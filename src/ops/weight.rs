@@ -9,6 +9,7 @@ use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::cpu::{elements, tensor, view};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::operand::operand;
+use crate::graph::Step;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
 use crate::{Result, precision, probe};
@@ -90,6 +91,11 @@ impl WeightCopy {
     fn get(&self) -> Option<Tensor> {
         let copy = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
         copy.clone()
+    }
+
+    /// Forward's last step with the copy, of which an op says that it reads it as `index`: it goes, unless it is kept.
+    pub(super) fn dropped(&self, index: usize) -> Option<Step> {
+        self.drops.then_some(Step::DropRead(index))
     }
 
     /// The copy, for as long as there is one.

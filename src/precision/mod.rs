@@ -55,4 +55,4 @@ pub use policy::{Autocast, OpClass};
 pub use region::{Guard, autocast, current};
 
 pub(crate) use promote::{Operand, is_castable, promoted};
-pub(crate) use region::{caches_weights, decide, is_enabled, on_outermost_end, suspended};
+pub(crate) use region::{caches_weights, decide, is_enabled, on_outermost_end, outside, suspended};

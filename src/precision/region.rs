@@ -127,6 +127,18 @@ pub(crate) fn suspended<T>(f: impl FnOnce() -> T) -> T {
     f()
 }
 
+/// Runs `f` as if no region were open on this thread. They are open again afterwards, on panic too.
+pub(crate) fn outside<T>(f: impl FnOnce() -> T) -> T {
+    struct Restore(Vec<Region>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            REGIONS.set(std::mem::take(&mut self.0));
+        }
+    }
+    let _restore = Restore(REGIONS.take());
+    f()
+}
+
 /// The dtype that `op` should compute in here, for inputs of these: for those of them that are f16, bf16 or f32 and not of
 /// it yet. `None` outside of regions, and where nothing changes.
 pub(crate) fn decide(op: &str, inputs: &[Operand]) -> Option<DType> {

@@ -4,6 +4,7 @@
 mod card;
 mod checkpointing;
 mod fit;
+mod graphs;
 mod on_cards;
 mod packing;
 mod precisions;

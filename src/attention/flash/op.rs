@@ -3,12 +3,12 @@
 use super::NAME;
 use crate::attention::shapes::Shapes;
 use crate::attention::{AttentionConfig, attributes};
-use crate::graph::Attribute;
+use crate::graph::{Attribute, Room, Step, Target};
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::flash_attention::{self as kernel, Gradients, Inputs, Outputs, Sizes};
-use crate::kernels::workspace::flash_lse_parts;
+use crate::kernels::workspace::{self, flash_lse_parts};
 use crate::ops::cpu::{cpu_storage, elements, for_stored, heads, output, tensor, tensors};
-use crate::ops::record::{Spec, like_first};
+use crate::ops::record::{Spec, like_first, made};
 use crate::probe::{self, Operand};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -115,6 +115,39 @@ impl Flash {
     }
 }
 
+/// What forward takes for itself.
+pub(crate) fn forward_room(sizes: &Sizes, dtype: DType, target: Target) -> Option<Room> {
+    let tiles = kernel::Tiles::for_head_dim(sizes.head_dim);
+    (target == Target::Cpu).then(|| Room {
+        what: "tiles",
+        formula: "tiles, a thread",
+        elements: kernel::forward_scratch_elements(sizes, &tiles),
+        element_bytes: dtype.size_in_bytes().max(size_of::<f32>()),
+    })
+}
+
+/// What backward takes for itself.
+pub(crate) fn backward_room(sizes: &Sizes, dtype: DType, target: Target) -> Room {
+    let width = dtype.size_in_bytes();
+    match target {
+        Target::Cpu => Room {
+            what: "delta, dq's sums, tiles",
+            formula: "BHT + tiles, a thread",
+            elements: {
+                let tiles = kernel::Tiles::for_head_dim(sizes.head_dim);
+                kernel::backward_scratch_elements(sizes, &tiles, width)
+            },
+            element_bytes: width.max(size_of::<f32>()),
+        },
+        Target::Cuda => Room {
+            what: "delta, dq's sums",
+            formula: "BH(T + ..)(Dh + ..)",
+            elements: workspace::flash_backward(sizes) as f64,
+            element_bytes: size_of::<f32>(),
+        },
+    }
+}
+
 impl Spec for Flash {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         like_first(inputs)
@@ -133,6 +166,17 @@ impl Spec for Flash {
             kept.push(("rounded off", q.dims.into(), q.dtype));
         }
         kept
+    }
+
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let tiles = forward_room(&self.sizes, inputs[0].dtype, target).map(Step::Pass);
+        made(self, inputs).into_iter().chain(tiles).collect()
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let room = backward_room(&self.sizes, inputs[0].dtype, target);
+        let gradients = (0..3).map(Step::gradient);
+        [Step::Take(room)].into_iter().chain(gradients).collect()
     }
 }
 

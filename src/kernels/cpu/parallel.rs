@@ -159,6 +159,11 @@ pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(Range<usize>, 
     );
 }
 
+/// How many elements [`sum_rows`] takes for its blocks.
+pub(crate) fn block_sums(rows: usize, width: usize) -> f64 {
+    rows.div_ceil(BLOCK_ROWS) as f64 * width as f64
+}
+
 /// As [`for_tasks_with`], each thread's scratch being `size` elements of `scratch`: as many threads work as there is room
 /// for. For callers that know their memory beforehand.
 pub fn for_tasks_in<T: Send>(

@@ -209,9 +209,9 @@ fn the_account_is_a_table_with_formulas() {
     };
     for (what, words) in [
         ("probabilities", ["activations", "BHT^2", "144.0"]),
-        ("gate, up", ["activations", "BTF", "144.0"]),
+        ("gate", ["activations", "BTF", "72.0"]),
         ("exp_avg_sq", ["optimizer", "2VD", "490.7"]),
-        ("w1, w2, w3", ["weight casts", "FD", "162.0"]),
+        ("ffn.w1.weight", ["weight casts", "FD", "54.0"]),
     ] {
         let line = line(what);
         for word in words {

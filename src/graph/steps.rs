@@ -1,0 +1,56 @@
+//! What a call of an op does to memory, step by step.
+
+/// One step of an op's forward or of its backward: what it makes, takes for itself and gives back, in the order of its
+/// kernels. What candle does around it, the zeros that a gradient is added to for one, is no part of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Step {
+    /// Makes the output.
+    Output,
+    /// Makes the one of [`Node::kept`](super::Node::kept) with this index.
+    Keep(usize),
+    /// Makes something that lasts as long as what is kept, and is no tensor.
+    Hold(Room),
+    /// Takes room until the pass is done.
+    Take(Room),
+    /// Takes room for this step alone.
+    Pass(Room),
+    /// Drops the one of [`Node::reads`](super::Node::reads) with this index.
+    DropRead(usize),
+    /// Drops the one of [`Node::kept`](super::Node::kept) with this index.
+    DropKept(usize),
+    /// Makes the gradient of an input.
+    Gradient {
+        /// Which of [`Node::inputs`](super::Node::inputs).
+        of: usize,
+        /// Not if the input has none: an op that asks first.
+        if_tracked: bool,
+        /// What is taken meanwhile.
+        taking: Option<Room>,
+    },
+    /// The output's gradient is that of the input with this index, too: nothing is made.
+    HandOn(usize),
+}
+
+impl Step {
+    /// Makes the gradient of an input, wanted or not.
+    pub(crate) fn gradient(of: usize) -> Self {
+        Self::Gradient {
+            of,
+            if_tracked: false,
+            taking: None,
+        }
+    }
+}
+
+/// Room for elements that are no tensor of the graph.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Room {
+    /// What it is for.
+    pub what: &'static str,
+    /// How many elements, in letters.
+    pub formula: &'static str,
+    /// How many elements. In f64: exact to 2^53, and no overflow beyond.
+    pub elements: f64,
+    /// Bytes an element.
+    pub element_bytes: usize,
+}

@@ -1,0 +1,115 @@
+//! Forward, event by event.
+
+use super::ledger::{Buffer, Formula, Key, What};
+use super::{Replay, elements};
+use crate::graph::{Event, Node, Step, ValueId};
+use crate::memory::Holds;
+use crate::ops::WEIGHT_CAST;
+
+impl Replay<'_> {
+    pub(super) fn forward(&mut self) {
+        for (i, event) in self.graph.events.iter().enumerate() {
+            match event {
+                Event::Node(node) => {
+                    self.forward_of(i, node);
+                    self.copied(i);
+                }
+                Event::Drop(value) => self.dropped(*value),
+                Event::Enter(_) | Event::Leave | Event::AutocastEnd => {}
+            }
+        }
+    }
+
+    pub(super) fn forward_of(&mut self, event: usize, node: &Node) {
+        let tracked = self.graph.value(node.output).tracked;
+        // What is kept goes with the output's node, or with the op where there is no node.
+        let kept_until = match tracked {
+            true => self.gone[node.output.0],
+            false => event,
+        };
+        let mut taken = Vec::new();
+        for step in &node.forward {
+            match step {
+                Step::Output => self.make(event, node.output, self.gone[node.output.0]),
+                Step::Keep(i) => self.make(event, node.kept[*i].value, kept_until),
+                Step::Hold(room) => {
+                    let count = self.count(event, kept_until);
+                    let key = self.take_room(Holds::Inputs, *room, count);
+                    self.held.entry(event).or_default().push(key);
+                }
+                Step::Take(room) => taken.push(self.take_room(Holds::Scratch, *room, 1.0)),
+                Step::Pass(room) => self.pass(*room),
+                Step::DropRead(i) => self.free(node.reads[*i].value),
+                Step::DropKept(i) => self.free(node.kept[*i].value),
+                Step::Gradient { .. } | Step::HandOn(_) => {} // backward's
+            }
+        }
+        for key in taken {
+            self.ledger.give_back(key);
+        }
+        if !tracked {
+            self.op_dropped(event, node);
+        }
+    }
+
+    /// The last tensor of a value goes, and the node behind it.
+    pub(super) fn dropped(&mut self, value: ValueId) {
+        self.free(value);
+        if let Some(event) = self.makers[value.0]
+            && let Some(node) = self.node(event)
+            && node.output == value
+        {
+            self.op_dropped(event, node);
+        }
+    }
+
+    /// What an op holds goes with it, but for what others read.
+    pub(super) fn op_dropped(&mut self, event: usize, node: &Node) {
+        for kept in &node.kept {
+            if !self.is_read[kept.value.0] {
+                self.free(kept.value);
+            }
+        }
+        for key in self.held.remove(&event).unwrap_or_default() {
+            self.ledger.give_back(key);
+        }
+    }
+
+    /// Takes the buffer of a value that an event makes.
+    pub(super) fn make(&mut self, event: usize, value: ValueId, gone: usize) {
+        let key = self.buffer_of(event, value, gone);
+        self.rooms[value.0] = Some(key);
+    }
+
+    fn buffer_of(&mut self, event: usize, id: ValueId, gone: usize) -> Key {
+        let (holds, what) = self.named(event, id);
+        let value = self.graph.value(id);
+        self.ledger.take(Buffer {
+            holds,
+            what,
+            formula: Formula::Of(id),
+            elements: elements(&value.shape),
+            width: value.dtype.size_in_bytes(),
+            count: self.count(event, gone),
+        })
+    }
+
+    fn named(&self, event: usize, id: ValueId) -> (Holds, What) {
+        let Some(node) = self.node(event) else {
+            return (Holds::Activations, What::Output(event));
+        };
+        if node.op == WEIGHT_CAST {
+            return (Holds::WeightCasts, What::Weight(node.inputs[0].value));
+        }
+        let is_result = |id| self.graph.outputs.iter().any(|output| output.value == id);
+        let holds = match is_result(node.output) {
+            true => Holds::Logits,
+            false => Holds::Activations,
+        };
+        let kept = node.kept.iter().find(|kept| kept.value == id);
+        match kept {
+            Some(kept) => (holds, What::Named(kept.name)),
+            None => (holds, What::Output(event)),
+        }
+    }
+}

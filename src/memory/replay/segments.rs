@@ -1,0 +1,282 @@
+//! Segments of a function that have a graph of their own: one node outside, whose backward makes the graph anew or lets go
+//! of it.
+
+use super::backward::Gradients;
+use super::ledger::{Buffer, Formula, Key, What};
+use super::{Replay, elements, node};
+use crate::graph::{Event, Graph, Operand, SegmentKind, Step, ValueId};
+use crate::memory::Holds;
+use std::collections::HashSet;
+use std::ops::Range;
+
+/// A segment that has a node outside.
+pub(super) struct Segment {
+    kind: SegmentKind,
+    /// The events between its beginning and its end.
+    pub inside: Range<usize>,
+    /// The node that stands for it outside.
+    end: usize,
+    /// What gradients go to outside, beside weights,
+    pub inputs: Vec<Operand>,
+    /// and the copies that it works on, as events.
+    copies: Vec<usize>,
+    /// The last that is made inside.
+    pub output: ValueId,
+    /// What is made inside and is there until the graph inside goes.
+    retained: HashSet<ValueId>,
+}
+
+impl Segment {
+    /// What is made inside and goes with the graph inside; nothing if that is the whole graph's affair.
+    pub fn retained(&self) -> impl Iterator<Item = ValueId> + '_ {
+        let again = self.kind == SegmentKind::Checkpoint;
+        self.retained.iter().copied().filter(move |_| again)
+    }
+}
+
+/// The segments of a graph, in the order of their ends.
+pub(super) fn found(graph: &Graph, makers: &[Option<usize>]) -> Vec<Segment> {
+    let mut open = Vec::new();
+    let mut found: Vec<Segment> = Vec::new();
+    for (i, event) in graph.events.iter().enumerate() {
+        match event {
+            Event::Enter(kind) => open.push((*kind, i)),
+            Event::Leave => {
+                let Some((kind, begin)) = open.pop() else {
+                    continue;
+                };
+                // Without a gradient there is no node, and no graph.
+                let after = graph.events.iter().enumerate().skip(i + 1);
+                let mut after = after.filter(|(_, event)| !matches!(event, Event::Drop(_)));
+                let Some((end, Event::Node(node))) = after.next() else {
+                    continue;
+                };
+                if !matches!(node.op, "checkpoint" | "release") {
+                    continue;
+                }
+                let inside = begin + 1..i;
+                let copies: Vec<usize> = leading_copies(graph, inside.clone()).collect();
+                let inputs = copies.iter().filter_map(|copy| super::node(graph, *copy));
+                let mut segment = Segment {
+                    kind,
+                    end,
+                    inputs: inputs.map(|copy| copy.inputs[0].clone()).collect(),
+                    copies,
+                    output: node.inputs[0].value,
+                    retained: HashSet::new(),
+                    inside,
+                };
+                segment.retained = retained(graph, makers, &found, &segment);
+                found.push(segment);
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+/// The copies of inputs that a segment begins with.
+fn leading_copies(graph: &Graph, inside: Range<usize>) -> impl Iterator<Item = usize> + '_ {
+    let events = inside.filter(|i| !matches!(graph.events[*i], Event::Drop(_)));
+    events.take_while(|i| node(graph, *i).is_some_and(|node| node.op == "copy"))
+}
+
+/// What the graph behind a segment's output holds, of that which is made inside.
+fn retained(
+    graph: &Graph,
+    makers: &[Option<usize>],
+    inner: &[Segment],
+    segment: &Segment,
+) -> HashSet<ValueId> {
+    let mut retained = HashSet::new();
+    let mut next = vec![segment.output];
+    while let Some(value) = next.pop() {
+        let Some(event) = makers[value.0].filter(|event| segment.inside.contains(event)) else {
+            continue;
+        };
+        let Some(node) = node(graph, event) else {
+            continue;
+        };
+        if !retained.insert(value) || !graph.value(node.output).tracked {
+            continue;
+        }
+        retained.extend(node.kept.iter().map(|kept| kept.value));
+        if let Some(inner) = inner.iter().find(|inner| inner.end == event) {
+            next.extend(inner.inputs.iter().map(|input| input.value));
+            if inner.kind == SegmentKind::Release {
+                next.push(inner.output);
+            }
+            continue;
+        }
+        if segment.copies.contains(&event) {
+            continue;
+        }
+        next.extend(node.inputs.iter().map(|input| input.value));
+        let is_dropped = |i: usize| node.forward.contains(&Step::DropRead(i));
+        let reads = node.reads.iter().enumerate();
+        let reads = reads.filter(|(i, _)| !is_dropped(*i));
+        next.extend(reads.map(|(_, read)| read.value));
+    }
+    retained
+}
+
+impl Replay<'_> {
+    /// The segment that the node stands for which is this event.
+    pub(super) fn segment_ended_by(&self, event: usize) -> Option<usize> {
+        let found = self.segments.binary_search_by_key(&event, |s| s.end);
+        found.ok()
+    }
+
+    /// Whether an event makes a variable, a segment's copy of an input.
+    pub(super) fn is_leaf(&self, event: usize) -> bool {
+        self.segments.iter().any(|s| s.copies.contains(&event))
+    }
+
+    /// A segment's node has copied what was made inside; if the graph inside has gone, so does that.
+    pub(super) fn copied(&mut self, event: usize) {
+        let segment = self.segment_ended_by(event).map(|i| &self.segments[i]);
+        if let Some(segment) = segment
+            && segment.kind == SegmentKind::Checkpoint
+        {
+            self.dropped(segment.output);
+        }
+    }
+
+    pub(super) fn backward_of_segment(&mut self, index: usize, gradients: &mut Gradients) {
+        let (end, output) = (self.segments[index].end, self.segments[index].output);
+        let outside = match self.node(end) {
+            Some(node) => node.output,
+            None => return,
+        };
+        let incoming = gradients.remove(&outside);
+        if self.count(end, usize::MAX) > 1.0 {
+            return self.backward_of_many(index, incoming, gradients);
+        }
+        let remade = match self.segments[index].kind {
+            SegmentKind::Checkpoint => self.run_again(index),
+            SegmentKind::Release => Vec::new(),
+        };
+        let seed = Operand {
+            value: output,
+            view: None,
+            tracked: true,
+        };
+        let mut found = Gradients::new();
+        self.add_to(end, &seed, &mut found);
+        self.backward(output, &mut found);
+        self.free_inside(index);
+        for key in remade.into_iter().chain(incoming) {
+            self.ledger.give_back(key);
+        }
+        self.add_outside(index, found, gradients);
+    }
+
+    /// Backward of segments that are alike, from one end to the other: between them are the moments of both, and none
+    /// that is worse.
+    fn backward_of_many(&mut self, index: usize, incoming: Option<Key>, gradients: &mut Gradients) {
+        self.free_inside(index);
+        for event in self.segments[index].inside.clone() {
+            let node = self.node(event);
+            let inputs = node.map_or(&[][..], |node| &node.inputs);
+            for input in inputs.iter().filter(|input| input.tracked) {
+                let is_new = !gradients.contains_key(&input.value);
+                let has_gradient = node.is_some_and(|node| self.graph.value(node.output).tracked);
+                if self.is_weight(input.value) && is_new && has_gradient {
+                    let key = self.weight_gradient(event, input.value);
+                    gradients.insert(input.value, key);
+                }
+            }
+        }
+        if let (Some(key), Some(input)) = (incoming, self.segments[index].inputs.first()) {
+            gradients.insert(input.value, key);
+        }
+    }
+
+    /// A weight's gradient, as often as its node stands for one.
+    pub(super) fn weight_gradient(&mut self, event: usize, weight: ValueId) -> Key {
+        let value = self.graph.value(weight);
+        self.ledger.take(Buffer {
+            holds: Holds::Gradients,
+            what: What::Weight(weight),
+            formula: Formula::Of(weight),
+            elements: elements(&value.shape),
+            width: value.dtype.size_in_bytes(),
+            count: self.count(event, usize::MAX),
+        })
+    }
+
+    /// Makes the graph inside again. Returns what it has made anew of what is outside: weights' copies, whose region is
+    /// over.
+    fn run_again(&mut self, index: usize) -> Vec<Key> {
+        let mut remade = Vec::new();
+        for event in self.segments[index].inside.clone() {
+            match &self.graph.events[event] {
+                Event::Node(node) => {
+                    for read in node.inputs.iter().chain(&node.reads) {
+                        let gone = self.rooms[read.value.0].is_none();
+                        if let Some(maker) = self.makers[read.value.0].filter(|_| gone) {
+                            self.make(maker, read.value, usize::MAX);
+                            remade.extend(self.rooms[read.value.0]);
+                        }
+                    }
+                    self.forward_of(event, node);
+                    self.copied(event);
+                }
+                Event::Drop(value) if !self.segments[index].retained.contains(value) => {
+                    self.dropped(*value);
+                }
+                _ => {}
+            }
+        }
+        remade
+    }
+
+    /// The graph inside goes.
+    fn free_inside(&mut self, index: usize) {
+        for event in self.segments[index].inside.clone() {
+            if let Some(node) = self.node(event) {
+                self.dropped(node.output);
+                for kept in &node.kept {
+                    self.free(kept.value);
+                }
+            }
+        }
+    }
+
+    /// Gradients found inside are added to those outside, to zeros at first: one after another, the inputs' last.
+    fn add_outside(&mut self, index: usize, mut found: Gradients, gradients: &mut Gradients) {
+        let end = self.segments[index].end;
+        let inputs: Vec<(Operand, Option<Key>)> = {
+            let segment = &self.segments[index];
+            let leaves = segment.copies.iter().filter_map(|copy| self.node(*copy));
+            let leaves = leaves.map(|leaf| found.remove(&leaf.output));
+            segment.inputs.iter().cloned().zip(leaves).collect()
+        };
+        let mut rest: Vec<(ValueId, Key)> = found.into_iter().collect();
+        rest.sort_by_key(|(value, _)| *value);
+        for (value, key) in rest {
+            if !self.is_weight(value) {
+                self.ledger.give_back(key); // nobody's
+                continue;
+            }
+            let weight = Operand {
+                value,
+                view: None,
+                tracked: true,
+            };
+            let zeros = "zeros that a gradient is added to";
+            let before = gradients.remove(&value);
+            let before = before.unwrap_or_else(|| self.take(Holds::Scratch, zeros, &weight, 1.0));
+            let sum = self.take(Holds::Scratch, "gradients between ops", &weight, 1.0);
+            self.ledger.give_back(before);
+            self.ledger.give_back(sum); // in truth the one inside goes, and this one stays
+            gradients.insert(value, key);
+        }
+        for (input, key) in inputs {
+            self.add_to(end, &input, gradients);
+            if let Some(key) = key {
+                self.ledger.give_back(key);
+            }
+        }
+    }
+}
