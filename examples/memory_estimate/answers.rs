@@ -106,13 +106,9 @@ impl Question<'_> {
             ..self.workload.clone()
         };
         let plan = estimate(self.config, &workload)?;
-        const KEPT: [&str; 3] = [
-            "probabilities",
-            "log-sum-exp of scores",
-            "what rounding took from out",
-        ];
+        const KEPT: [&str; 3] = ["probabilities", "lse", "rounded off"];
         let parts = plan.account.parts.iter();
-        let of_attention = parts.filter(|part| KEPT.contains(&part.what));
+        let of_attention = parts.filter(|part| KEPT.contains(&part.what.as_ref()));
         let bytes = of_attention.fold(0u64, |sum, part| sum.saturating_add(part.bytes));
         Ok((bytes, plan.activation_bytes))
     }
