@@ -223,7 +223,7 @@ fn detached() {
         let scale = no_grad(|| ops::relu(&ops::linear(&h, &w.1)?))?;
         ops::mean(&ops::mul(&ops::mul(&h, &gate)?, &ops::add(&scale, &h)?)?)
     };
-    assert_as_eager(&[w.clone()], &inputs, &loss, 2e-6);
+    assert_as_eager(std::slice::from_ref(&w), &inputs, &loss, 2e-6);
 }
 
 /// Those that other models have.
