@@ -10,6 +10,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use std::hint::black_box;
 use tallow::kernels::Mask;
+use tallow::kernels::cpu::activation::{self, Activation};
 use tallow::kernels::cpu::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::kernels::cpu::heads::{Heads, split};
 use tallow::kernels::cpu::{
@@ -207,6 +208,20 @@ fn elementwise<T: Stored<Wide = f32>>(c: &mut Criterion) {
     let n = TOKENS * F;
     let (gate, up, dy): (Vec<T>, Vec<T>, Vec<T>) = (values(n), values(n), values(n));
     let (mut y, mut z) = (vec![T::zero(); n], vec![T::zero(); n]);
+    for f in [
+        Activation::Tanh,
+        Activation::Sigmoid,
+        Activation::Silu,
+        Activation::Gelu,
+        Activation::GeluTanh,
+    ] {
+        memory::<T>(c, &format!("activation {f:?} forward"), 2 * n, || {
+            activation::forward(f, &gate, &mut y);
+        });
+        memory::<T>(c, &format!("activation {f:?} backward"), 3 * n, || {
+            activation::backward(f, &dy, &gate, &mut y);
+        });
+    }
     memory::<T>(c, "swiglu forward", 3 * n, || {
         swiglu::forward(&gate, &up, &mut y)
     });

@@ -6,6 +6,7 @@
 mod algorithm;
 mod computed;
 pub mod flash;
+mod lowering;
 pub mod naive;
 mod nothing;
 mod shapes;
@@ -16,6 +17,7 @@ pub use flash::{flash, flash_with_lse};
 pub use naive::naive;
 
 use crate::graph::Attribute;
+pub(crate) use lowering::{FLASH_LOWERING, NAIVE_LOWERING};
 
 /// How to attend; it means the same to every algorithm.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

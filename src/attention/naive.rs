@@ -22,7 +22,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 
-const NAME: &str = "attention::naive";
+pub(super) const NAME: &str = "attention::naive";
 
 /// `out = softmax(scale q k^T) v`, with the probabilities in memory: q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh),
 /// v (..., Hkv, Tk, Dv), out (..., H, Tq, Dv). The dimensions before the heads are the same in all three, and as

@@ -141,7 +141,13 @@ fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R
             Storage::Cpu(CpuStorage::F32(x)) => Ok(bytes_read(&x[start..end])),
             Storage::Cpu(CpuStorage::BF16(x)) => Ok(bytes_read(&x[start..end])),
             Storage::Cpu(CpuStorage::F16(x)) => Ok(bytes_read(&x[start..end])),
-            _ => candle_core::bail!("expected an argument in f32, bf16 or f16 on the CPU"),
+            Storage::Cpu(CpuStorage::F64(x)) => Ok(bytes_read(&x[start..end])),
+            Storage::Cpu(CpuStorage::U32(x)) => Ok(bytes_read(&x[start..end])),
+            Storage::Cpu(CpuStorage::I64(x)) => Ok(bytes_read(&x[start..end])),
+            Storage::Cpu(CpuStorage::U8(x)) => Ok(bytes_read(&x[start..end])),
+            _ => candle_core::bail!(
+                "expected an argument on the CPU, of a float dtype, u32, i64 or u8"
+            ),
         }
     });
     let arguments = arguments.collect::<candle_core::Result<Vec<_>>>()?;

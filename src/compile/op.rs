@@ -1,6 +1,7 @@
 //! What a call does: the operations of a plan, with their sizes, and what they cost.
 
 use super::sizes::{AttentionSizes, HeadAttentionSizes};
+use crate::ops::lowering::Kernel;
 
 /// Whether a product is added to what its output holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,8 +28,10 @@ impl Accumulate {
 
 /// An operation, and its sizes. Operands stand in a call in the order in which they stand here; what is written in place is
 /// among the writes alone. N is rows, D width.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Op {
+    /// A kernel that an op brings along, of a [`LossStep`](super::LossStep). Operands as the op has them.
+    Kernel(Kernel),
     /// A copy in another dtype. Reads x; writes y.
     Cast {
         /// Of each.
@@ -220,6 +223,7 @@ impl Op {
     /// As reports call it.
     pub fn name(&self) -> &'static str {
         match self {
+            Self::Kernel(kernel) => kernel.name(),
             Self::Cast { .. } => "cast",
             Self::Embedding { .. } => "embedding",
             Self::RmsNorm { .. } => "rms_norm",
@@ -269,6 +273,7 @@ impl Op {
             Self::Matmul {
                 rows, cols, depth, ..
             } => 2.0 * *rows as f64 * *cols as f64 * *depth as f64,
+            Self::Kernel(kernel) => kernel.flops(),
             Self::Attention(sizes) | Self::NaiveAttention(sizes) | Self::FlashAttention(sizes) => {
                 attention(sizes)
             }
@@ -301,6 +306,11 @@ impl Op {
             format!("B{} T{} H{} Dh{}", s.batch, s.length, s.heads, s.head_dim)
         };
         match self {
+            Self::Kernel(kernel) => {
+                let attributes = kernel.attributes().iter();
+                let sizes: Vec<String> = attributes.map(|(k, v)| format!("{k} {v}")).collect();
+                sizes.join(", ")
+            }
             Self::Embedding { rows, width }
             | Self::RmsNorm { rows, width, .. }
             | Self::AddRmsNorm { rows, width, .. }

@@ -101,11 +101,22 @@ impl Plan {
     /// after the run.
     pub(super) fn new(
         calls: Vec<Call>,
-        mut buffers: Vec<Buffer>,
+        buffers: Vec<Buffer>,
         tables: Vec<Vec<f32>>,
         runs: Runs,
         kept: &[BufferId],
     ) -> Self {
+        Self::numbered(calls, buffers, tables, runs, kept).0
+    }
+
+    /// As [`new`](Self::new), and the plan's number of each buffer that was handed over.
+    pub(super) fn numbered(
+        calls: Vec<Call>,
+        mut buffers: Vec<Buffer>,
+        tables: Vec<Vec<f32>>,
+        runs: Runs,
+        kept: &[BufferId],
+    ) -> (Self, Vec<BufferId>) {
         for (index, call) in calls.iter().enumerate() {
             for operand in call.reads.iter().chain(&call.writes) {
                 let live = &mut buffers[operand.buffer.0].live;
@@ -146,7 +157,7 @@ impl Plan {
                 buffer.category = Category::Activation;
             }
         }
-        let calls = leave_out_unused(calls, &mut buffers);
+        let (calls, numbers) = leave_out_unused(calls, &mut buffers);
         let arena_bytes = arena::place(&mut buffers);
         let plan = Self {
             calls,
@@ -157,7 +168,7 @@ impl Plan {
             workspace_bytes: 0,
         };
         plan.check();
-        plan
+        (plan, numbers)
     }
 
     /// With what the executor takes beside the arena.
@@ -353,8 +364,8 @@ impl Plan {
     }
 }
 
-/// Only the buffers that some call touches, and the calls with their new numbers.
-fn leave_out_unused(mut calls: Vec<Call>, buffers: &mut Vec<Buffer>) -> Vec<Call> {
+/// Only the buffers that some call touches, the calls with their new numbers, and these numbers.
+fn leave_out_unused(mut calls: Vec<Call>, buffers: &mut Vec<Buffer>) -> (Vec<Call>, Vec<BufferId>) {
     let mut numbers = Vec::with_capacity(buffers.len());
     let mut used = 0;
     for buffer in buffers.iter() {
@@ -367,5 +378,5 @@ fn leave_out_unused(mut calls: Vec<Call>, buffers: &mut Vec<Buffer>) -> Vec<Call
             operand.buffer = numbers[operand.buffer.0];
         }
     }
-    calls
+    (calls, numbers)
 }

@@ -2,16 +2,19 @@
 
 use super::config::PlanConfig;
 use crate::model::{TransformerConfig, TransformerLM};
+use crate::nn::Layer;
 use crate::ops::cpu;
+use crate::optim::PlannedUpdate;
 use crate::optim::inplace::storage_address;
 use crate::{Error, Result, nn};
 use candle_core::{DType, Tensor, Var};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// A model that can be planned: its parameters in f32 on the CPU or on one card, each on its own storage, as the configuration
 /// lists them.
 pub(super) fn check_model(op: &'static str, model: &TransformerLM) -> Result<Vec<(String, Var)>> {
     let parameters = model.parameters();
+    refuse_tied(op, model)?;
     let wanted = model.config().parameter_shapes();
     let mut storages = HashMap::new();
     for ((name, var), (wanted_name, shape)) in parameters.iter().zip(&wanted) {
@@ -66,6 +69,21 @@ pub(super) fn check_model(op: &'static str, model: &TransformerLM) -> Result<Vec
     Ok(parameters)
 }
 
+/// One variable under two names, of which the parameters have the first alone.
+fn refuse_tied(op: &'static str, model: &TransformerLM) -> Result<()> {
+    let mut names = HashMap::new();
+    for (name, weight) in model.weights() {
+        if let Some(other) = names.insert(weight.id(), name.clone()) {
+            return Err(Error::Order {
+                op,
+                problem: format!("parameters {other} and {name} share their storage"),
+                hint: "tied weights are not planned; run such a model eagerly".into(),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// A sequence that the model's positions reach.
 pub(super) fn check_length(model: &TransformerConfig, config: &PlanConfig) -> Result<()> {
     config.validate()?;
@@ -118,4 +136,28 @@ pub(super) fn ids(
         });
     }
     cpu::ids(op, tensor, vocab_size, None)
+}
+
+/// Every tensor that is lent must be alone on its storage, or lending the second would wait for the first for ever.
+pub(super) fn check_apart(
+    op: &'static str,
+    parameters: &[(String, Var)],
+    updates: &[PlannedUpdate],
+) -> Result<()> {
+    let mut storages = HashSet::new();
+    let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
+    let state = updates
+        .iter()
+        .flat_map(|planned| [&planned.exp_avg, &planned.exp_avg_sq]);
+    if parameters
+        .chain(state)
+        .all(|tensor| storages.insert(storage_address(tensor)))
+    {
+        return Ok(());
+    }
+    Err(Error::Order {
+        op,
+        problem: "parameters or their optimizer state share a storage".into(),
+        hint: "give each a variable of its own".into(),
+    })
 }

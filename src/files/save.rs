@@ -3,7 +3,7 @@
 use super::atomic::{remove_abandoned, write_keeping};
 use super::numbers::Numbers;
 use super::tensors::{Checksums, MAX_HEADER_BYTES};
-use crate::{Error, Result};
+use crate::{Error, Result, graph};
 use candle_core::{Device, Tensor};
 use safetensors::tensor::{TensorInfo, View};
 use serde_json::{Map, Value};
@@ -33,6 +33,15 @@ pub(crate) fn save_tensors(
     keep: usize,
 ) -> Result<()> {
     let refused = |e| Error::io("write", path, e);
+    if let Some(entry) = entries.iter().find(|e| graph::is_hollow(&e.tensor)) {
+        return Err(Error::Weight {
+            path: path.into(),
+            name: entry.name.clone(),
+            expected: "a weight with elements".into(),
+            got: "a hollow one".into(),
+            hint: "nothing was saved; hollow weights are for graph::trace".into(),
+        });
+    }
     remove_abandoned(path);
     // By size of element, so that every tensor is aligned; then by name.
     entries.sort_by(|a, b| {

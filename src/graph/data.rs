@@ -233,12 +233,19 @@ impl fmt::Display for Attribute {
     }
 }
 
-impl fmt::Display for SegmentKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
+impl SegmentKind {
+    /// As graphs name it, and the node that makes a segment's output.
+    pub fn name(self) -> &'static str {
+        match self {
             Self::Checkpoint => "checkpoint",
             Self::Release => "release",
-        })
+        }
+    }
+}
+
+impl fmt::Display for SegmentKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
     }
 }
 

@@ -71,9 +71,8 @@ pub(crate) fn constant(shape: impl Into<Shape>, dtype: DType) -> candle_core::Re
 
 /// A builder of hollow weights in `dtype`: variables under their own names, of the shapes that are asked for.
 ///
-/// A layer or a model that is built from it takes no memory, and serves for tracing alone: running it outside of a trace is
-/// an error. An optimizer does not check for hollow weights yet, so do not hand them to one. A single weight larger than the
-/// machine's memory is refused by the layers of [`nn`](crate::nn), hollow or not.
+/// A layer or a model that is built from it takes no memory, however large a weight is, and serves for tracing alone: running
+/// it outside of a trace, saving it and handing it to an optimizer are errors.
 ///
 /// ```
 /// use candle_core::DType;
@@ -86,6 +85,14 @@ pub(crate) fn constant(shape: impl Into<Shape>, dtype: DType) -> candle_core::Re
 pub fn weights(dtype: DType) -> VarBuilder<'static> {
     VarBuilder::from_backend(Box::new(HollowWeights), dtype, Device::Cpu)
 }
+
+/// Whether a builder is one of [`weights`].
+pub(crate) fn gives_hollow(vb: &VarBuilder<'_>) -> bool {
+    vb.get_unchecked(PROBE).is_ok_and(|x| is_hollow(&x))
+}
+
+/// The name of no weight: what [`gives_hollow`] asks for.
+const PROBE: &str = "\u{0}hollow?";
 
 /// Whether `x` is hollow, or a view of a hollow tensor.
 pub fn is_hollow(x: &Tensor) -> bool {
@@ -158,7 +165,10 @@ impl SimpleBackend for HollowWeights {
         hollow(shape, dtype, Role::Weight(name.into()), true)
     }
 
-    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+    fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
+        if name.ends_with(PROBE) {
+            return hollow((), dtype, Role::Output, false);
+        }
         candle_core::bail!(
             "graph::weights: {name} was asked for without a shape, which nothing else knows"
         )

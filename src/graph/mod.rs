@@ -33,17 +33,21 @@
 
 mod data;
 mod hollow;
+mod segment;
 mod session;
 mod steps;
 
 pub use data::{
     Attribute, Event, Graph, Kept, Node, Operand, SegmentKind, Source, Value, ValueId, View,
 };
+pub(crate) use hollow::gives_hollow;
 pub use hollow::{input, is_hollow, weights};
+pub(crate) use segment::segment;
 pub use session::{Outputs, Target, name, trace};
 pub use steps::{Room, Step};
 
 pub(crate) use hollow::constant;
 pub(crate) use session::{
-    autocast_ended, is_tracing, kept_value, record, refuse_hollow, segment, target,
+    Traced, autocast_ended, is_tracing, kept_value, record, refuse_hollow, target,
+    trace_with_tensors,
 };

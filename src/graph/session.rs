@@ -1,8 +1,7 @@
 //! The trace that is open on a thread: values by their storage, and what has happened.
 
-use super::data::{Event, Graph, Kept, Node, Operand, SegmentKind, Source, Value, ValueId, View};
+use super::data::{Event, Graph, Kept, Node, Operand, Source, Value, ValueId, View};
 use super::hollow::{Role, empty, hollow, hollow_out};
-use super::steps::Step;
 use crate::grad::is_grad_enabled;
 use crate::ops::forget_weights;
 use crate::ops::record::Spec;
@@ -26,11 +25,11 @@ pub enum Target {
     Cuda,
 }
 
-struct Session {
+pub(super) struct Session {
     /// Of this trace alone: a tensor of another may be dropped while it is open.
     id: u64,
     target: Target,
-    graph: Graph,
+    pub(super) graph: Graph,
     /// By the address of the tensor's storage, of which `held` has each: none is given twice while this lasts.
     values: HashMap<usize, ValueId>,
     /// A tensor of each value, without the op behind it.
@@ -92,6 +91,20 @@ pub(crate) fn target() -> Option<Target> {
 /// # Errors
 /// Those of `f`; a computation by candle itself on a hollow tensor, with the op before it; a trace inside of a trace.
 pub fn trace<T: Outputs>(target: Target, f: impl FnOnce() -> Result<T>) -> Result<Graph> {
+    Ok(trace_with_tensors(target, f)?.graph)
+}
+
+/// A graph, and a tensor of each of its values: of a weight the variable itself, of what ops make a hollow one.
+pub(crate) struct Traced {
+    pub graph: Graph,
+    pub tensors: Vec<Tensor>,
+}
+
+/// As [`trace`].
+pub(crate) fn trace_with_tensors<T: Outputs>(
+    target: Target,
+    f: impl FnOnce() -> Result<T>,
+) -> Result<Traced> {
     struct Quiet;
     impl Listener for Quiet {}
 
@@ -134,7 +147,10 @@ pub fn trace<T: Outputs>(target: Target, f: impl FnOnce() -> Result<T>) -> Resul
             let operand = session.operand(output)?;
             session.graph.outputs.push(operand);
         }
-        Ok(std::mem::take(&mut session.graph))
+        Ok(Traced {
+            graph: std::mem::take(&mut session.graph),
+            tensors: std::mem::take(&mut session.held),
+        })
     })
 }
 
@@ -178,7 +194,7 @@ fn twice(name: &str) -> Error {
     }
 }
 
-fn with_session<R>(f: impl FnOnce(&mut Session) -> Result<R>) -> Result<R> {
+pub(super) fn with_session<R>(f: impl FnOnce(&mut Session) -> Result<R>) -> Result<R> {
     SESSION.with_borrow_mut(|session| match session {
         Some(session) => f(session),
         None => Err(Error::Order {
@@ -236,13 +252,13 @@ fn address(x: &Tensor) -> usize {
 }
 
 impl Session {
-    fn push(&mut self, event: Event) {
+    pub(super) fn push(&mut self, event: Event) {
         self.told_drops();
         self.graph.events.push(event);
     }
 
     /// Writes down what has been dropped since the last event.
-    fn told_drops(&mut self) {
+    pub(super) fn told_drops(&mut self) {
         let mine = DROPPED
             .take()
             .into_iter()
@@ -256,13 +272,16 @@ impl Session {
     fn add(&mut self, x: &Tensor, value: Value) -> ValueId {
         let id = ValueId(self.graph.values.len());
         self.values.insert(address(x), id);
-        self.held.push(x.detach()); // the storage without the node
+        self.held.push(match x.is_variable() {
+            true => x.clone(),
+            false => x.detach(), // the storage without the node
+        });
         self.graph.values.push(value);
         id
     }
 
     /// [`add`](Self::add) of what an op has made.
-    fn add_made(&mut self, x: &Tensor, tracked: bool) {
+    pub(super) fn add_made(&mut self, x: &Tensor, tracked: bool) {
         let value = Value {
             shape: x.dims().to_vec(),
             dtype: x.dtype(),
@@ -273,7 +292,7 @@ impl Session {
     }
 
     /// The value whose elements `x` shows. What was never seen is a weight, an input or a constant.
-    fn value(&mut self, x: &Tensor) -> Result<ValueId> {
+    pub(super) fn value(&mut self, x: &Tensor) -> Result<ValueId> {
         if let Some(id) = self.values.get(&address(x)) {
             return Ok(*id);
         }
@@ -307,7 +326,7 @@ impl Session {
         Ok(self.add(x, value))
     }
 
-    fn operand(&mut self, x: &Tensor) -> Result<Operand> {
+    pub(super) fn operand(&mut self, x: &Tensor) -> Result<Operand> {
         let value = self.value(x)?;
         let layout = x.layout();
         let is_whole = layout.start_offset() == 0
@@ -378,6 +397,17 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
     inputs: &[&Tensor],
     composed: bool,
 ) -> Result<Tensor> {
+    record_tracked(name, op, inputs, composed, false)
+}
+
+/// As [`record`]; a gradient reaches the output by its inputs, or `anyhow`.
+pub(super) fn record_tracked<C: Spec + Send + Sync + 'static>(
+    name: &'static str,
+    op: C,
+    inputs: &[&Tensor],
+    composed: bool,
+    anyhow: bool,
+) -> Result<Tensor> {
     let shapes: Vec<probe::Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
     let (shape, dtype) = op.output(&shapes);
     let kept = op.kept(&shapes);
@@ -399,8 +429,8 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
             .map(|x| session.operand(x))
             .collect::<Result<Vec<_>>>()?;
         // By the table too: a hollow output has a node of candle's where a real one has none.
-        let tracked = is_grad_enabled() && operands.iter().any(|operand| operand.tracked);
-        let tracked = tracked || op.is_tracked();
+        let by_inputs = is_grad_enabled() && operands.iter().any(|operand| operand.tracked);
+        let tracked = anyhow || by_inputs;
         let output = ValueId(session.graph.values.len());
         let [forward, backward] = steps;
         let kept_values = kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
@@ -422,6 +452,7 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
         op.forwarded();
         // Without a graph nothing outlives the call.
         let keeps = tracked.then(|| {
+            let inputs = if by_inputs { inputs } else { &[] };
             let inputs: Vec<Tensor> = inputs.iter().map(|x| (*x).clone()).collect();
             (Box::new(op) as Box<dyn Any + Send + Sync>, inputs)
         });
@@ -447,100 +478,13 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
 pub(crate) fn kept_value(y: &Tensor, name: &str) -> Result<Option<Tensor>> {
     with_session(|session| {
         let value = session.value(y)?;
-        let node = session.graph.nodes().find(|node| node.output == value);
+        let mut latest = session.graph.events.iter().rev();
+        let node = latest.find_map(|event| match event {
+            Event::Node(node) if node.output == value => Some(node),
+            _ => None,
+        });
         let kept = node.and_then(|node| node.kept.iter().find(|kept| kept.name == name));
         Ok(kept.map(|kept| session.held[kept.value.0].clone()))
-    })
-}
-
-/// A segment's output, made from the inner function's: where its graph stands for it.
-struct SegmentEnd {
-    /// The inner graph, where it is kept.
-    _graph: Option<Tensor>,
-    _inputs: Vec<Tensor>,
-}
-
-impl Spec for SegmentEnd {
-    fn output(&self, inputs: &[probe::Operand<'_>]) -> (Shape, DType) {
-        (inputs[0].dims.into(), inputs[0].dtype)
-    }
-
-    fn backward_steps(&self, _: &[probe::Operand<'_>], _: Target) -> Vec<Step> {
-        Vec::new()
-    }
-
-    fn is_tracked(&self) -> bool {
-        true // by the function's inputs and the weights that it reads
-    }
-}
-
-/// `f(inputs)` as a segment: its inputs that have a graph are copied into leaves of its own.
-pub(crate) fn segment<const N: usize>(
-    kind: SegmentKind,
-    inputs: [&Tensor; N],
-    f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
-) -> Result<Tensor> {
-    let name = match kind {
-        SegmentKind::Checkpoint => "checkpoint",
-        SegmentKind::Release => "release",
-    };
-    with_session(|session| {
-        session.push(Event::Enter(kind));
-        Ok(())
-    })?;
-    let leaves = inputs
-        .iter()
-        .map(|x| leaf(name, x))
-        .collect::<Result<Vec<_>>>()?;
-    let made = f(std::array::from_fn(|i| &leaves[i]))?;
-    let output = made.detach();
-    let graph = (kind == SegmentKind::Release).then_some(made); // or it goes here
-    let tracked = with_session(|session| {
-        session.told_drops();
-        let output = session.value(&output)?;
-        for (leaf, input) in leaves.iter().zip(inputs) {
-            let leaf = session.value(leaf)?;
-            // A variable, behind which there is no op to be dropped.
-            if graph.is_none() && leaf != session.value(input)? && leaf != output {
-                session.push(Event::Drop(leaf));
-            }
-        }
-        session.push(Event::Leave);
-        Ok(session.graph.values[output.0].tracked)
-    })?;
-    if !tracked {
-        return Ok(output);
-    }
-    let end = SegmentEnd {
-        _graph: graph,
-        _inputs: inputs.map(Tensor::clone).into(),
-    };
-    record(name, end, &[&output], false)
-}
-
-/// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.
-fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
-    with_session(|session| {
-        let operand = session.operand(x)?;
-        if !session.graph.values[operand.value.0].tracked || !x.dtype().is_float() {
-            return Ok(x.detach());
-        }
-        let output = ValueId(session.graph.values.len());
-        session.push(Event::Node(Node {
-            path: probe::op_path(name).to_string(),
-            op: "copy",
-            attributes: Vec::new(),
-            composed: true,
-            inputs: vec![operand],
-            reads: Vec::new(),
-            output,
-            kept: Vec::new(),
-            forward: vec![Step::Output],
-            backward: Vec::new(),
-        }));
-        let leaf = hollow(x.shape(), x.dtype(), Role::Output, true)?;
-        session.add_made(&leaf, true);
-        Ok(leaf)
     })
 }
 

@@ -26,6 +26,18 @@ pub(crate) fn rms_norm_partials(rows: usize, width: usize) -> usize {
     rows.min(RMS_NORM_BLOCKS) * width
 }
 
+/// Parts that the rows are cut into, each summed by itself, for a bias's gradient.
+#[cfg(feature = "cuda")]
+pub(crate) fn bias_parts(rows: usize) -> usize {
+    rows.div_ceil(128).clamp(1, 256)
+}
+
+/// Partial sums of a bias's gradient, f32.
+#[cfg(feature = "cuda")]
+pub(crate) fn bias_backward(rows: usize, width: usize) -> usize {
+    bias_parts(rows) * width
+}
+
 /// What the embedding's backward sorts positions in, in words: how often each id was found (and two counters), the
 /// positions by id, the ids with many, the positions of those with more than there is room for.
 pub(crate) fn embedding_backward(count: usize, vocab_size: usize) -> [usize; 4] {

@@ -97,7 +97,7 @@ impl ToyModel {
 }
 
 impl Layer for ToyModel {
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         self.fc1.visit(&join(path, "fc1"), visit);
         self.ln.visit(&join(path, "ln"), visit);
         self.fc2.visit(&join(path, "fc2"), visit);

@@ -193,9 +193,9 @@ impl TransformerLM {
 
     /// The weights as they are saved.
     pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> {
-        self.parameters().into_iter().map(|(name, var)| Entry {
+        self.weights().into_iter().map(|(name, tensor)| Entry {
             name,
-            tensor: var.as_tensor().clone(),
+            tensor,
             numbers: Numbers::Finite,
         })
     }
@@ -210,7 +210,8 @@ impl TransformerLM {
         self.lm_head.weight().device()
     }
 
-    /// Every parameter with its name, in a fixed order: embedding, blocks, final norm, head.
+    /// Every parameter with its name, in a fixed order: embedding, blocks, final norm, head. One variable under two names
+    /// comes once, under the first.
     pub fn parameters(&self) -> Vec<(String, Var)> {
         Layer::parameters(self)
     }
@@ -328,7 +329,7 @@ fn check_float(dtype: DType) -> Result<()> {
 }
 
 impl Layer for TransformerLM {
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         self.token_embeddings
             .visit(&join(path, "token_embeddings"), visit);
         for (i, layer) in self.layers.iter().enumerate() {

@@ -4,7 +4,7 @@ use super::{Layer, Linear, RotaryEmbedding, join};
 use crate::attention::{Algorithm, AttentionConfig, Mask};
 use crate::probe::in_module;
 use crate::{Error, Result, ops};
-use candle_core::{Tensor, Var};
+use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
 /// Causal multi-head self-attention: projections to q, k and v, rotary positions on q and k, attention in H heads of
@@ -104,7 +104,7 @@ impl CausalSelfAttention {
 }
 
 impl Layer for CausalSelfAttention {
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         let layers = [
             ("q_proj", &self.q_proj),
             ("k_proj", &self.k_proj),

@@ -4,7 +4,7 @@ use super::{CausalSelfAttention, Layer, RmsNorm, RotaryEmbedding, SwiGlu, join};
 use crate::attention::Algorithm;
 use crate::probe::in_module;
 use crate::{Result, ops};
-use candle_core::{Tensor, Var};
+use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
 /// A pre-norm block: `x + attn(ln1(x))`, then `x + ffn(ln2(x))`.
@@ -62,7 +62,7 @@ impl TransformerBlock {
 }
 
 impl Layer for TransformerBlock {
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         self.ln1.visit(&join(path, "ln1"), visit);
         self.attn.visit(&join(path, "attn"), visit);
         self.ln2.visit(&join(path, "ln2"), visit);

@@ -1,8 +1,8 @@
 //! Token ids to vectors.
 
-use super::{Layer, join, variable};
+use super::{Layer, check_weight, join, variable};
 use crate::{Result, ops};
-use candle_core::{Tensor, Var};
+use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
 /// A table of one vector for each token, (V, D).
@@ -10,7 +10,7 @@ use candle_nn::{Init, VarBuilder};
 /// It starts from a normal distribution of standard deviation 1, cut at 3.
 #[derive(Clone, Debug)]
 pub struct Embedding {
-    weight: Var,
+    weight: Tensor,
 }
 
 impl Embedding {
@@ -27,8 +27,22 @@ impl Embedding {
         Ok(Self { weight })
     }
 
+    /// The layer of this table, (V, D): a variable's tensor is trained, a plain one is not.
+    ///
+    /// # Errors
+    /// A table that is not a matrix.
+    pub fn from_weight(weight: Tensor) -> Result<Self> {
+        check_weight(
+            "nn::Embedding",
+            "weight (V, D)",
+            &weight,
+            weight.rank() == 2,
+        )?;
+        Ok(Self { weight })
+    }
+
     /// The table, (V, D).
-    pub fn weight(&self) -> &Var {
+    pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
@@ -42,7 +56,7 @@ impl Embedding {
 }
 
 impl Layer for Embedding {
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         visit(join(path, "weight"), &self.weight);
     }
 }

@@ -1,16 +1,30 @@
-//! y = x W^T.
+//! y = x W^T, and y = x W^T + b.
 
-use super::{Layer, join, variable};
+use super::{Layer, check_weight, join, variable};
 use crate::{Result, ops};
-use candle_core::{Tensor, Var};
+use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
-/// A linear map without bias, `y = x W^T`, with W (out, in).
+/// A linear map, `y = x W^T` with W (out, in), or `y = x W^T + b` with b (out).
 ///
-/// W starts from a normal distribution of variance 2 / (in + out), cut at 3 standard deviations.
+/// W starts from a normal distribution of variance 2 / (in + out), cut at 3 standard deviations, b from zeros.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use tallow::nn::{self, Embedding, Layer, Linear};
+///
+/// let vb = nn::seeded(0, DType::F32, &Device::Cpu);
+/// let table = Embedding::new(100, 16, vb.pp("table"))?;
+/// let head = Linear::from_weights(table.weight().clone(), None)?; // tied
+/// assert!(head.parameters()[0].1.id() == table.parameters()[0].1.id());
+/// let frozen = Linear::from_weights(table.weight().detach(), None)?;
+/// assert!(frozen.parameters().is_empty());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Linear {
-    weight: Var,
+    weight: Tensor,
+    bias: Option<Tensor>,
 }
 
 impl Linear {
@@ -24,12 +38,49 @@ impl Linear {
             stdev: (2.0 / (d_in as f64 + d_out as f64)).sqrt(),
         };
         let weight = variable(&vb, "weight", (d_out, d_in), init)?;
-        Ok(Self { weight })
+        Ok(Self { weight, bias: None })
+    }
+
+    /// As [`new`](Self::new), with `bias` (d_out) too.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_bias(d_in: usize, d_out: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        let bias = variable(&vb, "bias", d_out, Init::Const(0.0))?;
+        Ok(Self {
+            bias: Some(bias),
+            ..Self::new(d_in, d_out, vb)?
+        })
+    }
+
+    /// The layer of these weights, W (out, in) and b (out): a variable's tensor is trained, a plain one is not, and another
+    /// layer's is shared with it.
+    ///
+    /// # Errors
+    /// A weight that is not a matrix, a bias of another length.
+    pub fn from_weights(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
+        check_weight(
+            "nn::Linear",
+            "weight (out, in)",
+            &weight,
+            weight.rank() == 2,
+        )?;
+        if let Some(bias) = &bias {
+            let fits = bias.dims() == &weight.dims()[..1];
+            let wanted = format!("bias ({},)", weight.dims()[0]);
+            check_weight("nn::Linear", &wanted, bias, fits)?;
+        }
+        Ok(Self { weight, bias })
     }
 
     /// W, (out, in).
-    pub fn weight(&self) -> &Var {
+    pub fn weight(&self) -> &Tensor {
         &self.weight
+    }
+
+    /// b, (out).
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
     }
 
     /// x (..., in) to (..., out).
@@ -37,12 +88,18 @@ impl Linear {
     /// # Errors
     /// As [`ops::linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::linear(x, &self.weight)
+        match &self.bias {
+            Some(bias) => ops::linear_bias(x, &self.weight, bias),
+            None => ops::linear(x, &self.weight),
+        }
     }
 }
 
 impl Layer for Linear {
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         visit(join(path, "weight"), &self.weight);
+        if let Some(bias) = &self.bias {
+            visit(join(path, "bias"), bias);
+        }
     }
 }

@@ -5,7 +5,9 @@
 //! the arithmetic itself ([`crate::ops`]) and the whole model ([`crate::model`]). And what backward finds of them:
 //! [`checkpoint`](checkpoint()) runs a function again instead of keeping its graph, [`release`] lets go of it in backward.
 //!
-//! A layer's parameters are candle [`Var`]s, which the caller can reach by name with [`Layer::parameters`].
+//! A layer holds its weights as tensors, which the caller can reach by name with [`Layer::weights`]: the tensors of
+//! variables, which are trained and reached as candle [`Var`]s by [`Layer::parameters`]; plain ones, which are frozen; one that
+//! another layer holds too, which is tied. Builders make variables of what they give; `from_weights` takes any.
 
 mod attention;
 mod block;
@@ -30,19 +32,36 @@ pub use norm::{LayerNorm, RmsNorm};
 pub use rotary::RotaryEmbedding;
 pub use swiglu::SwiGlu;
 
-use crate::ops;
+use crate::{Error, Result, graph, ops};
 use candle_core::{Module, Tensor, Var};
 use candle_nn::VarBuilder;
+use std::collections::HashSet;
 
-/// Something with named parameters.
+/// Something with named weights.
 pub trait Layer {
-    /// Hands every parameter to `visit` with its name under `path`, in a fixed order.
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var));
+    /// Hands every weight to `visit` with its name under `path`, in a fixed order.
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor));
 
-    /// Every parameter with its name, in a fixed order.
+    /// Every weight with its name, in a fixed order: frozen ones too, and a tied one under each of its names.
+    fn weights(&self) -> Vec<(String, Tensor)> {
+        let mut weights = Vec::new();
+        self.visit("", &mut |name, weight| weights.push((name, weight.clone())));
+        weights
+    }
+
+    /// Every variable with its name, in a fixed order, a tied one once, under the first: what an optimizer trains.
     fn parameters(&self) -> Vec<(String, Var)> {
+        let mut seen = HashSet::new();
         let mut parameters = Vec::new();
-        self.visit("", &mut |name, var| parameters.push((name, var.clone())));
+        self.visit("", &mut |name, weight| {
+            // Of a variable's tensor this is the variable itself, not a copy.
+            if weight.is_variable()
+                && seen.insert(weight.id())
+                && let Ok(var) = Var::from_tensor(weight)
+            {
+                parameters.push((name, var));
+            }
+        });
         parameters
     }
 }
@@ -56,16 +75,33 @@ pub(crate) fn join(path: &str, name: &str) -> String {
     }
 }
 
-/// A variable of the builder's: shared with it where it keeps variables (a `VarMap`), new otherwise.
+/// The tensor of a variable of the builder's: shared with it where it keeps variables (a `VarMap`), new otherwise.
 fn variable(
     vb: &VarBuilder<'_>,
     name: &str,
     shape: impl Into<candle_core::Shape>,
     init: candle_nn::Init,
-) -> crate::Result<Var> {
+) -> Result<Tensor> {
     let shape = shape.into();
-    ops::check_size("a parameter", shape.dims(), vb.dtype(), vb.device())?;
-    Ok(Var::from_tensor(&vb.get_with_hints(shape, name, init)?)?)
+    match ops::check_size("a parameter", shape.dims(), vb.dtype(), vb.device()) {
+        Err(Error::OutOfMemory { .. }) if graph::gives_hollow(vb) => {} // it takes none
+        checked => checked?,
+    }
+    let weight = vb.get_with_hints(shape, name, init)?;
+    Ok(Var::from_tensor(&weight)?.into_inner())
+}
+
+/// Refuses a weight that `fits` not.
+fn check_weight(op: &'static str, expected: &str, weight: &Tensor, fits: bool) -> Result<()> {
+    if fits {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        op,
+        expected: expected.into(),
+        got: format!("{:?}", weight.dims()),
+        hint: "weights are stored (out, in)".into(),
+    })
 }
 
 /// candle's `Module`, for `.apply(&layer)` and `Sequential`.

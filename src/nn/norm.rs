@@ -1,8 +1,8 @@
 //! Normalisation layers.
 
-use super::{Layer, join, variable};
+use super::{Layer, check_weight, join, variable};
 use crate::{Error, Result, ops};
-use candle_core::{Tensor, Var};
+use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
 /// The smallest eps that is not 0 in f32, the smallest normal one.
@@ -25,7 +25,7 @@ pub(crate) fn check_eps(config: &'static str, field: &'static str, eps: f64) -> 
 /// Root mean square normalisation with a weight, which starts at 1.
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
-    weight: Var,
+    weight: Tensor,
     eps: f64,
 }
 
@@ -41,8 +41,18 @@ impl RmsNorm {
         Ok(Self { weight, eps })
     }
 
+    /// The layer of this weight, (D): a variable's tensor is trained, a plain one is not.
+    ///
+    /// # Errors
+    /// A weight of another rank, an eps as in [`new`](Self::new).
+    pub fn from_weight(weight: Tensor, eps: f64) -> Result<Self> {
+        check_eps("RmsNorm", "eps", eps)?;
+        check_weight("nn::RmsNorm", "weight (D,)", &weight, weight.rank() == 1)?;
+        Ok(Self { weight, eps })
+    }
+
     /// The weight, (D).
-    pub fn weight(&self) -> &Var {
+    pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
@@ -56,17 +66,24 @@ impl RmsNorm {
 }
 
 impl Layer for RmsNorm {
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         visit(join(path, "weight"), &self.weight);
     }
 }
 
-/// Layer normalisation with a weight, which starts at 1, and a bias, which starts at 0.
+/// Layer normalisation with a weight, which starts at 1, and a bias, which starts at 0, or without a bias.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
-    weight: Var,
-    bias: Var,
+    weight: Tensor,
+    bias: Bias,
     eps: f64,
+}
+
+#[derive(Clone, Debug)]
+enum Bias {
+    Own(Tensor),
+    /// None: what the op is given for it.
+    Zeros(Tensor),
 }
 
 impl LayerNorm {
@@ -78,18 +95,58 @@ impl LayerNorm {
     pub fn new(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         check_eps("LayerNorm", "eps", eps)?;
         let weight = variable(&vb, "weight", d_model, Init::Const(1.0))?;
-        let bias = variable(&vb, "bias", d_model, Init::Const(0.0))?;
+        let bias = Bias::Own(variable(&vb, "bias", d_model, Init::Const(0.0))?);
+        Ok(Self { weight, bias, eps })
+    }
+
+    /// Takes `weight` (d_model) alone from the builder.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn without_bias(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
+        let weight = variable(&vb, "weight", d_model, Init::Const(1.0))?;
+        Self::from_weights(weight, None, eps)
+    }
+
+    /// The layer of these weights, (D) each: a variable's tensor is trained, a plain one is not.
+    ///
+    /// # Errors
+    /// A weight of another rank, a bias of another length, an eps as in [`new`](Self::new).
+    pub fn from_weights(weight: Tensor, bias: Option<Tensor>, eps: f64) -> Result<Self> {
+        check_eps("LayerNorm", "eps", eps)?;
+        check_weight("nn::LayerNorm", "weight (D,)", &weight, weight.rank() == 1)?;
+        let bias = match bias {
+            Some(bias) => {
+                let wanted = format!("bias {:?}", weight.dims());
+                check_weight(
+                    "nn::LayerNorm",
+                    &wanted,
+                    &bias,
+                    bias.dims() == weight.dims(),
+                )?;
+                Bias::Own(bias)
+            }
+            // Not zeros_like, which would be hollow with the weight.
+            None => Bias::Zeros(Tensor::zeros(
+                weight.dims(),
+                weight.dtype(),
+                weight.device(),
+            )?),
+        };
         Ok(Self { weight, bias, eps })
     }
 
     /// The weight, (D).
-    pub fn weight(&self) -> &Var {
+    pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
     /// The bias, (D).
-    pub fn bias(&self) -> &Var {
-        &self.bias
+    pub fn bias(&self) -> Option<&Tensor> {
+        match &self.bias {
+            Bias::Own(bias) => Some(bias),
+            Bias::Zeros(_) => None,
+        }
     }
 
     /// x (..., D) to (..., D).
@@ -97,13 +154,16 @@ impl LayerNorm {
     /// # Errors
     /// As [`ops::layer_norm()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::layer_norm(x, &self.weight, &self.bias, self.eps)
+        let (Bias::Own(bias) | Bias::Zeros(bias)) = &self.bias;
+        ops::layer_norm(x, &self.weight, bias, self.eps)
     }
 }
 
 impl Layer for LayerNorm {
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         visit(join(path, "weight"), &self.weight);
-        visit(join(path, "bias"), &self.bias);
+        if let Some(bias) = self.bias() {
+            visit(join(path, "bias"), bias);
+        }
     }
 }

@@ -3,7 +3,7 @@
 use super::{Layer, Linear, join};
 use crate::probe::in_module;
 use crate::{Result, ops};
-use candle_core::{Tensor, Var};
+use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
 /// The gated feed-forward network `w2(silu(w1 x) * w3 x)`, without biases: w1 and w3 (F, D), w2 (D, F).
@@ -39,7 +39,7 @@ impl SwiGlu {
 }
 
 impl Layer for SwiGlu {
-    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Var)) {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         for (name, layer) in [("w1", &self.w1), ("w2", &self.w2), ("w3", &self.w3)] {
             layer.visit(&join(path, name), visit);
         }

@@ -1,12 +1,19 @@
 //! Sums, differences, products and quotients, of mixed dtypes too.
 
+mod lowering;
+
+pub(super) use lowering::LOWERINGS;
+pub(crate) use lowering::sum;
+
 use super::cast::cast;
 use super::check_same;
 use super::cpu::{for_stored, output, view};
-use super::dispatch::{Path, choose_where};
+use super::dispatch::{Path, choose_where, has_kernel};
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
-use super::record::{Spec, apply2, composed, composed_handing_on, contiguous, like_first};
-use crate::graph::{Step, Target};
+use super::record::{
+    Spec, apply2, composed_handing_on, composed_with, contiguous, like_first, widen,
+};
+use crate::graph::{Attribute, Step, Target};
 use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision::{self, Operand, is_castable};
 use crate::probe::Operand as Shaped;
@@ -61,11 +68,48 @@ pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     binary("div", a, b, Tensor::broadcast_div)
 }
 
+/// `a + scale * b`, elementwise: a residual sum of which one branch is scaled, PyTorch's `add` with `alpha`.
+///
+/// Otherwise as [`add`]; half precision is rounded once. Backward: `da = dy`, `db = scale dy`. Nothing is kept for it.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[1f32, 2.0], &Device::Cpu)?;
+/// let branch = Tensor::new(&[10f32, 20.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::add_scaled(&x, &branch, 0.5)?.to_vec1::<f32>()?, [6.0, 12.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`add`].
+pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+    let op = Arithmetic::AddScaled(scale);
+    of_two("add_scaled", a, b, Some(op), |a, b| {
+        let (a, b) = (widen(a)?, widen(b)?);
+        let branch = match scale {
+            0.0 => (&b * b.zeros_like()?)?, // of a product by the number 0 candle forgets where it came from
+            _ => (b * scale)?,
+        };
+        a.broadcast_add(&branch)
+    })
+}
+
 fn binary(
     op: &'static str,
     a: &Tensor,
     b: &Tensor,
     apply: fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+) -> Result<Tensor> {
+    of_two(op, a, b, Arithmetic::of(op), apply)
+}
+
+/// `op` of a and b: by its kernel where that pays, else by `apply` on operands of one dtype.
+fn of_two(
+    op: &'static str,
+    a: &Tensor,
+    b: &Tensor,
+    kernel: Option<Arithmetic>,
+    apply: impl FnOnce(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
     let (a, b) = (operand_once(op, a)?, operand_once(op, b)?);
     let Some(dtype) = result_dtype(op, &a.view, &b.view) else {
@@ -106,16 +150,21 @@ fn binary(
     };
     let (a, b) = (cast_operand(&a)?, cast_operand(&b)?);
     check_same(op, &[("a", &a), ("b", &b)])?;
-    let has_kernel = is_half(dtype) && !in_f32 && a.device().is_cpu();
-    match Arithmetic::of(op) {
-        Some(kernel) if has_kernel && choose_where(op, &a, true)? == Path::Kernel => {
+    match kernel {
+        Some(kernel)
+            if kernel.pays(dtype)
+                && !broadcasts
+                && has_kernel("add", &a)
+                && choose_where(op, &a, true)? == Path::Kernel =>
+        {
             Ok(apply2(&contiguous(&a)?, &contiguous(&b)?, kernel)?)
         }
-        _ => {
+        kernel => {
+            let attributes = || kernel.map_or_else(Vec::new, |kernel| kernel.attributes());
             let result = || cast(&apply(&a, &b)?, dtype);
             match op {
                 "add" => composed_handing_on(op, &[&a, &b], (shape, dtype), result),
-                _ => composed(op, &[&a, &b], (shape, dtype), result),
+                _ => composed_with(op, &[&a, &b], (shape, dtype), attributes, result),
             }
         }
     }
@@ -149,11 +198,13 @@ fn result_dtype(op: &str, a: &Tensor, b: &Tensor) -> Option<DType> {
     precision::promoted(&operands)
 }
 
-/// What has a kernel for half precision, of which candle's own sums take 10 to 50 times as long as f32's.
+/// What has a kernel: in half precision, of which candle's own sums take 10 to 50 times as long as f32's, and where candle
+/// would need two passes.
 enum Arithmetic {
     Add,
     Sub,
     Mul,
+    AddScaled(f64),
 }
 
 impl Arithmetic {
@@ -165,6 +216,11 @@ impl Arithmetic {
             _ => None,
         }
     }
+
+    /// Whether its kernel is better than candle's own ops.
+    fn pays(&self, dtype: DType) -> bool {
+        is_half(dtype) || matches!(self, Self::AddScaled(_))
+    }
 }
 
 impl Spec for Arithmetic {
@@ -172,10 +228,17 @@ impl Spec for Arithmetic {
         like_first(inputs)
     }
 
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        match self {
+            Self::AddScaled(scale) => vec![("scale", Attribute::Number(*scale))],
+            _ => Vec::new(),
+        }
+    }
+
     fn backward_steps(&self, _: &[Shaped<'_>], _: Target) -> Vec<Step> {
         match self {
             Self::Add => vec![Step::HandOn(0), Step::HandOn(1)],
-            Self::Sub => vec![Step::HandOn(0), Step::gradient(1)],
+            Self::Sub | Self::AddScaled(_) => vec![Step::HandOn(0), Step::gradient(1)],
             Self::Mul => vec![Step::gradient(0), Step::gradient(1)],
         }
     }
@@ -187,6 +250,7 @@ impl CustomOp2 for Arithmetic {
             Self::Add => "add",
             Self::Sub => "sub",
             Self::Mul => "mul",
+            Self::AddScaled(_) => "add_scaled",
         }
     }
 
@@ -203,6 +267,7 @@ impl CustomOp2 for Arithmetic {
                 Self::Add => kernel::add(a, b, y),
                 Self::Sub => kernel::sub(a, b, y),
                 Self::Mul => kernel::mul(a, b, y),
+                Self::AddScaled(scale) => kernel::add_scaled(a, b, *scale, y),
             })
         })
     }
@@ -220,7 +285,14 @@ impl CustomOp2 for Arithmetic {
             Self::Add => (dy.clone(), dy),
             Self::Sub => (dy.clone(), dy.neg()?),
             Self::Mul => (times(b)?, times(a)?),
+            Self::AddScaled(scale) => (dy.clone(), scaled(&dy, *scale)?),
         };
         Ok((Some(da), Some(db)))
     }
+}
+
+/// `scale * x`, rounded once.
+fn scaled(x: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
+    let wide = (widen(x)? * scale)?;
+    wide.to_dtype(x.dtype())
 }

@@ -1,7 +1,9 @@
 //! Casts: differentiable, as the policy of an autocast region wants them, and of a weight once a region.
 
+use super::cpu::for_stored;
 use super::cpu::{output, view};
 use super::dispatch::{self, Path, choose_where};
+use super::lowering::{Calls, Kernel, Lowering, Slices, Slot};
 use super::operand::{is_supported_float, operand};
 use super::record::{Spec, apply1, composed, input};
 use crate::grad::is_grad_enabled;
@@ -10,7 +12,7 @@ use crate::precision;
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, TensorId, bail};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, TensorId, WithDType, bail};
 use std::cell::RefCell;
 use std::collections::HashMap;
 #[cfg(feature = "cuda")]
@@ -67,6 +69,56 @@ fn has_kernel(x: &Tensor, dtype: DType) -> bool {
         && known(x.dtype())
         && known(dtype)
         && x.is_contiguous()
+}
+
+/// In a plan.
+pub(super) const LOWERINGS: &[Lowering] = &[
+    lowering("cast"),
+    lowering(WEIGHT_CAST),
+    lowering("to_dtype"),
+];
+
+const fn lowering(op: &'static str) -> Lowering {
+    Lowering {
+        op,
+        forward: |_| Calls::default().call(converted(), &[Slot::Input(0)], &[Slot::Output]),
+        backward: |_| {
+            let reads = [Slot::OutputGradient];
+            Calls::default().call(converted(), &reads, &[Slot::Gradient(0)])
+        },
+    }
+}
+
+/// Reads x; writes it in another dtype.
+pub(crate) fn converted() -> Kernel {
+    fn from<T: Stored>(s: &Slices<'_>) -> candle_core::Result<()>
+    where
+        f32: Stored<Wide = f32>,
+    {
+        let written = s.dtype_written(0)?;
+        let x = s.x::<T>(0)?;
+        for_stored!(written, U => {
+            let each = s.y::<U>(0)?.iter_mut().zip(x);
+            each.for_each(|(y, x)| *y = WithDType::from_f64(x.to_f64()));
+            Ok(())
+        })
+    }
+    fn half_or_f32<T: Stored<Wide = f32>>(s: &Slices<'_>) -> candle_core::Result<()> {
+        let x = s.x::<T>(0)?;
+        match s.dtype_written(0)? {
+            DType::F32 => kernel::cast(x, s.y::<f32>(0)?),
+            DType::F16 => kernel::cast(x, s.y::<half::f16>(0)?),
+            DType::BF16 => kernel::cast(x, s.y::<half::bf16>(0)?),
+            _ => return from::<T>(s),
+        }
+        Ok(())
+    }
+    Kernel::new("cast", |_, s| match s.dtype(0) {
+        DType::F32 => half_or_f32::<f32>(s),
+        DType::F16 => half_or_f32::<half::f16>(s),
+        DType::BF16 => half_or_f32::<half::bf16>(s),
+        dtype => for_stored!(dtype, T => from::<T>(s)),
+    })
 }
 
 /// To this dtype.

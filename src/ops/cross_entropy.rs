@@ -5,9 +5,10 @@ use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
 use super::embedding::ids_room;
 use super::linear::last_dim;
+use super::lowering::{Calls, Ids, Kernel, Lowering, Signature, Slot};
 use super::operand::operand;
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
-use crate::graph::{self, Room, Step, Target};
+use crate::graph::{self, Attribute, Room, Step, Target};
 use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
 use crate::precision::decide;
 use crate::probe::Operand;
@@ -154,12 +155,7 @@ impl Targets {
             false => ids.iter().filter(|id| Some(**id) != ignore).count(),
         };
         if counted == 0 {
-            return Err(Error::Data {
-                what: op.into(),
-                expected: "at least one target that counts".into(),
-                got: format!("{} targets, all ignored", ids.len()),
-                hint: "skip this batch".into(),
-            });
+            return Err(nothing_counts(op, ids.len()));
         }
         Ok(Self {
             ids,
@@ -204,6 +200,136 @@ impl Targets {
     }
 }
 
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "cross_entropy",
+    forward: |signature| {
+        planned_loss(
+            signature,
+            Slot::Input(0),
+            Slot::Read(0),
+            Slot::Kept(0),
+            Calls::default(),
+        )
+    },
+    backward: |signature| {
+        let reads = [
+            Slot::Input(0),
+            Slot::Read(0),
+            Slot::Kept(0),
+            Slot::OutputGradient,
+        ];
+        Calls::default().call(planned_gradient(signature), &reads, &[Slot::Gradient(0)])
+    },
+};
+
+/// The mean loss of the rows of `logits`, and their statistics.
+pub(super) fn planned_loss(
+    signature: &Signature<'_>,
+    logits: Slot,
+    targets: Slot,
+    statistics: Slot,
+    mut calls: Calls,
+) -> Calls {
+    let Slot::Read(read) = targets else {
+        return calls;
+    };
+    let ids = Ids {
+        read,
+        bound: planned_classes(signature),
+        ignore: planned_ignore(signature),
+    };
+    let rows = signature.reads[read].dims.iter().product();
+    let losses = calls.scratch(&[rows], signature.output.dtype);
+    let kernel = Kernel::new("cross_entropy", |k, s| {
+        for_stored!(s.dtype(0), T => {
+            let (targets, losses) = (Planned::of(k, s.x(1)?)?, s.y(1)?);
+            let target = |row| targets.get(row);
+            kernel::forward(s.x::<T>(0)?, k.count("classes")?, target, losses, s.y(2)?);
+            let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
+            s.y::<<T as Stored>::Wide>(0)?[0] = Real::real(total / targets.counted as f64);
+            Ok(())
+        })
+    });
+    let kernel = with_classes(signature, kernel);
+    let writes = [Slot::Output, losses, statistics];
+    calls.ids(ids).call(kernel, &[logits, targets], &writes)
+}
+
+/// Reads logits, targets, statistics and the loss's gradient; writes the logits' gradient.
+pub(super) fn planned_gradient(signature: &Signature<'_>) -> Kernel {
+    let kernel = Kernel::new("cross_entropy_backward", |k, s| {
+        for_stored!(s.dtype(0), T => {
+            let targets = Planned::of(k, s.x(1)?)?;
+            let target = |row| targets.get(row);
+            let dloss = s.x::<<T as Stored>::Wide>(3)?[0];
+            let weight = Real::real(WithDType::to_f64(dloss) / targets.counted as f64);
+            let (logits, classes, statistics) = (s.x::<T>(0)?, k.count("classes")?, s.x(2)?);
+            kernel::backward(logits, classes, target, statistics, weight, s.y(0)?);
+            Ok(())
+        })
+    });
+    with_classes(signature, kernel)
+}
+
+fn with_classes(signature: &Signature<'_>, kernel: Kernel) -> Kernel {
+    let kernel = kernel.sized([("classes", planned_classes(signature))]);
+    kernel.with_all(signature.attributes)
+}
+
+/// V: of logits, or of the head's weight.
+fn planned_classes(signature: &Signature<'_>) -> usize {
+    let dims = match &signature.inputs[..] {
+        [logits] => logits.dims.last(),
+        [_, weight, ..] => weight.dims.first(),
+        [] => None,
+    };
+    dims.copied().unwrap_or(1)
+}
+
+fn planned_ignore(signature: &Signature<'_>) -> Option<u32> {
+    match signature.attribute("ignore") {
+        Some(Attribute::Count(id)) => Some(id as u32),
+        _ => None,
+    }
+}
+
+/// The targets of a run.
+struct Planned<'a> {
+    ids: &'a [u32],
+    ignore: Option<u32>,
+    counted: usize,
+}
+
+impl<'a> Planned<'a> {
+    fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
+        let ignore = k.count("ignore").ok().map(|id| id as u32);
+        let counted = ids.iter().filter(|id| Some(**id) != ignore).count();
+        match counted {
+            0 => Err(nothing_counts("cross_entropy", ids.len()).into()),
+            _ => Ok(Self {
+                ids,
+                ignore,
+                counted,
+            }),
+        }
+    }
+
+    fn get(&self, row: usize) -> Option<usize> {
+        let id = self.ids[row];
+        (Some(id) != self.ignore).then_some(id as usize)
+    }
+}
+
+fn nothing_counts(op: &'static str, targets: usize) -> Error {
+    Error::Data {
+        what: op.into(),
+        expected: "at least one target that counts".into(),
+        got: format!("{targets} targets, all ignored"),
+        hint: "skip this batch".into(),
+    }
+}
+
 struct CrossEntropy {
     targets: Targets,
     /// (top, total) of each row, (N, 2). Not their log-sum-exp: one number has no room for the digits of both.
@@ -244,6 +370,14 @@ impl CrossEntropy {
 impl Spec for CrossEntropy {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         (().into(), inputs[0].wide_dtype())
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        let ignore = self.targets.ignore;
+        ignore
+            .map(|id| ("ignore", Attribute::Count(id as usize)))
+            .into_iter()
+            .collect()
     }
 
     fn reads(&self) -> Vec<Tensor> {

@@ -96,16 +96,23 @@ pub(super) fn has_cuda_kernel(op: &'static str, x: &Tensor) -> bool {
         "attention::flash"
         | "attention::naive"
         | "embedding"
+        | "gelu"
+        | "gelu_tanh"
         | "linear"
+        | "linear_bias"
         | "linear_cross_entropy"
         | "matmul"
         | "matmul_transposed"
         | "merge_heads"
+        | "repeat_heads"
         | "rope"
+        | "sigmoid"
+        | "silu"
         | "softmax"
         | "split_heads"
         | "swiglu"
-        | "swiglu_linear" => i32::MAX as usize,
+        | "swiglu_linear"
+        | "tanh" => i32::MAX as usize,
         "AdamW::step" | "cast" => usize::MAX,
         _ => return false,
     };

@@ -1,9 +1,12 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
 use super::cast::{cast, cast_for};
+use super::cpu::for_stored;
+use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::check_supported;
 use super::record::{composed, input};
 use crate::Result;
+use crate::kernels::cpu::arithmetic as kernel;
 use candle_core::{DType, Shape, Tensor};
 
 /// `y = exp(x)`, elementwise.
@@ -40,6 +43,54 @@ pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
 pub fn rsqrt(x: &Tensor) -> Result<Tensor> {
     in_f32("rsqrt", x, x.shape(), |x| x.sqrt()?.recip())
 }
+
+/// In a plan.
+pub(super) const LOWERINGS: &[Lowering] = &[
+    Lowering {
+        op: "exp",
+        forward: |_| {
+            let kernel = Kernel::new("exp", |_, s| {
+                for_stored!(s.dtype(0), T => {
+                    kernel::exp(s.x::<T>(0)?, s.y(0)?);
+                    Ok(())
+                })
+            });
+            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        },
+        backward: |_| {
+            let kernel = Kernel::new("mul", |_, s| {
+                for_stored!(s.dtype(0), T => {
+                    kernel::mul(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                    Ok(())
+                })
+            });
+            let reads = [Slot::OutputGradient, Slot::Output];
+            Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+        },
+    },
+    Lowering {
+        op: "log",
+        forward: |_| {
+            let kernel = Kernel::new("log", |_, s| {
+                for_stored!(s.dtype(0), T => {
+                    kernel::log(s.x::<T>(0)?, s.y(0)?);
+                    Ok(())
+                })
+            });
+            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        },
+        backward: |_| {
+            let kernel = Kernel::new("div", |_, s| {
+                for_stored!(s.dtype(0), T => {
+                    kernel::div(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                    Ok(())
+                })
+            });
+            let reads = [Slot::OutputGradient, Slot::Input(0)];
+            Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+        },
+    },
+];
 
 /// `f` of x, of this shape, as the policy wants it: computed in f32 at least.
 pub(super) fn in_f32(

@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::lowering::{Calls, Ids, Kernel, Lowering, Slot};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
 use crate::graph::{Room, Step, Target};
@@ -80,6 +81,40 @@ pub(super) fn ids_room(ids: f64) -> Room {
         element_bytes: size_of::<u32>(),
     }
 }
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "embedding",
+    forward: |signature| {
+        let ids = Ids {
+            read: 0,
+            bound: signature.inputs[0].dims[0],
+            ignore: None,
+        };
+        let kernel = Kernel::new("embedding", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                kernel::forward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
+                Ok(())
+            })
+        });
+        let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
+        let reads = [Slot::Input(0), Slot::Read(0)];
+        Calls::default()
+            .ids(ids)
+            .call(kernel, &reads, &[Slot::Output])
+    },
+    backward: |signature| {
+        let kernel = Kernel::new("embedding_backward", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                kernel::backward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
+                Ok(())
+            })
+        });
+        let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
+        let reads = [Slot::OutputGradient, Slot::Read(0)];
+        Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+    },
+};
 
 struct Embedding {
     ids: Vec<u32>,

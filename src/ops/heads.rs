@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::lowering::{Calls, Kernel, Lowering, Slices, Slot};
 use super::record::{Spec, apply1, composed, contiguous, input};
 use crate::graph::Attribute;
 use crate::kernels::cpu::heads::{Heads, merge, split};
@@ -100,6 +101,59 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
             },
         ),
     }
+}
+
+/// In a plan.
+pub(super) const LOWERINGS: &[Lowering] = &[
+    Lowering {
+        op: "split_heads",
+        forward: |signature| {
+            let kernel = planned(Way::Split, signature.output.dims);
+            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        },
+        backward: |signature| {
+            let kernel = planned(Way::Merge, signature.output.dims);
+            Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
+        },
+    },
+    Lowering {
+        op: "merge_heads",
+        forward: |signature| {
+            let kernel = planned(Way::Merge, signature.inputs[0].dims);
+            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        },
+        backward: |signature| {
+            let kernel = planned(Way::Split, signature.inputs[0].dims);
+            Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
+        },
+    },
+];
+
+/// One way, for heads (B, H, T, Dh).
+fn planned(way: Way, heads: &[usize]) -> Kernel {
+    fn run(way: Way, k: &Kernel, s: &Slices<'_>) -> candle_core::Result<()> {
+        let sizes = Heads {
+            batch: k.count("batch")?,
+            length: k.count("length")?,
+            heads: k.count("heads")?,
+            head_dim: k.count("head_dim")?,
+        };
+        for_stored!(s.dtype(0), T => {
+            way.run(sizes, s.x::<T>(0)?, s.y(0)?);
+            Ok(())
+        })
+    }
+    let kernel = match way {
+        Way::Split => Kernel::new("split_heads", |k, s| run(Way::Split, k, s)),
+        Way::Merge => Kernel::new("merge_heads", |k, s| run(Way::Merge, k, s)),
+    };
+    let size = |dim: usize| heads.get(dim).copied().unwrap_or(1);
+    kernel.sized([
+        ("batch", size(0)),
+        ("heads", size(1)),
+        ("length", size(2)),
+        ("head_dim", size(3)),
+    ])
 }
 
 /// One way or the other: backward is the way back.

@@ -4,6 +4,8 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
+use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::operand::zeros_of;
 use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::{Attribute, Room, Step, Target};
 use crate::kernels::cpu::parallel::block_sums;
@@ -69,6 +71,15 @@ pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result
     check(x, weight, bias)?;
     let [wide, weight, bias] = [x, weight, bias].map(|x| wide_input("layer_norm", x));
     let (wide, weight, bias) = (wide?, weight?, bias?);
+    if x.dims().contains(&0) {
+        // candle divides by zero on a GPU
+        return Ok(zeros_of(
+            "layer_norm",
+            x.shape(),
+            x.dtype(),
+            &[&wide, &weight, &bias],
+        )?);
+    }
     let centred = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
     let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (variance + eps)?.sqrt()?.recip()?;
@@ -90,6 +101,41 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
         hint: "one of each for each element of the last dimension".into(),
     })
 }
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "layer_norm",
+    forward: |signature| {
+        let kernel = Kernel::new("layer_norm", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                let (weight, bias) = (s.wide_x(1)?, s.wide_x(2)?);
+                let eps = k.number("eps")?;
+                kernel::forward(s.x::<T>(0)?, &weight, &bias, eps, s.y(0)?, s.y(1)?);
+                Ok(())
+            })
+        });
+        let reads = [Slot::Input(0), Slot::Input(1), Slot::Input(2)];
+        let writes = [Slot::Output, Slot::Kept(0)];
+        Calls::default().call(kernel.with_all(signature.attributes), &reads, &writes)
+    },
+    backward: |signature| {
+        let kernel = Kernel::new("layer_norm_backward", |_, s| {
+            for_stored!(s.dtype(0), T => {
+                let weight = s.wide_x(2)?;
+                let (dx, dw, db) = (s.y(0)?, s.y(1)?, s.y(2)?);
+                kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, dx, dw, db);
+                Ok(())
+            })
+        });
+        let reads = [
+            Slot::OutputGradient,
+            Slot::Input(0),
+            Slot::Input(1),
+            Slot::Kept(0),
+        ];
+        Calls::with_wide_gradients(signature, kernel, &reads, &[1, 2])
+    },
+};
 
 struct LayerNorm {
     eps: f64,

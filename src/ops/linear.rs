@@ -2,8 +2,10 @@
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
+use super::lowering::{Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
 use super::packing::LinearProduct;
+use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous, float_input, made};
 use super::weight::{WeightCopy, with_copies};
 use crate::graph::{Step, Target};
@@ -82,6 +84,43 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     })
 }
 
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "linear",
+    forward: |signature| {
+        let (x, weight) = factors(signature);
+        let reads = [Slot::Input(0), read_weight(signature, 0, 1)];
+        Calls::default().call(product(x, weight.t(), false), &reads, &[Slot::Output])
+    },
+    backward: |signature| {
+        let (x, weight) = factors(signature);
+        let dy = Factor::new(x.rows, weight.rows);
+        let reads = [Slot::OutputGradient, read_weight(signature, 0, 1)];
+        let dx = product(dy, weight, false);
+        let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
+        let reads = [Slot::OutputGradient, Slot::Input(0)];
+        calls.call(product(dy.t(), x, false), &reads, &[Slot::Gradient(1)])
+    },
+};
+
+/// x (N, in) and the weight (out, in), of ops that take them first.
+pub(super) fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
+    let (x, weight) = (&signature.inputs[0], signature.inputs[1].dims);
+    (
+        Factor::new(x.rows(), weight[1]),
+        Factor::new(weight[0], weight[1]),
+    )
+}
+
+/// What products read of weight number `number`, input `input`: its copy in half precision, where the op has copies (as many as
+/// weights, before what it reads besides).
+pub(super) fn read_weight(signature: &Signature<'_>, number: usize, input: usize) -> Slot {
+    match signature.reads.get(number) {
+        Some(copy) if copy.dims == signature.inputs[input].dims => Slot::Read(number),
+        _ => Slot::Input(input),
+    }
+}
+
 struct Linear {
     copy: WeightCopy,
 }
@@ -122,13 +161,13 @@ impl Spec for Linear {
     }
 
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let packed = product(inputs).forward(target).map(Step::Pass);
+        let packed = linear_product(inputs).forward(target).map(Step::Pass);
         let steps = made(self, inputs).into_iter().chain(packed);
         steps.chain(self.copy.dropped(0)).collect()
     }
 
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        product(inputs).backward(target)
+        linear_product(inputs).backward(target)
     }
 
     fn forwarded(&self) {
@@ -213,7 +252,7 @@ impl CustomOp2 for Linear {
 }
 
 /// The product of x (..., in) with W (out, in), in x's dtype.
-pub(super) fn product(inputs: &[Operand<'_>]) -> LinearProduct {
+pub(super) fn linear_product(inputs: &[Operand<'_>]) -> LinearProduct {
     let [x, weight] = [&inputs[0], &inputs[1]];
     LinearProduct {
         rows: x.rows(),

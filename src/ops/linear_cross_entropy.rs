@@ -2,8 +2,12 @@
 
 use super::cpu::{elements, for_stored, tensor, tensors, view};
 use super::cross_entropy::{Targets, loss_of, plain};
+use super::cross_entropy::{planned_gradient, planned_loss};
 use super::dispatch::{Path, check_same, choose};
+use super::linear::{factors, read_weight};
+use super::lowering::{Calls, Lowering, Slot};
 use super::operand::check_size;
+use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous};
 use super::weight::{WeightCopy, with_copies};
 use super::{ending, linear};
@@ -85,6 +89,33 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
         }),
     }
 }
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "linear_cross_entropy",
+    forward: |signature| {
+        let (x, weight) = factors(signature);
+        let reads = [Slot::Input(0), read_weight(signature, 0, 1)];
+        let logits = product(x, weight.t(), false);
+        let calls = Calls::default().call(logits, &reads, &[Slot::Kept(0)]);
+        let targets = Slot::Read(signature.reads.len() - 1);
+        planned_loss(signature, Slot::Kept(0), targets, Slot::Kept(1), calls)
+    },
+    backward: |signature| {
+        let (x, weight) = factors(signature);
+        let (logits, mut calls) = (&signature.kept[0], Calls::default());
+        let dlogits = calls.scratch(logits.dims, logits.dtype);
+        let targets = Slot::Read(signature.reads.len() - 1);
+        let reads = [Slot::Kept(0), targets, Slot::Kept(1), Slot::OutputGradient];
+        let calls = calls.call(planned_gradient(signature), &reads, &[dlogits]);
+        let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
+        let reads = [dlogits, read_weight(signature, 0, 1)];
+        let dx = product(of_dlogits, weight, false);
+        let calls = calls.call(dx, &reads, &[Slot::Gradient(0)]);
+        let dw = product(of_dlogits.t(), x, false);
+        calls.call(dw, &[dlogits, Slot::Input(0)], &[Slot::Gradient(1)])
+    },
+};
 
 struct LinearCrossEntropy {
     copy: WeightCopy,
@@ -202,7 +233,9 @@ impl Spec for LinearCrossEntropy {
 
     /// The logits, and from them the loss; on a GPU the numbers of each row go again.
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let packed = linear::product(inputs).forward(target).map(Step::Pass);
+        let packed = linear::linear_product(inputs)
+            .forward(target)
+            .map(Step::Pass);
         let ids = self.targets.room();
         let room = |what, formula, numbers| {
             Step::Pass(Room {
@@ -233,7 +266,7 @@ impl Spec for LinearCrossEntropy {
     /// From the logits' gradient: on the CPU beside the logits, on a GPU in their place.
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
         let [x, weight] = [&inputs[0], &inputs[1]];
-        let product = linear::product(inputs);
+        let product = linear::linear_product(inputs);
         let rows = self.targets.room().elements;
         let taken = match target {
             Target::Cpu => Room {

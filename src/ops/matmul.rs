@@ -3,6 +3,7 @@
 use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
+use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
 use super::packing::packed_batch;
 use super::record::{Spec, apply2, composed, contiguous, input, made};
@@ -168,6 +169,77 @@ impl<'a> Sizes<'a> {
             ..Matrix::several(view, self.rows, self.cols)
         }
     }
+}
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "matmul",
+    forward: |signature| {
+        let [a, b] = [signature.inputs[0].dims, signature.inputs[1].dims];
+        let transposed = signature.attribute("transposed") == Some(Attribute::Flag(true));
+        let kernel = batched(a, false, b, transposed);
+        let reads = [Slot::Input(0), Slot::Input(1)];
+        Calls::default().call(kernel, &reads, &[Slot::Output])
+    },
+    backward: |signature| {
+        let [a, b] = [signature.inputs[0].dims, signature.inputs[1].dims];
+        let transposed = signature.attribute("transposed") == Some(Attribute::Flag(true));
+        let dc = signature.output.dims;
+        let (of_a, of_b, of_dc) = (Slot::Input(0), Slot::Input(1), Slot::OutputGradient);
+        let da = batched(dc, false, b, !transposed);
+        let calls = Calls::default().call(da, &[of_dc, of_b], &[Slot::Gradient(0)]);
+        // b (K, N): a^T dc; b (N, K): dc^T a.
+        match transposed {
+            false => {
+                let db = batched(a, true, dc, false);
+                calls.call(db, &[of_a, of_dc], &[Slot::Gradient(1)])
+            }
+            true => {
+                let db = batched(dc, true, a, false);
+                calls.call(db, &[of_dc, of_a], &[Slot::Gradient(1)])
+            }
+        }
+    },
+};
+
+/// `c = a b` for each of the leading dimensions: the factors' shapes as they lie, and whether they are transposed.
+fn batched(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> Kernel {
+    let sizes = |dims: &[usize]| match *dims {
+        [.., rows, cols] => [rows, cols],
+        _ => [1, 1], // refused by `check`
+    };
+    let (a_sizes, b_sizes) = (sizes(a), sizes(b));
+    let batch: usize = a[..a.len().saturating_sub(2)].iter().product();
+    let cols = b_sizes[usize::from(!b_transposed)];
+    let flops = 2.0 * batch as f64 * (a_sizes[0] * a_sizes[1]) as f64 * cols as f64;
+    let kernel = Kernel::new("matmul", |k, s| {
+        for_stored!(s.dtype(0), T => {
+            let a = Batched {
+                data: s.x::<T>(0)?,
+                rows: k.count("a_rows")?,
+                cols: k.count("a_cols")?,
+                transposed: k.flag("a_transposed"),
+            };
+            let b = Batched {
+                data: s.x::<T>(1)?,
+                rows: k.count("b_rows")?,
+                cols: k.count("b_cols")?,
+                transposed: k.flag("b_transposed"),
+            };
+            matmul_batched(k.count("batch")?, a, b, s.y(0)?);
+            Ok(())
+        })
+    });
+    let sizes = [
+        ("batch", batch),
+        ("a_rows", a_sizes[0]),
+        ("a_cols", a_sizes[1]),
+        ("b_rows", b_sizes[0]),
+        ("b_cols", b_sizes[1]),
+    ];
+    let kernel = kernel.sized(sizes).costing(flops);
+    let kernel = kernel.with("a_transposed", Attribute::Flag(a_transposed));
+    kernel.with("b_transposed", Attribute::Flag(b_transposed))
 }
 
 struct MatMul {

@@ -16,8 +16,11 @@
 //! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]), and what
 //! follows its inputs promotes mixed ones. Outside, only [`add`], [`sub`], [`mul`] and [`div`] do.
 
-mod arithmetic;
+mod activation;
+pub(crate) mod arithmetic;
 mod cast;
+mod concat;
+mod contiguous;
 pub(crate) mod cpu;
 pub mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -25,26 +28,37 @@ pub(crate) mod cuda;
 mod dispatch;
 mod elementwise;
 pub mod embedding;
+pub mod gelu;
 pub mod heads;
 pub mod layer_norm;
 pub mod linear;
+pub mod linear_bias;
 pub mod linear_cross_entropy;
+pub(crate) mod lowering;
 pub mod matmul;
 mod operand;
 mod packing;
+mod product;
 pub(crate) mod record;
 mod reduce;
 pub mod relu;
+pub mod repeat_heads;
 pub mod rms_norm;
 pub mod rope;
+pub mod sigmoid;
+pub mod silu;
 pub mod softmax;
+pub(crate) mod strided;
 pub mod swiglu;
 pub mod swiglu_linear;
+pub mod tanh;
 mod weight;
 
-pub use arithmetic::{add, div, mul, sub};
-pub(crate) use cast::{WEIGHT_CAST, forget_weights};
+pub use arithmetic::{add, add_scaled, div, mul, sub};
+pub(crate) use cast::{WEIGHT_CAST, converted, forget_weights};
 pub use cast::{cast, cast_for};
+pub use concat::concat;
+pub use contiguous::contiguous;
 pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 #[cfg(feature = "cuda")]
 pub(crate) use dispatch::choose_where;
@@ -52,17 +66,23 @@ pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};
 pub(crate) use dispatch::{Path, check_same, choose, current_kernel_policy};
 pub use elementwise::{exp, log, pow, rsqrt};
 pub use embedding::embedding;
+pub use gelu::{Gelu, gelu};
 pub use heads::{merge_heads, split_heads};
 pub use layer_norm::layer_norm;
 pub(crate) use linear::ending;
 pub use linear::linear;
+pub use linear_bias::linear_bias;
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use matmul::{matmul, matmul_transposed};
 pub(crate) use operand::{check_float, check_room, check_size, operand};
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;
+pub use repeat_heads::repeat_heads;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
+pub use sigmoid::sigmoid;
+pub use silu::silu;
 pub use softmax::softmax;
 pub use swiglu::swiglu;
 pub use swiglu_linear::swiglu_linear;
+pub use tanh::tanh;

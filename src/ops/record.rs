@@ -1,5 +1,6 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
+use super::lowering::{Calls, Lowering};
 use super::operand::{check_float, check_supported, operand, zeros_of};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute, Step, Target};
@@ -8,6 +9,22 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result,
     Shape, Tensor,
 };
+
+/// In a plan: what is the elements of its input, which lie in order there.
+pub(super) const LOWERINGS: &[Lowering] = &[
+    same("contiguous"),
+    same("copy"),
+    same("checkpoint"),
+    same("release"),
+];
+
+const fn same(op: &'static str) -> Lowering {
+    Lowering {
+        op,
+        forward: |_| Calls::default().same(0),
+        backward: |_| Calls::default().same(0),
+    }
+}
 
 /// What an op says of a call before it runs: all that a trace needs.
 pub(crate) trait Spec {
@@ -37,11 +54,6 @@ pub(crate) trait Spec {
     /// What backward does to memory on `target`. By default it makes a gradient for each input.
     fn backward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<Step> {
         (0..inputs.len()).map(Step::gradient).collect()
-    }
-
-    /// Whether a gradient reaches its output though its inputs are detached: it knows better where to send it.
-    fn is_tracked(&self) -> bool {
-        false
     }
 
     /// Drops what forward would drop.
@@ -337,7 +349,7 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     output: (impl Into<Shape>, DType),
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
-    composed_as(name, inputs, Composed::new(output.0, output.1), f)
+    composed_with(name, inputs, output, Vec::new, f)
 }
 
 /// As [`composed`], for ops whose backward hands on the output's gradient to all inputs, as candle's sum does.
@@ -354,6 +366,21 @@ pub(crate) fn composed_handing_on<E: From<candle_core::Error>>(
     composed_as(name, inputs, op, f)
 }
 
+/// As [`composed`], of an op with these attributes.
+pub(crate) fn composed_with<E: From<candle_core::Error>>(
+    name: &'static str,
+    inputs: &[&Tensor],
+    output: (impl Into<Shape>, DType),
+    attributes: impl FnOnce() -> Vec<(&'static str, Attribute)>,
+    f: impl FnOnce() -> std::result::Result<Tensor, E>,
+) -> std::result::Result<Tensor, E> {
+    let op = Composed {
+        attributes: attributes(),
+        ..Composed::new(output.0, output.1)
+    };
+    composed_as(name, inputs, op, f)
+}
+
 fn composed_as<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
@@ -364,17 +391,13 @@ fn composed_as<E: From<candle_core::Error>>(
         let y = graph::record(name, op, inputs, true).map_err(candle_core::Error::from)?;
         return Ok(y);
     }
+    let Composed { shape, dtype, .. } = op;
     let path = probe::op_path(name);
     let range = probe::op(Kind::Op, name, path);
-    let mut y = f()?;
-    if y.dims().contains(&0) {
-        y = zeros_of(
-            name,
-            y.shape(),
-            y.dtype(),
-            &[&[&y.detach()], inputs].concat(),
-        )?;
-    }
+    let y = match shape.dims().contains(&0) {
+        true => zeros_of(name, shape, dtype, inputs)?,
+        false => f()?,
+    };
     if probe::is_listening() {
         leave(range, inputs, &y);
         probe::produced(path, &y);
@@ -386,6 +409,7 @@ fn composed_as<E: From<candle_core::Error>>(
 struct Composed {
     shape: Shape,
     dtype: DType,
+    attributes: Vec<(&'static str, Attribute)>,
     /// Backward makes nothing.
     hands_on: bool,
 }
@@ -395,6 +419,7 @@ impl Composed {
         Self {
             shape: shape.into(),
             dtype,
+            attributes: Vec::new(),
             hands_on: false,
         }
     }
@@ -412,6 +437,10 @@ impl Spec for Composed {
             false => Step::gradient,
         };
         (0..inputs.len()).map(step).collect()
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        self.attributes.clone()
     }
 }
 

@@ -1,8 +1,13 @@
 //! Sums and means over a whole tensor, and log-softmax.
 
+use super::cpu::for_stored;
 use super::elementwise::in_f32;
+use super::lowering::{Calls, Kernel, Lowering, Signature, Slot};
+use crate::graph::Attribute;
+use crate::kernels::cpu::parallel;
 use crate::{Error, Result};
-use candle_core::{D, Tensor};
+use candle_core::{D, Tensor, WithDType};
+use std::ops::Range;
 
 /// The sum of all elements, a scalar.
 ///
@@ -56,6 +61,53 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
         }
         log_probabilities(x)
     })
+}
+
+/// In a plan.
+pub(super) const LOWERINGS: &[Lowering] = &[
+    Lowering {
+        op: "sum",
+        forward: |_| total(1.0),
+        backward: |_| spread(1.0),
+    },
+    Lowering {
+        op: "mean",
+        forward: |signature| total(share(signature)),
+        backward: |signature| spread(share(signature)),
+    },
+];
+
+fn share(signature: &Signature<'_>) -> f64 {
+    let elements: usize = signature.inputs[0].dims.iter().product();
+    1.0 / elements as f64
+}
+
+/// The sum of x, in f64, times `factor`.
+fn total(factor: f64) -> Calls {
+    let kernel = Kernel::new("sum", |k, s| {
+        for_stored!(s.dtype(0), T => {
+            let x = s.x::<T>(0)?;
+            let of_range = |range: Range<usize>| x[range].iter().map(|x| x.to_f64()).sum::<f64>();
+            let total = parallel::sum_ranges(x.len(), of_range) * k.number("factor")?;
+            s.y::<T>(0)?[0] = WithDType::from_f64(total);
+            Ok(())
+        })
+    });
+    let kernel = kernel.with("factor", Attribute::Number(factor));
+    Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+}
+
+/// The gradient of that: the output's everywhere.
+fn spread(factor: f64) -> Calls {
+    let kernel = Kernel::new("sum_backward", |k, s| {
+        for_stored!(s.dtype(0), T => {
+            let dy = s.x::<T>(0)?[0].to_f64() * k.number("factor")?;
+            s.y::<T>(0)?.fill(WithDType::from_f64(dy));
+            Ok(())
+        })
+    });
+    let kernel = kernel.with("factor", Attribute::Number(factor));
+    Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
 }
 
 fn log_probabilities(x: &Tensor) -> candle_core::Result<Tensor> {

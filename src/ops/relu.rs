@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, float_input, like_first};
 use crate::Result;
@@ -33,6 +34,30 @@ pub fn reference(x: &Tensor) -> Result<Tensor> {
     let x = float_input("relu", x)?;
     Ok(x.le(0.0)?.where_cond(&x.zeros_like()?, &x)?)
 }
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "relu",
+    forward: |_| {
+        let kernel = Kernel::new("relu", |_, s| {
+            for_stored!(s.dtype(0), T => {
+                kernel::forward(s.x::<T>(0)?, s.y(0)?);
+                Ok(())
+            })
+        });
+        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+    },
+    backward: |_| {
+        let kernel = Kernel::new("relu_backward", |_, s| {
+            for_stored!(s.dtype(0), T => {
+                kernel::backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                Ok(())
+            })
+        });
+        let reads = [Slot::OutputGradient, Slot::Output];
+        Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+    },
+};
 
 struct Relu;
 

@@ -4,6 +4,8 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
+use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::operand::zeros_of;
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::{Attribute, Room, Step, Target};
 use crate::kernels::cpu::parallel::block_sums;
@@ -63,6 +65,15 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight)?;
     let (wide, weight) = (wide_input("rms_norm", x)?, wide_input("rms_norm", weight)?);
+    if x.dims().contains(&0) {
+        // candle divides by zero on a GPU
+        return Ok(zeros_of(
+            "rms_norm",
+            x.shape(),
+            x.dtype(),
+            &[&wide, &weight],
+        )?);
+    }
     let mean_square = wide.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (mean_square + eps)?.sqrt()?.recip()?;
     let y = wide.broadcast_mul(&rstd)?.broadcast_mul(&weight)?;
@@ -82,6 +93,39 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
         hint: "one weight for each element of the last dimension".into(),
     })
 }
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "rms_norm",
+    forward: |signature| {
+        let kernel = Kernel::new("rms_norm", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                let weight = s.wide_x(1)?;
+                kernel::forward(s.x::<T>(0)?, &weight, k.number("eps")?, s.y(0)?, s.y(1)?);
+                Ok(())
+            })
+        });
+        let reads = [Slot::Input(0), Slot::Input(1)];
+        let writes = [Slot::Output, Slot::Kept(0)];
+        Calls::default().call(kernel.with_all(signature.attributes), &reads, &writes)
+    },
+    backward: |signature| {
+        let kernel = Kernel::new("rms_norm_backward", |_, s| {
+            for_stored!(s.dtype(0), T => {
+                let weight = s.wide_x(2)?;
+                kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, s.y(0)?, s.y(1)?);
+                Ok(())
+            })
+        });
+        let reads = [
+            Slot::OutputGradient,
+            Slot::Input(0),
+            Slot::Input(1),
+            Slot::Kept(0),
+        ];
+        Calls::with_wide_gradients(signature, kernel, &reads, &[1])
+    },
+};
 
 struct RmsNorm {
     eps: f64,

@@ -3,7 +3,9 @@
 use super::cast::cast_led_by;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same_or_f32, choose};
+use super::lowering::{Calls, Kernel, Lowering, Signature, Slot};
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input, widen};
+use crate::graph::Attribute;
 use crate::kernels::cpu::{Stored, rope as kernel};
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -57,6 +59,9 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 pub fn reference(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     check(x, cos, sin)?;
     let wide = wide_input("rope", x)?;
+    if x.dims().contains(&0) {
+        return Ok(wide.to_dtype(x.dtype())?); // candle divides by zero on a GPU
+    }
     let (cos, sin) = (widen(&cos.detach())?, widen(&sin.detach())?);
     let mut pairs = x.dims().to_vec(); // (..., T, Dh/2, 2)
     let width = pairs.pop().unwrap_or(0);
@@ -89,6 +94,35 @@ fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
         ),
         hint: "narrow the tables to the sequence's positions".into(),
     })
+}
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "rope",
+    forward: |signature| {
+        let reads = [Slot::Input(0), Slot::Read(0), Slot::Read(1)];
+        Calls::default().call(rotation(signature, false), &reads, &[Slot::Output])
+    },
+    backward: |signature| {
+        let reads = [Slot::OutputGradient, Slot::Read(0), Slot::Read(1)];
+        Calls::default().call(rotation(signature, true), &reads, &[Slot::Gradient(0)])
+    },
+};
+
+/// Reads x, cos and sin; writes x rotated, or `back`.
+fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
+    let name = if back { "rope_backward" } else { "rope" };
+    let width = signature.output.dims.last().copied().unwrap_or(1);
+    let kernel = Kernel::new(name, |k, s| {
+        for_stored!(s.dtype(0), T => {
+            let (width, back) = (k.count("width")?, k.flag("back"));
+            kernel::rotate(s.x::<T>(0)?, s.x(1)?, s.x(2)?, width, back, s.y(0)?);
+            Ok(())
+        })
+    });
+    kernel
+        .sized([("width", width)])
+        .with("back", Attribute::Flag(back))
 }
 
 struct Rope {

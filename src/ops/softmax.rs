@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
 use crate::graph::Attribute;
@@ -127,6 +128,65 @@ fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
             hint: "a mask needs queries and keys; Mask::Full takes any rank".into(),
         }),
     }
+}
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "softmax",
+    forward: |signature| {
+        let kernel = planned("softmax", signature, |k, s| {
+            let (queries, keys) = (k.count("queries")?, k.count("keys")?);
+            let (scale, mask) = (k.number("scale")?, k.mask()?);
+            for_stored!(s.dtype(0), T => {
+                kernel::forward(s.x::<T>(0)?, queries, keys, scale, mask, s.y(0)?);
+                Ok(())
+            })
+        });
+        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+    },
+    backward: |signature| {
+        // As in eager: half precision computes p once more from x, without its rounding.
+        let source = match signature.output.dtype {
+            DType::F16 | DType::BF16 => Slot::Input(0),
+            _ => Slot::Output,
+        };
+        let kernel = planned("softmax_backward", signature, |k, s| {
+            let (queries, keys) = (k.count("queries")?, k.count("keys")?);
+            let (scale, mask) = (k.number("scale")?, k.mask()?);
+            match s.dtype(0) {
+                DType::F16 | DType::BF16 => for_stored!(s.dtype(0), T => {
+                    let (dp, x, dx) = (s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                    kernel::backward_from_scores(dp, x, queries, keys, scale, mask, dx);
+                    Ok(())
+                }),
+                dtype => for_real!(dtype, T => {
+                    let (dp, p, dx) = (s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                    kernel::backward(dp, p, queries, keys, scale, mask, dx);
+                    Ok(())
+                }),
+            }
+        });
+        Calls::default().call(
+            kernel,
+            &[Slot::OutputGradient, source],
+            &[Slot::Gradient(0)],
+        )
+    },
+};
+
+/// With the sizes of the rows.
+fn planned(
+    name: &'static str,
+    signature: &Signature<'_>,
+    run: fn(&Kernel, &Slices<'_>) -> candle_core::Result<()>,
+) -> Kernel {
+    let (queries, keys) = match *signature.output.dims {
+        [.., queries, keys] => (queries, keys),
+        [keys] => (1, keys),
+        [] => (1, 1),
+    };
+    let kernel = Kernel::new(name, run).with_all(signature.attributes);
+    kernel.sized([("queries", queries), ("keys", keys)])
 }
 
 struct Softmax {

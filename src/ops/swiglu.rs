@@ -1,8 +1,10 @@
 //! The SwiGLU gate.
 
+use super::activation::sigmoid;
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
+use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::probe::Operand;
@@ -43,13 +45,6 @@ pub fn reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     Ok(((&wide * sigmoid(&wide)?)? * up)?.to_dtype(gate.dtype())?)
 }
 
-/// `1 / (1 + exp(-x))`, from `e = exp(-|x|)`, which is at most 1: 1 / (1 + e), or e / (1 + e) for negative x. candle's
-/// `silu` has a backward, `s (1 - y) + y` with s = sigmoid(x) and y = x s, that cancels for large x and overflows.
-fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
-    let e = x.abs()?.neg()?.exp()?;
-    x.ge(0.0)?.where_cond(&e.ones_like()?, &e)? / (e + 1.0)?
-}
-
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
     check_same("swiglu", &[("gate", gate), ("up", up)])?;
     if gate.shape() == up.shape() {
@@ -60,6 +55,40 @@ fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
         expected: format!("up {:?}, as gate", gate.dims()),
         got: format!("{:?}", up.dims()),
         hint: "both come from the same input".into(),
+    })
+}
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "swiglu",
+    forward: |_| {
+        let reads = [Slot::Input(0), Slot::Input(1)];
+        Calls::default().call(gated(), &reads, &[Slot::Output])
+    },
+    backward: |_| {
+        let reads = [Slot::OutputGradient, Slot::Input(0), Slot::Input(1)];
+        let writes = [Slot::Gradient(0), Slot::Gradient(1)];
+        Calls::default().call(gated_backward(), &reads, &writes)
+    },
+};
+
+/// Reads gate and up; writes silu(gate) * up.
+pub(super) fn gated() -> Kernel {
+    Kernel::new("swiglu", |_, s| {
+        for_stored!(s.dtype(0), T => {
+            kernel::forward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+            Ok(())
+        })
+    })
+}
+
+/// Reads dy, gate and up; writes the gradients of gate and up.
+pub(super) fn gated_backward() -> Kernel {
+    Kernel::new("swiglu_backward", |_, s| {
+        for_stored!(s.dtype(0), T => {
+            kernel::backward(s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.y(0)?, s.y(1)?);
+            Ok(())
+        })
     })
 }
 

@@ -2,10 +2,13 @@
 
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
-use super::linear::{ending, linear, product, rows_of};
+use super::linear::{ending, factors, linear, linear_product, read_weight, rows_of};
+use super::lowering::{Calls, Lowering, Slot};
 use super::operand::check_size;
+use super::product::{Factor, product};
 use super::record::{Spec, apply3, contiguous, elements_of};
 use super::swiglu::swiglu;
+use super::swiglu::{gated, gated_backward};
 use super::weight::{WeightCopy, with_copies};
 use crate::graph::{Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
@@ -84,6 +87,42 @@ fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
     })
 }
 
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "swiglu_linear",
+    forward: |signature| {
+        let (x, weight) = factors(signature);
+        let linear = |calls: Calls, number: usize| {
+            let reads = [Slot::Input(0), read_weight(signature, number, 1 + number)];
+            calls.call(product(x, weight.t(), false), &reads, &[Slot::Kept(number)])
+        };
+        let calls = linear(linear(Calls::default(), 0), 1);
+        calls.call(gated(), &[Slot::Kept(0), Slot::Kept(1)], &[Slot::Output])
+    },
+    backward: |signature| {
+        let (x, weight) = factors(signature);
+        let (gate, mut calls) = (&signature.kept[0], Calls::default());
+        let gradients = [0, 1].map(|_| calls.scratch(gate.dims, gate.dtype));
+        let reads = [Slot::OutputGradient, Slot::Kept(0), Slot::Kept(1)];
+        calls = calls.call(gated_backward(), &reads, &gradients);
+        let dy = Factor::new(x.rows, weight.rows); // (N, F)
+        for (number, gradient) in gradients.into_iter().enumerate() {
+            let reads = [gradient, read_weight(signature, number, 1 + number)];
+            calls = calls.call(
+                product(dy, weight, number > 0),
+                &reads,
+                &[Slot::Gradient(0)],
+            );
+        }
+        for (number, gradient) in gradients.into_iter().enumerate() {
+            let reads = [gradient, Slot::Input(0)];
+            let dw = product(dy.t(), x, false);
+            calls = calls.call(dw, &reads, &[Slot::Gradient(1 + number)]);
+        }
+        calls
+    },
+};
+
 struct SwiGluLinear {
     /// Of W1 and W3.
     copies: [WeightCopy; 2],
@@ -153,7 +192,7 @@ impl Spec for SwiGluLinear {
 
     /// One product after the other, each with its weight's copy; then the gate.
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let packed = product(inputs).forward(target).map(Step::Pass);
+        let packed = linear_product(inputs).forward(target).map(Step::Pass);
         let products = self.copies.iter().enumerate().flat_map(|(i, copy)| {
             let steps = [Some(Step::Keep(i)), packed, copy.dropped(i)];
             steps.into_iter().flatten()
@@ -170,7 +209,7 @@ impl Spec for SwiGluLinear {
             elements: 2.0 * elements_of(y.dims()),
             element_bytes: dtype.size_in_bytes(),
         });
-        let product = product(inputs);
+        let product = linear_product(inputs);
         let (dx, dw) = (product.dx(target), product.dw(target));
         let made = [dx, dw, dw].into_iter().enumerate();
         let made = made.map(|(of, taking)| Step::Gradient {

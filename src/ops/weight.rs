@@ -16,7 +16,11 @@ use crate::{Result, precision, probe};
 use candle_core::{CpuStorage, DType, Layout, Tensor, WithDType};
 use std::sync::{Mutex, PoisonError};
 #[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage};
+use {
+    super::cuda,
+    crate::kernels::cuda::{View, matmul::Matrix},
+    candle_core::CudaStorage,
+};
 
 /// The copy of one weight, for the life of an op.
 pub(super) struct WeightCopy {
@@ -151,6 +155,24 @@ impl WeightCopy {
             None => Matrix::new(cuda::view(weight, layout)?, rows, cols),
         };
         cuda::multiplied(&weight.device, [x, read.t()], 1, x.view.dtype)
+    }
+
+    /// Forward's product on the weight's card, `y += x W^T`.
+    #[cfg(feature = "cuda")]
+    pub(super) fn add_product_on_card(
+        &self,
+        x: Matrix,
+        weight: &CudaStorage,
+        layout: &Layout,
+        y: View,
+    ) -> candle_core::Result<()> {
+        let (rows, cols) = layout.shape().dims2()?;
+        let copy = self.for_forward();
+        let read = match &copy {
+            Some(copy) => cuda::matrix(copy, rows, cols)?,
+            None => Matrix::new(cuda::view(weight, layout)?, rows, cols),
+        };
+        cuda::add_product(&weight.device, [x, read.t()], y)
     }
 
     /// What backward's products read: a dropped copy is made again.

@@ -3,7 +3,7 @@
 use super::inplace::{Element, is_supported, lend, no_kernel, read, wide};
 use crate::kernels::cpu::Real;
 use crate::kernels::cpu::adamw::{self, Update};
-use crate::{Error, Result};
+use crate::{Error, Result, graph};
 use candle_core::{DType, Tensor, Var};
 use half::{bf16, f16};
 
@@ -24,6 +24,15 @@ pub(super) struct Slot {
 impl Slot {
     /// The state before the first step.
     pub(super) fn new(name: &str, var: &Var) -> Result<Self> {
+        if graph::is_hollow(var) {
+            return Err(Error::Order {
+                op: "AdamW",
+                problem: format!("parameter {name} is hollow: it has no elements to train"),
+                hint:
+                    "build the model from nn::seeded or a file; hollow weights are for graph::trace"
+                        .into(),
+            });
+        }
         if !is_supported(var.dtype()) {
             return Err(Error::DType {
                 op: "AdamW",

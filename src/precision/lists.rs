@@ -52,9 +52,13 @@ pub(super) const CPU_WIDEST: &str = "\
 /// This crate's ops under other names than PyTorch's, and whose class is theirs. An op of several parts has the class
 /// of its products.
 pub(super) const OWN_NAMES: &[(&str, &str)] = &[
+    ("add_scaled", "add"),
     ("attention::flash", "scaled_dot_product_attention"),
     ("attention::naive", "scaled_dot_product_attention"),
+    ("concat", "cat"),
     ("cross_entropy", "cross_entropy_loss"),
+    ("gelu_tanh", "gelu"),
+    ("linear_bias", "linear"),
     ("linear_cross_entropy", "linear"),
     ("matmul_transposed", "matmul"),
     ("swiglu_linear", "linear"),
@@ -62,5 +66,5 @@ pub(super) const OWN_NAMES: &[(&str, &str)] = &[
 
 /// This crate's ops that are on neither list of some policy: named, so that a table shows them.
 pub(super) const FOLLOW: &str = "\
-    add div embedding exp layer_norm log log_softmax mean merge_heads mul pow relu rms_norm rope rsqrt \
-    softmax split_heads sub sum swiglu";
+    add div embedding exp gelu layer_norm log log_softmax mean merge_heads mul pow relu repeat_heads rms_norm rope \
+    rsqrt sigmoid silu softmax split_heads sub sum swiglu tanh";

@@ -51,7 +51,12 @@ pub(super) fn handed_on(o: &Operands<'_>) -> Option<Cost> {
     cost(0.0, 0.0, o.output.bytes(), 0.0)
 }
 
-/// As [`handed_on`], to the second with another sign.
+/// As [`moved`], adding up to one element what several were given.
+pub(super) fn folded(o: &Operands<'_>) -> Option<Cost> {
+    cost(0.0, o.output.elements(), o.output.bytes(), o.input_bytes())
+}
+
+/// As [`handed_on`], to the second with another sign, or another factor.
 pub(super) fn negated(o: &Operands<'_>) -> Option<Cost> {
     let flops = o.output.elements();
     cost(0.0, flops, o.output.bytes(), o.output.bytes())
@@ -66,6 +71,22 @@ pub(super) fn linear_backward(o: &Operands<'_>) -> Option<Cost> {
     let flops = 4.0 * o.output.elements() * o.input(0)?.last();
     let read = o.output.bytes() + product_bytes(o)?;
     cost(flops, 0.0, read, o.input_bytes())
+}
+
+pub(super) fn linear_bias(o: &Operands<'_>) -> Option<Cost> {
+    let flops = 2.0 * o.output.elements() * o.input(0)?.last();
+    cost(
+        flops,
+        o.output.elements(),
+        product_bytes(o)?,
+        o.output.bytes(),
+    )
+}
+
+pub(super) fn linear_bias_backward(o: &Operands<'_>) -> Option<Cost> {
+    let flops = 4.0 * o.output.elements() * o.input(0)?.last();
+    let read = o.output.bytes() + product_bytes(o)?;
+    cost(flops, o.output.elements(), read, o.input_bytes())
 }
 
 /// y (..., F), as are gate and up, which are kept.

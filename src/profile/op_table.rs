@@ -32,6 +32,22 @@ const fn plain(op: &'static str, flops: &'static str, forward: Formula) -> OpCos
     entry(op, flops, "inputs, output", forward, None)
 }
 
+/// Of one input, which is kept.
+const fn activation(
+    op: &'static str,
+    flops: &'static str,
+    forward: Formula,
+    backward: Formula,
+) -> OpCost {
+    entry(
+        op,
+        flops,
+        "x, y; backward x, dy, dx",
+        forward,
+        Some(backward),
+    )
+}
+
 const GRADIENTS: &str = "x, W, y; backward x, W, dy, dx, dW";
 const ATTENTION: &str = "4 B H Tq Tk Dh, 6 a score besides; backward 8 and 5";
 
@@ -49,6 +65,13 @@ pub(super) const TABLE: &[OpCost] = &[
         "a, b, c; backward a, b, dc, da, db",
         linear,
         Some(linear_backward),
+    ),
+    entry(
+        "linear_bias",
+        "2 N in out, 1 an element of y besides; backward 4 and 1",
+        "x, W, b, y; backward x, W, dy, dx, dW, db",
+        linear_bias,
+        Some(linear_bias_backward),
     ),
     holding(
         "two products and the gate",
@@ -165,6 +188,45 @@ pub(super) const TABLE: &[OpCost] = &[
         |o| elementwise(o, 1.0),
         Some(|o| elementwise_backward(o, 1.0)),
     ),
+    activation(
+        "tanh",
+        "6 an element, backward 8",
+        |o| elementwise(o, 6.0),
+        |o| elementwise_backward(o, 8.0),
+    ),
+    activation(
+        "sigmoid",
+        "4 an element, backward 6",
+        |o| elementwise(o, 4.0),
+        |o| elementwise_backward(o, 6.0),
+    ),
+    activation(
+        "silu",
+        "5 an element, backward 8",
+        |o| elementwise(o, 5.0),
+        |o| elementwise_backward(o, 8.0),
+    ),
+    activation(
+        "gelu",
+        "5 an element, backward 9",
+        |o| elementwise(o, 5.0),
+        |o| elementwise_backward(o, 9.0),
+    ),
+    activation(
+        "gelu_tanh",
+        "9 an element, backward 14",
+        |o| elementwise(o, 9.0),
+        |o| elementwise_backward(o, 14.0),
+    ),
+    entry(
+        "repeat_heads",
+        "0, backward 1 an element of y",
+        "x, y; backward dy, dx",
+        |o| elementwise(o, 0.0),
+        Some(folded),
+    ),
+    plain("concat", "0", |o| elementwise(o, 0.0)),
+    plain("contiguous", "0", |o| elementwise(o, 0.0)),
     entry(
         "cast",
         "0",
@@ -199,6 +261,13 @@ pub(super) const TABLE: &[OpCost] = &[
         "a, b, y; backward a, b, dy, da, db",
         |o| elementwise(o, 1.0),
         Some(|o| elementwise_backward(o, 2.0)),
+    ),
+    entry(
+        "add_scaled",
+        "2 an element, backward 1",
+        "a, b, y; backward dy, db",
+        |o| elementwise(o, 2.0),
+        Some(negated),
     ),
     plain("div", "1 an element", |o| elementwise(o, 1.0)),
     plain("exp", "1 an element", |o| elementwise(o, 1.0)),

@@ -8,7 +8,7 @@ use tallow::attention::{self, Algorithm, AttentionConfig};
 use tallow::graph::{self, Event, Graph, Node, SegmentKind, Source, Target};
 use tallow::model::{TransformerConfig, TransformerLM, flops};
 use tallow::nn::{self, Checkpointing};
-use tallow::ops::{self, KernelPolicy, with_kernel_policy};
+use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
 use tallow::precision::Autocast;
 use tallow::probe::{self, Kind, Listener, Path};
 use tallow::profile::{self, Cost, NodeCost};
@@ -398,6 +398,49 @@ fn what_cannot_be_traced_is_refused_in_words() {
         assert!(error.contains("hollow") && !error.contains("F4"), "{error}");
     }
     assert!(graph::input("x", 3, DType::F8E4M3).is_err());
+}
+
+/// What models need beside layers: traced, with the shapes that a run has.
+#[test]
+fn every_op_for_models_is_traced() {
+    type Op = fn(&Tensor) -> Result<Tensor>;
+    let table: [(&str, Op); 12] = [
+        ("gelu", |x| ops::gelu(x, Gelu::Erf)),
+        ("gelu_tanh", |x| ops::gelu(x, Gelu::Tanh)),
+        ("tanh", ops::tanh),
+        ("sigmoid", ops::sigmoid),
+        ("silu", ops::silu),
+        ("concat", |x| ops::concat(&[x, &x.narrow(1, 0, 1)?, x], 1)),
+        ("repeat_heads", |x| ops::repeat_heads(x, 3)),
+        ("add_scaled", |x| ops::add_scaled(x, x, 0.5)),
+        ("linear_bias", |x| {
+            let weight = Tensor::zeros((5, 4), x.dtype(), x.device())?;
+            ops::linear_bias(x, &weight, &weight.narrow(1, 0, 1)?.squeeze(1)?)
+        }),
+        ("contiguous", |x| {
+            Ok(ops::contiguous(&x.transpose(0, 1)?)?.reshape((6, 4))?)
+        }),
+        ("relu", |x| ops::relu(&x.narrow(1, 1, 2)?)),
+        ("mul", |x| ops::mul(x, &x.narrow(2, 0, 1)?)),
+    ];
+    for (name, op) in table {
+        for target in [Target::Cpu, Target::Cuda] {
+            for dtype in [DType::F32, DType::BF16] {
+                let x = graph::input("x", (2, 3, 4), dtype).unwrap();
+                let traced = graph::trace(target, || op(&x)).unwrap();
+                let made = traced.shape_of(&traced.outputs[0]).to_vec();
+                let real = Tensor::ones((2, 3, 4), dtype, &Device::Cpu).unwrap();
+                assert_eq!(made, op(&real).unwrap().dims(), "{name}");
+                let last = traced.nodes().last().unwrap();
+                assert_eq!(last.op, name);
+                let costs = profile::node_costs(&traced);
+                assert!(costs.last().unwrap().forward.is_some(), "{name}");
+            }
+        }
+    }
+    let strided = refused(|x| Ok(x.t()?.reshape(16)?));
+    assert!(strided.contains("contiguous before reshape"), "{strided}");
+    assert!(ops::contiguous(&graph::input("x", (2, 3), DType::F32).unwrap().t().unwrap()).is_err());
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod bench;
 mod checkpoint;
 mod child;
 mod compile;
+mod custom_model;
 mod data;
 mod flash;
 mod fused;

@@ -16,6 +16,7 @@ mod parameters;
 mod refused_files;
 mod refused_inputs;
 mod varmap;
+mod weights;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;

@@ -21,7 +21,7 @@ use crate::ops::{Path, cast_for, choose, record::apply3};
 use crate::{Error, Result, device, graph};
 use candle_core::{DType, Tensor};
 
-const NAME: &str = "attention::flash";
+pub(super) const NAME: &str = "attention::flash";
 
 /// The largest head dimension that [`flash()`] takes.
 pub const MAX_HEAD_DIM: usize = 256;

@@ -20,8 +20,8 @@ impl Builder<'_> {
         let (rows, width) = (self.source.config.rows(), self.source.model.d_model);
         let dy = self.loss(states.ln_final.y);
         self.update_matrices(); // the head's, whose gradient would lie beside a block's
-        self.phase = Phase::Backward;
-        self.path = "ln_final".into();
+        self.plan.phase = Phase::Backward;
+        self.plan.path = "ln_final".into();
         let dx = self.buffer("dstream", &[rows, width]); // of the residual stream, from here to the embedding
         let any_block = !states.segments.is_empty();
         let mut branch = self.norm_backward("ln_final", states.ln_final, dy, dx, false, any_block);
@@ -45,7 +45,7 @@ impl Builder<'_> {
                 }
             }
         }
-        self.path = "token_embeddings".into();
+        self.plan.path = "token_embeddings".into();
         let (d_table, accumulate) = self.gradient(&["token_embeddings.weight".into()]);
         let op = Op::EmbeddingBackward {
             rows,
@@ -58,14 +58,14 @@ impl Builder<'_> {
             self.workspace(parts.iter().sum())
         });
         let writes: Vec<BufferId> = [d_table].into_iter().chain(workspace).collect();
-        self.call(op, &[dx, self.tokens], &writes);
+        self.plan.call(op, &[dx, self.tokens], &writes);
         self.gradient_done(&["token_embeddings.weight".into()]);
     }
 
     /// The last block of a segment that was run again: nobody reads its branch, so the product that made it goes, and the
     /// gate before it, which backward computes anyway.
     fn drop_last_branch(&mut self) {
-        self.calls.truncate(self.calls.len() - 2);
+        self.plan.calls.truncate(self.plan.calls.len() - 2);
     }
 
     /// Adds a block's gradient to `dx`. `branch` is what dx has been so far, as products read it; what is returned is what it
@@ -91,7 +91,7 @@ impl Builder<'_> {
         // dgated = dx W2; then, in its place, what W2's gradient is made from.
         let gated = self.lower("gated", &[rows, hidden]);
         self.input_gradient(ffn(DOWN), branch, gated, Accumulate::Never);
-        self.path = format!("{prefix}/ffn");
+        self.plan.path = format!("{prefix}/ffn");
         let op = match self.packs() {
             true => Op::PackedSwiGluBackward {
                 rows,
@@ -102,18 +102,18 @@ impl Builder<'_> {
             },
         };
         let in_place: Vec<BufferId> = [gated].into_iter().chain(gate_up.clone()).collect();
-        self.call(op, &[], &in_place);
+        self.plan.call(op, &[], &in_place);
         self.weight_gradient(ffn(DOWN), branch, gated);
         let dy = self.input_gradients(ffn(GATE_UP), &gate_up);
         let branch = self.norm_backward(&format!("{prefix}/ln2"), state.ln2, dy, dx, true, true);
         let y = dy;
         self.weight_gradients(ffn(GATE_UP), &gate_up, y);
 
-        self.path = format!("{prefix}/attn");
+        self.plan.path = format!("{prefix}/attn");
         let d_merged = self.lower("dmerged", &[rows, width]);
         self.input_gradient(attn(OUT), branch, d_merged, Accumulate::Never);
         self.weight_gradient(attn(OUT), branch, state.merged);
-        self.path = format!("{prefix}/attn");
+        self.plan.path = format!("{prefix}/attn");
         let gradients = self.attention_backward(state, d_merged);
         let dy = self.input_gradients(attn(QKV), &gradients);
         let is_last = layer == 0;
@@ -131,7 +131,7 @@ impl Builder<'_> {
         (layer, part, names): Layers<'_>,
         gradients: &[BufferId],
     ) -> BufferId {
-        self.path = format!("layers.{layer}/{part}");
+        self.plan.path = format!("layers.{layer}/{part}");
         let shape = [self.source.config.rows(), self.source.model.d_model];
         let dx = self.lower("dx", &shape);
         for (i, (group, dy)) in self.groups(names).zip(gradients).enumerate() {
@@ -164,14 +164,14 @@ impl Builder<'_> {
         dx: BufferId,
         accumulate: Accumulate,
     ) {
-        self.path = format!("layers.{layer}/{part}/{}", group.join("+"));
+        self.plan.path = format!("layers.{layer}/{part}/{}", group.join("+"));
         let weight = self.product_weight(&weights_of(layer, part, group));
         self.matmul((dy, false), (weight, false), dx, accumulate);
     }
 
     /// `dW = dy^T x` for the same.
     fn weight_gradient(&mut self, (layer, part, group): Layers<'_>, dy: BufferId, x: BufferId) {
-        self.path = format!("layers.{layer}/{part}/{}", group.join("+"));
+        self.plan.path = format!("layers.{layer}/{part}/{}", group.join("+"));
         let weights = weights_of(layer, part, group);
         let (dw, accumulate) = self.product_gradient(&weights);
         self.matmul((dy, true), (x, false), dw, accumulate);
@@ -200,7 +200,8 @@ impl Builder<'_> {
                 let writes = gradients.iter().copied();
                 let writes = writes.chain([d_probabilities]).chain(d_scores);
                 let writes: Vec<BufferId> = writes.collect();
-                self.call(Op::NaiveAttentionBackward(sizes), &reads, &writes);
+                self.plan
+                    .call(Op::NaiveAttentionBackward(sizes), &reads, &writes);
                 self.turn_back(sizes, &gradients);
             }
             Attended::Naive { p: Some(p) } => {
@@ -208,7 +209,8 @@ impl Builder<'_> {
                 let scratch = self.scratch(&scratch);
                 let reads = reads(&[d_merged], qkv, &[p, cos, sin]);
                 let writes = [&gradients[..], &[scratch]].concat();
-                self.call(Op::AttentionBackward(sizes), &reads, &writes);
+                self.plan
+                    .call(Op::AttentionBackward(sizes), &reads, &writes);
             }
             Attended::Flash { lse, rounded_off } => {
                 let mut reads = reads(&[d_merged], qkv, &[state.merged, lse]);
@@ -216,18 +218,22 @@ impl Builder<'_> {
                 if self.is_on_card() {
                     let workspace = self.workspace(workspace::flash_backward(&sizes.flash()));
                     let writes = [&gradients[..], &[workspace]].concat();
-                    self.call(Op::FlashAttentionBackward(sizes), &reads, &writes);
+                    self.plan
+                        .call(Op::FlashAttentionBackward(sizes), &reads, &writes);
                     self.turn_back(sizes, &gradients);
                     return gradients;
                 }
                 let shape = [b, h, t, sizes.head_dim];
                 let heads = ["dq_heads", "dk_heads", "dv_heads"];
                 let heads = heads.map(|name| self.lower(name, &shape));
-                self.call(Op::FlashAttentionBackward(sizes), &reads, &heads);
+                self.plan
+                    .call(Op::FlashAttentionBackward(sizes), &reads, &heads);
                 for (from, to) in heads.iter().zip(&gradients).take(2) {
-                    self.call(Op::MergeRotatedBack(sizes), &[*from, cos, sin], &[*to]);
+                    self.plan
+                        .call(Op::MergeRotatedBack(sizes), &[*from, cos, sin], &[*to]);
                 }
-                self.call(Op::MergeHeads(sizes), &[heads[2]], &[gradients[2]]);
+                self.plan
+                    .call(Op::MergeHeads(sizes), &[heads[2]], &[gradients[2]]);
             }
         }
         gradients
@@ -236,7 +242,8 @@ impl Builder<'_> {
     fn turn_back(&mut self, sizes: AttentionSizes, gradients: &[BufferId]) {
         let [cos, sin] = self.angles;
         for gradient in turned(gradients) {
-            self.call(Op::RotateBack(sizes), &[cos, sin], &[*gradient]);
+            self.plan
+                .call(Op::RotateBack(sizes), &[cos, sin], &[*gradient]);
         }
     }
 }

@@ -92,7 +92,7 @@ impl Builder<'_> {
             }
             stream = next;
         }
-        self.path = "ln_final".into();
+        self.plan.path = "ln_final".into();
         let ln_final = self.norm(stream, "ln_final.weight");
         States { segments, ln_final }
     }
@@ -101,9 +101,10 @@ impl Builder<'_> {
     pub(super) fn forward_to_logits(&mut self) {
         let states = self.forward(Checkpointing::None.into());
         let shape = [self.source.config.rows(), self.source.model.vocab_size];
-        self.path = "lm_head".into();
+        self.plan.path = "lm_head".into();
         let dtype = self.lower_dtype();
         let logits = self
+            .plan
             .buffers
             .add("logits", &shape, dtype, Category::Output, Home::Output);
         let head = self.product_weight(&["lm_head.weight".into()]);
@@ -117,10 +118,11 @@ impl Builder<'_> {
 
     fn embedding(&mut self) -> Stream {
         let [rows, width] = [self.source.config.rows(), self.source.model.d_model];
-        self.path = "token_embeddings".into();
+        self.plan.path = "token_embeddings".into();
         let table = self.weight("token_embeddings.weight");
         let x = self.buffer("x", &[rows, width]);
-        self.call(Op::Embedding { rows, width }, &[self.tokens, table], &[x]);
+        self.plan
+            .call(Op::Embedding { rows, width }, &[self.tokens, table], &[x]);
         Stream::Whole(x)
     }
 
@@ -130,18 +132,18 @@ impl Builder<'_> {
         let (width, hidden) = (self.source.model.d_model, self.source.model.d_ff);
         let prefix = format!("layers.{layer}");
         let weight = |part: &str| format!("{prefix}.{part}.weight");
-        self.path = format!("{prefix}/ln1");
+        self.plan.path = format!("{prefix}/ln1");
         let ln1 = self.norm(stream, &weight("ln1"));
 
         let qkv = self.linear(layer, "attn", QKV, ln1.y, width);
-        self.path = format!("{prefix}/attn");
+        self.plan.path = format!("{prefix}/attn");
         let (attended, merged) = self.attention(&qkv);
         let branch = self.linear(layer, "attn", OUT, merged, width)[0];
 
-        self.path = format!("{prefix}/ln2");
+        self.plan.path = format!("{prefix}/ln2");
         let ln2 = self.norm(Stream::Sum(ln1.x, branch), &weight("ln2"));
         let gate_up = self.gate_up(layer, ln2.y);
-        self.path = format!("{prefix}/ffn");
+        self.plan.path = format!("{prefix}/ffn");
         let gated = self.lower("gated", &[rows, hidden]);
         let op = match self.packs() {
             true => Op::PackedSwiGlu {
@@ -152,7 +154,7 @@ impl Builder<'_> {
                 elements: rows * hidden,
             },
         };
-        self.call(op, &gate_up, &[gated]);
+        self.plan.call(op, &gate_up, &[gated]);
         let branch = self.linear(layer, "ffn", DOWN, gated, width)[0];
         let state = BlockState {
             ln1,
@@ -172,7 +174,7 @@ impl Builder<'_> {
 
     /// The same from what that norm has kept.
     pub(super) fn gate_up_again(&mut self, layer: usize, kept: Stream) -> Vec<BufferId> {
-        self.path = format!("layers.{layer}/ln2");
+        self.plan.path = format!("layers.{layer}/ln2");
         let y = self.norm_again(kept, &format!("layers.{layer}.ln2.weight"));
         self.gate_up(layer, y)
     }
@@ -189,7 +191,7 @@ impl Builder<'_> {
         let rows = self.source.config.rows();
         let groups = self.groups(names);
         let outputs = groups.map(|group| {
-            self.path = format!("layers.{layer}/{part}/{}", group.join("+"));
+            self.plan.path = format!("layers.{layer}/{part}/{}", group.join("+"));
             let weight = self.product_weight(&weights_of(layer, part, group));
             let y = self.lower("y", &[rows, group.len() * out]);
             self.matmul((x, false), (weight, true), y, Accumulate::Never);
@@ -213,18 +215,18 @@ impl Builder<'_> {
                 .then(|| self.buffer("probabilities", &[kernel.probabilities_len()]));
             let writes: Vec<BufferId> = [out, scratch].into_iter().chain(p).collect();
             let reads: Vec<BufferId> = qkv.iter().copied().chain([cos, sin]).collect();
-            self.call(Op::Attention(sizes), &reads, &writes);
+            self.plan.call(Op::Attention(sizes), &reads, &writes);
             return (Attended::Naive { p }, out);
         }
         for x in turned(qkv) {
-            self.call(Op::Rotate(sizes), &[cos, sin], &[*x]);
+            self.plan.call(Op::Rotate(sizes), &[cos, sin], &[*x]);
         }
         if self.is_naive() {
             let out = self.lower("out", &shape);
             let p = self.lower("probabilities", &[b, h, t, t]);
             let scores = (self.is_half()).then(|| self.scratch(&self.scores_at_once(&sizes)));
             let writes: Vec<BufferId> = [out, p].into_iter().chain(scores).collect();
-            self.call(Op::NaiveAttention(sizes), qkv, &writes);
+            self.plan.call(Op::NaiveAttention(sizes), qkv, &writes);
             return (Attended::Naive { p: Some(p) }, out);
         }
         let by_head = [b, h, t, sizes.head_dim];
@@ -245,13 +247,13 @@ impl Builder<'_> {
             .chain(workspace)
             .chain(rounded_off)
             .collect();
-        self.call(Op::FlashAttention(sizes), qkv, &writes);
+        self.plan.call(Op::FlashAttention(sizes), qkv, &writes);
         let attended = Attended::Flash { lse, rounded_off };
         if self.is_on_card() {
             return (attended, heads);
         }
         let out = self.lower("out", &shape);
-        self.call(Op::MergeHeads(sizes), &[heads], &[out]);
+        self.plan.call(Op::MergeHeads(sizes), &[heads], &[out]);
         (attended, out)
     }
 }

@@ -24,8 +24,8 @@ impl Builder<'_> {
         let (rows, width) = (self.source.config.rows(), self.source.model.d_model);
         let classes = self.source.model.vocab_size;
         let counted = rows * self.source.config.accumulation;
-        self.phase = Phase::Loss;
-        self.path = "lm_head".into();
+        self.plan.phase = Phase::Loss;
+        self.plan.path = "lm_head".into();
         let losses = self.buffer("losses", &[rows]);
         let dh = self.lower("dx", &[rows, width]);
         let head = self.product_weight(&["lm_head.weight".into()]);
@@ -58,13 +58,13 @@ impl Builder<'_> {
                         accumulate,
                     }
                 };
-            let (all_logits, all_head) = (self.whole(logits), self.whole(head));
-            self.call_on(
+            let (all_logits, all_head) = (self.plan.whole(logits), self.plan.whole(head));
+            self.plan.call_on(
                 product([rows, classes, width], false, true, Accumulate::Never),
                 vec![of(h, width), all_head.clone()],
                 vec![all_logits.clone()],
             );
-            self.call_on(
+            self.plan.call_on(
                 Op::CrossEntropy {
                     rows,
                     classes,
@@ -73,7 +73,7 @@ impl Builder<'_> {
                 vec![of(self.targets, 1)],
                 vec![all_logits.clone(), of(losses, 1)],
             );
-            self.call_on(
+            self.plan.call_on(
                 product([rows, width, classes], false, false, Accumulate::Never),
                 vec![all_logits.clone(), all_head],
                 vec![of(dh, width)],
@@ -83,21 +83,23 @@ impl Builder<'_> {
             } else {
                 Accumulate::Always
             };
-            let d_head = self.whole(d_head);
-            self.call_on(
+            let d_head = self.plan.whole(d_head);
+            self.plan.call_on(
                 product([classes, width, rows], true, false, accumulate),
                 vec![all_logits, of(h, width)],
                 vec![d_head],
             );
         }
-        let loss = self.arena("loss", &[1], DType::F64, Category::Temporary);
-        self.kept.push(loss);
+        let loss = self
+            .plan
+            .arena("loss", &[1], DType::F64, Category::Temporary);
+        self.plan.kept.push(loss);
         let op = Op::MeanLoss {
             rows,
             counted,
             accumulate: Accumulate::AfterFirst,
         };
-        self.call(op, &[losses], &[loss]);
+        self.plan.call(op, &[losses], &[loss]);
         self.gradient_done(&["lm_head.weight".into()]);
         dh
     }

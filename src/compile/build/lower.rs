@@ -13,7 +13,8 @@ use candle_core::DType;
 impl Builder<'_> {
     /// A new buffer of the arena, in the dtype that products are computed from.
     pub(super) fn lower(&mut self, name: &str, shape: &[usize]) -> BufferId {
-        self.arena(name, shape, self.lower_dtype(), Category::Temporary)
+        self.plan
+            .arena(name, shape, self.lower_dtype(), Category::Temporary)
     }
 
     /// Whether that is another one than f32.
@@ -30,10 +31,10 @@ impl Builder<'_> {
         if !self.is_half() {
             return x;
         }
-        let shape = self.buffers[x].shape.clone();
+        let shape = self.plan.buffers[x].shape.clone();
         let copy = self.lower("copy", &shape);
         let elements = shape.iter().product();
-        self.call(Op::Cast { elements }, &[x], &[copy]);
+        self.plan.call(Op::Cast { elements }, &[x], &[copy]);
         copy
     }
 
@@ -54,22 +55,24 @@ impl Builder<'_> {
         let name = format!("copy of {}", names.join(" and "));
         let dtype = self.lower_dtype();
         let copy = self
+            .plan
             .buffers
             .add(&name, &shape, dtype, Category::WeightCopy, home);
         for (number, weight, operand) in self.parts(&weights, copy) {
             let elements = operand.elements.len();
-            let weight = self.whole(weight);
+            let weight = self.plan.whole(weight);
             self.copies[number] = Some(operand.clone());
-            self.call_on(Op::Cast { elements }, vec![weight], vec![operand]);
+            self.plan
+                .call_on(Op::Cast { elements }, vec![weight], vec![operand]);
         }
         copy
     }
 
     /// The shape of weights one under the other.
     pub(super) fn stacked(&self, weights: &[(usize, BufferId)]) -> Vec<usize> {
-        let shapes = weights.iter().map(|(_, id)| &self.buffers[*id].shape);
+        let shapes = weights.iter().map(|(_, id)| &self.plan.buffers[*id].shape);
         let rows = shapes.clone().map(|shape| shape[0]).sum();
-        let mut shape = self.buffers[weights[0].1].shape.clone();
+        let mut shape = self.plan.buffers[weights[0].1].shape.clone();
         shape[0] = rows;
         shape
     }
@@ -83,7 +86,7 @@ impl Builder<'_> {
         let mut end = 0;
         let parts = weights.iter().map(|(number, id)| {
             let start = end;
-            end += self.buffers[*id].elements();
+            end += self.plan.buffers[*id].elements();
             let operand = Operand {
                 buffer: stack,
                 elements: start..end,
@@ -105,13 +108,13 @@ impl Builder<'_> {
                 ("ffn", GATE_UP),
                 ("ffn", DOWN),
             ] {
-                self.path = format!("layers.{layer}/{part}");
+                self.plan.path = format!("layers.{layer}/{part}");
                 for group in self.groups(names) {
                     self.product_weight(&weights_of(layer, part, group));
                 }
             }
         }
-        self.path = "lm_head".into();
+        self.plan.path = "lm_head".into();
         self.product_weight(&["lm_head.weight".into()]);
     }
 }

@@ -13,11 +13,12 @@ mod norm;
 mod tests;
 mod update;
 
-use super::buffer::{BufferId, Buffers, Category, Home};
+use super::buffer::{BufferId, Category, Home};
 use super::config::PlanConfig;
 use super::op::{Accumulate, Op};
-use super::plan::{Call, Operand, Phase, Plan, Runs};
+use super::plan::{Operand, Plan, Runs};
 use super::sizes::AttentionSizes;
+use super::writer::Writer;
 use crate::attention::Algorithm;
 use crate::kernels::workspace;
 use crate::model::TransformerConfig;
@@ -80,10 +81,10 @@ pub(super) fn train_step(source: Source<'_>, again: Again) -> Plan {
     if source.config.accumulation > 1 || builder.is_on_card() {
         builder.copy_weights();
     }
-    let first = builder.calls.len();
+    let first = builder.plan.calls.len();
     let states = builder.forward(again);
     builder.loss_and_backward(states);
-    let repeated = first..builder.calls.len();
+    let repeated = first..builder.plan.calls.len();
     builder.update();
     builder.finish(repeated, source.config.accumulation)
 }
@@ -94,9 +95,9 @@ pub(super) fn forward(source: Source<'_>) -> Plan {
     if builder.is_on_card() {
         builder.copy_weights();
     }
-    let first = builder.calls.len();
+    let first = builder.plan.calls.len();
     builder.forward_to_logits();
-    let repeated = first..builder.calls.len();
+    let repeated = first..builder.plan.calls.len();
     builder.finish(repeated, 1)
 }
 
@@ -105,17 +106,13 @@ struct Builder<'a> {
     source: Source<'a>,
     /// Whether there will be a backward.
     trains: bool,
-    calls: Vec<Call>,
-    buffers: Buffers,
+    plan: Writer,
     /// Of each parameter; in a forward alone, none.
     gradients: Vec<Option<Operand>>,
     /// Of each parameter in half precision, where one was made.
     copies: Vec<Option<Operand>>,
-    kept: Vec<BufferId>,
     /// Parameters whose gradients are complete, to be updated in backward.
     waiting: Vec<usize>,
-    phase: Phase,
-    path: String,
     tokens: BufferId,
     targets: BufferId,
     /// Cosines and sines.
@@ -128,14 +125,10 @@ impl<'a> Builder<'a> {
         let mut builder = Self {
             source,
             trains,
-            calls: Vec::new(),
-            buffers: Buffers::default(),
+            plan: Writer::default(),
             gradients: Vec::new(),
             copies: Vec::new(),
-            kept: Vec::new(),
             waiting: Vec::new(),
-            phase: Phase::Forward,
-            path: String::new(),
             tokens: nobody,
             targets: nobody,
             angles: [nobody; 2],
@@ -143,9 +136,10 @@ impl<'a> Builder<'a> {
         let rows = source.config.rows();
         let tokens =
             builder
+                .plan
                 .buffers
                 .add("tokens", &[rows], DType::U32, Category::Input, Home::Tokens);
-        let targets = builder.buffers.add(
+        let targets = builder.plan.buffers.add(
             "targets",
             &[rows],
             DType::U32,
@@ -156,7 +150,7 @@ impl<'a> Builder<'a> {
         let shape = [source.config.sequence_length, half];
         let names = ["rope.cos", "rope.sin"];
         let angles = [0, 1].map(|i| {
-            builder.buffers.add(
+            builder.plan.buffers.add(
                 names[i],
                 &shape,
                 DType::F32,
@@ -167,6 +161,7 @@ impl<'a> Builder<'a> {
         for (i, (name, shape)) in source.model.parameter_shapes().iter().enumerate() {
             let category = Category::Parameter;
             builder
+                .plan
                 .buffers
                 .add(name, shape.dims(), DType::F32, category, Home::Parameter(i));
         }
@@ -187,27 +182,27 @@ impl<'a> Builder<'a> {
             Target::Card => (0..repeated.start, self.workspace_bytes()),
         };
         Plan::new(
-            self.calls,
-            self.buffers.into_vec(),
+            self.plan.calls,
+            self.plan.buffers.into_vec(),
             tables,
             Runs {
                 lasting,
                 repeated,
                 micro_batches,
             },
-            &self.kept,
+            &self.plan.kept,
         )
         .with_workspace(workspace_bytes)
     }
 
     /// What a card's executor takes beside the arena.
     fn workspace_bytes(&self) -> usize {
-        let updated = self.calls.iter().filter_map(|call| match call.op {
+        let updated = self.plan.calls.iter().filter_map(|call| match call.op {
             Op::AdamW { elements, .. } => Some(elements),
             _ => None,
         });
         let tables_bytes = workspace::update_tables_bytes(updated);
-        let buffers = self.buffers.iter().map(|(_, buffer)| buffer);
+        let buffers = self.plan.buffers.iter().map(|(_, buffer)| buffer);
         let outputs = buffers.filter(|buffer| buffer.home == Home::Output);
         let output_bytes = outputs.map(|b| b.bytes() as usize).sum::<usize>();
         workspace::PRODUCTS_BYTES + tables_bytes + output_bytes
@@ -216,20 +211,14 @@ impl<'a> Builder<'a> {
     /// A new f32 buffer of the arena, named after the place that it is made at. What is in half precision under autocast is
     /// a [`lower`](Self::lower) one.
     fn buffer(&mut self, name: &str, shape: &[usize]) -> BufferId {
-        self.arena(name, shape, DType::F32, Category::Temporary)
-    }
-
-    fn arena(&mut self, name: &str, shape: &[usize], dtype: DType, category: Category) -> BufferId {
-        let name = match self.path.is_empty() {
-            true => name.to_string(),
-            false => format!("{}/{name}", self.path),
-        };
-        self.buffers.arena(&name, shape, dtype, category)
+        self.plan
+            .arena(name, shape, DType::F32, Category::Temporary)
     }
 
     /// What the threads of one call work in.
     fn scratch(&mut self, shape: &[usize]) -> BufferId {
-        self.arena("scratch", shape, DType::F32, Category::Scratch)
+        self.plan
+            .arena("scratch", shape, DType::F32, Category::Scratch)
     }
 
     /// Naive attention's scores on a card, of as many heads as it has there at once.
@@ -244,7 +233,8 @@ impl<'a> Builder<'a> {
 
     /// What a card's kernel works in: so many words.
     fn workspace(&mut self, words: usize) -> BufferId {
-        self.arena("workspace", &[words], DType::U32, Category::Scratch)
+        self.plan
+            .arena("workspace", &[words], DType::U32, Category::Scratch)
     }
 
     fn is_on_card(&self) -> bool {
@@ -269,27 +259,6 @@ impl<'a> Builder<'a> {
         }
     }
 
-    fn whole(&self, id: BufferId) -> Operand {
-        Operand::whole(&self.buffers, id)
-    }
-
-    /// A call on whole buffers.
-    fn call(&mut self, op: Op, reads: &[BufferId], writes: &[BufferId]) {
-        let reads = reads.iter().map(|id| self.whole(*id)).collect();
-        let writes = writes.iter().map(|id| self.whole(*id)).collect();
-        self.call_on(op, reads, writes);
-    }
-
-    fn call_on(&mut self, op: Op, reads: Vec<Operand>, writes: Vec<Operand>) {
-        self.calls.push(Call {
-            op,
-            path: self.path.clone(),
-            phase: self.phase,
-            reads,
-            writes,
-        });
-    }
-
     /// `c = a b`, with the factors' shapes as they lie.
     fn matmul(
         &mut self,
@@ -299,12 +268,12 @@ impl<'a> Builder<'a> {
         accumulate: Accumulate,
     ) {
         let of = |id: BufferId| -> [usize; 2] {
-            let shape = &self.buffers[id].shape;
+            let shape = &self.plan.buffers[id].shape;
             [shape[0], shape[1]]
         };
         let [rows, depth] = flipped(of(a), a_transposed);
         let [inner, cols] = flipped(of(b), b_transposed);
-        assert_eq!((inner, [rows, cols]), (depth, of(c)), "{}", self.path);
+        assert_eq!((inner, [rows, cols]), (depth, of(c)), "{}", self.plan.path);
         let op = Op::Matmul {
             rows,
             cols,
@@ -313,12 +282,13 @@ impl<'a> Builder<'a> {
             b_transposed,
             accumulate,
         };
-        self.call(op, &[a, b], &[c]);
+        self.plan.call(op, &[a, b], &[c]);
     }
 
     /// Number and buffer of the parameter with this name.
     fn parameter(&self, name: &str) -> (usize, BufferId) {
         let found = self
+            .plan
             .buffers
             .iter()
             .find_map(|(id, buffer)| match buffer.home {

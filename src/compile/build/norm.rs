@@ -92,12 +92,13 @@ impl Builder<'_> {
         match (stream, sum) {
             (Stream::Sum(x, branch), Some(sum)) => {
                 let op = Op::AddRmsNorm { rows, width, eps };
-                self.call(op, &[x, branch, weight], &[sum, y, rstd]);
+                self.plan.call(op, &[x, branch, weight], &[sum, y, rstd]);
             }
             _ => {
                 let (x, branch) = stream.parts();
                 let reads: Vec<BufferId> = [x, weight].into_iter().chain(branch).collect();
-                self.call(Op::RmsNorm { rows, width, eps }, &reads, &[y, rstd]);
+                self.plan
+                    .call(Op::RmsNorm { rows, width, eps }, &reads, &[y, rstd]);
             }
         }
         [y, rstd]
@@ -115,7 +116,7 @@ impl Builder<'_> {
         follows: bool,
     ) -> BufferId {
         let (rows, width) = (self.source.config.rows(), self.source.model.d_model);
-        self.path = path.into();
+        self.plan.path = path.into();
         let names = [format!("{}.weight", path.replace('/', "."))];
         let weight = self.weight(&names[0]);
         let (dw, accumulate) = self.gradient(&names);
@@ -133,7 +134,7 @@ impl Builder<'_> {
         let copy = (follows && self.packs()).then(|| self.lower("copy", &[rows, width]));
         let writes: Vec<BufferId> = [dy, dx, dw, partials].into_iter().chain(copy).collect();
         let reads: Vec<BufferId> = [x, weight, normed.rstd].into_iter().chain(branch).collect();
-        self.call(op, &reads, &writes);
+        self.plan.call(op, &reads, &writes);
         self.gradient_done(&names);
         match copy {
             Some(copy) => copy,

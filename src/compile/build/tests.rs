@@ -1,6 +1,7 @@
 //! Plans for a card, which need none.
 
 use super::super::budget;
+use super::super::plan::Call;
 use super::*;
 use crate::precision::Precision;
 

@@ -1,10 +1,9 @@
-//! Gradients and what becomes of them: their norm, and AdamW.
+//! Gradients, and when their parameters are updated.
 
 use super::super::buffer::{BufferId, Category, Home};
-use super::super::op::{Accumulate, Op};
-use super::super::plan::{Operand, Phase};
+use super::super::op::Accumulate;
+use super::super::update::Update;
 use super::Builder;
-use crate::kernels::workspace;
 use candle_core::DType;
 
 impl Builder<'_> {
@@ -38,13 +37,14 @@ impl Builder<'_> {
         let home = Home::Arena { offset_bytes: 0 };
         let name = format!("gradient of {}", names.join(" and "));
         let gradient = self
+            .plan
             .buffers
             .add(&name, &shape, dtype, Category::Gradient, home);
         for (number, _, operand) in self.parts(&parameters, gradient) {
             self.gradients[number] = Some(operand);
         }
         if !self.source.config.optimizer_in_backward {
-            self.kept.push(gradient);
+            self.plan.kept.push(gradient);
         }
         (gradient, accumulate)
     }
@@ -67,7 +67,7 @@ impl Builder<'_> {
     pub(super) fn update_matrices(&mut self) {
         let waiting = std::mem::take(&mut self.waiting);
         let is_vector = |number: &usize| match &self.gradients[*number] {
-            Some(gradient) => self.buffers[gradient.buffer].shape.len() == 1,
+            Some(gradient) => self.plan.buffers[gradient.buffer].shape.len() == 1,
             None => false,
         };
         let (vectors, matrices): (Vec<usize>, Vec<usize>) =
@@ -77,142 +77,34 @@ impl Builder<'_> {
     }
 
     fn update_in_backward(&mut self, numbers: &[usize]) {
-        let (path, phase) = (self.path.clone(), self.phase);
+        let (path, phase) = (self.plan.path.clone(), self.plan.phase);
         for number in numbers {
-            self.adamw(*number, None);
+            self.update_of_all().adamw(*number, None);
         }
-        (self.path, self.phase) = (path, phase);
+        (self.plan.path, self.plan.phase) = (path, phase);
+    }
+
+    fn update_of_all(&mut self) -> Update<'_> {
+        Update {
+            on_card: self.is_on_card(),
+            plan: &mut self.plan,
+            gradients: &self.gradients,
+            copies: &self.copies,
+        }
     }
 
     /// What follows when all gradients are there.
     pub(super) fn update(&mut self) {
         if self.source.config.optimizer_in_backward {
             for number in std::mem::take(&mut self.waiting) {
-                self.adamw(number, None);
+                self.update_of_all().adamw(number, None);
             }
             return;
         }
-        let mut factor = None;
-        if self.source.config.loss_scaling {
-            factor = self.unscale();
-        }
-        if self.source.config.clip_norm.is_some() {
-            factor = Some(self.clip_factor());
-        }
-        for number in 0..self.gradients.len() {
-            self.adamw(number, factor);
-        }
-    }
-
-    /// Gradients over the loss scale, and the end of the step where one of them is not finite; on a card, what keeps the
-    /// updates from happening then.
-    fn unscale(&mut self) -> Option<BufferId> {
-        self.phase = Phase::Optimizer;
-        self.path = "grad_scaler".into();
-        let parameters = self.gradients.len();
-        let (found, dtype) = match self.is_on_card() {
-            true => ("not finite", DType::U32),
-            false => ("finite", DType::U8),
-        };
-        let finite = self.arena(found, &[parameters], dtype, Category::Temporary);
-        for number in 0..parameters {
-            let Some(gradient) = self.gradients[number].clone() else {
-                continue;
-            };
-            let elements = gradient.elements.len();
-            let is_finite = Operand {
-                buffer: finite,
-                elements: number..number + 1,
-            };
-            self.call_on(Op::Unscale { elements }, vec![], vec![gradient, is_finite]);
-        }
-        let first = self.arena("first not finite", &[1], DType::U32, Category::Temporary);
-        self.kept.push(first);
-        let factor = self.is_on_card().then(|| self.factor());
-        let writes: Vec<BufferId> = [first].into_iter().chain(factor).collect();
-        self.call(Op::CheckOverflow { parameters }, &[finite], &writes);
-        factor
-    }
-
-    /// The norm, and what gradients are multiplied by.
-    fn factor(&mut self) -> BufferId {
-        let words = if self.is_on_card() { 3 } else { 2 };
-        let factor = self.arena("norm and factor", &[words], DType::F64, Category::Temporary);
-        self.kept.push(factor);
-        factor
-    }
-
-    /// The norm of all gradients, and what they are multiplied by: (2).
-    fn clip_factor(&mut self) -> BufferId {
-        self.phase = Phase::Clip;
-        self.path = "clip_grad_norm".into();
-        let parameters = self.gradients.len();
-        let squares = self.arena("squares", &[parameters], DType::F64, Category::Temporary);
-        let all = self.gradients.iter().flatten();
-        let all_chunks = all.map(|gradient| workspace::chunks(gradient.elements.len()));
-        let all_chunks = [all_chunks.sum()];
-        let chunks = self
-            .is_on_card()
-            .then(|| self.arena("chunks", &all_chunks, DType::F64, Category::Scratch));
-        let mut chunk = 0;
-        for number in 0..parameters {
-            let Some(gradient) = self.gradients[number].clone() else {
-                continue;
-            };
-            let elements = gradient.elements.len();
-            let square = Operand {
-                buffer: squares,
-                elements: number..number + 1,
-            };
-            let first = chunk;
-            chunk += workspace::chunks(elements);
-            let chunks = chunks.map(|buffer| Operand {
-                buffer,
-                elements: first..chunk,
-            });
-            let writes = [square].into_iter().chain(chunks).collect();
-            self.call_on(Op::SumOfSquares { elements }, vec![gradient], writes);
-        }
-        let factor = self.factor();
-        self.call(Op::ClipFactor { parameters }, &[squares], &[factor]);
-        factor
-    }
-
-    /// The update of parameter number `number`.
-    fn adamw(&mut self, number: usize, factor: Option<BufferId>) {
-        let Some(gradient) = self.gradients[number].clone() else {
-            return;
-        };
-        let home = Home::Parameter(number);
-        let Some((parameter, buffer)) = self.buffers.iter().find(|(_, b)| b.home == home) else {
-            return;
-        };
-        let (name, shape) = (buffer.name.clone(), buffer.shape.clone());
-        let op = Op::AdamW {
-            parameter: number,
-            elements: shape.iter().product(),
-        };
-        let category = Category::OptimizerState;
-        let [exp_avg, exp_avg_sq] = [
-            ("exp_avg", Home::ExpAvg(number)),
-            ("exp_avg_sq", Home::ExpAvgSq(number)),
-        ]
-        .map(|(state, home)| {
-            self.buffers.add(
-                &format!("{state} of {name}"),
-                &shape,
-                DType::F32,
-                category,
-                home,
-            )
-        });
-        self.phase = Phase::Optimizer;
-        self.path = "adamw".into();
-        let factor = factor.map(|factor| self.whole(factor));
-        let reads = [gradient].into_iter().chain(factor).collect();
-        let written = [parameter, exp_avg, exp_avg_sq].map(|id| self.whole(id));
-        let copy = self.copies[number].clone().filter(|_| self.is_on_card());
-        let writes = written.into_iter().chain(copy).collect();
-        self.call_on(op, reads, writes);
+        let (scales, clips) = (
+            self.source.config.loss_scaling,
+            self.source.config.clip_norm.is_some(),
+        );
+        self.update_of_all().run(scales, clips);
     }
 }

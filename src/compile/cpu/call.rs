@@ -27,6 +27,10 @@ pub(super) fn run(
     view: &View<'_>,
     controls: &Controls<'_>,
 ) -> Result<ControlFlow<()>> {
+    if let Op::Kernel(kernel) = &call.op {
+        kernel.run(&view.slices(call))?;
+        return Ok(ControlFlow::Continue(()));
+    }
     match plan.lower_dtype(call) {
         DType::BF16 => run_in(plan, &Operands::<bf16>::new(call, view), controls),
         DType::F16 => run_in(plan, &Operands::<f16>::new(call, view), controls),
@@ -61,6 +65,7 @@ fn run_in<S: Stored<Wide = f32>>(
         }
         Op::Attention(sizes) => attention::naive(o, &sizes),
         Op::AttentionBackward(sizes) => attention::naive_backward(o, &sizes),
+        Op::Kernel(_) => {} // by `run`
         Op::RotateBack(_)
         | Op::NaiveAttention(_)
         | Op::NaiveAttentionBackward(_)

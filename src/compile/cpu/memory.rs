@@ -2,7 +2,8 @@
 
 use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{Buffer, Home};
-use super::super::plan::{Operand, Plan};
+use super::super::plan::{Call, Operand, Plan};
+use crate::ops::lowering::{Slice, Slices};
 use crate::{Error, Result, device};
 use candle_core::{DType, WithDType};
 use std::alloc::{Layout, alloc, dealloc};
@@ -177,6 +178,23 @@ impl<'a> View<'a> {
         assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
         // SAFETY: within the buffer.
         unsafe { self.start(buffer).cast::<T>().add(operand.elements.start) }
+    }
+
+    /// The operands of a call that is run alone.
+    pub fn slices(&self, call: &Call) -> Slices<'a> {
+        let slice = |operand: &Operand| {
+            let buffer = self.plan.buffer(operand.buffer);
+            assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
+            let first = operand.elements.start * buffer.dtype.size_in_bytes();
+            // SAFETY: within the buffer, all of which is initialised; what a call writes is no other operand of it
+            // (`Plan::check`), and nobody else uses the memory of a buffer that is alive.
+            unsafe {
+                let start = self.start(buffer).add(first);
+                Slice::new(start, operand.elements.len(), buffer.dtype)
+            }
+        };
+        let [reads, writes] = [&call.reads, &call.writes].map(|x| x.iter().map(slice).collect());
+        Slices::new(reads, writes)
     }
 
     /// The elements of an operand.

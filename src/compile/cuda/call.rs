@@ -152,6 +152,7 @@ impl Launcher<'_> {
             Op::Attention(_)
             | Op::AttentionBackward(_)
             | Op::MergeHeads(_)
+            | Op::Kernel(_)
             | Op::MergeRotatedBack(_) => panic!("{:?} was planned for the CPU", call.op),
         }
         Ok(())

@@ -16,11 +16,9 @@ use super::run::Tensors;
 use super::source;
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
-use crate::optim::inplace::storage_address;
-use crate::optim::{AdamW, PlannedUpdate};
+use crate::optim::AdamW;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
-use std::collections::HashSet;
 
 const OP: &str = "compile::TrainStep";
 
@@ -158,7 +156,7 @@ impl TrainStep {
     ) -> Result<bool> {
         let (tokens, targets) = self.ids(tokens, targets)?;
         let planned = optimizer.planned_updates(OP, &self.parameters)?;
-        check_apart(&self.parameters, &planned)?;
+        source::check_apart(OP, &self.parameters, &planned)?;
         if self.steps_seen != Some(optimizer.steps()) {
             self.executor.refresh(); // somebody else has stepped
         }
@@ -250,24 +248,4 @@ impl TrainStep {
         self.config.clip_norm = Some(norm);
         Ok(())
     }
-}
-
-/// Every tensor that is lent must be alone on its storage, or lending the second would wait for the first for ever.
-fn check_apart(parameters: &[(String, Var)], updates: &[PlannedUpdate]) -> Result<()> {
-    let mut storages = HashSet::new();
-    let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
-    let state = updates
-        .iter()
-        .flat_map(|planned| [&planned.exp_avg, &planned.exp_avg_sq]);
-    if parameters
-        .chain(state)
-        .all(|tensor| storages.insert(storage_address(tensor)))
-    {
-        return Ok(());
-    }
-    Err(Error::Order {
-        op: OP,
-        problem: "parameters or their optimizer state share a storage".into(),
-        hint: "give each a variable of its own".into(),
-    })
 }

@@ -1,6 +1,6 @@
 //! Sums, differences and products of two slices, elementwise.
 
-use super::{Blocks, Stored, parallel, simd};
+use super::{Blocks, Real, Stored, parallel, simd};
 
 /// `y = a + b`; slices of one length, as in the others here.
 pub fn add<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
@@ -33,6 +33,49 @@ pub fn mul<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
         #[inline(always)]
         |a, b| a * b,
     );
+}
+
+/// `y = a / b`.
+pub fn div<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
+    each(a, b, y, |a, b| a / b);
+}
+
+/// `y = -a / b`.
+pub fn negated_div<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
+    each(a, b, y, |a, b| -a / b);
+}
+
+/// `y = -a`; b, of the same length, is not read.
+pub fn negated<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
+    each(a, b, y, |a, _| -a);
+}
+
+/// `y = a + scale * b`, rounded once in half precision.
+pub fn add_scaled<T: Stored>(a: &[T], b: &[T], scale: f64, y: &mut [T]) {
+    let scale = T::Wide::real(scale);
+    each(
+        a,
+        b,
+        y,
+        #[inline(always)]
+        |a, b| a + scale * b,
+    );
+}
+
+/// `y = scale * a`, rounded once in half precision.
+pub fn scaled<T: Stored>(a: &[T], scale: f64, y: &mut [T]) {
+    let scale = T::Wide::real(scale);
+    each(a, a, y, |a, _| scale * a);
+}
+
+/// `y = exp(a)`.
+pub fn exp<T: Stored>(a: &[T], y: &mut [T]) {
+    each(a, a, y, |a, _| a.exponential());
+}
+
+/// `y = ln(a)`.
+pub fn log<T: Stored>(a: &[T], y: &mut [T]) {
+    each(a, a, y, |a, _| a.logarithm());
 }
 
 fn each<T: Stored>(a: &[T], b: &[T], y: &mut [T], f: impl Fn(T::Wide, T::Wide) -> T::Wide + Sync) {

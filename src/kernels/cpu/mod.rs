@@ -6,8 +6,10 @@
 //! precision is widened a block at a time and rounded once, at the end. Slices of the wrong length are a bug of the
 //! caller, and panic.
 
+pub mod activation;
 pub mod adamw;
 pub mod arithmetic;
+pub mod bias;
 pub mod blocked_attention;
 mod blocks;
 pub mod cast;
@@ -25,6 +27,7 @@ pub mod parallel;
 mod real;
 pub mod reduce;
 pub mod relu;
+pub mod repeat;
 pub mod residual_norm;
 pub mod rms_norm;
 pub mod rope;

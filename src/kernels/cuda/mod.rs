@@ -10,7 +10,9 @@
 //! A launcher allocates nothing: what it needs to work in it is given, as long as a function beside it says. Once its kernel
 //! is loaded it may be captured in a graph, whose launches read the buffers anew: what changes between them lies there.
 
+pub(crate) mod activation;
 pub(crate) mod adamw;
+pub(crate) mod bias;
 pub(crate) mod cast;
 pub(crate) mod cross_entropy;
 pub(crate) mod cublas;
@@ -20,6 +22,7 @@ pub(crate) mod heads;
 mod kernel;
 pub(crate) mod matmul;
 pub(crate) mod naive_attention;
+pub(crate) mod repeat;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod softmax;

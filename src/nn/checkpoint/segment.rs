@@ -4,6 +4,7 @@ use super::conditions::Conditions;
 use super::ops::{Attach, Slot, token};
 use super::refuse;
 use super::run::{Input, Run, Source};
+use crate::graph::SegmentKind;
 use crate::{Result, probe};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -35,10 +36,11 @@ impl Graph {
     }
 
     fn name(&self) -> &'static str {
-        match self {
-            Self::Again(_) => "checkpoint",
-            Self::Kept(_) => "release",
-        }
+        let kind = match self {
+            Self::Again(_) => SegmentKind::Checkpoint,
+            Self::Kept(_) => SegmentKind::Release,
+        };
+        kind.name()
     }
 
     /// Says what is in the graph that is kept, for whoever listens.

@@ -8,19 +8,21 @@ use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::Mask;
 
-/// Sums of the squared relative errors of out, dq, dk and dv.
+/// Sums of the squared errors of out, dq, dk and dv, relative to the terms that they are sums of: a result that nearly
+/// cancels, and weighs by its own size, would decide over all others.
 type Errors = [f64; 4];
 
-fn add(errors: &mut Errors, found: &Results, exact: &Results) {
+fn add(errors: &mut Errors, found: &Results, oracle: &Oracle) {
     let named = |results: &Results| {
         let Results {
             out, dq, dk, dv, ..
         } = results.clone();
         [out, dq, dk, dv]
     };
-    for ((sum, found), exact) in errors.iter_mut().zip(named(found)).zip(named(exact)) {
+    let exact = named(&oracle.results).into_iter().zip(named(&oracle.terms));
+    for ((sum, found), (exact, terms)) in errors.iter_mut().zip(named(found)).zip(exact) {
         let off = found.iter().zip(&exact).map(|(a, b)| (a - b).powi(2));
-        *sum += off.sum::<f64>() / exact.iter().map(|x| x * x).sum::<f64>();
+        *sum += off.sum::<f64>() / terms.iter().map(|x| x * x).sum::<f64>();
     }
 }
 
@@ -45,10 +47,10 @@ pub fn no_worse_than_naive(attend: Attend, allowed: f64) {
                     problem.v.iter_mut().for_each(|x| *x *= 5.0);
                 }
                 let problem = problem.rounded_to(DType::F32);
-                let exact = Oracle::of(&problem).results;
-                add(&mut of_attend, &problem.run(DType::F32, attend), &exact);
+                let oracle = Oracle::of(&problem);
+                add(&mut of_attend, &problem.run(DType::F32, attend), &oracle);
                 let naive = judge::naive(&problem, DType::F32);
-                add(&mut of_naive, &naive, &exact);
+                add(&mut of_naive, &naive, &oracle);
             }
             let sums = of_attend.into_iter().zip(of_naive);
             for (name, (found, naive)) in ["out", "dq", "dk", "dv"].into_iter().zip(sums) {

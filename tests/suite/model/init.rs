@@ -116,7 +116,7 @@ fn what_a_seeded_builder_does_not_draw() {
     let vb = seeded(DType::F32);
     let norm = LayerNorm::new(6, 1e-5, vb.pp("norm")).unwrap();
     assert_eq!(elements(norm.weight()), [1.0; 6]);
-    assert_eq!(elements(norm.bias()), [0.0; 6]);
+    assert_eq!(elements(norm.bias().unwrap()), [0.0; 6]);
     let uniform = Init::Uniform { lo: 0.0, up: 1.0 };
     let error = vb.pp("noise").get_with_hints(4, "weight", uniform);
     let text = error.unwrap_err().to_string();

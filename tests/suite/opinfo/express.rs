@@ -4,7 +4,7 @@ use super::fixture::{Settings, dtype};
 use candle_core::{D, Tensor};
 use tallow::Result;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops;
+use tallow::ops::{self, Gelu};
 
 /// A call of one of PyTorch's operators.
 pub struct Call<'a> {
@@ -19,8 +19,14 @@ pub type Way = fn(&Call) -> Result<Tensor>;
 /// Our ops that do what the operator does.
 pub fn ways(operator: &str) -> Vec<(&'static str, Way)> {
     match operator {
-        "add" => vec![("add", |c| ops::add(&c.operands[0], &c.operands[1]))],
-        "sub" => vec![("sub", |c| ops::sub(&c.operands[0], &c.operands[1]))],
+        "add" => vec![("add", |c| match c.settings.alpha {
+            Some(alpha) => ops::add_scaled(&c.operands[0], &c.operands[1], alpha),
+            None => ops::add(&c.operands[0], &c.operands[1]),
+        })],
+        "sub" => vec![("sub", |c| match c.settings.alpha {
+            Some(alpha) => ops::add_scaled(&c.operands[0], &c.operands[1], -alpha),
+            None => ops::sub(&c.operands[0], &c.operands[1]),
+        })],
         "mul" => vec![("mul", |c| ops::mul(&c.operands[0], &c.operands[1]))],
         "div" => vec![("div", |c| ops::div(&c.operands[0], &c.operands[1]))],
         "exp" => vec![("exp", |c| ops::exp(&c.operands[0]))],
@@ -30,6 +36,21 @@ pub fn ways(operator: &str) -> Vec<(&'static str, Way)> {
         })],
         "rsqrt" => vec![("rsqrt", |c| ops::rsqrt(&c.operands[0]))],
         "relu" => vec![("relu", |c| ops::relu(&c.operands[0]))],
+        "tanh" => vec![("tanh", |c| ops::tanh(&c.operands[0]))],
+        "sigmoid" => vec![("sigmoid", |c| ops::sigmoid(&c.operands[0]))],
+        "silu" => vec![("silu", |c| ops::silu(&c.operands[0]))],
+        "gelu" => vec![("gelu", |c| {
+            let form = match c.settings.approximate.as_deref() {
+                Some("tanh") => Gelu::Tanh,
+                _ => Gelu::Erf,
+            };
+            ops::gelu(&c.operands[0], form)
+        })],
+        "concat" => vec![("concat", |c| {
+            let dim = c.settings.dim.expect("a dimension");
+            let dim = dim.rem_euclid(c.out.len() as i64) as usize;
+            ops::concat(&c.operands.iter().collect::<Vec<_>>(), dim)
+        })],
         "swiglu" => vec![("swiglu", |c| ops::swiglu(&c.operands[0], &c.operands[1]))],
         "softmax" | "softmax_with_dtype" => vec![("softmax", |c| {
             along(c, |x| ops::softmax(x, 1.0, Mask::Full))
@@ -45,7 +66,7 @@ pub fn ways(operator: &str) -> Vec<(&'static str, Way)> {
                 product(c, |a, b| ops::matmul_transposed(a, &b.t()?))
             }),
         ],
-        "linear" => vec![("linear", linear)],
+        "linear" => vec![("linear", linear), ("linear_bias", linear_bias)],
         "embedding" => vec![("embedding", |c| {
             ops::embedding(&c.operands[1], &c.operands[0])
         })],
@@ -126,6 +147,25 @@ fn linear(call: &Call) -> Result<Tensor> {
     match call.operands.get(2) {
         Some(bias) => ops::add(&y, bias),
         None => Ok(y),
+    }
+}
+
+/// The same as one op: a bias of zeros, where there is none.
+fn linear_bias(call: &Call) -> Result<Tensor> {
+    let (x, weight) = (&call.operands[0], &call.operands[1]);
+    let matrix = match weight.rank() {
+        1 => weight.unsqueeze(0)?,
+        _ => weight.clone(),
+    };
+    let out = matrix.dims()[0];
+    let bias = match call.operands.get(2) {
+        Some(bias) => bias.reshape(out)?,
+        None => Tensor::zeros(out, x.dtype(), x.device())?,
+    };
+    let y = ops::linear_bias(x, &matrix, &bias)?;
+    match weight.rank() {
+        1 => Ok(y.squeeze(D::Minus1)?),
+        _ => Ok(y),
     }
 }
 

@@ -79,6 +79,8 @@ pub struct Expected {
 #[serde(default)]
 pub struct Settings {
     pub exponent: Option<f64>,
+    pub alpha: Option<f64>,
+    pub approximate: Option<String>,
     pub dim: Option<i64>,
     pub dtype: Option<String>,
     pub dims: Option<usize>,
@@ -149,6 +151,13 @@ impl File {
 }
 
 impl Sample {
+    /// Whether an operand or the output has no elements.
+    pub fn is_empty(&self) -> bool {
+        let operands = self.operands.iter().map(|operand| &operand.place.shape);
+        let mut shapes = operands.chain([&self.results[0].shape]);
+        shapes.any(|shape| shape.contains(&0))
+    }
+
     /// The exact output (0) or gradient, of the values that a run in `run` gets.
     pub fn exact(&self, at: usize, run: DType) -> Tensor {
         match run {

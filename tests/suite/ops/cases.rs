@@ -3,8 +3,9 @@
 use super::case::{Case, Input, cast, normal};
 use super::compare::magnitude;
 use candle_core::{D, DType, Device, Tensor};
+use tallow::Result;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops;
+use tallow::ops::{self, Gelu};
 
 pub const MASKS: [Mask; 3] = [Mask::Full, Mask::Causal, Mask::CausalEnd];
 pub const EPS: f64 = 1e-5;
@@ -45,6 +46,64 @@ pub fn swiglu(dims: &[usize], seed: u64) -> Case {
         Input::new("up", normal(dims, seed + 1)),
     ];
     Case::new("swiglu", inputs, |x| ops::swiglu(&x[0], &x[1]))
+}
+
+type Activation = fn(&Tensor) -> Result<Tensor>;
+
+/// Activations of one input, which are smooth.
+pub const ACTIVATIONS: [(&str, Activation); 5] = [
+    ("tanh", ops::tanh),
+    ("sigmoid", ops::sigmoid),
+    ("silu", ops::silu),
+    ("gelu", |x| ops::gelu(x, Gelu::Erf)),
+    ("gelu_tanh", |x| ops::gelu(x, Gelu::Tanh)),
+];
+
+/// All of them, on inputs from their middles to their ends.
+pub fn activations(dims: &[usize], seed: u64) -> Vec<Case> {
+    let x = (normal(dims, seed) * 2.5).unwrap();
+    let all = ACTIVATIONS.into_iter();
+    all.map(|(name, apply)| {
+        let inputs = vec![Input::new("x", x.clone())];
+        Case::new(name, inputs, move |x| apply(&x[0])).rounded_to(DType::F32)
+    })
+    .collect()
+}
+
+pub fn add_scaled(dims: &[usize], other: &[usize], scale: f64, seed: u64) -> Case {
+    let inputs = vec![
+        Input::new("a", normal(dims, seed)),
+        Input::new("b", normal(other, seed + 1)),
+    ];
+    Case::new("add_scaled", inputs, move |x| {
+        ops::add_scaled(&x[0], &x[1], scale)
+    })
+}
+
+/// Three of them along `dim`, of as many there as `lengths` says.
+pub fn concat(dims: &[usize], dim: usize, lengths: [usize; 3], seed: u64) -> Case {
+    let input = |i: usize| {
+        let mut dims = dims.to_vec();
+        dims[dim] = lengths[i];
+        Input::new(["a", "b", "c"][i], normal(&dims, seed + i as u64))
+    };
+    let inputs = vec![input(0), input(1), input(2)];
+    Case::new("concat", inputs, move |x| {
+        ops::concat(&[&x[0], &x[1], &x[2]], dim)
+    })
+}
+
+/// Of a matrix that lies by columns.
+pub fn contiguous(rows: usize, cols: usize, seed: u64) -> Case {
+    let inputs = vec![Input::new("x", normal(&[rows, cols], seed))];
+    Case::new("contiguous", inputs, |x| ops::contiguous(&x[0].t()?))
+}
+
+pub fn repeated_heads(dims: &[usize], times: usize, seed: u64) -> Case {
+    let inputs = vec![Input::new("x", normal(dims, seed))];
+    Case::new("repeat_heads", inputs, move |x| {
+        ops::repeat_heads(&x[0], times)
+    })
 }
 
 /// The largest |dy w rstd|, from which a norm's backward takes away its mean and its part along x.
@@ -147,6 +206,17 @@ pub fn linear(leading: &[usize], depth: usize, out: usize, seed: u64) -> Case {
         Input::new("weight", normal(&[out, depth], seed + 1)),
     ];
     Case::new("linear", inputs, |x| ops::linear(&x[0], &x[1]))
+}
+
+pub fn linear_bias(leading: &[usize], depth: usize, out: usize, seed: u64) -> Case {
+    let inputs = vec![
+        Input::new("x", normal(&join(leading, &[depth]), seed)),
+        Input::new("weight", normal(&[out, depth], seed + 1)),
+        Input::new("bias", normal(&[out], seed + 2)),
+    ];
+    Case::new("linear_bias", inputs, |x| {
+        ops::linear_bias(&x[0], &x[1], &x[2])
+    })
 }
 
 pub fn swiglu_linear(leading: &[usize], depth: usize, out: usize, seed: u64) -> Case {

@@ -38,7 +38,15 @@ fn with_kernels() -> Vec<Case> {
         cases::split_heads([1, 5, 2, 1031], 31),
         cases::merge_heads([3, 123, 5, 40], 32),
         cases::merge_heads([2, 33, 3, 7], 33),
+        cases::linear_bias(&[2, 3], 5, 4, 34),
+        cases::linear_bias(&[3, 123], 257, 301, 35),
+        cases::linear_bias(&[40_000], 8, 33, 36), // rows in many parts
+        cases::repeated_heads(&[3, 5, 33, 40], 3, 37),
+        cases::repeated_heads(&[2, 3, 7, 5], 2, 38), // words of one element
     ];
+    for dims in [&[1][..], &[3, 1031], &[257, 4096]] {
+        cases.extend(cases::activations(dims, 39));
+    }
     for (rows, width) in [
         (1, 1),
         (33, 65),
@@ -112,6 +120,9 @@ fn kernels_take_any_strides() {
         cases::matmul_transposed(&[2, 3], [33, 8, 65], 9),
         cases::split_heads([2, 33, 4, 8], 10),
         cases::merge_heads([2, 33, 4, 8], 11),
+        cases::linear_bias(&[3, 11], 24, 65, 12),
+        cases::repeated_heads(&[2, 3, 4, 8], 2, 13),
+        cases::activations(&[33, 65], 14).remove(3),
     ] {
         for lie in LIES {
             check(&case, KERNEL, lie);

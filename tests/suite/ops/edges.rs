@@ -4,7 +4,7 @@ use super::case::{cast, normal, numbers};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{self, KernelPolicy, with_kernel_policy};
+use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
 use tallow::{Error, Result};
 
 fn zeros(dims: &[usize]) -> Tensor {
@@ -24,6 +24,7 @@ fn views_of_nothing_beyond_their_storage() {
     let view = base.narrow(0, 4, 0).unwrap().narrow(1, 4, 0).unwrap(); // (0, 0) from 20 of 16
     let wide = base.narrow(0, 4, 0).unwrap().narrow(1, 1, 3).unwrap(); // (0, 3) from 17
     let (w, gain) = (var(&[5, 3], DType::F32, 2), var(&[3], DType::F32, 3));
+    let bias = var(&[5], DType::F32, 4);
     let flash = |x: &Tensor| {
         let x = x.reshape((1, 1, 0, 3))?;
         let keys = w.reshape((1, 1, 5, 3))?;
@@ -44,6 +45,13 @@ fn views_of_nothing_beyond_their_storage() {
                 ops::matmul_transposed(&wide, &w),
                 ops::mul(&wide, &gain),
                 flash(&wide),
+                ops::gelu(&view, Gelu::Erf),
+                ops::tanh(&view),
+                ops::linear_bias(&wide, &w, &bias),
+                ops::repeat_heads(&view.reshape((1, 0, 0)).unwrap(), 3),
+                ops::add_scaled(&wide, &gain, 0.5),
+                ops::concat(&[&wide, &wide], 1),
+                ops::contiguous(&wide.t().unwrap()),
             ];
             for (i, y) in results.into_iter().enumerate() {
                 let y = y.unwrap();
@@ -92,6 +100,23 @@ fn weights_without_inputs() {
     }
 }
 
+/// Then what remains is the bias.
+#[test]
+fn a_bias_without_inputs() {
+    for policy in POLICIES {
+        with_kernel_policy(policy, || {
+            let (x, w) = (var(&[3, 0], DType::F32, 1), var(&[5, 0], DType::F32, 2));
+            let b = var(&[5], DType::F32, 3);
+            let y = ops::linear_bias(&x, &w, &b).unwrap();
+            assert_eq!(numbers(&y), numbers(&b).repeat(3));
+            let gradients = y.backward().unwrap();
+            assert_eq!(gradients.get(&x).unwrap().dims(), [3, 0]);
+            assert_eq!(gradients.get(&w).unwrap().dims(), [5, 0]);
+            assert_eq!(numbers(gradients.get(&b).unwrap()), [3.0; 5]);
+        });
+    }
+}
+
 /// `torch.softmax(x, -1)` and `torch.log_softmax(x, -1)`.
 #[test]
 fn softmax_of_scalars_and_of_nothing_is_pytorchs() {
@@ -129,7 +154,28 @@ fn elements_that_nothing_can_hold() {
     let huge = 1usize << 40;
     let repeated = |dims: &[usize]| zeros(&[1]).broadcast_as(dims).unwrap();
     let ids = Tensor::zeros(1, DType::U32, &Device::Cpu).unwrap();
-    let refusals: [(&str, Result<Tensor>); 12] = [
+    let refusals: [(&str, Result<Tensor>); 17] = [
+        ("gelu", ops::gelu(&repeated(&[huge, huge]), Gelu::Erf)),
+        ("contiguous", ops::contiguous(&repeated(&[huge, huge]))),
+        (
+            "repeat_heads",
+            ops::repeat_heads(&repeated(&[1, 1, 1 << 20]), 1 << 50),
+        ),
+        (
+            "concat",
+            ops::concat(
+                &[&repeated(&[huge, 1 << 22]), &repeated(&[huge, 1 << 22])],
+                1,
+            ),
+        ),
+        (
+            "linear_bias",
+            ops::linear_bias(
+                &zeros(&[huge, 0]),
+                &zeros(&[1 << 30, 0]),
+                &repeated(&[1 << 30]),
+            ),
+        ),
         ("relu", ops::relu(&repeated(&[huge, huge]))),
         ("exp", ops::exp(&repeated(&[huge, huge]))),
         (

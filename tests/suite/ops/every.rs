@@ -20,7 +20,10 @@ pub fn small() -> Vec<Case> {
         cases::merge_heads([2, 3, 4, 2], 200),
         cases::cross_entropy(&[2, 3], 7, 2.0, false, 210),
         cases::cross_entropy(&[2, 3], 7, 2.0, true, 220),
+        cases::linear_bias(&[2, 3], 5, 4, 230),
+        cases::repeated_heads(&[2, 3, 4, 2], 3, 240),
     ];
+    cases.extend(cases::activations(&[2, 3, 5], 250));
     for (i, mask) in MASKS.into_iter().enumerate() {
         let seed = 300 + 10 * i as u64;
         cases.push(cases::softmax(&[2], (3, 5), (0.7, 2.0), mask, seed));
@@ -66,7 +69,11 @@ pub fn large() -> Vec<Case> {
         cases::merge_heads([3, 123, 5, 40], 16),
         cases::cross_entropy(&[3, 123], 257, 3.0, false, 17),
         cases::cross_entropy(&[3, 123], 257, 3.0, true, 18),
+        cases::linear_bias(&[3, 123], 257, 301, 22),
+        cases::repeated_heads(&[3, 5, 123, 40], 3, 23),
+        cases::add_scaled(&[257, 323], &[257, 323], 0.3, 24),
     ];
+    cases.extend(cases::activations(&[257, 323], 25));
     for mask in MASKS {
         cases.push(cases::softmax(&[2, 2], (123, 257), (0.3, 3.0), mask, 19));
         cases.push(cases::attention(&[2, 3], (123, 257), 24, (None, mask), 20));

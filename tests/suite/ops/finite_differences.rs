@@ -61,6 +61,24 @@ fn every_op_on_any_strides(#[case] policy: KernelPolicy) {
     every::small().iter().for_each(|case| check(case, policy));
 }
 
+/// What has no kernel of its own, or one for equal shapes alone.
+#[rstest]
+#[case::kernel(KERNEL)]
+#[case::reference(REFERENCE)]
+fn scaled_sums_and_copies(#[case] policy: KernelPolicy) {
+    let mut cases = vec![
+        cases::add_scaled(&[2, 3, 5], &[2, 3, 5], 0.7, 1),
+        cases::add_scaled(&[2, 3, 5], &[5], -1.5, 2),
+        cases::add_scaled(&[5], &[2, 3, 5], 0.25, 3),
+        cases::contiguous(5, 3, 4),
+        cases::repeated_heads(&[3, 4, 2], 1, 5),
+    ];
+    for dim in 0..3 {
+        cases.push(cases::concat(&[2, 3, 4], dim, [2, 1, 3], 6));
+    }
+    cases.iter().for_each(|case| check(case, policy));
+}
+
 /// One tensor in two places, and one repeated by a stride of zero: gradients add up.
 #[rstest]
 #[case::kernel(KERNEL)]
@@ -114,7 +132,12 @@ fn directions_through_odd_sizes(#[case] policy: KernelPolicy) {
         cases::merge_heads([3, 41, 5, 6], 11),
         cases::cross_entropy(&[123], 65, 3.0, false, 12),
         cases::cross_entropy(&[123], 65, 3.0, true, 13),
+        cases::linear_bias(&[123], 33, 65, 17),
+        cases::repeated_heads(&[3, 5, 41, 6], 4, 18),
+        cases::add_scaled(&[123, 33], &[123, 33], 0.3, 19),
+        cases::concat(&[7, 123, 5], 1, [123, 1, 33], 20),
     ];
+    every.extend(cases::activations(&[123, 33], 21));
     for mask in MASKS {
         every.push(cases::softmax(&[2], (33, 65), (0.5, 3.0), mask, 14));
         every.push(cases::attention(&[2, 1], (65, 33), 24, (None, mask), 15));

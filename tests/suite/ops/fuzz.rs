@@ -68,7 +68,7 @@ fn run(op: &table::Op, call: &Call, draw: &mut Draw) -> std::result::Result<bool
     {
         return Err(format!("gives {:?} where {wanted:?} is due", y.dims()));
     }
-    if !y.dtype().is_float() {
+    if !y.dtype().is_float() && op.name != "contiguous" {
         return Err(format!("gives {:?}", y.dtype()));
     }
     // A layer's parameters have a say too.

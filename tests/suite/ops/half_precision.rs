@@ -24,6 +24,13 @@ fn cases() -> Vec<Case> {
         cases::embedding(&[3, 123], 17, 33, 9),
         cases::embedding(&[257], 5, 1031, 9),
     ];
+    for dims in [&[1][..], &[511], &[3, 1031]] {
+        cases.extend(cases::activations(dims, 7));
+        cases.push(cases::add_scaled(dims, dims, 0.3, 8));
+    }
+    cases.push(cases::repeated_heads(&[2, 3, 7, 5], 4, 12));
+    cases.push(cases::repeated_heads(&[1, 2, 7, 123], 3, 13)); // rows that are longer than blocks
+    cases.push(cases::concat(&[3, 5, 7], 1, [5, 2, 4], 14));
     for (rows, width) in [(1, 1), (33, 65), (123, 257), (37, 1031), (2, 1536)] {
         cases.push(cases::rms_norm(&[rows], width, 3));
         cases.push(cases::layer_norm(&[rows], width, 4));
@@ -77,6 +84,8 @@ fn many_tasks_are_rounded_once(#[case] dtype: DType) {
 fn products() -> Vec<Case> {
     let mut cases = vec![
         cases::linear(&[33], 65, 41, 6),
+        cases::linear_bias(&[33], 65, 41, 6),
+        cases::linear_bias(&[123], 257, 301, 9),
         cases::matmul(&[2], [33, 65, 41], 7),
         cases::matmul_transposed(&[2], [33, 65, 41], 8),
     ];
@@ -170,6 +179,11 @@ fn sums_are_taken_in_f32(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
         assert_eq!(gradient_of(&weight, y), [4096.0]);
         let y = ops::layer_norm(&rows, &weight, &bias, 1.0).unwrap();
         assert_eq!(gradient_of(&bias, y), [4096.0]);
+        let y = ops::linear_bias(&rows, &ones(&[1, 1]), &bias).unwrap();
+        assert_eq!(gradient_of(&bias, y), [4096.0]);
+        let head = Var::from_tensor(&ones(&[1, 1, 1])).unwrap();
+        let y = ops::repeat_heads(&head, 4096).unwrap();
+        assert_eq!(gradient_of(&head, y.reshape((4096, 1)).unwrap()), [4096.0]);
         let table = Var::from_tensor(&ones(&[3, 1])).unwrap();
         let ids = Tensor::ones(4096, DType::U32, &Device::Cpu).unwrap();
         let y = ops::embedding(&ids, &table).unwrap();
@@ -177,6 +191,26 @@ fn sums_are_taken_in_f32(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
     });
     let product = ops::linear(&row, &row).unwrap();
     assert_eq!(numbers(&product), [4096.0]);
+}
+
+/// A bias in f32 is rounded as it is read, and its gradient is not.
+#[rstest]
+fn a_bias_in_f32(
+    #[values(DType::F16, DType::BF16)] dtype: DType,
+    #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
+) {
+    let ones = |dims: &[usize], dtype| Tensor::ones(dims, dtype, &Device::Cpu).unwrap();
+    let bias = Var::from_tensor(&Tensor::new(&[0.1f32], &Device::Cpu).unwrap()).unwrap();
+    let y = with_kernel_policy(policy, || {
+        ops::linear_bias(&ones(&[4097, 1], dtype), &ones(&[1, 1], dtype), &bias)
+    });
+    let y = y.unwrap();
+    assert_eq!(y.dtype(), dtype);
+    assert!(numbers(&y).iter().all(|y| (y - 1.1).abs() < 0.01), "{y}");
+    let gradients = y.sum_all().unwrap().backward().unwrap();
+    let db = gradients.get(&bias).unwrap();
+    // 4097 has too many digits for both.
+    assert_eq!((db.dtype(), numbers(db)), (DType::F32, vec![4097.0]));
 }
 
 /// Squares of what f16 just holds are far beyond what it holds.

@@ -61,6 +61,8 @@ proptest! {
     fn elementwise(mut dims in leading(), width in length(), seed in 0..1000u64) {
         dims.push(width);
         check(cases::relu(&dims, seed));
+        check(cases::add_scaled(&dims, &dims, 0.3, seed));
+        cases::activations(&dims, seed).into_iter().for_each(check);
         check(cases::swiglu(&dims, seed));
     }
 
@@ -90,6 +92,7 @@ proptest! {
     #[test]
     fn linear(rows in leading(), sizes in (length(), length()), seed in 0..1000u64) {
         check(cases::linear(&rows, sizes.0, sizes.1, seed));
+        check(cases::linear_bias(&rows, sizes.0, sizes.1, seed));
     }
 
     #[test]
@@ -110,6 +113,7 @@ proptest! {
     fn heads(batch in 1..=3usize, length in length(), heads in 1..=5usize, head_dim in head_dim(), seed in 0..1000u64) {
         check(cases::split_heads([batch, length, heads, head_dim], seed));
         check(cases::merge_heads([batch, length, heads, head_dim], seed));
+        check(cases::repeated_heads(&[batch, heads, length, head_dim], 1 + heads, seed));
     }
 
     #[test]

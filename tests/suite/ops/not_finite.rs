@@ -85,6 +85,18 @@ fn nan_stays_in_its_row(#[case] policy: KernelPolicy) {
             policy,
         );
     }
+    stays_in(
+        || cases::linear_bias(&[4], width, 5, 1),
+        0,
+        2 * width + 5,
+        &[2],
+        policy,
+    );
+    for (i, (name, _)) in cases::ACTIVATIONS.iter().enumerate() {
+        let case = || cases::activations(&[9, 1], 1).remove(i);
+        assert_eq!(case().name, *name);
+        stays_in(case, 0, 4, &[4], policy);
+    }
     // One element a row.
     stays_in(|| cases::relu(&[9, 1], 1), 0, 4, &[4], policy);
     for input in [0, 1] {
@@ -279,6 +291,48 @@ fn swiglu_of_large_gates(
         s + gate * s * rest
     });
     close("dup", &run.gradients[1].1, &|gate, [s, _]| gate * s);
+}
+
+/// Far out every activation is its limit, and its slope too: nothing overflows on the way.
+#[rstest]
+fn activations_of_large_inputs(
+    #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
+    #[values(DType::F32, DType::F64, DType::F16, DType::BF16)] dtype: DType,
+) {
+    let largest = if dtype == DType::F16 { 6e4 } else { 1e15 };
+    let x = [-largest, -1e3, -100.0, 0.0, 100.0, 1e3, largest];
+    for (mut case, bends) in cases::activations(&[7], 1)
+        .into_iter()
+        .zip([false, false, true, true, true])
+    {
+        case.inputs[0].value = Tensor::new(&x, &Device::Cpu).unwrap();
+        case.d_out = Some(Tensor::new(&[1f64; 7], &Device::Cpu).unwrap());
+        let case = case.rounded_to(dtype);
+        let x = numbers(&case.inputs[0].value);
+        let run = case.run(dtype, policy);
+        let (y, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
+        let lowest = if case.name == "tanh" { -1.0 } else { 0.0 };
+        let middle = if case.name == "sigmoid" { 0.5 } else { 0.0 };
+        let slope = match case.name.as_str() {
+            "tanh" => 1.0,
+            "sigmoid" => 0.25,
+            _ => 0.5,
+        };
+        let ends = |i: usize| if bends { [x[i], 1.0] } else { [1.0, 0.0] };
+        for i in 0..7 {
+            let wanted = match i {
+                0..3 => [lowest, 0.0],
+                3 => [middle, slope],
+                _ => ends(i),
+            };
+            let close = |a: f64, b: f64| (a - b).abs() <= epsilon(dtype) * b.abs() + 1e-30;
+            let what = format!(
+                "{} of {}: {} and {}, not {wanted:?}",
+                case.name, x[i], y[i], dx[i]
+            );
+            assert!(close(y[i], wanted[0]) && close(dx[i], wanted[1]), "{what}");
+        }
+    }
 }
 
 /// Rows of zeros: eps keeps the norms finite.

@@ -7,7 +7,7 @@ use super::every;
 use candle_core::{DType, Device, Tensor};
 use std::panic::catch_unwind;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{self, Fallback, KernelPolicy, fallbacks, with_kernel_policy};
+use tallow::ops::{self, Fallback, Gelu, KernelPolicy, fallbacks, with_kernel_policy};
 use tallow::{Error, Result};
 
 /// The ops, by the names they report, that a case is made of.
@@ -144,6 +144,19 @@ fn references_can_be_called() {
     same(ops::linear::reference(&x, &square), &|| {
         ops::linear(&x, &square)
     });
+    same(ops::linear_bias::reference(&x, &square, &bias), &|| {
+        ops::linear_bias(&x, &square, &bias)
+    });
+    let heads = normal(&[2, 3, 6], 5);
+    same(ops::repeat_heads::reference(&heads, 2), &|| {
+        ops::repeat_heads(&heads, 2)
+    });
+    for form in [Gelu::Erf, Gelu::Tanh] {
+        same(ops::gelu::reference(&x, form), &|| ops::gelu(&x, form));
+    }
+    same(ops::tanh::reference(&x), &|| ops::tanh(&x));
+    same(ops::sigmoid::reference(&x), &|| ops::sigmoid(&x));
+    same(ops::silu::reference(&x), &|| ops::silu(&x));
     same(ops::embedding::reference(&ids, &x.t().unwrap()), &|| {
         ops::embedding(&ids, &x.t().unwrap())
     });

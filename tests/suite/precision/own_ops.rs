@@ -2,6 +2,7 @@
 
 use super::*;
 use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::ops::Gelu;
 use tallow::{Result, autocast, ops};
 
 /// What comes out.
@@ -117,6 +118,40 @@ fn all() -> Vec<Op> {
             ops::rms_norm(x, &w[0], 1e-5)
         }),
         ("relu", vec![3, 6], vec![], Follow, |x, _| ops::relu(x)),
+        ("tanh", vec![3, 6], vec![], Follow, |x, _| ops::tanh(x)),
+        ("sigmoid", vec![3, 6], vec![], Follow, |x, _| {
+            ops::sigmoid(x)
+        }),
+        ("silu", vec![3, 6], vec![], Follow, |x, _| ops::silu(x)),
+        ("gelu", vec![3, 6], vec![], Follow, |x, _| {
+            ops::gelu(x, Gelu::Erf)
+        }),
+        ("gelu_tanh", vec![3, 6], vec![], Follow, |x, _| {
+            ops::gelu(x, Gelu::Tanh)
+        }),
+        ("repeat_heads", heads(), vec![], Follow, |x, _| {
+            ops::repeat_heads(x, 2)
+        }),
+        ("contiguous", vec![3, 6], vec![], Follow, |x, _| {
+            ops::contiguous(&x.t()?)
+        }),
+        ("concat", vec![3, 6], vec![vec![3, 2]], Promoted, |x, w| {
+            ops::concat(&[x, &w[0]], 1)
+        }),
+        (
+            "linear_bias",
+            vec![2, 3, 6],
+            vec![vec![5, 6], vec![5]],
+            Lower,
+            |x, w| ops::linear_bias(x, &w[0], &w[1]),
+        ),
+        (
+            "add_scaled",
+            vec![3, 6],
+            vec![vec![3, 6]],
+            Promoted,
+            |x, w| ops::add_scaled(x, &w[0], 0.5),
+        ),
         ("mean", vec![3, 6], vec![], Follow, |x, _| ops::mean(x)),
         ("embedding", vec![5, 6], vec![], Follow, |x, _| {
             ops::embedding(&ids(&[2, 3]), x)
@@ -224,7 +259,7 @@ fn outside_nothing_is_cast() {
         let nested = autocast(Autocast::cuda(DType::BF16), off);
         same(&nested.unwrap(), &outside);
 
-        let promotes = ["add", "sub", "mul", "div"].contains(&name);
+        let promotes = ["add", "add_scaled", "sub", "mul", "div"].contains(&name);
         if weight_shapes.is_empty() || promotes {
             continue;
         }

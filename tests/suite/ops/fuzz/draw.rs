@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::fmt;
 use tallow::attention::{Algorithm, AttentionConfig, Mask};
 use tallow::nn;
-use tallow::ops::KernelPolicy;
+use tallow::ops::{Gelu, KernelPolicy};
 use tallow::precision::Autocast;
 
 /// Sizes of dimensions: none, one, odd, a few.
@@ -131,6 +131,10 @@ impl Draw {
 
     pub fn mask(&mut self) -> Mask {
         self.pick(&[Mask::Full, Mask::Causal, Mask::CausalEnd])
+    }
+
+    pub fn gelu(&mut self) -> Gelu {
+        self.pick(&[Gelu::Erf, Gelu::Tanh])
     }
 
     pub fn algorithm(&mut self) -> Algorithm {

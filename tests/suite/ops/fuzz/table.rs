@@ -51,6 +51,22 @@ pub const OPS: &[Op] = &[
     op("softmax::reference", &["."], ".", |x, d| ops::softmax::reference(&x[0], d.number(), d.mask())),
     op("relu", &["."], ".", |x, _| ops::relu(&x[0])),
     op("relu::reference", &["."], ".", |x, _| ops::relu::reference(&x[0])),
+    op("gelu", &["."], ".", |x, d| ops::gelu(&x[0], d.gelu())),
+    op("gelu::reference", &["."], ".", |x, d| ops::gelu::reference(&x[0], d.gelu())),
+    op("tanh", &["."], ".", |x, _| ops::tanh(&x[0])),
+    op("tanh::reference", &["."], ".", |x, _| ops::tanh::reference(&x[0])),
+    op("sigmoid", &["."], ".", |x, _| ops::sigmoid(&x[0])),
+    op("sigmoid::reference", &["."], ".", |x, _| ops::sigmoid::reference(&x[0])),
+    op("silu", &["."], ".", |x, _| ops::silu(&x[0])),
+    op("silu::reference", &["."], ".", |x, _| ops::silu::reference(&x[0])),
+    op("add_scaled", &[".", "."], ".", |x, d| ops::add_scaled(&x[0], &x[1], d.number())),
+    op("add_scaled of a row", &[".a", "a"], ".a", |x, d| ops::add_scaled(&x[0], &x[1], d.number())),
+    op("concat", &[".a", ".a"], ".A", |x, _| ops::concat(&[&x[0], &x[1]], x[0].rank().saturating_sub(1))),
+    op("concat of any", &["ab", "cb"], "", |x, d| ops::concat(&[&x[0], &x[1], &x[0]], d.size())),
+    op("contiguous", &["."], ".", |x, _| ops::contiguous(&x[0])),
+    op("repeat_heads", &[".htd"], ".Htd", |x, _| ops::repeat_heads(&x[0], 2)),
+    op("repeat_heads of any", &[".htd"], "", |x, d| ops::repeat_heads(&x[0], d.size())),
+    op("repeat_heads::reference", &[".htd"], ".Htd", |x, _| ops::repeat_heads::reference(&x[0], 2)),
     op("swiglu", &[".", "."], ".", |x, _| ops::swiglu(&x[0], &x[1])),
     op("swiglu::reference", &[".", "."], ".", |x, _| ops::swiglu::reference(&x[0], &x[1])),
     op("rms_norm", &[".d", "d"], ".d", |x, d| ops::rms_norm(&x[0], &x[1], d.number())),
@@ -64,6 +80,8 @@ pub const OPS: &[Op] = &[
     op("merge_heads", &["b2td"], "btD", |x, _| ops::merge_heads(&x[0])),
     op("linear", &[".d", "fd"], ".f", |x, _| ops::linear(&x[0], &x[1])),
     op("linear::reference", &[".d", "fd"], ".f", |x, _| ops::linear::reference(&x[0], &x[1])),
+    op("linear_bias", &[".d", "fd", "f"], ".f", |x, _| ops::linear_bias(&x[0], &x[1], &x[2])),
+    op("linear_bias::reference", &[".d", "fd", "f"], ".f", |x, _| ops::linear_bias::reference(&x[0], &x[1], &x[2])),
     op("swiglu_linear", &[".d", "fd", "fd"], ".f", |x, _| ops::swiglu_linear(&x[0], &x[1], &x[2])),
     op("swiglu_linear::reference", &[".d", "fd", "fd"], ".f", swiglu_linear_reference),
     op("matmul", &[".mk", ".kn"], ".mn", |x, _| ops::matmul(&x[0], &x[1])),
@@ -84,6 +102,9 @@ pub const OPS: &[Op] = &[
     op("attention::flash_with_lse", &[".hqd", ".hkd", ".hkd"], ".hqd", flash_with_lse),
     op("attention::flash::reference", &[".hqd", ".hkd", ".hkd"], ".hqd", flash_reference),
     op("nn::Linear", &[".3"], ".5", |x, d| nn::Linear::new(3, 5, d.builder())?.forward(&x[0])),
+    op("nn::Linear with a bias", &[".3"], ".5", |x, d| nn::Linear::with_bias(3, 5, d.builder())?.forward(&x[0])),
+    op("nn::Linear of any weights", &[".d", "fd", "f"], ".f", linear_of),
+    op("nn::LayerNorm without a bias", &[".3"], ".3", norm_without_bias),
     op("nn::Embedding", &["#5."], ".3", |x, d| nn::Embedding::new(5, 3, d.builder())?.forward(&x[0])),
     op("nn::RmsNorm", &[".3"], ".3", |x, d| nn::RmsNorm::new(3, d.number(), d.builder())?.forward(&x[0])),
     op("nn::LayerNorm", &[".3"], ".3", |x, d| nn::LayerNorm::new(3, d.number(), d.builder())?.forward(&x[0])),
@@ -104,6 +125,14 @@ fn cast_for(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
 
 fn layer_norm_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
     ops::layer_norm::reference(&x[0], &x[1], &x[2], d.number())
+}
+
+fn linear_of(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
+    nn::Linear::from_weights(x[1].clone(), Some(x[2].clone()))?.forward(&x[0])
+}
+
+fn norm_without_bias(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    nn::LayerNorm::without_bias(3, d.number(), d.builder())?.forward(&x[0])
 }
 
 fn swiglu_linear_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {

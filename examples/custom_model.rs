@@ -1,0 +1,265 @@
+//! A model that is not this crate's: GPT-2 (`custom_model/gpt2.rs`), trained eagerly or from a plan, traced and profiled.
+//!
+//! ```text
+//! cargo run --example custom_model
+//! cargo run --example custom_model -- --planned
+//! cargo run --example custom_model -- --trace --n-layer 1
+//! cargo run --example custom_model -- --steps 50 --n-embd 128 --format markdown
+//! ```
+
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
+mod common;
+#[path = "custom_model/gpt2.rs"]
+mod gpt2;
+
+use candle_core::{D, DType, Device, Tensor};
+use clap::Parser;
+use clap::builder::RangedU64ValueParser;
+use common::{Common, Output, stdout, values};
+use gpt2::{Gpt2, Gpt2Config};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::process::ExitCode;
+use tallow::attention::Algorithm;
+use tallow::compile::LossStep;
+use tallow::graph::{self, Graph, Target};
+use tallow::nn::{self, Layer};
+use tallow::optim::{AdamW, AdamWConfig};
+use tallow::profile::{self, Cost, Grouping, Profiler, Selection, node_costs};
+use tallow::report::{Fields, Report, group_digits};
+use tallow::{Error, Result, no_grad};
+
+/// Steps before the profiler starts.
+const WARMUP_STEPS: usize = 1;
+
+/// Trains GPT-2, written from this crate's layers and ops, and says what each op of a step costs
+#[derive(Parser)]
+#[command(version)]
+struct Flags {
+    /// Print the traced forward, op by op, and end: no weight is made
+    #[arg(long)]
+    trace: bool,
+
+    /// Run the steps from a plan that is made of the trace, on the CPU
+    #[arg(long)]
+    planned: bool,
+
+    /// Steps of AdamW that are profiled
+    #[arg(long, default_value_t = 10, value_parser = values::count())]
+    steps: usize,
+
+    /// Sequences in a batch
+    #[arg(long, default_value_t = 4, value_parser = values::count())]
+    batch_size: usize,
+
+    /// Tokens of a sequence, and positions of the model
+    #[arg(long, default_value_t = 64, value_parser = values::count())]
+    n_positions: usize,
+
+    /// The size of the vocabulary
+    #[arg(long, default_value_t = 256, value_parser = values::count())]
+    vocab_size: usize,
+
+    /// The width of the residual stream
+    #[arg(long, default_value_t = 64, value_parser = values::count())]
+    n_embd: usize,
+
+    /// How many blocks, at most 200: candle's backward wants stack for each
+    #[arg(long, default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..=200))]
+    n_layer: usize,
+
+    /// How many attention heads
+    #[arg(long, default_value_t = 4, value_parser = values::count())]
+    n_head: usize,
+
+    #[command(flatten)]
+    output: Output,
+
+    #[command(flatten)]
+    common: Common,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    common::run(|| flags.common.around(|| flags.run()))
+}
+
+impl Flags {
+    fn config(&self) -> Gpt2Config {
+        Gpt2Config {
+            vocab_size: self.vocab_size,
+            n_positions: self.n_positions,
+            n_embd: self.n_embd,
+            n_layer: self.n_layer,
+            n_head: self.n_head,
+            attention: Algorithm::Flash,
+        }
+    }
+
+    fn run(&self) -> Result<()> {
+        self.output.check_with([])?;
+        let device = self.common.device()?;
+        let traced = self.traced(&device)?;
+        if self.trace {
+            return stdout::line(traced);
+        }
+        self.check_memory(&traced, &device)?;
+        let model = Gpt2::new(
+            self.config(),
+            nn::seeded(self.common.seed, DType::F32, &device),
+        )?;
+        let (summary, losses) = self.train(&model, &device)?;
+        let right = self.share_right(&model, &device)?;
+        let report = Report {
+            environment: self.common.environment(&device),
+            configuration: self.configuration(&model, &traced, &losses, right),
+            columns: profile::Report::columns(),
+            rows: summary.fields(),
+            ..Default::default()
+        };
+        self.output.publish(&report)
+    }
+
+    /// The forward of a batch, on the device's kernels, of a model without elements.
+    fn traced(&self, device: &Device) -> Result<Graph> {
+        let model = Gpt2::new(self.config(), graph::weights(DType::F32))?;
+        let shape = (self.batch_size, self.n_positions);
+        let tokens = graph::input("tokens", shape, DType::U32)?;
+        let targets = graph::input("targets", shape, DType::U32)?;
+        let target = match device.is_cuda() {
+            true => Target::Cuda,
+            false => Target::Cpu,
+        };
+        graph::trace(target, || model.loss(&tokens, &targets))
+    }
+
+    /// Refuses weights that memory does not hold beside their gradients and the optimizer's state.
+    fn check_memory(&self, traced: &Graph, device: &Device) -> Result<()> {
+        let weights = traced.weights().map(|(id, _)| traced.value(id).bytes());
+        let wanted_bytes = 4 * weights.sum::<usize>() as u64;
+        match tallow::device::available_bytes_on(device) {
+            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+                what: "weights, gradients and two moments".into(),
+                wanted_bytes,
+                available_bytes,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Trains on batches in which each token follows from the last: the steps' profile, and their losses.
+    fn train(&self, model: &Gpt2, device: &Device) -> Result<(profile::Report, Vec<f32>)> {
+        let config = AdamWConfig {
+            lr: 1e-2,
+            ..Default::default()
+        };
+        let mut optimizer = AdamW::new(model.parameters(), config)?;
+        let mut planned = match self.planned {
+            true => Some(self.plan(model, &optimizer)?),
+            false => None,
+        };
+        let mut random = ChaCha8Rng::seed_from_u64(self.common.seed);
+        let mut losses = Vec::new();
+        let mut profiler = None;
+        for step in 0..WARMUP_STEPS + self.steps {
+            let [tokens, targets] = self.batch(&mut random, device)?;
+            if step == WARMUP_STEPS {
+                profiler = Some(Profiler::start_on(device)?);
+            }
+            let _step = profile::step();
+            losses.push(match &mut planned {
+                Some(plan) => {
+                    let inputs = [("tokens", &tokens), ("targets", &targets)];
+                    plan.run(&mut optimizer, &inputs)?
+                }
+                None => eager_step(model, &mut optimizer, [&tokens, &targets])?,
+            });
+            common::progress(format!("step {step}: loss {:.4}", losses[step]));
+        }
+        let recording = match profiler {
+            Some(profiler) => profiler.finish()?,
+            None => return Err(candle_core::Error::msg("no step was profiled").into()),
+        };
+        let summary = profile::Report::new(&recording, &Selection::default(), Grouping::Name)?;
+        Ok((summary, losses))
+    }
+
+    /// A step of the model, planned for the batch's shape.
+    fn plan(&self, model: &Gpt2, optimizer: &AdamW) -> Result<LossStep> {
+        let shape = (self.batch_size, self.n_positions);
+        let tokens = graph::input("tokens", shape, DType::U32)?;
+        let targets = graph::input("targets", shape, DType::U32)?;
+        LossStep::new(optimizer, None, || model.loss(&tokens, &targets))
+    }
+
+    /// Of a new batch's tokens, the share that the model foresees.
+    fn share_right(&self, model: &Gpt2, device: &Device) -> Result<f64> {
+        let mut random = ChaCha8Rng::seed_from_u64(!self.common.seed);
+        let [tokens, targets] = self.batch(&mut random, device)?;
+        let logits = no_grad(|| model.forward(&tokens))?; // (B, T, V)
+        let right = logits.argmax(D::Minus1)?.eq(&targets)?; // (B, T), 0 or 1
+        let right = right.to_dtype(DType::F32)?.mean_all()?;
+        Ok(right.to_scalar::<f32>()?.into())
+    }
+
+    /// Tokens and targets (B, T).
+    fn batch(&self, random: &mut ChaCha8Rng, device: &Device) -> Result<[Tensor; 2]> {
+        let (batch, length) = (self.batch_size, self.n_positions);
+        let vocab = self.vocab_size as u64;
+        let mut walks = Vec::with_capacity(batch * (length + 1));
+        for _ in 0..batch {
+            let mut token = random.random_range(0..vocab);
+            for _ in 0..=length {
+                walks.push(token as u32);
+                token = (3 * token + 1) % vocab;
+            }
+        }
+        let walks = Tensor::from_vec(walks, (batch, length + 1), device)?;
+        let part = |start| walks.narrow(1, start, length)?.contiguous();
+        Ok([part(0)?, part(1)?])
+    }
+
+    fn configuration(&self, model: &Gpt2, traced: &Graph, losses: &[f32], right: f64) -> Fields {
+        let parameters = model.parameters().into_iter();
+        let parameters: usize = parameters.map(|(_, var)| var.elem_count()).sum();
+        let costs = node_costs(traced);
+        let forward: Cost = costs
+            .iter()
+            .filter_map(|cost| cost.forward)
+            .fold(Cost::default(), |a, b| a + b);
+        let backward: Cost = costs
+            .iter()
+            .filter_map(|cost| cost.backward)
+            .fold(Cost::default(), |a, b| a + b);
+        let (first, last) = (losses.first(), losses.last());
+        let loss = |loss: Option<&f32>| loss.map(|loss| format!("{loss:.4}"));
+        let flops = |cost: Cost| group_digits(cost.flops() as u64);
+        let mut fields = Fields::new();
+        fields.insert("parameters", group_digits(parameters as u64));
+        fields.insert("batch size", self.batch_size);
+        fields.insert("sequence length", self.n_positions);
+        fields.insert("ops in the traced forward", traced.nodes().count());
+        fields.insert("forward FLOPs, from the trace", flops(forward));
+        fields.insert("backward FLOPs, from the trace", flops(backward));
+        fields.insert("first loss", loss(first));
+        fields.insert("last loss", loss(last));
+        fields.insert("foreseen", format!("{:.1}%", 100.0 * right));
+        fields
+    }
+}
+
+/// Forward, backward and update, op by op: the loss before it.
+fn eager_step(model: &Gpt2, optimizer: &mut AdamW, [tokens, targets]: [&Tensor; 2]) -> Result<f32> {
+    let loss = {
+        let _phase = profile::phase("forward");
+        model.loss(tokens, targets)?
+    };
+    let gradients = {
+        let _phase = profile::phase("backward");
+        loss.backward()?
+    };
+    let _phase = profile::phase("optimizer");
+    optimizer.step(&gradients)?;
+    Ok(loss.to_scalar()?)
+}

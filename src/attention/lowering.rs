@@ -1,0 +1,193 @@
+//! Attention in a plan: naive and flash, on heads one after another.
+
+use super::{flash, naive};
+use crate::graph::Attribute;
+use crate::kernels::cpu::flash_attention::{self, Heads, Tiles};
+use crate::kernels::cpu::{Stored, naive_attention};
+use crate::ops::cpu::for_stored;
+use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot};
+use candle_core::Result;
+
+/// In a plan.
+pub(crate) const NAIVE_LOWERING: Lowering = Lowering {
+    op: naive::NAME,
+    forward: |signature| {
+        let kernel = Kernel::new("naive_attention", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
+                let (q, k, v) = (s.x::<T>(0)?, s.x(1)?, s.x(2)?);
+                naive_attention::forward(sizes, q, k, v, scale, mask, s.y(1)?, s.y(0)?);
+                Ok(())
+            })
+        });
+        let kernel = sized(kernel, signature, 1.0);
+        let writes = [Slot::Output, Slot::Kept(0)];
+        Calls::default().call(kernel, &INPUTS, &writes)
+    },
+    backward: |signature| {
+        let kernel = Kernel::new("naive_attention_backward", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
+                let (dout, q, k, v) = (s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.x(3)?);
+                let (p, dq, dk, dv) = (s.x(4)?, s.y(0)?, s.y(1)?, s.y(2)?);
+                naive_attention::backward(sizes, dout, q, k, v, p, scale, mask, dq, dk, dv);
+                Ok(())
+            })
+        });
+        let kernel = sized(kernel, signature, 2.0);
+        let reads = [&[Slot::OutputGradient], &INPUTS[..], &[Slot::Kept(0)]].concat();
+        Calls::default().call(kernel, &reads, &GRADIENTS)
+    },
+};
+
+/// In a plan.
+pub(crate) const FLASH_LOWERING: Lowering = Lowering {
+    op: flash::NAME,
+    forward: |signature| {
+        let kernel = Kernel::new("flash_attention", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                let sizes = flash_sizes(k)?;
+                let tiles = Tiles::for_head_dim(sizes.head_dim);
+                let outputs = flash_attention::Outputs {
+                    out: s.y::<T>(0)?,
+                    rounded_off: match k.flag("keeps rounded off") {
+                        true => s.y(2)?,
+                        false => &mut [],
+                    },
+                    lse: s.y(1)?,
+                };
+                let q = heads::<T>(k, s, 0, Side::Queries)?;
+                let [k_heads, v_heads] = [1, 2].map(|place| heads(k, s, place, Side::Keys));
+                flash_attention::forward(&sizes, &tiles, q, k_heads?, v_heads?, outputs);
+                Ok(())
+            })
+        });
+        let kernel = sized(kernel, signature, 1.0);
+        let writes = [&[Slot::Output], &kept(signature)[..]].concat();
+        Calls::default().call(kernel, &INPUTS, &writes)
+    },
+    backward: |signature| {
+        let kernel = Kernel::new("flash_attention_backward", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                let sizes = flash_sizes(k)?;
+                let tiles = Tiles::for_head_dim(sizes.head_dim);
+                let of_queries = |place| heads::<T>(k, s, place, Side::Queries);
+                let of_keys = |place| heads::<T>(k, s, place, Side::Keys);
+                let inputs = flash_attention::Inputs {
+                    d_out: of_queries(0)?,
+                    q: of_queries(1)?,
+                    k: of_keys(2)?,
+                    v: of_keys(3)?,
+                    out: of_queries(4)?,
+                    lse: s.x(5)?,
+                    rounded_off: match k.flag("keeps rounded off") {
+                        true => Some(of_queries(6)?),
+                        false => None,
+                    },
+                };
+                let gradients = flash_attention::Gradients {
+                    dq: s.y(0)?,
+                    dk: s.y(1)?,
+                    dv: s.y(2)?,
+                };
+                flash_attention::backward(&sizes, &tiles, inputs, gradients);
+                Ok(())
+            })
+        });
+        let kernel = sized(kernel, signature, 2.0);
+        let before = [&[Slot::OutputGradient], &INPUTS[..], &[Slot::Output]].concat();
+        let reads = [&before[..], &kept(signature)].concat();
+        Calls::default().call(kernel, &reads, &GRADIENTS)
+    },
+};
+
+const INPUTS: [Slot; 3] = [Slot::Input(0), Slot::Input(1), Slot::Input(2)];
+const GRADIENTS: [Slot; 3] = [Slot::Gradient(0), Slot::Gradient(1), Slot::Gradient(2)];
+
+fn kept(signature: &Signature<'_>) -> Vec<Slot> {
+    (0..signature.kept.len()).map(Slot::Kept).collect()
+}
+
+/// (leading, length, width) of q, k or v; two dimensions are one head.
+fn matrices(dims: &[usize]) -> [usize; 3] {
+    match *dims {
+        [ref leading @ .., length, width] => [leading.iter().product(), length, width],
+        _ => [1, 1, 1], // refused by the op
+    }
+}
+
+/// With the sizes; `passes` times the two products of forward.
+fn sized(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> Kernel {
+    let [q, k, v] = [0, 1, 2].map(|i| matrices(signature.inputs[i].dims));
+    let batch = match signature.inputs[0].dims {
+        [leading @ .., _, _, _] => leading.iter().product(),
+        _ => 1,
+    };
+    let multiplied = (q[0] * q[1]) as f64 * k[1] as f64 * (q[2] + v[2]) as f64;
+    let kernel = kernel.sized([
+        ("batch", batch),
+        ("matrices", q[0]),
+        ("kv_matrices", k[0]),
+        ("queries", q[1]),
+        ("keys", k[1]),
+        ("head_dim", q[2]),
+        ("value_dim", v[2]),
+    ]);
+    let keeps = Attribute::Flag(signature.kept.len() > 1);
+    let kernel = kernel.with("keeps rounded off", keeps);
+    kernel
+        .with_all(signature.attributes)
+        .costing(2.0 * passes * multiplied)
+}
+
+fn naive_sizes(k: &Kernel) -> Result<naive_attention::Sizes> {
+    Ok(naive_attention::Sizes {
+        batch: k.count("matrices")?,
+        kv_batch: k.count("kv_matrices")?,
+        queries: k.count("queries")?,
+        keys: k.count("keys")?,
+        head_dim: k.count("head_dim")?,
+        value_dim: k.count("value_dim")?,
+    })
+}
+
+fn flash_sizes(k: &Kernel) -> Result<flash_attention::Sizes> {
+    let batch = k.count("batch")?;
+    Ok(flash_attention::Sizes {
+        batch,
+        heads: k.count("matrices")? / batch.max(1),
+        kv_heads: k.count("kv_matrices")? / batch.max(1),
+        queries: k.count("queries")?,
+        keys: k.count("keys")?,
+        head_dim: k.count("head_dim")?,
+        mask: k.mask()?,
+        scale: k.number("scale")?,
+    })
+}
+
+/// Whose heads and whose length.
+#[derive(Clone, Copy)]
+enum Side {
+    Queries,
+    Keys,
+}
+
+/// What is read at `place`, (B, heads, length, Dh).
+fn heads<'a, T: Stored>(
+    k: &Kernel,
+    s: &Slices<'a>,
+    place: usize,
+    side: Side,
+) -> Result<Heads<'a, T>> {
+    let (matrices, length) = match side {
+        Side::Queries => (k.count("matrices")?, k.count("queries")?),
+        Side::Keys => (k.count("kv_matrices")?, k.count("keys")?),
+    };
+    let (batch, head_dim) = (k.count("batch")?, k.count("head_dim")?);
+    let head = length * head_dim;
+    let of_batch = matrices / batch.max(1) * head;
+    Ok(Heads {
+        data: s.x::<T>(place)?,
+        strides: [of_batch, head, head_dim, 1],
+    })
+}

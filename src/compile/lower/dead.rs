@@ -1,0 +1,24 @@
+//! Calls that nobody needs: statistics for a backward that there is not, say.
+
+use super::super::buffer::{BufferId, Buffers};
+use super::super::plan::Call;
+use std::collections::HashSet;
+
+/// `calls` without those whose results none of the rest reads, where `needed` are read after them.
+pub(super) fn without(
+    calls: Vec<Call>,
+    buffers: &Buffers,
+    mut needed: HashSet<BufferId>,
+) -> Vec<Call> {
+    let mut kept = Vec::with_capacity(calls.len());
+    for call in calls.into_iter().rev() {
+        let is_needed =
+            |buffer: BufferId| needed.contains(&buffer) || !buffers[buffer].is_in_arena();
+        if call.writes.iter().any(|operand| is_needed(operand.buffer)) {
+            needed.extend(call.reads.iter().map(|operand| operand.buffer));
+            kept.push(call);
+        }
+    }
+    kept.reverse();
+    kept
+}

@@ -1,0 +1,165 @@
+//! What becomes of gradients that are complete: their norm, and AdamW.
+
+use super::buffer::{BufferId, Category, Home};
+use super::op::Op;
+use super::plan::{Operand, Phase};
+use super::writer::Writer;
+use crate::kernels::workspace;
+use candle_core::DType;
+
+/// The update of parameters, by their numbers.
+pub(super) struct Update<'a> {
+    pub plan: &'a mut Writer,
+    /// Of each parameter that has one.
+    pub gradients: &'a [Option<Operand>],
+    /// Of each parameter, the copy in half precision that the update renews, where there is one.
+    pub copies: &'a [Option<Operand>],
+    pub on_card: bool,
+}
+
+impl Update<'_> {
+    /// The whole of it, when all gradients are there: loss scaling undone, clipping, AdamW.
+    pub fn run(&mut self, scales: bool, clips: bool) {
+        let mut factor = None;
+        if scales {
+            factor = self.unscale();
+        }
+        if clips {
+            factor = Some(self.clip_factor());
+        }
+        for number in 0..self.gradients.len() {
+            self.adamw(number, factor);
+        }
+    }
+
+    /// Gradients over the loss scale, and the end of the step where one of them is not finite; on a card, what keeps the
+    /// updates from happening then.
+    fn unscale(&mut self) -> Option<BufferId> {
+        self.plan.phase = Phase::Optimizer;
+        self.plan.path = "grad_scaler".into();
+        let parameters = self.gradients.len();
+        let (found, dtype) = match self.on_card {
+            true => ("not finite", DType::U32),
+            false => ("finite", DType::U8),
+        };
+        let finite = self
+            .plan
+            .arena(found, &[parameters], dtype, Category::Temporary);
+        for number in 0..parameters {
+            let Some(gradient) = self.gradients.get(number).cloned().flatten() else {
+                continue;
+            };
+            let elements = gradient.elements.len();
+            let is_finite = Operand {
+                buffer: finite,
+                elements: number..number + 1,
+            };
+            self.plan
+                .call_on(Op::Unscale { elements }, vec![], vec![gradient, is_finite]);
+        }
+        let first = self
+            .plan
+            .arena("first not finite", &[1], DType::U32, Category::Temporary);
+        self.plan.kept.push(first);
+        let factor = self.on_card.then(|| self.factor());
+        let writes: Vec<BufferId> = [first].into_iter().chain(factor).collect();
+        self.plan
+            .call(Op::CheckOverflow { parameters }, &[finite], &writes);
+        factor
+    }
+
+    /// The norm, and what gradients are multiplied by.
+    fn factor(&mut self) -> BufferId {
+        let words = if self.on_card { 3 } else { 2 };
+        let factor = self
+            .plan
+            .arena("norm and factor", &[words], DType::F64, Category::Temporary);
+        self.plan.kept.push(factor);
+        factor
+    }
+
+    /// The norm of all gradients, and what they are multiplied by: (2).
+    fn clip_factor(&mut self) -> BufferId {
+        self.plan.phase = Phase::Clip;
+        self.plan.path = "clip_grad_norm".into();
+        let parameters = self.gradients.len();
+        let squares = self
+            .plan
+            .arena("squares", &[parameters], DType::F64, Category::Temporary);
+        let all = self.gradients.iter().flatten();
+        let all_chunks = all.map(|gradient| workspace::chunks(gradient.elements.len()));
+        let all_chunks = [all_chunks.sum()];
+        let chunks = self.on_card.then(|| {
+            self.plan
+                .arena("chunks", &all_chunks, DType::F64, Category::Scratch)
+        });
+        let mut chunk = 0;
+        for number in 0..parameters {
+            let Some(gradient) = self.gradients.get(number).cloned().flatten() else {
+                continue;
+            };
+            let elements = gradient.elements.len();
+            let square = Operand {
+                buffer: squares,
+                elements: number..number + 1,
+            };
+            let first = chunk;
+            chunk += workspace::chunks(elements);
+            let chunks = chunks.map(|buffer| Operand {
+                buffer,
+                elements: first..chunk,
+            });
+            let writes = [square].into_iter().chain(chunks).collect();
+            self.plan
+                .call_on(Op::SumOfSquares { elements }, vec![gradient], writes);
+        }
+        let factor = self.factor();
+        self.plan
+            .call(Op::ClipFactor { parameters }, &[squares], &[factor]);
+        factor
+    }
+
+    /// The update of parameter number `number`.
+    pub fn adamw(&mut self, number: usize, factor: Option<BufferId>) {
+        let Some(gradient) = self.gradients.get(number).cloned().flatten() else {
+            return;
+        };
+        let home = Home::Parameter(number);
+        let Some((parameter, buffer)) = self.plan.buffers.iter().find(|(_, b)| b.home == home)
+        else {
+            return;
+        };
+        let (name, shape) = (buffer.name.clone(), buffer.shape.clone());
+        let op = Op::AdamW {
+            parameter: number,
+            elements: shape.iter().product(),
+        };
+        let category = Category::OptimizerState;
+        let [exp_avg, exp_avg_sq] = [
+            ("exp_avg", Home::ExpAvg(number)),
+            ("exp_avg_sq", Home::ExpAvgSq(number)),
+        ]
+        .map(|(state, home)| {
+            self.plan.buffers.add(
+                &format!("{state} of {name}"),
+                &shape,
+                DType::F32,
+                category,
+                home,
+            )
+        });
+        self.plan.phase = Phase::Optimizer;
+        self.plan.path = "adamw".into();
+        let factor = factor.map(|factor| self.plan.whole(factor));
+        let reads = [gradient].into_iter().chain(factor).collect();
+        let written = [parameter, exp_avg, exp_avg_sq].map(|id| self.plan.whole(id));
+        let copy = self
+            .copies
+            .get(number)
+            .cloned()
+            .flatten()
+            .filter(|_| self.on_card);
+        let writes = written.into_iter().chain(copy).collect();
+        self.plan.call_on(op, reads, writes);
+    }
+}

@@ -1,0 +1,70 @@
+//! A plan that is being written: calls in order, and the buffers that they read and write.
+
+use super::buffer::{BufferId, Buffers, Category};
+use super::op::Op;
+use super::plan::{Call, Operand, Phase};
+use candle_core::DType;
+
+/// Calls and buffers so far.
+pub(super) struct Writer {
+    pub calls: Vec<Call>,
+    pub buffers: Buffers,
+    /// What whoever runs the plan reads after a run.
+    pub kept: Vec<BufferId>,
+    /// Of the calls to come.
+    pub phase: Phase,
+    /// Where in the model they are.
+    pub path: String,
+}
+
+impl Default for Writer {
+    fn default() -> Self {
+        Self {
+            calls: Vec::new(),
+            buffers: Buffers::default(),
+            kept: Vec::new(),
+            phase: Phase::Forward,
+            path: String::new(),
+        }
+    }
+}
+
+impl Writer {
+    /// A new buffer of the arena, named after the place that it is made at.
+    pub fn arena(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        category: Category,
+    ) -> BufferId {
+        let name = match self.path.is_empty() {
+            true => name.to_string(),
+            false => format!("{}/{name}", self.path),
+        };
+        self.buffers.arena(&name, shape, dtype, category)
+    }
+
+    /// All of a buffer.
+    pub fn whole(&self, id: BufferId) -> Operand {
+        Operand::whole(&self.buffers, id)
+    }
+
+    /// A call on whole buffers.
+    pub fn call(&mut self, op: Op, reads: &[BufferId], writes: &[BufferId]) {
+        let reads = reads.iter().map(|id| self.whole(*id)).collect();
+        let writes = writes.iter().map(|id| self.whole(*id)).collect();
+        self.call_on(op, reads, writes);
+    }
+
+    /// A call.
+    pub fn call_on(&mut self, op: Op, reads: Vec<Operand>, writes: Vec<Operand>) {
+        self.calls.push(Call {
+            op,
+            path: self.path.clone(),
+            phase: self.phase,
+            reads,
+            writes,
+        });
+    }
+}

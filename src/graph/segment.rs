@@ -1,0 +1,94 @@
+//! Segments of a trace: functions whose graph does not live as long as the rest.
+
+use super::data::{Event, Node, SegmentKind, ValueId};
+use super::hollow::{Role, hollow};
+use super::session::{Target, record_tracked, with_session};
+use super::steps::Step;
+use crate::ops::record::Spec;
+use crate::{Result, probe};
+use candle_core::{DType, Shape, Tensor};
+
+/// A segment's output, made from the inner function's: where its graph stands for it.
+struct SegmentEnd {
+    /// The inner graph, where it is kept.
+    _graph: Option<Tensor>,
+    _inputs: Vec<Tensor>,
+}
+
+impl Spec for SegmentEnd {
+    fn output(&self, inputs: &[probe::Operand<'_>]) -> (Shape, DType) {
+        (inputs[0].dims.into(), inputs[0].dtype)
+    }
+
+    fn backward_steps(&self, _: &[probe::Operand<'_>], _: Target) -> Vec<Step> {
+        Vec::new()
+    }
+}
+
+/// `f(inputs)` as a segment: its inputs that have a graph are copied into leaves of its own.
+pub(crate) fn segment<const N: usize>(
+    kind: SegmentKind,
+    inputs: [&Tensor; N],
+    f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let name = kind.name();
+    with_session(|session| {
+        session.push(Event::Enter(kind));
+        Ok(())
+    })?;
+    let leaves = inputs
+        .iter()
+        .map(|x| leaf(name, x))
+        .collect::<Result<Vec<_>>>()?;
+    let made = f(std::array::from_fn(|i| &leaves[i]))?;
+    let output = made.detach();
+    let graph = (kind == SegmentKind::Release).then_some(made); // or it goes here
+    let tracked = with_session(|session| {
+        session.told_drops();
+        let output = session.value(&output)?;
+        for (leaf, input) in leaves.iter().zip(inputs) {
+            let leaf = session.value(leaf)?;
+            // A variable, behind which there is no op to be dropped.
+            if graph.is_none() && leaf != session.value(input)? && leaf != output {
+                session.push(Event::Drop(leaf));
+            }
+        }
+        session.push(Event::Leave);
+        Ok(session.graph.values[output.0].tracked)
+    })?;
+    if !tracked {
+        return Ok(output);
+    }
+    let end = SegmentEnd {
+        _graph: graph,
+        _inputs: inputs.map(Tensor::clone).into(),
+    };
+    // The output is taken out of its graph, for which this op stands.
+    record_tracked(name, end, &[&output], false, true)
+}
+
+/// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.
+fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
+    with_session(|session| {
+        let operand = session.operand(x)?;
+        if !session.graph.values[operand.value.0].tracked || !x.dtype().is_float() {
+            return Ok(x.detach());
+        }
+        let output = ValueId(session.graph.values.len());
+        session.push(Event::Node(Node {
+            path: probe::op_path(name).to_string(),
+            op: "copy",
+            attributes: Vec::new(),
+            composed: true,
+            inputs: vec![operand],
+            reads: Vec::new(),
+            output,
+            kept: Vec::new(),
+            forward: vec![Step::Output],
+            backward: Vec::new(),
+        }));
+        let leaf = hollow(x.shape(), x.dtype(), Role::Output, true)?;
+        session.add_made(&leaf, true);
+        Ok(leaf)
+    })
+}

@@ -1,0 +1,172 @@
+//! Elementwise activations and their slopes, both from the input alone: exponentials are cheaper than another tensor.
+
+use super::{Blocks, Real, Stored, parallel, simd};
+use std::f64::consts::{FRAC_2_SQRT_PI, SQRT_2};
+
+/// A function of one element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// tanh(x).
+    Tanh,
+    /// 1 / (1 + exp(-x)).
+    Sigmoid,
+    /// x sigmoid(x).
+    Silu,
+    /// x times the standard normal distribution's share below x.
+    Gelu,
+    /// x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GELU by the tanh of u.
+    GeluTanh,
+}
+
+/// `y = f(x)`; slices of one length, as below.
+pub fn forward<T: Stored>(f: Activation, x: &[T], y: &mut [T]) {
+    match f {
+        Activation::Tanh => each(
+            [x],
+            y,
+            #[inline(always)]
+            |[x]| x.hyperbolic_tangent(),
+        ),
+        Activation::Sigmoid => each(
+            [x],
+            y,
+            #[inline(always)]
+            |[x]| sigmoids(x).0,
+        ),
+        Activation::Silu => each(
+            [x],
+            y,
+            #[inline(always)]
+            |[x]| x * sigmoids(x).0,
+        ),
+        Activation::Gelu => each(
+            [x],
+            y,
+            #[inline(always)]
+            |[x]| x * x.normal_share(bell(x)),
+        ),
+        Activation::GeluTanh => each(
+            [x],
+            y,
+            #[inline(always)]
+            |[x]| x * sigmoids(twice_u(x)).0,
+        ),
+    }
+}
+
+/// `dx = dy f'(x)`.
+pub fn backward<T: Stored>(f: Activation, dy: &[T], x: &[T], dx: &mut [T]) {
+    match f {
+        Activation::Tanh => each(
+            [dy, x],
+            dx,
+            #[inline(always)]
+            |[dy, x]| {
+                let (above, below) = sigmoids(x + x); // 1 - tanh^2 without cancelling
+                dy * T::Wide::real(4.0) * above * below
+            },
+        ),
+        Activation::Sigmoid => each(
+            [dy, x],
+            dx,
+            #[inline(always)]
+            |[dy, x]| {
+                let (s, rest) = sigmoids(x);
+                dy * s * rest
+            },
+        ),
+        Activation::Silu => each(
+            [dy, x],
+            dx,
+            #[inline(always)]
+            |[dy, x]| {
+                let (s, rest) = sigmoids(x);
+                dy * (s + x * s * rest)
+            },
+        ),
+        Activation::Gelu => each(
+            [dy, x],
+            dx,
+            #[inline(always)]
+            |[dy, x]| {
+                let e = bell(x);
+                let density = e * T::Wide::real(FRAC_2_SQRT_PI / SQRT_2 / 2.0);
+                dy * (x.normal_share(e) + x * density)
+            },
+        ),
+        Activation::GeluTanh => each(
+            [dy, x],
+            dx,
+            #[inline(always)]
+            |[dy, x]| {
+                let (s, rest) = sigmoids(twice_u(x));
+                dy * (s + x * s * rest * twice_u_slope(x))
+            },
+        ),
+    }
+}
+
+/// sigmoid(x) and sigmoid(-x), neither of which cancels or overflows.
+#[inline(always)]
+fn sigmoids<T: Real>(x: T) -> (T, T) {
+    let e = (if x < T::ZERO { x } else { -x }).exponential();
+    let large = T::ONE / (T::ONE + e);
+    let small = e * large;
+    if x < T::ZERO {
+        (small, large)
+    } else {
+        (large, small)
+    }
+}
+
+/// exp(-x^2 / 2).
+#[inline(always)]
+fn bell<T: Real>(x: T) -> T {
+    (-(x * x) * T::real(0.5)).exponential()
+}
+
+/// 2 sqrt(2 / pi).
+const SLOPE: f64 = FRAC_2_SQRT_PI * SQRT_2;
+/// The cube's part, as in PyTorch.
+const CUBE: f64 = 0.044715;
+
+#[inline(always)]
+fn twice_u<T: Real>(x: T) -> T {
+    x * (T::real(SLOPE) + T::real(SLOPE * CUBE) * (x * x))
+}
+
+/// Of x up to 64 in size: beyond, it is multiplied by 0, and must not be infinite.
+#[inline(always)]
+fn twice_u_slope<T: Real>(x: T) -> T {
+    let end = T::real(64.0 * 64.0);
+    let square = x * x;
+    let square = if square > end { end } else { square };
+    T::real(SLOPE) + T::real(3.0 * SLOPE * CUBE) * square
+}
+
+fn each<T: Stored, const N: usize>(
+    inputs: [&[T]; N],
+    y: &mut [T],
+    f: impl Fn([T::Wide; N]) -> T::Wide + Sync,
+) {
+    assert!(inputs.iter().all(|x| x.len() == y.len()));
+    parallel::for_rows(y, 1, |first, y| {
+        let inputs = inputs.map(|x| &x[first..first + y.len()]);
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                Blocks::<T, N, 1>::new().each(
+                    inputs,
+                    [y],
+                    #[inline(always)]
+                    |_, inputs, [y]| {
+                        let inputs = inputs.map(|x| &x[..y.len()]);
+                        for (i, y) in y.iter_mut().enumerate() {
+                            *y = f(inputs.map(|x| x[i]));
+                        }
+                    },
+                );
+            },
+        );
+    });
+}

@@ -1,0 +1,144 @@
+// Elementwise activations and their slopes: y = f(x); dx = dy f'(x), from x alone. All buffers (n). An output may be the buffer
+// of an input.
+//
+// tanh; sigmoid; silu: x sigmoid(x); gelu: x Phi(x) with Phi the standard normal distribution; gelu_tanh: x sigmoid(2 u) with
+// u = sqrt(2 / pi) (x + 0.044715 x^3).
+//
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment only for
+// speed. Bytes: 2 n elements forward, 3 n backward.
+
+const int UNROLL = 2; // packs of a thread, loaded before the first is used
+
+// sigmoid(x) and sigmoid(-x), neither of which cancels or overflows.
+struct Sigmoids {
+    float above, below;
+};
+__device__ __forceinline__ Sigmoids sigmoids(float x) {
+    float e = expf(-fabsf(x)), large = 1.f / (1.f + e), small = e * large;
+    Sigmoids result;
+    result.above = x < 0.f ? small : large;
+    result.below = x < 0.f ? large : small;
+    return result;
+}
+
+struct Tanh {
+    static __device__ __forceinline__ float value(float x) { return tanhf(x); }
+    static __device__ __forceinline__ float slope(float x) {
+        Sigmoids s = sigmoids(2.f * x); // 1 - tanh^2 without cancelling
+        return 4.f * s.above * s.below;
+    }
+};
+
+struct Sigmoid {
+    static __device__ __forceinline__ float value(float x) { return sigmoids(x).above; }
+    static __device__ __forceinline__ float slope(float x) {
+        Sigmoids s = sigmoids(x);
+        return s.above * s.below;
+    }
+};
+
+struct Silu {
+    static __device__ __forceinline__ float value(float x) { return x * sigmoids(x).above; }
+    static __device__ __forceinline__ float slope(float x) {
+        Sigmoids s = sigmoids(x);
+        return s.above + x * s.above * s.below;
+    }
+};
+
+struct Gelu {
+    static __device__ __forceinline__ float value(float x) { return x * normcdff(x); }
+    static __device__ __forceinline__ float slope(float x) {
+        return normcdff(x) + x * 0.3989422804014327f * expf(-0.5f * (x * x));
+    }
+};
+
+#define SLOPE 1.5957691216057308f // 2 sqrt(2 / pi)
+#define CUBE 0.044715f
+
+struct GeluTanh {
+    static __device__ __forceinline__ float twice_u(float x) { return x * (SLOPE + SLOPE * CUBE * (x * x)); }
+    static __device__ __forceinline__ float value(float x) { return x * sigmoids(twice_u(x)).above; }
+    static __device__ __forceinline__ float slope(float x) {
+        Sigmoids s = sigmoids(twice_u(x));
+        float square = x * x;
+        square = square > 4096.f ? 4096.f : square; // beyond, it is multiplied by 0, and must not be infinite
+        return s.above + x * s.above * s.below * (SLOPE + 3.f * SLOPE * CUBE * square);
+    }
+};
+
+// What this block has of a flat buffer of n: at most this many elements, from `start`.
+template <int N> __device__ __forceinline__ int of_block(long long n, long long* start) {
+    const int ELEMENTS = 256 * UNROLL * N;
+    *start = (long long)blockIdx.x * ELEMENTS;
+    long long left = n - *start;
+    return left < ELEMENTS ? (int)left : ELEMENTS;
+}
+
+template <class Op, class T> __device__ __forceinline__ void forward(const T* x, T* y, long long n) {
+    const int N = InVector<T>::COUNT;
+    long long start;
+    int count = of_block<N>(n, &start);
+    x += start, y += start;
+    Pack<T, N> of_x[UNROLL];
+#pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+        int first = (k * 256 + threadIdx.x) * N;
+        if (first < count) of_x[k] = load<T, N>(x, first, count, 0.f);
+    }
+#pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+        int first = (k * 256 + threadIdx.x) * N;
+        if (first >= count) continue;
+        float values[N];
+        unpack(of_x[k], values);
+#pragma unroll
+        for (int i = 0; i < N; i++) values[i] = Op::value(values[i]);
+        store(y, first, count, values);
+    }
+}
+
+template <class Op, class T> __device__ __forceinline__ void backward(const T* dy, const T* x, T* dx, long long n) {
+    const int N = InVector<T>::COUNT;
+    long long start;
+    int count = of_block<N>(n, &start);
+    dy += start, x += start, dx += start;
+    Pack<T, N> of_dy[UNROLL], of_x[UNROLL];
+#pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+        int first = (k * 256 + threadIdx.x) * N;
+        if (first >= count) continue;
+        of_dy[k] = load<T, N>(dy, first, count, 0.f);
+        of_x[k] = load<T, N>(x, first, count, 0.f);
+    }
+#pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+        int first = (k * 256 + threadIdx.x) * N;
+        if (first >= count) continue;
+        float slopes[N], values[N];
+        unpack(of_dy[k], values);
+        unpack(of_x[k], slopes);
+#pragma unroll
+        for (int i = 0; i < N; i++) values[i] *= Op::slope(slopes[i]);
+        store(dx, first, count, values);
+    }
+}
+
+#define ACTIVATION(STEM, OP, NAME)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256) STEM##_forward_##NAME(const NAME* x, NAME* y, long long n) {       \
+        forward<OP, NAME>(x, y, n);                                                                                      \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                                                    \
+        STEM##_backward_##NAME(const NAME* dy, const NAME* x, NAME* dx, long long n) {                                   \
+        backward<OP, NAME>(dy, x, dx, n);                                                                                \
+    }
+
+#define ACTIVATIONS(NAME)                                                                                                \
+    ACTIVATION(tanh, Tanh, NAME)                                                                                         \
+    ACTIVATION(sigmoid, Sigmoid, NAME)                                                                                   \
+    ACTIVATION(silu, Silu, NAME)                                                                                         \
+    ACTIVATION(gelu, Gelu, NAME)                                                                                         \
+    ACTIVATION(gelu_tanh, GeluTanh, NAME)
+
+ACTIVATIONS(f32)
+ACTIVATIONS(f16)
+ACTIVATIONS(bf16)

@@ -1,0 +1,64 @@
+//! Elementwise activations and their slopes; see `activation.cu`.
+
+use super::source::{PRELUDE, Source};
+use super::{View, in_vector, launch_config, suffix};
+use crate::kernels::cpu::activation::Activation;
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+
+const SOURCE: Source = Source {
+    name: "activation",
+    parts: &[PRELUDE, include_str!("activation.cu")],
+};
+
+/// Packs of a thread, as in the source.
+const UNROLL: usize = 2;
+
+/// `y = f(x)`, both (n). y may be the buffer of x.
+pub(crate) fn forward(card: &CudaDevice, f: Activation, x: View, y: View) -> Result<()> {
+    let stem = match f {
+        Activation::Tanh => "tanh_forward",
+        Activation::Sigmoid => "sigmoid_forward",
+        Activation::Silu => "silu_forward",
+        Activation::Gelu => "gelu_forward",
+        Activation::GeluTanh => "gelu_tanh_forward",
+    };
+    launch(card, stem, &[x, y])
+}
+
+/// `dx = dy f'(x)`, all (n). dx may be the buffer of either.
+pub(crate) fn backward(
+    card: &CudaDevice,
+    f: Activation,
+    [dy, x]: [View; 2],
+    dx: View,
+) -> Result<()> {
+    let stem = match f {
+        Activation::Tanh => "tanh_backward",
+        Activation::Sigmoid => "sigmoid_backward",
+        Activation::Silu => "silu_backward",
+        Activation::Gelu => "gelu_backward",
+        Activation::GeluTanh => "gelu_tanh_backward",
+    };
+    launch(card, stem, &[dy, x, dx])
+}
+
+fn launch(card: &CudaDevice, stem: &'static str, buffers: &[View]) -> Result<()> {
+    let (len, dtype) = (buffers[0].len, buffers[0].dtype);
+    if len == 0 {
+        return Ok(());
+    }
+    let kernel = SOURCE.kernel(card, stem, suffix(dtype))?;
+    let n = len as i64;
+    let mut launch = kernel.builder();
+    for buffer in buffers {
+        launch.arg(&buffer.pointer);
+    }
+    launch.arg(&n);
+    let packs = len.div_ceil(in_vector(dtype));
+    let config = launch_config((packs.div_ceil(256 * UNROLL), 1), (256, 1));
+    // SAFETY: the arguments are those of the kernel, buffers of n elements each.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
+}

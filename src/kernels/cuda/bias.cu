@@ -1,0 +1,52 @@
+// A bias under a product: its rows laid out for the product to be added to, and its gradient, the sum of all rows.
+//
+// fill: y (rows, width) = bias (width), rounded once. Grid (ceil(width / 256), min(rows, 65535)), block 256.
+// sums: out (parts, width) f32 = the sums of x's rows (rows, width) in parts, part p from row p `rows_per_part`. Grid
+// (ceil(width / 32), parts), block (32, 8). Called twice: for partial sums, then for their sum. The order is fixed.
+
+template <class B, class Y>
+__device__ __forceinline__ void fill(const B* bias, Y* y, long long rows, int width) {
+    int column = blockIdx.x * 256 + threadIdx.x;
+    if (column >= width) return;
+    Y value = narrow<Y>(widen(bias[column]));
+    for (long long row = blockIdx.y; row < rows; row += gridDim.y) y[row * width + column] = value;
+}
+
+template <class T>
+__device__ __forceinline__ void sums(const T* x, float* out, long long rows, int width, int rows_per_part) {
+    __shared__ float of_rows[8][32];
+    int column = blockIdx.x * 32 + threadIdx.x;
+    long long first = (long long)blockIdx.y * rows_per_part, end = first + rows_per_part;
+    if (end > rows) end = rows;
+    float sum = 0.f;
+    if (column < width) {
+        for (long long row = first + threadIdx.y; row < end; row += 8) sum += widen(x[row * width + column]);
+    }
+    of_rows[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && column < width) {
+        for (int i = 1; i < 8; i++) sum += of_rows[i][threadIdx.x];
+        out[(long long)blockIdx.y * width + column] = sum;
+    }
+}
+
+#define FILL(NAME, B, Y)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(256)                                                                    \
+        fill_##NAME(const B* bias, Y* y, long long rows, int width) {                                                    \
+        fill<B, Y>(bias, y, rows, width);                                                                                \
+    }
+
+#define SUMS(NAME)                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256)                                                                    \
+        sums_##NAME(const NAME* x, float* out, long long rows, int width, int rows_per_part) {                           \
+        sums<NAME>(x, out, rows, width, rows_per_part);                                                                  \
+    }
+
+FILL(f32, f32, f32)
+FILL(f16, f16, f16)
+FILL(bf16, bf16, bf16)
+FILL(f32_f16, f32, f16)
+FILL(f32_bf16, f32, bf16)
+SUMS(f32)
+SUMS(f16)
+SUMS(bf16)

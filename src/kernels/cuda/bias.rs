@@ -1,0 +1,55 @@
+//! A bias under a product, and its gradient; see `bias.cu`.
+
+use super::source::{PRELUDE, Source};
+use super::{View, launch_config, suffix, suffixes};
+use crate::kernels::workspace::{bias_backward, bias_parts};
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+
+const SOURCE: Source = Source {
+    name: "bias",
+    parts: &[PRELUDE, include_str!("bias.cu")],
+};
+
+/// Every row of y (N, width) is the bias (width), in y's dtype or in f32.
+pub(crate) fn fill(card: &CudaDevice, bias: View, y: View) -> Result<()> {
+    if y.len == 0 {
+        return Ok(());
+    }
+    let kernel = SOURCE.kernel(card, "fill", suffixes(bias.dtype, y.dtype))?;
+    let rows = y.len / bias.len;
+    let config = launch_config((bias.len.div_ceil(256), rows.min(65_535)), (256, 1));
+    let (rows, width) = (rows as i64, bias.len as i32);
+    let mut launch = kernel.builder();
+    launch.arg(&bias.pointer).arg(&y.pointer);
+    launch.arg(&rows).arg(&width);
+    // SAFETY: the arguments are those of the kernel, buffers of width and of rows * width elements.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
+}
+
+/// db (width), f32, is the sum of the rows of dy (N, width); `workspace` is f32, of [`bias_backward`]'s length.
+pub(crate) fn gradient(card: &CudaDevice, dy: View, db: View, workspace: View) -> Result<()> {
+    let (rows, width) = (dy.len / db.len.max(1), db.len);
+    if width == 0 {
+        return Ok(());
+    }
+    let parts = bias_parts(rows);
+    let partial = workspace.part(0, bias_backward(rows, width));
+    sums(card, dy, partial, [rows, width, parts])?;
+    sums(card, partial, db, [parts, width, 1])
+}
+
+fn sums(card: &CudaDevice, x: View, out: View, [rows, width, parts]: [usize; 3]) -> Result<()> {
+    let kernel = SOURCE.kernel(card, "sums", suffix(x.dtype))?;
+    let config = launch_config((width.div_ceil(32), parts), (32, 8));
+    let rows_per_part = rows.div_ceil(parts) as i32;
+    let (rows, width) = (rows as i64, width as i32);
+    let mut launch = kernel.builder();
+    launch.arg(&x.pointer).arg(&out.pointer);
+    launch.arg(&rows).arg(&width).arg(&rows_per_part);
+    // SAFETY: the arguments are those of the kernel, buffers of rows * width and of parts * width elements.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
+}

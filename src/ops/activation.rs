@@ -1,0 +1,151 @@
+//! What the activations share: one custom op over one kernel.
+
+use super::cast::cast_for;
+use super::cpu::{elements, for_stored, output, tensor, view};
+use super::dispatch::{Path, choose};
+use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::operand::check_size;
+use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
+use crate::Result;
+use crate::kernels::cpu::activation::{self as kernel, Activation};
+use crate::probe::Operand;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::activation as cuda_kernel, candle_core::CudaStorage};
+
+/// One activation in a plan.
+macro_rules! lowering {
+    ($op:literal, $backward:literal, $f:ident) => {
+        Lowering {
+            op: $op,
+            forward: |_| {
+                let kernel = Kernel::new($op, |_, s| {
+                    for_stored!(s.dtype(0), T => {
+                        kernel::forward(Activation::$f, s.x::<T>(0)?, s.y(0)?);
+                        Ok(())
+                    })
+                });
+                Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+            },
+            backward: |_| {
+                let kernel = Kernel::new($backward, |_, s| {
+                    for_stored!(s.dtype(0), T => {
+                        kernel::backward(Activation::$f, s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                        Ok(())
+                    })
+                });
+                let reads = [Slot::OutputGradient, Slot::Input(0)];
+                Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+            },
+        }
+    };
+}
+
+/// `f(x)`, by its kernel or its reference.
+pub(super) fn activate(f: Activation, x: &Tensor) -> Result<Tensor> {
+    let op = Activate(f);
+    let name = op.name();
+    let [x] = &cast_for(name, [x])?;
+    match choose(name, x)? {
+        Path::Kernel => Ok(apply1(&contiguous(x)?, op)?),
+        Path::Reference => composed(name, &[x], (x.shape(), x.dtype()), || reference(f, x)),
+    }
+}
+
+/// `f(x)` in plain candle ops, half precision computed in f32 and rounded once.
+pub(super) fn reference(f: Activation, x: &Tensor) -> Result<Tensor> {
+    let name = Activate(f).name();
+    check_size(name, x.dims(), x.dtype(), x.device())?;
+    let wide = wide_input(name, x)?;
+    let y = match f {
+        Activation::Tanh => {
+            // candle's slope is 1 - y^2, of which few digits are left where y is near 1; 2 sigmoid(2 x) has the same.
+            let sloped = (sigmoid(&(&wide * 2.0)?)? * 2.0)?;
+            (wide.detach().tanh()? + (&sloped - sloped.detach())?)?
+        }
+        Activation::Sigmoid => sigmoid(&wide)?,
+        Activation::Silu => (&wide * sigmoid(&wide)?)?,
+        Activation::Gelu => {
+            let erf = (&wide * std::f64::consts::FRAC_1_SQRT_2)?.erf()?;
+            (&wide * ((erf + 1.0)? * 0.5)?)?
+        }
+        Activation::GeluTanh => {
+            let cube = (wide.sqr()? * &wide)?;
+            let u = ((&wide + (cube * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+            (&wide * sigmoid(&(u * 2.0)?)?)?
+        }
+    };
+    Ok(y.to_dtype(x.dtype())?)
+}
+
+/// `1 / (1 + exp(-x))`, from `e = exp(-|x|)`, which is at most 1: 1 / (1 + e), or e / (1 + e) for negative x. candle's
+/// `silu` has a backward, `s (1 - y) + y` with s = sigmoid(x) and y = x s, that cancels for large x and overflows.
+pub(super) fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
+    let e = x.abs()?.neg()?.exp()?;
+    x.ge(0.0)?.where_cond(&e.ones_like()?, &e)? / (e + 1.0)?
+}
+
+/// In a plan.
+pub(super) const LOWERINGS: &[Lowering] = &[
+    lowering!("tanh", "tanh_backward", Tanh),
+    lowering!("sigmoid", "sigmoid_backward", Sigmoid),
+    lowering!("silu", "silu_backward", Silu),
+    lowering!("gelu", "gelu_backward", Gelu),
+    lowering!("gelu_tanh", "gelu_tanh_backward", GeluTanh),
+];
+
+struct Activate(Activation);
+
+impl Spec for Activate {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+}
+
+impl CustomOp1 for Activate {
+    fn name(&self) -> &'static str {
+        match self.0 {
+            Activation::Tanh => "tanh",
+            Activation::Sigmoid => "sigmoid",
+            Activation::Silu => "silu",
+            Activation::Gelu => "gelu",
+            Activation::GeluTanh => "gelu_tanh",
+        }
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        for_stored!(x.dtype(), T => {
+            let x = view::<T>(x, layout)?;
+            output(layout.shape(), |y| kernel::forward(self.0, x, y))
+        })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let shape = layout.shape();
+        let y = cuda::room(&x.device, x.dtype(), shape.elem_count())?;
+        cuda_kernel::forward(&x.device, self.0, cuda::view(x, layout)?, cuda::whole(&y)?)?;
+        Ok((y, shape.clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let card = cuda::card(&dy)?;
+            let dx = cuda::room(card, x.dtype(), x.elem_count())?;
+            let read = [cuda::elements(&dy)?, cuda::elements(x)?];
+            cuda_kernel::backward(card, self.0, read, cuda::whole(&dx)?)?;
+            return Ok(Some(cuda::tensor(dx, x.shape())));
+        }
+        for_stored!(dy.dtype(), T => {
+            let (dy, of_x) = (elements::<T>(&dy)?, elements::<T>(x)?);
+            Ok(Some(tensor(x.shape(), |dx| kernel::backward(self.0, &dy, &of_x, dx))?))
+        })
+    }
+}

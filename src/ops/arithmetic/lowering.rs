@@ -1,0 +1,204 @@
+//! Elementwise arithmetic in a plan: broadcast inputs are repeated, and their gradients summed.
+
+use crate::kernels::cpu::arithmetic as kernel;
+use crate::ops::cast::converted;
+use crate::ops::cpu::for_stored;
+use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slot};
+use crate::ops::strided;
+
+/// Reads a and b; writes y: an elementwise kernel of two.
+macro_rules! elementwise {
+    ($name:literal, $kernel:path) => {
+        Kernel::new($name, |_, s| {
+            for_stored!(s.dtype(0), T => {
+                $kernel(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                Ok(())
+            })
+        })
+    };
+}
+/// In a plan.
+pub(in crate::ops) const LOWERINGS: &[Lowering] = &[
+    Lowering {
+        op: "add",
+        forward: |signature| forward(signature, elementwise!("add", kernel::add)),
+        backward: |signature| {
+            let mut backward = Backward::new(signature);
+            backward.pass_on(0);
+            backward.pass_on(1);
+            backward.calls
+        },
+    },
+    Lowering {
+        op: "add_scaled",
+        forward: |signature| {
+            let kernel = Kernel::new("add_scaled", |k, s| {
+                for_stored!(s.dtype(0), T => {
+                    kernel::add_scaled(s.x::<T>(0)?, s.x(1)?, k.number("scale")?, s.y(0)?);
+                    Ok(())
+                })
+            });
+            forward(signature, kernel.with_all(signature.attributes))
+        },
+        backward: |signature| {
+            let mut backward = Backward::new(signature);
+            backward.pass_on(0);
+            let kernel = Kernel::new("scale", |k, s| {
+                for_stored!(s.dtype(0), T => {
+                    kernel::scaled(s.x::<T>(0)?, k.number("scale")?, s.y(0)?);
+                    Ok(())
+                })
+            });
+            let dy = backward.dy;
+            backward.gradient(1, kernel.with_all(signature.attributes), [dy, dy]);
+            backward.calls
+        },
+    },
+    Lowering {
+        op: "sub",
+        forward: |signature| forward(signature, elementwise!("sub", kernel::sub)),
+        backward: |signature| {
+            let mut backward = Backward::new(signature);
+            backward.pass_on(0);
+            let dy = backward.dy;
+            backward.gradient(1, elementwise!("neg", kernel::negated), [dy, dy]);
+            backward.calls
+        },
+    },
+    Lowering {
+        op: "mul",
+        forward: |signature| forward(signature, elementwise!("mul", kernel::mul)),
+        backward: |signature| {
+            let mut backward = Backward::new(signature);
+            let (dy, [a, b]) = (backward.dy, backward.repeated());
+            backward.gradient(0, elementwise!("mul", kernel::mul), [dy, b]);
+            backward.gradient(1, elementwise!("mul", kernel::mul), [dy, a]);
+            backward.calls
+        },
+    },
+    Lowering {
+        op: "div",
+        forward: |signature| forward(signature, elementwise!("div", kernel::div)),
+        backward: |signature| {
+            let mut backward = Backward::new(signature);
+            let (dy, [a, b]) = (backward.dy, backward.repeated());
+            backward.gradient(0, elementwise!("div", kernel::div), [dy, b]);
+            // db = -(dy a / b) / b
+            let times = backward.step(elementwise!("mul", kernel::mul), [dy, a]);
+            let quotient = backward.step(elementwise!("div", kernel::div), [times, b]);
+            let divided = elementwise!("negated_div", kernel::negated_div);
+            backward.gradient(1, divided, [quotient, b]);
+            backward.calls
+        },
+    },
+];
+
+/// `f` of both inputs in the output's shape, rounded where the output is.
+fn forward(signature: &Signature<'_>, kernel: Kernel) -> Calls {
+    let mut calls = Calls::default();
+    let reads = [0, 1].map(|input| repeated(&mut calls, signature, input));
+    match is_rounded(signature) {
+        false => calls.call(kernel, &reads, &[Slot::Output]),
+        true => {
+            let wide = calls.scratch(signature.output.dims, signature.inputs[0].dtype);
+            let calls = calls.call(kernel, &reads, &[wide]);
+            calls.call(converted(), &[wide], &[Slot::Output])
+        }
+    }
+}
+
+/// Whether the result is rounded from what it is computed in.
+fn is_rounded(signature: &Signature<'_>) -> bool {
+    signature.output.dtype != signature.inputs[0].dtype
+}
+
+/// An input in the output's shape.
+fn repeated(calls: &mut Calls, signature: &Signature<'_>, input: usize) -> Slot {
+    let (x, shape) = (&signature.inputs[input], signature.output.dims);
+    if x.dims == shape {
+        return Slot::Input(input);
+    }
+    let copy = calls.scratch(shape, x.dtype);
+    let kernel = strided::gather(strided::broadcast(x.dims, shape));
+    calls.push(kernel, &[Slot::Input(input)], &[copy]);
+    copy
+}
+
+/// A backward in the making.
+struct Backward<'a> {
+    signature: &'a Signature<'a>,
+    calls: Calls,
+    /// The output's gradient, in the dtype that is computed in.
+    dy: Slot,
+}
+
+impl<'a> Backward<'a> {
+    fn new(signature: &'a Signature<'a>) -> Self {
+        let mut calls = Calls::default();
+        let dy = match is_rounded(signature) {
+            false => Slot::OutputGradient,
+            true => {
+                let wide = calls.scratch(signature.output.dims, signature.inputs[0].dtype);
+                calls.push(converted(), &[Slot::OutputGradient], &[wide]);
+                wide
+            }
+        };
+        Self {
+            signature,
+            calls,
+            dy,
+        }
+    }
+
+    /// Both inputs in the output's shape.
+    fn repeated(&mut self) -> [Slot; 2] {
+        [0, 1].map(|input| repeated(&mut self.calls, self.signature, input))
+    }
+
+    /// What `kernel` makes of these, in the output's shape.
+    fn step(&mut self, kernel: Kernel, reads: [Slot; 2]) -> Slot {
+        let (shape, dtype) = (self.signature.output.dims, self.signature.inputs[0].dtype);
+        let made = self.calls.scratch(shape, dtype);
+        self.calls.push(kernel, &reads, &[made]);
+        made
+    }
+
+    /// What `kernel` makes of these is the gradient of an input, summed where that was repeated.
+    fn gradient(&mut self, input: usize, kernel: Kernel, reads: [Slot; 2]) {
+        if self.is_repeated(input) {
+            let made = self.step(kernel, reads);
+            self.sum(input, made);
+        } else {
+            self.calls.push(kernel, &reads, &[Slot::Gradient(input)]);
+        }
+    }
+
+    /// The output's gradient is that of an input.
+    fn pass_on(&mut self, input: usize) {
+        if self.is_repeated(input) {
+            self.sum(input, self.dy);
+        } else if is_rounded(self.signature) {
+            let reads = [Slot::OutputGradient];
+            self.calls
+                .push(converted(), &reads, &[Slot::Gradient(input)]);
+        } else {
+            self.calls.same.push(input);
+        }
+    }
+
+    fn is_repeated(&self, input: usize) -> bool {
+        self.signature.inputs[input].dims != self.signature.output.dims
+    }
+
+    fn sum(&mut self, input: usize, gradient: Slot) {
+        let (x, shape) = (&self.signature.inputs[input], self.signature.output.dims);
+        let kernel = strided::scatter(strided::broadcast(x.dims, shape));
+        self.calls
+            .push(kernel, &[gradient], &[Slot::Gradient(input)]);
+    }
+}
+
+/// Reads a and b; writes a + b, of one shape and dtype.
+pub(crate) fn sum() -> Kernel {
+    elementwise!("add", kernel::add)
+}

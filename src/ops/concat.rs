@@ -1,0 +1,132 @@
+//! Tensors one after another.
+
+use super::cast::cast_castable;
+use super::check_same;
+use super::cpu::for_stored;
+use super::lowering::{Calls, Kernel, Lowering, Signature, Slot};
+use super::operand::{check_size, operand};
+use super::record::{composed, input};
+use crate::{Error, Result, precision};
+use candle_core::Tensor;
+
+/// The tensors one after another along dimension `dim`; all others are equal. PyTorch's `cat`.
+///
+/// By candle's own copy, forward and backward, on any device. Backward: each has its own part of the gradient. Nothing is kept
+/// for it. Autocast: the widest of their dtypes under the CPU's policy; under CUDA's it follows them.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let a = Tensor::new(&[[1f32], [2.0]], &Device::Cpu)?;
+/// let b = Tensor::new(&[[3f32, 4.0], [5.0, 6.0]], &Device::Cpu)?;
+/// let y = tallow::ops::concat(&[&a, &b], 1)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[1.0, 3.0, 4.0], [2.0, 5.0, 6.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// No tensor, a dimension that they do not have, shapes that differ elsewhere, mixed dtypes (but for a region's casts) or devices.
+pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
+    let all: Vec<_> = tensors.iter().map(|x| (*x).into()).collect();
+    let target = precision::decide("concat", &all);
+    let mut inputs = Vec::with_capacity(tensors.len());
+    for x in tensors {
+        let x = operand("concat", x)?;
+        inputs.push(match target {
+            Some(dtype) => cast_castable(&x, dtype)?,
+            None => x,
+        });
+    }
+    let inputs: Vec<&Tensor> = inputs.iter().collect();
+    let named: Vec<_> = inputs.iter().map(|x| ("a tensor", *x)).collect();
+    check_same("concat", &named)?;
+    let shape = shape_of(&inputs, dim)?;
+    check_size("concat", &shape, inputs[0].dtype(), inputs[0].device())?;
+    composed("concat", &inputs, (shape, inputs[0].dtype()), || {
+        let inputs: Vec<Tensor> = inputs.iter().map(|x| input(x)).collect();
+        Ok(Tensor::cat(&inputs, dim)?.contiguous()?)
+    })
+}
+
+fn shape_of(inputs: &[&Tensor], dim: usize) -> Result<Vec<usize>> {
+    let shapes = || inputs.iter().map(|x| x.dims());
+    let refuse = |expected: String| Error::Shape {
+        op: "concat",
+        expected,
+        got: format!("{:?}", shapes().collect::<Vec<_>>()),
+        hint: "all dimensions but that one are equal".into(),
+    };
+    let Some(first) = shapes().next() else {
+        return Err(refuse("at least one tensor".into()));
+    };
+    if dim >= first.len() {
+        return Err(refuse(format!(
+            "tensors with a dimension {dim}, counted from 0"
+        )));
+    }
+    let fits = |dims: &[usize]| {
+        let mut others = dims.iter().zip(first).enumerate();
+        dims.len() == first.len() && others.all(|(i, (a, b))| i == dim || a == b)
+    };
+    if !shapes().all(fits) {
+        return Err(refuse(format!("{first:?} but for dimension {dim}")));
+    }
+    let mut shape = first.to_vec();
+    let lengths = shapes().map(|dims| dims[dim]);
+    shape[dim] = lengths.fold(0, usize::saturating_add);
+    Ok(shape)
+}
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "concat",
+    forward: |signature| {
+        let kernel = Kernel::new("concat", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                let parts = (0..s.count()).map(|place| s.x::<T>(place));
+                let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
+                let (outer, mut rest) = (k.count("outer")?, s.y::<T>(0)?);
+                for i in 0..outer {
+                    for part in &parts {
+                        let width = part.len() / outer;
+                        let (to, after) = rest.split_at_mut(width);
+                        to.copy_from_slice(&part[i * width..(i + 1) * width]);
+                        rest = after;
+                    }
+                }
+                Ok(())
+            })
+        });
+        let kernel = kernel.sized([("outer", outer(signature))]);
+        let reads: Vec<Slot> = (0..signature.inputs.len()).map(Slot::Input).collect();
+        Calls::default().call(kernel, &reads, &[Slot::Output])
+    },
+    backward: |signature| {
+        let kernel = Kernel::new("concat_backward", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                let parts = (0..s.count_written()).map(|place| s.y::<T>(place));
+                let mut parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
+                let (outer, mut rest) = (k.count("outer")?, s.x::<T>(0)?);
+                for i in 0..outer {
+                    for part in &mut parts {
+                        let width = part.len() / outer;
+                        let (from, after) = rest.split_at(width);
+                        part[i * width..(i + 1) * width].copy_from_slice(from);
+                        rest = after;
+                    }
+                }
+                Ok(())
+            })
+        });
+        let kernel = kernel.sized([("outer", outer(signature))]);
+        let writes: Vec<Slot> = (0..signature.inputs.len()).map(Slot::Gradient).collect();
+        Calls::default().call(kernel, &[Slot::OutputGradient], &writes)
+    },
+};
+
+/// The dimensions before the one that the tensors are joined along: the first in which one of them differs from the result.
+fn outer(signature: &Signature<'_>) -> usize {
+    let shape = signature.output.dims;
+    let differs = |dim: &usize| signature.inputs.iter().any(|x| x.dims[*dim] != shape[*dim]);
+    let dim = (0..shape.len()).find(differs).unwrap_or(0);
+    shape[..dim].iter().product()
+}

@@ -1,0 +1,57 @@
+//! The Gaussian error linear unit.
+
+use super::activation::{self, activate};
+use crate::Result;
+use crate::kernels::cpu::activation::Activation;
+use candle_core::Tensor;
+
+/// By which formula [`gelu()`] is computed: PyTorch's `approximate`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Gelu {
+    /// `x Phi(x)` with Phi the standard normal distribution, `(1 + erf(x / sqrt(2))) / 2`: `approximate="none"`.
+    #[default]
+    Erf,
+    /// `x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`: `approximate="tanh"`, what GPT-2 was trained with.
+    /// As a node of a graph it is called `gelu_tanh`.
+    Tanh,
+}
+
+impl Gelu {
+    fn activation(self) -> Activation {
+        match self {
+            Self::Erf => Activation::Gelu,
+            Self::Tanh => Activation::GeluTanh,
+        }
+    }
+}
+
+/// `y = x Phi(x)`, elementwise, exactly or by tanh ([`Gelu`]).
+///
+/// Backward: `dx = dy (Phi(x) + x phi(x))` with phi the normal density; by tanh, with s = sigmoid(2 u), `dx = dy (s + 2 x s
+/// (1 - s) du/dx)`. Kept for backward: x, from which exponentials are taken again. Autocast: follows x.
+///
+/// Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops::{self, Gelu};
+///
+/// let x = Tensor::new(&[-1f32, 0.0, 1.0], &Device::Cpu)?;
+/// let y = ops::gelu(&x, Gelu::Erf)?.to_vec1::<f32>()?;
+/// assert!((y[2] - 0.841345).abs() < 1e-6 && (y[2] + y[0] - 0.682689).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A dtype that is not a float.
+pub fn gelu(x: &Tensor, form: Gelu) -> Result<Tensor> {
+    activate(form.activation(), x)
+}
+
+/// [`gelu()`] in plain candle ops.
+///
+/// # Errors
+/// As [`gelu()`].
+pub fn reference(x: &Tensor, form: Gelu) -> Result<Tensor> {
+    activation::reference(form.activation(), x)
+}

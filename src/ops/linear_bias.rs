@@ -1,0 +1,338 @@
+//! y = x W^T + b.
+
+use super::cast::converted;
+use super::cpu::{elements, for_stored, output, tensor, view};
+use super::dispatch::{Path, check_same, check_same_or_f32, choose};
+use super::linear::{ending, factors, linear_product, read_weight, rows_of};
+use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::operand::{check_size, operand, zeros_of};
+use super::product::{Factor, product};
+use super::record::{Spec, apply3, composed, contiguous, made, wide_input};
+use super::weight::{WeightCopy, with_copies};
+use crate::graph::{Room, Step, Target};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::kernels::cpu::parallel::block_sums;
+use crate::kernels::cpu::{Stored, bias as kernel};
+use crate::probe::Operand;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor, WithDType};
+#[cfg(feature = "cuda")]
+use {
+    super::cuda,
+    crate::kernels::cuda::{bias as cuda_kernel, matmul::Matrix},
+    crate::kernels::workspace,
+    candle_core::CudaStorage,
+};
+
+/// A linear map with a bias: `y = x W^T + b`, with x (..., in), W (out, in), b (out), y (..., out).
+///
+/// Backward: `dx = dy W`, `dW = dy^T x`, `db` the sum of dy's rows, in f32 at least, rounded once. Kept for backward: x and
+/// W. The product is added to the bias where it lies, so that half precision is rounded once.
+///
+/// Autocast: lower under both policies, as [`linear`](super::linear()). The bias may be in f32 beside an x in half
+/// precision, and stays so in a region: it is rounded to x's dtype on the way, as PyTorch rounds it, and its gradient is
+/// not.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[1f32, 2.0]], &Device::Cpu)?;
+/// let w = Tensor::new(&[[1f32, 0.0], [1.0, 1.0]], &Device::Cpu)?;
+/// let b = Tensor::new(&[10f32, 20.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::linear_bias(&x, &w, &b)?.to_vec2::<f32>()?, [[11.0, 23.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A weight that is not a matrix, a last dimension that is not the weight's `in`, a bias that is not (out), mixed dtypes (but
+/// for f32 biases beside half precision) or devices.
+pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let (x, [weight], [copy]) = with_copies("linear_bias", x, [weight])?;
+    let bias = operand("linear_bias", bias)?;
+    check(&x, &copy.of(&weight), &bias)?;
+    match choose("linear_bias", &x)? {
+        Path::Kernel => Ok(apply3(
+            &contiguous(&x)?,
+            &contiguous(&weight)?,
+            &contiguous(&bias)?,
+            LinearBias { copy },
+        )?),
+        Path::Reference => {
+            let output = (ending(x.dims(), weight.dims()[0]), x.dtype());
+            composed("linear_bias", &[&x, &weight, &bias], output, || {
+                reference(&x, &weight, &bias)
+            })
+        }
+    }
+}
+
+/// [`linear_bias()`] in candle's own ops: half precision is widened, and the sum rounded once.
+///
+/// # Errors
+/// As [`linear_bias()`].
+pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    check(x, weight, bias)?;
+    let dtype = x.dtype();
+    let [x, weight, wide_bias] = [x, weight, bias].map(|x| wide_input("linear_bias", x));
+    let (x, weight, bias) = (x?, weight?, wide_bias?);
+    let (out, depth) = weight.dims2()?;
+    let shape = ending(x.dims(), out);
+    let product = match depth {
+        0 => zeros_of("linear_bias", shape, x.dtype(), &[&x, &weight])?,
+        _ => x
+            .reshape((rows_of(&shape), depth))?
+            .matmul(&weight.t()?)?
+            .reshape(shape)?,
+    };
+    Ok(product.broadcast_add(&bias)?.to_dtype(dtype)?)
+}
+
+fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
+    check_same("linear_bias", &[("x", x), ("weight", weight)])?;
+    check_same_or_f32("linear_bias", &[("x", x), ("bias", bias)])?;
+    let wanted = match (weight.dims(), x.dims().last()) {
+        ([out, depth], Some(last)) if depth == last && bias.dims() == [*out] => {
+            let shape = ending(x.dims(), *out);
+            return check_size("linear_bias", &shape, x.dtype(), x.device());
+        }
+        ([out, depth], _) => {
+            format!(
+                "x (..., {depth}) and bias ({out},) for the weight {:?}",
+                weight.dims()
+            )
+        }
+        _ => "weight (out, in)".into(),
+    };
+    Err(Error::Shape {
+        op: "linear_bias",
+        expected: wanted,
+        got: format!(
+            "x {:?}, weight {:?}, bias {:?}",
+            x.dims(),
+            weight.dims(),
+            bias.dims()
+        ),
+        hint: "weights are stored (out, in)".into(),
+    })
+}
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "linear_bias",
+    forward: |signature| {
+        let (x, weight) = factors(signature);
+        let bias = Kernel::new("bias", |_, s| {
+            for_stored!(s.dtype_written(0)?, T => {
+                let bias = s.wide_x::<<T as Stored>::Wide>(0)?;
+                let mut stored = vec![<T as WithDType>::from_f64(0.0); bias.len()]; // (out): small
+                <T as Stored>::store(&bias, &mut stored);
+                kernel::fill(&stored, s.y::<T>(0)?);
+                Ok(())
+            })
+        });
+        let calls = Calls::default().call(bias, &[Slot::Input(2)], &[Slot::Output]);
+        let reads = [Slot::Input(0), read_weight(signature, 0, 1)];
+        match x.cols {
+            0 => calls,
+            _ => calls.call(product(x, weight.t(), true), &reads, &[Slot::Output]),
+        }
+    },
+    backward: |signature| {
+        let (x, weight) = factors(signature);
+        let (dy, gradient) = (Factor::new(x.rows, weight.rows), Slot::OutputGradient);
+        let dx = product(dy, weight, false);
+        let reads = [gradient, read_weight(signature, 0, 1)];
+        let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
+        let dw = product(dy.t(), x, false);
+        let mut calls = calls.call(dw, &[gradient, Slot::Input(0)], &[Slot::Gradient(1)]);
+        let db = Kernel::new("bias_backward", |_, s| {
+            for_stored!(s.dtype(0), T => {
+                kernel::gradient::<T>(s.x(0)?, s.y(0)?);
+                Ok(())
+            })
+        });
+        let (bias, wide) = (&signature.inputs[2], signature.inputs[0].wide_dtype());
+        if bias.dtype == wide {
+            return calls.call(db, &[gradient], &[Slot::Gradient(2)]);
+        }
+        let sum = calls.scratch(bias.dims, wide);
+        let calls = calls.call(db, &[gradient], &[sum]);
+        calls.call(converted(), &[sum], &[Slot::Gradient(2)])
+    },
+};
+
+struct LinearBias {
+    copy: WeightCopy,
+}
+
+impl Spec for LinearBias {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        let [x, weight] = [&inputs[0], &inputs[1]];
+        (ending(x.dims, weight.dims[0]).into(), x.dtype)
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        self.copy.tensor().into_iter().collect()
+    }
+
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let packed = linear_product(inputs).forward(target).map(Step::Pass);
+        let steps = made(self, inputs).into_iter().chain(packed);
+        steps.chain(self.copy.dropped(0)).collect()
+    }
+
+    /// The bias' gradient first; then those of the product.
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let [x, weight] = [&inputs[0], &inputs[1]];
+        let partial = (target == Target::Cpu).then(|| Room {
+            what: "partial sums of a bias",
+            formula: "BTD / 32",
+            elements: block_sums(x.rows(), weight.dims[0]),
+            element_bytes: x.wide_dtype().size_in_bytes(),
+        });
+        let of_bias = Step::Gradient {
+            of: 2,
+            if_tracked: true,
+            taking: partial,
+        };
+        let of_product = linear_product(inputs).backward(target);
+        [of_bias].into_iter().chain(of_product).collect()
+    }
+
+    fn forwarded(&self) {
+        self.copy.forwarded();
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl LinearBias {
+    fn backward_on_card(
+        &self,
+        [x, weight, bias]: [&Tensor; 3],
+        dy: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let (card, dtype) = (cuda::card(dy)?, dy.dtype());
+        let (out, depth) = weight.dims2()?;
+        let rows = rows_of(dy.dims());
+        let of_dy = cuda::matrix(dy, rows, out)?; // (N, out)
+        let dx = x.track_op().then(|| {
+            let weight = self.copy.for_backward(weight)?;
+            let factors = [of_dy, cuda::matrix(&weight, out, depth)?];
+            cuda::product(card, factors, 1, dtype, x.shape())
+        });
+        let dw = weight.track_op().then(|| {
+            let factors = [of_dy.t(), cuda::matrix(x, rows, depth)?];
+            self.copy.gradient_on_card(weight, factors)
+        });
+        let db = bias.track_op().then(|| {
+            let db = cuda::room(card, DType::F32, out)?;
+            let partial = cuda::room(card, DType::F32, workspace::bias_backward(rows, out))?;
+            let (to, partial) = (cuda::whole(&db)?, cuda::whole(&partial)?);
+            cuda_kernel::gradient(card, cuda::elements(dy)?, to, partial)?;
+            cuda::tensor(db, out).to_dtype(bias.dtype())
+        });
+        Ok([dx.transpose()?, dw.transpose()?, db.transpose()?])
+    }
+}
+
+impl CustomOp3 for LinearBias {
+    fn name(&self) -> &'static str {
+        "linear_bias"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (out, depth) = weight_layout.shape().dims2()?;
+        let shape = ending(x_layout.dims(), out);
+        let rows = rows_of(&shape); // N
+        for_stored!(x.dtype(), T => {
+            let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
+            let bias = stored::<T>(bias, bias_layout)?;
+            self.copy.read::<T, _>(weight, weight_layout, |weight| {
+                let weight = MatRef::new(weight, out, depth); // (out, in)
+                output(shape, |y| {
+                    kernel::fill(&bias, y);
+                    if depth > 0 {
+                        matmul(x, weight.t(), y, true, Threads::All);
+                    }
+                })
+            })
+        })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        weight: &CudaStorage,
+        weight_layout: &Layout,
+        bias: &CudaStorage,
+        bias_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (out, depth) = weight_layout.shape().dims2()?;
+        let shape = ending(x_layout.dims(), out);
+        let rows = rows_of(&shape); // N
+        let y = cuda::room(&x.device, x.dtype(), rows * out)?;
+        cuda_kernel::fill(&x.device, cuda::view(bias, bias_layout)?, cuda::whole(&y)?)?;
+        let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
+        self.copy
+            .add_product_on_card(of_x, weight, weight_layout, cuda::whole(&y)?)?;
+        Ok((y, shape.into()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (out, depth) = weight.dims2()?;
+        let rows = rows_of(dy.dims());
+        let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let [dx, dw, db] = self.backward_on_card([x, weight, bias], &dy)?;
+            return Ok((dx, dw, db));
+        }
+        for_stored!(dy.dtype(), T => {
+            let dy = elements::<T>(&dy)?;
+            let db = bias.track_op().then(|| {
+                let db = tensor::<<T as Stored>::Wide>(out, |db| kernel::gradient::<T>(&dy, db))?;
+                db.to_dtype(bias.dtype())
+            });
+            let dy = MatRef::new(&dy, rows, out); // (N, out)
+            let dx = x.track_op().then(|| {
+                let weight = self.copy.for_backward(weight)?;
+                let weight = elements::<T>(&weight)?;
+                let weight = MatRef::new(&weight, out, depth);
+                tensor(x.shape(), |dx| matmul(dy, weight, dx, false, Threads::All))
+            });
+            let dw = weight.track_op().then(|| {
+                let x = elements::<T>(x)?;
+                self.copy.gradient(weight, dy.t(), MatRef::new(&x, rows, depth))
+            });
+            Ok((dx.transpose()?, dw.transpose()?, db.transpose()?))
+        })
+    }
+}
+
+/// The bias as y has it: rounded, where it is in f32 beside half precision.
+fn stored<T: Stored>(bias: &CpuStorage, layout: &Layout) -> candle_core::Result<Vec<T>> {
+    match bias.dtype() == T::DTYPE {
+        true => Ok(view::<T>(bias, layout)?.to_vec()),
+        false => {
+            let wide = view::<f32>(bias, layout)?.iter();
+            Ok(wide.map(|b| T::from_f64(f64::from(*b))).collect())
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! A matrix product in a plan, as linear maps and their gradients are.
+
+use super::cpu::for_stored;
+use super::lowering::{Kernel, Slices};
+use crate::graph::Attribute;
+use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::gemm::{MatMut, MatRef, Threads, matmul_sum};
+
+/// A factor of a [`product`]: rows and columns as it lies.
+#[derive(Clone, Copy)]
+pub(super) struct Factor {
+    pub rows: usize,
+    pub cols: usize,
+    pub transposed: bool,
+}
+
+impl Factor {
+    pub fn new(rows: usize, cols: usize) -> Self {
+        Self {
+            rows,
+            cols,
+            transposed: false,
+        }
+    }
+
+    pub fn t(self) -> Self {
+        Self {
+            transposed: !self.transposed,
+            ..self
+        }
+    }
+
+    fn of<'a, T: Stored>(
+        k: &Kernel,
+        x: &'a [T],
+        [rows, cols, transposed]: [&str; 3],
+    ) -> candle_core::Result<MatRef<'a, T>> {
+        let x = MatRef::new(x, k.count(rows)?, k.count(cols)?);
+        Ok(if k.flag(transposed) { x.t() } else { x })
+    }
+}
+
+/// `c = a b`, or `c +=` that where it `adds`. c is in the factors' dtype, or in the one that products are summed in.
+pub(super) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
+    fn into<T: Stored, C: Stored<Wide = T::Wide>>(
+        k: &Kernel,
+        s: &Slices<'_>,
+    ) -> candle_core::Result<()> {
+        let a = Factor::of(k, s.x::<T>(0)?, ["a_rows", "a_cols", "a_transposed"])?;
+        let b = Factor::of(k, s.x::<T>(1)?, ["b_rows", "b_cols", "b_transposed"])?;
+        let c = MatMut::new(s.y::<C>(0)?, k.count("rows")?, k.count("cols")?);
+        matmul_sum(&[(a, b)], c, k.flag("adds"), Threads::All);
+        Ok(())
+    }
+    let kernel = Kernel::new("product", |k, s| {
+        let written = s.dtype_written(0)?;
+        for_stored!(s.dtype(0), T => match written == s.dtype(0) {
+            true => into::<T, T>(k, s),
+            false => into::<T, <T as Stored>::Wide>(k, s),
+        })
+    });
+    let rows = if a.transposed { a.cols } else { a.rows };
+    let cols = if b.transposed { b.rows } else { b.cols };
+    let sizes = [
+        ("rows", rows),
+        ("cols", cols),
+        ("a_rows", a.rows),
+        ("a_cols", a.cols),
+        ("b_rows", b.rows),
+        ("b_cols", b.cols),
+    ];
+    let flags = [
+        ("a_transposed", a.transposed),
+        ("b_transposed", b.transposed),
+        ("adds", adds),
+    ];
+    kernel
+        .sized(sizes)
+        .with_all(&flags.map(|(name, flag)| (name, Attribute::Flag(flag))))
+        .costing(2.0 * (a.rows * a.cols) as f64 * cols as f64)
+}

@@ -1,0 +1,188 @@
+//! Heads of k and v repeated for the heads of q.
+
+use super::cast::cast_for;
+use super::cpu::{elements, for_stored, output, tensor, view};
+use super::dispatch::{Path, choose};
+use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::operand::check_size;
+use super::record::{Spec, apply1, composed, contiguous, wide_input};
+use crate::graph::Attribute;
+use crate::kernels::cpu::repeat as kernel;
+use crate::probe::Operand;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::repeat as cuda_kernel, candle_core::CudaStorage};
+
+/// Each head `times` in a row: (..., H, T, Dh) to (..., H * times, T, Dh), PyTorch's `repeat_interleave` along the heads.
+///
+/// [`attention`](crate::attention) takes fewer heads of k and v than of q without this copy. Backward: each head's gradient is the
+/// sum of its repeats', in f32 at least, rounded once. Nothing is kept for it. Autocast: follows x.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let k = Tensor::new(&[[[1f32]], [[2.0]]], &Device::Cpu)?; // (H, T, Dh) = (2, 1, 1)
+/// let repeated = tallow::ops::repeat_heads(&k, 2)?;
+/// assert_eq!(repeated.flatten_all()?.to_vec1::<f32>()?, [1.0, 1.0, 2.0, 2.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A tensor of fewer than three dimensions, 0 times.
+pub fn repeat_heads(x: &Tensor, times: usize) -> Result<Tensor> {
+    let op = check(x, times)?;
+    let [x] = &cast_for("repeat_heads", [x])?;
+    match choose("repeat_heads", x)? {
+        Path::Kernel => Ok(apply1(&contiguous(x)?, op)?),
+        Path::Reference => composed(
+            "repeat_heads",
+            &[x],
+            (op.shape(x.dims()), x.dtype()),
+            || reference(x, times),
+        ),
+    }
+}
+
+/// [`repeat_heads()`] in plain candle ops.
+///
+/// # Errors
+/// As [`repeat_heads()`].
+pub fn reference(x: &Tensor, times: usize) -> Result<Tensor> {
+    let op = check(x, times)?;
+    let wide = wide_input("repeat_heads", x)?; // for the gradient, which candle sums
+    let (outer, inner) = x.dims().split_at(x.rank() - 2);
+    let y = wide
+        .reshape([outer, &[1], inner].concat())?
+        .broadcast_as([outer, &[times], inner].concat())?
+        .reshape(op.shape(x.dims()))?;
+    Ok(y.to_dtype(x.dtype())?)
+}
+
+fn check(x: &Tensor, times: usize) -> Result<RepeatHeads> {
+    let refuse = |expected: &str, got: String| {
+        Err(Error::Shape {
+            op: "repeat_heads",
+            expected: expected.into(),
+            got,
+            hint: "as split_heads returns it; each head is repeated once or more".into(),
+        })
+    };
+    check_size("repeat_heads", x.dims(), x.dtype(), x.device())?;
+    if x.rank() < 3 {
+        return refuse("x (..., H, T, Dh)", format!("{:?}", x.dims()));
+    }
+    let op = RepeatHeads { times };
+    if times == 0 || x.dim(x.rank() - 3)?.checked_mul(times).is_none() {
+        return refuse(
+            "times from 1 on, to be counted with the heads",
+            times.to_string(),
+        );
+    }
+    check_size("repeat_heads", &op.shape(x.dims()), x.dtype(), x.device())?;
+    Ok(op)
+}
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    op: "repeat_heads",
+    forward: |signature| {
+        let kernel = Kernel::new("repeat_heads", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                kernel::repeat(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
+                Ok(())
+            })
+        });
+        let kernel = kernel.with_all(signature.attributes);
+        let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);
+        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+    },
+    backward: |signature| {
+        let kernel = Kernel::new("repeat_heads_backward", |k, s| {
+            for_stored!(s.dtype(0), T => {
+                kernel::fold(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
+                Ok(())
+            })
+        });
+        let kernel = kernel.with_all(signature.attributes);
+        let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);
+        Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
+    },
+};
+
+#[derive(Clone, Copy)]
+struct RepeatHeads {
+    times: usize,
+}
+
+impl RepeatHeads {
+    /// Of what comes out.
+    fn shape(self, dims: &[usize]) -> Vec<usize> {
+        let mut shape = dims.to_vec();
+        shape[dims.len() - 3] *= self.times;
+        shape
+    }
+}
+
+/// Elements of a head, T Dh.
+fn width_of(dims: &[usize]) -> usize {
+    dims[dims.len() - 2..].iter().product()
+}
+
+impl Spec for RepeatHeads {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (self.shape(inputs[0].dims).into(), inputs[0].dtype)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        vec![("times", Attribute::Count(self.times))]
+    }
+}
+
+impl CustomOp1 for RepeatHeads {
+    fn name(&self) -> &'static str {
+        "repeat_heads"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let width = width_of(layout.dims());
+        for_stored!(x.dtype(), T => {
+            let x = view::<T>(x, layout)?;
+            output(self.shape(layout.dims()), |y| kernel::repeat(x, width, self.times, y))
+        })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let shape = Shape::from(self.shape(layout.dims()));
+        let y = cuda::room(&x.device, x.dtype(), shape.elem_count())?;
+        let (from, to) = (cuda::view(x, layout)?, cuda::whole(&y)?);
+        cuda_kernel::repeat(&x.device, from, width_of(layout.dims()), self.times, to)?;
+        Ok((y, shape))
+    }
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let (dy, width) = (dy.contiguous()?, width_of(x.dims()));
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let card = cuda::card(&dy)?;
+            let dx = cuda::room(card, x.dtype(), x.elem_count())?;
+            cuda_kernel::fold(
+                card,
+                cuda::elements(&dy)?,
+                width,
+                self.times,
+                cuda::whole(&dx)?,
+            )?;
+            return Ok(Some(cuda::tensor(dx, x.shape())));
+        }
+        for_stored!(dy.dtype(), T => {
+            let dy = elements::<T>(&dy)?;
+            Ok(Some(tensor(x.shape(), |dx| kernel::fold(&dy, width, self.times, dx))?))
+        })
+    }
+}

@@ -1,0 +1,30 @@
+//! The logistic function.
+
+use super::activation::{self, activate};
+use crate::Result;
+use crate::kernels::cpu::activation::Activation;
+use candle_core::Tensor;
+
+/// `y = 1 / (1 + exp(-x))`, elementwise. Backward: `dx = dy y (1 - y)`, computed from x, where nothing cancels. Kept for
+/// backward: x. Autocast: follows x.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[-1000f32, 0.0, 1000.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::sigmoid(&x)?.to_vec1::<f32>()?, [0.0, 0.5, 1.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A dtype that is not a float.
+pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
+    activate(Activation::Sigmoid, x)
+}
+
+/// [`sigmoid()`] in plain candle ops.
+///
+/// # Errors
+/// As [`sigmoid()`].
+pub fn reference(x: &Tensor) -> Result<Tensor> {
+    activation::reference(Activation::Sigmoid, x)
+}

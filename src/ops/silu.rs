@@ -1,0 +1,33 @@
+//! The sigmoid linear unit.
+
+use super::activation::{self, activate};
+use crate::Result;
+use crate::kernels::cpu::activation::Activation;
+use candle_core::Tensor;
+
+/// `y = x sigmoid(x)`, elementwise; [`swiglu`](super::swiglu()) has it with the product that follows it in a gate.
+///
+/// Backward, with s = sigmoid(x): `dx = dy s (1 + x (1 - s))`. Kept for backward: x. Autocast: follows x.
+///
+/// Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[-1000f32, 0.0, 1000.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::silu(&x)?.to_vec1::<f32>()?, [0.0, 0.0, 1000.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A dtype that is not a float.
+pub fn silu(x: &Tensor) -> Result<Tensor> {
+    activate(Activation::Silu, x)
+}
+
+/// [`silu()`] in plain candle ops.
+///
+/// # Errors
+/// As [`silu()`].
+pub fn reference(x: &Tensor) -> Result<Tensor> {
+    activation::reference(Activation::Silu, x)
+}

@@ -1,0 +1,146 @@
+//! Elements by their places: copies of views, their gradients, and constants.
+
+use super::cpu::for_stored;
+use super::lowering::Kernel;
+use crate::graph::{Attribute, View};
+use crate::kernels::cpu::parallel;
+
+use candle_core::{DType, Result, WithDType};
+
+/// Whether a view's elements lie one after another.
+pub(crate) fn is_contiguous(view: &View) -> bool {
+    let mut expected = 1;
+    view.shape
+        .iter()
+        .zip(&view.stride)
+        .rev()
+        .all(|(size, stride)| {
+            let fits = *size == 1 || *stride == expected;
+            expected *= size;
+            fits
+        })
+}
+
+/// What repeats the elements of a tensor of these dimensions to `shape`.
+pub(crate) fn broadcast(dims: &[usize], shape: &[usize]) -> View {
+    let mut stride = vec![0; shape.len()];
+    let mut step = 1;
+    for (size, stride) in dims
+        .iter()
+        .zip(stride[shape.len() - dims.len()..].iter_mut())
+        .rev()
+    {
+        *stride = if *size == 1 { 0 } else { step };
+        step *= size;
+    }
+    View {
+        shape: shape.to_vec(),
+        stride,
+        offset: 0,
+    }
+}
+
+/// The place behind a view's last element.
+pub(crate) fn end(view: &View) -> usize {
+    let dims = view.shape.iter().zip(&view.stride);
+    let last: usize = dims
+        .map(|(size, stride)| size.saturating_sub(1) * stride)
+        .sum();
+    match view.shape.contains(&0) {
+        true => 0,
+        false => view.offset + last + 1,
+    }
+}
+
+/// The place of a row's first element, a row being a view's last dimension.
+fn row(view: &View, mut number: usize) -> usize {
+    let leading = view.shape.len() - 1;
+    let dims = view.shape[..leading].iter().zip(&view.stride[..leading]);
+    dims.rev().fold(view.offset, |place, (size, stride)| {
+        let index = number % size;
+        number /= size;
+        place + index * stride
+    })
+}
+
+/// The last dimension, its stride, and how many rows there are.
+fn rows(view: &View) -> (usize, usize, usize) {
+    match (view.shape.split_last(), view.stride.last()) {
+        (Some((width, leading)), Some(stride)) => (*width, *stride, leading.iter().product()),
+        _ => (1, 1, 1),
+    }
+}
+
+/// Reads x; writes its elements by the places of `view`, in order.
+pub(crate) fn gather(view: View) -> Kernel {
+    let kernel = Kernel::new("contiguous", |k, s| match s.dtype(0) {
+        DType::U32 => gathered::<u32>(k.view()?, s.x(0)?, s.y(0)?),
+        DType::U8 => gathered::<u8>(k.view()?, s.x(0)?, s.y(0)?),
+        DType::I64 => gathered::<i64>(k.view()?, s.x(0)?, s.y(0)?),
+        dtype => for_stored!(dtype, T => gathered::<T>(k.view()?, s.x(0)?, s.y(0)?)),
+    });
+    kernel.viewing(view)
+}
+
+fn gathered<T: WithDType>(view: &View, x: &[T], y: &mut [T]) -> Result<()> {
+    let (width, stride, _) = rows(view);
+    if view.shape.is_empty() {
+        y[0] = x[view.offset];
+        return Ok(());
+    }
+    parallel::for_rows(y, width, |first, rows| {
+        for (i, to) in rows.chunks_exact_mut(width).enumerate() {
+            let start = row(view, first + i);
+            match stride {
+                1 => to.copy_from_slice(&x[start..start + width]),
+                _ => {
+                    let from = (0..width).map(|col| x[start + col * stride]);
+                    to.iter_mut().zip(from).for_each(|(to, from)| *to = from);
+                }
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Reads dy; writes zeros, and dy added by the places of `view`, in the dtype that sums are computed in.
+pub(crate) fn scatter(view: View) -> Kernel {
+    let kernel = Kernel::new("scatter_add", |k, s| match s.dtype(0) {
+        DType::F64 => scattered::<f64, f64>(k.view()?, s.x(0)?, s.y(0)?),
+        dtype => for_stored!(dtype, T => scattered::<T, f32>(k.view()?, s.x(0)?, s.y(0)?)),
+    });
+    kernel.viewing(view)
+}
+
+/// One thread adds, in order: places may repeat.
+fn scattered<T: WithDType, S: WithDType + std::ops::AddAssign>(
+    view: &View,
+    dy: &[T],
+    dx: &mut [S],
+) -> Result<()> {
+    dx.fill(S::from_f64(0.0));
+    if view.shape.is_empty() {
+        dx[view.offset] = S::from_f64(dy[0].to_f64());
+        return Ok(());
+    }
+    let (width, stride, count) = rows(view);
+    for (number, from) in (0..count).zip(dy.chunks_exact(width.max(1))) {
+        let start = row(view, number);
+        for (col, dy) in from.iter().enumerate() {
+            dx[start + col * stride] += S::from_f64(dy.to_f64());
+        }
+    }
+    Ok(())
+}
+
+/// Writes `value` everywhere.
+pub(crate) fn filled(value: f64) -> Kernel {
+    let kernel = Kernel::new("fill", |k, s| {
+        let value = k.number("value")?;
+        for_stored!(s.dtype_written(0)?, T => {
+            s.y::<T>(0)?.fill(WithDType::from_f64(value));
+            Ok(())
+        })
+    });
+    kernel.with("value", Attribute::Number(value))
+}

@@ -1,0 +1,30 @@
+//! The hyperbolic tangent.
+
+use super::activation::{self, activate};
+use crate::Result;
+use crate::kernels::cpu::activation::Activation;
+use candle_core::Tensor;
+
+/// `y = tanh(x)`, elementwise. Backward: `dx = dy (1 - y^2)`, computed from x, where nothing cancels. Kept for backward: x.
+/// Autocast: follows x.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[-100f32, 0.0, 100.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::tanh(&x)?.to_vec1::<f32>()?, [-1.0, 0.0, 1.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A dtype that is not a float.
+pub fn tanh(x: &Tensor) -> Result<Tensor> {
+    activate(Activation::Tanh, x)
+}
+
+/// [`tanh()`] in plain candle ops.
+///
+/// # Errors
+/// As [`tanh()`].
+pub fn reference(x: &Tensor) -> Result<Tensor> {
+    activation::reference(Activation::Tanh, x)
+}

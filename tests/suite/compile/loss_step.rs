@@ -1,0 +1,292 @@
+//! Planned steps of any loss: as eager ones, whatever the model.
+
+use candle_core::{DType, Device, Tensor, Var};
+use rstest::rstest;
+use tallow::attention::Algorithm;
+use tallow::compile::LossStep;
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::Checkpointing;
+use tallow::ops::Gelu;
+use tallow::optim::{AdamW, AdamWConfig};
+use tallow::precision::Autocast;
+use tallow::{Result, autocast, graph, ops};
+
+const DEVICE: &Device = &Device::Cpu;
+
+fn difference(a: &Tensor, b: &Tensor) -> f64 {
+    let numbers = |x: &Tensor| -> Vec<f64> {
+        let flat = x.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
+        flat.to_vec1().unwrap()
+    };
+    let (a, b) = (numbers(a), numbers(b));
+    assert_eq!(a.len(), b.len());
+    let off: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum();
+    let size: f64 = b.iter().map(|b| b * b).sum();
+    (off / size.max(f64::MIN_POSITIVE)).sqrt()
+}
+
+/// The loss on these inputs, and what autograd says of the parameters.
+type Loss<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
+
+/// Loss and gradients planned as eager ones, within `bound`; and so the weights after steps, which must be the same tensors.
+fn assert_as_eager(
+    parameters: &[(String, Var)],
+    inputs: &[(&str, Tensor)],
+    loss: Loss,
+    bound: f64,
+) {
+    let real: Vec<Tensor> = inputs.iter().map(|(_, x)| x.clone()).collect();
+    let hollow: Vec<Tensor> = inputs
+        .iter()
+        .map(|(name, x)| graph::input(name, x.shape(), x.dtype()).unwrap())
+        .collect();
+    let named: Vec<(&str, &Tensor)> = inputs.iter().map(|(name, x)| (*name, x)).collect();
+    let mut optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
+    let mut step = LossStep::new(&optimizer, Some(1.0), || loss(&hollow)).unwrap();
+
+    let eager = loss(&real).unwrap();
+    let gradients = eager.backward().unwrap();
+    let planned = step.forward_backward(&named).unwrap();
+    let eager: f32 = eager.to_scalar().unwrap();
+    assert!(
+        (planned - eager).abs() <= bound as f32 * eager.abs(),
+        "{planned} {eager}"
+    );
+    let found = step.gradients().unwrap();
+    assert_eq!(found.len(), parameters.len());
+    for (name, gradient) in &found {
+        let (_, var) = parameters.iter().find(|(other, _)| other == name).unwrap();
+        let expected = gradients.get(var).unwrap();
+        let off = difference(gradient, expected);
+        println!("{name}: {off:e}");
+        assert!(off <= bound, "{name}: {off:e}");
+    }
+
+    // Three steps of each, from the same weights.
+    let before: Vec<Tensor> = parameters
+        .iter()
+        .map(|(_, var)| var.copy().unwrap())
+        .collect();
+    for _ in 0..3 {
+        step.run(&mut optimizer, &named).unwrap();
+    }
+    let planned: Vec<Tensor> = parameters
+        .iter()
+        .map(|(_, var)| var.copy().unwrap())
+        .collect();
+    for ((_, var), before) in parameters.iter().zip(&before) {
+        var.set(before).unwrap();
+    }
+    let mut optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
+    for _ in 0..3 {
+        let mut gradients = loss(&real).unwrap().backward().unwrap();
+        tallow::optim::clip_grad_norm(&mut gradients, parameters.to_vec(), 1.0).unwrap();
+        optimizer.step(&gradients).unwrap();
+    }
+    for (((name, var), planned), before) in parameters.iter().zip(&planned).zip(&before) {
+        let moved = difference(var, before);
+        let off = difference(planned, var);
+        assert!(
+            off <= bound.max(1e-7) + moved * 1e-2,
+            "{name}: {off:e}, moved {moved:e}"
+        );
+    }
+}
+
+fn random_ids(shape: (usize, usize), below: u32) -> Tensor {
+    let count = shape.0 * shape.1;
+    let ids = (0..count as u32).map(|i| (i * 7 + i * i * 3 + 1) % below);
+    Tensor::from_iter(ids, DEVICE)
+        .unwrap()
+        .reshape(shape)
+        .unwrap()
+}
+
+#[rstest]
+fn a_transformer(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+    #[values(Checkpointing::None, Checkpointing::Sqrt)] checkpointing: Checkpointing,
+) {
+    let config = TransformerConfig {
+        vocab_size: 20,
+        context_length: 8,
+        d_model: 16,
+        num_layers: 3,
+        num_heads: 2,
+        d_ff: 32,
+        attention,
+        checkpointing,
+        ..Default::default()
+    };
+    let model = TransformerLM::new(&config, 0, DEVICE).unwrap();
+    let inputs = [
+        ("tokens", random_ids((2, 7), 20)),
+        ("targets", random_ids((2, 7), 19)),
+    ];
+    let loss = |x: &[Tensor]| match dtype {
+        DType::F32 => model.loss(&x[0], &x[1]),
+        _ => autocast(Autocast::cpu(dtype), || model.loss(&x[0], &x[1])),
+    };
+    let bound = if dtype == DType::F32 { 2e-6 } else { 2e-2 };
+    assert_as_eager(&model.parameters(), &inputs, &loss, bound);
+}
+
+fn weight(name: &str, shape: &[usize], seed: u32) -> (String, Var) {
+    let count: usize = shape.iter().product();
+    let numbers = (0..count as u32).map(|i| {
+        let mixed = (i + seed).wrapping_mul(2_654_435_761) >> 8;
+        (mixed % 1000) as f32 / 1000.0 - 0.5
+    });
+    let x = Tensor::from_iter(numbers, DEVICE)
+        .unwrap()
+        .reshape(shape)
+        .unwrap();
+    (name.into(), Var::from_tensor(&x).unwrap())
+}
+
+/// One weight embeds and classifies; one that is read the optimizer has not.
+#[test]
+fn tied_and_frozen_weights() {
+    let table = weight("table", &[11, 6], 1);
+    let mixing = weight("mixing", &[6, 6], 2);
+    let frozen = weight("frozen", &[6, 6], 4).1;
+    let inputs = [
+        ("tokens", random_ids((2, 5), 11)),
+        ("targets", random_ids((2, 5), 11)),
+    ];
+    let loss = |x: &[Tensor]| {
+        let h = ops::embedding(&x[0], &table.1)?;
+        let h = ops::add(&h, &ops::relu(&ops::linear(&h, &mixing.1)?)?)?;
+        let h = ops::linear(&h, &frozen)?;
+        ops::linear_cross_entropy(&h, &table.1, &x[1])
+    };
+    let before = frozen.copy().unwrap();
+    let parameters = [table.clone(), mixing.clone()];
+    assert_as_eager(&parameters, &inputs, &loss, 2e-6);
+    assert_eq!(difference(&frozen, &before), 0.0);
+}
+
+/// Views, broadcasts, a constant, and every op that is planned.
+#[test]
+fn every_op() {
+    let table = weight("table", &[11, 8], 1);
+    let positions = weight("positions", &[6, 8], 2);
+    let (norm, bias) = (weight("norm", &[8], 3), weight("bias", &[8], 4));
+    let gates = [weight("w1", &[12, 8], 5), weight("w3", &[12, 8], 6)];
+    let down = weight("w2", &[8, 12], 7);
+    let mixing = weight("mixing", &[8, 8], 8);
+    let scale = Tensor::new(&[0.5f32, 2.0], DEVICE).unwrap();
+    let inputs = [
+        ("tokens", random_ids((2, 5), 11)),
+        ("targets", random_ids((2, 5), 4)),
+        ("noise", weight("", &[2, 5, 8], 9).1.as_tensor().clone()),
+    ];
+    let loss = |x: &[Tensor]| {
+        let h = ops::embedding(&x[0], &table.1)?; // (2, 5, 8)
+        let h = ops::add(&h, &positions.1.narrow(0, 1, 5)?)?;
+        let h = ops::layer_norm(&h, &norm.1, &bias.1, 1e-5)?;
+        let h = ops::sub(&h, &ops::mul(&x[2], &h)?)?;
+        let swapped = ops::softmax(&h.transpose(1, 2)?, 0.7, tallow::attention::Mask::Full)?; // (2, 8, 5)
+        let product = ops::matmul(&swapped, &h)?; // (2, 8, 8)
+        let product = ops::matmul_transposed(&h, &product)?; // (2, 5, 8)
+        let h = ops::div(
+            &product,
+            &ops::add(&ops::mul(&h, &h)?, &scale.narrow(0, 1, 1)?)?,
+        )?;
+        let gated = ops::swiglu_linear(&h, &gates[0].1, &gates[1].1)?;
+        let gated = ops::swiglu(&gated, &ops::linear(&h, &gates[0].1)?)?;
+        let h = ops::add(&h, &ops::linear(&gated, &down.1)?)?;
+        let h = ops::rms_norm(&h, &norm.1, 1e-5)?;
+        let heads = ops::split_heads(&h, 2)?;
+        let config = tallow::attention::AttentionConfig::default();
+        let heads = tallow::attention::naive(&heads, &heads, &heads, &config)?;
+        let h = ops::merge_heads(&heads)?;
+        let logits = ops::linear(&h, &mixing.1)?.narrow(2, 0, 4)?;
+        let loss = ops::cross_entropy_ignoring(&logits, &x[1], 3)?;
+        ops::add(&loss, &ops::mean(&ops::mul(&h, &h)?)?)
+    };
+    let mut parameters = vec![table.clone(), positions.clone(), norm.clone(), bias.clone()];
+    parameters.extend(gates.iter().cloned());
+    parameters.extend([down.clone(), mixing.clone()]);
+    assert_as_eager(&parameters, &inputs, &loss, 5e-6);
+}
+
+/// Those that other models have.
+#[rstest]
+fn ops_of_other_models(#[values(None, Some(DType::BF16))] half: Option<DType>) {
+    let (first, second) = (weight("first", &[12, 8], 1), weight("second", &[8, 20], 2));
+    let (bias, gate) = (weight("bias", &[12], 3), weight("gate", &[8], 4));
+    let inputs = [
+        ("x", weight("", &[2, 4, 8], 5).1.as_tensor().clone()),
+        ("y", weight("", &[2, 4, 8], 6).1.as_tensor().clone()),
+    ];
+    let forward = |x: &[Tensor]| {
+        let h = ops::linear_bias(&x[0], &first.1, &bias.1)?; // (2, 4, 12)
+        let smooth = ops::gelu(&h, Gelu::Tanh)?;
+        let exact = ops::gelu(&ops::silu(&h)?.narrow(2, 2, 8)?, Gelu::Erf)?; // (2, 4, 8)
+        let h = ops::concat(&[&smooth, &exact], 2)?; // (2, 4, 20)
+        let h = ops::linear(&h, &second.1)?; // (2, 4, 8)
+        let gate = ops::sigmoid(&gate.1)?;
+        let h = ops::add_scaled(&ops::mul(&h, &gate)?, &ops::tanh(&h)?, 0.3)?;
+        let heads = ops::repeat_heads(&ops::split_heads(&h, 2)?, 2)?; // (2, 4, 4, 4)
+        let wide = ops::merge_heads(&heads)?; // (2, 4, 16)
+        let swapped = ops::contiguous(&wide.transpose(1, 2)?)?.reshape((2, 8, 8))?;
+        let off = ops::sub(&swapped.narrow(1, 0, 4)?, &x[1])?;
+        let small = ops::cast(&ops::exp(&ops::log(&ops::sigmoid(&off)?)?)?, DType::F32)?;
+        ops::mean(&ops::mul(&small, &small)?)
+    };
+    let loss = |x: &[Tensor]| match half {
+        None => forward(x),
+        Some(dtype) => autocast(Autocast::cpu(dtype), || forward(x)),
+    };
+    let parameters = [first.clone(), second.clone(), bias.clone(), gate.clone()];
+    let bound = if half.is_none() { 5e-6 } else { 3e-2 };
+    assert_as_eager(&parameters, &inputs, &loss, bound);
+}
+
+/// What cannot be planned, in words.
+#[test]
+fn refusals() {
+    let w = weight("w", &[4, 4], 1);
+    let optimizer = AdamW::new(vec![w.clone()], AdamWConfig::default()).unwrap();
+    let x = graph::input("x", (3, 4), DType::F32).unwrap();
+    let refused = |loss: &dyn Fn() -> Result<Tensor>| {
+        let step = LossStep::new(&optimizer, None, loss);
+        step.err().map(|error| error.to_string()).unwrap()
+    };
+    let linear = || ops::linear(&x, &w.1);
+    let text = refused(&linear);
+    assert!(text.contains("one float"), "{text}");
+    let text = refused(&|| ops::mean(&ops::mul(&x, &x)?));
+    assert!(text.contains("no weight of the optimizer"), "{text}");
+    let text = refused(&|| ops::mean(&ops::pow(&linear()?, 3.0)?));
+    assert!(text.contains("pow has no planned form"), "{text}");
+    let text = refused(&|| Ok(linear()?.mean_all()?));
+    assert!(text.contains("ops"), "{text}");
+    let both = vec![w.clone(), weight("unused", &[3], 3)];
+    let other = AdamW::new(both, AdamWConfig::default()).unwrap();
+    let text = LossStep::new(&other, None, || ops::mean(&linear()?))
+        .unwrap_err()
+        .to_string();
+    assert!(text.contains("unused"), "{text}");
+    let mut optimizer = AdamW::new(vec![w.clone()], AdamWConfig::default()).unwrap();
+    let mut step = LossStep::new(&optimizer, None, || ops::mean(&linear()?)).unwrap();
+    let good = Tensor::ones((3, 4), DType::F32, DEVICE).unwrap();
+    let wide = Tensor::ones((3, 5), DType::F32, DEVICE).unwrap();
+    for (inputs, words) in [
+        (vec![], "no tensor for the input \"x\""),
+        (vec![("y", &good)], "\"y\" is no input"),
+        (vec![("x", &wide)], "as planned"),
+    ] {
+        let text = step.run(&mut optimizer, &inputs).unwrap_err().to_string();
+        assert!(text.contains(words), "{text}");
+    }
+    assert!(
+        step.run(
+            &mut optimizer,
+            &[("x", w.1.narrow(0, 0, 3).as_ref().unwrap())]
+        )
+        .is_ok()
+    );
+}

@@ -1,0 +1,294 @@
+//! Models that are not this crate's, from its layers and ops alone: `examples/custom_model`'s GPT-2 against
+//! `transformers`, and a block with parallel branches and a mixture of experts against finite differences. Both traced.
+
+#[path = "../../examples/custom_model/gpt2.rs"]
+mod gpt2;
+mod mixture;
+
+use crate::golden::{bounds, close, elements};
+use candle_core::{DType, Device, Tensor, safetensors};
+use candle_nn::VarBuilder;
+use gpt2::{Gpt2, Gpt2Config};
+use rstest::rstest;
+use std::collections::{BTreeSet, HashMap};
+use std::path::Path;
+use tallow::attention::Algorithm;
+use tallow::compile::LossStep;
+use tallow::graph::{self, Target};
+use tallow::nn::Layer;
+use tallow::ops::{self, KernelPolicy, with_kernel_policy};
+use tallow::optim::{AdamW, AdamWConfig};
+use tallow::precision::Autocast;
+use tallow::profile::{self, Cost};
+
+/// What `fixtures/generate.py gpt2` has written.
+struct Golden {
+    config: Gpt2Config,
+    hyperparameters: AdamWConfig,
+    tensors: HashMap<String, Tensor>,
+}
+
+impl Golden {
+    fn read(attention: Algorithm) -> Self {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/gpt2_f64.safetensors");
+        let bytes = std::fs::read(path).unwrap();
+        let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let metadata = header.metadata().as_ref().unwrap();
+        let config: HashMap<String, usize> = serde_json::from_str(&metadata["config"]).unwrap();
+        let config = Gpt2Config {
+            vocab_size: config["vocab_size"],
+            n_positions: config["n_positions"],
+            n_embd: config["n_embd"],
+            n_layer: config["n_layer"],
+            n_head: config["n_head"],
+            attention,
+        };
+        Self {
+            config,
+            hyperparameters: serde_json::from_str(&metadata["hyperparameters"]).unwrap(),
+            tensors: safetensors::load_buffer(&bytes, &Device::Cpu).unwrap(),
+        }
+    }
+
+    fn model(&self, dtype: DType, device: &Device) -> Gpt2 {
+        let vb = VarBuilder::from_tensors(self.tensors.clone(), dtype, device);
+        Gpt2::new(self.config.clone(), vb).unwrap()
+    }
+
+    /// Tokens and targets (B, T) of a step.
+    fn batch(&self, step: usize, device: &Device) -> [Tensor; 2] {
+        ["tokens", "targets"].map(|key| {
+            let batch = self.tensors[key].get(step).unwrap();
+            batch.to_device(device).unwrap()
+        })
+    }
+}
+
+fn logits_loss_and_gradients(golden: &Golden, device: &Device, dtype: DType) {
+    let model = golden.model(dtype, device);
+    let [tokens, targets] = golden.batch(0, device);
+    let logits = model.forward(&tokens).unwrap();
+    let loss = model.loss(&tokens, &targets).unwrap();
+    assert_eq!((logits.dtype(), loss.dtype()), (dtype, dtype));
+    let wanted = |key: &str| &golden.tensors[key];
+    let [logits_bound, loss_bound, gradient_bound] = bounds(dtype);
+    close("logits", &logits, wanted("logits"), logits_bound);
+    close("loss", &loss, wanted("loss"), loss_bound);
+
+    let gradients = loss.backward().unwrap();
+    let parameters = model.parameters();
+    let count = golden
+        .tensors
+        .keys()
+        .filter(|key| key.starts_with("grad."))
+        .count();
+    assert_eq!(parameters.len(), count);
+    for (name, parameter) in parameters {
+        let Some(gradient) = gradients.get(&parameter) else {
+            panic!("{name} has no gradient");
+        };
+        let key = format!("grad.{name}");
+        close(&key, gradient, wanted(&key), gradient_bound);
+    }
+}
+
+fn five_steps(golden: &Golden, device: &Device, dtype: DType) {
+    let model = golden.model(dtype, device);
+    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let [loss_bound, weight_bound] = match dtype {
+        DType::F64 => [1e-12, 1e-10],
+        _ => [1e-6, 2e-5],
+    };
+    let wanted = elements(&golden.tensors["losses"]);
+    assert_eq!(wanted.len(), 5);
+    for (step, wanted) in wanted.into_iter().enumerate() {
+        let [tokens, targets] = golden.batch(step, device);
+        let loss = model.loss(&tokens, &targets).unwrap();
+        optimizer.step(&loss.backward().unwrap()).unwrap();
+        let error = (elements(&loss)[0] - wanted).abs() / wanted;
+        assert!(error <= loss_bound, "step {step}: {error:.2e}");
+    }
+    for (name, var) in model.parameters() {
+        let key = format!("final.{name}");
+        close(&key, &var, &golden.tensors[&key], weight_bound);
+    }
+}
+
+#[rstest]
+fn gpt2_is_that_of_transformers(
+    #[values(DType::F64, DType::F32)] dtype: DType,
+    #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let golden = Golden::read(attention);
+    with_kernel_policy(policy, || {
+        logits_loss_and_gradients(&golden, &Device::Cpu, dtype);
+        five_steps(&golden, &Device::Cpu, dtype);
+    });
+}
+
+/// Loss, gradients and five steps of a plan that was made from the trace.
+#[rstest]
+fn gpt2_planned_is_that_of_transformers(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let golden = Golden::read(attention);
+    let model = golden.model(DType::F32, &Device::Cpu);
+    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let [tokens, targets] = golden.batch(0, &Device::Cpu);
+    let input = |name| graph::input(name, tokens.shape(), DType::U32).unwrap();
+    let (x, y) = (input("tokens"), input("targets"));
+    let mut step = LossStep::new(&optimizer, None, || model.loss(&x, &y)).unwrap();
+    let [_, loss_bound, gradient_bound] = bounds(DType::F32);
+    let loss = step
+        .forward_backward(&[("tokens", &tokens), ("targets", &targets)])
+        .unwrap();
+    let wanted = elements(&golden.tensors["loss"])[0];
+    assert!((f64::from(loss) - wanted).abs() <= loss_bound * wanted);
+    let gradients = step.gradients().unwrap();
+    assert_eq!(gradients.len(), model.parameters().len());
+    for (name, gradient) in gradients {
+        let key = format!("grad.{name}");
+        close(&key, &gradient, &golden.tensors[&key], gradient_bound);
+    }
+    for (i, wanted) in elements(&golden.tensors["losses"]).into_iter().enumerate() {
+        let [tokens, targets] = golden.batch(i, &Device::Cpu);
+        let inputs = [("tokens", &tokens), ("targets", &targets)];
+        let loss = step.run(&mut optimizer, &inputs).unwrap();
+        let error = (f64::from(loss) - wanted).abs() / wanted;
+        assert!(error <= 1e-6, "step {i}: {error:.2e}");
+    }
+    for (name, var) in model.parameters() {
+        let key = format!("final.{name}");
+        close(&key, &var, &golden.tensors[&key], 2e-5);
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[rstest]
+fn gpt2_on_a_card(
+    #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let golden = Golden::read(attention);
+    with_kernel_policy(policy, || {
+        logits_loss_and_gradients(&golden, &card, DType::F32);
+        five_steps(&golden, &card, DType::F32);
+    });
+}
+
+/// The smallest GPT-2 that was published.
+fn small() -> Gpt2Config {
+    Gpt2Config {
+        vocab_size: 50_257,
+        n_positions: 1024,
+        n_embd: 768,
+        n_layer: 12,
+        n_head: 12,
+        attention: Algorithm::Flash,
+    }
+}
+
+fn traced(config: &Gpt2Config, batch: usize, length: usize) -> graph::Graph {
+    let model = Gpt2::new(config.clone(), graph::weights(DType::F32)).unwrap();
+    let input = |name| graph::input(name, (batch, length), DType::U32).unwrap();
+    let (tokens, targets) = (input("tokens"), input("targets"));
+    graph::trace(Target::Cpu, || model.loss(&tokens, &targets)).unwrap()
+}
+
+#[test]
+fn gpt2_is_traced_and_counted() {
+    let (batch, length) = (2, 1024);
+    let traced = traced(&small(), batch, length);
+    // Weights by name, the tied one once: 124,439,808 parameters, as transformers counts them.
+    let weights: usize = traced
+        .weights()
+        .map(|(id, _)| traced.value(id).elements())
+        .sum();
+    assert_eq!(weights, 124_439_808);
+    let names: BTreeSet<&str> = traced.weights().map(|(_, name)| name).collect();
+    let model = Gpt2::new(small(), graph::weights(DType::F32)).unwrap();
+    let parameters = model.parameters();
+    assert_eq!(
+        names,
+        parameters.iter().map(|(name, _)| name.as_str()).collect()
+    );
+    assert!(traced.to_string().contains("= h.11/mlp/gelu_tanh ("));
+
+    // Products by hand: projections 12 D^2 a block, scores and values 2 T D, the head V D, twice each a token.
+    let (d, v, tokens) = (768.0, 50_257.0, (batch * length) as f64);
+    let forward = 2.0 * tokens * (12.0 * (12.0 * d * d + 2.0 * length as f64 * d) + v * d);
+    let costs = profile::node_costs(&traced);
+    let sum = |cost: fn(&profile::NodeCost) -> Option<Cost>| -> f64 {
+        costs
+            .iter()
+            .filter_map(cost)
+            .map(|cost| cost.product_flops)
+            .sum()
+    };
+    assert_eq!(sum(|cost| cost.forward), forward);
+    assert_eq!(sum(|cost| cost.backward), 2.0 * forward);
+    for cost in &costs {
+        assert!(cost.forward.is_some(), "no formula for {}", cost.node.op);
+    }
+}
+
+/// The same ops run as are traced, in any precision.
+#[rstest]
+fn what_is_traced_is_what_runs(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(None, Some(DType::BF16))] half: Option<DType>,
+) {
+    let golden = Golden::read(attention);
+    let around = |f: &dyn Fn() -> tallow::Result<Tensor>| match half {
+        Some(dtype) => tallow::autocast(Autocast::cpu(dtype), f),
+        None => f(),
+    };
+    let real = golden.model(DType::F32, &Device::Cpu);
+    let [tokens, targets] = golden.batch(0, &Device::Cpu);
+    let loss = around(&|| real.loss(&tokens, &targets)).unwrap();
+    assert_eq!(loss.dims(), [0; 0]);
+    let of_real = graph::trace(Target::Cpu, || around(&|| real.loss(&tokens, &targets))).unwrap();
+    let hollow = Gpt2::new(golden.config.clone(), graph::weights(DType::F32)).unwrap();
+    let input = |name| graph::input(name, tokens.shape(), DType::U32).unwrap();
+    let (x, y) = (input("tokens"), input("targets"));
+    let of_hollow = graph::trace(Target::Cpu, || around(&|| hollow.loss(&x, &y))).unwrap();
+    let lines = |graph: &graph::Graph| -> Vec<(String, Vec<usize>, DType)> {
+        let nodes = graph.nodes().map(|node| {
+            let output = graph.value(node.output);
+            (node.path.clone(), output.shape.clone(), output.dtype)
+        });
+        nodes.collect()
+    };
+    assert_eq!(lines(&of_real), lines(&of_hollow));
+    let ops_of = |name: &str| of_hollow.nodes().filter(|node| node.op == name).count();
+    let layers = golden.config.n_layer;
+    assert_eq!(
+        [ops_of("linear_bias"), ops_of("gelu_tanh")],
+        [4 * layers, layers]
+    );
+    assert_eq!(ops_of("contiguous"), 3 * layers); // q, k and v, cut out of one product
+    assert_eq!(ops_of("layer_norm"), 2 * layers + 1);
+}
+
+/// The model's own refusal of more tokens than it has positions.
+#[test]
+fn too_many_tokens_are_refused() {
+    let golden = Golden::read(Algorithm::Naive);
+    let model = golden.model(DType::F32, &Device::Cpu);
+    let tokens =
+        Tensor::zeros((1, golden.config.n_positions + 1), DType::U32, &Device::Cpu).unwrap();
+    let error = model.forward(&tokens).unwrap_err().to_string();
+    assert!(
+        error.starts_with("embedding") && error.contains("16"),
+        "{error}"
+    );
+    assert!(
+        ops::fallbacks()
+            .iter()
+            .all(|fallback| fallback.dtype != "f32")
+    );
+}
