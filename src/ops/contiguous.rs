@@ -1,7 +1,7 @@
 //! A view's elements in order.
 
 use super::operand::operand;
-use super::record::{composed, input};
+use super::record::{composed_handing_on, input};
 use crate::{Result, graph};
 use candle_core::Tensor;
 
@@ -25,7 +25,7 @@ pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     if x.is_contiguous() {
         return Ok(x);
     }
-    composed("contiguous", &[&x], (x.shape(), x.dtype()), || {
+    composed_handing_on("contiguous", &[&x], (x.shape(), x.dtype()), || {
         input(&x)
             .contiguous()
             .map_err(|error| graph::refuse_hollow("contiguous", &[&x], error).into())

@@ -9,8 +9,9 @@ use super::operand::{check_size, operand, zeros_of};
 use super::product::{Factor, product};
 use super::record::{Spec, apply3, composed, contiguous, made, wide_input};
 use super::weight::{WeightCopy, with_copies};
-use crate::graph::{Step, Target};
+use crate::graph::{Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, bias as kernel};
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -180,18 +181,22 @@ impl Spec for LinearBias {
         steps.chain(self.copy.dropped(0)).collect()
     }
 
+    /// The bias' gradient first; then those of the product.
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        // The bias's gradient before the others on the CPU, after them on a GPU.
-        let bias = Step::Gradient {
+        let [x, weight] = [&inputs[0], &inputs[1]];
+        let partial = (target == Target::Cpu).then(|| Room {
+            what: "partial sums of a bias",
+            formula: "BTD / 32",
+            elements: block_sums(x.rows(), weight.dims[0]),
+            element_bytes: x.wide_dtype().size_in_bytes(),
+        });
+        let of_bias = Step::Gradient {
             of: 2,
             if_tracked: true,
-            taking: None,
+            taking: partial,
         };
-        let products = linear_product(inputs).backward(target);
-        match target {
-            Target::Cpu => [vec![bias], products].concat(),
-            Target::Cuda => [products, vec![bias]].concat(),
-        }
+        let of_product = linear_product(inputs).backward(target);
+        [of_bias].into_iter().chain(of_product).collect()
     }
 
     fn forwarded(&self) {

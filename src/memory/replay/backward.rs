@@ -4,8 +4,8 @@
 //! its output's gradient, makes its inputs' gradients, and these are added, one after another, to what is there already: to
 //! zeros at first.
 
-use super::Replay;
 use super::ledger::Key;
+use super::{Replay, elements};
 use crate::graph::{Node, Operand, Step, ValueId};
 use crate::memory::Holds;
 use std::collections::{HashMap, HashSet};
@@ -97,7 +97,11 @@ impl Replay<'_> {
                     }
                     made.push((input, Some(key)));
                 }
-                Step::HandOn(of) => made.push((&node.inputs[*of], None)),
+                Step::HandOn(of) => {
+                    let input = &node.inputs[*of];
+                    let made_of_it = self.summed(node, input);
+                    made.push((input, made_of_it));
+                }
                 Step::Take(room) => taken.push(self.take_room(Holds::Scratch, *room, 1.0)),
                 Step::Pass(room) => self.pass(*room),
                 Step::DropKept(i) => self.free(node.kept[*i].value),
@@ -116,6 +120,26 @@ impl Replay<'_> {
         if let Some(key) = incoming {
             self.ledger.give_back(key);
         }
+    }
+
+    /// The gradient of an input that was broadcast, as candle makes it of the output's: by a node of its own.
+    fn summed(&mut self, node: &Node, input: &Operand) -> Option<Key> {
+        let whole = Operand {
+            value: node.output,
+            view: None,
+            tracked: true,
+        };
+        if elements(self.graph.shape_of(input)) == elements(self.graph.shape_of(&whole)) {
+            return None;
+        }
+        let what = "zeros that a gradient is added to";
+        let zeros = self.take(Holds::Scratch, what, &whole, 1.0);
+        let sum = self.take(Holds::Scratch, "gradients between ops", &whole, 1.0);
+        self.ledger.give_back(zeros);
+        let what = "gradients as an op makes them";
+        let key = self.take(Holds::Scratch, what, input, 1.0);
+        self.ledger.give_back(sum);
+        Some(key)
     }
 
     /// The sum of a new gradient and what was there takes the place of that. A view has a node, and a gradient, of its own.

@@ -528,8 +528,7 @@ fn segments_without_a_graph_take_what_is_predicted() {
     child::run("memory::graphs::child_measures_segments_without_a_graph");
 }
 
-/// A model that is nobody's: tied weights, a frozen one, biases, views, a gate, one block that is run again and one whose graph
-/// is let go.
+/// A model that is nobody's: tied weights, a frozen one, a bias that is used twice, segments whose graph is let go.
 struct Mine {
     /// (V, D), embedding and head.
     table: Var,
@@ -556,8 +555,8 @@ impl Mine {
 
     fn feed_forward(&self, x: &Tensor) -> Result<Tensor> {
         let hidden = ops::relu(&self.up.forward(&self.norm.forward(x)?)?)?;
-        let y = ops::linear(&hidden, &self.down)?;
-        ops::add(x, &ops::add(&y, &self.bias)?)
+        let y = ops::linear_bias(&hidden, &self.down, &self.bias)?;
+        ops::add(&ops::add(x, &y)?, &self.bias)
     }
 
     fn attend(&self, x: &Tensor) -> Result<Tensor> {
@@ -607,9 +606,15 @@ fn child_measures_a_model_of_ones_own() {
                 ("peak", plan.peak_bytes, there + peak),
             ] {
                 println!("{rows} {half} {what}: {predicted} {measured}\n{plan}");
-                let slack = measured / 100 + 64 * 1024; // and the records of tensors and ops
+                // Records of tensors and ops; and a thread that finds no work holds none of the scratch.
+                let slack = measured / 100 + 128 * 1024;
+                let idle = if what == "peak" && predicted > measured {
+                    1 << 20
+                } else {
+                    0
+                };
                 assert!(
-                    predicted.abs_diff(measured) < slack + (1 << 19),
+                    predicted.abs_diff(measured) < slack + idle,
                     "{rows} {half} {what}: {predicted}, {measured}\n{plan}"
                 );
             }
