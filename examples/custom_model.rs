@@ -24,10 +24,11 @@ use std::process::ExitCode;
 use tallow::attention::Algorithm;
 use tallow::compile::LossStep;
 use tallow::graph::{self, Graph, Target};
+use tallow::memory::{self, Estimate, Mode};
 use tallow::nn::{self, Layer};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::profile::{self, Cost, Grouping, Profiler, Selection, node_costs};
-use tallow::report::{Fields, Report, group_digits};
+use tallow::report::{Fields, Report, format_mib, group_digits};
 use tallow::{Error, Result, no_grad};
 
 /// Steps before the profiler starts.
@@ -104,7 +105,8 @@ impl Flags {
         if self.trace {
             return stdout::line(traced);
         }
-        self.check_memory(&traced, &device)?;
+        let estimate = memory::estimate_graph(&traced, Mode::TrainStep)?;
+        self.check_memory(&estimate, &device)?;
         let model = Gpt2::new(
             self.config(),
             nn::seeded(self.common.seed, DType::F32, &device),
@@ -113,7 +115,7 @@ impl Flags {
         let right = self.share_right(&model, &device)?;
         let report = Report {
             environment: self.common.environment(&device),
-            configuration: self.configuration(&model, &traced, &losses, right),
+            configuration: self.configuration(&model, &traced, &estimate, &losses, right),
             columns: profile::Report::columns(),
             rows: summary.fields(),
             ..Default::default()
@@ -134,13 +136,12 @@ impl Flags {
         graph::trace(target, || model.loss(&tokens, &targets))
     }
 
-    /// Refuses weights that memory does not hold beside their gradients and the optimizer's state.
-    fn check_memory(&self, traced: &Graph, device: &Device) -> Result<()> {
-        let weights = traced.weights().map(|(id, _)| traced.value(id).bytes());
-        let wanted_bytes = 4 * weights.sum::<usize>() as u64;
+    /// Refuses an eager step that memory does not hold.
+    fn check_memory(&self, estimate: &Estimate, device: &Device) -> Result<()> {
+        let wanted_bytes = estimate.peak_bytes;
         match tallow::device::available_bytes_on(device) {
             Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-                what: "weights, gradients and two moments".into(),
+                what: "a training step".into(),
                 wanted_bytes,
                 available_bytes,
             }),
@@ -220,7 +221,14 @@ impl Flags {
         Ok([part(0)?, part(1)?])
     }
 
-    fn configuration(&self, model: &Gpt2, traced: &Graph, losses: &[f32], right: f64) -> Fields {
+    fn configuration(
+        &self,
+        model: &Gpt2,
+        traced: &Graph,
+        estimate: &Estimate,
+        losses: &[f32],
+        right: f64,
+    ) -> Fields {
         let parameters = model.parameters().into_iter();
         let parameters: usize = parameters.map(|(_, var)| var.elem_count()).sum();
         let costs = node_costs(traced);
@@ -242,6 +250,10 @@ impl Flags {
         fields.insert("ops in the traced forward", traced.nodes().count());
         fields.insert("forward FLOPs, from the trace", flops(forward));
         fields.insert("backward FLOPs, from the trace", flops(backward));
+        fields.insert(
+            "eager step's peak, estimated",
+            format_mib(estimate.peak_bytes),
+        );
         fields.insert("first loss", loss(first));
         fields.insert("last loss", loss(last));
         fields.insert("foreseen", format!("{:.1}%", 100.0 * right));

@@ -293,8 +293,14 @@ impl Session {
 
     /// The value whose elements `x` shows. What was never seen is a weight, an input or a constant.
     pub(super) fn value(&mut self, x: &Tensor) -> Result<ValueId> {
-        if let Some(id) = self.values.get(&address(x)) {
-            return Ok(*id);
+        if let Some(id) = self.values.get(&address(x)).copied() {
+            let value = &mut self.graph.values[id.0];
+            // Seen first as a detached view of it, for its copy in half precision, say.
+            if value.source == Source::Constant && x.is_variable() {
+                (value.source, value.tracked) = (Source::Weight(String::new()), true);
+                self.held[id.0] = x.clone();
+            }
+            return Ok(id);
         }
         let source = match Role::of(x) {
             Some(Role::Input(name)) => Source::Input(name),

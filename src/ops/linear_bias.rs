@@ -181,7 +181,7 @@ impl Spec for LinearBias {
         steps.chain(self.copy.dropped(0)).collect()
     }
 
-    /// The bias' gradient first; then those of the product.
+    /// On the CPU the bias's gradient first, then those of the product; on a GPU after them.
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
         let [x, weight] = [&inputs[0], &inputs[1]];
         let partial = (target == Target::Cpu).then(|| Room {
@@ -196,7 +196,10 @@ impl Spec for LinearBias {
             taking: partial,
         };
         let of_product = linear_product(inputs).backward(target);
-        [of_bias].into_iter().chain(of_product).collect()
+        match target {
+            Target::Cpu => [vec![of_bias], of_product].concat(),
+            Target::Cuda => [of_product, vec![of_bias]].concat(),
+        }
     }
 
     fn forwarded(&self) {

@@ -90,9 +90,12 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
     }
 }
 
+/// The op, as nodes call it.
+pub(crate) const NAME: &str = "linear_cross_entropy";
+
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {
-    op: "linear_cross_entropy",
+    op: NAME,
     forward: |signature| {
         let (x, weight) = factors(signature);
         let reads = [Slot::Input(0), read_weight(signature, 0, 1)];
@@ -305,7 +308,7 @@ impl Spec for LinearCrossEntropy {
 
 impl CustomOp2 for LinearCrossEntropy {
     fn name(&self) -> &'static str {
-        "linear_cross_entropy"
+        NAME
     }
 
     fn cpu_fwd(

@@ -8,7 +8,7 @@ use crate::kernels::cpu::gemm::{MatMut, MatRef, Threads, matmul_sum};
 
 /// A factor of a [`product`]: rows and columns as it lies.
 #[derive(Clone, Copy)]
-pub(super) struct Factor {
+pub(crate) struct Factor {
     pub rows: usize,
     pub cols: usize,
     pub transposed: bool,
@@ -41,7 +41,7 @@ impl Factor {
 }
 
 /// `c = a b`, or `c +=` that where it `adds`. c is in the factors' dtype, or in the one that products are summed in.
-pub(super) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
+pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
     fn into<T: Stored, C: Stored<Wide = T::Wide>>(
         k: &Kernel,
         s: &Slices<'_>,

@@ -84,6 +84,11 @@ fn share(signature: &Signature<'_>) -> f64 {
 
 /// The sum of x, in f64, times `factor`.
 fn total(factor: f64) -> Calls {
+    Calls::default().call(sum_of(factor), &[Slot::Input(0)], &[Slot::Output])
+}
+
+/// Reads x; writes its sum times `factor`.
+pub(crate) fn sum_of(factor: f64) -> Kernel {
     let kernel = Kernel::new("sum", |k, s| {
         for_stored!(s.dtype(0), T => {
             let x = s.x::<T>(0)?;
@@ -93,8 +98,7 @@ fn total(factor: f64) -> Calls {
             Ok(())
         })
     });
-    let kernel = kernel.with("factor", Attribute::Number(factor));
-    Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+    kernel.with("factor", Attribute::Number(factor))
 }
 
 /// The gradient of that: the output's everywhere.

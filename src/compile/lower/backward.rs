@@ -2,7 +2,7 @@
 
 use super::super::op::Op;
 use super::super::plan::{Operand, Phase};
-use super::{Lower, flows, signature, whole_view};
+use super::{Lower, signature, whole_view};
 use crate::graph::{self, ValueId};
 use crate::ops::arithmetic::sum;
 use crate::ops::lowering::Slot;
@@ -53,10 +53,14 @@ impl Lower<'_> {
         let lowering = self.lowering(node)?;
         let signature = signature(self.graph, node);
         self.plan.path = super::place_of(&node.path, node.op);
+        if let Some(early) = self.early.remove(&node.output) {
+            for (input, gradient) in early {
+                self.contribute(gradients, &node.inputs[input], gradient);
+            }
+            return Ok(());
+        }
         let mut calls = (lowering.backward)(&signature);
-        let is_wanted = |input: usize| {
-            self.flow.is_wanted(node.inputs[input].value) && flows(self.graph, node, input)
-        };
+        let is_wanted = |input: usize| self.hands_on(node, input);
         // What is written for nobody: a gradient of tokens' weights that are frozen, say.
         calls.calls.retain(|call| {
             let of_inputs = |slot: &Slot| match slot {

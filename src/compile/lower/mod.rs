@@ -5,6 +5,7 @@
 
 mod backward;
 mod dead;
+mod loss_in_rows;
 
 use super::buffer::{Category, Home};
 use super::op::Op;
@@ -138,6 +139,8 @@ struct Lower<'a> {
     dense: HashMap<(usize, Vec<usize>, Vec<usize>, usize), Operand>,
     arguments: Vec<ValueId>,
     ids: Vec<(ValueId, Ids)>,
+    /// Gradients of the inputs of nodes whose forward has computed them, by the node's output.
+    early: HashMap<ValueId, Vec<(usize, Operand)>>,
 }
 
 impl<'a> Lower<'a> {
@@ -153,7 +156,13 @@ impl<'a> Lower<'a> {
             dense: HashMap::new(),
             arguments: Vec::new(),
             ids: Vec::new(),
+            early: HashMap::new(),
         }
+    }
+
+    /// Whether a node hands a gradient that is needed to this input.
+    fn hands_on(&self, node: &graph::Node, input: usize) -> bool {
+        self.flow.is_wanted(node.inputs[input].value) && flows(self.graph, node, input)
     }
 
     /// The lowering of a node's op.
@@ -170,6 +179,11 @@ impl<'a> Lower<'a> {
         let lowering = self.lowering(node)?;
         let signature = signature(self.graph, node);
         self.plan.path = place_of(&node.path, node.op);
+        if self.is_head_and_loss(node) {
+            let gradients = self.loss_in_rows(node);
+            self.early.insert(node.output, gradients);
+            return Ok(());
+        }
         let calls = (lowering.forward)(&signature);
         if let Some(ids) = calls.ids {
             self.ids.push((node.reads[ids.read].value, ids));
@@ -289,9 +303,13 @@ impl<'a> Lower<'a> {
             .graph
             .nodes()
             .flat_map(|node| node.inputs.iter().chain(&node.reads));
-        let views = of_nodes.filter(|operand| operand.value == id);
-        let ends = views.filter_map(|operand| operand.view.as_ref().map(strided::end));
-        ends.max().unwrap_or(0).max(self.graph.value(id).elements())
+        let reads = of_nodes.chain(&self.graph.outputs);
+        let reads = reads.filter(|operand| operand.value == id);
+        let ends = reads.map(|operand| match &operand.view {
+            Some(view) => strided::end(view),
+            None => self.graph.value(id).elements(),
+        });
+        ends.max().unwrap_or(0)
     }
 
     /// The elements of an operand, one after another: where they lie, or a copy.

@@ -212,6 +212,46 @@ fn every_op() {
     assert_as_eager(&parameters, &inputs, &loss, 5e-6);
 }
 
+/// Head and loss are computed some rows at a time, and no gradient notices; the logits of all rows are never there.
+#[rstest]
+fn the_loss_in_rows(#[values(None, Some(DType::BF16))] half: Option<DType>) {
+    let (rows, classes) = (150, 40_000);
+    let (head, inner) = (
+        weight("head", &[classes, 4], 1),
+        weight("inner", &[4, 4], 2),
+    );
+    let ids = (0..rows as u32).map(|i| (i * 7919) % classes as u32);
+    let targets = Tensor::from_iter(ids, DEVICE).unwrap();
+    let inputs = [
+        ("x", weight("", &[rows, 4], 3).1.as_tensor().clone()),
+        ("targets", targets),
+    ];
+    let loss = |x: &[Tensor]| {
+        let loss = || ops::linear_cross_entropy(&ops::linear(&x[0], &inner.1)?, &head.1, &x[1]);
+        match half {
+            None => loss(),
+            Some(dtype) => autocast(Autocast::cpu(dtype), loss),
+        }
+    };
+    let bound = if half.is_none() { 2e-6 } else { 2e-2 };
+    let parameters = [head.clone(), inner.clone()];
+    assert_as_eager(&parameters, &inputs, &loss, bound);
+
+    let optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
+    let hollow = inputs
+        .each_ref()
+        .map(|(name, x)| graph::input(name, x.shape(), x.dtype()));
+    let hollow = hollow.map(Result::unwrap);
+    let step = LossStep::new(&optimizer, None, || loss(&hollow)).unwrap();
+    let logits_bytes =
+        (rows * classes) as u64 * half.map_or(4, |dtype| dtype.size_in_bytes() as u64);
+    assert!(step.plan().peak_bytes() < logits_bytes);
+    // A loss that goes on has another gradient than 1: then all logits are kept.
+    let doubled = || ops::add(&loss(&hollow)?, &loss(&hollow)?);
+    let step = LossStep::new(&optimizer, None, doubled).unwrap();
+    assert!(step.plan().peak_bytes() > 2 * logits_bytes);
+}
+
 /// Nothing flows through what is detached, nor through what is computed without a graph.
 #[test]
 fn detached() {
