@@ -2,7 +2,7 @@
 
 use super::data::{Event, Node, SegmentKind, ValueId};
 use super::hollow::{Role, hollow};
-use super::session::{Target, record_tracked, with_session};
+use super::session::{Target, record, with_session};
 use super::steps::Step;
 use crate::ops::record::Spec;
 use crate::{Result, probe};
@@ -22,6 +22,10 @@ impl Spec for SegmentEnd {
 
     fn backward_steps(&self, _: &[probe::Operand<'_>], _: Target) -> Vec<Step> {
         Vec::new()
+    }
+
+    fn is_tracked(&self) -> bool {
+        true // by the function's inputs and the weights that it reads
     }
 }
 
@@ -63,8 +67,7 @@ pub(crate) fn segment<const N: usize>(
         _graph: graph,
         _inputs: inputs.map(Tensor::clone).into(),
     };
-    // The output is taken out of its graph, for which this op stands.
-    record_tracked(name, end, &[&output], false, true)
+    record(name, end, &[&output], false)
 }
 
 /// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.

@@ -397,17 +397,6 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
     inputs: &[&Tensor],
     composed: bool,
 ) -> Result<Tensor> {
-    record_tracked(name, op, inputs, composed, false)
-}
-
-/// As [`record`]; a gradient reaches the output by its inputs, or `anyhow`.
-pub(super) fn record_tracked<C: Spec + Send + Sync + 'static>(
-    name: &'static str,
-    op: C,
-    inputs: &[&Tensor],
-    composed: bool,
-    anyhow: bool,
-) -> Result<Tensor> {
     let shapes: Vec<probe::Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
     let (shape, dtype) = op.output(&shapes);
     let kept = op.kept(&shapes);
@@ -429,8 +418,8 @@ pub(super) fn record_tracked<C: Spec + Send + Sync + 'static>(
             .map(|x| session.operand(x))
             .collect::<Result<Vec<_>>>()?;
         // By the table too: a hollow output has a node of candle's where a real one has none.
-        let by_inputs = is_grad_enabled() && operands.iter().any(|operand| operand.tracked);
-        let tracked = anyhow || by_inputs;
+        let tracked = is_grad_enabled() && operands.iter().any(|operand| operand.tracked);
+        let tracked = tracked || op.is_tracked();
         let output = ValueId(session.graph.values.len());
         let [forward, backward] = steps;
         let kept_values = kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
@@ -452,7 +441,6 @@ pub(super) fn record_tracked<C: Spec + Send + Sync + 'static>(
         op.forwarded();
         // Without a graph nothing outlives the call.
         let keeps = tracked.then(|| {
-            let inputs = if by_inputs { inputs } else { &[] };
             let inputs: Vec<Tensor> = inputs.iter().map(|x| (*x).clone()).collect();
             (Box::new(op) as Box<dyn Any + Send + Sync>, inputs)
         });

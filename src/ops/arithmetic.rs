@@ -10,9 +10,7 @@ use super::check_same;
 use super::cpu::{for_stored, output, view};
 use super::dispatch::{Path, choose_where, has_kernel};
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
-use super::record::{
-    Spec, apply2, composed_handing_on, composed_with, contiguous, like_first, widen,
-};
+use super::record::{Composed, Spec, apply2, composed_as, contiguous, like_first, widen};
 use crate::graph::{Attribute, Step, Target};
 use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision::{self, Operand, is_castable};
@@ -160,12 +158,12 @@ fn of_two(
             Ok(apply2(&contiguous(&a)?, &contiguous(&b)?, kernel)?)
         }
         kernel => {
-            let attributes = || kernel.map_or_else(Vec::new, |kernel| kernel.attributes());
-            let result = || cast(&apply(&a, &b)?, dtype);
-            match op {
-                "add" => composed_handing_on(op, &[&a, &b], (shape, dtype), result),
-                _ => composed_with(op, &[&a, &b], (shape, dtype), attributes, result),
-            }
+            let composed = Composed {
+                hands_on: op == "add",
+                attributes: kernel.map_or_else(Vec::new, |kernel| kernel.attributes()),
+                ..Composed::new(shape, dtype)
+            };
+            composed_as(op, &[&a, &b], composed, || cast(&apply(&a, &b)?, dtype))
         }
     }
 }
@@ -238,8 +236,9 @@ impl Spec for Arithmetic {
     fn backward_steps(&self, _: &[Shaped<'_>], _: Target) -> Vec<Step> {
         match self {
             Self::Add => vec![Step::HandOn(0), Step::HandOn(1)],
-            Self::Sub | Self::AddScaled(_) => vec![Step::HandOn(0), Step::gradient(1)],
+            Self::Sub => vec![Step::HandOn(0), Step::gradient(1)],
             Self::Mul => vec![Step::gradient(0), Step::gradient(1)],
+            Self::AddScaled(_) => vec![Step::HandOn(0), Step::gradient(1)],
         }
     }
 }

@@ -56,6 +56,11 @@ pub(crate) trait Spec {
         (0..inputs.len()).map(Step::gradient).collect()
     }
 
+    /// Whether a gradient reaches its output though its inputs are detached: it knows better where to send it.
+    fn is_tracked(&self) -> bool {
+        false
+    }
+
     /// Drops what forward would drop.
     fn forwarded(&self) {}
 }
@@ -349,7 +354,7 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     output: (impl Into<Shape>, DType),
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
-    composed_with(name, inputs, output, Vec::new, f)
+    composed_as(name, inputs, Composed::new(output.0, output.1), f)
 }
 
 /// As [`composed`], for ops whose backward hands on the output's gradient to all inputs, as candle's sum does.
@@ -366,22 +371,8 @@ pub(crate) fn composed_handing_on<E: From<candle_core::Error>>(
     composed_as(name, inputs, op, f)
 }
 
-/// As [`composed`], of an op with these attributes.
-pub(crate) fn composed_with<E: From<candle_core::Error>>(
-    name: &'static str,
-    inputs: &[&Tensor],
-    output: (impl Into<Shape>, DType),
-    attributes: impl FnOnce() -> Vec<(&'static str, Attribute)>,
-    f: impl FnOnce() -> std::result::Result<Tensor, E>,
-) -> std::result::Result<Tensor, E> {
-    let op = Composed {
-        attributes: attributes(),
-        ..Composed::new(output.0, output.1)
-    };
-    composed_as(name, inputs, op, f)
-}
-
-fn composed_as<E: From<candle_core::Error>>(
+/// As [`composed`], of this op.
+pub(super) fn composed_as<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
     op: Composed,
@@ -391,7 +382,7 @@ fn composed_as<E: From<candle_core::Error>>(
         let y = graph::record(name, op, inputs, true).map_err(candle_core::Error::from)?;
         return Ok(y);
     }
-    let Composed { shape, dtype, .. } = op;
+    let (shape, dtype) = (op.shape, op.dtype);
     let path = probe::op_path(name);
     let range = probe::op(Kind::Op, name, path);
     let y = match shape.dims().contains(&0) {
@@ -406,21 +397,21 @@ fn composed_as<E: From<candle_core::Error>>(
 }
 
 /// What candle's ops make in an op's place.
-struct Composed {
-    shape: Shape,
-    dtype: DType,
-    attributes: Vec<(&'static str, Attribute)>,
+pub(super) struct Composed {
+    pub shape: Shape,
+    pub dtype: DType,
     /// Backward makes nothing.
-    hands_on: bool,
+    pub hands_on: bool,
+    pub attributes: Vec<(&'static str, Attribute)>,
 }
 
 impl Composed {
-    fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
+    pub fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
         Self {
             shape: shape.into(),
             dtype,
-            attributes: Vec::new(),
             hands_on: false,
+            attributes: Vec::new(),
         }
     }
 }

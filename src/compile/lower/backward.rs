@@ -2,7 +2,7 @@
 
 use super::super::op::Op;
 use super::super::plan::{Operand, Phase};
-use super::{Lower, signature, whole_view};
+use super::{Lower, flows, signature, whole_view};
 use crate::graph::{self, ValueId};
 use crate::ops::arithmetic::sum;
 use crate::ops::lowering::Slot;
@@ -54,7 +54,9 @@ impl Lower<'_> {
         let signature = signature(self.graph, node);
         self.plan.path = super::place_of(&node.path, node.op);
         let mut calls = (lowering.backward)(&signature);
-        let is_wanted = |input: usize| self.flow.is_wanted(node.inputs[input].value);
+        let is_wanted = |input: usize| {
+            self.flow.is_wanted(node.inputs[input].value) && flows(self.graph, node, input)
+        };
         // What is written for nobody: a gradient of tokens' weights that are frozen, say.
         calls.calls.retain(|call| {
             let of_inputs = |slot: &Slot| match slot {
@@ -65,6 +67,7 @@ impl Lower<'_> {
         });
         let same = std::mem::take(&mut calls.same);
         let same: Vec<usize> = same.into_iter().filter(|i| is_wanted(*i)).collect();
+        let wanted: Vec<bool> = (0..node.inputs.len()).map(is_wanted).collect();
         let mut made: HashMap<usize, Operand> = HashMap::new();
         let shapes: Vec<_> = signature
             .inputs
@@ -80,10 +83,7 @@ impl Lower<'_> {
             }
             slot => unreachable!("{slot:?} is a value"),
         });
-        for input in 0..node.inputs.len() {
-            if !self.flow.is_wanted(node.inputs[input].value) {
-                continue;
-            }
+        for input in (0..node.inputs.len()).filter(|input| wanted[*input]) {
             if let Some(gradient) = made.remove(&input) {
                 self.contribute(gradients, &node.inputs[input], gradient);
             }

@@ -80,6 +80,12 @@ fn is_made(graph: &Graph, value: ValueId) -> bool {
     graph.value(value).source == Source::Node
 }
 
+/// Whether a node hands a gradient to this input. Of a segment's end, whose input is taken out of its graph, it does.
+fn flows(graph: &Graph, node: &graph::Node, input: usize) -> bool {
+    let is_end = || !node.inputs.iter().any(|x| x.tracked);
+    node.inputs[input].tracked || (is_end() && graph.value(node.output).tracked)
+}
+
 /// Where gradients flow: from the first output to the weights that are trained.
 struct Flow {
     /// By value: whether it depends on such a weight.
@@ -95,8 +101,9 @@ impl Flow {
             .map(|value| !is_made(graph, ValueId(value)) && is_trained(ValueId(value)))
             .collect();
         for node in graph.nodes() {
-            let depends_here = node.inputs.iter().any(|x| depends[x.value.0]);
-            depends[node.output.0] = depends_here && graph.value(node.output).tracked;
+            let mut inputs = node.inputs.iter().enumerate();
+            let depends_here = inputs.any(|(i, x)| depends[x.value.0] && flows(graph, node, i));
+            depends[node.output.0] = depends_here;
         }
         let mut matters = vec![false; count];
         if let Some(output) = graph.outputs.first() {
@@ -105,12 +112,15 @@ impl Flow {
         let nodes: Vec<_> = graph.nodes().collect();
         for node in nodes.into_iter().rev().filter(|node| node.output.0 < count) {
             if matters[node.output.0] && depends[node.output.0] {
-                node.inputs.iter().for_each(|x| matters[x.value.0] = true);
+                let inputs = node.inputs.iter().enumerate();
+                let inputs = inputs.filter(|(i, _)| flows(graph, node, *i));
+                inputs.for_each(|(_, x)| matters[x.value.0] = true);
             }
         }
         Self { depends, matters }
     }
 
+    /// Whether a value's gradient is needed.
     fn is_wanted(&self, value: ValueId) -> bool {
         self.depends[value.0] && self.matters[value.0]
     }

@@ -9,7 +9,7 @@ use tallow::nn::Checkpointing;
 use tallow::ops::Gelu;
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Autocast;
-use tallow::{Result, autocast, graph, ops};
+use tallow::{Result, autocast, graph, no_grad, ops};
 
 const DEVICE: &Device = &Device::Cpu;
 
@@ -210,6 +210,20 @@ fn every_op() {
     parameters.extend(gates.iter().cloned());
     parameters.extend([down.clone(), mixing.clone()]);
     assert_as_eager(&parameters, &inputs, &loss, 5e-6);
+}
+
+/// Nothing flows through what is detached, nor through what is computed without a graph.
+#[test]
+fn detached() {
+    let w = weight("w", &[4, 4], 1);
+    let inputs = [("x", weight("", &[3, 4], 2).1.as_tensor().clone())];
+    let loss = |x: &[Tensor]| {
+        let h = ops::linear(&x[0], &w.1)?;
+        let gate = ops::sigmoid(&h.detach())?;
+        let scale = no_grad(|| ops::relu(&ops::linear(&h, &w.1)?))?;
+        ops::mean(&ops::mul(&ops::mul(&h, &gate)?, &ops::add(&scale, &h)?)?)
+    };
+    assert_as_eager(std::slice::from_ref(&w), &inputs, &loss, 2e-6);
 }
 
 /// Those that other models have.

@@ -216,20 +216,23 @@ fn weights_in_a_region_have_the_gradients_of_the_cpu(
     let run = |device: &Device| {
         let x = variable(device, &[3, 11, 24], 7);
         let [w1, w3, head] = [8, 9, 10].map(|seed| variable(device, &[65, 24], seed));
+        let bias = variable(device, &[65], 12);
         let targets = cases::ids(&[3, 11], 65, 11);
         let policy = Autocast::cuda(dtype).with_weight_cache(keeps);
-        let [linear, gated, loss] = autocast(policy, || {
+        let [linear, biased, gated, loss] = autocast(policy, || {
             Ok([
                 ops::linear(&x, &w1)?,
+                ops::linear_bias(&x, &w1, &bias)?,
                 ops::swiglu_linear(&x, &w1, &w3)?,
                 ops::linear_cross_entropy(&x, &head, &targets)?,
             ])
         })
         .unwrap();
-        assert_eq!((linear.dtype(), gated.dtype()), (dtype, dtype));
+        assert_eq!([&linear, &biased, &gated].map(Tensor::dtype), [dtype; 3]);
         let mut found = Vec::new();
         for (out, weights) in [
             (&linear, vec![&w1]),
+            (&biased, vec![&bias, &w1]),
             (&gated, vec![&w1, &w3]),
             (&loss, vec![&head]),
         ] {
@@ -247,6 +250,8 @@ fn weights_in_a_region_have_the_gradients_of_the_cpu(
     let (on_card, on_cpu) = (run(&card), run(&Device::Cpu));
     // Of linear, all that rounds is its output; of the others, what is between the products too.
     assert_close("linear's dw", &on_card[0], &on_cpu[0], 1e-6);
+    assert_close("linear_bias's db", &on_card[3], &on_cpu[3], 1e-6);
+    assert_close("linear_bias's dw", &on_card[4], &on_cpu[4], 1e-6);
     for (on_card, on_cpu) in on_card.iter().zip(&on_cpu) {
         let once = if dtype == DType::BF16 { 8e-3 } else { 1e-3 };
         assert_close("outputs and gradients", on_card, on_cpu, once);
@@ -261,6 +266,8 @@ fn nothing_is_multiplied() {
     };
     let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &card).unwrap();
     let y = ops::linear(&zeros(&[3, 5]), &zeros(&[0, 5])).unwrap();
+    assert_eq!(y.dims(), [3, 0]);
+    let y = ops::linear_bias(&zeros(&[3, 5]), &zeros(&[0, 5]), &zeros(&[0])).unwrap();
     assert_eq!(y.dims(), [3, 0]);
     let c = ops::matmul(&zeros(&[2, 3, 5]), &zeros(&[2, 5, 0])).unwrap();
     assert_eq!(c.dims(), [2, 3, 0]);

@@ -1,6 +1,7 @@
 //! What the planned step launches and no op of a tensor does, on a card, judged by f64. Without a card the tests are skipped,
 //! with a word.
 
+mod elementwise;
 mod gradients;
 mod heads;
 mod losses;
