@@ -2,7 +2,7 @@
 //! `transformers`, and a block with parallel branches and a mixture of experts against finite differences. Both traced.
 
 #[path = "../../examples/custom_model/gpt2.rs"]
-mod gpt2;
+pub(crate) mod gpt2;
 mod mixture;
 
 use crate::golden::{bounds, close, elements};
