@@ -4,35 +4,28 @@ use super::{flash, naive};
 use crate::graph::Attribute;
 use crate::kernels::cpu::flash_attention::{self, Heads, Tiles};
 use crate::kernels::cpu::{Stored, naive_attention};
-use crate::ops::cpu::for_stored;
-use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot};
+use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot, kernel};
 use candle_core::Result;
 
 /// In a plan.
 pub(crate) const NAIVE_LOWERING: Lowering = Lowering {
     op: naive::NAME,
     forward: |signature| {
-        let kernel = Kernel::new("naive_attention", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
-                let (q, k, v) = (s.x::<T>(0)?, s.x(1)?, s.x(2)?);
-                naive_attention::forward(sizes, q, k, v, scale, mask, s.y(1)?, s.y(0)?);
-                Ok(())
-            })
+        let kernel = kernel!("naive_attention", |T, k, s| {
+            let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
+            let (q, k, v) = (s.x::<T>(0)?, s.x(1)?, s.x(2)?);
+            naive_attention::forward(sizes, q, k, v, scale, mask, s.y(1)?, s.y(0)?);
         });
         let kernel = sized(kernel, signature, 1.0);
         let writes = [Slot::Output, Slot::Kept(0)];
         Calls::default().call(kernel, &INPUTS, &writes)
     },
     backward: |signature| {
-        let kernel = Kernel::new("naive_attention_backward", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
-                let (dout, q, k, v) = (s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.x(3)?);
-                let (p, dq, dk, dv) = (s.x(4)?, s.y(0)?, s.y(1)?, s.y(2)?);
-                naive_attention::backward(sizes, dout, q, k, v, p, scale, mask, dq, dk, dv);
-                Ok(())
-            })
+        let kernel = kernel!("naive_attention_backward", |T, k, s| {
+            let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
+            let (dout, q, k, v) = (s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.x(3)?);
+            let (p, dq, dk, dv) = (s.x(4)?, s.y(0)?, s.y(1)?, s.y(2)?);
+            naive_attention::backward(sizes, dout, q, k, v, p, scale, mask, dq, dk, dv);
         });
         let kernel = sized(kernel, signature, 2.0);
         let reads = [&[Slot::OutputGradient], &INPUTS[..], &[Slot::Kept(0)]].concat();
@@ -44,55 +37,49 @@ pub(crate) const NAIVE_LOWERING: Lowering = Lowering {
 pub(crate) const FLASH_LOWERING: Lowering = Lowering {
     op: flash::NAME,
     forward: |signature| {
-        let kernel = Kernel::new("flash_attention", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                let sizes = flash_sizes(k)?;
-                let tiles = Tiles::for_head_dim(sizes.head_dim);
-                let outputs = flash_attention::Outputs {
-                    out: s.y::<T>(0)?,
-                    rounded_off: match k.flag("keeps rounded off") {
-                        true => s.y(2)?,
-                        false => &mut [],
-                    },
-                    lse: s.y(1)?,
-                };
-                let q = heads::<T>(k, s, 0, Side::Queries)?;
-                let [k_heads, v_heads] = [1, 2].map(|place| heads(k, s, place, Side::Keys));
-                flash_attention::forward(&sizes, &tiles, q, k_heads?, v_heads?, outputs);
-                Ok(())
-            })
+        let kernel = kernel!("flash_attention", |T, k, s| {
+            let sizes = flash_sizes(k)?;
+            let tiles = Tiles::for_head_dim(sizes.head_dim);
+            let outputs = flash_attention::Outputs {
+                out: s.y::<T>(0)?,
+                rounded_off: match k.flag("keeps rounded off") {
+                    true => s.y(2)?,
+                    false => &mut [],
+                },
+                lse: s.y(1)?,
+            };
+            let q = heads::<T>(k, s, 0, Side::Queries)?;
+            let [k_heads, v_heads] = [1, 2].map(|place| heads(k, s, place, Side::Keys));
+            flash_attention::forward(&sizes, &tiles, q, k_heads?, v_heads?, outputs);
         });
         let kernel = sized(kernel, signature, 1.0);
         let writes = [&[Slot::Output], &kept(signature)[..]].concat();
         Calls::default().call(kernel, &INPUTS, &writes)
     },
     backward: |signature| {
-        let kernel = Kernel::new("flash_attention_backward", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                let sizes = flash_sizes(k)?;
-                let tiles = Tiles::for_head_dim(sizes.head_dim);
-                let of_queries = |place| heads::<T>(k, s, place, Side::Queries);
-                let of_keys = |place| heads::<T>(k, s, place, Side::Keys);
-                let inputs = flash_attention::Inputs {
-                    d_out: of_queries(0)?,
-                    q: of_queries(1)?,
-                    k: of_keys(2)?,
-                    v: of_keys(3)?,
-                    out: of_queries(4)?,
-                    lse: s.x(5)?,
-                    rounded_off: match k.flag("keeps rounded off") {
-                        true => Some(of_queries(6)?),
-                        false => None,
-                    },
-                };
-                let gradients = flash_attention::Gradients {
-                    dq: s.y(0)?,
-                    dk: s.y(1)?,
-                    dv: s.y(2)?,
-                };
-                flash_attention::backward(&sizes, &tiles, inputs, gradients);
-                Ok(())
-            })
+        let kernel = kernel!("flash_attention_backward", |T, k, s| {
+            let sizes = flash_sizes(k)?;
+            let tiles = Tiles::for_head_dim(sizes.head_dim);
+            let of_queries = |place| heads::<T>(k, s, place, Side::Queries);
+            let of_keys = |place| heads::<T>(k, s, place, Side::Keys);
+            let inputs = flash_attention::Inputs {
+                d_out: of_queries(0)?,
+                q: of_queries(1)?,
+                k: of_keys(2)?,
+                v: of_keys(3)?,
+                out: of_queries(4)?,
+                lse: s.x(5)?,
+                rounded_off: match k.flag("keeps rounded off") {
+                    true => Some(of_queries(6)?),
+                    false => None,
+                },
+            };
+            let gradients = flash_attention::Gradients {
+                dq: s.y(0)?,
+                dk: s.y(1)?,
+                dv: s.y(2)?,
+            };
+            flash_attention::backward(&sizes, &tiles, inputs, gradients);
         });
         let kernel = sized(kernel, signature, 2.0);
         let before = [&[Slot::OutputGradient], &INPUTS[..], &[Slot::Output]].concat();

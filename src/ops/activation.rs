@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
 use crate::Result;
@@ -20,20 +20,14 @@ macro_rules! lowering {
         Lowering {
             op: $op,
             forward: |_| {
-                let kernel = Kernel::new($op, |_, s| {
-                    for_stored!(s.dtype(0), T => {
-                        kernel::forward(Activation::$f, s.x::<T>(0)?, s.y(0)?);
-                        Ok(())
-                    })
+                let kernel = kernel!($op, |T, _, s| {
+                    kernel::forward(Activation::$f, s.x::<T>(0)?, s.y(0)?);
                 });
                 Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
             },
             backward: |_| {
-                let kernel = Kernel::new($backward, |_, s| {
-                    for_stored!(s.dtype(0), T => {
-                        kernel::backward(Activation::$f, s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-                        Ok(())
-                    })
+                let kernel = kernel!($backward, |T, _, s| {
+                    kernel::backward(Activation::$f, s.x::<T>(0)?, s.x(1)?, s.y(0)?);
                 });
                 let reads = [Slot::OutputGradient, Slot::Input(0)];
                 Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])

@@ -2,8 +2,7 @@
 
 use super::cast::cast_castable;
 use super::check_same;
-use super::cpu::for_stored;
-use super::lowering::{Calls, Kernel, Lowering, Signature, Slot};
+use super::lowering::{Calls, Lowering, Signature, Slot, kernel};
 use super::operand::{check_size, operand};
 use super::record::{composed, input};
 use crate::{Error, Result, precision};
@@ -80,42 +79,36 @@ fn shape_of(inputs: &[&Tensor], dim: usize) -> Result<Vec<usize>> {
 pub(super) const LOWERING: Lowering = Lowering {
     op: "concat",
     forward: |signature| {
-        let kernel = Kernel::new("concat", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                let parts = (0..s.count()).map(|place| s.x::<T>(place));
-                let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
-                let (outer, mut rest) = (k.count("outer")?, s.y::<T>(0)?);
-                for i in 0..outer {
-                    for part in &parts {
-                        let width = part.len() / outer;
-                        let (to, after) = rest.split_at_mut(width);
-                        to.copy_from_slice(&part[i * width..(i + 1) * width]);
-                        rest = after;
-                    }
+        let kernel = kernel!("concat", |T, k, s| {
+            let parts = (0..s.count()).map(|place| s.x::<T>(place));
+            let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
+            let (outer, mut rest) = (k.count("outer")?, s.y::<T>(0)?);
+            for i in 0..outer {
+                for part in &parts {
+                    let width = part.len() / outer;
+                    let (to, after) = rest.split_at_mut(width);
+                    to.copy_from_slice(&part[i * width..(i + 1) * width]);
+                    rest = after;
                 }
-                Ok(())
-            })
+            }
         });
         let kernel = kernel.sized([("outer", outer(signature))]);
         let reads: Vec<Slot> = (0..signature.inputs.len()).map(Slot::Input).collect();
         Calls::default().call(kernel, &reads, &[Slot::Output])
     },
     backward: |signature| {
-        let kernel = Kernel::new("concat_backward", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                let parts = (0..s.count_written()).map(|place| s.y::<T>(place));
-                let mut parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
-                let (outer, mut rest) = (k.count("outer")?, s.x::<T>(0)?);
-                for i in 0..outer {
-                    for part in &mut parts {
-                        let width = part.len() / outer;
-                        let (from, after) = rest.split_at(width);
-                        part[i * width..(i + 1) * width].copy_from_slice(from);
-                        rest = after;
-                    }
+        let kernel = kernel!("concat_backward", |T, k, s| {
+            let parts = (0..s.count_written()).map(|place| s.y::<T>(place));
+            let mut parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
+            let (outer, mut rest) = (k.count("outer")?, s.x::<T>(0)?);
+            for i in 0..outer {
+                for part in &mut parts {
+                    let width = part.len() / outer;
+                    let (from, after) = rest.split_at(width);
+                    part[i * width..(i + 1) * width].copy_from_slice(from);
+                    rest = after;
                 }
-                Ok(())
-            })
+            }
         });
         let kernel = kernel.sized([("outer", outer(signature))]);
         let writes: Vec<Slot> = (0..signature.inputs.len()).map(Slot::Gradient).collect();

@@ -5,7 +5,7 @@ use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
 use super::embedding::ids_room;
 use super::linear::last_dim;
-use super::lowering::{Calls, Ids, Kernel, Lowering, Signature, Slot};
+use super::lowering::{Calls, Ids, Kernel, Lowering, Signature, Slot, kernel};
 use super::operand::operand;
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
 use crate::graph::{self, Attribute, Room, Step, Target};
@@ -241,15 +241,12 @@ pub(super) fn planned_loss(
     };
     let rows = signature.reads[read].dims.iter().product();
     let losses = calls.scratch(&[rows], signature.output.dtype);
-    let kernel = Kernel::new("cross_entropy", |k, s| {
-        for_stored!(s.dtype(0), T => {
-            let (targets, losses) = (Planned::of(k, s.x(1)?)?, s.y(1)?);
-            let target = |row| targets.get(row);
-            kernel::forward(s.x::<T>(0)?, k.count("classes")?, target, losses, s.y(2)?);
-            let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
-            s.y::<<T as Stored>::Wide>(0)?[0] = Real::real(total / targets.counted as f64);
-            Ok(())
-        })
+    let kernel = kernel!("cross_entropy", |T, k, s| {
+        let (targets, losses) = (Planned::of(k, s.x(1)?)?, s.y(1)?);
+        let target = |row| targets.get(row);
+        kernel::forward(s.x::<T>(0)?, k.count("classes")?, target, losses, s.y(2)?);
+        let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
+        s.y::<<T as Stored>::Wide>(0)?[0] = Real::real(total / targets.counted as f64);
     });
     let kernel = with_classes(signature, kernel);
     let writes = [Slot::Output, losses, statistics];
@@ -258,16 +255,13 @@ pub(super) fn planned_loss(
 
 /// Reads logits, targets, statistics and the loss's gradient; writes the logits' gradient.
 pub(super) fn planned_gradient(signature: &Signature<'_>) -> Kernel {
-    let kernel = Kernel::new("cross_entropy_backward", |k, s| {
-        for_stored!(s.dtype(0), T => {
-            let targets = Planned::of(k, s.x(1)?)?;
-            let target = |row| targets.get(row);
-            let dloss = s.x::<<T as Stored>::Wide>(3)?[0];
-            let weight = Real::real(WithDType::to_f64(dloss) / targets.counted as f64);
-            let (logits, classes, statistics) = (s.x::<T>(0)?, k.count("classes")?, s.x(2)?);
-            kernel::backward(logits, classes, target, statistics, weight, s.y(0)?);
-            Ok(())
-        })
+    let kernel = kernel!("cross_entropy_backward", |T, k, s| {
+        let targets = Planned::of(k, s.x(1)?)?;
+        let target = |row| targets.get(row);
+        let dloss = s.x::<<T as Stored>::Wide>(3)?[0];
+        let weight = Real::real(WithDType::to_f64(dloss) / targets.counted as f64);
+        let (logits, classes, statistics) = (s.x::<T>(0)?, k.count("classes")?, s.x(2)?);
+        kernel::backward(logits, classes, target, statistics, weight, s.y(0)?);
     });
     with_classes(signature, kernel)
 }

@@ -1,8 +1,7 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
 use super::cast::{cast, cast_for};
-use super::cpu::for_stored;
-use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::check_supported;
 use super::record::{composed, input};
 use crate::Result;
@@ -49,20 +48,14 @@ pub(super) const LOWERINGS: &[Lowering] = &[
     Lowering {
         op: "exp",
         forward: |_| {
-            let kernel = Kernel::new("exp", |_, s| {
-                for_stored!(s.dtype(0), T => {
-                    kernel::exp(s.x::<T>(0)?, s.y(0)?);
-                    Ok(())
-                })
+            let kernel = kernel!("exp", |T, _, s| {
+                kernel::exp(s.x::<T>(0)?, s.y(0)?);
             });
             Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
         },
         backward: |_| {
-            let kernel = Kernel::new("mul", |_, s| {
-                for_stored!(s.dtype(0), T => {
-                    kernel::mul(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-                    Ok(())
-                })
+            let kernel = kernel!("mul", |T, _, s| {
+                kernel::mul(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
             });
             let reads = [Slot::OutputGradient, Slot::Output];
             Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
@@ -71,20 +64,14 @@ pub(super) const LOWERINGS: &[Lowering] = &[
     Lowering {
         op: "log",
         forward: |_| {
-            let kernel = Kernel::new("log", |_, s| {
-                for_stored!(s.dtype(0), T => {
-                    kernel::log(s.x::<T>(0)?, s.y(0)?);
-                    Ok(())
-                })
+            let kernel = kernel!("log", |T, _, s| {
+                kernel::log(s.x::<T>(0)?, s.y(0)?);
             });
             Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
         },
         backward: |_| {
-            let kernel = Kernel::new("div", |_, s| {
-                for_stored!(s.dtype(0), T => {
-                    kernel::div(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-                    Ok(())
-                })
+            let kernel = kernel!("div", |T, _, s| {
+                kernel::div(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
             });
             let reads = [Slot::OutputGradient, Slot::Input(0)];
             Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::lowering::{Calls, Ids, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Ids, Lowering, Slot, kernel};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
 use crate::graph::{Room, Step, Target};
@@ -91,11 +91,8 @@ pub(super) const LOWERING: Lowering = Lowering {
             bound: signature.inputs[0].dims[0],
             ignore: None,
         };
-        let kernel = Kernel::new("embedding", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                kernel::forward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
-                Ok(())
-            })
+        let kernel = kernel!("embedding", |T, k, s| {
+            kernel::forward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
         });
         let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
         let reads = [Slot::Input(0), Slot::Read(0)];
@@ -104,11 +101,8 @@ pub(super) const LOWERING: Lowering = Lowering {
             .call(kernel, &reads, &[Slot::Output])
     },
     backward: |signature| {
-        let kernel = Kernel::new("embedding_backward", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                kernel::backward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
-                Ok(())
-            })
+        let kernel = kernel!("embedding_backward", |T, k, s| {
+            kernel::backward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
         });
         let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
         let reads = [Slot::OutputGradient, Slot::Read(0)];

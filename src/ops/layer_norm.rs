@@ -4,7 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::zeros_of;
 use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::{Attribute, Room, Step, Target};
@@ -106,26 +106,20 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
 pub(super) const LOWERING: Lowering = Lowering {
     op: "layer_norm",
     forward: |signature| {
-        let kernel = Kernel::new("layer_norm", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                let (weight, bias) = (s.wide_x(1)?, s.wide_x(2)?);
-                let eps = k.number("eps")?;
-                kernel::forward(s.x::<T>(0)?, &weight, &bias, eps, s.y(0)?, s.y(1)?);
-                Ok(())
-            })
+        let kernel = kernel!("layer_norm", |T, k, s| {
+            let (weight, bias) = (s.wide_x(1)?, s.wide_x(2)?);
+            let eps = k.number("eps")?;
+            kernel::forward(s.x::<T>(0)?, &weight, &bias, eps, s.y(0)?, s.y(1)?);
         });
         let reads = [Slot::Input(0), Slot::Input(1), Slot::Input(2)];
         let writes = [Slot::Output, Slot::Kept(0)];
         Calls::default().call(kernel.with_all(signature.attributes), &reads, &writes)
     },
     backward: |signature| {
-        let kernel = Kernel::new("layer_norm_backward", |_, s| {
-            for_stored!(s.dtype(0), T => {
-                let weight = s.wide_x(2)?;
-                let (dx, dw, db) = (s.y(0)?, s.y(1)?, s.y(2)?);
-                kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, dx, dw, db);
-                Ok(())
-            })
+        let kernel = kernel!("layer_norm_backward", |T, _, s| {
+            let weight = s.wide_x(2)?;
+            let (dx, dw, db) = (s.y(0)?, s.y(1)?, s.y(2)?);
+            kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, dx, dw, db);
         });
         let reads = [
             Slot::OutputGradient,

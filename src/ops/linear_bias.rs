@@ -4,7 +4,7 @@ use super::cast::converted;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, check_same_or_f32, choose};
 use super::linear::{ending, factors, linear_product, read_weight, rows_of};
-use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Kernel, Lowering, Slot, kernel};
 use super::operand::{check_size, operand, zeros_of};
 use super::product::{Factor, product};
 use super::record::{Spec, apply3, composed, contiguous, made, wide_input};
@@ -145,11 +145,8 @@ pub(super) const LOWERING: Lowering = Lowering {
         let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
         let dw = product(dy.t(), x, false);
         let mut calls = calls.call(dw, &[gradient, Slot::Input(0)], &[Slot::Gradient(1)]);
-        let db = Kernel::new("bias_backward", |_, s| {
-            for_stored!(s.dtype(0), T => {
-                kernel::gradient::<T>(s.x(0)?, s.y(0)?);
-                Ok(())
-            })
+        let db = kernel!("bias_backward", |T, _, s| {
+            kernel::gradient::<T>(s.x(0)?, s.y(0)?);
         });
         let (bias, wide) = (&signature.inputs[2], signature.inputs[0].wide_dtype());
         if bias.dtype == wide {

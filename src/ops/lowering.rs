@@ -15,6 +15,19 @@ use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 
+/// A kernel by name, of what it does with its parameters and slices; `$T` is the type of its first operand's elements.
+macro_rules! kernel {
+    ($name:expr, |$T:ident, $k:pat_param, $s:ident| $body:expr) => {
+        $crate::ops::lowering::Kernel::new($name, |$k, $s| {
+            $crate::ops::cpu::for_stored!($s.dtype(0), $T => {
+                $body;
+                Ok(())
+            })
+        })
+    };
+}
+pub(crate) use kernel;
+
 /// The lowering of an op.
 pub(crate) struct Lowering {
     /// The op's name, as nodes have it.

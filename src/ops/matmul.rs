@@ -3,7 +3,7 @@
 use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
-use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Kernel, Lowering, Slot, kernel};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
 use super::packing::packed_batch;
 use super::record::{Spec, apply2, composed, contiguous, input, made};
@@ -212,23 +212,20 @@ fn batched(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> 
     let batch: usize = a[..a.len().saturating_sub(2)].iter().product();
     let cols = b_sizes[usize::from(!b_transposed)];
     let flops = 2.0 * batch as f64 * (a_sizes[0] * a_sizes[1]) as f64 * cols as f64;
-    let kernel = Kernel::new("matmul", |k, s| {
-        for_stored!(s.dtype(0), T => {
-            let a = Batched {
-                data: s.x::<T>(0)?,
-                rows: k.count("a_rows")?,
-                cols: k.count("a_cols")?,
-                transposed: k.flag("a_transposed"),
-            };
-            let b = Batched {
-                data: s.x::<T>(1)?,
-                rows: k.count("b_rows")?,
-                cols: k.count("b_cols")?,
-                transposed: k.flag("b_transposed"),
-            };
-            matmul_batched(k.count("batch")?, a, b, s.y(0)?);
-            Ok(())
-        })
+    let kernel = kernel!("matmul", |T, k, s| {
+        let a = Batched {
+            data: s.x::<T>(0)?,
+            rows: k.count("a_rows")?,
+            cols: k.count("a_cols")?,
+            transposed: k.flag("a_transposed"),
+        };
+        let b = Batched {
+            data: s.x::<T>(1)?,
+            rows: k.count("b_rows")?,
+            cols: k.count("b_cols")?,
+            transposed: k.flag("b_transposed"),
+        };
+        matmul_batched(k.count("batch")?, a, b, s.y(0)?);
     });
     let sizes = [
         ("batch", batch),

@@ -1,8 +1,7 @@
 //! Sums and means over a whole tensor, and log-softmax.
 
-use super::cpu::for_stored;
 use super::elementwise::in_f32;
-use super::lowering::{Calls, Kernel, Lowering, Signature, Slot};
+use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel};
 use crate::graph::Attribute;
 use crate::kernels::cpu::parallel;
 use crate::{Error, Result};
@@ -89,26 +88,20 @@ fn total(factor: f64) -> Calls {
 
 /// Reads x; writes its sum times `factor`.
 pub(crate) fn sum_of(factor: f64) -> Kernel {
-    let kernel = Kernel::new("sum", |k, s| {
-        for_stored!(s.dtype(0), T => {
-            let x = s.x::<T>(0)?;
-            let of_range = |range: Range<usize>| x[range].iter().map(|x| x.to_f64()).sum::<f64>();
-            let total = parallel::sum_ranges(x.len(), of_range) * k.number("factor")?;
-            s.y::<T>(0)?[0] = WithDType::from_f64(total);
-            Ok(())
-        })
+    let kernel = kernel!("sum", |T, k, s| {
+        let x = s.x::<T>(0)?;
+        let of_range = |range: Range<usize>| x[range].iter().map(|x| x.to_f64()).sum::<f64>();
+        let total = parallel::sum_ranges(x.len(), of_range) * k.number("factor")?;
+        s.y::<T>(0)?[0] = WithDType::from_f64(total);
     });
     kernel.with("factor", Attribute::Number(factor))
 }
 
 /// The gradient of that: the output's everywhere.
 fn spread(factor: f64) -> Calls {
-    let kernel = Kernel::new("sum_backward", |k, s| {
-        for_stored!(s.dtype(0), T => {
-            let dy = s.x::<T>(0)?[0].to_f64() * k.number("factor")?;
-            s.y::<T>(0)?.fill(WithDType::from_f64(dy));
-            Ok(())
-        })
+    let kernel = kernel!("sum_backward", |T, k, s| {
+        let dy = s.x::<T>(0)?[0].to_f64() * k.number("factor")?;
+        s.y::<T>(0)?.fill(WithDType::from_f64(dy));
     });
     let kernel = kernel.with("factor", Attribute::Number(factor));
     Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])

@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, float_input, like_first};
 use crate::Result;
@@ -39,20 +39,14 @@ pub fn reference(x: &Tensor) -> Result<Tensor> {
 pub(super) const LOWERING: Lowering = Lowering {
     op: "relu",
     forward: |_| {
-        let kernel = Kernel::new("relu", |_, s| {
-            for_stored!(s.dtype(0), T => {
-                kernel::forward(s.x::<T>(0)?, s.y(0)?);
-                Ok(())
-            })
+        let kernel = kernel!("relu", |T, _, s| {
+            kernel::forward(s.x::<T>(0)?, s.y(0)?);
         });
         Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
     },
     backward: |_| {
-        let kernel = Kernel::new("relu_backward", |_, s| {
-            for_stored!(s.dtype(0), T => {
-                kernel::backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-                Ok(())
-            })
+        let kernel = kernel!("relu_backward", |T, _, s| {
+            kernel::backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
         });
         let reads = [Slot::OutputGradient, Slot::Output];
         Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])

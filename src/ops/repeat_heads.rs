@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, wide_input};
 use crate::graph::Attribute;
@@ -87,22 +87,16 @@ fn check(x: &Tensor, times: usize) -> Result<RepeatHeads> {
 pub(super) const LOWERING: Lowering = Lowering {
     op: "repeat_heads",
     forward: |signature| {
-        let kernel = Kernel::new("repeat_heads", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                kernel::repeat(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
-                Ok(())
-            })
+        let kernel = kernel!("repeat_heads", |T, k, s| {
+            kernel::repeat(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
         });
         let kernel = kernel.with_all(signature.attributes);
         let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);
         Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
     },
     backward: |signature| {
-        let kernel = Kernel::new("repeat_heads_backward", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                kernel::fold(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
-                Ok(())
-            })
+        let kernel = kernel!("repeat_heads_backward", |T, k, s| {
+            kernel::fold(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
         });
         let kernel = kernel.with_all(signature.attributes);
         let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);

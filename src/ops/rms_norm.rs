@@ -4,7 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::zeros_of;
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::{Attribute, Room, Step, Target};
@@ -98,24 +98,18 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
 pub(super) const LOWERING: Lowering = Lowering {
     op: "rms_norm",
     forward: |signature| {
-        let kernel = Kernel::new("rms_norm", |k, s| {
-            for_stored!(s.dtype(0), T => {
-                let weight = s.wide_x(1)?;
-                kernel::forward(s.x::<T>(0)?, &weight, k.number("eps")?, s.y(0)?, s.y(1)?);
-                Ok(())
-            })
+        let kernel = kernel!("rms_norm", |T, k, s| {
+            let weight = s.wide_x(1)?;
+            kernel::forward(s.x::<T>(0)?, &weight, k.number("eps")?, s.y(0)?, s.y(1)?);
         });
         let reads = [Slot::Input(0), Slot::Input(1)];
         let writes = [Slot::Output, Slot::Kept(0)];
         Calls::default().call(kernel.with_all(signature.attributes), &reads, &writes)
     },
     backward: |signature| {
-        let kernel = Kernel::new("rms_norm_backward", |_, s| {
-            for_stored!(s.dtype(0), T => {
-                let weight = s.wide_x(2)?;
-                kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, s.y(0)?, s.y(1)?);
-                Ok(())
-            })
+        let kernel = kernel!("rms_norm_backward", |T, _, s| {
+            let weight = s.wide_x(2)?;
+            kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, s.y(0)?, s.y(1)?);
         });
         let reads = [
             Slot::OutputGradient,

@@ -4,7 +4,7 @@ use super::activation::sigmoid;
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
-use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::lowering::{Calls, Kernel, Lowering, Slot, kernel};
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::probe::Operand;
@@ -74,21 +74,15 @@ pub(super) const LOWERING: Lowering = Lowering {
 
 /// Reads gate and up; writes silu(gate) * up.
 pub(super) fn gated() -> Kernel {
-    Kernel::new("swiglu", |_, s| {
-        for_stored!(s.dtype(0), T => {
-            kernel::forward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-            Ok(())
-        })
+    kernel!("swiglu", |T, _, s| {
+        kernel::forward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
     })
 }
 
 /// Reads dy, gate and up; writes the gradients of gate and up.
 pub(super) fn gated_backward() -> Kernel {
-    Kernel::new("swiglu_backward", |_, s| {
-        for_stored!(s.dtype(0), T => {
-            kernel::backward(s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.y(0)?, s.y(1)?);
-            Ok(())
-        })
+    kernel!("swiglu_backward", |T, _, s| {
+        kernel::backward(s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.y(0)?, s.y(1)?);
     })
 }
 

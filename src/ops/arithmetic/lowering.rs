@@ -2,18 +2,14 @@
 
 use crate::kernels::cpu::arithmetic as kernel;
 use crate::ops::cast::converted;
-use crate::ops::cpu::for_stored;
-use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slot};
+use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel};
 use crate::ops::strided;
 
 /// Reads a and b; writes y: an elementwise kernel of two.
 macro_rules! elementwise {
     ($name:literal, $kernel:path) => {
-        Kernel::new($name, |_, s| {
-            for_stored!(s.dtype(0), T => {
-                $kernel(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-                Ok(())
-            })
+        kernel!($name, |T, _, s| {
+            $kernel(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
         })
     };
 }
@@ -32,22 +28,16 @@ pub(in crate::ops) const LOWERINGS: &[Lowering] = &[
     Lowering {
         op: "add_scaled",
         forward: |signature| {
-            let kernel = Kernel::new("add_scaled", |k, s| {
-                for_stored!(s.dtype(0), T => {
-                    kernel::add_scaled(s.x::<T>(0)?, s.x(1)?, k.number("scale")?, s.y(0)?);
-                    Ok(())
-                })
+            let kernel = kernel!("add_scaled", |T, k, s| {
+                kernel::add_scaled(s.x::<T>(0)?, s.x(1)?, k.number("scale")?, s.y(0)?);
             });
             forward(signature, kernel.with_all(signature.attributes))
         },
         backward: |signature| {
             let mut backward = Backward::new(signature);
             backward.pass_on(0);
-            let kernel = Kernel::new("scale", |k, s| {
-                for_stored!(s.dtype(0), T => {
-                    kernel::scaled(s.x::<T>(0)?, k.number("scale")?, s.y(0)?);
-                    Ok(())
-                })
+            let kernel = kernel!("scale", |T, k, s| {
+                kernel::scaled(s.x::<T>(0)?, k.number("scale")?, s.y(0)?);
             });
             let dy = backward.dy;
             backward.gradient(1, kernel.with_all(signature.attributes), [dy, dy]);
