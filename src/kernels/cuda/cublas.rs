@@ -45,6 +45,11 @@ pub(crate) fn multiply(
     let (alpha, beta) = (1f32, if adds { 1f32 } else { 0f32 });
     card.cuda_stream().context().bind_to_thread().w()?;
     let blas = card.cublas_handle();
+    // A product that is split by depth is otherwise summed in half precision where it comes out in that.
+    let whole_sums = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+    // SAFETY: the handle lives as long as `blas`.
+    let set = unsafe { sys::cublasSetMathMode(*blas.handle(), whole_sums) };
+    set.result().map_err(|error| Error::wrap(error).context("cuBLAS"))?;
     // SAFETY: the matrices are as they say, which their owners have made; alpha and beta are read before this returns.
     let asked = unsafe {
         result::gemm_strided_batched_ex(

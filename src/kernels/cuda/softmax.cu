@@ -8,7 +8,8 @@
 // buffer, dx that of dp or of p: a thread writes what it alone has read, after it has.
 //
 // `from_f32`: x and dp are f32, p and dx half precision, and backward reads p: results of products that are rounded once,
-// where they are multiplied next. p and dx are other buffers than x and dp.
+// where they are multiplied next. p and dx are other buffers than x and dp. A row of rounded p does not add up to 1, so its
+// mean of dp is sum(dp p) / sum(p): else dp - mean would be off by |dp| times what is missing, where p is nearly one key's.
 //
 // Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / 32 E)), X 1024 of f32, else 512; packs = ceil(keys / N), one
 // more if rows do not begin at 16 bytes, N = 16 / size of p's T; E, a thread's elements in registers, 32 forward and 16
@@ -234,6 +235,7 @@ template <class S, class T, bool FROM_SCORES, bool WHOLE>
 __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, float scale, long long shift,
                                          long long rows, int queries, int keys) {
     const int N = InVector<T>::COUNT, PACKS = 16 / N, BATCH = 2;
+    const bool ROUNDED = !FROM_SCORES && sizeof(S) != sizeof(T);
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     dp += row * keys, source += row * keys, dx += row * keys;
@@ -287,11 +289,14 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
             } else {
                 unpack(more_source[k], values);
 #pragma unroll
-                for (int i = 0; i < N; i++) seen.inner += values[i] * d[i];
+                for (int i = 0; i < N; i++) {
+                    if (ROUNDED) seen.total += values[i];
+                    seen.inner += values[i] * d[i];
+                }
             }
         }
     }
-    float total = 0.f, inner = seen.inner, factor = scale;
+    float total = seen.total, inner = seen.inner, factor = scale;
     if (FROM_SCORES) {
         top = reduce_row<Largest>(fmaxf(top, seen.top), 0);
         float raised = exp2_fast(seen.top - top);
@@ -304,16 +309,17 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
         unpack(of_dp[k], d);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            if (FROM_SCORES) {
-                e[k][i] = exp2_fast(e[k][i] - top);
-                total += e[k][i];
-            }
+            if (FROM_SCORES) e[k][i] = exp2_fast(e[k][i] - top);
+            if (FROM_SCORES || ROUNDED) total += e[k][i];
             inner += e[k][i] * d[i];
         }
     }
     if (FROM_SCORES) {
         reduce_row_pair(&inner, &total, 0);
         inner /= total, factor /= total;
+    } else if (ROUNDED) {
+        reduce_row_pair(&inner, &total, 0);
+        inner = total > 0.f ? inner / total : 0.f;
     } else {
         inner = reduce_row<Sum>(inner, 1);
     }
