@@ -40,7 +40,12 @@ fn judge_all(policy: KernelPolicy) {
         for (number, sample) in file.samples.iter().enumerate() {
             for (run, dtype) in RUNS.iter().enumerate() {
                 for (way, apply) in ways(name) {
-                    let found = with_kernel_policy(policy, || judge(sample, run, apply, &device));
+                    let roundings = match way == "naive" && device.is_cuda() {
+                        true => 2.0,
+                        false => 1.0,
+                    };
+                    let judged = || judge(sample, run, apply, &device, roundings);
+                    let found = with_kernel_policy(policy, judged);
                     let what = format!("{way}, {name} {number}, {dtype:?}");
                     failures.extend(found.into_iter().map(|why| format!("{what}: {why}")));
                 }
@@ -58,7 +63,11 @@ fn judge_all(policy: KernelPolicy) {
 }
 
 /// What is wrong with this sample's output and gradients in the dtype of `run`.
-fn judge(sample: &Sample, run: usize, way: Way, device: &Device) -> Vec<String> {
+///
+/// `roundings`: how many half precision is allowed at least. On a GPU naive attention has a second one: its probabilities, and
+/// their gradients, are rounded where they are multiplied. PyTorch's three ops do that too, and are off there by 4.6e-3 in dq and
+/// 4.3e-3 in dk on 200 problems of these sizes (bf16, one H200, PyTorch 2.11), up to 6.4e-3.
+fn judge(sample: &Sample, run: usize, way: Way, device: &Device, roundings: f64) -> Vec<String> {
     // candle's own: on a GPU neither backward nor broadcast_as works on no elements.
     if device.is_cuda() && sample.is_empty() {
         return Vec::new();
@@ -80,7 +89,8 @@ fn judge(sample: &Sample, run: usize, way: Way, device: &Device) -> Vec<String> 
         let wrong = match found {
             None => Some("missing".into()),
             Some(found) => {
-                let bound = bound(RUNS[run], expected.dtype(run), expected.distances);
+                let dtype = expected.dtype(run);
+                let bound = bound(RUNS[run], dtype, expected.distances, roundings);
                 let exact = sample.exact(at, RUNS[run]);
                 compare(found, &exact, sample.dtype(at, run), bound)
             }
@@ -122,7 +132,7 @@ fn results(sample: &Sample, run: usize, way: Way, device: &Device) -> Result<Vec
 
 /// How far a tensor may be from the exact one, relative by norm, in a run in `run`, where PyTorch returns `dtype`.
 /// `distances` are the fixture's: how far half an ulp of its inputs moves f64's result, and PyTorch's own error.
-fn bound(run: DType, dtype: DType, distances: [Option<f64>; 3]) -> Option<f64> {
+fn bound(run: DType, dtype: DType, distances: [Option<f64>; 3], roundings: f64) -> Option<f64> {
     let [shift, f32, bf16] = distances;
     // What half an ulp of f32 would do. Where that is more than a tenth of the result, a difference of equals, f32 has not
     // one digit of it, and PyTorch's error is luck: the norm of one element or of two, say.
@@ -138,7 +148,7 @@ fn bound(run: DType, dtype: DType, distances: [Option<f64>; 3]) -> Option<f64> {
         DType::F32 => (3.0 * f32?).max(1e-6).max(lost),
         // One rounding of the result, and no less than those of the file.
         _ => {
-            let rounding = (epsilon(dtype) / 2.0).max(epsilon(DType::F32));
+            let rounding = (roundings * epsilon(dtype) / 2.0).max(epsilon(DType::F32));
             (2.0 * bf16?).max(rounding).max(lost)
         }
     })

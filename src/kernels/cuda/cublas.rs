@@ -49,7 +49,8 @@ pub(crate) fn multiply(
     let whole_sums = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
     // SAFETY: the handle lives as long as `blas`.
     let set = unsafe { sys::cublasSetMathMode(*blas.handle(), whole_sums) };
-    set.result().map_err(|error| Error::wrap(error).context("cuBLAS"))?;
+    set.result()
+        .map_err(|error| Error::wrap(error).context("cuBLAS"))?;
     // SAFETY: the matrices are as they say, which their owners have made; alpha and beta are read before this returns.
     let asked = unsafe {
         result::gemm_strided_batched_ex(
