@@ -45,10 +45,15 @@ fn run_probed(
     let range = probe::op(Kind::Op, name, path.child(name));
     let next = compute()?;
     let dtype = plan.buffer(call.writes[0].buffer).dtype;
-    match call.op {
+    let product = match &call.op {
         Op::Matmul {
             rows, cols, depth, ..
-        } => {
+        } => Some([*rows, *cols, *depth]),
+        Op::Kernel(kernel) => kernel.product_sizes(),
+        _ => None,
+    };
+    match (product, &call.op) {
+        (Some([rows, cols, depth]), _) => {
             let [a, b, c] = [[rows, depth], [depth, cols], [rows, cols]];
             let operand = |dims, dtype: DType| probe::Operand { dims, dtype };
             let factors = plan.lower_dtype(call);
@@ -57,7 +62,7 @@ fn run_probed(
                 output: operand(&c, dtype),
             });
         }
-        Op::AdamW { elements, .. } => range.leave_flat(elements, dtype),
+        (_, Op::AdamW { elements, .. }) => range.leave_flat(*elements, dtype),
         _ => {} // what the costs of eager ops do not describe
     }
     Ok(next)

@@ -275,6 +275,14 @@ impl Kernel {
         self.flops
     }
 
+    /// Rows, columns and depth, if it is one matrix product.
+    pub(crate) fn product_sizes(&self) -> Option<[usize; 3]> {
+        let count = |name| self.count(name).ok();
+        let (rows, cols) = (count("rows")?, count("cols")?);
+        let factor = count("a_rows")? * count("a_cols")?;
+        Some([rows, cols, factor.checked_div(rows)?])
+    }
+
     pub(crate) fn view(&self) -> Result<&View> {
         match &self.view {
             Some(view) => Ok(view),

@@ -52,7 +52,7 @@ pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
         matmul_sum(&[(a, b)], c, k.flag("adds"), Threads::All);
         Ok(())
     }
-    let kernel = Kernel::new("product", |k, s| {
+    let kernel = Kernel::new("matmul", |k, s| {
         let written = s.dtype_written(0)?;
         for_stored!(s.dtype(0), T => match written == s.dtype(0) {
             true => into::<T, T>(k, s),
