@@ -173,6 +173,10 @@ impl Buffers {
         self.add(name, shape, dtype, category, home)
     }
 
+    pub(super) fn set_category(&mut self, id: BufferId, category: Category) {
+        self.0[id.0].category = category;
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = (BufferId, &Buffer)> {
         let numbered = self.0.iter().enumerate();
         numbered.map(|(i, buffer)| (BufferId(i), buffer))

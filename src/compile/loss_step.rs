@@ -2,15 +2,15 @@
 
 use super::config::check_clip_norm;
 use super::executor::Executor;
-use super::lower::{self, Lowered, Wanted};
+use super::lower::{self, Lowered, Trained, Wanted};
 use super::plan::{Operand, Plan};
 use super::run::Tensors;
 use super::source::check_apart;
 use crate::graph::{self, Graph, Source, Target, Traced, ValueId};
 use crate::ops::cpu::{cpu_storage, for_stored, ids};
 use crate::ops::lowering::Ids;
-use crate::optim::AdamW;
 use crate::optim::inplace::storage_address;
+use crate::optim::{AdamW, PlannedUpdate};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Tensor, Var};
@@ -25,6 +25,10 @@ const OP: &str = "compile::LossStep";
 /// is planned as it runs there. The step is the same as an eager one: `loss`, `backward()`,
 /// [`clip_grad_norm`](crate::optim::clip_grad_norm), [`AdamW::step`], on the same variables. The optimizer's weights are updated;
 /// a weight that several layers read (tied) has the sum of its gradients; one that the optimizer does not have is frozen.
+///
+/// Checkpointed and released segments are planned like the rest: nothing is run twice, and what lives until backward stays. A
+/// frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is made when the
+/// step is planned. A run copies its inputs, and ops take a little memory of their own besides the arena.
 ///
 /// Where [`TrainStep`](super::TrainStep) has a plan made for [`TransformerLM`](crate::model::TransformerLM), with fused norms
 /// and the loss in chunks, this one has the ops as they are traced, one kernel after another. On the CPU, with parameters in
@@ -74,6 +78,8 @@ pub struct LossStep {
     norm: Option<Operand>,
     clip_norm: Option<f64>,
     has_run: bool,
+    /// Whether the last run has clipped.
+    has_norm: bool,
 }
 
 /// What a run reads where it lies.
@@ -120,12 +126,15 @@ impl LossStep {
         check_parameters(&parameters)?;
         check_reached(optimizer, &parameters)?;
         optimizer.planned_updates(OP, &parameters)?;
-        let sizes = reached.iter().zip(&parameters);
-        let sizes: Vec<_> = sizes
-            .map(|(id, (_, var))| (*id, var.elem_count()))
-            .collect();
+        let trained = reached.iter().zip(&parameters);
+        let trained = trained.map(|(value, (name, var))| Trained {
+            value: *value,
+            name: name.clone(),
+            elements: var.elem_count(),
+        });
+        let trained: Vec<Trained> = trained.collect();
         let wanted = Wanted {
-            parameters: &sizes,
+            parameters: &trained,
             clips: clip_norm.is_some(),
         };
         let lowered = lower::step(OP, &graph, &wanted)?;
@@ -142,8 +151,8 @@ impl LossStep {
                 hint: "cast it: ops::cast(&loss, DType::F32)".into(),
             });
         }
-        let ids = checked_ids(&graph, &tensors, &lowered)?;
         let arguments = arguments(&graph, &tensors, &lowered)?;
+        let ids = checked_ids(&graph, &lowered, &arguments)?;
         Ok(Self {
             executor: Executor::new(&lowered.plan, &Device::Cpu)?,
             plan: lowered.plan,
@@ -156,6 +165,7 @@ impl LossStep {
             norm: lowered.norm,
             clip_norm,
             has_run: false,
+            has_norm: false,
         })
     }
 
@@ -170,6 +180,8 @@ impl LossStep {
         let planned = optimizer.planned_updates(OP, &self.parameters)?;
         check_apart(OP, &self.parameters, &planned)?;
         let given = self.given(inputs)?;
+        check_not_lent(&given, &planned)?;
+        (self.has_run, self.has_norm) = (false, false); // until it is over
         let arguments: Vec<&Tensor> = given.iter().collect();
         let tensors = Tensors {
             parameters: &self.parameters,
@@ -180,7 +192,7 @@ impl LossStep {
         let clip_norm = self.clip_norm.unwrap_or(f64::INFINITY);
         self.executor.run(&self.plan, &tensors, clip_norm, None)?;
         optimizer.planned_step_taken();
-        self.has_run = true;
+        (self.has_run, self.has_norm) = (true, self.norm.is_some());
         self.loss()
     }
 
@@ -190,6 +202,7 @@ impl LossStep {
     /// As [`run`](Self::run).
     pub fn forward_backward(&mut self, inputs: &[(&str, &Tensor)]) -> Result<f32> {
         let given = self.given(inputs)?;
+        (self.has_run, self.has_norm) = (false, false); // until it is over
         let arguments: Vec<&Tensor> = given.iter().collect();
         let tensors = Tensors {
             parameters: &self.parameters,
@@ -247,13 +260,14 @@ impl LossStep {
         &self.parameters
     }
 
-    /// The norm of the last run's gradients before clipping; `None` before the first run, and without clipping.
+    /// The norm of the last run's gradients before clipping; `None` before the first [`run`](Self::run), after
+    /// [`forward_backward`](Self::forward_backward), and without clipping.
     ///
     /// # Errors
     /// Memory that cannot be read.
     pub fn gradient_norm(&mut self) -> Result<Option<f64>> {
         match &self.norm {
-            Some(norm) if self.has_run => {
+            Some(norm) if self.has_norm => {
                 let norm: Vec<f64> = self.executor.read(&self.plan, norm)?;
                 Ok(norm.first().copied())
             }
@@ -283,24 +297,40 @@ impl LossStep {
 }
 
 /// The inputs that are read as ids; constants that are ids are checked here.
-fn checked_ids(graph: &Graph, tensors: &[Tensor], lowered: &Lowered) -> Result<Vec<(String, Ids)>> {
+fn checked_ids(
+    graph: &Graph,
+    lowered: &Lowered,
+    arguments: &[Argument],
+) -> Result<Vec<(String, Ids)>> {
     let mut inputs = Vec::new();
     for (id, check) in &lowered.ids {
-        match &graph.value(*id).source {
-            Source::Input(name) => inputs.push((name.clone(), *check)),
-            Source::Node => {
-                return Err(Error::Order {
-                    op: OP,
-                    problem: "token ids that an op makes are not checked before a run".into(),
-                    hint: "make them an input, or a constant".into(),
-                });
+        let id = &origin(graph, *id);
+        if graph.value(*id).source == Source::Node {
+            return Err(Error::Order {
+                op: OP,
+                problem: "token ids that an op makes are not checked before a run".into(),
+                hint: "make them an input, or a constant".into(),
+            });
+        }
+        let number = lowered.arguments.iter().position(|other| other == id);
+        match number.map(|number| &arguments[number]) {
+            Some(Argument::Input { name, .. }) => inputs.push((name.clone(), *check)),
+            Some(Argument::Held(held)) => {
+                ids(OP, held, check.bound, check.ignore)?;
             }
-            _ => {
-                ids(OP, &tensors[id.0], check.bound, check.ignore)?;
-            }
+            None => {} // nobody reads them
         }
     }
     Ok(inputs)
+}
+
+/// Where the elements of a value come from, through copies in order.
+fn origin(graph: &Graph, id: ValueId) -> ValueId {
+    let makes_it = |node: &&graph::Node| node.output == id && node.op == "contiguous";
+    match graph.nodes().find(makes_it) {
+        Some(node) => origin(graph, node.inputs[0].value),
+        None => id,
+    }
 }
 
 /// What is lent.
@@ -376,9 +406,8 @@ fn input(name: &str, shape: &[usize], dtype: DType, inputs: &[(&str, &Tensor)]) 
         });
     }
     check_cpu(name, tensor)?;
-    let tensor = tensor.detach().contiguous()?;
-    // Weights are lent for writing during a run: an input on the storage of one would wait for it for ever.
-    Ok(tensor.copy()?)
+    // A copy: weights are lent for writing during a run, and an input on the storage of one would wait for it for ever.
+    Ok(tensor.detach().force_contiguous()?)
 }
 
 fn check_cpu(what: &str, tensor: &Tensor) -> Result<()> {
@@ -389,6 +418,22 @@ fn check_cpu(what: &str, tensor: &Tensor) -> Result<()> {
             expected: format!("{what} on the CPU"),
             got: format!("{:?}", tensor.device().location()),
             hint: "on a GPU, plan a TransformerLM with compile::TrainStep, or run eagerly".into(),
+        }),
+    }
+}
+
+/// A constant on the storage of the optimizer's state would wait for ever: that is lent for writing.
+fn check_not_lent(arguments: &[Tensor], updates: &[PlannedUpdate]) -> Result<()> {
+    let state = updates
+        .iter()
+        .flat_map(|planned| [&planned.exp_avg, &planned.exp_avg_sq]);
+    let lent: HashSet<usize> = state.map(storage_address).collect();
+    match arguments.iter().any(|x| lent.contains(&storage_address(x))) {
+        false => Ok(()),
+        true => Err(Error::Order {
+            op: OP,
+            problem: "the loss reads the optimizer's state".into(),
+            hint: "give the loss a copy of it".into(),
         }),
     }
 }

@@ -11,10 +11,10 @@ use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 /// What a hollow tensor is, as its storage says it.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Role {
-    /// Made by [`input`].
-    Input(String),
-    /// Made by [`weights`].
-    Weight(String),
+    /// Made by [`input`]: its name and its shape.
+    Input(String, Vec<usize>),
+    /// Made by [`weights`]: its name and its shape.
+    Weight(String, Vec<usize>),
     /// Made by [`constant`].
     Constant,
     /// Made by an op in a trace.
@@ -23,23 +23,30 @@ pub(super) enum Role {
 
 impl Role {
     fn to_bytes(&self) -> Vec<u8> {
-        let (kind, name) = match self {
-            Self::Input(name) => (0, name.as_str()),
-            Self::Weight(name) => (1, name.as_str()),
-            Self::Output => (2, ""),
-            Self::Constant => (3, ""),
+        let (kind, name, shape) = match self {
+            Self::Input(name, shape) => (0, name.as_str(), &shape[..]),
+            Self::Weight(name, shape) => (1, name.as_str(), &shape[..]),
+            Self::Output => (2, "", &[][..]),
+            Self::Constant => (3, "", &[][..]),
         };
-        let mut bytes = vec![kind];
+        let mut bytes = vec![kind, shape.len() as u8];
+        bytes.extend(shape.iter().flat_map(|dim| (*dim as u64).to_le_bytes()));
         bytes.extend(name.as_bytes());
         bytes
     }
 
     fn from_bytes(bytes: &[u8]) -> Self {
-        let name = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        match bytes {
-            [0, rest @ ..] => Self::Input(name(rest)),
-            [1, rest @ ..] => Self::Weight(name(rest)),
-            [3] => Self::Constant,
+        let [kind, rank, rest @ ..] = bytes else {
+            return Self::Output;
+        };
+        let (dims, name) = rest.split_at(rest.len().min(8 * usize::from(*rank)));
+        let dims = dims.as_chunks::<8>().0.iter();
+        let shape = dims.map(|dim| u64::from_le_bytes(*dim) as usize).collect();
+        let name = String::from_utf8_lossy(name).into_owned();
+        match kind {
+            0 => Self::Input(name, shape),
+            1 => Self::Weight(name, shape),
+            3 => Self::Constant,
             _ => Self::Output,
         }
     }
@@ -61,7 +68,9 @@ impl Role {
 /// # Errors
 /// A dtype other than u8, u32, i64 and the floats f16, bf16, f32 and f64.
 pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
-    Ok(hollow(shape, dtype, Role::Input(name.into()), false)?)
+    let shape = shape.into();
+    let role = Role::Input(name.into(), shape.dims().to_vec());
+    Ok(hollow(shape, dtype, role, false)?)
 }
 
 /// A hollow tensor in a constant's place: a table that only a trace reads.
@@ -162,7 +171,8 @@ impl SimpleBackend for HollowWeights {
         dtype: DType,
         _: &Device,
     ) -> candle_core::Result<Tensor> {
-        hollow(shape, dtype, Role::Weight(name.into()), true)
+        let role = Role::Weight(name.into(), shape.dims().to_vec());
+        hollow(shape, dtype, role, true)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {

@@ -302,9 +302,16 @@ impl Session {
             }
             return Ok(id);
         }
+        let mut shape = x.dims().to_vec();
         let source = match Role::of(x) {
-            Some(Role::Input(name)) => Source::Input(name),
-            Some(Role::Weight(name)) => Source::Weight(name),
+            Some(Role::Input(name, whole)) => {
+                shape = whole;
+                Source::Input(name)
+            }
+            Some(Role::Weight(name, whole)) => {
+                shape = whole;
+                Source::Weight(name)
+            }
             Some(Role::Output) => {
                 return Err(Error::Order {
                     op: "graph::trace",
@@ -324,7 +331,7 @@ impl Session {
             return Err(twice(name));
         }
         let value = Value {
-            shape: x.dims().to_vec(),
+            shape,
             dtype: x.dtype(),
             tracked: matches!(source, Source::Weight(_)) || x.track_op(),
             source,

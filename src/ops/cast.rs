@@ -91,10 +91,7 @@ const fn lowering(op: &'static str) -> Lowering {
 
 /// Reads x; writes it in another dtype.
 pub(crate) fn converted() -> Kernel {
-    fn from<T: Stored>(s: &Slices<'_>) -> candle_core::Result<()>
-    where
-        f32: Stored<Wide = f32>,
-    {
+    fn from<T: WithDType>(s: &Slices<'_>) -> candle_core::Result<()> {
         let written = s.dtype_written(0)?;
         let x = s.x::<T>(0)?;
         for_stored!(written, U => {
@@ -117,6 +114,9 @@ pub(crate) fn converted() -> Kernel {
         DType::F32 => half_or_f32::<f32>(s),
         DType::F16 => half_or_f32::<half::f16>(s),
         DType::BF16 => half_or_f32::<half::bf16>(s),
+        DType::U8 => from::<u8>(s),
+        DType::U32 => from::<u32>(s),
+        DType::I64 => from::<i64>(s),
         dtype => for_stored!(dtype, T => from::<T>(s)),
     })
 }

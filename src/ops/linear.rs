@@ -89,13 +89,13 @@ pub(super) const LOWERING: Lowering = Lowering {
     op: "linear",
     forward: |signature| {
         let (x, weight) = factors(signature);
-        let reads = [Slot::Input(0), read_weight(signature, 0, 1)];
+        let reads = [Slot::Input(0), read_weight(signature, 1)];
         Calls::default().call(product(x, weight.t(), false), &reads, &[Slot::Output])
     },
     backward: |signature| {
         let (x, weight) = factors(signature);
         let dy = Factor::new(x.rows, weight.rows);
-        let reads = [Slot::OutputGradient, read_weight(signature, 0, 1)];
+        let reads = [Slot::OutputGradient, read_weight(signature, 1)];
         let dx = product(dy, weight, false);
         let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
         let reads = [Slot::OutputGradient, Slot::Input(0)];
@@ -112,12 +112,13 @@ pub(super) fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
     )
 }
 
-/// What products read of weight number `number`, input `input`: its copy in half precision, where the op has copies (as many as
-/// weights, before what it reads besides).
-pub(super) fn read_weight(signature: &Signature<'_>, number: usize, input: usize) -> Slot {
-    match signature.reads.get(number) {
-        Some(copy) if copy.dims == signature.inputs[input].dims => Slot::Read(number),
-        _ => Slot::Input(input),
+/// What products read of the weight that is input `input`: itself, or its copy in half precision, where its own dtype is another
+/// than x's. Copies stand before what the op reads besides, in the order of the weights that have one.
+pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
+    let has_copy = |input: usize| signature.inputs[input].dtype != signature.inputs[0].dtype;
+    match has_copy(input) {
+        true => Slot::Read((1..input).filter(|before| has_copy(*before)).count()),
+        false => Slot::Input(input),
     }
 }
 

@@ -131,7 +131,7 @@ pub(super) const LOWERING: Lowering = Lowering {
             })
         });
         let calls = Calls::default().call(bias, &[Slot::Input(2)], &[Slot::Output]);
-        let reads = [Slot::Input(0), read_weight(signature, 0, 1)];
+        let reads = [Slot::Input(0), read_weight(signature, 1)];
         match x.cols {
             0 => calls,
             _ => calls.call(product(x, weight.t(), true), &reads, &[Slot::Output]),
@@ -141,7 +141,7 @@ pub(super) const LOWERING: Lowering = Lowering {
         let (x, weight) = factors(signature);
         let (dy, gradient) = (Factor::new(x.rows, weight.rows), Slot::OutputGradient);
         let dx = product(dy, weight, false);
-        let reads = [gradient, read_weight(signature, 0, 1)];
+        let reads = [gradient, read_weight(signature, 1)];
         let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
         let dw = product(dy.t(), x, false);
         let mut calls = calls.call(dw, &[gradient, Slot::Input(0)], &[Slot::Gradient(1)]);

@@ -98,7 +98,7 @@ pub(super) const LOWERING: Lowering = Lowering {
     op: NAME,
     forward: |signature| {
         let (x, weight) = factors(signature);
-        let reads = [Slot::Input(0), read_weight(signature, 0, 1)];
+        let reads = [Slot::Input(0), read_weight(signature, 1)];
         let logits = product(x, weight.t(), false);
         let calls = Calls::default().call(logits, &reads, &[Slot::Kept(0)]);
         let targets = Slot::Read(signature.reads.len() - 1);
@@ -112,7 +112,7 @@ pub(super) const LOWERING: Lowering = Lowering {
         let reads = [Slot::Kept(0), targets, Slot::Kept(1), Slot::OutputGradient];
         let calls = calls.call(planned_gradient(signature), &reads, &[dlogits]);
         let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
-        let reads = [dlogits, read_weight(signature, 0, 1)];
+        let reads = [dlogits, read_weight(signature, 1)];
         let dx = product(of_dlogits, weight, false);
         let calls = calls.call(dx, &reads, &[Slot::Gradient(0)]);
         let dw = product(of_dlogits.t(), x, false);

@@ -43,6 +43,37 @@ pub(crate) fn of(op: &str) -> Option<&'static Lowering> {
     all().find(|lowering| lowering.op == op)
 }
 
+/// Whether an op is planned so, too, where it is composed of candle's own ops: of the same inputs, with nothing kept.
+pub(crate) fn takes_composed(op: &str) -> bool {
+    const ELEMENTWISE: &[&str] = &[
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "add_scaled",
+        "exp",
+        "log",
+        "relu",
+        "tanh",
+        "sigmoid",
+        "silu",
+        "gelu",
+        "gelu_tanh",
+        "swiglu",
+    ];
+    const OTHERS: &[&str] = &[
+        "sum",
+        "mean",
+        "concat",
+        "cast",
+        "weight_cast",
+        "to_dtype",
+        "contiguous",
+        "copy",
+    ];
+    ELEMENTWISE.contains(&op) || OTHERS.contains(&op)
+}
+
 /// Every op that can be planned.
 pub(crate) fn all() -> impl Iterator<Item = &'static Lowering> {
     let several = [

@@ -93,7 +93,7 @@ pub(super) const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
         let linear = |calls: Calls, number: usize| {
-            let reads = [Slot::Input(0), read_weight(signature, number, 1 + number)];
+            let reads = [Slot::Input(0), read_weight(signature, 1 + number)];
             calls.call(product(x, weight.t(), false), &reads, &[Slot::Kept(number)])
         };
         let calls = linear(linear(Calls::default(), 0), 1);
@@ -107,7 +107,7 @@ pub(super) const LOWERING: Lowering = Lowering {
         calls = calls.call(gated_backward(), &reads, &gradients);
         let dy = Factor::new(x.rows, weight.rows); // (N, F)
         for (number, gradient) in gradients.into_iter().enumerate() {
-            let reads = [gradient, read_weight(signature, number, 1 + number)];
+            let reads = [gradient, read_weight(signature, 1 + number)];
             calls = calls.call(
                 product(dy, weight, number > 0),
                 &reads,

@@ -2,7 +2,7 @@
 
 use super::super::op::Op;
 use super::super::plan::{Operand, Phase};
-use super::{Lower, signature, whole_view};
+use super::{Lower, signature};
 use crate::graph::{self, ValueId};
 use crate::ops::arithmetic::sum;
 use crate::ops::lowering::Slot;
@@ -33,12 +33,14 @@ impl Lower<'_> {
             }
         }
         let parameters = self.wanted.parameters.iter();
-        let found = parameters.map(|(value, _)| {
-            gradients.remove(value).ok_or_else(|| Error::Order {
-                op: self.op,
-                problem: format!("no gradient of {:?}", self.graph.value(*value).source),
-                hint: "a bug of this crate: the weight was said to be reached".into(),
-            })
+        let found = parameters.map(|trained| {
+            gradients
+                .remove(&trained.value)
+                .ok_or_else(|| Error::Order {
+                    op: self.op,
+                    problem: format!("no gradient of {}", trained.name),
+                    hint: "a bug of this crate: the weight was said to be reached".into(),
+                })
         });
         found.collect()
     }
@@ -86,7 +88,7 @@ impl Lower<'_> {
                 made.entry(input).or_insert_with(new).clone()
             }
             slot => unreachable!("{slot:?} is a value"),
-        });
+        })?;
         for input in (0..node.inputs.len()).filter(|input| wanted[*input]) {
             if let Some(gradient) = made.remove(&input) {
                 self.contribute(gradients, &node.inputs[input], gradient);
@@ -103,21 +105,20 @@ impl Lower<'_> {
         let base = self.value(operand.value);
         let value = self.graph.value(operand.value);
         let shape = self.graph.shape_of(operand).to_vec();
-        let is_whole = match &operand.view {
-            None => dx.elements.len() == base.elements.len(),
-            Some(view) => strided::is_contiguous(view) && dx.elements.len() == base.elements.len(),
-        };
+        let is_in_order = operand.view.as_ref().is_none_or(strided::is_contiguous);
+        let is_whole = is_in_order && dx.elements.len() == base.elements.len();
         let dx = match is_whole {
             true => dx,
             false => {
-                let view = operand.view.clone().unwrap_or_else(|| whole_view(&shape));
+                let all = || strided::broadcast(&shape, &shape);
+                let view = operand.view.clone().unwrap_or_else(all);
                 self.scattered(dx, view, base.elements.len(), value.dtype)
             }
         };
         let sum_of_both = match gradients.remove(&operand.value) {
             None => dx,
             Some(before) => {
-                let after = self.temporary("gradient", &value.shape, value.dtype);
+                let after = self.temporary("gradient", &[base.elements.len()], value.dtype);
                 let (reads, writes) = (vec![before, dx], vec![after.clone()]);
                 self.plan.call_on(Op::Kernel(sum()), reads, writes);
                 after

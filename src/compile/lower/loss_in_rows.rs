@@ -5,10 +5,10 @@ use super::super::op::Op;
 use super::super::plan::Operand;
 use super::{Lower, part};
 use crate::graph;
-use crate::ops::linear_cross_entropy;
 use crate::ops::lowering::Ids;
 use crate::ops::product::{Factor, product};
 use crate::ops::reduce;
+use crate::ops::{converted, linear_cross_entropy};
 
 /// Elements of logits at a time, about: 10 MiB of f32, which stay in cache. Fewer rows would add to the head's gradient more often.
 const CHUNK_ELEMENTS: usize = 256 * 10_240;
@@ -26,6 +26,11 @@ impl Lower<'_> {
                 .first()
                 .is_some_and(|output| output.value == node.output)
             && !self.is_read_again(node)
+            && node
+                .inputs
+                .iter()
+                .chain(&node.reads)
+                .all(|x| !self.graph.shape_of(x).contains(&0))
     }
 
     /// Whether anything else reads the loss: then its gradient is not 1.
@@ -57,8 +62,10 @@ impl Lower<'_> {
 
         let wanted = [0, 1].map(|input| self.hands_on(node, input));
         let dx = wanted[0].then(|| self.temporary("dx", &[rows, width], x_dtype));
-        let dw = wanted[1].then(|| self.temporary("dweight", &[classes, width], weight_dtype));
-        let losses = self.temporary("losses", &[rows], graph.value(node.output).dtype);
+        // Rounded once, when the sums over all rows are there.
+        let wide = graph.value(node.output).dtype;
+        let dw = wanted[1].then(|| self.temporary("dweight", &[classes, width], wide));
+        let losses = self.temporary("losses", &[rows], wide);
         let most = (CHUNK_ELEMENTS / classes).clamp(CHUNK_ROWS.min(rows), rows);
         for start in (0..rows).step_by(most) {
             let count = most.min(rows - start);
@@ -99,6 +106,15 @@ impl Lower<'_> {
         let loss = self.arena("loss", node.output);
         self.places[node.output.0] = Some(loss.clone());
         self.plan.call_on(mean, vec![losses], vec![loss]);
+        let dw = dw.map(|sums| match weight_dtype == wide {
+            true => sums,
+            false => {
+                let rounded = self.temporary("dweight", &[classes, width], weight_dtype);
+                let cast = Op::Kernel(converted());
+                self.plan.call_on(cast, vec![sums], vec![rounded.clone()]);
+                rounded
+            }
+        });
         let gradients = [dx, dw].into_iter().enumerate();
         gradients
             .filter_map(|(input, gradient)| Some((input, gradient?)))

@@ -12,7 +12,7 @@ use super::op::Op;
 use super::plan::{Operand, Plan, Runs};
 use super::update::Update;
 use super::writer::Writer;
-use crate::graph::{self, Graph, Source, ValueId, View};
+use crate::graph::{self, Graph, Source, ValueId};
 use crate::ops::lowering::{self, Calls, Ids, Lowering, Signature, Slot};
 use crate::ops::strided;
 use crate::probe;
@@ -37,10 +37,18 @@ pub(super) struct Lowered {
 
 /// What the plan of a graph is to have.
 pub(super) struct Wanted<'a> {
-    /// The weights that are updated, by their numbers, with the number of elements of each.
-    pub parameters: &'a [(ValueId, usize)],
+    /// The weights that are updated, by their numbers.
+    pub parameters: &'a [Trained],
     /// Whether gradients are clipped.
     pub clips: bool,
+}
+
+/// A weight that is updated.
+pub(super) struct Trained {
+    pub value: ValueId,
+    pub name: String,
+    /// Of the variable: what the graph read first may be a view of it.
+    pub elements: usize,
 }
 
 /// Plans a step: `graph`'s first output is the loss.
@@ -64,7 +72,13 @@ pub(super) fn step(op: &'static str, graph: &Graph, wanted: &Wanted<'_>) -> Resu
     };
     update.run(false, wanted.clips);
     lower.plan.kept.push(loss.buffer);
-    lower.plan.kept.extend(gradients.iter().map(|g| g.buffer));
+    for gradient in &gradients {
+        lower.plan.kept.push(gradient.buffer);
+        lower
+            .plan
+            .buffers
+            .set_category(gradient.buffer, Category::Gradient);
+    }
     Ok(lower.finish(loss, gradients, repeated))
 }
 
@@ -111,7 +125,7 @@ impl Flow {
             matters[output.value.0] = true;
         }
         let nodes: Vec<_> = graph.nodes().collect();
-        for node in nodes.into_iter().rev().filter(|node| node.output.0 < count) {
+        for node in nodes.into_iter().rev() {
             if matters[node.output.0] && depends[node.output.0] {
                 let inputs = node.inputs.iter().enumerate();
                 let inputs = inputs.filter(|(i, _)| flows(graph, node, *i));
@@ -145,7 +159,7 @@ struct Lower<'a> {
 
 impl<'a> Lower<'a> {
     fn new(op: &'static str, graph: &'a Graph, wanted: &'a Wanted<'a>) -> Self {
-        let trained: HashSet<ValueId> = wanted.parameters.iter().map(|(id, _)| *id).collect();
+        let trained: HashSet<ValueId> = wanted.parameters.iter().map(|x| x.value).collect();
         Self {
             op,
             graph,
@@ -167,11 +181,21 @@ impl<'a> Lower<'a> {
 
     /// The lowering of a node's op.
     fn lowering(&self, node: &graph::Node) -> Result<&'static Lowering> {
-        lowering::of(node.op).ok_or_else(|| Error::Order {
+        let found = lowering::of(node.op);
+        let found = found.filter(|_| !node.composed || lowering::takes_composed(node.op));
+        found.ok_or_else(|| self.no_planned_form(node))
+    }
+
+    fn no_planned_form(&self, node: &graph::Node) -> Error {
+        let composed = match node.composed {
+            true => ", composed of candle's own ops",
+            false => "",
+        };
+        Error::Order {
             op: self.op,
-            problem: format!("{} has no planned form ({})", node.op, node.path),
+            problem: format!("{} has no planned form ({}{composed})", node.op, node.path),
             hint: "write it with other ops of tallow::ops, or run the step eagerly".into(),
-        })
+        }
     }
 
     /// The calls of a node's forward.
@@ -201,8 +225,7 @@ impl<'a> Lower<'a> {
         }
         self.calls(node, calls, &mut |_, slot| {
             unreachable!("{slot:?} in a forward")
-        });
-        Ok(())
+        })
     }
 
     /// Writes `calls` down; what is no value of the graph, `other` finds.
@@ -211,26 +234,29 @@ impl<'a> Lower<'a> {
         node: &graph::Node,
         calls: Calls,
         other: &mut dyn FnMut(&mut Self, Slot) -> Operand,
-    ) {
-        let scratch: Vec<Operand> = calls
-            .scratch
-            .iter()
+    ) -> Result<()> {
+        let scratch = calls.scratch.iter();
+        let scratch: Vec<Operand> = scratch
             .map(|(shape, dtype)| self.temporary("scratch", shape, *dtype))
             .collect();
+        let mut find = |lower: &mut Self, slot| match slot {
+            Slot::Input(i) => Some(lower.read(node.inputs.get(i)?)),
+            Slot::Read(i) => Some(lower.read(node.reads.get(i)?)),
+            Slot::Output => Some(lower.value(node.output)),
+            Slot::Kept(i) => Some(lower.value(node.kept.get(i)?.value)),
+            Slot::Scratch(i) => scratch.get(i).cloned(),
+            slot => Some(other(lower, slot)),
+        };
         for call in calls.calls {
-            let [reads, writes] = [call.reads, call.writes].map(|slots| {
-                let operands = slots.into_iter().map(|slot| match slot {
-                    Slot::Input(i) => self.read(&node.inputs[i]),
-                    Slot::Read(i) => self.read(&node.reads[i]),
-                    Slot::Output => self.value(node.output),
-                    Slot::Kept(i) => self.value(node.kept[i].value),
-                    Slot::Scratch(i) => scratch[i].clone(),
-                    slot => other(self, slot),
-                });
-                operands.collect::<Vec<_>>()
-            });
+            let mut all = |slots: Vec<Slot>| -> Option<Vec<Operand>> {
+                slots.into_iter().map(|slot| find(self, slot)).collect()
+            };
+            let operands = all(call.reads).zip(all(call.writes));
+            // An op that keeps nothing, say, as attention of no queries does not.
+            let (reads, writes) = operands.ok_or_else(|| self.no_planned_form(node))?;
             self.plan.call_on(Op::Kernel(call.kernel), reads, writes);
         }
+        Ok(())
     }
 
     /// A new buffer of the arena.
@@ -252,41 +278,24 @@ impl<'a> Lower<'a> {
             return operand.clone();
         }
         let value = self.graph.value(id);
-        let name = match &value.source {
-            Source::Weight(name) | Source::Input(name) if !name.is_empty() => name.clone(),
-            source => format!(
-                "{} {}",
-                if *source == Source::Constant {
-                    "constant"
-                } else {
-                    "weight"
-                },
-                id.0
-            ),
-        };
-        let parameters = self.wanted.parameters.iter();
-        let number = parameters
-            .clone()
-            .position(|(parameter, _)| *parameter == id);
-        let (shape, category, home) = match number {
-            Some(number) => {
-                let elements = self.wanted.parameters[number].1;
-                let shape = match value.elements() == elements {
-                    true => value.shape.clone(),
-                    false => vec![elements], // first read as a view
-                };
-                (shape, Category::Parameter, Home::Parameter(number))
-            }
-            None => {
-                self.arguments.push(id);
-                let elements = self.extent(id);
-                let shape = match value.elements() == elements {
-                    true => value.shape.clone(),
-                    false => vec![elements],
-                };
-                let home = Home::Argument(self.arguments.len() - 1);
-                (shape, Category::Input, home)
-            }
+        let mut parameters = self.wanted.parameters.iter();
+        let (name, elements, category, home) =
+            match parameters.position(|trained| trained.value == id) {
+                Some(number) => {
+                    let Trained { name, elements, .. } = &self.wanted.parameters[number];
+                    let home = Home::Parameter(number);
+                    (name.clone(), *elements, Category::Parameter, home)
+                }
+                None => {
+                    self.arguments.push(id);
+                    let home = Home::Argument(self.arguments.len() - 1);
+                    let name = argument_name(&value.source, id);
+                    (name, self.extent(id), Category::Input, home)
+                }
+            };
+        let shape = match value.elements() == elements {
+            true => value.shape.clone(),
+            false => vec![elements], // first read as a view
         };
         let id_of_buffer = self
             .plan
@@ -309,7 +318,11 @@ impl<'a> Lower<'a> {
             Some(view) => strided::end(view),
             None => self.graph.value(id).elements(),
         });
-        ends.max().unwrap_or(0)
+        let read = ends.max().unwrap_or(0);
+        match self.graph.value(id).source {
+            Source::Input(_) => read.max(self.graph.value(id).elements()), // all of it is given
+            _ => read,
+        }
     }
 
     /// The elements of an operand, one after another: where they lie, or a copy.
@@ -319,6 +332,9 @@ impl<'a> Lower<'a> {
         let Some(view) = &operand.view else {
             return part(&base, 0, elements);
         };
+        if view.shape.contains(&0) {
+            return part(&base, 0, 0); // it may begin beyond its value
+        }
         if strided::is_contiguous(view) {
             return part(&base, view.offset, view.shape.iter().product());
         }
@@ -342,9 +358,10 @@ impl<'a> Lower<'a> {
 
     /// The first output, as a loss.
     fn loss(&mut self) -> Result<Operand> {
+        let op = self.op;
         let refuse = |got: String| {
             Err(Error::Shape {
-                op: self.op,
+                op,
                 expected: "a loss: one float".into(),
                 got,
                 hint: "return ops::mean or a cross-entropy of what the model gives".into(),
@@ -358,10 +375,14 @@ impl<'a> Lower<'a> {
         if shape.iter().product::<usize>() != 1 || !value.dtype.is_float() {
             return refuse(format!("{shape:?} in {}", value.dtype.as_str()));
         }
-        if value.source != Source::Node {
-            return refuse("a tensor that no op has made".into());
+        if !output.tracked {
+            return refuse("one without a graph, that no gradient leaves".into());
         }
-        Ok(self.read(output))
+        let loss = self.read(output);
+        match self.plan.buffers[loss.buffer].is_in_arena() {
+            true => Ok(loss),
+            false => refuse("a tensor that no op has made".into()),
+        }
     }
 
     fn finish(
@@ -403,6 +424,14 @@ impl<'a> Lower<'a> {
     }
 }
 
+fn argument_name(source: &Source, id: ValueId) -> String {
+    match source {
+        Source::Weight(name) | Source::Input(name) if !name.is_empty() => name.clone(),
+        Source::Constant => format!("constant {}", id.0),
+        _ => format!("weight {}", id.0),
+    }
+}
+
 /// What a lowering is told of a node.
 fn signature<'g>(graph: &'g Graph, node: &'g graph::Node) -> Signature<'g> {
     let of_value = |id: ValueId| probe::Operand {
@@ -437,18 +466,5 @@ fn part(operand: &Operand, first: usize, count: usize) -> Operand {
     Operand {
         buffer: operand.buffer,
         elements: start..start + count,
-    }
-}
-
-/// All of a value, as a view.
-fn whole_view(shape: &[usize]) -> View {
-    let mut stride = vec![1; shape.len()];
-    for dim in (1..shape.len()).rev() {
-        stride[dim - 1] = stride[dim] * shape[dim];
-    }
-    View {
-        shape: shape.to_vec(),
-        stride,
-        offset: 0,
     }
 }

@@ -3,10 +3,10 @@
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::LossStep;
+use tallow::compile::{Category, LossStep};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
-use tallow::ops::Gelu;
+use tallow::ops::{Gelu, KernelPolicy, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Autocast;
 use tallow::{Result, autocast, graph, no_grad, ops};
@@ -299,6 +299,85 @@ fn ops_of_other_models(#[values(None, Some(DType::BF16))] half: Option<DType>) {
     assert_as_eager(&parameters, &inputs, &loss, bound);
 }
 
+/// A gradient that is not finite ends the step before anything changes, and says whose it was; gradients are kept apart.
+#[test]
+fn gradients_that_are_not_finite() {
+    let (good, bad) = (weight("good", &[4, 4], 1), weight("bad", &[4, 4], 2));
+    let parameters = vec![good.clone(), bad.clone()];
+    let mut optimizer = AdamW::new(parameters, AdamWConfig::default()).unwrap();
+    let x = graph::input("x", (3, 4), DType::F32).unwrap();
+    let loss = || {
+        let h = ops::linear(&x, &good.1)?;
+        ops::mean(&ops::add(&h, &ops::mul(&x, &ops::linear(&x, &bad.1)?)?)?)
+    };
+    let mut step = LossStep::new(&optimizer, Some(1.0), loss).unwrap();
+    let buffers = step.plan().buffers().iter();
+    let gradients = buffers.filter(|buffer| buffer.category == Category::Gradient);
+    assert_eq!(
+        gradients.map(|buffer| buffer.bytes()).sum::<u64>(),
+        2 * 4 * 4 * 4
+    );
+    let before = [&good.1, &bad.1].map(|var| var.copy().unwrap());
+    let x = Tensor::full(1e30f32, (3, 4), DEVICE).unwrap();
+    let error = step.run(&mut optimizer, &[("x", &x)]).unwrap_err();
+    assert!(error.to_string().contains("parameter bad"), "{error}");
+    for (before, var) in before.iter().zip([&good.1, &bad.1]) {
+        assert_eq!(difference(var, before), 0.0);
+    }
+    let x = Tensor::full(1f32, (3, 4), DEVICE).unwrap();
+    step.run(&mut optimizer, &[("x", &x)]).unwrap();
+    assert!(step.gradient_norm().unwrap().unwrap() > 0.0);
+    step.forward_backward(&[("x", &x)]).unwrap();
+    assert_eq!(step.gradient_norm().unwrap(), None); // nothing was clipped
+}
+
+/// Tokens and targets cut out of one input; a weight and a table that are read in parts; a head in half precision; a mask of
+/// bytes.
+#[test]
+fn parts() {
+    let table = weight("table", &[90, 8], 1);
+    let fused = weight("fused", &[16, 8], 2);
+    let positions = weight("positions", &[9, 8], 3);
+    let walk = Tensor::from_iter((0..210u32).map(|i| i * 37 % 90), DEVICE).unwrap();
+    let mask = Tensor::from_iter((0..1400).map(|i| (i % 3) as u8), DEVICE).unwrap();
+    let inputs = [
+        ("walk", walk.reshape((35, 6)).unwrap()),
+        ("mask", mask.reshape((35, 5, 8)).unwrap()),
+    ];
+    let loss = |x: &[Tensor]| {
+        let h = ops::embedding(&x[0].narrow(1, 0, 5)?, &table.1)?; // (35, 5, 8)
+        let both = ops::add(&positions.1.narrow(0, 4, 5)?, &positions.1.narrow(0, 0, 5)?)?;
+        let h = ops::add(&h, &both)?;
+        let (first, second) = (fused.1.narrow(0, 8, 8)?, fused.1.narrow(0, 0, 8)?);
+        let h = ops::add(&ops::linear(&h, &first)?, &ops::linear(&h, &second)?)?;
+        let h = ops::cast(&ops::mul(&h, &x[1])?, DType::BF16)?;
+        let head = ops::cast(&table.1, DType::BF16)?;
+        let targets = ops::contiguous(&x[0].narrow(1, 1, 5)?)?;
+        ops::linear_cross_entropy(&h, &head, &targets)
+    };
+    assert_as_eager(
+        &[table.clone(), fused.clone(), positions.clone()],
+        &inputs,
+        &loss,
+        1e-2,
+    );
+}
+
+/// Of two weights one is read as it is cast, the other as its copy.
+#[test]
+fn one_weight_is_no_variable() {
+    let (w1, w3) = (weight("w1", &[6, 4], 1), weight("w3", &[6, 4], 2));
+    let inputs = [("x", weight("", &[5, 4], 3).1.as_tensor().clone())];
+    let loss = |x: &[Tensor]| {
+        autocast(Autocast::cpu(DType::BF16), || {
+            let scaled = ops::mul(&w1.1, &w3.1)?;
+            let y = ops::swiglu_linear(&x[0], &scaled, &w3.1)?;
+            ops::cast(&ops::mean(&y)?, DType::F32)
+        })
+    };
+    assert_as_eager(&[w1.clone(), w3.clone()], &inputs, &loss, 3e-2);
+}
+
 /// What cannot be planned, in words.
 #[test]
 fn refusals() {
@@ -318,6 +397,11 @@ fn refusals() {
     assert!(text.contains("pow has no planned form"), "{text}");
     let text = refused(&|| Ok(linear()?.mean_all()?));
     assert!(text.contains("ops"), "{text}");
+    let text = refused(&|| Ok(ops::mean(&linear()?)?.detach()));
+    assert!(text.contains("without a graph"), "{text}");
+    let reference = || with_kernel_policy(KernelPolicy::Reference, || ops::mean(&linear()?));
+    let text = refused(&reference);
+    assert!(text.contains("composed of candle's own ops"), "{text}");
     let both = vec![w.clone(), weight("unused", &[3], 3)];
     let other = AdamW::new(both, AdamWConfig::default()).unwrap();
     let text = LossStep::new(&other, None, || ops::mean(&linear()?))
