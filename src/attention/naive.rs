@@ -219,7 +219,7 @@ fn scratch_elements(sizes: &kernel::Sizes, dtype: DType) -> [f64; 2] {
     ]
 }
 
-/// The scores that there are at once on a card beside the probabilities.
+/// The scores that there are at once on a GPU beside the probabilities.
 fn scores_on_card(sizes: &kernel::Sizes, dtype: DType) -> f64 {
     let group = sizes.batch / sizes.kv_batch.max(1);
     let of_head = group

@@ -7,7 +7,7 @@
 //! [`record()`] and [`record_on()`], which keep every block with its origin, and what is made of it: sums ([`Recording`]),
 //! a picture ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what
 //! the process has taken; [`Meter`], a device's counters whatever the device. Functions, models and attention alone are
-//! predicted for the CPU's kernels or a card's ([`Kernels`]). What does not: timing ([`crate::bench`]); what an op takes and
+//! predicted for the kernels of the CPU or of a GPU ([`Kernels`]). What does not: timing ([`crate::bench`]); what an op takes and
 //! keeps, which its own file says ([`Step`](crate::graph::Step)).
 
 mod account;

@@ -92,16 +92,19 @@ pub(super) const LOWERING: Lowering = Lowering {
         let reads = [Slot::Input(0), read_weight(signature, 1)];
         Calls::default().call(product(x, weight.t(), false), &reads, &[Slot::Output])
     },
-    backward: |signature| {
-        let (x, weight) = factors(signature);
-        let dy = Factor::new(x.rows, weight.rows);
-        let reads = [Slot::OutputGradient, read_weight(signature, 1)];
-        let dx = product(dy, weight, false);
-        let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
-        let reads = [Slot::OutputGradient, Slot::Input(0)];
-        calls.call(product(dy.t(), x, false), &reads, &[Slot::Gradient(1)])
-    },
+    backward: planned_gradients,
 };
+
+/// The gradients of x and of the weight, inputs 0 and 1 of an op whose output is their product, or more added to it.
+pub(super) fn planned_gradients(signature: &Signature<'_>) -> Calls {
+    let (x, weight) = factors(signature);
+    let dy = Factor::new(x.rows, weight.rows);
+    let reads = [Slot::OutputGradient, read_weight(signature, 1)];
+    let dx = product(dy, weight, false);
+    let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
+    let reads = [Slot::OutputGradient, Slot::Input(0)];
+    calls.call(product(dy.t(), x, false), &reads, &[Slot::Gradient(1)])
+}
 
 /// x (N, in) and the weight (out, in), of ops that take them first.
 pub(super) fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
@@ -122,13 +125,14 @@ pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
     }
 }
 
-struct Linear {
-    copy: WeightCopy,
+/// The product of x and a weight, as an op or as part of one.
+pub(super) struct Linear {
+    pub copy: WeightCopy,
 }
 
 #[cfg(feature = "cuda")]
 impl Linear {
-    fn backward_on_card(
+    fn gradients_on_card(
         &self,
         x: &Tensor,
         weight: &Tensor,
@@ -222,32 +226,38 @@ impl CustomOp2 for Linear {
         _y: &Tensor,
         dy: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let (out, depth) = weight.dims2()?;
-        let rows = rows_of(dy.dims());
-        let dy = dy.contiguous()?;
+        self.gradients(x, weight, &dy.contiguous()?)
+    }
+}
+
+impl Linear {
+    /// Of x and the weight, those that are tracked: dy (..., out) contiguous.
+    pub(super) fn gradients(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dy: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            return self.backward_on_card(x, weight, &dy);
+            return self.gradients_on_card(x, weight, dy);
         }
+        let (out, depth) = weight.dims2()?;
+        let rows = rows_of(dy.dims());
         for_stored!(dy.dtype(), T => {
-            let dy = elements::<T>(&dy)?;
+            let dy = elements::<T>(dy)?;
             let dy = MatRef::new(&dy, rows, out); // (N, out)
-            let dx = if x.track_op() {
+            let dx = x.track_op().then(|| {
                 let weight = self.copy.for_backward(weight)?;
                 let weight = elements::<T>(&weight)?;
                 let weight = MatRef::new(&weight, out, depth);
-                Some(tensor(x.shape(), |dx| matmul(dy, weight, dx, false, Threads::All))?)
-            } else {
-                None
-            };
-            let dw = if weight.track_op() {
+                tensor(x.shape(), |dx| matmul(dy, weight, dx, false, Threads::All))
+            });
+            let dw = weight.track_op().then(|| {
                 let x = elements::<T>(x)?;
-                let x = MatRef::new(&x, rows, depth);
-                Some(self.copy.gradient(weight, dy.t(), x)?)
-            } else {
-                None
-            };
-            Ok((dx, dw))
+                self.copy.gradient(weight, dy.t(), MatRef::new(&x, rows, depth))
+            });
+            Ok((dx.transpose()?, dw.transpose()?))
         })
     }
 }

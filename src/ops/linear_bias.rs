@@ -3,12 +3,12 @@
 use super::cast::converted;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, check_same_or_f32, choose};
-use super::linear::{ending, factors, linear_product, read_weight, rows_of};
+use super::linear::{Linear, ending, factors, planned_gradients, read_weight, rows_of};
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel};
 use super::operand::{check_size, operand, zeros_of};
-use super::product::{Factor, product};
-use super::record::{Spec, apply3, composed, contiguous, made, wide_input};
-use super::weight::{WeightCopy, with_copies};
+use super::product::product;
+use super::record::{Spec, apply3, composed, contiguous, wide_input};
+use super::weight::with_copies;
 use crate::graph::{Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::parallel::block_sums;
@@ -55,7 +55,9 @@ pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor>
             &contiguous(&x)?,
             &contiguous(&weight)?,
             &contiguous(&bias)?,
-            LinearBias { copy },
+            LinearBias {
+                product: Linear { copy },
+            },
         )?),
         Path::Reference => {
             let output = (ending(x.dims(), weight.dims()[0]), x.dtype());
@@ -138,13 +140,8 @@ pub(super) const LOWERING: Lowering = Lowering {
         }
     },
     backward: |signature| {
-        let (x, weight) = factors(signature);
-        let (dy, gradient) = (Factor::new(x.rows, weight.rows), Slot::OutputGradient);
-        let dx = product(dy, weight, false);
-        let reads = [gradient, read_weight(signature, 1)];
-        let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
-        let dw = product(dy.t(), x, false);
-        let mut calls = calls.call(dw, &[gradient, Slot::Input(0)], &[Slot::Gradient(1)]);
+        let gradient = Slot::OutputGradient;
+        let mut calls = planned_gradients(signature);
         let db = kernel!("bias_backward", |T, _, s| {
             kernel::gradient::<T>(s.x(0)?, s.y(0)?);
         });
@@ -159,23 +156,20 @@ pub(super) const LOWERING: Lowering = Lowering {
 };
 
 struct LinearBias {
-    copy: WeightCopy,
+    product: Linear,
 }
 
 impl Spec for LinearBias {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        let [x, weight] = [&inputs[0], &inputs[1]];
-        (ending(x.dims, weight.dims[0]).into(), x.dtype)
+        self.product.output(inputs)
     }
 
     fn reads(&self) -> Vec<Tensor> {
-        self.copy.tensor().into_iter().collect()
+        self.product.reads()
     }
 
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let packed = linear_product(inputs).forward(target).map(Step::Pass);
-        let steps = made(self, inputs).into_iter().chain(packed);
-        steps.chain(self.copy.dropped(0)).collect()
+        self.product.forward_steps(inputs, target)
     }
 
     /// On the CPU the bias's gradient first, then those of the product; on a GPU after them.
@@ -192,7 +186,7 @@ impl Spec for LinearBias {
             if_tracked: true,
             taking: partial,
         };
-        let of_product = linear_product(inputs).backward(target);
+        let of_product = self.product.backward_steps(inputs, target);
         match target {
             Target::Cpu => [vec![of_bias], of_product].concat(),
             Target::Cuda => [of_product, vec![of_bias]].concat(),
@@ -200,38 +194,20 @@ impl Spec for LinearBias {
     }
 
     fn forwarded(&self) {
-        self.copy.forwarded();
+        self.product.forwarded();
     }
 }
 
 #[cfg(feature = "cuda")]
 impl LinearBias {
-    fn backward_on_card(
-        &self,
-        [x, weight, bias]: [&Tensor; 3],
-        dy: &Tensor,
-    ) -> candle_core::Result<[Option<Tensor>; 3]> {
-        let (card, dtype) = (cuda::card(dy)?, dy.dtype());
-        let (out, depth) = weight.dims2()?;
+    fn bias_gradient_on_card(&self, bias: &Tensor, dy: &Tensor) -> candle_core::Result<Tensor> {
+        let (card, out) = (cuda::card(dy)?, bias.elem_count());
         let rows = rows_of(dy.dims());
-        let of_dy = cuda::matrix(dy, rows, out)?; // (N, out)
-        let dx = x.track_op().then(|| {
-            let weight = self.copy.for_backward(weight)?;
-            let factors = [of_dy, cuda::matrix(&weight, out, depth)?];
-            cuda::product(card, factors, 1, dtype, x.shape())
-        });
-        let dw = weight.track_op().then(|| {
-            let factors = [of_dy.t(), cuda::matrix(x, rows, depth)?];
-            self.copy.gradient_on_card(weight, factors)
-        });
-        let db = bias.track_op().then(|| {
-            let db = cuda::room(card, DType::F32, out)?;
-            let partial = cuda::room(card, DType::F32, workspace::bias_backward(rows, out))?;
-            let (to, partial) = (cuda::whole(&db)?, cuda::whole(&partial)?);
-            cuda_kernel::gradient(card, cuda::elements(dy)?, to, partial)?;
-            cuda::tensor(db, out).to_dtype(bias.dtype())
-        });
-        Ok([dx.transpose()?, dw.transpose()?, db.transpose()?])
+        let db = cuda::room(card, DType::F32, out)?;
+        let partial = cuda::room(card, DType::F32, workspace::bias_backward(rows, out))?;
+        let (to, partial) = (cuda::whole(&db)?, cuda::whole(&partial)?);
+        cuda_kernel::gradient(card, cuda::elements(dy)?, to, partial)?;
+        cuda::tensor(db, out).to_dtype(bias.dtype())
     }
 }
 
@@ -255,7 +231,7 @@ impl CustomOp3 for LinearBias {
         for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
             let bias = stored::<T>(bias, bias_layout)?;
-            self.copy.read::<T, _>(weight, weight_layout, |weight| {
+            self.product.copy.read::<T, _>(weight, weight_layout, |weight| {
                 let weight = MatRef::new(weight, out, depth); // (out, in)
                 output(shape, |y| {
                     kernel::fill(&bias, y);
@@ -283,7 +259,8 @@ impl CustomOp3 for LinearBias {
         let y = cuda::room(&x.device, x.dtype(), rows * out)?;
         cuda_kernel::fill(&x.device, cuda::view(bias, bias_layout)?, cuda::whole(&y)?)?;
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
-        self.copy
+        self.product
+            .copy
             .add_product_on_card(of_x, weight, weight_layout, cuda::whole(&y)?)?;
         Ok((y, shape.into()))
     }
@@ -296,33 +273,27 @@ impl CustomOp3 for LinearBias {
         _y: &Tensor,
         dy: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (out, depth) = weight.dims2()?;
-        let rows = rows_of(dy.dims());
         let dy = dy.contiguous()?;
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let [dx, dw, db] = self.backward_on_card([x, weight, bias], &dy)?;
-            return Ok((dx, dw, db));
+            let (dx, dw) = self.product.gradients(x, weight, &dy)?;
+            let db = bias
+                .track_op()
+                .then(|| self.bias_gradient_on_card(bias, &dy));
+            return Ok((dx, dw, db.transpose()?));
         }
-        for_stored!(dy.dtype(), T => {
-            let dy = elements::<T>(&dy)?;
-            let db = bias.track_op().then(|| {
-                let db = tensor::<<T as Stored>::Wide>(out, |db| kernel::gradient::<T>(&dy, db))?;
+        let db = bias.track_op().then(|| {
+            for_stored!(dy.dtype(), T => {
+                let dy = elements::<T>(&dy)?;
+                let db = tensor::<<T as Stored>::Wide>(bias.shape(), |db| {
+                    kernel::gradient::<T>(&dy, db)
+                })?;
                 db.to_dtype(bias.dtype())
-            });
-            let dy = MatRef::new(&dy, rows, out); // (N, out)
-            let dx = x.track_op().then(|| {
-                let weight = self.copy.for_backward(weight)?;
-                let weight = elements::<T>(&weight)?;
-                let weight = MatRef::new(&weight, out, depth);
-                tensor(x.shape(), |dx| matmul(dy, weight, dx, false, Threads::All))
-            });
-            let dw = weight.track_op().then(|| {
-                let x = elements::<T>(x)?;
-                self.copy.gradient(weight, dy.t(), MatRef::new(&x, rows, depth))
-            });
-            Ok((dx.transpose()?, dw.transpose()?, db.transpose()?))
-        })
+            })
+        });
+        let db = db.transpose()?;
+        let (dx, dw) = self.product.gradients(x, weight, &dy)?;
+        Ok((dx, dw, db))
     }
 }
 

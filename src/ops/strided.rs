@@ -4,7 +4,6 @@ use super::cpu::for_stored;
 use super::lowering::Kernel;
 use crate::graph::{Attribute, View};
 use crate::kernels::cpu::parallel;
-
 use candle_core::{DType, Result, WithDType};
 
 /// Whether a view's elements lie one after another.

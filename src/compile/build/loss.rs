@@ -16,6 +16,15 @@ const CARD_CHUNK_ELEMENTS: usize = 4096 * 10_240;
 /// Rows at a time at least, whatever the vocabulary.
 const CHUNK_ROWS: usize = 64;
 
+/// Of so many rows, those whose logits are there at a time on the CPU.
+pub(in crate::compile) fn rows_on_cpu(rows: usize, classes: usize) -> usize {
+    rows_within(CHUNK_ELEMENTS, rows, classes)
+}
+
+fn rows_within(elements: usize, rows: usize, classes: usize) -> usize {
+    (elements / classes).clamp(CHUNK_ROWS.min(rows), rows)
+}
+
 impl Builder<'_> {
     /// From what the head reads, h (N, D): the loss, the head's gradient, and the gradient of h, (N, D).
     ///
@@ -30,12 +39,11 @@ impl Builder<'_> {
         let dh = self.lower("dx", &[rows, width]);
         let head = self.product_weight(&["lm_head.weight".into()]);
         let (d_head, first) = self.gradient(&["lm_head.weight".into()]);
-        let most = |elements: usize| (elements / classes).clamp(CHUNK_ROWS.min(rows), rows);
         let chunk = match self.is_on_card() {
-            false => most(CHUNK_ELEMENTS),
+            false => rows_on_cpu(rows, classes),
             // All of a size, and so that each begins where products like it.
             true => {
-                let chunks = rows.div_ceil(most(CARD_CHUNK_ELEMENTS));
+                let chunks = rows.div_ceil(rows_within(CARD_CHUNK_ELEMENTS, rows, classes));
                 rows.div_ceil(chunks).next_multiple_of(2 * CHUNK_ROWS)
             }
         };

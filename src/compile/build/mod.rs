@@ -13,6 +13,8 @@ mod norm;
 mod tests;
 mod update;
 
+pub(super) use loss::rows_on_cpu;
+
 use super::buffer::{BufferId, Category, Home};
 use super::config::PlanConfig;
 use super::op::{Accumulate, Op};

@@ -1,6 +1,7 @@
 //! The pass *loss in rows*: head and loss of some rows at a time, with their gradients at once, so that the logits of all rows
 //! are never there, and none is kept.
 
+use super::super::build::rows_on_cpu;
 use super::super::op::Op;
 use super::super::plan::Operand;
 use super::{Lower, part};
@@ -9,12 +10,6 @@ use crate::ops::lowering::Ids;
 use crate::ops::product::{Factor, product};
 use crate::ops::reduce;
 use crate::ops::{converted, linear_cross_entropy};
-
-/// Elements of logits at a time, about: 10 MiB of f32, which stay in cache. Fewer rows would add to the head's gradient more often.
-const CHUNK_ELEMENTS: usize = 256 * 10_240;
-
-/// Rows at a time at least, whatever the vocabulary.
-const CHUNK_ROWS: usize = 64;
 
 impl Lower<'_> {
     /// Whether a node is the loss itself, made of a head: its gradient is 1, and can be computed forward.
@@ -66,7 +61,7 @@ impl Lower<'_> {
         let wide = graph.value(node.output).dtype;
         let dw = wanted[1].then(|| self.temporary("dweight", &[classes, width], wide));
         let losses = self.temporary("losses", &[rows], wide);
-        let most = (CHUNK_ELEMENTS / classes).clamp(CHUNK_ROWS.min(rows), rows);
+        let most = rows_on_cpu(rows, classes);
         for start in (0..rows).step_by(most) {
             let count = most.min(rows - start);
             let some = |x: &Operand, width: usize| part(x, start * width, count * width);

@@ -1,7 +1,8 @@
 //! From a traced graph to a plan: every node's forward in order, the gradients in reverse, the update.
 //!
-//! What lives here: values and where they lie ([`Lower`]), views of them, gradients ([`backward`]), and calls that
-//! nobody needs ([`dead`]). What does not: what an op does, which its [lowering](crate::ops::lowering) says.
+//! What lives here: values and where they lie ([`Lower`]), views of them, gradients ([`backward`]), and the passes:
+//! head and loss in rows ([`loss_in_rows`]), calls that nobody needs ([`dead`]). What does not: what an op does, which its
+//! [lowering](crate::ops::lowering) says.
 
 mod backward;
 mod dead;

@@ -1,5 +1,5 @@
-//! Segments of a function that have a graph of their own: one node outside, whose backward makes the graph anew or lets go
-//! of it.
+//! Segments of a function that have a graph of their own: one node outside, whose backward makes the graph anew or frees
+//! it.
 
 use super::backward::Gradients;
 use super::ledger::{Buffer, Formula, Key, What};

@@ -102,7 +102,7 @@ type Figure = (
     [u64; 2],
 );
 
-/// What this crate's first account had, which followed one model by hand, on a card.
+/// What this crate's first account had, which followed one model by hand, on a GPU.
 const FIGURES: [Figure; 37] = [
     (
         "small",
@@ -529,7 +529,7 @@ fn segments_without_a_graph_take_what_is_predicted() {
     child::run("memory::graphs::child_measures_segments_without_a_graph");
 }
 
-/// A model that is nobody's: tied weights, a frozen one, a bias that is used twice, segments whose graph is let go.
+/// A model that is nobody's: tied weights, a frozen one, a bias that is used twice, segments whose graph is freed.
 struct Mine {
     /// (V, D), embedding and head.
     table: Var,
