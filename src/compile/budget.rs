@@ -1,26 +1,36 @@
 //! Memory budgets: the plan that runs the least again and still fits.
 
-use super::build::{self, Again, Source};
-use super::plan::Plan;
+use super::config::PlanConfig;
+use super::lower::{Again, Lowered, Target};
 use crate::nn::Checkpointing;
+use crate::precision::Precision;
 use crate::{Error, Result};
 use std::num::NonZeroUsize;
 
-/// The plan of a training step, and its checkpointing: as configured, or what fits the budget.
-pub(super) fn plan(source: Source<'_>) -> Result<(Plan, Checkpointing)> {
-    let config = source.config;
-    let configured = build::train_step(source, config.checkpointing.into());
+/// The plan of a training step of so many blocks, and its checkpointing: as configured, or what fits the budget.
+///
+/// # Errors
+/// Those of `plan`; a budget that no plan keeps to.
+pub(super) fn plan(
+    layers: usize,
+    target: Target,
+    config: &PlanConfig,
+    plan: impl Fn(Checkpointing, Again) -> Result<Lowered>,
+) -> Result<(Lowered, Checkpointing)> {
+    let configured = plan(config.checkpointing, Again::default())?;
+    let peak_bytes = |planned: &Lowered| planned.plan.peak_bytes();
     let budget_bytes = match config.memory_budget_bytes {
-        Some(budget_bytes) if configured.peak_bytes() > budget_bytes => budget_bytes,
+        Some(budget_bytes) if peak_bytes(&configured) > budget_bytes => budget_bytes,
         _ => return Ok((configured, config.checkpointing)),
     };
-    let mut smallest = configured.peak_bytes();
-    for again in alternatives(source) {
-        let plan = build::train_step(source, again);
-        if plan.peak_bytes() <= budget_bytes {
-            return Ok((plan, again.checkpointing));
+    let mut smallest = peak_bytes(&configured);
+    let halves = target == Target::Cuda && config.precision != Precision::F32;
+    for (checkpointing, again) in alternatives(layers, halves) {
+        let planned = plan(checkpointing, again)?;
+        if peak_bytes(&planned) <= budget_bytes {
+            return Ok((planned, checkpointing));
         }
-        smallest = smallest.min(plan.peak_bytes());
+        smallest = smallest.min(peak_bytes(&planned));
     }
     let hint = match config.optimizer_in_backward {
         true => "allow more, or plan a smaller batch or sequence",
@@ -35,26 +45,15 @@ pub(super) fn plan(source: Source<'_>) -> Result<(Plan, Checkpointing)> {
     })
 }
 
-/// What may be run again, the least first: sums of some blocks, of all; gates and up of some, of all; then half of the blocks,
-/// and more.
-fn alternatives(source: Source<'_>) -> impl Iterator<Item = Again> {
-    let layers = source.model.num_layers;
-    let sums = match source.is_half_on_card() {
-        true => layers,
-        false => 0,
-    };
-    let nothing = Again::from(Checkpointing::None);
-    let of_sums = (1..=sums).map(move |sums| Again { sums, ..nothing });
-    let of_gates = (1..=layers).map(move |gates| Again {
-        sums,
-        gates,
-        ..nothing
-    });
-    let of_blocks = blocks(layers).into_iter().map(move |checkpointing| Again {
-        checkpointing,
-        sums,
-        gates: 0,
-    });
+/// What may be run again, the least first: sums of some blocks, of all, where branches take `halves` of a sum; gates and up of
+/// some, of all; then half of the blocks, and more.
+fn alternatives(layers: usize, halves: bool) -> impl Iterator<Item = (Checkpointing, Again)> {
+    let sums = if halves { layers } else { 0 };
+    let nothing = Checkpointing::None;
+    let of_sums = (1..=sums).map(move |sums| (nothing, Again { sums, gates: 0 }));
+    let of_gates = (1..=layers).map(move |gates| (nothing, Again { sums, gates }));
+    let of_blocks = blocks(layers).into_iter();
+    let of_blocks = of_blocks.map(move |checkpointing| (checkpointing, Again { sums, gates: 0 }));
     of_sums.chain(of_gates).chain(of_blocks)
 }
 

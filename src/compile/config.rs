@@ -68,11 +68,6 @@ impl Default for PlanConfig {
 }
 
 impl PlanConfig {
-    /// N: tokens of a micro-batch.
-    pub(super) fn rows(&self) -> usize {
-        self.batch_size * self.sequence_length
-    }
-
     /// Whether the fields go together.
     ///
     /// # Errors

@@ -1,9 +1,9 @@
 //! Who runs a plan: the executor of the device that the model is on, with the model's and the optimizer's own tensors.
 
-use super::build::Target;
 use super::cpu;
 #[cfg(feature = "cuda")]
 use super::cuda;
+use super::lower::Target;
 use super::plan::{Operand, Plan};
 use super::run::{Controls, Tensors};
 use crate::Result;
@@ -24,7 +24,7 @@ impl Executor {
     /// What a plan for `device` is built for.
     pub fn target(device: &Device) -> Target {
         match device {
-            Device::Cuda(_) => Target::Card,
+            Device::Cuda(_) => Target::Cuda,
             _ => Target::Cpu {
                 threads: rayon::current_num_threads(),
             },

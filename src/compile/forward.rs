@@ -1,9 +1,9 @@
 //! A forward, planned.
 
-use super::build::{self, Source};
 use super::config::PlanConfig;
 use super::executor::Executor;
 use super::least;
+use super::model::{Planner, Weights};
 use super::plan::Plan;
 use super::run::Tensors;
 use super::source;
@@ -53,17 +53,21 @@ impl Forward {
     ///
     /// # Errors
     /// A configuration that cannot work, a sequence beyond the model's context, a model that is not in f32 on one device
-    /// (the CPU or a CUDA card) or whose weights share storage, on a card heads that flash attention
+    /// (the CPU or a CUDA GPU), on a GPU heads that flash attention
     /// [has no kernel for](crate::compile#on-a-card), an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, config: &PlanConfig) -> Result<Self> {
         let device = model.device();
-        let plan = Self::plan_on(device, model.config(), config)?;
-        let parameters = source::check_model(OP, model)?;
+        let weights = Weights::of(model);
+        let config = &Self::shape_of(config);
+        let target = Executor::target(device);
+        let planner = Planner::new(OP, model.config(), config, target, Some(&weights))?;
+        let plan = planner.forward()?.plan;
+        source::check_model(OP, model)?;
         Ok(Self {
             executor: Executor::new(&plan, device)?,
             device: device.clone(),
             plan,
-            parameters,
+            parameters: weights.parameters,
             vocab_size: model.config().vocab_size,
             precision: config.precision,
             shape: (config.batch_size, config.sequence_length),
@@ -95,21 +99,19 @@ impl Forward {
         model: &TransformerConfig,
         config: &PlanConfig,
     ) -> Result<Plan> {
-        let config = PlanConfig {
+        let config = &Self::shape_of(config);
+        let planner = Planner::new(OP, model, config, Executor::target(device), None)?;
+        Ok(planner.forward()?.plan)
+    }
+
+    /// What of a configuration matters to a forward.
+    fn shape_of(config: &PlanConfig) -> PlanConfig {
+        PlanConfig {
             batch_size: config.batch_size,
             sequence_length: config.sequence_length,
             precision: config.precision,
             ..Default::default()
-        };
-        model.validate()?;
-        source::check_length(model, &config)?;
-        let [cos, sin] = source::angles(model, &config)?;
-        Ok(build::forward(Source {
-            model,
-            config: &config,
-            angles: [&cos, &sin],
-            target: Executor::target(device),
-        }))
+        }
     }
 
     /// Logits (B, T, V) of tokens (B, T) u32, in the dtype of the precision: the only thing that a run allocates.

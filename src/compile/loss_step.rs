@@ -2,13 +2,14 @@
 
 use super::config::check_clip_norm;
 use super::executor::Executor;
-use super::lower::{self, Lowered, Trained, Wanted};
+use super::lower::{self, Again, Job, Lowered, Parameter, Tables};
 use super::plan::{Operand, Plan};
 use super::run::Tensors;
 use super::source::check_apart;
 use crate::graph::{self, Graph, Source, Target, Traced, ValueId};
 use crate::ops::cpu::{cpu_storage, for_stored, ids};
 use crate::ops::lowering::Ids;
+use crate::ops::strided;
 use crate::optim::inplace::storage_address;
 use crate::optim::{AdamW, PlannedUpdate};
 use crate::{Error, Result};
@@ -26,13 +27,13 @@ const OP: &str = "compile::LossStep";
 /// [`clip_grad_norm`](crate::optim::clip_grad_norm), [`AdamW::step`], on the same variables. The optimizer's weights are updated;
 /// a weight that several layers read (tied) has the sum of its gradients; one that the optimizer does not have is frozen.
 ///
-/// Checkpointed and released segments are planned like the rest: nothing is run twice, and what lives until backward stays. A
-/// frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is made when the
+/// A [checkpointed](crate::nn::checkpoint()) segment is run again in backward, and its activations do not stay; a released one is
+/// planned like the rest, whose memory is free once backward has come through it in any case. A frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is made when the
 /// step is planned. A run copies its inputs, and ops take a little memory of their own besides the arena.
 ///
-/// Where [`TrainStep`](super::TrainStep) has a plan made for [`TransformerLM`](crate::model::TransformerLM), with fused norms
-/// and the loss in chunks, this one has the ops as they are traced, one kernel after another. On the CPU, with parameters in
-/// f32.
+/// Plans are made as [`TrainStep`](super::TrainStep)'s are, with the same passes: norms of sums, gates whose backward needs no
+/// memory of its own, attention in the model's dimension, head and loss some rows at a time. An op that none of them takes is
+/// planned as it is traced, one kernel after another. On the CPU, with parameters in f32.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -126,31 +127,28 @@ impl LossStep {
         check_parameters(&parameters)?;
         check_reached(optimizer, &parameters)?;
         optimizer.planned_updates(OP, &parameters)?;
-        let trained = reached.iter().zip(&parameters);
-        let trained = trained.map(|(value, (name, var))| Trained {
-            value: *value,
+        let trained = parameters.iter().map(|(name, var)| Parameter {
             name: name.clone(),
             elements: var.elem_count(),
+            is_trained: true,
         });
-        let trained: Vec<Trained> = trained.collect();
-        let wanted = Wanted {
+        let trained: Vec<Parameter> = trained.collect();
+        let numbers = reached.iter().enumerate();
+        let numbers = numbers.map(|(number, value)| (*value, number)).collect();
+        let lowered = lower::step(&Job {
+            op: OP,
+            graph: &graph,
+            target: Executor::target(&Device::Cpu),
             parameters: &trained,
+            numbers: &numbers,
+            input: &|_| None,
+            table: &Constants(&tensors),
             clips: clip_norm.is_some(),
-        };
-        let lowered = lower::step(OP, &graph, &wanted)?;
-        if lowered.plan.buffer(lowered.loss.buffer).dtype != DType::F32 {
-            return Err(Error::DType {
-                op: OP,
-                expected: "a loss in f32".into(),
-                got: lowered
-                    .plan
-                    .buffer(lowered.loss.buffer)
-                    .dtype
-                    .as_str()
-                    .into(),
-                hint: "cast it: ops::cast(&loss, DType::F32)".into(),
-            });
-        }
+            scales: false,
+            accumulation: 1,
+            optimizer_in_backward: false,
+            again: Again::default(),
+        })?;
         let arguments = arguments(&graph, &tensors, &lowered)?;
         let ids = checked_ids(&graph, &lowered, &arguments)?;
         Ok(Self {
@@ -160,8 +158,8 @@ impl LossStep {
             parameters,
             arguments,
             ids,
-            loss: lowered.loss,
-            gradients: lowered.gradients,
+            loss: lowered.output,
+            gradients: lowered.gradients.into_iter().flatten().collect(), // all are reached
             norm: lowered.norm,
             clip_norm,
             has_run: false,
@@ -215,8 +213,8 @@ impl LossStep {
     }
 
     fn loss(&mut self) -> Result<f32> {
-        let loss: Vec<f32> = self.executor.read(&self.plan, &self.loss)?;
-        Ok(loss[0])
+        let loss: Vec<f64> = self.executor.read(&self.plan, &self.loss)?;
+        Ok(loss[0] as f32)
     }
 
     /// The tensors of a run's arguments, contiguous.
@@ -293,6 +291,27 @@ impl LossStep {
             Ok((name.clone(), copy))
         });
         copies.collect()
+    }
+}
+
+/// The tensors of a trace's values, of which kernels read some as tables.
+struct Constants<'a>(&'a [Tensor]);
+
+impl Tables for Constants<'_> {
+    fn table(&self, _: usize, operand: &graph::Operand, dtype: DType) -> Result<Vec<f32>> {
+        let tensor = &self.0[operand.value.0];
+        let elements = match &operand.view {
+            None => tensor.flatten_all()?,
+            Some(view) => match held(tensor, strided::end(view))? {
+                Argument::Held(elements) => {
+                    let count = view.shape.iter().product();
+                    elements.flatten_all()?.narrow(0, view.offset, count)? // contiguous
+                }
+                Argument::Input { .. } => unreachable!("a constant is no input"),
+            },
+        };
+        let rounded = elements.to_dtype(dtype)?.to_dtype(DType::F32)?;
+        Ok(rounded.flatten_all()?.to_vec1()?)
     }
 }
 

@@ -31,12 +31,13 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! [`LossStep`] plans a step of any loss from its trace, on the CPU. [`Forward`] is a model's forward alone, [`Attention`] is
-//! attention alone, on heads as they lie, with its gradients.
+//! A plan is made from a [trace](crate::graph::trace()): [`TrainStep`] traces [`TransformerLM`](crate::model::TransformerLM),
+//! [`LossStep`] any loss, on the CPU. [`Forward`] is a model's forward alone, [`Attention`] is attention alone, on heads as they
+//! lie, with its gradients.
 //!
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
-//! ([`Plan::explain`], [`Plan::memory_map`]), what builds it from a configuration or from a trace, and the executor, a loop over
-//! the calls that knows nothing of transformers, one for the CPU and one for cards. What does not: the kernels
+//! ([`Plan::explain`], [`Plan::memory_map`]), what makes it from a trace, and the executor, a loop over the calls that knows
+//! nothing of transformers, one for the CPU and one for GPUs. What does not: the kernels
 //! ([`crate::kernels`]), and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops) says.
 //!
 //! # On a card
@@ -80,7 +81,6 @@ pub mod arena;
 mod attention;
 mod budget;
 mod buffer;
-mod build;
 mod calls;
 mod config;
 mod cpu;
@@ -93,6 +93,7 @@ mod least;
 mod loss_step;
 mod lower;
 mod map;
+mod model;
 mod op;
 mod plan;
 mod run;

@@ -118,6 +118,19 @@ pub enum Op {
         /// Rows of the whole step, which the loss is the mean of.
         counted: usize,
     },
+    /// The gradient of a loss that no op differentiates at once. Writes (1): the loss scale over how many losses a step is the mean
+    /// of.
+    LossGradient {
+        /// How many.
+        counted: usize,
+    },
+    /// Reads x; writes y, which x is copied or added to. Both in f32.
+    Accumulate {
+        /// Of each.
+        elements: usize,
+        /// Whether x is added.
+        accumulate: Accumulate,
+    },
     /// The rows' share of the mean loss. Reads losses (N); writes loss (1).
     MeanLoss {
         /// N.
@@ -237,6 +250,8 @@ impl Op {
             Self::MergeHeads(_) => "merge_heads",
             Self::SwiGlu { .. } | Self::PackedSwiGlu { .. } => "swiglu",
             Self::CrossEntropy { .. } => "cross_entropy",
+            Self::LossGradient { .. } => "loss_gradient",
+            Self::Accumulate { .. } => "accumulate",
             Self::MeanLoss { .. } => "mean_loss",
             Self::SwiGluBackward { .. } | Self::PackedSwiGluBackward { .. } => "swiglu_backward",
             Self::AttentionBackward(_) => "attention_backward",
@@ -291,7 +306,9 @@ impl Op {
     /// Whether what it writes first is also read: what is added to or changed in place.
     pub fn reads_what_it_writes(&self) -> bool {
         match self {
-            Self::Matmul { accumulate, .. } => *accumulate != Accumulate::Never,
+            Self::Matmul { accumulate, .. } | Self::Accumulate { accumulate, .. } => {
+                *accumulate != Accumulate::Never
+            }
             Self::RmsNormBackward { .. } | Self::CrossEntropy { .. } => true,
             Self::Rotate(_) | Self::RotateBack(_) => true,
             Self::SwiGluBackward { .. } | Self::PackedSwiGluBackward { .. } => true,
@@ -356,11 +373,13 @@ impl Op {
             }
             Self::CrossEntropy { rows, classes, .. } => format!("{rows} x {classes}"),
             Self::MeanLoss { rows, .. } => format!("{rows}"),
+            Self::LossGradient { .. } => "1".into(),
             Self::SwiGlu { elements }
             | Self::SwiGluBackward { elements }
             | Self::Cast { elements }
             | Self::Unscale { elements }
             | Self::SumOfSquares { elements }
+            | Self::Accumulate { elements, .. }
             | Self::AdamW { elements, .. } => format!("{elements}"),
             Self::CheckOverflow { parameters } | Self::ClipFactor { parameters } => {
                 format!("{parameters}")

@@ -10,74 +10,59 @@ use crate::{Error, Result, nn};
 use candle_core::{DType, Tensor, Var};
 use std::collections::{HashMap, HashSet};
 
-/// A model that can be planned: its parameters in f32 on the CPU or on one card, each on its own storage, as the configuration
-/// lists them.
-pub(super) fn check_model(op: &'static str, model: &TransformerLM) -> Result<Vec<(String, Var)>> {
-    let parameters = model.parameters();
-    refuse_tied(op, model)?;
+/// A model that can be planned: its weights in f32 on the CPU or on one GPU, each variable on its own storage, as the
+/// configuration lists them. One variable may be several of them (tied).
+pub(super) fn check_model(op: &'static str, model: &TransformerLM) -> Result<()> {
     let wanted = model.config().parameter_shapes();
-    let mut storages = HashMap::new();
-    for ((name, var), (wanted_name, shape)) in parameters.iter().zip(&wanted) {
-        if name != wanted_name || var.shape() != shape {
+    for ((name, weight), (wanted_name, shape)) in model.weights().iter().zip(&wanted) {
+        if name != wanted_name || weight.shape() != shape {
             return Err(Error::Shape {
                 op,
-                expected: format!("parameter {wanted_name} {:?}", shape.dims()),
-                got: format!("{name} {:?}", var.dims()),
+                expected: format!("weight {wanted_name} {:?}", shape.dims()),
+                got: format!("{name} {:?}", weight.dims()),
                 hint: "the model must be what its configuration says".into(),
             });
         }
-        if var.device().is_metal() {
+        if weight.device().is_metal() {
             return Err(Error::Placement {
                 op,
-                expected: "a model on the CPU or on a CUDA card".into(),
-                got: format!("{name} on {:?}", var.device().location()),
+                expected: "a model on the CPU or on a CUDA GPU".into(),
+                got: format!("{name} on {:?}", weight.device().location()),
                 hint: "run it eagerly there: model.loss(), backward(), optimizer.step()".into(),
             });
         }
-        if !var.device().same_device(model.device()) {
+        if !weight.device().same_device(model.device()) {
             return Err(Error::Placement {
                 op,
                 expected: "a model on one device".into(),
-                got: format!("{name} on {:?}", var.device().location()),
+                got: format!("{name} on {:?}", weight.device().location()),
                 hint: "build or load the whole model on one device".into(),
             });
         }
-        if var.dtype() != DType::F32 {
+        if weight.dtype() != DType::F32 {
             return Err(Error::DType {
                 op,
                 expected: "parameters in f32".into(),
-                got: format!("{name} in {}", var.dtype().as_str()),
+                got: format!("{name} in {}", weight.dtype().as_str()),
                 hint: "load or build the model in f32, or run it eagerly".into(),
             });
         }
-        if !var.is_contiguous() {
+        if !weight.is_contiguous() {
             return Err(Error::Shape {
                 op,
                 expected: format!("parameter {name} contiguous"),
-                got: format!("strides {:?}", var.stride()),
+                got: format!("strides {:?}", weight.stride()),
                 hint: "build the model from contiguous weights".into(),
             });
         }
-        if let Some(other) = storages.insert(storage_address(var), name) {
-            return Err(Error::Order {
-                op,
-                problem: format!("parameters {other} and {name} share their storage"),
-                hint: "tied weights are not planned; run such a model eagerly".into(),
-            });
-        }
     }
-    Ok(parameters)
-}
-
-/// One variable under two names, of which the parameters have the first alone.
-fn refuse_tied(op: &'static str, model: &TransformerLM) -> Result<()> {
-    let mut names = HashMap::new();
-    for (name, weight) in model.weights() {
-        if let Some(other) = names.insert(weight.id(), name.clone()) {
+    let mut storages = HashMap::new();
+    for (name, var) in model.parameters() {
+        if let Some(other) = storages.insert(storage_address(&var), name.clone()) {
             return Err(Error::Order {
                 op,
-                problem: format!("parameters {other} and {name} share their storage"),
-                hint: "tied weights are not planned; run such a model eagerly".into(),
+                problem: format!("parameters {other} and {name} are two variables on one storage"),
+                hint: "tie weights by one variable under both names".into(),
             });
         }
     }

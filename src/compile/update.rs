@@ -6,6 +6,7 @@ use super::plan::{Operand, Phase};
 use super::writer::Writer;
 use crate::kernels::workspace;
 use candle_core::DType;
+use std::collections::HashMap;
 
 /// The update of parameters, by their numbers.
 pub(super) struct Update<'a> {
@@ -13,7 +14,7 @@ pub(super) struct Update<'a> {
     /// Of each parameter that has one.
     pub gradients: &'a [Option<Operand>],
     /// Of each parameter, the copy in half precision that the update renews, where there is one.
-    pub copies: &'a [Option<Operand>],
+    pub copies: HashMap<usize, Operand>,
     pub on_card: bool,
 }
 
@@ -153,12 +154,7 @@ impl Update<'_> {
         let factor = factor.map(|factor| self.plan.whole(factor));
         let reads = [gradient].into_iter().chain(factor).collect();
         let written = [parameter, exp_avg, exp_avg_sq].map(|id| self.plan.whole(id));
-        let copy = self
-            .copies
-            .get(number)
-            .cloned()
-            .flatten()
-            .filter(|_| self.on_card);
+        let copy = self.copies.get(&number).cloned().filter(|_| self.on_card);
         let writes = written.into_iter().chain(copy).collect();
         self.plan.call_on(op, reads, writes);
     }

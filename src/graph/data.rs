@@ -132,7 +132,7 @@ pub struct Operand {
 }
 
 /// Elements of a value, by their places.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     /// The view's shape.
     pub shape: Vec<usize>,

@@ -2,7 +2,7 @@
 
 use super::cpu::for_stored;
 use super::lowering::Kernel;
-use crate::graph::{Attribute, View};
+use crate::graph::View;
 use crate::kernels::cpu::parallel;
 use candle_core::{DType, Result, WithDType};
 
@@ -130,16 +130,4 @@ fn scattered<T: WithDType, S: WithDType + std::ops::AddAssign>(
         }
     }
     Ok(())
-}
-
-/// Writes `value` everywhere.
-pub(crate) fn filled(value: f64) -> Kernel {
-    let kernel = Kernel::new("fill", |k, s| {
-        let value = k.number("value")?;
-        for_stored!(s.dtype_written(0)?, T => {
-            s.y::<T>(0)?.fill(WithDType::from_f64(value));
-            Ok(())
-        })
-    });
-    kernel.with("value", Attribute::Number(value))
 }

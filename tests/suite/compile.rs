@@ -17,6 +17,7 @@ mod pytorch;
 mod refusals;
 #[cfg(feature = "cuda")]
 mod tf32;
+mod tied;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -25,6 +26,7 @@ use std::collections::HashMap;
 use tallow::attention::Algorithm;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::Layer;
 use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm_checked};
 use tallow::precision::Precision;
 
@@ -131,16 +133,22 @@ pub fn eager_step_in(
 /// Two planned steps against eager ones of a model with the same weights. Losses and gradients must agree, and the weights
 /// must be to the bit what the eager clipping and AdamW make of the planned gradients.
 pub fn agree(model_config: &TransformerConfig, plan: &PlanConfig) {
+    agree_of(|| model_and_optimizer(model_config), plan);
+}
+
+/// As [`agree`], of any model: `make` makes the same at each call.
+pub fn agree_of(make: impl Fn() -> (TransformerLM, AdamW), plan: &PlanConfig) {
+    let (eager, mut eager_optimizer) = make();
+    let (planned, mut planned_optimizer) = make();
+    let model_config = eager.config();
     let what = format!("{model_config:?} {plan:?}");
-    let (eager, mut eager_optimizer) = model_and_optimizer(model_config);
-    let (planned, mut planned_optimizer) = model_and_optimizer(model_config);
     let mut step = TrainStep::new(&planned, &planned_optimizer, plan).unwrap();
     // Where gradients are gone after a run, those of a step that keeps them: weights must be the same to the bit.
     let keeping = PlanConfig {
         optimizer_in_backward: false,
         ..plan.clone()
     };
-    let (keeper, mut keeper_optimizer) = model_and_optimizer(model_config);
+    let (keeper, mut keeper_optimizer) = make();
     let mut keeping_step = TrainStep::new(&keeper, &keeper_optimizer, &keeping).unwrap();
     for i in 0..2 {
         let sequences = plan.accumulation * plan.batch_size;
@@ -261,8 +269,13 @@ impl Judge<'_> {
 
     /// The gradients in f64.
     fn exact(&self) -> HashMap<String, Tensor> {
-        let wide = |(name, var): (String, Var)| (name, var.to_dtype(DType::F64).unwrap());
-        let weights = self.model.parameters().into_iter().map(wide).collect();
+        let mut wide = HashMap::new(); // a tied weight is one variable
+        let weights = self.model.weights().into_iter().map(|(name, weight)| {
+            let of_weight = || Var::from_tensor(&weight.to_dtype(DType::F64).unwrap()).unwrap();
+            let var = wide.entry(weight.id()).or_insert_with(of_weight);
+            (name, var.as_tensor().clone())
+        });
+        let weights: HashMap<String, Tensor> = weights.collect();
         let vb = VarBuilder::from_tensors(weights, DType::F64, &CPU);
         let model = TransformerLM::from_var_builder(self.model.config(), vb).unwrap();
         let (tokens, targets) = self.batch;

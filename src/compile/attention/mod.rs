@@ -6,8 +6,8 @@
 mod arguments;
 mod plan;
 
-use super::build::Target;
 use super::executor::Executor;
+use super::lower::Target;
 use super::plan::{Operand, Phase, Plan};
 use super::run::Tensors;
 use crate::attention::{Algorithm, AttentionConfig};
@@ -208,7 +208,7 @@ impl Attention {
     ) -> Result<Plan> {
         check_dtype(dtype)?;
         let sizes = plan::sizes(algorithm, &shape.into(), config)?;
-        Ok(plan::of(algorithm, sizes, dtype, Target::Card))
+        Ok(plan::of(algorithm, sizes, dtype, Target::Cuda))
     }
 
     /// Computes the output of q, k and v, (..., T, Dh) each: [`output`](Self::output) has it until the next run.

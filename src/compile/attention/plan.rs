@@ -1,7 +1,7 @@
 //! The plan of attention alone: its sizes, buffers and two calls.
 
 use super::super::buffer::{BufferId, Buffers, Category, Home};
-use super::super::build::Target;
+use super::super::lower::Target;
 use super::super::op::Op;
 use super::super::plan::{Call, Operand, Phase, Plan, Runs};
 use super::super::sizes::HeadAttentionSizes;
@@ -84,14 +84,14 @@ pub(super) fn of(
     target: Target,
 ) -> Plan {
     let plan = match (algorithm, target) {
-        (Algorithm::Flash, _) => flash(sizes, dtype, matches!(target, Target::Card)),
+        (Algorithm::Flash, _) => flash(sizes, dtype, matches!(target, Target::Cuda)),
         (Algorithm::Naive, Target::Cpu { threads }) => naive_on_cpu(sizes, dtype, threads),
-        (Algorithm::Naive, Target::Card) => naive_on_card(sizes, dtype),
+        (Algorithm::Naive, Target::Cuda) => naive_on_card(sizes, dtype),
     };
     match target {
         Target::Cpu { .. } => plan,
         // The executor has it whatever the calls are.
-        Target::Card => plan.with_workspace(workspace::PRODUCTS_BYTES),
+        Target::Cuda => plan.with_workspace(workspace::PRODUCTS_BYTES),
     }
 }
 

@@ -100,6 +100,16 @@ fn run_in<S: Stored<Wide = f32>>(
             let (logits, losses) = (o.lower_y(0), o.y(1));
             cross_entropy::forward_backward_in_place(logits, classes, target, weight, losses);
         }
+        Op::LossGradient { counted } => {
+            o.y(0)[0] = (controls.loss_scale.unwrap_or(1.0) / counted as f64) as f32;
+        }
+        Op::Accumulate { accumulate, .. } => {
+            let (x, y) = (o.x(0), o.y(0));
+            match o.adds(accumulate) {
+                false => y.copy_from_slice(x),
+                true => reduce::add_scaled(y, x, 1.0),
+            }
+        }
         Op::MeanLoss {
             counted,
             accumulate,

@@ -1,14 +1,15 @@
-//! Calls that nobody needs: statistics for a backward that there is not, say.
+//! Calls that nobody needs: statistics for a backward that there is not, the last product of a segment that is run again.
 
 use super::super::buffer::{BufferId, Buffers};
 use super::super::plan::Call;
 use std::collections::HashSet;
 
-/// `calls` without those whose results none of the rest reads, where `needed` are read after them.
+/// `calls` without those whose results none of the rest reads, where `needed` are read after them; what the rest reads is
+/// needed then.
 pub(super) fn without(
     calls: Vec<Call>,
     buffers: &Buffers,
-    mut needed: HashSet<BufferId>,
+    needed: &mut HashSet<BufferId>,
 ) -> Vec<Call> {
     let mut kept = Vec::with_capacity(calls.len());
     for call in calls.into_iter().rev() {
@@ -16,6 +17,9 @@ pub(super) fn without(
             |buffer: BufferId| needed.contains(&buffer) || !buffers[buffer].is_in_arena();
         if call.writes.iter().any(|operand| is_needed(operand.buffer)) {
             needed.extend(call.reads.iter().map(|operand| operand.buffer));
+            if call.op.reads_what_it_writes() {
+                needed.extend(call.writes.iter().map(|operand| operand.buffer));
+            }
             kept.push(call);
         }
     }

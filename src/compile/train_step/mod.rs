@@ -5,13 +5,11 @@ mod scaled;
 
 pub use scaled::ScaledStep;
 
-use super::budget;
-use super::build::Source;
 use super::config::{PlanConfig, check_clip_norm};
 use super::executor::Executor;
 use super::least;
-use super::op::Op;
-use super::plan::Plan;
+use super::model::{Planner, Weights};
+use super::plan::{Operand, Plan};
 use super::run::Tensors;
 use super::source;
 use crate::model::{TransformerConfig, TransformerLM};
@@ -35,6 +33,10 @@ const OP: &str = "compile::TrainStep";
 pub struct TrainStep {
     plan: Plan,
     executor: Executor,
+    /// Where a run leaves its loss, the gradients' norm and each parameter's gradient.
+    loss: Operand,
+    norm_place: Option<Operand>,
+    gradients: Vec<Option<Operand>>,
     parameters: Vec<(String, Var)>,
     model: TransformerConfig,
     config: PlanConfig,
@@ -50,19 +52,25 @@ impl TrainStep {
     ///
     /// # Errors
     /// A configuration that cannot work ([`PlanConfig::validate`], a sequence beyond the model's context); a model that is not
-    /// in f32 on one device (the CPU or a CUDA card), or whose weights share storage; on a card, heads that flash attention
+    /// in f32 on one device (the CPU or a CUDA GPU); on a GPU, heads that flash attention
     /// [has no kernel for](crate::compile#on-a-card); an optimizer of other parameters than the model's; a memory budget that
     /// no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, optimizer: &AdamW, config: &PlanConfig) -> Result<Self> {
         source::check_length(model.config(), config)?;
-        let parameters = source::check_model(OP, model)?;
-        optimizer.planned_updates(OP, &parameters)?;
+        source::check_model(OP, model)?;
+        let weights = Weights::of(model);
+        optimizer.planned_updates(OP, &weights.parameters)?;
         let device = model.device();
-        let (plan, checkpointing) = Self::plan_on(device, model.config(), config)?;
+        let target = Executor::target(device);
+        let planner = Planner::new(OP, model.config(), config, target, Some(&weights))?;
+        let (lowered, checkpointing) = planner.train_step()?;
         Ok(Self {
-            executor: Executor::new(&plan, device)?,
-            plan,
-            parameters,
+            executor: Executor::new(&lowered.plan, device)?,
+            plan: lowered.plan,
+            loss: lowered.output,
+            norm_place: lowered.norm,
+            gradients: lowered.gradients,
+            parameters: weights.parameters,
             model: model.config().clone(),
             config: config.clone(),
             checkpointing,
@@ -113,16 +121,9 @@ impl TrainStep {
         model: &TransformerConfig,
         config: &PlanConfig,
     ) -> Result<(Plan, Checkpointing)> {
-        model.validate()?;
-        source::check_length(model, config)?;
-        let [cos, sin] = source::angles(model, config)?;
-        let source = Source {
-            model,
-            config,
-            angles: [&cos, &sin],
-            target: Executor::target(device),
-        };
-        budget::plan(source)
+        let planner = Planner::new(OP, model, config, Executor::target(device), None)?;
+        let (planned, checkpointing) = planner.train_step()?;
+        Ok((planned.plan, checkpointing))
     }
 
     /// Has the copies of weights that products read in half precision made anew in the next [`run`](Self::run). Only on a card
@@ -176,7 +177,10 @@ impl TrainStep {
         self.has_run = true;
         if stepped {
             optimizer.planned_step_taken();
-            self.norm = self.kept(|op| matches!(op, Op::ClipFactor { .. }))?;
+            self.norm = match &self.norm_place {
+                Some(norm) => self.first(&norm.clone())?,
+                None => None,
+            };
         }
         self.steps_seen = Some(optimizer.steps());
         Ok(stepped)

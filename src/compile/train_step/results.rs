@@ -1,6 +1,6 @@
 //! What a run leaves behind: its loss, gradients and their norm.
 
-use super::super::op::Op;
+use super::super::plan::Operand;
 use super::TrainStep;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -8,8 +8,8 @@ use candle_core::Tensor;
 impl TrainStep {
     /// The last run's.
     pub(super) fn loss(&mut self) -> Result<f32> {
-        let loss = self.kept(|op| matches!(op, Op::MeanLoss { .. }))?;
-        Ok(loss.map_or(f32::NAN, |loss| loss as f32)) // every plan of a step has one
+        let loss = self.first(&self.loss.clone())?;
+        Ok(loss.map_or(f32::NAN, |loss| loss as f32))
     }
 
     /// The norm of the last run's gradients before clipping; `None` before the first run, and without clipping.
@@ -36,28 +36,18 @@ impl TrainStep {
             let hint = "plan with optimizer_in_backward: false to read them";
             return refuse("each gradient was freed in backward", hint);
         }
-        let updates = self.plan.calls().iter().filter_map(|call| match call.op {
-            Op::AdamW { parameter, .. } => Some((parameter, call.reads[0].clone())),
-            _ => None,
-        });
-        let updates: Vec<_> = updates.collect();
-        let gradients = updates.into_iter().map(|(number, gradient)| {
-            let (name, var) = &self.parameters[number];
-            let values: Vec<f32> = self.executor.read(&self.plan, &gradient)?;
-            Ok((
-                name.clone(),
-                Tensor::from_vec(values, var.shape(), var.device())?,
-            ))
+        let gradients = self.parameters.iter().zip(&self.gradients);
+        let gradients = gradients.filter_map(|((name, var), gradient)| {
+            let gradient = gradient.as_ref()?;
+            let copy = self.executor.copy(&self.plan, gradient, var.shape());
+            Some(copy.map(|copy| (name.clone(), copy)))
         });
         gradients.collect()
     }
 
-    /// The first number of what the last call of this kind has written, a buffer of f64.
-    pub(super) fn kept(&mut self, is: impl Fn(&Op) -> bool) -> Result<Option<f64>> {
-        let Some(call) = self.plan.calls().iter().rev().find(|call| is(&call.op)) else {
-            return Ok(None);
-        };
-        let kept: Vec<f64> = self.executor.read(&self.plan, &call.writes[0])?;
+    /// The first number of an operand that a run leaves, in f64.
+    pub(super) fn first(&mut self, operand: &Operand) -> Result<Option<f64>> {
+        let kept: Vec<f64> = self.executor.read(&self.plan, operand)?;
         Ok(kept.first().copied())
     }
 }

@@ -390,7 +390,7 @@ fn refusals() {
     };
     let linear = || ops::linear(&x, &w.1);
     let text = refused(&linear);
-    assert!(text.contains("one float"), "{text}");
+    assert!(text.contains("one f32"), "{text}");
     let text = refused(&|| ops::mean(&ops::mul(&x, &x)?));
     assert!(text.contains("no weight of the optimizer"), "{text}");
     let text = refused(&|| ops::mean(&ops::pow(&linear()?, 3.0)?));

@@ -2,7 +2,6 @@
 
 use super::{CPU, batch, bits, config, model_and_optimizer};
 use candle_core::{DType, Tensor, Var};
-use candle_nn::VarBuilder;
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
@@ -110,24 +109,6 @@ fn models() {
     let half = nn::seeded(0, DType::BF16, &CPU);
     let half = TransformerLM::from_var_builder(&model_config, half).unwrap();
     refused(Forward::new(&half, &plan()), &["f32", "bf16"]);
-
-    // Head and embedding tied: one variable under two names.
-    let (model, _) = model_and_optimizer(&model_config);
-    let mut weights: HashMap<String, Tensor> = model
-        .parameters()
-        .into_iter()
-        .map(|(name, var)| (name, var.as_tensor().clone()))
-        .collect();
-    weights.insert(
-        "lm_head.weight".into(),
-        weights["token_embeddings.weight"].clone(),
-    );
-    let vb = VarBuilder::from_tensors(weights, DType::F32, &CPU);
-    let tied = TransformerLM::from_var_builder(&model_config, vb).unwrap();
-    refused(
-        Forward::new(&tied, &plan()),
-        &["token_embeddings.weight", "lm_head.weight", "share"],
-    );
 }
 
 /// With clipping, gradients that are not finite are found before anything is updated.

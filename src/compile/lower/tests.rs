@@ -1,32 +1,25 @@
-//! Plans for a card, which need none.
+//! Plans for a GPU, which need none.
 
-use super::super::budget;
-use super::super::plan::Call;
+use super::super::buffer::Category;
+use super::super::config::PlanConfig;
+use super::super::model::Planner;
+use super::super::op::Op;
+use super::super::plan::{Call, Plan};
 use super::*;
+use crate::attention::Algorithm;
+use crate::model::TransformerConfig;
+use crate::nn::Checkpointing;
 use crate::precision::Precision;
 
-fn card_source<'a>(
-    model: &'a TransformerConfig,
-    config: &'a PlanConfig,
-    angles: &'a [f32],
-) -> Source<'a> {
-    Source {
-        model,
-        config,
-        angles: [angles, angles],
-        target: Target::Card,
-    }
+fn planner<'a>(model: &'a TransformerConfig, config: &'a PlanConfig) -> Planner<'a> {
+    Planner::new("test", model, config, Target::Cuda, None).unwrap()
 }
 
 /// A step's plan in which sums and gates of so many blocks are run again.
-fn card_plan(model: &TransformerConfig, config: &PlanConfig, [sums, gates]: [usize; 2]) -> Plan {
-    let angles = vec![0.0; config.sequence_length * model.head_dim() / 2];
-    let again = Again {
-        checkpointing: Checkpointing::None,
-        sums,
-        gates,
-    };
-    train_step(card_source(model, config, &angles), again)
+fn gpu_plan(model: &TransformerConfig, config: &PlanConfig, [sums, gates]: [usize; 2]) -> Plan {
+    let again = Again { sums, gates };
+    let planned = planner(model, config).train_step_with(Checkpointing::None, again);
+    planned.unwrap().plan
 }
 
 fn small(num_layers: usize) -> TransformerConfig {
@@ -54,7 +47,7 @@ fn in_bf16(batch_size: usize) -> PlanConfig {
 fn what_a_block_leaves() {
     let config = in_bf16(2);
     let activations = |layers, sums, gates| {
-        let plan = card_plan(&small(layers), &config, [sums, gates]);
+        let plan = gpu_plan(&small(layers), &config, [sums, gates]);
         plan.category_bytes(Category::Activation)
     };
     let model = small(1);
@@ -78,7 +71,6 @@ fn what_a_block_leaves() {
 #[test]
 fn a_budget_takes_the_cheapest_first() {
     let model = small(4);
-    let angles = [0.0; 1024 * 32];
     let config = PlanConfig {
         optimizer_in_backward: true, // else gradients take what activations leave, and the peak is after them
         ..in_bf16(8)
@@ -88,10 +80,10 @@ fn a_budget_takes_the_cheapest_first() {
             memory_budget_bytes: Some(budget_bytes),
             ..config.clone()
         };
-        let planned = budget::plan(card_source(&model, &config, &angles));
-        planned.unwrap().0
+        let (planned, _) = planner(&model, &config).train_step().unwrap();
+        planned.plan
     };
-    let with = |again| card_plan(&model, &config, again);
+    let with = |again| gpu_plan(&model, &config, again);
     let ladder = [[0, 0], [1, 0], [2, 0], [3, 0], [4, 0], [4, 1], [4, 2]].map(with);
     for pair in ladder.windows(2) {
         let bytes = pair[0].peak_bytes();
@@ -107,7 +99,7 @@ fn a_budget_takes_the_cheapest_first() {
 /// PyTorch's compiled step took 10,044 MiB there (one H200, bf16).
 #[test]
 fn small_in_seven_tenths_of_what_pytorch_takes() {
-    let plan = card_plan(&small(12), &in_bf16(16), [0, 0]);
+    let plan = gpu_plan(&small(12), &in_bf16(16), [0, 0]);
     let mib = plan.total_bytes() as f64 / f64::from(1 << 20);
     assert!(mib <= 0.7 * 10_044.0, "{mib} MiB");
 }
@@ -121,7 +113,7 @@ fn what_lies_beside_the_arena() {
         .iter()
         .map(|(_, shape)| 7 + shape.elem_count().div_ceil(8192));
     let tables_bytes = 8 * words.sum::<usize>() as u64;
-    let plan = card_plan(&model, &config, [0, 0]);
+    let plan = gpu_plan(&model, &config, [0, 0]);
     assert_eq!(plan.workspace_bytes(), (32 << 20) + tables_bytes);
     let beside: u64 = plan
         .buffers()
@@ -134,7 +126,7 @@ fn what_lies_beside_the_arena() {
         plan.peak_bytes() + plan.workspace_bytes() + beside
     );
     let logits_bytes = 2 * 2 * 1024 * model.vocab_size as u64;
-    let plan = forward(card_source(&model, &config, &[0.0; 1024 * 32]));
+    let plan = planner(&model, &config).forward().unwrap().plan;
     assert_eq!(plan.workspace_bytes(), (32 << 20) + logits_bytes);
 }
 
@@ -151,7 +143,7 @@ fn xl_in_eight_tenths_of_what_pytorch_takes() {
         optimizer_in_backward: true,
         ..in_bf16(8)
     };
-    let plan = card_plan(&model, &config, [48, 9]);
+    let plan = gpu_plan(&model, &config, [48, 9]);
     let gib = plan.total_bytes() as f64 / f64::from(1 << 30);
     assert!(gib <= 0.8 * 54.4, "{gib} GiB");
 }
@@ -164,7 +156,7 @@ fn gradients_that_pass() {
         optimizer_in_backward: true,
         ..in_bf16(1)
     };
-    let plan = card_plan(&small(3), &config, [0, 0]);
+    let plan = gpu_plan(&small(3), &config, [0, 0]);
     let is_update = |call: &Call| matches!(call.op, Op::AdamW { .. });
     let mut rows = Vec::new();
     for row in plan.calls().chunk_by(|a, b| is_update(a) && is_update(b)) {

@@ -1,0 +1,430 @@
+//! Attention in the model's dimension: projections cut into heads, rotated to their positions, compared, and merged again.
+//! Causal, with as many heads of k and v as of q.
+
+use super::super::op::Op;
+use super::super::plan::Operand;
+use super::super::sizes::AttentionSizes;
+use super::form::{Form, Forms};
+use super::program::Program;
+use super::{Job, Lower, Target, linear, place_of};
+use crate::Result;
+use crate::attention::Mask;
+use crate::graph::{self, Attribute, Node, ValueId};
+use crate::kernels::workspace;
+use crate::ops::strided;
+use candle_core::DType;
+
+struct Attention {
+    path: String,
+    sizes: AttentionSizes,
+    dtype: DType,
+    is_naive: bool,
+    /// The projections, (N, D) each, or all three as one, (N, 3 D); rotated in place where a kernel does not rotate by itself.
+    qkv: [ValueId; 3],
+    /// Cosines and sines, (T, Dh/2) each.
+    angles: Option<[graph::Operand; 2]>,
+    /// What is kept for backward: the probabilities; or the log-sum-exp of the scores, and in half precision what rounding took
+    /// from the output.
+    kept: Vec<ValueId>,
+    /// (N, D).
+    output: ValueId,
+    is_wanted: bool,
+}
+
+impl Attention {
+    /// N, D.
+    fn shape(&self) -> [usize; 2] {
+        let s = &self.sizes;
+        [s.batch * s.length, s.heads * s.head_dim]
+    }
+
+    fn is_half(&self) -> bool {
+        self.dtype != DType::F32
+    }
+
+    /// How many operands q, k and v are.
+    fn count(&self) -> usize {
+        if self.sizes.packed { 1 } else { 3 }
+    }
+
+    fn qkv(&self, lower: &mut Lower<'_>) -> Vec<Operand> {
+        let values = self.qkv.iter().take(self.count());
+        values.map(|value| lower.value(*value)).collect()
+    }
+
+    fn angles(&self, lower: &mut Lower<'_>) -> Result<Vec<Operand>> {
+        let Some([cos, sin]) = &self.angles else {
+            return Ok(Vec::new());
+        };
+        let cos = lower.table("rope.cos", cos, self.dtype)?;
+        Ok(vec![cos, lower.table("rope.sin", sin, self.dtype)?])
+    }
+
+    /// A new buffer of so many f32, or of the dtype that products are computed in.
+    fn buffer(&self, lower: &mut Lower<'_>, name: &str, shape: &[usize], is_wide: bool) -> Operand {
+        let dtype = if is_wide { DType::F32 } else { self.dtype };
+        lower.temporary(name, shape, dtype)
+    }
+
+    /// As [`buffer`](Self::buffer), for what backward reads.
+    fn keep(
+        &self,
+        lower: &mut Lower<'_>,
+        kept: usize,
+        name: &str,
+        shape: &[usize],
+        is_wide: bool,
+    ) -> Operand {
+        let place = self.buffer(lower, name, shape, is_wide);
+        if let Some(value) = self.kept.get(kept) {
+            lower.places[value.0] = Some(place.clone());
+        }
+        place
+    }
+
+    /// Rotates what positions rotate of q, k and v or of their gradients, in place.
+    fn rotate(&self, lower: &mut Lower<'_>, op: &Op, heads: &[Operand]) -> Result<()> {
+        let angles = self.angles(lower)?;
+        if !angles.is_empty() {
+            for x in &heads[..heads.len().min(2)] {
+                lower
+                    .plan
+                    .call_on(op.clone(), angles.clone(), vec![x.clone()]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Naive attention's scores on a GPU, of as many heads as it has there at once.
+    fn scores_at_once(&self) -> [usize; 3] {
+        let (heads, t) = (self.sizes.batch * self.sizes.heads, self.sizes.length);
+        [
+            workspace::naive_heads_at_once(heads, t * t, self.dtype),
+            t,
+            t,
+        ]
+    }
+
+    fn naive_forward(&self, lower: &mut Lower<'_>, threads: usize) -> Result<()> {
+        let kernel = self.sizes.rotary();
+        let reads = [self.qkv(lower), self.angles(lower)?].concat();
+        let out = lower.make(self.output, "out", &self.shape());
+        let scratch = lower.scratch(&[threads, kernel.forward_scratch_len()], DType::F32);
+        let p = self.is_wanted.then(|| {
+            let len = [kernel.probabilities_len()];
+            self.keep(lower, 0, "probabilities", &len, true)
+        });
+        let writes = [out, scratch].into_iter().chain(p).collect();
+        lower.plan.call_on(Op::Attention(self.sizes), reads, writes);
+        Ok(())
+    }
+
+    fn naive_forward_on_gpu(&self, lower: &mut Lower<'_>) {
+        let qkv = self.qkv(lower);
+        let [b, h, t] = [self.sizes.batch, self.sizes.heads, self.sizes.length];
+        let out = lower.make(self.output, "out", &self.shape());
+        let p = self.keep(lower, 0, "probabilities", &[b, h, t, t], false);
+        let scores = self
+            .is_half()
+            .then(|| lower.scratch(&self.scores_at_once(), DType::F32));
+        let writes = [out, p].into_iter().chain(scores).collect();
+        lower
+            .plan
+            .call_on(Op::NaiveAttention(self.sizes), qkv, writes);
+    }
+
+    fn flash_forward(&self, lower: &mut Lower<'_>) {
+        let qkv = self.qkv(lower);
+        let [b, h, t, d] = [
+            self.sizes.batch,
+            self.sizes.heads,
+            self.sizes.length,
+            self.sizes.head_dim,
+        ];
+        let on_gpu = lower.is_on_gpu();
+        let heads = match on_gpu {
+            true => lower.make(self.output, "out", &self.shape()),
+            false => self.buffer(lower, "heads", &[b, h, t, d], false),
+        };
+        let parts = workspace::flash_lse_parts(self.dtype);
+        let lse = self.keep(lower, 0, "lse", &[parts, b, h, t], true);
+        let workspace = on_gpu.then(|| lower.scratch(&[workspace::flash_forward()], DType::U32));
+        // Out's own rounding would be in every gradient.
+        let rounded_off = (self.is_wanted && self.is_half())
+            .then(|| self.keep(lower, 1, "rounded_off", &[b, h, t, d], false));
+        let writes = [heads.clone(), lse]
+            .into_iter()
+            .chain(workspace)
+            .chain(rounded_off);
+        let writes = writes.collect();
+        lower
+            .plan
+            .call_on(Op::FlashAttention(self.sizes), qkv, writes);
+        if !on_gpu {
+            let out = lower.make(self.output, "out", &self.shape());
+            lower
+                .plan
+                .call_on(Op::MergeHeads(self.sizes), vec![heads], vec![out]);
+        }
+    }
+
+    fn flash_backward(
+        &self,
+        lower: &mut Lower<'_>,
+        reads: Vec<Operand>,
+        gradients: &[Operand],
+    ) -> Result<()> {
+        let op = Op::FlashAttentionBackward(self.sizes);
+        let [b, h, t, d] = [
+            self.sizes.batch,
+            self.sizes.heads,
+            self.sizes.length,
+            self.sizes.head_dim,
+        ];
+        if lower.is_on_gpu() {
+            let words = workspace::flash_backward(&self.sizes.flash());
+            let workspace = lower.scratch(&[words], DType::U32);
+            let writes = gradients.iter().cloned().chain([workspace]).collect();
+            lower.plan.call_on(op, reads, writes);
+            return self.rotate(lower, &Op::RotateBack(self.sizes), gradients);
+        }
+        let names = ["dq_heads", "dk_heads", "dv_heads"];
+        let heads = names.map(|name| self.buffer(lower, name, &[b, h, t, d], false));
+        lower.plan.call_on(op, reads, heads.to_vec());
+        let angles = self.angles(lower)?;
+        for (i, (from, to)) in heads.into_iter().zip(gradients).enumerate() {
+            let rotates = i < 2 && !angles.is_empty();
+            let (op, after) = match rotates {
+                true => (Op::MergeRotatedBack(self.sizes), angles.clone()),
+                false => (Op::MergeHeads(self.sizes), Vec::new()),
+            };
+            let reads = [from].into_iter().chain(after).collect();
+            lower.plan.call_on(op, reads, vec![to.clone()]);
+        }
+        Ok(())
+    }
+}
+
+impl Form for Attention {
+    fn path(&self) -> &str {
+        &self.path
+    }
+
+    fn outputs(&self) -> Vec<ValueId> {
+        vec![self.output]
+    }
+
+    fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        if let (Target::Cpu { threads }, true) = (lower.job.target, self.is_naive) {
+            return self.naive_forward(lower, threads);
+        }
+        let qkv = self.qkv(lower);
+        self.rotate(lower, &Op::Rotate(self.sizes), &qkv)?;
+        match self.is_naive {
+            true => self.naive_forward_on_gpu(lower),
+            false => self.flash_forward(lower),
+        }
+        Ok(())
+    }
+
+    fn backward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        let Some(d_out) = lower.gradients.take(self.output) else {
+            return Ok(());
+        };
+        let qkv = self.qkv(lower);
+        let [rows, width] = self.shape();
+        let columns = width * 3 / self.count();
+        let names = ["dq", "dk", "dv"].iter().take(self.count());
+        let gradients: Vec<Operand> = names
+            .map(|name| self.buffer(lower, name, &[rows, columns], false))
+            .collect();
+        let out = lower.value(self.output);
+        let kept: Vec<Operand> = self
+            .kept
+            .iter()
+            .filter_map(|kept| lower.places[kept.0].clone())
+            .collect();
+        let mut reads: Vec<Operand> = [d_out].into_iter().chain(qkv).collect();
+        match (self.is_naive, lower.job.target) {
+            (true, Target::Cpu { threads }) => {
+                reads.extend(kept);
+                reads.extend(self.angles(lower)?);
+                let scratch = [threads, self.sizes.rotary().backward_scratch_len()];
+                let scratch = lower.scratch(&scratch, DType::F32);
+                let writes = gradients.iter().cloned().chain([scratch]).collect();
+                lower
+                    .plan
+                    .call_on(Op::AttentionBackward(self.sizes), reads, writes);
+            }
+            (true, Target::Cuda) => {
+                let some = self.scores_at_once();
+                let d_probabilities = lower.scratch(&some, DType::F32);
+                let d_scores = self
+                    .is_half()
+                    .then(|| self.buffer(lower, "dscores", &some, false));
+                reads.extend(kept);
+                let writes = gradients
+                    .iter()
+                    .cloned()
+                    .chain([d_probabilities])
+                    .chain(d_scores);
+                let op = Op::NaiveAttentionBackward(self.sizes);
+                let writes = writes.collect();
+                lower.plan.call_on(op, reads, writes);
+                self.rotate(lower, &Op::RotateBack(self.sizes), &gradients)?;
+            }
+            (false, _) => {
+                reads.push(out);
+                reads.extend(kept);
+                self.flash_backward(lower, reads, &gradients)?;
+            }
+        }
+        for (value, gradient) in self.qkv.iter().zip(gradients.iter().cycle()) {
+            lower.gradients.set(*value, gradient.clone());
+        }
+        Ok(())
+    }
+}
+
+/// The nodes that are attention in the model's dimension; returns the linear maps that are to be one product.
+pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) -> Vec<Vec<usize>> {
+    let mut packed = Vec::new();
+    for i in 0..program.nodes.len() {
+        let Some((mut form, nodes)) = around(program, job, i) else {
+            continue;
+        };
+        let makers = form.qkv.map(|value| program.maker(value));
+        if let [Some(q), Some(k), Some(v)] = makers {
+            let maps = [q, k, v].map(|map| &program.nodes[map]);
+            let x = &maps[0].inputs[0];
+            let are_maps = maps.iter().all(|map| {
+                let same_x = map.inputs[0].value == x.value && map.inputs[0].view == x.view;
+                map.op == "linear" && same_x && linear::is_map(program, map, 1)
+            });
+            let weights = maps.map(|map| map.inputs[1].value);
+            let equal = maps.iter().all(|map| {
+                program.graph.value(map.output).shape == program.graph.value(maps[0].output).shape
+            });
+            if are_maps && equal && linear::can_be_packed(program, job, &weights, form.dtype) {
+                form.sizes.packed = true;
+                packed.push(vec![q, k, v]);
+            }
+        }
+        let at = nodes[nodes.len() - 1];
+        forms.add(at, nodes, form);
+    }
+    packed
+}
+
+/// The attention node `i`, with what cuts its operands into heads, rotates them and merges its output: a form of those nodes,
+/// the last one last.
+fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, Vec<usize>)> {
+    let (graph, node) = (program.graph, &program.nodes[i]);
+    let is_naive = match node.op {
+        "attention::naive" => true,
+        "attention::flash" => false,
+        _ => return None,
+    };
+    if node.composed || attribute(node, "mask")? != Attribute::Mask(Mask::Causal) {
+        return None;
+    }
+    let merge = program.only_reader(node.output)?;
+    let mut nodes = vec![i];
+    let mut heads = Vec::new();
+    let mut angles = Vec::new();
+    for (place, operand) in node.inputs.iter().enumerate() {
+        let mut maker = cut(program, operand, i)?;
+        if place < 2 && program.nodes[maker].op == "rope" {
+            let rope = &program.nodes[maker];
+            let [cos, sin] = &rope.reads[..] else {
+                return None;
+            };
+            angles.push([constant(program, cos)?, constant(program, sin)?]);
+            nodes.push(maker);
+            maker = cut(program, &rope.inputs[0], maker)?;
+        }
+        let split = &program.nodes[maker];
+        if split.op != "split_heads" || split.inputs[0].view.is_some() {
+            return None;
+        }
+        nodes.push(maker);
+        // Rotated in place: nobody else reads it, nor does what makes it.
+        let projection = split.inputs[0].value;
+        let by = &program.nodes[program.maker(projection)?];
+        let is_ours = program.only_reader(projection) == Some(maker);
+        if !is_ours || !["linear", "linear_bias"].contains(&by.op) {
+            return None;
+        }
+        heads.push((projection, graph.value(split.output).shape.clone()));
+    }
+    let merged = &program.nodes[merge];
+    let is_merged = merged.op == "merge_heads" && merged.inputs[0].view.is_none();
+    nodes.push(merge);
+    let [(q, shape), (k, k_shape), (v, v_shape)] = <[_; 3]>::try_from(heads).ok()?;
+    let [batch, heads, length, head_dim] = shape[..] else {
+        return None;
+    };
+    let alike = k_shape == shape && v_shape == shape && !shape.contains(&0);
+    let angles = match &angles[..] {
+        [] => None,
+        [of_q, of_k] if of_q == of_k => Some(of_q.clone()),
+        _ => return None,
+    };
+    let dtype = graph.value(node.output).dtype;
+    let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    // The CPU's naive kernel rotates by itself.
+    let takes = angles.is_some() || !is_naive || job.target == Target::Cuda;
+    let together = nodes
+        .iter()
+        .all(|other| program.are_in_one_segment(i, *other));
+    if !(is_merged && alike && known && takes && together) {
+        return None;
+    }
+    let Attribute::Number(scale) = attribute(node, "scale")? else {
+        return None;
+    };
+    let form = Attention {
+        path: place_of(node),
+        sizes: AttentionSizes {
+            batch,
+            length,
+            heads,
+            head_dim,
+            scale,
+            packed: false,
+        },
+        dtype,
+        is_naive,
+        qkv: [q, k, v],
+        angles,
+        kept: node.kept.iter().map(|kept| kept.value).collect(),
+        output: merged.output,
+        is_wanted: program.is_wanted(node.output),
+    };
+    Some((form, nodes))
+}
+
+/// The node that makes all of an operand, which node `reader` alone reads.
+fn cut(program: &Program<'_>, operand: &graph::Operand, reader: usize) -> Option<usize> {
+    let is_whole = operand.view.is_none() && program.only_reader(operand.value) == Some(reader);
+    is_whole.then(|| program.maker(operand.value)).flatten()
+}
+
+/// The constant that a table is, behind its casts.
+fn constant(program: &Program<'_>, operand: &graph::Operand) -> Option<graph::Operand> {
+    let Some(maker) = program.maker(operand.value) else {
+        let source = &program.graph.value(operand.value).source;
+        let is_dense = operand.view.as_ref().is_none_or(strided::is_contiguous);
+        return (is_dense && *source == graph::Source::Constant).then(|| operand.clone());
+    };
+    let node: &Node = &program.nodes[maker];
+    let is_cast = ["cast", "to_dtype"].contains(&node.op) && operand.view.is_none();
+    is_cast
+        .then(|| constant(program, &node.inputs[0]))
+        .flatten()
+}
+
+fn attribute(node: &Node, name: &str) -> Option<Attribute> {
+    let mut attributes = node.attributes.iter();
+    attributes.find_map(|(other, value)| (*other == name).then_some(*value))
+}

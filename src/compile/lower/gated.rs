@@ -1,0 +1,156 @@
+//! SwiGLU with its two maps, `silu(x W1^T) * x W3^T`. Backward makes its output again where the gradient of that lay, and the
+//! gradients of gate and up where these lay.
+
+use super::super::op::Op;
+use super::super::plan::Operand;
+use super::form::{Form, Forms};
+use super::linear::{self, Map, Maps};
+use super::program::Program;
+use super::recompute::Choice;
+use super::{Job, Lower, place_of};
+use crate::Result;
+use crate::graph::ValueId;
+
+struct Gated {
+    path: String,
+    maps: Maps,
+    /// x W1^T and x W3^T, (N, F) each, or both as one, (N, 2 F).
+    gate_up: [ValueId; 2],
+    packed: bool,
+    /// (N, F).
+    output: ValueId,
+    rows: usize,
+    width: usize,
+    /// Whether backward makes gate and up again.
+    again: bool,
+}
+
+impl Gated {
+    /// Where gate and up lie: two operands, or one.
+    fn places(&self, lower: &mut Lower<'_>) -> Vec<Operand> {
+        let count = if self.packed { 1 } else { 2 };
+        let places = self.gate_up.iter().take(count);
+        places.map(|value| lower.value(*value)).collect()
+    }
+}
+
+impl Form for Gated {
+    fn path(&self) -> &str {
+        &self.path
+    }
+
+    fn outputs(&self) -> Vec<ValueId> {
+        vec![self.output]
+    }
+
+    fn inputs(&self) -> Vec<ValueId> {
+        self.maps.inputs()
+    }
+
+    fn copy_weights(&self, lower: &mut Lower<'_>) {
+        self.maps.copy_weights(lower);
+    }
+
+    fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        self.maps.forward(lower)?;
+        lower.plan.path.clone_from(&self.path);
+        let output = lower.make(self.output, "gated", &[self.rows, self.width]);
+        let op = match self.packed {
+            true => Op::PackedSwiGlu {
+                rows: self.rows,
+                width: self.width,
+            },
+            false => Op::SwiGlu {
+                elements: self.rows * self.width,
+            },
+        };
+        let gate_up = self.places(lower);
+        lower.plan.call_on(op, gate_up, vec![output]);
+        if self.again {
+            for value in self.gate_up {
+                lower.places[value.0] = None;
+            }
+        }
+        Ok(())
+    }
+
+    fn remakes_output(&self) -> bool {
+        true
+    }
+
+    fn prepare(&self, lower: &mut Lower<'_>) -> Result<()> {
+        if lower.places[self.gate_up[0].0].is_some() || !lower.program.is_wanted(self.output) {
+            return Ok(());
+        }
+        let maker = lower.makers.get(&self.maps.x.value).cloned();
+        let again = maker.and_then(|form| form.output_again(lower));
+        let x = match again {
+            Some(x) => x,
+            None => lower.read(&self.maps.x),
+        };
+        self.maps.products(lower, &x);
+        Ok(())
+    }
+
+    fn backward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        let Some(dy) = lower.take_own(self.output) else {
+            return Ok(());
+        };
+        let op = match self.packed {
+            true => Op::PackedSwiGluBackward {
+                rows: self.rows,
+                width: self.width,
+            },
+            false => Op::SwiGluBackward {
+                elements: self.rows * self.width,
+            },
+        };
+        let gate_up = self.places(lower);
+        let in_place: Vec<Operand> = [dy.clone()].into_iter().chain(gate_up.clone()).collect();
+        lower.plan.call_on(op, Vec::new(), in_place);
+        lower.remade(self.output, dy);
+        for (value, gradient) in self.gate_up.iter().zip(gate_up.iter().cycle()) {
+            lower.gradients.set(*value, gradient.clone());
+        }
+        self.maps.backward(lower)
+    }
+}
+
+/// The nodes that are a gate with its maps.
+pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms: &mut Forms) {
+    for (i, node) in program.nodes.iter().enumerate() {
+        let is_gated = node.op == "swiglu_linear" && !node.composed && node.kept.len() == 2;
+        if !is_gated
+            || ![1, 2]
+                .iter()
+                .all(|input| linear::is_map(program, node, *input))
+        {
+            continue;
+        }
+        let gate_up = [0, 1].map(|kept| node.kept[kept].value);
+        let path = place_of(node);
+        let maps = [0, 1].map(|number| {
+            let map = Map {
+                path: path.clone(),
+                input: 1 + number,
+                output: gate_up[number],
+            };
+            (node, map)
+        });
+        let weights = [1, 2].map(|input| node.inputs[input].value);
+        let dtype = program.graph.value(node.output).dtype;
+        let packed = linear::can_be_packed(program, job, &weights, dtype);
+        let kept = program.graph.value(gate_up[0]);
+        let form = Gated {
+            maps: Maps::new(program, &maps, packed),
+            gate_up,
+            packed,
+            output: node.output,
+            rows: kept.shape[0],
+            width: kept.shape[1],
+            again: choice.takes_gate(),
+            path,
+        };
+        forms.add(i, [], form);
+    }
+}

@@ -1,0 +1,152 @@
+//! Gradients of values, and their sums where a value is read several times.
+
+use super::super::buffer::BufferId;
+use super::super::op::Op;
+use super::super::plan::Operand;
+use super::Lower;
+use crate::graph::{self, ValueId};
+use crate::ops::arithmetic::sum;
+use crate::ops::{converted, strided};
+use candle_core::DType;
+use std::collections::HashMap;
+
+/// What is known of the gradients so far.
+#[derive(Default)]
+pub(super) struct Gradients {
+    values: HashMap<ValueId, Operand>,
+    /// Gradients of weights that are computed once a value, their other factor, is there again.
+    waiting: Vec<Waiting>,
+}
+
+/// A product that waits for its second factor.
+pub(super) struct Waiting {
+    /// The factor.
+    pub x: ValueId,
+    /// The first factor: the gradient of a linear map's output.
+    pub dy: Operand,
+    /// Writes the product down.
+    pub write: Box<dyn FnOnce(&mut Lower<'_>)>,
+}
+
+impl Gradients {
+    /// Whether a value has one.
+    pub fn has(&self, value: ValueId) -> bool {
+        self.values.contains_key(&value)
+    }
+
+    /// A value's.
+    pub fn get(&self, value: ValueId) -> Option<Operand> {
+        self.values.get(&value).cloned()
+    }
+
+    /// A value's, which has none then.
+    pub fn take(&mut self, value: ValueId) -> Option<Operand> {
+        self.values.remove(&value)
+    }
+
+    /// Sets a value's.
+    pub fn set(&mut self, value: ValueId, gradient: Operand) {
+        self.values.insert(value, gradient);
+    }
+
+    /// Whether a gradient, or a product to come, is read from a buffer.
+    pub fn reads(&self, buffer: BufferId) -> bool {
+        let values = self.values.values();
+        let waiting = self.waiting.iter().map(|waiting| &waiting.dy);
+        values.chain(waiting).any(|other| other.buffer == buffer)
+    }
+}
+
+impl Lower<'_> {
+    /// The gradient of a value, in a buffer that may be overwritten.
+    pub(super) fn take_own(&mut self, value: ValueId) -> Option<Operand> {
+        let gradient = self.gradients.take(value)?;
+        if !self.gradients.reads(gradient.buffer) {
+            return Some(gradient);
+        }
+        let dtype = self.plan.buffers[gradient.buffer].dtype;
+        let copy = self.temporary("gradient", &[gradient.elements.len()], dtype);
+        let op = Op::Kernel(converted());
+        self.plan.call_on(op, vec![gradient], vec![copy.clone()]);
+        Some(copy)
+    }
+
+    /// Has a product wait until `x` is made again.
+    pub(super) fn wait(&mut self, waiting: Waiting) {
+        self.gradients.waiting.push(waiting);
+    }
+
+    /// A value was made again, at `place`: the products that wait for it are computed.
+    pub(super) fn remade(&mut self, value: ValueId, place: Operand) {
+        self.places[value.0] = Some(place);
+        let waiting = std::mem::take(&mut self.gradients.waiting);
+        for product in waiting {
+            match product.x == value {
+                true => (product.write)(self),
+                false => self.gradients.waiting.push(product),
+            }
+        }
+    }
+
+    /// Whether a value's backward makes it again, and runs.
+    pub(super) fn is_remade(&self, value: ValueId) -> bool {
+        let maker = self.makers.get(&value);
+        self.program.is_wanted(value)
+            && maker.is_some_and(|form| form.remakes_output() && form.outputs()[0] == value)
+    }
+
+    /// Adds the gradient of what `operand` shows to that of its value.
+    pub(super) fn contribute(&mut self, operand: &graph::Operand, dx: Operand) {
+        let base = self.value(operand.value);
+        let program = self.program.clone();
+        let value = program.graph.value(operand.value);
+        let is_in_order = operand.view.as_ref().is_none_or(strided::is_contiguous);
+        let is_whole = is_in_order && dx.elements.len() == base.elements.len();
+        let dx = match is_whole {
+            true => dx,
+            false => {
+                let shape = program.graph.shape_of(operand);
+                let all = || strided::broadcast(shape, shape);
+                let view = operand.view.clone().unwrap_or_else(all);
+                self.scattered(dx, view, base.elements.len(), value.dtype)
+            }
+        };
+        if self.trained(operand.value).is_some() {
+            return self.add_to_gradient(operand.value, dx);
+        }
+        let sum_of_both = match self.gradients.take(operand.value) {
+            None => dx,
+            Some(before) => {
+                let after = self.temporary("gradient", &[base.elements.len()], value.dtype);
+                let (reads, writes) = (vec![before, dx], vec![after.clone()]);
+                self.plan.call_on(Op::Kernel(sum()), reads, writes);
+                after
+            }
+        };
+        self.gradients.set(operand.value, sum_of_both);
+    }
+
+    /// A gradient of so many elements, zeros but for what `dx` adds by the places of `view`; sums are rounded once.
+    fn scattered(
+        &mut self,
+        dx: Operand,
+        view: graph::View,
+        elements: usize,
+        dtype: DType,
+    ) -> Operand {
+        let wide = match dtype {
+            DType::F16 | DType::BF16 => DType::F32,
+            dtype => dtype,
+        };
+        let sums = self.temporary("gradient", &[elements], wide);
+        let kernel = Op::Kernel(strided::scatter(view));
+        self.plan.call_on(kernel, vec![dx], vec![sums.clone()]);
+        if wide == dtype {
+            return sums;
+        }
+        let rounded = self.temporary("gradient", &[elements], dtype);
+        let cast = Op::Kernel(converted());
+        self.plan.call_on(cast, vec![sums], vec![rounded.clone()]);
+        rounded
+    }
+}

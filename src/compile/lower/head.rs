@@ -1,0 +1,197 @@
+//! Head and loss, some rows at a time, with their gradients at once: the logits of all rows are never there, and none is kept.
+
+use super::super::op::{Accumulate, Op};
+use super::super::plan::{Operand, Phase};
+use super::form::{Form, Forms};
+use super::linear::{self, product};
+use super::program::Program;
+use super::{Lower, part, place_of};
+use crate::Result;
+use crate::graph::{self, ValueId};
+use crate::ops::linear_cross_entropy;
+use crate::ops::lowering::Ids;
+use candle_core::DType;
+use std::cell::RefCell;
+
+/// Elements of logits at a time, about: 10 MiB of f32. Fewer rows would read and write the head's gradient more often (it
+/// is added to once for each chunk), more would leave the cache.
+const CHUNK_ELEMENTS: usize = 256 * 10_240;
+
+/// On a GPU: products of so many rows are as fast as larger ones.
+const GPU_CHUNK_ELEMENTS: usize = 4096 * 10_240;
+
+/// Rows at a time at least, whatever the vocabulary.
+const CHUNK_ROWS: usize = 64;
+
+/// Head and loss, where the loss is what is differentiated: its gradient is known beforehand.
+struct Head {
+    path: String,
+    /// (N, D).
+    x: graph::Operand,
+    /// (V, D).
+    weight: ValueId,
+    /// (N).
+    targets: graph::Operand,
+    loss: ValueId,
+    /// Whether gradients of x and of the weight are needed.
+    gradients: [bool; 2],
+    dtype: DType,
+    rows: usize,
+    width: usize,
+    classes: usize,
+    /// The gradient of x, which forward computes.
+    dx: RefCell<Option<Operand>>,
+}
+
+impl Head {
+    /// Rows whose logits are there at a time.
+    fn rows_at_once(&self, on_gpu: bool) -> usize {
+        let within =
+            |elements: usize| (elements / self.classes).clamp(CHUNK_ROWS.min(self.rows), self.rows);
+        match on_gpu {
+            false => within(CHUNK_ELEMENTS),
+            // All of a size, and so that each begins where products like it.
+            true => {
+                let chunks = self.rows.div_ceil(within(GPU_CHUNK_ELEMENTS));
+                self.rows.div_ceil(chunks).next_multiple_of(2 * CHUNK_ROWS)
+            }
+        }
+    }
+}
+
+impl Form for Head {
+    fn path(&self) -> &str {
+        &self.path
+    }
+
+    fn outputs(&self) -> Vec<ValueId> {
+        vec![self.loss]
+    }
+
+    fn copy_weights(&self, lower: &mut Lower<'_>) {
+        lower.plan.path.clone_from(&self.path);
+        lower.product_weight(&[self.weight], self.dtype);
+    }
+
+    /// The loss is computed in f32 whatever the precision, from logits that come in its dtype.
+    fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        let (all_rows, width, classes) = (self.rows, self.width, self.classes);
+        let counted = all_rows * lower.job.accumulation;
+        lower.plan.phase = Phase::Loss;
+        let ids = Ids {
+            read: 0,
+            bound: classes,
+            ignore: None,
+        };
+        lower.ids.push((self.targets.value, ids));
+        let (x, targets) = (lower.read(&self.x), lower.read(&self.targets));
+        let losses = lower.temporary("losses", &[all_rows], DType::F32);
+        let [dx, dw] = self.gradients;
+        let dx = dx.then(|| lower.temporary("dx", &[all_rows, width], self.dtype));
+        let weight = lower.product_weight(&[self.weight], self.dtype);
+        let dw = dw.then(|| lower.gradient_of_weights(&[self.weight], DType::F32));
+        let at_once = self.rows_at_once(lower.is_on_gpu());
+        for start in (0..all_rows).step_by(at_once) {
+            let rows = at_once.min(all_rows - start);
+            let some = |x: &Operand, width: usize| part(x, start * width, rows * width);
+            let logits = lower.temporary("logits", &[rows, classes], self.dtype);
+            let some_x = some(&x, width);
+            let factors = [(&some_x, false), (&weight, true)];
+            product(
+                lower,
+                [rows, classes, width],
+                factors,
+                logits.clone(),
+                Accumulate::Never,
+            );
+            let op = Op::CrossEntropy {
+                rows,
+                classes,
+                counted,
+            };
+            // The logits become their gradient.
+            let writes = vec![logits.clone(), some(&losses, 1)];
+            lower.plan.call_on(op, vec![some(&targets, 1)], writes);
+            if let Some(dx) = &dx {
+                let factors = [(&logits, false), (&weight, false)];
+                let dx = some(dx, width);
+                product(
+                    lower,
+                    [rows, width, classes],
+                    factors,
+                    dx,
+                    Accumulate::Never,
+                );
+            }
+            if let Some((dw, first)) = &dw {
+                let accumulate = if start == 0 {
+                    *first
+                } else {
+                    Accumulate::Always
+                };
+                let factors = [(&logits, true), (&some_x, false)];
+                product(
+                    lower,
+                    [classes, width, rows],
+                    factors,
+                    dw.clone(),
+                    accumulate,
+                );
+            }
+        }
+        lower.mean_loss = Some(lower.mean_of(losses, counted));
+        if dw.is_some() {
+            lower.gradient_done(&[self.weight]);
+        }
+        if let Some(dx) = dx {
+            self.dx.replace(Some(dx.clone()));
+            lower.gradients.set(self.loss, dx); // that there is one
+        }
+        Ok(())
+    }
+
+    fn backward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        lower.gradients.take(self.loss);
+        if let Some(dx) = self.dx.take() {
+            lower.contribute(&self.x, dx);
+        }
+        Ok(())
+    }
+}
+
+/// The loss, if it is made of a head.
+pub(super) fn find(program: &Program<'_>, forms: &mut Forms) {
+    let Some(loss) = program.outputs.first().map(|output| output.value) else {
+        return;
+    };
+    let Some(i) = program.maker(loss) else {
+        return;
+    };
+    let (graph, node) = (program.graph, &program.nodes[i]);
+    let is_head =
+        node.op == linear_cross_entropy::NAME && !node.composed && linear::is_map(program, node, 1);
+    // Read by anything else, its gradient would not be 1.
+    if !is_head || !program.is_wanted(loss) || !program.readers(loss).is_empty() {
+        return;
+    }
+    let (x, weight) = (&node.inputs[0], &node.inputs[1]);
+    let targets = node.reads[node.reads.len() - 1].clone();
+    if graph.value(targets.value).dtype != DType::U32 || graph.value(loss).dtype != DType::F32 {
+        return;
+    }
+    let [classes, width] = [0, 1].map(|dim| graph.shape_of(weight)[dim]);
+    let form = Head {
+        path: place_of(node),
+        rows: graph.shape_of(x).iter().product::<usize>() / width,
+        x: x.clone(),
+        weight: weight.value,
+        targets,
+        loss,
+        gradients: [0, 1].map(|input| program.hands_on(node, input)),
+        dtype: graph.value(x.value).dtype,
+        width,
+        classes,
+        dx: RefCell::default(),
+    };
+    forms.add(i, [], form);
+}

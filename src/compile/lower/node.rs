@@ -1,0 +1,181 @@
+//! An op by itself: the calls that its lowering says.
+
+use super::super::op::Op;
+use super::super::plan::Operand;
+use super::form::{Form, Forms};
+use super::program::Program;
+use super::{Lower, no_planned_form, place_of};
+use crate::Result;
+use crate::graph::{Graph, Node, Operand as GraphOperand, ValueId};
+use crate::ops::converted;
+use crate::ops::lowering::{self, Calls, Lowering, Signature, Slot};
+use crate::probe;
+use std::collections::HashMap;
+
+struct Single {
+    path: String,
+    node: Node,
+}
+
+impl Single {
+    fn lowering(&self, lower: &Lower<'_>) -> Result<&'static Lowering> {
+        let found = lowering::of(self.node.op);
+        let found = found.filter(|_| !self.node.composed || lowering::takes_composed(self.node.op));
+        found.ok_or_else(|| self.refused(lower))
+    }
+
+    fn refused(&self, lower: &Lower<'_>) -> crate::Error {
+        let what = match self.node.composed {
+            true => " composed of candle's own ops",
+            false => "",
+        };
+        no_planned_form(lower.job.op, self.node.op, &self.node.path, what)
+    }
+
+    /// Writes `calls` down; what is no value of the graph, `other` finds.
+    fn write(
+        &self,
+        lower: &mut Lower<'_>,
+        calls: Calls,
+        other: &mut dyn FnMut(&mut Lower<'_>, Slot) -> Operand,
+    ) -> Result<()> {
+        let node = &self.node;
+        let scratch = calls.scratch.iter();
+        let scratch: Vec<Operand> = scratch
+            .map(|(shape, dtype)| lower.temporary("scratch", shape, *dtype))
+            .collect();
+        let mut find = |lower: &mut Lower<'_>, slot| match slot {
+            Slot::Input(i) => Some(lower.read(node.inputs.get(i)?)),
+            Slot::Read(i) => Some(lower.read(node.reads.get(i)?)),
+            Slot::Output => Some(lower.value(node.output)),
+            Slot::Kept(i) => Some(lower.value(node.kept.get(i)?.value)),
+            Slot::Scratch(i) => scratch.get(i).cloned(),
+            slot => Some(other(lower, slot)),
+        };
+        for call in calls.calls {
+            let mut all = |slots: Vec<Slot>| -> Option<Vec<Operand>> {
+                slots.into_iter().map(|slot| find(lower, slot)).collect()
+            };
+            let operands = all(call.reads).zip(all(call.writes));
+            // An op that keeps nothing, say, as attention of no queries does not.
+            let (reads, writes) = operands.ok_or_else(|| self.refused(lower))?;
+            lower.plan.call_on(Op::Kernel(call.kernel), reads, writes);
+        }
+        Ok(())
+    }
+}
+
+impl Form for Single {
+    fn path(&self) -> &str {
+        &self.path
+    }
+
+    fn outputs(&self) -> Vec<ValueId> {
+        vec![self.node.output]
+    }
+
+    fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        let program = lower.program.clone();
+        let (node, graph) = (&self.node, program.graph);
+        let calls = (self.lowering(lower)?.forward)(&signature(graph, node));
+        if let Some(ids) = calls.ids {
+            lower.ids.push((node.reads[ids.read].value, ids));
+        }
+        if let Some(input) = calls.same.first() {
+            let operand = lower.read(&node.inputs[*input]);
+            if lower.places[node.output.0].is_none() {
+                lower.places[node.output.0] = Some(operand);
+                return Ok(());
+            }
+            // What the plan gives out.
+            let output = lower.value(node.output);
+            lower
+                .plan
+                .call_on(Op::Kernel(converted()), vec![operand], vec![output]);
+            return Ok(());
+        }
+        lower.make(node.output, node.op, &graph.value(node.output).shape);
+        for kept in &node.kept {
+            lower.make(kept.value, kept.name, &graph.value(kept.value).shape);
+        }
+        self.write(lower, calls, &mut |_, slot| {
+            unreachable!("{slot:?} in a forward")
+        })
+    }
+
+    fn backward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        let program = lower.program.clone();
+        let (node, graph) = (&self.node, program.graph);
+        let Some(dy) = lower.gradients.get(node.output) else {
+            return Ok(());
+        };
+        let signature = signature(graph, node);
+        let mut calls = (self.lowering(lower)?.backward)(&signature);
+        let is_wanted = |input: usize| program.hands_on(node, input);
+        // What is written for nobody: a gradient of tokens' weights that are frozen, say.
+        calls.calls.retain(|call| {
+            let of_inputs = |slot: &Slot| match slot {
+                Slot::Gradient(input) => is_wanted(*input),
+                _ => true,
+            };
+            call.writes.iter().any(of_inputs)
+        });
+        let same = std::mem::take(&mut calls.same);
+        let wanted: Vec<usize> = (0..node.inputs.len()).filter(|i| is_wanted(*i)).collect();
+        let mut made: HashMap<usize, Operand> = HashMap::new();
+        self.write(lower, calls, &mut |lower, slot| match slot {
+            Slot::OutputGradient => dy.clone(),
+            Slot::Gradient(input) => {
+                let x = &signature.inputs[input];
+                let new = || lower.temporary("gradient", x.dims, x.dtype);
+                made.entry(input).or_insert_with(new).clone()
+            }
+            slot => unreachable!("{slot:?} is a value"),
+        })?;
+        for input in wanted {
+            if let Some(gradient) = made.remove(&input) {
+                lower.contribute(&node.inputs[input], gradient);
+            }
+            if same.contains(&input) {
+                lower.contribute(&node.inputs[input], dy.clone());
+            }
+        }
+        lower.gradients.take(node.output); // until here it is read
+        Ok(())
+    }
+}
+
+/// What a lowering is told of a node.
+fn signature<'g>(graph: &'g Graph, node: &'g Node) -> Signature<'g> {
+    let of_value = |id: ValueId| probe::Operand {
+        dims: &graph.value(id).shape,
+        dtype: graph.value(id).dtype,
+    };
+    let operands = |operands: &'g [GraphOperand]| {
+        let operands = operands.iter().map(|operand| probe::Operand {
+            dims: graph.shape_of(operand),
+            dtype: graph.value(operand.value).dtype,
+        });
+        operands.collect()
+    };
+    Signature {
+        attributes: &node.attributes,
+        inputs: operands(&node.inputs),
+        reads: operands(&node.reads),
+        output: of_value(node.output),
+        kept: node.kept.iter().map(|kept| of_value(kept.value)).collect(),
+    }
+}
+
+/// All nodes that are in no other form.
+pub(super) fn find(program: &Program<'_>, forms: &mut Forms) {
+    for (i, node) in program.nodes.iter().enumerate() {
+        if forms.is_free(i) {
+            let form = Single {
+                path: place_of(node),
+                node: node.clone(),
+            };
+            forms.add(i, [], form);
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! Values and where they lie.
+
+use super::super::buffer::{Category, Home};
+use super::super::op::Op;
+use super::super::plan::Operand;
+use super::{Lower, Parameter, part};
+use crate::Result;
+use crate::graph::{self, Source, ValueId};
+use crate::ops::strided;
+use candle_core::DType;
+
+impl Lower<'_> {
+    /// A new buffer of the arena.
+    pub(super) fn temporary(&mut self, name: &str, shape: &[usize], dtype: DType) -> Operand {
+        let category = Category::Temporary;
+        let id = self.plan.arena(name, shape, dtype, category);
+        self.plan.whole(id)
+    }
+
+    /// What the threads of one call work in.
+    pub(super) fn scratch(&mut self, shape: &[usize], dtype: DType) -> Operand {
+        let name = match dtype {
+            DType::U32 => "workspace",
+            _ => "scratch",
+        };
+        let id = self.plan.arena(name, shape, dtype, Category::Scratch);
+        self.plan.whole(id)
+    }
+
+    /// Where a value goes that a form makes: a new buffer, or what the plan gives out.
+    pub(super) fn make(&mut self, value: ValueId, name: &str, shape: &[usize]) -> Operand {
+        if let Some(place) = &self.places[value.0]
+            && self.plan.buffers[place.buffer].home == Home::Output
+        {
+            return place.clone();
+        }
+        let dtype = self.program.graph.value(value).dtype;
+        let place = self.temporary(name, shape, dtype);
+        self.places[value.0] = Some(place.clone());
+        place
+    }
+
+    /// Has the first output made where the plan gives it out.
+    pub(super) fn place_output(&mut self) -> Operand {
+        let program = self.program.clone();
+        let output = &program.outputs[0];
+        let value = program.graph.value(output.value);
+        let (category, home) = (Category::Output, Home::Output);
+        let buffers = &mut self.plan.buffers;
+        let id = buffers.add("output", &value.shape, value.dtype, category, home);
+        let place = self.plan.whole(id);
+        self.places[output.value.0] = Some(place.clone());
+        place
+    }
+
+    /// Where all of a value lies.
+    pub(super) fn value(&mut self, id: ValueId) -> Operand {
+        if let Some(operand) = &self.places[id.0] {
+            return operand.clone();
+        }
+        let program = self.program.clone();
+        let value = program.graph.value(id);
+        assert_ne!(
+            value.source,
+            Source::Node,
+            "%{} is read before it is made",
+            id.0
+        );
+        let (name, elements, category, home) = match self.job.numbers.get(&id) {
+            Some(number) => {
+                let Parameter { name, elements, .. } = &self.job.parameters[*number];
+                let home = Home::Parameter(*number);
+                (name.clone(), *elements, Category::Parameter, home)
+            }
+            None => {
+                let name = argument_name(&value.source, id);
+                let home = self.home_of_input(&value.source);
+                let home = home.unwrap_or_else(|| {
+                    self.arguments.push(id);
+                    Home::Argument(self.arguments.len() - 1)
+                });
+                (name, self.extent(id), Category::Input, home)
+            }
+        };
+        let shape = match value.elements() == elements {
+            true => value.shape.clone(),
+            false => vec![elements], // first read as a view
+        };
+        let buffers = &mut self.plan.buffers;
+        let buffer = buffers.add(&name, &shape, value.dtype, category, home);
+        let operand = self.plan.whole(buffer);
+        self.places[id.0] = Some(operand.clone());
+        operand
+    }
+
+    fn home_of_input(&self, source: &Source) -> Option<Home> {
+        match source {
+            Source::Input(name) => (self.job.input)(name),
+            _ => None,
+        }
+    }
+
+    /// How many elements of a value's storage are read: views may reach beyond what was read first.
+    fn extent(&self, id: ValueId) -> usize {
+        let program = &self.program;
+        let of_nodes = program
+            .nodes
+            .iter()
+            .flat_map(|node| node.inputs.iter().chain(&node.reads));
+        let reads = of_nodes.chain(&program.outputs);
+        let reads = reads.filter(|operand| operand.value == id);
+        let value = program.graph.value(id);
+        let ends = reads.map(|operand| match &operand.view {
+            Some(view) => strided::end(view),
+            None => value.elements(),
+        });
+        let read = ends.max().unwrap_or(0);
+        match value.source {
+            Source::Input(_) => read.max(value.elements()), // all of it is given
+            _ => read,
+        }
+    }
+
+    /// The elements of an operand, one after another: where they lie, or a copy.
+    pub(super) fn read(&mut self, operand: &graph::Operand) -> Operand {
+        let base = self.value(operand.value);
+        let elements = self.program.graph.value(operand.value).elements();
+        let Some(view) = &operand.view else {
+            return part(&base, 0, elements);
+        };
+        if view.shape.contains(&0) {
+            return part(&base, 0, 0); // it may begin beyond its value
+        }
+        if strided::is_contiguous(view) {
+            return part(&base, view.offset, view.shape.iter().product());
+        }
+        let key = (operand.value.0, view.clone());
+        if let Some(copy) = self.dense.get(&key) {
+            return copy.clone();
+        }
+        let dtype = self.program.graph.value(operand.value).dtype;
+        let copy = self.temporary("contiguous", &view.shape, dtype);
+        let kernel = strided::gather(view.clone());
+        let (reads, writes) = (vec![base], vec![copy.clone()]);
+        self.plan.call_on(Op::Kernel(kernel), reads, writes);
+        self.dense.insert(key, copy.clone());
+        copy
+    }
+
+    /// A table of constants that the plan holds, (rows, columns) in f32, rounded to `dtype`: the same for the same constant.
+    pub(super) fn table(
+        &mut self,
+        name: &str,
+        operand: &graph::Operand,
+        dtype: DType,
+    ) -> Result<Operand> {
+        let known = self.tables.iter().position(|(other, _)| other == operand);
+        if let Some(number) = known {
+            let mut buffers = self.plan.buffers.iter();
+            let found = buffers.find(|(_, buffer)| buffer.home == Home::Table(number));
+            if let Some((id, _)) = found {
+                return Ok(self.plan.whole(id));
+            }
+        }
+        let number = self.tables.len();
+        let elements = self.job.table.table(number, operand, dtype)?;
+        let shape = self.program.graph.shape_of(operand).to_vec();
+        self.tables.push((operand.clone(), elements));
+        let (category, home) = (Category::Input, Home::Table(number));
+        let buffers = &mut self.plan.buffers;
+        let id = buffers.add(name, &shape, DType::F32, category, home);
+        Ok(self.plan.whole(id))
+    }
+}
+
+fn argument_name(source: &Source, id: ValueId) -> String {
+    match source {
+        Source::Weight(name) | Source::Input(name) if !name.is_empty() => name.clone(),
+        Source::Constant => format!("constant {}", id.0),
+        _ => format!("weight {}", id.0),
+    }
+}

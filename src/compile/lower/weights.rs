@@ -1,0 +1,256 @@
+//! Weights: the copies that products read, their gradients, and when they are updated.
+
+use super::super::buffer::{BufferId, Category, Home};
+use super::super::op::{Accumulate, Op};
+use super::super::plan::Operand;
+use super::super::update::Update;
+use super::program::Program;
+use super::{Job, Lower};
+use crate::graph::ValueId;
+use candle_core::DType;
+use std::collections::HashMap;
+
+/// What has become of the weights so far.
+pub(super) struct Weights {
+    /// By parameter.
+    pub gradients: Vec<Option<Operand>>,
+    /// By parameter: how many gradients are still to be added.
+    to_come: Vec<usize>,
+    /// By parameter: whether only what is differentiated reads it, so that nobody does once its gradient is complete.
+    is_free_early: Vec<bool>,
+    /// In the dtype that products read them in.
+    copies: HashMap<ValueId, Operand>,
+    /// Parameters whose gradients are complete, to be updated in backward.
+    waiting: Vec<usize>,
+    /// The same, to be updated at its end.
+    late: Vec<usize>,
+}
+
+impl Weights {
+    pub fn new(program: &Program<'_>, job: &Job<'_>) -> Self {
+        let count = job.parameters.len();
+        let (mut to_come, mut is_free_early) = (vec![0; count], vec![true; count]);
+        for node in &program.nodes {
+            for (i, input) in node.inputs.iter().enumerate() {
+                let Some(number) = job.numbers.get(&input.value) else {
+                    continue;
+                };
+                match program.hands_on(node, i) {
+                    true => to_come[*number] += 1,
+                    false => is_free_early[*number] &= node.op == "weight_cast", // a copy is made for it
+                }
+            }
+        }
+        Self {
+            gradients: vec![None; count],
+            to_come,
+            is_free_early,
+            copies: HashMap::new(),
+            waiting: Vec::new(),
+            late: Vec::new(),
+        }
+    }
+}
+
+impl Lower<'_> {
+    /// The number of a parameter that is trained.
+    pub(super) fn trained(&self, value: ValueId) -> Option<usize> {
+        let number = self.job.numbers.get(&value)?;
+        self.job.parameters[*number].is_trained.then_some(*number)
+    }
+
+    /// The copies of all weights that products read, before the first micro-batch: the others find them there.
+    pub(super) fn copy_weights(&mut self) {
+        for (_, form) in self.forms.clone() {
+            form.copy_weights(self);
+        }
+    }
+
+    /// Weights as a product in `dtype` reads them, one under the other: the one itself, or the copy in half precision, which is
+    /// made where the first product of a step asks for it, and serves all others.
+    pub(super) fn product_weight(&mut self, weights: &[ValueId], dtype: DType) -> Operand {
+        let first = weights[0];
+        if self.program.graph.value(first).dtype == dtype {
+            assert_eq!(
+                weights.len(),
+                1,
+                "weights that lie apart are no one product"
+            );
+            return self.value(first);
+        }
+        if let Some(copy) = self.weights.copies.get(&first) {
+            return match weights {
+                [_] => copy.clone(),
+                _ => self.plan.whole(copy.buffer),
+            };
+        }
+        let all: Vec<Operand> = weights.iter().map(|weight| self.value(*weight)).collect();
+        let (shape, name) = (self.stacked(&all), self.names(&all));
+        let (category, home) = (Category::WeightCopy, Home::Arena { offset_bytes: 0 });
+        let buffers = &mut self.plan.buffers;
+        let copy = buffers.add(&format!("copy of {name}"), &shape, dtype, category, home);
+        for ((value, weight), part) in weights.iter().zip(&all).zip(parts(&all, copy)) {
+            let elements = part.elements.len();
+            self.weights.copies.insert(*value, part.clone());
+            let (reads, writes) = (vec![weight.clone()], vec![part]);
+            self.plan.call_on(Op::Cast { elements }, reads, writes);
+        }
+        self.plan.whole(copy)
+    }
+
+    /// The gradients of parameters, one under the other, and whether what computes them adds.
+    pub(super) fn gradient_of_weights(
+        &mut self,
+        weights: &[ValueId],
+        dtype: DType,
+    ) -> (Operand, Accumulate) {
+        let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();
+        if let Some(gradient) = numbers
+            .first()
+            .and_then(|n| self.weights.gradients[*n].clone())
+        {
+            return (gradient, Accumulate::Always);
+        }
+        let accumulate = match self.job.accumulation {
+            1 => Accumulate::Never,
+            _ => Accumulate::AfterFirst,
+        };
+        let all: Vec<Operand> = weights.iter().map(|weight| self.value(*weight)).collect();
+        let (shape, name) = (self.stacked(&all), self.names(&all));
+        let (category, home) = (Category::Gradient, Home::Arena { offset_bytes: 0 });
+        let buffers = &mut self.plan.buffers;
+        let gradient = buffers.add(
+            &format!("gradient of {name}"),
+            &shape,
+            dtype,
+            category,
+            home,
+        );
+        for (number, part) in numbers.into_iter().zip(parts(&all, gradient)) {
+            self.weights.gradients[number] = Some(part);
+        }
+        (self.plan.whole(gradient), accumulate)
+    }
+
+    /// The dtype of the gradients of weights that one product makes. With the optimizer in backward nobody but the update sees
+    /// them: on a GPU they are then rounded to bf16 where the product's factors are, as autocast rounds them there, which is 4
+    /// bytes a parameter less to move. (f16 has not their range.)
+    pub(super) fn dtype_of_product_gradient(&self, weights: &[ValueId], factors: DType) -> DType {
+        let is_last = |weight: &ValueId| match self.trained(*weight) {
+            Some(number) => self.weights.to_come[number] == 1,
+            None => false,
+        };
+        let passes = self.is_on_gpu() && self.job.optimizer_in_backward;
+        match factors {
+            DType::BF16 if passes && weights.iter().all(is_last) => DType::BF16,
+            _ => DType::F32,
+        }
+    }
+
+    /// Adds a gradient that an op has made by itself to a parameter's.
+    pub(super) fn add_to_gradient(&mut self, value: ValueId, gradient: Operand) {
+        let Some(number) = self.trained(value) else {
+            return;
+        };
+        let is_first = self.weights.gradients[number].is_none();
+        if is_first && self.job.accumulation == 1 && !self.gradients.reads(gradient.buffer) {
+            self.weights.gradients[number] = Some(gradient);
+        } else {
+            let (sum, accumulate) = self.gradient_of_weights(&[value], DType::F32);
+            let elements = sum.elements.len();
+            let op = Op::Accumulate {
+                elements,
+                accumulate,
+            };
+            self.plan.call_on(op, vec![gradient], vec![sum]);
+        }
+        self.gradient_done(&[value]);
+    }
+
+    /// A gradient of each of these is there. Once it is complete, and nobody reads the parameter any more, it is updated.
+    pub(super) fn gradient_done(&mut self, weights: &[ValueId]) {
+        let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();
+        for number in numbers {
+            self.weights.to_come[number] -= 1;
+            if self.weights.to_come[number] > 0 || !self.job.optimizer_in_backward {
+                continue;
+            }
+            match (self.weights.is_free_early[number], self.is_on_gpu()) {
+                (false, _) => self.weights.late.push(number),
+                (true, true) => self.weights.waiting.push(number),
+                (true, false) => self.update_in_backward(&[number]),
+            }
+        }
+    }
+
+    /// The backward of a module is over: on a GPU one launch updates its matrices. Vectors wait until the end, where one launch
+    /// updates those of all modules.
+    pub(super) fn update_matrices(&mut self) {
+        let waiting = std::mem::take(&mut self.weights.waiting);
+        let is_vector = |number: &usize| match &self.weights.gradients[*number] {
+            Some(gradient) => self.plan.buffers[gradient.buffer].shape.len() == 1,
+            None => false,
+        };
+        let (vectors, matrices): (Vec<usize>, Vec<usize>) =
+            waiting.into_iter().partition(is_vector);
+        self.weights.waiting = vectors;
+        self.update_in_backward(&matrices);
+    }
+
+    /// The update of all that has waited.
+    pub(super) fn update_waiting(&mut self) {
+        let waiting = std::mem::take(&mut self.weights.waiting);
+        let late = std::mem::take(&mut self.weights.late);
+        self.update_in_backward(&[waiting, late].concat());
+    }
+
+    fn update_in_backward(&mut self, numbers: &[usize]) {
+        let (path, phase) = (self.plan.path.clone(), self.plan.phase);
+        let mut updates = self.updates();
+        for number in numbers {
+            updates.adamw(*number, None);
+        }
+        (self.plan.path, self.plan.phase) = (path, phase);
+    }
+
+    pub(super) fn updates(&mut self) -> Update<'_> {
+        let numbers = self.job.numbers.iter();
+        let copies = numbers
+            .filter_map(|(value, number)| Some((*number, self.weights.copies.get(value)?.clone())));
+        Update {
+            on_card: self.job.target == super::Target::Cuda,
+            copies: copies.collect(),
+            plan: &mut self.plan,
+            gradients: &self.weights.gradients,
+        }
+    }
+
+    /// The shape of weights one under the other.
+    fn stacked(&self, weights: &[Operand]) -> Vec<usize> {
+        let shapes = weights.iter().map(|w| &self.plan.buffers[w.buffer].shape);
+        let mut shape = self.plan.buffers[weights[0].buffer].shape.clone();
+        shape[0] = shapes.map(|shape| shape[0]).sum();
+        shape
+    }
+
+    fn names(&self, weights: &[Operand]) -> String {
+        let names = weights
+            .iter()
+            .map(|w| self.plan.buffers[w.buffer].name.as_str());
+        names.collect::<Vec<_>>().join(" and ")
+    }
+}
+
+/// The place of each weight in `stack`, where they lie one under the other.
+fn parts(weights: &[Operand], stack: BufferId) -> Vec<Operand> {
+    let mut end = 0;
+    let parts = weights.iter().map(|weight| {
+        let start = end;
+        end += weight.elements.len();
+        Operand {
+            buffer: stack,
+            elements: start..end,
+        }
+    });
+    parts.collect()
+}

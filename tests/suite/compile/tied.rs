@@ -1,0 +1,78 @@
+//! Models whose head is their embedding.
+
+use super::{CPU, agree_of, batch, config, model_and_optimizer};
+use candle_core::{DType, Tensor};
+use candle_nn::VarBuilder;
+use rstest::rstest;
+use std::collections::HashMap;
+use tallow::attention::Algorithm;
+use tallow::compile::{Forward, PlanConfig, TrainStep};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::Checkpointing;
+use tallow::no_grad;
+use tallow::optim::{AdamW, AdamWConfig};
+use tallow::precision::Precision;
+
+/// The embedding's variable under both names.
+fn tied(config: &TransformerConfig) -> (TransformerLM, AdamW) {
+    let (model, _) = model_and_optimizer(config);
+    let weights = model.parameters().into_iter();
+    let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
+    let mut weights: HashMap<String, Tensor> = weights.collect();
+    let table = weights["token_embeddings.weight"].clone();
+    weights.insert("lm_head.weight".into(), table);
+    let vb = VarBuilder::from_tensors(weights, DType::F32, &CPU);
+    let model = TransformerLM::from_var_builder(config, vb).unwrap();
+    let adamw = AdamWConfig {
+        lr: 3e-3,
+        ..Default::default()
+    };
+    let optimizer = AdamW::new(model.parameters(), adamw).unwrap();
+    (model, optimizer)
+}
+
+/// The embedding's gradient is the sum of both uses', and the update comes after both.
+#[rstest]
+fn steps(
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
+    #[values(1, 3)] accumulation: usize,
+    #[values(false, true)] optimizer_in_backward: bool,
+    #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
+) {
+    if optimizer_in_backward && accumulation > 1 {
+        return; // does not go together
+    }
+    let plan = PlanConfig {
+        batch_size: 2,
+        sequence_length: 33,
+        precision,
+        accumulation,
+        clip_norm: (!optimizer_in_backward).then_some(0.5),
+        optimizer_in_backward,
+        checkpointing,
+        ..Default::default()
+    };
+    let model_config = config(2, 2, 24, 56, Algorithm::Flash);
+    agree_of(|| tied(&model_config), &plan);
+}
+
+/// One parameter, one gradient, one update; and the forward alone is eager's.
+#[test]
+fn once_each() {
+    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
+    let (model, optimizer) = tied(&model_config);
+    let plan = PlanConfig {
+        batch_size: 2,
+        sequence_length: 9,
+        ..Default::default()
+    };
+    let step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let calls = step.plan().calls();
+    let count = |name: &str| calls.iter().filter(|call| call.op.name() == name).count();
+    assert_eq!(count("adamw"), model.parameters().len());
+    let mut forward = Forward::new(&model, &plan).unwrap();
+    let (tokens, _) = batch(97, 2, 9, 0);
+    let wanted = no_grad(|| model.forward(&tokens)).unwrap();
+    let got = forward.run(&tokens).unwrap();
+    assert!(super::distance(&got, &wanted) < 2e-6);
+}
