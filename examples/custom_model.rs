@@ -22,7 +22,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::process::ExitCode;
 use tallow::attention::Algorithm;
-use tallow::compile::LossStep;
+use tallow::compile::{LossStep, StepConfig};
 use tallow::graph::{self, Graph, Target};
 use tallow::memory::{self, Estimate, Mode};
 use tallow::nn::{self, Layer};
@@ -191,7 +191,9 @@ impl Flags {
         let shape = (self.batch_size, self.n_positions);
         let tokens = graph::input("tokens", shape, DType::U32)?;
         let targets = graph::input("targets", shape, DType::U32)?;
-        LossStep::new(optimizer, None, || model.loss(&tokens, &targets))
+        LossStep::new(optimizer, &StepConfig::default(), || {
+            model.loss(&tokens, &targets)
+        })
     }
 
     /// Of a new batch's tokens, the share that the model foresees.

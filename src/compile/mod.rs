@@ -78,6 +78,7 @@
 //! The bits of a run do not depend on the number of threads, nor on where buffers lie.
 
 pub mod arena;
+mod arguments;
 mod attention;
 mod budget;
 mod buffer;
@@ -99,6 +100,7 @@ mod plan;
 mod run;
 mod sizes;
 mod source;
+mod step;
 mod train_step;
 mod update;
 mod writer;
@@ -108,8 +110,9 @@ pub use attention::Attention;
 pub use buffer::{Buffer, BufferId, Category, Home};
 pub use config::PlanConfig;
 pub use forward::Forward;
-pub use loss_step::LossStep;
+pub use loss_step::{LossStep, StepConfig};
 pub use op::{Accumulate, Op};
 pub use plan::{Call, Operand, Phase, Plan};
 pub use sizes::{AttentionSizes, HeadAttentionSizes};
-pub use train_step::{ScaledStep, TrainStep};
+pub use step::ScaledStep;
+pub use train_step::TrainStep;

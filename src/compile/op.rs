@@ -272,6 +272,15 @@ impl Op {
         }
     }
 
+    /// Whether a GPU has a kernel for it.
+    pub fn is_on_gpu(&self) -> bool {
+        match self {
+            Self::Kernel(kernel) => kernel.is_on_gpu(),
+            Self::Accumulate { .. } | Self::LossGradient { .. } => false,
+            _ => true,
+        }
+    }
+
     /// FLOPs of its matrix products: the model's work, as [`flops`](crate::model::flops) counts it, whatever the kernel
     /// leaves out or does twice.
     pub fn flops(&self) -> f64 {

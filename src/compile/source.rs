@@ -123,26 +123,37 @@ pub(super) fn ids(
     cpu::ids(op, tensor, vocab_size, None)
 }
 
-/// Every tensor that is lent must be alone on its storage, or lending the second would wait for the first for ever.
+/// Every tensor that is lent for writing must be alone on its storage, or lending the second would wait for the first for ever;
+/// nor may an argument be on one of these.
 pub(super) fn check_apart(
     op: &'static str,
     parameters: &[(String, Var)],
     updates: &[PlannedUpdate],
+    arguments: &[&Tensor],
 ) -> Result<()> {
+    let refuse = |problem: &str, hint: &str| {
+        Err(Error::Order {
+            op,
+            problem: problem.into(),
+            hint: hint.into(),
+        })
+    };
     let mut storages = HashSet::new();
     let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
     let state = updates
         .iter()
         .flat_map(|planned| [&planned.exp_avg, &planned.exp_avg_sq]);
-    if parameters
-        .chain(state)
-        .all(|tensor| storages.insert(storage_address(tensor)))
-    {
-        return Ok(());
+    let mut lent = parameters.chain(state);
+    if !lent.all(|tensor| storages.insert(storage_address(tensor))) {
+        let problem = "parameters or their optimizer state share a storage";
+        return refuse(problem, "give each a variable of its own");
     }
-    Err(Error::Order {
-        op,
-        problem: "parameters or their optimizer state share a storage".into(),
-        hint: "give each a variable of its own".into(),
-    })
+    let mut arguments = arguments.iter();
+    match arguments.any(|x| storages.contains(&storage_address(x))) {
+        true => refuse(
+            "the loss reads the optimizer's state, or a parameter in two ways",
+            "give the loss a copy of it",
+        ),
+        false => Ok(()),
+    }
 }

@@ -27,13 +27,11 @@ pub(crate) fn rms_norm_partials(rows: usize, width: usize) -> usize {
 }
 
 /// Parts that the rows are cut into, each summed by itself, for a bias's gradient.
-#[cfg(feature = "cuda")]
 pub(crate) fn bias_parts(rows: usize) -> usize {
     rows.div_ceil(128).clamp(1, 256)
 }
 
 /// Partial sums of a bias's gradient, f32.
-#[cfg(feature = "cuda")]
 pub(crate) fn bias_backward(rows: usize, width: usize) -> usize {
     bias_parts(rows) * width
 }

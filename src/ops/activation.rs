@@ -3,7 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::lowering::{Calls, Lowering, Slot, kernel};
+use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
 use crate::Result;
@@ -23,11 +23,18 @@ macro_rules! lowering {
                 let kernel = kernel!($op, |T, _, s| {
                     kernel::forward(Activation::$f, s.x::<T>(0)?, s.y(0)?);
                 });
+                let kernel = on_gpu!(kernel, |_, l| {
+                    cuda_kernel::forward(l.card, Activation::$f, l.reads[0], l.writes[0])
+                });
                 Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
             },
             backward: |_| {
                 let kernel = kernel!($backward, |T, _, s| {
                     kernel::backward(Activation::$f, s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                });
+                let kernel = on_gpu!(kernel, |_, l| {
+                    let reads = [l.reads[0], l.reads[1]];
+                    cuda_kernel::backward(l.card, Activation::$f, reads, l.writes[0])
                 });
                 let reads = [Slot::OutputGradient, Slot::Input(0)];
                 Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])

@@ -3,7 +3,7 @@
 use super::cpu::for_stored;
 use super::cpu::{output, view};
 use super::dispatch::{self, Path, choose_where};
-use super::lowering::{Calls, Kernel, Lowering, Slices, Slot};
+use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
 use super::operand::{is_supported_float, operand};
 use super::record::{Spec, apply1, composed, input};
 use crate::grad::is_grad_enabled;
@@ -110,7 +110,7 @@ pub(crate) fn converted() -> Kernel {
         }
         Ok(())
     }
-    Kernel::new("cast", |_, s| match s.dtype(0) {
+    let kernel = Kernel::new("cast", |_, s| match s.dtype(0) {
         DType::F32 => half_or_f32::<f32>(s),
         DType::F16 => half_or_f32::<half::f16>(s),
         DType::BF16 => half_or_f32::<half::bf16>(s),
@@ -118,7 +118,12 @@ pub(crate) fn converted() -> Kernel {
         DType::U32 => from::<u32>(s),
         DType::I64 => from::<i64>(s),
         dtype => for_stored!(dtype, T => from::<T>(s)),
-    })
+    });
+    on_gpu!(kernel, |_, l| cuda_kernel::cast(
+        l.card,
+        l.reads[0],
+        l.writes[0]
+    ))
 }
 
 /// To this dtype.

@@ -4,7 +4,7 @@ use super::cast::converted;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, check_same_or_f32, choose};
 use super::linear::{Linear, ending, factors, planned_gradients, read_weight, rows_of};
-use super::lowering::{Calls, Kernel, Lowering, Slot, kernel};
+use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
 use super::product::product;
 use super::record::{Spec, apply3, composed, contiguous, wide_input};
@@ -123,16 +123,7 @@ pub(super) const LOWERING: Lowering = Lowering {
     op: "linear_bias",
     forward: |signature| {
         let (x, weight) = factors(signature);
-        let bias = Kernel::new("bias", |_, s| {
-            for_stored!(s.dtype_written(0)?, T => {
-                let bias = s.wide_x::<<T as Stored>::Wide>(0)?;
-                let mut stored = vec![<T as WithDType>::from_f64(0.0); bias.len()]; // (out): small
-                <T as Stored>::store(&bias, &mut stored);
-                kernel::fill(&stored, s.y::<T>(0)?);
-                Ok(())
-            })
-        });
-        let calls = Calls::default().call(bias, &[Slot::Input(2)], &[Slot::Output]);
+        let calls = Calls::default().call(bias(), &[Slot::Input(2)], &[Slot::Output]);
         let reads = [Slot::Input(0), read_weight(signature, 1)];
         match x.cols {
             0 => calls,
@@ -142,9 +133,7 @@ pub(super) const LOWERING: Lowering = Lowering {
     backward: |signature| {
         let gradient = Slot::OutputGradient;
         let mut calls = planned_gradients(signature);
-        let db = kernel!("bias_backward", |T, _, s| {
-            kernel::gradient::<T>(s.x(0)?, s.y(0)?);
-        });
+        let db = bias_gradient();
         let (bias, wide) = (&signature.inputs[2], signature.inputs[0].wide_dtype());
         if bias.dtype == wide {
             return calls.call(db, &[gradient], &[Slot::Gradient(2)]);
@@ -154,6 +143,37 @@ pub(super) const LOWERING: Lowering = Lowering {
         calls.call(converted(), &[sum], &[Slot::Gradient(2)])
     },
 };
+
+/// Reads a bias (out), in y's dtype or in f32; writes it to every row of y (N, out).
+pub(crate) fn bias() -> Kernel {
+    let kernel = Kernel::new("bias", |_, s| {
+        for_stored!(s.dtype_written(0)?, T => {
+            let bias = s.wide_x::<<T as Stored>::Wide>(0)?;
+            let mut stored = vec![<T as WithDType>::from_f64(0.0); bias.len()]; // (out): small
+            <T as Stored>::store(&bias, &mut stored);
+            kernel::fill(&stored, s.y::<T>(0)?);
+            Ok(())
+        })
+    });
+    on_gpu!(kernel, |_, l| cuda_kernel::fill(
+        l.card,
+        l.reads[0],
+        l.writes[0]
+    ))
+}
+
+/// Reads dy (N, out); writes the sum of its rows (out), in the dtype that sums are computed in, and on a GPU partial sums.
+pub(crate) fn bias_gradient() -> Kernel {
+    let kernel = kernel!("bias_backward", |T, _, s| {
+        kernel::gradient::<T>(s.x(0)?, s.y(0)?);
+    });
+    on_gpu!(kernel, |_, l| cuda_kernel::gradient(
+        l.card,
+        l.reads[0],
+        l.writes[0],
+        l.writes[1]
+    ))
+}
 
 struct LinearBias {
     product: Linear,

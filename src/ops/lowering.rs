@@ -5,7 +5,7 @@
 //! [`compile`](crate::compile)'s.
 
 use crate::attention::{self, Mask};
-use crate::graph::{Attribute, View};
+use crate::graph::{self, Attribute};
 use crate::kernels::cpu::Real;
 use crate::probe::Operand;
 use candle_core::{DType, Result, WithDType, bail};
@@ -14,6 +14,8 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
+#[cfg(feature = "cuda")]
+use {crate::kernels::cuda::View, candle_core::cuda_backend::CudaDevice};
 
 /// A kernel by name, of what it does with its parameters and slices; `$T` is the type of its first operand's elements.
 macro_rules! kernel {
@@ -27,6 +29,20 @@ macro_rules! kernel {
     };
 }
 pub(crate) use kernel;
+
+/// A kernel with what launches it on a GPU; `$l` are its operands there, and what launches take.
+macro_rules! on_gpu {
+    ($kernel:expr, |$k:pat_param, $l:ident| $body:expr) => {{
+        let kernel = $kernel.with_gpu_kernel();
+        #[cfg(feature = "cuda")]
+        let kernel = kernel.launched_by(|$k, $l| {
+            $body?;
+            Ok(())
+        });
+        kernel
+    }};
+}
+pub(crate) use on_gpu;
 
 /// The lowering of an op.
 pub(crate) struct Lowering {
@@ -238,14 +254,30 @@ impl Calls {
 /// What computes a call.
 type Run = fn(&Kernel, &Slices<'_>) -> Result<()>;
 
-/// A kernel as a planned call has it: its name, its parameters, and the function that runs it on the CPU.
+/// What launches a kernel on a GPU.
+#[cfg(feature = "cuda")]
+type Launch = fn(&Kernel, &Operands<'_>) -> Result<()>;
+
+/// The operands of one call on a GPU.
+#[cfg(feature = "cuda")]
+pub(crate) struct Operands<'a> {
+    pub card: &'a CudaDevice,
+    pub reads: Vec<View<'a>>,
+    pub writes: Vec<View<'a>>,
+}
+
+/// A kernel as a planned call has it: its name, its parameters, and the function that runs it on the CPU, and where it has one,
+/// what launches it on a GPU.
 #[derive(Clone)]
 pub struct Kernel {
     name: &'static str,
     attributes: Vec<(&'static str, Attribute)>,
-    view: Option<View>,
+    view: Option<graph::View>,
     flops: f64,
     run: Run,
+    is_on_gpu: bool,
+    #[cfg(feature = "cuda")]
+    launch: Option<Launch>,
 }
 
 impl Kernel {
@@ -256,7 +288,32 @@ impl Kernel {
             view: None,
             flops: 0.0,
             run,
+            is_on_gpu: false,
+            #[cfg(feature = "cuda")]
+            launch: None,
         }
+    }
+
+    /// Of which a GPU has one too: see [`on_gpu`].
+    pub(crate) fn with_gpu_kernel(self) -> Self {
+        Self {
+            is_on_gpu: true,
+            ..self
+        }
+    }
+
+    /// With what launches it there.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn launched_by(self, launch: Launch) -> Self {
+        Self {
+            launch: Some(launch),
+            ..self
+        }
+    }
+
+    /// Whether a GPU has this kernel.
+    pub fn is_on_gpu(&self) -> bool {
+        self.is_on_gpu
     }
 
     /// With a parameter.
@@ -279,7 +336,7 @@ impl Kernel {
     }
 
     /// With the places of elements.
-    pub(crate) fn viewing(self, view: View) -> Self {
+    pub(crate) fn viewing(self, view: graph::View) -> Self {
         Self {
             view: Some(view),
             ..self
@@ -314,7 +371,7 @@ impl Kernel {
         Some([rows, cols, factor.checked_div(rows)?])
     }
 
-    pub(crate) fn view(&self) -> Result<&View> {
+    pub(crate) fn view(&self) -> Result<&graph::View> {
         match &self.view {
             Some(view) => Ok(view),
             None => bail!("{}: no view", self.name),
@@ -344,6 +401,15 @@ impl Kernel {
 
     pub(crate) fn flag(&self, name: &str) -> bool {
         matches!(find(&self.attributes, name), Some(Attribute::Flag(true)))
+    }
+
+    /// Launches a call on a GPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn launch(&self, operands: &Operands<'_>) -> Result<()> {
+        match self.launch {
+            Some(launch) => launch(self, operands),
+            None => bail!("{} was planned for the CPU", self.name),
+        }
     }
 
     /// Computes a call.

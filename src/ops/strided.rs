@@ -51,6 +51,16 @@ pub(crate) fn end(view: &View) -> usize {
     }
 }
 
+/// The places of a view's elements, in order.
+pub(crate) fn places(view: &View) -> impl Iterator<Item = usize> {
+    let (width, stride, count) = rows(view);
+    let starts = (0..count).map(|number| match view.shape.is_empty() {
+        true => view.offset,
+        false => row(view, number),
+    });
+    starts.flat_map(move |start| (0..width).map(move |col| start + col * stride))
+}
+
 /// The place of a row's first element, a row being a view's last dimension.
 fn row(view: &View, mut number: usize) -> usize {
     let leading = view.shape.len() - 1;

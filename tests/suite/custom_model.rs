@@ -13,7 +13,7 @@ use rstest::rstest;
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use tallow::attention::Algorithm;
-use tallow::compile::LossStep;
+use tallow::compile::{LossStep, StepConfig};
 use tallow::graph::{self, Target};
 use tallow::nn::Layer;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
@@ -138,7 +138,8 @@ fn gpt2_planned_is_that_of_transformers(
     let [tokens, targets] = golden.batch(0, &Device::Cpu);
     let input = |name| graph::input(name, tokens.shape(), DType::U32).unwrap();
     let (x, y) = (input("tokens"), input("targets"));
-    let mut step = LossStep::new(&optimizer, None, || model.loss(&x, &y)).unwrap();
+    let mut step =
+        LossStep::new(&optimizer, &StepConfig::default(), || model.loss(&x, &y)).unwrap();
     let [_, loss_bound, gradient_bound] = bounds(DType::F32);
     let loss = step
         .forward_backward(&[("tokens", &tokens), ("targets", &targets)])

@@ -9,6 +9,7 @@ use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::{adamw, cast, cross_entropy, embedding, rms_norm, rope, swiglu};
 use crate::kernels::cuda::{flash_attention, source};
 use crate::kernels::limits;
+use crate::ops::lowering::Operands;
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
 use std::ops::Range;
@@ -24,6 +25,15 @@ impl Launcher<'_> {
         }
         self.launched = index + 1;
         let card = self.card;
+        if let Op::Kernel(kernel) = &call.op {
+            let views = |operands: &[Operand]| operands.iter().map(|x| self.view(x)).collect();
+            kernel.launch(&Operands {
+                card,
+                reads: views(&call.reads),
+                writes: views(&call.writes),
+            })?;
+            return Ok(());
+        }
         match call.op {
             Op::Cast { .. } => {
                 let ([x], [y]) = (self.reads(call), self.writes(call));

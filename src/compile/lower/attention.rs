@@ -19,7 +19,7 @@ struct Attention {
     sizes: AttentionSizes,
     dtype: DType,
     is_naive: bool,
-    /// The projections, (N, D) each, or all three as one, (N, 3 D); rotated in place where a kernel does not rotate by itself.
+    /// The projections, (N, D) each, or all three as one, (N, 3 D), three times; rotated in place where a kernel does not rotate by itself.
     qkv: [ValueId; 3],
     /// Cosines and sines, (T, Dh/2) each.
     angles: Option<[graph::Operand; 2]>,
@@ -293,6 +293,10 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) -> V
         let Some((mut form, nodes)) = around(program, job, i) else {
             continue;
         };
+        if form.sizes.packed {
+            forms.add(nodes[nodes.len() - 1], nodes, form);
+            continue;
+        }
         let makers = form.qkv.map(|value| program.maker(value));
         if let [Some(q), Some(k), Some(v)] = makers {
             let maps = [q, k, v].map(|map| &program.nodes[map]);
@@ -328,61 +332,47 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     if node.composed || attribute(node, "mask")? != Attribute::Mask(Mask::Causal) {
         return None;
     }
+    let heads = |place: usize| Heads::of(program, &node.inputs[place], i);
+    let [q, k, v] = [heads(0)?, heads(1)?, heads(2)?];
     let merge = program.only_reader(node.output)?;
-    let mut nodes = vec![i];
-    let mut heads = Vec::new();
-    let mut angles = Vec::new();
-    for (place, operand) in node.inputs.iter().enumerate() {
-        let mut maker = cut(program, operand, i)?;
-        if place < 2 && program.nodes[maker].op == "rope" {
-            let rope = &program.nodes[maker];
-            let [cos, sin] = &rope.reads[..] else {
-                return None;
-            };
-            angles.push([constant(program, cos)?, constant(program, sin)?]);
-            nodes.push(maker);
-            maker = cut(program, &rope.inputs[0], maker)?;
-        }
-        let split = &program.nodes[maker];
-        if split.op != "split_heads" || split.inputs[0].view.is_some() {
-            return None;
-        }
-        nodes.push(maker);
-        // Rotated in place: nobody else reads it, nor does what makes it.
-        let projection = split.inputs[0].value;
-        let by = &program.nodes[program.maker(projection)?];
-        let is_ours = program.only_reader(projection) == Some(maker);
-        if !is_ours || !["linear", "linear_bias"].contains(&by.op) {
-            return None;
-        }
-        heads.push((projection, graph.value(split.output).shape.clone()));
-    }
     let merged = &program.nodes[merge];
     let is_merged = merged.op == "merge_heads" && merged.inputs[0].view.is_none();
-    nodes.push(merge);
-    let [(q, shape), (k, k_shape), (v, v_shape)] = <[_; 3]>::try_from(heads).ok()?;
-    let [batch, heads, length, head_dim] = shape[..] else {
+    let [batch, heads, length, head_dim] = q.shape[..] else {
         return None;
     };
-    let alike = k_shape == shape && v_shape == shape && !shape.contains(&0);
-    let angles = match &angles[..] {
-        [] => None,
-        [of_q, of_k] if of_q == of_k => Some(of_q.clone()),
-        _ => return None,
-    };
+    let alike = k.shape == q.shape && v.shape == q.shape && !q.shape.contains(&0);
+    let rotated_alike = k.angles == q.angles && v.angles.is_none();
+    let thirds = [&q, &k, &v].map(|x| x.third);
+    // Thirds of the rows of one projection, which the CPU's kernels do not take.
+    let in_one = thirds == [Some(0), Some(1), Some(2)]
+        && q.projection == k.projection
+        && k.projection == v.projection
+        && job.target == Target::Cuda;
     let dtype = graph.value(node.output).dtype;
     let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
     // The CPU's naive kernel rotates by itself.
-    let takes = angles.is_some() || !is_naive || job.target == Target::Cuda;
+    let takes = q.angles.is_some() || !is_naive || job.target == Target::Cuda;
+    let nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
+    // Rotated in place: nobody else reads a projection, nor does what makes it.
+    let is_ours = [&q, &k, &v].iter().all(|x| {
+        let maker = program.maker(x.projection).map(|by| program.nodes[by].op);
+        let readers = program.readers(x.projection).iter();
+        let made = maker.is_some_and(|op| ["linear", "linear_bias"].contains(&op));
+        made && !program.is_output(x.projection)
+            && readers.clone().all(|reader| nodes.contains(reader))
+            && (in_one || readers.count() == 1)
+    });
     let together = nodes
         .iter()
         .all(|other| program.are_in_one_segment(i, *other));
-    if !(is_merged && alike && known && takes && together) {
+    let fits = is_merged && alike && rotated_alike && known && takes && is_ours && together;
+    if !fits || !(in_one || thirds == [None; 3]) {
         return None;
     }
     let Attribute::Number(scale) = attribute(node, "scale")? else {
         return None;
     };
+    let angles = q.angles.clone();
     let form = Attention {
         path: place_of(node),
         sizes: AttentionSizes {
@@ -391,17 +381,79 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
             heads,
             head_dim,
             scale,
-            packed: false,
+            packed: in_one,
         },
         dtype,
         is_naive,
-        qkv: [q, k, v],
+        qkv: [q, k, v].map(|x| x.projection),
         angles,
         kept: node.kept.iter().map(|kept| kept.value).collect(),
         output: merged.output,
         is_wanted: program.is_wanted(node.output),
     };
     Some((form, nodes))
+}
+
+/// q, k or v, from a projection to the heads that attention reads.
+struct Heads {
+    /// (N, D), or (N, 3 D).
+    projection: ValueId,
+    /// Which third of its columns they are, if not all.
+    third: Option<usize>,
+    /// (B, H, T, Dh).
+    shape: Vec<usize>,
+    /// Cosines and sines, where they are rotated.
+    angles: Option<[graph::Operand; 2]>,
+    /// What cuts and rotates them.
+    nodes: Vec<usize>,
+}
+
+impl Heads {
+    /// What node `reader` reads as `operand`.
+    fn of(program: &Program<'_>, operand: &graph::Operand, reader: usize) -> Option<Self> {
+        let mut maker = cut(program, operand, reader)?;
+        let (mut angles, mut nodes) = (None, Vec::new());
+        if program.nodes[maker].op == "rope" {
+            let rope = &program.nodes[maker];
+            let [cos, sin] = &rope.reads[..] else {
+                return None;
+            };
+            angles = Some([constant(program, cos)?, constant(program, sin)?]);
+            nodes.push(maker);
+            maker = cut(program, &rope.inputs[0], maker)?;
+        }
+        let split = &program.nodes[maker];
+        if split.op != "split_heads" {
+            return None;
+        }
+        nodes.push(maker);
+        let projection = &split.inputs[0];
+        let third = match &projection.view {
+            None => None,
+            Some(view) => Some(third(
+                view,
+                program.graph.value(projection.value).elements(),
+            )?),
+        };
+        Some(Self {
+            projection: projection.value,
+            third,
+            shape: program.graph.value(split.output).shape.clone(),
+            angles,
+            nodes,
+        })
+    }
+}
+
+/// Which third a view (B, T, D) is of the columns of a (B, T, 3 D) of so many elements.
+fn third(view: &graph::View, elements: usize) -> Option<usize> {
+    let [batch, length, width] = view.shape[..] else {
+        return None;
+    };
+    let is_third = view.stride == [3 * length * width, 3 * width, 1] && width > 0;
+    let is_all = 3 * batch * length * width == elements;
+    let fits = is_third && is_all && view.offset.is_multiple_of(width);
+    fits.then(|| view.offset / width)
 }
 
 /// The node that makes all of an operand, which node `reader` alone reads.

@@ -133,6 +133,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms:
             let map = Map {
                 path: path.clone(),
                 input: 1 + number,
+                bias: None,
                 output: gate_up[number],
             };
             (node, map)

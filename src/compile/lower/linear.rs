@@ -1,4 +1,4 @@
-//! Linear maps of one input, without biases: `y = x W^T`. On a GPU in half precision they may be one product, whose weights'
+//! Linear maps of one input: `y = x W^T`, or `x W^T + b`. On a GPU in half precision they may be one product, whose weights'
 //! copies lie one under the other and whose outputs lie beside each other.
 
 use super::super::op::{Accumulate, Op};
@@ -9,6 +9,8 @@ use super::program::Program;
 use super::{Job, Lower, Target, place_of};
 use crate::Result;
 use crate::graph::{self, Node, ValueId};
+use crate::kernels::workspace;
+use crate::ops::{converted, linear_bias};
 use candle_core::DType;
 
 /// The linear maps of one input.
@@ -35,6 +37,8 @@ struct Group {
     /// F of all.
     columns: usize,
     is_trained: bool,
+    /// (F), of one map alone, and whether its gradient is needed.
+    bias: Option<(graph::Operand, bool)>,
 }
 
 /// A map as a node has it.
@@ -42,6 +46,8 @@ pub(super) struct Map {
     pub path: String,
     /// Which of the node's inputs is the weight (F, D).
     pub input: usize,
+    /// Which is the bias (F), if it has one.
+    pub bias: Option<usize>,
     pub output: ValueId,
 }
 
@@ -109,6 +115,10 @@ impl Maps {
                     .iter()
                     .any(|(node, map)| program.hands_on(node, map.input)),
                 outputs: maps.iter().map(|(_, map)| map.output).collect(),
+                bias: maps.iter().find_map(|(node, map)| {
+                    let bias = map.bias?;
+                    Some((node.inputs[bias].clone(), program.hands_on(node, bias)))
+                }),
                 weights,
             }
         };
@@ -136,14 +146,16 @@ impl Maps {
             for output in &group.outputs[1..] {
                 lower.places[output.0] = Some(y.clone());
             }
+            let mut accumulate = Accumulate::Never;
+            if let Some((bias, _)) = &group.bias {
+                let bias = lower.read(bias);
+                let kernel = Op::Kernel(linear_bias::bias());
+                lower.plan.call_on(kernel, vec![bias], vec![y.clone()]);
+                accumulate = Accumulate::Always;
+            }
             let sizes = [self.rows, group.columns, self.width];
-            product(
-                lower,
-                sizes,
-                [(x, false), (&weight, true)],
-                y,
-                Accumulate::Never,
-            );
+            let factors = [(x, false), (&weight, true)];
+            product(lower, sizes, factors, y, accumulate);
         }
     }
 
@@ -164,6 +176,9 @@ impl Maps {
             self.input_gradient(lower, &groups);
         }
         for (group, dy) in groups {
+            if let Some((bias, true)) = &group.bias {
+                bias_gradient(lower, bias, &dy, [self.rows, group.columns]);
+            }
             if !group.is_trained {
                 continue;
             }
@@ -274,6 +289,34 @@ pub(super) fn product(
     lower.plan.call_on(op, vec![a.clone(), b.clone()], vec![c]);
 }
 
+/// `db`, the sum of the rows of dy (N, F).
+fn bias_gradient(
+    lower: &mut Lower<'_>,
+    bias: &graph::Operand,
+    dy: &Operand,
+    [rows, columns]: [usize; 2],
+) {
+    let sum = lower.temporary("dbias", &[columns], DType::F32);
+    let partial = lower.is_on_gpu().then(|| {
+        let elements = workspace::bias_backward(rows, columns);
+        lower.scratch(&[elements], DType::F32)
+    });
+    let writes = [sum.clone()].into_iter().chain(partial).collect();
+    let kernel = Op::Kernel(linear_bias::bias_gradient());
+    lower.plan.call_on(kernel, vec![dy.clone()], writes);
+    let dtype = lower.program.graph.value(bias.value).dtype;
+    let gradient = match dtype {
+        DType::F32 => sum,
+        _ => {
+            let rounded = lower.temporary("dbias", &[columns], dtype);
+            let kernel = Op::Kernel(converted());
+            lower.plan.call_on(kernel, vec![sum], vec![rounded.clone()]);
+            rounded
+        }
+    };
+    lower.contribute(bias, gradient);
+}
+
 /// `attn/q_proj+k_proj` of `attn/q_proj` and `attn/k_proj`.
 fn joined<'p>(mut paths: impl Iterator<Item = &'p str>) -> String {
     let mut all = paths.next().unwrap_or_default().to_string();
@@ -283,6 +326,14 @@ fn joined<'p>(mut paths: impl Iterator<Item = &'p str>) -> String {
         all.push_str(name);
     }
     all
+}
+
+/// A map with a bias that its kernel takes.
+const BIASED: &str = "linear_bias";
+
+fn has_bias(program: &Program<'_>, node: &Node) -> bool {
+    let [x, bias] = [0, 2].map(|input| program.graph.value(node.inputs[input].value).dtype);
+    bias == x || bias == DType::F32
 }
 
 fn parent_of(path: &str) -> String {
@@ -297,10 +348,15 @@ pub(super) fn find(program: &Program<'_>, packed: &[Vec<usize>], forms: &mut For
     let as_map = |i: usize| Map {
         path: place_of(&nodes[i]),
         input: 1,
+        bias: (nodes[i].op == BIASED).then_some(2),
         output: nodes[i].output,
     };
     for i in 0..nodes.len() {
-        let is_linear = |i: usize| nodes[i].op == "linear" && is_map(program, &nodes[i], 1);
+        let is_linear = |i: usize| match nodes[i].op {
+            "linear" => is_map(program, &nodes[i], 1),
+            BIASED => is_map(program, &nodes[i], 1) && has_bias(program, &nodes[i]),
+            _ => false,
+        };
         if !forms.is_free(i) || !is_linear(i) {
             continue;
         }

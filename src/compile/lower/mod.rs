@@ -112,8 +112,8 @@ pub(super) trait Tables {
 /// A graph as a plan, and what its homes stand for.
 pub(super) struct Lowered {
     pub plan: Plan,
-    /// What is lent as [`Home::Argument`], by number.
-    pub arguments: Vec<ValueId>,
+    /// What is lent as [`Home::Argument`], by number: all of a value, or the elements of a view, in order.
+    pub arguments: Vec<(ValueId, Option<graph::View>)>,
     /// What is read as ids.
     pub ids: Vec<(ValueId, Ids)>,
     /// The loss (1), f64; what a forward alone gives out.
@@ -180,7 +180,7 @@ struct Lower<'a> {
     /// Views whose elements were put in order.
     dense: HashMap<(usize, graph::View), Operand>,
     tables: Vec<(graph::Operand, Vec<f32>)>,
-    arguments: Vec<ValueId>,
+    arguments: Vec<(ValueId, Option<graph::View>)>,
     ids: Vec<(ValueId, Ids)>,
     gradients: Gradients,
     weights: Weights,
@@ -364,7 +364,7 @@ impl<'a> Lower<'a> {
         let repeated = before..calls.len();
         calls.extend(update);
         if target == Target::Cuda
-            && let Some(call) = calls.iter().find(|call| matches!(call.op, Op::Kernel(_)))
+            && let Some(call) = calls.iter().find(|call| !call.op.is_on_gpu())
         {
             return Err(no_planned_form(op, call.op.name(), &call.path, " on a GPU"));
         }

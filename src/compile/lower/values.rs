@@ -76,7 +76,7 @@ impl Lower<'_> {
                 let name = argument_name(&value.source, id);
                 let home = self.home_of_input(&value.source);
                 let home = home.unwrap_or_else(|| {
-                    self.arguments.push(id);
+                    self.arguments.push((id, None));
                     Home::Argument(self.arguments.len() - 1)
                 });
                 (name, self.extent(id), Category::Input, home)
@@ -123,23 +123,36 @@ impl Lower<'_> {
 
     /// The elements of an operand, one after another: where they lie, or a copy.
     pub(super) fn read(&mut self, operand: &graph::Operand) -> Operand {
-        let base = self.value(operand.value);
         let elements = self.program.graph.value(operand.value).elements();
         let Some(view) = &operand.view else {
-            return part(&base, 0, elements);
+            return part(&self.value(operand.value), 0, elements);
         };
         if view.shape.contains(&0) {
-            return part(&base, 0, 0); // it may begin beyond its value
+            return part(&self.value(operand.value), 0, 0); // it may begin beyond its value
         }
         if strided::is_contiguous(view) {
+            let base = self.value(operand.value);
             return part(&base, view.offset, view.shape.iter().product());
         }
         let key = (operand.value.0, view.clone());
         if let Some(copy) = self.dense.get(&key) {
             return copy.clone();
         }
-        let dtype = self.program.graph.value(operand.value).dtype;
+        let value = self.program.graph.value(operand.value);
+        let (dtype, source) = (value.dtype, value.source.clone());
+        if source == Source::Constant {
+            // Put in order once and for all.
+            self.arguments.push((operand.value, Some(view.clone())));
+            let (category, home) = (Category::Input, Home::Argument(self.arguments.len() - 1));
+            let name = argument_name(&source, operand.value);
+            let buffers = &mut self.plan.buffers;
+            let id = buffers.add(&name, &view.shape, dtype, category, home);
+            let dense = self.plan.whole(id);
+            self.dense.insert(key, dense.clone());
+            return dense;
+        }
         let copy = self.temporary("contiguous", &view.shape, dtype);
+        let base = self.value(operand.value);
         let kernel = strided::gather(view.clone());
         let (reads, writes) = (vec![base], vec![copy.clone()]);
         self.plan.call_on(Op::Kernel(kernel), reads, writes);

@@ -4,7 +4,7 @@
 use candle_core::{D, DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{Algorithm, Mask};
-use tallow::compile::LossStep;
+use tallow::compile::{LossStep, StepConfig};
 use tallow::graph::{self, Attribute, Target};
 use tallow::nn::{CausalSelfAttention, Layer, Linear, RmsNorm, RotaryEmbedding, seeded};
 use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
@@ -216,7 +216,8 @@ fn it_is_planned(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algori
     let optimizer = AdamW::new(block.parameters(), AdamWConfig::default()).unwrap();
     let real = input(DType::F32);
     let hollow = graph::input("x", real.shape(), DType::F32).unwrap();
-    let mut step = LossStep::new(&optimizer, None, || block.loss(&hollow)).unwrap();
+    let mut step =
+        LossStep::new(&optimizer, &StepConfig::default(), || block.loss(&hollow)).unwrap();
     let loss = step.forward_backward(&[("x", &real)]).unwrap();
     let eager = block.loss(&real).unwrap();
     crate::golden::close(

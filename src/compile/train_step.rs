@@ -1,22 +1,18 @@
 //! A training step, planned.
 
-mod results;
-mod scaled;
-
-pub use scaled::ScaledStep;
-
 use super::config::{PlanConfig, check_clip_norm};
 use super::executor::Executor;
 use super::least;
 use super::model::{Planner, Weights};
-use super::plan::{Operand, Plan};
+use super::plan::Plan;
 use super::run::Tensors;
 use super::source;
+use super::step::{Options, ScaledStep, Step};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
-use crate::optim::AdamW;
+use crate::optim::{AdamW, GradScaler};
 use crate::{Error, Result};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Device, Tensor};
 
 const OP: &str = "compile::TrainStep";
 
@@ -31,20 +27,10 @@ const OP: &str = "compile::TrainStep";
 /// A run holds the parameters' and the state's storages: another thread that reads them waits until it is over.
 #[derive(Debug)]
 pub struct TrainStep {
-    plan: Plan,
-    executor: Executor,
-    /// Where a run leaves its loss, the gradients' norm and each parameter's gradient.
-    loss: Operand,
-    norm_place: Option<Operand>,
-    gradients: Vec<Option<Operand>>,
-    parameters: Vec<(String, Var)>,
+    step: Step,
     model: TransformerConfig,
     config: PlanConfig,
     checkpointing: Checkpointing,
-    has_run: bool,
-    norm: Option<f64>,
-    /// The optimizer's steps after the last run, with which the plan's copies of weights are those of the weights.
-    steps_seen: Option<usize>,
 }
 
 impl TrainStep {
@@ -64,19 +50,16 @@ impl TrainStep {
         let target = Executor::target(device);
         let planner = Planner::new(OP, model.config(), config, target, Some(&weights))?;
         let (lowered, checkpointing) = planner.train_step()?;
+        let options = Options {
+            clip_norm: config.clip_norm,
+            scales: config.loss_scaling,
+            optimizer_in_backward: config.optimizer_in_backward,
+        };
         Ok(Self {
-            executor: Executor::new(&lowered.plan, device)?,
-            plan: lowered.plan,
-            loss: lowered.output,
-            norm_place: lowered.norm,
-            gradients: lowered.gradients,
-            parameters: weights.parameters,
+            step: Step::new(OP, lowered, weights.parameters, device, &options)?,
             model: model.config().clone(),
             config: config.clone(),
             checkpointing,
-            has_run: false,
-            norm: None,
-            steps_seen: None,
         })
     }
 
@@ -131,7 +114,7 @@ impl TrainStep {
     /// [`forward_backward`](Self::forward_backward) makes them anew each time. Call this after the weights were changed in any
     /// other way: loaded, or set.
     pub fn refresh(&mut self) {
-        self.executor.refresh();
+        self.step.refresh();
     }
 
     /// One step: the mean loss of the batch before the update. tokens and targets (accumulation * B, T) u32.
@@ -143,47 +126,55 @@ impl TrainStep {
     /// that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever the error,
     /// parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
-        self.run_with(optimizer, tokens, targets, None)?;
-        self.loss()
+        let (tokens, targets) = self.ids(tokens, targets)?;
+        self.step.run(optimizer, &Self::tensors(&tokens, &targets))
     }
 
-    /// One step; whether there was an update.
-    fn run_with(
+    /// As [`run`](Self::run) with the scaler's loss scale, which is read here: what [`GradScaler::scale`],
+    /// [`unscale`](GradScaler::unscale), [`step`](GradScaler::step) and [`update`](GradScaler::update) do in an eager step.
+    /// Where a gradient has overflowed, parameters and optimizer stay what they were, and the scale becomes smaller.
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use tallow::compile::{PlanConfig, TrainStep};
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+    /// use tallow::precision::Precision;
+    ///
+    /// let device = tallow::device("cpu")?;
+    /// let config = TransformerConfig {
+    ///     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+    ///     ..Default::default()
+    /// };
+    /// let model = TransformerLM::new(&config, 0, &device)?;
+    /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
+    /// let plan = PlanConfig {
+    ///     batch_size: 1, sequence_length: 4, precision: Precision::F16, loss_scaling: true,
+    ///     ..Default::default()
+    /// };
+    /// let mut step = TrainStep::new(&model, &optimizer, &plan)?;
+    /// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
+    /// let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &tokens)?;
+    /// assert!(done.loss.is_finite());
+    /// assert_eq!(optimizer.steps(), usize::from(done.stepped()));
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`] if the step was planned without loss
+    /// scaling (and the scaler is not switched off); [`Error::Order`] if an eager step of the scaler was begun and not ended;
+    /// as [`GradScaler::update`].
+    pub fn run_scaled(
         &mut self,
         optimizer: &mut AdamW,
+        scaler: &mut GradScaler,
         tokens: &Tensor,
         targets: &Tensor,
-        loss_scale: Option<f64>,
-    ) -> Result<bool> {
+    ) -> Result<ScaledStep> {
         let (tokens, targets) = self.ids(tokens, targets)?;
-        let planned = optimizer.planned_updates(OP, &self.parameters)?;
-        source::check_apart(OP, &self.parameters, &planned)?;
-        if self.steps_seen != Some(optimizer.steps()) {
-            self.executor.refresh(); // somebody else has stepped
-        }
-        let tensors = Tensors {
-            parameters: &self.parameters,
-            updates: &planned,
-            tokens: &tokens,
-            targets: &targets,
-            ..Default::default()
-        };
-        let clip_norm = self.config.clip_norm.unwrap_or(f64::INFINITY);
-        self.norm = None;
-        self.steps_seen = None; // until it is over
-        let stepped = self
-            .executor
-            .run(&self.plan, &tensors, clip_norm, loss_scale)?;
-        self.has_run = true;
-        if stepped {
-            optimizer.planned_step_taken();
-            self.norm = match &self.norm_place {
-                Some(norm) => self.first(&norm.clone())?,
-                None => None,
-            };
-        }
-        self.steps_seen = Some(optimizer.steps());
-        Ok(stepped)
+        let tensors = Self::tensors(&tokens, &targets);
+        self.step.run_scaled(optimizer, scaler, &tensors)
     }
 
     /// As [`run`](Self::run) without the update: forward, loss and backward alone. What it finds is in
@@ -192,25 +183,18 @@ impl TrainStep {
     /// # Errors
     /// As [`run`](Self::run); [`Error::Order`] where the optimizer runs in backward.
     pub fn forward_backward(&mut self, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
-        if self.config.optimizer_in_backward {
-            return Err(Error::Order {
-                op: "compile::TrainStep::forward_backward",
-                problem: "the plan updates each parameter in backward".into(),
-                hint: "plan with optimizer_in_backward: false".into(),
-            });
-        }
         let (tokens, targets) = self.ids(tokens, targets)?;
-        let tensors = Tensors {
-            parameters: &self.parameters,
-            tokens: &tokens,
-            targets: &targets,
+        self.step
+            .forward_backward(&Self::tensors(&tokens, &targets))
+    }
+
+    /// What a run is given beside parameters and their updates.
+    fn tensors<'t>(tokens: &'t [u32], targets: &'t [u32]) -> Tensors<'t> {
+        Tensors {
+            tokens,
+            targets,
             ..Default::default()
-        };
-        self.norm = None;
-        self.executor.refresh(); // the update is somebody else's
-        self.executor.run_micro_batches(&self.plan, &tensors)?;
-        self.has_run = true;
-        self.loss()
+        }
     }
 
     /// The ids of a batch, checked.
@@ -225,7 +209,7 @@ impl TrainStep {
 
     /// The plan.
     pub fn plan(&self) -> &Plan {
-        &self.plan
+        &self.step.plan
     }
 
     /// Which blocks are run again: what was asked for, or what the memory budget chose. (A budget that is met by running
@@ -240,7 +224,7 @@ impl TrainStep {
     /// [`Error::Config`] if the step was planned without clipping, or the norm is not over 0.
     pub fn set_clip_norm(&mut self, norm: f64) -> Result<()> {
         check_clip_norm(norm)?;
-        if self.config.clip_norm.is_none() {
+        if self.step.clip_norm.is_none() {
             return Err(Error::Config {
                 config: "PlanConfig",
                 field: "clip_norm",
@@ -249,7 +233,20 @@ impl TrainStep {
                 hint: "plan with clip_norm: Some(f64::INFINITY) to begin without clipping".into(),
             });
         }
-        self.config.clip_norm = Some(norm);
+        self.step.clip_norm = Some(norm);
         Ok(())
+    }
+
+    /// The norm of the last run's gradients before clipping; `None` before the first run, and without clipping.
+    pub fn gradient_norm(&self) -> Option<f64> {
+        self.step.gradient_norm()
+    }
+
+    /// Copies of the last run's gradients by name, not clipped.
+    ///
+    /// # Errors
+    /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.
+    pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
+        self.step.gradients()
     }
 }

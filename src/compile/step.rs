@@ -1,0 +1,245 @@
+//! A planned training step, whatever was traced for it: its plan, what runs it, and what a run leaves behind.
+
+use super::executor::Executor;
+use super::lower::Lowered;
+use super::op::Op;
+use super::plan::{Operand, Plan};
+use super::run::Tensors;
+use super::source;
+use crate::optim::{AdamW, GradScaler};
+use crate::{Error, Result};
+use candle_core::{Device, Tensor, Var};
+
+/// What a step with a loss scale has come to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ScaledStep {
+    /// The mean loss of the batch, not scaled.
+    pub loss: f32,
+    /// The first parameter whose gradient was infinite or NaN, for which the update was left out; `None` if it was done.
+    pub non_finite: Option<String>,
+}
+
+impl ScaledStep {
+    /// Whether there was an update.
+    pub fn stepped(&self) -> bool {
+        self.non_finite.is_none()
+    }
+}
+
+/// A plan of a step, on its device.
+#[derive(Debug)]
+pub(super) struct Step {
+    op: &'static str,
+    pub plan: Plan,
+    executor: Executor,
+    pub parameters: Vec<(String, Var)>,
+    /// Where a run leaves its loss, the gradients' norm and each parameter's gradient.
+    loss: Operand,
+    norm: Option<Operand>,
+    gradients: Vec<Option<Operand>>,
+    /// The norm that gradients are clipped to, where the plan clips.
+    pub clip_norm: Option<f64>,
+    scales: bool,
+    in_backward: bool,
+    has_run: bool,
+    last_norm: Option<f64>,
+    /// The optimizer's steps after the last run, with which the plan's copies of weights are those of the weights.
+    steps_seen: Option<usize>,
+}
+
+/// What a step was planned with.
+pub(super) struct Options {
+    pub clip_norm: Option<f64>,
+    pub scales: bool,
+    pub optimizer_in_backward: bool,
+}
+
+impl Step {
+    /// Allocates the arena of a plan. Errors name `op`.
+    ///
+    /// # Errors
+    /// An arena that does not fit the device's memory; on a GPU, shapes that its kernels do not take.
+    pub fn new(
+        op: &'static str,
+        lowered: Lowered,
+        parameters: Vec<(String, Var)>,
+        device: &Device,
+        options: &Options,
+    ) -> Result<Self> {
+        Ok(Self {
+            op,
+            executor: Executor::new(&lowered.plan, device)?,
+            plan: lowered.plan,
+            parameters,
+            loss: lowered.output,
+            norm: lowered.norm,
+            gradients: lowered.gradients,
+            clip_norm: options.clip_norm,
+            scales: options.scales,
+            in_backward: options.optimizer_in_backward,
+            has_run: false,
+            last_norm: None,
+            steps_seen: None,
+        })
+    }
+
+    /// Has the copies of weights that last from run to run made anew in the next.
+    pub fn refresh(&mut self) {
+        self.executor.refresh();
+    }
+
+    /// One step on what `tensors` has besides parameters and their updates: the loss.
+    ///
+    /// # Errors
+    /// An optimizer of other parameters; with clipping, gradients that are not finite.
+    pub fn run(&mut self, optimizer: &mut AdamW, tensors: &Tensors<'_>) -> Result<f32> {
+        self.run_with(optimizer, tensors, None)?;
+        self.loss()
+    }
+
+    /// One step with the scaler's loss scale.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run); a plan without loss scaling.
+    pub fn run_scaled(
+        &mut self,
+        optimizer: &mut AdamW,
+        scaler: &mut GradScaler,
+        tensors: &Tensors<'_>,
+    ) -> Result<ScaledStep> {
+        let loss_scale = scaler.planned_scale(self.op)?;
+        if loss_scale.is_some() && !self.scales {
+            return Err(Error::Config {
+                config: "PlanConfig",
+                field: "loss_scaling",
+                expected: "true, for a step whose loss is to be scaled".into(),
+                got: "false".into(),
+                hint: "plan with loss_scaling: true, or call run".into(),
+            });
+        }
+        let stepped = self.run_with(optimizer, tensors, loss_scale)?;
+        let non_finite = match stepped {
+            true => None,
+            false => self.first_non_finite()?,
+        };
+        scaler.planned_update(!stepped)?;
+        Ok(ScaledStep {
+            loss: self.loss()?,
+            non_finite,
+        })
+    }
+
+    /// One step; whether there was an update.
+    fn run_with(
+        &mut self,
+        optimizer: &mut AdamW,
+        tensors: &Tensors<'_>,
+        loss_scale: Option<f64>,
+    ) -> Result<bool> {
+        let planned = optimizer.planned_updates(self.op, &self.parameters)?;
+        source::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
+        if self.steps_seen != Some(optimizer.steps()) {
+            self.executor.refresh(); // somebody else has stepped
+        }
+        let tensors = Tensors {
+            parameters: &self.parameters,
+            updates: &planned,
+            ..*tensors
+        };
+        let clip_norm = self.clip_norm.unwrap_or(f64::INFINITY);
+        (self.has_run, self.last_norm, self.steps_seen) = (false, None, None); // until it is over
+        let executor = &mut self.executor;
+        let stepped = executor.run(&self.plan, &tensors, clip_norm, loss_scale)?;
+        self.has_run = true;
+        if stepped {
+            optimizer.planned_step_taken();
+            self.last_norm = match self.norm.clone() {
+                Some(norm) => self.first(&norm)?,
+                None => None,
+            };
+        }
+        self.steps_seen = Some(optimizer.steps());
+        Ok(stepped)
+    }
+
+    /// Forward, loss and backward alone: the loss.
+    ///
+    /// # Errors
+    /// [`Error::Order`] where the optimizer runs in backward.
+    pub fn forward_backward(&mut self, tensors: &Tensors<'_>) -> Result<f32> {
+        if self.in_backward {
+            return Err(Error::Order {
+                op: self.op,
+                problem: "the plan updates each parameter in backward".into(),
+                hint: "plan with optimizer_in_backward: false".into(),
+            });
+        }
+        let tensors = Tensors {
+            parameters: &self.parameters,
+            ..*tensors
+        };
+        (self.has_run, self.last_norm) = (false, None); // until it is over
+        self.executor.refresh(); // the update is somebody else's
+        self.executor.run_micro_batches(&self.plan, &tensors)?;
+        self.has_run = true;
+        self.loss()
+    }
+
+    /// The last run's.
+    fn loss(&mut self) -> Result<f32> {
+        let loss = self.first(&self.loss.clone())?;
+        Ok(loss.map_or(f32::NAN, |loss| loss as f32)) // (1)
+    }
+
+    /// The norm of the last run's gradients before clipping.
+    pub fn gradient_norm(&self) -> Option<f64> {
+        self.last_norm
+    }
+
+    /// Copies of the last run's gradients by name, not clipped.
+    ///
+    /// # Errors
+    /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.
+    pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
+        let refuse = |problem: &str, hint: &str| {
+            Err(Error::Order {
+                op: self.op,
+                problem: problem.into(),
+                hint: hint.into(),
+            })
+        };
+        if !self.has_run {
+            return refuse("no step has been run", "call run first");
+        }
+        if self.in_backward {
+            let hint = "plan with optimizer_in_backward: false to read them";
+            return refuse("each gradient was freed in backward", hint);
+        }
+        let gradients = self.parameters.iter().zip(&self.gradients);
+        let gradients = gradients.filter_map(|((name, var), gradient)| {
+            let gradient = gradient.as_ref()?;
+            let copy = self.executor.copy(&self.plan, gradient, var.shape());
+            Some(copy.map(|copy| (name.clone(), copy)))
+        });
+        gradients.collect()
+    }
+
+    /// The first number of an operand that a run leaves, in f64.
+    fn first(&mut self, operand: &Operand) -> Result<Option<f64>> {
+        let kept: Vec<f64> = self.executor.read(&self.plan, operand)?;
+        Ok(kept.first().copied())
+    }
+
+    /// The parameter that the check for overflow has named.
+    fn first_non_finite(&mut self) -> Result<Option<String>> {
+        let is_check = |op: &Op| matches!(op, Op::CheckOverflow { .. });
+        let Some(call) = self.plan.calls().iter().find(|call| is_check(&call.op)) else {
+            return Ok(None);
+        };
+        let first: Vec<u32> = self.executor.read(&self.plan, &call.writes[0])?;
+        let parameter = first
+            .first()
+            .and_then(|first| self.parameters.get(*first as usize));
+        Ok(parameter.map(|(name, _)| name.clone()))
+    }
+}
