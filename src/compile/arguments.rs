@@ -153,12 +153,12 @@ impl Constants<'_> {
                 hint: "build the model with real weights; only inputs are hollow".into(),
             });
         }
-        check_device(
-            self.op,
-            "a constant or a frozen weight",
-            tensor,
-            self.device,
-        )?;
+        // A constant that the loss makes beside hollow inputs, which are nowhere, is on the CPU.
+        let moves = self.graph.value(id).source == Source::Constant && tensor.device().is_cpu();
+        if !moves {
+            let what = "a constant or a frozen weight";
+            check_device(self.op, what, tensor, self.device)?;
+        }
         Ok(tensor)
     }
 
@@ -167,7 +167,7 @@ impl Constants<'_> {
         let tensor = self.tensor(id)?;
         let is_all = tensor.layout().start_offset() == 0 && tensor.is_contiguous();
         if is_all && tensor.elem_count() == elements {
-            return Ok(tensor.detach());
+            return Ok(tensor.detach().to_device(self.device)?);
         }
         let row = View {
             shape: vec![elements],
@@ -185,7 +185,7 @@ impl Constants<'_> {
             && layout.stride() == view.stride
             && layout.start_offset() == view.offset;
         if is_this {
-            return Ok(tensor.detach().force_contiguous()?);
+            return Ok(tensor.detach().force_contiguous()?.to_device(self.device)?);
         }
         if !tensor.device().is_cpu() {
             return Err(Error::Order {
@@ -195,7 +195,7 @@ impl Constants<'_> {
             });
         }
         let (storage, _) = tensor.storage_and_layout();
-        Ok(gathered(cpu_storage(&storage)?, view)?)
+        Ok(gathered(cpu_storage(&storage)?, view)?.to_device(self.device)?)
     }
 }
 

@@ -108,6 +108,11 @@ pub fn is_hollow(x: &Tensor) -> bool {
     Role::of(x).is_some()
 }
 
+/// Whether two tensors can be operands of one op: hollow ones are on every device.
+pub(crate) fn are_on_one_device(a: &Tensor, b: &Tensor) -> bool {
+    a.device().same_device(b.device()) || is_hollow(a) || is_hollow(b)
+}
+
 pub(super) fn hollow(
     shape: impl Into<Shape>,
     dtype: DType,

@@ -46,7 +46,7 @@ pub(crate) use segment::segment;
 pub use session::{Outputs, Target, name, trace};
 pub use steps::{Room, Step};
 
-pub(crate) use hollow::constant;
+pub(crate) use hollow::{are_on_one_device, constant};
 pub(crate) use session::{
     Traced, autocast_ended, is_tracing, kept_value, record, refuse_hollow, target,
     trace_with_tensors,

@@ -179,7 +179,7 @@ fn check_operands(
                 hint: "convert one with to_dtype".into(),
             });
         }
-        if !tensor.device().same_device(first.device()) {
+        if !graph::are_on_one_device(tensor, first) {
             return Err(Error::Placement {
                 op,
                 expected: format!(
