@@ -9,6 +9,9 @@ pub(crate) const PRODUCTS_BYTES: usize = 32 << 20;
 /// The most blocks that [rms_norm's backward](rms_norm_partials) is spread over, each with a row of partial sums.
 pub(crate) const RMS_NORM_BLOCKS: usize = 1024;
 
+/// The most blocks that [layer_norm's backward](layer_norm_partials) is spread over, each with two rows of partial sums.
+pub(crate) const LAYER_NORM_BLOCKS: usize = RMS_NORM_BLOCKS;
+
 /// Positions that the embedding's backward finds room for by id.
 pub(crate) const EMBEDDING_CAPACITY: usize = 32;
 
@@ -24,6 +27,11 @@ const ALIGNMENT_WORDS: usize = 64;
 /// Partial sums of a weight's gradient, f32.
 pub(crate) fn rms_norm_partials(rows: usize, width: usize) -> usize {
     rows.min(RMS_NORM_BLOCKS) * width
+}
+
+/// Partial sums of the gradients of a weight and a bias, f32.
+pub(crate) fn layer_norm_partials(rows: usize, width: usize) -> usize {
+    rows.min(LAYER_NORM_BLOCKS) * 2 * width
 }
 
 /// Parts that the rows are cut into, each summed by itself, for a bias's gradient.

@@ -91,6 +91,7 @@ pub(super) fn has_kernel(op: &'static str, x: &Tensor) -> bool {
 pub(super) fn has_cuda_kernel(op: &'static str, x: &Tensor) -> bool {
     let width = x.dims().last().copied().unwrap_or(0);
     let widest = match op {
+        "layer_norm" => limits::LAYER_NORM_WIDTH,
         "rms_norm" => limits::RMS_NORM_WIDTH,
         "cross_entropy" => limits::CROSS_ENTROPY_CLASSES,
         "attention::flash"

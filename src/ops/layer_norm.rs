@@ -10,12 +10,15 @@ use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, 
 use crate::graph::{Attribute, Room, Step, Target};
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, layer_norm as kernel};
+use crate::kernels::workspace;
 use crate::precision::decide;
 use crate::probe::Operand;
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
+#[cfg(feature = "cuda")]
+use {super::cuda, crate::kernels::cuda::layer_norm as cuda_kernel, candle_core::CudaStorage};
 
 /// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
 /// is the biased one.
@@ -151,11 +154,19 @@ impl Spec for LayerNorm {
         vec![("mean and rstd", (x.rows(), 2).into(), x.wide_dtype())]
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+        let (rows, width) = (inputs[0].rows(), inputs[1].dims[0]);
+        let (formula, elements) = match target {
+            Target::Cpu => ("BTD / 32", block_sums(rows, width)),
+            Target::Cuda => (
+                "2 min(BT, 1024) D",
+                workspace::layer_norm_partials(rows, width) as f64,
+            ),
+        };
         let partial = Room {
             what: "partial sums of a norm",
-            formula: "BTD / 32",
-            elements: block_sums(inputs[0].rows(), inputs[1].dims[0]),
+            formula,
+            elements,
             element_bytes: inputs[0].wide_dtype().size_in_bytes(),
         };
         let gradients = (0..3).map(Step::gradient);
@@ -191,6 +202,37 @@ impl CustomOp3 for LayerNorm {
         })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        weight: &CudaStorage,
+        weight_layout: &Layout,
+        bias: &CudaStorage,
+        bias_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (card, shape) = (&x.device, x_layout.shape());
+        let wide_weight = weight.to_dtype(weight_layout, DType::F32)?; // (D): small, as the bias is
+        let wide_bias = bias.to_dtype(bias_layout, DType::F32)?;
+        let (weight, bias) = (cuda::whole(&wide_weight)?, cuda::whole(&wide_bias)?);
+        let rows = shape.elem_count() / weight.len;
+        let y = cuda::room(card, x.dtype(), shape.elem_count())?;
+        let statistics = cuda::room(card, DType::F32, 2 * rows)?;
+        cuda_kernel::forward(
+            card,
+            cuda::view(x, x_layout)?,
+            (weight, Some(bias)),
+            self.eps,
+            cuda::whole(&y)?,
+            cuda::whole(&statistics)?,
+        )?;
+        let statistics = cuda::tensor(statistics, (rows, 2));
+        probe::kept("mean and rstd", &statistics);
+        let _ = self.statistics.set(statistics); // empty until now: an op runs forward once
+        Ok((y, shape.clone()))
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -204,6 +246,32 @@ impl CustomOp3 for LayerNorm {
         };
         let dy = dy.contiguous()?;
         let (x_shape, wide_weight) = (x.shape(), widen(weight)?);
+        #[cfg(feature = "cuda")]
+        if dy.device().is_cuda() {
+            let (card, width) = (cuda::card(&dy)?, weight.elem_count());
+            let partials_len = workspace::layer_norm_partials(statistics.dim(0)?, width);
+            let partials = cuda::room(card, DType::F32, partials_len)?;
+            let dx = cuda::room(card, x.dtype(), x.elem_count())?;
+            let dw = cuda::room(card, DType::F32, width)?;
+            let db = cuda::room(card, DType::F32, width)?;
+            let inputs = cuda_kernel::Inputs {
+                dy: cuda::elements(&dy)?,
+                x: cuda::elements(x)?,
+                weight: cuda::elements(&wide_weight)?,
+                statistics: cuda::elements(statistics)?,
+            };
+            let gradients = cuda_kernel::Gradients {
+                dx: cuda::whole(&dx)?,
+                add_dx: false,
+                dw: cuda::whole(&dw)?,
+                db: Some(cuda::whole(&db)?),
+                add_sums: false,
+            };
+            cuda_kernel::backward(card, inputs, gradients, cuda::whole(&partials)?)?;
+            let dw = cuda::tensor(dw, weight.shape()).to_dtype(weight.dtype())?;
+            let db = cuda::tensor(db, bias.shape()).to_dtype(bias.dtype())?;
+            return Ok((Some(cuda::tensor(dx, x_shape)), Some(dw), Some(db)));
+        }
         for_stored!(dy.dtype(), T => {
             let (dy, x) = (elements::<T>(&dy)?, elements::<T>(x)?);
             let w = elements::<<T as Stored>::Wide>(&wide_weight)?;

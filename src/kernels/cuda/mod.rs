@@ -12,6 +12,7 @@
 
 pub(crate) mod activation;
 pub(crate) mod adamw;
+pub(crate) mod arithmetic;
 pub(crate) mod bias;
 pub(crate) mod cast;
 pub(crate) mod cross_entropy;
@@ -20,8 +21,10 @@ pub(crate) mod embedding;
 pub(crate) mod flash_attention;
 pub(crate) mod heads;
 mod kernel;
+pub(crate) mod layer_norm;
 pub(crate) mod matmul;
 pub(crate) mod naive_attention;
+mod norm_rows;
 pub(crate) mod repeat;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

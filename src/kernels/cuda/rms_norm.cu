@@ -4,8 +4,7 @@
 // and comes out of products: equal, or f32 beside half precision. The sum is rounded to X before it is normed.
 // Backward: dx = rstd (g - h mean(g h)), g = dy w, h = x rstd; dw = sum over rows of dy h, in two stages.
 //
-// Block (x, max(1, 128 / x)) with x = 32 ceil(packs N / 512), packs = ceil(width / N), one more if rows do not begin at 16
-// bytes, N = 16 / size of Y. A thread has 16 columns. Width at most 8192 (8176 where rows do not begin at 16 bytes).
+// Blocks and columns as in `norm_rows.cuh`; width at most 8192.
 // Grid: forward as many blocks as rows take; backward as many as fit on the card at once, each with one row after the other,
 // as the columns' sums and the weights stay in registers. There a thread loads the next row before it works on this one: else
 // loads, reduction and stores wait for each other (55% of the copy rate).
@@ -13,16 +12,6 @@
 // out, + branch in), and the partial sums, grid * width * 4, written once and read once by `sum_partials`.
 // Of the copy rate (H200, widths 512 to 8192, at least half a gigabyte): forward 93 to 100%; backward 81 to 97%, at width
 // 8192 76%.
-
-// What rows of threads have of the first `columns` elements of a row, `first` being a pack's first column.
-#define EACH_PACK(k, first, columns)                                                                                     \
-    _Pragma("unroll") for (int k = 0, first = threadIdx.x * N - skew; k < PACKS; k++, first += blockDim.x * N)           \
-        if (first < columns)
-
-// Columns stay with their threads only if every row begins alike; else they are counted from the row's begin.
-template <class T> __device__ __forceinline__ int common_skew(const T* rows, int width) {
-    return (long long)width * sizeof(T) % 16 == 0 ? skew_of(rows) : 0;
-}
 
 // h, the values of x, becomes x + branch rounded to X, as x does.
 template <class X, class Y, int N>

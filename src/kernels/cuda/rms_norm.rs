@@ -2,24 +2,18 @@
 //!
 //! x may be f32 where y is in half precision: the residual stream beside what goes into products.
 
+use super::norm_rows::{ROWS, threads_for_rows};
 use super::source::{PRELUDE, Source};
-use super::{View, in_vector, launch_config, packs, suffixes};
+use super::{View, launch_config, suffixes};
 use crate::kernels::workspace::RMS_NORM_BLOCKS;
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 const SOURCE: Source = Source {
     name: "rms_norm",
-    parts: &[PRELUDE, include_str!("rms_norm.cu")],
+    parts: &[PRELUDE, ROWS, include_str!("rms_norm.cu")],
 };
-
-/// Threads for every row of `y` (rows, width), which is in the narrower dtype and decides what columns a thread has.
-fn threads_for_rows(y: View, width: usize) -> LaunchConfig {
-    let of_row = 32 * (packs(width, y) * in_vector(y.dtype)).div_ceil(512);
-    let of_block = (128 / of_row).max(1);
-    launch_config(((y.len / width).div_ceil(of_block), 1), (of_row, of_block))
-}
 
 /// `y = w x rstd`, with x and y (rows, width), w (width) f32, and rstd (rows) f32.
 pub(crate) fn forward(

@@ -57,7 +57,9 @@ fn with_kernels() -> Vec<Case> {
         (3, 8176),
     ] {
         cases.push(cases::rms_norm(&[rows], width, 3));
+        cases.push(cases::layer_norm(&[rows], width, 4));
     }
+    cases.push(cases::layer_norm(&[300], 8192, 4)); // the widest; several rows to a block
     for (rows, width) in [
         (1, 2),
         (33, 65),
@@ -113,6 +115,7 @@ fn kernels_take_any_strides() {
     for case in [
         cases::swiglu(&[33, 65], 2),
         cases::rms_norm(&[33], 65, 3),
+        cases::layer_norm(&[33], 65, 4),
         cases::rope(&[2], 33, 24, 5),
         cases::linear(&[3, 11], 24, 65, 6),
         cases::swiglu_linear(&[3, 11], 24, 65, 7),
@@ -128,6 +131,14 @@ fn kernels_take_any_strides() {
             check(&case, KERNEL, lie);
         }
     }
+}
+
+/// A variance taken as the mean of squares less the square of the mean would have no digit left here.
+#[rstest]
+fn layer_norm_far_from_zero(#[values(1e2, 1e4)] mean: f64) {
+    let mut case = cases::layer_norm(&[33], 123, 12);
+    case.inputs[0].value = (&case.inputs[0].value + mean).unwrap();
+    check(&case.rounded_to(DType::F32), KERNEL, Lie::Contiguous);
 }
 
 /// Rows that begin between vectors, though their width is one of whole vectors.

@@ -1,9 +1,11 @@
 //! What the planned step launches and no op of a tensor does, on a card, judged by f64. Without a card the tests are skipped,
 //! with a word.
 
+mod arithmetic;
 mod elementwise;
 mod gradients;
 mod heads;
+mod layer_norm;
 mod losses;
 mod products;
 mod rows;

@@ -1,0 +1,273 @@
+//! LayerNorm's kernels: rows anywhere in memory, streams wider than what goes into products, in place, added to.
+
+use super::super::View;
+use super::super::layer_norm::{self, Gradients, Inputs};
+use super::{Buffer, Element, assert_close, bits, card, numbers, wide};
+use crate::kernels::workspace::layer_norm_partials;
+use candle_core::cuda_backend::CudaDevice;
+use half::{bf16, f16};
+
+/// Rows of one warp and of many, one and several to a block, in turns; rows of threads beyond the last row; the widest.
+const SIZES: [(usize, usize); 14] = [
+    (1, 1),
+    (2000, 1),
+    (3, 2),
+    (2000, 2),
+    (33, 7),
+    (1, 64),
+    (2000, 64),
+    (1999, 65),
+    (5, 512),
+    (1031, 768),
+    (65, 1600),
+    (301, 4097),
+    (1, 8192),
+    (301, 8192),
+];
+
+/// Of x and what is like it, and of dy and what is like it, in elements.
+const OFFSETS: [[usize; 2]; 4] = [[0, 0], [1, 1], [0, 1], [3, 0]];
+
+#[test]
+fn norms_anywhere() {
+    let Some(card) = card() else { return };
+    for (rows, width) in SIZES {
+        for offsets in OFFSETS {
+            Norm::<f32, f32>::new(&card, rows, width, offsets).check();
+            Norm::<f32, bf16>::new(&card, rows, width, offsets).check();
+            Norm::<f32, f16>::new(&card, rows, width, offsets).check();
+            Norm::<bf16, bf16>::new(&card, rows, width, offsets).check();
+            Norm::<f16, f16>::new(&card, rows, width, offsets).check();
+        }
+    }
+}
+
+/// Numbers whose sums do not cancel, so that means and sums of rows can be judged by their size.
+fn off_centre<T: Element>(len: usize, seed: u64) -> Vec<T> {
+    let values = numbers::<T>(len, seed).into_iter();
+    values.map(|x| T::from_f64(x.to_f64() + 0.5)).collect()
+}
+
+/// What both passes read, on the card and here.
+struct Norm<'a, X, Y> {
+    card: &'a CudaDevice,
+    width: usize,
+    eps: f64,
+    offsets: [usize; 2],
+    x: Vec<X>,
+    dy: Vec<Y>,
+    weight: Vec<f32>,
+    bias: Vec<f32>,
+    /// What is in gradients that are added to: of x, of weight and bias.
+    before: (Vec<X>, [Vec<f32>; 2]),
+}
+
+/// What both passes should write.
+struct Exact {
+    y: Vec<f64>,
+    mean: Vec<f64>,
+    rstd: Vec<f64>,
+    dx: Vec<f64>,
+    dw: Vec<f64>,
+    db: Vec<f64>,
+}
+
+impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
+    fn new(card: &'a CudaDevice, rows: usize, width: usize, offsets: [usize; 2]) -> Self {
+        let n = rows * width;
+        Self {
+            card,
+            width,
+            // In rows of two elements dx is a share of eps / (var + eps) of its terms; where eps is little, their rounding.
+            eps: if width <= 2 { 2.0 } else { 1e-5 },
+            offsets,
+            x: off_centre(n, 1),
+            dy: off_centre(n, 2),
+            weight: numbers(width, 3),
+            bias: numbers(width, 4),
+            before: (numbers(n, 5), [6, 7].map(|seed| numbers(width, seed))),
+        }
+    }
+
+    fn rows(&self) -> usize {
+        self.x.len() / self.width
+    }
+
+    fn exact(&self) -> Exact {
+        let (width, count) = (self.width, self.width as f64);
+        let [weight, bias] = [&self.weight, &self.bias].map(|values| wide(values));
+        let mut exact = Exact {
+            y: Vec::new(),
+            mean: Vec::new(),
+            rstd: Vec::new(),
+            dx: Vec::new(),
+            dw: vec![0.0; width],
+            db: vec![0.0; width],
+        };
+        let (x, dy) = (wide(&self.x), wide(&self.dy));
+        for (x, dy) in x.chunks(width).zip(dy.chunks(width)) {
+            let mean = x.iter().sum::<f64>() / count;
+            let squares = x.iter().map(|x| (x - mean).powi(2));
+            let rstd = 1.0 / (squares.sum::<f64>() / count + self.eps).sqrt();
+            let h: Vec<f64> = x.iter().map(|x| (x - mean) * rstd).collect();
+            let g: Vec<f64> = dy.iter().zip(&weight).map(|(dy, w)| dy * w).collect();
+            let of_g = g.iter().sum::<f64>() / count;
+            let of_gh = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / count;
+            exact.mean.push(mean);
+            exact.rstd.push(rstd);
+            exact
+                .y
+                .extend((0..width).map(|i| h[i] * weight[i] + bias[i]));
+            let dx = (0..width).map(|i| rstd * (g[i] - of_g - h[i] * of_gh));
+            exact.dx.extend(dx);
+            for i in 0..width {
+                exact.dw[i] += dy[i] * h[i];
+                exact.db[i] += dy[i];
+            }
+        }
+        exact
+    }
+
+    fn check(&self) {
+        let (card, exact, [of_x, of_y]) = (self.card, self.exact(), self.offsets);
+        let x = Buffer::new(card, &self.x, of_x);
+        let [weight, bias] = [&self.weight, &self.bias].map(|w| Buffer::new(card, w, of_y));
+        let (weight, bias) = (weight.view(card), bias.view(card));
+        let forward = |x: View, bias: Option<View>, y: View| {
+            let statistics = Buffer::<f32>::room(card, 2 * self.rows(), of_x);
+            let of_rows = statistics.view(card);
+            layer_norm::forward(card, x, (weight, bias), self.eps, y, of_rows).unwrap();
+            statistics
+        };
+        let y = Buffer::<Y>::room(card, self.x.len(), of_y);
+        let statistics = forward(x.view(card), Some(bias), y.view(card));
+        let y = y.read(card);
+        assert_close(&self.what("y"), &y, &exact.y);
+        let of_rows = statistics.read(card);
+        let every_second = |first| -> Vec<f32> {
+            let values = of_rows.iter().skip(first).step_by(2);
+            values.copied().collect()
+        };
+        assert_close(&self.what("mean"), &every_second(0), &exact.mean);
+        assert_close(&self.what("rstd"), &every_second(1), &exact.rstd);
+        assert_eq!(bits(&x.read(card)), bits(&self.x), "{}", self.what("x"));
+
+        // Without a bias as with one of zeros; and where x lies.
+        let zeros = Buffer::new(card, &vec![0f32; self.width], of_x);
+        let [plain, with_zeros] = [None, Some(zeros.view(card))].map(|bias| {
+            let y = Buffer::<Y>::room(card, self.x.len(), of_y);
+            forward(x.view(card), bias, y.view(card));
+            bits(&y.read(card))
+        });
+        assert!(plain == with_zeros, "{}", self.what("no bias"));
+        if X::DTYPE == Y::DTYPE {
+            let x_and_y = Buffer::new(card, &self.x, of_y);
+            forward(x_and_y.view(card), Some(bias), x_and_y.view(card));
+            // Not to the bit: where x lay elsewhere the kernel may have taken its other path.
+            assert_close(&self.what("y in place"), &x_and_y.read(card), &exact.y);
+        }
+        self.check_backward(&exact, weight, statistics.view(card));
+    }
+
+    fn check_backward(&self, exact: &Exact, weight: View, statistics: View) {
+        let (card, [of_x, of_y], n) = (self.card, self.offsets, self.x.len());
+        let partials_len = layer_norm_partials(self.rows(), self.width);
+        // dx where `place` says, dw and db.
+        let backward = |place: Place, sums: &[Vec<f32>; 2], with_db: bool| {
+            let (x, dy) = (
+                Buffer::new(card, &self.x, of_x),
+                Buffer::new(card, &self.dy, of_y),
+            );
+            let apart = match place {
+                Place::Added => Buffer::new(card, &self.before.0, of_y),
+                _ => Buffer::<X>::room(card, n, of_y),
+            };
+            let dx = match place {
+                Place::X => x.view(card),
+                Place::Dy => dy.view(card),
+                Place::Apart | Place::Added => apart.view(card),
+            };
+            let [dw, db] = [&sums[0], &sums[1]].map(|values| Buffer::new(card, values, of_x));
+            let partials = Buffer::<f32>::room(card, partials_len, of_x);
+            let inputs = Inputs {
+                dy: dy.view(card),
+                x: x.view(card),
+                weight,
+                statistics,
+            };
+            let gradients = Gradients {
+                dx,
+                add_dx: place == Place::Added,
+                dw: dw.view(card),
+                db: with_db.then(|| db.view(card)),
+                add_sums: place == Place::Added,
+            };
+            layer_norm::backward(card, inputs, gradients, partials.view(card)).unwrap();
+            partials.read(card);
+            let (x, dy) = (x.read(card), dy.read(card));
+            if place != Place::X {
+                assert!(bits(&x) == bits(&self.x), "{}", self.what("x"));
+            }
+            if place != Place::Dy {
+                assert!(bits(&dy) == bits(&self.dy), "{}", self.what("dy"));
+            }
+            let dx = match place {
+                Place::X => x,
+                // Of one dtype with X, so that every value is.
+                Place::Dy => dy.iter().map(|dx| X::from_f64(dx.to_f64())).collect(),
+                Place::Apart | Place::Added => apart.read(card),
+            };
+            (dx, dw.read(card), db.read(card))
+        };
+        let room = [(); 2].map(|()| vec![f32::NAN; self.width]);
+        let (dx, dw, db) = backward(Place::Apart, &room, true);
+        assert_close(&self.what("dx"), &dx, &exact.dx);
+        assert_close(&self.what("dw"), &dw, &exact.dw);
+        assert_close(&self.what("db"), &db, &exact.db);
+
+        // Once more, with dx elsewhere, or without db: the same bits.
+        let mut places = vec![
+            (Place::Apart, true),
+            (Place::Apart, false),
+            (Place::X, true),
+        ];
+        if X::DTYPE == Y::DTYPE {
+            places.push((Place::Dy, true));
+        }
+        for (place, with_db) in places {
+            let (dx_again, dw_again, db_again) = backward(place, &room, with_db);
+            let what = self.what(&format!("{place:?}"));
+            assert!(bits(&dx_again) == bits(&dx), "dx, {what}");
+            assert!(bits(&dw_again) == bits(&dw), "dw, {what}");
+            let db = if with_db { &db } else { &room[1] };
+            assert!(bits(&db_again) == bits(db), "db, {what}");
+        }
+
+        let (dx, dw, db) = backward(Place::Added, &self.before.1, true);
+        let with = |before: Vec<f64>, exact: &[f64]| -> Vec<f64> {
+            before.iter().zip(exact).map(|(a, b)| a + b).collect()
+        };
+        let exact_dx = with(wide(&self.before.0), &exact.dx);
+        assert_close(&self.what("dx added"), &dx, &exact_dx);
+        let exact_dw = with(wide(&self.before.1[0]), &exact.dw);
+        assert_close(&self.what("dw added"), &dw, &exact_dw);
+        let exact_db = with(wide(&self.before.1[1]), &exact.db);
+        assert_close(&self.what("db added"), &db, &exact_db);
+    }
+
+    fn what(&self, what: &str) -> String {
+        let (rows, width, offsets) = (self.rows(), self.width, self.offsets);
+        let (x, y) = (X::DTYPE, Y::DTYPE);
+        format!("{what} of {x:?} to {y:?}, ({rows}, {width}) at {offsets:?}")
+    }
+}
+
+/// Where dx is written.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    Apart,
+    /// To what is there.
+    Added,
+    X,
+    Dy,
+}
