@@ -276,7 +276,7 @@ impl Op {
     pub fn is_on_gpu(&self) -> bool {
         match self {
             Self::Kernel(kernel) => kernel.is_on_gpu(),
-            Self::Accumulate { .. } | Self::LossGradient { .. } => false,
+            Self::LossGradient { counted } => *counted == 1, // which is the loss scale
             _ => true,
         }
     }

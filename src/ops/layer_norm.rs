@@ -4,7 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::linear::last_dim;
-use super::lowering::{Calls, Lowering, Slot, kernel};
+use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::zeros_of;
 use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::{Attribute, Room, Step, Target};
@@ -114,6 +114,21 @@ pub(super) const LOWERING: Lowering = Lowering {
             let eps = k.number("eps")?;
             kernel::forward(s.x::<T>(0)?, &weight, &bias, eps, s.y(0)?, s.y(1)?);
         });
+        let kernel = match takes_weights_on_gpu(signature) {
+            false => kernel,
+            true => on_gpu!(kernel, |k, l| {
+                let ([x, weight, bias], [y, statistics]) =
+                    ([0, 1, 2].map(|i| l.reads[i]), [0, 1].map(|i| l.writes[i]));
+                cuda_kernel::forward(
+                    l.card,
+                    x,
+                    (weight, Some(bias)),
+                    k.number("eps")?,
+                    y,
+                    statistics,
+                )
+            }),
+        };
         let reads = [Slot::Input(0), Slot::Input(1), Slot::Input(2)];
         let writes = [Slot::Output, Slot::Kept(0)];
         Calls::default().call(kernel.with_all(signature.attributes), &reads, &writes)
@@ -124,15 +139,47 @@ pub(super) const LOWERING: Lowering = Lowering {
             let (dx, dw, db) = (s.y(0)?, s.y(1)?, s.y(2)?);
             kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, dx, dw, db);
         });
+        let kernel = match takes_weights_on_gpu(signature) {
+            false => kernel,
+            true => on_gpu!(kernel, |_, l| {
+                let inputs = cuda_kernel::Inputs {
+                    dy: l.reads[0],
+                    x: l.reads[1],
+                    weight: l.reads[2],
+                    statistics: l.reads[3],
+                };
+                let gradients = cuda_kernel::Gradients {
+                    dx: l.writes[0],
+                    add_dx: false,
+                    dw: l.writes[1],
+                    db: Some(l.writes[2]),
+                    add_sums: false,
+                };
+                cuda_kernel::backward(l.card, inputs, gradients, l.writes[3])
+            }),
+        };
         let reads = [
             Slot::OutputGradient,
             Slot::Input(0),
             Slot::Input(1),
             Slot::Kept(0),
         ];
-        Calls::with_wide_gradients(signature, kernel, &reads, &[1, 2])
+        let mut calls = Calls::with_wide_gradients(signature, kernel, &reads, &[1, 2]);
+        if signature.target == Target::Cuda {
+            let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
+            let len = workspace::layer_norm_partials(rows, width);
+            let partials = calls.scratch(&[len], DType::F32);
+            calls.calls[0].writes.push(partials);
+        }
+        calls
     },
 };
+
+/// A GPU's kernel takes weight and bias in f32.
+fn takes_weights_on_gpu(signature: &Signature<'_>) -> bool {
+    let weights = &signature.inputs[1..];
+    weights.iter().all(|weight| weight.dtype == DType::F32)
+}
 
 struct LayerNorm {
     eps: f64,

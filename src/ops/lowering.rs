@@ -130,6 +130,8 @@ pub(crate) struct Signature<'a> {
     pub reads: Vec<Operand<'a>>,
     pub output: Operand<'a>,
     pub kept: Vec<Operand<'a>>,
+    /// Whose kernels run.
+    pub target: graph::Target,
 }
 
 impl Signature<'_> {

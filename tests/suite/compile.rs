@@ -8,6 +8,7 @@ mod attention_judged;
 mod card;
 mod eager;
 mod half;
+mod loss_options;
 mod loss_step;
 mod memory;
 mod options;

@@ -6,7 +6,9 @@ use super::super::sizes::AttentionSizes;
 use super::attention;
 use super::launcher::Launcher;
 use crate::kernels::cuda::matmul::Matrix;
-use crate::kernels::cuda::{adamw, cast, cross_entropy, embedding, rms_norm, rope, swiglu};
+use crate::kernels::cuda::{
+    adamw, arithmetic, cast, copy, cross_entropy, embedding, rms_norm, rope, swiglu,
+};
 use crate::kernels::cuda::{flash_attention, source};
 use crate::kernels::limits;
 use crate::ops::lowering::Operands;
@@ -109,6 +111,16 @@ impl Launcher<'_> {
                 let ([targets], [logits, losses]) = (self.reads(call), self.writes(call));
                 let scale = self.inputs.loss_scale();
                 cross_entropy::in_place(card, logits, classes, targets, scale, counted, losses)?;
+            }
+            Op::LossGradient { .. } => {
+                copy(card, self.inputs.loss_scale(), self.view(&call.writes[0]))?
+            }
+            Op::Accumulate { accumulate, .. } => {
+                let ([x], [y]) = (self.reads(call), self.writes(call));
+                match accumulate.adds(self.micro_batch) {
+                    false => copy(card, x, y)?,
+                    true => arithmetic::add(card, y, x, y)?,
+                }
             }
             Op::MeanLoss {
                 counted,

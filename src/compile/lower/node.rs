@@ -164,6 +164,7 @@ fn signature<'g>(graph: &'g Graph, node: &'g Node) -> Signature<'g> {
         reads: operands(&node.reads),
         output: of_value(node.output),
         kept: node.kept.iter().map(|kept| of_value(kept.value)).collect(),
+        target: graph.target,
     }
 }
 

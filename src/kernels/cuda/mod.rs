@@ -35,7 +35,7 @@ pub(crate) mod swiglu;
 mod tests;
 mod view;
 
-pub(crate) use view::{View, set_to_zero};
+pub(crate) use view::{View, copy, set_to_zero};
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;

@@ -63,7 +63,7 @@ pub(crate) fn set_to_zero(card: &CudaDevice, buffer: View) -> Result<()> {
 }
 
 /// Copies the elements of `from` to `to`, of the same dtype and length, in the order of the stream.
-pub(super) fn copy(card: &CudaDevice, from: View, to: View) -> Result<()> {
+pub(crate) fn copy(card: &CudaDevice, from: View, to: View) -> Result<()> {
     debug_assert_eq!((from.dtype, from.len), (to.dtype, to.len));
     if to.len == 0 {
         return Ok(());

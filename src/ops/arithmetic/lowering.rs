@@ -1,8 +1,10 @@
 //! Elementwise arithmetic in a plan: broadcast inputs are repeated, and their gradients summed.
 
 use crate::kernels::cpu::arithmetic as kernel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::arithmetic;
 use crate::ops::cast::converted;
-use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel};
+use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
 use crate::ops::strided;
 
 /// Reads a and b; writes y: an elementwise kernel of two.
@@ -17,7 +19,7 @@ macro_rules! elementwise {
 pub(in crate::ops) const LOWERINGS: &[Lowering] = &[
     Lowering {
         op: "add",
-        forward: |signature| forward(signature, elementwise!("add", kernel::add)),
+        forward: |signature| forward(signature, sum()),
         backward: |signature| {
             let mut backward = Backward::new(signature);
             backward.pass_on(0);
@@ -190,5 +192,11 @@ impl<'a> Backward<'a> {
 
 /// Reads a and b; writes a + b, of one shape and dtype.
 pub(crate) fn sum() -> Kernel {
-    elementwise!("add", kernel::add)
+    let kernel = elementwise!("add", kernel::add);
+    on_gpu!(kernel, |_, l| arithmetic::add(
+        l.card,
+        l.reads[0],
+        l.reads[1],
+        l.writes[0]
+    ))
 }

@@ -1,0 +1,203 @@
+//! What a planned step of any loss can be asked for: segments that are run again, the optimizer in backward, a loss scale.
+
+use candle_core::{DType, Device, Tensor, Var};
+use rstest::rstest;
+use tallow::compile::{LossStep, StepConfig};
+use tallow::nn::{self, Layer, Linear, RmsNorm};
+use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+use tallow::precision::Precision;
+use tallow::{Result, graph, ops};
+
+const DEVICE: &Device = &Device::Cpu;
+const WIDTH: usize = 16;
+
+/// Residual blocks of norm, map, GELU and map, and a head.
+struct Model {
+    blocks: Vec<(RmsNorm, Linear, Linear)>,
+    head: Linear,
+    checkpointed: bool,
+}
+
+impl Model {
+    fn new(checkpointed: bool) -> Self {
+        let vb = nn::seeded(3, DType::F32, DEVICE);
+        let block = |i: usize| {
+            let vb = vb.pp(i);
+            let norm = RmsNorm::new(WIDTH, 1e-5, vb.pp("norm")).unwrap();
+            let up = Linear::with_bias(WIDTH, 4 * WIDTH, vb.pp("up")).unwrap();
+            let down = Linear::with_bias(4 * WIDTH, WIDTH, vb.pp("down")).unwrap();
+            (norm, up, down)
+        };
+        Self {
+            blocks: (0..4).map(block).collect(),
+            head: Linear::new(WIDTH, 11, vb.pp("head")).unwrap(),
+            checkpointed,
+        }
+    }
+
+    fn parameters(&self) -> Vec<(String, Var)> {
+        let mut parameters = Vec::new();
+        let mut add = |path: &str, layer: &dyn Layer| {
+            let named = layer.parameters().into_iter();
+            parameters.extend(named.map(|(name, var)| (format!("{path}.{name}"), var)));
+        };
+        for (i, (norm, up, down)) in self.blocks.iter().enumerate() {
+            add(&format!("{i}.norm"), norm);
+            add(&format!("{i}.up"), up);
+            add(&format!("{i}.down"), down);
+        }
+        add("head", &self.head);
+        parameters
+    }
+
+    fn loss(&self, x: &Tensor, classes: &Tensor) -> Result<Tensor> {
+        let mut x = x.clone();
+        for (norm, up, down) in &self.blocks {
+            let (norm, up, down) = (norm.clone(), up.clone(), down.clone());
+            let block = move |[x]: [&Tensor; 1]| {
+                let hidden = ops::gelu(&up.forward(&norm.forward(x)?)?, ops::Gelu::Tanh)?;
+                ops::add(x, &down.forward(&hidden)?)
+            };
+            x = match self.checkpointed {
+                true => nn::checkpoint(block, [&x])?,
+                false => block([&x])?,
+            };
+        }
+        ops::linear_cross_entropy(&x, self.head.weight(), classes)
+    }
+
+    fn optimizer(&self) -> AdamW {
+        AdamW::new(self.parameters(), AdamWConfig::default()).unwrap()
+    }
+
+    fn planned(&self, optimizer: &AdamW, precision: Precision, config: &StepConfig) -> LossStep {
+        let x = graph::input("x", (64, WIDTH), DType::F32).unwrap();
+        let classes = graph::input("classes", 64, DType::U32).unwrap();
+        let loss = || precision.run(|| self.loss(&x, &classes));
+        LossStep::new(optimizer, config, loss).unwrap()
+    }
+
+    fn bits(&self) -> Vec<u32> {
+        let parameters = self.parameters().into_iter();
+        let numbers = parameters.flat_map(|(_, var)| {
+            let numbers: Vec<f32> = var.flatten_all().unwrap().to_vec1().unwrap();
+            numbers.into_iter().map(f32::to_bits)
+        });
+        numbers.collect()
+    }
+}
+
+fn batch() -> [Tensor; 2] {
+    let x = (0..64 * WIDTH).map(|i| ((i * i % 101) as f32 - 50.0) / 40.0);
+    let x = Tensor::from_iter(x, DEVICE).unwrap();
+    let classes = Tensor::from_iter((0..64u32).map(|i| i * 7 % 11), DEVICE).unwrap();
+    [x.reshape((64, WIDTH)).unwrap(), classes]
+}
+
+/// The same bits with less memory, for more calls.
+#[rstest]
+fn segments_are_run_again(
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
+) {
+    let [x, classes] = batch();
+    let inputs = [("x", &x), ("classes", &classes)];
+    let run = |checkpointed| {
+        let model = Model::new(checkpointed);
+        let mut optimizer = model.optimizer();
+        let mut step = model.planned(&optimizer, precision, &StepConfig::default());
+        let losses = [0, 1].map(|_| step.run(&mut optimizer, &inputs).unwrap().to_bits());
+        let sizes = (step.plan().peak_bytes(), step.plan().calls().len());
+        ((losses, model.bits()), sizes)
+    };
+    let (kept, kept_sizes) = run(false);
+    let (again, again_sizes) = run(true);
+    assert_eq!(kept, again);
+    let more = again_sizes.1 - kept_sizes.1;
+    // Of each block but what only its output is made from: norm, bias and product, GELU.
+    assert!((4..=4 * 5).contains(&more), "{more}");
+    assert!(
+        again_sizes.0 < kept_sizes.0 * 3 / 4,
+        "{again_sizes:?} {kept_sizes:?}"
+    );
+}
+
+/// Updated as soon as a gradient is complete: the same bits.
+#[rstest]
+fn the_optimizer_in_backward(#[values(false, true)] checkpointed: bool) {
+    let [x, classes] = batch();
+    let inputs = [("x", &x), ("classes", &classes)];
+    let run = |optimizer_in_backward| {
+        let model = Model::new(checkpointed);
+        let mut optimizer = model.optimizer();
+        let config = StepConfig {
+            optimizer_in_backward,
+            ..Default::default()
+        };
+        let mut step = model.planned(&optimizer, Precision::F32, &config);
+        for _ in 0..3 {
+            step.run(&mut optimizer, &inputs).unwrap();
+        }
+        assert_eq!(step.gradients().is_err(), optimizer_in_backward);
+        assert_eq!(
+            step.forward_backward(&inputs).is_err(),
+            optimizer_in_backward
+        );
+        model.bits()
+    };
+    assert_eq!(run(false), run(true));
+    let model = Model::new(false);
+    let config = StepConfig {
+        clip_norm: Some(1.0),
+        optimizer_in_backward: true,
+        ..Default::default()
+    };
+    let refused = LossStep::new(&model.optimizer(), &config, || unreachable!());
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("optimizer_in_backward"), "{text}");
+}
+
+/// As an eager step with a scaler; where a gradient overflows, the update is left out and the scale falls.
+#[test]
+fn loss_scales() {
+    let [x, classes] = batch();
+    let inputs = [("x", &x), ("classes", &classes)];
+    let model = Model::new(false);
+    let mut optimizer = model.optimizer();
+    let config = StepConfig {
+        loss_scaling: true,
+        ..Default::default()
+    };
+    let mut step = model.planned(&optimizer, Precision::F16, &config);
+    let scaler = GradScalerConfig {
+        init_scale: 2f64.powi(40),
+        ..Default::default()
+    };
+    let mut scaler = GradScaler::new(scaler).unwrap();
+    let before = model.bits();
+    let done = step
+        .run_scaled(&mut optimizer, &mut scaler, &inputs)
+        .unwrap();
+    assert!(!done.stepped() && done.loss.is_finite(), "{done:?}");
+    assert_eq!((model.bits(), optimizer.steps()), (before, 0));
+    while !step
+        .run_scaled(&mut optimizer, &mut scaler, &inputs)
+        .unwrap()
+        .stepped()
+    {}
+    assert_eq!(optimizer.steps(), 1);
+
+    // The update is that of the gradients without a scale, within f16's rounding.
+    let other = Model::new(false);
+    let mut plain = other.optimizer();
+    let mut step = other.planned(&plain, Precision::F16, &StepConfig::default());
+    step.run(&mut plain, &inputs).unwrap();
+    for ((name, a), (_, b)) in model.parameters().iter().zip(other.parameters()) {
+        let off = (a.as_tensor() - b.as_tensor()).unwrap().abs().unwrap();
+        let off: f32 = off.max_all().unwrap().to_scalar().unwrap();
+        assert!(off <= 2.1e-3, "{name}: {off}"); // AdamW's first step is at most lr, either way
+    }
+    let text = step
+        .run_scaled(&mut plain, &mut scaler, &inputs)
+        .unwrap_err();
+    assert!(text.to_string().contains("loss_scaling"), "{text}");
+}
