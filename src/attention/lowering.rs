@@ -1,11 +1,14 @@
 //! Attention in a plan: naive and flash, on heads one after another.
 
+#[cfg(feature = "cuda")]
+use super::lowering_gpu as gpu;
 use super::{flash, naive};
-use crate::graph::Attribute;
+use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::flash_attention::{self, Heads, Tiles};
 use crate::kernels::cpu::{Stored, naive_attention};
-use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot, kernel};
-use candle_core::Result;
+use crate::kernels::workspace;
+use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot, kernel, on_gpu};
+use candle_core::{DType, Result};
 
 /// In a plan.
 pub(crate) const NAIVE_LOWERING: Lowering = Lowering {
@@ -16,9 +19,17 @@ pub(crate) const NAIVE_LOWERING: Lowering = Lowering {
             let (q, k, v) = (s.x::<T>(0)?, s.x(1)?, s.x(2)?);
             naive_attention::forward(sizes, q, k, v, scale, mask, s.y(1)?, s.y(0)?);
         });
-        let kernel = sized(kernel, signature, 1.0);
-        let writes = [Slot::Output, Slot::Kept(0)];
-        Calls::default().call(kernel, &INPUTS, &writes)
+        let kernel = on_gpu!(sized(kernel, signature, 1.0), |k, l| gpu::naive_forward(
+            k, l
+        ));
+        let mut calls = Calls::default();
+        let mut writes = vec![Slot::Output, Slot::Kept(0)];
+        if let Some(some) = scores_at_once(signature)
+            && signature.output.dtype != DType::F32
+        {
+            writes.push(calls.scratch(&some, DType::F32));
+        }
+        calls.call(kernel, &INPUTS, &writes)
     },
     backward: |signature| {
         let kernel = kernel!("naive_attention_backward", |T, k, s| {
@@ -27,9 +38,20 @@ pub(crate) const NAIVE_LOWERING: Lowering = Lowering {
             let (p, dq, dk, dv) = (s.x(4)?, s.y(0)?, s.y(1)?, s.y(2)?);
             naive_attention::backward(sizes, dout, q, k, v, p, scale, mask, dq, dk, dv);
         });
-        let kernel = sized(kernel, signature, 2.0);
+        let kernel = on_gpu!(sized(kernel, signature, 2.0), |k, l| gpu::naive_backward(
+            k, l
+        ));
         let reads = [&[Slot::OutputGradient], &INPUTS[..], &[Slot::Kept(0)]].concat();
-        Calls::default().call(kernel, &reads, &GRADIENTS)
+        let mut calls = Calls::default();
+        let mut writes = GRADIENTS.to_vec();
+        if let Some(some) = scores_at_once(signature) {
+            let dtype = signature.output.dtype;
+            writes.push(calls.scratch(&some, DType::F32));
+            if dtype != DType::F32 {
+                writes.push(calls.scratch(&some, dtype));
+            }
+        }
+        calls.call(kernel, &reads, &writes)
     },
 };
 
@@ -37,7 +59,7 @@ pub(crate) const NAIVE_LOWERING: Lowering = Lowering {
 pub(crate) const FLASH_LOWERING: Lowering = Lowering {
     op: flash::NAME,
     forward: |signature| {
-        let kernel = kernel!("flash_attention", |T, k, s| {
+        let kernel = kernel!(FLASH_KERNELS[0], |T, k, s| {
             let sizes = flash_sizes(k)?;
             let tiles = Tiles::for_head_dim(sizes.head_dim);
             let outputs = flash_attention::Outputs {
@@ -52,12 +74,18 @@ pub(crate) const FLASH_LOWERING: Lowering = Lowering {
             let [k_heads, v_heads] = [1, 2].map(|place| heads(k, s, place, Side::Keys));
             flash_attention::forward(&sizes, &tiles, q, k_heads?, v_heads?, outputs);
         });
-        let kernel = sized(kernel, signature, 1.0);
-        let writes = [&[Slot::Output], &kept(signature)[..]].concat();
-        Calls::default().call(kernel, &INPUTS, &writes)
+        let kernel = on_gpu!(sized(kernel, signature, 1.0), |k, l| gpu::flash_forward(
+            k, l
+        ));
+        let mut calls = Calls::default();
+        let mut writes = [&[Slot::Output], &kept(signature)[..]].concat();
+        if signature.target == Target::Cuda {
+            writes.push(calls.scratch(&[workspace::flash_forward()], DType::U32));
+        }
+        calls.call(kernel, &INPUTS, &writes)
     },
     backward: |signature| {
-        let kernel = kernel!("flash_attention_backward", |T, k, s| {
+        let kernel = kernel!(FLASH_KERNELS[1], |T, k, s| {
             let sizes = flash_sizes(k)?;
             let tiles = Tiles::for_head_dim(sizes.head_dim);
             let of_queries = |place| heads::<T>(k, s, place, Side::Queries);
@@ -81,15 +109,36 @@ pub(crate) const FLASH_LOWERING: Lowering = Lowering {
             };
             flash_attention::backward(&sizes, &tiles, inputs, gradients);
         });
-        let kernel = sized(kernel, signature, 2.0);
+        let kernel = on_gpu!(sized(kernel, signature, 2.0), |k, l| gpu::flash_backward(
+            k, l
+        ));
         let before = [&[Slot::OutputGradient], &INPUTS[..], &[Slot::Output]].concat();
         let reads = [&before[..], &kept(signature)].concat();
-        Calls::default().call(kernel, &reads, &GRADIENTS)
+        let mut calls = Calls::default();
+        let mut writes = GRADIENTS.to_vec();
+        if signature.target == Target::Cuda
+            && let Ok(sizes) = flash_sizes(&kernel)
+        {
+            writes.push(calls.scratch(&[workspace::flash_backward(&sizes)], DType::U32));
+        }
+        calls.call(kernel, &reads, &writes)
     },
 };
 
+/// Forward and backward.
+const FLASH_KERNELS: [&str; 2] = ["flash_attention", "flash_attention_backward"];
+
 const INPUTS: [Slot; 3] = [Slot::Input(0), Slot::Input(1), Slot::Input(2)];
 const GRADIENTS: [Slot; 3] = [Slot::Gradient(0), Slot::Gradient(1), Slot::Gradient(2)];
+
+/// On a GPU, the scores of as many heads of k and v as naive attention has at once there, in half precision beside the
+/// probabilities.
+fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
+    let [q, k] = [0, 1].map(|i| matrices(signature.inputs[i].dims));
+    let of_head = (q[0] / k[0].max(1)) * q[1] * k[1];
+    let heads = workspace::naive_heads_at_once(k[0], of_head, signature.output.dtype);
+    (signature.target == Target::Cuda).then_some([heads, of_head / k[1].max(1), k[1]])
+}
 
 fn kept(signature: &Signature<'_>) -> Vec<Slot> {
     (0..signature.kept.len()).map(Slot::Kept).collect()
@@ -127,7 +176,7 @@ fn sized(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> Kernel {
         .costing(2.0 * passes * multiplied)
 }
 
-fn naive_sizes(k: &Kernel) -> Result<naive_attention::Sizes> {
+pub(super) fn naive_sizes(k: &Kernel) -> Result<naive_attention::Sizes> {
     Ok(naive_attention::Sizes {
         batch: k.count("matrices")?,
         kv_batch: k.count("kv_matrices")?,
@@ -138,7 +187,7 @@ fn naive_sizes(k: &Kernel) -> Result<naive_attention::Sizes> {
     })
 }
 
-fn flash_sizes(k: &Kernel) -> Result<flash_attention::Sizes> {
+pub(super) fn flash_sizes(k: &Kernel) -> Result<flash_attention::Sizes> {
     let batch = k.count("batch")?;
     Ok(flash_attention::Sizes {
         batch,
@@ -150,6 +199,13 @@ fn flash_sizes(k: &Kernel) -> Result<flash_attention::Sizes> {
         mask: k.mask()?,
         scale: k.number("scale")?,
     })
+}
+
+/// The sizes of a planned call that is flash attention.
+#[cfg(feature = "cuda")]
+pub(crate) fn planned_flash_sizes(kernel: &Kernel) -> Option<flash_attention::Sizes> {
+    let is_flash = FLASH_KERNELS.contains(&kernel.name());
+    is_flash.then(|| flash_sizes(kernel).ok()).flatten()
 }
 
 /// Whose heads and whose length.

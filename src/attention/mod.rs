@@ -7,6 +7,8 @@ mod algorithm;
 mod computed;
 pub mod flash;
 mod lowering;
+#[cfg(feature = "cuda")]
+mod lowering_gpu;
 pub mod naive;
 mod nothing;
 mod shapes;
@@ -17,6 +19,8 @@ pub use flash::{flash, flash_with_lse};
 pub use naive::naive;
 
 use crate::graph::Attribute;
+#[cfg(feature = "cuda")]
+pub(crate) use lowering::planned_flash_sizes;
 pub(crate) use lowering::{FLASH_LOWERING, NAIVE_LOWERING};
 
 /// How to attend; it means the same to every algorithm.

@@ -2,7 +2,7 @@
 
 use super::buffer::{Buffer, Home};
 
-/// What every buffer's place is a multiple of: where a card's matrix products are at their best. (A cache line, and the
+/// What every buffer's place is a multiple of: where a GPU's matrix products are at their best. (A cache line, and the
 /// widest vector register of a CPU, have 64 bytes.)
 pub const ALIGNMENT_BYTES: u64 = 256;
 

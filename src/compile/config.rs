@@ -36,16 +36,16 @@ pub struct PlanConfig {
     /// kept once backward has come through it: [`Checkpointing::Release`] is [`Checkpointing::None`] here.)
     pub checkpointing: Checkpointing,
     /// The most bytes that the arena may have. If what `checkpointing` says needs more, as little is run again as will do: in
-    /// half precision on a card the sums that the first blocks' second norms read, an addition; gate and up of the first blocks,
+    /// half precision on a GPU the sums that the first blocks' second norms read, an addition; gate and up of the first blocks,
     /// half of what a block leaves; then whole blocks.
     pub memory_budget_bytes: Option<u64>,
     /// Update each parameter as soon as its gradient is there, whose memory is then free again: one gradient is alive at a
-    /// time, on a card those of one block, whose matrices one launch updates. The peak falls where gradients are what it is made
+    /// time, on a GPU those of one block, whose matrices one launch updates. The peak falls where gradients are what it is made
     /// of: of models that are large beside their batch, or with `checkpointing` (gradients lie where activations were, so that a
     /// step with all activations peaks before there are many). Goes with neither clipping nor accumulation, which need all
     /// gradients first.
     ///
-    /// In bf16 on a card such gradients are bf16 too, as autocast rounds them there: nobody but the update sees them, and it has
+    /// In bf16 on a GPU such gradients are bf16 too, as autocast rounds them there: nobody but the update sees them, and it has
     /// 2 bytes less of each parameter to read. (Those of embedding, norms and head stay in f32.)
     pub optimizer_in_backward: bool,
 }

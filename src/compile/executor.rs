@@ -34,7 +34,7 @@ impl Executor {
     /// Allocates the arena.
     ///
     /// # Errors
-    /// An arena that does not fit the device's memory; on a card, shapes that its kernels do not take.
+    /// An arena that does not fit the device's memory; on a GPU, shapes that its kernels do not take.
     pub fn new(plan: &Plan, device: &Device) -> Result<Self> {
         match device {
             #[cfg(feature = "cuda")]
@@ -99,7 +99,7 @@ impl Executor {
         }
     }
 
-    /// What a run has left in an operand that the plan keeps, where it lies; `None` on a card, whose memory is not the host's.
+    /// What a run has left in an operand that the plan keeps, where it lies; `None` on a GPU, whose memory is not the host's.
     pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> Option<&[T]> {
         match self {
             Self::Cpu(executor) => Some(executor.values(plan, operand)),

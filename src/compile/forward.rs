@@ -54,7 +54,7 @@ impl Forward {
     /// # Errors
     /// A configuration that cannot work, a sequence beyond the model's context, a model that is not in f32 on one device
     /// (the CPU or a CUDA GPU), on a GPU heads that flash attention
-    /// [has no kernel for](crate::compile#on-a-card), an arena that does not fit the machine's memory.
+    /// [has no kernel for](crate::compile#on-a-gpu), an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, config: &PlanConfig) -> Result<Self> {
         let device = model.device();
         let weights = Weights::of(model);

@@ -157,6 +157,7 @@ impl LossStep {
             numbers: &numbers,
             input: &|_| None,
             table: &constants,
+            differentiated: &[],
             clips: config.clip_norm.is_some(),
             scales: config.loss_scaling,
             accumulation: 1,

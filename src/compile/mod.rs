@@ -32,7 +32,7 @@
 //! ```
 //!
 //! A plan is made from a [trace](crate::graph::trace()): [`TrainStep`] traces [`TransformerLM`](crate::model::TransformerLM),
-//! [`LossStep`] any loss, on the CPU. [`Forward`] is a model's forward alone, [`Attention`] is attention alone, on heads as they
+//! [`LossStep`] any loss. [`Forward`] is a model's forward alone, [`Attention`] is attention alone, on heads as they
 //! lie, with its gradients.
 //!
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
@@ -40,11 +40,11 @@
 //! nothing of transformers, one for the CPU and one for GPUs. What does not: the kernels
 //! ([`crate::kernels`]), and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops) says.
 //!
-//! # On a card
+//! # On a GPU
 //!
-//! A model on a CUDA card (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and [`Forward`] as
+//! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and [`Forward`] as
 //! on the CPU, in f32, bf16 and f16, products by cuBLASLt. Flash attention takes heads of a multiple of 8 up to 256, in f32 of
-//! 4, if their tiles fit the card's shared memory. Products of f32 are exact there, or TF32 if
+//! 4, if their tiles fit the GPU's shared memory. Products of f32 are exact there, or TF32 if
 //! [`set_tf32`](crate::device::set_tf32) had switched that on when the step was planned. In half precision linear maps of one
 //! input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update writes them, so
 //! that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). With
@@ -52,6 +52,10 @@
 //! comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the gradients of naive attention's
 //! scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention leaves blocks out that the mask hides.
 //! [`Attention::new_on`] plans attention alone there.
+//!
+//! [`LossStep`] plans any loss there whose ops have kernels for it: what [`TrainStep`] has, linear maps with biases, LayerNorm,
+//! GELU and the other activations, sums of one shape, casts, and attention with any mask and grouped heads. Of another op the
+//! error says its name and its place.
 //!
 //! # Half precision
 //!
@@ -70,7 +74,7 @@
 //!
 //! # What a plan is exact about
 //!
-//! [`Plan::peak_bytes`] is the arena's allocation. On a card [`Plan::workspace_bytes`] is what lies beside it, and with
+//! [`Plan::peak_bytes`] is the arena's allocation. On a GPU [`Plan::workspace_bytes`] is what lies beside it, and with
 //! [`Plan::total_bytes`] a step's peak is met to 0.1 MiB. On the CPU kernels keep packing buffers of 0.75 MiB a thread, in half precision
 //! 2.5, whatever the sizes, and flash attention's backward takes a few tiles a thread. The scratch of naive attention is in
 //! the arena, for as many threads as the pool has when the plan is made; a plan run in a larger pool uses that many.

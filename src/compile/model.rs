@@ -127,6 +127,7 @@ impl<'a> Planner<'a> {
             numbers,
             input: &home_of,
             table: self,
+            differentiated: &[],
             clips: false,
             scales: false,
             accumulation: 1,

@@ -44,7 +44,7 @@ pub enum Op {
         /// D.
         width: usize,
     },
-    /// Reads x (N, D), weight (D) and, on a card where what is normed is a sum that did not stay, the branch that is added to x
+    /// Reads x (N, D), weight (D) and, on a GPU where what is normed is a sum that did not stay, the branch that is added to x
     /// (N, D); writes y (N, D), rstd (N).
     RmsNorm {
         /// N.
@@ -87,11 +87,11 @@ pub enum Op {
     /// Naive attention with q and k turned. Reads q, k, v (B, T, H*Dh), cos, sin (T, Dh/2); writes out (B, T, H*Dh), scratch
     /// and, where backward wants it, p (its triangle).
     Attention(AttentionSizes),
-    /// Naive attention on a card. Reads q, k (turned), v; writes out (B, T, H*Dh), the probabilities (B, H, T, T) and,
+    /// Naive attention on a GPU. Reads q, k (turned), v; writes out (B, T, H*Dh), the probabilities (B, H, T, T) and,
     /// in half precision, the scores of some heads (.., T, T) in f32.
     NaiveAttention(AttentionSizes),
     /// Attention in tiles. Reads q, k (turned), v; writes out, lse (parts, B, H, T) and, in half precision where
-    /// backward wants it, what rounding took from out (B, H, T, Dh). out is (B, H, T, Dh) on the CPU; on a card (B, T,
+    /// backward wants it, what rounding took from out (B, H, T, Dh). out is (B, H, T, Dh) on the CPU; on a GPU (B, T,
     /// H*Dh), and the call writes into a workspace besides, before what rounding took.
     FlashAttention(AttentionSizes),
     /// Reads x (B, H, T, Dh); writes y (B, T, H*Dh).
@@ -159,12 +159,12 @@ pub enum Op {
     /// scores (.., T, T).
     NaiveAttentionBackward(AttentionSizes),
     /// Reads d_out, q, k, v, out (B, T, H*Dh), lse (parts, B, H, T) and, in half precision, what rounding took from out
-    /// (B, H, T, Dh); writes dq, dk, dv: (B, H, T, Dh) on the CPU; on a card as q, k and v lie, and a workspace.
+    /// (B, H, T, Dh); writes dq, dk, dv: (B, H, T, Dh) on the CPU; on a GPU as q, k and v lie, and a workspace.
     FlashAttentionBackward(AttentionSizes),
     /// Reads x (B, H, T, Dh), cos, sin; writes y (B, T, H*Dh), turned back.
     MergeRotatedBack(AttentionSizes),
-    /// Reads x (N, D), weight (D), rstd (N) and, on a card where x is not the sum that was normed, the branch that was added to
-    /// it (N, D); writes dy (N, D), which becomes the norm's output, dx (N, D), dweight (D), scratch and, on a card where the
+    /// Reads x (N, D), weight (D), rstd (N) and, on a GPU where x is not the sum that was normed, the branch that was added to
+    /// it (N, D); writes dy (N, D), which becomes the norm's output, dx (N, D), dweight (D), scratch and, on a GPU where the
     /// next product wants it, dx once more in half precision.
     RmsNormBackward {
         /// N.
@@ -176,7 +176,7 @@ pub enum Op {
         /// Whether dweight is added to.
         accumulate: Accumulate,
     },
-    /// Reads dy (N, D), ids (N); writes dtable (V, D) and, on a card, a workspace.
+    /// Reads dy (N, D), ids (N); writes dtable (V, D) and, on a GPU, a workspace.
     EmbeddingBackward {
         /// N.
         rows: usize,
@@ -185,44 +185,37 @@ pub enum Op {
         /// Whether dtable is added to.
         accumulate: Accumulate,
     },
-    /// A gradient over the loss scale. Writes the gradient, in place, and (1) whether all of it is finite; on a card, whether
+    /// A gradient over the loss scale. Writes the gradient, in place, and (1) whether all of it is finite; on a GPU, whether
     /// it is not.
     Unscale {
         /// Of the gradient.
         elements: usize,
     },
     /// Reads what was found of the gradients (P); writes the number of the first that is not finite (1), P if all are. Where
-    /// one is not, the step ends here; on a card the updates are told to change nothing, by the clip factor (3).
+    /// one is not, the step ends here; on a GPU the updates are told to change nothing, by the clip factor (3).
     CheckOverflow {
         /// P.
         parameters: usize,
     },
     /// Naive attention on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), the scores'
     /// exponentials (as the mask leaves them; for bf16 in f16), share (B H, T), scratch and, in half precision, what rounding
-    /// took from out (B H, T, Dh). On a card as [`NaiveAttention`](Self::NaiveAttention).
+    /// took from out (B H, T, Dh). On the CPU.
     HeadAttention(HeadAttentionSizes),
     /// Reads d_out, q, k, v (B H, T, Dh), exponentials, share, out and, in half precision, what rounding took from it; writes
-    /// dq, dk, dv (B H, T, Dh), partial sums, scratch. On a card as
-    /// [`NaiveAttentionBackward`](Self::NaiveAttentionBackward).
+    /// dq, dk, dv (B H, T, Dh), partial sums, scratch.
     HeadAttentionBackward(HeadAttentionSizes),
-    /// Attention in tiles on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), lse (parts,
-    /// B H, T), on a card a workspace and, in half precision, what rounding took from out (B H, T, Dh).
-    FlashHeads(HeadAttentionSizes),
-    /// Reads d_out, q, k, v, out (B H, T, Dh), lse (parts, B H, T) and, in half precision, what rounding took from out;
-    /// writes dq, dk, dv (B H, T, Dh) and, on a card, a workspace.
-    FlashHeadsBackward(HeadAttentionSizes),
-    /// Reads x; writes the sum of its squares (1) and, on a card, those of its chunks.
+    /// Reads x; writes the sum of its squares (1) and, on a GPU, those of its chunks.
     SumOfSquares {
         /// Of x.
         elements: usize,
     },
-    /// Reads the sums of squares (P); writes the norm, and what clipping multiplies the gradients by (2); on a card also which
+    /// Reads the sums of squares (P); writes the norm, and what clipping multiplies the gradients by (2); on a GPU also which
     /// gradient is not finite, if one is (3).
     ClipFactor {
         /// P.
         parameters: usize,
     },
-    /// Reads the gradient and, where there is one, the clip factor; writes the parameter, exp_avg, exp_avg_sq and, on a card,
+    /// Reads the gradient and, where there is one, the clip factor; writes the parameter, exp_avg, exp_avg_sq and, on a GPU,
     /// the copy that products read, where there is one.
     AdamW {
         /// Its number in [`Home::Parameter`](super::Home::Parameter).
@@ -264,8 +257,6 @@ impl Op {
             Self::CheckOverflow { .. } => "check_overflow",
             Self::HeadAttention(_) => "head_attention",
             Self::HeadAttentionBackward(_) => "head_attention_backward",
-            Self::FlashHeads(_) => "flash_heads",
-            Self::FlashHeadsBackward(_) => "flash_heads_backward",
             Self::SumOfSquares { .. } => "sum_of_squares",
             Self::ClipFactor { .. } => "clip_factor",
             Self::AdamW { .. } => "adamw",
@@ -277,6 +268,9 @@ impl Op {
         match self {
             Self::Kernel(kernel) => kernel.is_on_gpu(),
             Self::LossGradient { counted } => *counted == 1, // which is the loss scale
+            Self::Attention(_) | Self::AttentionBackward(_) => false,
+            Self::HeadAttention(_) | Self::HeadAttentionBackward(_) => false,
+            Self::MergeHeads(_) | Self::MergeRotatedBack(_) => false,
             _ => true,
         }
     }
@@ -304,10 +298,8 @@ impl Op {
             Self::AttentionBackward(sizes)
             | Self::NaiveAttentionBackward(sizes)
             | Self::FlashAttentionBackward(sizes) => 2.0 * attention(sizes),
-            Self::HeadAttention(sizes) | Self::FlashHeads(sizes) => of_heads(sizes),
-            Self::HeadAttentionBackward(sizes) | Self::FlashHeadsBackward(sizes) => {
-                2.0 * of_heads(sizes)
-            }
+            Self::HeadAttention(sizes) => of_heads(sizes),
+            Self::HeadAttentionBackward(sizes) => 2.0 * of_heads(sizes),
             _ => 0.0,
         }
     }
@@ -371,10 +363,7 @@ impl Op {
             | Self::NaiveAttentionBackward(sizes)
             | Self::FlashAttentionBackward(sizes)
             | Self::MergeRotatedBack(sizes) => attention(sizes),
-            Self::HeadAttention(s)
-            | Self::HeadAttentionBackward(s)
-            | Self::FlashHeads(s)
-            | Self::FlashHeadsBackward(s) => {
+            Self::HeadAttention(s) | Self::HeadAttentionBackward(s) => {
                 format!(
                     "BH{} T{} Dh{} {:?}",
                     s.matrices, s.length, s.head_dim, s.mask

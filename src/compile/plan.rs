@@ -98,19 +98,8 @@ pub(super) struct Runs {
 
 impl Plan {
     /// Finds out how long each buffer lives, and gives each its place. The buffers `kept` are left for whoever reads them
-    /// after the run.
+    /// after the run. And the plan's number of each buffer that was handed over.
     pub(super) fn new(
-        calls: Vec<Call>,
-        buffers: Vec<Buffer>,
-        tables: Vec<Vec<f32>>,
-        runs: Runs,
-        kept: &[BufferId],
-    ) -> Self {
-        Self::numbered(calls, buffers, tables, runs, kept).0
-    }
-
-    /// As [`new`](Self::new), and the plan's number of each buffer that was handed over.
-    pub(super) fn numbered(
         calls: Vec<Call>,
         mut buffers: Vec<Buffer>,
         tables: Vec<Vec<f32>>,
@@ -209,7 +198,7 @@ impl Plan {
         self.runs.repeated.clone()
     }
 
-    /// The calls that only the first run has, on a card: they make the copies of weights that products read, and every update
+    /// The calls that only the first run has, on a GPU: they make the copies of weights that products read, and every update
     /// renews them. See [`TrainStep::refresh`](super::TrainStep::refresh).
     pub fn lasting(&self) -> Range<usize> {
         self.runs.lasting.clone()
@@ -220,7 +209,7 @@ impl Plan {
         self.runs.micro_batches
     }
 
-    /// The size of the arena, in bytes: all that a run allocates, once, before the first, but for a card's
+    /// The size of the arena, in bytes: all that a run allocates, once, before the first, but for a GPU's
     /// [workspace](Self::workspace_bytes).
     ///
     /// Parameters and optimizer state are not in it; they are there already. [`total_bytes`](Self::total_bytes) has them.
@@ -228,7 +217,7 @@ impl Plan {
         self.arena_bytes
     }
 
-    /// What a card's executor works in beside the arena, in bytes: 32 MiB for cuBLASLt, the tables by which one launch updates many
+    /// What a GPU's executor works in beside the arena, in bytes: 32 MiB for cuBLASLt, the tables by which one launch updates many
     /// parameters (8 bytes for each 8,192 elements), and of a forward alone the logits until they are copied. On the CPU none.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes

@@ -20,7 +20,7 @@ const OP: &str = "compile::TrainStep";
 ///
 /// The same step as `model.loss(..)`, `backward()`, [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) and
 /// [`AdamW::step`], on the same variables: learning rates, groups and betas are read from the optimizer at each run. On the
-/// CPU or [on a card](super#on-a-card), with the attention of the model's configuration.
+/// CPU or [on a GPU](super#on-a-gpu), with the attention of the model's configuration.
 ///
 /// The arithmetic is [`PlanConfig::precision`]'s, whatever [`autocast`](crate::autocast()) region it is called in.
 ///
@@ -39,7 +39,7 @@ impl TrainStep {
     /// # Errors
     /// A configuration that cannot work ([`PlanConfig::validate`], a sequence beyond the model's context); a model that is not
     /// in f32 on one device (the CPU or a CUDA GPU); on a GPU, heads that flash attention
-    /// [has no kernel for](crate::compile#on-a-card); an optimizer of other parameters than the model's; a memory budget that
+    /// [has no kernel for](crate::compile#on-a-gpu); an optimizer of other parameters than the model's; a memory budget that
     /// no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, optimizer: &AdamW, config: &PlanConfig) -> Result<Self> {
         source::check_length(model.config(), config)?;
@@ -94,7 +94,7 @@ impl TrainStep {
         least::bytes(model, config, true)
     }
 
-    /// As [`plan_for`](Self::plan_for), for a model on `device`: on a card linear maps of one input are one product in half
+    /// As [`plan_for`](Self::plan_for), for a model on `device`: on a GPU linear maps of one input are one product in half
     /// precision, and what kernels work in has other sizes.
     ///
     /// # Errors
@@ -109,7 +109,7 @@ impl TrainStep {
         Ok((planned.plan, checkpointing))
     }
 
-    /// Has the copies of weights that products read in half precision made anew in the next [`run`](Self::run). Only on a card
+    /// Has the copies of weights that products read in half precision made anew in the next [`run`](Self::run). Only on a GPU
     /// do they last from run to run, renewed by the update; an eager step of the same optimizer is noticed, and
     /// [`forward_backward`](Self::forward_backward) makes them anew each time. Call this after the weights were changed in any
     /// other way: loaded, or set.

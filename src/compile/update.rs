@@ -33,7 +33,7 @@ impl Update<'_> {
         }
     }
 
-    /// Gradients over the loss scale, and the end of the step where one of them is not finite; on a card, what keeps the
+    /// Gradients over the loss scale, and the end of the step where one of them is not finite; on a GPU, what keeps the
     /// updates from happening then.
     fn unscale(&mut self) -> Option<BufferId> {
         self.plan.phase = Phase::Optimizer;

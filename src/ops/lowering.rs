@@ -15,7 +15,11 @@ use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 #[cfg(feature = "cuda")]
-use {crate::kernels::cuda::View, candle_core::cuda_backend::CudaDevice};
+use {
+    crate::kernels::cuda::{View, matmul::Products},
+    candle_core::cuda_backend::CudaDevice,
+    std::cell::RefCell,
+};
 
 /// A kernel by name, of what it does with its parameters and slices; `$T` is the type of its first operand's elements.
 macro_rules! kernel {
@@ -264,6 +268,8 @@ type Launch = fn(&Kernel, &Operands<'_>) -> Result<()>;
 #[cfg(feature = "cuda")]
 pub(crate) struct Operands<'a> {
     pub card: &'a CudaDevice,
+    /// What multiplies matrices.
+    pub products: RefCell<&'a mut Products>,
     pub reads: Vec<View<'a>>,
     pub writes: Vec<View<'a>>,
 }

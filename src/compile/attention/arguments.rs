@@ -23,7 +23,7 @@ pub(super) fn check_device(device: &Device) -> Result<()> {
         Device::Cpu | Device::Cuda(_) => Ok(()),
         Device::Metal(_) => Err(Error::Placement {
             op: OP,
-            expected: "the CPU or a CUDA card".into(),
+            expected: "the CPU or a CUDA GPU".into(),
             got: format!("{:?}", device.location()),
             hint: "attention::naive and attention::flash run there".into(),
         }),
@@ -76,7 +76,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// Whether flash attention's kernels on a card can read it: they move 16 bytes at a time.
+/// Whether flash attention's kernels on a GPU can read it: they move 16 bytes at a time.
 pub(super) fn check_start(what: &str, tensor: &Tensor) -> Result<()> {
     let start = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
     match start % 16 {

@@ -7,8 +7,8 @@ mod arguments;
 mod plan;
 
 use super::executor::Executor;
-use super::lower::Target;
-use super::plan::{Operand, Phase, Plan};
+use super::lower::{Lowered, Target};
+use super::plan::{Operand, Plan};
 use super::run::Tensors;
 use crate::attention::{Algorithm, AttentionConfig};
 use crate::{Error, Result};
@@ -18,7 +18,7 @@ use candle_core::{DType, Device, Shape, Tensor, WithDType};
 const OP: &str = "compile::Attention";
 
 /// `softmax(scale q k^T) v` and its gradients for one shape, planned once: q, k, v and the output (..., T, Dh), in f32, bf16 or
-/// f16, on the CPU or on a CUDA card.
+/// f16, on the CPU or on a CUDA GPU.
 ///
 /// The mathematics of [`attention::naive`](crate::attention::naive()), the probabilities kept for backward. They, output and
 /// gradients lie in one arena: a run allocates nothing.
@@ -29,8 +29,8 @@ const OP: &str = "compile::Attention";
 /// exponentials are kept in f16, which has three bits more, in half the memory that eager naive attention's probabilities
 /// take; for f16, as those, in f32. What rounding took from the output is kept for backward too.
 ///
-/// On a card ([`new_on`](Self::new_on)) products are cuBLASLt's, with sums in f32. The scores are where their softmax will be,
-/// (..., T, T) in the dtype of q, k and v, as eager attention on a card has them, and lie there once: backward reads the
+/// On a GPU ([`new_on`](Self::new_on)) products are cuBLASLt's, with sums in f32. The scores are where their softmax will be,
+/// (..., T, T) in the dtype of q, k and v, as eager attention on a GPU has them, and lie there once: backward reads the
 /// probabilities as they were rounded. The scores' gradients are there for as many heads at once as 1 GiB holds. Of what a mask
 /// hides, blocks as a whole are neither computed nor read. Each half is recorded as a CUDA graph when it comes the second time
 /// with its tensors where they were, and then is one launch; with others it is launched call by call. In f16 the scores'
@@ -66,6 +66,9 @@ pub struct Attention {
     algorithm: Algorithm,
     plan: Plan,
     executor: Executor,
+    /// Where a run leaves the output, and the gradients of q, k and v.
+    out: Operand,
+    gradients: Vec<Operand>,
     device: Device,
     /// (..., T, Dh).
     shape: Shape,
@@ -89,7 +92,7 @@ impl Attention {
     /// As [`new`](Self::new), on `device`, where q, k and v will be.
     ///
     /// # Errors
-    /// As [`new`](Self::new); [`Error::Placement`] for a device that is neither the CPU nor a CUDA card of compute capability
+    /// As [`new`](Self::new); [`Error::Placement`] for a device that is neither the CPU nor a CUDA GPU of compute capability
     /// 8.0 or later.
     pub fn new_on(
         device: &Device,
@@ -119,8 +122,8 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// As [`new_on`](Self::new_on); [`Error::Shape`] and, on a card, [`Error::Placement`] for what flash attention's
-    /// kernels do not take: heads over 256, on a card of no multiple of 8 (in f32 of 4), or a scale that is not above 0.
+    /// As [`new_on`](Self::new_on); [`Error::Shape`] and, on a GPU, [`Error::Placement`] for what flash attention's
+    /// kernels do not take: heads over 256, on a GPU of no multiple of 8 (in f32 of 4), or a scale that is not above 0.
     pub fn with_algorithm(
         algorithm: Algorithm,
         device: &Device,
@@ -129,12 +132,17 @@ impl Attention {
         config: &AttentionConfig,
     ) -> Result<Self> {
         let shape = shape.into();
-        let plan = Self::plan_with_algorithm(algorithm, device, shape.clone(), dtype, config)?;
+        check_dtype(dtype)?;
+        check_device(device)?;
+        let target = Executor::target(device);
+        let (lowered, gradients) = Self::lowered(algorithm, target, shape.clone(), dtype, config)?;
         Ok(Self {
             algorithm,
-            executor: Executor::new(&plan, device)?,
+            executor: Executor::new(&lowered.plan, device)?,
             device: device.clone(),
-            plan,
+            plan: lowered.plan,
+            out: lowered.output,
+            gradients,
             shape,
             dtype,
             inputs: None,
@@ -185,7 +193,7 @@ impl Attention {
     /// As [`plan_on`](Self::plan_on), by an algorithm that is chosen.
     ///
     /// # Errors
-    /// As [`with_algorithm`](Self::with_algorithm), whatever the machine and the card's kernels take.
+    /// As [`with_algorithm`](Self::with_algorithm), whatever the machine and the GPU's kernels take.
     pub fn plan_with_algorithm(
         algorithm: Algorithm,
         device: &Device,
@@ -195,11 +203,24 @@ impl Attention {
     ) -> Result<Plan> {
         check_dtype(dtype)?;
         check_device(device)?;
-        let sizes = plan::sizes(algorithm, &shape.into(), config)?;
-        Ok(plan::of(algorithm, sizes, dtype, Executor::target(device)))
+        let (lowered, _) =
+            Self::lowered(algorithm, Executor::target(device), shape, dtype, config)?;
+        Ok(lowered.plan)
     }
 
-    /// As [`plan_with_algorithm`](Self::plan_with_algorithm), for a card, which need not be there.
+    fn lowered(
+        algorithm: Algorithm,
+        target: Target,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        config: &AttentionConfig,
+    ) -> Result<(Lowered, Vec<Operand>)> {
+        let shape = shape.into();
+        plan::check_sizes(algorithm, &shape, config)?;
+        plan::of(algorithm, &shape, dtype, config, target)
+    }
+
+    /// As [`plan_with_algorithm`](Self::plan_with_algorithm), for a GPU, which need not be there.
     pub(crate) fn plan_for_card(
         algorithm: Algorithm,
         shape: impl Into<Shape>,
@@ -207,8 +228,11 @@ impl Attention {
         config: &AttentionConfig,
     ) -> Result<Plan> {
         check_dtype(dtype)?;
-        let sizes = plan::sizes(algorithm, &shape.into(), config)?;
-        Ok(plan::of(algorithm, sizes, dtype, Target::Cuda))
+        Ok(
+            Self::lowered(algorithm, Target::Cuda, shape, dtype, config)?
+                .0
+                .plan,
+        )
     }
 
     /// Computes the output of q, k and v, (..., T, Dh) each: [`output`](Self::output) has it until the next run.
@@ -216,7 +240,7 @@ impl Attention {
     /// q, k and v are read where they are, and kept (not copied) for [`backward`](Self::backward) until the next forward.
     ///
     /// # Errors
-    /// Another shape or dtype than planned; tensors that are not contiguous, or on another device; for flash attention on a card,
+    /// Another shape or dtype than planned; tensors that are not contiguous, or on another device; for flash attention on a GPU,
     /// tensors that begin elsewhere than at a multiple of 16 bytes of their storage.
     pub fn forward(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
         for (what, tensor) in [("q", q), ("k", k), ("v", v)] {
@@ -259,7 +283,7 @@ impl Attention {
     /// [`Error::Order`] before the first.
     pub fn output(&self) -> Result<Tensor> {
         self.check_output()?;
-        self.copy(Phase::Forward, 0)
+        self.executor.copy(&self.plan, &self.out, &self.shape)
     }
 
     /// The last forward's output as it lies in the arena, row by row: (..., T, Dh). On the CPU.
@@ -269,7 +293,7 @@ impl Attention {
     /// card, whose memory is not the host's.
     pub fn output_values<T: WithDType>(&self) -> Result<&[T]> {
         self.check_output()?;
-        self.values(Phase::Forward, 0)
+        self.values(&self.out)
     }
 
     /// Copies of the last backward's gradients of q, k and v, where they were planned: (..., T, Dh) each.
@@ -278,7 +302,10 @@ impl Attention {
     /// [`Error::Order`] if there was none since the last forward.
     pub fn gradients(&self) -> Result<[Tensor; 3]> {
         self.check_gradients()?;
-        let copy = |place| self.copy(Phase::Backward, place);
+        let copy = |place: usize| {
+            let gradient = &self.gradients[place];
+            self.executor.copy(&self.plan, gradient, &self.shape)
+        };
         Ok([copy(0)?, copy(1)?, copy(2)?])
     }
 
@@ -288,7 +315,7 @@ impl Attention {
     /// As [`gradients`](Self::gradients), and as [`output_values`](Self::output_values).
     pub fn gradient_values<T: WithDType>(&self) -> Result<[&[T]; 3]> {
         self.check_gradients()?;
-        let values = |place| self.values(Phase::Backward, place);
+        let values = |place: usize| self.values(&self.gradients[place]);
         Ok([values(0)?, values(1)?, values(2)?])
     }
 
@@ -320,13 +347,8 @@ impl Attention {
         }
     }
 
-    fn copy(&self, phase: Phase, place: usize) -> Result<Tensor> {
-        let operand = self.written(phase, place);
-        self.executor.copy(&self.plan, operand, &self.shape)
-    }
-
-    /// What the call of this phase has written, at that place in the op's order, where it lies.
-    fn values<T: WithDType>(&self, phase: Phase, place: usize) -> Result<&[T]> {
+    /// What a run has left, where it lies.
+    fn values<T: WithDType>(&self, operand: &Operand) -> Result<&[T]> {
         if T::DTYPE != self.dtype {
             return Err(Error::DType {
                 op: OP,
@@ -335,7 +357,6 @@ impl Attention {
                 hint: "output and gradients give tensors, whatever the dtype".into(),
             });
         }
-        let operand = self.written(phase, place);
         let values = self.executor.values(&self.plan, operand);
         values.ok_or_else(|| Error::Placement {
             op: OP,
@@ -343,15 +364,6 @@ impl Attention {
             got: format!("{:?}", self.device.location()),
             hint: "output and gradients give tensors, wherever it is planned".into(),
         })
-    }
-
-    /// What the call of this phase writes, at that place in the op's order. The plan has one of each.
-    fn written(&self, phase: Phase, place: usize) -> &Operand {
-        let index = match phase {
-            Phase::Forward => 0,
-            _ => 1,
-        };
-        &self.plan.calls()[index].writes[place]
     }
 }
 

@@ -117,19 +117,6 @@ pub(super) fn flash_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: 
     tiled_backward(o, &sizes.flash(), in_model_dimension(sizes));
 }
 
-pub(super) fn flash_heads<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &HeadAttentionSizes) {
-    let kernel = sizes.flash();
-    tiled_forward(o, &kernel, by_head(&kernel));
-}
-
-pub(super) fn flash_heads_backward<S: Stored<Wide = f32>>(
-    o: &Operands<'_, S>,
-    sizes: &HeadAttentionSizes,
-) {
-    let kernel = sizes.flash();
-    tiled_backward(o, &kernel, by_head(&kernel));
-}
-
 /// Of q, k and v that lie by these strides.
 fn tiled_forward<S: Stored<Wide = f32>>(
     o: &Operands<'_, S>,

@@ -70,13 +70,11 @@ fn run_in<S: Stored<Wide = f32>>(
         | Op::NaiveAttention(_)
         | Op::NaiveAttentionBackward(_)
         | Op::PackedSwiGlu { .. }
-        | Op::PackedSwiGluBackward { .. } => panic!("{:?} was planned for a card", call.op),
+        | Op::PackedSwiGluBackward { .. } => panic!("{:?} was planned for a GPU", call.op),
         Op::FlashAttention(sizes) => attention::flash_forward(o, &sizes),
         Op::FlashAttentionBackward(sizes) => attention::flash_backward(o, &sizes),
         Op::HeadAttention(sizes) => attention::heads_forward(o, &sizes),
         Op::HeadAttentionBackward(sizes) => attention::heads_backward(o, &sizes),
-        Op::FlashHeads(sizes) => attention::flash_heads(o, &sizes),
-        Op::FlashHeadsBackward(sizes) => attention::flash_heads_backward(o, &sizes),
         Op::MergeHeads(sizes) => heads::merge(sizes.heads(), o.lower_x(0), o.lower_y(0)),
         Op::MergeRotatedBack(sizes) => {
             rotary_heads::merge_turned_back(

@@ -1,7 +1,7 @@
 //! Calls that are attention.
 
 use super::super::plan::Call;
-use super::super::sizes::{AttentionSizes, HeadAttentionSizes};
+use super::super::sizes::AttentionSizes;
 use super::launcher::Launcher;
 use crate::Result;
 use crate::kernels::Mask;
@@ -9,7 +9,7 @@ use crate::kernels::cpu::flash_attention::Sizes as FlashSizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
-use crate::kernels::cuda::naive_attention::{self, Sizes, compare, gather, scatter};
+use crate::kernels::cuda::naive_attention::{Sizes, compare, gather, scatter};
 use crate::kernels::cuda::softmax;
 use std::ops::Range;
 
@@ -79,17 +79,6 @@ pub(super) fn flash(launcher: &Launcher<'_>, call: &Call, sizes: &AttentionSizes
     tiled(launcher, &sizes.flash(), qkv, out, &writes[1..])
 }
 
-pub(super) fn flash_heads(
-    launcher: &Launcher<'_>,
-    call: &Call,
-    sizes: &HeadAttentionSizes,
-) -> Result<()> {
-    let (reads, writes) = views(launcher, call);
-    let qkv = [0, 1, 2].map(|place| one_after_another(sizes, reads[place]));
-    let out = one_after_another(sizes, writes[0]);
-    tiled(launcher, &sizes.flash(), qkv, out, &writes[1..])
-}
-
 /// Flash attention's forward; beside out are lse, the workspace and, in half precision, what rounding took.
 fn tiled(
     launcher: &Launcher<'_>,
@@ -130,27 +119,6 @@ pub(super) fn flash_backward(
     tiled_backward(launcher, &sizes.flash(), inputs, gradients, workspace)
 }
 
-pub(super) fn flash_heads_backward(
-    launcher: &Launcher<'_>,
-    call: &Call,
-    sizes: &HeadAttentionSizes,
-) -> Result<()> {
-    let (reads, writes) = views(launcher, call);
-    let [d_out, q, k, v, out] = [0, 1, 2, 3, 4].map(|place| one_after_another(sizes, reads[place]));
-    let [dq, dk, dv] = [0, 1, 2].map(|place| one_after_another(sizes, writes[place]));
-    let inputs = flash::Inputs {
-        q,
-        k,
-        v,
-        out,
-        rounded_off: reads.get(6).copied(),
-        d_out,
-        lse: reads[5],
-    };
-    let gradients = flash::Gradients { dq, dk, dv };
-    tiled_backward(launcher, &sizes.flash(), inputs, gradients, writes[3])
-}
-
 fn tiled_backward(
     launcher: &Launcher<'_>,
     kernel: &FlashSizes,
@@ -162,16 +130,6 @@ fn tiled_backward(
     Ok(flash::backward(
         card, kernel, tf32, inputs, gradients, workspace,
     )?)
-}
-
-/// Heads one after another.
-fn one_after_another<'a>(sizes: &HeadAttentionSizes, view: View<'a>) -> Heads<'a> {
-    let (rows, head_dim) = (sizes.length, sizes.head_dim);
-    Heads {
-        view,
-        strides: [rows * head_dim, rows * head_dim, head_dim],
-        dims: [sizes.matrices, 1, rows, head_dim],
-    }
 }
 
 /// Some heads of a model whose scores are there at once: those of whole sequences, or of a part of one.
@@ -311,47 +269,5 @@ pub(super) fn naive_backward(
             scatter(multiply, &naive, [ds, heads(q)], heads(dk))?;
         }
     }
-    Ok(())
-}
-
-/// Heads one after another.
-fn of_heads(sizes: &HeadAttentionSizes) -> Sizes {
-    Sizes {
-        kv_heads: sizes.matrices,
-        group: 1,
-        queries: sizes.length,
-        keys: sizes.length,
-        mask: sizes.mask,
-        scale: sizes.scale,
-    }
-}
-
-pub(super) fn heads(
-    launcher: &mut Launcher<'_>,
-    call: &Call,
-    sizes: &HeadAttentionSizes,
-) -> Result<()> {
-    let (reads, writes) = views(launcher, call);
-    let card = launcher.card;
-    let mut multiply = launcher.multiplier();
-    let (qkv, p, out) = ([reads[0], reads[1], reads[2]], writes[1], writes[0]);
-    let scores = writes.get(2).copied().unwrap_or(p); // f32's in the same place
-    naive_attention::forward(card, &mut multiply, &of_heads(sizes), qkv, scores, p, out)?;
-    Ok(())
-}
-
-pub(super) fn heads_backward(
-    launcher: &mut Launcher<'_>,
-    call: &Call,
-    sizes: &HeadAttentionSizes,
-) -> Result<()> {
-    let (reads, writes) = views(launcher, call);
-    let card = launcher.card;
-    let mut multiply = launcher.multiplier();
-    let inputs = [0, 1, 2, 3, 4].map(|place| reads[place]); // d_out, q, k, v, p
-    let gradients = [0, 1, 2].map(|place| writes[place]);
-    let sizes = of_heads(sizes);
-    let (dp, ds) = (writes[3], writes.get(4).copied().unwrap_or(writes[3]));
-    naive_attention::backward(card, &mut multiply, &sizes, inputs, [dp, ds], gradients)?;
     Ok(())
 }

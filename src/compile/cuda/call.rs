@@ -14,6 +14,7 @@ use crate::kernels::limits;
 use crate::ops::lowering::Operands;
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
+use std::cell::RefCell;
 use std::ops::Range;
 
 impl Launcher<'_> {
@@ -29,10 +30,12 @@ impl Launcher<'_> {
         let card = self.card;
         if let Op::Kernel(kernel) = &call.op {
             let views = |operands: &[Operand]| operands.iter().map(|x| self.view(x)).collect();
+            let (reads, writes) = (views(&call.reads), views(&call.writes));
             kernel.launch(&Operands {
                 card,
-                reads: views(&call.reads),
-                writes: views(&call.writes),
+                products: RefCell::new(&mut *self.products),
+                reads,
+                writes,
             })?;
             return Ok(());
         }
@@ -83,10 +86,6 @@ impl Launcher<'_> {
             Op::RotateBack(sizes) => self.turn(call, &sizes, true)?,
             Op::NaiveAttention(sizes) => attention::naive(self, call, &sizes)?,
             Op::NaiveAttentionBackward(sizes) => attention::naive_backward(self, call, &sizes)?,
-            Op::HeadAttention(sizes) => attention::heads(self, call, &sizes)?,
-            Op::HeadAttentionBackward(sizes) => attention::heads_backward(self, call, &sizes)?,
-            Op::FlashHeads(sizes) => attention::flash_heads(self, call, &sizes)?,
-            Op::FlashHeadsBackward(sizes) => attention::flash_heads_backward(self, call, &sizes)?,
             Op::FlashAttention(sizes) => attention::flash(self, call, &sizes)?,
             Op::FlashAttentionBackward(sizes) => attention::flash_backward(self, call, &sizes)?,
             Op::SwiGlu { .. } => {
@@ -173,6 +172,8 @@ impl Launcher<'_> {
             }
             Op::Attention(_)
             | Op::AttentionBackward(_)
+            | Op::HeadAttention(_)
+            | Op::HeadAttentionBackward(_)
             | Op::MergeHeads(_)
             | Op::Kernel(_)
             | Op::MergeRotatedBack(_) => panic!("{:?} was planned for the CPU", call.op),
@@ -255,7 +256,7 @@ fn whole_of(operands: &[&Operand]) -> Operand {
     }
 }
 
-/// Whether the card has kernels for all calls of a plan, with products of f32 in TF32 or exact.
+/// Whether the GPU has kernels for all calls of a plan, with products of f32 in TF32 or exact.
 ///
 /// # Errors
 /// [`Error::Config`] with what it would take.
@@ -263,7 +264,7 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
     let refuse = |what: &str, got: String, hint: &str| {
         Err(Error::Placement {
             op: "compile",
-            expected: format!("{what}, for a step that is planned on a card"),
+            expected: format!("{what}, for a step that is planned on a GPU"),
             got,
             hint: hint.into(),
         })
@@ -278,9 +279,9 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
     }
     for call in plan.calls() {
         let dtype = plan.lower_dtype(call);
-        let flash = match call.op {
+        let flash = match &call.op {
             Op::FlashAttention(sizes) => Some(sizes.flash()),
-            Op::FlashHeads(sizes) => Some(sizes.flash()),
+            Op::Kernel(kernel) => crate::attention::planned_flash_sizes(kernel),
             _ => None,
         };
         if let Some(sizes) = flash
@@ -294,7 +295,7 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
                 sizes.batch * sizes.heads * sizes.queries
             );
             let wanted = "flash attention of heads of a multiple of 8 (f32: of 4) up to 256, \
-                 whose tiles fit the card's shared memory, with a scale above 0, of fewer than 2^31 rows";
+                 whose tiles fit the GPU's shared memory, with a scale above 0, of fewer than 2^31 rows";
             return refuse(wanted, got, "plan naive attention");
         }
         match call.op {

@@ -1,4 +1,4 @@
-//! A card's executor: every call handed to its kernel, in one stream, and the whole of a run recorded as a CUDA graph.
+//! A GPU's executor: every call handed to its kernel, in one stream, and the whole of a run recorded as a CUDA graph.
 //!
 //! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on a run
 //! is one launch. What may change from run to run (ids, learning rates, the loss scale) is read by the kernels from a buffer
@@ -40,7 +40,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use update::{Known, Updates};
 
-/// A plan's memory on a card, and what it takes to run it there.
+/// A plan's memory on a GPU, and what it takes to run it there.
 pub(in crate::compile) struct Executor {
     /// The model's card, with a stream of its own.
     card: CudaDevice,

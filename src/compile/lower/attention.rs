@@ -6,7 +6,7 @@ use super::super::plan::Operand;
 use super::super::sizes::AttentionSizes;
 use super::form::{Form, Forms};
 use super::program::Program;
-use super::{Job, Lower, Target, linear, place_of};
+use super::{Job, Lower, Target, attribute, linear, place_of};
 use crate::Result;
 use crate::attention::Mask;
 use crate::graph::{self, Attribute, Node, ValueId};
@@ -427,7 +427,13 @@ impl Heads {
             return None;
         }
         nodes.push(maker);
-        let projection = &split.inputs[0];
+        let mut projection = &split.inputs[0];
+        let copy =
+            cut(program, projection, maker).filter(|by| program.nodes[*by].op == "contiguous");
+        if let Some(copy) = copy {
+            nodes.push(copy);
+            projection = &program.nodes[copy].inputs[0];
+        }
         let third = match &projection.view {
             None => None,
             Some(view) => Some(third(
@@ -474,9 +480,4 @@ fn constant(program: &Program<'_>, operand: &graph::Operand) -> Option<graph::Op
     is_cast
         .then(|| constant(program, &node.inputs[0]))
         .flatten()
-}
-
-fn attribute(node: &Node, name: &str) -> Option<Attribute> {
-    let mut attributes = node.attributes.iter();
-    attributes.find_map(|(other, value)| (*other == name).then_some(*value))
 }

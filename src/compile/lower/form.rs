@@ -1,7 +1,7 @@
 //! Forms: some nodes of a graph that are planned together.
 
 use super::program::Program;
-use super::{Job, Lower, attention, embedding, gated, head, linear, node, norm, recompute};
+use super::{Job, Lower, attention, embedding, gated, head, heads, linear, node, norm, recompute};
 use crate::Result;
 use crate::graph::ValueId;
 use std::collections::BTreeMap;
@@ -82,6 +82,7 @@ pub(super) fn all(program: &Rc<Program<'_>>, job: &Job<'_>) -> Vec<(usize, Rc<dy
     let choice = recompute::Choice::new(job.again);
     head::find(program, &mut forms);
     let packed = attention::find(program, job, &mut forms);
+    heads::find(program, job, &mut forms);
     gated::find(program, job, &choice, &mut forms);
     linear::find(program, &packed, &mut forms);
     norm::find(program, job, &choice, &mut forms);

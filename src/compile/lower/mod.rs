@@ -3,7 +3,7 @@
 //! The graph's nodes, without those that only pass a value on ([`program`]), are grouped into *forms* ([`form`]), each of which
 //! writes its calls down, forward and backward. A form is found by a pass, one file each:
 //!
-//! - [`attention`]: heads, rotated, compared and merged in the model's dimension;
+//! - [`attention`]: heads, rotated, compared and merged in the model's dimension; [`heads`], the same of heads as they lie;
 //! - [`linear`]: linear maps of one input, which on a GPU in half precision are one product;
 //! - [`gated`]: SwiGLU with its two maps, whose backward needs no memory of its own;
 //! - [`norm`]: RMSNorm of a sum, with the addition;
@@ -21,6 +21,7 @@ mod form;
 mod gated;
 mod gradients;
 mod head;
+mod heads;
 mod linear;
 mod node;
 mod norm;
@@ -92,6 +93,8 @@ pub(super) struct Job<'a> {
     pub input: &'a dyn Fn(&str) -> Option<Home>,
     /// What the tables hold that kernels read, cosines and sines.
     pub table: &'a dyn Tables,
+    /// Values from outside that are no parameters, and whose gradients are left.
+    pub differentiated: &'a [ValueId],
     /// How the step is run.
     pub clips: bool,
     pub scales: bool,
@@ -159,6 +162,50 @@ pub(super) fn forward(job: &Job<'_>) -> Result<Lowered> {
     lower.finish(output, repeated)
 }
 
+/// Plans a forward, and after the plan's micro-batches the gradients of what is [differentiated](Job::differentiated), from the
+/// output's, which is lent as the argument after those that the graph reads.
+///
+/// # Errors
+/// An op that has no planned form.
+pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, Vec<Operand>)> {
+    let mut lower = Lower::new(job);
+    lower.forward()?;
+    let repeated = 0..lower.plan.calls.len();
+    let output = lower.program.outputs[0].clone();
+    let out = lower.read(&output);
+    let home = Home::Argument(lower.arguments.len());
+    let value = lower.program.graph.value(output.value).clone();
+    let buffers = &mut lower.plan.buffers;
+    let d_out = buffers.add("d_out", &value.shape, value.dtype, Category::Input, home);
+    let d_out = lower.plan.whole(d_out);
+    lower.contribute(&output, d_out);
+    lower.backward()?;
+    let gradients = job.differentiated.iter();
+    let gradients = gradients.map(|value| match lower.gradients.take(*value) {
+        Some(gradient) => Ok(gradient),
+        None => Err(no_planned_form(
+            job.op,
+            "a gradient",
+            "",
+            " of what is not reached",
+        )),
+    });
+    let gradients = gradients.collect::<Result<Vec<_>>>()?;
+    let buffers = &mut lower.plan.buffers;
+    buffers.set_category(out.buffer, Category::Output);
+    for gradient in &gradients {
+        buffers.set_category(gradient.buffer, Category::Gradient);
+    }
+    let kept = [&out].into_iter().chain(&gradients);
+    lower.plan.kept = kept.map(|operand| operand.buffer).collect();
+    let (lowered, numbers) = lower.finish_numbered(out, repeated)?;
+    let gradients = gradients.into_iter().map(|gradient| Operand {
+        buffer: numbers[gradient.buffer.index()],
+        ..gradient
+    });
+    Ok((lowered, gradients.collect()))
+}
+
 /// The weights of `graph` that are updated where `is_trained`: those that a gradient of the first output reaches.
 pub(super) fn reached(graph: &Graph, is_trained: impl Fn(ValueId) -> bool) -> Vec<ValueId> {
     let elements = |value| is_trained(value).then(|| graph.value(value).elements());
@@ -200,6 +247,9 @@ impl<'a> Lower<'a> {
             None => value,
         };
         let trained = |value| {
+            if job.differentiated.contains(&value) {
+                return Some(job.graph.value(value).elements());
+            }
             let number = job.numbers.get(&value)?;
             let parameter = &job.parameters[*number];
             let is_ours = parameter.is_trained && first[number] == value;
@@ -338,7 +388,16 @@ impl<'a> Lower<'a> {
         self.updates().run(scales, clips);
     }
 
-    fn finish(mut self, output: Operand, repeated: std::ops::Range<usize>) -> Result<Lowered> {
+    fn finish(self, output: Operand, repeated: std::ops::Range<usize>) -> Result<Lowered> {
+        Ok(self.finish_numbered(output, repeated)?.0)
+    }
+
+    /// The plan, and its numbers of the buffers.
+    fn finish_numbered(
+        mut self,
+        output: Operand,
+        repeated: std::ops::Range<usize>,
+    ) -> Result<(Lowered, Vec<BufferId>)> {
         let (op, target) = (self.job.op, self.job.target);
         let gradients = self.weights.gradients.clone();
         if !self.job.optimizer_in_backward {
@@ -378,7 +437,7 @@ impl<'a> Lower<'a> {
         };
         let tables = self.tables.into_iter().map(|(_, table)| table).collect();
         let buffers = self.plan.buffers.into_vec();
-        let (plan, numbers) = Plan::numbered(calls, buffers, tables, runs, &self.plan.kept);
+        let (plan, numbers) = Plan::new(calls, buffers, tables, runs, &self.plan.kept);
         let plan = match target {
             Target::Cpu { .. } => plan,
             Target::Cuda => {
@@ -391,14 +450,15 @@ impl<'a> Lower<'a> {
             ..operand
         };
         let gradients = gradients.into_iter().map(|x| x.map(renamed));
-        Ok(Lowered {
+        let lowered = Lowered {
             plan,
             arguments: self.arguments,
             ids: self.ids,
             output: renamed(output),
             gradients: gradients.collect(),
             norm: norm.map(renamed),
-        })
+        };
+        Ok((lowered, numbers))
     }
 }
 
@@ -424,6 +484,11 @@ fn no_planned_form(op: &'static str, name: &str, path: &str, what: &str) -> Erro
         problem: format!("{name} has no planned form{what} ({path})"),
         hint: "write it with other ops of tallow::ops, or run the step eagerly".into(),
     }
+}
+
+fn attribute(node: &graph::Node, name: &str) -> Option<graph::Attribute> {
+    let mut attributes = node.attributes.iter();
+    attributes.find_map(|(other, value)| (*other == name).then_some(*value))
 }
 
 /// A node's path without its op's name: the place that calls are at.

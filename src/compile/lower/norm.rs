@@ -8,7 +8,7 @@ use super::super::plan::Operand;
 use super::form::{Form, Forms};
 use super::program::Program;
 use super::recompute::Choice;
-use super::{Job, Lower, Target, place_of};
+use super::{Job, Lower, Target, attribute, place_of};
 use crate::Result;
 use crate::graph::{Attribute, ValueId};
 use crate::kernels::cpu::residual_norm::partials_len;
@@ -222,8 +222,8 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms:
             let width = dims[dims.len() - 1];
             let form = Norm {
                 path: place_of(node),
-                eps: match node.attributes.iter().find(|(name, _)| *name == "eps") {
-                    Some((_, Attribute::Number(eps))) => *eps,
+                eps: match attribute(node, "eps") {
+                    Some(Attribute::Number(eps)) => eps,
                     _ => continue,
                 },
                 rows: dims.iter().product::<usize>() / width,

@@ -198,3 +198,107 @@ fn gradients_that_pass() {
         assert!(ends <= begins, "{ends:?}, {begins:?}");
     }
 }
+
+/// A block of GPT-2's kind: LayerNorm, one projection to q, k and v with a bias, GELU.
+fn block(
+    weights: &candle_nn::VarBuilder<'_>,
+    x: &candle_core::Tensor,
+    heads: usize,
+    attention: Algorithm,
+) -> Result<candle_core::Tensor> {
+    use crate::{nn, ops};
+    let width = x.dims()[2];
+    let biased = |name: &str, from, to| nn::Linear::with_bias(from, to, weights.pp(name));
+    let norm = |name: &str| nn::LayerNorm::new(width, 1e-5, weights.pp(name));
+    let joined = biased("qkv", width, 3 * width)?.forward(&norm("ln_1")?.forward(x)?)?;
+    let part = |i| ops::split_heads(&joined.narrow(2, i * width, width)?, heads);
+    let causal = crate::attention::AttentionConfig {
+        mask: crate::attention::Mask::Causal,
+        scale: None,
+    };
+    let out = attention.attend(&part(0)?, &part(1)?, &part(2)?, &causal)?;
+    let out = biased("proj", width, width)?.forward(&ops::merge_heads(&out)?)?;
+    let x = ops::add(x, &out)?;
+    let hidden = biased("fc", width, 4 * width)?.forward(&norm("ln_2")?.forward(&x)?)?;
+    let hidden = ops::gelu(&hidden, ops::Gelu::Tanh)?;
+    ops::add(&x, &biased("down", 4 * width, width)?.forward(&hidden)?)
+}
+
+/// A model that is not ours is planned for a GPU, its attention on the thirds of one projection as they lie, and its weights'
+/// copies made before the first run.
+#[rstest::rstest]
+fn thirds_of_a_projection(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let weights = graph::weights(DType::F32);
+    let ids = |name| graph::input(name, (2, 64), DType::U32).unwrap();
+    let (tokens, targets) = (ids("tokens"), ids("targets"));
+    let forward = || {
+        let table = weights.pp("table").get((100, 128), "weight")?;
+        let x = crate::ops::embedding(&tokens, &table)?;
+        let x = block(&weights.pp("0"), &x, 2, attention)?;
+        let x = block(&weights.pp("1"), &x, 2, attention)?;
+        crate::ops::linear_cross_entropy(&x, &table, &targets)
+    };
+    let graph = graph::trace(graph::Target::Cuda, || precision.run(forward)).unwrap();
+    let named: Vec<_> = graph.weights().collect();
+    let parameters = named.iter().map(|(id, name)| Parameter {
+        name: (*name).into(),
+        elements: graph.value(*id).elements(),
+        is_trained: true,
+    });
+    let parameters: Vec<Parameter> = parameters.collect();
+    let numbers = named.iter().enumerate();
+    let numbers = numbers.map(|(number, (id, _))| (*id, number)).collect();
+    struct NoTables;
+    impl Tables for NoTables {
+        fn table(&self, _: usize, _: &graph::Operand, _: DType) -> Result<Vec<f32>> {
+            unreachable!("nothing is rotated")
+        }
+    }
+    let lowered = step(&Job {
+        op: "test",
+        graph: &graph,
+        target: Target::Cuda,
+        parameters: &parameters,
+        numbers: &numbers,
+        input: &|_| None,
+        table: &NoTables,
+        differentiated: &[],
+        clips: true,
+        scales: false,
+        accumulation: 1,
+        optimizer_in_backward: false,
+        again: Again::default(),
+    });
+    let plan = lowered.unwrap().plan;
+    let count = |name: &str| {
+        plan.calls()
+            .iter()
+            .filter(|call| call.op.name() == name)
+            .count()
+    };
+    assert_eq!(
+        count("contiguous") + count("split_heads") + count("rotate"),
+        0
+    );
+    let packed = plan.calls().iter().filter(|call| match call.op {
+        Op::FlashAttention(sizes) | Op::NaiveAttention(sizes) => sizes.packed,
+        _ => false,
+    });
+    assert_eq!(packed.count(), 2);
+    assert_eq!(count("adamw"), parameters.len());
+    let copies = if precision == Precision::F32 {
+        0
+    } else {
+        4 * 2 + 1
+    };
+    assert_eq!(plan.lasting().len(), copies);
+    // Of half precision, nothing is cast that was cast before.
+    let casts = plan.calls()[plan.lasting().end..].iter();
+    let casts = casts.filter(|call| call.op.name() == "cast");
+    let weights =
+        casts.filter(|call| plan.buffer(call.reads[0].buffer).category == Category::Parameter);
+    assert_eq!(weights.count(), 0);
+}

@@ -128,7 +128,7 @@ fn flash_keeps_nothing_of_all_pairs() {
     assert_eq!(single.flops(), 3.0 * 4.0 * 8.0 * 500.0 * 500.0 * 64.0);
     // out, dq, dk, dv and lse with its rest, there at once.
     assert_eq!(single.peak_bytes(), aligned(2 * 4 * rows) + 4 * 4 * n);
-    assert!(single.explain().contains("flash_heads_backward"));
+    assert!(single.explain().contains("flash_attention_backward"));
     let half = plan(DType::BF16);
     assert_eq!(half.peak_bytes(), aligned(4 * rows) + 2 * 5 * n);
     let error =

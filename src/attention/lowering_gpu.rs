@@ -1,0 +1,114 @@
+//! Launches of attention in a plan, on heads one after another.
+
+use super::lowering::{flash_sizes, naive_sizes};
+use crate::kernels::cpu::flash_attention::Sizes as FlashSizes;
+use crate::kernels::cuda::View;
+use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
+use crate::kernels::cuda::matmul::Matrix;
+use crate::kernels::cuda::naive_attention::{self, Sizes};
+use crate::ops::lowering::{Kernel, Operands};
+use candle_core::Result;
+
+/// Writes out, lse, in half precision what rounding took from out, and a workspace.
+pub(super) fn flash_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let sizes = flash_sizes(k)?;
+    let outputs = Outputs {
+        out: of_queries(&sizes, l.writes[0]),
+        rounded_off: k.flag("keeps rounded off").then(|| l.writes[2]),
+        lse: l.writes[1],
+    };
+    let [q, k, v] = [0, 1, 2].map(|place| l.reads[place]);
+    let heads = [
+        of_queries(&sizes, q),
+        of_keys(&sizes, k),
+        of_keys(&sizes, v),
+    ];
+    let workspace = l.writes[l.writes.len() - 1];
+    let tf32 = l.products.borrow().tf32();
+    flash::forward(l.card, &sizes, tf32, heads, outputs, workspace)
+}
+
+/// Reads d_out, q, k, v, out, lse and, in half precision, what rounding took from out; writes dq, dk, dv and a workspace.
+pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let sizes = flash_sizes(k)?;
+    let inputs = flash::Inputs {
+        d_out: of_queries(&sizes, l.reads[0]),
+        q: of_queries(&sizes, l.reads[1]),
+        k: of_keys(&sizes, l.reads[2]),
+        v: of_keys(&sizes, l.reads[3]),
+        out: of_queries(&sizes, l.reads[4]),
+        lse: l.reads[5],
+        rounded_off: l.reads.get(6).copied(),
+    };
+    let gradients = flash::Gradients {
+        dq: of_queries(&sizes, l.writes[0]),
+        dk: of_keys(&sizes, l.writes[1]),
+        dv: of_keys(&sizes, l.writes[2]),
+    };
+    let tf32 = l.products.borrow().tf32();
+    flash::backward(l.card, &sizes, tf32, inputs, gradients, l.writes[3])
+}
+
+/// Writes out, the probabilities and, in half precision, the scores of some heads in f32.
+pub(super) fn naive_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let sizes = sizes(k)?;
+    let (out, p) = (l.writes[0], l.writes[1]);
+    let scores = l.writes.get(2).copied().unwrap_or(p); // f32's in the same place
+    let qkv = [0, 1, 2].map(|place| l.reads[place]);
+    let mut products = l.products.borrow_mut();
+    let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
+        products.multiply(l.card, factors, c, count, false)
+    };
+    naive_attention::forward(l.card, multiply, &sizes, qkv, scores, p, out)
+}
+
+/// Reads d_out, q, k, v and the probabilities; writes dq, dk, dv and, of some heads, the probabilities' gradients in f32 and, in
+/// half precision, the scores'.
+pub(super) fn naive_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let sizes = sizes(k)?;
+    let inputs = [0, 1, 2, 3, 4].map(|place| l.reads[place]);
+    let gradients = [0, 1, 2].map(|place| l.writes[place]);
+    let dp = l.writes[3];
+    let ds = l.writes.get(4).copied().unwrap_or(dp);
+    let mut products = l.products.borrow_mut();
+    let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
+        products.multiply(l.card, factors, c, count, false)
+    };
+    naive_attention::backward(l.card, multiply, &sizes, inputs, [dp, ds], gradients)
+}
+
+fn sizes(k: &Kernel) -> Result<Sizes> {
+    let sizes = naive_sizes(k)?;
+    Ok(Sizes {
+        kv_heads: sizes.kv_batch,
+        group: sizes.batch / sizes.kv_batch.max(1),
+        queries: sizes.queries,
+        keys: sizes.keys,
+        mask: k.mask()?,
+        scale: k.number("scale")?,
+    })
+}
+
+fn of_queries<'a>(sizes: &FlashSizes, view: View<'a>) -> Heads<'a> {
+    heads(
+        view,
+        [sizes.batch, sizes.heads, sizes.queries, sizes.head_dim],
+    )
+}
+
+fn of_keys<'a>(sizes: &FlashSizes, view: View<'a>) -> Heads<'a> {
+    heads(
+        view,
+        [sizes.batch, sizes.kv_heads, sizes.keys, sizes.head_dim],
+    )
+}
+
+/// One after another: (B, H, T, Dh).
+fn heads(view: View<'_>, dims: [usize; 4]) -> Heads<'_> {
+    let [_, heads, rows, head_dim] = dims;
+    Heads {
+        view,
+        strides: [heads * rows * head_dim, rows * head_dim, head_dim],
+        dims,
+    }
+}

@@ -1,0 +1,155 @@
+//! Naive attention on the CPU, on heads one after another: a block of queries goes through scores, softmax and weighted sum
+//! while it is in cache. With as many heads and keys as queries have.
+
+use super::super::op::Op;
+use super::super::plan::Operand;
+use super::super::sizes::HeadAttentionSizes;
+use super::form::{Form, Forms};
+use super::program::Program;
+use super::{Job, Lower, Target, attribute, place_of};
+use crate::Result;
+use crate::graph::{self, Attribute, ValueId};
+use candle_core::DType;
+use std::cell::RefCell;
+
+struct Heads {
+    path: String,
+    sizes: HeadAttentionSizes,
+    dtype: DType,
+    threads: usize,
+    /// q, k and v, (B H, T, Dh) each.
+    qkv: [graph::Operand; 3],
+    /// (B H, T, Dh).
+    output: ValueId,
+    /// What forward leaves: the scores' exponentials, what each row of them is multiplied by, and in half precision what
+    /// rounding took from the output.
+    kept: RefCell<Vec<Operand>>,
+}
+
+impl Heads {
+    fn shape(&self) -> [usize; 3] {
+        let s = &self.sizes;
+        [s.matrices, s.length, s.head_dim]
+    }
+
+    fn rounds(&self) -> bool {
+        self.dtype != DType::F32
+    }
+}
+
+/// What exponentials are kept in: digits to spare. In bf16 itself, or f16, rounding them would cost the gradients as much as
+/// their own rounding does, and where the terms of a gradient cancel, more.
+fn of_exponentials(dtype: DType) -> DType {
+    match dtype {
+        DType::BF16 => DType::F16,
+        _ => DType::F32,
+    }
+}
+
+impl Form for Heads {
+    fn path(&self) -> &str {
+        &self.path
+    }
+
+    fn outputs(&self) -> Vec<ValueId> {
+        vec![self.output]
+    }
+
+    fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        let (sizes, shape) = (self.sizes, self.shape());
+        let reads = self.qkv.iter().map(|x| lower.read(x)).collect();
+        let out = lower.make(self.output, "out", &shape);
+        let exponentials = [sizes.exponentials_len()];
+        let dtype = of_exponentials(self.dtype);
+        let exponentials = lower.temporary("exponentials", &exponentials, dtype);
+        let share = lower.temporary("share", &shape[..2], DType::F32);
+        let rounded_off = self
+            .rounds()
+            .then(|| lower.temporary("rounded_off", &shape, self.dtype));
+        let scratch = [self.threads, sizes.forward_scratch_len()];
+        let scratch = lower.scratch(&scratch, DType::F32);
+        let kept = [exponentials.clone(), share.clone()].into_iter();
+        self.kept.replace(kept.chain(rounded_off.clone()).collect());
+        let writes = [out, exponentials, share, scratch].into_iter();
+        let writes = writes.chain(rounded_off).collect();
+        lower.plan.call_on(Op::HeadAttention(sizes), reads, writes);
+        Ok(())
+    }
+
+    fn backward(&self, lower: &mut Lower<'_>) -> Result<()> {
+        let Some(d_out) = lower.gradients.take(self.output) else {
+            return Ok(());
+        };
+        let (sizes, shape) = (self.sizes, self.shape());
+        let qkv: Vec<Operand> = self.qkv.iter().map(|x| lower.read(x)).collect();
+        let [exponentials, share, rounded_off @ ..] = &self.kept.take()[..] else {
+            return Ok(()); // a forward has been
+        };
+        let out = lower.value(self.output);
+        let partial = [sizes.partial_sums_len(self.rounds())];
+        let partial = lower.scratch(&partial, DType::F32);
+        let scratch = [self.threads, sizes.backward_scratch_len(self.rounds())];
+        let scratch = lower.scratch(&scratch, DType::F32);
+        let gradients = ["dq", "dk", "dv"].map(|name| lower.temporary(name, &shape, self.dtype));
+        let kept = [exponentials.clone(), share.clone(), out].into_iter();
+        let kept = kept.chain(rounded_off.iter().cloned());
+        let reads = [d_out].into_iter().chain(qkv).chain(kept).collect();
+        let writes = gradients.iter().cloned().chain([partial, scratch]);
+        let op = Op::HeadAttentionBackward(sizes);
+        let writes = writes.collect();
+        lower.plan.call_on(op, reads, writes);
+        let program = lower.program.clone();
+        for (operand, gradient) in self.qkv.iter().zip(gradients) {
+            if program.is_wanted(operand.value) && operand.tracked {
+                lower.contribute(operand, gradient);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Naive attention's nodes whose heads are alike.
+pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
+    let Target::Cpu { threads } = job.target else {
+        return;
+    };
+    for (i, node) in program.nodes.iter().enumerate() {
+        if node.op != "attention::naive" || node.composed || !forms.is_free(i) {
+            continue;
+        }
+        let [q, k, v] = &node.inputs[..] else {
+            continue;
+        };
+        let dims = program.graph.shape_of(q);
+        let alike = [k, v].iter().all(|x| program.graph.shape_of(x) == dims);
+        let dtype = program.graph.value(node.output).dtype;
+        let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+        let [leading @ .., length, head_dim] = dims else {
+            continue;
+        };
+        let (Some(Attribute::Number(scale)), Some(Attribute::Mask(mask))) =
+            (attribute(node, "scale"), attribute(node, "mask"))
+        else {
+            continue;
+        };
+        if !alike || !known || dims.contains(&0) {
+            continue;
+        }
+        let form = Heads {
+            path: place_of(node),
+            sizes: HeadAttentionSizes {
+                matrices: leading.iter().product(),
+                length: *length,
+                head_dim: *head_dim,
+                mask,
+                scale,
+            },
+            dtype,
+            threads,
+            qkv: [q, k, v].map(Clone::clone),
+            output: node.output,
+            kept: RefCell::default(),
+        };
+        forms.add(i, [], form);
+    }
+}
