@@ -5,6 +5,7 @@
 
 mod algorithm;
 mod computed;
+pub(crate) mod cost;
 pub mod flash;
 mod lowering;
 #[cfg(feature = "cuda")]

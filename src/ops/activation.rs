@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
@@ -86,6 +87,20 @@ pub(super) fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
     let e = x.abs()?.neg()?.exp()?;
     x.ge(0.0)?.where_cond(&e.ones_like()?, &e)? / (e + 1.0)?
 }
+
+pub(super) const INFOS: &[OpInfo] = &[
+    per_element!(OpInfo::new("tanh").on_gpu(), 6, 8, BYTES),
+    per_element!(OpInfo::new("sigmoid").on_gpu(), 4, 6, BYTES),
+    per_element!(OpInfo::new("silu").on_gpu(), 5, 8, BYTES),
+    per_element!(OpInfo::new("gelu").on_gpu(), 5, 9, BYTES),
+    per_element!(
+        OpInfo::new("gelu_tanh").autocast_as("gelu").on_gpu(),
+        9,
+        14,
+        BYTES
+    ),
+];
+const BYTES: &str = "x, y; backward x, dy, dx";
 
 /// In a plan.
 pub(super) const LOWERINGS: &[Lowering] = &[

@@ -7,14 +7,16 @@ pub(crate) use lowering::sum;
 
 use super::cast::cast;
 use super::check_same;
+use super::cost::{Cost, cost};
 use super::cpu::{for_stored, output, view};
 use super::dispatch::{Path, choose_where, has_kernel};
+use super::info::{OpInfo, per_element};
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
 use super::record::{Composed, Spec, apply2, composed_as, contiguous, like_first, widen};
 use crate::graph::{Attribute, Step, Target};
 use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision::{self, Operand, is_castable};
-use crate::probe::Operand as Shaped;
+use crate::probe::{Operand as Shaped, Operands};
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
@@ -90,6 +92,40 @@ pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
         };
         a.broadcast_add(&branch)
     })
+}
+
+pub(super) const INFOS: &[OpInfo] = &[
+    OpInfo::new("add").costing(
+        "1 an element, backward 0",
+        "a, b, y; backward dy, handed on",
+        |o| o.elementwise(1.0),
+        Some(|o| cost(0.0, 0.0, o.output.bytes(), 0.0)),
+    ),
+    OpInfo::new("sub").costing(
+        "1 an element, backward 1",
+        "a, b, y; backward dy, db",
+        |o| o.elementwise(1.0),
+        Some(second_scaled),
+    ),
+    per_element!(
+        OpInfo::new("mul"),
+        1,
+        2,
+        "a, b, y; backward a, b, dy, da, db"
+    ),
+    OpInfo::new("add_scaled").autocast_as("add").costing(
+        "2 an element, backward 1",
+        "a, b, y; backward dy, db",
+        |o| o.elementwise(2.0),
+        Some(second_scaled),
+    ),
+    OpInfo::new("div").composed("1 an element", |o| o.elementwise(1.0)),
+];
+
+/// The output's gradient is the first input's, and the second's with another sign or a factor.
+fn second_scaled(o: &Operands<'_>) -> Option<Cost> {
+    let bytes = o.output.bytes();
+    cost(0.0, o.output.elements(), bytes, bytes)
 }
 
 fn binary(

@@ -3,6 +3,7 @@
 use super::cpu::for_stored;
 use super::cpu::{output, view};
 use super::dispatch::{self, Path, choose_where};
+use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
 use super::operand::{is_supported_float, operand};
 use super::record::{Spec, apply1, composed, input};
@@ -70,6 +71,12 @@ fn has_kernel(x: &Tensor, dtype: DType) -> bool {
         && known(dtype)
         && x.is_contiguous()
 }
+
+/// GPUs' kernels take rows of any width.
+pub(super) const INFOS: &[OpInfo] = &[
+    OpInfo::uncast("cast").on_gpu_up_to(usize::MAX).moving(),
+    OpInfo::uncast(WEIGHT_CAST).moving(),
+];
 
 /// In a plan.
 pub(super) const LOWERINGS: &[Lowering] = &[

@@ -2,6 +2,7 @@
 
 use super::cast::cast_castable;
 use super::check_same;
+use super::info::OpInfo;
 use super::lowering::{Calls, Lowering, Signature, Slot, kernel};
 use super::operand::{check_size, operand};
 use super::record::{composed, input};
@@ -74,6 +75,10 @@ fn shape_of(inputs: &[&Tensor], dim: usize) -> Result<Vec<usize>> {
     shape[dim] = lengths.fold(0, usize::saturating_add);
     Ok(shape)
 }
+
+pub(super) const INFO: OpInfo = OpInfo::new("concat")
+    .autocast_as("cat")
+    .composed("0", |o| o.elementwise(0.0));
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

@@ -1,15 +1,18 @@
 //! Cross-entropy on logits.
 
 use super::cast::cast_for;
+use super::cost::cost;
 use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
 use super::dispatch::{Path, choose};
 use super::embedding::ids_room;
+use super::info::OpInfo;
 use super::linear::last_dim;
 use super::lowering::{Calls, Ids, Kernel, Lowering, Signature, Slot, kernel};
 use super::operand::operand;
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
 use crate::graph::{self, Attribute, Room, Step, Target};
 use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
+use crate::kernels::limits;
 use crate::precision::decide;
 use crate::probe::Operand;
 use crate::{Error, Result, probe};
@@ -199,6 +202,19 @@ impl Targets {
         })
     }
 }
+
+pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
+    .autocast_as("cross_entropy_loss")
+    .on_gpu_up_to(limits::CROSS_ENTROPY_CLASSES)
+    .costing(
+        "4 a logit, backward 3",
+        "logits; backward logits, dlogits",
+        |o| o.reduction(4.0),
+        Some(|o| {
+            let logits = o.input(0)?;
+            cost(0.0, 3.0 * logits.elements(), logits.bytes(), logits.bytes())
+        }),
+    );
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

@@ -1,8 +1,8 @@
 //! Kernel or reference: the decision, and the list of what fell back.
 
+use super::info;
 use super::operand::{check_float, check_size, is_half, is_supported_float};
 use crate::graph::{self, Target};
-use crate::kernels::limits;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;
@@ -89,36 +89,10 @@ pub(super) fn has_kernel(op: &'static str, x: &Tensor) -> bool {
 
 /// Whether `op` has a kernel for NVIDIA GPUs that takes a tensor like `x`.
 pub(super) fn has_cuda_kernel(op: &'static str, x: &Tensor) -> bool {
+    let widest = info::of(op).and_then(|info| info.gpu_width);
     let width = x.dims().last().copied().unwrap_or(0);
-    let widest = match op {
-        "layer_norm" => limits::LAYER_NORM_WIDTH,
-        "rms_norm" => limits::RMS_NORM_WIDTH,
-        "cross_entropy" => limits::CROSS_ENTROPY_CLASSES,
-        "attention::flash"
-        | "attention::naive"
-        | "embedding"
-        | "gelu"
-        | "gelu_tanh"
-        | "linear"
-        | "linear_bias"
-        | "linear_cross_entropy"
-        | "matmul"
-        | "matmul_transposed"
-        | "merge_heads"
-        | "repeat_heads"
-        | "rope"
-        | "sigmoid"
-        | "silu"
-        | "softmax"
-        | "split_heads"
-        | "swiglu"
-        | "swiglu_linear"
-        | "tanh" => i32::MAX as usize,
-        "AdamW::step" | "cast" => usize::MAX,
-        _ => return false,
-    };
     let stored = matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
-    stored && x.elem_count() > 0 && width <= widest
+    stored && x.elem_count() > 0 && widest.is_some_and(|widest| width <= widest)
 }
 
 /// As [`choose`], for an op that knows itself whether it has a kernel for `x`.

@@ -1,6 +1,7 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
 use super::cast::{cast, cast_for};
+use super::info::OpInfo;
 use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::check_supported;
 use super::record::{composed, input};
@@ -42,6 +43,13 @@ pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
 pub fn rsqrt(x: &Tensor) -> Result<Tensor> {
     in_f32("rsqrt", x, x.shape(), |x| x.sqrt()?.recip())
 }
+
+pub(super) const INFOS: &[OpInfo] = &[
+    OpInfo::new("exp").composed("1 an element", |o| o.elementwise(1.0)),
+    OpInfo::new("log").composed("1 an element", |o| o.elementwise(1.0)),
+    OpInfo::new("pow").composed("1 an element", |o| o.elementwise(1.0)),
+    OpInfo::new("rsqrt").composed("2 an element", |o| o.elementwise(2.0)),
+];
 
 /// In a plan.
 pub(super) const LOWERINGS: &[Lowering] = &[

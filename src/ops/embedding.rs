@@ -1,8 +1,10 @@
 //! Rows of a table by token id.
 
 use super::cast::cast_for;
+use super::cost::cost;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::info::OpInfo;
 use super::lowering::{Calls, Ids, Lowering, Slot, kernel};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
@@ -81,6 +83,13 @@ pub(super) fn ids_room(ids: f64) -> Room {
         element_bytes: size_of::<u32>(),
     }
 }
+
+pub(super) const INFO: OpInfo = OpInfo::new("embedding").on_gpu().costing(
+    "0, backward 1 an element",
+    "rows, y; backward dy, dtable",
+    |o| cost(0.0, 0.0, o.output.bytes(), o.output.bytes()),
+    Some(|o| o.moved_back(1.0)),
+);
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slices, Slot};
 use super::record::{Spec, apply1, composed, contiguous, input};
 use crate::graph::Attribute;
@@ -102,6 +103,11 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
         ),
     }
 }
+
+pub(super) const INFOS: &[OpInfo] = &[
+    OpInfo::new("split_heads").on_gpu().moving(),
+    OpInfo::new("merge_heads").on_gpu().moving(),
+];
 
 /// In a plan.
 pub(super) const LOWERINGS: &[Lowering] = &[

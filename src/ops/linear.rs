@@ -2,6 +2,7 @@
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
+use super::info::OpInfo;
 use super::lowering::{Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
 use super::packing::LinearProduct;
@@ -83,6 +84,13 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
         hint: "weights are stored (out, in)".into(),
     })
 }
+
+pub(super) const INFO: OpInfo = OpInfo::new("linear").on_gpu().costing(
+    "2 N in out, backward 4",
+    "x, W, y; backward x, W, dy, dx, dW",
+    |o| o.products(o.output.size(), 2.0, 0.0),
+    Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
+);
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

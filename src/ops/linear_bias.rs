@@ -3,6 +3,7 @@
 use super::cast::converted;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, check_same_or_f32, choose};
+use super::info::OpInfo;
 use super::linear::{Linear, ending, factors, planned_gradients, read_weight, rows_of};
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
@@ -117,6 +118,16 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
         hint: "weights are stored (out, in)".into(),
     })
 }
+
+pub(super) const INFO: OpInfo = OpInfo::new("linear_bias")
+    .autocast_as("linear")
+    .on_gpu()
+    .costing(
+        "2 N in out, 1 an element of y besides; backward 4 and 1",
+        "x, W, b, y; backward x, W, dy, dx, dW, db",
+        |o| o.products(o.output.size(), 2.0, 1.0),
+        Some(|o| o.products_backward(o.output.size(), 4.0, 1.0)),
+    );
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

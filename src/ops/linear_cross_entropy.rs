@@ -4,6 +4,7 @@ use super::cpu::{elements, for_stored, tensor, tensors, view};
 use super::cross_entropy::{Targets, loss_of, plain};
 use super::cross_entropy::{planned_gradient, planned_loss};
 use super::dispatch::{Path, check_same, choose};
+use super::info::OpInfo;
 use super::linear::{factors, read_weight};
 use super::lowering::{Calls, Lowering, Slot};
 use super::operand::check_size;
@@ -14,7 +15,7 @@ use super::{ending, linear};
 use crate::graph::{self, Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};
-use crate::probe::Operand;
+use crate::probe::{Operand, Operands};
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor, WithDType};
@@ -92,6 +93,24 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
 
 /// The op, as nodes call it.
 pub(crate) const NAME: &str = "linear_cross_entropy";
+
+pub(super) const INFO: OpInfo = OpInfo::new(NAME)
+    .autocast_as("linear")
+    .on_gpu()
+    .costing(
+        "2 N D V, 4 a logit besides; backward 4 and 3",
+        "x, W, logits; backward those and dx, dW",
+        |o| o.products(logits_of(o)?, 2.0, 4.0),
+        Some(|o| o.products_backward(logits_of(o)?, 4.0, 3.0)),
+    )
+    .holding("the head's product and the loss");
+
+/// Elements and bytes of the logits (N, V) of x (N, D) and W (V, D).
+fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
+    let (x, weight) = (o.input(0)?, o.input(1)?);
+    let elements = x.elements() / x.last() * *weight.dims.first()? as f64;
+    Some((elements, elements * x.dtype.size_in_bytes() as f64))
+}
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

@@ -3,6 +3,7 @@
 use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
+use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
 use super::packing::packed_batch;
@@ -170,6 +171,19 @@ impl<'a> Sizes<'a> {
         }
     }
 }
+
+/// Both are timed under the first name.
+pub(super) const INFOS: &[OpInfo] = &[
+    OpInfo::new("matmul").on_gpu().costing(
+        "2 B M K N, backward 4",
+        "a, b, c; backward a, b, dc, da, db",
+        |o| o.products(o.output.size(), 2.0, 0.0),
+        Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
+    ),
+    OpInfo::new("matmul_transposed")
+        .autocast_as("matmul")
+        .on_gpu(),
+];
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

@@ -21,6 +21,7 @@ pub(crate) mod arithmetic;
 mod cast;
 mod concat;
 mod contiguous;
+pub(crate) mod cost;
 pub(crate) mod cpu;
 pub mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -30,6 +31,7 @@ mod elementwise;
 pub mod embedding;
 pub mod gelu;
 pub mod heads;
+pub(crate) mod info;
 pub mod layer_norm;
 pub mod linear;
 pub mod linear_bias;

@@ -1,6 +1,7 @@
 //! Sums and means over a whole tensor, and log-softmax.
 
 use super::elementwise::in_f32;
+use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel};
 use crate::graph::Attribute;
 use crate::kernels::cpu::parallel;
@@ -61,6 +62,12 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
         log_probabilities(x)
     })
 }
+
+pub(super) const INFOS: &[OpInfo] = &[
+    OpInfo::new("sum").composed("1 an element", |o| o.reduction(1.0)),
+    OpInfo::new("mean").composed("1 an element", |o| o.reduction(1.0)),
+    OpInfo::new("log_softmax").composed("5 an element", |o| o.elementwise(5.0)),
+];
 
 /// In a plan.
 pub(super) const LOWERINGS: &[Lowering] = &[

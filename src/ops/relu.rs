@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, float_input, like_first};
@@ -34,6 +35,8 @@ pub fn reference(x: &Tensor) -> Result<Tensor> {
     let x = float_input("relu", x)?;
     Ok(x.le(0.0)?.where_cond(&x.zeros_like()?, &x)?)
 }
+
+pub(super) const INFO: OpInfo = per_element!(OpInfo::new("relu"), 1, 1, "x, y; backward y, dy, dx");
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

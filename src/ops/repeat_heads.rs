@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::info::OpInfo;
 use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, wide_input};
@@ -82,6 +83,13 @@ fn check(x: &Tensor, times: usize) -> Result<RepeatHeads> {
     check_size("repeat_heads", &op.shape(x.dims()), x.dtype(), x.device())?;
     Ok(op)
 }
+
+pub(super) const INFO: OpInfo = OpInfo::new("repeat_heads").on_gpu().costing(
+    "0, backward 1 an element of y",
+    "x, y; backward dy, dx",
+    |o| o.elementwise(0.0),
+    Some(|o| o.moved_back(1.0)),
+);
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

@@ -3,6 +3,7 @@
 use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
+use super::info::{OpInfo, per_element};
 use super::linear::last_dim;
 use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::zeros_of;
@@ -10,6 +11,7 @@ use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, 
 use crate::graph::{Attribute, Room, Step, Target};
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rms_norm as kernel};
+use crate::kernels::limits;
 use crate::kernels::workspace;
 use crate::precision::decide;
 use crate::probe::Operand;
@@ -93,6 +95,13 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
         hint: "one weight for each element of the last dimension".into(),
     })
 }
+
+pub(super) const INFO: OpInfo = per_element!(
+    OpInfo::new("rms_norm").on_gpu_up_to(limits::RMS_NORM_WIDTH),
+    4,
+    9,
+    "x, W, y; backward x, W, dy, dx, dW"
+);
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

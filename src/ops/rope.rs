@@ -1,8 +1,10 @@
 //! Rotary position embedding.
 
 use super::cast::cast_led_by;
+use super::cost::cost;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same_or_f32, choose};
+use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slot};
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::Attribute;
@@ -95,6 +97,16 @@ fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
         hint: "narrow the tables to the sequence's positions".into(),
     })
 }
+
+pub(super) const INFO: OpInfo = OpInfo::new("rope").on_gpu().costing(
+    "3 an element, backward 3",
+    "x, y; backward dy, dx",
+    |o| o.elementwise(3.0),
+    Some(|o| {
+        let bytes = o.output.bytes();
+        cost(0.0, 3.0 * o.output.elements(), bytes, bytes)
+    }),
+);
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

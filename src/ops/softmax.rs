@@ -1,8 +1,10 @@
 //! Softmax, with the scale and the mask of attention inside.
 
 use super::cast::cast_for;
+use super::cost::cost;
 use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
@@ -129,6 +131,24 @@ fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
         }),
     }
 }
+
+/// Itself, and what its reference is composed of.
+pub(super) const INFOS: &[OpInfo] = &[
+    OpInfo::new("softmax")
+        .on_gpu()
+        .costing(
+            "6 an element, backward 5",
+            "x, p; backward p, dp, dx",
+            |o| o.elementwise(6.0),
+            Some(|o| {
+                let flops = 5.0 * o.output.elements();
+                cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes())
+            }),
+        )
+        .holding("scale and mask"),
+    OpInfo::uncast("scale").composed("1 an element", |o| o.elementwise(1.0)),
+    OpInfo::uncast("mask").composed("0", |o| o.elementwise(0.0)),
+];
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

@@ -4,6 +4,7 @@ use super::activation::sigmoid;
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
+use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel};
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input};
 use crate::kernels::cpu::swiglu as kernel;
@@ -57,6 +58,13 @@ fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
         hint: "both come from the same input".into(),
     })
 }
+
+pub(super) const INFO: OpInfo = per_element!(
+    OpInfo::new("swiglu").on_gpu(),
+    6,
+    12,
+    "gate, up, y; backward gate, up, dy, dgate, dup"
+);
 
 /// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {

@@ -2,6 +2,7 @@
 
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
+use super::info::OpInfo;
 use super::linear::{ending, factors, linear, linear_product, read_weight, rows_of};
 use super::lowering::{Calls, Lowering, Slot};
 use super::operand::check_size;
@@ -14,7 +15,7 @@ use crate::graph::{Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::suspended;
-use crate::probe::Operand;
+use crate::probe::{Operand, Operands};
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
@@ -85,6 +86,22 @@ fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
         got: format!("x {:?}, w1 {:?}, w3 {:?}", x.dims(), w1.dims(), w3.dims()),
         hint: "weights are stored (out, in)".into(),
     })
+}
+
+pub(super) const INFO: OpInfo = OpInfo::new("swiglu_linear")
+    .autocast_as("linear")
+    .on_gpu()
+    .costing(
+        "4 N D F, 6 an element of y besides; backward 8 and 12",
+        "x, W1, W3, y, gate, up; backward those and dx, dW1, dW3",
+        |o| o.products(made(o), 4.0, 6.0),
+        Some(|o| o.products_backward(made(o), 8.0, 12.0)),
+    )
+    .holding("two products and the gate");
+
+/// y, and gate and up of its shape, which are kept.
+fn made(o: &Operands<'_>) -> (f64, f64) {
+    (o.output.elements(), 3.0 * o.output.bytes())
 }
 
 /// In a plan.

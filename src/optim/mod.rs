@@ -33,6 +33,7 @@ mod adamw;
 mod candle_optimizer;
 mod clip;
 mod config;
+pub(crate) mod cost;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod file;

@@ -1,7 +1,6 @@
-//! The lists of PyTorch 2.15 by op name (ATen/autocast_mode.h and autocast_mode.cpp, both policies), and what this crate's
-//! ops are called there.
+//! The lists of PyTorch 2.15 by op name (ATen/autocast_mode.h and autocast_mode.cpp, both policies).
 //!
-//! What is on no list follows its inputs.
+//! What is on no list follows its inputs. What this crate's ops are called there stands in their own files.
 
 /// CUDA, lower precision. As all of these, names with spaces between.
 pub(super) const CUDA_LOWER: &str = "\
@@ -48,23 +47,3 @@ pub(super) const CPU_F32: &str = "\
 /// CPU, the widest of the inputs' dtypes.
 pub(super) const CPU_WIDEST: &str = "\
     cat index_copy stack";
-
-/// This crate's ops under other names than PyTorch's, and whose class is theirs. An op of several parts has the class
-/// of its products.
-pub(super) const OWN_NAMES: &[(&str, &str)] = &[
-    ("add_scaled", "add"),
-    ("attention::flash", "scaled_dot_product_attention"),
-    ("attention::naive", "scaled_dot_product_attention"),
-    ("concat", "cat"),
-    ("cross_entropy", "cross_entropy_loss"),
-    ("gelu_tanh", "gelu"),
-    ("linear_bias", "linear"),
-    ("linear_cross_entropy", "linear"),
-    ("matmul_transposed", "matmul"),
-    ("swiglu_linear", "linear"),
-];
-
-/// This crate's ops that are on neither list of some policy: named, so that a table shows them.
-pub(super) const FOLLOW: &str = "\
-    add div embedding exp gelu layer_norm log log_softmax mean merge_heads mul pow relu repeat_heads rms_norm rope \
-    rsqrt sigmoid silu softmax split_heads sub sum swiglu tanh";

@@ -2,6 +2,7 @@
 
 use super::lists;
 use super::promote::{Operand, is_castable, promoted, widest};
+use crate::ops::info;
 use crate::{Error, Result};
 use candle_core::DType;
 use std::collections::BTreeMap;
@@ -94,7 +95,6 @@ impl Autocast {
     fn of_lists(dtype: DType, lower: &str, f32: &str, widest: &str) -> Self {
         let mut classes = BTreeMap::new();
         let lists = [
-            (lists::FOLLOW, OpClass::Follow),
             (lower, OpClass::Lower),
             (f32, OpClass::F32),
             (widest, OpClass::Widest),
@@ -106,16 +106,17 @@ impl Autocast {
                     .map(|name| (name.to_string(), class)),
             );
         }
-        let policy = Self {
+        for op in info::all() {
+            if let Some(pytorch) = op.autocast {
+                let class = classes.get(pytorch).copied();
+                classes.insert(op.op.to_string(), class.unwrap_or(OpClass::Follow));
+            }
+        }
+        Self {
             lower: Some(dtype),
             classes,
             caches_weights: true,
-        };
-        let own = lists::OWN_NAMES.iter();
-        own.fold(policy, |policy, (own, pytorch)| {
-            let class = policy.class(pytorch);
-            policy.with(own, class)
-        })
+        }
     }
 
     /// The same policy with `op` in another class. PyTorch's name moves this crate's ops of that class too: with
@@ -123,11 +124,8 @@ impl Autocast {
     ///
     /// Any name will do: [`ops::cast_for`](crate::ops::cast_for) asks for the class of whatever it is given.
     pub fn with(mut self, op: &str, class: OpClass) -> Self {
-        let own = lists::OWN_NAMES.iter();
-        let moved = own
-            .filter(|(_, pytorch)| *pytorch == op)
-            .map(|(own, _)| *own);
-        for name in moved.chain([op]) {
+        let own = info::all().filter(|own| own.autocast == Some(op));
+        for name in own.map(|own| own.op).chain([op]) {
             self.classes.insert(name.to_string(), class);
         }
         self

@@ -1,9 +1,9 @@
 //! What a traced forward, and the backward through it, would cost.
 
-use super::cost::{self, Cost, Operands};
-use super::recording::OperandShape;
-use crate::graph::{Graph, Node, Operand};
-use crate::probe;
+use super::cost;
+use crate::graph::{Graph, Node};
+use crate::ops::cost::Cost;
+use crate::probe::{Operand, Operands};
 
 /// A node of a [`Graph`] with its cost by the op's formulas ([`op_costs`](super::op_costs)).
 #[derive(Clone, Copy, Debug)]
@@ -30,19 +30,17 @@ pub struct NodeCost<'a> {
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn node_costs(graph: &Graph) -> Vec<NodeCost<'_>> {
-    let shape_of = |operand: &Operand| {
-        OperandShape::of(&probe::Operand {
-            dims: graph.shape_of(operand),
-            dtype: graph.value(operand.value).dtype,
-        })
-    };
     let costs = graph.nodes().map(|node| {
         let output = graph.value(node.output);
-        let inputs: Vec<OperandShape> = node.inputs.iter().map(shape_of).collect();
+        let inputs = node.inputs.iter().map(|operand| Operand {
+            dims: graph.shape_of(operand),
+            dtype: graph.value(operand.value).dtype,
+        });
+        let inputs: Vec<Operand<'_>> = inputs.collect();
         let operands = Operands {
             inputs: &inputs,
-            output: &OperandShape {
-                dims: output.shape.clone(),
+            output: Operand {
+                dims: &output.shape,
                 dtype: output.dtype,
             },
         };

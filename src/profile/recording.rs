@@ -1,6 +1,7 @@
 //! What a profiler has taken down.
 
-use super::cost::{self, Cost};
+use super::cost;
+use crate::ops::cost::Cost;
 use crate::probe::{Kind, Operand, Path};
 use candle_core::DType;
 use std::fmt;
@@ -63,17 +64,19 @@ impl OperandShape {
 
     /// How many elements.
     pub fn elements(&self) -> f64 {
-        self.dims.iter().map(|&n| n as f64).product()
+        self.operand().elements()
     }
 
     /// What its elements take.
     pub fn bytes(&self) -> f64 {
-        self.elements() * self.dtype.size_in_bytes() as f64
+        self.operand().bytes()
     }
 
-    /// The last dimension; 1 for a scalar.
-    pub(super) fn last(&self) -> f64 {
-        self.dims.last().map_or(1.0, |&n| n as f64)
+    pub(super) fn operand(&self) -> Operand<'_> {
+        Operand {
+            dims: &self.dims,
+            dtype: self.dtype,
+        }
     }
 }
 

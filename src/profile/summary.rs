@@ -1,11 +1,12 @@
 //! The summary of ops, as nsys gives it of kernels.
 
 use super::balance::{Balance, LineKind};
-use super::cost::{self, Cost};
+use super::cost;
 use super::recording::{Recording, Span};
 use super::selection::{Grouping, Selection};
 use super::tree::Tree;
 use crate::Result;
+use crate::ops::cost::Cost;
 use crate::probe::Kind;
 use crate::report::Statistics;
 use std::collections::HashMap;

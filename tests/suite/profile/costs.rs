@@ -5,7 +5,7 @@ use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::model::flops;
 use tallow::precision::Precision;
-use tallow::profile::{Grouping, Report, Selection, op_costs};
+use tallow::profile::{Grouping, Report, Selection};
 
 #[rstest]
 fn products_are_the_models(
@@ -114,18 +114,4 @@ fn what_is_taken_apart_costs_what_it_did() {
         )
     };
     assert_eq!(flops(KernelPolicy::Prefer), flops(KernelPolicy::Reference));
-}
-
-#[test]
-fn the_table_of_formulas_names_each_op_once() {
-    let mut names: Vec<&str> = op_costs().iter().map(|entry| entry.op).collect();
-    let count = names.len();
-    names.sort_unstable();
-    names.dedup();
-    assert_eq!(names.len(), count);
-    assert!(
-        op_costs()
-            .iter()
-            .all(|entry| !entry.flops.is_empty() && !entry.bytes.is_empty())
-    );
 }

@@ -1,0 +1,171 @@
+//! What is known of an op beside what computes it: what it costs, what autocast calls it, where it has kernels.
+//!
+//! What lives here: the form of an entry ([`OpInfo`]), and the list of all. Each op's own is in its own file.
+
+use super::cost::{Formula, OpCost};
+use crate::{attention, optim};
+
+/// What is known of an op.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OpInfo {
+    /// Its name, as ranges, errors and nodes have it.
+    pub op: &'static str,
+    /// Its name on PyTorch's autocast lists, or its own if it is on none; `None` where nothing is cast.
+    pub autocast: Option<&'static str>,
+    /// The widest row that its kernels for NVIDIA GPUs take; `None` if it has none.
+    pub gpu_width: Option<usize>,
+    /// `None` for what is timed under another name.
+    pub cost: Option<OpCost>,
+}
+
+impl OpInfo {
+    /// Under autocast by this name, without a kernel on GPUs and without a cost.
+    pub const fn new(op: &'static str) -> Self {
+        Self {
+            op,
+            autocast: Some(op),
+            gpu_width: None,
+            cost: None,
+        }
+    }
+
+    /// Which autocast leaves alone.
+    pub const fn uncast(op: &'static str) -> Self {
+        let mut info = Self::new(op);
+        info.autocast = None;
+        info
+    }
+
+    /// In the class of PyTorch's op of that name. An op of several parts has the class of its products.
+    pub const fn autocast_as(mut self, pytorch: &'static str) -> Self {
+        self.autocast = Some(pytorch);
+        self
+    }
+
+    /// With kernels on GPUs, for rows as wide as these count.
+    pub const fn on_gpu(self) -> Self {
+        self.on_gpu_up_to(i32::MAX as usize)
+    }
+
+    /// With kernels on GPUs, for rows up to this width.
+    pub const fn on_gpu_up_to(mut self, width: usize) -> Self {
+        self.gpu_width = Some(width);
+        self
+    }
+
+    /// With FLOPs and bytes in words, and as formulas; without one of its backward where that is candle's own.
+    pub const fn costing(
+        mut self,
+        flops: &'static str,
+        bytes: &'static str,
+        forward: Formula,
+        backward: Option<Formula>,
+    ) -> Self {
+        self.cost = Some(OpCost {
+            op: self.op,
+            flops,
+            bytes,
+            inside: None,
+            forward,
+            backward,
+        });
+        self
+    }
+
+    /// As [`costing`](Self::costing), composed of candle's own ops.
+    pub const fn composed(self, flops: &'static str, forward: Formula) -> Self {
+        self.costing(flops, "inputs, output", forward, None)
+    }
+
+    /// As [`costing`](Self::costing): elements elsewhere, or in another dtype.
+    pub const fn moving(self) -> Self {
+        let [forward, backward]: [Formula; 2] = [|o| o.elementwise(0.0), |o| o.moved_back(0.0)];
+        self.costing("0", "x, y; backward dy, dx", forward, Some(backward))
+    }
+
+    /// Where its cost has that of `parts` inside, which others time apart.
+    pub const fn holding(mut self, parts: &'static str) -> Self {
+        if let Some(cost) = &mut self.cost {
+            cost.inside = Some(parts);
+        }
+        self
+    }
+}
+
+/// An op that costs so many FLOPs an element of its output, forward and backward, where it reads its inputs again.
+macro_rules! per_element {
+    ($info:expr, $forward:literal, $backward:literal, $bytes:expr) => {
+        $info.costing(
+            concat!($forward, " an element, backward ", $backward),
+            $bytes,
+            |o| o.elementwise($forward as f64),
+            Some(|o| o.elementwise_backward($backward as f64)),
+        )
+    };
+}
+pub(super) use per_element;
+
+/// Every op, and what an optimizer does.
+pub(crate) fn all() -> impl Iterator<Item = &'static OpInfo> {
+    let several = [
+        super::matmul::INFOS,
+        super::softmax::INFOS,
+        super::heads::INFOS,
+        super::activation::INFOS,
+        super::cast::INFOS,
+        super::arithmetic::INFOS,
+        super::elementwise::INFOS,
+        super::reduce::INFOS,
+        attention::cost::INFOS,
+        optim::cost::INFOS,
+    ];
+    let single = [
+        &super::linear::INFO,
+        &super::linear_bias::INFO,
+        &super::swiglu_linear::INFO,
+        &super::linear_cross_entropy::INFO,
+        &super::cross_entropy::INFO,
+        &super::rms_norm::INFO,
+        &super::layer_norm::INFO,
+        &super::rope::INFO,
+        &super::embedding::INFO,
+        &super::swiglu::INFO,
+        &super::relu::INFO,
+        &super::repeat_heads::INFO,
+        &super::concat::INFO,
+        &super::contiguous::INFO,
+    ];
+    single.into_iter().chain(several.into_iter().flatten())
+}
+
+/// What is known of the op with this name.
+pub(crate) fn of(op: &str) -> Option<&'static OpInfo> {
+    all().find(|info| info.op == op)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::lowering;
+    use std::collections::HashSet;
+
+    /// But what is no public op: candle's own conversions, and what checkpointing does.
+    #[test]
+    fn what_can_be_planned_has_a_cost() {
+        for op in lowering::all().map(|lowering| lowering.op) {
+            let is_op = !["to_dtype", "copy", "checkpoint", "release"].contains(&op);
+            let cost = of(op).and_then(|info| info.cost);
+            assert_eq!(cost.is_some(), is_op, "{op}");
+        }
+    }
+
+    #[test]
+    fn no_op_is_there_twice_and_costs_are_in_words() {
+        let mut names = HashSet::new();
+        for OpInfo { op, cost, .. } in all() {
+            assert!(names.insert(op), "{op}");
+            let has_words = |cost: OpCost| !cost.flops.is_empty() && !cost.bytes.is_empty();
+            assert!(cost.is_none_or(has_words), "{op}");
+        }
+    }
+}
