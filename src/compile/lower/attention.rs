@@ -302,7 +302,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) -> V
             let maps = [q, k, v].map(|map| &program.nodes[map]);
             let x = &maps[0].inputs[0];
             let are_maps = maps.iter().all(|map| {
-                let same_x = map.inputs[0].value == x.value && map.inputs[0].view == x.view;
+                let same_x = map.inputs[0] == *x;
                 map.op == "linear" && same_x && linear::is_map(program, map, 1)
             });
             let weights = maps.map(|map| map.inputs[1].value);

@@ -62,7 +62,10 @@ pub(super) fn is_map(program: &Program<'_>, node: &Node, input: usize) -> bool {
     let is_empty = [x, weight]
         .iter()
         .any(|operand| graph.shape_of(operand).contains(&0));
+    // Copies in half precision last from run to run on a GPU, where an input is another each time.
+    let is_input = matches!(graph.value(weight.value).source, graph::Source::Input(_));
     fits && !is_empty
+        && !(is_input && x_dtype != dtype)
         && !node.composed
         && program.is_leaf(weight)
         && graph.shape_of(weight).len() == 2
@@ -367,8 +370,9 @@ pub(super) fn find(program: &Program<'_>, packed: &[Vec<usize>], forms: &mut For
             let is_packed = packed.iter().any(|group| group.contains(other));
             let is_alike = forms.is_free(*other) && is_linear(*other) && !is_packed;
             let same_x = || node.inputs[0].view == x.view && node.inputs[0].value == x.value;
+            let flows_alike = || program.hands_on(node, 0) == program.hands_on(&nodes[i], 0);
             let near = || parent_of(&place_of(node)) == parent_of(&place_of(&nodes[i]));
-            is_alike && same_x() && near() && program.are_in_one_segment(i, *other)
+            is_alike && same_x() && flows_alike() && near() && program.are_in_one_segment(i, *other)
         };
         let readers = program.readers(x.value).iter().copied();
         let group: Vec<usize> = match together {

@@ -302,7 +302,9 @@ impl<'a> Lower<'a> {
         for (i, (_, form)) in forms.iter().enumerate().rev() {
             self.run_segments_again(i)?;
             let outputs = form.outputs();
-            if outputs.iter().any(|output| self.gradients.has(*output)) {
+            let is_due =
+                |output: &ValueId| self.gradients.has(*output) && self.program.is_wanted(*output);
+            if outputs.iter().any(is_due) {
                 for input in form.inputs() {
                     if let Some(maker) = self.makers.get(&input).cloned() {
                         maker.prepare(self)?;

@@ -18,6 +18,8 @@ use candle_core::DType;
 struct Norm {
     path: String,
     weight: ValueId,
+    /// Whether its gradient is needed.
+    is_trained: bool,
     eps: f64,
     /// N.
     rows: usize,
@@ -62,9 +64,9 @@ impl Norm {
         let add_dx = before.is_some();
         let shape = [self.rows, self.width];
         let dx = before.unwrap_or_else(|| lower.temporary("dx", &shape, DType::F32));
-        let (dw, accumulate) = match lower.trained(self.weight) {
-            Some(_) => lower.gradient_of_weights(&[self.weight], DType::F32),
-            None => (lower.scratch(&[self.width], DType::F32), Default::default()),
+        let (dw, accumulate) = match self.is_trained {
+            true => lower.gradient_of_weights(&[self.weight], DType::F32),
+            false => (lower.scratch(&[self.width], DType::F32), Default::default()),
         };
         let partials = match lower.is_on_gpu() {
             true => workspace::rms_norm_partials(self.rows, self.width),
@@ -88,7 +90,9 @@ impl Norm {
         let writes = writes.collect();
         lower.plan.call_on(op, reads, writes);
         lower.gradients.set(self.x, dx);
-        lower.gradient_done(&[self.weight]);
+        if self.is_trained {
+            lower.gradient_done(&[self.weight]);
+        }
         copy
     }
 
@@ -230,6 +234,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms:
                 width,
                 x,
                 weight,
+                is_trained: program.hands_on(node, 1),
                 sum,
                 y,
                 rstd: node.kept[0].value,
@@ -246,8 +251,12 @@ fn is_plannable(program: &Program<'_>, i: usize) -> bool {
         .iter()
         .all(|operand| program.graph.value(operand.value).dtype == DType::F32);
     let is_empty = program.graph.shape_of(x).contains(&0);
+    // Its backward leaves a gradient of x: one that flows, and not into a weight.
+    let flows = program.hands_on(node, 0) && program.maker(x.value).is_some();
+    let leaves_gradient = flows || !program.is_wanted(x.value) || !program.is_wanted(node.output);
     are_f32
         && !is_empty
+        && leaves_gradient
         && !node.composed
         && node.kept.len() == 1
         && x.view.is_none()

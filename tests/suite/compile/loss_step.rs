@@ -436,3 +436,44 @@ fn refusals() {
         .is_ok()
     );
 }
+
+/// What is detached for one reader flows through the others: of a norm, of maps of one input, of a weight.
+#[rstest]
+fn detached_for_some(#[values(None, Some(DType::BF16))] half: Option<DType>) {
+    let names = ["first", "second", "third"];
+    let [first, second, third] = [0, 1, 2].map(|i| weight(names[i], &[8, 8], i as u32 + 1));
+    let scale = weight("scale", &[8], 4);
+    let head = weight("head", &[5, 8], 5);
+    let classes = Tensor::from_iter((0..6u32).map(|i| i % 5), DEVICE).unwrap();
+    let inputs = [
+        ("x", weight("", &[6, 8], 6).1.as_tensor().clone()),
+        ("classes", classes),
+    ];
+    let forward = |x: &[Tensor]| {
+        let h = ops::linear(&x[0], &first.1)?;
+        let a = ops::linear(&h, &second.1)?;
+        let b = ops::linear(&h.detach(), &third.1)?;
+        let h = ops::add(
+            &ops::cast(&h, DType::F32)?,
+            &ops::cast(&ops::add(&a, &b)?, DType::F32)?,
+        )?;
+        let y = ops::rms_norm(&h, &scale.1, 1e-5)?;
+        let z = ops::rms_norm(&h.detach(), &scale.1.detach(), 1e-5)?;
+        let of_scale = ops::rms_norm(&y, &scale.1.detach(), 1e-5)?;
+        let h = ops::add(&h, &ops::add(&ops::add(&y, &z)?, &of_scale)?)?;
+        ops::linear_cross_entropy(&h, &head.1, &x[1])
+    };
+    let loss = |x: &[Tensor]| match half {
+        None => forward(x),
+        Some(dtype) => autocast(Autocast::cpu(dtype), || forward(x)),
+    };
+    let parameters = [
+        first.clone(),
+        second.clone(),
+        third.clone(),
+        scale.clone(),
+        head.clone(),
+    ];
+    let bound = if half.is_none() { 5e-6 } else { 3e-2 };
+    assert_as_eager(&parameters, &inputs, &loss, bound);
+}
