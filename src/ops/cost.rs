@@ -104,8 +104,8 @@ impl<'a> Operands<'a> {
         self.inputs.iter().map(Operand::bytes).sum()
     }
 
-    /// Bytes of x and of the weights as products read them: in x's dtype, though a weight under autocast is an f32 with a
-    /// copy.
+    /// Bytes of x and of the weights as products read them: in x's dtype, though a weight under autocast is an f32 with
+    /// a copy.
     fn product_bytes(&self) -> Option<f64> {
         let width = self.input(0)?.dtype.size_in_bytes() as f64;
         Some(self.inputs.iter().map(|x| x.elements() * width).sum())
@@ -136,8 +136,8 @@ impl<'a> Operands<'a> {
         cost(0.0, flops, self.output.bytes(), self.input_bytes())
     }
 
-    /// Products of x, whose last dimension is the depth, with weights: they make so many elements, of so many bytes. `flops`
-    /// an element and unit of depth, `besides` an element.
+    /// Products of x, whose last dimension is the depth, with weights: they make so many elements, of so many bytes.
+    /// `flops` an element and unit of depth, `besides` an element.
     pub(crate) fn products(&self, made: (f64, f64), flops: f64, besides: f64) -> Option<Cost> {
         let (elements, bytes) = made;
         let flops = flops * elements * self.input(0)?.last();
