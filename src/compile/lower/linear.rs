@@ -213,7 +213,12 @@ impl Maps {
     fn input_gradient(&self, lower: &mut Lower<'_>, groups: &[(Group, Operand)]) {
         // In place where a gradient is there already, and all of x is read.
         let whole = self.x.view.is_none().then_some(self.x.value);
-        let before = whole.and_then(|x| lower.take_own(x));
+        let mut before = whole.and_then(|x| lower.take_own(x));
+        // As where `y = x + W x`: dy is read again, for the weight's gradient.
+        let reads = |buffer| groups.iter().any(|(_, dy)| dy.buffer == buffer);
+        if let Some(shared) = before.take_if(|before| reads(before.buffer)) {
+            lower.gradients.set(self.x.value, shared);
+        }
         let mut accumulate = match before {
             Some(_) => Accumulate::Always,
             None => Accumulate::Never,
