@@ -40,7 +40,7 @@ impl Inputs {
         })
     }
 
-    /// Writes a run's inputs, and has them copied: nothing for attention alone, which has neither ids nor updates.
+    /// Writes a run's inputs, and has them copied: nothing for attention alone, which has neither ids nor parameters.
     pub(super) fn fill(
         &mut self,
         card: &CudaDevice,
@@ -54,7 +54,7 @@ impl Inputs {
             "{} ids",
             plan.micro_batches()
         );
-        if self.ids == 0 && controls.updates.is_empty() {
+        if self.ids == 0 && plan.parameters() == 0 {
             return Ok(());
         }
         let loss_scale = controls.loss_scale.unwrap_or(1.0);

@@ -64,11 +64,11 @@ pub(super) fn is_map(program: &Program<'_>, node: &Node, input: usize) -> bool {
         .any(|operand| graph.shape_of(operand).contains(&0));
     // Copies in half precision last from run to run on a GPU, where an input is another each time.
     let is_input = matches!(graph.value(weight.value).source, graph::Source::Input(_));
-    fits && !is_empty
-        && !(is_input && x_dtype != dtype)
-        && !node.composed
-        && program.is_leaf(weight)
-        && graph.shape_of(weight).len() == 2
+    let is_copied = x_dtype != dtype;
+    if is_empty || node.composed || is_input && is_copied {
+        return false;
+    }
+    fits && program.is_leaf(weight) && graph.shape_of(weight).len() == 2
 }
 
 /// Whether the weights of some maps can be one: read by these maps alone, all of them trained or none.

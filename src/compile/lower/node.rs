@@ -42,7 +42,7 @@ impl Single {
         let node = &self.node;
         let scratch = calls.scratch.iter();
         let scratch: Vec<Operand> = scratch
-            .map(|(shape, dtype)| lower.temporary("scratch", shape, *dtype))
+            .map(|(shape, dtype)| lower.scratch(shape, *dtype))
             .collect();
         let mut find = |lower: &mut Lower<'_>, slot| match slot {
             Slot::Input(i) => Some(lower.read(node.inputs.get(i)?)),
