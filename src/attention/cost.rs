@@ -56,7 +56,7 @@ fn scores_and_products(o: &Operands<'_>) -> Option<(f64, f64)> {
     Some((scores, 2.0 * scores * (q.last() + v.last())))
 }
 
-/// The probabilities are in f32 at least. (On a card in half precision they are in half, and this is twice as much.)
+/// The probabilities are in f32 at least. (On a GPU in half precision they are in half, and this is twice as much.)
 fn probability_bytes(o: &Operands<'_>) -> Option<f64> {
     let (scores, _) = scores_and_products(o)?;
     Some(scores * o.output.dtype.size_in_bytes().max(4) as f64)

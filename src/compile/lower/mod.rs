@@ -218,7 +218,7 @@ struct Lower<'a> {
     job: &'a Job<'a>,
     program: Rc<Program<'a>>,
     /// In order, each with the number of the node that it is at.
-    forms: Vec<(usize, Rc<dyn Form>)>,
+    forms: Rc<[(usize, Rc<dyn Form>)]>,
     /// By value: the form whose output it is.
     makers: HashMap<ValueId, Rc<dyn Form>>,
     plan: Writer,
@@ -264,7 +264,7 @@ impl<'a> Lower<'a> {
         Self {
             job,
             makers: outputs.collect(),
-            forms,
+            forms: forms.into(),
             plan: Writer::default(),
             places: vec![None; job.graph.values.len()],
             dense: HashMap::new(),
@@ -284,8 +284,8 @@ impl<'a> Lower<'a> {
 
     /// Every form's forward.
     fn forward(&mut self) -> Result<()> {
-        for (_, form) in self.forms.clone() {
-            self.run_forward(&*form)?;
+        for (_, form) in self.forms.clone().iter() {
+            self.run_forward(&**form)?;
         }
         Ok(())
     }

@@ -61,7 +61,7 @@ impl Lower<'_> {
 
     /// The copies of all weights that products read, before the first micro-batch: the others find them there.
     pub(super) fn copy_weights(&mut self) {
-        for (_, form) in self.forms.clone() {
+        for (_, form) in self.forms.clone().iter() {
             form.copy_weights(self);
         }
     }
@@ -205,6 +205,9 @@ impl Lower<'_> {
     }
 
     fn update_in_backward(&mut self, numbers: &[usize]) {
+        if numbers.is_empty() {
+            return; // as after every module of a plan that updates at its end
+        }
         let (path, phase) = (self.plan.path.clone(), self.plan.phase);
         let mut updates = self.updates();
         for number in numbers {
@@ -218,7 +221,7 @@ impl Lower<'_> {
         let copies = numbers
             .filter_map(|(value, number)| Some((*number, self.weights.copies.get(value)?.clone())));
         Update {
-            on_card: self.job.target == super::Target::Cuda,
+            on_card: self.is_on_gpu(),
             copies: copies.collect(),
             plan: &mut self.plan,
             gradients: &self.weights.gradients,
