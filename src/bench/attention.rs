@@ -3,7 +3,7 @@
 use super::passes::{Eager, Pass, Passes, Sampling, at_least_one};
 use super::{Execution, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
-use crate::compile::Attention;
+use crate::compile::{Attention, AttentionPlanConfig};
 use crate::memory::{
     Account, AttentionWorkload, Kernels, attention_account, planned_attention_account,
     smallest_beyond,
@@ -201,11 +201,13 @@ impl AttentionRun {
 
     fn planned(&self, device: &Device, config: &AttentionConfig) -> Result<PlannedPass> {
         let [q, k, v] = self.inputs(device)?.map(Var::into_inner);
-        let AttentionWorkload {
-            algorithm, dtype, ..
-        } = self.workload;
+        let plan = AttentionPlanConfig {
+            algorithm: self.workload.algorithm,
+            attention: *config,
+            ..AttentionPlanConfig::new(q.shape(), self.workload.dtype)
+        };
         Ok(PlannedPass {
-            attention: Attention::with_algorithm(algorithm, device, q.shape(), dtype, config)?,
+            attention: Attention::new(device, &plan)?,
             d_out: q.ones_like()?,
             inputs: [q, k, v],
         })

@@ -75,22 +75,19 @@ pub enum Home {
         /// A multiple of [`ALIGNMENT_BYTES`](super::arena::ALIGNMENT_BYTES).
         offset_bytes: u64,
     },
-    /// The model's parameter of this number, in the order of
-    /// [`TransformerLM::parameters`](crate::model::TransformerLM::parameters).
+    /// The parameter of this number, in the model's or the optimizer's order.
     Parameter(usize),
     /// AdamW's running mean of that parameter's gradient.
     ExpAvg(usize),
     /// AdamW's running mean of its square.
     ExpAvgSq(usize),
-    /// The token ids of one micro-batch.
-    Tokens,
-    /// The ids to be predicted.
-    Targets,
     /// A table that the plan holds: [`Plan::table`](super::Plan::table).
     Table(usize),
     /// What the run gives out.
     Output,
-    /// The tensor that the run is given under this number.
+    /// The tensor that the run is given under this number: a micro-batch's part of it.
+    Input(usize),
+    /// The tensor that the run is given under this number, the same for every micro-batch.
     Argument(usize),
 }
 

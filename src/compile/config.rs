@@ -1,8 +1,76 @@
 //! What to plan for.
 
+use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::{Precision, Regime};
 use crate::{Error, Result};
+
+/// How a planned step is run, whatever the loss.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepConfig {
+    /// Scale the gradients so that their norm is at most this; `None` for no clipping.
+    pub clip_norm: Option<f64>,
+    /// Whether the plan divides gradients by a loss scale and leaves the update out where one has overflowed, for
+    /// [`LossStep::run_scaled`](super::LossStep::run_scaled).
+    pub loss_scaling: bool,
+    /// Micro-batches in a step. Each input then has them one after another in its first dimension, and the loss is the mean of
+    /// theirs.
+    pub accumulation: usize,
+    /// The most bytes that the arena may have. If a plan needs more, as little is recomputed in backward as will do: in half
+    /// precision on a GPU sums that norms read, then gate and up of SwiGLU.
+    pub memory_budget_bytes: Option<u64>,
+    /// Update each parameter in backward, as soon as its gradient is complete and nothing reads the parameter any more. Goes
+    /// with neither clipping, accumulation nor loss scaling, which need all gradients first.
+    pub optimizer_in_backward: bool,
+}
+
+/// One micro-batch, nothing else.
+impl Default for StepConfig {
+    fn default() -> Self {
+        Self {
+            clip_norm: None,
+            loss_scaling: false,
+            accumulation: 1,
+            memory_budget_bytes: None,
+            optimizer_in_backward: false,
+        }
+    }
+}
+
+impl StepConfig {
+    /// Whether the fields go together.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field: a norm that is not over 0, no micro-batches, an optimizer in backward beside
+    /// clipping, accumulation or loss scaling.
+    pub fn validate(&self) -> Result<()> {
+        self.validate_as("StepConfig")
+    }
+
+    fn validate_as(&self, config: &'static str) -> Result<()> {
+        check_count(config, "accumulation", self.accumulation)?;
+        if let Some(norm) = self.clip_norm {
+            check_clip_norm(config, norm)?;
+        }
+        let beside = [
+            (self.clip_norm.is_some(), "false with clip_norm"),
+            (self.accumulation > 1, "false with accumulation"),
+            (self.loss_scaling, "false with loss_scaling"),
+        ];
+        let beside = beside.into_iter().find(|(is_there, _)| *is_there);
+        match beside {
+            Some((_, expected)) if self.optimizer_in_backward => Err(Error::Config {
+                config,
+                field: "optimizer_in_backward",
+                expected: expected.into(),
+                got: "true".into(),
+                hint: "clipping, accumulation and loss scaling need all gradients before the first update; leave one out"
+                    .into(),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
 
 /// The shape of a step, and how it is to be run.
 ///
@@ -74,64 +142,73 @@ impl PlanConfig {
     /// [`Error::Config`] naming the field: sizes of zero, sizes that no memory holds, a norm to clip at that is not over 0,
     /// a precision without f32 parameters, an optimizer in backward beside clipping, accumulation or loss scaling.
     pub fn validate(&self) -> Result<()> {
-        let refuse = |field, expected: &str, got: String, hint: &str| {
-            Err(Error::Config {
-                config: "PlanConfig",
-                field,
-                expected: expected.into(),
-                got,
-                hint: hint.into(),
-            })
-        };
-        for (field, size) in [
-            ("batch_size", self.batch_size),
-            ("sequence_length", self.sequence_length),
-            ("accumulation", self.accumulation),
-        ] {
-            if size == 0 || size > u32::MAX as usize {
-                let hint = "a step runs accumulation times batch_size sequences";
-                return refuse(field, "from 1 to under 2^32", size.to_string(), hint);
-            }
-        }
-        if let Some(norm) = self.clip_norm {
-            check_clip_norm(norm)?;
-        }
+        check_count("PlanConfig", "batch_size", self.batch_size)?;
+        check_count("PlanConfig", "sequence_length", self.sequence_length)?;
+        self.step().validate_as("PlanConfig")?;
         let precision = self.precision;
-        if precision.regime() == Regime::Full || precision.drops_casts() {
-            let hint = "parameters stay in f32, and the plan keeps one copy of each weight in half precision";
-            let expected = "f32, bf16 or f16";
-            return refuse("precision", expected, precision.to_string(), hint);
+        match precision.regime() == Regime::Full || precision.drops_casts() {
+            false => Ok(()),
+            true => Err(Error::Config {
+                config: "PlanConfig",
+                field: "precision",
+                expected: "f32, bf16 or f16".into(),
+                got: precision.to_string(),
+                hint: "parameters stay in f32, and the plan keeps one copy of each weight in half precision".into(),
+            }),
         }
-        if self.optimizer_in_backward {
-            let hint = "clipping, accumulation and loss scaling need all gradients before the first update; leave one out";
-            if self.clip_norm.is_some() {
-                return refuse(
-                    "optimizer_in_backward",
-                    "false with clip_norm",
-                    "true".into(),
-                    hint,
-                );
-            }
-            if self.accumulation > 1 {
-                let expected = "false with accumulation";
-                return refuse("optimizer_in_backward", expected, "true".into(), hint);
-            }
-            if self.loss_scaling {
-                let expected = "false with loss_scaling";
-                return refuse("optimizer_in_backward", expected, "true".into(), hint);
-            }
+    }
+
+    /// The step, but for its shape, precision and checkpointing.
+    pub(super) fn step(&self) -> StepConfig {
+        StepConfig {
+            clip_norm: self.clip_norm,
+            loss_scaling: self.loss_scaling,
+            accumulation: self.accumulation,
+            memory_budget_bytes: self.memory_budget_bytes,
+            optimizer_in_backward: self.optimizer_in_backward,
         }
-        Ok(())
+    }
+
+    /// An error unless the configuration can work, with a sequence that the model's positions reach.
+    pub(super) fn check(&self, model: &TransformerConfig) -> Result<()> {
+        self.validate()?;
+        if self.sequence_length <= model.context_length {
+            return Ok(());
+        }
+        Err(Error::Config {
+            config: "PlanConfig",
+            field: "sequence_length",
+            expected: format!(
+                "at most the model's context_length {}",
+                model.context_length
+            ),
+            got: self.sequence_length.to_string(),
+            hint: "shorten the sequence, or build the model with a longer context_length".into(),
+        })
     }
 }
 
+/// An error unless a step can have so many.
+fn check_count(config: &'static str, field: &'static str, count: usize) -> Result<()> {
+    if (1..=u32::MAX as usize).contains(&count) {
+        return Ok(());
+    }
+    Err(Error::Config {
+        config,
+        field,
+        expected: "from 1 to under 2^32".into(),
+        got: count.to_string(),
+        hint: "a step runs accumulation times batch_size sequences".into(),
+    })
+}
+
 /// An error unless gradients can be clipped to this norm.
-pub(super) fn check_clip_norm(norm: f64) -> Result<()> {
+pub(super) fn check_clip_norm(config: &'static str, norm: f64) -> Result<()> {
     if norm > 0.0 {
         return Ok(());
     }
     Err(Error::Config {
-        config: "PlanConfig",
+        config,
         field: "clip_norm",
         expected: "over 0".into(),
         got: norm.to_string(),

@@ -165,8 +165,6 @@ fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R
                 parameters,
                 exp_avg,
                 exp_avg_sq,
-                tokens: tensors.tokens,
-                targets: tensors.targets,
                 output,
                 arguments: &arguments,
             };

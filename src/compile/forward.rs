@@ -1,16 +1,16 @@
 //! A forward, planned.
 
+use super::arguments::Arguments;
 use super::config::PlanConfig;
 use super::executor::Executor;
 use super::least;
-use super::model::{Planner, Weights};
+use super::model::Planner;
+use super::parameters;
 use super::plan::Plan;
 use super::run::Tensors;
-use super::source;
 use crate::Result;
 use crate::model::{TransformerConfig, TransformerLM};
-use crate::precision::Precision;
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Shape, Tensor, Var};
 
 const OP: &str = "compile::Forward";
 
@@ -42,10 +42,9 @@ pub struct Forward {
     executor: Executor,
     device: Device,
     parameters: Vec<(String, Var)>,
-    vocab_size: usize,
-    precision: Precision,
-    /// B, T.
-    shape: (usize, usize),
+    arguments: Arguments,
+    /// (B, T, V), in the dtype of the precision.
+    logits: (Shape, DType),
 }
 
 impl Forward {
@@ -57,20 +56,19 @@ impl Forward {
     /// [has no kernel for](crate::compile#on-a-gpu), an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, config: &PlanConfig) -> Result<Self> {
         let device = model.device();
-        let weights = Weights::of(model);
         let config = &Self::shape_of(config);
-        let target = Executor::target(device);
-        let planner = Planner::new(OP, model.config(), config, target, Some(&weights))?;
-        let plan = planner.forward()?.plan;
-        source::check_model(OP, model)?;
+        let parameters = model.parameters();
+        parameters::check(OP, &parameters, device)?;
+        let planner = Planner::new(OP, model, config, Executor::target(device))?;
+        let (function, lowered) = planner.forward()?;
+        let output = lowered.plan.buffer(lowered.output.buffer);
         Ok(Self {
-            executor: Executor::new(&plan, device)?,
+            executor: Executor::new(&lowered.plan, device)?,
+            arguments: Arguments::new(&function, &lowered, device)?,
             device: device.clone(),
-            plan,
-            parameters: weights.parameters,
-            vocab_size: model.config().vocab_size,
-            precision: config.precision,
-            shape: (config.batch_size, config.sequence_length),
+            logits: (output.shape.clone().into(), output.dtype),
+            plan: lowered.plan,
+            parameters,
         })
     }
 
@@ -100,8 +98,8 @@ impl Forward {
         config: &PlanConfig,
     ) -> Result<Plan> {
         let config = &Self::shape_of(config);
-        let planner = Planner::new(OP, model, config, Executor::target(device), None)?;
-        Ok(planner.forward()?.plan)
+        let planner = Planner::hollow(OP, model, config, Executor::target(device))?;
+        Ok(planner.forward()?.1.plan)
     }
 
     /// What of a configuration matters to a forward.
@@ -119,13 +117,12 @@ impl Forward {
     /// # Errors
     /// Another shape or dtype than planned, ids outside the vocabulary.
     pub fn run(&mut self, tokens: &Tensor) -> Result<Tensor> {
-        let (batch, length) = self.shape;
-        let ids = source::ids(OP, "tokens", tokens, batch, length, self.vocab_size)?;
-        let shape = (batch, length, self.vocab_size);
-        let logits = Tensor::zeros(shape, self.precision.dtype(), &self.device)?;
+        let arguments = self.arguments.given(&[("tokens", tokens)])?;
+        let (shape, dtype) = &self.logits;
+        let logits = Tensor::zeros(shape, *dtype, &self.device)?;
         let tensors = Tensors {
             parameters: &self.parameters,
-            tokens: &ids,
+            arguments: &arguments,
             output: Some(&logits),
             ..Default::default()
         };

@@ -2,7 +2,6 @@
 //! blocks and with the rows of the loss: what cannot fit is better not planned.
 
 use super::config::PlanConfig;
-use super::source;
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
@@ -10,7 +9,7 @@ use crate::model::TransformerConfig;
 /// A lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) for a training step or, without, a forward alone.
 pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool) -> Result<u64> {
     model.validate()?;
-    source::check_length(model, config)?;
+    config.check(model)?;
     let [b, t] = [config.batch_size, config.sequence_length].map(|size| size as f64);
     let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
     let (rows, parameters) = (b * t, model.num_parameters() as f64);

@@ -1,55 +1,21 @@
 //! A training step of any loss, planned from its trace.
 
-use super::arguments::{Arguments, Constants, check_device};
-use super::config::check_clip_norm;
+use super::arguments::Arguments;
+use super::budget::{self, Planned};
+use super::config::StepConfig;
 use super::executor::Executor;
-use super::lower::{self, Again, Job, Parameter};
+use super::parameters;
 use super::plan::Plan;
 use super::run::Tensors;
-use super::step::{Options, ScaledStep, Step};
-use crate::graph::{self, Graph, Traced, ValueId};
-use crate::optim::inplace::storage_address;
+use super::step::{ScaledStep, Step};
+use super::traced::TracedFunction;
+use crate::graph::Graph;
 use crate::optim::{AdamW, GradScaler};
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, Var};
-use std::collections::{HashMap, HashSet};
+use candle_core::{Device, Tensor, Var};
+use std::rc::Rc;
 
 const OP: &str = "compile::LossStep";
-
-/// How a planned step of a loss is run.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct StepConfig {
-    /// Scale the gradients so that their norm is at most this; `None` for no clipping.
-    pub clip_norm: Option<f64>,
-    /// Whether the plan divides gradients by a loss scale and leaves the update out where one has overflowed, for
-    /// [`LossStep::run_scaled`].
-    pub loss_scaling: bool,
-    /// Update each parameter in backward, as soon as its gradient is complete and nothing reads the parameter any more. Goes with
-    /// neither clipping nor loss scaling, which need all gradients first.
-    pub optimizer_in_backward: bool,
-}
-
-impl StepConfig {
-    /// Whether the fields go together.
-    ///
-    /// # Errors
-    /// [`Error::Config`]: a norm that is not over 0, an optimizer in backward beside clipping or loss scaling.
-    pub fn validate(&self) -> Result<()> {
-        if let Some(norm) = self.clip_norm {
-            check_clip_norm(norm)?;
-        }
-        match self.optimizer_in_backward && (self.clip_norm.is_some() || self.loss_scaling) {
-            false => Ok(()),
-            true => Err(Error::Config {
-                config: "StepConfig",
-                field: "optimizer_in_backward",
-                expected: "false with clip_norm or loss_scaling".into(),
-                got: "true".into(),
-                hint: "both need all gradients before the first update; leave one out".into(),
-            }),
-        }
-    }
-}
 
 /// Forward, backward, clipping and AdamW of any loss, planned once from its [trace](crate::graph::trace).
 ///
@@ -120,59 +86,83 @@ impl LossStep {
         loss: impl FnOnce() -> Result<Tensor>,
     ) -> Result<Self> {
         config.validate()?;
-        let device = device_of(optimizer)?;
-        let target = Executor::target(&device);
-        let Traced { graph, tensors } = graph::trace_with_tensors(target.of_trace(), loss)?;
         let groups = optimizer.groups().iter();
-        let trained: HashMap<usize, &(String, Var)> = groups
-            .flat_map(|group| &group.parameters)
-            .map(|parameter| (storage_address(&parameter.1), parameter))
-            .collect();
-        let parameter = |id: ValueId| trained.get(&storage_address(&tensors[id.0])).copied();
-        let reached = lower::reached(&graph, |id| parameter(id).is_some());
-        let named = reached.iter().filter_map(|id| parameter(*id)).cloned();
-        let parameters: Vec<(String, Var)> = named.collect();
-        check_parameters(&parameters, &device)?;
-        check_reached(optimizer, &parameters)?;
+        let parameters = groups.flat_map(|group| group.parameters.iter().cloned());
+        let parameters: Vec<(String, Var)> = parameters.collect();
+        let Some((_, first)) = parameters.first() else {
+            return Err(Error::Order {
+                op: OP,
+                problem: "the optimizer has no parameter".into(),
+                hint: "build it from the variables that the layers hold".into(),
+            });
+        };
+        let device = first.device().clone();
+        parameters::check(OP, &parameters, &device)?;
         optimizer.planned_updates(OP, &parameters)?;
-        let trained = parameters.iter().map(|(name, var)| Parameter {
-            name: name.clone(),
-            elements: var.elem_count(),
-            is_trained: true,
-        });
-        let trained: Vec<Parameter> = trained.collect();
-        let numbers = reached.iter().enumerate();
-        let numbers = numbers.map(|(number, value)| (*value, number)).collect();
-        let constants = Constants {
-            op: OP,
-            graph: &graph,
-            tensors: &tensors,
-            device: &device,
-        };
-        let lowered = lower::step(&Job {
-            op: OP,
-            graph: &graph,
-            target,
-            parameters: &trained,
-            numbers: &numbers,
-            input: &|_| None,
-            table: &constants,
-            differentiated: &[],
-            clips: config.clip_norm.is_some(),
-            scales: config.loss_scaling,
-            accumulation: 1,
-            optimizer_in_backward: config.optimizer_in_backward,
-            again: Again::default(),
-        })?;
-        let options = Options {
-            clip_norm: config.clip_norm,
-            scales: config.loss_scaling,
-            optimizer_in_backward: config.optimizer_in_backward,
-        };
+        let named = parameters.iter();
+        let named = named.map(|(name, var)| (name.as_str(), var.as_tensor()));
+        let function = TracedFunction::new(OP, Executor::target(&device), named, loss)?;
+        let planned = Self::planned(function, config)?;
+        Self::of(planned, parameters, &device, config, "StepConfig")
+    }
+
+    /// The plan alone, on `device`, of a loss over [hollow weights](graph::weights): what a step would do, and what memory it
+    /// would take. All hollow weights are trained.
+    ///
+    /// ```
+    /// use candle_core::DType;
+    /// use tallow::compile::{LossStep, StepConfig};
+    /// use tallow::{graph, nn, ops};
+    ///
+    /// let device = tallow::device("cpu")?;
+    /// let head = nn::Linear::new(4096, 50_000, graph::weights(DType::F32))?; // takes no memory
+    /// let x = graph::input("x", (2048, 4096), DType::F32)?;
+    /// let targets = graph::input("targets", 2048, DType::U32)?;
+    /// let plan = LossStep::plan_for(&device, &StepConfig::default(), || {
+    ///     ops::linear_cross_entropy(&x, head.weight(), &targets)
+    /// })?;
+    /// println!("an arena of {} MiB", plan.peak_bytes() >> 20);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), but for those of the weights and of the device's memory.
+    pub fn plan_for(
+        device: &Device,
+        config: &StepConfig,
+        loss: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Plan> {
+        config.validate()?;
+        let function = TracedFunction::of_hollow_weights(OP, Executor::target(device), loss)?;
+        Ok(Self::planned(function, config)?.lowered.plan)
+    }
+
+    fn planned(function: TracedFunction, config: &StepConfig) -> Result<Planned> {
+        let function = Rc::new(function);
+        let plan = |(), again| function.step(config, again);
+        let (planned, ()) = budget::plan(config, "StepConfig", [(), ()], [], plan)?;
+        Ok(planned)
+    }
+
+    /// Allocates the arena of a plan, whose function has these parameters. Errors name `config_name`.
+    pub(super) fn of(
+        Planned { function, lowered }: Planned,
+        parameters: Vec<(String, Var)>,
+        device: &Device,
+        config: &StepConfig,
+        config_name: &'static str,
+    ) -> Result<Self> {
         Ok(Self {
-            arguments: Arguments::new(&constants, &lowered)?,
-            step: Step::new(OP, lowered, parameters, &device, &options)?,
-            graph,
+            arguments: Arguments::new(&function, &lowered, device)?,
+            step: Step::new(
+                function.op,
+                lowered,
+                parameters,
+                device,
+                config,
+                config_name,
+            )?,
+            graph: function.graph.clone(),
         })
     }
 
@@ -240,6 +230,14 @@ impl LossStep {
         self.step.gradient_norm()
     }
 
+    /// Clips to another norm from the next run on.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the step was planned without clipping, or the norm is not over 0.
+    pub fn set_clip_norm(&mut self, norm: f64) -> Result<()> {
+        self.step.set_clip_norm(norm)
+    }
+
     /// Copies of the last run's gradients by name, not clipped.
     ///
     /// # Errors
@@ -255,62 +253,4 @@ fn tensors<'t>(arguments: &'t [&'t Tensor]) -> Tensors<'t> {
         arguments,
         ..Default::default()
     }
-}
-
-/// The device of the optimizer's parameters: of the first.
-fn device_of(optimizer: &AdamW) -> Result<Device> {
-    let mut parameters = optimizer
-        .groups()
-        .iter()
-        .flat_map(|group| &group.parameters);
-    match parameters.next() {
-        Some((_, var)) => Ok(var.device().clone()),
-        None => Err(Error::Order {
-            op: OP,
-            problem: "the optimizer has no parameter".into(),
-            hint: "build it from the variables that the layers hold".into(),
-        }),
-    }
-}
-
-/// As an eager step, which has no gradient of what the loss does not depend on.
-fn check_reached(optimizer: &AdamW, parameters: &[(String, Var)]) -> Result<()> {
-    let reached: HashSet<_> = parameters.iter().map(|(_, var)| var.id()).collect();
-    let mut groups = optimizer
-        .groups()
-        .iter()
-        .flat_map(|group| &group.parameters);
-    match groups.find(|(_, var)| !reached.contains(&var.id())) {
-        None => Ok(()),
-        Some((name, _)) => Err(Error::MissingGradient {
-            op: OP,
-            parameter: name.clone(),
-        }),
-    }
-}
-
-fn check_parameters(parameters: &[(String, Var)], device: &Device) -> Result<()> {
-    if parameters.is_empty() {
-        return Err(Error::Order {
-            op: OP,
-            problem: "the loss depends on no weight of the optimizer".into(),
-            hint: "build the optimizer from the variables that the layers hold".into(),
-        });
-    }
-    for (name, var) in parameters {
-        check_device(OP, name, var, device)?;
-        if var.dtype() != DType::F32 || !var.is_contiguous() {
-            return Err(Error::DType {
-                op: OP,
-                expected: "parameters in f32, contiguous".into(),
-                got: format!(
-                    "{name} in {}, strides {:?}",
-                    var.dtype().as_str(),
-                    var.stride()
-                ),
-                hint: "build the model in f32; autocast computes in half precision".into(),
-            });
-        }
-    }
-    Ok(())
 }

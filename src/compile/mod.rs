@@ -51,7 +51,7 @@
 //! [`PlanConfig::optimizer_in_backward`] gradients are in bf16 where weights' copies are. A run is recorded as a CUDA graph when it
 //! comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the gradients of naive attention's
 //! scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention leaves blocks out that the mask hides.
-//! [`Attention::new_on`] plans attention alone there.
+//! [`Attention`] is attention alone there.
 //!
 //! [`LossStep`] plans any loss there whose ops have kernels for it: what [`TrainStep`] has, linear maps with biases, LayerNorm,
 //! GELU and the other activations, sums of one shape, casts, and attention with any mask and grouped heads. Of another op the
@@ -100,21 +100,22 @@ mod lower;
 mod map;
 mod model;
 mod op;
+mod parameters;
 mod plan;
 mod run;
 mod sizes;
-mod source;
 mod step;
+mod traced;
 mod train_step;
 mod update;
 mod writer;
 
 pub use crate::ops::lowering::Kernel;
-pub use attention::Attention;
+pub use attention::{Attention, AttentionPlanConfig};
 pub use buffer::{Buffer, BufferId, Category, Home};
-pub use config::PlanConfig;
+pub use config::{PlanConfig, StepConfig};
 pub use forward::Forward;
-pub use loss_step::{LossStep, StepConfig};
+pub use loss_step::LossStep;
 pub use op::{Accumulate, Op};
 pub use plan::{Call, Operand, Phase, Plan};
 pub use sizes::{AttentionSizes, HeadAttentionSizes};

@@ -315,13 +315,6 @@ impl Plan {
             .count()
     }
 
-    /// How many token ids all micro-batches have.
-    #[cfg(feature = "cuda")]
-    pub(super) fn ids(&self) -> usize {
-        let tokens = self.at_home(Home::Tokens);
-        tokens.map_or(0, |id| self.buffer(id).elements()) * self.micro_batches()
-    }
-
     /// The first buffer with this home.
     pub(super) fn at_home(&self, home: Home) -> Option<BufferId> {
         let place = self.buffers.iter().position(|buffer| buffer.home == home);

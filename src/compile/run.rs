@@ -24,13 +24,10 @@ pub(super) struct Tensors<'a> {
     pub parameters: &'a [(String, Var)],
     /// By parameter; empty in a run without an update.
     pub updates: &'a [PlannedUpdate],
-    /// Of all micro-batches, checked.
-    pub tokens: &'a [u32],
-    /// Of all micro-batches; empty in a forward alone.
-    pub targets: &'a [u32],
     /// What a forward alone gives out.
     pub output: Option<&'a Tensor>,
-    /// What is read where it lies, by number, contiguous; those that the run's calls do not read may be missing.
+    /// What is read where it lies, by number, contiguous, inputs with all of their micro-batches; those that the run's calls do
+    /// not read may be missing.
     pub arguments: &'a [&'a Tensor],
 }
 

@@ -56,19 +56,3 @@ impl AttentionSizes {
         }
     }
 }
-
-impl HeadAttentionSizes {
-    /// As flash attention's kernels take them.
-    pub(super) fn flash(&self) -> flash_attention::Sizes {
-        flash_attention::Sizes {
-            batch: self.matrices,
-            heads: 1,
-            kv_heads: 1,
-            queries: self.length,
-            keys: self.length,
-            head_dim: self.head_dim,
-            mask: self.mask,
-            scale: self.scale,
-        }
-    }
-}

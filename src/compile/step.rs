@@ -1,11 +1,12 @@
 //! A planned training step, whatever was traced for it: its plan, what runs it, and what a run leaves behind.
 
+use super::config::{StepConfig, check_clip_norm};
 use super::executor::Executor;
 use super::lower::Lowered;
 use super::op::Op;
+use super::parameters;
 use super::plan::{Operand, Plan};
 use super::run::Tensors;
-use super::source;
 use crate::optim::{AdamW, GradScaler};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
@@ -37,21 +38,13 @@ pub(super) struct Step {
     loss: Operand,
     norm: Option<Operand>,
     gradients: Vec<Option<Operand>>,
-    /// The norm that gradients are clipped to, where the plan clips.
-    pub clip_norm: Option<f64>,
-    scales: bool,
-    in_backward: bool,
+    config: StepConfig,
+    /// What its users know the configuration as.
+    config_name: &'static str,
     has_run: bool,
     last_norm: Option<f64>,
     /// The optimizer's steps after the last run, with which the plan's copies of weights are those of the weights.
     steps_seen: Option<usize>,
-}
-
-/// What a step was planned with.
-pub(super) struct Options {
-    pub clip_norm: Option<f64>,
-    pub scales: bool,
-    pub optimizer_in_backward: bool,
 }
 
 impl Step {
@@ -64,7 +57,8 @@ impl Step {
         lowered: Lowered,
         parameters: Vec<(String, Var)>,
         device: &Device,
-        options: &Options,
+        config: &StepConfig,
+        config_name: &'static str,
     ) -> Result<Self> {
         Ok(Self {
             op,
@@ -74,9 +68,8 @@ impl Step {
             loss: lowered.output,
             norm: lowered.norm,
             gradients: lowered.gradients,
-            clip_norm: options.clip_norm,
-            scales: options.scales,
-            in_backward: options.optimizer_in_backward,
+            config: config.clone(),
+            config_name,
             has_run: false,
             last_norm: None,
             steps_seen: None,
@@ -108,9 +101,9 @@ impl Step {
         tensors: &Tensors<'_>,
     ) -> Result<ScaledStep> {
         let loss_scale = scaler.planned_scale(self.op)?;
-        if loss_scale.is_some() && !self.scales {
+        if loss_scale.is_some() && !self.config.loss_scaling {
             return Err(Error::Config {
-                config: "PlanConfig",
+                config: self.config_name,
                 field: "loss_scaling",
                 expected: "true, for a step whose loss is to be scaled".into(),
                 got: "false".into(),
@@ -137,7 +130,7 @@ impl Step {
         loss_scale: Option<f64>,
     ) -> Result<bool> {
         let planned = optimizer.planned_updates(self.op, &self.parameters)?;
-        source::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
+        parameters::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
         if self.steps_seen != Some(optimizer.steps()) {
             self.executor.refresh(); // somebody else has stepped
         }
@@ -146,7 +139,7 @@ impl Step {
             updates: &planned,
             ..*tensors
         };
-        let clip_norm = self.clip_norm.unwrap_or(f64::INFINITY);
+        let clip_norm = self.config.clip_norm.unwrap_or(f64::INFINITY);
         (self.has_run, self.last_norm, self.steps_seen) = (false, None, None); // until it is over
         let executor = &mut self.executor;
         let stepped = executor.run(&self.plan, &tensors, clip_norm, loss_scale)?;
@@ -167,7 +160,7 @@ impl Step {
     /// # Errors
     /// [`Error::Order`] where the optimizer runs in backward.
     pub fn forward_backward(&mut self, tensors: &Tensors<'_>) -> Result<f32> {
-        if self.in_backward {
+        if self.config.optimizer_in_backward {
             return Err(Error::Order {
                 op: self.op,
                 problem: "the plan updates each parameter in backward".into(),
@@ -191,6 +184,25 @@ impl Step {
         Ok(loss.map_or(f32::NAN, |loss| loss as f32)) // (1)
     }
 
+    /// Clips to another norm from the next run on.
+    ///
+    /// # Errors
+    /// A plan without clipping, a norm that is not over 0.
+    pub fn set_clip_norm(&mut self, norm: f64) -> Result<()> {
+        check_clip_norm(self.config_name, norm)?;
+        if self.config.clip_norm.is_none() {
+            return Err(Error::Config {
+                config: self.config_name,
+                field: "clip_norm",
+                expected: "Some, for a step whose gradients are to be clipped".into(),
+                got: "None".into(),
+                hint: "plan with clip_norm: Some(f64::INFINITY) to begin without clipping".into(),
+            });
+        }
+        self.config.clip_norm = Some(norm);
+        Ok(())
+    }
+
     /// The norm of the last run's gradients before clipping.
     pub fn gradient_norm(&self) -> Option<f64> {
         self.last_norm
@@ -211,7 +223,7 @@ impl Step {
         if !self.has_run {
             return refuse("no step has been run", "call run first");
         }
-        if self.in_backward {
+        if self.config.optimizer_in_backward {
             let hint = "plan with optimizer_in_backward: false to read them";
             return refuse("each gradient was freed in backward", hint);
         }

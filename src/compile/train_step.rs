@@ -1,17 +1,16 @@
 //! A training step, planned.
 
-use super::config::{PlanConfig, check_clip_norm};
+use super::config::PlanConfig;
 use super::executor::Executor;
-use super::least;
-use super::model::{Planner, Weights};
+use super::loss_step::LossStep;
+use super::model::Planner;
 use super::plan::Plan;
-use super::run::Tensors;
-use super::source;
-use super::step::{Options, ScaledStep, Step};
+use super::step::ScaledStep;
+use super::{least, parameters};
+use crate::Result;
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::optim::{AdamW, GradScaler};
-use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 
 const OP: &str = "compile::TrainStep";
@@ -27,9 +26,7 @@ const OP: &str = "compile::TrainStep";
 /// A run holds the parameters' and the state's storages: another thread that reads them waits until it is over.
 #[derive(Debug)]
 pub struct TrainStep {
-    step: Step,
-    model: TransformerConfig,
-    config: PlanConfig,
+    step: LossStep,
     checkpointing: Checkpointing,
 }
 
@@ -42,23 +39,14 @@ impl TrainStep {
     /// [has no kernel for](crate::compile#on-a-gpu); an optimizer of other parameters than the model's; a memory budget that
     /// no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, optimizer: &AdamW, config: &PlanConfig) -> Result<Self> {
-        source::check_length(model.config(), config)?;
-        source::check_model(OP, model)?;
-        let weights = Weights::of(model);
-        optimizer.planned_updates(OP, &weights.parameters)?;
-        let device = model.device();
-        let target = Executor::target(device);
-        let planner = Planner::new(OP, model.config(), config, target, Some(&weights))?;
-        let (lowered, checkpointing) = planner.train_step()?;
-        let options = Options {
-            clip_norm: config.clip_norm,
-            scales: config.loss_scaling,
-            optimizer_in_backward: config.optimizer_in_backward,
-        };
+        config.check(model.config())?;
+        let (device, parameters) = (model.device(), model.parameters());
+        parameters::check(OP, &parameters, device)?;
+        optimizer.planned_updates(OP, &parameters)?;
+        let planner = Planner::new(OP, model, config, Executor::target(device))?;
+        let (planned, checkpointing) = planner.train_step()?;
         Ok(Self {
-            step: Step::new(OP, lowered, weights.parameters, device, &options)?,
-            model: model.config().clone(),
-            config: config.clone(),
+            step: LossStep::of(planned, parameters, device, &config.step(), "PlanConfig")?,
             checkpointing,
         })
     }
@@ -104,9 +92,9 @@ impl TrainStep {
         model: &TransformerConfig,
         config: &PlanConfig,
     ) -> Result<(Plan, Checkpointing)> {
-        let planner = Planner::new(OP, model, config, Executor::target(device), None)?;
+        let planner = Planner::hollow(OP, model, config, Executor::target(device))?;
         let (planned, checkpointing) = planner.train_step()?;
-        Ok((planned.plan, checkpointing))
+        Ok((planned.lowered.plan, checkpointing))
     }
 
     /// Has the copies of weights that products read in half precision made anew in the next [`run`](Self::run). Only on a GPU
@@ -126,8 +114,7 @@ impl TrainStep {
     /// that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever the error,
     /// parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
-        let (tokens, targets) = self.ids(tokens, targets)?;
-        self.step.run(optimizer, &Self::tensors(&tokens, &targets))
+        self.step.run(optimizer, &inputs(tokens, targets))
     }
 
     /// As [`run`](Self::run) with the scaler's loss scale, which is read here: what [`GradScaler::scale`],
@@ -172,9 +159,8 @@ impl TrainStep {
         tokens: &Tensor,
         targets: &Tensor,
     ) -> Result<ScaledStep> {
-        let (tokens, targets) = self.ids(tokens, targets)?;
-        let tensors = Self::tensors(&tokens, &targets);
-        self.step.run_scaled(optimizer, scaler, &tensors)
+        self.step
+            .run_scaled(optimizer, scaler, &inputs(tokens, targets))
     }
 
     /// As [`run`](Self::run) without the update: forward, loss and backward alone. What it finds is in
@@ -183,33 +169,12 @@ impl TrainStep {
     /// # Errors
     /// As [`run`](Self::run); [`Error::Order`] where the optimizer runs in backward.
     pub fn forward_backward(&mut self, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
-        let (tokens, targets) = self.ids(tokens, targets)?;
-        self.step
-            .forward_backward(&Self::tensors(&tokens, &targets))
-    }
-
-    /// What a run is given beside parameters and their updates.
-    fn tensors<'t>(tokens: &'t [u32], targets: &'t [u32]) -> Tensors<'t> {
-        Tensors {
-            tokens,
-            targets,
-            ..Default::default()
-        }
-    }
-
-    /// The ids of a batch, checked.
-    fn ids(&self, tokens: &Tensor, targets: &Tensor) -> Result<(Vec<u32>, Vec<u32>)> {
-        let ids = |what, tensor| {
-            let sequences = self.config.accumulation * self.config.batch_size;
-            let (length, vocab_size) = (self.config.sequence_length, self.model.vocab_size);
-            source::ids(OP, what, tensor, sequences, length, vocab_size)
-        };
-        Ok((ids("tokens", tokens)?, ids("targets", targets)?))
+        self.step.forward_backward(&inputs(tokens, targets))
     }
 
     /// The plan.
     pub fn plan(&self) -> &Plan {
-        &self.step.plan
+        self.step.plan()
     }
 
     /// Which blocks are run again: what was asked for, or what the memory budget chose. (A budget that is met by running
@@ -223,18 +188,7 @@ impl TrainStep {
     /// # Errors
     /// [`Error::Config`] if the step was planned without clipping, or the norm is not over 0.
     pub fn set_clip_norm(&mut self, norm: f64) -> Result<()> {
-        check_clip_norm(norm)?;
-        if self.step.clip_norm.is_none() {
-            return Err(Error::Config {
-                config: "PlanConfig",
-                field: "clip_norm",
-                expected: "Some, for a step whose gradients are to be clipped".into(),
-                got: "None".into(),
-                hint: "plan with clip_norm: Some(f64::INFINITY) to begin without clipping".into(),
-            });
-        }
-        self.step.clip_norm = Some(norm);
-        Ok(())
+        self.step.set_clip_norm(norm)
     }
 
     /// The norm of the last run's gradients before clipping; `None` before the first run, and without clipping.
@@ -249,4 +203,8 @@ impl TrainStep {
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
         self.step.gradients()
     }
+}
+
+fn inputs<'t>(tokens: &'t Tensor, targets: &'t Tensor) -> [(&'static str, &'t Tensor); 2] {
+    [("tokens", tokens), ("targets", targets)]
 }

@@ -4,7 +4,7 @@ use super::attention::flash_room;
 use super::{Account, AttentionWorkload, Holds, Kernels};
 use crate::Result;
 use crate::attention::{Algorithm, AttentionConfig};
-use crate::compile::{Attention, Category};
+use crate::compile::{Attention, AttentionPlanConfig, Category};
 use candle_core::Device;
 
 /// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs: what its plan says,
@@ -14,23 +14,24 @@ use candle_core::Device;
 /// A plan has its whole arena before its first run, so all of it counts as there before backward.
 ///
 /// # Errors
-/// As [`Attention::plan_with_algorithm`].
+/// As [`Attention::plan_for`].
 pub fn planned_attention_account(
     workload: &AttentionWorkload,
     kernels: Kernels,
 ) -> Result<Account> {
     let w = workload;
     let shape = (w.batch_size, w.heads, w.sequence_length, w.head_dim);
-    let config = AttentionConfig {
-        mask: w.mask,
-        scale: None,
+    let config = AttentionPlanConfig {
+        algorithm: w.algorithm,
+        attention: AttentionConfig {
+            mask: w.mask,
+            scale: None,
+        },
+        ..AttentionPlanConfig::new(shape, w.dtype)
     };
-    let (algorithm, dtype) = (w.algorithm, w.dtype);
     let plan = match kernels {
-        Kernels::Cpu => {
-            Attention::plan_with_algorithm(algorithm, &Device::Cpu, shape, dtype, &config)?
-        }
-        Kernels::Cuda => Attention::plan_for_card(algorithm, shape, dtype, &config)?,
+        Kernels::Cpu => Attention::plan_for(&Device::Cpu, &config)?,
+        Kernels::Cuda => Attention::plan_for_gpu(&config)?,
     };
     let inputs = plan.category_bytes(Category::Input);
     let kept = plan.category_bytes(Category::Activation);

@@ -200,6 +200,12 @@ impl TransformerLM {
         })
     }
 
+    /// The same model, on the same parameters, which keeps other activations for backward.
+    pub fn with_checkpointing(mut self, checkpointing: Checkpointing) -> Self {
+        self.config.checkpointing = checkpointing;
+        self
+    }
+
     /// The sizes, and what computes attention.
     pub fn config(&self) -> &TransformerConfig {
         &self.config

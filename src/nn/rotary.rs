@@ -80,11 +80,6 @@ impl RotaryEmbedding {
         })
     }
 
-    /// Cosines and sines, (max_length, Dh/2) each.
-    pub(crate) fn tables(&self) -> [&Tensor; 2] {
-        [&self.cos, &self.sin]
-    }
-
     /// Rotates x (..., T, Dh), whose first row is at position `start`.
     ///
     /// # Errors

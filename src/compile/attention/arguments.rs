@@ -4,32 +4,6 @@ use super::OP;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 
-/// The dtypes that attention is planned in.
-pub(super) fn check_dtype(dtype: DType) -> Result<()> {
-    match dtype {
-        DType::F32 | DType::BF16 | DType::F16 => Ok(()),
-        _ => Err(Error::DType {
-            op: OP,
-            expected: "f32, bf16 or f16".into(),
-            got: dtype.as_str().into(),
-            hint: "attention::naive and attention::flash take others".into(),
-        }),
-    }
-}
-
-/// The devices that attention is planned on.
-pub(super) fn check_device(device: &Device) -> Result<()> {
-    match device {
-        Device::Cpu | Device::Cuda(_) => Ok(()),
-        Device::Metal(_) => Err(Error::Placement {
-            op: OP,
-            expected: "the CPU or a CUDA GPU".into(),
-            got: format!("{:?}", device.location()),
-            hint: "attention::naive and attention::flash run there".into(),
-        }),
-    }
-}
-
 /// Whether a run of what was planned for that shape, dtype and device can read this tensor.
 pub(super) fn check(
     what: &str,
@@ -43,10 +17,7 @@ pub(super) fn check(
             op: OP,
             expected: format!("{what} {:?}, as planned", planned.dims()),
             got: format!("{:?}", tensor.dims()),
-            hint: format!(
-                "plan another for that shape: Attention::new({:?}, ..)",
-                tensor.dims()
-            ),
+            hint: "plan another for that shape: AttentionPlanConfig".into(),
         });
     }
     if !tensor.device().same_device(device) {
@@ -54,7 +25,7 @@ pub(super) fn check(
             op: OP,
             expected: format!("{what} on {:?}, as planned", device.location()),
             got: format!("{:?}", tensor.device().location()),
-            hint: "move it, or plan another there: Attention::new_on(device, ..)".into(),
+            hint: "move it, or plan another there: Attention::new(device, ..)".into(),
         });
     }
     if tensor.dtype() != dtype {

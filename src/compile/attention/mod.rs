@@ -1,43 +1,49 @@
 //! Attention, planned.
 //!
-//! What lives here: [`Attention`], its plan (`plan`), and what it asks of the tensors that it is given (`arguments`). What does
+//! What lives here: [`Attention`], what it is planned for ([`AttentionPlanConfig`]), its plan (`plan`), and what it asks of the tensors that it is given (`arguments`). What does
 //! not: attention in a model, which is planned with what stands around it.
 
 mod arguments;
+mod config;
 mod plan;
 
+pub use config::AttentionPlanConfig;
+
 use super::executor::Executor;
-use super::lower::{Lowered, Target};
+use super::lower::Target;
 use super::plan::{Operand, Plan};
 use super::run::Tensors;
-use crate::attention::{Algorithm, AttentionConfig};
+use crate::attention::Algorithm;
 use crate::{Error, Result};
-use arguments::{check, check_device, check_dtype, check_start};
-use candle_core::{DType, Device, Shape, Tensor, WithDType};
+use arguments::{check, check_start};
+use candle_core::{Device, Shape, Tensor, WithDType};
+use config::check_device;
+use plan::Planned;
 
 const OP: &str = "compile::Attention";
 
-/// `softmax(scale q k^T) v` and its gradients for one shape, planned once: q, k, v and the output (..., T, Dh), in f32, bf16 or
-/// f16, on the CPU or on a CUDA GPU.
+/// `softmax(scale q k^T) v` and its gradients for fixed shapes, planned once: q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh),
+/// the output (..., H, Tq, Dh), in f32, bf16 or f16, on the CPU or on a CUDA GPU.
 ///
 /// The mathematics of [`attention::naive`](crate::attention::naive()), the probabilities kept for backward. They, output and
 /// gradients lie in one arena: a run allocates nothing.
 ///
-/// On the CPU a block of queries goes through scores, softmax and weighted sum while it is in cache; probabilities are kept as
-/// exponentials and what each row of them is multiplied by, what a mask hides is never there, and no other matrix of (T, T)
-/// ever is. In half precision products and sums are f32's, and output and gradients are rounded once. For bf16 the
-/// exponentials are kept in f16, which has three bits more, in half the memory that eager naive attention's probabilities
-/// take; for f16, as those, in f32. What rounding took from the output is kept for backward too.
+/// On the CPU, where q, k and v have one shape, a block of queries goes through scores, softmax and weighted sum while it is in
+/// cache; probabilities are kept as exponentials and what each row of them is multiplied by, what a mask hides is never there, and
+/// no other matrix of (T, T) ever is. In half precision products and sums are f32's, and output and gradients are rounded once. For
+/// bf16 the exponentials are kept in f16, which has three bits more, in half the memory that eager naive attention's probabilities
+/// take; for f16, as those, in f32. What rounding took from the output is kept for backward too. Other shapes are computed by the
+/// eager op's kernels, which keep the probabilities.
 ///
-/// On a GPU ([`new_on`](Self::new_on)) products are cuBLASLt's, with sums in f32. The scores are where their softmax will be,
-/// (..., T, T) in the dtype of q, k and v, as eager attention on a GPU has them, and lie there once: backward reads the
+/// On a GPU products are cuBLASLt's, with sums in f32. The scores are where their softmax will be,
+/// (..., Tq, Tk) in the dtype of q, k and v, as eager attention on a GPU has them, and lie there once: backward reads the
 /// probabilities as they were rounded. The scores' gradients are there for as many heads at once as 1 GiB holds. Of what a mask
 /// hides, blocks as a whole are neither computed nor read. Each half is recorded as a CUDA graph when it comes the second time
 /// with its tensors where they were, and then is one launch; with others it is launched call by call. In f16 the scores'
 /// gradients are rounded to f16: scale what d_out comes from.
 ///
-/// With [`Algorithm::Flash`] ([`with_algorithm`](Self::with_algorithm)) the tiles of [`attention::flash`](crate::attention::flash())
-/// instead: of (T, T) there is nothing, kept are the output, a number a query and, in half precision, what rounding took from the
+/// With [`Algorithm::Flash`] the tiles of [`attention::flash`](crate::attention::flash()) instead: of (Tq, Tk) there is nothing,
+/// kept are the output, a number or two a query ([`lse`](Self::lse)) and, in half precision, what rounding took from the
 /// output. The same kernels as eagerly, and the same bits, without the gradients that candle adds to zeros. On the CPU they take
 /// tiles and sums of dq for themselves, as they do eagerly.
 ///
@@ -45,13 +51,17 @@ const OP: &str = "compile::Attention";
 /// it.
 ///
 /// ```
-/// use candle_core::{DType, Device, Tensor};
+/// use candle_core::{DType, Tensor};
 /// use tallow::attention::{AttentionConfig, Mask};
-/// use tallow::compile::Attention;
+/// use tallow::compile::{Attention, AttentionPlanConfig};
 ///
-/// let q = Tensor::randn(0f32, 1.0, (2, 3, 5, 8), &Device::Cpu)?; // (B, H, T, Dh)
-/// let config = AttentionConfig { mask: Mask::Causal, ..Default::default() };
-/// let mut attention = Attention::new((2, 3, 5, 8), DType::F32, &config)?;
+/// let device = tallow::device("cpu")?;
+/// let q = Tensor::randn(0f32, 1.0, (2, 3, 5, 8), &device)?; // (B, H, T, Dh)
+/// let config = AttentionPlanConfig {
+///     attention: AttentionConfig { mask: Mask::Causal, ..Default::default() },
+///     ..AttentionPlanConfig::new((2, 3, 5, 8), DType::F32)
+/// };
+/// let mut attention = Attention::new(&device, &config)?;
 /// attention.forward(&q, &q, &q)?;
 /// let out: &[f32] = attention.output_values()?; // as it lies in the arena, row by row
 /// assert_eq!(out.len(), 2 * 3 * 5 * 8);
@@ -63,16 +73,14 @@ const OP: &str = "compile::Attention";
 /// ```
 #[derive(Debug)]
 pub struct Attention {
-    algorithm: Algorithm,
+    config: AttentionPlanConfig,
     plan: Plan,
     executor: Executor,
-    /// Where a run leaves the output, and the gradients of q, k and v.
+    /// Where a run leaves the output, the gradients of q, k and v, and flash attention the log-sum-exp.
     out: Operand,
     gradients: Vec<Operand>,
+    lse: Option<Operand>,
     device: Device,
-    /// (..., T, Dh).
-    shape: Shape,
-    dtype: DType,
     /// q, k and v of the last forward, which backward reads again.
     inputs: Option<[Tensor; 3]>,
     /// Whether the last forward's gradients are there.
@@ -80,162 +88,72 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Plans attention on q, k, v of this shape, (..., T, Dh), and dtype, on the CPU, and allocates its arena.
+    /// Plans attention on `device`, where q, k and v will be, and allocates its arena.
     ///
     /// # Errors
-    /// [`Error::Shape`] for fewer than two dimensions or a size of 0; [`Error::DType`] for another dtype than f32, bf16 and
-    /// f16; [`Error::OutOfMemory`] for an arena that does not fit the machine's memory.
-    pub fn new(shape: impl Into<Shape>, dtype: DType, config: &AttentionConfig) -> Result<Self> {
-        Self::new_on(&Device::Cpu, shape, dtype, config)
-    }
-
-    /// As [`new`](Self::new), on `device`, where q, k and v will be.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new); [`Error::Placement`] for a device that is neither the CPU nor a CUDA GPU of compute capability
-    /// 8.0 or later.
-    pub fn new_on(
-        device: &Device,
-        shape: impl Into<Shape>,
-        dtype: DType,
-        config: &AttentionConfig,
-    ) -> Result<Self> {
-        Self::with_algorithm(Algorithm::Naive, device, shape, dtype, config)
-    }
-
-    /// As [`new_on`](Self::new_on), by an algorithm that is chosen.
-    ///
-    /// ```
-    /// use candle_core::{DType, Device, Tensor};
-    /// use tallow::attention::{Algorithm, AttentionConfig};
-    /// use tallow::compile::Attention;
-    ///
-    /// let (shape, config) = ((1, 2, 100, 16), AttentionConfig::default());
-    /// let q = Tensor::randn(0f32, 1.0, shape, &Device::Cpu)?;
-    /// let mut attention =
-    ///     Attention::with_algorithm(Algorithm::Flash, &Device::Cpu, shape, DType::F32, &config)?;
-    /// attention.forward(&q, &q, &q)?;
-    /// attention.backward(&q)?;
-    /// let naive = Attention::plan_for(shape, DType::F32, &config)?;
-    /// assert!(attention.plan().peak_bytes() < naive.peak_bytes() / 2);
-    /// # Ok::<(), tallow::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// As [`new_on`](Self::new_on); [`Error::Shape`] and, on a GPU, [`Error::Placement`] for what flash attention's
-    /// kernels do not take: heads over 256, on a GPU of no multiple of 8 (in f32 of 4), or a scale that is not above 0.
-    pub fn with_algorithm(
-        algorithm: Algorithm,
-        device: &Device,
-        shape: impl Into<Shape>,
-        dtype: DType,
-        config: &AttentionConfig,
-    ) -> Result<Self> {
-        let shape = shape.into();
-        check_dtype(dtype)?;
+    /// [`Error::Shape`] for fewer than two dimensions, a size of 0, shapes that do not fit each other; [`Error::DType`] for
+    /// another dtype than f32, bf16 and f16; [`Error::Placement`] for a device that is neither the CPU nor a CUDA GPU of compute
+    /// capability 8.0 or later; [`Error::OutOfMemory`] for an arena that does not fit the device's memory. For what flash
+    /// attention's kernels do not take (heads over 256, on a GPU of no multiple of 8, in f32 of 4, or a scale that is not above 0),
+    /// [`Error::Shape`] and, on a GPU, [`Error::Placement`].
+    pub fn new(device: &Device, config: &AttentionPlanConfig) -> Result<Self> {
         check_device(device)?;
-        let target = Executor::target(device);
-        let (lowered, gradients) = Self::lowered(algorithm, target, shape.clone(), dtype, config)?;
+        let Planned {
+            lowered,
+            gradients,
+            lse,
+        } = plan::of(config, Executor::target(device))?;
         Ok(Self {
-            algorithm,
             executor: Executor::new(&lowered.plan, device)?,
             device: device.clone(),
+            config: config.clone(),
             plan: lowered.plan,
             out: lowered.output,
             gradients,
-            shape,
-            dtype,
+            lse,
             inputs: None,
             has_gradients: false,
         })
     }
 
-    /// The plan alone, for the CPU: what would be done, and what memory it would take.
+    /// The plan alone: what would be done on `device`, and what memory it would take.
     ///
     /// ```
     /// use candle_core::DType;
-    /// use tallow::attention::{AttentionConfig, Mask};
-    /// use tallow::compile::Attention;
+    /// use tallow::attention::{Algorithm, AttentionConfig, Mask};
+    /// use tallow::compile::{Attention, AttentionPlanConfig};
     ///
-    /// let bytes = |mask, dtype| {
-    ///     let config = AttentionConfig { mask, ..Default::default() };
-    ///     Ok::<u64, tallow::Error>(Attention::plan_for((8, 4096, 64), dtype, &config)?.peak_bytes())
+    /// let device = tallow::device("cpu")?;
+    /// let bytes = |mask, dtype, algorithm| {
+    ///     let attention = AttentionConfig { mask, ..Default::default() };
+    ///     let shape = AttentionPlanConfig::new((8, 4096, 64), dtype);
+    ///     let config = AttentionPlanConfig { attention, algorithm, ..shape };
+    ///     Ok::<u64, tallow::Error>(Attention::plan_for(&device, &config)?.peak_bytes())
     /// };
-    /// let full = bytes(Mask::Full, DType::F32)?;
-    /// assert!(bytes(Mask::Causal, DType::F32)? < full * 6 / 10);
-    /// assert!(bytes(Mask::Full, DType::BF16)? < full * 6 / 10); // exponentials in f16
+    /// let full = bytes(Mask::Full, DType::F32, Algorithm::Naive)?;
+    /// assert!(bytes(Mask::Causal, DType::F32, Algorithm::Naive)? < full * 6 / 10);
+    /// assert!(bytes(Mask::Full, DType::BF16, Algorithm::Naive)? < full * 6 / 10); // exponentials in f16
+    /// assert!(bytes(Mask::Full, DType::F32, Algorithm::Flash)? < full / 10);
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
     /// # Errors
-    /// As [`new`](Self::new), whatever the machine has.
-    pub fn plan_for(
-        shape: impl Into<Shape>,
-        dtype: DType,
-        config: &AttentionConfig,
-    ) -> Result<Plan> {
-        Self::plan_on(&Device::Cpu, shape, dtype, config)
-    }
-
-    /// As [`plan_for`](Self::plan_for), for `device`.
-    ///
-    /// # Errors
-    /// As [`new_on`](Self::new_on), whatever the machine has.
-    pub fn plan_on(
-        device: &Device,
-        shape: impl Into<Shape>,
-        dtype: DType,
-        config: &AttentionConfig,
-    ) -> Result<Plan> {
-        Self::plan_with_algorithm(Algorithm::Naive, device, shape, dtype, config)
-    }
-
-    /// As [`plan_on`](Self::plan_on), by an algorithm that is chosen.
-    ///
-    /// # Errors
-    /// As [`with_algorithm`](Self::with_algorithm), whatever the machine and the GPU's kernels take.
-    pub fn plan_with_algorithm(
-        algorithm: Algorithm,
-        device: &Device,
-        shape: impl Into<Shape>,
-        dtype: DType,
-        config: &AttentionConfig,
-    ) -> Result<Plan> {
-        check_dtype(dtype)?;
+    /// As [`new`](Self::new), whatever the machine has and the GPU's kernels take.
+    pub fn plan_for(device: &Device, config: &AttentionPlanConfig) -> Result<Plan> {
         check_device(device)?;
-        let (lowered, _) =
-            Self::lowered(algorithm, Executor::target(device), shape, dtype, config)?;
-        Ok(lowered.plan)
+        Self::plan_of(Executor::target(device), config)
     }
 
-    fn lowered(
-        algorithm: Algorithm,
-        target: Target,
-        shape: impl Into<Shape>,
-        dtype: DType,
-        config: &AttentionConfig,
-    ) -> Result<(Lowered, Vec<Operand>)> {
-        let shape = shape.into();
-        plan::check_sizes(algorithm, &shape, config)?;
-        plan::of(algorithm, &shape, dtype, config, target)
+    /// As [`plan_for`](Self::plan_for), for a GPU, which need not be there.
+    pub(crate) fn plan_for_gpu(config: &AttentionPlanConfig) -> Result<Plan> {
+        Self::plan_of(Target::Cuda, config)
     }
 
-    /// As [`plan_with_algorithm`](Self::plan_with_algorithm), for a GPU, which need not be there.
-    pub(crate) fn plan_for_card(
-        algorithm: Algorithm,
-        shape: impl Into<Shape>,
-        dtype: DType,
-        config: &AttentionConfig,
-    ) -> Result<Plan> {
-        check_dtype(dtype)?;
-        Ok(
-            Self::lowered(algorithm, Target::Cuda, shape, dtype, config)?
-                .0
-                .plan,
-        )
+    fn plan_of(target: Target, config: &AttentionPlanConfig) -> Result<Plan> {
+        Ok(plan::of(config, target)?.lowered.plan)
     }
 
-    /// Computes the output of q, k and v, (..., T, Dh) each: [`output`](Self::output) has it until the next run.
+    /// Computes the output of q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh): [`output`](Self::output) has it until the next run.
     ///
     /// q, k and v are read where they are, and kept (not copied) for [`backward`](Self::backward) until the next forward.
     ///
@@ -243,9 +161,9 @@ impl Attention {
     /// Another shape or dtype than planned; tensors that are not contiguous, or on another device; for flash attention on a GPU,
     /// tensors that begin elsewhere than at a multiple of 16 bytes of their storage.
     pub fn forward(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
-        for (what, tensor) in [("q", q), ("k", k), ("v", v)] {
-            self.check(what, tensor)?;
-        }
+        self.check("q", q, &self.config.q)?;
+        self.check("k", k, &self.config.k)?;
+        self.check("v", v, &self.config.v)?;
         (self.inputs, self.has_gradients) = (None, false);
         let tensors = Tensors {
             arguments: &[q, k, v],
@@ -256,13 +174,13 @@ impl Attention {
         Ok(())
     }
 
-    /// Computes the gradients of the last forward's q, k and v from its output's, (..., T, Dh):
+    /// Computes the gradients of the last forward's q, k and v from its output's, (..., H, Tq, Dh):
     /// [`gradients`](Self::gradients) has them until the next run.
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Order`] before it.
     pub fn backward(&mut self, d_out: &Tensor) -> Result<()> {
-        self.check("d_out", d_out)?;
+        self.check("d_out", d_out, &self.out_shape())?;
         let Some([q, k, v]) = &self.inputs else {
             return Err(before("backward", "forward"));
         };
@@ -277,39 +195,68 @@ impl Attention {
         Ok(())
     }
 
-    /// A copy of the last forward's output, where it was planned: (..., T, Dh).
+    /// A copy of the last forward's output, where it was planned: (..., H, Tq, Dh).
     ///
     /// # Errors
     /// [`Error::Order`] before the first.
     pub fn output(&self) -> Result<Tensor> {
         self.check_output()?;
-        self.executor.copy(&self.plan, &self.out, &self.shape)
+        self.executor.copy(&self.plan, &self.out, &self.out_shape())
     }
 
-    /// The last forward's output as it lies in the arena, row by row: (..., T, Dh). On the CPU.
+    /// A copy of the last forward's `log(sum(exp(scores)))` of every query, where it was planned: (..., H, Tq) f32, -inf for a
+    /// query that sees no key.
+    ///
+    /// # Errors
+    /// [`Error::Order`] before the first forward, and of naive attention, which keeps probabilities instead.
+    pub fn lse(&self) -> Result<Tensor> {
+        self.check_output()?;
+        let Some(lse) = &self.lse else {
+            return Err(Error::Order {
+                op: OP,
+                problem: "naive attention keeps no log-sum-exp".into(),
+                hint: "plan it with Algorithm::Flash".into(),
+            });
+        };
+        let dims = self.config.q.dims();
+        let shape = Shape::from(&dims[..dims.len() - 1]);
+        self.executor.copy(&self.plan, lse, &shape)
+    }
+
+    /// (..., H, Tq, Dv).
+    fn out_shape(&self) -> Shape {
+        let mut dims = self.config.q.dims().to_vec();
+        if let (Some(width), Some(of_v)) = (dims.last_mut(), self.config.v.dims().last()) {
+            *width = *of_v;
+        }
+        Shape::from(dims)
+    }
+
+    /// The last forward's output as it lies in the arena, row by row: (..., H, Tq, Dh). On the CPU.
     ///
     /// # Errors
     /// As [`output`](Self::output); [`Error::DType`] if `T` is not the dtype that was planned for; [`Error::Placement`] on a
-    /// card, whose memory is not the host's.
+    /// GPU, whose memory is not the host's.
     pub fn output_values<T: WithDType>(&self) -> Result<&[T]> {
         self.check_output()?;
         self.values(&self.out)
     }
 
-    /// Copies of the last backward's gradients of q, k and v, where they were planned: (..., T, Dh) each.
+    /// Copies of the last backward's gradients of q, k and v, where they were planned: in their shapes.
     ///
     /// # Errors
     /// [`Error::Order`] if there was none since the last forward.
     pub fn gradients(&self) -> Result<[Tensor; 3]> {
         self.check_gradients()?;
-        let copy = |place: usize| {
+        let copy = |place: usize, shape: &Shape| {
             let gradient = &self.gradients[place];
-            self.executor.copy(&self.plan, gradient, &self.shape)
+            self.executor.copy(&self.plan, gradient, shape)
         };
-        Ok([copy(0)?, copy(1)?, copy(2)?])
+        let AttentionPlanConfig { q, k, v, .. } = &self.config;
+        Ok([copy(0, q)?, copy(1, k)?, copy(2, v)?])
     }
 
-    /// The last backward's gradients of q, k and v as they lie in the arena: (..., T, Dh) each. On the CPU.
+    /// The last backward's gradients of q, k and v as they lie in the arena, row by row. On the CPU.
     ///
     /// # Errors
     /// As [`gradients`](Self::gradients), and as [`output_values`](Self::output_values).
@@ -320,9 +267,9 @@ impl Attention {
     }
 
     /// Whether a run can read it where it lies.
-    fn check(&self, what: &str, tensor: &Tensor) -> Result<()> {
-        check(what, tensor, &self.shape, self.dtype, &self.device)?;
-        match self.algorithm == Algorithm::Flash && self.device.is_cuda() {
+    fn check(&self, what: &str, tensor: &Tensor, planned: &Shape) -> Result<()> {
+        check(what, tensor, planned, self.config.dtype, &self.device)?;
+        match self.config.algorithm == Algorithm::Flash && self.device.is_cuda() {
             true => check_start(what, tensor),
             false => Ok(()),
         }
@@ -349,10 +296,13 @@ impl Attention {
 
     /// What a run has left, where it lies.
     fn values<T: WithDType>(&self, operand: &Operand) -> Result<&[T]> {
-        if T::DTYPE != self.dtype {
+        if T::DTYPE != self.config.dtype {
             return Err(Error::DType {
                 op: OP,
-                expected: format!("values asked for in {}, as planned", self.dtype.as_str()),
+                expected: format!(
+                    "values asked for in {}, as planned",
+                    self.config.dtype.as_str()
+                ),
                 got: T::DTYPE.as_str().into(),
                 hint: "output and gradients give tensors, whatever the dtype".into(),
             });

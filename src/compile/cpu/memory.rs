@@ -100,10 +100,6 @@ pub(crate) struct Lent<'a> {
     pub exp_avg: &'a [*mut [f32]],
     /// By parameter; empty in a run without an update.
     pub exp_avg_sq: &'a [*mut [f32]],
-    /// Of all micro-batches.
-    pub tokens: &'a [u32],
-    /// Of all micro-batches; empty in a forward alone.
-    pub targets: &'a [u32],
     /// The bytes of what the run gives out, if it does.
     pub output: Option<*mut [u8]>,
     /// The bytes of each, by number; those that the run's calls do not read may be missing.
@@ -146,24 +142,20 @@ impl<'a> View<'a> {
 
     /// Where a buffer begins.
     fn start(&self, buffer: &Buffer) -> *mut u8 {
-        let ids = |ids: &[u32]| {
-            let from = self.micro_batch * buffer.elements();
-            ids[from..from + buffer.elements()]
-                .as_ptr()
-                .cast_mut()
-                .cast()
-        };
+        let argument = |number: usize| self.lent.arguments[number].cast_mut().cast::<u8>();
         match buffer.home {
             // SAFETY: the arena is as large as the plan wants it.
             Home::Arena { offset_bytes } => unsafe { self.arena.add(offset_bytes as usize) },
             Home::Parameter(number) => self.lent.parameters[number].cast(),
             Home::ExpAvg(number) => self.lent.exp_avg[number].cast(),
             Home::ExpAvgSq(number) => self.lent.exp_avg_sq[number].cast(),
-            Home::Tokens => ids(self.lent.tokens),
-            Home::Targets => ids(self.lent.targets),
             Home::Table(number) => self.plan.table(number).as_ptr().cast_mut().cast(),
             Home::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
-            Home::Argument(number) => self.lent.arguments[number].cast_mut().cast(),
+            // SAFETY: it has the parts of all micro-batches.
+            Home::Input(number) => unsafe {
+                argument(number).add(self.micro_batch * buffer.bytes() as usize)
+            },
+            Home::Argument(number) => argument(number),
         }
     }
 
@@ -227,11 +219,12 @@ fn check_lent(buffer: &Buffer, lent: &Lent<'_>, micro_batches: usize) {
             Home::ExpAvg(_) | Home::ExpAvgSq(_) if lent.exp_avg.is_empty() => return,
             Home::ExpAvg(number) => lent.exp_avg[number].len(),
             Home::ExpAvgSq(number) => lent.exp_avg_sq[number].len(),
-            Home::Tokens => lent.tokens.len() / micro_batches,
-            Home::Targets => lent.targets.len() / micro_batches,
             Home::Output => {
                 let bytes = lent.output.map_or(0, |output| output.len());
                 bytes / buffer.dtype.size_in_bytes()
+            }
+            Home::Input(number) => {
+                lent.arguments[number].len() / buffer.dtype.size_in_bytes() / micro_batches
             }
             Home::Argument(number) => match lent.arguments.get(number) {
                 None => return,

@@ -1,7 +1,7 @@
-//! What is new in every run, in one buffer that is copied to the card before: ids, rates, the loss scale.
+//! What is new in every run besides its inputs, in one buffer that is copied to the GPU before: rates, the loss scale.
 
 use super::super::plan::Plan;
-use super::super::run::{Controls, Tensors};
+use super::super::run::Controls;
 use super::places::start_of;
 use crate::Result;
 use crate::kernels::cpu::adamw::Update;
@@ -11,50 +11,33 @@ use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 
-/// The largest norm f64, the inverse of the loss scale f64, the loss scale f32; then updates of eight f32 each, and ids u32.
+/// The largest norm f64, the inverse of the loss scale f64, the loss scale f32; then updates of eight f32 each.
 const UPDATES: usize = 64;
 const UPDATE_BYTES: usize = 32;
 
 pub(super) struct Inputs {
     host: Vec<u8>,
     device: CudaSlice<u8>,
-    /// Where tokens and targets begin, and how many ids each has.
-    tokens: usize,
-    targets: usize,
-    ids: usize,
 }
 
 impl Inputs {
     pub(super) fn new(plan: &Plan, card: &CudaDevice) -> Result<Self> {
         let updates = plan.parameters(); // at most one for each
-        let tokens = (UPDATES + updates * UPDATE_BYTES).next_multiple_of(256);
-        let ids = plan.ids();
-        let targets = (tokens + 4 * ids).next_multiple_of(256);
-        let bytes = targets + 4 * ids;
+        let bytes = UPDATES + updates * UPDATE_BYTES;
         Ok(Self {
             host: vec![0; bytes],
             device: card.alloc_zeros(bytes)?,
-            tokens,
-            targets,
-            ids,
         })
     }
 
-    /// Writes a run's inputs, and has them copied: nothing for attention alone, which has neither ids nor parameters.
+    /// Writes what is new, and has it copied: nothing for attention alone, which has no parameters.
     pub(super) fn fill(
         &mut self,
         card: &CudaDevice,
         plan: &Plan,
-        tensors: &Tensors<'_>,
         controls: &Controls<'_>,
     ) -> Result<()> {
-        assert_eq!(
-            tensors.tokens.len(),
-            self.ids,
-            "{} ids",
-            plan.micro_batches()
-        );
-        if self.ids == 0 && plan.parameters() == 0 {
+        if plan.parameters() == 0 {
             return Ok(());
         }
         let loss_scale = controls.loss_scale.unwrap_or(1.0);
@@ -65,8 +48,6 @@ impl Inputs {
             let words = adamw::words(update).map(f32::to_bits);
             self.put_words(UPDATES + number * UPDATE_BYTES, &words);
         }
-        self.put_words(self.tokens, tensors.tokens);
-        self.put_words(self.targets, tensors.targets);
         Ok(card.memcpy_htod(&self.host, &mut self.device)?)
     }
 
@@ -98,18 +79,8 @@ impl Inputs {
     }
 
     pub(super) fn updates(&self) -> View<'_> {
-        let len = (self.tokens - UPDATES) / 4;
+        let len = (self.host.len() - UPDATES) / 4;
         self.view(UPDATES, DType::F32, len)
-    }
-
-    /// Where the ids of all micro-batches begin.
-    pub(super) fn tokens(&self) -> u64 {
-        start_of(&self.device) + self.tokens as u64
-    }
-
-    /// Where the ids of all micro-batches begin.
-    pub(super) fn targets(&self) -> u64 {
-        start_of(&self.device) + self.targets as u64
     }
 }
 

@@ -1,7 +1,7 @@
 //! A GPU's executor: every call handed to its kernel, in one stream, and the whole of a run recorded as a CUDA graph.
 //!
 //! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on a run
-//! is one launch. What may change from run to run (ids, learning rates, the loss scale) is read by the kernels from a buffer
+//! is one launch. What may change from run to run (learning rates, the loss scale) is read by the kernels from a buffer
 //! that is filled before. A run that the probe listens to goes call by call again.
 //!
 //! The stream is the executor's own, so that nobody else's work is recorded. While a plan's first two runs last, other threads
@@ -173,7 +173,7 @@ impl Executor {
         self.place_arguments(tensors, extent)?;
         let stream = self.card.cuda_stream();
         stream.join(&self.stream).w()?;
-        self.inputs.fill(&self.card, plan, tensors, controls)?;
+        self.inputs.fill(&self.card, plan, controls)?;
         // What a first run loads would end the recording of another thread's.
         let recorded = matches!(self.recorded[extent as usize], Recorded::Graph(_));
         let _undisturbed = (!recorded).then(device::cuda::undisturbed);

@@ -15,8 +15,6 @@ pub(super) struct Places {
     arena: u64,
     tables: Vec<u64>,
     output: u64,
-    tokens: u64,
-    targets: u64,
     parameters: Vec<u64>,
     /// Of the run that is under way. The executor sees to it that what was recorded with others is not run.
     pub arguments: Vec<u64>,
@@ -35,25 +33,21 @@ impl Places {
             arena: start_of(&executor.arena),
             tables: executor.tables.iter().map(start_of).collect(),
             output: executor.output.as_ref().map_or(0, start_of),
-            tokens: executor.inputs.tokens(),
-            targets: executor.inputs.targets(),
             parameters: parameters.collect::<Result<_>>()?,
             arguments: Vec::new(),
         })
     }
 
     fn start(&self, buffer: &Buffer, micro_batch: usize) -> u64 {
-        let ids = |start: u64| start + 4 * (micro_batch * buffer.elements()) as u64;
         match buffer.home {
             Home::Arena { offset_bytes } => self.arena + offset_bytes,
             Home::Parameter(number) => self.parameters[number],
             Home::ExpAvg(number) | Home::ExpAvgSq(number) => {
                 panic!("the state of parameter {number} is in the table of updates")
             }
-            Home::Tokens => ids(self.tokens),
-            Home::Targets => ids(self.targets),
             Home::Table(number) => self.tables[number],
             Home::Output => self.output,
+            Home::Input(number) => self.arguments[number] + micro_batch as u64 * buffer.bytes(),
             Home::Argument(number) => self.arguments[number],
         }
     }

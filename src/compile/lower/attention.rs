@@ -215,7 +215,7 @@ impl Form for Attention {
     }
 
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
-        if let (Target::Cpu { threads }, true) = (lower.job.target, self.is_naive) {
+        if let (Target::Cpu { threads }, true) = (lower.job.function.target, self.is_naive) {
             return self.naive_forward(lower, threads);
         }
         let qkv = self.qkv(lower);
@@ -245,7 +245,7 @@ impl Form for Attention {
             .filter_map(|kept| lower.places[kept.0].clone())
             .collect();
         let mut reads: Vec<Operand> = [d_out].into_iter().chain(qkv).collect();
-        match (self.is_naive, lower.job.target) {
+        match (self.is_naive, lower.job.function.target) {
             (true, Target::Cpu { threads }) => {
                 reads.extend(kept);
                 reads.extend(self.angles(lower)?);
@@ -347,11 +347,11 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     let in_one = thirds == [Some(0), Some(1), Some(2)]
         && q.projection == k.projection
         && k.projection == v.projection
-        && job.target == Target::Cuda;
+        && job.function.target == Target::Cuda;
     let dtype = graph.value(node.output).dtype;
     let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
     // The CPU's naive kernel rotates by itself.
-    let takes = q.angles.is_some() || !is_naive || job.target == Target::Cuda;
+    let takes = q.angles.is_some() || !is_naive || job.function.target == Target::Cuda;
     let nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
     // Rotated in place: nobody else reads a projection, nor does what makes it.
     let is_ours = [&q, &k, &v].iter().all(|x| {

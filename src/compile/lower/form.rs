@@ -73,8 +73,11 @@ impl Forms {
     }
 }
 
-/// The forms of a graph, in order, and the node that each is at.
-pub(super) fn all(program: &Rc<Program<'_>>, job: &Job<'_>) -> Vec<(usize, Rc<dyn Form>)> {
+/// The forms of a graph, in order, and the node that each is at; and how much of [`Job::again`] there is.
+pub(super) fn all(
+    program: &Rc<Program<'_>>,
+    job: &Job<'_>,
+) -> (Vec<(usize, Rc<dyn Form>)>, recompute::Again) {
     let mut forms = Forms {
         taken: vec![false; program.nodes.len()],
         ..Forms::default()
@@ -88,5 +91,5 @@ pub(super) fn all(program: &Rc<Program<'_>>, job: &Job<'_>) -> Vec<(usize, Rc<dy
     norm::find(program, job, &choice, &mut forms);
     embedding::find(program, &mut forms);
     node::find(program, &mut forms);
-    forms.at.into_iter().collect()
+    (forms.at.into_iter().collect(), choice.taken(job.again))
 }

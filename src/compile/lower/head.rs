@@ -76,7 +76,7 @@ impl Form for Head {
     /// The loss is computed in f32 whatever the precision, from logits that come in its dtype.
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
         let (all_rows, width, classes) = (self.rows, self.width, self.classes);
-        let counted = all_rows * lower.job.accumulation;
+        let counted = all_rows * lower.job.config.accumulation;
         lower.plan.phase = Phase::Loss;
         let ids = Ids {
             read: 0,

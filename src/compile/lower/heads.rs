@@ -110,7 +110,7 @@ impl Form for Heads {
 
 /// Naive attention's nodes whose heads are alike.
 pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
-    let Target::Cpu { threads } = job.target else {
+    let Target::Cpu { threads } = job.function.target else {
         return;
     };
     for (i, node) in program.nodes.iter().enumerate() {

@@ -88,7 +88,7 @@ pub(super) fn can_be_packed(
     let graph = program.graph;
     let widths = |weight: &ValueId| graph.value(*weight).shape[1];
     let mut others = weights[1..].iter();
-    job.target == Target::Cuda
+    job.function.target == Target::Cuda
         && dtype != DType::F32
         && weights
             .iter()

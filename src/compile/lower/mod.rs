@@ -17,12 +17,14 @@
 mod attention;
 mod dead;
 mod embedding;
+mod finish;
 mod form;
 mod gated;
 mod gradients;
 mod head;
 mod heads;
 mod linear;
+mod loss;
 mod node;
 mod norm;
 mod program;
@@ -34,19 +36,18 @@ mod weights;
 
 pub(super) use recompute::Again;
 
-use super::buffer::{BufferId, Category, Home};
-use super::op::{Accumulate, Op};
-use super::plan::{Operand, Phase, Plan, Runs};
+use super::buffer::{Category, Home};
+use super::config::StepConfig;
+use super::plan::{Operand, Phase, Plan};
+use super::traced::TracedFunction;
 use super::writer::Writer;
-use crate::graph::{self, Graph, ValueId};
-use crate::kernels::workspace;
+use crate::graph::{self, ValueId};
 use crate::ops::lowering::Ids;
 use crate::{Error, Result};
-use candle_core::DType;
 use form::Form;
 use gradients::Gradients;
 use program::Program;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::rc::Rc;
 use weights::Weights;
 
@@ -69,53 +70,23 @@ impl Target {
     }
 }
 
-/// A variable of the model.
-#[derive(Clone, Debug)]
-pub(super) struct Parameter {
-    pub name: String,
-    /// What the graph reads first may be a view of it.
-    pub elements: usize,
-    /// Whether the plan updates it. In a forward alone none is.
-    pub is_trained: bool,
-}
-
 /// What is planned.
+#[derive(Clone, Copy)]
 pub(super) struct Job<'a> {
-    /// Whom errors name.
-    pub op: &'static str,
     /// Its first output is the loss; of a forward alone, what it gives out.
-    pub graph: &'a Graph,
-    pub target: Target,
-    pub parameters: &'a [Parameter],
-    /// Which parameter a value is. Two values may be one.
-    pub numbers: &'a HashMap<ValueId, usize>,
-    /// Where an input is; an argument otherwise.
-    pub input: &'a dyn Fn(&str) -> Option<Home>,
-    /// What the tables hold that kernels read, cosines and sines.
-    pub table: &'a dyn Tables,
+    pub function: &'a TracedFunction,
+    /// Whether the parameters are updated. In a forward alone none is.
+    pub trains: bool,
     /// Values from outside that are no parameters, and whose gradients are left.
     pub differentiated: &'a [ValueId],
-    /// How the step is run.
-    pub clips: bool,
-    pub scales: bool,
-    pub accumulation: usize,
-    pub optimizer_in_backward: bool,
+    pub config: &'a StepConfig,
     pub again: Again,
-}
-
-/// The constants that kernels read as f32.
-pub(super) trait Tables {
-    /// The elements of an operand, which is table number `number`, rounded to `dtype`.
-    ///
-    /// # Errors
-    /// A constant that is not there.
-    fn table(&self, number: usize, operand: &graph::Operand, dtype: DType) -> Result<Vec<f32>>;
 }
 
 /// A graph as a plan, and what its homes stand for.
 pub(super) struct Lowered {
     pub plan: Plan,
-    /// What is lent as [`Home::Argument`], by number: all of a value, or the elements of a view, in order.
+    /// What is lent as [`Home::Input`] and [`Home::Argument`], by number: all of a value, or the elements of a view, in order.
     pub arguments: Vec<(ValueId, Option<graph::View>)>,
     /// What is read as ids.
     pub ids: Vec<(ValueId, Ids)>,
@@ -125,6 +96,8 @@ pub(super) struct Lowered {
     pub gradients: Vec<Option<Operand>>,
     /// The norm of all gradients, and what they were multiplied by.
     pub norm: Option<Operand>,
+    /// What of [`Job::again`] there was.
+    pub again: Again,
 }
 
 /// Plans a step: the graph's first output is the loss.
@@ -134,13 +107,14 @@ pub(super) struct Lowered {
 pub(super) fn step(job: &Job<'_>) -> Result<Lowered> {
     let mut lower = Lower::new(job);
     lower.check_loss()?;
-    if job.accumulation > 1 || lower.is_on_gpu() {
+    if job.config.accumulation > 1 || lower.is_on_gpu() {
         lower.copy_weights();
     }
     let first = lower.plan.calls.len();
     lower.forward()?;
     let loss = lower.mean_loss()?;
     lower.backward()?;
+    lower.check_reached()?;
     let repeated = first..lower.plan.calls.len();
     lower.update();
     lower.finish(loss, repeated)
@@ -162,17 +136,21 @@ pub(super) fn forward(job: &Job<'_>) -> Result<Lowered> {
     lower.finish(output, repeated)
 }
 
-/// Plans a forward, and after the plan's micro-batches the gradients of what is [differentiated](Job::differentiated), from the
-/// output's, which is lent as the argument after those that the graph reads.
+/// Plans a forward, and after the plan's micro-batches the gradients of what is [differentiated](Job::differentiated), from that
+/// of the first output, which is lent as the argument after those that the graph reads. With the gradients, and the graph's other
+/// outputs.
 ///
 /// # Errors
 /// An op that has no planned form.
-pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, Vec<Operand>)> {
+pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, [Vec<Operand>; 2])> {
     let mut lower = Lower::new(job);
     lower.forward()?;
     let repeated = 0..lower.plan.calls.len();
     let output = lower.program.outputs[0].clone();
     let out = lower.read(&output);
+    let others = lower.program.clone();
+    let others = others.outputs[1..].iter();
+    let others: Vec<Operand> = others.map(|output| lower.read(output)).collect();
     let home = Home::Argument(lower.arguments.len());
     let value = lower.program.graph.value(output.value).clone();
     let buffers = &mut lower.plan.buffers;
@@ -184,7 +162,7 @@ pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, Vec<Operand>)> {
     let gradients = gradients.map(|value| match lower.gradients.take(*value) {
         Some(gradient) => Ok(gradient),
         None => Err(no_planned_form(
-            job.op,
+            job.function.op,
             "a gradient",
             "",
             " of what is not reached",
@@ -196,21 +174,15 @@ pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, Vec<Operand>)> {
     for gradient in &gradients {
         buffers.set_category(gradient.buffer, Category::Gradient);
     }
-    let kept = [&out].into_iter().chain(&gradients);
+    let kept = [&out].into_iter().chain(&gradients).chain(&others);
     lower.plan.kept = kept.map(|operand| operand.buffer).collect();
     let (lowered, numbers) = lower.finish_numbered(out, repeated)?;
-    let gradients = gradients.into_iter().map(|gradient| Operand {
-        buffer: numbers[gradient.buffer.index()],
-        ..gradient
-    });
-    Ok((lowered, gradients.collect()))
-}
-
-/// The weights of `graph` that are updated where `is_trained`: those that a gradient of the first output reaches.
-pub(super) fn reached(graph: &Graph, is_trained: impl Fn(ValueId) -> bool) -> Vec<ValueId> {
-    let elements = |value| is_trained(value).then(|| graph.value(value).elements());
-    let program = Program::new(graph, |value| value, elements);
-    program.reached().collect()
+    let renamed = |operand: Operand| Operand {
+        buffer: numbers[operand.buffer.index()],
+        ..operand
+    };
+    let renamed = [gradients, others].map(|x| x.into_iter().map(renamed).collect());
+    Ok((lowered, renamed))
 }
 
 /// A plan in the making.
@@ -233,30 +205,22 @@ struct Lower<'a> {
     weights: Weights,
     /// The mean loss, once it is there.
     mean_loss: Option<Operand>,
+    /// What of [`Job::again`] there is.
+    again: Again,
 }
 
 impl<'a> Lower<'a> {
     fn new(job: &'a Job<'a>) -> Self {
-        let mut first = HashMap::new();
-        let values = (0..job.graph.values.len()).map(ValueId);
-        for (value, number) in values.filter_map(|v| Some((v, job.numbers.get(&v)?))) {
-            first.entry(*number).or_insert(value);
-        }
-        let same = |value| match job.numbers.get(&value) {
-            Some(number) => first[number],
-            None => value,
-        };
-        let trained = |value| {
+        let function = job.function;
+        let followed = |value| {
             if job.differentiated.contains(&value) {
-                return Some(job.graph.value(value).elements());
+                return Some(function.graph.value(value).elements());
             }
-            let number = job.numbers.get(&value)?;
-            let parameter = &job.parameters[*number];
-            let is_ours = parameter.is_trained && first[number] == value;
-            is_ours.then_some(parameter.elements)
+            let number = function.numbers.get(&value).filter(|_| job.trains)?;
+            Some(function.parameters[*number].elements)
         };
-        let program = Rc::new(Program::new(job.graph, same, trained));
-        let forms = form::all(&program, job);
+        let program = Rc::new(Program::new(&function.graph, followed));
+        let (forms, again) = form::all(&program, job);
         let outputs = forms.iter().flat_map(|(_, form)| {
             let outputs = form.outputs().into_iter();
             outputs.map(move |output| (output, form.clone()))
@@ -266,7 +230,7 @@ impl<'a> Lower<'a> {
             makers: outputs.collect(),
             forms: forms.into(),
             plan: Writer::default(),
-            places: vec![None; job.graph.values.len()],
+            places: vec![None; function.graph.values.len()],
             dense: HashMap::new(),
             tables: Vec::new(),
             arguments: Vec::new(),
@@ -274,12 +238,13 @@ impl<'a> Lower<'a> {
             gradients: Gradients::default(),
             weights: Weights::new(&program, job),
             mean_loss: None,
+            again,
             program,
         }
     }
 
     fn is_on_gpu(&self) -> bool {
-        self.job.target == Target::Cuda
+        self.job.function.target == Target::Cuda
     }
 
     /// Every form's forward.
@@ -321,158 +286,18 @@ impl<'a> Lower<'a> {
         Ok(())
     }
 
-    /// Of the first output: one float that an op has made.
-    fn check_loss(&self) -> Result<()> {
-        let op = self.job.op;
-        let refuse = |got: String| {
-            Err(Error::Shape {
-                op,
-                expected: "a loss: one f32 that an op has made".into(),
-                got,
-                hint: "return ops::mean or a cross-entropy of what the model gives; ops::cast makes it f32".into(),
-            })
-        };
-        let Some(output) = self.program.outputs.first() else {
-            return refuse("no output".into());
-        };
-        let shape = self.program.graph.shape_of(output);
-        let value = self.program.graph.value(output.value);
-        if shape.iter().product::<usize>() != 1 || value.dtype != DType::F32 {
-            return refuse(format!("{shape:?} in {}", value.dtype.as_str()));
-        }
-        if !output.tracked {
-            return refuse("one without a graph, that no gradient leaves".into());
-        }
-        match self.program.maker(output.value) {
-            Some(_) => Ok(()),
-            None => refuse("a tensor that no op has made".into()),
-        }
-    }
-
-    /// The mean of all micro-batches' losses, (1) in f64; and where it is not there yet, the gradient of this one's.
-    fn mean_loss(&mut self) -> Result<Operand> {
-        if let Some(mean) = &self.mean_loss {
-            return Ok(mean.clone());
-        }
-        self.plan.phase = Phase::Loss;
-        self.plan.path = "loss".into();
-        let output = self.program.outputs[0].clone();
-        let loss = self.read(&output);
-        let counted = self.job.accumulation;
-        let mean = self.mean_of(loss, counted);
-        let gradient = self.temporary("gradient of the loss", &[1], DType::F32);
-        let op = Op::LossGradient { counted };
-        self.plan.call_on(op, Vec::new(), vec![gradient.clone()]);
-        self.contribute(&output, gradient);
-        Ok(mean)
-    }
-
-    /// Adds losses over how many there are in a step.
-    fn mean_of(&mut self, losses: Operand, counted: usize) -> Operand {
-        let mean = self.temporary("loss", &[1], DType::F64);
-        self.plan.kept.push(mean.buffer);
-        let op = Op::MeanLoss {
-            rows: losses.elements.len(),
-            counted,
-            accumulate: Accumulate::AfterFirst,
-        };
-        self.plan.call_on(op, vec![losses], vec![mean.clone()]);
-        mean
-    }
-
     /// What follows when all gradients are there.
     fn update(&mut self) {
-        if self.job.optimizer_in_backward {
+        if self.job.config.optimizer_in_backward {
             self.update_waiting();
             return;
         }
-        let (scales, clips) = (self.job.scales, self.job.clips);
+        let (scales, clips) = (
+            self.job.config.loss_scaling,
+            self.job.config.clip_norm.is_some(),
+        );
         self.updates().run(scales, clips);
     }
-
-    fn finish(self, output: Operand, repeated: std::ops::Range<usize>) -> Result<Lowered> {
-        Ok(self.finish_numbered(output, repeated)?.0)
-    }
-
-    /// The plan, and its numbers of the buffers.
-    fn finish_numbered(
-        mut self,
-        output: Operand,
-        repeated: std::ops::Range<usize>,
-    ) -> Result<(Lowered, Vec<BufferId>)> {
-        let (op, target) = (self.job.op, self.job.target);
-        let gradients = self.weights.gradients.clone();
-        if !self.job.optimizer_in_backward {
-            for gradient in gradients.iter().flatten() {
-                let category = Category::Gradient;
-                self.plan.buffers.set_category(gradient.buffer, category);
-                self.plan.kept.push(gradient.buffer);
-            }
-        }
-        let update = self.plan.calls.split_off(repeated.end);
-        let mut needed: HashSet<BufferId> = self.plan.kept.iter().copied().collect();
-        let reads = update.iter().flat_map(|call| &call.reads);
-        needed.extend(reads.map(|operand| operand.buffer));
-        let norm = update.iter().find_map(|call| match call.op {
-            Op::ClipFactor { .. } => Some(call.writes[0].clone()),
-            _ => None,
-        });
-        let repeats = self.plan.calls.split_off(repeated.start);
-        let repeats = dead::without(repeats, &self.plan.buffers, &mut needed);
-        let mut calls = dead::without(self.plan.calls, &self.plan.buffers, &mut needed);
-        let before = calls.len();
-        calls.extend(repeats);
-        let repeated = before..calls.len();
-        calls.extend(update);
-        if target == Target::Cuda
-            && let Some(call) = calls.iter().find(|call| !call.op.is_on_gpu())
-        {
-            return Err(no_planned_form(op, call.op.name(), &call.path, " on a GPU"));
-        }
-        let runs = Runs {
-            lasting: match target {
-                Target::Cpu { .. } => 0..0,
-                Target::Cuda => 0..before,
-            },
-            repeated,
-            micro_batches: self.job.accumulation,
-        };
-        let tables = self.tables.into_iter().map(|(_, table)| table).collect();
-        let buffers = self.plan.buffers.into_vec();
-        let (plan, numbers) = Plan::new(calls, buffers, tables, runs, &self.plan.kept);
-        let plan = match target {
-            Target::Cpu { .. } => plan,
-            Target::Cuda => {
-                let bytes = workspace_bytes(&plan);
-                plan.with_workspace(bytes)
-            }
-        };
-        let renamed = |operand: Operand| Operand {
-            buffer: numbers[operand.buffer.index()],
-            ..operand
-        };
-        let gradients = gradients.into_iter().map(|x| x.map(renamed));
-        let lowered = Lowered {
-            plan,
-            arguments: self.arguments,
-            ids: self.ids,
-            output: renamed(output),
-            gradients: gradients.collect(),
-            norm: norm.map(renamed),
-        };
-        Ok((lowered, numbers))
-    }
-}
-
-/// What a GPU's executor takes beside the arena.
-fn workspace_bytes(plan: &Plan) -> usize {
-    let updated = plan.calls().iter().filter_map(|call| match call.op {
-        Op::AdamW { elements, .. } => Some(elements),
-        _ => None,
-    });
-    let outputs = plan.buffers().iter().filter(|b| b.home == Home::Output);
-    let output_bytes = outputs.map(|b| b.bytes() as usize).sum::<usize>();
-    workspace::PRODUCTS_BYTES + workspace::update_tables_bytes(updated) + output_bytes
 }
 
 /// The outermost module of a path: `layers.3` of `layers.3/attn/q_proj`.

@@ -29,7 +29,7 @@ impl Single {
             true => " composed of candle's own ops",
             false => "",
         };
-        no_planned_form(lower.job.op, self.node.op, &self.node.path, what)
+        no_planned_form(lower.job.function.op, self.node.op, &self.node.path, what)
     }
 
     /// Writes `calls` down; what is no value of the graph, `other` finds.

@@ -217,7 +217,8 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms:
             let cast = program.maker(y).filter(|cast| *cast != i);
             let nodes: Vec<usize> = nodes.chain(cast).collect();
             let sum = sum.map(|(mut sum, _)| {
-                let can_pass = job.target == Target::Cuda && is_half && !passing[sum.stream.0];
+                let can_pass =
+                    job.function.target == Target::Cuda && is_half && !passing[sum.stream.0];
                 sum.stays = can_pass && choice.takes_sum();
                 passing[x.0] = sum.stays;
                 sum

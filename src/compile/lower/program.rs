@@ -20,13 +20,9 @@ pub(super) struct Program<'g> {
 }
 
 impl<'g> Program<'g> {
-    /// `same` gives several values that are one variable one name; `elements` are those of a variable that is updated.
-    pub fn new(
-        graph: &'g Graph,
-        same: impl Fn(ValueId) -> ValueId,
-        elements: impl Fn(ValueId) -> Option<usize>,
-    ) -> Self {
-        let mut names: Vec<ValueId> = (0..graph.values.len()).map(ValueId).map(same).collect();
+    /// `elements` are those of a variable whose gradient is wanted.
+    pub fn new(graph: &'g Graph, elements: impl Fn(ValueId) -> Option<usize>) -> Self {
+        let mut names: Vec<ValueId> = (0..graph.values.len()).map(ValueId).collect();
         let (mut nodes, mut segments, mut open) = (Vec::new(), Vec::new(), Vec::new());
         for event in &graph.events {
             match event {
@@ -126,12 +122,6 @@ impl<'g> Program<'g> {
         self.is_wanted(node.output)
             && self.is_wanted(node.inputs[input].value)
             && flows(self.graph, node, input)
-    }
-
-    /// The leaves that a gradient of the first output reaches.
-    pub fn reached(&self) -> impl Iterator<Item = ValueId> {
-        let values = (0..self.graph.values.len()).map(ValueId);
-        values.filter(|value| !is_made(self.graph, *value) && self.is_wanted(*value))
     }
 
     /// Whether a value comes from outside and is read whole: a weight, an input, a constant.

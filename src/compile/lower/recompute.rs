@@ -34,9 +34,27 @@ impl Choice {
         takes(&self.sums)
     }
 
+    /// How much of what was wanted there was.
+    pub fn taken(&self, wanted: Again) -> Again {
+        Again {
+            sums: wanted.sums - self.sums.get(),
+            gates: wanted.gates - self.gates.get(),
+        }
+    }
+
     /// Whether the next gate is run again.
     pub fn takes_gate(&self) -> bool {
         takes(&self.gates)
+    }
+}
+
+impl Again {
+    /// Both.
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            sums: self.sums + other.sums,
+            gates: self.gates + other.gates,
+        }
     }
 }
 

@@ -10,16 +10,17 @@ use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::Precision;
+use candle_core::DType;
 
-fn planner<'a>(model: &'a TransformerConfig, config: &'a PlanConfig) -> Planner<'a> {
-    Planner::new("test", model, config, Target::Cuda, None).unwrap()
+fn planner<'a>(model: &TransformerConfig, config: &'a PlanConfig) -> Planner<'a> {
+    Planner::hollow("test", model, config, Target::Cuda).unwrap()
 }
 
 /// A step's plan in which sums and gates of so many blocks are run again.
 fn gpu_plan(model: &TransformerConfig, config: &PlanConfig, [sums, gates]: [usize; 2]) -> Plan {
     let again = Again { sums, gates };
     let planned = planner(model, config).train_step_with(Checkpointing::None, again);
-    planned.unwrap().plan
+    planned.unwrap().lowered.plan
 }
 
 fn small(num_layers: usize) -> TransformerConfig {
@@ -81,7 +82,7 @@ fn a_budget_takes_the_cheapest_first() {
             ..config.clone()
         };
         let (planned, _) = planner(&model, &config).train_step().unwrap();
-        planned.plan
+        planned.lowered.plan
     };
     let with = |again| gpu_plan(&model, &config, again);
     let ladder = [[0, 0], [1, 0], [2, 0], [3, 0], [4, 0], [4, 1], [4, 2]].map(with);
@@ -126,7 +127,7 @@ fn what_lies_beside_the_arena() {
         plan.peak_bytes() + plan.workspace_bytes() + beside
     );
     let logits_bytes = 2 * 2 * 1024 * model.vocab_size as u64;
-    let plan = planner(&model, &config).forward().unwrap().plan;
+    let plan = planner(&model, &config).forward().unwrap().1.plan;
     assert_eq!(plan.workspace_bytes(), (32 << 20) + logits_bytes);
 }
 
@@ -241,38 +242,15 @@ fn thirds_of_a_projection(
         let x = block(&weights.pp("1"), &x, 2, attention)?;
         crate::ops::linear_cross_entropy(&x, &table, &targets)
     };
-    let graph = graph::trace(graph::Target::Cuda, || precision.run(forward)).unwrap();
-    let named: Vec<_> = graph.weights().collect();
-    let parameters = named.iter().map(|(id, name)| Parameter {
-        name: (*name).into(),
-        elements: graph.value(*id).elements(),
-        is_trained: true,
-    });
-    let parameters: Vec<Parameter> = parameters.collect();
-    let numbers = named.iter().enumerate();
-    let numbers = numbers.map(|(number, (id, _))| (*id, number)).collect();
-    struct NoTables;
-    impl Tables for NoTables {
-        fn table(&self, _: usize, _: &graph::Operand, _: DType) -> Result<Vec<f32>> {
-            unreachable!("nothing is rotated")
-        }
-    }
-    let lowered = step(&Job {
-        op: "test",
-        graph: &graph,
-        target: Target::Cuda,
-        parameters: &parameters,
-        numbers: &numbers,
-        input: &|_| None,
-        table: &NoTables,
-        differentiated: &[],
-        clips: true,
-        scales: false,
-        accumulation: 1,
-        optimizer_in_backward: false,
-        again: Again::default(),
-    });
-    let plan = lowered.unwrap().plan;
+    let traced = || precision.run(forward);
+    let function = TracedFunction::of_hollow_weights("test", Target::Cuda, traced).unwrap();
+    let config = StepConfig {
+        clip_norm: Some(1.0),
+        ..Default::default()
+    };
+    let parameters = function.parameters.len();
+    let planned = Rc::new(function).step(&config, Again::default());
+    let plan = planned.unwrap().lowered.plan;
     let count = |name: &str| {
         plan.calls()
             .iter()
@@ -288,7 +266,7 @@ fn thirds_of_a_projection(
         _ => false,
     });
     assert_eq!(packed.count(), 2);
-    assert_eq!(count("adamw"), parameters.len());
+    assert_eq!(count("adamw"), parameters);
     let copies = if precision == Precision::F32 {
         0
     } else {

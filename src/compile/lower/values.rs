@@ -3,7 +3,8 @@
 use super::super::buffer::{Category, Home};
 use super::super::op::Op;
 use super::super::plan::Operand;
-use super::{Lower, Parameter, part};
+use super::super::traced::Parameter;
+use super::{Lower, part};
 use crate::Result;
 use crate::graph::{self, Source, ValueId};
 use crate::ops::strided;
@@ -66,19 +67,21 @@ impl Lower<'_> {
             "%{} is read before it is made",
             id.0
         );
-        let (name, elements, category, home) = match self.job.numbers.get(&id) {
+        let (name, elements, category, home) = match self.job.function.numbers.get(&id) {
             Some(number) => {
-                let Parameter { name, elements, .. } = &self.job.parameters[*number];
+                let Parameter { name, elements, .. } = &self.job.function.parameters[*number];
                 let home = Home::Parameter(*number);
                 (name.clone(), *elements, Category::Parameter, home)
             }
             None => {
                 let name = argument_name(&value.source, id);
-                let home = self.home_of_input(&value.source);
-                let home = home.unwrap_or_else(|| {
-                    self.arguments.push((id, None));
-                    Home::Argument(self.arguments.len() - 1)
-                });
+                self.arguments.push((id, None));
+                let number = self.arguments.len() - 1;
+                let is_input = matches!(value.source, Source::Input(_));
+                let home = match is_input && graph::is_hollow(&self.job.function.tensors[id.0]) {
+                    true => Home::Input(number),
+                    false => Home::Argument(number),
+                };
                 (name, self.extent(id), Category::Input, home)
             }
         };
@@ -91,13 +94,6 @@ impl Lower<'_> {
         let operand = self.plan.whole(buffer);
         self.places[id.0] = Some(operand.clone());
         operand
-    }
-
-    fn home_of_input(&self, source: &Source) -> Option<Home> {
-        match source {
-            Source::Input(name) => (self.job.input)(name),
-            _ => None,
-        }
     }
 
     /// How many elements of a value's storage are read: views may reach beyond what was read first.
@@ -176,7 +172,7 @@ impl Lower<'_> {
             }
         }
         let number = self.tables.len();
-        let elements = self.job.table.table(number, operand, dtype)?;
+        let elements = self.job.function.table(operand, dtype)?;
         let shape = self.program.graph.shape_of(operand).to_vec();
         self.tables.push((operand.clone(), elements));
         let (category, home) = (Category::Input, Home::Table(number));

@@ -28,11 +28,11 @@ pub(super) struct Weights {
 
 impl Weights {
     pub fn new(program: &Program<'_>, job: &Job<'_>) -> Self {
-        let count = job.parameters.len();
+        let count = job.function.parameters.len();
         let (mut to_come, mut is_free_early) = (vec![0; count], vec![true; count]);
         for node in &program.nodes {
             for (i, input) in node.inputs.iter().enumerate() {
-                let Some(number) = job.numbers.get(&input.value) else {
+                let Some(number) = job.function.numbers.get(&input.value) else {
                     continue;
                 };
                 match program.hands_on(node, i) {
@@ -55,8 +55,8 @@ impl Weights {
 impl Lower<'_> {
     /// The number of a parameter that is trained.
     pub(super) fn trained(&self, value: ValueId) -> Option<usize> {
-        let number = self.job.numbers.get(&value)?;
-        self.job.parameters[*number].is_trained.then_some(*number)
+        let number = self.job.function.numbers.get(&value).copied();
+        number.filter(|_| self.job.trains)
     }
 
     /// The copies of all weights that products read, before the first micro-batch: the others find them there.
@@ -111,7 +111,7 @@ impl Lower<'_> {
         {
             return (gradient, Accumulate::Always);
         }
-        let accumulate = match self.job.accumulation {
+        let accumulate = match self.job.config.accumulation {
             1 => Accumulate::Never,
             _ => Accumulate::AfterFirst,
         };
@@ -140,7 +140,7 @@ impl Lower<'_> {
             Some(number) => self.weights.to_come[number] == 1,
             None => false,
         };
-        let passes = self.is_on_gpu() && self.job.optimizer_in_backward;
+        let passes = self.is_on_gpu() && self.job.config.optimizer_in_backward;
         match factors {
             DType::BF16 if passes && weights.iter().all(is_last) => DType::BF16,
             _ => DType::F32,
@@ -153,7 +153,7 @@ impl Lower<'_> {
             return;
         };
         let is_first = self.weights.gradients[number].is_none();
-        if is_first && self.job.accumulation == 1 && !self.gradients.reads(gradient.buffer) {
+        if is_first && self.job.config.accumulation == 1 && !self.gradients.reads(gradient.buffer) {
             self.weights.gradients[number] = Some(gradient);
         } else {
             let (sum, accumulate) = self.gradient_of_weights(&[value], DType::F32);
@@ -172,7 +172,7 @@ impl Lower<'_> {
         let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();
         for number in numbers {
             self.weights.to_come[number] -= 1;
-            if self.weights.to_come[number] > 0 || !self.job.optimizer_in_backward {
+            if self.weights.to_come[number] > 0 || !self.job.config.optimizer_in_backward {
                 continue;
             }
             match (self.weights.is_free_early[number], self.is_on_gpu()) {
@@ -217,7 +217,7 @@ impl Lower<'_> {
     }
 
     pub(super) fn updates(&mut self) -> Update<'_> {
-        let numbers = self.job.numbers.iter();
+        let numbers = self.job.function.numbers.iter();
         let copies = numbers
             .filter_map(|(value, number)| Some((*number, self.weights.copies.get(value)?.clone())));
         Update {

@@ -3,16 +3,45 @@
 use super::{CPU, distance};
 use crate::child;
 use crate::flash::problem::numbers;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Shape, Tensor, Var};
 use rayon::ThreadPoolBuilder;
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
 use tallow::compile::arena::ALIGNMENT_BYTES;
-use tallow::compile::{Attention, Category};
+use tallow::compile::{Attention, AttentionPlanConfig, Category, Plan};
 use tallow::memory::tracker;
 
 fn config(mask: Mask) -> AttentionConfig {
     AttentionConfig { mask, scale: None }
+}
+
+/// Self-attention by an algorithm, to be planned.
+pub fn planning(
+    algorithm: Algorithm,
+    shape: impl Into<Shape>,
+    dtype: DType,
+    attention: &AttentionConfig,
+) -> AttentionPlanConfig {
+    AttentionPlanConfig {
+        algorithm,
+        attention: *attention,
+        ..AttentionPlanConfig::new(shape, dtype)
+    }
+}
+
+/// Naive self-attention on the CPU.
+pub fn naive(
+    shape: impl Into<Shape>,
+    dtype: DType,
+    attention: &AttentionConfig,
+) -> tallow::Result<Attention> {
+    Attention::new(&CPU, &planning(Algorithm::Naive, shape, dtype, attention))
+}
+
+/// As [`naive`], the plan alone.
+pub fn naive_plan(shape: impl Into<Shape>, dtype: DType, attention: &AttentionConfig) -> Plan {
+    let config = planning(Algorithm::Naive, shape, dtype, attention);
+    Attention::plan_for(&CPU, &config).unwrap()
 }
 
 /// q, k, v and d_out of that shape; the same seed gives the same.
@@ -33,7 +62,7 @@ fn agree(shape: &[usize], config: &AttentionConfig) {
     let out = attention::naive(&q, &k, &v, config).unwrap();
     let loss = (&out * &d_out).unwrap().sum_all().unwrap();
     let store = loss.backward().unwrap();
-    let mut planned = Attention::new(shape, DType::F32, config).unwrap();
+    let mut planned = naive(shape, DType::F32, config).unwrap();
     for run in 0..2 {
         planned.forward(&q, &k, &v).unwrap();
         let error = distance(&planned.output().unwrap(), &out);
@@ -96,7 +125,7 @@ pub fn flash_as_eager(shape: &[usize], dtype: DType, config: &AttentionConfig, d
     let loss = (&out * &d_out).unwrap().sum_all().unwrap();
     let store = loss.backward().unwrap();
     let mut planned =
-        Attention::with_algorithm(Algorithm::Flash, device, shape, dtype, config).unwrap();
+        Attention::new(device, &planning(Algorithm::Flash, shape, dtype, config)).unwrap();
     for run in 0..3 {
         planned.forward(&q, &k, &v).unwrap();
         planned.backward(&d_out).unwrap();
@@ -115,11 +144,65 @@ pub fn flash_as_eager(shape: &[usize], dtype: DType, config: &AttentionConfig, d
 }
 
 #[test]
+fn other_lengths_and_grouped_heads() {
+    with_others(&CPU);
+}
+
+/// Other keys than queries, and for flash heads that share keys: output, gradients and log-sum-exp beside eager ones.
+pub fn with_others(device: &Device) {
+    for (algorithm, kv_heads) in [(Algorithm::Naive, 6), (Algorithm::Flash, 2)] {
+        let attention = config(Mask::CausalEnd);
+        let mut config = planning(algorithm, (2, 6, 50, 16), DType::F32, &attention);
+        let (queries, keys) = ([2, 6, 50, 16], [2, kv_heads, 70, 16]);
+        (config.k, config.v) = (Shape::from(&keys), Shape::from(&keys));
+        let there = |x: &Tensor| x.to_device(device).unwrap();
+        let [q, _, _, d_out] = inputs(&queries).map(|x| there(&x));
+        let [_, k, v, _] = inputs(&keys).map(|x| there(&x));
+        let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
+        let out = algorithm.attend(&q, &k, &v, &attention).unwrap();
+        let loss = (&out * &d_out).unwrap().sum_all().unwrap();
+        let store = loss.backward().unwrap();
+
+        let mut planned = Attention::new(device, &config).unwrap();
+        for _ in 0..2 {
+            planned.forward(&q, &k, &v).unwrap();
+            planned.backward(&d_out).unwrap();
+            let error = distance(&planned.output().unwrap(), &out);
+            assert!(error <= 1e-6, "{algorithm:?}: {error:.1e}");
+            let gradients = planned.gradients().unwrap();
+            for (found, var) in gradients.iter().zip([&q, &k, &v]) {
+                assert_eq!(found.dims(), var.dims());
+                let error = distance(found, store.get(var).unwrap());
+                assert!(error <= 5e-6, "{algorithm:?}: {error:.1e}");
+            }
+        }
+        match algorithm {
+            Algorithm::Naive => {
+                let text = planned.lse().unwrap_err().to_string();
+                assert!(text.contains("Algorithm::Flash"), "{text}");
+            }
+            Algorithm::Flash => {
+                let (_, lse) = attention::flash_with_lse(&q, &k, &v, &attention).unwrap();
+                let found = planned.lse().unwrap();
+                assert_eq!(found.dims(), [2, 6, 50]);
+                assert_eq!(numbers(&on_cpu(&found)), numbers(&on_cpu(&lse)));
+            }
+        }
+        let text = planned.forward(&q, &q, &v).unwrap_err().to_string();
+        assert!(text.contains("k [2"), "{text}");
+    }
+}
+
+fn on_cpu(x: &Tensor) -> Tensor {
+    x.to_device(&CPU).unwrap()
+}
+
+#[test]
 fn flash_keeps_nothing_of_all_pairs() {
     let shape = (4, 2, 500, 64);
     let config = config(Mask::Causal);
     let plan = |dtype| {
-        let plan = Attention::plan_with_algorithm(Algorithm::Flash, &CPU, shape, dtype, &config);
+        let plan = Attention::plan_for(&CPU, &planning(Algorithm::Flash, shape, dtype, &config));
         plan.unwrap()
     };
     let (n, rows) = (8 * 500 * 64, 8 * 500);
@@ -131,11 +214,13 @@ fn flash_keeps_nothing_of_all_pairs() {
     assert!(single.explain().contains("flash_attention_backward"));
     let half = plan(DType::BF16);
     assert_eq!(half.peak_bytes(), aligned(4 * rows) + 2 * 5 * n);
-    let error =
-        Attention::plan_with_algorithm(Algorithm::Flash, &CPU, (2, 10, 257), DType::F32, &config);
+    let error = Attention::plan_for(
+        &CPU,
+        &planning(Algorithm::Flash, (2, 10, 257), DType::F32, &config),
+    );
     let text = error.map(|_| ()).unwrap_err().to_string();
     let many = (1usize << 50, 1, 1); // whose workspace on a card is larger than they are
-    let beyond = Attention::plan_with_algorithm(Algorithm::Flash, &CPU, many, DType::F32, &config);
+    let beyond = Attention::plan_for(&CPU, &planning(Algorithm::Flash, many, DType::F32, &config));
     let beyond = beyond.map(|_| ()).unwrap_err().to_string();
     assert!(beyond.contains("planned attention"), "{beyond}");
     for word in ["at most 256", "[2, 10, 257]", "plan naive"] {
@@ -151,7 +236,7 @@ fn any_scale() {
         let [q, k, v, _] = inputs(&[2, 50, 12]);
         let config = AttentionConfig { mask, scale };
         let wanted = attention::naive(&q, &k, &v, &config).unwrap();
-        let mut planned = Attention::new((2, 50, 12), DType::F32, &config).unwrap();
+        let mut planned = naive((2, 50, 12), DType::F32, &config).unwrap();
         planned.forward(&q, &k, &v).unwrap();
         let error = distance(&planned.output().unwrap(), &wanted);
         assert!(error <= 1e-6, "{scale:?}: {error:.1e}");
@@ -172,7 +257,7 @@ fn same_bits_on_any_number_of_threads(
                 .unwrap()
         };
         let mut planned = pool(planning)
-            .install(|| Attention::new(shape, DType::F32, &config(mask)))
+            .install(|| naive(shape, DType::F32, &config(mask)))
             .unwrap();
         pool(running).install(|| {
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -204,20 +289,20 @@ fn what_is_not_planned_for() {
         (vec![2, 0, 4], "[2, 0, 4]"),
     ] {
         refused(
-            Attention::new(shape, DType::F32, &config).map(|_| ()),
+            naive(shape, DType::F32, &config).map(|_| ()),
             &["(..., T, Dh)", got],
         );
     }
     for huge in [&[1 << 20, 1 << 30, 64][..], &[1 << 40, 1 << 40, 1, 1]] {
         refused(
-            Attention::new(huge, DType::F32, &config).map(|_| ()),
+            naive(huge, DType::F32, &config).map(|_| ()),
             &["planned attention"],
         );
     }
-    let large = Attention::new((64, 1 << 19, 64), DType::F32, &config);
+    let large = naive((64, 1 << 19, 64), DType::F32, &config);
     refused(large.map(|_| ()), &["arena"]);
 
-    let mut planned = Attention::new((2, 10, 8), DType::F32, &config).unwrap();
+    let mut planned = naive((2, 10, 8), DType::F32, &config).unwrap();
     let [q, k, v, d_out] = inputs(&[2, 10, 8]);
     refused(planned.backward(&d_out), &["backward without a forward"]);
     refused(planned.output().map(|_| ()), &["call forward first"]);
@@ -234,7 +319,7 @@ fn what_is_not_planned_for() {
         &["v in f32, as planned", "f64"],
     );
     refused(
-        Attention::new((2, 10, 8), DType::F64, &config).map(|_| ()),
+        naive((2, 10, 8), DType::F64, &config).map(|_| ()),
         &["f32, bf16 or f16", "f64"],
     );
     let [turned, ..] = inputs(&[2, 8, 10]);
@@ -264,7 +349,7 @@ fn what_is_not_planned_for() {
 #[test]
 fn the_plan_says_what_it_is() {
     let shape = (4, 2, 500, 64);
-    let plan = Attention::plan_for(shape, DType::F32, &config(Mask::Full)).unwrap();
+    let plan = naive_plan(shape, DType::F32, &config(Mask::Full));
     let n = 4 * 8 * 500 * 64;
     assert_eq!(plan.flops(), 3.0 * 4.0 * 8.0 * 500.0 * 500.0 * 64.0);
     assert_eq!(plan.category_bytes(Category::Gradient), 3 * n);
@@ -285,7 +370,7 @@ fn the_plan_says_what_it_is() {
         assert!(text.contains(wanted), "no {wanted:?} in\n{text}");
     }
     assert!(plan.memory_map().contains("exponentials"));
-    let causal = Attention::plan_for(shape, DType::F32, &config(Mask::Causal)).unwrap();
+    let causal = naive_plan(shape, DType::F32, &config(Mask::Causal));
     let kept = |plan: &tallow::compile::Plan| plan.category_bytes(Category::Activation) as f64;
     assert!(kept(&causal) < 0.6 * kept(&plan));
 }
@@ -304,7 +389,7 @@ fn allocations() {
     rayon::broadcast(|_| ()); // the pool is the process's
     tracker::reset_peak();
     let before = alive();
-    let mut planned = Attention::new((8, 1, 700, 64), DType::F32, &config(Mask::Full)).unwrap();
+    let mut planned = naive((8, 1, 700, 64), DType::F32, &config(Mask::Full)).unwrap();
     let beside = alive() - before - planned.plan().peak_bytes();
     assert!(beside < 16 << 10, "{beside} bytes beside the arena");
     let mut step = || {

@@ -1,7 +1,7 @@
 //! Attention planned on a card: against exact results, against naive attention in three ops there, and against itself. Without
 //! a card a word says so.
 
-use super::attention::flash_as_eager;
+use super::attention::{flash_as_eager, naive, planning, with_others};
 use super::card::{agree, plan};
 use super::{CPU, config, distance};
 use crate::child;
@@ -51,7 +51,11 @@ fn planned(problem: &Problem, dtype: DType, card: &Device) -> Results {
     let there = |x: &Tensor| x.to_device(card).unwrap();
     let [q, k, v] = problem.operands(dtype).map(|x| there(&x));
     let d_out = there(&problem.d_out(dtype));
-    let mut attention = Attention::new_on(card, q.shape(), dtype, &problem.config).unwrap();
+    let mut attention = Attention::new(
+        card,
+        &planning(Algorithm::Naive, q.shape(), dtype, &problem.config),
+    )
+    .unwrap();
     let first = run(&mut attention, [&q, &k, &v, &d_out]);
     let poison = Tensor::full(f32::NAN, q.shape(), card).unwrap();
     let poison = poison.to_dtype(dtype).unwrap();
@@ -110,7 +114,11 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     let (shape, config) = ((7, 8100, 16), AttentionConfig { mask, scale: None });
     let draw = || Tensor::randn(0f32, 1.0, shape, &CPU).and_then(|x| x.to_device(&card));
     let [q, k, v, d_out] = [(); 4].map(|()| draw().unwrap());
-    let mut planned = Attention::new_on(&card, shape, DType::F32, &config).unwrap();
+    let mut planned = Attention::new(
+        &card,
+        &planning(Algorithm::Naive, shape, DType::F32, &config),
+    )
+    .unwrap();
     let mut buffers = planned.plan().buffers().iter();
     // In f32 nothing else is worked in.
     let d_scores = buffers
@@ -184,7 +192,8 @@ fn what_a_card_is_not_planned_for() {
             assert!(text.contains(word), "no {word:?} in {text:?}");
         }
     };
-    let new = |shape, dtype| Attention::new_on(&card, shape, dtype, &config);
+    let new =
+        |shape, dtype| Attention::new(&card, &planning(Algorithm::Naive, shape, dtype, &config));
     refused(
         new((2, 10, 8), DType::F64).map(|_| ()),
         &["f32, bf16 or f16", "f64"],
@@ -192,7 +201,10 @@ fn what_a_card_is_not_planned_for() {
     refused(new((2, 0, 8), DType::F32).map(|_| ()), &["(..., T, Dh)"]);
     refused(new((64, 1 << 19, 64), DType::BF16).map(|_| ()), &["arena"]);
     let narrow = (2, 10, 12);
-    let flash = Attention::with_algorithm(Algorithm::Flash, &card, narrow, DType::BF16, &config);
+    let flash = Attention::new(
+        &card,
+        &planning(Algorithm::Flash, narrow, DType::BF16, &config),
+    );
     refused(
         flash.map(|_| ()),
         &["a multiple of 8", "heads of 12 in bf16"],
@@ -201,8 +213,10 @@ fn what_a_card_is_not_planned_for() {
         scale: Some(-0.7),
         ..config
     };
-    let flash =
-        |config| Attention::with_algorithm(Algorithm::Flash, &card, (2, 10, 8), DType::F32, config);
+    let flash = |config| {
+        let config = planning(Algorithm::Flash, (2, 10, 8), DType::F32, config);
+        Attention::new(&card, &config)
+    };
     let words = ["a scale above 0", "scale -0.7"];
     refused(flash(&below).map(|_| ()), &words);
     let shifted = Tensor::ones(161, DType::F32, &card).unwrap();
@@ -221,7 +235,7 @@ fn what_a_card_is_not_planned_for() {
     let here = Tensor::ones((2, 10, 8), DType::F32, &CPU).unwrap();
     let there = here.to_device(&card).unwrap();
     refused(on_card.backward(&there), &["backward without a forward"]);
-    let words = ["k on Cuda", "as planned", "Cpu", "new_on"];
+    let words = ["k on Cuda", "as planned", "Cpu", "Attention::new"];
     refused(on_card.forward(&there, &here, &there), &words);
     let turned = Tensor::ones((2, 8, 10), DType::F32, &card).unwrap();
     let turned = turned.transpose(1, 2).unwrap();
@@ -233,8 +247,16 @@ fn what_a_card_is_not_planned_for() {
     let words = ["a plan on the CPU", "Cuda", "output and gradients"];
     refused(on_card.output_values::<f32>().map(|_| ()), &words);
     refused(on_card.gradient_values::<f32>().map(|_| ()), &words);
-    let mut on_cpu = Attention::new((2, 10, 8), DType::F32, &config).unwrap();
+    let mut on_cpu = naive((2, 10, 8), DType::F32, &config).unwrap();
     refused(on_cpu.forward(&here, &here, &there), &["v on Cpu", "Cuda"]);
+}
+
+#[test]
+fn other_lengths_and_grouped_heads() {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    with_others(&card);
 }
 
 #[test]
@@ -245,7 +267,11 @@ fn the_plan_says_what_it_is() {
     // In half precision the probabilities' gradients are f32, and their scores' beside them.
     for (dtype, width, beside) in [(DType::F32, 4, 1), (DType::BF16, 2, 3)] {
         let config = AttentionConfig::default();
-        let plan = Attention::plan_on(&card, (4, 2, 512, 64), dtype, &config).unwrap();
+        let plan = Attention::plan_for(
+            &card,
+            &planning(Algorithm::Naive, (4, 2, 512, 64), dtype, &config),
+        )
+        .unwrap();
         let (heads, scores) = (width * 8 * 512 * 64, width * 8 * 512 * 512);
         assert_eq!(plan.flops(), 3.0 * 4.0 * 8.0 * 512.0 * 512.0 * 64.0);
         assert_eq!(plan.category_bytes(Category::Activation), scores);
@@ -275,7 +301,11 @@ fn allocations() {
     let taken = || meter.current_bytes().unwrap();
     let before = taken();
     let config = AttentionConfig::default();
-    let mut planned = Attention::new_on(&card, shape, DType::F32, &config).unwrap();
+    let mut planned = Attention::new(
+        &card,
+        &planning(Algorithm::Naive, shape, DType::F32, &config),
+    )
+    .unwrap();
     let plan = planned.plan();
     let beside = taken() - before - plan.peak_bytes() - plan.workspace_bytes();
     // What a run of a model is told.

@@ -2,6 +2,7 @@
 //! in half precision.
 
 use super::CPU;
+use super::attention::{naive as planned_naive, naive_plan};
 use crate::flash::judge::{hold_against, naive};
 use crate::flash::oracle::Oracle;
 use crate::flash::problem::{Problem, Results, Sizes, numbers};
@@ -11,12 +12,12 @@ use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
 use rstest::rstest;
 use tallow::attention::{AttentionConfig, Mask};
+use tallow::compile::Category;
 use tallow::compile::arena::ALIGNMENT_BYTES;
-use tallow::compile::{Attention, Category};
 
 fn planned(problem: &Problem, dtype: DType) -> Results {
     let [q, k, v] = problem.operands(dtype);
-    let mut attention = Attention::new(q.shape(), dtype, &problem.config).unwrap();
+    let mut attention = planned_naive(q.shape(), dtype, &problem.config).unwrap();
     attention.forward(&q, &k, &v).unwrap();
     attention.backward(&problem.d_out(dtype)).unwrap();
     let [dq, dk, dv] = attention.gradients().unwrap();
@@ -117,7 +118,7 @@ fn values_in_place() {
     let sizes = Sizes::new((2, 1, 1), (70, 70), 12);
     let problem = Problem::random(sizes, Mask::Causal, None, 6);
     let [q, k, v] = problem.operands(DType::BF16);
-    let mut attention = Attention::new(q.shape(), DType::BF16, &problem.config).unwrap();
+    let mut attention = planned_naive(q.shape(), DType::BF16, &problem.config).unwrap();
     let mut runs = Vec::new();
     for _ in 0..2 {
         attention.forward(&q, &k, &v).unwrap();
@@ -143,7 +144,7 @@ fn values_in_place() {
 #[test]
 fn the_plan_in_half() {
     let config = AttentionConfig::default();
-    let plan = |dtype| Attention::plan_for((4, 2, 500, 64), dtype, &config).unwrap();
+    let plan = |dtype| naive_plan((4, 2, 500, 64), dtype, &config);
     let single = plan(DType::F32);
     assert!(!single.explain().contains("rounded_off"));
     let (n, rows) = (8 * 500 * 64, 8u64 * 500);

@@ -1,4 +1,5 @@
-//! What a planned step of any loss can be asked for: segments that are run again, the optimizer in backward, a loss scale.
+//! What a planned step of any loss can be asked for: segments that are run again, micro-batches, a memory budget, the optimizer in
+//! backward, a loss scale.
 
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
@@ -200,4 +201,88 @@ fn loss_scales() {
         .run_scaled(&mut plain, &mut scaler, &inputs)
         .unwrap_err();
     assert!(text.to_string().contains("loss_scaling"), "{text}");
+}
+
+/// Micro-batches one after another in each input's first dimension, whose mean loss is that of them all at once; of half precision
+/// the gradients are rounded once a micro-batch.
+#[rstest]
+fn micro_batches(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
+    let model = Model::new(false);
+    let [x, classes] = batch();
+    let inputs = [("x", &x), ("classes", &classes)];
+    let step = |rows, accumulation| {
+        let optimizer = model.optimizer();
+        let x = graph::input("x", (rows, WIDTH), DType::F32).unwrap();
+        let classes = graph::input("classes", rows, DType::U32).unwrap();
+        let config = StepConfig {
+            accumulation,
+            ..Default::default()
+        };
+        let loss = || precision.run(|| model.loss(&x, &classes));
+        let mut step = LossStep::new(&optimizer, &config, loss).unwrap();
+        let loss = step.forward_backward(&inputs).unwrap();
+        (loss, step.gradients().unwrap())
+    };
+    let (whole, gradients) = step(64, 1);
+    let (mean, sums) = step(16, 4);
+    let bound = match precision == Precision::F32 {
+        true => 2e-6,
+        false => 1e-2,
+    };
+    assert!((whole - mean).abs() <= bound * whole, "{whole} {mean}");
+    for ((name, a), (other, b)) in gradients.iter().zip(&sums) {
+        assert_eq!(name, other);
+        let error = super::distance(b, a);
+        assert!(f64::from(error) <= f64::from(bound), "{name}: {error:.1e}");
+    }
+
+    let scalar = graph::input("scale", (), DType::F32).unwrap();
+    let config = StepConfig {
+        accumulation: 2,
+        ..Default::default()
+    };
+    let loss = || ops::mean(&ops::mul(model.head.weight(), &scalar)?);
+    let head = model.head.parameters();
+    let optimizer = AdamW::new(head, AdamWConfig::default()).unwrap();
+    let refused = LossStep::new(&optimizer, &config, loss);
+    let text = refused.err().map(|error| error.to_string()).unwrap();
+    assert!(text.contains("accumulation: 1"), "{text}");
+}
+
+/// Without elements, and with so many gates recomputed as the budget wants: each is smaller than the one before.
+#[test]
+fn a_budget() {
+    let plan = |memory_budget_bytes| {
+        let vb = graph::weights(DType::F32);
+        let x = graph::input("x", (64, WIDTH), DType::F32).unwrap();
+        let classes = graph::input("classes", 64, DType::U32).unwrap();
+        let config = StepConfig {
+            memory_budget_bytes,
+            optimizer_in_backward: true,
+            ..Default::default()
+        };
+        LossStep::plan_for(DEVICE, &config, || {
+            let mut x = x.clone();
+            for i in 0..3 {
+                let gated = nn::SwiGlu::new(WIDTH, 64, vb.pp(i))?;
+                x = ops::add(&x, &gated.forward(&x)?)?;
+            }
+            let head = Linear::new(WIDTH, 5, vb.pp("head"))?;
+            ops::linear_cross_entropy(&x, head.weight(), &classes)
+        })
+    };
+    let mut last = plan(None).unwrap();
+    let mut smaller = 0;
+    while let Ok(next) = plan(Some(last.peak_bytes() - 1)) {
+        assert!(next.peak_bytes() < last.peak_bytes());
+        assert!(next.flops() > last.flops());
+        last = next;
+        smaller += 1;
+    }
+    assert!(smaller > 0);
+    let error = plan(Some(last.peak_bytes() - 1)).unwrap_err().to_string();
+    let least = format!("at least {}", last.peak_bytes());
+    for words in ["StepConfig", "memory_budget_bytes", &least] {
+        assert!(error.contains(words), "{error}");
+    }
 }

@@ -56,14 +56,14 @@ fn batches() {
     let before = bits(&model);
     for other in [(2, 9), (1, 10), (3, 10)] {
         let (tokens, targets) = batch(97, other.0, other.1, 0);
-        let words = ["tokens (2, 10), as planned", "plan another step"];
+        let words = ["tokens [2, 10] in u32, as planned", "plan another step"];
         refused(step.run(&mut optimizer, &tokens, &targets), &words);
         refused(forward.run(&tokens), &words);
     }
     let (_, longer) = batch(97, 2, 11, 0);
     refused(
         step.run(&mut optimizer, &tokens, &longer),
-        &["targets (2, 10)"],
+        &["targets [2, 10]"],
     );
     let wide = tokens.to_dtype(DType::I64).unwrap();
     refused(step.run(&mut optimizer, &wide, &targets), &["u32", "i64"]);

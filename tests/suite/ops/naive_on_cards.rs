@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, Mask, naive};
-use tallow::compile::Attention;
+use tallow::compile::{Attention, AttentionPlanConfig};
 use tallow::memory::{AttentionWorkload, Holds, Kernels, attention_account};
 use tallow::nn::seeded;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
@@ -195,7 +195,11 @@ fn wide_scores(
 
     let [q, k, v, d_out] = &on_card;
     let shape = q.shape();
-    let mut planned = Attention::new_on(&card, shape, dtype, &config).unwrap();
+    let planned = AttentionPlanConfig {
+        attention: config,
+        ..AttentionPlanConfig::new(shape, dtype)
+    };
+    let mut planned = Attention::new(&card, &planned).unwrap();
     planned.forward(q, k, v).unwrap();
     planned.backward(d_out).unwrap();
     let [dq, dk, dv] = planned.gradients().unwrap();

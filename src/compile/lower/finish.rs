@@ -1,0 +1,100 @@
+//! The end of a lowering: calls that nobody needs left out, and the rest as a [`Plan`].
+
+use super::super::buffer::{BufferId, Category, Home};
+use super::super::op::Op;
+use super::super::plan::{Operand, Plan, Runs};
+use super::{Lower, Lowered, Target, dead, no_planned_form};
+use crate::Result;
+use crate::kernels::workspace;
+use std::collections::HashSet;
+
+impl Lower<'_> {
+    pub(super) fn finish(
+        self,
+        output: Operand,
+        repeated: std::ops::Range<usize>,
+    ) -> Result<Lowered> {
+        Ok(self.finish_numbered(output, repeated)?.0)
+    }
+
+    /// The plan, and its numbers of the buffers.
+    pub(super) fn finish_numbered(
+        mut self,
+        output: Operand,
+        repeated: std::ops::Range<usize>,
+    ) -> Result<(Lowered, Vec<BufferId>)> {
+        let (op, target) = (self.job.function.op, self.job.function.target);
+        let gradients = self.weights.gradients.clone();
+        if !self.job.config.optimizer_in_backward {
+            for gradient in gradients.iter().flatten() {
+                let category = Category::Gradient;
+                self.plan.buffers.set_category(gradient.buffer, category);
+                self.plan.kept.push(gradient.buffer);
+            }
+        }
+        let update = self.plan.calls.split_off(repeated.end);
+        let mut needed: HashSet<BufferId> = self.plan.kept.iter().copied().collect();
+        let reads = update.iter().flat_map(|call| &call.reads);
+        needed.extend(reads.map(|operand| operand.buffer));
+        let norm = update.iter().find_map(|call| match call.op {
+            Op::ClipFactor { .. } => Some(call.writes[0].clone()),
+            _ => None,
+        });
+        let repeats = self.plan.calls.split_off(repeated.start);
+        let repeats = dead::without(repeats, &self.plan.buffers, &mut needed);
+        let mut calls = dead::without(self.plan.calls, &self.plan.buffers, &mut needed);
+        let before = calls.len();
+        calls.extend(repeats);
+        let repeated = before..calls.len();
+        calls.extend(update);
+        if target == Target::Cuda
+            && let Some(call) = calls.iter().find(|call| !call.op.is_on_gpu())
+        {
+            return Err(no_planned_form(op, call.op.name(), &call.path, " on a GPU"));
+        }
+        let runs = Runs {
+            lasting: match target {
+                Target::Cpu { .. } => 0..0,
+                Target::Cuda => 0..before,
+            },
+            repeated,
+            micro_batches: self.job.config.accumulation,
+        };
+        let tables = self.tables.into_iter().map(|(_, table)| table).collect();
+        let buffers = self.plan.buffers.into_vec();
+        let (plan, numbers) = Plan::new(calls, buffers, tables, runs, &self.plan.kept);
+        let plan = match target {
+            Target::Cpu { .. } => plan,
+            Target::Cuda => {
+                let bytes = workspace_bytes(&plan);
+                plan.with_workspace(bytes)
+            }
+        };
+        let renamed = |operand: Operand| Operand {
+            buffer: numbers[operand.buffer.index()],
+            ..operand
+        };
+        let gradients = gradients.into_iter().map(|x| x.map(renamed));
+        let lowered = Lowered {
+            plan,
+            arguments: self.arguments,
+            ids: self.ids,
+            output: renamed(output),
+            gradients: gradients.collect(),
+            norm: norm.map(renamed),
+            again: self.again,
+        };
+        Ok((lowered, numbers))
+    }
+}
+
+/// What a GPU's executor takes beside the arena.
+fn workspace_bytes(plan: &Plan) -> usize {
+    let updated = plan.calls().iter().filter_map(|call| match call.op {
+        Op::AdamW { elements, .. } => Some(elements),
+        _ => None,
+    });
+    let outputs = plan.buffers().iter().filter(|b| b.home == Home::Output);
+    let output_bytes = outputs.map(|b| b.bytes() as usize).sum::<usize>();
+    workspace::PRODUCTS_BYTES + workspace::update_tables_bytes(updated) + output_bytes
+}

@@ -1,0 +1,81 @@
+//! The loss of a step: what it may be, its mean over micro-batches, and where gradients begin.
+
+use super::super::op::{Accumulate, Op};
+use super::super::plan::{Operand, Phase};
+use super::Lower;
+use crate::{Error, Result};
+use candle_core::DType;
+
+impl Lower<'_> {
+    /// Of the first output: one float that an op has made.
+    pub(super) fn check_loss(&self) -> Result<()> {
+        let op = self.job.function.op;
+        let refuse = |got: String| {
+            Err(Error::Shape {
+                op,
+                expected: "a loss: one f32 that an op has made".into(),
+                got,
+                hint: "return ops::mean or a cross-entropy of what the model gives; ops::cast makes it f32".into(),
+            })
+        };
+        let Some(output) = self.program.outputs.first() else {
+            return refuse("no output".into());
+        };
+        let shape = self.program.graph.shape_of(output);
+        let value = self.program.graph.value(output.value);
+        if shape.iter().product::<usize>() != 1 || value.dtype != DType::F32 {
+            return refuse(format!("{shape:?} in {}", value.dtype.as_str()));
+        }
+        if !output.tracked {
+            return refuse("one without a graph, that no gradient leaves".into());
+        }
+        match self.program.maker(output.value) {
+            Some(_) => Ok(()),
+            None => refuse("a tensor that no op has made".into()),
+        }
+    }
+
+    /// The mean of all micro-batches' losses, (1) in f64; and where it is not there yet, the gradient of this one's.
+    pub(super) fn mean_loss(&mut self) -> Result<Operand> {
+        if let Some(mean) = &self.mean_loss {
+            return Ok(mean.clone());
+        }
+        self.plan.phase = Phase::Loss;
+        self.plan.path = "loss".into();
+        let output = self.program.outputs[0].clone();
+        let loss = self.read(&output);
+        let counted = self.job.config.accumulation;
+        let mean = self.mean_of(loss, counted);
+        let gradient = self.temporary("gradient of the loss", &[1], DType::F32);
+        let op = Op::LossGradient { counted };
+        self.plan.call_on(op, Vec::new(), vec![gradient.clone()]);
+        self.contribute(&output, gradient);
+        Ok(mean)
+    }
+
+    /// Adds losses over how many there are in a step.
+    pub(super) fn mean_of(&mut self, losses: Operand, counted: usize) -> Operand {
+        let mean = self.temporary("loss", &[1], DType::F64);
+        self.plan.kept.push(mean.buffer);
+        let op = Op::MeanLoss {
+            rows: losses.elements.len(),
+            counted,
+            accumulate: Accumulate::AfterFirst,
+        };
+        self.plan.call_on(op, vec![losses], vec![mean.clone()]);
+        mean
+    }
+
+    /// Every parameter has a gradient, as an eager step wants it.
+    pub(super) fn check_reached(&self) -> Result<()> {
+        let function = self.job.function;
+        let mut all = function.parameters.iter().zip(&self.weights.gradients);
+        match all.find(|(_, gradient)| gradient.is_none()) {
+            None => Ok(()),
+            Some((parameter, _)) => Err(Error::MissingGradient {
+                op: function.op,
+                parameter: parameter.name.clone(),
+            }),
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! What plans ask of the variables that they read and update.
+
+use super::traced::check_device;
+use crate::optim::PlannedUpdate;
+use crate::optim::inplace::storage_address;
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, Var};
+use std::collections::{HashMap, HashSet};
+
+/// Variables that can be planned: in f32, contiguous, on one device, each alone on its storage.
+pub(super) fn check(op: &'static str, parameters: &[(String, Var)], device: &Device) -> Result<()> {
+    let mut storages = HashMap::new();
+    for (name, var) in parameters {
+        check_device(op, name, var, device)?;
+        if var.dtype() != DType::F32 || !var.is_contiguous() {
+            return Err(Error::DType {
+                op,
+                expected: "parameters in f32, contiguous".into(),
+                got: format!(
+                    "{name} in {}, strides {:?}",
+                    var.dtype().as_str(),
+                    var.stride()
+                ),
+                hint: "build the model in f32; autocast computes in half precision".into(),
+            });
+        }
+        if let Some(other) = storages.insert(storage_address(var), name) {
+            return Err(Error::Order {
+                op,
+                problem: format!("parameters {other} and {name} are two variables on one storage"),
+                hint: "tie weights by one variable under both names".into(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Every tensor that is lent for writing must be alone on its storage, or lending the second would wait for the first for ever;
+/// nor may an argument be on one of these.
+pub(super) fn check_apart(
+    op: &'static str,
+    parameters: &[(String, Var)],
+    updates: &[PlannedUpdate],
+    arguments: &[&Tensor],
+) -> Result<()> {
+    let refuse = |problem: &str, hint: &str| {
+        Err(Error::Order {
+            op,
+            problem: problem.into(),
+            hint: hint.into(),
+        })
+    };
+    let mut storages = HashSet::new();
+    let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
+    let state = updates
+        .iter()
+        .flat_map(|planned| [&planned.exp_avg, &planned.exp_avg_sq]);
+    let mut lent = parameters.chain(state);
+    if !lent.all(|tensor| storages.insert(storage_address(tensor))) {
+        let problem = "parameters or their optimizer state share a storage";
+        return refuse(problem, "give each a variable of its own");
+    }
+    let mut arguments = arguments.iter();
+    match arguments.any(|x| storages.contains(&storage_address(x))) {
+        true => refuse(
+            "the loss reads the optimizer's state, or a parameter in two ways",
+            "give the loss a copy of it",
+        ),
+        false => Ok(()),
+    }
+}

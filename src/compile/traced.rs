@@ -1,0 +1,271 @@
+//! A traced function, as plans are made from it: its graph, and which of its values are parameters.
+
+use super::budget::Planned;
+use super::config::StepConfig;
+use super::lower::{self, Again, Job, Lowered, Target};
+use super::plan::Operand;
+use crate::graph::{self, Graph, Operand as GraphOperand, Outputs, Source, Traced, ValueId, View};
+use crate::ops::cpu::{cpu_storage, for_stored};
+use crate::ops::strided;
+use crate::optim::inplace::storage_address;
+use crate::{Error, Result};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Device, Tensor, WithDType};
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// A variable that a plan updates, or reads as it is in each run.
+#[derive(Clone, Debug)]
+pub(super) struct Parameter {
+    pub name: String,
+    /// What the graph reads first may be a view of it.
+    pub elements: usize,
+}
+
+/// A function's trace, and its parameters.
+pub(super) struct TracedFunction {
+    /// Whom errors name.
+    pub op: &'static str,
+    pub target: Target,
+    pub graph: Graph,
+    /// By value: of an input a hollow one, of a weight itself.
+    pub tensors: Vec<Tensor>,
+    /// In the order of [`Home::Parameter`](super::Home::Parameter).
+    pub parameters: Vec<Parameter>,
+    /// Which parameter a value is.
+    pub numbers: HashMap<ValueId, usize>,
+}
+
+impl TracedFunction {
+    /// Traces `function`, whose variables are `parameters`: real ones, or hollow ones where only a plan is wanted.
+    ///
+    /// # Errors
+    /// Those of the function and of its trace.
+    pub fn new<'p, T: Outputs>(
+        op: &'static str,
+        target: Target,
+        parameters: impl Iterator<Item = (&'p str, &'p Tensor)>,
+        function: impl FnOnce() -> Result<T>,
+    ) -> Result<Self> {
+        let traced = graph::trace_with_tensors(target.of_trace(), function)?;
+        Ok(Self::of(op, target, parameters, traced))
+    }
+
+    /// As [`new`](Self::new), where every hollow weight that the function reads is a parameter.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_hollow_weights(
+        op: &'static str,
+        target: Target,
+        function: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Self> {
+        let traced = graph::trace_with_tensors(target.of_trace(), function)?;
+        let weights = traced.graph.weights();
+        let weights = weights.map(|(id, name)| (name.to_string(), traced.tensors[id.0].clone()));
+        let hollow = weights.filter(|(_, weight)| graph::is_hollow(weight));
+        let hollow: Vec<(String, Tensor)> = hollow.collect();
+        let parameters = hollow.iter().map(|(name, weight)| (name.as_str(), weight));
+        Ok(Self::of(op, target, parameters, traced))
+    }
+
+    fn of<'p>(
+        op: &'static str,
+        target: Target,
+        parameters: impl Iterator<Item = (&'p str, &'p Tensor)>,
+        Traced { graph, tensors }: Traced,
+    ) -> Self {
+        let (mut all, mut places) = (Vec::new(), HashMap::new());
+        for (name, tensor) in parameters {
+            places.insert(storage_address(tensor), all.len());
+            all.push(Parameter {
+                name: name.into(),
+                elements: tensor.elem_count(),
+            });
+        }
+        let numbers = tensors.iter().enumerate();
+        let numbers = numbers.filter_map(|(value, tensor)| {
+            Some((ValueId(value), *places.get(&storage_address(tensor))?))
+        });
+        Self {
+            op,
+            target,
+            numbers: numbers.collect(),
+            graph,
+            tensors,
+            parameters: all,
+        }
+    }
+
+    /// The plan of a training step: the function's output is the loss.
+    ///
+    /// # Errors
+    /// An op that has no planned form; a loss that is not one float; a parameter that it does not depend on.
+    pub fn step(self: &Rc<Self>, config: &StepConfig, again: Again) -> Result<Planned> {
+        let job = Job {
+            trains: true,
+            again,
+            ..self.job(config)
+        };
+        Ok(Planned {
+            lowered: lower::step(&job)?,
+            function: self.clone(),
+        })
+    }
+
+    /// The plan of a forward alone, which gives the function's output out.
+    ///
+    /// # Errors
+    /// An op that has no planned form.
+    pub fn forward(&self) -> Result<Lowered> {
+        lower::forward(&self.job(&StepConfig::default()))
+    }
+
+    /// The plan of a forward and, after its micro-batches, of the gradients of `differentiated`; these, and outputs but the first.
+    ///
+    /// # Errors
+    /// An op that has no planned form.
+    pub fn with_gradients(
+        &self,
+        differentiated: &[ValueId],
+    ) -> Result<(Lowered, [Vec<Operand>; 2])> {
+        lower::with_gradients(&Job {
+            differentiated,
+            ..self.job(&StepConfig::default())
+        })
+    }
+
+    fn job<'j>(&'j self, config: &'j StepConfig) -> Job<'j> {
+        Job {
+            function: self,
+            trains: false,
+            differentiated: &[],
+            config,
+            again: Again::default(),
+        }
+    }
+
+    /// The elements of an operand that is a constant, rounded to `dtype`.
+    ///
+    /// # Errors
+    /// Hollow weights; views that cannot be copied.
+    pub fn table(&self, operand: &GraphOperand, dtype: DType) -> Result<Vec<f32>> {
+        let elements = match &operand.view {
+            None => self.tensor(operand.value)?.detach(),
+            Some(view) => self.viewed(operand.value, view)?,
+        };
+        let rounded = elements.to_dtype(dtype)?.to_dtype(DType::F32)?;
+        Ok(rounded.flatten_all()?.to_vec1()?)
+    }
+
+    /// The first `elements` of a value's storage, on `device`: its tensor itself, or a copy where that is a view.
+    ///
+    /// # Errors
+    /// As [`table`](Self::table); a constant on another device.
+    pub fn first(&self, id: ValueId, elements: usize, device: &Device) -> Result<Tensor> {
+        let tensor = self.tensor(id)?;
+        let is_all = tensor.layout().start_offset() == 0 && tensor.is_contiguous();
+        let tensor = match is_all && tensor.elem_count() == elements {
+            true => tensor.detach(),
+            false => {
+                let row = View {
+                    shape: vec![elements],
+                    stride: vec![1],
+                    offset: 0,
+                };
+                self.viewed(id, &row)?
+            }
+        };
+        self.moved(id, &tensor, device)
+    }
+
+    /// A copy of the elements that a view shows of a value's storage, on `device`.
+    ///
+    /// # Errors
+    /// As [`first`](Self::first).
+    pub fn copied(&self, id: ValueId, view: &View, device: &Device) -> Result<Tensor> {
+        self.moved(id, &self.viewed(id, view)?, device)
+    }
+
+    fn tensor(&self, id: ValueId) -> Result<&Tensor> {
+        let tensor = &self.tensors[id.0];
+        match graph::is_hollow(tensor) {
+            false => Ok(tensor),
+            true => Err(Error::Order {
+                op: self.op,
+                problem: format!(
+                    "a hollow weight {:?} has no elements to compute with",
+                    tensor.dims()
+                ),
+                hint: "build the model with real weights; only inputs are hollow".into(),
+            }),
+        }
+    }
+
+    /// A constant that the function makes beside hollow inputs, which are nowhere, is on the CPU: it is moved. A weight is not.
+    fn moved(&self, id: ValueId, tensor: &Tensor, device: &Device) -> Result<Tensor> {
+        let moves = self.graph.value(id).source == Source::Constant && tensor.device().is_cpu();
+        if !moves {
+            let what = "a constant or a frozen weight";
+            check_device(self.op, what, tensor, device)?;
+        }
+        Ok(tensor.to_device(device)?)
+    }
+
+    fn viewed(&self, id: ValueId, view: &View) -> Result<Tensor> {
+        let tensor = self.tensor(id)?;
+        let layout = tensor.layout();
+        let is_this = layout.dims() == view.shape
+            && layout.stride() == view.stride
+            && layout.start_offset() == view.offset;
+        if is_this {
+            return Ok(tensor.detach().force_contiguous()?);
+        }
+        if !tensor.device().is_cpu() {
+            return Err(Error::Order {
+                op: self.op,
+                problem: format!("a constant {:?} is read in several views", tensor.dims()),
+                hint: "make each contiguous before the step is planned".into(),
+            });
+        }
+        let (storage, _) = tensor.storage_and_layout();
+        Ok(gathered(cpu_storage(&storage)?, view)?)
+    }
+}
+
+/// An error unless a tensor is where the plan is run.
+pub(super) fn check_device(
+    op: &'static str,
+    what: &str,
+    tensor: &Tensor,
+    device: &Device,
+) -> Result<()> {
+    let location = tensor.device().location();
+    match tensor.device().same_device(device) && !device.is_metal() {
+        true => Ok(()),
+        false => Err(Error::Placement {
+            op,
+            expected: format!(
+                "{what} on {:?}, where the step is planned",
+                device.location()
+            ),
+            got: format!("{location:?}"),
+            hint: "build the model, its inputs and constants on one device, the CPU or a CUDA GPU"
+                .into(),
+        }),
+    }
+}
+
+fn gathered(storage: &CpuStorage, view: &View) -> candle_core::Result<Tensor> {
+    match storage {
+        CpuStorage::U32(x) => gathered_from(x, view),
+        CpuStorage::I64(x) => gathered_from(x, view),
+        CpuStorage::U8(x) => gathered_from(x, view),
+        other => for_stored!(other.dtype(), T => gathered_from(other.as_slice::<T>()?, view)),
+    }
+}
+
+fn gathered_from<T: WithDType>(x: &[T], view: &View) -> candle_core::Result<Tensor> {
+    let elements: Vec<T> = strided::places(view).map(|place| x[place]).collect();
+    Tensor::from_vec(elements, &view.shape[..], &Device::Cpu)
+}
