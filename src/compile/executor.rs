@@ -8,7 +8,7 @@ use super::plan::{Operand, Plan};
 use super::run::{Controls, Tensors};
 use crate::Result;
 use crate::kernels::cpu::adamw::Update;
-use crate::optim::inplace::{lend, lend_all};
+use crate::optim::inplace::{Element, lend, lend_all};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
@@ -114,6 +114,7 @@ impl Executor {
             Self::Cpu(executor) => match plan.buffer(operand.buffer).dtype {
                 DType::BF16 => copied(executor.values::<bf16>(plan, operand), shape),
                 DType::F16 => copied(executor.values::<f16>(plan, operand), shape),
+                DType::F64 => copied(executor.values::<f64>(plan, operand), shape),
                 _ => copied(executor.values::<f32>(plan, operand), shape),
             },
             #[cfg(feature = "cuda")]
@@ -158,7 +159,7 @@ fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R
     let all: Vec<&Tensor> = parameters.chain(first).chain(second).collect();
     let mut result = None;
     let run_with = |output: Option<*mut [u8]>| {
-        lend_all::<f32>(&all, |slices| {
+        lend_bytes(&all, |slices| {
             let (parameters, state) = slices.split_at(count);
             let (exp_avg, exp_avg_sq) = state.split_at(tensors.updates.len());
             let lent = cpu::Lent {
@@ -176,12 +177,32 @@ fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R
         Some(output) => match output.dtype() {
             DType::BF16 => lend::<bf16>(output, |x| run_with(Some(bytes(x))))?,
             DType::F16 => lend::<f16>(output, |x| run_with(Some(bytes(x))))?,
+            DType::F64 => lend::<f64>(output, |x| run_with(Some(bytes(x))))?,
             _ => lend::<f32>(output, |x| run_with(Some(bytes(x))))?,
         },
     }
     match result {
         Some(result) => result,
         None => unreachable!("what was lent was not used"),
+    }
+}
+
+/// Lends the elements of variables and their state, all in f32 or all in f64, as bytes.
+fn lend_bytes(tensors: &[&Tensor], f: impl FnOnce(&[*mut [u8]])) -> candle_core::Result<()> {
+    fn lend_as<T: Element>(
+        tensors: &[&Tensor],
+        f: impl FnOnce(&[*mut [u8]]),
+    ) -> candle_core::Result<()> {
+        lend_all::<T>(tensors, |slices| {
+            let of = |slice: &*mut [T]| {
+                std::ptr::slice_from_raw_parts_mut(slice.cast(), slice.len() * size_of::<T>())
+            };
+            f(&slices.iter().map(of).collect::<Vec<_>>());
+        })
+    }
+    match tensors.first().map(|tensor| tensor.dtype()) {
+        Some(DType::F64) => lend_as::<f64>(tensors, f),
+        _ => lend_as::<f32>(tensors, f),
     }
 }
 

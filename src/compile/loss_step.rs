@@ -25,14 +25,15 @@ const OP: &str = "compile::LossStep";
 /// [`clip_grad_norm`](crate::optim::clip_grad_norm), [`AdamW::step`], on the same variables. The optimizer's weights are updated;
 /// a weight that several layers read (tied) has the sum of its gradients; one that the optimizer does not have is frozen.
 ///
-/// A [checkpointed](crate::nn::checkpoint()) segment is run again in backward, and its activations do not stay; a released one is
-/// planned like the rest, whose memory is free once backward has come through it in any case. A frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is made when the
-/// step is planned. A run copies its inputs, and ops take a little memory of their own besides the arena.
+/// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay; a released one is
+/// planned like the rest, whose memory is free once backward has come through it in any case. A frozen weight is read as it is in
+/// each run where the loss reads all of it; of one that is read in parts a copy is made when the step is planned. A run copies its
+/// inputs, from the CPU or from where the step is planned, and ops take a little memory of their own besides the arena.
 ///
 /// Plans are made as [`TrainStep`](super::TrainStep)'s are, with the same passes: norms of sums, gates whose backward needs no
 /// memory of its own, attention in the model's dimension, head and loss some rows at a time. An op that none of them takes is
 /// planned as it is traced, one kernel after another. On the CPU, or on a GPU if every op has a kernel there; with parameters in
-/// f32.
+/// f32, on the CPU also in f64.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -78,7 +79,7 @@ impl LossStep {
     ///
     /// # Errors
     /// Those of `loss` and of its trace; an op that has no planned form, by its place; a loss that is not one f32; a weight of
-    /// the optimizer that the loss does not depend on; weights that are not in f32 on one device; a configuration that cannot
+    /// the optimizer that the loss does not depend on; weights that are not in f32 (or all in f64, on the CPU) on one device; a configuration that cannot
     /// work; an arena that does not fit the device's memory.
     pub fn new(
         optimizer: &AdamW,

@@ -7,21 +7,26 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::{HashMap, HashSet};
 
-/// Variables that can be planned: in f32, contiguous, on one device, each alone on its storage.
+/// Variables that can be planned: all in f32, or on the CPU all in f64, contiguous, on one device, each alone on its storage.
 pub(super) fn check(op: &'static str, parameters: &[(String, Var)], device: &Device) -> Result<()> {
     let mut storages = HashMap::new();
+    let first = parameters.first().map(|(_, var)| var.dtype());
+    let dtype = match first {
+        Some(DType::F64) if device.is_cpu() => DType::F64,
+        _ => DType::F32,
+    };
     for (name, var) in parameters {
         check_device(op, name, var, device)?;
-        if var.dtype() != DType::F32 || !var.is_contiguous() {
+        if var.dtype() != dtype || !var.is_contiguous() {
             return Err(Error::DType {
                 op,
-                expected: "parameters in f32, contiguous".into(),
+                expected: format!("parameters in {}, contiguous", dtype.as_str()),
                 got: format!(
                     "{name} in {}, strides {:?}",
                     var.dtype().as_str(),
                     var.stride()
                 ),
-                hint: "build the model in f32; autocast computes in half precision".into(),
+                hint: "build the model in f32, or on the CPU in f64; autocast computes in half precision".into(),
             });
         }
         if let Some(other) = storages.insert(storage_address(var), name) {

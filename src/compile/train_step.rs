@@ -35,7 +35,7 @@ impl TrainStep {
     ///
     /// # Errors
     /// A configuration that cannot work ([`PlanConfig::validate`], a sequence beyond the model's context); a model that is not
-    /// in f32 on one device (the CPU or a CUDA GPU); on a GPU, heads that flash attention
+    /// in f32 (or f64, on the CPU) on one device (the CPU or a CUDA GPU); on a GPU, heads that flash attention
     /// [has no kernel for](crate::compile#on-a-gpu); an optimizer of other parameters than the model's; a memory budget that
     /// no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, optimizer: &AdamW, config: &PlanConfig) -> Result<Self> {

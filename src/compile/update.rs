@@ -130,7 +130,7 @@ impl Update<'_> {
         else {
             return;
         };
-        let (name, shape) = (buffer.name.clone(), buffer.shape.clone());
+        let (name, shape, dtype) = (buffer.name.clone(), buffer.shape.clone(), buffer.dtype);
         let op = Op::AdamW {
             parameter: number,
             elements: shape.iter().product(),
@@ -141,13 +141,9 @@ impl Update<'_> {
             ("exp_avg_sq", Home::ExpAvgSq(number)),
         ]
         .map(|(state, home)| {
-            self.plan.buffers.add(
-                &format!("{state} of {name}"),
-                &shape,
-                DType::F32,
-                category,
-                home,
-            )
+            self.plan
+                .buffers
+                .add(&format!("{state} of {name}"), &shape, dtype, category, home)
         });
         self.plan.phase = Phase::Optimizer;
         self.plan.path = "adamw".into();

@@ -11,7 +11,7 @@ use super::{Controls, attention, update};
 use crate::Result;
 use crate::kernels::cpu::gemm::{MatMut, MatRef, Threads, matmul_sum};
 use crate::kernels::cpu::{
-    Stored, cast, cross_entropy, embedding, heads, reduce, residual_norm, rotary_heads, swiglu,
+    Stored, cast, cross_entropy, embedding, heads, residual_norm, rotary_heads, swiglu,
 };
 use candle_core::DType;
 use half::{bf16, f16};
@@ -27,23 +27,20 @@ pub(super) fn run(
     view: &View<'_>,
     controls: &Controls<'_>,
 ) -> Result<ControlFlow<()>> {
-    if let Op::Kernel(kernel) = &call.op {
-        kernel.run(&view.slices(call))?;
-        return Ok(ControlFlow::Continue(()));
+    match &call.op {
+        Op::Kernel(kernel) => kernel.run(&view.slices(call))?,
+        op if update::has(op) => return update::run(plan, call, view, controls),
+        _ => match plan.lower_dtype(call) {
+            DType::BF16 => run_in(&Operands::<bf16>::new(call, view), controls),
+            DType::F16 => run_in(&Operands::<f16>::new(call, view), controls),
+            _ => run_in(&Operands::<f32>::new(call, view), controls),
+        },
     }
-    match plan.lower_dtype(call) {
-        DType::BF16 => run_in(plan, &Operands::<bf16>::new(call, view), controls),
-        DType::F16 => run_in(plan, &Operands::<f16>::new(call, view), controls),
-        _ => run_in(plan, &Operands::<f32>::new(call, view), controls),
-    }
+    Ok(ControlFlow::Continue(()))
 }
 
 /// Runs a call whose lower dtype is `S`.
-fn run_in<S: Stored<Wide = f32>>(
-    plan: &Plan,
-    o: &Operands<'_, S>,
-    controls: &Controls<'_>,
-) -> Result<ControlFlow<()>> {
+fn run_in<S: Stored<Wide = f32>>(o: &Operands<'_, S>, controls: &Controls<'_>) {
     let call = o.call;
     match call.op {
         Op::Cast { .. } => cast::cast(o.x(0), o.lower_y(0)),
@@ -65,7 +62,6 @@ fn run_in<S: Stored<Wide = f32>>(
         }
         Op::Attention(sizes) => attention::naive(o, &sizes),
         Op::AttentionBackward(sizes) => attention::naive_backward(o, &sizes),
-        Op::Kernel(_) => {} // by `run`
         Op::RotateBack(_)
         | Op::NaiveAttention(_)
         | Op::NaiveAttentionBackward(_)
@@ -98,26 +94,6 @@ fn run_in<S: Stored<Wide = f32>>(
             let (logits, losses) = (o.lower_y(0), o.y(1));
             cross_entropy::forward_backward_in_place(logits, classes, target, weight, losses);
         }
-        Op::LossGradient { counted } => {
-            o.y(0)[0] = (controls.loss_scale.unwrap_or(1.0) / counted as f64) as f32;
-        }
-        Op::Accumulate { accumulate, .. } => {
-            let (x, y) = (o.x(0), o.y(0));
-            match o.adds(accumulate) {
-                false => y.copy_from_slice(x),
-                true => reduce::add_scaled(y, x, 1.0),
-            }
-        }
-        Op::MeanLoss {
-            counted,
-            accumulate,
-            ..
-        } => {
-            let losses = o.x(0).iter().map(|loss| f64::from(*loss));
-            let share = losses.sum::<f64>() / counted as f64;
-            let loss = &mut o.write::<f64>(0)[0];
-            *loss = share + if o.adds(accumulate) { *loss } else { 0.0 };
-        }
         Op::RmsNormBackward {
             add_dx, accumulate, ..
         } => {
@@ -140,13 +116,8 @@ fn run_in<S: Stored<Wide = f32>>(
             false => embedding::backward(o.x(0), width, o.read(1), o.y(0)),
             true => embedding::backward_accumulating(o.x(0), width, o.read(1), o.y(0)),
         },
-        Op::SumOfSquares { .. } => o.write::<f64>(0)[0] = reduce::sum_of_squares(o.x(0)),
-        Op::Unscale { .. } => update::unscale(o, controls),
-        Op::CheckOverflow { .. } => return Ok(update::check_overflow(o)),
-        Op::ClipFactor { .. } => update::clip_factor(plan, o, controls)?,
-        Op::AdamW { parameter, .. } => update::step(o, parameter, controls),
+        _ => unreachable!("{} is not an op's", call.op.name()),
     }
-    Ok(ControlFlow::Continue(()))
 }
 
 /// `c = a b`, c in f32 or as a and b are.

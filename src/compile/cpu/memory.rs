@@ -94,12 +94,12 @@ fn ask_for_huge_pages(_start: NonNull<u8>, _layout: Layout) {}
 /// What lies outside of the arena, lent for one run.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Lent<'a> {
-    /// By parameter; empty elements are not touched.
-    pub parameters: &'a [*mut [f32]],
+    /// The bytes of each parameter; empty ones are not touched.
+    pub parameters: &'a [*mut [u8]],
     /// By parameter; empty in a run without an update.
-    pub exp_avg: &'a [*mut [f32]],
+    pub exp_avg: &'a [*mut [u8]],
     /// By parameter; empty in a run without an update.
-    pub exp_avg_sq: &'a [*mut [f32]],
+    pub exp_avg_sq: &'a [*mut [u8]],
     /// The bytes of what the run gives out, if it does.
     pub output: Option<*mut [u8]>,
     /// The bytes of each, by number; those that the run's calls do not read may be missing.
@@ -211,26 +211,18 @@ impl<'a> View<'a> {
 
 /// What a caller lends is what the plan was made for; the callers have checked, and said so to the user.
 fn check_lent(buffer: &Buffer, lent: &Lent<'_>, micro_batches: usize) {
-    let (wanted, got) = (
-        buffer.elements(),
-        match buffer.home {
-            Home::Arena { .. } | Home::Table(_) => return,
-            Home::Parameter(number) => lent.parameters[number].len(),
-            Home::ExpAvg(_) | Home::ExpAvgSq(_) if lent.exp_avg.is_empty() => return,
-            Home::ExpAvg(number) => lent.exp_avg[number].len(),
-            Home::ExpAvgSq(number) => lent.exp_avg_sq[number].len(),
-            Home::Output => {
-                let bytes = lent.output.map_or(0, |output| output.len());
-                bytes / buffer.dtype.size_in_bytes()
-            }
-            Home::Input(number) => {
-                lent.arguments[number].len() / buffer.dtype.size_in_bytes() / micro_batches
-            }
-            Home::Argument(number) => match lent.arguments.get(number) {
-                None => return,
-                Some(argument) => argument.len() / buffer.dtype.size_in_bytes(),
-            },
+    let got = match buffer.home {
+        Home::Arena { .. } | Home::Table(_) => return,
+        Home::Parameter(number) => lent.parameters[number].len(),
+        Home::ExpAvg(_) | Home::ExpAvgSq(_) if lent.exp_avg.is_empty() => return,
+        Home::ExpAvg(number) => lent.exp_avg[number].len(),
+        Home::ExpAvgSq(number) => lent.exp_avg_sq[number].len(),
+        Home::Output => lent.output.map_or(0, |output| output.len()),
+        Home::Input(number) => lent.arguments[number].len() / micro_batches,
+        Home::Argument(number) => match lent.arguments.get(number) {
+            None => return,
+            Some(argument) => argument.len(),
         },
-    );
-    assert_eq!(got, wanted, "{}", buffer.name);
+    };
+    assert_eq!(got as u64, buffer.bytes(), "{}", buffer.name);
 }

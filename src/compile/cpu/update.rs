@@ -1,24 +1,100 @@
-//! Calls that come when the gradients are there: loss scaling undone, clipping, AdamW.
+//! Calls beside those of ops: the loss and its gradient, sums of gradients, loss scaling undone, clipping, AdamW. In the dtype of
+//! the parameters, f32 or f64.
 
-use super::super::plan::Plan;
+use super::super::op::Op;
+use super::super::plan::{Call, Plan};
 use super::super::run::not_finite;
 use super::Controls;
+use super::memory::View;
 use super::operands::Operands;
 use crate::Result;
-use crate::kernels::cpu::{Stored, adamw, unscale as unscaling};
+use crate::kernels::cpu::{Real, Stored, adamw, reduce, unscale as unscaling};
+use candle_core::DType;
 use std::ops::ControlFlow;
 
+/// Whether the call is one of these.
+pub(super) fn has(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::LossGradient { .. }
+            | Op::Accumulate { .. }
+            | Op::MeanLoss { .. }
+            | Op::SumOfSquares { .. }
+            | Op::Unscale { .. }
+            | Op::CheckOverflow { .. }
+            | Op::ClipFactor { .. }
+            | Op::AdamW { .. }
+    )
+}
+
+/// Runs one of these calls: whether the step goes on after it.
+///
+/// # Errors
+/// Gradients that are not finite, found by clipping.
+pub(super) fn run(
+    plan: &Plan,
+    call: &Call,
+    view: &View<'_>,
+    controls: &Controls<'_>,
+) -> Result<ControlFlow<()>> {
+    let o = Operands::<f32>::new(call, view);
+    let first = call.reads.iter().chain(&call.writes).next();
+    match first.map(|operand| view.dtype(operand)) {
+        Some(DType::F64) => run_in::<f64>(plan, &o, controls),
+        _ => run_in::<f32>(plan, &o, controls),
+    }
+}
+
+fn run_in<R: Real + Stored<Wide = R>>(
+    plan: &Plan,
+    o: &Operands<'_, f32>,
+    controls: &Controls<'_>,
+) -> Result<ControlFlow<()>> {
+    match o.call.op {
+        Op::LossGradient { counted } => {
+            let scale = controls.loss_scale.unwrap_or(1.0);
+            o.write::<R>(0)[0] = R::real(scale / counted as f64);
+        }
+        Op::Accumulate { accumulate, .. } => {
+            let (x, y) = (o.read::<R>(0), o.write::<R>(0));
+            match o.adds(accumulate) {
+                false => y.copy_from_slice(x),
+                true => reduce::add_scaled(y, x, 1.0),
+            }
+        }
+        Op::MeanLoss {
+            counted,
+            accumulate,
+            ..
+        } => {
+            let losses = o.read::<R>(0).iter().map(|loss| loss.to_f64());
+            let share = losses.sum::<f64>() / counted as f64;
+            let loss = &mut o.write::<f64>(0)[0];
+            *loss = share + if o.adds(accumulate) { *loss } else { 0.0 };
+        }
+        Op::SumOfSquares { .. } => {
+            o.write::<f64>(0)[0] = reduce::sum_of_squares(o.read::<R>(0));
+        }
+        Op::Unscale { .. } => unscale::<R>(o, controls),
+        Op::CheckOverflow { .. } => return Ok(check_overflow(o)),
+        Op::ClipFactor { .. } => clip_factor(plan, o, controls)?,
+        Op::AdamW { parameter, .. } => step::<R>(o, parameter, controls),
+        _ => unreachable!("{} is an op's", o.call.op.name()),
+    }
+    Ok(ControlFlow::Continue(()))
+}
+
 /// A gradient over the loss scale; where there is none to undo, whatever it holds will do.
-pub(super) fn unscale<S: Stored<Wide = f32>>(o: &Operands<'_, S>, controls: &Controls<'_>) {
+fn unscale<R: Stored>(o: &Operands<'_, f32>, controls: &Controls<'_>) {
     let is_finite = match controls.loss_scale {
-        Some(scale) => unscaling::in_place(o.y(0), 1.0 / scale),
+        Some(scale) => unscaling::in_place(o.write::<R>(0), 1.0 / scale),
         None => true,
     };
     o.write::<u8>(1)[0] = is_finite.into();
 }
 
 /// Whether the step goes on: not if a gradient has overflowed.
-pub(super) fn check_overflow<S: Stored<Wide = f32>>(o: &Operands<'_, S>) -> ControlFlow<()> {
+fn check_overflow(o: &Operands<'_, f32>) -> ControlFlow<()> {
     let finite: &[u8] = o.read(0);
     let first = finite.iter().position(|is_finite| *is_finite == 0);
     o.write::<u32>(0)[0] = first.unwrap_or(finite.len()) as u32;
@@ -28,29 +104,22 @@ pub(super) fn check_overflow<S: Stored<Wide = f32>>(o: &Operands<'_, S>) -> Cont
     }
 }
 
-pub(super) fn step<S: Stored<Wide = f32>>(
-    o: &Operands<'_, S>,
-    parameter: usize,
-    controls: &Controls<'_>,
-) {
+fn step<R: Real>(o: &Operands<'_, f32>, parameter: usize, controls: &Controls<'_>) {
     let update = &controls.updates[parameter];
     let factor = match o.call.reads.len() {
         1 => 1.0,
         _ => o.read::<f64>(1)[1],
     };
-    let (p, g, m, v) = (o.y(0), o.x(0), o.y(1), o.y(2));
+    let gradient = o.read::<R>(0);
+    let [p, m, v] = [0, 1, 2].map(|place| o.write::<R>(place));
     match factor < 1.0 {
-        true => adamw::step_scaled(p, g, factor, m, v, update),
-        false => adamw::step(p, g, m, v, update),
+        true => adamw::step_scaled(p, gradient, factor, m, v, update),
+        false => adamw::step(p, gradient, m, v, update),
     }
 }
 
 /// The norm, and what the gradients are multiplied by: as `clip_grad_norm_checked`.
-pub(super) fn clip_factor<S: Stored<Wide = f32>>(
-    plan: &Plan,
-    o: &Operands<'_, S>,
-    controls: &Controls<'_>,
-) -> Result<()> {
+fn clip_factor(plan: &Plan, o: &Operands<'_, f32>, controls: &Controls<'_>) -> Result<()> {
     let squares: &[f64] = o.read(0);
     let norm = squares.iter().sum::<f64>().sqrt();
     let result: &mut [f64] = o.write(0);

@@ -1,7 +1,8 @@
 //! Forms: some nodes of a graph that are planned together.
 
 use super::program::Program;
-use super::{Job, Lower, attention, embedding, gated, head, heads, linear, node, norm, recompute};
+use super::recompute::Choice;
+use super::{Job, Lower, attention, embedding, gated, head, heads, linear, node, norm};
 use crate::Result;
 use crate::graph::ValueId;
 use std::collections::BTreeMap;
@@ -73,23 +74,23 @@ impl Forms {
     }
 }
 
-/// The forms of a graph, in order, and the node that each is at; and how much of [`Job::again`] there is.
+/// The forms of a graph, in order, and the node that each is at.
 pub(super) fn all(
     program: &Rc<Program<'_>>,
     job: &Job<'_>,
-) -> (Vec<(usize, Rc<dyn Form>)>, recompute::Again) {
+    choice: &Choice,
+) -> Vec<(usize, Rc<dyn Form>)> {
     let mut forms = Forms {
         taken: vec![false; program.nodes.len()],
         ..Forms::default()
     };
-    let choice = recompute::Choice::new(job.again);
     head::find(program, &mut forms);
     let packed = attention::find(program, job, &mut forms);
     heads::find(program, job, &mut forms);
-    gated::find(program, job, &choice, &mut forms);
+    gated::find(program, job, choice, &mut forms);
     linear::find(program, &packed, &mut forms);
-    norm::find(program, job, &choice, &mut forms);
+    norm::find(program, job, choice, &mut forms);
     embedding::find(program, &mut forms);
     node::find(program, &mut forms);
-    (forms.at.into_iter().collect(), choice.taken(job.again))
+    forms.at.into_iter().collect()
 }

@@ -13,7 +13,7 @@ impl Lower<'_> {
         let refuse = |got: String| {
             Err(Error::Shape {
                 op,
-                expected: "a loss: one f32 that an op has made".into(),
+                expected: "a loss: one f32, on the CPU or f64, that an op has made".into(),
                 got,
                 hint: "return ops::mean or a cross-entropy of what the model gives; ops::cast makes it f32".into(),
             })
@@ -23,7 +23,8 @@ impl Lower<'_> {
         };
         let shape = self.program.graph.shape_of(output);
         let value = self.program.graph.value(output.value);
-        if shape.iter().product::<usize>() != 1 || value.dtype != DType::F32 {
+        let takes = value.dtype == DType::F32 || (value.dtype == DType::F64 && !self.is_on_gpu());
+        if shape.iter().product::<usize>() != 1 || !takes {
             return refuse(format!("{shape:?} in {}", value.dtype.as_str()));
         }
         if !output.tracked {
@@ -46,7 +47,8 @@ impl Lower<'_> {
         let loss = self.read(&output);
         let counted = self.job.config.accumulation;
         let mean = self.mean_of(loss, counted);
-        let gradient = self.temporary("gradient of the loss", &[1], DType::F32);
+        let dtype = self.program.graph.value(output.value).dtype;
+        let gradient = self.temporary("gradient of the loss", &[1], dtype);
         let op = Op::LossGradient { counted };
         self.plan.call_on(op, Vec::new(), vec![gradient.clone()]);
         self.contribute(&output, gradient);

@@ -47,6 +47,7 @@ use crate::{Error, Result};
 use form::Form;
 use gradients::Gradients;
 use program::Program;
+use recompute::Choice;
 use std::collections::HashMap;
 use std::rc::Rc;
 use weights::Weights;
@@ -220,7 +221,8 @@ impl<'a> Lower<'a> {
             Some(function.parameters[*number].elements)
         };
         let program = Rc::new(Program::new(&function.graph, followed));
-        let (forms, again) = form::all(&program, job);
+        let choice = Choice::new(job.again);
+        let forms = form::all(&program, job, &choice);
         let outputs = forms.iter().flat_map(|(_, form)| {
             let outputs = form.outputs().into_iter();
             outputs.map(move |output| (output, form.clone()))
@@ -238,7 +240,7 @@ impl<'a> Lower<'a> {
             gradients: Gradients::default(),
             weights: Weights::new(&program, job),
             mean_loss: None,
-            again,
+            again: choice.taken(job.again),
             program,
         }
     }

@@ -156,7 +156,8 @@ impl Lower<'_> {
         if is_first && self.job.config.accumulation == 1 && !self.gradients.reads(gradient.buffer) {
             self.weights.gradients[number] = Some(gradient);
         } else {
-            let (sum, accumulate) = self.gradient_of_weights(&[value], DType::F32);
+            let dtype = self.program.graph.value(value).dtype;
+            let (sum, accumulate) = self.gradient_of_weights(&[value], dtype);
             let elements = sum.elements.len();
             let op = Op::Accumulate {
                 elements,
