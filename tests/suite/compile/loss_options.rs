@@ -233,7 +233,7 @@ fn micro_batches(#[values(Precision::F32, Precision::BF16)] precision: Precision
     for ((name, a), (other, b)) in gradients.iter().zip(&sums) {
         assert_eq!(name, other);
         let error = super::distance(b, a);
-        assert!(f64::from(error) <= f64::from(bound), "{name}: {error:.1e}");
+        assert!(error <= f64::from(bound), "{name}: {error:.1e}");
     }
 
     let scalar = graph::input("scale", (), DType::F32).unwrap();
