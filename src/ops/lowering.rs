@@ -73,6 +73,8 @@ pub(crate) fn takes_composed(op: &str) -> bool {
         "add_scaled",
         "exp",
         "log",
+        "pow",
+        "rsqrt",
         "relu",
         "tanh",
         "sigmoid",
@@ -84,6 +86,7 @@ pub(crate) fn takes_composed(op: &str) -> bool {
     const OTHERS: &[&str] = &[
         "sum",
         "mean",
+        "log_softmax",
         "concat",
         "cast",
         "weight_cast",
@@ -414,6 +417,9 @@ impl Kernel {
     /// Launches a call on a GPU.
     #[cfg(feature = "cuda")]
     pub(crate) fn launch(&self, operands: &Operands<'_>) -> Result<()> {
+        if operands.reads.iter().any(|x| x.dtype == DType::F64) {
+            bail!("{}: kernels on GPUs take f32 at most, not f64", self.name);
+        }
         match self.launch {
             Some(launch) => launch(self, operands),
             None => bail!("{} was planned for the CPU", self.name),
