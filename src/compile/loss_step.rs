@@ -65,8 +65,7 @@ impl StepConfig {
 ///
 /// Plans are made as [`TrainStep`](super::TrainStep)'s are, with the same passes: norms of sums, gates whose backward needs no
 /// memory of its own, attention in the model's dimension, head and loss some rows at a time. An op that none of them takes is
-/// planned as it is traced, one kernel after another. On the CPU, or on a GPU if every op has a kernel there; with parameters in
-/// f32.
+/// planned as it is traced, one kernel after another. On the CPU or [on a GPU](super#on-a-gpu); with parameters in f32.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
