@@ -32,8 +32,8 @@ const OP: &str = "compile::LossStep";
 ///
 /// Plans are made as [`TrainStep`](super::TrainStep)'s are, with the same passes: norms of sums, gates whose backward needs no
 /// memory of its own, attention in the model's dimension, head and loss some rows at a time. An op that none of them takes is
-/// planned as it is traced, one kernel after another. On the CPU, or on a GPU if every op has a kernel there; with parameters in
-/// f32, on the CPU also in f64.
+/// planned as it is traced, one kernel after another. On the CPU or [on a GPU](super#on-a-gpu); with parameters in f32, on the CPU
+/// also in f64.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};

@@ -10,6 +10,7 @@ pub(crate) mod limits;
 mod mask;
 #[cfg(any(test, feature = "cuda"))]
 pub(crate) mod ptx_cache;
+pub(crate) mod strided;
 pub(crate) mod workspace;
 
 pub use mask::Mask;

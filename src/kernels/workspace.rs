@@ -44,6 +44,11 @@ pub(crate) fn bias_backward(rows: usize, width: usize) -> usize {
     bias_parts(rows) * width
 }
 
+/// Parts of a buffer that are summed by themselves, f64: what a GPU's sum works in.
+pub(crate) fn sum_parts(elements: usize) -> usize {
+    elements.div_ceil(8192).clamp(1, 1024)
+}
+
 /// What the embedding's backward sorts positions in, in words: how often each id was found (and two counters), the
 /// positions by id, the ids with many, the positions of those with more than there is room for.
 pub(crate) fn embedding_backward(count: usize, vocab_size: usize) -> [usize; 4] {

@@ -3,9 +3,14 @@
 use super::cast::cast_castable;
 use super::check_same;
 use super::info::OpInfo;
-use super::lowering::{Calls, Lowering, Signature, Slot, kernel};
+use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::{check_size, operand};
 use super::record::{composed, input};
+#[cfg(feature = "cuda")]
+use crate::kernels::{
+    cuda::{View, strided as cuda_kernel},
+    strided::{Dim, joined},
+};
 use crate::{Error, Result, precision};
 use candle_core::Tensor;
 
@@ -97,6 +102,14 @@ pub(super) const LOWERING: Lowering = Lowering {
                 }
             }
         });
+        let kernel = on_gpu!(kernel, |k, l| {
+            let (outer, y) = (k.count("outer")?, l.writes[0]);
+            let mut places = parts(&l.reads, outer, y);
+            places.try_for_each(|(part, place)| {
+                let dims = rows_of(outer, [part.len, part.len, y.len]);
+                cuda_kernel::copy(l.card, part, place, &dims)
+            })
+        });
         let kernel = kernel.sized([("outer", outer(signature))]);
         let reads: Vec<Slot> = (0..signature.inputs.len()).map(Slot::Input).collect();
         Calls::default().call(kernel, &reads, &[Slot::Output])
@@ -115,11 +128,51 @@ pub(super) const LOWERING: Lowering = Lowering {
                 }
             }
         });
+        let kernel = on_gpu!(kernel, |k, l| {
+            let (outer, dy) = (k.count("outer")?, l.reads[0]);
+            let mut places = parts(&l.writes, outer, dy);
+            places.try_for_each(|(part, place)| {
+                let dims = rows_of(outer, [part.len, dy.len, part.len]);
+                cuda_kernel::copy(l.card, place, part, &dims)
+            })
+        });
         let kernel = kernel.sized([("outer", outer(signature))]);
         let writes: Vec<Slot> = (0..signature.inputs.len()).map(Slot::Gradient).collect();
         Calls::default().call(kernel, &[Slot::OutputGradient], &writes)
     },
 };
+
+/// Each part with where its first row begins in the whole.
+#[cfg(feature = "cuda")]
+fn parts<'a>(
+    parts: &[View<'a>],
+    outer: usize,
+    whole: View<'a>,
+) -> impl Iterator<Item = (View<'a>, View<'a>)> {
+    let mut before = 0; // elements of a row that lie in the parts before
+    parts.iter().map(move |part| {
+        let place = whole.part_from(before);
+        before += part.len / outer.max(1);
+        (*part, place)
+    })
+}
+
+/// So many rows of a part, of what is read and of what is written, by how many elements all rows of each have.
+#[cfg(feature = "cuda")]
+fn rows_of(outer: usize, elements: [usize; 3]) -> Vec<Dim> {
+    let [size, from, to] = elements.map(|elements| elements / outer.max(1));
+    let rows = Dim {
+        size: outer,
+        from,
+        to,
+    };
+    let row = Dim {
+        size,
+        from: 1,
+        to: 1,
+    };
+    joined([rows, row].into_iter())
+}
 
 /// The dimensions before the one that the tensors are joined along: the first in which one of them differs from the result.
 fn outer(signature: &Signature<'_>) -> usize {

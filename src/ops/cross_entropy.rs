@@ -7,7 +7,7 @@ use super::dispatch::{Path, choose};
 use super::embedding::ids_room;
 use super::info::OpInfo;
 use super::linear::last_dim;
-use super::lowering::{Calls, Ids, Kernel, Lowering, Signature, Slot, kernel};
+use super::lowering::{Calls, Ids, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::operand;
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
 use crate::graph::{self, Attribute, Room, Step, Target};
@@ -20,7 +20,11 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::cross_entropy as cuda_kernel, candle_core::CudaStorage};
+use {
+    super::cuda,
+    crate::kernels::cuda::{View, cross_entropy as cuda_kernel},
+    candle_core::CudaStorage,
+};
 
 /// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32, the loss a scalar.
 ///
@@ -235,7 +239,7 @@ pub(super) const LOWERING: Lowering = Lowering {
             Slot::Kept(0),
             Slot::OutputGradient,
         ];
-        Calls::default().call(planned_gradient(signature), &reads, &[Slot::Gradient(0)])
+        planned_gradient(signature, reads, Slot::Gradient(0), Calls::default())
     },
 };
 
@@ -264,13 +268,38 @@ pub(super) fn planned_loss(
         let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
         s.y::<<T as Stored>::Wide>(0)?[0] = Real::real(total / targets.counted as f64);
     });
+    let kernel = on_gpu!(kernel, |k, l| {
+        let (logits, targets) = (l.reads[0], targets_on_card(k, l.reads[1]));
+        let (mean, losses, statistics) = (l.writes[0], l.writes[1], l.writes[2]);
+        match l.writes.get(3) {
+            None => cuda_kernel::forward(l.card, logits, targets, losses, statistics, mean),
+            Some(sum) => {
+                cuda_kernel::rows(l.card, logits, targets, losses, statistics)?;
+                cuda_kernel::mean(l.card, losses, 1, *sum, false)?;
+                cuda_kernel::share(l.card, targets, *sum, mean)
+            }
+        }
+    });
     let kernel = with_classes(signature, kernel);
-    let writes = [Slot::Output, losses, statistics];
+    let mut writes = vec![Slot::Output, losses, statistics];
+    if counts_on_gpu(signature) {
+        writes.push(calls.scratch(&[1], DType::F64)); // the sum of all losses
+    }
     calls.ids(ids).call(kernel, &[logits, targets], &writes)
 }
 
+/// Whether a GPU has to count the targets of a run.
+fn counts_on_gpu(signature: &Signature<'_>) -> bool {
+    signature.target == Target::Cuda && planned_ignore(signature).is_some()
+}
+
 /// Reads logits, targets, statistics and the loss's gradient; writes the logits' gradient.
-pub(super) fn planned_gradient(signature: &Signature<'_>) -> Kernel {
+pub(super) fn planned_gradient(
+    signature: &Signature<'_>,
+    reads: [Slot; 4],
+    dlogits: Slot,
+    mut calls: Calls,
+) -> Calls {
     let kernel = kernel!("cross_entropy_backward", |T, k, s| {
         let targets = Planned::of(k, s.x(1)?)?;
         let target = |row| targets.get(row);
@@ -279,7 +308,30 @@ pub(super) fn planned_gradient(signature: &Signature<'_>) -> Kernel {
         let (logits, classes, statistics) = (s.x::<T>(0)?, k.count("classes")?, s.x(2)?);
         kernel::backward(logits, classes, target, statistics, weight, s.y(0)?);
     });
-    with_classes(signature, kernel)
+    let kernel = on_gpu!(kernel, |k, l| {
+        let (logits, mut targets) = (l.reads[0], targets_on_card(k, l.reads[1]));
+        let (statistics, mut dloss) = (l.reads[2], l.reads[3]);
+        if let Some(share) = l.writes.get(1) {
+            cuda_kernel::share(l.card, targets, dloss, *share)?;
+            (dloss, targets.counted) = (*share, 1);
+        }
+        cuda_kernel::backward(l.card, logits, targets, statistics, dloss, l.writes[0])
+    });
+    let mut writes = vec![dlogits];
+    if counts_on_gpu(signature) {
+        writes.push(calls.scratch(&[1], DType::F32)); // each target's share of the loss's gradient
+    }
+    calls.call(with_classes(signature, kernel), &reads, &writes)
+}
+
+/// The targets of a run, as if all of them counted.
+#[cfg(feature = "cuda")]
+fn targets_on_card<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
+    cuda_kernel::Targets {
+        ids,
+        ignore: k.count("ignore").ok().map(|id| id as u32),
+        counted: ids.len,
+    }
 }
 
 fn with_classes(signature: &Signature<'_>, kernel: Kernel) -> Kernel {

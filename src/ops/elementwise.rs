@@ -2,11 +2,14 @@
 
 use super::cast::{cast, cast_for};
 use super::info::OpInfo;
-use super::lowering::{Calls, Lowering, Slot, kernel};
+use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
 use super::operand::check_supported;
-use super::record::{composed, input};
+use super::record::{Composed, composed_as, input};
 use crate::Result;
+use crate::graph::Attribute;
 use crate::kernels::cpu::arithmetic as kernel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::elementwise as cuda_kernel;
 use candle_core::{DType, Shape, Tensor};
 
 /// `y = exp(x)`, elementwise.
@@ -33,7 +36,8 @@ pub fn log(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`exp`].
 pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
-    in_f32("pow", x, x.shape(), |x| x.powf(exponent))
+    let attributes = vec![("exponent", Attribute::Number(exponent))];
+    with_attributes("pow", x, x.shape(), attributes, |x| x.powf(exponent))
 }
 
 /// `y = 1 / sqrt(x)`, elementwise; otherwise as [`exp`].
@@ -59,14 +63,14 @@ pub(super) const LOWERINGS: &[Lowering] = &[
             let kernel = kernel!("exp", |T, _, s| {
                 kernel::exp(s.x::<T>(0)?, s.y(0)?);
             });
-            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+            Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
         },
         backward: |_| {
             let kernel = kernel!("mul", |T, _, s| {
                 kernel::mul(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
             });
             let reads = [Slot::OutputGradient, Slot::Output];
-            Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+            Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
         },
     },
     Lowering {
@@ -75,17 +79,64 @@ pub(super) const LOWERINGS: &[Lowering] = &[
             let kernel = kernel!("log", |T, _, s| {
                 kernel::log(s.x::<T>(0)?, s.y(0)?);
             });
-            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+            Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
         },
         backward: |_| {
             let kernel = kernel!("div", |T, _, s| {
                 kernel::div(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
             });
             let reads = [Slot::OutputGradient, Slot::Input(0)];
+            Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
+        },
+    },
+    Lowering {
+        op: "pow",
+        forward: |signature| {
+            let kernel = kernel!("pow", |T, k, s| {
+                kernel::pow(s.x::<T>(0)?, k.number("exponent")?, s.y(0)?);
+            });
+            let kernel = map(kernel).with_all(signature.attributes);
+            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        },
+        backward: |signature| {
+            let kernel = kernel!("pow_backward", |T, k, s| {
+                kernel::pow_backward(s.x::<T>(0)?, s.x(1)?, k.number("exponent")?, s.y(0)?);
+            });
+            let kernel = map(kernel).with_all(signature.attributes);
+            let reads = [Slot::OutputGradient, Slot::Input(0)];
             Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
         },
     },
+    Lowering {
+        op: "rsqrt",
+        forward: |_| {
+            let kernel = kernel!("rsqrt", |T, _, s| {
+                kernel::rsqrt(s.x::<T>(0)?, s.y(0)?);
+            });
+            Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
+        },
+        backward: |_| {
+            let kernel = kernel!("rsqrt_backward", |T, _, s| {
+                kernel::rsqrt_backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+            });
+            let reads = [Slot::OutputGradient, Slot::Input(0)];
+            Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
+        },
+    },
 ];
+
+/// With the GPU's elementwise kernel of the same name, and the number that it takes, if it takes one.
+pub(super) fn map(kernel: Kernel) -> Kernel {
+    on_gpu!(kernel, |k, l| {
+        let numbers = k.attributes().iter();
+        let mut numbers = numbers.filter_map(|(_, value)| match value {
+            Attribute::Number(number) => Some(*number),
+            _ => None,
+        });
+        let factor = numbers.next().unwrap_or_default();
+        cuda_kernel::map(l.card, k.name(), factor, &l.reads, l.writes[0])
+    })
+}
 
 /// `f` of x, of this shape, as the policy wants it: computed in f32 at least.
 pub(super) fn in_f32(
@@ -94,9 +145,23 @@ pub(super) fn in_f32(
     shape: impl Into<Shape>,
     f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
+    with_attributes(op, x, shape, Vec::new(), f)
+}
+
+fn with_attributes(
+    op: &'static str,
+    x: &Tensor,
+    shape: impl Into<Shape>,
+    attributes: Vec<(&'static str, Attribute)>,
+    f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
+) -> Result<Tensor> {
     check_supported(op, x)?;
     let [x] = cast_for(op, [x])?;
-    composed(op, &[&x], (shape, x.dtype()), || {
+    let output = Composed {
+        attributes,
+        ..Composed::new(shape, x.dtype())
+    };
+    composed_as(op, &[&x], output, || {
         let wide = match x.dtype() {
             DType::F16 | DType::BF16 => cast(&x, DType::F32)?,
             _ => input(&x),

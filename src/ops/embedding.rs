@@ -5,7 +5,7 @@ use super::cost::cost;
 use super::cpu::{elements, for_stored, ids, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Ids, Lowering, Slot, kernel};
+use super::lowering::{Calls, Ids, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
 use crate::graph::{Room, Step, Target};
@@ -103,6 +103,10 @@ pub(super) const LOWERING: Lowering = Lowering {
         let kernel = kernel!("embedding", |T, k, s| {
             kernel::forward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
         });
+        let kernel = on_gpu!(kernel, |k, l| {
+            let (table, ids) = (l.reads[0], l.reads[1]);
+            cuda_kernel::forward(l.card, table, ids, k.count("width")?, l.writes[0])
+        });
         let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
         let reads = [Slot::Input(0), Slot::Read(0)];
         Calls::default()
@@ -113,9 +117,20 @@ pub(super) const LOWERING: Lowering = Lowering {
         let kernel = kernel!("embedding_backward", |T, k, s| {
             kernel::backward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
         });
-        let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
-        let reads = [Slot::OutputGradient, Slot::Read(0)];
-        Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+        let kernel = on_gpu!(kernel, |k, l| {
+            let (dy, ids, dtable) = (l.reads[0], l.reads[1], l.writes[0]);
+            let width = k.count("width")?;
+            cuda_kernel::backward(l.card, dy, ids, width, dtable, false, l.writes[1])
+        });
+        let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
+        let kernel = kernel.sized([("width", table.dims[1])]);
+        let (mut calls, mut writes) = (Calls::default(), vec![Slot::Gradient(0)]);
+        if signature.target == Target::Cuda {
+            let count = ids.dims.iter().product();
+            let parts = workspace::embedding_backward(count, table.dims[0]);
+            writes.push(calls.scratch(&[parts.iter().sum()], DType::U32));
+        }
+        calls.call(kernel, &[Slot::OutputGradient, Slot::Read(0)], &writes)
     },
 };
 

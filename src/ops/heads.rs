@@ -4,7 +4,7 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Slices, Slot};
+use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
 use super::record::{Spec, apply1, composed, contiguous, input};
 use crate::graph::Attribute;
 use crate::kernels::cpu::heads::{Heads, merge, split};
@@ -137,21 +137,30 @@ pub(super) const LOWERINGS: &[Lowering] = &[
 
 /// One way, for heads (B, H, T, Dh).
 fn planned(way: Way, heads: &[usize]) -> Kernel {
-    fn run(way: Way, k: &Kernel, s: &Slices<'_>) -> candle_core::Result<()> {
-        let sizes = Heads {
+    fn sizes(k: &Kernel) -> candle_core::Result<Heads> {
+        Ok(Heads {
             batch: k.count("batch")?,
             length: k.count("length")?,
             heads: k.count("heads")?,
             head_dim: k.count("head_dim")?,
-        };
+        })
+    }
+    fn run(way: Way, k: &Kernel, s: &Slices<'_>) -> candle_core::Result<()> {
+        let sizes = sizes(k)?;
         for_stored!(s.dtype(0), T => {
             way.run(sizes, s.x::<T>(0)?, s.y(0)?);
             Ok(())
         })
     }
     let kernel = match way {
-        Way::Split => Kernel::new("split_heads", |k, s| run(Way::Split, k, s)),
-        Way::Merge => Kernel::new("merge_heads", |k, s| run(Way::Merge, k, s)),
+        Way::Split => on_gpu!(
+            Kernel::new("split_heads", |k, s| run(Way::Split, k, s)),
+            |k, l| Way::Split.launch(l.card, sizes(k)?, l.reads[0], l.writes[0])
+        ),
+        Way::Merge => on_gpu!(
+            Kernel::new("merge_heads", |k, s| run(Way::Merge, k, s)),
+            |k, l| Way::Merge.launch(l.card, sizes(k)?, l.reads[0], l.writes[0])
+        ),
     };
     let size = |dim: usize| heads.get(dim).copied().unwrap_or(1);
     kernel.sized([
@@ -205,14 +214,19 @@ impl Way {
         sizes: Heads,
         x: View,
     ) -> candle_core::Result<CudaStorage> {
+        let y = cuda::room(card, x.dtype, x.len)?;
+        self.launch(card, sizes, x, cuda::whole(&y)?)?;
+        Ok(y)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn launch(self, card: &CudaDevice, sizes: Heads, x: View, y: View) -> candle_core::Result<()> {
         let middle = match self {
             Self::Split => [sizes.length, sizes.heads],
             Self::Merge => [sizes.heads, sizes.length],
         };
-        let y = cuda::room(card, x.dtype, x.len)?;
         let sizes = [sizes.batch, middle[0], middle[1], sizes.head_dim];
-        cuda_kernel::swap(card, x, sizes, cuda::whole(&y)?)?;
-        Ok(y)
+        cuda_kernel::swap(card, x, sizes, y)
     }
 }
 

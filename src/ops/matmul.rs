@@ -4,7 +4,7 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Slot, kernel};
+use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
 use super::packing::packed_batch;
 use super::record::{Spec, apply2, composed, contiguous, input, made};
@@ -17,7 +17,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
-    super::cuda,
+    super::{cuda, product::on_card},
     crate::kernels::cuda::{View, matmul::Matrix},
     candle_core::CudaStorage,
 };
@@ -241,6 +241,7 @@ fn batched(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> 
         };
         matmul_batched(k.count("batch")?, a, b, s.y(0)?);
     });
+    let kernel = on_gpu!(kernel, |k, l| on_card(k, l, k.count("batch")?));
     let sizes = [
         ("batch", batch),
         ("a_rows", a_sizes[0]),

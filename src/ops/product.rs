@@ -1,10 +1,15 @@
 //! A matrix product in a plan, as linear maps and their gradients are.
 
 use super::cpu::for_stored;
-use super::lowering::{Kernel, Slices};
+use super::lowering::{Kernel, Slices, on_gpu};
 use crate::graph::Attribute;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{MatMut, MatRef, Threads, matmul_sum};
+#[cfg(feature = "cuda")]
+use {
+    super::lowering::Operands,
+    crate::kernels::cuda::{matmul::Matrix, set_to_zero},
+};
 
 /// A factor of a [`product`]: rows and columns as it lies.
 #[derive(Clone, Copy)]
@@ -59,6 +64,7 @@ pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
             false => into::<T, <T as Stored>::Wide>(k, s),
         })
     });
+    let kernel = on_gpu!(kernel, |k, l| on_card(k, l, 1));
     let rows = if a.transposed { a.cols } else { a.rows };
     let cols = if b.transposed { b.rows } else { b.cols };
     let sizes = [
@@ -78,4 +84,22 @@ pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
         .sized(sizes)
         .with_all(&flags.map(|(name, flag)| (name, Attribute::Flag(flag))))
         .costing(2.0 * (a.rows * a.cols) as f64 * cols as f64)
+}
+
+/// Launches `count` products: matrices one after another, of sizes as [`product`] says.
+#[cfg(feature = "cuda")]
+pub(super) fn on_card(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()> {
+    let factor = |place: usize, [rows, cols, transposed]: [&str; 3]| {
+        let x = Matrix::several(l.reads[place], k.count(rows)?, k.count(cols)?);
+        candle_core::Result::Ok(if k.flag(transposed) { x.t() } else { x })
+    };
+    let a = factor(0, ["a_rows", "a_cols", "a_transposed"])?;
+    let b = factor(1, ["b_rows", "b_cols", "b_transposed"])?;
+    let (rows, cols) = Matrix::product_of([&a, &b]);
+    let (c, adds) = (Matrix::several(l.writes[0], rows, cols), k.flag("adds"));
+    if a.view.len == 0 && !adds {
+        return set_to_zero(l.card, c.view); // sums of nothing
+    }
+    let mut products = l.products.borrow_mut();
+    products.multiply(l.card, [a, b], c, count, adds)
 }

@@ -2,11 +2,14 @@
 
 use super::elementwise::in_f32;
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel};
-use crate::graph::Attribute;
-use crate::kernels::cpu::parallel;
+use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
+use crate::graph::{Attribute, Target};
+use crate::kernels::cpu::{log_softmax as log_softmax_kernel, parallel};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::{log_softmax as log_softmax_on_gpu, reduce as cuda_kernel};
+use crate::kernels::workspace;
 use crate::{Error, Result};
-use candle_core::{D, Tensor, WithDType};
+use candle_core::{D, DType, Tensor, WithDType};
 use std::ops::Range;
 
 /// The sum of all elements, a scalar.
@@ -73,35 +76,72 @@ pub(super) const INFOS: &[OpInfo] = &[
 pub(super) const LOWERINGS: &[Lowering] = &[
     Lowering {
         op: "sum",
-        forward: |_| total(1.0),
+        forward: |signature| total(signature, 1.0),
         backward: |_| spread(1.0),
     },
     Lowering {
         op: "mean",
-        forward: |signature| total(share(signature)),
+        forward: |signature| total(signature, share(signature)),
         backward: |signature| spread(share(signature)),
     },
+    Lowering {
+        op: "log_softmax",
+        forward: |signature| {
+            let kernel = kernel!("log_softmax", |T, k, s| {
+                log_softmax_kernel::forward(s.x::<T>(0)?, k.count("width")?, s.y(0)?);
+            });
+            let kernel = on_gpu!(kernel, |k, l| {
+                let (x, y) = (l.reads[0], l.writes[0]);
+                log_softmax_on_gpu::forward(l.card, x, k.count("width")?, y)
+            });
+            let kernel = kernel.sized([("width", width(signature))]);
+            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        },
+        backward: |signature| {
+            let kernel = kernel!("log_softmax_backward", |T, k, s| {
+                let (dy, x) = (s.x::<T>(0)?, s.x(1)?);
+                log_softmax_kernel::backward(dy, x, k.count("width")?, s.y(0)?);
+            });
+            let kernel = on_gpu!(kernel, |k, l| {
+                let reads = [l.reads[0], l.reads[1]];
+                log_softmax_on_gpu::backward(l.card, reads, k.count("width")?, l.writes[0])
+            });
+            let kernel = kernel.sized([("width", width(signature))]);
+            let reads = [Slot::OutputGradient, Slot::Input(0)];
+            Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+        },
+    },
 ];
+
+/// Elements of a row: a scalar is one.
+fn width(signature: &Signature<'_>) -> usize {
+    signature.output.dims.last().copied().unwrap_or(1)
+}
 
 fn share(signature: &Signature<'_>) -> f64 {
     let elements: usize = signature.inputs[0].dims.iter().product();
     1.0 / elements as f64
 }
 
-/// The sum of x, in f64, times `factor`.
-fn total(factor: f64) -> Calls {
-    Calls::default().call(sum_of(factor), &[Slot::Input(0)], &[Slot::Output])
-}
-
-/// Reads x; writes its sum times `factor`.
-pub(crate) fn sum_of(factor: f64) -> Kernel {
+/// The sum of x, in f64, times `factor`; and on a GPU partial sums.
+fn total(signature: &Signature<'_>, factor: f64) -> Calls {
     let kernel = kernel!("sum", |T, k, s| {
         let x = s.x::<T>(0)?;
         let of_range = |range: Range<usize>| x[range].iter().map(|x| x.to_f64()).sum::<f64>();
         let total = parallel::sum_ranges(x.len(), of_range) * k.number("factor")?;
         s.y::<T>(0)?[0] = WithDType::from_f64(total);
     });
-    kernel.with("factor", Attribute::Number(factor))
+    let kernel = on_gpu!(kernel, |k, l| {
+        let factor = k.number("factor")?;
+        cuda_kernel::sum(l.card, l.reads[0], factor, l.writes[0], l.writes[1])
+    });
+    let (mut calls, mut writes) = (Calls::default(), vec![Slot::Output]);
+    if signature.target == Target::Cuda {
+        let elements = signature.inputs[0].dims.iter().product();
+        writes.push(calls.scratch(&[workspace::sum_parts(elements)], DType::F64));
+    }
+    let kernel = kernel.with("factor", Attribute::Number(factor));
+    calls.call(kernel, &[Slot::Input(0)], &writes)
 }
 
 /// The gradient of that: the output's everywhere.
@@ -109,6 +149,9 @@ fn spread(factor: f64) -> Calls {
     let kernel = kernel!("sum_backward", |T, k, s| {
         let dy = s.x::<T>(0)?[0].to_f64() * k.number("factor")?;
         s.y::<T>(0)?.fill(WithDType::from_f64(dy));
+    });
+    let kernel = on_gpu!(kernel, |k, l| {
+        cuda_kernel::spread(l.card, l.reads[0], k.number("factor")?, l.writes[0])
     });
     let kernel = kernel.with("factor", Attribute::Number(factor));
     Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])

@@ -3,6 +3,7 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
+use super::elementwise::map;
 use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Lowering, Slot, kernel};
 use super::operand::check_size;
@@ -45,14 +46,14 @@ pub(super) const LOWERING: Lowering = Lowering {
         let kernel = kernel!("relu", |T, _, s| {
             kernel::forward(s.x::<T>(0)?, s.y(0)?);
         });
-        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
     },
     backward: |_| {
         let kernel = kernel!("relu_backward", |T, _, s| {
             kernel::backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
         });
         let reads = [Slot::OutputGradient, Slot::Output];
-        Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+        Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
     },
 };
 

@@ -4,7 +4,7 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Lowering, Slot, kernel};
+use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, wide_input};
 use crate::graph::Attribute;
@@ -98,6 +98,10 @@ pub(super) const LOWERING: Lowering = Lowering {
         let kernel = kernel!("repeat_heads", |T, k, s| {
             kernel::repeat(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
         });
+        let kernel = on_gpu!(kernel, |k, l| {
+            let (width, times) = (k.count("width")?, k.count("times")?);
+            cuda_kernel::repeat(l.card, l.reads[0], width, times, l.writes[0])
+        });
         let kernel = kernel.with_all(signature.attributes);
         let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);
         Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
@@ -105,6 +109,10 @@ pub(super) const LOWERING: Lowering = Lowering {
     backward: |signature| {
         let kernel = kernel!("repeat_heads_backward", |T, k, s| {
             kernel::fold(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
+        });
+        let kernel = on_gpu!(kernel, |k, l| {
+            let (width, times) = (k.count("width")?, k.count("times")?);
+            cuda_kernel::fold(l.card, l.reads[0], width, times, l.writes[0])
         });
         let kernel = kernel.with_all(signature.attributes);
         let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);

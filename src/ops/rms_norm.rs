@@ -5,7 +5,7 @@ use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::info::{OpInfo, per_element};
 use super::linear::last_dim;
-use super::lowering::{Calls, Lowering, Slot, kernel};
+use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::zeros_of;
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::{Attribute, Room, Step, Target};
@@ -111,6 +111,14 @@ pub(super) const LOWERING: Lowering = Lowering {
             let weight = s.wide_x(1)?;
             kernel::forward(s.x::<T>(0)?, &weight, k.number("eps")?, s.y(0)?, s.y(1)?);
         });
+        let kernel = match takes_weight_on_gpu(signature) {
+            false => kernel,
+            true => on_gpu!(kernel, |k, l| {
+                let ([x, weight], [y, rstd]) =
+                    ([0, 1].map(|i| l.reads[i]), [0, 1].map(|i| l.writes[i]));
+                cuda_kernel::forward(l.card, x, weight, k.number("eps")?, y, rstd)
+            }),
+        };
         let reads = [Slot::Input(0), Slot::Input(1)];
         let writes = [Slot::Output, Slot::Kept(0)];
         Calls::default().call(kernel.with_all(signature.attributes), &reads, &writes)
@@ -120,15 +128,48 @@ pub(super) const LOWERING: Lowering = Lowering {
             let weight = s.wide_x(2)?;
             kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, s.y(0)?, s.y(1)?);
         });
+        let kernel = match takes_weight_on_gpu(signature) {
+            false => kernel,
+            true => on_gpu!(kernel, |_, l| {
+                let inputs = cuda_kernel::Inputs {
+                    dy: l.reads[0],
+                    x: l.reads[1],
+                    branch: None,
+                    weight: l.reads[2],
+                    rstd: l.reads[3],
+                };
+                let gradients = cuda_kernel::Gradients {
+                    dx: l.writes[0],
+                    add_dx: false,
+                    copy: None,
+                    y: None,
+                    dw: l.writes[1],
+                    add_dw: false,
+                };
+                cuda_kernel::backward(l.card, inputs, gradients, l.writes[2])
+            }),
+        };
         let reads = [
             Slot::OutputGradient,
             Slot::Input(0),
             Slot::Input(1),
             Slot::Kept(0),
         ];
-        Calls::with_wide_gradients(signature, kernel, &reads, &[1])
+        let mut calls = Calls::with_wide_gradients(signature, kernel, &reads, &[1]);
+        if signature.target == Target::Cuda {
+            let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
+            let len = workspace::rms_norm_partials(rows, width);
+            let partials = calls.scratch(&[len], DType::F32);
+            calls.calls[0].writes.push(partials);
+        }
+        calls
     },
 };
+
+/// A GPU's kernel takes the weight in f32.
+fn takes_weight_on_gpu(signature: &Signature<'_>) -> bool {
+    signature.inputs[1].dtype == DType::F32
+}
 
 struct RmsNorm {
     eps: f64,

@@ -5,7 +5,7 @@ use super::cost::cost;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Signature, Slot};
+use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, on_gpu};
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::Attribute;
 use crate::kernels::cpu::{Stored, rope as kernel};
@@ -131,6 +131,18 @@ fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
             kernel::rotate(s.x::<T>(0)?, s.x(1)?, s.x(2)?, width, back, s.y(0)?);
             Ok(())
         })
+    });
+    let kernel = on_gpu!(kernel, |k, l| {
+        let (tables, width) = ([l.reads[1], l.reads[2]], k.count("width")?);
+        let sizes = (2 * tables[0].len / width.max(1), width);
+        cuda_kernel::rotate(
+            l.card,
+            l.reads[0],
+            tables,
+            sizes,
+            k.flag("back"),
+            l.writes[0],
+        )
     });
     kernel
         .sized([("width", width)])

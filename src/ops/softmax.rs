@@ -5,7 +5,7 @@ use super::cost::cost;
 use super::cpu::{elements, for_real, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot};
+use super::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot, on_gpu};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
 use crate::graph::Attribute;
@@ -162,6 +162,9 @@ pub(super) const LOWERING: Lowering = Lowering {
                 Ok(())
             })
         });
+        let kernel = on_gpu!(kernel, |k, l| {
+            cuda_kernel::forward(l.card, scores(k)?, l.reads[0], l.writes[0])
+        });
         Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
     },
     backward: |signature| {
@@ -186,6 +189,10 @@ pub(super) const LOWERING: Lowering = Lowering {
                 }),
             }
         });
+        let kernel = on_gpu!(kernel, |k, l| {
+            let reads = [l.reads[0], l.reads[1]];
+            cuda_kernel::backward(l.card, scores(k)?, reads, l.writes[0])
+        });
         Calls::default().call(
             kernel,
             &[Slot::OutputGradient, source],
@@ -207,6 +214,16 @@ fn planned(
     };
     let kernel = Kernel::new(name, run).with_all(signature.attributes);
     kernel.sized([("queries", queries), ("keys", keys)])
+}
+
+#[cfg(feature = "cuda")]
+fn scores(k: &Kernel) -> candle_core::Result<cuda_kernel::Scores> {
+    Ok(cuda_kernel::Scores {
+        scale: k.number("scale")?,
+        mask: k.mask()?,
+        queries: k.count("queries")?,
+        keys: k.count("keys")?,
+    })
 }
 
 struct Softmax {

@@ -1,9 +1,12 @@
 //! Elements by their places: copies of views, their gradients, and constants.
 
 use super::cpu::for_stored;
-use super::lowering::Kernel;
+use super::lowering::{Kernel, on_gpu};
 use crate::graph::View;
 use crate::kernels::cpu::parallel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::strided as cuda_kernel;
+use crate::kernels::strided::{Dim, RANK, joined, writes_apart};
 use candle_core::{DType, Result, WithDType};
 
 /// Whether a view's elements lie one after another.
@@ -88,7 +91,41 @@ pub(crate) fn gather(view: View) -> Kernel {
         DType::I64 => gathered::<i64>(k.view()?, s.x(0)?, s.y(0)?),
         dtype => for_stored!(dtype, T => gathered::<T>(k.view()?, s.x(0)?, s.y(0)?)),
     });
-    kernel.viewing(view)
+    let is_on_gpu = moves(&view).len() <= RANK;
+    let kernel = kernel.viewing(view);
+    match is_on_gpu {
+        false => kernel,
+        true => on_gpu!(kernel, |k, l| {
+            let view = k.view()?;
+            let x = l.reads[0].part_from(view.offset);
+            cuda_kernel::copy(l.card, x, l.writes[0], &moves(view))
+        }),
+    }
+}
+
+/// From a view's places to its elements in order.
+fn moves(view: &View) -> Vec<Dim> {
+    let mut following = view.shape.iter().product::<usize>();
+    let dims = view.shape.iter().zip(&view.stride);
+    joined(dims.map(|(&size, &from)| {
+        following /= size.max(1);
+        Dim {
+            size,
+            from,
+            to: following,
+        }
+    }))
+}
+
+/// From elements in order to a view's places.
+fn moves_back(view: &View) -> Vec<Dim> {
+    let dims = moves(view).into_iter();
+    let dims = dims.map(|Dim { size, from, to }| Dim {
+        size,
+        from: to,
+        to: from,
+    });
+    dims.collect()
 }
 
 fn gathered<T: WithDType>(view: &View, x: &[T], y: &mut [T]) -> Result<()> {
@@ -112,13 +149,23 @@ fn gathered<T: WithDType>(view: &View, x: &[T], y: &mut [T]) -> Result<()> {
     Ok(())
 }
 
-/// Reads dy; writes zeros, and dy added by the places of `view`, in the dtype that sums are computed in.
+/// Reads dy; writes zeros, and dy added by the places of `view`, in the dtype that sums are computed in. On a GPU only where no
+/// two elements have one place but for those that a dimension repeats: a sum there is one thread's, or one block's.
 pub(crate) fn scatter(view: View) -> Kernel {
     let kernel = Kernel::new("scatter_add", |k, s| match s.dtype(0) {
         DType::F64 => scattered::<f64, f64>(k.view()?, s.x(0)?, s.y(0)?),
         dtype => for_stored!(dtype, T => scattered::<T, f32>(k.view()?, s.x(0)?, s.y(0)?)),
     });
-    kernel.viewing(view)
+    let dims = moves_back(&view);
+    let kernel = kernel.viewing(view);
+    match dims.len() <= RANK && writes_apart(&dims) {
+        false => kernel,
+        true => on_gpu!(kernel, |k, l| {
+            let view = k.view()?;
+            let dims = moves_back(view);
+            cuda_kernel::sums(l.card, l.reads[0], l.writes[0], view.offset, &dims)
+        }),
+    }
 }
 
 /// One thread adds, in order: places may repeat.

@@ -5,7 +5,7 @@ use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::{OpInfo, per_element};
-use super::lowering::{Calls, Kernel, Lowering, Slot, kernel};
+use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::probe::Operand;
@@ -82,15 +82,25 @@ pub(super) const LOWERING: Lowering = Lowering {
 
 /// Reads gate and up; writes silu(gate) * up.
 pub(super) fn gated() -> Kernel {
-    kernel!("swiglu", |T, _, s| {
+    let kernel = kernel!("swiglu", |T, _, s| {
         kernel::forward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-    })
+    });
+    on_gpu!(kernel, |_, l| cuda_kernel::forward(
+        l.card,
+        l.reads[0],
+        l.reads[1],
+        l.writes[0]
+    ))
 }
 
 /// Reads dy, gate and up; writes the gradients of gate and up.
 pub(super) fn gated_backward() -> Kernel {
-    kernel!("swiglu_backward", |T, _, s| {
+    let kernel = kernel!("swiglu_backward", |T, _, s| {
         kernel::backward(s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.y(0)?, s.y(1)?);
+    });
+    on_gpu!(kernel, |_, l| {
+        let reads = [l.reads[0], l.reads[1], l.reads[2]];
+        cuda_kernel::backward(l.card, reads, [l.writes[0], l.writes[1]])
     })
 }
 

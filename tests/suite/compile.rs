@@ -8,6 +8,8 @@ mod attention_judged;
 mod card;
 mod eager;
 mod half;
+#[cfg(feature = "cuda")]
+mod loss_card;
 mod loss_options;
 mod loss_step;
 mod memory;

@@ -78,6 +78,34 @@ pub fn log<T: Stored>(a: &[T], y: &mut [T]) {
     each(a, a, y, |a, _| a.logarithm());
 }
 
+/// `y = a^exponent`, rounded once in half precision.
+pub fn pow<T: Stored>(a: &[T], exponent: f64, y: &mut [T]) {
+    let exponent = T::Wide::real(exponent);
+    each(a, a, y, |a, _| a.power(exponent));
+}
+
+/// `dx = dy exponent x^(exponent - 1)`.
+pub fn pow_backward<T: Stored>(dy: &[T], x: &[T], exponent: f64, dx: &mut [T]) {
+    let exponent = T::Wide::real(exponent);
+    each(dy, x, dx, |dy, x| {
+        dy * x.power(exponent - T::Wide::ONE) * exponent
+    });
+}
+
+/// `y = 1 / sqrt(a)`.
+pub fn rsqrt<T: Stored>(a: &[T], y: &mut [T]) {
+    each(a, a, y, |a, _| T::Wide::ONE / a.square_root());
+}
+
+/// `dx = -dy y^3 / 2`, where y is `1 / sqrt(x)`.
+pub fn rsqrt_backward<T: Stored>(dy: &[T], x: &[T], dx: &mut [T]) {
+    let half = T::Wide::real(-0.5);
+    each(dy, x, dx, |dy, x| {
+        let y = T::Wide::ONE / x.square_root();
+        half * dy * y * y * y
+    });
+}
+
 fn each<T: Stored>(a: &[T], b: &[T], y: &mut [T], f: impl Fn(T::Wide, T::Wide) -> T::Wide + Sync) {
     assert!(a.len() == y.len() && b.len() == y.len());
     parallel::for_rows(y, 1, |first, y| {

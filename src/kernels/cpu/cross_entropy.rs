@@ -30,20 +30,7 @@ pub fn forward<T: Stored>(
                 for (i, (loss, statistics)) in rows.enumerate() {
                     let row = task * per_task + i;
                     let x = &logits[row * classes..(row + 1) * classes];
-                    let mut top = T::Wide::NEG_INFINITY;
-                    reading.each(
-                        [x],
-                        [],
-                        #[inline(always)]
-                        |_, [x], []| top = top.larger(simd::max(x)),
-                    );
-                    let mut total = T::Wide::ZERO;
-                    reading.each(
-                        [x],
-                        [],
-                        #[inline(always)]
-                        |_, [x], []| total += simd::sum_over([x], |[x]| (x - top).exponential()),
-                    );
+                    let (top, total) = top_and_total(&mut reading, x);
                     statistics[0] = top;
                     statistics[1] = total;
                     *loss = match target(row) {
@@ -54,6 +41,29 @@ pub fn forward<T: Stored>(
             },
         );
     });
+}
+
+/// A row's largest element, and the sum of `exp(x - top)` over it.
+#[inline(always)]
+pub(super) fn top_and_total<T: Stored>(
+    reading: &mut Blocks<T, 1, 0>,
+    x: &[T],
+) -> (T::Wide, T::Wide) {
+    let mut top = T::Wide::NEG_INFINITY;
+    reading.each(
+        [x],
+        [],
+        #[inline(always)]
+        |_, [x], []| top = top.larger(simd::max(x)),
+    );
+    let mut total = T::Wide::ZERO;
+    reading.each(
+        [x],
+        [],
+        #[inline(always)]
+        |_, [x], []| total += simd::sum_over([x], |[x]| (x - top).exponential()),
+    );
+    (top, total)
 }
 
 /// `dlogits[row] = (softmax(row) - onehot(target)) * weight`, 0 for rows whose target does not count; `statistics` as

@@ -22,6 +22,7 @@ mod half_softmax;
 pub mod heads;
 mod lanes;
 pub mod layer_norm;
+pub mod log_softmax;
 pub mod naive_attention;
 pub mod parallel;
 mod real;

@@ -27,6 +27,9 @@ pub trait Real: WithDType + Neg<Output = Self> {
     /// Its natural logarithm.
     fn logarithm(self) -> Self;
 
+    /// It to this power.
+    fn power(self, exponent: Self) -> Self;
+
     /// Its hyperbolic tangent; for `f32` as [`exponential`](Self::exponential), within 4 ulp.
     fn hyperbolic_tangent(self) -> Self;
 
@@ -67,6 +70,11 @@ impl Real for f32 {
     }
 
     #[inline(always)]
+    fn power(self, exponent: Self) -> Self {
+        self.powf(exponent)
+    }
+
+    #[inline(always)]
     fn hyperbolic_tangent(self) -> Self {
         tanh_f32(self)
     }
@@ -100,6 +108,11 @@ impl Real for f64 {
     #[inline(always)]
     fn logarithm(self) -> Self {
         self.ln()
+    }
+
+    #[inline(always)]
+    fn power(self, exponent: Self) -> Self {
+        self.powf(exponent)
     }
 
     #[inline(always)]

@@ -2,10 +2,10 @@
 
 use super::source::{PRELUDE, Source};
 use super::view::copy;
-use super::{View, launch_config, suffixes};
-use candle_core::Result;
+use super::{View, check_float, launch_config, suffix, suffixes};
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
 
 const SOURCE: Source = Source {
     name: "cast",
@@ -15,12 +15,22 @@ const SOURCE: Source = Source {
 /// Elements of a block, as in the source.
 const BLOCK: usize = 4096;
 
-/// y = x, rounded to the nearest, ties to even: both (n), each f32, f16 or bf16.
+/// y = x, rounded to the nearest, ties to even: both (n), each f32, f16 or bf16; x may be u8, u32 or i64, too.
 pub(crate) fn cast(card: &CudaDevice, x: View, y: View) -> Result<()> {
     if x.dtype == y.dtype {
         return copy(card, x, y);
     }
-    let kernel = SOURCE.kernel(card, "cast", suffixes(x.dtype, y.dtype))?;
+    if y.len == 0 {
+        return Ok(());
+    }
+    check_float("cast", y)?;
+    let (stem, types) = match x.dtype {
+        DType::U8 => ("cast_u8", suffix(y.dtype)),
+        DType::U32 => ("cast_u32", suffix(y.dtype)),
+        DType::I64 => ("cast_i64", suffix(y.dtype)),
+        _ => ("cast", suffixes(x.dtype, y.dtype)),
+    };
+    let kernel = SOURCE.kernel(card, stem, types)?;
     let n = y.len as i64;
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&y.pointer).arg(&n);

@@ -241,3 +241,27 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (mean) *mean = (float)result;
     if (mean64) *mean64 = result + (accumulate ? *mean64 : 0.0);
 }
+
+// y = x / (how many of the targets count), in f64, rounded to f32. One block of 1024 threads.
+template <class X>
+__device__ __forceinline__ void share(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {
+    __shared__ int counts[32];
+    int count = 0; // of a thread: fewer than 2^31
+    for (long long row = threadIdx.x; row < rows; row += 1024) count += (long long)targets[row] != ignore;
+    count = __reduce_add_sync(0xffffffffu, count);
+    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    long long counted = 0;
+    for (int warp = 0; warp < 32; warp++) counted += counts[warp];
+    *y = (float)((double)*x / (double)counted);
+}
+
+#define SHARE(NAME, X)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                   \
+        cross_entropy_share_##NAME(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {    \
+        share<X>(targets, rows, ignore, x, y);                                                                           \
+    }
+
+SHARE(f32, float)
+SHARE(f64, double)

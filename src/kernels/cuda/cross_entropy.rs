@@ -2,9 +2,9 @@
 
 use super::source::{PRELUDE, Source};
 use super::{View, launch_config, packs, suffix};
-use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
 
 const SOURCE: Source = Source {
     name: "cross_entropy",
@@ -38,6 +38,18 @@ pub(crate) fn forward(
     statistics: View,
     mean: View,
 ) -> Result<()> {
+    rows(card, logits, targets, losses, statistics)?;
+    launch_mean(card, losses, targets.counted, (mean.pointer, 0), false)
+}
+
+/// As [`forward`], the losses (rows) f32 themselves: 0 where a target does not count.
+pub(crate) fn rows(
+    card: &CudaDevice,
+    logits: View,
+    targets: Targets,
+    losses: View,
+    statistics: View,
+) -> Result<()> {
     let rows = targets.ids.len;
     let classes = logits.len / rows;
     let kernel = SOURCE.kernel(card, "cross_entropy_forward", suffix(logits.dtype))?;
@@ -50,7 +62,20 @@ pub(crate) fn forward(
     launch.arg(&count).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(launch_config((rows.div_ceil(y), 1), (x, y))) }.w()?;
-    launch_mean(card, losses, targets.counted, (mean.pointer, 0), false)
+    Ok(())
+}
+
+/// y (1) f32 is x (1), f32 or f64, over how many of the targets count: not a number where none does.
+pub(crate) fn share(card: &CudaDevice, targets: Targets, x: View, y: View) -> Result<()> {
+    let types = if x.dtype == DType::F64 { "f64" } else { "f32" };
+    let kernel = SOURCE.kernel(card, "cross_entropy_share", types)?;
+    let (rows, ignore) = (targets.ids.len as i64, targets.ignored());
+    let mut launch = kernel.builder();
+    launch.arg(&targets.ids.pointer).arg(&rows).arg(&ignore);
+    launch.arg(&x.pointer).arg(&y.pointer);
+    // SAFETY: the arguments are those of the kernel, buffers of `rows` elements and of 1.
+    unsafe { launch.launch(launch_config((1, 1), (1024, 1))) }.w()?;
+    Ok(())
 }
 
 /// The logits' gradient, (rows, classes), from that of the mean, dloss (1) f32, and [`forward`]'s statistics.

@@ -20,6 +20,9 @@ pub(crate) fn forward(
     width: usize,
     y: View,
 ) -> Result<()> {
+    if y.len == 0 {
+        return Ok(());
+    }
     let kernel = SOURCE.kernel(card, "embedding_forward", suffix(table.dtype))?;
     let of_row = 32 * packs(width, table).min(256).div_ceil(32);
     let of_block = (256 / of_row).max(1);
@@ -45,6 +48,12 @@ pub(crate) fn backward(
     accumulate: bool,
     workspace: View,
 ) -> Result<()> {
+    if dy.len == 0 {
+        return match accumulate {
+            true => Ok(()),
+            false => set_to_zero(card, dtable),
+        };
+    }
     let (count, vocab) = (ids.len, dtable.len / width);
     let mut end = 0;
     let [found, buckets, many, ordered] = embedding_backward(count, vocab).map(|len| {

@@ -17,19 +17,23 @@ pub(crate) mod bias;
 pub(crate) mod cast;
 pub(crate) mod cross_entropy;
 pub(crate) mod cublas;
+pub(crate) mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod flash_attention;
 pub(crate) mod heads;
 mod kernel;
 pub(crate) mod layer_norm;
+pub(crate) mod log_softmax;
 pub(crate) mod matmul;
 pub(crate) mod naive_attention;
 mod norm_rows;
+pub(crate) mod reduce;
 pub(crate) mod repeat;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod softmax;
 pub(crate) mod source;
+pub(crate) mod strided;
 pub(crate) mod swiglu;
 #[cfg(test)]
 mod tests;
@@ -37,8 +41,8 @@ mod view;
 
 pub(crate) use view::{View, copy, set_to_zero};
 
-use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+use candle_core::{DType, Result, bail};
 
 /// What the kernels' names call a dtype.
 fn suffix(dtype: DType) -> &'static str {
@@ -46,6 +50,31 @@ fn suffix(dtype: DType) -> &'static str {
         DType::F16 => "f16",
         DType::BF16 => "bf16",
         _ => "f32",
+    }
+}
+
+/// # Errors
+/// Another dtype than the kernels' own: `op` is named.
+fn check_float(op: &str, x: View) -> Result<()> {
+    match x.dtype {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        dtype => bail!("{op}: no CUDA kernel for {dtype:?}"),
+    }
+}
+
+/// # Errors
+/// As [`check_float`], and another length or dtype than `y` has.
+fn check_alike(op: &str, x: View, y: View) -> Result<()> {
+    check_float(op, x)?;
+    match (x.dtype, x.len) == (y.dtype, y.len) {
+        true => Ok(()),
+        false => bail!(
+            "{op}: {} of {:?} to {} of {:?}",
+            x.len,
+            x.dtype,
+            y.len,
+            y.dtype
+        ),
     }
 }
 

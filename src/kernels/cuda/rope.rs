@@ -35,6 +35,9 @@ pub(crate) fn rotate(
     back: bool,
     y: View,
 ) -> Result<()> {
+    if y.len == 0 {
+        return Ok(());
+    }
     let heads = Turned {
         batch: x.len / (length * width),
         length,

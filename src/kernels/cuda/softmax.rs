@@ -48,6 +48,9 @@ impl Scores {
 /// `p = softmax(scale x)` over what the mask leaves, both (rows, keys), x in p's dtype or in f32. p may be x's buffer: a thread
 /// writes what it alone reads.
 pub(crate) fn forward(card: &CudaDevice, scores: Scores, x: View, p: View) -> Result<()> {
+    if p.len == 0 {
+        return Ok(());
+    }
     let stem = match x.dtype == p.dtype {
         true => "softmax_forward",
         false => "softmax_forward_from_f32",
@@ -105,6 +108,9 @@ fn launch_backward(
     buffers: [View; 3],
 ) -> Result<()> {
     let [dp, _, dx] = buffers;
+    if dx.len == 0 {
+        return Ok(());
+    }
     let kernel = SOURCE.kernel(card, stem, suffix(dx.dtype))?;
     let rows = dp.len / scores.keys;
     let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);

@@ -4,17 +4,19 @@ use crate::kernels::cpu::arithmetic as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::arithmetic;
 use crate::ops::cast::converted;
+use crate::ops::elementwise::map;
 use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
 use crate::ops::strided;
 
 /// Reads a and b; writes y: an elementwise kernel of two.
 macro_rules! elementwise {
     ($name:literal, $kernel:path) => {
-        kernel!($name, |T, _, s| {
+        map(kernel!($name, |T, _, s| {
             $kernel(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-        })
+        }))
     };
 }
+
 /// In a plan.
 pub(in crate::ops) const LOWERINGS: &[Lowering] = &[
     Lowering {
@@ -33,7 +35,7 @@ pub(in crate::ops) const LOWERINGS: &[Lowering] = &[
             let kernel = kernel!("add_scaled", |T, k, s| {
                 kernel::add_scaled(s.x::<T>(0)?, s.x(1)?, k.number("scale")?, s.y(0)?);
             });
-            forward(signature, kernel.with_all(signature.attributes))
+            forward(signature, map(kernel).with_all(signature.attributes))
         },
         backward: |signature| {
             let mut backward = Backward::new(signature);
@@ -42,7 +44,8 @@ pub(in crate::ops) const LOWERINGS: &[Lowering] = &[
                 kernel::scaled(s.x::<T>(0)?, k.number("scale")?, s.y(0)?);
             });
             let dy = backward.dy;
-            backward.gradient(1, kernel.with_all(signature.attributes), [dy, dy]);
+            let kernel = map(kernel).with_all(signature.attributes);
+            backward.gradient(1, kernel, [dy, dy]);
             backward.calls
         },
     },
@@ -192,7 +195,9 @@ impl<'a> Backward<'a> {
 
 /// Reads a and b; writes a + b, of one shape and dtype.
 pub(crate) fn sum() -> Kernel {
-    let kernel = elementwise!("add", kernel::add);
+    let kernel = kernel!("add", |T, _, s| {
+        kernel::add(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+    });
     on_gpu!(kernel, |_, l| arithmetic::add(
         l.card,
         l.reads[0],

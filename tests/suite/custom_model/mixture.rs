@@ -209,28 +209,40 @@ fn it_is_traced() {
     assert_eq!(paths(&of_real), paths(&traced));
 }
 
-/// A plan's gradients are those of an eager step.
 #[rstest]
 fn it_is_planned(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
-    let block = Block::new(attention, seeded(3, DType::F32, &Device::Cpu)).unwrap();
+    planned(attention, &Device::Cpu, [1e-6, 5e-6]);
+}
+
+#[cfg(feature = "cuda")]
+#[rstest]
+fn it_is_planned_on_a_card(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
+    if let Some(card) = crate::card() {
+        planned(attention, &card, [2e-6, 2e-5]);
+    }
+}
+
+/// Loss and gradients of a plan are those of an eager step on the CPU, within these bounds.
+fn planned(attention: Algorithm, device: &Device, [loss_bound, gradient_bound]: [f64; 2]) {
+    let eager = Block::new(attention, seeded(3, DType::F32, &Device::Cpu)).unwrap();
+    let block = Block::new(attention, seeded(3, DType::F32, device)).unwrap();
     let optimizer = AdamW::new(block.parameters(), AdamWConfig::default()).unwrap();
     let real = input(DType::F32);
     let hollow = graph::input("x", real.shape(), DType::F32).unwrap();
     let mut step =
         LossStep::new(&optimizer, &StepConfig::default(), || block.loss(&hollow)).unwrap();
-    let loss = step.forward_backward(&[("x", &real)]).unwrap();
-    let eager = block.loss(&real).unwrap();
-    crate::golden::close(
-        "loss",
-        &Tensor::new(loss, &Device::Cpu).unwrap(),
-        &eager,
-        1e-6,
-    );
-    let gradients = eager.backward().unwrap();
+    let on_device = real.to_device(device).unwrap();
+    let loss = step.forward_backward(&[("x", &on_device)]).unwrap();
+    let wanted = eager.loss(&real).unwrap();
+    let loss = Tensor::new(loss, &Device::Cpu).unwrap();
+    crate::golden::close("loss", &loss, &wanted, loss_bound);
+    let gradients = wanted.backward().unwrap();
     let planned = step.gradients().unwrap();
-    assert_eq!(planned.len(), block.parameters().len());
-    for (name, var) in block.parameters() {
+    assert_eq!(planned.len(), eager.parameters().len());
+    for (name, var) in eager.parameters() {
         let (_, found) = planned.iter().find(|(other, _)| *other == name).unwrap();
-        crate::golden::close(&name, found, gradients.get(&var).unwrap(), 5e-6);
+        let found = found.to_device(&Device::Cpu).unwrap();
+        let gradient = gradients.get(&var).unwrap();
+        crate::golden::close(&name, &found, gradient, gradient_bound);
     }
 }

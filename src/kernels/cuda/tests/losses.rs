@@ -65,6 +65,34 @@ fn loss<T: Element>(card: &CudaDevice, rows: usize, classes: usize, offset: usiz
     assert!((got - exact).abs() <= 1e-12 * exact, "{got} {exact}");
 }
 
+/// Of targets of which some do not count: as if the others were all there are.
+#[test]
+fn targets_are_counted() {
+    let Some(card) = card() else { return };
+    for rows in [1, 31, 1025, 5000] {
+        let ignore = 3;
+        let targets: Vec<u32> = (0..rows).map(|row| (row * 7 % 5) as u32).collect();
+        let counted = targets.iter().filter(|id| **id != ignore).count();
+        let ids = Buffer::new(&card, &targets, 1);
+        let all = |ignore| cross_entropy::Targets {
+            ids: ids.view(&card),
+            ignore,
+            counted: 0,
+        };
+        let (wide, narrow) = (
+            Buffer::new(&card, &[5f64], 0),
+            Buffer::new(&card, &[5f32], 0),
+        );
+        for x in [wide.view(&card), narrow.view(&card)] {
+            for (ignore, counted) in [(Some(ignore), counted), (None, rows)] {
+                let y = Buffer::<f32>::room(&card, 1, 0);
+                cross_entropy::share(&card, all(ignore), x, y.view(&card)).unwrap();
+                assert_eq!(y.read(&card), [(5.0 / counted as f64) as f32]);
+            }
+        }
+    }
+}
+
 #[test]
 fn gradients_of_rows_that_occur() {
     let Some(card) = card() else { return };

@@ -7,8 +7,11 @@ mod gradients;
 mod heads;
 mod layer_norm;
 mod losses;
+mod maps;
 mod products;
+mod reduce;
 mod rows;
+mod strided;
 
 use super::View;
 use candle_core::cuda_backend::CudaDevice;
@@ -74,6 +77,12 @@ impl<T: Element> Buffer<T> {
         }
         values.to_vec()
     }
+}
+
+/// The first `len` elements of a slice, for what has no number that nobody computes.
+fn view_of<'a, T: Element>(card: &CudaDevice, slice: &'a CudaSlice<T>, len: usize) -> View<'a> {
+    let begin = slice.device_ptr(&card.cuda_stream()).0;
+    View::new(begin, T::DTYPE, len).owned_by(slice)
 }
 
 /// What nobody computes.

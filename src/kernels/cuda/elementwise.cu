@@ -1,0 +1,97 @@
+// Elementwise maps of one or two buffers, y = f(a, b), all (n): in f32, rounded once. y may be the buffer of a or of b.
+//
+// `factor` is the number that some maps take beside them: a scale, an exponent. A map of one reads b nowhere. Products and
+// sums are never contracted, so that the bits are the CPU's but for exp, log and powers.
+//
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment only for
+// speed. Bytes: a and b in, y out.
+
+const int UNROLL = 2; // packs of a thread, loaded before the first is used
+
+#define OF_ONE(OP, VALUE)                                                                                                \
+    struct OP {                                                                                                          \
+        static const bool READS_B = false;                                                                               \
+        static __device__ __forceinline__ float of(float a, float, float factor) { return VALUE; }                       \
+    };
+#define OF_TWO(OP, VALUE)                                                                                                \
+    struct OP {                                                                                                          \
+        static const bool READS_B = true;                                                                                \
+        static __device__ __forceinline__ float of(float a, float b, float factor) { return VALUE; }                     \
+    };
+
+OF_TWO(Sub, sub(a, b))
+OF_TWO(Mul, mul(a, b))
+OF_TWO(Div, __fdiv_rn(a, b))
+OF_TWO(NegatedDiv, __fdiv_rn(-a, b))
+OF_TWO(AddScaled, add(a, mul(factor, b)))
+OF_ONE(Neg, -a)
+OF_ONE(Scale, mul(factor, a))
+OF_ONE(Exp, expf(a))
+OF_ONE(Log, logf(a))
+OF_ONE(Relu, a < 0.f ? 0.f : a)          // a NaN stays one
+OF_TWO(ReluBackward, b <= 0.f ? 0.f : a) // dy, y
+OF_ONE(Pow, powf(a, factor))
+OF_TWO(PowBackward, mul(mul(a, powf(b, factor - 1.f)), factor)) // dy, x
+OF_ONE(Rsqrt, __fdiv_rn(1.f, __fsqrt_rn(a)))
+
+struct RsqrtBackward { // dy, x
+    static const bool READS_B = true;
+    static __device__ __forceinline__ float of(float a, float b, float factor) {
+        float y = Rsqrt::of(b, 0.f, 0.f);
+        return mul(mul(mul(mul(-0.5f, a), y), y), y);
+    }
+};
+
+template <class Op, class T>
+__device__ __forceinline__ void map(const T* a, const T* b, T* y, long long n, float factor) {
+    const int N = InVector<T>::COUNT, BLOCK = 256 * UNROLL * N;
+    long long start = (long long)blockIdx.x * BLOCK, left = n - start;
+    int count = left < BLOCK ? (int)left : BLOCK;
+    a += start, b += start, y += start;
+    Pack<T, N> of_a[UNROLL], of_b[UNROLL];
+#pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+        int first = (k * 256 + threadIdx.x) * N;
+        if (first >= count) continue;
+        of_a[k] = load<T, N>(a, first, count, 0.f);
+        if (Op::READS_B) of_b[k] = load<T, N>(b, first, count, 0.f);
+    }
+#pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+        int first = (k * 256 + threadIdx.x) * N;
+        if (first >= count) continue;
+        float values[N], others[N];
+        unpack(of_a[k], values);
+        if (Op::READS_B) unpack(of_b[k], others);
+#pragma unroll
+        for (int i = 0; i < N; i++) values[i] = Op::of(values[i], Op::READS_B ? others[i] : 0.f, factor);
+        store(y, first, count, values);
+    }
+}
+
+#define MAP(STEM, OP, NAME)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                                                    \
+        STEM##_##NAME(const NAME* a, const NAME* b, NAME* y, long long n, float factor) {                                \
+        map<OP, NAME>(a, b, y, n, factor);                                                                               \
+    }
+
+#define MAPS(NAME)                                                                                                       \
+    MAP(sub, Sub, NAME)                                                                                                  \
+    MAP(mul, Mul, NAME)                                                                                                  \
+    MAP(div, Div, NAME)                                                                                                  \
+    MAP(negated_div, NegatedDiv, NAME)                                                                                   \
+    MAP(add_scaled, AddScaled, NAME)                                                                                     \
+    MAP(neg, Neg, NAME)                                                                                                  \
+    MAP(scale, Scale, NAME)                                                                                              \
+    MAP(exp, Exp, NAME)                                                                                                  \
+    MAP(log, Log, NAME)                                                                                                  \
+    MAP(relu, Relu, NAME)                                                                                                \
+    MAP(relu_backward, ReluBackward, NAME)                                                                               \
+    MAP(pow, Pow, NAME)                                                                                                  \
+    MAP(pow_backward, PowBackward, NAME)                                                                                 \
+    MAP(rsqrt, Rsqrt, NAME)                                                                                              \
+    MAP(rsqrt_backward, RsqrtBackward, NAME)
+
+MAPS(f32)
+MAPS(f16)
+MAPS(bf16)

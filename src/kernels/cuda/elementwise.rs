@@ -1,0 +1,46 @@
+//! Elementwise maps of one or two buffers; see `elementwise.cu`.
+
+use super::source::{PRELUDE, Source};
+use super::{View, check_alike, in_vector, launch_config, suffix};
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+
+const SOURCE: Source = Source {
+    name: "elementwise",
+    parts: &[PRELUDE, include_str!("elementwise.cu")],
+};
+
+/// Packs of a thread, as in the source.
+const UNROLL: usize = 2;
+
+/// `y = f(a, b)`, where `f` is the source's map of that name, a the first of `reads` and b the last, with `factor` if it takes
+/// a number. All (n), in f32, f16 or bf16. y may be the buffer of either.
+///
+/// # Errors
+/// Other lengths or dtypes, and the driver's.
+pub(crate) fn map(
+    card: &CudaDevice,
+    f: &'static str,
+    factor: f64,
+    reads: &[View],
+    y: View,
+) -> Result<()> {
+    reads.iter().try_for_each(|x| check_alike(f, *x, y))?;
+    let (Some(a), Some(b)) = (reads.first(), reads.last()) else {
+        candle_core::bail!("{f} of nothing");
+    };
+    if y.len == 0 {
+        return Ok(());
+    }
+    let kernel = SOURCE.kernel(card, f, suffix(y.dtype))?;
+    let (n, factor) = (y.len as i64, factor as f32);
+    let mut launch = kernel.builder();
+    launch.arg(&a.pointer).arg(&b.pointer).arg(&y.pointer);
+    launch.arg(&n).arg(&factor);
+    let packs = y.len.div_ceil(in_vector(y.dtype));
+    let config = launch_config((packs.div_ceil(256 * UNROLL), 1), (256, 1));
+    // SAFETY: the arguments are those of the kernel, buffers of n elements each.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
+}

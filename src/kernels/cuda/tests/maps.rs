@@ -1,0 +1,172 @@
+//! Elementwise maps where an operand lies, and casts of integers: as the CPU has them.
+
+use super::super::{cast, elementwise};
+use super::{Buffer, Element, assert_close, bits, card, numbers, wide};
+use crate::kernels::cpu::{Stored, arithmetic as on_cpu, relu};
+use candle_core::cuda_backend::CudaDevice;
+use half::{bf16, f16};
+
+/// Less than a pack, whole packs, between blocks.
+const SIZES: [usize; 6] = [0, 1, 7, 4096, 4099, 100_003];
+
+/// A map's name, its factor, and whether its bits are the CPU's.
+type Map<T> = (&'static str, f64, bool, fn(&[T], &[T], f64, &mut [T]));
+
+fn maps<T: Stored>() -> Vec<Map<T>> {
+    vec![
+        ("sub", 0.0, true, |a, b, _, y| on_cpu::sub(a, b, y)),
+        ("mul", 0.0, true, |a, b, _, y| on_cpu::mul(a, b, y)),
+        ("div", 0.0, true, |a, b, _, y| on_cpu::div(a, b, y)),
+        ("negated_div", 0.0, true, |a, b, _, y| {
+            on_cpu::negated_div(a, b, y)
+        }),
+        ("add_scaled", 0.3, true, |a, b, s, y| {
+            on_cpu::add_scaled(a, b, s, y)
+        }),
+        ("relu_backward", 0.0, true, |a, b, _, y| {
+            relu::backward(a, b, y)
+        }),
+        ("neg", 0.0, true, |a, _, _, y| on_cpu::negated(a, a, y)),
+        ("scale", -1.7, true, |a, _, s, y| on_cpu::scaled(a, s, y)),
+        ("relu", 0.0, true, |a, _, _, y| relu::forward(a, y)),
+        ("exp", 0.0, false, |a, _, _, y| on_cpu::exp(a, y)),
+    ]
+}
+
+/// Of numbers above 0.
+fn maps_above_zero<T: Stored>() -> Vec<Map<T>> {
+    vec![
+        ("log", 0.0, false, |a, _, _, y| on_cpu::log(a, y)),
+        ("pow", 2.3, false, |a, _, s, y| on_cpu::pow(a, s, y)),
+        ("pow_backward", 2.3, false, |a, b, s, y| {
+            on_cpu::pow_backward(a, b, s, y)
+        }),
+        ("rsqrt", 0.0, false, |a, _, _, y| on_cpu::rsqrt(a, y)),
+        ("rsqrt_backward", 0.0, false, |a, b, _, y| {
+            on_cpu::rsqrt_backward(a, b, y)
+        }),
+    ]
+}
+
+#[test]
+fn maps_are_the_cpus() {
+    let Some(card) = card() else { return };
+    for n in SIZES {
+        for offsets in [[0, 0], [1, 1], [0, 3]] {
+            all::<f32>(&card, n, offsets);
+            all::<f16>(&card, n, offsets);
+            all::<bf16>(&card, n, offsets);
+        }
+    }
+}
+
+fn all<T: Element + Stored>(card: &CudaDevice, n: usize, offsets: [usize; 2]) {
+    let [a, b] = [1, 2].map(|seed| numbers::<T>(n, seed));
+    let above = |x: &[T]| -> Vec<T> {
+        let x = x.iter().map(|x| T::from_f64(x.to_f64().abs() + 0.25));
+        x.collect()
+    };
+    let (above_a, above_b) = (above(&a), above(&b));
+    for map in maps() {
+        one(card, map, [&a, &b], offsets);
+    }
+    for map in maps_above_zero() {
+        one(card, map, [&above_a, &above_b], offsets);
+    }
+}
+
+fn one<T: Element + Stored>(
+    card: &CudaDevice,
+    (name, factor, has_bits, run): Map<T>,
+    [a, b]: [&[T]; 2],
+    offsets: [usize; 2],
+) {
+    let mut exact = vec![T::zero(); a.len()];
+    run(a, b, factor, &mut exact);
+    let check = |what: &str, got: &[T]| match has_bits {
+        true => assert_eq!(bits(got), bits(&exact), "{name}, {:?}, {what}", T::DTYPE),
+        false => assert_close(name, got, &wide(&exact)),
+    };
+    let of_a = Buffer::new(card, a, offsets[0]);
+    let of_b = Buffer::new(card, b, offsets[0]);
+    let y = Buffer::<T>::room(card, a.len(), offsets[1]);
+    let reads = [of_a.view(card), of_b.view(card)];
+    elementwise::map(card, name, factor, &reads, y.view(card)).unwrap();
+    check("elsewhere", &y.read(card));
+    assert_eq!(bits(&of_b.read(card)), bits(b));
+    elementwise::map(card, name, factor, &reads, of_a.view(card)).unwrap();
+    check("where a lay", &of_a.read(card));
+}
+
+/// What is not finite goes its way.
+#[test]
+fn a_nan_stays_one() {
+    let Some(card) = card() else { return };
+    let x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 0.0];
+    let of_x = Buffer::new(&card, &x, 0);
+    let run = |name| {
+        let y = Buffer::<f32>::room(&card, x.len(), 0);
+        elementwise::map(&card, name, 0.0, &[of_x.view(&card)], y.view(&card)).unwrap();
+        y.read(&card)
+    };
+    let y = run("relu");
+    assert!(
+        y[0].is_nan() && y[1..] == [f32::INFINITY, 0.0, 0.0, 0.0],
+        "{y:?}"
+    );
+    let y = run("exp");
+    assert!(
+        y[0].is_nan() && y[1..] == [f32::INFINITY, 0.0, 1.0, 1.0],
+        "{y:?}"
+    );
+}
+
+#[test]
+fn other_lengths_and_dtypes_are_refused() {
+    let Some(card) = card() else { return };
+    let wide = Buffer::<f32>::room(&card, 12, 0);
+    let short = Buffer::<f32>::room(&card, 5, 0);
+    let half = Buffer::<bf16>::room(&card, 12, 0);
+    let double = Buffer::<f64>::room(&card, 12, 0);
+    let [wide, short] = [wide.view(&card), short.view(&card)];
+    let (half, double) = (half.view(&card), double.view(&card));
+    for (a, b, y) in [
+        (wide, short, wide),
+        (short, wide, wide),
+        (wide, half, wide),
+        (wide, wide, half),
+        (double, double, double),
+    ] {
+        elementwise::map(&card, "mul", 0.0, &[a, b], y).unwrap_err();
+    }
+    elementwise::map(&card, "mul", 0.0, &[], wide).unwrap_err();
+}
+
+#[test]
+fn integers_are_cast() {
+    let Some(card) = card() else { return };
+    for n in [0, 1, 4097, 10_000] {
+        let integers = (0..n as u32).map(|i| i * 37 % 251);
+        let integers: Vec<u32> = integers.collect();
+        let bytes: Vec<u8> = integers.iter().map(|i| *i as u8).collect();
+        let signed: Vec<i64> = integers.iter().map(|i| i64::from(*i) - 100).collect();
+        cast_of(&card, &integers);
+        cast_of(&card, &bytes);
+        cast_of(&card, &signed);
+    }
+}
+
+fn cast_of<T: Element>(card: &CudaDevice, x: &[T]) {
+    cast_to::<T, f32>(card, x);
+    cast_to::<T, f16>(card, x);
+    cast_to::<T, bf16>(card, x);
+}
+
+fn cast_to<T: Element, Y: Element>(card: &CudaDevice, x: &[T]) {
+    let exact: Vec<Y> = x.iter().map(|x| Y::from_f64(x.to_f64())).collect();
+    let from = card.clone_htod(&[x, &[T::zero()]].concat()).unwrap();
+    let y = Buffer::<Y>::room(card, x.len(), 1);
+    let view = super::view_of(card, &from, x.len());
+    cast::cast(card, view, y.view(card)).unwrap();
+    assert_eq!(bits(&y.read(card)), bits(&exact), "{:?}", T::DTYPE);
+}

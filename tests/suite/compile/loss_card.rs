@@ -1,0 +1,98 @@
+//! Steps of losses planned on a GPU against the same planned on the CPU. Without a GPU a word says so.
+
+use super::loss_step::{Case, elementwise_ops, every_op, ops_of_other_models, parts};
+use super::{CPU, distance};
+use candle_core::{Device, Tensor, Var};
+use rstest::rstest;
+use tallow::compile::{LossStep, StepConfig};
+use tallow::graph;
+use tallow::optim::{AdamW, AdamWConfig};
+use tallow::precision::Precision;
+
+/// Losses of some steps, the first one's gradients, and the weights after.
+struct Trained {
+    losses: Vec<f32>,
+    gradients: Vec<Tensor>,
+    weights: Vec<Tensor>,
+}
+
+fn train(case: &Case, precision: Precision, device: &Device, steps: usize) -> Trained {
+    let on = |x: &Tensor| x.copy().unwrap().to_device(device).unwrap();
+    let parameters = case.parameters.iter();
+    let parameters = parameters.map(|(name, var)| {
+        let var = Var::from_tensor(&on(var)).unwrap();
+        (name.clone(), var)
+    });
+    let parameters: Vec<(String, Var)> = parameters.collect();
+    let weights: Vec<Var> = parameters.iter().map(|(_, var)| var.clone()).collect();
+    let inputs = case.inputs.iter();
+    let hollow = inputs.map(|(name, x)| graph::input(name, x.shape(), x.dtype()).unwrap());
+    let hollow: Vec<Tensor> = hollow.collect();
+    let inputs: Vec<_> = case.inputs.iter().map(|(name, x)| (*name, on(x))).collect();
+    let inputs: Vec<_> = inputs.iter().map(|(name, x)| (*name, x)).collect();
+    let mut optimizer = AdamW::new(parameters, AdamWConfig::default()).unwrap();
+    let config = StepConfig {
+        clip_norm: Some(1.0),
+        ..Default::default()
+    };
+    let loss = || precision.run(|| (case.loss)(&weights, &hollow));
+    let mut step = LossStep::new(&optimizer, &config, loss).unwrap();
+    let mut losses = vec![step.forward_backward(&inputs).unwrap()];
+    let found = step.gradients().unwrap();
+    let gradient = |(name, _): &(String, Var)| {
+        let (_, gradient) = found.iter().find(|(other, _)| other == name).unwrap();
+        gradient.to_device(&CPU).unwrap()
+    };
+    let gradients = case.parameters.iter().map(gradient).collect();
+    losses.extend((1..steps).map(|_| step.run(&mut optimizer, &inputs).unwrap()));
+    let on_cpu = |var: &Var| var.to_device(&CPU).unwrap();
+    Trained {
+        losses,
+        gradients,
+        weights: weights.iter().map(on_cpu).collect(),
+    }
+}
+
+/// How far b's gradients are from a's, each by its own norm.
+fn furthest(a: &Trained, b: &Trained) -> f64 {
+    let pairs = a.gradients.iter().zip(&b.gradients);
+    let distances = pairs.map(|(a, b)| distance(b, a));
+    distances.fold(0.0, f64::max)
+}
+
+/// In f32 as close as sums in another order are; in half precision at most three times as far from f32's as the CPU's own step.
+/// The same bits again, recorded or launched one by one.
+#[rstest]
+fn losses_are_those_of_the_cpu(
+    #[values(every_op, ops_of_other_models, elementwise_ops, parts)] case: fn() -> Case,
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
+) {
+    let Some(card) = crate::card() else {
+        return;
+    };
+    let case = case();
+    let [got, again] = [0, 1].map(|_| train(&case, precision, &card, 5));
+    assert_eq!(got.losses, again.losses);
+    for (a, b) in got.weights.iter().zip(&again.weights) {
+        assert_eq!(distance(a, b), 0.0);
+    }
+    let exact = train(&case, Precision::F32, &CPU, 5);
+    let judge = train(&case, precision, &CPU, 5);
+    let (allowed, allowed_loss) = match precision {
+        Precision::F32 => ((10.0 * case.bound).min(2e-2), 2.0 * case.bound),
+        _ => (3.0 * furthest(&exact, &judge).max(2f64.powi(-8)), 2e-2),
+    };
+    let error = furthest(&exact, &got);
+    assert!(error <= allowed, "{error}, allowed {allowed}");
+    let losses = got.losses.iter().zip(&judge.losses);
+    for (i, (got, wanted)) in losses.enumerate() {
+        let error = f64::from((got - wanted).abs() / wanted.abs());
+        // After the first step, the sign of a gradient that rounding may turn where it is small.
+        let allowed = if i == 0 {
+            allowed_loss
+        } else {
+            10.0 * allowed_loss
+        };
+        assert!(error <= allowed, "step {i}: {got} for {wanted}");
+    }
+}
