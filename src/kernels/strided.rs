@@ -13,8 +13,8 @@ pub(crate) struct Dim {
     pub to: usize,
 }
 
-/// The same elements in the same order by fewer dimensions: without those of one index, and with those joined of which the
-/// inner ends where the outer goes on.
+/// The same elements in the same order by fewer dimensions: without those of one index, and with those joined of which
+/// the inner ends where the outer goes on.
 pub(crate) fn joined(dims: impl Iterator<Item = Dim>) -> Vec<Dim> {
     let mut joined: Vec<Dim> = Vec::new();
     for dim in dims.filter(|dim| dim.size != 1) {

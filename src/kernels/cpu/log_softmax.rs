@@ -1,4 +1,5 @@
-//! Log-softmax of rows: y = (x - top) - ln(total), with top the row's largest element and total the sum of exp(x - top).
+//! Log-softmax of rows: y = (x - top) - ln(total), with top the row's largest element and total the sum of exp(x -
+//! top).
 
 use super::cross_entropy::top_and_total;
 use super::{Blocks, Real, Stored, parallel, simd};

@@ -1,5 +1,5 @@
-// Casts between f32, f16 and bf16: y = x rounded to the nearest, ties to even; x, y (n), n of any size. And from integers,
-// by f32.
+// Casts between f32, f16 and bf16: y = x rounded to the nearest, ties to even; x, y (n), n of any size. And from
+// integers, by f32.
 //
 // Grid ceil(n / 4096), block 256. Alignment only for speed. Bytes: x in, y out.
 // Packs of four elements: with eight, a thread that widens writes 32 bytes at a time (63% of the copy rate, four 96%).
@@ -40,13 +40,13 @@ template <class T, class Y> __device__ __forceinline__ void cast_integers(const 
     for (; i < n && i < end; i += 256) y[i] = narrow<Y>((float)x[i]);
 }
 
-#define CAST_INTEGERS(NAME, T, Y)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(256) cast_##NAME##_##Y(const T* x, Y* y, long long n) {                 \
-        cast_integers<T, Y>(x, y, n);                                                                                    \
+#define CAST_INTEGERS(NAME, T, Y)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(256) cast_##NAME##_##Y(const T* x, Y* y, long long n) {               \
+        cast_integers<T, Y>(x, y, n);                                                                                  \
     }
-#define FROM_INTEGERS(Y)                                                                                                 \
-    CAST_INTEGERS(u8, unsigned char, Y)                                                                                  \
-    CAST_INTEGERS(u32, unsigned, Y)                                                                                      \
+#define FROM_INTEGERS(Y)                                                                                               \
+    CAST_INTEGERS(u8, unsigned char, Y)                                                                                \
+    CAST_INTEGERS(u32, unsigned, Y)                                                                                    \
     CAST_INTEGERS(i64, long long, Y)
 
 FROM_INTEGERS(f32)

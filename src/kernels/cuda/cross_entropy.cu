@@ -257,10 +257,10 @@ __device__ __forceinline__ void share(const unsigned* targets, long long rows, l
     *y = (float)((double)*x / (double)counted);
 }
 
-#define SHARE(NAME, X)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                   \
-        cross_entropy_share_##NAME(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {    \
-        share<X>(targets, rows, ignore, x, y);                                                                           \
+#define SHARE(NAME, X)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                 \
+        cross_entropy_share_##NAME(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {  \
+        share<X>(targets, rows, ignore, x, y);                                                                         \
     }
 
 SHARE(f32, float)

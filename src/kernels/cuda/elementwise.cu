@@ -1,22 +1,22 @@
 // Elementwise maps of one or two buffers, y = f(a, b), all (n): in f32, rounded once. y may be the buffer of a or of b.
 //
-// `factor` is the number that some maps take beside them: a scale, an exponent. A map of one reads b nowhere. Products and
-// sums are never contracted, so that the bits are the CPU's but for exp, log and powers.
+// `factor` is the number that some maps take beside them: a scale, an exponent. A map of one reads b nowhere. Products
+// and sums are never contracted, so that the bits are the CPU's but for exp, log and powers.
 //
-// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment only for
-// speed. Bytes: a and b in, y out.
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment
+// only for speed. Bytes: a and b in, y out.
 
 const int UNROLL = 2; // packs of a thread, loaded before the first is used
 
-#define OF_ONE(OP, VALUE)                                                                                                \
-    struct OP {                                                                                                          \
-        static const bool READS_B = false;                                                                               \
-        static __device__ __forceinline__ float of(float a, float, float factor) { return VALUE; }                       \
+#define OF_ONE(OP, VALUE)                                                                                              \
+    struct OP {                                                                                                        \
+        static const bool READS_B = false;                                                                             \
+        static __device__ __forceinline__ float of(float a, float, float factor) { return VALUE; }                     \
     };
-#define OF_TWO(OP, VALUE)                                                                                                \
-    struct OP {                                                                                                          \
-        static const bool READS_B = true;                                                                                \
-        static __device__ __forceinline__ float of(float a, float b, float factor) { return VALUE; }                     \
+#define OF_TWO(OP, VALUE)                                                                                              \
+    struct OP {                                                                                                        \
+        static const bool READS_B = true;                                                                              \
+        static __device__ __forceinline__ float of(float a, float b, float factor) { return VALUE; }                   \
     };
 
 OF_TWO(Sub, sub(a, b))
@@ -69,27 +69,27 @@ __device__ __forceinline__ void map(const T* a, const T* b, T* y, long long n, f
     }
 }
 
-#define MAP(STEM, OP, NAME)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        STEM##_##NAME(const NAME* a, const NAME* b, NAME* y, long long n, float factor) {                                \
-        map<OP, NAME>(a, b, y, n, factor);                                                                               \
+#define MAP(STEM, OP, NAME)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        STEM##_##NAME(const NAME* a, const NAME* b, NAME* y, long long n, float factor) {                              \
+        map<OP, NAME>(a, b, y, n, factor);                                                                             \
     }
 
-#define MAPS(NAME)                                                                                                       \
-    MAP(sub, Sub, NAME)                                                                                                  \
-    MAP(mul, Mul, NAME)                                                                                                  \
-    MAP(div, Div, NAME)                                                                                                  \
-    MAP(negated_div, NegatedDiv, NAME)                                                                                   \
-    MAP(add_scaled, AddScaled, NAME)                                                                                     \
-    MAP(neg, Neg, NAME)                                                                                                  \
-    MAP(scale, Scale, NAME)                                                                                              \
-    MAP(exp, Exp, NAME)                                                                                                  \
-    MAP(log, Log, NAME)                                                                                                  \
-    MAP(relu, Relu, NAME)                                                                                                \
-    MAP(relu_backward, ReluBackward, NAME)                                                                               \
-    MAP(pow, Pow, NAME)                                                                                                  \
-    MAP(pow_backward, PowBackward, NAME)                                                                                 \
-    MAP(rsqrt, Rsqrt, NAME)                                                                                              \
+#define MAPS(NAME)                                                                                                     \
+    MAP(sub, Sub, NAME)                                                                                                \
+    MAP(mul, Mul, NAME)                                                                                                \
+    MAP(div, Div, NAME)                                                                                                \
+    MAP(negated_div, NegatedDiv, NAME)                                                                                 \
+    MAP(add_scaled, AddScaled, NAME)                                                                                   \
+    MAP(neg, Neg, NAME)                                                                                                \
+    MAP(scale, Scale, NAME)                                                                                            \
+    MAP(exp, Exp, NAME)                                                                                                \
+    MAP(log, Log, NAME)                                                                                                \
+    MAP(relu, Relu, NAME)                                                                                              \
+    MAP(relu_backward, ReluBackward, NAME)                                                                             \
+    MAP(pow, Pow, NAME)                                                                                                \
+    MAP(pow_backward, PowBackward, NAME)                                                                               \
+    MAP(rsqrt, Rsqrt, NAME)                                                                                            \
     MAP(rsqrt_backward, RsqrtBackward, NAME)
 
 MAPS(f32)

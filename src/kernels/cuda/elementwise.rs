@@ -14,8 +14,8 @@ const SOURCE: Source = Source {
 /// Packs of a thread, as in the source.
 const UNROLL: usize = 2;
 
-/// `y = f(a, b)`, where `f` is the source's map of that name, a the first of `reads` and b the last, with `factor` if it takes
-/// a number. All (n), in f32, f16 or bf16. y may be the buffer of either.
+/// `y = f(a, b)`, where `f` is the source's map of that name, a the first of `reads` and b the last, with `factor` if
+/// it takes a number. All (n), in f32, f16 or bf16. y may be the buffer of either.
 ///
 /// # Errors
 /// Other lengths or dtypes, and the driver's.

@@ -1,8 +1,9 @@
-// Log-softmax of rows: y = (x - top) - ln(total), with top the row's largest element and total the sum of exp(x - top); its
-// gradient dx = dy - softmax(x) sum(dy), from x, since of y in half precision few digits are left. In f32, rounded once.
+// Log-softmax of rows: y = (x - top) - ln(total), with top the row's largest element and total the sum of exp(x - top);
+// its gradient dx = dy - softmax(x) sum(dy), from x, since of y in half precision few digits are left. In f32, rounded
+// once.
 //
-// All buffers (rows, width). Grid ceil(rows / y), block (x, y) = (min(512, 32 ceil(packs / 128)), max(1, 128 / x)), with packs
-// = ceil(width / N), N = 16 / size of T. 16-byte alignment only for speed.
+// All buffers (rows, width). Grid ceil(rows / y), block (x, y) = (min(512, 32 ceil(packs / 128)), max(1, 128 / x)),
+// with packs = ceil(width / N), N = 16 / size of T. 16-byte alignment only for speed.
 // Bytes: x and y once, x twice more from the caches; in backward dy, x and dx once, and as often again.
 
 struct Statistics {
@@ -66,14 +67,14 @@ __device__ __forceinline__ void backward(const T* dy, const T* x, T* dx, long lo
     }
 }
 
-#define LOG_SOFTMAX(NAME)                                                                                                \
-    extern "C" __global__ void __launch_bounds__(512)                                                                    \
-        log_softmax_##NAME(const NAME* x, NAME* y, long long rows, int width) {                                          \
-        forward<NAME>(x, y, rows, width);                                                                                \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(512)                                                                    \
-        log_softmax_backward_##NAME(const NAME* dy, const NAME* x, NAME* dx, long long rows, int width) {                \
-        backward<NAME>(dy, x, dx, rows, width);                                                                          \
+#define LOG_SOFTMAX(NAME)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(512)                                                                  \
+        log_softmax_##NAME(const NAME* x, NAME* y, long long rows, int width) {                                        \
+        forward<NAME>(x, y, rows, width);                                                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(512)                                                                  \
+        log_softmax_backward_##NAME(const NAME* dy, const NAME* x, NAME* dx, long long rows, int width) {              \
+        backward<NAME>(dy, x, dx, rows, width);                                                                        \
     }
 
 LOG_SOFTMAX(f32)

@@ -1,6 +1,7 @@
 // The sum of a buffer, in f64 in a fixed order, and the gradient of that.
 //
-// sum_parts: parts (count) f64 = the sums of x (n) in parts, part p from element p `per_part` on. Grid count, block 256.
+// sum_parts: parts (count) f64 = the sums of x (n) in parts, part p from element p `per_part` on. Grid count, block
+// 256.
 // sum_whole: y (1) = `factor` times the sum of parts (count). One block of 1024.
 // spread: y (n) = dy (1) times `factor`. Grid ceil(n / 2048), block 256.
 //
@@ -48,18 +49,18 @@ template <class T> __device__ __forceinline__ void spread(const T* dy, T* y, lon
     for (int k = 0; k < 2; k++) store_few(y + start, (k * 256 + threadIdx.x) * 4, count, values);
 }
 
-#define REDUCE(NAME)                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        sum_parts_##NAME(const NAME* x, double* parts, long long n, long long per_part) {                                \
-        sum_parts<NAME>(x, parts, n, per_part);                                                                          \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                   \
-        sum_whole_##NAME(const double* parts, NAME* y, int count, double factor) {                                       \
-        sum_whole<NAME>(parts, y, count, factor);                                                                        \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        spread_##NAME(const NAME* dy, NAME* y, long long n, double factor) {                                             \
-        spread<NAME>(dy, y, n, factor);                                                                                  \
+#define REDUCE(NAME)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        sum_parts_##NAME(const NAME* x, double* parts, long long n, long long per_part) {                              \
+        sum_parts<NAME>(x, parts, n, per_part);                                                                        \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                 \
+        sum_whole_##NAME(const double* parts, NAME* y, int count, double factor) {                                     \
+        sum_whole<NAME>(parts, y, count, factor);                                                                      \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        spread_##NAME(const NAME* dy, NAME* y, long long n, double factor) {                                           \
+        spread<NAME>(dy, y, n, factor);                                                                                \
     }
 
 REDUCE(f32)

@@ -3,8 +3,8 @@
 // copy: y[to(i)] = x[from(i)] for each index i of `dims`, in words of 1, 2, 4, 8 or 16 bytes.
 // Grid ceil(n / 256) with n words, block 256. Pointers at a multiple of the word.
 //
-// sums: dx[to(i)] = the sum over all r of dy[from(i) + from(r)], in f32: i is an index of `dims` (n), r one of `repeats`
-// (count), whose `to` is not read. Every place is written by one thread, from a sum of fixed order.
+// sums: dx[to(i)] = the sum over all r of dy[from(i) + from(r)], in f32: i is an index of `dims` (n), r one of
+// `repeats` (count), whose `to` is not read. Every place is written by one thread, from a sum of fixed order.
 // columns: neighbours in dy have places of their own, and so have a block's threads in x; those in y share a sum. Grid
 // ceil(n / x), block (x, y), x y <= 1024.
 // rows: neighbours in dy have one place. A sum is shared by a block's threads in x, a multiple of 32. Grid ceil(n / y).
@@ -39,7 +39,8 @@ template <class W> __device__ __forceinline__ void copy(const W* x, W* y, unsign
 
 // The sum over every `step`th repeat from `first` on.
 template <class T>
-__device__ __forceinline__ float sum_of(const T* dy, const Dims& repeats, unsigned count, unsigned first, unsigned step) {
+__device__ __forceinline__ float sum_of(const T* dy, const Dims& repeats, unsigned count, unsigned first,
+                                        unsigned step) {
     float sum = 0.f;
 #pragma unroll 4
     for (unsigned r = first; r < count; r += step) {
@@ -76,15 +77,15 @@ __device__ __forceinline__ void sums_of_rows(const T* dy, float* dx, unsigned n,
     if (threadIdx.x == 0) dx[to] = sum;
 }
 
-#define COPY(BYTES, W)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256) copy_##BYTES(const W* x, W* y, unsigned n, Dims dims) {            \
-        copy(x, y, n, dims);                                                                                             \
+#define COPY(BYTES, W)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(256) copy_##BYTES(const W* x, W* y, unsigned n, Dims dims) {          \
+        copy(x, y, n, dims);                                                                                           \
     }
 
-#define SUMS(STEM, NAME)                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                   \
-        STEM##_##NAME(const NAME* dy, float* dx, unsigned n, Dims dims, unsigned count, Dims repeats) {                  \
-        STEM(dy, dx, n, dims, count, repeats);                                                                           \
+#define SUMS(STEM, NAME)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                 \
+        STEM##_##NAME(const NAME* dy, float* dx, unsigned n, Dims dims, unsigned count, Dims repeats) {                \
+        STEM(dy, dx, n, dims, count, repeats);                                                                         \
     }
 
 COPY(1, unsigned char)

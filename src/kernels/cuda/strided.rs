@@ -106,9 +106,9 @@ fn is_in_words(bytes: usize, size: usize, buffers: [View; 2], dims: &[Dim]) -> b
             .all(|buffer| is_multiple(&(buffer.pointer as usize)))
 }
 
-/// dx f32, zeros but for the sums of what has one place: each index of `dims` adds its element of dy, in f32, f16 or bf16, at
-/// its place in dx. Dimensions that write one place again and again have `to` 0; in the others each index has a place of its
-/// own. `dx` begins `offset` elements before the first place.
+/// dx f32, zeros but for the sums of what has one place: each index of `dims` adds its element of dy, in f32, f16 or
+/// bf16, at its place in dx. Dimensions that write one place again and again have `to` 0; in the others each index has
+/// a place of its own. `dx` begins `offset` elements before the first place.
 ///
 /// # Errors
 /// Other dtypes, sizes as for [`copy`], and the driver's.

@@ -60,7 +60,8 @@ fn furthest(a: &Trained, b: &Trained) -> f64 {
     distances.fold(0.0, f64::max)
 }
 
-/// In f32 as close as sums in another order are; in half precision at most three times as far from f32's as the CPU's own step.
+/// In f32 as close as sums in another order are; in half precision at most three times as far from f32's as the CPU's
+/// own step.
 /// The same bits again, recorded or launched one by one.
 #[rstest]
 fn losses_are_those_of_the_cpu(

@@ -342,8 +342,8 @@ fn ops_of_other_models_are_as_eager(#[values(None, Some(DType::BF16))] half: Opt
     ops_of_other_models().assert_as_eager(half);
 }
 
-/// Elementwise maps and reductions: operands broadcast in every way, powers, probabilities and their logarithms, parts joined
-/// along each dimension.
+/// Elementwise maps and reductions: operands broadcast in every way, powers, probabilities and their logarithms, parts
+/// joined along each dimension.
 pub fn elementwise_ops() -> Case {
     Case {
         parameters: vec![
