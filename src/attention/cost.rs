@@ -1,19 +1,23 @@
 //! What is known of both algorithms, which differ in what they keep.
 
+use super::lowering::{FLASH, NAIVE};
 use super::{flash, naive};
 use crate::ops::cost::{Cost, Formula, cost};
 use crate::ops::info::OpInfo;
+use crate::ops::lowering::Lowering;
 use crate::probe::Operands;
 
 pub(crate) const INFOS: &[OpInfo] = &[
     info(
         naive::NAME,
+        NAIVE,
         "q, k, v, out, probabilities; backward those and dq, dk, dv",
         |o| forward(o, probability_bytes(o)?),
         |o| backward(o, probability_bytes(o)?),
     ),
     info(
         flash::NAME,
+        FLASH,
         "q, k, v, out; backward those, dout, dq, dk, dv",
         |o| forward(o, 0.0),
         |o| backward(o, o.output.bytes()),
@@ -22,6 +26,7 @@ pub(crate) const INFOS: &[OpInfo] = &[
 
 const fn info(
     op: &'static str,
+    lowering: Lowering,
     bytes: &'static str,
     forward: Formula,
     backward: Formula,
@@ -29,7 +34,8 @@ const fn info(
     let flops = "4 B H Tq Tk Dh, 6 a score besides; backward 8 and 5";
     let info = OpInfo::new(op)
         .autocast_as("scaled_dot_product_attention")
-        .on_gpu();
+        .on_gpu()
+        .planned(lowering);
     let info = info.costing(flops, bytes, forward, Some(backward));
     info.holding("scores, scale, mask, softmax and values")
 }

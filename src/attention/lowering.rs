@@ -2,7 +2,6 @@
 
 #[cfg(feature = "cuda")]
 use super::lowering_gpu as gpu;
-use super::{flash, naive};
 use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::flash_attention::{self, Heads, Tiles};
 use crate::kernels::cpu::{Stored, naive_attention};
@@ -11,8 +10,7 @@ use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot, ker
 use candle_core::{DType, Result};
 
 /// In a plan.
-pub(crate) const NAIVE_LOWERING: Lowering = Lowering {
-    op: naive::NAME,
+pub(super) const NAIVE: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("naive_attention", |T, k, s| {
             let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
@@ -56,8 +54,7 @@ pub(crate) const NAIVE_LOWERING: Lowering = Lowering {
 };
 
 /// In a plan.
-pub(crate) const FLASH_LOWERING: Lowering = Lowering {
-    op: flash::NAME,
+pub(super) const FLASH: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!(FLASH_KERNELS[0], |T, k, s| {
             let sizes = flash_sizes(k)?;

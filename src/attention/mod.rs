@@ -22,7 +22,6 @@ pub use naive::naive;
 use crate::graph::Attribute;
 #[cfg(feature = "cuda")]
 pub(crate) use lowering::planned_flash_sizes;
-pub(crate) use lowering::{FLASH_LOWERING, NAIVE_LOWERING};
 
 /// How to attend; it means the same to every algorithm.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -19,7 +19,6 @@ use {super::cuda, crate::kernels::cuda::activation as cuda_kernel, candle_core::
 macro_rules! lowering {
     ($op:literal, $backward:literal, $f:ident) => {
         Lowering {
-            op: $op,
             forward: |_| {
                 let kernel = kernel!($op, |T, _, s| {
                     kernel::forward(Activation::$f, s.x::<T>(0)?, s.y(0)?);
@@ -89,27 +88,49 @@ pub(super) fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
 }
 
 pub(super) const INFOS: &[OpInfo] = &[
-    per_element!(OpInfo::new("tanh").on_gpu(), 6, 8, BYTES),
-    per_element!(OpInfo::new("sigmoid").on_gpu(), 4, 6, BYTES),
-    per_element!(OpInfo::new("silu").on_gpu(), 5, 8, BYTES),
-    per_element!(OpInfo::new("gelu").on_gpu(), 5, 9, BYTES),
     per_element!(
-        OpInfo::new("gelu_tanh").autocast_as("gelu").on_gpu(),
+        OpInfo::new("tanh")
+            .planned_composed(lowering!("tanh", "tanh_backward", Tanh))
+            .on_gpu(),
+        6,
+        8,
+        BYTES
+    ),
+    per_element!(
+        OpInfo::new("sigmoid")
+            .planned_composed(lowering!("sigmoid", "sigmoid_backward", Sigmoid))
+            .on_gpu(),
+        4,
+        6,
+        BYTES
+    ),
+    per_element!(
+        OpInfo::new("silu")
+            .planned_composed(lowering!("silu", "silu_backward", Silu))
+            .on_gpu(),
+        5,
+        8,
+        BYTES
+    ),
+    per_element!(
+        OpInfo::new("gelu")
+            .planned_composed(lowering!("gelu", "gelu_backward", Gelu))
+            .on_gpu(),
+        5,
+        9,
+        BYTES
+    ),
+    per_element!(
+        OpInfo::new("gelu_tanh")
+            .planned_composed(lowering!("gelu_tanh", "gelu_tanh_backward", GeluTanh))
+            .autocast_as("gelu")
+            .on_gpu(),
         9,
         14,
         BYTES
     ),
 ];
 const BYTES: &str = "x, y; backward x, dy, dx";
-
-/// In a plan.
-pub(super) const LOWERINGS: &[Lowering] = &[
-    lowering!("tanh", "tanh_backward", Tanh),
-    lowering!("sigmoid", "sigmoid_backward", Sigmoid),
-    lowering!("silu", "silu_backward", Silu),
-    lowering!("gelu", "gelu_backward", Gelu),
-    lowering!("gelu_tanh", "gelu_tanh_backward", GeluTanh),
-];
 
 struct Activate(Activation);
 

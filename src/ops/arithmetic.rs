@@ -2,8 +2,8 @@
 
 mod lowering;
 
-pub(super) use lowering::LOWERINGS;
 pub(crate) use lowering::sum;
+use lowering::{ADD, ADD_SCALED, DIV, MUL, SUB};
 
 use super::cast::cast;
 use super::check_same;
@@ -95,31 +95,36 @@ pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
 }
 
 pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("add").costing(
+    OpInfo::new("add").planned_composed(ADD).costing(
         "1 an element, backward 0",
         "a, b, y; backward dy, handed on",
         |o| o.elementwise(1.0),
         Some(|o| cost(0.0, 0.0, o.output.bytes(), 0.0)),
     ),
-    OpInfo::new("sub").costing(
+    OpInfo::new("sub").planned_composed(SUB).costing(
         "1 an element, backward 1",
         "a, b, y; backward dy, db",
         |o| o.elementwise(1.0),
         Some(second_scaled),
     ),
     per_element!(
-        OpInfo::new("mul"),
+        OpInfo::new("mul").planned_composed(MUL),
         1,
         2,
         "a, b, y; backward a, b, dy, da, db"
     ),
-    OpInfo::new("add_scaled").autocast_as("add").costing(
-        "2 an element, backward 1",
-        "a, b, y; backward dy, db",
-        |o| o.elementwise(2.0),
-        Some(second_scaled),
-    ),
-    OpInfo::new("div").composed("1 an element", |o| o.elementwise(1.0)),
+    OpInfo::new("add_scaled")
+        .planned_composed(ADD_SCALED)
+        .autocast_as("add")
+        .costing(
+            "2 an element, backward 1",
+            "a, b, y; backward dy, db",
+            |o| o.elementwise(2.0),
+            Some(second_scaled),
+        ),
+    OpInfo::new("div")
+        .planned_composed(DIV)
+        .composed("1 an element", |o| o.elementwise(1.0)),
 ];
 
 /// The output's gradient is the first input's, and the second's with another sign or a factor.

@@ -74,27 +74,23 @@ fn has_kernel(x: &Tensor, dtype: DType) -> bool {
 
 /// GPUs' kernels take rows of any width.
 pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::uncast("cast").on_gpu_up_to(usize::MAX).moving(),
-    OpInfo::uncast(WEIGHT_CAST).moving(),
+    OpInfo::uncast("cast")
+        .on_gpu_up_to(usize::MAX)
+        .moving()
+        .planned_composed(LOWERING),
+    OpInfo::uncast(WEIGHT_CAST)
+        .moving()
+        .planned_composed(LOWERING),
+    OpInfo::uncast("to_dtype").planned_composed(LOWERING), // candle's own, timed as no op
 ];
 
-/// In a plan.
-pub(super) const LOWERINGS: &[Lowering] = &[
-    lowering("cast"),
-    lowering(WEIGHT_CAST),
-    lowering("to_dtype"),
-];
-
-const fn lowering(op: &'static str) -> Lowering {
-    Lowering {
-        op,
-        forward: |_| Calls::default().call(converted(), &[Slot::Input(0)], &[Slot::Output]),
-        backward: |_| {
-            let reads = [Slot::OutputGradient];
-            Calls::default().call(converted(), &reads, &[Slot::Gradient(0)])
-        },
-    }
-}
+const LOWERING: Lowering = Lowering {
+    forward: |_| Calls::default().call(converted(), &[Slot::Input(0)], &[Slot::Output]),
+    backward: |_| {
+        let reads = [Slot::OutputGradient];
+        Calls::default().call(converted(), &reads, &[Slot::Gradient(0)])
+    },
+};
 
 /// Reads x; writes it in another dtype.
 pub(crate) fn converted() -> Kernel {

@@ -83,11 +83,11 @@ fn shape_of(inputs: &[&Tensor], dim: usize) -> Result<Vec<usize>> {
 
 pub(super) const INFO: OpInfo = OpInfo::new("concat")
     .autocast_as("cat")
-    .composed("0", |o| o.elementwise(0.0));
+    .composed("0", |o| o.elementwise(0.0))
+    .planned_composed(LOWERING);
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "concat",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("concat", |T, k, s| {
             let parts = (0..s.count()).map(|place| s.x::<T>(place));

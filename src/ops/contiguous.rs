@@ -2,7 +2,7 @@
 
 use super::info::OpInfo;
 use super::operand::operand;
-use super::record::{composed_handing_on, input};
+use super::record::{SAME, composed_handing_on, input};
 use crate::{Result, graph};
 use candle_core::Tensor;
 
@@ -33,4 +33,6 @@ pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     })
 }
 
-pub(super) const INFO: OpInfo = OpInfo::uncast("contiguous").composed("0", |o| o.elementwise(0.0));
+pub(super) const INFO: OpInfo = OpInfo::uncast("contiguous")
+    .composed("0", |o| o.elementwise(0.0))
+    .planned_composed(SAME);

@@ -210,6 +210,7 @@ impl Targets {
 pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
     .autocast_as("cross_entropy_loss")
     .on_gpu_up_to(limits::CROSS_ENTROPY_CLASSES)
+    .planned(LOWERING)
     .costing(
         "4 a logit, backward 3",
         "logits; backward logits, dlogits",
@@ -221,8 +222,7 @@ pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
     );
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "cross_entropy",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         planned_loss(
             signature,

@@ -49,81 +49,85 @@ pub fn rsqrt(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("exp").composed("1 an element", |o| o.elementwise(1.0)),
-    OpInfo::new("log").composed("1 an element", |o| o.elementwise(1.0)),
-    OpInfo::new("pow").composed("1 an element", |o| o.elementwise(1.0)),
-    OpInfo::new("rsqrt").composed("2 an element", |o| o.elementwise(2.0)),
+    OpInfo::new("exp")
+        .planned_composed(EXP)
+        .composed("1 an element", |o| o.elementwise(1.0)),
+    OpInfo::new("log")
+        .planned_composed(LOG)
+        .composed("1 an element", |o| o.elementwise(1.0)),
+    OpInfo::new("pow")
+        .planned_composed(POW)
+        .composed("1 an element", |o| o.elementwise(1.0)),
+    OpInfo::new("rsqrt")
+        .planned_composed(RSQRT)
+        .composed("2 an element", |o| o.elementwise(2.0)),
 ];
 
-/// In a plan.
-pub(super) const LOWERINGS: &[Lowering] = &[
-    Lowering {
-        op: "exp",
-        forward: |_| {
-            let kernel = kernel!("exp", |T, _, s| {
-                kernel::exp(s.x::<T>(0)?, s.y(0)?);
-            });
-            Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
-        },
-        backward: |_| {
-            let kernel = kernel!("mul", |T, _, s| {
-                kernel::mul(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-            });
-            let reads = [Slot::OutputGradient, Slot::Output];
-            Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
-        },
+const EXP: Lowering = Lowering {
+    forward: |_| {
+        let kernel = kernel!("exp", |T, _, s| {
+            kernel::exp(s.x::<T>(0)?, s.y(0)?);
+        });
+        Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
     },
-    Lowering {
-        op: "log",
-        forward: |_| {
-            let kernel = kernel!("log", |T, _, s| {
-                kernel::log(s.x::<T>(0)?, s.y(0)?);
-            });
-            Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
-        },
-        backward: |_| {
-            let kernel = kernel!("div", |T, _, s| {
-                kernel::div(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-            });
-            let reads = [Slot::OutputGradient, Slot::Input(0)];
-            Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
-        },
+    backward: |_| {
+        let kernel = kernel!("mul", |T, _, s| {
+            kernel::mul(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+        });
+        let reads = [Slot::OutputGradient, Slot::Output];
+        Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
     },
-    Lowering {
-        op: "pow",
-        forward: |signature| {
-            let kernel = kernel!("pow", |T, k, s| {
-                kernel::pow(s.x::<T>(0)?, k.number("exponent")?, s.y(0)?);
-            });
-            let kernel = map(kernel).with_all(signature.attributes);
-            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
-        },
-        backward: |signature| {
-            let kernel = kernel!("pow_backward", |T, k, s| {
-                kernel::pow_backward(s.x::<T>(0)?, s.x(1)?, k.number("exponent")?, s.y(0)?);
-            });
-            let kernel = map(kernel).with_all(signature.attributes);
-            let reads = [Slot::OutputGradient, Slot::Input(0)];
-            Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
-        },
+};
+
+const LOG: Lowering = Lowering {
+    forward: |_| {
+        let kernel = kernel!("log", |T, _, s| {
+            kernel::log(s.x::<T>(0)?, s.y(0)?);
+        });
+        Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
     },
-    Lowering {
-        op: "rsqrt",
-        forward: |_| {
-            let kernel = kernel!("rsqrt", |T, _, s| {
-                kernel::rsqrt(s.x::<T>(0)?, s.y(0)?);
-            });
-            Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
-        },
-        backward: |_| {
-            let kernel = kernel!("rsqrt_backward", |T, _, s| {
-                kernel::rsqrt_backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-            });
-            let reads = [Slot::OutputGradient, Slot::Input(0)];
-            Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
-        },
+    backward: |_| {
+        let kernel = kernel!("div", |T, _, s| {
+            kernel::div(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+        });
+        let reads = [Slot::OutputGradient, Slot::Input(0)];
+        Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
     },
-];
+};
+
+const POW: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = kernel!("pow", |T, k, s| {
+            kernel::pow(s.x::<T>(0)?, k.number("exponent")?, s.y(0)?);
+        });
+        let kernel = map(kernel).with_all(signature.attributes);
+        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+    },
+    backward: |signature| {
+        let kernel = kernel!("pow_backward", |T, k, s| {
+            kernel::pow_backward(s.x::<T>(0)?, s.x(1)?, k.number("exponent")?, s.y(0)?);
+        });
+        let kernel = map(kernel).with_all(signature.attributes);
+        let reads = [Slot::OutputGradient, Slot::Input(0)];
+        Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+    },
+};
+
+const RSQRT: Lowering = Lowering {
+    forward: |_| {
+        let kernel = kernel!("rsqrt", |T, _, s| {
+            kernel::rsqrt(s.x::<T>(0)?, s.y(0)?);
+        });
+        Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
+    },
+    backward: |_| {
+        let kernel = kernel!("rsqrt_backward", |T, _, s| {
+            kernel::rsqrt_backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+        });
+        let reads = [Slot::OutputGradient, Slot::Input(0)];
+        Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
+    },
+};
 
 /// With the GPU's elementwise kernel of the same name, and the number that it takes, if it takes one.
 pub(super) fn map(kernel: Kernel) -> Kernel {

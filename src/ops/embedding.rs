@@ -84,16 +84,18 @@ pub(super) fn ids_room(ids: f64) -> Room {
     }
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("embedding").on_gpu().costing(
-    "0, backward 1 an element",
-    "rows, y; backward dy, dtable",
-    |o| cost(0.0, 0.0, o.output.bytes(), o.output.bytes()),
-    Some(|o| o.moved_back(1.0)),
-);
+pub(super) const INFO: OpInfo = OpInfo::new("embedding")
+    .on_gpu()
+    .costing(
+        "0, backward 1 an element",
+        "rows, y; backward dy, dtable",
+        |o| cost(0.0, 0.0, o.output.bytes(), o.output.bytes()),
+        Some(|o| o.moved_back(1.0)),
+    )
+    .planned(LOWERING);
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "embedding",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let ids = Ids {
             read: 0,

@@ -105,35 +105,37 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("split_heads").on_gpu().moving(),
-    OpInfo::new("merge_heads").on_gpu().moving(),
+    OpInfo::new("split_heads")
+        .planned(SPLIT_HEADS)
+        .on_gpu()
+        .moving(),
+    OpInfo::new("merge_heads")
+        .planned(MERGE_HEADS)
+        .on_gpu()
+        .moving(),
 ];
 
-/// In a plan.
-pub(super) const LOWERINGS: &[Lowering] = &[
-    Lowering {
-        op: "split_heads",
-        forward: |signature| {
-            let kernel = planned(Way::Split, signature.output.dims);
-            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
-        },
-        backward: |signature| {
-            let kernel = planned(Way::Merge, signature.output.dims);
-            Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
-        },
+const SPLIT_HEADS: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = planned(Way::Split, signature.output.dims);
+        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
     },
-    Lowering {
-        op: "merge_heads",
-        forward: |signature| {
-            let kernel = planned(Way::Merge, signature.inputs[0].dims);
-            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
-        },
-        backward: |signature| {
-            let kernel = planned(Way::Split, signature.inputs[0].dims);
-            Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
-        },
+    backward: |signature| {
+        let kernel = planned(Way::Merge, signature.output.dims);
+        Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
     },
-];
+};
+
+const MERGE_HEADS: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = planned(Way::Merge, signature.inputs[0].dims);
+        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+    },
+    backward: |signature| {
+        let kernel = planned(Way::Split, signature.inputs[0].dims);
+        Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
+    },
+};
 
 /// One way, for heads (B, H, T, Dh).
 fn planned(way: Way, heads: &[usize]) -> Kernel {

@@ -1,8 +1,9 @@
-//! What is known of an op beside what computes it: what it costs, what autocast calls it, where it has kernels.
+//! What is known of an op beside what computes it: what it costs, what autocast calls it, where it has kernels, how it is planned.
 //!
 //! What lives here: the form of an entry ([`OpInfo`]), and the list of all. Each op's own is in its own file.
 
 use super::cost::{Formula, OpCost};
+use super::lowering::Lowering;
 use crate::{attention, optim};
 
 /// What is known of an op.
@@ -16,6 +17,10 @@ pub(crate) struct OpInfo {
     pub gpu_width: Option<usize>,
     /// `None` for what is timed under another name.
     pub cost: Option<OpCost>,
+    /// How it is planned. `None` for what is part of another op.
+    pub lowering: Option<Lowering>,
+    /// Whether it is planned so, too, where it is composed of candle's own ops: of the same inputs, with nothing kept.
+    pub lowers_composed: bool,
 }
 
 impl OpInfo {
@@ -26,6 +31,8 @@ impl OpInfo {
             autocast: Some(op),
             gpu_width: None,
             cost: None,
+            lowering: None,
+            lowers_composed: false,
         }
     }
 
@@ -83,6 +90,18 @@ impl OpInfo {
         self.costing("0", "x, y; backward dy, dx", forward, Some(backward))
     }
 
+    /// With its calls in a plan.
+    pub const fn planned(mut self, lowering: Lowering) -> Self {
+        self.lowering = Some(lowering);
+        self
+    }
+
+    /// As [`planned`](Self::planned), also where it is composed of candle's own ops.
+    pub const fn planned_composed(mut self, lowering: Lowering) -> Self {
+        self.lowers_composed = true;
+        self.planned(lowering)
+    }
+
     /// Where its cost has that of `parts` inside, which others time apart.
     pub const fn holding(mut self, parts: &'static str) -> Self {
         if let Some(cost) = &mut self.cost {
@@ -116,6 +135,7 @@ pub(crate) fn all() -> impl Iterator<Item = &'static OpInfo> {
         super::arithmetic::INFOS,
         super::elementwise::INFOS,
         super::reduce::INFOS,
+        super::record::INFOS,
         attention::cost::INFOS,
         optim::cost::INFOS,
     ];
@@ -146,16 +166,14 @@ pub(crate) fn of(op: &str) -> Option<&'static OpInfo> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::lowering;
     use std::collections::HashSet;
 
     /// But what is no public op: candle's own conversions, and what checkpointing does.
     #[test]
     fn what_can_be_planned_has_a_cost() {
-        for op in lowering::all().map(|lowering| lowering.op) {
-            let is_op = !["to_dtype", "copy", "checkpoint", "release"].contains(&op);
-            let cost = of(op).and_then(|info| info.cost);
-            assert_eq!(cost.is_some(), is_op, "{op}");
+        for info in all().filter(|info| info.lowering.is_some()) {
+            let is_op = !["to_dtype", "copy", "checkpoint", "release"].contains(&info.op);
+            assert_eq!(info.cost.is_some(), is_op, "{}", info.op);
         }
     }
 

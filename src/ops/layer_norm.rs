@@ -108,15 +108,16 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
 }
 
 pub(super) const INFO: OpInfo = per_element!(
-    OpInfo::new("layer_norm").on_gpu_up_to(limits::LAYER_NORM_WIDTH),
+    OpInfo::new("layer_norm")
+        .on_gpu_up_to(limits::LAYER_NORM_WIDTH)
+        .planned(LOWERING),
     7,
     12,
     "x, W, y; backward x, W, dy, dx, dW"
 );
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "layer_norm",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("layer_norm", |T, k, s| {
             let (weight, bias) = (s.wide_x(1)?, s.wide_x(2)?);

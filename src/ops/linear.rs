@@ -85,16 +85,18 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     })
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("linear").on_gpu().costing(
-    "2 N in out, backward 4",
-    "x, W, y; backward x, W, dy, dx, dW",
-    |o| o.products(o.output.size(), 2.0, 0.0),
-    Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
-);
+pub(super) const INFO: OpInfo = OpInfo::new("linear")
+    .on_gpu()
+    .costing(
+        "2 N in out, backward 4",
+        "x, W, y; backward x, W, dy, dx, dW",
+        |o| o.products(o.output.size(), 2.0, 0.0),
+        Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
+    )
+    .planned(LOWERING);
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "linear",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
         let reads = [Slot::Input(0), read_weight(signature, 1)];

@@ -127,11 +127,11 @@ pub(super) const INFO: OpInfo = OpInfo::new("linear_bias")
         "x, W, b, y; backward x, W, dy, dx, dW, db",
         |o| o.products(o.output.size(), 2.0, 1.0),
         Some(|o| o.products_backward(o.output.size(), 4.0, 1.0)),
-    );
+    )
+    .planned(LOWERING);
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "linear_bias",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
         let calls = Calls::default().call(bias(), &[Slot::Input(2)], &[Slot::Output]);

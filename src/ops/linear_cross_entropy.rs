@@ -103,7 +103,8 @@ pub(super) const INFO: OpInfo = OpInfo::new(NAME)
         |o| o.products(logits_of(o)?, 2.0, 4.0),
         Some(|o| o.products_backward(logits_of(o)?, 4.0, 3.0)),
     )
-    .holding("the head's product and the loss");
+    .holding("the head's product and the loss")
+    .planned(LOWERING);
 
 /// Elements and bytes of the logits (N, V) of x (N, D) and W (V, D).
 fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
@@ -113,8 +114,7 @@ fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
 }
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: NAME,
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
         let reads = [Slot::Input(0), read_weight(signature, 1)];

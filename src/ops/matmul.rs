@@ -174,7 +174,7 @@ impl<'a> Sizes<'a> {
 
 /// Both are timed under the first name.
 pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("matmul").on_gpu().costing(
+    OpInfo::new("matmul").planned(LOWERING).on_gpu().costing(
         "2 B M K N, backward 4",
         "a, b, c; backward a, b, dc, da, db",
         |o| o.products(o.output.size(), 2.0, 0.0),
@@ -186,8 +186,7 @@ pub(super) const INFOS: &[OpInfo] = &[
 ];
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "matmul",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let [a, b] = [signature.inputs[0].dims, signature.inputs[1].dims];
         let transposed = signature.attribute("transposed") == Some(Attribute::Flag(true));

@@ -1,5 +1,6 @@
 //! Putting a custom op into candle's graph, or keeping it out under `no_grad`; with a range around its passes.
 
+use super::info::OpInfo;
 use super::lowering::{Calls, Lowering};
 use super::operand::{check_float, check_supported, operand, zeros_of};
 use crate::grad::is_grad_enabled;
@@ -10,21 +11,18 @@ use candle_core::{
     Shape, Tensor,
 };
 
-/// In a plan: what is the elements of its input, which lie in order there.
-pub(super) const LOWERINGS: &[Lowering] = &[
-    same("contiguous"),
-    same("copy"),
-    same("checkpoint"),
-    same("release"),
-];
+/// What is the elements of its input, which lie in order in a plan.
+pub(super) const SAME: Lowering = Lowering {
+    forward: |_| Calls::default().same(0),
+    backward: |_| Calls::default().same(0),
+};
 
-const fn same(op: &'static str) -> Lowering {
-    Lowering {
-        op,
-        forward: |_| Calls::default().same(0),
-        backward: |_| Calls::default().same(0),
-    }
-}
+/// What candle copies, and where segments end: no ops to time.
+pub(super) const INFOS: &[OpInfo] = &[
+    OpInfo::uncast("copy").planned_composed(SAME),
+    OpInfo::uncast("checkpoint").planned(SAME),
+    OpInfo::uncast("release").planned(SAME),
+];
 
 /// What an op says of a call before it runs: all that a trace needs.
 pub(crate) trait Spec {

@@ -67,51 +67,53 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("sum").composed("1 an element", |o| o.reduction(1.0)),
-    OpInfo::new("mean").composed("1 an element", |o| o.reduction(1.0)),
-    OpInfo::new("log_softmax").composed("5 an element", |o| o.elementwise(5.0)),
+    OpInfo::new("sum")
+        .planned_composed(SUM)
+        .composed("1 an element", |o| o.reduction(1.0)),
+    OpInfo::new("mean")
+        .planned_composed(MEAN)
+        .composed("1 an element", |o| o.reduction(1.0)),
+    OpInfo::new("log_softmax")
+        .planned_composed(LOG_SOFTMAX)
+        .composed("5 an element", |o| o.elementwise(5.0)),
 ];
 
-/// In a plan.
-pub(super) const LOWERINGS: &[Lowering] = &[
-    Lowering {
-        op: "sum",
-        forward: |signature| total(signature, 1.0),
-        backward: |_| spread(1.0),
+const SUM: Lowering = Lowering {
+    forward: |signature| total(signature, 1.0),
+    backward: |_| spread(1.0),
+};
+
+const MEAN: Lowering = Lowering {
+    forward: |signature| total(signature, share(signature)),
+    backward: |signature| spread(share(signature)),
+};
+
+const LOG_SOFTMAX: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = kernel!("log_softmax", |T, k, s| {
+            log_softmax_kernel::forward(s.x::<T>(0)?, k.count("width")?, s.y(0)?);
+        });
+        let kernel = on_gpu!(kernel, |k, l| {
+            let (x, y) = (l.reads[0], l.writes[0]);
+            log_softmax_on_gpu::forward(l.card, x, k.count("width")?, y)
+        });
+        let kernel = kernel.sized([("width", width(signature))]);
+        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
     },
-    Lowering {
-        op: "mean",
-        forward: |signature| total(signature, share(signature)),
-        backward: |signature| spread(share(signature)),
+    backward: |signature| {
+        let kernel = kernel!("log_softmax_backward", |T, k, s| {
+            let (dy, x) = (s.x::<T>(0)?, s.x(1)?);
+            log_softmax_kernel::backward(dy, x, k.count("width")?, s.y(0)?);
+        });
+        let kernel = on_gpu!(kernel, |k, l| {
+            let reads = [l.reads[0], l.reads[1]];
+            log_softmax_on_gpu::backward(l.card, reads, k.count("width")?, l.writes[0])
+        });
+        let kernel = kernel.sized([("width", width(signature))]);
+        let reads = [Slot::OutputGradient, Slot::Input(0)];
+        Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
     },
-    Lowering {
-        op: "log_softmax",
-        forward: |signature| {
-            let kernel = kernel!("log_softmax", |T, k, s| {
-                log_softmax_kernel::forward(s.x::<T>(0)?, k.count("width")?, s.y(0)?);
-            });
-            let kernel = on_gpu!(kernel, |k, l| {
-                let (x, y) = (l.reads[0], l.writes[0]);
-                log_softmax_on_gpu::forward(l.card, x, k.count("width")?, y)
-            });
-            let kernel = kernel.sized([("width", width(signature))]);
-            Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
-        },
-        backward: |signature| {
-            let kernel = kernel!("log_softmax_backward", |T, k, s| {
-                let (dy, x) = (s.x::<T>(0)?, s.x(1)?);
-                log_softmax_kernel::backward(dy, x, k.count("width")?, s.y(0)?);
-            });
-            let kernel = on_gpu!(kernel, |k, l| {
-                let reads = [l.reads[0], l.reads[1]];
-                log_softmax_on_gpu::backward(l.card, reads, k.count("width")?, l.writes[0])
-            });
-            let kernel = kernel.sized([("width", width(signature))]);
-            let reads = [Slot::OutputGradient, Slot::Input(0)];
-            Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
-        },
-    },
-];
+};
 
 /// Elements of a row: a scalar is one.
 fn width(signature: &Signature<'_>) -> usize {

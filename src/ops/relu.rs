@@ -37,11 +37,15 @@ pub fn reference(x: &Tensor) -> Result<Tensor> {
     Ok(x.le(0.0)?.where_cond(&x.zeros_like()?, &x)?)
 }
 
-pub(super) const INFO: OpInfo = per_element!(OpInfo::new("relu"), 1, 1, "x, y; backward y, dy, dx");
+pub(super) const INFO: OpInfo = per_element!(
+    OpInfo::new("relu").planned_composed(LOWERING),
+    1,
+    1,
+    "x, y; backward y, dy, dx"
+);
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "relu",
+const LOWERING: Lowering = Lowering {
     forward: |_| {
         let kernel = kernel!("relu", |T, _, s| {
             kernel::forward(s.x::<T>(0)?, s.y(0)?);

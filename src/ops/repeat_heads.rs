@@ -84,16 +84,18 @@ fn check(x: &Tensor, times: usize) -> Result<RepeatHeads> {
     Ok(op)
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("repeat_heads").on_gpu().costing(
-    "0, backward 1 an element of y",
-    "x, y; backward dy, dx",
-    |o| o.elementwise(0.0),
-    Some(|o| o.moved_back(1.0)),
-);
+pub(super) const INFO: OpInfo = OpInfo::new("repeat_heads")
+    .on_gpu()
+    .costing(
+        "0, backward 1 an element of y",
+        "x, y; backward dy, dx",
+        |o| o.elementwise(0.0),
+        Some(|o| o.moved_back(1.0)),
+    )
+    .planned(LOWERING);
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "repeat_heads",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("repeat_heads", |T, k, s| {
             kernel::repeat(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);

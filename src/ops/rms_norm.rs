@@ -97,15 +97,16 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
 }
 
 pub(super) const INFO: OpInfo = per_element!(
-    OpInfo::new("rms_norm").on_gpu_up_to(limits::RMS_NORM_WIDTH),
+    OpInfo::new("rms_norm")
+        .on_gpu_up_to(limits::RMS_NORM_WIDTH)
+        .planned(LOWERING),
     4,
     9,
     "x, W, y; backward x, W, dy, dx, dW"
 );
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "rms_norm",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("rms_norm", |T, k, s| {
             let weight = s.wide_x(1)?;

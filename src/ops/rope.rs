@@ -98,7 +98,7 @@ fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     })
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("rope").on_gpu().costing(
+pub(super) const INFO: OpInfo = OpInfo::new("rope").on_gpu().planned(LOWERING).costing(
     "3 an element, backward 3",
     "x, y; backward dy, dx",
     |o| o.elementwise(3.0),
@@ -109,8 +109,7 @@ pub(super) const INFO: OpInfo = OpInfo::new("rope").on_gpu().costing(
 );
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "rope",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let reads = [Slot::Input(0), Slot::Read(0), Slot::Read(1)];
         Calls::default().call(rotation(signature, false), &reads, &[Slot::Output])

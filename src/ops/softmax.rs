@@ -135,6 +135,7 @@ fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
 /// Itself, and what its reference is composed of.
 pub(super) const INFOS: &[OpInfo] = &[
     OpInfo::new("softmax")
+        .planned(LOWERING)
         .on_gpu()
         .costing(
             "6 an element, backward 5",
@@ -151,8 +152,7 @@ pub(super) const INFOS: &[OpInfo] = &[
 ];
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "softmax",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = planned("softmax", signature, |k, s| {
             let (queries, keys) = (k.count("queries")?, k.count("keys")?);

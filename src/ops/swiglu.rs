@@ -60,15 +60,14 @@ fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
 }
 
 pub(super) const INFO: OpInfo = per_element!(
-    OpInfo::new("swiglu").on_gpu(),
+    OpInfo::new("swiglu").on_gpu().planned_composed(LOWERING),
     6,
     12,
     "gate, up, y; backward gate, up, dy, dgate, dup"
 );
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "swiglu",
+const LOWERING: Lowering = Lowering {
     forward: |_| {
         let reads = [Slot::Input(0), Slot::Input(1)];
         Calls::default().call(gated(), &reads, &[Slot::Output])

@@ -97,7 +97,8 @@ pub(super) const INFO: OpInfo = OpInfo::new("swiglu_linear")
         |o| o.products(made(o), 4.0, 6.0),
         Some(|o| o.products_backward(made(o), 8.0, 12.0)),
     )
-    .holding("two products and the gate");
+    .holding("two products and the gate")
+    .planned(LOWERING);
 
 /// y, and gate and up of its shape, which are kept.
 fn made(o: &Operands<'_>) -> (f64, f64) {
@@ -105,8 +106,7 @@ fn made(o: &Operands<'_>) -> (f64, f64) {
 }
 
 /// In a plan.
-pub(super) const LOWERING: Lowering = Lowering {
-    op: "swiglu_linear",
+const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
         let linear = |calls: Calls, number: usize| {

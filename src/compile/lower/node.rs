@@ -6,10 +6,10 @@ use super::form::{Form, Forms};
 use super::program::Program;
 use super::{Lower, no_planned_form, place_of};
 use crate::Result;
-use crate::graph::{Graph, Node, Operand as GraphOperand, ValueId};
+use crate::graph::{Node, ValueId};
 use crate::ops::converted;
-use crate::ops::lowering::{self, Calls, Lowering, Signature, Slot};
-use crate::probe;
+use crate::ops::info;
+use crate::ops::lowering::{Calls, Lowering, Signature, Slot};
 use std::collections::HashMap;
 
 struct Single {
@@ -18,10 +18,11 @@ struct Single {
 }
 
 impl Single {
-    fn lowering(&self, lower: &Lower<'_>) -> Result<&'static Lowering> {
-        let found = lowering::of(self.node.op);
-        let found = found.filter(|_| !self.node.composed || lowering::takes_composed(self.node.op));
-        found.ok_or_else(|| self.refused(lower))
+    fn lowering(&self, lower: &Lower<'_>) -> Result<Lowering> {
+        let info = info::of(self.node.op);
+        let info = info.filter(|info| !self.node.composed || info.lowers_composed);
+        let lowering = info.and_then(|info| info.lowering);
+        lowering.ok_or_else(|| self.refused(lower))
     }
 
     fn refused(&self, lower: &Lower<'_>) -> crate::Error {
@@ -77,7 +78,7 @@ impl Form for Single {
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
         let program = lower.program.clone();
         let (node, graph) = (&self.node, program.graph);
-        let calls = (self.lowering(lower)?.forward)(&signature(graph, node));
+        let calls = (self.lowering(lower)?.forward)(&Signature::of(graph, node));
         if let Some(ids) = calls.ids {
             lower.ids.push((node.reads[ids.read].value, ids));
         }
@@ -109,7 +110,7 @@ impl Form for Single {
         let Some(dy) = lower.gradients.get(node.output) else {
             return Ok(());
         };
-        let signature = signature(graph, node);
+        let signature = Signature::of(graph, node);
         let mut calls = (self.lowering(lower)?.backward)(&signature);
         let is_wanted = |input: usize| program.hands_on(node, input);
         // What is written for nobody: a gradient of tokens' weights that are frozen, say.
@@ -142,29 +143,6 @@ impl Form for Single {
         }
         lower.gradients.take(node.output); // until here it is read
         Ok(())
-    }
-}
-
-/// What a lowering is told of a node.
-fn signature<'g>(graph: &'g Graph, node: &'g Node) -> Signature<'g> {
-    let of_value = |id: ValueId| probe::Operand {
-        dims: &graph.value(id).shape,
-        dtype: graph.value(id).dtype,
-    };
-    let operands = |operands: &'g [GraphOperand]| {
-        let operands = operands.iter().map(|operand| probe::Operand {
-            dims: graph.shape_of(operand),
-            dtype: graph.value(operand.value).dtype,
-        });
-        operands.collect()
-    };
-    Signature {
-        attributes: &node.attributes,
-        inputs: operands(&node.inputs),
-        reads: operands(&node.reads),
-        output: of_value(node.output),
-        kept: node.kept.iter().map(|kept| of_value(kept.value)).collect(),
-        target: graph.target,
     }
 }
 

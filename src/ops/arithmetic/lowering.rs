@@ -17,76 +17,72 @@ macro_rules! elementwise {
     };
 }
 
-/// In a plan.
-pub(in crate::ops) const LOWERINGS: &[Lowering] = &[
-    Lowering {
-        op: "add",
-        forward: |signature| forward(signature, sum()),
-        backward: |signature| {
-            let mut backward = Backward::new(signature);
-            backward.pass_on(0);
-            backward.pass_on(1);
-            backward.calls
-        },
+pub(super) const ADD: Lowering = Lowering {
+    forward: |signature| forward(signature, sum()),
+    backward: |signature| {
+        let mut backward = Backward::new(signature);
+        backward.pass_on(0);
+        backward.pass_on(1);
+        backward.calls
     },
-    Lowering {
-        op: "add_scaled",
-        forward: |signature| {
-            let kernel = kernel!("add_scaled", |T, k, s| {
-                kernel::add_scaled(s.x::<T>(0)?, s.x(1)?, k.number("scale")?, s.y(0)?);
-            });
-            forward(signature, map(kernel).with_all(signature.attributes))
-        },
-        backward: |signature| {
-            let mut backward = Backward::new(signature);
-            backward.pass_on(0);
-            let kernel = kernel!("scale", |T, k, s| {
-                kernel::scaled(s.x::<T>(0)?, k.number("scale")?, s.y(0)?);
-            });
-            let dy = backward.dy;
-            let kernel = map(kernel).with_all(signature.attributes);
-            backward.gradient(1, kernel, [dy, dy]);
-            backward.calls
-        },
+};
+
+pub(super) const ADD_SCALED: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = kernel!("add_scaled", |T, k, s| {
+            kernel::add_scaled(s.x::<T>(0)?, s.x(1)?, k.number("scale")?, s.y(0)?);
+        });
+        forward(signature, map(kernel).with_all(signature.attributes))
     },
-    Lowering {
-        op: "sub",
-        forward: |signature| forward(signature, elementwise!("sub", kernel::sub)),
-        backward: |signature| {
-            let mut backward = Backward::new(signature);
-            backward.pass_on(0);
-            let dy = backward.dy;
-            backward.gradient(1, elementwise!("neg", kernel::negated), [dy, dy]);
-            backward.calls
-        },
+    backward: |signature| {
+        let mut backward = Backward::new(signature);
+        backward.pass_on(0);
+        let kernel = kernel!("scale", |T, k, s| {
+            kernel::scaled(s.x::<T>(0)?, k.number("scale")?, s.y(0)?);
+        });
+        let dy = backward.dy;
+        let kernel = map(kernel).with_all(signature.attributes);
+        backward.gradient(1, kernel, [dy, dy]);
+        backward.calls
     },
-    Lowering {
-        op: "mul",
-        forward: |signature| forward(signature, elementwise!("mul", kernel::mul)),
-        backward: |signature| {
-            let mut backward = Backward::new(signature);
-            let (dy, [a, b]) = (backward.dy, backward.repeated());
-            backward.gradient(0, elementwise!("mul", kernel::mul), [dy, b]);
-            backward.gradient(1, elementwise!("mul", kernel::mul), [dy, a]);
-            backward.calls
-        },
+};
+
+pub(super) const SUB: Lowering = Lowering {
+    forward: |signature| forward(signature, elementwise!("sub", kernel::sub)),
+    backward: |signature| {
+        let mut backward = Backward::new(signature);
+        backward.pass_on(0);
+        let dy = backward.dy;
+        backward.gradient(1, elementwise!("neg", kernel::negated), [dy, dy]);
+        backward.calls
     },
-    Lowering {
-        op: "div",
-        forward: |signature| forward(signature, elementwise!("div", kernel::div)),
-        backward: |signature| {
-            let mut backward = Backward::new(signature);
-            let (dy, [a, b]) = (backward.dy, backward.repeated());
-            backward.gradient(0, elementwise!("div", kernel::div), [dy, b]);
-            // db = -(dy a / b) / b
-            let times = backward.step(elementwise!("mul", kernel::mul), [dy, a]);
-            let quotient = backward.step(elementwise!("div", kernel::div), [times, b]);
-            let divided = elementwise!("negated_div", kernel::negated_div);
-            backward.gradient(1, divided, [quotient, b]);
-            backward.calls
-        },
+};
+
+pub(super) const MUL: Lowering = Lowering {
+    forward: |signature| forward(signature, elementwise!("mul", kernel::mul)),
+    backward: |signature| {
+        let mut backward = Backward::new(signature);
+        let (dy, [a, b]) = (backward.dy, backward.repeated());
+        backward.gradient(0, elementwise!("mul", kernel::mul), [dy, b]);
+        backward.gradient(1, elementwise!("mul", kernel::mul), [dy, a]);
+        backward.calls
     },
-];
+};
+
+pub(super) const DIV: Lowering = Lowering {
+    forward: |signature| forward(signature, elementwise!("div", kernel::div)),
+    backward: |signature| {
+        let mut backward = Backward::new(signature);
+        let (dy, [a, b]) = (backward.dy, backward.repeated());
+        backward.gradient(0, elementwise!("div", kernel::div), [dy, b]);
+        // db = -(dy a / b) / b
+        let times = backward.step(elementwise!("mul", kernel::mul), [dy, a]);
+        let quotient = backward.step(elementwise!("div", kernel::div), [times, b]);
+        let divided = elementwise!("negated_div", kernel::negated_div);
+        backward.gradient(1, divided, [quotient, b]);
+        backward.calls
+    },
+};
 
 /// `f` of both inputs in the output's shape, rounded where the output is.
 fn forward(signature: &Signature<'_>, kernel: Kernel) -> Calls {

@@ -1,0 +1,182 @@
+//! How ops are planned: an op's forward and its backward as calls of kernels, as data.
+//!
+//! What lives here: what such a call is ([`Kernel`], [`Slices`]). Each op's own is in its own file, beside its eager form, and runs
+//! the same kernels; its [`OpInfo`](super::info::OpInfo) has it. What does not: buffers and their places, which are
+//! [`compile`](crate::compile)'s.
+
+mod kernel;
+mod slices;
+#[cfg(test)]
+mod tests;
+
+pub use kernel::Kernel;
+#[cfg(feature = "cuda")]
+pub(crate) use kernel::Operands;
+pub(crate) use kernel::{kernel, on_gpu};
+pub(crate) use slices::{Slice, Slices};
+
+use crate::graph::{self, Attribute, Graph, Node, ValueId};
+use crate::probe::Operand;
+use candle_core::DType;
+
+/// The lowering of an op.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lowering {
+    /// Its output, and what it keeps.
+    pub forward: fn(&Signature<'_>) -> Calls,
+    /// The gradients of its inputs, from that of its output.
+    pub backward: fn(&Signature<'_>) -> Calls,
+}
+
+/// What a lowering knows of a call: attributes, shapes and dtypes.
+pub(crate) struct Signature<'a> {
+    pub attributes: &'a [(&'static str, Attribute)],
+    pub inputs: Vec<Operand<'a>>,
+    pub reads: Vec<Operand<'a>>,
+    pub output: Operand<'a>,
+    pub kept: Vec<Operand<'a>>,
+    /// Whose kernels run.
+    pub target: graph::Target,
+}
+
+impl<'g> Signature<'g> {
+    /// Of a node, for the graph's target.
+    pub fn of(graph: &'g Graph, node: &'g Node) -> Self {
+        let of_value = |id: ValueId| Operand {
+            dims: &graph.value(id).shape,
+            dtype: graph.value(id).dtype,
+        };
+        let operands = |operands: &'g [graph::Operand]| {
+            let operands = operands.iter().map(|operand| Operand {
+                dims: graph.shape_of(operand),
+                dtype: graph.value(operand.value).dtype,
+            });
+            operands.collect()
+        };
+        Self {
+            attributes: &node.attributes,
+            inputs: operands(&node.inputs),
+            reads: operands(&node.reads),
+            output: of_value(node.output),
+            kept: node.kept.iter().map(|kept| of_value(kept.value)).collect(),
+            target: graph.target,
+        }
+    }
+
+    /// The attribute with this name.
+    pub fn attribute(&self, name: &str) -> Option<Attribute> {
+        kernel::find(self.attributes, name)
+    }
+}
+
+/// What a kernel reads or writes, in terms of the op's call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Slot {
+    /// An input of the op.
+    Input(usize),
+    /// What the op reads beside its inputs.
+    Read(usize),
+    /// The op's output.
+    Output,
+    /// What the op keeps for backward.
+    Kept(usize),
+    /// The gradient of the output.
+    OutputGradient,
+    /// The gradient of an input, in its shape and dtype.
+    Gradient(usize),
+    /// What [`Calls::scratch`] has made.
+    Scratch(usize),
+}
+
+/// Ids that are read, to be checked before a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ids {
+    /// Which of the op's [`reads`](Signature::reads).
+    pub read: usize,
+    /// All are under it.
+    pub bound: usize,
+    /// But this one.
+    pub ignore: Option<u32>,
+}
+
+/// A forward or a backward.
+#[derive(Default)]
+pub(crate) struct Calls {
+    pub calls: Vec<KernelCall>,
+    /// Buffers for these calls alone.
+    pub scratch: Vec<(Vec<usize>, DType)>,
+    /// Forward: the output is this input's elements. Backward: the gradient of this input is the output's.
+    pub same: Vec<usize>,
+    pub ids: Option<Ids>,
+}
+
+/// A kernel, and its operands.
+pub(crate) struct KernelCall {
+    pub kernel: Kernel,
+    pub reads: Vec<Slot>,
+    pub writes: Vec<Slot>,
+}
+
+impl Calls {
+    /// With one more call.
+    pub fn call(mut self, kernel: Kernel, reads: &[Slot], writes: &[Slot]) -> Self {
+        self.push(kernel, reads, writes);
+        self
+    }
+
+    /// As [`call`](Self::call), in place.
+    pub fn push(&mut self, kernel: Kernel, reads: &[Slot], writes: &[Slot]) {
+        self.calls.push(KernelCall {
+            kernel,
+            reads: reads.to_vec(),
+            writes: writes.to_vec(),
+        });
+    }
+
+    /// With input `input` passed on as it is.
+    pub fn same(mut self, input: usize) -> Self {
+        self.same.push(input);
+        self
+    }
+
+    /// With ids to be checked.
+    pub fn ids(self, ids: Ids) -> Self {
+        Self {
+            ids: Some(ids),
+            ..self
+        }
+    }
+
+    /// A backward of one kernel, which writes the gradient of input 0 in its dtype and those of the inputs `wide` in the one that
+    /// is computed in: rounded after, where these are half precision.
+    pub fn with_wide_gradients(
+        signature: &Signature<'_>,
+        kernel: Kernel,
+        reads: &[Slot],
+        wide: &[usize],
+    ) -> Self {
+        let (mut calls, mut writes) = (Self::default(), vec![Slot::Gradient(0)]);
+        let mut rounded = Vec::new();
+        for input in wide {
+            let (weight, dtype) = (&signature.inputs[*input], signature.inputs[0].wide_dtype());
+            writes.push(match weight.dtype == dtype {
+                true => Slot::Gradient(*input),
+                false => {
+                    let sum = calls.scratch(weight.dims, dtype);
+                    rounded.push((sum, Slot::Gradient(*input)));
+                    sum
+                }
+            });
+        }
+        let calls = calls.call(kernel, reads, &writes);
+        rounded.into_iter().fold(calls, |calls, (sum, gradient)| {
+            calls.call(super::cast::converted(), &[sum], &[gradient])
+        })
+    }
+
+    /// A buffer for these calls.
+    pub fn scratch(&mut self, shape: &[usize], dtype: DType) -> Slot {
+        self.scratch.push((shape.to_vec(), dtype));
+        Slot::Scratch(self.scratch.len() - 1)
+    }
+}
