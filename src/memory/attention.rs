@@ -100,7 +100,8 @@ impl AttentionWorkload {
 /// thread, and where dq is rounded its sums for two heads a thread, on a GPU for all of them. After any of them,
 /// candle adds each gradient to zeros.
 ///
-/// In f64 a GPU has no kernels. Naive is composed of candle's ops there, and this counts less than half of what they take.
+/// In f64 a GPU has no kernels. Naive is composed of candle's ops there, and this counts less than half of what they
+/// take.
 ///
 /// ```
 /// use tallow::memory::{AttentionWorkload, Kernels, attention_account};

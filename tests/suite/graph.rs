@@ -1,5 +1,7 @@
 //! A traced forward is what an eager one does, op by op; and what cannot be traced is refused in words.
 
+mod picture;
+
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use std::sync::{Arc, Mutex};
