@@ -4,6 +4,8 @@
 //! cargo run --example custom_model
 //! cargo run --example custom_model -- --planned
 //! cargo run --example custom_model -- --trace --n-layer 1
+//! cargo run --example custom_model -- --nodes --format csv
+//! cargo run --example custom_model -- --graph gpt2.dot && dot -Tsvg gpt2.dot -o gpt2.svg
 //! cargo run --example custom_model -- --steps 50 --n-embd 128 --format markdown
 //! ```
 
@@ -20,6 +22,7 @@ use common::{Common, Output, stdout, values};
 use gpt2::{Gpt2, Gpt2Config};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::attention::Algorithm;
 use tallow::compile::{LossStep, StepConfig};
@@ -27,8 +30,8 @@ use tallow::graph::{self, Graph, Target};
 use tallow::memory::{self, Estimate, Mode};
 use tallow::nn::{self, Layer};
 use tallow::optim::{AdamW, AdamWConfig};
-use tallow::profile::{self, Cost, Grouping, Profiler, Selection, node_costs};
-use tallow::report::{Fields, Report, format_mib, group_digits};
+use tallow::profile::{self, Cost, Grouping, Profiler, Selection, node_costs, node_table};
+use tallow::report::{Fields, Report, format_mib, group_digits, save_document};
 use tallow::{Error, Result, no_grad};
 
 /// Steps before the profiler starts.
@@ -41,6 +44,14 @@ struct Flags {
     /// Print the traced forward, op by op, and end: no weight is made
     #[arg(long)]
     trace: bool,
+
+    /// Print a table of the traced forward, with what each op keeps and costs, and end
+    #[arg(long)]
+    nodes: bool,
+
+    /// Write the traced forward there as a picture for Graphviz, and end
+    #[arg(long, value_name = "FILE")]
+    graph: Option<PathBuf>,
 
     /// Run the steps from a plan that is made of the trace, on the CPU
     #[arg(long)]
@@ -99,11 +110,17 @@ impl Flags {
     }
 
     fn run(&self) -> Result<()> {
-        self.output.check_with([])?;
+        self.output.check_with([&self.graph])?;
         let device = self.common.device()?;
         let traced = self.traced(&device)?;
+        if let Some(path) = &self.graph {
+            return save_document(traced.to_dot().as_bytes(), path);
+        }
         if self.trace {
             return stdout::line(traced);
+        }
+        if self.nodes {
+            return self.output.publish(&node_table(&traced));
         }
         let estimate = memory::estimate_graph(&traced, Mode::TrainStep)?;
         self.check_memory(&estimate, &device)?;

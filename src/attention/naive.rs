@@ -145,7 +145,7 @@ fn of_shape(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
 }
 
 /// What backward takes for itself, where there is a kernel.
-pub(crate) fn backward_room(sizes: &kernel::Sizes, dtype: DType, target: Target) -> Room {
+fn backward_room(sizes: &kernel::Sizes, dtype: DType, target: Target) -> Room {
     let (width, wide) = (dtype.size_in_bytes(), dtype.size_in_bytes().max(4));
     match target {
         Target::Cpu => Room {

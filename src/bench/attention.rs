@@ -75,19 +75,17 @@ impl AttentionRun {
             ],
         )?;
         self.check_execution(device)?;
-        let unsupported = self.unsupported(device);
         let passes = Passes {
             sampling: &self.sampling,
             labels: self.labels(),
             tokens: w.batch_size as f64 * w.sequence_length as f64,
             forward_flops: self.forward_flops(),
             backward_flops: 2.0 * self.forward_flops(),
-            account: match unsupported {
-                None => self.account(device)?,
-                Some(_) => self.eager_account(device), // there may be no plan
+            account: match self.unsupported(device) {
+                None => Ok(self.account(device)?),
+                Some(reason) => Err(reason),
             },
             in_half: matches!(w.dtype, DType::F16 | DType::BF16),
-            unsupported,
         };
         let config = AttentionConfig {
             mask: w.mask,
@@ -119,8 +117,7 @@ impl AttentionRun {
                 workload: at(length),
                 ..self.clone()
             };
-            run.account(device)
-                .unwrap_or_else(|_| run.eager_account(device))
+            run.account(device).ok()
         })?;
         Some(Limit {
             implementation: self.implementation(),
@@ -142,21 +139,18 @@ impl AttentionRun {
     }
 
     fn account(&self, device: &Device) -> Result<Account> {
+        let (w, kernels) = (&self.workload, Kernels::of(device));
         match self.execution {
-            Execution::Eager => Ok(self.eager_account(device)),
+            Execution::Eager => attention_account(w, kernels),
             Execution::Planned => {
-                let planned = planned_attention_account(&self.workload, Kernels::of(device));
+                let planned = planned_attention_account(w, kernels);
                 planned.or_else(|error| match error.is_out_of_memory() {
                     // What is too large to be planned for is too large for any memory, eagerly too.
-                    true => Ok(self.eager_account(device)),
+                    true => attention_account(w, kernels),
                     false => Err(error),
                 })
             }
         }
-    }
-
-    fn eager_account(&self, device: &Device) -> Account {
-        attention_account(&self.workload, Kernels::of(device))
     }
 
     /// Why it cannot run with such heads, if it cannot.

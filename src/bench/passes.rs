@@ -50,11 +50,10 @@ pub(super) struct Passes<'a> {
     pub tokens: f64,
     pub forward_flops: f64,
     pub backward_flops: f64,
-    pub account: Account,
+    /// What it takes, or why it cannot run at all.
+    pub account: std::result::Result<Account, String>,
     /// Whether products are in half precision.
     pub in_half: bool,
-    /// Why it cannot run at all, if it cannot.
-    pub unsupported: Option<String>,
 }
 
 /// A forward and its backward, ready to run again and again.
@@ -176,14 +175,14 @@ impl Passes<'_> {
 
     /// Status and reason, decided before anything is allocated.
     fn refusal(&self) -> Option<(&'static str, String)> {
-        if let Some(reason) = &self.unsupported {
-            return Some(("unsupported", reason.clone()));
-        }
+        let account = match &self.account {
+            Ok(account) => account,
+            Err(reason) => return Some(("unsupported", reason.clone())),
+        };
         if let Some(available_bytes) = self.sampling.available_bytes
-            && self.account.peak_bytes() > available_bytes
+            && account.peak_bytes() > available_bytes
         {
             let available = crate::report::format_mib(available_bytes);
-            let account = &self.account;
             return Some(("OOM", format!("{account}; {available} available")));
         }
         let budget_ms = self.sampling.time_budget_ms?;
@@ -256,17 +255,18 @@ impl Passes<'_> {
         row.insert("phase", phase);
         row.insert("status", status);
         row.insert("reason", None::<String>);
+        let account = self.account.as_ref().ok();
         row.insert(
             "estimate_before_backward_bytes",
-            self.account.before_backward_bytes(),
+            account.map(Account::before_backward_bytes),
         );
-        row.insert("estimate_bytes", self.account.peak_bytes());
+        row.insert("estimate_bytes", account.map(Account::peak_bytes));
         row.insert("available_bytes", self.sampling.available_bytes);
         row
     }
 
     fn account_value(&self) -> serde_json::Value {
-        serde_json::to_value(&self.account).unwrap_or_default()
+        serde_json::to_value(self.account.as_ref().ok()).unwrap_or_default()
     }
 
     /// Tokens, FLOPs and their rates at the median time.

@@ -76,9 +76,11 @@ impl SelfAttentionRun {
             tokens: b * t,
             forward_flops: 8.0 * b * t * d * d + attention_flops,
             backward_flops: 10.0 * b * t * d * d + 2.0 * attention_flops,
-            account: self_attention_account(w),
+            account: match unsupported(w.algorithm, w.attention().head_dim) {
+                None => Ok(self_attention_account(w)?),
+                Some(reason) => Err(reason),
+            },
             in_half: matches!(w.precision.dtype(), DType::F16 | DType::BF16),
-            unsupported: unsupported(w.algorithm, w.attention().head_dim),
         };
         let prepare = || {
             let builder = seeded(self.sampling.seed, w.dtype, device);
@@ -100,10 +102,9 @@ impl SelfAttentionRun {
             ..self.workload
         };
         let (head_dim, account) = smallest_beyond(available_bytes, |head_dim| {
-            self_attention_account(&at(head_dim))
+            self_attention_account(&at(head_dim)).ok()
         })?;
-        let supported = unsupported(self.workload.algorithm, head_dim).is_none();
-        supported.then(|| Limit {
+        Some(Limit {
             implementation: self.workload.algorithm.name(),
             context_length: self.workload.sequence_length,
             width: at(head_dim).d_model,

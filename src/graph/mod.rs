@@ -4,7 +4,9 @@
 //! and a dtype and no elements, and returns a [`Graph`]: every op with its place in the model, its attributes, what it
 //! reads and makes and keeps for backward; the segments that are checkpointed or released; where autocast regions end and
 //! where tensors are dropped. A graph is plain data: it can be compared, printed and read by anything that wants to know
-//! what a model does, and tracing a model of ten billion parameters takes milliseconds and no memory for weights.
+//! what a model does, and tracing a model of ten billion parameters takes milliseconds and no memory for weights. It prints
+//! as text, one line a node, and is drawn by [`Graph::to_dot`]; [`profile::node_table`](crate::profile::node_table()) is a
+//! table of its nodes with what each costs.
 //!
 //! ```
 //! use candle_core::DType;
@@ -32,6 +34,7 @@
 //! too: a variable is then a weight, any other a constant, and neither is read.
 
 mod data;
+mod dot;
 mod hollow;
 mod segment;
 mod session;

@@ -77,8 +77,9 @@ impl fmt::Display for Holds {
 /// use tallow::memory::{AttentionWorkload, Kernels, attention_account};
 ///
 /// let workload = AttentionWorkload { sequence_length: 16_384, ..Default::default() };
-/// let account = attention_account(&workload, Kernels::Cpu);
+/// let account = attention_account(&workload, Kernels::Cpu)?;
 /// assert!(account.to_string().contains("probabilities BHT^2 8,192.0 MiB"));
+/// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Account {
@@ -141,12 +142,6 @@ impl Account {
             element_bytes,
             bytes: (count * elements * element_bytes as f64) as u64, // saturates
         });
-        self
-    }
-
-    /// Drops the terms of backward.
-    pub(super) fn without_backward(mut self) -> Self {
-        self.parts.retain(|part| part.holds.before_backward());
         self
     }
 
@@ -223,13 +218,13 @@ impl fmt::Display for Account {
 }
 
 /// The smallest power of two whose account wants more than `available_bytes`, with the account: the first
-/// configuration that does not fit.
+/// configuration that does not fit. `None` if one before it has no account.
 pub fn smallest_beyond(
     available_bytes: u64,
-    account: impl Fn(usize) -> Account,
+    account: impl Fn(usize) -> Option<Account>,
 ) -> Option<(usize, Account)> {
     (0..usize::BITS)
         .map(|power| 1 << power)
-        .map(|size| (size, account(size)))
+        .map_while(|size| Some((size, account(size)?)))
         .find(|(_, account)| account.peak_bytes() > available_bytes)
 }

@@ -1,11 +1,12 @@
-//! The memory of attention, from its sizes alone.
+//! The memory of attention alone: its trace, replayed.
 
+use super::layer::{self, Layer};
+use super::replay::{Buffer, Formula, What, elements};
 use super::{Account, Holds, Kernels};
-use crate::attention::{Algorithm, Mask, flash, naive};
-use crate::graph::{Room, Target};
-use crate::kernels::cpu::{flash_attention, naive_attention};
-use crate::kernels::workspace;
-use candle_core::DType;
+use crate::Result;
+use crate::attention::{Algorithm, AttentionConfig, Mask};
+use crate::graph;
+use candle_core::{DType, Tensor};
 
 /// One attention, forward and backward: q, k, v (B, H, T, Dh).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,167 +43,96 @@ impl Default for AttentionWorkload {
 }
 
 impl AttentionWorkload {
-    /// N: the elements of one of q, k, v and out.
-    fn elements(&self) -> f64 {
-        self.rows() * self.head_dim as f64
-    }
-
-    /// B H T.
-    fn rows(&self) -> f64 {
-        self.matrices() * self.sequence_length as f64
-    }
-
-    /// B H.
-    fn matrices(&self) -> f64 {
-        self.batch_size as f64 * self.heads as f64
+    /// (B, H, T, Dh).
+    fn shape(&self) -> [usize; 4] {
+        [
+            self.batch_size,
+            self.heads,
+            self.sequence_length,
+            self.head_dim,
+        ]
     }
 
     /// B H T^2.
     fn scores(&self) -> f64 {
-        self.rows() * self.sequence_length as f64
+        let [b, h, t, _] = self.shape();
+        elements(&[b, h, t, t])
+    }
+
+    /// Elements of its largest tensor.
+    pub(super) fn largest(&self) -> f64 {
+        match self.algorithm {
+            Algorithm::Naive => self.scores().max(elements(&self.shape())),
+            Algorithm::Flash => elements(&self.shape()),
+        }
+    }
+
+    /// It, of q, k and v that a gradient reaches, to be traced.
+    pub(super) fn forward(&self) -> Result<Tensor> {
+        let leaves = graph::weights(self.dtype);
+        let [q, k, v] = ["q", "k", "v"].map(|name| leaves.get(&self.shape(), name));
+        let config = AttentionConfig {
+            mask: self.mask,
+            scale: None,
+        };
+        self.algorithm.attend(&q?, &k?, &v?, &config)
     }
 
     /// Scores and probabilities B H T^2 each and the output, as CS336's handout counts: what composed ops would keep.
     /// [`attention_account`] says what the implementation here does keep.
     pub fn composed_bytes(&self) -> u64 {
-        ((2.0 * self.scores() + self.elements()) * self.dtype.size_in_bytes() as f64) as u64
+        let elements = 2.0 * self.scores() + elements(&self.shape());
+        (elements * self.dtype.size_in_bytes() as f64) as u64
     }
 }
 
 /// What one attention holds at its worst moment, with its inputs, where `kernels` compute it: predicted, for deciding whether
-/// it fits.
+/// it fits. It is traced and replayed, as [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
 /// Naive overwrites its scores with the probabilities, so they exist once. On the CPU its backward takes a matrix of
 /// (T, T) for each of B H, one a thread at a time; in half precision the probabilities are f32 all the same, and a head
-/// is widened while it is worked on; products pack blocks of their factors, a few MiB whatever the sizes. On a card
+/// is widened while it is worked on; products pack blocks of their factors, a few MiB whatever the sizes. On a GPU
 /// probabilities are in the dtype of q, k and v, and backward takes matrices of (T, T) for as many of B H as 1 GiB
 /// holds in f32, one at least; in half precision forward and backward as many as 32 MiB hold in f32, and backward half
 /// as much again.
 ///
 /// Flash keeps the log-sum-exp instead, two numbers a row, one in half precision; its backward takes a few tiles a
-/// thread, and where dq is rounded its sums for two heads a thread, on a card for all of them. After any of them,
+/// thread, and where dq is rounded its sums for two heads a thread, on a GPU for all of them. After any of them,
 /// candle adds each gradient to zeros.
+///
+/// In f64 a GPU has no kernels. Naive is composed of candle's ops there, and this counts less than half of what they
+/// take.
 ///
 /// ```
 /// use tallow::memory::{AttentionWorkload, Kernels, attention_account};
 ///
 /// let workload = AttentionWorkload { sequence_length: 16_384, ..Default::default() };
-/// let [cpu, card] = [Kernels::Cpu, Kernels::Cuda].map(|kernels| attention_account(&workload, kernels));
-/// assert_eq!(cpu.before_backward_bytes(), card.before_backward_bytes());
-/// assert!(card.peak_bytes() > card.before_backward_bytes() + (1 << 30));
+/// let cpu = attention_account(&workload, Kernels::Cpu)?;
+/// let gpu = attention_account(&workload, Kernels::Cuda)?;
+/// assert_eq!(cpu.before_backward_bytes(), gpu.before_backward_bytes());
+/// assert!(gpu.peak_bytes() > gpu.before_backward_bytes() + (1 << 30));
+/// # Ok::<(), tallow::Error>(())
 /// ```
-pub fn attention_account(workload: &AttentionWorkload, kernels: Kernels) -> Account {
-    let width = workload.dtype.size_in_bytes();
-    let n = workload.elements();
-    let account = Account::new(format!(
-        "B {}, H {}, T {}, Dh {}, {width} bytes an element",
-        workload.batch_size, workload.heads, workload.sequence_length, workload.head_dim
-    ))
-    .with(Holds::Inputs, "q, k, v", "3BHTDh", 3.0 * n, width)
-    .with(Holds::Activations, "out", "BHTDh", n, width)
-    .with(Holds::Scratch, "its gradient", "BHTDh", n, width)
-    .with(Holds::Gradients, "dq, dk, dv", "3BHTDh", 3.0 * n, width);
-    between(account, workload, kernels)
-}
-
-/// Adds what the algorithm keeps between forward and backward, and what backward takes for itself.
-pub(super) fn between(account: Account, workload: &AttentionWorkload, kernels: Kernels) -> Account {
-    let width = workload.dtype.size_in_bytes();
-    let wide = width.max(4); // half precision is computed in f32
-    let (scores, n) = (workload.scores(), workload.elements());
-    let keep = |account: Account, what, formula, elements, width| {
-        account.with(Holds::Activations, what, formula, elements, width)
-    };
-    let no_kernel = (workload.algorithm, kernels) == (Algorithm::Naive, Kernels::Cuda)
-        && workload.dtype == DType::F64;
-    let (account, room) = match workload.algorithm {
-        Algorithm::Flash => {
-            let parts = workspace::flash_lse_parts(workload.dtype);
-            let account = keep(account, "log-sum-exp", "BHT", workload.rows(), parts * wide);
-            let account = match wide == width {
-                true => account,
-                false => keep(account, "what rounding took from out", "BHTDh", n, width),
-            };
-            (account, backward_room(workload, kernels))
-        }
-        // Scores and probabilities are kept; candle adds the probabilities' gradient to zeros.
-        Algorithm::Naive if no_kernel => {
-            let account = keep(account, "scores", "BHT^2", scores, width);
-            let account = keep(account, "probabilities", "BHT^2", scores, width);
-            let room = Room {
-                what: "the probabilities' gradient, zeros and sums",
-                formula: "5BHT^2",
-                elements: 5.0 * scores,
-                element_bytes: width,
-            };
-            (account, room)
-        }
-        Algorithm::Naive => {
-            let kept_width = match kernels {
-                Kernels::Cpu => wide,
-                Kernels::Cuda => width,
-            };
-            let account = keep(account, "probabilities", "BHT^2", scores, kept_width);
-            (account, backward_room(workload, kernels))
-        }
-    };
-    let storing = 2.0 * n;
-    match room.elements * room.element_bytes as f64 > storing * width as f64 {
-        true => account.with(
-            Holds::Scratch,
-            room.what,
-            room.formula,
-            room.elements,
-            room.element_bytes,
-        ),
-        false => {
-            let what = "a gradient's zeros and sum";
-            account.with(Holds::Scratch, what, "2BHTDh", storing, width)
-        }
-    }
-}
-
-/// As flash attention's kernels are told.
-fn flash_sizes(workload: &AttentionWorkload) -> flash_attention::Sizes {
-    flash_attention::Sizes {
-        batch: workload.batch_size,
-        heads: workload.heads,
-        kv_heads: workload.heads.max(1),
-        queries: workload.sequence_length,
-        keys: workload.sequence_length,
-        head_dim: workload.head_dim,
-        mask: workload.mask,
-        scale: 1.0,
-    }
-}
-
-/// What the algorithm's backward takes for itself, where there is a kernel.
-fn backward_room(workload: &AttentionWorkload, kernels: Kernels) -> Room {
-    let (target, dtype) = (kernels.into(), workload.dtype);
-    match workload.algorithm {
-        Algorithm::Flash => flash::backward_room(&flash_sizes(workload), dtype, target),
-        Algorithm::Naive => {
-            let matrices = workload.batch_size.saturating_mul(workload.heads);
-            let sizes = naive_attention::Sizes {
-                batch: matrices,
-                kv_batch: matrices,
-                queries: workload.sequence_length,
-                keys: workload.sequence_length,
-                head_dim: workload.head_dim,
-                value_dim: workload.head_dim,
-            };
-            naive::backward_room(&sizes, dtype, target)
-        }
-    }
-}
-
-/// The larger of what flash attention's two passes take for themselves on the CPU.
-pub(super) fn flash_room(workload: &AttentionWorkload) -> Room {
-    let (sizes, dtype) = (flash_sizes(workload), workload.dtype);
-    let backward = flash::backward_room(&sizes, dtype, Target::Cpu);
-    let forward = flash::forward_room(&sizes, dtype, Target::Cpu);
-    match forward.filter(|forward| forward.elements > backward.elements) {
-        Some(forward) => forward,
-        None => backward,
-    }
+///
+/// # Errors
+/// What the algorithm does not take: heads too wide for flash, a Dh of 0, a dtype that is no float.
+pub fn attention_account(workload: &AttentionWorkload, kernels: Kernels) -> Result<Account> {
+    let w = workload;
+    let shape @ [b, h, t, dh] = w.shape();
+    let width = w.dtype.size_in_bytes();
+    layer::account(Layer {
+        forward: || w.forward(),
+        kernels,
+        residents: vec![Buffer {
+            holds: Holds::Inputs,
+            what: What::Named("q, k, v"),
+            formula: Formula::Letters("3BHTDh"),
+            elements: 3.0 * elements(&shape),
+            width,
+            count: 1.0,
+        }],
+        largest: w.largest(),
+        letters: &[("B", b), ("H", h), ("T", t), ("Dh", dh)],
+        sizes: format!("B {b}, H {h}, T {t}, Dh {dh}, {width} bytes an element"),
+    })
 }

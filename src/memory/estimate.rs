@@ -1,5 +1,6 @@
 //! The memory of a pass or a step, from its sizes alone.
 
+use super::layer;
 use super::naming::Naming;
 use super::replay::{Buffer, Formula, Outcome, What, elements, replay};
 use super::stack::{self, Stack};
@@ -37,15 +38,15 @@ impl Mode {
     }
 }
 
-/// Whose kernels run. Ops that have none on a card are composed of candle's there, and keep and take more.
+/// Whose kernels run. Ops that have none on a GPU are composed of candle's there, and keep and take more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kernels {
     /// The CPU's.
     #[default]
     Cpu,
-    /// Those for NVIDIA's cards of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older cards, ops are
-    /// composed of candle's: attention's account counts at least what that takes in f64, others may be too low.
+    /// Those for NVIDIA's GPUs of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older GPUs, ops are
+    /// composed of candle's: accounts are too low there.
     Cuda,
 }
 
@@ -350,17 +351,7 @@ impl Estimate {
 
     /// Of sizes that no graph can have: one tensor alone cannot be addressed.
     fn beyond(mode: Mode, sizes: String, residents: &[Buffer]) -> Self {
-        let naming = Naming {
-            graph: &Graph::default(),
-            letters: &[],
-        };
-        let account = naming.account(sizes, residents).with(
-            Holds::Activations,
-            "more than can be addressed",
-            "2^63 and more",
-            f64::INFINITY,
-            1,
-        );
+        let account = layer::beyond(sizes, residents);
         let parameter_bytes = account.bytes_of(Holds::Weights);
         Self {
             parameter_bytes,

@@ -14,6 +14,7 @@ mod account;
 mod attention;
 mod estimate;
 mod fit;
+mod layer;
 mod measure;
 mod meter;
 mod naming;

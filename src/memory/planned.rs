@@ -1,10 +1,11 @@
 //! The memory of planned attention: the plan's.
 
-use super::attention::flash_room;
+use super::layer::traced;
 use super::{Account, AttentionWorkload, Holds, Kernels};
 use crate::Result;
 use crate::attention::{Algorithm, AttentionConfig};
 use crate::compile::{Attention, AttentionPlanConfig, Category};
+use crate::graph::Step;
 use candle_core::Device;
 
 /// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs: what its plan says,
@@ -89,15 +90,25 @@ pub fn planned_attention_account(
             width,
         );
     if (w.algorithm, kernels) == (Algorithm::Flash, Kernels::Cpu) {
-        let room = flash_room(w);
-        let (what, formula) = (room.what, room.formula);
-        return Ok(account.with(
-            Holds::Scratch,
-            what,
-            formula,
-            room.elements,
-            room.element_bytes,
-        ));
+        let graph = traced(kernels, true, || w.forward())?;
+        let steps = graph
+            .nodes()
+            .flat_map(|node| node.forward.iter().chain(&node.backward));
+        let rooms = steps.filter_map(|step| match step {
+            Step::Take(room) | Step::Pass(room) => Some(room),
+            _ => None,
+        });
+        let largest = rooms.max_by(|a, b| a.elements.total_cmp(&b.elements));
+        return Ok(largest.into_iter().fold(account, |account, room| {
+            let (what, formula) = (room.what, room.formula);
+            account.with(
+                Holds::Scratch,
+                what,
+                formula,
+                room.elements,
+                room.element_bytes,
+            )
+        }));
     }
     // There before backward too, as the arena is.
     Ok(match plan.workspace_bytes() {

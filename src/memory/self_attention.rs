@@ -1,9 +1,12 @@
-//! The memory of a self-attention layer, from its sizes alone.
+//! The memory of a self-attention layer: its trace, replayed.
 
-use super::attention::between;
+use super::layer::{self, Layer};
+use super::replay::{Buffer, Formula, What, elements};
 use super::{Account, AttentionWorkload, Holds, Kernels};
 use crate::attention::{Algorithm, Mask};
+use crate::nn::CausalSelfAttention;
 use crate::precision::Precision;
+use crate::{Result, graph};
 use candle_core::DType;
 
 /// One [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x (B, T, D).
@@ -73,112 +76,57 @@ impl SelfAttentionWorkload {
 }
 
 /// What one self-attention layer holds on the CPU at its worst moment, with its weights and its input: predicted, for
-/// deciding whether it fits.
+/// deciding whether it fits. It is traced and replayed, as [`estimate_graph`](super::estimate_graph()) does for any
+/// function.
 ///
 /// The worst moment is the backward of attention or, where D is large beside B T, the storing of the last weight's
 /// gradient, when the other three exist already and candle adds this one to zeros. In an autocast region weights, x
 /// and the weights' gradients are f32, and copies of weights and x are there in half precision.
-pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Account {
-    let stored = workload.dtype.size_in_bytes();
-    let width = workload.compute_dtype().size_in_bytes();
-    let [b, t, d] = [
-        workload.batch_size,
-        workload.sequence_length,
-        workload.d_model,
-    ]
-    .map(|size| size as f64);
-    let n = b * t * d;
-    let kept = Account::new(format!(
-        "B {}, T {}, D {}, H {}, {width} bytes an element",
-        workload.batch_size, workload.sequence_length, workload.d_model, workload.heads
-    ))
-    .with(Holds::Weights, "weights", "4D^2", 4.0 * d * d, stored)
-    .with(Holds::Inputs, "x", "BTD", n, stored);
-    let casts = workload.compute_dtype() != workload.dtype;
-    let kept = match casts && !workload.precision.drops_casts() {
-        true => kept.with(
-            Holds::WeightCasts,
-            "cast weights",
-            "4D^2",
-            4.0 * d * d,
-            width,
-        ),
-        false => kept,
+///
+/// ```
+/// use tallow::memory::{SelfAttentionWorkload, self_attention_account};
+///
+/// let account = self_attention_account(&SelfAttentionWorkload { d_model: 4096, ..Default::default() })?;
+/// assert!(account.to_string().contains("weights 4D^2 256.0 MiB"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// What the layer does not take: a D that H does not divide, heads too wide for flash.
+pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Result<Account> {
+    let w = workload;
+    let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
+    let attention = w.attention();
+    let resident = |holds, what, formula, elements| Buffer {
+        holds,
+        what: What::Named(what),
+        formula: Formula::Letters(formula),
+        elements,
+        width: w.dtype.size_in_bytes(),
+        count: 1.0,
     };
-    let kept = match casts {
-        true => kept.with(Holds::Activations, "cast x", "BTD", n, width),
-        false => kept,
-    };
-    let kept = kept
-        .with(Holds::Activations, "projections", "3BTD", 3.0 * n, width)
-        .with(Holds::Activations, "q, k, v", "3BTD", 3.0 * n, width)
-        .with(
-            Holds::Activations,
-            "out, merged, projected",
-            "3BTD",
-            3.0 * n,
-            width,
-        );
-    let in_attention = kept
-        .clone()
-        .with(
-            Holds::Gradients,
-            "a weight's gradient",
-            "D^2",
-            d * d,
-            stored,
-        )
-        .with(
-            Holds::Scratch,
-            "gradients of out, q, k, v",
-            "4BTD",
-            4.0 * n,
-            width,
-        );
-    let in_attention = between(in_attention, &workload.attention(), Kernels::Cpu);
-    // What attention keeps is alive until the end; what its backward takes is not.
-    let saved = between(kept.clone(), &workload.attention(), Kernels::Cpu).without_backward();
-    let at_first_weight = saved
-        .clone()
-        .with(
-            Holds::Gradients,
-            "2 weights' gradients",
-            "2D^2",
-            2.0 * d * d,
-            stored,
-        )
-        .with(
-            Holds::Scratch,
-            "their zeros and sum",
-            "2D^2",
-            2.0 * d * d,
-            stored,
-        )
-        .with(
-            Holds::Scratch,
-            "gradients of q, k, v",
-            "3BTD",
-            3.0 * n,
-            width,
-        );
-    let at_last_weight = saved
-        .with(
-            Holds::Gradients,
-            "4 weights' gradients",
-            "4D^2",
-            4.0 * d * d,
-            stored,
-        )
-        .with(
-            Holds::Scratch,
-            "the last one's zeros and sum",
-            "2D^2",
-            2.0 * d * d,
-            stored,
-        )
-        .with(Holds::Scratch, "gradient of a projection", "BTD", n, width);
-    [in_attention, at_first_weight, at_last_weight]
-        .into_iter()
-        .max_by_key(Account::peak_bytes)
-        .unwrap_or(kept)
+    let (weight, x) = (elements(&[d, d]), elements(&[b, t, d]));
+    let width = attention.dtype.size_in_bytes();
+    layer::account(Layer {
+        forward: || {
+            let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
+            let x = graph::input("x", (b, t, d), w.dtype)?;
+            let layer = layer.with_attention(w.algorithm);
+            w.precision.run(|| layer.forward(&x))
+        },
+        kernels: Kernels::Cpu,
+        residents: vec![
+            resident(Holds::Weights, "weights", "4D^2", 4.0 * weight),
+            resident(Holds::Inputs, "x", "BTD", x),
+        ],
+        largest: weight.max(x).max(attention.largest()),
+        letters: &[
+            ("B", b),
+            ("T", t),
+            ("D", d),
+            ("H", h),
+            ("Dh", attention.head_dim),
+        ],
+        sizes: format!("B {b}, T {t}, D {d}, H {h}, {width} bytes an element"),
+    })
 }

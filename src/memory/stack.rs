@@ -2,16 +2,14 @@
 //! and the last are traced; so are segments of blocks.
 
 use super::estimate::{optimizer_state, place};
+use super::layer::traced;
 use super::replay::{Buffer, Formula, Outcome, Repeat, What, elements, replay};
 use super::{Holds, Mode, Workload};
 use crate::Result;
 use crate::attention::Algorithm;
-use crate::grad::with_grad;
 use crate::graph::{self, Event, Graph};
 use crate::model::{PARAMETERS_FORMULA, TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
-use crate::ops::{KernelPolicy, with_kernel_policy};
-use crate::precision::outside;
 use candle_core::DType;
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -267,10 +265,7 @@ impl Stack {
                 }
             })
         };
-        let traced = || graph::trace(workload.kernels.into(), forward);
-        let with_kernels = || with_kernel_policy(KernelPolicy::Prefer, traced);
-        let keeps_graph = workload.mode != Mode::Forward;
-        let graph = outside(|| with_grad(keeps_graph, with_kernels))?;
+        let graph = traced(workload.kernels, workload.mode != Mode::Forward, forward)?;
         Ok(Self {
             repeats: depth.repeats(&graph),
             graph,

@@ -3,7 +3,7 @@
 //! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and takes down a [`Recording`]; what is made of
 //! one, [`Report`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of, without a rest),
 //! a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph ([`Recording::save_flame_graph`]); and
-//! [`OpCost`], the FLOPs and bytes of each op by its formula, and [`node_costs`], those of a traced forward before it runs; [`emit_nvtx`], for NVIDIA's profilers. What does not: the ranges themselves (the probe's), timing of
+//! [`OpCost`], the FLOPs and bytes of each op by its formula, and [`node_costs`] and [`node_table`], those of a traced forward before it runs; [`emit_nvtx`], for NVIDIA's profilers. What does not: the ranges themselves (the probe's), timing of
 //! whole steps without a word on what is in them ([`bench`](mod@crate::bench)), memory ([`memory`](crate::memory)).
 //!
 //! Nothing need be built or flagged for it: layers, ops, [`Laps`](crate::bench::Laps) and the trainer open their ranges
@@ -55,7 +55,7 @@ pub use crate::ops::cost::{Cost, OpCost};
 pub use crate::probe::{phase, range, step};
 pub use balance::{Balance, Line, LineKind};
 pub use cost::op_costs;
-pub use forecast::{NodeCost, node_costs};
+pub use forecast::{NodeCost, node_costs, node_table};
 pub use nvtx::emit_nvtx;
 pub use profiler::Profiler;
 pub use recording::{OperandShape, Recording, Span};

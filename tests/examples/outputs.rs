@@ -5,7 +5,7 @@ use std::fs;
 use std::process::Command;
 
 /// Work that would take longer than a test waits.
-const LONG: [(&str, &str); 8] = [
+const LONG: [(&str, &str); 9] = [
     (
         "attention_benchmark --iterations 1000000000 --time-budget-ms none",
         "--output",
@@ -28,6 +28,7 @@ const LONG: [(&str, &str); 8] = [
         "--output",
     ),
     ("profile SMALL --steps 1000000000", "--trace"),
+    ("custom_model --steps 1000000000", "--graph"),
     ("train SMALL --data DATA --steps 1000000000", "--checkpoint"),
 ];
 

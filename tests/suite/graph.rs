@@ -1,5 +1,7 @@
 //! A traced forward is what an eager one does, op by op; and what cannot be traced is refused in words.
 
+mod picture;
+
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use std::sync::{Arc, Mutex};
@@ -111,7 +113,7 @@ fn a_trace_is_what_eager_does(
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
 ) {
     if attention == Algorithm::Flash && policy == KernelPolicy::Reference {
-        return; // flash's reference is tiles of candle's own ops, which a trace does not run
+        return; // flash's reference is one node of a trace, and tiles of candle's own ops in an eager run
     }
     let config = config(attention, checkpointing);
     let forward = |model: &TransformerLM, x: &Tensor, y: &Tensor| {
@@ -345,6 +347,22 @@ fn lse_is_a_value_of_its_own() {
     let traced = graph::trace(Target::Cpu, || no_grad(attend)).unwrap();
     let lse = traced.shape_of(&traced.outputs[1]);
     assert_eq!(lse, [1, 2, 5]);
+}
+
+#[test]
+fn flash_without_a_kernel_is_one_node() {
+    let q = graph::weights(DType::F64).get((1, 4, 5, 8), "q").unwrap();
+    let k = graph::input("k", (1, 2, 7, 8), DType::F64).unwrap();
+    let attend = || attention::flash_with_lse(&q, &k, &k, &AttentionConfig::default());
+    let traced = graph::trace(Target::Cuda, attend).unwrap();
+    let nodes: Vec<&Node> = traced.nodes().collect();
+    assert_eq!(nodes.len(), 1);
+    assert!(nodes[0].composed && nodes[0].op == "attention::flash");
+    let shapes = traced.outputs.iter().map(|x| traced.shape_of(x).to_vec());
+    assert_eq!(
+        shapes.collect::<Vec<_>>(),
+        [vec![1, 4, 5, 8], vec![1, 4, 5]]
+    );
 }
 
 /// What went wrong in a trace of `f`.

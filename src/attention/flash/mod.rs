@@ -9,7 +9,6 @@ mod cuda;
 mod op;
 mod reference;
 
-pub(crate) use op::{backward_room, forward_room};
 pub use reference::reference;
 
 use super::AttentionConfig;

@@ -116,7 +116,7 @@ impl Flash {
 }
 
 /// What forward takes for itself.
-pub(crate) fn forward_room(sizes: &Sizes, dtype: DType, target: Target) -> Option<Room> {
+fn forward_room(sizes: &Sizes, dtype: DType, target: Target) -> Option<Room> {
     let tiles = kernel::Tiles::for_head_dim(sizes.head_dim);
     (target == Target::Cpu).then(|| Room {
         what: "tiles",
@@ -127,7 +127,7 @@ pub(crate) fn forward_room(sizes: &Sizes, dtype: DType, target: Target) -> Optio
 }
 
 /// What backward takes for itself.
-pub(crate) fn backward_room(sizes: &Sizes, dtype: DType, target: Target) -> Room {
+fn backward_room(sizes: &Sizes, dtype: DType, target: Target) -> Room {
     let width = dtype.size_in_bytes();
     match target {
         Target::Cpu => Room {

@@ -15,12 +15,13 @@ use crate::Result;
 use crate::attention::computed::Computed;
 use crate::attention::nothing::nothing;
 use crate::attention::shapes::Shapes;
-use crate::attention::{AttentionConfig, Mask};
+use crate::attention::{AttentionConfig, Mask, attributes};
 use crate::grad::is_grad_enabled;
+use crate::graph::{self, Attribute, Room, Step, Target};
 use crate::ops::check_float;
-use crate::ops::record::{apply3, widen};
-use crate::probe::{self, Kind};
-use candle_core::{D, Tensor};
+use crate::ops::record::{Spec, apply3, like_first, widen};
+use crate::probe::{self, Kind, Operand};
+use candle_core::{D, DType, Shape, Tensor};
 use seen::Seen;
 use std::ops::Range;
 
@@ -47,6 +48,14 @@ pub fn reference(
     if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
         return Ok((out, lse_of_nothing(q)?));
     }
+    if graph::is_tracing() {
+        let config = *config;
+        let out = graph::record(NAME, Traced { shapes, config }, &[q, k, v], true)?;
+        let lse = graph::kept_value(&out, "lse")?;
+        let lse = lse.ok_or_else(|| candle_core::Error::msg("attention::flash: no lse"))?;
+        let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
+        return Ok((out, lse));
+    }
     let attention = Attention {
         shapes,
         mask: config.mask,
@@ -70,6 +79,46 @@ pub fn reference(
         },
     };
     Ok((apply3(q, k, v, op)?, lse_of_rows))
+}
+
+/// What a trace is told of a call, which candle's ops cannot compute of hollow tensors.
+struct Traced {
+    shapes: Shapes,
+    config: AttentionConfig,
+}
+
+impl Spec for Traced {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        attributes(
+            self.config.scale_for(self.shapes.head_dim),
+            self.config.mask,
+        )
+    }
+
+    /// out as it was computed, and the maxima and sums that are lse.
+    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        let (q, shapes) = (&inputs[0], &self.shapes);
+        let softmax = (2, shapes.batch, shapes.heads, shapes.queries);
+        vec![
+            ("out in tiles", q.dims.into(), q.wide_dtype()),
+            ("lse", softmax.into(), q.wide_dtype()),
+        ]
+    }
+
+    fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+        let tiles = Room {
+            what: "gradients in tiles",
+            formula: "as q, k, v",
+            elements: inputs.iter().map(Operand::elements).sum(),
+            element_bytes: inputs[0].wide_dtype().size_in_bytes(),
+        };
+        let gradients = (0..3).map(Step::gradient);
+        [Step::Take(tiles)].into_iter().chain(gradients).collect()
+    }
 }
 
 /// What backward computes the probabilities from: the maximum of each query's scores and the sum of their exponentials

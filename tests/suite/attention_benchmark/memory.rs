@@ -2,15 +2,16 @@
 
 use super::{attention, module, number};
 use crate::child;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Var};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::LazyLock;
-use tallow::attention::{Algorithm, Mask};
+use tallow::attention::{Algorithm, AttentionConfig, Mask, flash};
 use tallow::bench::{AttentionRun, Sampling, SelfAttentionRun};
 use tallow::memory::{
     Account, AttentionWorkload, Kernels, SelfAttentionWorkload, attention_account,
-    self_attention_account, smallest_beyond,
+    self_attention_account, smallest_beyond, tracker,
 };
+use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::{Precision, Regime};
 use tallow::report::Fields;
 
@@ -89,7 +90,7 @@ fn child_measures_attention() {
                         ..Default::default()
                     };
                     let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                    let account = || attention_account(&workload, Kernels::Cpu);
+                    let account = || attention_account(&workload, Kernels::Cpu).unwrap();
                     check(&rows, &format!("{workload:?}"), account, PACKING_BYTES);
                 }
             }
@@ -100,6 +101,50 @@ fn child_measures_attention() {
 #[test]
 fn attention_takes_what_its_account_says() {
     child::run("attention_benchmark::memory::child_measures_attention");
+}
+
+#[test]
+fn flash_without_a_kernel_takes_what_its_account_says() {
+    child::run("attention_benchmark::memory::child_measures_flash_without_a_kernel");
+}
+
+/// On the CPU what a GPU runs in f64.
+#[test]
+#[ignore = "run by flash_without_a_kernel_takes_what_its_account_says"]
+fn child_measures_flash_without_a_kernel() {
+    for shape @ (batch_size, heads, sequence_length, head_dim) in
+        [(8, 1, 300, 64), (1, 1, 1024, 64)]
+    {
+        let workload = AttentionWorkload {
+            algorithm: Algorithm::Flash,
+            batch_size,
+            heads,
+            sequence_length,
+            head_dim,
+            dtype: DType::F64,
+            ..Default::default()
+        };
+        let account = attention_account(&workload, Kernels::Cuda).unwrap();
+        let measured = || {
+            let start = tracker::current_bytes().unwrap();
+            let [q, k, v] = [0; 3].map(|_| Var::zeros(shape, DType::F64, &Device::Cpu).unwrap());
+            tracker::reset_peak();
+            let out = with_kernel_policy(KernelPolicy::Reference, || {
+                flash(&q, &k, &v, &AttentionConfig::default()).unwrap()
+            });
+            let before_backward = tracker::current_bytes().unwrap() - start;
+            out.backward().unwrap();
+            (before_backward, tracker::peak_bytes().unwrap() - start)
+        };
+        measured(); // what products keep for later ones
+        let (before_backward, peak) = measured();
+        let near = |predicted: u64, measured: u64| {
+            let ratio = predicted as f64 / measured as f64;
+            assert!((0.95..1.01).contains(&ratio), "{workload:?}: {ratio}");
+        };
+        near(account.before_backward_bytes(), before_backward);
+        near(account.peak_bytes(), peak);
+    }
 }
 
 #[test]
@@ -128,7 +173,7 @@ fn child_measures_the_module() {
                     sampling: twice(),
                 };
                 let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                let account = || self_attention_account(&workload);
+                let account = || self_attention_account(&workload).unwrap();
                 check(&rows, &format!("{workload:?}"), account, PACKING_BYTES);
                 check_columns(&rows[2], &workload);
             }
@@ -168,7 +213,7 @@ fn child_measures_the_module_in_half_precision() {
                     sampling: twice(),
                 };
                 let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                let account = || self_attention_account(&workload);
+                let account = || self_attention_account(&workload).unwrap();
                 check(&rows, &format!("{workload:?}"), account, HALF_PACKING_BYTES);
             }
         }
@@ -231,7 +276,9 @@ fn the_account_grows_as_its_algorithm_does() {
             sequence_length,
             ..Default::default()
         };
-        attention_account(&workload, Kernels::Cpu).peak_bytes() as f64
+        attention_account(&workload, Kernels::Cpu)
+            .unwrap()
+            .peak_bytes() as f64
     };
     let ratio = |algorithm| peak(algorithm, 1 << 16) / peak(algorithm, 1 << 15);
     assert!((3.9..4.0).contains(&ratio(Algorithm::Naive)));
@@ -253,7 +300,8 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
                 dtype,
             };
             for kernels in [Kernels::Cpu, Kernels::Cuda] {
-                assert_eq!(attention_account(&workload, kernels).peak_bytes(), u64::MAX);
+                let account = attention_account(&workload, kernels).unwrap();
+                assert_eq!(account.peak_bytes(), u64::MAX);
             }
             assert_eq!(workload.composed_bytes(), u64::MAX);
             let workload = SelfAttentionWorkload {
@@ -265,7 +313,8 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
                 dtype,
                 ..Default::default()
             };
-            assert_eq!(self_attention_account(&workload).peak_bytes(), u64::MAX);
+            let account = self_attention_account(&workload).unwrap();
+            assert_eq!(account.peak_bytes(), u64::MAX);
         }
     }
 }
@@ -279,7 +328,11 @@ fn the_limit_is_the_first_that_does_not_fit() {
             sequence_length,
             ..run.workload
         };
-        let peak = |length| attention_account(&at(length), Kernels::Cpu).peak_bytes();
+        let peak = |length| {
+            attention_account(&at(length), Kernels::Cpu)
+                .unwrap()
+                .peak_bytes()
+        };
         let available = run.sampling.available_bytes.unwrap();
         assert!(limit.context_length.is_power_of_two());
         assert!(peak(limit.context_length) > available);
@@ -305,5 +358,5 @@ fn the_limit_is_the_first_that_does_not_fit() {
         None,
         "no heads of that width"
     );
-    assert!(smallest_beyond(u64::MAX, |_| limit.account.clone()).is_none());
+    assert!(smallest_beyond(u64::MAX, |_| Some(limit.account.clone())).is_none());
 }

@@ -174,7 +174,7 @@ fn child_measures_it_on_a_card() {
                 algorithm,
                 ..run.workload
             };
-            let account = attention_account(&eager.workload, Kernels::Cuda);
+            let account = attention_account(&eager.workload, Kernels::Cuda).unwrap();
             let rows = eager.run(&card, |_, _| ()).unwrap();
             let before_backward = number(&rows[2], "before_backward_bytes");
             for (predicted, measured) in [
@@ -211,7 +211,7 @@ fn a_card_need_not_be_there() {
                 ..Default::default()
             };
             let (heads, scores) = (8 * length * 64 * width, length * length * width);
-            let eager = attention_account(&workload, Kernels::Cuda);
+            let eager = attention_account(&workload, Kernels::Cuda).unwrap();
             assert_eq!(eager.before_backward_bytes(), 4 * heads + 8 * scores);
             assert_eq!(
                 eager.peak_bytes(),

@@ -124,7 +124,9 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
         ..Default::default()
     };
     let of_scores = 4 * 8100 * 8100;
-    let scratch = attention_account(&workload, Kernels::Cuda).bytes_of(Holds::Scratch);
+    let scratch = attention_account(&workload, Kernels::Cuda)
+        .unwrap()
+        .bytes_of(Holds::Scratch);
     assert!(
         (3 * of_scores..5 * of_scores).contains(&scratch),
         "{scratch}"

@@ -1,0 +1,182 @@
+//! A graph as a picture: text for Graphviz.
+
+use super::data::{Graph, Node, Operand, Source, ValueId};
+use std::collections::HashSet;
+use std::fmt::Write;
+
+impl Graph {
+    /// The graph as a picture, in the language of Graphviz: `dot -Tsvg graph.dot -o graph.svg` draws it.
+    ///
+    /// A cluster for each module, inside of the one that it is part of. An ellipse for each node, with its op and its
+    /// output's shape and dtype; its line is dashed if it is composed of candle's own ops, and double if the function
+    /// returns it. A box for each weight, in the module that reads it first, and for each input and constant. An
+    /// arrow for each operand, with its dtype if that is not the output's; dashed from what the op reads beside its
+    /// inputs, which gets no gradient.
+    ///
+    /// The same graph gives the same text.
+    ///
+    /// ```
+    /// use candle_core::DType;
+    /// use tallow::{graph, nn, probe::in_module};
+    ///
+    /// let up = nn::Linear::new(4, 8, graph::weights(DType::F32).pp("up"))?;
+    /// let x = graph::input("x", (2, 4), DType::F32)?;
+    /// let graph = graph::trace(graph::Target::Cpu, || in_module("up", || up.forward(&x)))?;
+    /// assert_eq!(graph.to_dot(), r#"digraph {
+    ///   v0 [label="x\n[2, 4] f32", shape=box];
+    ///   subgraph cluster_0 {
+    ///     label="up";
+    ///     v1 [label="up.weight\n[8, 4] f32", shape=box];
+    ///     v2 [label="linear\n[2, 8] f32", peripheries=2];
+    ///   }
+    ///   v0 -> v2;
+    ///   v1 -> v2;
+    /// }
+    /// "#);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    pub fn to_dot(&self) -> String {
+        let mut picture = Picture::of(self);
+        for node in self.nodes() {
+            picture.draw(node);
+        }
+        for output in &self.outputs {
+            picture.draw_from_outside(output, ""); // one that no node reads
+        }
+        let mut text = String::from("digraph {\n");
+        picture.model.write(1, &mut 0, &mut text);
+        text + &picture.arrows + "}\n"
+    }
+}
+
+/// What has been drawn.
+struct Picture<'a> {
+    graph: &'a Graph,
+    model: Module<'a>,
+    arrows: String,
+    /// What comes from outside and is there already.
+    boxes: HashSet<ValueId>,
+    /// Each value as the one that is drawn for it: what an op keeps for backward as its output.
+    shown_as: Vec<ValueId>,
+    returned: HashSet<ValueId>,
+}
+
+/// A part of the model, with what is drawn inside.
+#[derive(Default)]
+struct Module<'a> {
+    name: &'a str,
+    lines: Vec<String>,
+    parts: Vec<Self>,
+}
+
+impl<'a> Picture<'a> {
+    fn of(graph: &'a Graph) -> Self {
+        let mut shown_as: Vec<ValueId> = (0..graph.values.len()).map(ValueId).collect();
+        for node in graph.nodes() {
+            for kept in &node.kept {
+                shown_as[kept.value.0] = node.output;
+            }
+        }
+        let returned = graph.outputs.iter();
+        let returned = returned.map(|output| shown_as[output.value.0]);
+        Self {
+            graph,
+            model: Module::default(),
+            arrows: String::new(),
+            boxes: HashSet::new(),
+            returned: returned.collect(),
+            shown_as,
+        }
+    }
+
+    fn draw(&mut self, node: &'a Node) {
+        let modules = node.path.rsplit_once('/');
+        let modules = modules.map_or("", |(modules, _)| modules);
+        let inputs = node.inputs.iter().map(|operand| (operand, None));
+        let reads = node
+            .reads
+            .iter()
+            .map(|operand| (operand, Some("style=dashed")));
+        for (operand, style) in inputs.chain(reads) {
+            self.draw_from_outside(operand, modules);
+            let dtype = self.graph.value(operand.value).dtype;
+            let is_other = dtype != self.graph.value(node.output).dtype;
+            let label = is_other.then(|| format!("label=\"{}\"", dtype.as_str()));
+            let attributes: Vec<&str> = style.into_iter().chain(label.as_deref()).collect();
+            let attributes = match attributes.is_empty() {
+                true => String::new(),
+                false => format!(" [{}]", attributes.join(", ")),
+            };
+            let [from, to] = [self.shown_as[operand.value.0], node.output].map(|id| id.0);
+            let _ = writeln!(self.arrows, "  v{from} -> v{to}{attributes};"); // a string takes all
+        }
+        let style = if node.composed { ", style=dashed" } else { "" };
+        let line = self.line(node.output, node.op, style);
+        self.model.at(modules).lines.push(line);
+    }
+
+    /// The box of a weight, an input or a constant, once.
+    fn draw_from_outside(&mut self, operand: &Operand, modules: &'a str) {
+        let id = operand.value;
+        let (name, modules) = match &self.graph.value(id).source {
+            Source::Weight(name) if name.is_empty() => ("weight", modules),
+            Source::Weight(name) => (name.as_str(), modules),
+            Source::Input(name) => (name.as_str(), ""),
+            Source::Constant => ("constant", modules),
+            Source::Node => return,
+        };
+        if self.boxes.insert(id) {
+            let line = self.line(id, name, ", shape=box");
+            self.model.at(modules).lines.push(line);
+        }
+    }
+
+    fn line(&self, id: ValueId, name: &str, style: &str) -> String {
+        let value = self.graph.value(id);
+        let (name, shape, dtype) = (escaped(name), &value.shape, value.dtype.as_str());
+        let is_returned = self.returned.contains(&id);
+        let outlines = if is_returned { ", peripheries=2" } else { "" };
+        let id = id.0;
+        format!("v{id} [label=\"{name}\\n{shape:?} {dtype}\"{style}{outlines}];")
+    }
+}
+
+impl<'a> Module<'a> {
+    /// The module at `path` inside, made if it is new.
+    fn at(&mut self, path: &'a str) -> &mut Self {
+        let names = path.split('/').filter(|name| !name.is_empty());
+        names.fold(self, |module, name| {
+            let known = module.parts.iter().position(|part| part.name == name);
+            let place = known.unwrap_or_else(|| {
+                module.parts.push(Self {
+                    name,
+                    ..Self::default()
+                });
+                module.parts.len() - 1
+            });
+            &mut module.parts[place]
+        })
+    }
+
+    fn write(&self, depth: usize, clusters: &mut usize, text: &mut String) {
+        let indent = "  ".repeat(depth);
+        for line in &self.lines {
+            *text += &format!("{indent}{line}\n");
+        }
+        for part in &self.parts {
+            let name = escaped(part.name);
+            *text +=
+                &format!("{indent}subgraph cluster_{clusters} {{\n{indent}  label=\"{name}\";\n");
+            *clusters += 1;
+            part.write(depth + 1, clusters, text);
+            *text += &format!("{indent}}}\n");
+        }
+    }
+}
+
+/// A name between quotes.
+fn escaped(name: &str) -> String {
+    name.replace('\\', r"\\")
+        .replace('"', "\\\"")
+        .replace('\n', r"\n")
+}
