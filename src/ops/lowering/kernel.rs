@@ -8,6 +8,7 @@ use std::fmt;
 #[cfg(feature = "cuda")]
 use {
     crate::kernels::cuda::{View, matmul::Products},
+    candle_core::DType,
     candle_core::cuda_backend::CudaDevice,
     std::cell::RefCell,
 };
