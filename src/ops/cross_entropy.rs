@@ -224,13 +224,13 @@ pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
 /// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        planned_loss(
-            signature,
-            Slot::Input(0),
-            Slot::Read(0),
-            Slot::Kept(0),
-            Calls::default(),
-        )
+        let operands = PlannedLoss {
+            logits: Slot::Input(0),
+            targets: 0,
+            statistics: Slot::Kept(0),
+            loss: Slot::Output,
+        };
+        planned_loss(signature, operands, Calls::default())
     },
     backward: |signature| {
         let reads = [
@@ -243,17 +243,24 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
+/// What the loss of logits (N, V) reads and writes.
+pub(super) struct PlannedLoss {
+    pub logits: Slot,
+    /// Which of the op's reads.
+    pub targets: usize,
+    /// (top, total) of each row, (N, 2).
+    pub statistics: Slot,
+    /// (1).
+    pub loss: Slot,
+}
+
 /// The mean loss of the rows of `logits`, and their statistics.
 pub(super) fn planned_loss(
     signature: &Signature<'_>,
-    logits: Slot,
-    targets: Slot,
-    statistics: Slot,
+    operands: PlannedLoss,
     mut calls: Calls,
 ) -> Calls {
-    let Slot::Read(read) = targets else {
-        return calls;
-    };
+    let read = operands.targets;
     let ids = Ids {
         read,
         bound: planned_classes(signature),
@@ -281,11 +288,12 @@ pub(super) fn planned_loss(
         }
     });
     let kernel = with_classes(signature, kernel);
-    let mut writes = vec![Slot::Output, losses, statistics];
+    let mut writes = vec![operands.loss, losses, operands.statistics];
     if counts_on_gpu(signature) {
         writes.push(calls.scratch(&[1], DType::F64)); // the sum of all losses
     }
-    calls.ids(ids).call(kernel, &[logits, targets], &writes)
+    let reads = [operands.logits, Slot::Read(read)];
+    calls.ids(ids).call(kernel, &reads, &writes)
 }
 
 /// Whether a GPU has to count the targets of a run.

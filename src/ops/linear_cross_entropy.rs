@@ -1,12 +1,12 @@
 //! The output head and its loss, as one op.
 
 use super::cpu::{elements, for_stored, tensor, tensors, view};
+use super::cross_entropy::{PlannedLoss, planned_gradient, planned_loss};
 use super::cross_entropy::{Targets, loss_of, plain};
-use super::cross_entropy::{planned_gradient, planned_loss};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::linear::{factors, read_weight};
-use super::lowering::{Calls, Lowering, Slot};
+use super::lowering::{Calls, Lowering, Signature, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous};
@@ -119,16 +119,25 @@ const LOWERING: Lowering = Lowering {
         let (x, weight) = factors(signature);
         let reads = [Slot::Input(0), read_weight(signature, 1)];
         let logits = product(x, weight.t(), false);
-        let calls = Calls::default().call(logits, &reads, &[Slot::Kept(0)]);
-        let targets = Slot::Read(signature.reads.len() - 1);
-        planned_loss(signature, Slot::Kept(0), targets, Slot::Kept(1), calls)
+        let mut calls = Calls::default().call(logits, &reads, &[Slot::Kept(0)]);
+        let statistics = statistics(signature, &mut calls);
+        planned_loss(
+            signature,
+            of_loss(signature, statistics, Slot::Output),
+            calls,
+        )
     },
     backward: |signature| {
         let (x, weight) = factors(signature);
         let (logits, mut calls) = (&signature.kept[0], Calls::default());
         let dlogits = calls.scratch(logits.dims, logits.dtype);
         let targets = Slot::Read(signature.reads.len() - 1);
-        let reads = [Slot::Kept(0), targets, Slot::Kept(1), Slot::OutputGradient];
+        let statistics = statistics(signature, &mut calls);
+        if signature.kept.len() == 1 {
+            let loss = calls.scratch(&[1], signature.output.dtype);
+            calls = planned_loss(signature, of_loss(signature, statistics, loss), calls);
+        }
+        let reads = [Slot::Kept(0), targets, statistics, Slot::OutputGradient];
         let calls = planned_gradient(signature, reads, dlogits, calls);
         let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
         let reads = [dlogits, read_weight(signature, 1)];
@@ -138,6 +147,26 @@ const LOWERING: Lowering = Lowering {
         calls.call(dw, &[dlogits, Slot::Input(0)], &[Slot::Gradient(1)])
     },
 };
+
+/// (top, total) of each row (N, 2): kept, or on a GPU recomputed from the logits.
+fn statistics(signature: &Signature<'_>, calls: &mut Calls) -> Slot {
+    match signature.kept.len() {
+        1 => {
+            let rows = signature.kept[0].rows();
+            calls.scratch(&[rows, 2], signature.inputs[0].wide_dtype())
+        }
+        _ => Slot::Kept(1),
+    }
+}
+
+fn of_loss(signature: &Signature<'_>, statistics: Slot, loss: Slot) -> PlannedLoss {
+    PlannedLoss {
+        logits: Slot::Kept(0),
+        targets: signature.reads.len() - 1,
+        statistics,
+        loss,
+    }
+}
 
 struct LinearCrossEntropy {
     copy: WeightCopy,
