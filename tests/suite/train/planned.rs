@@ -308,7 +308,7 @@ fn what_cannot_be_planned_goes_on_eagerly() {
     let vb = tallow::nn::seeded(5, DType::F64, &candle_core::Device::Cpu);
     let double = TransformerLM::from_var_builder(&sizes(), vb).unwrap();
     let mut trainer = Trainer::new(double, settings(), training(), validation()).unwrap();
-    refusal(trainer.compile(), &["parameters in f32", "f64"]);
+    trainer.compile().unwrap(); // on the CPU f64 is planned
     trainer.step().unwrap().unwrap();
 }
 
