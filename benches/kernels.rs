@@ -1,8 +1,9 @@
 //! The CPU kernels beside what bounds them: `floor/copy` is the memory rate, `floor/multiply-add` the arithmetic rate.
 //!
 //! `cargo bench --bench kernels [-- FILTER]`. Criterion's `thrpt` is in GiB/s (bytes that must move) for the
-//! memory-bound kernels, in Gelem/s (1 element = 1 FLOP) for matrix products. Shapes are those of the tiny preset at batch
-//! 4, context 256: N = 1024 tokens, D = 512, F = 1344, H = 16, Dh = 32, V = 10,000. A name without a dtype is f32's.
+//! memory-bound kernels, in Gelem/s (1 element = 1 FLOP) for matrix products. Shapes are those of the tiny preset at
+//! batch 4, context 256: N = 1024 tokens, D = 512, F = 1344, H = 16, Dh = 32, V = 10,000. A name without a dtype is
+//! f32's.
 
 use candle_core::{DType, WithDType};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -151,7 +152,7 @@ fn flash(c: &mut Criterion) {
             bench.iter(|| {
                 let outputs = flash_attention::Outputs {
                     out: &mut out,
-                    rounded_off: &mut [],
+                    rounding_error: &mut [],
                     lse: &mut lse,
                 };
                 flash_attention::forward(&sizes, &tiles, q, k, v, outputs);
@@ -166,7 +167,7 @@ fn flash(c: &mut Criterion) {
                     k,
                     v,
                     out: flash_attention::Heads { data: &out, ..q },
-                    rounded_off: None,
+                    rounding_error: None,
                     lse: &lse,
                     d_out,
                 };

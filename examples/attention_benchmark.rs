@@ -1,5 +1,5 @@
-//! Times attention forward and backward, naive, flash and planned side by side, with its memory, over a grid of sequence
-//! lengths and head dimensions; or the layer around it, with `--module`.
+//! Times attention forward and backward, naive, flash and planned side by side, with its memory, over a grid of
+//! sequence lengths and head dimensions; or the layer around it, with `--module`.
 //!
 //! ```text
 //! cargo run --example attention_benchmark
@@ -38,9 +38,9 @@ use tallow::report::{Fields, Report, format_mib};
 ///
 /// Without --full the grid is one that takes under two minutes.
 ///
-/// --precision means what it means for a model: with --module, weights and input in f32 and forward in autocast's region
-/// (or, with --full-half, all in half precision); for attention alone, q, k and v in the dtype that the region would hand
-/// it.
+/// --precision means what it means for a model: with --module, weights and input in f32 and forward in autocast's
+/// region (or, with --full-half, all in half precision); for attention alone, q, k and v in the dtype that the region
+/// would hand it.
 #[derive(Parser)]
 #[command(version)]
 struct Flags {
@@ -56,8 +56,8 @@ struct Flags {
     #[arg(long, num_args = 1.., value_delimiter = ',', conflicts_with = "module")]
     head_dim: Vec<usize>,
 
-    /// Tokens in a sequence; several allowed [default: 256 1024 4096; with --full 8192 and 16384 too; with --module 16 32
-    /// 64 128]
+    /// Tokens in a sequence; several allowed [default: 256 1024 4096; with --full 8192 and 16384 too; with --module 16
+    /// 32 64 128]
     #[arg(long, num_args = 1.., value_delimiter = ',')]
     sequence_length: Vec<usize>,
 

@@ -1,5 +1,5 @@
-//! Compares what is planned beforehand with what is run eagerly: attention over a grid, with flash as a third, and whole
-//! models; and says what makes the difference.
+//! Compares what is planned beforehand with what is run eagerly: attention over a grid, with flash as a third, and
+//! whole models; and says what makes the difference.
 //!
 //! ```text
 //! cargo run --example compiled_benchmark
@@ -48,8 +48,8 @@ struct Flags {
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "attention,model")]
     part: Vec<Part>,
 
-    /// What is computed in: f32, bf16 or f16. Models in half precision are autocast's, with f32 weights; attention alone has q,
-    /// k and v in that dtype
+    /// What is computed in: f32, bf16 or f16. Models in half precision are autocast's, with f32 weights; attention
+    /// alone has q, k and v in that dtype
     #[arg(long, default_value_t = Precision::F32, value_name = "NAME")]
     precision: Precision,
 

@@ -1,4 +1,5 @@
-//! A model that is not this crate's: GPT-2 (`custom_model/gpt2.rs`), trained eagerly or from a plan, traced and profiled.
+//! A model that is not this crate's: GPT-2 (`custom_model/gpt2.rs`), trained eagerly or from a plan, traced and
+//! profiled.
 //!
 //! ```text
 //! cargo run --example custom_model

@@ -75,12 +75,12 @@ struct Flags {
     #[arg(long, default_value_t = 1e-3, value_parser = values::from_0)]
     lr: f64,
 
-    /// Run each as planned beforehand too, or with =only alone (on the CPU or a CUDA card)
+    /// Run each as planned beforehand too, or with =only alone (on the CPU or a CUDA GPU)
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
     compile: Option<CompileFlag>,
 
-    /// The most that the arena of a planned train step may take, in GiB: backward runs again what does not fit, as little as
-    /// will do
+    /// The most that the arena of a planned train step may take, in GiB: backward runs again what does not fit, as
+    /// little as will do
     #[arg(long, requires = "compile", value_parser = values::gib)]
     memory_budget_gib: Option<f64>,
 
@@ -334,7 +334,7 @@ impl Flags {
 }
 
 fn columns(device: &candle_core::Device) -> Vec<Column> {
-    // What the process holds beside tensors; on a card, what its pool does.
+    // What the process holds beside tensors; on a GPU, what its pool does.
     let held = match device.is_cpu() {
         true => Column::mib("resident_peak_bytes", "Resident peak"),
         false => Column::mib("reserved_peak_bytes", "Reserved peak"),

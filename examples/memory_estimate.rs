@@ -9,8 +9,8 @@
 //! cargo run --example memory_estimate -- --verify
 //! ```
 //!
-//! `--verify` runs fifty small configurations and holds their peaks against the estimate; the exit code says whether all of
-//! them are near.
+//! `--verify` runs fifty small configurations and holds their peaks against the estimate; the exit code says whether
+//! all of them are near.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -140,7 +140,7 @@ impl Flags {
                 };
                 let plan = estimate(config, &workload)?;
                 let labels = labels(name, &workload);
-                let rows = plan.account.report().rows.into_iter();
+                let rows = plan.breakdown.report().rows.into_iter();
                 report.rows.extend(rows.map(|row| {
                     let mut labelled = labels.clone();
                     labelled.merge(row);
@@ -150,7 +150,7 @@ impl Flags {
                     question.within_budget()?;
                 }
                 let (notes, answers) = question.answers(&plan)?;
-                let heading = format!("{}: {}", question.title, plan.account.sizes);
+                let heading = format!("{}: {}", question.title, plan.breakdown.sizes);
                 report.notes.push(heading);
                 report.notes.extend(notes);
                 let mut labelled = labels;

@@ -1,4 +1,5 @@
-//! Where the memory of a step goes: predicted, measured, by phase and by origin, with a timeline and PyTorch's snapshot.
+//! Where the memory of a step goes: predicted, measured, by phase and by origin, with a timeline and PyTorch's
+//! snapshot.
 //!
 //! ```text
 //! cargo run --example memory_profile
@@ -59,12 +60,13 @@ struct Flags {
     #[command(flatten)]
     precision: PrecisionFlags,
 
-    /// Run each as planned beforehand too, or with =only alone: its timeline is the map of its arena, and it has no snapshot
+    /// Run each as planned beforehand too, or with =only alone: its timeline is the map of its arena, and it has no
+    /// snapshot
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
     compile: Option<CompileFlag>,
 
-    /// The most that the arena of a planned train step may take, in GiB: backward runs again what does not fit, as little as
-    /// will do
+    /// The most that the arena of a planned train step may take, in GiB: backward runs again what does not fit, as
+    /// little as will do
     #[arg(long, requires = "compile", value_parser = values::gib)]
     memory_budget_gib: Option<f64>,
 
@@ -177,7 +179,7 @@ impl Flags {
                 report.notes.push(format!(
                     "{} does not fit: {}; {} available",
                     run.title(),
-                    estimate.account,
+                    estimate.breakdown,
                     available.map(format_mib).unwrap_or_default()
                 ));
                 continue;

@@ -1,4 +1,5 @@
-//! Half precision beside f32: time, throughput and memory of forward and of forward and backward, for each size of model.
+//! Half precision beside f32: time, throughput and memory of forward and of forward and backward, for each size of
+//! model.
 //!
 //! ```text
 //! cargo run --example mixed_precision_benchmark
@@ -71,7 +72,8 @@ struct Flags {
     #[arg(long, default_value_t = 4, value_parser = values::count())]
     steps: usize,
 
-    /// Draw time and memory, over the context length or, with several sizes, over parameters, into this file: .svg or .png
+    /// Draw time and memory, over the context length or, with several sizes, over parameters, into this file: .svg or
+    /// .png
     #[arg(long, value_parser = values::picture())]
     plot: Option<PathBuf>,
 

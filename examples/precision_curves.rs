@@ -1,7 +1,7 @@
 //! Trains the same model in f32, bf16 and f16, on the same batches from the same weights, and compares the losses.
 //!
-//! Half precision is autocast's, with f32 parameters, and the loss of f16 is scaled. Without flags it is `train`'s model
-//! and data, for 300 steps.
+//! Half precision is autocast's, with f32 parameters, and the loss of f16 is scaled. Without flags it is `train`'s
+//! model and data, for 300 steps.
 //!
 //! ```text
 //! cargo run --example precision_curves -- --plot curves.svg

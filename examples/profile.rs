@@ -1,4 +1,5 @@
-//! Where a step's time goes: a summary of ops as nsys gives it of kernels, what candle spends between them, and what follows.
+//! Where a step's time goes: a summary of ops as nsys gives it of kernels, what candle spends between them, and what
+//! follows.
 //!
 //! ```text
 //! cargo run --example profile

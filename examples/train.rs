@@ -1,8 +1,8 @@
 //! Trains a transformer language model on a text, byte by byte, and lets it write.
 //!
-//! Without flags it is nanoGPT's recipe for characters on a CPU (4 layers, 4 heads, width 128, windows of 64, batches of
-//! 12, 2000 steps), on this crate's own sources. Its feed-forward network has three matrices of width 320 in place of
-//! two of width 512, which makes the models equal in size: 0.82 M parameters here, 0.80 M there.
+//! Without flags it is nanoGPT's recipe for characters on a CPU (4 layers, 4 heads, width 128, windows of 64, batches
+//! of 12, 2000 steps), on this crate's own sources. Its feed-forward network has three matrices of width 320 in place
+//! of two of width 512, which makes the models equal in size: 0.82 M parameters here, 0.80 M there.
 //!
 //! ```text
 //! cargo run --example train
@@ -57,8 +57,8 @@ struct Flags {
     model: ModelFlags,
     #[command(flatten)]
     training: TrainingFlags,
-    /// Plan the step beforehand: faster, in less memory (with f32 weights, on the CPU); evaluations and files are the same,
-    /// and a run may be resumed with or without
+    /// Plan the step beforehand: faster, in less memory (with f32 weights, on the CPU); evaluations and files are the
+    /// same, and a run may be resumed with or without
     #[arg(long, help_heading = "Training")]
     compile: bool,
     /// Update each parameter in backward, as soon as its gradient is there: less memory. Wants --compile and --clip 0

@@ -25,8 +25,8 @@ use std::sync::{Mutex, OnceLock};
 /// The device called `name`: `cpu`, `cuda`, `cuda:1`, `metal`, `metal:0`.
 ///
 /// One device an ordinal: asking again gives the same device, on the same stream. (candle's own constructors give a new
-/// one each time, and its tensors do not mix with the old one's.) Nothing on a card waits for another stream: synchronise
-/// ([`Device::synchronize`]) before a tensor is moved to another card or another handle of this one.
+/// one each time, and its tensors do not mix with the old one's.) Nothing on a GPU waits for another stream:
+/// synchronise ([`Device::synchronize`]) before a tensor is moved to another GPU or another handle of this one.
 ///
 /// ```
 /// assert!(tallow::device("cpu")?.is_cpu());
@@ -92,7 +92,7 @@ pub fn device_name(device: &Device) -> String {
     }
 }
 
-/// What a device is, in the words of the machine: the processor's model for the CPU; a card's model, memory and compute
+/// What a device is, in the words of the machine: the processor's model for the CPU; a GPU's model, memory and compute
 /// capability.
 pub fn description(device: &Device) -> String {
     if !device.is_cpu() {
@@ -126,7 +126,7 @@ pub fn available_bytes() -> Option<u64> {
     Some(host_memory::room(Path::new("/"))?.available_bytes)
 }
 
-/// As [`total_bytes`], of the memory that tensors on `device` are in: the card's own on CUDA, the host's on Metal, which
+/// As [`total_bytes`], of the memory that tensors on `device` are in: the GPU's own on CUDA, the host's on Metal, which
 /// shares it.
 pub fn total_bytes_on(device: &Device) -> Option<u64> {
     match device {
@@ -135,8 +135,8 @@ pub fn total_bytes_on(device: &Device) -> Option<u64> {
     }
 }
 
-/// As [`available_bytes`], of the memory that tensors on `device` are in. On CUDA, what the driver has left and what the
-/// pool holds unused; waits for the device.
+/// As [`available_bytes`], of the memory that tensors on `device` are in. On CUDA, what the driver has left and what
+/// the pool holds unused; waits for the device.
 pub fn available_bytes_on(device: &Device) -> Option<u64> {
     match device {
         Device::Cuda(_) => cuda::available_bytes(device),

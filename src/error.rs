@@ -224,8 +224,9 @@ impl Error {
         }
     }
 
-    /// Whether this is for want of memory: [`OutOfMemory`](Self::OutOfMemory), or what CUDA and cuBLAS answer when the card
-    /// is full. What failed gives back what it had taken (on a card once the stream has come by), so smaller work can go on.
+    /// Whether this is for want of memory: [`OutOfMemory`](Self::OutOfMemory), or what CUDA and cuBLAS answer when the
+    /// GPU is full. What failed gives back what it had taken (on a GPU once the stream has come by), so smaller work
+    /// can go on.
     pub fn is_out_of_memory(&self) -> bool {
         const ANSWERS: [&str; 2] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
         match self {

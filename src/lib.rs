@@ -2,11 +2,11 @@
 //!
 //! tallow is a library of parts, each of which works alone on ordinary candle tensors:
 //!
-//! - [`model`]: a transformer language model ([`TransformerLM`](model::TransformerLM)) that loads Stanford CS336's checkpoints, counts its FLOPs, and
-//!   generates;
+//! - [`model`]: a transformer language model ([`TransformerLM`](model::TransformerLM)) that loads Stanford CS336's
+//!   checkpoints, counts its FLOPs, and generates;
 //! - [`nn`]: its layers, built from any candle `VarBuilder`;
 //! - [`ops`]: differentiable operations with hand-written CPU kernels and backwards, where candle's own fused ones cut
-//!   the graph without a word; every op has a `reference` in plain candle ops, which is its specification;
+//!   the graph silently; every op has a `reference` in plain candle ops, which is its specification;
 //! - [`attention`]: scaled dot-product attention with masks, naive and in tiles ([`flash`](attention::flash()), with a
 //!   backward);
 //! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
@@ -49,10 +49,10 @@
 //!
 //! # Kernels and references
 //!
-//! On the CPU ops run kernels, in f32, f64, f16 and bf16: parallel, vectorised for the processor that is there, and with the
-//! same bits for any number of threads. On CUDA all do that the model is made of but its residual sums, in f32, f16 and bf16:
-//! products are cuBLAS's, the rest are kernels of our own. Elsewhere they run their reference, and [`ops::fallbacks`] says which did; [`ops::KernelPolicy::Strict`] makes that
-//! an error instead.
+//! On the CPU ops run kernels, in f32, f64, f16 and bf16: parallel, vectorised for the processor that is there, and
+//! with the same bits for any number of threads. On CUDA all do that the model is made of but its residual sums, in
+//! f32, f16 and bf16: products are cuBLAS's, the rest are kernels of our own. Elsewhere they run their reference, and
+//! [`ops::fallbacks`] says which did; [`ops::KernelPolicy::Strict`] makes that an error instead.
 //!
 //! # Features
 //!

@@ -48,7 +48,8 @@ impl Flags {
     }
 }
 
-/// The rows as the figure reads them: what they are computed in is part of an implementation's name, where that differs.
+/// The rows as the figure reads them: what they are computed in is part of an implementation's name, where that
+/// differs.
 pub fn figure_rows(rows: &[Fields], several: bool) -> Vec<Fields> {
     let rename = |row: &Fields| {
         let mut row = row.clone();

@@ -227,7 +227,7 @@ pub fn limits(runs: &[Run], arithmetic: Arithmetic, device: &Device) -> Vec<Limi
         .into_iter()
         .filter_map(|name| {
             let own = of_runs.iter().filter(|l| l.implementation == name);
-            own.min_by_key(|l| (l.context_length, l.account.peak_bytes()))
+            own.min_by_key(|l| (l.context_length, l.breakdown.peak_bytes()))
                 .cloned()
         });
     limits.collect()

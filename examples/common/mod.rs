@@ -38,8 +38,8 @@ fn keep_freed_pages() {
 }
 
 /// For a run of planned steps alone, which free nothing that another step could use: blocks come from the system one by
-/// one. In mimalloc's arenas they lie in places of an eighth more, and huge pages make that resident (a small model's weights and
-/// state: 170 MiB).
+/// one. In mimalloc's arenas they lie in places of an eighth more, and huge pages make that resident (a small model's
+/// weights and state: 170 MiB).
 pub fn take_blocks_from_the_system() {
     // SAFETY: sets an option, which mimalloc reads atomically.
     unsafe { libmimalloc_sys::mi_option_set(DISALLOW_ARENA_ALLOC, 1) };
@@ -54,8 +54,8 @@ fn allocator() -> &'static str {
     }
 }
 
-/// candle's threads look for work 25,000 times before they sleep, on cores that kernels want by then: with 16 cores, small
-/// steps took four times as long. A user's own setting stays.
+/// candle's threads look for work 25,000 times before they sleep, on cores that kernels want by then: with 16 cores,
+/// small steps took four times as long. A user's own setting stays.
 fn let_candle_sleep() {
     const SPIN_LIMIT: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
     if std::env::var_os(SPIN_LIMIT).is_none() {
@@ -71,7 +71,7 @@ pub struct Common {
     #[arg(long, default_value = "cpu")]
     pub device: String,
 
-    /// Round the factors of f32 products to TF32, on an NVIDIA card
+    /// Round the factors of f32 products to TF32, on an NVIDIA GPU
     #[arg(long)]
     pub tf32: bool,
 

@@ -272,7 +272,7 @@ fn averages(lines: &[Fields]) -> String {
 }
 
 fn columns(setting: &Setting) -> Vec<Column> {
-    // What the process holds beside tensors; on a card, what its pool does.
+    // What the process holds beside tensors; on a GPU, what its pool does.
     let held = match setting.device.is_cpu() {
         true => Column::mib("resident_peak_bytes", "Resident peak"),
         false => Column::mib("reserved_peak_bytes", "Reserved peak"),

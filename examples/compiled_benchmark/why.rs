@@ -24,7 +24,7 @@ pub struct Counted {
     allocations: Option<usize>,
     allocated_bytes: Option<u64>,
     backward_update_ms: f64,
-    /// Why a card's allocations are not known, if they are not.
+    /// Why a GPU's allocations are not known, if they are not.
     pub unrecorded: Option<String>,
 }
 

@@ -1,5 +1,5 @@
-//! GPT-2, from this crate's layers and ops alone: LayerNorm with biases, learned positions, GELU by tanh, projections with
-//! biases, and a head that is the embedding's table. Names are those of `transformers`' `GPT2LMHeadModel`.
+//! GPT-2, from this crate's layers and ops alone: LayerNorm with biases, learned positions, GELU by tanh, projections
+//! with biases, and a head that is the embedding's table. Names are those of `transformers`' `GPT2LMHeadModel`.
 
 use candle_core::{D, Tensor, Var};
 use candle_nn::{Init, VarBuilder};

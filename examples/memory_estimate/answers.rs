@@ -107,7 +107,7 @@ impl Question<'_> {
         };
         let plan = estimate(self.config, &workload)?;
         const KEPT: [&str; 3] = ["probabilities", "lse", "rounded off"];
-        let parts = plan.account.parts.iter();
+        let parts = plan.breakdown.parts.iter();
         let of_attention = parts.filter(|part| KEPT.contains(&part.what.as_ref()));
         let bytes = of_attention.fold(0u64, |sum, part| sum.saturating_add(part.bytes));
         Ok((bytes, plan.activation_bytes))

@@ -8,8 +8,8 @@ use tallow::precision::{Precision, Regime};
 /// How many there are.
 pub const COUNT: usize = 50;
 
-/// D, F, H, L, V: narrow and wide, shallow and deep; vocabularies, weights or attention that outweigh the rest; widths that
-/// are no multiple of a register, and widths of whole pages.
+/// D, F, H, L, V: narrow and wide, shallow and deep; vocabularies, weights or attention that outweigh the rest; widths
+/// that are no multiple of a register, and widths of whole pages.
 const MODELS: [[usize; 5]; 11] = [
     [128, 352, 4, 3, 1000],
     [64, 256, 4, 2, 8000],
@@ -56,8 +56,8 @@ const CHECKPOINTING: [&str; 5] = ["none", "release", "block", "every-2", "sqrt"]
 
 const MODES: [Mode; 3] = [Mode::TrainStep, Mode::ForwardBackward, Mode::Forward];
 
-/// Case i takes element i of every list, each list beginning again where it ends. The lists' lengths, 2, 3, 5, 7, 11 and 13,
-/// have no common factor, so no two cases are alike, and every pair of one list's elements meets another's.
+/// Case i takes element i of every list, each list beginning again where it ends. The lists' lengths, 2, 3, 5, 7, 11
+/// and 13, have no common factor, so no two cases are alike, and every pair of one list's elements meets another's.
 pub fn case(i: usize) -> (TransformerConfig, Workload) {
     let [d_model, d_ff, num_heads, num_layers, vocab_size] = MODELS[i % MODELS.len()];
     let (batch_size, sequence_length) = BATCHES[i % BATCHES.len()];

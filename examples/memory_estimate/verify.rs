@@ -115,7 +115,7 @@ fn notes(report: &Report, outside: usize) -> Vec<String> {
     notes.extend(under.map(|row| describe("The furthest below, in percent", row)));
     notes.extend(over.map(|row| describe("The furthest above, in bytes", row)));
     notes.push(
-        "The account counts the blocks of every thread; threads that find no work, or no core, hold none. It leaves out \
+        "The breakdown counts the blocks of every thread; threads that find no work, or no core, hold none. It leaves out \
          the records of tensors and ops, some 16 KiB a layer."
             .into(),
     );

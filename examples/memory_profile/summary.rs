@@ -21,7 +21,7 @@ pub fn row(
     row.insert("available_bytes", available_bytes);
     row.insert(
         "account",
-        serde_json::to_value(&estimate.account).unwrap_or_default(),
+        serde_json::to_value(&estimate.breakdown).unwrap_or_default(),
     );
     let Some((profile, count)) = measured else {
         return row;
@@ -48,7 +48,7 @@ pub fn row(
     row
 }
 
-/// The table of peaks; a card's pool has two.
+/// The table of peaks; a GPU's pool has two.
 pub fn table(device: &Device) -> Vec<Column> {
     let mut columns = vec![
         Column::text("size", "Size"),

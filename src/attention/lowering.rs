@@ -61,7 +61,7 @@ pub(super) const FLASH: Lowering = Lowering {
             let tiles = Tiles::for_head_dim(sizes.head_dim);
             let outputs = flash_attention::Outputs {
                 out: s.y::<T>(0)?,
-                rounded_off: match k.flag("keeps rounded off") {
+                rounding_error: match k.flag("keeps rounded off") {
                     true => s.y(2)?,
                     false => &mut [],
                 },
@@ -94,7 +94,7 @@ pub(super) const FLASH: Lowering = Lowering {
                 v: of_keys(3)?,
                 out: of_queries(4)?,
                 lse: s.x(5)?,
-                rounded_off: match k.flag("keeps rounded off") {
+                rounding_error: match k.flag("keeps rounded off") {
                     true => Some(of_queries(6)?),
                     false => None,
                 },

@@ -14,7 +14,7 @@ pub(super) fn flash_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = flash_sizes(k)?;
     let outputs = Outputs {
         out: of_queries(&sizes, l.writes[0]),
-        rounded_off: k.flag("keeps rounded off").then(|| l.writes[2]),
+        rounding_error: k.flag("keeps rounded off").then(|| l.writes[2]),
         lse: l.writes[1],
     };
     let [q, k, v] = [0, 1, 2].map(|place| l.reads[place]);
@@ -25,10 +25,11 @@ pub(super) fn flash_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     ];
     let workspace = l.writes[l.writes.len() - 1];
     let tf32 = l.products.borrow().tf32();
-    flash::forward(l.card, &sizes, tf32, heads, outputs, workspace)
+    flash::forward(l.gpu, &sizes, tf32, heads, outputs, workspace)
 }
 
-/// Reads d_out, q, k, v, out, lse and, in half precision, what rounding took from out; writes dq, dk, dv and a workspace.
+/// Reads d_out, q, k, v, out, lse and, in half precision, what rounding took from out; writes dq, dk, dv and a
+/// workspace.
 pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = flash_sizes(k)?;
     let inputs = flash::Inputs {
@@ -38,7 +39,7 @@ pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         v: of_keys(&sizes, l.reads[3]),
         out: of_queries(&sizes, l.reads[4]),
         lse: l.reads[5],
-        rounded_off: l.reads.get(6).copied(),
+        rounding_error: l.reads.get(6).copied(),
     };
     let gradients = flash::Gradients {
         dq: of_queries(&sizes, l.writes[0]),
@@ -46,7 +47,7 @@ pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         dv: of_keys(&sizes, l.writes[2]),
     };
     let tf32 = l.products.borrow().tf32();
-    flash::backward(l.card, &sizes, tf32, inputs, gradients, l.writes[3])
+    flash::backward(l.gpu, &sizes, tf32, inputs, gradients, l.writes[3])
 }
 
 /// Writes out, the probabilities and, in half precision, the scores of some heads in f32.
@@ -57,13 +58,13 @@ pub(super) fn naive_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let qkv = [0, 1, 2].map(|place| l.reads[place]);
     let mut products = l.products.borrow_mut();
     let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
-        products.multiply(l.card, factors, c, count, false)
+        products.multiply(l.gpu, factors, c, count, false)
     };
-    naive_attention::forward(l.card, multiply, &sizes, qkv, scores, p, out)
+    naive_attention::forward(l.gpu, multiply, &sizes, qkv, scores, p, out)
 }
 
-/// Reads d_out, q, k, v and the probabilities; writes dq, dk, dv and, of some heads, the probabilities' gradients in f32 and, in
-/// half precision, the scores'.
+/// Reads d_out, q, k, v and the probabilities; writes dq, dk, dv and, of some heads, the probabilities' gradients in
+/// f32 and, in half precision, the scores'.
 pub(super) fn naive_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
     let inputs = [0, 1, 2, 3, 4].map(|place| l.reads[place]);
@@ -72,9 +73,9 @@ pub(super) fn naive_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let ds = l.writes.get(4).copied().unwrap_or(dp);
     let mut products = l.products.borrow_mut();
     let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
-        products.multiply(l.card, factors, c, count, false)
+        products.multiply(l.gpu, factors, c, count, false)
     };
-    naive_attention::backward(l.card, multiply, &sizes, inputs, [dp, ds], gradients)
+    naive_attention::backward(l.gpu, multiply, &sizes, inputs, [dp, ds], gradients)
 }
 
 fn sizes(k: &Kernel) -> Result<Sizes> {

@@ -13,8 +13,8 @@ use crate::kernels::cpu::{Stored, naive_attention as kernel};
 use crate::kernels::workspace::naive_heads_at_once;
 use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
 use crate::ops::record::{Spec, apply3, contiguous, made, to_dtype, wide_input};
-use crate::ops::{self, Path, choose, ending};
-use crate::precision::suspended;
+use crate::ops::{self, Path, choose, with_last_dim};
+use crate::precision::without_autocast;
 use crate::probe::{self, Operand};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -28,17 +28,16 @@ pub(super) const NAME: &str = "attention::naive";
 /// v (..., Hkv, Tk, Dv), out (..., H, Tq, Dv). The dimensions before the heads are the same in all three, and as
 /// many as there are; (T, Dh) alone is one head.
 ///
-/// With Hkv heads of k and v, a divisor of H, head h of q meets head `h / (H / Hkv)` of theirs: grouped-query attention,
-/// and multi-query attention where Hkv is 1. Nothing is copied for it.
+/// With Hkv heads of k and v, a divisor of H, head h of q meets head `h / (H / Hkv)` of theirs: grouped-query
+/// attention, and multi-query attention where Hkv is 1. Nothing is copied for it.
 ///
-/// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the cost
-/// which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
-/// `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`, dk and dv summed over the heads that share them.
-/// 4 B H Tq Tk Dh FLOPs forward, twice that backward, whatever the mask. Without keys out is zeros, and so are
-/// gradients.
+/// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the
+/// cost which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
+/// `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`, dk and dv summed over the heads that share them. 4 B H
+/// Tq Tk Dh FLOPs forward, twice that backward, whatever the mask. Without keys out is zeros, and so are gradients.
 ///
 /// On the CPU scores are overwritten by their softmax, one head after another, so that a head's scores are still in
-/// cache by then; p is f32 for half precision, or gradients would inherit its rounding. On a card products are
+/// cache by then; p is f32 for half precision, or gradients would inherit its rounding. On a GPU products are
 /// cuBLAS's, with sums in f32. Scores and the gradients of p are f32 in every dtype; p and the scores' gradients are in
 /// the dtype of q, k and v, as they are multiplied with those. In f32 p takes the scores' place, and backward has the
 /// gradients of as many heads at once as 1 GiB holds; in half precision both have scores of as many heads as 32 MiB
@@ -47,8 +46,8 @@ pub(super) const NAME: &str = "attention::naive";
 ///
 /// Autocast: lower under both policies, as PyTorch's `scaled_dot_product_attention`; the softmax inside is part of it.
 ///
-/// Vaswani et al., "Attention Is All You Need", 2017, equation 1. Ainslie et al., "GQA: Training Generalized Multi-Query
-/// Transformer Models from Multi-Head Checkpoints", 2023, section 2.2.
+/// Vaswani et al., "Attention Is All You Need", 2017, equation 1. Ainslie et al., "GQA: Training Generalized
+/// Multi-Query Transformer Models from Multi-Head Checkpoints", 2023, section 2.2.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -71,7 +70,7 @@ pub(super) const NAME: &str = "attention::naive";
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     let shapes = Shapes::of(NAME, q, k, v)?;
-    let scores = ending(q.dims(), shapes.keys);
+    let scores = with_last_dim(q.dims(), shapes.keys);
     ops::check_size(NAME, &scores, q.dtype(), q.device())?;
     if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
         return Ok(out);
@@ -108,7 +107,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 /// As [`naive`].
 pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
-    suspended(|| in_three_ops(q, k, v, config)) // the softmax inside is attention's, not one of its own
+    without_autocast(|| in_three_ops(q, k, v, config)) // the softmax inside is attention's, not one of its own
 }
 
 fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
@@ -132,7 +131,7 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let p = ops::softmax(&scores, config.scale_for(shapes.head_dim), config.mask)?; // (B H, Tq, Tk)
     let _range = probe::range("values");
     let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
-    let out = out.reshape(ending(q.dims(), shapes.value_dim))?; // (..., H, Tq, Dv)
+    let out = out.reshape(with_last_dim(q.dims(), shapes.value_dim))?; // (..., H, Tq, Dv)
     Ok(to_dtype(&out, q.dtype())?)
 }
 
@@ -158,7 +157,7 @@ fn backward_room(sizes: &kernel::Sizes, dtype: DType, target: Target) -> Room {
         Target::Cuda => Room {
             what: "scores' gradients of some heads",
             formula: "..T^2",
-            elements: scores_on_card(sizes, dtype),
+            elements: scores_on_gpu(sizes, dtype),
             element_bytes: match width == wide {
                 true => wide,
                 false => wide + width,
@@ -220,7 +219,7 @@ fn scratch_elements(sizes: &kernel::Sizes, dtype: DType) -> [f64; 2] {
 }
 
 /// The scores that there are at once on a GPU beside the probabilities.
-fn scores_on_card(sizes: &kernel::Sizes, dtype: DType) -> f64 {
+fn scores_on_gpu(sizes: &kernel::Sizes, dtype: DType) -> f64 {
     let group = sizes.batch / sizes.kv_batch.max(1);
     let of_head = group
         .saturating_mul(sizes.queries)
@@ -239,7 +238,7 @@ struct Naive {
 impl Spec for Naive {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let q = &inputs[0];
-        (ending(q.dims, self.sizes.value_dim).into(), q.dtype)
+        (with_last_dim(q.dims, self.sizes.value_dim).into(), q.dtype)
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
@@ -254,7 +253,7 @@ impl Spec for Naive {
         };
         vec![(
             "probabilities",
-            ending(q.dims, self.sizes.keys).into(),
+            with_last_dim(q.dims, self.sizes.keys).into(),
             dtype,
         )]
     }
@@ -272,7 +271,7 @@ impl Spec for Naive {
             Target::Cuda => (dtype != wide).then(|| Room {
                 what: "scores of some heads",
                 formula: "..T^2",
-                elements: scores_on_card(&self.sizes, dtype),
+                elements: scores_on_gpu(&self.sizes, dtype),
                 element_bytes: wide.size_in_bytes(),
             }),
         };
@@ -302,8 +301,8 @@ impl CustomOp3 for Naive {
         v_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let sizes = self.sizes;
-        let out_shape = ending(q_layout.dims(), sizes.value_dim);
-        let p_shape = ending(q_layout.dims(), sizes.keys);
+        let out_shape = with_last_dim(q_layout.dims(), sizes.value_dim);
+        let p_shape = with_last_dim(q_layout.dims(), sizes.keys);
         for_stored!(q.dtype(), T => {
             let (q, k) = (view::<T>(q, q_layout)?, view::<T>(k, k_layout)?);
             let v = view::<T>(v, v_layout)?;
@@ -326,7 +325,7 @@ impl CustomOp3 for Naive {
         v: &CudaStorage,
         v_layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.forward_on_card([(q, q_layout), (k, k_layout), (v, v_layout)])
+        self.forward_on_gpu([(q, q_layout), (k, k_layout), (v, v_layout)])
     }
 
     fn bwd(
@@ -343,7 +342,7 @@ impl CustomOp3 for Naive {
         let dout = dout.contiguous()?;
         #[cfg(feature = "cuda")]
         if dout.device().is_cuda() {
-            let [dq, dk, dv] = self.backward_on_card([&dout, q, k, v, p])?;
+            let [dq, dk, dv] = self.backward_on_gpu([&dout, q, k, v, p])?;
             return Ok((Some(dq), Some(dk), Some(dv)));
         }
         let [q_shape, k_shape, v_shape] = [q, k, v].map(Tensor::shape);

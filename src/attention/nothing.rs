@@ -3,11 +3,11 @@
 use super::computed::Computed;
 use super::shapes::Shapes;
 use crate::Result;
-use crate::ops::{check_float, ending, record::apply3};
+use crate::ops::{check_float, record::apply3, with_last_dim};
 use candle_core::Tensor;
 
-/// Zeros for out, and for every gradient: a sum over no keys. Nothing is launched, which a GPU's driver would refuse for a
-/// grid of no blocks. None where there is something to attend to.
+/// Zeros for out, and for every gradient: a sum over no keys. Nothing is launched, which a GPU's driver would refuse
+/// for a grid of no blocks. None where there is something to attend to.
 pub(super) fn nothing(
     name: &'static str,
     shapes: &Shapes,
@@ -17,7 +17,11 @@ pub(super) fn nothing(
         return Ok(None);
     }
     check_float(name, q)?;
-    let out = Tensor::zeros(ending(q.dims(), shapes.value_dim), q.dtype(), q.device())?;
+    let out = Tensor::zeros(
+        with_last_dim(q.dims(), shapes.value_dim),
+        q.dtype(),
+        q.device(),
+    )?;
     let backward = |[q, k, v]: [&Tensor; 3], _: &Tensor| {
         Ok([q.zeros_like()?, k.zeros_like()?, v.zeros_like()?])
     };

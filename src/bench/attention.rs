@@ -5,7 +5,7 @@ use super::{Execution, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
 use crate::compile::{Attention, AttentionPlanConfig};
 use crate::memory::{
-    Account, AttentionWorkload, Kernels, attention_account, planned_attention_account,
+    AttentionWorkload, Kernels, MemoryBreakdown, attention_breakdown, planned_attention_breakdown,
     smallest_beyond,
 };
 use crate::nn::seeded;
@@ -37,7 +37,7 @@ pub struct AttentionRun {
     pub workload: AttentionWorkload,
     /// How it is measured.
     pub sampling: Sampling,
-    /// Eager, or planned for its shape ([`Attention`]): in f32, bf16 or f16, on the CPU or a CUDA card.
+    /// Eager, or planned for its shape ([`Attention`]): in f32, bf16 or f16, on the CPU or a CUDA GPU.
     pub execution: Execution,
 }
 
@@ -45,7 +45,7 @@ impl AttentionRun {
     /// Measures, and returns a row each for `forward`, `backward` and `forward+backward`, all three timed in the same
     /// steps. Forward keeps its graph, as before a backward; backward starts from a gradient of ones.
     ///
-    /// One row alone says what was not measured: `OOM`, decided from [`attention_account`] before anything is
+    /// One row alone says what was not measured: `OOM`, decided from [`attention_breakdown`] before anything is
     /// allocated, with the sum; `unsupported`, for a head dimension that the algorithm does not take;
     /// `over time budget`. `reason` says why, and also why a row has fewer samples than were asked for. `on_step` is
     /// called after every step with the whole step's time in ms.
@@ -53,12 +53,12 @@ impl AttentionRun {
     /// FLOPs are 4 B H Dh for each pair of query and key that the mask leaves, and twice that backward, whatever the
     /// algorithm does: flash's second look at the scores is not counted, nor is what naive spends on masked ones.
     ///
-    /// Memory is measured where a [`Tracker`](crate::memory::tracker::Tracker) is installed, on a card by its pool's counters:
-    /// `before_backward_bytes` is what is alive between forward and backward, `peak_bytes` the most in the phase, q, k
-    /// and v included in both.
+    /// Memory is measured where a [`Tracker`](crate::memory::tracker::Tracker) is installed, on a GPU by its pool's
+    /// counters: `before_backward_bytes` is what is alive between forward and backward, `peak_bytes` the most in the
+    /// phase, q, k and v included in both.
     ///
-    /// What is planned has its arena from the beginning to the end, out's gradient is one of its inputs, and its rows call it
-    /// the implementation `planned`, or `planned-flash`.
+    /// What is planned has its arena from the beginning to the end, out's gradient is one of its inputs, and its rows
+    /// call it the implementation `planned`, or `planned-flash`.
     ///
     /// # Errors
     /// A size of 0; what cannot be planned; the ops' errors.
@@ -81,8 +81,8 @@ impl AttentionRun {
             tokens: w.batch_size as f64 * w.sequence_length as f64,
             forward_flops: self.forward_flops(),
             backward_flops: 2.0 * self.forward_flops(),
-            account: match self.unsupported(device) {
-                None => Ok(self.account(device)?),
+            breakdown: match self.unsupported(device) {
+                None => Ok(self.breakdown(device)?),
                 Some(reason) => Err(reason),
             },
             in_half: matches!(w.dtype, DType::F16 | DType::BF16),
@@ -102,7 +102,8 @@ impl AttentionRun {
         passes.run(device, prepare, on_step, |_| Fields::new())
     }
 
-    /// With T doubled from 1: the first that the memory available does not hold on `device`. `None` where that is not known, and where the algorithm takes no heads of this dimension.
+    /// With T doubled from 1: the first that the memory available does not hold on `device`. `None` where that is not
+    /// known, and where the algorithm takes no heads of this dimension.
     pub fn limit(&self, device: &Device) -> Option<Limit> {
         let available_bytes = self.sampling.available_bytes?;
         if self.unsupported(device).is_some() {
@@ -112,18 +113,18 @@ impl AttentionRun {
             sequence_length,
             ..self.workload
         };
-        let (length, account) = smallest_beyond(available_bytes, |length| {
+        let (length, breakdown) = smallest_beyond(available_bytes, |length| {
             let run = Self {
                 workload: at(length),
                 ..self.clone()
             };
-            run.account(device).ok()
+            run.breakdown(device).ok()
         })?;
         Some(Limit {
             implementation: self.implementation(),
             context_length: length,
             width: self.workload.head_dim,
-            account,
+            breakdown,
             available_bytes,
             composed_bytes: Some(at(length).composed_bytes()),
         })
@@ -138,15 +139,15 @@ impl AttentionRun {
         }
     }
 
-    fn account(&self, device: &Device) -> Result<Account> {
+    fn breakdown(&self, device: &Device) -> Result<MemoryBreakdown> {
         let (w, kernels) = (&self.workload, Kernels::of(device));
         match self.execution {
-            Execution::Eager => attention_account(w, kernels),
+            Execution::Eager => attention_breakdown(w, kernels),
             Execution::Planned => {
-                let planned = planned_attention_account(w, kernels);
+                let planned = planned_attention_breakdown(w, kernels);
                 planned.or_else(|error| match error.is_out_of_memory() {
                     // What is too large to be planned for is too large for any memory, eagerly too.
-                    true => attention_account(w, kernels),
+                    true => attention_breakdown(w, kernels),
                     false => Err(error),
                 })
             }
@@ -164,7 +165,7 @@ impl AttentionRun {
         let fits = w.algorithm == Algorithm::Naive || w.head_dim.is_multiple_of(multiple);
         (!fits).then(|| {
             format!(
-                "flash planned on a card takes heads of a multiple of {multiple}, not {}",
+                "flash planned on a GPU takes heads of a multiple of {multiple}, not {}",
                 w.head_dim
             )
         })
@@ -179,7 +180,7 @@ impl AttentionRun {
                 ("the dtype is not f32, bf16 or f16", w.dtype.as_str())
             }
             _ if device.is_metal() => (
-                "the device is neither the CPU nor a CUDA card",
+                "the device is neither the CPU nor a CUDA GPU",
                 "another device",
             ),
             _ => return Ok(()),
@@ -189,7 +190,7 @@ impl AttentionRun {
             field: "execution",
             expected: format!("eager, where {expected}"),
             got: format!("planned, {got}"),
-            hint: "run it eagerly, or in f32, bf16 or f16 on the CPU or a CUDA card".into(),
+            hint: "run it eagerly, or in f32, bf16 or f16 on the CPU or a CUDA GPU".into(),
         })
     }
 

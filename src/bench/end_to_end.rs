@@ -32,13 +32,15 @@ pub struct EndToEnd {
     pub steps: usize,
     /// The optimizer of a training step.
     pub optimizer: OptimizerChoice,
-    /// Eager, or planned: on the CPU or a CUDA card, in f32 or under autocast, with this crate's AdamW.
+    /// Eager, or planned: on the CPU or a CUDA GPU, in f32 or under autocast, with this crate's AdamW.
     pub execution: Execution,
     /// Whether each parameter is updated as soon as its gradient is there
-    /// ([`PlanConfig::optimizer_in_backward`](crate::compile::PlanConfig::optimizer_in_backward)): for planned training steps.
+    /// ([`PlanConfig::optimizer_in_backward`](crate::compile::PlanConfig::optimizer_in_backward)): for planned training
+    /// steps.
     pub optimizer_in_backward: bool,
     /// The most bytes that the arena may have
-    /// ([`PlanConfig::memory_budget_bytes`](crate::compile::PlanConfig::memory_budget_bytes)): for planned training steps.
+    /// ([`PlanConfig::memory_budget_bytes`](crate::compile::PlanConfig::memory_budget_bytes)): for planned training
+    /// steps.
     pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.
     pub seed: u64,
@@ -83,12 +85,12 @@ impl EndToEnd {
     /// what is there once the run has given back what it had.
     ///
     /// A training step in f16 scales its loss, as training in f16 must ([`GradScaler`](crate::optim::GradScaler)):
-    /// scaling counts as forward, unscaling with the check for infinities as optimizer. Its rows have the `loss_scale` at
-    /// the end and the `skipped_steps`, warm-up included, that overflowed and made no update.
+    /// scaling counts as forward, unscaling with the check for infinities as optimizer. Its rows have the `loss_scale`
+    /// at the end and the `skipped_steps`, warm-up included, that overflowed and made no update.
     ///
     /// # Errors
-    /// A configuration that cannot run; what is for planned training steps, with anything else; candle's optimizer with f16 parameters, for it takes no f32 gradients; the ops'
-    /// errors.
+    /// A configuration that cannot run; what is for planned training steps, with anything else; candle's optimizer with
+    /// f16 parameters, for it takes no f32 gradients; the ops' errors.
     pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
         let estimate_bytes = self.estimate_bytes(device)?;
         match self.refusal(estimate_bytes) {
@@ -110,7 +112,7 @@ impl EndToEnd {
         }
     }
 
-    /// The account of the eager run on `device`, before anything is allocated.
+    /// The breakdown of the eager run on `device`, before anything is allocated.
     ///
     /// # Errors
     /// Those of [`memory::estimate`].

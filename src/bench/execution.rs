@@ -38,7 +38,7 @@ impl Execution {
 }
 
 impl EndToEnd {
-    /// Refuses what is not planned, and what is not heeded.
+    /// Refuses what is not planned, and what would be ignored.
     pub(super) fn check_execution(&self, device: &Device) -> Result<()> {
         self.check_step_settings()?;
         if self.execution == Execution::Eager {
@@ -56,7 +56,7 @@ impl EndToEnd {
         if device.is_metal() {
             let got = format!("planned on {:?}", device.location());
             return refuse(
-                "the device is neither the CPU nor a CUDA card",
+                "the device is neither the CPU nor a CUDA GPU",
                 got,
                 "run it eagerly, or on one of them",
             );
@@ -167,8 +167,8 @@ impl EndToEnd {
         }
     }
 
-    /// Runs the planned steps, in f16 with a loss scale. A step is one phase: loss and gradient of the head are computed in
-    /// one go.
+    /// Runs the planned steps, in f16 with a loss scale. A step is one phase: loss and gradient of the head are
+    /// computed in one go.
     pub(super) fn time_planned(
         &self,
         model: &TransformerLM,

@@ -1,11 +1,11 @@
 //! Where memory ends.
 
-use crate::memory::Account;
+use crate::memory::MemoryBreakdown;
 use crate::report::format_mib;
 use serde::Serialize;
 use std::fmt;
 
-/// The first configuration that memory does not hold, by the account: nothing is run for it.
+/// The first configuration that memory does not hold, by the breakdown: nothing is run for it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Limit {
     /// The implementation, as the rows name it.
@@ -15,7 +15,7 @@ pub struct Limit {
     /// Dh or D.
     pub width: usize,
     /// What it would take.
-    pub account: Account,
+    pub breakdown: MemoryBreakdown,
     /// What is there.
     pub available_bytes: u64,
     /// What CS336's handout counts for it: scores and probabilities B H T^2 each, and out; attention alone.
@@ -30,7 +30,7 @@ impl fmt::Display for Limit {
             "{}: the smallest configuration, doubling, that {} would not hold is {}",
             self.implementation,
             format_mib(self.available_bytes),
-            self.account
+            self.breakdown
         )?;
         match self.composed_bytes {
             Some(bytes) => write!(

@@ -4,7 +4,7 @@ use super::update::Update;
 use super::{EndToEnd, Execution};
 use crate::kernels::cpu::gemm;
 use crate::memory::{
-    self, Estimate, Holds, Meter, Mode, RecordConfig, Recording, SavedTensors, blocks_taken,
+    self, Estimate, MemoryKind, Meter, Mode, RecordConfig, Recording, SavedTensors, blocks_taken,
 };
 use crate::model::TransformerLM;
 use crate::probe;
@@ -16,13 +16,14 @@ use candle_nn::VarBuilder;
 /// Where the bytes of one step went, and where they were expected.
 #[derive(Clone, Debug)]
 pub struct MemoryProfile {
-    /// The account from the sizes alone.
+    /// The breakdown from the sizes alone.
     pub estimate: Estimate,
     /// The last step. The baseline is what was alive before the model was made.
     pub recording: Recording,
-    /// The most that was alive in that step, exactly, as the allocator or the card's pool counted; the baseline subtracted.
+    /// The most that was alive in that step, exactly, as the allocator or the GPU's pool counted; the baseline
+    /// subtracted.
     pub peak_bytes: u64,
-    /// The most that the card's pool held in that step, used or not.
+    /// The most that the GPU's pool held in that step, used or not.
     pub reserved_peak_bytes: Option<u64>,
     /// How many blocks, of whatever size, the step asked for.
     pub allocations: u64,
@@ -31,12 +32,13 @@ pub struct MemoryProfile {
 }
 
 impl MemoryProfile {
-    /// The prediction beside the measurement, by what bytes were there for at the worst moment: a row each, the sum last.
+    /// The prediction beside the measurement, by what bytes were there for at the worst moment: a row each, the sum
+    /// last.
     pub fn comparison(&self) -> Vec<Fields> {
         let measured = self.recording.holdings_at(self.recording.peak_at());
         let mut rows = Vec::new();
-        for holds in Holds::ALL {
-            let predicted = self.estimate.account.bytes_of(holds);
+        for holds in MemoryKind::ALL {
+            let predicted = self.estimate.breakdown.bytes_of(holds);
             let bytes = measured.bytes_of(holds);
             if predicted > 0 || bytes > 0 {
                 rows.push(compared(holds.name(), predicted, bytes));
@@ -58,16 +60,16 @@ fn compared(holds: &str, predicted_bytes: u64, measured_bytes: u64) -> Fields {
 }
 
 impl EndToEnd {
-    /// Runs the warm-up and then one step that is recorded, and compares it with the account.
+    /// Runs the warm-up and then one step that is recorded, and compares it with the breakdown.
     ///
-    /// Weights are zeros: no size depends on them, and large models take long to draw.
-    /// Parameters, the optimizer's state and the tokens are labelled, the phases are `forward`, `backward` and `optimizer`.
-    /// Nothing is asked about the memory that is there: [`estimate`](Self::estimate) first. Only one such run may
-    /// be under way, and nothing else that takes memory should be. What kernels keep for as long as the process runs, their
-    /// packing buffers, is there before the model, and in the baseline.
+    /// Weights are zeros: no size depends on them, and large models take long to draw. Parameters, the optimizer's
+    /// state and the tokens are labelled, the phases are `forward`, `backward` and `optimizer`. Nothing is asked about
+    /// the memory that is there: [`estimate`](Self::estimate) first. Only one such run may be under way, and nothing
+    /// else that takes memory should be. What kernels keep for as long as the process runs, their packing buffers, is
+    /// there before the model, and in the baseline.
     ///
     /// # Errors
-    /// A planned execution; those of [`memory::record_on`], of [`run`](Self::run), and of the ops; a card that is full
+    /// A planned execution; those of [`memory::record_on`], of [`run`](Self::run), and of the ops; a GPU that is full
     /// ([`Error::is_out_of_memory`]).
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         if self.execution == Execution::Planned {
@@ -106,20 +108,20 @@ impl EndToEnd {
         };
         let mut recorder = memory::record_on(device, record)?;
         for (name, parameter) in model.parameters() {
-            recorder.label(Holds::Weights, name, &parameter);
+            recorder.label(MemoryKind::Weights, name, &parameter);
         }
         for (name, state) in update.iter().flat_map(|update| &update.state) {
-            recorder.label(Holds::Optimizer, name.as_str(), state);
+            recorder.label(MemoryKind::Optimizer, name.as_str(), state);
         }
-        recorder.label(Holds::Inputs, "tokens", &tokens);
-        recorder.label(Holds::Inputs, "targets", &targets);
+        recorder.label(MemoryKind::Inputs, "tokens", &tokens);
+        recorder.label(MemoryKind::Inputs, "targets", &targets);
         let mut saved = None;
         meter.reset_peak();
         let allocations = blocks_taken(device);
         self.step(&model, &tokens, &targets, update.as_mut(), |out| {
             saved = out.track_op().then(|| memory::saved_tensors(out));
         })?;
-        device.synchronize()?; // a card's peak is not reached before
+        device.synchronize()?; // a GPU's peak is not reached before
         let allocations = blocks_taken(device).saturating_sub(allocations);
         let peak_bytes = meter.peak_bytes().unwrap_or_default();
         let recording = recorder.finish();

@@ -2,8 +2,8 @@
 //!
 //! [`Stopwatch`] times steps on a device, [`Laps`] the phases inside them, [`EndToEnd`] a whole model's,
 //! [`AttentionRun`] those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time
-//! and an out-of-memory row instead of a crash; [`Analysis`] sums the last two up. [`alternate()`] measures runs in turns
-//! that [`PrecisionAnalysis`] then compares. What the samples mean, and how they are printed, is in
+//! and an out-of-memory row instead of a crash; [`Analysis`] sums the last two up. [`alternate()`] measures runs in
+//! turns that [`PrecisionAnalysis`] then compares. What the samples mean, and how they are printed, is in
 //! [`report`](crate::report).
 
 mod alternate;

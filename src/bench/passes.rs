@@ -2,7 +2,7 @@
 
 use super::{LapTimings, Laps, Step, Timing};
 use crate::kernels::cpu::gemm;
-use crate::memory::{Account, Meter};
+use crate::memory::{MemoryBreakdown, Meter};
 use crate::report::Fields;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
@@ -51,7 +51,7 @@ pub(super) struct Passes<'a> {
     pub forward_flops: f64,
     pub backward_flops: f64,
     /// What it takes, or why it cannot run at all.
-    pub account: std::result::Result<Account, String>,
+    pub breakdown: std::result::Result<MemoryBreakdown, String>,
     /// Whether products are in half precision.
     pub in_half: bool,
 }
@@ -146,7 +146,7 @@ impl Passes<'_> {
             row.insert("before_backward_bytes", before_backward);
             row.insert("peak_bytes", alive.as_ref().map(peak));
             row.merge(alive.as_ref().map(&memory).unwrap_or_default());
-            row.insert("account", self.account_value());
+            row.insert("breakdown", self.account_value());
             Ok(row)
         });
         rows.collect()
@@ -156,7 +156,7 @@ impl Passes<'_> {
     fn unmeasured(&self, status: &str, reason: &str) -> Fields {
         let mut row = self.row(WHOLE, status);
         row.insert("reason", reason);
-        row.insert("account", self.account_value());
+        row.insert("breakdown", self.account_value());
         row
     }
 
@@ -175,15 +175,15 @@ impl Passes<'_> {
 
     /// Status and reason, decided before anything is allocated.
     fn refusal(&self) -> Option<(&'static str, String)> {
-        let account = match &self.account {
-            Ok(account) => account,
+        let breakdown = match &self.breakdown {
+            Ok(breakdown) => breakdown,
             Err(reason) => return Some(("unsupported", reason.clone())),
         };
         if let Some(available_bytes) = self.sampling.available_bytes
-            && account.peak_bytes() > available_bytes
+            && breakdown.peak_bytes() > available_bytes
         {
             let available = crate::report::format_mib(available_bytes);
-            return Some(("OOM", format!("{account}; {available} available")));
+            return Some(("OOM", format!("{breakdown}; {available} available")));
         }
         let budget_ms = self.sampling.time_budget_ms?;
         let flops = self.forward_flops + self.backward_flops;
@@ -255,18 +255,18 @@ impl Passes<'_> {
         row.insert("phase", phase);
         row.insert("status", status);
         row.insert("reason", None::<String>);
-        let account = self.account.as_ref().ok();
+        let breakdown = self.breakdown.as_ref().ok();
         row.insert(
             "estimate_before_backward_bytes",
-            account.map(Account::before_backward_bytes),
+            breakdown.map(MemoryBreakdown::before_backward_bytes),
         );
-        row.insert("estimate_bytes", account.map(Account::peak_bytes));
+        row.insert("estimate_bytes", breakdown.map(MemoryBreakdown::peak_bytes));
         row.insert("available_bytes", self.sampling.available_bytes);
         row
     }
 
     fn account_value(&self) -> serde_json::Value {
-        serde_json::to_value(self.account.as_ref().ok()).unwrap_or_default()
+        serde_json::to_value(self.breakdown.as_ref().ok()).unwrap_or_default()
     }
 
     /// Tokens, FLOPs and their rates at the median time.

@@ -3,7 +3,7 @@
 use super::attention::{pairs, unsupported};
 use super::passes::{Alive, Eager, Passes, Sampling, at_least_one};
 use super::{Limit, Step};
-use crate::memory::{SelfAttentionWorkload, self_attention_account, smallest_beyond};
+use crate::memory::{SelfAttentionWorkload, self_attention_breakdown, smallest_beyond};
 use crate::nn::{CausalSelfAttention, seeded};
 use crate::report::Fields;
 use crate::{Error, Result};
@@ -37,8 +37,8 @@ impl SelfAttentionRun {
     ///
     /// - `model_bytes`: the weights and x; `model_forward_bytes`: with the graph that forward leaves behind;
     ///   `model_forward_backward_bytes`: after backward, the graph gone and the gradients there;
-    /// - `forward_bytes` and `backward_bytes`: what each adds. The second is negative where the graph that goes is larger
-    ///   than the gradients that come;
+    /// - `forward_bytes` and `backward_bytes`: what each adds. The second is negative where the graph that goes is
+    ///   larger than the gradients that come;
     /// - `peak_bytes`: the most alive at once in the phase.
     ///
     /// FLOPs: 8 B T D^2 for the projections and 4 B D for each pair of query and key that the causal mask leaves; in
@@ -76,8 +76,8 @@ impl SelfAttentionRun {
             tokens: b * t,
             forward_flops: 8.0 * b * t * d * d + attention_flops,
             backward_flops: 10.0 * b * t * d * d + 2.0 * attention_flops,
-            account: match unsupported(w.algorithm, w.attention().head_dim) {
-                None => Ok(self_attention_account(w)?),
+            breakdown: match unsupported(w.algorithm, w.attention().head_dim) {
+                None => Ok(self_attention_breakdown(w)?),
                 Some(reason) => Err(reason),
             },
             in_half: matches!(w.precision.dtype(), DType::F16 | DType::BF16),
@@ -101,14 +101,14 @@ impl SelfAttentionRun {
             d_model: head_dim.saturating_mul(heads),
             ..self.workload
         };
-        let (head_dim, account) = smallest_beyond(available_bytes, |head_dim| {
-            self_attention_account(&at(head_dim)).ok()
+        let (head_dim, breakdown) = smallest_beyond(available_bytes, |head_dim| {
+            self_attention_breakdown(&at(head_dim)).ok()
         })?;
         Some(Limit {
             implementation: self.workload.algorithm.name(),
             context_length: self.workload.sequence_length,
             width: at(head_dim).d_model,
-            account,
+            breakdown,
             available_bytes,
             composed_bytes: None,
         })

@@ -91,7 +91,7 @@ impl Update {
                 field: "optimizer",
                 expected: "adamw, where the parameters are f16".into(),
                 got: choice.name().into(),
-                hint: "a scaler hands gradients on in f32, which candle's takes for f32 parameters only".into(),
+                hint: "a scaler returns gradients in f32, which candle's takes for f32 parameters only".into(),
             });
         }
         let config = GradScalerConfig {

@@ -1,6 +1,6 @@
 //! Placement: buffers that are never needed at the same time share memory.
 
-use super::buffer::{Buffer, Home};
+use super::buffer::{Buffer, Location};
 
 /// What every buffer's place is a multiple of: where a GPU's matrix products are at their best. (A cache line, and the
 /// widest vector register of a CPU, have 64 bytes.)
@@ -8,8 +8,8 @@ pub const ALIGNMENT_BYTES: u64 = 256;
 
 /// Gives every arena buffer its offset; returns the arena's size.
 ///
-/// Greedy by size: the largest first, each at the lowest place that is free for as long as it lives. Large buffers decide
-/// the size, and small ones fit into what they leave.
+/// Greedy by size: the largest first, each at the lowest place that is free for as long as it lives. Large buffers
+/// decide the size, and small ones fit into what they leave.
 pub(super) fn place(buffers: &mut [Buffer]) -> u64 {
     let mut order: Vec<usize> = (0..buffers.len())
         .filter(|&i| buffers[i].is_in_arena())
@@ -39,7 +39,7 @@ pub(super) fn place(buffers: &mut [Buffer]) -> u64 {
             }
             offset_bytes = offset_bytes.max(taken.start + taken_bytes(&buffers[other]));
         }
-        buffers[i].home = Home::Arena { offset_bytes };
+        buffers[i].location = Location::Arena { offset_bytes };
         let at = placed.partition_point(|&other| {
             buffers[other].arena_range().map(|range| range.start) <= Some(offset_bytes)
         });
@@ -72,7 +72,7 @@ mod tests {
             shape: vec![elements],
             dtype: DType::F32,
             category: Category::Temporary,
-            home: Home::Arena { offset_bytes: 0 },
+            location: Location::Arena { offset_bytes: 0 },
             live,
         }
     }

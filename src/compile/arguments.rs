@@ -8,8 +8,8 @@ use crate::ops::lowering::Ids;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 
-/// What is lent in each run, in the order of [`Home::Input`](super::Home::Input) and
-/// [`Home::Argument`](super::Home::Argument).
+/// What is lent in each run, in the order of [`Location::Input`](super::Location::Input) and
+/// [`Location::Argument`](super::Location::Argument).
 #[derive(Debug)]
 pub(super) struct Arguments {
     op: &'static str,
@@ -20,8 +20,8 @@ pub(super) struct Arguments {
 
 #[derive(Debug)]
 enum Argument {
-    /// An input, by name: a tensor that each run copies it to, so that it lies where it lay. The micro-batches one after
-    /// another.
+    /// An input, by name: a tensor that each run copies it to, so that it lies where it lay. The micro-batches one
+    /// after another.
     Input { name: String, copy: Tensor },
     /// A constant, or a frozen weight.
     Held(Tensor),
@@ -29,8 +29,8 @@ enum Argument {
 
 impl Arguments {
     /// # Errors
-    /// Constants on another device; hollow weights; ids of constants that are out of bounds; with several micro-batches, an
-    /// input without a dimension to stack them in.
+    /// Constants on another device; hollow weights; ids of constants that are out of bounds; with several
+    /// micro-batches, an input without a dimension to stack them in.
     pub fn new(function: &TracedFunction, lowered: &Lowered, device: &Device) -> Result<Self> {
         let all = lowered.arguments.iter().enumerate();
         let all = all.map(|(number, (id, view))| {
@@ -45,15 +45,17 @@ impl Arguments {
                     copy: Tensor::zeros(shape, value.dtype, device)?,
                 });
             }
-            let home = super::Home::Argument(number);
-            Ok(Argument::Held(match (lowered.plan.at_home(home), view) {
-                (None, _) => Tensor::zeros(0, value.dtype, device)?, // only dead calls read it
-                (_, Some(view)) => function.copied(*id, view, device)?,
-                (Some(buffer), None) => {
-                    let elements = lowered.plan.buffer(buffer).elements();
-                    function.first(*id, elements, device)?
-                }
-            }))
+            let location = super::Location::Argument(number);
+            Ok(Argument::Held(
+                match (lowered.plan.at_location(location), view) {
+                    (None, _) => Tensor::zeros(0, value.dtype, device)?, // only dead calls read it
+                    (_, Some(view)) => function.copied(*id, view, device)?,
+                    (Some(buffer), None) => {
+                        let elements = lowered.plan.buffer(buffer).elements();
+                        function.first(*id, elements, device)?
+                    }
+                },
+            ))
         });
         let all = all.collect::<Result<Vec<_>>>()?;
         let ids = checked_ids(function, lowered, &all)?;

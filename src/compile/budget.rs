@@ -1,7 +1,7 @@
 //! Memory budgets: the plan that recomputes the least and still fits.
 
 use super::config::StepConfig;
-use super::lower::{Again, Lowered};
+use super::lower::{Lowered, Recompute};
 use super::traced::TracedFunction;
 use crate::{Error, Result};
 use std::rc::Rc;
@@ -18,8 +18,9 @@ impl Planned {
     }
 }
 
-/// The plan of a step as `configured`, or what fits its budget: first sums are recomputed, of one norm, of all; then gates and
-/// up beside them, of one, of all; then what each of `others` says. And which of these it was. Errors name `config_name`.
+/// The plan of a step as `configured`, or what fits its budget: first sums are recomputed, of one norm, of all; then
+/// gates and up beside them, of one, of all; then what each of `others` says. And which of these it was. Errors name
+/// `config_name`.
 ///
 /// # Errors
 /// Those of `plan`; a budget that no plan keeps to.
@@ -28,9 +29,9 @@ pub(super) fn plan<C: Copy>(
     config_name: &'static str,
     [configured, nothing]: [C; 2],
     others: impl IntoIterator<Item = C>,
-    plan: impl Fn(C, Again) -> Result<Planned>,
+    plan: impl Fn(C, Recompute) -> Result<Planned>,
 ) -> Result<(Planned, C)> {
-    let first = plan(configured, Again::default())?;
+    let first = plan(configured, Recompute::default())?;
     let budget_bytes = match config.memory_budget_bytes {
         Some(budget_bytes) if first.peak_bytes() > budget_bytes => budget_bytes,
         _ => return Ok((first, configured)),
@@ -41,9 +42,12 @@ pub(super) fn plan<C: Copy>(
         planned.peak_bytes() <= budget_bytes
     };
     // One more of each, until there are no more.
-    let mut again = Again::default();
+    let mut again = Recompute::default();
     let mut sums = 0;
-    for more in [Again { sums: 1, gates: 0 }, Again { sums: 0, gates: 1 }] {
+    for more in [
+        Recompute { sums: 1, gates: 0 },
+        Recompute { sums: 0, gates: 1 },
+    ] {
         loop {
             let next = again.plus(more);
             let planned = plan(nothing, next)?;
@@ -58,7 +62,7 @@ pub(super) fn plan<C: Copy>(
         sums = again.sums;
     }
     for other in others {
-        let planned = plan(other, Again { sums, gates: 0 })?;
+        let planned = plan(other, Recompute { sums, gates: 0 })?;
         if fits(&planned) {
             return Ok((planned, other));
         }

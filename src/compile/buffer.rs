@@ -69,7 +69,7 @@ impl Category {
 
 /// Where a buffer's elements are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Home {
+pub enum Location {
     /// In the plan's own memory, `offset_bytes` from its beginning.
     Arena {
         /// A multiple of [`ALIGNMENT_BYTES`](super::arena::ALIGNMENT_BYTES).
@@ -103,7 +103,7 @@ pub struct Buffer {
     /// What it is for.
     pub category: Category,
     /// Where it is.
-    pub home: Home,
+    pub location: Location,
     /// The calls that need it, from the first that touches it to the last: nobody else may use its memory meanwhile.
     pub live: Range<usize>,
 }
@@ -121,13 +121,13 @@ impl Buffer {
 
     /// Whether its memory is the plan's own.
     pub fn is_in_arena(&self) -> bool {
-        matches!(self.home, Home::Arena { .. })
+        matches!(self.location, Location::Arena { .. })
     }
 
     /// The bytes of the arena that it takes; `None` if it lies elsewhere.
     pub fn arena_range(&self) -> Option<Range<u64>> {
-        match self.home {
-            Home::Arena { offset_bytes } => Some(offset_bytes..offset_bytes + self.bytes()),
+        match self.location {
+            Location::Arena { offset_bytes } => Some(offset_bytes..offset_bytes + self.bytes()),
             _ => None,
         }
     }
@@ -145,14 +145,14 @@ impl Buffers {
         shape: &[usize],
         dtype: DType,
         category: Category,
-        home: Home,
+        location: Location,
     ) -> BufferId {
         self.0.push(Buffer {
             name: name.into(),
             shape: shape.to_vec(),
             dtype,
             category,
-            home,
+            location,
             live: 0..0,
         });
         BufferId(self.0.len() - 1)
@@ -166,8 +166,8 @@ impl Buffers {
         dtype: DType,
         category: Category,
     ) -> BufferId {
-        let home = Home::Arena { offset_bytes: 0 };
-        self.add(name, shape, dtype, category, home)
+        let location = Location::Arena { offset_bytes: 0 };
+        self.add(name, shape, dtype, category, location)
     }
 
     pub(super) fn set_category(&mut self, id: BufferId, category: Category) {

@@ -32,8 +32,8 @@ pub(super) fn run(
     Ok(ControlFlow::Continue(()))
 }
 
-/// Runs a call in an op's range at its place in the model. What is backward is said by the phase: each call is an op of its
-/// own, and costs what it costs.
+/// Runs a call in an op's range at its place in the model. What is backward is said by the phase: each call is an op of
+/// its own, and costs what it costs.
 fn run_probed(
     plan: &Plan,
     call: &Call,
@@ -56,7 +56,7 @@ fn run_probed(
         (Some([rows, cols, depth]), _) => {
             let [a, b, c] = [[rows, depth], [depth, cols], [rows, cols]];
             let operand = |dims, dtype: DType| probe::Operand { dims, dtype };
-            let factors = plan.lower_dtype(call);
+            let factors = plan.compute_dtype(call);
             range.leave(probe::Operands {
                 inputs: &[operand(&a, factors), operand(&b, factors)],
                 output: operand(&c, dtype),

@@ -13,14 +13,14 @@ pub struct StepConfig {
     /// Whether the plan divides gradients by a loss scale and leaves the update out where one has overflowed, for
     /// [`LossStep::run_scaled`](super::LossStep::run_scaled).
     pub loss_scaling: bool,
-    /// Micro-batches in a step. Each input then has them one after another in its first dimension, and the loss is the mean of
-    /// theirs.
+    /// Micro-batches in a step. Each input then has them one after another in its first dimension, and the loss is the
+    /// mean of theirs.
     pub accumulation: usize,
-    /// The most bytes that the arena may have. If a plan needs more, as little is recomputed in backward as will do: in half
-    /// precision on a GPU sums that norms read, then gate and up of SwiGLU.
+    /// The most bytes that the arena may have. If a plan needs more, as little is recomputed in backward as will do: in
+    /// half precision on a GPU sums that norms read, then gate and up of SwiGLU.
     pub memory_budget_bytes: Option<u64>,
-    /// Update each parameter in backward, as soon as its gradient is complete and nothing reads the parameter any more. Goes
-    /// with neither clipping, accumulation nor loss scaling, which need all gradients first.
+    /// Update each parameter in backward, as soon as its gradient is complete and nothing reads the parameter any more.
+    /// Goes with neither clipping, accumulation nor loss scaling, which need all gradients first.
     pub optimizer_in_backward: bool,
 }
 
@@ -100,21 +100,21 @@ pub struct PlanConfig {
     pub clip_norm: Option<f64>,
     /// Micro-batches in a step: tokens and targets are then (accumulation * B, T), and the loss is the mean over all.
     pub accumulation: usize,
-    /// Which blocks are run again in backward instead of keeping their activations. (A plan always releases what a block
-    /// kept once backward has come through it: [`Checkpointing::Release`] is [`Checkpointing::None`] here.)
+    /// Which blocks are recomputed in backward instead of keeping their activations. (A plan always releases what a
+    /// block kept once backward has come through it: [`Checkpointing::Release`] is [`Checkpointing::None`] here.)
     pub checkpointing: Checkpointing,
-    /// The most bytes that the arena may have. If what `checkpointing` says needs more, as little is run again as will do: in
-    /// half precision on a GPU the sums that the first blocks' second norms read, an addition; gate and up of the first blocks,
-    /// half of what a block leaves; then whole blocks.
+    /// The most bytes that the arena may have. If what `checkpointing` says needs more, as little is recomputed as will
+    /// do: in half precision on a GPU the sums that the first blocks' second norms read, an addition; gate and up of
+    /// the first blocks, half of what a block leaves; then whole blocks.
     pub memory_budget_bytes: Option<u64>,
-    /// Update each parameter as soon as its gradient is there, whose memory is then free again: one gradient is alive at a
-    /// time, on a GPU those of one block, whose matrices one launch updates. The peak falls where gradients are what it is made
-    /// of: of models that are large beside their batch, or with `checkpointing` (gradients lie where activations were, so that a
-    /// step with all activations peaks before there are many). Goes with neither clipping nor accumulation, which need all
-    /// gradients first.
+    /// Update each parameter as soon as its gradient is there, whose memory is then free again: one gradient is alive
+    /// at a time, on a GPU those of one block, whose matrices one launch updates. The peak falls where gradients are
+    /// what it is made of: of models that are large beside their batch, or with `checkpointing` (gradients lie where
+    /// activations were, so that a step with all activations peaks before there are many). Goes with neither clipping
+    /// nor accumulation, which need all gradients first.
     ///
-    /// In bf16 on a GPU such gradients are bf16 too, as autocast rounds them there: nobody but the update sees them, and it has
-    /// 2 bytes less of each parameter to read. (Those of embedding, norms and head stay in f32.)
+    /// In bf16 on a GPU such gradients are bf16 too, as autocast rounds them there: nobody but the update sees them,
+    /// and it has 2 bytes less of each parameter to read. (Those of embedding, norms and head stay in f32.)
     pub optimizer_in_backward: bool,
 }
 
@@ -139,8 +139,9 @@ impl PlanConfig {
     /// Whether the fields go together.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: sizes of zero, sizes that no memory holds, a norm to clip at that is not over 0,
-    /// a precision without f32 parameters, an optimizer in backward beside clipping, accumulation or loss scaling.
+    /// [`Error::Config`] naming the field: sizes of zero, sizes that no memory holds, a norm to clip at that is not
+    /// over 0, a precision without f32 parameters, an optimizer in backward beside clipping, accumulation or loss
+    /// scaling.
     pub fn validate(&self) -> Result<()> {
         check_count("PlanConfig", "batch_size", self.batch_size)?;
         check_count("PlanConfig", "sequence_length", self.sequence_length)?;

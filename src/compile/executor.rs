@@ -8,7 +8,7 @@ use super::plan::{Operand, Plan};
 use super::run::{Controls, Tensors};
 use crate::Result;
 use crate::kernels::cpu::adamw::Update;
-use crate::optim::inplace::{Element, lend, lend_all};
+use crate::optim::inplace::{Element, with_mut_slice, with_mut_slices};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
@@ -17,7 +17,7 @@ use half::{bf16, f16};
 pub(super) enum Executor {
     Cpu(cpu::Executor),
     #[cfg(feature = "cuda")]
-    Card(Box<cuda::Executor>),
+    Gpu(Box<cuda::Executor>),
 }
 
 impl Executor {
@@ -38,7 +38,7 @@ impl Executor {
     pub fn new(plan: &Plan, device: &Device) -> Result<Self> {
         match device {
             #[cfg(feature = "cuda")]
-            Device::Cuda(card) => Ok(Self::Card(Box::new(cuda::Executor::new(plan, card)?))),
+            Device::Cuda(gpu) => Ok(Self::Gpu(Box::new(cuda::Executor::new(plan, gpu)?))),
             _ => Ok(Self::Cpu(cpu::Executor::new(plan)?)),
         }
     }
@@ -50,7 +50,7 @@ impl Executor {
                 executor.run_micro_batches(plan, lent, &Controls::default())
             }),
             #[cfg(feature = "cuda")]
-            Self::Card(executor) => executor.run_micro_batches(plan, tensors),
+            Self::Gpu(executor) => executor.run_micro_batches(plan, tensors),
         }
     }
 
@@ -63,12 +63,12 @@ impl Executor {
                 Ok(())
             }),
             #[cfg(feature = "cuda")]
-            Self::Card(executor) => executor.run_after_micro_batches(plan, tensors),
+            Self::Gpu(executor) => executor.run_after_micro_batches(plan, tensors),
         }
     }
 
-    /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error neither
-    /// parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
+    /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error
+    /// neither parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
     pub fn run(
         &mut self,
         plan: &Plan,
@@ -86,7 +86,7 @@ impl Executor {
         match self {
             Self::Cpu(executor) => on_cpu(tensors, |lent| executor.run(plan, lent, &controls)),
             #[cfg(feature = "cuda")]
-            Self::Card(executor) => executor.run(plan, tensors, &controls),
+            Self::Gpu(executor) => executor.run(plan, tensors, &controls),
         }
     }
 
@@ -95,16 +95,17 @@ impl Executor {
         match self {
             Self::Cpu(executor) => Ok(executor.read(plan, operand)),
             #[cfg(feature = "cuda")]
-            Self::Card(executor) => executor.read(plan, operand),
+            Self::Gpu(executor) => executor.read(plan, operand),
         }
     }
 
-    /// What a run has left in an operand that the plan keeps, where it lies; `None` on a GPU, whose memory is not the host's.
+    /// What a run has left in an operand that the plan keeps, where it lies; `None` on a GPU, whose memory is not the
+    /// host's.
     pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> Option<&[T]> {
         match self {
             Self::Cpu(executor) => Some(executor.values(plan, operand)),
             #[cfg(feature = "cuda")]
-            Self::Card(_) => None,
+            Self::Gpu(_) => None,
         }
     }
 
@@ -118,7 +119,7 @@ impl Executor {
                 _ => copied(executor.values::<f32>(plan, operand), shape),
             },
             #[cfg(feature = "cuda")]
-            Self::Card(executor) => executor.copy(plan, operand, shape),
+            Self::Gpu(executor) => executor.copy(plan, operand, shape),
         }
     }
 
@@ -127,13 +128,16 @@ impl Executor {
         match self {
             Self::Cpu(_) => {} // none last
             #[cfg(feature = "cuda")]
-            Self::Card(executor) => executor.refresh(),
+            Self::Gpu(executor) => executor.refresh(),
         }
     }
 }
 
 /// Calls `run` with the elements of all tensors, which are on the CPU.
-fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R>) -> Result<R> {
+fn on_cpu<R>(
+    tensors: &Tensors<'_>,
+    run: impl FnOnce(&cpu::ExternalBuffers<'_>) -> Result<R>,
+) -> Result<R> {
     let guards = tensors.arguments.iter().map(|x| x.storage_and_layout());
     let guards: Vec<_> = guards.collect();
     let arguments = guards.iter().map(|(storage, layout)| {
@@ -159,10 +163,10 @@ fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R
     let all: Vec<&Tensor> = parameters.chain(first).chain(second).collect();
     let mut result = None;
     let run_with = |output: Option<*mut [u8]>| {
-        lend_bytes(&all, |slices| {
+        with_mut_bytes(&all, |slices| {
             let (parameters, state) = slices.split_at(count);
             let (exp_avg, exp_avg_sq) = state.split_at(tensors.updates.len());
-            let lent = cpu::Lent {
+            let lent = cpu::ExternalBuffers {
                 parameters,
                 exp_avg,
                 exp_avg_sq,
@@ -175,10 +179,10 @@ fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R
     match tensors.output {
         None => run_with(None)?,
         Some(output) => match output.dtype() {
-            DType::BF16 => lend::<bf16>(output, |x| run_with(Some(bytes(x))))?,
-            DType::F16 => lend::<f16>(output, |x| run_with(Some(bytes(x))))?,
-            DType::F64 => lend::<f64>(output, |x| run_with(Some(bytes(x))))?,
-            _ => lend::<f32>(output, |x| run_with(Some(bytes(x))))?,
+            DType::BF16 => with_mut_slice::<bf16>(output, |x| run_with(Some(bytes(x))))?,
+            DType::F16 => with_mut_slice::<f16>(output, |x| run_with(Some(bytes(x))))?,
+            DType::F64 => with_mut_slice::<f64>(output, |x| run_with(Some(bytes(x))))?,
+            _ => with_mut_slice::<f32>(output, |x| run_with(Some(bytes(x))))?,
         },
     }
     match result {
@@ -188,12 +192,12 @@ fn on_cpu<R>(tensors: &Tensors<'_>, run: impl FnOnce(&cpu::Lent<'_>) -> Result<R
 }
 
 /// Lends the elements of variables and their state, all in f32 or all in f64, as bytes.
-fn lend_bytes(tensors: &[&Tensor], f: impl FnOnce(&[*mut [u8]])) -> candle_core::Result<()> {
+fn with_mut_bytes(tensors: &[&Tensor], f: impl FnOnce(&[*mut [u8]])) -> candle_core::Result<()> {
     fn lend_as<T: Element>(
         tensors: &[&Tensor],
         f: impl FnOnce(&[*mut [u8]]),
     ) -> candle_core::Result<()> {
-        lend_all::<T>(tensors, |slices| {
+        with_mut_slices::<T>(tensors, |slices| {
             let of = |slice: &*mut [T]| {
                 std::ptr::slice_from_raw_parts_mut(slice.cast(), slice.len() * size_of::<T>())
             };

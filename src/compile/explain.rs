@@ -91,11 +91,11 @@ impl Plan {
             ));
         }
         if self.micro_batches() > 1 {
-            let repeated = self.repeated();
+            let per_micro_batch = self.per_micro_batch();
             notes.push(format!(
                 "Calls {} to {} are run {} times a step, once for each micro-batch.",
-                repeated.start,
-                repeated.end - 1,
+                per_micro_batch.start,
+                per_micro_batch.end - 1,
                 self.micro_batches()
             ));
         }

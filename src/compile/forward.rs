@@ -16,8 +16,9 @@ const OP: &str = "compile::Forward";
 
 /// A model's forward for one batch shape, planned once: tokens to logits, without a graph.
 ///
-/// The same as `no_grad(|| model.forward(&tokens))`, on the model's own parameters; with a precision other than f32 the same
-/// under [`autocast`](crate::autocast()). Of [`PlanConfig`] only `batch_size`, `sequence_length` and `precision` matter.
+/// The same as `no_grad(|| model.forward(&tokens))`, on the model's own parameters; with a precision other than f32 the
+/// same under [`autocast`](crate::autocast()). Of [`PlanConfig`] only `batch_size`, `sequence_length` and `precision`
+/// matter.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -51,9 +52,9 @@ impl Forward {
     /// Plans a forward of `model`, and allocates its arena.
     ///
     /// # Errors
-    /// A configuration that cannot work, a sequence beyond the model's context, a model that is not in f32 on one device
-    /// (the CPU or a CUDA GPU), on a GPU heads that flash attention
-    /// [has no kernel for](crate::compile#on-a-gpu), an arena that does not fit the machine's memory.
+    /// A configuration that cannot work, a sequence beyond the model's context, a model that is not in f32 on one
+    /// device (the CPU or a CUDA GPU), on a GPU heads that flash attention [has no kernel
+    /// for](crate::compile#on-a-gpu), an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, config: &PlanConfig) -> Result<Self> {
         let device = model.device();
         let config = &Self::shape_of(config);

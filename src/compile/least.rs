@@ -21,7 +21,7 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
             4.0 * parameters + 4.0 * rows * d + logits
         }
         true => {
-            // q, k, v and what the output projection reads; gate and up, unless a budget has them computed again.
+            // q, k, v and what the output projection reads; gate and up, unless a budget has them recomputed.
             let gate_up = match config.memory_budget_bytes {
                 None => 2.0 * f,
                 Some(_) => 0.0,

@@ -20,20 +20,22 @@ const OP: &str = "compile::LossStep";
 /// Forward, backward, clipping and AdamW of any loss, planned once from its [trace](crate::graph::trace).
 ///
 /// The loss is a function of hollow inputs ([`graph::input`]) over layers with real weights, written with this crate's
-/// [`ops`](crate::ops), [`nn`](crate::nn) and [`attention`](crate::attention); in an [`autocast`](crate::autocast()) region it
-/// is planned as it runs there. The step is the same as an eager one: `loss`, `backward()`,
-/// [`clip_grad_norm`](crate::optim::clip_grad_norm), [`AdamW::step`], on the same variables. The optimizer's weights are updated;
-/// a weight that several layers read (tied) has the sum of its gradients; one that the optimizer does not have is frozen.
+/// [`ops`](crate::ops), [`nn`](crate::nn) and [`attention`](crate::attention); in an [`autocast`](crate::autocast())
+/// region it is planned as it runs there. The step is the same as an eager one: `loss`, `backward()`,
+/// [`clip_grad_norm`](crate::optim::clip_grad_norm), [`AdamW::step`], on the same variables. The optimizer's weights
+/// are updated; a weight that several layers read (tied) has the sum of its gradients; one that the optimizer does not
+/// have is frozen.
 ///
-/// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay; a released one is
-/// planned like the rest, whose memory is free once backward has come through it in any case. A frozen weight is read as it is in
-/// each run where the loss reads all of it; of one that is read in parts a copy is made when the step is planned. A run copies its
-/// inputs, from the CPU or from where the step is planned, and ops take a little memory of their own besides the arena.
+/// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay; a
+/// released one is planned like the rest, whose memory is free once backward has come through it in any case. A frozen
+/// weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is made when
+/// the step is planned. A run copies its inputs, from the CPU or from where the step is planned, and ops take a little
+/// memory of their own besides the arena.
 ///
-/// Plans are made as [`TrainStep`](super::TrainStep)'s are, with the same passes: norms of sums, gates whose backward needs no
-/// memory of its own, attention in the model's dimension, head and loss some rows at a time. An op that none of them takes is
-/// planned as it is traced, one kernel after another. On the CPU or [on a GPU](super#on-a-gpu); with parameters in f32, on the CPU
-/// also in f64.
+/// Plans are made as [`TrainStep`](super::TrainStep)'s are, with the same passes: norms of sums, gates whose backward
+/// needs no memory of its own, attention in the model's dimension, head and loss some rows at a time. An op that none
+/// of them takes is planned as it is traced, one kernel after another. On the CPU or [on a GPU](super#on-a-gpu); with
+/// parameters in f32, on the CPU also in f64.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -74,13 +76,13 @@ pub struct LossStep {
 impl LossStep {
     /// Plans a step of `loss` under `optimizer`, and allocates its arena.
     ///
-    /// `loss` is called once, by [`graph::trace`]: its inputs are hollow, its weights real. What it decides from the shapes of
-    /// its inputs is decided for all runs.
+    /// `loss` is called once, by [`graph::trace`]: its inputs are hollow, its weights real. What it decides from the
+    /// shapes of its inputs is decided for all runs.
     ///
     /// # Errors
-    /// Those of `loss` and of its trace; an op that has no planned form, by its place; a loss that is not one f32; a weight of
-    /// the optimizer that the loss does not depend on; weights that are not in f32 (or all in f64, on the CPU) on one device; a configuration that cannot
-    /// work; an arena that does not fit the device's memory.
+    /// Those of `loss` and of its trace; an op that has no planned form, by its place; a loss that is not one f32; a
+    /// weight of the optimizer that the loss does not depend on; weights that are not in f32 (or all in f64, on the
+    /// CPU) on one device; a configuration that cannot work; an arena that does not fit the device's memory.
     pub fn new(
         optimizer: &AdamW,
         config: &StepConfig,
@@ -107,8 +109,8 @@ impl LossStep {
         Self::of(planned, parameters, &device, config, "StepConfig")
     }
 
-    /// The plan alone, on `device`, of a loss over [hollow weights](graph::weights): what a step would do, and what memory it
-    /// would take. All hollow weights are trained.
+    /// The plan alone, on `device`, of a loss over [hollow weights](graph::weights): what a step would do, and what
+    /// memory it would take. All hollow weights are trained.
     ///
     /// ```
     /// use candle_core::DType;
@@ -167,23 +169,24 @@ impl LossStep {
         })
     }
 
-    /// One step: the loss before the update. `inputs` are the tensors of the trace's inputs by their names, of the planned shapes
-    /// and dtypes.
+    /// One step: the loss before the update. `inputs` are the tensors of the trace's inputs by their names, of the
+    /// planned shapes and dtypes.
     ///
     /// # Errors
     /// A missing input, another name, shape, dtype or device than planned, ids out of bounds, an optimizer of other
-    /// parameters, a learning rate that cannot work; with clipping, gradients that are not finite, naming the first such
-    /// parameter. Whatever the error, parameters and optimizer are as they were.
+    /// parameters, a learning rate that cannot work; with clipping, gradients that are not finite, naming the first
+    /// such parameter. Whatever the error, parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, inputs: &[(&str, &Tensor)]) -> Result<f32> {
         let arguments = self.arguments.given(inputs)?;
         self.step.run(optimizer, &tensors(&arguments))
     }
 
-    /// As [`run`](Self::run) with the scaler's loss scale, as [`TrainStep::run_scaled`](super::TrainStep::run_scaled) has it.
+    /// As [`run`](Self::run) with the scaler's loss scale, as [`TrainStep::run_scaled`](super::TrainStep::run_scaled)
+    /// has it.
     ///
     /// # Errors
-    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`] if the step was planned without loss
-    /// scaling; as [`GradScaler::update`].
+    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`] if the step was planned without
+    /// loss scaling; as [`GradScaler::update`].
     pub fn run_scaled(
         &mut self,
         optimizer: &mut AdamW,

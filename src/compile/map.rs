@@ -16,8 +16,8 @@ const MARGIN: f64 = 20.0;
 const BOTTOM: f64 = 60.0;
 
 impl Plan {
-    /// The picture as SVG: calls from left to right, the arena's bytes from top to bottom, coloured by category. Pointing at
-    /// a rectangle says which buffer it is, its shape, offset and calls.
+    /// The picture as SVG: calls from left to right, the arena's bytes from top to bottom, coloured by category.
+    /// Pointing at a rectangle says which buffer it is, its shape, offset and calls.
     pub fn memory_map(&self) -> String {
         let mut svg = String::new();
         let height = TOP + HEIGHT + BOTTOM;
@@ -63,8 +63,8 @@ impl Plan {
     /// SVG.
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; [`Error::Plot`](crate::Error::Plot) for a PNG in
-    /// a build without the feature `png`.
+    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; [`Error::Plot`](crate::Error::Plot) for a PNG
+    /// in a build without the feature `png`.
     pub fn save_memory_map(&self, path: impl AsRef<Path>) -> Result<()> {
         picture::save(&self.memory_map(), path.as_ref())
     }

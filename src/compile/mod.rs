@@ -1,10 +1,11 @@
-//! Steps planned beforehand: for a fixed batch shape, a training step is a list of kernel calls over one piece of memory.
+//! Steps planned beforehand: for a fixed batch shape, a training step is a list of kernel calls over one piece of
+//! memory.
 //!
-//! candle's graph keeps every activation alive during backward, allocates for every op, and adds every first gradient to
-//! zeros. A [`TrainStep`] does none of that: forward, loss, backward, clipping and AdamW are planned once ([`Plan`]), every
-//! buffer with its place in one arena, which buffers share that are never needed together; a run executes the calls and
-//! allocates nothing. Parameters and optimizer state are the model's and the optimizer's own: train planned, evaluate or
-//! save eager, and go on.
+//! candle's graph keeps every activation alive during backward, allocates for every op, and adds every first gradient
+//! to zeros. A [`TrainStep`] does none of that: forward, loss, backward, clipping and AdamW are planned once
+//! ([`Plan`]), every buffer with its place in one arena, which buffers share that are never needed together; a run
+//! executes the calls and allocates nothing. Parameters and optimizer state are the model's and the optimizer's own:
+//! train planned, evaluate or save eager, and go on.
 //!
 //! ```
 //! use candle_core::Tensor;
@@ -31,27 +32,27 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! A plan is made from a [trace](crate::graph::trace()): [`TrainStep`] traces [`TransformerLM`](crate::model::TransformerLM),
-//! [`LossStep`] any loss. [`Forward`] is a model's forward alone, [`Attention`] is attention alone, on heads as they
-//! lie, with its gradients.
+//! A plan is made from a [trace](crate::graph::trace()): [`TrainStep`] traces
+//! [`TransformerLM`](crate::model::TransformerLM), [`LossStep`] any loss. [`Forward`] is a model's forward alone,
+//! [`Attention`] is attention alone, on heads as they lie, with its gradients.
 //!
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
-//! ([`Plan::explain`], [`Plan::memory_map`]), what makes it from a trace, and the executor, a loop over the calls that knows
-//! nothing of transformers, one for the CPU and one for GPUs. What does not: the kernels
-//! ([`crate::kernels`]), and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops) says.
+//! ([`Plan::explain`], [`Plan::memory_map`]), what makes it from a trace, and the executor, a loop over the calls that
+//! knows nothing of transformers, one for the CPU and one for GPUs. What does not: the kernels ([`crate::kernels`]),
+//! and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops) says.
 //!
 //! # On a GPU
 //!
-//! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and [`Forward`] as
-//! on the CPU, in f32, bf16 and f16, products by cuBLASLt. Flash attention takes heads of a multiple of 8 up to 256, in f32 of
-//! 4, if their tiles fit the GPU's shared memory. Products of f32 are exact there, or TF32 if
-//! [`set_tf32`](crate::device::set_tf32) had switched that on when the step was planned. In half precision linear maps of one
-//! input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update writes them, so
-//! that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). With
-//! [`PlanConfig::optimizer_in_backward`] gradients are in bf16 where weights' copies are. A run is recorded as a CUDA graph when it
-//! comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the gradients of naive attention's
-//! scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention leaves blocks out that the mask hides.
-//! [`Attention`] is attention alone there.
+//! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and
+//! [`Forward`] as on the CPU, in f32, bf16 and f16, products by cuBLASLt. Flash attention takes heads of a multiple of
+//! 8 up to 256, in f32 of 4, if their tiles fit the GPU's shared memory. Products of f32 are exact there, or TF32 if
+//! [`set_tf32`](crate::device::set_tf32) had switched that on when the step was planned. In half precision linear maps
+//! of one input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update
+//! writes them, so that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). With
+//! [`PlanConfig::optimizer_in_backward`] gradients are in bf16 where weights' copies are. A run is recorded as a CUDA
+//! graph when it comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the
+//! gradients of naive attention's scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention
+//! leaves blocks out that the mask hides. [`Attention`] is attention alone there.
 //!
 //! [`LossStep`] plans any loss of [`ops`](crate::ops) there, in f32, f16 and bf16. What it does not plan are weights of
 //! norms in half precision, views of more than six dimensions that cannot be joined, and gradients of views that
@@ -60,25 +61,27 @@
 //!
 //! # Half precision
 //!
-//! With [`PlanConfig::precision`] a step is what it is eagerly under [`autocast`](crate::autocast()), by either policy: they
-//! agree in all that this model has. Products and attention are computed from bf16 or f16 and summed in f32; parameters,
-//! optimizer state, the residual stream, norms, probabilities, losses and gradients of parameters are f32. The weights that
-//! products read have copies in the arena. On the CPU they are made anew in each step (where the first product asks for it;
-//! with accumulation, before the first micro-batch), so that there is nothing to refresh after a weight was changed or loaded.
+//! With [`PlanConfig::precision`] a step is what it is eagerly under [`autocast`](crate::autocast()), by either policy:
+//! they agree in all that this model has. Products and attention are computed from bf16 or f16 and summed in f32;
+//! parameters, optimizer state, the residual stream, norms, probabilities, losses and gradients of parameters are f32.
+//! The weights that products read have copies in the arena. On the CPU they are made anew in each step (where the first
+//! product asks for it; with accumulation, before the first micro-batch), so that there is nothing to refresh after a
+//! weight was changed or loaded.
 //!
-//! Results are rounded where eager ones are. Only sums of products in place, the gradients of an input that several weights
-//! share, are rounded once instead of twice.
+//! Results are rounded where eager ones are. Only sums of products in place, the gradients of an input that several
+//! weights share, are rounded once instead of twice.
 //!
 //! f16 wants its loss scaled: [`PlanConfig::loss_scaling`] and [`TrainStep::run_scaled`] with a
-//! [`GradScaler`](crate::optim::GradScaler), whose scale is read at each run. Where a gradient overflows, the calls of the
-//! update are left out.
+//! [`GradScaler`](crate::optim::GradScaler), whose scale is read at each run. Where a gradient overflows, the calls of
+//! the update are left out.
 //!
 //! # What a plan is exact about
 //!
 //! [`Plan::peak_bytes`] is the arena's allocation. On a GPU [`Plan::workspace_bytes`] is what lies beside it, and with
-//! [`Plan::total_bytes`] a step's peak is met to 0.1 MiB. On the CPU kernels keep packing buffers of 0.75 MiB a thread, in half precision
-//! 2.5, whatever the sizes, and flash attention's backward takes a few tiles a thread. The scratch of naive attention is in
-//! the arena, for as many threads as the pool has when the plan is made; a plan run in a larger pool uses that many.
+//! [`Plan::total_bytes`] a step's peak is met to 0.1 MiB. On the CPU kernels keep packing buffers of 0.75 MiB a thread,
+//! in half precision 2.5, whatever the sizes, and flash attention's backward takes a few tiles a thread. The scratch of
+//! naive attention is in the arena, for as many threads as the pool has when the plan is made; a plan run in a larger
+//! pool uses that many.
 //!
 //! The bits of a run do not depend on the number of threads, nor on where buffers lie.
 
@@ -113,7 +116,7 @@ mod writer;
 
 pub use crate::ops::lowering::Kernel;
 pub use attention::{Attention, AttentionPlanConfig};
-pub use buffer::{Buffer, BufferId, Category, Home};
+pub use buffer::{Buffer, BufferId, Category, Location};
 pub use config::{PlanConfig, StepConfig};
 pub use forward::Forward;
 pub use loss_step::LossStep;

@@ -2,7 +2,7 @@
 
 use super::budget::{self, Planned};
 use super::config::PlanConfig;
-use super::lower::{Again, Lowered, Target};
+use super::lower::{Lowered, Recompute, Target};
 use super::traced::TracedFunction;
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
@@ -76,7 +76,11 @@ impl<'a> Planner<'a> {
     ///
     /// # Errors
     /// Those of the trace.
-    pub fn train_step_with(&self, checkpointing: Checkpointing, again: Again) -> Result<Planned> {
+    pub fn train_step_with(
+        &self,
+        checkpointing: Checkpointing,
+        again: Recompute,
+    ) -> Result<Planned> {
         let function = self.trace(checkpointing, |model, tokens| {
             let targets = graph::input("targets", tokens.shape(), DType::U32)?;
             model.loss(tokens, &targets)

@@ -26,8 +26,8 @@ impl Accumulate {
     }
 }
 
-/// An operation, and its sizes. Operands stand in a call in the order in which they stand here; what is written in place is
-/// among the writes alone. N is rows, D width.
+/// An operation, and its sizes. Operands stand in a call in the order in which they stand here; what is written in
+/// place is among the writes alone. N is rows, D width.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Op {
     /// A kernel that an op brings along, of a [`LossStep`](super::LossStep). Operands as the op has them.
@@ -44,8 +44,8 @@ pub enum Op {
         /// D.
         width: usize,
     },
-    /// Reads x (N, D), weight (D) and, on a GPU where what is normed is a sum that did not stay, the branch that is added to x
-    /// (N, D); writes y (N, D), rstd (N).
+    /// Reads x (N, D), weight (D) and, on a GPU where what is normed is a sum that did not stay, the branch that is
+    /// added to x (N, D); writes y (N, D), rstd (N).
     RmsNorm {
         /// N.
         rows: usize,
@@ -84,8 +84,8 @@ pub enum Op {
     Rotate(AttentionSizes),
     /// Turns gradients of turned heads back, in place. Operands as [`Rotate`](Self::Rotate).
     RotateBack(AttentionSizes),
-    /// Naive attention with q and k turned. Reads q, k, v (B, T, H*Dh), cos, sin (T, Dh/2); writes out (B, T, H*Dh), scratch
-    /// and, where backward wants it, p (its triangle).
+    /// Naive attention with q and k turned. Reads q, k, v (B, T, H*Dh), cos, sin (T, Dh/2); writes out (B, T, H*Dh),
+    /// scratch and, where backward wants it, p (its triangle).
     Attention(AttentionSizes),
     /// Naive attention on a GPU. Reads q, k (turned), v; writes out (B, T, H*Dh), the probabilities (B, H, T, T) and,
     /// in half precision, the scores of some heads (.., T, T) in f32.
@@ -118,8 +118,8 @@ pub enum Op {
         /// Rows of the whole step, which the loss is the mean of.
         counted: usize,
     },
-    /// The gradient of a loss that no op differentiates at once. Writes (1): the loss scale over how many losses a step is the mean
-    /// of.
+    /// The gradient of a loss that no op differentiates at once. Writes (1): the loss scale over how many losses a step
+    /// is the mean of.
     LossGradient {
         /// How many.
         counted: usize,
@@ -163,9 +163,9 @@ pub enum Op {
     FlashAttentionBackward(AttentionSizes),
     /// Reads x (B, H, T, Dh), cos, sin; writes y (B, T, H*Dh), turned back.
     MergeRotatedBack(AttentionSizes),
-    /// Reads x (N, D), weight (D), rstd (N) and, on a GPU where x is not the sum that was normed, the branch that was added to
-    /// it (N, D); writes dy (N, D), which becomes the norm's output, dx (N, D), dweight (D), scratch and, on a GPU where the
-    /// next product wants it, dx once more in half precision.
+    /// Reads x (N, D), weight (D), rstd (N) and, on a GPU where x is not the sum that was normed, the branch that was
+    /// added to it (N, D); writes dy (N, D), which becomes the norm's output, dx (N, D), dweight (D), scratch and, on a
+    /// GPU where the next product wants it, dx once more in half precision.
     RmsNormBackward {
         /// N.
         rows: usize,
@@ -185,40 +185,40 @@ pub enum Op {
         /// Whether dtable is added to.
         accumulate: Accumulate,
     },
-    /// A gradient over the loss scale. Writes the gradient, in place, and (1) whether all of it is finite; on a GPU, whether
-    /// it is not.
+    /// A gradient over the loss scale. Writes the gradient, in place, and (1) whether all of it is finite; on a GPU,
+    /// whether it is not.
     Unscale {
         /// Of the gradient.
         elements: usize,
     },
-    /// Reads what was found of the gradients (P); writes the number of the first that is not finite (1), P if all are. Where
-    /// one is not, the step ends here; on a GPU the updates are told to change nothing, by the clip factor (3).
+    /// Reads what was found of the gradients (P); writes the number of the first that is not finite (1), P if all are.
+    /// Where one is not, the step ends here; on a GPU the updates are told to change nothing, by the clip factor (3).
     CheckOverflow {
         /// P.
         parameters: usize,
     },
     /// Naive attention on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), the scores'
-    /// exponentials (as the mask leaves them; for bf16 in f16), share (B H, T), scratch and, in half precision, what rounding
-    /// took from out (B H, T, Dh). On the CPU.
+    /// exponentials (as the mask leaves them; for bf16 in f16), share (B H, T), scratch and, in half precision, what
+    /// rounding took from out (B H, T, Dh). On the CPU.
     HeadAttention(HeadAttentionSizes),
-    /// Reads d_out, q, k, v (B H, T, Dh), exponentials, share, out and, in half precision, what rounding took from it; writes
-    /// dq, dk, dv (B H, T, Dh), partial sums, scratch.
+    /// Reads d_out, q, k, v (B H, T, Dh), exponentials, share, out and, in half precision, what rounding took from it;
+    /// writes dq, dk, dv (B H, T, Dh), partial sums, scratch.
     HeadAttentionBackward(HeadAttentionSizes),
     /// Reads x; writes the sum of its squares (1) and, on a GPU, those of its chunks.
     SumOfSquares {
         /// Of x.
         elements: usize,
     },
-    /// Reads the sums of squares (P); writes the norm, and what clipping multiplies the gradients by (2); on a GPU also which
-    /// gradient is not finite, if one is (3).
+    /// Reads the sums of squares (P); writes the norm, and what clipping multiplies the gradients by (2); on a GPU also
+    /// which gradient is not finite, if one is (3).
     ClipFactor {
         /// P.
         parameters: usize,
     },
-    /// Reads the gradient and, where there is one, the clip factor; writes the parameter, exp_avg, exp_avg_sq and, on a GPU,
-    /// the copy that products read, where there is one.
+    /// Reads the gradient and, where there is one, the clip factor; writes the parameter, exp_avg, exp_avg_sq and, on a
+    /// GPU, the copy that products read, where there is one.
     AdamW {
-        /// Its number in [`Home::Parameter`](super::Home::Parameter).
+        /// Its number in [`Location::Parameter`](super::Location::Parameter).
         parameter: usize,
         /// How many elements it has.
         elements: usize,

@@ -7,7 +7,8 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::{HashMap, HashSet};
 
-/// Variables that can be planned: all in f32, or on the CPU all in f64, contiguous, on one device, each alone on its storage.
+/// Variables that can be planned: all in f32, or on the CPU all in f64, contiguous, on one device, each alone on its
+/// storage.
 pub(super) fn check(op: &'static str, parameters: &[(String, Var)], device: &Device) -> Result<()> {
     let mut storages = HashMap::new();
     let first = parameters.first().map(|(_, var)| var.dtype());
@@ -40,8 +41,8 @@ pub(super) fn check(op: &'static str, parameters: &[(String, Var)], device: &Dev
     Ok(())
 }
 
-/// Every tensor that is lent for writing must be alone on its storage, or lending the second would wait for the first for ever;
-/// nor may an argument be on one of these.
+/// Every tensor that is lent for writing must be alone on its storage, or lending the second would wait for the first
+/// for ever; nor may an argument be on one of these.
 pub(super) fn check_apart(
     op: &'static str,
     parameters: &[(String, Var)],

@@ -1,7 +1,7 @@
 //! The plan: calls and buffers, as data. It knows nothing of slices, storages or devices.
 
 use super::arena;
-use super::buffer::{Buffer, BufferId, Buffers, Category, Home};
+use super::buffer::{Buffer, BufferId, Buffers, Category, Location};
 use super::op::Op;
 use candle_core::DType;
 use std::fmt;
@@ -90,15 +90,15 @@ pub struct Plan {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Runs {
     /// In the first run alone: what they write is there in all others.
-    pub lasting: Range<usize>,
+    pub first_run_only: Range<usize>,
     /// Once for each micro-batch.
-    pub repeated: Range<usize>,
+    pub per_micro_batch: Range<usize>,
     pub micro_batches: usize,
 }
 
 impl Plan {
-    /// Finds out how long each buffer lives, and gives each its place. The buffers `kept` are left for whoever reads them
-    /// after the run. And the plan's number of each buffer that was handed over.
+    /// Finds out how long each buffer lives, and gives each its place. The buffers `kept` are left for whoever reads
+    /// them after the run. And the plan's number of each buffer that was handed over.
     pub(super) fn new(
         calls: Vec<Call>,
         mut buffers: Vec<Buffer>,
@@ -118,22 +118,25 @@ impl Plan {
         for id in kept {
             buffers[id.0].live.end = calls.len();
         }
-        for call in &calls[runs.lasting.clone()] {
+        for call in &calls[runs.first_run_only.clone()] {
             for operand in &call.writes {
                 buffers[operand.buffer.0].live = 0..calls.len();
             }
         }
-        let repeated = &runs.repeated;
+        let per_micro_batch = &runs.per_micro_batch;
         if runs.micro_batches > 1 {
             // What outlives a micro-batch must not lie where the next one works, nor what all of them read.
             for buffer in buffers.iter_mut().filter(|buffer| !buffer.live.is_empty()) {
                 let live = &mut buffer.live;
-                let (before, after) = (live.start < repeated.start, live.end > repeated.end);
-                if after && live.start < repeated.end {
-                    live.start = live.start.min(repeated.start);
+                let (before, after) = (
+                    live.start < per_micro_batch.start,
+                    live.end > per_micro_batch.end,
+                );
+                if after && live.start < per_micro_batch.end {
+                    live.start = live.start.min(per_micro_batch.start);
                 }
-                if before && live.end > repeated.start {
-                    live.end = live.end.max(repeated.end);
+                if before && live.end > per_micro_batch.start {
+                    live.end = live.end.max(per_micro_batch.end);
                 }
             }
         }
@@ -183,7 +186,7 @@ impl Plan {
         &self.buffers[id.0]
     }
 
-    /// A table that was computed with the plan: [`Home::Table`].
+    /// A table that was computed with the plan: [`Location::Table`].
     pub fn table(&self, number: usize) -> &[f32] {
         &self.tables[number]
     }
@@ -194,14 +197,14 @@ impl Plan {
     }
 
     /// The calls that every micro-batch runs; those after it run once a step.
-    pub fn repeated(&self) -> Range<usize> {
-        self.runs.repeated.clone()
+    pub fn per_micro_batch(&self) -> Range<usize> {
+        self.runs.per_micro_batch.clone()
     }
 
-    /// The calls that only the first run has, on a GPU: they make the copies of weights that products read, and every update
-    /// renews them. See [`TrainStep::refresh`](super::TrainStep::refresh).
-    pub fn lasting(&self) -> Range<usize> {
-        self.runs.lasting.clone()
+    /// The calls that only the first run has, on a GPU: they make the copies of weights that products read, and every
+    /// update renews them. See [`TrainStep::refresh`](super::TrainStep::refresh).
+    pub fn first_run_only(&self) -> Range<usize> {
+        self.runs.first_run_only.clone()
     }
 
     /// How many micro-batches a step has.
@@ -212,19 +215,21 @@ impl Plan {
     /// The size of the arena, in bytes: all that a run allocates, once, before the first, but for a GPU's
     /// [workspace](Self::workspace_bytes).
     ///
-    /// Parameters and optimizer state are not in it; they are there already. [`total_bytes`](Self::total_bytes) has them.
+    /// Parameters and optimizer state are not in it; they are there already. [`total_bytes`](Self::total_bytes) has
+    /// them.
     pub fn peak_bytes(&self) -> u64 {
         self.arena_bytes
     }
 
-    /// What a GPU's executor works in beside the arena, in bytes: 32 MiB for cuBLASLt, the tables by which one launch updates many
-    /// parameters (8 bytes for each 8,192 elements), and of a forward alone the logits until they are copied. On the CPU none.
+    /// What a GPU's executor works in beside the arena, in bytes: 32 MiB for cuBLASLt, the tables by which one launch
+    /// updates many parameters (8 bytes for each 8,192 elements), and of a forward alone the logits until they are
+    /// copied. On the CPU none.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes
     }
 
-    /// The arena, the workspace beside it, and the parameters, optimizer state, tables and outputs that the calls touch, in
-    /// bytes.
+    /// The arena, the workspace beside it, and the parameters, optimizer state, tables and outputs that the calls
+    /// touch, in bytes.
     pub fn total_bytes(&self) -> u64 {
         let elsewhere = self.buffers.iter().filter(|buffer| !buffer.is_in_arena());
         self.arena_bytes + self.workspace_bytes + elsewhere.map(Buffer::bytes).sum::<u64>()
@@ -284,15 +289,15 @@ impl Plan {
     /// How often call number `index` is run in a step, the first apart.
     pub fn times(&self, index: usize) -> usize {
         match index {
-            _ if self.runs.lasting.contains(&index) => 0,
-            _ if self.runs.repeated.contains(&index) => self.runs.micro_batches,
+            _ if self.runs.first_run_only.contains(&index) => 0,
+            _ if self.runs.per_micro_batch.contains(&index) => self.runs.micro_batches,
             _ => 1,
         }
     }
 
     /// bf16 or f16 if an operand of the call is in it, else f32. No call has both, but that attention on bf16 keeps its
     /// exponentials in f16: the first is what is meant.
-    pub fn lower_dtype(&self, call: &Call) -> DType {
+    pub fn compute_dtype(&self, call: &Call) -> DType {
         let dtypes = call.reads.iter().chain(&call.writes);
         let mut dtypes = dtypes.map(|operand| self.buffer(operand.buffer).dtype);
         let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
@@ -302,22 +307,25 @@ impl Plan {
     /// Bytes of what a run gives out.
     #[cfg(feature = "cuda")]
     pub(super) fn output_bytes(&self) -> u64 {
-        let output = self.at_home(Home::Output);
+        let output = self.at_location(Location::Output);
         output.map_or(0, |id| self.buffer(id).bytes())
     }
 
     /// How many parameters the calls touch.
     #[cfg(feature = "cuda")]
     pub(super) fn parameters(&self) -> usize {
-        let homes = self.buffers.iter().map(|buffer| buffer.home);
+        let homes = self.buffers.iter().map(|buffer| buffer.location);
         homes
-            .filter(|home| matches!(home, Home::Parameter(_)))
+            .filter(|location| matches!(location, Location::Parameter(_)))
             .count()
     }
 
     /// The first buffer with this home.
-    pub(super) fn at_home(&self, home: Home) -> Option<BufferId> {
-        let place = self.buffers.iter().position(|buffer| buffer.home == home);
+    pub(super) fn at_location(&self, location: Location) -> Option<BufferId> {
+        let place = self
+            .buffers
+            .iter()
+            .position(|buffer| buffer.location == location);
         place.map(BufferId)
     }
 

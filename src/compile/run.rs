@@ -1,6 +1,6 @@
 //! What a run of a plan is given, whoever runs it, and why one ends.
 
-use super::buffer::Home;
+use super::buffer::Location;
 use super::plan::Plan;
 use crate::Error;
 use crate::kernels::cpu::adamw::Update;
@@ -14,7 +14,8 @@ pub(super) struct Controls<'a> {
     pub updates: &'a [Update],
     /// The norm that gradients are clipped to, where the plan clips.
     pub clip_norm: f64,
-    /// What the loss's gradient begins with, to be undone where the plan unscales; `None` for 1, and for no check either.
+    /// What the loss's gradient begins with, to be undone where the plan unscales; `None` for 1, and for no check
+    /// either.
     pub loss_scale: Option<f64>,
 }
 
@@ -26,14 +27,14 @@ pub(super) struct Tensors<'a> {
     pub updates: &'a [PlannedUpdate],
     /// What a forward alone gives out.
     pub output: Option<&'a Tensor>,
-    /// What is read where it lies, by number, contiguous, inputs with all of their micro-batches; those that the run's calls do
-    /// not read may be missing.
+    /// What is read where it lies, by number, contiguous, inputs with all of their micro-batches; those that the run's
+    /// calls do not read may be missing.
     pub arguments: &'a [&'a Tensor],
 }
 
 /// Gradients that cannot be clipped: those of parameter number `culprit`, or all together.
 pub(super) fn not_finite(plan: &Plan, culprit: Option<usize>, norm: f64) -> Error {
-    let id = culprit.and_then(|number| plan.at_home(Home::Parameter(number)));
+    let id = culprit.and_then(|number| plan.at_location(Location::Parameter(number)));
     Error::Data {
         what: match id {
             Some(id) => format!("the gradient of parameter {}", plan.buffer(id).name),

@@ -18,8 +18,8 @@ pub struct AttentionSizes {
     pub head_dim: usize,
     /// What scores are multiplied by.
     pub scale: f64,
-    /// Whether q, k and v lie beside each other in the rows of one buffer, (B, T, 3*H*Dh), and their gradients too; else
-    /// they are three, (B, T, H*Dh) each.
+    /// Whether q, k and v lie beside each other in the rows of one buffer, (B, T, 3*H*Dh), and their gradients too;
+    /// else they are three, (B, T, H*Dh) each.
     pub packed: bool,
 }
 

@@ -16,7 +16,8 @@ use candle_core::{Device, Tensor, Var};
 pub struct ScaledStep {
     /// The mean loss of the batch, not scaled.
     pub loss: f32,
-    /// The first parameter whose gradient was infinite or NaN, for which the update was left out; `None` if it was done.
+    /// The first parameter whose gradient was infinite or NaN, for which the update was left out; `None` if it was
+    /// done.
     pub non_finite: Option<String>,
 }
 

@@ -2,7 +2,7 @@
 
 use super::budget::Planned;
 use super::config::StepConfig;
-use super::lower::{self, Again, Job, Lowered, Target};
+use super::lower::{self, Job, Lowered, Recompute, Target};
 use super::plan::Operand;
 use crate::graph::{self, Graph, Operand as GraphOperand, Outputs, Source, Traced, ValueId, View};
 use crate::ops::cpu::{cpu_storage, for_stored};
@@ -30,7 +30,7 @@ pub(super) struct TracedFunction {
     pub graph: Graph,
     /// By value: of an input a hollow one, of a weight itself.
     pub tensors: Vec<Tensor>,
-    /// In the order of [`Home::Parameter`](super::Home::Parameter).
+    /// In the order of [`Location::Parameter`](super::Location::Parameter).
     pub parameters: Vec<Parameter>,
     /// Which parameter a value is.
     pub numbers: HashMap<ValueId, usize>,
@@ -101,7 +101,7 @@ impl TracedFunction {
     ///
     /// # Errors
     /// An op that has no planned form; a loss that is not one float; a parameter that it does not depend on.
-    pub fn step(self: &Rc<Self>, config: &StepConfig, again: Again) -> Result<Planned> {
+    pub fn step(self: &Rc<Self>, config: &StepConfig, again: Recompute) -> Result<Planned> {
         let job = Job {
             trains: true,
             again,
@@ -121,7 +121,8 @@ impl TracedFunction {
         lower::forward(&self.job(&StepConfig::default()))
     }
 
-    /// The plan of a forward and, after its micro-batches, of the gradients of `differentiated`; these, and outputs but the first.
+    /// The plan of a forward and, after its micro-batches, of the gradients of `differentiated`; these, and outputs but
+    /// the first.
     ///
     /// # Errors
     /// An op that has no planned form.
@@ -141,7 +142,7 @@ impl TracedFunction {
             trains: false,
             differentiated: &[],
             config,
-            again: Again::default(),
+            again: Recompute::default(),
         }
     }
 
@@ -202,7 +203,8 @@ impl TracedFunction {
         }
     }
 
-    /// A constant that the function makes beside hollow inputs, which are nowhere, is on the CPU: it is moved. A weight is not.
+    /// A constant that the function makes beside hollow inputs, which are nowhere, is on the CPU: it is moved. A weight
+    /// is not.
     fn moved(&self, id: ValueId, tensor: &Tensor, device: &Device) -> Result<Tensor> {
         let moves = self.graph.value(id).source == Source::Constant && tensor.device().is_cpu();
         if !moves {

@@ -17,9 +17,9 @@ const OP: &str = "compile::TrainStep";
 
 /// Forward, loss, backward, clipping and AdamW for one batch shape, planned once and run as often as one likes.
 ///
-/// The same step as `model.loss(..)`, `backward()`, [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) and
-/// [`AdamW::step`], on the same variables: learning rates, groups and betas are read from the optimizer at each run. On the
-/// CPU or [on a GPU](super#on-a-gpu), with the attention of the model's configuration.
+/// The same step as `model.loss(..)`, `backward()`, [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked)
+/// and [`AdamW::step`], on the same variables: learning rates, groups and betas are read from the optimizer at each
+/// run. On the CPU or [on a GPU](super#on-a-gpu), with the attention of the model's configuration.
 ///
 /// The arithmetic is [`PlanConfig::precision`]'s, whatever [`autocast`](crate::autocast()) region it is called in.
 ///
@@ -34,10 +34,10 @@ impl TrainStep {
     /// Plans a step of `model` under `optimizer`, and allocates its arena.
     ///
     /// # Errors
-    /// A configuration that cannot work ([`PlanConfig::validate`], a sequence beyond the model's context); a model that is not
-    /// in f32 (or f64, on the CPU) on one device (the CPU or a CUDA GPU); on a GPU, heads that flash attention
-    /// [has no kernel for](crate::compile#on-a-gpu); an optimizer of other parameters than the model's; a memory budget that
-    /// no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
+    /// A configuration that cannot work ([`PlanConfig::validate`], a sequence beyond the model's context); a model that
+    /// is not in f32 (or f64, on the CPU) on one device (the CPU or a CUDA GPU); on a GPU, heads that flash attention
+    /// [has no kernel for](crate::compile#on-a-gpu); an optimizer of other parameters than the model's; a memory budget
+    /// that no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, optimizer: &AdamW, config: &PlanConfig) -> Result<Self> {
         config.check(model.config())?;
         let (device, parameters) = (model.device(), model.parameters());
@@ -82,8 +82,8 @@ impl TrainStep {
         least::bytes(model, config, true)
     }
 
-    /// As [`plan_for`](Self::plan_for), for a model on `device`: on a GPU linear maps of one input are one product in half
-    /// precision, and what kernels work in has other sizes.
+    /// As [`plan_for`](Self::plan_for), for a model on `device`: on a GPU linear maps of one input are one product in
+    /// half precision, and what kernels work in has other sizes.
     ///
     /// # Errors
     /// As [`plan_for`](Self::plan_for).
@@ -97,10 +97,10 @@ impl TrainStep {
         Ok((planned.lowered.plan, checkpointing))
     }
 
-    /// Has the copies of weights that products read in half precision made anew in the next [`run`](Self::run). Only on a GPU
-    /// do they last from run to run, renewed by the update; an eager step of the same optimizer is noticed, and
-    /// [`forward_backward`](Self::forward_backward) makes them anew each time. Call this after the weights were changed in any
-    /// other way: loaded, or set.
+    /// Has the copies of weights that products read in half precision made anew in the next [`run`](Self::run). Only on
+    /// a GPU do they last from run to run, renewed by the update; an eager step of the same optimizer is noticed, and
+    /// [`forward_backward`](Self::forward_backward) makes them anew each time. Call this after the weights were changed
+    /// in any other way: loaded, or set.
     pub fn refresh(&mut self) {
         self.step.refresh();
     }
@@ -110,16 +110,17 @@ impl TrainStep {
     /// Where the plan has loss scaling, the scale is 1 here, and nothing is left out.
     ///
     /// # Errors
-    /// Another shape or dtype than planned, ids outside the vocabulary, an optimizer of other parameters, a learning rate
-    /// that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever the error,
-    /// parameters and optimizer are as they were.
+    /// Another shape or dtype than planned, ids outside the vocabulary, an optimizer of other parameters, a learning
+    /// rate that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever
+    /// the error, parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
         self.step.run(optimizer, &inputs(tokens, targets))
     }
 
     /// As [`run`](Self::run) with the scaler's loss scale, which is read here: what [`GradScaler::scale`],
-    /// [`unscale`](GradScaler::unscale), [`step`](GradScaler::step) and [`update`](GradScaler::update) do in an eager step.
-    /// Where a gradient has overflowed, parameters and optimizer stay what they were, and the scale becomes smaller.
+    /// [`unscale`](GradScaler::unscale), [`step`](GradScaler::step) and [`update`](GradScaler::update) do in an eager
+    /// step. Where a gradient has overflowed, parameters and optimizer stay what they were, and the scale becomes
+    /// smaller.
     ///
     /// ```
     /// use candle_core::Tensor;
@@ -149,9 +150,9 @@ impl TrainStep {
     /// ```
     ///
     /// # Errors
-    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`] if the step was planned without loss
-    /// scaling (and the scaler is not switched off); [`Error::Order`] if an eager step of the scaler was begun and not ended;
-    /// as [`GradScaler::update`].
+    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`] if the step was planned without
+    /// loss scaling (and the scaler is not switched off); [`Error::Order`] if an eager step of the scaler was begun and
+    /// not ended; as [`GradScaler::update`].
     pub fn run_scaled(
         &mut self,
         optimizer: &mut AdamW,
@@ -177,8 +178,8 @@ impl TrainStep {
         self.step.plan()
     }
 
-    /// Which blocks are run again: what was asked for, or what the memory budget chose. (A budget that is met by running
-    /// sums, or gates and up, again runs no block again: the plan's calls show it.)
+    /// Which blocks are recomputed: what was asked for, or what the memory budget chose. (A budget that is met by
+    /// running sums, or gates and up, again runs no block again: the plan's calls show it.)
     pub fn checkpointing(&self) -> Checkpointing {
         self.checkpointing
     }

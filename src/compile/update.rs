@@ -1,6 +1,6 @@
 //! What becomes of gradients that are complete: their norm, and AdamW.
 
-use super::buffer::{BufferId, Category, Home};
+use super::buffer::{BufferId, Category, Location};
 use super::op::Op;
 use super::plan::{Operand, Phase};
 use super::writer::Writer;
@@ -15,7 +15,7 @@ pub(super) struct Update<'a> {
     pub gradients: &'a [Option<Operand>],
     /// Of each parameter, the copy in half precision that the update renews, where there is one.
     pub copies: HashMap<usize, Operand>,
-    pub on_card: bool,
+    pub on_gpu: bool,
 }
 
 impl Update<'_> {
@@ -39,7 +39,7 @@ impl Update<'_> {
         self.plan.phase = Phase::Optimizer;
         self.plan.path = "grad_scaler".into();
         let parameters = self.gradients.len();
-        let (found, dtype) = match self.on_card {
+        let (found, dtype) = match self.on_gpu {
             true => ("not finite", DType::U32),
             false => ("finite", DType::U8),
         };
@@ -62,7 +62,7 @@ impl Update<'_> {
             .plan
             .arena("first not finite", &[1], DType::U32, Category::Temporary);
         self.plan.kept.push(first);
-        let factor = self.on_card.then(|| self.factor());
+        let factor = self.on_gpu.then(|| self.factor());
         let writes: Vec<BufferId> = [first].into_iter().chain(factor).collect();
         self.plan
             .call(Op::CheckOverflow { parameters }, &[finite], &writes);
@@ -71,7 +71,7 @@ impl Update<'_> {
 
     /// The norm, and what gradients are multiplied by.
     fn factor(&mut self) -> BufferId {
-        let words = if self.on_card { 3 } else { 2 };
+        let words = if self.on_gpu { 3 } else { 2 };
         let factor = self
             .plan
             .arena("norm and factor", &[words], DType::F64, Category::Temporary);
@@ -90,7 +90,7 @@ impl Update<'_> {
         let all = self.gradients.iter().flatten();
         let all_chunks = all.map(|gradient| workspace::chunks(gradient.elements.len()));
         let all_chunks = [all_chunks.sum()];
-        let chunks = self.on_card.then(|| {
+        let chunks = self.on_gpu.then(|| {
             self.plan
                 .arena("chunks", &all_chunks, DType::F64, Category::Scratch)
         });
@@ -125,8 +125,12 @@ impl Update<'_> {
         let Some(gradient) = self.gradients.get(number).cloned().flatten() else {
             return;
         };
-        let home = Home::Parameter(number);
-        let Some((parameter, buffer)) = self.plan.buffers.iter().find(|(_, b)| b.home == home)
+        let location = Location::Parameter(number);
+        let Some((parameter, buffer)) = self
+            .plan
+            .buffers
+            .iter()
+            .find(|(_, b)| b.location == location)
         else {
             return;
         };
@@ -137,20 +141,24 @@ impl Update<'_> {
         };
         let category = Category::OptimizerState;
         let [exp_avg, exp_avg_sq] = [
-            ("exp_avg", Home::ExpAvg(number)),
-            ("exp_avg_sq", Home::ExpAvgSq(number)),
+            ("exp_avg", Location::ExpAvg(number)),
+            ("exp_avg_sq", Location::ExpAvgSq(number)),
         ]
-        .map(|(state, home)| {
-            self.plan
-                .buffers
-                .add(&format!("{state} of {name}"), &shape, dtype, category, home)
+        .map(|(state, location)| {
+            self.plan.buffers.add(
+                &format!("{state} of {name}"),
+                &shape,
+                dtype,
+                category,
+                location,
+            )
         });
         self.plan.phase = Phase::Optimizer;
         self.plan.path = "adamw".into();
         let factor = factor.map(|factor| self.plan.whole(factor));
         let reads = [gradient].into_iter().chain(factor).collect();
         let written = [parameter, exp_avg, exp_avg_sq].map(|id| self.plan.whole(id));
-        let copy = self.copies.get(&number).cloned().filter(|_| self.on_card);
+        let copy = self.copies.get(&number).cloned().filter(|_| self.on_gpu);
         let writes = written.into_iter().chain(copy).collect();
         self.plan.call_on(op, reads, writes);
     }

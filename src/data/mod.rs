@@ -2,7 +2,8 @@
 //!
 //! Here live [`Tokens`] (a checked sequence of ids, in a file or in memory, with its vocabulary size),
 //! [`write_tokens`], and the two ways to cut batches: [`RandomBatches`] to train, [`SequentialBatches`] to evaluate.
-//! What does not live here: tokenizers (bring ids, or take bytes as tokens), and the training loop that uses the batches.
+//! What does not live here: tokenizers (bring ids, or take bytes as tokens), and the training loop that uses the
+//! batches.
 //!
 //! ```
 //! use candle_core::Device;

@@ -58,8 +58,8 @@ impl RandomBatches {
     /// The batch of `step`: inputs and targets (batch_size, sequence_length) on `device`.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the machine has not the memory for it; [`Error::Format`] if a window holds an id outside
-    /// the vocabulary (files need not have been checked before); candle's, if the device refuses.
+    /// [`Error::OutOfMemory`] if the machine has not the memory for it; [`Error::Format`] if a window holds an id
+    /// outside the vocabulary (files need not have been checked before); candle's, if the device refuses.
     pub fn batch(&self, step: u64, device: &Device) -> Result<Batch> {
         Batch::cut(
             &self.tokens,

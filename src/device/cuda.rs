@@ -1,37 +1,37 @@
-//! What the CUDA driver says of a card and of its memory pool, which candle's tensors come from.
+//! What the CUDA driver says of a GPU and of its memory pool, which candle's tensors come from.
 
 use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Device, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Held while a handle of a card is made, and while a stream is recorded: cudarc waits for the whole context when it makes a
-/// stream, which ends every recording in the process.
+/// Held while a handle of a GPU is made, and while a stream is recorded: cudarc waits for the whole context when it
+/// makes a stream, which ends every recording in the process.
 pub(crate) fn undisturbed() -> MutexGuard<'static, ()> {
     static UNDISTURBED: Mutex<()> = Mutex::new(());
     UNDISTURBED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Opens the card with a stream of its own.
+/// Opens the GPU with a stream of its own.
 pub(super) fn open(ordinal: usize) -> Result<Device> {
     let device = {
         let _undisturbed = undisturbed();
         Device::new_cuda_with_stream(ordinal)?
     };
-    let card = device.as_cuda_device()?;
-    // The pool would give what is freed back to the driver at every synchronisation, and ask for it again. A card without
-    // a pool has nothing to keep.
-    if let Ok(pool) = pool(card) {
+    let gpu = device.as_cuda_device()?;
+    // The pool would give what is freed back to the driver at every synchronisation, and ask for it again. A GPU
+    // without a pool has nothing to keep.
+    if let Ok(pool) = pool(gpu) {
         let mut keep_all = u64::MAX;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
         // SAFETY: the attribute is a cuuint64_t.
         let _ =
             unsafe { result::mem_pool::set_attribute(pool, attribute, (&raw mut keep_all).cast()) };
     }
-    // SAFETY: everything on this device happens on its one stream (cuBLAS and cuRAND have it too), so that the order
-    // of calls is the order of uses, and the two events a tensor would make and wait for are for nothing. A copy to another
-    // card, or to another handle of this one, runs on the other's stream: `device` says to synchronise before.
-    unsafe { card.disable_event_tracking() };
+    // SAFETY: everything on this device happens on its one stream (cuBLAS and cuRAND have it too), so that the order of
+    // calls is the order of uses, and the two events a tensor would make and wait for are for nothing. A copy to
+    // another GPU, or to another handle of this one, runs on the other's stream: `device` says to synchronise before.
+    unsafe { gpu.disable_event_tracking() };
     Ok(device)
 }
 
@@ -51,16 +51,16 @@ pub(super) fn description(device: &Device) -> Option<String> {
     ))
 }
 
-/// Whether the card's tensor cores multiply TF32: compute capability 8.0 and later.
+/// Whether the GPU's tensor cores multiply TF32: compute capability 8.0 and later.
 pub(super) fn has_tf32(device: &Device) -> bool {
-    let Ok(card) = device.as_cuda_device() else {
+    let Ok(gpu) = device.as_cuda_device() else {
         return false;
     };
-    let capability = card.cuda_stream().context().compute_capability();
+    let capability = gpu.cuda_stream().context().compute_capability();
     capability.is_ok_and(|(major, _)| major >= 8)
 }
 
-/// The card's memory, in bytes.
+/// The GPU's memory, in bytes.
 pub(super) fn total_bytes(device: &Device) -> Option<u64> {
     let context = device
         .as_cuda_device()
@@ -73,11 +73,11 @@ pub(super) fn total_bytes(device: &Device) -> Option<u64> {
 
 /// What the driver has left, and what the pool holds unused.
 pub(super) fn available_bytes(device: &Device) -> Option<u64> {
-    let card = device.as_cuda_device().ok()?;
+    let gpu = device.as_cuda_device().ok()?;
     device.synchronize().ok()?; // what was dropped is free once the stream has come by
-    let (free, _total) = card.cuda_stream().context().mem_get_info().ok()?;
-    let reserved = counter(card, Counter::Reserved)?;
-    Some(free as u64 + reserved.saturating_sub(counter(card, Counter::Used)?))
+    let (free, _total) = gpu.cuda_stream().context().mem_get_info().ok()?;
+    let reserved = counter(gpu, Counter::Reserved)?;
+    Some(free as u64 + reserved.saturating_sub(counter(gpu, Counter::Used)?))
 }
 
 /// One of the pool's counters.
@@ -126,23 +126,19 @@ impl Counter {
     }
 }
 
-fn counter(card: &CudaDevice, which: Counter) -> Option<u64> {
+fn counter(gpu: &CudaDevice, which: Counter) -> Option<u64> {
     let mut bytes = 0u64;
     // SAFETY: the attribute is a cuuint64_t.
     unsafe {
-        result::mem_pool::get_attribute(
-            pool(card).ok()?,
-            which.attribute(),
-            (&raw mut bytes).cast(),
-        )
+        result::mem_pool::get_attribute(pool(gpu).ok()?, which.attribute(), (&raw mut bytes).cast())
     }
     .ok()?;
     Some(bytes)
 }
 
-/// The card's default pool, which cuMemAllocAsync takes from.
-fn pool(card: &CudaDevice) -> Result<sys::CUmemoryPool> {
-    let stream = card.cuda_stream();
+/// The GPU's default pool, which cuMemAllocAsync takes from.
+fn pool(gpu: &CudaDevice) -> Result<sys::CUmemoryPool> {
+    let stream = gpu.cuda_stream();
     let context = stream.context();
     context.bind_to_thread().w()?;
     // SAFETY: the device is the context's own.

@@ -249,7 +249,8 @@ impl fmt::Display for SegmentKind {
     }
 }
 
-/// One line a node, indented by segment: `%7 (4, 256, 512) f32 = layers.0/ln1/rms_norm {eps 1e-5} (%3, layers.0.ln1.weight)`.
+/// One line a node, indented by segment:
+/// `%7 (4, 256, 512) f32 = layers.0/ln1/rms_norm {eps 1e-5} (%3, layers.0.ln1.weight)`.
 impl fmt::Display for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut depth = 0;

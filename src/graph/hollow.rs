@@ -1,7 +1,7 @@
 //! Tensors of a shape and a dtype, without elements.
 //!
-//! The storage of a hollow tensor is a [`CpuStorage::F4`], which none of candle's kernels takes, while the tensor itself
-//! says the dtype that it stands for. The bytes of that storage hold no elements: they say what the tensor is.
+//! The storage of a hollow tensor is a [`CpuStorage::F4`], which none of candle's kernels takes, while the tensor
+//! itself says the dtype that it stands for. The bytes of that storage hold no elements: they say what the tensor is.
 
 use crate::{Error, Result};
 use candle_core::op::BackpropOp;
@@ -80,8 +80,8 @@ pub(crate) fn constant(shape: impl Into<Shape>, dtype: DType) -> candle_core::Re
 
 /// A builder of hollow weights in `dtype`: variables under their own names, of the shapes that are asked for.
 ///
-/// A layer or a model that is built from it takes no memory, however large a weight is, and serves for tracing alone: running
-/// it outside of a trace, saving it and handing it to an optimizer are errors.
+/// A layer or a model that is built from it takes no memory, however large a weight is, and serves for tracing alone:
+/// running it outside of a trace, saving it and handing it to an optimizer are errors.
 ///
 /// ```
 /// use candle_core::DType;

@@ -1,12 +1,12 @@
 //! A model's forward as data: traced once, without computing anything.
 //!
-//! [`trace`] runs any forward that is written with this crate's layers and ops over *hollow* tensors, which have a shape
-//! and a dtype and no elements, and returns a [`Graph`]: every op with its place in the model, its attributes, what it
-//! reads and makes and keeps for backward; the segments that are checkpointed or released; where autocast regions end and
-//! where tensors are dropped. A graph is plain data: it can be compared, printed and read by anything that wants to know
-//! what a model does, and tracing a model of ten billion parameters takes milliseconds and no memory for weights. It prints
-//! as text, one line a node, and is drawn by [`Graph::to_dot`]; [`profile::node_table`](crate::profile::node_table()) is a
-//! table of its nodes with what each costs.
+//! [`trace`] runs any forward that is written with this crate's layers and ops over *hollow* tensors, which have a
+//! shape and a dtype and no elements, and returns a [`Graph`]: every op with its place in the model, its attributes,
+//! what it reads and makes and keeps for backward; the segments that are checkpointed or released; where autocast
+//! regions end and where tensors are dropped. A graph is plain data: it can be compared, printed and read by anything
+//! that wants to know what a model does, and tracing a model of ten billion parameters takes milliseconds and no memory
+//! for weights. It prints as text, one line a node, and is drawn by [`Graph::to_dot`];
+//! [`profile::node_table`](crate::profile::node_table()) is a table of its nodes with what each costs.
 //!
 //! ```
 //! use candle_core::DType;
@@ -28,10 +28,10 @@
 //!
 //! # Hollow tensors
 //!
-//! A hollow tensor is an ordinary candle tensor whose storage is empty. Views of it (`narrow`, `transpose`, `reshape` of a
-//! contiguous one, `broadcast_as`), `detach` and `Var::from_tensor` of a hollow weight work as always. candle's own
-//! arithmetic on it is an error where it is called; [`crate::ops`] has what models need. A real tensor may be an operand
-//! too: a variable is then a weight, any other a constant, and neither is read.
+//! A hollow tensor is an ordinary candle tensor whose storage is empty. Views of it (`narrow`, `transpose`, `reshape`
+//! of a contiguous one, `broadcast_as`), `detach` and `Var::from_tensor` of a hollow weight work as always. candle's
+//! own arithmetic on it is an error where it is called; [`crate::ops`] has what models need. A real tensor may be an
+//! operand too: a variable is then a weight, any other a constant, and neither is read.
 
 mod data;
 mod dot;

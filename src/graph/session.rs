@@ -85,8 +85,8 @@ pub(crate) fn target() -> Option<Target> {
 /// [`no_grad`](crate::no_grad()), the kernel policy. Ops of this crate on real tensors are traced too, and give hollow
 /// ones. Token ids are not read, so that ids outside of the vocabulary are not found.
 ///
-/// Drops are told of values that ops make, as they happen: of what the graph of a gradient keeps, when that graph goes. A
-/// value that is read after its drop was told (a tensor taken out of its graph outlives it) is never dropped.
+/// Drops are told of values that ops make, as they happen: of what the graph of a gradient keeps, when that graph goes.
+/// A value that is read after its drop was told (a tensor taken out of its graph outlives it) is never dropped.
 ///
 /// # Errors
 /// Those of `f`; a computation by candle itself on a hollow tensor, with the op before it; a trace inside of a trace.
@@ -364,7 +364,8 @@ impl Session {
     }
 }
 
-/// What holds a hollow output's value: candle's graph holds it as it holds a real op, and drops it with the last tensor.
+/// What holds a hollow output's value: candle's graph holds it as it holds a real op, and drops it with the last
+/// tensor.
 struct Behind {
     name: &'static str,
     shape: Shape,
@@ -393,8 +394,8 @@ impl CustomOp1 for Behind {
 }
 
 impl Behind {
-    /// The hollow tensor that this is behind. candle keeps the op of a tensor only where an argument is tracked, so each
-    /// is given a variable that nobody else sees.
+    /// The hollow tensor that this is behind. candle keeps the op of a tensor only where an argument is tracked, so
+    /// each is given a variable that nobody else sees.
     fn tensor(self) -> candle_core::Result<Tensor> {
         let tracked = Var::zeros((), DType::F32, &Device::Cpu)?;
         let x = tracked.apply_op1(self)?;

@@ -28,7 +28,7 @@ pub enum Step {
         taking: Option<Room>,
     },
     /// The output's gradient is that of the input with this index, too: nothing is made.
-    HandOn(usize),
+    PassThrough(usize),
 }
 
 impl Step {

@@ -1,15 +1,16 @@
-//! The room that a card's kernels work in, for whoever places it before there is a card: upper bounds, by shape alone.
+//! The room that a GPU's kernels work in, for whoever places it before there is a GPU: upper bounds, by shape alone.
 
 use super::cpu::flash_attention::Sizes;
 use candle_core::DType;
 
-/// What cuBLASLt may work in, in bytes: what NVIDIA advises for Hopper; cards before it take less.
+/// What cuBLASLt may work in, in bytes: what NVIDIA advises for Hopper; GPUs before it take less.
 pub(crate) const PRODUCTS_BYTES: usize = 32 << 20;
 
 /// The most blocks that [rms_norm's backward](rms_norm_partials) is spread over, each with a row of partial sums.
 pub(crate) const RMS_NORM_BLOCKS: usize = 1024;
 
-/// The most blocks that [layer_norm's backward](layer_norm_partials) is spread over, each with two rows of partial sums.
+/// The most blocks that [layer_norm's backward](layer_norm_partials) is spread over, each with two rows of partial
+/// sums.
 pub(crate) const LAYER_NORM_BLOCKS: usize = RMS_NORM_BLOCKS;
 
 /// Positions that the embedding's backward finds room for by id.
@@ -101,13 +102,13 @@ pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
 }
 
 /// What the scores of naive attention may take in f32, in bytes: a head of T 16,384, or several that together fill a
-/// card as well.
+/// GPU as well.
 const SCORES_BYTES: usize = 1 << 30;
 
 /// In half precision, where they are read once and then kept otherwise: what a level-2 cache may hold until then.
 const WIDE_SCORES_BYTES: usize = 32 << 20;
 
-/// The heads (of k and v) whose scores, or their gradients, naive attention has on a card at once beside the
+/// The heads (of k and v) whose scores, or their gradients, naive attention has on a GPU at once beside the
 /// probabilities: as many as there is room for, and one at least. `of_head` is how many elements one has, `dtype` that
 /// of q, k and v.
 pub(crate) fn naive_heads_at_once(heads: usize, of_head: usize, dtype: DType) -> usize {
@@ -128,8 +129,8 @@ pub(crate) fn chunks(elements: usize) -> usize {
 /// What AdamW's kernel knows of a parameter, in words of 8 bytes.
 pub(crate) const UPDATE_WORDS: usize = 7;
 
-/// The tables by which one launch updates parameters of so many elements each, in bytes: what is known of each, and a word for
-/// each chunk.
+/// The tables by which one launch updates parameters of so many elements each, in bytes: what is known of each, and a
+/// word for each chunk.
 pub(crate) fn update_tables_bytes(parameters: impl Iterator<Item = usize>) -> usize {
     let words = parameters.map(|elements| UPDATE_WORDS + chunks(elements));
     words.sum::<usize>() * size_of::<u64>()

@@ -2,7 +2,7 @@
 
 use super::layer::{self, Layer};
 use super::replay::{Buffer, Formula, What, elements};
-use super::{Account, Holds, Kernels};
+use super::{Kernels, MemoryBreakdown, MemoryKind};
 use crate::Result;
 use crate::attention::{Algorithm, AttentionConfig, Mask};
 use crate::graph;
@@ -79,15 +79,15 @@ impl AttentionWorkload {
     }
 
     /// Scores and probabilities B H T^2 each and the output, as CS336's handout counts: what composed ops would keep.
-    /// [`attention_account`] says what the implementation here does keep.
+    /// [`attention_breakdown`] says what the implementation here does keep.
     pub fn composed_bytes(&self) -> u64 {
         let elements = 2.0 * self.scores() + elements(&self.shape());
         (elements * self.dtype.size_in_bytes() as f64) as u64
     }
 }
 
-/// What one attention holds at its worst moment, with its inputs, where `kernels` compute it: predicted, for deciding whether
-/// it fits. It is traced and replayed, as [`estimate_graph`](super::estimate_graph()) does for any function.
+/// What one attention holds at its worst moment, with its inputs, where `kernels` compute it: predicted, for deciding
+/// whether it fits. It is traced and replayed, as [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
 /// Naive overwrites its scores with the probabilities, so they exist once. On the CPU its backward takes a matrix of
 /// (T, T) for each of B H, one a thread at a time; in half precision the probabilities are f32 all the same, and a head
@@ -104,11 +104,11 @@ impl AttentionWorkload {
 /// take.
 ///
 /// ```
-/// use tallow::memory::{AttentionWorkload, Kernels, attention_account};
+/// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
 ///
 /// let workload = AttentionWorkload { sequence_length: 16_384, ..Default::default() };
-/// let cpu = attention_account(&workload, Kernels::Cpu)?;
-/// let gpu = attention_account(&workload, Kernels::Cuda)?;
+/// let cpu = attention_breakdown(&workload, Kernels::Cpu)?;
+/// let gpu = attention_breakdown(&workload, Kernels::Cuda)?;
 /// assert_eq!(cpu.before_backward_bytes(), gpu.before_backward_bytes());
 /// assert!(gpu.peak_bytes() > gpu.before_backward_bytes() + (1 << 30));
 /// # Ok::<(), tallow::Error>(())
@@ -116,15 +116,18 @@ impl AttentionWorkload {
 ///
 /// # Errors
 /// What the algorithm does not take: heads too wide for flash, a Dh of 0, a dtype that is no float.
-pub fn attention_account(workload: &AttentionWorkload, kernels: Kernels) -> Result<Account> {
+pub fn attention_breakdown(
+    workload: &AttentionWorkload,
+    kernels: Kernels,
+) -> Result<MemoryBreakdown> {
     let w = workload;
     let shape @ [b, h, t, dh] = w.shape();
     let width = w.dtype.size_in_bytes();
-    layer::account(Layer {
+    layer::breakdown(Layer {
         forward: || w.forward(),
         kernels,
         residents: vec![Buffer {
-            holds: Holds::Inputs,
+            kind: MemoryKind::Inputs,
             what: What::Named("q, k, v"),
             formula: Formula::Letters("3BHTDh"),
             elements: 3.0 * elements(&shape),

@@ -4,7 +4,7 @@ use super::layer;
 use super::naming::Naming;
 use super::replay::{Buffer, Formula, Outcome, What, elements, replay};
 use super::stack::{self, Stack};
-use super::{Account, Holds};
+use super::{MemoryBreakdown, MemoryKind};
 use crate::attention::Algorithm;
 use crate::graph::{Graph, Source, Target, ValueId};
 use crate::model::TransformerConfig;
@@ -45,8 +45,8 @@ pub enum Kernels {
     /// The CPU's.
     #[default]
     Cpu,
-    /// Those for NVIDIA's GPUs of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older GPUs, ops are
-    /// composed of candle's: accounts are too low there.
+    /// Those for NVIDIA's GPUs of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older GPUs,
+    /// ops are composed of candle's: breakdowns are too low there.
     Cuda,
 }
 
@@ -105,47 +105,52 @@ pub struct Workload {
 /// Bytes of an eager pass or step, by what they hold: every buffer that the run will take, followed through forward and
 /// backward by its size alone.
 ///
-/// The pass is traced ([`graph::trace`](crate::graph::trace())) and its graph is replayed, op by op, as [`estimate_graph`]
-/// does for any function; of a model's blocks, which are alike, at most three of each kind are traced, and the one in the
-/// middle stands for all between. A tensor of 2^63 bytes, which cannot be addressed, makes the peak `u64::MAX`.
+/// The pass is traced ([`graph::trace`](crate::graph::trace())) and its graph is replayed, op by op, as
+/// [`estimate_graph`] does for any function; of a model's blocks, which are alike, at most three of each kind are
+/// traced, and the one in the middle stands for all between. A tensor of 2^63 bytes, which cannot be addressed, makes
+/// the peak `u64::MAX`.
 ///
-/// What forward of [`TransformerLM`](crate::model::TransformerLM) leaves for backward, in elements: N = B T; S is what attention keeps beside its inputs and output, the
-/// probabilities, B H T^2 in f32, if it is naive; if it is flash, the log-sum-exp of their rows, B H T in f32, and what
-/// rounding took from it, as much again, or in half precision what rounding took from its output, N D in half.
+/// What forward of [`TransformerLM`](crate::model::TransformerLM) leaves for backward, in elements: N = B T; S is what
+/// attention keeps beside its inputs and output, the probabilities, B H T^2 in f32, if it is naive; if it is flash, the
+/// log-sum-exp of their rows, B H T in f32, and what rounding took from it, as much again, or in half precision what
+/// rounding took from its output, N D in half.
 ///
 /// - f32: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`, every op's input and output once each.
-/// - Half precision throughout: the same in half, but for S and the norms' N; and `L 2 T D / H` for the rotary tables, in f32.
+/// - Half precision throughout: the same in half, but for S and the norms' N; and `L 2 T D / H` for the rotary tables,
+///   in f32.
 /// - Autocast: the residual stream, the norms' outputs and the sums' second operands are f32,
-///   `L (6 N D + 2 N) + 2 N D + N`; all between in half, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time, and
-///   both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: they stay until the
-///   graph goes or, without one, the region ends; if dropped, until their op is done.
+///   `L (6 N D + 2 N) + 2 N D + N`; all between in half, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time,
+///   and both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: they stay
+///   until the graph goes or, without one, the region ends; if dropped, until their op is done.
 ///
-/// On a card ([`Kernels`]) S of naive attention is in the dtype of q, and products pack nothing.
+/// On a GPU ([`Kernels`]) S of naive attention is in the dtype of q, and products pack nothing.
 ///
-/// That is with the whole graph. With [checkpointing](Checkpointing), a segment that is run again leaves its input, `N D`; its
-/// graph, as above with a copy of its input, is there in forward until the segment is done and in backward until it is
-/// through, one at a time, and with it its weights' casts. A released block leaves its graph and copies of its input and
-/// output, `2 N D`, until backward is through it.
+/// That is with the whole graph. With [checkpointing](Checkpointing), a segment that is recomputed leaves its input,
+/// `N D`; its graph, as above with a copy of its input, is there in forward until the segment is done and in backward
+/// until it is through, one at a time, and with it its weights' casts. A released block leaves its graph and copies of
+/// its input and output, `2 N D`, until backward is through it.
 ///
 /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
 /// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
 /// beside them.
 ///
-/// It displays as a table with the formula beside each line. Kernels' scratch is counted for all threads of the pool that
-/// asks: the blocks that matrix products pack, flash attention's tiles, matrices that naive attention works in. Threads that
-/// find no work hold none, so with more threads than a small step keeps busy this is a bound. Left out: the records of
-/// tensors and ops, a few hundred bytes each; what kernels keep from call to call; and, before the first step, the drawing
-/// of the weights, the largest of which exists once more. [`measure()`](super::measure()) runs it and counts.
+/// It displays as a table with the formula beside each line. Kernels' scratch is counted for all threads of the pool
+/// that asks: the blocks that matrix products pack, flash attention's tiles, matrices that naive attention works in.
+/// Threads that find no work hold none, so with more threads than a small step keeps busy this is a bound. Left out:
+/// the records of tensors and ops, a few hundred bytes each; what kernels keep from call to call; and, before the first
+/// step, the drawing of the weights, the largest of which exists once more. [`measure()`](super::measure()) runs it and
+/// counts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Estimate {
     /// P: the weights.
     pub parameter_bytes: u64,
     /// P, with a backward: one gradient a weight, in its dtype, when backward is done.
     pub gradient_bytes: u64,
-    /// 2 P in f32, with the optimizer: AdamW's exp_avg and exp_avg_sq; 3 P where it keeps an f32 copy of weights in half.
+    /// 2 P in f32, with the optimizer: AdamW's exp_avg and exp_avg_sq; 3 P where it keeps an f32 copy of weights in
+    /// half.
     pub optimizer_bytes: u64,
-    /// What the blocks' graph holds until backward, as above; without a graph, or with checkpointing, what of it is alive at
-    /// the worst moment.
+    /// What the blocks' graph holds until backward, as above; without a graph, or with checkpointing, what of it is
+    /// alive at the worst moment.
     pub activation_bytes: u64,
     /// Copies of weights in half precision that are alive at the worst moment.
     pub weight_cast_bytes: u64,
@@ -158,10 +163,10 @@ pub struct Estimate {
     /// The most that is alive at once.
     pub peak_bytes: u64,
     /// What is alive at the worst moment, term by term; its sum is the peak.
-    pub account: Account,
+    pub breakdown: MemoryBreakdown,
 }
 
-/// The account of one pass or step, before anything is allocated.
+/// The breakdown of one pass or step, before anything is allocated.
 ///
 /// ```
 /// use tallow::attention::Algorithm;
@@ -214,13 +219,14 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     ))
 }
 
-/// The account of one pass or step of any traced function, as far as `mode` says: its forward, backward from its first
-/// output, and AdamW for the weights that get a gradient.
+/// The breakdown of one pass or step of any traced function, as far as `mode` says: its forward, backward from its
+/// first output, and AdamW for the weights that get a gradient.
 ///
-/// What was traced is what is replayed: whether forward keeps a graph, autocast regions, segments that are checkpointed or
-/// released, what is dropped when; on the kernels of the trace's [`Target`]. Weights, inputs and constants that the function
-/// reads are there from the beginning, each once. Ops that are composed of candle's own count for what they take and return;
-/// what several of candle's keep between them is left out, so where a kernel is missing this is too low.
+/// What was traced is what is replayed: whether forward keeps a graph, autocast regions, segments that are checkpointed
+/// or released, what is dropped when; on the kernels of the trace's [`Target`]. Weights, inputs and constants that the
+/// function reads are there from the beginning, each once. Ops that are composed of candle's own count for what they
+/// take and return; what several of candle's keep between them is left out, so where a kernel is missing this is too
+/// low.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -280,9 +286,9 @@ pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
 fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
     let mut residents = Vec::new();
     for (i, value) in graph.values.iter().enumerate() {
-        let mut add = |holds, what, width| {
+        let mut add = |kind, what, width| {
             residents.push(Buffer {
-                holds,
+                kind,
                 what,
                 formula: Formula::Of(ValueId(i)),
                 elements: elements(&value.shape),
@@ -293,15 +299,15 @@ fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
         let width = value.dtype.size_in_bytes();
         match value.source {
             Source::Weight(_) => {
-                add(Holds::Weights, What::Weight(ValueId(i)), width);
+                add(MemoryKind::Weights, What::Weight(ValueId(i)), width);
                 if mode == Mode::TrainStep {
                     for what in optimizer_state(width) {
-                        add(Holds::Optimizer, What::Named(what), size_of::<f32>());
+                        add(MemoryKind::Optimizer, What::Named(what), size_of::<f32>());
                     }
                 }
             }
-            Source::Input(_) => add(Holds::Inputs, What::Named("inputs"), width),
-            Source::Constant => add(Holds::Inputs, What::Named("constants"), width),
+            Source::Input(_) => add(MemoryKind::Inputs, What::Named("inputs"), width),
+            Source::Constant => add(MemoryKind::Inputs, What::Named("constants"), width),
             Source::Node => {}
         }
     }
@@ -318,7 +324,7 @@ pub(super) fn optimizer_state(width: usize) -> impl Iterator<Item = &'static str
 pub(super) fn place(kernels: Kernels) -> String {
     match kernels {
         Kernels::Cpu => format!("{} threads", rayon::current_num_threads()),
-        Kernels::Cuda => "on a card".into(),
+        Kernels::Cuda => "on a GPU".into(),
     }
 }
 
@@ -330,7 +336,7 @@ impl Estimate {
         naming: Naming<'_>,
         sizes: String,
     ) -> Self {
-        let account = naming.account(sizes, &outcome.at_peak);
+        let breakdown = naming.breakdown(sizes, &outcome.at_peak);
         let gradient_bytes = match mode.has_backward() {
             true => parameter_bytes,
             false => 0.0,
@@ -338,21 +344,21 @@ impl Estimate {
         Self {
             parameter_bytes: parameter_bytes as u64, // all of these saturate
             gradient_bytes: gradient_bytes as u64,
-            optimizer_bytes: account.bytes_of(Holds::Optimizer),
-            activation_bytes: account.bytes_of(Holds::Activations),
-            weight_cast_bytes: account.bytes_of(Holds::WeightCasts),
-            logit_bytes: account.bytes_of(Holds::Logits),
-            transient_bytes: account.bytes_of(Holds::Scratch),
+            optimizer_bytes: breakdown.bytes_of(MemoryKind::Optimizer),
+            activation_bytes: breakdown.bytes_of(MemoryKind::Activations),
+            weight_cast_bytes: breakdown.bytes_of(MemoryKind::WeightCasts),
+            logit_bytes: breakdown.bytes_of(MemoryKind::Logits),
+            transient_bytes: breakdown.bytes_of(MemoryKind::Scratch),
             after_forward_bytes: outcome.after_forward_bytes as u64,
             peak_bytes: outcome.peak_bytes as u64,
-            account,
+            breakdown,
         }
     }
 
     /// Of sizes that no graph can have: one tensor alone cannot be addressed.
     fn beyond(mode: Mode, sizes: String, residents: &[Buffer]) -> Self {
-        let account = layer::beyond(sizes, residents);
-        let parameter_bytes = account.bytes_of(Holds::Weights);
+        let breakdown = layer::beyond(sizes, residents);
+        let parameter_bytes = breakdown.bytes_of(MemoryKind::Weights);
         Self {
             parameter_bytes,
             gradient_bytes: if mode.has_backward() {
@@ -360,19 +366,19 @@ impl Estimate {
             } else {
                 0
             },
-            optimizer_bytes: account.bytes_of(Holds::Optimizer),
+            optimizer_bytes: breakdown.bytes_of(MemoryKind::Optimizer),
             activation_bytes: u64::MAX,
             weight_cast_bytes: 0,
             logit_bytes: u64::MAX,
             transient_bytes: 0,
             after_forward_bytes: u64::MAX,
             peak_bytes: u64::MAX,
-            account,
+            breakdown,
         }
     }
 }
 
-/// Refuses what has no account.
+/// Refuses what has no breakdown.
 pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     let config = TransformerConfig {
         attention: workload.attention,
@@ -398,7 +404,7 @@ pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
 impl fmt::Display for Estimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut text = Vec::new();
-        let written = self.account.report().write_to(Format::Text, &mut text);
+        let written = self.breakdown.report().write_to(Format::Text, &mut text);
         written.map_err(|_| fmt::Error)?;
         f.write_str(String::from_utf8_lossy(&text).trim_end())
     }

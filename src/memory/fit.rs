@@ -10,8 +10,8 @@ use crate::precision::Precision;
 /// A quarter of all sizes: no 64 bits count the bytes of as many tokens.
 const LARGEST: usize = usize::MAX / 4 + 1;
 
-/// The largest batch that `available_bytes` hold; `None` if not even one sequence fits. The workload's own batch size is
-/// of no account.
+/// The largest batch that `available_bytes` hold; `None` if not even one sequence fits. The workload's own batch size
+/// is not read.
 ///
 /// ```
 /// use tallow::memory::{Workload, largest_batch_size};
@@ -46,8 +46,8 @@ pub fn largest_batch_size(
     Ok(Some(beyond.unwrap_or(LARGEST) - 1).filter(|batch_size| *batch_size > 0))
 }
 
-/// The smallest T that `available_bytes` do not hold. The workload's own T and the configuration's context length are of no
-/// account.
+/// The smallest T that `available_bytes` do not hold. The workload's own T and the configuration's context length are
+/// of no breakdown.
 ///
 /// ```
 /// use tallow::attention::Algorithm;
@@ -82,12 +82,12 @@ pub fn smallest_sequence_beyond(
     Ok(beyond.unwrap_or(LARGEST))
 }
 
-/// The smallest T from which the workload's precision takes less memory than f32; `None` if it never does. The workload's
-/// own T is of no account.
+/// The smallest T from which the workload's precision takes less memory than f32; `None` if it never does. The
+/// workload's own T is not read.
 ///
-/// Autocast keeps a copy in half precision of every linear weight beside the weight itself, and only what the activations
-/// save, which grows with B T, makes up for it; or nothing needs to, if the region drops each copy when its op is done
-/// ([`Precision::with_dropped_casts`]):
+/// Autocast keeps a copy in half precision of every linear weight beside the weight itself, and only what the
+/// activations save, which grows with B T, makes up for it; or nothing needs to, if the region drops each copy when its
+/// op is done ([`Precision::with_dropped_casts`]):
 ///
 /// ```
 /// use tallow::memory::{Mode, Workload, estimate, smallest_sequence_saved};

@@ -1,8 +1,8 @@
-//! The account of a layer: its forward is traced, and replayed with its backward.
+//! The breakdown of a layer: its forward is traced, and replayed with its backward.
 
 use super::naming::Naming;
 use super::replay::{Buffer, replay};
-use super::{Account, Holds, Kernels, Mode};
+use super::{Kernels, MemoryBreakdown, MemoryKind, Mode};
 use crate::Result;
 use crate::grad::with_grad;
 use crate::graph::{self, Graph};
@@ -10,7 +10,7 @@ use crate::ops::{KernelPolicy, with_kernel_policy};
 use crate::precision::outside;
 use candle_core::Tensor;
 
-/// A layer, and what its account is written with.
+/// A layer, and what its breakdown is written with.
 pub(super) struct Layer<'a, F> {
     pub forward: F,
     pub kernels: Kernels,
@@ -27,32 +27,34 @@ pub(super) struct Layer<'a, F> {
 ///
 /// # Errors
 /// Those of forward.
-pub(super) fn account<F: FnOnce() -> Result<Tensor>>(layer: Layer<'_, F>) -> Result<Account> {
+pub(super) fn breakdown<F: FnOnce() -> Result<Tensor>>(
+    layer: Layer<'_, F>,
+) -> Result<MemoryBreakdown> {
     if layer.largest * (size_of::<f64>() as f64) >= isize::MAX as f64 {
         return Ok(beyond(layer.sizes, &layer.residents));
     }
     let graph = traced(layer.kernels, true, layer.forward)?;
     let mut at_peak = replay(&graph, Mode::ForwardBackward, layer.residents, &[]).at_peak;
     for buffer in &mut at_peak {
-        if buffer.holds == Holds::Logits {
-            buffer.holds = Holds::Activations; // a layer returns none
+        if buffer.kind == MemoryKind::Logits {
+            buffer.kind = MemoryKind::Activations; // a layer returns none
         }
     }
     let naming = Naming {
         graph: &graph,
         letters: layer.letters,
     };
-    Ok(naming.account(layer.sizes, &at_peak))
+    Ok(naming.breakdown(layer.sizes, &at_peak))
 }
 
 /// Of sizes that no graph can have: one tensor alone cannot be addressed.
-pub(super) fn beyond(sizes: String, residents: &[Buffer]) -> Account {
+pub(super) fn beyond(sizes: String, residents: &[Buffer]) -> MemoryBreakdown {
     let naming = Naming {
         graph: &Graph::default(),
         letters: &[],
     };
-    naming.account(sizes, residents).with(
-        Holds::Activations,
+    naming.breakdown(sizes, residents).with(
+        MemoryKind::Activations,
         "more than can be addressed",
         "2^63 and more",
         f64::INFINITY,

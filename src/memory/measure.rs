@@ -18,12 +18,12 @@ pub struct Measured {
     pub peak_bytes: u64,
 }
 
-/// Runs on the CPU what [`estimate`](super::estimate()) predicts, and counts: a new model, on tokens that are all alike (no
-/// size depends on their values). As in the estimate, attention and checkpointing are the workload's, and drawing the
-/// weights is not counted. Whatever else the process allocates meanwhile is: run nothing beside it.
+/// Runs on the CPU what [`estimate`](super::estimate()) predicts, and counts: a new model, on tokens that are all alike
+/// (no size depends on their values). As in the estimate, attention and checkpointing are the workload's, and drawing
+/// the weights is not counted. Whatever else the process allocates meanwhile is: run nothing beside it.
 ///
-/// It runs until a run leaves nothing behind, and counts the last: what kernels keep for their next calls (0.75 MiB a thread
-/// for packing, 2.5 in half precision) is no part of a step.
+/// It runs until a run leaves nothing behind, and counts the last: what kernels keep for their next calls (0.75 MiB a
+/// thread for packing, 2.5 in half precision) is no part of a step.
 ///
 /// ```
 /// use std::alloc::System;
@@ -41,8 +41,8 @@ pub struct Measured {
 /// ```
 ///
 /// # Errors
-/// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses, and what
-/// the run meets.
+/// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses, and
+/// what the run meets.
 pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
     check_room(config, workload)?;
     gemm::reserve_scratch(workload.precision.dtype() != DType::F32);

@@ -7,8 +7,8 @@ use candle_core::Device;
 
 /// The counters of a device's memory, in bytes; `None` where nobody counts.
 ///
-/// On the CPU they are the [`tracker`]'s, where it is installed: all of the process's allocations. On CUDA they are those of
-/// the card's memory pool, which tensors of this process come from: what PyTorch calls `memory_allocated`,
+/// On the CPU they are the [`tracker`]'s, where it is installed: all of the process's allocations. On CUDA they are
+/// those of the GPU's memory pool, which tensors of this process come from: what PyTorch calls `memory_allocated`,
 /// `max_memory_allocated` and `max_memory_reserved`. cuBLAS's workspace is not among them.
 ///
 /// ```
@@ -32,8 +32,8 @@ impl Meter {
         Self { device }
     }
 
-    /// Waits until what was dropped is given back, to the driver too: what was held for an earlier run is not in the next
-    /// one's peaks, and not missing where the driver is asked for memory past the pool.
+    /// Waits until what was dropped is given back, to the driver too: what was held for an earlier run is not in the
+    /// next one's peaks, and not missing where the driver is asked for memory past the pool.
     pub(crate) fn settle(&self) -> Result<()> {
         match &self.device {
             Device::Cuda(_) => Ok(trim_pool(&self.device)?),

@@ -1,7 +1,7 @@
-//! Buffers as the terms of an account: what each is, and how many elements it has, in words and letters.
+//! Buffers as the terms of a breakdown: what each is, and how many elements it has, in words and letters.
 
 use super::replay::{Buffer, Formula, What};
-use super::{Account, Holds};
+use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Event, Graph, Source};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -15,35 +15,32 @@ pub(super) struct Naming<'a> {
 }
 
 /// What makes two buffers one term.
-type Term = (Holds, Cow<'static, str>, Cow<'static, str>, usize, u64);
+type Term = (MemoryKind, Cow<'static, str>, Cow<'static, str>, usize, u64);
 
 impl Naming<'_> {
     /// The buffers as terms: those that are alike as one.
-    pub fn account(&self, sizes: String, buffers: &[Buffer]) -> Account {
+    pub fn breakdown(&self, sizes: String, buffers: &[Buffer]) -> MemoryBreakdown {
         let mut places: HashMap<Term, usize> = HashMap::new();
         let mut terms: Vec<(Term, f64, f64)> = Vec::new();
         for buffer in buffers {
             let (what, formula) = (self.what(buffer.what), self.formula(buffer.formula));
             let elements = buffer.elements;
-            let term = (
-                buffer.holds,
-                what,
-                formula,
-                buffer.width,
-                elements.to_bits(),
-            );
+            let term = (buffer.kind, what, formula, buffer.width, elements.to_bits());
             let place = *places.entry(term.clone()).or_insert(terms.len());
             match terms.get_mut(place) {
                 Some((_, _, count)) => *count += buffer.count,
                 None => terms.push((term, elements, buffer.count)),
             }
         }
-        terms.sort_by_key(|((holds, ..), ..)| *holds); // stable: within each, as they came to be
+        terms.sort_by_key(|((kind, ..), ..)| *kind); // stable: within each, as they came to be
         let terms = terms.into_iter();
-        terms.fold(Account::new(sizes), |account, (term, elements, count)| {
-            let (holds, what, formula, width, _) = term;
-            account.with_many(count, holds, what, formula, elements, width)
-        })
+        terms.fold(
+            MemoryBreakdown::new(sizes),
+            |breakdown, (term, elements, count)| {
+                let (kind, what, formula, width, _) = term;
+                breakdown.with_many(count, kind, what, formula, elements, width)
+            },
+        )
     }
 
     fn what(&self, what: What) -> Cow<'static, str> {
@@ -79,8 +76,8 @@ fn without_numbers(name: &str, separator: char) -> String {
     named.collect::<Vec<_>>().join(&separator.to_string())
 }
 
-/// A shape's elements: `BHT^2` where all dimensions have letters, `4 x 256` where none has. Of sizes that are equal, each
-/// letter is taken once before any is taken twice.
+/// A shape's elements: `BHT^2` where all dimensions have letters, `4 x 256` where none has. Of sizes that are equal,
+/// each letter is taken once before any is taken twice.
 fn in_letters(shape: &[usize], letters: &[(&'static str, usize)]) -> String {
     if letters.is_empty() && !shape.is_empty() {
         let dims: Vec<String> = shape.iter().map(usize::to_string).collect();

@@ -1,25 +1,25 @@
 //! The memory of planned attention: the plan's.
 
 use super::layer::traced;
-use super::{Account, AttentionWorkload, Holds, Kernels};
+use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind};
 use crate::Result;
 use crate::attention::{Algorithm, AttentionConfig};
 use crate::compile::{Attention, AttentionPlanConfig, Category};
 use crate::graph::Step;
 use candle_core::Device;
 
-/// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs: what its plan says,
-/// exactly; on a card also the 32 MiB that cuBLASLt works in, for flash on the CPU what its kernels take for themselves, if all
-/// threads of the pool that asks find work.
+/// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs: what its
+/// plan says, exactly; on a GPU also the 32 MiB that cuBLASLt works in, for flash on the CPU what its kernels take for
+/// themselves, if all threads of the pool that asks find work.
 ///
 /// A plan has its whole arena before its first run, so all of it counts as there before backward.
 ///
 /// # Errors
 /// As [`Attention::plan_for`].
-pub fn planned_attention_account(
+pub fn planned_attention_breakdown(
     workload: &AttentionWorkload,
     kernels: Kernels,
-) -> Result<Account> {
+) -> Result<MemoryBreakdown> {
     let w = workload;
     let shape = (w.batch_size, w.heads, w.sequence_length, w.head_dim);
     let config = AttentionPlanConfig {
@@ -64,26 +64,26 @@ pub fn planned_attention_account(
         (Algorithm::Flash, _) => (
             "a number a query; in half precision, what rounding took from out",
             "BHT + ..",
-            "the rest of the arena: out, dq, dk, dv and, on a card, dq's sums",
+            "the rest of the arena: out, dq, dk, dv and, on a GPU, dq's sums",
         ),
     };
-    let account = Account::new(sizes)
+    let breakdown = MemoryBreakdown::new(sizes)
         .with(
-            Holds::Inputs,
+            MemoryKind::Inputs,
             "q, k, v and out's gradient",
             "4BHTDh",
             elements(inputs),
             width,
         )
         .with(
-            Holds::Activations,
+            MemoryKind::Activations,
             kept_name,
             kept_formula,
             kept as f64 / kept_width as f64,
             kept_width,
         )
         .with(
-            Holds::Activations,
+            MemoryKind::Activations,
             rest_name,
             "4BHTDh + ..",
             elements(rest),
@@ -99,10 +99,10 @@ pub fn planned_attention_account(
             _ => None,
         });
         let largest = rooms.max_by(|a, b| a.elements.total_cmp(&b.elements));
-        return Ok(largest.into_iter().fold(account, |account, room| {
+        return Ok(largest.into_iter().fold(breakdown, |breakdown, room| {
             let (what, formula) = (room.what, room.formula);
-            account.with(
-                Holds::Scratch,
+            breakdown.with(
+                MemoryKind::Scratch,
                 what,
                 formula,
                 room.elements,
@@ -112,7 +112,13 @@ pub fn planned_attention_account(
     }
     // There before backward too, as the arena is.
     Ok(match plan.workspace_bytes() {
-        0 => account,
-        bytes => account.with(Holds::Activations, "workspace", "32 Mi", bytes as f64, 1),
+        0 => breakdown,
+        bytes => breakdown.with(
+            MemoryKind::Activations,
+            "workspace",
+            "32 Mi",
+            bytes as f64,
+            1,
+        ),
     })
 }

@@ -2,7 +2,7 @@
 
 use super::layer::{self, Layer};
 use super::replay::{Buffer, Formula, What, elements};
-use super::{Account, AttentionWorkload, Holds, Kernels};
+use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind};
 use crate::attention::{Algorithm, Mask};
 use crate::nn::CausalSelfAttention;
 use crate::precision::Precision;
@@ -84,21 +84,21 @@ impl SelfAttentionWorkload {
 /// and the weights' gradients are f32, and copies of weights and x are there in half precision.
 ///
 /// ```
-/// use tallow::memory::{SelfAttentionWorkload, self_attention_account};
+/// use tallow::memory::{SelfAttentionWorkload, self_attention_breakdown};
 ///
-/// let account = self_attention_account(&SelfAttentionWorkload { d_model: 4096, ..Default::default() })?;
-/// assert!(account.to_string().contains("weights 4D^2 256.0 MiB"));
+/// let breakdown = self_attention_breakdown(&SelfAttentionWorkload { d_model: 4096, ..Default::default() })?;
+/// assert!(breakdown.to_string().contains("weights 4D^2 256.0 MiB"));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
 /// # Errors
 /// What the layer does not take: a D that H does not divide, heads too wide for flash.
-pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Result<Account> {
+pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<MemoryBreakdown> {
     let w = workload;
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
     let attention = w.attention();
-    let resident = |holds, what, formula, elements| Buffer {
-        holds,
+    let resident = |kind, what, formula, elements| Buffer {
+        kind,
         what: What::Named(what),
         formula: Formula::Letters(formula),
         elements,
@@ -107,7 +107,7 @@ pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Result<Accoun
     };
     let (weight, x) = (elements(&[d, d]), elements(&[b, t, d]));
     let width = attention.dtype.size_in_bytes();
-    layer::account(Layer {
+    layer::breakdown(Layer {
         forward: || {
             let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
             let x = graph::input("x", (b, t, d), w.dtype)?;
@@ -116,8 +116,8 @@ pub fn self_attention_account(workload: &SelfAttentionWorkload) -> Result<Accoun
         },
         kernels: Kernels::Cpu,
         residents: vec![
-            resident(Holds::Weights, "weights", "4D^2", 4.0 * weight),
-            resident(Holds::Inputs, "x", "BTD", x),
+            resident(MemoryKind::Weights, "weights", "4D^2", 4.0 * weight),
+            resident(MemoryKind::Inputs, "x", "BTD", x),
         ],
         largest: weight.max(x).max(attention.largest()),
         letters: &[

@@ -12,13 +12,14 @@ use std::time::UNIX_EPOCH;
 /// A [`Recording`] as PyTorch's CUDA allocator would have written it: for the viewer at pytorch.org/memory_viz, and for
 /// `torch/cuda/_memory_viz.py`.
 ///
-/// There is one device, the host or the card that was recorded, with one segment. Blocks get addresses of their own in it, as an allocator would give
-/// them out that always takes the smallest gap; the process's real ones lie too far apart to be looked at. Each block's
-/// frames are its path, the innermost first: `linear` in `layers.0/attn/q_proj`, `q_proj` in `layers.0/attn`, and so on to
-/// the phase. What was there before the recording is drawn as alive from the start, if it is known of.
+/// There is one device, the host or the GPU that was recorded, with one segment. Blocks get addresses of their own in
+/// it, as an allocator would give them out that always takes the smallest gap; the process's real ones lie too far
+/// apart to be looked at. Each block's frames are its path, the innermost first: `linear` in `layers.0/attn/q_proj`,
+/// `q_proj` in `layers.0/attn`, and so on to the phase. What was there before the recording is drawn as alive from the
+/// start, if it is known of.
 ///
-/// Only blocks from the recording's threshold on are in it, and their requested sizes: what an allocator rounds up or keeps
-/// for later is not.
+/// Only blocks from the recording's threshold on are in it, and their requested sizes: what an allocator rounds up or
+/// keeps for later is not.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
     segments: Vec<Segment>,
@@ -197,7 +198,7 @@ fn frames(block: &Block) -> Vec<Frame> {
     };
     let mut frames = Vec::new();
     if let Some(name) = &block.name {
-        frames.push(frame(name, block.holds.name()));
+        frames.push(frame(name, block.kind.name()));
     }
     let mut path = block.path;
     while let Some(around) = path.parent() {
@@ -213,7 +214,7 @@ fn frames(block: &Block) -> Vec<Frame> {
             Some(_) => "candle",
             None => "before the recording",
         };
-        frames.push(frame(name, block.holds.name()));
+        frames.push(frame(name, block.kind.name()));
     }
     if !block.phase.is_empty() {
         frames.push(frame(block.phase, "step"));

@@ -1,10 +1,10 @@
-//! A model's pass as a graph to be replayed, whatever its depth: of blocks that are alike, the first, one for all between,
-//! and the last are traced; so are segments of blocks.
+//! A model's pass as a graph to be replayed, whatever its depth: of blocks that are alike, the first, one for all
+//! between, and the last are traced; so are segments of blocks.
 
 use super::estimate::{optimizer_state, place};
 use super::layer::traced;
 use super::replay::{Buffer, Formula, Outcome, Repeat, What, elements, replay};
-use super::{Holds, Mode, Workload};
+use super::{MemoryKind, Mode, Workload};
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::graph::{self, Event, Graph};
@@ -18,8 +18,8 @@ use std::ops::Range;
 /// positions are as long as the model takes sequences.
 pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<Buffer> {
     let width = workload.precision.parameter_dtype().size_in_bytes();
-    let buffer = |holds, what, formula, elements, width, count| Buffer {
-        holds,
+    let buffer = |kind, what, formula, elements, width, count| Buffer {
+        kind,
         what: What::Named(what),
         formula: Formula::Letters(formula),
         elements,
@@ -28,19 +28,26 @@ pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<
     };
     let parameters = config.num_parameters() as f64;
     let of_parameters =
-        |holds, what, width| buffer(holds, what, PARAMETERS_FORMULA, parameters, width, 1.0);
-    let mut residents = vec![of_parameters(Holds::Weights, "weights", width)];
+        |kind, what, width| buffer(kind, what, PARAMETERS_FORMULA, parameters, width, 1.0);
+    let mut residents = vec![of_parameters(MemoryKind::Weights, "weights", width)];
     if workload.mode == Mode::TrainStep {
         let state = optimizer_state(width);
-        residents.extend(state.map(|what| of_parameters(Holds::Optimizer, what, 4)));
+        residents.extend(state.map(|what| of_parameters(MemoryKind::Optimizer, what, 4)));
     }
     let ids = elements(&[workload.batch_size, workload.sequence_length]);
-    residents.push(buffer(Holds::Inputs, "tokens, targets", "BT", ids, 4, 2.0));
+    residents.push(buffer(
+        MemoryKind::Inputs,
+        "tokens, targets",
+        "BT",
+        ids,
+        4,
+        2.0,
+    ));
     let positions = config.context_length.max(workload.sequence_length);
     let angles = elements(&[positions, config.head_dim()]);
     let formula = "context_length Dh";
     residents.push(buffer(
-        Holds::Inputs,
+        MemoryKind::Inputs,
         "cos, sin",
         formula,
         angles,
@@ -84,7 +91,8 @@ pub(super) fn sizes(config: &TransformerConfig, workload: &Workload) -> String {
     )
 }
 
-/// Whether every tensor of the pass has an address for each of its bytes. (Weights do: the configuration is checked for that.)
+/// Whether every tensor of the pass has an address for each of its bytes. (Weights do: the configuration is checked for
+/// that.)
 pub(super) fn is_addressable(config: &TransformerConfig, workload: &Workload) -> bool {
     let rows = [workload.batch_size, workload.sequence_length];
     let widest = config.d_model.max(config.d_ff).max(config.vocab_size);
@@ -117,7 +125,7 @@ pub(super) struct Stack {
 
 /// How many blocks each of those that are traced stands for.
 struct Depth {
-    /// Segments that are run again, by how many are alike,
+    /// Segments that are recomputed, by how many are alike,
     segments: Vec<f64>,
     /// and the blocks of each.
     blocks: Vec<f64>,
@@ -126,7 +134,7 @@ struct Depth {
 }
 
 /// So many that are alike: the first, those between, and the last.
-fn alike(number: usize) -> Vec<f64> {
+fn representatives(number: usize) -> Vec<f64> {
     let between = number.saturating_sub(2) as f64;
     let last = usize::from(number > 1) as f64;
     let counts = [number.min(1) as f64, between, last];
@@ -140,9 +148,13 @@ impl Depth {
             .segment_blocks(layers)
             .map_or(1, NonZeroUsize::get);
         Self {
-            segments: alike(again / blocks),
-            blocks: if again > 0 { alike(blocks) } else { Vec::new() },
-            rest: alike(layers - again),
+            segments: representatives(again / blocks),
+            blocks: if again > 0 {
+                representatives(blocks)
+            } else {
+                Vec::new()
+            },
+            rest: representatives(layers - again),
         }
     }
 
@@ -151,7 +163,8 @@ impl Depth {
         self.segments.len() * self.blocks.len() + self.rest.len()
     }
 
-    /// What treats the traced blocks as `checkpointing` treats all of them: the last segment is no longer than the others.
+    /// What treats the traced blocks as `checkpointing` treats all of them: the last segment is no longer than the
+    /// others.
     fn checkpointing(&self, checkpointing: Checkpointing) -> Checkpointing {
         let length = match self.segments.len() {
             0 => self.rest.len(),

@@ -1,6 +1,6 @@
 //! A recording as a picture.
 
-use super::{Holds, Recording};
+use super::{MemoryKind, Recording};
 use crate::report::plot::{AreaChart, Layer, Span};
 
 /// At most so many moments are drawn: of those between, the one with the most alive.
@@ -9,8 +9,8 @@ const MOMENTS: usize = 1200;
 /// What was alive over time, stacked by what it was there for, with the phases marked:
 /// [`save`](AreaChart::save) writes it.
 ///
-/// A chart has room for about a thousand moments. Where there were more, each that is drawn stands for a stretch of events,
-/// and is the worst one in it: the peak is always drawn.
+/// A chart has room for about a thousand moments. Where there were more, each that is drawn stands for a stretch of
+/// events, and is the worst one in it: the peak is always drawn.
 pub fn timeline(recording: &Recording, title: impl Into<String>) -> AreaChart {
     let holdings = recording.holdings();
     let stretch = holdings.len().div_ceil(MOMENTS).max(1);
@@ -31,22 +31,22 @@ pub fn timeline(recording: &Recording, title: impl Into<String>) -> AreaChart {
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     // The lasting at the bottom, what comes and goes on top.
     let order = [
-        Holds::Other,
-        Holds::Weights,
-        Holds::Optimizer,
-        Holds::Inputs,
-        Holds::WeightCasts,
-        Holds::Gradients,
-        Holds::Activations,
-        Holds::Logits,
-        Holds::Scratch,
+        MemoryKind::Other,
+        MemoryKind::Weights,
+        MemoryKind::Optimizer,
+        MemoryKind::Inputs,
+        MemoryKind::WeightCasts,
+        MemoryKind::Gradients,
+        MemoryKind::Activations,
+        MemoryKind::Logits,
+        MemoryKind::Scratch,
     ];
-    let is_there = |holds: &Holds| holdings.iter().any(|held| held.bytes_of(*holds) > 0);
-    let layers = order.into_iter().filter(is_there).map(|holds| Layer {
-        name: holds.name().into(),
+    let is_there = |kind: &MemoryKind| holdings.iter().any(|held| held.bytes_of(*kind) > 0);
+    let layers = order.into_iter().filter(is_there).map(|kind| Layer {
+        name: kind.name().into(),
         values: moments
             .iter()
-            .map(|event| mib(holdings[*event].bytes_of(holds)))
+            .map(|event| mib(holdings[*event].bytes_of(kind)))
             .collect(),
     });
     let spans = recording.phases.iter().map(|phase| Span {

@@ -76,7 +76,7 @@ pub fn reset_peak() {
     COUNTS.peak_bytes.store(current, Relaxed);
 }
 
-/// What is alive now, for who has asked whether there is a tracker.
+/// What is alive now, requires a tracker.
 pub(super) fn current() -> usize {
     COUNTS.current_bytes.load(Relaxed)
 }

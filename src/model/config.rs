@@ -39,8 +39,8 @@ pub struct TransformerConfig {
     /// What computes attention; naive where a serialized configuration says nothing. The weights do not depend on it.
     #[serde(default)]
     pub attention: Algorithm,
-    /// What the blocks leave for backward; the whole graph where a serialized configuration says nothing. No result depends
-    /// on it.
+    /// What the blocks leave for backward; the whole graph where a serialized configuration says nothing. No result
+    /// depends on it.
     #[serde(default)]
     pub checkpointing: Checkpointing,
 }

@@ -6,8 +6,8 @@ use serde::Serialize;
 /// FLOPs of one pass over a batch: 2 for each multiply-add of every matrix product, nothing else.
 ///
 /// It is the model's work, whatever computes it: that flash attention takes q k^T once more in its backward is not
-/// counted, and what it skips under the causal mask is. So rates and MFU of two algorithms compare as their times do, and
-/// say nothing of how busy the processor was.
+/// counted, and what it skips under the causal mask is. So rates and MFU of two algorithms compare as their times do,
+/// and say nothing of how busy the processor was.
 ///
 /// Left out: norms, softmax, the gate, the optimizer, and the embedding, which multiplies nothing; they are under 1% of
 /// a step for the presets, and their cost is memory traffic.
@@ -65,8 +65,8 @@ pub fn forward(config: &TransformerConfig, batch_size: usize, sequence_length: u
     }
 }
 
-/// A backward pass: twice the forward, one product for the input's gradient and one for the weight's (for q k^T and p v,
-/// one for each factor).
+/// A backward pass: twice the forward, one product for the input's gradient and one for the weight's (for q k^T and p
+/// v, one for each factor).
 pub fn backward(config: &TransformerConfig, batch_size: usize, sequence_length: usize) -> Flops {
     forward(config, batch_size, sequence_length).map(|part| 2.0 * part)
 }

@@ -76,7 +76,8 @@ impl TransformerLM {
     /// of keys and values.
     ///
     /// # Errors
-    /// An empty prompt, an id outside the vocabulary (anywhere in the prompt), a configuration out of range, logits that are not finite.
+    /// An empty prompt, an id outside the vocabulary (anywhere in the prompt), a configuration out of range, logits
+    /// that are not finite.
     pub fn generate(&self, prompt: &[u32], config: &GenerateConfig) -> Result<Vec<u32>> {
         config.validate()?;
         if prompt.is_empty() {

@@ -1,7 +1,7 @@
 //! Whole models.
 //!
-//! What lives here: the language model with its configuration, how many FLOPs it costs, and sampling from it; and the toy
-//! on which mixed precision is explained. What does not: their layers ([`crate::nn`]), training and memory.
+//! What lives here: the language model with its configuration, how many FLOPs it costs, and sampling from it; and the
+//! toy on which mixed precision is explained. What does not: their layers ([`crate::nn`]), training and memory.
 
 mod config;
 mod depth;

@@ -8,8 +8,8 @@ use candle_nn::VarBuilder;
 
 /// Two linear maps with a ReLU and a layer norm between them: `fc2(ln(relu(fc1(x))))`, without biases but the norm's.
 ///
-/// The network of Stanford CS336's questions on mixed precision: it has an op that autocast computes in lower precision,
-/// one that it keeps in f32, and one that follows its input.
+/// The network of Stanford CS336's questions on mixed precision: it has an op that autocast computes in lower
+/// precision, one that it keeps in f32, and one that follows its input.
 ///
 /// Weight names: `fc1.weight` (10, in), `ln.weight` and `ln.bias` (10), `fc2.weight` (out, 10).
 ///

@@ -70,8 +70,8 @@ impl TransformerLM {
         Self::of_any_length(config, vb)
     }
 
-    /// As [`from_var_builder`](Self::from_var_builder), of a configuration that is a model's but for its context length, which
-    /// no memory need hold: for a trace.
+    /// As [`from_var_builder`](Self::from_var_builder), of a configuration that is a model's but for its context
+    /// length, which no memory need hold: for a trace.
     pub(crate) fn of_any_length(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let rotary = RotaryEmbedding::new(
             config.rope_theta,
@@ -216,8 +216,8 @@ impl TransformerLM {
         self.lm_head.weight().device()
     }
 
-    /// Every parameter with its name, in a fixed order: embedding, blocks, final norm, head. One variable under two names
-    /// comes once, under the first.
+    /// Every parameter with its name, in a fixed order: embedding, blocks, final norm, head. One variable under two
+    /// names comes once, under the first.
     pub fn parameters(&self) -> Vec<(String, Var)> {
         Layer::parameters(self)
     }
@@ -231,9 +231,10 @@ impl TransformerLM {
     /// Logits for every position: tokens (B, T) u32, logits (B, T, V).
     ///
     /// # Errors
-    /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the vocabulary (found on the
-    /// host before any kernel runs); where a graph is kept, more blocks than this thread's stack takes in backward (8
-    /// KiB each: 256 on a thread of 2 MiB, 1,024 on one of 8). Without a graph any number is run, and planned.
+    /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the
+    /// vocabulary (found on the host before any kernel runs); where a graph is kept, more blocks than this thread's
+    /// stack takes in backward (8 KiB each: 256 on a thread of 2 MiB, 1,024 on one of 8). Without a graph any number is
+    /// run, and planned.
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         let hidden = self.hidden(tokens)?; // (B, T, D)
         in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)
@@ -241,8 +242,8 @@ impl TransformerLM {
 
     /// The mean cross-entropy of the next tokens: tokens and targets (B, T) u32, the loss a scalar.
     ///
-    /// The same as [`ops::cross_entropy`](ops::cross_entropy()) of [`forward`](Self::forward), cheaper: head and loss are
-    /// one op, [`ops::linear_cross_entropy`](ops::linear_cross_entropy()).
+    /// The same as [`ops::cross_entropy`](ops::cross_entropy()) of [`forward`](Self::forward), cheaper: head and loss
+    /// are one op, [`ops::linear_cross_entropy`](ops::linear_cross_entropy()).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); targets of another shape than the tokens, or outside the vocabulary.
@@ -304,8 +305,8 @@ fn numbered_forward(i: usize, block: &TransformerBlock, x: &Tensor) -> Result<Te
     block.forward(x)
 }
 
-/// Refuses a model in f32 that the device's memory cannot hold: its weights, and the largest one once more while it becomes
-/// a variable.
+/// Refuses a model in f32 that the device's memory cannot hold: its weights, and the largest one once more while it
+/// becomes a variable.
 fn check_room(config: &TransformerConfig, device: &Device) -> Result<()> {
     let rows = config.vocab_size.max(config.d_ff).max(config.d_model);
     let largest = (rows as u64).saturating_mul(config.d_model as u64);

@@ -1,4 +1,4 @@
-//! Which blocks of a model are run again in backward.
+//! Which blocks of a model are recomputed in backward.
 
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -8,10 +8,10 @@ use std::str::FromStr;
 
 /// What a model's blocks leave for backward: activation checkpointing by name.
 ///
-/// Gradients have the same bits with each. Where blocks are run again, all but the last segment of them are, by
+/// Gradients have the same bits with each. Where blocks are recomputed, all but the last segment of them are, by
 /// [`checkpoint`](super::checkpoint()); the last one's blocks, whose graph backward wants at once, are
-/// [released](super::release()). With segments of n blocks, L / n inputs and the graph of n blocks are alive at a time in
-/// place of L graphs: about 2 sqrt(L) at best, for n = sqrt(L).
+/// [released](super::release()). With segments of n blocks, L / n inputs and the graph of n blocks are alive at a time
+/// in place of L graphs: about 2 sqrt(L) at best, for n = sqrt(L).
 ///
 /// As flags and files write it:
 ///
@@ -20,7 +20,7 @@ use std::str::FromStr;
 ///
 /// for name in ["none", "release", "block", "every-3", "sqrt"] {
 ///     let strategy: Checkpointing = name.parse()?;
-///     println!("{strategy}: {} of 12 blocks are run again", strategy.recomputed_blocks(12));
+///     println!("{strategy}: {} of 12 blocks are recomputed", strategy.recomputed_blocks(12));
 /// }
 /// assert_eq!("every-3".parse::<Checkpointing>()?.recomputed_blocks(12), 9);
 /// assert_eq!("sqrt".parse::<Checkpointing>()?.recomputed_blocks(12), 8); // three segments of four
@@ -32,8 +32,8 @@ pub enum Checkpointing {
     /// The whole graph, until all of backward is done, and for as many backwards as one likes.
     #[default]
     None,
-    /// The whole graph, each block's until backward has come through it ([`release`](super::release())); a second backward
-    /// is an error.
+    /// The whole graph, each block's until backward has come through it ([`release`](super::release())); a second
+    /// backward is an error.
     Release,
     /// Each block's input: `Every(1)`.
     Block,
@@ -52,7 +52,7 @@ impl Checkpointing {
         }
     }
 
-    /// How many blocks a segment has; `None` where nothing is run again.
+    /// How many blocks a segment has; `None` where nothing is recomputed.
     pub(crate) fn segment_blocks(self, layers: usize) -> Option<NonZeroUsize> {
         match self {
             Self::None | Self::Release => None,

@@ -22,8 +22,8 @@ const CHUNK_WORDS: u128 = 1 << 32;
 /// A builder whose tensors are drawn from `seed`: the same seed, name and shape give the same bits, in whatever order
 /// they are asked for and on any number of threads.
 ///
-/// It knows two of candle's hints: `Init::Randn`, here cut at 3 standard deviations, and `Init::Const`. Values are drawn
-/// in f64 and rounded to `dtype`, so models of different dtypes start from the same point.
+/// It knows two of candle's hints: `Init::Randn`, here cut at 3 standard deviations, and `Init::Const`. Values are
+/// drawn in f64 and rounded to `dtype`, so models of different dtypes start from the same point.
 ///
 /// ```
 /// use candle_core::{DType, Device};

@@ -53,8 +53,8 @@ impl Linear {
         })
     }
 
-    /// The layer of these weights, W (out, in) and b (out): a variable's tensor is trained, a plain one is not, and another
-    /// layer's is shared with it.
+    /// The layer of these weights, W (out, in) and b (out): a variable's tensor is trained, a plain one is not, and
+    /// another layer's is shared with it.
     ///
     /// # Errors
     /// A weight that is not a matrix, a bias of another length.

@@ -3,11 +3,12 @@
 //! What lives here: the parts of a transformer, each usable alone, built from any candle
 //! [`VarBuilder`] (a `VarMap`, a safetensors file, or [`seeded`], which starts training from a seed). What does not:
 //! the arithmetic itself ([`crate::ops`]) and the whole model ([`crate::model`]). And what backward finds of them:
-//! [`checkpoint`](checkpoint()) runs a function again instead of keeping its graph, [`release`] lets go of it in backward.
+//! [`checkpoint`](checkpoint()) runs a function again instead of keeping its graph, [`release`] frees it in backward.
 //!
 //! A layer holds its weights as tensors, which the caller can reach by name with [`Layer::weights`]: the tensors of
-//! variables, which are trained and reached as candle [`Var`]s by [`Layer::parameters`]; plain ones, which are frozen; one that
-//! another layer holds too, which is tied. Builders make variables of what they give; `from_weights` takes any.
+//! variables, which are trained and reached as candle [`Var`]s by [`Layer::parameters`]; plain ones, which are frozen;
+//! one that another layer holds too, which is tied. Builders make variables of what they give; `from_weights` takes
+//! any.
 
 mod attention;
 mod block;

@@ -5,8 +5,8 @@ use candle_core::{DType, Device, Tensor};
 
 /// The cosines and sines of rotary position embedding, for positions up to a maximum.
 ///
-/// Pair i of a head turns by `position * theta^(-2i / Dh)`. The tables are computed in f64 and rounded once; they are no
-/// parameters.
+/// Pair i of a head turns by `position * theta^(-2i / Dh)`. The tables are computed in f64 and rounded once; they are
+/// no parameters.
 #[derive(Clone, Debug)]
 pub struct RotaryEmbedding {
     /// (max_length, Dh/2).
@@ -16,8 +16,8 @@ pub struct RotaryEmbedding {
 }
 
 impl RotaryEmbedding {
-    /// Tables for positions `0..max_length` of heads of `head_dim` elements. In a [trace](crate::graph::trace()) they are
-    /// hollow.
+    /// Tables for positions `0..max_length` of heads of `head_dim` elements. In a [trace](crate::graph::trace()) they
+    /// are hollow.
     ///
     /// # Errors
     /// An odd or zero `head_dim`, a zero `max_length`, a theta that is not positive, tables beyond the

@@ -24,7 +24,7 @@ macro_rules! lowering {
                     kernel::forward(Activation::$f, s.x::<T>(0)?, s.y(0)?);
                 });
                 let kernel = on_gpu!(kernel, |_, l| {
-                    cuda_kernel::forward(l.card, Activation::$f, l.reads[0], l.writes[0])
+                    cuda_kernel::forward(l.gpu, Activation::$f, l.reads[0], l.writes[0])
                 });
                 Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
             },
@@ -34,7 +34,7 @@ macro_rules! lowering {
                 });
                 let kernel = on_gpu!(kernel, |_, l| {
                     let reads = [l.reads[0], l.reads[1]];
-                    cuda_kernel::backward(l.card, Activation::$f, reads, l.writes[0])
+                    cuda_kernel::backward(l.gpu, Activation::$f, reads, l.writes[0])
                 });
                 let reads = [Slot::OutputGradient, Slot::Input(0)];
                 Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
@@ -165,7 +165,7 @@ impl CustomOp1 for Activate {
         layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let shape = layout.shape();
-        let y = cuda::room(&x.device, x.dtype(), shape.elem_count())?;
+        let y = cuda::alloc_uninit(&x.device, x.dtype(), shape.elem_count())?;
         cuda_kernel::forward(&x.device, self.0, cuda::view(x, layout)?, cuda::whole(&y)?)?;
         Ok((y, shape.clone()))
     }
@@ -174,10 +174,10 @@ impl CustomOp1 for Activate {
         let dy = dy.contiguous()?;
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let card = cuda::card(&dy)?;
-            let dx = cuda::room(card, x.dtype(), x.elem_count())?;
+            let gpu = cuda::gpu(&dy)?;
+            let dx = cuda::alloc_uninit(gpu, x.dtype(), x.elem_count())?;
             let read = [cuda::elements(&dy)?, cuda::elements(x)?];
-            cuda_kernel::backward(card, self.0, read, cuda::whole(&dx)?)?;
+            cuda_kernel::backward(gpu, self.0, read, cuda::whole(&dx)?)?;
             return Ok(Some(cuda::tensor(dx, x.shape())));
         }
         for_stored!(dy.dtype(), T => {

@@ -97,7 +97,7 @@ pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
 pub(super) const INFOS: &[OpInfo] = &[
     OpInfo::new("add").planned_composed(ADD).costing(
         "1 an element, backward 0",
-        "a, b, y; backward dy, handed on",
+        "a, b, y; backward dy, passed through",
         |o| o.elementwise(1.0),
         Some(|o| cost(0.0, 0.0, o.output.bytes(), 0.0)),
     ),
@@ -200,7 +200,7 @@ fn of_two(
         }
         kernel => {
             let composed = Composed {
-                hands_on: op == "add",
+                passes_through: op == "add",
                 attributes: kernel.map_or_else(Vec::new, |kernel| kernel.attributes()),
                 ..Composed::new(shape, dtype)
             };
@@ -237,8 +237,8 @@ fn result_dtype(op: &str, a: &Tensor, b: &Tensor) -> Option<DType> {
     precision::promoted(&operands)
 }
 
-/// What has a kernel: in half precision, of which candle's own sums take 10 to 50 times as long as f32's, and where candle
-/// would need two passes.
+/// What has a kernel: in half precision, of which candle's own sums take 10 to 50 times as long as f32's, and where
+/// candle would need two passes.
 enum Arithmetic {
     Add,
     Sub,
@@ -276,10 +276,10 @@ impl Spec for Arithmetic {
 
     fn backward_steps(&self, _: &[Shaped<'_>], _: Target) -> Vec<Step> {
         match self {
-            Self::Add => vec![Step::HandOn(0), Step::HandOn(1)],
-            Self::Sub => vec![Step::HandOn(0), Step::gradient(1)],
+            Self::Add => vec![Step::PassThrough(0), Step::PassThrough(1)],
+            Self::Sub => vec![Step::PassThrough(0), Step::gradient(1)],
             Self::Mul => vec![Step::gradient(0), Step::gradient(1)],
-            Self::AddScaled(_) => vec![Step::HandOn(0), Step::gradient(1)],
+            Self::AddScaled(_) => vec![Step::PassThrough(0), Step::gradient(1)],
         }
     }
 }

@@ -25,8 +25,8 @@ pub(crate) const WEIGHT_CAST: &str = "weight_cast";
 /// `x` in another floating-point dtype, rounded to nearest (ties to even): the values of candle's `to_dtype`. Backward
 /// casts the gradient to x's dtype. Nothing is kept for it.
 ///
-/// Between f32, f16 and bf16 a contiguous tensor is converted by a kernel, on the CPU by all threads, or on a card; all else is
-/// candle's own conversion.
+/// Between f32, f16 and bf16 a contiguous tensor is converted by a kernel, on the CPU by all threads, or on a GPU; all
+/// else is candle's own conversion.
 ///
 /// # Errors
 /// A dtype that is not f16, bf16, f32 or f64: the gradient would be lost silently. x may be in one of these or an
@@ -123,7 +123,7 @@ pub(crate) fn converted() -> Kernel {
         dtype => for_stored!(dtype, T => from::<T>(s)),
     });
     on_gpu!(kernel, |_, l| cuda_kernel::cast(
-        l.card,
+        l.gpu,
         l.reads[0],
         l.writes[0]
     ))
@@ -177,7 +177,7 @@ impl CustomOp1 for Cast {
         x: &CudaStorage,
         layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let y = cuda::room(&x.device, self.to, layout.shape().elem_count())?;
+        let y = cuda::alloc_uninit(&x.device, self.to, layout.shape().elem_count())?;
         cuda_kernel::cast(&x.device, cuda::view(x, layout)?, cuda::whole(&y)?)?;
         Ok((y, layout.shape().clone()))
     }
@@ -204,8 +204,9 @@ impl CustomOp1 for Cast {
 /// included (scalars have no say beside tensors with dimensions). f64 is never narrowed, and integers stay what they
 /// are. Outside of regions nothing is cast.
 ///
-/// A weight (a [`Var`](candle_core::Var), not a view of one) in f32 that is cast to the lower dtype is cast once: its copy
-/// is kept until the outermost region ends. One made under [`no_grad`](crate::no_grad()) is another, without a graph.
+/// A weight (a [`Var`](candle_core::Var), not a view of one) in f32 that is cast to the lower dtype is cast once: its
+/// copy is kept until the outermost region ends. One made under [`no_grad`](crate::no_grad()) is another, without a
+/// graph.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

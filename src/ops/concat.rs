@@ -16,8 +16,8 @@ use candle_core::Tensor;
 
 /// The tensors one after another along dimension `dim`; all others are equal. PyTorch's `cat`.
 ///
-/// By candle's own copy, forward and backward, on any device. Backward: each has its own part of the gradient. Nothing is kept
-/// for it. Autocast: the widest of their dtypes under the CPU's policy; under CUDA's it follows them.
+/// By candle's own copy, forward and backward, on any device. Backward: each has its own part of the gradient. Nothing
+/// is kept for it. Autocast: the widest of their dtypes under the CPU's policy; under CUDA's it follows them.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -29,7 +29,8 @@ use candle_core::Tensor;
 /// ```
 ///
 /// # Errors
-/// No tensor, a dimension that they do not have, shapes that differ elsewhere, mixed dtypes (but for a region's casts) or devices.
+/// No tensor, a dimension that they do not have, shapes that differ elsewhere, mixed dtypes (but for a region's casts)
+/// or devices.
 pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
     let all: Vec<_> = tensors.iter().map(|x| (*x).into()).collect();
     let target = precision::decide("concat", &all);
@@ -107,7 +108,7 @@ const LOWERING: Lowering = Lowering {
             let mut places = parts(&l.reads, outer, y);
             places.try_for_each(|(part, place)| {
                 let dims = rows_of(outer, [part.len, part.len, y.len]);
-                cuda_kernel::copy(l.card, part, place, &dims)
+                cuda_kernel::copy(l.gpu, part, place, &dims)
             })
         });
         let kernel = kernel.sized([("outer", outer(signature))]);
@@ -133,7 +134,7 @@ const LOWERING: Lowering = Lowering {
             let mut places = parts(&l.writes, outer, dy);
             places.try_for_each(|(part, place)| {
                 let dims = rows_of(outer, [part.len, dy.len, part.len]);
-                cuda_kernel::copy(l.card, place, part, &dims)
+                cuda_kernel::copy(l.gpu, place, part, &dims)
             })
         });
         let kernel = kernel.sized([("outer", outer(signature))]);
@@ -174,7 +175,8 @@ fn rows_of(outer: usize, elements: [usize; 3]) -> Vec<Dim> {
     joined([rows, row].into_iter())
 }
 
-/// The dimensions before the one that the tensors are joined along: the first in which one of them differs from the result.
+/// The dimensions before the one that the tensors are joined along: the first in which one of them differs from the
+/// result.
 fn outer(signature: &Signature<'_>) -> usize {
     let shape = signature.output.dims;
     let differs = |dim: &usize| signature.inputs.iter().any(|x| x.dims[*dim] != shape[*dim]);

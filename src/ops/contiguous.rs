@@ -6,8 +6,8 @@ use super::record::{SAME, composed_handing_on, input};
 use crate::{Result, graph};
 use candle_core::Tensor;
 
-/// `x` with its elements in order, one after another: itself where they are, else a copy. What `reshape` of a transposed or
-/// narrowed tensor needs before it, in a [trace](crate::graph) too, where candle's own copy is an error.
+/// `x` with its elements in order, one after another: itself where they are, else a copy. What `reshape` of a
+/// transposed or narrowed tensor needs before it, in a [trace](crate::graph) too, where candle's own copy is an error.
 ///
 /// Backward hands the gradient on. Nothing is kept for it. Autocast: any dtype, integers too, stays what it is.
 ///

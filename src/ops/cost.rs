@@ -5,10 +5,10 @@ use std::ops::{Add, AddAssign};
 
 /// FLOPs and bytes of one call of an op, or of several together.
 ///
-/// The model's work, whatever computes it, as [`flops`](crate::model::flops) counts it: a causal mask saves nothing, and
-/// what flash attention computes twice counts once. Bytes are the least that must move: every tensor read once and written
-/// once, what forward keeps for backward included, caches and second passes not. So a rate over the memory's own says that
-/// the tensors were still in cache.
+/// The model's work, whatever computes it, as [`flops`](crate::model::flops) counts it: a causal mask saves nothing,
+/// and what flash attention computes twice counts once. Bytes are the least that must move: every tensor read once and
+/// written once, what forward keeps for backward included, caches and second passes not. So a rate over the memory's
+/// own says that the tensors were still in cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// 2 for each multiply-add of the matrix products.

@@ -28,9 +28,10 @@ use {
 
 /// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32, the loss a scalar.
 ///
-/// The loss is f32 for logits in f32 or half precision, f64 for f64. Backward: `dlogits = (softmax(logits) - onehot) / n`.
-/// Kept for backward: the logits, and two numbers a row, the largest logit (top) and the sum of `exp(logit - top)`; no
-/// probabilities. Autocast: f32 under both policies; half-precision logits are widened inside, not copied.
+/// The loss is f32 for logits in f32 or half precision, f64 for f64. Backward:
+/// `dlogits = (softmax(logits) - onehot) / n`. Kept for backward: the logits, and two numbers a row, the largest logit
+/// (top) and the sum of `exp(logit - top)`; no probabilities. Autocast: f32 under both policies; half-precision logits
+/// are widened inside, not copied.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -84,7 +85,8 @@ pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<u32>) -
     plain(logits, &check(logits, targets, ignore_index)?)
 }
 
-/// Logits as the policy wants them. f32 of half precision is what the op computes in anyway: a copy would only cost memory.
+/// Logits as the policy wants them. f32 of half precision is what the op computes in anyway: a copy would only cost
+/// memory.
 fn autocast_logits(logits: &Tensor) -> Result<Tensor> {
     match decide("cross_entropy", &[logits.into()]) {
         None | Some(DType::F32) => operand("cross_entropy", logits),
@@ -194,8 +196,8 @@ impl Targets {
 
 #[cfg(feature = "cuda")]
 impl Targets {
-    /// As the kernels take them, their ids on the card.
-    pub(super) fn on_card<'a>(
+    /// As the kernels take them, their ids on the GPU.
+    pub(super) fn on_gpu<'a>(
         &self,
         ids: &'a Tensor,
     ) -> candle_core::Result<cuda_kernel::Targets<'a>> {
@@ -276,14 +278,14 @@ pub(super) fn planned_loss(
         s.y::<<T as Stored>::Wide>(0)?[0] = Real::real(total / targets.counted as f64);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (logits, targets) = (l.reads[0], targets_on_card(k, l.reads[1]));
+        let (logits, targets) = (l.reads[0], targets_on_gpu(k, l.reads[1]));
         let (mean, losses, statistics) = (l.writes[0], l.writes[1], l.writes[2]);
         match l.writes.get(3) {
-            None => cuda_kernel::forward(l.card, logits, targets, losses, statistics, mean),
+            None => cuda_kernel::forward(l.gpu, logits, targets, losses, statistics, mean),
             Some(sum) => {
-                cuda_kernel::rows(l.card, logits, targets, losses, statistics)?;
-                cuda_kernel::mean(l.card, losses, 1, *sum, false)?;
-                cuda_kernel::share(l.card, targets, *sum, mean)
+                cuda_kernel::rows(l.gpu, logits, targets, losses, statistics)?;
+                cuda_kernel::mean(l.gpu, losses, 1, *sum, false)?;
+                cuda_kernel::share(l.gpu, targets, *sum, mean)
             }
         }
     });
@@ -317,13 +319,13 @@ pub(super) fn planned_gradient(
         kernel::backward(logits, classes, target, statistics, weight, s.y(0)?);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (logits, mut targets) = (l.reads[0], targets_on_card(k, l.reads[1]));
+        let (logits, mut targets) = (l.reads[0], targets_on_gpu(k, l.reads[1]));
         let (statistics, mut dloss) = (l.reads[2], l.reads[3]);
         if let Some(share) = l.writes.get(1) {
-            cuda_kernel::share(l.card, targets, dloss, *share)?;
+            cuda_kernel::share(l.gpu, targets, dloss, *share)?;
             (dloss, targets.counted) = (*share, 1);
         }
-        cuda_kernel::backward(l.card, logits, targets, statistics, dloss, l.writes[0])
+        cuda_kernel::backward(l.gpu, logits, targets, statistics, dloss, l.writes[0])
     });
     let mut writes = vec![dlogits];
     if counts_on_gpu(signature) {
@@ -334,7 +336,7 @@ pub(super) fn planned_gradient(
 
 /// The targets of a run, as if all of them counted.
 #[cfg(feature = "cuda")]
-fn targets_on_card<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
+fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
     cuda_kernel::Targets {
         ids,
         ignore: k.count("ignore").ok().map(|id| id as u32),
@@ -499,14 +501,14 @@ impl CustomOp1 for CrossEntropy {
         logits: &CudaStorage,
         layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (card, rows) = (&logits.device, self.targets.ids.len());
-        let ids = cuda::ids(card, &self.targets.ids)?;
-        let room = |len| cuda::room(card, DType::F32, len);
+        let (gpu, rows) = (&logits.device, self.targets.ids.len());
+        let ids = cuda::ids(gpu, &self.targets.ids)?;
+        let room = |len| cuda::alloc_uninit(gpu, DType::F32, len);
         let (losses, statistics, mean) = (room(rows)?, room(2 * rows)?, room(1)?);
         cuda_kernel::forward(
-            card,
+            gpu,
             cuda::view(logits, layout)?,
-            self.targets.on_card(&ids)?,
+            self.targets.on_gpu(&ids)?,
             cuda::whole(&losses)?,
             cuda::whole(&statistics)?,
             cuda::whole(&mean)?,
@@ -528,16 +530,16 @@ impl CustomOp1 for CrossEntropy {
         };
         #[cfg(feature = "cuda")]
         if logits.device().is_cuda() {
-            let card = cuda::card(logits)?;
+            let gpu = cuda::gpu(logits)?;
             let (ids, dloss) = (
-                cuda::ids(card, &self.targets.ids)?,
+                cuda::ids(gpu, &self.targets.ids)?,
                 dloss.to_dtype(DType::F32)?,
             );
-            let dlogits = cuda::room(card, logits.dtype(), logits.elem_count())?;
+            let dlogits = cuda::alloc_uninit(gpu, logits.dtype(), logits.elem_count())?;
             cuda_kernel::backward(
-                card,
+                gpu,
                 cuda::elements(logits)?,
-                self.targets.on_card(&ids)?,
+                self.targets.on_gpu(&ids)?,
                 cuda::elements(statistics)?,
                 cuda::elements(&dloss)?,
                 cuda::whole(&dlogits)?,

@@ -45,29 +45,29 @@ pub(crate) fn elements(tensor: &Tensor) -> Result<View<'_>> {
     }
 }
 
-/// The card that `tensor` is on.
-pub(crate) fn card(tensor: &Tensor) -> Result<&CudaDevice> {
+/// The GPU that `tensor` is on.
+pub(crate) fn gpu(tensor: &Tensor) -> Result<&CudaDevice> {
     tensor.device().as_cuda_device()
 }
 
-/// Checked ids, (count), on the card.
-pub(super) fn ids(card: &CudaDevice, ids: &[u32]) -> Result<Tensor> {
-    Tensor::from_slice(ids, ids.len(), &Device::Cuda(card.clone()))
+/// Checked ids, (count), on the GPU.
+pub(super) fn ids(gpu: &CudaDevice, ids: &[u32]) -> Result<Tensor> {
+    Tensor::from_slice(ids, ids.len(), &Device::Cuda(gpu.clone()))
 }
 
 /// Room for `len` elements, for a kernel to write all of.
-pub(crate) fn room(card: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
+pub(crate) fn alloc_uninit(gpu: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
     // SAFETY: the kernels write every element before anybody reads one.
     let slice = unsafe {
         match dtype {
-            DType::U32 => Slice::U32(card.alloc(len)?),
-            DType::F16 => Slice::F16(card.alloc(len)?),
-            DType::BF16 => Slice::BF16(card.alloc(len)?),
-            DType::F32 => Slice::F32(card.alloc(len)?),
+            DType::U32 => Slice::U32(gpu.alloc(len)?),
+            DType::F16 => Slice::F16(gpu.alloc(len)?),
+            DType::BF16 => Slice::BF16(gpu.alloc(len)?),
+            DType::F32 => Slice::F32(gpu.alloc(len)?),
             other => bail!("no CUDA kernel for {other:?}"),
         }
     };
-    let device = card.clone();
+    let device = gpu.clone();
     Ok(CudaStorage { slice, device })
 }
 
@@ -95,31 +95,31 @@ pub(super) fn matrix(tensor: &Tensor, rows: usize, cols: usize) -> Result<Matrix
 
 /// `a b`, `count` times, one result after the other: sums in f32, rounded to `dtype` once.
 pub(super) fn multiplied(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     [a, b]: [Matrix; 2],
     count: usize,
     dtype: DType,
 ) -> Result<CudaStorage> {
     let (rows, cols) = Matrix::product_of([&a, &b]);
-    let storage = room(card, dtype, count * rows * cols)?;
+    let storage = alloc_uninit(gpu, dtype, count * rows * cols)?;
     let c = Matrix::several(whole(&storage)?, rows, cols);
-    cublas::multiply(card, [a, b], c, count, false)?;
+    cublas::multiply(gpu, [a, b], c, count, false)?;
     Ok(storage)
 }
 
 /// `c += a b`, summed in f32 and rounded to c's dtype once.
-pub(super) fn add_product(card: &CudaDevice, [a, b]: [Matrix; 2], c: View) -> Result<()> {
+pub(super) fn add_product(gpu: &CudaDevice, [a, b]: [Matrix; 2], c: View) -> Result<()> {
     let (rows, cols) = Matrix::product_of([&a, &b]);
-    cublas::multiply(card, [a, b], Matrix::new(c, rows, cols), 1, true)
+    cublas::multiply(gpu, [a, b], Matrix::new(c, rows, cols), 1, true)
 }
 
 /// [`multiplied`], as a tensor of no graph.
 pub(super) fn product(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     factors: [Matrix; 2],
     count: usize,
     dtype: DType,
     shape: impl Into<Shape>,
 ) -> Result<Tensor> {
-    Ok(tensor(multiplied(card, factors, count, dtype)?, shape))
+    Ok(tensor(multiplied(gpu, factors, count, dtype)?, shape))
 }

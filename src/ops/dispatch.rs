@@ -68,8 +68,8 @@ pub(crate) enum Path {
     Reference,
 }
 
-/// Decides for `op` on a tensor like `x`. The ops' kernels are for f32, f64, f16 and bf16 on the CPU; on CUDA, some have
-/// one for f32, f16 and bf16.
+/// Decides for `op` on a tensor like `x`. The ops' kernels are for f32, f64, f16 and bf16 on the CPU; on CUDA, some
+/// have one for f32, f16 and bf16.
 pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
     choose_where(op, x, has_kernel(op, x))
 }
@@ -80,8 +80,8 @@ pub(super) fn has_kernel(op: &'static str, x: &Tensor) -> bool {
         (Some(Target::Cuda), _) => has_cuda_kernel(op, x),
         (Some(Target::Cpu), _) | (None, Device::Cpu) => is_supported_float(x.dtype()),
         #[cfg(feature = "cuda")]
-        (None, Device::Cuda(card)) => {
-            has_cuda_kernel(op, x) && crate::kernels::cuda::source::runs_on(card)
+        (None, Device::Cuda(gpu)) => {
+            has_cuda_kernel(op, x) && crate::kernels::cuda::source::runs_on(gpu)
         }
         _ => false,
     }

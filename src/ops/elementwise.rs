@@ -138,7 +138,7 @@ pub(super) fn map(kernel: Kernel) -> Kernel {
             _ => None,
         });
         let factor = numbers.next().unwrap_or_default();
-        cuda_kernel::map(l.card, k.name(), factor, &l.reads, l.writes[0])
+        cuda_kernel::map(l.gpu, k.name(), factor, &l.reads, l.writes[0])
     })
 }
 

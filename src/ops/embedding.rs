@@ -21,8 +21,8 @@ use {super::cuda, crate::kernels::cuda::embedding as cuda_kernel, candle_core::C
 /// `y[...] = table[tokens[...]]`: tokens (...) u32, table (V, D), y (..., D).
 ///
 /// Backward adds each row of dy into its token's row of the table's gradient, a token's rows in the order of their
-/// positions; in half precision the sums are f32, rounded once. Kept for backward: the ids. They are checked on the host
-/// before any kernel runs. Autocast: follows the table.
+/// positions; in half precision the sums are f32, rounded once. Kept for backward: the ids. They are checked on the
+/// host before any kernel runs. Autocast: follows the table.
 ///
 /// # Errors
 /// An id outside the vocabulary (named with its position), ids that are not u32, a table that is not a matrix.
@@ -107,7 +107,7 @@ const LOWERING: Lowering = Lowering {
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let (table, ids) = (l.reads[0], l.reads[1]);
-            cuda_kernel::forward(l.card, table, ids, k.count("width")?, l.writes[0])
+            cuda_kernel::forward(l.gpu, table, ids, k.count("width")?, l.writes[0])
         });
         let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
         let reads = [Slot::Input(0), Slot::Read(0)];
@@ -122,7 +122,7 @@ const LOWERING: Lowering = Lowering {
         let kernel = on_gpu!(kernel, |k, l| {
             let (dy, ids, dtable) = (l.reads[0], l.reads[1], l.writes[0]);
             let width = k.count("width")?;
-            cuda_kernel::backward(l.card, dy, ids, width, dtable, false, l.writes[1])
+            cuda_kernel::backward(l.gpu, dy, ids, width, dtable, false, l.writes[1])
         });
         let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
@@ -201,12 +201,12 @@ impl CustomOp1 for Embedding {
         let (_, width) = layout.shape().dims2()?;
         if self.ids.is_empty() {
             return Ok((
-                cuda::room(&table.device, table.dtype(), 0)?,
+                cuda::alloc_uninit(&table.device, table.dtype(), 0)?,
                 self.shape.clone(),
             ));
         }
         let ids = cuda::ids(&table.device, &self.ids)?;
-        let y = cuda::room(&table.device, table.dtype(), self.shape.elem_count())?;
+        let y = cuda::alloc_uninit(&table.device, table.dtype(), self.shape.elem_count())?;
         let (rows, ids) = (cuda::view(table, layout)?, cuda::elements(&ids)?);
         cuda_kernel::forward(&table.device, rows, ids, width, cuda::whole(&y)?)?;
         Ok((y, self.shape.clone()))
@@ -220,13 +220,13 @@ impl CustomOp1 for Embedding {
             if self.ids.is_empty() {
                 return Ok(Some(table.zeros_like()?));
             }
-            let card = cuda::card(&dy)?;
+            let gpu = cuda::gpu(&dy)?;
             let parts = workspace::embedding_backward(self.ids.len(), table.dims2()?.0);
-            let workspace = cuda::room(card, DType::U32, parts.iter().sum())?;
-            let dtable = cuda::room(card, table.dtype(), table.elem_count())?;
-            let ids = cuda::ids(card, &self.ids)?;
+            let workspace = cuda::alloc_uninit(gpu, DType::U32, parts.iter().sum())?;
+            let dtable = cuda::alloc_uninit(gpu, table.dtype(), table.elem_count())?;
+            let ids = cuda::ids(gpu, &self.ids)?;
             cuda_kernel::backward(
-                card,
+                gpu,
                 cuda::elements(&dy)?,
                 cuda::elements(&ids)?,
                 width,

@@ -11,8 +11,8 @@ pub enum Gelu {
     /// `x Phi(x)` with Phi the standard normal distribution, `(1 + erf(x / sqrt(2))) / 2`: `approximate="none"`.
     #[default]
     Erf,
-    /// `x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`: `approximate="tanh"`, what GPT-2 was trained with.
-    /// As a node of a graph it is called `gelu_tanh`.
+    /// `x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`: `approximate="tanh"`, what GPT-2 was trained
+    /// with. As a node of a graph it is called `gelu_tanh`.
     Tanh,
 }
 
@@ -27,8 +27,9 @@ impl Gelu {
 
 /// `y = x Phi(x)`, elementwise, exactly or by tanh ([`Gelu`]).
 ///
-/// Backward: `dx = dy (Phi(x) + x phi(x))` with phi the normal density; by tanh, with s = sigmoid(2 u), `dx = dy (s + 2 x s
-/// (1 - s) du/dx)`. Kept for backward: x, from which exponentials are taken again. Autocast: follows x.
+/// Backward: `dx = dy (Phi(x) + x phi(x))` with phi the normal density; by tanh, with s = sigmoid(2 u),
+/// `dx = dy (s + 2 x s (1 - s) du/dx)`. Kept for backward: x, from which exponentials are taken again. Autocast:
+/// follows x.
 ///
 /// Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
 ///

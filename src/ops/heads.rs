@@ -157,11 +157,11 @@ fn planned(way: Way, heads: &[usize]) -> Kernel {
     let kernel = match way {
         Way::Split => on_gpu!(
             Kernel::new("split_heads", |k, s| run(Way::Split, k, s)),
-            |k, l| Way::Split.launch(l.card, sizes(k)?, l.reads[0], l.writes[0])
+            |k, l| Way::Split.launch(l.gpu, sizes(k)?, l.reads[0], l.writes[0])
         ),
         Way::Merge => on_gpu!(
             Kernel::new("merge_heads", |k, s| run(Way::Merge, k, s)),
-            |k, l| Way::Merge.launch(l.card, sizes(k)?, l.reads[0], l.writes[0])
+            |k, l| Way::Merge.launch(l.gpu, sizes(k)?, l.reads[0], l.writes[0])
         ),
     };
     let size = |dim: usize| heads.get(dim).copied().unwrap_or(1);
@@ -210,25 +210,25 @@ impl Way {
     }
 
     #[cfg(feature = "cuda")]
-    fn run_on_card(
+    fn run_on_gpu(
         self,
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         sizes: Heads,
         x: View,
     ) -> candle_core::Result<CudaStorage> {
-        let y = cuda::room(card, x.dtype, x.len)?;
-        self.launch(card, sizes, x, cuda::whole(&y)?)?;
+        let y = cuda::alloc_uninit(gpu, x.dtype, x.len)?;
+        self.launch(gpu, sizes, x, cuda::whole(&y)?)?;
         Ok(y)
     }
 
     #[cfg(feature = "cuda")]
-    fn launch(self, card: &CudaDevice, sizes: Heads, x: View, y: View) -> candle_core::Result<()> {
+    fn launch(self, gpu: &CudaDevice, sizes: Heads, x: View, y: View) -> candle_core::Result<()> {
         let middle = match self {
             Self::Split => [sizes.length, sizes.heads],
             Self::Merge => [sizes.heads, sizes.length],
         };
         let sizes = [sizes.batch, middle[0], middle[1], sizes.head_dim];
-        cuda_kernel::swap(card, x, sizes, y)
+        cuda_kernel::swap(gpu, x, sizes, y)
     }
 }
 
@@ -269,7 +269,7 @@ impl CustomOp1 for CutHeads {
         layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let view = cuda::view(x, layout)?;
-        let y = self.way.run_on_card(&x.device, self.sizes, view)?;
+        let y = self.way.run_on_gpu(&x.device, self.sizes, view)?;
         Ok((y, self.way.shape(self.sizes)))
     }
 
@@ -278,7 +278,7 @@ impl CustomOp1 for CutHeads {
         let shape = back.shape(self.sizes);
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let dx = back.run_on_card(cuda::card(&dy)?, self.sizes, cuda::elements(&dy)?)?;
+            let dx = back.run_on_gpu(cuda::gpu(&dy)?, self.sizes, cuda::elements(&dy)?)?;
             return Ok(Some(cuda::tensor(dx, shape)));
         }
         for_stored!(dy.dtype(), T => {

@@ -1,4 +1,5 @@
-//! What is known of an op beside what computes it: what it costs, what autocast calls it, where it has kernels, how it is planned.
+//! What is known of an op beside what computes it: what it costs, what autocast calls it, where it has kernels, how it
+//! is planned.
 //!
 //! What lives here: the form of an entry ([`OpInfo`]), and the list of all. Each op's own is in its own file.
 

@@ -25,16 +25,16 @@ use {super::cuda, crate::kernels::cuda::layer_norm as cuda_kernel, candle_core::
 /// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
 /// is the biased one.
 ///
-/// Computed in at least f32 (f64 stays f64), rounded once to x's dtype. Beside x in half precision w and b may be in f32;
-/// gradients have their operand's dtype. With h = (x - mean) rstd and g = dy w, backward is
-/// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Kept for backward: x, w, b, and (mean, rstd)
-/// of each row.
+/// Computed in at least f32 (f64 stays f64), rounded once to x's dtype. Beside x in half precision w and b may be in
+/// f32; gradients have their operand's dtype. With h = (x - mean) rstd and g = dy w, backward is
+/// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Kept for backward: x, w, b, and (mean,
+/// rstd) of each row.
 ///
 /// In a row of two elements h is near -1 and 1, and the terms of dx cancel to `eps / (var + eps)` of their size: what
 /// remains is mostly their rounding, here as in PyTorch.
 ///
-/// Autocast: f32, and so is y, under CUDA's policy; under the CPU's y has x's dtype, and a half-precision x beside f32 w
-/// and b is computed in f32 and rounded once.
+/// Autocast: f32, and so is y, under CUDA's policy; under the CPU's y has x's dtype, and a half-precision x beside f32
+/// w and b is computed in f32 and rounded once.
 ///
 /// Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
 ///
@@ -130,7 +130,7 @@ const LOWERING: Lowering = Lowering {
                 let ([x, weight, bias], [y, statistics]) =
                     ([0, 1, 2].map(|i| l.reads[i]), [0, 1].map(|i| l.writes[i]));
                 cuda_kernel::forward(
-                    l.card,
+                    l.gpu,
                     x,
                     (weight, Some(bias)),
                     k.number("eps")?,
@@ -165,7 +165,7 @@ const LOWERING: Lowering = Lowering {
                     db: Some(l.writes[2]),
                     add_sums: false,
                 };
-                cuda_kernel::backward(l.card, inputs, gradients, l.writes[3])
+                cuda_kernel::backward(l.gpu, inputs, gradients, l.writes[3])
             }),
         };
         let reads = [
@@ -269,15 +269,15 @@ impl CustomOp3 for LayerNorm {
         bias: &CudaStorage,
         bias_layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (card, shape) = (&x.device, x_layout.shape());
+        let (gpu, shape) = (&x.device, x_layout.shape());
         let wide_weight = weight.to_dtype(weight_layout, DType::F32)?; // (D): small, as the bias is
         let wide_bias = bias.to_dtype(bias_layout, DType::F32)?;
         let (weight, bias) = (cuda::whole(&wide_weight)?, cuda::whole(&wide_bias)?);
         let rows = shape.elem_count() / weight.len;
-        let y = cuda::room(card, x.dtype(), shape.elem_count())?;
-        let statistics = cuda::room(card, DType::F32, 2 * rows)?;
+        let y = cuda::alloc_uninit(gpu, x.dtype(), shape.elem_count())?;
+        let statistics = cuda::alloc_uninit(gpu, DType::F32, 2 * rows)?;
         cuda_kernel::forward(
-            card,
+            gpu,
             cuda::view(x, x_layout)?,
             (weight, Some(bias)),
             self.eps,
@@ -305,12 +305,12 @@ impl CustomOp3 for LayerNorm {
         let (x_shape, wide_weight) = (x.shape(), widen(weight)?);
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let (card, width) = (cuda::card(&dy)?, weight.elem_count());
+            let (gpu, width) = (cuda::gpu(&dy)?, weight.elem_count());
             let partials_len = workspace::layer_norm_partials(statistics.dim(0)?, width);
-            let partials = cuda::room(card, DType::F32, partials_len)?;
-            let dx = cuda::room(card, x.dtype(), x.elem_count())?;
-            let dw = cuda::room(card, DType::F32, width)?;
-            let db = cuda::room(card, DType::F32, width)?;
+            let partials = cuda::alloc_uninit(gpu, DType::F32, partials_len)?;
+            let dx = cuda::alloc_uninit(gpu, x.dtype(), x.elem_count())?;
+            let dw = cuda::alloc_uninit(gpu, DType::F32, width)?;
+            let db = cuda::alloc_uninit(gpu, DType::F32, width)?;
             let inputs = cuda_kernel::Inputs {
                 dy: cuda::elements(&dy)?,
                 x: cuda::elements(x)?,
@@ -324,7 +324,7 @@ impl CustomOp3 for LayerNorm {
                 db: Some(cuda::whole(&db)?),
                 add_sums: false,
             };
-            cuda_kernel::backward(card, inputs, gradients, cuda::whole(&partials)?)?;
+            cuda_kernel::backward(gpu, inputs, gradients, cuda::whole(&partials)?)?;
             let dw = cuda::tensor(dw, weight.shape()).to_dtype(weight.dtype())?;
             let db = cuda::tensor(db, bias.shape()).to_dtype(bias.dtype())?;
             return Ok((Some(cuda::tensor(dx, x_shape)), Some(dw), Some(db)));

@@ -21,9 +21,9 @@ use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage
 /// A linear map without bias: `y = x W^T`, with x (..., in), W (out, in), y (..., out).
 ///
 /// Backward: `dx = dy W`, `dW = dy^T x`. Kept for backward: x and W. 2 * rows * in * out FLOPs forward, twice that
-/// backward. The weight is used transposed by its strides: no copy. Half
-/// precision is widened for the time of the product, summed in f32 and rounded once. Autocast: lower under both policies;
-/// the gradient of an f32 weight is not rounded to half precision, as PyTorch's is.
+/// backward. The weight is used transposed by its strides: no copy. Half precision is widened for the time of the
+/// product, summed in f32 and rounded once. Autocast: lower under both policies; the gradient of an f32 weight is not
+/// rounded to half precision, as PyTorch's is.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -45,7 +45,7 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
             Linear { copy },
         )?),
         Path::Reference => {
-            let output = (ending(x.dims(), weight.dims()[0]), x.dtype());
+            let output = (with_last_dim(x.dims(), weight.dims()[0]), x.dtype());
             composed("linear", &[&x, &weight], output, || reference(&x, &weight))
         }
     }
@@ -59,7 +59,7 @@ pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     check(x, weight)?;
     let (x, weight) = (float_input("linear", x)?, float_input("linear", weight)?);
     let (out, depth) = weight.dims2()?;
-    let shape = ending(x.dims(), out);
+    let shape = with_last_dim(x.dims(), out);
     if depth == 0 {
         return Ok(zeros_of("linear", shape, x.dtype(), &[&x, &weight])?);
     }
@@ -72,7 +72,12 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     check_same("linear", &[("x", x), ("weight", weight)])?;
     let wanted = match (weight.dims(), x.dims().last()) {
         ([out, depth], Some(last)) if depth == last => {
-            return check_size("linear", &ending(x.dims(), *out), x.dtype(), x.device());
+            return check_size(
+                "linear",
+                &with_last_dim(x.dims(), *out),
+                x.dtype(),
+                x.device(),
+            );
         }
         ([_, depth], _) => format!("x (..., {depth}) for the weight {:?}", weight.dims()),
         _ => "weight (out, in)".into(),
@@ -125,8 +130,8 @@ pub(super) fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
     )
 }
 
-/// What products read of the weight that is input `input`: itself, or its copy in half precision, where its own dtype is another
-/// than x's. Copies stand before what the op reads besides, in the order of the weights that have one.
+/// What products read of the weight that is input `input`: itself, or its copy in half precision, where its own dtype
+/// is another than x's. Copies stand before what the op reads besides, in the order of the weights that have one.
 pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
     let has_copy = |input: usize| signature.inputs[input].dtype != signature.inputs[0].dtype;
     match has_copy(input) {
@@ -142,24 +147,24 @@ pub(super) struct Linear {
 
 #[cfg(feature = "cuda")]
 impl Linear {
-    fn gradients_on_card(
+    fn gradients_on_gpu(
         &self,
         x: &Tensor,
         weight: &Tensor,
         dy: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let (card, dtype) = (cuda::card(dy)?, dy.dtype());
+        let (gpu, dtype) = (cuda::gpu(dy)?, dy.dtype());
         let (out, depth) = weight.dims2()?;
         let rows = rows_of(dy.dims());
         let of_dy = cuda::matrix(dy, rows, out)?; // (N, out)
         let dx = x.track_op().then(|| {
             let weight = self.copy.for_backward(weight)?;
             let factors = [of_dy, cuda::matrix(&weight, out, depth)?];
-            cuda::product(card, factors, 1, dtype, x.shape())
+            cuda::product(gpu, factors, 1, dtype, x.shape())
         });
         let dw = weight.track_op().then(|| {
             let factors = [of_dy.t(), cuda::matrix(x, rows, depth)?];
-            self.copy.gradient_on_card(weight, factors)
+            self.copy.gradient_on_gpu(weight, factors)
         });
         Ok((dx.transpose()?, dw.transpose()?))
     }
@@ -168,7 +173,7 @@ impl Linear {
 impl Spec for Linear {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let [x, weight] = [&inputs[0], &inputs[1]];
-        (ending(x.dims, weight.dims[0]).into(), x.dtype)
+        (with_last_dim(x.dims, weight.dims[0]).into(), x.dtype)
     }
 
     fn reads(&self) -> Vec<Tensor> {
@@ -203,7 +208,7 @@ impl CustomOp2 for Linear {
         weight_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (out, depth) = weight_layout.shape().dims2()?;
-        let shape = ending(x_layout.dims(), out);
+        let shape = with_last_dim(x_layout.dims(), out);
         let rows = rows_of(&shape); // N
         for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
@@ -225,8 +230,8 @@ impl CustomOp2 for Linear {
         let (out, depth) = weight_layout.shape().dims2()?;
         let rows = rows_of(x_layout.dims()); // N
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
-        let y = self.copy.product_on_card(of_x, weight, weight_layout)?;
-        Ok((y, ending(x_layout.dims(), out).into()))
+        let y = self.copy.product_on_gpu(of_x, weight, weight_layout)?;
+        Ok((y, with_last_dim(x_layout.dims(), out).into()))
     }
 
     fn bwd(
@@ -250,7 +255,7 @@ impl Linear {
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            return self.gradients_on_card(x, weight, dy);
+            return self.gradients_on_gpu(x, weight, dy);
         }
         let (out, depth) = weight.dims2()?;
         let rows = rows_of(dy.dims());
@@ -290,7 +295,7 @@ pub(crate) fn rows_of(dims: &[usize]) -> usize {
 }
 
 /// `dims` with another last dimension.
-pub(crate) fn ending(dims: &[usize], last: usize) -> Vec<usize> {
+pub(crate) fn with_last_dim(dims: &[usize], last: usize) -> Vec<usize> {
     let leading = dims.len() - 1;
     [&dims[..leading], &[last]].concat()
 }

@@ -4,7 +4,7 @@ use super::cast::converted;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, check_same_or_f32, choose};
 use super::info::OpInfo;
-use super::linear::{Linear, ending, factors, planned_gradients, read_weight, rows_of};
+use super::linear::{Linear, factors, planned_gradients, read_weight, rows_of, with_last_dim};
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
 use super::product::product;
@@ -28,12 +28,12 @@ use {
 
 /// A linear map with a bias: `y = x W^T + b`, with x (..., in), W (out, in), b (out), y (..., out).
 ///
-/// Backward: `dx = dy W`, `dW = dy^T x`, `db` the sum of dy's rows, in f32 at least, rounded once. Kept for backward: x and
-/// W. The product is added to the bias where it lies, so that half precision is rounded once.
+/// Backward: `dx = dy W`, `dW = dy^T x`, `db` the sum of dy's rows, in f32 at least, rounded once. Kept for backward: x
+/// and W. The product is added to the bias where it lies, so that half precision is rounded once.
 ///
 /// Autocast: lower under both policies, as [`linear`](super::linear()). The bias may be in f32 beside an x in half
-/// precision, and stays so in a region: it is rounded to x's dtype on the way, as PyTorch rounds it, and its gradient is
-/// not.
+/// precision, and stays so in a region: it is rounded to x's dtype on the way, as PyTorch rounds it, and its gradient
+/// is not.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -45,8 +45,8 @@ use {
 /// ```
 ///
 /// # Errors
-/// A weight that is not a matrix, a last dimension that is not the weight's `in`, a bias that is not (out), mixed dtypes (but
-/// for f32 biases beside half precision) or devices.
+/// A weight that is not a matrix, a last dimension that is not the weight's `in`, a bias that is not (out), mixed
+/// dtypes (but for f32 biases beside half precision) or devices.
 pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (x, [weight], [copy]) = with_copies("linear_bias", x, [weight])?;
     let bias = operand("linear_bias", bias)?;
@@ -61,7 +61,7 @@ pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor>
             },
         )?),
         Path::Reference => {
-            let output = (ending(x.dims(), weight.dims()[0]), x.dtype());
+            let output = (with_last_dim(x.dims(), weight.dims()[0]), x.dtype());
             composed("linear_bias", &[&x, &weight, &bias], output, || {
                 reference(&x, &weight, &bias)
             })
@@ -79,7 +79,7 @@ pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let [x, weight, wide_bias] = [x, weight, bias].map(|x| wide_input("linear_bias", x));
     let (x, weight, bias) = (x?, weight?, wide_bias?);
     let (out, depth) = weight.dims2()?;
-    let shape = ending(x.dims(), out);
+    let shape = with_last_dim(x.dims(), out);
     let product = match depth {
         0 => zeros_of("linear_bias", shape, x.dtype(), &[&x, &weight])?,
         _ => x
@@ -95,7 +95,7 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
     check_same_or_f32("linear_bias", &[("x", x), ("bias", bias)])?;
     let wanted = match (weight.dims(), x.dims().last()) {
         ([out, depth], Some(last)) if depth == last && bias.dims() == [*out] => {
-            let shape = ending(x.dims(), *out);
+            let shape = with_last_dim(x.dims(), *out);
             return check_size("linear_bias", &shape, x.dtype(), x.device());
         }
         ([out, depth], _) => {
@@ -167,19 +167,20 @@ pub(crate) fn bias() -> Kernel {
         })
     });
     on_gpu!(kernel, |_, l| cuda_kernel::fill(
-        l.card,
+        l.gpu,
         l.reads[0],
         l.writes[0]
     ))
 }
 
-/// Reads dy (N, out); writes the sum of its rows (out), in the dtype that sums are computed in, and on a GPU partial sums.
+/// Reads dy (N, out); writes the sum of its rows (out), in the dtype that sums are computed in, and on a GPU partial
+/// sums.
 pub(crate) fn bias_gradient() -> Kernel {
     let kernel = kernel!("bias_backward", |T, _, s| {
         kernel::gradient::<T>(s.x(0)?, s.y(0)?);
     });
     on_gpu!(kernel, |_, l| cuda_kernel::gradient(
-        l.card,
+        l.gpu,
         l.reads[0],
         l.writes[0],
         l.writes[1]
@@ -231,13 +232,13 @@ impl Spec for LinearBias {
 
 #[cfg(feature = "cuda")]
 impl LinearBias {
-    fn bias_gradient_on_card(&self, bias: &Tensor, dy: &Tensor) -> candle_core::Result<Tensor> {
-        let (card, out) = (cuda::card(dy)?, bias.elem_count());
+    fn bias_gradient_on_gpu(&self, bias: &Tensor, dy: &Tensor) -> candle_core::Result<Tensor> {
+        let (gpu, out) = (cuda::gpu(dy)?, bias.elem_count());
         let rows = rows_of(dy.dims());
-        let db = cuda::room(card, DType::F32, out)?;
-        let partial = cuda::room(card, DType::F32, workspace::bias_backward(rows, out))?;
+        let db = cuda::alloc_uninit(gpu, DType::F32, out)?;
+        let partial = cuda::alloc_uninit(gpu, DType::F32, workspace::bias_backward(rows, out))?;
         let (to, partial) = (cuda::whole(&db)?, cuda::whole(&partial)?);
-        cuda_kernel::gradient(card, cuda::elements(dy)?, to, partial)?;
+        cuda_kernel::gradient(gpu, cuda::elements(dy)?, to, partial)?;
         cuda::tensor(db, out).to_dtype(bias.dtype())
     }
 }
@@ -257,7 +258,7 @@ impl CustomOp3 for LinearBias {
         bias_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (out, depth) = weight_layout.shape().dims2()?;
-        let shape = ending(x_layout.dims(), out);
+        let shape = with_last_dim(x_layout.dims(), out);
         let rows = rows_of(&shape); // N
         for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
@@ -285,14 +286,14 @@ impl CustomOp3 for LinearBias {
         bias_layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let (out, depth) = weight_layout.shape().dims2()?;
-        let shape = ending(x_layout.dims(), out);
+        let shape = with_last_dim(x_layout.dims(), out);
         let rows = rows_of(&shape); // N
-        let y = cuda::room(&x.device, x.dtype(), rows * out)?;
+        let y = cuda::alloc_uninit(&x.device, x.dtype(), rows * out)?;
         cuda_kernel::fill(&x.device, cuda::view(bias, bias_layout)?, cuda::whole(&y)?)?;
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
         self.product
             .copy
-            .add_product_on_card(of_x, weight, weight_layout, cuda::whole(&y)?)?;
+            .add_product_on_gpu(of_x, weight, weight_layout, cuda::whole(&y)?)?;
         Ok((y, shape.into()))
     }
 
@@ -310,7 +311,7 @@ impl CustomOp3 for LinearBias {
             let (dx, dw) = self.product.gradients(x, weight, &dy)?;
             let db = bias
                 .track_op()
-                .then(|| self.bias_gradient_on_card(bias, &dy));
+                .then(|| self.bias_gradient_on_gpu(bias, &dy));
             return Ok((dx, dw, db.transpose()?));
         }
         let db = bias.track_op().then(|| {

@@ -11,7 +11,7 @@ use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous};
 use super::weight::{WeightCopy, with_copies};
-use super::{ending, linear};
+use super::{linear, with_last_dim};
 use crate::graph::{self, Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, cross_entropy as kernel};
@@ -32,11 +32,11 @@ use {
 ///
 /// The same as [`cross_entropy`](super::cross_entropy()) of a [`linear`](linear()), for a loss whose logits nobody else
 /// reads. As one op, the logits' gradient is scratch instead of a node of candle's graph, where it would be added to
-/// zeros: B T V elements written and read once less, and two buffers of them fewer at the peak.
-/// Backward: `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Kept for backward: x, W, the
-/// logits (N, V), and on the CPU two numbers a row, as [`cross_entropy`](super::cross_entropy()) keeps; on a GPU the logits
-/// become their gradient in place, and a second backward computes them again. Autocast: the product is lower under both
-/// policies, as [`linear()`] is; the loss is computed from those logits in f32, and returned in f32.
+/// zeros: B T V elements written and read once less, and two buffers of them fewer at the peak. Backward:
+/// `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Kept for backward: x, W, the
+/// logits (N, V), and on the CPU two numbers a row, as [`cross_entropy`](super::cross_entropy()) keeps; on a GPU the
+/// logits become their gradient in place, and a second backward recomputes them. Autocast: the product is lower under
+/// both policies, as [`linear()`] is; the loss is computed from those logits in f32, and returned in f32.
 ///
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
@@ -56,7 +56,7 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
         }
         Path::Reference => {
             let product = || linear::reference(&x, &weight);
-            let output = (ending(x.dims(), weight.dims()[0]), x.dtype());
+            let output = (with_last_dim(x.dims(), weight.dims()[0]), x.dtype());
             let logits = composed("linear", &[&x, &weight], output, product)?;
             composed("cross_entropy", &[&logits], loss_of(&logits), || {
                 plain(&logits, &targets)
@@ -79,7 +79,12 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
     check_same(OP, &[("x", x), ("weight", weight)])?;
     match (x.dims(), weight.dims()) {
         ([leading @ .., last], [classes, depth]) if last == depth => {
-            check_size(OP, &ending(x.dims(), *classes), x.dtype(), x.device())?;
+            check_size(
+                OP,
+                &with_last_dim(x.dims(), *classes),
+                x.dtype(),
+                x.device(),
+            )?;
             Targets::check(OP, leading, *classes, targets, None)
         }
         _ => Err(Error::Shape {
@@ -173,7 +178,7 @@ struct LinearCrossEntropy {
     targets: Targets,
     /// The logits (N, V), and (top, total) of each row (N, 2), as cross-entropy keeps them.
     kept: OnceLock<(Tensor, Tensor)>,
-    /// The logits (N, V) on a card, until backward makes them their gradient.
+    /// The logits (N, V) on a GPU, until backward makes them their gradient.
     #[cfg(feature = "cuda")]
     logits: Mutex<Option<Tensor>>,
 }
@@ -209,13 +214,13 @@ impl LinearCrossEntropy {
 
 #[cfg(feature = "cuda")]
 impl LinearCrossEntropy {
-    fn backward_on_card(
+    fn backward_on_gpu(
         &self,
         x: &Tensor,
         weight: &Tensor,
         dloss: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let (card, rows) = (cuda::card(x)?, self.targets.ids.len());
+        let (gpu, rows) = (cuda::gpu(x)?, self.targets.ids.len());
         let ((classes, depth), dtype) = (weight.dims2()?, x.dtype());
         let of_x = cuda::matrix(x, rows, depth)?; // (N, D)
         let dloss = dloss.detach().to_dtype(DType::F32)?;
@@ -228,14 +233,14 @@ impl LinearCrossEntropy {
             Some(logits) => logits,
             None => {
                 let factors = [of_x, cuda::matrix(&read, classes, depth)?.t()];
-                cuda::product(card, factors, 1, dtype, (rows, classes))?
+                cuda::product(gpu, factors, 1, dtype, (rows, classes))?
             }
         };
-        let losses = cuda::room(card, DType::F32, rows)?;
-        let ids = cuda::ids(card, &self.targets.ids)?;
-        let targets = self.targets.on_card(&ids)?;
+        let losses = cuda::alloc_uninit(gpu, DType::F32, rows)?;
+        let ids = cuda::ids(gpu, &self.targets.ids)?;
+        let targets = self.targets.on_gpu(&ids)?;
         cuda_kernel::in_place(
-            card,
+            gpu,
             cuda::elements(&logits)?,
             classes,
             targets.ids,
@@ -246,13 +251,13 @@ impl LinearCrossEntropy {
         let of_dlogits = cuda::matrix(&logits, rows, classes)?; // as they are now
         let dx = x.track_op().then(|| {
             let factors = [of_dlogits, cuda::matrix(&read, classes, depth)?];
-            cuda::product(card, factors, 1, dtype, x.shape())
+            cuda::product(gpu, factors, 1, dtype, x.shape())
         });
         drop(read);
         let factors = [of_dlogits.t(), of_x];
         let dw = weight
             .track_op()
-            .then(|| self.copy.gradient_on_card(weight, factors));
+            .then(|| self.copy.gradient_on_gpu(weight, factors));
         Ok((dx.transpose()?, dw.transpose()?))
     }
 }
@@ -383,17 +388,17 @@ impl CustomOp2 for LinearCrossEntropy {
         weight: &CudaStorage,
         weight_layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (card, rows) = (&x.device, self.targets.ids.len());
+        let (gpu, rows) = (&x.device, self.targets.ids.len());
         let (classes, depth) = weight_layout.shape().dims2()?;
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
-        let logits = self.copy.product_on_card(of_x, weight, weight_layout)?; // (N, V)
-        let room = |len| cuda::room(card, DType::F32, len);
+        let logits = self.copy.product_on_gpu(of_x, weight, weight_layout)?; // (N, V)
+        let room = |len| cuda::alloc_uninit(gpu, DType::F32, len);
         let (losses, statistics, mean) = (room(rows)?, room(2 * rows)?, room(1)?);
-        let ids = cuda::ids(card, &self.targets.ids)?;
+        let ids = cuda::ids(gpu, &self.targets.ids)?;
         cuda_kernel::forward(
-            card,
+            gpu,
             cuda::whole(&logits)?,
-            self.targets.on_card(&ids)?,
+            self.targets.on_gpu(&ids)?,
             cuda::whole(&losses)?,
             cuda::whole(&statistics)?,
             cuda::whole(&mean)?,
@@ -413,7 +418,7 @@ impl CustomOp2 for LinearCrossEntropy {
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return self.backward_on_card(x, weight, dloss);
+            return self.backward_on_gpu(x, weight, dloss);
         }
         let Some((logits, statistics)) = self.kept.get() else {
             candle_core::bail!("linear_cross_entropy: backward before forward");

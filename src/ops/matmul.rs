@@ -10,14 +10,14 @@ use super::packing::packed_batch;
 use super::record::{Spec, apply2, composed, contiguous, input, made};
 use crate::graph::{Attribute, Step, Target};
 use crate::kernels::cpu::gemm::{Batched, ProductSizes, matmul_batched};
-use crate::precision::suspended;
+use crate::precision::without_autocast;
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
-    super::{cuda, product::on_card},
+    super::{cuda, product::on_gpu},
     crate::kernels::cuda::{View, matmul::Matrix},
     candle_core::CudaStorage,
 };
@@ -100,7 +100,7 @@ fn of_broadcast(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> R
     let wide =
         |x: &Tensor, shape: &Shape| Ok::<_, Error>(cast(x, DType::F32)?.broadcast_as(shape)?);
     let (a, b) = (wide(&x, a.shape())?, wide(&y, b.shape())?);
-    let c = suspended(|| product(op, &a, &b, transposed))?;
+    let c = without_autocast(|| product(op, &a, &b, transposed))?;
     cast(&c, x.dtype())
 }
 
@@ -162,9 +162,9 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    /// The first of the matrices, on a card.
+    /// The first of the matrices, on a GPU.
     #[cfg(feature = "cuda")]
-    fn on_card<'b>(&self, view: View<'b>, transposed: bool) -> Matrix<'b> {
+    fn on_gpu<'b>(&self, view: View<'b>, transposed: bool) -> Matrix<'b> {
         Matrix {
             transposed,
             ..Matrix::several(view, self.rows, self.cols)
@@ -240,7 +240,7 @@ fn batched(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> 
         };
         matmul_batched(k.count("batch")?, a, b, s.y(0)?);
     });
-    let kernel = on_gpu!(kernel, |k, l| on_card(k, l, k.count("batch")?));
+    let kernel = on_gpu!(kernel, |k, l| on_gpu(k, l, k.count("batch")?));
     let sizes = [
         ("batch", batch),
         ("a_rows", a_sizes[0]),
@@ -314,17 +314,16 @@ impl MatMul {
 
 #[cfg(feature = "cuda")]
 impl MatMul {
-    fn backward_on_card(
+    fn backward_on_gpu(
         &self,
         [a, b, dc]: [&Tensor; 3],
         [a_sizes, b_sizes, dc_sizes]: [Sizes<'_>; 3],
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let (card, batch, dtype) = (cuda::card(dc)?, a_sizes.batch(), dc.dtype());
-        let of_dc = dc_sizes.on_card(cuda::elements(dc)?, false);
-        let of_a = a_sizes.on_card(cuda::elements(a)?, false);
-        let of_b = b_sizes.on_card(cuda::elements(b)?, self.transposed);
-        let gradient =
-            |of: &Tensor, factors| cuda::product(card, factors, batch, dtype, of.shape());
+        let (gpu, batch, dtype) = (cuda::gpu(dc)?, a_sizes.batch(), dc.dtype());
+        let of_dc = dc_sizes.on_gpu(cuda::elements(dc)?, false);
+        let of_a = a_sizes.on_gpu(cuda::elements(a)?, false);
+        let of_b = b_sizes.on_gpu(cuda::elements(b)?, self.transposed);
+        let gradient = |of: &Tensor, factors| cuda::product(gpu, factors, batch, dtype, of.shape());
         let da = a.track_op().then(|| gradient(a, [of_dc, of_b.t()]));
         // b (K, N): a^T dc; b (N, K): dc^T a.
         let factors = match self.transposed {
@@ -404,8 +403,8 @@ impl CustomOp2 for MatMul {
         let (a_sizes, b_sizes) = self.sizes(a_layout.dims(), b_layout.dims())?;
         let shape = self.shape(a_sizes, b_sizes);
         let factors = [
-            a_sizes.on_card(cuda::view(a, a_layout)?, false),
-            b_sizes.on_card(cuda::view(b, b_layout)?, self.transposed),
+            a_sizes.on_gpu(cuda::view(a, a_layout)?, false),
+            b_sizes.on_gpu(cuda::view(b, b_layout)?, self.transposed),
         ];
         let c = cuda::multiplied(&a.device, factors, a_sizes.batch(), a.dtype())?;
         Ok((c, shape.into()))
@@ -428,7 +427,7 @@ impl CustomOp2 for MatMul {
         let dc = dc.contiguous()?;
         #[cfg(feature = "cuda")]
         if dc.device().is_cuda() {
-            return self.backward_on_card([a, b, &dc], [a_sizes, b_sizes, dc_sizes]);
+            return self.backward_on_gpu([a, b, &dc], [a_sizes, b_sizes, dc_sizes]);
         }
         for_stored!(dc.dtype(), T => {
             let dc = elements::<T>(&dc)?;

@@ -13,8 +13,8 @@
 //! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op takes any strides
 //! and returns a contiguous tensor; mixed dtypes (unless an op says which it takes) or devices are an error.
 //!
-//! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]), and what
-//! follows its inputs promotes mixed ones. Outside, only [`add`], [`sub`], [`mul`] and [`div`] do.
+//! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]), and
+//! what follows its inputs promotes mixed ones. Outside, only [`add`], [`sub`], [`mul`] and [`div`] do.
 
 mod activation;
 pub(crate) mod arithmetic;
@@ -71,8 +71,8 @@ pub use embedding::embedding;
 pub use gelu::{Gelu, gelu};
 pub use heads::{merge_heads, split_heads};
 pub use layer_norm::layer_norm;
-pub(crate) use linear::ending;
 pub use linear::linear;
+pub(crate) use linear::with_last_dim;
 pub use linear_bias::linear_bias;
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use matmul::{matmul, matmul_transposed};

@@ -71,7 +71,8 @@ fn packed(target: Target, sizes: ProductSizes) -> Option<Room> {
     (target == Target::Cpu).then(|| of_bytes(packing_bytes(sizes, Threads::All)))
 }
 
-/// What `matrices` products of one size pack: as many at once as there are threads, or one after another by all of them.
+/// What `matrices` products of one size pack: as many at once as there are threads, or one after another by all of
+/// them.
 pub(super) fn packed_batch(target: Target, matrices: usize, sizes: ProductSizes) -> Option<Room> {
     if target != Target::Cpu {
         return None;

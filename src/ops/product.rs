@@ -64,7 +64,7 @@ pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
             false => into::<T, <T as Stored>::Wide>(k, s),
         })
     });
-    let kernel = on_gpu!(kernel, |k, l| on_card(k, l, 1));
+    let kernel = on_gpu!(kernel, |k, l| on_gpu(k, l, 1));
     let rows = if a.transposed { a.cols } else { a.rows };
     let cols = if b.transposed { b.rows } else { b.cols };
     let sizes = [
@@ -88,7 +88,7 @@ pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
 
 /// Launches `count` products: matrices one after another, of sizes as [`product`] says.
 #[cfg(feature = "cuda")]
-pub(super) fn on_card(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()> {
+pub(super) fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()> {
     let factor = |place: usize, [rows, cols, transposed]: [&str; 3]| {
         let x = Matrix::several(l.reads[place], k.count(rows)?, k.count(cols)?);
         candle_core::Result::Ok(if k.flag(transposed) { x.t() } else { x })
@@ -98,8 +98,8 @@ pub(super) fn on_card(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core
     let (rows, cols) = Matrix::product_of([&a, &b]);
     let (c, adds) = (Matrix::several(l.writes[0], rows, cols), k.flag("adds"));
     if a.view.len == 0 && !adds {
-        return set_to_zero(l.card, c.view); // sums of nothing
+        return set_to_zero(l.gpu, c.view); // sums of nothing
     }
     let mut products = l.products.borrow_mut();
-    products.multiply(l.card, [a, b], c, count, adds)
+    products.multiply(l.gpu, [a, b], c, count, adds)
 }

@@ -44,7 +44,8 @@ pub(crate) trait Spec {
         Vec::new()
     }
 
-    /// What forward does to memory on `target`. By default it makes what it keeps and its output, and takes nothing else.
+    /// What forward does to memory on `target`. By default it makes what it keeps and its output, and takes nothing
+    /// else.
     fn forward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<Step> {
         made(self, inputs)
     }
@@ -344,8 +345,8 @@ fn leave(range: probe::Guard, inputs: &[&Tensor], output: &Tensor) {
 }
 
 /// Runs `f`, candle's own ops that stand for the op called `name` on `inputs`, and make an `output` of this shape and
-/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs by zeros, and `f` is
-/// not run: candle's own depends on the first or on none, and divides by zero on a GPU.
+/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs by zeros, and
+/// `f` is not run: candle's own depends on the first or on none, and divides by zero on a GPU.
 pub(crate) fn composed<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
@@ -355,7 +356,7 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     composed_as(name, inputs, Composed::new(output.0, output.1), f)
 }
 
-/// As [`composed`], for ops whose backward hands on the output's gradient to all inputs, as candle's sum does.
+/// As [`composed`], for ops whose backward passes the output's gradient through to all inputs, as candle's sum does.
 pub(crate) fn composed_handing_on<E: From<candle_core::Error>>(
     name: &'static str,
     inputs: &[&Tensor],
@@ -363,7 +364,7 @@ pub(crate) fn composed_handing_on<E: From<candle_core::Error>>(
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
     let op = Composed {
-        hands_on: true,
+        passes_through: true,
         ..Composed::new(output.0, output.1)
     };
     composed_as(name, inputs, op, f)
@@ -399,7 +400,7 @@ pub(super) struct Composed {
     pub shape: Shape,
     pub dtype: DType,
     /// Backward makes nothing.
-    pub hands_on: bool,
+    pub passes_through: bool,
     pub attributes: Vec<(&'static str, Attribute)>,
 }
 
@@ -408,7 +409,7 @@ impl Composed {
         Self {
             shape: shape.into(),
             dtype,
-            hands_on: false,
+            passes_through: false,
             attributes: Vec::new(),
         }
     }
@@ -421,8 +422,8 @@ impl Spec for Composed {
 
     /// Of one op. What several of candle's own keep and take between them is not known here.
     fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
-        let step = match self.hands_on {
-            true => Step::HandOn,
+        let step = match self.passes_through {
+            true => Step::PassThrough,
             false => Step::gradient,
         };
         (0..inputs.len()).map(step).collect()
@@ -457,8 +458,8 @@ pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The [`input`] of a `reference`, which is public and so checks by itself that `x` is a float: integers would give wrong
-/// results without an error.
+/// The [`input`] of a `reference`, which is public and so checks by itself that `x` is a float: integers would give
+/// wrong results without an error.
 pub(crate) fn float_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> {
     check_float(op, x)?;
     Ok(input(x))

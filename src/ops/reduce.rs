@@ -48,8 +48,8 @@ pub fn mean(x: &Tensor) -> Result<Tensor> {
 
 /// `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V). A scalar is one element, as in PyTorch.
 ///
-/// In plain candle ops, half precision computed in f32 and rounded once. For a loss, [`cross_entropy`](super::cross_entropy())
-/// keeps far less for backward.
+/// In plain candle ops, half precision computed in f32 and rounded once. For a loss,
+/// [`cross_entropy`](super::cross_entropy()) keeps far less for backward.
 ///
 /// # Errors
 /// A dtype that is not a float.
@@ -95,7 +95,7 @@ const LOG_SOFTMAX: Lowering = Lowering {
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let (x, y) = (l.reads[0], l.writes[0]);
-            log_softmax_on_gpu::forward(l.card, x, k.count("width")?, y)
+            log_softmax_on_gpu::forward(l.gpu, x, k.count("width")?, y)
         });
         let kernel = kernel.sized([("width", width(signature))]);
         Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
@@ -107,7 +107,7 @@ const LOG_SOFTMAX: Lowering = Lowering {
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let reads = [l.reads[0], l.reads[1]];
-            log_softmax_on_gpu::backward(l.card, reads, k.count("width")?, l.writes[0])
+            log_softmax_on_gpu::backward(l.gpu, reads, k.count("width")?, l.writes[0])
         });
         let kernel = kernel.sized([("width", width(signature))]);
         let reads = [Slot::OutputGradient, Slot::Input(0)];
@@ -135,7 +135,7 @@ fn total(signature: &Signature<'_>, factor: f64) -> Calls {
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let factor = k.number("factor")?;
-        cuda_kernel::sum(l.card, l.reads[0], factor, l.writes[0], l.writes[1])
+        cuda_kernel::sum(l.gpu, l.reads[0], factor, l.writes[0], l.writes[1])
     });
     let (mut calls, mut writes) = (Calls::default(), vec![Slot::Output]);
     if signature.target == Target::Cuda {
@@ -153,7 +153,7 @@ fn spread(factor: f64) -> Calls {
         s.y::<T>(0)?.fill(WithDType::from_f64(dy));
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        cuda_kernel::spread(l.card, l.reads[0], k.number("factor")?, l.writes[0])
+        cuda_kernel::spread(l.gpu, l.reads[0], k.number("factor")?, l.writes[0])
     });
     let kernel = kernel.with("factor", Attribute::Number(factor));
     Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])

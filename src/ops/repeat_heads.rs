@@ -16,10 +16,11 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {super::cuda, crate::kernels::cuda::repeat as cuda_kernel, candle_core::CudaStorage};
 
-/// Each head `times` in a row: (..., H, T, Dh) to (..., H * times, T, Dh), PyTorch's `repeat_interleave` along the heads.
+/// Each head `times` in a row: (..., H, T, Dh) to (..., H * times, T, Dh), PyTorch's `repeat_interleave` along the
+/// heads.
 ///
-/// [`attention`](crate::attention) takes fewer heads of k and v than of q without this copy. Backward: each head's gradient is the
-/// sum of its repeats', in f32 at least, rounded once. Nothing is kept for it. Autocast: follows x.
+/// [`attention`](crate::attention) takes fewer heads of k and v than of q without this copy. Backward: each head's
+/// gradient is the sum of its repeats', in f32 at least, rounded once. Nothing is kept for it. Autocast: follows x.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -102,7 +103,7 @@ const LOWERING: Lowering = Lowering {
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let (width, times) = (k.count("width")?, k.count("times")?);
-            cuda_kernel::repeat(l.card, l.reads[0], width, times, l.writes[0])
+            cuda_kernel::repeat(l.gpu, l.reads[0], width, times, l.writes[0])
         });
         let kernel = kernel.with_all(signature.attributes);
         let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);
@@ -114,7 +115,7 @@ const LOWERING: Lowering = Lowering {
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let (width, times) = (k.count("width")?, k.count("times")?);
-            cuda_kernel::fold(l.card, l.reads[0], width, times, l.writes[0])
+            cuda_kernel::fold(l.gpu, l.reads[0], width, times, l.writes[0])
         });
         let kernel = kernel.with_all(signature.attributes);
         let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);
@@ -171,7 +172,7 @@ impl CustomOp1 for RepeatHeads {
         layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let shape = Shape::from(self.shape(layout.dims()));
-        let y = cuda::room(&x.device, x.dtype(), shape.elem_count())?;
+        let y = cuda::alloc_uninit(&x.device, x.dtype(), shape.elem_count())?;
         let (from, to) = (cuda::view(x, layout)?, cuda::whole(&y)?);
         cuda_kernel::repeat(&x.device, from, width_of(layout.dims()), self.times, to)?;
         Ok((y, shape))
@@ -181,10 +182,10 @@ impl CustomOp1 for RepeatHeads {
         let (dy, width) = (dy.contiguous()?, width_of(x.dims()));
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let card = cuda::card(&dy)?;
-            let dx = cuda::room(card, x.dtype(), x.elem_count())?;
+            let gpu = cuda::gpu(&dy)?;
+            let dx = cuda::alloc_uninit(gpu, x.dtype(), x.elem_count())?;
             cuda_kernel::fold(
-                card,
+                gpu,
                 cuda::elements(&dy)?,
                 width,
                 self.times,

@@ -24,15 +24,15 @@ use {super::cuda, crate::kernels::cuda::rms_norm as cuda_kernel, candle_core::Cu
 
 /// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
 ///
-/// Computed in at least f32 (f64 stays f64), rounded once to x's dtype. Beside x in half precision the weight may be in f32;
-/// gradients have their operand's dtype. With h = x * rstd and g = dy * w, backward is
-/// `dx = rstd (g - h mean(g h))`, `dw = sum over rows of dy h`. Kept for backward: x, w and rstd (one value a row);
-/// y would not do, since w may be 0.
+/// Computed in at least f32 (f64 stays f64), rounded once to x's dtype. Beside x in half precision the weight may be in
+/// f32; gradients have their operand's dtype. With h = x * rstd and g = dy * w, backward is
+/// `dx = rstd (g - h mean(g h))`, `dw = sum over rows of dy h`. Kept for backward: x, w and rstd (one value a row); y
+/// would not do, since w may be 0.
 ///
-/// Autocast: y has x's dtype under both policies, whatever w's; a half-precision x beside an f32 w is computed in f32 and
-/// rounded once. PyTorch 2.15 lists rms_norm with the f32 ops of CUDA's policy, which makes y f32 (for that, move it:
-/// `Autocast::cuda(dtype).with("rms_norm", OpClass::F32)`); 2.11 was seen to leave it in x's dtype there, and under the CPU's
-/// policy both do. In a pre-norm transformer it makes no difference: the residual stream is f32.
+/// Autocast: y has x's dtype under both policies, whatever w's; a half-precision x beside an f32 w is computed in f32
+/// and rounded once. PyTorch 2.15 lists rms_norm with the f32 ops of CUDA's policy, which makes y f32 (for that, move
+/// it: `Autocast::cuda(dtype).with("rms_norm", OpClass::F32)`); 2.11 was seen to leave it in x's dtype there, and under
+/// the CPU's policy both do. In a pre-norm transformer it makes no difference: the residual stream is f32.
 ///
 /// Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 ///
@@ -117,7 +117,7 @@ const LOWERING: Lowering = Lowering {
             true => on_gpu!(kernel, |k, l| {
                 let ([x, weight], [y, rstd]) =
                     ([0, 1].map(|i| l.reads[i]), [0, 1].map(|i| l.writes[i]));
-                cuda_kernel::forward(l.card, x, weight, k.number("eps")?, y, rstd)
+                cuda_kernel::forward(l.gpu, x, weight, k.number("eps")?, y, rstd)
             }),
         };
         let reads = [Slot::Input(0), Slot::Input(1)];
@@ -147,7 +147,7 @@ const LOWERING: Lowering = Lowering {
                     dw: l.writes[1],
                     add_dw: false,
                 };
-                cuda_kernel::backward(l.card, inputs, gradients, l.writes[2])
+                cuda_kernel::backward(l.gpu, inputs, gradients, l.writes[2])
             }),
         };
         let reads = [
@@ -244,14 +244,14 @@ impl CustomOp2 for RmsNorm {
         weight: &CudaStorage,
         weight_layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (card, shape) = (&x.device, x_layout.shape());
+        let (gpu, shape) = (&x.device, x_layout.shape());
         let wide_weight = weight.to_dtype(weight_layout, DType::F32)?; // (D): small
         let weight = cuda::whole(&wide_weight)?;
-        let y = cuda::room(card, x.dtype(), shape.elem_count())?;
-        let rstd = cuda::room(card, DType::F32, shape.elem_count() / weight.len)?;
+        let y = cuda::alloc_uninit(gpu, x.dtype(), shape.elem_count())?;
+        let rstd = cuda::alloc_uninit(gpu, DType::F32, shape.elem_count() / weight.len)?;
         let x = cuda::view(x, x_layout)?;
         cuda_kernel::forward(
-            card,
+            gpu,
             x,
             weight,
             self.eps,
@@ -278,11 +278,11 @@ impl CustomOp2 for RmsNorm {
         let (x_shape, wide_weight) = (x.shape(), widen(weight)?);
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let (card, width) = (cuda::card(&dy)?, weight.elem_count());
+            let (gpu, width) = (cuda::gpu(&dy)?, weight.elem_count());
             let partials_len = workspace::rms_norm_partials(rstd.elem_count(), width);
-            let partials = cuda::room(card, DType::F32, partials_len)?;
-            let dx = cuda::room(card, x.dtype(), x.elem_count())?;
-            let dw = cuda::room(card, DType::F32, width)?;
+            let partials = cuda::alloc_uninit(gpu, DType::F32, partials_len)?;
+            let dx = cuda::alloc_uninit(gpu, x.dtype(), x.elem_count())?;
+            let dw = cuda::alloc_uninit(gpu, DType::F32, width)?;
             let inputs = cuda_kernel::Inputs {
                 dy: cuda::elements(&dy)?,
                 x: cuda::elements(x)?,
@@ -298,7 +298,7 @@ impl CustomOp2 for RmsNorm {
                 dw: cuda::whole(&dw)?,
                 add_dw: false,
             };
-            cuda_kernel::backward(card, inputs, gradients, cuda::whole(&partials)?)?;
+            cuda_kernel::backward(gpu, inputs, gradients, cuda::whole(&partials)?)?;
             let dw = cuda::tensor(dw, weight.shape()).to_dtype(weight.dtype())?;
             return Ok((Some(cuda::tensor(dx, x_shape)), Some(dw)));
         }

@@ -28,8 +28,8 @@ use {
 ///
 /// `y[2i] = x[2i] cos - x[2i+1] sin`, `y[2i+1] = x[2i] sin + x[2i+1] cos`. Backward rotates back. Kept for backward:
 /// `cos` and `sin`, which carry no gradient. The adjacent pairs (0,1), (2,3).. are the paper's; other models pair
-/// element i with element i + Dh/2. Autocast: follows x, and the tables are rounded to its dtype (where PyTorch's promotion
-/// would turn a half-precision x into f32, in front of an attention that turns it back).
+/// element i with element i + Dh/2. Autocast: follows x, and the tables are rounded to its dtype (where PyTorch's
+/// promotion would turn a half-precision x into f32, in front of an attention that turns it back).
 ///
 /// Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations 15 and 34.
 ///
@@ -135,7 +135,7 @@ fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
         let (tables, width) = ([l.reads[1], l.reads[2]], k.count("width")?);
         let sizes = (2 * tables[0].len / width.max(1), width);
         cuda_kernel::rotate(
-            l.card,
+            l.gpu,
             l.reads[0],
             tables,
             sizes,
@@ -161,12 +161,12 @@ fn table<T: Stored>(table: &Tensor) -> candle_core::Result<impl Deref<Target = [
 
 #[cfg(feature = "cuda")]
 impl Rope {
-    /// x rotated on its card, or `back`.
-    fn rotated(&self, card: &CudaDevice, x: View, back: bool) -> candle_core::Result<CudaStorage> {
+    /// x rotated on its GPU, or `back`.
+    fn rotated(&self, gpu: &CudaDevice, x: View, back: bool) -> candle_core::Result<CudaStorage> {
         let (length, half) = self.cos.dims2()?;
         let tables = [cuda::elements(&self.cos)?, cuda::elements(&self.sin)?];
-        let y = cuda::room(card, x.dtype, x.len)?;
-        cuda_kernel::rotate(card, x, tables, (length, 2 * half), back, cuda::whole(&y)?)?;
+        let y = cuda::alloc_uninit(gpu, x.dtype, x.len)?;
+        cuda_kernel::rotate(gpu, x, tables, (length, 2 * half), back, cuda::whole(&y)?)?;
         Ok(y)
     }
 }
@@ -210,7 +210,7 @@ impl CustomOp1 for Rope {
         let dy = dy.contiguous()?;
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let dx = self.rotated(cuda::card(&dy)?, cuda::elements(&dy)?, true)?;
+            let dx = self.rotated(cuda::gpu(&dy)?, cuda::elements(&dy)?, true)?;
             return Ok(Some(cuda::tensor(dx, x.shape())));
         }
         for_stored!(dy.dtype(), T => {

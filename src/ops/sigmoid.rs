@@ -5,8 +5,8 @@ use crate::Result;
 use crate::kernels::cpu::activation::Activation;
 use candle_core::Tensor;
 
-/// `y = 1 / (1 + exp(-x))`, elementwise. Backward: `dx = dy y (1 - y)`, computed from x, where nothing cancels. Kept for
-/// backward: x. Autocast: follows x.
+/// `y = 1 / (1 + exp(-x))`, elementwise. Backward: `dx = dy y (1 - y)`, computed from x, where nothing cancels. Kept
+/// for backward: x. Autocast: follows x.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -22,7 +22,7 @@ use {super::cuda, crate::kernels::cuda::softmax as cuda_kernel, candle_core::Cud
 ///
 /// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank (a scalar is one key). Masked places are 0, and so
 /// is a row without a visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a
-/// mask tensor nor scaled scores ever exist; in half precision x instead of p, from which p is computed again,
+/// mask tensor nor scaled scores ever exist; in half precision x instead of p, from which p is recomputed,
 /// unrounded. Autocast: f32 under CUDA's policy, follows x under the CPU's.
 ///
 /// ```
@@ -163,7 +163,7 @@ const LOWERING: Lowering = Lowering {
             })
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            cuda_kernel::forward(l.card, scores(k)?, l.reads[0], l.writes[0])
+            cuda_kernel::forward(l.gpu, scores(k)?, l.reads[0], l.writes[0])
         });
         Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
     },
@@ -191,7 +191,7 @@ const LOWERING: Lowering = Lowering {
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let reads = [l.reads[0], l.reads[1]];
-            cuda_kernel::backward(l.card, scores(k)?, reads, l.writes[0])
+            cuda_kernel::backward(l.gpu, scores(k)?, reads, l.writes[0])
         });
         Calls::default().call(
             kernel,
@@ -286,7 +286,7 @@ impl CustomOp1 for Softmax {
         x: &CudaStorage,
         layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let p = cuda::room(&x.device, x.dtype(), layout.shape().elem_count())?;
+        let p = cuda::alloc_uninit(&x.device, x.dtype(), layout.shape().elem_count())?;
         let view = cuda::view(x, layout)?;
         cuda_kernel::forward(&x.device, self.scores(), view, cuda::whole(&p)?)?;
         Ok((p, layout.shape().clone()))
@@ -296,11 +296,11 @@ impl CustomOp1 for Softmax {
         let (dp, x_shape) = (dp.contiguous()?, x.shape());
         #[cfg(feature = "cuda")]
         if dp.device().is_cuda() {
-            let card = cuda::card(&dp)?;
-            let dx = cuda::room(card, dp.dtype(), dp.elem_count())?;
+            let gpu = cuda::gpu(&dp)?;
+            let dx = cuda::alloc_uninit(gpu, dp.dtype(), dp.elem_count())?;
             let source = if dp.dtype() == DType::F32 { p } else { x };
             let read = [cuda::elements(&dp)?, cuda::elements(source)?];
-            cuda_kernel::backward(card, self.scores(), read, cuda::whole(&dx)?)?;
+            cuda_kernel::backward(gpu, self.scores(), read, cuda::whole(&dx)?)?;
             return Ok(Some(cuda::tensor(dx, x_shape)));
         }
         let &Self {

@@ -98,7 +98,7 @@ pub(crate) fn gather(view: View) -> Kernel {
         true => on_gpu!(kernel, |k, l| {
             let view = k.view()?;
             let x = l.reads[0].part_from(view.offset);
-            cuda_kernel::copy(l.card, x, l.writes[0], &moves(view))
+            cuda_kernel::copy(l.gpu, x, l.writes[0], &moves(view))
         }),
     }
 }
@@ -164,7 +164,7 @@ pub(crate) fn scatter(view: View) -> Kernel {
         true => on_gpu!(kernel, |k, l| {
             let view = k.view()?;
             let dims = moves_back(view);
-            cuda_kernel::sums(l.card, l.reads[0], l.writes[0], view.offset, &dims)
+            cuda_kernel::sums(l.gpu, l.reads[0], l.writes[0], view.offset, &dims)
         }),
     }
 }

@@ -17,8 +17,8 @@ use {super::cuda, crate::kernels::cuda::swiglu as cuda_kernel, candle_core::Cuda
 
 /// `y = silu(gate) * up`, elementwise, with silu(g) = g sigmoid(g): all three of one shape.
 ///
-/// Backward, with s = sigmoid(gate): `dgate = dy up s (1 + gate (1 - s))`, `dup = dy gate s`. Kept for backward: gate and
-/// up; s is computed again, which costs less than reading it back. Autocast: follows its inputs.
+/// Backward, with s = sigmoid(gate): `dgate = dy up s (1 + gate (1 - s))`, `dup = dy gate s`. Kept for backward: gate
+/// and up; s is recomputed, which costs less than reading it back. Autocast: follows its inputs.
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
 ///
@@ -85,7 +85,7 @@ pub(super) fn gated() -> Kernel {
         kernel::forward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
     });
     on_gpu!(kernel, |_, l| cuda_kernel::forward(
-        l.card,
+        l.gpu,
         l.reads[0],
         l.reads[1],
         l.writes[0]
@@ -99,7 +99,7 @@ pub(super) fn gated_backward() -> Kernel {
     });
     on_gpu!(kernel, |_, l| {
         let reads = [l.reads[0], l.reads[1], l.reads[2]];
-        cuda_kernel::backward(l.card, reads, [l.writes[0], l.writes[1]])
+        cuda_kernel::backward(l.gpu, reads, [l.writes[0], l.writes[1]])
     })
 }
 
@@ -138,7 +138,7 @@ impl CustomOp2 for SwiGlu {
         up_layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
         let shape = gate_layout.shape();
-        let y = cuda::room(&gate.device, gate.dtype(), shape.elem_count())?;
+        let y = cuda::alloc_uninit(&gate.device, gate.dtype(), shape.elem_count())?;
         let (gate_view, up_view) = (cuda::view(gate, gate_layout)?, cuda::view(up, up_layout)?);
         cuda_kernel::forward(&gate.device, gate_view, up_view, cuda::whole(&y)?)?;
         Ok((y, shape.clone()))
@@ -154,15 +154,15 @@ impl CustomOp2 for SwiGlu {
         let dy = dy.contiguous()?;
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let card = cuda::card(&dy)?;
-            let room = || cuda::room(card, gate.dtype(), gate.elem_count());
+            let gpu = cuda::gpu(&dy)?;
+            let room = || cuda::alloc_uninit(gpu, gate.dtype(), gate.elem_count());
             let (dgate, dup) = (room()?, room()?);
             let read = [
                 cuda::elements(&dy)?,
                 cuda::elements(gate)?,
                 cuda::elements(up)?,
             ];
-            cuda_kernel::backward(card, read, [cuda::whole(&dgate)?, cuda::whole(&dup)?])?;
+            cuda_kernel::backward(gpu, read, [cuda::whole(&dgate)?, cuda::whole(&dup)?])?;
             let of_shape = |gradient| Some(cuda::tensor(gradient, gate.shape()));
             return Ok((of_shape(dgate), of_shape(dup)));
         }

@@ -3,7 +3,7 @@
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::linear::{ending, factors, linear, linear_product, read_weight, rows_of};
+use super::linear::{factors, linear, linear_product, read_weight, rows_of, with_last_dim};
 use super::lowering::{Calls, Lowering, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
@@ -14,7 +14,7 @@ use super::weight::{WeightCopy, with_copies};
 use crate::graph::{Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::swiglu as kernel;
-use crate::precision::suspended;
+use crate::precision::without_autocast;
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
@@ -29,10 +29,10 @@ use {
 
 /// `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
 ///
-/// The same as [`swiglu()`] of two [`linear()`]s. As one op, the gradients of gate and up are scratch instead of nodes of
-/// candle's graph, each of which is added to zeros, and dx is summed inside the second product:
-/// `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for backward: x, W1, W3, and gate and up,
-/// both (..., F). Autocast: lower under both policies, as [`linear()`] is; silu and product follow.
+/// The same as [`swiglu()`] of two [`linear()`]s. As one op, the gradients of gate and up are scratch instead of nodes
+/// of candle's graph, each of which is added to zeros, and dx is summed inside the second product:
+/// `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for backward: x, W1, W3, and gate and up, both
+/// (..., F). Autocast: lower under both policies, as [`linear()`] is; silu and product follow.
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without its last product.
 ///
@@ -50,7 +50,7 @@ pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
             let (x, w1, w3) = (contiguous(&x)?, contiguous(&w1)?, contiguous(&w3)?);
             Ok(apply3(&x, &w1, &w3, op)?)
         }
-        Path::Reference => suspended(|| reference(&x, &w1, &w3)),
+        Path::Reference => without_autocast(|| reference(&x, &w1, &w3)),
     }
 }
 
@@ -72,7 +72,7 @@ fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
     if fits {
         return check_size(
             "swiglu_linear",
-            &ending(x.dims(), w1.dims()[0]),
+            &with_last_dim(x.dims(), w1.dims()[0]),
             x.dtype(),
             x.device(),
         );
@@ -155,15 +155,15 @@ fn rows(x: &Shape) -> (usize, usize) {
 
 #[cfg(feature = "cuda")]
 impl SwiGluLinear {
-    fn backward_on_card(
+    fn backward_on_gpu(
         &self,
         [x, w1, w3]: [&Tensor; 3],
         [gate, up]: [&Tensor; 2],
         dy: &Tensor,
     ) -> candle_core::Result<[Tensor; 3]> {
-        let (card, dtype) = (cuda::card(dy)?, dy.dtype());
+        let (gpu, dtype) = (cuda::gpu(dy)?, dy.dtype());
         let ((rows, depth), (out, _)) = (rows(x.shape()), w1.dims2()?);
-        let room = || cuda::room(card, dtype, dy.elem_count());
+        let room = || cuda::alloc_uninit(gpu, dtype, dy.elem_count());
         let (dgate, dup) = (room()?, room()?); // (N, F)
         let (of_dgate, of_dup) = (cuda::whole(&dgate)?, cuda::whole(&dup)?);
         let read = [
@@ -171,20 +171,20 @@ impl SwiGluLinear {
             cuda::elements(gate)?,
             cuda::elements(up)?,
         ];
-        cuda_kernel::backward(card, read, [of_dgate, of_dup])?;
+        cuda_kernel::backward(gpu, read, [of_dgate, of_dup])?;
         let [dgate, dup] = [of_dgate, of_dup].map(|view| Matrix::new(view, rows, out));
-        let dx = cuda::room(card, dtype, x.elem_count())?;
+        let dx = cuda::alloc_uninit(gpu, dtype, x.elem_count())?;
         {
             let of_dx = Matrix::new(cuda::whole(&dx)?, rows, depth); // (N, D)
             let w1 = self.copies[0].for_backward(w1)?;
             let w3 = self.copies[1].for_backward(w3)?;
-            let add = |factors: [Matrix; 2], adds| cublas::multiply(card, factors, of_dx, 1, adds);
+            let add = |factors: [Matrix; 2], adds| cublas::multiply(gpu, factors, of_dx, 1, adds);
             add([dgate, cuda::matrix(&w1, out, depth)?], false)?;
             add([dup, cuda::matrix(&w3, out, depth)?], true)?;
         }
         let of_x = cuda::matrix(x, rows, depth)?;
-        let dw1 = self.copies[0].gradient_on_card(w1, [dgate.t(), of_x])?;
-        let dw3 = self.copies[1].gradient_on_card(w3, [dup.t(), of_x])?;
+        let dw1 = self.copies[0].gradient_on_gpu(w1, [dgate.t(), of_x])?;
+        let dw3 = self.copies[1].gradient_on_gpu(w3, [dup.t(), of_x])?;
         Ok([cuda::tensor(dx, x.shape()), dw1, dw3])
     }
 }
@@ -192,7 +192,7 @@ impl SwiGluLinear {
 impl Spec for SwiGluLinear {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let [x, w1] = [&inputs[0], &inputs[1]];
-        (ending(x.dims, w1.dims[0]).into(), x.dtype)
+        (with_last_dim(x.dims, w1.dims[0]).into(), x.dtype)
     }
 
     fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
@@ -258,7 +258,7 @@ impl CustomOp3 for SwiGluLinear {
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (rows, depth) = rows(x_layout.shape());
         let (out, _) = w1_layout.shape().dims2()?;
-        let shape = ending(x_layout.dims(), out);
+        let shape = with_last_dim(x_layout.dims(), out);
         for_stored!(x.dtype(), T => {
             let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, D)
             let product = |weight: &[T]| {
@@ -288,14 +288,14 @@ impl CustomOp3 for SwiGluLinear {
         w3: &CudaStorage,
         w3_layout: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (card, (rows, depth)) = (&x.device, rows(x_layout.shape()));
+        let (gpu, (rows, depth)) = (&x.device, rows(x_layout.shape()));
         let (out, _) = w1_layout.shape().dims2()?;
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
-        let gate = self.copies[0].product_on_card(of_x, w1, w1_layout)?; // (N, F)
-        let up = self.copies[1].product_on_card(of_x, w3, w3_layout)?;
-        let y = cuda::room(card, x.dtype(), rows * out)?;
+        let gate = self.copies[0].product_on_gpu(of_x, w1, w1_layout)?; // (N, F)
+        let up = self.copies[1].product_on_gpu(of_x, w3, w3_layout)?;
+        let y = cuda::alloc_uninit(gpu, x.dtype(), rows * out)?;
         let (of_gate, of_up) = (cuda::whole(&gate)?, cuda::whole(&up)?);
-        cuda_kernel::forward(card, of_gate, of_up, cuda::whole(&y)?)?;
+        cuda_kernel::forward(gpu, of_gate, of_up, cuda::whole(&y)?)?;
         let (gate, up) = (
             cuda::tensor(gate, (rows, out)),
             cuda::tensor(up, (rows, out)),
@@ -303,7 +303,7 @@ impl CustomOp3 for SwiGluLinear {
         probe::kept("gate", &gate);
         probe::kept("up", &up);
         let _ = self.gate_up.set((gate, up)); // empty until now: an op runs forward once
-        Ok((y, ending(x_layout.dims(), out).into()))
+        Ok((y, with_last_dim(x_layout.dims(), out).into()))
     }
 
     fn bwd(
@@ -322,7 +322,7 @@ impl CustomOp3 for SwiGluLinear {
         let dy = dy.contiguous()?;
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let [dx, dw1, dw3] = self.backward_on_card([x, w1, w3], [gate, up], &dy)?;
+            let [dx, dw1, dw3] = self.backward_on_gpu([x, w1, w3], [gate, up], &dy)?;
             return Ok((Some(dx), Some(dw1), Some(dw3)));
         }
         let x_shape = x.shape();

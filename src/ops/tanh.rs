@@ -5,8 +5,8 @@ use crate::Result;
 use crate::kernels::cpu::activation::Activation;
 use candle_core::Tensor;
 
-/// `y = tanh(x)`, elementwise. Backward: `dx = dy (1 - y^2)`, computed from x, where nothing cancels. Kept for backward: x.
-/// Autocast: follows x.
+/// `y = tanh(x)`, elementwise. Backward: `dx = dy (1 - y^2)`, computed from x, where nothing cancels. Kept for
+/// backward: x. Autocast: follows x.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

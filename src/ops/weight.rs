@@ -1,9 +1,9 @@
 //! A weight as products read it: itself, or in an autocast region its copy in half precision, which is no node of the
 //! graph.
 //!
-//! PyTorch's autocast casts the weight first, and the graph has a node for that. Here the op takes the f32 weight itself
-//! and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32, without a
-//! gradient of the copy (which candle would add to zeros in half precision, element by element).
+//! PyTorch's autocast casts the weight first, and the graph has a node for that. Here the op takes the f32 weight
+//! itself and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32,
+//! without a gradient of the copy (which candle would add to zeros in half precision, element by element).
 
 use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::cpu::{elements, tensor, view};
@@ -140,9 +140,9 @@ impl WeightCopy {
         }
     }
 
-    /// Forward's product on the weight's card, `x W^T` in x's dtype.
+    /// Forward's product on the weight's GPU, `x W^T` in x's dtype.
     #[cfg(feature = "cuda")]
-    pub(super) fn product_on_card(
+    pub(super) fn product_on_gpu(
         &self,
         x: Matrix,
         weight: &CudaStorage,
@@ -157,9 +157,9 @@ impl WeightCopy {
         cuda::multiplied(&weight.device, [x, read.t()], 1, x.view.dtype)
     }
 
-    /// Forward's product on the weight's card, `y += x W^T`.
+    /// Forward's product on the weight's GPU, `y += x W^T`.
     #[cfg(feature = "cuda")]
-    pub(super) fn add_product_on_card(
+    pub(super) fn add_product_on_gpu(
         &self,
         x: Matrix,
         weight: &CudaStorage,
@@ -175,7 +175,7 @@ impl WeightCopy {
         cuda::add_product(&weight.device, [x, read.t()], y)
     }
 
-    /// What backward's products read: a dropped copy is made again.
+    /// What backward's products read: a dropped copy is recomputed.
     pub(super) fn for_backward(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
         match (self.get(), self.dtype) {
             (Some(copy), _) => Ok(copy),
@@ -184,9 +184,9 @@ impl WeightCopy {
         }
     }
 
-    /// As [`gradient`](Self::gradient), on the weight's card.
+    /// As [`gradient`](Self::gradient), on the weight's GPU.
     #[cfg(feature = "cuda")]
-    pub(super) fn gradient_on_card(
+    pub(super) fn gradient_on_gpu(
         &self,
         weight: &Tensor,
         factors: [Matrix; 2],
@@ -195,7 +195,7 @@ impl WeightCopy {
             None => factors[0].view.dtype,
             Some(_) => DType::F32,
         };
-        cuda::product(cuda::card(weight)?, factors, 1, dtype, weight.shape())
+        cuda::product(cuda::gpu(weight)?, factors, 1, dtype, weight.shape())
     }
 
     /// `dW = a b` in the weight's dtype: sums are f32's, and those of a copy's products are not rounded at all.

@@ -29,7 +29,8 @@ use std::collections::{HashMap, HashSet};
 /// outside is noticed, and its `master` starts from there.
 ///
 /// On the CPU a step is one pass that writes in place and allocates nothing, with the same bits for any number of
-/// threads. On CUDA all parameters in f32 are updated in one launch. On other devices it is composed of candle's own ops ([`AdamW::step_reference`]).
+/// threads. On CUDA all parameters in f32 are updated in one launch. On other devices it is composed of candle's own
+/// ops ([`AdamW::step_reference`]).
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -75,7 +76,8 @@ impl AdamW {
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration cannot work, if there are no parameters, or if a name or a variable comes
-    /// twice (both names are in the message); [`Error::DType`] for a parameter that is not `f16`, `bf16`, `f32` or `f64`.
+    /// twice (both names are in the message); [`Error::DType`] for a parameter that is not `f16`, `bf16`, `f32` or
+    /// `f64`.
     pub fn new(
         parameters: impl IntoIterator<Item = (String, Var)>,
         config: AdamWConfig,
@@ -124,17 +126,18 @@ impl AdamW {
     /// Gradients may be of another float dtype than their parameters, and laid out in any way.
     ///
     /// # Errors
-    /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of a wrong shape or dtype or on another
-    /// device is an error, as is a learning rate that cannot work. All of this is checked before anything changes.
+    /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of a wrong shape or dtype or on
+    /// another device is an error, as is a learning rate that cannot work. All of this is checked before anything
+    /// changes.
     pub fn step(&mut self, gradients: &GradStore) -> Result<()> {
         let range = probe::op(Kind::Op, "adamw", probe::op_path("adamw"));
         // Asked for all first: where the policy is strict, a refusal must leave everything as it was.
         #[cfg(feature = "cuda")]
-        let mut on_card = super::cuda::Batch::default();
+        let mut on_gpu = super::cuda::Batch::default();
         for (_, parameter) in self.parameters() {
             match (path(parameter)?, parameter.device()) {
                 #[cfg(feature = "cuda")]
-                (Path::Kernel, candle_core::Device::Cuda(card)) => on_card.prepare(card)?,
+                (Path::Kernel, candle_core::Device::Cuda(gpu)) => on_gpu.prepare(gpu)?,
                 _ => {}
             }
         }
@@ -142,7 +145,7 @@ impl AdamW {
             match (path(parameter)?, parameter.device()) {
                 #[cfg(feature = "cuda")]
                 (Path::Kernel, candle_core::Device::Cuda(_)) => {
-                    on_card.add(parameter, gradient, slot, update);
+                    on_gpu.add(parameter, gradient, slot, update);
                     Ok(())
                 }
                 (Path::Kernel, _) => step_cpu(parameter, gradient, slot, update),
@@ -150,7 +153,7 @@ impl AdamW {
             }
         })?;
         #[cfg(feature = "cuda")]
-        on_card.step()?;
+        on_gpu.step()?;
         if let (true, Some((_, first))) = (probe::is_listening(), self.parameters().next()) {
             let elements = self.parameters().map(|(_, var)| var.elem_count()).sum();
             range.leave_flat(elements, first.dtype());
@@ -195,8 +198,8 @@ impl AdamW {
         Ok(())
     }
 
-    /// Every parameter's gradient as a kernel can read it while parameters change: contiguous, of a dtype that goes with
-    /// the parameter's, and on no storage that the step writes. Almost always the gradients as they are.
+    /// Every parameter's gradient as a kernel can read it while parameters change: contiguous, of a dtype that goes
+    /// with the parameter's, and on no storage that the step writes. Almost always the gradients as they are.
     fn readable_gradients(&self, gradients: &GradStore) -> Result<Vec<Tensor>> {
         let written: HashSet<usize> = self
             .parameters()

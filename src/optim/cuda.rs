@@ -1,10 +1,10 @@
-//! AdamW's step on a card: parameters are collected, and updated in one launch.
+//! AdamW's step on a GPU: parameters are collected, and updated in one launch.
 
 use super::slot::Slot;
 use crate::Result;
 use crate::kernels::cpu::adamw::Update;
 use crate::kernels::cuda::adamw::{self, Entry};
-use crate::ops::cuda::{card, elements};
+use crate::ops::cuda::{elements, gpu};
 use candle_core::cuda_backend::DeviceId;
 use candle_core::{CudaDevice, DType, Tensor, Var};
 
@@ -13,7 +13,7 @@ use candle_core::{CudaDevice, DType, Tensor, Var};
 pub(super) struct Batch {
     parameters: Vec<Parameter>,
     updates: Vec<Update>,
-    /// The card that the kernel was last loaded for.
+    /// The GPU that the kernel was last loaded for.
     prepared: Option<DeviceId>,
 }
 
@@ -28,11 +28,11 @@ struct Parameter {
 }
 
 impl Batch {
-    /// Compiles and loads the kernel for a card: what can fail fails before anything has changed.
-    pub(super) fn prepare(&mut self, card: &CudaDevice) -> Result<()> {
-        if self.prepared != Some(card.id()) {
-            adamw::prepare(card)?;
-            self.prepared = Some(card.id());
+    /// Compiles and loads the kernel for a GPU: what can fail fails before anything has changed.
+    pub(super) fn prepare(&mut self, gpu: &CudaDevice) -> Result<()> {
+        if self.prepared != Some(gpu.id()) {
+            adamw::prepare(gpu)?;
+            self.prepared = Some(gpu.id());
         }
         Ok(())
     }
@@ -56,7 +56,7 @@ impl Batch {
         });
     }
 
-    /// Updates what was added: one launch for what is on one card and of the same dtypes.
+    /// Updates what was added: one launch for what is on one GPU and of the same dtypes.
     pub(super) fn step(&self) -> Result<()> {
         /// What a launch's entries have in common.
         type Kind = (DeviceId, DType, Option<DType>);
@@ -64,7 +64,7 @@ impl Batch {
         let mut launches: Vec<(Kind, &CudaDevice, Vec<Entry>)> = Vec::new();
         for parameter in &self.parameters {
             let [value, gradient, m, v] = &parameter.tensors;
-            let on = card(value)?;
+            let on = gpu(value)?;
             let half = parameter.half.as_ref();
             let entry = Entry {
                 value: elements(value)?,
@@ -80,8 +80,8 @@ impl Batch {
                 None => launches.push((kind, on, vec![entry])),
             }
         }
-        for ((_, _, half), card, entries) in launches {
-            adamw::step(card, &entries, &self.updates, half.is_some())?;
+        for ((_, _, half), gpu, entries) in launches {
+            adamw::step(gpu, &entries, &self.updates, half.is_some())?;
         }
         Ok(())
     }

@@ -13,8 +13,8 @@ pub(crate) const DIVERGED: &str =
 /// Returns the loss's value.
 ///
 /// One pass over the gradients, which changes nothing. Who clips them needs it for the loss alone, for
-/// [`clip_grad_norm_checked`](super::clip_grad_norm_checked) sees the gradients anyway; who scales the loss does not need
-/// it, for [`GradScaler`](super::GradScaler) does the same and skips the step.
+/// [`clip_grad_norm_checked`](super::clip_grad_norm_checked) sees the gradients anyway; who scales the loss does not
+/// need it, for [`GradScaler`](super::GradScaler) does the same and skips the step.
 ///
 /// # Errors
 /// [`Error::Data`] naming the loss or the first parameter whose gradient is infinite or NaN;

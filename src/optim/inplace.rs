@@ -68,15 +68,16 @@ impl<T: Element, F: FnOnce(&mut [T]) -> candle_core::Result<()>> InplaceOp1 for 
 /// Calls `f` with the elements of a contiguous CPU tensor of `T`, for writing.
 ///
 /// Calls nest, which gives several tensors at once. Inside, touching any tensor on a lent storage deadlocks.
-pub(crate) fn lend<T: Element>(
+pub(crate) fn with_mut_slice<T: Element>(
     tensor: &Tensor,
     f: impl FnOnce(&mut [T]) -> candle_core::Result<()>,
 ) -> candle_core::Result<()> {
     tensor.inplace_op1(&Lend(Cell::new(Some(f)), std::marker::PhantomData))
 }
 
-/// As [`lend`] for all of `tensors` at once, which must be on storages of their own: `f` gets their elements, in order.
-pub(crate) fn lend_all<T: Element>(
+/// As [`with_mut_slice`] for all of `tensors` at once, which must be on storages of their own: `f` gets their elements,
+/// in order.
+pub(crate) fn with_mut_slices<T: Element>(
     tensors: &[&Tensor],
     f: impl FnOnce(&[*mut [T]]),
 ) -> candle_core::Result<()> {
@@ -93,7 +94,7 @@ pub(crate) fn lend_all<T: Element>(
                 f(lent);
                 Ok(())
             }
-            [first, rest @ ..] => lend(first, |elements: &mut [T]| {
+            [first, rest @ ..] => with_mut_slice(first, |elements: &mut [T]| {
                 lent.push(elements);
                 lend_rest(rest, lent, f)
             }),
@@ -192,7 +193,7 @@ pub(super) fn scale(tensor: &Tensor, factor: f64) -> Result<()> {
 }
 
 fn scale_as<T: Element>(tensor: &Tensor, factor: f64) -> candle_core::Result<()> {
-    lend(tensor, |x: &mut [T]| {
+    with_mut_slice(tensor, |x: &mut [T]| {
         reduce::scale(x, factor);
         Ok(())
     })
@@ -216,7 +217,7 @@ fn add_scaled_as<T: Element<Wide: Element>>(
     factor: f64,
 ) -> candle_core::Result<()> {
     read(tensor, |x: &[T]| {
-        lend(sum, |sum: &mut [T::Wide]| {
+        with_mut_slice(sum, |sum: &mut [T::Wide]| {
             reduce::add_scaled(sum, x, factor);
             Ok(())
         })

@@ -1,6 +1,6 @@
 //! One parameter's state, and its update by the CPU's kernel.
 
-use super::inplace::{Element, is_supported, lend, no_kernel, read, wide};
+use super::inplace::{Element, is_supported, no_kernel, read, wide, with_mut_slice};
 use crate::kernels::cpu::Real;
 use crate::kernels::cpu::adamw::{self, Update};
 use crate::{Error, Result, graph};
@@ -97,9 +97,9 @@ fn step_full<T: Element + Real>(
     update: &Update,
 ) -> candle_core::Result<()> {
     read(gradient, |g: &[T]| {
-        lend(parameter, |p: &mut [T]| {
-            lend(&slot.exp_avg, |m: &mut [T]| {
-                lend(&slot.exp_avg_sq, |v: &mut [T]| {
+        with_mut_slice(parameter, |p: &mut [T]| {
+            with_mut_slice(&slot.exp_avg, |m: &mut [T]| {
+                with_mut_slice(&slot.exp_avg_sq, |v: &mut [T]| {
                     adamw::step(p, g, m, v, update);
                     Ok(())
                 })
@@ -116,10 +116,10 @@ fn step_half<P: Element<Wide = f32>, G: Element<Wide = f32>>(
     update: &Update,
 ) -> candle_core::Result<()> {
     read(gradient, |g: &[G]| {
-        lend(parameter, |p: &mut [P]| {
-            lend(master, |master: &mut [f32]| {
-                lend(&slot.exp_avg, |m: &mut [f32]| {
-                    lend(&slot.exp_avg_sq, |v: &mut [f32]| {
+        with_mut_slice(parameter, |p: &mut [P]| {
+            with_mut_slice(master, |master: &mut [f32]| {
+                with_mut_slice(&slot.exp_avg, |m: &mut [f32]| {
+                    with_mut_slice(&slot.exp_avg_sq, |v: &mut [f32]| {
                         adamw::step_half(p, g, master, m, v, update);
                         Ok(())
                     })

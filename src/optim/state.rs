@@ -52,8 +52,8 @@ fn check_numbers(state: &HashMap<String, Tensor>) -> std::result::Result<(), Mis
 }
 
 impl AdamW {
-    /// The state, named after the parameters: `exp_avg.<name>`, `exp_avg_sq.<name>`, and `master.<name>` for a parameter in
-    /// half precision; in the parameters' order. [`AdamW::steps`] belongs to it.
+    /// The state, named after the parameters: `exp_avg.<name>`, `exp_avg_sq.<name>`, and `master.<name>` for a
+    /// parameter in half precision; in the parameters' order. [`AdamW::steps`] belongs to it.
     ///
     /// As in PyTorch these tensors are the optimizer's own, which the next step changes; [`Tensor::copy`] keeps one.
     pub fn state(&self) -> Vec<(String, Tensor)> {

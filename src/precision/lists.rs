@@ -8,8 +8,8 @@ pub(super) const CUDA_LOWER: &str = "\
     conv_transpose2d conv_transpose3d convolution einsum gru_cell linalg_multi_dot linalg_vecdot linear \
     lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention";
 
-/// CUDA, f32: those that are told f32 as their output's dtype (softmax, sum, ..) among them, and cross_entropy_loss, which
-/// there is log_softmax and nll_loss. rms_norm is on the list of 2.15 and left out here: see
+/// CUDA, f32: those that are told f32 as their output's dtype (softmax, sum, ..) among them, and cross_entropy_loss,
+/// which there is log_softmax and nll_loss. rms_norm is on the list of 2.15 and left out here: see
 /// [`rms_norm`](crate::ops::rms_norm()).
 pub(super) const CUDA_F32: &str = "\
     acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod \

@@ -1,9 +1,9 @@
 //! Mixed precision: in which dtype an op computes.
 //!
-//! What lives here: the policies ([`Autocast`]: a class for each op, as PyTorch's autocast has them, and the lower dtype)
-//! and the regions in which they hold ([`autocast()`]). What does not: the casts themselves, and the cache of cast weights;
-//! those are [`ops::cast_for`](crate::ops::cast_for)'s. Nothing here touches a tensor; [`accumulate`] shows on plain numbers
-//! what a sum in half precision loses.
+//! What lives here: the policies ([`Autocast`]: a class for each op, as PyTorch's autocast has them, and the lower
+//! dtype) and the regions in which they hold ([`autocast()`]). What does not: the casts themselves, and the cache of
+//! cast weights; those are [`ops::cast_for`](crate::ops::cast_for)'s. Nothing here touches a tensor; [`accumulate`]
+//! shows on plain numbers what a sum in half precision loses.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
@@ -30,18 +30,19 @@
 //! - Parameters stay as they are. A cast is part of the graph, so what backward needs is kept in the lower dtype, and
 //!   gradients come back in the parameters' own. Linear maps have the weight in the graph and its copy beside it: the
 //!   weight's gradient is summed and returned in f32, where PyTorch rounds it to the lower dtype on its way.
-//! - A weight is cast once: its copy is kept until the outermost region ends. Whoever changes a weight inside of a region
-//!   (other than by this crate's optimizer) will not see the change in there.
+//! - A weight is cast once: its copy is kept until the outermost region ends. Whoever changes a weight inside of a
+//!   region (other than by this crate's optimizer) will not see the change in there.
 //! - f64 is never cast, nor are integers.
 //! - Regions nest, and the innermost holds; [`Autocast::disabled`] switches casting off inside. They end with their
 //!   closure or guard, on error and panic too.
 //!
-//! Dtypes are PyTorch's; where results are rounded is not always. Attention, RoPE and the gate of SwiGLU are one op each
-//! here: they compute in f32 and round their result once, where a composition of PyTorch's ops rounds scaled scores,
-//! probabilities and products in between. Seen over a whole model, results differ from PyTorch's in bf16 by as much as
-//! those do from f32.
+//! Dtypes are PyTorch's; where results are rounded is not always. Attention, RoPE and the gate of SwiGLU are one op
+//! each here: they compute in f32 and round their result once, where a composition of PyTorch's ops rounds scaled
+//! scores, probabilities and products in between. Seen over a whole model, results differ from PyTorch's in bf16 by as
+//! much as those do from f32.
 //!
-//! The policies do not depend on the device: `Autocast::cuda` on a CPU computes in the dtypes that PyTorch would on a GPU.
+//! The policies do not depend on the device: `Autocast::cuda` on a CPU computes in the dtypes that PyTorch would on a
+//! GPU.
 
 pub mod accumulate;
 mod lists;
@@ -55,4 +56,6 @@ pub use policy::{Autocast, OpClass};
 pub use region::{Guard, autocast, current};
 
 pub(crate) use promote::{Operand, is_castable, promoted};
-pub(crate) use region::{caches_weights, decide, is_enabled, on_outermost_end, outside, suspended};
+pub(crate) use region::{
+    caches_weights, decide, is_enabled, on_outermost_end, outside, without_autocast,
+};

@@ -131,8 +131,8 @@ impl Autocast {
         self
     }
 
-    /// The same policy, keeping cast weights until the outermost region ends (as it does unless told otherwise), or not:
-    /// PyTorch's `cache_enabled`.
+    /// The same policy, keeping cast weights until the outermost region ends (as it does unless told otherwise), or
+    /// not: PyTorch's `cache_enabled`.
     ///
     /// Without, a weight that is used several times is cast as often, and its copy lives as long as something needs it:
     /// under [`no_grad`](crate::no_grad) until its op is done, otherwise until the graph goes.
@@ -144,7 +144,7 @@ impl Autocast {
     }
 
     /// The lower dtype; `None` if it is [disabled](Self::disabled).
-    pub fn lower_dtype(&self) -> Option<DType> {
+    pub fn compute_dtype(&self) -> Option<DType> {
         self.lower
     }
 

@@ -24,7 +24,8 @@ thread_local! {
 
 /// Runs `f` under `policy`, on this thread, and restores what held before, on error and panic too.
 ///
-/// Put forward and loss inside, backward and the optimizer outside. See [`precision`](crate::precision) for what a region does.
+/// Put forward and loss inside, backward and the optimizer outside. See [`precision`](crate::precision) for what a
+/// region does.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -48,8 +49,8 @@ pub fn autocast<T>(policy: Autocast, f: impl FnOnce() -> Result<T>) -> Result<T>
     f()
 }
 
-/// The policy that holds on this thread: to go on under it elsewhere, say. `None` outside of regions and where casting is
-/// switched off.
+/// The policy that holds on this thread: to go on under it elsewhere, say. `None` outside of regions and where casting
+/// is switched off.
 pub fn current() -> Option<Autocast> {
     with_policy(Autocast::clone)
 }
@@ -82,7 +83,7 @@ impl Autocast {
     /// A lower dtype that is neither f16 nor bf16.
     pub fn enter(&self) -> Result<Guard> {
         self.check()?;
-        let on = self.lower_dtype().is_some();
+        let on = self.compute_dtype().is_some();
         Ok(push(on.then(|| Rc::new(self.clone()))))
     }
 }
@@ -99,7 +100,8 @@ fn push(policy: Option<Rc<Autocast>>) -> Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        // By id: guards that are dropped in another order still end their own regions. A thread that is ending has none.
+        // By id: guards that are dropped in another order still end their own regions. A thread that is ending has
+        // none.
         let none_left = REGIONS.try_with(|regions| {
             let mut regions = regions.borrow_mut();
             regions.retain(|region| region.id != self.id);
@@ -122,7 +124,7 @@ pub(crate) fn on_outermost_end(tell: fn()) {
 }
 
 /// Runs `f` with nothing cast: the parts of an op whose inputs have been.
-pub(crate) fn suspended<T>(f: impl FnOnce() -> T) -> T {
+pub(crate) fn without_autocast<T>(f: impl FnOnce() -> T) -> T {
     let _guard = push(None);
     f()
 }
@@ -139,8 +141,8 @@ pub(crate) fn outside<T>(f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// The dtype that `op` should compute in here, for inputs of these: for those of them that are f16, bf16 or f32 and not of
-/// it yet. `None` outside of regions, and where nothing changes.
+/// The dtype that `op` should compute in here, for inputs of these: for those of them that are f16, bf16 or f32 and not
+/// of it yet. `None` outside of regions, and where nothing changes.
 pub(crate) fn decide(op: &str, inputs: &[Operand]) -> Option<DType> {
     with_policy(|policy| policy.decide(op, inputs)).flatten()
 }

@@ -1,5 +1,5 @@
-//! What profiling and memory accounting listen to: ranges of work, entered and left, and what ops keep. Free when nobody
-//! listens.
+//! What profiling and memory accounting listen to: ranges of work, entered and left, and what ops keep. Free when
+//! nobody listens.
 //!
 //! What lives here: ranges ([`range`], [`module`], [`phase`], and those that this crate's ops open around themselves),
 //! where a thread is ([`Path`], [`current`]), and listeners ([`Listener`], [`listen`]). What does not: clocks, sums and
@@ -131,8 +131,8 @@ pub trait Listener: Send + Sync {
     fn left(&self, _event: &Event<'_>) {}
     /// The op at `path` has made `output`, which the graph may keep.
     fn produced(&self, _path: Path, _output: &Tensor) {}
-    /// The op at `path`, whose output is still to come on this thread, keeps `tensor` for backward beside its inputs and
-    /// output.
+    /// The op at `path`, whose output is still to come on this thread, keeps `tensor` for backward beside its inputs
+    /// and output.
     fn kept(&self, _path: Path, _what: &'static str, _tensor: &Tensor) {}
 }
 
@@ -219,7 +219,8 @@ impl Guard {
         self.end(Some(operands));
     }
 
-    /// [`leave`](Self::leave) for an op that has read and overwritten `elements` elements, whatever tensors they are in.
+    /// [`leave`](Self::leave) for an op that has read and overwritten `elements` elements, whatever tensors they are
+    /// in.
     pub(crate) fn leave_flat(self, elements: usize, dtype: DType) {
         let operand = Operand {
             dims: &[elements],
@@ -322,8 +323,8 @@ pub fn phase(name: &'static str) -> Guard {
     }
 }
 
-/// One of the steps that are repeated; [`Laps`](crate::bench::Laps) and the trainer open it around theirs. Path and phase
-/// stay what they are.
+/// One of the steps that are repeated; [`Laps`](crate::bench::Laps) and the trainer open it around theirs. Path and
+/// phase stay what they are.
 pub fn step() -> Guard {
     match is_listening() {
         false => Guard::IDLE,

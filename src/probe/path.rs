@@ -6,8 +6,8 @@ use std::sync::{LazyLock, Mutex, MutexGuard};
 
 /// A place in a program, by the names of the ranges around it: `layers.0/attn/q_proj/linear`.
 ///
-/// A small number that stands for the names, which are kept for the life of the process: it can be copied, compared, and
-/// written where nothing may be allocated.
+/// A small number that stands for the names, which are kept for the life of the process: it can be copied, compared,
+/// and written where nothing may be allocated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Path(u32);
 

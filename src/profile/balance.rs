@@ -7,11 +7,11 @@ use std::fmt;
 
 /// The wall time of the steps and its parts, which add up to it exactly.
 ///
-/// Ops are timed themselves. candle's own work has no ranges, and is found as the time inside of a phase in which none of
-/// this crate's ops ran. In backward that is, before the first op, the sorting of the graph; between ops, the gradients'
-/// sums (every gradient is added to zeros first), the backwards of candle's own ops (residual sums, casts, references),
-/// and this crate's checks; after the last op, letting go of the graph and its activations. In forward it is candle's own
-/// ops (reshapes, copies) and checks. Gaps in other phases, and between them, are nobody's: unexplained.
+/// Ops are timed themselves. candle's own work has no ranges, and is found as the time inside of a phase in which none
+/// of this crate's ops ran. In backward that is, before the first op, the sorting of the graph; between ops, the
+/// gradients' sums (every gradient is added to zeros first), the backwards of candle's own ops (residual sums, casts,
+/// references), and this crate's checks; after the last op, freeing the graph and its activations. In forward it is
+/// candle's own ops (reshapes, copies) and checks. Gaps in other phases, and between them, are nobody's: unexplained.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
     /// The steps' time; without steps the recording's, for each thread.
@@ -57,7 +57,7 @@ impl LineKind {
             Self::Ops => "ops",
             Self::CandleSort => "candle: sorting the graph",
             Self::CandleGradients => "candle: gradient sums and bookkeeping",
-            Self::CandleFree => "candle: letting go of the graph",
+            Self::CandleFree => "candle: freeing the graph",
             Self::CandleForward => "candle: its own ops and bookkeeping",
             Self::Unexplained => "unexplained",
         }

@@ -49,8 +49,9 @@ impl Node {
 }
 
 impl Recording {
-    /// Draws the steps' time as an SVG flame graph: phases, in them the model's parts and their ops, backward at the places
-    /// that the ops had forward, and what is candle's or nobody's. Every rectangle says its time and share when pointed at.
+    /// Draws the steps' time as an SVG flame graph: phases, in them the model's parts and their ops, backward at the
+    /// places that the ops had forward, and what is candle's or nobody's. Every rectangle says its time and share when
+    /// pointed at.
     ///
     /// A path that ends in `.png` gets a PNG, in which nothing can be pointed at.
     ///

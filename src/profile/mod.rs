@@ -1,14 +1,16 @@
 //! Where the time goes: ops, by name and by place in the model, forward and backward, and what lies between them.
 //!
-//! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and takes down a [`Recording`]; what is made of
-//! one, [`Report`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of, without a rest),
-//! a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph ([`Recording::save_flame_graph`]); and
-//! [`OpCost`], the FLOPs and bytes of each op by its formula, and [`node_costs`] and [`node_table`], those of a traced forward before it runs; [`emit_nvtx`], for NVIDIA's profilers. What does not: the ranges themselves (the probe's), timing of
-//! whole steps without a word on what is in them ([`bench`](mod@crate::bench)), memory ([`memory`](crate::memory)).
+//! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and takes down a [`Recording`]; what is made
+//! of one, [`Report`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of, without a
+//! rest), a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph
+//! ([`Recording::save_flame_graph`]); and [`OpCost`], the FLOPs and bytes of each op by its formula, and [`node_costs`]
+//! and [`node_table`], those of a traced forward before it runs; [`emit_nvtx`], for NVIDIA's profilers. What does not:
+//! the ranges themselves (the probe's), timing of whole steps without what is in them ([`bench`](mod@crate::bench)),
+//! memory ([`memory`](crate::memory)).
 //!
 //! Nothing need be built or flagged for it: layers, ops, [`Laps`](crate::bench::Laps) and the trainer open their ranges
-//! always, and while no profiler runs a range is a load of an atomic. A user's own parts get names by [`range`], steps and
-//! phases of a loop of one's own by [`step`] and [`phase`].
+//! always, and while no profiler runs a range is a load of an atomic. A user's own parts get names by [`range`], steps
+//! and phases of a loop of one's own by [`step`] and [`phase`].
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};

@@ -5,12 +5,12 @@ use crate::probe::Listening;
 
 /// Hands every range of this crate to NVTX for as long as what it returns lives: steps, phases, layers, ops forward and
 /// backward, and a user's own ([`range`](super::range)), nested on their thread as they are. Nsight Systems draws them
-/// above the kernels that were launched in them (`nsys profile -t cuda,nvtx`, then `nsys stats -r nvtx_gpu_proj_sum`). With
-/// no such tool attached NVTX does nothing; PyTorch's counterpart is `torch.autograd.profiler.emit_nvtx`.
+/// above the kernels that were launched in them (`nsys profile -t cuda,nvtx`, then `nsys stats -r nvtx_gpu_proj_sum`).
+/// With no such tool attached NVTX does nothing; PyTorch's counterpart is `torch.autograd.profiler.emit_nvtx`.
 ///
 /// A range is called by its own name, an op's backward by the op's with ` backward` behind it. NVTX ends the innermost
-/// range whichever is dropped, so ranges dropped out of order change names there. A range that was open before is not handed
-/// on, and one that is open when what this returns is dropped is not ended there: drop it between steps.
+/// range whichever is dropped, so ranges dropped out of order change names there. A range that was open before is not
+/// handed on, and one that is open when what this returns is dropped is not ended there: drop it between steps.
 ///
 /// ```
 /// use tallow::profile;

@@ -14,10 +14,11 @@ use std::time::Instant;
 /// Whether a profiler runs.
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
-/// A profiler at work: it takes down every range of the process, or of one thread, until it is [finished](Self::finish).
+/// A profiler at work: it takes down every range of the process, or of one thread, until it is
+/// [finished](Self::finish).
 ///
-/// One runs at a time. Each range costs about a microsecond while it does, and a few hundred bytes: a step of a model of
-/// a dozen layers is some hundred ranges, so record a handful of steps, not a day.
+/// One runs at a time. Each range costs about a microsecond while it does, and a few hundred bytes: a step of a model
+/// of a dozen layers is some hundred ranges, so record a handful of steps, not a day.
 ///
 /// Start it after the warm-up, or the warm-up's steps are in the recording.
 #[must_use = "nothing is recorded once it is dropped"]
@@ -45,9 +46,9 @@ impl Profiler {
         Self::start_for(None, None)
     }
 
-    /// Starts to record all threads, and waits for `device` where a range begins and where it ends: what is launched in a
-    /// range counts as its time, not as that of whoever waits next. Steps take longer so, by a wait for each range, and
-    /// launches no longer overlap with work. On the CPU, as [`start`](Self::start).
+    /// Starts to record all threads, and waits for `device` where a range begins and where it ends: what is launched in
+    /// a range counts as its time, not as that of whoever waits next. Steps take longer so, by a wait for each range,
+    /// and launches no longer overlap with work. On the CPU, as [`start`](Self::start).
     ///
     /// # Errors
     /// As [`start`](Self::start).

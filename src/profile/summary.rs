@@ -61,9 +61,9 @@ impl Row {
 
 /// Time by op or by place, the longest first.
 ///
-/// An op's time is its own, and so are its FLOPs: those of ops inside of it are theirs. So the ops' rows never count a moment twice, and with
-/// the lines of [`Balance`], which follow them where whole phases or steps are asked for, they add up to
-/// [`whole_ns`](Self::whole_ns). Modules and ranges are given with everything inside.
+/// An op's time is its own, and so are its FLOPs: those of ops inside of it are theirs. So the ops' rows never count a
+/// moment twice, and with the lines of [`Balance`], which follow them where whole phases or steps are asked for, they
+/// add up to [`whole_ns`](Self::whole_ns). Modules and ranges are given with everything inside.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Report {
     /// The rows, the longest total first; time without ops after them.
@@ -79,7 +79,8 @@ impl Report {
     /// Of what `selection` picks from `recording`.
     ///
     /// # Errors
-    /// [`Error::Data`](crate::Error::Data) for a selection that nothing in the recording meets; it lists the phases that there are.
+    /// [`Error::Data`](crate::Error::Data) for a selection that nothing in the recording meets; it lists the phases
+    /// that there are.
     pub fn new(recording: &Recording, selection: &Selection, grouping: Grouping) -> Result<Self> {
         let tree = Tree::new(recording);
         let own_costs = own_costs(recording, &tree);

@@ -11,8 +11,8 @@ const PROCESS: u32 = 1;
 
 impl Recording {
     /// Writes the recording in Chrome's trace event format, for <https://ui.perfetto.dev> or `chrome://tracing`: a
-    /// complete event (`X`) for each range with path, phase, shapes, FLOPs and bytes as arguments, the threads' names, and
-    /// what is allocated as a counter (`C`) where a [tracker](crate::memory::tracker) is installed. Times are in
+    /// complete event (`X`) for each range with path, phase, shapes, FLOPs and bytes as arguments, the threads' names,
+    /// and what is allocated as a counter (`C`) where a [tracker](crate::memory::tracker) is installed. Times are in
     /// microseconds, to the nanosecond.
     ///
     /// # Errors

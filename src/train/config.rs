@@ -41,8 +41,8 @@ pub struct TrainConfig {
     /// [`parameter_dtype`](Precision::parameter_dtype). f32 where a saved run says nothing.
     #[serde(default)]
     pub precision: Precision,
-    /// How the loss is scaled where the precision is f16; no other is scaled. If it is not `enabled`, f16 is trained as it
-    /// is, and gradients that overflow are an error. The default where a saved run says nothing.
+    /// How the loss is scaled where the precision is f16; no other is scaled. If it is not `enabled`, f16 is trained as
+    /// it is, and gradients that overflow are an error. The default where a saved run says nothing.
     #[serde(default)]
     pub loss_scaling: GradScalerConfig,
     /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). A
@@ -93,8 +93,8 @@ impl TrainConfig {
     /// Checks the ranges.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0; and those of the schedule,
-    /// the optimizer and the loss scale.
+    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0; and those of the
+    /// schedule, the optimizer and the loss scale.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::Config {

@@ -17,7 +17,8 @@ const SKIPPED: &str = "skipped";
 const EVALUATED: &str = "evaluated_steps";
 const EVALUATIONS: &str = "evaluations";
 
-/// Every step's loss, and every evaluation's: nats a token. Checkpoints keep it, so that a resumed run's curve is whole.
+/// Every step's loss, and every evaluation's: nats a token. Checkpoints keep it, so that a resumed run's curve is
+/// whole.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct History {
     /// The loss of each step's own batch, before the step's update; the first step's first. NaN where it was no number,
@@ -128,8 +129,8 @@ impl History {
         })
     }
 
-    /// The mean loss of the last `steps` steps, or of as many as there are; one batch's loss says little. Losses that are
-    /// no numbers are left out, and `None` says that nothing is left.
+    /// The mean loss of the last `steps` steps, or of as many as there are; one batch's loss says little. Losses that
+    /// are no numbers are left out, and `None` says that nothing is left.
     pub fn recent_loss(&self, steps: usize) -> Option<f64> {
         mean_of_finite(&self.losses[self.losses.len().saturating_sub(steps)..])
     }

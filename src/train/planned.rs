@@ -12,11 +12,11 @@ impl Trainer {
     /// memory that is allocated here once.
     ///
     /// The step is the same but for rounding, on the same weights and the same optimizer: evaluating and saving stay as
-    /// they are, and say nothing of the plan. So a run may be resumed planned or eagerly, whatever it was; it has the bits of
-    /// the run that was not stopped if it is what that one was.
+    /// they are, and say nothing of the plan. So a run may be resumed planned or eagerly, whatever it was; it has the
+    /// bits of the run that was not stopped if it is what that one was.
     ///
-    /// The model's checkpointing of activations is the plan's, and so is the run's precision: f32, or bf16 or f16 with f32
-    /// parameters, f16 with its loss scaled as the configuration says.
+    /// The model's checkpointing of activations is the plan's, and so is the run's precision: f32, or bf16 or f16 with
+    /// f32 parameters, f16 with its loss scaled as the configuration says.
     ///
     /// ```
     /// # use tallow::data::Tokens;
@@ -38,8 +38,9 @@ impl Trainer {
     /// ```
     ///
     /// # Errors
-    /// Those of [`TrainStep::new`]: a precision without f32 parameters or whose copies of weights are dropped, a model in f64
-    /// or on a device that is neither the CPU nor a CUDA card, weights that share storage, an arena that does not fit. The run goes on eagerly then.
+    /// Those of [`TrainStep::new`]: a precision without f32 parameters or whose copies of weights are dropped, a model
+    /// in f64 or on a device that is neither the CPU nor a CUDA GPU, weights that share storage, an arena that does not
+    /// fit. The run goes on eagerly then.
     pub fn compile(&mut self) -> Result<()> {
         // The norm is always taken: the history wants it, and it guards the update.
         let max_norm = self.config.max_grad_norm.unwrap_or(f64::INFINITY);
@@ -49,15 +50,15 @@ impl Trainer {
         })
     }
 
-    /// As [`compile`](Self::compile), each parameter updated as soon as its gradient is there, whose memory is then free
-    /// again: one gradient is alive at a time.
+    /// As [`compile`](Self::compile), each parameter updated as soon as its gradient is there, whose memory is then
+    /// free again: one gradient is alive at a time.
     ///
-    /// So nobody sees all gradients: their norm is not taken ([`StepReport::grad_norm`](super::StepReport::grad_norm) is
-    /// NaN), and a loss that is not finite is an error *after* its update.
+    /// So nobody sees all gradients: their norm is not taken ([`StepReport::grad_norm`](super::StepReport::grad_norm)
+    /// is NaN), and a loss that is not finite is an error *after* its update.
     ///
     /// # Errors
-    /// As [`compile`](Self::compile); and [`Error::Config`](crate::Error::Config) for a run that clips (a `max_grad_norm`),
-    /// accumulates or scales its loss, which need all gradients before the first update.
+    /// As [`compile`](Self::compile); and [`Error::Config`](crate::Error::Config) for a run that clips (a
+    /// `max_grad_norm`), accumulates or scales its loss, which need all gradients before the first update.
     pub fn compile_with_optimizer_in_backward(&mut self) -> Result<()> {
         self.plan_step(PlanConfig {
             clip_norm: self.config.max_grad_norm,
@@ -97,7 +98,8 @@ impl Trainer {
         optimizer.set_learning_rate(learning_rate);
         let Some(mut scaler) = self.scaler.clone() else {
             let loss = f64::from(planned.run(optimizer, &inputs, &targets)?);
-            // Where the norm is taken, gradients that are not finite have been an error, and a loss that is not gives such.
+            // Where the norm is taken, gradients that are not finite have been an error, and a loss that is not gives
+            // such.
             finite_loss(loss, || format!("the loss of step {step}"))?;
             let update = Update {
                 grad_norm: planned.gradient_norm().unwrap_or(f64::NAN), // none with the optimizer in backward

@@ -39,7 +39,8 @@ pub struct StepReport {
 /// skipped, which is no error. It counts as a step, for the schedule and the data too, but not for the optimizer.
 ///
 /// A run is a function of the model's first weights, the configuration and the data: the same ones give the same bits,
-/// with or without evaluations, and whether it is stopped and [resumed](Self::resume) or not (on one machine and build).
+/// with or without evaluations, and whether it is stopped and [resumed](Self::resume) or not (on one machine and
+/// build).
 ///
 /// ```no_run
 /// # use tallow::train::{Trainer, TrainConfig};

@@ -7,8 +7,8 @@ use crate::optim::{GradScaler, clip_grad_norm, clip_grad_norm_checked};
 use crate::{Error, Result, probe};
 use candle_core::{DType, backprop::GradStore};
 
-/// f16's smallest normal number, 2^-14. Under it the scale alone would round gradients away, so a run that overflows even
-/// here has diverged. (Not 1: a sum over many tokens may want less.)
+/// f16's smallest normal number, 2^-14. Under it the scale alone would round gradients away, so a run that overflows
+/// even here has diverged. (Not 1: a sum over many tokens may want less.)
 const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
 
 /// What became of a step's gradients.

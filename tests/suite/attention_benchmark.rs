@@ -1,4 +1,4 @@
-//! Attention measured: rows, refusals, the memory account, and the analysis.
+//! Attention measured: rows, refusals, the memory breakdown, and the analysis.
 
 mod analysis;
 mod memory;
@@ -9,7 +9,7 @@ use rstest::rstest;
 use serde_json::Value;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, Execution, Sampling, SelfAttentionRun};
-use tallow::memory::{AttentionWorkload, Kernels, SelfAttentionWorkload, attention_account};
+use tallow::memory::{AttentionWorkload, Kernels, SelfAttentionWorkload, attention_breakdown};
 use tallow::report::Fields;
 
 fn quick() -> Sampling {
@@ -190,7 +190,7 @@ fn what_does_not_fit_is_a_row_with_its_sum() {
     );
     assert!(reason.ends_with("1.0 MiB available"), "{reason}");
     assert_eq!(number(row, "available_bytes"), (1u64 << 20) as f64);
-    let parts = row.get("account").unwrap()["parts"].as_array().unwrap();
+    let parts = row.get("breakdown").unwrap()["parts"].as_array().unwrap();
     let sum: f64 = parts.iter().map(|p| p["bytes"].as_f64().unwrap()).sum();
     assert_eq!(sum, number(row, "estimate_bytes"));
     let scores = 6.0 * 16_384.0 * 16_384.0;
@@ -199,7 +199,7 @@ fn what_does_not_fit_is_a_row_with_its_sum() {
 
     // The same with flash fits in far less.
     run.workload.algorithm = Algorithm::Flash;
-    let flash = attention_account(&run.workload, Kernels::Cpu)
+    let flash = attention_breakdown(&run.workload, Kernels::Cpu)
         .unwrap()
         .peak_bytes();
     assert!(50 * flash < sum as u64, "{flash}");

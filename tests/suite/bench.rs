@@ -1,7 +1,7 @@
 //! The benchmark harness: phases, rows, and memory that is not there.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 mod planned;
 mod precisions;
 

@@ -2,8 +2,8 @@
 
 use std::process::Command;
 
-/// Runs the ignored test called `name` alone in a fresh process, and fails with its output. Its pool has two threads, whatever the
-/// machine has: what threads hold for themselves is counted.
+/// Runs the ignored test called `name` alone in a fresh process, and fails with its output. Its pool has two threads,
+/// whatever the machine has: what threads hold for themselves is counted.
 pub fn run(name: &str) {
     let executable = std::env::current_exe().unwrap();
     run_by(Command::new(executable), name);

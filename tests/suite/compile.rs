@@ -2,14 +2,14 @@
 
 mod attention;
 #[cfg(feature = "cuda")]
-mod attention_card;
+mod attention_gpu;
 mod attention_judged;
-#[cfg(feature = "cuda")]
-mod card;
 mod eager;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod half;
 #[cfg(feature = "cuda")]
-mod loss_card;
+mod loss_gpu;
 mod loss_options;
 mod loss_step;
 mod memory;
@@ -133,8 +133,8 @@ pub fn eager_step_in(
     loss.to_scalar().unwrap()
 }
 
-/// Two planned steps against eager ones of a model with the same weights. Losses and gradients must agree, and the weights
-/// must be to the bit what the eager clipping and AdamW make of the planned gradients.
+/// Two planned steps against eager ones of a model with the same weights. Losses and gradients must agree, and the
+/// weights must be to the bit what the eager clipping and AdamW make of the planned gradients.
 pub fn agree(model_config: &TransformerConfig, plan: &PlanConfig) {
     agree_of(|| model_and_optimizer(model_config), plan);
 }
@@ -246,8 +246,8 @@ impl Judge<'_> {
         }
     }
 
-    /// Half precision against f64: no gradient is further away than three times eager's, or than three roundings; and all of
-    /// them together are nearer to eager's than those are to f64's.
+    /// Half precision against f64: no gradient is further away than three times eager's, or than three roundings; and
+    /// all of them together are nearer to eager's than those are to f64's.
     fn in_half(&self, gradients: &[(String, Tensor)], store: &GradStore, unit: f64) {
         let exact = self.exact();
         let negligible = unit * length(gradients);

@@ -172,37 +172,37 @@ fn planned(golden: &Golden, device: &Device) {
 
 #[cfg(feature = "cuda")]
 #[rstest]
-fn gpt2_on_a_card(
+fn gpt2_on_a_gpu(
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let golden = Golden::read(attention);
     with_kernel_policy(policy, || {
-        logits_loss_and_gradients(&golden, &card, DType::F32);
-        five_steps(&golden, &card, DType::F32);
+        logits_loss_and_gradients(&golden, &gpu, DType::F32);
+        five_steps(&golden, &gpu, DType::F32);
     });
 }
 
 #[cfg(feature = "cuda")]
 #[rstest]
-fn gpt2_planned_on_a_card(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
-    if let Some(card) = crate::card() {
-        planned(&Golden::read(attention), &card);
+fn gpt2_planned_on_a_gpu(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
+    if let Some(gpu) = crate::gpu() {
+        planned(&Golden::read(attention), &gpu);
     }
 }
 
-/// Half precision on a card: losses of steps near the eager ones', with heads that flash attention takes; and recorded runs give
-/// what the first gave.
+/// Half precision on a GPU: losses of steps near the eager ones', with heads that flash attention takes; and recorded
+/// runs give what the first gave.
 #[cfg(feature = "cuda")]
 #[rstest]
-fn gpt2_planned_in_half_on_a_card(
+fn gpt2_planned_in_half_on_a_gpu(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::BF16, Precision::F16)] precision: Precision,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let config = Gpt2Config {
@@ -215,11 +215,11 @@ fn gpt2_planned_in_half_on_a_card(
     };
     let ids = |shift: u32| {
         let ids = (0..4 * 64u32).map(|i| (i * i + shift) % 300);
-        let ids = Tensor::from_iter(ids, &card).unwrap();
+        let ids = Tensor::from_iter(ids, &gpu).unwrap();
         ids.reshape((4, 64)).unwrap()
     };
     let (tokens, targets) = (ids(0), ids(1));
-    let model = || Gpt2::new(config.clone(), tallow::nn::seeded(1, DType::F32, &card)).unwrap();
+    let model = || Gpt2::new(config.clone(), tallow::nn::seeded(1, DType::F32, &gpu)).unwrap();
     let hyperparameters = AdamWConfig {
         lr: 1e-3,
         ..Default::default()

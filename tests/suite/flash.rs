@@ -9,14 +9,14 @@
 //! TALLOW_PROPTEST_CASES=20000 cargo test --test suite flash::property -- --nocapture
 //! ```
 //!
-//! All of it runs on the CPU; with `TALLOW_TEST_DEVICE=cuda:0` and the feature `cuda` on that card, where half precision is
-//! judged as products of rounded probabilities can be. (`card` and `tf32` go to a card by themselves.)
+//! All of it runs on the CPU; with `TALLOW_TEST_DEVICE=cuda:0` and the feature `cuda` on that GPU, where half precision
+//! is judged as products of rounded probabilities can be. (`gpu` and `tf32` go to a GPU by themselves.)
 
-#[cfg(feature = "cuda")]
-mod card;
 mod empty;
 mod finite_differences;
 mod golden;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod graph;
 pub mod judge;
 mod masked_rows;

@@ -240,22 +240,22 @@ fn ten_steps_of_adamw(
     curve(golden, &CPU, dtype, prefix, by_reference);
 }
 
-/// All of it on a card, to the bounds of the CPU.
+/// All of it on a GPU, to the bounds of the CPU.
 #[cfg(feature = "cuda")]
 #[rstest]
-fn the_same_on_a_card(
+fn the_same_on_a_gpu(
     #[values("lm_t13", "lm_t37")] name: &str,
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let golden = || Golden::read(name).with_attention(attention);
-    logits_loss_and_gradients(&golden(), &card, DType::F32, policy);
+    logits_loss_and_gradients(&golden(), &gpu, DType::F32, policy);
     ops::with_kernel_policy(policy, || {
         for prefix in ["", "clipped."] {
-            curve(golden(), &card, DType::F32, prefix, false);
+            curve(golden(), &gpu, DType::F32, prefix, false);
         }
     });
 }

@@ -25,11 +25,11 @@ mod tf32;
 mod toy_model;
 mod train;
 
-/// The card that tests of CUDA run on; where there is none they are skipped, with a word.
+/// The GPU that tests of CUDA run on; where there is none they are skipped, with a word.
 #[cfg(feature = "cuda")]
-fn card() -> Option<candle_core::Device> {
+fn gpu() -> Option<candle_core::Device> {
     match tallow::device("cuda:0") {
-        Ok(card) => Some(card),
+        Ok(gpu) => Some(gpu),
         Err(error) => {
             eprintln!("skipped: {error}");
             None

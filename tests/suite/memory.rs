@@ -1,11 +1,11 @@
-//! The memory account: counted exactly, and predicted near what is counted.
+//! The memory breakdown: counted exactly, and predicted near what is counted.
 
-#[cfg(feature = "cuda")]
-mod card;
 mod checkpointing;
 mod fit;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod graphs;
-mod on_cards;
+mod on_gpus;
 mod packing;
 mod precisions;
 mod recording;
@@ -66,7 +66,7 @@ fn parts_follow_the_formulas(
     #[values(Algorithm::Naive, Algorithm::Flash)] configured: Algorithm,
 ) {
     let config = TransformerConfig {
-        attention: configured, // of no account
+        attention: configured, // of no breakdown
         ..config(64, 100, 3, 500)
     };
     let plan = |mode| {
@@ -173,7 +173,7 @@ fn measure_peaks(attention: Algorithm) {
             let bytes = |key: &str| rows[0].get(key).and_then(|v| v.as_u64()).unwrap() as f64;
             let (peak, predicted) = (bytes("peak_bytes"), bytes("estimate_bytes"));
             println!("{mode:?} {peak} {predicted} {:.4}", predicted / peak);
-            // The products' packing buffers (up to 5 MiB here) are left out of the account.
+            // The products' packing buffers (up to 5 MiB here) are left out of the breakdown.
             let slack = 0.01 * peak + 5.0 * 1048576.0;
             assert!(
                 (predicted - peak).abs() < slack,

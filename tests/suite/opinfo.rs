@@ -64,9 +64,10 @@ fn judge_all(policy: KernelPolicy) {
 
 /// What is wrong with this sample's output and gradients in the dtype of `run`.
 ///
-/// `roundings`: how many half precision is allowed at least. On a GPU naive attention has a second one: its probabilities, and
-/// their gradients, are rounded where they are multiplied. PyTorch's three ops do that too, and are off there by 4.6e-3 in dq and
-/// 4.3e-3 in dk on 200 problems of these sizes (bf16, one H200, PyTorch 2.11), up to 6.4e-3.
+/// `roundings`: how many half precision is allowed at least. On a GPU naive attention has a second one: its
+/// probabilities, and their gradients, are rounded where they are multiplied. PyTorch's three ops do that too, and are
+/// off there by 4.6e-3 in dq and 4.3e-3 in dk on 200 problems of these sizes (bf16, one H200, PyTorch 2.11), up to
+/// 6.4e-3.
 fn judge(sample: &Sample, run: usize, way: Way, device: &Device, roundings: f64) -> Vec<String> {
     // candle's own: on a GPU neither backward nor broadcast_as works on no elements.
     if device.is_cuda() && sample.is_empty() {
@@ -134,8 +135,8 @@ fn results(sample: &Sample, run: usize, way: Way, device: &Device) -> Result<Vec
 /// `distances` are the fixture's: how far half an ulp of its inputs moves f64's result, and PyTorch's own error.
 fn bound(run: DType, dtype: DType, distances: [Option<f64>; 3], roundings: f64) -> Option<f64> {
     let [shift, f32, bf16] = distances;
-    // What half an ulp of f32 would do. Where that is more than a tenth of the result, a difference of equals, f32 has not
-    // one digit of it, and PyTorch's error is luck: the norm of one element or of two, say.
+    // What half an ulp of f32 would do. Where that is more than a tenth of the result, a difference of equals, f32 has
+    // not one digit of it, and PyTorch's error is luck: the norm of one element or of two, say.
     let shift_f32 = shift? * f64::EPSILON.recip() * f64::from(f32::EPSILON);
     let lost = if shift_f32 > 0.1 {
         4.0 * shift_f32

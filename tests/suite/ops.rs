@@ -18,7 +18,7 @@ mod grouped_heads;
 mod half_precision;
 mod kernel_against_reference;
 #[cfg(feature = "cuda")]
-mod naive_on_cards;
+mod naive_on_gpus;
 mod not_finite;
 mod policy;
 mod refusals;

@@ -1,5 +1,5 @@
-//! The optimizer, clipping, accumulation and schedules. The expected numbers come from recurrences written out here, and
-//! from PyTorch 2.15 where a test says so.
+//! The optimizer, clipping, accumulation and schedules. The expected numbers come from recurrences written out here,
+//! and from PyTorch 2.15 where a test says so.
 
 mod accumulate;
 mod adamw;

@@ -1,7 +1,7 @@
-//! TF32: where there is none; and that products of f32 on a card follow the switch, those of backward too.
+//! TF32: where there is none; and that products of f32 on a GPU follow the switch, those of backward too.
 
 #[cfg(feature = "cuda")]
-pub mod card;
+pub mod gpu;
 
 use candle_core::Device;
 use tallow::device::{set_tf32, tf32};

@@ -21,8 +21,8 @@ const CPU: Device = Device::Cpu;
 /// A row of the table: a tensor, and its dtype under CUDA's policy in f16 and bf16, then under the CPU's.
 type Row = (&'static str, [&'static str; 4]);
 
-/// CUDA's column for f16 is the exercise's answer, and bf16's its counterpart; the CPU's are what PyTorch 2.15 printed for
-/// this model under `torch.autocast("cpu")`.
+/// CUDA's column for f16 is the exercise's answer, and bf16's its counterpart; the CPU's are what PyTorch 2.15 printed
+/// for this model under `torch.autocast("cpu")`.
 const EXPECTED: [Row; 15] = [
     ("parameter fc1.weight", ["f32"; 4]),
     ("parameter ln.weight", ["f32"; 4]),

@@ -1,14 +1,14 @@
-//! The op on a card.
+//! The op on a GPU.
 
 use super::op::{Flash, sizes};
 use crate::attention::AttentionConfig;
 use crate::attention::shapes::Shapes;
 use crate::kernels::cuda::flash_attention::{self as kernel, Gradients, Heads, Inputs, Outputs};
 use crate::kernels::workspace::{self, flash_lse_parts};
-use crate::ops::cuda::{card, elements, room, strided, tensor, whole};
+use crate::ops::cuda::{alloc_uninit, elements, gpu, strided, tensor, whole};
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
 
-/// Whether there is a kernel for such a call on q's card, in TF32 or exact.
+/// Whether there is a kernel for such a call on q's GPU, in TF32 or exact.
 pub(super) fn has_kernel(
     q: &Tensor,
     shapes: &Shapes,
@@ -16,11 +16,11 @@ pub(super) fn has_kernel(
     tf32: bool,
 ) -> bool {
     let sizes = sizes(shapes, config);
-    card(q).is_ok_and(|card| kernel::takes(card, q.dtype(), tf32, &sizes))
+    gpu(q).is_ok_and(|gpu| kernel::takes(gpu, q.dtype(), tf32, &sizes))
 }
 
 /// x (B, H, T, Dh) as the kernels can read it, copied if it lies otherwise: rows of whole 16 bytes, at 16 bytes.
-pub(super) fn lying_well(x: Tensor) -> Result<Tensor> {
+pub(super) fn aligned_or_copied(x: Tensor) -> Result<Tensor> {
     let layout = x.layout();
     let vector = 16 / x.dtype().size_in_bytes(); // elements
     let whole_vectors = match *layout.stride() {
@@ -65,22 +65,22 @@ fn heads_of(tensor: &Tensor) -> Result<Heads<'_>> {
 
 impl Flash {
     /// Forward's output; keeps lse, and in half precision what rounding took from the output.
-    pub(super) fn forward_on_card(
+    pub(super) fn forward_on_gpu(
         &self,
         [(q, q_layout), (k, k_layout), (v, v_layout)]: [(&CudaStorage, &Layout); 3],
     ) -> Result<(CudaStorage, Shape)> {
         let sizes = self.sizes();
-        let (card, dtype) = (&q.device, candle_core::backend::BackendStorage::dtype(q));
+        let (gpu, dtype) = (&q.device, candle_core::backend::BackendStorage::dtype(q));
         let rows = (sizes.batch, sizes.heads, sizes.queries);
         let shape = Shape::from((rows.0, rows.1, rows.2, sizes.head_dim));
-        let out = room(card, dtype, shape.elem_count())?;
+        let out = alloc_uninit(gpu, dtype, shape.elem_count())?;
         let rest = match dtype {
             DType::F32 => None,
-            _ => Some(room(card, dtype, shape.elem_count())?),
+            _ => Some(alloc_uninit(gpu, dtype, shape.elem_count())?),
         };
         let of_lse = Shape::from((flash_lse_parts(dtype), rows.0, rows.1, rows.2));
-        let lse = room(card, DType::F32, of_lse.elem_count())?;
-        let workspace = room(card, DType::U32, workspace::flash_forward())?;
+        let lse = alloc_uninit(gpu, DType::F32, of_lse.elem_count())?;
+        let workspace = alloc_uninit(gpu, DType::U32, workspace::flash_forward())?;
         let inputs = [
             heads(q, q_layout)?,
             heads(k, k_layout)?,
@@ -88,28 +88,31 @@ impl Flash {
         ];
         let outputs = Outputs {
             out: heads(&out, &Layout::contiguous(shape.clone()))?,
-            rounded_off: rest.as_ref().map(whole).transpose()?,
+            rounding_error: rest.as_ref().map(whole).transpose()?,
             lse: whole(&lse)?,
         };
         let room = whole(&workspace)?;
-        kernel::forward(card, sizes, self.tf32, inputs, outputs, room)?;
+        kernel::forward(gpu, sizes, self.tf32, inputs, outputs, room)?;
         let rest = rest.map(|rest| tensor(rest, shape.clone()));
         self.keep(tensor(lse, of_lse), rest);
         Ok((out, shape))
     }
 
     /// The gradients of q, k and v.
-    pub(super) fn backward_on_card(
+    pub(super) fn backward_on_gpu(
         &self,
         [q, k, v, out, d_out]: [&Tensor; 5],
         lse: &Tensor,
         rest: Option<&Tensor>,
     ) -> Result<[Tensor; 3]> {
         let sizes = self.sizes();
-        let card = card(q)?;
-        let d_out = lying_well(d_out.clone())?;
+        let gpu = gpu(q)?;
+        let d_out = aligned_or_copied(d_out.clone())?;
         let like = |x: &Tensor| -> Result<Tensor> {
-            Ok(tensor(room(card, x.dtype(), x.elem_count())?, x.shape()))
+            Ok(tensor(
+                alloc_uninit(gpu, x.dtype(), x.elem_count())?,
+                x.shape(),
+            ))
         };
         let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
         let inputs = Inputs {
@@ -117,7 +120,7 @@ impl Flash {
             k: heads_of(k)?,
             v: heads_of(v)?,
             out: heads_of(out)?,
-            rounded_off: rest.map(elements).transpose()?,
+            rounding_error: rest.map(elements).transpose()?,
             d_out: heads_of(&d_out)?,
             lse: elements(lse)?,
         };
@@ -126,9 +129,9 @@ impl Flash {
             dk: heads_of(&dk)?,
             dv: heads_of(&dv)?,
         };
-        let workspace = room(card, DType::U32, workspace::flash_backward(sizes))?;
+        let workspace = alloc_uninit(gpu, DType::U32, workspace::flash_backward(sizes))?;
         let room = whole(&workspace)?;
-        kernel::backward(card, sizes, self.tf32, inputs, gradients, room)?;
+        kernel::backward(gpu, sizes, self.tf32, inputs, gradients, room)?;
         Ok([dq, dk, dv])
     }
 }

@@ -1,8 +1,9 @@
 //! FlashAttention-2: attention tile by tile, nothing of size Tq Tk in memory.
 //!
-//! What lives here: the op ([`flash()`], [`flash_with_lse`]) and its specification in plain candle ops ([`reference()`]).
-//! What does not: the kernels ([`kernels::cpu::flash_attention`](crate::kernels::cpu::flash_attention), and with the
-//! feature `cuda` those for cards).
+//! What lives here: the op ([`flash()`], [`flash_with_lse`]) and its specification in plain candle ops
+//! ([`reference()`]). What does not: the kernels
+//! ([`kernels::cpu::flash_attention`](crate::kernels::cpu::flash_attention), and with the feature `cuda` those for
+//! GPUs).
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -25,32 +26,32 @@ pub(super) const NAME: &str = "attention::flash";
 /// The largest head dimension that [`flash()`] takes.
 pub const MAX_HEAD_DIM: usize = 256;
 
-/// `out = softmax(scale q k^T) v` without scores or probabilities in memory: q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh),
-/// out (B, H, Tq, Dh), Dh up to [`MAX_HEAD_DIM`].
+/// `out = softmax(scale q k^T) v` without scores or probabilities in memory: q (B, H, Tq, Dh), k and v (B, Hkv, Tk,
+/// Dh), out (B, H, Tq, Dh), Dh up to [`MAX_HEAD_DIM`].
 ///
 /// Hkv divides H: each head of k and v serves H / Hkv heads of q in a row (grouped queries). Any number of leading
 /// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.
 ///
-/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once, on a card with probabilities and score
+/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once, on a GPU with probabilities and score
 /// gradients rounded before they are multiplied; there, products of f32 are exact or TF32 as [`device::set_tf32`] says,
 /// in backward as they were in forward. A query that sees no key gets zeros, and passes no gradient; so do all where Tk
 /// is 0. A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
 /// `scaled_dot_product_attention`.
 ///
-/// What is not finite reaches nothing that the mask hides from it, and finite inputs give finite results; on a card within
-/// limits, as in PyTorch's fused attention. Its products are of whole tiles, with zeros where the mask hides: an infinity or a NaN
-/// may show in the up to 320 rows before it (out, dq) or after it (dk, dv) that share a tile with it, and in gradients of keys in
-/// a tile of queries that see none. Scores are scaled and subtracted in one multiply-add: from some 1e9 its rounding is an exponent
-/// that overflows.
+/// What is not finite reaches nothing that the mask hides from it, and finite inputs give finite results; on a GPU
+/// within limits, as in PyTorch's fused attention. Its products are of whole tiles, with zeros where the mask hides: an
+/// infinity or a NaN may show in the up to 320 rows before it (out, dq) or after it (dk, dv) that share a tile with it,
+/// and in gradients of keys in a tile of queries that see none. Scores are scaled and subtracted in one multiply-add:
+/// from some 1e9 its rounding is an exponent that overflows.
 ///
 /// Differentiable in q, k and v. Kept for backward: q, k, v, out and, of every query, the log-sum-exp of its scores (4
 /// bytes; 8 in f64), and what rounding took from it (as much again), or in half precision what rounding took from out:
-/// the gradients would inherit either error. Backward computes the probabilities again, tile by tile:
-/// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`,
-/// `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`. 4 B H Tq Tk Dh FLOPs forward, two and
-/// a half times that backward; tiles that the mask hides are not computed.
+/// the gradients would inherit either error. Backward recomputes the probabilities, tile by tile: `delta = sum(dO O)`,
+/// `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`. 4 B
+/// H Tq Tk Dh FLOPs forward, two and a half times that backward; tiles that the mask hides are not computed.
 ///
-/// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and 2.
+/// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and
+/// 2.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -149,7 +150,7 @@ fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
     let x = reshaped(x, heads)?;
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        return Ok(cuda::lying_well(x)?);
+        return Ok(cuda::aligned_or_copied(x)?);
     }
     Ok(x)
 }

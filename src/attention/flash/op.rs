@@ -33,14 +33,14 @@ pub(super) fn sizes(shapes: &Shapes, config: &AttentionConfig) -> Sizes {
 /// One call; holds what forward leaves for backward beside its inputs and its output.
 pub(super) struct Flash {
     sizes: Sizes,
-    /// Whether products of f32 are TF32: on a card, in backward as in forward, whatever the switch says by then. lse is that of
-    /// the scores as they were computed.
+    /// Whether products of f32 are TF32: on a GPU, in backward as in forward, whatever the switch says by then. lse is
+    /// that of the scores as they were computed.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
     pub tf32: bool,
     /// (parts, B, H, Tq), of [`flash_lse_parts`].
     lse: Arc<OnceLock<Tensor>>,
     /// What rounding took from the output, in half precision: (B, H, Tq, Dh).
-    rounded_off: OnceLock<Tensor>,
+    rounding_error: OnceLock<Tensor>,
 }
 
 impl Flash {
@@ -49,7 +49,7 @@ impl Flash {
             sizes: sizes(&shapes, config),
             tf32,
             lse: Arc::default(),
-            rounded_off: OnceLock::new(),
+            rounding_error: OnceLock::new(),
         }
     }
 
@@ -76,11 +76,11 @@ impl Flash {
         let mut out = None;
         let mut rest = None;
         let lse = tensor::<T::Wide>(of_lse, |lse| {
-            rest = Some(tensor::<T>(rest_elements, |rounded_off| {
+            rest = Some(tensor::<T>(rest_elements, |rounding_error| {
                 out = Some(output::<T>(out_shape.clone(), |out| {
                     let outputs = Outputs {
                         out,
-                        rounded_off,
+                        rounding_error,
                         lse,
                     };
                     let tiles = kernel::Tiles::for_head_dim(sizes.head_dim);
@@ -105,7 +105,7 @@ impl Flash {
         let _ = self.lse.set(lse);
         if let Some(rest) = rest {
             probe::kept("rounded off", &rest);
-            let _ = self.rounded_off.set(rest);
+            let _ = self.rounding_error.set(rest);
         }
     }
 
@@ -210,7 +210,7 @@ impl CustomOp3 for Flash {
         v: &CudaStorage,
         v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.forward_on_card([(q, q_layout), (k, k_layout), (v, v_layout)])
+        self.forward_on_gpu([(q, q_layout), (k, k_layout), (v, v_layout)])
     }
 
     fn bwd(
@@ -226,11 +226,11 @@ impl CustomOp3 for Flash {
         };
         #[cfg(feature = "cuda")]
         if q.device().is_cuda() {
-            let rest = self.rounded_off.get();
-            let [dq, dk, dv] = self.backward_on_card([q, k, v, out, d_out], lse, rest)?;
+            let rest = self.rounding_error.get();
+            let [dq, dk, dv] = self.backward_on_gpu([q, k, v, out, d_out], lse, rest)?;
             return Ok((Some(dq), Some(dk), Some(dv)));
         }
-        let rest = self.rounded_off.get();
+        let rest = self.rounding_error.get();
         let tensors_read = [Some(q), Some(k), Some(v), Some(out), Some(d_out), rest];
         let guards = tensors_read.map(|x| x.map(Tensor::storage_and_layout));
         for_stored!(d_out.dtype(), T => {
@@ -241,7 +241,7 @@ impl CustomOp3 for Flash {
             let (Some(q_view), Some(k_view), Some(v_view)) = (view(0)?, view(1)?, view(2)?) else {
                 candle_core::bail!("{NAME}: no inputs");
             };
-            let (Some(out), Some(d_out), rounded_off) = (view(3)?, view(4)?, view(5)?) else {
+            let (Some(out), Some(d_out), rounding_error) = (view(3)?, view(4)?, view(5)?) else {
                 candle_core::bail!("{NAME}: no output");
             };
             let lse = elements::<<T as Stored>::Wide>(lse)?;
@@ -250,7 +250,7 @@ impl CustomOp3 for Flash {
                 k: k_view,
                 v: v_view,
                 out,
-                rounded_off,
+                rounding_error,
                 lse: &lse,
                 d_out,
             };

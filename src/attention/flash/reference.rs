@@ -1,12 +1,12 @@
 //! FlashAttention-2 in plain tensor ops, tile by tile: what the kernels compute, to be read beside the paper.
 //!
 //! Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023. Line numbers are
-//! those of its Algorithm 1 in [`Attention::forward`] and of its Algorithm 2 in [`Attention::backward`]; its B_r and B_c
-//! are [`Q_TILE`] and [`K_TILE`], its L is [`Softmax::lse`], its D is `delta`.
+//! those of its Algorithm 1 in [`Attention::forward`] and of its Algorithm 2 in [`Attention::backward`]; its B_r and
+//! B_c are [`Q_TILE`] and [`K_TILE`], its L is [`Softmax::lse`], its D is `delta`.
 //!
 //! Not in its listings: the scale, the masks, queries that see no key, and query heads that share a key head. The heads
-//! of such a group are further rows of a query tile, since they meet the same keys; the sums over a tile's rows then add
-//! up the group's part of dk and dv by themselves.
+//! of such a group are further rows of a query tile, since they meet the same keys; the sums over a tile's rows then
+//! add up the group's part of dk and dv by themselves.
 
 mod seen;
 
@@ -32,8 +32,9 @@ const K_TILE: usize = 64;
 
 /// [`flash_with_lse`](super::flash_with_lse) in plain candle ops, on any device: the specification of the kernels.
 ///
-/// Half precision is widened to f32 inside, and out and the gradients are rounded once; backward uses the unrounded out.
-/// Differentiable in q, k and v as one op of candle's graph, however many tiles there are; lse carries no gradient.
+/// Half precision is widened to f32 inside, and out and the gradients are rounded once; backward uses the unrounded
+/// out. Differentiable in q, k and v as one op of candle's graph, however many tiles there are; lse carries no
+/// gradient.
 ///
 /// # Errors
 /// As [`flash`](super::flash()).
@@ -135,8 +136,8 @@ impl Softmax {
     }
 }
 
-/// What to compute. Inside, with G = B Hkv and R = H / Hkv, q is (G, R, Tq, Dh) and k and v are (G, Tk, Dh); a tile of Br
-/// queries is (G, R Br, Dh).
+/// What to compute. Inside, with G = B Hkv and R = H / Hkv, q is (G, R, Tq, Dh) and k and v are (G, Tk, Dh); a tile of
+/// Br queries is (G, R Br, Dh).
 #[derive(Clone, Copy, Debug)]
 struct Attention {
     shapes: Shapes,

@@ -1,19 +1,19 @@
-//! The op on a card.
+//! The op on a GPU.
 
 use super::Naive;
 use crate::kernels::cuda::cublas;
 use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::naive_attention as kernel;
 use crate::kernels::workspace::naive_heads_at_once;
-use crate::ops::cuda::{card, elements, room, tensor, view, whole};
-use crate::ops::ending;
+use crate::ops::cuda::{alloc_uninit, elements, gpu, tensor, view, whole};
+use crate::ops::with_last_dim;
 use crate::probe;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
 
 impl Naive {
     /// What the kernels are told.
-    fn sizes_on_card(&self) -> kernel::Sizes {
+    fn sizes_on_gpu(&self) -> kernel::Sizes {
         let sizes = self.sizes;
         kernel::Sizes {
             kv_heads: sizes.kv_batch,
@@ -27,32 +27,32 @@ impl Naive {
 
     /// Scores of as many heads as are worked on at once.
     fn scores_at_once(&self, dtype: DType) -> usize {
-        let sizes = self.sizes_on_card();
+        let sizes = self.sizes_on_gpu();
         let of_head = sizes.group * sizes.queries * sizes.keys;
         naive_heads_at_once(sizes.kv_heads, of_head, dtype) * of_head
     }
 
     /// Forward's output; keeps the probabilities.
-    pub(super) fn forward_on_card(
+    pub(super) fn forward_on_gpu(
         &self,
         [(q, q_layout), (k, k_layout), (v, v_layout)]: [(&CudaStorage, &Layout); 3],
     ) -> Result<(CudaStorage, Shape)> {
-        let (card, dtype) = (&q.device, q.dtype());
-        let out_shape = Shape::from(ending(q_layout.dims(), self.sizes.value_dim));
-        let p_shape = Shape::from(ending(q_layout.dims(), self.sizes.keys));
-        let p = room(card, dtype, p_shape.elem_count())?;
-        let sizes = self.sizes_on_card();
+        let (gpu, dtype) = (&q.device, q.dtype());
+        let out_shape = Shape::from(with_last_dim(q_layout.dims(), self.sizes.value_dim));
+        let p_shape = Shape::from(with_last_dim(q_layout.dims(), self.sizes.keys));
+        let p = alloc_uninit(gpu, dtype, p_shape.elem_count())?;
+        let sizes = self.sizes_on_gpu();
         // f32's are the probabilities' place.
         let scores = match dtype {
             DType::F32 => None,
-            _ => Some(room(card, DType::F32, self.scores_at_once(dtype))?),
+            _ => Some(alloc_uninit(gpu, DType::F32, self.scores_at_once(dtype))?),
         };
-        let out = room(card, dtype, out_shape.elem_count())?;
+        let out = alloc_uninit(gpu, dtype, out_shape.elem_count())?;
         let mut multiply = |factors: [Matrix; 2], c: Matrix, count| {
-            cublas::multiply(card, factors, c, count, false)
+            cublas::multiply(gpu, factors, c, count, false)
         };
         kernel::forward(
-            card,
+            gpu,
             &mut multiply,
             &sizes,
             [view(q, q_layout)?, view(k, k_layout)?, view(v, v_layout)?],
@@ -67,24 +67,21 @@ impl Naive {
     }
 
     /// The gradients of q, k and v, all of them contiguous.
-    pub(super) fn backward_on_card(
-        &self,
-        [d_out, q, k, v, p]: [&Tensor; 5],
-    ) -> Result<[Tensor; 3]> {
-        let (card, dtype, sizes) = (card(q)?, q.dtype(), self.sizes_on_card());
+    pub(super) fn backward_on_gpu(&self, [d_out, q, k, v, p]: [&Tensor; 5]) -> Result<[Tensor; 3]> {
+        let (gpu, dtype, sizes) = (gpu(q)?, q.dtype(), self.sizes_on_gpu());
         let at_once = self.scores_at_once(dtype);
-        let d_probabilities = room(card, DType::F32, at_once)?;
+        let d_probabilities = alloc_uninit(gpu, DType::F32, at_once)?;
         let d_scores = match dtype {
             DType::F32 => None,
-            _ => Some(room(card, dtype, at_once)?),
+            _ => Some(alloc_uninit(gpu, dtype, at_once)?),
         };
-        let like = |x: &Tensor| room(card, dtype, x.elem_count());
+        let like = |x: &Tensor| alloc_uninit(gpu, dtype, x.elem_count());
         let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
         let mut multiply = |factors: [Matrix; 2], c: Matrix, count| {
-            cublas::multiply(card, factors, c, count, false)
+            cublas::multiply(gpu, factors, c, count, false)
         };
         kernel::backward(
-            card,
+            gpu,
             &mut multiply,
             &sizes,
             [

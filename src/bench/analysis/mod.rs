@@ -163,8 +163,8 @@ fn different<T: PartialEq>(values: impl Iterator<Item = T>) -> Vec<T> {
 }
 
 impl Analysis {
-    /// Reads the rows; `width_key` is the field that holds the width, `head_dim` or `d_model`. Rows that lack a label are
-    /// passed over.
+    /// Reads the rows; `width_key` is the field that holds the width, `head_dim` or `d_model`. Rows that lack a label
+    /// are passed over.
     pub fn of(rows: &[Fields], width_key: &str) -> Self {
         let rows: Vec<Row<'_>> = rows
             .iter()

@@ -6,8 +6,8 @@ use crate::report::format_mib;
 use serde_json::Value;
 
 impl PrecisionAnalysis {
-    /// The same in words: how fast and how large each precision is beside f32, where kept copies of the weights cost more
-    /// than the rest saves, what dropping them changes, and what fits only in half precision.
+    /// The same in words: how fast and how large each precision is beside f32, where kept copies of the weights cost
+    /// more than the rest saves, what dropping them changes, and what fits only in half precision.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         for precision in self.precisions() {

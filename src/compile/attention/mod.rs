@@ -1,7 +1,8 @@
 //! Attention, planned.
 //!
-//! What lives here: [`Attention`], what it is planned for ([`AttentionPlanConfig`]), its plan (`plan`), and what it asks of the tensors that it is given (`arguments`). What does
-//! not: attention in a model, which is planned with what stands around it.
+//! What lives here: [`Attention`], what it is planned for ([`AttentionPlanConfig`]), its plan (`plan`), and what it
+//! asks of the tensors that it is given (`arguments`). What does not: attention in a model, which is planned with what
+//! stands around it.
 
 mod arguments;
 mod config;
@@ -22,33 +23,33 @@ use plan::Planned;
 
 const OP: &str = "compile::Attention";
 
-/// `softmax(scale q k^T) v` and its gradients for fixed shapes, planned once: q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh),
-/// the output (..., H, Tq, Dh), in f32, bf16 or f16, on the CPU or on a CUDA GPU.
+/// `softmax(scale q k^T) v` and its gradients for fixed shapes, planned once: q (..., H, Tq, Dh), k and v (..., Hkv,
+/// Tk, Dh), the output (..., H, Tq, Dh), in f32, bf16 or f16, on the CPU or on a CUDA GPU.
 ///
-/// The mathematics of [`attention::naive`](crate::attention::naive()), the probabilities kept for backward. They, output and
-/// gradients lie in one arena: a run allocates nothing.
+/// The mathematics of [`attention::naive`](crate::attention::naive()), the probabilities kept for backward. They,
+/// output and gradients lie in one arena: a run allocates nothing.
 ///
-/// On the CPU, where q, k and v have one shape, a block of queries goes through scores, softmax and weighted sum while it is in
-/// cache; probabilities are kept as exponentials and what each row of them is multiplied by, what a mask hides is never there, and
-/// no other matrix of (T, T) ever is. In half precision products and sums are f32's, and output and gradients are rounded once. For
-/// bf16 the exponentials are kept in f16, which has three bits more, in half the memory that eager naive attention's probabilities
-/// take; for f16, as those, in f32. What rounding took from the output is kept for backward too. Other shapes are computed by the
-/// eager op's kernels, which keep the probabilities.
+/// On the CPU, where q, k and v have one shape, a block of queries goes through scores, softmax and weighted sum while
+/// it is in cache; probabilities are kept as exponentials and what each row of them is multiplied by, what a mask hides
+/// is never there, and no other matrix of (T, T) ever is. In half precision products and sums are f32's, and output and
+/// gradients are rounded once. For bf16 the exponentials are kept in f16, which has three bits more, in half the memory
+/// that eager naive attention's probabilities take; for f16, as those, in f32. What rounding took from the output is
+/// kept for backward too. Other shapes are computed by the eager op's kernels, which keep the probabilities.
 ///
-/// On a GPU products are cuBLASLt's, with sums in f32. The scores are where their softmax will be,
-/// (..., Tq, Tk) in the dtype of q, k and v, as eager attention on a GPU has them, and lie there once: backward reads the
-/// probabilities as they were rounded. The scores' gradients are there for as many heads at once as 1 GiB holds. Of what a mask
-/// hides, blocks as a whole are neither computed nor read. Each half is recorded as a CUDA graph when it comes the second time
-/// with its tensors where they were, and then is one launch; with others it is launched call by call. In f16 the scores'
-/// gradients are rounded to f16: scale what d_out comes from.
+/// On a GPU products are cuBLASLt's, with sums in f32. The scores are where their softmax will be, (..., Tq, Tk) in the
+/// dtype of q, k and v, as eager attention on a GPU has them, and lie there once: backward reads the probabilities as
+/// they were rounded. The scores' gradients are there for as many heads at once as 1 GiB holds. Of what a mask hides,
+/// blocks as a whole are neither computed nor read. Each half is recorded as a CUDA graph when it comes the second time
+/// with its tensors where they were, and then is one launch; with others it is launched call by call. In f16 the
+/// scores' gradients are rounded to f16: scale what d_out comes from.
 ///
-/// With [`Algorithm::Flash`] the tiles of [`attention::flash`](crate::attention::flash()) instead: of (Tq, Tk) there is nothing,
-/// kept are the output, a number or two a query ([`lse`](Self::lse)) and, in half precision, what rounding took from the
-/// output. The same kernels as eagerly, and the same bits, without the gradients that candle adds to zeros. On the CPU they take
-/// tiles and sums of dq for themselves, as they do eagerly.
+/// With [`Algorithm::Flash`] the tiles of [`attention::flash`](crate::attention::flash()) instead: of (Tq, Tk) there is
+/// nothing, kept are the output, a number or two a query ([`lse`](Self::lse)) and, in half precision, what rounding
+/// took from the output. The same kernels as eagerly, and the same bits, without the gradients that candle adds to
+/// zeros. On the CPU they take tiles and sums of dq for themselves, as they do eagerly.
 ///
-/// It stands outside of candle's graph: [`backward`](Self::backward) is called with the output's gradient, by whoever has
-/// it.
+/// It stands outside of candle's graph: [`backward`](Self::backward) is called with the output's gradient, by whoever
+/// has it.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -91,11 +92,11 @@ impl Attention {
     /// Plans attention on `device`, where q, k and v will be, and allocates its arena.
     ///
     /// # Errors
-    /// [`Error::Shape`] for fewer than two dimensions, a size of 0, shapes that do not fit each other; [`Error::DType`] for
-    /// another dtype than f32, bf16 and f16; [`Error::Placement`] for a device that is neither the CPU nor a CUDA GPU of compute
-    /// capability 8.0 or later; [`Error::OutOfMemory`] for an arena that does not fit the device's memory. For what flash
-    /// attention's kernels do not take (heads over 256, on a GPU of no multiple of 8, in f32 of 4, or a scale that is not above 0),
-    /// [`Error::Shape`] and, on a GPU, [`Error::Placement`].
+    /// [`Error::Shape`] for fewer than two dimensions, a size of 0, shapes that do not fit each other; [`Error::DType`]
+    /// for another dtype than f32, bf16 and f16; [`Error::Placement`] for a device that is neither the CPU nor a CUDA
+    /// GPU of compute capability 8.0 or later; [`Error::OutOfMemory`] for an arena that does not fit the device's
+    /// memory. For what flash attention's kernels do not take (heads over 256, on a GPU of no multiple of 8, in f32 of
+    /// 4, or a scale that is not above 0), [`Error::Shape`] and, on a GPU, [`Error::Placement`].
     pub fn new(device: &Device, config: &AttentionPlanConfig) -> Result<Self> {
         check_device(device)?;
         let Planned {
@@ -153,13 +154,15 @@ impl Attention {
         Ok(plan::of(config, target)?.lowered.plan)
     }
 
-    /// Computes the output of q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh): [`output`](Self::output) has it until the next run.
+    /// Computes the output of q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh): [`output`](Self::output) has it until the
+    /// next run.
     ///
-    /// q, k and v are read where they are, and kept (not copied) for [`backward`](Self::backward) until the next forward.
+    /// q, k and v are read where they are, and kept (not copied) for [`backward`](Self::backward) until the next
+    /// forward.
     ///
     /// # Errors
-    /// Another shape or dtype than planned; tensors that are not contiguous, or on another device; for flash attention on a GPU,
-    /// tensors that begin elsewhere than at a multiple of 16 bytes of their storage.
+    /// Another shape or dtype than planned; tensors that are not contiguous, or on another device; for flash attention
+    /// on a GPU, tensors that begin elsewhere than at a multiple of 16 bytes of their storage.
     pub fn forward(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
         self.check("q", q, &self.config.q)?;
         self.check("k", k, &self.config.k)?;
@@ -204,8 +207,8 @@ impl Attention {
         self.executor.copy(&self.plan, &self.out, &self.out_shape())
     }
 
-    /// A copy of the last forward's `log(sum(exp(scores)))` of every query, where it was planned: (..., H, Tq) f32, -inf for a
-    /// query that sees no key.
+    /// A copy of the last forward's `log(sum(exp(scores)))` of every query, where it was planned: (..., H, Tq) f32,
+    /// -inf for a query that sees no key.
     ///
     /// # Errors
     /// [`Error::Order`] before the first forward, and of naive attention, which keeps probabilities instead.
@@ -235,8 +238,8 @@ impl Attention {
     /// The last forward's output as it lies in the arena, row by row: (..., H, Tq, Dh). On the CPU.
     ///
     /// # Errors
-    /// As [`output`](Self::output); [`Error::DType`] if `T` is not the dtype that was planned for; [`Error::Placement`] on a
-    /// GPU, whose memory is not the host's.
+    /// As [`output`](Self::output); [`Error::DType`] if `T` is not the dtype that was planned for; [`Error::Placement`]
+    /// on a GPU, whose memory is not the host's.
     pub fn output_values<T: WithDType>(&self) -> Result<&[T]> {
         self.check_output()?;
         self.values(&self.out)

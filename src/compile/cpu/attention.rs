@@ -55,12 +55,12 @@ where
 {
     let outputs = blocked_attention::Outputs {
         out: o.lower_y(0),
-        rounded_off: match o.call.writes.len() {
+        rounding_error: match o.call.writes.len() {
             4 => &mut [],
             _ => o.lower_y(4),
         },
         e: o.write::<E>(1),
-        share: o.y(2),
+        inv_row_sum: o.y(2),
     };
     blocked_attention::forward(sizes, heads_from(o, 0), outputs, o.y(3));
 }
@@ -88,9 +88,9 @@ where
     };
     let saved = blocked_attention::Saved {
         e: o.read::<E>(4),
-        share: o.x(5),
+        inv_row_sum: o.x(5),
         out: o.lower_x(6),
-        rounded_off: match o.call.reads.len() {
+        rounding_error: match o.call.reads.len() {
             7 => &[],
             _ => o.lower_x(7),
         },
@@ -126,7 +126,7 @@ fn tiled_forward<S: Stored<Wide = f32>>(
     let heads = |place| lying(o, place, strides);
     let outputs = flash::Outputs {
         out: o.lower_y(0),
-        rounded_off: match o.call.writes.len() {
+        rounding_error: match o.call.writes.len() {
             2 => &mut [],
             _ => o.lower_y(2),
         },
@@ -143,14 +143,14 @@ fn tiled_backward<S: Stored<Wide = f32>>(
     strides: [usize; 4],
 ) {
     let heads = |place| lying(o, place, strides);
-    let rounded_off = (o.call.reads.len() > 6).then(|| lying(o, 6, by_head(kernel)));
+    let rounding_error = (o.call.reads.len() > 6).then(|| lying(o, 6, by_head(kernel)));
     let inputs = flash::Inputs {
         d_out: heads(0),
         q: heads(1),
         k: heads(2),
         v: heads(3),
         out: heads(4),
-        rounded_off,
+        rounding_error,
         lse: o.x(5),
     };
     let gradients = flash::Gradients {

@@ -1,7 +1,7 @@
 //! One call: its operands handed to its kernel.
 //!
-//! What a call has in half precision is all in one dtype, which is dispatched on here, once; what computes takes either type
-//! and says by place which operands are f32 whatever happens.
+//! What a call has in half precision is all in one dtype, which is dispatched on here, once; what computes takes either
+//! type and says by place which operands are f32 whatever happens.
 
 use super::super::op::Op;
 use super::super::plan::{Call, Plan};
@@ -30,7 +30,7 @@ pub(super) fn run(
     match &call.op {
         Op::Kernel(kernel) => kernel.run(&view.slices(call))?,
         op if update::has(op) => return update::run(plan, call, view, controls),
-        _ => match plan.lower_dtype(call) {
+        _ => match plan.compute_dtype(call) {
             DType::BF16 => run_in(&Operands::<bf16>::new(call, view), controls),
             DType::F16 => run_in(&Operands::<f16>::new(call, view), controls),
             _ => run_in(&Operands::<f32>::new(call, view), controls),
@@ -73,7 +73,7 @@ fn run_in<S: Stored<Wide = f32>>(o: &Operands<'_, S>, controls: &Controls<'_>) {
         Op::HeadAttentionBackward(sizes) => attention::heads_backward(o, &sizes),
         Op::MergeHeads(sizes) => heads::merge(sizes.heads(), o.lower_x(0), o.lower_y(0)),
         Op::MergeRotatedBack(sizes) => {
-            rotary_heads::merge_turned_back(
+            rotary_heads::merge_rotated_back(
                 sizes.heads(),
                 o.angles(1, 2),
                 o.lower_x(0),

@@ -1,7 +1,7 @@
 //! The executor's memory: the arena, and where every buffer of a plan begins.
 
 use super::super::arena::ALIGNMENT_BYTES;
-use super::super::buffer::{Buffer, Home};
+use super::super::buffer::{Buffer, Location};
 use super::super::plan::{Call, Operand, Plan};
 use crate::ops::lowering::{Slice, Slices};
 use crate::{Error, Result, device};
@@ -93,7 +93,7 @@ fn ask_for_huge_pages(_start: NonNull<u8>, _layout: Layout) {}
 
 /// What lies outside of the arena, lent for one run.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Lent<'a> {
+pub(crate) struct ExternalBuffers<'a> {
     /// The bytes of each parameter; empty ones are not touched.
     pub parameters: &'a [*mut [u8]],
     /// By parameter; empty in a run without an update.
@@ -110,12 +110,12 @@ pub(crate) struct Lent<'a> {
 pub(super) struct View<'a> {
     plan: &'a Plan,
     arena: *mut u8,
-    lent: &'a Lent<'a>,
+    lent: &'a ExternalBuffers<'a>,
     micro_batch: usize,
 }
 
 impl<'a> View<'a> {
-    pub fn new(plan: &'a Plan, arena: &'a mut Arena, lent: &'a Lent<'a>) -> Self {
+    pub fn new(plan: &'a Plan, arena: &'a mut Arena, lent: &'a ExternalBuffers<'a>) -> Self {
         for buffer in plan.buffers() {
             check_lent(buffer, lent, plan.micro_batches());
         }
@@ -143,19 +143,19 @@ impl<'a> View<'a> {
     /// Where a buffer begins.
     fn start(&self, buffer: &Buffer) -> *mut u8 {
         let argument = |number: usize| self.lent.arguments[number].cast_mut().cast::<u8>();
-        match buffer.home {
+        match buffer.location {
             // SAFETY: the arena is as large as the plan wants it.
-            Home::Arena { offset_bytes } => unsafe { self.arena.add(offset_bytes as usize) },
-            Home::Parameter(number) => self.lent.parameters[number].cast(),
-            Home::ExpAvg(number) => self.lent.exp_avg[number].cast(),
-            Home::ExpAvgSq(number) => self.lent.exp_avg_sq[number].cast(),
-            Home::Table(number) => self.plan.table(number).as_ptr().cast_mut().cast(),
-            Home::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
+            Location::Arena { offset_bytes } => unsafe { self.arena.add(offset_bytes as usize) },
+            Location::Parameter(number) => self.lent.parameters[number].cast(),
+            Location::ExpAvg(number) => self.lent.exp_avg[number].cast(),
+            Location::ExpAvgSq(number) => self.lent.exp_avg_sq[number].cast(),
+            Location::Table(number) => self.plan.table(number).as_ptr().cast_mut().cast(),
+            Location::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
             // SAFETY: it has the parts of all micro-batches.
-            Home::Input(number) => unsafe {
+            Location::Input(number) => unsafe {
                 argument(number).add(self.micro_batch * buffer.bytes() as usize)
             },
-            Home::Argument(number) => argument(number),
+            Location::Argument(number) => argument(number),
         }
     }
 
@@ -194,8 +194,8 @@ impl<'a> View<'a> {
     /// # Safety
     /// Nobody writes them while this is borrowed.
     pub unsafe fn read<T: WithDType>(&self, operand: &Operand) -> &'a [T] {
-        // SAFETY: the plan's buffers are where `start` says, with so many elements; the arena began as zeros, so that all
-        // are initialised.
+        // SAFETY: the plan's buffers are where `start` says, with so many elements; the arena began as zeros, so that
+        // all are initialised.
         unsafe { std::slice::from_raw_parts(self.pointer(operand), operand.elements.len()) }
     }
 
@@ -210,16 +210,16 @@ impl<'a> View<'a> {
 }
 
 /// What a caller lends is what the plan was made for; the callers have checked, and said so to the user.
-fn check_lent(buffer: &Buffer, lent: &Lent<'_>, micro_batches: usize) {
-    let got = match buffer.home {
-        Home::Arena { .. } | Home::Table(_) => return,
-        Home::Parameter(number) => lent.parameters[number].len(),
-        Home::ExpAvg(_) | Home::ExpAvgSq(_) if lent.exp_avg.is_empty() => return,
-        Home::ExpAvg(number) => lent.exp_avg[number].len(),
-        Home::ExpAvgSq(number) => lent.exp_avg_sq[number].len(),
-        Home::Output => lent.output.map_or(0, |output| output.len()),
-        Home::Input(number) => lent.arguments[number].len() / micro_batches,
-        Home::Argument(number) => match lent.arguments.get(number) {
+fn check_lent(buffer: &Buffer, lent: &ExternalBuffers<'_>, micro_batches: usize) {
+    let got = match buffer.location {
+        Location::Arena { .. } | Location::Table(_) => return,
+        Location::Parameter(number) => lent.parameters[number].len(),
+        Location::ExpAvg(_) | Location::ExpAvgSq(_) if lent.exp_avg.is_empty() => return,
+        Location::ExpAvg(number) => lent.exp_avg[number].len(),
+        Location::ExpAvgSq(number) => lent.exp_avg_sq[number].len(),
+        Location::Output => lent.output.map_or(0, |output| output.len()),
+        Location::Input(number) => lent.arguments[number].len() / micro_batches,
+        Location::Argument(number) => match lent.arguments.get(number) {
             None => return,
             Some(argument) => argument.len(),
         },

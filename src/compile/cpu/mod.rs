@@ -1,7 +1,7 @@
 //! The CPU's executor: every call handed to its kernel.
 //!
-//! What lives here: memory ([`memory`]) and, op by op, from operands ([`operands`]) to [`crate::kernels::cpu`] ([`call`],
-//! [`attention`], [`update`]). What does not: anything that knows a model.
+//! What lives here: memory ([`memory`]) and, op by op, from operands ([`operands`]) to [`crate::kernels::cpu`]
+//! ([`call`], [`attention`], [`update`]). What does not: anything that knows a model.
 
 mod attention;
 mod call;
@@ -9,7 +9,7 @@ mod memory;
 mod operands;
 mod update;
 
-pub(super) use memory::Lent;
+pub(super) use memory::ExternalBuffers;
 
 use super::calls;
 use super::op::Op;
@@ -33,7 +33,7 @@ impl Executor {
         let calls = plan.calls().iter();
         let mut products = calls.filter(|call| matches!(call.op, Op::Matmul { .. }));
         if products.clone().next().is_some() {
-            let rounds = |call: &Call| plan.lower_dtype(call) != DType::F32;
+            let rounds = |call: &Call| plan.compute_dtype(call) != DType::F32;
             gemm::reserve_scratch(products.any(rounds));
         }
         Ok(Self {
@@ -45,21 +45,26 @@ impl Executor {
     pub fn run_micro_batches(
         &mut self,
         plan: &Plan,
-        lent: &Lent<'_>,
+        lent: &ExternalBuffers<'_>,
         controls: &Controls<'_>,
     ) -> Result<()> {
         let view = View::new(plan, &mut self.arena, lent);
-        let _: ControlFlow<()> = run_calls(plan, 0..plan.repeated().start, &view, controls)?;
+        let _: ControlFlow<()> = run_calls(plan, 0..plan.per_micro_batch().start, &view, controls)?;
         for micro_batch in 0..plan.micro_batches() {
             let view = view.of(micro_batch);
-            let _: ControlFlow<()> = run_calls(plan, plan.repeated(), &view, controls)?;
+            let _: ControlFlow<()> = run_calls(plan, plan.per_micro_batch(), &view, controls)?;
         }
         Ok(())
     }
 
-    /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error neither
-    /// parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
-    pub fn run(&mut self, plan: &Plan, lent: &Lent<'_>, controls: &Controls<'_>) -> Result<bool> {
+    /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error
+    /// neither parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
+    pub fn run(
+        &mut self,
+        plan: &Plan,
+        lent: &ExternalBuffers<'_>,
+        controls: &Controls<'_>,
+    ) -> Result<bool> {
         self.run_micro_batches(plan, lent, controls)?;
         self.run_after_micro_batches(plan, lent, controls)
     }
@@ -68,11 +73,11 @@ impl Executor {
     pub fn run_after_micro_batches(
         &mut self,
         plan: &Plan,
-        lent: &Lent<'_>,
+        lent: &ExternalBuffers<'_>,
         controls: &Controls<'_>,
     ) -> Result<bool> {
         let view = View::new(plan, &mut self.arena, lent);
-        let rest = plan.repeated().end..plan.calls().len();
+        let rest = plan.per_micro_batch().end..plan.calls().len();
         Ok(run_calls(plan, rest, &view, controls)?.is_continue())
     }
 

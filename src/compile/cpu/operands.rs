@@ -1,7 +1,7 @@
 //! A call's operands as slices.
 //!
-//! The plan says that what a call writes is no other operand of it, and that nobody else uses the memory of a buffer that
-//! is alive; a call runs alone. That is what [`View`]'s slices want.
+//! The plan says that what a call writes is no other operand of it, and that nobody else uses the memory of a buffer
+//! that is alive; a call runs alone. That is what [`View`]'s slices want.
 
 use super::super::op::Accumulate;
 use super::super::plan::Call;
@@ -11,8 +11,9 @@ use crate::kernels::cpu::rotary_heads::Angles;
 use candle_core::{DType, WithDType};
 use std::marker::PhantomData;
 
-/// A call's operands, by their place in the op's order. Each is f32, or in the one other dtype that the call has: `S`, which
-/// may be f32 too; the exponentials of attention alone have a dtype of their own. Asking for another than the buffer's is a bug of the plan's, and panics.
+/// A call's operands, by their place in the op's order. Each is f32, or in the one other dtype that the call has: `S`,
+/// which may be f32 too; the exponentials of attention alone have a dtype of their own. Asking for another than the
+/// buffer's is a bug of the plan's, and panics.
 pub(super) struct Operands<'a, S> {
     pub call: &'a Call,
     view: &'a View<'a>,

@@ -1,5 +1,5 @@
-//! Calls beside those of ops: the loss and its gradient, sums of gradients, loss scaling undone, clipping, AdamW. In the dtype of
-//! the parameters, f32 or f64.
+//! Calls beside those of ops: the loss and its gradient, sums of gradients, loss scaling undone, clipping, AdamW. In
+//! the dtype of the parameters, f32 or f64.
 
 use super::super::op::Op;
 use super::super::plan::{Call, Plan};

@@ -9,7 +9,9 @@ use crate::kernels::cpu::flash_attention::Sizes as FlashSizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
-use crate::kernels::cuda::naive_attention::{Sizes, compare, gather, scatter};
+use crate::kernels::cuda::naive_attention::{
+    Sizes, compare, transposed_weighted_sum, weighted_sum,
+};
 use crate::kernels::cuda::softmax;
 use std::ops::Range;
 
@@ -89,11 +91,11 @@ fn tiled(
 ) -> Result<()> {
     let outputs = Outputs {
         out,
-        rounded_off: beside.get(2).copied(),
+        rounding_error: beside.get(2).copied(),
         lse: beside[0],
     };
-    let (card, tf32) = (launcher.card, launcher.products.tf32());
-    Ok(flash::forward(card, kernel, tf32, qkv, outputs, beside[1])?)
+    let (gpu, tf32) = (launcher.gpu, launcher.products.tf32());
+    Ok(flash::forward(gpu, kernel, tf32, qkv, outputs, beside[1])?)
 }
 
 pub(super) fn flash_backward(
@@ -110,7 +112,7 @@ pub(super) fn flash_backward(
         k,
         v,
         out: dense(sizes, reads[after]).heads(sizes),
-        rounded_off: reads.get(after + 2).copied(),
+        rounding_error: reads.get(after + 2).copied(),
         d_out: dense(sizes, reads[0]).heads(sizes),
         lse: reads[after + 1],
     };
@@ -126,9 +128,9 @@ fn tiled_backward(
     gradients: flash::Gradients<'_>,
     workspace: View<'_>,
 ) -> Result<()> {
-    let (card, tf32) = (launcher.card, launcher.products.tf32());
+    let (gpu, tf32) = (launcher.gpu, launcher.products.tf32());
     Ok(flash::backward(
-        card, kernel, tf32, inputs, gradients, workspace,
+        gpu, kernel, tf32, inputs, gradients, workspace,
     )?)
 }
 
@@ -206,7 +208,7 @@ pub(super) fn naive(
     let (reads, writes) = views(launcher, call);
     let [q, k, v] = split(sizes, &reads);
     let (out, p) = (dense(sizes, writes[0]), writes[1]);
-    let card = launcher.card;
+    let gpu = launcher.gpu;
     let mut multiply = launcher.multiplier();
     // f32's scores are in the probabilities' place.
     let room = writes.get(2).copied();
@@ -223,10 +225,10 @@ pub(super) fn naive(
                 turn.scores(sizes, scores, batch),
             )?;
         }
-        softmax::forward(card, naive.scores(), scores, p)?;
+        softmax::forward(gpu, naive.scores(), scores, p)?;
         for batch in turn.sequences.clone() {
             let factors = [turn.scores(sizes, p, batch), turn.heads(sizes, v, batch)];
-            gather(
+            weighted_sum(
                 &mut multiply,
                 &naive,
                 factors,
@@ -248,7 +250,7 @@ pub(super) fn naive_backward(
     let [dq, dk, dv] = split(sizes, &writes);
     let (p, dp) = (reads[1 + count(sizes)], writes[count(sizes)]);
     let ds = writes.get(count(sizes) + 1).copied().unwrap_or(dp); // f32's in the same place
-    let card = launcher.card;
+    let gpu = launcher.gpu;
     let mut multiply = launcher.multiplier();
     let multiply = &mut multiply;
     for turn in turns(sizes, dp) {
@@ -259,14 +261,14 @@ pub(super) fn naive_backward(
             let heads = |x| turn.heads(sizes, x, batch);
             let of_batch = |view| turn.scores(sizes, view, batch);
             compare(multiply, &naive, [d_out, v].map(heads), of_batch(dp))?;
-            scatter(multiply, &naive, [of_batch(p), heads(d_out)], heads(dv))?;
+            transposed_weighted_sum(multiply, &naive, [of_batch(p), heads(d_out)], heads(dv))?;
         }
-        softmax::backward_from_p(card, naive.scores(), [dp, p], ds)?;
+        softmax::backward_from_p(gpu, naive.scores(), [dp, p], ds)?;
         for batch in turn.sequences.clone() {
             let heads = |x| turn.heads(sizes, x, batch);
             let ds = turn.scores(sizes, ds, batch);
-            gather(multiply, &naive, [ds, heads(k)], heads(dq))?;
-            scatter(multiply, &naive, [ds, heads(q)], heads(dk))?;
+            weighted_sum(multiply, &naive, [ds, heads(k)], heads(dq))?;
+            transposed_weighted_sum(multiply, &naive, [ds, heads(q)], heads(dk))?;
         }
     }
     Ok(())

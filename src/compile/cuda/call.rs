@@ -27,12 +27,12 @@ impl Launcher<'_> {
             return Ok(());
         }
         self.launched = index + 1;
-        let card = self.card;
+        let gpu = self.gpu;
         if let Op::Kernel(kernel) = &call.op {
             let views = |operands: &[Operand]| operands.iter().map(|x| self.view(x)).collect();
             let (reads, writes) = (views(&call.reads), views(&call.writes));
             kernel.launch(&Operands {
-                card,
+                gpu,
                 products: RefCell::new(&mut *self.products),
                 reads,
                 writes,
@@ -42,24 +42,24 @@ impl Launcher<'_> {
         match call.op {
             Op::Cast { .. } => {
                 let ([x], [y]) = (self.reads(call), self.writes(call));
-                cast::cast(card, x, y)?;
+                cast::cast(gpu, x, y)?;
             }
             Op::Embedding { width, .. } => {
                 let ([ids, table], [x]) = (self.reads(call), self.writes(call));
-                embedding::forward(card, table, ids, width, x)?;
+                embedding::forward(gpu, table, ids, width, x)?;
             }
             Op::RmsNorm { eps, .. } => {
                 let ([x, weight], [y, rstd]) = (self.reads(call), self.writes(call));
                 match call.reads.get(2).map(|branch| self.view(branch)) {
-                    None => rms_norm::forward(card, x, weight, eps, y, rstd)?,
+                    None => rms_norm::forward(gpu, x, weight, eps, y, rstd)?,
                     Some(branch) => {
-                        rms_norm::add_forward(card, [x, branch, weight], eps, None, [y, rstd])?;
+                        rms_norm::add_forward(gpu, [x, branch, weight], eps, None, [y, rstd])?;
                     }
                 }
             }
             Op::AddRmsNorm { eps, .. } => {
                 let [sum, y, rstd] = self.writes(call);
-                rms_norm::add_forward(card, self.reads(call), eps, Some(sum), [y, rstd])?;
+                rms_norm::add_forward(gpu, self.reads(call), eps, Some(sum), [y, rstd])?;
             }
             Op::Matmul {
                 rows,
@@ -80,7 +80,7 @@ impl Launcher<'_> {
                 };
                 let adds = accumulate.adds(self.micro_batch);
                 let c = Matrix::new(c, rows, cols);
-                self.products.multiply(card, [a, b], c, 1, adds)?;
+                self.products.multiply(gpu, [a, b], c, 1, adds)?;
             }
             Op::Rotate(sizes) => self.turn(call, &sizes, false)?,
             Op::RotateBack(sizes) => self.turn(call, &sizes, true)?,
@@ -90,35 +90,35 @@ impl Launcher<'_> {
             Op::FlashAttentionBackward(sizes) => attention::flash_backward(self, call, &sizes)?,
             Op::SwiGlu { .. } => {
                 let ([gate, up], [y]) = (self.reads(call), self.writes(call));
-                swiglu::forward(card, gate, up, y)?;
+                swiglu::forward(gpu, gate, up, y)?;
             }
             Op::PackedSwiGlu { width, .. } => {
                 let ([gate_up], [y]) = (self.reads(call), self.writes(call));
-                swiglu::packed_forward(card, gate_up, y, width)?;
+                swiglu::packed_forward(gpu, gate_up, y, width)?;
             }
             Op::SwiGluBackward { .. } => {
                 let [dy, gate, up] = self.writes(call);
-                swiglu::backward_in_place(card, gate, up, dy)?;
+                swiglu::backward_in_place(gpu, gate, up, dy)?;
             }
             Op::PackedSwiGluBackward { width, .. } => {
                 let [dy, gate_up] = self.writes(call);
-                swiglu::packed_backward_in_place(card, gate_up, dy, width)?;
+                swiglu::packed_backward_in_place(gpu, gate_up, dy, width)?;
             }
             Op::CrossEntropy {
                 classes, counted, ..
             } => {
                 let ([targets], [logits, losses]) = (self.reads(call), self.writes(call));
                 let scale = self.inputs.loss_scale();
-                cross_entropy::in_place(card, logits, classes, targets, scale, counted, losses)?;
+                cross_entropy::in_place(gpu, logits, classes, targets, scale, counted, losses)?;
             }
             Op::LossGradient { .. } => {
-                copy(card, self.inputs.loss_scale(), self.view(&call.writes[0]))?
+                copy(gpu, self.inputs.loss_scale(), self.view(&call.writes[0]))?
             }
             Op::Accumulate { accumulate, .. } => {
                 let ([x], [y]) = (self.reads(call), self.writes(call));
                 match accumulate.adds(self.micro_batch) {
-                    false => copy(card, x, y)?,
-                    true => arithmetic::add(card, y, x, y)?,
+                    false => copy(gpu, x, y)?,
+                    true => arithmetic::add(gpu, y, x, y)?,
                 }
             }
             Op::MeanLoss {
@@ -128,7 +128,7 @@ impl Launcher<'_> {
             } => {
                 let ([losses], [loss]) = (self.reads(call), self.writes(call));
                 let adds = accumulate.adds(self.micro_batch);
-                cross_entropy::mean(card, losses, counted, loss, adds)?;
+                cross_entropy::mean(gpu, losses, counted, loss, adds)?;
             }
             Op::RmsNormBackward {
                 add_dx, accumulate, ..
@@ -150,25 +150,25 @@ impl Launcher<'_> {
                     dw,
                     add_dw: accumulate.adds(self.micro_batch),
                 };
-                rms_norm::backward(card, inputs, gradients, partials)?;
+                rms_norm::backward(gpu, inputs, gradients, partials)?;
             }
             Op::EmbeddingBackward {
                 width, accumulate, ..
             } => {
                 let ([dy, ids], [dtable, workspace]) = (self.reads(call), self.writes(call));
                 let adds = accumulate.adds(self.micro_batch);
-                embedding::backward(card, dy, ids, width, dtable, adds, workspace)?;
+                embedding::backward(gpu, dy, ids, width, dtable, adds, workspace)?;
             }
             Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
-                self.launch_row(index)?;
+                self.launch_fused_updates(index)?;
             }
             Op::CheckOverflow { .. } => {
                 let ([flags], [first, clip]) = (self.reads(call), self.writes(call));
-                adamw::check_overflow(card, flags, first, clip)?;
+                adamw::check_overflow(gpu, flags, first, clip)?;
             }
             Op::ClipFactor { .. } => {
                 let ([squares], [clip]) = (self.reads(call), self.writes(call));
-                adamw::clip_factor(card, squares, self.inputs.clip_norm(), clip)?;
+                adamw::clip_factor(gpu, squares, self.inputs.clip_norm(), clip)?;
             }
             Op::Attention(_)
             | Op::AttentionBackward(_)
@@ -201,11 +201,11 @@ impl Launcher<'_> {
                 row: 3 * width,
             },
         };
-        Ok(rope::in_place(self.card, x, [cos, sin], &heads, back)?)
+        Ok(rope::in_place(self.gpu, x, [cos, sin], &heads, back)?)
     }
 
     /// Call `index` and those after it that do the same to another parameter, in one launch.
-    fn launch_row(&mut self, index: usize) -> Result<()> {
+    fn launch_fused_updates(&mut self, index: usize) -> Result<()> {
         let Some(updates) = self.updates else {
             panic!("an update was launched before the optimizer's state was lent");
         };
@@ -215,7 +215,7 @@ impl Launcher<'_> {
         let count = calls.iter().take_while(same).count();
         let calls = &calls[..count];
         self.launched = index + count;
-        let (card, tables) = (self.card, &updates.tables);
+        let (gpu, tables) = (self.gpu, &updates.tables);
         let joined = |place: usize| {
             let operands: Vec<&Operand> = calls.iter().map(|call| &call.writes[place]).collect();
             self.view(&whole_of(&operands))
@@ -224,18 +224,18 @@ impl Launcher<'_> {
             Op::Unscale { .. } => {
                 let flags = joined(1);
                 match self.checks {
-                    true => tables.unscale(card, 0..count, self.inputs.inverse_scale(), flags)?,
-                    false => crate::kernels::cuda::set_to_zero(card, flags)?,
+                    true => tables.unscale(gpu, 0..count, self.inputs.inverse_scale(), flags)?,
+                    false => crate::kernels::cuda::set_to_zero(gpu, flags)?,
                 }
             }
             Op::SumOfSquares { .. } => {
-                tables.sums_of_squares(card, 0..count, joined(1), joined(0))?;
+                tables.sums_of_squares(gpu, 0..count, joined(1), joined(0))?;
             }
             _ => {
                 let first = updates.entry(index);
                 let clip = calls[0].reads.get(1).map(|clip| self.view(clip));
                 let entries: Range<usize> = first..first + count;
-                tables.adamw(card, entries, self.inputs.updates(), clip)?;
+                tables.adamw(gpu, entries, self.inputs.updates(), clip)?;
             }
         }
         Ok(())
@@ -260,7 +260,7 @@ fn whole_of(operands: &[&Operand]) -> Operand {
 ///
 /// # Errors
 /// [`Error::Config`] with what it would take.
-pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
+pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
     let refuse = |what: &str, got: String, hint: &str| {
         Err(Error::Placement {
             op: "compile",
@@ -269,8 +269,8 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
             hint: hint.into(),
         })
     };
-    if !source::runs_on(card) {
-        let got = "an older card".into();
+    if !source::runs_on(gpu) {
+        let got = "an older GPU".into();
         return refuse(
             "compute capability 8.0 or later",
             got,
@@ -278,14 +278,14 @@ pub(super) fn check(plan: &Plan, card: &CudaDevice, tf32: bool) -> Result<()> {
         );
     }
     for call in plan.calls() {
-        let dtype = plan.lower_dtype(call);
+        let dtype = plan.compute_dtype(call);
         let flash = match &call.op {
             Op::FlashAttention(sizes) => Some(sizes.flash()),
             Op::Kernel(kernel) => crate::attention::planned_flash_sizes(kernel),
             _ => None,
         };
         if let Some(sizes) = flash
-            && !flash_attention::takes(card, dtype, tf32, &sizes)
+            && !flash_attention::takes(gpu, dtype, tf32, &sizes)
         {
             let got = format!(
                 "heads of {} in {}, scale {}, {} rows",

@@ -33,10 +33,10 @@ impl Graph {
     }
 }
 
-/// Records what `launch` launches on the stream of `card`, none of which is run. The caller sees to it that no handle of the
-/// card is made meanwhile.
-pub(super) fn record(card: &CudaDevice, launch: impl FnOnce() -> Result<()>) -> Result<Graph> {
-    let stream = card.cuda_stream();
+/// Records what `launch` launches on the stream of `gpu`, none of which is run. The caller sees to it that no handle of
+/// the GPU is made meanwhile.
+pub(super) fn record(gpu: &CudaDevice, launch: impl FnOnce() -> Result<()>) -> Result<Graph> {
+    let stream = gpu.cuda_stream();
     stream
         .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         .w()?;

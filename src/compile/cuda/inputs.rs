@@ -2,7 +2,7 @@
 
 use super::super::plan::Plan;
 use super::super::run::Controls;
-use super::places::start_of;
+use super::device_pointers::start_of;
 use crate::Result;
 use crate::kernels::cpu::adamw::Update;
 use crate::kernels::cuda::View;
@@ -21,19 +21,19 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    pub(super) fn new(plan: &Plan, card: &CudaDevice) -> Result<Self> {
+    pub(super) fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
         let updates = plan.parameters(); // at most one for each
         let bytes = UPDATES + updates * UPDATE_BYTES;
         Ok(Self {
             host: vec![0; bytes],
-            device: card.alloc_zeros(bytes)?,
+            device: gpu.alloc_zeros(bytes)?,
         })
     }
 
     /// Writes what is new, and has it copied: nothing for attention alone, which has no parameters.
     pub(super) fn fill(
         &mut self,
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         plan: &Plan,
         controls: &Controls<'_>,
     ) -> Result<()> {
@@ -48,12 +48,12 @@ impl Inputs {
             let words = adamw::words(update).map(f32::to_bits);
             self.put_words(UPDATES + number * UPDATE_BYTES, &words);
         }
-        Ok(card.memcpy_htod(&self.host, &mut self.device)?)
+        Ok(gpu.memcpy_htod(&self.host, &mut self.device)?)
     }
 
     fn put_words(&mut self, at: usize, words: &[u32]) {
-        let places = self.host[at..at + 4 * words.len()].chunks_exact_mut(4);
-        for (place, word) in places.zip(words) {
+        let device_pointers = self.host[at..at + 4 * words.len()].chunks_exact_mut(4);
+        for (place, word) in device_pointers.zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
         }
     }

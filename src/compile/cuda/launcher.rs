@@ -1,8 +1,8 @@
 //! What launches of calls need.
 
 use super::super::plan::{Call, Operand, Plan};
+use super::device_pointers::DevicePointers;
 use super::inputs::Inputs;
-use super::places::Places;
 use super::update::Updates;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::matmul::{Matrix, Products};
@@ -10,9 +10,9 @@ use candle_core::cuda_backend::CudaDevice;
 
 /// What launches need, for the calls of one micro-batch.
 pub(super) struct Launcher<'a> {
-    pub card: &'a CudaDevice,
+    pub gpu: &'a CudaDevice,
     pub plan: &'a Plan,
-    pub places: &'a Places,
+    pub device_pointers: &'a DevicePointers,
     pub inputs: &'a Inputs,
     pub products: &'a mut Products,
     pub updates: Option<&'a Updates>,
@@ -27,7 +27,8 @@ pub(super) struct Launcher<'a> {
 
 impl<'a> Launcher<'a> {
     pub(super) fn view(&self, operand: &Operand) -> View<'a> {
-        self.places.view(self.plan, operand, self.micro_batch)
+        self.device_pointers
+            .view(self.plan, operand, self.micro_batch)
     }
 
     /// What a call reads, in its order.
@@ -44,7 +45,7 @@ impl<'a> Launcher<'a> {
     pub(super) fn multiplier(
         &mut self,
     ) -> impl FnMut([Matrix; 2], Matrix, usize) -> candle_core::Result<()> {
-        let (card, products) = (self.card, &mut self.products);
-        move |factors, c, count| products.multiply(card, factors, c, count, false)
+        let (gpu, products) = (self.gpu, &mut self.products);
+        move |factors, c, count| products.multiply(gpu, factors, c, count, false)
     }
 }

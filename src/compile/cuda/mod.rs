@@ -1,24 +1,25 @@
 //! A GPU's executor: every call handed to its kernel, in one stream, and the whole of a run recorded as a CUDA graph.
 //!
-//! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on a run
-//! is one launch. What may change from run to run (learning rates, the loss scale) is read by the kernels from a buffer
-//! that is filled before. A run that the probe listens to goes call by call again.
+//! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on
+//! a run is one launch. What may change from run to run (learning rates, the loss scale) is read by the kernels from a
+//! buffer that is filled before. A run that the probe listens to goes call by call again.
 //!
-//! The stream is the executor's own, so that nobody else's work is recorded. While a plan's first two runs last, other threads
-//! had better not use the card for what they have not used it for before: the driver loads kernels when they are first
-//! launched, and refuses to while a stream is recorded. It waits for what the model's stream has been
-//! given before a run, and that waits for the run.
+//! The stream is the executor's own, so that nobody else's work is recorded. While a plan's first two runs last, other
+//! threads had better not use the GPU for what they have not used it for before: the driver loads kernels when they are
+//! first launched, and refuses to while a stream is recorded. It waits for what the model's stream has been given
+//! before a run, and that waits for the run.
 //!
-//! What lives here: where a plan's buffers are ([`places`]), what is filled in before a run ([`inputs`]), op by op from
-//! operands to [`crate::kernels::cuda`] ([`call`], [`attention`], with what [`launcher`] has), the update of all parameters as one launch
-//! ([`update`]), and what a run has left ([`results`]). What does not: anything that knows a model.
+//! What lives here: where a plan's buffers are ([`device_pointers`]), what is filled in before a run ([`inputs`]), op
+//! by op from operands to [`crate::kernels::cuda`] ([`call`], [`attention`], with what [`launcher`] has), the update of
+//! all parameters as one launch ([`update`]), and what a run has left ([`results`]). What does not: anything that knows
+//! a model.
 
 mod attention;
 mod call;
+mod device_pointers;
 mod graph;
 mod inputs;
 mod launcher;
-mod places;
 mod results;
 mod update;
 
@@ -32,20 +33,20 @@ use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use device_pointers::DevicePointers;
 use graph::Recorded;
 use inputs::Inputs;
-use places::Places;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use update::{Known, Updates};
+use update::{OptimizerLayout, Updates};
 
 /// A plan's memory on a GPU, and what it takes to run it there.
 pub(in crate::compile) struct Executor {
-    /// The model's card, with a stream of its own.
-    card: CudaDevice,
-    /// The card as the model has it, and its stream.
-    model_card: CudaDevice,
+    /// The model's GPU, with a stream of its own.
+    gpu: CudaDevice,
+    /// The GPU as the model has it, and its stream.
+    model_gpu: CudaDevice,
     stream: Arc<CudaStream>,
     arena: CudaSlice<u8>,
     tables: Vec<CudaSlice<f32>>,
@@ -54,17 +55,17 @@ pub(in crate::compile) struct Executor {
     output: Option<CudaSlice<u8>>,
     products: Products,
     /// Where everything is, since the first run.
-    places: Option<Places>,
+    device_pointers: Option<DevicePointers>,
     updates: Option<Updates>,
-    recorded: [Recorded; Extent::COUNT],
+    recorded: [Recorded; RunScope::COUNT],
     /// Where the arguments of the last run of each were.
-    arguments: [Vec<u64>; Extent::COUNT],
+    arguments: [Vec<u64>; RunScope::COUNT],
     copies_are_current: bool,
 }
 
 /// How much of a plan is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Extent {
+enum RunScope {
     /// All but what follows the micro-batches.
     MicroBatches,
     /// What follows them, in a plan without an update.
@@ -75,16 +76,17 @@ enum Extent {
     Checked,
 }
 
-impl Extent {
+impl RunScope {
     const COUNT: usize = 4;
 }
 
 impl Executor {
-    /// Allocates the arena, and copies the plan's tables to the card. Products of f32 are from now on what the switch says now.
-    pub fn new(plan: &Plan, card: &CudaDevice) -> Result<Self> {
-        let on = Device::Cuda(card.clone());
+    /// Allocates the arena, and copies the plan's tables to the GPU. Products of f32 are from now on what the switch
+    /// says now.
+    pub fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
+        let on = Device::Cuda(gpu.clone());
         let tf32 = device::tf32(&on);
-        call::check(plan, card, tf32)?;
+        call::check(plan, gpu, tf32)?;
         let bytes = plan.peak_bytes() + plan.workspace_bytes();
         let available_bytes = device::available_bytes_on(&on).unwrap_or(u64::MAX);
         if bytes > available_bytes {
@@ -94,31 +96,31 @@ impl Executor {
                 available_bytes,
             });
         }
-        let (model_card, stream) = (card.clone(), card.cuda_stream());
-        let (card, products) = {
+        let (model_gpu, stream) = (gpu.clone(), gpu.cuda_stream());
+        let (gpu, products) = {
             let _undisturbed = device::cuda::undisturbed();
-            let card = CudaDevice::new_with_stream(stream.context().ordinal())?;
-            let products = Products::new(&card, tf32)?;
-            (card, products)
+            let gpu = CudaDevice::new_with_stream(stream.context().ordinal())?;
+            let products = Products::new(&gpu, tf32)?;
+            (gpu, products)
         };
-        let card = &card;
+        let gpu = &gpu;
         // SAFETY: everything here happens on this handle's one stream, and the model's waits for it and is waited for.
-        unsafe { card.disable_event_tracking() };
-        let tables = plan.tables().iter().map(|table| card.clone_htod(table));
+        unsafe { gpu.disable_event_tracking() };
+        let tables = plan.tables().iter().map(|table| gpu.clone_htod(table));
         let output = plan.output_bytes();
         Ok(Self {
-            card: card.clone(),
-            model_card,
+            gpu: gpu.clone(),
+            model_gpu,
             stream,
-            arena: card.alloc_zeros(plan.peak_bytes().max(1) as usize)?,
+            arena: gpu.alloc_zeros(plan.peak_bytes().max(1) as usize)?,
             tables: tables.collect::<candle_core::Result<_>>()?,
-            inputs: Inputs::new(plan, card)?,
+            inputs: Inputs::new(plan, gpu)?,
             output: match output {
                 0 => None,
-                _ => Some(card.alloc_zeros(output as usize)?),
+                _ => Some(gpu.alloc_zeros(output as usize)?),
             },
             products,
-            places: None,
+            device_pointers: None,
             updates: None,
             recorded: Default::default(),
             arguments: Default::default(),
@@ -129,11 +131,11 @@ impl Executor {
     /// Runs the calls of every micro-batch.
     pub fn run_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
         let controls = Controls::default();
-        let _ran: bool = self.run_extent(plan, tensors, &controls, Extent::MicroBatches)?;
+        let _ran: bool = self.run_extent(plan, tensors, &controls, RunScope::MicroBatches)?;
         if let (Some(output), Some(buffer)) = (tensors.output, &self.output) {
             let to = crate::ops::cuda::elements(output)?.pointer;
-            let from = places::start_of(buffer);
-            let stream = self.card.cuda_stream();
+            let from = device_pointers::start_of(buffer);
+            let stream = self.gpu.cuda_stream();
             // SAFETY: both have the plan's output's bytes, and are used in the order of one stream.
             unsafe { memcpy_dtod_async(to, from, buffer.len(), stream.cu_stream()) }.w()?;
             self.stream.join(&stream).w()?;
@@ -144,11 +146,12 @@ impl Executor {
     /// Runs the calls that follow those of the micro-batches, in a plan without an update.
     pub fn run_after_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
         let controls = Controls::default();
-        let _ran: bool = self.run_extent(plan, tensors, &controls, Extent::AfterMicroBatches)?;
+        let _ran: bool = self.run_extent(plan, tensors, &controls, RunScope::AfterMicroBatches)?;
         Ok(())
     }
 
-    /// Runs every call: whether the update was done. After an error neither parameters nor optimizer state have changed.
+    /// Runs every call: whether the update was done. After an error neither parameters nor optimizer state have
+    /// changed.
     pub fn run(
         &mut self,
         plan: &Plan,
@@ -156,8 +159,8 @@ impl Executor {
         controls: &Controls<'_>,
     ) -> Result<bool> {
         let extent = match controls.loss_scale {
-            Some(_) => Extent::Checked,
-            None => Extent::Unchecked,
+            Some(_) => RunScope::Checked,
+            None => RunScope::Unchecked,
         };
         self.run_extent(plan, tensors, controls, extent)
     }
@@ -167,19 +170,19 @@ impl Executor {
         plan: &Plan,
         tensors: &Tensors<'_>,
         controls: &Controls<'_>,
-        extent: Extent,
+        extent: RunScope,
     ) -> Result<bool> {
         self.place(plan, tensors, controls)?;
         self.place_arguments(tensors, extent)?;
-        let stream = self.card.cuda_stream();
+        let stream = self.gpu.cuda_stream();
         stream.join(&self.stream).w()?;
-        self.inputs.fill(&self.card, plan, controls)?;
+        self.inputs.fill(&self.gpu, plan, controls)?;
         // What a first run loads would end the recording of another thread's.
         let recorded = matches!(self.recorded[extent as usize], Recorded::Graph(_));
         let _undisturbed = (!recorded).then(device::cuda::undisturbed);
         let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
         if !copies_were_current {
-            self.launch(plan, plan.lasting(), 0, extent)?;
+            self.launch(plan, plan.first_run_only(), 0, extent)?;
         }
         match probe::is_listening() {
             false => self.run_recorded(plan, extent)?,
@@ -187,7 +190,7 @@ impl Executor {
         }
         self.stream.join(&stream).w()?;
         let stepped = match extent {
-            Extent::MicroBatches | Extent::AfterMicroBatches => true,
+            RunScope::MicroBatches | RunScope::AfterMicroBatches => true,
             _ => self.stepped(plan, controls)?,
         };
         self.copies_are_current = true;
@@ -196,29 +199,29 @@ impl Executor {
 
     /// Finds out where everything is; forgets what was recorded for other places.
     fn place(&mut self, plan: &Plan, tensors: &Tensors<'_>, controls: &Controls<'_>) -> Result<()> {
-        let mut places = Places::new(self, tensors)?;
-        if let Some(old) = &self.places {
-            places.arguments.clone_from(&old.arguments); // known to `place_arguments`
+        let mut device_pointers = DevicePointers::new(self, tensors)?;
+        if let Some(old) = &self.device_pointers {
+            device_pointers.arguments.clone_from(&old.arguments); // known to `place_arguments`
         }
-        if self.places.as_ref() != Some(&places) {
+        if self.device_pointers.as_ref() != Some(&device_pointers) {
             self.recorded = Default::default();
             self.updates = None;
             self.copies_are_current = false;
         }
         if !tensors.updates.is_empty() {
-            let known = Known::new(tensors.updates, controls)?;
+            let known = OptimizerLayout::new(tensors.updates, controls)?;
             if self.updates.as_ref().is_none_or(|old| old.known != known) {
-                self.updates = Some(Updates::new(&self.card, plan, &places, known)?);
+                self.updates = Some(Updates::new(&self.gpu, plan, &device_pointers, known)?);
                 self.recorded = Default::default();
             }
         }
-        self.places = Some(places);
+        self.device_pointers = Some(device_pointers);
         Ok(())
     }
 
-    /// Finds out where the arguments are, which whoever runs the plan chooses anew each time; forgets what was recorded of this
-    /// extent with others.
-    fn place_arguments(&mut self, tensors: &Tensors<'_>, extent: Extent) -> Result<()> {
+    /// Finds out where the arguments are, which whoever runs the plan chooses anew each time; forgets what was recorded
+    /// of this extent with others.
+    fn place_arguments(&mut self, tensors: &Tensors<'_>, extent: RunScope) -> Result<()> {
         let arguments = tensors.arguments.iter();
         let arguments = arguments.map(|x| Ok::<_, Error>(crate::ops::cuda::elements(x)?.pointer));
         let arguments: Vec<u64> = arguments.collect::<Result<_>>()?;
@@ -226,23 +229,23 @@ impl Executor {
         if self.arguments[place] != arguments {
             self.recorded[place] = Recorded::Nothing;
         }
-        if let Some(places) = &mut self.places {
-            places.arguments.clone_from(&arguments);
+        if let Some(device_pointers) = &mut self.device_pointers {
+            device_pointers.arguments.clone_from(&arguments);
         }
         self.arguments[place] = arguments;
         Ok(())
     }
 
     /// Launches the calls of a run one by one.
-    fn launch_all(&mut self, plan: &Plan, extent: Extent) -> Result<()> {
-        if extent != Extent::AfterMicroBatches {
+    fn launch_all(&mut self, plan: &Plan, extent: RunScope) -> Result<()> {
+        if extent != RunScope::AfterMicroBatches {
             for micro_batch in 0..plan.micro_batches() {
-                self.launch(plan, plan.repeated(), micro_batch, extent)?;
+                self.launch(plan, plan.per_micro_batch(), micro_batch, extent)?;
             }
         }
-        let rest = plan.repeated().end..plan.calls().len();
+        let rest = plan.per_micro_batch().end..plan.calls().len();
         match extent {
-            Extent::MicroBatches => Ok(()),
+            RunScope::MicroBatches => Ok(()),
             _ => self.launch(plan, rest, 0, extent),
         }
     }
@@ -252,20 +255,20 @@ impl Executor {
         plan: &Plan,
         calls: std::ops::Range<usize>,
         micro_batch: usize,
-        extent: Extent,
+        extent: RunScope,
     ) -> Result<()> {
-        let Some(places) = &self.places else {
+        let Some(device_pointers) = &self.device_pointers else {
             panic!("a call was launched before its operands were placed");
         };
         let mut launcher = launcher::Launcher {
-            card: &self.card,
+            gpu: &self.gpu,
             plan,
-            places,
+            device_pointers,
             inputs: &self.inputs,
             products: &mut self.products,
             updates: self.updates.as_ref(),
             micro_batch,
-            checks: extent == Extent::Checked,
+            checks: extent == RunScope::Checked,
             launched: calls.start,
             end: calls.end,
         };
@@ -278,10 +281,10 @@ impl Executor {
 
     /// Runs what was recorded; records it if it has been run before.
     ///
-    /// Nothing of a recording is run, and another thread can end it: the driver refuses to synchronise the context, or to load
-    /// a kernel, without that. Then the calls are launched one by one, which says what is wrong if something is, and the next
-    /// run is recorded.
-    fn run_recorded(&mut self, plan: &Plan, extent: Extent) -> Result<()> {
+    /// Nothing of a recording is run, and another thread can end it: the driver refuses to synchronise the context, or
+    /// to load a kernel, without that. Then the calls are launched one by one, which says what is wrong if something
+    /// is, and the next run is recorded.
+    fn run_recorded(&mut self, plan: &Plan, extent: RunScope) -> Result<()> {
         let place = extent as usize;
         match &self.recorded[place] {
             Recorded::Graph(graph) => return graph.launch(),
@@ -291,8 +294,8 @@ impl Executor {
             }
             Recorded::Warm => {}
         }
-        let card = self.card.clone();
-        match graph::record(&card, || self.launch_all(plan, extent)) {
+        let gpu = self.gpu.clone();
+        match graph::record(&gpu, || self.launch_all(plan, extent)) {
             Err(_) => self.launch_all(plan, extent),
             Ok(graph) => {
                 graph.launch()?;

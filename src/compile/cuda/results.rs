@@ -2,7 +2,7 @@
 
 use super::super::plan::{Operand, Plan};
 use super::Executor;
-use super::places::start_of;
+use super::device_pointers::start_of;
 use crate::Result;
 use crate::ops::cuda as ops;
 use candle_core::cuda_backend::WrapErr;
@@ -10,13 +10,13 @@ use candle_core::cuda_backend::cudarc::driver::result::{memcpy_dtod_async, memcp
 use candle_core::{Shape, Tensor, WithDType};
 
 impl Executor {
-    /// What a run has left in an operand that the plan keeps; waits for the card.
+    /// What a run has left in an operand that the plan keeps; waits for the GPU.
     pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Result<Vec<T>> {
         let buffer = plan.buffer(operand.buffer);
         assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
         let mut values = vec![T::zero(); operand.elements.len()];
         let from = self.address_of(plan, operand);
-        let stream = self.card.cuda_stream();
+        let stream = self.gpu.cuda_stream();
         stream.context().bind_to_thread().w()?;
         // SAFETY: the operand lies within its buffer, and that in the arena; the host waits before it reads.
         unsafe { memcpy_dtoh_async(&mut values, from, stream.cu_stream()) }.w()?;
@@ -28,7 +28,7 @@ impl Executor {
     pub fn copy(&self, plan: &Plan, operand: &Operand, shape: &Shape) -> Result<Tensor> {
         let dtype = plan.buffer(operand.buffer).dtype;
         let elements = operand.elements.len();
-        let room = ops::room(&self.model_card, dtype, elements)?;
+        let room = ops::alloc_uninit(&self.model_gpu, dtype, elements)?;
         let to = ops::whole(&room)?.pointer;
         let (from, bytes) = (
             self.address_of(plan, operand),

@@ -3,8 +3,8 @@
 use super::super::op::Op;
 use super::super::plan::Plan;
 use super::super::run::Controls;
+use super::device_pointers::DevicePointers;
 use super::inputs;
-use super::places::Places;
 use crate::Result;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::adamw::{Entry, Tables};
@@ -16,14 +16,14 @@ use std::collections::HashMap;
 
 /// What is known of the optimizer, by parameter.
 #[derive(PartialEq)]
-pub(super) struct Known {
+pub(super) struct OptimizerLayout {
     /// Which of the distinct updates it takes.
     groups: Vec<usize>,
     /// Where exp_avg and exp_avg_sq are.
     states: Vec<[u64; 2]>,
 }
 
-impl Known {
+impl OptimizerLayout {
     pub(super) fn new(updates: &[PlannedUpdate], controls: &Controls<'_>) -> Result<Self> {
         let states = updates.iter().map(|planned| {
             let [first, second] = [&planned.exp_avg, &planned.exp_avg_sq].map(elements);
@@ -39,7 +39,7 @@ impl Known {
 pub(super) struct Updates {
     pub tables: Tables,
     /// What the table was made from, beside the places.
-    pub known: Known,
+    pub known: OptimizerLayout,
     /// The entry of each call that is an update.
     entries: HashMap<usize, usize>,
 }
@@ -47,10 +47,10 @@ pub(super) struct Updates {
 impl Updates {
     /// In the order of the plan's calls.
     pub(super) fn new(
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         plan: &Plan,
-        places: &Places,
-        known: Known,
+        device_pointers: &DevicePointers,
+        known: OptimizerLayout,
     ) -> Result<Self> {
         let (mut table, mut entries) = (Vec::new(), HashMap::new());
         for (index, call) in plan.calls().iter().enumerate() {
@@ -61,7 +61,7 @@ impl Updates {
             else {
                 continue;
             };
-            let view = |operand| places.view(plan, operand, 0);
+            let view = |operand| device_pointers.view(plan, operand, 0);
             let state = known.states[parameter];
             let [exp_avg, exp_avg_sq] = state.map(|start| View::new(start, DType::F32, elements));
             entries.insert(index, table.len());
@@ -75,7 +75,7 @@ impl Updates {
             });
         }
         Ok(Self {
-            tables: Tables::new(card, &table)?,
+            tables: Tables::new(gpu, &table)?,
             known,
             entries,
         })

@@ -1,11 +1,12 @@
-//! Calls that nobody needs: statistics for a backward that there is not, the last product of a segment that is run again.
+//! Calls that nobody needs: statistics for a backward that there is not, the last product of a segment that is
+//! recomputed.
 
 use super::super::buffer::{BufferId, Buffers};
 use super::super::plan::Call;
 use std::collections::HashSet;
 
-/// `calls` without those whose results none of the rest reads, where `needed` are read after them; what the rest reads is
-/// needed then.
+/// `calls` without those whose results none of the rest reads, where `needed` are read after them; what the rest reads
+/// is needed then.
 pub(super) fn without(
     calls: Vec<Call>,
     buffers: &Buffers,

@@ -1,6 +1,6 @@
 //! The end of a lowering: calls that nobody needs left out, and the rest as a [`Plan`].
 
-use super::super::buffer::{BufferId, Category, Home};
+use super::super::buffer::{BufferId, Category, Location};
 use super::super::op::Op;
 use super::super::plan::{Operand, Plan, Runs};
 use super::{Lower, Lowered, Target, dead, no_planned_form};
@@ -12,16 +12,16 @@ impl Lower<'_> {
     pub(super) fn finish(
         self,
         output: Operand,
-        repeated: std::ops::Range<usize>,
+        per_micro_batch: std::ops::Range<usize>,
     ) -> Result<Lowered> {
-        Ok(self.finish_numbered(output, repeated)?.0)
+        Ok(self.finish_numbered(output, per_micro_batch)?.0)
     }
 
     /// The plan, and its numbers of the buffers.
     pub(super) fn finish_numbered(
         mut self,
         output: Operand,
-        repeated: std::ops::Range<usize>,
+        per_micro_batch: std::ops::Range<usize>,
     ) -> Result<(Lowered, Vec<BufferId>)> {
         let (op, target) = (self.job.function.op, self.job.function.target);
         let gradients = self.weights.gradients.clone();
@@ -32,7 +32,7 @@ impl Lower<'_> {
                 self.plan.kept.push(gradient.buffer);
             }
         }
-        let update = self.plan.calls.split_off(repeated.end);
+        let update = self.plan.calls.split_off(per_micro_batch.end);
         let mut needed: HashSet<BufferId> = self.plan.kept.iter().copied().collect();
         let reads = update.iter().flat_map(|call| &call.reads);
         needed.extend(reads.map(|operand| operand.buffer));
@@ -40,12 +40,12 @@ impl Lower<'_> {
             Op::ClipFactor { .. } => Some(call.writes[0].clone()),
             _ => None,
         });
-        let repeats = self.plan.calls.split_off(repeated.start);
+        let repeats = self.plan.calls.split_off(per_micro_batch.start);
         let repeats = dead::without(repeats, &self.plan.buffers, &mut needed);
         let mut calls = dead::without(self.plan.calls, &self.plan.buffers, &mut needed);
         let before = calls.len();
         calls.extend(repeats);
-        let repeated = before..calls.len();
+        let per_micro_batch = before..calls.len();
         calls.extend(update);
         if target == Target::Cuda
             && let Some(call) = calls.iter().find(|call| !call.op.is_on_gpu())
@@ -53,11 +53,11 @@ impl Lower<'_> {
             return Err(no_planned_form(op, call.op.name(), &call.path, " on a GPU"));
         }
         let runs = Runs {
-            lasting: match target {
+            first_run_only: match target {
                 Target::Cpu { .. } => 0..0,
                 Target::Cuda => 0..before,
             },
-            repeated,
+            per_micro_batch,
             micro_batches: self.job.config.accumulation,
         };
         let tables = self.tables.into_iter().map(|(_, table)| table).collect();
@@ -94,7 +94,10 @@ fn workspace_bytes(plan: &Plan) -> usize {
         Op::AdamW { elements, .. } => Some(elements),
         _ => None,
     });
-    let outputs = plan.buffers().iter().filter(|b| b.home == Home::Output);
+    let outputs = plan
+        .buffers()
+        .iter()
+        .filter(|b| b.location == Location::Output);
     let output_bytes = outputs.map(|b| b.bytes() as usize).sum::<usize>();
     workspace::PRODUCTS_BYTES + workspace::update_tables_bytes(updated) + output_bytes
 }

@@ -1,5 +1,5 @@
-//! SwiGLU with its two maps, `silu(x W1^T) * x W3^T`. Backward makes its output again where the gradient of that lay, and the
-//! gradients of gate and up where these lay.
+//! SwiGLU with its two maps, `silu(x W1^T) * x W3^T`. Backward makes its output again where the gradient of that lay,
+//! and the gradients of gate and up where these lay.
 
 use super::super::op::Op;
 use super::super::plan::Operand;

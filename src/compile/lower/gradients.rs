@@ -71,12 +71,12 @@ impl Lower<'_> {
         Some(copy)
     }
 
-    /// Has a product wait until `x` is made again.
+    /// Has a product wait until `x` is recomputed.
     pub(super) fn wait(&mut self, waiting: Waiting) {
         self.gradients.waiting.push(waiting);
     }
 
-    /// A value was made again, at `place`: the products that wait for it are computed.
+    /// A value was recomputed, at `place`: the products that wait for it are computed.
     pub(super) fn remade(&mut self, value: ValueId, place: Operand) {
         self.places[value.0] = Some(place);
         let waiting = std::mem::take(&mut self.gradients.waiting);

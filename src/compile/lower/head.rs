@@ -1,4 +1,5 @@
-//! Head and loss, some rows at a time, with their gradients at once: the logits of all rows are never there, and none is kept.
+//! Head and loss, some rows at a time, with their gradients at once: the logits of all rows are never there, and none
+//! is kept.
 
 use super::super::op::{Accumulate, Op};
 use super::super::plan::{Operand, Phase};
@@ -13,8 +14,8 @@ use crate::ops::lowering::Ids;
 use candle_core::DType;
 use std::cell::RefCell;
 
-/// Elements of logits at a time, about: 10 MiB of f32. Fewer rows would read and write the head's gradient more often (it
-/// is added to once for each chunk), more would leave the cache.
+/// Elements of logits at a time, about: 10 MiB of f32. Fewer rows would read and write the head's gradient more often
+/// (it is added to once for each chunk), more would leave the cache.
 const CHUNK_ELEMENTS: usize = 256 * 10_240;
 
 /// On a GPU: products of so many rows are as fast as larger ones.
@@ -187,7 +188,7 @@ pub(super) fn find(program: &Program<'_>, forms: &mut Forms) {
         weight: weight.value,
         targets,
         loss,
-        gradients: [0, 1].map(|input| program.hands_on(node, input)),
+        gradients: [0, 1].map(|input| program.passes_through(node, input)),
         dtype: graph.value(x.value).dtype,
         width,
         classes,

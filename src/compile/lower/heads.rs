@@ -1,5 +1,5 @@
-//! Naive attention on the CPU, on heads one after another: a block of queries goes through scores, softmax and weighted sum
-//! while it is in cache. With as many heads and keys as queries have.
+//! Naive attention on the CPU, on heads one after another: a block of queries goes through scores, softmax and weighted
+//! sum while it is in cache. With as many heads and keys as queries have.
 
 use super::super::op::Op;
 use super::super::plan::Operand;
@@ -21,8 +21,8 @@ struct Heads {
     qkv: [graph::Operand; 3],
     /// (B H, T, Dh).
     output: ValueId,
-    /// What forward leaves: the scores' exponentials, what each row of them is multiplied by, and in half precision what
-    /// rounding took from the output.
+    /// What forward leaves: the scores' exponentials, what each row of them is multiplied by, and in half precision
+    /// what rounding took from the output.
     kept: RefCell<Vec<Operand>>,
 }
 
@@ -37,8 +37,8 @@ impl Heads {
     }
 }
 
-/// What exponentials are kept in: digits to spare. In bf16 itself, or f16, rounding them would cost the gradients as much as
-/// their own rounding does, and where the terms of a gradient cancel, more.
+/// What exponentials are kept in: digits to spare. In bf16 itself, or f16, rounding them would cost the gradients as
+/// much as their own rounding does, and where the terms of a gradient cancel, more.
 fn of_exponentials(dtype: DType) -> DType {
     match dtype {
         DType::BF16 => DType::F16,
@@ -62,16 +62,17 @@ impl Form for Heads {
         let exponentials = [sizes.exponentials_len()];
         let dtype = of_exponentials(self.dtype);
         let exponentials = lower.temporary("exponentials", &exponentials, dtype);
-        let share = lower.temporary("share", &shape[..2], DType::F32);
-        let rounded_off = self
+        let inv_row_sum = lower.temporary("share", &shape[..2], DType::F32);
+        let rounding_error = self
             .rounds()
             .then(|| lower.temporary("rounded_off", &shape, self.dtype));
         let scratch = [self.threads, sizes.forward_scratch_len()];
         let scratch = lower.scratch(&scratch, DType::F32);
-        let kept = [exponentials.clone(), share.clone()].into_iter();
-        self.kept.replace(kept.chain(rounded_off.clone()).collect());
-        let writes = [out, exponentials, share, scratch].into_iter();
-        let writes = writes.chain(rounded_off).collect();
+        let kept = [exponentials.clone(), inv_row_sum.clone()].into_iter();
+        self.kept
+            .replace(kept.chain(rounding_error.clone()).collect());
+        let writes = [out, exponentials, inv_row_sum, scratch].into_iter();
+        let writes = writes.chain(rounding_error).collect();
         lower.plan.call_on(Op::HeadAttention(sizes), reads, writes);
         Ok(())
     }
@@ -82,7 +83,7 @@ impl Form for Heads {
         };
         let (sizes, shape) = (self.sizes, self.shape());
         let qkv: Vec<Operand> = self.qkv.iter().map(|x| lower.read(x)).collect();
-        let [exponentials, share, rounded_off @ ..] = &self.kept.take()[..] else {
+        let [exponentials, inv_row_sum, rounding_error @ ..] = &self.kept.take()[..] else {
             return Ok(()); // a forward has been
         };
         let out = lower.value(self.output);
@@ -91,8 +92,8 @@ impl Form for Heads {
         let scratch = [self.threads, sizes.backward_scratch_len(self.rounds())];
         let scratch = lower.scratch(&scratch, DType::F32);
         let gradients = ["dq", "dk", "dv"].map(|name| lower.temporary(name, &shape, self.dtype));
-        let kept = [exponentials.clone(), share.clone(), out].into_iter();
-        let kept = kept.chain(rounded_off.iter().cloned());
+        let kept = [exponentials.clone(), inv_row_sum.clone(), out].into_iter();
+        let kept = kept.chain(rounding_error.iter().cloned());
         let reads = [d_out].into_iter().chain(qkv).chain(kept).collect();
         let writes = gradients.iter().cloned().chain([partial, scratch]);
         let op = Op::HeadAttentionBackward(sizes);

@@ -1,5 +1,5 @@
-//! Linear maps of one input: `y = x W^T`, or `x W^T + b`. On a GPU in half precision they may be one product, whose weights'
-//! copies lie one under the other and whose outputs lie beside each other.
+//! Linear maps of one input: `y = x W^T`, or `x W^T + b`. On a GPU in half precision they may be one product, whose
+//! weights' copies lie one under the other and whose outputs lie beside each other.
 
 use super::super::op::{Accumulate, Op};
 use super::super::plan::Operand;
@@ -51,7 +51,8 @@ pub(super) struct Map {
     pub output: ValueId,
 }
 
-/// Whether a node's product of x with input number `input`, a weight, can be a call: of elements that a GPU, too, multiplies.
+/// Whether a node's product of x with input number `input`, a weight, can be a call: of elements that a GPU, too,
+/// multiplies.
 pub(super) fn is_map(program: &Program<'_>, node: &Node, input: usize) -> bool {
     let graph = program.graph;
     let (x, weight) = (&node.inputs[0], &node.inputs[input]);
@@ -116,18 +117,21 @@ impl Maps {
                 columns: weights.iter().map(|w| graph.value(*w).shape[0]).sum(),
                 is_trained: maps
                     .iter()
-                    .any(|(node, map)| program.hands_on(node, map.input)),
+                    .any(|(node, map)| program.passes_through(node, map.input)),
                 outputs: maps.iter().map(|(_, map)| map.output).collect(),
                 bias: maps.iter().find_map(|(node, map)| {
                     let bias = map.bias?;
-                    Some((node.inputs[bias].clone(), program.hands_on(node, bias)))
+                    Some((
+                        node.inputs[bias].clone(),
+                        program.passes_through(node, bias),
+                    ))
                 }),
                 weights,
             }
         };
         Self {
             path: joined(of.iter().map(|(_, map)| map.path.as_str())),
-            x_is_wanted: of.iter().any(|(node, _)| program.hands_on(node, 0)),
+            x_is_wanted: of.iter().any(|(node, _)| program.passes_through(node, 0)),
             groups: of
                 .chunks(if packed { of.len() } else { 1 })
                 .map(group)
@@ -375,7 +379,8 @@ pub(super) fn find(program: &Program<'_>, packed: &[Vec<usize>], forms: &mut For
             let is_packed = packed.iter().any(|group| group.contains(other));
             let is_alike = forms.is_free(*other) && is_linear(*other) && !is_packed;
             let same_x = || node.inputs[0].view == x.view && node.inputs[0].value == x.value;
-            let flows_alike = || program.hands_on(node, 0) == program.hands_on(&nodes[i], 0);
+            let flows_alike =
+                || program.passes_through(node, 0) == program.passes_through(&nodes[i], 0);
             let near = || parent_of(&place_of(node)) == parent_of(&place_of(&nodes[i]));
             is_alike && same_x() && flows_alike() && near() && program.are_in_one_segment(i, *other)
         };

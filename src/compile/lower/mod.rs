@@ -1,18 +1,19 @@
 //! From a traced graph to a plan: every node's forward in order, the gradients in reverse, the update.
 //!
-//! The graph's nodes, without those that only pass a value on ([`program`]), are grouped into *forms* ([`form`]), each of which
-//! writes its calls down, forward and backward. A form is found by a pass, one file each:
+//! The graph's nodes, without those that only pass a value on ([`program`]), are grouped into *forms* ([`form`]), each
+//! of which writes its calls down, forward and backward. A form is found by a pass, one file each:
 //!
-//! - [`attention`]: heads, rotated, compared and merged in the model's dimension; [`heads`], the same of heads as they lie;
+//! - [`attention`]: heads, rotated, compared and merged in the model's dimension; [`heads`], the same of heads as they
+//!   lie;
 //! - [`linear`]: linear maps of one input, which on a GPU in half precision are one product;
 //! - [`gated`]: SwiGLU with its two maps, whose backward needs no memory of its own;
 //! - [`norm`]: RMSNorm of a sum, with the addition;
 //! - [`embedding`], and [`head`]: head and loss, some rows at a time;
 //! - [`node`]: any other op, by its own [lowering](crate::ops::lowering).
 //!
-//! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]), weights,
-//! their copies and their updates ([`weights`]), what backward runs again ([`recompute`]), and calls that nobody needs
-//! ([`dead`]). What does not: where buffers lie ([`arena`](super::arena)) and what computes a call.
+//! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]),
+//! weights, their copies and their updates ([`weights`]), what backward runs again ([`recompute`]), and calls that
+//! nobody needs ([`dead`]). What does not: where buffers lie ([`arena`](super::arena)) and what computes a call.
 
 mod attention;
 mod dead;
@@ -34,9 +35,9 @@ mod tests;
 mod values;
 mod weights;
 
-pub(super) use recompute::Again;
+pub(super) use recompute::Recompute;
 
-use super::buffer::{Category, Home};
+use super::buffer::{Category, Location};
 use super::config::StepConfig;
 use super::plan::{Operand, Phase, Plan};
 use super::traced::TracedFunction;
@@ -81,13 +82,14 @@ pub(super) struct Job<'a> {
     /// Values from outside that are no parameters, and whose gradients are left.
     pub differentiated: &'a [ValueId],
     pub config: &'a StepConfig,
-    pub again: Again,
+    pub again: Recompute,
 }
 
 /// A graph as a plan, and what its homes stand for.
 pub(super) struct Lowered {
     pub plan: Plan,
-    /// What is lent as [`Home::Input`] and [`Home::Argument`], by number: all of a value, or the elements of a view, in order.
+    /// What is lent as [`Location::Input`] and [`Location::Argument`], by number: all of a value, or the elements of a
+    /// view, in order.
     pub arguments: Vec<(ValueId, Option<graph::View>)>,
     /// What is read as ids.
     pub ids: Vec<(ValueId, Ids)>,
@@ -98,7 +100,7 @@ pub(super) struct Lowered {
     /// The norm of all gradients, and what they were multiplied by.
     pub norm: Option<Operand>,
     /// What of [`Job::again`] there was.
-    pub again: Again,
+    pub again: Recompute,
 }
 
 /// Plans a step: the graph's first output is the loss.
@@ -116,9 +118,9 @@ pub(super) fn step(job: &Job<'_>) -> Result<Lowered> {
     let loss = lower.mean_loss()?;
     lower.backward()?;
     lower.check_reached()?;
-    let repeated = first..lower.plan.calls.len();
+    let per_micro_batch = first..lower.plan.calls.len();
     lower.update();
-    lower.finish(loss, repeated)
+    lower.finish(loss, per_micro_batch)
 }
 
 /// Plans a forward alone: the graph's first output is given out.
@@ -133,29 +135,35 @@ pub(super) fn forward(job: &Job<'_>) -> Result<Lowered> {
     let first = lower.plan.calls.len();
     let output = lower.place_output();
     lower.forward()?;
-    let repeated = first..lower.plan.calls.len();
-    lower.finish(output, repeated)
+    let per_micro_batch = first..lower.plan.calls.len();
+    lower.finish(output, per_micro_batch)
 }
 
-/// Plans a forward, and after the plan's micro-batches the gradients of what is [differentiated](Job::differentiated), from that
-/// of the first output, which is lent as the argument after those that the graph reads. With the gradients, and the graph's other
-/// outputs.
+/// Plans a forward, and after the plan's micro-batches the gradients of what is [differentiated](Job::differentiated),
+/// from that of the first output, which is lent as the argument after those that the graph reads. With the gradients,
+/// and the graph's other outputs.
 ///
 /// # Errors
 /// An op that has no planned form.
 pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, [Vec<Operand>; 2])> {
     let mut lower = Lower::new(job);
     lower.forward()?;
-    let repeated = 0..lower.plan.calls.len();
+    let per_micro_batch = 0..lower.plan.calls.len();
     let output = lower.program.outputs[0].clone();
     let out = lower.read(&output);
     let others = lower.program.clone();
     let others = others.outputs[1..].iter();
     let others: Vec<Operand> = others.map(|output| lower.read(output)).collect();
-    let home = Home::Argument(lower.arguments.len());
+    let location = Location::Argument(lower.arguments.len());
     let value = lower.program.graph.value(output.value).clone();
     let buffers = &mut lower.plan.buffers;
-    let d_out = buffers.add("d_out", &value.shape, value.dtype, Category::Input, home);
+    let d_out = buffers.add(
+        "d_out",
+        &value.shape,
+        value.dtype,
+        Category::Input,
+        location,
+    );
     let d_out = lower.plan.whole(d_out);
     lower.contribute(&output, d_out);
     lower.backward()?;
@@ -177,7 +185,7 @@ pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, [Vec<Operand>; 2
     }
     let kept = [&out].into_iter().chain(&gradients).chain(&others);
     lower.plan.kept = kept.map(|operand| operand.buffer).collect();
-    let (lowered, numbers) = lower.finish_numbered(out, repeated)?;
+    let (lowered, numbers) = lower.finish_numbered(out, per_micro_batch)?;
     let renamed = |operand: Operand| Operand {
         buffer: numbers[operand.buffer.index()],
         ..operand
@@ -207,7 +215,7 @@ struct Lower<'a> {
     /// The mean loss, once it is there.
     mean_loss: Option<Operand>,
     /// What of [`Job::again`] there is.
-    again: Again,
+    again: Recompute,
 }
 
 impl<'a> Lower<'a> {

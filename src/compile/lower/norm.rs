@@ -1,7 +1,7 @@
 //! RMSNorm, with the addition before it where it is of a sum, as the norms of a residual stream are.
 //!
-//! The gradient of what is normed is added to in place, and what a norm gives does not stay: its backward, which reads the same,
-//! makes it again where its gradient lay.
+//! The gradient of what is normed is added to in place, and what a norm gives does not stay: its backward, which reads
+//! the same, makes it again where its gradient lay.
 
 use super::super::op::Op;
 use super::super::plan::Operand;
@@ -57,8 +57,8 @@ impl Norm {
         }
     }
 
-    /// The norm's own backward, where a gradient of y is there: the gradient of x, and where a copy of it in half precision is to
-    /// be made by the way, that.
+    /// The norm's own backward, where a gradient of y is there: the gradient of x, and where a copy of it in half
+    /// precision is to be made by the way, that.
     fn norm_backward(&self, lower: &mut Lower<'_>, dy: Operand, copies: bool) -> Option<Operand> {
         let before = lower.take_own(self.x);
         let add_dx = before.is_some();
@@ -235,7 +235,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms:
                 width,
                 x,
                 weight,
-                is_trained: program.hands_on(node, 1),
+                is_trained: program.passes_through(node, 1),
                 sum,
                 y,
                 rstd: node.kept[0].value,
@@ -253,7 +253,7 @@ fn is_plannable(program: &Program<'_>, i: usize) -> bool {
         .all(|operand| program.graph.value(operand.value).dtype == DType::F32);
     let is_empty = program.graph.shape_of(x).contains(&0);
     // Its backward leaves a gradient of x: one that flows, and not into a weight.
-    let flows = program.hands_on(node, 0) && program.maker(x.value).is_some();
+    let flows = program.passes_through(node, 0) && program.maker(x.value).is_some();
     let leaves_gradient = flows || !program.is_wanted(x.value) || !program.is_wanted(node.output);
     are_f32
         && !is_empty
@@ -306,7 +306,7 @@ fn sum_of(program: &Program<'_>, i: usize, y: ValueId, forms: &Forms) -> Option<
         _ => (summand, vec![at]),
     };
     let fits = graph.value(stream).dtype == DType::F32 && graph.value(branch).dtype == dtype;
-    let gradients = [0, 1].map(|input| program.hands_on(add, input));
+    let gradients = [0, 1].map(|input| program.passes_through(add, input));
     let sum = Sum {
         stream,
         branch,

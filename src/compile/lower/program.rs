@@ -106,7 +106,7 @@ impl<'g> Program<'g> {
         self.outputs.iter().any(|output| output.value == value)
     }
 
-    /// Whether two nodes are run again together, or not at all.
+    /// Whether two nodes are recomputed together, or not at all.
     pub fn are_in_one_segment(&self, a: usize, b: usize) -> bool {
         let mut segments = self.segments.iter();
         segments.all(|segment| segment.contains(&a) == segment.contains(&b))
@@ -118,7 +118,7 @@ impl<'g> Program<'g> {
     }
 
     /// Whether a node hands a gradient that is needed to this input.
-    pub fn hands_on(&self, node: &Node, input: usize) -> bool {
+    pub fn passes_through(&self, node: &Node, input: usize) -> bool {
         self.is_wanted(node.output)
             && self.is_wanted(node.inputs[input].value)
             && flows(self.graph, node, input)

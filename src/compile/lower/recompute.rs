@@ -5,50 +5,50 @@ use super::Lower;
 use crate::Result;
 use std::cell::Cell;
 
-/// What is run again beside the graph's checkpointed segments: the first forms of each kind, so many.
+/// What is recomputed beside the graph's checkpointed segments: the first forms of each kind, so many.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Again {
-    /// In how many norms the sum that they read: what it is the sum of stays, of which the stream does anyway. On a GPU in half
-    /// precision, where the branch takes half as much as the sum.
+pub(crate) struct Recompute {
+    /// In how many norms the sum that they read: what it is the sum of stays, of which the stream does anyway. On a GPU
+    /// in half precision, where the branch takes half as much as the sum.
     pub sums: usize,
     /// In how many gated maps gate and up: half of what a transformer's block leaves, and half of its products.
     pub gates: usize,
 }
 
-/// What is left of [`Again`] while forms are found.
+/// What is left of [`Recompute`] while forms are found.
 pub(super) struct Choice {
     sums: Cell<usize>,
     gates: Cell<usize>,
 }
 
 impl Choice {
-    pub fn new(again: Again) -> Self {
+    pub fn new(again: Recompute) -> Self {
         Self {
             sums: Cell::new(again.sums),
             gates: Cell::new(again.gates),
         }
     }
 
-    /// Whether the next sum is run again.
+    /// Whether the next sum is recomputed.
     pub fn takes_sum(&self) -> bool {
         takes(&self.sums)
     }
 
     /// How much of what was wanted there was.
-    pub fn taken(&self, wanted: Again) -> Again {
-        Again {
+    pub fn taken(&self, wanted: Recompute) -> Recompute {
+        Recompute {
             sums: wanted.sums - self.sums.get(),
             gates: wanted.gates - self.gates.get(),
         }
     }
 
-    /// Whether the next gate is run again.
+    /// Whether the next gate is recomputed.
     pub fn takes_gate(&self) -> bool {
         takes(&self.gates)
     }
 }
 
-impl Again {
+impl Recompute {
     /// Both.
     pub fn plus(self, other: Self) -> Self {
         Self {

@@ -16,9 +16,9 @@ fn planner<'a>(model: &TransformerConfig, config: &'a PlanConfig) -> Planner<'a>
     Planner::hollow("test", model, config, Target::Cuda).unwrap()
 }
 
-/// A step's plan in which sums and gates of so many blocks are run again.
+/// A step's plan in which sums and gates of so many blocks are recomputed.
 fn gpu_plan(model: &TransformerConfig, config: &PlanConfig, [sums, gates]: [usize; 2]) -> Plan {
-    let again = Again { sums, gates };
+    let again = Recompute { sums, gates };
     let planned = planner(model, config).train_step_with(Checkpointing::None, again);
     planned.unwrap().lowered.plan
 }
@@ -42,8 +42,8 @@ fn in_bf16(batch_size: usize) -> PlanConfig {
 }
 
 /// To the byte: the residual stream before each norm and rstd, in f32; in bf16 q, k and v, attention's output with what
-/// rounding took from it, gate and up; the log-sum-exp. No norm's output; with sums run again the branch, in bf16, for the
-/// stream before the second norm, and with gates run again neither gate nor up.
+/// rounding took from it, gate and up; the log-sum-exp. No norm's output; with sums run again the branch, in bf16, for
+/// the stream before the second norm, and with gates run again neither gate nor up.
 #[test]
 fn what_a_block_leaves() {
     let config = in_bf16(2);
@@ -105,7 +105,8 @@ fn small_in_seven_tenths_of_what_pytorch_takes() {
     assert!(mib <= 0.7 * 10_044.0, "{mib} MiB");
 }
 
-/// cuBLASLt's room; seven words of each parameter, and one for each chunk of 8,192 elements; a forward's logits, in bf16.
+/// cuBLASLt's room; seven words of each parameter, and one for each chunk of 8,192 elements; a forward's logits, in
+/// bf16.
 #[test]
 fn what_lies_beside_the_arena() {
     let (model, config) = (small(1), in_bf16(2));
@@ -131,7 +132,7 @@ fn what_lies_beside_the_arena() {
     assert_eq!(plan.workspace_bytes(), (32 << 20) + logits_bytes);
 }
 
-/// PyTorch's compiled step took 54.4 GiB there; for four fifths of that, sums are run again, and the gates
+/// PyTorch's compiled step took 54.4 GiB there; for four fifths of that, sums are recomputed, and the gates
 /// of 9 of the 48 blocks.
 #[test]
 fn xl_in_eight_tenths_of_what_pytorch_takes() {
@@ -149,8 +150,9 @@ fn xl_in_eight_tenths_of_what_pytorch_takes() {
     assert!(gib <= 0.8 * 54.4, "{gib} GiB");
 }
 
-/// The head is updated when its gradient is there, a block's matrices in a row when its backward is over, from gradients that
-/// their products have left in bf16 and nobody else sees; vectors at the end. Two blocks' gradients are never alive together.
+/// The head is updated when its gradient is there, a block's matrices in a row when its backward is over, from
+/// gradients that their products have left in bf16 and nobody else sees; vectors at the end. Two blocks' gradients are
+/// never alive together.
 #[test]
 fn gradients_that_pass() {
     let config = PlanConfig {
@@ -225,8 +227,8 @@ fn block(
     ops::add(&x, &biased("down", 4 * width, width)?.forward(&hidden)?)
 }
 
-/// A model that is not ours is planned for a GPU, its attention on the thirds of one projection as they lie, and its weights'
-/// copies made before the first run.
+/// A model that is not ours is planned for a GPU, its attention on the thirds of one projection as they lie, and its
+/// weights' copies made before the first run.
 #[rstest::rstest]
 fn thirds_of_a_projection(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -249,7 +251,7 @@ fn thirds_of_a_projection(
         ..Default::default()
     };
     let parameters = function.parameters.len();
-    let planned = Rc::new(function).step(&config, Again::default());
+    let planned = Rc::new(function).step(&config, Recompute::default());
     let plan = planned.unwrap().lowered.plan;
     let count = |name: &str| {
         plan.calls()
@@ -272,9 +274,9 @@ fn thirds_of_a_projection(
     } else {
         4 * 2 + 1
     };
-    assert_eq!(plan.lasting().len(), copies);
+    assert_eq!(plan.first_run_only().len(), copies);
     // Of half precision, nothing is cast that was cast before.
-    let casts = plan.calls()[plan.lasting().end..].iter();
+    let casts = plan.calls()[plan.first_run_only().end..].iter();
     let casts = casts.filter(|call| call.op.name() == "cast");
     let weights =
         casts.filter(|call| plan.buffer(call.reads[0].buffer).category == Category::Parameter);

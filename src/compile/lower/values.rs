@@ -1,6 +1,6 @@
 //! Values and where they lie.
 
-use super::super::buffer::{Category, Home};
+use super::super::buffer::{Category, Location};
 use super::super::op::Op;
 use super::super::plan::Operand;
 use super::super::traced::Parameter;
@@ -31,7 +31,7 @@ impl Lower<'_> {
     /// Where a value goes that a form makes: a new buffer, or what the plan gives out.
     pub(super) fn make(&mut self, value: ValueId, name: &str, shape: &[usize]) -> Operand {
         if let Some(place) = &self.places[value.0]
-            && self.plan.buffers[place.buffer].home == Home::Output
+            && self.plan.buffers[place.buffer].location == Location::Output
         {
             return place.clone();
         }
@@ -46,9 +46,9 @@ impl Lower<'_> {
         let program = self.program.clone();
         let output = &program.outputs[0];
         let value = program.graph.value(output.value);
-        let (category, home) = (Category::Output, Home::Output);
+        let (category, location) = (Category::Output, Location::Output);
         let buffers = &mut self.plan.buffers;
-        let id = buffers.add("output", &value.shape, value.dtype, category, home);
+        let id = buffers.add("output", &value.shape, value.dtype, category, location);
         let place = self.plan.whole(id);
         self.places[output.value.0] = Some(place.clone());
         place
@@ -67,22 +67,23 @@ impl Lower<'_> {
             "%{} is read before it is made",
             id.0
         );
-        let (name, elements, category, home) = match self.job.function.numbers.get(&id) {
+        let (name, elements, category, location) = match self.job.function.numbers.get(&id) {
             Some(number) => {
                 let Parameter { name, elements, .. } = &self.job.function.parameters[*number];
-                let home = Home::Parameter(*number);
-                (name.clone(), *elements, Category::Parameter, home)
+                let location = Location::Parameter(*number);
+                (name.clone(), *elements, Category::Parameter, location)
             }
             None => {
                 let name = argument_name(&value.source, id);
                 self.arguments.push((id, None));
                 let number = self.arguments.len() - 1;
                 let is_input = matches!(value.source, Source::Input(_));
-                let home = match is_input && graph::is_hollow(&self.job.function.tensors[id.0]) {
-                    true => Home::Input(number),
-                    false => Home::Argument(number),
+                let location = match is_input && graph::is_hollow(&self.job.function.tensors[id.0])
+                {
+                    true => Location::Input(number),
+                    false => Location::Argument(number),
                 };
-                (name, self.extent(id), Category::Input, home)
+                (name, self.extent(id), Category::Input, location)
             }
         };
         let shape = match value.elements() == elements {
@@ -90,7 +91,7 @@ impl Lower<'_> {
             false => vec![elements], // first read as a view
         };
         let buffers = &mut self.plan.buffers;
-        let buffer = buffers.add(&name, &shape, value.dtype, category, home);
+        let buffer = buffers.add(&name, &shape, value.dtype, category, location);
         let operand = self.plan.whole(buffer);
         self.places[id.0] = Some(operand.clone());
         operand
@@ -139,10 +140,13 @@ impl Lower<'_> {
         if source == Source::Constant {
             // Put in order once and for all.
             self.arguments.push((operand.value, Some(view.clone())));
-            let (category, home) = (Category::Input, Home::Argument(self.arguments.len() - 1));
+            let (category, location) = (
+                Category::Input,
+                Location::Argument(self.arguments.len() - 1),
+            );
             let name = argument_name(&source, operand.value);
             let buffers = &mut self.plan.buffers;
-            let id = buffers.add(&name, &view.shape, dtype, category, home);
+            let id = buffers.add(&name, &view.shape, dtype, category, location);
             let dense = self.plan.whole(id);
             self.dense.insert(key, dense.clone());
             return dense;
@@ -156,7 +160,8 @@ impl Lower<'_> {
         copy
     }
 
-    /// A table of constants that the plan holds, (rows, columns) in f32, rounded to `dtype`: the same for the same constant.
+    /// A table of constants that the plan holds, (rows, columns) in f32, rounded to `dtype`: the same for the same
+    /// constant.
     pub(super) fn table(
         &mut self,
         name: &str,
@@ -166,7 +171,7 @@ impl Lower<'_> {
         let known = self.tables.iter().position(|(other, _)| other == operand);
         if let Some(number) = known {
             let mut buffers = self.plan.buffers.iter();
-            let found = buffers.find(|(_, buffer)| buffer.home == Home::Table(number));
+            let found = buffers.find(|(_, buffer)| buffer.location == Location::Table(number));
             if let Some((id, _)) = found {
                 return Ok(self.plan.whole(id));
             }
@@ -175,9 +180,9 @@ impl Lower<'_> {
         let elements = self.job.function.table(operand, dtype)?;
         let shape = self.program.graph.shape_of(operand).to_vec();
         self.tables.push((operand.clone(), elements));
-        let (category, home) = (Category::Input, Home::Table(number));
+        let (category, location) = (Category::Input, Location::Table(number));
         let buffers = &mut self.plan.buffers;
-        let id = buffers.add(name, &shape, DType::F32, category, home);
+        let id = buffers.add(name, &shape, DType::F32, category, location);
         Ok(self.plan.whole(id))
     }
 }

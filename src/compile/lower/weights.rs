@@ -1,6 +1,6 @@
 //! Weights: the copies that products read, their gradients, and when they are updated.
 
-use super::super::buffer::{BufferId, Category, Home};
+use super::super::buffer::{BufferId, Category, Location};
 use super::super::op::{Accumulate, Op};
 use super::super::plan::Operand;
 use super::super::update::Update;
@@ -35,7 +35,7 @@ impl Weights {
                 let Some(number) = job.function.numbers.get(&input.value) else {
                     continue;
                 };
-                match program.hands_on(node, i) {
+                match program.passes_through(node, i) {
                     true => to_come[*number] += 1,
                     false => is_free_early[*number] &= node.op == "weight_cast", // a copy is made for it
                 }
@@ -66,8 +66,8 @@ impl Lower<'_> {
         }
     }
 
-    /// Weights as a product in `dtype` reads them, one under the other: the one itself, or the copy in half precision, which is
-    /// made where the first product of a step asks for it, and serves all others.
+    /// Weights as a product in `dtype` reads them, one under the other: the one itself, or the copy in half precision,
+    /// which is made where the first product of a step asks for it, and serves all others.
     pub(super) fn product_weight(&mut self, weights: &[ValueId], dtype: DType) -> Operand {
         let first = weights[0];
         if self.program.graph.value(first).dtype == dtype {
@@ -86,9 +86,15 @@ impl Lower<'_> {
         }
         let all: Vec<Operand> = weights.iter().map(|weight| self.value(*weight)).collect();
         let (shape, name) = (self.stacked(&all), self.names(&all));
-        let (category, home) = (Category::WeightCopy, Home::Arena { offset_bytes: 0 });
+        let (category, location) = (Category::WeightCopy, Location::Arena { offset_bytes: 0 });
         let buffers = &mut self.plan.buffers;
-        let copy = buffers.add(&format!("copy of {name}"), &shape, dtype, category, home);
+        let copy = buffers.add(
+            &format!("copy of {name}"),
+            &shape,
+            dtype,
+            category,
+            location,
+        );
         for ((value, weight), part) in weights.iter().zip(&all).zip(parts(&all, copy)) {
             let elements = part.elements.len();
             self.weights.copies.insert(*value, part.clone());
@@ -117,14 +123,14 @@ impl Lower<'_> {
         };
         let all: Vec<Operand> = weights.iter().map(|weight| self.value(*weight)).collect();
         let (shape, name) = (self.stacked(&all), self.names(&all));
-        let (category, home) = (Category::Gradient, Home::Arena { offset_bytes: 0 });
+        let (category, location) = (Category::Gradient, Location::Arena { offset_bytes: 0 });
         let buffers = &mut self.plan.buffers;
         let gradient = buffers.add(
             &format!("gradient of {name}"),
             &shape,
             dtype,
             category,
-            home,
+            location,
         );
         for (number, part) in numbers.into_iter().zip(parts(&all, gradient)) {
             self.weights.gradients[number] = Some(part);
@@ -132,9 +138,9 @@ impl Lower<'_> {
         (self.plan.whole(gradient), accumulate)
     }
 
-    /// The dtype of the gradients of weights that one product makes. With the optimizer in backward nobody but the update sees
-    /// them: on a GPU they are then rounded to bf16 where the product's factors are, as autocast rounds them there, which is 4
-    /// bytes a parameter less to move. (f16 has not their range.)
+    /// The dtype of the gradients of weights that one product makes. With the optimizer in backward nobody but the
+    /// update sees them: on a GPU they are then rounded to bf16 where the product's factors are, as autocast rounds
+    /// them there, which is 4 bytes a parameter less to move. (f16 has not their range.)
     pub(super) fn dtype_of_product_gradient(&self, weights: &[ValueId], factors: DType) -> DType {
         let is_last = |weight: &ValueId| match self.trained(*weight) {
             Some(number) => self.weights.to_come[number] == 1,
@@ -168,7 +174,8 @@ impl Lower<'_> {
         self.gradient_done(&[value]);
     }
 
-    /// A gradient of each of these is there. Once it is complete, and nobody reads the parameter any more, it is updated.
+    /// A gradient of each of these is there. Once it is complete, and nobody reads the parameter any more, it is
+    /// updated.
     pub(super) fn gradient_done(&mut self, weights: &[ValueId]) {
         let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();
         for number in numbers {
@@ -184,8 +191,8 @@ impl Lower<'_> {
         }
     }
 
-    /// The backward of a module is over: on a GPU one launch updates its matrices. Vectors wait until the end, where one launch
-    /// updates those of all modules.
+    /// The backward of a module is over: on a GPU one launch updates its matrices. Vectors wait until the end, where
+    /// one launch updates those of all modules.
     pub(super) fn update_matrices(&mut self) {
         let waiting = std::mem::take(&mut self.weights.waiting);
         let is_vector = |number: &usize| match &self.weights.gradients[*number] {
@@ -222,7 +229,7 @@ impl Lower<'_> {
         let copies = numbers
             .filter_map(|(value, number)| Some((*number, self.weights.copies.get(value)?.clone())));
         Update {
-            on_card: self.is_on_gpu(),
+            on_gpu: self.is_on_gpu(),
             copies: copies.collect(),
             plan: &mut self.plan,
             gradients: &self.weights.gradients,

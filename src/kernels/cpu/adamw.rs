@@ -74,7 +74,8 @@ pub fn step<T: Real>(
         });
 }
 
-/// As [`step`] with `gradient * factor`, rounded as a pass of its own would: the gradient is read once, and not written.
+/// As [`step`] with `gradient * factor`, rounded as a pass of its own would: the gradient is read once, and not
+/// written.
 pub fn step_scaled<T: Real>(
     parameter: &mut [T],
     gradient: &[T],

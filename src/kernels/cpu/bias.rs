@@ -2,7 +2,8 @@
 
 use super::{Blocks, Stored, parallel, simd};
 
-/// Every row of `y` (rows, width) is `bias` (width), for a product to be added to, which rounds once more in half precision.
+/// Every row of `y` (rows, width) is `bias` (width), for a product to be added to, which rounds once more in half
+/// precision.
 pub fn fill<T: Stored>(bias: &[T], y: &mut [T]) {
     let width = bias.len();
     parallel::for_rows(y, width, |_, y| {

@@ -112,7 +112,8 @@ pub fn backward<T: Stored>(
 /// [`forward`] and [`backward`] in one go, for logits that nobody reads afterwards: `logits` becomes
 /// `(softmax(row) - onehot(target)) * weight`, `loss` the rows' losses.
 ///
-/// One exponential an element, where the two passes take two; in half precision, which has no room for exponentials, two.
+/// One exponential an element, where the two passes take two; in half precision, which has no room for exponentials,
+/// two.
 pub fn forward_backward_in_place<T: Stored>(
     logits: &mut [T],
     classes: usize,

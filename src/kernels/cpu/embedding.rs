@@ -17,7 +17,8 @@ pub fn forward<T: Copy + Send + Sync>(table: &[T], width: usize, ids: &[u32], y:
     });
 }
 
-/// `dtable[id]` is the sum of `dy[i]` over the i whose id it is, in order, or 0; dtable (vocab, width), dy (ids, width).
+/// `dtable[id]` is the sum of `dy[i]` over the i whose id it is, in order, or 0; dtable (vocab, width), dy (ids,
+/// width).
 ///
 /// Parallel over column blocks: each task has all ids, so every element is summed by one task, in the ids' order.
 pub fn backward<T: Stored>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T]) {

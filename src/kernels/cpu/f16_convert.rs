@@ -1,6 +1,7 @@
 //! Slices of `f16` from and to `f32`, by the processor's own instruction where it has one.
 //!
-//! `half` has such conversions too, but calls a function for every eight elements: two to three times slower on a block.
+//! `half` has such conversions too, but calls a function for every eight elements: two to three times slower on a
+//! block.
 
 use half::{f16, slice::HalfFloatSliceExt};
 

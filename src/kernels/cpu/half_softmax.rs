@@ -1,7 +1,7 @@
 //! Softmax of half-precision scores: rows widened one at a time, exponentials on registers.
 //!
-//! Half the bytes make arithmetic the bound, which in f32 is memory: hence fewer passes and a cheaper exponential than in
-//! [`softmax`](super::softmax), whose f32 results stay what they were.
+//! Half the bytes make arithmetic the bound, which in f32 is memory: hence fewer passes and a cheaper exponential than
+//! in [`softmax`](super::softmax), whose f32 results stay what they were.
 
 use super::{Lanes, Real, Stored, parallel};
 use crate::kernels::Mask;
@@ -37,7 +37,7 @@ pub(super) fn forward_rows<T: Stored>(rows: Rows<T::Wide>, x: &[T], p: &mut [T])
     Arch::new().dispatch(Forward { rows, x, p, e });
 }
 
-/// `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere, with p computed again from the scores `x`.
+/// `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere, with p recomputed from the scores `x`.
 ///
 /// For half precision: rounded probabilities would put their error into the gradient, and the scores are kept anyway.
 pub fn backward_from_scores<T: Stored>(
@@ -199,8 +199,8 @@ fn scaled<'a, T: Stored, S: Simd>(
     (e, T::Wide::vsplat(simd, max))
 }
 
-/// Runs `(state, x) = step(state, x, others)` over the registers x of `row` and those beside them in `others`, all whole
-/// registers long, and joins the states: several side by side, so that one step need not wait for the last.
+/// Runs `(state, x) = step(state, x, others)` over the registers x of `row` and those beside them in `others`, all
+/// whole registers long, and joins the states: several side by side, so that one step need not wait for the last.
 #[inline(always)]
 fn fold_registers<T: Lanes, S: Simd, State: Copy, const N: usize>(
     row: &mut [T],

@@ -68,7 +68,8 @@ pub trait Lanes: Real {
         no: Self::Register<S>,
     ) -> Self::Register<S>;
 
-    /// e to the power of `x`, for `x` up to 88: within 2 ulp from -20 to 20 and within 5 elsewhere, 0 below -87, NaN for NaN.
+    /// e to the power of `x`, for `x` up to 88: within 2 ulp from -20 to 20 and within 5 elsewhere, 0 below -87, NaN
+    /// for NaN.
     fn vexp<S: Simd>(simd: S, x: Self::Register<S>) -> Self::Register<S>;
 }
 

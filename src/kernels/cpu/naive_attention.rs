@@ -25,8 +25,8 @@ pub struct Sizes {
     pub value_dim: usize,
 }
 
-/// Runs `f(matrix, threads)` for `count` matrices: side by side where there are enough of them for the threads, else one
-/// after another with all threads inside each. The bits are the same either way.
+/// Runs `f(matrix, threads)` for `count` matrices: side by side where there are enough of them for the threads, else
+/// one after another with all threads inside each. The bits are the same either way.
 fn for_matrices(count: usize, f: impl Fn(usize, Threads) + Sync + Send) {
     if count < 2 * rayon::current_num_threads() {
         (0..count).for_each(|matrix| f(matrix, Threads::All));

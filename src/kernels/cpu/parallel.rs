@@ -164,8 +164,8 @@ pub(crate) fn block_sums(rows: usize, width: usize) -> f64 {
     rows.div_ceil(BLOCK_ROWS) as f64 * width as f64
 }
 
-/// As [`for_tasks_with`], each thread's scratch being `size` elements of `scratch`: as many threads work as there is room
-/// for. For callers that know their memory beforehand.
+/// As [`for_tasks_with`], each thread's scratch being `size` elements of `scratch`: as many threads work as there is
+/// room for. For callers that know their memory beforehand.
 pub fn for_tasks_in<T: Send>(
     tasks: usize,
     scratch: &mut [T],

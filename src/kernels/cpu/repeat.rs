@@ -13,7 +13,8 @@ pub fn repeat<T: Copy + Send + Sync>(x: &[T], width: usize, times: usize, y: &mu
     });
 }
 
-/// `dx` (rows, width) is the sum of each row's repeats in `dy` (rows * times, width), in the type computed in, rounded once.
+/// `dx` (rows, width) is the sum of each row's repeats in `dy` (rows * times, width), in the type computed in, rounded
+/// once.
 pub fn fold<T: Stored>(dy: &[T], width: usize, times: usize, dx: &mut [T]) {
     parallel::for_rows(dx, width, |first, dx| {
         simd::vectorized(

@@ -6,7 +6,8 @@ use super::parallel::{self, BLOCK_ROWS, Shared};
 use super::{Real, Stored, simd, stored::BLOCK};
 use rayon::prelude::*;
 
-/// `y = rms_norm(x)` where y may be of a narrower type, rounded once: x and y (rows, width), weight (width), rstd (rows).
+/// `y = rms_norm(x)` where y may be of a narrower type, rounded once: x and y (rows, width), weight (width), rstd
+/// (rows).
 pub fn forward<T: Real, Y: Stored<Wide = T>>(
     x: &[T],
     weight: &[T],
@@ -142,11 +143,11 @@ pub const fn partials_len(rows: usize, width: usize) -> usize {
     rows.div_ceil(BLOCK_ROWS) * width
 }
 
-/// The gradients of x and of the weight from that of the norm's output, dy (rows, width), each row of dy and x read once;
-/// `partials` is [`partials_len`] elements to work in.
+/// The gradients of x and of the weight from that of the norm's output, dy (rows, width), each row of dy and x read
+/// once; `partials` is [`partials_len`] elements to work in.
 ///
-/// dy becomes the output, to the bit what forward gave: so forward's need not be kept. It may be of a narrower type than the
-/// stream.
+/// dy becomes the output, to the bit what forward gave: so forward's need not be kept. It may be of a narrower type
+/// than the stream.
 pub fn backward<T: Real, S: Stored<Wide = T>>(
     inputs: Inputs<'_, T>,
     dy: &mut [S],

@@ -46,7 +46,8 @@ fn turn_in_place<T: Real>(x: &mut [T], (cos, sin): (&[T], &[T])) {
     }
 }
 
-/// As [`turn`], from elements that may be of a narrower type: what is turned is rounded to it, as it is where it is stored.
+/// As [`turn`], from elements that may be of a narrower type: what is turned is rounded to it, as it is where it is
+/// stored.
 #[inline(always)]
 pub(super) fn turn_loaded<S: Stored>(x: &[S], at: (&[S::Wide], &[S::Wide]), y: &mut [S::Wide]) {
     if let Some(x) = S::as_wide(x) {
@@ -62,7 +63,8 @@ pub(super) fn turn_loaded<S: Stored>(x: &[S], at: (&[S::Wide], &[S::Wide]), y: &
     }
 }
 
-/// As [`turn`] back, to elements that may be of a narrower type, which x is rounded to first: as it is where it is stored.
+/// As [`turn`] back, to elements that may be of a narrower type, which x is rounded to first: as it is where it is
+/// stored.
 #[inline(always)]
 pub(super) fn turn_back_stored<S: Stored>(
     x: &[S::Wide],
@@ -121,7 +123,7 @@ fn turn_stored<S: Stored>(x: &mut [S], (cos, sin): (&[S::Wide], &[S::Wide])) {
 }
 
 /// (B, H, T, Dh) to (B, T, H*Dh), turned back: how the gradients of q and k return.
-pub fn merge_turned_back<S: Stored>(
+pub fn merge_rotated_back<S: Stored>(
     sizes: Heads,
     angles: Angles<'_, S::Wide>,
     split: &[S],
@@ -210,7 +212,7 @@ mod tests {
             rope::rotate(&x, cos, sin, head_dim, true, &mut rotated);
             heads::merge(sizes, &rotated, &mut wanted);
             let mut got = vec![S::from_f64(f64::NAN); n];
-            merge_turned_back(sizes, angles, &x, &mut got);
+            merge_rotated_back(sizes, angles, &x, &mut got);
             assert!(got == wanted, "{sizes:?}");
         }
     }

@@ -31,8 +31,8 @@ pub fn backward<T: Stored>(dy: &[T], gate: &[T], up: &[T], dgate: &mut [T], dup:
     });
 }
 
-/// [`backward`] and [`forward`] in one go and in place: `dy` becomes y, `gate` dgate, `up` dup. What forward made need not
-/// be kept for the product that follows it.
+/// [`backward`] and [`forward`] in one go and in place: `dy` becomes y, `gate` dgate, `up` dup. What forward made need
+/// not be kept for the product that follows it.
 pub fn backward_in_place<T: Stored>(dy: &mut [T], gate: &mut [T], up: &mut [T]) {
     let up = Shared::new(up);
     parallel::for_rows2(dy, 1, gate, 1, |first, dy, gate| {

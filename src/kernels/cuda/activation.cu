@@ -1,11 +1,11 @@
-// Elementwise activations and their slopes: y = f(x); dx = dy f'(x), from x alone. All buffers (n). An output may be the buffer
-// of an input.
+// Elementwise activations and their slopes: y = f(x); dx = dy f'(x), from x alone. All buffers (n). An output may be
+// the buffer of an input.
 //
-// tanh; sigmoid; silu: x sigmoid(x); gelu: x Phi(x) with Phi the standard normal distribution; gelu_tanh: x sigmoid(2 u) with
-// u = sqrt(2 / pi) (x + 0.044715 x^3).
+// tanh; sigmoid; silu: x sigmoid(x); gelu: x Phi(x) with Phi the standard normal distribution; gelu_tanh: x sigmoid(2
+// u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
 //
-// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment only for
-// speed. Bytes: 2 n elements forward, 3 n backward.
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment
+// only for speed. Bytes: 2 n elements forward, 3 n backward.
 
 const int UNROLL = 2; // packs of a thread, loaded before the first is used
 

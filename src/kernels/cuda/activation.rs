@@ -16,7 +16,7 @@ const SOURCE: Source = Source {
 const UNROLL: usize = 2;
 
 /// `y = f(x)`, both (n). y may be the buffer of x.
-pub(crate) fn forward(card: &CudaDevice, f: Activation, x: View, y: View) -> Result<()> {
+pub(crate) fn forward(gpu: &CudaDevice, f: Activation, x: View, y: View) -> Result<()> {
     let stem = match f {
         Activation::Tanh => "tanh_forward",
         Activation::Sigmoid => "sigmoid_forward",
@@ -24,12 +24,12 @@ pub(crate) fn forward(card: &CudaDevice, f: Activation, x: View, y: View) -> Res
         Activation::Gelu => "gelu_forward",
         Activation::GeluTanh => "gelu_tanh_forward",
     };
-    launch(card, stem, &[x, y])
+    launch(gpu, stem, &[x, y])
 }
 
 /// `dx = dy f'(x)`, all (n). dx may be the buffer of either.
 pub(crate) fn backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     f: Activation,
     [dy, x]: [View; 2],
     dx: View,
@@ -41,15 +41,15 @@ pub(crate) fn backward(
         Activation::Gelu => "gelu_backward",
         Activation::GeluTanh => "gelu_tanh_backward",
     };
-    launch(card, stem, &[dy, x, dx])
+    launch(gpu, stem, &[dy, x, dx])
 }
 
-fn launch(card: &CudaDevice, stem: &'static str, buffers: &[View]) -> Result<()> {
+fn launch(gpu: &CudaDevice, stem: &'static str, buffers: &[View]) -> Result<()> {
     let (len, dtype) = (buffers[0].len, buffers[0].dtype);
     if len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(card, stem, suffix(dtype))?;
+    let kernel = SOURCE.kernel(gpu, stem, suffix(dtype))?;
     let n = len as i64;
     let mut launch = kernel.builder();
     for buffer in buffers {

@@ -20,7 +20,7 @@ const BLOCK: usize = 4096;
 ///
 /// # Errors
 /// Other lengths or dtypes, and the driver's.
-pub(crate) fn add(card: &CudaDevice, a: View, b: View, y: View) -> Result<()> {
+pub(crate) fn add(gpu: &CudaDevice, a: View, b: View, y: View) -> Result<()> {
     let sum = match (a.dtype, b.dtype) {
         (DType::F16, DType::F16) => Some(DType::F16),
         (DType::BF16, DType::BF16) => Some(DType::BF16),
@@ -47,7 +47,7 @@ pub(crate) fn add(card: &CudaDevice, a: View, b: View, y: View) -> Result<()> {
     if y.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(card, "add", suffixes(a.dtype, b.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "add", suffixes(a.dtype, b.dtype))?;
     let (n, period) = (y.len as i64, b.len as i64);
     let mut launch = kernel.builder();
     launch.arg(&a.pointer).arg(&b.pointer).arg(&y.pointer);

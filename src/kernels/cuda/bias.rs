@@ -13,11 +13,11 @@ const SOURCE: Source = Source {
 };
 
 /// Every row of y (N, width) is the bias (width), in y's dtype or in f32.
-pub(crate) fn fill(card: &CudaDevice, bias: View, y: View) -> Result<()> {
+pub(crate) fn fill(gpu: &CudaDevice, bias: View, y: View) -> Result<()> {
     if y.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(card, "fill", suffixes(bias.dtype, y.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "fill", suffixes(bias.dtype, y.dtype))?;
     let rows = y.len / bias.len;
     let config = launch_config((bias.len.div_ceil(256), rows.min(65_535)), (256, 1));
     let (rows, width) = (rows as i64, bias.len as i32);
@@ -30,19 +30,19 @@ pub(crate) fn fill(card: &CudaDevice, bias: View, y: View) -> Result<()> {
 }
 
 /// db (width), f32, is the sum of the rows of dy (N, width); `workspace` is f32, of [`bias_backward`]'s length.
-pub(crate) fn gradient(card: &CudaDevice, dy: View, db: View, workspace: View) -> Result<()> {
+pub(crate) fn gradient(gpu: &CudaDevice, dy: View, db: View, workspace: View) -> Result<()> {
     let (rows, width) = (dy.len / db.len.max(1), db.len);
     if width == 0 {
         return Ok(());
     }
     let parts = bias_parts(rows);
     let partial = workspace.part(0, bias_backward(rows, width));
-    sums(card, dy, partial, [rows, width, parts])?;
-    sums(card, partial, db, [parts, width, 1])
+    sums(gpu, dy, partial, [rows, width, parts])?;
+    sums(gpu, partial, db, [parts, width, 1])
 }
 
-fn sums(card: &CudaDevice, x: View, out: View, [rows, width, parts]: [usize; 3]) -> Result<()> {
-    let kernel = SOURCE.kernel(card, "sums", suffix(x.dtype))?;
+fn sums(gpu: &CudaDevice, x: View, out: View, [rows, width, parts]: [usize; 3]) -> Result<()> {
+    let kernel = SOURCE.kernel(gpu, "sums", suffix(x.dtype))?;
     let config = launch_config((width.div_ceil(32), parts), (32, 8));
     let rows_per_part = rows.div_ceil(parts) as i32;
     let (rows, width) = (rows as i64, width as i32);

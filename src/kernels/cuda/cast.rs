@@ -16,9 +16,9 @@ const SOURCE: Source = Source {
 const BLOCK: usize = 4096;
 
 /// y = x, rounded to the nearest, ties to even: both (n), each f32, f16 or bf16; x may be u8, u32 or i64, too.
-pub(crate) fn cast(card: &CudaDevice, x: View, y: View) -> Result<()> {
+pub(crate) fn cast(gpu: &CudaDevice, x: View, y: View) -> Result<()> {
     if x.dtype == y.dtype {
-        return copy(card, x, y);
+        return copy(gpu, x, y);
     }
     if y.len == 0 {
         return Ok(());
@@ -30,7 +30,7 @@ pub(crate) fn cast(card: &CudaDevice, x: View, y: View) -> Result<()> {
         DType::I64 => ("cast_i64", suffix(y.dtype)),
         _ => ("cast", suffixes(x.dtype, y.dtype)),
     };
-    let kernel = SOURCE.kernel(card, stem, types)?;
+    let kernel = SOURCE.kernel(gpu, stem, types)?;
     let n = y.len as i64;
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&y.pointer).arg(&n);

@@ -9,10 +9,10 @@
 // number it loses the digits of ln(total) where logits are large.
 //
 // packs = ceil(classes / N), one more if rows do not begin at 16 bytes, N = 16 / size of T. Any number of classes; rows
-// are read in vectors wherever they begin, from their first whole one on.
-// Forward:  grid ceil(rows / y), block (x, y) = (min(512, 32 ceil(packs / 128)), max(1, 128 / x)).
-// Backward: grid (ceil(rows / y), ceil(packs / 4x)), block (x, y) = (min(256, 32 ceil(packs / 128)), max(1, 128 / x)).
-// In place: grid ceil(rows / y), block (x, y) = (min(X, 32 ceil(packs / 128)), max(1, 128 / x)), X = 512, or 1024 if a row
+// are read in vectors wherever they begin, from their first whole one on. Forward:  grid ceil(rows / y), block (x, y) =
+// (min(512, 32 ceil(packs / 128)), max(1, 128 / x)). Backward: grid (ceil(rows / y), ceil(packs / 4x)), block (x, y) =
+// (min(256, 32 ceil(packs / 128)), max(1, 128 / x)). In place: grid ceil(rows / y), block (x, y) = (min(X, 32
+// ceil(packs / 128)), max(1, 128 / x)), X = 512, or 1024 if a row
 //           is over 128 KiB (fewer rows under way, so that the level-2 cache holds them).
 // Bytes: forward reads the logits once; backward reads and writes them once; both in one go, in place, reads them from
 // memory once (of rows of over 4 x packs the rest once more, from the level-2 cache) and writes them once.
@@ -223,8 +223,8 @@ CROSS_ENTROPY(f32)
 CROSS_ENTROPY(f16)
 CROSS_ENTROPY(bf16)
 
-// The mean of the rows' losses, added up in f64 in a fixed order. mean (1) f32 or null; mean64 (1) f64 or null, added to
-// where `accumulate`. One block of 1024 threads.
+// The mean of the rows' losses, added up in f64 in a fixed order. mean (1) f32 or null; mean64 (1) f64 or null, added
+// to where `accumulate`. One block of 1024 threads.
 extern "C" __global__ void __launch_bounds__(1024)
     cross_entropy_mean(const float* losses, long long rows, long long counted, float* mean, double* mean64,
                        int accumulate) {

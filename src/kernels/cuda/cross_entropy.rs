@@ -31,20 +31,20 @@ impl Targets<'_> {
 /// The mean loss, (1) f32, of logits (rows, classes); keeps statistics (rows, 2) f32, each row's top and total.
 /// `losses` (rows) f32 is room to work in.
 pub(crate) fn forward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     logits: View,
     targets: Targets,
     losses: View,
     statistics: View,
     mean: View,
 ) -> Result<()> {
-    rows(card, logits, targets, losses, statistics)?;
-    launch_mean(card, losses, targets.counted, (mean.pointer, 0), false)
+    rows(gpu, logits, targets, losses, statistics)?;
+    launch_mean(gpu, losses, targets.counted, (mean.pointer, 0), false)
 }
 
 /// As [`forward`], the losses (rows) f32 themselves: 0 where a target does not count.
 pub(crate) fn rows(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     logits: View,
     targets: Targets,
     losses: View,
@@ -52,7 +52,7 @@ pub(crate) fn rows(
 ) -> Result<()> {
     let rows = targets.ids.len;
     let classes = logits.len / rows;
-    let kernel = SOURCE.kernel(card, "cross_entropy_forward", suffix(logits.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "cross_entropy_forward", suffix(logits.dtype))?;
     let (x, y) = block(classes, logits, 512);
     let (count, ignore, width) = (rows as i64, targets.ignored(), classes as i32);
     let mut launch = kernel.builder();
@@ -66,9 +66,9 @@ pub(crate) fn rows(
 }
 
 /// y (1) f32 is x (1), f32 or f64, over how many of the targets count: not a number where none does.
-pub(crate) fn share(card: &CudaDevice, targets: Targets, x: View, y: View) -> Result<()> {
+pub(crate) fn share(gpu: &CudaDevice, targets: Targets, x: View, y: View) -> Result<()> {
     let types = if x.dtype == DType::F64 { "f64" } else { "f32" };
-    let kernel = SOURCE.kernel(card, "cross_entropy_share", types)?;
+    let kernel = SOURCE.kernel(gpu, "cross_entropy_share", types)?;
     let (rows, ignore) = (targets.ids.len as i64, targets.ignored());
     let mut launch = kernel.builder();
     launch.arg(&targets.ids.pointer).arg(&rows).arg(&ignore);
@@ -80,7 +80,7 @@ pub(crate) fn share(card: &CudaDevice, targets: Targets, x: View, y: View) -> Re
 
 /// The logits' gradient, (rows, classes), from that of the mean, dloss (1) f32, and [`forward`]'s statistics.
 pub(crate) fn backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     logits: View,
     targets: Targets,
     statistics: View,
@@ -89,7 +89,7 @@ pub(crate) fn backward(
 ) -> Result<()> {
     let rows = targets.ids.len;
     let classes = logits.len / rows;
-    let kernel = SOURCE.kernel(card, "cross_entropy_backward", suffix(logits.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "cross_entropy_backward", suffix(logits.dtype))?;
     let (x, y) = block(classes, logits, 256);
     let parts = packs(classes, logits).div_ceil(4 * x);
     let config = launch_config((rows.div_ceil(y), parts), (x, y));
@@ -106,10 +106,10 @@ pub(crate) fn backward(
     Ok(())
 }
 
-/// Losses (rows) f32 of logits (rows, classes), which become their gradient: from that of the mean over `counted` rows, of
-/// which these may be some, dloss (1) f32. Targets (rows) u32, all of which count.
+/// Losses (rows) f32 of logits (rows, classes), which become their gradient: from that of the mean over `counted` rows,
+/// of which these may be some, dloss (1) f32. Targets (rows) u32, all of which count.
 pub(crate) fn in_place(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     logits: View,
     classes: usize,
     targets: View,
@@ -118,7 +118,7 @@ pub(crate) fn in_place(
     losses: View,
 ) -> Result<()> {
     let rows = targets.len;
-    let kernel = SOURCE.kernel(card, "cross_entropy_in_place", suffix(logits.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "cross_entropy_in_place", suffix(logits.dtype))?;
     // Of long rows fewer are to be under way, so that the level-2 cache holds them between the two times they are read.
     let row_bytes = classes * logits.dtype.size_in_bytes();
     let (x, y) = block(
@@ -138,15 +138,16 @@ pub(crate) fn in_place(
     Ok(())
 }
 
-/// The mean over `counted` rows of losses (rows) f32, some of them or all: loss (1) f64, which is added to or overwritten.
+/// The mean over `counted` rows of losses (rows) f32, some of them or all: loss (1) f64, which is added to or
+/// overwritten.
 pub(crate) fn mean(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     losses: View,
     counted: usize,
     loss: View,
     accumulate: bool,
 ) -> Result<()> {
-    launch_mean(card, losses, counted, (0, loss.pointer), accumulate)
+    launch_mean(gpu, losses, counted, (0, loss.pointer), accumulate)
 }
 
 /// Threads of a row, at most so many, and rows of a block.
@@ -157,13 +158,13 @@ fn block(classes: usize, logits: View, most: usize) -> (usize, usize) {
 
 /// The mean goes to a place for an f32, one for an f64, or both, where they are not null.
 fn launch_mean(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     losses: View,
     counted: usize,
     (mean, mean64): (u64, u64),
     accumulate: bool,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(card, "cross_entropy_mean", "")?;
+    let kernel = SOURCE.kernel(gpu, "cross_entropy_mean", "")?;
     let (rows, counted) = (losses.len as i64, counted as i64);
     let accumulate = i32::from(accumulate);
     let mut launch = kernel.builder();

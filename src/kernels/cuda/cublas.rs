@@ -1,7 +1,8 @@
-//! Matrix products by cuBLAS, with the handle that candle has for a card: what eager ops multiply with.
+//! Matrix products by cuBLAS, with the handle that candle has for a GPU: what eager ops multiply with.
 //!
-//! As candle's own product, but of matrices that lie anywhere, into a matrix that is there. The handle has room of its own to
-//! work in, outside of the pool. Planned steps, whose stream is recorded, have cuBLASLt instead ([`super::matmul`]).
+//! As candle's own product, but of matrices that lie anywhere, into a matrix that is there. The handle has room of its
+//! own to work in, outside of the pool. Planned steps, whose stream is recorded, have cuBLASLt instead
+//! ([`super::matmul`]).
 
 use super::matmul::Matrix;
 use super::set_to_zero;
@@ -11,16 +12,16 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Error, Result, bail};
 use std::ffi::{c_int, c_void};
 
-/// `c = a b`, or `c += a b` where it `adds`, `count` times: factors in one dtype, f32, f16 or bf16, sums in f32, results in the
-/// factors' dtype or in f32. Products of f32 are exact or TF32, as candle's switch says now.
+/// `c = a b`, or `c += a b` where it `adds`, `count` times: factors in one dtype, f32, f16 or bf16, sums in f32,
+/// results in the factors' dtype or in f32. Products of f32 are exact or TF32, as candle's switch says now.
 ///
-/// cuBLAS reads matrices column by column; a matrix that lies row by row is to it the transpose. So what is asked of it is
-/// `c^T = b^T a^T`.
+/// cuBLAS reads matrices column by column; a matrix that lies row by row is to it the transpose. So what is asked of it
+/// is `c^T = b^T a^T`.
 ///
 /// # Errors
 /// A matrix of another dtype, or of sizes that cuBLAS does not count to; cuBLAS's.
 pub(crate) fn multiply(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     [a, b]: [Matrix; 2],
     c: Matrix,
     count: usize,
@@ -32,7 +33,7 @@ pub(crate) fn multiply(
         // A sum over nothing. c lies in one piece where that can be: it is the gradient of what nothing was made of.
         return match adds {
             true => Ok(()),
-            false => set_to_zero(card, c.view.part(0, elements)),
+            false => set_to_zero(gpu, c.view.part(0, elements)),
         };
     }
     let [of_factors, of_c] = [data_type(a.view.dtype)?, data_type(c.view.dtype)?];
@@ -43,8 +44,8 @@ pub(crate) fn multiply(
         _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     };
     let (alpha, beta) = (1f32, if adds { 1f32 } else { 0f32 });
-    card.cuda_stream().context().bind_to_thread().w()?;
-    let blas = card.cublas_handle();
+    gpu.cuda_stream().context().bind_to_thread().w()?;
+    let blas = gpu.cublas_handle();
     // A product that is split by depth is otherwise summed in half precision where it comes out in that.
     let whole_sums = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
     // SAFETY: the handle lives as long as `blas`.

@@ -20,7 +20,7 @@ const UNROLL: usize = 2;
 /// # Errors
 /// Other lengths or dtypes, and the driver's.
 pub(crate) fn map(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     f: &'static str,
     factor: f64,
     reads: &[View],
@@ -33,7 +33,7 @@ pub(crate) fn map(
     if y.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(card, f, suffix(y.dtype))?;
+    let kernel = SOURCE.kernel(gpu, f, suffix(y.dtype))?;
     let (n, factor) = (y.len as i64, factor as f32);
     let mut launch = kernel.builder();
     launch.arg(&a.pointer).arg(&b.pointer).arg(&y.pointer);

@@ -3,17 +3,18 @@
 // table, dtable (vocab, width); ids (count) u32, checked before; y, dy (count, width).
 //
 // Backward, four kernels: `buckets` drops each position into its id's bucket of `capacity` places (integer atomics: the
-// counts do not depend on their order, and what the buckets hold is put in order before it is used). `few` has a warp for
-// each position: the one whose position lies in its bucket's first place, whichever that is, adds up its id's rows in
-// order, if there are at most 8, and else notes the id. `order` puts the positions of the noted ids in order, scanning all
-// ids for those with more positions than places (at most count / capacity ids), and `many` adds up their rows, a strip of
-// columns at a time, in 16 shares. Chosen over a sort (more passes and launches) and over scanning the ids for every row
-// of the table (vocab * count reads). Rows whose id does not occur are not touched: unless gradients are added to, dtable
-// is set to 0 before, at the speed of memory.
+// counts do not depend on their order, and what the buckets hold is put in order before it is used). `few` has a warp
+// for each position: the one whose position lies in its bucket's first place, whichever that is, adds up its id's rows
+// in order, if there are at most 8, and else notes the id. `order` puts the positions of the noted ids in order,
+// scanning all ids for those with more positions than places (at most count / capacity ids), and `many` adds up their
+// rows, a strip of columns at a time, in 16 shares. Chosen over a sort (more passes and launches) and over scanning the
+// ids for every row of the table (vocab * count reads). Rows whose id does not occur are not touched: unless gradients
+// are added to, dtable is set to 0 before, at the speed of memory.
 //
 // Bytes: forward count rows in and out; backward dy in once, the rows that occur out once (and in, where added to).
 
-// Grid ceil(count / blockDim.y), block (32 ceil(min(packs, 256) / 32), max(1, 256 / blockDim.x)), packs = ceil(width / N).
+// Grid ceil(count / blockDim.y), block (32 ceil(min(packs, 256) / 32), max(1, 256 / blockDim.x)), packs = ceil(width /
+// N).
 template <class T, class Y>
 __device__ __forceinline__ void forward(const T* table, const unsigned* ids, Y* y, long long count, int width) {
     const int N = InVector<Y>::COUNT;
@@ -38,8 +39,8 @@ FORWARD(f32, f32, f32)
 FORWARD(f16, f16, f16)
 FORWARD(bf16, bf16, bf16)
 
-// ---- Backward. buckets (vocab, capacity) u32, capacity 32 to 256; found (vocab + 2) u32, which must be 0 before: how often
-// each id occurs, how many ids are in `many` (count / 8), and how many positions in `ordered` (count), both u32.
+// ---- Backward. buckets (vocab, capacity) u32, capacity 32 to 256; found (vocab + 2) u32, which must be 0 before: how
+// often each id occurs, how many ids are in `many` (count / 8), and how many positions in `ordered` (count), both u32.
 
 // Grid ceil(count / 256), block 256.
 extern "C" __global__ void __launch_bounds__(256)

@@ -14,7 +14,7 @@ const SOURCE: Source = Source {
 
 /// y (count, width): the rows of table (vocab, width) that ids (count) u32 name.
 pub(crate) fn forward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     table: View,
     ids: View,
     width: usize,
@@ -23,7 +23,7 @@ pub(crate) fn forward(
     if y.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(card, "embedding_forward", suffix(table.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "embedding_forward", suffix(table.dtype))?;
     let of_row = 32 * packs(width, table).min(256).div_ceil(32);
     let of_block = (256 / of_row).max(1);
     let (count, width) = (ids.len as i64, width as i32);
@@ -36,11 +36,11 @@ pub(crate) fn forward(
     Ok(())
 }
 
-/// Adds the rows of dy (count, width) up into those of dtable (vocab, width), whose dtype is dy's or f32, by ids (count) u32:
-/// to what dtable holds, or to zeros. `workspace` (the sum of [`embedding_backward`]) u32 is room to
-/// work in.
+/// Adds the rows of dy (count, width) up into those of dtable (vocab, width), whose dtype is dy's or f32, by ids
+/// (count) u32: to what dtable holds, or to zeros. `workspace` (the sum of [`embedding_backward`]) u32 is room to work
+/// in.
 pub(crate) fn backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     dy: View,
     ids: View,
     width: usize,
@@ -51,7 +51,7 @@ pub(crate) fn backward(
     if dy.len == 0 {
         return match accumulate {
             true => Ok(()),
-            false => set_to_zero(card, dtable),
+            false => set_to_zero(gpu, dtable),
         };
     }
     let (count, vocab) = (ids.len, dtable.len / width);
@@ -60,25 +60,25 @@ pub(crate) fn backward(
         end += len;
         workspace.part(end - len, len)
     });
-    set_to_zero(card, found)?;
+    set_to_zero(gpu, found)?;
     if !accumulate {
-        set_to_zero(card, dtable)?; // rows whose ids do not occur are not written
+        set_to_zero(gpu, dtable)?; // rows whose ids do not occur are not written
     }
-    let blocks = multiprocessors(card)?;
+    let blocks = multiprocessors(gpu)?;
     let [positions, vocab, width, capacity] =
         [count, vocab, width, EMBEDDING_CAPACITY].map(|size| size as i32);
     let accumulate = i32::from(accumulate);
     let types = suffixes(dy.dtype, dtable.dtype);
 
     // SAFETY, of all four: the arguments are those of the kernels, and the buffers have the sizes that they say.
-    let kernel = SOURCE.kernel(card, "embedding_buckets", "")?;
+    let kernel = SOURCE.kernel(gpu, "embedding_buckets", "")?;
     let mut launch = kernel.builder();
     launch.arg(&ids.pointer).arg(&positions);
     launch.arg(&found.pointer);
     launch.arg(&buckets.pointer).arg(&capacity);
     unsafe { launch.launch(launch_config((count.div_ceil(256), 1), (256, 1))) }.w()?;
 
-    let kernel = SOURCE.kernel(card, "embedding_backward_few", types)?;
+    let kernel = SOURCE.kernel(gpu, "embedding_backward_few", types)?;
     let mut launch = kernel.builder();
     launch.arg(&dy.pointer).arg(&ids.pointer).arg(&positions);
     launch.arg(&found.pointer).arg(&vocab);
@@ -87,7 +87,7 @@ pub(crate) fn backward(
     launch.arg(&dtable.pointer).arg(&width).arg(&accumulate);
     unsafe { launch.launch(launch_config((count.div_ceil(8), 1), (256, 1))) }.w()?;
 
-    let kernel = SOURCE.kernel(card, "embedding_order", "")?;
+    let kernel = SOURCE.kernel(gpu, "embedding_order", "")?;
     let mut launch = kernel.builder();
     launch.arg(&ids.pointer).arg(&positions);
     launch.arg(&found.pointer).arg(&vocab);
@@ -95,7 +95,7 @@ pub(crate) fn backward(
     launch.arg(&many.pointer).arg(&ordered.pointer);
     unsafe { launch.launch(launch_config((blocks, 1), (1024, 1))) }.w()?;
 
-    let kernel = SOURCE.kernel(card, "embedding_backward_many", types)?;
+    let kernel = SOURCE.kernel(gpu, "embedding_backward_many", types)?;
     let mut launch = kernel.builder();
     launch.arg(&dy.pointer).arg(&positions);
     launch.arg(&found.pointer).arg(&vocab);

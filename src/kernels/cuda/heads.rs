@@ -11,8 +11,9 @@ const SOURCE: Source = Source {
     parts: &[include_str!("heads.cu")],
 };
 
-/// y (B, N, M, width) = x (B, M, N, width) with its middle dimensions swapped: any dtype of 2 or 4 bytes, the same for both.
-pub(crate) fn swap(card: &CudaDevice, x: View, sizes: [usize; 4], y: View) -> Result<()> {
+/// y (B, N, M, width) = x (B, M, N, width) with its middle dimensions swapped: any dtype of 2 or 4 bytes, the same for
+/// both.
+pub(crate) fn swap(gpu: &CudaDevice, x: View, sizes: [usize; 4], y: View) -> Result<()> {
     let [batch, m, n, width] = sizes;
     let rows = batch * m * n;
     if rows * width == 0 {
@@ -31,7 +32,7 @@ pub(crate) fn swap(card: &CudaDevice, x: View, sizes: [usize; 4], y: View) -> Re
     }
     let lanes = words.next_power_of_two().min(32);
     let blocks = rows.div_ceil(256 / lanes);
-    let kernel = SOURCE.kernel(card, "swap", name)?;
+    let kernel = SOURCE.kernel(gpu, "swap", name)?;
     let ([rows, m, n], words) = ([rows, m, n].map(|size| size as u32), words as i32);
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&y.pointer);

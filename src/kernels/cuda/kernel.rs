@@ -1,4 +1,4 @@
-//! Kernels of a source that is compiled: each looked up once a card, and launched on the card's stream.
+//! Kernels of a source that is compiled: each looked up once a GPU, and launched on the GPU's stream.
 
 use super::source::{Definition, Source, lock, multiprocessors};
 use candle_core::Result;
@@ -10,13 +10,13 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// A kernel that is loaded, on its card's stream.
+/// A kernel that is loaded, on its GPU's stream.
 pub(crate) struct Kernel {
     loaded: Arc<Loaded>,
     stream: Arc<CudaStream>,
 }
 
-/// A kernel on one card, and what the driver has said of it.
+/// A kernel on one GPU, and what the driver has said of it.
 struct Loaded {
     function: CudaFunction,
     /// What a block may share.
@@ -43,8 +43,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// How many blocks the card runs at once. The driver is asked once for blocks of a size.
-    pub(crate) fn blocks_at_once(&self, card: &CudaDevice, config: &LaunchConfig) -> Result<usize> {
+    /// How many blocks the GPU runs at once. The driver is asked once for blocks of a size.
+    pub(crate) fn blocks_at_once(&self, gpu: &CudaDevice, config: &LaunchConfig) -> Result<usize> {
         let (x, y, z) = config.block_dim;
         let block = (x * y * z, config.shared_mem_bytes);
         let mut known = lock(&self.loaded.at_once);
@@ -55,13 +55,13 @@ impl Kernel {
         let of_multiprocessor = function
             .occupancy_max_active_blocks_per_multiprocessor(block.0, block.1 as usize, None)
             .w()?;
-        let blocks = multiprocessors(card)? * of_multiprocessor.max(1) as usize;
+        let blocks = multiprocessors(gpu)? * of_multiprocessor.max(1) as usize;
         known.push((block, blocks));
         Ok(blocks)
     }
 }
 
-/// What distinguishes the kernels of a source on a card.
+/// What distinguishes the kernels of a source on a GPU.
 #[derive(PartialEq)]
 struct Name {
     stem: &'static str,
@@ -76,27 +76,27 @@ impl Source {
     /// That of NVRTC, with its log, or of the driver.
     pub(crate) fn kernel(
         &self,
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         stem: &'static str,
         types: &'static str,
     ) -> Result<Kernel> {
-        self.kernel_with(card, &[], stem, types)
+        self.kernel_with(gpu, &[], stem, types)
     }
 
     /// As [`kernel`](Self::kernel), of the source compiled with these definitions.
     pub(crate) fn kernel_with(
         &self,
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         definitions: &[Definition],
         stem: &'static str,
         types: &'static str,
     ) -> Result<Kernel> {
-        // By the card's number: every handle of a card has its one primary context, in which kernels are loaded.
+        // By the GPU's number: every handle of a GPU has its one primary context, in which kernels are loaded.
         // A launch looks here: few kernels a source, so that they are compared one by one, and nothing is allocated.
         type Found = HashMap<(usize, &'static str), Vec<(Name, Arc<Loaded>)>>;
         static FOUND: OnceLock<Mutex<Found>> = OnceLock::new();
 
-        let stream = card.cuda_stream();
+        let stream = gpu.cuda_stream();
         // Some of the driver's calls, unlike cudarc's allocations, do not see to it themselves.
         stream.context().bind_to_thread().w()?;
         let mut found = lock(FOUND.get_or_init(Mutex::default));
@@ -112,7 +112,7 @@ impl Source {
         }
         let separator = if types.is_empty() { "" } else { "_" };
         let full_name = format!("{stem}{separator}{types}");
-        let module = self.module(card, definitions)?;
+        let module = self.module(gpu, definitions)?;
         let loaded = Arc::new(Loaded {
             function: module.load_function(&full_name).w()?,
             allowed_bytes: Mutex::new(48 << 10),

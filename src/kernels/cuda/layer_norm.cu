@@ -6,7 +6,7 @@
 // and db = sum over rows of dy, both in two stages.
 //
 // Blocks and columns as in `norm_rows.cuh`; width at most 8192. Grid: forward as many blocks as rows take; backward as
-// many as fit on the card at once, each with one row after the other, as the columns' sums stay in registers. There a
+// many as fit on the GPU at once, each with one row after the other, as the columns' sums stay in registers. There a
 // thread loads the next row before it works on this one.
 // Bytes: forward x in, y out; backward dy, x in, dx out (+ dx in where it is added to), and the partial sums, 2 grid
 // width 4, written once and read once by `sum_partials`.

@@ -18,7 +18,7 @@ const SOURCE: Source = Source {
 /// `y = w (x - mean) rstd + b`, with x and y (rows, width), w and b (width) f32 (no b is zeros), and statistics (rows,
 /// 2) f32: mean and rstd of each row. y may be x's buffer where they have one dtype.
 pub(crate) fn forward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     x: View,
     (weight, bias): (View, Option<View>),
     eps: f64,
@@ -26,7 +26,7 @@ pub(crate) fn forward(
     statistics: View,
 ) -> Result<()> {
     let types = suffixes(x.dtype, y.dtype);
-    let kernel = SOURCE.kernel(card, "layer_norm_forward", types)?;
+    let kernel = SOURCE.kernel(gpu, "layer_norm_forward", types)?;
     let config = threads_for_rows(y, weight.len);
     let (rows, width) = ((statistics.len / 2) as i64, weight.len as i32);
     let (eps, bias) = (eps as f32, bias.map_or(0, |bias| bias.pointer));
@@ -71,7 +71,7 @@ pub(crate) struct Gradients<'a> {
 /// The gradients of x, w and b. `partials` ([`layer_norm_partials`](crate::kernels::workspace::layer_norm_partials))
 /// f32 is room to work in.
 pub(crate) fn backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     inputs: Inputs,
     gradients: Gradients,
     partials: View,
@@ -83,9 +83,9 @@ pub(crate) fn backward(
         statistics,
     } = inputs;
     let types = suffixes(x.dtype, dy.dtype);
-    let kernel = SOURCE.kernel(card, "layer_norm_backward", types)?;
+    let kernel = SOURCE.kernel(gpu, "layer_norm_backward", types)?;
     let mut config = threads_for_rows(dy, weight.len);
-    let at_once = kernel.blocks_at_once(card, &config)?;
+    let at_once = kernel.blocks_at_once(gpu, &config)?;
     let most = at_once.min(LAYER_NORM_BLOCKS) as u32;
     config.grid_dim.0 = config.grid_dim.0.min(most);
     let (rows, width) = ((statistics.len / 2) as i64, weight.len as i32);
@@ -98,7 +98,7 @@ pub(crate) fn backward(
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(config) }.w()?;
 
-    let kernel = SOURCE.kernel(card, "sum_partials", "")?;
+    let kernel = SOURCE.kernel(gpu, "sum_partials", "")?;
     let sums = 1 + usize::from(gradients.db.is_some());
     let (count, add_sums) = (config.grid_dim.0 as i32, i32::from(gradients.add_sums));
     let db = gradients.db.map_or(0, |db| db.pointer);

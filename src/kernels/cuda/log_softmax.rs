@@ -12,21 +12,16 @@ const SOURCE: Source = Source {
 };
 
 /// y (rows, width) from x.
-pub(crate) fn forward(card: &CudaDevice, x: View, width: usize, y: View) -> Result<()> {
-    launch(card, "log_softmax", &[x, y], width)
+pub(crate) fn forward(gpu: &CudaDevice, x: View, width: usize, y: View) -> Result<()> {
+    launch(gpu, "log_softmax", &[x, y], width)
 }
 
 /// dx (rows, width) from dy and x.
-pub(crate) fn backward(
-    card: &CudaDevice,
-    [dy, x]: [View; 2],
-    width: usize,
-    dx: View,
-) -> Result<()> {
-    launch(card, "log_softmax_backward", &[dy, x, dx], width)
+pub(crate) fn backward(gpu: &CudaDevice, [dy, x]: [View; 2], width: usize, dx: View) -> Result<()> {
+    launch(gpu, "log_softmax_backward", &[dy, x, dx], width)
 }
 
-fn launch(card: &CudaDevice, stem: &'static str, buffers: &[View], width: usize) -> Result<()> {
+fn launch(gpu: &CudaDevice, stem: &'static str, buffers: &[View], width: usize) -> Result<()> {
     let x = buffers[0];
     let mut others = buffers.iter();
     others.try_for_each(|other| check_alike(stem, x, *other))?;
@@ -35,7 +30,7 @@ fn launch(card: &CudaDevice, stem: &'static str, buffers: &[View], width: usize)
     }
     let of_row = (32 * width.div_ceil(128 * in_vector(x.dtype))).min(512);
     let of_block = (128 / of_row).max(1);
-    let kernel = SOURCE.kernel(card, stem, suffix(x.dtype))?;
+    let kernel = SOURCE.kernel(gpu, stem, suffix(x.dtype))?;
     let rows = x.len / width;
     let config = launch_config((rows.div_ceil(of_block), 1), (of_row, of_block));
     let (rows, width) = (rows as i64, width as i32);

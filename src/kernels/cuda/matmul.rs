@@ -1,8 +1,8 @@
-//! Matrix products by cuBLASLt: factors in f32 (exact or rounded to TF32), f16 or bf16, sums in f32, results in the factors'
-//! dtype or in f32.
+//! Matrix products by cuBLASLt: factors in f32 (exact or rounded to TF32), f16 or bf16, sums in f32, results in the
+//! factors' dtype or in f32.
 //!
-//! cuBLASLt reads matrices column by column; a matrix that lies row by row is to it the transpose. So what is asked of it
-//! here is `c^T = b^T a^T`.
+//! cuBLASLt reads matrices column by column; a matrix that lies row by row is to it the transpose. So what is asked of
+//! it here is `c^T = b^T a^T`.
 
 use super::View;
 use crate::kernels::workspace::PRODUCTS_BYTES;
@@ -130,8 +130,8 @@ struct Shape {
 /// a, b and c, and how many of them.
 type Key = ([Shape; 3], usize);
 
-/// cuBLASLt's handle, room for it to work in, and its choices so far: the first that it names for a shape, so that the same
-/// product has the same bits in every run.
+/// cuBLASLt's handle, room for it to work in, and its choices so far: the first that it names for a shape, so that the
+/// same product has the same bits in every run.
 pub(crate) struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
@@ -145,13 +145,13 @@ unsafe impl Send for Products {}
 unsafe impl Sync for Products {}
 
 impl Products {
-    /// Products on `card`, those of f32 in TF32 or exact.
-    pub(crate) fn new(card: &CudaDevice, tf32: bool) -> Result<Self> {
-        card.cuda_stream().context().bind_to_thread().w()?;
+    /// Products on `gpu`, those of f32 in TF32 or exact.
+    pub(crate) fn new(gpu: &CudaDevice, tf32: bool) -> Result<Self> {
+        gpu.cuda_stream().context().bind_to_thread().w()?;
         Ok(Self {
             handle: checked(result::create_handle())?,
             // SAFETY: whoever reads it has written it.
-            workspace: unsafe { card.alloc(PRODUCTS_BYTES)? },
+            workspace: unsafe { gpu.alloc(PRODUCTS_BYTES)? },
             tf32,
             chosen: HashMap::new(),
         })
@@ -168,7 +168,7 @@ impl Products {
     /// cuBLASLt's.
     pub(crate) fn multiply(
         &mut self,
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         [a, b]: [Matrix; 2],
         c: Matrix,
         count: usize,
@@ -188,7 +188,7 @@ impl Products {
                 algorithm
             }
         };
-        let stream = card.cuda_stream();
+        let stream = gpu.cuda_stream();
         let (alpha, beta) = (1f32, if adds { 1f32 } else { 0f32 });
         let workspace = self.workspace.device_ptr(&stream).0;
         // SAFETY: the layouts describe the matrices, which their owners have made; alpha and beta are read before this

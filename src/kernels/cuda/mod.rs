@@ -1,14 +1,17 @@
-//! Kernels for NVIDIA cards: plain compute over device buffers, one `.cu` beside each launcher.
+//! Kernels for NVIDIA GPUs: plain compute over device buffers, one `.cu` beside each launcher.
 //!
-//! What lives here: sources, compiled for the card they meet ([`source`]), their kernels ([`kernel`]), buffers as a kernel
-//! sees them ([`View`]), and a launcher each: grid, block, arguments. What does not: tensors and graphs ([`crate::ops`]
-//! wraps these kernels), and products of matrices, which are cuBLAS's ([`matmul`] and [`cublas`] ask for them).
+//! What lives here: sources, compiled for the GPU they meet ([`source`]), their kernels ([`kernel`]), buffers as a
+//! kernel sees them ([`View`]), and a launcher each: grid, block, arguments. What does not: tensors and graphs
+//! ([`crate::ops`] wraps these kernels), and products of matrices, which are cuBLAS's ([`matmul`] and [`cublas`] ask
+//! for them).
 //!
-//! Kernels on rows take contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in all three. All
-//! compute in f32, and sums have a fixed order. Flash attention and cuBLAS multiply f32 exactly or in TF32, as they are told.
+//! Kernels on rows take contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in all three.
+//! All compute in f32, and sums have a fixed order. Flash attention and cuBLAS multiply f32 exactly or in TF32, as they
+//! are told.
 //!
-//! A launcher allocates nothing: what it needs to work in it is given, as long as a function beside it says. Once its kernel
-//! is loaded it may be captured in a graph, whose launches read the buffers anew: what changes between them lies there.
+//! A launcher allocates nothing: what it needs to work in it is given, as long as a function beside it says. Once its
+//! kernel is loaded it may be captured in a graph, whose launches read the buffers anew: what changes between them lies
+//! there.
 
 pub(crate) mod activation;
 pub(crate) mod adamw;

@@ -1,9 +1,9 @@
 //! Naive attention's products, and the softmax between them, on heads of one length wherever they lie.
 //!
 //! Under a causal mask products are taken a block of queries at a time, with the keys that these see between them; the
-//! gradients of keys a block of keys at a time, with the queries that see some of them. What the mask hides of the rest is
-//! neither computed nor read. Softmax writes zeros there, and reads nothing that is hidden: whatever lies there beforehand has
-//! no say.
+//! gradients of keys a block of keys at a time, with the queries that see some of them. What the mask hides of the rest
+//! is neither computed nor read. Softmax writes zeros there, and reads nothing that is hidden: whatever lies there
+//! beforehand has no say.
 //!
 //! Scores and the gradients of probabilities are f32, whatever is multiplied: rounded to half precision, a score of 100
 //! would be off by a quarter, and its exponential by as much of itself. In half precision they are there for some heads
@@ -20,9 +20,9 @@ use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 use std::ops::Range;
 
-/// Blocks of a causal head: with four of them products cost 5/8 of what they cost whole. With eight it would be 9/16, but a
-/// block's results are then too few for a large card (H200, 8 heads of 64, T 16,384: forward and backward took 38 ms for 36 in
-/// f32, and in bf16 the same 8.9).
+/// Blocks of a causal head: with four of them products cost 5/8 of what they cost whole. With eight it would be 9/16,
+/// but a block's results are then too few for a large GPU (H200, 8 heads of 64, T 16,384: forward and backward took 38
+/// ms for 36 in f32, and in bf16 the same 8.9).
 const BLOCKS: usize = 4;
 
 /// Rows of a block at least: with half of them the same at T 4,096 took 4.0 ms for 2.8 in f32, 0.74 for 0.67 in bf16.
@@ -36,8 +36,8 @@ const ALIGNED_ROWS: usize = 128;
 pub(crate) struct Sizes {
     /// How many heads of k and v one product takes.
     pub kv_heads: usize,
-    /// How many heads of q meet each of them. Their rows are one matrix, one head's below the other's: each row meets the same
-    /// keys and values, whose gradients are sums over all rows.
+    /// How many heads of q meet each of them. Their rows are one matrix, one head's below the other's: each row meets
+    /// the same keys and values, whose gradients are sums over all rows.
     pub group: usize,
     /// Tq.
     pub queries: usize,
@@ -83,7 +83,8 @@ impl Sizes {
         Matrix::several(view, self.rows(), self.keys)
     }
 
-    /// Whether blocks leave something out. Blocks of rows are blocks of queries where a head of keys has one of queries.
+    /// Whether blocks leave something out. Blocks of rows are blocks of queries where a head of keys has one of
+    /// queries.
     fn is_cut(&self) -> bool {
         self.mask != Mask::Full && self.group == 1
     }
@@ -125,8 +126,8 @@ impl Sizes {
     }
 }
 
-/// `s = x y^T` where the mask leaves something: x (rows, Dh), y (Tk, Dh), s (rows, Tk). The scores of q and k; of d_out and
-/// v, the probabilities' gradients.
+/// `s = x y^T` where the mask leaves something: x (rows, Dh), y (Tk, Dh), s (rows, Tk). The scores of q and k; of d_out
+/// and v, the probabilities' gradients.
 pub(crate) fn compare(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &Sizes,
@@ -141,9 +142,9 @@ pub(crate) fn compare(
     Ok(())
 }
 
-/// `y = p x`, where p (rows, Tk) is 0 for what the mask hides; x (Tk, Dh), y (rows, Dh). The output of probabilities and v;
-/// of the scores' gradients and k, those of q.
-pub(crate) fn gather(
+/// `y = p x`, where p (rows, Tk) is 0 for what the mask hides; x (Tk, Dh), y (rows, Dh). The output of probabilities
+/// and v; of the scores' gradients and k, those of q.
+pub(crate) fn weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &Sizes,
     [p, x]: [Matrix; 2],
@@ -157,9 +158,9 @@ pub(crate) fn gather(
     Ok(())
 }
 
-/// `y = p^T x`, of the same: x (rows, Dh), y (Tk, Dh). The gradients of v, of probabilities and d_out; of k, of the scores'
-/// gradients and q.
-pub(crate) fn scatter(
+/// `y = p^T x`, of the same: x (rows, Dh), y (Tk, Dh). The gradients of v, of probabilities and d_out; of k, of the
+/// scores' gradients and q.
+pub(crate) fn transposed_weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &Sizes,
     [p, x]: [Matrix; 2],
@@ -180,11 +181,11 @@ fn matrices<'a>(view: View<'a>, sizes: &Sizes, rows: usize, head: usize) -> Matr
     Matrix::several(view.part_from(head * matrix_stride), rows, cols)
 }
 
-/// `p = softmax(scale q k^T)`, `out = p v`, of heads one after another: q (Hkv, rows, Dh), k (Hkv, Tk, Dh), v (Hkv, Tk, Dv),
-/// p (Hkv, rows, Tk), out (Hkv, rows, Dv). Some heads after others, as many as there is room for in `scores` (.., rows,
-/// Tk) f32, which is p itself if that is f32.
+/// `p = softmax(scale q k^T)`, `out = p v`, of heads one after another: q (Hkv, rows, Dh), k (Hkv, Tk, Dh), v (Hkv, Tk,
+/// Dv), p (Hkv, rows, Tk), out (Hkv, rows, Dv). Some heads after others, as many as there is room for in `scores` (..,
+/// rows, Tk) f32, which is p itself if that is f32.
 pub(crate) fn forward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &Sizes,
     [q, k, v]: [View; 3],
@@ -197,8 +198,8 @@ pub(crate) fn forward(
         let of_keys = |view| matrices(view, sizes, sizes.keys, first);
         let [s, p_of_some] = [scores.part(0, some.elements()), some.of_all(p, first)];
         compare(multiply, &some, [of_rows(q), of_keys(k)], some.matrices(s))?;
-        softmax::forward(card, some.scores(), s, p_of_some)?;
-        gather(
+        softmax::forward(gpu, some.scores(), s, p_of_some)?;
+        weighted_sum(
             multiply,
             &some,
             [some.matrices(p_of_some), of_keys(v)],
@@ -220,11 +221,11 @@ fn turns(sizes: &Sizes, scores: View) -> impl Iterator<Item = (usize, Sizes)> {
     })
 }
 
-/// `dv = p^T d_out`, `ds = scale p (dp - sum(dp p))` with `dp = d_out v^T`, `dq = ds k`, `dk = ds^T q`, of the same. Some heads
-/// after others, as many as there is room for in `dp` (.., rows, Tk) f32 and in `ds` of q's dtype, which is the same if
-/// that is f32.
+/// `dv = p^T d_out`, `ds = scale p (dp - sum(dp p))` with `dp = d_out v^T`, `dq = ds k`, `dk = ds^T q`, of the same.
+/// Some heads after others, as many as there is room for in `dp` (.., rows, Tk) f32 and in `ds` of q's dtype, which is
+/// the same if that is f32.
 pub(crate) fn backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &Sizes,
     [d_out, q, k, v, p]: [View; 5],
@@ -241,11 +242,11 @@ pub(crate) fn backward(
             [of_rows(d_out), of_keys(v)],
             some.matrices(dp),
         )?;
-        scatter(multiply, &some, [of_rows(p), of_rows(d_out)], of_keys(dv))?;
-        softmax::backward_from_p(card, some.scores(), [dp, some.of_all(p, first)], ds)?;
+        transposed_weighted_sum(multiply, &some, [of_rows(p), of_rows(d_out)], of_keys(dv))?;
+        softmax::backward_from_p(gpu, some.scores(), [dp, some.of_all(p, first)], ds)?;
         let ds = some.matrices(ds);
-        gather(multiply, &some, [ds, of_keys(k)], of_rows(dq))?;
-        scatter(multiply, &some, [ds, of_rows(q)], of_keys(dk))?;
+        weighted_sum(multiply, &some, [ds, of_keys(k)], of_rows(dq))?;
+        transposed_weighted_sum(multiply, &some, [ds, of_rows(q)], of_keys(dk))?;
     }
     Ok(())
 }

@@ -126,8 +126,8 @@ template <class T, int N> __device__ __forceinline__ float largest(const Pack<T,
 
 __device__ __forceinline__ bool at_vector(const void* pointer) { return ((unsigned long long)pointer & 15) == 0; }
 
-// How many elements `row` begins after a place for a vector. Pack k of a row is its elements k N - skew.. (k + 1) N - skew:
-// only the first and the last of them are not whole, whatever the row's width, and the others lie at vectors.
+// How many elements `row` begins after a place for a vector. Pack k of a row is its elements k N - skew.. (k + 1) N -
+// skew: only the first and the last of them are not whole, whatever the row's width, and the others lie at vectors.
 template <class T> __device__ __forceinline__ int skew_of(const T* row) {
     return (int)((unsigned long long)row & 15) / (int)sizeof(T);
 }
@@ -139,8 +139,8 @@ template <int N> __device__ __forceinline__ bool whole_packs(long long width, co
     return width % N == 0 && (bits & 15) == 0;
 }
 
-// Elements first.. first + N of a row of `width`; those outside of it read as `outside`. `first` may be negative. WHOLE:
-// all are inside, and lie at a vector.
+// Elements first.. first + N of a row of `width`; those outside of it read as `outside`. `first` may be negative.
+// WHOLE: all are inside, and lie at a vector.
 template <class T, int N, bool WHOLE = false>
 __device__ __forceinline__ Pack<T, N> load(const T* row, int first, int width, float outside) {
     const T* from = row + first;
@@ -259,8 +259,8 @@ template <class Op> __device__ __forceinline__ float reduce_warp(float value) {
     return value;
 }
 
-// `value` of all threads of the row, joined in a fixed order; every thread has the result. A `slot` (under 3) may be used
-// again only once every thread of the row has been at a barrier since: another slot's reduction is one.
+// `value` of all threads of the row, joined in a fixed order; every thread has the result. A `slot` (under 3) may be
+// used again only once every thread of the row has been at a barrier since: another slot's reduction is one.
 template <class Op> __device__ __forceinline__ float reduce_row(float value, int slot) {
     __shared__ float of_warps[3][32]; // one for each warp of the block
     value = reduce_warp<Op>(value);

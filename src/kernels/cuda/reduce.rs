@@ -13,21 +13,21 @@ const SOURCE: Source = Source {
 };
 
 /// y (1) is `factor` times the sum of x (n), in x's dtype; `parts` f64, of [`sum_parts`]'s length, is room to work in.
-pub(crate) fn sum(card: &CudaDevice, x: View, factor: f64, y: View, parts: View) -> Result<()> {
+pub(crate) fn sum(gpu: &CudaDevice, x: View, factor: f64, y: View, parts: View) -> Result<()> {
     check_float("sum", x)?;
     let count = sum_parts(x.len);
     let (n, per_part) = (
         x.len as i64,
         x.len.div_ceil(count).next_multiple_of(8) as i64,
     );
-    let kernel = SOURCE.kernel(card, "sum_parts", suffix(x.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "sum_parts", suffix(x.dtype))?;
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&parts.pointer);
     launch.arg(&n).arg(&per_part);
     // SAFETY: the arguments are those of the kernel, buffers of n and of `count` elements.
     unsafe { launch.launch(launch_config((count, 1), (256, 1))) }.w()?;
 
-    let kernel = SOURCE.kernel(card, "sum_whole", suffix(y.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "sum_whole", suffix(y.dtype))?;
     let count = count as i32;
     let mut launch = kernel.builder();
     launch.arg(&parts.pointer).arg(&y.pointer);
@@ -38,12 +38,12 @@ pub(crate) fn sum(card: &CudaDevice, x: View, factor: f64, y: View, parts: View)
 }
 
 /// Every element of y (n) is `factor` times dy (1), in its dtype.
-pub(crate) fn spread(card: &CudaDevice, dy: View, factor: f64, y: View) -> Result<()> {
+pub(crate) fn spread(gpu: &CudaDevice, dy: View, factor: f64, y: View) -> Result<()> {
     check_float("sum_backward", dy)?;
     if y.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(card, "spread", suffix(y.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "spread", suffix(y.dtype))?;
     let n = y.len as i64;
     let mut launch = kernel.builder();
     launch.arg(&dy.pointer).arg(&y.pointer);

@@ -11,14 +11,9 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("repeat.cu")],
 };
 
-/// y (rows * times, width) is x (rows, width) with each row `times` in a row: any dtype of 2 or 4 bytes, the same for both.
-pub(crate) fn repeat(
-    card: &CudaDevice,
-    x: View,
-    width: usize,
-    times: usize,
-    y: View,
-) -> Result<()> {
+/// y (rows * times, width) is x (rows, width) with each row `times` in a row: any dtype of 2 or 4 bytes, the same for
+/// both.
+pub(crate) fn repeat(gpu: &CudaDevice, x: View, width: usize, times: usize, y: View) -> Result<()> {
     let size = x.dtype.size_in_bytes();
     let in_vectors =
         (width * size).is_multiple_of(16) && (x.pointer | y.pointer).is_multiple_of(16);
@@ -28,19 +23,13 @@ pub(crate) fn repeat(
         (false, _) => ("2", 2),
     };
     let [n, width] = [y.len, width].map(|count| count * size / bytes);
-    launch(card, ("repeat", word), [x, y], [n, width, times])
+    launch(gpu, ("repeat", word), [x, y], [n, width, times])
 }
 
 /// dx (rows, width) is the sum of each row's repeats in dy (rows * times, width), in f32, rounded once.
-pub(crate) fn fold(
-    card: &CudaDevice,
-    dy: View,
-    width: usize,
-    times: usize,
-    dx: View,
-) -> Result<()> {
+pub(crate) fn fold(gpu: &CudaDevice, dy: View, width: usize, times: usize, dx: View) -> Result<()> {
     launch(
-        card,
+        gpu,
         ("fold", suffix(dx.dtype)),
         [dy, dx],
         [dx.len, width, times],
@@ -48,7 +37,7 @@ pub(crate) fn fold(
 }
 
 fn launch(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     (stem, types): (&'static str, &'static str),
     [from, to]: [View; 2],
     [n, width, times]: [usize; 3],
@@ -59,7 +48,7 @@ fn launch(
     if times > i32::MAX as usize || n.div_ceil(256) > i32::MAX as usize {
         bail!("{n} words, {times} times: the kernel counts to 2^31 blocks and repeats");
     }
-    let kernel = SOURCE.kernel(card, stem, types)?;
+    let kernel = SOURCE.kernel(gpu, stem, types)?;
     let config = launch_config((n.div_ceil(256), 1), (256, 1));
     let (n, width, times) = (n as i64, width as i64, times as i32);
     let mut launch = kernel.builder();

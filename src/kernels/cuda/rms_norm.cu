@@ -1,17 +1,17 @@
-// RMSNorm: y = w x rstd, rstd = 1 / sqrt(mean(x^2) + eps), row by row; with the residual sum in front of it, or without.
+// RMSNorm: y = w x rstd, rstd = 1 / sqrt(mean(x^2) + eps), row by row; with the residual sum in front of it, or
+// without.
 //
-// x, branch, sum, y (rows, width); w (width) f32; rstd (rows) f32. X is the type of the residual stream, Y of what goes into
-// and comes out of products: equal, or f32 beside half precision. The sum is rounded to X before it is normed.
+// x, branch, sum, y (rows, width); w (width) f32; rstd (rows) f32. X is the type of the residual stream, Y of what goes
+// into and comes out of products: equal, or f32 beside half precision. The sum is rounded to X before it is normed.
 // Backward: dx = rstd (g - h mean(g h)), g = dy w, h = x rstd; dw = sum over rows of dy h, in two stages.
 //
-// Blocks and columns as in `norm_rows.cuh`; width at most 8192.
-// Grid: forward as many blocks as rows take; backward as many as fit on the card at once, each with one row after the other,
-// as the columns' sums and the weights stay in registers. There a thread loads the next row before it works on this one: else
-// loads, reduction and stores wait for each other (55% of the copy rate).
-// Bytes: forward x in, y out (+ branch in, sum out); backward dy, x in, dx out (+ dx in where it is added to, + copy out, + y
-// out, + branch in), and the partial sums, grid * width * 4, written once and read once by `sum_partials`.
-// Of the copy rate (H200, widths 512 to 8192, at least half a gigabyte): forward 93 to 100%; backward 81 to 97%, at width
-// 8192 76%.
+// Blocks and columns as in `norm_rows.cuh`; width at most 8192. Grid: forward as many blocks as rows take; backward as
+// many as fit on the GPU at once, each with one row after the other, as the columns' sums and the weights stay in
+// registers. There a thread loads the next row before it works on this one: else loads, reduction and stores wait for
+// each other (55% of the copy rate). Bytes: forward x in, y out (+ branch in, sum out); backward dy, x in, dx out (+ dx
+// in where it is added to, + copy out, + y out, + branch in), and the partial sums, grid * width * 4, written once and
+// read once by `sum_partials`. Of the copy rate (H200, widths 512 to 8192, at least half a gigabyte): forward 93 to
+// 100%; backward 81 to 97%, at width 8192 76%.
 
 // h, the values of x, becomes x + branch rounded to X, as x does.
 template <class X, class Y, int N>
@@ -93,11 +93,10 @@ FORWARD(f32_bf16, f32, bf16)
 
 // ---- Backward
 
-// add_dx: dx (rows, width) holds a gradient already, which is added to. copy (rows, width), or null: dx once more, in Y.
-// y (rows, width), or null: what forward gave, computed as there, so that nobody need keep it.
-// ADD: what was normed is the sum of x and branch (rows, width), added up again as there: a branch in half precision is less
-// to keep than a sum in f32.
-// partials (gridDim.x, width). dx may be x's buffer, y dy's: a thread writes what it alone has read.
+// add_dx: dx (rows, width) holds a gradient already, which is added to. copy (rows, width), or null: dx once more, in
+// Y. y (rows, width), or null: what forward gave, computed as there, so that nobody need keep it. ADD: what was normed
+// is the sum of x and branch (rows, width), added up again as there: a branch in half precision is less to keep than a
+// sum in f32. partials (gridDim.x, width). dx may be x's buffer, y dy's: a thread writes what it alone has read.
 template <class X, class Y, bool ADD, bool WHOLE>
 __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branch, const float* weight,
                                          const float* rstd, X* dx, Y* copy, Y* y, float* partials, long long rows,
@@ -129,7 +128,8 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
     }
 
     float share = 1.f / width;
-    // Threads whose rows are beyond the last stay for the barriers, with no columns: a pack may begin N - 1 before the first.
+    // Threads whose rows are beyond the last stay for the barriers, with no columns: a pack may begin N - 1 before the
+    // first.
     for (int slot = 0; row - threadIdx.y < rows; row += stride, slot ^= 1) {
         int columns = row < rows ? width : -N;
         Pack<Y, N> of_dy[PACKS];

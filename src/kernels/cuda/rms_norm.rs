@@ -17,14 +17,14 @@ const SOURCE: Source = Source {
 
 /// `y = w x rstd`, with x and y (rows, width), w (width) f32, and rstd (rows) f32.
 pub(crate) fn forward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     x: View,
     weight: View,
     eps: f64,
     y: View,
     rstd: View,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(card, "rms_norm_forward", suffixes(x.dtype, y.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "rms_norm_forward", suffixes(x.dtype, y.dtype))?;
     let config = threads_for_rows(y, weight.len);
     let (eps, rows, width) = (eps as f32, rstd.len as i64, weight.len as i32);
     let mut launch = kernel.builder();
@@ -37,16 +37,17 @@ pub(crate) fn forward(
 }
 
 /// `sum = x + branch`, rounded to its dtype, and `y = w sum rstd`: x and sum (rows, width) in one dtype, branch and y
-/// (rows, width) in another or the same, w (width) f32, rstd (rows) f32. sum may be x's buffer; none where nobody wants it.
+/// (rows, width) in another or the same, w (width) f32, rstd (rows) f32. sum may be x's buffer; none where nobody wants
+/// it.
 pub(crate) fn add_forward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     [x, branch, weight]: [View; 3],
     eps: f64,
     sum: Option<View>,
     [y, rstd]: [View; 2],
 ) -> Result<()> {
     let types = suffixes(x.dtype, y.dtype);
-    let kernel = SOURCE.kernel(card, "add_rms_norm_forward", types)?;
+    let kernel = SOURCE.kernel(gpu, "add_rms_norm_forward", types)?;
     let config = threads_for_rows(y, weight.len);
     let (eps, rows, width) = (eps as f32, rstd.len as i64, weight.len as i32);
     let sum = sum.map_or(0, |sum| sum.pointer);
@@ -67,8 +68,8 @@ pub(crate) struct Inputs<'a> {
     pub dy: View<'a>,
     /// What was normed, (rows, width).
     pub x: View<'a>,
-    /// What was added to x before the sum of both was normed, where it was: (rows, width), in half precision beside an x in
-    /// f32.
+    /// What was added to x before the sum of both was normed, where it was: (rows, width), in half precision beside an
+    /// x in f32.
     pub branch: Option<View<'a>>,
     /// (width) f32.
     pub weight: View<'a>,
@@ -93,10 +94,10 @@ pub(crate) struct Gradients<'a> {
     pub add_dw: bool,
 }
 
-/// The gradients of x and w. `partials` ([`rms_norm_partials`](crate::kernels::workspace::rms_norm_partials)) f32 is room to
-/// work in.
+/// The gradients of x and w. `partials` ([`rms_norm_partials`](crate::kernels::workspace::rms_norm_partials)) f32 is
+/// room to work in.
 pub(crate) fn backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     inputs: Inputs,
     gradients: Gradients,
     partials: View,
@@ -109,13 +110,13 @@ pub(crate) fn backward(
         rstd,
     } = inputs;
     let types = suffixes(x.dtype, dy.dtype);
-    let mut kernel = SOURCE.kernel(card, "rms_norm_backward", types)?;
+    let mut kernel = SOURCE.kernel(gpu, "rms_norm_backward", types)?;
     let mut config = threads_for_rows(dy, weight.len);
-    let at_once = kernel.blocks_at_once(card, &config)?;
+    let at_once = kernel.blocks_at_once(gpu, &config)?;
     config.grid_dim.0 = config.grid_dim.0.min(at_once.min(RMS_NORM_BLOCKS) as u32);
     if branch.is_some() {
         // With as many blocks, whatever this one takes: dw's bits depend on that.
-        kernel = SOURCE.kernel(card, "add_rms_norm_backward", types)?;
+        kernel = SOURCE.kernel(gpu, "add_rms_norm_backward", types)?;
     }
     let copy = gradients.copy.map_or(0, |copy| copy.pointer);
     let y = gradients.y.map_or(0, |y| y.pointer);
@@ -133,7 +134,7 @@ pub(crate) fn backward(
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(config) }.w()?;
 
-    let kernel = SOURCE.kernel(card, "sum_partials", "")?;
+    let kernel = SOURCE.kernel(gpu, "sum_partials", "")?;
     let (count, add_dw) = (config.grid_dim.0 as i32, i32::from(gradients.add_dw));
     let mut launch = kernel.builder();
     launch.arg(&partials.pointer).arg(&count).arg(&width);

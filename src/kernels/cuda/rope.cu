@@ -1,12 +1,13 @@
 // Rotary position embedding on adjacent pairs: y[2i] = x[2i] cos - x[2i+1] sin, y[2i+1] = x[2i] sin + x[2i+1] cos.
 //
-// x, y (outer, length, heads, width), a position's elements `x_stride` and `y_stride` apart (heads * width if contiguous):
-// (B, H, T, D) is outer B H, heads 1; (B, T, H D) is outer B, heads H; a slice of a fused q, k, v product has a larger
-// stride. y may be x. cos, sin (places, width / 2) f32, the row of position t being t, or positions[t] (length, u32) where
-// that is not null. sign is 1, or -1 to rotate back: the backward. Products and sums are rounded one by one, as on the CPU.
+// x, y (outer, length, heads, width), a position's elements `x_stride` and `y_stride` apart (heads * width if
+// contiguous): (B, H, T, D) is outer B H, heads 1; (B, T, H D) is outer B, heads H; a slice of a fused q, k, v product
+// has a larger stride. y may be x. cos, sin (places, width / 2) f32, the row of position t being t, or positions[t]
+// (length, u32) where that is not null. sign is 1, or -1 to rotate back: the backward. Products and sums are rounded
+// one by one, as on the CPU.
 //
-// Grid ceil(length * lanes / 256) * ceil(outer * heads / 4), block 256, with lanes = ceil(width / N), N = 16 / size of T.
-// Width even. Vectors where width and strides are multiples of N and pointers of 16 bytes; else element by element.
+// Grid ceil(length * lanes / 256) * ceil(outer * heads / 4), block 256, with lanes = ceil(width / N), N = 16 / size of
+// T. Width even. Vectors where width and strides are multiples of N and pointers of 16 bytes; else element by element.
 // A thread has one place of a head and reads its angles once for 4 heads. Bytes: x in, y out.
 
 const int ITEMS = 4; // heads of a thread

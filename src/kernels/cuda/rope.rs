@@ -28,7 +28,7 @@ pub(crate) struct Turned {
 
 /// Rotates x (outer, length, width) by the tables' angles, cos and sin (length, width / 2) in f32, or `back`.
 pub(crate) fn rotate(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     x: View,
     tables: [View; 2],
     (length, width): (usize, usize),
@@ -45,30 +45,30 @@ pub(crate) fn rotate(
         head_dim: width,
         row: width,
     };
-    launch(card, x, tables, &heads, back, y)
+    launch(gpu, x, tables, &heads, back, y)
 }
 
-/// Rotates the heads that begin at x where they lie, by the angles of their positions: cos and sin (T, Dh / 2) in f32. `back`
-/// turns the other way, as gradients are.
+/// Rotates the heads that begin at x where they lie, by the angles of their positions: cos and sin (T, Dh / 2) in f32.
+/// `back` turns the other way, as gradients are.
 pub(crate) fn in_place(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     x: View,
     tables: [View; 2],
     heads: &Turned,
     back: bool,
 ) -> Result<()> {
-    launch(card, x, tables, heads, back, x)
+    launch(gpu, x, tables, heads, back, x)
 }
 
 fn launch(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     x: View,
     [cos, sin]: [View; 2],
     heads: &Turned,
     back: bool,
     y: View,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(card, "rope", suffix(x.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "rope", suffix(x.dtype))?;
     let lanes = heads.head_dim.div_ceil(in_vector(x.dtype));
     let places = (heads.length * lanes).div_ceil(256);
     let blocks = places * (heads.batch * heads.heads).div_ceil(4);

@@ -1,23 +1,24 @@
 // Softmax of scaled, masked scores: p = softmax(scale x) over the keys that the mask leaves.
 //
-// x, p, dp, dx (batch, queries, keys), rows = batch * queries. Query q sees the keys under clamp(q + 1 + shift, 0, keys):
-// shift 0 for Causal, keys - queries for CausalEnd, keys for Full. Hidden places, and rows that see nothing, become 0;
-// hidden inputs have no say.
+// x, p, dp, dx (batch, queries, keys), rows = batch * queries. Query q sees the keys under clamp(q + 1 + shift, 0,
+// keys): shift 0 for Causal, keys - queries for CausalEnd, keys for Full. Hidden places, and rows that see nothing,
+// become 0; hidden inputs have no say.
 //
-// Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision computes it again from x, unrounded. p may be x's
+// Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision recomputes it from x, unrounded. p may be x's
 // buffer, dx that of dp or of p: a thread writes what it alone has read, after it has.
 //
-// `from_f32`: x and dp are f32, p and dx half precision, and backward reads p: results of products that are rounded once,
-// where they are multiplied next. p and dx are other buffers than x and dp. A row of rounded p does not add up to 1, so its
-// mean of dp is sum(dp p) / sum(p): else dp - mean would be off by |dp| times what is missing, where p is nearly one key's.
+// `from_f32`: x and dp are f32, p and dx half precision, and backward reads p: results of products that are rounded
+// once, where they are multiplied next. p and dx are other buffers than x and dp. A row of rounded p does not add up to
+// 1, so its mean of dp is sum(dp p) / sum(p): else dp - mean would be off by |dp| times what is missing, where p is
+// nearly one key's.
 //
-// Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / 32 E)), X 1024 of f32, else 512; packs = ceil(keys / N), one
-// more if rows do not begin at 16 bytes, N = 16 / size of p's T; E, a thread's elements in registers, 32 forward and 16
-// backward. Grid ceil(rows / blockDim.y); forward from half precision no more blocks than fit on the card at once, each of
-// which loads its next row before it works on this one (f32 has no room for that, and enough bytes to wait for).
-// Any number of keys: what does not fit into the registers of a row's threads is read twice, the second time from the
-// level-2 cache if that holds the rows under way. x and p (dp and dx) begin alike modulo 16.
-// Bytes: forward visible x in, p out; backward visible dp and p (or x) in, dx out.
+// Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / 32 E)), X 1024 of f32, else 512; packs = ceil(keys / N),
+// one more if rows do not begin at 16 bytes, N = 16 / size of p's T; E, a thread's elements in registers, 32 forward
+// and 16 backward. Grid ceil(rows / blockDim.y); forward from half precision no more blocks than fit on the GPU at
+// once, each of which loads its next row before it works on this one (f32 has no room for that, and enough bytes to
+// wait for). Any number of keys: what does not fit into the registers of a row's threads is read twice, the second time
+// from the level-2 cache if that holds the rows under way. x and p (dp and dx) begin alike modulo 16. Bytes: forward
+// visible x in, p out; backward visible dp and p (or x) in, dx out.
 
 __device__ __forceinline__ int visible_keys(long long row, int queries, int keys, long long shift) {
     long long query = row < 0x100000000 ? (unsigned)row % (unsigned)queries : row % queries; // 64-bit division is slow

@@ -45,9 +45,9 @@ impl Scores {
     }
 }
 
-/// `p = softmax(scale x)` over what the mask leaves, both (rows, keys), x in p's dtype or in f32. p may be x's buffer: a thread
-/// writes what it alone reads.
-pub(crate) fn forward(card: &CudaDevice, scores: Scores, x: View, p: View) -> Result<()> {
+/// `p = softmax(scale x)` over what the mask leaves, both (rows, keys), x in p's dtype or in f32. p may be x's buffer:
+/// a thread writes what it alone reads.
+pub(crate) fn forward(gpu: &CudaDevice, scores: Scores, x: View, p: View) -> Result<()> {
     if p.len == 0 {
         return Ok(());
     }
@@ -55,14 +55,14 @@ pub(crate) fn forward(card: &CudaDevice, scores: Scores, x: View, p: View) -> Re
         true => "softmax_forward",
         false => "softmax_forward_from_f32",
     };
-    let kernel = SOURCE.kernel(card, stem, suffix(p.dtype))?;
+    let kernel = SOURCE.kernel(gpu, stem, suffix(p.dtype))?;
     let rows = x.len / scores.keys;
     let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
     let (queries, keys) = (scores.queries as i32, scores.keys as i32);
     let mut config = scores.config(rows, p, 32);
     if x.dtype != DType::F32 {
         // Blocks that stay, and load their next row early.
-        let at_once = kernel.blocks_at_once(card, &config)?;
+        let at_once = kernel.blocks_at_once(gpu, &config)?;
         config.grid_dim.0 = config.grid_dim.0.min(at_once as u32);
     }
     let mut launch = kernel.builder();
@@ -74,21 +74,21 @@ pub(crate) fn forward(card: &CudaDevice, scores: Scores, x: View, p: View) -> Re
     Ok(())
 }
 
-/// `dx = scale p (dp - sum(dp p))`; `source` is p in f32, x in half precision, whose p is not rounded so. All (rows, keys).
-/// dx may be the buffer of dp or of `source`.
+/// `dx = scale p (dp - sum(dp p))`; `source` is p in f32, x in half precision, whose p is not rounded so. All (rows,
+/// keys). dx may be the buffer of dp or of `source`.
 pub(crate) fn backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     scores: Scores,
     [dp, source]: [View; 2],
     dx: View,
 ) -> Result<()> {
-    launch_backward(card, "softmax_backward", scores, [dp, source, dx])
+    launch_backward(gpu, "softmax_backward", scores, [dp, source, dx])
 }
 
 /// As [`backward`] from p (rows, keys) as it was rounded, in every dtype: for a forward that left p alone. dp is f32;
 /// dx, in p's dtype, may be its buffer if that is f32 too.
 pub(crate) fn backward_from_p(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     scores: Scores,
     [dp, p]: [View; 2],
     dx: View,
@@ -97,12 +97,12 @@ pub(crate) fn backward_from_p(
         DType::F32 => "softmax_backward",
         _ => "softmax_backward_from_f32",
     };
-    launch_backward(card, stem, scores, [dp, p, dx])
+    launch_backward(gpu, stem, scores, [dp, p, dx])
 }
 
 /// dp, its source, and dx.
 fn launch_backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     stem: &'static str,
     scores: Scores,
     buffers: [View; 3],
@@ -111,7 +111,7 @@ fn launch_backward(
     if dx.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(card, stem, suffix(dx.dtype))?;
+    let kernel = SOURCE.kernel(gpu, stem, suffix(dx.dtype))?;
     let rows = dp.len / scores.keys;
     let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
     let (queries, keys) = (scores.queries as i32, scores.keys as i32);

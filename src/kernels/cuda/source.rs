@@ -1,4 +1,4 @@
-//! CUDA sources, compiled for the card at run time: once a user, kept on disk.
+//! CUDA sources, compiled for the GPU at run time: once a user, kept on disk.
 
 use crate::kernels::ptx_cache::{PtxCache, hash};
 use candle_core::cuda_backend::cudarc::driver::CudaModule;
@@ -21,30 +21,30 @@ pub(crate) struct Source {
     pub parts: &'static [&'static str],
 }
 
-/// Whether a card can run the kernels: compute capability 8.0, for conversions to bf16.
-pub(crate) fn runs_on(card: &CudaDevice) -> bool {
-    capability(card).is_ok_and(|(major, _)| major >= 8)
+/// Whether a GPU can run the kernels: compute capability 8.0, for conversions to bf16.
+pub(crate) fn runs_on(gpu: &CudaDevice) -> bool {
+    capability(gpu).is_ok_and(|(major, _)| major >= 8)
 }
 
-/// How many multiprocessors the card has.
-pub(crate) fn multiprocessors(card: &CudaDevice) -> Result<usize> {
+/// How many multiprocessors the GPU has.
+pub(crate) fn multiprocessors(gpu: &CudaDevice) -> Result<usize> {
     let attribute = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-    Ok(card.cuda_stream().context().attribute(attribute).w()? as usize)
+    Ok(gpu.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
 /// The most shared memory that a block may ask for, in bytes.
-pub(crate) fn most_shared_bytes(card: &CudaDevice) -> Result<usize> {
+pub(crate) fn most_shared_bytes(gpu: &CudaDevice) -> Result<usize> {
     let attribute = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-    Ok(card.cuda_stream().context().attribute(attribute).w()? as usize)
+    Ok(gpu.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
-/// Whether a card has wgmma and the tensor copy engine as Hopper has them.
-pub(crate) fn is_hopper(card: &CudaDevice) -> bool {
-    capability(card).is_ok_and(|capability| capability == (9, 0))
+/// Whether a GPU has wgmma and the tensor copy engine as Hopper has them.
+pub(crate) fn is_hopper(gpu: &CudaDevice) -> bool {
+    capability(gpu).is_ok_and(|capability| capability == (9, 0))
 }
 
-fn capability(card: &CudaDevice) -> Result<(i32, i32)> {
-    card.cuda_stream().context().compute_capability().w()
+fn capability(gpu: &CudaDevice) -> Result<(i32, i32)> {
+    gpu.cuda_stream().context().compute_capability().w()
 }
 
 /// A macro that a source is compiled with, as `NAME=VALUE`.
@@ -69,25 +69,25 @@ impl Source {
     /// The source, loaded.
     pub(super) fn module(
         &self,
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         definitions: &[Definition],
     ) -> Result<Arc<CudaModule>> {
         type Loaded = HashMap<(usize, &'static str, Vec<Definition>), Arc<CudaModule>>;
         static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
 
         let mut loaded = lock(LOADED.get_or_init(Mutex::default));
-        let ordinal = card.cuda_stream().context().ordinal();
+        let ordinal = gpu.cuda_stream().context().ordinal();
         let key = (ordinal, self.name, definitions.to_vec());
         if let Some(module) = loaded.get(&key) {
             return Ok(module.clone());
         }
-        let context = card.cuda_stream().context().clone();
-        let ptx = self.ptx(capability(card)?, definitions, false)?;
+        let context = gpu.cuda_stream().context().clone();
+        let ptx = self.ptx(capability(gpu)?, definitions, false)?;
         let module = match context.load_module(Ptx::from_src(ptx)) {
             Ok(module) => module,
             // The file may be damaged, or of a toolkit that is newer than this driver.
             Err(_) => {
-                let ptx = self.ptx(capability(card)?, definitions, true)?;
+                let ptx = self.ptx(capability(gpu)?, definitions, true)?;
                 context.load_module(Ptx::from_src(ptx)).w()?
             }
         };
@@ -95,7 +95,7 @@ impl Source {
         Ok(module)
     }
 
-    /// The source in the card's assembly, from the disk (unless it is to be made `anew`), else from the compiler.
+    /// The source in the GPU's assembly, from the disk (unless it is to be made `anew`), else from the compiler.
     fn ptx(
         &self,
         (major, minor): (i32, i32),
@@ -111,7 +111,7 @@ impl Source {
         if let Some(ptx) = kept.and_then(|cache| cache.read(&key)) {
             return Ok(ptx);
         }
-        // A compiler that is older than the card does not know it; the driver takes older assembly.
+        // A compiler that is older than the GPU does not know it; the driver takes older assembly.
         let ptx = self.compile(&architecture, definitions).or_else(|error| {
             let older = ["compute_90", "compute_80"].iter();
             let mut older = older.filter(|_| major > 9 || (major == 8 && minor > 0));
@@ -146,7 +146,7 @@ impl Source {
         }
     }
 
-    /// What the compiled source is kept under: it changes with the source, the card's architecture and the compiler.
+    /// What the compiled source is kept under: it changes with the source, the GPU's architecture and the compiler.
     fn cache_key(&self, architecture: &str, definitions: &[Definition]) -> String {
         let (major, minor) = compiler_version();
         let compiler = format!("{major}.{minor}");

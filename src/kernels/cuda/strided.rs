@@ -50,7 +50,7 @@ fn count(dims: &[Dim]) -> usize {
 ///
 /// # Errors
 /// More than [`RANK`] dimensions, 2^31 words or more, and the driver's.
-pub(crate) fn copy(card: &CudaDevice, x: View, y: View, dims: &[Dim]) -> Result<()> {
+pub(crate) fn copy(gpu: &CudaDevice, x: View, y: View, dims: &[Dim]) -> Result<()> {
     if count(dims) == 0 {
         return Ok(());
     }
@@ -77,7 +77,7 @@ pub(crate) fn copy(card: &CudaDevice, x: View, y: View, dims: &[Dim]) -> Result<
         }
     }
     let (n, dims) = (count(&dims), Dims::new(&dims)?);
-    let kernel = SOURCE.kernel(card, "copy", word)?;
+    let kernel = SOURCE.kernel(gpu, "copy", word)?;
     let config = launch_config((n.div_ceil(256), 1), (256, 1));
     let n = n as u32;
     let mut launch = kernel.builder();
@@ -113,7 +113,7 @@ fn is_in_words(bytes: usize, size: usize, buffers: [View; 2], dims: &[Dim]) -> b
 /// # Errors
 /// Other dtypes, sizes as for [`copy`], and the driver's.
 pub(crate) fn sums(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     dy: View,
     dx: View,
     offset: usize,
@@ -130,10 +130,10 @@ pub(crate) fn sums(
     let (repeats, places): (Vec<Dim>, Vec<Dim>) = dims.iter().partition(|dim| dim.to == 0);
     let (n, times) = (count(&places), count(&repeats));
     if n * times == 0 {
-        return set_to_zero(card, dx);
+        return set_to_zero(gpu, dx);
     }
     if n < dx.len {
-        set_to_zero(card, dx)?;
+        set_to_zero(gpu, dx)?;
     }
     let is_rows = dims.last().is_some_and(|dim| dim.to == 0);
     let sharing = times.next_power_of_two();
@@ -149,7 +149,7 @@ pub(crate) fn sums(
             ("sums_of_columns", launch_config((n.div_ceil(x), 1), (x, y)))
         }
     };
-    let kernel = SOURCE.kernel(card, stem, suffix(dy.dtype))?;
+    let kernel = SOURCE.kernel(gpu, stem, suffix(dy.dtype))?;
     let (places, repeats) = (Dims::new(&places)?, Dims::new(&repeats)?);
     let (n, times, dx) = (n as u32, times as u32, dx.part_from(offset));
     let mut launch = kernel.builder();

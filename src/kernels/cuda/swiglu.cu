@@ -1,12 +1,12 @@
-// The SwiGLU gate: y = silu(gate) up with silu(g) = g s, s = 1 / (1 + exp(-g)); elementwise, all buffers (n), or packed: gate
-// and up side by side in the rows of one buffer (N, 2F), y (N, F).
+// The SwiGLU gate: y = silu(gate) up with silu(g) = g s, s = 1 / (1 + exp(-g)); elementwise, all buffers (n), or
+// packed: gate and up side by side in the rows of one buffer (N, 2F), y (N, F).
 //
 // Backward: dgate = dy up s (1 + gate (1 - s)), dup = dy gate s; and, where y is not null, y once more, so that forward
 // need not keep it. Any output may be the buffer of any input: a thread reads all that it needs before it writes.
 //
-// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), or, packed, rows * ceil(F / N), N = 16 / size of T. n and F of
-// any size; 16-byte alignment, and F a multiple of N, only for speed.
-// Bytes: 3 n elements forward, 5 n backward (6 n with y).
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), or, packed, rows * ceil(F / N), N = 16 / size of T. n
+// and F of any size; 16-byte alignment, and F a multiple of N, only for speed. Bytes: 3 n elements forward, 5 n
+// backward (6 n with y).
 
 // f32 has 12 bytes an element to wait for, time enough for the exact quotient; half precision is rounded far above the
 // error of the quick one.

@@ -20,11 +20,11 @@ fn config(packs: usize) -> LaunchConfig {
 }
 
 /// `y = silu(gate) up`, all (n). y may be the buffer of either.
-pub(crate) fn forward(card: &CudaDevice, gate: View, up: View, y: View) -> Result<()> {
+pub(crate) fn forward(gpu: &CudaDevice, gate: View, up: View, y: View) -> Result<()> {
     if y.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(card, "swiglu_forward", suffix(y.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "swiglu_forward", suffix(y.dtype))?;
     let n = y.len as i64;
     let mut launch = kernel.builder();
     launch.arg(&gate.pointer).arg(&up.pointer).arg(&y.pointer);
@@ -36,25 +36,25 @@ pub(crate) fn forward(card: &CudaDevice, gate: View, up: View, y: View) -> Resul
 
 /// The gradients of gate and up, all (n).
 pub(crate) fn backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     [dy, gate, up]: [View; 3],
     [dgate, dup]: [View; 2],
 ) -> Result<()> {
-    launch_backward(card, [dy, gate, up, dgate, dup], None)
+    launch_backward(gpu, [dy, gate, up, dgate, dup], None)
 }
 
 /// gate, up and dy, all (n), become dgate, dup and `silu(gate) up` again.
-pub(crate) fn backward_in_place(card: &CudaDevice, gate: View, up: View, dy: View) -> Result<()> {
-    launch_backward(card, [dy, gate, up, gate, up], Some(dy))
+pub(crate) fn backward_in_place(gpu: &CudaDevice, gate: View, up: View, dy: View) -> Result<()> {
+    launch_backward(gpu, [dy, gate, up, gate, up], Some(dy))
 }
 
 /// dy, gate, up, dgate and dup.
-fn launch_backward(card: &CudaDevice, buffers: [View; 5], y: Option<View>) -> Result<()> {
+fn launch_backward(gpu: &CudaDevice, buffers: [View; 5], y: Option<View>) -> Result<()> {
     let [dy, ..] = buffers;
     if dy.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(card, "swiglu_backward", suffix(dy.dtype))?;
+    let kernel = SOURCE.kernel(gpu, "swiglu_backward", suffix(dy.dtype))?;
     let (y, n) = (y.map_or(0, |y| y.pointer), dy.len as i64);
     let mut launch = kernel.builder();
     for buffer in &buffers {
@@ -67,32 +67,27 @@ fn launch_backward(card: &CudaDevice, buffers: [View; 5], y: Option<View>) -> Re
 }
 
 /// `y = silu(gate) up` with gate and up side by side: gate_up (N, 2F), y (N, F), F being `width`.
-pub(crate) fn packed_forward(
-    card: &CudaDevice,
-    gate_up: View,
-    y: View,
-    width: usize,
-) -> Result<()> {
-    launch_packed(card, "swiglu_packed_forward", [gate_up, y], width)
+pub(crate) fn packed_forward(gpu: &CudaDevice, gate_up: View, y: View, width: usize) -> Result<()> {
+    launch_packed(gpu, "swiglu_packed_forward", [gate_up, y], width)
 }
 
 /// gate_up (N, 2F) becomes its gradient, and dy (N, F) `silu(gate) up` again; F is `width`.
 pub(crate) fn packed_backward_in_place(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     gate_up: View,
     dy: View,
     width: usize,
 ) -> Result<()> {
-    launch_packed(card, "swiglu_packed_backward", [gate_up, dy], width)
+    launch_packed(gpu, "swiglu_packed_backward", [gate_up, dy], width)
 }
 
 fn launch_packed(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     stem: &'static str,
     [gate_up, y]: [View; 2],
     width: usize,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(card, stem, suffix(y.dtype))?;
+    let kernel = SOURCE.kernel(gpu, stem, suffix(y.dtype))?;
     let rows = y.len / width;
     let packs = rows * width.div_ceil(in_vector(y.dtype));
     let (rows, width) = (rows as i64, width as i32);

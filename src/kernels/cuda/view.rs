@@ -1,12 +1,12 @@
-//! A buffer on the card, as a kernel sees it, and what the driver does to one without a kernel.
+//! A buffer on the GPU, as a kernel sees it, and what the driver does to one without a kernel.
 
 use candle_core::cuda_backend::cudarc::driver::result;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
 use std::marker::PhantomData;
 
-/// A contiguous buffer on the card, borrowed from the tensor, storage or arena that owns it. What is freed is freed in the
-/// order of the stream, so a kernel that was launched in time may read it.
+/// A contiguous buffer on the GPU, borrowed from the tensor, storage or arena that owns it. What is freed is freed in
+/// the order of the stream, so a kernel that was launched in time may read it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     /// Where it begins, on the device.
@@ -52,23 +52,23 @@ impl<'a> View<'a> {
 }
 
 /// Sets every byte to zero, in the order of the stream.
-pub(crate) fn set_to_zero(card: &CudaDevice, buffer: View) -> Result<()> {
+pub(crate) fn set_to_zero(gpu: &CudaDevice, buffer: View) -> Result<()> {
     if buffer.len == 0 {
         return Ok(());
     }
-    let stream = card.cuda_stream();
+    let stream = gpu.cuda_stream();
     stream.context().bind_to_thread().w()?;
     // SAFETY: the buffer has these bytes, and zeros are numbers of every dtype.
     unsafe { result::memset_d8_async(buffer.pointer, 0, buffer.bytes(), stream.cu_stream()) }.w()
 }
 
 /// Copies the elements of `from` to `to`, of the same dtype and length, in the order of the stream.
-pub(crate) fn copy(card: &CudaDevice, from: View, to: View) -> Result<()> {
+pub(crate) fn copy(gpu: &CudaDevice, from: View, to: View) -> Result<()> {
     debug_assert_eq!((from.dtype, from.len), (to.dtype, to.len));
     if to.len == 0 {
         return Ok(());
     }
-    let stream = card.cuda_stream();
+    let stream = gpu.cuda_stream();
     stream.context().bind_to_thread().w()?;
     let (from_pointer, to_pointer) = (from.pointer, to.pointer);
     // SAFETY: both buffers have these bytes.

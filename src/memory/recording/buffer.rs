@@ -1,6 +1,6 @@
 //! Events on their way out of the allocator: written without a lock and without asking for memory.
 
-use super::card;
+use super::gpu;
 use crate::memory::tracker;
 use crate::probe::{self, Path};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -61,13 +61,13 @@ struct Buffer {
 pub(super) enum Place {
     /// The process's, as its allocator gives them out.
     Host,
-    /// A card's.
-    Card,
+    /// A GPU's.
+    Gpu,
 }
 
 /// Blocks from this size on are recorded: all that the allocator looks at for one that is not.
 static THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
-/// The same of a card's; the largest number while none are recorded.
+/// The same of a GPU's; the largest number while none are recorded.
 static CARD_THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 /// Null while nobody records.
 static BUFFER: AtomicPtr<Buffer> = AtomicPtr::new(std::ptr::null_mut());
@@ -107,17 +107,17 @@ pub(in crate::memory) fn given_back(block: *const u8, bytes: usize, current_byte
     }
 }
 
-/// A block is there on the card that is watched.
+/// A block is there on the GPU that is watched.
 #[cfg(feature = "cuda")]
-pub(super) fn taken_on_card(address: usize, bytes: usize, current_bytes: usize) {
+pub(super) fn taken_on_gpu(address: usize, bytes: usize, current_bytes: usize) {
     if bytes >= CARD_THRESHOLD_BYTES.load(Relaxed) {
         push_here(What::Taken, address, bytes, current_bytes);
     }
 }
 
-/// A block of the card that is watched is about to go.
+/// A block of the GPU that is watched is about to go.
 #[cfg(feature = "cuda")]
-pub(super) fn given_back_on_card(address: usize, bytes: usize, current_bytes: usize) {
+pub(super) fn given_back_on_gpu(address: usize, bytes: usize, current_bytes: usize) {
     if bytes >= CARD_THRESHOLD_BYTES.load(Relaxed) {
         push_here(What::GivenBack, address, bytes, current_bytes);
     }
@@ -127,7 +127,7 @@ pub(super) fn given_back_on_card(address: usize, bytes: usize, current_bytes: us
 fn current_bytes() -> usize {
     match CARD_THRESHOLD_BYTES.load(Relaxed) {
         usize::MAX => tracker::current(),
-        _ => card::current_bytes(),
+        _ => gpu::current_bytes(),
     }
 }
 
@@ -165,8 +165,8 @@ fn push(event: Event) {
     WRITERS.fetch_add(1, SeqCst);
     let buffer = BUFFER.load(SeqCst);
     if !buffer.is_null() {
-        // SAFETY: `stop` takes the pointer away first, and frees the buffer when nobody writes any more; who has read the
-        // pointer before that is counted among the writers.
+        // SAFETY: `stop` takes the pointer away first, and frees the buffer when nobody writes any more; who has read
+        // the pointer before that is counted among the writers.
         let buffer = unsafe { &*buffer };
         let place = buffer.claimed.fetch_add(1, Relaxed);
         if place < buffer.capacity {
@@ -212,7 +212,7 @@ pub(super) fn start(place: Place, capacity: usize, threshold_bytes: usize) -> Re
     }
     let threshold = match place {
         Place::Host => &THRESHOLD_BYTES,
-        Place::Card => &CARD_THRESHOLD_BYTES,
+        Place::Gpu => &CARD_THRESHOLD_BYTES,
     };
     threshold.store(threshold_bytes.clamp(1, usize::MAX - 1), SeqCst);
     Ok(())

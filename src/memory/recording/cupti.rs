@@ -1,6 +1,7 @@
-//! What the driver is asked for on a card, call by call: CUDA's tool interface, CUPTI, tells of each.
+//! What the driver is asked for on a GPU, call by call: CUDA's tool interface, CUPTI, tells of each.
 //!
-//! CUPTI is a library of the CUDA toolkit. It is loaded when a recording on a card begins, not before: nothing else needs it.
+//! CUPTI is a library of the CUDA toolkit. It is loaded when a recording on a GPU begins, not before: nothing else
+//! needs it.
 
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
@@ -95,7 +96,7 @@ unsafe extern "C" fn called(heard: *mut c_void, _domain: u32, id: u32, data: *co
     }
 }
 
-/// Has `heard` told of every allocation on any card, until what comes back is dropped.
+/// Has `heard` told of every allocation on any GPU, until what comes back is dropped.
 ///
 /// # Errors
 /// No CUPTI; another tool that has it already.
@@ -178,7 +179,7 @@ impl Library {
 fn refusal(problem: String) -> Error {
     Error::Order {
         op: "memory::record_on",
-        problem: format!("CUPTI tells of a card's allocations, and {problem}"),
+        problem: format!("CUPTI tells of a GPU's allocations, and {problem}"),
         hint: "put the CUDA toolkit's extras/CUPTI/lib64 on LD_LIBRARY_PATH, and run under no other profiler; \
                memory::Meter has the pool's peaks without it"
             .into(),

@@ -1,7 +1,7 @@
 //! From events to blocks: who took each, where, and for how long.
 
 use super::buffer::{Event, What};
-use super::{Holds, Label, holds};
+use super::{Label, MemoryKind, kind};
 use crate::probe::Path;
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ pub struct Block {
     /// How large it was.
     pub bytes: u64,
     /// What it was there for.
-    pub holds: Holds,
+    pub kind: MemoryKind,
     /// What [`Recorder::label`](super::Recorder::label) has called it, if it has.
     pub name: Option<String>,
     /// Where it was taken: an op's path, or the range around candle's own work; the root if before the recording.
@@ -55,7 +55,7 @@ pub(super) struct Lives {
     pub phases: Vec<PhaseSpan>,
 }
 
-/// What a block's [`Holds`] follows from, beside the block.
+/// What a block's [`MemoryKind`] follows from, beside the block.
 #[derive(Clone, Copy)]
 pub(super) struct Circumstances {
     /// The phase as a stretch of events.
@@ -134,7 +134,7 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> Lives {
                 blocks.len() - 1
             });
             let block = &mut blocks[place].0;
-            (block.holds, block.name) = (label.holds, Some(label.name));
+            (block.kind, block.name) = (label.kind, Some(label.name));
         }
         let Some(event) = events.get(position) else {
             break;
@@ -170,7 +170,7 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> Lives {
                 let block = Block {
                     address: event.address,
                     bytes: event.bytes as u64,
-                    holds: Holds::Other,
+                    kind: MemoryKind::Other,
                     name: None,
                     path,
                     phase: phase_name,
@@ -199,7 +199,7 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> Lives {
     }
     let blocks = blocks.into_iter().map(|(mut block, circumstances)| {
         if block.name.is_none() {
-            block.holds = holds::of(&block, circumstances, &phases);
+            block.kind = kind::of(&block, circumstances, &phases);
         }
         block
     });
@@ -213,7 +213,7 @@ fn before(address: usize, bytes: usize) -> (Block, Circumstances) {
     let block = Block {
         address,
         bytes: bytes as u64,
-        holds: Holds::Other,
+        kind: MemoryKind::Other,
         name: None,
         path: Path::ROOT,
         phase: "",

@@ -1,20 +1,20 @@
 //! Every block of a tensor's size, as it is taken and given back, with where it came from.
 //!
-//! What lives here: the recorder ([`record`], [`record_on`]), the buffer that the allocator writes to (`buffer`), a card's
-//! blocks (`card`, told of by `cupti`), where a tensor's block is (`storage`), the blocks' lives with their phase and path
-//! (`lives`), what a block is there for (`holds`), and the sums ([`Recording`]). What does not: the allocator itself
-//! ([`tracker`](super::tracker)), what viewers read ([`Snapshot`](super::Snapshot)), and pictures
+//! What lives here: the recorder ([`record`], [`record_on`]), the buffer that the allocator writes to (`buffer`), a
+//! GPU's blocks (`gpu`, told of by `cupti`), where a tensor's block is (`storage`), the blocks' lives with their phase
+//! and path (`lives`), what a block is there for (`kind`), and the sums ([`Recording`]). What does not: the allocator
+//! itself ([`tracker`](super::tracker)), what viewers read ([`Snapshot`](super::Snapshot)), and pictures
 //! ([`timeline`](super::timeline())).
 
 pub(super) mod buffer;
 #[cfg(feature = "cuda")]
-mod card;
-#[cfg(not(feature = "cuda"))]
-#[path = "no_card.rs"]
-mod card;
-#[cfg(feature = "cuda")]
 mod cupti;
-mod holds;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_gpu.rs"]
+mod gpu;
+mod kind;
 mod lives;
 mod report;
 mod storage;
@@ -24,7 +24,7 @@ pub use lives::{Block, PhaseSpan};
 pub(super) use storage::block_of;
 pub use sums::{Holdings, Origin};
 
-use super::{Holds, tracker};
+use super::{MemoryKind, tracker};
 use crate::probe::{self, Event, Kind, Listener, Listening};
 use crate::{Error, Result};
 use buffer::{Place, Refusal, What};
@@ -35,10 +35,10 @@ use std::time::SystemTime;
 /// How a recording is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordConfig {
-    /// Blocks from this size on are recorded; what is smaller is in the sums only, as [`Holds::Other`].
+    /// Blocks from this size on are recorded; what is smaller is in the sums only, as [`MemoryKind::Other`].
     pub threshold_bytes: usize,
-    /// Room for so many events, 64 bytes each, of which the system gives only what is written to. A block is two events,
-    /// so is an op, so is a phase. What finds no room is counted, and lost.
+    /// Room for so many events, 64 bytes each, of which the system gives only what is written to. A block is two
+    /// events, so is an op, so is a phase. What finds no room is counted, and lost.
     pub capacity: usize,
     /// What was alive before anything of interest was: subtracted from every sum.
     pub baseline_bytes: u64,
@@ -61,8 +61,8 @@ pub struct Recorder {
     config: RecordConfig,
     began: SystemTime,
     labels: Vec<Label>,
-    /// While it lasts, a card's blocks are counted; `None` where the host's are recorded.
-    card: Option<card::Watch>,
+    /// While it lasts, a GPU's blocks are counted; `None` where the host's are recorded.
+    gpu: Option<gpu::Watch>,
     /// While it lasts, threads know where they are.
     _listening: Listening,
 }
@@ -71,7 +71,7 @@ pub struct Recorder {
 struct Label {
     address: usize,
     bytes: usize,
-    holds: Holds,
+    kind: MemoryKind,
     name: String,
     /// Said after this many events.
     position: usize,
@@ -87,7 +87,7 @@ pub struct Recording {
     pub phases: Vec<PhaseSpan>,
     /// Events that found no room: if there are any, blocks are missing, and sums are too small or too large.
     pub lost_events: u64,
-    /// Blocks of a card that were given back and had been taken before the recording, so that nobody knew their size
+    /// Blocks of a GPU that were given back and had been taken before the recording, so that nobody knew their size
     /// ([`Recorder::label`] tells it): sums after them are too large.
     pub unknown_blocks: u64,
     /// When it began.
@@ -118,7 +118,7 @@ pub(super) struct Sample {
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
 /// use std::alloc::System;
-/// use tallow::memory::{self, Holds, RecordConfig, tracker::Tracker};
+/// use tallow::memory::{self, MemoryKind, RecordConfig, tracker::Tracker};
 /// use tallow::{ops, probe};
 ///
 /// #[global_allocator]
@@ -127,13 +127,13 @@ pub(super) struct Sample {
 /// let weight = Var::ones((256, 64), DType::F32, &Device::Cpu)?;
 /// let x = Tensor::ones((32, 64), DType::F32, &Device::Cpu)?;
 /// let mut recorder = memory::record(RecordConfig::default())?;
-/// recorder.label(Holds::Weights, "weight", &weight);
+/// recorder.label(MemoryKind::Weights, "weight", &weight);
 /// let y = {
 ///     let _phase = probe::phase("forward");
 ///     ops::linear(&x, &weight)?
 /// };
 /// let recording = recorder.finish();
-/// let block = recording.blocks.iter().find(|block| block.holds == Holds::Activations).unwrap();
+/// let block = recording.blocks.iter().find(|block| block.kind == MemoryKind::Activations).unwrap();
 /// assert_eq!((block.bytes, block.phase, block.path.name()), (4 * 32 * 256, "forward", "linear".to_string()));
 /// # drop(y);
 /// # Ok::<(), tallow::Error>(())
@@ -145,16 +145,18 @@ pub fn record(config: RecordConfig) -> Result<Recorder> {
     record_on(&Device::Cpu, config)
 }
 
-/// As [`record()`], the blocks of `device`: on a card of NVIDIA's, those that its memory pool gives out, which all of candle's
-/// tensors there are in.
+/// As [`record()`], the blocks of `device`: on a GPU of NVIDIA's, those that its memory pool gives out, which all of
+/// candle's tensors there are in.
 ///
-/// The driver's calls are listened to through CUPTI, a library of the CUDA toolkit, which has one listener in a process: no
-/// other profiler can run meanwhile. Sizes are those asked for; the pool rounds them up ([`Meter`](super::Meter) has its
-/// counters). A block is there from the call that asks for it to the one that gives it back, and times are the host's, which
-/// runs ahead of the card. What libraries take past the pool, cuBLAS's own workspace, is not seen.
+/// The driver's calls are listened to through CUPTI, a library of the CUDA toolkit, which has one listener in a
+/// process: no other profiler can run meanwhile. Sizes are those asked for; the pool rounds them up
+/// ([`Meter`](super::Meter) has its counters). A block is there from the call that asks for it to the one that gives it
+/// back, and times are the host's, which runs ahead of the GPU. What libraries take past the pool, cuBLAS's own
+/// workspace, is not seen.
 ///
 /// # Errors
-/// As [`record()`]; on a card, no CUPTI, or another tool that has it; a device that is neither the CPU nor a card of NVIDIA's.
+/// As [`record()`]; on a GPU, no CUPTI, or another tool that has it; a device that is neither the CPU nor a GPU of
+/// NVIDIA's.
 pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
     const OP: &str = "memory::record";
     if device.is_cpu() && tracker::current_bytes().is_none() {
@@ -178,7 +180,7 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
     let began = SystemTime::now();
     let place = match device.is_cpu() {
         true => Place::Host,
-        false => Place::Card,
+        false => Place::Gpu,
     };
     match buffer::start(place, config.capacity, config.threshold_bytes) {
         Ok(()) => {}
@@ -201,11 +203,11 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
         config,
         began,
         labels: Vec::new(),
-        card: None,
+        gpu: None,
         _listening: listening,
     };
-    if place == Place::Card {
-        recorder.card = Some(card::watch(device)?);
+    if place == Place::Gpu {
+        recorder.gpu = Some(gpu::watch(device)?);
     }
     // The first event says what is alive.
     buffer::mark(What::Begins, probe::current(), probe::current_phase());
@@ -215,18 +217,18 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
 impl Recorder {
     /// Says what the block of `tensor`'s elements is there for: parameters, the optimizer's state, inputs. It may have
     /// been taken before the recording began. Tensors elsewhere than on the device that is recorded are passed over.
-    pub fn label(&mut self, holds: Holds, name: impl Into<String>, tensor: &Tensor) {
-        if tensor.device().is_cpu() != self.card.is_none() {
+    pub fn label(&mut self, kind: MemoryKind, name: impl Into<String>, tensor: &Tensor) {
+        if tensor.device().is_cpu() != self.gpu.is_none() {
             return;
         }
         if let Some((address, bytes)) = block_of(tensor) {
-            if self.card.is_some() {
-                card::know(address, bytes);
+            if self.gpu.is_some() {
+                gpu::register_block(address, bytes);
             }
             self.labels.push(Label {
                 address,
                 bytes,
-                holds,
+                kind,
                 name: name.into(),
                 position: buffer::position(),
             });
@@ -236,7 +238,7 @@ impl Recorder {
     /// Ends the recording.
     pub fn finish(mut self) -> Recording {
         let (events, lost_events) = buffer::stop();
-        let unknown_blocks = self.card.take().map_or(0, |_| card::unknown_blocks());
+        let unknown_blocks = self.gpu.take().map_or(0, |_| gpu::unknown_blocks());
         let labels = std::mem::take(&mut self.labels);
         let lives::Lives { blocks, phases } = lives::of(&events, labels);
         let beyond = |bytes: usize| (bytes as u64).saturating_sub(self.config.baseline_bytes);
@@ -267,11 +269,11 @@ impl Drop for Recorder {
     }
 }
 
-/// How many blocks have been taken on `device`; a card's are counted while they are recorded.
+/// How many blocks have been taken on `device`; a GPU's are counted while they are recorded.
 pub(crate) fn blocks_taken(device: &Device) -> u64 {
     match device.is_cpu() {
         true => tracker::allocations().unwrap_or_default(),
-        false => card::allocations(),
+        false => gpu::allocations(),
     }
 }
 

@@ -5,7 +5,8 @@ use crate::probe::Path;
 use crate::report::{Column, Fields, Report};
 
 impl Block {
-    /// Where it came from, as tables name it: what it is labelled, its path, or `candle` for what candle does between ops.
+    /// Where it came from, as tables name it: what it is labelled, its path, or `candle` for what candle does between
+    /// ops.
     pub fn origin(&self) -> String {
         match (&self.name, self.path) {
             (Some(name), _) => name.clone(),
@@ -29,20 +30,20 @@ impl Recording {
             let mut row = Fields::new();
             row.insert("phase", phase.name);
             row.insert("peak_bytes", self.peak_bytes_in(phase));
-            for (holds, bytes) in self.holdings_at(self.worst_in(phase)).iter() {
-                row.insert(key(holds.name()), bytes);
-                if !held.contains(&holds) {
-                    held.push(holds);
+            for (kind, bytes) in self.holdings_at(self.worst_in(phase)).iter() {
+                row.insert(key(kind.name()), bytes);
+                if !held.contains(&kind) {
+                    held.push(kind);
                 }
             }
             rows.push(row);
         }
         held.sort();
-        for holds in held {
-            columns.push(Column::mib(key(holds.name()), holds.name()));
+        for kind in held {
+            columns.push(Column::mib(key(kind.name()), kind.name()));
             for row in &mut rows {
-                if row.get(&key(holds.name())).is_none() {
-                    row.insert(key(holds.name()), 0);
+                if row.get(&key(kind.name())).is_none() {
+                    row.insert(key(kind.name()), 0);
                 }
             }
         }
@@ -60,8 +61,8 @@ impl Recording {
         for block in self.largest(usize::MAX) {
             let same = |(known, _): &&mut (&Block, usize)| {
                 known.bytes == block.bytes
-                    && (known.path, known.phase, known.holds)
-                        == (block.path, block.phase, block.holds)
+                    && (known.path, known.phase, known.kind)
+                        == (block.path, block.phase, block.kind)
             };
             match alike.iter_mut().find(same) {
                 Some((_, blocks)) => *blocks += 1,
@@ -72,7 +73,7 @@ impl Recording {
             let mut row = Fields::new();
             row.insert("bytes", block.bytes);
             row.insert("blocks", blocks);
-            row.insert("holds", block.holds.name());
+            row.insert("holds", block.kind.name());
             row.insert("phase", block.phase);
             row.insert("origin", block.origin());
             row

@@ -1,10 +1,10 @@
 //! Where a tensor's elements are.
 
 #[cfg(feature = "cuda")]
-use super::card;
+use super::gpu;
 use candle_core::{CpuStorage, Storage, Tensor};
 
-/// Address and size of the elements of a tensor's storage, if it is on the CPU or a card of NVIDIA's.
+/// Address and size of the elements of a tensor's storage, if it is on the CPU or a GPU of NVIDIA's.
 pub(in crate::memory) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
     fn extent<T>(elements: &[T]) -> (usize, usize) {
         (elements.as_ptr().addr(), size_of_val(elements))
@@ -22,7 +22,7 @@ pub(in crate::memory) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
             _ => None, // types that nothing here computes in
         },
         #[cfg(feature = "cuda")]
-        Storage::Cuda(storage) => card::block_of(storage),
+        Storage::Cuda(storage) => gpu::block_of(storage),
         _ => None,
     }
 }

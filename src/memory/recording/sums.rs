@@ -1,17 +1,17 @@
 //! Sums over a recording: by what is held, by phase, by origin.
 
-use super::{Block, Holds, PhaseSpan, Recording};
+use super::{Block, MemoryKind, PhaseSpan, Recording};
 use crate::probe::Path;
 use std::collections::HashMap;
 
 /// Bytes alive at one moment, by what they were there for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Holdings([u64; Holds::ALL.len()]);
+pub struct Holdings([u64; MemoryKind::ALL.len()]);
 
 impl Holdings {
     /// The bytes that were there for this.
-    pub fn bytes_of(&self, holds: Holds) -> u64 {
-        self.0[holds as usize]
+    pub fn bytes_of(&self, kind: MemoryKind) -> u64 {
+        self.0[kind as usize]
     }
 
     /// All of them.
@@ -19,24 +19,24 @@ impl Holdings {
         self.0.iter().sum()
     }
 
-    /// What is not zero, in the order of [`Holds`].
-    pub fn iter(&self) -> impl Iterator<Item = (Holds, u64)> {
-        let each = Holds::ALL.into_iter().zip(self.0);
+    /// What is not zero, in the order of [`MemoryKind`].
+    pub fn iter(&self) -> impl Iterator<Item = (MemoryKind, u64)> {
+        let each = MemoryKind::ALL.into_iter().zip(self.0);
         each.filter(|(_, bytes)| *bytes > 0)
     }
 
     fn add(&mut self, block: &Block) {
-        self.0[block.holds as usize] += block.bytes;
+        self.0[block.kind as usize] += block.bytes;
     }
 
     fn remove(&mut self, block: &Block) {
-        self.0[block.holds as usize] -= block.bytes;
+        self.0[block.kind as usize] -= block.bytes;
     }
 
     /// With what is in no block that is known, so that the sum is `total_bytes`.
     fn filled_up(mut self, total_bytes: u64) -> Self {
         let rest = total_bytes.saturating_sub(self.total_bytes());
-        self.0[Holds::Other as usize] += rest;
+        self.0[MemoryKind::Other as usize] += rest;
         self
     }
 }
@@ -76,7 +76,8 @@ impl Recording {
         self.worst(phase.begins_at, phase.ends_at + 1)
     }
 
-    /// The most that was alive while a thread was at `path` or inside of it; `None` if none took or gave back a block there.
+    /// The most that was alive while a thread was at `path` or inside of it; `None` if none took or gave back a block
+    /// there.
     pub fn peak_bytes_within(&self, path: Path) -> Option<u64> {
         let inside = self
             .curve
@@ -103,8 +104,8 @@ impl Recording {
             .unwrap_or(from)
     }
 
-    /// What was alive after this event, by what it was there for. The sum is [`bytes_at`](Self::bytes_at): what is in no
-    /// recorded block is [`Holds::Other`].
+    /// What was alive after this event, by what it was there for. The sum is [`bytes_at`](Self::bytes_at): what is in
+    /// no recorded block is [`MemoryKind::Other`].
     pub fn holdings_at(&self, event: usize) -> Holdings {
         let mut holdings = Holdings::default();
         let alive = self.blocks.iter().filter(|block| block.is_alive_at(event));
@@ -138,8 +139,8 @@ impl Recording {
         each.collect()
     }
 
-    /// By where blocks were taken, the most at the peak first. Together with what was there before and what is too small to
-    /// be recorded, `at_peak_bytes` add up to the peak.
+    /// By where blocks were taken, the most at the peak first. Together with what was there before and what is too
+    /// small to be recorded, `at_peak_bytes` add up to the peak.
     pub fn origins(&self) -> Vec<Origin> {
         let peak = self.peak_at();
         let mut places: HashMap<Path, Origin> = HashMap::new();

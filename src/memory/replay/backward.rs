@@ -1,13 +1,13 @@
 //! Backward, as candle runs it.
 //!
-//! The graph stays whole until the end, but for segments with one of their own. Nodes are taken in candle's order; each has
-//! its output's gradient, makes its inputs' gradients, and these are added, one after another, to what is there already: to
-//! zeros at first.
+//! The graph stays whole until the end, but for segments with one of their own. Nodes are taken in candle's order; each
+//! has its output's gradient, makes its inputs' gradients, and these are added, one after another, to what is there
+//! already: to zeros at first.
 
 use super::ledger::Key;
 use super::{Replay, elements};
 use crate::graph::{Node, Operand, Step, ValueId};
-use crate::memory::Holds;
+use crate::memory::MemoryKind;
 use std::collections::{HashMap, HashSet};
 
 /// Gradients that are there, by their tensor.
@@ -91,18 +91,18 @@ impl Replay<'_> {
                         continue;
                     }
                     let what = "gradients as an op makes them";
-                    let key = self.take(Holds::Scratch, what, input, 1.0);
+                    let key = self.take(MemoryKind::Scratch, what, input, 1.0);
                     if let Some(room) = taking {
                         self.pass(*room);
                     }
                     made.push((input, Some(key)));
                 }
-                Step::HandOn(of) => {
+                Step::PassThrough(of) => {
                     let input = &node.inputs[*of];
                     let made_of_it = self.summed(node, input);
                     made.push((input, made_of_it));
                 }
-                Step::Take(room) => taken.push(self.take_room(Holds::Scratch, *room, 1.0)),
+                Step::Take(room) => taken.push(self.take_room(MemoryKind::Scratch, *room, 1.0)),
                 Step::Pass(room) => self.pass(*room),
                 Step::DropKept(i) => self.free(node.kept[*i].value),
                 Step::Output | Step::Keep(_) | Step::Hold(_) | Step::DropRead(_) => {} // forward's
@@ -133,21 +133,22 @@ impl Replay<'_> {
             return None;
         }
         let what = "zeros that a gradient is added to";
-        let zeros = self.take(Holds::Scratch, what, &whole, 1.0);
-        let sum = self.take(Holds::Scratch, "gradients between ops", &whole, 1.0);
+        let zeros = self.take(MemoryKind::Scratch, what, &whole, 1.0);
+        let sum = self.take(MemoryKind::Scratch, "gradients between ops", &whole, 1.0);
         self.ledger.give_back(zeros);
         let what = "gradients as an op makes them";
-        let key = self.take(Holds::Scratch, what, input, 1.0);
+        let key = self.take(MemoryKind::Scratch, what, input, 1.0);
         self.ledger.give_back(sum);
         Some(key)
     }
 
-    /// The sum of a new gradient and what was there takes the place of that. A view has a node, and a gradient, of its own.
+    /// The sum of a new gradient and what was there takes the place of that. A view has a node, and a gradient, of its
+    /// own.
     pub(super) fn add_to(&mut self, event: usize, input: &Operand, gradients: &mut Gradients) {
         let what = "zeros that a gradient is added to";
         let of_view = input.view.is_some().then(|| {
-            let zeros = self.take(Holds::Scratch, what, input, 1.0);
-            let sum = self.take(Holds::Scratch, "gradients between ops", input, 1.0);
+            let zeros = self.take(MemoryKind::Scratch, what, input, 1.0);
+            let sum = self.take(MemoryKind::Scratch, "gradients between ops", input, 1.0);
             self.ledger.give_back(zeros);
             sum
         });
@@ -156,10 +157,10 @@ impl Replay<'_> {
             ..*input
         };
         let before = gradients.remove(&input.value);
-        let before = before.unwrap_or_else(|| self.take(Holds::Scratch, what, &whole, 1.0));
+        let before = before.unwrap_or_else(|| self.take(MemoryKind::Scratch, what, &whole, 1.0));
         let sum = match self.is_weight(input.value) {
             true => self.weight_gradient(event, input.value),
-            false => self.take(Holds::Scratch, "gradients between ops", &whole, 1.0),
+            false => self.take(MemoryKind::Scratch, "gradients between ops", &whole, 1.0),
         };
         self.ledger.give_back(before);
         if let Some(key) = of_view {

@@ -3,7 +3,7 @@
 use super::ledger::{Buffer, Formula, Key, What};
 use super::{Replay, elements};
 use crate::graph::{Event, Node, Step, ValueId};
-use crate::memory::Holds;
+use crate::memory::MemoryKind;
 use crate::ops::WEIGHT_CAST;
 
 impl Replay<'_> {
@@ -34,14 +34,14 @@ impl Replay<'_> {
                 Step::Keep(i) => self.make(event, node.kept[*i].value, kept_until),
                 Step::Hold(room) => {
                     let count = self.count(event, kept_until);
-                    let key = self.take_room(Holds::Inputs, *room, count);
+                    let key = self.take_room(MemoryKind::Inputs, *room, count);
                     self.held.entry(event).or_default().push(key);
                 }
-                Step::Take(room) => taken.push(self.take_room(Holds::Scratch, *room, 1.0)),
+                Step::Take(room) => taken.push(self.take_room(MemoryKind::Scratch, *room, 1.0)),
                 Step::Pass(room) => self.pass(*room),
                 Step::DropRead(i) => self.free(node.reads[*i].value),
                 Step::DropKept(i) => self.free(node.kept[*i].value),
-                Step::Gradient { .. } | Step::HandOn(_) => {} // backward's
+                Step::Gradient { .. } | Step::PassThrough(_) => {} // backward's
             }
         }
         for key in taken {
@@ -82,10 +82,10 @@ impl Replay<'_> {
     }
 
     fn buffer_of(&mut self, event: usize, id: ValueId, gone: usize) -> Key {
-        let (holds, what) = self.named(event, id);
+        let (kind, what) = self.named(event, id);
         let value = self.graph.value(id);
         self.ledger.take(Buffer {
-            holds,
+            kind,
             what,
             formula: Formula::Of(id),
             elements: elements(&value.shape),
@@ -94,22 +94,22 @@ impl Replay<'_> {
         })
     }
 
-    fn named(&self, event: usize, id: ValueId) -> (Holds, What) {
+    fn named(&self, event: usize, id: ValueId) -> (MemoryKind, What) {
         let Some(node) = self.node(event) else {
-            return (Holds::Activations, What::Output(event));
+            return (MemoryKind::Activations, What::Output(event));
         };
         if node.op == WEIGHT_CAST {
-            return (Holds::WeightCasts, What::Weight(node.inputs[0].value));
+            return (MemoryKind::WeightCasts, What::Weight(node.inputs[0].value));
         }
         let is_result = |id| self.graph.outputs.iter().any(|output| output.value == id);
-        let holds = match is_result(node.output) {
-            true => Holds::Logits,
-            false => Holds::Activations,
+        let kind = match is_result(node.output) {
+            true => MemoryKind::Logits,
+            false => MemoryKind::Activations,
         };
         let kept = node.kept.iter().find(|kept| kept.value == id);
         match kept {
-            Some(kept) => (holds, What::Named(kept.name)),
-            None => (holds, What::Output(event)),
+            Some(kept) => (kind, What::Named(kept.name)),
+            None => (kind, What::Output(event)),
         }
     }
 }

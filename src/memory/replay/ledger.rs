@@ -1,12 +1,12 @@
 //! Which buffers are alive, and which were at the worst moment.
 
 use crate::graph::ValueId;
-use crate::memory::Holds;
+use crate::memory::MemoryKind;
 
 /// `count` buffers of one size.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::memory) struct Buffer {
-    pub holds: Holds,
+    pub kind: MemoryKind,
     pub what: What,
     pub formula: Formula,
     /// Of one. In f64: exact to 2^53, and no overflow beyond.

@@ -1,15 +1,15 @@
-//! A traced function, replayed without computing anything: every buffer is taken and given back where the eager run takes
-//! it and gives it back, and what was alive at the worst moment is the account.
+//! A traced function, replayed without computing anything: every buffer is taken and given back where the eager run
+//! takes it and gives it back, and what was alive at the worst moment is the breakdown.
 //!
-//! What lives here: forward as the graph has it, op by op (`forward`), backward as candle runs it (`backward`), segments
-//! with a graph of their own (`segments`), f16 gradients that are unscaled (`unscale`), the bytes (`ledger`). What does not:
-//! what an op takes, which its own file says ([`Step`](crate::graph::Step)); what is made of it
+//! What lives here: forward as the graph has it, op by op (`forward`), backward as candle runs it (`backward`),
+//! segments with a graph of their own (`segments`), f16 gradients that are unscaled (`unscale`), the bytes (`ledger`).
+//! What does not: what an op takes, which its own file says ([`Step`](crate::graph::Step)); what is made of it
 //! ([`estimate_graph`](super::estimate_graph())).
 //!
 //! No model is known here. Stretches of a graph may stand for many that are alike, one after another ([`Repeat`]): what
-//! lasts longer than all of them counts for each. No moment of a stretch that stands for several is worse than the same one
-//! of the stretch that comes after it; where each gives back what it took (`segments`), none is worse than the same one of
-//! the first stretch or of the last.
+//! lasts longer than all of them counts for each. No moment of a stretch that stands for several is worse than the same
+//! one of the stretch that comes after it; where each gives back what it took (`segments`), none is worse than the same
+//! one of the first stretch or of the last.
 
 mod backward;
 mod forward;
@@ -19,7 +19,7 @@ mod unscale;
 
 pub(super) use ledger::{Buffer, Formula, What};
 
-use super::{Holds, Mode};
+use super::{MemoryKind, Mode};
 use crate::graph::{Event, Graph, Node, Operand, Room, Source, ValueId};
 use backward::Gradients;
 use ledger::{Key, Ledger};
@@ -66,7 +66,7 @@ pub(super) fn replay(
         let mut gradients = Gradients::new();
         // That of a scalar is less than a tensor's record.
         if elements(graph.shape_of(output)) > 1.0 {
-            let key = replay.take(Holds::Scratch, "the output's gradient", output, 1.0);
+            let key = replay.take(MemoryKind::Scratch, "the output's gradient", output, 1.0);
             gradients.insert(output.value, key);
         }
         replay.backward(output.value, &mut gradients);
@@ -155,10 +155,10 @@ impl<'a> Replay<'a> {
         lasting.map(|repeat| repeat.count).product()
     }
 
-    fn take(&mut self, holds: Holds, what: &'static str, like: &Operand, count: f64) -> Key {
+    fn take(&mut self, kind: MemoryKind, what: &'static str, like: &Operand, count: f64) -> Key {
         let value = self.graph.value(like.value);
         self.ledger.take(Buffer {
-            holds,
+            kind,
             what: What::Named(what),
             formula: match like.view {
                 None => Formula::Of(like.value),
@@ -170,9 +170,9 @@ impl<'a> Replay<'a> {
         })
     }
 
-    fn take_room(&mut self, holds: Holds, room: Room, count: f64) -> Key {
+    fn take_room(&mut self, kind: MemoryKind, room: Room, count: f64) -> Key {
         self.ledger.take(Buffer {
-            holds,
+            kind,
             what: What::Named(room.what),
             formula: Formula::Letters(room.formula),
             elements: room.elements,
@@ -183,7 +183,7 @@ impl<'a> Replay<'a> {
 
     /// Takes room and gives it back.
     fn pass(&mut self, room: Room) {
-        let key = self.take_room(Holds::Scratch, room, 1.0);
+        let key = self.take_room(MemoryKind::Scratch, room, 1.0);
         self.ledger.give_back(key);
     }
 

@@ -1,11 +1,11 @@
-//! Segments of a function that have a graph of their own: one node outside, whose backward makes the graph anew or frees
-//! it.
+//! Segments of a function that have a graph of their own: one node outside, whose backward makes the graph anew or
+//! frees it.
 
 use super::backward::Gradients;
 use super::ledger::{Buffer, Formula, Key, What};
 use super::{Replay, elements, node};
 use crate::graph::{Event, Graph, Operand, SegmentKind, Step, ValueId};
-use crate::memory::Holds;
+use crate::memory::MemoryKind;
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -196,7 +196,7 @@ impl Replay<'_> {
     pub(super) fn weight_gradient(&mut self, event: usize, weight: ValueId) -> Key {
         let value = self.graph.value(weight);
         self.ledger.take(Buffer {
-            holds: Holds::Gradients,
+            kind: MemoryKind::Gradients,
             what: What::Weight(weight),
             formula: Formula::Of(weight),
             elements: elements(&value.shape),
@@ -266,8 +266,9 @@ impl Replay<'_> {
             };
             let zeros = "zeros that a gradient is added to";
             let before = gradients.remove(&value);
-            let before = before.unwrap_or_else(|| self.take(Holds::Scratch, zeros, &weight, 1.0));
-            let sum = self.take(Holds::Scratch, "gradients between ops", &weight, 1.0);
+            let before =
+                before.unwrap_or_else(|| self.take(MemoryKind::Scratch, zeros, &weight, 1.0));
+            let sum = self.take(MemoryKind::Scratch, "gradients between ops", &weight, 1.0);
             self.ledger.give_back(before);
             self.ledger.give_back(sum); // in truth the one inside goes, and this one stays
             gradients.insert(value, key);

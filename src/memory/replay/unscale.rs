@@ -4,7 +4,7 @@
 use super::Replay;
 use super::ledger::{Buffer, Key};
 use crate::graph::{Room, Target};
-use crate::memory::Holds;
+use crate::memory::MemoryKind;
 use candle_core::DType;
 
 impl Replay<'_> {
@@ -20,7 +20,7 @@ impl Replay<'_> {
         }
         let mut gradients: Vec<(Key, Buffer)> = Vec::new();
         for (key, buffer) in self.ledger.alive_from(place) {
-            match buffer.holds == Holds::Gradients {
+            match buffer.kind == MemoryKind::Gradients {
                 true => gradients.push((key, buffer)),
                 false => self.ledger.give_back(key),
             }

@@ -94,7 +94,8 @@ impl Listener for Ears {
     }
 }
 
-/// How many watch, and their one stay among the listeners. Listeners never lock this, so that they may come and go under it.
+/// How many watch, and their one stay among the listeners. Listeners never lock this, so that they may come and go
+/// under it.
 #[derive(Default)]
 struct Watches {
     count: usize,
@@ -111,8 +112,9 @@ fn watches() -> MutexGuard<'static, Watches> {
 #[must_use = "ops are remembered until this is dropped"]
 pub struct GraphWatch(());
 
-/// Remembers which op makes which tensor, and what it keeps beside, so that [`saved_tensors`](super::saved_tensors) can say. It holds no tensor,
-/// only what is to be said of it, for every op that runs meanwhile on any thread: watch a step, not a training.
+/// Remembers which op makes which tensor, and what it keeps beside, so that [`saved_tensors`](super::saved_tensors) can
+/// say. It holds no tensor, only what is to be said of it, for every op that runs meanwhile on any thread: watch a
+/// step, not a training.
 pub fn watch_graphs() -> GraphWatch {
     let mut watches = watches();
     watches.count += 1;

@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::grad::with_grad;
 use crate::ops::{KernelPolicy, current_kernel_policy, with_kernel_policy};
-use crate::precision::{self, Autocast, suspended};
+use crate::precision::{self, Autocast, without_autocast};
 
 /// What held in forward, to hold again in backward.
 pub(super) struct Conditions {
@@ -26,7 +26,7 @@ impl Conditions {
         let f = || with_grad(true, f);
         with_kernel_policy(self.kernels, || match &self.autocast {
             Some(policy) => precision::autocast(policy.clone(), f),
-            None => suspended(f),
+            None => without_autocast(f),
         })
     }
 }

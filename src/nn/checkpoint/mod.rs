@@ -1,7 +1,7 @@
 //! Functions whose graph does not live as long as the rest of it.
 //!
 //! What lives here: [`checkpoint`], which runs a function again in backward instead of keeping its graph, and
-//! [`release`], which keeps the graph but lets go of it as soon as backward is through it. What does not: which parts of a
+//! [`release`], which keeps the graph but frees it as soon as backward is through it. What does not: which parts of a
 //! model are treated so ([`Checkpointing`](super::Checkpointing)), and runs saved to files
 //! ([`train::Checkpoint`](crate::train::Checkpoint)).
 //!
@@ -20,19 +20,19 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 use conditions::Conditions;
 use run::{Input, Run};
-use segment::{Again, Graph, Segment};
+use segment::{Graph, Recompute, Segment};
 
 /// `f(inputs)`, of which nothing is kept for backward but the inputs: backward runs `f` again, and then back through it
 /// (activation checkpointing, as PyTorch's `torch.utils.checkpoint`).
 ///
 /// `f` may be any composition of this crate's ops and candle's own. The variables that it reads need not be named: they
-/// are found in its graph, and each gets its gradient. Tensors with a graph of their own should come as `inputs`; one that
-/// `f` captures is differentiated too, but back through all of its past. Calls nest.
+/// are found in its graph, and each gets its gradient. Tensors with a graph of their own should come as `inputs`; one
+/// that `f` captures is differentiated too, but back through all of its past. Calls nest.
 ///
-/// Gradients have the bits that they would have without, where an input or a variable is used by `f` alone; where others
-/// use it too, the sum of its gradients may be taken in another order. For that `f` runs again under what held in forward,
-/// wherever backward is called: the autocast policy, the kernel policy. It must compute the same again; values that have
-/// changed in between, a weight's say, give gradients at the new ones. Backward may be called again.
+/// Gradients have the bits that they would have without, where an input or a variable is used by `f` alone; where
+/// others use it too, the sum of its gradients may be taken in another order. For that `f` runs again under what held
+/// in forward, wherever backward is called: the autocast policy, the kernel policy. It must compute the same again;
+/// values that have changed in between, a weight's say, give gradients at the new ones. Backward may be called again.
 ///
 /// Under [`no_grad`](crate::no_grad()) it is `f`.
 ///
@@ -51,8 +51,8 @@ use segment::{Again, Graph, Segment};
 /// ```
 ///
 /// # Errors
-/// Those of `f`. Backward's: those of `f` run again, and [`Error::Order`] if it then reads other variables or makes another
-/// shape or dtype.
+/// Those of `f`. Backward's: those of `f` run again, and [`Error::Order`] if it then reads other variables or makes
+/// another shape or dtype.
 pub fn checkpoint<const N: usize>(
     f: impl Fn([&Tensor; N]) -> Result<Tensor> + Send + Sync + 'static,
     inputs: [&Tensor; N],
@@ -69,16 +69,16 @@ pub fn checkpoint<const N: usize>(
     let run = Run::new(&f, kept.iter().cloned())?;
     let sources = run.sources();
     let output = run.into_output(); // and its graph is gone
-    let again = Again {
+    let again = Recompute {
         f: Box::new(f),
         inputs: kept.into(),
         conditions,
     };
-    Segment::apply(Graph::Again(again), output, sources, &inputs)
+    Segment::apply(Graph::Recompute(again), output, sources, &inputs)
 }
 
 /// `f(inputs)`, whose graph goes when backward has come through it, and with it its activations: several of these one
-/// after another are let go one by one, where candle alone lets go of everything at the end.
+/// after another are freed one by one, where candle alone frees everything at the end.
 ///
 /// Nothing is computed twice, and gradients have the bits that they would have without, as
 /// [`checkpoint`]'s. Beside its graph a call keeps a copy of its output, and of inputs that have a graph. A second

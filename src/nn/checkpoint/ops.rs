@@ -1,9 +1,9 @@
 //! The ops that tie a function's gradients to candle's graph.
 //!
 //! An op of candle's has at most three arguments, and a function depends on any number of tensors. So they are threaded
-//! onto a token, a scalar without meaning: each [`Attach`] takes the token so far and one more tensor and gives the next
-//! token; the last one is the segment's only argument. In backward the segment comes first, finds all gradients at once,
-//! and leaves them where the attachments, whose turn is next, pick them up.
+//! onto a token, a scalar without meaning: each [`Attach`] takes the token so far and one more tensor and gives the
+//! next token; the last one is the segment's only argument. In backward the segment comes first, finds all gradients at
+//! once, and leaves them where the attachments, whose turn is next, pick them up.
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -16,9 +16,9 @@ use std::thread::{self, ThreadId};
 
 /// A gradient on its way from the segment to an attachment.
 ///
-/// Backward may run through one graph on several threads, and on one thread inside of itself: through a captured tensor,
-/// say, whose attachment is then met before an earlier gradient was picked up. What is inside is done first, so the last
-/// one in is the first one out.
+/// Backward may run through one graph on several threads, and on one thread inside of itself: through a captured
+/// tensor, say, whose attachment is then met before an earlier gradient was picked up. What is inside is done first, so
+/// the last one in is the first one out.
 #[derive(Default)]
 pub(super) struct Slot(Mutex<HashMap<ThreadId, Vec<Option<Tensor>>>>);
 
@@ -47,7 +47,7 @@ pub(super) fn token(like: &Tensor) -> Result<Tensor> {
     Tensor::zeros((), DType::F32, like.device())
 }
 
-/// (token, tensor) to token; backward hands on the tensor's gradient.
+/// (token, tensor) to token; backward passes the tensor's gradient through.
 pub(super) struct Attach(pub Arc<Slot>);
 
 impl CustomOp2 for Attach {

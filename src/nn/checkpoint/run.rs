@@ -57,7 +57,8 @@ impl Run {
         Ok(Self { inputs, output })
     }
 
-    /// What the output depends on, inputs first, the rest in the graph's order, which is the same for the same function.
+    /// What the output depends on, inputs first, the rest in the graph's order, which is the same for the same
+    /// function.
     pub fn sources(&self) -> Vec<Source> {
         let nodes = self.output.sorted_nodes();
         let leaves: Vec<&Tensor> = nodes.into_iter().filter(|n| n.is_variable()).collect();

@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Where backward finds the function's graph.
 pub(super) enum Graph {
-    /// It is made again, each time.
-    Again(Again),
+    /// It is recomputed, each time.
+    Recompute(Recompute),
     /// It is kept, for one backward.
     Kept(Mutex<Option<Run>>),
 }
@@ -24,7 +24,7 @@ pub(super) enum Graph {
 type Function = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
 
 /// All that it takes to run a function again.
-pub(super) struct Again {
+pub(super) struct Recompute {
     pub f: Box<Function>,
     pub inputs: Vec<Input>,
     pub conditions: Conditions,
@@ -37,7 +37,7 @@ impl Graph {
 
     fn name(&self) -> &'static str {
         let kind = match self {
-            Self::Again(_) => SegmentKind::Checkpoint,
+            Self::Recompute(_) => SegmentKind::Checkpoint,
             Self::Kept(_) => SegmentKind::Release,
         };
         kind.name()
@@ -102,7 +102,7 @@ impl Segment {
     fn run(&self, output: &Tensor) -> Result<Run> {
         let name = self.graph.name();
         match &self.graph {
-            Graph::Again(again) => {
+            Graph::Recompute(again) => {
                 let run = again.run()?;
                 let sources = self.sources.iter().map(|(source, _)| source);
                 match run.is_like(output, sources) {
@@ -119,7 +119,7 @@ impl Segment {
                 kept.ok_or_else(|| {
                     refuse(
                         name,
-                        "backward came a second time, and the first one let go of the graph",
+                        "backward came a second time, and the first one freed the graph",
                         "run forward again, or keep the graph: call the function itself, or checkpoint it",
                     )
                 })
@@ -149,7 +149,7 @@ impl Segment {
     }
 }
 
-impl Again {
+impl Recompute {
     fn run(&self) -> Result<Run> {
         self.conditions
             .restored(|| Run::new(&self.f, self.inputs.iter().cloned()))

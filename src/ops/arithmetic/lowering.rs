@@ -195,7 +195,7 @@ pub(crate) fn sum() -> Kernel {
         kernel::add(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
     });
     on_gpu!(kernel, |_, l| arithmetic::add(
-        l.card,
+        l.gpu,
         l.reads[0],
         l.reads[1],
         l.writes[0]

@@ -50,15 +50,15 @@ type Launch = fn(&Kernel, &Operands<'_>) -> Result<()>;
 /// The operands of one call on a GPU.
 #[cfg(feature = "cuda")]
 pub(crate) struct Operands<'a> {
-    pub card: &'a CudaDevice,
+    pub gpu: &'a CudaDevice,
     /// What multiplies matrices.
     pub products: RefCell<&'a mut Products>,
     pub reads: Vec<View<'a>>,
     pub writes: Vec<View<'a>>,
 }
 
-/// A kernel as a planned call has it: its name, its parameters, and the function that runs it on the CPU, and where it has one,
-/// what launches it on a GPU.
+/// A kernel as a planned call has it: its name, its parameters, and the function that runs it on the CPU, and where it
+/// has one, what launches it on a GPU.
 #[derive(Clone)]
 pub struct Kernel {
     name: &'static str,

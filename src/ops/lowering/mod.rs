@@ -1,8 +1,8 @@
 //! How ops are planned: an op's forward and its backward as calls of kernels, as data.
 //!
-//! What lives here: what such a call is ([`Kernel`], [`Slices`]). Each op's own is in its own file, beside its eager form, and runs
-//! the same kernels; its [`OpInfo`](super::info::OpInfo) has it. What does not: buffers and their places, which are
-//! [`compile`](crate::compile)'s.
+//! What lives here: what such a call is ([`Kernel`], [`Slices`]). Each op's own is in its own file, beside its eager
+//! form, and runs the same kernels; its [`OpInfo`](super::info::OpInfo) has it. What does not: buffers and their
+//! places, which are [`compile`](crate::compile)'s.
 
 mod kernel;
 mod slices;
@@ -147,8 +147,8 @@ impl Calls {
         }
     }
 
-    /// A backward of one kernel, which writes the gradient of input 0 in its dtype and those of the inputs `wide` in the one that
-    /// is computed in: rounded after, where these are half precision.
+    /// A backward of one kernel, which writes the gradient of input 0 in its dtype and those of the inputs `wide` in
+    /// the one that is computed in: rounded after, where these are half precision.
     pub fn with_wide_gradients(
         signature: &Signature<'_>,
         kernel: Kernel,

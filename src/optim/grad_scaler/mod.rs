@@ -1,8 +1,8 @@
 //! Loss scaling for training in `f16`.
 //!
-//! What lives here: the scaler ([`GradScaler`]), its configuration, its state with the rule by which the scale moves, and
-//! the pass that divides gradients by it. What does not: the kernel ([`crate::kernels::cpu::unscale`]), and the guard
-//! for training without a scale ([`check_finite`](super::check_finite)).
+//! What lives here: the scaler ([`GradScaler`]), its configuration, its state with the rule by which the scale moves,
+//! and the pass that divides gradients by it. What does not: the kernel ([`crate::kernels::cpu::unscale`]), and the
+//! guard for training without a scale ([`check_finite`](super::check_finite)).
 
 mod config;
 mod file;
@@ -21,9 +21,9 @@ use std::collections::HashMap;
 
 /// Scales the loss, so that small gradients survive `f16`, and skips the steps in which large ones did not.
 ///
-/// Gradients under 6e-8 are 0 in `f16`. The gradients of `scale * loss` are `scale` times as large; divided by the scale
-/// in `f32` they are what they should be. Too large a scale makes some of them infinite, so it is moved by trial, as
-/// PyTorch's `torch.amp.GradScaler` does it:
+/// Gradients under 6e-8 are 0 in `f16`. The gradients of `scale * loss` are `scale` times as large; divided by the
+/// scale in `f32` they are what they should be. Too large a scale makes some of them infinite, so it is moved by trial,
+/// as PyTorch's `torch.amp.GradScaler` does it:
 ///
 /// ```text
 /// a gradient is infinite or NaN:  no update;  scale *= backoff_factor;  tracker = 0
@@ -170,7 +170,8 @@ impl GradScaler {
         self.step_with(gradients, parameters, |gradients| optimizer.step(gradients))
     }
 
-    /// As [`step`](Self::step), for any other optimizer of `parameters`: `update` is called if their gradients are finite.
+    /// As [`step`](Self::step), for any other optimizer of `parameters`: `update` is called if their gradients are
+    /// finite.
     ///
     /// ```
     /// use candle_core::{Device, Var};
@@ -190,7 +191,8 @@ impl GradScaler {
     /// ```
     ///
     /// # Errors
-    /// As [`unscale`](Self::unscale) and [`step`](Self::step), and what `update` returns; after that it may be called again.
+    /// As [`unscale`](Self::unscale) and [`step`](Self::step), and what `update` returns; after that it may be called
+    /// again.
     pub fn step_with(
         &mut self,
         gradients: &mut GradStore,
@@ -236,8 +238,8 @@ impl GradScaler {
     /// Ends a step: moves the scale by the rule.
     ///
     /// # Errors
-    /// [`Error::Order`] if nothing was unscaled or stepped since the last call; [`Error::Data`] if the scale would leave
-    /// the normal numbers of `f32` after one overflow upon another. Nothing has changed then.
+    /// [`Error::Order`] if nothing was unscaled or stepped since the last call; [`Error::Data`] if the scale would
+    /// leave the normal numbers of `f32` after one overflow upon another. Nothing has changed then.
     pub fn update(&mut self) -> Result<()> {
         if !self.enabled {
             return Ok(());

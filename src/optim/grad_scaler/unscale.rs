@@ -1,7 +1,7 @@
 //! Gradients divided by the scale, and whether they are finite: one pass over each on the CPU.
 
 use super::super::gradients::{Owners, gradient_of};
-use super::super::inplace::{Element, all_finite, lend, no_kernel, read, wide};
+use super::super::inplace::{Element, all_finite, no_kernel, read, wide, with_mut_slice};
 use super::{GradScaler, Progress, UNSCALE};
 use crate::Result;
 use crate::kernels::cpu::{parallel::filled, unscale as kernel};
@@ -108,7 +108,7 @@ fn in_place(gradient: &Tensor, factor: f64) -> Result<bool> {
 
 fn in_place_as<T: Element>(gradient: &Tensor, factor: f64) -> candle_core::Result<bool> {
     let mut finite = false;
-    lend(gradient, |x: &mut [T]| {
+    with_mut_slice(gradient, |x: &mut [T]| {
         finite = kernel::in_place(x, factor);
         Ok(())
     })?;

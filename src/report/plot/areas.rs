@@ -85,11 +85,12 @@ impl AreaChart {
         Ok(document)
     }
 
-    /// Writes the chart to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an SVG.
+    /// Writes the chart to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
+    /// SVG.
     ///
     /// # Errors
-    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for a PNG in a
-    /// build without the feature `png`.
+    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for
+    /// a PNG in a build without the feature `png`.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         picture::save(&self.to_svg()?, path.as_ref())
     }

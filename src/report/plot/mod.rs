@@ -1,8 +1,9 @@
-//! Charts as SVG or PNG: lines (time over sequence length, loss over steps), one chart or a [`Figure`] of several; and layers
-//! stacked on each other ([`AreaChart`]: memory over time).
+//! Charts as SVG or PNG: lines (time over sequence length, loss over steps), one chart or a [`Figure`] of several; and
+//! layers stacked on each other ([`AreaChart`]: memory over time).
 //!
-//! In an SVG, text stays text, drawn in the viewer's own sans-serif; a PNG is drawn from it with a font of this crate's. Colours are
-//! Okabe and Ito's, which people who confuse red and green can tell apart; where they run out, lines are dashed.
+//! In an SVG, text stays text, drawn in the viewer's own sans-serif; a PNG is drawn from it with a font of this
+//! crate's. Colours are Okabe and Ito's, which people who confuse red and green can tell apart; where they run out,
+//! lines are dashed.
 
 mod areas;
 mod axis;
@@ -112,11 +113,12 @@ impl LineChart {
         })
     }
 
-    /// Writes the chart to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an SVG.
+    /// Writes the chart to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
+    /// SVG.
     ///
     /// # Errors
-    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for a PNG in a
-    /// build without the feature `png`.
+    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for
+    /// a PNG in a build without the feature `png`.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         picture::save(&self.to_svg()?, path.as_ref())
     }
@@ -153,11 +155,12 @@ impl Figure {
         )
     }
 
-    /// Writes the figure to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an SVG.
+    /// Writes the figure to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
+    /// SVG.
     ///
     /// # Errors
-    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for a PNG in a
-    /// build without the feature `png`.
+    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for
+    /// a PNG in a build without the feature `png`.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         picture::save(&self.to_svg()?, path.as_ref())
     }

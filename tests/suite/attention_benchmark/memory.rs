@@ -1,4 +1,4 @@
-//! The account against the tracker, and where it says that memory ends.
+//! The breakdown against the tracker, and where it says that memory ends.
 
 use super::{attention, module, number};
 use crate::child;
@@ -8,8 +8,8 @@ use std::sync::LazyLock;
 use tallow::attention::{Algorithm, AttentionConfig, Mask, flash};
 use tallow::bench::{AttentionRun, Sampling, SelfAttentionRun};
 use tallow::memory::{
-    Account, AttentionWorkload, Kernels, SelfAttentionWorkload, attention_account,
-    self_attention_account, smallest_beyond, tracker,
+    AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload, attention_breakdown,
+    self_attention_breakdown, smallest_beyond, tracker,
 };
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::{Precision, Regime};
@@ -24,19 +24,24 @@ fn twice() -> Sampling {
     }
 }
 
-/// What the products' packing buffers take of a thread; they are left out of the account.
+/// What the products' packing buffers take of a thread; they are left out of the breakdown.
 const PACKING_BYTES: usize = 64 << 10;
 
-/// The same in half precision, whose products pack all of their operands: blocks of at most 512 x 192, 192 x 48, 16 x 192
-/// and 512 x 480 in f32.
+/// The same in half precision, whose products pack all of their operands: blocks of at most 512 x 192, 192 x 48, 16 x
+/// 192 and 512 x 480 in f32.
 const HALF_PACKING_BYTES: usize = 4 * (512 * 192 + 192 * 48 + 16 * 192 + 512 * 480);
 
 /// There to the end: what a pool's thread gives back when it goes would be missing in the next measurement.
 static ONE_THREAD: LazyLock<ThreadPool> =
     LazyLock::new(|| ThreadPoolBuilder::new().num_threads(1).build().unwrap());
 
-/// Holds what was measured against `account`.
-fn check(rows: &[Fields], what: &str, account: impl Fn() -> Account + Send, packing_bytes: usize) {
+/// Holds what was measured against `breakdown`.
+fn check(
+    rows: &[Fields],
+    what: &str,
+    breakdown: impl Fn() -> MemoryBreakdown + Send,
+    packing_bytes: usize,
+) {
     let whole = &rows[2];
     let pair = |predicted, measured| (number(whole, predicted), number(whole, measured));
     let (predicted, measured) = pair("estimate_before_backward_bytes", "before_backward_bytes");
@@ -53,7 +58,7 @@ fn check(rows: &[Fields], what: &str, account: impl Fn() -> Account + Send, pack
         "{what}: peak predicted {predicted}, measured {measured}"
     );
     // On a busy machine the threads may never hold their buffers at the same time.
-    let at_least = ONE_THREAD.install(account).peak_bytes() as f64;
+    let at_least = ONE_THREAD.install(breakdown).peak_bytes() as f64;
     assert!(
         measured > 0.85 * at_least,
         "{what}: peak predicted {at_least} on one thread, measured {measured}"
@@ -90,8 +95,8 @@ fn child_measures_attention() {
                         ..Default::default()
                     };
                     let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                    let account = || attention_account(&workload, Kernels::Cpu).unwrap();
-                    check(&rows, &format!("{workload:?}"), account, PACKING_BYTES);
+                    let breakdown = || attention_breakdown(&workload, Kernels::Cpu).unwrap();
+                    check(&rows, &format!("{workload:?}"), breakdown, PACKING_BYTES);
                 }
             }
         }
@@ -124,7 +129,7 @@ fn child_measures_flash_without_a_kernel() {
             dtype: DType::F64,
             ..Default::default()
         };
-        let account = attention_account(&workload, Kernels::Cuda).unwrap();
+        let breakdown = attention_breakdown(&workload, Kernels::Cuda).unwrap();
         let measured = || {
             let start = tracker::current_bytes().unwrap();
             let [q, k, v] = [0; 3].map(|_| Var::zeros(shape, DType::F64, &Device::Cpu).unwrap());
@@ -142,8 +147,8 @@ fn child_measures_flash_without_a_kernel() {
             let ratio = predicted as f64 / measured as f64;
             assert!((0.95..1.01).contains(&ratio), "{workload:?}: {ratio}");
         };
-        near(account.before_backward_bytes(), before_backward);
-        near(account.peak_bytes(), peak);
+        near(breakdown.before_backward_bytes(), before_backward);
+        near(breakdown.peak_bytes(), peak);
     }
 }
 
@@ -173,8 +178,8 @@ fn child_measures_the_module() {
                     sampling: twice(),
                 };
                 let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                let account = || self_attention_account(&workload).unwrap();
-                check(&rows, &format!("{workload:?}"), account, PACKING_BYTES);
+                let breakdown = || self_attention_breakdown(&workload).unwrap();
+                check(&rows, &format!("{workload:?}"), breakdown, PACKING_BYTES);
                 check_columns(&rows[2], &workload);
             }
         }
@@ -213,8 +218,13 @@ fn child_measures_the_module_in_half_precision() {
                     sampling: twice(),
                 };
                 let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                let account = || self_attention_account(&workload).unwrap();
-                check(&rows, &format!("{workload:?}"), account, HALF_PACKING_BYTES);
+                let breakdown = || self_attention_breakdown(&workload).unwrap();
+                check(
+                    &rows,
+                    &format!("{workload:?}"),
+                    breakdown,
+                    HALF_PACKING_BYTES,
+                );
             }
         }
     }
@@ -276,7 +286,7 @@ fn the_account_grows_as_its_algorithm_does() {
             sequence_length,
             ..Default::default()
         };
-        attention_account(&workload, Kernels::Cpu)
+        attention_breakdown(&workload, Kernels::Cpu)
             .unwrap()
             .peak_bytes() as f64
     };
@@ -300,8 +310,8 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
                 dtype,
             };
             for kernels in [Kernels::Cpu, Kernels::Cuda] {
-                let account = attention_account(&workload, kernels).unwrap();
-                assert_eq!(account.peak_bytes(), u64::MAX);
+                let breakdown = attention_breakdown(&workload, kernels).unwrap();
+                assert_eq!(breakdown.peak_bytes(), u64::MAX);
             }
             assert_eq!(workload.composed_bytes(), u64::MAX);
             let workload = SelfAttentionWorkload {
@@ -313,8 +323,8 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
                 dtype,
                 ..Default::default()
             };
-            let account = self_attention_account(&workload).unwrap();
-            assert_eq!(account.peak_bytes(), u64::MAX);
+            let breakdown = self_attention_breakdown(&workload).unwrap();
+            assert_eq!(breakdown.peak_bytes(), u64::MAX);
         }
     }
 }
@@ -329,7 +339,7 @@ fn the_limit_is_the_first_that_does_not_fit() {
             ..run.workload
         };
         let peak = |length| {
-            attention_account(&at(length), Kernels::Cpu)
+            attention_breakdown(&at(length), Kernels::Cpu)
                 .unwrap()
                 .peak_bytes()
         };
@@ -337,7 +347,7 @@ fn the_limit_is_the_first_that_does_not_fit() {
         assert!(limit.context_length.is_power_of_two());
         assert!(peak(limit.context_length) > available);
         assert!(peak(limit.context_length / 2) <= available);
-        assert_eq!(limit.account.peak_bytes(), peak(limit.context_length));
+        assert_eq!(limit.breakdown.peak_bytes(), peak(limit.context_length));
         let words = limit.to_string();
         assert!(words.starts_with(&format!("{algorithm}: ")), "{words}");
         assert!(words.contains("1,024.0 MiB would not hold"), "{words}");
@@ -358,5 +368,5 @@ fn the_limit_is_the_first_that_does_not_fit() {
         None,
         "no heads of that width"
     );
-    assert!(smallest_beyond(u64::MAX, |_| Some(limit.account.clone())).is_none());
+    assert!(smallest_beyond(u64::MAX, |_| Some(limit.breakdown.clone())).is_none());
 }

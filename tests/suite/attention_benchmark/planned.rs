@@ -6,7 +6,9 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, Execution};
-use tallow::memory::{AttentionWorkload, Kernels, attention_account, planned_attention_account};
+use tallow::memory::{
+    AttentionWorkload, Kernels, attention_breakdown, planned_attention_breakdown,
+};
 #[cfg(feature = "cuda")]
 use tallow::report::Fields;
 
@@ -71,7 +73,7 @@ fn it_runs_out_of_memory_in_a_row_too() {
     }
     let limit = run.limit(&Device::Cpu).unwrap();
     assert_eq!(limit.implementation, "planned");
-    assert!(limit.account.peak_bytes() > 1 << 20);
+    assert!(limit.breakdown.peak_bytes() > 1 << 20);
 }
 
 #[test]
@@ -122,10 +124,10 @@ fn child_measures_it() {
     }
 }
 
-/// What its rows say was taken is what its account says.
+/// What its rows say was taken is what its breakdown says.
 fn check_memory(run: &AttentionRun) {
-    let account = planned_attention_account(&run.workload, Kernels::Cpu).unwrap();
-    let (arena, peak) = (account.before_backward_bytes(), account.peak_bytes());
+    let breakdown = planned_attention_breakdown(&run.workload, Kernels::Cpu).unwrap();
+    let (arena, peak) = (breakdown.before_backward_bytes(), breakdown.peak_bytes());
     let scratch = (peak - arena) as f64; // flash attention's, if all threads find work
     for row in rows(run) {
         let at_most = [("before_backward_bytes", 0.0), ("peak_bytes", scratch)];
@@ -144,27 +146,27 @@ fn check_memory(run: &AttentionRun) {
 /// Alone in its process, since the pool's counters are the process's.
 #[cfg(feature = "cuda")]
 #[test]
-fn on_a_card_too() {
-    if crate::card().is_some() {
-        child::run("attention_benchmark::planned::child_measures_it_on_a_card");
+fn on_a_gpu_too() {
+    if crate::gpu().is_some() {
+        child::run("attention_benchmark::planned::child_measures_it_on_a_gpu");
     }
 }
 
 #[cfg(feature = "cuda")]
 #[test]
-#[ignore = "run by on_a_card_too"]
-fn child_measures_it_on_a_card() {
-    let card = tallow::device("cuda:0").unwrap();
+#[ignore = "run by on_a_gpu_too"]
+fn child_measures_it_on_a_gpu() {
+    let gpu = tallow::device("cuda:0").unwrap();
     let ways = [DType::F32, DType::BF16].map(|dtype| Algorithm::ALL.map(|by| (by, dtype)));
     for (algorithm, dtype) in ways.into_iter().flatten() {
         let mut run = planned_by(algorithm);
         (run.workload.sequence_length, run.workload.dtype) = (700, dtype);
-        let account = planned_attention_account(&run.workload, Kernels::Cuda).unwrap();
+        let breakdown = planned_attention_breakdown(&run.workload, Kernels::Cuda).unwrap();
         let peak = |row: &Fields| number(row, "peak_bytes");
-        for row in run.run(&card, |_, _| ()).unwrap() {
+        for row in run.run(&gpu, |_, _| ()).unwrap() {
             assert_eq!(text(&row, "status"), "ok");
             for taken in [number(&row, "before_backward_bytes"), peak(&row)] {
-                let mib = (taken - account.peak_bytes() as f64) / f64::from(1 << 20);
+                let mib = (taken - breakdown.peak_bytes() as f64) / f64::from(1 << 20);
                 assert!((0.0..0.1).contains(&mib), "{mib} MiB more");
             }
         }
@@ -174,21 +176,21 @@ fn child_measures_it_on_a_card() {
                 algorithm,
                 ..run.workload
             };
-            let account = attention_account(&eager.workload, Kernels::Cuda).unwrap();
-            let rows = eager.run(&card, |_, _| ()).unwrap();
+            let breakdown = attention_breakdown(&eager.workload, Kernels::Cuda).unwrap();
+            let rows = eager.run(&gpu, |_, _| ()).unwrap();
             let before_backward = number(&rows[2], "before_backward_bytes");
             for (predicted, measured) in [
-                (account.before_backward_bytes(), before_backward),
-                (account.peak_bytes(), peak(&rows[2])),
+                (breakdown.before_backward_bytes(), before_backward),
+                (breakdown.peak_bytes(), peak(&rows[2])),
             ] {
                 // The pool rounds a block up to 512 bytes.
                 let beside = measured - predicted as f64;
-                assert!(beside.abs() < 16e3, "{measured}: {account}");
+                assert!(beside.abs() < 16e3, "{measured}: {breakdown}");
             }
         }
 
         run.sampling.available_bytes = Some(1 << 20);
-        let refused = run.run(&card, |_, _| ()).unwrap();
+        let refused = run.run(&gpu, |_, _| ()).unwrap();
         assert_eq!(text(&refused[0], "status"), "OOM");
         if algorithm == Algorithm::Flash {
             continue;
@@ -202,7 +204,7 @@ fn child_measures_it_on_a_card() {
 /// What there is room for at once of the scores' gradients, wherever this runs; in half precision beside those of the
 /// probabilities in f32.
 #[test]
-fn a_card_need_not_be_there() {
+fn a_gpu_need_not_be_there() {
     for (dtype, width, gradients) in [(DType::F32, 4, 1), (DType::BF16, 2, 3)] {
         for (length, at_once) in [(700, 8), (16_384, 1), (32_768, 1)] {
             let workload = AttentionWorkload {
@@ -211,13 +213,13 @@ fn a_card_need_not_be_there() {
                 ..Default::default()
             };
             let (heads, scores) = (8 * length * 64 * width, length * length * width);
-            let eager = attention_account(&workload, Kernels::Cuda).unwrap();
+            let eager = attention_breakdown(&workload, Kernels::Cuda).unwrap();
             assert_eq!(eager.before_backward_bytes(), 4 * heads + 8 * scores);
             assert_eq!(
                 eager.peak_bytes(),
                 8 * heads + (8 + gradients * at_once) * scores
             );
-            let planned = planned_attention_account(&workload, Kernels::Cuda).unwrap();
+            let planned = planned_attention_breakdown(&workload, Kernels::Cuda).unwrap();
             // What cuBLASLt works in is the plan's own.
             let beside = planned.peak_bytes() - eager.peak_bytes();
             assert_eq!(beside, 32 << 20, "{planned}");

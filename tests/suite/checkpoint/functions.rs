@@ -246,7 +246,8 @@ fn outside_of_regions_stays_outside() {
     );
 }
 
-/// A region's copies of weights are not left over from forward when the weights are others: backward runs at the new ones.
+/// A region's copies of weights are not left over from forward when the weights are others: backward runs at the new
+/// ones.
 #[test]
 fn casts_are_made_again() {
     let w = var(&[4, 4], 1);

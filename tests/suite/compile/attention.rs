@@ -219,7 +219,7 @@ fn flash_keeps_nothing_of_all_pairs() {
         &planning(Algorithm::Flash, (2, 10, 257), DType::F32, &config),
     );
     let text = error.map(|_| ()).unwrap_err().to_string();
-    let many = (1usize << 50, 1, 1); // whose workspace on a card is larger than they are
+    let many = (1usize << 50, 1, 1); // whose workspace on a GPU is larger than they are
     let beyond = Attention::plan_for(&CPU, &planning(Algorithm::Flash, many, DType::F32, &config));
     let beyond = beyond.map(|_| ()).unwrap_err().to_string();
     assert!(beyond.contains("planned attention"), "{beyond}");
@@ -355,10 +355,10 @@ fn the_plan_says_what_it_is() {
     assert_eq!(plan.category_bytes(Category::Gradient), 3 * n);
     assert_eq!(plan.category_bytes(Category::Input), 4 * n);
     // 500 keys are 512 and a cache line; a number for each row, up to where the next buffer may begin.
-    let share = (4u64 * 8 * 500).next_multiple_of(ALIGNMENT_BYTES);
+    let inv_row_sum = (4u64 * 8 * 500).next_multiple_of(ALIGNMENT_BYTES);
     assert_eq!(
         plan.category_bytes(Category::Activation),
-        4 * 8 * 500 * 528 + share
+        4 * 8 * 500 * 528 + inv_row_sum
     );
     assert_eq!(plan.total_bytes(), plan.peak_bytes() + 4 * n);
     let text = plan.explain();

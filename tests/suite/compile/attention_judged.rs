@@ -1,5 +1,5 @@
-//! Planned attention held against exact results, by what eager naive attention is off in the same dtype; and what is only so
-//! in half precision.
+//! Planned attention held against exact results, by what eager naive attention is off in the same dtype; and what is
+//! only so in half precision.
 
 use super::CPU;
 use super::attention::{naive as planned_naive, naive_plan};
@@ -152,8 +152,8 @@ fn the_plan_in_half() {
         let half = plan(dtype);
         assert_eq!(half.category_bytes(Category::Input), 2 * 4 * n);
         assert_eq!(half.category_bytes(Category::Gradient), 2 * 3 * n);
-        let share = (4 * rows).next_multiple_of(ALIGNMENT_BYTES);
-        let kept = width * rows * 528 + share + 2 * n;
+        let inv_row_sum = (4 * rows).next_multiple_of(ALIGNMENT_BYTES);
+        let kept = width * rows * 528 + inv_row_sum + 2 * n;
         assert_eq!(half.category_bytes(Category::Activation), kept);
         assert_eq!(half.flops(), single.flops());
         assert!(half.explain().contains("rounded_off @"));

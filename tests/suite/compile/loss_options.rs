@@ -1,5 +1,5 @@
-//! What a planned step of any loss can be asked for: segments that are run again, micro-batches, a memory budget, the optimizer in
-//! backward, a loss scale.
+//! What a planned step of any loss can be asked for: segments that are run again, micro-batches, a memory budget, the
+//! optimizer in backward, a loss scale.
 
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
@@ -203,8 +203,8 @@ fn loss_scales() {
     assert!(text.to_string().contains("loss_scaling"), "{text}");
 }
 
-/// Micro-batches one after another in each input's first dimension, whose mean loss is that of them all at once; of half precision
-/// the gradients are rounded once a micro-batch.
+/// Micro-batches one after another in each input's first dimension, whose mean loss is that of them all at once; of
+/// half precision the gradients are rounded once a micro-batch.
 #[rstest]
 fn micro_batches(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
     let model = Model::new(false);

@@ -35,7 +35,8 @@ fn clipping() -> StepConfig {
 /// The loss on these inputs, and what autograd says of the parameters.
 type Loss<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
 
-/// Loss and gradients planned as eager ones, within `bound`; and so the weights after steps, which must be the same tensors.
+/// Loss and gradients planned as eager ones, within `bound`; and so the weights after steps, which must be the same
+/// tensors.
 fn assert_as_eager(
     parameters: &[(String, Var)],
     inputs: &[(&str, Tensor)],
@@ -392,7 +393,8 @@ fn elementwise_ops_are_as_eager(#[values(None, Some(DType::BF16))] half: Option<
     elementwise_ops().assert_as_eager(half);
 }
 
-/// A gradient that is not finite ends the step before anything changes, and says whose it was; gradients are kept apart.
+/// A gradient that is not finite ends the step before anything changes, and says whose it was; gradients are kept
+/// apart.
 #[test]
 fn gradients_that_are_not_finite() {
     let (good, bad) = (weight("good", &[4, 4], 1), weight("bad", &[4, 4], 2));
@@ -424,8 +426,8 @@ fn gradients_that_are_not_finite() {
     assert_eq!(step.gradient_norm(), None); // nothing was clipped
 }
 
-/// Tokens and targets cut out of one input; a weight and a table that are read in parts; a head in half precision; a mask of
-/// bytes.
+/// Tokens and targets cut out of one input; a weight and a table that are read in parts; a head in half precision; a
+/// mask of bytes.
 pub fn parts() -> Case {
     let walk = Tensor::from_iter((0..210u32).map(|i| i * 37 % 90), DEVICE).unwrap();
     let mask = Tensor::from_iter((0..1400).map(|i| (i % 3) as u8), DEVICE).unwrap();

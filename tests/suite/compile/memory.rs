@@ -55,8 +55,8 @@ fn allocations() {
         for _ in 0..3 {
             step.run(&mut optimizer, &tokens, &targets).unwrap();
         }
-        // Nothing stays, and nothing of a tensor's size comes and goes: the smallest activation is (N, D), 4 MiB. What does
-        // come and go are ids, and what small products pack.
+        // Nothing stays, and nothing of a tensor's size comes and goes: the smallest activation is (N, D), 4 MiB. What
+        // does come and go are ids, and what small products pack.
         assert!(alive() <= settled + 4096, "{} more", alive() - settled);
         let transient = tracker::peak_bytes().unwrap() - settled;
         assert!(transient < 1 << 20, "{transient} bytes came and went");

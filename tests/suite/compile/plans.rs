@@ -51,15 +51,20 @@ fn live_buffers_never_meet(
         }
     }
     // What outlives a micro-batch is not overwritten by the next one.
-    let repeated = plan.repeated();
+    let per_micro_batch = plan.per_micro_batch();
     for buffer in plan.buffers() {
-        if accumulation > 1 && buffer.is_in_arena() && buffer.live.end > repeated.end {
-            let whole = buffer.live.start <= repeated.start || buffer.live.start >= repeated.end;
+        if accumulation > 1 && buffer.is_in_arena() && buffer.live.end > per_micro_batch.end {
+            let whole = buffer.live.start <= per_micro_batch.start
+                || buffer.live.start >= per_micro_batch.end;
             assert!(whole, "{buffer:?}");
         }
         // What was made before the first is there for the last.
-        let before = buffer.live.start < repeated.start && buffer.live.end > repeated.start;
-        assert!(!before || buffer.live.end >= repeated.end, "{buffer:?}");
+        let before =
+            buffer.live.start < per_micro_batch.start && buffer.live.end > per_micro_batch.start;
+        assert!(
+            !before || buffer.live.end >= per_micro_batch.end,
+            "{buffer:?}"
+        );
     }
 }
 

@@ -1,8 +1,8 @@
-//! Steps planned on a card with TF32 on: how exact they are, and that a plan keeps to what it was planned in.
+//! Steps planned on a GPU with TF32 on: how exact they are, and that a plan keeps to what it was planned in.
 
-use super::card::model_on;
+use super::gpu::model_on;
 use super::{CPU, batch, bits, config, distance};
-use crate::tf32::card::alone;
+use crate::tf32::gpu::alone;
 use candle_core::{Device, Tensor};
 use tallow::attention::Algorithm;
 use tallow::compile::{PlanConfig, TrainStep};
@@ -74,15 +74,15 @@ fn as_exact_as_eager() {
 #[test]
 #[ignore = "run by as_exact_as_eager"]
 fn child_is_as_exact_as_eager() {
-    let card = crate::card().unwrap();
+    let gpu = crate::gpu().unwrap();
     for attention in [Algorithm::Naive, Algorithm::Flash] {
         let model = model(attention);
         let wanted = planned(&model, &CPU);
-        let exact = furthest(&planned(&model, &card), &wanted);
-        set_tf32(&card, true).unwrap();
-        let judge = furthest(&eager(&model, &card), &wanted);
-        let rounded = furthest(&planned(&model, &card), &wanted);
-        set_tf32(&card, false).unwrap();
+        let exact = furthest(&planned(&model, &gpu), &wanted);
+        set_tf32(&gpu, true).unwrap();
+        let judge = furthest(&eager(&model, &gpu), &wanted);
+        let rounded = furthest(&planned(&model, &gpu), &wanted);
+        set_tf32(&gpu, false).unwrap();
         println!("{attention:?}: exact {exact:.1e}, TF32 {rounded:.1e}, eager {judge:.1e}");
         assert!(exact < 2e-5, "{exact}");
         assert!(
@@ -98,20 +98,20 @@ fn a_plan_keeps_to_it() {
     alone("compile::tf32::child_keeps_to_it");
 }
 
-/// Losses and weights of four steps, call by call, recorded and from the recording: to the bit those of the arithmetic that
-/// they were planned in, whatever the switch says when they are run. Half precision has but one.
+/// Losses and weights of four steps, call by call, recorded and from the recording: to the bit those of the arithmetic
+/// that they were planned in, whatever the switch says when they are run. Half precision has but one.
 #[test]
 #[ignore = "run by a_plan_keeps_to_it"]
 fn child_keeps_to_it() {
-    let card = crate::card().unwrap();
-    let (tokens, targets) = ids(&card);
+    let gpu = crate::gpu().unwrap();
+    let (tokens, targets) = ids(&gpu);
     for attention in [Algorithm::Naive, Algorithm::Flash] {
         for precision in [Precision::F32, Precision::BF16] {
             let run = |planned_in: bool, run_in: bool| {
-                let (model, mut optimizer) = model_on(&model(attention), &card);
-                set_tf32(&card, planned_in).unwrap();
+                let (model, mut optimizer) = model_on(&model(attention), &gpu);
+                set_tf32(&gpu, planned_in).unwrap();
                 let mut step = TrainStep::new(&model, &optimizer, &plan(precision)).unwrap();
-                set_tf32(&card, run_in).unwrap();
+                set_tf32(&gpu, run_in).unwrap();
                 let losses = [0; 4].map(|_| {
                     let loss = step.run(&mut optimizer, &tokens, &targets).unwrap();
                     loss.to_bits()

@@ -1,5 +1,5 @@
-//! A block whose attention and feed-forward read the same norm, side by side, the feed-forward being two experts mixed by a
-//! soft gate.
+//! A block whose attention and feed-forward read the same norm, side by side, the feed-forward being two experts mixed
+//! by a soft gate.
 
 use candle_core::{D, DType, Device, Tensor, Var};
 use rstest::rstest;
@@ -216,9 +216,9 @@ fn it_is_planned(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algori
 
 #[cfg(feature = "cuda")]
 #[rstest]
-fn it_is_planned_on_a_card(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
-    if let Some(card) = crate::card() {
-        planned(attention, &card, [2e-6, 2e-5]);
+fn it_is_planned_on_a_gpu(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
+    if let Some(gpu) = crate::gpu() {
+        planned(attention, &gpu, [2e-6, 2e-5]);
     }
 }
 

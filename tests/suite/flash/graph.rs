@@ -38,8 +38,8 @@ fn plain_tensors_are_not_tracked(#[values(FLASH, REFERENCE)] attend: Attend) {
     assert!(!out.track_op() && !lse.track_op());
 }
 
-/// One input a Var and the others plain: its gradient is the one it has among Vars. An input that is neither plain nor a
-/// Var passes its gradient on.
+/// One input a Var and the others plain: its gradient is the one it has among Vars. An input that is neither plain nor
+/// a Var passes its gradient on.
 #[rstest]
 fn each_input_alone(#[values(FLASH, REFERENCE)] attend: Attend) {
     let problem = problem();

@@ -11,13 +11,13 @@
 //! eps add up to sqrt(Dh) / 2 eps of a score's terms, by chance (Higham and Mary, "A New Approach to Probabilistic
 //! Rounding Error Analysis", 2019), and three more come from scale, sum and result; a few eps are the logarithm's.
 //!
-//! Above the floor, f32 is judged by the error of naive f32 attention on the same inputs (out and lse: twice, gradients:
-//! three times), f32 in TF32 by that of naive attention in TF32, and half precision by the error of rounding the exact
-//! result to it (1.1 times). f64, to which the oracle is no better judge than it to the oracle, has no judge but 1e-12 in
-//! place of the few eps. All hold by norm and for the largest error.
+//! Above the floor, f32 is judged by the error of naive f32 attention on the same inputs (out and lse: twice,
+//! gradients: three times), f32 in TF32 by that of naive attention in TF32, and half precision by the error of rounding
+//! the exact result to it (1.1 times). f64, to which the oracle is no better judge than it to the oracle, has no judge
+//! but 1e-12 in place of the few eps. All hold by norm and for the largest error.
 //!
-//! A card's products in half precision take probabilities and score gradients rounded to it, so there each term is off by
-//! half an eps of that precision besides ([`on_a_card`]).
+//! A GPU's products in half precision take probabilities and score gradients rounded to it, so there each term is off
+//! by half an eps of that precision besides ([`on_a_gpu`]).
 
 use super::oracle::Oracle;
 use super::problem::{Attend, Problem, Results, Sizes, device, numbers, rounded, tensor};
@@ -48,8 +48,8 @@ pub fn floors(oracle: &Oracle, head_dim: usize, (eps, few_eps): (f64, f64)) -> R
     }
 }
 
-/// The floors of a card's tensor cores: what is multiplied with v, dO, k and q was rounded to half precision first.
-fn on_a_card(floors: Results, oracle: &Oracle, dtype: DType) -> Results {
+/// The floors of a GPU's tensor cores: what is multiplied with v, dO, k and q was rounded to half precision first.
+fn on_a_gpu(floors: Results, oracle: &Oracle, dtype: DType) -> Results {
     let off = 2.0 * half_eps(dtype); // the rounding of a probability, and that of the score gradient made from it
     let add = |floors: Vec<f64>, terms: &[f64]| -> Vec<f64> {
         let both = floors.into_iter().zip(terms);
@@ -192,7 +192,7 @@ pub fn judge(
     let found = problem.run(dtype, attend);
     let mut floors = floors(oracle, problem.sizes.head_dim, eps_of(dtype));
     if device().is_cuda() {
-        floors = on_a_card(floors, oracle, dtype);
+        floors = on_a_gpu(floors, oracle, dtype);
     }
     let exact = &oracle.results;
     match dtype {
@@ -228,8 +228,8 @@ pub fn hold_against(
     }
 }
 
-/// Holds `found` against the exact results by another computation that rounds where it does, between and at the end. The last
-/// rounding of a large element is luck: it may have hit the judge's well and ours badly.
+/// Holds `found` against the exact results by another computation that rounds where it does, between and at the end.
+/// The last rounding of a large element is luck: it may have hit the judge's well and ours badly.
 #[cfg(feature = "cuda")]
 pub fn hold_against_alike(
     problem: &Problem,

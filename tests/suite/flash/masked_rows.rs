@@ -1,7 +1,7 @@
 //! Queries that see no key: out 0, lse -inf, zero gradients, to the bit and whatever they hold.
 
 use super::oracle::Oracle;
-use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Results, Sizes, not_on_a_card};
+use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Results, Sizes, not_on_a_gpu};
 use rstest::rstest;
 use tallow::attention::Mask;
 
@@ -70,7 +70,7 @@ fn unseen_keys_get_zeros(#[values(FLASH, REFERENCE)] attend: Attend) {
 /// What a blind query holds, and what arrives at its out, has no say.
 #[rstest]
 fn blind_queries_hide_what_they_hold(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_card("its products are of whole tiles, with zeros where the mask hides") {
+    if not_on_a_gpu("its products are of whole tiles, with zeros where the mask hides") {
         return;
     }
     for (queries, keys) in LENGTHS {

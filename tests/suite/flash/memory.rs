@@ -47,7 +47,7 @@ fn long_sequences() {
     tracker::reset_peak();
     let outputs = Outputs {
         out: &mut out,
-        rounded_off: &mut [],
+        rounding_error: &mut [],
         lse: &mut lse,
     };
     forward(&sizes, &tiles, q, k, v, outputs);
@@ -56,7 +56,7 @@ fn long_sequences() {
         k,
         v,
         out: view(&out),
-        rounded_off: None,
+        rounding_error: None,
         lse: &lse,
         d_out,
     };

@@ -5,7 +5,7 @@
 
 use super::oracle::Oracle;
 use super::problem::{
-    Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Results, Sizes, device, not_on_a_card,
+    Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Results, Sizes, device, not_on_a_gpu,
 };
 use candle_core::DType;
 use rstest::rstest;
@@ -15,7 +15,7 @@ use tallow::attention::Mask;
 const LENGTHS: [(usize, usize); 4] = [(7, 7), (5, 70), (70, 5), (140, 135)];
 const DIM: usize = 5;
 
-/// Why a card is held to less: see `card::what_is_not_finite_stays_near`.
+/// Why a GPU is held to less: see `gpu::what_is_not_finite_stays_near`.
 const WHOLE_TILES: &str = "its products are of whole tiles, with zeros where the mask hides";
 
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +66,7 @@ fn nan_reaches_what_depends_on_it(
     #[values(Input::Q, Input::K, Input::V, Input::DOut)] input: Input,
     #[values(Mask::Full, Mask::Causal, Mask::CausalEnd)] mask: Mask,
 ) {
-    if not_on_a_card(WHOLE_TILES) {
+    if not_on_a_gpu(WHOLE_TILES) {
         return;
     }
     for lengths in LENGTHS {
@@ -85,7 +85,7 @@ fn nan_reaches_what_depends_on_it(
 /// Every dtype, on the shape where most can go wrong.
 #[rstest]
 fn nan_in_every_dtype(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_card(WHOLE_TILES) {
+    if not_on_a_gpu(WHOLE_TILES) {
         return;
     }
     let problem = Problem::random(Sizes::new((1, 2, 1), (70, 67), DIM), Mask::Causal, None, 6);
@@ -103,7 +103,7 @@ fn nan_in_every_dtype(#[values(FLASH, REFERENCE)] attend: Attend) {
 /// A NaN in a row of q: that row of out, lse and dq, and the keys it sees; in plain words, without the oracle.
 #[rstest]
 fn nan_in_a_query_stays_in_its_row(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_card(WHOLE_TILES) {
+    if not_on_a_gpu(WHOLE_TILES) {
         return;
     }
     let (queries, row) = (75, 20);
@@ -135,7 +135,7 @@ fn nan_in_a_query_stays_in_its_row(#[values(FLASH, REFERENCE)] attend: Attend) {
 /// infinite, as the sums happen to go.)
 #[rstest]
 fn infinities_stay_hidden(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_card(WHOLE_TILES) {
+    if not_on_a_gpu(WHOLE_TILES) {
         return;
     }
     for (mask, input, value) in [Mask::Causal, Mask::CausalEnd]
@@ -178,7 +178,7 @@ fn infinities_stay_hidden(#[values(FLASH, REFERENCE)] attend: Attend) {
 /// An infinite value that is seen shows in its own column of out, and in no other.
 #[rstest]
 fn infinite_values_show(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_card(WHOLE_TILES) {
+    if not_on_a_gpu(WHOLE_TILES) {
         return;
     }
     for mask in MASKS {
@@ -202,7 +202,7 @@ fn huge_scores_are_finite(
 ) {
     for mask in MASKS {
         let mut problem = Problem::random(Sizes::new((1, 2, 1), (70, 67), 24), mask, None, 10);
-        // A card scales and subtracts in one multiply-add, whose rounding is an exponent: scores of 1e8 there.
+        // A GPU scales and subtracts in one multiply-add, whose rounding is an exponent: scores of 1e8 there.
         let factor = if device().is_cuda() { 3e3 } else { 1e16 };
         problem.q.iter_mut().for_each(|x| *x *= factor);
         problem.k.iter_mut().for_each(|x| *x *= factor);

@@ -1,10 +1,10 @@
-//! Which path flash takes: on the CPU the kernel, in every dtype, on a card in all but f64, and the reference where it is
-//! asked for.
+//! Which path flash takes: on the CPU the kernel, in every dtype, on a GPU in all but f64, and the reference where it
+//! is asked for.
 
 use super::judge::judge;
 use super::oracle::Oracle;
 use super::problem::{
-    Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, dtypes_with_kernels, not_on_a_card,
+    Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, dtypes_with_kernels, not_on_a_gpu,
 };
 use tallow::ops::{KernelPolicy, fallbacks, with_kernel_policy};
 
@@ -25,7 +25,7 @@ fn strict_finds_a_kernel_for_every_dtype() {
             assert!(problem.run(dtype, strict).bits() == preferred, "{dtype:?}");
         }
     }
-    if not_on_a_card("other tests run in f64, which has no kernel there") {
+    if not_on_a_gpu("other tests run in f64, which has no kernel there") {
         return;
     }
     let flash = fallbacks().into_iter().find(|f| f.op == "attention::flash");

@@ -32,13 +32,13 @@ pub fn device() -> Device {
     tallow::device(name).unwrap_or_else(|error| panic!("TALLOW_TEST_DEVICE={name}: {error}"))
 }
 
-/// Whether attention runs on a card, of which `why` says why a test means nothing there.
-pub fn not_on_a_card(why: &str) -> bool {
-    let on_a_card = device().is_cuda();
-    if on_a_card {
-        eprintln!("skipped on a card: {why}");
+/// Whether attention runs on a GPU, of which `why` says why a test means nothing there.
+pub fn not_on_a_gpu(why: &str) -> bool {
+    let on_a_gpu = device().is_cuda();
+    if on_a_gpu {
+        eprintln!("skipped on a GPU: {why}");
     }
-    on_a_card
+    on_a_gpu
 }
 
 /// Runs `attend` on [`device`].

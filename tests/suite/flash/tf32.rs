@@ -1,11 +1,11 @@
-//! On a card in TF32: judged by f64 and naive attention in TF32, to the bit the same again, and apart from exact f32.
+//! On a GPU in TF32: judged by f64 and naive attention in TF32, to the bit the same again, and apart from exact f32.
 
-use super::card::{ON_CARD, thirds};
+use super::gpu::{ON_CARD, thirds};
 use super::judge::{OF_ANOTHER, Shares, floors, hold, naive_with_lse, with_own_heads};
 use super::oracle::Oracle;
 use super::problem::{Attend, MASKS, Problem, Results, Sizes, numbers, on, tensor};
 use crate::compile::distance;
-use crate::tf32::card::alone;
+use crate::tf32::gpu::alone;
 use candle_core::{DType, Device, Tensor};
 use tallow::attention::Mask;
 use tallow::device::{set_tf32, tf32};
@@ -19,8 +19,8 @@ fn to_tf32(x: &Tensor) -> Tensor {
     Tensor::from_vec(values, x.dims(), &Device::Cpu).unwrap()
 }
 
-/// Naive attention as it is written down, in f32, the factors of each product rounded to TF32. (A library's products in TF32
-/// are exact where that suits the sizes.)
+/// Naive attention as it is written down, in f32, the factors of each product rounded to TF32. (A library's products in
+/// TF32 are exact where that suits the sizes.)
 fn naive_in_tf32(problem: &Problem) -> Results {
     let sizes = problem.sizes;
     let scale = problem.config.scale_for(sizes.head_dim);
@@ -76,8 +76,8 @@ fn the_judge_is_off_by_tf32s_eps() {
     }
 }
 
-/// Runs and judges `problem`. A single key has P = 1 and dS = 0, which naive attention gets exactly while delta is not dP but
-/// for rounding: there the floor is what TF32's own eps promises.
+/// Runs and judges `problem`. A single key has P = 1 and dS = 0, which naive attention gets exactly while delta is not
+/// dP but for rounding: there the floor is what TF32's own eps promises.
 fn judge(problem: &Problem, narrow: &Results) -> Result<Shares, String> {
     let oracle = Oracle::of(problem);
     let eps = match problem.sizes.keys {
@@ -98,7 +98,7 @@ fn judged() {
 #[test]
 #[ignore = "run by judged"]
 fn child_is_judged() {
-    set_tf32(&crate::card().unwrap(), true).unwrap();
+    set_tf32(&crate::gpu().unwrap(), true).unwrap();
     let mut shares = Shares::default();
     for head_dim in [12, 16, 28, 32, 64, 96, 128, 256] {
         for lengths in [(1, 1), (37, 1), (33, 70), (70, 33), (130, 197)] {
@@ -117,19 +117,19 @@ fn child_is_judged() {
 }
 
 #[test]
-fn judged_by_the_cards_own() {
-    alone("flash::tf32::child_is_judged_by_the_cards_own");
+fn judged_by_the_gpus_own() {
+    alone("flash::tf32::child_is_judged_by_the_gpus_own");
 }
 
-/// Against naive attention whose products are candle's on the card, of sizes that all have tensor cores for.
+/// Against naive attention whose products are candle's on the GPU, of sizes that all have tensor cores for.
 #[test]
-#[ignore = "run by judged_by_the_cards_own"]
-fn child_is_judged_by_the_cards_own() {
+#[ignore = "run by judged_by_the_gpus_own"]
+fn child_is_judged_by_the_gpus_own() {
     const NAIVE: Attend = |q, k, v, config| {
-        let card = tallow::device("cuda:0")?;
-        on(&card, naive_with_lse, [q, k, v], config)
+        let gpu = tallow::device("cuda:0")?;
+        on(&gpu, naive_with_lse, [q, k, v], config)
     };
-    set_tf32(&crate::card().unwrap(), true).unwrap();
+    set_tf32(&crate::gpu().unwrap(), true).unwrap();
     for head_dim in [64, 128] {
         for mask in MASKS {
             let sizes = Sizes::new((2, 4, 4), (128, 256), head_dim);
@@ -146,24 +146,24 @@ fn switched() {
     alone("flash::tf32::child_is_switched");
 }
 
-/// The same bits each time in either arithmetic; and backward is of the arithmetic of its forward, whatever the switch says by
-/// then.
+/// The same bits each time in either arithmetic; and backward is of the arithmetic of its forward, whatever the switch
+/// says by then.
 #[test]
 #[ignore = "run by switched"]
 fn child_is_switched() {
     const SWITCHED_AFTER: Attend = |q, k, v, config| {
-        let card = tallow::device("cuda:0")?;
+        let gpu = tallow::device("cuda:0")?;
         let results = ON_CARD(q, k, v, config)?;
-        set_tf32(&card, !tf32(&card))?;
+        set_tf32(&gpu, !tf32(&gpu))?;
         Ok(results)
     };
-    let card = crate::card().unwrap();
+    let gpu = crate::gpu().unwrap();
     for head_dim in [16, 28, 64, 96, 128, 256] {
         for mask in MASKS {
             let sizes = Sizes::new((2, 4, 2), (300, 517), head_dim);
             let problem = thirds(Problem::random(sizes, mask, None, 93));
             let run = |on, attend| {
-                set_tf32(&card, on).unwrap();
+                set_tf32(&gpu, on).unwrap();
                 problem.run(DType::F32, attend).bits()
             };
             let (exact, rounded) = (run(false, ON_CARD), run(true, ON_CARD));
@@ -196,11 +196,11 @@ fn half_precision_does_not_heed_it() {
 #[test]
 #[ignore = "run by half_precision_does_not_heed_it"]
 fn child_in_half_does_not_heed_it() {
-    let card = crate::card().unwrap();
+    let gpu = crate::gpu().unwrap();
     let sizes = Sizes::new((2, 4, 2), (70, 133), 64);
     let problem = Problem::random(sizes, Mask::Causal, None, 94);
     let run = |on| {
-        set_tf32(&card, on).unwrap();
+        set_tf32(&gpu, on).unwrap();
         problem.run(DType::BF16, ON_CARD).bits()
     };
     assert!(run(false) == run(true));

@@ -1,9 +1,10 @@
-//! Scores of a hundred and more, whose log-sum-exp has lost digits that probabilities need: f32 against the exact results by
-//! naive f32's own error, without a floor. Errors are added up over many problems, so that no single one's luck decides.
+//! Scores of a hundred and more, whose log-sum-exp has lost digits that probabilities need: f32 against the exact
+//! results by naive f32's own error, without a floor. Errors are added up over many problems, so that no single one's
+//! luck decides.
 
 use super::judge;
 use super::oracle::Oracle;
-use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, not_on_a_card};
+use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, not_on_a_gpu};
 use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::Mask;
@@ -70,11 +71,11 @@ fn as_exact_as_naive(#[values(FLASH, REFERENCE)] attend: Attend) {
     no_worse_than_naive(attend, 1.6);
 }
 
-/// Where one key takes all of a query's probability, what backward subtracts from its dP is its dP to the bit: nothing but
-/// the other keys' share of dq is left.
+/// Where one key takes all of a query's probability, what backward subtracts from its dP is its dP to the bit: nothing
+/// but the other keys' share of dq is left.
 #[test]
 fn one_key_takes_all() {
-    if not_on_a_card("a GPU adds the two up in different orders") {
+    if not_on_a_gpu("a GPU adds the two up in different orders") {
         return;
     }
     let (queries, head_dim) = (37, 24);

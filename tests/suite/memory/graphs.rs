@@ -9,7 +9,7 @@ use tallow::attention::{self, Algorithm, AttentionConfig};
 use tallow::graph::{self, Target};
 use tallow::kernels::cpu::gemm;
 use tallow::memory::{
-    Estimate, Holds, Kernels, Mode, Workload, estimate, estimate_graph, measure, tracker,
+    Estimate, Kernels, MemoryKind, Mode, Workload, estimate, estimate_graph, measure, tracker,
 };
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::precision::Precision;
@@ -70,9 +70,13 @@ fn a_few_blocks_stand_for_all() {
                         Mode::Forward | Mode::ForwardKeepingGraph => 4 * 3 * 128,
                         _ => 0,
                     };
-                    let same = Holds::ALL.iter().all(|holds| {
-                        let more = if *holds == Holds::Inputs { targets } else { 0 };
-                        plan.account.bytes_of(*holds) == whole.account.bytes_of(*holds) + more
+                    let same = MemoryKind::ALL.iter().all(|holds| {
+                        let more = if *holds == MemoryKind::Inputs {
+                            targets
+                        } else {
+                            0
+                        };
+                        plan.breakdown.bytes_of(*holds) == whole.breakdown.bytes_of(*holds) + more
                     });
                     if !same
                         || plan.peak_bytes != whole.peak_bytes + targets
@@ -102,7 +106,7 @@ type Figure = (
     [u64; 2],
 );
 
-/// What this crate's first account had, which followed one model by hand, on a GPU.
+/// What this crate's first breakdown had, which followed one model by hand, on a GPU.
 const FIGURES: [Figure; 37] = [
     (
         "small",
@@ -592,7 +596,7 @@ fn compared(loss: impl Fn() -> Result<Tensor>) -> ([u64; 2], [u64; 2], Estimate)
     let peak = tracker::peak_bytes().unwrap() - before;
     drop((out, gradients));
     let predicted = [plan.after_forward_bytes, plan.peak_bytes];
-    let there = plan.account.bytes_of(Holds::Weights) + traced_inputs(&traced);
+    let there = plan.breakdown.bytes_of(MemoryKind::Weights) + traced_inputs(&traced);
     (predicted, [there + after_forward, there + peak], plan)
 }
 
@@ -669,7 +673,7 @@ fn what_has_no_gradient_has_no_backward() {
     let x = graph::input("x", (2, 3), DType::F32).unwrap();
     let traced = graph::trace(Target::Cpu, || no_grad(|| layer.forward(&x))).unwrap();
     let forward = estimate_graph(&traced, Mode::Forward).unwrap();
-    assert_eq!(forward.peak_bytes, forward.account.peak_bytes());
+    assert_eq!(forward.peak_bytes, forward.breakdown.peak_bytes());
     let error = estimate_graph(&traced, Mode::TrainStep).unwrap_err();
     assert!(error.to_string().contains("no gradient"), "{error}");
 }

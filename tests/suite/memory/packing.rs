@@ -35,7 +35,8 @@ fn taken<T: Stored>(sizes: ProductSizes) -> u64 {
     tracker::peak_bytes().unwrap() - before
 }
 
-/// Alone in its process, since the counts are the process's; in a pool of one thread, since others allocate as they begin.
+/// Alone in its process, since the counts are the process's; in a pool of one thread, since others allocate as they
+/// begin.
 #[test]
 #[ignore = "run by products_pack_what_they_say"]
 fn child_measures_products() {
@@ -75,8 +76,9 @@ fn products_pack_what_they_say() {
 }
 
 proptest! {
-    /// What fits is searched for by halving the interval, over B and T: the rows of one factor, or the depth of a weight's
-    /// gradient. Where a longer product is ours, and not the `gemm` crate's, it packs into what the threads keep.
+    /// What fits is searched for by halving the interval, over B and T: the rows of one factor, or the depth of a
+    /// weight's gradient. Where a longer product is ours, and not the `gemm` crate's, it packs into what the threads
+    /// keep.
     #[test]
     fn a_longer_product_packs_no_less(
         rows in 1usize..3000,

@@ -67,7 +67,8 @@ fn child_measures_precisions() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Of a tensor, beside its elements: what candle knows of it, with storage and device, which are larger where there are cards.
+/// Of a tensor, beside its elements: what candle knows of it, with storage and device, which are larger where there are
+/// GPUs.
 const RECORD_BYTES: usize = 223 + size_of::<Storage>() + size_of::<Device>();
 
 /// Where prediction and measurement disagree, in words.
@@ -92,7 +93,7 @@ pub(super) fn wrong_of(
         _ => 96,
     };
     let records = (config.num_layers.max(4) * a_layer * RECORD_BYTES) as f64;
-    // The account has what every thread works in; on a busy machine not all may at the same time.
+    // The breakdown has what every thread works in; on a busy machine not all may at the same time.
     let idle = 1048576.0 * rayon::current_num_threads() as f64;
     let slack = [
         (0.001 * pairs[0].1 + records, 0.0),
@@ -174,7 +175,7 @@ fn every_layer_adds_the_same() {
                     ..Default::default()
                 };
                 let plan = estimate(&config, &workload).unwrap();
-                assert_eq!(plan.account.peak_bytes(), plan.peak_bytes);
+                assert_eq!(plan.breakdown.peak_bytes(), plan.peak_bytes);
                 plan.peak_bytes
             };
             let added = peak(3) - peak(2);
@@ -198,7 +199,7 @@ fn the_account_is_a_table_with_formulas() {
         ..Default::default()
     };
     let plan = estimate(&TransformerConfig::small(), &workload).unwrap();
-    assert!(plan.account.parts.is_sorted_by_key(|part| part.holds));
+    assert!(plan.breakdown.parts.is_sorted_by_key(|part| part.kind));
     let text = plan.to_string();
     let line = |what: &str| {
         let mut lines = text.lines();

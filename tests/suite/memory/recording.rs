@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use std::hint::black_box;
 use tallow::attention::Algorithm;
 use tallow::bench::EndToEnd;
-use tallow::memory::{Holds, Mode, RecordConfig, Recording, record, timeline, tracker};
+use tallow::memory::{MemoryKind, Mode, RecordConfig, Recording, record, timeline, tracker};
 use tallow::precision::Precision;
 use tallow::{Error, probe};
 
@@ -24,7 +24,7 @@ fn child_records_a_script() {
         ..Default::default()
     })
     .unwrap();
-    recorder.label(Holds::Weights, "before", &before);
+    recorder.label(MemoryKind::Weights, "before", &before);
     let kept = {
         let _phase = probe::phase("forward");
         let _layer = probe::module(|| "layer");
@@ -49,17 +49,17 @@ fn child_records_a_script() {
         .iter()
         .filter(|b| b.bytes > 6_000)
         .collect();
-    let seen: Vec<_> = blocks.iter().map(|b| (b.bytes, b.holds, b.phase)).collect();
+    let seen: Vec<_> = blocks.iter().map(|b| (b.bytes, b.kind, b.phase)).collect();
     assert_eq!(
         seen,
         [
-            (3_000_000, Holds::Weights, ""),
-            (2_000_000, Holds::Activations, "forward"),
-            (1_000_000, Holds::Activations, "forward"),
-            (500_000, Holds::Scratch, "backward"),
-            (700_000, Holds::Gradients, "backward"),
-            (10_000, Holds::Other, ""),
-            (20_000, Holds::Other, ""),
+            (3_000_000, MemoryKind::Weights, ""),
+            (2_000_000, MemoryKind::Activations, "forward"),
+            (1_000_000, MemoryKind::Activations, "forward"),
+            (500_000, MemoryKind::Scratch, "backward"),
+            (700_000, MemoryKind::Gradients, "backward"),
+            (10_000, MemoryKind::Other, ""),
+            (20_000, MemoryKind::Other, ""),
         ]
     );
     assert_eq!(blocks[0].name.as_deref(), Some("before"));
@@ -82,8 +82,8 @@ fn child_records_a_script() {
         Some(recording.peak_bytes())
     );
     let held = recording.holdings_at(recording.peak_at());
-    assert_eq!(held.bytes_of(Holds::Weights), 3_000_000);
-    assert_eq!(held.bytes_of(Holds::Activations), 2_000_000);
+    assert_eq!(held.bytes_of(MemoryKind::Weights), 3_000_000);
+    assert_eq!(held.bytes_of(MemoryKind::Activations), 2_000_000);
     assert_eq!(held.total_bytes(), recording.peak_bytes());
     assert_adds_up(&recording);
 }
@@ -260,15 +260,15 @@ fn child_profiles_steps() {
             let predicted = profile.estimate.peak_bytes;
             assert!(predicted.abs_diff(profile.peak_bytes) < MIB / 4, "{mode:?}");
             let measured = recording.holdings_at(recording.peak_at());
-            for holds in Holds::ALL {
-                let predicted = profile.estimate.account.bytes_of(holds);
+            for holds in MemoryKind::ALL {
+                let predicted = profile.estimate.breakdown.bytes_of(holds);
                 let bytes = measured.bytes_of(holds);
                 println!("{attention} {precision} {mode:?} {holds}: {predicted} {bytes}");
                 // Records of tensors are nobody's, and tables of positions are not labelled.
                 let slack = match holds {
-                    Holds::Other => MIB / 4,
-                    Holds::Scratch | Holds::Inputs => 65_536,
-                    Holds::Weights | Holds::Optimizer => 0,
+                    MemoryKind::Other => MIB / 4,
+                    MemoryKind::Scratch | MemoryKind::Inputs => 65_536,
+                    MemoryKind::Weights | MemoryKind::Optimizer => 0,
                     _ => predicted / 50 + 65_536,
                 };
                 // Without a graph two moments are nearly as bad.
@@ -279,7 +279,7 @@ fn child_profiles_steps() {
             }
             // Nothing that an op takes is nobody's.
             let lost = recording.blocks.iter().filter(|block| {
-                block.holds == Holds::Other && !block.phase.is_empty() && block.bytes > 65_536
+                block.kind == MemoryKind::Other && !block.phase.is_empty() && block.bytes > 65_536
             });
             assert_eq!(lost.count(), 0);
             let svg = timeline(recording, "a step").to_svg().unwrap();

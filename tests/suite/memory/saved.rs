@@ -11,7 +11,7 @@ use tallow::precision::Precision;
 
 const BATCH: usize = 3;
 
-/// The graph of a loss, whole, and the sizes of what it holds as the account has them.
+/// The graph of a loss, whole, and the sizes of what it holds as the breakdown has them.
 #[rstest]
 fn a_models_graph_holds_what_the_account_says(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -53,10 +53,10 @@ fn a_models_graph_holds_what_the_account_says(
         Precision::F32 => 0,
         _ => 4 * 3 * length as u64 * 2 * (64 / 4),
     };
-    let account = plan.activation_bytes + plan.logit_bytes + plan.weight_cast_bytes;
+    let breakdown = plan.activation_bytes + plan.logit_bytes + plan.weight_cast_bytes;
     assert!(
-        account - saved.residual_bytes() <= tables,
-        "{account} in the account, {} saved",
+        breakdown - saved.residual_bytes() <= tables,
+        "{breakdown} in the breakdown, {} saved",
         saved.residual_bytes()
     );
 

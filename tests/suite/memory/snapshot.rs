@@ -8,8 +8,8 @@ use std::process::Command;
 use tallow::Error;
 use tallow::memory::{Mode, RecordConfig, Snapshot, record, timeline};
 
-/// Every block inside its segment, and every event a known one; prints what it has seen. `_memory_viz.py` is loaded as a
-/// file: importing torch would take seconds, and CUDA.
+/// Every block inside its segment, and every event a known one; prints what it has seen. `_memory_viz.py` is loaded as
+/// a file: importing torch would take seconds, and CUDA.
 const CHECK: &str = r#"
 import importlib.util, json, pickle, sys
 spec = importlib.util.spec_from_file_location("viz", sys.argv[1])

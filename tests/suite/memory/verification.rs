@@ -19,8 +19,8 @@ fn cheap() -> Vec<(usize, TransformerConfig, Workload)> {
         .collect()
 }
 
-/// Alone in its process, since the counts are the process's. One thread holds what the account says it does; of several,
-/// on a busy machine, not all may at the same time.
+/// Alone in its process, since the counts are the process's. One thread holds what the breakdown says it does; of
+/// several, on a busy machine, not all may at the same time.
 #[test]
 #[ignore = "run by estimates_are_near_on_a_sample"]
 fn child_measures_a_sample() {

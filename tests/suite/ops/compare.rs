@@ -104,8 +104,8 @@ pub fn assert_no_worse(case: &Case, run: &Outcome, judge: &Outcome, exact: &Outc
     }
 }
 
-/// Judges `run`, in half precision, by rounding the exact result to the dtypes it came in: the error is at most 1.1 times
-/// that of the rounding, plus what f32 does to it inside.
+/// Judges `run`, in half precision, by rounding the exact result to the dtypes it came in: the error is at most 1.1
+/// times that of the rounding, plus what f32 does to it inside.
 pub fn assert_rounded_once(case: &Case, run: &Outcome, exact: &Outcome) {
     let rounded = |exact: &Tensor, like: &Tensor| cast(&cast(exact, like.dtype()), DType::F64);
     let gradients = exact.gradients.iter().zip(&run.gradients);

@@ -1,4 +1,5 @@
-//! Cross-entropy where logits are large and losses small: a loss is a difference of numbers that are hundreds of times it.
+//! Cross-entropy where logits are large and losses small: a loss is a difference of numbers that are hundreds of times
+//! it.
 
 use super::case::{Case, Input, KERNEL, Lie, REFERENCE, cast};
 use super::compare::{error, magnitude};
@@ -6,8 +7,8 @@ use candle_core::{D, DType, Device, Tensor};
 use rstest::rstest;
 use tallow::ops::{self, KernelPolicy};
 
-/// How far PyTorch 2.15 in f32 on a CPU is from itself in f64, |a - b| / |b| by norm, for `cross_entropy(x @ W.T)` of what
-/// [`inputs`] makes: loss, dx and dW.
+/// How far PyTorch 2.15 in f32 on a CPU is from itself in f64, |a - b| / |b| by norm, for `cross_entropy(x @ W.T)` of
+/// what [`inputs`] makes: loss, dx and dW.
 const PYTORCH_OF_BOTH: [f64; 3] = [1.6e-6, 2.2e-6, 2.0e-6];
 /// The same for `cross_entropy(logits)`: loss and dlogits.
 const PYTORCH_OF_LOGITS: [f64; 2] = [4.3e-8, 8.3e-8];
@@ -83,7 +84,7 @@ fn losses_and_gradients_keep_their_digits(#[values(KERNEL, REFERENCE)] policy: K
 #[cfg(feature = "cuda")]
 #[test]
 fn losses_and_gradients_keep_their_digits_on_a_gpu() {
-    let Some(gpu) = crate::card() else { return };
+    let Some(gpu) = crate::gpu() else { return };
     for (case, pytorch) in both() {
         judge(&case, &gpu, KERNEL, pytorch);
     }

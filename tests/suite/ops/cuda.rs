@@ -1,4 +1,4 @@
-//! The same cases on a card: CUDA kernels, and references where there are none, judged by f64 on the CPU.
+//! The same cases on a GPU: CUDA kernels, and references where there are none, judged by f64 on the CPU.
 
 use super::case::{Case, KERNEL, LIES, Lie, REFERENCE, bits, normal};
 use super::cases::{self, MASKS};
@@ -90,14 +90,14 @@ fn with_kernels() -> Vec<Case> {
 }
 
 fn check(case: &Case, policy: KernelPolicy, lie: Lie) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let exact = case.run(DType::F64, REFERENCE);
     let judge = case.run(DType::F32, REFERENCE);
     assert_no_worse(
         case,
-        &case.run_on(&card, DType::F32, policy, lie),
+        &case.run_on(&gpu, DType::F32, policy, lie),
         &judge,
         &exact,
     );
@@ -144,7 +144,7 @@ fn layer_norm_far_from_zero(#[values(1e2, 1e4)] mean: f64) {
 /// Rows that begin between vectors, though their width is one of whole vectors.
 #[rstest]
 fn rows_begin_anywhere(#[values(1, 2, 3)] offset: usize) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let (rows, classes) = (5, 512);
@@ -164,7 +164,7 @@ fn rows_begin_anywhere(#[values(1, 2, 3)] offset: usize) {
             .to_device(&Device::Cpu)
             .unwrap()
     };
-    assert_close("gradient", &gradient(&card), &gradient(&Device::Cpu), 1e-6);
+    assert_close("gradient", &gradient(&gpu), &gradient(&Device::Cpu), 1e-6);
 }
 
 fn variable(device: &Device, dims: &[usize], seed: u64) -> Var {
@@ -175,7 +175,7 @@ fn variable(device: &Device, dims: &[usize], seed: u64) -> Var {
 /// Head and loss. Logits become their gradient where they lie, so that a second backward has to compute them again.
 #[test]
 fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let run = |device: &Device| {
@@ -190,15 +190,15 @@ fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
         let [[dx, dw], [dx_again, dw_again]] = gradients;
         [loss, dx, dw, dx_again, dw_again].map(|x| x.to_device(&Device::Cpu).unwrap())
     };
-    for (on_card, on_cpu) in run(&card).iter().zip(&run(&Device::Cpu)) {
-        assert_close("loss, dx, dw and once more", on_card, on_cpu, 1e-5);
+    for (on_gpu, on_cpu) in run(&gpu).iter().zip(&run(&Device::Cpu)) {
+        assert_close("loss, dx, dw and once more", on_gpu, on_cpu, 1e-5);
     }
 }
 
 /// Two products and the gate between them, each of which rounds.
 #[test]
 fn the_gated_maps() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     for (rows, depth, out) in [(1, 5, 3), (33, 65, 41), (123, 257, 301), (1024, 64, 176)] {
@@ -208,20 +208,20 @@ fn the_gated_maps() {
             let case = case().rounded_to(dtype);
             let exact = case.run(DType::F64, REFERENCE);
             let judge = case.run(dtype, KERNEL);
-            let half = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
+            let half = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
             assert_no_worse(&case, &half, &judge, &exact);
         }
     }
 }
 
-/// In an autocast region products read the weights' copies, kept or dropped, and the weights' gradients are f32 sums that
-/// nothing has rounded: the CPU's.
+/// In an autocast region products read the weights' copies, kept or dropped, and the weights' gradients are f32 sums
+/// that nothing has rounded: the CPU's.
 #[rstest]
 fn weights_in_a_region_have_the_gradients_of_the_cpu(
     #[values(DType::F16, DType::BF16)] dtype: DType,
     #[values(false, true)] keeps: bool,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let run = |device: &Device| {
@@ -258,24 +258,24 @@ fn weights_in_a_region_have_the_gradients_of_the_cpu(
         }
         found
     };
-    let (on_card, on_cpu) = (run(&card), run(&Device::Cpu));
+    let (on_gpu, on_cpu) = (run(&gpu), run(&Device::Cpu));
     // Of linear, all that rounds is its output; of the others, what is between the products too.
-    assert_close("linear's dw", &on_card[0], &on_cpu[0], 1e-6);
-    assert_close("linear_bias's db", &on_card[3], &on_cpu[3], 1e-6);
-    assert_close("linear_bias's dw", &on_card[4], &on_cpu[4], 1e-6);
-    for (on_card, on_cpu) in on_card.iter().zip(&on_cpu) {
+    assert_close("linear's dw", &on_gpu[0], &on_cpu[0], 1e-6);
+    assert_close("linear_bias's db", &on_gpu[3], &on_cpu[3], 1e-6);
+    assert_close("linear_bias's dw", &on_gpu[4], &on_cpu[4], 1e-6);
+    for (on_gpu, on_cpu) in on_gpu.iter().zip(&on_cpu) {
         let once = if dtype == DType::BF16 { 8e-3 } else { 1e-3 };
-        assert_close("outputs and gradients", on_card, on_cpu, once);
+        assert_close("outputs and gradients", on_gpu, on_cpu, once);
     }
 }
 
 /// Weights without rows, and products over nothing.
 #[test]
 fn nothing_is_multiplied() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
-    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &card).unwrap();
+    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &gpu).unwrap();
     let y = ops::linear(&zeros(&[3, 5]), &zeros(&[0, 5])).unwrap();
     assert_eq!(y.dims(), [3, 0]);
     let y = ops::linear_bias(&zeros(&[3, 5]), &zeros(&[0, 5]), &zeros(&[0])).unwrap();
@@ -296,24 +296,24 @@ fn every_op_in_f32() {
 
 #[rstest]
 fn kernels_in_half_precision_round_once(#[values(DType::F16, DType::BF16)] dtype: DType) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     for case in with_kernels() {
         let case = case.rounded_to(dtype);
         let exact = case.run(DType::F64, REFERENCE);
-        let half = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
+        let half = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
         assert_rounded_once(&case, &half, &exact);
     }
 }
 
 #[test]
 fn the_same_bits_every_time() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     for case in with_kernels() {
-        let run = || case.run_on(&card, DType::F32, KERNEL, Lie::Contiguous);
+        let run = || case.run_on(&gpu, DType::F32, KERNEL, Lie::Contiguous);
         let (first, second) = (run(), run());
         assert_eq!(bits(&first.out), bits(&second.out), "{}", case.name);
         for ((name, a), (_, b)) in first.gradients.iter().zip(&second.gradients) {
@@ -337,7 +337,7 @@ fn flash_in_half_precision(
     #[values(DType::F16, DType::BF16)] dtype: DType,
     #[values(8, 16, 24, 32, 64, 80, 96, 128, 200, 256)] head_dim: usize,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     for mask in MASKS {
@@ -345,9 +345,9 @@ fn flash_in_half_precision(
             let case = cases::grouped_flash(&[2], heads, lengths, head_dim, mask, 7);
             let case = case.rounded_to(dtype);
             let exact = case.run(DType::F64, KERNEL);
-            let half = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
-            let turned = case.run_on(&card, dtype, KERNEL, Lie::Transposed);
-            let again = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
+            let half = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
+            let turned = case.run_on(&gpu, dtype, KERNEL, Lie::Transposed);
+            let again = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
             let judge = case.run(dtype, KERNEL);
             assert_no_worse(&case, &half, &judge, &exact);
             assert_no_worse(&case, &turned, &judge, &exact);
@@ -364,7 +364,7 @@ fn flash_in_half_precision(
 fn flash_in_f32(
     #[values(4, 8, 16, 20, 32, 60, 64, 80, 96, 100, 128, 200, 252, 256)] head_dim: usize,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     for mask in MASKS {
@@ -373,7 +373,7 @@ fn flash_in_f32(
             let case = case.rounded_to(DType::F32);
             let exact = case.run(DType::F64, KERNEL);
             let judge = case.run(DType::F32, REFERENCE);
-            let run = |lie| case.run_on(&card, DType::F32, KERNEL, lie);
+            let run = |lie| case.run_on(&gpu, DType::F32, KERNEL, lie);
             let found = run(Lie::Contiguous);
             assert_no_worse(&case, &found, &judge, &exact);
             for lie in LIES {

@@ -1,13 +1,13 @@
 //! The language model under the CPU's policy against PyTorch inside `torch.autocast("cpu", bfloat16)`.
 //!
-//! Two implementations of one policy do not agree to the bit, so the judge is what bf16 does to PyTorch itself: with D its
-//! own distance from f32 to bf16, ours must be within 2 D of its bf16, and at least 0.3 D away from its f32 (or f32 would
-//! pass, being within D of bf16). Ours was seen within 1.5 D and over 0.6 D away.
+//! Two implementations of one policy do not agree to the bit, so the judge is what bf16 does to PyTorch itself: with D
+//! its own distance from f32 to bf16, ours must be within 2 D of its bf16, and at least 0.3 D away from its f32 (or f32
+//! would pass, being within D of bf16). Ours was seen within 1.5 D and over 0.6 D away.
 //!
-//! Where they differ, though dtypes agree op by op: PyTorch composes attention, RoPE and the gate of ops that round each
-//! result to bf16 (scaled scores and probabilities, the four products of a rotation, silu); ours compute these in f32 and
-//! round once, and scores are never rounded. On both sides norms and the residual stream are f32: `rms_norm` follows its
-//! f32 input on the CPU, and f32 + bf16 is f32.
+//! Where they differ, though dtypes agree op by op: PyTorch composes attention, RoPE and the gate of ops that round
+//! each result to bf16 (scaled scores and probabilities, the four products of a rotation, silu); ours compute these in
+//! f32 and round once, and scores are never rounded. On both sides norms and the residual stream are f32: `rms_norm`
+//! follows its f32 input on the CPU, and f32 + bf16 is f32.
 
 use super::*;
 use crate::golden::Golden;
@@ -38,7 +38,8 @@ struct Distance {
 
 impl Distance {
     fn passes(&self) -> bool {
-        // One number may come near f32's by chance, where rounding errors cancel: the mean is judged by the losses in it.
+        // One number may come near f32's by chance, where rounding errors cancel: the mean is judged by the losses in
+        // it.
         let is_far_from_f32 = self.name == "loss" || self.from_f32 >= 0.3;
         self.from_bf16 <= 2.0 && is_far_from_f32
     }

@@ -244,8 +244,8 @@ fn f64_is_left_alone() {
     }
 }
 
-/// Without a region, and where it is switched off, nothing has changed: f32 runs in f32, mixed dtypes are refused but for a
-/// norm's f32 weight.
+/// Without a region, and where it is switched off, nothing has changed: f32 runs in f32, mixed dtypes are refused but
+/// for a norm's f32 weight.
 #[test]
 fn outside_nothing_is_cast() {
     for (name, x_shape, weight_shapes, out, apply) in all() {

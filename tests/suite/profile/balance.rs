@@ -6,8 +6,8 @@ use tallow::precision::Precision;
 use tallow::probe::Kind;
 use tallow::profile::{Balance, Line, LineKind, Recording};
 
-/// 1000 ns: forward 100 to 400 with an op in a layer, backward 400 to 800 with two ops, one of which holds another, and the
-/// optimizer 850 to 950 with an op; an op before the step.
+/// 1000 ns: forward 100 to 400 with an op in a layer, backward 400 to 800 with two ops, one of which holds another, and
+/// the optimizer 850 to 950 with an op; an op before the step.
 pub(super) fn made_up() -> Recording {
     let spans = vec![
         span(Kind::Op, "warm/linear", "", (0, 40), None),

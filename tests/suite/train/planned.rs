@@ -47,8 +47,8 @@ fn the_curve_is_the_eager_one(#[case] accumulation: usize, #[case] max_grad_norm
     assert_eq!(planned.optimizer().steps(), 12);
 }
 
-/// With the optimizer in backward the weights are, to the bit, those of a step that keeps its gradients, in less memory; nobody
-/// sees a norm, so what needs all gradients is refused, and leaves the run eager.
+/// With the optimizer in backward the weights are, to the bit, those of a step that keeps its gradients, in less
+/// memory; nobody sees a norm, so what needs all gradients is refused, and leaves the run eager.
 #[test]
 fn the_optimizer_in_backward() {
     let config = TrainConfig {

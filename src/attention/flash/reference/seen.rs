@@ -61,8 +61,8 @@ impl Seen {
     }
 }
 
-/// `a b`, to which an element of b that is not finite contributes only where it is seen: times the 0 of a hidden pair it
-/// would be NaN. So such elements are left out, and where one is seen the sum is made NaN after.
+/// `a b`, to which an element of b that is not finite contributes only where it is seen: times the 0 of a hidden pair
+/// it would be NaN. So such elements are left out, and where one is seen the sum is made NaN after.
 fn product_of_seen(pairs: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let zeros = b.zeros_like()?;
     let is_finite = (b * 0.0)?.eq(0f32)?; // infinity times 0 is NaN too

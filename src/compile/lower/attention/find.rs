@@ -48,8 +48,8 @@ pub(in crate::compile::lower) fn find(
     packed
 }
 
-/// The attention node `i`, with what cuts its operands into heads, rotates them and merges its output: a form of those nodes,
-/// the last one last.
+/// The attention node `i`, with what cuts its operands into heads, rotates them and merges its output: a form of those
+/// nodes, the last one last.
 fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, Vec<usize>)> {
     let (graph, node) = (program.graph, &program.nodes[i]);
     let is_naive = match node.op {

@@ -1,5 +1,5 @@
-//! Attention in the model's dimension: projections cut into heads, rotated to their positions, compared, and merged again.
-//! Causal, with as many heads of k and v as of q.
+//! Attention in the model's dimension: projections cut into heads, rotated to their positions, compared, and merged
+//! again. Causal, with as many heads of k and v as of q.
 
 mod find;
 
@@ -20,12 +20,13 @@ struct Attention {
     sizes: AttentionSizes,
     dtype: DType,
     is_naive: bool,
-    /// The projections, (N, D) each, or all three as one, (N, 3 D), three times; rotated in place where a kernel does not rotate by itself.
+    /// The projections, (N, D) each, or all three as one, (N, 3 D), three times; rotated in place where a kernel does
+    /// not rotate by itself.
     qkv: [ValueId; 3],
     /// Cosines and sines, (T, Dh/2) each.
     angles: Option<[graph::Operand; 2]>,
-    /// What is kept for backward: the probabilities; or the log-sum-exp of the scores, and in half precision what rounding took
-    /// from the output.
+    /// What is kept for backward: the probabilities; or the log-sum-exp of the scores, and in half precision what
+    /// rounding took from the output.
     kept: Vec<ValueId>,
     /// (N, D).
     output: ValueId,
@@ -151,12 +152,12 @@ impl Attention {
         let lse = self.keep(lower, 0, "lse", &[parts, b, h, t], true);
         let workspace = on_gpu.then(|| lower.scratch(&[workspace::flash_forward()], DType::U32));
         // Out's own rounding would be in every gradient.
-        let rounded_off = (self.is_wanted && self.is_half())
+        let rounding_error = (self.is_wanted && self.is_half())
             .then(|| self.keep(lower, 1, "rounded_off", &[b, h, t, d], false));
         let writes = [heads.clone(), lse]
             .into_iter()
             .chain(workspace)
-            .chain(rounded_off);
+            .chain(rounding_error);
         let writes = writes.collect();
         lower
             .plan

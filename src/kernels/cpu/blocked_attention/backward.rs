@@ -15,11 +15,11 @@ pub struct Saved<'a, T: Stored, E> {
     /// As forward left it.
     pub e: &'a [E],
     /// As forward left it.
-    pub share: &'a [T::Wide],
+    pub inv_row_sum: &'a [T::Wide],
     /// As forward left it.
     pub out: &'a [T],
     /// As forward left it; nothing where forward had no room for it, and then the gradients are off by as much.
-    pub rounded_off: &'a [T],
+    pub rounding_error: &'a [T],
     /// The gradient of out: (B H, T, Dh).
     pub d_out: &'a [T],
 }
@@ -42,9 +42,9 @@ enum Sums<'a, T: Stored> {
     Part(&'a mut [T::Wide]),
 }
 
-/// `dv = p^T d_out`, `dp = d_out v^T`, `ds = scale p (dp - delta)`, `dq = ds k`, `dk = ds^T q`, where `delta`, the sum of
-/// dp p, is taken as d_out's inner product with out. d_out is multiplied by share as it is read, so that e stands in p's
-/// place.
+/// `dv = p^T d_out`, `dp = d_out v^T`, `ds = scale p (dp - delta)`, `dq = ds k`, `dk = ds^T q`, where `delta`, the sum
+/// of dp p, is taken as d_out's inner product with out. d_out is multiplied by share as it is read, so that e stands in
+/// p's place.
 ///
 /// As many threads work as `scratch` has [`Sizes::backward_scratch_len`] for; `partial` has [`Sizes::partial_sums_len`]
 /// elements. e is read once, and no other matrix of (T, T) is written.
@@ -100,7 +100,8 @@ pub fn backward<T: Stored, E: Stored<Wide = T::Wide>>(
 
 /// The gradients of a chunk of queries: their own dq (queries, Dh), and what they give to dk and dv (T, Dh).
 ///
-/// A strip of keys meets all blocks of the chunk before the next one does: it, its values and its gradients stay in cache.
+/// A strip of keys meets all blocks of the chunk before the next one does: it, its values and its gradients stay in
+/// cache.
 fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
     sizes: &Sizes,
     (matrix, blocks, queries): (usize, Range<usize>, Range<usize>),
@@ -124,9 +125,9 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
     let first = matrix * length * width; // of this matrix, in q, k and the like
     let own = first + queries.start * width..first + queries.end * width;
     load::rows(&inputs.q[own.clone()], width, q, row);
-    let share = &saved.share[matrix * length..][queries.clone()];
-    load::scaled_rows(&saved.d_out[own.clone()], width, share, d_out, row);
-    let outs = [saved.out, saved.rounded_off].map(|x| x.get(own.clone()).unwrap_or_default());
+    let inv_row_sum = &saved.inv_row_sum[matrix * length..][queries.clone()];
+    load::scaled_rows(&saved.d_out[own.clone()], width, inv_row_sum, d_out, row);
+    let outs = [saved.out, saved.rounding_error].map(|x| x.get(own.clone()).unwrap_or_default());
     deltas((d_out, row), outs, (&mut *block, width), delta);
     let e = &saved.e[matrix * sizes.matrix_len()..][..sizes.matrix_len()];
     let keys = sizes.keys(queries.end);
@@ -229,8 +230,8 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
     }
 }
 
-/// Each row's inner product of x (rows, x_row) with the sum of both ys (rows, width), of which the second may be missing.
-/// `block` is (2, width) at least, to work in.
+/// Each row's inner product of x (rows, x_row) with the sum of both ys (rows, width), of which the second may be
+/// missing. `block` is (2, width) at least, to work in.
 fn deltas<T: Stored>(
     (x, x_row): (&[T::Wide], usize),
     [y, rest]: [&[T]; 2],
@@ -256,8 +257,8 @@ fn deltas<T: Stored>(
     );
 }
 
-/// `sum += partial_0 + partial_1 + ..`, in this order, or `sum = ..` where it is rounded: each partial sum as long as `sum`,
-/// whose rows are `width` elements.
+/// `sum += partial_0 + partial_1 + ..`, in this order, or `sum = ..` where it is rounded: each partial sum as long as
+/// `sum`, whose rows are `width` elements.
 fn add_chunks<T: Stored>(sum: &mut [T], partial: &[T::Wide], width: usize) {
     let len = sum.len();
     parallel::for_rows(sum, width, |row, sum| {

@@ -22,15 +22,16 @@ pub struct Inputs<'a, T> {
 pub struct Outputs<'a, T: Stored, E> {
     /// (B H, T, Dh).
     pub out: &'a mut [T],
-    /// What rounding took from out, for backward: (B H, T, Dh); or nothing, where nothing is rounded, or there is no backward.
-    pub rounded_off: &'a mut [T],
+    /// What rounding took from out, for backward: (B H, T, Dh); or nothing, where nothing is rounded, or there is no
+    /// backward.
+    pub rounding_error: &'a mut [T],
     /// exp(scale q k^T - top) of every block, for backward; [`Sizes::exponentials_len`] elements.
     pub e: &'a mut [E],
     /// What its rows are multiplied by to be probabilities: (B H, T).
-    pub share: &'a mut [T::Wide],
+    pub inv_row_sum: &'a mut [T::Wide],
 }
 
-/// `e = exp(scale q k^T - top)` under the mask, `out = share e v`.
+/// `e = exp(scale q k^T - top)` under the mask, `out = inv_row_sum e v`.
 ///
 /// As many threads work as `scratch` has [`Sizes::forward_scratch_len`] for.
 pub fn forward<T: Stored, E: Stored<Wide = T::Wide>>(
@@ -41,16 +42,16 @@ pub fn forward<T: Stored, E: Stored<Wide = T::Wide>>(
 ) {
     let Outputs {
         out,
-        rounded_off,
+        rounding_error,
         e,
-        share,
+        inv_row_sum,
     } = outputs;
     assert_eq!(e.len(), sizes.exponentials_len(), "e");
-    assert_eq!(share.len(), sizes.matrices * sizes.length, "share");
-    assert!(rounded_off.is_empty() || rounded_off.len() == out.len());
-    let keeps_rest = !rounded_off.is_empty();
-    let (out, rest) = (Shared::new(out), Shared::new(rounded_off));
-    let (e, share) = (Shared::new(e), Shared::new(share));
+    assert_eq!(inv_row_sum.len(), sizes.matrices * sizes.length, "share");
+    assert!(rounding_error.is_empty() || rounding_error.len() == out.len());
+    let keeps_rest = !rounding_error.is_empty();
+    let (out, rest) = (Shared::new(out), Shared::new(rounding_error));
+    let (e, inv_row_sum) = (Shared::new(e), Shared::new(inv_row_sum));
     let scratch_len = sizes.forward_scratch_len();
     for_tasks_in(sizes.tasks(), scratch, scratch_len, |scratch, task| {
         let (matrix, _, blocks) = sizes.task(task);
@@ -62,12 +63,12 @@ pub fn forward<T: Stored, E: Stored<Wide = T::Wide>>(
         let outputs = unsafe {
             Outputs {
                 out: out.range(at, len),
-                rounded_off: match keeps_rest {
+                rounding_error: match keeps_rest {
                     true => rest.range(at, len),
                     false => &mut [],
                 },
                 e: e.range(matrix * sizes.matrix_len() + in_e.start, in_e.len()),
-                share: share.range(first, queries.len()),
+                inv_row_sum: inv_row_sum.range(first, queries.len()),
             }
         };
         of_chunk(sizes, (matrix, blocks, queries), inputs, outputs, scratch);
@@ -170,11 +171,11 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
             weighted.run();
         }
     }
-    for (share, sum) in outputs.share.iter_mut().zip(sums) {
-        *share = T::Wide::ONE / *sum;
+    for (inv_row_sum, sum) in outputs.inv_row_sum.iter_mut().zip(sums) {
+        *inv_row_sum = T::Wide::ONE / *sum;
     }
-    rows::rescale(out, row, row, outputs.share);
-    match outputs.rounded_off {
+    rows::rescale(out, row, row, outputs.inv_row_sum);
+    match outputs.rounding_error {
         [] => load::store(out, row, outputs.out, width),
         rest => load::store_with_rest(out, row, outputs.out, rest, width),
     }

@@ -1,22 +1,24 @@
 //! Attention with its probabilities in memory, for who knows the shape beforehand: a block of queries at a time.
 //!
 //! The mathematics of [`naive_attention`](super::naive_attention), heads as they lie, one after another. There a head's
-//! scores are a matrix that each pass walks from beginning to end; here a block of [`Sizes::BLOCK_ROWS`] rows goes through
-//! all passes while it is in cache, and of the keys it meets only those up to its last visible one, a strip at a time.
+//! scores are a matrix that each pass walks from beginning to end; here a block of [`Sizes::BLOCK_ROWS`] rows goes
+//! through all passes while it is in cache, and of the keys it meets only those up to its last visible one, a strip at
+//! a time.
 //!
 //! What is kept for backward are the exponentials `e = exp(scale q k^T - top)` and one number a row, their sum's
-//! reciprocal `share`: the probabilities are `p = share e`, which nobody needs to write. They are stored as the blocks meet
-//! them ([`Sizes::exponentials_len`]), which under the causal mask is little more than half, and in rows a cache line
-//! longer than the keys, so that a column's elements do not compete for the same places in the cache. A row's `top` is
-//! found as its strips come: where one exceeds it by much, those before are scaled anew, which is rare.
+//! reciprocal `inv_row_sum`: the probabilities are `p = inv_row_sum e`, which nobody needs to write. They are stored as
+//! the blocks meet them ([`Sizes::exponentials_len`]), which under the causal mask is little more than half, and in
+//! rows a cache line longer than the keys, so that a column's elements do not compete for the same places in the cache.
+//! A row's `top` is found as its strips come: where one exceeds it by much, those before are scaled anew, which is
+//! rare.
 //!
-//! In half precision tiles are widened as they are copied, products and sums are f32's, and outputs and gradients are rounded
-//! once. Exponentials are stored in a type of their own: one with digits to spare, if gradients shall be no less exact than
-//! their rounding makes them.
+//! In half precision tiles are widened as they are copied, products and sums are f32's, and outputs and gradients are
+//! rounded once. Exponentials are stored in a type of their own: one with digits to spare, if gradients shall be no
+//! less exact than their rounding makes them.
 //!
-//! Where there are few heads, each is cut into chunks of queries, by the shape alone: tasks enough for many threads, and
-//! the same bits for any number of them. What lives here: the two passes, and the sizes of what they work in. What does
-//! not: [`rotary_attention`](super::rotary_attention), which reads heads where projections leave them.
+//! Where there are few heads, each is cut into chunks of queries, by the shape alone: tasks enough for many threads,
+//! and the same bits for any number of them. What lives here: the two passes, and the sizes of what they work in. What
+//! does not: [`rotary_attention`](super::rotary_attention), which reads heads where projections leave them.
 
 mod backward;
 mod forward;
@@ -30,8 +32,8 @@ use super::gemm::tile::COLUMNS;
 use crate::kernels::Mask;
 use std::ops::Range;
 
-/// The sizes of an attention over heads that lie one after another: as many queries as keys, as many heads of k and v as
-/// of q.
+/// The sizes of an attention over heads that lie one after another: as many queries as keys, as many heads of k and v
+/// as of q.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sizes {
     /// How many matrices of (T, Dh): B H.
@@ -176,8 +178,8 @@ impl Sizes {
         (rows * self.head_row() + v + strips + of_rows).next_multiple_of(COLUMNS)
     }
 
-    /// Elements of the sums that [`backward()`] keeps of each matrix's chunks, of dk, then of dv. Those of the first chunk
-    /// are the gradients themselves, but in half precision, which `rounds` in the end.
+    /// Elements of the sums that [`backward()`] keeps of each matrix's chunks, of dk, then of dv. Those of the first
+    /// chunk are the gradients themselves, but in half precision, which `rounds` in the end.
     pub fn partial_sums_len(&self, rounds: bool) -> usize {
         2 * self.partial_sums(rounds) * self.matrices * self.length * self.head_dim
     }

@@ -6,8 +6,8 @@ use crate::kernels::cpu::stored::BLOCK;
 use crate::kernels::cpu::{Lanes, Real, Stored, simd};
 use pulp::{Arch, Simd, WithSimd};
 
-/// By how much a row's scores may exceed its top: exponentials up to e^4 lose nothing in floating point, and few strips then
-/// change the scale of those before.
+/// By how much a row's scores may exceed its top: exponentials up to e^4 lose nothing in floating point, and few strips
+/// then change the scale of those before.
 const SLACK: f64 = 4.0;
 
 /// Registers side by side, so that one need not wait for the other.
@@ -43,7 +43,8 @@ pub(super) struct State<'a, T> {
     pub rescale: &'a mut [T],
 }
 
-/// `exp(scale scores - top)` of a strip, 0 where a row does not see the key: in the scores' place, and in `e` as stored.
+/// `exp(scale scores - top)` of a strip, 0 where a row does not see the key: in the scores' place, and in `e` as
+/// stored.
 pub(super) struct Exponentials<'a, E: Stored, V> {
     pub strip: Strip,
     pub scale: E::Wide,
@@ -152,8 +153,8 @@ fn folded<T: Real>(mut x: [T; COLUMNS], f: impl Fn(T, T) -> T) -> T {
     x[0]
 }
 
-/// `exp(scale scores - top)` in the scores' place, and in `e` as stored; returns their sum. Asks for the lines that follow
-/// `ahead` elements on from `e`, which will be written next.
+/// `exp(scale scores - top)` in the scores' place, and in `e` as stored; returns their sum. Asks for the lines that
+/// follow `ahead` elements on from `e`, which will be written next.
 #[inline(always)]
 fn exponentials<E: Stored, S: Simd>(
     simd: S,
@@ -264,8 +265,8 @@ fn scale<T: Stored>(x: &mut [T], factor: T::Wide) {
     }
 }
 
-/// `ds = scale e (dp - delta)` of a strip, from dp in `ds` (rows, ds_row); 0 where a row does not see the key. e (rows, e_row)
-/// begins with the strip.
+/// `ds = scale e (dp - delta)` of a strip, from dp in `ds` (rows, ds_row); 0 where a row does not see the key. e (rows,
+/// e_row) begins with the strip.
 pub(super) fn gradients<T: Lanes>(
     strip: Strip,
     (e, e_row): (&[T], usize),

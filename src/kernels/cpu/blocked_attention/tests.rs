@@ -20,16 +20,16 @@ fn run(sizes: &Sizes, [q, k, v, d_out]: &[Vec<f64>; 4], threads: usize) -> [Vec<
     let nan = |len: usize| vec![f64::NAN; len];
     let n = q.len();
     let (mut out, mut e) = (nan(n), nan(sizes.exponentials_len()));
-    let mut share = nan(sizes.matrices * sizes.length);
+    let mut inv_row_sum = nan(sizes.matrices * sizes.length);
     let (mut dq, mut dk, mut dv) = (nan(n), nan(n), nan(n));
     let inputs = Inputs { q, k, v };
     let pool = ThreadPoolBuilder::new().num_threads(threads).build();
     pool.unwrap().install(|| {
         let outputs = Outputs {
             out: &mut out,
-            rounded_off: &mut [],
+            rounding_error: &mut [],
             e: &mut e,
-            share: &mut share,
+            inv_row_sum: &mut inv_row_sum,
         };
         let mut scratch = nan(threads * sizes.forward_scratch_len());
         forward(sizes, inputs, outputs, &mut scratch);
@@ -40,9 +40,9 @@ fn run(sizes: &Sizes, [q, k, v, d_out]: &[Vec<f64>; 4], threads: usize) -> [Vec<
         };
         let saved = Saved {
             e: &e,
-            share: &share,
+            inv_row_sum: &inv_row_sum,
             out: &out,
-            rounded_off: &[],
+            rounding_error: &[],
             d_out,
         };
         let mut scratch = nan(threads * sizes.backward_scratch_len(false));
@@ -78,7 +78,8 @@ fn as_naive_in_f64() {
     }
 }
 
-/// Tops that change from strip to strip, by more than the slack and by less, upwards for some rows and downwards for others.
+/// Tops that change from strip to strip, by more than the slack and by less, upwards for some rows and downwards for
+/// others.
 #[test]
 fn scores_that_grow_with_the_keys() {
     for (mask, scale) in [(Mask::Full, 0.3), (Mask::Causal, -0.3), (Mask::Full, 0.01)] {

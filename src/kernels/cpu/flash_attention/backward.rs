@@ -23,7 +23,7 @@ pub struct Inputs<'a, T: Stored> {
     /// (B, H, Tq, Dh).
     pub out: Heads<'a, T>,
     /// What rounding took from `out`, (B, H, Tq, Dh), or nothing.
-    pub rounded_off: Option<Heads<'a, T>>,
+    pub rounding_error: Option<Heads<'a, T>>,
     /// (B, H, Tq) or (2, B, H, Tq), as forward wrote it.
     pub lse: &'a [T::Wide],
     /// (B, H, Tq, Dh).
@@ -40,14 +40,14 @@ pub struct Gradients<'a, T> {
     pub dv: &'a mut [T],
 }
 
-/// `dq`, `dk` and `dv`: probabilities are computed again from the scores and `lse`, tile by tile.
+/// `dq`, `dk` and `dv`: probabilities are recomputed from the scores and `lse`, tile by tile.
 ///
 /// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`,
 /// `dK = scale dS^T Q`. An error of lse is one of a whole row of P: scores of 100 leave it six digits in f32, so what
 /// rounding took from it is subtracted after it, where forward kept that.
 ///
-/// A task has a tile of keys, whose dk and dv it keeps in cache while the queries pass, and adds to dq as it goes. Tasks of
-/// one head write the same dq: they take turns at each tile of queries, so that the sums' order is that of the
+/// A task has a tile of keys, whose dk and dv it keeps in cache while the queries pass, and adds to dq as it goes.
+/// Tasks of one head write the same dq: they take turns at each tile of queries, so that the sums' order is that of the
 /// keys on any number of threads. A second thread at the same head runs a tile of queries behind the first.
 pub fn backward<T: Stored>(
     sizes: &Sizes,
@@ -100,8 +100,8 @@ pub fn backward<T: Stored>(
     }
 }
 
-/// Elements that [`backward`] takes for itself: delta, the sums of a dq that is not written in place (`stored_bytes` are
-/// those of an element of it), and the tiles of all threads. (In f64: huge sizes do not overflow.)
+/// Elements that [`backward`] takes for itself: delta, the sums of a dq that is not written in place (`stored_bytes`
+/// are those of an element of it), and the tiles of all threads. (In f64: huge sizes do not overflow.)
 pub fn backward_scratch_elements(sizes: &Sizes, tiles: &Tiles, stored_bytes: usize) -> f64 {
     let threads = rayon::current_num_threads();
     let width = padded_width(sizes);
@@ -141,8 +141,8 @@ impl<T: Stored> Pass<'_, T> {
         parallel::for_rows(dq, 1, |_, dq| dq.fill(T::Wide::ZERO));
         let turns = AllTurns::new(matrices.len() * sizes.group(), sizes.queries, self.tiles);
         let dq = Shared::new(dq);
-        // Tile by tile, all heads side by side: neighbours seldom wait for each other's turn, and with a causal mask the
-        // longest come first.
+        // Tile by tile, all heads side by side: neighbours seldom wait for each other's turn, and with a causal mask
+        // the longest come first.
         let tasks = keys.div_ceil(k_tile) * matrices.len();
         let scratch = || Scratch::<T::Wide>::new(sizes, self.tiles);
         parallel::for_tasks_with(tasks, scratch, |scratch, task| {
@@ -189,7 +189,7 @@ fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::Wide> {
             inputs.out.matrix(batch, head),
             inputs.d_out.matrix(batch, head),
         );
-        let rest = inputs.rounded_off.map(|rest| rest.matrix(batch, head));
+        let rest = inputs.rounding_error.map(|rest| rest.matrix(batch, head));
         // SAFETY: each task has its own queries.
         let delta = unsafe { shared.range(matrix * sizes.queries + range.start, range.len()) };
         let mut buffers = vec![T::Wide::ZERO; 4 * COLUMNS * head_dim];

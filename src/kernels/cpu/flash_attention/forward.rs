@@ -19,7 +19,7 @@ pub struct Outputs<'a, T: Stored> {
     /// (B, H, Tq, Dh).
     pub out: &'a mut [T],
     /// What rounding took from `out`, for dtypes narrower than what is computed in; (B, H, Tq, Dh), or empty.
-    pub rounded_off: &'a mut [T],
+    pub rounding_error: &'a mut [T],
     /// log(sum(exp(scores))) of every query, (B, H, Tq); or (2, B, H, Tq), then followed by what rounding took from
     /// each, which backward needs to be as exact as its scores are.
     pub lse: &'a mut [T::Wide],
@@ -39,21 +39,21 @@ pub fn forward<T: Stored>(
     let length = sizes.batch * sizes.heads * sizes.queries;
     let Outputs {
         out,
-        rounded_off,
+        rounding_error,
         lse,
     } = outputs;
     assert_eq!(out.len(), length * sizes.head_dim, "out");
     assert!(lse.len() == length || lse.len() == 2 * length, "lse");
-    assert!(rounded_off.is_empty() || rounded_off.len() == out.len());
+    assert!(rounding_error.is_empty() || rounding_error.len() == out.len());
     let (lse, lse_rest) = lse.split_at_mut(length);
     if out.is_empty() || sizes.keys == 0 {
         out.fill(T::zero());
-        rounded_off.fill(T::zero());
+        rounding_error.fill(T::zero());
         lse.fill(T::Wide::NEG_INFINITY);
         return lse_rest.fill(T::Wide::ZERO);
     }
-    let (keeps_rest, keeps_lse_rest) = (!rounded_off.is_empty(), !lse_rest.is_empty());
-    let (out, rest) = (Shared::new(out), Shared::new(rounded_off));
+    let (keeps_rest, keeps_lse_rest) = (!rounding_error.is_empty(), !lse_rest.is_empty());
+    let (out, rest) = (Shared::new(out), Shared::new(rounding_error));
     let (lse, lse_rest) = (Shared::new(lse), Shared::new(lse_rest));
     let q_tiles = sizes.queries.div_ceil(tiles.forward_q_tile);
     let tasks = sizes.batch * sizes.heads * q_tiles;

@@ -92,7 +92,8 @@ impl<T: Lanes> OnlineSoftmax<'_, T> {
                 T::vmax(simd, largest[0], largest[1]),
                 T::vmax(simd, largest[2], largest[3]),
             );
-            // Sums keep the scale they have until it is off by e^SLACK: exact either way, and most tiles then change none.
+            // Sums keep the scale they have until it is off by e^SLACK: exact either way, and most tiles then change
+            // none.
             let tolerated = T::vadd(simd, old, T::vsplat(simd, T::real(SLACK)));
             let max = T::vselect_at_most(simd, max, tolerated, old, max);
             // A query that sees nothing yet: any finite number in place of -inf, or -inf - -inf would be NaN.

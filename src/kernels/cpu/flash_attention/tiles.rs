@@ -16,9 +16,10 @@ pub struct Tiles {
 impl Tiles {
     /// For heads of `head_dim` elements.
     ///
-    /// In forward, the scores, Q and O of a panel of 48 queries come to a first-level cache of 48 KiB at Dh 64. In backward
-    /// five tiles of keys are at hand, which are kept to 500 KiB of f32, half a second-level cache of 1 MiB. Within these
-    /// bounds the time hardly depends on the sizes: forward differed by 3%, backward by 5% between half and twice of each.
+    /// In forward, the scores, Q and O of a panel of 48 queries come to a first-level cache of 48 KiB at Dh 64. In
+    /// backward five tiles of keys are at hand, which are kept to 500 KiB of f32, half a second-level cache of 1 MiB.
+    /// Within these bounds the time hardly depends on the sizes: forward differed by 3%, backward by 5% between half
+    /// and twice of each.
     pub fn for_head_dim(head_dim: usize) -> Self {
         Self {
             forward_q_tile: 192,

@@ -7,15 +7,15 @@ use super::tile::COLUMNS;
 use crate::kernels::cpu::Stored;
 use std::ops::Range;
 
-/// Bytes of a row of b's strip, and of a panel of a, at most: the depth of a block. Half or twice that costs 1% either way:
-/// c is read and written more often, or the blocks of b are narrower.
+/// Bytes of a row of b's strip, and of a panel of a, at most: the depth of a block. Half or twice that costs 1% either
+/// way: c is read and written more often, or the blocks of b are narrower.
 pub(super) const DEPTH_BYTES: usize = 320 * 4;
 
 /// Rows of a block of a at most: enough for pieces of its columns to be read at the memory's speed.
 pub(super) const ROWS: usize = 128;
 
-/// Bytes of a packed block of b at most: a quarter of a second-level cache of today, for c and what is packed next pass through
-/// it too. Half of it was slower with two threads.
+/// Bytes of a packed block of b at most: a quarter of a second-level cache of today, for c and what is packed next pass
+/// through it too. Half of it was slower with two threads.
 const BLOCK_BYTES: usize = 1 << 19;
 
 /// Rows of a task at most: what a block of b is packed for.
@@ -41,8 +41,8 @@ pub(super) struct Cut {
 impl Cut {
     /// The cut whose busiest thread ends first.
     ///
-    /// What a task costs, in multiply-adds for each unit of the depth: those of its block, and packing its rows of a and its
-    /// columns of b, which every task does for itself.
+    /// What a task costs, in multiply-adds for each unit of the depth: those of its block, and packing its rows of a
+    /// and its columns of b, which every task does for itself.
     pub(super) fn new<A: Stored, B: Stored>(terms: &[Factors<'_, A, B>], workers: usize) -> Self {
         const COPY: usize = 12;
         const TRANSPOSE: usize = 24;

@@ -21,8 +21,8 @@ pub(super) fn has_avx512() -> bool {
 /// Rows of a that lie together where it is packed, and of a block of registers at most.
 pub(super) const PANEL: usize = 8;
 
-/// As a tile's [`Product`](super::tile::Product) over plain memory, for several threads to write one c, with any number of columns, and with a in panels of
-/// [`PANEL`] rows.
+/// As a tile's [`Product`](super::tile::Product) over plain memory, for several threads to write one c, with any number
+/// of columns, and with a in panels of [`PANEL`] rows.
 #[derive(Clone, Copy)]
 pub(super) struct Tiles<T> {
     /// a.
@@ -60,8 +60,8 @@ pub(super) enum Sums {
     Replace,
     /// The product is summed on its own and added: shorter chains of rounding where the depth is taken in blocks.
     Add,
-    /// Its value is where the chains of multiply-adds begin, so that a term of zero changes no bit, wherever the depth is
-    /// cut. Only where the columns are whole registers.
+    /// Its value is where the chains of multiply-adds begin, so that a term of zero changes no bit, wherever the depth
+    /// is cut. Only where the columns are whole registers.
     Continue,
 }
 
@@ -224,8 +224,8 @@ impl<T: Lanes> WithSimd for Tiles<T> {
 
     /// A panel of a after the other, which stays in the first-level cache while b passes from the second.
     ///
-    /// Strips as wide as the registers allow: a block of N x V wants N V sums, V values and one factor in registers; wide
-    /// blocks load less for each multiply-add.
+    /// Strips as wide as the registers allow: a block of N x V wants N V sums, V values and one factor in registers;
+    /// wide blocks load less for each multiply-add.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let lanes = T::lanes::<S>();

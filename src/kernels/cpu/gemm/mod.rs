@@ -1,9 +1,9 @@
 //! Matrix multiplication: strided views ([`MatRef`], [`MatMut`]) and products of them.
 //!
-//! What multiplies is ours: the micro-kernel (`micro_kernel`, which attention calls through `tile`), packing (`pack`), and
-//! the loops around them (`packed`, cut into tasks by `cut`). Where that is not faster, the `gemm` crate does (`panels`): by
-//! the processor's instructions, found at run time, and the shape. What is done with matrices beside multiplying them is
-//! elsewhere.
+//! What multiplies is ours: the micro-kernel (`micro_kernel`, which attention calls through `tile`), packing (`pack`),
+//! and the loops around them (`packed`, cut into tasks by `cut`). Where that is not faster, the `gemm` crate does
+//! (`panels`): by the processor's instructions, found at run time, and the shape. What is done with matrices beside
+//! multiplying them is elsewhere.
 
 mod batched;
 mod cut;
@@ -36,8 +36,8 @@ pub enum Threads {
     One,
 }
 
-/// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row. In half precision products and sums are
-/// f32's, and c is rounded once.
+/// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row. In half precision products and sums
+/// are f32's, and c is rounded once.
 ///
 /// 2 * rows * cols * depth FLOPs. The bits do not depend on the number of threads.
 pub fn matmul<T: Stored>(
@@ -134,7 +134,7 @@ fn products<T, C>(
     C: Stored<Wide = T::Wide>,
 {
     let wide = T::as_wide(&[]).is_some() && C::as_wide(&[]).is_some();
-    if !wide || bands.iter().all(|band| wins(band.terms)) {
+    if !wide || bands.iter().all(|band| prefers_own_gemm(band.terms)) {
         return packed::product(bands, c, accumulate, threads);
     }
     for band in bands {
@@ -151,10 +151,10 @@ fn products<T, C>(
     }
 }
 
-/// Whether our own product is faster than the `gemm` crate's: with AVX-512 wherever packing is repaid, which takes longest
-/// for a transposed b, by the crate most of all; elsewhere where the crate would pack a from lines that lie whole pages
-/// apart, and so compete for a few places in the cache.
-fn wins<T>(terms: &[Factors<'_, T, T>]) -> bool {
+/// Whether our own product is faster than the `gemm` crate's: with AVX-512 wherever packing is repaid, which takes
+/// longest for a transposed b, by the crate most of all; elsewhere where the crate would pack a from lines that lie
+/// whole pages apart, and so compete for a few places in the cache.
+fn prefers_own_gemm<T>(terms: &[Factors<'_, T, T>]) -> bool {
     terms.iter().all(|(a, b)| {
         let a_transposed = a.row_stride == 1 && a.col_stride > 1;
         let line_bytes = a.col_stride * size_of::<T>();
@@ -163,7 +163,7 @@ fn wins<T>(terms: &[Factors<'_, T, T>]) -> bool {
     })
 }
 
-/// As [`wins`], for factors that lie one line after another.
+/// As [`prefers_own_gemm`], for factors that lie one line after another.
 fn wins_by(sizes: ProductSizes) -> bool {
     let line_bytes = sizes.rows.saturating_mul(sizes.element_bytes);
     let is_aliased = sizes.a_transposed && line_bytes.is_multiple_of(PAGE_BYTES);

@@ -41,8 +41,8 @@ fn panel_elements(depth: usize) -> usize {
     PANEL * depth + COLUMNS
 }
 
-/// A block of a: as it lies where it can be, else in `to`. Rows that are rows in memory stay lines; columns are cut into
-/// panels of a few rows: (panels, depth, PANEL).
+/// A block of a: as it lies where it can be, else in `to`. Rows that are rows in memory stay lines; columns are cut
+/// into panels of a few rows: (panels, depth, PANEL).
 pub(super) fn a_block<A: Stored>(
     a: MatRef<'_, A>,
     rows: Range<usize>,
@@ -102,8 +102,8 @@ pub(super) fn a_block<A: Stored>(
     }
 }
 
-/// A block of b into `to`, in units of COLUMNS columns: (units, depth, COLUMNS), with zeros beyond its columns. `lines` is
-/// scratch of (LINES, depth).
+/// A block of b into `to`, in units of COLUMNS columns: (units, depth, COLUMNS), with zeros beyond its columns. `lines`
+/// is scratch of (LINES, depth).
 pub(super) fn b_block<B: Stored>(
     b: MatRef<'_, B>,
     depth: Range<usize>,
@@ -194,8 +194,8 @@ fn transpose_block<W: Real>(lines: [[W; LINES]; LINES]) -> [[W; LINES]; LINES] {
         use std::arch::x86_64::{
             __m128, _mm_movehl_ps, _mm_movelh_ps, _mm_unpackhi_ps, _mm_unpacklo_ps,
         };
-        // SAFETY: both are sixteen f32, and SSE is part of the architecture. The compiler makes scalar moves of the loop
-        // below, four times as many instructions.
+        // SAFETY: both are sixteen f32, and SSE is part of the architecture. The compiler makes scalar moves of the
+        // loop below, four times as many instructions.
         unsafe {
             let [r0, r1, r2, r3] = std::mem::transmute_copy::<_, [__m128; LINES]>(&lines);
             let (a, b) = (_mm_unpacklo_ps(r0, r1), _mm_unpackhi_ps(r0, r1));

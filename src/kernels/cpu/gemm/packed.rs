@@ -1,10 +1,11 @@
 //! Products of whole matrices, cut into blocks that the micro-kernel takes from cache.
 //!
-//! The loops, from outside: tasks (blocks of c), blocks of the depth, for each of which a task packs its columns of b for the
-//! second-level cache, blocks of rows of a, packed only where they cannot be read as they lie, and then the micro-kernel's:
-//! panels of 8 rows, which stay in the first-level cache, strips of columns, the depth. After Goto and van de Geijn,
-//! "Anatomy of High-Performance Matrix Multiplication", 2008, with the roles of the caches changed: processors of today read
-//! b from the second level as fast as they multiply, so that c is passed row by row, and depth is not bounded by the first.
+//! The loops, from outside: tasks (blocks of c), blocks of the depth, for each of which a task packs its columns of b
+//! for the second-level cache, blocks of rows of a, packed only where they cannot be read as they lie, and then the
+//! micro-kernel's: panels of 8 rows, which stay in the first-level cache, strips of columns, the depth. After Goto and
+//! van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008, with the roles of the caches changed:
+//! processors of today read b from the second level as fast as they multiply, so that c is passed row by row, and depth
+//! is not bounded by the first.
 
 use super::cut::{Cut, DEPTH_BYTES, ROWS};
 use super::micro_kernel::{Sums, Tiles};
@@ -29,8 +30,8 @@ pub(super) struct Band<'a, A, B> {
 /// Every band of c, or what is added to it where `accumulate`. Each factor may be stored in a type of its own; all are
 /// computed in one, and c is rounded once.
 ///
-/// Every element is the sum, in order, of one chain of multiply-adds for each block of the depth, and the blocks depend on
-/// the depth alone: the bits do not depend on the cut, nor on the number of threads.
+/// Every element is the sum, in order, of one chain of multiply-adds for each block of the depth, and the blocks depend
+/// on the depth alone: the bits do not depend on the cut, nor on the number of threads.
 pub(super) fn product<A, B, C, W>(
     bands: &[Band<'_, A, B>],
     c: MatMut<'_, C>,

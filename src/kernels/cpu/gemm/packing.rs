@@ -23,9 +23,9 @@ pub struct ProductSizes {
 /// The most bytes that [`matmul`](super::matmul) and [`matmul_wide`](super::matmul_wide) ask for, and give back,
 /// at any moment of a product; never less for a larger product. (In f64: huge sizes do not overflow.)
 ///
-/// Our own products ask for nothing: each thread keeps what it packs into, 0.75 MiB from its first product on, 2.5 from its first
-/// in half precision ([`reserve_scratch`](super::reserve_scratch)). The `gemm` crate packs afresh each time, and all rows of a at once where those are columns in
-/// memory.
+/// Our own products ask for nothing: each thread keeps what it packs into, 0.75 MiB from its first product on, 2.5 from
+/// its first in half precision ([`reserve_scratch`](super::reserve_scratch)). The `gemm` crate packs afresh each time,
+/// and all rows of a at once where those are columns in memory.
 pub fn packing_bytes(sizes: ProductSizes, threads: Threads) -> f64 {
     let is_half = sizes.element_bytes < 4;
     if sizes.rows == 0 || sizes.depth == 0 || sizes.cols == 0 {
@@ -70,8 +70,8 @@ fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
 /// The depth that the `gemm` crate packs at a time.
 const CRATE_DEPTH: usize = 512;
 
-/// Lines of a and b that the `gemm` crate packs for one panel: gemm 0.19's `gemm_basic_generic`, whose lhs is our b^T and
-/// whose rhs our a^T, on AVX-512. Narrower registers have smaller blocks.
+/// Lines of a and b that the `gemm` crate packs for one panel: gemm 0.19's `gemm_basic_generic`, whose lhs is our b^T
+/// and whose rhs our a^T, on AVX-512. Narrower registers have smaller blocks.
 fn panel_lines(sizes: ProductSizes, rows: usize, cols: usize) -> [f64; 2] {
     const REGISTERS: usize = 64;
     const BLOCK: usize = 8 * REGISTERS;

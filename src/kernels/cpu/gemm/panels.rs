@@ -40,8 +40,9 @@ const MAX_PANELS: usize = 8;
 
 /// The product in panels of c, side by side.
 ///
-/// One task a panel meets the other threads once a product, where the `gemm` crate's own parallelism meets them at every
-/// block of the depth; on two cores that is worth a tenth. The panels depend on the shape alone, and so do the bits.
+/// One task a panel meets the other threads once a product, where the `gemm` crate's own parallelism meets them at
+/// every block of the depth; on two cores that is worth a tenth. The panels depend on the shape alone, and so do the
+/// bits.
 fn panels<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>, c: MatMut<'_, T>, accumulate: bool) {
     let (rows, cols) = (a.rows, b.cols);
     let PanelCut {

@@ -48,8 +48,8 @@ pub fn reserve_scratch(rounds: bool) {
     rayon::broadcast(|_| reserve());
 }
 
-/// The `gemm` crate's threads keep a buffer too, from the first product on whose left factor it packs block by block: here
-/// one of the two, whichever factor it takes for the left.
+/// The `gemm` crate's threads keep a buffer too, from the first product on whose left factor it packs block by block:
+/// here one of the two, whichever factor it takes for the left.
 fn reserve_of_gemm_crate() {
     const SIDE: usize = 32;
     let (x, mut y) = ([0f32; SIDE * SIDE], [0f32; SIDE * SIDE]);

@@ -12,8 +12,8 @@ pub const COLUMNS: usize = 16;
 /// `c = a b` or `c += a b` for one tile: a (rows, depth) with any strides, c (rows, columns) row by row, and b
 /// (depth, columns) row by row or in units of [`COLUMNS`] columns, of which the columns are a multiple.
 ///
-/// Elements of a are broadcast, rows of b and c are registers: a block of c stays in registers while the depth is walked.
-/// Every element of c is one chain of multiply-adds in the order of the depth.
+/// Elements of a are broadcast, rows of b and c are registers: a block of c stays in registers while the depth is
+/// walked. Every element of c is one chain of multiply-adds in the order of the depth.
 pub(crate) struct Product<'a, T> {
     /// a.
     pub a: &'a [T],
@@ -41,8 +41,8 @@ pub(crate) struct Product<'a, T> {
     pub accumulate: bool,
 }
 
-/// The transpose of x (columns, depth) for [`Product`]'s b, in units: `to` (units, depth, COLUMNS), zeros beyond the columns.
-/// `lines` is (COLUMNS, depth) to work in.
+/// The transpose of x (columns, depth) for [`Product`]'s b, in units: `to` (units, depth, COLUMNS), zeros beyond the
+/// columns. `lines` is (COLUMNS, depth) to work in.
 pub(crate) fn pack_transposed<T: Stored>(
     x: &[T],
     depth: usize,

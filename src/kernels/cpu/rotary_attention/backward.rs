@@ -19,8 +19,8 @@ pub struct Gradients<'a, T> {
 
 /// The gradients, from `d_out` (B, T, H*Dh) and from the inputs and `p` as forward had them.
 ///
-/// `dv = p^T d_out`, `dp = d_out v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. As many threads work as
-/// `scratch` has [`Sizes::backward_scratch_len`] for.
+/// `dv = p^T d_out`, `dp = d_out v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. As many threads
+/// work as `scratch` has [`Sizes::backward_scratch_len`] for.
 pub fn backward<T: Stored>(
     sizes: &Sizes,
     inputs: Inputs<'_, T>,

@@ -9,7 +9,8 @@ use crate::kernels::cpu::{Stored, softmax};
 
 /// What forward writes.
 pub struct Outputs<'a, T: Stored> {
-    /// softmax(scale q k^T) of every block, for backward; [`Sizes::probabilities_len`] elements. `None` if nobody wants it.
+    /// softmax(scale q k^T) of every block, for backward; [`Sizes::probabilities_len`] elements. `None` if nobody wants
+    /// it.
     pub p: Option<&'a mut [T::Wide]>,
     /// (B, T, H*Dh).
     pub out: &'a mut [T],

@@ -63,8 +63,8 @@ impl Head {
         );
     }
 
-    /// All rows, turned where there are angles, as columns: to (Dh, to_row), zeros beyond T. `block` is (COLUMNS, Dh) to
-    /// work in.
+    /// All rows, turned where there are angles, as columns: to (Dh, to_row), zeros beyond T. `block` is (COLUMNS, Dh)
+    /// to work in.
     pub fn load_transposed<S: Stored>(
         &self,
         x: &[S],

@@ -2,13 +2,13 @@
 //! it: (B, T, H*Dh) in, (B, T, H*Dh) out.
 //!
 //! The mathematics of [`naive_attention`](super::naive_attention), probabilities in memory included, with what stands
-//! around it taken in: a task copies one head's q, k and v into scratch, turning q and k on the way, and nothing is ever
-//! split into heads or merged from them in memory. Queries go in blocks of [`BLOCK`] rows, which meet only the keys up to
-//! their last: of the scores that the mask hides, those within the last block alone are computed, and the probabilities
-//! are stored in that shape ([`Sizes::probabilities_len`]).
+//! around it taken in: a task copies one head's q, k and v into scratch, turning q and k on the way, and nothing is
+//! ever split into heads or merged from them in memory. Queries go in blocks of [`BLOCK`] rows, which meet only the
+//! keys up to their last: of the scores that the mask hides, those within the last block alone are computed, and the
+//! probabilities are stored in that shape ([`Sizes::probabilities_len`]).
 //!
-//! In half precision the rows are widened as they are copied, and what leaves scratch is rounded. In between the turned q and
-//! k are, and their gradients before they are turned back: as where [`rope`](super::rope) and
+//! In half precision the rows are widened as they are copied, and what leaves scratch is rounded. In between the turned
+//! q and k are, and their gradients before they are turned back: as where [`rope`](super::rope) and
 //! [`naive_attention`](super::naive_attention) hand them on in memory.
 //!
 //! What lives here: the two passes and their scratch. What does not: who decides when to run them, and how many threads

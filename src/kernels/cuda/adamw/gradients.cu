@@ -1,8 +1,8 @@
-// What is done to all gradients before AdamW: loss scaling undone, whether they are finite, their norm, what clips them.
-// Behind tables.cuh. Gradients are f32; sums are f64, in a fixed order.
+// What is done to all gradients before AdamW: loss scaling undone, whether they are finite, their norm, what clips
+// them. Behind tables.cuh. Gradients are f32; sums are f64, in a fixed order.
 
-// gradient *= inverse (1, f64, as f32), rounded once; flags (tensors) u32, which must be 0 before: 1 where a product is not
-// finite. Grid: the chunks; block 256. Bytes: gradients in and out.
+// gradient *= inverse (1, f64, as f32), rounded once; flags (tensors) u32, which must be 0 before: 1 where a product is
+// not finite. Grid: the chunks; block 256. Bytes: gradients in and out.
 extern "C" __global__ void __launch_bounds__(256)
     unscale(const Tensor* tensors, const Chunk* chunks, const double* inverse, unsigned* flags) {
     const int N = 4, PACKS = 4; // four packs of a thread, loaded before the first is written
@@ -77,8 +77,8 @@ __device__ __forceinline__ double sum_of_block(double value) {
     return values[threadIdx.x];
 }
 
-// squares (tensors) f64: the sum of the sums of a tensor's chunks. `tensors` begins with the first of those that the sums
-// are of. Grid: these tensors; block 256.
+// squares (tensors) f64: the sum of the sums of a tensor's chunks. `tensors` begins with the first of those that the
+// sums are of. Grid: these tensors; block 256.
 extern "C" __global__ void __launch_bounds__(256)
     tensor_squares(const Tensor* tensors, const double* sums, double* squares) {
     const Tensor& tensor = tensors[blockIdx.x];
@@ -102,8 +102,8 @@ __device__ __forceinline__ int least_of_block(int value) {
     return values[threadIdx.x];
 }
 
-// clip from the squares (count) of all tensors: norm = sqrt(sum), factor = min(1, max_norm / (norm + 1e-6)), max_norm (1)
-// f64; where the norm is not finite factor 1 and skip. One block of 256 threads.
+// clip from the squares (count) of all tensors: norm = sqrt(sum), factor = min(1, max_norm / (norm + 1e-6)), max_norm
+// (1) f64; where the norm is not finite factor 1 and skip. One block of 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
     clip_factor(const double* squares, int count, const double* max_norm, Clip* clip) {
     double sum = 0.0;
@@ -124,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(256)
     clip->non_finite = culprit == count ? -1 : culprit;
 }
 
-// first (1) u32: the number of the first of flags (count) u32 that is set, or count. clip: nothing to clip, and skip where
-// one is set. One block of 256 threads.
+// first (1) u32: the number of the first of flags (count) u32 that is set, or count. clip: nothing to clip, and skip
+// where one is set. One block of 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
     check_overflow(const unsigned* flags, int count, unsigned* first, Clip* clip) {
     int culprit = count;

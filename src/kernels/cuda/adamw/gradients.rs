@@ -9,21 +9,21 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::ops::Range;
 
 impl Tables {
-    /// Multiplies the gradients of some of the entries, f32, by `inverse` (1) f64, in place. `flags` (of all entries) u32:
-    /// what belongs to these becomes 1 where a product is not finite, else 0.
+    /// Multiplies the gradients of some of the entries, f32, by `inverse` (1) f64, in place. `flags` (of all entries)
+    /// u32: what belongs to these becomes 1 where a product is not finite, else 0.
     pub(crate) fn unscale(
         &self,
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         entries: Range<usize>,
         inverse: View,
         flags: View,
     ) -> Result<()> {
-        set_to_zero(card, flags.part(entries.start, entries.len()))?;
+        set_to_zero(gpu, flags.part(entries.start, entries.len()))?;
         let chunks = self.chunks(&entries);
         if chunks.is_empty() {
             return Ok(());
         }
-        let kernel = SOURCE.kernel(card, "unscale", "")?;
+        let kernel = SOURCE.kernel(gpu, "unscale", "")?;
         let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
         let mut launch = kernel.builder();
         launch.arg(&tensors).arg(&table);
@@ -37,7 +37,7 @@ impl Tables {
     /// ([`chunks`](crate::kernels::workspace::chunks) of each of these entries) f64 is room to work in.
     pub(crate) fn sums_of_squares(
         &self,
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         entries: Range<usize>,
         chunk_sums: View,
         squares: View,
@@ -47,7 +47,7 @@ impl Tables {
         }
         let chunks = self.chunks(&entries);
         if !chunks.is_empty() {
-            let kernel = SOURCE.kernel(card, "chunk_squares", "")?;
+            let kernel = SOURCE.kernel(gpu, "chunk_squares", "")?;
             let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
             let mut launch = kernel.builder();
             launch.arg(&tensors).arg(&table);
@@ -55,7 +55,7 @@ impl Tables {
             // SAFETY: the tables are laid out as the kernel reads them, over buffers of the sizes that they say.
             unsafe { launch.launch(launch_config((chunks.len(), 1), (256, 1))) }.w()?;
         }
-        let kernel = SOURCE.kernel(card, "tensor_squares", "")?;
+        let kernel = SOURCE.kernel(gpu, "tensor_squares", "")?;
         let tensors = self.tensors_from(entries.start);
         let mut launch = kernel.builder();
         launch.arg(&tensors);
@@ -66,16 +66,16 @@ impl Tables {
     }
 }
 
-/// What the update multiplies gradients by: `clip` (3) f64 becomes the norm of all of them, from the sums of their squares
-/// (P) f64, `min(1, max_norm / (norm + 1e-6))` with max_norm (1) f64, and, in one word, whether the norm is not finite, so that
-/// the update is left out, and the first of the squares that is not, or -1: two i32.
+/// What the update multiplies gradients by: `clip` (3) f64 becomes the norm of all of them, from the sums of their
+/// squares (P) f64, `min(1, max_norm / (norm + 1e-6))` with max_norm (1) f64, and, in one word, whether the norm is not
+/// finite, so that the update is left out, and the first of the squares that is not, or -1: two i32.
 pub(crate) fn clip_factor(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     squares: View,
     max_norm: View,
     clip: View,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(card, "clip_factor", "")?;
+    let kernel = SOURCE.kernel(gpu, "clip_factor", "")?;
     let count = squares.len as i32;
     let mut launch = kernel.builder();
     launch.arg(&squares.pointer).arg(&count);
@@ -87,13 +87,8 @@ pub(crate) fn clip_factor(
 
 /// `first` (1) u32 becomes the number of the first of the flags (P) u32 that is set, or P; `clip` (3) f64 as
 /// [`clip_factor`]: a norm of 0, a factor of 1, and where a flag is set the update is left out.
-pub(crate) fn check_overflow(
-    card: &CudaDevice,
-    flags: View,
-    first: View,
-    clip: View,
-) -> Result<()> {
-    let kernel = SOURCE.kernel(card, "check_overflow", "")?;
+pub(crate) fn check_overflow(gpu: &CudaDevice, flags: View, first: View, clip: View) -> Result<()> {
+    let kernel = SOURCE.kernel(gpu, "check_overflow", "")?;
     let count = flags.len as i32;
     let mut launch = kernel.builder();
     launch.arg(&flags.pointer).arg(&count);

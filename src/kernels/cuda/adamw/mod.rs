@@ -1,7 +1,7 @@
 //! AdamW and what comes before it, on many parameters in one launch; see `update.cu` and `gradients.cu`.
 //!
-//! [`Tables`] say to the kernels where parameters, gradients and state lie, and are made once for as long as these do not
-//! move. What changes from step to step (rates, the loss scale, the largest norm) is read from the card.
+//! [`Tables`] say to the kernels where parameters, gradients and state lie, and are made once for as long as these do
+//! not move. What changes from step to step (rates, the loss scale, the largest norm) is read from the GPU.
 
 mod gradients;
 mod tables;

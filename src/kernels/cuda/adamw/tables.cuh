@@ -1,5 +1,6 @@
-// Many tensors in one launch: tables that the host lays out on the device once, a Tensor for each parameter and a Chunk for
-// each CHUNK elements of each, in order. A launch over some of the parameters begins at the first one's first chunk.
+// Many tensors in one launch: tables that the host lays out on the device once, a Tensor for each parameter and a Chunk
+// for each CHUNK elements of each, in order. A launch over some of the parameters begins at the first one's first
+// chunk.
 //
 // What changes from step to step (Update, Clip, scales) is read from device memory too, so that a captured graph can be
 // replayed, and nothing waits for the host.

@@ -1,4 +1,4 @@
-//! Where parameters, gradients and state lie, on the card.
+//! Where parameters, gradients and state lie, on the GPU.
 
 use super::super::View;
 use crate::kernels::workspace;
@@ -24,9 +24,11 @@ pub(crate) struct Entry<'a> {
     pub update: usize,
 }
 
-/// Entries as the kernels read them. The buffers that they name must be there for as long as the tables are launched on.
+/// Entries as the kernels read them. The buffers that they name must be there for as long as the tables are launched
+/// on.
 pub(crate) struct Tables {
-    /// What the pointers point to, held for them: Tensor, in [`UPDATE_WORDS`](workspace::UPDATE_WORDS) each; Chunk, in one.
+    /// What the pointers point to, held for them: Tensor, in [`UPDATE_WORDS`](workspace::UPDATE_WORDS) each; Chunk, in
+    /// one.
     _held: [CudaSlice<u64>; 2],
     /// Where the tables lie.
     pointers: [u64; 2],
@@ -38,7 +40,7 @@ pub(crate) struct Tables {
 
 impl Tables {
     /// The tables of entries in f32, with gradients in f32, or bf16 beside copies in it; copies are of one dtype.
-    pub(crate) fn new(card: &CudaDevice, entries: &[Entry]) -> Result<Self> {
+    pub(crate) fn new(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         let copies = dtype_of_copies(entries)?;
         let types = entries.iter().map(|entry| {
             Ok(match (entry.gradient.dtype, copies) {
@@ -48,12 +50,12 @@ impl Tables {
                 other => bail!("AdamW's tables: no kernel for gradients and copies in {other:?}"),
             })
         });
-        Self::with_types(card, entries, types.collect::<Result<_>>()?)
+        Self::with_types(gpu, entries, types.collect::<Result<_>>()?)
     }
 
-    /// The tables of parameters in half precision, of which `copy` is the one that others see and may set, and `value` the
-    /// exact value. Gradients are f32, or as the parameters are.
-    pub(crate) fn of_halves(card: &CudaDevice, entries: &[Entry]) -> Result<Self> {
+    /// The tables of parameters in half precision, of which `copy` is the one that others see and may set, and `value`
+    /// the exact value. Gradients are f32, or as the parameters are.
+    pub(crate) fn of_halves(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         if entries.iter().any(|entry| entry.copy.is_none()) {
             bail!("AdamW's tables: an exact value without its parameter in half precision");
         }
@@ -69,10 +71,10 @@ impl Tables {
                 }
             })
         });
-        Self::with_types(card, entries, types.collect::<Result<_>>()?)
+        Self::with_types(gpu, entries, types.collect::<Result<_>>()?)
     }
 
-    fn with_types(card: &CudaDevice, entries: &[Entry], types: Vec<&'static str>) -> Result<Self> {
+    fn with_types(gpu: &CudaDevice, entries: &[Entry], types: Vec<&'static str>) -> Result<Self> {
         let (mut tensors, mut chunks) = (Vec::new(), Vec::new());
         let mut first_chunks = Vec::with_capacity(entries.len() + 1);
         for (i, entry) in entries.iter().enumerate() {
@@ -96,8 +98,8 @@ impl Tables {
                 table.push(0); // nothing cannot be allocated
             }
         }
-        let (tensors, chunks) = (card.clone_htod(&tensors)?, card.clone_htod(&chunks)?);
-        let stream = card.cuda_stream();
+        let (tensors, chunks) = (gpu.clone_htod(&tensors)?, gpu.clone_htod(&chunks)?);
+        let stream = gpu.cuda_stream();
         let pointers = [tensors.device_ptr(&stream).0, chunks.device_ptr(&stream).0];
         Ok(Self {
             _held: [tensors, chunks],

@@ -3,8 +3,8 @@
 //   g *= factor;  m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
 //   p = p decay - step_size m / (sqrt(v) / second_correction + eps)
 //
-// with decay = 1 - lr weight_decay, step_size = lr / (1 - beta1^t), second_correction = sqrt(1 - beta2^t). Every operation
-// is rounded on its own, in PyTorch's order: the CPU's bits.
+// with decay = 1 - lr weight_decay, step_size = lr / (1 - beta1^t), second_correction = sqrt(1 - beta2^t). Every
+// operation is rounded on its own, in PyTorch's order: the CPU's bits.
 //
 // Bytes an element, f32: 16 in, 12 out (+ 2 out for a half-precision copy). Pointers are best at 16 bytes.
 

@@ -10,16 +10,16 @@ use candle_core::{DType, Result};
 use std::ops::Range;
 
 /// Compiles and loads the kernel.
-pub(crate) fn prepare(card: &CudaDevice) -> Result<()> {
-    SOURCE.kernel(card, "adamw", "f32").map(drop)
+pub(crate) fn prepare(gpu: &CudaDevice) -> Result<()> {
+    SOURCE.kernel(gpu, "adamw", "f32").map(drop)
 }
 
 impl Tables {
-    /// Updates some of the entries in place. `updates` (8 for each update) f32 are [`words`]; `clip` (3) f64, where there is
-    /// one, is what [`clip_factor`](super::clip_factor) and [`check_overflow`](super::check_overflow) write.
+    /// Updates some of the entries in place. `updates` (8 for each update) f32 are [`words`]; `clip` (3) f64, where
+    /// there is one, is what [`clip_factor`](super::clip_factor) and [`check_overflow`](super::check_overflow) write.
     pub(crate) fn adamw(
         &self,
-        card: &CudaDevice,
+        gpu: &CudaDevice,
         entries: Range<usize>,
         updates: View,
         clip: Option<View>,
@@ -30,7 +30,7 @@ impl Tables {
             if chunks.is_empty() {
                 continue;
             }
-            let kernel = SOURCE.kernel(card, "adamw", types)?;
+            let kernel = SOURCE.kernel(gpu, "adamw", types)?;
             let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
             let mut launch = kernel.builder();
             launch.arg(&tensors).arg(&table);
@@ -45,20 +45,20 @@ impl Tables {
 /// Updates all entries in place, by tables that are made for this step alone. `halves`: as
 /// [`Tables::of_halves`](Tables::of_halves).
 pub(crate) fn step(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     entries: &[Entry],
     updates: &[Update],
     halves: bool,
 ) -> Result<()> {
     let tables = match halves {
-        true => Tables::of_halves(card, entries)?,
-        false => Tables::new(card, entries)?,
+        true => Tables::of_halves(gpu, entries)?,
+        false => Tables::new(gpu, entries)?,
     };
     let updates: Vec<f32> = updates.iter().flat_map(words).collect();
-    let updates = card.clone_htod(&updates)?;
-    let pointer = updates.device_ptr(&card.cuda_stream()).0;
+    let updates = gpu.clone_htod(&updates)?;
+    let pointer = updates.device_ptr(&gpu.cuda_stream()).0;
     let updates_view = View::new(pointer, DType::F32, updates.len()).owned_by(&updates);
-    tables.adamw(card, 0..tables.len(), updates_view, None)
+    tables.adamw(gpu, 0..tables.len(), updates_view, None)
 }
 
 /// An update as the kernel reads it.

@@ -8,7 +8,8 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
 
-/// A tensor of heads (B, H, T, Dh) as it lies: Dh contiguous, the other strides and the beginning multiples of 16 bytes.
+/// A tensor of heads (B, H, T, Dh) as it lies: Dh contiguous, the other strides and the beginning multiples of 16
+/// bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heads<'a> {
     pub view: View<'a>,
@@ -84,7 +85,7 @@ pub(super) struct ForwardArguments {
     pub k: u64,
     pub v: u64,
     pub out: u64,
-    pub rounded_off: u64,
+    pub rounding_error: u64,
     pub lse: u64,
     pub q_strides: Strides,
     pub k_strides: Strides,
@@ -98,7 +99,7 @@ pub(super) struct ForwardArguments {
 pub(super) struct ForwardHopperArguments {
     pub maps: [Map; 3],
     pub out: u64,
-    pub rounded_off: u64,
+    pub rounding_error: u64,
     pub lse: u64,
     /// Two i32, zeros before and after: the numbers of works taken, and of blocks that take no more.
     pub tickets: u64,
@@ -113,7 +114,7 @@ pub(super) struct BackwardArguments {
     pub k: u64,
     pub v: u64,
     pub out: u64,
-    pub rounded_off: u64,
+    pub rounding_error: u64,
     pub d_out: u64,
     pub lse: u64,
     pub dq: u64,

@@ -3,30 +3,34 @@
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
 //
-//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous, 16-byte aligned
-//   lse (B, H, Tq): f32;  rounded_off (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
+//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous, 16-byte
+//   aligned lse (B, H, Tq): f32;  rounded_off (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
 // Scratch, all of it written before it is read:
-//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES)) and one more: int
-//   dq_sums (B, H, ceil(Tq / QUERIES), QUERIES * HEAD_DIM): f32, each tile in the order of the fragments that make it
+//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES))
+//   and one more: int dq_sums (B, H, ceil(Tq / QUERIES), QUERIES * HEAD_DIM): f32, each tile in the order of the
+//   fragments that make it
 //
 // Three kernels, one after the other:
-//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of turns) / 256))
+//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
+//   turns) / 256))
 //                                                    block 256
 //   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
 //                           dynamic shared memory    BACKWARD_SHARED bytes
 //   flash_backward_finish   dq                       grid  ceil(Tq / QUERIES) * B * H   block 32 * WARPS
 //                           dynamic shared memory    QUERIES * HEAD_DIM * 2 bytes
 //
-// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that share
-// them. A warp has KEYS * SHARE / WARPS keys: it computes S^T and dP^T for them, so that P^T and dS^T are the left factors
-// of dV and dK in the registers where they were made. dS goes through shared memory, for dQ, whose sum over the keys runs
-// over warps and blocks. That sum is taken in the order of the keys: a block adds to a tile of dq_sums when it is its
-// turn, so the bits are the same each time. Blocks take their work by ticket in the order of keys, so who is waited for
-// runs already, a tile of queries ahead. dQ of a tile is computed while the next is, one barrier a tile.
+// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that
+// share them. A warp has KEYS * SHARE / WARPS keys: it computes S^T and dP^T for them, so that P^T and dS^T are the
+// left factors of dV and dK in the registers where they were made. dS goes through shared memory, for dQ, whose sum
+// over the keys runs over warps and blocks. That sum is taken in the order of the keys: a block adds to a tile of
+// dq_sums when it is its turn, so the bits are the same each time. Blocks take their work by ticket in the order of
+// keys, so who is waited for runs already, a tile of queries ahead. dQ of a tile is computed while the next is, one
+// barrier a tile.
 //
-// Wide heads (SHARE 2): two warps have the same keys, each half of a tile's queries and half of the columns of dV and dK,
-// and give each other P^T and dS^T. So a warp has twice the keys, and what it reads of queries serves twice as often:
-// shared memory is what bounds this kernel. (H200, causal, T 16k: Dh 128 from 281 to 316 TFLOP/s, Dh 256 from 173 to 210.)
+// Wide heads (SHARE 2): two warps have the same keys, each half of a tile's queries and half of the columns of dV and
+// dK, and give each other P^T and dS^T. So a warp has twice the keys, and what it reads of queries serves twice as
+// often: shared memory is what bounds this kernel. (H200, causal, T 16k: Dh 128 from 281 to 316 TFLOP/s, Dh 256 from
+// 173 to 210.)
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
@@ -100,7 +104,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     const int first_head = batch * sizes.heads + kv_head * group;
     Place next = {first_head, first_tile};
 
-    // Turns. A tile's sum is added to a step after its S, in the next step, and passed on after the barrier that follows.
+    // Turns. A tile's sum is added to a step after its S, in the next step, and passed on after the barrier that
+    // follows.
     int* const turns = arguments.turns;
     int sums_now = 0, sums_1 = 0, sums_2 = 0;  // the numbers of this step's tile, the one before, the one before that
     int turn = 0;                              // of sums_1, as read a step ago

@@ -15,7 +15,7 @@ constexpr int LANES_A_ROW = CHUNKS > 16 ? 32 : CHUNKS == 12 ? 16 : CHUNKS;
 constexpr int PREPARE_ROWS = 256 / LANES_A_ROW;
 
 struct BackwardArguments {
-    const E *q, *k, *v, *out, *rounded_off, *d_out;
+    const E *q, *k, *v, *out, *rounding_error, *d_out;
     const float* lse;
     E *dq, *dk, *dv;
     float *statistics, *dq_sums;
@@ -53,8 +53,8 @@ JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments
         const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + query * of_d_out.row;
         const uint4 x = reinterpret_cast<const uint4*>(out)[i], y = reinterpret_cast<const uint4*>(d_out)[i];
         uint4 z = make_uint4(0, 0, 0, 0);
-        if (arguments.rounded_off)
-            z = reinterpret_cast<const uint4*>(arguments.rounded_off + row_in_all * sizes.head_dim)[i];
+        if (arguments.rounding_error)
+            z = reinterpret_cast<const uint4*>(arguments.rounding_error + row_in_all * sizes.head_dim)[i];
         const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w}, zs[4] = {z.x, z.y, z.z, z.w};
 #pragma unroll
         for (int word = 0; word < 4; word++) {

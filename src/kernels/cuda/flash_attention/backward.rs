@@ -40,7 +40,7 @@ pub(crate) struct Inputs<'a> {
     pub v: Heads<'a>,
     pub out: Heads<'a>,
     /// What rounding took from out, where that was kept (of f32 nothing is): (B, H, Tq, Dh) contiguous.
-    pub rounded_off: Option<View<'a>>,
+    pub rounding_error: Option<View<'a>>,
     pub d_out: Heads<'a>,
     /// (parts, B, H, Tq) f32.
     pub lse: View<'a>,
@@ -54,7 +54,7 @@ pub(crate) struct Gradients<'a> {
     pub dv: Heads<'a>,
 }
 
-/// The kernels for every card, as they are compiled for such a call.
+/// The kernels for every GPU, as they are compiled for such a call.
 fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
     match (dtype, tf32) {
         (DType::F32, false) => return super::f32::backward(head_dim),
@@ -74,16 +74,16 @@ fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
     }
 }
 
-/// Tiles of Hopper's own kernels, where the card and the call have them.
-fn of_hopper(card: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::BackwardHopper> {
+/// Tiles of Hopper's own kernels, where the GPU and the call have them.
+fn of_hopper(gpu: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::BackwardHopper> {
     let tiles = tiles::BackwardHopper::new(head_dim);
-    tiles.filter(|_| dtype != DType::F32 && is_hopper(card))
+    tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
 }
 
 /// What a block shares, for such a call.
-pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
+pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     let head_dim = compiled_head_dim(sizes.head_dim);
-    match of_hopper(card, dtype, head_dim) {
+    match of_hopper(gpu, dtype, head_dim) {
         Some(tiles) => tiles.shared_bytes(head_dim),
         None => form_for(dtype, tf32, head_dim).shared_bytes,
     }
@@ -104,7 +104,7 @@ fn tiles_of_queries(sizes: &Sizes, queries: usize) -> usize {
 /// The gradients of q, k and v, products of f32 as forward's were. `workspace`
 /// ([`flash_backward`](crate::kernels::workspace::flash_backward)) u32 is room to work in.
 pub(crate) fn backward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     sizes: &Sizes,
     tf32: bool,
     inputs: Inputs,
@@ -114,18 +114,18 @@ pub(crate) fn backward(
     let head_dim = compiled_head_dim(sizes.head_dim);
     let dtype = inputs.q.view.dtype;
     let element = element(dtype);
-    let hopper = of_hopper(card, dtype, head_dim);
-    let everywhere = form_for(dtype, tf32, head_dim);
+    let hopper = of_hopper(gpu, dtype, head_dim);
+    let launch_generic = form_for(dtype, tf32, head_dim);
     let (source, tiles, queries) = match &hopper {
         Some(tiles) => (&HOPPER, tiles.definitions(), tiles.queries),
         None => (
-            everywhere.source,
-            everywhere.tiles.clone(),
-            everywhere.queries,
+            launch_generic.source,
+            launch_generic.tiles.clone(),
+            launch_generic.queries,
         ),
     };
     let definitions = definitions(sizes, element, tiles);
-    let kernel = |stem| source.kernel_with(card, &definitions, stem, element);
+    let kernel = |stem| source.kernel_with(gpu, &definitions, stem, element);
 
     let tiles_of_queries = tiles_of_queries(sizes, queries);
     let rows = tiles_of_queries * queries;
@@ -142,7 +142,7 @@ pub(crate) fn backward(
         k: inputs.k.view.pointer,
         v: inputs.v.view.pointer,
         out: inputs.out.view.pointer,
-        rounded_off: inputs.rounded_off.map_or(0, |rest| rest.pointer),
+        rounding_error: inputs.rounding_error.map_or(0, |rest| rest.pointer),
         d_out: inputs.d_out.view.pointer,
         lse: inputs.lse.pointer,
         dq: gradients.dq.view.pointer,
@@ -188,7 +188,7 @@ pub(crate) fn backward(
             kernel_of_products.allow_shared_bytes(shared_bytes)?;
             let works =
                 sizes.keys.div_ceil(tiles::BackwardHopper::KEYS) * sizes.batch * sizes.kv_heads;
-            let blocks = works.min(multiprocessors(card)?);
+            let blocks = works.min(multiprocessors(gpu)?);
             let mut launch = kernel_of_products.builder();
             launch.arg(&maps).arg(&arguments);
             // SAFETY: as above.
@@ -196,7 +196,7 @@ pub(crate) fn backward(
             Ok(())
         }
         None => {
-            let form = &everywhere;
+            let form = &launch_generic;
             let blocks = sizes.keys.div_ceil(form.keys) * sizes.batch * sizes.kv_heads;
             run(
                 &kernel("flash_backward")?,
@@ -220,7 +220,7 @@ mod tests {
     use super::*;
     use crate::kernels::{Mask, workspace};
 
-    /// What is planned before there is a card holds the parts of every kernel, wherever it begins.
+    /// What is planned before there is a GPU holds the parts of every kernel, wherever it begins.
     #[test]
     fn the_workspace_holds_all_parts() {
         for head_dim in 1..=256 {
@@ -236,15 +236,15 @@ mod tests {
                     scale: 1.0,
                 };
                 let compiled = compiled_head_dim(head_dim);
-                let everywhere = [
+                let launch_generic = [
                     (DType::BF16, false),
                     (DType::F32, false),
                     (DType::F32, true),
                 ];
-                let everywhere =
-                    everywhere.map(|(dtype, tf32)| form_for(dtype, tf32, compiled).queries);
+                let launch_generic =
+                    launch_generic.map(|(dtype, tf32)| form_for(dtype, tf32, compiled).queries);
                 let hopper = tiles::BackwardHopper::new(compiled).map(|tiles| tiles.queries);
-                for tile in everywhere.into_iter().chain(hopper) {
+                for tile in launch_generic.into_iter().chain(hopper) {
                     let words = workspace::flash_backward(&sizes);
                     let odd = View::new(4, DType::U32, words); // begins a word after a multiple of 256 bytes
                     let end = odd.pointer + 4 * words as u64;

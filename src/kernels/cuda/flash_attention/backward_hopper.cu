@@ -1,23 +1,24 @@
 // Flash attention, backward, by Hopper's own instructions (sm_90a); behind common.cuh, hopper.cuh, backward.cuh
 // and backward_hopper.cuh. HEAD_DIM 64 (QUERIES 128) or 128 (QUERIES 64).
 //
-// Computes what backward.cu does, with the same scratch (but the order of numbers in statistics and in a tile of dq_sums),
-// and takes besides maps of q and d_out (boxes of QUERIES rows), k and v (boxes of KEYS rows).
+// Computes what backward.cu does, with the same scratch (but the order of numbers in statistics and in a tile of
+// dq_sums), and takes besides maps of q and d_out (boxes of QUERIES rows), k and v (boxes of KEYS rows).
 //
 //   flash_backward_prepare, see backward.cuh
 //   flash_backward_hopper   dq, dk, dv, dq_sums   grid  min(multiprocessors, ceil(Tk / KEYS) * B * Hkv)    block 384
 //                           dynamic shared memory (3 KEYS + 6 QUERIES) * HEAD_DIM * 2 + KEYS * QUERIES * 4 +
 //                                                 QUERIES * 16 + 1024 + 256 bytes
 //
-// A work is a tile of keys, with a step for each tile of queries that sees it, the last queries first: later keys, which
-// fewer queries see, then come to a tile no earlier than the keys that add to its dQ before them. Blocks stay and take work
-// after work by ticket; the steps go on from one to the next without a break. The last keys of a tile write its dq.
+// A work is a tile of keys, with a step for each tile of queries that sees it, the last queries first: later keys,
+// which fewer queries see, then come to a tile no earlier than the keys that add to its dQ before them. Blocks stay and
+// take work after work by ticket; the steps go on from one to the next without a break. The last keys of a tile write
+// its dq.
 //
 // Two warpgroups have 64 keys each. As in backward.cu they compute S^T and dP^T, so that P^T and dS^T are left factors
 // in the registers where they were made; dS goes through shared memory for dQ, of which a group computes one half: rows
-// where there are 128 queries, columns where there are 128. dQ is a step behind the rest and dS has two tiles, so that the
-// groups need not keep step: one's exponentials run under the other's products. dQ leaves by way of shared memory: two
-// warps have the copy engine add it to dq_sums, each when it is its turn. One warp copies tiles in.
+// where there are 128 queries, columns where there are 128. dQ is a step behind the rest and dS has two tiles, so that
+// the groups need not keep step: one's exponentials run under the other's products. dQ leaves by way of shared memory:
+// two warps have the copy engine add it to dq_sums, each when it is its turn. One warp copies tiles in.
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const __grid_constant__ BackwardArguments arguments) {
@@ -203,8 +204,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
             __syncwarp();
             free(at.ds_full + stage * 8);
 
-            // dQ of the step before (of nothing, in the first). It is written to shared memory before the products of S and dP begin,
-            // which take all that shared memory gives.
+            // dQ of the step before (of nothing, in the first). It is written to shared memory before the products of S
+            // and dP begin, which take all that shared memory gives.
             if (step > 0) barrier_wait(at.ds_full + next_stage * 8, next_round - 1);
             products_fence();
             issue_dq(next_stage, keys_stage ^ (i == 0));

@@ -1,5 +1,5 @@
-// What backward_hopper.cu consists of besides the products: works, a block's shared memory, the warp that copies tiles into it,
-// the warps that add dQ to what earlier keys have summed. Between backward.cuh and backward_hopper.cu.
+// What backward_hopper.cu consists of besides the products: works, a block's shared memory, the warp that copies tiles
+// into it, the warps that add dQ to what earlier keys have summed. Between backward.cuh and backward_hopper.cu.
 
 constexpr int KEYS = 128;
 constexpr int HALVES = QUERIES / 64;  // of a tile of queries: P and dS of one are made at a time
@@ -15,8 +15,8 @@ struct Maps {
 // One a group, but for ORDER.
 enum Named { TURN_HAS_COME = 1, TURN_IS_TAKEN = 3, ORDER = 5 };
 
-// A tile of keys of one head, with the tiles of queries that it goes with: `tiles` .. first_tile, downwards, of each of the
-// heads first_head .. first_head + group.
+// A tile of keys of one head, with the tiles of queries that it goes with: `tiles` .. first_tile, downwards, of each of
+// the heads first_head .. first_head + group.
 struct Work {
     int key_tile, first_tile, first_head, steps;
     int own_tiles;  // so many of the first tiles have no later keys: this work finishes their dq
@@ -40,7 +40,8 @@ __device__ __forceinline__ void await_turn(const int* turn, int mine) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Shared memory: tiles that begin at multiples of 1024 bytes, then barriers, each twice (a stage, or a group) but for V's.
+// Shared memory: tiles that begin at multiples of 1024 bytes, then barriers, each twice (a stage, or a group) but for
+// V's.
 struct Shared {
     u32 k_tiles, v_tile, q_tiles, d_out_tiles, ds_tiles, dq_tile, statistics_tiles;
     u32 keys_full, keys_empty, queries_full, queries_empty, ds_full, ds_empty, dq_full, dq_empty, v_full, v_empty;
@@ -137,8 +138,8 @@ __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArgu
                     barrier_wait(at.dq_full + half * 8, added);
                     if (work.key_tile == 0) write_bytes(sums, tile_to_add, DQ_TILE * 2);
                     else add_floats(sums, tile_to_add, DQ_TILE * 2);
-                    // The next one's turn, known by the time that this sum has arrived; the fence below goes between it and the
-                    // next sum.
+                    // The next one's turn, known by the time that this sum has arrived; the fence below goes between it
+                    // and the next sum.
                     there = tile > work.own_tiles ? read_turn(turns - 2) : -1;
                     writes_have_read();
                     barrier_arrive(at.dq_empty + half * 8);

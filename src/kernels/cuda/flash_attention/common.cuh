@@ -105,8 +105,8 @@ template <int BYTES> struct Swizzle {
     }
 };
 
-// Where one lane reads 16 x 16 blocks of a tile by ldmatrix. `row` and `column` of a block are multiples of 16 known when
-// compiling: what remains at run time is one xor.
+// Where one lane reads 16 x 16 blocks of a tile by ldmatrix. `row` and `column` of a block are multiples of 16 known
+// when compiling: what remains at run time is one xor.
 //   BY_ROWS      matrices at (rows 0-7, left), (8-15, left), (0-7, right), (8-15, right): an A operand; transposed, a B
 //   BY_COLUMNS   matrices at (rows 0-7, left), (0-7, right), (8-15, left), (8-15, right): a B operand stored (n, k);
 //                transposed, an A operand stored (k, m)
@@ -175,8 +175,8 @@ template <int LEFT> __device__ __forceinline__ void wait_groups() {
 constexpr int LANES = CHUNKS & -CHUNKS;
 constexpr int GROUPS = CHUNKS / LANES;
 
-// Starts to copy LENGTH rows of `x` (rows `stride` elements apart) into `tile`: zeros from row `rows` on, and from column
-// `columns` on (a multiple of CHUNK). LAYOUT says where a tile has its chunks.
+// Starts to copy LENGTH rows of `x` (rows `stride` elements apart) into `tile`: zeros from row `rows` on, and from
+// column `columns` on (a multiple of CHUNK). LAYOUT says where a tile has its chunks.
 template <int LENGTH, int THREADS, typename LAYOUT = Swizzle<ROW_BYTES>>
 __device__ __forceinline__ void copy_tile(u32 tile, const E* x, long long stride, int rows, int columns) {
     constexpr int PASS = THREADS / LANES;  // rows
@@ -218,7 +218,8 @@ struct Sizes {
     int batch, heads, kv_heads;  // B, H, Hkv; Hkv divides H
     int queries, keys;           // Tq, Tk
     int head_dim;                // Dh, a multiple of CHUNK, at most HEAD_DIM
-    // Query i sees the keys j <= i + offset: 0 for causal, Tk - Tq for causal aligned at the end, Tk for full attention.
+    // Query i sees the keys j <= i + offset: 0 for causal, Tk - Tq for causal aligned at the end, Tk for full
+    // attention.
     int offset;
     // Heads worked on at a time: as many as have their keys and values in the L2 cache together.
     int heads_at_once;

@@ -5,7 +5,7 @@ use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::cuda::source::{Definition, Source};
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 
-/// A kernel for every card as it is compiled for a call, and what a launch of it takes.
+/// A kernel for every GPU as it is compiled for a call, and what a launch of it takes.
 pub(super) struct Forward {
     pub source: &'static Source,
     /// Queries of a block.
@@ -15,7 +15,7 @@ pub(super) struct Forward {
     pub tiles: Vec<Definition>,
 }
 
-/// Kernels for every card as they are compiled for a call, and what their launches take.
+/// Kernels for every GPU as they are compiled for a call, and what their launches take.
 pub(super) struct Backward {
     pub source: &'static Source,
     /// Of a block.

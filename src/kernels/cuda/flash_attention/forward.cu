@@ -1,12 +1,12 @@
 // Flash attention, forward: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), on mma.sync (sm_80 and up).
 //
-//   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): ELEMENT, any strides, Dh contiguous, 16-byte aligned
-//   lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero
-//   rounded_off (B, H, Tq, Dh): ELEMENT, contiguous, may be null: what rounding took from out
+//   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): ELEMENT, any strides, Dh contiguous, 16-byte
+//   aligned lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero rounded_off (B, H,
+//   Tq, Dh): ELEMENT, contiguous, may be null: what rounding took from out
 //
-// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P V.
-// A warp has ROWS / WARPS rows; S, P and O stay in its registers: the layout in which a product leaves its 16 x 8 blocks
-// is the one in which the next takes its left factor. The next tile of keys and values is copied meanwhile.
+// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
+// V. A warp has ROWS / WARPS rows; S, P and O stay in its registers: the layout in which a product leaves its 16 x 8
+// blocks is the one in which the next takes its left factor. The next tile of keys and values is copied meanwhile.
 //
 // grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
 // dynamic shared memory  (ROWS + 4 COLUMNS) * HEAD_DIM * 2 bytes
@@ -38,7 +38,7 @@ static_assert(ROWS % (16 * WARPS) == 0 && COLUMNS % 16 == 0 && HEAD_DIM % 16 == 
 
 struct ForwardArguments {
     const E *q, *k, *v;
-    E *out, *rounded_off;
+    E *out, *rounding_error;
     float* lse;
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
@@ -67,7 +67,8 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const E* v = arguments.v + batch * arguments.v_strides.batch + kv_head * arguments.v_strides.head;
     const long long k_stride = arguments.k_strides.row, v_stride = arguments.v_strides.row;
 
-    // Keys that the block's last row sees, keys that the warp's last row sees, and keys that all of the warp's rows see.
+    // Keys that the block's last row sees, keys that the warp's last row sees, and keys that all of the warp's rows
+    // see.
     const int warp_row = warp * 16 * M_BLOCKS;
     const int seen = max(0, min(sizes.keys, first_row + rows + sizes.offset));
     const int warp_seen = min(sizes.keys, first_row + warp_row + 16 * M_BLOCKS + sizes.offset);
@@ -237,14 +238,14 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     if (tiles == 0) wait_groups<0>(), __syncthreads();
     E* out = arguments.out + batch * arguments.out_strides.batch + head * arguments.out_strides.head +
              first_row * arguments.out_strides.row;
-    E* rest = arguments.rounded_off + ((long long)head_in_all * sizes.queries + first_row) * dim;
+    E* rest = arguments.rounding_error + ((long long)head_in_all * sizes.queries + first_row) * dim;
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; m++)
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 8; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) o[m][n][i] *= inverse[m][i / 2];
-    for (int pass = 0; pass < (arguments.rounded_off ? 2 : 1); pass++) {
+    for (int pass = 0; pass < (arguments.rounding_error ? 2 : 1); pass++) {
         int my_row = warp_row + quad_row;
         asm volatile("" : "+r"(my_row));  // or all the addresses below would be kept from pass to pass
         __syncwarp();

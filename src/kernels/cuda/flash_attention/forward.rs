@@ -31,20 +31,21 @@ const HOPPER: Source = Source {
 pub(crate) struct Outputs<'a> {
     /// (B, H, Tq, Dh), as it lies.
     pub out: Heads<'a>,
-    /// What rounding took from out, where that is wanted (of f32 it takes nothing): (B, H, Tq, Dh) contiguous, in its dtype.
-    pub rounded_off: Option<View<'a>>,
+    /// What rounding took from out, where that is wanted (of f32 it takes nothing): (B, H, Tq, Dh) contiguous, in its
+    /// dtype.
+    pub rounding_error: Option<View<'a>>,
     /// (B, H, Tq) f32.
     pub lse: View<'a>,
 }
 
 impl Outputs<'_> {
     /// Where what rounding took from out goes, or null.
-    fn rounded_off(&self) -> u64 {
-        self.rounded_off.map_or(0, |rest| rest.pointer)
+    fn rounding_error(&self) -> u64 {
+        self.rounding_error.map_or(0, |rest| rest.pointer)
     }
 }
 
-/// The kernel for every card, as it is compiled for such a call.
+/// The kernel for every GPU, as it is compiled for such a call.
 fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
     let head_dim = compiled_head_dim(sizes.head_dim);
     match (dtype, tf32) {
@@ -62,43 +63,43 @@ fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
     }
 }
 
-/// Tiles of Hopper's own kernel, where the card and the call have one.
-fn of_hopper(card: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::ForwardHopper> {
+/// Tiles of Hopper's own kernel, where the GPU and the call have one.
+fn of_hopper(gpu: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::ForwardHopper> {
     let head_dim = compiled_head_dim(sizes.head_dim);
     let tiles = tiles::ForwardHopper::new(head_dim, sizes.keys);
-    tiles.filter(|_| dtype != DType::F32 && is_hopper(card))
+    tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
 }
 
 /// Numbers from which Hopper's blocks draw their work.
 const TICKETS: usize = 2;
 
 /// Attention of q, k and v, products of f32 in TF32 or exact. `workspace`
-/// ([`flash_forward`](crate::kernels::workspace::flash_forward)) u32 is room to work in; launches that may run beside one
-/// another need their own.
+/// ([`flash_forward`](crate::kernels::workspace::flash_forward)) u32 is room to work in; launches that may run beside
+/// one another need their own.
 pub(crate) fn forward(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     sizes: &Sizes,
     tf32: bool,
     heads: [Heads; 3],
     outputs: Outputs,
     workspace: View,
 ) -> Result<()> {
-    match of_hopper(card, heads[0].view.dtype, sizes) {
-        Some(tiles) => hopper(card, sizes, &tiles, heads, outputs, workspace),
-        None => everywhere(card, sizes, tf32, heads, outputs),
+    match of_hopper(gpu, heads[0].view.dtype, sizes) {
+        Some(tiles) => hopper(gpu, sizes, &tiles, heads, outputs, workspace),
+        None => launch_generic(gpu, sizes, tf32, heads, outputs),
     }
 }
 
 /// What a block shares, for such a call.
-pub(super) fn shared_bytes(card: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
-    match of_hopper(card, dtype, sizes) {
+pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
+    match of_hopper(gpu, dtype, sizes) {
         Some(tiles) => tiles.shared_bytes(compiled_head_dim(sizes.head_dim)),
         None => form_for(dtype, tf32, sizes).shared_bytes,
     }
 }
 
-fn everywhere(
-    card: &CudaDevice,
+fn launch_generic(
+    gpu: &CudaDevice,
     sizes: &Sizes,
     tf32: bool,
     [q, k, v]: [Heads; 3],
@@ -107,7 +108,7 @@ fn everywhere(
     let form = form_for(q.view.dtype, tf32, sizes);
     let element = element(q.view.dtype);
     let definitions = definitions(sizes, element, form.tiles);
-    let kernel = (form.source).kernel_with(card, &definitions, "flash_forward", element)?;
+    let kernel = (form.source).kernel_with(gpu, &definitions, "flash_forward", element)?;
     kernel.allow_shared_bytes(form.shared_bytes)?;
     let all_heads = sizes.batch * sizes.heads;
     let arguments = ForwardArguments {
@@ -115,7 +116,7 @@ fn everywhere(
         k: k.view.pointer,
         v: v.view.pointer,
         out: outputs.out.view.pointer,
-        rounded_off: outputs.rounded_off(),
+        rounding_error: outputs.rounding_error(),
         lse: outputs.lse.pointer,
         q_strides: Strides::from(&q),
         k_strides: Strides::from(&k),
@@ -132,7 +133,7 @@ fn everywhere(
 }
 
 fn hopper(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     sizes: &Sizes,
     tiles: &tiles::ForwardHopper,
     [q, k, v]: [Heads; 3],
@@ -141,13 +142,13 @@ fn hopper(
 ) -> Result<()> {
     let element = element(q.view.dtype);
     let definitions = definitions(sizes, element, tiles.definitions());
-    let kernel = HOPPER.kernel_with(card, &definitions, "flash_forward_hopper", element)?;
+    let kernel = HOPPER.kernel_with(gpu, &definitions, "flash_forward_hopper", element)?;
     let shared_bytes = tiles.shared_bytes(compiled_head_dim(sizes.head_dim));
     kernel.allow_shared_bytes(shared_bytes)?;
     // As many heads as have their keys in the level-2 cache together.
     let at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);
     let tickets = Workspace::new(workspace).take(TICKETS);
-    set_to_zero(card, tickets)?;
+    set_to_zero(gpu, tickets)?;
     let arguments = ForwardHopperArguments {
         maps: [
             Map::new(&q, tiles.rows())?,
@@ -155,14 +156,14 @@ fn hopper(
             Map::new(&v, tiles.columns)?,
         ],
         out: outputs.out.view.pointer,
-        rounded_off: outputs.rounded_off(),
+        rounding_error: outputs.rounding_error(),
         lse: outputs.lse.pointer,
         tickets: tickets.pointer,
         out_strides: Strides::from(&outputs.out),
         sizes: CallSizes::new(sizes, at_once),
     };
     let tiles_in_all = sizes.queries.div_ceil(tiles.rows()) * sizes.batch * sizes.heads;
-    let blocks = tiles_in_all.min(multiprocessors(card)?);
+    let blocks = tiles_in_all.min(multiprocessors(gpu)?);
     let mut launch = kernel.builder();
     launch.arg(&arguments);
     // SAFETY: the argument is the kernel's, over tensors of the sizes that it says.

@@ -1,9 +1,10 @@
-// Flash attention, forward, by Hopper's own instructions (sm_90a); behind common.cuh and hopper.cuh. HEAD_DIM 64, 128 or 256.
+// Flash attention, forward, by Hopper's own instructions (sm_90a); behind common.cuh and hopper.cuh. HEAD_DIM 64, 128
+// or 256.
 //
 // Computes and takes what forward.cu does, and besides maps of q (boxes of ROWS rows), k and v (boxes of COLUMNS rows).
 //
-// One warpgroup copies tiles (one of its threads does); GROUPS_OF_ROWS others have 64 queries each. A group issues
-// S = Q K^T of the next tile, then O += P V of this one, and does the softmax of the next while the latter runs; the groups
+// One warpgroup copies tiles (one of its threads does); GROUPS_OF_ROWS others have 64 queries each. A group issues S =
+// Q K^T of the next tile, then O += P V of this one, and does the softmax of the next while the latter runs; the groups
 // issue in turn, so that one's softmax runs under another's products. Blocks stay: each takes the next tile of queries
 // by ticket, and its first S is issued with the last O += P V of the tile before.
 //
@@ -28,7 +29,7 @@ constexpr float SLACK = 8.0f;  // as in forward.cu
 
 struct ForwardHopperArguments {
     Map q_map, k_map, v_map;
-    E *out, *rounded_off;
+    E *out, *rounding_error;
     float* lse;
     int* tickets;  // two, zeros before and after; launches that may run at the same time need their own
     Strides out_strides;
@@ -237,11 +238,11 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
             }
             const Strides& of_out = arguments.out_strides;
             E* out = arguments.out + work.batch * of_out.batch + work.head * of_out.head + row * of_out.row;
-            E* rest = arguments.rounded_off + ((long long)work.head_in_all * sizes.queries + row) * sizes.head_dim;
+            E* rest = arguments.rounding_error + ((long long)work.head_in_all * sizes.queries + row) * sizes.head_dim;
 #pragma unroll
             for (int span = 0; span < SPANS; span++) {
                 write_rows<SPAN>(o[span], inverse, out, of_out.row, sizes.queries - row, span * SPAN, sizes.head_dim, lane);
-                if (arguments.rounded_off)
+                if (arguments.rounding_error)
                     write_rows<SPAN>(o[span], inverse, rest, sizes.head_dim, sizes.queries - row, span * SPAN, sizes.head_dim, lane, true);
             }
         }

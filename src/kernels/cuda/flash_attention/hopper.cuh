@@ -1,12 +1,12 @@
-// Hopper's own instructions (sm_90a): warpgroup products that read shared memory, copies of whole tiles, their barriers.
-// Goes between common.cuh and the kernels that use it.
+// Hopper's own instructions (sm_90a): warpgroup products that read shared memory, copies of whole tiles, their
+// barriers. Goes between common.cuh and the kernels that use it.
 #define HOPPER
 
 // ---- wgmma: 64 rows of a product by a warpgroup; its accumulators lie over the threads as those of mma.sync do
 
-// Tiles have rows of 128 bytes (64 elements), permuted by row % 8 as the copy engine does it; wider ones are several such
-// tiles one after the other, and all begin at multiples of 1024 bytes. `leading` is what lies between two of them, which
-// counts only for a transposed operand wider than 64; eight rows are 1024 bytes.
+// Tiles have rows of 128 bytes (64 elements), permuted by row % 8 as the copy engine does it; wider ones are several
+// such tiles one after the other, and all begin at multiples of 1024 bytes. `leading` is what lies between two of them,
+// which counts only for a transposed operand wider than 64; eight rows are 1024 bytes.
 struct Described {
     u32 low;
     __device__ __forceinline__ Described(u32 address, u32 leading = 16) : low(address >> 4 | leading >> 4 << 16) {}
@@ -39,7 +39,8 @@ struct Described {
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d (64, 64) = a b, or d + a b: both in shared memory; a (64, 16) as (m, k) or transposed, b (16, 64) as (n, k) or transposed.
+// d (64, 64) = a b, or d + a b: both in shared memory; a (64, 16) as (m, k) or transposed, b (16, 64) as (n, k) or
+// transposed.
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&d)[32], u64 a, u64 b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME " {"
@@ -56,7 +57,8 @@ __device__ __forceinline__ void multiply_registers(float (&d)[32], const u32 (&a
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(B_TRANSPOSED));
 }
 
-// d (64, 128) = a b, or d + a b: both in shared memory; a (64, 16) as (m, k) or transposed, b (16, 128) as (n, k) or transposed.
+// d (64, 128) = a b, or d + a b: both in shared memory; a (64, 16) as (m, k) or transposed, b (16, 128) as (n, k) or
+// transposed.
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&d)[64], u64 a, u64 b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME " {"
@@ -137,9 +139,10 @@ __device__ __forceinline__ void exchange(u32 (&x)[4], int lane) {
     else x[2] = c, x[3] = d;
 }
 
-// Writes the two rows that this thread has of a product's N columns, times `factor`, to `x`, which is at the first of them
-// (the other is 8 below): the four threads of a quad have two columns each in four blocks of eight; they exchange them, so
-// that each has the eight columns of one block, and writes 16 bytes. With `what_is_left`, what rounding takes instead.
+// Writes the two rows that this thread has of a product's N columns, times `factor`, to `x`, which is at the first of
+// them (the other is 8 below): the four threads of a quad have two columns each in four blocks of eight; they exchange
+// them, so that each has the eight columns of one block, and writes 16 bytes. With `what_is_left`, what rounding takes
+// instead.
 template <int N>
 __device__ __forceinline__ void write_rows(const float (&d)[N / 2], const float (&factor)[2], E* x, long long stride, int rows,
                                            int first_column, int columns, int lane, bool what_is_left = false) {

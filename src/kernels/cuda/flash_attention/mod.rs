@@ -1,11 +1,12 @@
-//! Flash attention, in f16, bf16 and TF32 on tensor cores, in f32 by f32's own products: what is computed is FlashAttention-2's,
-//! forward and backward, with everything added up in f32 and the same bits every run.
+//! Flash attention, in f16, bf16 and TF32 on tensor cores, in f32 by f32's own products: what is computed is
+//! FlashAttention-2's, forward and backward, with everything added up in f32 and the same bits every run.
 //!
-//! Two sets of kernels for half precision. `forward.cu` and `backward.cu` use what every card since compute capability 8.0 has
-//! (mma.sync, cp.async); `forward_hopper.cu` and `backward_hopper.cu` Hopper's own (wgmma, the tensor copy engine, warpgroups
-//! that copy and warpgroups that multiply). lse is the same, so a forward of one goes with a backward of the other. For heads in
-//! f32 two sets, on every such card, as the caller says: exact [`f32`](self::f32), or [`tf32`]. Their lse is that of the scores
-//! as they were computed, so forward and backward of one call are of one set.
+//! Two sets of kernels for half precision. `forward.cu` and `backward.cu` use what every GPU since compute capability
+//! 8.0 has (mma.sync, cp.async); `forward_hopper.cu` and `backward_hopper.cu` Hopper's own (wgmma, the tensor copy
+//! engine, warpgroups that copy and warpgroups that multiply). lse is the same, so a forward of one goes with a
+//! backward of the other. For heads in f32 two sets, on every such GPU, as the caller says: exact [`f32`](self::f32),
+//! or [`tf32`]. Their lse is that of the scores as they were computed, so forward and backward of one call are of one
+//! set.
 //!
 //! What lives here: which kernel, compiled with which tile sizes, for a head dimension ([`tiles`]), and the launches
 //! ([`forward`], [`backward`]). What does not: padding and copying what the kernels cannot take; see [`takes`].
@@ -38,10 +39,10 @@ fn offset(sizes: &Sizes) -> i32 {
     }
 }
 
-/// Whether the card has kernels for such a call (`tf32` matters to f32 alone): rows of whole 16 bytes (8 elements, in f32 4), a
-/// scale that leaves the largest score the largest, and tiles that a block's shared memory holds, forward and backward. (Most
-/// cards have less of it than Hopper's.)
-pub(crate) fn takes(card: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> bool {
+/// Whether the GPU has kernels for such a call (`tf32` matters to f32 alone): rows of whole 16 bytes (8 elements, in
+/// f32 4), a scale that leaves the largest score the largest, and tiles that a block's shared memory holds, forward and
+/// backward. (Most GPUs have less of it than Hopper's.)
+pub(crate) fn takes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> bool {
     let rows = sizes.batch * sizes.heads * sizes.queries.max(sizes.keys);
     let suits = matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
         && sizes.head_dim.is_multiple_of(in_vector(dtype))
@@ -50,12 +51,12 @@ pub(crate) fn takes(card: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) 
         && sizes.queries > 0
         && (1..i32::MAX as usize).contains(&rows);
     let shared_bytes = || {
-        let forward = forward::shared_bytes(card, dtype, tf32, sizes);
-        forward.max(backward::shared_bytes(card, dtype, tf32, sizes))
+        let forward = forward::shared_bytes(gpu, dtype, tf32, sizes);
+        forward.max(backward::shared_bytes(gpu, dtype, tf32, sizes))
     };
     suits
-        && source::runs_on(card)
-        && source::most_shared_bytes(card).is_ok_and(|most| shared_bytes() <= most)
+        && source::runs_on(gpu)
+        && source::most_shared_bytes(gpu).is_ok_and(|most| shared_bytes() <= most)
 }
 
 /// What the kernels' names call the element.

@@ -162,8 +162,9 @@ impl BackwardHopper {
         })
     }
 
-    /// Of how many heads the blocks under way take keys. The more blocks a head has, the more of its queries and dQ they
-    /// find in the L2 cache, and the longer they wait for each other to add to dQ. (H200, T 512 to 16k, Dh 64 and 128.)
+    /// Of how many heads the blocks under way take keys. The more blocks a head has, the more of its queries and dQ
+    /// they find in the L2 cache, and the longer they wait for each other to add to dQ. (H200, T 512 to 16k, Dh 64 and
+    /// 128.)
     pub(super) fn heads_at_once(&self, sizes: &Sizes) -> usize {
         let query_tiles = sizes.queries.div_ceil(self.queries).max(1);
         match sizes.mask {

@@ -1,12 +1,12 @@
 //! Sums of buffers that lie anywhere, the second repeated or not: the bits of a sum in f32 that is rounded once.
 
 use super::super::arithmetic::add;
-use super::{Buffer, Element, bits, card, numbers};
+use super::{Buffer, Element, bits, gpu, numbers};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
-/// How often b is repeated, and its length: less than a pack, rows between vectors, shorter and longer than a block, and
-/// those that end beside a block's end.
+/// How often b is repeated, and its length: less than a pack, rows between vectors, shorter and longer than a block,
+/// and those that end beside a block's end.
 const REPEATED: [(usize, usize); 14] = [
     (1, 1),
     (1, 7),
@@ -29,10 +29,10 @@ const OFFSETS: [[usize; 3]; 4] = [[0, 0, 0], [1, 1, 1], [0, 1, 2], [3, 0, 0]];
 
 #[test]
 fn sums_have_the_bits_of_f32_rounded_once() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for (times, period) in REPEATED {
         for offsets in OFFSETS {
-            let (n, from) = (times * period, (&card, period, offsets));
+            let (n, from) = (times * period, (&gpu, period, offsets));
             sums::<f32, f32, f32>(from, n, |sum| sum);
             sums::<f16, f16, f16>(from, n, f16::from_f32);
             sums::<bf16, bf16, bf16>(from, n, bf16::from_f32);
@@ -45,7 +45,7 @@ fn sums_have_the_bits_of_f32_rounded_once() {
 }
 
 fn sums<A: Element, B: Element, Y: Element>(
-    (card, period, offsets): (&CudaDevice, usize, [usize; 3]),
+    (gpu, period, offsets): (&CudaDevice, usize, [usize; 3]),
     n: usize,
     round: fn(f32) -> Y,
 ) {
@@ -57,40 +57,40 @@ fn sums<A: Element, B: Element, Y: Element>(
     let exact = bits(&exact);
     let what = format!("{:?} + {:?}, {n} by {period}", A::DTYPE, B::DTYPE);
 
-    let on_card = (
-        Buffer::new(card, &a, offsets[0]),
-        Buffer::new(card, &b, offsets[1]),
+    let on_gpu = (
+        Buffer::new(gpu, &a, offsets[0]),
+        Buffer::new(gpu, &b, offsets[1]),
     );
-    let [of_a, of_b] = [on_card.0.view(card), on_card.1.view(card)];
-    let y = Buffer::<Y>::room(card, n, offsets[2]);
-    add(card, of_a, of_b, y.view(card)).unwrap();
-    assert_eq!(bits(&y.read(card)), exact, "{what}");
-    assert_eq!(bits(&on_card.1.read(card)), bits(&b), "{what}: b");
+    let [of_a, of_b] = [on_gpu.0.view(gpu), on_gpu.1.view(gpu)];
+    let y = Buffer::<Y>::room(gpu, n, offsets[2]);
+    add(gpu, of_a, of_b, y.view(gpu)).unwrap();
+    assert_eq!(bits(&y.read(gpu)), exact, "{what}");
+    assert_eq!(bits(&on_gpu.1.read(gpu)), bits(&b), "{what}: b");
     // Where an operand lies.
     if B::DTYPE == Y::DTYPE && period == n {
-        add(card, of_a, of_b, of_b).unwrap();
-        assert_eq!(bits(&on_card.1.read(card)), exact, "{what}, where b lay");
+        add(gpu, of_a, of_b, of_b).unwrap();
+        assert_eq!(bits(&on_gpu.1.read(gpu)), exact, "{what}, where b lay");
     }
-    assert_eq!(bits(&on_card.0.read(card)), bits(&a), "{what}: a");
+    assert_eq!(bits(&on_gpu.0.read(gpu)), bits(&a), "{what}: a");
     if A::DTYPE == Y::DTYPE {
-        let of_b = Buffer::new(card, &b, offsets[1]);
-        add(card, of_a, of_b.view(card), of_a).unwrap();
-        assert_eq!(bits(&on_card.0.read(card)), exact, "{what}, where a lay");
+        let of_b = Buffer::new(gpu, &b, offsets[1]);
+        add(gpu, of_a, of_b.view(gpu), of_a).unwrap();
+        assert_eq!(bits(&on_gpu.0.read(gpu)), exact, "{what}, where a lay");
     }
 }
 
 #[test]
 fn sums_of_other_lengths_and_dtypes_are_refused() {
-    let Some(card) = card() else { return };
-    let wide = Buffer::<f32>::room(&card, 12, 0);
-    let short = Buffer::<f32>::room(&card, 5, 0);
-    let half = Buffer::<bf16>::room(&card, 12, 0);
-    let other_half = Buffer::<f16>::room(&card, 12, 0);
-    let double = Buffer::<f64>::room(&card, 12, 0);
-    let nothing = wide.view(&card).part(0, 0);
-    let [wide, short] = [wide.view(&card), short.view(&card)];
-    let [half, other_half] = [half.view(&card), other_half.view(&card)];
-    let double = double.view(&card);
+    let Some(gpu) = gpu() else { return };
+    let wide = Buffer::<f32>::room(&gpu, 12, 0);
+    let short = Buffer::<f32>::room(&gpu, 5, 0);
+    let half = Buffer::<bf16>::room(&gpu, 12, 0);
+    let other_half = Buffer::<f16>::room(&gpu, 12, 0);
+    let double = Buffer::<f64>::room(&gpu, 12, 0);
+    let nothing = wide.view(&gpu).part(0, 0);
+    let [wide, short] = [wide.view(&gpu), short.view(&gpu)];
+    let [half, other_half] = [half.view(&gpu), other_half.view(&gpu)];
+    let double = double.view(&gpu);
     for (a, b, y) in [
         (wide, short, wide),
         (short, wide, short),
@@ -101,7 +101,7 @@ fn sums_of_other_lengths_and_dtypes_are_refused() {
         (half, other_half, wide),
         (double, double, double),
     ] {
-        add(&card, a, b, y).unwrap_err();
+        add(&gpu, a, b, y).unwrap_err();
     }
-    add(&card, nothing, nothing, nothing).unwrap();
+    add(&gpu, nothing, nothing, nothing).unwrap();
 }

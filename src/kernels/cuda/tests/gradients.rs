@@ -2,7 +2,7 @@
 
 use super::super::View;
 use super::super::adamw::{self, Entry, Tables, words};
-use super::{Buffer, bits, card, numbers};
+use super::{Buffer, bits, gpu, numbers};
 use crate::kernels::cpu::adamw as on_cpu;
 use crate::kernels::workspace;
 use candle_core::DType;
@@ -12,57 +12,57 @@ use half::bf16;
 /// Less than a pack, several chunks with a rest, one chunk.
 const LENS: [usize; 3] = [1, 2 * 8192 + 5, 700];
 
-/// Values, gradients and both moments of all parameters, on the card and before, and copies of the values.
+/// Values, gradients and both moments of all parameters, on the GPU and before, and copies of the values.
 struct Parameters {
     before: Vec<[Vec<f32>; 4]>,
-    on_card: Vec<[Buffer<f32>; 4]>,
+    on_gpu: Vec<[Buffer<f32>; 4]>,
     copies: Vec<Buffer<bf16>>,
 }
 
 impl Parameters {
-    fn new(card: &CudaDevice) -> Self {
+    fn new(gpu: &CudaDevice) -> Self {
         let before = LENS.map(|len| {
             let mut of_one = [1, 2, 3, 4].map(|seed| numbers::<f32>(len, seed));
             of_one[3].iter_mut().for_each(|v| *v = v.abs());
             of_one
         });
-        let on_card = before.iter().map(|of_one| {
+        let on_gpu = before.iter().map(|of_one| {
             let [value, gradient, m, v] = of_one;
-            [value, gradient, m, v].map(|values| Buffer::new(card, values, 0))
+            [value, gradient, m, v].map(|values| Buffer::new(gpu, values, 0))
         });
         Self {
-            on_card: on_card.collect(),
-            copies: LENS.map(|len| Buffer::room(card, len, 0)).into(),
+            on_gpu: on_gpu.collect(),
+            copies: LENS.map(|len| Buffer::room(gpu, len, 0)).into(),
             before: before.into(),
         }
     }
 
-    fn tables(&self, card: &CudaDevice) -> Tables {
-        let entries: Vec<Entry> = (self.on_card.iter().zip(&self.copies).enumerate())
+    fn tables(&self, gpu: &CudaDevice) -> Tables {
+        let entries: Vec<Entry> = (self.on_gpu.iter().zip(&self.copies).enumerate())
             .map(|(i, ([value, gradient, m, v], copy))| Entry {
-                value: value.view(card),
-                gradient: gradient.view(card),
-                exp_avg: m.view(card),
-                exp_avg_sq: v.view(card),
-                copy: Some(copy.view(card)),
+                value: value.view(gpu),
+                gradient: gradient.view(gpu),
+                exp_avg: m.view(gpu),
+                exp_avg_sq: v.view(gpu),
+                copy: Some(copy.view(gpu)),
                 update: i % 2,
             })
             .collect();
-        Tables::new(card, &entries).unwrap()
+        Tables::new(gpu, &entries).unwrap()
     }
 
     /// Every bit of value and moments is the CPU's, by this factor; or as it was, without one.
-    fn assert_updated(&self, card: &CudaDevice, number: usize, factor: Option<f64>) {
+    fn assert_updated(&self, gpu: &CudaDevice, number: usize, factor: Option<f64>) {
         let [mut value, gradient, mut m, mut v] = self.before[number].clone();
         if let Some(factor) = factor {
             let update = &updates()[number % 2];
             on_cpu::step_scaled(&mut value, &gradient, factor, &mut m, &mut v, update);
             let copy: Vec<bf16> = value.iter().map(|x| bf16::from_f32(*x)).collect();
-            assert_eq!(bits(&self.copies[number].read(card)), bits(&copy));
+            assert_eq!(bits(&self.copies[number].read(gpu)), bits(&copy));
         }
-        let [value_now, _, m_now, v_now] = &self.on_card[number];
+        let [value_now, _, m_now, v_now] = &self.on_gpu[number];
         for (now, then) in [(value_now, value), (m_now, m), (v_now, v)] {
-            assert_eq!(bits(&now.read(card)), bits(&then), "parameter {number}");
+            assert_eq!(bits(&now.read(gpu)), bits(&then), "parameter {number}");
         }
     }
 }
@@ -72,46 +72,44 @@ fn updates() -> [on_cpu::Update; 2] {
         .map(|(lr, decay)| on_cpu::Update::new(lr, (0.9, 0.95), 1e-8, decay, 7))
 }
 
-fn updates_on(card: &CudaDevice) -> Buffer<f32> {
+fn updates_on(gpu: &CudaDevice) -> Buffer<f32> {
     let words: Vec<f32> = updates().iter().flat_map(words).collect();
-    Buffer::new(card, &words, 0)
+    Buffer::new(gpu, &words, 0)
 }
 
 /// Norm, factor, whether the update is left out, and the culprit.
-fn clip_words(card: &CudaDevice, clip: &Buffer<f64>) -> (f64, f64, u32, i32) {
-    let words = clip.read(card);
+fn clip_words(gpu: &CudaDevice, clip: &Buffer<f64>) -> (f64, f64, u32, i32) {
+    let words = clip.read(gpu);
     let last = words[2].to_bits();
     (words[0], words[1], last as u32, (last >> 32) as i32)
 }
 
 #[test]
 fn updates_have_the_bits_of_the_cpu() {
-    let Some(card) = card() else { return };
-    let parameters = Parameters::new(&card);
-    let tables = parameters.tables(&card);
-    let updates = updates_on(&card);
-    tables
-        .adamw(&card, 1..3, updates.view(&card), None)
-        .unwrap();
-    parameters.assert_updated(&card, 0, None);
-    parameters.assert_updated(&card, 1, Some(1.0));
-    parameters.assert_updated(&card, 2, Some(1.0));
+    let Some(gpu) = gpu() else { return };
+    let parameters = Parameters::new(&gpu);
+    let tables = parameters.tables(&gpu);
+    let updates = updates_on(&gpu);
+    tables.adamw(&gpu, 1..3, updates.view(&gpu), None).unwrap();
+    parameters.assert_updated(&gpu, 0, None);
+    parameters.assert_updated(&gpu, 1, Some(1.0));
+    parameters.assert_updated(&gpu, 2, Some(1.0));
 }
 
 #[test]
 fn norms_clip_the_update() {
-    let Some(card) = card() else { return };
-    let parameters = Parameters::new(&card);
-    let tables = parameters.tables(&card);
+    let Some(gpu) = gpu() else { return };
+    let parameters = Parameters::new(&gpu);
+    let tables = parameters.tables(&gpu);
     let squares_of = |entries: std::ops::Range<usize>| {
         let lens = LENS[entries.clone()].iter().copied();
-        let sums = Buffer::<f64>::room(&card, lens.map(workspace::chunks).sum(), 0);
-        let squares = Buffer::<f64>::room(&card, entries.len(), 0);
-        let views = (sums.view(&card), squares.view(&card));
+        let sums = Buffer::<f64>::room(&gpu, lens.map(workspace::chunks).sum(), 0);
+        let squares = Buffer::<f64>::room(&gpu, entries.len(), 0);
+        let views = (sums.view(&gpu), squares.view(&gpu));
         tables
-            .sums_of_squares(&card, entries, views.0, views.1)
+            .sums_of_squares(&gpu, entries, views.0, views.1)
             .unwrap();
-        sums.read(&card);
+        sums.read(&gpu);
         squares
     };
     let squares = squares_of(0..3);
@@ -120,103 +118,103 @@ fn norms_clip_the_update() {
         squares.sum::<f64>()
     });
     let exact: Vec<f64> = exact.collect();
-    for (got, exact) in squares.read(&card).iter().zip(&exact) {
+    for (got, exact) in squares.read(&gpu).iter().zip(&exact) {
         assert!((got - exact).abs() <= 1e-13 * exact, "{got} {exact}");
     }
     assert_eq!(
-        bits(&squares_of(1..3).read(&card)),
-        bits(&squares.read(&card)[1..])
+        bits(&squares_of(1..3).read(&gpu)),
+        bits(&squares.read(&gpu)[1..])
     );
 
     let (max_norm, clip) = (
-        Buffer::new(&card, &[1f64], 0),
-        Buffer::<f64>::room(&card, 3, 0),
+        Buffer::new(&gpu, &[1f64], 0),
+        Buffer::<f64>::room(&gpu, 3, 0),
     );
     let clip_by = |squares: View| {
-        adamw::clip_factor(&card, squares, max_norm.view(&card), clip.view(&card)).unwrap();
+        adamw::clip_factor(&gpu, squares, max_norm.view(&gpu), clip.view(&gpu)).unwrap();
     };
-    clip_by(squares.view(&card));
-    let (norm, factor, skip, culprit) = clip_words(&card, &clip);
+    clip_by(squares.view(&gpu));
+    let (norm, factor, skip, culprit) = clip_words(&gpu, &clip);
     let exact = exact.iter().sum::<f64>().sqrt();
     assert!((norm - exact).abs() <= 1e-13 * exact, "{norm} {exact}");
     assert_eq!((factor, skip, culprit), (1.0 / (norm + 1e-6), 0, -1));
-    let updates = updates_on(&card);
+    let updates = updates_on(&gpu);
     tables
-        .adamw(&card, 0..3, updates.view(&card), Some(clip.view(&card)))
+        .adamw(&gpu, 0..3, updates.view(&gpu), Some(clip.view(&gpu)))
         .unwrap();
     for number in 0..3 {
-        parameters.assert_updated(&card, number, Some(factor));
+        parameters.assert_updated(&gpu, number, Some(factor));
     }
 
-    clip_by(Buffer::new(&card, &[0.25, 0.25], 0).view(&card));
-    assert_eq!(clip_words(&card, &clip).1, 1.0);
-    clip_by(Buffer::new(&card, &[0.25, f64::NAN, f64::INFINITY], 0).view(&card));
-    let (norm, factor, skip, culprit) = clip_words(&card, &clip);
+    clip_by(Buffer::new(&gpu, &[0.25, 0.25], 0).view(&gpu));
+    assert_eq!(clip_words(&gpu, &clip).1, 1.0);
+    clip_by(Buffer::new(&gpu, &[0.25, f64::NAN, f64::INFINITY], 0).view(&gpu));
+    let (norm, factor, skip, culprit) = clip_words(&gpu, &clip);
     assert!(norm.is_nan());
     assert_eq!((factor, skip, culprit), (1.0, 1, 1));
 }
 
 #[test]
 fn an_overflow_leaves_everything_as_it_was() {
-    let Some(card) = card() else { return };
-    let parameters = Parameters::new(&card);
+    let Some(gpu) = gpu() else { return };
+    let parameters = Parameters::new(&gpu);
     let mut gradient = parameters.before[2][1].clone();
     gradient[699] = f32::MAX; // finite, and too much once it is doubled
     let entries = [
         (0, None),
         (1, None),
-        (2, Some(Buffer::new(&card, &gradient, 0))),
+        (2, Some(Buffer::new(&gpu, &gradient, 0))),
     ];
     let entries: Vec<Entry> = (entries.iter())
         .map(|(i, other)| {
-            let [value, gradient, m, v] = &parameters.on_card[*i];
+            let [value, gradient, m, v] = &parameters.on_gpu[*i];
             Entry {
-                value: value.view(&card),
-                gradient: other.as_ref().unwrap_or(gradient).view(&card),
-                exp_avg: m.view(&card),
-                exp_avg_sq: v.view(&card),
+                value: value.view(&gpu),
+                gradient: other.as_ref().unwrap_or(gradient).view(&gpu),
+                exp_avg: m.view(&gpu),
+                exp_avg_sq: v.view(&gpu),
                 copy: None,
                 update: 0,
             }
         })
         .collect();
-    let tables = Tables::new(&card, &entries).unwrap();
+    let tables = Tables::new(&gpu, &entries).unwrap();
     let (inverse, flags) = (
-        Buffer::new(&card, &[2f64], 0),
-        Buffer::<u32>::room(&card, 3, 0),
+        Buffer::new(&gpu, &[2f64], 0),
+        Buffer::<u32>::room(&gpu, 3, 0),
     );
     let (first, clip) = (
-        Buffer::<u32>::room(&card, 1, 0),
-        Buffer::<f64>::room(&card, 3, 0),
+        Buffer::<u32>::room(&gpu, 1, 0),
+        Buffer::<f64>::room(&gpu, 3, 0),
     );
     let check = |flags: View| {
-        adamw::check_overflow(&card, flags, first.view(&card), clip.view(&card)).unwrap();
-        (first.read(&card)[0], clip_words(&card, &clip))
+        adamw::check_overflow(&gpu, flags, first.view(&gpu), clip.view(&gpu)).unwrap();
+        (first.read(&gpu)[0], clip_words(&gpu, &clip))
     };
 
     tables
-        .unscale(&card, 1..2, inverse.view(&card), flags.view(&card))
+        .unscale(&gpu, 1..2, inverse.view(&gpu), flags.view(&gpu))
         .unwrap();
     assert_eq!(
-        flags.read(&card),
+        flags.read(&gpu),
         [u32::MAX, 0, u32::MAX],
         "of these entries alone"
     );
     let doubled: Vec<f32> = parameters.before[1][1].iter().map(|g| g * 2.0).collect();
-    assert_eq!(bits(&parameters.on_card[1][1].read(&card)), bits(&doubled));
-    assert_eq!(check(flags.view(&card).part(1, 1)), (1, (0.0, 1.0, 0, -1)));
+    assert_eq!(bits(&parameters.on_gpu[1][1].read(&gpu)), bits(&doubled));
+    assert_eq!(check(flags.view(&gpu).part(1, 1)), (1, (0.0, 1.0, 0, -1)));
 
     tables
-        .unscale(&card, 0..3, inverse.view(&card), flags.view(&card))
+        .unscale(&gpu, 0..3, inverse.view(&gpu), flags.view(&gpu))
         .unwrap();
-    assert_eq!(flags.read(&card), [0, 0, 1]);
-    assert_eq!(check(flags.view(&card)), (2, (0.0, 1.0, 1, 2)));
-    let updates = updates_on(&card);
-    assert_eq!(updates.view(&card).dtype, DType::F32);
+    assert_eq!(flags.read(&gpu), [0, 0, 1]);
+    assert_eq!(check(flags.view(&gpu)), (2, (0.0, 1.0, 1, 2)));
+    let updates = updates_on(&gpu);
+    assert_eq!(updates.view(&gpu).dtype, DType::F32);
     tables
-        .adamw(&card, 0..3, updates.view(&card), Some(clip.view(&card)))
+        .adamw(&gpu, 0..3, updates.view(&gpu), Some(clip.view(&gpu)))
         .unwrap();
     for number in 0..3 {
-        parameters.assert_updated(&card, number, None);
+        parameters.assert_updated(&gpu, number, None);
     }
 }

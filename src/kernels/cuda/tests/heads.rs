@@ -1,7 +1,7 @@
 //! Flash attention on heads that lie side by side in wider rows: the bits of heads that lie apart.
 
 use super::super::flash_attention::{self as flash, Gradients, Heads, Inputs, Outputs};
-use super::{Buffer, Element, bits, card, numbers};
+use super::{Buffer, Element, bits, gpu, numbers};
 use crate::kernels::cpu::flash_attention::Sizes;
 use crate::kernels::{Mask, workspace};
 use candle_core::cuda_backend::CudaDevice;
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 #[test]
 fn heads_of_packed_rows() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for head_dim in [4, 8, 12, 28, 40, 64, 96, 128, 256] {
         for (length, mask) in [(5, Mask::Causal), (300, Mask::Full), (300, Mask::Causal)] {
             let sizes = Sizes {
@@ -22,11 +22,11 @@ fn heads_of_packed_rows() {
                 mask,
                 scale: 1.0 / (head_dim as f64).sqrt(),
             };
-            packed::<f32>(&card, false, &sizes);
-            packed::<f32>(&card, true, &sizes);
+            packed::<f32>(&gpu, false, &sizes);
+            packed::<f32>(&gpu, true, &sizes);
             if head_dim % 8 == 0 {
-                packed::<bf16>(&card, false, &sizes);
-                packed::<f16>(&card, false, &sizes);
+                packed::<bf16>(&gpu, false, &sizes);
+                packed::<f16>(&gpu, false, &sizes);
             }
         }
     }
@@ -51,14 +51,10 @@ fn part<T: Element>(values: &[T], sizes: &Sizes, number: usize, parts: usize) ->
 }
 
 /// Heads that lie apart.
-fn contiguous<'a, T: Element>(
-    card: &CudaDevice,
-    buffer: &'a Buffer<T>,
-    sizes: &Sizes,
-) -> Heads<'a> {
+fn contiguous<'a, T: Element>(gpu: &CudaDevice, buffer: &'a Buffer<T>, sizes: &Sizes) -> Heads<'a> {
     let row = sizes.head_dim;
     Heads {
-        view: buffer.view(card),
+        view: buffer.view(gpu),
         strides: [sizes.heads * sizes.queries * row, sizes.queries * row, row],
         dims: [sizes.batch, sizes.heads, sizes.queries, row],
     }
@@ -66,14 +62,14 @@ fn contiguous<'a, T: Element>(
 
 /// Heads that are one part of `parts` in a row.
 fn in_rows<'a, T: Element>(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     buffer: &'a Buffer<T>,
     sizes: &Sizes,
     number: usize,
     parts: usize,
 ) -> Heads<'a> {
     let width = sizes.heads * sizes.head_dim;
-    let view = buffer.view(card);
+    let view = buffer.view(gpu);
     Heads {
         view: view.part(number * width, view.len - number * width),
         strides: [sizes.queries * parts * width, sizes.head_dim, parts * width],
@@ -81,83 +77,78 @@ fn in_rows<'a, T: Element>(
     }
 }
 
-fn packed<T: Element>(card: &CudaDevice, tf32: bool, sizes: &Sizes) {
-    if !flash::takes(card, T::DTYPE, tf32, sizes) {
-        return eprintln!("skipped: no kernel for {sizes:?} on this card");
+fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
+    if !flash::takes(gpu, T::DTYPE, tf32, sizes) {
+        return eprintln!("skipped: no kernel for {sizes:?} on this GPU");
     }
     let n = sizes.batch * sizes.heads * sizes.queries * sizes.head_dim;
     let (qkv, d_out) = (numbers::<T>(3 * n, 1), numbers::<T>(n, 2));
     let rows = sizes.batch * sizes.heads * sizes.queries;
     // What was there before has no say.
-    let room = |len| Buffer::<u32>::room(card, len, 0);
+    let room = |len| Buffer::<u32>::room(gpu, len, 0);
 
     let run = |q: [Heads; 3], out: Heads, d_out: Heads, gradients: Gradients| {
         let (lse, work) = (
-            Buffer::<f32>::room(card, workspace::flash_lse_parts(T::DTYPE) * rows, 0),
+            Buffer::<f32>::room(gpu, workspace::flash_lse_parts(T::DTYPE) * rows, 0),
             room(workspace::flash_forward()),
         );
         let outputs = Outputs {
             out,
-            rounded_off: None,
-            lse: lse.view(card),
+            rounding_error: None,
+            lse: lse.view(gpu),
         };
-        flash::forward(card, sizes, tf32, q, outputs, work.view(card)).unwrap();
-        work.read(card);
+        flash::forward(gpu, sizes, tf32, q, outputs, work.view(gpu)).unwrap();
+        work.read(gpu);
         let inputs = Inputs {
             q: q[0],
             k: q[1],
             v: q[2],
             out,
-            rounded_off: None,
+            rounding_error: None,
             d_out,
-            lse: lse.view(card),
+            lse: lse.view(gpu),
         };
         let work = room(workspace::flash_backward(sizes));
-        flash::backward(card, sizes, tf32, inputs, gradients, work.view(card)).unwrap();
-        work.read(card);
-        bits(&lse.read(card))
+        flash::backward(gpu, sizes, tf32, inputs, gradients, work.view(gpu)).unwrap();
+        work.read(gpu);
+        bits(&lse.read(gpu))
     };
 
-    let in_row = Buffer::new(card, &qkv, 0);
-    let out = Buffer::<T>::room(card, n, 0);
-    let gradient = Buffer::<T>::room(card, 3 * n, 0);
-    let d_out_in_row = Buffer::new(card, &d_out, 0);
-    let [dq, dk, dv] = [0, 1, 2].map(|i| in_rows(card, &gradient, sizes, i, 3));
+    let in_row = Buffer::new(gpu, &qkv, 0);
+    let out = Buffer::<T>::room(gpu, n, 0);
+    let gradient = Buffer::<T>::room(gpu, 3 * n, 0);
+    let d_out_in_row = Buffer::new(gpu, &d_out, 0);
+    let [dq, dk, dv] = [0, 1, 2].map(|i| in_rows(gpu, &gradient, sizes, i, 3));
     let lse = run(
-        [0, 1, 2].map(|i| in_rows(card, &in_row, sizes, i, 3)),
-        in_rows(card, &out, sizes, 0, 1),
-        in_rows(card, &d_out_in_row, sizes, 0, 1),
+        [0, 1, 2].map(|i| in_rows(gpu, &in_row, sizes, i, 3)),
+        in_rows(gpu, &out, sizes, 0, 1),
+        in_rows(gpu, &d_out_in_row, sizes, 0, 1),
         Gradients { dq, dk, dv },
     );
 
-    let [q, k, v] =
-        [0, 1, 2].map(|i| Buffer::new(card, &apart(&part(&qkv, sizes, i, 3), sizes), 0));
-    let d_out = Buffer::new(card, &apart(&d_out, sizes), 0);
-    let out_apart = Buffer::<T>::room(card, n, 0);
-    let gradients = [0, 1, 2].map(|_| Buffer::<T>::room(card, n, 0));
+    let [q, k, v] = [0, 1, 2].map(|i| Buffer::new(gpu, &apart(&part(&qkv, sizes, i, 3), sizes), 0));
+    let d_out = Buffer::new(gpu, &apart(&d_out, sizes), 0);
+    let out_apart = Buffer::<T>::room(gpu, n, 0);
+    let gradients = [0, 1, 2].map(|_| Buffer::<T>::room(gpu, n, 0));
     let [dq, dk, dv] = &gradients;
     let lse_apart = run(
-        [&q, &k, &v].map(|x| contiguous(card, x, sizes)),
-        contiguous(card, &out_apart, sizes),
-        contiguous(card, &d_out, sizes),
+        [&q, &k, &v].map(|x| contiguous(gpu, x, sizes)),
+        contiguous(gpu, &out_apart, sizes),
+        contiguous(gpu, &d_out, sizes),
         Gradients {
-            dq: contiguous(card, dq, sizes),
-            dk: contiguous(card, dk, sizes),
-            dv: contiguous(card, dv, sizes),
+            dq: contiguous(gpu, dq, sizes),
+            dk: contiguous(gpu, dk, sizes),
+            dv: contiguous(gpu, dv, sizes),
         },
     );
 
     assert_eq!(lse, lse_apart);
-    let out = out.read(card);
+    let out = out.read(gpu);
     assert!(out.iter().all(|x| x.to_f64().is_finite()));
-    assert_eq!(
-        bits(&apart(&out, sizes)),
-        bits(&out_apart.read(card)),
-        "out"
-    );
-    let gradient = gradient.read(card);
+    assert_eq!(bits(&apart(&out, sizes)), bits(&out_apart.read(gpu)), "out");
+    let gradient = gradient.read(gpu);
     for (i, apart_too) in gradients.iter().enumerate() {
         let in_row = apart(&part(&gradient, sizes, i, 3), sizes);
-        assert_eq!(bits(&in_row), bits(&apart_too.read(card)), "gradient {i}");
+        assert_eq!(bits(&in_row), bits(&apart_too.read(gpu)), "gradient {i}");
     }
 }

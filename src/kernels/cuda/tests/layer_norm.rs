@@ -2,7 +2,7 @@
 
 use super::super::View;
 use super::super::layer_norm::{self, Gradients, Inputs};
-use super::{Buffer, Element, assert_close, bits, card, numbers, wide};
+use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
 use crate::kernels::workspace::layer_norm_partials;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
@@ -30,14 +30,14 @@ const OFFSETS: [[usize; 2]; 4] = [[0, 0], [1, 1], [0, 1], [3, 0]];
 
 #[test]
 fn norms_anywhere() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for (rows, width) in SIZES {
         for offsets in OFFSETS {
-            Norm::<f32, f32>::new(&card, rows, width, offsets).check();
-            Norm::<f32, bf16>::new(&card, rows, width, offsets).check();
-            Norm::<f32, f16>::new(&card, rows, width, offsets).check();
-            Norm::<bf16, bf16>::new(&card, rows, width, offsets).check();
-            Norm::<f16, f16>::new(&card, rows, width, offsets).check();
+            Norm::<f32, f32>::new(&gpu, rows, width, offsets).check();
+            Norm::<f32, bf16>::new(&gpu, rows, width, offsets).check();
+            Norm::<f32, f16>::new(&gpu, rows, width, offsets).check();
+            Norm::<bf16, bf16>::new(&gpu, rows, width, offsets).check();
+            Norm::<f16, f16>::new(&gpu, rows, width, offsets).check();
         }
     }
 }
@@ -48,9 +48,9 @@ fn off_centre<T: Element>(len: usize, seed: u64) -> Vec<T> {
     values.map(|x| T::from_f64(x.to_f64() + 0.5)).collect()
 }
 
-/// What both passes read, on the card and here.
+/// What both passes read, on the GPU and here.
 struct Norm<'a, X, Y> {
-    card: &'a CudaDevice,
+    gpu: &'a CudaDevice,
     width: usize,
     eps: f64,
     offsets: [usize; 2],
@@ -73,12 +73,13 @@ struct Exact {
 }
 
 impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
-    fn new(card: &'a CudaDevice, rows: usize, width: usize, offsets: [usize; 2]) -> Self {
+    fn new(gpu: &'a CudaDevice, rows: usize, width: usize, offsets: [usize; 2]) -> Self {
         let n = rows * width;
         Self {
-            card,
+            gpu,
             width,
-            // In rows of two elements dx is a share of eps / (var + eps) of its terms; where eps is little, their rounding.
+            // In rows of two elements dx is a share of eps / (var + eps) of its terms; where eps is little, their
+            // rounding.
             eps: if width <= 2 { 2.0 } else { 1e-5 },
             offsets,
             x: off_centre(n, 1),
@@ -129,82 +130,82 @@ impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
     }
 
     fn check(&self) {
-        let (card, exact, [of_x, of_y]) = (self.card, self.exact(), self.offsets);
-        let x = Buffer::new(card, &self.x, of_x);
-        let [weight, bias] = [&self.weight, &self.bias].map(|w| Buffer::new(card, w, of_y));
-        let (weight, bias) = (weight.view(card), bias.view(card));
+        let (gpu, exact, [of_x, of_y]) = (self.gpu, self.exact(), self.offsets);
+        let x = Buffer::new(gpu, &self.x, of_x);
+        let [weight, bias] = [&self.weight, &self.bias].map(|w| Buffer::new(gpu, w, of_y));
+        let (weight, bias) = (weight.view(gpu), bias.view(gpu));
         let forward = |x: View, bias: Option<View>, y: View| {
-            let statistics = Buffer::<f32>::room(card, 2 * self.rows(), of_x);
-            let of_rows = statistics.view(card);
-            layer_norm::forward(card, x, (weight, bias), self.eps, y, of_rows).unwrap();
+            let statistics = Buffer::<f32>::room(gpu, 2 * self.rows(), of_x);
+            let of_rows = statistics.view(gpu);
+            layer_norm::forward(gpu, x, (weight, bias), self.eps, y, of_rows).unwrap();
             statistics
         };
-        let y = Buffer::<Y>::room(card, self.x.len(), of_y);
-        let statistics = forward(x.view(card), Some(bias), y.view(card));
-        let y = y.read(card);
+        let y = Buffer::<Y>::room(gpu, self.x.len(), of_y);
+        let statistics = forward(x.view(gpu), Some(bias), y.view(gpu));
+        let y = y.read(gpu);
         assert_close(&self.what("y"), &y, &exact.y);
-        let of_rows = statistics.read(card);
+        let of_rows = statistics.read(gpu);
         let every_second = |first| -> Vec<f32> {
             let values = of_rows.iter().skip(first).step_by(2);
             values.copied().collect()
         };
         assert_close(&self.what("mean"), &every_second(0), &exact.mean);
         assert_close(&self.what("rstd"), &every_second(1), &exact.rstd);
-        assert_eq!(bits(&x.read(card)), bits(&self.x), "{}", self.what("x"));
+        assert_eq!(bits(&x.read(gpu)), bits(&self.x), "{}", self.what("x"));
 
         // Without a bias as with one of zeros; and where x lies.
-        let zeros = Buffer::new(card, &vec![0f32; self.width], of_x);
-        let [plain, with_zeros] = [None, Some(zeros.view(card))].map(|bias| {
-            let y = Buffer::<Y>::room(card, self.x.len(), of_y);
-            forward(x.view(card), bias, y.view(card));
-            bits(&y.read(card))
+        let zeros = Buffer::new(gpu, &vec![0f32; self.width], of_x);
+        let [plain, with_zeros] = [None, Some(zeros.view(gpu))].map(|bias| {
+            let y = Buffer::<Y>::room(gpu, self.x.len(), of_y);
+            forward(x.view(gpu), bias, y.view(gpu));
+            bits(&y.read(gpu))
         });
         assert!(plain == with_zeros, "{}", self.what("no bias"));
         if X::DTYPE == Y::DTYPE {
-            let x_and_y = Buffer::new(card, &self.x, of_y);
-            forward(x_and_y.view(card), Some(bias), x_and_y.view(card));
+            let x_and_y = Buffer::new(gpu, &self.x, of_y);
+            forward(x_and_y.view(gpu), Some(bias), x_and_y.view(gpu));
             // Not to the bit: where x lay elsewhere the kernel may have taken its other path.
-            assert_close(&self.what("y in place"), &x_and_y.read(card), &exact.y);
+            assert_close(&self.what("y in place"), &x_and_y.read(gpu), &exact.y);
         }
-        self.check_backward(&exact, weight, statistics.view(card));
+        self.check_backward(&exact, weight, statistics.view(gpu));
     }
 
     fn check_backward(&self, exact: &Exact, weight: View, statistics: View) {
-        let (card, [of_x, of_y], n) = (self.card, self.offsets, self.x.len());
+        let (gpu, [of_x, of_y], n) = (self.gpu, self.offsets, self.x.len());
         let partials_len = layer_norm_partials(self.rows(), self.width);
         // dx where `place` says, dw and db.
         let backward = |place: Place, sums: &[Vec<f32>; 2], with_db: bool| {
             let (x, dy) = (
-                Buffer::new(card, &self.x, of_x),
-                Buffer::new(card, &self.dy, of_y),
+                Buffer::new(gpu, &self.x, of_x),
+                Buffer::new(gpu, &self.dy, of_y),
             );
             let apart = match place {
-                Place::Added => Buffer::new(card, &self.before.0, of_y),
-                _ => Buffer::<X>::room(card, n, of_y),
+                Place::Added => Buffer::new(gpu, &self.before.0, of_y),
+                _ => Buffer::<X>::room(gpu, n, of_y),
             };
             let dx = match place {
-                Place::X => x.view(card),
-                Place::Dy => dy.view(card),
-                Place::Apart | Place::Added => apart.view(card),
+                Place::X => x.view(gpu),
+                Place::Dy => dy.view(gpu),
+                Place::Apart | Place::Added => apart.view(gpu),
             };
-            let [dw, db] = [&sums[0], &sums[1]].map(|values| Buffer::new(card, values, of_x));
-            let partials = Buffer::<f32>::room(card, partials_len, of_x);
+            let [dw, db] = [&sums[0], &sums[1]].map(|values| Buffer::new(gpu, values, of_x));
+            let partials = Buffer::<f32>::room(gpu, partials_len, of_x);
             let inputs = Inputs {
-                dy: dy.view(card),
-                x: x.view(card),
+                dy: dy.view(gpu),
+                x: x.view(gpu),
                 weight,
                 statistics,
             };
             let gradients = Gradients {
                 dx,
                 add_dx: place == Place::Added,
-                dw: dw.view(card),
-                db: with_db.then(|| db.view(card)),
+                dw: dw.view(gpu),
+                db: with_db.then(|| db.view(gpu)),
                 add_sums: place == Place::Added,
             };
-            layer_norm::backward(card, inputs, gradients, partials.view(card)).unwrap();
-            partials.read(card);
-            let (x, dy) = (x.read(card), dy.read(card));
+            layer_norm::backward(gpu, inputs, gradients, partials.view(gpu)).unwrap();
+            partials.read(gpu);
+            let (x, dy) = (x.read(gpu), dy.read(gpu));
             if place != Place::X {
                 assert!(bits(&x) == bits(&self.x), "{}", self.what("x"));
             }
@@ -215,9 +216,9 @@ impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
                 Place::X => x,
                 // Of one dtype with X, so that every value is.
                 Place::Dy => dy.iter().map(|dx| X::from_f64(dx.to_f64())).collect(),
-                Place::Apart | Place::Added => apart.read(card),
+                Place::Apart | Place::Added => apart.read(gpu),
             };
-            (dx, dw.read(card), db.read(card))
+            (dx, dw.read(gpu), db.read(gpu))
         };
         let room = [(); 2].map(|()| vec![f32::NAN; self.width]);
         let (dx, dw, db) = backward(Place::Apart, &room, true);

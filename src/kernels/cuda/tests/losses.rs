@@ -1,14 +1,14 @@
 //! The ends of a model: logits that become their gradient, and the table's gradient.
 
 use super::super::{cross_entropy, embedding};
-use super::{Buffer, Element, assert_close, bits, card, numbers, wide};
+use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
 use crate::kernels::workspace::embedding_backward;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
 #[test]
 fn logits_become_their_gradient() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for (rows, classes) in [
         (1, 2),
         (37, 65),
@@ -18,14 +18,14 @@ fn logits_become_their_gradient() {
         (2, 70_001),
     ] {
         for offset in [0, 1] {
-            loss::<f32>(&card, rows, classes, offset);
-            loss::<f16>(&card, rows, classes, offset);
-            loss::<bf16>(&card, rows, classes, offset);
+            loss::<f32>(&gpu, rows, classes, offset);
+            loss::<f16>(&gpu, rows, classes, offset);
+            loss::<bf16>(&gpu, rows, classes, offset);
         }
     }
 }
 
-fn loss<T: Element>(card: &CudaDevice, rows: usize, classes: usize, offset: usize) {
+fn loss<T: Element>(gpu: &CudaDevice, rows: usize, classes: usize, offset: usize) {
     let (counted, dloss) = (rows + 11, 3f32);
     let logits = numbers::<T>(rows * classes, 1);
     let targets: Vec<u32> = (0..rows).map(|row| (row * 7919 % classes) as u32).collect();
@@ -37,57 +37,54 @@ fn loss<T: Element>(card: &CudaDevice, rows: usize, classes: usize, offset: usiz
         row.iter_mut().for_each(|x| *x = x.exp() / total * share);
         row[target] -= share;
     }
-    let logits = Buffer::new(card, &logits, offset);
-    let targets = Buffer::new(card, &targets, 0);
-    let dloss = Buffer::new(card, &[dloss], 0);
-    let losses = Buffer::<f32>::room(card, rows, 0);
+    let logits = Buffer::new(gpu, &logits, offset);
+    let targets = Buffer::new(gpu, &targets, 0);
+    let dloss = Buffer::new(gpu, &[dloss], 0);
+    let losses = Buffer::<f32>::room(gpu, rows, 0);
     cross_entropy::in_place(
-        card,
-        logits.view(card),
+        gpu,
+        logits.view(gpu),
         classes,
-        targets.view(card),
-        dloss.view(card),
+        targets.view(gpu),
+        dloss.view(gpu),
         counted,
-        losses.view(card),
+        losses.view(gpu),
     )
     .unwrap();
-    assert_close("dlogits", &logits.read(card), &exact);
-    assert_close("losses", &losses.read(card), &exact_losses);
+    assert_close("dlogits", &logits.read(gpu), &exact);
+    assert_close("losses", &losses.read(gpu), &exact_losses);
 
-    let mean = Buffer::<f64>::room(card, 1, 0);
+    let mean = Buffer::<f64>::room(gpu, 1, 0);
     let first = rows / 2;
-    let view = losses.view(card);
+    let view = losses.view(gpu);
     let rest = view.part(first, rows - first);
-    cross_entropy::mean(card, rest, counted, mean.view(card), false).unwrap();
-    cross_entropy::mean(card, view.part(0, first), counted, mean.view(card), true).unwrap();
-    let exact = wide(&losses.read(card)).iter().sum::<f64>() / counted as f64;
-    let got = mean.read(card)[0];
+    cross_entropy::mean(gpu, rest, counted, mean.view(gpu), false).unwrap();
+    cross_entropy::mean(gpu, view.part(0, first), counted, mean.view(gpu), true).unwrap();
+    let exact = wide(&losses.read(gpu)).iter().sum::<f64>() / counted as f64;
+    let got = mean.read(gpu)[0];
     assert!((got - exact).abs() <= 1e-12 * exact, "{got} {exact}");
 }
 
 /// Of targets of which some do not count: as if the others were all there are.
 #[test]
 fn targets_are_counted() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for rows in [1, 31, 1025, 5000] {
         let ignore = 3;
         let targets: Vec<u32> = (0..rows).map(|row| (row * 7 % 5) as u32).collect();
         let counted = targets.iter().filter(|id| **id != ignore).count();
-        let ids = Buffer::new(&card, &targets, 1);
+        let ids = Buffer::new(&gpu, &targets, 1);
         let all = |ignore| cross_entropy::Targets {
-            ids: ids.view(&card),
+            ids: ids.view(&gpu),
             ignore,
             counted: 0,
         };
-        let (wide, narrow) = (
-            Buffer::new(&card, &[5f64], 0),
-            Buffer::new(&card, &[5f32], 0),
-        );
-        for x in [wide.view(&card), narrow.view(&card)] {
+        let (wide, narrow) = (Buffer::new(&gpu, &[5f64], 0), Buffer::new(&gpu, &[5f32], 0));
+        for x in [wide.view(&gpu), narrow.view(&gpu)] {
             for (ignore, counted) in [(Some(ignore), counted), (None, rows)] {
-                let y = Buffer::<f32>::room(&card, 1, 0);
-                cross_entropy::share(&card, all(ignore), x, y.view(&card)).unwrap();
-                assert_eq!(y.read(&card), [(5.0 / counted as f64) as f32]);
+                let y = Buffer::<f32>::room(&gpu, 1, 0);
+                cross_entropy::share(&gpu, all(ignore), x, y.view(&gpu)).unwrap();
+                assert_eq!(y.read(&gpu), [(5.0 / counted as f64) as f32]);
             }
         }
     }
@@ -95,19 +92,19 @@ fn targets_are_counted() {
 
 #[test]
 fn gradients_of_rows_that_occur() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for width in [1, 33, 512] {
         for accumulate in [false, true] {
-            rows_of_a_table::<f32, f32>(&card, width, accumulate);
-            rows_of_a_table::<bf16, f32>(&card, width, accumulate);
-            rows_of_a_table::<f16, f32>(&card, width, accumulate);
-            rows_of_a_table::<bf16, bf16>(&card, width, accumulate);
-            rows_of_a_table::<f16, f16>(&card, width, accumulate);
+            rows_of_a_table::<f32, f32>(&gpu, width, accumulate);
+            rows_of_a_table::<bf16, f32>(&gpu, width, accumulate);
+            rows_of_a_table::<f16, f32>(&gpu, width, accumulate);
+            rows_of_a_table::<bf16, bf16>(&gpu, width, accumulate);
+            rows_of_a_table::<f16, f16>(&gpu, width, accumulate);
         }
     }
 }
 
-fn rows_of_a_table<G: Element, T: Element>(card: &CudaDevice, width: usize, accumulate: bool) {
+fn rows_of_a_table<G: Element, T: Element>(gpu: &CudaDevice, width: usize, accumulate: bool) {
     let (count, vocab) = (1000, 300);
     // Most ids a few times or never; one in each of the ways to add up more.
     let id = |i: usize| match (i % 64, i % 16) {
@@ -130,26 +127,26 @@ fn rows_of_a_table<G: Element, T: Element>(card: &CudaDevice, width: usize, accu
             exact[*id as usize * width + i] += dy.to_f64();
         }
     }
-    let (ids, dy) = (Buffer::new(card, &ids, 0), Buffer::new(card, &dy, 0));
+    let (ids, dy) = (Buffer::new(gpu, &ids, 0), Buffer::new(gpu, &dy, 0));
     let run = || {
         let table = match accumulate {
-            true => Buffer::new(card, &before, 0),
-            false => Buffer::room(card, vocab * width, 0),
+            true => Buffer::new(gpu, &before, 0),
+            false => Buffer::room(gpu, vocab * width, 0),
         };
         let words = embedding_backward(count, vocab).iter().sum();
-        let workspace = Buffer::<u32>::room(card, words, 0);
+        let workspace = Buffer::<u32>::room(gpu, words, 0);
         embedding::backward(
-            card,
-            dy.view(card),
-            ids.view(card),
+            gpu,
+            dy.view(gpu),
+            ids.view(gpu),
             width,
-            table.view(card),
+            table.view(gpu),
             accumulate,
-            workspace.view(card),
+            workspace.view(gpu),
         )
         .unwrap();
-        workspace.read(card);
-        table.read(card)
+        workspace.read(gpu);
+        table.read(gpu)
     };
     let (first, second) = (run(), run());
     assert_close("dtable", &first, &exact);

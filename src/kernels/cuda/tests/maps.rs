@@ -1,7 +1,7 @@
 //! Elementwise maps where an operand lies, and casts of integers: as the CPU has them.
 
 use super::super::{cast, elementwise};
-use super::{Buffer, Element, assert_close, bits, card, numbers, wide};
+use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
 use crate::kernels::cpu::{Stored, arithmetic as on_cpu, relu};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
@@ -50,17 +50,17 @@ fn maps_above_zero<T: Stored>() -> Vec<Map<T>> {
 
 #[test]
 fn maps_are_the_cpus() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for n in SIZES {
         for offsets in [[0, 0], [1, 1], [0, 3]] {
-            all::<f32>(&card, n, offsets);
-            all::<f16>(&card, n, offsets);
-            all::<bf16>(&card, n, offsets);
+            all::<f32>(&gpu, n, offsets);
+            all::<f16>(&gpu, n, offsets);
+            all::<bf16>(&gpu, n, offsets);
         }
     }
 }
 
-fn all<T: Element + Stored>(card: &CudaDevice, n: usize, offsets: [usize; 2]) {
+fn all<T: Element + Stored>(gpu: &CudaDevice, n: usize, offsets: [usize; 2]) {
     let [a, b] = [1, 2].map(|seed| numbers::<T>(n, seed));
     let above = |x: &[T]| -> Vec<T> {
         let x = x.iter().map(|x| T::from_f64(x.to_f64().abs() + 0.25));
@@ -68,15 +68,15 @@ fn all<T: Element + Stored>(card: &CudaDevice, n: usize, offsets: [usize; 2]) {
     };
     let (above_a, above_b) = (above(&a), above(&b));
     for map in maps() {
-        one(card, map, [&a, &b], offsets);
+        one(gpu, map, [&a, &b], offsets);
     }
     for map in maps_above_zero() {
-        one(card, map, [&above_a, &above_b], offsets);
+        one(gpu, map, [&above_a, &above_b], offsets);
     }
 }
 
 fn one<T: Element + Stored>(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     (name, factor, has_bits, run): Map<T>,
     [a, b]: [&[T]; 2],
     offsets: [usize; 2],
@@ -87,27 +87,27 @@ fn one<T: Element + Stored>(
         true => assert_eq!(bits(got), bits(&exact), "{name}, {:?}, {what}", T::DTYPE),
         false => assert_close(name, got, &wide(&exact)),
     };
-    let of_a = Buffer::new(card, a, offsets[0]);
-    let of_b = Buffer::new(card, b, offsets[0]);
-    let y = Buffer::<T>::room(card, a.len(), offsets[1]);
-    let reads = [of_a.view(card), of_b.view(card)];
-    elementwise::map(card, name, factor, &reads, y.view(card)).unwrap();
-    check("elsewhere", &y.read(card));
-    assert_eq!(bits(&of_b.read(card)), bits(b));
-    elementwise::map(card, name, factor, &reads, of_a.view(card)).unwrap();
-    check("where a lay", &of_a.read(card));
+    let of_a = Buffer::new(gpu, a, offsets[0]);
+    let of_b = Buffer::new(gpu, b, offsets[0]);
+    let y = Buffer::<T>::room(gpu, a.len(), offsets[1]);
+    let reads = [of_a.view(gpu), of_b.view(gpu)];
+    elementwise::map(gpu, name, factor, &reads, y.view(gpu)).unwrap();
+    check("elsewhere", &y.read(gpu));
+    assert_eq!(bits(&of_b.read(gpu)), bits(b));
+    elementwise::map(gpu, name, factor, &reads, of_a.view(gpu)).unwrap();
+    check("where a lay", &of_a.read(gpu));
 }
 
 /// What is not finite goes its way.
 #[test]
 fn a_nan_stays_one() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     let x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 0.0];
-    let of_x = Buffer::new(&card, &x, 0);
+    let of_x = Buffer::new(&gpu, &x, 0);
     let run = |name| {
-        let y = Buffer::<f32>::room(&card, x.len(), 0);
-        elementwise::map(&card, name, 0.0, &[of_x.view(&card)], y.view(&card)).unwrap();
-        y.read(&card)
+        let y = Buffer::<f32>::room(&gpu, x.len(), 0);
+        elementwise::map(&gpu, name, 0.0, &[of_x.view(&gpu)], y.view(&gpu)).unwrap();
+        y.read(&gpu)
     };
     let y = run("relu");
     assert!(
@@ -123,13 +123,13 @@ fn a_nan_stays_one() {
 
 #[test]
 fn other_lengths_and_dtypes_are_refused() {
-    let Some(card) = card() else { return };
-    let wide = Buffer::<f32>::room(&card, 12, 0);
-    let short = Buffer::<f32>::room(&card, 5, 0);
-    let half = Buffer::<bf16>::room(&card, 12, 0);
-    let double = Buffer::<f64>::room(&card, 12, 0);
-    let [wide, short] = [wide.view(&card), short.view(&card)];
-    let (half, double) = (half.view(&card), double.view(&card));
+    let Some(gpu) = gpu() else { return };
+    let wide = Buffer::<f32>::room(&gpu, 12, 0);
+    let short = Buffer::<f32>::room(&gpu, 5, 0);
+    let half = Buffer::<bf16>::room(&gpu, 12, 0);
+    let double = Buffer::<f64>::room(&gpu, 12, 0);
+    let [wide, short] = [wide.view(&gpu), short.view(&gpu)];
+    let (half, double) = (half.view(&gpu), double.view(&gpu));
     for (a, b, y) in [
         (wide, short, wide),
         (short, wide, wide),
@@ -137,36 +137,36 @@ fn other_lengths_and_dtypes_are_refused() {
         (wide, wide, half),
         (double, double, double),
     ] {
-        elementwise::map(&card, "mul", 0.0, &[a, b], y).unwrap_err();
+        elementwise::map(&gpu, "mul", 0.0, &[a, b], y).unwrap_err();
     }
-    elementwise::map(&card, "mul", 0.0, &[], wide).unwrap_err();
+    elementwise::map(&gpu, "mul", 0.0, &[], wide).unwrap_err();
 }
 
 #[test]
 fn integers_are_cast() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for n in [0, 1, 4097, 10_000] {
         let integers = (0..n as u32).map(|i| i * 37 % 251);
         let integers: Vec<u32> = integers.collect();
         let bytes: Vec<u8> = integers.iter().map(|i| *i as u8).collect();
         let signed: Vec<i64> = integers.iter().map(|i| i64::from(*i) - 100).collect();
-        cast_of(&card, &integers);
-        cast_of(&card, &bytes);
-        cast_of(&card, &signed);
+        cast_of(&gpu, &integers);
+        cast_of(&gpu, &bytes);
+        cast_of(&gpu, &signed);
     }
 }
 
-fn cast_of<T: Element>(card: &CudaDevice, x: &[T]) {
-    cast_to::<T, f32>(card, x);
-    cast_to::<T, f16>(card, x);
-    cast_to::<T, bf16>(card, x);
+fn cast_of<T: Element>(gpu: &CudaDevice, x: &[T]) {
+    cast_to::<T, f32>(gpu, x);
+    cast_to::<T, f16>(gpu, x);
+    cast_to::<T, bf16>(gpu, x);
 }
 
-fn cast_to<T: Element, Y: Element>(card: &CudaDevice, x: &[T]) {
+fn cast_to<T: Element, Y: Element>(gpu: &CudaDevice, x: &[T]) {
     let exact: Vec<Y> = x.iter().map(|x| Y::from_f64(x.to_f64())).collect();
-    let from = card.clone_htod(&[x, &[T::zero()]].concat()).unwrap();
-    let y = Buffer::<Y>::room(card, x.len(), 1);
-    let view = super::view_of(card, &from, x.len());
-    cast::cast(card, view, y.view(card)).unwrap();
-    assert_eq!(bits(&y.read(card)), bits(&exact), "{:?}", T::DTYPE);
+    let from = gpu.clone_htod(&[x, &[T::zero()]].concat()).unwrap();
+    let y = Buffer::<Y>::room(gpu, x.len(), 1);
+    let view = super::view_of(gpu, &from, x.len());
+    cast::cast(gpu, view, y.view(gpu)).unwrap();
+    assert_eq!(bits(&y.read(gpu)), bits(&exact), "{:?}", T::DTYPE);
 }

@@ -1,5 +1,5 @@
-//! What the planned step launches and no op of a tensor does, on a card, judged by f64. Without a card the tests are skipped,
-//! with a word.
+//! What the planned step launches and no op of a tensor does, on a GPU, judged by f64. Without a GPU the tests are
+//! skipped, with a word.
 
 mod arithmetic;
 mod elementwise;
@@ -18,9 +18,9 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
 use candle_core::{DType, WithDType};
 
-fn card() -> Option<CudaDevice> {
+fn gpu() -> Option<CudaDevice> {
     match crate::device("cuda:0") {
-        Ok(device) => Some(device.as_cuda_device().expect("a card").clone()),
+        Ok(device) => Some(device.as_cuda_device().expect("a GPU").clone()),
         Err(error) => {
             eprintln!("skipped: {error}");
             None
@@ -35,7 +35,7 @@ impl<T: WithDType + DeviceRepr> Element for T {}
 /// Elements on each side of a buffer, which nobody is to write.
 const GUARD: usize = 64;
 
-/// A buffer on the card.
+/// A buffer on the GPU.
 struct Buffer<T> {
     slice: CudaSlice<T>,
     first: usize,
@@ -44,30 +44,30 @@ struct Buffer<T> {
 
 impl<T: Element> Buffer<T> {
     /// These values, `offset` elements after a multiple of 64.
-    fn new(card: &CudaDevice, values: &[T], offset: usize) -> Self {
+    fn new(gpu: &CudaDevice, values: &[T], offset: usize) -> Self {
         let first = GUARD + offset;
         let mut all = vec![poison::<T>(); first + values.len() + GUARD];
         all[first..first + values.len()].copy_from_slice(values);
         Self {
-            slice: card.clone_htod(&all).unwrap(),
+            slice: gpu.clone_htod(&all).unwrap(),
             first,
             len: values.len(),
         }
     }
 
     /// Room that has to be written.
-    fn room(card: &CudaDevice, len: usize, offset: usize) -> Self {
-        Self::new(card, &vec![poison::<T>(); len], offset)
+    fn room(gpu: &CudaDevice, len: usize, offset: usize) -> Self {
+        Self::new(gpu, &vec![poison::<T>(); len], offset)
     }
 
-    fn view(&self, card: &CudaDevice) -> View<'_> {
-        let begin = self.slice.device_ptr(&card.cuda_stream()).0;
+    fn view(&self, gpu: &CudaDevice) -> View<'_> {
+        let begin = self.slice.device_ptr(&gpu.cuda_stream()).0;
         let bytes = self.first * size_of::<T>();
         View::new(begin + bytes as u64, T::DTYPE, self.len).owned_by(self)
     }
 
-    fn read(&self, card: &CudaDevice) -> Vec<T> {
-        let all = card.clone_dtoh(&self.slice).unwrap();
+    fn read(&self, gpu: &CudaDevice) -> Vec<T> {
+        let all = gpu.clone_dtoh(&self.slice).unwrap();
         let (before, rest) = all.split_at(self.first);
         let (values, after) = rest.split_at(self.len);
         for guard in [before, after] {
@@ -80,8 +80,8 @@ impl<T: Element> Buffer<T> {
 }
 
 /// The first `len` elements of a slice, for what has no number that nobody computes.
-fn view_of<'a, T: Element>(card: &CudaDevice, slice: &'a CudaSlice<T>, len: usize) -> View<'a> {
-    let begin = slice.device_ptr(&card.cuda_stream()).0;
+fn view_of<'a, T: Element>(gpu: &CudaDevice, slice: &'a CudaSlice<T>, len: usize) -> View<'a> {
+    let begin = slice.device_ptr(&gpu.cuda_stream()).0;
     View::new(begin, T::DTYPE, len).owned_by(slice)
 }
 

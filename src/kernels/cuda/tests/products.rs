@@ -2,7 +2,7 @@
 
 use super::super::cublas::multiply;
 use super::super::matmul::Matrix;
-use super::{Buffer, Element, assert_close, card, numbers, wide};
+use super::{Buffer, Element, assert_close, gpu, numbers, wide};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
@@ -11,14 +11,14 @@ const SIZES: [[usize; 4]; 4] = [[1, 1, 1, 1], [3, 5, 7, 2], [2, 33, 24, 65], [1,
 
 #[test]
 fn products_of_every_kind() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for sizes in SIZES {
         for transposed in [[false, false], [true, false], [false, true]] {
             for adds in [false, true] {
-                check::<f32, f32>(&card, sizes, transposed, adds);
-                check::<bf16, bf16>(&card, sizes, transposed, adds);
-                check::<bf16, f32>(&card, sizes, transposed, adds);
-                check::<f16, f32>(&card, sizes, transposed, adds);
+                check::<f32, f32>(&gpu, sizes, transposed, adds);
+                check::<bf16, bf16>(&gpu, sizes, transposed, adds);
+                check::<bf16, f32>(&gpu, sizes, transposed, adds);
+                check::<f16, f32>(&gpu, sizes, transposed, adds);
             }
         }
     }
@@ -26,7 +26,7 @@ fn products_of_every_kind() {
 
 /// Factors in T, the result in C.
 fn check<T: Element, C: Element>(
-    card: &CudaDevice,
+    gpu: &CudaDevice,
     [count, m, k, n]: [usize; 4],
     transposed: [bool; 2],
     adds: bool,
@@ -39,8 +39,8 @@ fn check<T: Element, C: Element>(
         true => numbers::<C>(count * m * n, 3),
         false => vec![super::poison::<C>(); count * m * n],
     };
-    let [of_a, of_b] = [&a, &b].map(|values| Buffer::new(card, values, 0));
-    let of_c = Buffer::new(card, &before, 0);
+    let [of_a, of_b] = [&a, &b].map(|values| Buffer::new(gpu, values, 0));
+    let of_c = Buffer::new(gpu, &before, 0);
     let factor = |buffer, [rows, cols]: [usize; 2], transposed| {
         let [rows, cols] = if transposed {
             [cols, rows]
@@ -53,11 +53,11 @@ fn check<T: Element, C: Element>(
         }
     };
     let factors = [
-        factor(of_a.view(card), [m, k], transposed[0]),
-        factor(of_b.view(card), [k, n], transposed[1]),
+        factor(of_a.view(gpu), [m, k], transposed[0]),
+        factor(of_b.view(gpu), [k, n], transposed[1]),
     ];
-    let c = factor(of_c.view(card), [m, n], false);
-    multiply(card, factors, c, count, adds).unwrap();
+    let c = factor(of_c.view(gpu), [m, n], false);
+    multiply(gpu, factors, c, count, adds).unwrap();
 
     let (a, b) = (wide(&a), wide(&b));
     let at = |of: &[f64], [rows, cols]: [usize; 2], transposed, number: usize, i, j| {
@@ -83,5 +83,5 @@ fn check<T: Element, C: Element>(
         }
     }
     let what = format!("{count} of {m} {k} {n}, transposed {transposed:?}, adds {adds}");
-    assert_close(&what, &of_c.read(card), &exact);
+    assert_close(&what, &of_c.read(gpu), &exact);
 }

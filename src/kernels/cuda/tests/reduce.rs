@@ -1,7 +1,7 @@
 //! Sums of whole buffers and their gradient, and log-softmax, judged by f64; the same bits every time.
 
 use super::super::{log_softmax, reduce};
-use super::{Buffer, Element, assert_close, bits, card, numbers, wide};
+use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
 use crate::kernels::cpu::log_softmax as on_cpu;
 use crate::kernels::workspace::sum_parts;
 use candle_core::cuda_backend::CudaDevice;
@@ -9,17 +9,17 @@ use half::{bf16, f16};
 
 #[test]
 fn sums() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for n in [0, 1, 5, 8191, 8193, 100_003, 9_000_001] {
         for offset in [0, 1, 3] {
-            summed::<f32>(&card, n, offset);
-            summed::<f16>(&card, n, offset);
-            summed::<bf16>(&card, n, offset);
+            summed::<f32>(&gpu, n, offset);
+            summed::<f16>(&gpu, n, offset);
+            summed::<bf16>(&gpu, n, offset);
         }
     }
 }
 
-fn summed<T: Element>(card: &CudaDevice, n: usize, offset: usize) {
+fn summed<T: Element>(gpu: &CudaDevice, n: usize, offset: usize) {
     // All above 0, so that the sum is no small difference.
     let x = numbers::<T>(n, 1)
         .iter()
@@ -27,51 +27,51 @@ fn summed<T: Element>(card: &CudaDevice, n: usize, offset: usize) {
         .collect::<Vec<T>>();
     let factor = 0.7 / n.max(1) as f64;
     let exact = factor * wide(&x).iter().sum::<f64>();
-    let of_x = Buffer::new(card, &x, offset);
-    let parts = Buffer::<f64>::room(card, sum_parts(n), 0);
+    let of_x = Buffer::new(gpu, &x, offset);
+    let parts = Buffer::<f64>::room(gpu, sum_parts(n), 0);
     let run = || {
-        let y = Buffer::<T>::room(card, 1, offset);
-        let room = parts.view(card);
-        reduce::sum(card, of_x.view(card), factor, y.view(card), room).unwrap();
-        parts.read(card);
-        y.read(card)
+        let y = Buffer::<T>::room(gpu, 1, offset);
+        let room = parts.view(gpu);
+        reduce::sum(gpu, of_x.view(gpu), factor, y.view(gpu), room).unwrap();
+        parts.read(gpu);
+        y.read(gpu)
     };
     let (first, second) = (run(), run());
     assert_close("sum", &first, &[exact]);
     assert_eq!(bits(&first), bits(&second));
 
     let dy = [T::from_f64(1.3)];
-    let of_dy = Buffer::new(card, &dy, offset);
-    let dx = Buffer::<T>::room(card, n, offset);
-    reduce::spread(card, of_dy.view(card), factor, dx.view(card)).unwrap();
-    assert_close("spread", &dx.read(card), &vec![factor * dy[0].to_f64(); n]);
+    let of_dy = Buffer::new(gpu, &dy, offset);
+    let dx = Buffer::<T>::room(gpu, n, offset);
+    reduce::spread(gpu, of_dy.view(gpu), factor, dx.view(gpu)).unwrap();
+    assert_close("spread", &dx.read(gpu), &vec![factor * dy[0].to_f64(); n]);
 }
 
 #[test]
 fn log_softmax_and_its_gradient() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     for (rows, width) in [(0, 5), (1, 1), (7, 33), (129, 256), (3, 5003), (2, 100_001)] {
         for offset in [0, 1] {
-            log_probabilities::<f32>(&card, rows, width, offset);
-            log_probabilities::<f16>(&card, rows, width, offset);
-            log_probabilities::<bf16>(&card, rows, width, offset);
+            log_probabilities::<f32>(&gpu, rows, width, offset);
+            log_probabilities::<f16>(&gpu, rows, width, offset);
+            log_probabilities::<bf16>(&gpu, rows, width, offset);
         }
     }
 }
 
-fn log_probabilities<T: Element>(card: &CudaDevice, rows: usize, width: usize, offset: usize) {
+fn log_probabilities<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, offset: usize) {
     let [x, dy] = [1, 2].map(|seed| numbers::<T>(rows * width, seed));
     let (wide_x, wide_dy) = (wide(&x), wide(&dy));
     let mut exact = vec![0f64; x.len()];
     on_cpu::forward(&wide_x, width, &mut exact);
-    let (of_x, of_dy) = (Buffer::new(card, &x, offset), Buffer::new(card, &dy, 0));
-    let y = Buffer::<T>::room(card, x.len(), offset);
-    log_softmax::forward(card, of_x.view(card), width, y.view(card)).unwrap();
-    assert_close("y", &y.read(card), &exact);
+    let (of_x, of_dy) = (Buffer::new(gpu, &x, offset), Buffer::new(gpu, &dy, 0));
+    let y = Buffer::<T>::room(gpu, x.len(), offset);
+    log_softmax::forward(gpu, of_x.view(gpu), width, y.view(gpu)).unwrap();
+    assert_close("y", &y.read(gpu), &exact);
 
     on_cpu::backward(&wide_dy, &wide_x, width, &mut exact);
-    let dx = Buffer::<T>::room(card, x.len(), offset);
-    let read = [of_dy.view(card), of_x.view(card)];
-    log_softmax::backward(card, read, width, dx.view(card)).unwrap();
-    assert_close("dx", &dx.read(card), &exact);
+    let dx = Buffer::<T>::room(gpu, x.len(), offset);
+    let read = [of_dy.view(gpu), of_x.view(gpu)];
+    log_softmax::backward(gpu, read, width, dx.view(gpu)).unwrap();
+    assert_close("dx", &dx.read(gpu), &exact);
 }

@@ -1,7 +1,7 @@
 //! Copies from and to strided places, and sums of what has one place: as a loop over the indices has them.
 
 use super::super::strided::{copy, sums};
-use super::{Buffer, Element, assert_close, bits, card, numbers, view_of};
+use super::{Buffer, Element, assert_close, bits, gpu, numbers, view_of};
 use crate::kernels::strided::{Dim, joined, writes_apart};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
@@ -27,7 +27,7 @@ fn places(of: &[[usize; 3]]) -> Vec<[usize; 2]> {
 
 #[test]
 fn copies() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     let cases: [Case; 9] = [
         (vec![], [1, 1]),
         (vec![[0, 3, 3], [3, 1, 1]], [1, 1]),
@@ -51,18 +51,18 @@ fn copies() {
     ];
     for case in &cases {
         for offset in [0, 1] {
-            copied::<f32>(&card, case, offset);
-            copied::<f16>(&card, case, offset);
-            copied::<bf16>(&card, case, offset);
-            copied::<u32>(&card, case, offset);
-            copied_unguarded::<u8>(&card, case);
-            copied_unguarded::<i64>(&card, case);
+            copied::<f32>(&gpu, case, offset);
+            copied::<f16>(&gpu, case, offset);
+            copied::<bf16>(&gpu, case, offset);
+            copied::<u32>(&gpu, case, offset);
+            copied_unguarded::<u8>(&gpu, case);
+            copied_unguarded::<i64>(&gpu, case);
         }
     }
     let seven = vec![[2, 1, 2]; 7];
-    let buffer = Buffer::<f32>::room(&card, 200, 0);
-    let view = buffer.view(&card);
-    copy(&card, view, view, &dims(&seven)).unwrap_err();
+    let buffer = Buffer::<f32>::room(&gpu, 200, 0);
+    let view = buffer.view(&gpu);
+    copy(&gpu, view, view, &dims(&seven)).unwrap_err();
 }
 
 /// What is written, and `before` elsewhere.
@@ -74,33 +74,32 @@ fn expected<T: Element>(case: &Case, x: &[T], before: T) -> Vec<T> {
     y
 }
 
-fn copied<T: Element>(card: &CudaDevice, case: &Case, offset: usize) {
+fn copied<T: Element>(gpu: &CudaDevice, case: &Case, offset: usize) {
     let x = match T::DTYPE {
         candle_core::DType::U32 => (0..case.1[0]).map(|i| T::from_f64(i as f64)).collect(),
         _ => numbers::<T>(case.1[0], 1),
     };
-    let from = Buffer::new(card, &x, offset);
-    let y = Buffer::new(card, &vec![T::from_f64(9.0); case.1[1]], offset);
-    copy(card, from.view(card), y.view(card), &dims(&case.0)).unwrap();
+    let from = Buffer::new(gpu, &x, offset);
+    let y = Buffer::new(gpu, &vec![T::from_f64(9.0); case.1[1]], offset);
+    copy(gpu, from.view(gpu), y.view(gpu), &dims(&case.0)).unwrap();
     let expected = expected(case, &x, T::from_f64(9.0));
-    assert_eq!(bits(&y.read(card)), bits(&expected), "{case:?}");
+    assert_eq!(bits(&y.read(gpu)), bits(&expected), "{case:?}");
 }
 
 /// Of integers, which have no number that nobody computes.
-fn copied_unguarded<T: Element>(card: &CudaDevice, case: &Case) {
+fn copied_unguarded<T: Element>(gpu: &CudaDevice, case: &Case) {
     let x: Vec<T> = (0..case.1[0]).map(|i| T::from_f64(i as f64)).collect();
-    let from = card.clone_htod(&x).unwrap();
-    let y = card.clone_htod(&vec![T::zero(); case.1[1]]).unwrap();
-    let [x_view, y_view] =
-        [(&from, x.len()), (&y, case.1[1])].map(|(x, len)| view_of(card, x, len));
-    copy(card, x_view, y_view, &dims(&case.0)).unwrap();
-    let got = card.clone_dtoh(&y).unwrap();
+    let from = gpu.clone_htod(&x).unwrap();
+    let y = gpu.clone_htod(&vec![T::zero(); case.1[1]]).unwrap();
+    let [x_view, y_view] = [(&from, x.len()), (&y, case.1[1])].map(|(x, len)| view_of(gpu, x, len));
+    copy(gpu, x_view, y_view, &dims(&case.0)).unwrap();
+    let got = gpu.clone_dtoh(&y).unwrap();
     assert_eq!(bits(&got), bits(&expected(case, &x, T::zero())), "{case:?}");
 }
 
 #[test]
 fn sums_of_one_place() {
-    let Some(card) = card() else { return };
+    let Some(gpu) = gpu() else { return };
     // (size, from, to) of dy in order; elements of dx, and where its places begin.
     let cases: [(Vec<[usize; 3]>, usize, usize); 12] = [
         (vec![], 1, 0),
@@ -118,19 +117,19 @@ fn sums_of_one_place() {
     ];
     for (of, len, offset) in &cases {
         for at in [0, 1] {
-            summed::<f32>(&card, of, *len, *offset, at);
-            summed::<f16>(&card, of, *len, *offset, at);
-            summed::<bf16>(&card, of, *len, *offset, at);
+            summed::<f32>(&gpu, of, *len, *offset, at);
+            summed::<f16>(&gpu, of, *len, *offset, at);
+            summed::<bf16>(&gpu, of, *len, *offset, at);
         }
     }
-    let double = Buffer::<f64>::room(&card, 3, 0);
-    let wide = Buffer::<f32>::room(&card, 3, 0);
-    let (double, wide) = (double.view(&card), wide.view(&card));
-    sums(&card, double, wide, 0, &dims(&[[3, 1, 1]])).unwrap_err();
-    sums(&card, wide, double, 0, &dims(&[[3, 1, 1]])).unwrap_err();
+    let double = Buffer::<f64>::room(&gpu, 3, 0);
+    let wide = Buffer::<f32>::room(&gpu, 3, 0);
+    let (double, wide) = (double.view(&gpu), wide.view(&gpu));
+    sums(&gpu, double, wide, 0, &dims(&[[3, 1, 1]])).unwrap_err();
+    sums(&gpu, wide, double, 0, &dims(&[[3, 1, 1]])).unwrap_err();
 }
 
-fn summed<T: Element>(card: &CudaDevice, of: &[[usize; 3]], len: usize, offset: usize, at: usize) {
+fn summed<T: Element>(gpu: &CudaDevice, of: &[[usize; 3]], len: usize, offset: usize, at: usize) {
     let dims = dims(of);
     assert!(writes_apart(&dims), "{of:?}");
     let dy = numbers::<T>(of.iter().map(|[size, ..]| size).product(), 1);
@@ -138,11 +137,11 @@ fn summed<T: Element>(card: &CudaDevice, of: &[[usize; 3]], len: usize, offset: 
     for (dy, [_, to]) in dy.iter().zip(places(of)) {
         exact[offset + to] += dy.to_f64();
     }
-    let from = Buffer::new(card, &dy, at);
+    let from = Buffer::new(gpu, &dy, at);
     let run = || {
-        let dx = Buffer::<f32>::room(card, len, at);
-        sums(card, from.view(card), dx.view(card), offset, &dims).unwrap();
-        dx.read(card)
+        let dx = Buffer::<f32>::room(gpu, len, at);
+        sums(gpu, from.view(gpu), dx.view(gpu), offset, &dims).unwrap();
+        dx.read(gpu)
     };
     let (first, second) = (run(), run());
     assert_close(&format!("{of:?}"), &first, &exact);

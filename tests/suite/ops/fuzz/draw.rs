@@ -308,7 +308,7 @@ impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:?}, gradients: {}", self.policy, self.tracks)?;
         if let Some(region) = &self.region {
-            writeln!(f, "autocast to {:?}", region.lower_dtype())?;
+            writeln!(f, "autocast to {:?}", region.compute_dtype())?;
         }
         for (view, source) in self.views.iter().zip(&self.sources) {
             let (shape, stride) = (view.dims(), view.stride());

@@ -12,7 +12,8 @@
 //   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
 //
 // Three kernels, one after the other:
-//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of turns) / 256))
+//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
+//   turns) / 256))
 //                                                    block 256
 //   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
 //                           dynamic shared memory    BACKWARD_SHARED bytes

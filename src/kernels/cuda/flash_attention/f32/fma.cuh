@@ -20,7 +20,8 @@ __device__ __forceinline__ float most_over_columns(float x) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 16));
 }
 
-// s[m][n] += a's row 4 m . b's row 8 n, over HEAD_DIM columns. The left factor is read a chunk ahead; after the last, padding.
+// s[m][n] += a's row 4 m . b's row 8 n, over HEAD_DIM columns. The left factor is read a chunk ahead; after the last,
+// padding.
 template <int M, int N>
 __device__ __forceinline__ void multiply_rows(float (&s)[M][N], const float* a, const float* b) {
     float4 next[M];

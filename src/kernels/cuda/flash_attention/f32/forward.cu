@@ -1,13 +1,13 @@
-// Flash attention, forward, in exact f32: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by FMA on CUDA
-// cores. Behind ../common.cuh, forward.cuh, tiles.cuh and fma.cuh, with ELEMENT=f32.
+// Flash attention, forward, in exact f32: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by FMA on
+// CUDA cores. Behind ../common.cuh, forward.cuh, tiles.cuh and fma.cuh, with ELEMENT=f32.
 //
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
 //   is zero
 //
-// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P V.
-// A warp has ROWS / WARPS rows; S and O stay in its registers, P goes from lane to lane through rows of shared memory
-// that are the warp's own. Values are copied while S is computed, the next keys while P V is.
+// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
+// V. A warp has ROWS / WARPS rows; S and O stay in its registers, P goes from lane to lane through rows of shared
+// memory that are the warp's own. Values are copied while S is computed, the next keys while P V is.
 //
 // grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
 // dynamic shared memory  FORWARD_SHARED bytes
@@ -91,7 +91,8 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
                 }
             }
 
-            // The rows' maxima; O and the sums are brought to new ones only where they have grown by more than the slack.
+            // The rows' maxima; O and the sums are brought to new ones only where they have grown by more than the
+            // slack.
             bool grown = false;
             float now[M];
 #pragma unroll

@@ -1,4 +1,5 @@
-// What the forward kernels of f32 share, exact and in TF32: their arguments, and what a block has. Behind ../common.cuh.
+// What the forward kernels of f32 share, exact and in TF32: their arguments, and what a block has. Behind
+// ../common.cuh.
 //
 //   ROWS   queries of a block
 
@@ -8,7 +9,7 @@
 
 struct ForwardArguments {
     const E *q, *k, *v;
-    E *out, *rounded_off;  // rounded_off: null, since nothing is rounded
+    E *out, *rounding_error;  // rounded_off: null, since nothing is rounded
     float* lse;  // (2, B, H, Tq)
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
@@ -43,9 +44,9 @@ struct RowBlock {
     }
 };
 
-// Writes the log-sum-exp of a row whose exponentials are relative to the `largest` score (already times scale log2(e)) and
-// add up to `total`; and, a tensor further on, what rounding took from it: an error of lse is one of the whole row in
-// backward.
+// Writes the log-sum-exp of a row whose exponentials are relative to the `largest` score (already times scale log2(e))
+// and add up to `total`; and, a tensor further on, what rounding took from it: an error of lse is one of the whole row
+// in backward.
 __device__ __forceinline__ void write_lse(const ForwardArguments& arguments, const RowBlock& block, int row,
                                           float largest, float total) {
     const Sizes& sizes = arguments.sizes;

@@ -1,7 +1,7 @@
 //! Flash attention in exact f32: every product is one of f32, by fused multiply-adds on CUDA cores.
 //!
-//! What lives here: its kernels, and what they are compiled with for a head dimension. What does not: the launches, which are
-//! those of the kernels for every card.
+//! What lives here: its kernels, and what they are compiled with for a head dimension. What does not: the launches,
+//! which are those of the kernels for every GPU.
 
 mod tiles;
 

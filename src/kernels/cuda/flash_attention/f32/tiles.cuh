@@ -1,7 +1,7 @@
 // Tiles of f32 in shared memory. Behind common.cuh, with ELEMENT=f32.
 
-// Floats from row to row of a tile of Q, K, V or dO: an odd number of chunks, so that eight neighbouring rows have the same
-// chunk in eight different groups of banks.
+// Floats from row to row of a tile of Q, K, V or dO: an odd number of chunks, so that eight neighbouring rows have the
+// same chunk in eight different groups of banks.
 constexpr int PITCH = HEAD_DIM + CHUNK;
 static_assert(sizeof(E) == 4 && HEAD_DIM % 16 == 0, "rows of f32, of an even number of chunks");
 

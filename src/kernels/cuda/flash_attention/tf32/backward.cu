@@ -1,5 +1,6 @@
-// Flash attention, backward, of f32 by TF32 tensor cores: dq, dk and dv from the log-sum-exps of forward, on mma.sync (sm_80
-// and up). Behind ../common.cuh and ../backward.cuh, tiles.cuh and backward.cuh of f32, and mma.cuh, with ELEMENT=f32.
+// Flash attention, backward, of f32 by TF32 tensor cores: dq, dk and dv from the log-sum-exps of forward, on mma.sync
+// (sm_80 and up). Behind ../common.cuh and ../backward.cuh, tiles.cuh and backward.cuh of f32, and mma.cuh, with
+// ELEMENT=f32.
 //
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
@@ -7,22 +8,23 @@
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (B, H, Tq), whose rest is nothing beside TF32's rounding: f32;  rounded_off: null
 // Scratch, all of it written before it is read:
-//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES)) and one more: int
-//   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
+//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES))
+//   and one more: int dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
 //
 // Three kernels, one after the other:
-//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of turns) / 256))
+//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
+//   turns) / 256))
 //                                                    block 256
 //   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
 //                           dynamic shared memory    BACKWARD_SHARED bytes
 //   flash_backward_finish   dq                       grid  ceil(Tq / QUERIES) * B * H   block 256
 //
-// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that share
-// them. A warp has 16 keys: it computes S^T and dP^T for them, so that P^T and dS^T are the left factors of dV and dK in
-// the registers where they were made. Only dS goes through shared memory, for dQ, whose sum over the keys runs over
-// warps and blocks; the next queries are copied meanwhile. That sum is taken in the order of the keys: a block adds to a
-// tile of dq_sums when it is its turn, so the bits are the same each time. Blocks take their work by ticket in the order
-// of keys, so who is waited for runs already, a tile ahead.
+// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that
+// share them. A warp has 16 keys: it computes S^T and dP^T for them, so that P^T and dS^T are the left factors of dV
+// and dK in the registers where they were made. Only dS goes through shared memory, for dQ, whose sum over the keys
+// runs over warps and blocks; the next queries are copied meanwhile. That sum is taken in the order of the keys: a
+// block adds to a tile of dq_sums when it is its turn, so the bits are the same each time. Blocks take their work by
+// ticket in the order of keys, so who is waited for runs already, a tile ahead.
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
@@ -94,8 +96,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 
     float dk[1][WARP_DIMS / 8][4] = {}, dv[1][WARP_DIMS / 8][4] = {};
 
-    // dQ from dS, added to dq_sums. Of 32 rows a lane reads four neighbours at once: row i of two blocks of 16 is 4 i, and
-    // row 8 + i is 4 i + 1, in the first; 4 i + 2 and 4 i + 3 in the second.
+    // dQ from dS, added to dq_sums. Of 32 rows a lane reads four neighbours at once: row i of two blocks of 16 is 4 i,
+    // and row 8 + i is 4 i + 1, in the first; 4 i + 2 and 4 i + 3 in the second.
     auto multiply_dq = [&](int number) {
         for (int tile = warp; tile < DQ_TILES; tile += WARPS) {
             const int first = tile / DQ_COLUMN_TILES * 32 + quad_row * 4, column = tile % DQ_COLUMN_TILES * GROUP_DIMS;

@@ -1,12 +1,14 @@
-// Flash attention, forward, of f32 by TF32 tensor cores: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), on
-// mma.sync (sm_80 and up). Behind ../common.cuh, forward.cuh and tiles.cuh of f32, and mma.cuh, with ELEMENT=f32.
+// Flash attention, forward, of f32 by TF32 tensor cores: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q
+// k^T))), on mma.sync (sm_80 and up). Behind ../common.cuh, forward.cuh and tiles.cuh of f32, and mma.cuh, with
+// ELEMENT=f32.
 //
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
 //   is zero
 //
-// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P V.
-// A warp has ROWS / WARPS rows; S, P and O stay in its registers. The next tile of keys and values is copied meanwhile.
+// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
+// V. A warp has ROWS / WARPS rows; S, P and O stay in its registers. The next tile of keys and values is copied
+// meanwhile.
 //
 // grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
 // dynamic shared memory  FORWARD_SHARED bytes

@@ -1,8 +1,9 @@
-// Products of tiles of f32 by tensor cores, whose factors are TF32: f32's range, 11 significant bits. Behind tiles.cuh of f32.
+// Products of tiles of f32 by tensor cores, whose factors are TF32: f32's range, 11 significant bits. Behind tiles.cuh
+// of f32.
 //
-// Each factor is rounded once: Q, K, V and dO by the threads that have copied them, P and dS where they are made. Tensor cores
-// cut sums off rather than round them, so no more than a tile is summed on them; the sums of tiles are added to each other
-// by the CUDA cores.
+// Each factor is rounded once: Q, K, V and dO by the threads that have copied them, P and dS where they are made.
+// Tensor cores cut sums off rather than round them, so no more than a tile is summed on them; the sums of tiles are
+// added to each other by the CUDA cores.
 
 // The nearest TF32, of ties the one away from zero; a NaN stays one.
 __device__ __forceinline__ float rounded(float x) {
@@ -11,8 +12,8 @@ __device__ __forceinline__ float rounded(float x) {
     return __uint_as_float(r);
 }
 
-// Rounds what copy_tile<LENGTH, THREADS, Padded> has copied, by the threads that have copied it: after wait_groups, before the
-// barrier.
+// Rounds what copy_tile<LENGTH, THREADS, Padded> has copied, by the threads that have copied it: after wait_groups,
+// before the barrier.
 template <int LENGTH, int THREADS> __device__ __forceinline__ void round_tile(float* tile) {
     constexpr int PASS = THREADS / LANES;  // rows
     float* x = tile + threadIdx.x / LANES * PITCH + threadIdx.x % LANES * CHUNK;
@@ -44,8 +45,8 @@ __device__ __forceinline__ void multiply_blocks(float (&c)[M][N][4], const u32 (
         for (int m = 0; m < M; m++) multiply_tf32(c[m][n], a[m], b[n][0], b[n][1]);
 }
 
-// Where a lane reads blocks of a tile by ldmatrix: 16 rows, 2 chunks. In order: rows 0-7 left, 8-15 left, 0-7 right, 8-15
-// right, as a left factor has them; or rows 0-7 left, 0-7 right, 8-15 left, 8-15 right, two right factors' blocks.
+// Where a lane reads blocks of a tile by ldmatrix: 16 rows, 2 chunks. In order: rows 0-7 left, 8-15 left, 0-7 right,
+// 8-15 right, as a left factor has them; or rows 0-7 left, 0-7 right, 8-15 left, 8-15 right, two right factors' blocks.
 __device__ __forceinline__ u32 left_blocks(const float* tile, int lane) {
     return shared_address(tile) + Padded::at(lane & 15, lane >> 4);
 }
@@ -53,8 +54,8 @@ __device__ __forceinline__ u32 right_blocks(const float* tile, int lane) {
     return shared_address(tile) + Padded::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
 }
 
-// s[m][n] += a (16 rows from 16 m) b^T (8 rows from 8 n), over HEAD_DIM columns; a and b as left_blocks and right_blocks
-// give them.
+// s[m][n] += a (16 rows from 16 m) b^T (8 rows from 8 n), over HEAD_DIM columns; a and b as left_blocks and
+// right_blocks give them.
 template <int M, int N>
 __device__ __forceinline__ void multiply_rows(float (&s)[M][N][4], u32 a, u32 b) {
 #pragma unroll 4
@@ -74,13 +75,14 @@ __device__ __forceinline__ void multiply_rows(float (&s)[M][N][4], u32 a, u32 b)
     }
 }
 
-// Columns of a right factor stored by rows are taken GROUP blocks at a time: block i of a group has columns i, GROUP + i,
-// 2 GROUP + i and so on, so that a lane reads its GROUP numbers of a row at once, and has 2 GROUP neighbours of the result.
+// Columns of a right factor stored by rows are taken GROUP blocks at a time: block i of a group has columns i, GROUP +
+// i, 2 GROUP + i and so on, so that a lane reads its GROUP numbers of a row at once, and has 2 GROUP neighbours of the
+// result.
 constexpr int GROUP = HEAD_DIM >= 32 ? 4 : 2, GROUP_DIMS = GROUP * 8;
 static_assert(HEAD_DIM % GROUP_DIMS == 0, "whole groups");
 
-// The blocks of a group, of 8 rows: `row` is the lane's first, 2 (lane % 4), at its first column, GROUP (lane / 4). The rows
-// go in the order in which a lane has the columns of a result: 0, 2, 4, 6, 1, 3, 5, 7.
+// The blocks of a group, of 8 rows: `row` is the lane's first, 2 (lane % 4), at its first column, GROUP (lane / 4). The
+// rows go in the order in which a lane has the columns of a result: 0, 2, 4, 6, 1, 3, 5, 7.
 __device__ __forceinline__ void read_group(u32 (&b)[GROUP][2], const float* row) {
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
@@ -95,8 +97,8 @@ __device__ __forceinline__ void read_group(u32 (&b)[GROUP][2], const float* row)
     }
 }
 
-// o[m][n] += p[m] v, where v has 8 STEPS rows and p is a result in registers, rounded; `v` as read_group's row, of the first
-// group.
+// o[m][n] += p[m] v, where v has 8 STEPS rows and p is a result in registers, rounded; `v` as read_group's row, of the
+// first group.
 template <int M, int STEPS, int N>
 __device__ __forceinline__ void multiply_result(float (&o)[M][N][4], const float (&p)[M][STEPS][4], const float* v) {
 #pragma unroll

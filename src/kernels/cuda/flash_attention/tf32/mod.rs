@@ -1,7 +1,7 @@
 //! Flash attention in TF32: factors of f32 rounded to 11 significant bits and multiplied on tensor cores, sums in f32.
 //!
-//! What lives here: its kernels, and what they are compiled with for a head dimension. What does not: the launches, which are
-//! those of the kernels for every card, and what it shares with exact [`f32`](super::f32).
+//! What lives here: its kernels, and what they are compiled with for a head dimension. What does not: the launches,
+//! which are those of the kernels for every GPU, and what it shares with exact [`f32`](super::f32).
 
 mod tiles;
 

@@ -1,4 +1,4 @@
-//! Predictions for cards, on any machine.
+//! Predictions for GPUs, on any machine.
 
 use super::{MODES, config};
 use tallow::attention::Algorithm;
@@ -6,9 +6,9 @@ use tallow::memory::{Kernels, Mode, Workload, estimate};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 
-/// On a card naive attention keeps its probabilities in q's dtype.
+/// On a GPU naive attention keeps its probabilities in q's dtype.
 #[test]
-fn what_attention_keeps_on_a_card() {
+fn what_attention_keeps_on_a_gpu() {
     let plan = |config: &TransformerConfig, attention, precision, mode| {
         let workload = Workload {
             batch_size: 2,
@@ -48,7 +48,7 @@ fn what_attention_keeps_on_a_card() {
 
 /// What the pool of an H200 had given out at most, on 2026-11-22, in each mode.
 #[test]
-fn a_cards_peaks_are_predicted() {
+fn a_gpus_peaks_are_predicted() {
     let measured = [
         (
             Algorithm::Naive,
@@ -95,9 +95,9 @@ fn a_cards_peaks_are_predicted() {
     assert!(far.is_empty(), "{far:#?}");
 }
 
-/// Training steps of the presets at B 4, by `memory_profile` on the same card and day, in MiB.
+/// Training steps of the presets at B 4, by `memory_profile` on the same GPU and day, in MiB.
 #[test]
-fn presets_peaks_on_a_card_are_predicted() {
+fn presets_peaks_on_a_gpu_are_predicted() {
     let measured = [
         ("small", 256, Algorithm::Naive, Precision::F32, 3_182.4),
         ("small", 256, Algorithm::Naive, Precision::BF16, 3_020.1),

@@ -1,6 +1,6 @@
-//! Where the buffers of a plan are on the card.
+//! Where the buffers of a plan are on the GPU.
 
-use super::super::buffer::{Buffer, Home};
+use super::super::buffer::{Buffer, Location};
 use super::super::plan::{Operand, Plan};
 use super::super::run::Tensors;
 use super::Executor;
@@ -9,9 +9,9 @@ use crate::kernels::cuda::View;
 use crate::ops::cuda::elements;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 
-/// Addresses on the card, but for the optimizer's state, which [`Updates`](super::update::Updates) alone read.
+/// Addresses on the GPU, but for the optimizer's state, which [`Updates`](super::update::Updates) alone read.
 #[derive(Debug, PartialEq)]
-pub(super) struct Places {
+pub(super) struct DevicePointers {
     arena: u64,
     tables: Vec<u64>,
     output: u64,
@@ -25,7 +25,7 @@ pub(super) fn start_of<T>(slice: &CudaSlice<T>) -> u64 {
     slice.device_ptr(slice.stream()).0
 }
 
-impl Places {
+impl DevicePointers {
     pub(super) fn new(executor: &Executor, tensors: &Tensors<'_>) -> Result<Self> {
         let parameters = tensors.parameters.iter();
         let parameters = parameters.map(|(_, var)| Ok(elements(var)?.pointer));
@@ -39,16 +39,16 @@ impl Places {
     }
 
     fn start(&self, buffer: &Buffer, micro_batch: usize) -> u64 {
-        match buffer.home {
-            Home::Arena { offset_bytes } => self.arena + offset_bytes,
-            Home::Parameter(number) => self.parameters[number],
-            Home::ExpAvg(number) | Home::ExpAvgSq(number) => {
+        match buffer.location {
+            Location::Arena { offset_bytes } => self.arena + offset_bytes,
+            Location::Parameter(number) => self.parameters[number],
+            Location::ExpAvg(number) | Location::ExpAvgSq(number) => {
                 panic!("the state of parameter {number} is in the table of updates")
             }
-            Home::Table(number) => self.tables[number],
-            Home::Output => self.output,
-            Home::Input(number) => self.arguments[number] + micro_batch as u64 * buffer.bytes(),
-            Home::Argument(number) => self.arguments[number],
+            Location::Table(number) => self.tables[number],
+            Location::Output => self.output,
+            Location::Input(number) => self.arguments[number] + micro_batch as u64 * buffer.bytes(),
+            Location::Argument(number) => self.arguments[number],
         }
     }
 

@@ -1,4 +1,5 @@
-//! Recordings on a card: exact on scripted allocations, and beside the pool's own counters. Without a card a word says so.
+//! Recordings on a GPU: exact on scripted allocations, and beside the pool's own counters. Without a GPU a word says
+//! so.
 
 use super::recording::assert_adds_up;
 use super::{MODES, config, run};
@@ -6,7 +7,7 @@ use crate::child;
 use candle_core::{DType, Device, Tensor};
 use tallow::attention::Algorithm;
 use tallow::bench::EndToEnd;
-use tallow::memory::{Holds, Meter, Mode, RecordConfig, Snapshot, record_on, timeline};
+use tallow::memory::{MemoryKind, Meter, Mode, RecordConfig, Snapshot, record_on, timeline};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 use tallow::probe;
@@ -15,27 +16,27 @@ const MIB: u64 = 1 << 20;
 
 /// Alone in its process: a recording is the process's, and so is CUPTI.
 #[test]
-#[ignore = "run by a_cards_allocations_are_recorded_exactly"]
+#[ignore = "run by a_gpus_allocations_are_recorded_exactly"]
 fn child_records_a_script() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
-    let zeros = |mib: usize| Tensor::zeros(mib << 20, DType::U8, &card).unwrap();
-    let meter = Meter::new(&card);
+    let zeros = |mib: usize| Tensor::zeros(mib << 20, DType::U8, &gpu).unwrap();
+    let meter = Meter::new(&gpu);
     drop(zeros(1));
-    card.synchronize().unwrap();
+    gpu.synchronize().unwrap();
     let baseline_bytes = meter.current_bytes().unwrap();
     let config = RecordConfig {
         baseline_bytes,
         ..Default::default()
     };
     let before = zeros(3);
-    let mut recorder = record_on(&card, config).unwrap();
-    let second = record_on(&card, config).err().unwrap();
+    let mut recorder = record_on(&gpu, config).unwrap();
+    let second = record_on(&gpu, config).err().unwrap();
     assert!(second.to_string().contains("somebody records already"));
-    recorder.label(Holds::Weights, "before", &before);
+    recorder.label(MemoryKind::Weights, "before", &before);
     let host = Tensor::zeros(1 << 20, DType::U8, &Device::Cpu).unwrap();
-    recorder.label(Holds::Inputs, "not on the card", &host);
+    recorder.label(MemoryKind::Inputs, "not on the GPU", &host);
     let kept = {
         let _phase = probe::phase("forward");
         let _layer = probe::module(|| "layer");
@@ -54,14 +55,14 @@ fn child_records_a_script() {
 
     let blocks = recording.blocks.iter();
     let seen: Vec<_> = blocks
-        .map(|b| (b.bytes / MIB, b.holds, b.phase, b.path.to_string()))
+        .map(|b| (b.bytes / MIB, b.kind, b.phase, b.path.to_string()))
         .collect();
     let wanted = [
-        (3, Holds::Weights, "", "-"),
-        (2, Holds::Activations, "forward", "layer"),
-        (1, Holds::Activations, "forward", "layer"),
-        (5, Holds::Scratch, "backward", "-"),
-        (4, Holds::Gradients, "backward", "-"),
+        (3, MemoryKind::Weights, "", "-"),
+        (2, MemoryKind::Activations, "forward", "layer"),
+        (1, MemoryKind::Activations, "forward", "layer"),
+        (5, MemoryKind::Scratch, "backward", "-"),
+        (4, MemoryKind::Gradients, "backward", "-"),
     ];
     assert_eq!(
         seen,
@@ -77,7 +78,7 @@ fn child_records_a_script() {
 
     // What was there before and has no label has no size.
     let unlabelled = zeros(6);
-    let recorder = record_on(&card, config).unwrap();
+    let recorder = record_on(&gpu, config).unwrap();
     drop(unlabelled);
     let recording = recorder.finish();
     assert_eq!(recording.unknown_blocks, 1);
@@ -85,14 +86,14 @@ fn child_records_a_script() {
 }
 
 #[test]
-fn a_cards_allocations_are_recorded_exactly() {
-    child::run("memory::card::child_records_a_script");
+fn a_gpus_allocations_are_recorded_exactly() {
+    child::run("memory::gpu::child_records_a_script");
 }
 
 #[test]
 #[ignore = "run by a_steps_blocks_are_the_pools"]
 fn child_profiles_steps() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let attentions = [Algorithm::Naive, Algorithm::Flash];
@@ -111,7 +112,7 @@ fn child_profiles_steps() {
                 precision,
                 ..base
             };
-            let profile = step.profile_memory(&card, Default::default()).unwrap();
+            let profile = step.profile_memory(&gpu, Default::default()).unwrap();
             let recording = &profile.recording;
             let what = format!("{attention} {precision} {mode:?}");
             println!(
@@ -123,8 +124,8 @@ fn child_profiles_steps() {
                 profile.allocations
             );
             let measured = recording.holdings_at(recording.peak_at());
-            for holds in Holds::ALL {
-                let predicted = profile.estimate.account.bytes_of(holds);
+            for holds in MemoryKind::ALL {
+                let predicted = profile.estimate.breakdown.bytes_of(holds);
                 println!("    {holds}: {predicted} {}", measured.bytes_of(holds));
             }
             for row in &recording.largest_report(6).rows {
@@ -157,12 +158,12 @@ fn child_profiles_steps() {
                 "{what}: predicted {predicted_bytes}, pool {pool_bytes}"
             );
             let parameters = 4 * step.config.num_parameters() as u64;
-            assert_eq!(measured.bytes_of(Holds::Weights), parameters);
+            assert_eq!(measured.bytes_of(MemoryKind::Weights), parameters);
             let state = match mode {
                 Mode::TrainStep => 2 * parameters,
                 _ => 0,
             };
-            assert_eq!(measured.bytes_of(Holds::Optimizer), state);
+            assert_eq!(measured.bytes_of(MemoryKind::Optimizer), state);
             assert_eq!(profile.saved.is_some(), mode != Mode::Forward);
             let svg = timeline(recording, "a step").to_svg().unwrap();
             for name in ["weights", "activations"] {
@@ -177,5 +178,5 @@ fn child_profiles_steps() {
 
 #[test]
 fn a_steps_blocks_are_the_pools() {
-    child::run("memory::card::child_profiles_steps");
+    child::run("memory::gpu::child_profiles_steps");
 }

@@ -1,4 +1,4 @@
-//! A card's blocks, counted as the driver is asked for them: what the tracker is to the host's memory.
+//! A GPU's blocks, counted as the driver is asked for them: what the tracker is to the host's memory.
 
 use super::buffer;
 use super::cupti::{self, Call, Subscription};
@@ -23,7 +23,7 @@ fn sizes() -> MutexGuard<'static, HashMap<usize, usize>> {
     SIZES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// While it lasts, a card's blocks are counted, and written to the recording that runs.
+/// While it lasts, a GPU's blocks are counted, and written to the recording that runs.
 pub(super) struct Watch {
     _subscription: Subscription,
 }
@@ -58,7 +58,7 @@ fn heard(context: usize, call: Call) {
             sizes().insert(address, bytes);
             ALLOCATIONS.fetch_add(1, Relaxed);
             let current = CURRENT_BYTES.fetch_add(bytes, Relaxed) + bytes;
-            buffer::taken_on_card(address, bytes, current);
+            buffer::taken_on_gpu(address, bytes, current);
         }
         Call::GivenBack { address } => {
             let Some(bytes) = sizes().remove(&address) else {
@@ -66,12 +66,12 @@ fn heard(context: usize, call: Call) {
                 return;
             };
             let current = CURRENT_BYTES.fetch_sub(bytes, Relaxed) - bytes;
-            buffer::given_back_on_card(address, bytes, current);
+            buffer::given_back_on_gpu(address, bytes, current);
         }
     }
 }
 
-/// The bytes alive on the card that is watched.
+/// The bytes alive on the GPU that is watched.
 pub(super) fn current_bytes() -> usize {
     CURRENT_BYTES.load(Relaxed)
 }
@@ -81,13 +81,14 @@ pub(super) fn allocations() -> u64 {
     ALLOCATIONS.load(Relaxed)
 }
 
-/// How many blocks were given back that were taken before they were watched, and that [`know`] was not told of.
+/// How many blocks were given back that were taken before they were watched, and that [`register_block`] was not told
+/// of.
 pub(super) fn unknown_blocks() -> u64 {
     UNKNOWN_BLOCKS.load(Relaxed)
 }
 
 /// Says how large a block is that was taken before it was watched.
-pub(super) fn know(address: usize, bytes: usize) {
+pub(super) fn register_block(address: usize, bytes: usize) {
     sizes().entry(address).or_insert(bytes);
 }
 

@@ -10,16 +10,16 @@ use tallow::bench::environment;
 use tallow::device::{set_tf32, tf32};
 use tallow::ops;
 
-/// Runs the ignored test called `name` in a process of its own, if there is a card.
+/// Runs the ignored test called `name` in a process of its own, if there is a GPU.
 pub fn alone(name: &str) {
-    if crate::card().is_some() {
+    if crate::gpu().is_some() {
         child::run(name);
     }
 }
 
 #[test]
 fn products_follow_the_switch() {
-    alone("tf32::card::child_follows_the_switch");
+    alone("tf32::gpu::child_follows_the_switch");
 }
 
 /// y = x W^T and its gradients on `device`: y, dx, dW.
@@ -46,22 +46,22 @@ fn product(device: &Device, dtype: DType) -> [Tensor; 3] {
 #[test]
 #[ignore = "run by products_follow_the_switch"]
 fn child_follows_the_switch() {
-    let card = crate::card().unwrap();
+    let gpu = crate::gpu().unwrap();
     let wanted = product(&Device::Cpu, DType::F64);
-    let header = || environment(&card).get("f32 products").cloned().unwrap();
+    let header = || environment(&gpu).get("f32 products").cloned().unwrap();
     let errors = || {
-        let found = product(&card, DType::F32);
+        let found = product(&gpu, DType::F32);
         [0, 1, 2].map(|i| distance(&found[i], &wanted[i]))
     };
-    assert!(!tf32(&card), "off to begin with");
+    assert!(!tf32(&gpu), "off to begin with");
     assert_eq!(header(), "exact");
     let exact = errors();
     // Roundings of at most 512 terms, by chance.
     let of_f32 = 512f64.sqrt() * f64::from(f32::EPSILON);
     assert!(exact.iter().all(|error| *error < of_f32), "{exact:?}");
 
-    set_tf32(&card, true).unwrap();
-    assert!(tf32(&card) && candle_core::cuda::gemm_reduced_precision_f32());
+    set_tf32(&gpu, true).unwrap();
+    assert!(tf32(&gpu) && candle_core::cuda::gemm_reduced_precision_f32());
     assert!(!tf32(&Device::Cpu));
     assert_eq!(header(), "TF32");
     let rounded = errors();
@@ -74,9 +74,9 @@ fn child_follows_the_switch() {
     let of_cpu = [0, 1, 2].map(|i| distance(&on_cpu[i], &wanted[i]));
     assert!(of_cpu.iter().all(|error| *error < of_f32), "{of_cpu:?}");
     set_tf32(&Device::Cpu, false).unwrap();
-    assert!(tf32(&card), "the CPU's is no business of the card's");
+    assert!(tf32(&gpu), "the CPU's is no business of the GPU's");
 
-    set_tf32(&card, false).unwrap();
+    set_tf32(&gpu, false).unwrap();
     assert_eq!(errors(), exact);
     println!("exact {exact:?}, TF32 {rounded:?}");
 }

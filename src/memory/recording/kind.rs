@@ -1,6 +1,6 @@
 //! What a block is there for, by where it was taken and how long it stayed.
 
-use super::Holds;
+use super::MemoryKind;
 use super::lives::{Block, Circumstances, PhaseSpan};
 use crate::ops::WEIGHT_CAST;
 
@@ -8,13 +8,13 @@ use crate::ops::WEIGHT_CAST;
 ///
 /// - Taken before the recording, or outside of every phase: nobody's.
 /// - Taken by a weight's cast: a weight cast.
-/// - Forward: scratch, if given back in the same call of the same op; else the loss's and the head's are logits, all others
-///   activations. Without a graph they come and go, and are activations all the same.
+/// - Forward: scratch, if given back in the same call of the same op; else the loss's and the head's are logits, all
+///   others activations. Without a graph they come and go, and are activations all the same.
 /// - Backward: a gradient, if it is there when backward is done; else scratch: gradients on their way, candle's sums.
 /// - Optimizer: its state, if it is there when the optimizer is done; else scratch.
-pub(super) fn of(block: &Block, of: Circumstances, phases: &[PhaseSpan]) -> Holds {
+pub(super) fn of(block: &Block, of: Circumstances, phases: &[PhaseSpan]) -> MemoryKind {
     let Some(phase) = of.phase.map(|number| &phases[number]) else {
-        return Holds::Other;
+        return MemoryKind::Other;
     };
     let outlives = block
         .given_back_at
@@ -22,21 +22,21 @@ pub(super) fn of(block: &Block, of: Circumstances, phases: &[PhaseSpan]) -> Hold
     let names = block.path.names();
     let op = names.last().map_or("", String::as_str);
     if op == WEIGHT_CAST {
-        return Holds::WeightCasts;
+        return MemoryKind::WeightCasts;
     }
     match (phase.name, outlives) {
-        ("forward", _) if of.call.is_some() && of.call == of.given_back_in => Holds::Scratch,
+        ("forward", _) if of.call.is_some() && of.call == of.given_back_in => MemoryKind::Scratch,
         ("forward", _) => {
             let in_head = names.iter().any(|name| name == "lm_head");
             match op {
-                "cross_entropy" | "linear_cross_entropy" => Holds::Logits,
-                "linear" if in_head => Holds::Logits,
-                _ => Holds::Activations,
+                "cross_entropy" | "linear_cross_entropy" => MemoryKind::Logits,
+                "linear" if in_head => MemoryKind::Logits,
+                _ => MemoryKind::Activations,
             }
         }
-        ("backward", true) => Holds::Gradients,
-        ("optimizer", true) => Holds::Optimizer,
-        ("backward" | "optimizer", false) => Holds::Scratch,
-        _ => Holds::Other,
+        ("backward", true) => MemoryKind::Gradients,
+        ("optimizer", true) => MemoryKind::Optimizer,
+        ("backward" | "optimizer", false) => MemoryKind::Scratch,
+        _ => MemoryKind::Other,
     }
 }

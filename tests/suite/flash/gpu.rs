@@ -1,5 +1,5 @@
-//! On a card: in f32 out, lse and gradients judged as on the CPU, by f64 and naive f32; and how far what is not finite reaches.
-//! Without a card a word says so.
+//! On a GPU: in f32 out, lse and gradients judged as on the CPU, by f64 and naive f32; and how far what is not finite
+//! reaches. Without a GPU a word says so.
 
 use super::judge::judge;
 use super::oracle::Oracle;
@@ -10,7 +10,7 @@ use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, Mask};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
-/// The card's own kernel, on inputs that come from the CPU and results that go back there.
+/// The GPU's own kernel, on inputs that come from the CPU and results that go back there.
 pub const ON_CARD: Attend = |q, k, v, config| {
     let strict: Attend = |q, k, v, config| {
         with_kernel_policy(KernelPolicy::Strict, || {
@@ -33,15 +33,15 @@ pub fn thirds(problem: Problem) -> Problem {
     wide.rounded_to(DType::F32)
 }
 
-/// A NaN in one row reaches what depends on it. What the mask hides from it has the bits that it has without it, but in rows
-/// so near that a tile may hold both.
+/// A NaN in one row reaches what depends on it. What the mask hides from it has the bits that it has without it, but in
+/// rows so near that a tile may hold both.
 #[rstest]
 fn what_is_not_finite_stays_near(
     #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
     #[values(32, 64, 128, 256)] head_dim: usize,
 ) {
     const NEAR: usize = 320;
-    if crate::card().is_none() {
+    if crate::gpu().is_none() {
         return;
     }
     let (length, row) = (700, 350);
@@ -81,7 +81,7 @@ fn exact_f32(
     #[values((1, 1), (37, 5), (5, 37), (129, 65), (130, 197))] lengths: (usize, usize),
     #[values(None, Some(0.7))] scale: Option<f64>,
 ) {
-    if crate::card().is_none() {
+    if crate::gpu().is_none() {
         return;
     }
     for mask in MASKS {
@@ -98,7 +98,7 @@ fn exact_f32(
 /// Scores of a hundred and more, in exact f32.
 #[test]
 fn wide_scores() {
-    if crate::card().is_none() {
+    if crate::gpu().is_none() {
         return;
     }
     no_worse_than_naive(ON_CARD, 1.6);
@@ -115,12 +115,12 @@ fn nothing_to_attend_to(
     #[case] (batch, heads, queries): (usize, usize, usize),
     #[case] keys: usize,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     // Views of nothing: candle has no tensor of no elements there by itself, and no gradient that begins at one.
     let cut = |length: usize| {
-        let whole = tensor(&vec![1.0; 2 * 3 * 8], &[1, 2, 3, 8], dtype).to_device(&card);
+        let whole = tensor(&vec![1.0; 2 * 3 * 8], &[1, 2, 3, 8], dtype).to_device(&gpu);
         let cut = whole.and_then(|x| {
             x.narrow(0, 0, batch)?
                 .narrow(1, 0, heads)?

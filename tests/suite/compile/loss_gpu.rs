@@ -68,11 +68,11 @@ fn losses_are_those_of_the_cpu(
     #[values(every_op, ops_of_other_models, elementwise_ops, parts)] case: fn() -> Case,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let case = case();
-    let [got, again] = [0, 1].map(|_| train(&case, precision, &card, 5));
+    let [got, again] = [0, 1].map(|_| train(&case, precision, &gpu, 5));
     assert_eq!(got.losses, again.losses);
     for (a, b) in got.weights.iter().zip(&again.weights) {
         assert_eq!(distance(a, b), 0.0);

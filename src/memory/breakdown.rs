@@ -5,10 +5,10 @@ use serde::Serialize;
 use std::borrow::Cow;
 use std::fmt;
 
-/// What a term of an [`Account`] is there for, in the order in which they come to be.
+/// What a term of an [`MemoryBreakdown`] is there for, in the order in which they come to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Holds {
+pub enum MemoryKind {
     /// The parameters.
     Weights,
     /// What the optimizer keeps from step to step.
@@ -29,7 +29,7 @@ pub enum Holds {
     Other,
 }
 
-impl Holds {
+impl MemoryKind {
     /// All of them, in order.
     pub const ALL: [Self; 9] = [
         Self::Weights,
@@ -64,25 +64,25 @@ impl Holds {
     }
 }
 
-impl fmt::Display for Holds {
+impl fmt::Display for MemoryKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
 }
 
-/// What is alive at the worst moment of a forward and backward, term by term: the account that is written beside a row
-/// that ran out of memory.
+/// What is alive at the worst moment of a forward and backward, term by term: the breakdown that is written beside a
+/// row that ran out of memory.
 ///
 /// ```
-/// use tallow::memory::{AttentionWorkload, Kernels, attention_account};
+/// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
 ///
 /// let workload = AttentionWorkload { sequence_length: 16_384, ..Default::default() };
-/// let account = attention_account(&workload, Kernels::Cpu)?;
-/// assert!(account.to_string().contains("probabilities BHT^2 8,192.0 MiB"));
+/// let breakdown = attention_breakdown(&workload, Kernels::Cpu)?;
+/// assert!(breakdown.to_string().contains("probabilities BHT^2 8,192.0 MiB"));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Account {
+pub struct MemoryBreakdown {
     /// The sizes that the terms' letters stand for.
     pub sizes: String,
     /// The terms; their sum is the peak.
@@ -93,7 +93,7 @@ pub struct Account {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Part {
     /// What it is there for.
-    pub holds: Holds,
+    pub kind: MemoryKind,
     /// What it is.
     pub what: Cow<'static, str>,
     /// How many elements one has, in letters.
@@ -106,7 +106,7 @@ pub struct Part {
     pub bytes: u64,
 }
 
-impl Account {
+impl MemoryBreakdown {
     pub(super) fn new(sizes: String) -> Self {
         let parts = Vec::new();
         Self { sizes, parts }
@@ -115,27 +115,27 @@ impl Account {
     /// Adds one buffer. Elements are counted in f64: exact to 2^53, and no overflow beyond.
     pub(super) fn with(
         self,
-        holds: Holds,
+        kind: MemoryKind,
         what: impl Into<Cow<'static, str>>,
         formula: impl Into<Cow<'static, str>>,
         elements: f64,
         element_bytes: usize,
     ) -> Self {
-        self.with_many(1.0, holds, what, formula, elements, element_bytes)
+        self.with_many(1.0, kind, what, formula, elements, element_bytes)
     }
 
     /// Adds `count` buffers of one size.
     pub(super) fn with_many(
         mut self,
         count: f64,
-        holds: Holds,
+        kind: MemoryKind,
         what: impl Into<Cow<'static, str>>,
         formula: impl Into<Cow<'static, str>>,
         elements: f64,
         element_bytes: usize,
     ) -> Self {
         self.parts.push(Part {
-            holds,
+            kind,
             what: what.into(),
             formula: formula.into(),
             count: count as u64,
@@ -146,13 +146,13 @@ impl Account {
     }
 
     /// The bytes of all terms that are there for this.
-    pub fn bytes_of(&self, holds: Holds) -> u64 {
-        self.sum(|part| part.holds == holds)
+    pub fn bytes_of(&self, kind: MemoryKind) -> u64 {
+        self.sum(|part| part.kind == kind)
     }
 
     /// The bytes alive when backward begins: inputs and weights, and what forward leaves behind.
     pub fn before_backward_bytes(&self) -> u64 {
-        self.sum(|part| part.holds.before_backward())
+        self.sum(|part| part.kind.before_backward())
     }
 
     /// The most bytes alive at once.
@@ -194,7 +194,7 @@ impl Account {
 impl Part {
     fn fields(&self) -> Fields {
         let mut fields = Fields::new();
-        fields.insert("holds", self.holds.name());
+        fields.insert("holds", self.kind.name());
         fields.insert("what", self.what.as_ref());
         fields.insert("count", self.count);
         fields.insert("formula", self.formula.as_ref());
@@ -205,7 +205,7 @@ impl Part {
 }
 
 /// `B 8, T 256: x BTD 0.5 MiB + ... = 12.0 MiB`.
-impl fmt::Display for Account {
+impl fmt::Display for MemoryBreakdown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.sizes)?;
         for (i, part) in self.parts.iter().enumerate() {
@@ -217,14 +217,14 @@ impl fmt::Display for Account {
     }
 }
 
-/// The smallest power of two whose account wants more than `available_bytes`, with the account: the first
-/// configuration that does not fit. `None` if one before it has no account.
+/// The smallest power of two whose breakdown wants more than `available_bytes`, with the breakdown: the first
+/// configuration that does not fit. `None` if one before it has no breakdown.
 pub fn smallest_beyond(
     available_bytes: u64,
-    account: impl Fn(usize) -> Option<Account>,
-) -> Option<(usize, Account)> {
+    breakdown: impl Fn(usize) -> Option<MemoryBreakdown>,
+) -> Option<(usize, MemoryBreakdown)> {
     (0..usize::BITS)
         .map(|power| 1 << power)
-        .map_while(|size| Some((size, account(size)?)))
-        .find(|(_, account)| account.peak_bytes() > available_bytes)
+        .map_while(|size| Some((size, breakdown(size)?)))
+        .find(|(_, breakdown)| breakdown.peak_bytes() > available_bytes)
 }

@@ -1,4 +1,4 @@
-//! [`super::card`] in a build without CUDA, where there is none.
+//! [`super::gpu`] in a build without CUDA, where there is none.
 
 use crate::{Error, Result};
 use candle_core::Device;
@@ -9,8 +9,8 @@ pub(super) enum Watch {}
 pub(super) fn watch(device: &Device) -> Result<Watch> {
     Err(Error::Device {
         name: crate::device::device_name(device),
-        problem: "blocks of memory are recorded on the CPU and, in builds for CUDA, on NVIDIA's cards".into(),
-        hint: "build with --features cuda for a card of NVIDIA's; memory::estimate predicts without running".into(),
+        problem: "blocks of memory are recorded on the CPU and, in builds for CUDA, on NVIDIA's GPUs".into(),
+        hint: "build with --features cuda for a GPU of NVIDIA's; memory::estimate predicts without running".into(),
     })
 }
 
@@ -26,4 +26,4 @@ pub(super) fn unknown_blocks() -> u64 {
     0
 }
 
-pub(super) fn know(_address: usize, _bytes: usize) {}
+pub(super) fn register_block(_address: usize, _bytes: usize) {}

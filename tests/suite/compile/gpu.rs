@@ -1,4 +1,4 @@
-//! Steps planned on a card against steps planned on the CPU, and against themselves. Without a card a word says so.
+//! Steps planned on a GPU against steps planned on the CPU, and against themselves. Without a GPU a word says so.
 
 use super::{CPU, batch, bits, config, distance};
 use candle_core::{DType, Device, Tensor};
@@ -73,14 +73,14 @@ fn furthest(a: &Trained, b: &Trained) -> f64 {
     distances.fold(0.0, f64::max)
 }
 
-/// Held by the CPU's own step in the same precision: at most three times as far from f32's as it, and in f32 as close as sums
-/// in another order are.
+/// Held by the CPU's own step in the same precision: at most three times as far from f32's as it, and in f32 as close
+/// as sums in another order are.
 pub(super) fn agree(config: &TransformerConfig, plan: &PlanConfig) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let what = format!("{config:?} {plan:?}");
-    let got = train(config, plan, &card, 1);
+    let got = train(config, plan, &gpu, 1);
     let exact = train(
         config,
         &PlanConfig {
@@ -109,10 +109,11 @@ pub(super) fn agree(config: &TransformerConfig, plan: &PlanConfig) {
             "{what}: {got} {wanted}"
         );
     }
-    // Losses of some steps, more loosely: AdamW's first step is the sign of the gradient, which rounding may turn where it is small.
+    // Losses of some steps, more loosely: AdamW's first step is the sign of the gradient, which rounding may turn where
+    // it is small.
     let several = |device: &Device| train(config, plan, device, 5);
-    let (on_card, on_cpu) = (several(&card), several(&CPU));
-    for (i, (got, wanted)) in on_card.losses.iter().zip(&on_cpu.losses).enumerate() {
+    let (on_gpu, on_cpu) = (several(&gpu), several(&CPU));
+    for (i, (got, wanted)) in on_gpu.losses.iter().zip(&on_cpu.losses).enumerate() {
         let error = f64::from((got - wanted).abs() / wanted);
         let allowed = if plan.precision == Precision::F32 {
             1e-4
@@ -122,9 +123,9 @@ pub(super) fn agree(config: &TransformerConfig, plan: &PlanConfig) {
         assert!(error <= allowed, "{what}, step {i}: {got} for {wanted}");
     }
     // Recorded or launched one by one, again and again: the same bits.
-    let again = several(&card);
-    assert_eq!(on_card.losses, again.losses, "{what}");
-    for (a, b) in on_card.weights.iter().zip(&again.weights) {
+    let again = several(&gpu);
+    assert_eq!(on_gpu.losses, again.losses, "{what}");
+    for (a, b) in on_gpu.weights.iter().zip(&again.weights) {
         let flat = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert_eq!(flat(a), flat(b), "{what}");
     }
@@ -180,21 +181,21 @@ fn large_vocabularies() {
     }
 }
 
-/// Weights to the bit those of a step that keeps its gradients; in bf16, where gradients that pass are rounded to it, they have
-/// moved as nearly as f32's as those have. The same bits twice.
+/// Weights to the bit those of a step that keeps its gradients; in bf16, where gradients that pass are rounded to it,
+/// they have moved as nearly as f32's as those have. The same bits twice.
 #[rstest]
 fn the_optimizer_in_backward(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let model = config(2, 2, 32, 72, Algorithm::Naive);
-    let exact = train(&model, &plan(Precision::F32), &card, 4);
-    let kept = train(&model, &plan(precision), &card, 4);
+    let exact = train(&model, &plan(Precision::F32), &gpu, 4);
+    let kept = train(&model, &plan(precision), &gpu, 4);
     let plan = PlanConfig {
         optimizer_in_backward: true,
         ..plan(precision)
     };
-    let [freed, again] = [0, 1].map(|_| train(&model, &plan, &card, 4));
+    let [freed, again] = [0, 1].map(|_| train(&model, &plan, &gpu, 4));
     assert_eq!(freed.losses, again.losses);
     for (a, b) in freed.weights.iter().zip(&again.weights) {
         assert_eq!(distance(a, b), 0.0);
@@ -221,13 +222,14 @@ fn the_optimizer_in_backward(#[values(Precision::F32, Precision::BF16)] precisio
     assert!(freed <= 1.1 * kept, "{freed}, with gradients in f32 {kept}");
 }
 
-/// What backward runs again to keep to a budget has the same bits: in half precision sums, and where those do not do, gates.
+/// What backward runs again to keep to a budget has the same bits: in half precision sums, and where those do not do,
+/// gates.
 #[rstest]
 fn sums_and_gates_run_again(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
     #[values(99, 90)] percent: u64,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let model = config(3, 2, 32, 136, Algorithm::Flash);
@@ -236,33 +238,33 @@ fn sums_and_gates_run_again(
         sequence_length: 130,
         ..plan(precision)
     };
-    let (planned, _) = TrainStep::plan_on(&card, &model, &whole).unwrap();
+    let (planned, _) = TrainStep::plan_on(&gpu, &model, &whole).unwrap();
     let budget = PlanConfig {
         memory_budget_bytes: Some(planned.peak_bytes() * percent / 100),
         ..whole.clone()
     };
-    let (planned_again, blocks) = TrainStep::plan_on(&card, &model, &budget).unwrap();
+    let (planned_again, blocks) = TrainStep::plan_on(&gpu, &model, &budget).unwrap();
     assert_eq!(blocks, Checkpointing::None);
     let is_half = precision != Precision::F32;
     let runs_gates = planned_again.flops() > planned.flops();
     assert_eq!(runs_gates, !(is_half && percent == 99));
     let adds = |call: &Call| matches!(call.op, Op::RmsNormBackward { .. }) && call.reads.len() == 4;
     assert_eq!(planned_again.calls().iter().any(adds), is_half);
-    let [wanted, got] = [whole, budget].map(|plan| train(&model, &plan, &card, 3));
+    let [wanted, got] = [whole, budget].map(|plan| train(&model, &plan, &gpu, 3));
     assert_eq!(got.losses, wanted.losses);
     for (a, b) in got.weights.iter().zip(&wanted.weights) {
         assert_eq!(distance(a, b), 0.0);
     }
 }
 
-/// From a scale that overflows: a step whose gradients are not finite is left out and changes nothing, the scale follows the
-/// scaler's rule, and training goes on.
+/// From a scale that overflows: a step whose gradients are not finite is left out and changes nothing, the scale
+/// follows the scaler's rule, and training goes on.
 #[rstest]
 fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
-    let (model, mut optimizer) = model_on(&config(2, 2, 24, 56, Algorithm::Naive), &card);
+    let (model, mut optimizer) = model_on(&config(2, 2, 24, 56, Algorithm::Naive), &gpu);
     let plan = PlanConfig {
         loss_scaling: true,
         clip_norm,
@@ -279,8 +281,8 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
     let (mut losses, mut in_a_row, mut skipped) = (Vec::new(), 0, 0);
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
-        tokens.to_device(&card).unwrap(),
-        targets.to_device(&card).unwrap(),
+        tokens.to_device(&gpu).unwrap(),
+        targets.to_device(&gpu).unwrap(),
     );
     for _ in 0..30 {
         let before = bits(&model);
@@ -313,13 +315,13 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
 fn gradients_that_cannot_be_clipped(
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let model_config = config(2, 2, 32, 72, Algorithm::Naive);
-    let (model, mut optimizer) = model_on(&model_config, &card);
+    let (model, mut optimizer) = model_on(&model_config, &gpu);
     let (name, weight) = &model.parameters()[3];
-    let poison = Tensor::full(f32::NAN, weight.shape(), &card).unwrap();
+    let poison = Tensor::full(f32::NAN, weight.shape(), &gpu).unwrap();
     let before = weight.as_tensor().copy().unwrap();
     let plan = PlanConfig {
         clip_norm: Some(1.0),
@@ -328,8 +330,8 @@ fn gradients_that_cannot_be_clipped(
     let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
-        tokens.to_device(&card).unwrap(),
-        targets.to_device(&card).unwrap(),
+        tokens.to_device(&gpu).unwrap(),
+        targets.to_device(&gpu).unwrap(),
     );
     step.run(&mut optimizer, &tokens, &targets).unwrap();
     weight.set(&poison).unwrap();
@@ -364,18 +366,18 @@ fn gradients_that_cannot_be_clipped(
 /// Weights that somebody else has changed are seen: an eager step by itself, any other change by `refresh`.
 #[test]
 fn weights_changed_elsewhere() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let model_config = config(1, 2, 32, 72, Algorithm::Flash);
-    let (model, mut optimizer) = model_on(&model_config, &card);
+    let (model, mut optimizer) = model_on(&model_config, &gpu);
     let plan = plan(Precision::BF16);
     let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
     let mut forward = Forward::new(&model, &plan).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
-        tokens.to_device(&card).unwrap(),
-        targets.to_device(&card).unwrap(),
+        tokens.to_device(&gpu).unwrap(),
+        targets.to_device(&gpu).unwrap(),
     );
     for i in 0..6 {
         let loss = model.loss(&tokens, &targets).unwrap();
@@ -408,11 +410,11 @@ fn flash_of_odd_heads_is_refused(
         usize,
     ),
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let (precision, head_dim) = odd;
-    let (model, optimizer) = model_on(&config(1, 4, head_dim, 72, Algorithm::Flash), &card);
+    let (model, optimizer) = model_on(&config(1, 4, head_dim, 72, Algorithm::Flash), &gpu);
     let error = TrainStep::new(&model, &optimizer, &plan(precision)).unwrap_err();
     assert!(error.to_string().contains("naive"), "{error}");
 }
@@ -429,7 +431,7 @@ fn flash_in_f32_takes_heads_of_fours(#[values(4, 12, 100)] head_dim: usize) {
 /// A plan in half precision copies each weight before the first step, and none in a step: the update writes the copies.
 #[test]
 fn a_step_casts_no_weight() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let model = TransformerConfig {
@@ -437,7 +439,7 @@ fn a_step_casts_no_weight() {
         ..TransformerConfig::small()
     };
     let (plan, _) = TrainStep::plan_on(
-        &card,
+        &gpu,
         &model,
         &PlanConfig {
             precision: Precision::BF16,
@@ -445,10 +447,10 @@ fn a_step_casts_no_weight() {
         },
     )
     .unwrap();
-    let in_step = plan.lasting().end..plan.calls().len();
+    let in_step = plan.first_run_only().end..plan.calls().len();
     let casts = plan.calls()[in_step]
         .iter()
         .filter(|call| call.op.name() == "cast");
     assert_eq!(casts.count(), 0);
-    assert!(plan.lasting().len() > 7 * 12);
+    assert!(plan.first_run_only().len() > 7 * 12);
 }

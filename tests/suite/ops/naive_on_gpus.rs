@@ -1,5 +1,5 @@
-//! Naive attention as one op on a card: judged by f64 and by the three ops that are its reference, in every dtype; blocks that
-//! masks hide, heads in turns. Without a card a word says so.
+//! Naive attention as one op on a GPU: judged by f64 and by the three ops that are its reference, in every dtype;
+//! blocks that masks hide, heads in turns. Without a GPU a word says so.
 
 use super::case::{KERNEL, LIES, Lie, REFERENCE, bits, numbers};
 use super::cases::{self, MASKS};
@@ -9,7 +9,7 @@ use candle_nn::Init;
 use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, Mask, naive};
 use tallow::compile::{Attention, AttentionPlanConfig};
-use tallow::memory::{AttentionWorkload, Holds, Kernels, attention_account};
+use tallow::memory::{AttentionWorkload, Kernels, MemoryKind, attention_breakdown};
 use tallow::nn::seeded;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
@@ -29,7 +29,7 @@ fn as_near_as_in_three_ops(
     )]
     (heads, lengths, dims): Sizes,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     for mask in MASKS {
@@ -37,12 +37,12 @@ fn as_near_as_in_three_ops(
             let case = cases::grouped_attention(&[2], heads, lengths, dims, (scale, mask), 7);
             let case = case.rounded_to(dtype);
             let exact = case.run(DType::F64, KERNEL);
-            let judge = case.run_on(&card, dtype, REFERENCE, Lie::Contiguous);
-            let found = case.run_on(&card, dtype, KERNEL, Lie::Contiguous);
+            let judge = case.run_on(&gpu, dtype, REFERENCE, Lie::Contiguous);
+            let found = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
             assert_no_worse(&case, &found, &judge, &exact);
             for lie in LIES {
                 // Lying otherwise, and once more: the same bits.
-                let again = case.run_on(&card, dtype, KERNEL, lie);
+                let again = case.run_on(&gpu, dtype, KERNEL, lie);
                 assert_eq!(bits(&found.out), bits(&again.out), "{} {lie:?}", case.name);
                 for ((name, a), (_, b)) in found.gradients.iter().zip(&again.gradients) {
                     assert_eq!(bits(a), bits(b), "{} {lie:?}: {name}", case.name);
@@ -66,9 +66,9 @@ fn run(attend: Attend, inputs: &[Tensor; 4], config: &AttentionConfig) -> Vec<Te
 }
 
 /// In f32, so that nothing but the order of sums differs: `limit` of each head's norm.
-fn agree(card: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f64) {
+fn agree(gpu: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f64) {
     let [q, k] = shapes;
-    let builder = seeded(5, DType::F32, card);
+    let builder = seeded(5, DType::F32, gpu);
     let init = Init::Randn {
         mean: 0.0,
         stdev: 1.0,
@@ -93,18 +93,19 @@ fn agree(card: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f
     }
 }
 
-/// Several blocks of queries and of keys, as many of one as of the other and not, some that nobody sees and that see nothing.
+/// Several blocks of queries and of keys, as many of one as of the other and not, some that nobody sees and that see
+/// nothing.
 #[rstest]
 fn blocks(
     #[values((2049, 2049), (1100, 2500), (2500, 1100))] (queries, keys): (usize, usize),
     #[values((2, 2), (4, 2))] (heads, kv_heads): (usize, usize),
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     for mask in MASKS {
         agree(
-            &card,
+            &gpu,
             [(heads, queries, 24), (kv_heads, keys, 24)],
             mask,
             5e-5,
@@ -124,32 +125,32 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
         ..Default::default()
     };
     let of_scores = 4 * 8100 * 8100;
-    let scratch = attention_account(&workload, Kernels::Cuda)
+    let scratch = attention_breakdown(&workload, Kernels::Cuda)
         .unwrap()
-        .bytes_of(Holds::Scratch);
+        .bytes_of(MemoryKind::Scratch);
     assert!(
         (3 * of_scores..5 * of_scores).contains(&scratch),
         "{scratch}"
     );
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     // Sums of 8,100 terms that mostly cancel, in another order.
-    agree(&card, [(7, 8100, 16), (7, 8100, 16)], mask, 5e-5);
+    agree(&gpu, [(7, 8100, 16), (7, 8100, 16)], mask, 5e-5);
 }
 
 /// A mask hides what is not a number, and a query that sees nothing gives nothing.
 #[test]
 fn hidden_keys_have_no_say() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let config = AttentionConfig {
         mask: Mask::CausalEnd,
         scale: None,
     };
-    let q = Tensor::ones((1, 5, 4), DType::BF16, &card).unwrap();
-    let k = Tensor::ones((1, 3, 4), DType::BF16, &card).unwrap();
+    let q = Tensor::ones((1, 5, 4), DType::BF16, &gpu).unwrap();
+    let k = Tensor::ones((1, 3, 4), DType::BF16, &gpu).unwrap();
     let out = attention::naive(&q, &k, &k, &config).unwrap();
     let out = numbers(&out.to_device(&Device::Cpu).unwrap());
     assert_eq!(out, [[0.0; 8].as_slice(), &[1.0; 12]].concat());
@@ -157,9 +158,9 @@ fn hidden_keys_have_no_say() {
     // The last key's score is NaN: the rows before it do not see it.
     let mut rows = vec![1f32; 12];
     rows[8] = f32::NAN;
-    let k = Tensor::from_vec(rows, (1, 3, 4), &card).unwrap();
-    let v = Tensor::ones((1, 3, 4), DType::F32, &card).unwrap();
-    let q = Tensor::ones((1, 3, 4), DType::F32, &card).unwrap();
+    let k = Tensor::from_vec(rows, (1, 3, 4), &gpu).unwrap();
+    let v = Tensor::ones((1, 3, 4), DType::F32, &gpu).unwrap();
+    let q = Tensor::ones((1, 3, 4), DType::F32, &gpu).unwrap();
     let out = attention::naive(&q, &k, &v, &config).unwrap();
     let out = numbers(&out.to_device(&Device::Cpu).unwrap());
     assert_eq!(out[..8], [1.0; 8]);
@@ -173,7 +174,7 @@ fn wide_scores(
     #[values(DType::F16, DType::BF16)] dtype: DType,
     #[values(Mask::Full, Mask::Causal)] mask: Mask,
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let builder = seeded(6, DType::F64, &Device::Cpu);
@@ -192,16 +193,16 @@ fn wide_scores(
         &inputs.each_ref().map(|x| x.to_dtype(DType::F64).unwrap()),
         &config,
     );
-    let on_card = inputs.each_ref().map(|x| x.to_device(&card).unwrap());
-    let eager = run(attention::naive, &on_card, &config);
+    let on_gpu = inputs.each_ref().map(|x| x.to_device(&gpu).unwrap());
+    let eager = run(attention::naive, &on_gpu, &config);
 
-    let [q, k, v, d_out] = &on_card;
+    let [q, k, v, d_out] = &on_gpu;
     let shape = q.shape();
     let planned = AttentionPlanConfig {
         attention: config,
         ..AttentionPlanConfig::new(shape, dtype)
     };
-    let mut planned = Attention::new(&card, &planned).unwrap();
+    let mut planned = Attention::new(&gpu, &planned).unwrap();
     planned.forward(q, k, v).unwrap();
     planned.backward(d_out).unwrap();
     let [dq, dk, dv] = planned.gradients().unwrap();

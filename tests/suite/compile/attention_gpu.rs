@@ -1,8 +1,8 @@
-//! Attention planned on a card: against exact results, against naive attention in three ops there, and against itself. Without
-//! a card a word says so.
+//! Attention planned on a GPU: against exact results, against naive attention in three ops there, and against itself.
+//! Without a GPU a word says so.
 
 use super::attention::{flash_as_eager, naive, planning, with_others};
-use super::card::{agree, plan};
+use super::gpu::{agree, plan};
 use super::{CPU, config, distance};
 use crate::child;
 use crate::flash::judge::hold_against_alike;
@@ -16,7 +16,7 @@ use tallow::memory::Meter;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 
-/// Naive attention on the card as three ops, with a log-sum-exp that nobody reads.
+/// Naive attention on the GPU as three ops, with a log-sum-exp that nobody reads.
 const EAGER: Attend = |q, k, v, config| {
     let eager: Attend = |q, k, v, config| {
         let lse = Tensor::zeros(&q.dims()[..3], DType::F32, &CPU)?;
@@ -47,17 +47,17 @@ fn run(attention: &mut Attention, [q, k, v, d_out]: [&Tensor; 4]) -> Results {
 }
 
 /// What the first run gives, and all others, whatever was in the arena and however they are launched.
-fn planned(problem: &Problem, dtype: DType, card: &Device) -> Results {
-    let there = |x: &Tensor| x.to_device(card).unwrap();
+fn planned(problem: &Problem, dtype: DType, gpu: &Device) -> Results {
+    let there = |x: &Tensor| x.to_device(gpu).unwrap();
     let [q, k, v] = problem.operands(dtype).map(|x| there(&x));
     let d_out = there(&problem.d_out(dtype));
     let mut attention = Attention::new(
-        card,
+        gpu,
         &planning(Algorithm::Naive, q.shape(), dtype, &problem.config),
     )
     .unwrap();
     let first = run(&mut attention, [&q, &k, &v, &d_out]);
-    let poison = Tensor::full(f32::NAN, q.shape(), card).unwrap();
+    let poison = Tensor::full(f32::NAN, q.shape(), gpu).unwrap();
     let poison = poison.to_dtype(dtype).unwrap();
     let poisoned = run(&mut attention, [&poison; 4]);
     assert!(poisoned.out.iter().all(|x| x.is_nan()));
@@ -71,7 +71,7 @@ fn planned(problem: &Problem, dtype: DType, card: &Device) -> Results {
 
 /// At most twice as far off as naive attention in three ops for the output, three times for gradients.
 fn judge(problem: &Problem, dtype: DType) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let mut oracle = Oracle::of(problem);
@@ -79,7 +79,7 @@ fn judge(problem: &Problem, dtype: DType) {
     oracle.terms.lse.clear();
     let mut eager = problem.run(dtype, EAGER);
     eager.lse.clear();
-    let found = planned(problem, dtype, &card);
+    let found = planned(problem, dtype, &gpu);
     let held = hold_against_alike(problem, &oracle, &found, &eager, dtype);
     held.unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.sizes));
 }
@@ -108,14 +108,14 @@ fn blocks_of_queries(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType
 /// More heads than have their scores' gradients there at once, in turns of which the last is smaller.
 #[rstest]
 fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let (shape, config) = ((7, 8100, 16), AttentionConfig { mask, scale: None });
-    let draw = || Tensor::randn(0f32, 1.0, shape, &CPU).and_then(|x| x.to_device(&card));
+    let draw = || Tensor::randn(0f32, 1.0, shape, &CPU).and_then(|x| x.to_device(&gpu));
     let [q, k, v, d_out] = [(); 4].map(|()| draw().unwrap());
     let mut planned = Attention::new(
-        &card,
+        &gpu,
         &planning(Algorithm::Naive, shape, DType::F32, &config),
     )
     .unwrap();
@@ -158,11 +158,11 @@ fn flash_has_eager_flashs_bits(
         usize,
     ),
 ) {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let config = AttentionConfig { mask, scale: None };
-    flash_as_eager(&[heads, 1, length, head_dim], dtype, &config, &card);
+    flash_as_eager(&[heads, 1, length, head_dim], dtype, &config, &gpu);
 }
 
 /// A model's naive attention takes the same blocks, of heads that lie in rows.
@@ -181,8 +181,8 @@ fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) 
 }
 
 #[test]
-fn what_a_card_is_not_planned_for() {
-    let Some(card) = crate::card() else {
+fn what_a_gpu_is_not_planned_for() {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     let config = AttentionConfig::default();
@@ -193,7 +193,7 @@ fn what_a_card_is_not_planned_for() {
         }
     };
     let new =
-        |shape, dtype| Attention::new(&card, &planning(Algorithm::Naive, shape, dtype, &config));
+        |shape, dtype| Attention::new(&gpu, &planning(Algorithm::Naive, shape, dtype, &config));
     refused(
         new((2, 10, 8), DType::F64).map(|_| ()),
         &["f32, bf16 or f16", "f64"],
@@ -202,7 +202,7 @@ fn what_a_card_is_not_planned_for() {
     refused(new((64, 1 << 19, 64), DType::BF16).map(|_| ()), &["arena"]);
     let narrow = (2, 10, 12);
     let flash = Attention::new(
-        &card,
+        &gpu,
         &planning(Algorithm::Flash, narrow, DType::BF16, &config),
     );
     refused(
@@ -215,14 +215,14 @@ fn what_a_card_is_not_planned_for() {
     };
     let flash = |config| {
         let config = planning(Algorithm::Flash, (2, 10, 8), DType::F32, config);
-        Attention::new(&card, &config)
+        Attention::new(&gpu, &config)
     };
     let words = ["a scale above 0", "scale -0.7"];
     refused(flash(&below).map(|_| ()), &words);
-    let shifted = Tensor::ones(161, DType::F32, &card).unwrap();
+    let shifted = Tensor::ones(161, DType::F32, &gpu).unwrap();
     let shifted = shifted.narrow(0, 1, 160).unwrap();
     let shifted = shifted.reshape((2, 10, 8)).unwrap();
-    let well = Tensor::ones((2, 10, 8), DType::F32, &card).unwrap();
+    let well = Tensor::ones((2, 10, 8), DType::F32, &gpu).unwrap();
     let words = [
         "k from a multiple of 16 bytes",
         "byte 4",
@@ -231,44 +231,44 @@ fn what_a_card_is_not_planned_for() {
     let mut flash = flash(&config).unwrap();
     refused(flash.forward(&well, &shifted, &well), &words);
 
-    let mut on_card = new((2, 10, 8), DType::F32).unwrap();
+    let mut on_gpu = new((2, 10, 8), DType::F32).unwrap();
     let here = Tensor::ones((2, 10, 8), DType::F32, &CPU).unwrap();
-    let there = here.to_device(&card).unwrap();
-    refused(on_card.backward(&there), &["backward without a forward"]);
+    let there = here.to_device(&gpu).unwrap();
+    refused(on_gpu.backward(&there), &["backward without a forward"]);
     let words = ["k on Cuda", "as planned", "Cpu", "Attention::new"];
-    refused(on_card.forward(&there, &here, &there), &words);
-    let turned = Tensor::ones((2, 8, 10), DType::F32, &card).unwrap();
+    refused(on_gpu.forward(&there, &here, &there), &words);
+    let turned = Tensor::ones((2, 8, 10), DType::F32, &gpu).unwrap();
     let turned = turned.transpose(1, 2).unwrap();
-    refused(on_card.forward(&turned, &there, &there), &["q contiguous"]);
-    on_card.forward(&there, &there, &there).unwrap();
-    refused(on_card.backward(&here), &["d_out on Cuda", "Cpu"]);
-    refused(on_card.gradients().map(|_| ()), &["call backward first"]);
-    on_card.backward(&there).unwrap();
+    refused(on_gpu.forward(&turned, &there, &there), &["q contiguous"]);
+    on_gpu.forward(&there, &there, &there).unwrap();
+    refused(on_gpu.backward(&here), &["d_out on Cuda", "Cpu"]);
+    refused(on_gpu.gradients().map(|_| ()), &["call backward first"]);
+    on_gpu.backward(&there).unwrap();
     let words = ["a plan on the CPU", "Cuda", "output and gradients"];
-    refused(on_card.output_values::<f32>().map(|_| ()), &words);
-    refused(on_card.gradient_values::<f32>().map(|_| ()), &words);
+    refused(on_gpu.output_values::<f32>().map(|_| ()), &words);
+    refused(on_gpu.gradient_values::<f32>().map(|_| ()), &words);
     let mut on_cpu = naive((2, 10, 8), DType::F32, &config).unwrap();
     refused(on_cpu.forward(&here, &here, &there), &["v on Cpu", "Cuda"]);
 }
 
 #[test]
 fn other_lengths_and_grouped_heads() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
-    with_others(&card);
+    with_others(&gpu);
 }
 
 #[test]
 fn the_plan_says_what_it_is() {
-    let Some(card) = crate::card() else {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
     // In half precision the probabilities' gradients are f32, and their scores' beside them.
     for (dtype, width, beside) in [(DType::F32, 4, 1), (DType::BF16, 2, 3)] {
         let config = AttentionConfig::default();
         let plan = Attention::plan_for(
-            &card,
+            &gpu,
             &planning(Algorithm::Naive, (4, 2, 512, 64), dtype, &config),
         )
         .unwrap();
@@ -286,23 +286,23 @@ fn the_plan_says_what_it_is() {
 /// Alone in their process, since the pool's counters are the process's.
 #[test]
 fn the_arena_is_all_there_is() {
-    if crate::card().is_some() {
-        child::run("compile::attention_card::allocations");
+    if crate::gpu().is_some() {
+        child::run("compile::attention_gpu::allocations");
     }
 }
 
 #[test]
 #[ignore = "run by the_arena_is_all_there_is"]
 fn allocations() {
-    let card = tallow::device("cuda:0").unwrap();
-    let meter = Meter::new(&card);
+    let gpu = tallow::device("cuda:0").unwrap();
+    let meter = Meter::new(&gpu);
     let shape = (8, 1, 700, 64);
-    let q = Tensor::ones(shape, DType::F32, &card).unwrap();
+    let q = Tensor::ones(shape, DType::F32, &gpu).unwrap();
     let taken = || meter.current_bytes().unwrap();
     let before = taken();
     let config = AttentionConfig::default();
     let mut planned = Attention::new(
-        &card,
+        &gpu,
         &planning(Algorithm::Naive, shape, DType::F32, &config),
     )
     .unwrap();
@@ -316,6 +316,6 @@ fn allocations() {
         planned.forward(&q, &q, &q).unwrap();
         planned.backward(&q).unwrap();
     }
-    card.synchronize().unwrap();
+    gpu.synchronize().unwrap();
     assert_eq!((taken(), meter.peak_bytes().unwrap()), (settled, settled));
 }

@@ -1,4 +1,4 @@
-//! A card that is full: rows that say so, and runs that go on. Without a card a word says so.
+//! A GPU that is full: rows that say so, and runs that go on. Without a GPU a word says so.
 
 use super::{number, run, text};
 use crate::child;
@@ -77,21 +77,21 @@ fn assert_ran(rows: &[Fields]) {
 
 /// Alone in its process, whose end gives the memory back whatever happens.
 #[test]
-#[ignore = "run by a_full_card_is_a_row"]
-fn child_fills_a_card() {
-    let Some(card) = crate::card() else {
+#[ignore = "run by a_full_gpu_is_a_row"]
+fn child_fills_a_gpu() {
+    let Some(gpu) = crate::gpu() else {
         return;
     };
-    let rows = |run: EndToEnd| run.run(&card, |_, _| ()).unwrap();
+    let rows = |run: EndToEnd| run.run(&gpu, |_, _| ()).unwrap();
     let executions = [Execution::Eager, Execution::Planned];
     // Once while there is room, so that nothing but the step's own memory is missing later.
     for execution in executions {
         assert_ran(&rows(step(execution, true, None)));
     }
-    let there = available_bytes_on(&card).unwrap();
-    let filler = Tensor::zeros((there - GIB) as usize, DType::U8, &card).unwrap();
+    let there = available_bytes_on(&gpu).unwrap();
+    let filler = Tensor::zeros((there - GIB) as usize, DType::U8, &gpu).unwrap();
     for execution in executions {
-        let left = available_bytes_on(&card);
+        let left = available_bytes_on(&gpu);
         let refused = rows(step(execution, false, left));
         assert_eq!(text(&refused[0], "status"), "OOM");
         // Nothing of the driver's: at most that the estimate is a lower bound.
@@ -106,15 +106,15 @@ fn child_fills_a_card() {
         assert_ran_out(&rows(step(execution, false, None)));
         assert_ran(&rows(step(execution, true, None)));
         let turns = [false, true].map(|fits| step(execution, fits, None));
-        let turns = alternate(&turns, 2, &card, |_, _, _| ()).unwrap();
+        let turns = alternate(&turns, 2, &gpu, |_, _, _| ()).unwrap();
         assert_ran_out(&turns[0]);
         assert_ran(&turns[1]);
     }
-    assert_ran_out(&attention(8192).run(&card, |_, _| ()).unwrap());
-    assert_ran(&attention(256).run(&card, |_, _| ()).unwrap());
+    assert_ran_out(&attention(8192).run(&gpu, |_, _| ()).unwrap());
+    assert_ran(&attention(256).run(&gpu, |_, _| ()).unwrap());
     let profiled = |fits| {
         let step = step(Execution::Eager, fits, None);
-        step.profile_memory(&card, Default::default())
+        step.profile_memory(&gpu, Default::default())
     };
     let error = profiled(false).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
@@ -127,6 +127,6 @@ fn child_fills_a_card() {
 }
 
 #[test]
-fn a_full_card_is_a_row() {
-    child::run("bench::card::child_fills_a_card");
+fn a_full_gpu_is_a_row() {
+    child::run("bench::gpu::child_fills_a_gpu");
 }
