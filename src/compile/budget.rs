@@ -42,24 +42,24 @@ pub(super) fn plan<C: Copy>(
         planned.peak_bytes() <= budget_bytes
     };
     // One more of each, until there are no more.
-    let mut again = Recompute::default();
+    let mut recompute = Recompute::default();
     let mut sums = 0;
     for more in [
         Recompute { sums: 1, gates: 0 },
         Recompute { sums: 0, gates: 1 },
     ] {
         loop {
-            let next = again.plus(more);
+            let next = recompute.plus(more);
             let planned = plan(nothing, next)?;
-            if planned.lowered.again != next {
+            if planned.lowered.recompute != next {
                 break;
             }
             if fits(&planned) {
                 return Ok((planned, nothing));
             }
-            again = next;
+            recompute = next;
         }
-        sums = again.sums;
+        sums = recompute.sums;
     }
     for other in others {
         let planned = plan(other, Recompute { sums, gates: 0 })?;

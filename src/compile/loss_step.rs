@@ -142,7 +142,7 @@ impl LossStep {
 
     fn planned(function: TracedFunction, config: &StepConfig) -> Result<Planned> {
         let function = Rc::new(function);
-        let plan = |(), again| function.step(config, again);
+        let plan = |(), recompute| function.step(config, recompute);
         let (planned, ()) = budget::plan(config, "StepConfig", [(), ()], [], plan)?;
         Ok(planned)
     }

@@ -67,8 +67,8 @@ impl<'a> Planner<'a> {
         let configured = [self.config.checkpointing, Checkpointing::None];
         let blocks = fewest_first(self.model.config().num_layers);
         let step = self.config.step();
-        budget::plan(&step, "PlanConfig", configured, blocks, |c, again| {
-            self.train_step_with(c, again)
+        budget::plan(&step, "PlanConfig", configured, blocks, |c, recompute| {
+            self.train_step_with(c, recompute)
         })
     }
 
@@ -79,13 +79,13 @@ impl<'a> Planner<'a> {
     pub fn train_step_with(
         &self,
         checkpointing: Checkpointing,
-        again: Recompute,
+        recompute: Recompute,
     ) -> Result<Planned> {
         let function = self.trace(checkpointing, |model, tokens| {
             let targets = graph::input("targets", tokens.shape(), DType::U32)?;
             model.loss(tokens, &targets)
         })?;
-        Rc::new(function).step(&self.config.step(), again)
+        Rc::new(function).step(&self.config.step(), recompute)
     }
 
     /// The plan of a forward alone, to logits.

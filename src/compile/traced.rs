@@ -101,10 +101,10 @@ impl TracedFunction {
     ///
     /// # Errors
     /// An op that has no planned form; a loss that is not one float; a parameter that it does not depend on.
-    pub fn step(self: &Rc<Self>, config: &StepConfig, again: Recompute) -> Result<Planned> {
+    pub fn step(self: &Rc<Self>, config: &StepConfig, recompute: Recompute) -> Result<Planned> {
         let job = Job {
             trains: true,
-            again,
+            recompute,
             ..self.job(config)
         };
         Ok(Planned {
@@ -142,7 +142,7 @@ impl TracedFunction {
             trains: false,
             differentiated: &[],
             config,
-            again: Recompute::default(),
+            recompute: Recompute::default(),
         }
     }
 

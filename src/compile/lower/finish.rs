@@ -82,7 +82,7 @@ impl Lower<'_> {
             output: renamed(output),
             gradients: gradients.collect(),
             norm: norm.map(renamed),
-            again: self.again,
+            recompute: self.recompute,
         };
         Ok((lowered, numbers))
     }

@@ -41,7 +41,7 @@ pub(super) trait Form {
     }
 
     /// Its first output once more, from what it has kept, if that is cheap.
-    fn output_again(&self, _: &mut Lower<'_>) -> Option<super::Operand> {
+    fn recomputed_output(&self, _: &mut Lower<'_>) -> Option<super::Operand> {
         None
     }
 }

@@ -22,7 +22,7 @@ struct Gated {
     rows: usize,
     width: usize,
     /// Whether backward makes gate and up again.
-    again: bool,
+    recompute: bool,
 }
 
 impl Gated {
@@ -66,7 +66,7 @@ impl Form for Gated {
         };
         let gate_up = self.places(lower);
         lower.plan.call_on(op, gate_up, vec![output]);
-        if self.again {
+        if self.recompute {
             for value in self.gate_up {
                 lower.places[value.0] = None;
             }
@@ -83,8 +83,8 @@ impl Form for Gated {
             return Ok(());
         }
         let maker = lower.makers.get(&self.maps.x.value).cloned();
-        let again = maker.and_then(|form| form.output_again(lower));
-        let x = match again {
+        let recompute = maker.and_then(|form| form.recomputed_output(lower));
+        let x = match recompute {
             Some(x) => x,
             None => lower.read(&self.maps.x),
         };
@@ -149,7 +149,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms:
             output: node.output,
             rows: kept.shape[0],
             width: kept.shape[1],
-            again: choice.takes_gate(),
+            recompute: choice.takes_gate(),
             path,
         };
         forms.add(i, [], form);

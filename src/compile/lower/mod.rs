@@ -82,7 +82,7 @@ pub(super) struct Job<'a> {
     /// Values from outside that are no parameters, and whose gradients are left.
     pub differentiated: &'a [ValueId],
     pub config: &'a StepConfig,
-    pub again: Recompute,
+    pub recompute: Recompute,
 }
 
 /// A graph as a plan, and what its homes stand for.
@@ -99,8 +99,8 @@ pub(super) struct Lowered {
     pub gradients: Vec<Option<Operand>>,
     /// The norm of all gradients, and what they were multiplied by.
     pub norm: Option<Operand>,
-    /// What of [`Job::again`] there was.
-    pub again: Recompute,
+    /// What of [`Job::recompute`] there was.
+    pub recompute: Recompute,
 }
 
 /// Plans a step: the graph's first output is the loss.
@@ -214,8 +214,8 @@ struct Lower<'a> {
     weights: Weights,
     /// The mean loss, once it is there.
     mean_loss: Option<Operand>,
-    /// What of [`Job::again`] there is.
-    again: Recompute,
+    /// What of [`Job::recompute`] there is.
+    recompute: Recompute,
 }
 
 impl<'a> Lower<'a> {
@@ -229,7 +229,7 @@ impl<'a> Lower<'a> {
             Some(function.parameters[*number].elements)
         };
         let program = Rc::new(Program::new(&function.graph, followed));
-        let choice = Choice::new(job.again);
+        let choice = Choice::new(job.recompute);
         let forms = form::all(&program, job, &choice);
         let outputs = forms.iter().flat_map(|(_, form)| {
             let outputs = form.outputs().into_iter();
@@ -248,7 +248,7 @@ impl<'a> Lower<'a> {
             gradients: Gradients::default(),
             weights: Weights::new(&program, job),
             mean_loss: None,
-            again: choice.taken(job.again),
+            recompute: choice.taken(job.recompute),
             program,
         }
     }
@@ -275,7 +275,7 @@ impl<'a> Lower<'a> {
         self.plan.phase = Phase::Backward;
         let forms = self.forms.clone();
         for (i, (_, form)) in forms.iter().enumerate().rev() {
-            self.run_segments_again(i)?;
+            self.recompute_segments(i)?;
             let outputs = form.outputs();
             let is_due =
                 |output: &ValueId| self.gradients.has(*output) && self.program.is_wanted(*output);

@@ -169,7 +169,7 @@ impl Form for Norm {
         true
     }
 
-    fn output_again(&self, lower: &mut Lower<'_>) -> Option<Operand> {
+    fn recomputed_output(&self, lower: &mut Lower<'_>) -> Option<Operand> {
         let (rows, width, eps) = (self.rows, self.width, self.eps);
         lower.plan.path.clone_from(&self.path);
         let dtype = lower.program.graph.value(self.y).dtype;

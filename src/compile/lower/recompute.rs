@@ -22,10 +22,10 @@ pub(super) struct Choice {
 }
 
 impl Choice {
-    pub fn new(again: Recompute) -> Self {
+    pub fn new(recompute: Recompute) -> Self {
         Self {
-            sums: Cell::new(again.sums),
-            gates: Cell::new(again.gates),
+            sums: Cell::new(recompute.sums),
+            gates: Cell::new(recompute.gates),
         }
     }
 
@@ -66,7 +66,7 @@ fn takes(left: &Cell<usize>) -> bool {
 
 impl Lower<'_> {
     /// Runs the checkpointed segments again whose last form is number `last`, for backward, which comes to it now.
-    pub(super) fn run_segments_again(&mut self, last: usize) -> Result<()> {
+    pub(super) fn recompute_segments(&mut self, last: usize) -> Result<()> {
         let program = self.program.clone();
         let forms = self.forms.clone();
         let at = |form: usize| forms.get(form).map(|(at, _)| *at);

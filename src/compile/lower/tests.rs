@@ -18,8 +18,8 @@ fn planner<'a>(model: &TransformerConfig, config: &'a PlanConfig) -> Planner<'a>
 
 /// A step's plan in which sums and gates of so many blocks are recomputed.
 fn gpu_plan(model: &TransformerConfig, config: &PlanConfig, [sums, gates]: [usize; 2]) -> Plan {
-    let again = Recompute { sums, gates };
-    let planned = planner(model, config).train_step_with(Checkpointing::None, again);
+    let recompute = Recompute { sums, gates };
+    let planned = planner(model, config).train_step_with(Checkpointing::None, recompute);
     planned.unwrap().lowered.plan
 }
 
@@ -84,7 +84,7 @@ fn a_budget_takes_the_cheapest_first() {
         let (planned, _) = planner(&model, &config).train_step().unwrap();
         planned.lowered.plan
     };
-    let with = |again| gpu_plan(&model, &config, again);
+    let with = |recompute| gpu_plan(&model, &config, recompute);
     let ladder = [[0, 0], [1, 0], [2, 0], [3, 0], [4, 0], [4, 1], [4, 2]].map(with);
     for pair in ladder.windows(2) {
         let bytes = pair[0].peak_bytes();
