@@ -278,12 +278,12 @@ impl Plan {
             (operand.elements.len() * width) as u64
         };
         let written: u64 = call.writes.iter().map(bytes).sum();
-        let recompute = if call.op.reads_what_it_writes() {
+        let read_back = if call.op.reads_what_it_writes() {
             written
         } else {
             0
         };
-        call.reads.iter().map(bytes).sum::<u64>() + written + recompute
+        call.reads.iter().map(bytes).sum::<u64>() + written + read_back
     }
 
     /// How often call number `index` is run in a step, the first apart.

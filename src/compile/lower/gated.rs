@@ -83,8 +83,8 @@ impl Form for Gated {
             return Ok(());
         }
         let maker = lower.makers.get(&self.maps.x.value).cloned();
-        let recompute = maker.and_then(|form| form.recomputed_output(lower));
-        let x = match recompute {
+        let recomputed = maker.and_then(|form| form.recomputed_output(lower));
+        let x = match recomputed {
             Some(x) => x,
             None => lower.read(&self.maps.x),
         };
