@@ -19,12 +19,12 @@ const OP: &str = "compile::LossStep";
 
 /// Forward, backward, clipping and AdamW of any loss, planned once from its [trace](crate::graph::trace).
 ///
-/// The loss is a function of hollow inputs ([`graph::input`]) over layers with real weights, written with this crate's
-/// [`ops`](crate::ops), [`nn`](crate::nn) and [`attention`](crate::attention); in an [`autocast`](crate::autocast())
-/// region it is planned as it runs there. The step is the same as an eager one: `loss`, `backward()`,
-/// [`clip_grad_norm`](crate::optim::clip_grad_norm), [`AdamW::step`], on the same variables. The optimizer's weights
-/// are updated; a weight that several layers read (tied) has the sum of its gradients; one that the optimizer does not
-/// have is frozen.
+/// The loss is a function of hollow inputs ([`graph::input`](crate::graph::input())) over layers with real weights,
+/// written with this crate's [`ops`](crate::ops), [`nn`](crate::nn) and [`attention`](crate::attention); in an
+/// [`autocast`](crate::autocast()) region it is planned as it runs there. The step is the same as an eager one: `loss`,
+/// `backward()`, [`clip_grad_norm`](crate::optim::clip_grad_norm), [`AdamW::step`], on the same variables. The
+/// optimizer's weights are updated; a weight that several layers read (tied) has the sum of its gradients; one that the
+/// optimizer does not have is frozen.
 ///
 /// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay; a
 /// released one is planned like the rest, whose memory is free once backward has come through it in any case. A frozen
@@ -76,8 +76,8 @@ pub struct LossStep {
 impl LossStep {
     /// Plans a step of `loss` under `optimizer`, and allocates its arena.
     ///
-    /// `loss` is called once, by [`graph::trace`]: its inputs are hollow, its weights real. What it decides from the
-    /// shapes of its inputs is decided for all runs.
+    /// `loss` is called once, by [`graph::trace`](crate::graph::trace()): its inputs are hollow, its weights real. What
+    /// it decides from the shapes of its inputs is decided for all runs.
     ///
     /// # Errors
     /// Those of `loss` and of its trace; an op that has no planned form, by its place; a loss that is not one f32; a
@@ -109,8 +109,8 @@ impl LossStep {
         Self::of(planned, parameters, &device, config, "StepConfig")
     }
 
-    /// The plan alone, on `device`, of a loss over [hollow weights](graph::weights): what a step would do, and what
-    /// memory it would take. All hollow weights are trained.
+    /// The plan alone, on `device`, of a loss over [hollow weights](crate::graph::weights): what a step would do, and
+    /// what memory it would take. All hollow weights are trained.
     ///
     /// ```
     /// use candle_core::DType;

@@ -150,9 +150,10 @@ impl TrainStep {
     /// ```
     ///
     /// # Errors
-    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`] if the step was planned without
-    /// loss scaling (and the scaler is not switched off); [`Error::Order`] if an eager step of the scaler was begun and
-    /// not ended; as [`GradScaler::update`].
+    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`](crate::Error::Config) if the
+    /// step was planned without loss scaling (and the scaler is not switched off);
+    /// [`Error::Order`](crate::Error::Order) if an eager step of the scaler was begun and not ended; as
+    /// [`GradScaler::update`].
     pub fn run_scaled(
         &mut self,
         optimizer: &mut AdamW,
@@ -168,7 +169,7 @@ impl TrainStep {
     /// [`gradients`](Self::gradients); nothing is clipped.
     ///
     /// # Errors
-    /// As [`run`](Self::run); [`Error::Order`] where the optimizer runs in backward.
+    /// As [`run`](Self::run); [`Error::Order`](crate::Error::Order) where the optimizer runs in backward.
     pub fn forward_backward(&mut self, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
         self.step.forward_backward(&inputs(tokens, targets))
     }
@@ -187,7 +188,7 @@ impl TrainStep {
     /// Clips to another norm from the next run on.
     ///
     /// # Errors
-    /// [`Error::Config`] if the step was planned without clipping, or the norm is not over 0.
+    /// [`Error::Config`](crate::Error::Config) if the step was planned without clipping, or the norm is not over 0.
     pub fn set_clip_norm(&mut self, norm: f64) -> Result<()> {
         self.step.set_clip_norm(norm)
     }
@@ -200,7 +201,8 @@ impl TrainStep {
     /// Copies of the last run's gradients by name, not clipped.
     ///
     /// # Errors
-    /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.
+    /// [`Error::Order`](crate::Error::Order) before the first run, and where the optimizer runs in backward, which
+    /// frees them.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
         self.step.gradients()
     }

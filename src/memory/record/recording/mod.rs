@@ -3,10 +3,10 @@
 //! What lives here: the recorder ([`record`], [`record_on`]), the buffer that the allocator writes to (`buffer`), a
 //! GPU's blocks (`gpu`, told of by `cupti`), where a tensor's block is (`storage`), the blocks' lives with their phase
 //! and path (`lives`), what a block is there for (`kind`), and the sums ([`Recording`]). What does not: the allocator
-//! itself ([`tracker`](super::tracker)), what viewers read ([`Snapshot`](super::Snapshot)), and pictures
-//! ([`timeline`](super::timeline())).
+//! itself ([`tracker`](crate::memory::tracker)), what viewers read ([`Snapshot`](crate::memory::Snapshot)), and
+//! pictures ([`timeline`](crate::memory::timeline())).
 
-pub(super) mod buffer;
+pub(in crate::memory) mod buffer;
 #[cfg(feature = "cuda")]
 mod cupti;
 #[cfg(feature = "cuda")]
@@ -21,10 +21,11 @@ mod storage;
 mod sums;
 
 pub use lives::{Block, PhaseSpan};
-pub(super) use storage::block_of;
+pub(in crate::memory) use storage::block_of;
 pub use sums::{Holdings, Origin};
 
-use super::{MemoryKind, tracker};
+use super::MemoryKind;
+use crate::memory::tracker;
 use crate::probe::{self, Event, Kind, Listener, Listening};
 use crate::{Error, Result};
 use buffer::{Place, Refusal, What};
@@ -150,9 +151,9 @@ pub fn record(config: RecordConfig) -> Result<Recorder> {
 ///
 /// The driver's calls are listened to through CUPTI, a library of the CUDA toolkit, which has one listener in a
 /// process: no other profiler can run meanwhile. Sizes are those asked for; the pool rounds them up
-/// ([`Meter`](super::Meter) has its counters). A block is there from the call that asks for it to the one that gives it
-/// back, and times are the host's, which runs ahead of the GPU. What libraries take past the pool, cuBLAS's own
-/// workspace, is not seen.
+/// ([`Meter`](crate::memory::Meter) has its counters). A block is there from the call that asks for it to the one that
+/// gives it back, and times are the host's, which runs ahead of the GPU. What libraries take past the pool, cuBLAS's
+/// own workspace, is not seen.
 ///
 /// # Errors
 /// As [`record()`]; on a GPU, no CUPTI, or another tool that has it; a device that is neither the CPU nor a GPU of

@@ -1,7 +1,7 @@
 //! Events on their way out of the allocator: written without a lock and without asking for memory.
 
 use super::gpu;
-use crate::memory::tracker;
+use crate::memory::counts;
 use crate::probe::{self, Path};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -126,7 +126,7 @@ pub(super) fn given_back_on_gpu(address: usize, bytes: usize, current_bytes: usi
 /// The bytes alive where blocks are recorded.
 fn current_bytes() -> usize {
     match CARD_THRESHOLD_BYTES.load(Relaxed) {
-        usize::MAX => tracker::current(),
+        usize::MAX => counts::current_bytes(),
         _ => gpu::current_bytes(),
     }
 }

@@ -36,7 +36,7 @@ use std::num::NonZeroUsize;
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](super::estimate()).
+/// As [`estimate`](crate::memory::estimate()).
 pub fn recommend(
     config: &TransformerConfig,
     workload: &Workload,
@@ -90,7 +90,7 @@ pub fn recommend(
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](super::estimate()).
+/// As [`estimate`](crate::memory::estimate()).
 pub fn most_frugal(
     config: &TransformerConfig,
     workload: &Workload,

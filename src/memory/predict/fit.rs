@@ -28,7 +28,7 @@ const LARGEST: usize = usize::MAX / 4 + 1;
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](super::estimate()).
+/// As [`estimate`](crate::memory::estimate()).
 pub fn largest_batch_size(
     config: &TransformerConfig,
     workload: &Workload,
@@ -64,7 +64,7 @@ pub fn largest_batch_size(
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](super::estimate()).
+/// As [`estimate`](crate::memory::estimate()).
 pub fn smallest_sequence_beyond(
     config: &TransformerConfig,
     workload: &Workload,
@@ -113,7 +113,7 @@ pub fn smallest_sequence_beyond(
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](super::estimate()).
+/// As [`estimate`](crate::memory::estimate()).
 pub fn smallest_sequence_saved(
     config: &TransformerConfig,
     workload: &Workload,

@@ -1,7 +1,7 @@
 //! What a graph holds for backward, tensor by tensor.
 //!
 //! What lives here: the walk over a graph ([`saved_tensors`]) and its sums; in `watch`, what ops say of their tensors
-//! while they run. What does not: what is alive without a graph ([`record`](super::record())).
+//! while they run. What does not: what is alive without a graph ([`record`](crate::memory::record())).
 
 mod watch;
 

@@ -138,8 +138,8 @@ pub struct Workload {
 /// that asks: the blocks that matrix products pack, flash attention's tiles, matrices that naive attention works in.
 /// Threads that find no work hold none, so with more threads than a small step keeps busy this is a bound. Left out:
 /// the records of tensors and ops, a few hundred bytes each; what kernels keep from call to call; and, before the first
-/// step, the drawing of the weights, the largest of which exists once more. [`measure()`](super::measure()) runs it and
-/// counts.
+/// step, the drawing of the weights, the largest of which exists once more. [`measure()`](crate::memory::measure())
+/// runs it and counts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Estimate {
     /// P: the weights.

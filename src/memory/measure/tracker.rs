@@ -1,23 +1,8 @@
 //! An allocator that counts: the bytes alive now, the most there ever were, and how many blocks were asked for.
 
-use super::recording::buffer;
+use crate::memory::counts;
+use crate::memory::record::buffer;
 use std::alloc::{GlobalAlloc, Layout};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-
-/// On a cache line of their own: who writes one has the others at hand.
-#[repr(align(128))]
-struct Counts {
-    current_bytes: AtomicUsize,
-    peak_bytes: AtomicUsize,
-    allocations: AtomicU64,
-}
-
-static ACTIVE: AtomicBool = AtomicBool::new(false);
-static COUNTS: Counts = Counts {
-    current_bytes: AtomicUsize::new(0),
-    peak_bytes: AtomicUsize::new(0),
-    allocations: AtomicU64::new(0),
-};
 
 /// Wraps an allocator and counts what is asked of it. A binary opts in:
 ///
@@ -33,10 +18,10 @@ static COUNTS: Counts = Counts {
 /// assert!(tracker::current_bytes().unwrap() >= before + block.len() as u64);
 /// ```
 ///
-/// While somebody [records](super::record()), every block of a tensor's size is told of too.
+/// While somebody [records](crate::memory::record()), every block of a tensor's size is told of too.
 ///
 /// The counts are of bytes requested: what the allocator rounds up or keeps for later is not in them (the process's
-/// resident memory is in [`system`](super::system)).
+/// resident memory is in [`system`](crate::memory::system)).
 pub struct Tracker<A> {
     allocator: A,
 }
@@ -50,51 +35,23 @@ impl<A> Tracker<A> {
 
 /// The bytes alive now; `None` if no [`Tracker`] is installed.
 pub fn current_bytes() -> Option<u64> {
-    ACTIVE
-        .load(Relaxed)
-        .then(|| COUNTS.current_bytes.load(Relaxed) as u64)
+    counts::is_counting().then(|| counts::current_bytes() as u64)
 }
 
 /// The most bytes that were alive at once since the last [`reset_peak`]; `None` if no [`Tracker`] is installed.
 pub fn peak_bytes() -> Option<u64> {
-    ACTIVE
-        .load(Relaxed)
-        .then(|| COUNTS.peak_bytes.load(Relaxed) as u64)
+    counts::is_counting().then(|| counts::peak_bytes() as u64)
 }
 
 /// How many blocks have been asked for since the process began, one that is made larger or smaller again each time;
 /// `None` if no [`Tracker`] is installed.
 pub fn allocations() -> Option<u64> {
-    ACTIVE
-        .load(Relaxed)
-        .then(|| COUNTS.allocations.load(Relaxed))
+    counts::is_counting().then(counts::allocations)
 }
 
 /// Lets the peak begin again at what is alive now.
 pub fn reset_peak() {
-    let current = COUNTS.current_bytes.load(Relaxed);
-    COUNTS.peak_bytes.store(current, Relaxed);
-}
-
-/// What is alive now, requires a tracker.
-pub(super) fn current() -> usize {
-    COUNTS.current_bytes.load(Relaxed)
-}
-
-/// What is alive with these.
-fn grow(bytes: usize) -> usize {
-    COUNTS.allocations.fetch_add(1, Relaxed);
-    let current = COUNTS.current_bytes.fetch_add(bytes, Relaxed) + bytes;
-    // Read before writing: most allocations are no peak.
-    if current > COUNTS.peak_bytes.load(Relaxed) {
-        COUNTS.peak_bytes.fetch_max(current, Relaxed);
-    }
-    current
-}
-
-/// What is alive without them.
-fn shrink(bytes: usize) -> usize {
-    COUNTS.current_bytes.fetch_sub(bytes, Relaxed) - bytes
+    counts::reset_peak();
 }
 
 // SAFETY: every call is handed to the wrapped allocator unchanged; counting and recording touch no memory of it.
@@ -103,8 +60,8 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
         // SAFETY: the caller's promises are the allocator's.
         let block = unsafe { self.allocator.alloc(layout) };
         if !block.is_null() {
-            ACTIVE.store(true, Relaxed);
-            let current = grow(layout.size());
+            counts::begin();
+            let current = counts::grow(layout.size());
             buffer::taken(block, layout.size(), current);
         }
         block
@@ -114,7 +71,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
         // SAFETY: as above.
         let block = unsafe { self.allocator.alloc_zeroed(layout) };
         if !block.is_null() {
-            let current = grow(layout.size());
+            let current = counts::grow(layout.size());
             buffer::taken(block, layout.size(), current);
         }
         block
@@ -122,14 +79,14 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         // Told of first: once it is given back, another thread may be given it.
-        let current = shrink(layout.size());
+        let current = counts::shrink(layout.size());
         buffer::given_back(block, layout.size(), current);
         // SAFETY: as above.
         unsafe { self.allocator.dealloc(block, layout) };
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        let before = COUNTS.current_bytes.load(Relaxed);
+        let before = counts::current_bytes();
         buffer::given_back(block, layout.size(), before.saturating_sub(layout.size()));
         // SAFETY: as above.
         let moved = unsafe { self.allocator.realloc(block, layout, new_size) };
@@ -138,8 +95,8 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
             return moved;
         }
         // Grown first: while a block moves, both copies may be alive.
-        grow(new_size);
-        let current = shrink(layout.size());
+        counts::grow(new_size);
+        let current = counts::shrink(layout.size());
         buffer::taken(moved, new_size, current);
         moved
     }

@@ -1,7 +1,8 @@
 //! What a pass or a step takes, by running it.
 
-use super::{Mode, Workload, estimate, tracker};
+use super::tracker;
 use crate::kernels::cpu::gemm;
+use crate::memory::{Mode, Workload, estimate};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use crate::precision::Precision;
@@ -18,9 +19,9 @@ pub struct Measured {
     pub peak_bytes: u64,
 }
 
-/// Runs on the CPU what [`estimate`](super::estimate()) predicts, and counts: a new model, on tokens that are all alike
-/// (no size depends on their values). As in the estimate, attention and checkpointing are the workload's, and drawing
-/// the weights is not counted. Whatever else the process allocates meanwhile is: run nothing beside it.
+/// Runs on the CPU what [`estimate`](crate::memory::estimate()) predicts, and counts: a new model, on tokens that are
+/// all alike (no size depends on their values). As in the estimate, attention and checkpointing are the workload's, and
+/// drawing the weights is not counted. Whatever else the process allocates meanwhile is: run nothing beside it.
 ///
 /// It runs until a run leaves nothing behind, and counts the last: what kernels keep for their next calls (0.75 MiB a
 /// thread for packing, 2.5 in half precision) is no part of a step.

@@ -14,7 +14,7 @@ pub struct Block {
     pub bytes: u64,
     /// What it was there for.
     pub kind: MemoryKind,
-    /// What [`Recorder::label`](super::Recorder::label) has called it, if it has.
+    /// What [`Recorder::label`](crate::memory::Recorder::label) has called it, if it has.
     pub name: Option<String>,
     /// Where it was taken: an op's path, or the range around candle's own work; the root if before the recording.
     pub path: Path,

@@ -1,6 +1,6 @@
 //! What ops say of their tensors while they run.
 
-use crate::memory::recording::block_of;
+use crate::memory::record::block_of;
 use crate::probe::{self, Listener, Listening, Path};
 use candle_core::{DType, Tensor, TensorId};
 use std::collections::HashMap;
@@ -112,9 +112,9 @@ fn watches() -> MutexGuard<'static, Watches> {
 #[must_use = "ops are remembered until this is dropped"]
 pub struct GraphWatch(());
 
-/// Remembers which op makes which tensor, and what it keeps beside, so that [`saved_tensors`](super::saved_tensors) can
-/// say. It holds no tensor, only what is to be said of it, for every op that runs meanwhile on any thread: watch a
-/// step, not a training.
+/// Remembers which op makes which tensor, and what it keeps beside, so that
+/// [`saved_tensors`](crate::memory::saved_tensors) can say. It holds no tensor, only what is to be said of it, for
+/// every op that runs meanwhile on any thread: watch a step, not a training.
 pub fn watch_graphs() -> GraphWatch {
     let mut watches = watches();
     watches.count += 1;

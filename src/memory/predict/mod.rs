@@ -1,0 +1,21 @@
+//! Memory predicted from sizes alone, or from a trace: what a step, a pass, attention or its layer takes, and what fits.
+
+mod attention;
+mod estimate;
+mod fit;
+mod layer;
+mod naming;
+mod planned;
+mod recommend;
+mod replay;
+mod self_attention;
+mod stack;
+
+pub use attention::{AttentionWorkload, attention_breakdown};
+pub use estimate::{Estimate, Kernels, Mode, Workload, estimate, estimate_graph};
+pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved};
+pub use planned::planned_attention_breakdown;
+pub use recommend::{most_frugal, recommend};
+pub use self_attention::{SelfAttentionWorkload, self_attention_breakdown};
+
+use super::breakdown::{MemoryBreakdown, MemoryKind};

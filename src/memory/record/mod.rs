@@ -1,0 +1,15 @@
+//! Every block of memory with its origin: recorded while a step runs, summed, drawn, and written for PyTorch's viewers.
+
+mod recording;
+mod snapshot;
+mod timeline;
+
+pub(crate) use recording::blocks_taken;
+pub use recording::{
+    Block, Holdings, Origin, PhaseSpan, RecordConfig, Recorder, Recording, record, record_on,
+};
+pub(super) use recording::{block_of, buffer};
+pub use snapshot::Snapshot;
+pub use timeline::timeline;
+
+use super::breakdown::MemoryKind;
