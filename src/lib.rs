@@ -90,6 +90,8 @@ pub mod profile;
 pub mod report;
 pub mod train;
 
+/// The candle that this crate is built on: a program that uses it by this name has the same version.
+pub use candle_core as candle;
 pub use device::device;
 pub use error::{Error, Result};
 pub use grad::{is_grad_enabled, no_grad};
