@@ -71,6 +71,10 @@ impl Plan {
                 bytes / 1e9,
             ),
             format!(
+                "Besides products {:.2} GFLOP: norms, softmax and the like, by the ops' formulas, without the update.",
+                self.other_flops() / 1e9
+            ),
+            format!(
                 "Arena: {} ({} bytes); its buffers one by one would be {}, the busiest call needs {}.",
                 format_mib(self.peak_bytes()),
                 self.peak_bytes(),

@@ -37,9 +37,9 @@
 //! [`Attention`] is attention alone, on heads as they lie, with its gradients.
 //!
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
-//! ([`Plan::explain`], [`Plan::memory_map`]), what makes it from a trace, and the executor, a loop over the calls that
-//! knows nothing of transformers, one for the CPU and one for GPUs. What does not: the kernels ([`crate::kernels`]),
-//! and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops) says.
+//! ([`Plan::explain`], [`Plan::costs`], [`Plan::memory_map`]), what makes it from a trace, and the executor, a loop
+//! over the calls that knows nothing of transformers, one for the CPU and one for GPUs. What does not: the kernels
+//! ([`crate::kernels`]), and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops) says.
 //!
 //! # On a GPU
 //!
@@ -92,6 +92,7 @@ mod budget;
 mod buffer;
 mod calls;
 mod config;
+mod costs;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -118,6 +119,7 @@ pub use crate::ops::lowering::Kernel;
 pub use attention::{Attention, AttentionPlanConfig};
 pub use buffer::{Buffer, BufferId, Category, Location};
 pub use config::{PlanConfig, StepConfig};
+pub use costs::Part;
 pub use forward::Forward;
 pub use loss_step::LossStep;
 pub use op::{Accumulate, Op};

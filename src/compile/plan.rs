@@ -2,6 +2,7 @@
 
 use super::arena;
 use super::buffer::{Buffer, BufferId, Buffers, Category, Location};
+use super::costs::{self, Part};
 use super::op::Op;
 use candle_core::DType;
 use std::fmt;
@@ -69,6 +70,9 @@ pub struct Call {
     pub path: String,
     /// The part of the step.
     pub phase: Phase,
+    /// Which of [`Plan::costs`] it belongs to. `None` for the mean loss and its gradient, copies of weights that are
+    /// made first, the update, and what a memory budget has backward recompute of a gate.
+    pub part: Option<usize>,
     /// What is read, in the op's order.
     pub reads: Vec<Operand>,
     /// What is written, in the op's order.
@@ -79,6 +83,7 @@ pub struct Call {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     calls: Vec<Call>,
+    pub(super) parts: Vec<Part>,
     buffers: Vec<Buffer>,
     tables: Vec<Vec<f32>>,
     runs: Runs,
@@ -100,7 +105,8 @@ impl Plan {
     /// Finds out how long each buffer lives, and gives each its place. The buffers `kept` are left for whoever reads
     /// them after the run. And the plan's number of each buffer that was handed over.
     pub(super) fn new(
-        calls: Vec<Call>,
+        mut calls: Vec<Call>,
+        parts: Vec<Part>,
         mut buffers: Vec<Buffer>,
         tables: Vec<Vec<f32>>,
         runs: Runs,
@@ -149,10 +155,12 @@ impl Plan {
                 buffer.category = Category::Activation;
             }
         }
+        let parts = costs::of_calls(parts, &mut calls);
         let (calls, numbers) = leave_out_unused(calls, &mut buffers);
         let arena_bytes = arena::place(&mut buffers);
         let plan = Self {
             calls,
+            parts,
             buffers,
             tables,
             runs,

@@ -1,6 +1,7 @@
 //! A plan that is being written: calls in order, and the buffers that they read and write.
 
 use super::buffer::{BufferId, Buffers, Category};
+use super::costs::Part;
 use super::op::Op;
 use super::plan::{Call, Operand, Phase};
 use candle_core::DType;
@@ -15,6 +16,10 @@ pub(super) struct Writer {
     pub phase: Phase,
     /// Where in the model they are.
     pub path: String,
+    /// Which of the parts they belong to.
+    pub part: Option<usize>,
+    /// So far.
+    pub parts: Vec<Part>,
 }
 
 impl Default for Writer {
@@ -25,6 +30,8 @@ impl Default for Writer {
             kept: Vec::new(),
             phase: Phase::Forward,
             path: String::new(),
+            part: None,
+            parts: Vec::new(),
         }
     }
 }
@@ -63,6 +70,7 @@ impl Writer {
             op,
             path: self.path.clone(),
             phase: self.phase,
+            part: self.part,
             reads,
             writes,
         });

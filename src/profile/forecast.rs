@@ -1,9 +1,7 @@
 //! What a traced forward, and the backward through it, would cost.
 
-use super::cost;
 use crate::graph::{Graph, Node, Operand as Read, Step};
-use crate::ops::cost::Cost;
-use crate::probe::{Operand, Operands};
+use crate::ops::cost::{self, Cost};
 use crate::report::{Column, Fields, Report};
 
 /// A node of a [`Graph`] with its cost by the op's formulas ([`op_costs`](super::op_costs)).
@@ -32,25 +30,12 @@ pub struct NodeCost<'a> {
 /// ```
 pub fn node_costs(graph: &Graph) -> Vec<NodeCost<'_>> {
     let costs = graph.nodes().map(|node| {
-        let output = graph.value(node.output);
-        let inputs = node.inputs.iter().map(|operand| Operand {
-            dims: graph.shape_of(operand),
-            dtype: graph.value(operand.value).dtype,
-        });
-        let inputs: Vec<Operand<'_>> = inputs.collect();
-        let operands = Operands {
-            inputs: &inputs,
-            output: Operand {
-                dims: &output.shape,
-                dtype: output.dtype,
-            },
-        };
-        let entry = cost::entry(node.op);
-        let backward = entry.filter(|_| output.tracked && !node.composed);
+        let [forward, backward] = cost::of_node(graph, node);
+        let tracked = graph.value(node.output).tracked;
         NodeCost {
             node,
-            forward: entry.and_then(|entry| (entry.forward)(&operands)),
-            backward: backward.and_then(|entry| entry.backward?(&operands)),
+            forward,
+            backward: backward.filter(|_| tracked),
         }
     });
     costs.collect()

@@ -62,7 +62,8 @@ impl Lower<'_> {
         };
         let tables = self.tables.into_iter().map(|(_, table)| table).collect();
         let buffers = self.plan.buffers.into_vec();
-        let (plan, numbers) = Plan::new(calls, buffers, tables, runs, &self.plan.kept);
+        let (parts, kept) = (self.plan.parts, self.plan.kept);
+        let (plan, numbers) = Plan::new(calls, parts, buffers, tables, runs, &kept);
         let plan = match target {
             Target::Cpu { .. } => plan,
             Target::Cuda => {

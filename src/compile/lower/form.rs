@@ -5,7 +5,8 @@ use super::recompute::Choice;
 use super::{Job, Lower, attention, embedding, gated, head, heads, linear, node, norm};
 use crate::Result;
 use crate::graph::ValueId;
-use std::collections::BTreeMap;
+use crate::ops::cost::{self, Cost};
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// Some nodes that are planned together, forward and backward.
@@ -27,6 +28,11 @@ pub(super) trait Form {
     /// Writes the calls of its forward.
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()>;
 
+    /// Whether its forward has its backward's calls, too.
+    fn differentiates_at_once(&self) -> bool {
+        false
+    }
+
     /// Writes the calls of its backward, and hands the gradients of its inputs on.
     fn backward(&self, lower: &mut Lower<'_>) -> Result<()>;
 
@@ -46,10 +52,40 @@ pub(super) trait Form {
     }
 }
 
+/// A form, and the nodes that are in it.
+pub(super) struct Placed {
+    /// The number of the node that it is at.
+    pub at: usize,
+    pub form: Rc<dyn Form>,
+    /// The nodes' names.
+    pub ops: Vec<&'static str>,
+    /// What its forward and its backward cost, by the nodes' formulas; backward of those whose gradients are needed.
+    pub costs: [Cost; 2],
+}
+
+impl Placed {
+    fn new(program: &Program<'_>, at: usize, nodes: &BTreeSet<usize>, form: Rc<dyn Form>) -> Self {
+        let nodes = || nodes.iter().map(|node| &program.nodes[*node]);
+        let mut costs = [Cost::default(); 2];
+        for node in nodes() {
+            let [forward, backward] = cost::of_node(program.graph, node);
+            let backward = backward.filter(|_| program.is_wanted(node.output));
+            costs[0] += forward.unwrap_or_default();
+            costs[usize::from(!form.differentiates_at_once())] += backward.unwrap_or_default();
+        }
+        Self {
+            at,
+            form,
+            ops: nodes().map(|node| node.op).collect(),
+            costs,
+        }
+    }
+}
+
 /// Forms by the node that they are at, and the nodes that are in one.
 #[derive(Default)]
 pub(super) struct Forms {
-    at: BTreeMap<usize, Rc<dyn Form>>,
+    at: BTreeMap<usize, (BTreeSet<usize>, Rc<dyn Form>)>,
     taken: Vec<bool>,
 }
 
@@ -66,20 +102,16 @@ impl Forms {
         nodes: impl IntoIterator<Item = usize>,
         form: impl Form + 'static,
     ) {
-        for node in nodes {
-            self.taken[node] = true;
+        let nodes: BTreeSet<usize> = nodes.into_iter().chain([at]).collect();
+        for node in &nodes {
+            self.taken[*node] = true;
         }
-        self.taken[at] = true;
-        self.at.insert(at, Rc::new(form));
+        self.at.insert(at, (nodes, Rc::new(form)));
     }
 }
 
-/// The forms of a graph, in order, and the node that each is at.
-pub(super) fn all(
-    program: &Rc<Program<'_>>,
-    job: &Job<'_>,
-    choice: &Choice,
-) -> Vec<(usize, Rc<dyn Form>)> {
+/// The forms of a graph, in order.
+pub(super) fn all(program: &Rc<Program<'_>>, job: &Job<'_>, choice: &Choice) -> Vec<Placed> {
     let mut forms = Forms {
         taken: vec![false; program.nodes.len()],
         ..Forms::default()
@@ -92,5 +124,8 @@ pub(super) fn all(
     norm::find(program, job, choice, &mut forms);
     embedding::find(program, &mut forms);
     node::find(program, &mut forms);
-    forms.at.into_iter().collect()
+    let forms = forms.at.into_iter();
+    forms
+        .map(|(at, (nodes, form))| Placed::new(program, at, &nodes, form))
+        .collect()
 }

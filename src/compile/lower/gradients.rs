@@ -24,6 +24,8 @@ pub(super) struct Waiting {
     pub x: ValueId,
     /// The first factor: the gradient of a linear map's output.
     pub dy: Operand,
+    /// The part that it belongs to.
+    pub part: Option<usize>,
     /// Writes the product down.
     pub write: Box<dyn FnOnce(&mut Lower<'_>)>,
 }
@@ -82,7 +84,11 @@ impl Lower<'_> {
         let waiting = std::mem::take(&mut self.gradients.waiting);
         for product in waiting {
             match product.x == value {
-                true => (product.write)(self),
+                true => {
+                    let part = std::mem::replace(&mut self.plan.part, product.part);
+                    (product.write)(self);
+                    self.plan.part = part;
+                }
                 false => self.gradients.waiting.push(product),
             }
         }

@@ -151,6 +151,10 @@ impl Form for Head {
         Ok(())
     }
 
+    fn differentiates_at_once(&self) -> bool {
+        true
+    }
+
     fn backward(&self, lower: &mut Lower<'_>) -> Result<()> {
         lower.gradients.take(self.loss);
         if let Some(dx) = self.dx.take() {

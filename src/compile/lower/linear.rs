@@ -208,6 +208,7 @@ impl Maps {
                 true => lower.wait(Waiting {
                     x: self.x.value,
                     dy: first,
+                    part: lower.plan.part,
                     write: Box::new(write),
                 }),
             }

@@ -39,13 +39,15 @@ pub(super) use recompute::Recompute;
 
 use super::buffer::{Category, Location};
 use super::config::StepConfig;
+use super::costs::Part;
 use super::plan::{Operand, Phase, Plan};
 use super::traced::TracedFunction;
 use super::writer::Writer;
 use crate::graph::{self, ValueId};
+use crate::ops::cost::Cost;
 use crate::ops::lowering::Ids;
 use crate::{Error, Result};
-use form::Form;
+use form::{Form, Placed};
 use gradients::Gradients;
 use program::Program;
 use recompute::Choice;
@@ -198,8 +200,8 @@ pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, [Vec<Operand>; 2
 struct Lower<'a> {
     job: &'a Job<'a>,
     program: Rc<Program<'a>>,
-    /// In order, each with the number of the node that it is at.
-    forms: Rc<[(usize, Rc<dyn Form>)]>,
+    /// In order.
+    forms: Rc<[Placed]>,
     /// By value: the form whose output it is.
     makers: HashMap<ValueId, Rc<dyn Form>>,
     plan: Writer,
@@ -231,7 +233,7 @@ impl<'a> Lower<'a> {
         let program = Rc::new(Program::new(&function.graph, followed));
         let choice = Choice::new(job.recompute);
         let forms = form::all(&program, job, &choice);
-        let outputs = forms.iter().flat_map(|(_, form)| {
+        let outputs = forms.iter().flat_map(|Placed { form, .. }| {
             let outputs = form.outputs().into_iter();
             outputs.map(move |output| (output, form.clone()))
         });
@@ -259,22 +261,42 @@ impl<'a> Lower<'a> {
 
     /// Every form's forward.
     fn forward(&mut self) -> Result<()> {
-        for (_, form) in self.forms.clone().iter() {
-            self.run_forward(&**form)?;
+        for placed in self.forms.clone().iter() {
+            self.run_forward(placed)?;
         }
         Ok(())
     }
 
-    fn run_forward(&mut self, form: &dyn Form) -> Result<()> {
-        self.plan.path = form.path().into();
-        form.forward(self)
+    fn run_forward(&mut self, placed: &Placed) -> Result<()> {
+        self.run_part(placed, placed.costs[0], |lower| placed.form.forward(lower))
+    }
+
+    /// Writes calls that are a part of their own, of such cost.
+    fn run_part(
+        &mut self,
+        placed: &Placed,
+        cost: Cost,
+        write: impl FnOnce(&mut Self) -> Result<()>,
+    ) -> Result<()> {
+        self.plan.path = placed.form.path().into();
+        self.plan.part = Some(self.plan.parts.len());
+        write(self)?;
+        self.plan.part = None;
+        self.plan.parts.push(Part {
+            path: placed.form.path().into(),
+            ops: placed.ops.clone(),
+            phase: self.plan.phase,
+            cost,
+        });
+        Ok(())
     }
 
     /// Every form's backward, from the loss.
     fn backward(&mut self) -> Result<()> {
         self.plan.phase = Phase::Backward;
         let forms = self.forms.clone();
-        for (i, (_, form)) in forms.iter().enumerate().rev() {
+        for (i, placed) in forms.iter().enumerate().rev() {
+            let form = &placed.form;
             self.recompute_segments(i)?;
             let outputs = form.outputs();
             let is_due =
@@ -285,10 +307,11 @@ impl<'a> Lower<'a> {
                         maker.prepare(self)?;
                     }
                 }
-                self.plan.path = form.path().into();
-                form.backward(self)?;
+                self.run_part(placed, placed.costs[1], |lower| form.backward(lower))?;
             }
-            let after = i.checked_sub(1).map(|next| module_of(forms[next].1.path()));
+            let after = i
+                .checked_sub(1)
+                .map(|next| module_of(forms[next].form.path()));
             if after.is_some_and(|next| next != module_of(form.path())) {
                 self.update_matrices();
             }

@@ -69,7 +69,7 @@ impl Lower<'_> {
     pub(super) fn recompute_segments(&mut self, last: usize) -> Result<()> {
         let program = self.program.clone();
         let forms = self.forms.clone();
-        let at = |form: usize| forms.get(form).map(|(at, _)| *at);
+        let at = |form: usize| forms.get(form).map(|placed| placed.at);
         let ending = program.segments.iter().filter(|segment| {
             let holds = |form| at(form).is_some_and(|at| segment.contains(&at));
             holds(last) && !holds(last + 1)
@@ -77,8 +77,8 @@ impl Lower<'_> {
         for segment in ending {
             self.forget(segment.clone());
             assert_eq!(self.plan.phase, Phase::Backward);
-            for (_, form) in forms.iter().filter(|(at, _)| segment.contains(at)) {
-                self.run_forward(&**form)?;
+            for placed in forms.iter().filter(|placed| segment.contains(&placed.at)) {
+                self.run_forward(placed)?;
             }
         }
         Ok(())

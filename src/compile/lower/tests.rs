@@ -1,5 +1,7 @@
 //! Plans for a GPU, which need none.
 
+mod costs;
+
 use super::super::buffer::Category;
 use super::super::config::PlanConfig;
 use super::super::model::Planner;

@@ -61,8 +61,8 @@ impl Lower<'_> {
 
     /// The copies of all weights that products read, before the first micro-batch: the others find them there.
     pub(super) fn copy_weights(&mut self) {
-        for (_, form) in self.forms.clone().iter() {
-            form.copy_weights(self);
+        for placed in self.forms.clone().iter() {
+            placed.form.copy_weights(self);
         }
     }
 
@@ -217,11 +217,12 @@ impl Lower<'_> {
             return; // as after every module of a plan that updates at its end
         }
         let (path, phase) = (self.plan.path.clone(), self.plan.phase);
+        let part = self.plan.part.take();
         let mut updates = self.updates();
         for number in numbers {
             updates.adamw(*number, None);
         }
-        (self.plan.path, self.plan.phase) = (path, phase);
+        (self.plan.path, self.plan.phase, self.plan.part) = (path, phase, part);
     }
 
     pub(super) fn updates(&mut self) -> Update<'_> {

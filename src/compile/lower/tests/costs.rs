@@ -1,0 +1,93 @@
+//! What a plan's ops cost is what its calls do, and what the same ops cost eagerly.
+
+use super::super::super::budget::Planned;
+use super::*;
+use crate::attention::Mask;
+use crate::ops::cost::Cost;
+use crate::{ops, profile};
+use rstest::rstest;
+
+const CPU: Target = Target::Cpu { threads: 2 };
+
+/// Products, part by part, are those of the part's calls. Without checkpointing, sums are those of the graph's nodes.
+fn check(planned: &Planned, recomputes: bool) {
+    let plan = &planned.lowered.plan;
+    let mut products = vec![0.0; plan.costs().len()];
+    for call in plan.calls() {
+        match call.part {
+            Some(part) => {
+                assert!(!matches!(call.op, Op::AdamW { .. }));
+                products[part] += call.op.flops();
+                assert_eq!(call.phase, plan.costs()[part].phase, "{call:?}");
+            }
+            None => assert_eq!(call.op.flops(), 0.0, "{call:?}"),
+        }
+    }
+    for (part, products) in plan.costs().iter().zip(products) {
+        assert_eq!(part.cost.product_flops, products, "{part:?}");
+    }
+    let of_nodes = profile::node_costs(&planned.function.graph).into_iter();
+    let mut sum = Cost::default();
+    of_nodes
+        .flat_map(|node| [node.forward, node.backward])
+        .flatten()
+        .for_each(|cost| sum += cost);
+    let wanted =
+        [sum.product_flops, sum.other_flops].map(|flops| plan.micro_batches() as f64 * flops);
+    match recomputes {
+        true => assert!(plan.other_flops() > wanted[1]),
+        false => assert_eq!([plan.flops(), plan.other_flops()], wanted),
+    }
+}
+
+#[rstest]
+fn of_a_transformer(
+    #[values(CPU, Target::Cuda)] target: Target,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+    #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
+) {
+    let model = TransformerConfig {
+        attention,
+        num_layers: 2,
+        ..TransformerConfig::small()
+    };
+    let config = PlanConfig {
+        batch_size: 2,
+        sequence_length: 64,
+        precision,
+        accumulation: 3,
+        ..Default::default()
+    };
+    let planner = Planner::hollow("test", &model, &config, target).unwrap();
+    let planned = planner.train_step_with(checkpointing, Recompute::default());
+    check(&planned.unwrap(), checkpointing != Checkpointing::None);
+}
+
+/// LayerNorm, GELU, maps with a bias, softmax between products, a cross-entropy of logits.
+#[rstest]
+fn of_any_loss(
+    #[values(CPU, Target::Cuda)] target: Target,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let weights = graph::weights(DType::F32);
+    let ids = |name| graph::input(name, (2, 64), DType::U32).unwrap();
+    let (tokens, targets) = (ids("tokens"), ids("targets"));
+    let forward = || {
+        let table = weights.pp("table").get((100, 128), "weight")?;
+        let x = ops::embedding(&tokens, &table)?;
+        let x = block(&weights.pp("0"), &x, 2, attention)?;
+        let scores = ops::matmul_transposed(&x, &x)?;
+        let x = ops::matmul(&ops::softmax(&scores, 0.1, Mask::Causal)?, &x)?;
+        let head = crate::nn::Linear::with_bias(128, 100, weights.pp("head"))?;
+        ops::cross_entropy(&head.forward(&x)?, &targets)
+    };
+    let config = StepConfig {
+        optimizer_in_backward: true,
+        ..Default::default()
+    };
+    let function = TracedFunction::of_hollow_weights("test", target, || precision.run(forward));
+    let planned = Rc::new(function.unwrap()).step(&config, Recompute::default());
+    check(&planned.unwrap(), false);
+}
