@@ -5,7 +5,7 @@ use crate::ops::cost::Cost;
 
 /// Ops that are planned together, in one phase, and what they cost.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Part {
+pub struct PartCost {
     /// Where in the model, as calls have it.
     pub path: String,
     /// The ops' names, as the graph has them.
@@ -35,7 +35,7 @@ impl Plan {
     /// assert_eq!(products, plan.flops());
     /// # Ok::<(), tallow::Error>(())
     /// ```
-    pub fn costs(&self) -> &[Part] {
+    pub fn costs(&self) -> &[PartCost] {
         &self.parts
     }
 
@@ -47,7 +47,7 @@ impl Plan {
 }
 
 /// The parts that have calls, which get their new numbers.
-pub(super) fn of_calls(parts: Vec<Part>, calls: &mut [Call]) -> Vec<Part> {
+pub(super) fn of_calls(parts: Vec<PartCost>, calls: &mut [Call]) -> Vec<PartCost> {
     let mut used: Vec<usize> = calls.iter().filter_map(|call| call.part).collect();
     used.sort_unstable();
     used.dedup();

@@ -119,7 +119,7 @@ pub use crate::ops::lowering::Kernel;
 pub use attention::{Attention, AttentionPlanConfig};
 pub use buffer::{Buffer, BufferId, Category, Location};
 pub use config::{PlanConfig, StepConfig};
-pub use costs::Part;
+pub use costs::PartCost;
 pub use forward::Forward;
 pub use loss_step::LossStep;
 pub use op::{Accumulate, Op};

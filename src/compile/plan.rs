@@ -2,7 +2,7 @@
 
 use super::arena;
 use super::buffer::{Buffer, BufferId, Buffers, Category, Location};
-use super::costs::{self, Part};
+use super::costs::{self, PartCost};
 use super::op::Op;
 use candle_core::DType;
 use std::fmt;
@@ -83,7 +83,7 @@ pub struct Call {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     calls: Vec<Call>,
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<PartCost>,
     buffers: Vec<Buffer>,
     tables: Vec<Vec<f32>>,
     runs: Runs,
@@ -106,7 +106,7 @@ impl Plan {
     /// them after the run. And the plan's number of each buffer that was handed over.
     pub(super) fn new(
         mut calls: Vec<Call>,
-        parts: Vec<Part>,
+        parts: Vec<PartCost>,
         mut buffers: Vec<Buffer>,
         tables: Vec<Vec<f32>>,
         runs: Runs,

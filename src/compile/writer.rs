@@ -1,7 +1,7 @@
 //! A plan that is being written: calls in order, and the buffers that they read and write.
 
 use super::buffer::{BufferId, Buffers, Category};
-use super::costs::Part;
+use super::costs::PartCost;
 use super::op::Op;
 use super::plan::{Call, Operand, Phase};
 use candle_core::DType;
@@ -19,7 +19,7 @@ pub(super) struct Writer {
     /// Which of the parts they belong to.
     pub part: Option<usize>,
     /// So far.
-    pub parts: Vec<Part>,
+    pub parts: Vec<PartCost>,
 }
 
 impl Default for Writer {

@@ -39,7 +39,7 @@ pub(super) use recompute::Recompute;
 
 use super::buffer::{Category, Location};
 use super::config::StepConfig;
-use super::costs::Part;
+use super::costs::PartCost;
 use super::plan::{Operand, Phase, Plan};
 use super::traced::TracedFunction;
 use super::writer::Writer;
@@ -282,7 +282,7 @@ impl<'a> Lower<'a> {
         self.plan.part = Some(self.plan.parts.len());
         write(self)?;
         self.plan.part = None;
-        self.plan.parts.push(Part {
+        self.plan.parts.push(PartCost {
             path: placed.form.path().into(),
             ops: placed.ops.clone(),
             phase: self.plan.phase,
