@@ -60,7 +60,18 @@
 //! `LICENSES/DejaVu.txt`).
 //! `nvtx` hands ranges to NVIDIA's profilers ([`profile::emit_nvtx`]); `cuda`
 //! includes it. `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle. The last
-//! two speed up candle's own matmul only: this crate's ops multiply with the `gemm` crate.
+//! two speed up candle's own matmul only: this crate's ops have products of their own, and the `gemm` crate's.
+//!
+//! # Speed of a program that uses it
+//!
+//! - Cargo's profiles do not reach dependent crates: build with `--release`, or set `opt-level = 3` in `[profile.dev]`.
+//! - candle's CPU backend allocates for every op. With mimalloc, told to keep freed pages, eager steps take less time;
+//!   the examples do this.
+//! - candle's thread pool spins before it sleeps, on cores that kernels then want. Set
+//!   `CANDLE_BARRIER_POOL_SPIN_LIMIT=1000` in the environment before the first op, as the examples do. On a machine
+//!   that is busy with other work, `CANDLE_NUM_THREADS=1` makes training faster still.
+//! - On the CPU half precision saves memory, not time: kernels widen it, compute in f32 and round once, also where the
+//!   processor has half arithmetic.
 //!
 //! # Errors and panics
 //!
@@ -96,3 +107,8 @@ pub use device::device;
 pub use error::{Error, Result};
 pub use grad::{is_grad_enabled, no_grad};
 pub use precision::autocast;
+
+/// The README's example, compiled with the other examples of the docs.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

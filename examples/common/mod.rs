@@ -21,7 +21,7 @@ use tallow::report::Fields;
 use tallow::{Error, Result};
 
 /// candle's CPU backend allocates afresh for every op, so what an allocator does with freed pages is a good part of a
-/// step (README has the figures).
+/// step (benches/RESULTS.md has the figures).
 #[global_allocator]
 static GLOBAL: Tracker<mimalloc::MiMalloc> = Tracker::new(mimalloc::MiMalloc);
 

@@ -162,7 +162,7 @@ fn a_flame_graph_holds_every_place_once() {
         ("relu", "10.00%"),
         ("candle: sorting the graph", "0.50%"),
         ("candle: gradient sums and bookkeeping", "4.00%"),
-        ("candle: letting go of the graph", "5.50%"),
+        ("candle: freeing the graph", "5.50%"),
         ("optimizer", "10.00%"),
         ("adamw", "9.80%"),
         ("unexplained", "0.20%"),

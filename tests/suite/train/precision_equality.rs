@@ -5,9 +5,9 @@ use candle_core::Device;
 use tallow::precision::{Precision, Regime};
 use tallow::train::History;
 
-/// This crate's README, byte by byte.
+/// The text of a licence, which does not change, byte by byte.
 fn text() -> (Tokens, Tokens) {
-    let bytes = include_bytes!("../../../README.md");
+    let bytes = include_bytes!("../../../LICENSE-APACHE");
     let tokens = Tokens::from_bytes(bytes.to_vec()).unwrap();
     tokens.split(0.1).unwrap()
 }
