@@ -53,7 +53,7 @@ struct Flags {
     #[arg(long, default_value_t = Precision::F32, value_name = "NAME")]
     precision: Precision,
 
-    /// Every configuration: the whole grid, seed 000's models and all presets; on two cores some hours
+    /// Every configuration: the whole grid, the course report's models and all presets; on two cores some hours
     #[arg(long)]
     full: bool,
 

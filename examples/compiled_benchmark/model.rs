@@ -23,7 +23,7 @@ const EXECUTIONS: [Execution; 2] = [Execution::Eager, Execution::Planned];
 #[derive(Args)]
 #[command(next_help_heading = "Models")]
 pub struct ModelFlags {
-    /// Models as batch-tokens-width-layers-heads; several allowed [default: 4-256-256-4-8; with --full seed 000's four]
+    /// Models as batch-tokens-width-layers-heads; several allowed [default: 4-256-256-4-8; with --full the course report's four]
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "B-T-D-L-H")]
     config: Vec<Configuration>,
 
