@@ -64,70 +64,61 @@ pub(super) const INFOS: &[OpInfo] = &[
 ];
 
 const EXP: Lowering = Lowering {
-    forward: |_| {
-        let kernel = kernel!("exp", |T, _, s| {
-            kernel::exp(s.x::<T>(0)?, s.y(0)?);
-        });
-        Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
-    },
+    forward: |_| forward(kernel!("exp", |T, _, s| kernel::exp(s.x::<T>(0)?, s.y(0)?))),
     backward: |_| {
-        let kernel = kernel!("mul", |T, _, s| {
-            kernel::mul(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-        });
-        let reads = [Slot::OutputGradient, Slot::Output];
-        Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
+        let kernel = kernel!("mul", |T, _, s| kernel::mul(s.x::<T>(0)?, s.x(1)?, s.y(0)?));
+        backward(kernel, Slot::Output)
     },
 };
 
 const LOG: Lowering = Lowering {
-    forward: |_| {
-        let kernel = kernel!("log", |T, _, s| {
-            kernel::log(s.x::<T>(0)?, s.y(0)?);
-        });
-        Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
-    },
+    forward: |_| forward(kernel!("log", |T, _, s| kernel::log(s.x::<T>(0)?, s.y(0)?))),
     backward: |_| {
-        let kernel = kernel!("div", |T, _, s| {
-            kernel::div(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
-        });
-        let reads = [Slot::OutputGradient, Slot::Input(0)];
-        Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
+        let kernel = kernel!("div", |T, _, s| kernel::div(s.x::<T>(0)?, s.x(1)?, s.y(0)?));
+        backward(kernel, Slot::Input(0))
     },
 };
 
 const POW: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("pow", |T, k, s| {
-            kernel::pow(s.x::<T>(0)?, k.number("exponent")?, s.y(0)?);
+            kernel::pow(s.x::<T>(0)?, k.number("exponent")?, s.y(0)?)
         });
-        let kernel = map(kernel).with_all(signature.attributes);
-        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        forward(kernel.with_all(signature.attributes))
     },
     backward: |signature| {
         let kernel = kernel!("pow_backward", |T, k, s| {
-            kernel::pow_backward(s.x::<T>(0)?, s.x(1)?, k.number("exponent")?, s.y(0)?);
+            kernel::pow_backward(s.x::<T>(0)?, s.x(1)?, k.number("exponent")?, s.y(0)?)
         });
-        let kernel = map(kernel).with_all(signature.attributes);
-        let reads = [Slot::OutputGradient, Slot::Input(0)];
-        Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+        backward(kernel.with_all(signature.attributes), Slot::Input(0))
     },
 };
 
 const RSQRT: Lowering = Lowering {
     forward: |_| {
-        let kernel = kernel!("rsqrt", |T, _, s| {
-            kernel::rsqrt(s.x::<T>(0)?, s.y(0)?);
-        });
-        Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
+        forward(kernel!("rsqrt", |T, _, s| kernel::rsqrt(
+            s.x::<T>(0)?,
+            s.y(0)?
+        )))
     },
     backward: |_| {
         let kernel = kernel!("rsqrt_backward", |T, _, s| {
-            kernel::rsqrt_backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+            kernel::rsqrt_backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?)
         });
-        let reads = [Slot::OutputGradient, Slot::Input(0)];
-        Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
+        backward(kernel, Slot::Input(0))
     },
 };
+
+/// A map of x.
+pub(super) fn forward(kernel: Kernel) -> Calls {
+    Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
+}
+
+/// A map of dy and of what is read beside it.
+pub(super) fn backward(kernel: Kernel, beside: Slot) -> Calls {
+    let reads = [Slot::OutputGradient, beside];
+    Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
+}
 
 /// With the GPU's elementwise kernel of the same name, and the number that it takes, if it takes one.
 pub(super) fn map(kernel: Kernel) -> Kernel {

@@ -3,9 +3,9 @@
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, choose};
-use super::elementwise::map;
+use super::elementwise;
 use super::info::{OpInfo, per_element};
-use super::lowering::{Calls, Lowering, Slot, kernel};
+use super::lowering::{Lowering, Slot, kernel};
 use super::operand::check_size;
 use super::record::{Spec, apply1, composed, contiguous, float_input, like_first};
 use crate::Result;
@@ -44,20 +44,16 @@ pub(super) const INFO: OpInfo = per_element!(
     "x, y; backward y, dy, dx"
 );
 
-/// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |_| {
-        let kernel = kernel!("relu", |T, _, s| {
-            kernel::forward(s.x::<T>(0)?, s.y(0)?);
-        });
-        Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
+        let kernel = kernel!("relu", |T, _, s| kernel::forward(s.x::<T>(0)?, s.y(0)?));
+        elementwise::forward(kernel)
     },
     backward: |_| {
         let kernel = kernel!("relu_backward", |T, _, s| {
-            kernel::backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+            kernel::backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?)
         });
-        let reads = [Slot::OutputGradient, Slot::Output];
-        Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
+        elementwise::backward(kernel, Slot::Output)
     },
 };
 
