@@ -20,6 +20,8 @@ pub(crate) fn view<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View
 pub(crate) fn strided<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
     let stream = storage.device.cuda_stream();
     let base = match &storage.slice {
+        Slice::U8(slice) => slice.device_ptr(&stream).0,
+        Slice::I64(slice) => slice.device_ptr(&stream).0,
         Slice::U32(slice) => slice.device_ptr(&stream).0,
         Slice::F16(slice) => slice.device_ptr(&stream).0,
         Slice::BF16(slice) => slice.device_ptr(&stream).0,
@@ -71,7 +73,7 @@ pub(crate) fn alloc_uninit(gpu: &CudaDevice, dtype: DType, len: usize) -> Result
     Ok(CudaStorage { slice, device })
 }
 
-/// What [`room`] has made, as kernels see it.
+/// What [`alloc_uninit`] has made, as kernels see it.
 pub(crate) fn whole(storage: &CudaStorage) -> Result<View<'_>> {
     let len = match &storage.slice {
         Slice::U32(slice) => slice.len(),
