@@ -27,9 +27,9 @@ use candle_core::{DType, Device, Shape};
 pub struct AttentionPlanConfig {
     /// (..., H, Tq, Dh).
     pub q: Shape,
-    /// (..., Hkv, Tk, Dh), where Hkv divides H for flash attention and is H for naive.
+    /// (..., Hkv, Tk, Dh), where Hkv divides H: each head of k and v serves H / Hkv heads of q in a row.
     pub k: Shape,
-    /// As k.
+    /// (..., Hkv, Tk, Dv). Dv is Dh for flash attention.
     pub v: Shape,
     /// Of q, k, v, the output and the gradients: f32, bf16 or f16.
     pub dtype: DType,

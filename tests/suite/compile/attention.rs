@@ -148,9 +148,13 @@ fn other_lengths_and_grouped_heads() {
     with_others(&CPU);
 }
 
-/// Other keys than queries, and for flash heads that share keys: output, gradients and log-sum-exp beside eager ones.
+/// Other keys than queries, and heads that share keys: output, gradients and log-sum-exp beside eager ones.
 pub fn with_others(device: &Device) {
-    for (algorithm, kv_heads) in [(Algorithm::Naive, 6), (Algorithm::Flash, 2)] {
+    for (algorithm, kv_heads) in [
+        (Algorithm::Naive, 6),
+        (Algorithm::Naive, 2),
+        (Algorithm::Flash, 2),
+    ] {
         let attention = config(Mask::CausalEnd);
         let mut config = planning(algorithm, (2, 6, 50, 16), DType::F32, &attention);
         let (queries, keys) = ([2, 6, 50, 16], [2, kv_heads, 70, 16]);
