@@ -36,7 +36,7 @@ pub fn executable(name: &str) -> PathBuf {
 
 /// An example's command line: words, with `SMALL` and `DATA` for what they stand for.
 pub fn example(line: &str) -> Command {
-    let data = concat!(env!("CARGO_MANIFEST_DIR"), "/LICENSE");
+    let data = concat!(env!("CARGO_MANIFEST_DIR"), "/LICENSE-APACHE");
     let line = line.replace("SMALL", SMALL).replace("DATA", data);
     let mut words = line.split_whitespace();
     let mut command = Command::new(executable(words.next().unwrap()));
