@@ -3,6 +3,7 @@
 use super::lower::Lowered;
 use super::traced::{TracedFunction, check_device};
 use crate::graph::{self, Graph, Source, ValueId};
+use crate::ops::check_size;
 use crate::ops::cpu::ids;
 use crate::ops::lowering::Ids;
 use crate::{Error, Result};
@@ -30,7 +31,7 @@ enum Argument {
 impl Arguments {
     /// # Errors
     /// Constants on another device; hollow weights; ids of constants that are out of bounds; with several
-    /// micro-batches, an input without a dimension to stack them in.
+    /// micro-batches, an input without a dimension to stack them in; an input that the memory does not hold.
     pub fn new(function: &TracedFunction, lowered: &Lowered, device: &Device) -> Result<Self> {
         let all = lowered.arguments.iter().enumerate();
         let all = all.map(|(number, (id, view))| {
@@ -40,6 +41,7 @@ impl Arguments {
             {
                 let micro_batches = lowered.plan.micro_batches();
                 let shape = stacked(function.op, name, &value.shape, micro_batches)?;
+                check_size(function.op, &shape, value.dtype, device)?;
                 return Ok(Argument::Input {
                     name: name.clone(),
                     copy: Tensor::zeros(shape, value.dtype, device)?,
@@ -120,7 +122,7 @@ fn stacked(
     let mut shape = shape.to_vec();
     match (shape.first_mut(), micro_batches) {
         (_, 1) => {}
-        (Some(first), _) => *first *= micro_batches,
+        (Some(first), _) => *first = first.saturating_mul(micro_batches),
         (None, _) => {
             return Err(Error::Shape {
                 op,

@@ -1,22 +1,9 @@
 //! Memory budgets: the plan that recomputes the least and still fits.
 
 use super::config::StepConfig;
-use super::lower::{Lowered, Recompute};
-use super::traced::TracedFunction;
+use super::lower::Recompute;
+use super::traced::Planned;
 use crate::{Error, Result};
-use std::rc::Rc;
-
-/// A plan of a step, and the function that it is of.
-pub(super) struct Planned {
-    pub function: Rc<TracedFunction>,
-    pub lowered: Lowered,
-}
-
-impl Planned {
-    fn peak_bytes(&self) -> u64 {
-        self.lowered.plan.peak_bytes()
-    }
-}
 
 /// The plan of a step as `configured`, or what fits its budget: first sums are recomputed, of one norm, of all; then
 /// gates and up beside them, of one, of all; then what each of `others` says. And which of these it was. Errors name

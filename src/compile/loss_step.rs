@@ -1,14 +1,14 @@
 //! A training step of any loss, planned from its trace.
 
 use super::arguments::Arguments;
-use super::budget::{self, Planned};
+use super::budget;
 use super::config::StepConfig;
 use super::executor::Executor;
 use super::parameters;
 use super::plan::Plan;
 use super::run::Tensors;
 use super::step::{ScaledStep, Step};
-use super::traced::TracedFunction;
+use super::traced::{Planned, TracedFunction};
 use crate::graph::Graph;
 use crate::optim::{AdamW, GradScaler};
 use crate::{Error, Result};

@@ -1,9 +1,9 @@
 //! Plans of the language model: of its trace, in a plan's shape and precision.
 
-use super::budget::{self, Planned};
+use super::budget;
 use super::config::PlanConfig;
 use super::lower::{Lowered, Recompute, Target};
-use super::traced::TracedFunction;
+use super::traced::{Planned, TracedFunction};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::ops::{KernelPolicy, with_kernel_policy};

@@ -1,6 +1,5 @@
 //! A traced function, as plans are made from it: its graph, and which of its values are parameters.
 
-use super::budget::Planned;
 use super::config::StepConfig;
 use super::lower::{self, Job, Lowered, Recompute, Target};
 use super::plan::Operand;
@@ -34,6 +33,18 @@ pub(super) struct TracedFunction {
     pub parameters: Vec<Parameter>,
     /// Which parameter a value is.
     pub numbers: HashMap<ValueId, usize>,
+}
+
+/// A plan of a step, and the function that it is of.
+pub(super) struct Planned {
+    pub function: Rc<TracedFunction>,
+    pub lowered: Lowered,
+}
+
+impl Planned {
+    pub fn peak_bytes(&self) -> u64 {
+        self.lowered.plan.peak_bytes()
+    }
 }
 
 impl TracedFunction {

@@ -34,6 +34,7 @@ fn refused<T>(result: tallow::Result<T>, words: &[&str]) {
 #[case(PlanConfig { sequence_length: 0, ..plan() }, &["sequence_length"])]
 #[case(PlanConfig { sequence_length: 161, ..plan() }, &["sequence_length", "160", "161"])]
 #[case(PlanConfig { accumulation: 0, ..plan() }, &["accumulation"])]
+#[case(PlanConfig { accumulation: u32::MAX as usize, sequence_length: 160, ..plan() }, &["one tensor"])]
 #[case(PlanConfig { clip_norm: Some(0.0), ..plan() }, &["clip_norm", "over 0"])]
 #[case(PlanConfig { clip_norm: Some(f64::NAN), ..plan() }, &["clip_norm", "NaN"])]
 #[case(PlanConfig { optimizer_in_backward: true, clip_norm: Some(1.0), ..plan() }, &["optimizer_in_backward", "clip_norm"])]
