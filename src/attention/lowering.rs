@@ -6,7 +6,9 @@ use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::flash_attention::{self, Heads, Tiles};
 use crate::kernels::cpu::{Stored, naive_attention};
 use crate::kernels::workspace;
-use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot, kernel, on_gpu};
+use crate::ops::lowering::{
+    Calls, Kernel, Lowering, Named, Signature, Slices, Slot, kernel, on_gpu,
+};
 use candle_core::{DType, Result};
 
 /// In a plan.
@@ -14,42 +16,44 @@ pub(super) const NAIVE: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("naive_attention", |T, k, s| {
             let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
-            let (q, k, v) = (s.x::<T>(0)?, s.x(1)?, s.x(2)?);
-            naive_attention::forward(sizes, q, k, v, scale, mask, s.y(1)?, s.y(0)?);
+            let (q, k, v) = (s.x::<T>("q")?, s.x("k")?, s.x("v")?);
+            naive_attention::forward(sizes, q, k, v, scale, mask, s.y("p")?, s.y("out")?);
         });
         let kernel = on_gpu!(sized(kernel, signature, 1.0), |k, l| gpu::naive_forward(
             k, l
         ));
         let mut calls = Calls::default();
-        let mut writes = vec![Slot::Output, Slot::Kept(0)];
+        let mut writes = vec![("out", Slot::Output), ("p", Slot::Kept(0))];
         if let Some(some) = scores_at_once(signature)
             && signature.output.dtype != DType::F32
         {
-            writes.push(calls.scratch(&some, DType::F32));
+            writes.push(("scores", calls.scratch(&some, DType::F32)));
         }
-        calls.call(kernel, &INPUTS, &writes)
+        calls.call(kernel, INPUTS, writes)
     },
     backward: |signature| {
         let kernel = kernel!("naive_attention_backward", |T, k, s| {
             let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
-            let (dout, q, k, v) = (s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.x(3)?);
-            let (p, dq, dk, dv) = (s.x(4)?, s.y(0)?, s.y(1)?, s.y(2)?);
-            naive_attention::backward(sizes, dout, q, k, v, p, scale, mask, dq, dk, dv);
+            let (q, k, v) = (s.x::<T>("q")?, s.x("k")?, s.x("v")?);
+            let (d_out, p) = (s.x("d_out")?, s.x("p")?);
+            let (dq, dk, dv) = (s.y("dq")?, s.y("dk")?, s.y("dv")?);
+            naive_attention::backward(sizes, d_out, q, k, v, p, scale, mask, dq, dk, dv);
         });
         let kernel = on_gpu!(sized(kernel, signature, 2.0), |k, l| gpu::naive_backward(
             k, l
         ));
-        let reads = [&[Slot::OutputGradient], &INPUTS[..], &[Slot::Kept(0)]].concat();
+        let reads = Named::from([("d_out", Slot::OutputGradient)]).and(INPUTS);
+        let reads = reads.with("p", Slot::Kept(0));
         let mut calls = Calls::default();
         let mut writes = GRADIENTS.to_vec();
         if let Some(some) = scores_at_once(signature) {
             let dtype = signature.output.dtype;
-            writes.push(calls.scratch(&some, DType::F32));
+            writes.push(("dp", calls.scratch(&some, DType::F32)));
             if dtype != DType::F32 {
-                writes.push(calls.scratch(&some, dtype));
+                writes.push(("dscores", calls.scratch(&some, dtype)));
             }
         }
-        calls.call(kernel, &reads, &writes)
+        calls.call(kernel, reads, writes)
     },
 };
 
@@ -60,73 +64,84 @@ pub(super) const FLASH: Lowering = Lowering {
             let sizes = flash_sizes(k)?;
             let tiles = Tiles::for_head_dim(sizes.head_dim);
             let outputs = flash_attention::Outputs {
-                out: s.y::<T>(0)?,
-                rounding_error: match k.flag("keeps rounded off") {
-                    true => s.y(2)?,
+                out: s.y::<T>("out")?,
+                rounding_error: match k.flag("keeps rounding error") {
+                    true => s.y("rounding_error")?,
                     false => &mut [],
                 },
-                lse: s.y(1)?,
+                lse: s.y("lse")?,
             };
-            let q = heads::<T>(k, s, 0, Side::Queries)?;
-            let [k_heads, v_heads] = [1, 2].map(|place| heads(k, s, place, Side::Keys));
+            let q = heads::<T>(k, s, "q", Side::Queries)?;
+            let [k_heads, v_heads] = ["k", "v"].map(|name| heads(k, s, name, Side::Keys));
             flash_attention::forward(&sizes, &tiles, q, k_heads?, v_heads?, outputs);
         });
         let kernel = on_gpu!(sized(kernel, signature, 1.0), |k, l| gpu::flash_forward(
             k, l
         ));
         let mut calls = Calls::default();
-        let mut writes = [&[Slot::Output], &kept(signature)[..]].concat();
+        let mut writes = vec![("out", Slot::Output)];
+        writes.extend(kept(signature));
         if signature.target == Target::Cuda {
-            writes.push(calls.scratch(&[workspace::flash_forward()], DType::U32));
+            let words = [workspace::flash_forward()];
+            writes.push(("workspace", calls.scratch(&words, DType::U32)));
         }
-        calls.call(kernel, &INPUTS, &writes)
+        calls.call(kernel, INPUTS, writes)
     },
     backward: |signature| {
         let kernel = kernel!(FLASH_KERNELS[1], |T, k, s| {
             let sizes = flash_sizes(k)?;
             let tiles = Tiles::for_head_dim(sizes.head_dim);
-            let of_queries = |place| heads::<T>(k, s, place, Side::Queries);
-            let of_keys = |place| heads::<T>(k, s, place, Side::Keys);
+            let of_queries = |name| heads::<T>(k, s, name, Side::Queries);
+            let of_keys = |name| heads::<T>(k, s, name, Side::Keys);
             let inputs = flash_attention::Inputs {
-                d_out: of_queries(0)?,
-                q: of_queries(1)?,
-                k: of_keys(2)?,
-                v: of_keys(3)?,
-                out: of_queries(4)?,
-                lse: s.x(5)?,
-                rounding_error: match k.flag("keeps rounded off") {
-                    true => Some(of_queries(6)?),
+                d_out: of_queries("d_out")?,
+                q: of_queries("q")?,
+                k: of_keys("k")?,
+                v: of_keys("v")?,
+                out: of_queries("out")?,
+                lse: s.x("lse")?,
+                rounding_error: match k.flag("keeps rounding error") {
+                    true => Some(of_queries("rounding_error")?),
                     false => None,
                 },
             };
             let gradients = flash_attention::Gradients {
-                dq: s.y(0)?,
-                dk: s.y(1)?,
-                dv: s.y(2)?,
+                dq: s.y("dq")?,
+                dk: s.y("dk")?,
+                dv: s.y("dv")?,
             };
             flash_attention::backward(&sizes, &tiles, inputs, gradients);
         });
         let kernel = on_gpu!(sized(kernel, signature, 2.0), |k, l| gpu::flash_backward(
             k, l
         ));
-        let before = [&[Slot::OutputGradient], &INPUTS[..], &[Slot::Output]].concat();
-        let reads = [&before[..], &kept(signature)].concat();
+        let reads = Named::from([("d_out", Slot::OutputGradient)]).and(INPUTS);
+        let reads = reads.with("out", Slot::Output).and(kept(signature));
         let mut calls = Calls::default();
         let mut writes = GRADIENTS.to_vec();
         if signature.target == Target::Cuda
             && let Ok(sizes) = flash_sizes(&kernel)
         {
-            writes.push(calls.scratch(&[workspace::flash_backward(&sizes)], DType::U32));
+            let words = [workspace::flash_backward(&sizes)];
+            writes.push(("workspace", calls.scratch(&words, DType::U32)));
         }
-        calls.call(kernel, &reads, &writes)
+        calls.call(kernel, reads, writes)
     },
 };
 
 /// Forward and backward.
 const FLASH_KERNELS: [&str; 2] = ["flash_attention", "flash_attention_backward"];
 
-const INPUTS: [Slot; 3] = [Slot::Input(0), Slot::Input(1), Slot::Input(2)];
-const GRADIENTS: [Slot; 3] = [Slot::Gradient(0), Slot::Gradient(1), Slot::Gradient(2)];
+const INPUTS: [(&str, Slot); 3] = [
+    ("q", Slot::Input(0)),
+    ("k", Slot::Input(1)),
+    ("v", Slot::Input(2)),
+];
+const GRADIENTS: [(&str, Slot); 3] = [
+    ("dq", Slot::Gradient(0)),
+    ("dk", Slot::Gradient(1)),
+    ("dv", Slot::Gradient(2)),
+];
 
 /// On a GPU, the scores of as many heads of k and v as naive attention has at once there, in half precision beside the
 /// probabilities.
@@ -137,8 +152,11 @@ fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
     (signature.target == Target::Cuda).then_some([heads, of_head / k[1].max(1), k[1]])
 }
 
-fn kept(signature: &Signature<'_>) -> Vec<Slot> {
-    (0..signature.kept.len()).map(Slot::Kept).collect()
+/// What flash attention keeps: lse, and in half precision what rounding took from out.
+fn kept(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
+    let names = ["lse", "rounding_error"].into_iter();
+    let kept = (0..signature.kept.len()).map(Slot::Kept);
+    names.zip(kept).collect()
 }
 
 /// (leading, length, width) of q, k or v; two dimensions are one head.
@@ -167,7 +185,7 @@ fn sized(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> Kernel {
         ("value_dim", v[2]),
     ]);
     let keeps = Attribute::Flag(signature.kept.len() > 1);
-    let kernel = kernel.with("keeps rounded off", keeps);
+    let kernel = kernel.with("keeps rounding error", keeps);
     kernel
         .with_all(signature.attributes)
         .costing(2.0 * passes * multiplied)
@@ -212,11 +230,11 @@ enum Side {
     Keys,
 }
 
-/// What is read at `place`, (B, heads, length, Dh).
+/// What is read as `name`, (B, heads, length, Dh).
 fn heads<'a, T: Stored>(
     k: &Kernel,
     s: &Slices<'a>,
-    place: usize,
+    name: &str,
     side: Side,
 ) -> Result<Heads<'a, T>> {
     let (matrices, length) = match side {
@@ -227,7 +245,7 @@ fn heads<'a, T: Stored>(
     let head = length * head_dim;
     let of_batch = matrices / batch.max(1) * head;
     Ok(Heads {
-        data: s.x::<T>(place)?,
+        data: s.x::<T>(name)?,
         strides: [of_batch, head, head_dim, 1],
     })
 }

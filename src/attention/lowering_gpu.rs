@@ -9,23 +9,21 @@ use crate::kernels::cuda::naive_attention::{self, Sizes};
 use crate::ops::lowering::{Kernel, Operands};
 use candle_core::Result;
 
-/// Writes out, lse, in half precision what rounding took from out, and a workspace.
+/// Writes out, lse, in half precision rounding_error (what rounding took from out), and a workspace.
 pub(super) fn flash_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = flash_sizes(k)?;
     let outputs = Outputs {
-        out: of_queries(&sizes, l.writes[0]),
-        rounding_error: k.flag("keeps rounded off").then(|| l.writes[2]),
-        lse: l.writes[1],
+        out: of_queries(&sizes, l.y("out")?),
+        rounding_error: l.writes.get("rounding_error").copied(),
+        lse: l.y("lse")?,
     };
-    let [q, k, v] = [0, 1, 2].map(|place| l.reads[place]);
     let heads = [
-        of_queries(&sizes, q),
-        of_keys(&sizes, k),
-        of_keys(&sizes, v),
+        of_queries(&sizes, l.x("q")?),
+        of_keys(&sizes, l.x("k")?),
+        of_keys(&sizes, l.x("v")?),
     ];
-    let workspace = l.writes[l.writes.len() - 1];
     let tf32 = l.products.borrow().tf32();
-    flash::forward(l.gpu, &sizes, tf32, heads, outputs, workspace)
+    flash::forward(l.gpu, &sizes, tf32, heads, outputs, l.y("workspace")?)
 }
 
 /// Reads d_out, q, k, v, out, lse and, in half precision, what rounding took from out; writes dq, dk, dv and a
@@ -33,29 +31,29 @@ pub(super) fn flash_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = flash_sizes(k)?;
     let inputs = flash::Inputs {
-        d_out: of_queries(&sizes, l.reads[0]),
-        q: of_queries(&sizes, l.reads[1]),
-        k: of_keys(&sizes, l.reads[2]),
-        v: of_keys(&sizes, l.reads[3]),
-        out: of_queries(&sizes, l.reads[4]),
-        lse: l.reads[5],
-        rounding_error: l.reads.get(6).copied(),
+        d_out: of_queries(&sizes, l.x("d_out")?),
+        q: of_queries(&sizes, l.x("q")?),
+        k: of_keys(&sizes, l.x("k")?),
+        v: of_keys(&sizes, l.x("v")?),
+        out: of_queries(&sizes, l.x("out")?),
+        lse: l.x("lse")?,
+        rounding_error: l.reads.get("rounding_error").copied(),
     };
     let gradients = flash::Gradients {
-        dq: of_queries(&sizes, l.writes[0]),
-        dk: of_keys(&sizes, l.writes[1]),
-        dv: of_keys(&sizes, l.writes[2]),
+        dq: of_queries(&sizes, l.y("dq")?),
+        dk: of_keys(&sizes, l.y("dk")?),
+        dv: of_keys(&sizes, l.y("dv")?),
     };
     let tf32 = l.products.borrow().tf32();
-    flash::backward(l.gpu, &sizes, tf32, inputs, gradients, l.writes[3])
+    flash::backward(l.gpu, &sizes, tf32, inputs, gradients, l.y("workspace")?)
 }
 
 /// Writes out, the probabilities and, in half precision, the scores of some heads in f32.
 pub(super) fn naive_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let (out, p) = (l.writes[0], l.writes[1]);
-    let scores = l.writes.get(2).copied().unwrap_or(p); // f32's in the same place
-    let qkv = [0, 1, 2].map(|place| l.reads[place]);
+    let (out, p) = (l.y("out")?, l.y("p")?);
+    let scores = l.writes.get("scores").copied().unwrap_or(p); // f32's in the same place
+    let qkv = [l.x("q")?, l.x("k")?, l.x("v")?];
     let mut products = l.products.borrow_mut();
     let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
         products.multiply(l.gpu, factors, c, count, false)
@@ -67,10 +65,10 @@ pub(super) fn naive_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 /// f32 and, in half precision, the scores'.
 pub(super) fn naive_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let inputs = [0, 1, 2, 3, 4].map(|place| l.reads[place]);
-    let gradients = [0, 1, 2].map(|place| l.writes[place]);
-    let dp = l.writes[3];
-    let ds = l.writes.get(4).copied().unwrap_or(dp);
+    let inputs = [l.x("d_out")?, l.x("q")?, l.x("k")?, l.x("v")?, l.x("p")?];
+    let gradients = [l.y("dq")?, l.y("dk")?, l.y("dv")?];
+    let dp = l.y("dp")?;
+    let ds = l.writes.get("dscores").copied().unwrap_or(dp); // f32's in the same place
     let mut products = l.products.borrow_mut();
     let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
         products.multiply(l.gpu, factors, c, count, false)

@@ -1,8 +1,8 @@
 //! The loop over a plan's calls, whoever computes them; and what the probe hears of it.
 
-use super::op::Op;
-use super::plan::{Call, Phase, Plan};
+use super::plan::{Call, Operand, Phase, Plan};
 use crate::Result;
+use crate::ops::lowering::Named;
 use crate::probe::{self, Kind};
 use candle_core::DType;
 use std::ops::{ControlFlow, Range};
@@ -44,28 +44,34 @@ fn run_probed(
     let path = places.fold(probe::current(), |path, place| path.child(place));
     let range = probe::op(Kind::Op, name, path.child(name));
     let next = compute()?;
-    let dtype = plan.buffer(call.writes[0].buffer).dtype;
-    let product = match &call.op {
-        Op::Matmul {
-            rows, cols, depth, ..
-        } => Some([*rows, *cols, *depth]),
-        Op::Kernel(kernel) => kernel.product_sizes(),
-        _ => None,
-    };
-    match (product, &call.op) {
-        (Some([rows, cols, depth]), _) => {
-            let [a, b, c] = [[rows, depth], [depth, cols], [rows, cols]];
-            let operand = |dims, dtype: DType| probe::Operand { dims, dtype };
-            let factors = plan.compute_dtype(call);
-            range.leave(probe::Operands {
-                inputs: &[operand(&a, factors), operand(&b, factors)],
-                output: operand(&c, dtype),
-            });
-        }
-        (_, Op::AdamW { elements, .. }) => range.leave_flat(*elements, dtype),
-        _ => {} // what the costs of eager ops do not describe
+    let operands = |operands: &Named<Operand>| operands.map(|operand| shape(plan, operand));
+    let (reads, writes) = (operands(&call.reads), operands(&call.writes));
+    if let Some(written) = writes.first() {
+        let inputs: Vec<probe::Operand<'_>> = reads.iter().map(probed).collect();
+        let operands = probe::Operands {
+            inputs: &inputs,
+            output: probed(written),
+        };
+        range.leave_costing(operands, plan.cost(call));
     }
     Ok(next)
+}
+
+fn probed((dims, dtype): &(Vec<usize>, DType)) -> probe::Operand<'_> {
+    probe::Operand {
+        dims,
+        dtype: *dtype,
+    }
+}
+
+/// The shape of an operand: its buffer's, or how many elements it is of that.
+fn shape(plan: &Plan, operand: &Operand) -> (Vec<usize>, DType) {
+    let buffer = plan.buffer(operand.buffer);
+    let shape = match operand.elements.len() == buffer.elements() {
+        true => buffer.shape.clone(),
+        false => vec![operand.elements.len()],
+    };
+    (shape, buffer.dtype)
 }
 
 /// The phases that profiles know: loss belongs to forward, as in an eager step, though here its gradient comes with it.

@@ -1,7 +1,12 @@
 //! What the ops of a plan cost, by the same functions as eager ones.
 
+use super::op::Op;
 use super::plan::{Call, Phase, Plan};
+use super::sizes::AttentionSizes;
 use crate::ops::cost::Cost;
+use crate::ops::info;
+use crate::probe::{Operand, Operands};
+use candle_core::DType;
 
 /// Ops that are planned together, in one phase, and what they cost.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,6 +21,8 @@ pub struct PartCost {
     /// both), for one micro-batch. Backward's have the gradients of all inputs, also where one is not needed. Bytes are
     /// those of the ops one by one: together they move fewer.
     pub cost: Cost,
+    /// How many elements its calls compute, products left out.
+    pub(super) computed: f64,
 }
 
 impl Plan {
@@ -39,6 +46,23 @@ impl Plan {
         &self.parts
     }
 
+    /// What a call costs, as profiles of planned runs have it: bytes are those of its operands
+    /// ([`bytes_moved`](Self::bytes_moved)); FLOPs of products are its own. The other FLOPs of its part
+    /// ([`costs`](Self::costs)) are divided among the part's calls that are not products, by how many elements they
+    /// compute: scores of attention, what others write.
+    pub fn cost(&self, call: &Call) -> Cost {
+        let [read, written] = self.bytes_read_and_written(call);
+        Cost {
+            product_flops: call.op.flops(),
+            other_flops: match call.part.map(|part| &self.parts[part]) {
+                Some(part) => part.cost.other_flops * computed(call) / part.computed.max(1.0),
+                None => flops_of_no_part(&call.op),
+            },
+            read_bytes: read as f64,
+            written_bytes: written as f64,
+        }
+    }
+
     /// FLOPs of a step that are no products', by [`costs`](Self::costs): without the update's.
     pub fn other_flops(&self) -> f64 {
         let flops: f64 = self.parts.iter().map(|part| part.cost.other_flops).sum();
@@ -46,15 +70,66 @@ impl Plan {
     }
 }
 
+/// How many elements a call computes that its part's FLOPs but products' are divided by.
+fn computed(call: &Call) -> f64 {
+    let scores = |s: &AttentionSizes| [s.batch, s.heads, s.length, s.length];
+    let scores: f64 = match &call.op {
+        op if op.is_product() => return 0.0,
+        Op::Attention(sizes)
+        | Op::AttentionBackward(sizes)
+        | Op::NaiveAttention(sizes)
+        | Op::NaiveAttentionBackward(sizes)
+        | Op::FlashAttention(sizes)
+        | Op::FlashAttentionBackward(sizes) => scores(sizes).iter().map(|n| *n as f64).product(),
+        _ => 0.0,
+    };
+    let written = call.writes.iter().map(|operand| operand.elements.len());
+    scores.max(written.sum::<usize>() as f64)
+}
+
+/// FLOPs of what a step does beside its ops.
+fn flops_of_no_part(op: &Op) -> f64 {
+    match op {
+        Op::AdamW { elements, .. } => {
+            let flat = Operand {
+                dims: &[*elements],
+                dtype: DType::F32,
+            };
+            let operands = Operands {
+                inputs: &[flat],
+                output: flat,
+            };
+            let formula = info::of("adamw").and_then(|info| info.cost);
+            let cost = formula.and_then(|formula| (formula.forward)(&operands));
+            cost.map_or(0.0, |cost| cost.other_flops)
+        }
+        Op::SumOfSquares { elements } => 2.0 * *elements as f64,
+        Op::Unscale { elements } | Op::Accumulate { elements, .. } => *elements as f64,
+        Op::MeanLoss { rows: count, .. } | Op::ClipFactor { parameters: count } => *count as f64,
+        _ => 0.0, // copies
+    }
+}
+
 /// The parts that have calls, which get their new numbers.
-pub(super) fn of_calls(parts: Vec<PartCost>, calls: &mut [Call]) -> Vec<PartCost> {
+pub(super) fn of_calls(mut parts: Vec<PartCost>, calls: &mut [Call]) -> Vec<PartCost> {
     let mut used: Vec<usize> = calls.iter().filter_map(|call| call.part).collect();
     used.sort_unstable();
     used.dedup();
+    for call in calls.iter() {
+        if let Some(part) = call.part {
+            parts[part].computed += computed(call);
+        }
+    }
     for call in calls {
         call.part = call.part.and_then(|part| used.binary_search(&part).ok());
     }
     let parts = parts.into_iter().enumerate();
     let parts = parts.filter(|(number, _)| used.binary_search(number).is_ok());
-    parts.map(|(_, part)| part).collect()
+    let parts = parts.map(|(_, mut part)| {
+        if part.computed == 0.0 {
+            part.cost.other_flops = 0.0; // what only products are left of, as where gate and up alone are recomputed
+        }
+        part
+    });
+    parts.collect()
 }

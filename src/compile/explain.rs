@@ -1,7 +1,6 @@
 //! A plan as text: its calls, and what they cost.
 
 use super::buffer::Category;
-use super::op::Op;
 use super::plan::{Call, Operand, Plan};
 use crate::report::{Column, Fields, Format, Report, format_mib};
 
@@ -35,8 +34,11 @@ impl Plan {
         let flops = call.op.flops();
         row.insert("flops", (flops > 0.0).then_some(flops));
         row.insert("bytes", self.bytes_moved(call));
-        let writes: Vec<String> = call.writes.iter().map(|w| self.place(w)).collect();
-        row.insert("writes", writes.join(", "));
+        for (key, operands) in [("reads", &call.reads), ("writes", &call.writes)] {
+            let operands = operands.entries().iter();
+            let places = operands.map(|(name, operand)| format!("{name}: {}", self.place(operand)));
+            row.insert(key, places.collect::<Vec<_>>().join(", "));
+        }
         row
     }
 
@@ -61,7 +63,7 @@ impl Plan {
         let bytes: f64 = calls()
             .map(|(i, call)| self.times(i) as f64 * self.bytes_moved(call) as f64)
             .sum();
-        let products = calls().filter(|(_, call)| matches!(call.op, Op::Matmul { .. }));
+        let products = calls().filter(|(_, call)| call.op.is_product());
         let mut notes = vec![
             format!(
                 "{} calls, {} of them matrix products; {:.2} GFLOP and {:.2} GB of operands a step.",
@@ -122,6 +124,7 @@ fn columns() -> Vec<Column> {
         Column::text("sizes", "Sizes"),
         Column::number("flops", "Products", "MFLOP", 1).scaled(1e6),
         Column::number("bytes", "Operands", "MB", 2).scaled(1e6),
-        Column::text("writes", "Writes (@ offset in the arena)"),
+        Column::text("reads", "Reads (@ offset in the arena)"),
+        Column::text("writes", "Writes"),
     ]
 }

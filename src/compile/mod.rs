@@ -115,7 +115,7 @@ mod train_step;
 mod update;
 mod writer;
 
-pub use crate::ops::lowering::Kernel;
+pub use crate::ops::lowering::{Kernel, Named};
 pub use attention::{Attention, AttentionPlanConfig};
 pub use buffer::{Buffer, BufferId, Category, Location};
 pub use config::{PlanConfig, StepConfig};

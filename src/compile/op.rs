@@ -26,26 +26,26 @@ impl Accumulate {
     }
 }
 
-/// An operation, and its sizes. Operands stand in a call in the order in which they stand here; what is written in
-/// place is among the writes alone. N is rows, D width.
+/// An operation, and its sizes. A call has its operands by the names in `code` here, in this order; what is
+/// written in place is among the writes alone. N is rows, D width.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Op {
-    /// A kernel that an op brings along, of a [`LossStep`](super::LossStep). Operands as the op has them.
+    /// A kernel that an op brings along. Operands as the op's lowering names them.
     Kernel(Kernel),
-    /// A copy in another dtype. Reads x; writes y.
+    /// A copy in another dtype. Reads `x`; writes `y`.
     Cast {
         /// Of each.
         elements: usize,
     },
-    /// Rows of a table by id. Reads ids (N), table (V, D); writes x (N, D).
+    /// Rows of a table by id. Reads `ids` (N), `table` (V, D); writes `x` (N, D).
     Embedding {
         /// N.
         rows: usize,
         /// D.
         width: usize,
     },
-    /// Reads x (N, D), weight (D) and, on a GPU where what is normed is a sum that did not stay, the branch that is
-    /// added to x (N, D); writes y (N, D), rstd (N).
+    /// Reads `x` (N, D), `weight` (D) and, on a GPU where what is normed is a sum that did not stay, the `branch` that
+    /// is added to x (N, D); writes `y` (N, D), `rstd` (N).
     RmsNorm {
         /// N.
         rows: usize,
@@ -54,7 +54,8 @@ pub enum Op {
         /// What is added under the root.
         eps: f64,
     },
-    /// The norm of a sum. Reads x (N, D), branch (N, D), weight (D); writes x + branch (N, D), y (N, D), rstd (N).
+    /// The norm of a sum. Reads `x` (N, D), `branch` (N, D), `weight` (D); writes `sum`, x + branch (N, D), `y` (N, D),
+    /// `rstd` (N).
     AddRmsNorm {
         /// N.
         rows: usize,
@@ -63,8 +64,8 @@ pub enum Op {
         /// What is added under the root.
         eps: f64,
     },
-    /// `c = a b`. Reads a and b, as they lie (rows, depth) and (depth, cols), or the other way round where they are
-    /// transposed; writes c (rows, cols).
+    /// `c = a b`. Reads `a` and `b`, as they lie (rows, depth) and (depth, cols), or the other way round where they are
+    /// transposed; writes `c` (rows, cols).
     Matmul {
         /// Of c.
         rows: usize,
@@ -79,37 +80,38 @@ pub enum Op {
         /// Whether c is added to.
         accumulate: Accumulate,
     },
-    /// Turns heads to their positions, in place. Reads cos, sin (T, Dh/2); writes x (B, T, H*Dh), or q and k of what is
-    /// packed.
+    /// Rotates heads to their positions, in place. Reads `cos`, `sin` (T, Dh/2); writes `x` (B, T, H*Dh), or q and k of
+    /// what is packed.
     Rotate(AttentionSizes),
-    /// Turns gradients of turned heads back, in place. Operands as [`Rotate`](Self::Rotate).
+    /// Rotates gradients of rotated heads back, in place. Operands as [`Rotate`](Self::Rotate).
     RotateBack(AttentionSizes),
-    /// Naive attention with q and k turned. Reads q, k, v (B, T, H*Dh), cos, sin (T, Dh/2); writes out (B, T, H*Dh),
-    /// scratch and, where backward wants it, p (its triangle).
+    /// Naive attention with q and k rotated. Reads `q`, `k`, `v` (B, T, H*Dh), `cos`, `sin` (T, Dh/2); writes `out` (B,
+    /// T, H*Dh), `scratch` and, where backward wants it, `p` (its triangle).
     Attention(AttentionSizes),
-    /// Naive attention on a GPU. Reads q, k (turned), v; writes out (B, T, H*Dh), the probabilities (B, H, T, T) and,
-    /// in half precision, the scores of some heads (.., T, T) in f32.
+    /// Naive attention on a GPU. Reads `q`, `k` (rotated), `v`, or all three as `qkv` where they are packed; writes
+    /// `out` (B, T, H*Dh), the probabilities `p` (B, H, T, T) and, in half precision, the `scores` of some heads (..,
+    /// T, T) in f32.
     NaiveAttention(AttentionSizes),
-    /// Attention in tiles. Reads q, k (turned), v; writes out, lse (parts, B, H, T) and, in half precision where
-    /// backward wants it, what rounding took from out (B, H, T, Dh). out is (B, H, T, Dh) on the CPU; on a GPU (B, T,
-    /// H*Dh), and the call writes into a workspace besides, before what rounding took.
+    /// Attention in tiles. Reads `q`, `k` (rotated), `v`, or `qkv`; writes `out`, `lse` (parts, B, H, T), on a GPU
+    /// `workspace` and, in half precision where backward wants it, `rounding_error`, what rounding took from out (B, H,
+    /// T, Dh). out is (B, H, T, Dh) on the CPU; on a GPU (B, T, H*Dh).
     FlashAttention(AttentionSizes),
-    /// Reads x (B, H, T, Dh); writes y (B, T, H*Dh).
+    /// Reads `x` (B, H, T, Dh); writes `y` (B, T, H*Dh).
     MergeHeads(AttentionSizes),
-    /// Reads gate, up (N, F); writes silu(gate) * up (N, F).
+    /// Reads `gate`, `up` (N, F); writes `y`, silu(gate) * up (N, F).
     SwiGlu {
         /// N F.
         elements: usize,
     },
-    /// The same of what lies side by side. Reads gate and up (N, 2 F); writes silu(gate) * up (N, F).
+    /// The same of what lies side by side. Reads `gate_up` (N, 2 F); writes `y`, silu(gate) * up (N, F).
     PackedSwiGlu {
         /// N.
         rows: usize,
         /// F.
         width: usize,
     },
-    /// Loss and gradient of some rows. Reads targets (rows); writes logits (rows, V), which become their gradient, and
-    /// losses (rows).
+    /// Loss and gradient of some rows. Reads `targets` (rows); writes `logits` (rows, V), which become their gradient,
+    /// and `losses` (rows).
     CrossEntropy {
         /// Rows of this call.
         rows: usize,
@@ -118,20 +120,20 @@ pub enum Op {
         /// Rows of the whole step, which the loss is the mean of.
         counted: usize,
     },
-    /// The gradient of a loss that no op differentiates at once. Writes (1): the loss scale over how many losses a step
-    /// is the mean of.
+    /// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the loss scale over how many
+    /// losses a step is the mean of.
     LossGradient {
         /// How many.
         counted: usize,
     },
-    /// Reads x; writes y, which x is copied or added to. Both in f32.
+    /// Reads `x`; writes `y`, which x is copied or added to. Both in f32.
     Accumulate {
         /// Of each.
         elements: usize,
         /// Whether x is added.
         accumulate: Accumulate,
     },
-    /// The rows' share of the mean loss. Reads losses (N); writes loss (1).
+    /// The rows' share of the mean loss. Reads `losses` (N); writes `loss` (1).
     MeanLoss {
         /// N.
         rows: usize,
@@ -140,32 +142,33 @@ pub enum Op {
         /// Whether the loss is added to.
         accumulate: Accumulate,
     },
-    /// Writes dy (N, F), which becomes silu(gate) * up, gate, which becomes dgate, up, which becomes dup.
+    /// Writes `dy` (N, F), which becomes silu(gate) * up, `gate`, which becomes dgate, `up`, which becomes dup.
     SwiGluBackward {
         /// N F.
         elements: usize,
     },
-    /// Writes dy (N, F), which becomes silu(gate) * up, and gate and up (N, 2 F), which become their gradients.
+    /// Writes `dy` (N, F), which becomes silu(gate) * up, and `gate_up` (N, 2 F), which become their gradients.
     PackedSwiGluBackward {
         /// N.
         rows: usize,
         /// F.
         width: usize,
     },
-    /// Reads d_out, q, k, v (B, T, H*Dh), p, cos, sin; writes dq, dk, dv (B, T, H*Dh), scratch.
+    /// Reads `d_out`, `q`, `k`, `v` (B, T, H*Dh), `p`, `cos`, `sin`; writes `dq`, `dk`, `dv` (B, T, H*Dh), `scratch`.
     AttentionBackward(AttentionSizes),
-    /// Reads d_out (B, T, H*Dh), q, k, v, the probabilities (B, H, T, T); writes the gradients of q, k and v, as those
-    /// lie, not turned back, in f32 those of some heads' probabilities (.., T, T) and, in half precision, of their
-    /// scores (.., T, T).
+    /// Reads `d_out` (B, T, H*Dh), `q`, `k`, `v`, or `qkv`, the probabilities `p` (B, H, T, T); writes `dq`, `dk`,
+    /// `dv`, or `dqkv`, as those lie, not rotated back, `dp` of some heads (.., T, T) in f32 and, in half precision,
+    /// `dscores` of them (.., T, T).
     NaiveAttentionBackward(AttentionSizes),
-    /// Reads d_out, q, k, v, out (B, T, H*Dh), lse (parts, B, H, T) and, in half precision, what rounding took from out
-    /// (B, H, T, Dh); writes dq, dk, dv: (B, H, T, Dh) on the CPU; on a GPU as q, k and v lie, and a workspace.
+    /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (B, T, H*Dh), `lse` (parts, B, H, T) and, in half precision,
+    /// `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) on the CPU; on a GPU as q, k and v lie,
+    /// and `workspace`.
     FlashAttentionBackward(AttentionSizes),
-    /// Reads x (B, H, T, Dh), cos, sin; writes y (B, T, H*Dh), turned back.
+    /// Reads `x` (B, H, T, Dh), `cos`, `sin`; writes `y` (B, T, H*Dh), rotated back.
     MergeRotatedBack(AttentionSizes),
-    /// Reads x (N, D), weight (D), rstd (N) and, on a GPU where x is not the sum that was normed, the branch that was
-    /// added to it (N, D); writes dy (N, D), which becomes the norm's output, dx (N, D), dweight (D), scratch and, on a
-    /// GPU where the next product wants it, dx once more in half precision.
+    /// Reads `x` (N, D), `weight` (D), `rstd` (N) and, on a GPU where x is not the sum that was normed, the `branch`
+    /// that was added to it (N, D); writes `dy` (N, D), which becomes the norm's output, `dx` (N, D), `dweight` (D),
+    /// `partials` and, on a GPU where the next product wants it, `copy`, which is dx in half precision.
     RmsNormBackward {
         /// N.
         rows: usize,
@@ -176,7 +179,7 @@ pub enum Op {
         /// Whether dweight is added to.
         accumulate: Accumulate,
     },
-    /// Reads dy (N, D), ids (N); writes dtable (V, D) and, on a GPU, a workspace.
+    /// Reads `dx` (N, D), `ids` (N); writes `dtable` (V, D) and, on a GPU, `workspace`.
     EmbeddingBackward {
         /// N.
         rows: usize,
@@ -185,38 +188,39 @@ pub enum Op {
         /// Whether dtable is added to.
         accumulate: Accumulate,
     },
-    /// A gradient over the loss scale. Writes the gradient, in place, and (1) whether all of it is finite; on a GPU,
-    /// whether it is not.
+    /// A gradient over the loss scale. Writes `gradient`, in place, and `found` (1): whether all of it is finite; on a
+    /// GPU, whether it is not.
     Unscale {
         /// Of the gradient.
         elements: usize,
     },
-    /// Reads what was found of the gradients (P); writes the number of the first that is not finite (1), P if all are.
-    /// Where one is not, the step ends here; on a GPU the updates are told to change nothing, by the clip factor (3).
+    /// Reads what was `found` of the gradients (P); writes `first` (1), the number of the first that is not finite, P
+    /// if all are. Where one is not, the step ends here; on a GPU the updates are told to change nothing, by `factor`
+    /// (3).
     CheckOverflow {
         /// P.
         parameters: usize,
     },
-    /// Naive attention on heads one after another. Reads q, k, v (B H, T, Dh); writes out (B H, T, Dh), the scores'
-    /// exponentials (as the mask leaves them; for bf16 in f16), share (B H, T), scratch and, in half precision, what
-    /// rounding took from out (B H, T, Dh). On the CPU.
+    /// Naive attention on heads one after another. Reads `q`, `k`, `v` (B H, T, Dh); writes `out` (B H, T, Dh),
+    /// `exponentials` of the scores (as the mask leaves them; for bf16 in f16), `inv_row_sum` (B H, T), in half
+    /// precision `rounding_error`, what rounding took from out (B H, T, Dh), and `scratch`. On the CPU.
     HeadAttention(HeadAttentionSizes),
-    /// Reads d_out, q, k, v (B H, T, Dh), exponentials, share, out and, in half precision, what rounding took from it;
-    /// writes dq, dk, dv (B H, T, Dh), partial sums, scratch.
+    /// Reads `d_out`, `q`, `k`, `v`, `out` (B H, T, Dh) and what forward left: `exponentials`, `inv_row_sum` and, in
+    /// half precision, `rounding_error`; writes `dq`, `dk`, `dv` (B H, T, Dh), `partial_sums`, `scratch`.
     HeadAttentionBackward(HeadAttentionSizes),
-    /// Reads x; writes the sum of its squares (1) and, on a GPU, those of its chunks.
+    /// Reads `x`; writes `square`, the sum of its squares (1) and, on a GPU, those of its `chunks`.
     SumOfSquares {
         /// Of x.
         elements: usize,
     },
-    /// Reads the sums of squares (P); writes the norm, and what clipping multiplies the gradients by (2); on a GPU also
-    /// which gradient is not finite, if one is (3).
+    /// Reads the sums of `squares` (P); writes `factor` (2), the norm and what clipping multiplies the gradients by; on
+    /// a GPU also which gradient is not finite, if one is (3).
     ClipFactor {
         /// P.
         parameters: usize,
     },
-    /// Reads the gradient and, where there is one, the clip factor; writes the parameter, exp_avg, exp_avg_sq and, on a
-    /// GPU, the copy that products read, where there is one.
+    /// Reads `gradient` and, where gradients are clipped or checked, `factor`; writes `parameter`, `exp_avg`,
+    /// `exp_avg_sq` and, on a GPU, the `copy` that products read, where there is one.
     AdamW {
         /// Its number in [`Location::Parameter`](super::Location::Parameter).
         parameter: usize,
@@ -272,6 +276,15 @@ impl Op {
             Self::HeadAttention(_) | Self::HeadAttentionBackward(_) => false,
             Self::MergeHeads(_) | Self::MergeRotatedBack(_) => false,
             _ => true,
+        }
+    }
+
+    /// Whether it is a matrix product and nothing else.
+    pub fn is_product(&self) -> bool {
+        match self {
+            Self::Matmul { .. } => true,
+            Self::Kernel(kernel) => kernel.name() == "matmul",
+            _ => false,
         }
     }
 

@@ -4,6 +4,7 @@ use super::arena;
 use super::buffer::{Buffer, BufferId, Buffers, Category, Location};
 use super::costs::{self, PartCost};
 use super::op::Op;
+use crate::ops::lowering::Named;
 use candle_core::DType;
 use std::fmt;
 use std::ops::Range;
@@ -71,12 +72,19 @@ pub struct Call {
     /// The part of the step.
     pub phase: Phase,
     /// Which of [`Plan::costs`] it belongs to. `None` for the mean loss and its gradient, copies of weights that are
-    /// made first, the update, and what a memory budget has backward recompute of a gate.
+    /// made first, and the update.
     pub part: Option<usize>,
-    /// What is read, in the op's order.
-    pub reads: Vec<Operand>,
-    /// What is written, in the op's order.
-    pub writes: Vec<Operand>,
+    /// What is read, by the op's names.
+    pub reads: Named<Operand>,
+    /// What is written, by the op's names.
+    pub writes: Named<Operand>,
+}
+
+impl Call {
+    /// What is read, and then what is written.
+    pub fn operands(&self) -> impl Iterator<Item = &Operand> + Clone {
+        self.reads.iter().chain(self.writes.iter())
+    }
 }
 
 /// Kernel calls, and the buffers that they read and write, each with its place.
@@ -113,7 +121,7 @@ impl Plan {
         kept: &[BufferId],
     ) -> (Self, Vec<BufferId>) {
         for (index, call) in calls.iter().enumerate() {
-            for operand in call.reads.iter().chain(&call.writes) {
+            for operand in call.operands() {
                 let live = &mut buffers[operand.buffer.0].live;
                 *live = match Range::is_empty(live) {
                     true => index..index + 1,
@@ -125,7 +133,7 @@ impl Plan {
             buffers[id.0].live.end = calls.len();
         }
         for call in &calls[runs.first_run_only.clone()] {
-            for operand in &call.writes {
+            for operand in call.writes.iter() {
                 buffers[operand.buffer.0].live = 0..calls.len();
             }
         }
@@ -281,6 +289,11 @@ impl Plan {
 
     /// Bytes that a call's operands have, those that are read and written in one counted twice.
     pub fn bytes_moved(&self, call: &Call) -> u64 {
+        self.bytes_read_and_written(call).iter().sum()
+    }
+
+    /// [`bytes_moved`](Self::bytes_moved), what is read and what is written.
+    pub(super) fn bytes_read_and_written(&self, call: &Call) -> [u64; 2] {
         let bytes = |operand: &Operand| {
             let width = self.buffer(operand.buffer).dtype.size_in_bytes();
             (operand.elements.len() * width) as u64
@@ -291,7 +304,10 @@ impl Plan {
         } else {
             0
         };
-        call.reads.iter().map(bytes).sum::<u64>() + written + read_back
+        [
+            call.reads.iter().map(bytes).sum::<u64>() + read_back,
+            written,
+        ]
     }
 
     /// How often call number `index` is run in a step, the first apart.
@@ -306,8 +322,9 @@ impl Plan {
     /// bf16 or f16 if an operand of the call is in it, else f32. No call has both, but that attention on bf16 keeps its
     /// exponentials in f16: the first is what is meant.
     pub fn compute_dtype(&self, call: &Call) -> DType {
-        let dtypes = call.reads.iter().chain(&call.writes);
-        let mut dtypes = dtypes.map(|operand| self.buffer(operand.buffer).dtype);
+        let mut dtypes = call
+            .operands()
+            .map(|operand| self.buffer(operand.buffer).dtype);
         let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
         half.unwrap_or(DType::F32)
     }
@@ -340,8 +357,7 @@ impl Plan {
     /// What executors rely on: operands lie within their buffers, and what a call writes is no other operand of it.
     fn check(&self) {
         for call in &self.calls {
-            let operands = || call.reads.iter().chain(&call.writes);
-            for operand in operands() {
+            for operand in call.operands() {
                 let buffer = self.buffer(operand.buffer);
                 assert!(
                     operand.elements.end <= buffer.elements(),
@@ -350,7 +366,7 @@ impl Plan {
                 );
             }
             for (i, written) in call.writes.iter().enumerate() {
-                let others = call.reads.iter().chain(&call.writes[..i]);
+                let others = call.reads.iter().chain(call.writes.iter().take(i));
                 for other in others {
                     let share = written.buffer == other.buffer
                         && written.elements.start < other.elements.end
@@ -372,7 +388,7 @@ fn leave_out_unused(mut calls: Vec<Call>, buffers: &mut Vec<Buffer>) -> (Vec<Cal
     }
     buffers.retain(|buffer| !buffer.live.is_empty());
     for call in &mut calls {
-        for operand in call.reads.iter_mut().chain(&mut call.writes) {
+        for operand in call.reads.iter_mut().chain(call.writes.iter_mut()) {
             operand.buffer = numbers[operand.buffer.0];
         }
     }

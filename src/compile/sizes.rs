@@ -24,6 +24,15 @@ pub struct AttentionSizes {
 }
 
 impl AttentionSizes {
+    /// The operands that q, k and v are in a call: one, or three.
+    pub(super) fn names<'n>(
+        &self,
+        packed: &'n [&'static str; 1],
+        apart: &'n [&'static str; 3],
+    ) -> &'n [&'static str] {
+        if self.packed { packed } else { apart }
+    }
+
     /// As the kernels on heads take them.
     pub(super) fn heads(&self) -> Heads {
         Heads {

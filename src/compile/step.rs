@@ -249,7 +249,7 @@ impl Step {
         let Some(call) = self.plan.calls().iter().find(|call| is_check(&call.op)) else {
             return Ok(None);
         };
-        let first: Vec<u32> = self.executor.read(&self.plan, &call.writes[0])?;
+        let first: Vec<u32> = self.executor.read(&self.plan, &call.writes["first"])?;
         let parameter = first
             .first()
             .and_then(|first| self.parameters.get(*first as usize));

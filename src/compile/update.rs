@@ -5,6 +5,7 @@ use super::op::Op;
 use super::plan::{Operand, Phase};
 use super::writer::Writer;
 use crate::kernels::workspace;
+use crate::ops::lowering::Named;
 use candle_core::DType;
 use std::collections::HashMap;
 
@@ -55,17 +56,19 @@ impl Update<'_> {
                 buffer: finite,
                 elements: number..number + 1,
             };
-            self.plan
-                .call_on(Op::Unscale { elements }, vec![], vec![gradient, is_finite]);
+            let writes = [("gradient", gradient), ("found", is_finite)];
+            self.plan.call(Op::Unscale { elements }, [], writes);
         }
         let first = self
             .plan
             .arena("first not finite", &[1], DType::U32, Category::Temporary);
         self.plan.kept.push(first);
         let factor = self.on_gpu.then(|| self.factor());
-        let writes: Vec<BufferId> = [first].into_iter().chain(factor).collect();
-        self.plan
-            .call(Op::CheckOverflow { parameters }, &[finite], &writes);
+        let whole = |id| self.plan.whole(id);
+        let reads = [("found", whole(finite))];
+        let writes = Named::from([("first", whole(first))]).with_some("factor", factor.map(whole));
+        let op = Op::CheckOverflow { parameters };
+        self.plan.call(op, reads, writes);
         factor
     }
 
@@ -110,13 +113,14 @@ impl Update<'_> {
                 buffer,
                 elements: first..chunk,
             });
-            let writes = [square].into_iter().chain(chunks).collect();
-            self.plan
-                .call_on(Op::SumOfSquares { elements }, vec![gradient], writes);
+            let writes = Named::from([("square", square)]).with_some("chunks", chunks);
+            let op = Op::SumOfSquares { elements };
+            self.plan.call(op, [("x", gradient)], writes);
         }
         let factor = self.factor();
-        self.plan
-            .call(Op::ClipFactor { parameters }, &[squares], &[factor]);
+        let reads = [("squares", self.plan.whole(squares))];
+        let writes = [("factor", self.plan.whole(factor))];
+        self.plan.call(Op::ClipFactor { parameters }, reads, writes);
         factor
     }
 
@@ -156,10 +160,15 @@ impl Update<'_> {
         self.plan.phase = Phase::Optimizer;
         self.plan.path = "adamw".into();
         let factor = factor.map(|factor| self.plan.whole(factor));
-        let reads = [gradient].into_iter().chain(factor).collect();
-        let written = [parameter, exp_avg, exp_avg_sq].map(|id| self.plan.whole(id));
+        let reads = Named::from([("gradient", gradient)]).with_some("factor", factor);
+        let written = [
+            ("parameter", parameter),
+            ("exp_avg", exp_avg),
+            ("exp_avg_sq", exp_avg_sq),
+        ];
+        let written = written.map(|(name, id)| (name, self.plan.whole(id)));
         let copy = self.copies.get(&number).cloned().filter(|_| self.on_gpu);
-        let writes = written.into_iter().chain(copy).collect();
-        self.plan.call_on(op, reads, writes);
+        let writes = Named::from(written).with_some("copy", copy);
+        self.plan.call(op, reads, writes);
     }
 }

@@ -4,6 +4,7 @@ use super::buffer::{BufferId, Buffers, Category};
 use super::costs::PartCost;
 use super::op::Op;
 use super::plan::{Call, Operand, Phase};
+use crate::ops::lowering::Named;
 use candle_core::DType;
 
 /// Calls and buffers so far.
@@ -57,22 +58,20 @@ impl Writer {
         Operand::whole(&self.buffers, id)
     }
 
-    /// A call on whole buffers.
-    pub fn call(&mut self, op: Op, reads: &[BufferId], writes: &[BufferId]) {
-        let reads = reads.iter().map(|id| self.whole(*id)).collect();
-        let writes = writes.iter().map(|id| self.whole(*id)).collect();
-        self.call_on(op, reads, writes);
-    }
-
     /// A call.
-    pub fn call_on(&mut self, op: Op, reads: Vec<Operand>, writes: Vec<Operand>) {
+    pub fn call(
+        &mut self,
+        op: Op,
+        reads: impl Into<Named<Operand>>,
+        writes: impl Into<Named<Operand>>,
+    ) {
         self.calls.push(Call {
             op,
             path: self.path.clone(),
             phase: self.phase,
             part: self.part,
-            reads,
-            writes,
+            reads: reads.into(),
+            writes: writes.into(),
         });
     }
 }

@@ -21,23 +21,23 @@ macro_rules! lowering {
         Lowering {
             forward: |_| {
                 let kernel = kernel!($op, |T, _, s| {
-                    kernel::forward(Activation::$f, s.x::<T>(0)?, s.y(0)?);
+                    kernel::forward(Activation::$f, s.x::<T>("x")?, s.y("y")?);
                 });
                 let kernel = on_gpu!(kernel, |_, l| {
-                    cuda_kernel::forward(l.gpu, Activation::$f, l.reads[0], l.writes[0])
+                    cuda_kernel::forward(l.gpu, Activation::$f, l.x("x")?, l.y("y")?)
                 });
-                Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+                Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])
             },
             backward: |_| {
                 let kernel = kernel!($backward, |T, _, s| {
-                    kernel::backward(Activation::$f, s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                    kernel::backward(Activation::$f, s.x::<T>("dy")?, s.x("x")?, s.y("dx")?);
                 });
                 let kernel = on_gpu!(kernel, |_, l| {
-                    let reads = [l.reads[0], l.reads[1]];
-                    cuda_kernel::backward(l.gpu, Activation::$f, reads, l.writes[0])
+                    let reads = [l.x("dy")?, l.x("x")?];
+                    cuda_kernel::backward(l.gpu, Activation::$f, reads, l.y("dx")?)
                 });
-                let reads = [Slot::OutputGradient, Slot::Input(0)];
-                Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+                let reads = [("dy", Slot::OutputGradient), ("x", Slot::Input(0))];
+                Calls::default().call(kernel, reads, [("dx", Slot::Gradient(0))])
             },
         }
     };

@@ -1,8 +1,7 @@
 //! Sums, differences, products and quotients, of mixed dtypes too.
 
-mod lowering;
+pub(crate) mod lowering;
 
-pub(crate) use lowering::sum;
 use lowering::{ADD, ADD_SCALED, DIV, MUL, SUB};
 
 use super::cast::cast;

@@ -85,35 +85,35 @@ pub(super) const INFOS: &[OpInfo] = &[
 ];
 
 const LOWERING: Lowering = Lowering {
-    forward: |_| Calls::default().call(converted(), &[Slot::Input(0)], &[Slot::Output]),
+    forward: |_| Calls::default().call(converted(), [("x", Slot::Input(0))], [("y", Slot::Output)]),
     backward: |_| {
-        let reads = [Slot::OutputGradient];
-        Calls::default().call(converted(), &reads, &[Slot::Gradient(0)])
+        let reads = [("x", Slot::OutputGradient)];
+        Calls::default().call(converted(), reads, [("y", Slot::Gradient(0))])
     },
 };
 
-/// Reads x; writes it in another dtype.
+/// Reads x; writes y, which is x in another dtype.
 pub(crate) fn converted() -> Kernel {
     fn from<T: WithDType>(s: &Slices<'_>) -> candle_core::Result<()> {
-        let written = s.dtype_written(0)?;
-        let x = s.x::<T>(0)?;
+        let written = s.dtype_written("y")?;
+        let x = s.x::<T>("x")?;
         for_stored!(written, U => {
-            let each = s.y::<U>(0)?.iter_mut().zip(x);
+            let each = s.y::<U>("y")?.iter_mut().zip(x);
             each.for_each(|(y, x)| *y = WithDType::from_f64(x.to_f64()));
             Ok(())
         })
     }
     fn half_or_f32<T: Stored<Wide = f32>>(s: &Slices<'_>) -> candle_core::Result<()> {
-        let x = s.x::<T>(0)?;
-        match s.dtype_written(0)? {
-            DType::F32 => kernel::cast(x, s.y::<f32>(0)?),
-            DType::F16 => kernel::cast(x, s.y::<half::f16>(0)?),
-            DType::BF16 => kernel::cast(x, s.y::<half::bf16>(0)?),
+        let x = s.x::<T>("x")?;
+        match s.dtype_written("y")? {
+            DType::F32 => kernel::cast(x, s.y::<f32>("y")?),
+            DType::F16 => kernel::cast(x, s.y::<half::f16>("y")?),
+            DType::BF16 => kernel::cast(x, s.y::<half::bf16>("y")?),
             _ => return from::<T>(s),
         }
         Ok(())
     }
-    let kernel = Kernel::new("cast", |_, s| match s.dtype(0) {
+    let kernel = Kernel::new("cast", |_, s| match s.dtype()? {
         DType::F32 => half_or_f32::<f32>(s),
         DType::F16 => half_or_f32::<half::f16>(s),
         DType::BF16 => half_or_f32::<half::bf16>(s),
@@ -124,8 +124,8 @@ pub(crate) fn converted() -> Kernel {
     });
     on_gpu!(kernel, |_, l| cuda_kernel::cast(
         l.gpu,
-        l.reads[0],
-        l.writes[0]
+        l.x("x")?,
+        l.y("y")?
     ))
 }
 

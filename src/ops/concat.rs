@@ -3,6 +3,8 @@
 use super::cast::cast_castable;
 use super::check_same;
 use super::info::OpInfo;
+#[cfg(feature = "cuda")]
+use super::lowering::Named;
 use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::{check_size, operand};
 use super::record::{composed, input};
@@ -91,9 +93,8 @@ pub(super) const INFO: OpInfo = OpInfo::new("concat")
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("concat", |T, k, s| {
-            let parts = (0..s.count()).map(|place| s.x::<T>(place));
-            let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
-            let (outer, mut rest) = (k.count("outer")?, s.y::<T>(0)?);
+            let parts = s.all_x::<T>()?;
+            let (outer, mut rest) = (k.count("outer")?, s.y::<T>("y")?);
             for i in 0..outer {
                 for part in &parts {
                     let width = part.len() / outer;
@@ -104,7 +105,7 @@ const LOWERING: Lowering = Lowering {
             }
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            let (outer, y) = (k.count("outer")?, l.writes[0]);
+            let (outer, y) = (k.count("outer")?, l.y("y")?);
             let mut places = parts(&l.reads, outer, y);
             places.try_for_each(|(part, place)| {
                 let dims = rows_of(outer, [part.len, part.len, y.len]);
@@ -112,14 +113,14 @@ const LOWERING: Lowering = Lowering {
             })
         });
         let kernel = kernel.sized([("outer", outer(signature))]);
-        let reads: Vec<Slot> = (0..signature.inputs.len()).map(Slot::Input).collect();
-        Calls::default().call(kernel, &reads, &[Slot::Output])
+        let parts = 0..signature.inputs.len();
+        let reads: Vec<_> = parts.map(|i| ("x", Slot::Input(i))).collect();
+        Calls::default().call(kernel, reads, [("y", Slot::Output)])
     },
     backward: |signature| {
         let kernel = kernel!("concat_backward", |T, k, s| {
-            let parts = (0..s.count_written()).map(|place| s.y::<T>(place));
-            let mut parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
-            let (outer, mut rest) = (k.count("outer")?, s.x::<T>(0)?);
+            let mut parts = s.all_y::<T>()?;
+            let (outer, mut rest) = (k.count("outer")?, s.x::<T>("dy")?);
             for i in 0..outer {
                 for part in &mut parts {
                     let width = part.len() / outer;
@@ -130,7 +131,7 @@ const LOWERING: Lowering = Lowering {
             }
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            let (outer, dy) = (k.count("outer")?, l.reads[0]);
+            let (outer, dy) = (k.count("outer")?, l.x("dy")?);
             let mut places = parts(&l.writes, outer, dy);
             places.try_for_each(|(part, place)| {
                 let dims = rows_of(outer, [part.len, dy.len, part.len]);
@@ -138,15 +139,16 @@ const LOWERING: Lowering = Lowering {
             })
         });
         let kernel = kernel.sized([("outer", outer(signature))]);
-        let writes: Vec<Slot> = (0..signature.inputs.len()).map(Slot::Gradient).collect();
-        Calls::default().call(kernel, &[Slot::OutputGradient], &writes)
+        let parts = 0..signature.inputs.len();
+        let writes: Vec<_> = parts.map(|i| ("dx", Slot::Gradient(i))).collect();
+        Calls::default().call(kernel, [("dy", Slot::OutputGradient)], writes)
     },
 };
 
 /// Each part with where its first row begins in the whole.
 #[cfg(feature = "cuda")]
 fn parts<'a>(
-    parts: &[View<'a>],
+    parts: &Named<View<'a>>,
     outer: usize,
     whole: View<'a>,
 ) -> impl Iterator<Item = (View<'a>, View<'a>)> {

@@ -236,10 +236,10 @@ const LOWERING: Lowering = Lowering {
     },
     backward: |signature| {
         let reads = [
-            Slot::Input(0),
-            Slot::Read(0),
-            Slot::Kept(0),
-            Slot::OutputGradient,
+            ("logits", Slot::Input(0)),
+            ("targets", Slot::Read(0)),
+            ("statistics", Slot::Kept(0)),
+            ("dloss", Slot::OutputGradient),
         ];
         planned_gradient(signature, reads, Slot::Gradient(0), Calls::default())
     },
@@ -271,16 +271,17 @@ pub(super) fn planned_loss(
     let rows = signature.reads[read].dims.iter().product();
     let losses = calls.scratch(&[rows], signature.output.dtype);
     let kernel = kernel!("cross_entropy", |T, k, s| {
-        let (targets, losses) = (Planned::of(k, s.x(1)?)?, s.y(1)?);
+        let (logits, statistics) = (s.x::<T>("logits")?, s.y("statistics")?);
+        let (targets, losses) = (Planned::of(k, s.x("targets")?)?, s.y("losses")?);
         let target = |row| targets.get(row);
-        kernel::forward(s.x::<T>(0)?, k.count("classes")?, target, losses, s.y(2)?);
+        kernel::forward(logits, k.count("classes")?, target, losses, statistics);
         let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
-        s.y::<<T as Stored>::Wide>(0)?[0] = Real::real(total / targets.counted as f64);
+        s.y::<<T as Stored>::Wide>("loss")?[0] = Real::real(total / targets.counted as f64);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (logits, targets) = (l.reads[0], targets_on_gpu(k, l.reads[1]));
-        let (mean, losses, statistics) = (l.writes[0], l.writes[1], l.writes[2]);
-        match l.writes.get(3) {
+        let (logits, targets) = (l.x("logits")?, targets_on_gpu(k, l.x("targets")?));
+        let (mean, losses, statistics) = (l.y("loss")?, l.y("losses")?, l.y("statistics")?);
+        match l.writes.get("sum") {
             None => cuda_kernel::forward(l.gpu, logits, targets, losses, statistics, mean),
             Some(sum) => {
                 cuda_kernel::rows(l.gpu, logits, targets, losses, statistics)?;
@@ -290,12 +291,16 @@ pub(super) fn planned_loss(
         }
     });
     let kernel = with_classes(signature, kernel);
-    let mut writes = vec![operands.loss, losses, operands.statistics];
+    let mut writes = vec![
+        ("loss", operands.loss),
+        ("losses", losses),
+        ("statistics", operands.statistics),
+    ];
     if counts_on_gpu(signature) {
-        writes.push(calls.scratch(&[1], DType::F64)); // the sum of all losses
+        writes.push(("sum", calls.scratch(&[1], DType::F64))); // of all losses
     }
-    let reads = [operands.logits, Slot::Read(read)];
-    calls.ids(ids).call(kernel, &reads, &writes)
+    let reads = [("logits", operands.logits), ("targets", Slot::Read(read))];
+    calls.ids(ids).call(kernel, reads, writes)
 }
 
 /// Whether a GPU has to count the targets of a run.
@@ -303,35 +308,37 @@ fn counts_on_gpu(signature: &Signature<'_>) -> bool {
     signature.target == Target::Cuda && planned_ignore(signature).is_some()
 }
 
-/// Reads logits, targets, statistics and the loss's gradient; writes the logits' gradient.
+/// Reads logits, targets, statistics and dloss; writes dlogits.
 pub(super) fn planned_gradient(
     signature: &Signature<'_>,
-    reads: [Slot; 4],
+    reads: [(&'static str, Slot); 4],
     dlogits: Slot,
     mut calls: Calls,
 ) -> Calls {
     let kernel = kernel!("cross_entropy_backward", |T, k, s| {
-        let targets = Planned::of(k, s.x(1)?)?;
+        let targets = Planned::of(k, s.x("targets")?)?;
         let target = |row| targets.get(row);
-        let dloss = s.x::<<T as Stored>::Wide>(3)?[0];
+        let dloss = s.x::<<T as Stored>::Wide>("dloss")?[0];
         let weight = Real::real(WithDType::to_f64(dloss) / targets.counted as f64);
-        let (logits, classes, statistics) = (s.x::<T>(0)?, k.count("classes")?, s.x(2)?);
-        kernel::backward(logits, classes, target, statistics, weight, s.y(0)?);
+        let (logits, statistics) = (s.x::<T>("logits")?, s.x("statistics")?);
+        let (classes, dlogits) = (k.count("classes")?, s.y("dlogits")?);
+        kernel::backward(logits, classes, target, statistics, weight, dlogits);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (logits, mut targets) = (l.reads[0], targets_on_gpu(k, l.reads[1]));
-        let (statistics, mut dloss) = (l.reads[2], l.reads[3]);
-        if let Some(share) = l.writes.get(1) {
+        let (logits, mut targets) = (l.x("logits")?, targets_on_gpu(k, l.x("targets")?));
+        let (statistics, mut dloss) = (l.x("statistics")?, l.x("dloss")?);
+        if let Some(share) = l.writes.get("share") {
             cuda_kernel::share(l.gpu, targets, dloss, *share)?;
             (dloss, targets.counted) = (*share, 1);
         }
-        cuda_kernel::backward(l.gpu, logits, targets, statistics, dloss, l.writes[0])
+        let dlogits = l.y("dlogits")?;
+        cuda_kernel::backward(l.gpu, logits, targets, statistics, dloss, dlogits)
     });
-    let mut writes = vec![dlogits];
+    let mut writes = vec![("dlogits", dlogits)];
     if counts_on_gpu(signature) {
-        writes.push(calls.scratch(&[1], DType::F32)); // each target's share of the loss's gradient
+        writes.push(("share", calls.scratch(&[1], DType::F32))); // each target's, of dloss
     }
-    calls.call(with_classes(signature, kernel), &reads, &writes)
+    calls.call(with_classes(signature, kernel), reads, writes)
 }
 
 /// The targets of a run, as if all of them counted.

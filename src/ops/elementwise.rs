@@ -1,5 +1,6 @@
 //! Exponentials, logarithms, powers: what a policy wants in f32.
 
+use super::arithmetic::lowering::{div, mul};
 use super::cast::{cast, cast_for};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
@@ -64,60 +65,76 @@ pub(super) const INFOS: &[OpInfo] = &[
 ];
 
 const EXP: Lowering = Lowering {
-    forward: |_| forward(kernel!("exp", |T, _, s| kernel::exp(s.x::<T>(0)?, s.y(0)?))),
+    forward: |_| {
+        forward(kernel!("exp", |T, _, s| kernel::exp(
+            s.x::<T>("x")?,
+            s.y("y")?
+        )))
+    },
     backward: |_| {
-        let kernel = kernel!("mul", |T, _, s| kernel::mul(s.x::<T>(0)?, s.x(1)?, s.y(0)?));
-        backward(kernel, Slot::Output)
+        let reads = [("a", Slot::OutputGradient), ("b", Slot::Output)];
+        Calls::default().call(mul(), reads, [("y", Slot::Gradient(0))])
     },
 };
 
 const LOG: Lowering = Lowering {
-    forward: |_| forward(kernel!("log", |T, _, s| kernel::log(s.x::<T>(0)?, s.y(0)?))),
+    forward: |_| {
+        forward(kernel!("log", |T, _, s| kernel::log(
+            s.x::<T>("x")?,
+            s.y("y")?
+        )))
+    },
     backward: |_| {
-        let kernel = kernel!("div", |T, _, s| kernel::div(s.x::<T>(0)?, s.x(1)?, s.y(0)?));
-        backward(kernel, Slot::Input(0))
+        let reads = [("a", Slot::OutputGradient), ("b", Slot::Input(0))];
+        Calls::default().call(div(), reads, [("y", Slot::Gradient(0))])
     },
 };
 
 const POW: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("pow", |T, k, s| {
-            kernel::pow(s.x::<T>(0)?, k.number("exponent")?, s.y(0)?)
+            kernel::pow(s.x::<T>("x")?, k.number("exponent")?, s.y("y")?)
         });
         forward(kernel.with_all(signature.attributes))
     },
     backward: |signature| {
         let kernel = kernel!("pow_backward", |T, k, s| {
-            kernel::pow_backward(s.x::<T>(0)?, s.x(1)?, k.number("exponent")?, s.y(0)?)
+            kernel::pow_backward(
+                s.x::<T>("dy")?,
+                s.x("x")?,
+                k.number("exponent")?,
+                s.y("dx")?,
+            )
         });
-        backward(kernel.with_all(signature.attributes), Slot::Input(0))
+        let kernel = kernel.with_all(signature.attributes);
+        backward(kernel, ("x", Slot::Input(0)))
     },
 };
 
 const RSQRT: Lowering = Lowering {
     forward: |_| {
         forward(kernel!("rsqrt", |T, _, s| kernel::rsqrt(
-            s.x::<T>(0)?,
-            s.y(0)?
+            s.x::<T>("x")?,
+            s.y("y")?
         )))
     },
     backward: |_| {
         let kernel = kernel!("rsqrt_backward", |T, _, s| {
-            kernel::rsqrt_backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?)
+            kernel::rsqrt_backward(s.x::<T>("dy")?, s.x("x")?, s.y("dx")?)
         });
-        backward(kernel, Slot::Input(0))
+        backward(kernel, ("x", Slot::Input(0)))
     },
 };
 
 /// A map of x.
 pub(super) fn forward(kernel: Kernel) -> Calls {
-    Calls::default().call(map(kernel), &[Slot::Input(0)], &[Slot::Output])
+    Calls::default().call(map(kernel), [("x", Slot::Input(0))], [("y", Slot::Output)])
 }
 
 /// A map of dy and of what is read beside it.
-pub(super) fn backward(kernel: Kernel, beside: Slot) -> Calls {
-    let reads = [Slot::OutputGradient, beside];
-    Calls::default().call(map(kernel), &reads, &[Slot::Gradient(0)])
+pub(super) fn backward(kernel: Kernel, beside: (&'static str, Slot)) -> Calls {
+    let reads = [("dy", Slot::OutputGradient), beside];
+    Calls::default().call(map(kernel), reads, [("dx", Slot::Gradient(0))])
 }
 
 /// With the GPU's elementwise kernel of the same name, and the number that it takes, if it takes one.
@@ -129,7 +146,11 @@ pub(super) fn map(kernel: Kernel) -> Kernel {
             _ => None,
         });
         let factor = numbers.next().unwrap_or_default();
-        cuda_kernel::map(l.gpu, k.name(), factor, &l.reads, l.writes[0])
+        let reads: Vec<_> = l.reads.iter().copied().collect();
+        let Some(y) = l.writes.first() else {
+            candle_core::bail!("{}: nothing is written", k.name());
+        };
+        cuda_kernel::map(l.gpu, k.name(), factor, &reads, *y)
     })
 }
 

@@ -103,36 +103,48 @@ const LOWERING: Lowering = Lowering {
             ignore: None,
         };
         let kernel = kernel!("embedding", |T, k, s| {
-            kernel::forward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
+            kernel::forward(
+                s.x::<T>("table")?,
+                k.count("width")?,
+                s.x("ids")?,
+                s.y("x")?,
+            );
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            let (table, ids) = (l.reads[0], l.reads[1]);
-            cuda_kernel::forward(l.gpu, table, ids, k.count("width")?, l.writes[0])
+            let (table, ids, x) = (l.x("table")?, l.x("ids")?, l.y("x")?);
+            cuda_kernel::forward(l.gpu, table, ids, k.count("width")?, x)
         });
         let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
-        let reads = [Slot::Input(0), Slot::Read(0)];
+        let reads = [("table", Slot::Input(0)), ("ids", Slot::Read(0))];
         Calls::default()
             .ids(ids)
-            .call(kernel, &reads, &[Slot::Output])
+            .call(kernel, reads, [("x", Slot::Output)])
     },
     backward: |signature| {
         let kernel = kernel!("embedding_backward", |T, k, s| {
-            kernel::backward(s.x::<T>(0)?, k.count("width")?, s.x(1)?, s.y(0)?);
+            kernel::backward(
+                s.x::<T>("dx")?,
+                k.count("width")?,
+                s.x("ids")?,
+                s.y("dtable")?,
+            );
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            let (dy, ids, dtable) = (l.reads[0], l.reads[1], l.writes[0]);
-            let width = k.count("width")?;
-            cuda_kernel::backward(l.gpu, dy, ids, width, dtable, false, l.writes[1])
+            let (dx, ids, dtable) = (l.x("dx")?, l.x("ids")?, l.y("dtable")?);
+            let (width, workspace) = (k.count("width")?, l.y("workspace")?);
+            cuda_kernel::backward(l.gpu, dx, ids, width, dtable, false, workspace)
         });
         let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
-        let (mut calls, mut writes) = (Calls::default(), vec![Slot::Gradient(0)]);
+        let (mut calls, mut writes) = (Calls::default(), vec![("dtable", Slot::Gradient(0))]);
         if signature.target == Target::Cuda {
             let count = ids.dims.iter().product();
             let parts = workspace::embedding_backward(count, table.dims[0]);
-            writes.push(calls.scratch(&[parts.iter().sum()], DType::U32));
+            let workspace = calls.scratch(&[parts.iter().sum()], DType::U32);
+            writes.push(("workspace", workspace));
         }
-        calls.call(kernel, &[Slot::OutputGradient, Slot::Read(0)], &writes)
+        let reads = [("dx", Slot::OutputGradient), ("ids", Slot::Read(0))];
+        calls.call(kernel, reads, writes)
     },
 };
 

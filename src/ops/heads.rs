@@ -118,22 +118,30 @@ pub(super) const INFOS: &[OpInfo] = &[
 const SPLIT_HEADS: Lowering = Lowering {
     forward: |signature| {
         let kernel = planned(Way::Split, signature.output.dims);
-        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])
     },
     backward: |signature| {
         let kernel = planned(Way::Merge, signature.output.dims);
-        Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
+        Calls::default().call(
+            kernel,
+            [("x", Slot::OutputGradient)],
+            [("y", Slot::Gradient(0))],
+        )
     },
 };
 
 const MERGE_HEADS: Lowering = Lowering {
     forward: |signature| {
         let kernel = planned(Way::Merge, signature.inputs[0].dims);
-        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])
     },
     backward: |signature| {
         let kernel = planned(Way::Split, signature.inputs[0].dims);
-        Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
+        Calls::default().call(
+            kernel,
+            [("x", Slot::OutputGradient)],
+            [("y", Slot::Gradient(0))],
+        )
     },
 };
 
@@ -149,19 +157,19 @@ fn planned(way: Way, heads: &[usize]) -> Kernel {
     }
     fn run(way: Way, k: &Kernel, s: &Slices<'_>) -> candle_core::Result<()> {
         let sizes = sizes(k)?;
-        for_stored!(s.dtype(0), T => {
-            way.run(sizes, s.x::<T>(0)?, s.y(0)?);
+        for_stored!(s.dtype()?, T => {
+            way.run(sizes, s.x::<T>("x")?, s.y("y")?);
             Ok(())
         })
     }
     let kernel = match way {
         Way::Split => on_gpu!(
             Kernel::new("split_heads", |k, s| run(Way::Split, k, s)),
-            |k, l| Way::Split.launch(l.gpu, sizes(k)?, l.reads[0], l.writes[0])
+            |k, l| Way::Split.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
         ),
         Way::Merge => on_gpu!(
             Kernel::new("merge_heads", |k, s| run(Way::Merge, k, s)),
-            |k, l| Way::Merge.launch(l.gpu, sizes(k)?, l.reads[0], l.writes[0])
+            |k, l| Way::Merge.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
         ),
     };
     let size = |dim: usize| heads.get(dim).copied().unwrap_or(1);

@@ -120,66 +120,74 @@ pub(super) const INFO: OpInfo = per_element!(
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("layer_norm", |T, k, s| {
-            let (weight, bias) = (s.wide_x(1)?, s.wide_x(2)?);
+            let (weight, bias) = (s.wide_x("weight")?, s.wide_x("bias")?);
             let eps = k.number("eps")?;
-            kernel::forward(s.x::<T>(0)?, &weight, &bias, eps, s.y(0)?, s.y(1)?);
+            kernel::forward(
+                s.x::<T>("x")?,
+                &weight,
+                &bias,
+                eps,
+                s.y("y")?,
+                s.y("statistics")?,
+            );
         });
         let kernel = match takes_weights_on_gpu(signature) {
             false => kernel,
             true => on_gpu!(kernel, |k, l| {
-                let ([x, weight, bias], [y, statistics]) =
-                    ([0, 1, 2].map(|i| l.reads[i]), [0, 1].map(|i| l.writes[i]));
-                cuda_kernel::forward(
-                    l.gpu,
-                    x,
-                    (weight, Some(bias)),
-                    k.number("eps")?,
-                    y,
-                    statistics,
-                )
+                let (x, weight, bias) = (l.x("x")?, l.x("weight")?, l.x("bias")?);
+                let (y, statistics) = (l.y("y")?, l.y("statistics")?);
+                let (affine, eps) = ((weight, Some(bias)), k.number("eps")?);
+                cuda_kernel::forward(l.gpu, x, affine, eps, y, statistics)
             }),
         };
-        let reads = [Slot::Input(0), Slot::Input(1), Slot::Input(2)];
-        let writes = [Slot::Output, Slot::Kept(0)];
-        Calls::default().call(kernel.with_all(signature.attributes), &reads, &writes)
+        let kernel = kernel.with_all(signature.attributes);
+        let reads = [
+            ("x", Slot::Input(0)),
+            ("weight", Slot::Input(1)),
+            ("bias", Slot::Input(2)),
+        ];
+        let writes = [("y", Slot::Output), ("statistics", Slot::Kept(0))];
+        Calls::default().call(kernel, reads, writes)
     },
     backward: |signature| {
         let kernel = kernel!("layer_norm_backward", |T, _, s| {
-            let weight = s.wide_x(2)?;
-            let (dx, dw, db) = (s.y(0)?, s.y(1)?, s.y(2)?);
-            kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, dx, dw, db);
+            let (dy, x) = (s.x::<T>("dy")?, s.x("x")?);
+            let (weight, statistics) = (s.wide_x("weight")?, s.x("statistics")?);
+            let (dx, dw, db) = (s.y("dx")?, s.y("dweight")?, s.y("dbias")?);
+            kernel::backward(dy, x, &weight, statistics, dx, dw, db);
         });
         let kernel = match takes_weights_on_gpu(signature) {
             false => kernel,
             true => on_gpu!(kernel, |_, l| {
                 let inputs = cuda_kernel::Inputs {
-                    dy: l.reads[0],
-                    x: l.reads[1],
-                    weight: l.reads[2],
-                    statistics: l.reads[3],
+                    dy: l.x("dy")?,
+                    x: l.x("x")?,
+                    weight: l.x("weight")?,
+                    statistics: l.x("statistics")?,
                 };
                 let gradients = cuda_kernel::Gradients {
-                    dx: l.writes[0],
+                    dx: l.y("dx")?,
                     add_dx: false,
-                    dw: l.writes[1],
-                    db: Some(l.writes[2]),
+                    dw: l.y("dweight")?,
+                    db: Some(l.y("dbias")?),
                     add_sums: false,
                 };
-                cuda_kernel::backward(l.gpu, inputs, gradients, l.writes[3])
+                cuda_kernel::backward(l.gpu, inputs, gradients, l.y("partials")?)
             }),
         };
         let reads = [
-            Slot::OutputGradient,
-            Slot::Input(0),
-            Slot::Input(1),
-            Slot::Kept(0),
+            ("dy", Slot::OutputGradient),
+            ("x", Slot::Input(0)),
+            ("weight", Slot::Input(1)),
+            ("statistics", Slot::Kept(0)),
         ];
-        let mut calls = Calls::with_wide_gradients(signature, kernel, &reads, &[1, 2]);
+        let wide = [("dweight", 1), ("dbias", 2)];
+        let mut calls = Calls::with_wide_gradients(signature, kernel, reads, &wide);
         if signature.target == Target::Cuda {
             let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
             let len = workspace::layer_norm_partials(rows, width);
             let partials = calls.scratch(&[len], DType::F32);
-            calls.calls[0].writes.push(partials);
+            calls.calls[0].writes.push("partials", partials);
         }
         calls
     },

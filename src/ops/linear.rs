@@ -104,8 +104,9 @@ pub(super) const INFO: OpInfo = OpInfo::new("linear")
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
-        let reads = [Slot::Input(0), read_weight(signature, 1)];
-        Calls::default().call(product(x, weight.t(), false), &reads, &[Slot::Output])
+        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
+        let y = [("c", Slot::Output)];
+        Calls::default().call(product(x, weight.t(), false), factors, y)
     },
     backward: planned_gradients,
 };
@@ -114,11 +115,15 @@ const LOWERING: Lowering = Lowering {
 pub(super) fn planned_gradients(signature: &Signature<'_>) -> Calls {
     let (x, weight) = factors(signature);
     let dy = Factor::new(x.rows, weight.rows);
-    let reads = [Slot::OutputGradient, read_weight(signature, 1)];
+    let factors = [
+        ("a", Slot::OutputGradient),
+        ("b", read_weight(signature, 1)),
+    ];
     let dx = product(dy, weight, false);
-    let calls = Calls::default().call(dx, &reads, &[Slot::Gradient(0)]);
-    let reads = [Slot::OutputGradient, Slot::Input(0)];
-    calls.call(product(dy.t(), x, false), &reads, &[Slot::Gradient(1)])
+    let calls = Calls::default().call(dx, factors, [("c", Slot::Gradient(0))]);
+    let factors = [("a", Slot::OutputGradient), ("b", Slot::Input(0))];
+    let dw = product(dy.t(), x, false);
+    calls.call(dw, factors, [("c", Slot::Gradient(1))])
 }
 
 /// x (N, in) and the weight (out, in), of ops that take them first.

@@ -134,56 +134,58 @@ pub(super) const INFO: OpInfo = OpInfo::new("linear_bias")
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
-        let calls = Calls::default().call(bias(), &[Slot::Input(2)], &[Slot::Output]);
-        let reads = [Slot::Input(0), read_weight(signature, 1)];
+        let calls =
+            Calls::default().call(bias(), [("bias", Slot::Input(2))], [("y", Slot::Output)]);
+        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
+        let y = [("c", Slot::Output)];
         match x.cols {
             0 => calls,
-            _ => calls.call(product(x, weight.t(), true), &reads, &[Slot::Output]),
+            _ => calls.call(product(x, weight.t(), true), factors, y),
         }
     },
     backward: |signature| {
-        let gradient = Slot::OutputGradient;
+        let dy = [("dy", Slot::OutputGradient)];
         let mut calls = planned_gradients(signature);
         let db = bias_gradient();
         let (bias, wide) = (&signature.inputs[2], signature.inputs[0].wide_dtype());
         if bias.dtype == wide {
-            return calls.call(db, &[gradient], &[Slot::Gradient(2)]);
+            return calls.call(db, dy, [("dbias", Slot::Gradient(2))]);
         }
         let sum = calls.scratch(bias.dims, wide);
-        let calls = calls.call(db, &[gradient], &[sum]);
-        calls.call(converted(), &[sum], &[Slot::Gradient(2)])
+        let calls = calls.call(db, dy, [("dbias", sum)]);
+        calls.call(converted(), [("x", sum)], [("y", Slot::Gradient(2))])
     },
 };
 
 /// Reads a bias (out), in y's dtype or in f32; writes it to every row of y (N, out).
 pub(crate) fn bias() -> Kernel {
     let kernel = Kernel::new("bias", |_, s| {
-        for_stored!(s.dtype_written(0)?, T => {
-            let bias = s.wide_x::<<T as Stored>::Wide>(0)?;
+        for_stored!(s.dtype_written("y")?, T => {
+            let bias = s.wide_x::<<T as Stored>::Wide>("bias")?;
             let mut stored = vec![<T as WithDType>::from_f64(0.0); bias.len()]; // (out): small
             <T as Stored>::store(&bias, &mut stored);
-            kernel::fill(&stored, s.y::<T>(0)?);
+            kernel::fill(&stored, s.y::<T>("y")?);
             Ok(())
         })
     });
     on_gpu!(kernel, |_, l| cuda_kernel::fill(
         l.gpu,
-        l.reads[0],
-        l.writes[0]
+        l.x("bias")?,
+        l.y("y")?
     ))
 }
 
-/// Reads dy (N, out); writes the sum of its rows (out), in the dtype that sums are computed in, and on a GPU partial
-/// sums.
+/// Reads dy (N, out); writes dbias (out), the sum of its rows in the dtype that sums are computed in, and on a GPU
+/// partials.
 pub(crate) fn bias_gradient() -> Kernel {
     let kernel = kernel!("bias_backward", |T, _, s| {
-        kernel::gradient::<T>(s.x(0)?, s.y(0)?);
+        kernel::gradient::<T>(s.x("dy")?, s.y("dbias")?);
     });
     on_gpu!(kernel, |_, l| cuda_kernel::gradient(
         l.gpu,
-        l.reads[0],
-        l.writes[0],
-        l.writes[1]
+        l.x("dy")?,
+        l.y("dbias")?,
+        l.y("partials")?
     ))
 }
 

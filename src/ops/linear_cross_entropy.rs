@@ -122,9 +122,9 @@ fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
-        let reads = [Slot::Input(0), read_weight(signature, 1)];
+        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
         let logits = product(x, weight.t(), false);
-        let mut calls = Calls::default().call(logits, &reads, &[Slot::Kept(0)]);
+        let mut calls = Calls::default().call(logits, factors, [("c", Slot::Kept(0))]);
         let statistics = statistics(signature, &mut calls);
         planned_loss(
             signature,
@@ -142,14 +142,20 @@ const LOWERING: Lowering = Lowering {
             let loss = calls.scratch(&[1], signature.output.dtype);
             calls = planned_loss(signature, of_loss(signature, statistics, loss), calls);
         }
-        let reads = [Slot::Kept(0), targets, statistics, Slot::OutputGradient];
+        let reads = [
+            ("logits", Slot::Kept(0)),
+            ("targets", targets),
+            ("statistics", statistics),
+            ("dloss", Slot::OutputGradient),
+        ];
         let calls = planned_gradient(signature, reads, dlogits, calls);
         let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
-        let reads = [dlogits, read_weight(signature, 1)];
+        let factors = [("a", dlogits), ("b", read_weight(signature, 1))];
         let dx = product(of_dlogits, weight, false);
-        let calls = calls.call(dx, &reads, &[Slot::Gradient(0)]);
+        let calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
+        let factors = [("a", dlogits), ("b", Slot::Input(0))];
         let dw = product(of_dlogits.t(), x, false);
-        calls.call(dw, &[dlogits, Slot::Input(0)], &[Slot::Gradient(1)])
+        calls.call(dw, factors, [("c", Slot::Gradient(1))])
     },
 };
 

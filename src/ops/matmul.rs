@@ -191,8 +191,8 @@ const LOWERING: Lowering = Lowering {
         let [a, b] = [signature.inputs[0].dims, signature.inputs[1].dims];
         let transposed = signature.attribute("transposed") == Some(Attribute::Flag(true));
         let kernel = batched(a, false, b, transposed);
-        let reads = [Slot::Input(0), Slot::Input(1)];
-        Calls::default().call(kernel, &reads, &[Slot::Output])
+        let factors = [("a", Slot::Input(0)), ("b", Slot::Input(1))];
+        Calls::default().call(kernel, factors, [("c", Slot::Output)])
     },
     backward: |signature| {
         let [a, b] = [signature.inputs[0].dims, signature.inputs[1].dims];
@@ -200,16 +200,17 @@ const LOWERING: Lowering = Lowering {
         let dc = signature.output.dims;
         let (of_a, of_b, of_dc) = (Slot::Input(0), Slot::Input(1), Slot::OutputGradient);
         let da = batched(dc, false, b, !transposed);
-        let calls = Calls::default().call(da, &[of_dc, of_b], &[Slot::Gradient(0)]);
+        let calls =
+            Calls::default().call(da, [("a", of_dc), ("b", of_b)], [("c", Slot::Gradient(0))]);
         // b (K, N): a^T dc; b (N, K): dc^T a.
         match transposed {
             false => {
                 let db = batched(a, true, dc, false);
-                calls.call(db, &[of_a, of_dc], &[Slot::Gradient(1)])
+                calls.call(db, [("a", of_a), ("b", of_dc)], [("c", Slot::Gradient(1))])
             }
             true => {
                 let db = batched(dc, true, a, false);
-                calls.call(db, &[of_dc, of_a], &[Slot::Gradient(1)])
+                calls.call(db, [("a", of_dc), ("b", of_a)], [("c", Slot::Gradient(1))])
             }
         }
     },
@@ -227,18 +228,18 @@ fn batched(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> 
     let flops = 2.0 * batch as f64 * (a_sizes[0] * a_sizes[1]) as f64 * cols as f64;
     let kernel = kernel!("matmul", |T, k, s| {
         let a = Batched {
-            data: s.x::<T>(0)?,
+            data: s.x::<T>("a")?,
             rows: k.count("a_rows")?,
             cols: k.count("a_cols")?,
             transposed: k.flag("a_transposed"),
         };
         let b = Batched {
-            data: s.x::<T>(1)?,
+            data: s.x::<T>("b")?,
             rows: k.count("b_rows")?,
             cols: k.count("b_cols")?,
             transposed: k.flag("b_transposed"),
         };
-        matmul_batched(k.count("batch")?, a, b, s.y(0)?);
+        matmul_batched(k.count("batch")?, a, b, s.y("c")?);
     });
     let kernel = on_gpu!(kernel, |k, l| on_gpu(k, l, k.count("batch")?));
     let sizes = [

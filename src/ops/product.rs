@@ -45,21 +45,21 @@ impl Factor {
     }
 }
 
-/// `c = a b`, or `c +=` that where it `adds`. c is in the factors' dtype, or in the one that products are summed in.
+/// Reads a and b; writes `c = a b`, or `c +=` that where it `adds`. c is in the factors' dtype, or in the one that products are summed in.
 pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
     fn into<T: Stored, C: Stored<Wide = T::Wide>>(
         k: &Kernel,
         s: &Slices<'_>,
     ) -> candle_core::Result<()> {
-        let a = Factor::of(k, s.x::<T>(0)?, ["a_rows", "a_cols", "a_transposed"])?;
-        let b = Factor::of(k, s.x::<T>(1)?, ["b_rows", "b_cols", "b_transposed"])?;
-        let c = MatMut::new(s.y::<C>(0)?, k.count("rows")?, k.count("cols")?);
+        let a = Factor::of(k, s.x::<T>("a")?, ["a_rows", "a_cols", "a_transposed"])?;
+        let b = Factor::of(k, s.x::<T>("b")?, ["b_rows", "b_cols", "b_transposed"])?;
+        let c = MatMut::new(s.y::<C>("c")?, k.count("rows")?, k.count("cols")?);
         matmul_sum(&[(a, b)], c, k.flag("adds"), Threads::All);
         Ok(())
     }
     let kernel = Kernel::new("matmul", |k, s| {
-        let written = s.dtype_written(0)?;
-        for_stored!(s.dtype(0), T => match written == s.dtype(0) {
+        let (read, written) = (s.dtype()?, s.dtype_written("c")?);
+        for_stored!(read, T => match written == read {
             true => into::<T, T>(k, s),
             false => into::<T, <T as Stored>::Wide>(k, s),
         })
@@ -89,14 +89,14 @@ pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
 /// Launches `count` products: matrices one after another, of sizes as [`product`] says.
 #[cfg(feature = "cuda")]
 pub(super) fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()> {
-    let factor = |place: usize, [rows, cols, transposed]: [&str; 3]| {
-        let x = Matrix::several(l.reads[place], k.count(rows)?, k.count(cols)?);
+    let factor = |name: &str, [rows, cols, transposed]: [&str; 3]| {
+        let x = Matrix::several(l.x(name)?, k.count(rows)?, k.count(cols)?);
         candle_core::Result::Ok(if k.flag(transposed) { x.t() } else { x })
     };
-    let a = factor(0, ["a_rows", "a_cols", "a_transposed"])?;
-    let b = factor(1, ["b_rows", "b_cols", "b_transposed"])?;
+    let a = factor("a", ["a_rows", "a_cols", "a_transposed"])?;
+    let b = factor("b", ["b_rows", "b_cols", "b_transposed"])?;
     let (rows, cols) = Matrix::product_of([&a, &b]);
-    let (c, adds) = (Matrix::several(l.writes[0], rows, cols), k.flag("adds"));
+    let (c, adds) = (Matrix::several(l.y("c")?, rows, cols), k.flag("adds"));
     if a.view.len == 0 && !adds {
         return set_to_zero(l.gpu, c.view); // sums of nothing
     }

@@ -91,27 +91,27 @@ const MEAN: Lowering = Lowering {
 const LOG_SOFTMAX: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("log_softmax", |T, k, s| {
-            log_softmax_kernel::forward(s.x::<T>(0)?, k.count("width")?, s.y(0)?);
+            log_softmax_kernel::forward(s.x::<T>("x")?, k.count("width")?, s.y("y")?);
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            let (x, y) = (l.reads[0], l.writes[0]);
+            let (x, y) = (l.x("x")?, l.y("y")?);
             log_softmax_on_gpu::forward(l.gpu, x, k.count("width")?, y)
         });
         let kernel = kernel.sized([("width", width(signature))]);
-        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])
     },
     backward: |signature| {
         let kernel = kernel!("log_softmax_backward", |T, k, s| {
-            let (dy, x) = (s.x::<T>(0)?, s.x(1)?);
-            log_softmax_kernel::backward(dy, x, k.count("width")?, s.y(0)?);
+            let (dy, x) = (s.x::<T>("dy")?, s.x("x")?);
+            log_softmax_kernel::backward(dy, x, k.count("width")?, s.y("dx")?);
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            let reads = [l.reads[0], l.reads[1]];
-            log_softmax_on_gpu::backward(l.gpu, reads, k.count("width")?, l.writes[0])
+            let (reads, dx) = ([l.x("dy")?, l.x("x")?], l.y("dx")?);
+            log_softmax_on_gpu::backward(l.gpu, reads, k.count("width")?, dx)
         });
         let kernel = kernel.sized([("width", width(signature))]);
-        let reads = [Slot::OutputGradient, Slot::Input(0)];
-        Calls::default().call(kernel, &reads, &[Slot::Gradient(0)])
+        let reads = [("dy", Slot::OutputGradient), ("x", Slot::Input(0))];
+        Calls::default().call(kernel, reads, [("dx", Slot::Gradient(0))])
     },
 };
 
@@ -128,35 +128,40 @@ fn share(signature: &Signature<'_>) -> f64 {
 /// The sum of x, in f64, times `factor`; and on a GPU partial sums.
 fn total(signature: &Signature<'_>, factor: f64) -> Calls {
     let kernel = kernel!("sum", |T, k, s| {
-        let x = s.x::<T>(0)?;
+        let x = s.x::<T>("x")?;
         let of_range = |range: Range<usize>| x[range].iter().map(|x| x.to_f64()).sum::<f64>();
         let total = parallel::sum_ranges(x.len(), of_range) * k.number("factor")?;
-        s.y::<T>(0)?[0] = WithDType::from_f64(total);
+        s.y::<T>("y")?[0] = WithDType::from_f64(total);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let factor = k.number("factor")?;
-        cuda_kernel::sum(l.gpu, l.reads[0], factor, l.writes[0], l.writes[1])
+        let (x, factor) = (l.x("x")?, k.number("factor")?);
+        cuda_kernel::sum(l.gpu, x, factor, l.y("y")?, l.y("parts")?)
     });
-    let (mut calls, mut writes) = (Calls::default(), vec![Slot::Output]);
+    let (mut calls, mut writes) = (Calls::default(), vec![("y", Slot::Output)]);
     if signature.target == Target::Cuda {
         let elements = signature.inputs[0].dims.iter().product();
-        writes.push(calls.scratch(&[workspace::sum_parts(elements)], DType::F64));
+        let parts = calls.scratch(&[workspace::sum_parts(elements)], DType::F64);
+        writes.push(("parts", parts));
     }
     let kernel = kernel.with("factor", Attribute::Number(factor));
-    calls.call(kernel, &[Slot::Input(0)], &writes)
+    calls.call(kernel, [("x", Slot::Input(0))], writes)
 }
 
 /// The gradient of that: the output's everywhere.
 fn spread(factor: f64) -> Calls {
     let kernel = kernel!("sum_backward", |T, k, s| {
-        let dy = s.x::<T>(0)?[0].to_f64() * k.number("factor")?;
-        s.y::<T>(0)?.fill(WithDType::from_f64(dy));
+        let dy = s.x::<T>("dy")?[0].to_f64() * k.number("factor")?;
+        s.y::<T>("dx")?.fill(WithDType::from_f64(dy));
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        cuda_kernel::spread(l.gpu, l.reads[0], k.number("factor")?, l.writes[0])
+        cuda_kernel::spread(l.gpu, l.x("dy")?, k.number("factor")?, l.y("dx")?)
     });
     let kernel = kernel.with("factor", Attribute::Number(factor));
-    Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
+    Calls::default().call(
+        kernel,
+        [("dy", Slot::OutputGradient)],
+        [("dx", Slot::Gradient(0))],
+    )
 }
 
 fn log_probabilities(x: &Tensor) -> candle_core::Result<Tensor> {

@@ -46,14 +46,14 @@ pub(super) const INFO: OpInfo = per_element!(
 
 const LOWERING: Lowering = Lowering {
     forward: |_| {
-        let kernel = kernel!("relu", |T, _, s| kernel::forward(s.x::<T>(0)?, s.y(0)?));
+        let kernel = kernel!("relu", |T, _, s| kernel::forward(s.x::<T>("x")?, s.y("y")?));
         elementwise::forward(kernel)
     },
     backward: |_| {
         let kernel = kernel!("relu_backward", |T, _, s| {
-            kernel::backward(s.x::<T>(0)?, s.x(1)?, s.y(0)?)
+            kernel::backward(s.x::<T>("dy")?, s.x("y")?, s.y("dx")?)
         });
-        elementwise::backward(kernel, Slot::Output)
+        elementwise::backward(kernel, ("y", Slot::Output))
     },
 };
 

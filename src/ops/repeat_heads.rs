@@ -99,27 +99,41 @@ pub(super) const INFO: OpInfo = OpInfo::new("repeat_heads")
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("repeat_heads", |T, k, s| {
-            kernel::repeat(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
+            kernel::repeat(
+                s.x::<T>("x")?,
+                k.count("width")?,
+                k.count("times")?,
+                s.y("y")?,
+            );
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let (width, times) = (k.count("width")?, k.count("times")?);
-            cuda_kernel::repeat(l.gpu, l.reads[0], width, times, l.writes[0])
+            cuda_kernel::repeat(l.gpu, l.x("x")?, width, times, l.y("y")?)
         });
         let kernel = kernel.with_all(signature.attributes);
         let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);
-        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])
     },
     backward: |signature| {
         let kernel = kernel!("repeat_heads_backward", |T, k, s| {
-            kernel::fold(s.x::<T>(0)?, k.count("width")?, k.count("times")?, s.y(0)?);
+            kernel::fold(
+                s.x::<T>("dy")?,
+                k.count("width")?,
+                k.count("times")?,
+                s.y("dx")?,
+            );
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let (width, times) = (k.count("width")?, k.count("times")?);
-            cuda_kernel::fold(l.gpu, l.reads[0], width, times, l.writes[0])
+            cuda_kernel::fold(l.gpu, l.x("dy")?, width, times, l.y("dx")?)
         });
         let kernel = kernel.with_all(signature.attributes);
         let kernel = kernel.sized([("width", width_of(signature.inputs[0].dims))]);
-        Calls::default().call(kernel, &[Slot::OutputGradient], &[Slot::Gradient(0)])
+        Calls::default().call(
+            kernel,
+            [("dy", Slot::OutputGradient)],
+            [("dx", Slot::Gradient(0))],
+        )
     },
 };
 

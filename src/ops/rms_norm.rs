@@ -109,59 +109,60 @@ pub(super) const INFO: OpInfo = per_element!(
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("rms_norm", |T, k, s| {
-            let weight = s.wide_x(1)?;
-            kernel::forward(s.x::<T>(0)?, &weight, k.number("eps")?, s.y(0)?, s.y(1)?);
+            let (weight, eps) = (s.wide_x("weight")?, k.number("eps")?);
+            kernel::forward(s.x::<T>("x")?, &weight, eps, s.y("y")?, s.y("rstd")?);
         });
         let kernel = match takes_weight_on_gpu(signature) {
             false => kernel,
             true => on_gpu!(kernel, |k, l| {
-                let ([x, weight], [y, rstd]) =
-                    ([0, 1].map(|i| l.reads[i]), [0, 1].map(|i| l.writes[i]));
+                let (x, weight) = (l.x("x")?, l.x("weight")?);
+                let (y, rstd) = (l.y("y")?, l.y("rstd")?);
                 cuda_kernel::forward(l.gpu, x, weight, k.number("eps")?, y, rstd)
             }),
         };
-        let reads = [Slot::Input(0), Slot::Input(1)];
-        let writes = [Slot::Output, Slot::Kept(0)];
-        Calls::default().call(kernel.with_all(signature.attributes), &reads, &writes)
+        let reads = [("x", Slot::Input(0)), ("weight", Slot::Input(1))];
+        let writes = [("y", Slot::Output), ("rstd", Slot::Kept(0))];
+        Calls::default().call(kernel.with_all(signature.attributes), reads, writes)
     },
     backward: |signature| {
         let kernel = kernel!("rms_norm_backward", |T, _, s| {
-            let weight = s.wide_x(2)?;
-            kernel::backward(s.x::<T>(0)?, s.x(1)?, &weight, s.x(3)?, s.y(0)?, s.y(1)?);
+            let (dy, x) = (s.x::<T>("dy")?, s.x("x")?);
+            let (weight, rstd) = (s.wide_x("weight")?, s.x("rstd")?);
+            kernel::backward(dy, x, &weight, rstd, s.y("dx")?, s.y("dweight")?);
         });
         let kernel = match takes_weight_on_gpu(signature) {
             false => kernel,
             true => on_gpu!(kernel, |_, l| {
                 let inputs = cuda_kernel::Inputs {
-                    dy: l.reads[0],
-                    x: l.reads[1],
+                    dy: l.x("dy")?,
+                    x: l.x("x")?,
                     branch: None,
-                    weight: l.reads[2],
-                    rstd: l.reads[3],
+                    weight: l.x("weight")?,
+                    rstd: l.x("rstd")?,
                 };
                 let gradients = cuda_kernel::Gradients {
-                    dx: l.writes[0],
+                    dx: l.y("dx")?,
                     add_dx: false,
                     copy: None,
                     y: None,
-                    dw: l.writes[1],
+                    dw: l.y("dweight")?,
                     add_dw: false,
                 };
-                cuda_kernel::backward(l.gpu, inputs, gradients, l.writes[2])
+                cuda_kernel::backward(l.gpu, inputs, gradients, l.y("partials")?)
             }),
         };
         let reads = [
-            Slot::OutputGradient,
-            Slot::Input(0),
-            Slot::Input(1),
-            Slot::Kept(0),
+            ("dy", Slot::OutputGradient),
+            ("x", Slot::Input(0)),
+            ("weight", Slot::Input(1)),
+            ("rstd", Slot::Kept(0)),
         ];
-        let mut calls = Calls::with_wide_gradients(signature, kernel, &reads, &[1]);
+        let mut calls = Calls::with_wide_gradients(signature, kernel, reads, &[("dweight", 1)]);
         if signature.target == Target::Cuda {
             let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
             let len = workspace::rms_norm_partials(rows, width);
             let partials = calls.scratch(&[len], DType::F32);
-            calls.calls[0].writes.push(partials);
+            calls.calls[0].writes.push("partials", partials);
         }
         calls
     },

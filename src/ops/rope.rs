@@ -111,37 +111,36 @@ pub(super) const INFO: OpInfo = OpInfo::new("rope").on_gpu().planned(LOWERING).c
 /// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        let reads = [Slot::Input(0), Slot::Read(0), Slot::Read(1)];
-        Calls::default().call(rotation(signature, false), &reads, &[Slot::Output])
+        let reads = with_angles(Slot::Input(0));
+        Calls::default().call(rotation(signature, false), reads, [("y", Slot::Output)])
     },
     backward: |signature| {
-        let reads = [Slot::OutputGradient, Slot::Read(0), Slot::Read(1)];
-        Calls::default().call(rotation(signature, true), &reads, &[Slot::Gradient(0)])
+        let reads = with_angles(Slot::OutputGradient);
+        Calls::default().call(rotation(signature, true), reads, [("y", Slot::Gradient(0))])
     },
 };
 
-/// Reads x, cos and sin; writes x rotated, or `back`.
+/// What a rotation of `x` reads.
+fn with_angles(x: Slot) -> [(&'static str, Slot); 3] {
+    [("x", x), ("cos", Slot::Read(0)), ("sin", Slot::Read(1))]
+}
+
+/// Reads x, cos and sin; writes y, which is x rotated, or rotated `back`.
 fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
     let name = if back { "rope_backward" } else { "rope" };
     let width = signature.output.dims.last().copied().unwrap_or(1);
     let kernel = Kernel::new(name, |k, s| {
-        for_stored!(s.dtype(0), T => {
+        for_stored!(s.dtype()?, T => {
             let (width, back) = (k.count("width")?, k.flag("back"));
-            kernel::rotate(s.x::<T>(0)?, s.x(1)?, s.x(2)?, width, back, s.y(0)?);
+            let (x, cos, sin) = (s.x::<T>("x")?, s.x("cos")?, s.x("sin")?);
+            kernel::rotate(x, cos, sin, width, back, s.y("y")?);
             Ok(())
         })
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (tables, width) = ([l.reads[1], l.reads[2]], k.count("width")?);
+        let (tables, width) = ([l.x("cos")?, l.x("sin")?], k.count("width")?);
         let sizes = (2 * tables[0].len / width.max(1), width);
-        cuda_kernel::rotate(
-            l.gpu,
-            l.reads[0],
-            tables,
-            sizes,
-            k.flag("back"),
-            l.writes[0],
-        )
+        cuda_kernel::rotate(l.gpu, l.x("x")?, tables, sizes, k.flag("back"), l.y("y")?)
     });
     kernel
         .sized([("width", width)])

@@ -157,46 +157,49 @@ const LOWERING: Lowering = Lowering {
         let kernel = planned("softmax", signature, |k, s| {
             let (queries, keys) = (k.count("queries")?, k.count("keys")?);
             let (scale, mask) = (k.number("scale")?, k.mask()?);
-            for_stored!(s.dtype(0), T => {
-                kernel::forward(s.x::<T>(0)?, queries, keys, scale, mask, s.y(0)?);
+            for_stored!(s.dtype()?, T => {
+                kernel::forward(s.x::<T>("x")?, queries, keys, scale, mask, s.y("p")?);
                 Ok(())
             })
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            cuda_kernel::forward(l.gpu, scores(k)?, l.reads[0], l.writes[0])
+            cuda_kernel::forward(l.gpu, scores(k)?, l.x("x")?, l.y("p")?)
         });
-        Calls::default().call(kernel, &[Slot::Input(0)], &[Slot::Output])
+        Calls::default().call(kernel, [("x", Slot::Input(0))], [("p", Slot::Output)])
     },
     backward: |signature| {
         // As in eager: half precision computes p once more from x, without its rounding.
         let source = match signature.output.dtype {
-            DType::F16 | DType::BF16 => Slot::Input(0),
-            _ => Slot::Output,
+            DType::F16 | DType::BF16 => ("x", Slot::Input(0)),
+            _ => ("p", Slot::Output),
         };
         let kernel = planned("softmax_backward", signature, |k, s| {
             let (queries, keys) = (k.count("queries")?, k.count("keys")?);
             let (scale, mask) = (k.number("scale")?, k.mask()?);
-            match s.dtype(0) {
-                DType::F16 | DType::BF16 => for_stored!(s.dtype(0), T => {
-                    let (dp, x, dx) = (s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+            match s.dtype()? {
+                dtype @ (DType::F16 | DType::BF16) => for_stored!(dtype, T => {
+                    let (dp, x, dx) = (s.x::<T>("dp")?, s.x("x")?, s.y("dx")?);
                     kernel::backward_from_scores(dp, x, queries, keys, scale, mask, dx);
                     Ok(())
                 }),
                 dtype => for_real!(dtype, T => {
-                    let (dp, p, dx) = (s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+                    let (dp, p, dx) = (s.x::<T>("dp")?, s.x("p")?, s.y("dx")?);
                     kernel::backward(dp, p, queries, keys, scale, mask, dx);
                     Ok(())
                 }),
             }
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            let reads = [l.reads[0], l.reads[1]];
-            cuda_kernel::backward(l.gpu, scores(k)?, reads, l.writes[0])
+            let source = match l.reads.get("p") {
+                Some(p) => *p,
+                None => l.x("x")?,
+            };
+            cuda_kernel::backward(l.gpu, scores(k)?, [l.x("dp")?, source], l.y("dx")?)
         });
         Calls::default().call(
             kernel,
-            &[Slot::OutputGradient, source],
-            &[Slot::Gradient(0)],
+            [("dp", Slot::OutputGradient), source],
+            [("dx", Slot::Gradient(0))],
         )
     },
 };

@@ -83,13 +83,13 @@ fn rows(view: &View) -> (usize, usize, usize) {
     }
 }
 
-/// Reads x; writes its elements by the places of `view`, in order.
+/// Reads x; writes y, its elements by the places of `view`, in order.
 pub(crate) fn gather(view: View) -> Kernel {
-    let kernel = Kernel::new("contiguous", |k, s| match s.dtype(0) {
-        DType::U32 => gathered::<u32>(k.view()?, s.x(0)?, s.y(0)?),
-        DType::U8 => gathered::<u8>(k.view()?, s.x(0)?, s.y(0)?),
-        DType::I64 => gathered::<i64>(k.view()?, s.x(0)?, s.y(0)?),
-        dtype => for_stored!(dtype, T => gathered::<T>(k.view()?, s.x(0)?, s.y(0)?)),
+    let kernel = Kernel::new("contiguous", |k, s| match s.dtype()? {
+        DType::U32 => gathered::<u32>(k.view()?, s.x("x")?, s.y("y")?),
+        DType::U8 => gathered::<u8>(k.view()?, s.x("x")?, s.y("y")?),
+        DType::I64 => gathered::<i64>(k.view()?, s.x("x")?, s.y("y")?),
+        dtype => for_stored!(dtype, T => gathered::<T>(k.view()?, s.x("x")?, s.y("y")?)),
     });
     let is_on_gpu = moves(&view).len() <= RANK;
     let kernel = kernel.viewing(view);
@@ -97,8 +97,8 @@ pub(crate) fn gather(view: View) -> Kernel {
         false => kernel,
         true => on_gpu!(kernel, |k, l| {
             let view = k.view()?;
-            let x = l.reads[0].part_from(view.offset);
-            cuda_kernel::copy(l.gpu, x, l.writes[0], &moves(view))
+            let x = l.x("x")?.part_from(view.offset);
+            cuda_kernel::copy(l.gpu, x, l.y("y")?, &moves(view))
         }),
     }
 }
@@ -149,22 +149,21 @@ fn gathered<T: WithDType>(view: &View, x: &[T], y: &mut [T]) -> Result<()> {
     Ok(())
 }
 
-/// Reads dy; writes zeros, and dy added by the places of `view`, in the dtype that sums are computed in. On a GPU only
+/// Reads dy; writes dx, zeros with dy added by the places of `view`, in the dtype that sums are computed in. On a GPU only
 /// where no two elements have one place but for those that a dimension repeats: a sum there is one thread's, or one
 /// block's.
 pub(crate) fn scatter(view: View) -> Kernel {
-    let kernel = Kernel::new("scatter_add", |k, s| match s.dtype(0) {
-        DType::F64 => scattered::<f64, f64>(k.view()?, s.x(0)?, s.y(0)?),
-        dtype => for_stored!(dtype, T => scattered::<T, f32>(k.view()?, s.x(0)?, s.y(0)?)),
+    let kernel = Kernel::new("scatter_add", |k, s| match s.dtype()? {
+        DType::F64 => scattered::<f64, f64>(k.view()?, s.x("dy")?, s.y("dx")?),
+        dtype => for_stored!(dtype, T => scattered::<T, f32>(k.view()?, s.x("dy")?, s.y("dx")?)),
     });
     let dims = moves_back(&view);
     let kernel = kernel.viewing(view);
     match dims.len() <= RANK && writes_apart(&dims) {
         false => kernel,
         true => on_gpu!(kernel, |k, l| {
-            let view = k.view()?;
-            let dims = moves_back(view);
-            cuda_kernel::sums(l.gpu, l.reads[0], l.writes[0], view.offset, &dims)
+            let (view, dy, dx) = (k.view()?, l.x("dy")?, l.y("dx")?);
+            cuda_kernel::sums(l.gpu, dy, dx, view.offset, &moves_back(view))
         }),
     }
 }

@@ -69,37 +69,42 @@ pub(super) const INFO: OpInfo = per_element!(
 /// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |_| {
-        let reads = [Slot::Input(0), Slot::Input(1)];
-        Calls::default().call(gated(), &reads, &[Slot::Output])
+        let reads = [("gate", Slot::Input(0)), ("up", Slot::Input(1))];
+        Calls::default().call(gated(), reads, [("y", Slot::Output)])
     },
     backward: |_| {
-        let reads = [Slot::OutputGradient, Slot::Input(0), Slot::Input(1)];
-        let writes = [Slot::Gradient(0), Slot::Gradient(1)];
-        Calls::default().call(gated_backward(), &reads, &writes)
+        let reads = [
+            ("dy", Slot::OutputGradient),
+            ("gate", Slot::Input(0)),
+            ("up", Slot::Input(1)),
+        ];
+        let writes = [("dgate", Slot::Gradient(0)), ("dup", Slot::Gradient(1))];
+        Calls::default().call(gated_backward(), reads, writes)
     },
 };
 
-/// Reads gate and up; writes silu(gate) * up.
+/// Reads gate and up; writes y, silu(gate) * up.
 pub(super) fn gated() -> Kernel {
     let kernel = kernel!("swiglu", |T, _, s| {
-        kernel::forward(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+        kernel::forward(s.x::<T>("gate")?, s.x("up")?, s.y("y")?);
     });
     on_gpu!(kernel, |_, l| cuda_kernel::forward(
         l.gpu,
-        l.reads[0],
-        l.reads[1],
-        l.writes[0]
+        l.x("gate")?,
+        l.x("up")?,
+        l.y("y")?
     ))
 }
 
-/// Reads dy, gate and up; writes the gradients of gate and up.
+/// Reads dy, gate and up; writes dgate and dup.
 pub(super) fn gated_backward() -> Kernel {
     let kernel = kernel!("swiglu_backward", |T, _, s| {
-        kernel::backward(s.x::<T>(0)?, s.x(1)?, s.x(2)?, s.y(0)?, s.y(1)?);
+        let (dy, gate, up) = (s.x::<T>("dy")?, s.x("gate")?, s.x("up")?);
+        kernel::backward(dy, gate, up, s.y("dgate")?, s.y("dup")?);
     });
     on_gpu!(kernel, |_, l| {
-        let reads = [l.reads[0], l.reads[1], l.reads[2]];
-        cuda_kernel::backward(l.gpu, reads, [l.writes[0], l.writes[1]])
+        let reads = [l.x("dy")?, l.x("gate")?, l.x("up")?];
+        cuda_kernel::backward(l.gpu, reads, [l.y("dgate")?, l.y("dup")?])
     })
 }
 

@@ -110,31 +110,37 @@ const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
         let linear = |calls: Calls, number: usize| {
-            let reads = [Slot::Input(0), read_weight(signature, 1 + number)];
-            calls.call(product(x, weight.t(), false), &reads, &[Slot::Kept(number)])
+            let weights = read_weight(signature, 1 + number);
+            let factors = [("a", Slot::Input(0)), ("b", weights)];
+            let product = product(x, weight.t(), false);
+            calls.call(product, factors, [("c", Slot::Kept(number))])
         };
         let calls = linear(linear(Calls::default(), 0), 1);
-        calls.call(gated(), &[Slot::Kept(0), Slot::Kept(1)], &[Slot::Output])
+        let reads = [("gate", Slot::Kept(0)), ("up", Slot::Kept(1))];
+        calls.call(gated(), reads, [("y", Slot::Output)])
     },
     backward: |signature| {
         let (x, weight) = factors(signature);
         let (gate, mut calls) = (&signature.kept[0], Calls::default());
         let gradients = [0, 1].map(|_| calls.scratch(gate.dims, gate.dtype));
-        let reads = [Slot::OutputGradient, Slot::Kept(0), Slot::Kept(1)];
-        calls = calls.call(gated_backward(), &reads, &gradients);
+        let reads = [
+            ("dy", Slot::OutputGradient),
+            ("gate", Slot::Kept(0)),
+            ("up", Slot::Kept(1)),
+        ];
+        let [dgate, dup] = gradients;
+        calls = calls.call(gated_backward(), reads, [("dgate", dgate), ("dup", dup)]);
         let dy = Factor::new(x.rows, weight.rows); // (N, F)
         for (number, gradient) in gradients.into_iter().enumerate() {
-            let reads = [gradient, read_weight(signature, 1 + number)];
-            calls = calls.call(
-                product(dy, weight, number > 0),
-                &reads,
-                &[Slot::Gradient(0)],
-            );
+            let weights = read_weight(signature, 1 + number);
+            let dx = product(dy, weight, number > 0);
+            let factors = [("a", gradient), ("b", weights)];
+            calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
         }
         for (number, gradient) in gradients.into_iter().enumerate() {
-            let reads = [gradient, Slot::Input(0)];
+            let factors = [("a", gradient), ("b", Slot::Input(0))];
             let dw = product(dy.t(), x, false);
-            calls = calls.call(dw, &reads, &[Slot::Gradient(1 + number)]);
+            calls = calls.call(dw, factors, [("c", Slot::Gradient(1 + number))]);
         }
         calls
     },

@@ -29,8 +29,10 @@
 //! assert_eq!(*names.0.lock().unwrap(), ["encoder", "encoder/layers.3"]);
 //! ```
 
+mod cost;
 mod path;
 
+pub use cost::Cost;
 pub use path::Path;
 
 use candle_core::{DType, Tensor};
@@ -73,6 +75,9 @@ pub struct Event<'a> {
     pub at: Instant,
     /// What an op has read and written: as it is left, if it succeeded.
     pub operands: Option<Operands<'a>>,
+    /// What an op has cost, if it says so itself, as the calls of a plan do: as it is left. Else its operands say it, by
+    /// the op's [formula](crate::profile::op_costs).
+    pub cost: Option<Cost>,
     /// Whether it is the thread's innermost range that is left, as it should be.
     pub in_order: bool,
 }
@@ -216,7 +221,12 @@ impl Guard {
 
     /// Ends an op's range, and says what it has worked on.
     pub(crate) fn leave(mut self, operands: Operands<'_>) {
-        self.end(Some(operands));
+        self.end(Some(operands), None);
+    }
+
+    /// As [`leave`](Self::leave), with what it has cost.
+    pub(crate) fn leave_costing(mut self, operands: Operands<'_>, cost: Cost) {
+        self.end(Some(operands), Some(cost));
     }
 
     /// [`leave`](Self::leave) for an op that has read and overwritten `elements` elements, whatever tensors they are
@@ -232,7 +242,7 @@ impl Guard {
         });
     }
 
-    fn end(&mut self, operands: Option<Operands<'_>>) {
+    fn end(&mut self, operands: Option<Operands<'_>>, cost: Option<Cost>) {
         let Some(entered) = self.entered.take() else {
             return;
         };
@@ -244,6 +254,7 @@ impl Guard {
             phase: PHASE.get(),
             at: Instant::now(),
             operands,
+            cost,
             in_order,
         };
         tell(|listener| listener.left(&event));
@@ -260,7 +271,7 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.end(None);
+        self.end(None, None);
     }
 }
 
@@ -280,6 +291,7 @@ fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -
         phase,
         at: Instant::now(),
         operands: None,
+        cost: None,
         in_order: true,
     };
     tell(|listener| listener.entered(&event));

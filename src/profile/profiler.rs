@@ -205,6 +205,7 @@ impl Listener for Recorder {
             parent: state.threads[thread].open.last().copied(),
             inputs: Vec::new(),
             output: None,
+            cost: None,
             allocated_bytes: None,
         };
         let number = state.spans.len();
@@ -242,5 +243,6 @@ impl Listener for Recorder {
             span.inputs = operands.inputs.iter().map(OperandShape::of).collect();
             span.output = Some(OperandShape::of(&operands.output));
         }
+        span.cost = event.cost;
     }
 }

@@ -41,6 +41,8 @@ pub struct Span {
     pub inputs: Vec<OperandShape>,
     /// What it has made forward.
     pub output: Option<OperandShape>,
+    /// What it has cost by what was told, as the calls of a plan tell it; [`cost()`](Self::cost) knows the others too.
+    pub cost: Option<Cost>,
     /// What was allocated as it ended; `None` without a [tracker](crate::memory::tracker).
     pub allocated_bytes: Option<u64>,
 }
@@ -111,9 +113,9 @@ impl Span {
         matches!(self.kind, Kind::Op | Kind::OpBackward)
     }
 
-    /// Its FLOPs and bytes by the op's formula; `None` for what is no op, or has no formula.
+    /// Its FLOPs and bytes, as it has told them or by the op's formula; `None` for what is no op, or has no formula.
     pub fn cost(&self) -> Option<Cost> {
-        cost::of(self)
+        self.cost.or_else(|| cost::of(self))
     }
 
     /// As errors name it: with its path, in quotes.

@@ -93,6 +93,7 @@ fn span(
         parent,
         inputs: Vec::new(),
         output: None,
+        cost: None,
         allocated_bytes: None,
     }
 }

@@ -9,39 +9,39 @@ use half::f16;
 
 pub(super) fn naive<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
     let inputs = rotary_attention::Inputs {
-        q: o.lower_x(0),
-        k: o.lower_x(1),
-        v: o.lower_x(2),
-        angles: o.angles(3, 4),
+        q: o.lower_x("q"),
+        k: o.lower_x("k"),
+        v: o.lower_x("v"),
+        angles: o.angles(),
     };
     let outputs = rotary_attention::Outputs {
-        p: (o.call.writes.len() > 2).then(|| o.y(2)),
-        out: o.lower_y(0),
+        p: o.writes("p").then(|| o.y("p")),
+        out: o.lower_y("out"),
     };
-    rotary_attention::forward(&sizes.rotary(), inputs, outputs, o.y(1));
+    rotary_attention::forward(&sizes.rotary(), inputs, outputs, o.y("scratch"));
 }
 
 pub(super) fn naive_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
     let inputs = rotary_attention::Inputs {
-        q: o.lower_x(1),
-        k: o.lower_x(2),
-        v: o.lower_x(3),
-        angles: o.angles(5, 6),
+        q: o.lower_x("q"),
+        k: o.lower_x("k"),
+        v: o.lower_x("v"),
+        angles: o.angles(),
     };
     let gradients = rotary_attention::Gradients {
-        dq: o.lower_y(0),
-        dk: o.lower_y(1),
-        dv: o.lower_y(2),
+        dq: o.lower_y("dq"),
+        dk: o.lower_y("dk"),
+        dv: o.lower_y("dv"),
     };
-    let (p, d_out) = (o.x(4), o.lower_x(0));
-    rotary_attention::backward(&sizes.rotary(), inputs, p, d_out, gradients, o.y(3));
+    let (p, d_out, scratch) = (o.x("p"), o.lower_x("d_out"), o.y("scratch"));
+    rotary_attention::backward(&sizes.rotary(), inputs, p, d_out, gradients, scratch);
 }
 
 pub(super) fn heads_forward<S: Stored<Wide = f32>>(
     o: &Operands<'_, S>,
     sizes: &HeadAttentionSizes,
 ) {
-    match o.dtype(1) {
+    match o.dtype("exponentials") {
         DType::F16 => heads_forward_in::<S, f16>(o, sizes),
         _ => heads_forward_in::<S, f32>(o, sizes),
     }
@@ -54,22 +54,19 @@ where
     E: Stored<Wide = f32>,
 {
     let outputs = blocked_attention::Outputs {
-        out: o.lower_y(0),
-        rounding_error: match o.call.writes.len() {
-            4 => &mut [],
-            _ => o.lower_y(4),
-        },
-        e: o.write::<E>(1),
-        inv_row_sum: o.y(2),
+        out: o.lower_y("out"),
+        rounding_error: rounding_error(o),
+        e: o.write::<E>("exponentials"),
+        inv_row_sum: o.y("inv_row_sum"),
     };
-    blocked_attention::forward(sizes, heads_from(o, 0), outputs, o.y(3));
+    blocked_attention::forward(sizes, heads_of(o), outputs, o.y("scratch"));
 }
 
 pub(super) fn heads_backward<S: Stored<Wide = f32>>(
     o: &Operands<'_, S>,
     sizes: &HeadAttentionSizes,
 ) {
-    match o.dtype_read(4) {
+    match o.dtype_read("exponentials") {
         DType::F16 => heads_backward_in::<S, f16>(o, sizes),
         _ => heads_backward_in::<S, f32>(o, sizes),
     }
@@ -82,31 +79,35 @@ where
     E: Stored<Wide = f32>,
 {
     let gradients = blocked_attention::Gradients {
-        dq: o.lower_y(0),
-        dk: o.lower_y(1),
-        dv: o.lower_y(2),
+        dq: o.lower_y("dq"),
+        dk: o.lower_y("dk"),
+        dv: o.lower_y("dv"),
     };
     let saved = blocked_attention::Saved {
-        e: o.read::<E>(4),
-        inv_row_sum: o.x(5),
-        out: o.lower_x(6),
-        rounding_error: match o.call.reads.len() {
-            7 => &[],
-            _ => o.lower_x(7),
+        e: o.read::<E>("exponentials"),
+        inv_row_sum: o.x("inv_row_sum"),
+        out: o.lower_x("out"),
+        rounding_error: match o.reads("rounding_error") {
+            true => o.lower_x("rounding_error"),
+            false => &[],
         },
-        d_out: o.lower_x(0),
+        d_out: o.lower_x("d_out"),
     };
-    let (inputs, partial, scratch) = (heads_from(o, 1), o.y(3), o.y(4));
-    blocked_attention::backward(sizes, inputs, saved, gradients, partial, scratch);
+    let (partial_sums, scratch) = (o.y("partial_sums"), o.y("scratch"));
+    blocked_attention::backward(sizes, heads_of(o), saved, gradients, partial_sums, scratch);
 }
 
-/// q, k and v, which are read from place `first` on.
-fn heads_from<'a, S: Stored<Wide = f32>>(
-    o: &Operands<'a, S>,
-    first: usize,
-) -> blocked_attention::Inputs<'a, S> {
-    let [q, k, v] = [0, 1, 2].map(|i| o.lower_x(first + i));
+fn heads_of<'a, S: Stored<Wide = f32>>(o: &Operands<'a, S>) -> blocked_attention::Inputs<'a, S> {
+    let [q, k, v] = ["q", "k", "v"].map(|name| o.lower_x(name));
     blocked_attention::Inputs { q, k, v }
+}
+
+/// What rounding takes from out, where backward wants it.
+fn rounding_error<'a, S: Stored<Wide = f32>>(o: &Operands<'a, S>) -> &'a mut [S] {
+    match o.writes("rounding_error") {
+        true => o.lower_y("rounding_error"),
+        false => &mut [],
+    }
 }
 
 pub(super) fn flash_forward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
@@ -123,17 +124,14 @@ fn tiled_forward<S: Stored<Wide = f32>>(
     kernel: &flash::Sizes,
     strides: [usize; 4],
 ) {
-    let heads = |place| lying(o, place, strides);
+    let heads = |name| lying(o, name, strides);
     let outputs = flash::Outputs {
-        out: o.lower_y(0),
-        rounding_error: match o.call.writes.len() {
-            2 => &mut [],
-            _ => o.lower_y(2),
-        },
-        lse: o.y(1),
+        out: o.lower_y("out"),
+        rounding_error: rounding_error(o),
+        lse: o.y("lse"),
     };
     let tiles = Tiles::for_head_dim(kernel.head_dim);
-    flash::forward(kernel, &tiles, heads(0), heads(1), heads(2), outputs);
+    flash::forward(kernel, &tiles, heads("q"), heads("k"), heads("v"), outputs);
 }
 
 /// Of d_out, q, k, v and out that lie by these strides.
@@ -142,34 +140,35 @@ fn tiled_backward<S: Stored<Wide = f32>>(
     kernel: &flash::Sizes,
     strides: [usize; 4],
 ) {
-    let heads = |place| lying(o, place, strides);
-    let rounding_error = (o.call.reads.len() > 6).then(|| lying(o, 6, by_head(kernel)));
+    let heads = |name| lying(o, name, strides);
+    let name = "rounding_error";
+    let rounding_error = o.reads(name).then(|| lying(o, name, by_head(kernel)));
     let inputs = flash::Inputs {
-        d_out: heads(0),
-        q: heads(1),
-        k: heads(2),
-        v: heads(3),
-        out: heads(4),
+        d_out: heads("d_out"),
+        q: heads("q"),
+        k: heads("k"),
+        v: heads("v"),
+        out: heads("out"),
         rounding_error,
-        lse: o.x(5),
+        lse: o.x("lse"),
     };
     let gradients = flash::Gradients {
-        dq: o.lower_y(0),
-        dk: o.lower_y(1),
-        dv: o.lower_y(2),
+        dq: o.lower_y("dq"),
+        dk: o.lower_y("dk"),
+        dv: o.lower_y("dv"),
     };
     let tiles = Tiles::for_head_dim(kernel.head_dim);
     flash::backward(kernel, &tiles, inputs, gradients);
 }
 
-/// What is read from that place, by these strides.
+/// What is read by that name, by these strides.
 fn lying<'a, S: Stored<Wide = f32>>(
     o: &Operands<'a, S>,
-    place: usize,
+    name: &str,
     strides: [usize; 4],
 ) -> flash::Heads<'a, S> {
     flash::Heads {
-        data: o.lower_x(place),
+        data: o.lower_x(name),
         strides,
     }
 }

@@ -1,7 +1,7 @@
 //! One call: its operands handed to its kernel.
 //!
 //! What a call has in half precision is all in one dtype, which is dispatched on here, once; what computes takes either
-//! type and says by place which operands are f32 whatever happens.
+//! type and says by name which operands are f32 whatever happens.
 
 use super::super::op::Op;
 use super::super::plan::{Call, Plan};
@@ -43,22 +43,26 @@ pub(super) fn run(
 fn run_in<S: Stored<Wide = f32>>(o: &Operands<'_, S>, controls: &Controls<'_>) {
     let call = o.call;
     match call.op {
-        Op::Cast { .. } => cast::cast(o.x(0), o.lower_y(0)),
-        Op::Embedding { width, .. } => embedding::forward(o.x(1), width, o.read(0), o.y(0)),
+        Op::Cast { .. } => cast::cast(o.x("x"), o.lower_y("y")),
+        Op::Embedding { width, .. } => {
+            embedding::forward(o.x("table"), width, o.read("ids"), o.y("x"));
+        }
         Op::RmsNorm { eps, .. } => {
-            residual_norm::forward(o.x(0), o.x(1), eps, o.lower_y(0), o.y(1));
+            let (x, weight) = (o.x("x"), o.x("weight"));
+            residual_norm::forward(x, weight, eps, o.lower_y("y"), o.y("rstd"));
         }
         Op::AddRmsNorm { eps, .. } => {
             let outputs = residual_norm::Outputs {
-                sum: o.y(0),
-                y: o.lower_y(1),
-                rstd: o.y(2),
+                sum: o.y("sum"),
+                y: o.lower_y("y"),
+                rstd: o.y("rstd"),
             };
-            residual_norm::add_forward(o.x(0), o.lower_x(1), o.x(2), eps, outputs);
+            let (x, branch, weight) = (o.x("x"), o.lower_x("branch"), o.x("weight"));
+            residual_norm::add_forward(x, branch, weight, eps, outputs);
         }
         Op::Matmul { .. } => product(o),
         Op::Rotate(sizes) => {
-            rotary_heads::rotate_in_place(sizes.heads(), o.angles(0, 1), o.lower_y(0));
+            rotary_heads::rotate_in_place(sizes.heads(), o.angles(), o.lower_y("x"));
         }
         Op::Attention(sizes) => attention::naive(o, &sizes),
         Op::AttentionBackward(sizes) => attention::naive_backward(o, &sizes),
@@ -71,58 +75,59 @@ fn run_in<S: Stored<Wide = f32>>(o: &Operands<'_, S>, controls: &Controls<'_>) {
         Op::FlashAttentionBackward(sizes) => attention::flash_backward(o, &sizes),
         Op::HeadAttention(sizes) => attention::heads_forward(o, &sizes),
         Op::HeadAttentionBackward(sizes) => attention::heads_backward(o, &sizes),
-        Op::MergeHeads(sizes) => heads::merge(sizes.heads(), o.lower_x(0), o.lower_y(0)),
+        Op::MergeHeads(sizes) => heads::merge(sizes.heads(), o.lower_x("x"), o.lower_y("y")),
         Op::MergeRotatedBack(sizes) => {
-            rotary_heads::merge_rotated_back(
-                sizes.heads(),
-                o.angles(1, 2),
-                o.lower_x(0),
-                o.lower_y(0),
-            );
+            let (x, y) = (o.lower_x("x"), o.lower_y("y"));
+            rotary_heads::merge_rotated_back(sizes.heads(), o.angles(), x, y);
         }
-        Op::SwiGlu { .. } => swiglu::forward(o.lower_x(0), o.lower_x(1), o.lower_y(0)),
+        Op::SwiGlu { .. } => {
+            swiglu::forward(o.lower_x("gate"), o.lower_x("up"), o.lower_y("y"));
+        }
         Op::SwiGluBackward { .. } => {
-            swiglu::backward_in_place(o.lower_y(0), o.lower_y(1), o.lower_y(2));
+            swiglu::backward_in_place(o.lower_y("dy"), o.lower_y("gate"), o.lower_y("up"));
         }
         Op::CrossEntropy {
             classes, counted, ..
         } => {
-            let targets: &[u32] = o.read(0);
+            let targets: &[u32] = o.read("targets");
             // What an eager step's backward begins with.
             let weight = (controls.loss_scale.unwrap_or(1.0) / counted as f64) as f32;
             let target = |row: usize| targets[row] as usize;
-            let (logits, losses) = (o.lower_y(0), o.y(1));
+            let (logits, losses) = (o.lower_y("logits"), o.y("losses"));
             cross_entropy::forward_backward_in_place(logits, classes, target, weight, losses);
         }
         Op::RmsNormBackward {
             add_dx, accumulate, ..
         } => {
             let inputs = residual_norm::Inputs {
-                x: o.x(0),
-                weight: o.x(1),
-                rstd: o.x(2),
+                x: o.x("x"),
+                weight: o.x("weight"),
+                rstd: o.x("rstd"),
             };
             let gradients = residual_norm::Gradients {
-                dx: o.y(1),
+                dx: o.y("dx"),
                 add_dx,
-                dw: o.y(2),
+                dw: o.y("dweight"),
                 add_dw: o.adds(accumulate),
             };
-            residual_norm::backward(inputs, o.lower_y(0), gradients, o.y(3));
+            residual_norm::backward(inputs, o.lower_y("dy"), gradients, o.y("partials"));
         }
         Op::EmbeddingBackward {
             width, accumulate, ..
-        } => match o.adds(accumulate) {
-            false => embedding::backward(o.x(0), width, o.read(1), o.y(0)),
-            true => embedding::backward_accumulating(o.x(0), width, o.read(1), o.y(0)),
-        },
+        } => {
+            let (dx, ids, dtable) = (o.x("dx"), o.read("ids"), o.y("dtable"));
+            match o.adds(accumulate) {
+                false => embedding::backward(dx, width, ids, dtable),
+                true => embedding::backward_accumulating(dx, width, ids, dtable),
+            }
+        }
         _ => unreachable!("{} is not an op's", call.op.name()),
     }
 }
 
 /// `c = a b`, c in f32 or as a and b are.
 fn product<S: Stored<Wide = f32>>(o: &Operands<'_, S>) {
-    match o.dtype(0) {
+    match o.dtype("c") {
         DType::F32 => product_into::<S, f32>(o),
         _ => product_into::<S, S>(o),
     }
@@ -145,13 +150,13 @@ where
         return;
     };
     let a = match a_transposed {
-        false => MatRef::new(o.lower_x(0), rows, depth),
-        true => MatRef::new(o.lower_x(0), depth, rows).t(),
+        false => MatRef::new(o.lower_x("a"), rows, depth),
+        true => MatRef::new(o.lower_x("a"), depth, rows).t(),
     };
     let b = match b_transposed {
-        false => MatRef::new(o.lower_x(1), depth, cols),
-        true => MatRef::new(o.lower_x(1), cols, depth).t(),
+        false => MatRef::new(o.lower_x("b"), depth, cols),
+        true => MatRef::new(o.lower_x("b"), cols, depth).t(),
     };
-    let c = MatMut::new(o.write::<C>(0), rows, cols);
+    let c = MatMut::new(o.write::<C>("c"), rows, cols);
     matmul_sum(&[(a, b)], c, o.adds(accumulate), Threads::All);
 }

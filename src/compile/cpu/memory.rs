@@ -185,8 +185,7 @@ impl<'a> View<'a> {
                 Slice::new(start, operand.elements.len(), buffer.dtype)
             }
         };
-        let [reads, writes] = [&call.reads, &call.writes].map(|x| x.iter().map(slice).collect());
-        Slices::new(reads, writes)
+        Slices::new(call.reads.map(slice), &call.writes.map(slice))
     }
 
     /// The elements of an operand.

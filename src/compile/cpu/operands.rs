@@ -11,7 +11,7 @@ use crate::kernels::cpu::rotary_heads::Angles;
 use candle_core::{DType, WithDType};
 use std::marker::PhantomData;
 
-/// A call's operands, by their place in the op's order. Each is f32, or in the one other dtype that the call has: `S`,
+/// A call's operands, by the op's names. Each is f32, or in the one other dtype that the call has: `S`,
 /// which may be f32 too; the exponentials of attention alone have a dtype of their own. Asking for another than the
 /// buffer's is a bug of the plan's, and panics.
 pub(super) struct Operands<'a, S> {
@@ -29,51 +29,61 @@ impl<'a, S: Stored<Wide = f32>> Operands<'a, S> {
         }
     }
 
-    pub fn read<T: WithDType>(&self, place: usize) -> &'a [T] {
+    pub fn read<T: WithDType>(&self, name: &str) -> &'a [T] {
         // SAFETY: see above.
-        unsafe { self.view.read(&self.call.reads[place]) }
+        unsafe { self.view.read(&self.call.reads[name]) }
     }
 
-    /// Once for each place.
-    pub fn write<T: WithDType>(&self, place: usize) -> &'a mut [T] {
-        // SAFETY: see above; each caller asks once for each place.
-        unsafe { self.view.write(&self.call.writes[place]) }
+    /// Once for each name.
+    pub fn write<T: WithDType>(&self, name: &str) -> &'a mut [T] {
+        // SAFETY: see above; each caller asks once for each name.
+        unsafe { self.view.write(&self.call.writes[name]) }
     }
 
     /// What is read in f32.
-    pub fn x(&self, place: usize) -> &'a [f32] {
-        self.read(place)
+    pub fn x(&self, name: &str) -> &'a [f32] {
+        self.read(name)
     }
 
     /// What is written in f32.
-    pub fn y(&self, place: usize) -> &'a mut [f32] {
-        self.write(place)
+    pub fn y(&self, name: &str) -> &'a mut [f32] {
+        self.write(name)
     }
 
     /// What is read in the lower dtype.
-    pub fn lower_x(&self, place: usize) -> &'a [S] {
-        self.read(place)
+    pub fn lower_x(&self, name: &str) -> &'a [S] {
+        self.read(name)
     }
 
     /// What is written in the lower dtype.
-    pub fn lower_y(&self, place: usize) -> &'a mut [S] {
-        self.write(place)
+    pub fn lower_y(&self, name: &str) -> &'a mut [S] {
+        self.write(name)
     }
 
     /// Of what is written.
-    pub fn dtype(&self, place: usize) -> DType {
-        self.view.dtype(&self.call.writes[place])
+    pub fn dtype(&self, name: &str) -> DType {
+        self.view.dtype(&self.call.writes[name])
     }
 
     /// Of what is read.
-    pub fn dtype_read(&self, place: usize) -> DType {
-        self.view.dtype(&self.call.reads[place])
+    pub fn dtype_read(&self, name: &str) -> DType {
+        self.view.dtype(&self.call.reads[name])
     }
 
-    pub fn angles(&self, cos: usize, sin: usize) -> Angles<'a, f32> {
+    /// Whether the call reads it.
+    pub fn reads(&self, name: &str) -> bool {
+        self.call.reads.get(name).is_some()
+    }
+
+    /// Whether the call writes it.
+    pub fn writes(&self, name: &str) -> bool {
+        self.call.writes.get(name).is_some()
+    }
+
+    pub fn angles(&self) -> Angles<'a, f32> {
         Angles {
-            cos: self.x(cos),
-            sin: self.x(sin),
+            cos: self.x("cos"),
+            sin: self.x("sin"),
         }
     }
 

@@ -5,7 +5,6 @@ use super::super::sizes::AttentionSizes;
 use super::launcher::Launcher;
 use crate::Result;
 use crate::kernels::Mask;
-use crate::kernels::cpu::flash_attention::Sizes as FlashSizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
@@ -13,6 +12,7 @@ use crate::kernels::cuda::naive_attention::{
     Sizes, compare, transposed_weighted_sum, weighted_sum,
 };
 use crate::kernels::cuda::softmax;
+use crate::ops::lowering::Named;
 use std::ops::Range;
 
 /// Heads in the model's dimension: (B, T, H*Dh), or a part of rows that are longer.
@@ -43,18 +43,28 @@ impl<'a> InModel<'a> {
     }
 }
 
-/// q, k and v, or their gradients: three buffers, or one.
-fn split<'a>(sizes: &AttentionSizes, views: &[View<'a>]) -> [InModel<'a>; 3] {
+/// q, k and v: three buffers, or one.
+fn qkv<'a>(sizes: &AttentionSizes, views: &Named<View<'a>>) -> [InModel<'a>; 3] {
+    match sizes.packed {
+        false => ["q", "k", "v"].map(|name| dense(sizes, views[name])),
+        true => split(sizes, views["qkv"]),
+    }
+}
+
+/// Their gradients, as [`qkv`].
+fn gradients<'a>(sizes: &AttentionSizes, views: &Named<View<'a>>) -> [InModel<'a>; 3] {
+    match sizes.packed {
+        false => ["dq", "dk", "dv"].map(|name| dense(sizes, views[name])),
+        true => split(sizes, views["dqkv"]),
+    }
+}
+
+/// The thirds of rows.
+fn split<'a>(sizes: &AttentionSizes, packed: View<'a>) -> [InModel<'a>; 3] {
     let width = sizes.heads * sizes.head_dim;
-    [0, 1, 2].map(|place| match sizes.packed {
-        false => InModel {
-            view: views[place],
-            row: width,
-        },
-        true => InModel {
-            view: views[0].part_from(place * width),
-            row: 3 * width,
-        },
+    [0, 1, 2].map(|third| InModel {
+        view: packed.part_from(third * width),
+        row: 3 * width,
     })
 }
 
@@ -63,39 +73,26 @@ fn dense<'a>(sizes: &AttentionSizes, view: View<'a>) -> InModel<'a> {
     InModel { view, row }
 }
 
-fn views<'a>(launcher: &Launcher<'a>, call: &Call) -> (Vec<View<'a>>, Vec<View<'a>>) {
-    let view = |operand| launcher.view(operand);
-    let reads = call.reads.iter().map(view).collect();
-    (reads, call.writes.iter().map(view).collect())
-}
-
-/// How many operands q, k and v are.
-fn count(sizes: &AttentionSizes) -> usize {
-    if sizes.packed { 1 } else { 3 }
-}
-
 pub(super) fn flash(launcher: &Launcher<'_>, call: &Call, sizes: &AttentionSizes) -> Result<()> {
-    let (reads, writes) = views(launcher, call);
-    let qkv = split(sizes, &reads).map(|x| x.heads(sizes));
-    let out = dense(sizes, writes[0]).heads(sizes);
-    tiled(launcher, &sizes.flash(), qkv, out, &writes[1..])
-}
-
-/// Flash attention's forward; beside out are lse, the workspace and, in half precision, what rounding took.
-fn tiled(
-    launcher: &Launcher<'_>,
-    kernel: &FlashSizes,
-    qkv: [Heads<'_>; 3],
-    out: Heads<'_>,
-    beside: &[View<'_>],
-) -> Result<()> {
+    let [reads, writes] = launcher.operands(call);
     let outputs = Outputs {
-        out,
-        rounding_error: beside.get(2).copied(),
-        lse: beside[0],
+        out: dense(sizes, writes["out"]).heads(sizes),
+        rounding_error: writes.get("rounding_error").copied(),
+        lse: writes["lse"],
     };
+    let (qkv, workspace) = (
+        qkv(sizes, &reads).map(|x| x.heads(sizes)),
+        writes["workspace"],
+    );
     let (gpu, tf32) = (launcher.gpu, launcher.products.tf32());
-    Ok(flash::forward(gpu, kernel, tf32, qkv, outputs, beside[1])?)
+    Ok(flash::forward(
+        gpu,
+        &sizes.flash(),
+        tf32,
+        qkv,
+        outputs,
+        workspace,
+    )?)
 }
 
 pub(super) fn flash_backward(
@@ -103,34 +100,23 @@ pub(super) fn flash_backward(
     call: &Call,
     sizes: &AttentionSizes,
 ) -> Result<()> {
-    let (reads, writes) = views(launcher, call);
-    let after = 1 + count(sizes);
-    let [q, k, v] = split(sizes, &reads[1..]).map(|x| x.heads(sizes));
-    let [dq, dk, dv] = split(sizes, &writes).map(|x| x.heads(sizes));
+    let [reads, writes] = launcher.operands(call);
+    let [q, k, v] = qkv(sizes, &reads).map(|x| x.heads(sizes));
+    let [dq, dk, dv] = gradients(sizes, &writes).map(|x| x.heads(sizes));
     let inputs = flash::Inputs {
         q,
         k,
         v,
-        out: dense(sizes, reads[after]).heads(sizes),
-        rounding_error: reads.get(after + 2).copied(),
-        d_out: dense(sizes, reads[0]).heads(sizes),
-        lse: reads[after + 1],
+        out: dense(sizes, reads["out"]).heads(sizes),
+        rounding_error: reads.get("rounding_error").copied(),
+        d_out: dense(sizes, reads["d_out"]).heads(sizes),
+        lse: reads["lse"],
     };
     let gradients = flash::Gradients { dq, dk, dv };
-    let workspace = writes[count(sizes)];
-    tiled_backward(launcher, &sizes.flash(), inputs, gradients, workspace)
-}
-
-fn tiled_backward(
-    launcher: &Launcher<'_>,
-    kernel: &FlashSizes,
-    inputs: flash::Inputs<'_>,
-    gradients: flash::Gradients<'_>,
-    workspace: View<'_>,
-) -> Result<()> {
+    let (kernel, workspace) = (sizes.flash(), writes["workspace"]);
     let (gpu, tf32) = (launcher.gpu, launcher.products.tf32());
     Ok(flash::backward(
-        gpu, kernel, tf32, inputs, gradients, workspace,
+        gpu, &kernel, tf32, inputs, gradients, workspace,
     )?)
 }
 
@@ -205,13 +191,13 @@ pub(super) fn naive(
     call: &Call,
     sizes: &AttentionSizes,
 ) -> Result<()> {
-    let (reads, writes) = views(launcher, call);
-    let [q, k, v] = split(sizes, &reads);
-    let (out, p) = (dense(sizes, writes[0]), writes[1]);
+    let [reads, writes] = launcher.operands(call);
+    let [q, k, v] = qkv(sizes, &reads);
+    let (out, p) = (dense(sizes, writes["out"]), writes["p"]);
     let gpu = launcher.gpu;
     let mut multiply = launcher.multiplier();
     // f32's scores are in the probabilities' place.
-    let room = writes.get(2).copied();
+    let room = writes.get("scores").copied();
     for turn in turns(sizes, room.unwrap_or(p)) {
         let naive = turn.of_sequence(sizes);
         let p = turn.of_all(sizes, p);
@@ -244,12 +230,12 @@ pub(super) fn naive_backward(
     call: &Call,
     sizes: &AttentionSizes,
 ) -> Result<()> {
-    let (reads, writes) = views(launcher, call);
-    let d_out = dense(sizes, reads[0]);
-    let [q, k, v] = split(sizes, &reads[1..]);
-    let [dq, dk, dv] = split(sizes, &writes);
-    let (p, dp) = (reads[1 + count(sizes)], writes[count(sizes)]);
-    let ds = writes.get(count(sizes) + 1).copied().unwrap_or(dp); // f32's in the same place
+    let [reads, writes] = launcher.operands(call);
+    let d_out = dense(sizes, reads["d_out"]);
+    let [q, k, v] = qkv(sizes, &reads);
+    let [dq, dk, dv] = gradients(sizes, &writes);
+    let (p, dp) = (reads["p"], writes["dp"]);
+    let ds = writes.get("dscores").copied().unwrap_or(dp); // f32's in the same place
     let gpu = launcher.gpu;
     let mut multiply = launcher.multiplier();
     let multiply = &mut multiply;

@@ -29,8 +29,7 @@ impl Launcher<'_> {
         self.launched = index + 1;
         let gpu = self.gpu;
         if let Op::Kernel(kernel) = &call.op {
-            let views = |operands: &[Operand]| operands.iter().map(|x| self.view(x)).collect();
-            let (reads, writes) = (views(&call.reads), views(&call.writes));
+            let [reads, writes] = self.operands(call);
             kernel.launch(&Operands {
                 gpu,
                 products: RefCell::new(&mut *self.products),
@@ -41,16 +40,18 @@ impl Launcher<'_> {
         }
         match call.op {
             Op::Cast { .. } => {
-                let ([x], [y]) = (self.reads(call), self.writes(call));
+                let ([x], [y]) = (self.reads(call, ["x"]), self.writes(call, ["y"]));
                 cast::cast(gpu, x, y)?;
             }
             Op::Embedding { width, .. } => {
-                let ([ids, table], [x]) = (self.reads(call), self.writes(call));
+                let [ids, table] = self.reads(call, ["ids", "table"]);
+                let [x] = self.writes(call, ["x"]);
                 embedding::forward(gpu, table, ids, width, x)?;
             }
             Op::RmsNorm { eps, .. } => {
-                let ([x, weight], [y, rstd]) = (self.reads(call), self.writes(call));
-                match call.reads.get(2).map(|branch| self.view(branch)) {
+                let [x, weight] = self.reads(call, ["x", "weight"]);
+                let [y, rstd] = self.writes(call, ["y", "rstd"]);
+                match call.reads.get("branch").map(|branch| self.view(branch)) {
                     None => rms_norm::forward(gpu, x, weight, eps, y, rstd)?,
                     Some(branch) => {
                         rms_norm::add_forward(gpu, [x, branch, weight], eps, None, [y, rstd])?;
@@ -58,8 +59,9 @@ impl Launcher<'_> {
                 }
             }
             Op::AddRmsNorm { eps, .. } => {
-                let [sum, y, rstd] = self.writes(call);
-                rms_norm::add_forward(gpu, self.reads(call), eps, Some(sum), [y, rstd])?;
+                let reads = self.reads(call, ["x", "branch", "weight"]);
+                let [sum, y, rstd] = self.writes(call, ["sum", "y", "rstd"]);
+                rms_norm::add_forward(gpu, reads, eps, Some(sum), [y, rstd])?;
             }
             Op::Matmul {
                 rows,
@@ -69,7 +71,7 @@ impl Launcher<'_> {
                 b_transposed,
                 accumulate,
             } => {
-                let ([a, b], [c]) = (self.reads(call), self.writes(call));
+                let ([a, b], [c]) = (self.reads(call, ["a", "b"]), self.writes(call, ["c"]));
                 let a = match a_transposed {
                     false => Matrix::new(a, rows, depth),
                     true => Matrix::new(a, depth, rows).t(),
@@ -89,33 +91,38 @@ impl Launcher<'_> {
             Op::FlashAttention(sizes) => attention::flash(self, call, &sizes)?,
             Op::FlashAttentionBackward(sizes) => attention::flash_backward(self, call, &sizes)?,
             Op::SwiGlu { .. } => {
-                let ([gate, up], [y]) = (self.reads(call), self.writes(call));
+                let [gate, up] = self.reads(call, ["gate", "up"]);
+                let [y] = self.writes(call, ["y"]);
                 swiglu::forward(gpu, gate, up, y)?;
             }
             Op::PackedSwiGlu { width, .. } => {
-                let ([gate_up], [y]) = (self.reads(call), self.writes(call));
+                let [gate_up] = self.reads(call, ["gate_up"]);
+                let [y] = self.writes(call, ["y"]);
                 swiglu::packed_forward(gpu, gate_up, y, width)?;
             }
             Op::SwiGluBackward { .. } => {
-                let [dy, gate, up] = self.writes(call);
+                let [dy, gate, up] = self.writes(call, ["dy", "gate", "up"]);
                 swiglu::backward_in_place(gpu, gate, up, dy)?;
             }
             Op::PackedSwiGluBackward { width, .. } => {
-                let [dy, gate_up] = self.writes(call);
+                let [dy, gate_up] = self.writes(call, ["dy", "gate_up"]);
                 swiglu::packed_backward_in_place(gpu, gate_up, dy, width)?;
             }
             Op::CrossEntropy {
                 classes, counted, ..
             } => {
-                let ([targets], [logits, losses]) = (self.reads(call), self.writes(call));
+                let [targets] = self.reads(call, ["targets"]);
+                let [logits, losses] = self.writes(call, ["logits", "losses"]);
                 let scale = self.inputs.loss_scale();
                 cross_entropy::in_place(gpu, logits, classes, targets, scale, counted, losses)?;
             }
-            Op::LossGradient { .. } => {
-                copy(gpu, self.inputs.loss_scale(), self.view(&call.writes[0]))?
-            }
+            Op::LossGradient { .. } => copy(
+                gpu,
+                self.inputs.loss_scale(),
+                self.view(&call.writes["dloss"]),
+            )?,
             Op::Accumulate { accumulate, .. } => {
-                let ([x], [y]) = (self.reads(call), self.writes(call));
+                let ([x], [y]) = (self.reads(call, ["x"]), self.writes(call, ["y"]));
                 match accumulate.adds(self.micro_batch) {
                     false => copy(gpu, x, y)?,
                     true => arithmetic::add(gpu, y, x, y)?,
@@ -126,26 +133,28 @@ impl Launcher<'_> {
                 accumulate,
                 ..
             } => {
-                let ([losses], [loss]) = (self.reads(call), self.writes(call));
+                let [losses] = self.reads(call, ["losses"]);
+                let [loss] = self.writes(call, ["loss"]);
                 let adds = accumulate.adds(self.micro_batch);
                 cross_entropy::mean(gpu, losses, counted, loss, adds)?;
             }
             Op::RmsNormBackward {
                 add_dx, accumulate, ..
             } => {
-                let ([x, weight, rstd], [dy, dx, dw, partials]) =
-                    (self.reads(call), self.writes(call));
+                let [x, weight, rstd] = self.reads(call, ["x", "weight", "rstd"]);
+                let written = ["dy", "dx", "dweight", "partials"];
+                let [dy, dx, dw, partials] = self.writes(call, written);
                 let inputs = rms_norm::Inputs {
                     dy,
                     x,
-                    branch: call.reads.get(3).map(|branch| self.view(branch)),
+                    branch: call.reads.get("branch").map(|branch| self.view(branch)),
                     weight,
                     rstd,
                 };
                 let gradients = rms_norm::Gradients {
                     dx,
                     add_dx,
-                    copy: call.writes.get(4).map(|copy| self.view(copy)),
+                    copy: call.writes.get("copy").map(|copy| self.view(copy)),
                     y: Some(dy), // where dy lies
                     dw,
                     add_dw: accumulate.adds(self.micro_batch),
@@ -155,19 +164,22 @@ impl Launcher<'_> {
             Op::EmbeddingBackward {
                 width, accumulate, ..
             } => {
-                let ([dy, ids], [dtable, workspace]) = (self.reads(call), self.writes(call));
+                let [dx, ids] = self.reads(call, ["dx", "ids"]);
+                let [dtable, workspace] = self.writes(call, ["dtable", "workspace"]);
                 let adds = accumulate.adds(self.micro_batch);
-                embedding::backward(gpu, dy, ids, width, dtable, adds, workspace)?;
+                embedding::backward(gpu, dx, ids, width, dtable, adds, workspace)?;
             }
             Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
                 self.launch_fused_updates(index)?;
             }
             Op::CheckOverflow { .. } => {
-                let ([flags], [first, clip]) = (self.reads(call), self.writes(call));
+                let [flags] = self.reads(call, ["found"]);
+                let [first, clip] = self.writes(call, ["first", "factor"]);
                 adamw::check_overflow(gpu, flags, first, clip)?;
             }
             Op::ClipFactor { .. } => {
-                let ([squares], [clip]) = (self.reads(call), self.writes(call));
+                let [squares] = self.reads(call, ["squares"]);
+                let [clip] = self.writes(call, ["factor"]);
                 adamw::clip_factor(gpu, squares, self.inputs.clip_norm(), clip)?;
             }
             Op::Attention(_)
@@ -183,7 +195,7 @@ impl Launcher<'_> {
 
     /// Turns q or k, or both where they are packed, in place.
     fn turn(&self, call: &Call, sizes: &AttentionSizes, back: bool) -> Result<()> {
-        let ([cos, sin], [x]) = (self.reads(call), self.writes(call));
+        let ([cos, sin], [x]) = (self.reads(call, ["cos", "sin"]), self.writes(call, ["x"]));
         let width = sizes.heads * sizes.head_dim;
         let heads = match sizes.packed {
             false => rope::Turned {
@@ -216,24 +228,24 @@ impl Launcher<'_> {
         let calls = &calls[..count];
         self.launched = index + count;
         let (gpu, tables) = (self.gpu, &updates.tables);
-        let joined = |place: usize| {
-            let operands: Vec<&Operand> = calls.iter().map(|call| &call.writes[place]).collect();
+        let joined = |name: &str| {
+            let operands: Vec<&Operand> = calls.iter().map(|call| &call.writes[name]).collect();
             self.view(&whole_of(&operands))
         };
         match calls[0].op {
             Op::Unscale { .. } => {
-                let flags = joined(1);
+                let flags = joined("found");
                 match self.checks {
                     true => tables.unscale(gpu, 0..count, self.inputs.inverse_scale(), flags)?,
                     false => crate::kernels::cuda::set_to_zero(gpu, flags)?,
                 }
             }
             Op::SumOfSquares { .. } => {
-                tables.sums_of_squares(gpu, 0..count, joined(1), joined(0))?;
+                tables.sums_of_squares(gpu, 0..count, joined("chunks"), joined("square"))?;
             }
             _ => {
                 let first = updates.entry(index);
-                let clip = calls[0].reads.get(1).map(|clip| self.view(clip));
+                let clip = calls[0].reads.get("factor").map(|clip| self.view(clip));
                 let entries: Range<usize> = first..first + count;
                 tables.adamw(gpu, entries, self.inputs.updates(), clip)?;
             }

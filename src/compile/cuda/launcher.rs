@@ -6,6 +6,7 @@ use super::inputs::Inputs;
 use super::update::Updates;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::matmul::{Matrix, Products};
+use crate::ops::lowering::Named;
 use candle_core::cuda_backend::CudaDevice;
 
 /// What launches need, for the calls of one micro-batch.
@@ -31,14 +32,19 @@ impl<'a> Launcher<'a> {
             .view(self.plan, operand, self.micro_batch)
     }
 
-    /// What a call reads, in its order.
-    pub(super) fn reads<const N: usize>(&self, call: &Call) -> [View<'a>; N] {
-        std::array::from_fn(|place| self.view(&call.reads[place]))
+    /// All that a call reads, and all that it writes.
+    pub(super) fn operands(&self, call: &Call) -> [Named<View<'a>>; 2] {
+        [&call.reads, &call.writes].map(|operands| operands.map(|operand| self.view(operand)))
     }
 
-    /// What a call writes, in its order.
-    pub(super) fn writes<const N: usize>(&self, call: &Call) -> [View<'a>; N] {
-        std::array::from_fn(|place| self.view(&call.writes[place]))
+    /// What a call reads by these names.
+    pub(super) fn reads<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
+        names.map(|name| self.view(&call.reads[name]))
+    }
+
+    /// What a call writes by these names.
+    pub(super) fn writes<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
+        names.map(|name| self.view(&call.writes[name]))
     }
 
     /// What computes `c = a b`, so many times: from [a, b], c and their number.

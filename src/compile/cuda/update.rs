@@ -66,11 +66,11 @@ impl Updates {
             let [exp_avg, exp_avg_sq] = state.map(|start| View::new(start, DType::F32, elements));
             entries.insert(index, table.len());
             table.push(Entry {
-                value: view(&call.writes[0]),
-                gradient: view(&call.reads[0]),
+                value: view(&call.writes["parameter"]),
+                gradient: view(&call.reads["gradient"]),
                 exp_avg,
                 exp_avg_sq,
-                copy: call.writes.get(3).map(view),
+                copy: call.writes.get("copy").map(view),
                 update: known.groups[parameter],
             });
         }

@@ -7,7 +7,7 @@ use super::{Lower, place_of};
 use crate::Result;
 use crate::graph::{self, ValueId};
 use crate::kernels::workspace;
-use crate::ops::lowering::Ids;
+use crate::ops::lowering::{Ids, Named};
 use candle_core::DType;
 
 struct Embedding {
@@ -40,11 +40,14 @@ impl Form for Embedding {
             ignore: None,
         };
         lower.ids.push((self.ids.value, ids));
-        let reads = vec![lower.read(&self.ids), lower.value(self.table)];
+        let reads = [
+            ("ids", lower.read(&self.ids)),
+            ("table", lower.value(self.table)),
+        ];
         let x = lower.make(self.output, "x", &[rows, width]);
         lower
             .plan
-            .call_on(Op::Embedding { rows, width }, reads, vec![x]);
+            .call(Op::Embedding { rows, width }, reads, [("x", x)]);
         Ok(())
     }
 
@@ -62,9 +65,9 @@ impl Form for Embedding {
             width: self.width,
             accumulate,
         };
-        let reads = vec![dx, lower.read(&self.ids)];
-        let writes = [d_table].into_iter().chain(workspace).collect();
-        lower.plan.call_on(op, reads, writes);
+        let reads = [("dx", dx), ("ids", lower.read(&self.ids))];
+        let writes = Named::from([("dtable", d_table)]).with_some("workspace", workspace);
+        lower.plan.call(op, reads, writes);
         lower.gradient_done(&[self.table]);
         Ok(())
     }

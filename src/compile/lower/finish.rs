@@ -34,10 +34,10 @@ impl Lower<'_> {
         }
         let update = self.plan.calls.split_off(per_micro_batch.end);
         let mut needed: HashSet<BufferId> = self.plan.kept.iter().copied().collect();
-        let reads = update.iter().flat_map(|call| &call.reads);
+        let reads = update.iter().flat_map(|call| call.reads.iter());
         needed.extend(reads.map(|operand| operand.buffer));
         let norm = update.iter().find_map(|call| match call.op {
-            Op::ClipFactor { .. } => Some(call.writes[0].clone()),
+            Op::ClipFactor { .. } => Some(call.writes["factor"].clone()),
             _ => None,
         });
         let repeats = self.plan.calls.split_off(per_micro_batch.start);

@@ -10,6 +10,7 @@ use super::recompute::Choice;
 use super::{Job, Lower, place_of};
 use crate::Result;
 use crate::graph::ValueId;
+use crate::ops::lowering::Named;
 
 struct Gated {
     path: String,
@@ -27,10 +28,15 @@ struct Gated {
 
 impl Gated {
     /// Where gate and up lie: two operands, or one.
-    fn places(&self, lower: &mut Lower<'_>) -> Vec<Operand> {
-        let count = if self.packed { 1 } else { 2 };
-        let places = self.gate_up.iter().take(count);
-        places.map(|value| lower.value(*value)).collect()
+    fn places(&self, lower: &mut Lower<'_>) -> Named<Operand> {
+        let names: &[_] = if self.packed {
+            &["gate_up"]
+        } else {
+            &["gate", "up"]
+        };
+        let places = names.iter().zip(&self.gate_up);
+        let places = places.map(|(name, value)| (*name, lower.value(*value)));
+        places.collect::<Vec<_>>().into()
     }
 }
 
@@ -65,7 +71,7 @@ impl Form for Gated {
             },
         };
         let gate_up = self.places(lower);
-        lower.plan.call_on(op, gate_up, vec![output]);
+        lower.plan.call(op, gate_up, [("y", output)]);
         if self.recompute {
             for value in self.gate_up {
                 lower.places[value.0] = None;
@@ -82,7 +88,7 @@ impl Form for Gated {
         if lower.places[self.gate_up[0].0].is_some() || !lower.program.is_wanted(self.output) {
             return Ok(());
         }
-        let maker = lower.makers.get(&self.maps.x.value).cloned();
+        let maker = lower.maker(self.maps.x.value);
         let recomputed = maker.and_then(|form| form.recomputed_output(lower));
         let x = match recomputed {
             Some(x) => x,
@@ -106,8 +112,8 @@ impl Form for Gated {
             },
         };
         let gate_up = self.places(lower);
-        let in_place: Vec<Operand> = [dy.clone()].into_iter().chain(gate_up.clone()).collect();
-        lower.plan.call_on(op, Vec::new(), in_place);
+        let in_place = Named::from([("dy", dy.clone())]).and(gate_up.clone());
+        lower.plan.call(op, [], in_place);
         lower.remade(self.output, dy);
         for (value, gradient) in self.gate_up.iter().zip(gate_up.iter().cycle()) {
             lower.gradients.set(*value, gradient.clone());

@@ -5,7 +5,7 @@ use super::super::op::Op;
 use super::super::plan::Operand;
 use super::Lower;
 use crate::graph::{self, ValueId};
-use crate::ops::arithmetic::sum;
+use crate::ops::arithmetic::lowering::sum;
 use crate::ops::{converted, strided};
 use candle_core::DType;
 use std::collections::HashMap;
@@ -69,7 +69,8 @@ impl Lower<'_> {
         let dtype = self.plan.buffers[gradient.buffer].dtype;
         let copy = self.temporary("gradient", &[gradient.elements.len()], dtype);
         let op = Op::Kernel(converted());
-        self.plan.call_on(op, vec![gradient], vec![copy.clone()]);
+        let writes = [("y", copy.clone())];
+        self.plan.call(op, [("x", gradient)], writes);
         Some(copy)
     }
 
@@ -96,7 +97,7 @@ impl Lower<'_> {
 
     /// Whether a value's backward makes it again, and runs.
     pub(super) fn is_remade(&self, value: ValueId) -> bool {
-        let maker = self.makers.get(&value);
+        let maker = self.maker(value);
         self.program.is_wanted(value)
             && maker.is_some_and(|form| form.remakes_output() && form.outputs()[0] == value)
     }
@@ -124,8 +125,9 @@ impl Lower<'_> {
             None => dx,
             Some(before) => {
                 let after = self.temporary("gradient", &[base.elements.len()], value.dtype);
-                let (reads, writes) = (vec![before, dx], vec![after.clone()]);
-                self.plan.call_on(Op::Kernel(sum()), reads, writes);
+                let reads = [("a", before), ("b", dx)];
+                let writes = [("y", after.clone())];
+                self.plan.call(Op::Kernel(sum()), reads, writes);
                 after
             }
         };
@@ -146,13 +148,15 @@ impl Lower<'_> {
         };
         let sums = self.temporary("gradient", &[elements], wide);
         let kernel = Op::Kernel(strided::scatter(view));
-        self.plan.call_on(kernel, vec![dx], vec![sums.clone()]);
+        let writes = [("dx", sums.clone())];
+        self.plan.call(kernel, [("dy", dx)], writes);
         if wide == dtype {
             return sums;
         }
         let rounded = self.temporary("gradient", &[elements], dtype);
         let cast = Op::Kernel(converted());
-        self.plan.call_on(cast, vec![sums], vec![rounded.clone()]);
+        let writes = [("y", rounded.clone())];
+        self.plan.call(cast, [("x", sums)], writes);
         rounded
     }
 }

@@ -111,8 +111,9 @@ impl Form for Head {
                 counted,
             };
             // The logits become their gradient.
-            let writes = vec![logits.clone(), some(&losses, 1)];
-            lower.plan.call_on(op, vec![some(&targets, 1)], writes);
+            let reads = [("targets", some(&targets, 1))];
+            let writes = [("logits", logits.clone()), ("losses", some(&losses, 1))];
+            lower.plan.call(op, reads, writes);
             if let Some(dx) = &dx {
                 let factors = [(&logits, false), (&weight, false)];
                 let dx = some(dx, width);

@@ -9,6 +9,7 @@ use super::program::Program;
 use super::{Job, Lower, Target, attribute, place_of};
 use crate::Result;
 use crate::graph::{self, Attribute, ValueId};
+use crate::ops::lowering::Named;
 use candle_core::DType;
 use std::cell::RefCell;
 
@@ -23,13 +24,18 @@ struct Heads {
     output: ValueId,
     /// What forward leaves: the scores' exponentials, what each row of them is multiplied by, and in half precision
     /// what rounding took from the output.
-    kept: RefCell<Vec<Operand>>,
+    kept: RefCell<Option<Named<Operand>>>,
 }
 
 impl Heads {
     fn shape(&self) -> [usize; 3] {
         let s = &self.sizes;
         [s.matrices, s.length, s.head_dim]
+    }
+
+    fn qkv(&self, lower: &mut Lower<'_>) -> [(&'static str, Operand); 3] {
+        let [q, k, v] = &self.qkv;
+        [("q", q), ("k", k), ("v", v)].map(|(name, x)| (name, lower.read(x)))
     }
 
     fn rounds(&self) -> bool {
@@ -57,7 +63,7 @@ impl Form for Heads {
 
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
         let (sizes, shape) = (self.sizes, self.shape());
-        let reads = self.qkv.iter().map(|x| lower.read(x)).collect();
+        let reads = self.qkv(lower);
         let out = lower.make(self.output, "out", &shape);
         let exponentials = [sizes.exponentials_len()];
         let dtype = of_exponentials(self.dtype);
@@ -68,12 +74,12 @@ impl Form for Heads {
             .then(|| lower.temporary("rounded_off", &shape, self.dtype));
         let scratch = [self.threads, sizes.forward_scratch_len()];
         let scratch = lower.scratch(&scratch, DType::F32);
-        let kept = [exponentials.clone(), inv_row_sum.clone()].into_iter();
-        self.kept
-            .replace(kept.chain(rounding_error.clone()).collect());
-        let writes = [out, exponentials, inv_row_sum, scratch].into_iter();
-        let writes = writes.chain(rounding_error).collect();
-        lower.plan.call_on(Op::HeadAttention(sizes), reads, writes);
+        let kept = Named::from([("exponentials", exponentials), ("inv_row_sum", inv_row_sum)]);
+        let kept = kept.with_some("rounding_error", rounding_error);
+        self.kept.replace(Some(kept.clone()));
+        let writes = Named::from([("out", out)]).and(kept);
+        let writes = writes.with("scratch", scratch);
+        lower.plan.call(Op::HeadAttention(sizes), reads, writes);
         Ok(())
     }
 
@@ -82,8 +88,7 @@ impl Form for Heads {
             return Ok(());
         };
         let (sizes, shape) = (self.sizes, self.shape());
-        let qkv: Vec<Operand> = self.qkv.iter().map(|x| lower.read(x)).collect();
-        let [exponentials, inv_row_sum, rounding_error @ ..] = &self.kept.take()[..] else {
+        let Some(kept) = self.kept.take() else {
             return Ok(()); // a forward has been
         };
         let out = lower.value(self.output);
@@ -91,16 +96,19 @@ impl Form for Heads {
         let partial = lower.scratch(&partial, DType::F32);
         let scratch = [self.threads, sizes.backward_scratch_len(self.rounds())];
         let scratch = lower.scratch(&scratch, DType::F32);
-        let gradients = ["dq", "dk", "dv"].map(|name| lower.temporary(name, &shape, self.dtype));
-        let kept = [exponentials.clone(), inv_row_sum.clone(), out].into_iter();
-        let kept = kept.chain(rounding_error.iter().cloned());
-        let reads = [d_out].into_iter().chain(qkv).chain(kept).collect();
-        let writes = gradients.iter().cloned().chain([partial, scratch]);
-        let op = Op::HeadAttentionBackward(sizes);
-        let writes = writes.collect();
-        lower.plan.call_on(op, reads, writes);
+        let gradients = ["dq", "dk", "dv"].map(|name| {
+            let gradient = lower.temporary(name, &shape, self.dtype);
+            (name, gradient)
+        });
+        let reads = Named::from([("d_out", d_out)]).and(self.qkv(lower));
+        let reads = reads.with("out", out).and(kept);
+        let writes = Named::from(gradients.clone());
+        let writes = writes.and([("partial_sums", partial), ("scratch", scratch)]);
+        lower
+            .plan
+            .call(Op::HeadAttentionBackward(sizes), reads, writes);
         let program = lower.program.clone();
-        for (operand, gradient) in self.qkv.iter().zip(gradients) {
+        for (operand, (_, gradient)) in self.qkv.iter().zip(gradients) {
             if program.is_wanted(operand.value) && operand.tracked {
                 lower.contribute(operand, gradient);
             }

@@ -10,6 +10,7 @@ use super::{Job, Lower, Target, place_of};
 use crate::Result;
 use crate::graph::{self, Node, ValueId};
 use crate::kernels::workspace;
+use crate::ops::lowering::Named;
 use crate::ops::{converted, linear_bias};
 use candle_core::DType;
 
@@ -157,7 +158,8 @@ impl Maps {
             if let Some((bias, _)) = &group.bias {
                 let bias = lower.read(bias);
                 let kernel = Op::Kernel(linear_bias::bias());
-                lower.plan.call_on(kernel, vec![bias], vec![y.clone()]);
+                let writes = [("y", y.clone())];
+                lower.plan.call(kernel, [("bias", bias)], writes);
                 accumulate = Accumulate::Always;
             }
             let sizes = [self.rows, group.columns, self.width];
@@ -299,7 +301,8 @@ pub(super) fn product(
         b_transposed,
         accumulate,
     };
-    lower.plan.call_on(op, vec![a.clone(), b.clone()], vec![c]);
+    let factors = [("a", a.clone()), ("b", b.clone())];
+    lower.plan.call(op, factors, [("c", c)]);
 }
 
 /// `db`, the sum of the rows of dy (N, F).
@@ -314,16 +317,17 @@ fn bias_gradient(
         let elements = workspace::bias_backward(rows, columns);
         lower.scratch(&[elements], DType::F32)
     });
-    let writes = [sum.clone()].into_iter().chain(partial).collect();
+    let writes = Named::from([("dbias", sum.clone())]).with_some("partials", partial);
     let kernel = Op::Kernel(linear_bias::bias_gradient());
-    lower.plan.call_on(kernel, vec![dy.clone()], writes);
+    lower.plan.call(kernel, [("dy", dy.clone())], writes);
     let dtype = lower.program.graph.value(bias.value).dtype;
     let gradient = match dtype {
         DType::F32 => sum,
         _ => {
             let rounded = lower.temporary("dbias", &[columns], dtype);
             let kernel = Op::Kernel(converted());
-            lower.plan.call_on(kernel, vec![sum], vec![rounded.clone()]);
+            let writes = [("y", rounded.clone())];
+            lower.plan.call(kernel, [("x", sum)], writes);
             rounded
         }
     };

@@ -50,7 +50,7 @@ impl Lower<'_> {
         let dtype = self.program.graph.value(output.value).dtype;
         let gradient = self.temporary("gradient of the loss", &[1], dtype);
         let op = Op::LossGradient { counted };
-        self.plan.call_on(op, Vec::new(), vec![gradient.clone()]);
+        self.plan.call(op, [], [("dloss", gradient.clone())]);
         self.contribute(&output, gradient);
         Ok(mean)
     }
@@ -64,7 +64,8 @@ impl Lower<'_> {
             counted,
             accumulate: Accumulate::AfterFirst,
         };
-        self.plan.call_on(op, vec![losses], vec![mean.clone()]);
+        let writes = [("loss", mean.clone())];
+        self.plan.call(op, [("losses", losses)], writes);
         mean
     }
 

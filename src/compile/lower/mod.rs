@@ -202,8 +202,8 @@ struct Lower<'a> {
     program: Rc<Program<'a>>,
     /// In order.
     forms: Rc<[Placed]>,
-    /// By value: the form whose output it is.
-    makers: HashMap<ValueId, Rc<dyn Form>>,
+    /// By value: the number of the form whose output it is.
+    makers: HashMap<ValueId, usize>,
     plan: Writer,
     /// By value: where it lies.
     places: Vec<Option<Operand>>,
@@ -233,9 +233,9 @@ impl<'a> Lower<'a> {
         let program = Rc::new(Program::new(&function.graph, followed));
         let choice = Choice::new(job.recompute);
         let forms = form::all(&program, job, &choice);
-        let outputs = forms.iter().flat_map(|Placed { form, .. }| {
-            let outputs = form.outputs().into_iter();
-            outputs.map(move |output| (output, form.clone()))
+        let outputs = forms.iter().enumerate().flat_map(|(i, placed)| {
+            let outputs = placed.form.outputs().into_iter();
+            outputs.map(move |output| (output, i))
         });
         Self {
             job,
@@ -287,6 +287,7 @@ impl<'a> Lower<'a> {
             ops: placed.ops.clone(),
             phase: self.plan.phase,
             cost,
+            computed: 0.0, // known when the plan is whole
         });
         Ok(())
     }
@@ -303,8 +304,8 @@ impl<'a> Lower<'a> {
                 |output: &ValueId| self.gradients.has(*output) && self.program.is_wanted(*output);
             if outputs.iter().any(is_due) {
                 for input in form.inputs() {
-                    if let Some(maker) = self.makers.get(&input).cloned() {
-                        maker.prepare(self)?;
+                    if let Some(maker) = self.makers.get(&input) {
+                        self.recompute_products(&forms[*maker])?;
                     }
                 }
                 self.run_part(placed, placed.costs[1], |lower| form.backward(lower))?;
@@ -317,6 +318,16 @@ impl<'a> Lower<'a> {
             }
         }
         Ok(())
+    }
+
+    /// The products of a form that does not keep them, if a memory budget wants that.
+    fn recompute_products(&mut self, placed: &Placed) -> Result<()> {
+        self.run_part(placed, placed.costs[0], |lower| placed.form.prepare(lower))
+    }
+
+    /// The form whose output a value is.
+    fn maker(&self, value: ValueId) -> Option<Rc<dyn Form>> {
+        self.makers.get(&value).map(|i| self.forms[*i].form.clone())
     }
 
     /// What follows when all gradients are there.

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::graph::{Node, ValueId};
 use crate::ops::converted;
 use crate::ops::info;
-use crate::ops::lowering::{Calls, Lowering, Signature, Slot};
+use crate::ops::lowering::{Calls, Lowering, Named, Signature, Slot};
 use std::collections::HashMap;
 
 struct Single {
@@ -54,13 +54,11 @@ impl Single {
             slot => Some(other(lower, slot)),
         };
         for call in calls.calls {
-            let mut all = |slots: Vec<Slot>| -> Option<Vec<Operand>> {
-                slots.into_iter().map(|slot| find(lower, slot)).collect()
-            };
-            let operands = all(call.reads).zip(all(call.writes));
+            let mut all = |slots: &Named<Slot>| slots.try_map(|slot| find(lower, *slot));
+            let operands = all(&call.reads).zip(all(&call.writes));
             // An op that keeps nothing, say, as attention of no queries does not.
             let (reads, writes) = operands.ok_or_else(|| self.refused(lower))?;
-            lower.plan.call_on(Op::Kernel(call.kernel), reads, writes);
+            lower.plan.call(Op::Kernel(call.kernel), reads, writes);
         }
         Ok(())
     }
@@ -90,9 +88,8 @@ impl Form for Single {
             }
             // What the plan gives out.
             let output = lower.value(node.output);
-            lower
-                .plan
-                .call_on(Op::Kernel(converted()), vec![operand], vec![output]);
+            let op = Op::Kernel(converted());
+            lower.plan.call(op, [("x", operand)], [("y", output)]);
             return Ok(());
         }
         lower.make(node.output, node.op, &graph.value(node.output).shape);

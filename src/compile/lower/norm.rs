@@ -13,6 +13,7 @@ use crate::Result;
 use crate::graph::{Attribute, ValueId};
 use crate::kernels::cpu::residual_norm::partials_len;
 use crate::kernels::workspace;
+use crate::ops::lowering::Named;
 use candle_core::DType;
 
 struct Norm {
@@ -83,12 +84,12 @@ impl Norm {
             accumulate,
         };
         let (weight, rstd) = (lower.value(self.weight), lower.value(self.rstd));
-        let reads = [x, weight, rstd].into_iter().chain(branch).collect();
-        let writes = [dy, dx.clone(), dw, partials]
-            .into_iter()
-            .chain(copy.clone());
-        let writes = writes.collect();
-        lower.plan.call_on(op, reads, writes);
+        let reads = Named::from([("x", x), ("weight", weight), ("rstd", rstd)]);
+        let reads = reads.with_some("branch", branch);
+        let writes = [("dy", dy), ("dx", dx.clone()), ("dweight", dw)];
+        let writes = Named::from(writes).with("partials", partials);
+        let writes = writes.with_some("copy", copy.clone());
+        lower.plan.call(op, reads, writes);
         lower.gradients.set(self.x, dx);
         if self.is_trained {
             lower.gradient_done(&[self.weight]);
@@ -117,8 +118,8 @@ impl Norm {
                 None => {
                     let copy = lower.temporary("copy", &[self.rows, self.width], dtype);
                     let elements = self.rows * self.width;
-                    let (reads, writes) = (vec![dx], vec![copy.clone()]);
-                    lower.plan.call_on(Op::Cast { elements }, reads, writes);
+                    let writes = [("y", copy.clone())];
+                    lower.plan.call(Op::Cast { elements }, [("x", dx)], writes);
                     copy
                 }
             };
@@ -153,13 +154,16 @@ impl Form for Norm {
         let weight = lower.value(self.weight);
         match sum {
             Some(sum) => {
-                let reads = vec![lower.value(sum.stream), lower.value(sum.branch), weight];
+                let (stream, branch) = (lower.value(sum.stream), lower.value(sum.branch));
+                let reads = [("x", stream), ("branch", branch), ("weight", weight)];
+                let writes = [("sum", x), ("y", y), ("rstd", rstd)];
                 let op = Op::AddRmsNorm { rows, width, eps };
-                lower.plan.call_on(op, reads, vec![x, y, rstd]);
+                lower.plan.call(op, reads, writes);
             }
             None => {
                 let op = Op::RmsNorm { rows, width, eps };
-                lower.plan.call_on(op, vec![x, weight], vec![y, rstd]);
+                let reads = [("x", x), ("weight", weight)];
+                lower.plan.call(op, reads, [("y", y), ("rstd", rstd)]);
             }
         }
         Ok(())
@@ -176,10 +180,11 @@ impl Form for Norm {
         let y = lower.temporary("y", &[rows, width], dtype);
         let rstd = lower.temporary("rstd", &[rows], DType::F32);
         let (x, branch) = self.kept(lower);
-        let reads = [x, lower.value(self.weight)].into_iter().chain(branch);
-        let reads = reads.collect();
+        let reads = Named::from([("x", x), ("weight", lower.value(self.weight))]);
+        let reads = reads.with_some("branch", branch);
+        let writes = [("y", y.clone()), ("rstd", rstd)];
         let op = Op::RmsNorm { rows, width, eps };
-        lower.plan.call_on(op, reads, vec![y.clone(), rstd]);
+        lower.plan.call(op, reads, writes);
         Some(y)
     }
 

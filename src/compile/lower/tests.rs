@@ -169,8 +169,8 @@ fn gradients_that_pass() {
         let updated: Vec<_> = buffers
             .map(|call| {
                 (
-                    &plan.buffer(call.writes[0].buffer).name,
-                    plan.buffer(call.reads[0].buffer),
+                    &plan.buffer(call.writes["parameter"].buffer).name,
+                    plan.buffer(call.reads["gradient"].buffer),
                 )
             })
             .collect();
@@ -281,6 +281,6 @@ fn thirds_of_a_projection(
     let casts = plan.calls()[plan.first_run_only().end..].iter();
     let casts = casts.filter(|call| call.op.name() == "cast");
     let weights =
-        casts.filter(|call| plan.buffer(call.reads[0].buffer).category == Category::Parameter);
+        casts.filter(|call| plan.buffer(call.reads["x"].buffer).category == Category::Parameter);
     assert_eq!(weights.count(), 0);
 }

@@ -154,8 +154,8 @@ impl Lower<'_> {
         let copy = self.temporary("contiguous", &view.shape, dtype);
         let base = self.value(operand.value);
         let kernel = strided::gather(view.clone());
-        let (reads, writes) = (vec![base], vec![copy.clone()]);
-        self.plan.call_on(Op::Kernel(kernel), reads, writes);
+        let writes = [("y", copy.clone())];
+        self.plan.call(Op::Kernel(kernel), [("x", base)], writes);
         self.dense.insert(key, copy.clone());
         copy
     }

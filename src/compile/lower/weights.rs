@@ -98,8 +98,8 @@ impl Lower<'_> {
         for ((value, weight), part) in weights.iter().zip(&all).zip(parts(&all, copy)) {
             let elements = part.elements.len();
             self.weights.copies.insert(*value, part.clone());
-            let (reads, writes) = (vec![weight.clone()], vec![part]);
-            self.plan.call_on(Op::Cast { elements }, reads, writes);
+            let (op, reads) = (Op::Cast { elements }, [("x", weight.clone())]);
+            self.plan.call(op, reads, [("y", part)]);
         }
         self.plan.whole(copy)
     }
@@ -169,7 +169,7 @@ impl Lower<'_> {
                 elements,
                 accumulate,
             };
-            self.plan.call_on(op, vec![gradient], vec![sum]);
+            self.plan.call(op, [("x", gradient)], [("y", sum)]);
         }
         self.gradient_done(&[value]);
     }

@@ -12,7 +12,7 @@ use crate::ops::strided;
 macro_rules! elementwise {
     ($name:literal, $kernel:path) => {
         map(kernel!($name, |T, _, s| {
-            $kernel(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+            $kernel(s.x::<T>("a")?, s.x("b")?, s.y("y")?);
         }))
     };
 }
@@ -30,7 +30,7 @@ pub(super) const ADD: Lowering = Lowering {
 pub(super) const ADD_SCALED: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("add_scaled", |T, k, s| {
-            kernel::add_scaled(s.x::<T>(0)?, s.x(1)?, k.number("scale")?, s.y(0)?);
+            kernel::add_scaled(s.x::<T>("a")?, s.x("b")?, k.number("scale")?, s.y("y")?);
         });
         forward(signature, map(kernel).with_all(signature.attributes))
     },
@@ -38,7 +38,7 @@ pub(super) const ADD_SCALED: Lowering = Lowering {
         let mut backward = Backward::new(signature);
         backward.pass_on(0);
         let kernel = kernel!("scale", |T, k, s| {
-            kernel::scaled(s.x::<T>(0)?, k.number("scale")?, s.y(0)?);
+            kernel::scaled(s.x::<T>("a")?, k.number("scale")?, s.y("y")?);
         });
         let dy = backward.dy;
         let kernel = map(kernel).with_all(signature.attributes);
@@ -59,25 +59,25 @@ pub(super) const SUB: Lowering = Lowering {
 };
 
 pub(super) const MUL: Lowering = Lowering {
-    forward: |signature| forward(signature, elementwise!("mul", kernel::mul)),
+    forward: |signature| forward(signature, mul()),
     backward: |signature| {
         let mut backward = Backward::new(signature);
         let (dy, [a, b]) = (backward.dy, backward.repeated());
-        backward.gradient(0, elementwise!("mul", kernel::mul), [dy, b]);
-        backward.gradient(1, elementwise!("mul", kernel::mul), [dy, a]);
+        backward.gradient(0, mul(), [dy, b]);
+        backward.gradient(1, mul(), [dy, a]);
         backward.calls
     },
 };
 
 pub(super) const DIV: Lowering = Lowering {
-    forward: |signature| forward(signature, elementwise!("div", kernel::div)),
+    forward: |signature| forward(signature, div()),
     backward: |signature| {
         let mut backward = Backward::new(signature);
         let (dy, [a, b]) = (backward.dy, backward.repeated());
-        backward.gradient(0, elementwise!("div", kernel::div), [dy, b]);
+        backward.gradient(0, div(), [dy, b]);
         // db = -(dy a / b) / b
-        let times = backward.step(elementwise!("mul", kernel::mul), [dy, a]);
-        let quotient = backward.step(elementwise!("div", kernel::div), [times, b]);
+        let times = backward.step(mul(), [dy, a]);
+        let quotient = backward.step(div(), [times, b]);
         let divided = elementwise!("negated_div", kernel::negated_div);
         backward.gradient(1, divided, [quotient, b]);
         backward.calls
@@ -87,13 +87,14 @@ pub(super) const DIV: Lowering = Lowering {
 /// `f` of both inputs in the output's shape, rounded where the output is.
 fn forward(signature: &Signature<'_>, kernel: Kernel) -> Calls {
     let mut calls = Calls::default();
-    let reads = [0, 1].map(|input| repeated(&mut calls, signature, input));
+    let [a, b] = [0, 1].map(|input| repeated(&mut calls, signature, input));
+    let reads = [("a", a), ("b", b)];
     match is_rounded(signature) {
-        false => calls.call(kernel, &reads, &[Slot::Output]),
+        false => calls.call(kernel, reads, [("y", Slot::Output)]),
         true => {
             let wide = calls.scratch(signature.output.dims, signature.inputs[0].dtype);
-            let calls = calls.call(kernel, &reads, &[wide]);
-            calls.call(converted(), &[wide], &[Slot::Output])
+            let calls = calls.call(kernel, reads, [("y", wide)]);
+            calls.call(converted(), [("x", wide)], [("y", Slot::Output)])
         }
     }
 }
@@ -111,7 +112,7 @@ fn repeated(calls: &mut Calls, signature: &Signature<'_>, input: usize) -> Slot 
     }
     let copy = calls.scratch(shape, x.dtype);
     let kernel = strided::gather(strided::broadcast(x.dims, shape));
-    calls.push(kernel, &[Slot::Input(input)], &[copy]);
+    calls.push(kernel, [("x", Slot::Input(input))], [("y", copy)]);
     copy
 }
 
@@ -130,7 +131,7 @@ impl<'a> Backward<'a> {
             false => Slot::OutputGradient,
             true => {
                 let wide = calls.scratch(signature.output.dims, signature.inputs[0].dtype);
-                calls.push(converted(), &[Slot::OutputGradient], &[wide]);
+                calls.push(converted(), [("x", Slot::OutputGradient)], [("y", wide)]);
                 wide
             }
         };
@@ -147,10 +148,10 @@ impl<'a> Backward<'a> {
     }
 
     /// What `kernel` makes of these, in the output's shape.
-    fn step(&mut self, kernel: Kernel, reads: [Slot; 2]) -> Slot {
+    fn step(&mut self, kernel: Kernel, [a, b]: [Slot; 2]) -> Slot {
         let (shape, dtype) = (self.signature.output.dims, self.signature.inputs[0].dtype);
         let made = self.calls.scratch(shape, dtype);
-        self.calls.push(kernel, &reads, &[made]);
+        self.calls.push(kernel, [("a", a), ("b", b)], [("y", made)]);
         made
     }
 
@@ -160,7 +161,8 @@ impl<'a> Backward<'a> {
             let made = self.step(kernel, reads);
             self.sum(input, made);
         } else {
-            self.calls.push(kernel, &reads, &[Slot::Gradient(input)]);
+            let ([a, b], y) = (reads, Slot::Gradient(input));
+            self.calls.push(kernel, [("a", a), ("b", b)], [("y", y)]);
         }
     }
 
@@ -169,9 +171,8 @@ impl<'a> Backward<'a> {
         if self.is_repeated(input) {
             self.sum(input, self.dy);
         } else if is_rounded(self.signature) {
-            let reads = [Slot::OutputGradient];
-            self.calls
-                .push(converted(), &reads, &[Slot::Gradient(input)]);
+            let (x, y) = (Slot::OutputGradient, Slot::Gradient(input));
+            self.calls.push(converted(), [("x", x)], [("y", y)]);
         } else {
             self.calls.same.push(input);
         }
@@ -184,20 +185,30 @@ impl<'a> Backward<'a> {
     fn sum(&mut self, input: usize, gradient: Slot) {
         let (x, shape) = (&self.signature.inputs[input], self.signature.output.dims);
         let kernel = strided::scatter(strided::broadcast(x.dims, shape));
-        self.calls
-            .push(kernel, &[gradient], &[Slot::Gradient(input)]);
+        let (dy, dx) = (gradient, Slot::Gradient(input));
+        self.calls.push(kernel, [("dy", dy)], [("dx", dx)]);
     }
 }
 
-/// Reads a and b; writes a + b, of one shape and dtype.
+/// Reads a and b; writes y = a b, of one shape and dtype.
+pub(crate) fn mul() -> Kernel {
+    elementwise!("mul", kernel::mul)
+}
+
+/// Reads a and b; writes y = a / b, of one shape and dtype.
+pub(crate) fn div() -> Kernel {
+    elementwise!("div", kernel::div)
+}
+
+/// Reads a and b; writes y = a + b, of one shape and dtype.
 pub(crate) fn sum() -> Kernel {
     let kernel = kernel!("add", |T, _, s| {
-        kernel::add(s.x::<T>(0)?, s.x(1)?, s.y(0)?);
+        kernel::add(s.x::<T>("a")?, s.x("b")?, s.y("y")?);
     });
     on_gpu!(kernel, |_, l| arithmetic::add(
         l.gpu,
-        l.reads[0],
-        l.reads[1],
-        l.writes[0]
+        l.x("a")?,
+        l.x("b")?,
+        l.y("y")?
     ))
 }

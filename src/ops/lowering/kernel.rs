@@ -1,5 +1,7 @@
 //! A kernel as a planned call has it.
 
+#[cfg(feature = "cuda")]
+use super::Named;
 use super::Slices;
 use crate::attention::Mask;
 use crate::graph::{self, Attribute};
@@ -17,7 +19,7 @@ use {
 macro_rules! kernel {
     ($name:expr, |$T:ident, $k:pat_param, $s:ident| $body:expr) => {
         $crate::ops::lowering::Kernel::new($name, |$k, $s| {
-            $crate::ops::cpu::for_stored!($s.dtype(0), $T => {
+            $crate::ops::cpu::for_stored!($s.dtype()?, $T => {
                 $body;
                 Ok(())
             })
@@ -53,8 +55,27 @@ pub(crate) struct Operands<'a> {
     pub gpu: &'a CudaDevice,
     /// What multiplies matrices.
     pub products: RefCell<&'a mut Products>,
-    pub reads: Vec<View<'a>>,
-    pub writes: Vec<View<'a>>,
+    pub reads: Named<View<'a>>,
+    pub writes: Named<View<'a>>,
+}
+
+#[cfg(feature = "cuda")]
+impl<'a> Operands<'a> {
+    /// What is read as `name`.
+    pub fn x(&self, name: &str) -> Result<View<'a>> {
+        match self.reads.get(name) {
+            Some(view) => Ok(*view),
+            None => bail!("{name} is not read"),
+        }
+    }
+
+    /// What is written as `name`.
+    pub fn y(&self, name: &str) -> Result<View<'a>> {
+        match self.writes.get(name) {
+            Some(view) => Ok(*view),
+            None => bail!("{name} is not written"),
+        }
+    }
 }
 
 /// A kernel as a planned call has it: its name, its parameters, and the function that runs it on the CPU, and where it
@@ -152,14 +173,6 @@ impl Kernel {
     /// FLOPs of its matrix products: the model's work, whatever the kernel leaves out.
     pub fn flops(&self) -> f64 {
         self.flops
-    }
-
-    /// Rows, columns and depth, if it is one matrix product.
-    pub(crate) fn product_sizes(&self) -> Option<[usize; 3]> {
-        let count = |name| self.count(name).ok();
-        let (rows, cols) = (count("rows")?, count("cols")?);
-        let factor = count("a_rows")? * count("a_cols")?;
-        Some([rows, cols, factor.checked_div(rows)?])
     }
 
     pub(crate) fn view(&self) -> Result<&graph::View> {

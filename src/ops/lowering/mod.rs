@@ -5,6 +5,7 @@
 //! places, which are [`compile`](crate::compile)'s.
 
 mod kernel;
+mod named;
 mod slices;
 #[cfg(test)]
 mod tests;
@@ -13,6 +14,7 @@ pub use kernel::Kernel;
 #[cfg(feature = "cuda")]
 pub(crate) use kernel::Operands;
 pub(crate) use kernel::{kernel, on_gpu};
+pub use named::Named;
 pub(crate) use slices::{Slice, Slices};
 
 use crate::graph::{self, Attribute, Graph, Node, ValueId};
@@ -113,23 +115,33 @@ pub(crate) struct Calls {
 /// A kernel, and its operands.
 pub(crate) struct KernelCall {
     pub kernel: Kernel,
-    pub reads: Vec<Slot>,
-    pub writes: Vec<Slot>,
+    pub reads: Named<Slot>,
+    pub writes: Named<Slot>,
 }
 
 impl Calls {
     /// With one more call.
-    pub fn call(mut self, kernel: Kernel, reads: &[Slot], writes: &[Slot]) -> Self {
+    pub fn call(
+        mut self,
+        kernel: Kernel,
+        reads: impl Into<Named<Slot>>,
+        writes: impl Into<Named<Slot>>,
+    ) -> Self {
         self.push(kernel, reads, writes);
         self
     }
 
     /// As [`call`](Self::call), in place.
-    pub fn push(&mut self, kernel: Kernel, reads: &[Slot], writes: &[Slot]) {
+    pub fn push(
+        &mut self,
+        kernel: Kernel,
+        reads: impl Into<Named<Slot>>,
+        writes: impl Into<Named<Slot>>,
+    ) {
         self.calls.push(KernelCall {
             kernel,
-            reads: reads.to_vec(),
-            writes: writes.to_vec(),
+            reads: reads.into(),
+            writes: writes.into(),
         });
     }
 
@@ -147,30 +159,31 @@ impl Calls {
         }
     }
 
-    /// A backward of one kernel, which writes the gradient of input 0 in its dtype and those of the inputs `wide` in
-    /// the one that is computed in: rounded after, where these are half precision.
+    /// A backward of one kernel, which writes dx, the gradient of input 0, in its dtype, and those of the inputs `wide`
+    /// in the one that is computed in: rounded after, where these are half precision.
     pub fn with_wide_gradients(
         signature: &Signature<'_>,
         kernel: Kernel,
-        reads: &[Slot],
-        wide: &[usize],
+        reads: impl Into<Named<Slot>>,
+        wide: &[(&'static str, usize)],
     ) -> Self {
-        let (mut calls, mut writes) = (Self::default(), vec![Slot::Gradient(0)]);
+        let (mut calls, mut writes) = (Self::default(), Named::from([("dx", Slot::Gradient(0))]));
         let mut rounded = Vec::new();
-        for input in wide {
+        for (name, input) in wide {
             let (weight, dtype) = (&signature.inputs[*input], signature.inputs[0].wide_dtype());
-            writes.push(match weight.dtype == dtype {
+            let gradient = match weight.dtype == dtype {
                 true => Slot::Gradient(*input),
                 false => {
                     let sum = calls.scratch(weight.dims, dtype);
                     rounded.push((sum, Slot::Gradient(*input)));
                     sum
                 }
-            });
+            };
+            writes.push(name, gradient);
         }
-        let calls = calls.call(kernel, reads, &writes);
+        let calls = calls.call(kernel, reads, writes);
         rounded.into_iter().fold(calls, |calls, (sum, gradient)| {
-            calls.call(super::cast::converted(), &[sum], &[gradient])
+            calls.call(super::cast::converted(), [("x", sum)], [("y", gradient)])
         })
     }
 

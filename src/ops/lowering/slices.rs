@@ -1,5 +1,6 @@
 //! The operands of a call on the CPU.
 
+use super::Named;
 use crate::kernels::cpu::Real;
 use candle_core::{DType, Result, WithDType, bail};
 use half::{bf16, f16};
@@ -35,74 +36,90 @@ impl<'a> Slice<'a> {
         }
         Ok(self.start.cast())
     }
+
+    fn as_slice<T: WithDType>(&self) -> Result<&'a [T]> {
+        let start = self.check::<T>()?;
+        // SAFETY: by `new`; nothing that is read is written by the same call.
+        Ok(unsafe { std::slice::from_raw_parts(start, self.elements) })
+    }
 }
 
 /// The operands of one call.
 pub(crate) struct Slices<'a> {
-    reads: Vec<Slice<'a>>,
+    reads: Named<Slice<'a>>,
     /// Empty where it was handed out: a second time it would be written twice at once.
-    writes: Vec<Cell<Option<Slice<'a>>>>,
+    writes: Named<Cell<Option<Slice<'a>>>>,
 }
 
 impl<'a> Slices<'a> {
-    pub fn new(reads: Vec<Slice<'a>>, writes: Vec<Slice<'a>>) -> Self {
-        let writes = writes.into_iter().map(|slice| Cell::new(Some(slice)));
-        Self {
-            reads,
-            writes: writes.collect(),
-        }
+    pub fn new(reads: Named<Slice<'a>>, writes: &Named<Slice<'a>>) -> Self {
+        let writes = writes.map(|slice| Cell::new(Some(*slice)));
+        Self { reads, writes }
     }
 
-    /// Of what is read at `place`.
-    pub fn dtype(&self, place: usize) -> DType {
-        self.reads[place].dtype
-    }
-
-    /// Of what is written at `place`, before it is.
-    pub fn dtype_written(&self, place: usize) -> Result<DType> {
-        match self.writes[place].get() {
+    /// Of what is read first.
+    pub fn dtype(&self) -> Result<DType> {
+        match self.reads.first() {
             Some(slice) => Ok(slice.dtype),
-            None => bail!("operand {place} is written already"),
+            None => bail!("nothing is read"),
         }
     }
 
-    /// How many are read.
-    pub fn count(&self) -> usize {
-        self.reads.len()
+    /// Of what is written as `name`, before it is.
+    pub fn dtype_written(&self, name: &str) -> Result<DType> {
+        match self.writes.get(name).and_then(Cell::get) {
+            Some(slice) => Ok(slice.dtype),
+            None => bail!("{name} is not there to be written"),
+        }
     }
 
-    /// How many are written.
-    pub fn count_written(&self) -> usize {
-        self.writes.len()
+    /// All that is read, in order.
+    pub fn all_x<T: WithDType>(&self) -> Result<Vec<&'a [T]>> {
+        self.reads.iter().map(Slice::as_slice).collect()
     }
 
-    /// What is read at `place`.
-    pub fn x<T: WithDType>(&self, place: usize) -> Result<&'a [T]> {
-        let slice = &self.reads[place];
-        let start = slice.check::<T>()?;
-        // SAFETY: by `Slice::new`; nothing that is read is written by the same call.
-        Ok(unsafe { std::slice::from_raw_parts(start, slice.elements) })
+    /// All that is written, in order, once.
+    pub fn all_y<T: WithDType>(&self) -> Result<Vec<&'a mut [T]>> {
+        self.writes
+            .iter()
+            .map(|slice| taken("operand", slice))
+            .collect()
     }
 
-    /// What is written at `place`, once.
-    pub fn y<T: WithDType>(&self, place: usize) -> Result<&'a mut [T]> {
-        let Some(slice) = self.writes[place].take() else {
-            bail!("operand {place} is written already");
-        };
-        let start = slice.check::<T>()?;
-        // SAFETY: by `Slice::new`; handed out this once.
-        Ok(unsafe { std::slice::from_raw_parts_mut(start, slice.elements) })
+    /// What is read as `name`.
+    pub fn x<T: WithDType>(&self, name: &str) -> Result<&'a [T]> {
+        match self.reads.get(name) {
+            Some(slice) => slice.as_slice(),
+            None => bail!("{name} is not read"),
+        }
+    }
+
+    /// What is written as `name`, once.
+    pub fn y<T: WithDType>(&self, name: &str) -> Result<&'a mut [T]> {
+        match self.writes.get(name) {
+            Some(slice) => taken(name, slice),
+            None => bail!("{name} is not written"),
+        }
     }
 
     /// As [`x`](Self::x), in the type computed in: for small operands, which half precision is widened to as a whole.
-    pub fn wide_x<R: Real>(&self, place: usize) -> Result<Cow<'a, [R]>> {
+    pub fn wide_x<R: Real>(&self, name: &str) -> Result<Cow<'a, [R]>> {
         fn widened<T: WithDType, R: Real>(elements: &[T]) -> Vec<R> {
             elements.iter().map(|x| R::real(x.to_f64())).collect()
         }
-        Ok(match self.dtype(place) {
-            DType::F16 => Cow::Owned(widened(self.x::<f16>(place)?)),
-            DType::BF16 => Cow::Owned(widened(self.x::<bf16>(place)?)),
-            _ => Cow::Borrowed(self.x::<R>(place)?),
+        Ok(match self.reads.get(name).map(|slice| slice.dtype) {
+            Some(DType::F16) => Cow::Owned(widened(self.x::<f16>(name)?)),
+            Some(DType::BF16) => Cow::Owned(widened(self.x::<bf16>(name)?)),
+            _ => Cow::Borrowed(self.x::<R>(name)?),
         })
     }
+}
+
+fn taken<'a, T: WithDType>(name: &str, slice: &Cell<Option<Slice<'a>>>) -> Result<&'a mut [T]> {
+    let Some(slice) = slice.take() else {
+        bail!("{name} is written already");
+    };
+    let start = slice.check::<T>()?;
+    // SAFETY: by `Slice::new`; handed out this once.
+    Ok(unsafe { std::slice::from_raw_parts_mut(start, slice.elements) })
 }

@@ -248,7 +248,9 @@ fn sums_and_gates_run_again(
     let is_half = precision != Precision::F32;
     let runs_gates = planned_again.flops() > planned.flops();
     assert_eq!(runs_gates, !(is_half && percent == 99));
-    let adds = |call: &Call| matches!(call.op, Op::RmsNormBackward { .. }) && call.reads.len() == 4;
+    let adds = |call: &Call| {
+        matches!(call.op, Op::RmsNormBackward { .. }) && call.reads.get("branch").is_some()
+    };
     assert_eq!(planned_again.calls().iter().any(adds), is_half);
     let [wanted, got] = [whole, budget].map(|plan| train(&model, &plan, &gpu, 3));
     assert_eq!(got.losses, wanted.losses);

@@ -3,7 +3,7 @@
 use super::{batch, config, model_and_optimizer};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Forward, Op, PlanConfig, TrainStep};
+use tallow::compile::{Call, Forward, Op, PlanConfig, TrainStep};
 use tallow::model::{TransformerConfig, flops};
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
@@ -46,7 +46,7 @@ fn live_buffers_never_meet(
     assert!(end <= plan.peak_bytes() && plan.peak_bytes() < end + 256);
     // A buffer lives through every call that touches it.
     for (index, call) in plan.calls().iter().enumerate() {
-        for operand in call.reads.iter().chain(&call.writes) {
+        for operand in call.operands() {
             assert!(plan.buffer(operand.buffer).live.contains(&index));
         }
     }
@@ -122,7 +122,7 @@ fn explain_says_what_is_done_and_where() {
     );
 }
 
-/// A profile sees every call at its place in the model, and the FLOPs of the products.
+/// A profile sees every call at its place in the model, and what it costs.
 #[test]
 fn profiles_see_every_call() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 24, 56, Algorithm::Naive));
@@ -146,12 +146,17 @@ fn profiles_see_every_call() {
         let wanted = format!("{}/{}", call.path, call.op.name());
         assert_eq!(span.path.to_string(), wanted);
     }
-    let products = ops.iter().filter_map(|span| span.cost());
-    let products: f64 = products.map(|cost| cost.product_flops).sum();
-    let matmuls = calls
-        .iter()
-        .filter(|call| matches!(call.op, Op::Matmul { .. }));
-    assert_eq!(products, matmuls.map(|call| call.op.flops()).sum::<f64>());
+    let costs: Vec<_> = ops.iter().map(|span| span.cost().unwrap()).collect();
+    let products: f64 = costs.iter().map(|cost| cost.product_flops).sum();
+    assert_eq!(products, step.plan().flops());
+    let others = |is_in: fn(&Call) -> bool| {
+        let calls = costs.iter().zip(calls).filter(|(_, call)| is_in(call));
+        calls.map(|(cost, _)| cost.other_flops).sum::<f64>()
+    };
+    let of_parts = others(|call| call.part.is_some());
+    assert!((of_parts / step.plan().other_flops() - 1.0).abs() < 1e-12);
+    let of_updates = others(|call| matches!(call.op, Op::AdamW { .. }));
+    assert_eq!(of_updates, 14.0 * model.config().num_parameters() as f64);
     let phases = ["forward", "backward", "optimizer"];
     for phase in phases {
         assert!(ops.iter().any(|span| span.phase == phase), "{phase}");

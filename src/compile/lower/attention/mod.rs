@@ -13,6 +13,7 @@ use crate::compile::plan::Operand;
 use crate::compile::sizes::AttentionSizes;
 use crate::graph::{self, ValueId};
 use crate::kernels::workspace;
+use crate::ops::lowering::Named;
 use candle_core::DType;
 
 struct Attention {
@@ -44,22 +45,22 @@ impl Attention {
         self.dtype != DType::F32
     }
 
-    /// How many operands q, k and v are.
-    fn count(&self) -> usize {
-        if self.sizes.packed { 1 } else { 3 }
+    /// q, k and v, or what they are packed in.
+    fn qkv(&self, lower: &mut Lower<'_>) -> Named<Operand> {
+        let names = self.sizes.names(&["qkv"], &["q", "k", "v"]).iter();
+        let values = names.zip(&self.qkv);
+        let operands = values.map(|(name, value)| (*name, lower.value(*value)));
+        operands.collect::<Vec<_>>().into()
     }
 
-    fn qkv(&self, lower: &mut Lower<'_>) -> Vec<Operand> {
-        let values = self.qkv.iter().take(self.count());
-        values.map(|value| lower.value(*value)).collect()
-    }
-
-    fn angles(&self, lower: &mut Lower<'_>) -> Result<Vec<Operand>> {
+    /// cos and sin, where positions rotate.
+    fn angles(&self, lower: &mut Lower<'_>) -> Result<Vec<(&'static str, Operand)>> {
         let Some([cos, sin]) = &self.angles else {
             return Ok(Vec::new());
         };
         let cos = lower.table("rope.cos", cos, self.dtype)?;
-        Ok(vec![cos, lower.table("rope.sin", sin, self.dtype)?])
+        let sin = lower.table("rope.sin", sin, self.dtype)?;
+        Ok(vec![("cos", cos), ("sin", sin)])
     }
 
     /// A new buffer of so many f32, or of the dtype that products are computed in.
@@ -85,13 +86,12 @@ impl Attention {
     }
 
     /// Rotates what positions rotate of q, k and v or of their gradients, in place.
-    fn rotate(&self, lower: &mut Lower<'_>, op: &Op, heads: &[Operand]) -> Result<()> {
+    fn rotate(&self, lower: &mut Lower<'_>, op: &Op, heads: &Named<Operand>) -> Result<()> {
         let angles = self.angles(lower)?;
         if !angles.is_empty() {
-            for x in &heads[..heads.len().min(2)] {
-                lower
-                    .plan
-                    .call_on(op.clone(), angles.clone(), vec![x.clone()]);
+            for x in heads.iter().take(2) {
+                let writes = [("x", x.clone())];
+                lower.plan.call(op.clone(), angles.clone(), writes);
             }
         }
         Ok(())
@@ -109,15 +109,15 @@ impl Attention {
 
     fn naive_forward(&self, lower: &mut Lower<'_>, threads: usize) -> Result<()> {
         let kernel = self.sizes.rotary();
-        let reads = [self.qkv(lower), self.angles(lower)?].concat();
+        let reads = self.qkv(lower).and(self.angles(lower)?);
         let out = lower.make(self.output, "out", &self.shape());
         let scratch = lower.scratch(&[threads, kernel.forward_scratch_len()], DType::F32);
         let p = self.is_wanted.then(|| {
             let len = [kernel.probabilities_len()];
             self.keep(lower, 0, "probabilities", &len, true)
         });
-        let writes = [out, scratch].into_iter().chain(p).collect();
-        lower.plan.call_on(Op::Attention(self.sizes), reads, writes);
+        let writes = Named::from([("out", out), ("scratch", scratch)]).with_some("p", p);
+        lower.plan.call(Op::Attention(self.sizes), reads, writes);
         Ok(())
     }
 
@@ -129,10 +129,8 @@ impl Attention {
         let scores = self
             .is_half()
             .then(|| lower.scratch(&self.scores_at_once(), DType::F32));
-        let writes = [out, p].into_iter().chain(scores).collect();
-        lower
-            .plan
-            .call_on(Op::NaiveAttention(self.sizes), qkv, writes);
+        let writes = Named::from([("out", out), ("p", p)]).with_some("scores", scores);
+        lower.plan.call(Op::NaiveAttention(self.sizes), qkv, writes);
     }
 
     fn flash_forward(&self, lower: &mut Lower<'_>) {
@@ -154,27 +152,23 @@ impl Attention {
         // Out's own rounding would be in every gradient.
         let rounding_error = (self.is_wanted && self.is_half())
             .then(|| self.keep(lower, 1, "rounded_off", &[b, h, t, d], false));
-        let writes = [heads.clone(), lse]
-            .into_iter()
-            .chain(workspace)
-            .chain(rounding_error);
-        let writes = writes.collect();
-        lower
-            .plan
-            .call_on(Op::FlashAttention(self.sizes), qkv, writes);
+        let writes = Named::from([("out", heads.clone()), ("lse", lse)]);
+        let writes = writes.with_some("workspace", workspace);
+        let writes = writes.with_some("rounding_error", rounding_error);
+        lower.plan.call(Op::FlashAttention(self.sizes), qkv, writes);
         if !on_gpu {
             let out = lower.make(self.output, "out", &self.shape());
             lower
                 .plan
-                .call_on(Op::MergeHeads(self.sizes), vec![heads], vec![out]);
+                .call(Op::MergeHeads(self.sizes), [("x", heads)], [("y", out)]);
         }
     }
 
     fn flash_backward(
         &self,
         lower: &mut Lower<'_>,
-        reads: Vec<Operand>,
-        gradients: &[Operand],
+        reads: Named<Operand>,
+        gradients: &Named<Operand>,
     ) -> Result<()> {
         let op = Op::FlashAttentionBackward(self.sizes);
         let [b, h, t, d] = [
@@ -186,22 +180,28 @@ impl Attention {
         if lower.is_on_gpu() {
             let words = workspace::flash_backward(&self.sizes.flash());
             let workspace = lower.scratch(&[words], DType::U32);
-            let writes = gradients.iter().cloned().chain([workspace]).collect();
-            lower.plan.call_on(op, reads, writes);
+            let writes = gradients.clone().with("workspace", workspace);
+            lower.plan.call(op, reads, writes);
             return self.rotate(lower, &Op::RotateBack(self.sizes), gradients);
         }
-        let names = ["dq_heads", "dk_heads", "dv_heads"];
-        let heads = names.map(|name| self.buffer(lower, name, &[b, h, t, d], false));
-        lower.plan.call_on(op, reads, heads.to_vec());
+        let names = [("dq", "dq_heads"), ("dk", "dk_heads"), ("dv", "dv_heads")];
+        let heads = names.map(|(name, buffer)| {
+            let place = self.buffer(lower, buffer, &[b, h, t, d], false);
+            (name, place)
+        });
+        lower.plan.call(op, reads, heads.clone());
         let angles = self.angles(lower)?;
-        for (i, (from, to)) in heads.into_iter().zip(gradients).enumerate() {
-            let rotates = i < 2 && !angles.is_empty();
-            let (op, after) = match rotates {
-                true => (Op::MergeRotatedBack(self.sizes), angles.clone()),
-                false => (Op::MergeHeads(self.sizes), Vec::new()),
+        for (i, ((_, from), to)) in heads.into_iter().zip(gradients.iter()).enumerate() {
+            let (reads, writes) = (Named::from([("x", from)]), [("y", to.clone())]);
+            let op = match i < 2 && !angles.is_empty() {
+                true => Op::MergeRotatedBack(self.sizes),
+                false => Op::MergeHeads(self.sizes),
             };
-            let reads = [from].into_iter().chain(after).collect();
-            lower.plan.call_on(op, reads, vec![to.clone()]);
+            let reads = match op {
+                Op::MergeHeads(_) => reads,
+                _ => reads.and(angles.clone()),
+            };
+            lower.plan.call(op, reads, writes);
         }
         Ok(())
     }
@@ -235,28 +235,31 @@ impl Form for Attention {
         };
         let qkv = self.qkv(lower);
         let [rows, width] = self.shape();
-        let columns = width * 3 / self.count();
-        let names = ["dq", "dk", "dv"].iter().take(self.count());
-        let gradients: Vec<Operand> = names
-            .map(|name| self.buffer(lower, name, &[rows, columns], false))
-            .collect();
+        let names = self.sizes.names(&["dqkv"], &["dq", "dk", "dv"]);
+        let columns = width * 3 / names.len();
+        let gradients = names.iter().map(|name| {
+            let gradient = self.buffer(lower, name, &[rows, columns], false);
+            (*name, gradient)
+        });
+        let gradients = Named::from(gradients.collect::<Vec<_>>());
         let out = lower.value(self.output);
-        let kept: Vec<Operand> = self
-            .kept
-            .iter()
-            .filter_map(|kept| lower.places[kept.0].clone())
-            .collect();
-        let mut reads: Vec<Operand> = [d_out].into_iter().chain(qkv).collect();
+        let names: &[_] = match self.is_naive {
+            true => &["p"],
+            false => &["lse", "rounding_error"],
+        };
+        let kept = names.iter().zip(&self.kept);
+        let kept = kept.filter_map(|(name, kept)| Some((*name, lower.places[kept.0].clone()?)));
+        let kept = Named::from(kept.collect::<Vec<_>>());
+        let reads = Named::from([("d_out", d_out)]).and(qkv);
         match (self.is_naive, lower.job.function.target) {
             (true, Target::Cpu { threads }) => {
-                reads.extend(kept);
-                reads.extend(self.angles(lower)?);
+                let reads = reads.and(kept).and(self.angles(lower)?);
                 let scratch = [threads, self.sizes.rotary().backward_scratch_len()];
                 let scratch = lower.scratch(&scratch, DType::F32);
-                let writes = gradients.iter().cloned().chain([scratch]).collect();
+                let writes = gradients.clone().with("scratch", scratch);
                 lower
                     .plan
-                    .call_on(Op::AttentionBackward(self.sizes), reads, writes);
+                    .call(Op::AttentionBackward(self.sizes), reads, writes);
             }
             (true, Target::Cuda) => {
                 let some = self.scores_at_once();
@@ -264,20 +267,14 @@ impl Form for Attention {
                 let d_scores = self
                     .is_half()
                     .then(|| self.buffer(lower, "dscores", &some, false));
-                reads.extend(kept);
-                let writes = gradients
-                    .iter()
-                    .cloned()
-                    .chain([d_probabilities])
-                    .chain(d_scores);
+                let writes = gradients.clone().with("dp", d_probabilities);
+                let writes = writes.with_some("dscores", d_scores);
                 let op = Op::NaiveAttentionBackward(self.sizes);
-                let writes = writes.collect();
-                lower.plan.call_on(op, reads, writes);
+                lower.plan.call(op, reads.and(kept), writes);
                 self.rotate(lower, &Op::RotateBack(self.sizes), &gradients)?;
             }
             (false, _) => {
-                reads.push(out);
-                reads.extend(kept);
+                let reads = reads.with("out", out).and(kept);
                 self.flash_backward(lower, reads, &gradients)?;
             }
         }

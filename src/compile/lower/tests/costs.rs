@@ -9,23 +9,32 @@ use rstest::rstest;
 
 const CPU: Target = Target::Cpu { threads: 2 };
 
-/// Products, part by part, are those of the part's calls. Without checkpointing, sums are those of the graph's nodes.
-fn check(planned: &Planned, recomputes: bool) {
-    let plan = &planned.lowered.plan;
+/// Part by part, the FLOPs are those of the part's calls.
+fn check_parts(plan: &Plan) {
+    let mut others = vec![0.0; plan.costs().len()];
     let mut products = vec![0.0; plan.costs().len()];
     for call in plan.calls() {
         match call.part {
             Some(part) => {
                 assert!(!matches!(call.op, Op::AdamW { .. }));
                 products[part] += call.op.flops();
+                others[part] += plan.cost(call).other_flops;
                 assert_eq!(call.phase, plan.costs()[part].phase, "{call:?}");
             }
             None => assert_eq!(call.op.flops(), 0.0, "{call:?}"),
         }
     }
-    for (part, products) in plan.costs().iter().zip(products) {
+    for (part, (products, others)) in plan.costs().iter().zip(products.into_iter().zip(others)) {
         assert_eq!(part.cost.product_flops, products, "{part:?}");
+        let error = (part.cost.other_flops - others).abs();
+        assert!(error <= 1e-12 * others, "{part:?}: {others}");
     }
+}
+
+/// And without checkpointing, sums are those of the graph's nodes.
+fn check(planned: &Planned, recomputes: bool) {
+    let plan = &planned.lowered.plan;
+    check_parts(plan);
     let of_nodes = profile::node_costs(&planned.function.graph).into_iter();
     let mut sum = Cost::default();
     of_nodes
@@ -62,6 +71,27 @@ fn of_a_transformer(
     let planner = Planner::hollow("test", &model, &config, target).unwrap();
     let planned = planner.train_step_with(checkpointing, Recompute::default());
     check(&planned.unwrap(), checkpointing != Checkpointing::None);
+}
+
+/// Gates that a memory budget has recomputed are parts, too.
+#[test]
+fn of_a_budget() {
+    let (model, config) = (small(2), in_bf16(2));
+    let planner = planner(&model, &config);
+    let of = |recompute| {
+        planner
+            .train_step_with(Checkpointing::None, recompute)
+            .unwrap()
+    };
+    let (kept, recomputed) = (
+        of(Recompute::default()),
+        of(Recompute { sums: 4, gates: 2 }),
+    );
+    check_parts(&recomputed.lowered.plan);
+    let [kept, recomputed] = [&kept, &recomputed].map(|planned| planned.lowered.plan.flops());
+    let rows = (config.batch_size * config.sequence_length) as f64;
+    let gates = 2.0 * 2.0 * 2.0 * rows * (model.d_model * model.d_ff) as f64;
+    assert_eq!(recomputed, kept + gates);
 }
 
 /// LayerNorm, GELU, maps with a bias, softmax between products, a cross-entropy of logits.
