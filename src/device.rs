@@ -5,6 +5,8 @@ pub(crate) mod cuda;
 #[cfg(not(feature = "cuda"))]
 #[path = "device/no_cuda.rs"]
 pub(crate) mod cuda;
+#[cfg(feature = "report")]
+mod description;
 mod half_arithmetic;
 #[cfg(target_os = "linux")]
 mod host_memory;
@@ -13,6 +15,8 @@ mod host_memory;
 mod host_memory;
 mod tf32;
 
+#[cfg(feature = "report")]
+pub use description::description;
 pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
 pub use tf32::{set_tf32, tf32};
 
@@ -89,23 +93,6 @@ pub fn device_name(device: &Device) -> String {
         DeviceLocation::Cpu => "cpu".into(),
         DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
         DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
-    }
-}
-
-/// What a device is, in the words of the machine: the processor's model for the CPU; a GPU's model, memory and compute
-/// capability.
-pub fn description(device: &Device) -> String {
-    if !device.is_cpu() {
-        return cuda::description(device).unwrap_or_else(|| device_name(device));
-    }
-    let threads = rayon::current_num_threads();
-    let model = sysinfo::System::new().ok().and_then(|mut system| {
-        system.refresh_cpu_specifics(sysinfo::CpuRefreshKind::nothing());
-        Some(system.cpus().first()?.brand().trim().to_string())
-    });
-    match model {
-        Some(model) if !model.is_empty() => format!("{model}, {threads} threads"),
-        _ => format!("cpu, {threads} threads"),
     }
 }
 

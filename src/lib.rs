@@ -56,11 +56,23 @@
 //!
 //! # Features
 //!
-//! `png` (on by default) saves pictures as PNG too, with a font that the build carries (its licence:
-//! `LICENSES/DejaVu.txt`).
-//! `nvtx` hands ranges to NVIDIA's profilers ([`profile::emit_nvtx`]); `cuda`
-//! includes it. `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle. The last
-//! two speed up candle's own matmul only: this crate's ops have products of their own, and the `gemm` crate's.
+//! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`], [`compile`] and [`kernels`] are always
+//! there. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and little else. The rest is by
+//! feature, and on by default:
+//!
+//! - `train`: [`data`] and [`train`].
+//! - `report`: [`report`], [`bench`](mod@bench), [`memory`], [`profile`], and plans as text and picture
+//!   ([`Plan::explain`](compile::Plan::explain)).
+//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence: `LICENSES/DejaVu.txt`). Includes
+//!   `report`.
+//! - `files`: weights, and the states of optimizer and loss scale, saved and loaded with checksums
+//!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train` and
+//!   `report`. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write weights.
+//! - `serde`: configurations that serde reads and writes. Included in `files`.
+//!
+//! Off by default: `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two
+//! speed up candle's own matmul only, since this crate's ops have products of their own, and the `gemm` crate's. `nvtx`
+//! hands ranges to NVIDIA's profilers ([`probe::emit_nvtx`]); `cuda` includes it.
 //!
 //! # Speed of a program that uses it
 //!
@@ -79,17 +91,27 @@
 //! public function of these modules panic; [`kernels`] alone asserts the lengths of its slices, and leaves checking to
 //! its callers.
 #![deny(missing_docs)]
+// With some features off, docs link to modules that are not there, and crate-private helpers of theirs have no caller. The
+// default build checks both.
+#![cfg_attr(
+    not(all(feature = "report", feature = "train")),
+    allow(rustdoc::broken_intra_doc_links, dead_code, unused_imports)
+)]
 
 pub mod attention;
+#[cfg(feature = "report")]
 pub mod bench;
 pub mod compile;
+#[cfg(feature = "train")]
 pub mod data;
 pub mod device;
 mod error;
+#[cfg(feature = "files")]
 mod files;
 mod grad;
 pub mod graph;
 pub mod kernels;
+#[cfg(feature = "report")]
 pub mod memory;
 pub mod model;
 pub mod nn;
@@ -97,8 +119,12 @@ pub mod ops;
 pub mod optim;
 pub mod precision;
 pub mod probe;
+#[cfg(feature = "report")]
 pub mod profile;
+#[cfg(feature = "report")]
 pub mod report;
+mod saved;
+#[cfg(feature = "train")]
 pub mod train;
 
 /// The candle that this crate is built on: a program that uses it by this name has the same version.

@@ -3,13 +3,13 @@
 use super::{AttentionConfig, flash, naive};
 use crate::{Error, Result};
 use candle_core::Tensor;
-use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
 /// Which algorithm computes attention; the result is the same up to rounding.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
 pub enum Algorithm {
     /// [`naive()`]: the probabilities in memory, O(Tq Tk).
     #[default]

@@ -97,11 +97,13 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod executor;
+#[cfg(feature = "report")]
 mod explain;
 mod forward;
 mod least;
 mod loss_step;
 mod lower;
+#[cfg(feature = "report")]
 mod map;
 mod model;
 mod op;

@@ -36,6 +36,7 @@ pub(super) fn open(ordinal: usize) -> Result<Device> {
 }
 
 /// Model and memory.
+#[cfg(feature = "report")]
 pub(super) fn description(device: &Device) -> Option<String> {
     let context = device
         .as_cuda_device()

@@ -6,6 +6,7 @@ pub(super) fn open(ordinal: usize) -> Result<Device> {
     Device::new_cuda(ordinal) // says why not
 }
 
+#[cfg(feature = "report")]
 pub(super) fn description(_device: &Device) -> Option<String> {
     None
 }

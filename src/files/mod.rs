@@ -6,15 +6,15 @@
 //! - [`PathLock`]: one writer for a path.
 
 mod atomic;
+#[cfg(feature = "train")]
 mod lock;
-mod numbers;
 mod open;
 mod save;
 mod tensors;
 
 pub(crate) use atomic::{remove_abandoned, write_atomically, write_bytes};
+#[cfg(feature = "train")]
 pub(crate) use lock::PathLock;
-pub(crate) use numbers::Numbers;
 pub(crate) use open::{open, read_exact_at, read_to_string};
 pub(crate) use save::{Entry, save_tensors};
 pub(crate) use tensors::TensorFile;

@@ -1,8 +1,8 @@
 //! Tensors into a file.
 
 use super::atomic::{remove_abandoned, write_keeping};
-use super::numbers::Numbers;
 use super::tensors::{Checksums, MAX_HEADER_BYTES};
+use crate::saved::Numbers;
 use crate::{Error, Result, graph};
 use candle_core::{Device, Tensor};
 use safetensors::tensor::{TensorInfo, View};

@@ -109,7 +109,7 @@ impl TensorFile {
         Some(&self.header.info(name)?.shape)
     }
 
-    /// Type and shape of the tensor called `name`, as [`describe`](Self::describe) has them.
+    /// Type and shape of the tensor called `name`, as [`describe`](crate::saved::describe) has them.
     pub(crate) fn description(&self, name: &str) -> Option<String> {
         let TensorInfo { dtype, shape, .. } = self.header.info(name)?;
         let dtype = match DType::try_from(*dtype) {
@@ -117,11 +117,6 @@ impl TensorFile {
             Err(_) => dtype.to_string(), // one that candle lacks
         };
         Some(format!("{dtype} {shape:?}"))
-    }
-
-    /// Type and shape of a tensor.
-    pub(crate) fn describe(tensor: &Tensor) -> String {
-        format!("{} {:?}", tensor.dtype().as_str(), tensor.dims())
     }
 
     /// The tensor called `name`, on `device`; `None` if there is none.

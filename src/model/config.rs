@@ -4,7 +4,6 @@ use crate::attention::{Algorithm, flash};
 use crate::nn::{Checkpointing, check_eps};
 use crate::{Error, Result};
 use candle_core::Shape;
-use serde::{Deserialize, Serialize};
 
 /// [`TransformerConfig::num_parameters`], in letters.
 pub(crate) const PARAMETERS_FORMULA: &str = "2VD + L(4D^2 + 3FD + 2D) + D";
@@ -18,7 +17,8 @@ pub(crate) const PARAMETERS_FORMULA: &str = "2VD + L(4D^2 + 3FD + 2D) + D";
 /// let config = TransformerConfig { context_length: 1024, ..TransformerConfig::small() };
 /// assert_eq!(config.num_parameters(), 128_625_408);
 /// ```
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TransformerConfig {
     /// V: how many token ids there are.
     pub vocab_size: usize,
@@ -37,11 +37,11 @@ pub struct TransformerConfig {
     /// What the norms add under the root.
     pub rms_norm_eps: f64,
     /// What computes attention; naive where a serialized configuration says nothing. The weights do not depend on it.
-    #[serde(default)]
+    #[cfg_attr(feature = "serde", serde(default))]
     pub attention: Algorithm,
     /// What the blocks leave for backward; the whole graph where a serialized configuration says nothing. No result
     /// depends on it.
-    #[serde(default)]
+    #[cfg_attr(feature = "serde", serde(default))]
     pub checkpointing: Checkpointing,
 }
 

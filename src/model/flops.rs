@@ -1,7 +1,6 @@
 //! How many floating-point operations a pass costs, by part of the model.
 
 use super::TransformerConfig;
-use serde::Serialize;
 
 /// FLOPs of one pass over a batch: 2 for each multiply-add of every matrix product, nothing else.
 ///
@@ -11,7 +10,8 @@ use serde::Serialize;
 ///
 /// Left out: norms, softmax, the gate, the optimizer, and the embedding, which multiplies nothing; they are under 1% of
 /// a step for the presets, and their cost is memory traffic.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Flops {
     /// The token embedding: 0, a lookup.
     pub embedding: f64,

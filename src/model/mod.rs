@@ -5,6 +5,8 @@
 
 mod config;
 mod depth;
+#[cfg(feature = "files")]
+mod file;
 pub mod flops;
 mod generate;
 mod toy;
@@ -12,7 +14,8 @@ mod transformer;
 
 pub(crate) use config::PARAMETERS_FORMULA;
 pub use config::TransformerConfig;
+#[cfg(feature = "train")]
+pub(crate) use file::{HISTORY_PREFIX, STATE_PREFIX};
 pub use generate::GenerateConfig;
 pub use toy::{ToyActivations, ToyModel};
 pub use transformer::TransformerLM;
-pub(crate) use transformer::{HISTORY_PREFIX, STATE_PREFIX};

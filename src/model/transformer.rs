@@ -1,7 +1,6 @@
 //! The transformer language model.
 
 use super::{TransformerConfig, depth};
-use crate::files::{self, Entry, Numbers, TensorFile};
 use crate::nn::{
     self, Checkpointing, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join,
 };
@@ -9,14 +8,7 @@ use crate::probe::{self, in_module};
 use crate::{Error, Result, device, ops};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
-use std::collections::{HashMap, HashSet};
 use std::num::NonZeroUsize;
-use std::path::Path;
-
-/// What a training checkpoint's tensors are called that are not weights: the optimizer's state begins so,
-pub(crate) const STATE_PREFIX: &str = "optimizer.";
-/// and the losses so far.
-pub(crate) const HISTORY_PREFIX: &str = "history.";
 
 /// A pre-norm transformer language model: token embedding, blocks, a final RMSNorm and an untied output head.
 ///
@@ -102,101 +94,6 @@ impl TransformerLM {
             layers: layers.collect::<Result<_>>()?,
             ln_final: RmsNorm::new(config.d_model, eps, vb.pp("ln_final"))?,
             lm_head: Linear::new(config.d_model, config.vocab_size, vb.pp("lm_head"))?,
-        })
-    }
-
-    /// The model in f32 with the weights of a safetensors file, whatever float type they have there.
-    ///
-    /// # Errors
-    /// A file that cannot be read, is not whole or was damaged after [`save`](Self::save) wrote it; a weight that is
-    /// missing, misshapen or no float; a weight that the configuration does not know (names that begin with
-    /// `optimizer.` or `history.` are a checkpoint's, and left alone).
-    pub fn load(
-        config: &TransformerConfig,
-        path: impl AsRef<Path>,
-        device: &Device,
-    ) -> Result<Self> {
-        Self::load_as(config, path, DType::F32, device)
-    }
-
-    /// As [`load`](Self::load), with parameters of `dtype`.
-    ///
-    /// # Errors
-    /// As [`load`](Self::load); a dtype that is no float.
-    pub fn load_as(
-        config: &TransformerConfig,
-        path: impl AsRef<Path>,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
-        config.validate()?;
-        check_float(dtype)?;
-        check_room(config, device)?;
-        Self::read(config, &TensorFile::open(path.as_ref())?, dtype, device)
-    }
-
-    /// As [`load_as`](Self::load_as), out of a file that is open: of a checkpoint, where the rest is read from it too.
-    pub(crate) fn read(
-        config: &TransformerConfig,
-        file: &TensorFile,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
-        let shapes = config.parameter_shapes();
-        let refuse = |name: &str, expected: String, got: String| Error::Weight {
-            path: file.path().into(),
-            name: name.into(),
-            expected,
-            got,
-            hint: "does the configuration belong to this file?".into(),
-        };
-        let known: HashSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
-        for name in file.names() {
-            let is_others = [STATE_PREFIX, HISTORY_PREFIX]
-                .iter()
-                .any(|p| name.starts_with(p));
-            if !known.contains(name.as_str()) && !is_others {
-                let expected = format!("no such weight in {} layers", config.num_layers);
-                return Err(refuse(&name, expected, "one".into()));
-            }
-        }
-        let mut weights = HashMap::new();
-        for (name, shape) in &shapes {
-            let expected = format!("{:?}", shape.dims());
-            let got = file.shape(name);
-            if got != Some(shape.dims()) {
-                let got = got.map_or("no such weight".into(), |got| format!("{got:?}"));
-                return Err(refuse(name, expected, got));
-            }
-            let Some(weight) = file.get(name, device)? else {
-                return Err(refuse(name, expected, "no such weight".into()));
-            };
-            if !weight.dtype().is_float() {
-                let got = weight.dtype().as_str().to_string();
-                return Err(refuse(name, "a floating-point weight".into(), got));
-            }
-            // A variable now: the builder below then shares it, and the weights exist once.
-            let weight = Var::from_tensor(&weight.to_dtype(dtype)?)?;
-            weights.insert(name.clone(), weight.as_tensor().clone());
-        }
-        Self::from_var_builder(config, VarBuilder::from_tensors(weights, dtype, device))
-    }
-
-    /// Writes the weights as safetensors with checksums, in their dtype, whole or not at all.
-    ///
-    /// # Errors
-    /// A path that cannot be written; [`Error::Weight`] names a weight with an element that is not finite. What was
-    /// there before stays.
-    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        files::save_tensors(path.as_ref(), self.entries().collect(), &[], 1)
-    }
-
-    /// The weights as they are saved.
-    pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> {
-        self.weights().into_iter().map(|(name, tensor)| Entry {
-            name,
-            tensor,
-            numbers: Numbers::Finite,
         })
     }
 
@@ -307,7 +204,7 @@ fn numbered_forward(i: usize, block: &TransformerBlock, x: &Tensor) -> Result<Te
 
 /// Refuses a model in f32 that the device's memory cannot hold: its weights, and the largest one once more while it
 /// becomes a variable.
-fn check_room(config: &TransformerConfig, device: &Device) -> Result<()> {
+pub(super) fn check_room(config: &TransformerConfig, device: &Device) -> Result<()> {
     let rows = config.vocab_size.max(config.d_ff).max(config.d_model);
     let largest = (rows as u64).saturating_mul(config.d_model as u64);
     let elements = config.num_parameters() as u64;
@@ -323,7 +220,7 @@ fn check_room(config: &TransformerConfig, device: &Device) -> Result<()> {
 }
 
 /// Parameters are trained: integers are not.
-fn check_float(dtype: DType) -> Result<()> {
+pub(super) fn check_float(dtype: DType) -> Result<()> {
     if dtype.is_float() {
         return Ok(());
     }

@@ -1,7 +1,6 @@
 //! Which blocks of a model are recomputed in backward.
 
 use crate::{Error, Result};
-use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
@@ -26,8 +25,9 @@ use std::str::FromStr;
 /// assert_eq!("sqrt".parse::<Checkpointing>()?.recomputed_blocks(12), 8); // three segments of four
 /// # Ok::<(), tallow::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(try_from = "String", into = "String"))]
 pub enum Checkpointing {
     /// The whole graph, until all of backward is done, and for as many backwards as one likes.
     #[default]

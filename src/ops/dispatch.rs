@@ -22,7 +22,8 @@ pub enum KernelPolicy {
 }
 
 /// An op that ran its reference because there was no kernel.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Fallback {
     /// The op.
     pub op: &'static str,

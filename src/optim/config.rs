@@ -2,10 +2,10 @@
 
 use crate::{Error, Result};
 use candle_core::Var;
-use serde::{Deserialize, Serialize};
 
 /// AdamW's hyperparameters, with PyTorch's meaning and defaults.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct AdamWConfig {
     /// Learning rate.
     pub lr: f64,

@@ -2,10 +2,12 @@
 
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
-use crate::files::{TensorFile, save_tensors};
+use super::state::{Misfit, check_numbers, numbers_of};
+use crate::files::{Entry, TensorFile, save_tensors};
 use crate::{Error, Result};
+use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// The metadata's key.
@@ -80,6 +82,60 @@ impl AdamW {
             group.config = saved.config;
         }
         Ok(())
+    }
+
+    /// The state as it is saved, every name after `prefix`: with numbers that training can go on with.
+    pub(crate) fn state_entries(&self, prefix: &str) -> impl Iterator<Item = Entry> {
+        self.state().into_iter().map(move |(name, tensor)| Entry {
+            numbers: numbers_of(&name),
+            name: format!("{prefix}{name}"),
+            tensor,
+        })
+    }
+
+    /// The state that [`AdamW::state_entries`] gave, out of a file whose other tensors' names do not begin with
+    /// `prefix`.
+    ///
+    /// # Errors
+    /// [`Error::Weight`] names an entry that does not fit; those of [`TensorFile::get`].
+    pub(crate) fn read_state(
+        &self,
+        file: &TensorFile,
+        prefix: &str,
+    ) -> Result<HashMap<String, Tensor>> {
+        let names = file.names().into_iter();
+        let given = names.filter_map(|saved| {
+            let name = saved.strip_prefix(prefix)?.to_string();
+            Some((name, file.description(&saved)?))
+        });
+        let given: BTreeMap<String, String> = given.collect();
+        let names: Vec<String> = given.keys().cloned().collect();
+        let read = || {
+            self.check_layout(given)?;
+            let mut state = HashMap::new();
+            for name in names {
+                if let Some(tensor) = file.get(&format!("{prefix}{name}"), &Device::Cpu)? {
+                    state.insert(name, tensor);
+                }
+            }
+            check_numbers(&state)?;
+            Ok(state)
+        };
+        read().map_err(|misfit| match misfit {
+            Misfit::Entry {
+                name,
+                expected,
+                got,
+                hint,
+            } => Error::Weight {
+                path: file.path().into(),
+                name: format!("{prefix}{name}"),
+                expected,
+                got,
+                hint,
+            },
+            Misfit::Other(error) => error,
+        })
     }
 
     /// Whether the saved groups hold the parameters that this optimizer's groups hold.

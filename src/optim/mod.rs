@@ -36,6 +36,7 @@ mod config;
 pub(crate) mod cost;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "files")]
 mod file;
 mod grad_scaler;
 mod gradients;

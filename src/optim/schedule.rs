@@ -2,7 +2,6 @@
 
 use super::config::at_least_zero;
 use crate::{Error, Result};
-use serde::{Deserialize, Serialize};
 
 /// A learning rate for every step, steps counting from 0.
 ///
@@ -18,8 +17,12 @@ use serde::{Deserialize, Serialize};
 /// assert!((schedule.learning_rate(60) - 0.55).abs() < 1e-12); // half way down
 /// assert_eq!(schedule.learning_rate(110), 0.1);
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(
+    feature = "serde",
+    serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)
+)]
 #[non_exhaustive]
 pub enum Schedule {
     /// The same at every step.

@@ -2,13 +2,13 @@
 
 use super::adamw::AdamW;
 use super::inplace::storage_address;
-use crate::files::{Entry, Numbers, TensorFile};
+use crate::saved::{Numbers, describe};
 use crate::{Error, Result};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 
 /// Why a state does not fit: an entry's name, what the optimizer has there, what was given.
-enum Misfit {
+pub(super) enum Misfit {
     Entry {
         name: String,
         expected: String,
@@ -25,7 +25,7 @@ impl From<Error> for Misfit {
 }
 
 /// What the elements of the state called `name` can be.
-fn numbers_of(name: &str) -> Numbers {
+pub(super) fn numbers_of(name: &str) -> Numbers {
     match name.starts_with("exp_avg_sq.") {
         true => Numbers::NotNegative, // a mean of squares
         false => Numbers::Finite,
@@ -33,7 +33,7 @@ fn numbers_of(name: &str) -> Numbers {
 }
 
 /// Whether a state has numbers that a step can go on with.
-fn check_numbers(state: &HashMap<String, Tensor>) -> std::result::Result<(), Misfit> {
+pub(super) fn check_numbers(state: &HashMap<String, Tensor>) -> std::result::Result<(), Misfit> {
     let mut names: Vec<&String> = state.keys().collect();
     names.sort(); // the same error for the same state
     for name in names {
@@ -73,9 +73,7 @@ impl AdamW {
         steps: usize,
     ) -> Result<()> {
         let state: HashMap<String, Tensor> = state.into_iter().collect();
-        let given = state
-            .iter()
-            .map(|(name, t)| (name.clone(), TensorFile::describe(t)));
+        let given = state.iter().map(|(name, t)| (name.clone(), describe(t)));
         self.check_layout(given.collect())
             .and_then(|()| check_numbers(&state))
             .map_err(|misfit| match misfit {
@@ -93,60 +91,6 @@ impl AdamW {
                 Misfit::Other(error) => error,
             })?;
         self.put_state(&state, steps)
-    }
-
-    /// The state as it is saved, every name after `prefix`: with numbers that training can go on with.
-    pub(crate) fn state_entries(&self, prefix: &str) -> impl Iterator<Item = Entry> {
-        self.state().into_iter().map(move |(name, tensor)| Entry {
-            numbers: numbers_of(&name),
-            name: format!("{prefix}{name}"),
-            tensor,
-        })
-    }
-
-    /// The state that [`AdamW::state_entries`] gave, out of a file whose other tensors' names do not begin with
-    /// `prefix`.
-    ///
-    /// # Errors
-    /// [`Error::Weight`] names an entry that does not fit; those of [`TensorFile::get`].
-    pub(crate) fn read_state(
-        &self,
-        file: &TensorFile,
-        prefix: &str,
-    ) -> Result<HashMap<String, Tensor>> {
-        let names = file.names().into_iter();
-        let given = names.filter_map(|saved| {
-            let name = saved.strip_prefix(prefix)?.to_string();
-            Some((name, file.description(&saved)?))
-        });
-        let given: BTreeMap<String, String> = given.collect();
-        let names: Vec<String> = given.keys().cloned().collect();
-        let read = || {
-            self.check_layout(given)?;
-            let mut state = HashMap::new();
-            for name in names {
-                if let Some(tensor) = file.get(&format!("{prefix}{name}"), &Device::Cpu)? {
-                    state.insert(name, tensor);
-                }
-            }
-            check_numbers(&state)?;
-            Ok(state)
-        };
-        read().map_err(|misfit| match misfit {
-            Misfit::Entry {
-                name,
-                expected,
-                got,
-                hint,
-            } => Error::Weight {
-                path: file.path().into(),
-                name: format!("{prefix}{name}"),
-                expected,
-                got,
-                hint,
-            },
-            Misfit::Other(error) => error,
-        })
     }
 
     /// Overwrites the state with one that has passed [`AdamW::check_layout`], from whatever device.
@@ -169,9 +113,12 @@ impl AdamW {
     }
 
     /// Whether these descriptions by name are those of this optimizer's state.
-    fn check_layout(&self, mut given: BTreeMap<String, String>) -> std::result::Result<(), Misfit> {
+    pub(super) fn check_layout(
+        &self,
+        mut given: BTreeMap<String, String>,
+    ) -> std::result::Result<(), Misfit> {
         for (name, var) in self.state_vars() {
-            let expected = TensorFile::describe(var);
+            let expected = describe(var);
             let (got, hint) = match given.remove(&name) {
                 None => ("nothing".to_string(), "was it saved with another model?"),
                 Some(got) if got != expected => {

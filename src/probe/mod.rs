@@ -2,8 +2,9 @@
 //! nobody listens.
 //!
 //! What lives here: ranges ([`range`], [`module`], [`phase`], and those that this crate's ops open around themselves),
-//! where a thread is ([`Path`], [`current`]), and listeners ([`Listener`], [`listen`]). What does not: clocks, sums and
-//! reports; those are [`memory`](crate::memory)'s and [`profile`](crate::profile)'s. Nothing here knows of a device.
+//! where a thread is ([`Path`], [`current`]), listeners ([`Listener`], [`listen`]), and the one of NVIDIA's
+//! profilers ([`emit_nvtx`]). What does not: clocks, sums and reports; those are [`memory`](crate::memory)'s and
+//! [`profile`](crate::profile)'s. Nothing here knows of a device.
 //!
 //! A range costs one load of an atomic while nobody listens. Ranges belong to a thread and nest on it:
 //!
@@ -30,9 +31,11 @@
 //! ```
 
 mod cost;
+mod nvtx;
 mod path;
 
 pub use cost::Cost;
+pub use nvtx::emit_nvtx;
 pub use path::Path;
 
 use candle_core::{DType, Tensor};

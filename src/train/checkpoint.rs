@@ -3,9 +3,10 @@
 use super::differences::{Difference, first_difference};
 use super::{DataFingerprint, History, TrainConfig, Trainer};
 use crate::data::Tokens;
-use crate::files::{self, Numbers, PathLock, TensorFile};
+use crate::files::{self, PathLock, TensorFile};
 use crate::model::{STATE_PREFIX, TransformerConfig, TransformerLM};
 use crate::optim::{GradScaler, GradScalerState};
+use crate::saved::Numbers;
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};

@@ -1,15 +1,11 @@
 //! The losses of a run so far.
 
-use crate::files::{Entry, Numbers, TensorFile};
+use crate::files::{Entry, TensorFile};
 use crate::model::HISTORY_PREFIX;
-use crate::report::plot::{LineChart, Series};
-use crate::report::{Column, Fields, Report};
+use crate::saved::{Numbers, describe};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, WithDType};
 use serde::{Deserialize, Deserializer, Serialize};
-
-/// Points that a line of the chart has at most: more would not be seen, and a file of them is slow to draw.
-const CHART_POINTS: usize = 500;
 
 /// The history's lists in a file, after its prefix.
 const LOSSES: &str = "losses";
@@ -134,65 +130,6 @@ impl History {
     pub fn recent_loss(&self, steps: usize) -> Option<f64> {
         mean_of_finite(&self.losses[self.losses.len().saturating_sub(steps)..])
     }
-
-    /// The loss curve over steps. Of a long run, each point of the training line is the mean of as many steps as its
-    /// name says.
-    ///
-    /// Drawing it is an error as long as there is no loss at all.
-    pub fn chart(&self) -> LineChart {
-        let steps_a_point = self.losses.len().div_ceil(CHART_POINTS).max(1);
-        let means = self.losses.chunks(steps_a_point).enumerate();
-        let training = means.filter_map(|(i, losses)| {
-            let mean = mean_of_finite(losses)?;
-            let middle = (i * steps_a_point) as f64 + (losses.len() + 1) as f64 / 2.0;
-            Some((middle, mean))
-        });
-        let evaluations = self.evaluations.iter();
-        let validation = evaluations.map(|e| (e.step as f64, e.loss));
-        let name = match steps_a_point {
-            1 => "training".to_string(),
-            n => format!("training (mean of {n} steps)"),
-        };
-        LineChart {
-            title: "Loss".into(),
-            x_label: "step".into(),
-            y_label: "loss (nats a token)".into(),
-            series: vec![
-                Series::new(name, training.collect()),
-                Series::new("validation", validation.collect()),
-            ],
-            ..Default::default()
-        }
-    }
-
-    /// The same as a table: a row for each step with `step`, `loss` and, where it was evaluated, `validation_loss`.
-    /// Saved as CSV it is what other programs plot.
-    pub fn report(&self) -> Report {
-        let mut rows = Vec::with_capacity(self.losses.len() + 1);
-        let mut evaluations = self.evaluations.iter().peekable();
-        for step in 0..=self.losses.len() {
-            let evaluation = evaluations.next_if(|e| e.step == step).map(|e| e.loss);
-            // Before the first step there is a row only for who evaluated there.
-            let loss = step.checked_sub(1).map(|last| self.losses[last]);
-            if loss.is_none() && evaluation.is_none() {
-                continue;
-            }
-            let mut row = Fields::new();
-            row.insert("step", step);
-            row.insert("loss", loss.filter(|loss| loss.is_finite()));
-            row.insert("validation_loss", evaluation);
-            rows.push(row);
-        }
-        Report {
-            columns: vec![
-                Column::text("step", "Step"),
-                Column::number("loss", "Loss", "nats a token", 4),
-                Column::number("validation_loss", "Validation loss", "nats a token", 4),
-            ],
-            rows,
-            ..Default::default()
-        }
-    }
 }
 
 /// The numbers of the history's tensor called `name`.
@@ -202,12 +139,7 @@ fn vector<T: WithDType>(file: &TensorFile, name: &str) -> Result<Vec<T>> {
     let expected = || format!("{} numbers in a row", T::DTYPE.as_str());
     match file.get(&saved, &Device::Cpu)? {
         Some(tensor) if is_vector && tensor.dtype() == T::DTYPE => Ok(tensor.to_vec1()?),
-        Some(tensor) => Err(refuse(
-            file,
-            name,
-            expected(),
-            TensorFile::describe(&tensor),
-        )),
+        Some(tensor) => Err(refuse(file, name, expected(), describe(&tensor))),
         None => Err(refuse(file, name, expected(), "nothing".into())),
     }
 }
@@ -223,7 +155,7 @@ fn refuse(file: &TensorFile, name: &str, expected: String, got: String) -> Error
 }
 
 /// `None` if there is no number among them.
-fn mean_of_finite(losses: &[f64]) -> Option<f64> {
+pub(super) fn mean_of_finite(losses: &[f64]) -> Option<f64> {
     let finite = losses.iter().filter(|loss| loss.is_finite());
     let count = finite.clone().count();
     (count > 0).then(|| finite.sum::<f64>() / count as f64)

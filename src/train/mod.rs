@@ -35,6 +35,8 @@
 
 mod checkpoint;
 mod config;
+#[cfg(feature = "report")]
+mod curve;
 mod differences;
 mod fingerprint;
 mod history;

@@ -1,5 +1,6 @@
 //! Plans for a GPU, which need none.
 
+#[cfg(feature = "report")]
 mod costs;
 
 use super::super::buffer::Category;

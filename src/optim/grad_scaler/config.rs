@@ -1,10 +1,10 @@
 //! What a scaler is told.
 
 use crate::{Error, Result};
-use serde::{Deserialize, Serialize};
 
 /// How the loss scale starts and moves, with PyTorch's meaning and defaults.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct GradScalerConfig {
     /// Whether anything is scaled. A scaler that is switched off hands losses and gradients on as they are, checks
     /// nothing and always steps: one training loop serves every precision.

@@ -1,28 +1,10 @@
-//! The scaler's state: taken out, put back, and in a file as JSON.
+//! The scaler's state in a file, as JSON.
 
 use super::{GradScaler, GradScalerState};
 use crate::{Error, Result, files};
 use std::path::Path;
 
 impl GradScaler {
-    /// The scale, how it moves, and how long it has stood: what a checkpoint needs, taken after
-    /// [`update`](Self::update).
-    pub fn state(&self) -> GradScalerState {
-        self.state
-    }
-
-    /// Goes on from a saved state, at the beginning of a step.
-    ///
-    /// # Errors
-    /// As [`GradScalerState::validate`]; nothing has changed then.
-    pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
-        state.validate()?;
-        self.state = state;
-        self.unscaled.clear();
-        self.non_finite = None;
-        Ok(())
-    }
-
     /// Writes [`GradScaler::state`] as JSON, with the keys of PyTorch's `state_dict`. The file is whole or not there.
     ///
     /// # Errors

@@ -5,6 +5,7 @@
 //! guard for training without a scale ([`check_finite`](super::check_finite)).
 
 mod config;
+#[cfg(feature = "files")]
 mod file;
 mod planned;
 mod state;
@@ -96,6 +97,24 @@ impl GradScaler {
             unscaled: HashMap::new(),
             non_finite: None,
         })
+    }
+
+    /// The scale, how it moves, and how long it has stood: what a checkpoint needs, taken after
+    /// [`update`](Self::update).
+    pub fn state(&self) -> GradScalerState {
+        self.state
+    }
+
+    /// Goes on from a saved state, at the beginning of a step.
+    ///
+    /// # Errors
+    /// As [`GradScalerState::validate`]; nothing has changed then.
+    pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
+        state.validate()?;
+        self.state = state;
+        self.unscaled.clear();
+        self.non_finite = None;
+        Ok(())
     }
 
     /// `loss * scale`, to call `backward` on. A loss in half precision is widened to `f32` first.

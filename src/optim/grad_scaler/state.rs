@@ -2,7 +2,6 @@
 
 use super::config::{GradScalerConfig, SCALE_RANGE, is_scale};
 use crate::{Error, Result};
-use serde::{Deserialize, Serialize};
 
 /// A scaler's state, with the keys of PyTorch's `GradScaler.state_dict()`: as JSON, either reads what the other wrote.
 ///
@@ -15,8 +14,9 @@ use serde::{Deserialize, Serialize};
 /// assert_eq!(state.growth_tracker, 0);
 /// # Ok::<(), serde_json::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 pub struct GradScalerState {
     /// The scale, an `f32`.
     pub scale: f64,
@@ -27,7 +27,10 @@ pub struct GradScalerState {
     /// As [`GradScalerConfig::growth_interval`].
     pub growth_interval: usize,
     /// Steps without overflow since the scale last moved: under `growth_interval`.
-    #[serde(rename = "_growth_tracker", alias = "growth_tracker")]
+    #[cfg_attr(
+        feature = "serde",
+        serde(rename = "_growth_tracker", alias = "growth_tracker")
+    )]
     pub growth_tracker: usize,
 }
 

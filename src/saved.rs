@@ -1,4 +1,4 @@
-//! What saved numbers may be.
+//! What saved tensors may be, for errors: their numbers, their types and shapes.
 
 use crate::Result;
 use candle_core::{DType, Storage, Tensor, WithDType};
@@ -6,6 +6,11 @@ use rayon::prelude::*;
 
 /// Elements that one task looks at.
 const CHUNK: usize = 1 << 15;
+
+/// Type and shape of a tensor.
+pub(crate) fn describe(tensor: &Tensor) -> String {
+    format!("{} {:?}", tensor.dtype().as_str(), tensor.dims())
+}
 
 /// What the elements of a saved tensor may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
