@@ -76,7 +76,7 @@ pub enum Error {
         /// The operation that refused.
         op: &'static str,
         /// The id.
-        id: u64,
+        id: i64,
         /// Its index in the flattened tensor.
         position: usize,
         /// How many ids there are.

@@ -36,7 +36,7 @@
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
 //! let loss = ops::cross_entropy(&model.forward(&tokens)?, &targets)?; // a scalar
 //! let mut gradients = loss.backward()?;
-//! clip_grad_norm(&mut gradients, model.parameters(), 1.0)?;
+//! clip_grad_norm(&mut gradients, &model.parameters(), 1.0)?;
 //! optimizer.step(&gradients)?;
 //! # Ok::<(), tallow::Error>(())
 //! ```
@@ -56,8 +56,7 @@
 //!
 //! # Features
 //!
-//! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`], [`compile`] and [`kernels`] are always
-//! there. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and little else. The rest is by
+//! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`] and [`compile`] are always there. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and little else. The rest is by
 //! feature, and on by default:
 //!
 //! - `train`: [`data`] and [`train`].
@@ -79,17 +78,15 @@
 //! - Cargo's profiles do not reach dependent crates: build with `--release`, or set `opt-level = 3` in `[profile.dev]`.
 //! - candle's CPU backend allocates for every op. With mimalloc, told to keep freed pages, eager steps take less time;
 //!   the examples do this.
-//! - candle's thread pool spins before it sleeps, on cores that kernels then want. Set
-//!   `CANDLE_BARRIER_POOL_SPIN_LIMIT=1000` in the environment before the first op, as the examples do. On a machine
-//!   that is busy with other work, `CANDLE_NUM_THREADS=1` makes training faster still.
+//! - candle's thread pool spins before it sleeps, on cores that kernels then want: begin `main` with [`init`]. On a
+//!   machine that is busy with other work, `CANDLE_NUM_THREADS=1` makes training faster still.
 //! - On the CPU half precision saves memory, not time: kernels widen it, compute in f32 and round once, also where the
 //!   processor has half arithmetic.
 //!
 //! # Errors and panics
 //!
 //! Every fallible function returns [`Error`], which says what was wanted, what came and what to do. No input makes a
-//! public function of these modules panic; [`kernels`] alone asserts the lengths of its slices, and leaves checking to
-//! its callers.
+//! public function panic.
 #![deny(missing_docs)]
 // With some features off, docs link to modules that are not there, and crate-private helpers of theirs have no caller. The
 // default build checks both.
@@ -110,6 +107,8 @@ mod error;
 mod files;
 mod grad;
 pub mod graph;
+mod init;
+#[doc(hidden)] // for benches and tests of this crate; `attention` has `Mask`
 pub mod kernels;
 #[cfg(feature = "report")]
 pub mod memory;
@@ -132,6 +131,7 @@ pub use candle_core as candle;
 pub use device::device;
 pub use error::{Error, Result};
 pub use grad::{is_grad_enabled, no_grad};
+pub use init::init;
 pub use precision::autocast;
 
 /// The README's example, compiled with the other examples of the docs.

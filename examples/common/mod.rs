@@ -54,16 +54,6 @@ fn allocator() -> &'static str {
     }
 }
 
-/// candle's threads look for work 25,000 times before they sleep, on cores that kernels want by then: with 16 cores,
-/// small steps took four times as long. A user's own setting stays.
-fn let_candle_sleep() {
-    const SPIN_LIMIT: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
-    if std::env::var_os(SPIN_LIMIT).is_none() {
-        // SAFETY: called as `main` begins; no other thread reads the environment yet.
-        unsafe { std::env::set_var(SPIN_LIMIT, "1000") };
-    }
-}
-
 /// Flags of every example.
 #[derive(Args, Clone, Debug)]
 pub struct Common {
@@ -153,7 +143,7 @@ pub fn progress(text: impl Display) {
 /// Runs an example: an error goes to stderr, in words, and into the exit code.
 pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
     keep_freed_pages();
-    let_candle_sleep();
+    tallow::init();
     match example() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => ExitCode::from(status(&error)),

@@ -9,6 +9,7 @@ use candle_nn::Optimizer;
 
 /// The optimizer that a training step is measured with.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum OptimizerChoice {
     /// This crate's.
     AdamW(AdamWConfig),
@@ -116,10 +117,9 @@ impl Update {
 
     /// Unscales, checks and updates.
     pub fn step(&mut self, gradients: &mut GradStore) -> Result<()> {
-        let parameters = self.parameters.iter().cloned();
         let stepped = self
             .scaler
-            .step_with(gradients, parameters, &mut self.optimizer)?;
+            .step_with(gradients, &self.parameters, &mut self.optimizer)?;
         self.skipped_steps += usize::from(!stepped);
         self.scaler.update()
     }

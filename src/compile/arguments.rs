@@ -7,7 +7,7 @@ use crate::ops::check_size;
 use crate::ops::cpu::ids;
 use crate::ops::lowering::Ids;
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 /// What is lent in each run, in the order of [`Location::Input`](super::Location::Input) and
 /// [`Location::Argument`](super::Location::Argument).
@@ -89,7 +89,8 @@ impl Arguments {
         let mut given = Vec::new();
         for argument in &self.all {
             if let Argument::Input { name, copy } = argument {
-                given.push((copy, input(op, name, copy, inputs)?));
+                let are_ids = self.ids.iter().any(|(id, _)| id == name);
+                given.push((copy, input(op, name, copy, are_ids, inputs)?));
             }
         }
         for (name, check) in &self.ids {
@@ -100,7 +101,8 @@ impl Arguments {
         for (copy, tensor) in given {
             if copy.elem_count() > 0 {
                 let flat = tensor.detach().contiguous()?.flatten_all()?;
-                let flat = flat.to_device(copy.device())?;
+                // Ids in i64 are in bounds of u32 by now.
+                let flat = flat.to_dtype(copy.dtype())?.to_device(copy.device())?;
                 copy.flatten_all()?.slice_set(&flat, 0, 0)?;
             }
         }
@@ -135,11 +137,12 @@ fn stacked(
     Ok(shape)
 }
 
-/// The tensor of an input, of the planned shape, on the CPU or where the plan is run.
+/// The tensor of an input, of the planned shape and dtype (ids in i64 too), on the CPU or where the plan is run.
 fn input<'t>(
     op: &'static str,
     name: &str,
     planned: &Tensor,
+    are_ids: bool,
     inputs: &[(&str, &'t Tensor)],
 ) -> Result<&'t Tensor> {
     let shape_of = |x: &Tensor| format!("{:?} in {}", x.dims(), x.dtype().as_str());
@@ -150,7 +153,8 @@ fn input<'t>(
             hint: format!("pass it to run: {}", shape_of(planned)),
         });
     };
-    if tensor.dims() != planned.dims() || tensor.dtype() != planned.dtype() {
+    let takes = tensor.dtype() == planned.dtype() || are_ids && tensor.dtype() == DType::I64;
+    if tensor.dims() != planned.dims() || !takes {
         return Err(Error::Shape {
             op,
             expected: format!("{name} {}, as planned", shape_of(planned)),

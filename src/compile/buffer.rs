@@ -16,6 +16,7 @@ impl BufferId {
 
 /// What a buffer is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Category {
     /// A weight, shared with the model.
     Parameter,
@@ -69,6 +70,7 @@ impl Category {
 
 /// Where a buffer's elements are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Location {
     /// In the plan's own memory, `offset_bytes` from its beginning.
     Arena {

@@ -29,6 +29,7 @@ impl Accumulate {
 /// An operation, and its sizes. A call has its operands by the names in `code` here, in this order; what is
 /// written in place is among the writes alone. N is rows, D width.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Op {
     /// A kernel that an op brings along. Operands as the op's lowering names them.
     Kernel(Kernel),

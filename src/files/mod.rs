@@ -3,9 +3,11 @@
 //! - [`open`]: a file to read, opened once; pipes and devices are refused.
 //! - [`write_atomically`], [`write_bytes`]: the old content or the new, never a part.
 //! - [`TensorFile`], [`save_tensors`]: safetensors with a checksum for every tensor.
+//! - [`first_difference`]: in what saved settings and given ones differ.
 //! - [`PathLock`]: one writer for a path.
 
 mod atomic;
+mod differences;
 #[cfg(feature = "train")]
 mod lock;
 mod open;
@@ -13,6 +15,7 @@ mod save;
 mod tensors;
 
 pub(crate) use atomic::{remove_abandoned, write_atomically, write_bytes};
+pub(crate) use differences::{Difference, first_difference};
 #[cfg(feature = "train")]
 pub(crate) use lock::PathLock;
 pub(crate) use open::{open, read_exact_at, read_to_string};

@@ -51,6 +51,7 @@ impl Value {
 
 /// Where a value comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Source {
     /// A variable, by its name; empty where nobody has named it ([`name`](super::name())).
     Weight(String),
@@ -64,6 +65,7 @@ pub enum Source {
 
 /// What happened in a forward.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Event {
     /// An op ran.
     Node(Node),
@@ -144,6 +146,7 @@ pub struct View {
 
 /// A parameter of an op.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Attribute {
     /// A number of things.
     Count(usize),

@@ -3,6 +3,7 @@
 /// One step of an op's forward or of its backward: what it makes, takes for itself and gives back, in the order of its
 /// kernels. What candle does around it, the zeros that a gradient is added to for one, is no part of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Step {
     /// Makes the output.
     Output,

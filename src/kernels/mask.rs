@@ -7,6 +7,7 @@ use std::ops::Range;
 /// A query that sees no key at all (possible where `Tq != Tk`) gets zeros: zero probabilities, zero output, zero
 /// gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Mask {
     /// Every query sees every key.
     #[default]

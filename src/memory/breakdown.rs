@@ -8,6 +8,7 @@ use std::fmt;
 /// What a term of an [`MemoryBreakdown`] is there for, in the order in which they come to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum MemoryKind {
     /// The parameters.
     Weights,

@@ -2,7 +2,7 @@
 
 use super::transformer::{check_float, check_room};
 use super::{TransformerConfig, TransformerLM};
-use crate::files::{self, Entry, TensorFile};
+use crate::files::{self, Difference, Entry, TensorFile, first_difference};
 use crate::nn::Layer;
 use crate::saved::Numbers;
 use crate::{Error, Result};
@@ -16,42 +16,115 @@ pub(crate) const STATE_PREFIX: &str = "optimizer.";
 /// and the losses so far.
 pub(crate) const HISTORY_PREFIX: &str = "history.";
 
+/// The configuration's key in a file's metadata.
+const CONFIG_KEY: &str = "tallow.model";
+
+/// What the weights do not depend on: a file is read with any of these.
+const FREE_SETTINGS: [&str; 3] = ["attention", "checkpointing", "context_length"];
+
+/// How [`TransformerLM::load_with`] reads a file.
+///
+/// ```
+/// use tallow::model::LoadOptions;
+///
+/// // What PyTorch saves of a compiled model in DistributedDataParallel, and more beside it.
+/// let options = LoadOptions {
+///     strip_prefixes: vec!["module.".into(), "_orig_mod.".into()],
+///     allow_extra: true,
+///     ..Default::default()
+/// };
+/// # let _ = options;
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoadOptions {
+    /// The dtype of the parameters, whatever float type the file has.
+    pub dtype: DType,
+    /// What is taken off the front of each name, one after the other where several are there.
+    pub strip_prefixes: Vec<String>,
+    /// Whether weights that the configuration does not know are left alone, in place of an error.
+    pub allow_extra: bool,
+}
+
+/// f32, names as they are, no weight too many.
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self {
+            dtype: DType::F32,
+            strip_prefixes: Vec::new(),
+            allow_extra: false,
+        }
+    }
+}
+
 impl TransformerLM {
+    /// The model in f32 that [`save`](Self::save) or a training run's checkpoint has written, in its own configuration.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); a file without a configuration, as other programs write them.
+    ///
+    /// ```
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    ///
+    /// # let folder = std::env::temp_dir().join(format!("tallow-open-{}", std::process::id()));
+    /// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
+    /// # let path = folder.join("model.safetensors");
+    /// let device = tallow::device("cpu")?;
+    /// let config = TransformerConfig { num_layers: 1, d_model: 16, num_heads: 2, d_ff: 32, ..Default::default() };
+    /// TransformerLM::new(&config, 0, &device)?.save(&path)?;
+    /// let model = TransformerLM::open(&path, &device)?;
+    /// assert_eq!(model.config(), &config);
+    /// # let _ = std::fs::remove_dir_all(&folder);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    pub fn open(path: impl AsRef<Path>, device: &Device) -> Result<Self> {
+        let file = TensorFile::open(path.as_ref())?;
+        let config = saved_config(&file)?.ok_or_else(|| Error::Format {
+            path: file.path().into(),
+            problem: format!("weights without a configuration (its metadata has no {CONFIG_KEY})"),
+            hint: "TransformerLM::load takes the configuration beside the file".into(),
+        })?;
+        config.validate()?;
+        check_room(&config, device)?;
+        Self::read(&config, &file, &LoadOptions::default(), device)
+    }
+
     /// The model in f32 with the weights of a safetensors file, whatever float type they have there.
     ///
     /// # Errors
     /// A file that cannot be read, is not whole or was damaged after [`save`](Self::save) wrote it; a weight that is
     /// missing, misshapen or no float; a weight that the configuration does not know (names that begin with
-    /// `optimizer.` or `history.` are a checkpoint's, and left alone).
+    /// `optimizer.` or `history.` are a checkpoint's, and left alone); a configuration in the file that has other heads,
+    /// another base of the rotary angles or another eps.
     pub fn load(
         config: &TransformerConfig,
         path: impl AsRef<Path>,
         device: &Device,
     ) -> Result<Self> {
-        Self::load_as(config, path, DType::F32, device)
+        Self::load_with(config, path, &LoadOptions::default(), device)
     }
 
-    /// As [`load`](Self::load), with parameters of `dtype`.
+    /// As [`load`](Self::load), with parameters of another dtype, other names, or weights too many.
     ///
     /// # Errors
-    /// As [`load`](Self::load); a dtype that is no float.
-    pub fn load_as(
+    /// As [`load`](Self::load); a dtype that is no float; two tensors that are one name without their prefixes.
+    pub fn load_with(
         config: &TransformerConfig,
         path: impl AsRef<Path>,
-        dtype: DType,
+        options: &LoadOptions,
         device: &Device,
     ) -> Result<Self> {
         config.validate()?;
-        check_float(dtype)?;
+        check_float(options.dtype)?;
         check_room(config, device)?;
-        Self::read(config, &TensorFile::open(path.as_ref())?, dtype, device)
+        Self::read(config, &TensorFile::open(path.as_ref())?, options, device)
     }
 
-    /// As [`load_as`](Self::load_as), out of a file that is open: of a checkpoint, where the rest is read from it too.
+    /// As [`load_with`](Self::load_with), out of a file that is open: of a checkpoint, where the rest is read from it
+    /// too.
     pub(crate) fn read(
         config: &TransformerConfig,
         file: &TensorFile,
-        dtype: DType,
+        options: &LoadOptions,
         device: &Device,
     ) -> Result<Self> {
         let shapes = config.parameter_shapes();
@@ -63,11 +136,21 @@ impl TransformerLM {
             hint: "does the configuration belong to this file?".into(),
         };
         let known: HashSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
+        let mut names = HashMap::new(); // a weight's in the file
         for name in file.names() {
+            let weight = without_prefixes(&name, &options.strip_prefixes);
             let is_others = [STATE_PREFIX, HISTORY_PREFIX]
                 .iter()
-                .any(|p| name.starts_with(p));
-            if !known.contains(name.as_str()) && !is_others {
+                .any(|p| weight.starts_with(p));
+            if known.contains(weight) {
+                if let Some(other) = names.insert(weight.to_string(), name.clone()) {
+                    return Err(refuse(
+                        &name,
+                        "one tensor a weight".into(),
+                        format!("{other} too"),
+                    ));
+                }
+            } else if !is_others && !options.allow_extra {
                 let expected = format!("no such weight in {} layers", config.num_layers);
                 return Err(refuse(&name, expected, "one".into()));
             }
@@ -75,12 +158,13 @@ impl TransformerLM {
         let mut weights = HashMap::new();
         for (name, shape) in &shapes {
             let expected = format!("{:?}", shape.dims());
-            let got = file.shape(name);
+            let stored = names.get(name);
+            let got = stored.and_then(|stored| file.shape(stored));
             if got != Some(shape.dims()) {
                 let got = got.map_or("no such weight".into(), |got| format!("{got:?}"));
                 return Err(refuse(name, expected, got));
             }
-            let Some(weight) = file.get(name, device)? else {
+            let Some(weight) = file.get(stored.unwrap_or(name), device)? else {
                 return Err(refuse(name, expected, "no such weight".into()));
             };
             if !weight.dtype().is_float() {
@@ -88,19 +172,45 @@ impl TransformerLM {
                 return Err(refuse(name, "a floating-point weight".into(), got));
             }
             // A variable now: the builder below then shares it, and the weights exist once.
-            let weight = Var::from_tensor(&weight.to_dtype(dtype)?)?;
+            let weight = Var::from_tensor(&weight.to_dtype(options.dtype)?)?;
             weights.insert(name.clone(), weight.as_tensor().clone());
         }
-        Self::from_var_builder(config, VarBuilder::from_tensors(weights, dtype, device))
+        if let Some(saved) = saved_config(file)?
+            && let Some(difference) = first_difference(&saved, config, &FREE_SETTINGS)
+        {
+            let Difference {
+                field,
+                saved,
+                given,
+            } = difference;
+            return Err(Error::Format {
+                path: file.path().into(),
+                problem: format!(
+                    "a model with {field} {saved}, and the configuration says {given}"
+                ),
+                hint: "TransformerLM::open takes the file's own configuration".into(),
+            });
+        }
+        let builder = VarBuilder::from_tensors(weights, options.dtype, device);
+        Self::from_var_builder(config, builder)
     }
 
-    /// Writes the weights as safetensors with checksums, in their dtype, whole or not at all.
+    /// Writes the weights and the configuration as safetensors with checksums, in their dtype, whole or not at all.
     ///
     /// # Errors
     /// A path that cannot be written; [`Error::Weight`] names a weight with an element that is not finite. What was
     /// there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        files::save_tensors(path.as_ref(), self.entries().collect(), &[], 1)
+        let path = path.as_ref();
+        let text = self.config_text(path)?;
+        files::save_tensors(path, self.entries().collect(), &[text], 1)
+    }
+
+    /// The configuration as it is saved, with its key.
+    pub(crate) fn config_text(&self, path: &Path) -> Result<(&'static str, String)> {
+        let text = serde_json::to_string(self.config());
+        let text = text.map_err(|e| Error::io("write", path, e.into()))?;
+        Ok((CONFIG_KEY, text))
     }
 
     /// The weights as they are saved.
@@ -111,4 +221,29 @@ impl TransformerLM {
             numbers: Numbers::Finite,
         })
     }
+}
+
+/// The configuration in a file, if there is one.
+fn saved_config(file: &TensorFile) -> Result<Option<TransformerConfig>> {
+    let Some(text) = file.text(CONFIG_KEY) else {
+        return Ok(None);
+    };
+    let config = serde_json::from_str(text).map_err(|e| Error::Format {
+        path: file.path().into(),
+        problem: format!(
+            "{CONFIG_KEY} in its metadata is not what TransformerLM::save writes: {e}"
+        ),
+        hint: "was it changed by another program?".into(),
+    })?;
+    Ok(Some(config))
+}
+
+fn without_prefixes<'n>(name: &'n str, prefixes: &[String]) -> &'n str {
+    let strip = |name: &'n str| {
+        let mut stripped = prefixes.iter().filter(|prefix| !prefix.is_empty());
+        stripped.find_map(|prefix| name.strip_prefix(prefix.as_str()))
+    };
+    std::iter::successors(Some(name), |name| strip(name))
+        .last()
+        .unwrap_or(name)
 }

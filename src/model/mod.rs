@@ -14,6 +14,8 @@ mod transformer;
 
 pub(crate) use config::PARAMETERS_FORMULA;
 pub use config::TransformerConfig;
+#[cfg(feature = "files")]
+pub use file::LoadOptions;
 #[cfg(feature = "train")]
 pub(crate) use file::{HISTORY_PREFIX, STATE_PREFIX};
 pub use generate::GenerateConfig;

@@ -125,7 +125,7 @@ impl TransformerLM {
         parameters.map(|(_, var)| var.elem_count()).sum()
     }
 
-    /// Logits for every position: tokens (B, T) u32, logits (B, T, V).
+    /// Logits for every position: tokens (B, T) u32 or i64, logits (B, T, V).
     ///
     /// # Errors
     /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the
@@ -137,7 +137,7 @@ impl TransformerLM {
         in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)
     }
 
-    /// The mean cross-entropy of the next tokens: tokens and targets (B, T) u32, the loss a scalar.
+    /// The mean cross-entropy of the next tokens: tokens and targets (B, T) u32 or i64, the loss a scalar.
     ///
     /// The same as [`ops::cross_entropy`](ops::cross_entropy()) of [`forward`](Self::forward), cheaper: head and loss
     /// are one op, [`ops::linear_cross_entropy`](ops::linear_cross_entropy()).

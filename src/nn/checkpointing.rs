@@ -28,6 +28,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(try_from = "String", into = "String"))]
+#[non_exhaustive]
 pub enum Checkpointing {
     /// The whole graph, until all of backward is done, and for as many backwards as one likes.
     #[default]

@@ -37,8 +37,34 @@ use crate::{Error, Result, graph, ops};
 use candle_core::{Module, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::collections::HashSet;
+use std::path::Path;
 
 /// Something with named weights.
+///
+/// A layer of one's own hands on what it is made of:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{self, Layer, Linear, RmsNorm};
+///
+/// struct Normed {
+///     norm: RmsNorm,
+///     map: Linear,
+/// }
+///
+/// impl Layer for Normed {
+///     fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
+///         self.norm.visit(&nn::join(path, "norm"), visit);
+///         self.map.visit(&nn::join(path, "map"), visit);
+///     }
+/// }
+///
+/// let vb = nn::seeded(0, DType::F32, &Device::Cpu);
+/// let layer = Normed { norm: RmsNorm::new(4, 1e-5, vb.pp("norm"))?, map: Linear::new(4, 2, vb.pp("map"))? };
+/// let names: Vec<String> = layer.parameters().into_iter().map(|(name, _)| name).collect();
+/// assert_eq!(names, ["norm.weight", "map.weight"]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub trait Layer {
     /// Hands every weight to `visit` with its name under `path`, in a fixed order.
     fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor));
@@ -67,8 +93,8 @@ pub trait Layer {
     }
 }
 
-/// `name` under `path`, as in a checkpoint.
-pub(crate) fn join(path: &str, name: &str) -> String {
+/// `name` under `path`, as in a checkpoint: `layers.0` and `ffn` are `layers.0.ffn`.
+pub fn join(path: &str, name: &str) -> String {
     if path.is_empty() {
         name.to_string()
     } else {
@@ -88,8 +114,34 @@ fn variable(
         Err(Error::OutOfMemory { .. }) if graph::gives_hollow(vb) => {} // it takes none
         checked => checked?,
     }
-    let weight = vb.get_with_hints(shape, name, init)?;
+    let weight = vb.get_with_hints(shape.clone(), name, init);
+    let weight = weight.map_err(|error| not_given(vb, name, &shape, error))?;
     Ok(Var::from_tensor(&weight)?.into_inner())
+}
+
+/// As errors say that a builder has no such weight.
+fn not_given(
+    vb: &VarBuilder<'_>,
+    name: &str,
+    shape: &candle_core::Shape,
+    error: candle_core::Error,
+) -> Error {
+    let mut cause = &error;
+    while let candle_core::Error::WithBacktrace { inner, .. } = cause {
+        cause = inner;
+    }
+    let got = match cause {
+        candle_core::Error::CannotFindTensor { .. } => "no such weight".to_string(),
+        candle_core::Error::UnexpectedShape { got, .. } => format!("{:?}", got.dims()),
+        _ => return error.into(),
+    };
+    Error::Weight {
+        path: Path::new("VarBuilder").into(),
+        name: join(&vb.prefix(), name),
+        expected: format!("{:?}", shape.dims()),
+        got,
+        hint: "does the configuration belong to the builder's file or variables?".into(),
+    }
 }
 
 /// Refuses a weight that `fits` not.

@@ -214,7 +214,7 @@ pub(crate) fn output_keeping<T: WithDType, K: WithDType>(
     }
 }
 
-/// Token ids on the host, flattened, each checked against the vocabulary before any kernel sees it.
+/// Token ids in u32 or i64 on the host, flattened, each checked against the vocabulary before any kernel sees it.
 ///
 /// `ignore` is let through.
 pub(crate) fn ids(
@@ -223,26 +223,40 @@ pub(crate) fn ids(
     vocab_size: usize,
     ignore: Option<u32>,
 ) -> crate::Result<Vec<u32>> {
-    if ids.dtype() != DType::U32 {
-        return Err(crate::Error::DType {
+    let is_traced = graph::is_tracing();
+    let outside = |position: usize, id: i64| crate::Error::TokenId {
+        op,
+        id,
+        position,
+        vocab_size,
+    };
+    let is_in = |id: u32| (id as usize) < vocab_size || Some(id) == ignore;
+    match ids.dtype() {
+        DType::U32 if is_traced => Ok(Vec::new()), // a trace knows the tensor, not what is in it
+        DType::U32 => {
+            let ids = operand(op, ids)?.flatten_all()?.to_vec1::<u32>()?;
+            match ids.iter().position(|id| !is_in(*id)) {
+                Some(position) => Err(outside(position, ids[position].into())),
+                None => Ok(ids),
+            }
+        }
+        DType::I64 if !is_traced => {
+            let ids = operand(op, ids)?.flatten_all()?.to_vec1::<i64>()?;
+            let ids = ids.into_iter().enumerate();
+            let ids = ids.map(|(position, id)| match u32::try_from(id) {
+                Ok(id) if is_in(id) => Ok(id),
+                _ => Err(outside(position, id)),
+            });
+            ids.collect()
+        }
+        dtype => Err(crate::Error::DType {
             op,
-            expected: "ids in u32".into(),
-            got: ids.dtype().as_str().into(),
+            expected: match is_traced {
+                true => "ids in u32, where they are traced".into(),
+                false => "ids in u32 or i64".into(),
+            },
+            got: dtype.as_str().into(),
             hint: "convert with to_dtype(DType::U32)".into(),
-        });
-    }
-    if graph::is_tracing() {
-        return Ok(Vec::new()); // a trace knows the tensor, not what is in it
-    }
-    let ids = operand(op, ids)?.flatten_all()?.to_vec1::<u32>()?;
-    let outside = |id: &u32| *id as usize >= vocab_size && Some(*id) != ignore;
-    match ids.iter().position(outside) {
-        Some(position) => Err(crate::Error::TokenId {
-            op,
-            id: ids[position].into(),
-            position,
-            vocab_size,
         }),
-        None => Ok(ids),
     }
 }

@@ -18,14 +18,14 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {super::cuda, crate::kernels::cuda::embedding as cuda_kernel, candle_core::CudaStorage};
 
-/// `y[...] = table[tokens[...]]`: tokens (...) u32, table (V, D), y (..., D).
+/// `y[...] = table[tokens[...]]`: tokens (...) u32 or i64, table (V, D), y (..., D).
 ///
 /// Backward adds each row of dy into its token's row of the table's gradient, a token's rows in the order of their
 /// positions; in half precision the sums are f32, rounded once. Kept for backward: the ids. They are checked on the
 /// host before any kernel runs. Autocast: follows the table.
 ///
 /// # Errors
-/// An id outside the vocabulary (named with its position), ids that are not u32, a table that is not a matrix.
+/// An id outside the vocabulary (named with its position), ids of another dtype, a table that is not a matrix.
 pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     let [table] = &cast_for("embedding", [table])?;
     let (ids, shape) = check(tokens, table)?;

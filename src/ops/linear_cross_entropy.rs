@@ -28,7 +28,7 @@ use {
     std::sync::{Mutex, PoisonError},
 };
 
-/// The cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32, the loss a scalar.
+/// The cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32 or i64, the loss a scalar.
 ///
 /// The same as [`cross_entropy`](super::cross_entropy()) of a [`linear`](linear()), for a loss whose logits nobody else
 /// reads. As one op, the logits' gradient is scratch instead of a node of candle's graph, where it would be added to

@@ -14,11 +14,12 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 /// # Errors
 /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of another shape than its parameter's is
 /// an error too.
-pub fn grad_norm(
-    gradients: &GradStore,
-    parameters: impl IntoIterator<Item = (String, Var)>,
-) -> Result<f64> {
-    norm("grad_norm", gradients, &distinct(parameters))
+pub fn grad_norm(gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
+    norm(
+        "grad_norm",
+        gradients,
+        &distinct(parameters.iter().cloned()),
+    )
 }
 
 /// Scales `parameters`' gradients so that their common L2 norm is at most `max_norm`. Returns the norm before.
@@ -39,7 +40,7 @@ pub fn grad_norm(
 ///
 /// let weight = Var::from_slice(&[3f64, 4.0], 2, &Device::Cpu)?;
 /// let mut gradients = (weight.sqr()?.sum_all()? * 0.5)?.backward()?; // the gradient is the weight
-/// let norm = clip_grad_norm(&mut gradients, [("weight".to_string(), weight.clone())], 1.0)?;
+/// let norm = clip_grad_norm(&mut gradients, &[("weight".to_string(), weight.clone())], 1.0)?;
 /// assert_eq!(norm, 5.0);
 /// let clipped = gradients.get(&weight).unwrap().to_vec1::<f64>()?;
 /// assert!((clipped[0] - 0.6).abs() < 1e-6 && (clipped[1] - 0.8).abs() < 1e-6);
@@ -47,10 +48,10 @@ pub fn grad_norm(
 /// ```
 pub fn clip_grad_norm(
     gradients: &mut GradStore,
-    parameters: impl IntoIterator<Item = (String, Var)>,
+    parameters: &[(String, Var)],
     max_norm: f64,
 ) -> Result<f64> {
-    clip(gradients, &distinct(parameters), max_norm)
+    clip(gradients, &distinct(parameters.iter().cloned()), max_norm)
 }
 
 /// As [`clip_grad_norm`], where gradients that are infinite or NaN are an error that names the first such parameter.
@@ -59,10 +60,10 @@ pub fn clip_grad_norm(
 /// As [`clip_grad_norm`]; [`Error::Data`] if the norm is not finite.
 pub fn clip_grad_norm_checked(
     gradients: &mut GradStore,
-    parameters: impl IntoIterator<Item = (String, Var)>,
+    parameters: &[(String, Var)],
     max_norm: f64,
 ) -> Result<f64> {
-    let parameters = distinct(parameters);
+    let parameters = distinct(parameters.iter().cloned());
     let norm = clip(gradients, &parameters, max_norm)?;
     if norm.is_finite() {
         return Ok(norm);

@@ -28,14 +28,14 @@ pub(crate) const DIVERGED: &str =
 /// let parameters = || [("weight".to_string(), weight.clone())];
 /// let loss = weight.sqrt()?.sum_all()?; // finite, but its slope at 0 is not
 /// let gradients = loss.backward()?;
-/// let error = check_finite(&loss, &gradients, parameters()).unwrap_err();
+/// let error = check_finite(&loss, &gradients, &parameters()).unwrap_err();
 /// assert!(error.to_string().starts_with("the gradient of parameter weight: expected finite numbers"));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn check_finite(
     loss: &Tensor,
     gradients: &GradStore,
-    parameters: impl IntoIterator<Item = (String, Var)>,
+    parameters: &[(String, Var)],
 ) -> Result<f64> {
     if loss.rank() != 0 {
         return Err(Error::Shape {
@@ -47,7 +47,7 @@ pub fn check_finite(
     }
     let value = value_of(loss)?;
     finite_loss(value, || "the loss".into())?;
-    let parameters = distinct(parameters);
+    let parameters = distinct(parameters.iter().cloned());
     match first_non_finite(CHECK, gradients, &parameters)? {
         None => Ok(value),
         Some(name) => Err(Error::Data {

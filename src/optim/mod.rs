@@ -19,7 +19,7 @@
 //!     optimizer.set_learning_rate(schedule.learning_rate(step));
 //!     let loss = weight.sqr()?.sum_all()?;
 //!     let mut gradients = loss.backward()?;
-//!     clip_grad_norm(&mut gradients, parameters.clone(), 1.0)?;
+//!     clip_grad_norm(&mut gradients, &parameters, 1.0)?;
 //!     optimizer.step(&gradients)?;
 //! }
 //! assert!(weight.sqr()?.sum_all()?.to_scalar::<f32>()? < 5.25);

@@ -10,6 +10,7 @@ use std::fmt;
 
 /// In which dtype an op computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum OpClass {
     /// In the lower dtype: products, where half precision pays, and sums are taken in f32 anyway.
     Lower,

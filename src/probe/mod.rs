@@ -48,6 +48,7 @@ use std::time::Instant;
 
 /// What a range stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Kind {
     /// A step of training, or of whatever is repeated. Steps are no part of the path, and leave the phase as it is.
     Step,

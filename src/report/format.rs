@@ -16,6 +16,7 @@ use crate::{Error, Result};
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Format {
     /// An aligned table for a terminal, under the environment and the configuration.
     #[default]

@@ -1,10 +1,9 @@
 //! A run in a file, and out of it again.
 
-use super::differences::{Difference, first_difference};
 use super::{DataFingerprint, History, TrainConfig, Trainer};
 use crate::data::Tokens;
-use crate::files::{self, PathLock, TensorFile};
-use crate::model::{STATE_PREFIX, TransformerConfig, TransformerLM};
+use crate::files::{self, Difference, PathLock, TensorFile, first_difference};
+use crate::model::{LoadOptions, STATE_PREFIX, TransformerConfig, TransformerLM};
 use crate::optim::{GradScaler, GradScalerState};
 use crate::saved::Numbers;
 use crate::{Error, Result};
@@ -184,11 +183,12 @@ impl Trainer {
         };
         let text = serde_json::to_string(&written)
             .map_err(|e| Error::io("write", path, std::io::Error::other(e)))?;
+        let model = self.model.config_text(path)?;
         let weights = self.model.entries();
         let state = self.optimizer.state_entries(STATE_PREFIX);
         let history = self.history.entries()?;
         let entries = weights.chain(state).chain(history).collect();
-        files::save_tensors(path, entries, &[(KEY, text)], self.config.keep)
+        files::save_tensors(path, entries, &[(KEY, text), model], self.config.keep)
     }
 
     /// The run that [`Trainer::save`] wrote to `path`, to go on with: its steps have the bits that they would have had
@@ -244,7 +244,11 @@ impl Trainer {
             problem: format!("parameters of the unknown type {}", saved.dtype),
             hint: "was it written by a newer version?".into(),
         })?;
-        let model = TransformerLM::read(model, &file, dtype, device)?;
+        let options = LoadOptions {
+            dtype,
+            ..Default::default()
+        };
+        let model = TransformerLM::read(model, &file, &options, device)?;
         for (name, weight) in model.parameters() {
             if let Some(got) = Numbers::Finite.misfit(&weight)? {
                 return Err(Error::Weight {

@@ -37,7 +37,6 @@ mod checkpoint;
 mod config;
 #[cfg(feature = "report")]
 mod curve;
-mod differences;
 mod fingerprint;
 mod history;
 mod planned;

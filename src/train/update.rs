@@ -44,7 +44,7 @@ pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result
             "build it with TransformerLM::new, or train it with Regime::Full of its own dtype"
         }
         _ => {
-            "build it with TransformerLM::from_var_builder and nn::seeded in that dtype, or load it with load_as"
+            "build it with TransformerLM::from_var_builder and nn::seeded in that dtype, or load it with load_with"
         }
     };
     Err(Error::DType {
@@ -93,8 +93,7 @@ impl Trainer {
         max_norm: f64,
         learning_rate: f64,
     ) -> Result<Update> {
-        let parameters = self.parameters.iter().cloned();
-        let grad_norm = clip_grad_norm_checked(&mut gradients, parameters, max_norm)?;
+        let grad_norm = clip_grad_norm_checked(&mut gradients, &self.parameters, max_norm)?;
         self.optimizer.set_learning_rate(learning_rate);
         self.optimizer.step(&gradients)?;
         Ok(Update {
@@ -113,9 +112,8 @@ impl Trainer {
         learning_rate: f64,
     ) -> Result<Update> {
         let loss_scale = scaler.loss_scale();
-        let parameters = || self.parameters.iter().cloned();
-        scaler.unscale(&mut gradients, parameters())?;
-        let grad_norm = clip_grad_norm(&mut gradients, parameters(), max_norm)?;
+        scaler.unscale(&mut gradients, &self.parameters)?;
+        let grad_norm = clip_grad_norm(&mut gradients, &self.parameters, max_norm)?;
         self.optimizer.set_learning_rate(learning_rate);
         let stepped = scaler.step(&mut self.optimizer, &mut gradients)?;
         if !stepped {

@@ -127,7 +127,7 @@ pub fn eager_step_in(
     let loss = precision.run(|| model.loss(tokens, targets)).unwrap();
     let mut store = loss.backward().unwrap();
     if let Some(norm) = clip_norm {
-        clip_grad_norm_checked(&mut store, model.parameters(), norm).unwrap();
+        clip_grad_norm_checked(&mut store, &model.parameters(), norm).unwrap();
     }
     optimizer.step(&store).unwrap();
     loss.to_scalar().unwrap()
@@ -191,7 +191,7 @@ pub fn agree_of(make: impl Fn() -> (TransformerLM, AdamW), plan: &PlanConfig) {
             store.insert(var, gradient);
         }
         if let Some(norm) = plan.clip_norm {
-            let norm = clip_grad_norm_checked(&mut store, eager.parameters(), norm).unwrap();
+            let norm = clip_grad_norm_checked(&mut store, &eager.parameters(), norm).unwrap();
             assert_eq!(step.gradient_norm(), Some(norm));
         }
         eager_optimizer.step(&store).unwrap();

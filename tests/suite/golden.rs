@@ -10,7 +10,7 @@ use rstest::rstest;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use tallow::attention::Algorithm;
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
 use tallow::ops::{self, KernelPolicy};
 use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm, decay_matrices_only};
 
@@ -162,14 +162,19 @@ fn pytorch_weights_load_from_a_file(
         .map(|(name, _)| (name.clone(), golden.get(&name).clone()))
         .collect();
     safetensors::save(&weights, &path).unwrap();
-    let model = TransformerLM::load_as(&golden.config, &path, dtype, &CPU).unwrap();
+    let options = LoadOptions {
+        dtype,
+        ..Default::default()
+    };
+    let load = |path| TransformerLM::load_with(&golden.config, path, &options, &CPU);
+    let model = load(&path).unwrap();
     let logits = model.forward(golden.get("tokens")).unwrap();
     assert_eq!(logits.dtype(), dtype);
     let wanted = Golden::read(name);
     close("logits", &logits, wanted.get("logits"), bounds(dtype)[0]);
 
     // The golden file itself holds more than weights, and a stranger is not passed over in silence.
-    let error = TransformerLM::load_as(&golden.config, &golden.path, dtype, &CPU).unwrap_err();
+    let error = load(&golden.path).unwrap_err();
     assert!(error.to_string().contains("no such weight in"), "{error}");
 }
 
@@ -199,7 +204,7 @@ fn curve(golden: Golden, device: &Device, dtype: DType, prefix: &str, by_referen
         losses.extend(elements(&loss));
         let mut gradients = loss.backward().unwrap();
         if clipped {
-            norms.push(clip_grad_norm(&mut gradients, model.parameters(), 0.5).unwrap());
+            norms.push(clip_grad_norm(&mut gradients, &model.parameters(), 0.5).unwrap());
         }
         if by_reference {
             optimizer.step_reference(&gradients).unwrap();

@@ -22,7 +22,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::fmt::Debug;
 use tallow::attention::Algorithm;
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
 use tallow::{Error, nn, ops};
 
 const CPU: Device = Device::Cpu;

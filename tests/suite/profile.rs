@@ -55,7 +55,7 @@ fn train(attention: Algorithm, precision: Precision) -> Vec<u32> {
             loss.backward().unwrap()
         };
         let _phase = profile::phase("optimizer");
-        clip_grad_norm(&mut gradients, model.parameters(), 0.01).unwrap();
+        clip_grad_norm(&mut gradients, &model.parameters(), 0.01).unwrap();
         optimizer.step(&gradients).unwrap();
     }
     let parameters = model.parameters().into_iter();

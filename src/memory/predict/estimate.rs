@@ -41,6 +41,7 @@ impl Mode {
 /// Whose kernels run. Ops that have none on a GPU are composed of candle's there, and keep and take more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Kernels {
     /// The CPU's.
     #[default]

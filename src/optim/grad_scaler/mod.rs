@@ -43,8 +43,8 @@ use std::collections::HashMap;
 /// for _ in 0..3 {
 ///     let loss = weight.sqr()?.sum_all()?; // under autocast, as a rule
 ///     let mut gradients = scaler.scale(&loss)?.backward()?;
-///     scaler.unscale(&mut gradients, parameters.clone())?; // only because clipping follows
-///     clip_grad_norm(&mut gradients, parameters.clone(), 1.0)?;
+///     scaler.unscale(&mut gradients, &parameters)?; // only because clipping follows
+///     clip_grad_norm(&mut gradients, &parameters, 1.0)?;
 ///     let stepped = scaler.step(&mut optimizer, &mut gradients)?;
 ///     assert!(stepped);
 ///     scaler.update()?;
@@ -153,7 +153,7 @@ impl GradScaler {
     pub fn unscale(
         &mut self,
         gradients: &mut GradStore,
-        parameters: impl IntoIterator<Item = (String, Var)>,
+        parameters: &[(String, Var)],
     ) -> Result<()> {
         if !self.enabled {
             return Ok(());
@@ -186,7 +186,9 @@ impl GradScaler {
     /// [`AdamW::step`].
     pub fn step(&mut self, optimizer: &mut AdamW, gradients: &mut GradStore) -> Result<bool> {
         let parameters: Vec<_> = optimizer.parameters().cloned().collect();
-        self.step_with(gradients, parameters, |gradients| optimizer.step(gradients))
+        self.step_with(gradients, &parameters, |gradients| {
+            optimizer.step(gradients)
+        })
     }
 
     /// As [`step`](Self::step), for any other optimizer of `parameters`: `update` is called if their gradients are
@@ -202,7 +204,7 @@ impl GradScaler {
     /// let mut optimizer = SGD::new(vec![weight.clone()], 0.25)?;
     /// let mut scaler = GradScaler::new(Default::default())?;
     /// let mut gradients = scaler.scale(&weight.sqr()?.sum_all()?)?.backward()?;
-    /// let stepped = scaler.step_with(&mut gradients, parameters, |g| Ok(optimizer.step(g)?))?;
+    /// let stepped = scaler.step_with(&mut gradients, &parameters, |g| Ok(optimizer.step(g)?))?;
     /// scaler.update()?;
     /// assert!(stepped);
     /// assert_eq!(weight.to_vec1::<f32>()?, [0.5]);
@@ -215,7 +217,7 @@ impl GradScaler {
     pub fn step_with(
         &mut self,
         gradients: &mut GradStore,
-        parameters: impl IntoIterator<Item = (String, Var)>,
+        parameters: &[(String, Var)],
         update: impl FnOnce(&GradStore) -> Result<()>,
     ) -> Result<bool> {
         if !self.enabled {
@@ -295,11 +297,8 @@ const UNSCALE: &str = "GradScaler::unscale";
 const STEP: &str = "GradScaler::step";
 
 /// `parameters`, each variable once; an error if there are none.
-fn some_parameters(
-    op: &'static str,
-    parameters: impl IntoIterator<Item = (String, Var)>,
-) -> Result<Vec<(String, Var)>> {
-    let parameters = distinct(parameters);
+fn some_parameters(op: &'static str, parameters: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
+    let parameters = distinct(parameters.iter().cloned());
     if parameters.is_empty() {
         return Err(Error::Config {
             config: op,

@@ -70,10 +70,10 @@ fn scaled_losses(
             .unwrap();
         let mut gradients = eager_scaler.scale(&loss).unwrap().backward().unwrap();
         eager_scaler
-            .unscale(&mut gradients, eager.parameters())
+            .unscale(&mut gradients, &eager.parameters())
             .unwrap();
-        let norm =
-            clip_norm.map(|norm| clip_grad_norm(&mut gradients, eager.parameters(), norm).unwrap());
+        let norm = clip_norm
+            .map(|norm| clip_grad_norm(&mut gradients, &eager.parameters(), norm).unwrap());
         let stepped = eager_scaler
             .step(&mut eager_optimizer, &mut gradients)
             .unwrap();

@@ -66,8 +66,16 @@ fn batches() {
         step.run(&mut optimizer, &tokens, &longer),
         &["targets [2, 10]"],
     );
+    let float = tokens.to_dtype(DType::F32).unwrap();
+    refused(step.run(&mut optimizer, &float, &targets), &["u32", "f32"]);
     let wide = tokens.to_dtype(DType::I64).unwrap();
-    refused(step.run(&mut optimizer, &wide, &targets), &["u32", "i64"]);
+    let below = (&wide - 100.0).unwrap();
+    refused(step.run(&mut optimizer, &below, &targets), &["id -", "97"]);
+    let logits = |forward: &mut Forward, tokens: &Tensor| {
+        let logits = forward.run(tokens).unwrap().flatten_all().unwrap();
+        logits.to_vec1::<f32>().unwrap()
+    };
+    assert_eq!(logits(&mut forward, &wide), logits(&mut forward, &tokens));
     let mut ids: Vec<u32> = tokens.flatten_all().unwrap().to_vec1().unwrap();
     ids[13] = 97;
     let outside = Tensor::from_vec(ids, (2, 10), &CPU).unwrap();
@@ -157,7 +165,7 @@ fn loss_scales() {
     let mut step = TrainStep::new(&model, &optimizer, &scaling).unwrap();
     let loss = model.loss(&tokens, &targets).unwrap();
     let mut gradients = scaler.scale(&loss).unwrap().backward().unwrap();
-    scaler.unscale(&mut gradients, model.parameters()).unwrap();
+    scaler.unscale(&mut gradients, &model.parameters()).unwrap();
     let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets);
     refused(done, &["unscaled gradients", "call update"]);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));

@@ -13,6 +13,13 @@ fn place() -> (TempDir, PathBuf) {
     (folder, path)
 }
 
+fn of_dtype(dtype: DType) -> LoadOptions {
+    LoadOptions {
+        dtype,
+        ..Default::default()
+    }
+}
+
 /// The model's weights as tensors of `dtype`, by name.
 fn weights(model: &TransformerLM, dtype: DType) -> HashMap<String, Tensor> {
     let parameters = model.parameters().into_iter();
@@ -26,7 +33,7 @@ fn there_and_back(#[values(DType::F32, DType::F64, DType::BF16, DType::F16)] dty
     let (_folder, path) = place();
     let model = model_of(&mini(), 4, dtype);
     model.save(&path).unwrap();
-    let loaded = TransformerLM::load_as(&mini(), &path, dtype, &CPU).unwrap();
+    let loaded = TransformerLM::load_with(&mini(), &path, &of_dtype(dtype), &CPU).unwrap();
     assert_eq!(all_bits(&loaded), all_bits(&model));
     let tokens = ids(29, 2, 5);
     let logits = |model: &TransformerLM| bits(&model.forward(&tokens).unwrap());
@@ -64,7 +71,7 @@ fn dtypes_are_converted(
     let (_folder, path) = place();
     let stored = weights(&model_of(&mini(), 4, DType::F64), stored);
     candle_core::safetensors::save(&stored, &path).unwrap();
-    let loaded = TransformerLM::load_as(&mini(), &path, wanted, &CPU).unwrap();
+    let loaded = TransformerLM::load_with(&mini(), &path, &of_dtype(wanted), &CPU).unwrap();
     for (name, var) in loaded.parameters() {
         assert_eq!(var.dtype(), wanted, "{name}");
         let converted = stored[&name].to_dtype(wanted).unwrap();
@@ -145,4 +152,91 @@ fn weights_with_strides() {
     strided.save(&path).unwrap();
     let loaded = TransformerLM::load(&mini(), &path, &CPU).unwrap();
     assert_eq!(all_bits(&loaded), all_bits(&model));
+}
+
+/// A file knows its model; attention, checkpointing and the context are the reader's.
+#[test]
+fn a_file_has_its_configuration() {
+    let (_folder, path) = place();
+    let model = mini_model(4);
+    model.save(&path).unwrap();
+    let opened = TransformerLM::open(&path, &CPU).unwrap();
+    assert_eq!(opened.config(), &mini());
+    assert_eq!(all_bits(&opened), all_bits(&model));
+    let longer = TransformerConfig {
+        context_length: 2 * mini().context_length,
+        attention: Algorithm::Flash,
+        ..mini()
+    };
+    let loaded = TransformerLM::load(&longer, &path, &CPU).unwrap();
+    assert_eq!(loaded.config(), &longer);
+    for (changed, field) in [
+        (
+            TransformerConfig {
+                num_heads: 1,
+                ..mini()
+            },
+            "num_heads",
+        ),
+        (
+            TransformerConfig {
+                rope_theta: 5e5,
+                ..mini()
+            },
+            "rope_theta",
+        ),
+        (
+            TransformerConfig {
+                rms_norm_eps: 1e-6,
+                ..mini()
+            },
+            "rms_norm_eps",
+        ),
+    ] {
+        assert_ne!(changed, mini());
+        let parts = ["model.safetensors", field, "TransformerLM::open"];
+        refusal(TransformerLM::load(&changed, &path, &CPU), &parts);
+    }
+    let others = weights(&model, DType::F32);
+    candle_core::safetensors::save(&others, &path).unwrap();
+    refusal(
+        TransformerLM::open(&path, &CPU),
+        &["model.safetensors", "tallow.model", "load"],
+    );
+}
+
+/// Names of `torch.compile` and `DistributedDataParallel`, and more than the model's weights, by choice.
+#[test]
+fn other_names_and_weights_too_many() {
+    let (_folder, path) = place();
+    let model = mini_model(4);
+    let renamed = weights(&model, DType::F32).into_iter();
+    let mut renamed: HashMap<_, _> = renamed
+        .map(|(name, weight)| (format!("module._orig_mod.{name}"), weight))
+        .collect();
+    renamed.insert(
+        "rotary.cos".into(),
+        Tensor::zeros(3, DType::F32, &CPU).unwrap(),
+    );
+    candle_core::safetensors::save(&renamed, &path).unwrap();
+    let load = |options: &LoadOptions| TransformerLM::load_with(&mini(), &path, options, &CPU);
+    let strip_prefixes = vec!["_orig_mod.".to_string(), "module.".into(), String::new()];
+    let mut options = LoadOptions {
+        strip_prefixes,
+        ..Default::default()
+    };
+    refusal(load(&options), &["rotary.cos", "no such weight"]);
+    options.allow_extra = true;
+    assert_eq!(all_bits(&load(&options).unwrap()), all_bits(&model));
+    options.strip_prefixes.pop();
+    options.strip_prefixes.pop();
+    refusal(
+        load(&options),
+        &["token_embeddings.weight", "no such weight"],
+    );
+    let (name, weight) = weights(&model, DType::F32).into_iter().next().unwrap();
+    renamed.insert(name.clone(), weight);
+    candle_core::safetensors::save(&renamed, &path).unwrap();
+    options.strip_prefixes.push("module.".into());
+    refusal(load(&options), &[&name, "one tensor a weight"]);
 }

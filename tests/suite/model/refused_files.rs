@@ -147,7 +147,11 @@ fn of_another_configuration(#[case] change: fn(&mut TransformerConfig), #[case] 
 fn parameters_are_floats() {
     let (_folder, path) = saved();
     for dtype in [DType::U32, DType::U8, DType::I64] {
-        let loaded = TransformerLM::load_as(&mini(), &path, dtype, &CPU);
+        let options = LoadOptions {
+            dtype,
+            ..Default::default()
+        };
+        let loaded = TransformerLM::load_with(&mini(), &path, &options, &CPU);
         refusal(loaded, &[dtype.as_str()]);
         refusal(
             TransformerLM::from_var_builder(&mini(), seeded(dtype)),

@@ -7,11 +7,11 @@ use rstest::rstest;
 use tallow::{Error, Result, ops};
 
 #[rstest]
-#[case::i64(DType::I64)]
+#[case::u8(DType::U8)]
 #[case::f32(DType::F32)]
-fn ids_and_targets_that_are_not_u32(#[case] wrong: DType) {
+fn ids_and_targets_that_are_neither_u32_nor_i64(#[case] wrong: DType) {
     let tokens = cast(&ids(&[0, 1]), wrong);
-    let parts = ["ids in u32", wrong.as_str(), "to_dtype"];
+    let parts = ["ids in u32 or i64", wrong.as_str(), "to_dtype"];
     dtype("embedding", &parts, || ops::embedding(&tokens, &x(&[5, 3])));
     dtype("cross_entropy", &parts, || {
         ops::cross_entropy(&x(&[2, 5]), &tokens)
@@ -20,7 +20,7 @@ fn ids_and_targets_that_are_not_u32(#[case] wrong: DType) {
 
 #[test]
 fn ids_outside_the_vocabulary() {
-    let check = |parts: &[&str], wanted: (u64, usize, usize), f: &dyn Fn() -> Result<Tensor>| {
+    let check = |parts: &[&str], wanted: (i64, usize, usize), f: &dyn Fn() -> Result<Tensor>| {
         refused(|error| matches!(error, Error::TokenId { .. }), parts, f);
         match f().unwrap_err() {
             Error::TokenId {
@@ -59,10 +59,36 @@ fn ids_outside_the_vocabulary() {
     check(&parts, (9, 4, 5), &|| {
         ops::cross_entropy_ignoring(&logits, &square, 5)
     });
-    let last = u64::from(u32::MAX);
+    let last = i64::from(u32::MAX);
     check(&["4294967295"], (last, 0, 5), &|| {
         ops::cross_entropy(&x(&[1, 5]), &ids(&[u32::MAX]))
     });
+}
+
+/// As PyTorch has them.
+#[test]
+fn ids_in_i64() {
+    let wide = |ids: &[i64]| Tensor::new(ids, &candle_core::Device::Cpu).unwrap();
+    let values = |x: Result<Tensor>| x.unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let (table, logits) = (x(&[5, 3]), x(&[3, 5]));
+    assert_eq!(
+        values(ops::embedding(&wide(&[4, 0, 2]), &table)),
+        values(ops::embedding(&ids(&[4, 0, 2]), &table))
+    );
+    assert_eq!(
+        values(ops::cross_entropy_ignoring(&logits, &wide(&[4, 7, 2]), 7)),
+        values(ops::cross_entropy_ignoring(&logits, &ids(&[4, 7, 2]), 7))
+    );
+    for outside in [-1, 5, 1 << 32, i64::MIN] {
+        let parts = [&format!("id {outside} at position 1"), "vocabulary of 5"];
+        let check = |error: &Error| matches!(error, Error::TokenId { .. });
+        refused(check, &parts, || {
+            ops::embedding(&wide(&[4, outside]), &table)
+        });
+        refused(check, &parts, || {
+            ops::cross_entropy(&x(&[2, 5]), &wide(&[4, outside]))
+        });
+    }
 }
 
 #[test]

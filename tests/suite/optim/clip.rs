@@ -14,7 +14,7 @@ fn agrees_with_pytorch() {
     let ga = Tensor::new(&[1f64, -2.0, 3.0], &Device::Cpu).unwrap();
     let gb = Tensor::new(&[[0.5f64, 0.25], [-4.0, 1.5]], &Device::Cpu).unwrap();
     let mut gradients = store(&[(&a, ga), (&b, gb)]);
-    let norm = clip_grad_norm(&mut gradients, named(&[&a, &b]), 1.0).unwrap();
+    let norm = clip_grad_norm(&mut gradients, &named(&[&a, &b]), 1.0).unwrap();
     assert!((norm - 5.706356105256663).abs() < 1e-14);
     let expected = [
         0.17524315102516205,
@@ -45,7 +45,7 @@ fn scales_by_the_formula(#[case] dtype: DType, #[case] tolerance: f64) {
     for max_norm in [norm / 3.0, norm * 3.0] {
         let copies = [(&a, ga.copy().unwrap()), (&b, gb.copy().unwrap())];
         let mut gradients = store(&copies);
-        let got = clip_grad_norm(&mut gradients, named(&[&a, &b]), max_norm).unwrap();
+        let got = clip_grad_norm(&mut gradients, &named(&[&a, &b]), max_norm).unwrap();
         assert!((got / norm - 1.0).abs() < 1e-12, "{got} {norm}");
         let factor = (max_norm / (norm + 1e-6)).min(1.0);
         for (var, before) in [(&a, &before_a), (&b, &before_b)] {
@@ -54,7 +54,7 @@ fn scales_by_the_formula(#[case] dtype: DType, #[case] tolerance: f64) {
             assert_eq!(after.dtype(), dtype);
             assert!(relative(&values(after), &expected) < tolerance);
         }
-        let after = grad_norm(&gradients, named(&[&a, &b])).unwrap();
+        let after = grad_norm(&gradients, &named(&[&a, &b])).unwrap();
         assert!(after <= max_norm * (1.0 + tolerance), "{after} {max_norm}");
     }
 }
@@ -83,7 +83,7 @@ fn in_place_where_a_gradient_is_alone_and_only_there() {
         (&c, alone.clone()),
         (&d, strided.clone()),
     ]);
-    let norm = clip_grad_norm(&mut gradients, named(&[&a, &b, &c, &d]), 1.0).unwrap();
+    let norm = clip_grad_norm(&mut gradients, &named(&[&a, &b, &c, &d]), 1.0).unwrap();
     assert!((norm - (25.0f64 + 25.0 + 100.0 + 30.0).sqrt()).abs() < 1e-9);
     let factor = 1.0 / (norm + 1e-6);
     let scaled = |x: &[f64]| x.iter().map(|x| x * factor).collect::<Vec<_>>();
@@ -102,7 +102,7 @@ fn in_place_where_a_gradient_is_alone_and_only_there() {
 
     // A gradient that is its parameter.
     let mut gradients = store(&[(&a, a.detach())]);
-    clip_grad_norm(&mut gradients, named(&[&a]), 0.5).unwrap();
+    clip_grad_norm(&mut gradients, &named(&[&a]), 0.5).unwrap();
     assert_eq!(values(&a), [1.0, 1.0]);
     assert!(!is_in_place(&a, &gradients, &a));
 }
@@ -112,8 +112,8 @@ fn a_tied_weight_counts_once() {
     let weight = var(&[3.0, 4.0], DType::F32);
     let mut gradients = store(&[(&weight, Tensor::new(&[3f32, 4.0], &Device::Cpu).unwrap())]);
     let twice = named(&[&weight, &weight]);
-    assert_eq!(grad_norm(&gradients, twice.clone()).unwrap(), 5.0);
-    assert_eq!(clip_grad_norm(&mut gradients, twice, 2.5).unwrap(), 5.0);
+    assert_eq!(grad_norm(&gradients, &twice).unwrap(), 5.0);
+    assert_eq!(clip_grad_norm(&mut gradients, &twice, 2.5).unwrap(), 5.0);
     assert!(relative(&values(gradients.get(&weight).unwrap()), &[1.5, 2.0]) < 1e-6);
 }
 
@@ -125,11 +125,11 @@ fn a_norm_that_is_not_finite_leaves_gradients_alone(#[case] bad: f32) {
     let fine = Tensor::new(&[2f32], &Device::Cpu).unwrap();
     let broken = Tensor::new(&[bad, 1.0], &Device::Cpu).unwrap();
     let mut gradients = store(&[(&a, fine), (&b, broken)]);
-    let norm = clip_grad_norm(&mut gradients, named(&[&a, &b]), 1.0).unwrap();
+    let norm = clip_grad_norm(&mut gradients, &named(&[&a, &b]), 1.0).unwrap();
     assert!(!norm.is_finite());
     assert_eq!(values(gradients.get(&a).unwrap()), [2.0]);
     assert_eq!(values(gradients.get(&b).unwrap())[1], 1.0);
-    let error = clip_grad_norm_checked(&mut gradients, named(&[&a, &b]), 1.0).unwrap_err();
+    let error = clip_grad_norm_checked(&mut gradients, &named(&[&a, &b]), 1.0).unwrap_err();
     assert!(matches!(error, Error::Data { .. }), "{error}");
     assert!(error.to_string().contains("parameter b"), "{error}");
 }
@@ -138,16 +138,16 @@ fn a_norm_that_is_not_finite_leaves_gradients_alone(#[case] bad: f32) {
 fn missing_gradients_and_bad_limits_are_refused() {
     let (a, b) = (var(&[2.0], DType::F32), var(&[1.0], DType::F32));
     let mut gradients = a.sqr().unwrap().sum_all().unwrap().backward().unwrap();
-    let error = clip_grad_norm(&mut gradients, named(&[&a, &b]), 0.1).unwrap_err();
+    let error = clip_grad_norm(&mut gradients, &named(&[&a, &b]), 0.1).unwrap_err();
     assert!(
         matches!(&error, Error::MissingGradient { parameter, .. } if parameter == "b"),
         "{error}"
     );
     assert_eq!(values(gradients.get(&a).unwrap()), [4.0]);
-    let error = grad_norm(&gradients, named(&[&a, &b])).unwrap_err();
+    let error = grad_norm(&gradients, &named(&[&a, &b])).unwrap_err();
     assert!(matches!(error, Error::MissingGradient { .. }), "{error}");
     for bad in [0.0, -1.0, f64::NAN] {
-        let error = clip_grad_norm(&mut gradients, named(&[&a]), bad).unwrap_err();
+        let error = clip_grad_norm(&mut gradients, &named(&[&a]), bad).unwrap_err();
         assert!(
             matches!(
                 error,
@@ -160,7 +160,7 @@ fn missing_gradients_and_bad_limits_are_refused() {
         );
     }
     assert_eq!(
-        clip_grad_norm_checked(&mut gradients, named(&[&a]), 8.0).unwrap(),
+        clip_grad_norm_checked(&mut gradients, &named(&[&a]), 8.0).unwrap(),
         4.0
     );
 }
@@ -174,7 +174,7 @@ fn the_same_bits_for_any_number_of_threads() {
             .num_threads(threads)
             .build()
             .unwrap();
-        pool.install(|| grad_norm(&gradients, named(&[&weight])).unwrap().to_bits())
+        pool.install(|| grad_norm(&gradients, &named(&[&weight])).unwrap().to_bits())
     };
     assert_eq!(with_threads(1), with_threads(2));
     assert_eq!(with_threads(1), with_threads(3));

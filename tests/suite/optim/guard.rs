@@ -25,11 +25,11 @@ fn names_the_parameter_and_changes_nothing(#[case] dtype: DType, #[case] bad: f6
     let gradients = store(&[(&a, fine.clone()), (&b, gradient(&[3.0, 4.0]))]);
     let loss = scalar(2.5);
     assert_eq!(
-        check_finite(&loss, &gradients, named(&[&a, &b])).unwrap(),
+        check_finite(&loss, &gradients, &named(&[&a, &b])).unwrap(),
         2.5
     );
     let gradients = store(&[(&a, fine), (&b, gradient(&[3.0, bad]))]);
-    let error = check_finite(&loss, &gradients, named(&[&a, &b])).unwrap_err();
+    let error = check_finite(&loss, &gradients, &named(&[&a, &b])).unwrap_err();
     assert!(matches!(error, Error::Data { .. }), "{error:?}");
     let text = error.to_string();
     for part in [
@@ -50,7 +50,7 @@ fn names_the_parameter_and_changes_nothing(#[case] dtype: DType, #[case] bad: f6
 fn the_loss_comes_first(#[case] bad: f64, #[case] text: &str) {
     let a = var(&[1.0], DType::F32);
     let gradients = store(&[(&a, Tensor::new(&[f32::NAN], &Device::Cpu).unwrap())]);
-    let error = check_finite(&scalar(bad), &gradients, named(&[&a])).unwrap_err();
+    let error = check_finite(&scalar(bad), &gradients, &named(&[&a])).unwrap_err();
     assert!(matches!(error, Error::Data { .. }), "{error:?}");
     let wanted = format!("the loss: expected a finite number, got {text}; lower");
     assert!(error.to_string().starts_with(&wanted), "{error}");
@@ -60,9 +60,9 @@ fn the_loss_comes_first(#[case] bad: f64, #[case] text: &str) {
 fn what_cannot_be_checked_is_refused() {
     let (a, b) = (var(&[1.0], DType::F32), var(&[1.0], DType::F32));
     let gradients = store(&[(&a, Tensor::new(&[1f32], &Device::Cpu).unwrap())]);
-    let error = check_finite(&scalar(1.0), &gradients, named(&[&a, &b])).unwrap_err();
+    let error = check_finite(&scalar(1.0), &gradients, &named(&[&a, &b])).unwrap_err();
     assert!(matches!(error, Error::MissingGradient { .. }), "{error:?}");
     assert!(error.to_string().contains("parameter b"), "{error}");
-    let error = check_finite(a.as_tensor(), &gradients, named(&[&a])).unwrap_err();
+    let error = check_finite(a.as_tensor(), &gradients, &named(&[&a])).unwrap_err();
     assert!(matches!(error, Error::Shape { .. }), "{error:?}");
 }

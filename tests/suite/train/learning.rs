@@ -60,7 +60,7 @@ fn a_run_is_the_sum_of_its_parts() {
             accumulator.add(loss.backward().unwrap()).unwrap();
         }
         let mut gradients = accumulator.mean().unwrap();
-        let norm = clip_grad_norm(&mut gradients, parameters.clone(), 0.5).unwrap();
+        let norm = clip_grad_norm(&mut gradients, &parameters, 0.5).unwrap();
         assert!(norm > 0.5, "nothing was clipped: {norm}");
         let lr = config.schedule.learning_rate(step as usize);
         optimizer.set_learning_rate(lr);

@@ -31,7 +31,7 @@ fn unscaling_undoes_scaling(#[case] dtype: DType, #[case] unscaled: DType) {
         values(gradients.get(&weight).unwrap()),
         [1024.0, -512.0, 256.0]
     );
-    scaler.unscale(&mut gradients, named(&[&weight])).unwrap();
+    scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
     let gradient = gradients.get(&weight).unwrap();
     assert_eq!(values(gradient), [1.0, -0.5, 0.25]);
     assert_eq!(gradient.dtype(), unscaled);
@@ -53,7 +53,7 @@ fn small_gradients_survive() {
     let mut scaler = scaler();
     let scaled = scaler.scale(&loss(tiny)).unwrap();
     let mut gradients = scaled.backward().unwrap();
-    scaler.unscale(&mut gradients, named(&[&weight])).unwrap();
+    scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
     let kept = values(gradients.get(&weight).unwrap())[0];
     assert!((kept / tiny - 1.0).abs() < 1e-3, "{kept}");
     assert!(scaler.step(&mut adamw(&[&weight]), &mut gradients).unwrap());
@@ -76,7 +76,7 @@ fn gradients_are_overwritten_only_where_nobody_else_sees_them() {
     ]);
     let all = [&a, &b, &c, &d, &e];
     let mut scaler = scaler();
-    scaler.unscale(&mut gradients, named(&all)).unwrap();
+    scaler.unscale(&mut gradients, &named(&all)).unwrap();
     let got = all.map(|var| values(gradients.get(var).unwrap()));
     assert_eq!(got[..2], [vec![1.0, 2.0], vec![1.0, 2.0]]);
     assert_eq!(got[2], [-1.0, 0.0]);
@@ -94,7 +94,7 @@ fn a_tied_weight_is_unscaled_once() {
     let mut gradients = gradient(&weight, &[65536.0], DType::F32);
     let mut scaler = scaler();
     let twice = named(&[&weight, &weight]);
-    scaler.unscale(&mut gradients, twice).unwrap();
+    scaler.unscale(&mut gradients, &twice).unwrap();
     assert_eq!(values(gradients.get(&weight).unwrap()), [1.0]);
 }
 
@@ -110,7 +110,7 @@ fn accumulated_gradients_are_unscaled_once() {
         accumulator.add(scaled.backward().unwrap()).unwrap();
     }
     let mut gradients = accumulator.mean().unwrap();
-    scaler.unscale(&mut gradients, named(&[&weight])).unwrap();
+    scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
     assert_eq!(values(gradients.get(&weight).unwrap()), [3.0]);
 }
 
@@ -163,7 +163,7 @@ fn switched_off_it_hands_everything_on() {
     assert_eq!(values(&scaled), values(&loss));
     let mut gradients = scaled.backward().unwrap();
     for _ in 0..2 {
-        scaler.unscale(&mut gradients, named(&[&weight])).unwrap();
+        scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
         assert_eq!(values(gradients.get(&weight).unwrap()), [2.0]);
         assert!(scaler.step(&mut adamw(&[&weight]), &mut gradients).unwrap());
         scaler.update().unwrap();

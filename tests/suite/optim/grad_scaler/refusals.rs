@@ -29,14 +29,14 @@ fn calls_in_the_wrong_order() {
     is_order(refusal(scaler.update(), &parts));
 
     let mut gradients = gradient(&weight, &[65536.0], DType::F32);
-    scaler.unscale(&mut gradients, parameters()).unwrap();
+    scaler.unscale(&mut gradients, &parameters()).unwrap();
     let parts = [
         "GradScaler::unscale",
         "parameter a is already unscaled",
         "once in a step",
     ];
     is_order(refusal(
-        scaler.unscale(&mut gradients, parameters()),
+        scaler.unscale(&mut gradients, &parameters()),
         &parts,
     ));
     assert_eq!(values(gradients.get(&weight).unwrap()), [1.0], "as it was");
@@ -51,7 +51,7 @@ fn calls_in_the_wrong_order() {
     is_order(refusal(scaler.step(&mut optimizer, &mut gradients), &parts));
     let parts = ["GradScaler::unscale", "parameter a was already stepped"];
     is_order(refusal(
-        scaler.unscale(&mut gradients, parameters()),
+        scaler.unscale(&mut gradients, &parameters()),
         &parts,
     ));
     assert_eq!(values(&weight), moved);
@@ -74,11 +74,11 @@ fn a_parameter_without_a_gradient() {
     assert!(matches!(error, Error::MissingGradient { .. }), "{error:?}");
     assert_eq!(values(gradients.get(&a).unwrap()), [65536.0]);
     refusal(
-        scaler.unscale(&mut gradients, named(&[&a, &b])),
+        scaler.unscale(&mut gradients, &named(&[&a, &b])),
         &["GradScaler::unscale", "parameter b has no gradient"],
     );
     refusal(scaler.update(), &["no gradient was unscaled"]);
-    scaler.unscale(&mut gradients, named(&[&a])).unwrap();
+    scaler.unscale(&mut gradients, &named(&[&a])).unwrap();
     assert_eq!(values(gradients.get(&a).unwrap()), [1.0]);
 }
 
@@ -91,7 +91,7 @@ fn no_parameters_and_no_floats() {
         "parameters must be at least one",
         "model.parameters()",
     ];
-    refusal(scaler().unscale(&mut gradients, []), &parts);
+    refusal(scaler().unscale(&mut gradients, &[]), &parts);
     let count = Tensor::new(3u32, &Device::Cpu).unwrap();
     let error = refusal(scaler().scale(&count), &["GradScaler::scale", "got u32"]);
     assert!(matches!(error, Error::DType { .. }), "{error:?}");

@@ -40,11 +40,11 @@ fn follows_the_rule_over_ten_thousand_steps() {
         }
         let mut gradients = store(&[(&a, tensor(&ga, DType::F32)), (&b, tensor(&gb, DType::F64))]);
         if random.random_bool(0.5) {
-            scaler.unscale(&mut gradients, parameters.clone()).unwrap();
+            scaler.unscale(&mut gradients, &parameters).unwrap();
         }
         let mut called = false;
         let stepped = scaler
-            .step_with(&mut gradients, parameters.clone(), |_| {
+            .step_with(&mut gradients, &parameters, |_| {
                 called = true;
                 Ok(())
             })
@@ -114,7 +114,7 @@ fn agrees_with_pytorch() {
             let loss = (weight.sum_all().unwrap() * (factor * 0.5)).unwrap();
             let mut gradients = scaler.scale(&loss).unwrap().backward().unwrap();
             scaler
-                .step_with(&mut gradients, named(&[&weight]), |gradients| {
+                .step_with(&mut gradients, &named(&[&weight]), |gradients| {
                     Ok(candle_nn::Optimizer::step(&mut optimizer, gradients)?)
                 })
                 .unwrap();
@@ -142,7 +142,7 @@ fn grows_at_the_interval_and_not_before() {
     let scales: Vec<f64> = (0..9)
         .map(|_| {
             let mut gradients = gradient(&weight, &[1.0], DType::F32);
-            scaler.unscale(&mut gradients, named(&[&weight])).unwrap();
+            scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
             scaler.update().unwrap();
             scaler.loss_scale()
         })
@@ -157,7 +157,7 @@ fn a_scale_that_falls_for_ever_is_an_error() {
     let mut scaler = scaler();
     let overflow = |scaler: &mut GradScaler| {
         let mut gradients = gradient(&weight, &[f64::NAN], DType::F32);
-        scaler.unscale(&mut gradients, named(&[&weight])).unwrap();
+        scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
         scaler.update()
     };
     for _ in 0..16 + 126 {
@@ -193,7 +193,7 @@ fn a_saved_state_goes_on_where_it_stood() {
         for scaler in [&mut whole, &mut parts] {
             let number = if step % 13 == 12 { f64::INFINITY } else { 1.0 };
             let mut gradients = gradient(&weight, &[number], DType::F32);
-            scaler.unscale(&mut gradients, named(&[&weight])).unwrap();
+            scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
             scaler.update().unwrap();
         }
         parts.save(&path).unwrap();

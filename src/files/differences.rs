@@ -1,18 +1,18 @@
-//! In what a saved run and a resumed one differ.
+//! In what saved settings and given ones differ.
 
 use serde::Serialize;
 use serde_json::Value;
 
 /// A setting that differs: its name, and both values as text.
-pub(super) struct Difference {
-    pub(super) field: String,
-    pub(super) saved: String,
-    pub(super) given: String,
+pub(crate) struct Difference {
+    pub(crate) field: String,
+    pub(crate) saved: String,
+    pub(crate) given: String,
 }
 
 /// The first field, by name, in which `saved` and `given` differ. Nested fields are named with dots: `schedule.max_lr`.
 /// Those in `free` may differ.
-pub(super) fn first_difference<T: Serialize>(
+pub(crate) fn first_difference<T: Serialize>(
     saved: &T,
     given: &T,
     free: &[&str],
