@@ -10,20 +10,20 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::hint::black_box;
-use tallow::kernels::Mask;
-use tallow::kernels::cpu::activation::{self, Activation};
+use tallow::kernels::cpu::activation;
 use tallow::kernels::cpu::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
-use tallow::kernels::cpu::heads::{Heads, split};
+use tallow::kernels::cpu::heads::{HeadSizes, split};
 use tallow::kernels::cpu::{
-    Stored, adamw, cross_entropy, embedding, flash_attention, layer_norm, relu, rms_norm, rope,
-    simd, softmax, swiglu,
+    Stored, adamw, attention::flash, relu, rope, rows::cross_entropy, rows::embedding,
+    rows::layer_norm, rows::rms_norm, rows::softmax, simd, swiglu,
 };
+use tallow::kernels::{Activation, Mask, Update};
 
 const TOKENS: usize = 1024;
 const D: usize = 512;
 const F: usize = 1344;
 const V: usize = 10_000;
-const HEADS: Heads = Heads {
+const HEADS: HeadSizes = HeadSizes {
     batch: 4,
     length: 256,
     heads: 16,
@@ -122,20 +122,21 @@ fn flash(c: &mut Criterion) {
         (1, 12, 2048, 64, Mask::Causal),
         (4, 16, 256, 32, Mask::Causal),
     ] {
-        let sizes = flash_attention::Sizes {
+        let sizes = flash::Sizes {
             batch,
             heads,
             kv_heads: heads,
             queries: length,
             keys: length,
             head_dim,
+            value_dim: head_dim,
             mask,
             scale: 1.0 / (head_dim as f64).sqrt(),
         };
-        let tiles = flash_attention::Tiles::for_head_dim(head_dim);
+        let tiles = flash::Tiles::for_head_dim(head_dim);
         let (rows, n) = (batch * heads * length, batch * heads * length * head_dim);
         let inputs = values(n + 3); // each begins elsewhere
-        let view = |first: usize| flash_attention::Heads {
+        let view = |first: usize| flash::Heads {
             data: &inputs[first..first + n],
             strides: [heads * length * head_dim, length * head_dim, head_dim, 1],
         };
@@ -150,33 +151,33 @@ fn flash(c: &mut Criterion) {
         group.throughput(Throughput::Elements(2 * product));
         group.bench_function(BenchmarkId::new("forward", &shape), |bench| {
             bench.iter(|| {
-                let outputs = flash_attention::Outputs {
+                let outputs = flash::Outputs {
                     out: &mut out,
                     rounding_error: &mut [],
                     lse: &mut lse,
                 };
-                flash_attention::forward(&sizes, &tiles, q, k, v, outputs);
+                flash::forward(&sizes, &tiles, q, k, v, outputs);
             });
         });
         let (mut dq, mut dk, mut dv) = (vec![0f32; n], vec![0f32; n], vec![0f32; n]);
         group.throughput(Throughput::Elements(5 * product));
         group.bench_function(BenchmarkId::new("backward", &shape), |bench| {
             bench.iter(|| {
-                let inputs = flash_attention::Inputs {
+                let inputs = flash::Inputs {
                     q,
                     k,
                     v,
-                    out: flash_attention::Heads { data: &out, ..q },
+                    out: flash::Heads { data: &out, ..q },
                     rounding_error: None,
                     lse: &lse,
                     d_out,
                 };
-                let gradients = flash_attention::Gradients {
+                let gradients = flash::Gradients {
                     dq: &mut dq,
                     dk: &mut dk,
                     dv: &mut dv,
                 };
-                flash_attention::backward(&sizes, &tiles, inputs, gradients);
+                flash::backward(&sizes, &tiles, inputs, gradients);
             });
         });
     }
@@ -294,7 +295,7 @@ fn optimizer(c: &mut Criterion) {
     let gradient: Vec<f32> = values(n);
     let [mut parameter, mut exp_avg] = [values(n), values(n)];
     let mut exp_avg_sq: Vec<f32> = values::<f32>(n).iter().map(|v| v * v).collect();
-    let update = adamw::Update::new(1e-3, (0.9, 0.999), 1e-8, 0.01, 10);
+    let update = Update::new(1e-3, (0.9, 0.999), 1e-8, 0.01, 10);
     memory::<f32>(c, "adamw", 7 * n, || {
         adamw::step(
             &mut parameter,

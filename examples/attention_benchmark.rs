@@ -223,7 +223,7 @@ impl Flags {
             iterations: self.iterations,
             time_budget_ms,
             seed: self.common.seed,
-            peak_flops: tallow::device::measure_peak_flops(device, counted),
+            peak_flops: tallow::hardware::measure_peak_flops(device, counted),
             available_bytes: limit_bytes.or_else(|| usable_bytes(device)),
         }
     }
@@ -321,7 +321,7 @@ const PLANNED: &str = "planned: naive's mathematics, planned-flash: flash's kern
 /// What the runs may take: asked once, since nothing stays alive between them, and less a sixth of what is available,
 /// since the host's allocator keeps some of the pages that earlier runs gave back.
 fn usable_bytes(device: &Device) -> Option<u64> {
-    let available_bytes = tallow::device::available_bytes_on(device)?;
+    let available_bytes = tallow::hardware::available_bytes_on(device)?;
     Some(match device.is_cpu() {
         true => available_bytes - available_bytes / 6,
         false => available_bytes,

@@ -110,7 +110,7 @@ impl Flags {
         let device = self.common.device()?;
         let limit = self.memory_limit_gib;
         let setting = Setting {
-            peak_flops: tallow::device::measure_peak_flops(&device, DType::F32),
+            peak_flops: tallow::hardware::measure_peak_flops(&device, DType::F32),
             full: self.full,
             precision: self.precision,
             seed: self.common.seed,

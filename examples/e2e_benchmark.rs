@@ -134,7 +134,7 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.variants.attention)?;
-        let peak_flops = tallow::device::measure_peak_flops(&device, candle_core::DType::F32);
+        let peak_flops = tallow::hardware::measure_peak_flops(&device, candle_core::DType::F32);
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions, peak_flops),
@@ -239,7 +239,7 @@ impl Flags {
                                     seed: self.common.seed,
                                     peak_flops,
                                     available_bytes: limit
-                                        .or_else(|| tallow::device::available_bytes_on(device)),
+                                        .or_else(|| tallow::hardware::available_bytes_on(device)),
                                 });
                             }
                         }

@@ -192,7 +192,7 @@ impl Flags {
         if let Some(gib) = self.memory_limit_gib {
             return Ok(common::gib_bytes(gib));
         }
-        let available_bytes = tallow::device::available_bytes_on(&self.common.device()?);
+        let available_bytes = tallow::hardware::available_bytes_on(&self.common.device()?);
         available_bytes.ok_or_else(|| Error::Config {
             config: "flags",
             field: "--memory-limit-gib",

@@ -190,7 +190,7 @@ impl Flags {
             };
             let profile = match run.end_to_end.profile_memory(&device, record) {
                 Err(error) if error.is_out_of_memory() => {
-                    let available = tallow::device::available_bytes_on(&device);
+                    let available = tallow::hardware::available_bytes_on(&device);
                     report.rows.push(row(run, &estimate, None, available));
                     report.notes.push(out_of_memory(run, &estimate, &error));
                     continue;
@@ -274,7 +274,7 @@ impl Flags {
                                     seed: self.common.seed,
                                     peak_flops: None,
                                     available_bytes: limit
-                                        .or_else(|| tallow::device::available_bytes_on(device)),
+                                        .or_else(|| tallow::hardware::available_bytes_on(device)),
                                 };
                                 runs.push(Run {
                                     size: name.clone(),

@@ -72,7 +72,7 @@ impl Flags {
     fn check_memory(&self) -> Result<()> {
         const BYTES_A_TERM: u64 = 12; // in f32 twice, in f16 and in bf16
         let wanted_bytes = self.count as u64 * BYTES_A_TERM;
-        match tallow::device::available_bytes_on(&Device::Cpu) {
+        match tallow::hardware::available_bytes_on(&Device::Cpu) {
             Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
                 what: format!("{} terms in four dtypes", self.count),
                 wanted_bytes,

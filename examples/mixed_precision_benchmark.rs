@@ -102,7 +102,7 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.attention)?;
-        let peak_flops = tallow::device::measure_peak_flops(&device, DType::F32);
+        let peak_flops = tallow::hardware::measure_peak_flops(&device, DType::F32);
         let mut rows = Vec::new();
         for (model, run) in self.sweep(&device, &models, peak_flops) {
             common::progress(format!(
@@ -193,7 +193,7 @@ impl Flags {
                                 seed: self.common.seed,
                                 peak_flops,
                                 available_bytes: limit
-                                    .or_else(|| tallow::device::available_bytes_on(device)),
+                                    .or_else(|| tallow::hardware::available_bytes_on(device)),
                             };
                             runs.push((model, run));
                         }

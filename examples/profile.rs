@@ -201,7 +201,7 @@ impl Flags {
                     memory_budget_bytes: None,
                     seed: self.common.seed,
                     peak_flops: None,
-                    available_bytes: limit.or_else(|| tallow::device::available_bytes_on(device)),
+                    available_bytes: limit.or_else(|| tallow::hardware::available_bytes_on(device)),
                 };
                 let size = name.to_string();
                 runs.push(Run { size, run });

@@ -422,7 +422,7 @@ fn planned_bytes(
     };
     // Planning what cannot fit would take longer than anybody waits.
     let least_bytes = TrainStep::least_bytes(model, &plan)?;
-    match tallow::device::available_bytes_on(device) {
+    match tallow::hardware::available_bytes_on(device) {
         Some(available_bytes) if least_bytes > available_bytes => Ok(least_bytes),
         _ => Ok(TrainStep::plan_on(device, model, &plan)?.0.total_bytes()),
     }

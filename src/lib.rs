@@ -101,12 +101,12 @@ pub mod bench;
 pub mod compile;
 #[cfg(feature = "train")]
 pub mod data;
-pub mod device;
 mod error;
 #[cfg(feature = "files")]
 mod files;
 mod grad;
 pub mod graph;
+pub mod hardware;
 mod init;
 #[doc(hidden)] // for benches and tests of this crate; `attention` has `Mask`
 pub mod kernels;
@@ -128,9 +128,9 @@ pub mod train;
 
 /// The candle that this crate is built on: a program that uses it by this name has the same version.
 pub use candle_core as candle;
-pub use device::device;
 pub use error::{Error, Result};
 pub use grad::{is_grad_enabled, no_grad};
+pub use hardware::device;
 pub use init::init;
 pub use precision::autocast;
 

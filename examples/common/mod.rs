@@ -82,7 +82,7 @@ impl Common {
     /// The device that the flags name, in the arithmetic that they ask for.
     pub fn device(&self) -> Result<candle_core::Device> {
         let device = tallow::device(&self.device)?;
-        tallow::device::set_tf32(&device, self.tf32)?;
+        tallow::hardware::set_tf32(&device, self.tf32)?;
         Ok(device)
     }
 

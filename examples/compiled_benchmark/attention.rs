@@ -104,7 +104,7 @@ impl AttentionFlags {
             (None, true) => Some(60_000.0),
             (None, false) => Some(1_500.0),
         };
-        let available = || tallow::device::available_bytes_on(&setting.device);
+        let available = || tallow::hardware::available_bytes_on(&setting.device);
         let available_bytes = setting.limit_bytes.or_else(available);
         AttentionRun {
             workload: AttentionWorkload {

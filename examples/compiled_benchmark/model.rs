@@ -177,7 +177,7 @@ impl ModelFlags {
             peak_flops: setting.peak_flops,
             available_bytes: setting
                 .limit_bytes
-                .or_else(|| tallow::device::available_bytes_on(&setting.device)),
+                .or_else(|| tallow::hardware::available_bytes_on(&setting.device)),
         }
     }
 

@@ -405,7 +405,7 @@ pub fn eager_bytes(
 
 /// Refuses a training step that does not fit, instead of being killed for it.
 pub fn check_room(wanted_bytes: u64, device: &Device) -> Result<()> {
-    match tallow::device::available_bytes_on(device) {
+    match tallow::hardware::available_bytes_on(device) {
         Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
             what: "the training step".into(),
             wanted_bytes,

@@ -3,8 +3,10 @@
 #[cfg(feature = "cuda")]
 use super::lowering_gpu as gpu;
 use crate::graph::{Attribute, Target};
-use crate::kernels::cpu::flash_attention::{self, Heads, Tiles};
-use crate::kernels::cpu::{Stored, naive_attention};
+use crate::kernels::attention::Sizes;
+use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::attention::flash::{self, Heads, Tiles};
+use crate::kernels::cpu::attention::naive;
 use crate::kernels::workspace;
 use crate::ops::lowering::{
     Calls, Kernel, Lowering, Named, Signature, Slices, Slot, kernel, on_gpu,
@@ -15,9 +17,9 @@ use candle_core::{DType, Result};
 pub(super) const NAIVE: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("naive_attention", |T, k, s| {
-            let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
+            let sizes = sizes(k)?;
             let (q, k, v) = (s.x::<T>("q")?, s.x("k")?, s.x("v")?);
-            naive_attention::forward(sizes, q, k, v, scale, mask, s.y("p")?, s.y("out")?);
+            naive::forward(&sizes, q, k, v, s.y("p")?, s.y("out")?);
         });
         let kernel = on_gpu!(sized(kernel, signature, 1.0), |k, l| gpu::naive_forward(
             k, l
@@ -33,11 +35,11 @@ pub(super) const NAIVE: Lowering = Lowering {
     },
     backward: |signature| {
         let kernel = kernel!("naive_attention_backward", |T, k, s| {
-            let (sizes, scale, mask) = (naive_sizes(k)?, k.number("scale")?, k.mask()?);
+            let sizes = sizes(k)?;
             let (q, k, v) = (s.x::<T>("q")?, s.x("k")?, s.x("v")?);
             let (d_out, p) = (s.x("d_out")?, s.x("p")?);
             let (dq, dk, dv) = (s.y("dq")?, s.y("dk")?, s.y("dv")?);
-            naive_attention::backward(sizes, d_out, q, k, v, p, scale, mask, dq, dk, dv);
+            naive::backward(&sizes, d_out, q, k, v, p, dq, dk, dv);
         });
         let kernel = on_gpu!(sized(kernel, signature, 2.0), |k, l| gpu::naive_backward(
             k, l
@@ -61,9 +63,9 @@ pub(super) const NAIVE: Lowering = Lowering {
 pub(super) const FLASH: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!(FLASH_KERNELS[0], |T, k, s| {
-            let sizes = flash_sizes(k)?;
+            let sizes = sizes(k)?;
             let tiles = Tiles::for_head_dim(sizes.head_dim);
-            let outputs = flash_attention::Outputs {
+            let outputs = flash::Outputs {
                 out: s.y::<T>("out")?,
                 rounding_error: match k.flag("keeps rounding error") {
                     true => s.y("rounding_error")?,
@@ -73,7 +75,7 @@ pub(super) const FLASH: Lowering = Lowering {
             };
             let q = heads::<T>(k, s, "q", Side::Queries)?;
             let [k_heads, v_heads] = ["k", "v"].map(|name| heads(k, s, name, Side::Keys));
-            flash_attention::forward(&sizes, &tiles, q, k_heads?, v_heads?, outputs);
+            flash::forward(&sizes, &tiles, q, k_heads?, v_heads?, outputs);
         });
         let kernel = on_gpu!(sized(kernel, signature, 1.0), |k, l| gpu::flash_forward(
             k, l
@@ -89,11 +91,11 @@ pub(super) const FLASH: Lowering = Lowering {
     },
     backward: |signature| {
         let kernel = kernel!(FLASH_KERNELS[1], |T, k, s| {
-            let sizes = flash_sizes(k)?;
+            let sizes = sizes(k)?;
             let tiles = Tiles::for_head_dim(sizes.head_dim);
             let of_queries = |name| heads::<T>(k, s, name, Side::Queries);
             let of_keys = |name| heads::<T>(k, s, name, Side::Keys);
-            let inputs = flash_attention::Inputs {
+            let inputs = flash::Inputs {
                 d_out: of_queries("d_out")?,
                 q: of_queries("q")?,
                 k: of_keys("k")?,
@@ -105,12 +107,12 @@ pub(super) const FLASH: Lowering = Lowering {
                     false => None,
                 },
             };
-            let gradients = flash_attention::Gradients {
+            let gradients = flash::Gradients {
                 dq: s.y("dq")?,
                 dk: s.y("dk")?,
                 dv: s.y("dv")?,
             };
-            flash_attention::backward(&sizes, &tiles, inputs, gradients);
+            flash::backward(&sizes, &tiles, inputs, gradients);
         });
         let kernel = on_gpu!(sized(kernel, signature, 2.0), |k, l| gpu::flash_backward(
             k, l
@@ -120,7 +122,7 @@ pub(super) const FLASH: Lowering = Lowering {
         let mut calls = Calls::default();
         let mut writes = GRADIENTS.to_vec();
         if signature.target == Target::Cuda
-            && let Ok(sizes) = flash_sizes(&kernel)
+            && let Ok(sizes) = sizes(&kernel)
         {
             let words = [workspace::flash_backward(&sizes)];
             writes.push(("workspace", calls.scratch(&words, DType::U32)));
@@ -191,26 +193,16 @@ fn sized(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> Kernel {
         .costing(2.0 * passes * multiplied)
 }
 
-pub(super) fn naive_sizes(k: &Kernel) -> Result<naive_attention::Sizes> {
-    Ok(naive_attention::Sizes {
-        batch: k.count("matrices")?,
-        kv_batch: k.count("kv_matrices")?,
-        queries: k.count("queries")?,
-        keys: k.count("keys")?,
-        head_dim: k.count("head_dim")?,
-        value_dim: k.count("value_dim")?,
-    })
-}
-
-pub(super) fn flash_sizes(k: &Kernel) -> Result<flash_attention::Sizes> {
+pub(super) fn sizes(k: &Kernel) -> Result<Sizes> {
     let batch = k.count("batch")?;
-    Ok(flash_attention::Sizes {
+    Ok(Sizes {
         batch,
         heads: k.count("matrices")? / batch.max(1),
         kv_heads: k.count("kv_matrices")? / batch.max(1),
         queries: k.count("queries")?,
         keys: k.count("keys")?,
         head_dim: k.count("head_dim")?,
+        value_dim: k.count("value_dim")?,
         mask: k.mask()?,
         scale: k.number("scale")?,
     })
@@ -218,9 +210,9 @@ pub(super) fn flash_sizes(k: &Kernel) -> Result<flash_attention::Sizes> {
 
 /// The sizes of a planned call that is flash attention.
 #[cfg(feature = "cuda")]
-pub(crate) fn planned_flash_sizes(kernel: &Kernel) -> Option<flash_attention::Sizes> {
+pub(crate) fn planned_flash_sizes(kernel: &Kernel) -> Option<Sizes> {
     let is_flash = FLASH_KERNELS.contains(&kernel.name());
-    is_flash.then(|| flash_sizes(kernel).ok()).flatten()
+    is_flash.then(|| sizes(kernel).ok()).flatten()
 }
 
 /// Whose heads and whose length.

@@ -1,17 +1,17 @@
 //! Launches of attention in a plan, on heads one after another.
 
-use super::lowering::{flash_sizes, naive_sizes};
-use crate::kernels::cpu::flash_attention::Sizes as FlashSizes;
+use super::lowering::sizes;
+use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
-use crate::kernels::cuda::naive_attention::{self, Sizes};
+use crate::kernels::cuda::naive_attention::{self, HeadGroups};
 use crate::ops::lowering::{Kernel, Operands};
 use candle_core::Result;
 
 /// Writes out, lse, in half precision rounding_error (what rounding took from out), and a workspace.
 pub(super) fn flash_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
-    let sizes = flash_sizes(k)?;
+    let sizes = sizes(k)?;
     let outputs = Outputs {
         out: of_queries(&sizes, l.y("out")?),
         rounding_error: l.writes.get("rounding_error").copied(),
@@ -29,7 +29,7 @@ pub(super) fn flash_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 /// Reads d_out, q, k, v, out, lse and, in half precision, what rounding took from out; writes dq, dk, dv and a
 /// workspace.
 pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
-    let sizes = flash_sizes(k)?;
+    let sizes = sizes(k)?;
     let inputs = flash::Inputs {
         d_out: of_queries(&sizes, l.x("d_out")?),
         q: of_queries(&sizes, l.x("q")?),
@@ -50,7 +50,7 @@ pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 
 /// Writes out, the probabilities and, in half precision, the scores of some heads in f32.
 pub(super) fn naive_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
-    let sizes = sizes(k)?;
+    let heads = HeadGroups::of(&sizes(k)?);
     let (out, p) = (l.y("out")?, l.y("p")?);
     let scores = l.writes.get("scores").copied().unwrap_or(p); // f32's in the same place
     let qkv = [l.x("q")?, l.x("k")?, l.x("v")?];
@@ -58,13 +58,13 @@ pub(super) fn naive_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
         products.multiply(l.gpu, factors, c, count, false)
     };
-    naive_attention::forward(l.gpu, multiply, &sizes, qkv, scores, p, out)
+    naive_attention::forward(l.gpu, multiply, &heads, qkv, scores, p, out)
 }
 
 /// Reads d_out, q, k, v and the probabilities; writes dq, dk, dv and, of some heads, the probabilities' gradients in
 /// f32 and, in half precision, the scores'.
 pub(super) fn naive_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
-    let sizes = sizes(k)?;
+    let heads = HeadGroups::of(&sizes(k)?);
     let inputs = [l.x("d_out")?, l.x("q")?, l.x("k")?, l.x("v")?, l.x("p")?];
     let gradients = [l.y("dq")?, l.y("dk")?, l.y("dv")?];
     let dp = l.y("dp")?;
@@ -73,29 +73,17 @@ pub(super) fn naive_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
         products.multiply(l.gpu, factors, c, count, false)
     };
-    naive_attention::backward(l.gpu, multiply, &sizes, inputs, [dp, ds], gradients)
+    naive_attention::backward(l.gpu, multiply, &heads, inputs, [dp, ds], gradients)
 }
 
-fn sizes(k: &Kernel) -> Result<Sizes> {
-    let sizes = naive_sizes(k)?;
-    Ok(Sizes {
-        kv_heads: sizes.kv_batch,
-        group: sizes.batch / sizes.kv_batch.max(1),
-        queries: sizes.queries,
-        keys: sizes.keys,
-        mask: k.mask()?,
-        scale: k.number("scale")?,
-    })
-}
-
-fn of_queries<'a>(sizes: &FlashSizes, view: View<'a>) -> Heads<'a> {
+fn of_queries<'a>(sizes: &Sizes, view: View<'a>) -> Heads<'a> {
     heads(
         view,
         [sizes.batch, sizes.heads, sizes.queries, sizes.head_dim],
     )
 }
 
-fn of_keys<'a>(sizes: &FlashSizes, view: View<'a>) -> Heads<'a> {
+fn of_keys<'a>(sizes: &Sizes, view: View<'a>) -> Heads<'a> {
     heads(
         view,
         [sizes.batch, sizes.kv_heads, sizes.keys, sizes.head_dim],

@@ -5,11 +5,12 @@ mod cuda;
 
 use super::nothing::nothing;
 use super::shapes::Shapes;
-use super::{AttentionConfig, Mask, attributes};
+use super::{AttentionConfig, attributes};
 use crate::Result;
 use crate::graph::{self, Attribute, Room, Step, Target};
+use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
-use crate::kernels::cpu::{Stored, naive_attention as kernel};
+use crate::kernels::cpu::{Stored, attention::naive as kernel};
 use crate::kernels::workspace::naive_heads_at_once;
 use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
 use crate::ops::record::{Spec, apply3, contiguous, made, to_dtype, wide_input};
@@ -78,16 +79,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
     match choose(NAME, q)? {
         Path::Kernel => {
             let op = Naive {
-                sizes: kernel::Sizes {
-                    batch: shapes.batch * shapes.heads,
-                    kv_batch: shapes.batch * shapes.kv_heads,
-                    queries: shapes.queries,
-                    keys: shapes.keys,
-                    head_dim: shapes.head_dim,
-                    value_dim: shapes.value_dim,
-                },
-                scale: config.scale_for(shapes.head_dim),
-                mask: config.mask,
+                sizes: shapes.sizes(config),
                 probabilities: OnceLock::new(),
             };
             let (q, k, v) = (contiguous(q)?, contiguous(k)?, contiguous(v)?);
@@ -144,7 +136,7 @@ fn of_shape(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
 }
 
 /// What backward takes for itself, where there is a kernel.
-fn backward_room(sizes: &kernel::Sizes, dtype: DType, target: Target) -> Room {
+fn backward_room(sizes: &Sizes, dtype: DType, target: Target) -> Room {
     let (width, wide) = (dtype.size_in_bytes(), dtype.size_in_bytes().max(4));
     match target {
         Target::Cpu => Room {
@@ -168,9 +160,8 @@ fn backward_room(sizes: &kernel::Sizes, dtype: DType, target: Target) -> Room {
 
 /// Elements that forward and backward take for themselves on the CPU, in the dtype computed in: backward a matrix of
 /// (Tq, Tk), both what half precision is widened to, head by head, and what products pack.
-fn scratch_elements(sizes: &kernel::Sizes, dtype: DType) -> [f64; 2] {
-    let kernel::Sizes {
-        batch,
+fn scratch_elements(sizes: &Sizes, dtype: DType) -> [f64; 2] {
+    let Sizes {
         queries,
         keys,
         head_dim,
@@ -179,7 +170,7 @@ fn scratch_elements(sizes: &kernel::Sizes, dtype: DType) -> [f64; 2] {
     } = *sizes;
     let threads = rayon::current_num_threads();
     // As the kernel shares its matrices out.
-    let (at_once, inside) = match batch < 2 * threads {
+    let (at_once, inside) = match sizes.matrices() < 2 * threads {
         true => (1.0, Threads::All),
         false => (threads as f64, Threads::One),
     };
@@ -219,18 +210,16 @@ fn scratch_elements(sizes: &kernel::Sizes, dtype: DType) -> [f64; 2] {
 }
 
 /// The scores that there are at once on a GPU beside the probabilities.
-fn scores_on_gpu(sizes: &kernel::Sizes, dtype: DType) -> f64 {
-    let group = sizes.batch / sizes.kv_batch.max(1);
-    let of_head = group
+fn scores_on_gpu(sizes: &Sizes, dtype: DType) -> f64 {
+    let of_head = sizes
+        .group()
         .saturating_mul(sizes.queries)
         .saturating_mul(sizes.keys);
-    naive_heads_at_once(sizes.kv_batch, of_head, dtype) as f64 * of_head as f64
+    naive_heads_at_once(sizes.kv_matrices(), of_head, dtype) as f64 * of_head as f64
 }
 
 struct Naive {
-    sizes: kernel::Sizes,
-    scale: f64,
-    mask: Mask,
+    sizes: Sizes,
     /// (..., H, Tq, Tk).
     probabilities: OnceLock<Tensor>,
 }
@@ -242,7 +231,7 @@ impl Spec for Naive {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        attributes(self.scale, self.mask)
+        attributes(self.sizes.scale, self.sizes.mask)
     }
 
     fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
@@ -307,7 +296,7 @@ impl CustomOp3 for Naive {
             let (q, k) = (view::<T>(q, q_layout)?, view::<T>(k, k_layout)?);
             let v = view::<T>(v, v_layout)?;
             let (out, p) = output_keeping(out_shape, p_shape, |out, p| {
-                kernel::forward(sizes, q, k, v, self.scale, self.mask, p, out)
+                kernel::forward(&sizes, q, k, v, p, out)
             })?;
             probe::kept("probabilities", &p);
             let _ = self.probabilities.set(p); // empty until now: an op runs forward once
@@ -352,8 +341,7 @@ impl CustomOp3 for Naive {
             let mut dk_dv = None;
             let dq = tensor(q_shape, |dq| {
                 dk_dv = Some(tensors(k_shape, v_shape, |dk, dv| {
-                    let Self { sizes, scale, mask, .. } = *self;
-                    kernel::backward(sizes, &dout, &q, &k, &v, &p, scale, mask, dq, dk, dv)
+                    kernel::backward(&self.sizes, &dout, &q, &k, &v, &p, dq, dk, dv)
                 }));
             })?;
             let (dk, dv) = dk_dv.transpose()?.unzip();

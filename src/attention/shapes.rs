@@ -1,5 +1,7 @@
 //! What q, k and v must be to each other.
 
+use super::AttentionConfig;
+use crate::kernels::attention::Sizes;
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
 
@@ -32,6 +34,21 @@ fn split(x: &Tensor) -> Option<(&[usize], usize, usize, usize)> {
 }
 
 impl Shapes {
+    /// With how they attend, as kernels take them.
+    pub(crate) fn sizes(&self, config: &AttentionConfig) -> Sizes {
+        Sizes {
+            batch: self.batch,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            queries: self.queries,
+            keys: self.keys,
+            head_dim: self.head_dim,
+            value_dim: self.value_dim,
+            mask: config.mask,
+            scale: config.scale_for(self.head_dim),
+        }
+    }
+
     /// Checks q, k and v for `op`.
     ///
     /// # Errors

@@ -157,7 +157,7 @@ impl EndToEnd {
     ) -> Fields {
         let mut row = self.labels(self.whole_phase(), "OOM");
         row.insert("estimate_bytes", estimate_bytes);
-        let available_bytes = crate::device::available_bytes_on(device);
+        let available_bytes = crate::hardware::available_bytes_on(device);
         row.insert("available_bytes", available_bytes.or(self.available_bytes));
         row.insert("reason", error.to_string());
         row

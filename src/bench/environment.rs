@@ -1,11 +1,11 @@
 //! What a measurement was made with and on.
 
-use crate::device;
+use crate::hardware;
 use crate::report::Fields;
 use candle_core::Device;
 
 /// The header of a report, as far as a library knows it: the device, this crate's version and features, the threads; of
-/// a CPU also the [half-precision arithmetic](device::half_arithmetic) that it has.
+/// a CPU also the [half-precision arithmetic](hardware::half_arithmetic) that it has.
 pub fn environment(on: &Device) -> Fields {
     let features: Vec<&str> = [
         ("cuda", cfg!(feature = "cuda")),
@@ -24,13 +24,13 @@ pub fn environment(on: &Device) -> Fields {
         false => features.join(", "),
     };
     let mut fields = Fields::new();
-    fields.insert("device", device::device_name(on));
-    fields.insert("hardware", device::description(on));
+    fields.insert("device", hardware::device_name(on));
+    fields.insert("hardware", hardware::description(on));
     if on.is_cpu() {
         fields.insert("half arithmetic", half_arithmetic());
     }
     if on.is_cuda() {
-        let products = if device::tf32(on) { "TF32" } else { "exact" };
+        let products = if hardware::tf32(on) { "TF32" } else { "exact" };
         fields.insert("f32 products", products);
     }
     fields.insert("threads", rayon::current_num_threads());
@@ -41,7 +41,7 @@ pub fn environment(on: &Device) -> Fields {
 
 /// What the CPU has, and that nothing here uses it.
 fn half_arithmetic() -> String {
-    let units = device::half_arithmetic();
+    let units = hardware::half_arithmetic();
     if units.is_empty() {
         return "none; kernels compute in f32".into();
     }

@@ -122,7 +122,7 @@ impl Passes<'_> {
             Err(error) if error.is_out_of_memory() => {
                 let mut row = self.unmeasured("OOM", &error.to_string());
                 // What there is once it has given back what it had.
-                if let Some(bytes) = crate::device::available_bytes_on(device) {
+                if let Some(bytes) = crate::hardware::available_bytes_on(device) {
                     row.insert("available_bytes", bytes);
                 }
                 return Ok(vec![row]);

@@ -7,7 +7,7 @@ use super::lower::Target;
 use super::plan::{Operand, Plan};
 use super::run::{Controls, Tensors};
 use crate::Result;
-use crate::kernels::cpu::adamw::Update;
+use crate::kernels::Update;
 use crate::optim::inplace::{Element, with_mut_slice, with_mut_slices};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};

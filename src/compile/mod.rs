@@ -46,7 +46,7 @@
 //! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and
 //! [`Forward`] as on the CPU, in f32, bf16 and f16, products by cuBLASLt. Flash attention takes heads of a multiple of
 //! 8 up to 256, in f32 of 4, if their tiles fit the GPU's shared memory. Products of f32 are exact there, or TF32 if
-//! [`set_tf32`](crate::device::set_tf32) had switched that on when the step was planned. In half precision linear maps
+//! [`set_tf32`](crate::hardware::set_tf32) had switched that on when the step was planned. In half precision linear maps
 //! of one input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update
 //! writes them, so that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). With
 //! [`PlanConfig::optimizer_in_backward`] gradients are in bf16 where weights' copies are. A run is recorded as a CUDA

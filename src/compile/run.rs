@@ -3,7 +3,7 @@
 use super::buffer::Location;
 use super::plan::Plan;
 use crate::Error;
-use crate::kernels::cpu::adamw::Update;
+use crate::kernels::Update;
 use crate::optim::PlannedUpdate;
 use candle_core::{Tensor, Var};
 

@@ -1,9 +1,11 @@
 //! The sizes of attention, in calls and as kernels take them.
 
 use crate::kernels::Mask;
+use crate::kernels::attention::Sizes;
 #[doc(inline)]
-pub use crate::kernels::cpu::blocked_attention::Sizes as HeadAttentionSizes;
-use crate::kernels::cpu::{flash_attention, heads::Heads, rotary_attention};
+pub use crate::kernels::cpu::attention::blocked::Sizes as HeadAttentionSizes;
+use crate::kernels::cpu::attention::rotary;
+use crate::kernels::cpu::heads::HeadSizes;
 
 /// The sizes of attention in a model: causal, as many heads of k and v as of q.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -34,8 +36,8 @@ impl AttentionSizes {
     }
 
     /// As the kernels on heads take them.
-    pub(super) fn heads(&self) -> Heads {
-        Heads {
+    pub(super) fn heads(&self) -> HeadSizes {
+        HeadSizes {
             batch: self.batch,
             length: self.length,
             heads: self.heads,
@@ -44,22 +46,23 @@ impl AttentionSizes {
     }
 
     /// As flash attention's kernels take them.
-    pub(super) fn flash(&self) -> flash_attention::Sizes {
-        flash_attention::Sizes {
+    pub(super) fn flash(&self) -> Sizes {
+        Sizes {
             batch: self.batch,
             heads: self.heads,
             kv_heads: self.heads,
             queries: self.length,
             keys: self.length,
             head_dim: self.head_dim,
+            value_dim: self.head_dim,
             mask: Mask::Causal,
             scale: self.scale,
         }
     }
 
     /// As naive attention's kernel on the CPU takes them.
-    pub(super) fn rotary(&self) -> rotary_attention::Sizes {
-        rotary_attention::Sizes {
+    pub(super) fn rotary(&self) -> rotary::Sizes {
+        rotary::Sizes {
             heads: self.heads(),
             scale: self.scale,
         }

@@ -1,8 +1,11 @@
 //! Plain compute, which knows nothing of graphs: inputs in, preallocated outputs out, sizes as arguments.
 //!
-//! What lives here: [`Mask`] and whatever else every device shares, and one folder a device ([`cpu`]). What does not:
-//! anything that knows a candle `Tensor` or its gradient (that is [`crate::ops`]), or when to compute what.
+//! What lives here: what every device shares ([`Mask`], [`attention::Sizes`], [`Activation`], [`Update`]), and one folder
+//! a device ([`cpu`]). What does not: anything that knows a candle `Tensor` or its gradient (that is [`crate::ops`]), or
+//! when to compute what.
 
+mod activation;
+pub mod attention;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -11,6 +14,9 @@ mod mask;
 #[cfg(any(test, feature = "cuda"))]
 pub(crate) mod ptx_cache;
 pub(crate) mod strided;
+mod update;
 pub(crate) mod workspace;
 
+pub use activation::Activation;
 pub use mask::Mask;
+pub use update::Update;

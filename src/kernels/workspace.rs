@@ -1,6 +1,6 @@
 //! The room that a GPU's kernels work in, for whoever places it before there is a GPU: upper bounds, by shape alone.
 
-use super::cpu::flash_attention::Sizes;
+use super::attention::Sizes;
 use candle_core::DType;
 
 /// What cuBLASLt may work in, in bytes: what NVIDIA advises for Hopper; GPUs before it take less.

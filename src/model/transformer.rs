@@ -5,7 +5,7 @@ use crate::nn::{
     self, Checkpointing, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join,
 };
 use crate::probe::{self, in_module};
-use crate::{Error, Result, device, ops};
+use crate::{Error, Result, hardware, ops};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
@@ -209,7 +209,7 @@ pub(super) fn check_room(config: &TransformerConfig, device: &Device) -> Result<
     let largest = (rows as u64).saturating_mul(config.d_model as u64);
     let elements = config.num_parameters() as u64;
     let wanted_bytes = elements.saturating_add(largest).saturating_mul(4);
-    match device::available_bytes_on(device) {
+    match hardware::available_bytes_on(device) {
         Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
             what: format!("a model of {elements} parameters"),
             wanted_bytes,

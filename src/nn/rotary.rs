@@ -1,6 +1,6 @@
 //! Positions as rotations.
 
-use crate::{Error, Result, device, graph, ops};
+use crate::{Error, Result, graph, hardware, ops};
 use candle_core::{DType, Device, Tensor};
 
 /// The cosines and sines of rotary position embedding, for positions up to a maximum.
@@ -58,7 +58,7 @@ impl RotaryEmbedding {
         }
         // Cosine and sine, in f64 while they are computed.
         let wanted_bytes = (max_length as u64).saturating_mul(16 * half as u64);
-        let available_bytes = device::total_bytes().unwrap_or(u64::MAX);
+        let available_bytes = hardware::total_bytes().unwrap_or(u64::MAX);
         if wanted_bytes > available_bytes {
             return Err(Error::OutOfMemory {
                 what: format!("rotary tables for {max_length} positions"),

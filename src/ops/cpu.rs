@@ -1,8 +1,8 @@
 //! Between candle's CPU storage and the kernels' slices.
 
 use super::operand::{check_room, operand};
-use crate::kernels::cpu::{Real, flash_attention::Heads, parallel};
-use crate::{device, graph};
+use crate::kernels::cpu::{Real, attention::flash::Heads, parallel};
+use crate::{graph, hardware};
 use candle_core::{
     CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
@@ -149,7 +149,7 @@ fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T
         let refused = crate::Error::OutOfMemory {
             what: WHAT.into(),
             wanted_bytes,
-            available_bytes: device::total_bytes().unwrap_or(u64::MAX),
+            available_bytes: hardware::total_bytes().unwrap_or(u64::MAX),
         };
         refused.into()
     })

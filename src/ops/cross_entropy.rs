@@ -11,7 +11,7 @@ use super::lowering::{Calls, Ids, Kernel, Lowering, Signature, Slot, kernel, on_
 use super::operand::operand;
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
 use crate::graph::{self, Attribute, Room, Step, Target};
-use crate::kernels::cpu::{Real, Stored, cross_entropy as kernel};
+use crate::kernels::cpu::{Real, Stored, rows::cross_entropy as kernel};
 use crate::kernels::limits;
 use crate::precision::decide;
 use crate::probe::Operand;

@@ -9,7 +9,7 @@ use super::lowering::{Calls, Ids, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
 use crate::graph::{Room, Step, Target};
-use crate::kernels::cpu::embedding as kernel;
+use crate::kernels::cpu::rows::embedding as kernel;
 use crate::kernels::workspace;
 use crate::probe::Operand;
 use crate::{Error, Result};

@@ -2,7 +2,7 @@
 
 use super::activation::{self, activate};
 use crate::Result;
-use crate::kernels::cpu::activation::Activation;
+use crate::kernels::Activation;
 use candle_core::Tensor;
 
 /// By which formula [`gelu()`] is computed: PyTorch's `approximate`.

@@ -7,7 +7,7 @@ use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
 use super::record::{Spec, apply1, composed, contiguous, input};
 use crate::graph::Attribute;
-use crate::kernels::cpu::heads::{Heads, merge, split};
+use crate::kernels::cpu::heads::{HeadSizes, merge, split};
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -25,7 +25,7 @@ use {
 /// A tensor that is not (B, T, D), or a D that `heads` does not divide.
 pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let sizes = match *x.dims() {
-        [batch, length, width] if heads > 0 && width % heads == 0 => Heads {
+        [batch, length, width] if heads > 0 && width % heads == 0 => HeadSizes {
             batch,
             length,
             heads,
@@ -76,7 +76,7 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
             hint: "as split_heads returns it".into(),
         });
     };
-    let sizes = Heads {
+    let sizes = HeadSizes {
         batch,
         length,
         heads,
@@ -147,8 +147,8 @@ const MERGE_HEADS: Lowering = Lowering {
 
 /// One way, for heads (B, H, T, Dh).
 fn planned(way: Way, heads: &[usize]) -> Kernel {
-    fn sizes(k: &Kernel) -> candle_core::Result<Heads> {
-        Ok(Heads {
+    fn sizes(k: &Kernel) -> candle_core::Result<HeadSizes> {
+        Ok(HeadSizes {
             batch: k.count("batch")?,
             length: k.count("length")?,
             heads: k.count("heads")?,
@@ -197,8 +197,8 @@ impl Way {
     }
 
     /// Of what comes out.
-    fn shape(self, sizes: Heads) -> Shape {
-        let Heads {
+    fn shape(self, sizes: HeadSizes) -> Shape {
+        let HeadSizes {
             batch,
             length,
             heads,
@@ -210,7 +210,7 @@ impl Way {
         }
     }
 
-    fn run<T: Copy + Send + Sync>(self, sizes: Heads, x: &[T], y: &mut [T]) {
+    fn run<T: Copy + Send + Sync>(self, sizes: HeadSizes, x: &[T], y: &mut [T]) {
         match self {
             Self::Split => split(sizes, x, y),
             Self::Merge => merge(sizes, x, y),
@@ -221,7 +221,7 @@ impl Way {
     fn run_on_gpu(
         self,
         gpu: &CudaDevice,
-        sizes: Heads,
+        sizes: HeadSizes,
         x: View,
     ) -> candle_core::Result<CudaStorage> {
         let y = cuda::alloc_uninit(gpu, x.dtype, x.len)?;
@@ -230,7 +230,13 @@ impl Way {
     }
 
     #[cfg(feature = "cuda")]
-    fn launch(self, gpu: &CudaDevice, sizes: Heads, x: View, y: View) -> candle_core::Result<()> {
+    fn launch(
+        self,
+        gpu: &CudaDevice,
+        sizes: HeadSizes,
+        x: View,
+        y: View,
+    ) -> candle_core::Result<()> {
         let middle = match self {
             Self::Split => [sizes.length, sizes.heads],
             Self::Merge => [sizes.heads, sizes.length],
@@ -242,7 +248,7 @@ impl Way {
 
 struct CutHeads {
     way: Way,
-    sizes: Heads,
+    sizes: HeadSizes,
 }
 
 impl Spec for CutHeads {

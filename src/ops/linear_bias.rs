@@ -13,7 +13,7 @@ use super::weight::with_copies;
 use crate::graph::{Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::parallel::block_sums;
-use crate::kernels::cpu::{Stored, bias as kernel};
+use crate::kernels::cpu::{Stored, rows::bias as kernel};
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;

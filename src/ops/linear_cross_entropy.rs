@@ -14,7 +14,7 @@ use super::weight::{WeightCopy, with_copies};
 use super::{linear, with_last_dim};
 use crate::graph::{self, Room, Step, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
-use crate::kernels::cpu::{Stored, cross_entropy as kernel};
+use crate::kernels::cpu::{Stored, rows::cross_entropy as kernel};
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;

@@ -106,7 +106,7 @@ fn of_broadcast(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> R
 
 fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<()> {
     check_same(op, &[("a", a), ("b", b)])?;
-    if let (Some(a_sizes), Some(b_sizes)) = (Sizes::of(a.dims()), Sizes::of(b.dims())) {
+    if let (Some(a_sizes), Some(b_sizes)) = (MatrixDims::of(a.dims()), MatrixDims::of(b.dims())) {
         let depth = if transposed {
             b_sizes.cols
         } else {
@@ -131,13 +131,13 @@ fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<(
 
 /// A shape as (leading, rows, cols).
 #[derive(Clone, Copy)]
-struct Sizes<'a> {
+struct MatrixDims<'a> {
     leading: &'a [usize],
     rows: usize,
     cols: usize,
 }
 
-impl<'a> Sizes<'a> {
+impl<'a> MatrixDims<'a> {
     fn of(dims: &'a [usize]) -> Option<Self> {
         match dims {
             [leading @ .., rows, cols] => Some(Self {
@@ -264,15 +264,15 @@ impl MatMul {
         &self,
         a: &'a [usize],
         b: &'a [usize],
-    ) -> candle_core::Result<(Sizes<'a>, Sizes<'a>)> {
-        match (Sizes::of(a), Sizes::of(b)) {
+    ) -> candle_core::Result<(MatrixDims<'a>, MatrixDims<'a>)> {
+        match (MatrixDims::of(a), MatrixDims::of(b)) {
             (Some(a), Some(b)) => Ok((a, b)),
             _ => candle_core::bail!("matmul of {a:?} and {b:?}"),
         }
     }
 
     /// c (..., M, N) of a (..., M, K) and b.
-    fn shape(&self, a: Sizes<'_>, b: Sizes<'_>) -> Vec<usize> {
+    fn shape(&self, a: MatrixDims<'_>, b: MatrixDims<'_>) -> Vec<usize> {
         let cols = if self.transposed { b.rows } else { b.cols };
         [a.leading, &[a.rows, cols]].concat()
     }
@@ -281,7 +281,10 @@ impl MatMul {
 impl MatMul {
     /// How many matrices, and the sizes of the products that make c, da and db.
     fn products(&self, inputs: &[Operand<'_>]) -> Option<(usize, [ProductSizes; 3])> {
-        let (a, b) = (Sizes::of(inputs[0].dims)?, Sizes::of(inputs[1].dims)?);
+        let (a, b) = (
+            MatrixDims::of(inputs[0].dims)?,
+            MatrixDims::of(inputs[1].dims)?,
+        );
         let cols = if self.transposed { b.rows } else { b.cols };
         let c = ProductSizes {
             rows: a.rows,
@@ -318,7 +321,7 @@ impl MatMul {
     fn backward_on_gpu(
         &self,
         [a, b, dc]: [&Tensor; 3],
-        [a_sizes, b_sizes, dc_sizes]: [Sizes<'_>; 3],
+        [a_sizes, b_sizes, dc_sizes]: [MatrixDims<'_>; 3],
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let (gpu, batch, dtype) = (cuda::gpu(dc)?, a_sizes.batch(), dc.dtype());
         let of_dc = dc_sizes.on_gpu(cuda::elements(dc)?, false);
@@ -339,7 +342,7 @@ impl MatMul {
 impl Spec for MatMul {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let [a, b] = [inputs[0].dims, inputs[1].dims];
-        let shape = match (Sizes::of(a), Sizes::of(b)) {
+        let shape = match (MatrixDims::of(a), MatrixDims::of(b)) {
             (Some(a), Some(b)) => self.shape(a, b),
             _ => Vec::new(), // refused by `check`
         };
@@ -419,7 +422,7 @@ impl CustomOp2 for MatMul {
         dc: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         let (a_sizes, b_sizes) = self.sizes(a.dims(), b.dims())?;
-        let dc_sizes = Sizes {
+        let dc_sizes = MatrixDims {
             leading: a_sizes.leading,
             rows: a_sizes.rows,
             cols: dc.dims()[dc.rank() - 1],

@@ -2,7 +2,7 @@
 
 use super::cast::cast;
 use crate::grad::is_grad_enabled;
-use crate::{Error, Result, device, graph};
+use crate::{Error, Result, graph, hardware};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device, Layout, MetalStorage, Shape,
@@ -119,7 +119,7 @@ pub(crate) fn check_size(
 /// Refuses what the machine has not the memory for. A system that overcommits would grant it, and kill the process when
 /// it is written.
 pub(crate) fn check_room(what: &str, wanted_bytes: u64) -> Result<()> {
-    let available_bytes = device::total_bytes().unwrap_or(u64::MAX);
+    let available_bytes = hardware::total_bytes().unwrap_or(u64::MAX);
     if wanted_bytes <= available_bytes {
         return Ok(());
     }

@@ -4,7 +4,7 @@ use super::elementwise::in_f32;
 use super::info::OpInfo;
 use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use crate::graph::{Attribute, Target};
-use crate::kernels::cpu::{log_softmax as log_softmax_kernel, parallel};
+use crate::kernels::cpu::{parallel, rows::log_softmax as log_softmax_kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::{log_softmax as log_softmax_on_gpu, reduce as cuda_kernel};
 use crate::kernels::workspace;

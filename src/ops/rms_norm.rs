@@ -10,7 +10,7 @@ use super::operand::zeros_of;
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::{Attribute, Room, Step, Target};
 use crate::kernels::cpu::parallel::block_sums;
-use crate::kernels::cpu::{Stored, rms_norm as kernel};
+use crate::kernels::cpu::{Stored, rows::rms_norm as kernel};
 use crate::kernels::limits;
 use crate::kernels::workspace;
 use crate::precision::decide;

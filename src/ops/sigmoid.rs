@@ -2,7 +2,7 @@
 
 use super::activation::{self, activate};
 use crate::Result;
-use crate::kernels::cpu::activation::Activation;
+use crate::kernels::Activation;
 use candle_core::Tensor;
 
 /// `y = 1 / (1 + exp(-x))`, elementwise. Backward: `dx = dy y (1 - y)`, computed from x, where nothing cancels. Kept

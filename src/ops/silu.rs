@@ -2,7 +2,7 @@
 
 use super::activation::{self, activate};
 use crate::Result;
-use crate::kernels::cpu::activation::Activation;
+use crate::kernels::Activation;
 use candle_core::Tensor;
 
 /// `y = x sigmoid(x)`, elementwise; [`swiglu`](super::swiglu()) has it with the product that follows it in a gate.

@@ -10,7 +10,7 @@ use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::Mask;
-use crate::kernels::cpu::softmax as kernel;
+use crate::kernels::cpu::rows::softmax as kernel;
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;

@@ -2,7 +2,7 @@
 
 use super::activation::{self, activate};
 use crate::Result;
-use crate::kernels::cpu::activation::Activation;
+use crate::kernels::Activation;
 use candle_core::Tensor;
 
 /// `y = tanh(x)`, elementwise. Backward: `dx = dy (1 - y^2)`, computed from x, where nothing cancels. Kept for

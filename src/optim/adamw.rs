@@ -5,7 +5,7 @@ use super::gradients::gradient_of;
 use super::inplace::{storage_address, wide};
 use super::reference;
 use super::slot::{STEP, Slot, step_cpu};
-use crate::kernels::cpu::adamw::Update;
+use crate::kernels::Update;
 use crate::ops::{Path, choose};
 use crate::probe::{self, Kind};
 use crate::{Error, Result};

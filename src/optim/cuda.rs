@@ -2,7 +2,7 @@
 
 use super::slot::Slot;
 use crate::Result;
-use crate::kernels::cpu::adamw::Update;
+use crate::kernels::Update;
 use crate::kernels::cuda::adamw::{self, Entry};
 use crate::ops::cuda::{elements, gpu};
 use candle_core::cuda_backend::DeviceId;

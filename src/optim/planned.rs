@@ -1,7 +1,7 @@
 //! What a planned step needs of AdamW: the state of given parameters, and the numbers of the next update.
 
 use super::AdamW;
-use crate::kernels::cpu::adamw::Update;
+use crate::kernels::Update;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
 use std::collections::HashMap;

@@ -2,7 +2,7 @@
 
 use super::slot::Slot;
 use crate::Result;
-use crate::kernels::cpu::adamw::Update;
+use crate::kernels::Update;
 use candle_core::{Tensor, Var};
 
 /// Updates one parameter and its state; see [`crate::kernels::cpu::adamw`].

@@ -1,8 +1,9 @@
 //! One parameter's state, and its update by the CPU's kernel.
 
 use super::inplace::{Element, is_supported, no_kernel, read, wide, with_mut_slice};
+use crate::kernels::Update;
 use crate::kernels::cpu::Real;
-use crate::kernels::cpu::adamw::{self, Update};
+use crate::kernels::cpu::adamw;
 use crate::{Error, Result, graph};
 use candle_core::{DType, Tensor, Var};
 use half::{bf16, f16};

@@ -245,8 +245,8 @@ fn the_tracker_counts_exactly() {
 
 #[test]
 fn the_system_says_what_is_there() {
-    let available = tallow::device::available_bytes().unwrap();
-    assert!(available <= tallow::device::total_bytes().unwrap());
+    let available = tallow::hardware::available_bytes().unwrap();
+    assert!(available <= tallow::hardware::total_bytes().unwrap());
     assert!((1 << 20..1 << 50).contains(&available), "{available}");
     assert!(system::resident_peak_bytes().unwrap() > 1 << 20);
 }
@@ -255,9 +255,9 @@ fn the_system_says_what_is_there() {
 #[test]
 #[ignore = "run by what_ulimit_leaves_is_what_there_is"]
 fn child_runs_under_a_limit() {
-    let total = tallow::device::total_bytes().unwrap();
+    let total = tallow::hardware::total_bytes().unwrap();
     assert_eq!(total, 1_500_000 << 10);
-    let available = tallow::device::available_bytes().unwrap();
+    let available = tallow::hardware::available_bytes().unwrap();
     assert!((1 << 20..total).contains(&available), "{available}");
     let small = TransformerConfig::small();
     for execution in [Execution::Eager, Execution::Planned] {
@@ -268,7 +268,7 @@ fn child_runs_under_a_limit() {
         ] {
             let run = EndToEnd {
                 execution,
-                available_bytes: tallow::device::available_bytes(),
+                available_bytes: tallow::hardware::available_bytes(),
                 ..run(config, 4, mode)
             };
             let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();

@@ -4,7 +4,7 @@
 pub mod gpu;
 
 use candle_core::Device;
-use tallow::device::{set_tf32, tf32};
+use tallow::hardware::{set_tf32, tf32};
 
 #[test]
 fn the_cpu_has_none() {

@@ -1,6 +1,6 @@
 //! The op on a GPU.
 
-use super::op::{Flash, sizes};
+use super::op::Flash;
 use crate::attention::AttentionConfig;
 use crate::attention::shapes::Shapes;
 use crate::kernels::cuda::flash_attention::{self as kernel, Gradients, Heads, Inputs, Outputs};
@@ -15,7 +15,7 @@ pub(super) fn has_kernel(
     config: &AttentionConfig,
     tf32: bool,
 ) -> bool {
-    let sizes = sizes(shapes, config);
+    let sizes = shapes.sizes(config);
     gpu(q).is_ok_and(|gpu| kernel::takes(gpu, q.dtype(), tf32, &sizes))
 }
 

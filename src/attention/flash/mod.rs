@@ -2,7 +2,7 @@
 //!
 //! What lives here: the op ([`flash()`], [`flash_with_lse`]) and its specification in plain candle ops
 //! ([`reference()`]). What does not: the kernels
-//! ([`kernels::cpu::flash_attention`](crate::kernels::cpu::flash_attention), and with the feature `cuda` those for
+//! ([`kernels::cpu::flash_attention`](crate::kernels::cpu::attention::flash), and with the feature `cuda` those for
 //! GPUs).
 
 #[cfg(feature = "cuda")]
@@ -18,7 +18,7 @@ use super::shapes::Shapes;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
 use crate::ops::{Path, cast_for, choose, record::apply3};
-use crate::{Error, Result, device, graph};
+use crate::{Error, Result, graph, hardware};
 use candle_core::{DType, Tensor};
 
 pub(super) const NAME: &str = "attention::flash";
@@ -33,7 +33,7 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.
 ///
 /// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once, on a GPU with probabilities and score
-/// gradients rounded before they are multiplied; there, products of f32 are exact or TF32 as [`device::set_tf32`] says,
+/// gradients rounded before they are multiplied; there, products of f32 are exact or TF32 as [`hardware::set_tf32`] says,
 /// in backward as they were in forward. A query that sees no key gets zeros, and passes no gradient; so do all where Tk
 /// is 0. A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
 /// `scaled_dot_product_attention`.
@@ -98,7 +98,7 @@ pub fn flash_with_lse(
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &cast_for(NAME, [q, k, v])?;
     let shapes = check(q, k, v)?;
-    let tf32 = device::tf32(q.device());
+    let tf32 = hardware::tf32(q.device());
     #[cfg(feature = "cuda")]
     let path = match q.device().is_cuda() {
         true => choose_where(NAME, q, cuda::has_kernel(q, &shapes, config, tf32)),

@@ -5,7 +5,7 @@ use crate::attention::shapes::Shapes;
 use crate::attention::{AttentionConfig, attributes};
 use crate::graph::{Attribute, Room, Step, Target};
 use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::flash_attention::{self as kernel, Gradients, Inputs, Outputs, Sizes};
+use crate::kernels::cpu::attention::flash::{self as kernel, Gradients, Inputs, Outputs, Sizes};
 use crate::kernels::workspace::{self, flash_lse_parts};
 use crate::ops::cpu::{cpu_storage, elements, for_stored, heads, output, tensor, tensors};
 use crate::ops::record::{Spec, like_first, made};
@@ -15,20 +15,6 @@ use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
-
-/// What the kernels are told of a call.
-pub(super) fn sizes(shapes: &Shapes, config: &AttentionConfig) -> Sizes {
-    Sizes {
-        batch: shapes.batch,
-        heads: shapes.heads,
-        kv_heads: shapes.kv_heads,
-        queries: shapes.queries,
-        keys: shapes.keys,
-        head_dim: shapes.head_dim,
-        mask: config.mask,
-        scale: config.scale_for(shapes.head_dim),
-    }
-}
 
 /// One call; holds what forward leaves for backward beside its inputs and its output.
 pub(super) struct Flash {
@@ -46,7 +32,7 @@ pub(super) struct Flash {
 impl Flash {
     pub(super) fn new(shapes: Shapes, config: &AttentionConfig, tf32: bool) -> Self {
         Self {
-            sizes: sizes(&shapes, config),
+            sizes: shapes.sizes(config),
             tf32,
             lse: Arc::default(),
             rounding_error: OnceLock::new(),

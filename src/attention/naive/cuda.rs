@@ -12,24 +12,11 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
 
 impl Naive {
-    /// What the kernels are told.
-    fn sizes_on_gpu(&self) -> kernel::Sizes {
-        let sizes = self.sizes;
-        kernel::Sizes {
-            kv_heads: sizes.kv_batch,
-            group: sizes.batch / sizes.kv_batch.max(1),
-            queries: sizes.queries,
-            keys: sizes.keys,
-            mask: self.mask,
-            scale: self.scale,
-        }
-    }
-
     /// Scores of as many heads as are worked on at once.
     fn scores_at_once(&self, dtype: DType) -> usize {
-        let sizes = self.sizes_on_gpu();
-        let of_head = sizes.group * sizes.queries * sizes.keys;
-        naive_heads_at_once(sizes.kv_heads, of_head, dtype) * of_head
+        let sizes = &self.sizes;
+        let of_head = sizes.group() * sizes.queries * sizes.keys;
+        naive_heads_at_once(sizes.kv_matrices(), of_head, dtype) * of_head
     }
 
     /// Forward's output; keeps the probabilities.
@@ -41,7 +28,7 @@ impl Naive {
         let out_shape = Shape::from(with_last_dim(q_layout.dims(), self.sizes.value_dim));
         let p_shape = Shape::from(with_last_dim(q_layout.dims(), self.sizes.keys));
         let p = alloc_uninit(gpu, dtype, p_shape.elem_count())?;
-        let sizes = self.sizes_on_gpu();
+        let heads = kernel::HeadGroups::of(&self.sizes);
         // f32's are the probabilities' place.
         let scores = match dtype {
             DType::F32 => None,
@@ -54,7 +41,7 @@ impl Naive {
         kernel::forward(
             gpu,
             &mut multiply,
-            &sizes,
+            &heads,
             [view(q, q_layout)?, view(k, k_layout)?, view(v, v_layout)?],
             whole(scores.as_ref().unwrap_or(&p))?,
             whole(&p)?,
@@ -68,7 +55,8 @@ impl Naive {
 
     /// The gradients of q, k and v, all of them contiguous.
     pub(super) fn backward_on_gpu(&self, [d_out, q, k, v, p]: [&Tensor; 5]) -> Result<[Tensor; 3]> {
-        let (gpu, dtype, sizes) = (gpu(q)?, q.dtype(), self.sizes_on_gpu());
+        let (gpu, dtype) = (gpu(q)?, q.dtype());
+        let heads = kernel::HeadGroups::of(&self.sizes);
         let at_once = self.scores_at_once(dtype);
         let d_probabilities = alloc_uninit(gpu, DType::F32, at_once)?;
         let d_scores = match dtype {
@@ -83,7 +71,7 @@ impl Naive {
         kernel::backward(
             gpu,
             &mut multiply,
-            &sizes,
+            &heads,
             [
                 elements(d_out)?,
                 elements(q)?,

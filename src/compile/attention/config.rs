@@ -2,9 +2,9 @@
 
 use super::OP;
 use crate::attention::{Algorithm, AttentionConfig, flash::MAX_HEAD_DIM};
-use crate::kernels::cpu::flash_attention::Sizes;
+use crate::kernels::attention::Sizes;
 use crate::kernels::workspace;
-use crate::{Error, Result, device};
+use crate::{Error, Result, hardware};
 use candle_core::{DType, Device, Shape};
 
 /// The shapes of q, k and v, their dtype, and how they attend.
@@ -111,7 +111,7 @@ impl AttentionPlanConfig {
             false => Err(Error::OutOfMemory {
                 what: "the arena of a planned attention".into(),
                 wanted_bytes: wanted_bytes as u64, // saturates
-                available_bytes: device::available_bytes().unwrap_or(u64::MAX),
+                available_bytes: hardware::available_bytes().unwrap_or(u64::MAX),
             }),
         }
     }
@@ -127,6 +127,7 @@ impl AttentionPlanConfig {
             queries,
             keys,
             head_dim,
+            value_dim: head_dim,
             mask: self.attention.mask,
             scale: self.attention.scale_for(head_dim),
         }

@@ -2,39 +2,41 @@
 
 use super::super::sizes::{AttentionSizes, HeadAttentionSizes};
 use super::operands::Operands;
-use crate::kernels::cpu::flash_attention::{self as flash, Tiles};
-use crate::kernels::cpu::{Stored, blocked_attention, rotary_attention};
+use crate::kernels::attention::Sizes;
+use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::attention::flash::{self as flash, Tiles};
+use crate::kernels::cpu::attention::{blocked, rotary};
 use candle_core::DType;
 use half::f16;
 
 pub(super) fn naive<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
-    let inputs = rotary_attention::Inputs {
+    let inputs = rotary::Inputs {
         q: o.lower_x("q"),
         k: o.lower_x("k"),
         v: o.lower_x("v"),
         angles: o.angles(),
     };
-    let outputs = rotary_attention::Outputs {
+    let outputs = rotary::Outputs {
         p: o.writes("p").then(|| o.y("p")),
         out: o.lower_y("out"),
     };
-    rotary_attention::forward(&sizes.rotary(), inputs, outputs, o.y("scratch"));
+    rotary::forward(&sizes.rotary(), inputs, outputs, o.y("scratch"));
 }
 
 pub(super) fn naive_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: &AttentionSizes) {
-    let inputs = rotary_attention::Inputs {
+    let inputs = rotary::Inputs {
         q: o.lower_x("q"),
         k: o.lower_x("k"),
         v: o.lower_x("v"),
         angles: o.angles(),
     };
-    let gradients = rotary_attention::Gradients {
+    let gradients = rotary::Gradients {
         dq: o.lower_y("dq"),
         dk: o.lower_y("dk"),
         dv: o.lower_y("dv"),
     };
     let (p, d_out, scratch) = (o.x("p"), o.lower_x("d_out"), o.y("scratch"));
-    rotary_attention::backward(&sizes.rotary(), inputs, p, d_out, gradients, scratch);
+    rotary::backward(&sizes.rotary(), inputs, p, d_out, gradients, scratch);
 }
 
 pub(super) fn heads_forward<S: Stored<Wide = f32>>(
@@ -53,13 +55,13 @@ where
     S: Stored<Wide = f32>,
     E: Stored<Wide = f32>,
 {
-    let outputs = blocked_attention::Outputs {
+    let outputs = blocked::Outputs {
         out: o.lower_y("out"),
         rounding_error: rounding_error(o),
         e: o.write::<E>("exponentials"),
         inv_row_sum: o.y("inv_row_sum"),
     };
-    blocked_attention::forward(sizes, heads_of(o), outputs, o.y("scratch"));
+    blocked::forward(sizes, heads_of(o), outputs, o.y("scratch"));
 }
 
 pub(super) fn heads_backward<S: Stored<Wide = f32>>(
@@ -78,12 +80,12 @@ where
     S: Stored<Wide = f32>,
     E: Stored<Wide = f32>,
 {
-    let gradients = blocked_attention::Gradients {
+    let gradients = blocked::Gradients {
         dq: o.lower_y("dq"),
         dk: o.lower_y("dk"),
         dv: o.lower_y("dv"),
     };
-    let saved = blocked_attention::Saved {
+    let saved = blocked::Saved {
         e: o.read::<E>("exponentials"),
         inv_row_sum: o.x("inv_row_sum"),
         out: o.lower_x("out"),
@@ -94,12 +96,12 @@ where
         d_out: o.lower_x("d_out"),
     };
     let (partial_sums, scratch) = (o.y("partial_sums"), o.y("scratch"));
-    blocked_attention::backward(sizes, heads_of(o), saved, gradients, partial_sums, scratch);
+    blocked::backward(sizes, heads_of(o), saved, gradients, partial_sums, scratch);
 }
 
-fn heads_of<'a, S: Stored<Wide = f32>>(o: &Operands<'a, S>) -> blocked_attention::Inputs<'a, S> {
+fn heads_of<'a, S: Stored<Wide = f32>>(o: &Operands<'a, S>) -> blocked::Inputs<'a, S> {
     let [q, k, v] = ["q", "k", "v"].map(|name| o.lower_x(name));
-    blocked_attention::Inputs { q, k, v }
+    blocked::Inputs { q, k, v }
 }
 
 /// What rounding takes from out, where backward wants it.
@@ -119,11 +121,7 @@ pub(super) fn flash_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, sizes: 
 }
 
 /// Of q, k and v that lie by these strides.
-fn tiled_forward<S: Stored<Wide = f32>>(
-    o: &Operands<'_, S>,
-    kernel: &flash::Sizes,
-    strides: [usize; 4],
-) {
+fn tiled_forward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, kernel: &Sizes, strides: [usize; 4]) {
     let heads = |name| lying(o, name, strides);
     let outputs = flash::Outputs {
         out: o.lower_y("out"),
@@ -135,11 +133,7 @@ fn tiled_forward<S: Stored<Wide = f32>>(
 }
 
 /// Of d_out, q, k, v and out that lie by these strides.
-fn tiled_backward<S: Stored<Wide = f32>>(
-    o: &Operands<'_, S>,
-    kernel: &flash::Sizes,
-    strides: [usize; 4],
-) {
+fn tiled_backward<S: Stored<Wide = f32>>(o: &Operands<'_, S>, kernel: &Sizes, strides: [usize; 4]) {
     let heads = |name| lying(o, name, strides);
     let name = "rounding_error";
     let rounding_error = o.reads(name).then(|| lying(o, name, by_head(kernel)));
@@ -180,7 +174,7 @@ fn in_model_dimension(sizes: &AttentionSizes) -> [usize; 4] {
 }
 
 /// Those of a (B, H, T, Dh).
-fn by_head(kernel: &flash::Sizes) -> [usize; 4] {
+fn by_head(kernel: &Sizes) -> [usize; 4] {
     let head = kernel.queries * kernel.head_dim;
     [kernel.heads * head, head, kernel.head_dim, 1]
 }

@@ -11,7 +11,8 @@ use super::{Controls, attention, update};
 use crate::Result;
 use crate::kernels::cpu::gemm::{MatMut, MatRef, Threads, matmul_sum};
 use crate::kernels::cpu::{
-    Stored, cast, cross_entropy, embedding, heads, residual_norm, rotary_heads, swiglu,
+    Stored, attention::rotary_heads, cast, heads, rows::cross_entropy, rows::embedding,
+    rows::residual_norm, swiglu,
 };
 use candle_core::DType;
 use half::{bf16, f16};

@@ -4,7 +4,7 @@ use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{Buffer, Location};
 use super::super::plan::{Call, Operand, Plan};
 use crate::ops::lowering::{Slice, Slices};
-use crate::{Error, Result, device};
+use crate::{Error, Result, hardware};
 use candle_core::{DType, WithDType};
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
@@ -27,7 +27,7 @@ unsafe impl Sync for Arena {}
 impl Arena {
     /// Room for `bytes`, zeros at first.
     pub fn new(bytes: u64) -> Result<Self> {
-        let available_bytes = device::available_bytes().unwrap_or(u64::MAX);
+        let available_bytes = hardware::available_bytes().unwrap_or(u64::MAX);
         let refuse = || Error::OutOfMemory {
             what: "the arena of a planned step".into(),
             wanted_bytes: bytes,

@@ -7,7 +7,7 @@ use super::super::op::Accumulate;
 use super::super::plan::Call;
 use super::memory::View;
 use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::rotary_heads::Angles;
+use crate::kernels::cpu::attention::rotary_heads::Angles;
 use candle_core::{DType, WithDType};
 use std::marker::PhantomData;
 

@@ -9,7 +9,7 @@ use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::naive_attention::{
-    Sizes, compare, transposed_weighted_sum, weighted_sum,
+    HeadGroups, compare, transposed_weighted_sum, weighted_sum,
 };
 use crate::kernels::cuda::softmax;
 use crate::ops::lowering::Named;
@@ -146,8 +146,8 @@ fn turns(sizes: &AttentionSizes, room: View<'_>) -> Vec<Turn> {
 
 impl Turn {
     /// What naive attention's kernels are told of the heads of one sequence.
-    fn of_sequence(&self, sizes: &AttentionSizes) -> Sizes {
-        Sizes {
+    fn of_sequence(&self, sizes: &AttentionSizes) -> HeadGroups {
+        HeadGroups {
             kv_heads: self.heads.len(),
             group: 1,
             queries: sizes.length,

@@ -4,7 +4,7 @@ use super::super::plan::Plan;
 use super::super::run::Controls;
 use super::device_pointers::start_of;
 use crate::Result;
-use crate::kernels::cpu::adamw::Update;
+use crate::kernels::Update;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::adamw;
 use candle_core::DType;

@@ -28,7 +28,7 @@ use super::op::Op;
 use super::plan::Plan;
 use super::run::{Controls, Tensors, not_finite};
 use crate::kernels::cuda::matmul::Products;
-use crate::{Error, Result, device, probe};
+use crate::{Error, Result, hardware, probe};
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream};
@@ -85,10 +85,10 @@ impl Executor {
     /// says now.
     pub fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
         let on = Device::Cuda(gpu.clone());
-        let tf32 = device::tf32(&on);
+        let tf32 = hardware::tf32(&on);
         call::check(plan, gpu, tf32)?;
         let bytes = plan.peak_bytes() + plan.workspace_bytes();
-        let available_bytes = device::available_bytes_on(&on).unwrap_or(u64::MAX);
+        let available_bytes = hardware::available_bytes_on(&on).unwrap_or(u64::MAX);
         if bytes > available_bytes {
             return Err(Error::OutOfMemory {
                 what: "the arena of a planned step".into(),
@@ -98,7 +98,7 @@ impl Executor {
         }
         let (model_gpu, stream) = (gpu.clone(), gpu.cuda_stream());
         let (gpu, products) = {
-            let _undisturbed = device::cuda::undisturbed();
+            let _undisturbed = hardware::cuda::undisturbed();
             let gpu = CudaDevice::new_with_stream(stream.context().ordinal())?;
             let products = Products::new(&gpu, tf32)?;
             (gpu, products)
@@ -179,7 +179,7 @@ impl Executor {
         self.inputs.fill(&self.gpu, plan, controls)?;
         // What a first run loads would end the recording of another thread's.
         let recorded = matches!(self.recorded[extent as usize], Recorded::Graph(_));
-        let _undisturbed = (!recorded).then(device::cuda::undisturbed);
+        let _undisturbed = (!recorded).then(hardware::cuda::undisturbed);
         let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
         if !copies_were_current {
             self.launch(plan, plan.first_run_only(), 0, extent)?;

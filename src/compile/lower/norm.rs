@@ -11,7 +11,7 @@ use super::recompute::Choice;
 use super::{Job, Lower, Target, attribute, place_of};
 use crate::Result;
 use crate::graph::{Attribute, ValueId};
-use crate::kernels::cpu::residual_norm::partials_len;
+use crate::kernels::cpu::rows::residual_norm::partials_len;
 use crate::kernels::workspace;
 use crate::ops::lowering::Named;
 use candle_core::DType;

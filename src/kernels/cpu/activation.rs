@@ -1,22 +1,8 @@
 //! Elementwise activations and their slopes, both from the input alone: exponentials are cheaper than another tensor.
 
 use super::{Blocks, Real, Stored, parallel, simd};
+use crate::kernels::Activation;
 use std::f64::consts::{FRAC_2_SQRT_PI, SQRT_2};
-
-/// A function of one element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activation {
-    /// tanh(x).
-    Tanh,
-    /// 1 / (1 + exp(-x)).
-    Sigmoid,
-    /// x sigmoid(x).
-    Silu,
-    /// x times the standard normal distribution's share below x.
-    Gelu,
-    /// x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GELU by the tanh of u.
-    GeluTanh,
-}
 
 /// `y = f(x)`; slices of one length, as below.
 pub fn forward<T: Stored>(f: Activation, x: &[T], y: &mut [T]) {

@@ -1,6 +1,6 @@
 //! From one stored type to another.
 
-use super::{Real, Stored, parallel, simd, stored::BLOCK};
+use super::{Real, Stored, parallel, simd, simd::BLOCK};
 
 /// `y = x`, rounded to the nearest (ties to even) where y's type is narrower; slices of one length.
 pub fn cast<T: Stored, U: Stored<Wide = T::Wide>>(x: &[T], y: &mut [U]) {

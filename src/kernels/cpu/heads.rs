@@ -4,7 +4,7 @@ use super::parallel::{self, Shared, TASK_ELEMENTS};
 
 /// The sizes of a tensor of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Heads {
+pub struct HeadSizes {
     /// B.
     pub batch: usize,
     /// T.
@@ -15,11 +15,11 @@ pub struct Heads {
     pub head_dim: usize,
 }
 
-impl Heads {
+impl HeadSizes {
     /// Calls `f(merged, split)` with the offsets of each head's row of `head_dim` elements in both layouts, in
     /// parallel over groups of (b, t).
     fn for_heads(self, f: impl Fn(usize, usize) + Sync + Send) {
-        let Heads {
+        let HeadSizes {
             batch,
             length,
             heads,
@@ -45,7 +45,7 @@ impl Heads {
 }
 
 /// (B, T, H*Dh) to (B, H, T, Dh).
-pub fn split<T: Copy + Send + Sync>(sizes: Heads, merged: &[T], split: &mut [T]) {
+pub fn split<T: Copy + Send + Sync>(sizes: HeadSizes, merged: &[T], split: &mut [T]) {
     let width = sizes.head_dim;
     let split = Shared::new(split);
     sizes.for_heads(|from, to| {
@@ -55,7 +55,7 @@ pub fn split<T: Copy + Send + Sync>(sizes: Heads, merged: &[T], split: &mut [T])
 }
 
 /// (B, H, T, Dh) to (B, T, H*Dh).
-pub fn merge<T: Copy + Send + Sync>(sizes: Heads, split: &[T], merged: &mut [T]) {
+pub fn merge<T: Copy + Send + Sync>(sizes: HeadSizes, split: &[T], merged: &mut [T]) {
     let width = sizes.head_dim;
     let merged = Shared::new(merged);
     sizes.for_heads(|to, from| {

@@ -6,7 +6,7 @@ use super::{
     Real, Stored,
     parallel::{self, TASK_ELEMENTS},
     simd,
-    stored::BLOCK,
+    simd::BLOCK,
 };
 use rayon::prelude::*;
 

@@ -1,6 +1,6 @@
 //! Rows repeated, and the sum over repeats.
 
-use super::stored::BLOCK;
+use super::simd::BLOCK;
 use super::{Real, Stored, parallel, simd};
 
 /// `y` (rows * times, width) is `x` (rows, width) with each row `times` in a row.

@@ -4,7 +4,7 @@
 //! with half the bytes to wait for, arithmetic is the bound.
 
 use super::parallel::{self, Shared};
-use super::{Blocks, Lanes, Real, Stored, stored::BLOCK};
+use super::{Blocks, Lanes, Real, Stored, simd::BLOCK};
 use pulp::{Arch, Simd, WithSimd};
 
 /// `y = silu(gate) * up`, elementwise.

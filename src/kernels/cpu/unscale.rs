@@ -3,7 +3,7 @@
 //! Elementwise, so that neither vector width nor threads change a bit. Memory bounds it: in `f32` it reads 4 bytes an
 //! element and writes 4, as scaling alone would.
 
-use super::{Real, Stored, parallel::TASK_ELEMENTS, simd, stored::BLOCK};
+use super::{Real, Stored, parallel::TASK_ELEMENTS, simd, simd::BLOCK};
 use rayon::prelude::*;
 
 /// `x = x * factor`, rounded once. Whether every product is finite.

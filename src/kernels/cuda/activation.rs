@@ -2,7 +2,7 @@
 
 use super::source::{PRELUDE, Source};
 use super::{View, in_vector, launch_config, suffix};
-use crate::kernels::cpu::activation::Activation;
+use crate::kernels::Activation;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};

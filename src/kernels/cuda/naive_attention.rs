@@ -16,6 +16,7 @@ use super::View;
 use super::matmul::Matrix;
 use super::softmax::{self, Scores};
 use crate::kernels::Mask;
+use crate::kernels::attention::Sizes;
 use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 use std::ops::Range;
@@ -31,9 +32,9 @@ const BLOCK_ROWS: usize = 1024;
 /// What a block's size is a multiple of, so that its rows begin as well aligned as the head's.
 const ALIGNED_ROWS: usize = 128;
 
-/// Heads alike.
+/// Heads that one product takes together: of k and v, and those of q that meet each of them.
 #[derive(Clone, Copy)]
-pub(crate) struct Sizes {
+pub(crate) struct HeadGroups {
     /// How many heads of k and v one product takes.
     pub kv_heads: usize,
     /// How many heads of q meet each of them. Their rows are one matrix, one head's below the other's: each row meets
@@ -47,7 +48,19 @@ pub(crate) struct Sizes {
     pub scale: f64,
 }
 
-impl Sizes {
+impl HeadGroups {
+    /// All heads of a call.
+    pub(crate) fn of(sizes: &Sizes) -> Self {
+        Self {
+            kv_heads: sizes.kv_matrices(),
+            group: sizes.group(),
+            queries: sizes.queries,
+            keys: sizes.keys,
+            mask: sizes.mask,
+            scale: sizes.scale,
+        }
+    }
+
     /// What softmax is told of the scores.
     pub(crate) fn scores(&self) -> Scores {
         Scores {
@@ -130,7 +143,7 @@ impl Sizes {
 /// and v, the probabilities' gradients.
 pub(crate) fn compare(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
-    sizes: &Sizes,
+    sizes: &HeadGroups,
     [x, y]: [Matrix; 2],
     s: Matrix,
 ) -> Result<()> {
@@ -146,7 +159,7 @@ pub(crate) fn compare(
 /// and v; of the scores' gradients and k, those of q.
 pub(crate) fn weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
-    sizes: &Sizes,
+    sizes: &HeadGroups,
     [p, x]: [Matrix; 2],
     y: Matrix,
 ) -> Result<()> {
@@ -162,7 +175,7 @@ pub(crate) fn weighted_sum(
 /// scores' gradients and q.
 pub(crate) fn transposed_weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
-    sizes: &Sizes,
+    sizes: &HeadGroups,
     [p, x]: [Matrix; 2],
     y: Matrix,
 ) -> Result<()> {
@@ -175,7 +188,7 @@ pub(crate) fn transposed_weighted_sum(
 }
 
 /// Matrices of so many rows one after another in all of `view`, from the first of head `head` on.
-fn matrices<'a>(view: View<'a>, sizes: &Sizes, rows: usize, head: usize) -> Matrix<'a> {
+fn matrices<'a>(view: View<'a>, sizes: &HeadGroups, rows: usize, head: usize) -> Matrix<'a> {
     let matrix_stride = view.len / sizes.kv_heads.max(1);
     let cols = matrix_stride / rows.max(1);
     Matrix::several(view.part_from(head * matrix_stride), rows, cols)
@@ -187,7 +200,7 @@ fn matrices<'a>(view: View<'a>, sizes: &Sizes, rows: usize, head: usize) -> Matr
 pub(crate) fn forward(
     gpu: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
-    sizes: &Sizes,
+    sizes: &HeadGroups,
     [q, k, v]: [View; 3],
     scores: View,
     p: View,
@@ -211,13 +224,13 @@ pub(crate) fn forward(
 
 /// The heads in turns, as many at once as there is room for in `scores`, one at least: the first of them, and their
 /// sizes.
-fn turns(sizes: &Sizes, scores: View) -> impl Iterator<Item = (usize, Sizes)> {
+fn turns(sizes: &HeadGroups, scores: View) -> impl Iterator<Item = (usize, HeadGroups)> {
     let sizes = *sizes;
     let at_once = (scores.len / sizes.of_head().max(1)).max(1);
     let firsts = (0..sizes.kv_heads).step_by(at_once);
     firsts.map(move |first| {
         let kv_heads = at_once.min(sizes.kv_heads - first);
-        (first, Sizes { kv_heads, ..sizes })
+        (first, HeadGroups { kv_heads, ..sizes })
     })
 }
 
@@ -227,7 +240,7 @@ fn turns(sizes: &Sizes, scores: View) -> impl Iterator<Item = (usize, Sizes)> {
 pub(crate) fn backward(
     gpu: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
-    sizes: &Sizes,
+    sizes: &HeadGroups,
     [d_out, q, k, v, p]: [View; 5],
     [dp, ds]: [View; 2],
     [dq, dk, dv]: [View; 3],

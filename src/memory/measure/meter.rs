@@ -2,7 +2,7 @@
 
 use super::tracker;
 use crate::Result;
-use crate::device::cuda::{Counter, pool_bytes, reset_pool_peaks, trim_pool};
+use crate::hardware::cuda::{Counter, pool_bytes, reset_pool_peaks, trim_pool};
 use candle_core::Device;
 
 /// The counters of a device's memory, in bytes; `None` where nobody counts.

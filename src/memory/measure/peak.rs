@@ -6,7 +6,7 @@ use crate::memory::{Mode, Workload, estimate};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use crate::precision::Precision;
-use crate::{Error, Result, device, nn, no_grad};
+use crate::{Error, Result, hardware, nn, no_grad};
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
@@ -82,7 +82,7 @@ fn current_bytes() -> Result<u64> {
 /// Refuses what would end in the system's killing of the process.
 fn check_room(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     let wanted_bytes = estimate(config, workload)?.peak_bytes;
-    let available_bytes = device::available_bytes().unwrap_or(u64::MAX - 1);
+    let available_bytes = hardware::available_bytes().unwrap_or(u64::MAX - 1);
     match wanted_bytes <= available_bytes {
         true => Ok(()),
         false => Err(Error::OutOfMemory {

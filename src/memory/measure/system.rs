@@ -1,4 +1,4 @@
-//! What this process has taken of the machine. (What the machine has is in [`crate::device`](mod@crate::device).)
+//! What this process has taken of the machine. (What the machine has is in [`crate::hardware`].)
 
 /// The most memory this process has had resident, in bytes, since it began or since [`reset_resident_peak`].
 #[cfg(target_os = "linux")]

@@ -5,7 +5,7 @@ use crate::child;
 use candle_core::{DType, Tensor};
 use tallow::attention::Algorithm;
 use tallow::bench::{AttentionRun, EndToEnd, Execution, Sampling, alternate};
-use tallow::device::available_bytes_on;
+use tallow::hardware::available_bytes_on;
 use tallow::memory::{AttentionWorkload, Mode};
 use tallow::model::TransformerConfig;
 use tallow::report::Fields;

@@ -240,7 +240,7 @@ fn rows_without_f32_are_shown_and_not_compared() {
 fn the_header_says_what_half_arithmetic_there_is() {
     let header = text(&environment(&Device::Cpu), "half arithmetic");
     assert!(header.contains("compute in f32"), "{header}");
-    let units = tallow::device::half_arithmetic();
+    let units = tallow::hardware::half_arithmetic();
     assert_eq!(units.is_empty(), header.starts_with("none"));
     for unit in units {
         assert!(header.contains(unit.name()), "{header}");

@@ -6,7 +6,7 @@ use crate::tf32::gpu::alone;
 use candle_core::{Device, Tensor};
 use tallow::attention::Algorithm;
 use tallow::compile::{PlanConfig, TrainStep};
-use tallow::device::set_tf32;
+use tallow::hardware::set_tf32;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 

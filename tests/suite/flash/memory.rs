@@ -2,7 +2,7 @@
 
 use crate::child;
 use tallow::kernels::Mask;
-use tallow::kernels::cpu::flash_attention::{
+use tallow::kernels::cpu::attention::flash::{
     Gradients, Heads, Inputs, Outputs, Sizes, Tiles, backward, forward,
 };
 use tallow::memory::tracker;
@@ -27,6 +27,7 @@ fn long_sequences() {
         queries: length,
         keys: length,
         head_dim,
+        value_dim: head_dim,
         mask: Mask::Causal,
         scale: 0.125,
     };

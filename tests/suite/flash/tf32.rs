@@ -8,7 +8,7 @@ use crate::compile::distance;
 use crate::tf32::gpu::alone;
 use candle_core::{DType, Device, Tensor};
 use tallow::attention::Mask;
-use tallow::device::{set_tf32, tf32};
+use tallow::hardware::{set_tf32, tf32};
 use tallow::ops::{matmul, matmul_transposed};
 
 /// x, each element the nearest of 11 significant bits, of ties the one away from zero.

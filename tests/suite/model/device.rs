@@ -2,7 +2,7 @@
 
 use super::*;
 use rstest::rstest;
-use tallow::device;
+use tallow::hardware;
 
 #[rstest]
 #[case("cpu")]
@@ -10,7 +10,7 @@ use tallow::device;
 fn the_cpu(#[case] name: &str) {
     let cpu = tallow::device(name).unwrap();
     assert!(cpu.is_cpu());
-    assert_eq!(device::device_name(&cpu), "cpu");
+    assert_eq!(hardware::device_name(&cpu), "cpu");
     TransformerLM::new(&mini(), 0, &cpu).unwrap();
 }
 
@@ -57,7 +57,7 @@ fn metal_needs_its_feature(#[values("metal", "metal:0")] name: &str) {
 fn a_description_counts_the_threads() {
     for threads in [1, 3] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-        let text = pool.unwrap().install(|| device::description(&CPU));
+        let text = pool.unwrap().install(|| hardware::description(&CPU));
         let (model, count) = text.rsplit_once(", ").unwrap();
         assert_eq!(count, format!("{threads} threads"));
         assert!(!model.trim().is_empty(), "{text}");
@@ -67,9 +67,9 @@ fn a_description_counts_the_threads() {
 /// In FLOP/s, not GFLOP/s, and no more than any machine has.
 #[test]
 fn the_peak_rate_is_measured_in_f32() {
-    let peak = device::measure_peak_flops(&CPU, DType::F32).unwrap();
+    let peak = hardware::measure_peak_flops(&CPU, DType::F32).unwrap();
     assert!((1e8..1e15).contains(&peak), "{peak:e}");
     for dtype in [DType::F64, DType::BF16, DType::F16, DType::U32] {
-        assert_eq!(device::measure_peak_flops(&CPU, dtype), None);
+        assert_eq!(hardware::measure_peak_flops(&CPU, dtype), None);
     }
 }

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use tallow::bench::environment;
-use tallow::device::{set_tf32, tf32};
+use tallow::hardware::{set_tf32, tf32};
 use tallow::ops;
 
 /// Runs the ignored test called `name` in a process of its own, if there is a GPU.

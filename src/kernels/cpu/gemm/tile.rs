@@ -3,8 +3,8 @@
 use super::MatRef;
 use super::micro_kernel::{PANEL, Sums, Tiles};
 use super::pack::b_block;
+use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::lanes::Lanes;
 
 /// Elements that the columns of a tile come in: a cache line of `f32`, whole registers on every instruction set.
 pub const COLUMNS: usize = 16;
@@ -98,7 +98,7 @@ impl<T: Lanes> Product<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::cpu::lanes::instruction_sets;
+    use crate::kernels::cpu::simd::instruction_sets;
     use pulp::Arch;
 
     fn values<T: Lanes>(n: usize, step: f64) -> Vec<T> {

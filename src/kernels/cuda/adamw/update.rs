@@ -3,7 +3,7 @@
 use super::super::{View, launch_config};
 use super::SOURCE;
 use super::tables::{Entry, Tables};
-use crate::kernels::cpu::adamw::Update;
+use crate::kernels::Update;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};

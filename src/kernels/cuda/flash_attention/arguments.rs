@@ -1,7 +1,7 @@
 //! What the kernels are given, as their sources declare it.
 
 use super::offset;
-use crate::kernels::cpu::flash_attention::Sizes;
+use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::View;
 use candle_core::DType;
 use candle_core::Result;

@@ -5,7 +5,7 @@ use super::element;
 use super::form::{Backward as Form, definitions, line};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
-use crate::kernels::cpu::flash_attention::Sizes;
+use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::kernel::Kernel;
 use crate::kernels::cuda::source::{Source, is_hopper, multiprocessors};
 use crate::kernels::cuda::{View, in_vector};
@@ -232,6 +232,7 @@ mod tests {
                     queries,
                     keys: 7,
                     head_dim,
+                    value_dim: head_dim,
                     mask: Mask::Full,
                     scale: 1.0,
                 };

@@ -1,7 +1,7 @@
 //! What a kernel is compiled with, and what a launch of it takes.
 
 use super::tiles::compiled_head_dim;
-use crate::kernels::cpu::flash_attention::Sizes;
+use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::source::{Definition, Source};
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 

@@ -6,7 +6,7 @@ use super::form::{Forward as Form, definitions, line};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::Mask;
-use crate::kernels::cpu::flash_attention::Sizes;
+use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::source::{Source, is_hopper, multiprocessors};
 use crate::kernels::cuda::{View, set_to_zero};
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;

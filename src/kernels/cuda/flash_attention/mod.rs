@@ -26,7 +26,7 @@ pub(crate) use forward::{Outputs, forward};
 
 use super::{in_vector, source};
 use crate::kernels::Mask;
-use crate::kernels::cpu::flash_attention::Sizes;
+use crate::kernels::attention::Sizes;
 use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 

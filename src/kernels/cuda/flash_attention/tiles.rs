@@ -1,7 +1,7 @@
 //! Tile sizes by head dimension, each the fastest of those tried on an H200.
 
 use crate::kernels::Mask;
-use crate::kernels::cpu::flash_attention::Sizes;
+use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::source::Definition;
 
 /// The head dimension that kernels are compiled for: the smallest that holds the call's.

@@ -3,7 +3,8 @@
 
 use super::super::{activation, bias, repeat};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
-use crate::kernels::cpu::activation::{self as on_cpu, Activation};
+use crate::kernels::Activation;
+use crate::kernels::cpu::activation as on_cpu;
 use crate::kernels::workspace::bias_backward;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};

@@ -67,9 +67,9 @@ impl Parameters {
     }
 }
 
-fn updates() -> [on_cpu::Update; 2] {
+fn updates() -> [crate::kernels::Update; 2] {
     [(1e-3, 0.1), (3e-4, 0.0)]
-        .map(|(lr, decay)| on_cpu::Update::new(lr, (0.9, 0.95), 1e-8, decay, 7))
+        .map(|(lr, decay)| crate::kernels::Update::new(lr, (0.9, 0.95), 1e-8, decay, 7))
 }
 
 fn updates_on(gpu: &CudaDevice) -> Buffer<f32> {

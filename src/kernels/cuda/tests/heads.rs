@@ -2,7 +2,7 @@
 
 use super::super::flash_attention::{self as flash, Gradients, Heads, Inputs, Outputs};
 use super::{Buffer, Element, bits, gpu, numbers};
-use crate::kernels::cpu::flash_attention::Sizes;
+use crate::kernels::attention::Sizes;
 use crate::kernels::{Mask, workspace};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
@@ -19,6 +19,7 @@ fn heads_of_packed_rows() {
                 queries: length,
                 keys: length,
                 head_dim,
+                value_dim: head_dim,
                 mask,
                 scale: 1.0 / (head_dim as f64).sqrt(),
             };

@@ -2,7 +2,7 @@
 
 use super::super::{log_softmax, reduce};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
-use crate::kernels::cpu::log_softmax as on_cpu;
+use crate::kernels::cpu::rows::log_softmax as on_cpu;
 use crate::kernels::workspace::sum_parts;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};

@@ -3,7 +3,7 @@
 use super::buffer;
 use super::cupti::{self, Call, Subscription};
 use crate::Result;
-use crate::device::cuda::{Counter, pool_bytes};
+use crate::hardware::cuda::{Counter, pool_bytes};
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice as Slice};

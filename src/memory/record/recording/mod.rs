@@ -196,7 +196,7 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
             return Err(Error::OutOfMemory {
                 what: format!("{OP}, room for {} events", config.capacity),
                 wanted_bytes: wanted_bytes as u64,
-                available_bytes: crate::device::available_bytes().unwrap_or_default(),
+                available_bytes: crate::hardware::available_bytes().unwrap_or_default(),
             });
         }
     }

@@ -8,7 +8,7 @@ pub(super) enum Watch {}
 
 pub(super) fn watch(device: &Device) -> Result<Watch> {
     Err(Error::Device {
-        name: crate::device::device_name(device),
+        name: crate::hardware::device_name(device),
         problem: "blocks of memory are recorded on the CPU and, in builds for CUDA, on NVIDIA's GPUs".into(),
         hint: "build with --features cuda for a GPU of NVIDIA's; memory::estimate predicts without running".into(),
     })

@@ -1,0 +1,141 @@
+//! Devices by name, what they are, and what they can do at best.
+
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "hardware/no_cuda.rs"]
+pub(crate) mod cuda;
+#[cfg(feature = "report")]
+mod description;
+mod half_arithmetic;
+#[cfg(target_os = "linux")]
+mod host_memory;
+#[cfg(not(target_os = "linux"))]
+#[path = "hardware/host_memory_elsewhere.rs"]
+mod host_memory;
+mod tf32;
+
+#[cfg(feature = "report")]
+pub use description::description;
+pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
+pub use tf32::{set_tf32, tf32};
+
+use crate::{Error, Result};
+use candle_core::{DType, Device, DeviceLocation};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::{Mutex, OnceLock};
+
+/// The device called `name`: `cpu`, `cuda`, `cuda:1`, `metal`, `metal:0`.
+///
+/// One device an ordinal: asking again gives the same device, on the same stream. (candle's own constructors give a new
+/// one each time, and its tensors do not mix with the old one's.) Nothing on a GPU waits for another stream:
+/// synchronise ([`Device::synchronize`]) before a tensor is moved to another GPU or another handle of this one.
+///
+/// ```
+/// assert!(tallow::device("cpu")?.is_cpu());
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A name that is none of these; a kind that this build has no support for (the error names the feature); a device that
+/// is not there.
+pub fn device(name: &str) -> Result<Device> {
+    static OPENED: OnceLock<Mutex<HashMap<String, Device>>> = OnceLock::new();
+
+    let refuse = |problem: &str, hint: &str| {
+        Err(Error::Device {
+            name: name.into(),
+            problem: problem.into(),
+            hint: hint.into(),
+        })
+    };
+    let (kind, ordinal) = name.split_once(':').unwrap_or((name, "0"));
+    let Ok(ordinal) = ordinal.parse::<usize>() else {
+        return refuse(
+            "the part after the colon is not a number",
+            "write cuda:0, say",
+        );
+    };
+    let (built, feature) = match kind {
+        "cpu" if ordinal == 0 => return Ok(Device::Cpu),
+        "cpu" => return refuse("there is one CPU device", "write cpu"),
+        "cuda" => (cfg!(feature = "cuda"), "cuda"),
+        "metal" => (cfg!(feature = "metal"), "metal"),
+        _ => return refuse("no such kind of device", "use cpu, cuda:N or metal:N"),
+    };
+    if !built {
+        return refuse(
+            "this build has no support for it",
+            &format!("build with --features {feature}"),
+        );
+    }
+    let mut opened = OPENED
+        .get_or_init(Mutex::default)
+        .lock()
+        .unwrap_or_else(|e| e.into_inner());
+    let key = format!("{kind}:{ordinal}");
+    if let Some(device) = opened.get(&key) {
+        return Ok(device.clone());
+    }
+    let device = match kind {
+        "cuda" => cuda::open(ordinal),
+        _ => Device::new_metal(ordinal),
+    }
+    .or_else(|e| refuse(&e.to_string(), "is it there, and free?"))?;
+    opened.insert(key, device.clone());
+    Ok(device)
+}
+
+/// The name that [`device`] knows a device by.
+pub fn device_name(device: &Device) -> String {
+    match device.location() {
+        DeviceLocation::Cpu => "cpu".into(),
+        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
+        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
+    }
+}
+
+/// The memory of the machine, in bytes, or what this process may have of it where that is less: on Linux the limits of
+/// its control group and of all above it (versions 1 and 2), and `ulimit -v` and `-d`. Read once. `None` where the
+/// system does not say.
+pub fn total_bytes() -> Option<u64> {
+    static TOTAL: OnceLock<Option<u64>> = OnceLock::new();
+    *TOTAL.get_or_init(|| Some(host_memory::room(Path::new("/"))?.total_bytes))
+}
+
+/// Host memory that can still be allocated, in bytes: what the system calls available, or what is left of the least
+/// limit that [`total_bytes`] counts. Page cache counts as free. `None` where the system does not say.
+///
+/// An allocation that fails at run time ends a Rust process: only a few kernels can return it as an error. So work is
+/// refused beforehand, by what is left here. Under `ulimit -v` an allocator may need more addresses than it hands out.
+pub fn available_bytes() -> Option<u64> {
+    Some(host_memory::room(Path::new("/"))?.available_bytes)
+}
+
+/// As [`total_bytes`], of the memory that tensors on `device` are in: the GPU's own on CUDA, the host's on Metal, which
+/// shares it.
+pub fn total_bytes_on(device: &Device) -> Option<u64> {
+    match device {
+        Device::Cuda(_) => cuda::total_bytes(device),
+        _ => total_bytes(),
+    }
+}
+
+/// As [`available_bytes`], of the memory that tensors on `device` are in. On CUDA, what the driver has left and what
+/// the pool holds unused; waits for the device.
+pub fn available_bytes_on(device: &Device) -> Option<u64> {
+    match device {
+        Device::Cuda(_) => cuda::available_bytes(device),
+        _ => available_bytes(),
+    }
+}
+
+/// What the CPU's multiply-add units allow in f32, measured: FLOP/s of all threads together, each running independent
+/// fused multiply-adds on registers. Takes about 0.1 s. `None` for other dtypes and devices.
+///
+/// This is the honest denominator of an MFU on a CPU, where no data sheet knows the clock under vector load.
+pub fn measure_peak_flops(device: &Device, dtype: DType) -> Option<f64> {
+    let known = device.is_cpu() && dtype == DType::F32;
+    known.then(crate::kernels::cpu::simd::measure_multiply_add_rate)
+}

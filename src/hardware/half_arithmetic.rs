@@ -1,0 +1,143 @@
+//! Whether the CPU has half-precision arithmetic of its own.
+
+use candle_core::DType;
+use std::fmt;
+
+/// A unit of a CPU that multiplies numbers in half precision without widening them first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum HalfArithmetic {
+    /// Dot products of bf16 pairs, summed in f32.
+    Avx512Bf16,
+    /// All arithmetic in f16.
+    Avx512Fp16,
+    /// Products of bf16 tiles, summed in f32.
+    AmxBf16,
+    /// Products of f16 tiles, summed in f32.
+    AmxFp16,
+    /// Dot products and small matrix products of bf16, summed in f32.
+    NeonBf16,
+    /// All arithmetic in f16.
+    NeonFp16,
+}
+
+impl HalfArithmetic {
+    /// As its maker writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Avx512Bf16 => "AVX512-BF16",
+            Self::Avx512Fp16 => "AVX512-FP16",
+            Self::AmxBf16 => "AMX-BF16",
+            Self::AmxFp16 => "AMX-FP16",
+            Self::NeonBf16 => "NEON BF16",
+            Self::NeonFp16 => "NEON FP16",
+        }
+    }
+
+    /// What it multiplies.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::Avx512Bf16 | Self::AmxBf16 | Self::NeonBf16 => DType::BF16,
+            Self::Avx512Fp16 | Self::AmxFp16 | Self::NeonFp16 => DType::F16,
+        }
+    }
+}
+
+impl fmt::Display for HalfArithmetic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// The half-precision arithmetic of the CPU that this runs on, as it says itself; empty where it has none, and on
+/// architectures other than x86-64 and AArch64.
+///
+/// The kernels of this crate use none of it: on a CPU they read and write half precision and compute in f32, so what
+/// half precision gains there is memory, and time only where memory is what takes the time.
+///
+/// ```
+/// let units = tallow::hardware::half_arithmetic();
+/// let names: Vec<&str> = units.iter().map(|unit| unit.name()).collect();
+/// println!("{names:?}"); // ["AVX512-BF16"] on a Zen 4
+/// ```
+pub fn half_arithmetic() -> Vec<HalfArithmetic> {
+    detected()
+}
+
+/// Each unit that is there, and that the system lets programs use.
+#[cfg(target_arch = "x86_64")]
+fn detected() -> Vec<HalfArithmetic> {
+    use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
+    // Safe functions on newer compilers, unsafe on those before.
+    #[allow(unused_unsafe)]
+    // SAFETY: every x86-64 processor has the instruction, and a leaf is read only where the CPU says it has it.
+    let leaf = |leaf: u32, sub: u32| unsafe {
+        let known = __cpuid(0).eax >= leaf && (sub == 0 || __cpuid_count(leaf, 0).eax >= sub);
+        known.then(|| __cpuid_count(leaf, sub))
+    };
+    let bit = |word: Option<u32>, bit: u32| word.is_some_and(|word| word >> bit & 1 == 1);
+    let edx = leaf(7, 0).map(|registers| registers.edx);
+    let eax = leaf(7, 1).map(|registers| registers.eax);
+    // Bits 17 and 18: the system keeps the tiles' state.
+    let tiles = std::is_x86_feature_detected!("xsave")
+        // SAFETY: the instruction is there, and the system has switched it on: that is what was asked for.
+        && (unsafe { _xgetbv(0) } >> 17 & 3) == 3
+        && bit(edx, 24);
+    let vectors = std::is_x86_feature_detected!("avx512f");
+    let units = [
+        (vectors && bit(eax, 5), HalfArithmetic::Avx512Bf16),
+        (vectors && bit(edx, 23), HalfArithmetic::Avx512Fp16),
+        (tiles && bit(edx, 22), HalfArithmetic::AmxBf16),
+        (tiles && bit(eax, 21), HalfArithmetic::AmxFp16),
+    ];
+    there(&units)
+}
+
+/// Each unit that is there.
+#[cfg(target_arch = "aarch64")]
+fn detected() -> Vec<HalfArithmetic> {
+    there(&[
+        (
+            std::arch::is_aarch64_feature_detected!("bf16"),
+            HalfArithmetic::NeonBf16,
+        ),
+        (
+            std::arch::is_aarch64_feature_detected!("fp16"),
+            HalfArithmetic::NeonFp16,
+        ),
+    ])
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn detected() -> Vec<HalfArithmetic> {
+    Vec::new()
+}
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+fn there(units: &[(bool, HalfArithmetic)]) -> Vec<HalfArithmetic> {
+    let there = units.iter().filter(|(there, _)| *there);
+    there.map(|(_, unit)| *unit).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The kernel's own list of flags is another source for the same bits.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    #[test]
+    fn the_system_says_the_same() {
+        let Ok(info) = std::fs::read_to_string("/proc/cpuinfo") else {
+            return;
+        };
+        let flags = info.lines().find(|line| line.starts_with("flags"));
+        let flags: Vec<&str> = flags.unwrap_or_default().split_whitespace().collect();
+        let expected = there(&[
+            (flags.contains(&"avx512_bf16"), HalfArithmetic::Avx512Bf16),
+            (flags.contains(&"avx512_fp16"), HalfArithmetic::Avx512Fp16),
+            (flags.contains(&"amx_bf16"), HalfArithmetic::AmxBf16),
+            (flags.contains(&"amx_fp16"), HalfArithmetic::AmxFp16),
+        ]);
+        assert_eq!(half_arithmetic(), expected);
+    }
+}

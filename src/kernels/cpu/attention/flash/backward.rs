@@ -1,0 +1,253 @@
+//! Backward: algorithm 2, a task for each tile of keys.
+
+use super::backward_tile::{Scratch, Task, padded_width};
+use super::transpose::{load_block, to_columns};
+use super::turns::AllTurns;
+use super::{Heads, Sizes, Tiles};
+use crate::kernels::cpu::Lanes;
+use crate::kernels::cpu::gemm::tile::COLUMNS;
+use crate::kernels::cpu::parallel::{self, Shared};
+use crate::kernels::cpu::{Real, Stored};
+use pulp::{Arch, Simd, WithSimd};
+use std::ops::Range;
+
+/// What forward took and gave, and the gradient of its output.
+#[derive(Clone, Copy)]
+pub struct Inputs<'a, T: Stored> {
+    /// (B, H, Tq, Dh).
+    pub q: Heads<'a, T>,
+    /// (B, Hkv, Tk, Dh).
+    pub k: Heads<'a, T>,
+    /// (B, Hkv, Tk, Dh).
+    pub v: Heads<'a, T>,
+    /// (B, H, Tq, Dh).
+    pub out: Heads<'a, T>,
+    /// What rounding took from `out`, (B, H, Tq, Dh), or nothing.
+    pub rounding_error: Option<Heads<'a, T>>,
+    /// (B, H, Tq) or (2, B, H, Tq), as forward wrote it.
+    pub lse: &'a [T::Wide],
+    /// (B, H, Tq, Dh).
+    pub d_out: Heads<'a, T>,
+}
+
+/// What backward writes.
+pub struct Gradients<'a, T> {
+    /// (B, H, Tq, Dh).
+    pub dq: &'a mut [T],
+    /// (B, Hkv, Tk, Dh).
+    pub dk: &'a mut [T],
+    /// (B, Hkv, Tk, Dh).
+    pub dv: &'a mut [T],
+}
+
+/// `dq`, `dk` and `dv`: probabilities are recomputed from the scores and `lse`, tile by tile.
+///
+/// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`,
+/// `dK = scale dS^T Q`. An error of lse is one of a whole row of P: scores of 100 leave it six digits in f32, so what
+/// rounding took from it is subtracted after it, where forward kept that.
+///
+/// A task has a tile of keys, whose dk and dv it keeps in cache while the queries pass, and adds to dq as it goes.
+/// Tasks of one head write the same dq: they take turns at each tile of queries, so that the sums' order is that of the
+/// keys on any number of threads. A second thread at the same head runs a tile of queries behind the first.
+pub fn backward<T: Stored>(
+    sizes: &Sizes,
+    tiles: &Tiles,
+    inputs: Inputs<'_, T>,
+    gradients: Gradients<'_, T>,
+) {
+    let (head_dim, keys) = (sizes.head_dim, sizes.keys);
+    let Gradients { dq, dk, dv } = gradients;
+    let kv_rows = sizes.batch * sizes.kv_heads * keys;
+    let q_rows = sizes.batch * sizes.heads * sizes.queries;
+    assert_eq!(dq.len(), q_rows * head_dim, "dq");
+    assert_eq!([dk.len(), dv.len()], [kv_rows * head_dim; 2], "dk and dv");
+    let lse_len = inputs.lse.len();
+    assert!(lse_len == q_rows || lse_len == 2 * q_rows, "lse");
+    let delta = delta(sizes, &inputs); // (B, H, Tq)
+    let (dk, dv) = (Shared::new(dk), Shared::new(dv));
+    let pass = Pass {
+        sizes,
+        tiles,
+        inputs: &inputs,
+        delta: &delta,
+        dk: &dk,
+        dv: &dv,
+    };
+
+    let matrices = sizes.batch * sizes.kv_heads;
+    let width = head_dim.next_multiple_of(COLUMNS);
+    if width == head_dim
+        && let Some(dq) = T::as_wide_mut(dq)
+    {
+        return pass.run(0..matrices, dq);
+    }
+    // The sums are taken elsewhere, in rows of whole registers, and rounded: for as many heads at a time as keep the
+    // threads busy.
+    let wave = matrices.min(2 * rayon::current_num_threads()).max(1);
+    let rows = sizes.group() * sizes.queries; // of dq, to one head of k and v
+    let mut sums = vec![T::Wide::ZERO; wave * rows * width];
+    for first in (0..matrices).step_by(wave) {
+        let some = first..matrices.min(first + wave);
+        let sums = &mut sums[..some.len() * rows * width];
+        pass.run(some.clone(), sums);
+        let dq = &mut dq[some.start * rows * head_dim..some.end * rows * head_dim];
+        parallel::for_rows(dq, head_dim, |first, dq| {
+            let sums = sums[first * width..].chunks(width);
+            for (row, dq) in sums.zip(dq.chunks_mut(head_dim)) {
+                T::store(&row[..head_dim], dq);
+            }
+        });
+    }
+}
+
+/// Elements that [`backward`] takes for itself: delta, the sums of a dq that is not written in place (`stored_bytes`
+/// are those of an element of it), and the tiles of all threads. (In f64: huge sizes do not overflow.)
+pub fn backward_scratch_elements(sizes: &Sizes, tiles: &Tiles, stored_bytes: usize) -> f64 {
+    let threads = rayon::current_num_threads();
+    let width = padded_width(sizes);
+    let matrices = sizes.batch.saturating_mul(sizes.kv_heads);
+    let in_place = sizes.head_dim.is_multiple_of(COLUMNS) && stored_bytes >= size_of::<f32>();
+    let sums = match in_place {
+        true => 0.0,
+        false => {
+            let wave = matrices.min(2 * threads).max(1);
+            wave as f64 * sizes.group() as f64 * sizes.queries as f64 * width
+        }
+    };
+    let tasks = matrices.saturating_mul(sizes.keys.div_ceil(tiles.backward_k_tile));
+    let of_tiles = tasks.min(threads) as f64 * Scratch::<f32>::elements(sizes, tiles);
+    let delta = sizes.batch as f64 * sizes.heads as f64 * sizes.queries as f64;
+    delta + sums + of_tiles
+}
+
+/// What all tasks of one call share.
+struct Pass<'a, T: Stored> {
+    sizes: &'a Sizes,
+    tiles: &'a Tiles,
+    inputs: &'a Inputs<'a, T>,
+    /// (B, H, Tq).
+    delta: &'a [T::Wide],
+    /// (B, Hkv, Tk, Dh).
+    dk: &'a Shared<'a, T>,
+    dv: &'a Shared<'a, T>,
+}
+
+impl<T: Stored> Pass<'_, T> {
+    /// The gradients of some heads of k and v, and of the queries that they serve: dq (matrices, group * Tq, width).
+    fn run(&self, matrices: Range<usize>, dq: &mut [T::Wide]) {
+        let (sizes, keys) = (self.sizes, self.sizes.keys);
+        let k_tile = self.tiles.backward_k_tile;
+        let size = dq.len() / matrices.len().max(1);
+        parallel::for_rows(dq, 1, |_, dq| dq.fill(T::Wide::ZERO));
+        let turns = AllTurns::new(matrices.len() * sizes.group(), sizes.queries, self.tiles);
+        let dq = Shared::new(dq);
+        // Tile by tile, all heads side by side: neighbours seldom wait for each other's turn, and with a causal mask
+        // the longest come first.
+        let tasks = keys.div_ceil(k_tile) * matrices.len();
+        let scratch = || Scratch::<T::Wide>::new(sizes, self.tiles);
+        parallel::for_tasks_with(tasks, scratch, |scratch, task| {
+            let (tile, index) = (task / matrices.len(), task % matrices.len());
+            let keys_range = tile * k_tile..keys.min((tile + 1) * k_tile);
+            let task = Task {
+                sizes,
+                inputs: self.inputs,
+                delta: self.delta,
+                matrix: matrices.start + index,
+                tile,
+                turns: turns.of(index * sizes.group()),
+                dq: &dq,
+                dq_start: index * size,
+            };
+            let first = (task.matrix * keys + keys_range.start) * sizes.head_dim;
+            let count = keys_range.len() * sizes.head_dim;
+            // SAFETY: these keys are this task's.
+            let (dk, dv) = unsafe { (self.dk.range(first, count), self.dv.range(first, count)) };
+            scratch.keys(&task, keys_range, dk, dv);
+        });
+    }
+}
+
+/// `sum(dO O)` of every query (algorithm 2, line 4): (B, H, Tq).
+///
+/// Added up as the product dO V^T is, so that where one probability is all, and O a row of V, `dP - delta` is the 0
+/// that it should be.
+fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::Wide> {
+    let mut delta = vec![T::Wide::ZERO; sizes.batch * sizes.heads * sizes.queries];
+    let head_dim = sizes.head_dim;
+    if delta.is_empty() {
+        return delta;
+    }
+    let tile = parallel::TASK_ELEMENTS.div_ceil(head_dim);
+    let tile = tile.next_multiple_of(COLUMNS);
+    let tiles = sizes.queries.div_ceil(tile);
+    let shared = Shared::new(&mut delta);
+    parallel::for_tasks(sizes.batch * sizes.heads * tiles, |task| {
+        let (matrix, tile_index) = (task / tiles, task % tiles);
+        let (batch, head) = (matrix / sizes.heads, matrix % sizes.heads);
+        let range = tile_index * tile..sizes.queries.min((tile_index + 1) * tile);
+        let (out, d_out) = (
+            inputs.out.matrix(batch, head),
+            inputs.d_out.matrix(batch, head),
+        );
+        let rest = inputs.rounding_error.map(|rest| rest.matrix(batch, head));
+        // SAFETY: each task has its own queries.
+        let delta = unsafe { shared.range(matrix * sizes.queries + range.start, range.len()) };
+        let mut buffers = vec![T::Wide::ZERO; 4 * COLUMNS * head_dim];
+        let (block, buffers) = buffers.split_at_mut(COLUMNS * head_dim);
+        let (other, columns) = buffers.split_at_mut(COLUMNS * head_dim);
+        let (out_t, d_out_t) = columns.split_at_mut(COLUMNS * head_dim);
+        for (start, delta) in range
+            .clone()
+            .step_by(COLUMNS)
+            .zip(delta.chunks_mut(COLUMNS))
+        {
+            let queries = start..start + delta.len();
+            load_block(out, queries.clone(), head_dim, block);
+            if let Some(rest) = rest {
+                load_block(rest, queries.clone(), head_dim, other);
+                block.iter_mut().zip(&*other).for_each(|(o, r)| *o += *r);
+            }
+            to_columns(block, head_dim, T::Wide::ONE, out_t, COLUMNS);
+            load_block(d_out, queries, head_dim, block);
+            to_columns(block, head_dim, T::Wide::ONE, d_out_t, COLUMNS);
+            let mut sums = [T::Wide::ZERO; COLUMNS];
+            Arch::new().dispatch(InnerProducts {
+                a: d_out_t,
+                b: out_t,
+                sums: &mut sums,
+            });
+            delta.copy_from_slice(&sums[..delta.len()]);
+        }
+    });
+    delta
+}
+
+/// The inner products of columns: a and b (depth, COLUMNS), sums (COLUMNS), in the order of the products of tiles.
+struct InnerProducts<'a, T> {
+    a: &'a [T],
+    b: &'a [T],
+    sums: &'a mut [T; COLUMNS],
+}
+
+impl<T: Lanes> WithSimd for InnerProducts<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        assert_eq!(self.a.len(), self.b.len());
+        for first in (0..COLUMNS).step_by(T::lanes::<S>()) {
+            let mut sum = T::vsplat(simd, T::ZERO);
+            for (a, b) in self
+                .a
+                .chunks_exact(COLUMNS)
+                .zip(self.b.chunks_exact(COLUMNS))
+            {
+                // SAFETY: rows of COLUMNS elements, which is whole registers.
+                let [a, b] = unsafe { [a, b].map(|row| T::vload::<S>(row.as_ptr().add(first))) };
+                sum = T::vmul_add(simd, a, b, sum);
+            }
+            // SAFETY: as above.
+            unsafe { T::vstore::<S>(self.sums.as_mut_ptr().add(first), sum) };
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! The work of one backward task: a tile of keys, and all tiles of queries that see it.
+
+use super::backward::Inputs;
+use super::heads::Rows;
+use super::score_gradient::{Query, ScoreGradient};
+use super::transpose::{load_block, to_columns};
+use super::turns::Turns;
+use super::{Sizes, Tiles};
+use crate::kernels::cpu::Lanes;
+use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
+use crate::kernels::cpu::parallel::Shared;
+use crate::kernels::cpu::{Stored, simd};
+use std::ops::Range;
+
+/// What the tasks of one call share, and which tile of keys this is.
+pub(super) struct Task<'a, T: Stored> {
+    pub sizes: &'a Sizes,
+    pub inputs: &'a Inputs<'a, T>,
+    /// (B, H, Tq).
+    pub delta: &'a [T::Wide],
+    /// batch * Hkv + kv head.
+    pub matrix: usize,
+    /// Which of the head's tiles of keys.
+    pub tile: usize,
+    /// Of the heads of q that share these keys.
+    pub turns: Turns<'a>,
+    /// What all tasks add to, whose part for these heads, (group * Tq, width), begins at `dq_start`.
+    pub dq: &'a Shared<'a, T::Wide>,
+    pub dq_start: usize,
+}
+
+/// The buffers of one task. Rows of Dh elements are filled up with zeros to `width`.
+pub(super) struct Scratch<T> {
+    /// Dh as whole registers.
+    width: usize,
+    q_tile: usize,
+    k_tile: usize,
+    /// K^T and V^T: (Dh, k_tile).
+    k_t: Vec<T>,
+    v_t: Vec<T>,
+    /// scale K: (k_tile, width).
+    k: Vec<T>,
+    /// (k_tile, width).
+    dk: Vec<T>,
+    dv: Vec<T>,
+    /// scale Q: (q_tile, width).
+    q: Vec<T>,
+    /// dO: (q_tile, width).
+    d_out: Vec<T>,
+    /// Scores, then P: (q_tile, k_tile).
+    p: Vec<T>,
+    /// dP, then dS: (q_tile, k_tile).
+    ds: Vec<T>,
+    queries: Vec<Query<T>>,
+    /// Rows on their way to columns: (COLUMNS, Dh).
+    block: Vec<T>,
+}
+
+/// Dh as whole registers, for sizes that may be huge.
+pub(super) fn padded_width(sizes: &Sizes) -> f64 {
+    sizes.head_dim.div_ceil(COLUMNS) as f64 * COLUMNS as f64
+}
+
+impl<T: Lanes> Scratch<T> {
+    pub(super) fn new(sizes: &Sizes, tiles: &Tiles) -> Self {
+        let width = sizes.head_dim.next_multiple_of(COLUMNS);
+        let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1);
+        let k_tile = tiles.backward_k_tile.min(sizes.keys);
+        let k_tile = k_tile.next_multiple_of(COLUMNS);
+        let zeros = |rows: usize, columns: usize| vec![T::ZERO; rows * columns];
+        Self {
+            width,
+            q_tile,
+            k_tile,
+            k_t: zeros(sizes.head_dim, k_tile),
+            v_t: zeros(sizes.head_dim, k_tile),
+            k: zeros(k_tile, width),
+            dk: zeros(k_tile, width),
+            dv: zeros(k_tile, width),
+            q: zeros(q_tile, width),
+            d_out: zeros(q_tile, width),
+            p: zeros(q_tile, k_tile),
+            ds: zeros(q_tile, k_tile),
+            queries: Vec::with_capacity(q_tile),
+            block: vec![T::ZERO; COLUMNS * sizes.head_dim],
+        }
+    }
+
+    /// How many elements [`new`](Self::new) takes. (In f64: huge sizes do not overflow.)
+    pub(super) fn elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
+        let (head_dim, width) = (sizes.head_dim as f64, padded_width(sizes));
+        let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1) as f64;
+        let k_tile = tiles.backward_k_tile.min(sizes.keys);
+        let k_tile = k_tile.next_multiple_of(COLUMNS) as f64;
+        let of_keys = k_tile * (2.0 * head_dim + 3.0 * width);
+        of_keys + 2.0 * q_tile * (width + k_tile) + COLUMNS as f64 * head_dim
+    }
+
+    /// One tile of keys: writes its dk and dv (keys, Dh), adds to dq in its turn.
+    pub(super) fn keys<S: Stored<Wide = T>>(
+        &mut self,
+        task: &Task<'_, S>,
+        keys: Range<usize>,
+        dk: &mut [S],
+        dv: &mut [S],
+    ) {
+        let (sizes, inputs) = (task.sizes, task.inputs);
+        let (batch, kv_head) = (task.matrix / sizes.kv_heads, task.matrix % sizes.kv_heads);
+        self.load_keys(
+            sizes,
+            keys.clone(),
+            inputs.k.matrix(batch, kv_head),
+            inputs.v.matrix(batch, kv_head),
+        );
+        let (_, lse_rest) = inputs.lse.split_at(task.delta.len());
+        for member in 0..sizes.group() {
+            let head = kv_head * sizes.group() + member;
+            let q = inputs.q.matrix(batch, head);
+            let d_out = inputs.d_out.matrix(batch, head);
+            let first_row = (batch * sizes.heads + head) * sizes.queries; // of lse and delta
+            for start in (0..sizes.queries).step_by(self.q_tile) {
+                let range = start..sizes.queries.min(start + self.q_tile);
+                let seen = |query: usize| {
+                    let end = sizes.visible(query).min(keys.end);
+                    end.saturating_sub(keys.start)
+                };
+                let count = seen(range.end - 1); // no query of the tile sees more
+                if count == 0 {
+                    continue;
+                }
+                self.load_queries(sizes, range.clone(), q, d_out);
+                self.queries.clear();
+                self.queries.extend(range.clone().map(|query| {
+                    let lse = inputs.lse[first_row + query];
+                    let lse_rest = lse_rest.get(first_row + query);
+                    Query {
+                        lse: if lse == T::NEG_INFINITY { T::ZERO } else { lse },
+                        lse_rest: lse_rest.copied().unwrap_or(T::ZERO),
+                        delta: task.delta[first_row + query],
+                        visible: seen(query),
+                    }
+                }));
+                // A hidden dS is 0, and 0 NaN is NaN: then no query may meet a key that it does not see.
+                let together = seen(start) == count || self.finite(range.len());
+                let step = if together { range.len() } else { 1 };
+                for first in (0..range.len()).step_by(step) {
+                    self.queries(sizes, first..first + step);
+                }
+                let q_tile = start / self.q_tile;
+                // A tile of queries that sees these keys sees all before them: every earlier task comes by here.
+                task.turns.wait(member, q_tile, task.tile);
+                let at = task.dq_start + (member * sizes.queries + start) * self.width;
+                // SAFETY: nobody else has these rows until `pass_on`.
+                let dq = unsafe { task.dq.range(at, range.len() * self.width) };
+                for first in (0..range.len()).step_by(step) {
+                    self.add_to_dq(first..first + step, &mut dq[first * self.width..]);
+                }
+                task.turns.pass_on(member, q_tile, task.tile);
+            }
+        }
+        let head_dim = sizes.head_dim;
+        let rows = self.dk.chunks(self.width).zip(self.dv.chunks(self.width));
+        let outputs = dk.chunks_mut(head_dim).zip(dv.chunks_mut(head_dim));
+        for ((from_k, from_v), (dk, dv)) in rows.zip(outputs) {
+            S::store(&from_k[..head_dim], dk);
+            S::store(&from_v[..head_dim], dv);
+        }
+    }
+
+    /// K and V of a tile in the layouts that the products want; dk and dv empty.
+    fn load_keys<S: Stored<Wide = T>>(
+        &mut self,
+        sizes: &Sizes,
+        range: Range<usize>,
+        k: Rows<'_, S>,
+        v: Rows<'_, S>,
+    ) {
+        self.dk.fill(T::ZERO);
+        self.dv.fill(T::ZERO);
+        let (head_dim, scale) = (sizes.head_dim, T::real(sizes.scale));
+        for first in (0..range.len()).step_by(COLUMNS) {
+            let start = range.start + first;
+            let keys = start..range.end.min(start + COLUMNS);
+            load_block(v, keys.clone(), head_dim, &mut self.block);
+            let to = &mut self.v_t[first..];
+            to_columns(&self.block, head_dim, T::ONE, to, self.k_tile);
+            load_block(k, keys, head_dim, &mut self.block);
+            let to = &mut self.k_t[first..];
+            to_columns(&self.block, head_dim, T::ONE, to, self.k_tile);
+            let rows = self.k[first * self.width..].chunks_mut(self.width);
+            for (to, from) in rows.zip(self.block.chunks(head_dim)) {
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = scale * *from;
+                }
+            }
+        }
+    }
+
+    /// scale Q and dO of a tile, rows filled up to `width`.
+    fn load_queries<S: Stored<Wide = T>>(
+        &mut self,
+        sizes: &Sizes,
+        range: Range<usize>,
+        q: Rows<'_, S>,
+        d_out: Rows<'_, S>,
+    ) {
+        let scale = T::real(sizes.scale);
+        let (q_rows, d_out_rows) = (
+            self.q.chunks_mut(self.width),
+            self.d_out.chunks_mut(self.width),
+        );
+        for (query, (q_row, d_out_row)) in range.zip(q_rows.zip(d_out_rows)) {
+            q.load(query, &mut q_row[..sizes.head_dim]);
+            d_out.load(query, &mut d_out_row[..sizes.head_dim]);
+            simd::vectorized(
+                #[inline(always)]
+                || q_row.iter_mut().for_each(|value| *value *= scale),
+            );
+        }
+    }
+
+    /// Whether the tiles of keys and the first `rows` queries hold nothing but numbers.
+    fn finite(&self, rows: usize) -> bool {
+        let count = rows * self.width;
+        let tiles = [&self.q[..count], &self.d_out[..count], &self.k, &self.v_t];
+        tiles.into_iter().all(simd::all_finite)
+    }
+
+    /// The queries `rows` of the tile against the keys that the last of them sees: all but their dq.
+    fn queries(&mut self, sizes: &Sizes, rows: Range<usize>) {
+        let (width, head_dim, k_tile) = (self.width, sizes.head_dim, self.k_tile);
+        let count = self.queries[rows.end - 1].visible; // none before it sees more
+        if count == 0 {
+            return;
+        }
+        let columns = count.next_multiple_of(COLUMNS);
+        let queries = &self.queries[rows.clone()];
+        let q = &self.q[rows.start * width..];
+        let d_out = &self.d_out[rows.start * width..];
+        let p = &mut self.p[rows.start * k_tile..];
+        let ds = &mut self.ds[rows.start * k_tile..];
+        let rows = rows.len();
+        // Line 10: S = (scale Q) K^T, in the bits that forward had.
+        let product = Product {
+            a: q,
+            a_row: width,
+            a_col: 1,
+            b: &self.k_t,
+            b_row: k_tile,
+            b_unit: COLUMNS,
+            c: p,
+            c_row: k_tile,
+            rows,
+            columns,
+            depth: head_dim,
+            accumulate: false,
+        };
+        product.run();
+        // Line 13: dP = dO V^T.
+        let product = Product {
+            a: d_out,
+            a_row: width,
+            a_col: 1,
+            b: &self.v_t,
+            b_row: k_tile,
+            b_unit: COLUMNS,
+            c: ds,
+            c_row: k_tile,
+            rows,
+            columns,
+            depth: head_dim,
+            accumulate: false,
+        };
+        product.run();
+        // Lines 11 and 14.
+        let elements = ScoreGradient {
+            queries,
+            scores: p,
+            dp: ds,
+            row: k_tile,
+            keys: columns,
+        };
+        elements.run();
+        // Line 12: dV += P^T dO.
+        let product = Product {
+            a: p,
+            a_row: 1,
+            a_col: k_tile,
+            b: d_out,
+            b_row: width,
+            b_unit: COLUMNS,
+            c: &mut self.dv,
+            c_row: width,
+            rows: count,
+            columns: width,
+            depth: rows,
+            accumulate: true,
+        };
+        product.run();
+        // Line 16: dK += dS^T (scale Q).
+        let product = Product {
+            a: ds,
+            a_row: 1,
+            a_col: k_tile,
+            b: q,
+            b_row: width,
+            b_unit: COLUMNS,
+            c: &mut self.dk,
+            c_row: width,
+            rows: count,
+            columns: width,
+            depth: rows,
+            accumulate: true,
+        };
+        product.run();
+    }
+
+    /// Line 15: dQ += dS (scale K), for queries that [`queries`](Self::queries) has seen to; dq (rows, width).
+    fn add_to_dq(&self, rows: Range<usize>, dq: &mut [T]) {
+        let count = self.queries[rows.end - 1].visible;
+        if count == 0 {
+            return;
+        }
+        let product = Product {
+            a: &self.ds[rows.start * self.k_tile..],
+            a_row: self.k_tile,
+            a_col: 1,
+            b: &self.k,
+            b_row: self.width,
+            b_unit: COLUMNS,
+            c: dq,
+            c_row: self.width,
+            rows: rows.len(),
+            columns: self.width,
+            depth: count,
+            accumulate: true,
+        };
+        product.run();
+    }
+}

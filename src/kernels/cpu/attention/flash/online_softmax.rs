@@ -1,0 +1,156 @@
+//! One step of the online softmax, queries in the lanes.
+
+use crate::kernels::cpu::Lanes;
+use crate::kernels::cpu::gemm::tile::COLUMNS;
+use pulp::{Arch, Simd, WithSimd};
+
+/// By how much a score may exceed the `max` that sums are relative to. Probabilities up to e^4 lose nothing in floating
+/// point.
+const SLACK: f64 = 4.0;
+
+/// What forward knows of each query of a panel so far.
+pub(super) struct State<'a, T> {
+    /// What the sums are relative to: the largest score, or up to [`SLACK`] less.
+    pub max: &'a mut [T],
+    /// The sum of exp(score - max).
+    pub sum: &'a mut [T],
+    /// By what the last step changed the scale of earlier sums: exp(old max - new max).
+    pub rescale: &'a mut [T],
+}
+
+/// Turns a tile of scores into exp(score - max) and updates the state (algorithm 1, lines 9 and 10).
+pub(super) struct OnlineSoftmax<'a, T> {
+    /// (keys, queries), the queries a multiple of [`COLUMNS`].
+    pub scores: &'a mut [T],
+    /// Queries of the panel.
+    pub queries: usize,
+    /// How many keys of the tile each query sees; read where `seen_by_all` is not the whole tile.
+    pub visible: &'a [T],
+    /// The keys before this one are seen by all.
+    pub seen_by_all: usize,
+    /// Updated.
+    pub state: State<'a, T>,
+}
+
+impl<T: Lanes> OnlineSoftmax<'_, T> {
+    /// Runs the step; says whether any sum changed its scale.
+    pub(super) fn run(self) -> bool {
+        let queries = self.queries;
+        assert!(queries.is_multiple_of(COLUMNS) && self.scores.len().is_multiple_of(queries));
+        let State { max, sum, rescale } = &self.state;
+        assert!([max.len(), sum.len(), rescale.len(), self.visible.len()] == [queries; 4]);
+        Arch::new().dispatch(self)
+    }
+
+    /// The queries of the register at `first`.
+    ///
+    /// # Safety
+    /// `first` and the lanes after it are queries of the panel.
+    #[inline(always)]
+    unsafe fn register<S: Simd>(&mut self, simd: S, first: usize) {
+        /// Maxima and sums side by side, so that one need not wait for the other.
+        const CHAINS: usize = 4;
+
+        let low = T::vsplat(simd, T::NEG_INFINITY);
+        let zero = T::vsplat(simd, T::ZERO);
+        let keys = self.scores.len() / self.queries;
+        // SAFETY: the caller's promise, and `run` checked the lengths.
+        unsafe {
+            let column = self.scores.as_mut_ptr().add(first);
+            let queries = self.queries;
+            let visible = T::vload::<S>(self.visible.as_ptr().add(first));
+            for key in self.seen_by_all..keys {
+                let index = T::vsplat(simd, T::real(key as f64));
+                // Chosen, not multiplied away: a hidden NaN has no say.
+                let score = T::vselect_at_most(
+                    simd,
+                    visible,
+                    index,
+                    low,
+                    T::vload::<S>(column.add(key * queries)),
+                );
+                T::vstore::<S>(column.add(key * queries), score);
+            }
+
+            let old = T::vload::<S>(self.state.max.as_ptr().add(first));
+            let mut largest = [old; CHAINS];
+            let whole = keys - keys % CHAINS;
+            for key in (0..whole).step_by(CHAINS) {
+                for (chain, largest) in largest.iter_mut().enumerate() {
+                    *largest = T::vmax(
+                        simd,
+                        T::vload::<S>(column.add((key + chain) * queries)),
+                        *largest,
+                    );
+                }
+            }
+            for key in whole..keys {
+                largest[0] = T::vmax(simd, T::vload::<S>(column.add(key * queries)), largest[0]);
+            }
+            let max = T::vmax(
+                simd,
+                T::vmax(simd, largest[0], largest[1]),
+                T::vmax(simd, largest[2], largest[3]),
+            );
+            // Sums keep the scale they have until it is off by e^SLACK: exact either way, and most tiles then change
+            // none.
+            let tolerated = T::vadd(simd, old, T::vsplat(simd, T::real(SLACK)));
+            let max = T::vselect_at_most(simd, max, tolerated, old, max);
+            // A query that sees nothing yet: any finite number in place of -inf, or -inf - -inf would be NaN.
+            let finite = T::vselect_at_most(simd, max, low, zero, max);
+
+            let mut sums = [zero; CHAINS];
+            for key in (0..whole).step_by(CHAINS) {
+                for (chain, sum) in sums.iter_mut().enumerate() {
+                    let at = column.add((key + chain) * queries);
+                    *sum = T::vadd(simd, *sum, exponential(simd, at, finite));
+                }
+            }
+            for key in whole..keys {
+                let p = exponential(simd, column.add(key * queries), finite);
+                sums[0] = T::vadd(simd, sums[0], p);
+            }
+            let new = T::vadd(
+                simd,
+                T::vadd(simd, sums[0], sums[1]),
+                T::vadd(simd, sums[2], sums[3]),
+            );
+            let rescale = T::vexp(simd, T::vsub(simd, old, finite));
+            let sum = self.state.sum.as_mut_ptr().add(first);
+            T::vstore::<S>(sum, T::vmul_add(simd, T::vload::<S>(sum), rescale, new));
+            T::vstore::<S>(self.state.max.as_mut_ptr().add(first), max);
+            T::vstore::<S>(self.state.rescale.as_mut_ptr().add(first), rescale);
+        }
+    }
+}
+
+/// `exp(score - max)` in the scores' place, and returned.
+///
+/// # Safety
+/// A register of scores at `at`.
+#[inline(always)]
+unsafe fn exponential<T: Lanes, S: Simd>(
+    simd: S,
+    at: *mut T,
+    max: T::Register<S>,
+) -> T::Register<S> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let p = T::vexp(simd, T::vsub(simd, T::vload::<S>(at), max));
+        T::vstore::<S>(at, p);
+        p
+    }
+}
+
+impl<T: Lanes> WithSimd for OnlineSoftmax<'_, T> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) -> bool {
+        for first in (0..self.queries).step_by(T::lanes::<S>()) {
+            // SAFETY: whole registers of the panel, whose width is a multiple of theirs.
+            unsafe { self.register(simd, first) };
+        }
+        self.state.rescale.iter().any(|factor| *factor != T::ONE)
+    }
+}

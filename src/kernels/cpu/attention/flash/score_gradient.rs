@@ -1,0 +1,79 @@
+//! From scores and dP to P and dS, keys in the lanes.
+
+use crate::kernels::cpu::Lanes;
+use crate::kernels::cpu::gemm::tile::COLUMNS;
+use pulp::{Arch, Simd, WithSimd};
+
+/// What backward knows of a query: of its row of scores, and of its gradient.
+#[derive(Clone, Copy)]
+pub(super) struct Query<T> {
+    /// log(sum(exp(scores))); any finite number for a query that sees nothing.
+    pub lse: T,
+    /// What rounding took from it.
+    pub lse_rest: T,
+    /// sum(dO O).
+    pub delta: T,
+    /// How many keys of the tile it sees.
+    pub visible: usize,
+}
+
+/// `p = exp(scores - lse - lse_rest)` over the scores and `ds = p (dp - delta)` over dp, both 0 where the key is hidden
+/// (algorithm 2, lines 11 and 14).
+pub(super) struct ScoreGradient<'a, T> {
+    /// The rows of the tile.
+    pub queries: &'a [Query<T>],
+    /// Scores, then p: (queries, row).
+    pub scores: &'a mut [T],
+    /// dp, then ds: (queries, row).
+    pub dp: &'a mut [T],
+    /// From one query to the next.
+    pub row: usize,
+    /// Keys of the tile, filled up to a multiple of [`COLUMNS`].
+    pub keys: usize,
+}
+
+impl<T: Lanes> ScoreGradient<'_, T> {
+    pub(super) fn run(self) {
+        assert!(self.keys.is_multiple_of(COLUMNS) && self.keys <= self.row);
+        let size = self.queries.len() * self.row;
+        assert!(self.scores.len() >= size && self.dp.len() >= size);
+        Arch::new().dispatch(self);
+    }
+}
+
+impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let lanes = T::lanes::<S>();
+        let zero = T::vsplat(simd, T::ZERO);
+        for (i, query) in self.queries.iter().enumerate() {
+            let lse = T::vsplat(simd, query.lse);
+            let lse_rest = T::vsplat(simd, query.lse_rest);
+            let delta = T::vsplat(simd, query.delta);
+            for first in (0..self.keys).step_by(lanes) {
+                // SAFETY: `run` checked that the rows hold whole registers up to `keys`.
+                unsafe {
+                    let scores = self.scores.as_mut_ptr().add(i * self.row + first);
+                    let dp = self.dp.as_mut_ptr().add(i * self.row + first);
+                    if query.visible <= first {
+                        T::vstore::<S>(scores, zero);
+                        T::vstore::<S>(dp, zero);
+                        continue;
+                    }
+                    let exponent = T::vsub(simd, T::vload::<S>(scores), lse);
+                    let p = T::vexp(simd, T::vsub(simd, exponent, lse_rest));
+                    let ds = T::vmul(simd, p, T::vsub(simd, T::vload::<S>(dp), delta));
+                    T::vstore::<S>(scores, p);
+                    T::vstore::<S>(dp, ds);
+                    // Written, not multiplied away: a hidden NaN has no say.
+                    for hidden in query.visible.min(first + lanes)..first + lanes {
+                        *scores.add(hidden - first) = T::ZERO;
+                        *dp.add(hidden - first) = T::ZERO;
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! Softmax of half-precision scores: rows widened one at a time, exponentials on registers.
+//!
+//! Half the bytes make arithmetic the bound, which in f32 is memory: hence fewer passes and a cheaper exponential than
+//! in [`softmax`](super::softmax), whose f32 results stay what they were.
+
+use crate::kernels::Mask;
+use crate::kernels::cpu::{Lanes, Real, Stored, parallel};
+use pulp::{Arch, Simd, WithSimd};
+
+/// A multiple of the elements of every register: what rows are filled up to.
+const PADDING: usize = 16;
+
+/// Whole rows of a batch.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<T> {
+    /// Which row of the batch the first is.
+    pub first: usize,
+    pub queries: usize,
+    pub keys: usize,
+    pub scale: T,
+    pub mask: Mask,
+}
+
+impl<T> Rows<T> {
+    /// How many keys row `row` of these sees.
+    #[inline(always)]
+    fn visible(&self, row: usize) -> usize {
+        let query = (self.first + row) % self.queries;
+        self.mask.visible(query, self.queries, self.keys).end
+    }
+}
+
+/// `p` from `x`, both (rows, keys).
+pub(super) fn forward_rows<T: Stored>(rows: Rows<T::Wide>, x: &[T], p: &mut [T]) {
+    let mut e = vec![T::Wide::ZERO; rows.keys.next_multiple_of(PADDING)];
+    let e = &mut e[..];
+    Arch::new().dispatch(Forward { rows, x, p, e });
+}
+
+/// `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere, with p recomputed from the scores `x`.
+///
+/// For half precision: rounded probabilities would put their error into the gradient, and the scores are kept anyway.
+pub fn backward_from_scores<T: Stored>(
+    dp: &[T],
+    x: &[T],
+    queries: usize,
+    keys: usize,
+    scale: f64,
+    mask: Mask,
+    dx: &mut [T],
+) {
+    let scale = T::Wide::real(scale);
+    parallel::for_rows(dx, keys, |first, dx| {
+        let rows = Rows {
+            first,
+            queries,
+            keys,
+            scale,
+            mask,
+        };
+        let range = first * keys..first * keys + dx.len();
+        let (dp, x) = (&dp[range.clone()], &x[range]);
+        let padded = keys.next_multiple_of(PADDING);
+        let mut buffers = vec![T::Wide::ZERO; 2 * padded];
+        let (e, gradient) = buffers.split_at_mut(padded);
+        Arch::new().dispatch(Backward {
+            rows,
+            dp,
+            x,
+            dx,
+            e,
+            gradient,
+        });
+    });
+}
+
+struct Forward<'a, T: Stored> {
+    rows: Rows<T::Wide>,
+    x: &'a [T],
+    p: &'a mut [T],
+    /// A row, padded.
+    e: &'a mut [T::Wide],
+}
+
+impl<T: Stored> WithSimd for Forward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { rows, x, p, e } = self;
+        let zero = T::Wide::vsplat(simd, T::Wide::ZERO);
+        let pairs = p.chunks_exact_mut(rows.keys).zip(x.chunks_exact(rows.keys));
+        for (row, (p, x)) in pairs.enumerate() {
+            let visible = rows.visible(row);
+            let (p, hidden) = p.split_at_mut(visible);
+            hidden.fill(T::zero());
+            let (e, max) = scaled(simd, &x[..visible], rows.scale, e);
+            let sum = fold_registers::<T::Wide, S, _, 0>(
+                e,
+                [],
+                zero,
+                #[inline(always)]
+                |sum, x, []| {
+                    let e = T::Wide::vexp(simd, T::Wide::vsub(simd, x, max));
+                    (T::Wide::vadd(simd, sum, e), e)
+                },
+                #[inline(always)]
+                |a, b| T::Wide::vadd(simd, a, b),
+            );
+            let share = T::Wide::ONE / fold_lanes::<T::Wide, S>(sum, |a, b| a + b);
+            for e in &mut e[..visible] {
+                *e *= share;
+            }
+            T::store(&e[..visible], p);
+        }
+    }
+}
+
+struct Backward<'a, T: Stored> {
+    rows: Rows<T::Wide>,
+    dp: &'a [T],
+    x: &'a [T],
+    dx: &'a mut [T],
+    /// A row, padded.
+    e: &'a mut [T::Wide],
+    /// A row, padded.
+    gradient: &'a mut [T::Wide],
+}
+
+impl<T: Stored> WithSimd for Backward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Rows { keys, scale, .. } = self.rows;
+        let zero = T::Wide::vsplat(simd, T::Wide::ZERO);
+        let inputs = self.dp.chunks_exact(keys).zip(self.x.chunks_exact(keys));
+        for (row, (dx, (dp, x))) in self.dx.chunks_exact_mut(keys).zip(inputs).enumerate() {
+            let visible = self.rows.visible(row);
+            let (dx, hidden) = dx.split_at_mut(visible);
+            hidden.fill(T::zero());
+            let gradient = &mut self.gradient[..visible.next_multiple_of(PADDING)];
+            T::load(&dp[..visible], &mut gradient[..visible]);
+            gradient[visible..].fill(T::Wide::ZERO); // a longer row's, which may be NaN
+            let (e, max) = scaled(simd, &x[..visible], scale, self.e);
+            let (sum, inner) = fold_registers::<T::Wide, S, _, 1>(
+                e,
+                [gradient],
+                (zero, zero),
+                #[inline(always)]
+                |(sum, inner), x, [dp]| {
+                    let e = T::Wide::vexp(simd, T::Wide::vsub(simd, x, max));
+                    let inner = T::Wide::vmul_add(simd, e, dp, inner);
+                    ((T::Wide::vadd(simd, sum, e), inner), e)
+                },
+                #[inline(always)]
+                |a, b| (T::Wide::vadd(simd, a.0, b.0), T::Wide::vadd(simd, a.1, b.1)),
+            );
+            let share = T::Wide::ONE / fold_lanes::<T::Wide, S>(sum, |a, b| a + b);
+            let inner = share * fold_lanes::<T::Wide, S>(inner, |a, b| a + b);
+            let factor = share * scale;
+            let gradient = &mut gradient[..visible];
+            for (gradient, e) in gradient.iter_mut().zip(e) {
+                *gradient = *e * (*gradient - inner) * factor;
+            }
+            T::store(gradient, dx);
+        }
+    }
+}
+
+/// `scale x` in the first places of `e`, filled up to whole registers with what vanishes under exp, and the largest
+/// element in every lane.
+#[inline(always)]
+fn scaled<'a, T: Stored, S: Simd>(
+    simd: S,
+    x: &[T],
+    scale: T::Wide,
+    e: &'a mut [T::Wide],
+) -> (&'a mut [T::Wide], <T::Wide as Lanes>::Register<S>) {
+    let e = &mut e[..x.len().next_multiple_of(PADDING)];
+    let (visible, rest) = e.split_at_mut(x.len());
+    T::load(x, visible);
+    rest.fill(visible.last().copied().unwrap_or(T::Wide::ZERO)); // changes no maximum
+    let scale = T::Wide::vsplat(simd, scale);
+    let max = fold_registers::<T::Wide, S, _, 0>(
+        e,
+        [],
+        T::Wide::vsplat(simd, T::Wide::NEG_INFINITY),
+        #[inline(always)]
+        |max, x, []| {
+            let x = T::Wide::vmul(simd, x, scale); // first, so that a negative scale is right too
+            (T::Wide::vmax(simd, x, max), x)
+        },
+        #[inline(always)]
+        |a, b| T::Wide::vmax(simd, a, b),
+    );
+    e[x.len()..].fill(T::Wide::NEG_INFINITY); // adds nothing to the sum
+    let max = fold_lanes::<T::Wide, S>(max, T::Wide::larger);
+    (e, T::Wide::vsplat(simd, max))
+}
+
+/// Runs `(state, x) = step(state, x, others)` over the registers x of `row` and those beside them in `others`, all
+/// whole registers long, and joins the states: several side by side, so that one step need not wait for the last.
+#[inline(always)]
+fn fold_registers<T: Lanes, S: Simd, State: Copy, const N: usize>(
+    row: &mut [T],
+    others: [&[T]; N],
+    start: State,
+    step: impl Fn(State, T::Register<S>, [T::Register<S>; N]) -> (State, T::Register<S>),
+    join: impl Fn(State, State) -> State,
+) -> State {
+    const CHAINS: usize = 4;
+
+    let (lanes, length) = (T::lanes::<S>(), row.len());
+    assert!(length.is_multiple_of(lanes) && others.iter().all(|other| other.len() == length));
+    let mut states = [start; CHAINS];
+    each_chain::<CHAINS>(
+        length / lanes,
+        #[inline(always)]
+        |chain, register| {
+            let at = register * lanes;
+            // SAFETY: a register inside the slices, which are all of one length.
+            unsafe {
+                let x = T::vload::<S>(row.as_ptr().add(at));
+                let others = others.map(
+                    #[inline(always)]
+                    |other| T::vload::<S>(other.as_ptr().add(at)),
+                );
+                let (next, x) = step(states[chain], x, others);
+                states[chain] = next;
+                T::vstore::<S>(row.as_mut_ptr().add(at), x);
+            }
+        },
+    );
+    let [a, b, c, d] = states;
+    join(join(a, b), join(c, d))
+}
+
+/// Calls `f(i % N, i)` for i in `0..count`, the last few all with 0: the first argument is a constant once inlined.
+#[inline(always)]
+fn each_chain<const N: usize>(count: usize, mut f: impl FnMut(usize, usize)) {
+    let whole = count - count % N;
+    for group in (0..whole).step_by(N) {
+        for chain in 0..N {
+            f(chain, group + chain);
+        }
+    }
+    for i in whole..count {
+        f(0, i);
+    }
+}
+
+/// A register's elements joined in pairs until one is left.
+#[inline(always)]
+fn fold_lanes<T: Lanes, S: Simd>(register: T::Register<S>, join: impl Fn(T, T) -> T) -> T {
+    let mut values = [T::ZERO; PADDING];
+    let mut width = T::lanes::<S>();
+    assert!(width <= PADDING);
+    // SAFETY: there is room for the register, as just asserted.
+    unsafe { T::vstore::<S>(values.as_mut_ptr(), register) };
+    while width > 1 {
+        width /= 2;
+        for lane in 0..width {
+            values[lane] = join(values[lane], values[lane + width]);
+        }
+    }
+    values[0]
+}

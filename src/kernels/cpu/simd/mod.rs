@@ -1,0 +1,155 @@
+//! Vector code without intrinsics: loops that the compiler vectorises, compiled once for each instruction set and
+//! chosen when the program runs.
+
+mod blocks;
+mod f16_convert;
+mod lanes;
+mod real;
+mod stored;
+
+pub(super) use blocks::Blocks;
+pub use lanes::Lanes;
+#[cfg(test)]
+pub(crate) use lanes::instruction_sets;
+pub use real::Real;
+pub use stored::{BLOCK, Stored};
+
+/// Runs `f` compiled for the widest vectors this CPU has (AVX-512, AVX2, NEON, or the target's baseline).
+///
+/// `f` and whatever it calls must be `#[inline(always)]` (a closure takes the attribute too: `vectorized(
+/// #[inline(always)] || ..)`). What is called instead of inlined is compiled for the target's baseline, and several
+/// times slower.
+#[inline(always)]
+pub fn vectorized<R>(f: impl FnOnce() -> R) -> R {
+    pulp::Arch::new().dispatch(f)
+}
+
+/// Partial sums kept side by side: enough for two AVX-512 registers of `f32`, so that additions overlap.
+///
+/// Fixed, so that a sum has the same bits whatever the vector width.
+const LANES: usize = 32;
+
+/// The sum over i of `f([a[i], b[i], ..])` for slices of one length, in a fixed order that vectorises.
+#[inline(always)]
+pub fn sum_over<T: Real, const N: usize>(slices: [&[T]; N], f: impl Fn([T; N]) -> T) -> T {
+    let n = slices.first().map_or(0, |slice| slice.len());
+    let mut lanes = [T::ZERO; LANES];
+    let whole = n / LANES * LANES;
+    for start in (0..whole).step_by(LANES) {
+        // One bounds check a chunk: checks an element would keep the loop below from vectorising.
+        let chunks: [&[T]; N] = slices.map(|slice| &slice[start..start + LANES]);
+        for (lane, sum) in lanes.iter_mut().enumerate() {
+            *sum += f(chunks.map(|chunk| chunk[lane]));
+        }
+    }
+    for (lane, i) in (whole..n).enumerate() {
+        lanes[lane] += f(slices.map(|slice| slice[i]));
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// The sum of a slice.
+#[inline(always)]
+pub fn sum<T: Real>(x: &[T]) -> T {
+    sum_over([x], |[x]| x)
+}
+
+/// Whether no element is NaN or infinite.
+pub fn all_finite<T: Real>(x: &[T]) -> bool {
+    // Zero for a number, NaN for anything else, and no sum takes a NaN away.
+    let sum = vectorized(
+        #[inline(always)]
+        || sum_over([x], |[x]| x * T::ZERO),
+    );
+    sum == T::ZERO
+}
+
+/// The inner product of two slices of one length.
+#[inline(always)]
+pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+    sum_over([a, b], |[a, b]| a * b)
+}
+
+/// The largest element, minus infinity for an empty slice; NaN if the last of its lane is.
+#[inline(always)]
+pub fn max<T: Real>(x: &[T]) -> T {
+    let mut lanes = [T::NEG_INFINITY; LANES];
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (lane, value) in lanes.iter_mut().zip(chunk) {
+            *lane = lane.larger(*value);
+        }
+    }
+    for (lane, value) in lanes.iter_mut().zip(rest) {
+        *lane = lane.larger(*value);
+    }
+    lanes.into_iter().fold(T::NEG_INFINITY, T::larger)
+}
+
+/// FLOP/s in f32 of every thread of the pool running independent fused multiply-adds on registers; the best of several
+/// tries, about 0.1 s in all.
+pub fn measure_multiply_add_rate() -> f64 {
+    const CHAINS: usize = 12; // a latency of 4 times two units, and some to spare
+    const ROUNDS: usize = 1_000_000;
+
+    struct MultiplyAdds;
+
+    impl pulp::WithSimd for MultiplyAdds {
+        /// FLOPs done.
+        type Output = f64;
+
+        #[inline(always)]
+        fn with_simd<S: pulp::Simd>(self, simd: S) -> f64 {
+            let factor = simd.splat_f32s(0.999);
+            let term = simd.splat_f32s(0.001);
+            let mut registers = [term; CHAINS];
+            for _ in 0..ROUNDS {
+                for register in &mut registers {
+                    *register = simd.mul_add_f32s(*register, factor, term);
+                }
+            }
+            std::hint::black_box(registers);
+            (2 * S::F32_LANES * CHAINS * ROUNDS) as f64
+        }
+    }
+
+    let attempt = |_| {
+        let rates = rayon::broadcast(|_| {
+            let start = std::time::Instant::now();
+            let flops = pulp::Arch::new().dispatch(MultiplyAdds);
+            flops / start.elapsed().as_secs_f64()
+        });
+        rates.iter().sum::<f64>()
+    };
+    (0..10).map(attempt).fold(0.0, f64::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_and_maxima_of_every_length() {
+        for n in 0..200usize {
+            let x: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7).sin()).collect();
+            let exact: f64 = x.iter().sum();
+            assert!((sum(&x) - exact).abs() < 1e-12);
+            let squares: f64 = x.iter().map(|v| v * v).sum();
+            assert!((dot(&x, &x) - squares).abs() < 1e-12);
+            assert!(all_finite(&x));
+            for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                let mut y = x.clone();
+                y.push(bad);
+                assert!(!all_finite(&y));
+            }
+            assert_eq!(max(&x), x.iter().copied().fold(f64::NEG_INFINITY, f64::max));
+        }
+    }
+}
