@@ -27,7 +27,7 @@ pub fn init() -> bool {
     if !is_alone() {
         return false;
     }
-    // SAFETY: this thread is the only one, so nobody reads the environment meanwhile.
+    // SAFETY: this thread is the only one, so nothing reads the environment meanwhile.
     unsafe { std::env::set_var(SPIN_LIMIT, "1000") };
     true
 }
@@ -38,7 +38,7 @@ fn is_alone() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
 
-/// Windows locks the environment; elsewhere nobody can say.
+/// Windows locks the environment; elsewhere this is not known.
 #[cfg(not(target_os = "linux"))]
 fn is_alone() -> bool {
     cfg!(windows)

@@ -10,7 +10,7 @@ use candle_core::Device;
 ///
 /// Each run gets the rows that [`EndToEnd::run`] would give it, over the samples of all rounds: `rounds` times its
 /// `steps`. Memory is the last round's: in the first, kernels also take what they keep for as long as the process runs.
-/// Every round draws the model anew, and warms it up. `on_step` is called after every step with the run's place in
+/// Every round draws a new model, and warms it up. `on_step` is called after every step with the run's place in
 /// `runs`. No rounds are taken for one.
 ///
 /// ```

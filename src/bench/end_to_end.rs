@@ -44,7 +44,7 @@ pub struct EndToEnd {
     pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.
     pub seed: u64,
-    /// The most FLOP/s the device can do, for the MFU; `None` where nobody knows.
+    /// The most FLOP/s the device can do, for the MFU; `None` where it is not known.
     pub peak_flops: Option<f64>,
     /// Bytes that may be used; a step that wants more is a row `OOM`. `None` asks nothing.
     pub available_bytes: Option<u64>,
@@ -207,7 +207,7 @@ impl EndToEnd {
             .zip(before)
             .map(|(peak, before)| peak.saturating_sub(before));
         let reserved_bytes = meter.reserved_peak_bytes();
-        // Where the system cannot begin the peak anew it is the process's, and no row's.
+        // Where the system cannot reset the peak it is the process's, and no row's.
         let resident_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
         Ok(Measured {
             timings,

@@ -21,7 +21,7 @@ pub struct Sampling {
     pub time_budget_ms: Option<f64>,
     /// The seed of inputs and weights.
     pub seed: u64,
-    /// The most FLOP/s that the device can do; `None` where nobody knows.
+    /// The most FLOP/s that the device can do; `None` where it is not known.
     pub peak_flops: Option<f64>,
     /// Bytes that may be used; what wants more is a row `OOM`. `None` asks nothing.
     pub available_bytes: Option<u64>,
@@ -218,7 +218,7 @@ impl Passes<'_> {
             .time_budget_ms(self.sampling.time_budget_ms)
             .on_step(on_step)
             .measure(self.sampling.iterations, |lap| {
-                // Beyond the start of the step, so that what kernels keep for later steps is nobody's.
+                // Beyond the start of the step, so that what kernels keep for later steps is of no kind.
                 let start = now();
                 let grown = |bytes: Option<u64>| {
                     let (bytes, start) = bytes.zip(start)?;

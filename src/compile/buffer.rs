@@ -106,7 +106,7 @@ pub struct Buffer {
     pub category: Category,
     /// Where it is.
     pub location: Location,
-    /// The calls that need it, from the first that touches it to the last: nobody else may use its memory meanwhile.
+    /// The calls that need it, from the first that touches it to the last: its memory is its own meanwhile.
     pub live: Range<usize>,
 }
 
@@ -140,7 +140,7 @@ impl Buffer {
 pub(super) struct Buffers(Vec<Buffer>);
 
 impl Buffers {
-    /// One more, which nobody needs yet: the plan finds out.
+    /// One more, without a lifetime yet: the plan finds it.
     pub(super) fn add(
         &mut self,
         name: &str,

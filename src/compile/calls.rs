@@ -1,4 +1,4 @@
-//! The loop over a plan's calls, whoever computes them; and what the probe hears of it.
+//! The loop over a plan's calls, on any device; and what the probe hears of it.
 
 use super::plan::{Call, Operand, Phase, Plan};
 use crate::Result;

@@ -113,7 +113,7 @@ pub struct PlanConfig {
     /// activations were, so that a step with all activations peaks before there are many). Goes with neither clipping
     /// nor accumulation, which need all gradients first.
     ///
-    /// In bf16 on a GPU such gradients are bf16 too, as autocast rounds them there: nobody but the update sees them,
+    /// In bf16 on a GPU such gradients are bf16 too, as autocast rounds them there: only the update sees them,
     /// and it has 2 bytes less of each parameter to read. (Those of embedding, norms and head stay in f32.)
     pub optimizer_in_backward: bool,
 }

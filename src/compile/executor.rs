@@ -123,7 +123,7 @@ impl Executor {
         }
     }
 
-    /// Has the copies of weights that last from run to run made anew in the next.
+    /// Has the copies of weights that last from run to run renewed in the next.
     pub fn refresh(&mut self) {
         match self {
             Self::Cpu(_) => {} // none last

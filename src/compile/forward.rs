@@ -127,7 +127,7 @@ impl Forward {
             output: Some(&logits),
             ..Default::default()
         };
-        self.executor.refresh(); // whoever has changed the weights
+        self.executor.refresh(); // the weights may have changed
         self.executor.run_micro_batches(&self.plan, &tensors)?;
         Ok(logits)
     }

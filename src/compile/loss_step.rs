@@ -207,7 +207,7 @@ impl LossStep {
         self.step.forward_backward(&tensors(&arguments))
     }
 
-    /// Has the copies of weights that products read in half precision made anew in the next run, as
+    /// Has the copies of weights that products read in half precision renewed in the next run, as
     /// [`TrainStep::refresh`](super::TrainStep::refresh).
     pub fn refresh(&mut self) {
         self.step.refresh();

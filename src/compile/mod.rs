@@ -46,9 +46,9 @@
 //! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and
 //! [`Forward`] as on the CPU, in f32, bf16 and f16, products by cuBLASLt. Flash attention takes heads of a multiple of
 //! 8 up to 256, in f32 of 4, if their tiles fit the GPU's shared memory. Products of f32 are exact there, or TF32 if
-//! [`set_tf32`](crate::hardware::set_tf32) had switched that on when the step was planned. In half precision linear maps
-//! of one input are one product, heads and gates lie packed, and the copies of weights last from run to run: the update
-//! writes them, so that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). With
+//! [`set_tf32`](crate::hardware::set_tf32) had switched that on when the step was planned. In half precision linear
+//! maps of one input are one product, heads and gates lie packed, and the copies of weights last from run to run: the
+//! update writes them, so that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). With
 //! [`PlanConfig::optimizer_in_backward`] gradients are in bf16 where weights' copies are. A run is recorded as a CUDA
 //! graph when it comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the
 //! gradients of naive attention's scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention
@@ -64,7 +64,7 @@
 //! With [`PlanConfig::precision`] a step is what it is eagerly under [`autocast`](crate::autocast()), by either policy:
 //! they agree in all that this model has. Products and attention are computed from bf16 or f16 and summed in f32;
 //! parameters, optimizer state, the residual stream, norms, probabilities, losses and gradients of parameters are f32.
-//! The weights that products read have copies in the arena. On the CPU they are made anew in each step (where the first
+//! The weights that products read have copies in the arena. On the CPU they are renewed in each step (where the first
 //! product asks for it; with accumulation, before the first micro-batch), so that there is nothing to refresh after a
 //! weight was changed or loaded.
 //!

@@ -110,7 +110,7 @@ pub(super) struct Runs {
 }
 
 impl Plan {
-    /// Finds out how long each buffer lives, and gives each its place. The buffers `kept` are left for whoever reads
+    /// Finds out how long each buffer lives, and gives each its place. The buffers `kept` are left for what reads
     /// them after the run. And the plan's number of each buffer that was handed over.
     pub(super) fn new(
         mut calls: Vec<Call>,

@@ -1,4 +1,4 @@
-//! What a run of a plan is given, whoever runs it, and why one ends.
+//! What a run of a plan is given, on any device, and why one ends.
 
 use super::buffer::Location;
 use super::plan::Plan;

@@ -77,7 +77,7 @@ impl Step {
         })
     }
 
-    /// Has the copies of weights that last from run to run made anew in the next.
+    /// Has the copies of weights that last from run to run renewed in the next.
     pub fn refresh(&mut self) {
         self.executor.refresh();
     }

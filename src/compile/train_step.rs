@@ -97,9 +97,9 @@ impl TrainStep {
         Ok((planned.lowered.plan, checkpointing))
     }
 
-    /// Has the copies of weights that products read in half precision made anew in the next [`run`](Self::run). Only on
+    /// Has the copies of weights that products read in half precision renewed in the next [`run`](Self::run). Only on
     /// a GPU do they last from run to run, renewed by the update; an eager step of the same optimizer is noticed, and
-    /// [`forward_backward`](Self::forward_backward) makes them anew each time. Call this after the weights were changed
+    /// [`forward_backward`](Self::forward_backward) renews them each time. Call this after the weights were changed
     /// in any other way: loaded, or set.
     pub fn refresh(&mut self) {
         self.step.refresh();

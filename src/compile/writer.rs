@@ -11,7 +11,7 @@ use candle_core::DType;
 pub(super) struct Writer {
     pub calls: Vec<Call>,
     pub buffers: Buffers,
-    /// What whoever runs the plan reads after a run.
+    /// What what runs the plan reads after a run.
     pub kept: Vec<BufferId>,
     /// Of the calls to come.
     pub phase: Phase,

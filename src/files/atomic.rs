@@ -78,7 +78,7 @@ pub(super) fn target(path: &Path) -> Result<Option<PathBuf>> {
 }
 
 /// Removes the temporary files in `path`'s folder that a process left there which was killed while it wrote: those that
-/// nobody has locked.
+/// no process has locked.
 pub(crate) fn remove_abandoned(path: &Path) {
     let path = path.canonicalize().unwrap_or_else(|_| path.into());
     let Ok(entries) = fs::read_dir(folder_of(&path)) else {
@@ -133,7 +133,7 @@ fn locked_temporary(path: &Path) -> io::Result<NamedTempFile> {
     )));
     loop {
         let temporary = builder.tempfile_in(folder_of(path))?;
-        // Not every file system has locks; where there are none, nobody can lock the file to remove it either.
+        // Not every file system has locks; where there are none, the file cannot be locked to remove it either.
         let _ = temporary.as_file().lock();
         if is_at(temporary.as_file(), temporary.path()) {
             return Ok(temporary);
@@ -141,7 +141,7 @@ fn locked_temporary(path: &Path) -> io::Result<NamedTempFile> {
     }
 }
 
-/// Whether `file` is what `path` names now. Systems other than Unix do not say; there nobody removes a file that is
+/// Whether `file` is what `path` names now. Systems other than Unix do not say; there no file is removed that is
 /// open.
 pub(super) fn is_at(file: &File, path: &Path) -> bool {
     #[cfg(unix)]

@@ -12,7 +12,7 @@ const MARK: &str = "tallow: written by ";
 /// The right to write a path, held until it is dropped: a locked file `path.lock` beside it that says who holds it.
 ///
 /// The lock is the system's, which frees it when the process that holds it ends, however that is; the file that a
-/// killed process leaves is taken over. On a file system without locks nobody is kept away.
+/// killed process leaves is taken over. On a file system without locks no writer is kept away.
 #[derive(Debug)]
 pub(crate) struct PathLock {
     lock_path: PathBuf,
@@ -82,7 +82,7 @@ fn refused(text: String) -> io::Error {
 
 impl Drop for PathLock {
     fn drop(&mut self) {
-        // While it is locked: whoever opened it meanwhile sees that it is gone. Elsewhere they could not.
+        // While it is locked: a process that opened it meanwhile sees that it is gone. Elsewhere it could not.
         if cfg!(unix) && is_at(&self.file, &self.lock_path) {
             let _ = fs::remove_file(&self.lock_path);
         }

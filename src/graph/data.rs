@@ -53,7 +53,7 @@ impl Value {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Source {
-    /// A variable, by its name; empty where nobody has named it ([`name`](super::name())).
+    /// A variable, by its name; empty if it has no name ([`name`](super::name())).
     Weight(String),
     /// An argument of the function, by its name ([`input`](super::input())).
     Input(String),
@@ -82,7 +82,7 @@ pub enum Event {
 /// What becomes of a segment's graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SegmentKind {
-    /// [`nn::checkpoint`](crate::nn::checkpoint()): it is dropped, and made anew in backward.
+    /// [`nn::checkpoint`](crate::nn::checkpoint()): it is dropped, and recomputed in backward.
     Checkpoint,
     /// [`nn::release`](crate::nn::release()): it is dropped as soon as backward has passed it.
     Release,

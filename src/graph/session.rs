@@ -395,7 +395,7 @@ impl CustomOp1 for Behind {
 
 impl Behind {
     /// The hollow tensor that this is behind. candle keeps the op of a tensor only where an argument is tracked, so
-    /// each is given a variable that nobody else sees.
+    /// each is given a variable that is not shared.
     fn tensor(self) -> candle_core::Result<Tensor> {
         let tracked = Var::zeros((), DType::F32, &Device::Cpu)?;
         let x = tracked.apply_op1(self)?;

@@ -95,7 +95,7 @@ pub(crate) fn pool_bytes(device: &Device, which: Counter) -> Option<u64> {
     counter(device.as_cuda_device().ok()?, which)
 }
 
-/// Begins both peaks anew at what is there now.
+/// Resets both peaks to what is there now.
 pub(crate) fn reset_pool_peaks(device: &Device) -> Option<()> {
     let pool = pool(device.as_cuda_device().ok()?).ok()?;
     for which in [Counter::UsedPeak, Counter::ReservedPeak] {
@@ -107,7 +107,7 @@ pub(crate) fn reset_pool_peaks(device: &Device) -> Option<()> {
     Some(())
 }
 
-/// Has the pool give back to the driver what nobody uses, once the stream has come by.
+/// Has the pool give back to the driver what is not used, once the stream has come by.
 pub(crate) fn trim_pool(device: &Device) -> Result<()> {
     let pool = pool(device.as_cuda_device()?)?;
     device.synchronize()?;

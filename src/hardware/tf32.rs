@@ -24,7 +24,7 @@ pub fn tf32(device: &Device) -> bool {
 /// - by [`compile`](crate::compile) when a step, a forward or attention is planned: its products and its attention stay
 ///   what they are then.
 ///
-/// Half precision, f64 and the CPU never heed it. PyTorch has the same choice in
+/// Half precision, f64 and the CPU never follow it. PyTorch has the same choice in
 /// `torch.set_float32_matmul_precision("high")`. The format is described in NVIDIA's "A100 Tensor Core GPU
 /// Architecture", 2020.
 ///

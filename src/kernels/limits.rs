@@ -1,4 +1,4 @@
-//! The largest sizes that kernels for GPUs take, for whoever decides before there is a GPU.
+//! The largest sizes that kernels for GPUs take, known before there is a GPU.
 
 /// The widest row that RMSNorm's kernels take: the threads of a block hold it in their registers.
 pub(crate) const RMS_NORM_WIDTH: usize = 8176;

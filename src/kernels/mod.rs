@@ -1,8 +1,8 @@
 //! Plain compute, which knows nothing of graphs: inputs in, preallocated outputs out, sizes as arguments.
 //!
-//! What lives here: what every device shares ([`Mask`], [`attention::Sizes`], [`Activation`], [`Update`]), and one folder
-//! a device ([`cpu`]). What does not: anything that knows a candle `Tensor` or its gradient (that is [`crate::ops`]), or
-//! when to compute what.
+//! What lives here: what every device shares ([`Mask`], [`attention::Sizes`], [`Activation`], [`Update`]), and one
+//! folder a device ([`cpu`]). What does not: anything that knows a candle `Tensor` or its gradient (that is
+//! [`crate::ops`]), or when to compute what.
 
 mod activation;
 pub mod attention;

@@ -1,5 +1,5 @@
-//! Compiled CUDA sources on the disk, in the user's cache folder. A GPU runs what is read here, so only files that
-//! nobody else can have written are: the folders and the file belong to the user, none else may write to them, and the
+//! Compiled CUDA sources on the disk, in the user's cache folder. A GPU runs what is read here, so only files that only
+//! this user can have written are: the folders and the file belong to the user, none else may write to them, and the
 //! file's content is what its name says.
 
 use sha2::{Digest, Sha256};
@@ -113,7 +113,7 @@ fn make_private(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// A regular file that nobody else may write to, not a link to one.
+/// A regular file that no other user may write to, not a link to one.
 fn read_private(path: &Path) -> io::Result<String> {
     let mut file = open(path)?;
     let is = file.metadata()?;

@@ -1,4 +1,4 @@
-//! The room that a GPU's kernels work in, for whoever places it before there is a GPU: upper bounds, by shape alone.
+//! The room that a GPU's kernels work in, known before there is a GPU: upper bounds, by shape alone.
 
 use super::attention::Sizes;
 use candle_core::DType;

@@ -26,7 +26,7 @@ pub enum MemoryKind {
     Gradients,
     /// What one op takes for itself, and gradients on their way.
     Scratch,
-    /// What is nobody's, where memory is measured: taken outside of a step, or too small to be recorded.
+    /// What belongs to no kind, where memory is measured: taken outside of a step, or too small to be recorded.
     Other,
 }
 

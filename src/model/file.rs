@@ -93,8 +93,8 @@ impl TransformerLM {
     /// # Errors
     /// A file that cannot be read, is not whole or was damaged after [`save`](Self::save) wrote it; a weight that is
     /// missing, misshapen or no float; a weight that the configuration does not know (names that begin with
-    /// `optimizer.` or `history.` are a checkpoint's, and left alone); a configuration in the file that has other heads,
-    /// another base of the rotary angles or another eps.
+    /// `optimizer.` or `history.` are a checkpoint's, and left alone); a configuration in the file that has other
+    /// heads, another base of the rotary angles or another eps.
     pub fn load(
         config: &TransformerConfig,
         path: impl AsRef<Path>,

@@ -196,7 +196,7 @@ impl CustomOp1 for Cast {
     }
 }
 
-/// `inputs` in the dtypes that `op` should have them in here: what this crate's ops do first, for whoever calls plain
+/// `inputs` in the dtypes that `op` should have them in here: what this crate's ops do first, for code that calls plain
 /// candle ops in an [autocast](crate::autocast()) region.
 ///
 /// f16, bf16 and f32 inputs are cast to what the region's policy says of `op`, by its class

@@ -26,7 +26,8 @@ use {
     candle_core::CudaStorage,
 };
 
-/// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32 or i64, the loss a scalar.
+/// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32 or i64, the loss a
+/// scalar.
 ///
 /// The loss is f32 for logits in f32 or half precision, f64 for f64. Backward:
 /// `dlogits = (softmax(logits) - onehot) / n`. Kept for backward: the logits, and two numbers a row, the largest logit
@@ -43,7 +44,8 @@ use {
 /// ```
 ///
 /// # Errors
-/// Targets of another shape than the logits' leading dimensions, targets of another dtype or that are no classes, no targets.
+/// Targets of another shape than the logits' leading dimensions, targets of another dtype or that are no classes, no
+/// targets.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     with_ignored(logits, targets, None)
 }

@@ -45,7 +45,8 @@ impl Factor {
     }
 }
 
-/// Reads a and b; writes `c = a b`, or `c +=` that where it `adds`. c is in the factors' dtype, or in the one that products are summed in.
+/// Reads a and b; writes `c = a b`, or `c +=` that where it `adds`. c is in the factors' dtype, or in the one that
+/// products are summed in.
 pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
     fn into<T: Stored, C: Stored<Wide = T::Wide>>(
         k: &Kernel,

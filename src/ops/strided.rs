@@ -149,9 +149,9 @@ fn gathered<T: WithDType>(view: &View, x: &[T], y: &mut [T]) -> Result<()> {
     Ok(())
 }
 
-/// Reads dy; writes dx, zeros with dy added by the places of `view`, in the dtype that sums are computed in. On a GPU only
-/// where no two elements have one place but for those that a dimension repeats: a sum there is one thread's, or one
-/// block's.
+/// Reads dy; writes dx, zeros with dy added by the places of `view`, in the dtype that sums are computed in. On a GPU
+/// only where no two elements have one place but for those that a dimension repeats: a sum there is one thread's, or
+/// one block's.
 pub(crate) fn scatter(view: View) -> Kernel {
     let kernel = Kernel::new("scatter_add", |k, s| match s.dtype()? {
         DType::F64 => scattered::<f64, f64>(k.view()?, s.x("dy")?, s.y("dx")?),

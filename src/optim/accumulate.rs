@@ -140,7 +140,7 @@ impl GradientAccumulator {
 /// The operation's name in errors.
 const OP: &str = "GradientAccumulator";
 
-/// `weight * part` in the type that sums are kept in, on `part`'s own storage where it is nobody else's.
+/// `weight * part` in the type that sums are kept in, on `part`'s own storage where that is not shared.
 fn first_sum(part: &Tensor, weight: f64, owners: &Owners) -> Result<Tensor> {
     let wide = part.to_dtype(inplace::wide(part.dtype()))?;
     if !part.device().is_cpu() {

@@ -79,7 +79,7 @@ impl Owners {
         Self(owners)
     }
 
-    /// Whether a kernel may overwrite this gradient: contiguous, on the CPU, and nobody else's.
+    /// Whether a kernel may overwrite this gradient: contiguous, on the CPU, and not shared.
     pub(super) fn is_alone(&self, gradient: &Tensor) -> bool {
         gradient.device().is_cpu()
             && gradient.is_contiguous()

@@ -110,7 +110,7 @@ impl Precision {
         .with_dropped_casts(self.drops_casts)
     }
 
-    /// Whether a region casts a weight anew wherever it is used and drops the copy as soon as nothing needs it
+    /// Whether a region casts a weight wherever it is used and drops the copy as soon as nothing needs it
     /// ([`Autocast::with_weight_cache`]), or keeps it until it ends, as it does unless told otherwise. Nothing changes
     /// where nothing is cast: in f32, and in [`Regime::Full`].
     #[must_use]

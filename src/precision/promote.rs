@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-/// Whether a policy may cast it: half precision and f32. f64 is nobody's to narrow, and integers are no numbers to
+/// Whether a policy may cast it: half precision and f32. f64 is never narrowed, and integers are no numbers to
 /// round.
 pub(crate) fn is_castable(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32)

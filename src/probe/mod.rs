@@ -1,12 +1,12 @@
-//! What profiling and memory accounting listen to: ranges of work, entered and left, and what ops keep. Free when
-//! nobody listens.
+//! What profiling and memory accounting listen to: ranges of work, entered and left, and what ops keep. Free without
+//! listeners.
 //!
 //! What lives here: ranges ([`range`], [`module`], [`phase`], and those that this crate's ops open around themselves),
 //! where a thread is ([`Path`], [`current`]), listeners ([`Listener`], [`listen`]), and the one of NVIDIA's
 //! profilers ([`emit_nvtx`]). What does not: clocks, sums and reports; those are [`memory`](crate::memory)'s and
 //! [`profile`](crate::profile)'s. Nothing here knows of a device.
 //!
-//! A range costs one load of an atomic while nobody listens. Ranges belong to a thread and nest on it:
+//! A range costs one load of an atomic without listeners. Ranges belong to a thread and nest on it:
 //!
 //! ```
 //! use std::sync::{Arc, Mutex};
@@ -79,8 +79,8 @@ pub struct Event<'a> {
     pub at: Instant,
     /// What an op has read and written: as it is left, if it succeeded.
     pub operands: Option<Operands<'a>>,
-    /// What an op has cost, if it says so itself, as the calls of a plan do: as it is left. Else its operands say it, by
-    /// the op's [formula](crate::profile::op_costs).
+    /// What an op has cost, if it says so itself, as the calls of a plan do: as it is left. Else its operands say it,
+    /// by the op's [formula](crate::profile::op_costs).
     pub cost: Option<Cost>,
     /// Whether it is the thread's innermost range that is left, as it should be.
     pub in_order: bool,
@@ -348,7 +348,7 @@ pub fn step() -> Guard {
     }
 }
 
-/// Where an op called `name` is, if it is run here; the root while nobody listens.
+/// Where an op called `name` is, if it is run here; the root without listeners.
 pub(crate) fn op_path(name: &'static str) -> Path {
     match is_listening() {
         false => Path::ROOT,
@@ -362,7 +362,7 @@ pub(crate) fn op(kind: Kind, name: &'static str, path: Path) -> Guard {
         return Guard::IDLE;
     }
     let path = match path {
-        Path::ROOT => current().child(name), // put into the graph while nobody listened
+        Path::ROOT => current().child(name), // put into the graph without listeners
         path => path,
     };
     enter(kind, Cow::Borrowed(name), path, PHASE.get())

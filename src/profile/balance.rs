@@ -11,7 +11,7 @@ use std::fmt;
 /// of this crate's ops ran. In backward that is, before the first op, the sorting of the graph; between ops, the
 /// gradients' sums (every gradient is added to zeros first), the backwards of candle's own ops (residual sums, casts,
 /// references), and this crate's checks; after the last op, freeing the graph and its activations. In forward it is
-/// candle's own ops (reshapes, copies) and checks. Gaps in other phases, and between them, are nobody's: unexplained.
+/// candle's own ops (reshapes, copies) and checks. Gaps in other phases, and between them, are unexplained.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
     /// The steps' time; without steps the recording's, for each thread.

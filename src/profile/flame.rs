@@ -15,7 +15,7 @@ const ROW_HEIGHT: f64 = 19.0;
 const FONT_SIZE: f64 = 12.0;
 /// What a character of the font takes, a little more rather than less.
 const CHARACTER_WIDTH: f64 = 7.0;
-/// What is narrower is left out: nobody would see it.
+/// What is narrower is left out: it could not be seen.
 const LEAST_WIDTH: f64 = 0.2;
 
 /// A place, and the time of all that is inside.
@@ -50,8 +50,8 @@ impl Node {
 
 impl Recording {
     /// Draws the steps' time as an SVG flame graph: phases, in them the model's parts and their ops, backward at the
-    /// places that the ops had forward, and what is candle's or nobody's. Every rectangle says its time and share when
-    /// pointed at.
+    /// places that the ops had forward, and what is candle's or unexplained. Every rectangle says its time and share
+    /// when pointed at.
     ///
     /// A path that ends in `.png` gets a PNG, in which nothing can be pointed at.
     ///

@@ -47,7 +47,7 @@ impl Profiler {
     }
 
     /// Starts to record all threads, and waits for `device` where a range begins and where it ends: what is launched in
-    /// a range counts as its time, not as that of whoever waits next. Steps take longer so, by a wait for each range,
+    /// a range counts as its time, not as the next one's that waits. Steps take longer so, by a wait for each range,
     /// and launches no longer overlap with work. On the CPU, as [`start`](Self::start).
     ///
     /// # Errors

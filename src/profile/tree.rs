@@ -66,7 +66,7 @@ impl Tree {
         self.steps.is_empty() || self.step[i].is_some()
     }
 
-    /// How many steps there were; `None` if nobody said.
+    /// How many steps there were; `None` if it is not known.
     pub fn num_steps(&self) -> Option<usize> {
         (!self.steps.is_empty()).then_some(self.steps.len())
     }

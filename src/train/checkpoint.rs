@@ -27,7 +27,7 @@ const FREE_SETTINGS: [&str; 4] = ["steps", "evaluate_every", "keep", "optimizer.
 /// `optimizer.exp_avg_sq.<name>`; the history as `history.losses` (f64, a number a step), `history.skipped`,
 /// `history.evaluated_steps` (i64) and `history.evaluations` (f64); and the rest of this, as JSON, in the metadata
 /// under `tallow.train`. Beside it, under `tallow.crc32`, is the CRC-32 of every tensor, as `zlib.crc32` gives it,
-/// and of this text: whoever reads the file here finds out whether it was damaged.
+/// and of this text: reading the file here finds damage.
 ///
 /// ```no_run
 /// use tallow::model::TransformerLM;
@@ -157,7 +157,7 @@ impl Trainer {
     ///
     /// From the first save on the path belongs to this run, until it is dropped or saves elsewhere: `path.lock` says
     /// so, and another run that saves there, in this process or another, gets an error. What a process leaves that is
-    /// killed keeps nobody away. (On a file system without locks nobody is kept away at all.)
+    /// killed keeps no other writer away. (On a file system without locks no writer is kept away at all.)
     ///
     /// # Errors
     /// [`Error::Io`] naming `path`, and the process that writes there if that is why; [`Error::Weight`] names a

@@ -53,8 +53,9 @@ impl Trainer {
     /// As [`compile`](Self::compile), each parameter updated as soon as its gradient is there, whose memory is then
     /// free again: one gradient is alive at a time.
     ///
-    /// So nobody sees all gradients: their norm is not taken ([`StepReport::grad_norm`](super::StepReport::grad_norm)
-    /// is NaN), and a loss that is not finite is an error *after* its update.
+    /// So all gradients are never there at once: their norm is not taken
+    /// ([`StepReport::grad_norm`](super::StepReport::grad_norm) is NaN), and a loss that is not finite is an error
+    /// *after* its update.
     ///
     /// # Errors
     /// As [`compile`](Self::compile); and [`Error::Config`](crate::Error::Config) for a run that clips (a

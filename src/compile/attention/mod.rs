@@ -48,7 +48,7 @@ const OP: &str = "compile::Attention";
 /// took from the output. The same kernels as eagerly, and the same bits, without the gradients that candle adds to
 /// zeros. On the CPU they take tiles and sums of dq for themselves, as they do eagerly.
 ///
-/// It stands outside of candle's graph: [`backward`](Self::backward) is called with the output's gradient, by whoever
+/// It stands outside of candle's graph: [`backward`](Self::backward) is called with the output's gradient, by code that
 /// has it.
 ///
 /// ```

@@ -179,7 +179,7 @@ impl<'a> View<'a> {
             assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
             let first = operand.elements.start * buffer.dtype.size_in_bytes();
             // SAFETY: within the buffer, all of which is initialised; what a call writes is no other operand of it
-            // (`Plan::check`), and nobody else uses the memory of a buffer that is alive.
+            // (`Plan::check`), and nothing else uses the memory of a buffer that is alive.
             unsafe {
                 let start = self.start(buffer).add(first);
                 Slice::new(start, operand.elements.len(), buffer.dtype)

@@ -1,6 +1,6 @@
 //! A call's operands as slices.
 //!
-//! The plan says that what a call writes is no other operand of it, and that nobody else uses the memory of a buffer
+//! The plan says that what a call writes is no other operand of it, and that nothing else uses the memory of a buffer
 //! that is alive; a call runs alone. That is what [`View`]'s slices want.
 
 use super::super::op::Accumulate;

@@ -4,7 +4,7 @@
 //! a run is one launch. What may change from run to run (learning rates, the loss scale) is read by the kernels from a
 //! buffer that is filled before. A run that the probe listens to goes call by call again.
 //!
-//! The stream is the executor's own, so that nobody else's work is recorded. While a plan's first two runs last, other
+//! The stream is the executor's own, so that no other work is recorded. While a plan's first two runs last, other
 //! threads had better not use the GPU for what they have not used it for before: the driver loads kernels when they are
 //! first launched, and refuses to while a stream is recorded. It waits for what the model's stream has been given
 //! before a run, and that waits for the run.
@@ -219,7 +219,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Finds out where the arguments are, which whoever runs the plan chooses anew each time; forgets what was recorded
+    /// Finds out where the arguments are, which each run chooses; forgets what was recorded
     /// of this extent with others.
     fn place_arguments(&mut self, tensors: &Tensors<'_>, extent: RunScope) -> Result<()> {
         let arguments = tensors.arguments.iter();
@@ -324,7 +324,7 @@ impl Executor {
         }
     }
 
-    /// Has the copies of weights made anew in the next run.
+    /// Has the copies of weights renewed in the next run.
     pub fn refresh(&mut self) {
         self.copies_are_current = false;
     }

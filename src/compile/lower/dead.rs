@@ -1,5 +1,5 @@
-//! Calls that nobody needs: statistics for a backward that there is not, the last product of a segment that is
-//! recomputed.
+//! Calls whose results are not needed: statistics for a backward that there is not, the last product of a segment that
+//! is recomputed.
 
 use super::super::buffer::{BufferId, Buffers};
 use super::super::plan::Call;

@@ -1,4 +1,4 @@
-//! The end of a lowering: calls that nobody needs left out, and the rest as a [`Plan`].
+//! The end of a lowering: calls whose results are not needed left out, and the rest as a [`Plan`].
 
 use super::super::buffer::{BufferId, Category, Location};
 use super::super::op::Op;

@@ -36,12 +36,12 @@ pub(super) trait Form {
     /// Writes the calls of its backward, and hands the gradients of its inputs on.
     fn backward(&self, lower: &mut Lower<'_>) -> Result<()>;
 
-    /// Whether its backward makes its first output again, where the gradient of that lay.
+    /// Whether its backward recomputes its first output, where the gradient of that lay.
     fn remakes_output(&self) -> bool {
         false
     }
 
-    /// Makes again what it does not keep, before its output's gradient comes.
+    /// Recomputes what it does not keep, before its output's gradient comes.
     fn prepare(&self, _: &mut Lower<'_>) -> Result<()> {
         Ok(())
     }

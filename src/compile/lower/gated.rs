@@ -1,4 +1,4 @@
-//! SwiGLU with its two maps, `silu(x W1^T) * x W3^T`. Backward makes its output again where the gradient of that lay,
+//! SwiGLU with its two maps, `silu(x W1^T) * x W3^T`. Backward recomputes its output where the gradient of that lay,
 //! and the gradients of gate and up where these lay.
 
 use super::super::op::Op;
@@ -22,7 +22,7 @@ struct Gated {
     output: ValueId,
     rows: usize,
     width: usize,
-    /// Whether backward makes gate and up again.
+    /// Whether backward recomputes gate and up.
     recompute: bool,
 }
 

@@ -95,7 +95,7 @@ impl Lower<'_> {
         }
     }
 
-    /// Whether a value's backward makes it again, and runs.
+    /// Whether a value's backward recomputes it, and runs.
     pub(super) fn is_remade(&self, value: ValueId) -> bool {
         let maker = self.maker(value);
         self.program.is_wanted(value)

@@ -110,7 +110,7 @@ impl Form for Single {
         let signature = Signature::of(graph, node);
         let mut calls = (self.lowering(lower)?.backward)(&signature);
         let is_wanted = |input: usize| program.passes_through(node, input);
-        // What is written for nobody: a gradient of tokens' weights that are frozen, say.
+        // What no one reads: a gradient of tokens' weights that are frozen, say.
         calls.calls.retain(|call| {
             let of_inputs = |slot: &Slot| match slot {
                 Slot::Gradient(input) => is_wanted(*input),

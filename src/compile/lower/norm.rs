@@ -1,7 +1,7 @@
 //! RMSNorm, with the addition before it where it is of a sum, as the norms of a residual stream are.
 //!
 //! The gradient of what is normed is added to in place, and what a norm gives does not stay: its backward, which reads
-//! the same, makes it again where its gradient lay.
+//! the same, recomputes it where its gradient lay.
 
 use super::super::op::Op;
 use super::super::plan::Operand;

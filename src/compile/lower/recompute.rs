@@ -1,4 +1,4 @@
-//! What backward runs again, with the same bits, instead of finding it there.
+//! What backward recomputes, with the same bits, instead of finding it there.
 
 use super::super::plan::Phase;
 use super::Lower;

@@ -45,8 +45,8 @@ fn in_bf16(batch_size: usize) -> PlanConfig {
 }
 
 /// To the byte: the residual stream before each norm and rstd, in f32; in bf16 q, k and v, attention's output with what
-/// rounding took from it, gate and up; the log-sum-exp. No norm's output; with sums run again the branch, in bf16, for
-/// the stream before the second norm, and with gates run again neither gate nor up.
+/// rounding took from it, gate and up; the log-sum-exp. No norm's output; with sums recomputed the branch, in bf16, for
+/// the stream before the second norm, and with gates recomputed neither gate nor up.
 #[test]
 fn what_a_block_leaves() {
     let config = in_bf16(2);
@@ -154,8 +154,8 @@ fn xl_in_eight_tenths_of_what_pytorch_takes() {
 }
 
 /// The head is updated when its gradient is there, a block's matrices in a row when its backward is over, from
-/// gradients that their products have left in bf16 and nobody else sees; vectors at the end. Two blocks' gradients are
-/// never alive together.
+/// gradients that their products have left in bf16 and only the update sees; vectors at the end. Two blocks' gradients
+/// are never alive together.
 #[test]
 fn gradients_that_pass() {
     let config = PlanConfig {

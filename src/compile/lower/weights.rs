@@ -16,7 +16,7 @@ pub(super) struct Weights {
     pub gradients: Vec<Option<Operand>>,
     /// By parameter: how many gradients are still to be added.
     to_come: Vec<usize>,
-    /// By parameter: whether only what is differentiated reads it, so that nobody does once its gradient is complete.
+    /// By parameter: whether only what is differentiated reads it, so that nothing does once its gradient is complete.
     is_free_early: Vec<bool>,
     /// In the dtype that products read them in.
     copies: HashMap<ValueId, Operand>,
@@ -138,7 +138,7 @@ impl Lower<'_> {
         (self.plan.whole(gradient), accumulate)
     }
 
-    /// The dtype of the gradients of weights that one product makes. With the optimizer in backward nobody but the
+    /// The dtype of the gradients of weights that one product makes. With the optimizer in backward only the
     /// update sees them: on a GPU they are then rounded to bf16 where the product's factors are, as autocast rounds
     /// them there, which is 4 bytes a parameter less to move. (f16 has not their range.)
     pub(super) fn dtype_of_product_gradient(&self, weights: &[ValueId], factors: DType) -> DType {
@@ -174,7 +174,7 @@ impl Lower<'_> {
         self.gradient_done(&[value]);
     }
 
-    /// A gradient of each of these is there. Once it is complete, and nobody reads the parameter any more, it is
+    /// A gradient of each of these is there. Once it is complete, and nothing reads the parameter any more, it is
     /// updated.
     pub(super) fn gradient_done(&mut self, weights: &[ValueId]) {
         let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();

@@ -80,7 +80,7 @@ pub fn step_scaled<T: Real>(
 ///
 /// A step is often smaller than half the distance between two `bf16` numbers, and would be rounded away every time.
 /// So the parameter's exact value is state too: `master` is updated in `f32`, and `parameter` becomes its rounding.
-/// Where `parameter` is not `master`'s rounding, somebody set it since: `master` starts from it anew.
+/// Where `parameter` is not `master`'s rounding, it was set since: `master` restarts from it.
 pub fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>>(
     parameter: &mut [P],
     gradient: &[G],

@@ -218,7 +218,7 @@ BACKWARD(f32_f16, f32, f16)
 BACKWARD(f32_bf16, f32, bf16)
 
 // dw (width) = the sum over `count` blocks of partials (count, 2, width) of dw, and db likewise; added to what they
-// hold where `accumulate`. Grid (ceil(width / 32), 2), or 1 where nobody wants db; block (32, 32).
+// hold where `accumulate`. Grid (ceil(width / 32), 2), or 1 without db; block (32, 32).
 extern "C" __global__ void __launch_bounds__(1024)
     sum_partials(const float* partials, int count, int width, float* dw, float* db, int accumulate) {
     __shared__ float sums[32][33];

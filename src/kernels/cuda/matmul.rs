@@ -150,7 +150,7 @@ impl Products {
         gpu.cuda_stream().context().bind_to_thread().w()?;
         Ok(Self {
             handle: checked(result::create_handle())?,
-            // SAFETY: whoever reads it has written it.
+            // SAFETY: it is written before it is read.
             workspace: unsafe { gpu.alloc(PRODUCTS_BYTES)? },
             tf32,
             chosen: HashMap::new(),

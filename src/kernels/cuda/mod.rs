@@ -10,8 +10,8 @@
 //! are told.
 //!
 //! A launcher allocates nothing: what it needs to work in it is given, as long as a function beside it says. Once its
-//! kernel is loaded it may be captured in a graph, whose launches read the buffers anew: what changes between them lies
-//! there.
+//! kernel is loaded it may be captured in a graph, whose launches read the buffers each time: what changes between them
+//! lies there.
 
 pub(crate) mod activation;
 pub(crate) mod adamw;

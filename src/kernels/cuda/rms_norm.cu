@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_branch(Pack<X, N>& x, float (&h)[N], const P
     unpack(x, h);
 }
 
-// ---- Forward. sum may be x's buffer, as a thread writes what it alone has read; or null, where nobody wants it.
+// ---- Forward. sum may be x's buffer, as a thread writes what it alone has read; or null, where it is not wanted.
 
 template <class X, class Y, bool ADD, bool WHOLE>
 __device__ __forceinline__ void forward(const X* x, const Y* branch, const float* weight, float eps, X* sum, Y* y,
@@ -94,7 +94,7 @@ FORWARD(f32_bf16, f32, bf16)
 // ---- Backward
 
 // add_dx: dx (rows, width) holds a gradient already, which is added to. copy (rows, width), or null: dx once more, in
-// Y. y (rows, width), or null: what forward gave, computed as there, so that nobody need keep it. ADD: what was normed
+// Y. y (rows, width), or null: what forward gave, computed as there, so that it need not be kept. ADD: what was normed
 // is the sum of x and branch (rows, width), added up again as there: a branch in half precision is less to keep than a
 // sum in f32. partials (gridDim.x, width). dx may be x's buffer, y dy's: a thread writes what it alone has read.
 template <class X, class Y, bool ADD, bool WHOLE>

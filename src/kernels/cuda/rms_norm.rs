@@ -37,8 +37,8 @@ pub(crate) fn forward(
 }
 
 /// `sum = x + branch`, rounded to its dtype, and `y = w sum rstd`: x and sum (rows, width) in one dtype, branch and y
-/// (rows, width) in another or the same, w (width) f32, rstd (rows) f32. sum may be x's buffer; none where nobody wants
-/// it.
+/// (rows, width) in another or the same, w (width) f32, rstd (rows) f32. sum may be x's buffer; none where it is not
+/// wanted it.
 pub(crate) fn add_forward(
     gpu: &CudaDevice,
     [x, branch, weight]: [View; 3],

@@ -95,7 +95,7 @@ impl Source {
         Ok(module)
     }
 
-    /// The source in the GPU's assembly, from the disk (unless it is to be made `anew`), else from the compiler.
+    /// The source in the GPU's assembly, from the disk (unless it is to be compiled `anew`), else from the compiler.
     fn ptx(
         &self,
         (major, minor): (i32, i32),
@@ -119,7 +119,7 @@ impl Source {
             compiled.ok_or(error)
         })?;
         if let Some(cache) = &cache {
-            // A disk that refuses costs the next process a second, and nobody an error.
+            // A disk that refuses costs the next process a second, and is no error.
             let _ = cache.keep(&key, &ptx);
         }
         Ok(ptx)

@@ -82,7 +82,7 @@ pub(crate) fn copy(gpu: &CudaDevice, x: View, y: View, dims: &[Dim]) -> Result<(
     let n = n as u32;
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&y.pointer).arg(&n).arg(&dims);
-    // SAFETY: the arguments are those of the kernel; whoever calls has buffers with these places.
+    // SAFETY: the arguments are those of the kernel; the caller has buffers with these places.
     unsafe { launch.launch(config) }.w()?;
     Ok(())
 }
@@ -155,7 +155,7 @@ pub(crate) fn sums(
     let mut launch = kernel.builder();
     launch.arg(&dy.pointer).arg(&dx.pointer);
     launch.arg(&n).arg(&places).arg(&times).arg(&repeats);
-    // SAFETY: the arguments are those of the kernel; whoever calls has buffers with these places.
+    // SAFETY: the arguments are those of the kernel; the caller has buffers with these places.
     unsafe { launch.launch(config) }.w()?;
     Ok(())
 }

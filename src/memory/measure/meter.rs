@@ -5,7 +5,7 @@ use crate::Result;
 use crate::hardware::cuda::{Counter, pool_bytes, reset_pool_peaks, trim_pool};
 use candle_core::Device;
 
-/// The counters of a device's memory, in bytes; `None` where nobody counts.
+/// The counters of a device's memory, in bytes; `None` without counters.
 ///
 /// On the CPU they are the [`tracker`]'s, where it is installed: all of the process's allocations. On CUDA they are
 /// those of the GPU's memory pool, which tensors of this process come from: what PyTorch calls `memory_allocated`,
@@ -67,7 +67,7 @@ impl Meter {
         }
     }
 
-    /// Begins the peaks anew at what is taken now.
+    /// Resets the peaks to what is taken now.
     pub fn reset_peak(&self) {
         match &self.device {
             Device::Cpu => tracker::reset_peak(),

@@ -1,4 +1,5 @@
-//! Memory predicted from sizes alone, or from a trace: what a step, a pass, attention or its layer takes, and what fits.
+//! Memory predicted from sizes alone, or from a trace: what a step, a pass, attention or its layer takes, and what
+//! fits.
 
 mod attention;
 mod estimate;

@@ -43,7 +43,7 @@ impl Graph {
         kind.name()
     }
 
-    /// Says what is in the graph that is kept, for whoever listens.
+    /// Tells listeners what is in the graph that is kept.
     fn tell_kept(&self, path: probe::Path) {
         if let Self::Kept(kept) = self
             && probe::is_listening()

@@ -20,7 +20,7 @@ pub(crate) struct Slice<'a> {
 impl<'a> Slice<'a> {
     /// # Safety
     /// So many initialised elements of the dtype are there for as long as `'a`; what is handed to [`Slices::new`] to be
-    /// written, nobody else uses.
+    /// written, nothing else uses.
     pub unsafe fn new(start: *mut u8, elements: usize, dtype: DType) -> Self {
         Self {
             start,

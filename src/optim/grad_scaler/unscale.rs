@@ -54,7 +54,7 @@ struct Unscaled {
     finite: bool,
 }
 
-/// `gradient * factor`, where it lies if nobody else sees it; in `f32` if it is `f16`.
+/// `gradient * factor`, in place if it is not shared; in `f32` if it is `f16`.
 fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<Unscaled> {
     let gradient = gradient.detach();
     if !gradient.device().is_cpu() {

@@ -81,7 +81,7 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     // The CPU's naive kernel rotates by itself.
     let takes = q.angles.is_some() || !is_naive || job.function.target == Target::Cuda;
     let nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
-    // Rotated in place: nobody else reads a projection, nor does what makes it.
+    // Rotated in place: nothing else reads a projection, nor does what makes it.
     let is_ours = [&q, &k, &v].iter().all(|x| {
         let maker = program.maker(x.projection).map(|by| program.nodes[by].op);
         let readers = program.readers(x.projection).iter();

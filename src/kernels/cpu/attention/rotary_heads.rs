@@ -1,7 +1,7 @@
 //! Rotary positions on heads that lie side by side in the model dimension, (B, T, H*Dh), as a projection leaves them.
 //!
-//! The same rotation as [`rope`](crate::kernels::cpu::rope), for callers that have no use for q and k head by head, or that meet the
-//! heads on another way.
+//! The same rotation as [`rope`](crate::kernels::cpu::rope), for callers that have no use for q and k head by head, or
+//! that meet the heads on another way.
 
 use crate::kernels::cpu::heads::HeadSizes;
 use crate::kernels::cpu::parallel::{self, TASK_ELEMENTS};
@@ -122,7 +122,7 @@ fn turn_stored<S: Stored>(x: &mut [S], (cos, sin): (&[S::Wide], &[S::Wide])) {
     }
 }
 
-/// (B, H, T, Dh) to (B, T, H*Dh), turned back: how the gradients of q and k return.
+/// (B, H, T, Dh) to (B, T, H*Dh), rotated back: how the gradients of q and k return.
 pub fn merge_rotated_back<S: Stored>(
     sizes: HeadSizes,
     angles: Angles<'_, S::Wide>,

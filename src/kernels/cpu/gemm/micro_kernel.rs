@@ -69,7 +69,7 @@ impl<T: Lanes> Tiles<T> {
     /// Computes it, on the calling thread.
     ///
     /// # Safety
-    /// a and b are readable, c is writable as far as sizes and strides reach, and c by nobody else.
+    /// a and b are readable, c is writable as far as sizes and strides reach, and c is not shared.
     pub(super) unsafe fn run(self) {
         Arch::new().dispatch(self);
     }

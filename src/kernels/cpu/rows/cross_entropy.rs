@@ -109,7 +109,7 @@ pub fn backward<T: Stored>(
     });
 }
 
-/// [`forward`] and [`backward`] in one go, for logits that nobody reads afterwards: `logits` becomes
+/// [`forward`] and [`backward`] in one go, for logits that are not read afterwards: `logits` becomes
 /// `(softmax(row) - onehot(target)) * weight`, `loss` the rows' losses.
 ///
 /// One exponential an element, where the two passes take two; in half precision, which has no room for exponentials,

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256)
             store_few(gradient, first, count, g[k]);
         }
     }
-    if (!(check == 0.f)) flags[chunk.tensor] = 1; // whoever writes, writes the same
+    if (!(check == 0.f)) flags[chunk.tensor] = 1; // all write the same
 }
 
 // sums (chunks) f64: each chunk's sum of squares. Grid: the chunks; block 256. Bytes: gradients in.

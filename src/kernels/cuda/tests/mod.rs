@@ -32,7 +32,7 @@ fn gpu() -> Option<CudaDevice> {
 trait Element: WithDType + DeviceRepr {}
 impl<T: WithDType + DeviceRepr> Element for T {}
 
-/// Elements on each side of a buffer, which nobody is to write.
+/// Elements on each side of a buffer, which must not be written.
 const GUARD: usize = 64;
 
 /// A buffer on the GPU.
@@ -79,13 +79,13 @@ impl<T: Element> Buffer<T> {
     }
 }
 
-/// The first `len` elements of a slice, for what has no number that nobody computes.
+/// The first `len` elements of a slice, for what has no value that marks what was not computed.
 fn view_of<'a, T: Element>(gpu: &CudaDevice, slice: &'a CudaSlice<T>, len: usize) -> View<'a> {
     let begin = slice.device_ptr(&gpu.cuda_stream()).0;
     View::new(begin, T::DTYPE, len).owned_by(slice)
 }
 
-/// What nobody computes.
+/// What is not computed.
 fn poison<T: Element>() -> T {
     match T::DTYPE {
         DType::U32 => T::from_f64(u32::MAX.into()),

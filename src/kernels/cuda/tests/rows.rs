@@ -72,7 +72,7 @@ fn norm<X: Element, Y: Element>(gpu: &CudaDevice, rows: usize, width: usize, off
     assert_close("y of the sum", &y.read(gpu), &exact_y);
     assert_close("rstd of the sum", &rstd.read(gpu), &exact_rstd);
 
-    // The same where nobody wants the sum.
+    // The same without the sum.
     let apart = [x_apart.view(gpu), branch_on_gpu.view(gpu), weight_view];
     let y_alone = Buffer::<Y>::room(gpu, n, offset);
     let rstd_alone = Buffer::<f32>::room(gpu, rows, offset);

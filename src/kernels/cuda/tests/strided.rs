@@ -86,7 +86,7 @@ fn copied<T: Element>(gpu: &CudaDevice, case: &Case, offset: usize) {
     assert_eq!(bits(&y.read(gpu)), bits(&expected), "{case:?}");
 }
 
-/// Of integers, which have no number that nobody computes.
+/// Of integers, which have no value that marks what was not computed.
 fn copied_unguarded<T: Element>(gpu: &CudaDevice, case: &Case) {
     let x: Vec<T> = (0..case.1[0]).map(|i| T::from_f64(i as f64)).collect();
     let from = gpu.clone_htod(&x).unwrap();

@@ -17,7 +17,7 @@ use watch::{OUTPUT, heard, storage_of};
 /// A tensor that a graph holds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SavedTensor {
-    /// The op that has made it; `None` for candle's own ops, and for all that were run while nobody watched.
+    /// The op that has made it; `None` for candle's own ops, and for all that ran before.
     pub path: Option<Path>,
     /// `output`, `parameter`, or what the op calls what it keeps beside: `probabilities`, `lse`.
     pub what: &'static str,

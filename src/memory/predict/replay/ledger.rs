@@ -16,7 +16,7 @@ pub(in crate::memory) struct Buffer {
     pub count: f64,
 }
 
-/// What a buffer is, for whoever names it.
+/// What a buffer is, from which it is named.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::memory) enum What {
     Named(&'static str),
@@ -26,7 +26,7 @@ pub(in crate::memory) enum What {
     Output(usize),
 }
 
-/// How many elements a buffer has, for whoever writes it down.
+/// How many elements a buffer has, as reports write it.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::memory) enum Formula {
     Letters(&'static str),

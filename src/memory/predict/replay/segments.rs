@@ -1,4 +1,4 @@
-//! Segments of a function that have a graph of their own: one node outside, whose backward makes the graph anew or
+//! Segments of a function that have a graph of their own: one node outside, whose backward recomputes the graph or
 //! frees it.
 
 use super::backward::Gradients;
@@ -205,8 +205,8 @@ impl Replay<'_> {
         })
     }
 
-    /// Makes the graph inside again. Returns what it has made anew of what is outside: weights' copies, whose region is
-    /// over.
+    /// Makes the graph inside again. Returns what it has recomputed of what is outside: weights' copies, whose region
+    /// is over.
     fn run_again(&mut self, index: usize) -> Vec<Key> {
         let mut remade = Vec::new();
         for event in self.segments[index].inside.clone() {
@@ -256,7 +256,7 @@ impl Replay<'_> {
         rest.sort_by_key(|(value, _)| *value);
         for (value, key) in rest {
             if !self.is_weight(value) {
-                self.ledger.give_back(key); // nobody's
+                self.ledger.give_back(key); // of no kind
                 continue;
             }
             let weight = Operand {

@@ -69,7 +69,7 @@ pub(super) enum Place {
 static THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 /// The same of a GPU's; the largest number while none are recorded.
 static CARD_THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
-/// Null while nobody records.
+/// Null without a recording.
 static BUFFER: AtomicPtr<Buffer> = AtomicPtr::new(std::ptr::null_mut());
 /// How many are writing, or about to.
 static WRITERS: AtomicUsize = AtomicUsize::new(0);
@@ -165,13 +165,13 @@ fn push(event: Event) {
     WRITERS.fetch_add(1, SeqCst);
     let buffer = BUFFER.load(SeqCst);
     if !buffer.is_null() {
-        // SAFETY: `stop` takes the pointer away first, and frees the buffer when nobody writes any more; who has read
-        // the pointer before that is counted among the writers.
+        // SAFETY: `stop` takes the pointer away first, and frees the buffer when no thread writes any more; who has
+        // read the pointer before that is counted among the writers.
         let buffer = unsafe { &*buffer };
         let place = buffer.claimed.fetch_add(1, Relaxed);
         if place < buffer.capacity {
             let at_ns = buffer.start.elapsed().as_nanos() as u64;
-            // SAFETY: inside of the buffer, and nobody else has claimed this place.
+            // SAFETY: inside of the buffer, and no other thread has claimed this place.
             unsafe { buffer.events.add(place).write(Event { at_ns, ..event }) };
         }
     }
@@ -206,7 +206,7 @@ pub(super) fn start(place: Place, capacity: usize, threshold_bytes: usize) -> Re
         .compare_exchange(null, buffer, SeqCst, SeqCst)
         .is_err()
     {
-        // SAFETY: from `into_raw` above, and nobody else has seen it.
+        // SAFETY: from `into_raw` above, and it was not shared.
         drop(unsafe { Box::from_raw(buffer) });
         return Err(Refusal::AlreadyRecording);
     }

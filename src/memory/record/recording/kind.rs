@@ -6,7 +6,7 @@ use crate::ops::WEIGHT_CAST;
 
 /// The rules, of which the first that applies holds; a label comes before all of them.
 ///
-/// - Taken before the recording, or outside of every phase: nobody's.
+/// - Taken before the recording, or outside of every phase: of no kind.
 /// - Taken by a weight's cast: a weight cast.
 /// - Forward: scratch, if given back in the same call of the same op; else the loss's and the head's are logits, all
 ///   others activations. Without a graph they come and go, and are activations all the same.

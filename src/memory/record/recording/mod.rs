@@ -88,7 +88,7 @@ pub struct Recording {
     pub phases: Vec<PhaseSpan>,
     /// Events that found no room: if there are any, blocks are missing, and sums are too small or too large.
     pub lost_events: u64,
-    /// Blocks of a GPU that were given back and had been taken before the recording, so that nobody knew their size
+    /// Blocks of a GPU that were given back and had been taken before the recording, so that their size was not known
     /// ([`Recorder::label`] tells it): sums after them are too large.
     pub unknown_blocks: u64,
     /// When it began.
@@ -114,7 +114,7 @@ pub(super) struct Sample {
 ///
 /// A block belongs to the path and phase of the thread that takes it ([`probe`]). A thread that is nowhere, a kernel's
 /// worker, works for the op that runs: that which began last, on whatever thread, if several do.
-/// A block that the allocator resizes counts as given back and taken anew.
+/// A block that the allocator resizes counts as freed and allocated.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};

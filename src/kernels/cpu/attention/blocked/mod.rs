@@ -6,10 +6,10 @@
 //! a time.
 //!
 //! What is kept for backward are the exponentials `e = exp(scale q k^T - top)` and one number a row, their sum's
-//! reciprocal `inv_row_sum`: the probabilities are `p = inv_row_sum e`, which nobody needs to write. They are stored as
+//! reciprocal `inv_row_sum`: the probabilities are `p = inv_row_sum e`, which are not written. They are stored as
 //! the blocks meet them ([`Sizes::exponentials_len`]), which under the causal mask is little more than half, and in
 //! rows a cache line longer than the keys, so that a column's elements do not compete for the same places in the cache.
-//! A row's `top` is found as its strips come: where one exceeds it by much, those before are scaled anew, which is
+//! A row's `top` is found as its strips come: where one exceeds it by much, those before are rescaled, which is
 //! rare.
 //!
 //! In half precision tiles are widened as they are copied, products and sums are f32's, and outputs and gradients are

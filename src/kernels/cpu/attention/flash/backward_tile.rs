@@ -150,7 +150,7 @@ impl<T: Lanes> Scratch<T> {
                 // A tile of queries that sees these keys sees all before them: every earlier task comes by here.
                 task.turns.wait(member, q_tile, task.tile);
                 let at = task.dq_start + (member * sizes.queries + start) * self.width;
-                // SAFETY: nobody else has these rows until `pass_on`.
+                // SAFETY: no other task has these rows until `pass_on`.
                 let dq = unsafe { task.dq.range(at, range.len() * self.width) };
                 for first in (0..range.len()).step_by(step) {
                     self.add_to_dq(first..first + step, &mut dq[first * self.width..]);

@@ -257,7 +257,7 @@ fn sum_and_rest<T: Lanes>(a: T, b: T) -> (T, T) {
 }
 
 impl<T: Lanes> Panel<T> {
-    /// Starts anew with `queries`, rows of `q`; `block` is (COLUMNS, Dh) to work in.
+    /// Restarts with `queries`, rows of `q`; `block` is (COLUMNS, Dh) to work in.
     fn begin<S: Stored<Wide = T>>(
         &mut self,
         queries: Range<usize>,

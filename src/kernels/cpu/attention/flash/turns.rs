@@ -3,7 +3,8 @@
 use super::Tiles;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// For every tile of queries, which tile of keys adds to its dq next: the tiles of keys add in order, whoever is first.
+/// For every tile of queries, which tile of keys adds to its dq next: the tiles of keys add in order, whichever is
+/// first.
 ///
 /// Nobody waits in vain as long as tasks are begun in the order of their tiles of keys: the one that is waited for has
 /// begun, and waits itself only for earlier ones.

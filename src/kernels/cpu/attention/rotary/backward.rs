@@ -7,7 +7,7 @@ use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
 use crate::kernels::cpu::{Lanes, Stored, rows::softmax};
 
-/// What backward writes: gradients of the projections, turned back; (B, T, H*Dh) each.
+/// What backward writes: gradients of the projections, rotated back; (B, T, H*Dh) each.
 pub struct Gradients<'a, T> {
     /// Of q.
     pub dq: &'a mut [T],

@@ -9,14 +9,14 @@ use crate::kernels::cpu::{Stored, rows::softmax};
 
 /// What forward writes.
 pub struct Outputs<'a, T: Stored> {
-    /// softmax(scale q k^T) of every block, for backward; [`Sizes::probabilities_len`] elements. `None` if nobody wants
-    /// it.
+    /// softmax(scale q k^T) of every block, for backward; [`Sizes::probabilities_len`] elements. `None` if they are not
+    /// wanted it.
     pub p: Option<&'a mut [T::Wide]>,
     /// (B, T, H*Dh).
     pub out: &'a mut [T],
 }
 
-/// `p = softmax(scale q k^T)` under the causal mask with q and k turned, `out = p v`.
+/// `p = softmax(scale q k^T)` under the causal mask with q and k rotated, `out = p v`.
 ///
 /// As many threads work as `scratch` has [`Sizes::forward_scratch_len`] for.
 pub fn forward<T: Stored>(

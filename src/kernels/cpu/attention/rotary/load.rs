@@ -101,7 +101,7 @@ impl Head {
         );
     }
 
-    /// Rows `positions` of `from` (rows, from_row) to their places in x, turned back where there are angles.
+    /// Rows `positions` of `from` (rows, from_row) to their places in x, rotated back where there are angles.
     ///
     /// # Safety
     /// Nobody else may touch these rows of this head meanwhile.

@@ -8,7 +8,7 @@
 //! probabilities are stored in that shape ([`Sizes::probabilities_len`]).
 //!
 //! In half precision the rows are widened as they are copied, and what leaves scratch is rounded. In between the turned
-//! q and k are, and their gradients before they are turned back: as where [`rope`](crate::kernels::cpu::rope) and
+//! q and k are, and their gradients before they are rotated back: as where [`rope`](crate::kernels::cpu::rope) and
 //! [`naive_attention`](super::naive) hand them on in memory.
 //!
 //! What lives here: the two passes and their scratch. What does not: who decides when to run them, and how many threads
@@ -42,9 +42,9 @@ pub struct Sizes {
 /// Projections, and the angles of their positions.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a, T: Stored> {
-    /// (B, T, H*Dh), not turned.
+    /// (B, T, H*Dh), not rotated.
     pub q: &'a [T],
-    /// (B, T, H*Dh), not turned.
+    /// (B, T, H*Dh), not rotated.
     pub k: &'a [T],
     /// (B, T, H*Dh).
     pub v: &'a [T],
