@@ -2,35 +2,46 @@
 
 use std::process::Command;
 
-/// Runs the ignored test called `name` alone in a fresh process, and fails with its output. Its pool has two threads,
-/// whatever the machine has: what threads hold for themselves is counted.
-pub fn run(name: &str) {
-    let executable = std::env::current_exe().unwrap();
-    run_by(Command::new(executable), name);
+/// The test that a process started here is for.
+const NAME: &str = "TALLOW_TEST_ALONE";
+
+/// Runs the test called `name`, which calls this first, alone in a fresh process, fails with its output, and returns
+/// true; false in that process, where the test goes on. Its pool has two threads, whatever the machine has: what
+/// threads hold for themselves is counted.
+pub fn ran(name: &str) -> bool {
+    ran_by(|| Command::new(std::env::current_exe().unwrap()), name)
 }
 
-/// As [`run`], where addresses end at so many KiB.
+/// As [`ran`], where addresses end at so many KiB.
 #[cfg(target_os = "linux")]
-pub fn run_within(kib: u64, name: &str) {
-    let mut shell = Command::new("sh");
-    let script = format!("ulimit -v {kib} && exec \"$@\"");
-    shell.args(["-c", &script, "sh"]);
-    shell.arg(std::env::current_exe().unwrap());
-    run_by(shell, name);
+pub fn ran_within(kib: u64, name: &str) -> bool {
+    let shell = || {
+        let mut shell = Command::new("sh");
+        let script = format!("ulimit -v {kib} && exec \"$@\"");
+        shell.args(["-c", &script, "sh"]);
+        shell.arg(std::env::current_exe().unwrap());
+        shell
+    };
+    ran_by(shell, name)
 }
 
-fn run_by(mut command: Command, name: &str) {
+fn ran_by(command: impl FnOnce() -> Command, name: &str) -> bool {
+    if std::env::var(NAME).is_ok_and(|alone| alone == name) {
+        return false;
+    }
     let arguments = [
         name,
         "--exact",
-        "--ignored",
+        "--include-ignored",
         "--nocapture",
         "--test-threads=1",
     ];
-    let command = command.args(arguments).env("RAYON_NUM_THREADS", "2");
-    let output = command.output().unwrap();
+    let mut command = command();
+    let command = command.args(arguments).env(NAME, name);
+    let output = command.env("RAYON_NUM_THREADS", "2").output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{out}{err}");
     assert!(out.contains("1 passed"), "no test called {name}: {out}");
+    true
 }

@@ -185,30 +185,26 @@ fn measure_peaks(attention: Algorithm) {
 }
 
 #[test]
-#[ignore = "run by estimates_are_near_the_measured_peak"]
-fn child_measures_peaks() {
+fn estimates_are_near_the_measured_peak() {
+    if child::ran("memory::estimates_are_near_the_measured_peak") {
+        return;
+    }
     measure_peaks(Algorithm::Naive);
 }
 
 #[test]
-fn estimates_are_near_the_measured_peak() {
-    child::run("memory::child_measures_peaks");
-}
-
-#[test]
-#[ignore = "run by estimates_are_near_the_measured_peak_of_flash_attention"]
-fn child_measures_peaks_of_flash_attention() {
+fn estimates_are_near_the_measured_peak_of_flash_attention() {
+    if child::ran("memory::estimates_are_near_the_measured_peak_of_flash_attention") {
+        return;
+    }
     measure_peaks(Algorithm::Flash);
 }
 
 #[test]
-fn estimates_are_near_the_measured_peak_of_flash_attention() {
-    child::run("memory::child_measures_peaks_of_flash_attention");
-}
-
-#[test]
-#[ignore = "run by the_tracker_counts_exactly"]
-fn child_counts_scripted_allocations() {
+fn the_tracker_counts_exactly() {
+    if child::ran("memory::the_tracker_counts_exactly") {
+        return;
+    }
     let current = || tracker::current_bytes().unwrap();
     let before = current();
     tracker::reset_peak();
@@ -239,11 +235,6 @@ fn child_counts_scripted_allocations() {
 }
 
 #[test]
-fn the_tracker_counts_exactly() {
-    child::run("memory::child_counts_scripted_allocations");
-}
-
-#[test]
 fn the_system_says_what_is_there() {
     let available = tallow::hardware::available_bytes().unwrap();
     assert!(available <= tallow::hardware::total_bytes().unwrap());
@@ -253,8 +244,11 @@ fn the_system_says_what_is_there() {
 
 /// A small model's forward fits; a training step of 128.6 M parameters takes 2 GiB and more.
 #[test]
-#[ignore = "run by what_ulimit_leaves_is_what_there_is"]
-fn child_runs_under_a_limit() {
+#[cfg(target_os = "linux")]
+fn what_ulimit_leaves_is_what_there_is() {
+    if child::ran_within(1_500_000, "memory::what_ulimit_leaves_is_what_there_is") {
+        return;
+    }
     let total = tallow::hardware::total_bytes().unwrap();
     assert_eq!(total, 1_500_000 << 10);
     let available = tallow::hardware::available_bytes().unwrap();
@@ -279,14 +273,10 @@ fn child_runs_under_a_limit() {
 }
 
 #[test]
-#[cfg(target_os = "linux")]
-fn what_ulimit_leaves_is_what_there_is() {
-    child::run_within(1_500_000, "memory::child_runs_under_a_limit");
-}
-
-#[test]
-#[ignore = "run by reserved_scratch_is_all_that_products_keep"]
-fn child_multiplies_on_every_thread() {
+fn reserved_scratch_is_all_that_products_keep() {
+    if child::ran("memory::reserved_scratch_is_all_that_products_keep") {
+        return;
+    }
     use tallow::kernels::cpu::gemm::{MatRef, Threads, matmul, reserve_scratch};
     reserve_scratch(false);
     let before = tracker::current_bytes().unwrap();
@@ -302,9 +292,4 @@ fn child_multiplies_on_every_thread() {
     }
     let kept = tracker::current_bytes().unwrap().saturating_sub(before);
     assert!(kept < 4096, "{kept} bytes more are kept");
-}
-
-#[test]
-fn reserved_scratch_is_all_that_products_keep() {
-    child::run("memory::child_multiplies_on_every_thread");
 }

@@ -50,6 +50,23 @@ impl<'a, T> Shared<'a, T> {
         // SAFETY: inside the borrowed slice; disjointness is the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
+
+    /// How many parts of `size` elements there are, a shorter last one included.
+    fn parts(&self, size: usize) -> usize {
+        self.len.div_ceil(size)
+    }
+
+    /// The elements of part `index`.
+    ///
+    /// # Safety
+    /// No two tasks may hold the same part at the same time, nor parts of different sizes.
+    #[allow(clippy::mut_from_ref)] // as in `range`
+    #[inline(always)]
+    unsafe fn part(&self, index: usize, size: usize) -> &mut [T] {
+        let start = index * size;
+        // SAFETY: parts of one size do not overlap; that each is held once is the caller's promise.
+        unsafe { self.range(start, size.min(self.len - start)) }
+    }
 }
 
 /// Rows in one task, for rows of `width` elements.
@@ -64,12 +81,12 @@ pub fn for_rows<T: Send>(out: &mut [T], width: usize, f: impl Fn(usize, &mut [T]
     }
     debug_assert_eq!(out.len() % width, 0);
     let rows = rows_per_task(width);
-    if out.len() <= rows * width {
-        return f(0, out);
-    }
-    out.par_chunks_mut(rows * width)
-        .enumerate()
-        .for_each(|(task, part)| f(task * rows, part));
+    let (out, size) = (Shared::new(out), rows * width);
+    for_tasks(out.parts(size), |task| {
+        // SAFETY: part `task` is this task's.
+        let part = unsafe { out.part(task, size) };
+        f(task * rows, part);
+    });
 }
 
 /// As [`for_rows`], with a second output of `second_width` elements a row, cut at the same rows.
@@ -85,19 +102,28 @@ pub fn for_rows2<T: Send, U: Send>(
     }
     assert_eq!(first.len() / width, second.len() / second_width);
     let rows = rows_per_task(width);
-    first
-        .par_chunks_mut(rows * width)
-        .zip(second.par_chunks_mut(rows * second_width))
-        .enumerate()
-        .for_each(|(task, (a, b))| f(task * rows, a, b));
+    let (first, size) = (Shared::new(first), rows * width);
+    let (second, second_size) = (Shared::new(second), rows * second_width);
+    for_tasks(first.parts(size), |task| {
+        // SAFETY: part `task` of each is this task's.
+        let (a, b) = unsafe { (first.part(task, size), second.part(task, second_size)) };
+        f(task * rows, a, b);
+    });
 }
 
 /// Calls `f(task)` for every task in `0..tasks`, in parallel.
-pub fn for_tasks(tasks: usize, f: impl Fn(usize) + Sync + Send) {
-    if tasks == 1 {
-        return f(0);
+pub fn for_tasks(tasks: usize, f: impl Fn(usize) + Sync) {
+    run(tasks, usize::MAX, &f);
+}
+
+/// Runs `f(task)` for every task in `0..tasks`, in pieces of at most `piece` neighbouring tasks.
+///
+/// Not generic on purpose: rayon's machinery is compiled once, and not once for each kernel and type.
+fn run(tasks: usize, piece: usize, f: &(dyn Fn(usize) + Sync)) {
+    match tasks {
+        1 => f(0), // on this thread, whatever the pool
+        _ => (0..tasks).into_par_iter().with_max_len(piece).for_each(f),
     }
-    (0..tasks).into_par_iter().for_each(f);
 }
 
 /// Calls `f(scratch, task)` for every task in `0..tasks`, in parallel, with one scratch a thread: threads take the next
@@ -119,13 +145,7 @@ pub fn for_tasks_with<S>(
             f(scratch.get_or_insert_with(&scratch_of), task);
         }
     };
-    if workers <= 1 {
-        return work();
-    }
-    (0..workers)
-        .into_par_iter()
-        .with_max_len(1)
-        .for_each(|_| work());
+    run(workers, 1, &|_| work());
 }
 
 /// `out[j] = sum over rows of term(row)[j]`, where `add(rows, partial)` adds the terms of some rows, in order, to
@@ -137,15 +157,12 @@ pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(Range<usize>, 
     let width = out.len();
     let blocks = rows.div_ceil(BLOCK_ROWS);
     let mut partials = vec![T::ZERO; blocks * width]; // (blocks, width)
-    partials
-        .par_chunks_mut(width.max(1))
-        .enumerate()
-        .for_each(|(block, partial)| {
-            add(
-                block * BLOCK_ROWS..rows.min((block + 1) * BLOCK_ROWS),
-                partial,
-            );
-        });
+    let shared = Shared::new(&mut partials);
+    for_tasks(shared.parts(width.max(1)), |block| {
+        let rows = block * BLOCK_ROWS..rows.min((block + 1) * BLOCK_ROWS);
+        // SAFETY: part `block` is this task's.
+        add(rows, unsafe { shared.part(block, width) });
+    });
     out.fill(T::ZERO);
     simd::vectorized(
         #[inline(always)]
@@ -173,9 +190,13 @@ pub fn for_tasks_in<T: Send>(
     f: impl Fn(&mut [T], usize) + Sync,
 ) {
     assert!(scratch.len() >= size, "{size} of {}", scratch.len());
-    let workers = tasks.min(rayon::current_num_threads());
+    let room = scratch.len().checked_div(size).unwrap_or(usize::MAX);
+    let workers = tasks.min(rayon::current_num_threads()).min(room);
+    let scratch = Shared::new(scratch);
     let next = AtomicUsize::new(0);
-    let work = |scratch: &mut [T]| {
+    run(workers, 1, &|worker| {
+        // SAFETY: part `worker` is this worker's.
+        let scratch = unsafe { scratch.part(worker, size) };
         loop {
             let task = next.fetch_add(1, Ordering::Relaxed);
             if task >= tasks {
@@ -183,25 +204,20 @@ pub fn for_tasks_in<T: Send>(
             }
             f(scratch, task);
         }
-    };
-    if workers <= 1 {
-        return work(&mut scratch[..size]);
-    }
-    scratch
-        .par_chunks_exact_mut(size)
-        .take(workers)
-        .with_max_len(1)
-        .for_each(work);
+    });
 }
 
 /// The sum of `f(range)` over consecutive ranges of [`TASK_ELEMENTS`] that cover `0..n`, the ranges' results added in
 /// order.
-pub fn sum_ranges(n: usize, f: impl Fn(Range<usize>) -> f64 + Sync + Send) -> f64 {
-    let tasks = n.div_ceil(TASK_ELEMENTS);
-    let partials: Vec<f64> = (0..tasks)
-        .into_par_iter()
-        .map(|task| f(task * TASK_ELEMENTS..n.min((task + 1) * TASK_ELEMENTS)))
-        .collect();
+pub fn sum_ranges(n: usize, f: impl Fn(Range<usize>) -> f64 + Sync) -> f64 {
+    let mut partials = vec![0.0; n.div_ceil(TASK_ELEMENTS)];
+    let shared = Shared::new(&mut partials);
+    for_tasks(shared.parts(1), |task| {
+        let range = task * TASK_ELEMENTS..n.min((task + 1) * TASK_ELEMENTS);
+        // SAFETY: part `task` is this task's.
+        let sum = unsafe { shared.part(task, 1) };
+        sum[0] = f(range);
+    });
     partials.iter().sum()
 }
 

@@ -67,8 +67,10 @@ fn check(
 
 /// Alone in its process, since the counts are the process's.
 #[test]
-#[ignore = "run by attention_takes_what_its_account_says"]
-fn child_measures_attention() {
+fn attention_takes_what_its_account_says() {
+    if child::ran("attention_benchmark::memory::attention_takes_what_its_account_says") {
+        return;
+    }
     let shapes = [
         (8, 1, 512, 16),
         (8, 1, 300, 64),
@@ -103,20 +105,13 @@ fn child_measures_attention() {
     }
 }
 
-#[test]
-fn attention_takes_what_its_account_says() {
-    child::run("attention_benchmark::memory::child_measures_attention");
-}
-
-#[test]
-fn flash_without_a_kernel_takes_what_its_account_says() {
-    child::run("attention_benchmark::memory::child_measures_flash_without_a_kernel");
-}
-
 /// On the CPU what a GPU runs in f64.
 #[test]
-#[ignore = "run by flash_without_a_kernel_takes_what_its_account_says"]
-fn child_measures_flash_without_a_kernel() {
+fn flash_without_a_kernel_takes_what_its_account_says() {
+    if child::ran("attention_benchmark::memory::flash_without_a_kernel_takes_what_its_account_says")
+    {
+        return;
+    }
     for shape @ (batch_size, heads, sequence_length, head_dim) in
         [(8, 1, 300, 64), (1, 1, 1024, 64)]
     {
@@ -153,8 +148,10 @@ fn child_measures_flash_without_a_kernel() {
 }
 
 #[test]
-#[ignore = "run by the_module_takes_what_its_account_says"]
-fn child_measures_the_module() {
+fn the_module_takes_what_its_account_says() {
+    if child::ran("attention_benchmark::memory::the_module_takes_what_its_account_says") {
+        return;
+    }
     let shapes = [
         (8, 128, 256, 1), // activations dominate
         (8, 16, 512, 2),  // weights dominate
@@ -188,12 +185,11 @@ fn child_measures_the_module() {
 
 #[test]
 fn the_module_in_half_precision_takes_what_its_account_says() {
-    child::run("attention_benchmark::memory::child_measures_the_module_in_half_precision");
-}
-
-#[test]
-#[ignore = "run by the_module_in_half_precision_takes_what_its_account_says"]
-fn child_measures_the_module_in_half_precision() {
+    if child::ran(
+        "attention_benchmark::memory::the_module_in_half_precision_takes_what_its_account_says",
+    ) {
+        return;
+    }
     let shapes = [(8, 128, 512, 2), (4, 16, 1024, 4), (2, 1024, 64, 1)];
     let precisions = [
         Precision::BF16,
@@ -257,18 +253,10 @@ fn check_columns(row: &Fields, w: &SelfAttentionWorkload) {
 }
 
 #[test]
-fn the_module_takes_what_its_account_says() {
-    child::run("attention_benchmark::memory::child_measures_the_module");
-}
-
-#[test]
 fn forward_and_backward_have_peaks_of_their_own() {
-    child::run("attention_benchmark::memory::child_measures_phases");
-}
-
-#[test]
-#[ignore = "run by forward_and_backward_have_peaks_of_their_own"]
-fn child_measures_phases() {
+    if child::ran("attention_benchmark::memory::forward_and_backward_have_peaks_of_their_own") {
+        return;
+    }
     let mut run = attention(Algorithm::Naive);
     run.workload.sequence_length = 256;
     let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();

@@ -93,12 +93,9 @@ fn f64_is_not_planned() {
 /// Alone in its process, since the counts are the process's.
 #[test]
 fn it_takes_what_its_account_says() {
-    child::run("attention_benchmark::planned::child_measures_it");
-}
-
-#[test]
-#[ignore = "run by it_takes_what_its_account_says"]
-fn child_measures_it() {
+    if child::ran("attention_benchmark::planned::it_takes_what_its_account_says") {
+        return;
+    }
     let ways = [
         (Mask::Full, DType::F32),
         (Mask::Causal, DType::F32),
@@ -146,16 +143,11 @@ fn check_memory(run: &AttentionRun) {
 /// Alone in its process, since the pool's counters are the process's.
 #[cfg(feature = "cuda")]
 #[test]
+#[ignore = "needs a CUDA device"]
 fn on_a_gpu_too() {
-    if crate::gpu().is_some() {
-        child::run("attention_benchmark::planned::child_measures_it_on_a_gpu");
+    if child::ran("attention_benchmark::planned::on_a_gpu_too") {
+        return;
     }
-}
-
-#[cfg(feature = "cuda")]
-#[test]
-#[ignore = "run by on_a_gpu_too"]
-fn child_measures_it_on_a_gpu() {
     let gpu = tallow::device("cuda:0").unwrap();
     let ways = [DType::F32, DType::BF16].map(|dtype| Algorithm::ALL.map(|by| (by, dtype)));
     for (algorithm, dtype) in ways.into_iter().flatten() {

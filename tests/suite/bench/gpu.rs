@@ -1,4 +1,4 @@
-//! A GPU that is full: rows that say so, and runs that go on. Without a GPU a word says so.
+//! A GPU that is full: rows that say so, and runs that go on.
 
 use super::{number, run, text};
 use crate::child;
@@ -77,11 +77,12 @@ fn assert_ran(rows: &[Fields]) {
 
 /// Alone in its process, whose end gives the memory back whatever happens.
 #[test]
-#[ignore = "run by a_full_gpu_is_a_row"]
-fn child_fills_a_gpu() {
-    let Some(gpu) = crate::gpu() else {
+#[ignore = "needs a CUDA device"]
+fn a_full_gpu_is_a_row() {
+    if child::ran("bench::gpu::a_full_gpu_is_a_row") {
         return;
-    };
+    }
+    let gpu = crate::gpu();
     let rows = |run: EndToEnd| run.run(&gpu, |_, _| ()).unwrap();
     let executions = [Execution::Eager, Execution::Planned];
     // Once while there is room, so that nothing but the step's own memory is missing later.
@@ -124,9 +125,4 @@ fn child_fills_a_gpu() {
         assert_ran(&rows(step(execution, false, None)));
     }
     assert!(profiled(false).unwrap().peak_bytes > GIB);
-}
-
-#[test]
-fn a_full_gpu_is_a_row() {
-    child::run("bench::gpu::child_fills_a_gpu");
 }

@@ -382,12 +382,9 @@ fn the_plan_says_what_it_is() {
 /// Alone in their process, since the counts are the process's.
 #[test]
 fn the_arena_is_all_there_is() {
-    child::run("compile::attention::allocations");
-}
-
-#[test]
-#[ignore = "run by the_arena_is_all_there_is"]
-fn allocations() {
+    if child::ran("compile::attention::the_arena_is_all_there_is") {
+        return;
+    }
     let [q, k, v, d_out] = inputs(&[8, 1, 700, 64]);
     let alive = || tracker::current_bytes().expect("the suite's allocator counts");
     rayon::broadcast(|_| ()); // the pool is the process's

@@ -1,5 +1,4 @@
 //! Attention planned on a GPU: against exact results, against naive attention in three ops there, and against itself.
-//! Without a GPU a word says so.
 
 use super::attention::{flash_as_eager, naive, planning, with_others};
 use super::gpu::{agree, plan};
@@ -71,9 +70,7 @@ fn planned(problem: &Problem, dtype: DType, gpu: &Device) -> Results {
 
 /// At most twice as far off as naive attention in three ops for the output, three times for gradients.
 fn judge(problem: &Problem, dtype: DType) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let mut oracle = Oracle::of(problem);
     oracle.results.lse.clear();
     oracle.terms.lse.clear();
@@ -107,10 +104,9 @@ fn blocks_of_queries(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType
 
 /// More heads than have their scores' gradients there at once, in turns of which the last is smaller.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let (shape, config) = ((7, 8100, 16), AttentionConfig { mask, scale: None });
     let draw = || Tensor::randn(0f32, 1.0, shape, &CPU).and_then(|x| x.to_device(&gpu));
     let [q, k, v, d_out] = [(); 4].map(|()| draw().unwrap());
@@ -149,6 +145,7 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
 
 /// What flash attention gives eagerly there, from the same kernels.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn flash_has_eager_flashs_bits(
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
     #[values(Mask::Full, Mask::Causal, Mask::CausalEnd)] mask: Mask,
@@ -158,9 +155,7 @@ fn flash_has_eager_flashs_bits(
         usize,
     ),
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let config = AttentionConfig { mask, scale: None };
     flash_as_eager(&[heads, 1, length, head_dim], dtype, &config, &gpu);
 }
@@ -181,10 +176,9 @@ fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) 
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn what_a_gpu_is_not_planned_for() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let config = AttentionConfig::default();
     let refused = |result: tallow::Result<()>, words: &[&str]| {
         let text = result.unwrap_err().to_string();
@@ -252,18 +246,16 @@ fn what_a_gpu_is_not_planned_for() {
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn other_lengths_and_grouped_heads() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     with_others(&gpu);
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn the_plan_says_what_it_is() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     // In half precision the probabilities' gradients are f32, and their scores' beside them.
     for (dtype, width, beside) in [(DType::F32, 4, 1), (DType::BF16, 2, 3)] {
         let config = AttentionConfig::default();
@@ -285,15 +277,11 @@ fn the_plan_says_what_it_is() {
 
 /// Alone in their process, since the pool's counters are the process's.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn the_arena_is_all_there_is() {
-    if crate::gpu().is_some() {
-        child::run("compile::attention_gpu::allocations");
+    if child::ran("compile::attention_gpu::the_arena_is_all_there_is") {
+        return;
     }
-}
-
-#[test]
-#[ignore = "run by the_arena_is_all_there_is"]
-fn allocations() {
     let gpu = tallow::device("cuda:0").unwrap();
     let meter = Meter::new(&gpu);
     let shape = (8, 1, 700, 64);

@@ -1,4 +1,4 @@
-//! Steps planned on a GPU against steps planned on the CPU, and against themselves. Without a GPU a word says so.
+//! Steps planned on a GPU against steps planned on the CPU, and against themselves.
 
 use super::{CPU, batch, bits, config, distance};
 use candle_core::{DType, Device, Tensor};
@@ -76,9 +76,7 @@ fn furthest(a: &Trained, b: &Trained) -> f64 {
 /// Held by the CPU's own step in the same precision: at most three times as far from f32's as it, and in f32 as close
 /// as sums in another order are.
 pub(super) fn agree(config: &TransformerConfig, plan: &PlanConfig) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let what = format!("{config:?} {plan:?}");
     let got = train(config, plan, &gpu, 1);
     let exact = train(
@@ -184,10 +182,9 @@ fn large_vocabularies() {
 /// Weights to the bit those of a step that keeps its gradients; in bf16, where gradients that pass are rounded to it,
 /// they have moved as nearly as f32's as those have. The same bits twice.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn the_optimizer_in_backward(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let model = config(2, 2, 32, 72, Algorithm::Naive);
     let exact = train(&model, &plan(Precision::F32), &gpu, 4);
     let kept = train(&model, &plan(precision), &gpu, 4);
@@ -225,13 +222,12 @@ fn the_optimizer_in_backward(#[values(Precision::F32, Precision::BF16)] precisio
 /// What backward runs again to keep to a budget has the same bits: in half precision sums, and where those do not do,
 /// gates.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn sums_and_gates_run_again(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
     #[values(99, 90)] percent: u64,
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let model = config(3, 2, 32, 136, Algorithm::Flash);
     let whole = PlanConfig {
         batch_size: 8,
@@ -262,10 +258,9 @@ fn sums_and_gates_run_again(
 /// From a scale that overflows: a step whose gradients are not finite is left out and changes nothing, the scale
 /// follows the scaler's rule, and training goes on.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let (model, mut optimizer) = model_on(&config(2, 2, 24, 56, Algorithm::Naive), &gpu);
     let plan = PlanConfig {
         loss_scaling: true,
@@ -314,12 +309,11 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
 
 /// What is not finite is found, named, and changes nothing.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn gradients_that_cannot_be_clipped(
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let model_config = config(2, 2, 32, 72, Algorithm::Naive);
     let (model, mut optimizer) = model_on(&model_config, &gpu);
     let (name, weight) = &model.parameters()[3];
@@ -367,10 +361,9 @@ fn gradients_that_cannot_be_clipped(
 
 /// Weights that somebody else has changed are seen: an eager step by itself, any other change by `refresh`.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn weights_changed_elsewhere() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let model_config = config(1, 2, 32, 72, Algorithm::Flash);
     let (model, mut optimizer) = model_on(&model_config, &gpu);
     let plan = plan(Precision::BF16);
@@ -406,15 +399,14 @@ fn weights_changed_elsewhere() {
 
 /// Flash attention has no kernel for rows that are not whole vectors: the plan says what to do instead.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn flash_of_odd_heads_is_refused(
     #[values((Precision::F32, 6), (Precision::BF16, 12), (Precision::F16, 4))] odd: (
         Precision,
         usize,
     ),
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let (precision, head_dim) = odd;
     let (model, optimizer) = model_on(&config(1, 4, head_dim, 72, Algorithm::Flash), &gpu);
     let error = TrainStep::new(&model, &optimizer, &plan(precision)).unwrap_err();
@@ -432,10 +424,9 @@ fn flash_in_f32_takes_heads_of_fours(#[values(4, 12, 100)] head_dim: usize) {
 
 /// A plan in half precision copies each weight before the first step, and none in a step: the update writes the copies.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn a_step_casts_no_weight() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let model = TransformerConfig {
         attention: Algorithm::Flash,
         ..TransformerConfig::small()

@@ -14,12 +14,9 @@ use tallow::precision::Precision;
 /// Alone in their process, since the counts are the process's.
 #[test]
 fn the_arena_is_what_the_plan_says() {
-    child::run("compile::memory::allocations");
-}
-
-#[test]
-#[ignore = "run by the_arena_is_what_the_plan_says"]
-fn allocations() {
+    if child::ran("compile::memory::the_arena_is_what_the_plan_says") {
+        return;
+    }
     let attentions = [Algorithm::Naive, Algorithm::Flash];
     let precisions = [Precision::F32, Precision::BF16, Precision::F16];
     let both = |attention| precisions.map(|precision| (attention, precision));

@@ -2,7 +2,7 @@
 
 use super::gpu::model_on;
 use super::{CPU, batch, bits, config, distance};
-use crate::tf32::gpu::alone;
+use crate::child;
 use candle_core::{Device, Tensor};
 use tallow::attention::Algorithm;
 use tallow::compile::{PlanConfig, TrainStep};
@@ -65,16 +65,14 @@ fn furthest(got: &[Tensor], wanted: &[Tensor]) -> f64 {
         .fold(0.0, f64::max)
 }
 
-#[test]
-fn as_exact_as_eager() {
-    alone("compile::tf32::child_is_as_exact_as_eager");
-}
-
 /// Gradients in TF32 are at most three times as far from f32's as an eager step's in TF32.
 #[test]
-#[ignore = "run by as_exact_as_eager"]
-fn child_is_as_exact_as_eager() {
-    let gpu = crate::gpu().unwrap();
+#[ignore = "needs a CUDA device"]
+fn as_exact_as_eager() {
+    if child::ran("compile::tf32::as_exact_as_eager") {
+        return;
+    }
+    let gpu = crate::gpu();
     for attention in [Algorithm::Naive, Algorithm::Flash] {
         let model = model(attention);
         let wanted = planned(&model, &CPU);
@@ -93,17 +91,15 @@ fn child_is_as_exact_as_eager() {
     }
 }
 
-#[test]
-fn a_plan_keeps_to_it() {
-    alone("compile::tf32::child_keeps_to_it");
-}
-
 /// Losses and weights of four steps, call by call, recorded and from the recording: to the bit those of the arithmetic
 /// that they were planned in, whatever the switch says when they are run. Half precision has but one.
 #[test]
-#[ignore = "run by a_plan_keeps_to_it"]
-fn child_keeps_to_it() {
-    let gpu = crate::gpu().unwrap();
+#[ignore = "needs a CUDA device"]
+fn a_plan_keeps_to_it() {
+    if child::ran("compile::tf32::a_plan_keeps_to_it") {
+        return;
+    }
+    let gpu = crate::gpu();
     let (tokens, targets) = ids(&gpu);
     for attention in [Algorithm::Naive, Algorithm::Flash] {
         for precision in [Precision::F32, Precision::BF16] {

@@ -4,8 +4,8 @@ use super::gpu::{ON_CARD, thirds};
 use super::judge::{OF_ANOTHER, Shares, floors, hold, naive_with_lse, with_own_heads};
 use super::oracle::Oracle;
 use super::problem::{Attend, MASKS, Problem, Results, Sizes, numbers, on, tensor};
+use crate::child;
 use crate::compile::distance;
-use crate::tf32::gpu::alone;
 use candle_core::{DType, Device, Tensor};
 use tallow::attention::Mask;
 use tallow::hardware::{set_tf32, tf32};
@@ -89,16 +89,14 @@ fn judge(problem: &Problem, narrow: &Results) -> Result<Shares, String> {
     hold(&oracle.results, &found, narrow, OF_ANOTHER, &floors)
 }
 
-#[test]
-fn judged() {
-    alone("flash::tf32::child_is_judged");
-}
-
 /// Heads in groups; queries without a key, tails of tiles, and more tiles than one on both sides.
 #[test]
-#[ignore = "run by judged"]
-fn child_is_judged() {
-    set_tf32(&crate::gpu().unwrap(), true).unwrap();
+#[ignore = "needs a CUDA device"]
+fn judged() {
+    if child::ran("flash::tf32::judged") {
+        return;
+    }
+    set_tf32(&crate::gpu(), true).unwrap();
     let mut shares = Shares::default();
     for head_dim in [12, 16, 28, 32, 64, 96, 128, 256] {
         for lengths in [(1, 1), (37, 1), (33, 70), (70, 33), (130, 197)] {
@@ -116,20 +114,18 @@ fn child_is_judged() {
     println!("shares of the bounds: {shares:?}");
 }
 
-#[test]
-fn judged_by_the_gpus_own() {
-    alone("flash::tf32::child_is_judged_by_the_gpus_own");
-}
-
 /// Against naive attention whose products are candle's on the GPU, of sizes that all have tensor cores for.
 #[test]
-#[ignore = "run by judged_by_the_gpus_own"]
-fn child_is_judged_by_the_gpus_own() {
+#[ignore = "needs a CUDA device"]
+fn judged_by_the_gpus_own() {
+    if child::ran("flash::tf32::judged_by_the_gpus_own") {
+        return;
+    }
     const NAIVE: Attend = |q, k, v, config| {
         let gpu = tallow::device("cuda:0")?;
         on(&gpu, naive_with_lse, [q, k, v], config)
     };
-    set_tf32(&crate::gpu().unwrap(), true).unwrap();
+    set_tf32(&crate::gpu(), true).unwrap();
     for head_dim in [64, 128] {
         for mask in MASKS {
             let sizes = Sizes::new((2, 4, 4), (128, 256), head_dim);
@@ -141,23 +137,21 @@ fn child_is_judged_by_the_gpus_own() {
     }
 }
 
-#[test]
-fn switched() {
-    alone("flash::tf32::child_is_switched");
-}
-
 /// The same bits each time in either arithmetic; and backward is of the arithmetic of its forward, whatever the switch
 /// says by then.
 #[test]
-#[ignore = "run by switched"]
-fn child_is_switched() {
+#[ignore = "needs a CUDA device"]
+fn switched() {
+    if child::ran("flash::tf32::switched") {
+        return;
+    }
     const SWITCHED_AFTER: Attend = |q, k, v, config| {
         let gpu = tallow::device("cuda:0")?;
         let results = ON_CARD(q, k, v, config)?;
         set_tf32(&gpu, !tf32(&gpu))?;
         Ok(results)
     };
-    let gpu = crate::gpu().unwrap();
+    let gpu = crate::gpu();
     for head_dim in [16, 28, 64, 96, 128, 256] {
         for mask in MASKS {
             let sizes = Sizes::new((2, 4, 2), (300, 517), head_dim);
@@ -189,14 +183,12 @@ fn child_is_switched() {
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn half_precision_does_not_heed_it() {
-    alone("flash::tf32::child_in_half_does_not_heed_it");
-}
-
-#[test]
-#[ignore = "run by half_precision_does_not_heed_it"]
-fn child_in_half_does_not_heed_it() {
-    let gpu = crate::gpu().unwrap();
+    if child::ran("flash::tf32::half_precision_does_not_heed_it") {
+        return;
+    }
+    let gpu = crate::gpu();
     let sizes = Sizes::new((2, 4, 2), (70, 133), 64);
     let problem = Problem::random(sizes, Mask::Causal, None, 94);
     let run = |on| {

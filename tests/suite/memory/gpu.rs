@@ -1,5 +1,4 @@
-//! Recordings on a GPU: exact on scripted allocations, and beside the pool's own counters. Without a GPU a word says
-//! so.
+//! Recordings on a GPU: exact on scripted allocations, and beside the pool's own counters.
 
 use super::recording::assert_adds_up;
 use super::{MODES, config, run};
@@ -16,11 +15,12 @@ const MIB: u64 = 1 << 20;
 
 /// Alone in its process: a recording is the process's, and so is CUPTI.
 #[test]
-#[ignore = "run by a_gpus_allocations_are_recorded_exactly"]
-fn child_records_a_script() {
-    let Some(gpu) = crate::gpu() else {
+#[ignore = "needs a CUDA device"]
+fn a_gpus_allocations_are_recorded_exactly() {
+    if child::ran("memory::gpu::a_gpus_allocations_are_recorded_exactly") {
         return;
-    };
+    }
+    let gpu = crate::gpu();
     let zeros = |mib: usize| Tensor::zeros(mib << 20, DType::U8, &gpu).unwrap();
     let meter = Meter::new(&gpu);
     drop(zeros(1));
@@ -86,16 +86,12 @@ fn child_records_a_script() {
 }
 
 #[test]
-fn a_gpus_allocations_are_recorded_exactly() {
-    child::run("memory::gpu::child_records_a_script");
-}
-
-#[test]
-#[ignore = "run by a_steps_blocks_are_the_pools"]
-fn child_profiles_steps() {
-    let Some(gpu) = crate::gpu() else {
+#[ignore = "needs a CUDA device"]
+fn a_steps_blocks_are_the_pools() {
+    if child::ran("memory::gpu::a_steps_blocks_are_the_pools") {
         return;
-    };
+    }
+    let gpu = crate::gpu();
     let attentions = [Algorithm::Naive, Algorithm::Flash];
     let precisions = [Precision::F32, Precision::BF16];
     let cases = attentions
@@ -174,9 +170,4 @@ fn child_profiles_steps() {
             assert!(active >= parameters + state, "{what}: {active}");
         }
     }
-}
-
-#[test]
-fn a_steps_blocks_are_the_pools() {
-    child::run("memory::gpu::child_profiles_steps");
 }

@@ -502,8 +502,10 @@ fn figures_stay_what_they_were() {
 
 /// Without a graph a segment's input goes with the segment, while copies of weights go on growing.
 #[test]
-#[ignore = "run by segments_without_a_graph_take_what_is_predicted"]
-fn child_measures_segments_without_a_graph() {
+fn segments_without_a_graph_take_what_is_predicted() {
+    if child::ran("memory::graphs::segments_without_a_graph_take_what_is_predicted") {
+        return;
+    }
     for (layers, strategy) in [(3, "every-2"), (9, "every-2"), (9, "sqrt"), (9, "every-5")] {
         let config = config(64, 160, layers, 300);
         let workload = Workload {
@@ -526,11 +528,6 @@ fn child_measures_segments_without_a_graph() {
             plan.peak_bytes
         );
     }
-}
-
-#[test]
-fn segments_without_a_graph_take_what_is_predicted() {
-    child::run("memory::graphs::child_measures_segments_without_a_graph");
 }
 
 /// A model that is nobody's: tied weights, a frozen one, a bias that is used twice, segments whose graph is freed.
@@ -628,8 +625,10 @@ fn far(what: &str, (predicted, measured, plan): ([u64; 2], [u64; 2], Estimate)) 
 }
 
 #[test]
-#[ignore = "run by a_model_of_ones_own_takes_what_is_predicted"]
-fn child_measures_a_model_of_ones_own() {
+fn a_model_of_ones_own_takes_what_is_predicted() {
+    if child::ran("memory::graphs::a_model_of_ones_own_takes_what_is_predicted") {
+        return;
+    }
     let mine = Mine::new().unwrap();
     let ids = |rows: usize, length| Tensor::ones((rows, length), DType::U32, &Device::Cpu).unwrap();
     let mut wrong = Vec::new();
@@ -660,11 +659,6 @@ fn child_measures_a_model_of_ones_own() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-}
-
-#[test]
-fn a_model_of_ones_own_takes_what_is_predicted() {
-    child::run("memory::graphs::child_measures_a_model_of_ones_own");
 }
 
 #[test]

@@ -38,8 +38,10 @@ fn taken<T: Stored>(sizes: ProductSizes) -> u64 {
 /// Alone in its process, since the counts are the process's; in a pool of one thread, since others allocate as they
 /// begin.
 #[test]
-#[ignore = "run by products_pack_what_they_say"]
-fn child_measures_products() {
+fn products_pack_what_they_say() {
+    if child::ran("memory::packing::products_pack_what_they_say") {
+        return;
+    }
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
     pool.unwrap().install(compare);
 }
@@ -68,11 +70,6 @@ fn compare() {
         assert!(said + 256.0 >= taken, "{full:?}: {said} for {taken}"); // and a cache line or two
         assert!(said <= 2.1 * taken + 1024.0, "{full:?}: {said} for {taken}");
     }
-}
-
-#[test]
-fn products_pack_what_they_say() {
-    child::run("memory::packing::child_measures_products");
 }
 
 proptest! {

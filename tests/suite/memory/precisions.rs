@@ -23,8 +23,10 @@ pub(super) fn every_precision() -> Vec<Precision> {
 
 /// Alone in its process, since the counts are the process's.
 #[test]
-#[ignore = "run by every_precision_takes_what_is_predicted"]
-fn child_measures_precisions() {
+fn every_precision_takes_what_is_predicted() {
+    if child::ran("memory::precisions::every_precision_takes_what_is_predicted") {
+        return;
+    }
     let configs = [
         (config(128, 352, 3, 1000), 4),
         (config(64, 256, 2, 8000), 2), // logits dominate
@@ -220,9 +222,4 @@ fn the_account_is_a_table_with_formulas() {
         }
     }
     assert!(text.contains("B 4, T 256, D 768, F 3072, H 12, V 10000, L 12"));
-}
-
-#[test]
-fn every_precision_takes_what_is_predicted() {
-    child::run("memory::precisions::child_measures_precisions");
 }

@@ -14,8 +14,10 @@ const MIB: u64 = 1 << 20;
 
 /// Alone in its process, since the counts are the process's.
 #[test]
-#[ignore = "run by scripted_allocations_are_recorded_exactly"]
-fn child_records_a_script() {
+fn scripted_allocations_are_recorded_exactly() {
+    if child::ran("memory::recording::scripted_allocations_are_recorded_exactly") {
+        return;
+    }
     let zeros = |n: usize| Tensor::zeros(n, DType::U8, &Device::Cpu).unwrap();
     let before = zeros(3_000_000);
     let baseline_bytes = tracker::current_bytes().unwrap() - 3_000_000;
@@ -117,13 +119,10 @@ pub(super) fn assert_adds_up(recording: &Recording) {
 }
 
 #[test]
-fn scripted_allocations_are_recorded_exactly() {
-    child::run("memory::recording::child_records_a_script");
-}
-
-#[test]
-#[ignore = "run by threads_lose_nothing"]
-fn child_records_threads() {
+fn threads_lose_nothing() {
+    if child::ran("memory::recording::threads_lose_nothing") {
+        return;
+    }
     let threads = 8;
     let allocations = tracker::allocations().unwrap();
     let recorder = record(RecordConfig::default()).unwrap();
@@ -161,13 +160,10 @@ fn child_records_threads() {
 }
 
 #[test]
-fn threads_lose_nothing() {
-    child::run("memory::recording::child_records_threads");
-}
-
-#[test]
-#[ignore = "run by what_cannot_be_recorded_is_refused_or_counted"]
-fn child_records_too_much() {
+fn what_cannot_be_recorded_is_refused_or_counted() {
+    if child::ran("memory::recording::what_cannot_be_recorded_is_refused_or_counted") {
+        return;
+    }
     let config = RecordConfig {
         capacity: 10,
         ..Default::default()
@@ -213,13 +209,10 @@ fn child_records_too_much() {
 }
 
 #[test]
-fn what_cannot_be_recorded_is_refused_or_counted() {
-    child::run("memory::recording::child_records_too_much");
-}
-
-#[test]
-#[ignore = "run by a_steps_memory_is_where_the_account_has_it"]
-fn child_profiles_steps() {
+fn a_steps_memory_is_where_the_account_has_it() {
+    if child::ran("memory::recording::a_steps_memory_is_where_the_account_has_it") {
+        return;
+    }
     let cases = [
         (Algorithm::Naive, Precision::F32),
         (Algorithm::Flash, Precision::F32),
@@ -289,9 +282,4 @@ fn child_profiles_steps() {
             }
         }
     }
-}
-
-#[test]
-fn a_steps_memory_is_where_the_account_has_it() {
-    child::run("memory::recording::child_profiles_steps");
 }

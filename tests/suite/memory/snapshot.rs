@@ -59,8 +59,10 @@ fn memory_viz() -> Option<PathBuf> {
 }
 
 #[test]
-#[ignore = "run by pytorch_reads_the_snapshot"]
-fn child_writes_snapshots() {
+fn pytorch_reads_the_snapshot() {
+    if child::ran("memory::snapshot::pytorch_reads_the_snapshot") {
+        return;
+    }
     let step = run(&config(64, 128, 2, 300), 2, Mode::TrainStep);
     let profile = step
         .profile_memory(&Device::Cpu, Default::default())
@@ -108,13 +110,10 @@ fn child_writes_snapshots() {
 }
 
 #[test]
-fn pytorch_reads_the_snapshot() {
-    child::run("memory::snapshot::child_writes_snapshots");
-}
-
-#[test]
-#[ignore = "run by what_cannot_be_written_is_an_error"]
-fn child_writes_nowhere() {
+fn what_cannot_be_written_is_an_error() {
+    if child::ran("memory::snapshot::what_cannot_be_written_is_an_error") {
+        return;
+    }
     let recorder = record(RecordConfig::default()).unwrap();
     std::hint::black_box(vec![1u8; 10_000]);
     let recording = recorder.finish();
@@ -137,9 +136,4 @@ fn child_writes_nowhere() {
         let error = snapshot.save_json(full).unwrap_err();
         assert!(matches!(error, Error::Io { .. }), "{error}");
     }
-}
-
-#[test]
-fn what_cannot_be_written_is_an_error() {
-    child::run("memory::snapshot::child_writes_nowhere");
 }

@@ -22,8 +22,10 @@ fn cheap() -> Vec<(usize, TransformerConfig, Workload)> {
 /// Alone in its process, since the counts are the process's. One thread holds what the breakdown says it does; of
 /// several, on a busy machine, not all may at the same time.
 #[test]
-#[ignore = "run by estimates_are_near_on_a_sample"]
-fn child_measures_a_sample() {
+fn estimates_are_near_on_a_sample() {
+    if child::ran("memory::verification::estimates_are_near_on_a_sample") {
+        return;
+    }
     // One pool for all: a thread that ends gives back what its products kept.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
     let wrong = pool.unwrap().install(|| {
@@ -42,11 +44,6 @@ fn child_measures_a_sample() {
         wrong
     });
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-}
-
-#[test]
-fn estimates_are_near_on_a_sample() {
-    child::run("memory::verification::child_measures_a_sample");
 }
 
 #[test]

@@ -90,9 +90,7 @@ fn with_kernels() -> Vec<Case> {
 }
 
 fn check(case: &Case, policy: KernelPolicy, lie: Lie) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let exact = case.run(DType::F64, REFERENCE);
     let judge = case.run(DType::F32, REFERENCE);
     assert_no_worse(
@@ -143,10 +141,9 @@ fn layer_norm_far_from_zero(#[values(1e2, 1e4)] mean: f64) {
 
 /// Rows that begin between vectors, though their width is one of whole vectors.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn rows_begin_anywhere(#[values(1, 2, 3)] offset: usize) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let (rows, classes) = (5, 512);
     let values = normal(&[offset + rows * classes], 7)
         .to_dtype(DType::F32)
@@ -174,10 +171,9 @@ fn variable(device: &Device, dims: &[usize], seed: u64) -> Var {
 
 /// Head and loss. Logits become their gradient where they lie, so that a second backward has to compute them again.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let run = |device: &Device| {
         let x = variable(device, &[3, 11, 24], 7);
         let weight = variable(device, &[65, 24], 8);
@@ -197,10 +193,9 @@ fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
 
 /// Two products and the gate between them, each of which rounds.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn the_gated_maps() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     for (rows, depth, out) in [(1, 5, 3), (33, 65, 41), (123, 257, 301), (1024, 64, 176)] {
         let case = || cases::swiglu_linear(&[rows], depth, out, 34);
         check(&case(), KERNEL, Lie::Contiguous);
@@ -217,13 +212,12 @@ fn the_gated_maps() {
 /// In an autocast region products read the weights' copies, kept or dropped, and the weights' gradients are f32 sums
 /// that nothing has rounded: the CPU's.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn weights_in_a_region_have_the_gradients_of_the_cpu(
     #[values(DType::F16, DType::BF16)] dtype: DType,
     #[values(false, true)] keeps: bool,
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let run = |device: &Device| {
         let x = variable(device, &[3, 11, 24], 7);
         let [w1, w3, head] = [8, 9, 10].map(|seed| variable(device, &[65, 24], seed));
@@ -271,10 +265,9 @@ fn weights_in_a_region_have_the_gradients_of_the_cpu(
 
 /// Weights without rows, and products over nothing.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn nothing_is_multiplied() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &gpu).unwrap();
     let y = ops::linear(&zeros(&[3, 5]), &zeros(&[0, 5])).unwrap();
     assert_eq!(y.dims(), [3, 0]);
@@ -295,10 +288,9 @@ fn every_op_in_f32() {
 }
 
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn kernels_in_half_precision_round_once(#[values(DType::F16, DType::BF16)] dtype: DType) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     for case in with_kernels() {
         let case = case.rounded_to(dtype);
         let exact = case.run(DType::F64, REFERENCE);
@@ -308,10 +300,9 @@ fn kernels_in_half_precision_round_once(#[values(DType::F16, DType::BF16)] dtype
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn the_same_bits_every_time() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     for case in with_kernels() {
         let run = || case.run_on(&gpu, DType::F32, KERNEL, Lie::Contiguous);
         let (first, second) = (run(), run());
@@ -333,13 +324,12 @@ const OF_FLASH: [((usize, usize), (usize, usize)); 5] = [
 
 /// Flash attention on tensor cores: every compiled head dimension and sizes between, tails, masks, groups.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn flash_in_half_precision(
     #[values(DType::F16, DType::BF16)] dtype: DType,
     #[values(8, 16, 24, 32, 64, 80, 96, 128, 200, 256)] head_dim: usize,
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     for mask in MASKS {
         for (heads, lengths) in OF_FLASH {
             let case = cases::grouped_flash(&[2], heads, lengths, head_dim, mask, 7);
@@ -361,12 +351,11 @@ fn flash_in_half_precision(
 
 /// Flash attention in exact f32, judged by its reference in f32, which writes scores and probabilities down.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn flash_in_f32(
     #[values(4, 8, 16, 20, 32, 60, 64, 80, 96, 100, 128, 200, 252, 256)] head_dim: usize,
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     for mask in MASKS {
         for (heads, lengths) in OF_FLASH {
             let case = cases::grouped_flash(&[2], heads, lengths, head_dim, mask, 7);

@@ -1,5 +1,5 @@
 //! Naive attention as one op on a GPU: judged by f64 and by the three ops that are its reference, in every dtype;
-//! blocks that masks hide, heads in turns. Without a GPU a word says so.
+//! blocks that masks hide, heads in turns.
 
 use super::case::{KERNEL, LIES, Lie, REFERENCE, bits, numbers};
 use super::cases::{self, MASKS};
@@ -17,6 +17,7 @@ use tallow::ops::{KernelPolicy, with_kernel_policy};
 type Sizes = ((usize, usize), (usize, usize), (usize, usize));
 
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn as_near_as_in_three_ops(
     #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
     #[values(
@@ -29,9 +30,7 @@ fn as_near_as_in_three_ops(
     )]
     (heads, lengths, dims): Sizes,
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     for mask in MASKS {
         for scale in [None, Some(-0.4)] {
             let case = cases::grouped_attention(&[2], heads, lengths, dims, (scale, mask), 7);
@@ -96,13 +95,12 @@ fn agree(gpu: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f6
 /// Several blocks of queries and of keys, as many of one as of the other and not, some that nobody sees and that see
 /// nothing.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn blocks(
     #[values((2049, 2049), (1100, 2500), (2500, 1100))] (queries, keys): (usize, usize),
     #[values((2, 2), (4, 2))] (heads, kv_heads): (usize, usize),
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     for mask in MASKS {
         agree(
             &gpu,
@@ -115,6 +113,7 @@ fn blocks(
 
 /// More heads than have their scores' gradients there at once, in turns of which the last is smaller.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     let workload = AttentionWorkload {
         batch_size: 1,
@@ -132,19 +131,16 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
         (3 * of_scores..5 * of_scores).contains(&scratch),
         "{scratch}"
     );
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     // Sums of 8,100 terms that mostly cancel, in another order.
     agree(&gpu, [(7, 8100, 16), (7, 8100, 16)], mask, 5e-5);
 }
 
 /// A mask hides what is not a number, and a query that sees nothing gives nothing.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn hidden_keys_have_no_say() {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let config = AttentionConfig {
         mask: Mask::CausalEnd,
         scale: None,
@@ -170,13 +166,12 @@ fn hidden_keys_have_no_say() {
 /// Scores of a hundred in half precision, where one rounded to it would be off by a quarter: errors of a few roundings
 /// of what is multiplied, eager and planned.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn wide_scores(
     #[values(DType::F16, DType::BF16)] dtype: DType,
     #[values(Mask::Full, Mask::Causal)] mask: Mask,
 ) {
-    let Some(gpu) = crate::gpu() else {
-        return;
-    };
+    let gpu = crate::gpu();
     let builder = seeded(6, DType::F64, &Device::Cpu);
     let init = Init::Randn {
         mean: 0.0,

@@ -109,15 +109,12 @@ fn the_validation_sees_overlaps() {
     validate(&recording.trace());
 }
 
-#[test]
-fn threads_are_apart() {
-    child::run("profile::pictures::threads_are_apart_alone");
-}
-
 /// All threads are recorded: in a process without other tests.
 #[test]
-#[ignore = "run by threads_are_apart in a process of its own"]
-fn threads_are_apart_alone() {
+fn threads_are_apart() {
+    if child::ran("profile::pictures::threads_are_apart") {
+        return;
+    }
     let profiler = Profiler::start().unwrap();
     let work = || {
         let _outer = profile::range("outer");

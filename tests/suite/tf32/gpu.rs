@@ -10,18 +10,6 @@ use tallow::bench::environment;
 use tallow::hardware::{set_tf32, tf32};
 use tallow::ops;
 
-/// Runs the ignored test called `name` in a process of its own, if there is a GPU.
-pub fn alone(name: &str) {
-    if crate::gpu().is_some() {
-        child::run(name);
-    }
-}
-
-#[test]
-fn products_follow_the_switch() {
-    alone("tf32::gpu::child_follows_the_switch");
-}
-
 /// y = x W^T and its gradients on `device`: y, dx, dW.
 fn product(device: &Device, dtype: DType) -> [Tensor; 3] {
     // Numbers of all of f32's digits, the same each time.
@@ -44,9 +32,12 @@ fn product(device: &Device, dtype: DType) -> [Tensor; 3] {
 }
 
 #[test]
-#[ignore = "run by products_follow_the_switch"]
-fn child_follows_the_switch() {
-    let gpu = crate::gpu().unwrap();
+#[ignore = "needs a CUDA device"]
+fn products_follow_the_switch() {
+    if child::ran("tf32::gpu::products_follow_the_switch") {
+        return;
+    }
+    let gpu = crate::gpu();
     let wanted = product(&Device::Cpu, DType::F64);
     let header = || environment(&gpu).get("f32 products").cloned().unwrap();
     let errors = || {

@@ -9,8 +9,9 @@ use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn norms_of_a_wider_stream() {
-    let Some(gpu) = gpu() else { return };
+    let gpu = gpu();
     // Rows of one warp and of many, one and several to a block, in turns; rows of threads beyond the last row.
     for (rows, width) in [
         (1, 1),
@@ -137,8 +138,9 @@ fn norm<X: Element, Y: Element>(gpu: &CudaDevice, rows: usize, width: usize, off
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn gates_in_place_and_packed() {
-    let Some(gpu) = gpu() else { return };
+    let gpu = gpu();
     for (rows, width) in [(1, 1), (5, 7), (33, 24), (3, 1031), (257, 512), (700, 8)] {
         for offset in [0, 1] {
             gate::<f32>(&gpu, rows, width, offset);
@@ -188,8 +190,9 @@ fn gate<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, offset: usize) 
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn probabilities_in_place() {
-    let Some(gpu) = gpu() else { return };
+    let gpu = gpu();
     for (queries, keys) in [(1, 1), (33, 41), (41, 33), (64, 64), (7, 1031), (3, 40_001)] {
         for mask in [Mask::Full, Mask::Causal, Mask::CausalEnd] {
             probabilities::<f32>(&gpu, mask, queries, keys);
@@ -245,8 +248,9 @@ fn probabilities<T: Element>(gpu: &CudaDevice, mask: Mask, queries: usize, keys:
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn heads_turned_where_they_lie() {
-    let Some(gpu) = gpu() else { return };
+    let gpu = gpu();
     for (length, heads, head_dim) in [(1, 1, 2), (33, 3, 24), (64, 2, 64), (5, 9, 10)] {
         turned::<f32>(&gpu, length, heads, head_dim);
         turned::<f16>(&gpu, length, heads, head_dim);
@@ -292,8 +296,9 @@ fn turned<T: Element>(gpu: &CudaDevice, length: usize, heads: usize, head_dim: u
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn casts_round_once() {
-    let Some(gpu) = gpu() else { return };
+    let gpu = gpu();
     for n in [1, 5, 4096, 12_291] {
         for offset in [0, 1] {
             casts_from::<f32>(&gpu, n, offset);
