@@ -7,6 +7,7 @@ pub mod outputs;
 pub mod precision;
 pub mod stdout;
 pub mod values;
+pub mod words;
 
 #[allow(unused_imports)] // train prints no table
 pub use outputs::Output;
@@ -170,7 +171,7 @@ fn status(error: &Error) -> u8 {
     if stdout::is_closed(error) {
         return 0;
     }
-    say_aside(format_args!("error: {error}"));
+    say_aside(format_args!("error: {}: {error}", env!("CARGO_CRATE_NAME")));
     1
 }
 
