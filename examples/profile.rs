@@ -19,7 +19,7 @@ mod common;
 #[path = "profile/runs.rs"]
 mod runs;
 
-use analysis::Profiled;
+use analysis::{Profiled, short};
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, describe, with_attention};
 use common::modes::{CompileFlag, ModeFlag, executed, execution_words, modes, not_planned};
@@ -34,7 +34,7 @@ use tallow::model::TransformerConfig;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::Precision;
 use tallow::profile::{self, Grouping, Profiler, Recording, Selection};
-use tallow::report::{Column, Fields, Report};
+use tallow::report::{Column, Fields, Report, list_in_note};
 use tallow::{Error, Result};
 
 /// Profiles a transformer's forward, backward and optimizer, op by op.
@@ -135,6 +135,7 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
+        self.output.check_columns(&summary_columns())?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
         let longest = self.context_length.iter().copied().max();
@@ -144,7 +145,7 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions),
-            columns: columns(),
+            columns: summary_columns(),
             ..Default::default()
         };
         let runs = self.sweep(&device, &models, &precisions);
@@ -268,7 +269,7 @@ impl Flags {
             Ok(summary) => summary,
             // One mode has no backward, another has.
             Err(error @ Error::Data { .. }) => {
-                report.notes.push(format!("{}: {error}", run.title()));
+                report.notes.push(format!("{}: {error}.", run.title()));
                 return Ok(());
             }
             Err(error) => return Err(error),
@@ -278,19 +279,42 @@ impl Flags {
             .into_iter()
             .map(|row| run.labelled("ok", row));
         report.rows.extend(rows);
-        let shown = self.shown(&summary);
-        let lines = shown
-            .fields()
-            .into_iter()
-            .map(|row| run.labelled("ok", row));
-        report.lines.extend(lines);
         let (notes, analysis) = profiled.analyse()?;
-        let title = run.title();
-        let notes = notes.into_iter().map(|note| format!("{title}: {note}"));
-        report.notes.extend(notes);
+        report.lines.push(run.labelled("ok", analysis.clone()));
+        report.details.push(self.table(run, &summary, notes));
         let analysis = serde_json::to_value(analysis).unwrap_or_default();
-        report.analysis.insert(title, analysis);
+        report.analysis.insert(run.title(), analysis);
         Ok(())
+    }
+
+    /// A run's ops for people, the longest first.
+    fn table(&self, run: &Run, summary: &profile::Report, mut notes: Vec<String>) -> Report {
+        let mut lines = self.shown(summary).fields();
+        let mut inside: Vec<String> = Vec::new();
+        for line in &mut lines {
+            let label = line
+                .get("name")
+                .and_then(|name| name.as_str())
+                .unwrap_or_default();
+            let label = label.to_string();
+            line.insert("name", short(&label));
+            let parts = label
+                .strip_suffix(" inside)")
+                .and_then(|label| label.split_once(" ("));
+            let parts = parts
+                .map(|(op, parts)| format!("{} has {parts}", op.trim_end_matches(" backward")));
+            inside.extend(parts.filter(|parts| !inside.contains(parts)));
+        }
+        if !inside.is_empty() {
+            notes.push(list_in_note("Inside ops", &inside));
+        }
+        Report {
+            title: run.title(),
+            columns: op_columns(),
+            lines,
+            notes,
+            ..Default::default()
+        }
     }
 
     /// The longest rows and the lines without ops; the other rows in one.
@@ -346,25 +370,59 @@ impl Flags {
     }
 }
 
-fn columns() -> Vec<Column> {
-    let labels = vec![
-        Column::text("size", "Size"),
-        Column::number("batch_size", "B", "", 0),
-        Column::number("context_length", "T", "", 0),
+/// A line a run.
+fn summary_columns() -> Vec<Column> {
+    let percent = |key, title| Column::number(key, title, "", 1);
+    let of_step = |key, title| percent(key, title).under("% of a step");
+    vec![
+        Column::text("size", "Model"),
+        Column::text("batch_size", "B"),
+        Column::text("context_length", "T"),
         Column::text("attention", "Attention"),
         Column::text("precision", "Precision"),
         Column::text("execution", "Execution"),
         Column::text("mode", "Mode"),
         Column::text("status", "Status"),
-    ];
-    [labels, profile::Report::columns()].concat()
+        Column::ms("profiled_ms_per_step", "profiler").under("A step by"),
+        Column::ms("stopwatch_mean_ms", "stopwatch").under("A step by"),
+        of_step("ops_percent", "ops"),
+        of_step("products_percent_of_whole", "products"),
+        of_step("candle_percent", "candle"),
+        of_step("unexplained_percent", "unexplained"),
+        Column::text("longest_in_all", "Longest op").minor(1),
+        percent("products_percent_of_forward", "Products in forward").minor(2),
+    ]
+}
+
+/// An op a line, its name first.
+fn op_columns() -> Vec<Column> {
+    let mut columns = profile::Report::columns();
+    for column in &mut columns {
+        let (title, minor) = match column.key.as_str() {
+            "name" => ("Op", 0),
+            "time_percent" | "instances_per_step" => (column.title.as_str(), 0),
+            "mean_ms" => ("Mean", 0),
+            "std_ms" => ("Std", 1),
+            "flops_per_s" | "bytes_per_s" => (column.title.as_str(), 1),
+            "total_ms" => ("Total", 2),
+            "median_ms" => ("Median", 3),
+            _ => (column.title.as_str(), 4),
+        };
+        (column.title, column.minor) = (title.into(), minor);
+        if column.unit == "ms" {
+            *column = Column::ms(column.key.as_str(), column.title.as_str()).minor(minor);
+        }
+    }
+    columns.sort_by_key(|column| column.key != "name");
+    columns
 }
 
 fn general_notes(reference_ops: bool) -> Vec<String> {
     let mut notes = vec![
-        "Time is an op's own, in percent of the mode's wall time; Avg, Med, Min, Max and StdDev are of one instance, Total \
-         is over all steps. FLOPs and bytes are the formulas' (profile::op_costs), every tensor moved once."
+        "Time is an op's own, in percent of the mode's wall time; mean, median, least, most and deviation are of one \
+         instance, the total is over all steps."
             .to_string(),
+        "FLOPs and bytes are the formulas' (profile::op_costs), every tensor moved once.".into(),
     ];
     if reference_ops {
         notes.push(

@@ -38,6 +38,10 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
             .filter_map(|(key, before)| Some(format!("{before}{}", text(row.get(key)?)?)))
             .collect();
         let [mode, phase] = ["mode", "phase"].map(|key| row.get(key).and_then(text));
+        if row.get("status").is_some_and(|status| *status != "ok") {
+            parts.extend(mode.filter(|_| has_modes)); // no phase of it was measured
+            return parts.join(" ");
+        }
         let is_part = ["forward", "backward", "optimizer"]
             .iter()
             .any(|part| phase.as_deref() == Some(part));

@@ -42,9 +42,14 @@ pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()>
     write!(out, ",\n  \"rows\": [")?;
     write_rows(report, "    ", out)?;
     write!(out, "]")?;
-    if !report.details.is_empty() {
+    let details = report
+        .details
+        .iter()
+        .filter(|detail| !detail.rows.is_empty());
+    let mut details = details.enumerate().peekable();
+    if details.peek().is_some() {
         write!(out, ",\n  \"details\": [")?;
-        for (index, detail) in report.details.iter().enumerate() {
+        for (index, detail) in details {
             let comma = if index == 0 { "" } else { "," };
             write!(out, "{comma}\n    {{\"title\": ")?;
             serde_json::to_writer(&mut *out, &detail.title)?;

@@ -56,7 +56,8 @@ pub struct Report {
     /// What stands over the table where it is a detail of another report.
     pub title: String,
     /// Tables that go into detail, each with its title; their environment is this one's. CSV has one table:
-    /// [`save`](Self::save) puts each of these into a file of its own.
+    /// [`save`](Self::save) puts each of these into a file of its own. One that has lines and no rows shows people
+    /// this report's own rows in another cut: CSV and JSON go without it.
     pub details: Vec<Report>,
 }
 
@@ -125,7 +126,7 @@ impl Report {
             files::write_bytes(path, &content)?;
         }
         if format == Format::Csv {
-            for detail in &self.details {
+            for detail in self.details.iter().filter(|detail| !detail.rows.is_empty()) {
                 detail.save(format, beside(path, &detail.title))?;
             }
         }

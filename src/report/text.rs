@@ -17,15 +17,15 @@ pub(super) fn text(report: &Report, layout: &Layout) -> String {
     }
 }
 
-/// A table under its title, without empty lines, and its own details after it.
+/// A table under its title, and its own details after it.
 fn add_detail(all: &mut Vec<String>, report: &Report, layout: &Layout) {
     let title = wrap(&report.title, layout.width, 2).join("\n");
     let name = match report.configuration.is_empty() {
         true => "In every row",
         false => "Configuration",
     };
-    let own = [vec![title], blocks(report, name, layout)].concat();
-    all.push(own.join("\n"));
+    let own = blocks(report, name, layout).join("\n\n");
+    all.push(format!("{title}\n{own}"));
     for detail in &report.details {
         add_detail(all, detail, layout);
     }
