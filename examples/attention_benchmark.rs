@@ -163,7 +163,7 @@ impl Flags {
 
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
-        self.output.check_columns(&columns::columns(self.module))?;
+        self.output.check_columns([columns::columns(self.module)])?;
         let device = self.common.device()?;
         let arithmetic = self.arithmetic()?;
         let sampling = self.sampling(&device, &arithmetic);

@@ -102,16 +102,12 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.json])?;
-        let parts = [Part::Attention, Part::Model].map(|part| self.part.contains(&part));
-        publish::check(&self.output, parts.iter().filter(|is_in| **is_in).count())?;
-        if let [is_attention, is_model] = parts
-            && is_attention != is_model
-        {
-            self.output.check_columns(&match is_attention {
-                true => attention::columns(),
-                false => model::columns(),
-            })?;
-        }
+        let is_both = [Part::Attention, Part::Model]
+            .iter()
+            .all(|part| self.part.contains(part));
+        publish::check(&self.output, is_both)?;
+        self.output
+            .check_columns([attention::columns(), model::columns()])?;
         let plan = PlanConfig {
             precision: self.precision,
             ..Default::default()

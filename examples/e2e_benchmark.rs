@@ -154,7 +154,7 @@ impl Flags {
             View::Summary => compared.columns(models.len() > 1),
             View::Phases => columns(&device),
         };
-        self.output.check_columns(&columns)?;
+        self.output.check_columns([columns.clone()])?;
         let peak_flops = tallow::device::measure_peak_flops(&device, candle_core::DType::F32);
         let mut report = Report {
             environment: self.common.environment(&device),

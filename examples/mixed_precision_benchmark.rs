@@ -98,7 +98,7 @@ impl Flags {
         self.output.check_with([&self.plot])?;
         let device = self.common.device()?;
         let precisions = self.precisions()?;
-        self.output.check_columns(&table::columns(&precisions))?;
+        self.output.check_columns([table::columns(&precisions)])?;
         let longest = self.context_length.iter().copied().max();
         let models = self
             .models

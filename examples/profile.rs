@@ -19,12 +19,12 @@ mod common;
 #[path = "profile/runs.rs"]
 mod runs;
 
-use analysis::{Profiled, short};
+use analysis::Profiled;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, describe, with_attention};
 use common::modes::{CompileFlag, ModeFlag, executed, execution_words, modes, not_planned};
 use common::precision::PrecisionFlags;
-use common::{Common, Output, values};
+use common::{Common, Output, ops, values};
 use runs::{Run, add_oom, named};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -34,7 +34,7 @@ use tallow::model::TransformerConfig;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::Precision;
 use tallow::profile::{self, Grouping, Profiler, Recording, Selection};
-use tallow::report::{Column, Fields, Report, list_in_note};
+use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
 
 /// Profiles a transformer's forward, backward and optimizer, op by op.
@@ -135,7 +135,8 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
-        self.output.check_columns(&summary_columns())?;
+        self.output
+            .check_columns([summary_columns(), ops::columns()])?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
         let longest = self.context_length.iter().copied().max();
@@ -289,28 +290,11 @@ impl Flags {
 
     /// A run's ops for people, the longest first.
     fn table(&self, run: &Run, summary: &profile::Report, mut notes: Vec<String>) -> Report {
-        let mut lines = self.shown(summary).fields();
-        let mut inside: Vec<String> = Vec::new();
-        for line in &mut lines {
-            let label = line
-                .get("name")
-                .and_then(|name| name.as_str())
-                .unwrap_or_default();
-            let label = label.to_string();
-            line.insert("name", short(&label));
-            let parts = label
-                .strip_suffix(" inside)")
-                .and_then(|label| label.split_once(" ("));
-            let parts = parts
-                .map(|(op, parts)| format!("{} has {parts}", op.trim_end_matches(" backward")));
-            inside.extend(parts.filter(|parts| !inside.contains(parts)));
-        }
-        if !inside.is_empty() {
-            notes.push(list_in_note("Inside ops", &inside));
-        }
+        let (lines, inside) = ops::lines(&self.shown(summary));
+        notes.extend(inside);
         Report {
             title: run.title(),
-            columns: op_columns(),
+            columns: ops::columns(),
             lines,
             notes,
             ..Default::default()
@@ -392,29 +376,6 @@ fn summary_columns() -> Vec<Column> {
         Column::text("longest_in_all", "Longest op").minor(1),
         percent("products_percent_of_forward", "Products in forward").minor(2),
     ]
-}
-
-/// An op a line, its name first.
-fn op_columns() -> Vec<Column> {
-    let mut columns = profile::Report::columns();
-    for column in &mut columns {
-        let (title, minor) = match column.key.as_str() {
-            "name" => ("Op", 0),
-            "time_percent" | "instances_per_step" => (column.title.as_str(), 0),
-            "mean_ms" => ("Mean", 0),
-            "std_ms" => ("Std", 1),
-            "flops_per_s" | "bytes_per_s" => (column.title.as_str(), 1),
-            "total_ms" => ("Total", 2),
-            "median_ms" => ("Median", 3),
-            _ => (column.title.as_str(), 4),
-        };
-        (column.title, column.minor) = (title.into(), minor);
-        if column.unit == "ms" {
-            *column = Column::ms(column.key.as_str(), column.title.as_str()).minor(minor);
-        }
-    }
-    columns.sort_by_key(|column| column.key != "name");
-    columns
 }
 
 fn general_notes(reference_ops: bool) -> Vec<String> {

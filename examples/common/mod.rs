@@ -3,6 +3,7 @@
 
 pub mod models;
 pub mod modes;
+pub mod ops;
 pub mod outputs;
 pub mod precision;
 pub mod stdout;

@@ -19,8 +19,8 @@ pub struct Output {
     #[arg(long)]
     pub output: Option<PathBuf>,
 
-    /// The columns of the main table, by heading or by field, or all of every table, whatever the width [default: what
-    /// fits the terminal]. CSV and JSON have every field, whatever is chosen
+    /// The columns of a table, by heading or by field, or all of every table, whatever the width [default: what fits the
+    /// terminal]. CSV and JSON have every field, whatever is chosen
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
     columns: Vec<String>,
 }
@@ -31,18 +31,17 @@ impl Output {
         check([&self.output].into_iter().chain(others))
     }
 
-    /// Refuses names that no column has, before the work.
-    pub fn check_columns(&self, columns: &[Column]) -> Result<()> {
-        let mut table = Report {
-            columns: columns.to_vec(),
+    /// Refuses names that no table has, before the work.
+    pub fn check_columns<const N: usize>(&self, tables: [Vec<Column>; N]) -> Result<()> {
+        let of = |columns| Report {
+            columns,
             ..Default::default()
         };
-        self.select(&mut table)
-    }
-
-    /// Whether columns of one table are named.
-    pub fn names_columns(&self) -> bool {
-        !self.columns.is_empty() && self.columns != ["all"]
+        let mut tables = Report {
+            details: tables.into_iter().map(of).collect(),
+            ..Default::default()
+        };
+        self.select(&mut tables)
     }
 
     /// Writes what there is so far where `--output` names a file, so that a sweep that is stopped leaves its rows.
@@ -89,9 +88,9 @@ impl Output {
 
     /// Keeps the columns that were chosen; all of them where none was, or `all`.
     fn select(&self, report: &mut Report) -> Result<()> {
-        match self.names_columns() {
-            true => report.select(&self.columns),
-            false => Ok(()),
+        match self.columns.is_empty() || self.columns == ["all"] {
+            true => Ok(()),
+            false => report.select(&self.columns),
         }
     }
 

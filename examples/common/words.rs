@@ -50,7 +50,8 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
         parts.extend(of_mode.map(|mode| format!("of {mode}")));
         parts.join(" ")
     };
-    rows.iter().map(name).collect()
+    let or_all = |name: String| if name.is_empty() { "all".into() } else { name };
+    rows.iter().map(|row| or_all(name(row))).collect()
 }
 
 /// Which rows are noisy, if any.

@@ -5,18 +5,16 @@ use std::path::Path;
 use tallow::report::{Fields, Format, Report, save_document};
 use tallow::{Error, Result};
 
-/// Refuses, before the work, what two tables cannot be.
-pub fn check(output: &Output, parts: usize) -> Result<()> {
-    let got = match (parts > 1, output.format, &output.output) {
-        (true, ..) if output.names_columns() => "--columns with two",
-        (true, Format::Csv, None) => "--format csv with two, to stdout",
-        _ => return Ok(()),
-    };
+/// Refuses, before the work, two tables in one CSV.
+pub fn check(output: &Output, is_both: bool) -> Result<()> {
+    if !is_both || output.format != Format::Csv || output.output.is_some() {
+        return Ok(());
+    }
     Err(Error::Config {
         config: "flags",
         field: "--part",
-        expected: "one part, attention or model".into(),
-        got: got.into(),
+        expected: "attention or model, for one CSV is one table".into(),
+        got: "both".into(),
         hint: "name the part, or with --output FILE.csv get a file for each".into(),
     })
 }

@@ -1,5 +1,6 @@
 //! What CS336's handout asks of a profile (a to e), answered in words and numbers.
 
+use crate::common::ops::short;
 use tallow::Result;
 use tallow::probe;
 use tallow::profile::{Balance, Grouping, LineKind, Recording, Report, Row, Selection};
@@ -177,9 +178,4 @@ fn product_shares(forward: &Report, whole: &Report, numbers: &mut Fields) -> Str
     format!(
         "(d) Ops that multiply matrices, with what is inside them, take {of_forward:.1}% of forward, {of_whole:.1}% of the whole."
     )
-}
-
-/// A label without what is inside the op: `linear_cross_entropy backward`.
-pub fn short(label: &str) -> &str {
-    label.split_once(" (").map_or(label, |(name, _)| name)
 }

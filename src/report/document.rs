@@ -57,7 +57,7 @@ pub struct Report {
     pub title: String,
     /// Tables that go into detail, each with its title; their environment is this one's. CSV has one table:
     /// [`save`](Self::save) puts each of these into a file of its own. One that has lines and no rows shows people
-    /// this report's own rows in another cut: CSV and JSON go without it.
+    /// this report's own rows in another cut: CSV goes without it.
     pub details: Vec<Report>,
 }
 
@@ -133,31 +133,55 @@ impl Report {
         Ok(())
     }
 
-    /// Keeps the columns of these names, in this order: keys, titles, or headings over several columns, in any case.
-    /// CSV and JSON keep every field.
+    /// Keeps the columns of these names, in this order: keys, titles, or headings over several columns, in any case. It
+    /// is the table's own columns if it has all of them, else those of each detail that does. CSV and JSON keep every
+    /// field.
     ///
     /// # Errors
-    /// [`Error::Config`] for a name that no column has, with those there are.
+    /// [`Error::Config`] for names that no table has together, with those there are.
     pub fn select(&mut self, names: &[String]) -> Result<()> {
-        let mut selected: Vec<Column> = Vec::new();
-        for name in names {
-            let before = selected.len();
-            let called = self.columns.iter().filter(|column| column.is_called(name));
-            selected.extend(called.cloned());
-            if selected.len() == before {
-                let titles: Vec<String> = self.columns.iter().map(Column::heading).collect();
-                return Err(Error::Config {
-                    config: "Report",
-                    field: "columns",
-                    expected: format!("among {}", titles.join(", ")),
-                    got: format!("{name:?}"),
-                    hint: "name columns by their headings, or by their fields in CSV and JSON"
-                        .into(),
-                });
+        if self.keep(names) {
+            return Ok(());
+        }
+        let kept: Vec<bool> = self
+            .details
+            .iter_mut()
+            .map(|detail| detail.keep(names))
+            .collect();
+        if kept.contains(&true) {
+            return Ok(());
+        }
+        let tables = [&*self].into_iter().chain(&self.details);
+        let mut titles: Vec<String> = Vec::new();
+        for heading in tables.flat_map(Report::headings) {
+            if !titles.contains(&heading) {
+                titles.push(heading);
             }
         }
-        self.columns = selected;
-        Ok(())
+        Err(Error::Config {
+            config: "Report",
+            field: "columns",
+            expected: format!("among {}", titles.join(", ")),
+            got: names.join(", "),
+            hint: "name columns of one table by their headings, or by their fields in CSV and JSON"
+                .into(),
+        })
+    }
+
+    /// Whether the table has columns of all these names, which it then keeps.
+    fn keep(&mut self, names: &[String]) -> bool {
+        let called = |name: &String| -> Vec<Column> {
+            let all = self.columns.iter();
+            all.filter(|column| column.is_called(name))
+                .cloned()
+                .collect()
+        };
+        let called: Vec<Vec<Column>> = names.iter().map(called).collect();
+        let has_all = called.iter().all(|columns| !columns.is_empty());
+        if has_all {
+            self.columns = called.concat();
+        }
+        has_all
     }
 
     fn render(&self, format: Format, out: &mut dyn Write) -> io::Result<()> {

@@ -129,10 +129,17 @@ fn fit(strips: &mut Vec<Strip<'_>>, width: usize, left_out: &mut Vec<String>) {
         // What is compared goes together: half a comparison says nothing.
         let span = spans(strips).into_iter().find(|(_, end)| *end > most);
         let (first, end) = span.unwrap_or((most, most + 1));
-        let gone: Vec<Strip<'_>> = strips.drain(first.max(1)..end).collect();
-        let name = match gone[0].column.under.is_empty() {
-            true => gone[0].column.heading(),
-            false => over(&gone),
+        let minor = strips[most].column.minor;
+        let goes = |i: usize, strip: &Strip<'_>| {
+            (first.max(1)..end).contains(&i) && strip.column.minor == minor
+        };
+        let all = std::mem::take(strips).into_iter().enumerate();
+        let (gone, kept): (Vec<_>, Vec<_>) = all.partition(|(i, strip)| goes(*i, strip));
+        *strips = kept.into_iter().map(|(_, strip)| strip).collect();
+        let gone: Vec<Strip<'_>> = gone.into_iter().map(|(_, strip)| strip).collect();
+        let name = match &gone[..] {
+            [only] => only.column.heading(),
+            several => over(several),
         };
         left_out.insert(0, name);
     }
@@ -175,7 +182,7 @@ fn cut(text: &mut String, room: usize) {
         return;
     }
     let kept = room.saturating_sub(1);
-    *text = match text.contains('/') && !text.contains(' ') {
+    *text = match text.contains('/') {
         true => "…"
             .chars()
             .chain(text.chars().skip(length - kept))
