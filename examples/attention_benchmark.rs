@@ -290,17 +290,18 @@ impl Flags {
             );
             notes.push(list_in_note(&start, &fewer));
         }
-        let mut reasons: Vec<String> = Vec::new();
+        let mut refused: Vec<(String, String)> = Vec::new();
         for row in rows {
-            let is_any_other = ["unsupported", "over time budget"]
-                .map(Some)
-                .contains(&text(row, "status").as_deref());
-            reasons
-                .extend(text(row, "reason").filter(|why| is_any_other && !reasons.contains(why)));
+            let why = text(row, "status").zip(text(row, "reason"));
+            let why = why.filter(|(status, _)| !["ok", "OOM"].contains(&status.as_str()));
+            refused.extend(why.filter(|why| !refused.contains(why)));
         }
-        for reason in reasons {
+        for (status, reason) in refused {
             let rows = which(&|row| text(row, "reason").as_ref() == Some(&reason));
-            notes.push(list_in_note(&format!("Not run, {reason}"), &rows));
+            notes.push(list_in_note(
+                &format!("Not run ({status}), {reason}"),
+                &rows,
+            ));
         }
         notes.extend(words::noisy(rows));
         notes

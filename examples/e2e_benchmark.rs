@@ -3,7 +3,8 @@
 //! ```text
 //! cargo run --example e2e_benchmark
 //! cargo run --example e2e_benchmark -- --size tiny small --context-length 128 256 --mode all
-//! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --per-step
+//! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --isolate
+//! cargo run --example e2e_benchmark -- --size small --mode train-step --per-step
 //! cargo run --example e2e_benchmark -- --size small --context-length 512 1024 --attention naive flash
 //! cargo run --example e2e_benchmark -- --size small --precision f32 bf16
 //! cargo run --example e2e_benchmark -- --size tiny small --compile
@@ -17,8 +18,12 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
 mod common;
+#[path = "e2e_benchmark/isolated.rs"]
+mod isolated;
 #[path = "e2e_benchmark/summary.rs"]
 mod summary;
+#[path = "e2e_benchmark/warmup.rs"]
+mod warmup;
 
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
@@ -103,6 +108,18 @@ struct Flags {
     #[arg(long)]
     per_step: bool,
 
+    /// Run each configuration in a process of its own, so that its first step is cold
+    #[arg(long, conflicts_with = "per_step")]
+    isolate: bool,
+
+    /// What such a process is told: the number of its run
+    #[arg(long, hide = true)]
+    isolated_run: Option<usize>,
+
+    /// And the device's peak rate
+    #[arg(long, hide = true)]
+    isolated_peak: Option<f64>,
+
     /// The memory that may be used, in GiB, instead of what is available
     #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
@@ -149,9 +166,23 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.variants.attention)?;
+        let sweep = |peak_flops| {
+            let runs = models.iter().flat_map(|Model { name, config }| {
+                let runs = self.sweep(&device, config, &precisions, peak_flops);
+                runs.into_iter().map(move |run| (name.as_str(), run))
+            });
+            runs.collect::<Vec<(&str, EndToEnd)>>()
+        };
+        if let Some(index) = self.isolated_run {
+            let Some((_, run)) = sweep(self.isolated_peak).into_iter().nth(index) else {
+                return Ok(());
+            };
+            return isolated::answer(&run.run(&device, |_, _| ())?);
+        }
         let compared = self.compared(&precisions);
+        let is_about_warmup = self.isolate || self.warmup_steps.len() > 1;
         let columns = match self.view {
-            View::Summary => compared.columns(models.len() > 1),
+            View::Summary => compared.columns(models.len() > 1, is_about_warmup),
             View::Phases => columns(&device),
         };
         self.output.check_columns([columns.clone()])?;
@@ -168,37 +199,41 @@ impl Flags {
                 self.per_step_line(&format!("{key}: {value}"));
             }
         }
-        for Model { name, config } in &models {
-            for run in self.sweep(&device, config, &precisions, peak_flops) {
-                let title = format!(
-                    "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, {}, warm-up {}",
-                    run.batch_size,
-                    run.sequence_length,
-                    run.config.attention,
-                    run.config.checkpointing,
-                    run.precision,
-                    run.execution.name(),
-                    run.mode.name(),
-                    run.warmup_steps
-                );
-                common::progress(&title);
-                self.announce(&title);
-                let rows = run.run(&device, |step, ms| self.on_step(step, ms))?;
-                let reason = rows.first().and_then(|row| row.get("reason")?.as_str());
-                let reason = reason.map(|reason| format!("{title}: out of memory: {reason}."));
-                report.notes.extend(reason);
-                report.rows.extend(rows.into_iter().map(|row| {
-                    let mut labelled = Fields::new();
-                    labelled.insert("size", name.as_str());
-                    labelled.merge(row);
-                    labelled.insert("device", self.common.device.as_str());
-                    labelled
-                }));
-                if self.view == View::Summary {
-                    report.lines = compared.lines(&report.rows);
-                }
-                self.output.save_so_far(&report)?;
+        for (i, (name, run)) in sweep(peak_flops).into_iter().enumerate() {
+            let title = format!(
+                "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, {}, warm-up {}",
+                run.batch_size,
+                run.sequence_length,
+                run.config.attention,
+                run.config.checkpointing,
+                run.precision,
+                run.execution.name(),
+                run.mode.name(),
+                run.warmup_steps
+            );
+            common::progress(&title);
+            self.announce(&title);
+            let rows = match self.isolate {
+                true => isolated::run(i, peak_flops)?,
+                false => run.run(&device, |step, ms| self.on_step(step, ms))?,
+            };
+            let reason = rows.first().and_then(|row| row.get("reason")?.as_str());
+            let reason = reason.map(|reason| format!("{title}: out of memory: {reason}."));
+            report.notes.extend(reason);
+            report.rows.extend(rows.into_iter().map(|row| {
+                let mut labelled = Fields::from_iter([("size", name)]);
+                labelled.merge(row);
+                labelled.insert("device", self.common.device.as_str());
+                labelled
+            }));
+            if self.view == View::Summary {
+                report.lines = compared.lines(&report.rows);
             }
+            self.output.save_so_far(&report)?;
+        }
+        if is_about_warmup {
+            let names = words::names(&report.rows);
+            report.notes.extend(warmup::notes(&report.rows, &names));
         }
         report
             .environment
@@ -411,6 +446,7 @@ fn columns(device: &candle_core::Device) -> Vec<Column> {
         Column::text("status", "Status"),
         Column::ms("mean_ms", "Mean"),
         Column::ms("std_ms", "Std"),
+        Column::ms("first_step_ms", "First step").minor(4),
         Column::ms("min_ms", "Min").minor(4),
         Column::ms("max_ms", "Max").minor(4),
         Column::ms("median_ms", "Median").minor(3),

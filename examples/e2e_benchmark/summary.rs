@@ -27,8 +27,9 @@ const TIMES: [Time; 5] = [
 ];
 
 /// The other quantities, of the most that was run of a configuration: a field, its column, and how minor it is.
-fn quantities() -> [(Column, u8); 5] {
+fn quantities() -> [(Column, u8); 6] {
     [
+        (Column::ms("first_step_ms", "First step"), 6),
         (Column::mib("peak_bytes", "Peak"), 2),
         (Column::mib("reserved_peak_bytes", "Reserved"), 4),
         (Column::mib("allocated_bytes", "After the step"), 6),
@@ -96,8 +97,9 @@ impl Compared {
         lines
     }
 
-    /// The columns; with the models' sizes where there are several models.
-    pub fn columns(&self, is_any_other_model: bool) -> Vec<Column> {
+    /// The columns; with the models' sizes where there are several models, and the first step's time among the needed
+    /// ones where warm-up is what is asked about.
+    pub fn columns(&self, is_any_other_model: bool, is_about_warmup: bool) -> Vec<Column> {
         let labels = self.labels();
         let mut columns: Vec<Column> = labels
             .map(|(field, title)| Column::text(field, title))
@@ -113,6 +115,12 @@ impl Compared {
             }
         }
         for (column, minor) in quantities() {
+            let is_first_step = column.key == "first_step_ms";
+            let minor = if is_first_step && is_about_warmup {
+                0
+            } else {
+                minor
+            };
             columns.extend(self.side_by_side(column, minor, false));
         }
         if is_any_other_model {

@@ -1,5 +1,6 @@
 //! A whole model, timed by phase, with its memory.
 
+use super::first_step::FirstStep;
 use super::update::{LossScaling, Update};
 use super::{Execution, LapTimings, Laps, OptimizerChoice, Step, Timing};
 use crate::kernels::cpu::gemm;
@@ -53,6 +54,8 @@ pub struct EndToEnd {
 /// What a run has shown.
 pub(super) struct Measured {
     timings: LapTimings,
+    /// Of the first round.
+    first_step: FirstStep,
     /// After the last step, with what stays from step to step alive.
     allocated_bytes: Option<u64>,
     peak_bytes: Option<u64>,
@@ -80,7 +83,8 @@ impl Measured {
 impl EndToEnd {
     /// Measures, and returns a row for each phase: `forward`, `backward`, `optimizer` as far as the mode has them, and
     /// the step as a whole, `forward+backward` or `train step`. Memory is the whole mode's: `peak_bytes` of the model
-    /// and its steps, and `allocated_bytes` that are still there after the last one.
+    /// and its steps, and `allocated_bytes` that are still there after the last one. So is what the first step did, warm-up
+    /// or not: its time, the pages that it met for the first time and the threads that it started.
     ///
     /// Whether there is memory enough is decided from [`memory::estimate`], or from the plan, before anything is
     /// allocated: if not, one row says `OOM`, with the bytes wanted and the bytes there. What is too large by a lower
@@ -175,6 +179,7 @@ impl EndToEnd {
             row.merge(timing.fields()?);
             row.insert("noisy", timing.statistics()?.noisy());
             row.merge(self.rates(phase, timing.statistics()?.median_ms));
+            row.merge(measured.first_step.fields());
             row.insert("allocated_bytes", measured.allocated_bytes);
             row.insert("peak_bytes", measured.peak_bytes);
             row.insert("reserved_peak_bytes", measured.reserved_bytes);
@@ -207,7 +212,9 @@ impl EndToEnd {
         meter.reset_peak();
         let resident_resets = system::reset_resident_peak();
         let mut after_step = None;
+        let mut first_step = FirstStep::begin();
         let (timings, loss_scaling) = self.time(model, |step, ms| {
+            first_step.stepped(ms);
             after_step = meter.current_bytes();
             on_step(step, ms);
         })?;
@@ -218,6 +225,7 @@ impl EndToEnd {
         let resident_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
         Ok(Measured {
             timings,
+            first_step,
             allocated_bytes,
             peak_bytes,
             reserved_bytes,

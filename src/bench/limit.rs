@@ -27,9 +27,10 @@ impl Limit {
     pub fn table(&self) -> Report {
         Report {
             title: format!(
-                "{}, T {}: what it would take, with {} there",
+                "{}, T {}, width {}: what it would take, with {} there",
                 self.implementation,
                 self.context_length,
+                self.width,
                 format_mib(self.available_bytes)
             ),
             ..self.breakdown.report()
@@ -42,10 +43,11 @@ impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{}: the smallest T, doubling, that {} do not hold is {}, which takes {}",
+            "{}: by doubling, the first that {} do not hold is T {}, width {}: {}",
             self.implementation,
             format_mib(self.available_bytes),
             self.context_length,
+            self.width,
             format_mib(self.breakdown.peak_bytes())
         )?;
         match self.composed_bytes {

@@ -114,7 +114,7 @@ impl Column {
         }
     }
 
-    /// Sets [`minor`](Self::minor).
+    /// Says how minor it is: the more, the earlier it is left out where text has no room.
     pub fn minor(self, minor: u8) -> Self {
         Self { minor, ..self }
     }
