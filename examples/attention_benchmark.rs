@@ -26,13 +26,13 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
 use common::precision::PrecisionFlags;
 use common::values::TimeBudget;
-use common::{Common, Output, values};
+use common::{Common, Output, values, words};
 use grid::{Arithmetic, Implementation};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::bench::{Sampling, figure};
-use tallow::report::{Fields, Report, format_mib};
+use tallow::report::{Fields, Report, format_mib, list_in_note};
 
 /// Times attention forward and backward, naive, flash and planned side by side, with its memory.
 ///
@@ -163,6 +163,7 @@ impl Flags {
 
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
+        self.output.check_columns([columns::columns(self.module)])?;
         let device = self.common.device()?;
         let arithmetic = self.arithmetic()?;
         let sampling = self.sampling(&device, &arithmetic);
@@ -250,7 +251,8 @@ impl Flags {
         fields.insert("precision", names.join(", "));
         fields.insert("warm-up", sampling.warmup_steps);
         fields.insert("iterations", sampling.iterations);
-        fields.insert("time budget ms", sampling.time_budget_ms);
+        let budget = sampling.time_budget_ms.map(|ms| format!("{ms} ms"));
+        fields.insert("time budget", budget);
         fields.insert("memory limit", sampling.available_bytes.map(format_mib));
         fields.insert(
             "peak for MFU",
@@ -263,44 +265,45 @@ impl Flags {
 
     fn notes(&self, rows: &[Fields]) -> Vec<String> {
         let mut notes = vec![
-            "Times are mean ± standard deviation over n passes; forward keeps its graph, backward starts from ones; \
-             each phase is timed itself."
+            "Times are mean ± standard deviation over n passes, each phase timed itself: forward keeps its graph, \
+             backward starts from ones. The speed-up is naive's F+B over the row's, by medians."
                 .to_string(),
         ];
         if self.is_any_planned() {
             notes.push(PLANNED.into());
         }
-        let fewer = |row: &Fields| {
-            let n = row.get("n").and_then(|n| n.as_u64());
-            n.is_some_and(|n| n < self.iterations as u64)
+        let named: Vec<(&Fields, String)> = rows.iter().zip(words::names(rows)).collect();
+        let which = |is: &dyn Fn(&Fields) -> bool| {
+            let names = named.iter().filter(|(row, _)| is(row));
+            names.map(|(_, name)| name.clone()).collect::<Vec<_>>()
         };
-        if rows.iter().any(fewer) {
-            notes.push(format!(
-                "Where n is below {}, the time budget ended the measurement.",
+        let text = |row: &Fields, key| row.get(key).and_then(|v| v.as_str()).map(String::from);
+        let fewer = which(&|row| {
+            let is_whole = text(row, "phase").as_deref() == Some("forward+backward");
+            let n = row.get("n").and_then(|n| n.as_u64());
+            is_whole && n.is_some_and(|n| n < self.iterations as u64)
+        });
+        if !fewer.is_empty() {
+            let start = format!(
+                "The time budget ended these before {} passes",
                 self.iterations
+            );
+            notes.push(list_in_note(&start, &fewer));
+        }
+        let mut refused: Vec<(String, String)> = Vec::new();
+        for row in rows {
+            let why = text(row, "status").zip(text(row, "reason"));
+            let why = why.filter(|(status, _)| !["ok", "OOM"].contains(&status.as_str()));
+            refused.extend(why.filter(|why| !refused.contains(why)));
+        }
+        for (status, reason) in refused {
+            let rows = which(&|row| text(row, "reason").as_ref() == Some(&reason));
+            notes.push(list_in_note(
+                &format!("Not run ({status}), {reason}"),
+                &rows,
             ));
         }
-        for status in ["OOM", "unsupported", "over time budget"] {
-            let rows = rows
-                .iter()
-                .filter(|row| row.get("status") == Some(&status.into()));
-            for row in rows {
-                let [name, reason] = ["implementation", "reason"]
-                    .map(|key| row.get(key).and_then(|v| v.as_str()).unwrap_or_default());
-                let note = format!("{name}, {status}: {reason}");
-                if !notes.contains(&note) {
-                    notes.push(note);
-                }
-            }
-        }
-        if rows
-            .iter()
-            .any(|row| row.get("noisy") == Some(&true.into()))
-        {
-            notes.push(
-                "Some rows are noisy (IQR over 10% of the median): is the machine busy?".into(),
-            );
-        }
+        notes.extend(words::noisy(rows));
         notes
     }
 
@@ -316,7 +319,8 @@ impl Flags {
 }
 
 /// What is said of planned rows.
-const PLANNED: &str = "planned: naive's mathematics, planned-flash: flash's kernels, for a shape known beforehand; its arena is there from the beginning to the end.";
+const PLANNED: &str = "planned is naive's mathematics and planned-flash flash's kernels, for a shape known beforehand; \
+    the arena is there from the beginning to the end.";
 
 /// What the runs may take: asked once, since nothing stays alive between them, and less a sixth of what is available,
 /// since the host's allocator keeps some of the pages that earlier runs gave back.

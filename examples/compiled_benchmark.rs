@@ -102,6 +102,12 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.json])?;
+        let is_both = [Part::Attention, Part::Model]
+            .iter()
+            .all(|part| self.part.contains(part));
+        publish::check(&self.output, is_both)?;
+        self.output
+            .check_columns([attention::columns(), model::columns()])?;
         let plan = PlanConfig {
             precision: self.precision,
             ..Default::default()
@@ -117,23 +123,21 @@ impl Flags {
             limit_bytes: limit.map(common::gib_bytes),
             device,
         };
-        let mut parts: Vec<(&str, Report)> = Vec::new();
+        let mut parts: Vec<Report> = Vec::new();
         for part in [Part::Attention, Part::Model] {
-            if !self.part.contains(&part) {
-                continue;
+            if self.part.contains(&part) {
+                parts.push(match part {
+                    Part::Attention => self.attention.report(&setting)?,
+                    Part::Model => self.model.report(&setting)?,
+                });
             }
-            let (name, mut report) = match part {
-                Part::Attention => ("attention", self.attention.report(&setting)?),
-                Part::Model => ("model", self.model.report(&setting)?),
-            };
-            report.environment = self.environment(&setting);
-            parts.push((name, report));
         }
-        let published = publish::publish(&self.output, &parts);
-        if let Some(path) = &self.json {
-            publish::save_json(path, &parts)?;
-        }
-        published
+        let environment = self.environment(&setting);
+        let saved = match &self.json {
+            Some(path) => publish::save_json(path, &environment, &parts),
+            None => Ok(()),
+        };
+        publish::publish(&self.output, &environment, parts).and(saved)
     }
 
     fn environment(&self, setting: &Setting) -> Fields {

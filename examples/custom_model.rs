@@ -19,7 +19,7 @@ mod gpt2;
 use candle_core::{D, DType, Device, Tensor};
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
-use common::{Common, Output, stdout, values};
+use common::{Common, Output, ops, stdout, values};
 use gpt2::{Gpt2, Gpt2Config};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -114,6 +114,8 @@ impl Flags {
         self.output.check_with([&self.graph])?;
         let device = self.common.device()?;
         let traced = self.traced(&device)?;
+        self.output
+            .check_columns([ops::columns(), nodes(&traced).columns])?;
         if let Some(path) = &self.graph {
             return save_document(traced.to_dot().as_bytes(), path);
         }
@@ -121,7 +123,7 @@ impl Flags {
             return stdout::line(traced);
         }
         if self.nodes {
-            return self.output.publish(&node_table(&traced));
+            return self.output.publish(&nodes(&traced));
         }
         let estimate = memory::estimate_graph(&traced, Mode::TrainStep)?;
         self.check_memory(&estimate, &device)?;
@@ -131,11 +133,14 @@ impl Flags {
         )?;
         let (summary, losses) = self.train(&model, &device)?;
         let right = self.share_right(&model, &device)?;
+        let (lines, inside) = ops::lines(&summary);
         let report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&model, &traced, &estimate, &losses, right),
-            columns: profile::Report::columns(),
+            columns: ops::columns(),
             rows: summary.fields(),
+            lines,
+            notes: inside.into_iter().collect(),
             ..Default::default()
         };
         self.output.publish(&report)
@@ -279,6 +284,24 @@ impl Flags {
         fields.insert("foreseen", format!("{:.1}%", 100.0 * right));
         fields
     }
+}
+
+/// The trace as a table. Paths end in the op; sizes and bytes go first where there is no room.
+fn nodes(traced: &Graph) -> Report {
+    let mut table = node_table(traced);
+    for column in &mut table.columns {
+        column.minor = match column.key.as_str() {
+            "output" | "kept_bytes" => 1,
+            "inputs" => 2,
+            "forward_bytes" | "backward_bytes" => 3,
+            "op" => 4,
+            _ => 0,
+        };
+    }
+    for note in &mut table.notes {
+        note.push('.');
+    }
+    table
 }
 
 /// Forward, backward and update, op by op: the loss before it.

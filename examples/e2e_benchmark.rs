@@ -3,7 +3,8 @@
 //! ```text
 //! cargo run --example e2e_benchmark
 //! cargo run --example e2e_benchmark -- --size tiny small --context-length 128 256 --mode all
-//! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --per-step
+//! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --isolate
+//! cargo run --example e2e_benchmark -- --size small --mode train-step --per-step
 //! cargo run --example e2e_benchmark -- --size small --context-length 512 1024 --attention naive flash
 //! cargo run --example e2e_benchmark -- --size small --precision f32 bf16
 //! cargo run --example e2e_benchmark -- --size tiny small --compile
@@ -17,6 +18,12 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
 mod common;
+#[path = "e2e_benchmark/isolated.rs"]
+mod isolated;
+#[path = "e2e_benchmark/summary.rs"]
+mod summary;
+#[path = "e2e_benchmark/warmup.rs"]
+mod warmup;
 
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
@@ -25,14 +32,15 @@ use common::modes::{
     optimizer_words,
 };
 use common::precision::PrecisionFlags;
-use common::{Common, Output, stdout, values};
+use common::{Common, Output, stdout, values, words};
 use std::process::ExitCode;
+use summary::Compared;
 use tallow::Result;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
 use tallow::precision::Precision;
-use tallow::report::{Column, Fields, Format, Report};
+use tallow::report::{Column, Fields, Format, Report, counted};
 
 /// Times a transformer's forward, backward and optimizer, with throughput and memory.
 #[derive(Parser)]
@@ -92,9 +100,25 @@ struct Flags {
     #[arg(long)]
     keep_graph: bool,
 
+    /// What the table shows: a line for each configuration, or a row for each of its phases. CSV and JSON have the rows
+    #[arg(long, value_enum, default_value = "summary")]
+    view: View,
+
     /// Print each step's time
     #[arg(long)]
     per_step: bool,
+
+    /// Run each configuration in a process of its own, so that its first step is cold
+    #[arg(long, conflicts_with = "per_step")]
+    isolate: bool,
+
+    /// What such a process is told: the number of its run
+    #[arg(long, hide = true)]
+    isolated_run: Option<usize>,
+
+    /// And the device's peak rate
+    #[arg(long, hide = true)]
+    isolated_peak: Option<f64>,
 
     /// The memory that may be used, in GiB, instead of what is available
     #[arg(long, value_parser = values::gib)]
@@ -113,6 +137,14 @@ enum OptimizerFlag {
     Adamw,
     /// candle_nn's, to compare
     CandleAdamw,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum View {
+    /// Phases side by side: mean ± standard deviation, ratio, peak; what is compared with its speed-up
+    Summary,
+    /// Each phase with its statistics, rates and memory
+    Phases,
 }
 
 fn main() -> ExitCode {
@@ -134,11 +166,32 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.variants.attention)?;
+        let sweep = |peak_flops| {
+            let runs = models.iter().flat_map(|Model { name, config }| {
+                let runs = self.sweep(&device, config, &precisions, peak_flops);
+                runs.into_iter().map(move |run| (name.as_str(), run))
+            });
+            runs.collect::<Vec<(&str, EndToEnd)>>()
+        };
+        if let Some(index) = self.isolated_run {
+            let Some((_, run)) = sweep(self.isolated_peak).into_iter().nth(index) else {
+                return Ok(());
+            };
+            return isolated::answer(&run.run(&device, |_, _| ())?);
+        }
+        let compared = self.compared(&precisions);
+        let is_about_warmup = self.isolate || self.warmup_steps.len() > 1;
+        let columns = match self.view {
+            View::Summary => compared.columns(models.len() > 1, is_about_warmup),
+            View::Phases => columns(&device),
+        };
+        self.output.check_columns([columns.clone()])?;
         let peak_flops = tallow::hardware::measure_peak_flops(&device, candle_core::DType::F32);
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions, peak_flops),
-            columns: columns(&device),
+            columns,
+            notes: self.notes(peak_flops, &precisions),
             ..Default::default()
         };
         if self.per_step && self.output.format == Format::Text {
@@ -146,62 +199,101 @@ impl Flags {
                 self.per_step_line(&format!("{key}: {value}"));
             }
         }
-        for Model { name, config } in &models {
-            for run in self.sweep(&device, config, &precisions, peak_flops) {
-                let title = format!(
-                    "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, {}, warm-up {}",
-                    run.batch_size,
-                    run.sequence_length,
-                    run.config.attention,
-                    run.config.checkpointing,
-                    run.precision,
-                    run.execution.name(),
-                    serde_json::to_value(run.mode).unwrap_or_default(),
-                    run.warmup_steps
-                );
-                common::progress(&title);
-                self.announce(&title);
-                let rows = run.run(&device, |step, ms| self.on_step(step, ms))?;
-                report.notes.extend(ratio(name, &run, &rows));
-                let reason = rows.first().and_then(|row| row.get("reason")?.as_str());
-                let reason = reason.map(|reason| format!("{title}: out of memory: {reason}"));
-                report.notes.extend(reason);
-                report.rows.extend(rows.into_iter().map(|row| {
-                    let mut labelled = Fields::new();
-                    labelled.insert("size", name.as_str());
-                    labelled.merge(row);
-                    labelled
-                }));
-                self.output.save_so_far(&report)?;
+        for (i, (name, run)) in sweep(peak_flops).into_iter().enumerate() {
+            let title = format!(
+                "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, {}, warm-up {}",
+                run.batch_size,
+                run.sequence_length,
+                run.config.attention,
+                run.config.checkpointing,
+                run.precision,
+                run.execution.name(),
+                run.mode.name(),
+                run.warmup_steps
+            );
+            common::progress(&title);
+            self.announce(&title);
+            let rows = match self.isolate {
+                true => isolated::run(i, peak_flops)?,
+                false => run.run(&device, |step, ms| self.on_step(step, ms))?,
+            };
+            let reason = rows.first().and_then(|row| row.get("reason")?.as_str());
+            let reason = reason.map(|reason| format!("{title}: out of memory: {reason}."));
+            report.notes.extend(reason);
+            report.rows.extend(rows.into_iter().map(|row| {
+                let mut labelled = Fields::from_iter([("size", name)]);
+                labelled.merge(row);
+                labelled.insert("device", self.common.device.as_str());
+                labelled
+            }));
+            if self.view == View::Summary {
+                report.lines = compared.lines(&report.rows);
             }
+            self.output.save_so_far(&report)?;
         }
-        if self
-            .modes()
-            .iter()
-            .any(|mode| matches!(mode, Mode::ForwardBackward | Mode::TrainStep))
-        {
-            let note = "In forward-backward and train-step, forward includes the loss; \
-                        peaks and estimates are the whole mode's.";
-            report.notes.push(note.into());
-        }
-        if peak_flops.is_some() && precisions.iter().any(|p| *p != Precision::F32) {
-            let note = "MFU is against the peak in f32, whatever the precision.";
-            report.notes.push(note.into());
+        if is_about_warmup {
+            let names = words::names(&report.rows);
+            report.notes.extend(warmup::notes(&report.rows, &names));
         }
         report
             .environment
             .insert("reference ops", common::fallbacks());
-        report.notes.extend(not_planned(self.compile, &precisions));
-        if report
-            .rows
-            .iter()
-            .any(|row| row.get("noisy") == Some(&true.into()))
-        {
-            report.notes.push(
-                "Some rows are noisy (IQR over 10% of the median): is the machine busy?".into(),
-            );
-        }
+        report.notes.extend(words::noisy(&report.rows));
         self.output.publish(&report)
+    }
+
+    /// Executions or precisions, side by side.
+    fn compared(&self, precisions: &[Precision]) -> Compared {
+        let mut executions: Vec<String> = Vec::new();
+        for precision in precisions {
+            for (_, execution) in executed(self.compile, self.modes(), *precision) {
+                let name = execution.name().to_string();
+                if !executions.contains(&name) {
+                    executions.push(name);
+                }
+            }
+        }
+        let precisions = precisions.iter().map(|p| p.name().to_string());
+        Compared::new(executions, precisions.collect())
+    }
+
+    /// How the table is read.
+    fn notes(&self, peak_flops: Option<f64>, precisions: &[Precision]) -> Vec<String> {
+        let modes = self.modes();
+        let steps = counted(self.steps, "step");
+        let mut notes = vec![match self.view {
+            View::Summary => format!(
+                "Times are mean ± standard deviation of {steps}, speed-ups and ratios those of means."
+            ),
+            View::Phases => format!("Each phase is timed itself, over {steps}."),
+        }];
+        let has_both = modes.contains(&Mode::ForwardBackward);
+        if self.view == View::Summary && has_both {
+            let ratio = match modes.first() {
+                Some(Mode::Forward) => {
+                    "; the ratio is F+B over Forward, which is without a graph and loss"
+                }
+                _ => "",
+            };
+            notes.push(format!("F+B is forward, loss and backward{ratio}."));
+        }
+        if modes
+            .iter()
+            .any(|mode| matches!(mode, Mode::ForwardBackward | Mode::TrainStep))
+        {
+            notes.push(match self.view {
+                View::Summary => "Memory and tokens/s are those of the longest of the modes, backward too.".into(),
+                View::Phases => {
+                    "In forward-backward and train-step, forward includes the loss; peaks and estimates are the whole mode's."
+                        .into()
+                }
+            });
+        }
+        if peak_flops.is_some() && precisions.iter().any(|p| *p != Precision::F32) {
+            notes.push("MFU is against the peak in f32, whatever the precision.".into());
+        }
+        notes.extend(not_planned(self.compile, precisions));
+        notes
     }
 
     /// Every combination of the flags' lists for one model.
@@ -336,61 +428,38 @@ impl Flags {
 fn columns(device: &candle_core::Device) -> Vec<Column> {
     // What the process holds beside tensors; on a GPU, what its pool does.
     let held = match device.is_cpu() {
-        true => Column::mib("resident_peak_bytes", "Resident peak"),
-        false => Column::mib("reserved_peak_bytes", "Reserved peak"),
+        true => Column::mib("resident_peak_bytes", "Resident peak").minor(6),
+        false => Column::mib("reserved_peak_bytes", "Reserved peak").minor(2),
     };
     vec![
-        Column::text("size", "Size"),
-        Column::number("batch_size", "B", "", 0),
-        Column::number("context_length", "T", "", 0),
+        Column::text("size", "Model"),
+        Column::text("batch_size", "B"),
+        Column::text("context_length", "T"),
         Column::text("attention", "Attention"),
         Column::text("checkpointing", "Checkpointing"),
         Column::text("execution", "Execution"),
         Column::text("precision", "Precision"),
-        Column::number("warmup_steps", "Warm-up", "", 0),
+        Column::text("warmup_steps", "Warm-up"),
         Column::text("mode", "Mode"),
         Column::text("phase", "Phase"),
-        Column::text("graph", "Graph"),
+        Column::text("graph", "Graph").minor(6),
         Column::text("status", "Status"),
-        Column::number("mean_ms", "Mean", "ms", 2),
-        Column::number("std_ms", "Std", "ms", 2),
-        Column::number("min_ms", "Min", "ms", 2),
-        Column::number("max_ms", "Max", "ms", 2),
-        Column::number("median_ms", "Median", "ms", 2),
-        Column::number("cv_percent", "CV", "%", 1),
-        Column::number("tokens_per_s", "Tokens/s", "", 0).grouped(),
-        Column::number("flops_per_s", "Rate", "GFLOP/s", 1).scaled(1e9),
-        Column::number("mfu_percent", "MFU", "%", 1),
-        Column::mib("peak_bytes", "Peak"),
+        Column::ms("mean_ms", "Mean"),
+        Column::ms("std_ms", "Std"),
+        Column::ms("first_step_ms", "First step").minor(4),
+        Column::ms("min_ms", "Min").minor(4),
+        Column::ms("max_ms", "Max").minor(4),
+        Column::ms("median_ms", "Median").minor(3),
+        Column::number("cv_percent", "CV", "%", 1).minor(3),
+        Column::count("tokens_per_s", "Tokens/s").minor(2),
+        Column::number("flops_per_s", "Rate", "GFLOP/s", 1)
+            .scaled(1e9)
+            .minor(5),
+        Column::number("mfu_percent", "MFU", "%", 1).minor(5),
+        Column::mib("peak_bytes", "Peak").minor(2),
+        Column::mib("allocated_bytes", "After the step").minor(6),
         held,
-        Column::mib("estimate_bytes", "Estimate"),
-        Column::mib("available_bytes", "Available"),
+        Column::mib("estimate_bytes", "Estimate").minor(7),
+        Column::mib("available_bytes", "Available").minor(8),
     ]
-}
-
-/// Forward and backward over forward, where both were measured in one step.
-fn ratio(name: &str, run: &EndToEnd, rows: &[Fields]) -> Option<String> {
-    let median = |phase: &str| {
-        let row = rows
-            .iter()
-            .find(|row| row.get("phase") == Some(&phase.into()))?;
-        row.get("median_ms")?.as_f64()
-    };
-    let (forward, backward) = (median("forward")?, median("backward")?);
-    let optimizer = match median("optimizer") {
-        Some(ms) => format!(", optimizer {:.2}x", ms / forward),
-        None => String::new(),
-    };
-    Some(format!(
-        "{name} B{} T{}, {}, checkpointing {}, {}, {}, warm-up {}: forward+backward is {:.2}x forward (backward {:.2}x{optimizer}), by medians",
-        run.batch_size,
-        run.sequence_length,
-        run.config.attention,
-        run.config.checkpointing,
-        run.precision,
-        serde_json::to_value(run.mode).unwrap_or_default(),
-        run.warmup_steps,
-        (forward + backward) / forward,
-        backward / forward,
-    ))
 }

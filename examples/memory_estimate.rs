@@ -29,7 +29,7 @@ use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
 use common::{Common, Output, values};
 use std::process::ExitCode;
-use tallow::memory::{Kernels, Mode, Workload, estimate};
+use tallow::memory::{Estimate, Kernels, MemoryKind, Workload, estimate};
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
@@ -128,7 +128,8 @@ impl Flags {
         let available_bytes = self.available_bytes()?;
         report.configuration = describe(&models);
         let workloads = self.workloads(&precisions, kernels);
-        report.columns = columns(models.len() * workloads.len() > 1);
+        report.columns = columns();
+        self.output.check_columns([columns(), terms()])?;
         let mut analysis = Vec::new();
         for Model { name, config } in &models {
             for workload in workloads.clone() {
@@ -140,19 +141,24 @@ impl Flags {
                 };
                 let plan = estimate(config, &workload)?;
                 let labels = labels(name, &workload);
-                let rows = plan.breakdown.report().rows.into_iter();
-                report.rows.extend(rows.map(|row| {
+                report.lines.push(line(&labels, &plan));
+                let breakdown = plan.breakdown.report();
+                report.rows.extend(breakdown.rows.iter().map(|row| {
                     let mut labelled = labels.clone();
-                    labelled.merge(row);
+                    labelled.merge(row.clone());
                     labelled
                 }));
                 if self.budget {
                     question.within_budget()?;
                 }
                 let (notes, answers) = question.answers(&plan)?;
-                let heading = format!("{}: {}", question.title, plan.breakdown.sizes);
-                report.notes.push(heading);
-                report.notes.extend(notes);
+                report.details.push(Report {
+                    title: question.title,
+                    columns: terms(),
+                    lines: breakdown.rows,
+                    notes: [breakdown.notes, notes].concat(),
+                    ..Default::default()
+                });
                 let mut labelled = labels;
                 labelled.merge(answers);
                 analysis.push(serde_json::to_value(labelled).unwrap_or_default());
@@ -203,11 +209,6 @@ impl Flags {
     }
 }
 
-fn mode_name(mode: Mode) -> String {
-    let name = serde_json::to_value(mode).unwrap_or_default();
-    name.as_str().unwrap_or_default().to_string()
-}
-
 fn title(name: &str, workload: &Workload) -> String {
     format!(
         "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}",
@@ -216,7 +217,7 @@ fn title(name: &str, workload: &Workload) -> String {
         workload.attention,
         workload.checkpointing,
         workload.precision,
-        mode_name(workload.mode)
+        workload.mode.name()
     )
 }
 
@@ -225,32 +226,54 @@ fn labels(name: &str, workload: &Workload) -> Fields {
     row.insert("size", name);
     row.insert("batch_size", workload.batch_size);
     row.insert("context_length", workload.sequence_length);
-    row.insert("mode", mode_name(workload.mode));
+    row.insert("mode", workload.mode.name());
     row.insert("attention", workload.attention.name());
     row.insert("precision", workload.precision.name());
     row.insert("checkpointing", workload.checkpointing.to_string());
     row
 }
 
-/// With which configuration a line is of, where there are several.
-fn columns(labelled: bool) -> Vec<Column> {
-    let labels = [
-        Column::text("size", "Size"),
+/// A configuration's peak, and what its bytes are there for.
+fn line(labels: &Fields, plan: &Estimate) -> Fields {
+    let mut line = labels.clone();
+    line.insert("peak_bytes", plan.peak_bytes);
+    line.insert("after_forward_bytes", plan.after_forward_bytes);
+    for kind in MemoryKind::ALL {
+        let bytes = plan.breakdown.bytes_of(kind);
+        line.insert(kind.name(), (bytes > 0).then_some(bytes));
+    }
+    line
+}
+
+/// A line a configuration.
+fn columns() -> Vec<Column> {
+    let mut columns = vec![
+        Column::text("size", "Model"),
         Column::text("batch_size", "B"),
         Column::text("context_length", "T"),
         Column::text("mode", "Mode"),
         Column::text("attention", "Attention"),
         Column::text("precision", "Precision"),
         Column::text("checkpointing", "Checkpointing"),
+        Column::mib("peak_bytes", "Peak"),
+        Column::mib("after_forward_bytes", "After forward").minor(1),
     ];
-    let terms = [
+    let kinds = (2..).zip(MemoryKind::ALL);
+    columns.extend(kinds.map(|(minor, kind)| {
+        let column = Column::mib(kind.name(), kind.name());
+        column.under("Of the peak").minor(minor)
+    }));
+    columns
+}
+
+/// A line a term.
+fn terms() -> Vec<Column> {
+    vec![
         Column::text("holds", "Holds"),
         Column::text("what", "What"),
-        Column::count("count", "Count"),
-        Column::text("formula", "Elements of each"),
-        Column::text("element_bytes", "Bytes an element"),
+        Column::count("count", "Count").minor(2),
+        Column::text("formula", "Elements of each").minor(1),
+        Column::number("element_bytes", "Bytes an element", "", 0).minor(3),
         Column::mib("bytes", "Memory"),
-    ];
-    let labels = labels.into_iter().filter(|_| labelled);
-    labels.chain(terms).collect()
+    ]
 }

@@ -26,13 +26,13 @@ use common::modes::{
     CompileFlag, ModeFlag, check_planned_flags, executed, modes, not_planned, optimizer_words,
 };
 use common::precision::PrecisionFlags;
-use common::{Common, Output, values};
+use common::{Common, Output, values, words};
 use files::FileFlags;
 use std::process::ExitCode;
-use summary::{comparison_note, in_one_table, row, table};
+use summary::{Details, columns, lines, row};
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
 use tallow::memory::{Estimate, RecordConfig};
-use tallow::report::{Fields, Format, Report, format_mib};
+use tallow::report::{Fields, Report, format_mib, list_in_note};
 use tallow::{Error, Result};
 
 /// Where the memory of a step goes: predicted, measured, by phase and by origin.
@@ -119,13 +119,12 @@ impl Run {
             self.size,
             run.batch_size,
             run.sequence_length,
-            serde_json::to_value(run.mode).unwrap_or_default(),
+            run.mode.name(),
             run.config.attention,
             run.config.checkpointing,
             run.precision,
             run.execution.name()
         )
-        .replace('"', "")
     }
 }
 
@@ -143,6 +142,7 @@ impl Flags {
         let precisions = self.precision.precisions()?;
         check_planned_flags(is_any_given, self.compile, &modes(&self.mode), &precisions)?;
         let runs = self.runs(&device, &models)?;
+        self.output.check_columns([columns(&device)])?;
         let mut configuration = describe(&models);
         let optimizer = optimizer_words("adamw", self.optimizer_in_backward);
         configuration.insert("optimizer", optimizer);
@@ -153,9 +153,11 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration,
-            columns: table(&device),
+            columns: columns(&device),
             ..Default::default()
         };
+        let mut details = Details::default();
+        let mut refused = Vec::new(); // places of rows
         let mut kept = Ok(()); // a file that fails does not cost the table
         for run in &runs {
             common::progress(run.title());
@@ -163,7 +165,7 @@ impl Flags {
                 report.rows.push(planned::row(run, &device)?);
                 let plan = match run.end_to_end.plan(&device) {
                     Err(error) if error.is_out_of_memory() => {
-                        report.notes.push(format!("{}: {error}", run.title()));
+                        report.notes.push(format!("{}: {error}.", run.title()));
                         continue;
                     }
                     plan => plan?,
@@ -176,12 +178,8 @@ impl Flags {
             let available = run.end_to_end.available_bytes;
             if available.is_some_and(|bytes| estimate.peak_bytes > bytes) {
                 report.rows.push(row(run, &estimate, None, available));
-                report.notes.push(format!(
-                    "{} does not fit: {}; {} available",
-                    run.title(),
-                    estimate.breakdown,
-                    available.map(format_mib).unwrap_or_default()
-                ));
+                refused.push(report.rows.len() - 1);
+                details.add_refused(run, &estimate);
                 continue;
             }
             let record = RecordConfig {
@@ -197,20 +195,24 @@ impl Flags {
                 }
                 profile => profile?,
             };
-            report.rows.push(row(
-                run,
-                &estimate,
-                Some((&profile, self.largest)),
-                available,
-            ));
-            report.notes.push(comparison_note(&run.title(), &profile));
-            report.notes.extend(profile.recording.notes());
+            report
+                .rows
+                .push(row(run, &estimate, Some(&profile), available));
+            let notes = profile.recording.notes().into_iter();
+            report
+                .notes
+                .extend(notes.map(|note| format!("{}: {note}.", run.title())));
+            details.add(run, &profile, self.largest);
             kept = kept.and(self.files.write(&run.title(), runs.len(), &profile));
-            if self.output.format == Format::Text && self.output.output.is_none() {
-                summary::print_details(&run.title(), &profile, self.largest)?;
-            }
         }
-        report.lines = in_one_table(&report.rows);
+        if !refused.is_empty() {
+            let names = words::names(&report.rows);
+            let refused: Vec<String> = refused.into_iter().map(|i| names[i].clone()).collect();
+            let start = "Predicted not to fit, and not run";
+            report.notes.push(list_in_note(start, &refused));
+        }
+        report.details = details.into_tables();
+        report.lines = lines(&report.rows);
         report
             .notes
             .extend(not_planned(self.compile, &self.precision.precisions()?));
@@ -224,20 +226,23 @@ impl Flags {
 
     /// The size of one tensor of the residual stream, with its derivation.
     fn residual_stream(&self, models: &[Model]) -> Vec<String> {
-        let mut notes = Vec::new();
-        for Model { name, config } in models {
+        let note = |Model { name, config }: &Model| {
+            let mut sizes = Vec::new();
             for &batch_size in &self.batch_size {
                 for &length in &self.context_length {
                     let bytes = 4.0 * batch_size as f64 * length as f64 * config.d_model as f64;
-                    notes.push(format!(
-                        "{name}: a tensor of the residual stream in f32 is B T D 4 = {batch_size} x {length} x {} x 4 bytes = {}",
-                        config.d_model,
-                        format_mib(bytes as u64)
+                    let size = format_mib(bytes as u64);
+                    sizes.push(format!(
+                        "{batch_size} x {length} x {} x 4 = {size}",
+                        config.d_model
                     ));
                 }
             }
-        }
-        notes
+            let start =
+                format!("{name}: a tensor of the residual stream in f32 has B x T x D x 4 bytes");
+            list_in_note(&start, &sizes)
+        };
+        models.iter().map(note).collect()
     }
 
     /// Every combination of the flags' lists.
@@ -293,7 +298,7 @@ impl Flags {
 /// What is said of a run that had seemed to fit.
 fn out_of_memory(run: &Run, estimate: &Estimate, error: &Error) -> String {
     format!(
-        "{} was predicted to take {}, and ran out of memory: {error}",
+        "{} was predicted to take {}, and ran out of memory: {error}.",
         run.title(),
         format_mib(estimate.peak_bytes)
     )
@@ -313,9 +318,6 @@ fn labels(run: &Run) -> Fields {
     fields.insert("execution", end_to_end.execution.name());
     let in_backward = end_to_end.optimizer_in_backward;
     fields.insert("optimizer_in_backward", in_backward);
-    fields.insert(
-        "mode",
-        serde_json::to_value(end_to_end.mode).unwrap_or_default(),
-    );
+    fields.insert("mode", end_to_end.mode.name());
     fields
 }

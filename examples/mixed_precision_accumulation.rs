@@ -51,8 +51,10 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
+        self.output.check_columns([columns()])?;
         self.check_memory()?;
         let device = self.common.device()?;
+        let rows = rows::rows(self.value, self.count);
         let report = Report {
             environment: self.common.environment(&device),
             configuration: Fields::from_iter([
@@ -61,8 +63,8 @@ impl Flags {
                 ("exact sum", (self.value * self.count as f64).to_string()),
             ]),
             columns: columns(),
-            rows: rows::rows(self.value, self.count),
-            notes: notes(),
+            notes: notes(&rows),
+            rows,
             ..Default::default()
         };
         self.output.publish(&report)
@@ -89,21 +91,34 @@ fn columns() -> Vec<Column> {
         Column::text("terms", "Terms"),
         Column::text("method", "Method"),
         Column::number("sum", "Sum", "", 8),
-        Column::number("error", "Error", "", 8),
         Column::number("error_percent", "Error", "%", 4),
-        Column::number("error_of_terms", "Of the terms", "", 8),
-        Column::number("error_of_additions", "Of the additions", "", 8),
-        Column::text("cause", "Cause"),
+        Column::number("error", "Error", "", 8).minor(3),
+        Column::number("error_of_terms", "of the terms", "", 8)
+            .under("Error")
+            .minor(1),
+        Column::number("error_of_additions", "of the additions", "", 8)
+            .under("Error")
+            .minor(1),
     ]
 }
 
-fn notes() -> Vec<String> {
-    [
+fn notes(rows: &[Fields]) -> Vec<String> {
+    let general = [
         "The error is the terms' (the value has no exact form in their type) plus the additions' (each is rounded to the \
          accumulator's type).",
         "An f32 accumulator takes away the additions' part, not the terms': with f16 terms, added or cast first, it gives \
-         the same sum, which is as good as the terms are. That is why matrix products in half precision accumulate in f32.",
-    ]
-    .map(String::from)
-    .to_vec()
+         the same sum, which is as good as the terms are.",
+        "That is why matrix products in half precision accumulate in f32.",
+    ];
+    let text = |row: &Fields, key: &str| {
+        let text = row.get(key).and_then(|value| value.as_str());
+        text.unwrap_or_default().to_string()
+    };
+    let cause = |row: &Fields| {
+        let [accumulator, terms, method, cause] =
+            ["accumulator", "terms", "method", "cause"].map(|key| text(row, key));
+        format!("{accumulator} of {terms} terms, {method}: {cause}.")
+    };
+    let general = general.map(String::from).into_iter();
+    general.chain(rows.iter().map(cause)).collect()
 }

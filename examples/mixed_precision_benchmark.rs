@@ -22,7 +22,7 @@ use clap::Parser;
 use common::models::{Model, ModelFlags, describe, with_attention};
 use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
-use common::{Common, Output, values};
+use common::{Common, Output, values, words};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
@@ -30,7 +30,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, OptimizerChoice, PrecisionAnalysis, alternate};
 use tallow::model::flops;
 use tallow::precision::Precision;
-use tallow::report::{Fields, Report};
+use tallow::report::{Fields, Report, list_in_note};
 
 /// Times half precision beside f32, in turns, with memory measured and predicted.
 ///
@@ -98,6 +98,7 @@ impl Flags {
         self.output.check_with([&self.plot])?;
         let device = self.common.device()?;
         let precisions = self.precisions()?;
+        self.output.check_columns([table::columns(&precisions)])?;
         let longest = self.context_length.iter().copied().max();
         let models = self
             .models
@@ -106,8 +107,12 @@ impl Flags {
         let mut rows = Vec::new();
         for (model, run) in self.sweep(&device, &models, peak_flops) {
             common::progress(format!(
-                "{}, batch {}, context {}, {} attention, {:?}",
-                model.name, run.batch_size, run.sequence_length, run.config.attention, run.mode
+                "{}, batch {}, context {}, {} attention, {}",
+                model.name,
+                run.batch_size,
+                run.sequence_length,
+                run.config.attention,
+                run.mode.name()
             ));
             let runs: Vec<EndToEnd> = precisions
                 .iter()
@@ -125,9 +130,10 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions, peak_flops),
-            columns: table::columns(&analysis),
+            columns: table::columns(&precisions),
             lines: table::lines(&analysis),
             notes: notes(&rows, &analysis),
+            details: analysis.copies().into_iter().collect(),
             ..Default::default()
         };
         report
@@ -239,21 +245,21 @@ fn labelled(name: &str, row: Fields) -> Fields {
 /// What a reader needs beside the table.
 fn notes(rows: &[Fields], analysis: &PrecisionAnalysis) -> Vec<String> {
     let mut notes = vec![
-        "Times are medians; forward is without a graph; forward-backward has the loss. Memory is the peak of model and \
-         step, predicted before and measured by counting allocations; saved is of f32's."
+        "Times are mean ± standard deviation, speed-ups those of medians; forward is without a graph, forward-backward has \
+         the loss."
             .to_string(),
+        "Peak is that of model and step, measured by counting allocations; saved is of f32's.".into(),
     ];
     notes.extend(analysis.notes());
-    let skipped = rows.iter().any(|row| {
+    let skipped = rows.iter().zip(words::names(rows)).filter(|(row, _)| {
         let skipped = row.get("skipped_steps").and_then(|n| n.as_u64());
         skipped.is_some_and(|n| n > 0)
     });
-    if skipped {
-        notes.push("Some f16 steps overflowed and made no update, as loss scaling has it.".into());
+    let skipped: Vec<String> = skipped.map(|(_, name)| name).collect();
+    if !skipped.is_empty() {
+        let start = "Some f16 steps overflowed and made no update, as loss scaling has it";
+        notes.push(list_in_note(start, &skipped));
     }
-    let noisy = |row: &Fields| row.get("noisy") == Some(&true.into());
-    if rows.iter().any(noisy) {
-        notes.push("Some rows are noisy (IQR over 10% of the median): is the machine busy?".into());
-    }
+    notes.extend(words::noisy(rows));
     notes
 }

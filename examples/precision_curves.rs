@@ -76,6 +76,7 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
+        self.output.check_columns([columns()])?;
         let precisions = self.training.precision.precisions()?;
         let (train, validation) = self.data.open()?.split(self.data.validation_fraction)?;
         let runs = precisions
@@ -133,10 +134,12 @@ impl Flags {
             configuration: self.configuration(train, validation)?,
             columns: columns(),
             rows,
-            notes: vec![format!(
-                "Last loss: the mean of the last {STEPS_A_POINT} steps. All runs start from the same weights, rounded where \
-                 parameters are in half precision, and see the same batches."
-            )],
+            notes: vec![
+                format!("The last loss is the mean of the last {STEPS_A_POINT} steps."),
+                "All runs start from the same weights, rounded where parameters are in half precision, and see the same \
+                 batches."
+                    .into(),
+            ],
             ..Default::default()
         })
     }
@@ -242,14 +245,14 @@ fn figure(runs: &[Run]) -> Figure {
 fn columns() -> Vec<Column> {
     vec![
         Column::text("precision", "Precision"),
-        Column::number("first_loss", "First loss", "nats", 4),
+        Column::number("first_loss", "First loss", "nats", 4).minor(2),
         Column::number("last_loss", "Last loss", "nats", 4),
         Column::number("from_f32_percent", "From f32", "%", 3),
-        Column::number("validation_loss", "Validation loss", "nats", 4),
-        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3),
-        Column::count("skipped_steps", "Skipped steps"),
-        Column::number("loss_scale", "Loss scale", "", 0),
-        Column::number("step_ms", "Step", "ms", 1),
-        Column::number("tokens_per_s", "Tokens", "1/s", 0),
+        Column::number("validation_loss", "Validation", "nats", 4).minor(1),
+        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3).minor(2),
+        Column::count("skipped_steps", "Skipped steps").minor(2),
+        Column::number("loss_scale", "Loss scale", "", 0).minor(3),
+        Column::ms("step_ms", "Step"),
+        Column::count("tokens_per_s", "Tokens/s"),
     ]
 }

@@ -24,7 +24,7 @@ use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, describe, with_attention};
 use common::modes::{CompileFlag, ModeFlag, executed, execution_words, modes, not_planned};
 use common::precision::PrecisionFlags;
-use common::{Common, Output, values};
+use common::{Common, Output, ops, values};
 use runs::{Run, add_oom, named};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -135,6 +135,8 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
+        self.output
+            .check_columns([summary_columns(), ops::columns()])?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
         let longest = self.context_length.iter().copied().max();
@@ -144,7 +146,7 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions),
-            columns: columns(),
+            columns: summary_columns(),
             ..Default::default()
         };
         let runs = self.sweep(&device, &models, &precisions);
@@ -268,7 +270,7 @@ impl Flags {
             Ok(summary) => summary,
             // One mode has no backward, another has.
             Err(error @ Error::Data { .. }) => {
-                report.notes.push(format!("{}: {error}", run.title()));
+                report.notes.push(format!("{}: {error}.", run.title()));
                 return Ok(());
             }
             Err(error) => return Err(error),
@@ -278,19 +280,25 @@ impl Flags {
             .into_iter()
             .map(|row| run.labelled("ok", row));
         report.rows.extend(rows);
-        let shown = self.shown(&summary);
-        let lines = shown
-            .fields()
-            .into_iter()
-            .map(|row| run.labelled("ok", row));
-        report.lines.extend(lines);
         let (notes, analysis) = profiled.analyse()?;
-        let title = run.title();
-        let notes = notes.into_iter().map(|note| format!("{title}: {note}"));
-        report.notes.extend(notes);
+        report.lines.push(run.labelled("ok", analysis.clone()));
+        report.details.push(self.table(run, &summary, notes));
         let analysis = serde_json::to_value(analysis).unwrap_or_default();
-        report.analysis.insert(title, analysis);
+        report.analysis.insert(run.title(), analysis);
         Ok(())
+    }
+
+    /// A run's ops for people, the longest first.
+    fn table(&self, run: &Run, summary: &profile::Report, mut notes: Vec<String>) -> Report {
+        let (lines, inside) = ops::lines(&self.shown(summary));
+        notes.extend(inside);
+        Report {
+            title: run.title(),
+            columns: ops::columns(),
+            lines,
+            notes,
+            ..Default::default()
+        }
     }
 
     /// The longest rows and the lines without ops; the other rows in one.
@@ -346,25 +354,36 @@ impl Flags {
     }
 }
 
-fn columns() -> Vec<Column> {
-    let labels = vec![
-        Column::text("size", "Size"),
-        Column::number("batch_size", "B", "", 0),
-        Column::number("context_length", "T", "", 0),
+/// A line a run.
+fn summary_columns() -> Vec<Column> {
+    let percent = |key, title| Column::number(key, title, "", 1);
+    let of_step = |key, title| percent(key, title).under("% of a step");
+    vec![
+        Column::text("size", "Model"),
+        Column::text("batch_size", "B"),
+        Column::text("context_length", "T"),
         Column::text("attention", "Attention"),
         Column::text("precision", "Precision"),
         Column::text("execution", "Execution"),
         Column::text("mode", "Mode"),
         Column::text("status", "Status"),
-    ];
-    [labels, profile::Report::columns()].concat()
+        Column::ms("profiled_ms_per_step", "profiler").under("A step by"),
+        Column::ms("stopwatch_mean_ms", "stopwatch").under("A step by"),
+        of_step("ops_percent", "ops"),
+        of_step("products_percent_of_whole", "products"),
+        of_step("candle_percent", "candle"),
+        of_step("unexplained_percent", "unexplained"),
+        Column::text("longest_in_all", "Longest op").minor(1),
+        percent("products_percent_of_forward", "Products in forward").minor(2),
+    ]
 }
 
 fn general_notes(reference_ops: bool) -> Vec<String> {
     let mut notes = vec![
-        "Time is an op's own, in percent of the mode's wall time; Avg, Med, Min, Max and StdDev are of one instance, Total \
-         is over all steps. FLOPs and bytes are the formulas' (profile::op_costs), every tensor moved once."
+        "Time is an op's own, in percent of the mode's wall time; mean, median, least, most and deviation are of one \
+         instance, the total is over all steps."
             .to_string(),
+        "FLOPs and bytes are the formulas' (profile::op_costs), every tensor moved once.".into(),
     ];
     if reference_ops {
         notes.push(

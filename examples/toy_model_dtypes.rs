@@ -55,7 +55,11 @@ impl Flags {
         self.output.check_with([])?;
         let device = self.common.device()?;
         let numbers = layer_norm::rows();
-        let notes = vec![layer_norm::answer(&numbers)];
+        let notes = layer_norm::answer(&numbers);
+        self.output.check_columns([match self.show {
+            Show::Dtypes => dtype_columns(),
+            Show::LayerNorm => layer_norm_columns(),
+        }])?;
         let mut report = Report {
             environment: self.common.environment(&device),
             notes,

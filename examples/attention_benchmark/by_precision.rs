@@ -28,9 +28,16 @@ impl Flags {
             .extend(columns::lines(&own, &analysis, self.width_key()));
         let words = analysis.notes(self.width_name()).into_iter();
         let words = words.chain(limits.iter().map(Limit::to_string));
-        report.notes.extend(words.map(|note| match several {
-            true => format!("{name}: {note}"),
-            false => note,
+        let own = |text: String| match several {
+            true => format!("{name}: {text}"),
+            false => text,
+        };
+        report.notes.extend(words.map(own));
+        let tables = analysis.tables(self.width_name()).into_iter();
+        let tables = tables.chain(limits.iter().map(Limit::table));
+        report.details.extend(tables.map(|table| Report {
+            title: own(table.title),
+            ..table
         }));
         let mut value = serde_json::to_value(&analysis).unwrap_or_default();
         if let serde_json::Value::Object(parts) = &mut value {

@@ -3,39 +3,37 @@
 use tallow::bench::Analysis;
 use tallow::report::{Column, Fields, mean_and_std, pivot};
 
-/// Decimals of a time in ms.
-const DECIMALS: usize = 3;
-
 /// From left to right.
 pub fn columns(module: bool) -> Vec<Column> {
-    let time = |key, title| Column::number(key, title, "ms", DECIMALS);
+    let time = |key, title| Column::ms(key, title);
+    let memory = |key, title| Column::mib(key, title).under("Memory");
     let mut columns = vec![
-        Column::text("implementation", "Implementation"),
-        Column::text("precision", "Precision"),
-        Column::number("context_length", "T", "", 0),
         match module {
-            true => Column::number("d_model", "D", "", 0),
-            false => Column::number("head_dim", "d", "", 0),
+            true => Column::text("d_model", "D"),
+            false => Column::text("head_dim", "d"),
         },
+        Column::text("context_length", "T"),
+        Column::text("implementation", "Attention"),
+        Column::text("precision", "Precision"),
         time("forward", "Forward"),
         time("backward", "Backward"),
-        time("forward+backward", "Forward+backward"),
+        time("forward+backward", "F+B").minor(4),
     ];
     columns.extend(match module {
         true => vec![
-            Column::mib("model_bytes", "Model"),
-            Column::mib("model_forward_bytes", "Model+fwd"),
-            Column::mib("model_forward_backward_bytes", "Model+fwd+back"),
-            Column::mib("forward_bytes", "Fwd"),
-            Column::mib("backward_bytes", "Back"),
+            memory("model_bytes", "model"),
+            memory("model_forward_bytes", "+forward"),
+            memory("model_forward_backward_bytes", "+backward"),
+            memory("forward_bytes", "forward"),
+            memory("backward_bytes", "backward"),
         ],
-        false => vec![Column::mib("before_backward_bytes", "Before backward")],
+        false => vec![memory("before_backward_bytes", "before B")],
     });
     columns.extend([
-        Column::mib("peak_bytes", "Peak"),
-        Column::text("status", "Status"),
-        Column::number("n", "n", "", 0),
-        Column::number("speedup", "Naive/it", "x", 2),
+        memory("peak_bytes", "peak"),
+        Column::number("speedup", "Speed-up", "", 2).minor(2),
+        Column::text("status", "Status").minor(1),
+        Column::number("n", "n", "", 0).minor(5),
     ]);
     columns
 }
@@ -43,7 +41,7 @@ pub fn columns(module: bool) -> Vec<Column> {
 /// The table's lines of one precision: on those of others, how many times as long naive takes.
 pub fn lines(rows: &[Fields], analysis: &Analysis, width_key: &str) -> Vec<Fields> {
     let by = ["implementation", "context_length", width_key];
-    let mut lines = pivot(rows, &by, "phase", |row| mean_and_std(row, DECIMALS));
+    let mut lines = pivot(rows, &by, "phase", mean_and_std);
     for line in &mut lines {
         let number = |key: &str| line.get(key).and_then(|value| value.as_u64());
         let (length, width) = (number("context_length"), number(width_key));

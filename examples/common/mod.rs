@@ -3,10 +3,12 @@
 
 pub mod models;
 pub mod modes;
+pub mod ops;
 pub mod outputs;
 pub mod precision;
 pub mod stdout;
 pub mod values;
+pub mod words;
 
 #[allow(unused_imports)] // train prints no table
 pub use outputs::Output;
@@ -160,7 +162,7 @@ fn status(error: &Error) -> u8 {
     if stdout::is_closed(error) {
         return 0;
     }
-    say_aside(format_args!("error: {error}"));
+    say_aside(format_args!("error: {}: {error}", env!("CARGO_CRATE_NAME")));
     1
 }
 

@@ -5,7 +5,7 @@ use clap::Args;
 use std::fs::OpenOptions;
 use std::io::{Error as IoError, ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use tallow::report::{Format, Report};
+use tallow::report::{Column, Format, Layout, Report};
 use tallow::{Error, Result};
 
 /// Flags of every example that prints a table.
@@ -15,15 +15,33 @@ pub struct Output {
     #[arg(long, default_value = "text")]
     pub format: Format,
 
-    /// Write the report there instead of to stdout
+    /// Write the report there instead of to stdout; as CSV, each detail table gets a file beside it
     #[arg(long)]
     pub output: Option<PathBuf>,
+
+    /// The columns of a table, by heading or by field, or all of every table, whatever the width [default: what fits the
+    /// terminal]. CSV and JSON have every field, whatever is chosen
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
+    columns: Vec<String>,
 }
 
 impl Output {
     /// Tries this output and others.
     pub fn check_with<const N: usize>(&self, others: [&Option<PathBuf>; N]) -> Result<()> {
         check([&self.output].into_iter().chain(others))
+    }
+
+    /// Refuses names that no table has, before the work.
+    pub fn check_columns<const N: usize>(&self, tables: [Vec<Column>; N]) -> Result<()> {
+        let of = |columns| Report {
+            columns,
+            ..Default::default()
+        };
+        let mut tables = Report {
+            details: tables.into_iter().map(of).collect(),
+            ..Default::default()
+        };
+        self.select(&mut tables)
     }
 
     /// Writes what there is so far where `--output` names a file, so that a sweep that is stopped leaves its rows.
@@ -36,18 +54,69 @@ impl Output {
     pub fn publish(&self, report: &Report) -> Result<()> {
         match &self.output {
             Some(path) => self.save(report, path),
-            None => stdout::report(report, self.format),
+            None => {
+                if self.format == Format::Csv && !report.details.is_empty() {
+                    let titles: Vec<&str> =
+                        report.details.iter().map(|d| d.title.as_str()).collect();
+                    let titles = titles.join("; ");
+                    super::say_aside(format_args!(
+                        "not in one CSV: {titles}; --output FILE.csv writes these too"
+                    ));
+                }
+                stdout::write(&self.document(report)?)
+            }
+        }
+    }
+
+    /// The report for stdout, in the format and the columns that the flags name.
+    pub fn document(&self, report: &Report) -> Result<Vec<u8>> {
+        let mut report = report.clone();
+        self.select(&mut report)?;
+        if self.format != Format::Text {
+            let mut bytes = Vec::new();
+            report.write_to(self.format, &mut bytes)?;
+            return Ok(bytes);
+        }
+        let every_column = self.columns == ["all"];
+        let layout = Layout {
+            width: (!every_column).then(terminal_width),
+            every_column,
+            hint: " (--columns all shows them)".into(),
+        };
+        Ok(report.to_text(&layout).into_bytes())
+    }
+
+    /// Keeps the columns that were chosen; all of them where none was, or `all`.
+    fn select(&self, report: &mut Report) -> Result<()> {
+        match self.columns.is_empty() || self.columns == ["all"] {
+            true => Ok(()),
+            false => report.select(&self.columns),
         }
     }
 
     /// Into a file. Where that fails, onto stdout: what was measured is not lost.
     fn save(&self, report: &Report, path: &Path) -> Result<()> {
+        let mut report = report.clone();
+        self.select(&mut report)?;
         let saved = report.save(self.format, path);
         if saved.is_err() {
-            let _ = stdout::report(report, self.format); // that it was not saved is what is reported
+            let _ = self.document(&report).and_then(|text| stdout::write(&text)); // what is reported is `saved`
         }
         saved
     }
+}
+
+/// Characters of a line on stdout: what `COLUMNS` says, else the terminal, else 100.
+fn terminal_width() -> usize {
+    let said = std::env::var("COLUMNS")
+        .ok()
+        .and_then(|columns| columns.parse().ok());
+    let own = || {
+        console::Term::stdout()
+            .size_checked()
+            .map(|(_, columns)| columns.into())
+    };
+    said.or_else(own).unwrap_or(100)
 }
 
 /// Tries every output that is named, and refuses one file for two of them.

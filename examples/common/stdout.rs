@@ -3,7 +3,6 @@
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
-use tallow::report::{Format, Report};
 use tallow::{Error, Result};
 
 /// What errors call it.
@@ -20,13 +19,6 @@ pub fn write(bytes: &[u8]) -> Result<()> {
 /// Writes a line.
 pub fn line(text: impl Display) -> Result<()> {
     write(format!("{text}\n").as_bytes())
-}
-
-/// Writes a report.
-pub fn report(report: &Report, format: Format) -> Result<()> {
-    let mut bytes = Vec::new();
-    report.write_to(format, &mut bytes)?;
-    write(&bytes)
 }
 
 /// Whether the error is that nobody reads stdout any more (`| head`).

@@ -1,13 +1,14 @@
 //! Part (a): attention, eager naive beside the same planned, and flash.
 
 use crate::common::values::{self, TimeBudget};
+use crate::common::words;
 use crate::{Setting, common, geometric_mean, number, text};
 use clap::Args;
 use tallow::Result;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{Analysis, AttentionRun, Execution, Sampling};
 use tallow::memory::AttentionWorkload;
-use tallow::report::{Column, Fields, Report};
+use tallow::report::{Column, Fields, Report, counted, list_in_note, mean_and_std};
 
 /// What is compared, as the rows name it.
 const IMPLEMENTATIONS: [&str; 3] = ["naive", "planned", "flash"];
@@ -62,6 +63,7 @@ impl AttentionFlags {
         }
         let analysis = Analysis::of(&rows, "head_dim");
         let mut report = Report {
+            title: "Attention".into(),
             configuration: self.configuration(setting),
             columns: columns(),
             lines: shapes
@@ -147,57 +149,52 @@ impl AttentionFlags {
         fields.insert("precision", setting.precision.name());
         fields.insert("batch size", self.attention_batch_size);
         fields.insert("heads", self.heads);
-        fields.insert("mask", format!("{:?}", self.mask()).to_lowercase());
+        fields.insert("mask", if self.causal { "causal" } else { "full" });
         fields.insert("iterations", self.iterations);
         let run = self.run(setting, "naive", 1, 1);
-        fields.insert("time budget ms", run.sampling.time_budget_ms);
+        let budget = run.sampling.time_budget_ms.map(|ms| format!("{ms} ms"));
+        fields.insert("time budget", budget);
         fields
     }
 }
 
-/// A line a shape, the implementations side by side.
-fn columns() -> Vec<Column> {
+/// A line a shape, eager and planned side by side, and flash beside them.
+pub fn columns() -> Vec<Column> {
     let mut columns = vec![
-        Column::number("head_dim", "d", "", 0),
-        Column::number("context_length", "T", "", 0),
+        Column::text("head_dim", "d"),
+        Column::text("context_length", "T"),
     ];
-    for name in IMPLEMENTATIONS {
-        columns.push(Column::number(
-            format!("{name} forward"),
-            format!("{name} F"),
-            "ms",
-            3,
-        ));
-        columns.push(Column::number(
-            format!("{name} backward"),
-            format!("{name} B"),
-            "ms",
-            3,
-        ));
+    let time = |name: &str, phase: &str, title: &str, under: &str| {
+        Column::ms(format!("{name} {phase}"), title).under(under)
+    };
+    let speedup = |name: &str, phase: &str, under: &str| {
+        Column::number(format!("speedup {name} {phase}"), "speed-up", "", 2).under(under)
+    };
+    for (phase, title) in [("forward", "Forward"), ("backward", "Backward")] {
+        columns.push(time("naive", phase, "naive", title));
+        columns.push(time("planned", phase, "planned", title));
+        columns.push(speedup("planned", phase, title));
     }
-    for name in &IMPLEMENTATIONS[1..] {
-        for (phase, letter) in [("forward", 'F'), ("backward", 'B')] {
-            let title = format!("naive/{name} {letter}");
-            columns.push(Column::number(
-                format!("speedup {name} {phase}"),
-                title,
-                "x",
-                2,
-            ));
-        }
-    }
-    for (key, title) in [("before backward", "before B"), ("peak", "peak")] {
+    for (key, title, minor) in [
+        ("before backward", "Before backward", 2),
+        ("peak", "Peak", 1),
+    ] {
         for name in IMPLEMENTATIONS {
-            columns.push(Column::mib(
-                format!("{name} {key}"),
-                format!("{name} {title}"),
-            ));
+            columns.push(
+                Column::mib(format!("{name} {key}"), name)
+                    .under(title)
+                    .minor(minor),
+            );
         }
+    }
+    for (phase, title) in [("forward", "Flash forward"), ("backward", "Flash backward")] {
+        columns.push(time("flash", phase, "flash", title).minor(3));
+        columns.push(speedup("flash", phase, title).minor(3));
     }
     columns
 }
 
-/// Medians, how many times as long eager naive takes, and bytes; the status where there is no time.
+/// Times, how many times as long eager naive takes, and bytes; the status where there is no time.
 fn line(rows: &[Fields], analysis: &Analysis, (head_dim, length): (usize, usize)) -> Fields {
     let mut line = Fields::new();
     line.insert("head_dim", head_dim);
@@ -210,22 +207,17 @@ fn line(rows: &[Fields], analysis: &Analysis, (head_dim, length): (usize, usize)
         let (Some(name), Some(phase)) = (text(row, "implementation"), text(row, "phase")) else {
             continue;
         };
-        match (number(row, "median_ms"), phase) {
-            (None, _) => {
-                line.insert(format!("{name} forward"), text(row, "status"));
-            }
-            (Some(_), "forward+backward") => {
-                for (key, field) in [
-                    ("before backward", "before_backward_bytes"),
-                    ("peak", "peak_bytes"),
-                ] {
-                    line.insert(format!("{name} {key}"), number(row, field));
-                }
-            }
-            (Some(ms), phase) => {
-                line.insert(format!("{name} {phase}"), ms);
-            }
+        let is_measured = number(row, "mean_ms").is_some();
+        let phase = if is_measured { phase } else { "forward" };
+        if phase != "forward+backward" {
+            line.insert(format!("{name} {phase}"), mean_and_std(row));
+            continue;
         }
+        line.insert(
+            format!("{name} before backward"),
+            number(row, "before_backward_bytes"),
+        );
+        line.insert(format!("{name} peak"), number(row, "peak_bytes"));
     }
     for s in &analysis.speedups {
         if (s.width, s.context_length) == (head_dim as u64, length as u64) {
@@ -239,9 +231,10 @@ fn line(rows: &[Fields], analysis: &Analysis, (head_dim, length): (usize, usize)
 
 fn notes(rows: &[Fields], analysis: &Analysis) -> Vec<String> {
     let mut notes = vec![
-        "Medians. naive: op by op, with candle's graph; planned: the same mathematics for a shape known beforehand, \
-         in an arena that is there from the beginning to the end; flash: without probabilities."
+        "naive is eager, op by op, with candle's graph; planned is the same mathematics for a shape known beforehand, in an \
+         arena that is there from the beginning to the end; flash keeps no probabilities."
             .to_string(),
+        "Times are mean ± standard deviation, speed-ups over naive those of medians.".into(),
     ];
     for name in &IMPLEMENTATIONS[1..] {
         let own = || {
@@ -254,22 +247,25 @@ fn notes(rows: &[Fields], analysis: &Analysis) -> Vec<String> {
             |of: fn(&tallow::bench::Speedup) -> Option<f64>| geometric_mean(own().filter_map(of));
         if let (Some(forward), Some(backward)) = (mean(|s| s.forward), mean(|s| s.backward)) {
             notes.push(format!(
-                "Average speed-up of {name} over naive: forward {forward:.2}x, backward {backward:.2}x (geometric means over {} shapes).",
-                own().count()
+                "Average speed-up of {name} over naive: forward {forward:.2}x, backward {backward:.2}x (geometric mean of {}).",
+                counted(own().count(), "shape")
             ));
         }
     }
-    for row in rows.iter().filter(|row| number(row, "median_ms").is_none()) {
-        let part = |key| text(row, key).unwrap_or_default();
-        let sizes = ["context_length", "head_dim"].map(|key| number(row, key).unwrap_or_default());
-        notes.push(format!(
-            "{}, T {}, d {}, {}: {}",
-            part("implementation"),
-            sizes[0],
-            sizes[1],
-            part("status"),
-            part("reason")
-        ));
+    let mut reasons: Vec<&str> = Vec::new();
+    for status in rows.iter().filter_map(|row| text(row, "status")) {
+        if status != "ok" && !reasons.contains(&status) {
+            reasons.push(status);
+        }
     }
+    let named: Vec<(&Fields, String)> = rows.iter().zip(words::names(rows)).collect();
+    notes.extend(reasons.into_iter().map(|status| {
+        let rows = named
+            .iter()
+            .filter(|(row, _)| text(row, "status") == Some(status));
+        let rows: Vec<String> = rows.map(|(_, name)| name.clone()).collect();
+        list_in_note(status, &rows)
+    }));
+    notes.extend(words::noisy(rows));
     notes
 }

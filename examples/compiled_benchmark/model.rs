@@ -1,6 +1,6 @@
 //! Part (b): whole models, eager and planned.
 
-use crate::common::values;
+use crate::common::{values, words};
 use crate::configurations::{Configuration, PRESETS, SEED};
 use crate::why::{self, Counted};
 use crate::{Setting, common, geometric_mean, number, text};
@@ -61,22 +61,30 @@ impl ModelFlags {
     pub fn report(&self, setting: &Setting) -> Result<Report> {
         let configurations = self.configurations(setting.full)?;
         let mut report = Report {
+            title: "Models".into(),
             configuration: self.configuration(setting),
-            columns: columns(setting),
+            columns: columns(),
             ..Default::default()
         };
+        let mut counts = Vec::new();
         for (i, configuration) in configurations.iter().enumerate() {
             let (number, count) = (i + 1, configurations.len());
             common::progress(format!("model {number}/{count}: {}", configuration.name));
-            self.one(setting, configuration, &mut report)?;
+            counts.extend(self.one(setting, configuration, &mut report)?);
         }
         report.notes.push(
-            "F: forward without a graph; FB: forward, loss and backward; S: the training step; B+O: its backward and update, the \
-             mean of three steps that were listened to. In a planned step the head's gradient comes with the loss."
+            "F is forward without a graph; FB forward, loss and backward; S the training step. Times are mean ± standard \
+             deviation, speed-ups those of medians."
+                .into(),
+        );
+        report.notes.push(
+            "B+O is the step's backward and update, the mean of three steps that were listened to. In a planned step the \
+             head's gradient comes with the loss."
                 .into(),
         );
         report.notes.push(averages(&report.lines));
-        report.notes.push(why::NOTE.into());
+        report.notes.extend(words::noisy(&report.rows));
+        report.details.push(why::table(setting, counts));
         Ok(report)
     }
 
@@ -97,13 +105,13 @@ impl ModelFlags {
         Ok(configurations)
     }
 
-    /// Adds a model's rows, and a line for each execution.
+    /// Adds a model's rows and its line, and counts what its executions do.
     fn one(
         &self,
         setting: &Setting,
         configuration: &Configuration,
         report: &mut Report,
-    ) -> Result<()> {
+    ) -> Result<Vec<Fields>> {
         let runs: Vec<EndToEnd> = MODES
             .iter()
             .flat_map(|(mode, ..)| EXECUTIONS.map(|execution| (*mode, execution)))
@@ -144,14 +152,8 @@ impl ModelFlags {
             lines.push(line);
             report.rows.extend(rows);
         }
-        if let [eager, planned] = &mut lines[..] {
-            compare(eager, planned);
-            report
-                .notes
-                .extend(why::words(&configuration.name, eager, planned));
-        }
-        report.lines.extend(lines);
-        Ok(())
+        report.lines.push(side_by_side(configuration, &lines));
+        Ok(lines)
     }
 
     fn run(
@@ -217,25 +219,16 @@ fn line(configuration: &Configuration, execution: Execution, rows: &[Fields]) ->
     line.insert("parameters", configuration.model.num_parameters());
     line.insert("execution", execution.name());
     for (mode, phase, letters) in MODES {
-        let mode = serde_json::to_value(mode).unwrap_or_default();
-        let row = rows
-            .iter()
-            .find(|row| row.get("mode") == Some(&mode) && text(row, "phase") == Some(phase));
-        let Some(row) = row else { continue };
-        let time = match number(row, "median_ms") {
-            Some(_) => mean_and_std(row, 1),
-            None => text(row, "status").unwrap_or_default().into(),
+        let is_own = |row: &&Fields| {
+            text(row, "mode") == Some(mode.name()) && text(row, "phase") == Some(phase)
         };
-        line.insert(letters, time);
+        let Some(row) = rows.iter().find(is_own) else {
+            continue;
+        };
+        line.insert(letters, mean_and_std(row));
         line.insert(format!("median {letters}"), number(row, "median_ms"));
-        if mode == serde_json::to_value(Mode::TrainStep).unwrap_or_default() {
-            let keys = [
-                "peak_bytes",
-                "resident_peak_bytes",
-                "reserved_peak_bytes",
-                "estimate_bytes",
-            ];
-            for key in keys {
+        if mode == Mode::TrainStep {
+            for key in why::MEMORY {
                 line.insert(key, number(row, key));
             }
         }
@@ -243,60 +236,64 @@ fn line(configuration: &Configuration, execution: Execution, rows: &[Fields]) ->
     line
 }
 
-/// Puts into the planned line how many times as long eager takes.
-fn compare(eager: &Fields, planned: &mut Fields) {
-    let keys = MODES.map(|(.., letters)| (format!("median {letters}"), letters));
-    let keys = keys
-        .into_iter()
-        .chain([("backward_update_ms".into(), "BO")]);
-    for (key, letters) in keys {
-        let ratio = number(eager, &key).zip(number(planned, &key));
-        let ratio = ratio.map(|(eager, planned)| eager / planned);
-        planned.insert(format!("speedup {letters}"), ratio);
+/// The executions' times and peaks in one line, and how many times as long eager takes.
+fn side_by_side(configuration: &Configuration, executions: &[Fields]) -> Fields {
+    let mut line = Fields::from_iter([("configuration", configuration.name.as_str())]);
+    let cells =
+        MODES.map(|(.., letters)| (letters, letters.to_string(), format!("median {letters}")));
+    let update = "backward_update_ms".to_string();
+    let cells = cells.into_iter().chain([("B+O", update.clone(), update)]);
+    for (letters, cell, median) in cells {
+        for execution in executions {
+            let name = text(execution, "execution").unwrap_or_default();
+            line.insert(format!("{letters} {name}"), execution.get(&cell).cloned());
+        }
+        let medians: Vec<f64> = executions
+            .iter()
+            .filter_map(|e| number(e, &median))
+            .collect();
+        if let [eager, planned] = medians[..] {
+            line.insert(format!("{letters} speed-up"), eager / planned);
+        }
     }
+    for execution in executions {
+        let name = text(execution, "execution").unwrap_or_default();
+        line.insert(format!("peak {name}"), execution.get("peak_bytes").cloned());
+    }
+    line
 }
 
 fn averages(lines: &[Fields]) -> String {
     let mean = |letters: &str| {
-        let key = format!("speedup {letters}");
+        let key = format!("{letters} speed-up");
         let mean = geometric_mean(lines.iter().filter_map(|line| number(line, &key)));
         mean.map_or("n/a".into(), |mean| format!("{mean:.2}x"))
     };
     format!(
-        "Average speed-ups of planned over eager (geometric means, by medians): forward {}, forward+backward {}, full step {}, backward+optimizer {}.",
+        "Average speed-ups of planned over eager (geometric means): forward {}, forward+backward {}, full step {}, backward+optimizer {}.",
         mean("F"),
         mean("FB"),
         mean("S"),
-        mean("BO")
+        mean("B+O")
     )
 }
 
-fn columns(setting: &Setting) -> Vec<Column> {
-    // What the process holds beside tensors; on a GPU, what its pool does.
-    let held = match setting.device.is_cpu() {
-        true => Column::mib("resident_peak_bytes", "Resident peak"),
-        false => Column::mib("reserved_peak_bytes", "Reserved peak"),
-    };
-    let time = |key: &str| Column::number(key, key, "ms", 1);
-    let ratio = |key: &str, title: &str| Column::number(format!("speedup {key}"), title, "x", 2);
-    vec![
-        Column::text("configuration", "B-T-d-L-H"),
-        Column::text("execution", "Execution"),
-        time("F"),
-        time("FB"),
-        time("S"),
-        Column::number("backward_update_ms", "B+O", "ms", 1),
-        ratio("F", "F"),
-        ratio("FB", "FB"),
-        ratio("S", "S"),
-        ratio("BO", "B+O"),
-        Column::mib("peak_bytes", "Peak"),
-        held,
-        Column::mib("estimate_bytes", "Predicted"),
-        Column::number("plan_ms", "Planning", "ms", 1),
-        Column::number("calls", "Calls", "", 0),
-        Column::number("operand_bytes", "Operands", "MB", 0).scaled(1e6),
-        Column::number("allocations", "Allocations", "", 0),
-        Column::mib("allocated_bytes", "Allocated"),
-    ]
+/// A line a model, its executions side by side.
+pub fn columns() -> Vec<Column> {
+    let mut columns = vec![Column::text("configuration", "B-T-d-L-H")];
+    for (letters, minor) in [("F", 3), ("FB", 1), ("S", 0), ("B+O", 4)] {
+        for execution in EXECUTIONS {
+            let name = execution.name();
+            columns.push(
+                Column::ms(format!("{letters} {name}"), name)
+                    .under(letters)
+                    .minor(minor),
+            );
+        }
+        let speedup = Column::number(format!("{letters} speed-up"), "speed-up", "", 2);
+        columns.push(speedup.under(letters).minor(minor));
+    }
+    let peaks = EXECUTIONS.map(|e| Column::mib(format!("peak {}", e.name()), e.name()));
+    columns.extend(peaks.map(|peak| peak.under("Peak").minor(2)));
+    columns
 }

@@ -1,18 +1,58 @@
 //! What a training step does beside its arithmetic: calls, bytes that they read and write, allocations.
 
-use crate::number;
+use crate::Setting;
 use candle_core::Device;
 use tallow::bench::{EndToEnd, Execution, Step};
 use tallow::memory::{self, RecordConfig, Recorder};
 use tallow::probe::Kind;
 use tallow::profile::{Profiler, Recording, Span};
-use tallow::report::{Fields, format_mib};
+use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
 
+/// The step's memory, as the rows name it.
+pub const MEMORY: [&str; 4] = [
+    "peak_bytes",
+    "resident_peak_bytes",
+    "reserved_peak_bytes",
+    "estimate_bytes",
+];
+
+/// What was counted, a row for each execution of a model.
+pub fn table(setting: &Setting, rows: Vec<Fields>) -> Report {
+    // What the process holds beside tensors; on a GPU, what its pool does.
+    let held = match setting.device.is_cpu() {
+        true => Column::mib("resident_peak_bytes", "Resident peak"),
+        false => Column::mib("reserved_peak_bytes", "Reserved peak"),
+    };
+    Report {
+        title: "What a training step does".into(),
+        columns: vec![
+            Column::text("configuration", "B-T-d-L-H"),
+            Column::text("execution", "Execution"),
+            Column::count("calls", "Calls"),
+            Column::number("operand_bytes", "Operands", "MB", 0)
+                .scaled(1e6)
+                .grouped(),
+            Column::count("allocations", "Allocations"),
+            Column::mib("allocated_bytes", "Allocated"),
+            Column::mib("peak_bytes", "Peak"),
+            Column::mib("estimate_bytes", "Predicted").minor(1),
+            held.minor(3),
+            Column::ms("plan_ms", "Planning").minor(2),
+        ],
+        rows,
+        notes: NOTES.map(String::from).to_vec(),
+        ..Default::default()
+    }
+}
+
 /// How to read the columns.
-pub const NOTE: &str = "Calls: ops forward and backward of this crate, or kernel calls of the plan. Operands: bytes that \
-    these read and write, each tensor once a call; what candle's graph does between ops (zeros, sums of gradients) is not in \
-    the eager ones. Allocations: blocks asked for in a step; allocated: the bytes of those from 4 KiB up.";
+const NOTES: [&str; 3] = [
+    "Calls are ops forward and backward of this crate, or kernel calls of the plan.",
+    "Operands are the bytes that these read and write, each tensor once a call; what candle's graph does between ops (zeros, \
+     sums of gradients) is not in the eager ones.",
+    "Allocations are blocks asked for in a step, allocated the bytes of those from 4 KiB up.",
+];
 
 /// Steps that a profiler listens to.
 const LISTENED: usize = 3;
@@ -134,29 +174,4 @@ pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
         backward_update_ms: phases_ns as f64 / 1e6 / steps,
         unrecorded: watch.unrecorded,
     })
-}
-
-/// Both executions of a model, in a sentence.
-pub fn words(name: &str, eager: &Fields, planned: &Fields) -> Option<String> {
-    let both = |key: &str| Some([number(eager, key)?, number(planned, key)?]);
-    let [calls, allocations] = [both("calls")?, both("allocations")?];
-    let [operands, allocated] = [both("operand_bytes")?, both("allocated_bytes")?];
-    let [peak, estimate] = [both("peak_bytes")?, both("estimate_bytes")?];
-    let mib = |bytes: f64| format_mib(bytes as u64);
-    Some(format!(
-        "{name}, a step eager and planned: {} and {} calls, {:.2} and {:.2} GB of operands, {} and {} allocations of {} and {} in \
-         blocks from 4 KiB up, peak {} and {} (predicted {} and {}).",
-        calls[0],
-        calls[1],
-        operands[0] / 1e9,
-        operands[1] / 1e9,
-        allocations[0],
-        allocations[1],
-        mib(allocated[0]),
-        mib(allocated[1]),
-        mib(peak[0]),
-        mib(peak[1]),
-        mib(estimate[0]),
-        mib(estimate[1]),
-    ))
 }

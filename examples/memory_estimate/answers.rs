@@ -7,7 +7,7 @@ use tallow::memory::{
 };
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
-use tallow::report::{Fields, format_mib, group_digits};
+use tallow::report::{Fields, format_mib, group_digits, list_in_note};
 use tallow::{Error, Result};
 
 /// One configuration, and what there is for it.
@@ -46,7 +46,7 @@ impl Question<'_> {
         fields.insert("after_forward_bytes", plan.after_forward_bytes);
         fields.insert("peak_bytes", plan.peak_bytes);
         notes.push(format!(
-            "the residual stream, BTD of {width} bytes, is {}; forward leaves {} in all, the peak is {}",
+            "The residual stream, BTD of {width} bytes, is {}; forward leaves {} in all, the peak is {}.",
             format_mib(bytes),
             format_mib(plan.after_forward_bytes),
             format_mib(plan.peak_bytes)
@@ -64,7 +64,7 @@ impl Question<'_> {
                 let (of_attention, of_all) = self.kept(algorithm, t)?;
                 kept.insert(t.to_string(), of_attention);
                 let share = 100.0 * of_attention as f64 / of_all as f64;
-                words.push(format!("T {t}: {} ({share:.0}%)", format_mib(of_attention)));
+                words.push(format!("T {t} {} ({share:.0}%)", format_mib(of_attention)));
             }
             fields.insert(
                 format!("{algorithm}_kept_bytes_by_context_length"),
@@ -74,11 +74,10 @@ impl Question<'_> {
                 Algorithm::Naive => "L BHT^2 in f32",
                 Algorithm::Flash => "L BHT in f32; in half precision also L BTD in half",
             };
-            notes.push(format!(
-                "{algorithm} attention keeps for backward, beside its inputs and output, {formula} (and that is of all \
-                 activations): {}",
-                words.join(", ")
-            ));
+            let start = format!(
+                "{algorithm} attention keeps {formula} for backward beside inputs and output (of all activations)"
+            );
+            notes.push(list_in_note(&start, &words));
         }
         Ok(())
     }
@@ -137,7 +136,7 @@ impl Question<'_> {
                 None => "not one sequence does".into(),
             };
             notes.push(format!(
-                "with {attention} attention, the smallest T that {within} do not hold is {}; at T {} {batch}",
+                "With {attention} attention, the smallest T that {within} do not hold is {}; at T {} {batch}.",
                 group_digits(beyond as u64),
                 workload.sequence_length
             ));
@@ -146,12 +145,12 @@ impl Question<'_> {
         fields.insert("recommended_checkpointing", strategy.map(|s| s.to_string()));
         notes.push(match strategy {
             Some(strategy) => format!(
-                "within {within} checkpointing {strategy} does with the fewest blocks run again: {} of {}, with a peak of {}",
+                "Within {within} checkpointing {strategy} runs the fewest blocks again: {} of {}, with a peak of {}.",
                 strategy.recomputed_blocks(config.num_layers),
                 config.num_layers,
                 format_mib(self.peak(strategy)?)
             ),
-            None => format!("no checkpointing lets it fit in {within}"),
+            None => format!("No checkpointing lets it fit in {within}."),
         });
         Ok(())
     }

@@ -55,8 +55,7 @@ fn labels(i: usize, config: &TransformerConfig, workload: &Workload) -> Fields {
     row.insert("vocab_size", config.vocab_size);
     row.insert("batch_size", workload.batch_size);
     row.insert("context_length", workload.sequence_length);
-    let mode = serde_json::to_value(workload.mode);
-    row.insert("mode", mode.unwrap_or_default());
+    row.insert("mode", workload.mode.name());
     row.insert("attention", workload.attention.name());
     row.insert("precision", workload.precision.name());
     row.insert("checkpointing", workload.checkpointing.to_string());
@@ -66,20 +65,22 @@ fn labels(i: usize, config: &TransformerConfig, workload: &Workload) -> Fields {
 fn columns() -> Vec<Column> {
     vec![
         Column::text("case", "Case"),
-        Column::text("d_model", "D"),
-        Column::text("d_ff", "F"),
-        Column::text("num_heads", "H"),
-        Column::text("num_layers", "L"),
-        Column::text("vocab_size", "V"),
-        Column::text("batch_size", "B"),
-        Column::text("context_length", "T"),
+        Column::text("d_model", "D").minor(1),
+        Column::text("d_ff", "F").minor(1),
+        Column::text("num_heads", "H").minor(1),
+        Column::text("num_layers", "L").minor(1),
+        Column::text("vocab_size", "V").minor(1),
+        Column::text("batch_size", "B").minor(1),
+        Column::text("context_length", "T").minor(1),
         Column::text("mode", "Mode"),
         Column::text("attention", "Attention"),
         Column::text("precision", "Precision"),
-        Column::text("checkpointing", "Checkpointing"),
+        Column::text("checkpointing", "Checkpointing").minor(1),
         Column::mib("predicted_bytes", "Predicted"),
         Column::mib("measured_bytes", "Measured"),
-        Column::number("difference_bytes", "Difference", "MiB", 2).scaled(1048576.0),
+        Column::number("difference_bytes", "Difference", "MiB", 2)
+            .scaled(1048576.0)
+            .minor(2),
         Column::number("difference_percent", "Difference", "%", 2),
         Column::text("outside", "Outside"),
     ]
@@ -101,7 +102,7 @@ fn notes(report: &Report, outside: usize) -> Vec<String> {
     let describe = |what: &str, row: &Fields| {
         let mib = |key| format_mib(number(row, key).unwrap_or_default() as u64);
         format!(
-            "{what}: case {}, predicted {}, measured {} ({:+.2}%)",
+            "{what}: case {}, predicted {}, measured {} ({:+.2}%).",
             row.get("case").cloned().unwrap_or_default(),
             mib("predicted_bytes"),
             mib("measured_bytes"),
@@ -109,14 +110,14 @@ fn notes(report: &Report, outside: usize) -> Vec<String> {
         )
     };
     let mut notes = vec![format!(
-        "{outside} of {} outside: further off than 2% or 1 MiB, whichever is more, or more than 2% too low.",
+        "{outside} of {} are outside: further off than 2% or 1 MiB, whichever is more, or more than 2% too low.",
         report.rows.len()
     )];
     notes.extend(under.map(|row| describe("The furthest below, in percent", row)));
     notes.extend(over.map(|row| describe("The furthest above, in bytes", row)));
     notes.push(
-        "The breakdown counts the blocks of every thread; threads that find no work, or no core, hold none. It leaves out \
-         the records of tensors and ops, some 16 KiB a layer."
+        "The breakdown counts blocks of every thread; a thread without work holds none. It leaves out records of tensors \
+         and ops, some 16 KiB a layer."
             .into(),
     );
     notes

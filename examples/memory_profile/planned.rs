@@ -4,7 +4,7 @@ use super::{Run, labels};
 use candle_core::Device;
 use tallow::Result;
 use tallow::compile::{Category, Plan};
-use tallow::report::{Fields, format_mib};
+use tallow::report::{Fields, counted, format_mib, list_in_note};
 
 /// The plan's bytes beside the counted peak; `OOM` where it does not fit.
 pub fn row(run: &Run, device: &Device) -> Result<Fields> {
@@ -38,10 +38,10 @@ pub fn note(title: &str, plan: &Plan) -> String {
         0 => String::new(),
         bytes => format!(" and a workspace of {}", format_mib(bytes)),
     };
-    format!(
-        "{title}: {} calls over an arena of {}{beside}; the most of each kind at one call: {}",
-        plan.calls().len(),
+    let start = format!(
+        "{title}: {} over an arena of {}{beside}; the most of each kind",
+        counted(plan.calls().len(), "call"),
         format_mib(plan.peak_bytes()),
-        held.collect::<Vec<_>>().join(", ")
-    )
+    );
+    list_in_note(&start, &held.collect::<Vec<_>>())
 }

@@ -1,57 +1,52 @@
-//! What is said of a run: its row, and for a reader of text its phases and allocations.
+//! What is said of the runs: a row each, and for all of them their phases, prediction beside measurement, largest
+//! allocations and what is saved for backward.
 
-use super::common::stdout;
 use super::{Run, labels};
 use candle_core::Device;
-use tallow::Result;
 use tallow::bench::MemoryProfile;
-use tallow::memory::Estimate;
-use tallow::report::{Column, Fields, Format, Report, format_mib};
+use tallow::memory::{Estimate, MemoryKind};
+use tallow::report::{Column, Fields, Report};
 
 /// One run: prediction beside measurement, `OOM` where it was not run.
 pub fn row(
     run: &Run,
     estimate: &Estimate,
-    measured: Option<(&MemoryProfile, usize)>,
+    measured: Option<&MemoryProfile>,
     available_bytes: Option<u64>,
 ) -> Fields {
     let mut row = labels(run);
     row.insert("status", if measured.is_some() { "ok" } else { "OOM" });
     row.insert("estimate_bytes", estimate.peak_bytes);
     row.insert("available_bytes", available_bytes);
-    row.insert(
-        "account",
-        serde_json::to_value(&estimate.breakdown).unwrap_or_default(),
-    );
-    let Some((profile, count)) = measured else {
+    let Some(profile) = measured else {
         return row;
     };
     row.insert("peak_bytes", profile.peak_bytes);
     row.insert("reserved_peak_bytes", profile.reserved_peak_bytes);
     let error = estimate.peak_bytes as f64 / profile.peak_bytes as f64 - 1.0;
     row.insert("estimate_error_percent", 100.0 * error);
-    for phase in &profile.recording.phases {
+    let recording = &profile.recording;
+    for phase in &recording.phases {
         let key = format!("{}_peak_bytes", phase.name);
-        row.insert(key, profile.recording.peak_bytes_in(phase));
+        row.insert(key, recording.peak_bytes_in(phase));
     }
+    let peak_at = recording.peak_at();
+    let mut phases = recording.phases.iter();
+    let of_peak = phases.find(|phase| (phase.begins_at..=phase.ends_at).contains(&peak_at));
+    row.insert("peak_phase", of_peak.map(|phase| phase.name));
     if let Some(saved) = &profile.saved {
         row.insert("saved_for_backward_bytes", saved.residual_bytes());
         row.insert("saved_tensors", saved.residuals().count());
     }
     row.insert("allocations", profile.allocations);
-    row.insert("lost_events", profile.recording.lost_events);
-    row.insert("at_peak", objects(&profile.comparison()));
-    row.insert(
-        "largest",
-        objects(&profile.recording.largest_report(count).rows),
-    );
+    row.insert("lost_events", recording.lost_events);
     row
 }
 
-/// The table of peaks; a GPU's pool has two.
-pub fn table(device: &Device) -> Vec<Column> {
-    let mut columns = vec![
-        Column::text("size", "Size"),
+/// What tells runs apart.
+fn label_columns() -> Vec<Column> {
+    vec![
+        Column::text("size", "Model"),
         Column::text("batch_size", "B"),
         Column::text("context_length", "T"),
         Column::text("attention", "Attention"),
@@ -59,97 +54,160 @@ pub fn table(device: &Device) -> Vec<Column> {
         Column::text("precision", "Precision"),
         Column::text("execution", "Execution"),
         Column::text("mode", "Mode"),
-        Column::text("status", "Status"),
-        Column::mib("estimate_bytes", "Estimate"),
-        Column::text("peak", "Peak (MiB)"),
-        Column::number("estimate_error_percent", "Error", "%", 1),
-    ];
+    ]
+}
+
+/// The table of peaks; a GPU's pool has two.
+pub fn columns(device: &Device) -> Vec<Column> {
+    let mut columns = label_columns();
+    columns.extend([
+        Column::text("status", "Status").minor(2),
+        Column::mib("peak", "Peak"),
+        Column::mib("estimate_bytes", "Predicted"),
+        Column::number("estimate_error_percent", "Error", "%", 1).minor(1),
+        Column::number("saved_percent", "Less than f32", "%", 1),
+    ]);
     if !device.is_cpu() {
         columns.push(Column::mib("reserved_peak_bytes", "Reserved"));
     }
     for phase in ["forward", "backward", "optimizer"] {
-        let title = format!("In {phase}");
-        columns.push(Column::mib(format!("{phase}_peak_bytes"), title));
+        let key = format!("{phase}_peak_bytes");
+        columns.push(Column::mib(key, phase).under("Peak in").minor(3));
     }
-    columns.push(Column::mib("saved_for_backward_bytes", "Saved"));
-    columns.push(Column::count("allocations", "Allocations"));
+    columns.push(Column::text("peak_phase", "Highest in").minor(3));
+    columns.push(Column::mib("saved_for_backward_bytes", "Saved for backward").minor(4));
+    columns.push(Column::count("allocations", "Allocations").minor(5));
     columns
 }
 
-/// The rows as people read them: a peak that could not be measured is OOM.
-pub fn in_one_table(rows: &[Fields]) -> Vec<Fields> {
+/// The rows as people read them: a peak that could not be measured is OOM, and one that f32 has beside it says how much
+/// less it is.
+pub fn lines(rows: &[Fields]) -> Vec<Fields> {
+    let in_f32 = |row: &Fields| {
+        let is_same = |other: &&Fields| {
+            let keys = label_columns().into_iter().map(|column| column.key);
+            let mut others = keys.filter(|key| key != "precision");
+            others.all(|key| row.get(&key) == other.get(&key))
+        };
+        let f32_rows = rows
+            .iter()
+            .filter(|row| row.get("precision") == Some(&"f32".into()));
+        f32_rows
+            .filter(is_same)
+            .find_map(|row| row.get("peak_bytes")?.as_f64())
+    };
     let line = |row: &Fields| {
         let mut line = row.clone();
-        let bytes = row.get("peak_bytes").and_then(|bytes| bytes.as_u64());
-        let peak = match bytes {
-            Some(_) => Column::mib("peak_bytes", "").cell(row.get("peak_bytes")),
-            None => "OOM".into(),
-        };
-        line.insert("peak", peak);
+        let bytes = row.get("peak_bytes").and_then(|bytes| bytes.as_f64());
+        let is_half = row.get("precision") != Some(&"f32".into());
+        let saved = in_f32(row).zip(bytes).filter(|_| is_half);
+        line.insert(
+            "saved_percent",
+            saved.map(|(f32, own)| 100.0 * (1.0 - own / f32)),
+        );
+        line.insert("peak", bytes.map_or("OOM".into(), serde_json::Value::from));
         line
     };
     rows.iter().map(line).collect()
 }
 
-/// The worst moment, and the largest allocation with where it came from.
-pub fn comparison_note(title: &str, profile: &MemoryProfile) -> String {
-    let recording = &profile.recording;
-    let held: Vec<String> = recording
-        .holdings_at(recording.peak_at())
-        .iter()
-        .map(|(holds, bytes)| format!("{holds} {}", format_mib(bytes)))
-        .collect();
-    let phase = recording.phases.iter().find(|phase| {
-        let peak = recording.peak_at();
-        (phase.begins_at..=phase.ends_at).contains(&peak)
-    });
-    let within = phase.map_or("outside of every phase".into(), |p| {
-        format!("in {}", p.name)
-    });
-    let largest = recording.largest(1).first().map_or(String::new(), |block| {
-        let (size, phase) = (format_mib(block.bytes), block.phase);
-        format!(
-            "; the largest allocation is {size}, by {} in {phase}",
-            block.origin()
-        )
-    });
-    format!(
-        "{title}: the peak is {within}: {}{largest}",
-        held.join(", ")
-    )
+/// Tables over all runs, each row with its run.
+#[derive(Default)]
+pub struct Details {
+    phases: Report,
+    comparison: Report,
+    largest: Report,
+    saved: Report,
+    refused: Report,
 }
 
-/// Phases, prediction beside measurement, allocations and residuals, as text on stdout.
-pub fn print_details(title: &str, profile: &MemoryProfile, largest: usize) -> Result<()> {
-    let mut out = Vec::new();
-    let comparison = Report {
-        columns: vec![
-            Column::text("holds", "At the peak"),
-            Column::mib("estimate_bytes", "Estimate"),
-            Column::mib("measured_bytes", "Measured"),
-            Column::mib("difference_bytes", "Difference"),
-        ],
-        rows: profile.comparison(),
-        ..Default::default()
-    };
-    let reports = [
-        Some(profile.recording.phase_report()),
-        Some(comparison),
-        Some(profile.recording.largest_report(largest)),
-        profile.saved.as_ref().map(|saved| saved.report()),
-    ];
-    for (index, report) in reports.into_iter().flatten().enumerate() {
-        let heading = match index {
-            0 => format!("== {title}\n"),
-            _ => String::new(),
+impl Details {
+    /// Adds what a run has shown, with so many of its largest allocations.
+    pub fn add(&mut self, run: &Run, profile: &MemoryProfile, largest: usize) {
+        add(&mut self.phases, run, profile.recording.phase_report());
+        let compared = profile.comparison();
+        let mut differences = Fields::new();
+        for row in &compared {
+            let holds = row.get("holds").and_then(|holds| holds.as_str());
+            let difference = row.get("difference_bytes").cloned();
+            differences.insert(holds.unwrap_or_default(), difference);
+        }
+        let columns = differences.iter().zip(0..).map(|((holds, _), minor)| {
+            let column = Column::mib(holds, holds).under("Difference");
+            column.minor(if holds == "peak" { 0 } else { minor + 1 })
+        });
+        let comparison = Report {
+            columns: columns.collect(),
+            rows: compared,
+            lines: vec![differences],
+            ..Default::default()
         };
-        out.extend(heading.bytes());
-        report.write_to(Format::Text, &mut out)?;
-        out.push(b'\n');
+        add(&mut self.comparison, run, comparison);
+        add(
+            &mut self.largest,
+            run,
+            profile.recording.largest_report(largest),
+        );
+        if let Some(saved) = &profile.saved {
+            add(&mut self.saved, run, saved.report());
+        }
     }
-    stdout::write(&out)
+
+    /// Adds the prediction of a run that does not fit.
+    pub fn add_refused(&mut self, run: &Run, estimate: &Estimate) {
+        let held = MemoryKind::ALL.map(|kind| (kind, estimate.breakdown.bytes_of(kind)));
+        let held = || held.iter().filter(|(_, bytes)| *bytes > 0);
+        let key = |kind: &MemoryKind| format!("{}_bytes", kind.name().replace(' ', "_"));
+        let prediction = Report {
+            columns: held()
+                .map(|(kind, _)| Column::mib(key(kind), kind.name()).under("Of which"))
+                .collect(),
+            rows: vec![held().map(|(kind, bytes)| (key(kind), *bytes)).collect()],
+            ..Default::default()
+        };
+        add(&mut self.refused, run, prediction);
+    }
+
+    /// Those that have rows, under their titles.
+    pub fn into_tables(mut self) -> Vec<Report> {
+        // What is not there at one phase's peak is there at another's.
+        for table in [&mut self.phases, &mut self.refused] {
+            for key in table.columns.iter().map(|column| &column.key) {
+                for row in table.rows.iter_mut().filter(|row| row.get(key).is_none()) {
+                    row.insert(key, 0);
+                }
+            }
+        }
+        let tables = [
+            ("What was alive at each phase's peak", self.phases),
+            ("At the peak: predicted less measured", self.comparison),
+            ("Largest allocations", self.largest),
+            ("Saved for backward", self.saved),
+            ("What does not fit: its predicted peak", self.refused),
+        ];
+        let tables = tables
+            .into_iter()
+            .filter(|(_, table)| !table.rows.is_empty());
+        let titled = tables.map(|(title, table)| Report {
+            title: title.into(),
+            ..table
+        });
+        titled.collect()
+    }
 }
 
-fn objects(rows: &[Fields]) -> serde_json::Value {
-    serde_json::to_value(rows).unwrap_or_default()
+/// Adds a run's rows to a table of all runs.
+fn add(table: &mut Report, run: &Run, own: Report) {
+    for column in label_columns().into_iter().chain(own.columns) {
+        if !table.columns.iter().any(|known| known.key == column.key) {
+            table.columns.push(column);
+        }
+    }
+    let labelled = |row: Fields| {
+        let mut labelled = labels(run);
+        labelled.merge(row);
+        labelled
+    };
+    table.rows.extend(own.rows.into_iter().map(labelled));
+    table.lines.extend(own.lines.into_iter().map(labelled));
 }

@@ -1,76 +1,98 @@
-//! What the tables show: a line a configuration, its precisions side by side.
+//! What the tables show: a line a configuration, its precisions side by side under each quantity.
 
 use tallow::bench::{PrecisionAnalysis, PrecisionSide};
 use tallow::precision::Precision;
-use tallow::report::{Column, Fields};
+use tallow::report::{Column, Fields, mean_and_std};
 
-/// A quantity that every precision has.
+/// A column, whose key is given, and its value.
+type AgainstF32 = (fn(String) -> Column, fn(&PrecisionSide) -> Option<f64>);
+
+/// A quantity that every precision has, and what says how it is beside f32's.
 struct Quantity {
-    key: &'static str,
-    /// The column of the precision with that name, whose field has that key.
+    /// What stands over its columns.
+    title: &'static str,
+    minor: u8,
+    /// The column of a precision, whose field has that key.
     column: fn(String, &str) -> Column,
     value: fn(&PrecisionSide) -> serde_json::Value,
-    /// Whether it is held against f32, which has none itself.
-    against_f32: bool,
+    /// The same against f32, which has none itself.
+    against_f32: Option<AgainstF32>,
 }
 
 /// From left to right.
-const QUANTITIES: [Quantity; 6] = [
+const QUANTITIES: [Quantity; 5] = [
     Quantity {
-        key: "median_ms",
-        column: |key, name| Column::number(key, name, "ms", 2),
-        value: |side| side.median_ms.into(),
-        against_f32: false,
+        title: "Time",
+        minor: 0,
+        column: |key, name| Column::ms(key, name),
+        value: |side| {
+            let mut row = Fields::from_iter([("status", side.status.as_str())]);
+            row.insert("mean_ms", side.mean_ms)
+                .insert("std_ms", side.std_ms);
+            mean_and_std(&row)
+        },
+        against_f32: Some((
+            |key| Column::number(key, "speed-up", "", 2),
+            |side| side.speedup,
+        )),
     },
     Quantity {
-        key: "speedup",
-        column: |key, name| Column::number(key, format!("{name} speedup"), "x", 2),
-        value: |side| side.speedup.into(),
-        against_f32: true,
-    },
-    Quantity {
-        key: "tokens_per_s",
-        column: |key, name| Column::count(key, format!("{name} tokens/s")),
-        value: |side| side.tokens_per_s.into(),
-        against_f32: false,
-    },
-    Quantity {
-        key: "peak_bytes",
-        column: |key, name| Column::mib(key, format!("{name} peak")),
+        title: "Peak",
+        minor: 1,
+        column: |key, name| Column::mib(key, name),
         value: |side| side.peak_bytes.into(),
-        against_f32: false,
+        against_f32: Some((
+            |key| Column::number(key, "saved", "%", 1),
+            |side| side.memory_saved_percent,
+        )),
     },
     Quantity {
-        key: "memory_saved_percent",
-        column: |key, name| Column::number(key, format!("{name} saved"), "%", 1),
-        value: |side| side.memory_saved_percent.into(),
-        against_f32: true,
+        title: "Reserved",
+        minor: 4,
+        column: |key, name| Column::mib(key, name),
+        value: |side| side.reserved_peak_bytes.into(),
+        against_f32: None,
     },
     Quantity {
-        key: "estimate_bytes",
-        column: |key, name| Column::mib(key, format!("{name} predicted")),
+        title: "Tokens/s",
+        minor: 5,
+        column: |key, name| Column::count(key, name),
+        value: |side| side.tokens_per_s.into(),
+        against_f32: None,
+    },
+    Quantity {
+        title: "Predicted peak",
+        minor: 6,
+        column: |key, name| Column::mib(key, name),
         value: |side| side.estimate_bytes.into(),
-        against_f32: false,
+        against_f32: None,
     },
 ];
 
-pub fn columns(analysis: &PrecisionAnalysis) -> Vec<Column> {
+/// The columns of these precisions.
+pub fn columns(precisions: &[Precision]) -> Vec<Column> {
     let mut columns = vec![
-        Column::text("size", "Size"),
-        Column::count("parameters", "Parameters"),
-        Column::number("batch_size", "B", "", 0),
-        Column::number("context_length", "T", "", 0),
+        Column::text("size", "Model"),
+        Column::text("batch_size", "B"),
+        Column::text("context_length", "T"),
         Column::text("attention", "Attention"),
         Column::text("mode", "Mode"),
     ];
     for quantity in &QUANTITIES {
-        for precision in analysis.precisions() {
-            if !(quantity.against_f32 && precision == Precision::F32.name()) {
-                columns.push((quantity.column)(key(quantity, precision), precision));
-            }
+        let under = |column: Column| column.under(quantity.title).minor(quantity.minor);
+        for precision in precisions {
+            let name = precision.name();
+            columns.push(under((quantity.column)(key(quantity.title, name), name)));
+            let against_f32 = quantity
+                .against_f32
+                .filter(|_| *precision != Precision::F32);
+            columns.extend(
+                against_f32.map(|(column, _)| under(column(against(quantity.title, name)))),
+            );
         }
     }
-    columns.push(Column::text("outcome", "Status"));
+    columns.push(Column::text("outcome", "Status").minor(2));
+    columns.push(Column::count("parameters", "Parameters").minor(3));
     columns
 }
 
@@ -80,7 +102,10 @@ pub fn lines(analysis: &PrecisionAnalysis) -> Vec<Fields> {
         let mut line = configuration.labels.clone();
         for side in &configuration.sides {
             for quantity in &QUANTITIES {
-                line.insert(key(quantity, &side.precision), (quantity.value)(side));
+                line.insert(key(quantity.title, &side.precision), (quantity.value)(side));
+                if let Some((_, value)) = quantity.against_f32 {
+                    line.insert(against(quantity.title, &side.precision), value(side));
+                }
             }
         }
         line.insert("outcome", configuration.outcome());
@@ -89,6 +114,10 @@ pub fn lines(analysis: &PrecisionAnalysis) -> Vec<Fields> {
     lines.collect()
 }
 
-fn key(quantity: &Quantity, precision: &str) -> String {
-    format!("{precision} {}", quantity.key)
+fn key(quantity: &str, precision: &str) -> String {
+    format!("{quantity} {precision}")
+}
+
+fn against(quantity: &str, precision: &str) -> String {
+    format!("{quantity} {precision} against f32")
 }

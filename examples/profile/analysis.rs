@@ -1,9 +1,10 @@
 //! What CS336's handout asks of a profile (a to e), answered in words and numbers.
 
+use crate::common::ops::short;
 use tallow::Result;
 use tallow::probe;
 use tallow::profile::{Balance, Grouping, LineKind, Recording, Report, Row, Selection};
-use tallow::report::Fields;
+use tallow::report::{Fields, list_in_note};
 
 /// From which share of forward an op is worth naming.
 const NAMED_FROM_PERCENT: f64 = 1.0;
@@ -47,7 +48,7 @@ impl Profiled {
         numbers.insert("profiled_ms_per_step", profiled_ms);
         numbers.insert("stopwatch_mean_ms", stopwatch_ms);
         let Some(stopwatch_ms) = stopwatch_ms else {
-            return format!("(a) {profiled_ms:.2} ms a step by the profiler");
+            return format!("(a) {profiled_ms:.2} ms a step by the profiler.");
         };
         let phase = |row: &Fields| {
             let name = row.get("phase")?.as_str()?.to_string();
@@ -60,7 +61,7 @@ impl Profiled {
         };
         let phases: Vec<String> = self.stopwatch.iter().filter_map(phase).collect();
         format!(
-            "(a) {profiled_ms:.2} ms a step by the profiler, {stopwatch_ms:.2} by the stopwatch without it ({:+.1}%); {}",
+            "(a) {profiled_ms:.2} ms a step by the profiler, {stopwatch_ms:.2} by the stopwatch without it ({:+.1}%): {}.",
             100.0 * (profiled_ms / stopwatch_ms - 1.0),
             phases.join(", ")
         )
@@ -88,16 +89,20 @@ impl Profiled {
             .iter()
             .filter(|row| of_softmax.contains(&row.name.as_str()));
         let parts: Vec<String> = parts
-            .map(|row| format!("{} {:.3} ms", row.label(), ms(row)))
+            .map(|row| format!("{} {:.3} ms", short(&row.label()), ms(row)))
             .collect();
-        Ok(vec![format!(
-            "(e) one layer's attention as three ops: scores and values {:.3} ms, {}; products take {time_ratio:.1}x \
-             softmax's time for {flops_ratio:.1}x its FLOPs ({:.0} and {:.0} GFLOP/s)",
-            ms(&products),
-            parts.join(", "),
-            rate(&products),
-            rate(&softmax),
-        )])
+        Ok(vec![
+            format!(
+                "(e) One layer's attention, its ops apart: scores and values {:.3} ms, {}.",
+                ms(&products),
+                parts.join(", "),
+            ),
+            format!(
+                "(e) There products take {time_ratio:.1}x softmax's time for {flops_ratio:.1}x its FLOPs ({:.0} and {:.0} GFLOP/s).",
+                rate(&products),
+                rate(&softmax),
+            ),
+        ])
     }
 
     /// What the ranges cost while nobody listens: those of a step, at what one takes in a loop.
@@ -115,7 +120,7 @@ impl Profiled {
         numbers.insert("idle_range_ns", range_ns);
         numbers.insert("idle_percent", percent);
         format!(
-            "{ranges:.0} ranges a step; while no profiler runs one takes {range_ns:.1} ns, together {percent:.5}% of a step"
+            "{ranges:.0} ranges a step; while no profiler runs one takes {range_ns:.1} ns, together {percent:.5}% of a step."
         )
     }
 }
@@ -129,24 +134,8 @@ fn made_of(balance: &Balance, numbers: &mut Fields) -> String {
     numbers.insert("ops_percent", ops);
     numbers.insert("candle_percent", candle);
     numbers.insert("unexplained_percent", unexplained);
-    let lines: Vec<String> = balance
-        .lines
-        .iter()
-        .map(|line| {
-            let name = match line.phase {
-                "" => "between phases",
-                phase => phase,
-            };
-            format!(
-                "{name}: {} {:.1}%",
-                line.kind.name(),
-                percent(line.total_ns)
-            )
-        })
-        .collect();
     format!(
-        "ops {ops:.1}% of the time, candle between them {candle:.1}%, unexplained {unexplained:.2}% ({})",
-        lines.join("; ")
+        "Ops take {ops:.1}% of the time, candle between them {candle:.1}%, unexplained is {unexplained:.2}%."
     )
 }
 
@@ -157,11 +146,11 @@ fn longest(forward: &Report, whole: &Report, numbers: &mut Fields) -> Option<Str
     numbers.insert("longest_in_forward", in_forward.name.as_str());
     numbers.insert("longest_in_all", in_all.name.as_str());
     Some(format!(
-        "(b) most of forward: {}, {:.1}%, {:.0} times a step; most of all: {}, {:.1}%, {:.0} times",
-        in_forward.label(),
+        "(b) Most of forward: {}, {:.1}%, {:.0} times a step; most of all: {}, {:.1}%, {:.0} times.",
+        short(&in_forward.label()),
         forward.percent(&in_forward),
         forward.instances_per_step(&in_forward).unwrap_or(0.0),
-        in_all.label(),
+        short(&in_all.label()),
         whole.percent(&in_all),
         whole.instances_per_step(&in_all).unwrap_or(0.0),
     ))
@@ -172,11 +161,11 @@ fn besides_products(forward: &Report) -> String {
     let rows = forward.rows.iter().filter(|row| !row.is_product());
     let named = rows.filter(|row| forward.percent(row) >= NAMED_FROM_PERCENT);
     let named: Vec<String> = named
-        .map(|row| format!("{} {:.1}%", row.label(), forward.percent(row)))
+        .map(|row| format!("{} {:.1}%", short(&row.label()), forward.percent(row)))
         .collect();
     match named.is_empty() {
-        true => format!("(c) besides products, nothing takes {NAMED_FROM_PERCENT}% of forward"),
-        false => format!("(c) besides products, of forward: {}", named.join(", ")),
+        true => format!("(c) Besides products, nothing takes {NAMED_FROM_PERCENT}% of forward."),
+        false => list_in_note("(c) Besides products, of forward", &named),
     }
 }
 
@@ -187,6 +176,6 @@ fn product_shares(forward: &Report, whole: &Report, numbers: &mut Fields) -> Str
     numbers.insert("products_percent_of_forward", of_forward);
     numbers.insert("products_percent_of_whole", of_whole);
     format!(
-        "(d) ops that multiply matrices, with what is inside them, take {of_forward:.1}% of forward, {of_whole:.1}% of the whole"
+        "(d) Ops that multiply matrices, with what is inside them, take {of_forward:.1}% of forward, {of_whole:.1}% of the whole."
     )
 }

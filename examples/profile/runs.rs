@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use tallow::bench::EndToEnd;
-use tallow::memory::Mode;
 use tallow::report::{Fields, Report, format_mib};
 
 /// One run of the sweep.
@@ -13,11 +12,7 @@ pub struct Run {
 
 impl Run {
     fn mode(&self) -> &'static str {
-        match self.run.mode {
-            Mode::Forward | Mode::ForwardKeepingGraph => "forward",
-            Mode::ForwardBackward => "forward-backward",
-            Mode::TrainStep => "train-step",
-        }
+        self.run.mode.name()
     }
 
     pub fn title(&self) -> String {
@@ -81,7 +76,7 @@ pub fn add_oom(report: &mut Report, run: &Run, refusal: &Fields) {
         bytes.map_or("an unknown amount".into(), format_mib)
     });
     let note = format!(
-        "{}: out of memory; it wants {wanted}, {there} are there",
+        "{}: out of memory, it wants {wanted} and {there} are there.",
         run.title()
     );
     report.notes.push(note);

@@ -103,8 +103,8 @@ fn normal(mean: f64, std: f64) -> Vec<f64> {
         .collect()
 }
 
-/// Why layer norm is kept in f32, and what bf16 changes, with the numbers of `rows`.
-pub fn answer(rows: &[Fields]) -> String {
+/// Why layer norm is kept in f32, and what bf16 changes, in sentences with the numbers of `rows`.
+pub fn answer(rows: &[Fields]) -> Vec<String> {
     let find = |key: &str, activations: &str, stored: &str, computed: &str| {
         let is = |row: &&Fields, key: &str, value: &str| row.get(key) == Some(&value.into());
         let row = rows.iter().find(|row| {
@@ -129,30 +129,43 @@ pub fn answer(rows: &[Fields]) -> String {
         value.as_str().unwrap_or("n/a").to_string()
     };
     let (f16_sums, bf16_sums) = ("f16, sums in f32", "bf16, sums in f32");
-    format!(
-        "Layer norm subtracts a mean, takes the mean of squares and divides by its root, and each of these is \
-         sensitive. In f16, activations of standard deviation 300 have squares of 90,000, past f16's largest number \
-         of {}: the variance is {} even with sums in f32, and the output is off by {}. Activations of 1e-4 have \
-         squares of 1e-8, under f16's smallest: the variance is off by {}, which only eps makes harmless. So autocast \
-         computes layer norm in f32, from f16 activations, where the variances are off by {} and {}. bf16 has f32's \
-         range: nothing overflows or vanishes, and there is no need to treat layer norm apart for the range's sake. \
-         But it has 8 bits where f16 has 11: ordinary activations' variance is off by {} if sums are kept in bf16, \
-         which stand still once a term is too small for them, and with sums in f32 the output is still off by {} \
-         (f16: {}), and by {} for activations of mean 100.2 (f16: {}); in f32 from the same bf16 numbers by {}. So \
-         f32 stays for accuracy: PyTorch's CUDA policy keeps layer norm in f32 for both. Its CPU policy lets it \
-         follow its input, which saves memory and not accuracy: the kernel, there as here, computes the statistics in \
-         f32 and rounds the output alone.",
-        f16::MAX,
-        text("variance", "large", "f16", f16_sums),
-        percent("output_error_percent", "large", "f16", f16_sums),
-        percent("variance_error_percent", "small", "f16", f16_sums),
-        percent("variance_error_percent", "large", "f16", "f32"),
-        percent("variance_error_percent", "small", "f16", "f32"),
-        percent("variance_error_percent", "ordinary", "bf16", "bf16"),
-        percent("output_error_percent", "ordinary", "bf16", bf16_sums),
-        percent("output_error_percent", "ordinary", "f16", f16_sums),
-        percent("output_error_percent", "offset", "bf16", bf16_sums),
-        percent("output_error_percent", "offset", "f16", f16_sums),
-        percent("output_error_percent", "offset", "bf16", "f32"),
-    )
+    vec![
+        "Layer norm subtracts a mean, takes the mean of squares and divides by its root: each of these is sensitive.".into(),
+        format!(
+            "In f16, activations of standard deviation 300 have squares of 90,000, past f16's largest number of {}: the \
+             variance is {} even with sums in f32, and the output is off by {}.",
+            f16::MAX,
+            text("variance", "large", "f16", f16_sums),
+            percent("output_error_percent", "large", "f16", f16_sums),
+        ),
+        format!(
+            "Activations of 1e-4 have squares of 1e-8, under f16's smallest: the variance is off by {}, which only eps \
+             makes harmless.",
+            percent("variance_error_percent", "small", "f16", f16_sums),
+        ),
+        format!(
+            "So autocast computes layer norm in f32, from f16 activations: the variances are off by {} and {}.",
+            percent("variance_error_percent", "large", "f16", "f32"),
+            percent("variance_error_percent", "small", "f16", "f32"),
+        ),
+        "bf16 has f32's range: nothing overflows or vanishes, and for the range layer norm need not be treated apart.".into(),
+        format!(
+            "But bf16 has 8 bits where f16 has 11: ordinary activations' variance is off by {} with sums in bf16, which \
+             stand still once a term is too small for them.",
+            percent("variance_error_percent", "ordinary", "bf16", "bf16"),
+        ),
+        format!(
+            "With sums in f32 the output is still off by {} (f16: {}), and by {} for activations of mean 100.2 (f16: {}); \
+             in f32 from the same bf16 numbers by {}.",
+            percent("output_error_percent", "ordinary", "bf16", bf16_sums),
+            percent("output_error_percent", "ordinary", "f16", f16_sums),
+            percent("output_error_percent", "offset", "bf16", bf16_sums),
+            percent("output_error_percent", "offset", "f16", f16_sums),
+            percent("output_error_percent", "offset", "bf16", "f32"),
+        ),
+        "So f32 stays for accuracy: PyTorch's CUDA policy keeps layer norm in f32 for both.".into(),
+        "Its CPU policy lets layer norm follow its input, which saves memory and not accuracy: the kernel, there as here, \
+         computes statistics in f32 and rounds the output alone."
+            .into(),
+    ]
 }

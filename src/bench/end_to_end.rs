@@ -1,5 +1,6 @@
 //! A whole model, timed by phase, with its memory.
 
+use super::first_step::FirstStep;
 use super::update::{LossScaling, Update};
 use super::{Execution, LapTimings, Laps, OptimizerChoice, Step, Timing};
 use crate::kernels::cpu::gemm;
@@ -53,6 +54,10 @@ pub struct EndToEnd {
 /// What a run has shown.
 pub(super) struct Measured {
     timings: LapTimings,
+    /// Of the first round.
+    first_step: FirstStep,
+    /// After the last step, with what stays from step to step alive.
+    allocated_bytes: Option<u64>,
     peak_bytes: Option<u64>,
     reserved_bytes: Option<u64>,
     resident_bytes: Option<u64>,
@@ -64,6 +69,7 @@ impl Measured {
     pub fn join(&mut self, later: Self) {
         self.timings.join(later.timings);
         // The last round's: in the first of all, kernels also take what they keep for as long as the process runs.
+        self.allocated_bytes = later.allocated_bytes;
         self.peak_bytes = later.peak_bytes;
         self.reserved_bytes = later.reserved_bytes;
         self.resident_bytes = later.resident_bytes;
@@ -76,7 +82,9 @@ impl Measured {
 
 impl EndToEnd {
     /// Measures, and returns a row for each phase: `forward`, `backward`, `optimizer` as far as the mode has them, and
-    /// the step as a whole, `forward+backward` or `train step`.
+    /// the step as a whole, `forward+backward` or `train step`. Memory is the whole mode's: `peak_bytes` of the model
+    /// and its steps, and `allocated_bytes` that are still there after the last one. So is what the first step did, warm-up
+    /// or not: its time, the pages that it met for the first time and the threads that it started.
     ///
     /// Whether there is memory enough is decided from [`memory::estimate`], or from the plan, before anything is
     /// allocated: if not, one row says `OOM`, with the bytes wanted and the bytes there. What is too large by a lower
@@ -171,6 +179,8 @@ impl EndToEnd {
             row.merge(timing.fields()?);
             row.insert("noisy", timing.statistics()?.noisy());
             row.merge(self.rates(phase, timing.statistics()?.median_ms));
+            row.merge(measured.first_step.fields());
+            row.insert("allocated_bytes", measured.allocated_bytes);
             row.insert("peak_bytes", measured.peak_bytes);
             row.insert("reserved_peak_bytes", measured.reserved_bytes);
             row.insert("resident_peak_bytes", measured.resident_bytes);
@@ -189,7 +199,7 @@ impl EndToEnd {
     pub(super) fn measure(
         &self,
         device: &Device,
-        on_step: impl FnMut(Step, f64),
+        mut on_step: impl FnMut(Step, f64),
     ) -> Result<Measured> {
         self.check_execution(device)?;
         // What threads keep for packing is the process's, and no step's.
@@ -201,16 +211,22 @@ impl EndToEnd {
         // Drawing the weights takes more than they do, and is no part of a step.
         meter.reset_peak();
         let resident_resets = system::reset_resident_peak();
-        let (timings, loss_scaling) = self.time(model, on_step)?;
-        let peak_bytes = meter
-            .peak_bytes()
-            .zip(before)
-            .map(|(peak, before)| peak.saturating_sub(before));
+        let mut after_step = None;
+        let mut first_step = FirstStep::begin();
+        let (timings, loss_scaling) = self.time(model, |step, ms| {
+            first_step.stepped(ms);
+            after_step = meter.current_bytes();
+            on_step(step, ms);
+        })?;
+        let own = |bytes: Option<u64>| Some(bytes?.saturating_sub(before?));
+        let (allocated_bytes, peak_bytes) = (own(after_step), own(meter.peak_bytes()));
         let reserved_bytes = meter.reserved_peak_bytes();
         // Where the system cannot reset the peak it is the process's, and no row's.
         let resident_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
         Ok(Measured {
             timings,
+            first_step,
+            allocated_bytes,
             peak_bytes,
             reserved_bytes,
             resident_bytes,
@@ -304,7 +320,10 @@ impl EndToEnd {
     fn labels(&self, phase: &str, status: &str) -> Fields {
         let mut row = Fields::new();
         row.insert("d_model", self.config.d_model);
+        row.insert("d_ff", self.config.d_ff);
         row.insert("num_layers", self.config.num_layers);
+        row.insert("num_heads", self.config.num_heads);
+        row.insert("vocab_size", self.config.vocab_size);
         row.insert("parameters", self.config.num_parameters());
         row.insert("batch_size", self.batch_size);
         row.insert("context_length", self.sequence_length);
@@ -316,7 +335,7 @@ impl EndToEnd {
         row.insert("memory_budget_bytes", self.memory_budget_bytes);
         row.insert("weight_cast_bytes", self.weight_cast_bytes());
         row.insert("warmup_steps", self.warmup_steps);
-        row.insert("mode", serde_json::to_value(self.mode).unwrap_or_default());
+        row.insert("mode", self.mode.name());
         row.insert("phase", phase);
         row.insert(
             "graph",

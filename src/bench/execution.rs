@@ -90,7 +90,7 @@ impl EndToEnd {
             (false, Some(bytes)) => ("memory_budget_bytes", "None", format!("{bytes} bytes")),
             (false, None) => return Ok(()),
         };
-        let mode = serde_json::to_value(self.mode).unwrap_or_default();
+        let mode = self.mode.name();
         Err(Error::Config {
             config: "EndToEnd",
             field,

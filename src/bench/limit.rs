@@ -1,7 +1,7 @@
 //! Where memory ends.
 
 use crate::memory::MemoryBreakdown;
-use crate::report::format_mib;
+use crate::report::{Report, format_mib};
 use serde::Serialize;
 use std::fmt;
 
@@ -22,23 +22,41 @@ pub struct Limit {
     pub composed_bytes: Option<u64>,
 }
 
-/// The sum, and what it is held against.
+impl Limit {
+    /// The terms of what it would take.
+    pub fn table(&self) -> Report {
+        Report {
+            title: format!(
+                "{}, T {}, width {}: what it would take, with {} there",
+                self.implementation,
+                self.context_length,
+                self.width,
+                format_mib(self.available_bytes)
+            ),
+            ..self.breakdown.report()
+        }
+    }
+}
+
+/// The size, and what it is held against.
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{}: the smallest configuration, doubling, that {} would not hold is {}",
+            "{}: by doubling, the first that {} do not hold is T {}, width {}: {}",
             self.implementation,
             format_mib(self.available_bytes),
-            self.breakdown
+            self.context_length,
+            self.width,
+            format_mib(self.breakdown.peak_bytes())
         )?;
         match self.composed_bytes {
             Some(bytes) => write!(
                 f,
-                "; scores and probabilities BHT^2 each and out BHTDh, as composed ops would keep them: {}",
+                "; scores, probabilities and output of composed ops alone are {}.",
                 format_mib(bytes)
             ),
-            None => Ok(()),
+            None => write!(f, "."),
         }
     }
 }

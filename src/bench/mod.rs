@@ -12,6 +12,7 @@ mod attention;
 mod end_to_end;
 mod environment;
 mod execution;
+mod first_step;
 mod laps;
 mod limit;
 mod memory_profile;

@@ -180,13 +180,13 @@ impl MemoryBreakdown {
             columns: vec![
                 Column::text("holds", "Holds"),
                 Column::text("what", "What"),
-                Column::count("count", "Count"),
-                Column::text("formula", "Elements of each"),
-                Column::text("element_bytes", "Bytes an element"),
+                Column::count("count", "Count").minor(2),
+                Column::text("formula", "Elements of each").minor(1),
+                Column::number("element_bytes", "Bytes an element", "", 0).minor(3),
                 Column::mib("bytes", "All"),
             ],
             rows,
-            notes: vec![self.sizes.clone()],
+            notes: vec![format!("{}.", self.sizes)],
             ..Default::default()
         }
     }

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::number::{fixed, group};
+use super::number::{decimals_of, fixed, group};
 
 /// What stands where a value could not be measured.
 pub(super) const NOT_AVAILABLE: &str = "n/a";
@@ -32,8 +32,15 @@ pub struct Column {
     pub divisor: f64,
     /// Decimals of a number, of which 1,074 are shown at most (an f64 has no more); `None` shows it as it is.
     pub decimals: Option<usize>,
+    /// Whether large numbers have fewer decimals, so that all have three or four digits.
+    pub rounded: bool,
     /// Whether thousands are separated by commas.
     pub grouped: bool,
+    /// The heading over it and those of its neighbours that have the same; empty if there is none.
+    pub under: String,
+    /// Where text has no room for all columns, those with the most are left out first, of equals the last; 0 for what a
+    /// reader cannot do without.
+    pub minor: u8,
 }
 
 impl Column {
@@ -45,7 +52,10 @@ impl Column {
             unit: String::new(),
             divisor: 1.0,
             decimals: None,
+            rounded: false,
             grouped: false,
+            under: String::new(),
+            minor: 0,
         }
     }
 
@@ -60,6 +70,14 @@ impl Column {
             unit: unit.into(),
             decimals: Some(decimals),
             ..Self::text(key, title)
+        }
+    }
+
+    /// A column of times in ms, in three or four digits: `0.074`, `12.35`, `1,345`.
+    pub fn ms(key: impl Into<String>, title: impl Into<String>) -> Self {
+        Self {
+            rounded: true,
+            ..Self::number(key, title, "ms", 3).grouped()
         }
     }
 
@@ -88,13 +106,39 @@ impl Column {
         }
     }
 
-    /// The title with its unit: `Mean (ms)`.
-    pub fn heading(&self) -> String {
-        if self.unit.is_empty() {
-            self.title.clone()
-        } else {
-            format!("{} ({})", self.title, self.unit)
+    /// Puts it under a heading that its neighbours may share: `Forward` over `eager` and `planned`.
+    pub fn under(self, heading: impl Into<String>) -> Self {
+        Self {
+            under: heading.into(),
+            ..self
         }
+    }
+
+    /// Says how minor it is: the more, the earlier it is left out where text has no room.
+    pub fn minor(self, minor: u8) -> Self {
+        Self { minor, ..self }
+    }
+
+    /// The title with what it is under, and its unit: `Mean (ms)`, `Forward eager (ms)`.
+    pub fn heading(&self) -> String {
+        match self.under.is_empty() {
+            true => self.own_heading(),
+            false => format!("{} {}", self.under, self.own_heading()),
+        }
+    }
+
+    /// The title with its unit.
+    pub(super) fn own_heading(&self) -> String {
+        match self.unit.is_empty() {
+            true => self.title.clone(),
+            false => format!("{} ({})", self.title, self.unit),
+        }
+    }
+
+    /// Whether a reader means it by `name`: its key, its title, its heading, or what it is under.
+    pub(super) fn is_called(&self, name: &str) -> bool {
+        let names = [&self.key, &self.title, &self.heading(), &self.under];
+        names.iter().any(|own| own.eq_ignore_ascii_case(name))
     }
 
     /// The value as a reader sees it; `n/a` where it is missing or null.
@@ -132,7 +176,12 @@ impl Column {
         if decimals == 0 && self.divisor == 1.0 && (value.is_u64() || value.is_i64()) {
             return Some(value.to_string());
         }
-        Some(fixed(value.as_f64()? / self.divisor, decimals))
+        let value = value.as_f64()? / self.divisor;
+        let decimals = match self.rounded {
+            true => decimals.min(decimals_of(value)),
+            false => decimals,
+        };
+        Some(fixed(value, decimals))
     }
 }
 

@@ -31,7 +31,6 @@ fn csv_cell(value: Option<&Value>) -> String {
 
 /// One document, one line for each row, so that long lists of samples stay out of the way.
 pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let keys = report.keys();
     write!(out, "{{\n  \"environment\": ")?;
     serde_json::to_writer(&mut *out, &report.environment)?;
     write!(out, ",\n  \"configuration\": ")?;
@@ -41,14 +40,43 @@ pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()>
     write!(out, ",\n  \"analysis\": ")?;
     serde_json::to_writer(&mut *out, &report.analysis)?;
     write!(out, ",\n  \"rows\": [")?;
+    write_rows(report, "    ", out)?;
+    write!(out, "]")?;
+    let details = report
+        .details
+        .iter()
+        .filter(|detail| !detail.rows.is_empty());
+    let mut details = details.enumerate().peekable();
+    if details.peek().is_some() {
+        write!(out, ",\n  \"details\": [")?;
+        for (index, detail) in details {
+            let comma = if index == 0 { "" } else { "," };
+            write!(out, "{comma}\n    {{\"title\": ")?;
+            serde_json::to_writer(&mut *out, &detail.title)?;
+            write!(out, ", \"notes\": ")?;
+            serde_json::to_writer(&mut *out, &detail.notes)?;
+            write!(out, ", \"rows\": [")?;
+            write_rows(detail, "      ", out)?;
+            write!(out, "]}}")?;
+        }
+        write!(out, "\n  ]")?;
+    }
+    writeln!(out, "\n}}")
+}
+
+/// The rows, a line each, all with the same keys.
+fn write_rows(report: &Report, indent: &str, out: &mut dyn Write) -> io::Result<()> {
+    let keys = report.keys();
     for (index, row) in report.rows.iter().enumerate() {
         let complete: Fields = keys
             .iter()
             .map(|key| (*key, row.get(key).cloned().unwrap_or(Value::Null)))
             .collect();
-        write!(out, "{}\n    ", if index == 0 { "" } else { "," })?;
+        write!(out, "{}\n{indent}", if index == 0 { "" } else { "," })?;
         serde_json::to_writer(&mut *out, &complete)?;
     }
-    let end = if report.rows.is_empty() { "" } else { "\n  " };
-    writeln!(out, "{end}]\n}}")
+    match report.rows.is_empty() {
+        true => Ok(()),
+        false => write!(out, "\n{}", &indent[2..]),
+    }
 }

@@ -18,12 +18,12 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Format {
-    /// An aligned table for a terminal, under the environment and the configuration.
+    /// An aligned table for a terminal, between the configuration and the environment ([`Layout`](super::Layout)).
     #[default]
     Text,
     /// A pipe table (GitHub's dialect), under the environment and the configuration.
     Markdown,
-    /// The rows alone: every field under its key, unrounded; what is missing is an empty cell.
+    /// The rows alone, one table: every field under its key, unrounded; what is missing is an empty cell.
     Csv,
     /// One document with everything, unrounded; what is missing is `null`.
     Json,

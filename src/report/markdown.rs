@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use super::Report;
 use super::column::plain;
 
-/// Headers as lists, the table, notes as a list.
+/// Headers as lists, the table, notes as a numbered list, the detail tables.
 pub(super) fn write(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     for (title, fields) in report.headers() {
         writeln!(out, "**{title}**\n")?;
@@ -20,8 +20,12 @@ pub(super) fn write(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     if !report.notes.is_empty() {
         writeln!(out)?;
     }
-    for note in &report.notes {
-        writeln!(out, "- Note: {}", escape(note))?;
+    for (i, note) in report.notes.iter().enumerate() {
+        writeln!(out, "{}. {}", i + 1, escape(note))?;
+    }
+    for detail in &report.details {
+        writeln!(out, "\n**{}**\n", escape(&detail.title))?;
+        write(detail, out)?;
     }
     Ok(())
 }

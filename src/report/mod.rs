@@ -1,8 +1,8 @@
-//! What a measurement looks like once it is made: statistics over samples, one table in six formats, line charts.
+//! What a measurement looks like once it is made: statistics over samples, tables in six formats, line charts.
 //!
 //! - [`Statistics`] turns samples into mean, deviation and quantiles;
 //! - [`Report`] holds what was measured, where and how, and writes it as text, Markdown, CSV, JSON, LaTeX or Typst
-//!   ([`Format`]); [`pivot()`] puts the phases of a configuration side by side in it;
+//!   ([`Format`]); [`Layout`] fits text to a terminal; [`pivot()`] puts the phases of a configuration side by side;
 //! - [`PowerLaw`] says how fast a measured thing grows;
 //! - [`plot`] draws charts, as SVG or PNG.
 //!
@@ -38,7 +38,9 @@ mod data;
 mod document;
 mod fields;
 mod format;
+mod layout;
 mod markdown;
+mod notes;
 mod number;
 pub(crate) mod picture;
 mod pivot;
@@ -52,6 +54,8 @@ pub use column::Column;
 pub use document::{Report, save_document};
 pub use fields::Fields;
 pub use format::Format;
+pub use layout::Layout;
+pub use notes::{NOTE_CHARS, counted, list_in_note};
 pub use number::{bytes_to_mib, format_mib, group_digits};
 pub use pivot::{mean_and_std, pivot};
 pub use power_law::PowerLaw;

@@ -46,6 +46,14 @@ pub(super) fn group(number: &str) -> String {
     grouped + fraction
 }
 
+/// Decimals that show a time or a rate in three or four digits.
+pub(super) fn decimals_of(value: f64) -> usize {
+    let under = [1000.0, 100.0, 1.0]
+        .iter()
+        .filter(|limit| value.abs() < **limit);
+    under.count()
+}
+
 /// Decimals after which every f64 has zeros only: the smallest is 2^-1074.
 const MAX_DECIMALS: usize = 1074;
 

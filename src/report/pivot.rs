@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::Fields;
 use super::column::NOT_AVAILABLE;
-use super::number::{fixed, group};
+use super::number::{decimals_of, fixed, group};
 
 /// Joins the rows that agree in every field of `by` into one line, in the order in which they first come.
 ///
@@ -20,10 +20,10 @@ use super::number::{fixed, group};
 ///     row
 /// };
 /// let rows = [row("forward", 0.282), row("backward", 0.661)];
-/// let lines = pivot(&rows, &["context_length"], "phase", |row| mean_and_std(row, 2));
+/// let lines = pivot(&rows, &["context_length"], "phase", mean_and_std);
 /// assert_eq!(lines.len(), 1);
-/// assert_eq!(lines[0].get("forward"), Some(&"0.28 ± 0.06".into()));
-/// assert_eq!(lines[0].get("backward"), Some(&"0.66 ± 0.06".into()));
+/// assert_eq!(lines[0].get("forward"), Some(&"0.282 ± 0.060".into()));
+/// assert_eq!(lines[0].get("backward"), Some(&"0.661 ± 0.060".into()));
 /// ```
 pub fn pivot(
     rows: &[Fields],
@@ -47,12 +47,15 @@ pub fn pivot(
     lines
 }
 
-/// A row's `mean_ms` and `std_ms` as one cell, `9.14 ± 0.38`; null where there is no mean.
-pub fn mean_and_std(row: &Fields, decimals: usize) -> Value {
-    let number = |key: &str| Some(group(&fixed(row.get(key)?.as_f64()?, decimals)));
-    match (number("mean_ms"), number("std_ms")) {
-        (Some(mean), Some(std)) => format!("{mean} ± {std}").into(),
-        (Some(mean), None) => format!("{mean} ± {NOT_AVAILABLE}").into(),
-        _ => Value::Null,
-    }
+/// A row's `mean_ms` and `std_ms` as one cell, `9.14 ± 0.38`, in three or four digits of the mean;
+/// where there is no mean, the row's `status` if that is not `ok`, else null.
+pub fn mean_and_std(row: &Fields) -> Value {
+    let number = |key: &str| row.get(key)?.as_f64();
+    let Some(mean) = number("mean_ms") else {
+        let status = row.get("status").filter(|status| **status != "ok");
+        return status.cloned().unwrap_or_default();
+    };
+    let text = |value| group(&fixed(value, decimals_of(mean)));
+    let std = number("std_ms").map_or(NOT_AVAILABLE.into(), text);
+    format!("{} ± {std}", text(mean)).into()
 }

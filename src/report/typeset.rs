@@ -28,7 +28,12 @@ pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()
     for row in report.cells() {
         writeln!(out, "{}", line(&row))?;
     }
-    writeln!(out, "\\bottomrule\n\\end{{tabular}}")
+    writeln!(out, "\\bottomrule\n\\end{{tabular}}")?;
+    for detail in &report.details {
+        writeln!(out, "\n% {}", one_line(&detail.title))?;
+        write_latex(detail, out)?;
+    }
+    Ok(())
 }
 
 /// A `#table`, its cells string literals: in them Typst gives no character a meaning.
@@ -55,7 +60,12 @@ pub(super) fn write_typst(report: &Report, out: &mut dyn Write) -> io::Result<()
     for row in report.cells() {
         writeln!(out, "  {},", line(&row))?;
     }
-    writeln!(out, ")")
+    writeln!(out, ")")?;
+    for detail in &report.details {
+        writeln!(out, "\n// {}", one_line(&detail.title))?;
+        write_typst(detail, out)?;
+    }
+    Ok(())
 }
 
 /// Environment, configuration and notes, each a line after `marker`.
@@ -66,8 +76,8 @@ fn write_comments(report: &Report, marker: &str, out: &mut dyn Write) -> io::Res
             writeln!(out, "{marker} {}", one_line(&comment))?;
         }
     }
-    for note in &report.notes {
-        writeln!(out, "{marker} note: {}", one_line(note))?;
+    for (i, note) in report.notes.iter().enumerate() {
+        writeln!(out, "{marker} note {}: {}", i + 1, one_line(note))?;
     }
     Ok(())
 }

@@ -146,23 +146,23 @@ fn what_cannot_be_saved_at_the_end_does_not_lose_the_table() {
         ),
         (
             "mixed_precision_benchmark SMALL --mode forward --steps 2 --rounds 1 --plot",
-            "bf16 speedup",
+            "speed-up",
         ),
         (
             "attention_benchmark --sequence-length 8 16 --head-dim 8 --iterations 2 --plot",
-            "Forward+backward",
+            "F+B",
         ),
         (
             "precision_curves SMALL --data DATA --steps 20 --plot",
-            "Validation loss",
+            "Last loss (nats)",
         ),
         (
             "memory_profile SMALL --mode train-step --timeline",
-            "Allocations",
+            "Largest allocations",
         ),
         (
             "profile SMALL --mode train-step --steps 2 --flame-graph",
-            "Instances",
+            "Op ",
         ),
         (
             "compiled_benchmark --part model --config 1-8-16-1-2 --steps 2 --rounds 1 --json",

@@ -3,6 +3,7 @@
 mod charts;
 mod files;
 mod formats;
+mod layout;
 mod pivots;
 mod statistics;
 mod stopwatch;

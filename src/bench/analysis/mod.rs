@@ -1,5 +1,5 @@
-//! What the rows of an attention benchmark say together: the numbers here, the sentences in `words`, the picture in
-//! `figure`.
+//! What the rows of an attention benchmark say together: the numbers here, the sentences and tables in `words`, the
+//! picture in `figure`.
 
 mod figure;
 mod words;
@@ -21,6 +21,8 @@ pub struct Analysis {
     pub configurations: usize,
     /// How many of them ended how: `ok`, `OOM`, `unsupported`, `over time budget`.
     pub statuses: BTreeMap<String, usize>,
+    /// How many of each implementation's configurations ran out of memory.
+    pub out_of_memory: Vec<OutOfMemory>,
     /// The fastest and slowest of each implementation and phase, by mean time.
     pub extremes: Vec<Extremes>,
     /// The largest peak of each implementation.
@@ -29,6 +31,17 @@ pub struct Analysis {
     pub growth: Vec<Growth>,
     /// Naive over each other implementation, where both were measured.
     pub speedups: Vec<Speedup>,
+}
+
+/// How many configurations of an implementation ran out of memory.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct OutOfMemory {
+    /// The implementation.
+    pub implementation: String,
+    /// Those that did.
+    pub count: usize,
+    /// All of them.
+    pub of: usize,
 }
 
 /// A configuration and its mean time.
@@ -183,6 +196,12 @@ impl Analysis {
         };
         for name in different(rows.iter().map(|row| row.implementation)) {
             let own: Vec<&Row<'_>> = rows.iter().filter(|r| r.implementation == name).collect();
+            let whole: Vec<_> = own.iter().filter(|row| row.phase == WHOLE).collect();
+            analysis.out_of_memory.push(OutOfMemory {
+                implementation: name.into(),
+                count: whole.iter().filter(|row| row.status == "OOM").count(),
+                of: whole.len(),
+            });
             for phase in different(own.iter().map(|row| row.phase)) {
                 analysis.extremes.extend(extremes(&own, name, phase));
             }

@@ -1,28 +1,25 @@
-//! The analysis in words.
+//! The analysis in words, and as tables.
 
 use super::{Analysis, Extremes, Growth, Place, Speedup, different};
-use crate::report::format_mib;
+use crate::report::{Column, Fields, Report, counted, format_mib, list_in_note};
 
 impl Analysis {
-    /// The same in words, a sentence or a few lines each; `width` is what the width is called, `d` say.
+    /// Sentences: what ran out of memory, what takes the most, how many times as fast others are as naive; `width` is
+    /// what the width is called, `d` say. [`tables`](Self::tables) have the rest.
     pub fn notes(&self, width: &str) -> Vec<String> {
-        let mut notes = vec![self.counts()];
-        let implementations = different(self.extremes.iter().map(|e| e.implementation.as_str()));
-        for name in implementations {
-            let own = self.extremes.iter().filter(|e| e.implementation == name);
-            let lines: Vec<String> = own.map(|e| e.words(width)).collect();
-            notes.push(format!("{name}: {}", lines.join("; ")));
-        }
-        notes.extend(self.peaks.iter().map(|p| {
+        let out_of_memory = self.out_of_memory.iter();
+        let counts = out_of_memory.map(|o| format!("{} {} of {}", o.implementation, o.count, o.of));
+        let mut notes = vec![list_in_note("Out of memory", &counts.collect::<Vec<_>>())];
+        let peaks = self.peaks.iter().map(|p| {
+            let (bytes, length) = (format_mib(p.peak_bytes), p.context_length);
             format!(
-                "{}: most memory {}, at T {}, {width} {}",
-                p.implementation,
-                format_mib(p.peak_bytes),
-                p.context_length,
-                p.width
+                "{} {bytes} (T {length}, {width} {})",
+                p.implementation, p.width
             )
-        }));
-        notes.extend(self.growth.iter().map(|g| g.words(width)));
+        });
+        if !self.peaks.is_empty() {
+            notes.push(list_in_note("Most memory", &peaks.collect::<Vec<_>>()));
+        }
         let others = different(self.speedups.iter().map(|s| s.implementation.as_str()));
         notes.extend(
             others
@@ -32,18 +29,23 @@ impl Analysis {
         notes
     }
 
-    fn counts(&self) -> String {
-        let out_of_memory = self.statuses.get("OOM").copied().unwrap_or_default();
-        let mut text = format!(
-            "Out of memory: {out_of_memory} of {} configurations",
-            self.configurations
-        );
-        for (status, count) in &self.statuses {
-            if status != "ok" && status != "OOM" {
-                text.push_str(&format!("; {status}: {count}"));
-            }
-        }
-        text
+    /// The fastest and the slowest of each implementation and phase, and how time and memory grow with T: the tables
+    /// that have rows.
+    pub fn tables(&self, width: &str) -> Vec<Report> {
+        let extremes = Report {
+            title: "Fastest and slowest configuration, by mean time".into(),
+            columns: Extremes::columns(width),
+            rows: self.extremes.iter().map(Extremes::fields).collect(),
+            ..Default::default()
+        };
+        let growth = Report {
+            title: "Growth: x in T^x, fitted to medians".into(),
+            columns: Growth::columns(width),
+            rows: self.growth.iter().map(Growth::fields).collect(),
+            ..Default::default()
+        };
+        let tables = [extremes, growth].into_iter();
+        tables.filter(|table| !table.rows.is_empty()).collect()
     }
 
     /// The geometric means over the configurations of one implementation.
@@ -58,54 +60,77 @@ impl Analysis {
             (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
         };
         Some(format!(
-            "naive takes {:.2}x as long as {name} forward, {:.2}x backward, {:.2}x together (geometric means over {} configurations, by medians)",
+            "naive takes {:.2}x as long as {name} forward, {:.2}x backward, {:.2}x together (medians; geometric mean of {}).",
             mean(|s| s.forward)?,
             mean(|s| s.backward)?,
             mean(|s| s.forward_backward)?,
-            own.len()
+            counted(own.len(), "configuration")
         ))
     }
 }
 
 impl Extremes {
-    fn words(&self, width: &str) -> String {
-        let place = |p: &Place| {
-            format!(
-                "{:.3} ms (T {}, {width} {})",
-                p.mean_ms, p.context_length, p.width
-            )
+    fn columns(width: &str) -> Vec<Column> {
+        let mut columns = vec![
+            Column::text("implementation", "Implementation"),
+            Column::text("phase", "Phase"),
+        ];
+        for of in ["Fastest", "Slowest"] {
+            let key = |field: &str| format!("{}_{field}", of.to_lowercase());
+            columns.push(Column::ms(key("ms"), "time").under(of));
+            columns.push(Column::number(key("context_length"), "T", "", 0).under(of));
+            columns.push(Column::number(key("width"), width, "", 0).under(of));
+        }
+        columns
+    }
+
+    fn fields(&self) -> Fields {
+        let mut fields = Fields::new();
+        fields.insert("implementation", self.implementation.as_str());
+        fields.insert("phase", self.phase.as_str());
+        let mut add = |of: &str, place: &Place| {
+            fields.insert(format!("{of}_ms"), place.mean_ms);
+            fields.insert(format!("{of}_context_length"), place.context_length);
+            fields.insert(format!("{of}_width"), place.width);
         };
-        format!(
-            "fastest {} {}, slowest {}",
-            self.phase,
-            place(&self.fastest),
-            place(&self.slowest)
-        )
+        add("fastest", &self.fastest);
+        add("slowest", &self.slowest);
+        fields
     }
 }
 
 impl Growth {
-    fn words(&self, width: &str) -> String {
+    fn columns(width: &str) -> Vec<Column> {
+        vec![
+            Column::text("implementation", "Implementation"),
+            Column::text("width", width),
+            Column::number("time_exponent", "Time", "", 2),
+            Column::number("before_backward_exponent", "Memory before backward", "", 2),
+            Column::number("peak_exponent", "Peak", "", 2),
+            Column::number("points", "Points", "", 0),
+            Column::number("shortest", "From T", "", 0),
+            Column::number("longest", "to T", "", 0),
+        ]
+    }
+
+    fn fields(&self) -> Fields {
         let laws = [
-            ("time", self.time),
-            ("memory before backward", self.before_backward),
-            ("peak", self.peak),
+            ("time_exponent", self.time),
+            ("before_backward_exponent", self.before_backward),
+            ("peak_exponent", self.peak),
         ];
-        let laws: Vec<String> = laws
+        let mut fields = Fields::new();
+        fields.insert("implementation", self.implementation.as_str());
+        fields.insert("width", self.width);
+        for (key, law) in laws {
+            fields.insert(key, law.map(|law| law.exponent));
+        }
+        let points = laws
             .iter()
-            .filter_map(|(what, law)| Some((what, law.as_ref()?)))
-            .map(|(what, law)| format!("{what} as T^{:.2}", law.exponent))
-            .collect();
-        let points = [self.time, self.before_backward, self.peak];
-        let points = points.iter().flatten().map(|law| law.points).max();
-        format!(
-            "{}, {width} {}: {} (fitted to {} points, T {} to {})",
-            self.implementation,
-            self.width,
-            laws.join(", "),
-            points.unwrap_or_default(),
-            self.shortest,
-            self.longest
-        )
+            .filter_map(|(_, law)| Some(law.as_ref()?.points));
+        fields.insert("points", points.max());
+        fields.insert("shortest", self.shortest);
+        fields.insert("longest", self.longest);
+        fields
     }
 }

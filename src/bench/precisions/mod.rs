@@ -1,4 +1,4 @@
-//! What the rows of several precisions say together: the numbers here, the sentences in `words`.
+//! What the rows of several precisions say together: the numbers here, the sentences and a table in `words`.
 
 mod words;
 
@@ -46,13 +46,19 @@ pub struct PrecisionSide {
     pub precision: String,
     /// `ok` or `OOM`.
     pub status: String,
+    /// The step's mean.
+    pub mean_ms: Option<f64>,
+    /// The standard deviation of its times.
+    pub std_ms: Option<f64>,
     /// The step's median.
     pub median_ms: Option<f64>,
     /// Tokens a second at the median.
     pub tokens_per_s: Option<f64>,
     /// The most alive at once, measured.
     pub peak_bytes: Option<u64>,
-    /// The same, predicted.
+    /// The most that the GPU's pool held, used or not.
+    pub reserved_peak_bytes: Option<u64>,
+    /// The peak, predicted.
     pub estimate_bytes: Option<u64>,
     /// What kept copies of the weights in half precision take of it.
     pub weight_cast_bytes: Option<u64>,
@@ -185,9 +191,12 @@ impl PrecisionSide {
         Self {
             precision: text("precision"),
             status: text("status"),
+            mean_ms: number("mean_ms"),
+            std_ms: number("std_ms"),
             median_ms: number("median_ms"),
             tokens_per_s: number("tokens_per_s"),
             peak_bytes: bytes("peak_bytes"),
+            reserved_peak_bytes: bytes("reserved_peak_bytes"),
             estimate_bytes: bytes("estimate_bytes"),
             weight_cast_bytes: bytes("weight_cast_bytes"),
             ..Self::default()

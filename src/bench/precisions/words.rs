@@ -1,40 +1,108 @@
-//! The comparison in words.
+//! The comparison in words, and what copies of the weights cost as a table.
 
 use super::{ComparedPrecisions, PrecisionAnalysis, PrecisionSide};
 use crate::precision::Precision;
-use crate::report::format_mib;
+use crate::report::{Column, Fields, PowerLaw, Report, format_mib, list_in_note};
 use serde_json::Value;
 
 impl PrecisionAnalysis {
-    /// The same in words: how fast and how large each precision is beside f32, where kept copies of the weights cost
-    /// more than the rest saves, what dropping them changes, and what fits only in half precision.
+    /// The same in words: how fast and how large each precision is beside f32, how that changes with the model's size,
+    /// what dropping casts changes, and what fits only in half precision.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         for precision in self.precisions() {
             notes.extend(self.speed(precision));
+            notes.extend(self.trends(precision));
             notes.extend(self.memory(precision));
         }
         let all = &self.configurations;
-        notes.extend(all.iter().flat_map(ComparedPrecisions::copies));
-        notes.extend(all.iter().flat_map(ComparedPrecisions::dropping));
+        let dropping: Vec<String> = all.iter().flat_map(ComparedPrecisions::dropping).collect();
+        if !dropping.is_empty() {
+            notes.push(list_in_note(
+                "Dropping casts of the weights, peak and time",
+                &dropping,
+            ));
+        }
         notes.extend(all.iter().filter_map(ComparedPrecisions::room));
         notes
     }
 
-    /// `bf16 runs at 1.21x f32's speed (geometric mean), from 0.98x (tiny B4 T256 forward) to ...`.
+    /// Where half precision saves memory and where it costs some: its kept copies of the weights, and everything else,
+    /// a row for each configuration and precision. `None` where no copies are kept.
+    pub fn copies(&self) -> Option<Report> {
+        let mib = |key: &str, title: &str| Column::mib(key, title);
+        let rows: Vec<Fields> = self
+            .configurations
+            .iter()
+            .flat_map(ComparedPrecisions::copies)
+            .collect();
+        let report = Report {
+            title: "Memory that half precision saves beside f32".into(),
+            columns: vec![
+                Column::text("name", "Configuration"),
+                Column::text("precision", "Precision"),
+                mib("saved_bytes", "Saved"),
+                mib("rest_saved_bytes", "without copies"),
+                mib("weight_cast_bytes", "Copies of the weights"),
+            ],
+            rows,
+            notes: vec!["A negative number is memory that it takes beyond that of f32.".into()],
+            ..Default::default()
+        };
+        (!report.rows.is_empty()).then_some(report)
+    }
+
+    /// `bf16 runs at 1.21x the speed of f32 (..), from 0.98x (tiny B4 T256 forward) to ...`.
     fn speed(&self, precision: &str) -> Option<String> {
         let found = self.values(precision, |side| side.speedup);
         let (least, most) = extremes(&found)?;
-        let logs = found.iter().map(|found| found.value.ln());
-        let mean = (logs.sum::<f64>() / found.len() as f64).exp();
+        let mean = geometric_mean(&found);
         let start = format!("{precision} runs at {mean:.2}x the speed of f32");
         Some(match found.len() {
-            1 => format!("{start} ({}), by medians", least.title),
+            1 => format!("{start} ({}), by medians.", least.title),
             n => format!(
-                "{start} (geometric mean of {n}), from {:.2}x ({}) to {:.2}x ({}), by medians",
+                "{start} (medians; geometric mean of {n}), from {:.2}x ({}) to {:.2}x ({}).",
                 least.value, least.title, most.value, most.title
             ),
         })
+    }
+
+    /// How the speed-up changes with the model's size, for each mode that three sizes were measured in.
+    fn trends(&self, precision: &str) -> Vec<String> {
+        let mut modes: Vec<&Value> = Vec::new();
+        for mode in self
+            .configurations
+            .iter()
+            .filter_map(|c| c.labels.get("mode"))
+        {
+            if !modes.contains(&mode) {
+                modes.push(mode);
+            }
+        }
+        let trend = |mode: &Value| {
+            let own = self.configurations.iter();
+            let own = own.filter(|c| c.labels.get("mode") == Some(mode));
+            let points: Vec<(f64, f64)> = own
+                .filter_map(|c| {
+                    Some((
+                        c.labels.get("parameters")?.as_f64()?,
+                        c.side(precision)?.speedup?,
+                    ))
+                })
+                .collect();
+            let law = PowerLaw::fit(&points)?;
+            let mode = mode.as_str().unwrap_or_default();
+            let grows = match law.exponent {
+                x if x > 0.02 => "grows with the model's size",
+                x if x < -0.02 => "falls with the model's size",
+                _ => "does not depend on the model's size",
+            };
+            Some(format!(
+                "{precision}, {mode}: the speed-up {grows}, as parameters^{:.2} (fitted to {} configurations).",
+                law.exponent, law.points
+            ))
+        };
+        modes.into_iter().filter_map(trend).collect()
     }
 
     /// `bf16 takes less memory than f32 in 3 of 4: from ...`.
@@ -48,12 +116,12 @@ impl PrecisionAnalysis {
         };
         Some(match found.len() {
             1 => format!(
-                "{precision} takes {} memory than f32 ({})",
+                "{precision} takes {} memory than f32 ({}).",
                 words(least.value),
                 least.title
             ),
             n => format!(
-                "{precision} takes less memory than f32 in {fewer} of {n}: from {} ({}) to {} ({})",
+                "{precision} takes less memory than f32 in {fewer} of {n}: from {} ({}) to {} ({}).",
                 words(least.value),
                 least.title,
                 words(most.value),
@@ -79,6 +147,11 @@ impl PrecisionAnalysis {
 struct Found {
     value: f64,
     title: String,
+}
+
+fn geometric_mean(found: &[Found]) -> f64 {
+    let logs = found.iter().map(|found| found.value.ln());
+    (logs.sum::<f64>() / found.len() as f64).exp()
 }
 
 /// The least and the greatest.
@@ -110,35 +183,18 @@ impl ComparedPrecisions {
         .to_string()
     }
 
-    /// What the kept copies cost, and what everything else saves.
-    fn copies(&self) -> Vec<String> {
-        let Some(base) = self.f32() else {
-            return Vec::new();
-        };
+    /// What the kept copies cost, and what everything else saves: a row for each precision that keeps some.
+    fn copies(&self) -> Vec<Fields> {
+        let base = self.f32();
         let sides = self.sides.iter().filter_map(|side| {
-            let (whole, own) = (base.peak_bytes?, side.peak_bytes?);
+            let (whole, own) = (base?.peak_bytes? as f64, side.peak_bytes? as f64);
             let copies = side.weight_cast_bytes?;
-            let rest = i128::from(whole) - i128::from(own) + i128::from(copies);
-            let copies = format_mib(copies);
-            let name = &side.precision;
-            let title = self.title();
-            let rest = match u64::try_from(rest) {
-                Ok(rest) => format!("everything else is {} smaller", format_mib(rest)),
-                Err(_) => {
-                    let larger = u64::try_from(-rest).unwrap_or(u64::MAX);
-                    format!("everything else is {} larger", format_mib(larger))
-                }
-            };
-            Some(match own < whole {
-                true => format!(
-                    "{title}: {name} saves {}: its copies of the weights take {copies}, {rest}",
-                    format_mib(whole - own)
-                ),
-                false => format!(
-                    "{title}: {name} costs {}: its copies of the weights take {copies}, {rest}",
-                    format_mib(own - whole)
-                ),
-            })
+            let mut row = Fields::from_iter([("name", self.title())]);
+            row.insert("precision", side.precision.as_str());
+            row.insert("saved_bytes", whole - own);
+            row.insert("rest_saved_bytes", whole - own + copies as f64);
+            row.insert("weight_cast_bytes", copies);
+            Some(row)
         });
         sides.collect()
     }
@@ -152,10 +208,10 @@ impl ComparedPrecisions {
             let (from, to) = (keeps.peak_bytes?, side.peak_bytes?);
             let time = keeps.median_ms.zip(side.median_ms);
             let time = time.map_or(String::new(), |(keeps, drops)| {
-                format!(", the time {:.2}x", drops / keeps)
+                format!(" {:.2}x", drops / keeps)
             });
             Some(format!(
-                "{}: dropping casts of the weights takes {keeping}'s peak from {} to {}{time}",
+                "{} {keeping} {} to {}{time}",
                 self.title(),
                 format_mib(from),
                 format_mib(to)
@@ -174,6 +230,6 @@ impl ComparedPrecisions {
             format!("{} {verb} {size}", side.precision)
         };
         let sizes: Vec<String> = self.sides.iter().map(sizes).collect();
-        (outcome != "ok").then(|| format!("{}: {outcome} ({})", self.title(), sizes.join(", ")))
+        (outcome != "ok").then(|| format!("{}: {outcome} ({}).", self.title(), sizes.join(", ")))
     }
 }

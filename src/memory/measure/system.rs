@@ -37,3 +37,26 @@ pub fn resident_peak_bytes() -> Option<u64> {
 pub fn reset_resident_peak() -> bool {
     cfg!(target_os = "linux") && std::fs::write("/proc/self/clear_refs", "5").is_ok()
 }
+
+/// How often this process has met a page that was not there yet, since it began.
+#[cfg(unix)]
+pub fn page_faults() -> Option<u64> {
+    // SAFETY: getrusage fills the zeroed struct that it is given.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        (libc::getrusage(libc::RUSAGE_SELF, &mut usage) == 0).then_some(usage)
+    }?;
+    u64::try_from(usage.ru_minflt + usage.ru_majflt).ok()
+}
+
+/// How often this process has met a page that was not there yet: not known here.
+#[cfg(not(unix))]
+pub fn page_faults() -> Option<u64> {
+    None
+}
+
+/// How many threads this process has, where the system says so (Linux does).
+pub fn threads() -> Option<u64> {
+    let tasks = std::fs::read_dir("/proc/self/task").ok()?;
+    u64::try_from(tasks.count()).ok()
+}

@@ -32,6 +32,16 @@ pub enum Mode {
 }
 
 impl Mode {
+    /// As tables and flags name it: `train-step`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::ForwardKeepingGraph => "forward-keeping-graph",
+            Self::ForwardBackward => "forward-backward",
+            Self::TrainStep => "train-step",
+        }
+    }
+
     /// Whether backward runs.
     pub(super) fn has_backward(self) -> bool {
         matches!(self, Self::ForwardBackward | Self::TrainStep)

@@ -2,7 +2,7 @@
 
 use approx::assert_relative_eq;
 use tallow::bench::{Analysis, figure};
-use tallow::report::Fields;
+use tallow::report::{Fields, Layout};
 
 /// The rows of a configuration; `ms` and `bytes` are forward's, backward takes twice the time.
 fn measured(implementation: &str, length: u64, width: u64, ms: f64, bytes: u64) -> Vec<Fields> {
@@ -59,14 +59,16 @@ fn configurations_are_counted_by_how_they_ended() {
     assert_eq!(count("ok"), Some(8));
     assert_eq!((count("OOM"), count("unsupported")), (Some(1), Some(1)));
     let notes = analysis.notes("d");
-    assert_eq!(
-        notes[0],
-        "Out of memory: 1 of 10 configurations; unsupported: 1"
-    );
-    assert_eq!(
-        Analysis::default().notes("d"),
-        ["Out of memory: 0 of 0 configurations"]
-    );
+    assert_eq!(notes[0], "Out of memory: naive 1 of 6, flash 0 of 4.");
+    let of = |name: &str| {
+        let found = analysis
+            .out_of_memory
+            .iter()
+            .find(|o| o.implementation == name);
+        found.map(|o| (o.count, o.of))
+    };
+    assert_eq!((of("naive"), of("flash")), (Some((1, 6)), Some((0, 4))));
+    assert_eq!(Analysis::default().notes("d"), ["Out of memory."]);
 }
 
 #[test]
@@ -91,9 +93,11 @@ fn growth_is_fitted_where_three_lengths_were_measured() {
         3.0 / 1000.0,
         epsilon = 1e-9
     );
-    let notes = analysis.notes("d").join("\n");
-    let expected = "flash, d 16: time as T^2.00, memory before backward as T^1.00, peak as T^2.00 (fitted to 3 points, T 256 to 4096)";
-    assert!(notes.contains(expected), "{notes}");
+    let table = &analysis.tables("d")[1];
+    let text = table.to_text(&Layout::default());
+    let expected = "flash           2.00                    1.00  2.00";
+    assert!(text.contains(expected), "{text}");
+    assert!(text.contains("Configuration: d 16"), "{text}");
 }
 
 #[test]
@@ -115,11 +119,10 @@ fn memory_that_was_not_measured_has_no_exponent_and_no_peak() {
             .iter()
             .all(|g| g.peak.is_none() && g.time.is_some())
     );
-    let notes = analysis.notes("d").join("\n");
-    assert!(
-        notes.contains("naive, d 16: time as T^2.00 (fitted to 3 points"),
-        "{notes}"
-    );
+    let growth = &analysis.tables("d")[1].rows[0];
+    assert_eq!(growth.get("points"), Some(&3.into()));
+    assert!(growth.get("peak_exponent").unwrap().is_null());
+    assert!(growth.get("time_exponent").unwrap().is_number());
     assert_eq!(figure(&rows, "head_dim", "d").charts.len(), 1);
 }
 
@@ -189,7 +192,7 @@ fn speedups_are_naive_over_others_where_both_ran() {
     assert_eq!(analysis.speedups.len(), 4);
     let notes = analysis.notes("d").join("\n");
     assert!(notes.contains(expected), "{notes}");
-    let planned = "naive takes 4.00x as long as planned forward";
+    let planned = "naive takes 4.00x as long as planned forward, 4.00x backward, 4.00x together (medians; geometric mean of 1 configuration).";
     assert!(notes.contains(planned), "{notes}");
 }
 

@@ -13,7 +13,7 @@ use tallow::memory::{
 };
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::{Precision, Regime};
-use tallow::report::Fields;
+use tallow::report::{Fields, NOTE_CHARS};
 
 /// The memory is that of the last step.
 fn twice() -> Sampling {
@@ -338,8 +338,19 @@ fn the_limit_is_the_first_that_does_not_fit() {
         assert_eq!(limit.breakdown.peak_bytes(), peak(limit.context_length));
         let words = limit.to_string();
         assert!(words.starts_with(&format!("{algorithm}: ")), "{words}");
-        assert!(words.contains("1,024.0 MiB would not hold"), "{words}");
-        assert!(words.contains(&format!("T {}", limit.context_length)));
+        assert!(words.contains("1,024.0 MiB do not hold"), "{words}");
+        assert!(
+            words.contains(&format!(
+                "T {}, width {}",
+                limit.context_length, limit.width
+            )),
+            "{words}"
+        );
+        assert!(words.chars().count() <= NOTE_CHARS, "{words}");
+        let table = limit.table();
+        assert!(table.title.starts_with(&format!("{algorithm}, T ")));
+        let sum = table.rows.last().and_then(|row| row.get("bytes")?.as_u64());
+        assert_eq!(sum, Some(limit.breakdown.peak_bytes()));
     }
     let mut nobody_knows = attention(Algorithm::Naive);
     nobody_knows.sampling.available_bytes = None;

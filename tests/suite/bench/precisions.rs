@@ -186,18 +186,48 @@ fn precisions_are_held_against_f32() {
 
     let notes = analysis.notes();
     for expected in [
-        "bf16 runs at 1.06x the speed of f32 (geometric mean of 2), from 0.75x (tiny B4 T64 forward) to 1.50x (tiny B4 T64 forward-backward), by medians",
-        "bf16 takes less memory than f32 in 1 of 2: from 12.5% more (tiny B4 T64 forward) to 30.0% less (tiny B4 T64 forward-backward)",
-        "tiny B4 T64 forward: bf16 costs 50.0 MiB: its copies of the weights take 100.0 MiB, everything else is 50.0 MiB smaller",
-        "tiny B4 T64 forward-backward: bf16 saves 300.0 MiB: its copies of the weights take 100.0 MiB, everything else is 400.0 MiB smaller",
-        "tiny B4 T64 forward: dropping casts of the weights takes bf16's peak from 450.0 MiB to 360.0 MiB, the time 1.10x",
-        "bf16-dropping-casts takes 10.0% less memory than f32 (tiny B4 T64 forward)",
+        "bf16 runs at 1.06x the speed of f32 (medians; geometric mean of 2), from 0.75x (tiny B4 T64 forward) to 1.50x (tiny B4 T64 forward-backward).",
+        "bf16 takes less memory than f32 in 1 of 2: from 12.5% more (tiny B4 T64 forward) to 30.0% less (tiny B4 T64 forward-backward).",
+        "Dropping casts of the weights, peak and time: tiny B4 T64 forward bf16 450.0 MiB to 360.0 MiB 1.10x.",
+        "bf16-dropping-casts takes 10.0% less memory than f32 (tiny B4 T64 forward).",
     ] {
         assert!(
             notes.iter().any(|note| note == expected),
             "{expected}\n{notes:#?}"
         );
     }
+    let copies = analysis.copies().unwrap();
+    let saved = |row: usize| -> Vec<f64> {
+        let keys = ["saved_bytes", "rest_saved_bytes", "weight_cast_bytes"];
+        keys.map(|key| number(&copies.rows[row], key) / MIB as f64)
+            .to_vec()
+    };
+    assert_eq!(saved(0), [-50.0, 50.0, 100.0]);
+    assert_eq!(saved(1), [300.0, 400.0, 100.0]);
+}
+
+/// Speed-ups that grow with the square root of the parameters, at three sizes; two sizes have no trend.
+#[test]
+fn the_trend_of_the_speedup_is_fitted() {
+    let rows = |sizes: &[u64]| -> Vec<Fields> {
+        let pairs = sizes.iter().flat_map(|size| {
+            let of = |precision, ms| {
+                let mut row = row(precision, "forward", 64, Some(ms), MIB);
+                row.insert("parameters", *size);
+                row
+            };
+            [of("f32", 100.0), of("bf16", 100.0 / (*size as f64).sqrt())]
+        });
+        pairs.collect()
+    };
+    let notes = PrecisionAnalysis::of(&rows(&[1, 4, 16])).notes();
+    let expected = "bf16, forward: the speed-up grows with the model's size, as parameters^0.50 (fitted to 3 configurations).";
+    assert!(notes.iter().any(|note| note == expected), "{notes:#?}");
+    let notes = PrecisionAnalysis::of(&rows(&[1, 4])).notes();
+    assert!(
+        !notes.iter().any(|note| note.contains("fitted")),
+        "{notes:#?}"
+    );
 }
 
 #[rstest]

@@ -22,25 +22,20 @@ fn formats_by_name() {
 
 #[test]
 fn text_exactly() {
-    let expected = r#"Environment
-  device  cpu
-          0
-  d_head  64%
+    let rule = "─".repeat(61);
+    let expected = format!(
+        r#"Configuration: sizes: tiny, xl
 
-Configuration
-  sizes  tiny, xl
-  seed   n/a
+Name & co                                                      Mean (ms)  Peak (MiB)
+{rule}  ─────────  ──────────
+a|b & c_d_ 5% #1 $x$ {{y}} ~z ^w \ back"q", `t` *s* <u> [v] --n    1234.57         n/a
+two lines é                                                          n/a     1,536.0
 
-┌───────────────────────────────────────────────────────────────┬───────────┬────────────┐
-│ Name & co                                                     ┆ Mean (ms) ┆ Peak (MiB) │
-╞═══════════════════════════════════════════════════════════════╪═══════════╪════════════╡
-│ a|b & c_d_ 5% #1 $x$ {y} ~z ^w \ back"q", `t` *s* <u> [v] --n ┆   1234.57 ┆        n/a │
-│ two                                                           ┆       n/a ┆    1,536.0 │
-│ lines é                                                       ┆           ┆            │
-└───────────────────────────────────────────────────────────────┴───────────┴────────────┘
+1. 6N|12
 
-note: 6N|12
-"#;
+Environment: device: cpu 0; d_head 64%
+"#
+    );
     assert_eq!(rendered(&nasty(), Format::Text), expected);
 }
 
@@ -59,7 +54,7 @@ fn markdown_exactly() {
         format!("| {} | --------: | ---------: |", "-".repeat(width)),
         format!("| {name} |   1234.57 |        n/a |"),
         format!("| {:width$} |       n/a |    1,536.0 |", "two<br>lines é"),
-        "\n- Note: 6N\\|12\n".into(),
+        "\n1. 6N\\|12\n".into(),
     ];
     assert_eq!(rendered(&nasty(), Format::Markdown), expected.join("\n"));
 }
@@ -96,7 +91,7 @@ fn latex_exactly() {
 % d_head: 64%
 % sizes: tiny, xl
 % seed: n/a
-% note: 6N|12
+% note 1: 6N|12
 % needs \usepackage{booktabs}
 \begin{tabular}{lrr}
 \toprule
@@ -116,7 +111,7 @@ fn typst_exactly() {
 // d_head: 64%
 // sizes: tiny, xl
 // seed: n/a
-// note: 6N|12
+// note 1: 6N|12
 #table(
   columns: 3,
   align: (left, right, right,),

@@ -39,8 +39,9 @@ impl Recording {
             rows.push(row);
         }
         held.sort();
-        for kind in held {
-            columns.push(Column::mib(key(kind.name()), kind.name()));
+        for (minor, kind) in (1..).zip(held) {
+            let column = Column::mib(key(kind.name()), kind.name());
+            columns.push(column.under("Of which").minor(minor));
             for row in &mut rows {
                 if row.get(&key(kind.name())).is_none() {
                     row.insert(key(kind.name()), 0);

@@ -1,0 +1,55 @@
+//! A profile's ops as a table for people: the op first, in few words.
+
+use tallow::profile;
+use tallow::report::{Column, Fields, list_in_note};
+
+/// An op a line, its name first.
+pub fn columns() -> Vec<Column> {
+    let mut columns = profile::Report::columns();
+    for column in &mut columns {
+        let (title, minor) = match column.key.as_str() {
+            "name" => ("Op", 0),
+            "time_percent" | "instances_per_step" => (column.title.as_str(), 0),
+            "mean_ms" => ("Mean", 0),
+            "std_ms" => ("Std", 1),
+            "flops_per_s" | "bytes_per_s" => (column.title.as_str(), 1),
+            "total_ms" => ("Total", 2),
+            "median_ms" => ("Median", 3),
+            _ => (column.title.as_str(), 4),
+        };
+        *column = match column.unit == "ms" {
+            true => Column::ms(column.key.as_str(), title),
+            false => Column {
+                title: title.into(),
+                ..column.clone()
+            },
+        }
+        .minor(minor);
+    }
+    columns.sort_by_key(|column| column.key != "name");
+    columns
+}
+
+/// The lines of a summary, and a note on what is inside their ops.
+pub fn lines(summary: &profile::Report) -> (Vec<Fields>, Option<String>) {
+    let mut lines = summary.fields();
+    let mut inside: Vec<String> = Vec::new();
+    for line in &mut lines {
+        let label = line.get("name").and_then(|name| name.as_str());
+        let label = label.unwrap_or_default().to_string();
+        line.insert("name", short(&label));
+        let parts = label
+            .strip_suffix(" inside)")
+            .and_then(|label| label.split_once(" ("));
+        let parts =
+            parts.map(|(op, parts)| format!("{} has {parts}", op.trim_end_matches(" backward")));
+        inside.extend(parts.filter(|parts| !inside.contains(parts)));
+    }
+    let note = (!inside.is_empty()).then(|| list_in_note("Inside ops", &inside));
+    (lines, note)
+}
+
+/// A label without what is inside the op: `linear_cross_entropy backward`.
+pub fn short(label: &str) -> &str {
+    label.split_once(" (").map_or(label, |(name, _)| name)
+}

@@ -1,0 +1,72 @@
+//! Sentences that name the rows they speak of.
+
+use serde_json::Value;
+use tallow::report::{Fields, list_in_note};
+
+/// The fields that tell rows apart, each with what stands before its value in a row's name.
+const LABELS: [(&str, &str); 12] = [
+    ("configuration", ""),
+    ("size", ""),
+    ("implementation", ""),
+    ("batch_size", "B "),
+    ("context_length", "T "),
+    ("head_dim", "d "),
+    ("d_model", "D "),
+    ("attention", ""),
+    ("checkpointing", "checkpointing "),
+    ("precision", ""),
+    ("execution", ""),
+    ("warmup_steps", "warm-up "),
+];
+
+/// Each row's name: the values in which the rows differ, and its phase.
+pub fn names(rows: &[Fields]) -> Vec<String> {
+    let differs = |key: &str| {
+        let first = rows.first().and_then(|row| row.get(key));
+        rows.iter().any(|row| row.get(key) != first)
+    };
+    // A model's width is not named beside its size.
+    let is_sized = rows.iter().any(|row| row.get("size").is_some());
+    let labels: Vec<_> = LABELS
+        .into_iter()
+        .filter(|(key, _)| differs(key) && !(is_sized && *key == "d_model"))
+        .collect();
+    let has_modes = differs("mode");
+    let name = |row: &Fields| {
+        let mut parts: Vec<String> = labels
+            .iter()
+            .filter_map(|(key, before)| Some(format!("{before}{}", text(row.get(key)?)?)))
+            .collect();
+        let [mode, phase] = ["mode", "phase"].map(|key| row.get(key).and_then(text));
+        if row.get("status").is_some_and(|status| *status != "ok") {
+            parts.extend(mode.filter(|_| has_modes)); // no phase of it was measured
+            return parts.join(" ");
+        }
+        let is_part = ["forward", "backward", "optimizer"]
+            .iter()
+            .any(|part| phase.as_deref() == Some(part));
+        let of_mode = mode.filter(|mode| is_part && has_modes && phase.as_ref() != Some(mode));
+        parts.extend(phase);
+        parts.extend(of_mode.map(|mode| format!("of {mode}")));
+        parts.join(" ")
+    };
+    let or_all = |name: String| if name.is_empty() { "all".into() } else { name };
+    rows.iter().map(|row| or_all(name(row))).collect()
+}
+
+/// Which rows are noisy, if any.
+pub fn noisy(rows: &[Fields]) -> Option<String> {
+    let named = rows.iter().zip(names(rows));
+    let noisy = named.filter(|(row, _)| row.get("noisy") == Some(&true.into()));
+    let noisy: Vec<String> = noisy.map(|(_, name)| name).collect();
+    let start = "Noisy, IQR over 10% of the median (is the machine busy?)";
+    (!noisy.is_empty()).then(|| list_in_note(start, &noisy))
+}
+
+fn text(value: &Value) -> Option<String> {
+    match value {
+        Value::Null => None,
+        Value::String(text) => Some(text.clone()),
+        other => Some(other.to_string()),
+    }
+}

@@ -1,0 +1,230 @@
+//! What every example prints, in the width of its reader's terminal.
+
+use super::process::{example, run};
+use super::stdout::SHORT;
+use serde_json::Value;
+
+/// The most characters of a note.
+const NOTE_CHARS: usize = 200;
+
+/// Those that print a table, and ways to other tables.
+fn commands() -> Vec<&'static str> {
+    let all = SHORT.into_iter().filter(|line| !line.starts_with("train "));
+    let others = [
+        "attention_benchmark --module --sequence-length 8 --d-model 16 512 --iterations 2 --warmup-steps 0",
+        "attention_benchmark --sequence-length 8 16 4096 --head-dim 8 --iterations 2 --compare naive flash planned \
+         planned-flash --memory-limit-gib 0.1",
+        "compiled_benchmark --sequence-length 8 --head-dim 8 --iterations 2 --config 1-8-16-1-2 --steps 2 --rounds 1",
+        "custom_model --nodes",
+        "e2e_benchmark SMALL --mode all --steps 2 --warmup-steps 0 1 2 --isolate",
+        "e2e_benchmark SMALL --mode all --steps 2 --compile --precision f32 bf16",
+        "e2e_benchmark SMALL --mode all --steps 2 --view phases",
+        "e2e_benchmark --size 2.7b --memory-limit-gib 1 --steps 2",
+        "memory_estimate SMALL --mode all --attention naive flash",
+        "memory_profile SMALL --mode all --compile --precision f32 bf16",
+        "memory_profile --size 2.7b --memory-limit-gib 1",
+        "mixed_precision_benchmark SMALL --mode all --steps 2 --rounds 1 --drop-casts",
+        "profile SMALL --mode all --steps 2 --compile",
+        "toy_model_dtypes --show layer-norm",
+    ];
+    all.chain(others).collect()
+}
+
+#[test]
+fn no_line_is_longer_than_the_terminal() {
+    for line in commands() {
+        for width in [80, 100, 160] {
+            let mut command = example(line);
+            command.env("COLUMNS", width.to_string());
+            let ended = run(command);
+            assert_eq!((ended.status, ended.err.as_str()), (Some(0), ""), "{line}");
+            for printed in ended.out.lines() {
+                let length = printed.chars().count();
+                assert!(length <= width, "{line}: {length} of {width}: {printed}");
+            }
+            for odd in [
+                "\"",
+                "Some(",
+                "None",
+                " 1 shapes",
+                " 1 steps",
+                " 1 calls",
+                " 1 configurations",
+            ] {
+                assert!(!ended.out.contains(odd), "{line}: {odd} in {}", ended.out);
+            }
+        }
+    }
+}
+
+#[test]
+fn notes_are_short_sentences() {
+    fn check(line: &str, report: &Value) {
+        for note in report["notes"].as_array().into_iter().flatten() {
+            let note = note.as_str().unwrap();
+            let length = note.chars().count();
+            assert!(length <= NOTE_CHARS, "{line}: {length} characters: {note}");
+            assert!(note.ends_with('.'), "{line}: {note}");
+        }
+        for detail in report["details"].as_array().into_iter().flatten() {
+            check(line, detail);
+        }
+    }
+    for line in commands() {
+        let ended = run(example(&format!("{line} --format json")));
+        let report: Value =
+            serde_json::from_str(&ended.out).unwrap_or_else(|e| panic!("{line}: {e}"));
+        check(line, &report);
+        for part in ["attention", "models"] {
+            check(line, &report[part]);
+        }
+    }
+}
+
+/// Every table of every example: its title and its columns, from left to right.
+#[test]
+fn every_table_has_its_columns() {
+    let mut tables = String::new();
+    for line in commands() {
+        let ended = run(example(&format!("{line} --format markdown")));
+        tables.push_str(&format!("{line}\n"));
+        let lines: Vec<&str> = ended.out.lines().collect();
+        for (i, rule) in lines
+            .iter()
+            .enumerate()
+            .filter(|(_, line)| line.starts_with("| --"))
+        {
+            let before = lines[..i - 1].iter().rev().find(|line| !line.is_empty());
+            let title = before.and_then(|line| line.strip_prefix("**")?.strip_suffix("**"));
+            let title = title.filter(|title| !["Configuration", "Environment"].contains(title));
+            let columns: Vec<&str> = lines[i - 1]
+                .trim_matches('|')
+                .split('|')
+                .map(str::trim)
+                .collect();
+            assert_eq!(columns.len() + 1, rule.matches('|').count(), "{line}");
+            // What bytes are there for depends on the machine; so do figures in titles.
+            let mut columns: Vec<&str> = columns
+                .into_iter()
+                .map(|column| {
+                    ["Of which", "Difference"]
+                        .into_iter()
+                        .find(|of| column.starts_with(of))
+                        .unwrap_or(column)
+                })
+                .collect();
+            columns.dedup();
+            let title = title
+                .unwrap_or("-")
+                .replace(|c: char| c.is_ascii_digit(), "#");
+            let figures = ["##", "#,#", "#.#"];
+            let is_masked = |title: &String| figures.iter().any(|f| title.contains(f));
+            let title = std::iter::successors(Some(title), |title| {
+                let shorter = title
+                    .replace("##", "#")
+                    .replace("#,#", "#")
+                    .replace("#.#", "#");
+                is_masked(title).then_some(shorter)
+            });
+            let title = title.last().unwrap_or_default();
+            tables.push_str(&format!("  {title}: {}\n", columns.join(" | ")));
+        }
+    }
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/examples/tables.txt");
+    if std::env::var_os("TALLOW_BLESS").is_some() {
+        std::fs::write(golden, &tables).unwrap();
+    }
+    let expected = std::fs::read_to_string(golden).unwrap();
+    for (printed, expected) in tables.lines().zip(expected.lines()) {
+        assert_eq!(printed, expected);
+    }
+    assert_eq!(tables.lines().count(), expected.lines().count());
+}
+
+#[test]
+fn columns_can_be_chosen() {
+    let all = run(example(
+        "e2e_benchmark SMALL --mode all --steps 2 --columns all",
+    ));
+    for heading in ["Model", "Tokens/s", "MFU (%)", "Device", "Execution"] {
+        assert!(all.out.contains(heading), "{heading} in {}", all.out);
+    }
+    let some = run(example(
+        "e2e_benchmark SMALL --mode all --steps 2 --columns Model,tokens/s",
+    ));
+    assert!(some.out.contains("Model   Tokens/s"), "{}", some.out);
+    assert!(!some.out.contains("F+B (ms)"), "{}", some.out);
+    let ops = run(example(
+        "profile SMALL --mode forward --steps 2 --columns op,time_percent",
+    ));
+    assert!(
+        ops.out.contains("Time (%)") && !ops.out.contains("Mean (ms)"),
+        "{}",
+        ops.out
+    );
+    let none = "e2e_benchmark SMALL --steps 1000000000 --columns nonsense";
+    super::process::assert_refused(none, &run(example(none)), 1, "nonsense");
+    assert!(run(example(none)).err.starts_with("error: e2e_benchmark: "));
+    let both = "compiled_benchmark --iterations 1000000000 --format csv";
+    super::process::assert_refused(both, &run(example(both)), 1, "one CSV is one table");
+}
+
+/// In a process of its own each run meets its pages for the first time, however many came before it.
+#[cfg(unix)]
+#[test]
+fn isolated_runs_are_each_cold() {
+    let line = "e2e_benchmark SMALL --mode train-step --steps 2 --warmup-steps 0 0 0 --format json";
+    let cold = |line: &str| {
+        let ended = run(example(line));
+        assert_eq!((ended.status, ended.err.as_str()), (Some(0), ""), "{line}");
+        let report: Value = serde_json::from_str(&ended.out).unwrap();
+        let rows = report["rows"].as_array().unwrap().clone();
+        assert_eq!(rows.len(), 12, "{line}");
+        let last = rows.last().unwrap();
+        let [first, later] = ["first_step_page_faults", "later_step_page_faults"]
+            .map(|key| last[key].as_f64().unwrap());
+        let keys: Vec<String> = last.as_object().unwrap().keys().cloned().collect();
+        (first - later, last["first_step_threads"].as_f64(), keys)
+    };
+    let (together, _, keys) = cold(line);
+    let (isolated, threads, isolated_keys) = cold(&format!("{line} --isolate"));
+    assert!(
+        isolated > 2.0 * together.max(10.0),
+        "{isolated} and {together} pages"
+    );
+    assert!(
+        threads.is_none_or(|threads| threads <= 1024.0),
+        "{threads:?}"
+    );
+    assert_eq!(keys, isolated_keys);
+}
+
+#[test]
+fn details_get_files_of_their_own_as_csv() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rows.csv");
+    let line = format!(
+        "memory_profile SMALL --mode train-step --format csv --output {}",
+        file.display()
+    );
+    assert_eq!(run(example(&line)).status, Some(0));
+    for (name, header) in [
+        ("rows.csv", "size,batch_size,context_length"),
+        (
+            "rows-largest-allocations.csv",
+            "size,batch_size,context_length",
+        ),
+        (
+            "rows-saved-for-backward.csv",
+            "size,batch_size,context_length",
+        ),
+    ] {
+        let text = std::fs::read_to_string(folder.path().join(name)).unwrap();
+        assert!(text.starts_with(header), "{name}: {text}");
+        let mut reader = csv::Reader::from_reader(text.as_bytes());
+        assert!(
+            reader.records().all(|record| record.is_ok()),
+            "{name}: {text}"
+        );
+    }
+}

@@ -1,0 +1,344 @@
+//! Tables in a width: what moves, what is left out, and the exact text of the end-to-end summary.
+
+use proptest::prelude::*;
+use serde_json::json;
+use tallow::report::{Column, Fields, Format, Layout, Report};
+
+use super::rendered;
+
+#[path = "../../../examples/e2e_benchmark/summary.rs"]
+mod summary;
+
+fn within(width: usize) -> Layout {
+    Layout {
+        width: Some(width),
+        hint: " (--columns all shows them)".into(),
+        ..Default::default()
+    }
+}
+
+/// A configuration in all modes, as the benchmark measures it.
+fn measured(length: u64, execution: &str, ms: f64) -> Vec<Fields> {
+    let phases = [
+        ("forward", "forward", 1.0),
+        ("forward-backward", "forward", 1.1),
+        ("forward-backward", "backward", 1.9),
+        ("forward-backward", "forward+backward", 3.0),
+        ("train-step", "forward", 1.2),
+        ("train-step", "backward", 1.8),
+        ("train-step", "optimizer", 0.5),
+        ("train-step", "train step", 3.5),
+    ];
+    let row = |(mode, phase, times): (&str, &str, f64)| {
+        let mut row = Fields::from_iter([("size", "tiny"), ("mode", mode), ("phase", phase)]);
+        row.insert("batch_size", 4).insert("context_length", length);
+        row.insert("attention", "naive")
+            .insert("checkpointing", "none");
+        row.insert("precision", "f32")
+            .insert("execution", execution);
+        row.insert("warmup_steps", 5)
+            .insert("status", "ok")
+            .insert("device", "cpu");
+        row.insert("mean_ms", ms * times)
+            .insert("std_ms", ms / 20.0);
+        row.insert("tokens_per_s", 12_345.6)
+            .insert("mfu_percent", 41.5);
+        row.insert("peak_bytes", length << 20)
+            .insert("allocated_bytes", 3 << 20);
+        row
+    };
+    phases.map(row).to_vec()
+}
+
+fn end_to_end(executions: &[&str]) -> Report {
+    let mut rows = Vec::new();
+    for length in [256, 1024] {
+        for (i, execution) in executions.iter().enumerate() {
+            rows.extend(measured(
+                length,
+                execution,
+                length as f64 / (20.0 + 10.0 * i as f64),
+            ));
+        }
+    }
+    let executions = executions.iter().map(|name| name.to_string()).collect();
+    let compared = summary::Compared::new(executions, vec!["f32".into()]);
+    Report {
+        columns: compared.columns(false, false),
+        lines: compared.lines(&rows),
+        rows,
+        ..Default::default()
+    }
+}
+
+#[test]
+fn the_summary_in_80_characters() {
+    let expected = "\
+Configuration: model tiny; B 4; attention naive; checkpointing none; warm-up 5;
+  precision f32; execution eager; device cpu
+
+   T   Forward (ms)      F+B (ms)  Ratio     Step (ms)  Peak (MiB)
+────  ─────────────  ────────────  ─────  ────────────  ──────────
+ 256   12.80 ± 0.64  38.40 ± 0.64   3.00  44.80 ± 0.64       256.0
+1024   51.20 ± 2.56   153.6 ± 2.6   3.00   179.2 ± 2.6     1,024.0
+
+1. Left out for the width (--columns all shows them): Backward (ms), Optimizer
+   (ms), After the step (MiB), Tokens/s, MFU (%).
+";
+    assert_eq!(end_to_end(&["eager"]).to_text(&within(80)), expected);
+}
+
+#[test]
+fn the_summary_in_100_characters() {
+    let text = end_to_end(&["eager"]).to_text(&within(100));
+    let expected = "   T   Forward (ms)      F+B (ms)  Ratio     Step (ms)  Backward (ms)  Optimizer (ms)  Peak (MiB)";
+    assert_eq!(text.lines().nth(3), Some(expected), "{text}");
+}
+
+#[test]
+fn the_summary_in_160_characters() {
+    let text = end_to_end(&["eager"]).to_text(&within(160));
+    let expected = "   T   Forward (ms)      F+B (ms)  Ratio     Step (ms)  Backward (ms)  Optimizer (ms)  Peak (MiB)  After the step (MiB)  Tokens/s  MFU (%)";
+    assert_eq!(text.lines().nth(2), Some(expected), "{text}");
+    assert!(!text.contains("Left out"), "{text}");
+}
+
+#[test]
+fn what_is_compared_stands_together_with_its_speedup() {
+    let expected = "\
+Configuration: model tiny; B 4; attention naive; checkpointing none; warm-up 5; precision f32;
+  device cpu
+
+      F+B (ms) ───────────────────────────  Step (ms) ──────────────────────────  Peak (MiB) ─────
+   T         eager       planned  speed-up         eager       planned  speed-up    eager  planned
+────  ────────────  ────────────  ────────  ────────────  ────────────  ────────  ───────  ───────
+ 256  38.40 ± 0.64  25.60 ± 0.43      1.50  44.80 ± 0.64  29.87 ± 0.43      1.50    256.0    256.0
+1024   153.6 ± 2.6   102.4 ± 1.7      1.50   179.2 ± 2.6   119.5 ± 1.7      1.50  1,024.0  1,024.0
+
+1. Left out for the width (--columns all shows them): Forward (ms), Ratio, Backward (ms), Optimizer
+   (ms), After the step (MiB), Tokens/s, MFU (%).
+";
+    let report = end_to_end(&["eager", "planned"]);
+    assert_eq!(report.to_text(&within(100)), expected);
+    let markdown = rendered(&report, Format::Markdown);
+    assert!(markdown.contains("| Forward speed-up |"), "{markdown}");
+}
+
+/// What does not fit has its status where its time would be, and no ratio.
+#[test]
+fn what_did_not_run_says_so_in_its_place() {
+    let mut rows = measured(256, "eager", 10.0);
+    let mut refused = measured(1024, "eager", 10.0);
+    refused.retain(|row| {
+        ["forward", "train step"].contains(&row.get("phase").unwrap().as_str().unwrap())
+    });
+    refused.remove(1);
+    refused.truncate(1);
+    for row in &mut refused {
+        row.insert("status", "OOM").insert("mean_ms", None::<f64>);
+    }
+    rows.extend(refused);
+    let compared = summary::Compared::new(vec!["eager".into()], vec!["f32".into()]);
+    let lines = compared.lines(&rows);
+    assert_eq!(lines.len(), 2);
+    assert_eq!(lines[1].get("Forward f32"), Some(&json!("OOM")));
+    assert_eq!(lines[1].get("Ratio f32"), Some(&json!(null)));
+    assert_eq!(lines[0].get("Ratio f32"), Some(&json!(3.0)));
+}
+
+/// Names that agree move into the header, unless it says so already; quantities do not, and those without a value go.
+#[test]
+fn what_agrees_moves_into_the_header() {
+    let row = |length: u64| {
+        let mut row = Fields::from_iter([("size", "tiny"), ("precision", "f32")]);
+        row.insert("length", length)
+            .insert("ms", 1.5)
+            .insert("mfu", None::<f64>);
+        row
+    };
+    let report = Report {
+        configuration: Fields::from_iter([("model tiny", "d_model 128"), ("data", "null")]),
+        columns: vec![
+            Column::text("size", "Model"),
+            Column::text("length", "T"),
+            Column::text("precision", "Precision"),
+            Column::number("ms", "Mean", "ms", 1),
+            Column::number("mfu", "MFU", "%", 1),
+        ],
+        rows: vec![row(1), row(2)],
+        ..Default::default()
+    };
+    let expected = "\
+Configuration: model tiny: d_model 128; data null; precision f32
+
+T  Mean (ms)
+─  ─────────
+1        1.5
+2        1.5
+";
+    assert_eq!(report.to_text(&Layout::default()), expected);
+    let all = Layout {
+        every_column: true,
+        ..Default::default()
+    };
+    let text = report.to_text(&all);
+    assert!(
+        text.contains("Model  T  Precision  Mean (ms)  MFU (%)"),
+        "{text}"
+    );
+    // One row alone keeps its first column: there is nothing to be told apart from.
+    let one = Report {
+        rows: vec![row(1)],
+        ..report
+    };
+    let text = one.to_text(&Layout::default());
+    assert!(
+        text.contains("Model  Mean (ms)\n─────  ─────────\ntiny"),
+        "{text}"
+    );
+}
+
+#[test]
+fn needed_words_are_cut_before_a_needed_column_goes() {
+    let row = |origin: &str, cause: &str| {
+        let mut row = Fields::from_iter([("origin", origin), ("cause", cause)]);
+        row.insert("bytes", 1u64 << 20);
+        row
+    };
+    let report = Report {
+        columns: vec![
+            Column::text("origin", "Origin"),
+            Column::text("cause", "Cause"),
+            Column::mib("bytes", "Size"),
+        ],
+        rows: vec![
+            row("layers.0/attn/q_proj/split_heads", "what forward keeps"),
+            row("lm_head", "short"),
+        ],
+        ..Default::default()
+    };
+    let expected = "\
+Origin                Cause               Size (MiB)
+────────────────────  ──────────────────  ──────────
+…n/q_proj/split_heads  what forward keeps         1.0
+";
+    let text = report.to_text(&within(53));
+    assert_eq!(
+        text.lines().next(),
+        Some("Origin                 Cause               Size (MiB)"),
+        "{text}"
+    );
+    assert_eq!(text.lines().nth(2), expected.lines().nth(2), "{text}");
+    assert!(!text.contains("Left out"), "{text}");
+}
+
+#[test]
+fn columns_are_chosen_by_name() {
+    let choose = |names: &[&str]| {
+        let mut report = end_to_end(&["eager", "planned"]);
+        let names: Vec<String> = names.iter().map(|name| name.to_string()).collect();
+        report.select(&names).map(|()| report)
+    };
+    let chosen = choose(&["step", "t"]).unwrap();
+    let headings: Vec<String> = chosen.columns.iter().map(Column::heading).collect();
+    assert_eq!(
+        headings,
+        ["Step eager (ms)", "Step planned (ms)", "Step speed-up", "T"]
+    );
+    assert!(
+        rendered(&chosen, Format::Csv).contains("mean_ms"),
+        "CSV keeps every field"
+    );
+    let error = choose(&["T", "nonsense"]).unwrap_err().to_string();
+    assert!(
+        error.contains("nonsense") && error.contains("Step speed-up"),
+        "{error}"
+    );
+
+    // Names that a detail has and the table has not are the detail's.
+    let mut report = end_to_end(&["eager"]);
+    report.details.push(Report {
+        columns: vec![
+            Column::text("origin", "Origin"),
+            Column::mib("bytes", "Size"),
+        ],
+        ..Default::default()
+    });
+    report.select(&["origin".into()]).unwrap();
+    assert!(report.columns.len() > 1);
+    assert_eq!(report.details[0].columns.len(), 1);
+}
+
+#[test]
+fn details_are_in_every_format() {
+    let detail = Report {
+        title: "Largest allocations".into(),
+        columns: vec![Column::text("origin", "Origin")],
+        rows: vec![Fields::from_iter([("origin", "lm_head")])],
+        notes: vec!["A note.".into()],
+        ..Default::default()
+    };
+    let report = Report {
+        details: vec![detail],
+        ..super::nasty()
+    };
+    for format in [
+        Format::Text,
+        Format::Markdown,
+        Format::Json,
+        Format::Latex,
+        Format::Typst,
+    ] {
+        let text = rendered(&report, format);
+        for part in ["Largest allocations", "lm", "A note."] {
+            assert!(text.contains(part), "{format}: {part} in {text}");
+        }
+    }
+    let json: serde_json::Value = serde_json::from_str(&rendered(&report, Format::Json)).unwrap();
+    assert_eq!(json["details"][0]["rows"][0]["origin"], "lm_head");
+    assert!(
+        !rendered(&report, Format::Csv).contains("lm_head"),
+        "one CSV is one table"
+    );
+    let folder = tempfile::tempdir().unwrap();
+    report
+        .save(Format::Csv, folder.path().join("rows.csv"))
+        .unwrap();
+    let saved = std::fs::read_to_string(folder.path().join("rows-largest-allocations.csv"));
+    assert_eq!(saved.unwrap(), "origin\nlm_head\n");
+}
+
+proptest! {
+    /// No line is longer than the width, whatever the table.
+    #[test]
+    fn no_line_exceeds_the_width(
+        width in 1usize..120,
+        cells in proptest::collection::vec(proptest::collection::vec("[a-z/ é]{0,30}", 5), 0..4),
+        minors in proptest::collection::vec(0u8..3, 5),
+        groups in proptest::collection::vec("(|Group|Another one)", 5),
+        note in "[a-z ]{0,80}",
+    ) {
+        let column = |i: usize| {
+            let column = match i % 2 {
+                0 => Column::text(i.to_string(), format!("Words {i}")),
+                _ => Column::number(i.to_string(), format!("Figures {i}"), "ms", 1),
+            };
+            column.minor(minors[i]).under(groups[i].as_str())
+        };
+        let row = |row: &Vec<String>| row.iter().enumerate().map(|(i, c)| (i.to_string(), c.as_str())).collect();
+        let report = Report {
+            title: "Title".into(),
+            columns: (0..5).map(column).collect(),
+            rows: cells.iter().map(row).collect(),
+            notes: vec![note],
+            ..Default::default()
+        };
+        let report = Report { details: vec![report.clone()], ..report };
+        let text = report.to_text(&within(width));
+        for line in text.lines() {
+            // A note's number and a header's indent take what they take.
+            let room = width.max(4);
+            prop_assert!(line.chars().count() <= room, "{width}: {line:?} in\n{text}");
+        }
+    }
+}
