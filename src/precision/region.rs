@@ -4,6 +4,7 @@ use super::Autocast;
 use super::promote::Operand;
 use crate::{Result, graph};
 use candle_core::DType;
+use std::borrow::Borrow;
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::rc::Rc;
@@ -24,7 +25,8 @@ thread_local! {
 
 /// Runs `f` under `policy`, on this thread, and restores what held before, on error and panic too.
 ///
-/// Put forward and loss inside, backward and the optimizer outside. See [`precision`](crate::precision) for what a
+/// Put forward and loss inside, backward and the optimizer outside. A function with errors of another type holds the
+/// guard of [`Autocast::enter`] instead. See [`precision`](crate::precision) for what a
 /// region does.
 ///
 /// ```
@@ -44,8 +46,8 @@ thread_local! {
 ///
 /// # Errors
 /// As [`Autocast::enter`], and those of `f`.
-pub fn autocast<T>(policy: Autocast, f: impl FnOnce() -> Result<T>) -> Result<T> {
-    let _guard = policy.enter()?;
+pub fn autocast<T>(policy: impl Borrow<Autocast>, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _guard = policy.borrow().enter()?;
     f()
 }
 
