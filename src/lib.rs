@@ -56,18 +56,18 @@
 //!
 //! # Features
 //!
-//! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`], [`compile`] and [`kernels`] are always
-//! there. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and little else. The rest is by
-//! feature, and on by default:
+//! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`], [`compile`] and [`kernels`] are
+//! always there. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and little else. The
+//! rest is by feature, and on by default:
 //!
 //! - `train`: [`data`] and [`train`].
 //! - `report`: [`report`], [`bench`](mod@bench), [`memory`], [`profile`], and plans as text and picture
 //!   ([`Plan::explain`](compile::Plan::explain)).
-//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence: `LICENSES/DejaVu.txt`). Includes
-//!   `report`.
+//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence: `LICENSES/DejaVu.txt`).
+//!   Includes `report`.
 //! - `files`: weights, and the states of optimizer and loss scale, saved and loaded with checksums
-//!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train` and
-//!   `report`. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write weights.
+//!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train`
+//!   and `report`. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write weights.
 //! - `serde`: configurations that serde reads and writes. Included in `files`.
 //!
 //! Off by default: `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two
@@ -91,8 +91,8 @@
 //! public function of these modules panic; [`kernels`] alone asserts the lengths of its slices, and leaves checking to
 //! its callers.
 #![deny(missing_docs)]
-// With some features off, docs link to modules that are not there, and crate-private helpers of theirs have no caller. The
-// default build checks both.
+// With some features off, docs link to modules that are not there, and crate-private helpers of theirs have no caller.
+// The default build checks both.
 #![cfg_attr(
     not(all(feature = "report", feature = "train")),
     allow(rustdoc::broken_intra_doc_links, dead_code, unused_imports)
