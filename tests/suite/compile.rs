@@ -151,22 +151,24 @@ pub fn agree_of(make: impl Fn() -> (TransformerLM, AdamW), plan: &PlanConfig) {
         optimizer_in_backward: false,
         ..plan.clone()
     };
-    let (keeper, mut keeper_optimizer) = make();
-    let mut keeping_step = TrainStep::new(&keeper, &keeper_optimizer, &keeping).unwrap();
+    let mut keeper = plan.optimizer_in_backward.then(|| {
+        let (model, optimizer) = make();
+        let step = TrainStep::new(&model, &optimizer, &keeping).unwrap();
+        (step, optimizer)
+    });
     for i in 0..2 {
         let sequences = plan.accumulation * plan.batch_size;
         let batch = batch(model_config.vocab_size, sequences, plan.sequence_length, i);
         let got = step
             .run(&mut planned_optimizer, &batch.0, &batch.1)
             .unwrap();
-        let gradients = if plan.optimizer_in_backward {
-            let kept = keeping_step
-                .run(&mut keeper_optimizer, &batch.0, &batch.1)
-                .unwrap();
-            assert_eq!(kept.to_bits(), got.to_bits());
-            keeping_step.gradients().unwrap()
-        } else {
-            step.gradients().unwrap()
+        let gradients = match &mut keeper {
+            Some((keeping_step, optimizer)) => {
+                let kept = keeping_step.run(optimizer, &batch.0, &batch.1).unwrap();
+                assert_eq!(kept.to_bits(), got.to_bits());
+                keeping_step.gradients().unwrap()
+            }
+            None => step.gradients().unwrap(),
         };
 
         let loss = || eager.loss(&batch.0, &batch.1);

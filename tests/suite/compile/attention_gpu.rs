@@ -82,6 +82,7 @@ fn judge(problem: &Problem, dtype: DType) {
 }
 
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn as_near_as_eager(
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
     #[values(Mask::Full, Mask::Causal, Mask::CausalEnd)] mask: Mask,
@@ -97,6 +98,7 @@ fn as_near_as_eager(
 
 /// Three blocks of queries, the last one short.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn blocks_of_queries(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) {
     let sizes = Sizes::new((1, 1, 1), (2049, 2049), 16);
     judge(&Problem::random(sizes, Mask::Causal, Some(0.4), 4), dtype);
@@ -162,6 +164,7 @@ fn flash_has_eager_flashs_bits(
 
 /// A model's naive attention takes the same blocks, of heads that lie in rows.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
     let model = TransformerConfig {
         context_length: 1300,

@@ -48,7 +48,7 @@ fn small_versions_of_the_presets(
         d_model: heads * head_dim,
         num_heads: heads,
         d_ff: preset.d_ff / 16,
-        vocab_size: 30_000,
+        vocab_size: 20_000,
         attention,
         ..preset
     };

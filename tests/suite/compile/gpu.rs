@@ -130,6 +130,7 @@ pub(super) fn agree(config: &TransformerConfig, plan: &PlanConfig) {
 }
 
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn precisions_and_attention(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -147,6 +148,7 @@ fn precisions_and_attention(
 }
 
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn options(
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
     #[values(None, Some(0.5), Some(f64::INFINITY))] clip_norm: Option<f64>,
@@ -164,6 +166,7 @@ fn options(
 
 /// A vocabulary in several chunks, and one that is not a multiple of anything.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn large_vocabularies() {
     for vocab_size in [50_257, 10_000] {
         let model = TransformerConfig {
@@ -415,6 +418,7 @@ fn flash_of_odd_heads_is_refused(
 
 /// In f32 a vector is four elements, so heads of such multiples go, as they do in a plan of the CPU.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn flash_in_f32_takes_heads_of_fours(#[values(4, 12, 100)] head_dim: usize) {
     agree(
         &config(1, 2, head_dim, 56, Algorithm::Flash),

@@ -102,6 +102,7 @@ fn check(case: &Case, policy: KernelPolicy, lie: Lie) {
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn kernels_in_f32() {
     for case in with_kernels() {
         check(&case, KERNEL, Lie::Contiguous);
@@ -109,6 +110,7 @@ fn kernels_in_f32() {
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn kernels_take_any_strides() {
     for case in [
         cases::swiglu(&[33, 65], 2),
@@ -133,6 +135,7 @@ fn kernels_take_any_strides() {
 
 /// A variance taken as the mean of squares less the square of the mean would have no digit left here.
 #[rstest]
+#[ignore = "needs a CUDA device"]
 fn layer_norm_far_from_zero(#[values(1e2, 1e4)] mean: f64) {
     let mut case = cases::layer_norm(&[33], 123, 12);
     case.inputs[0].value = (&case.inputs[0].value + mean).unwrap();
@@ -281,6 +284,7 @@ fn nothing_is_multiplied() {
 
 /// What runs its reference too.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn every_op_in_f32() {
     for case in every::small().into_iter().chain(every::large()) {
         check(&case, KernelPolicy::Prefer, Lie::Contiguous);
