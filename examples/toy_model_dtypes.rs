@@ -102,8 +102,8 @@ fn layer_norm_columns() -> Vec<Column> {
         Column::text("activations", "Activations"),
         Column::text("stored", "Stored in"),
         Column::text("computed", "Computed in"),
-        Column::text("variance", "Variance"),
-        Column::text("exact_variance", "Exact"),
+        Column::text("variance", "Variance").minor(1),
+        Column::text("exact_variance", "Exact").minor(2),
         Column::number("variance_error_percent", "Its error", "%", 4),
         Column::number("output_error_percent", "The output's", "%", 4),
     ]

@@ -83,8 +83,8 @@ impl Measured {
 impl EndToEnd {
     /// Measures, and returns a row for each phase: `forward`, `backward`, `optimizer` as far as the mode has them, and
     /// the step as a whole, `forward+backward` or `train step`. Memory is the whole mode's: `peak_bytes` of the model
-    /// and its steps, and `allocated_bytes` that are still there after the last one. So is what the first step did, warm-up
-    /// or not: its time, the pages that it met for the first time and the threads that it started.
+    /// and its steps, and `allocated_bytes` that are still there after the last one. So is what the first step did,
+    /// warm-up or not: its time, the pages that it met for the first time and the threads that it started.
     ///
     /// Whether there is memory enough is decided from [`memory::estimate`], or from the plan, before anything is
     /// allocated: if not, one row says `OOM`, with the bytes wanted and the bytes there. What is too large by a lower

@@ -1,14 +1,16 @@
 //! A table laid out for a reader: which columns are shown in a given width, and their text.
 
 use super::column::NOT_AVAILABLE;
+use super::fit::{cut, fit};
 use super::notes::list_in_note;
+use super::wrap::one_line;
 use super::{Column, Fields};
 
 /// How a [`Report`](super::Report) is laid out as text.
 ///
 /// A column of names whose cells all agree moves into the header, and one of quantities without any value is left out.
-/// Where the table is still wider than `width`, columns are left out by [`Column::minor`], and a note names them. Text
-/// in a cell is never wrapped.
+/// Where the table is still wider than `width`, columns are left out, the most minor first, and a note names them.
+/// Text in a cell is never wrapped.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Layout {
     /// The most characters of a line; `None` for as many as it takes.
@@ -33,9 +35,9 @@ pub(super) struct Arranged {
 }
 
 /// A column with its cells.
-struct Strip<'a> {
-    column: &'a Column,
-    cells: Vec<String>,
+pub(super) struct Strip<'a> {
+    pub column: &'a Column,
+    pub cells: Vec<String>,
     right: bool,
 }
 
@@ -54,11 +56,11 @@ pub(super) fn arrange(columns: &[Column], rows: &[Fields], layout: &Layout) -> A
         let start = format!("Left out for the width{}", layout.hint);
         list_in_note(&start, &left_out)
     });
-    Arranged {
-        same,
-        lines: draw(&strips),
-        note,
+    let mut lines = draw(&strips);
+    if let Some(width) = layout.width.filter(|_| !layout.every_column) {
+        lines.iter_mut().for_each(|line| cut(line, width)); // one column may be too wide
     }
+    Arranged { same, lines, note }
 }
 
 impl<'a> Strip<'a> {
@@ -74,7 +76,7 @@ impl<'a> Strip<'a> {
     }
 
     /// Whether it holds names and not quantities.
-    fn is_of_names(&self) -> bool {
+    pub fn is_of_names(&self) -> bool {
         self.column.decimals.is_none()
     }
 
@@ -108,95 +110,12 @@ fn move_what_agrees(strips: &mut Vec<Strip<'_>>, same: &mut Fields) {
     });
 }
 
-/// Words in a cell are not cut to fewer characters.
-const LEAST_WORDS: usize = 20;
-
-/// Leaves columns out until the others fit: the most minor first, of equals the last. Where only those are left that a
-/// reader cannot do without, long words are cut before one of them goes.
-fn fit(strips: &mut Vec<Strip<'_>>, width: usize, left_out: &mut Vec<String>) {
-    while total(&widths(strips)) > width {
-        let of_minor = |i: &usize| (strips[*i].column.minor, *i);
-        let most = (1..strips.len()).max_by_key(of_minor);
-        let is_needed = most.is_none_or(|most| strips[most].column.minor == 0);
-        if is_needed && cut_words(strips, width) {
-            continue;
-        }
-        let Some(most) = most else {
-            let cells = strips.iter_mut().flat_map(|strip| &mut strip.cells);
-            cells.for_each(|cell| cut(cell, width));
-            return;
-        };
-        // What is compared goes together: half a comparison says nothing.
-        let span = spans(strips).into_iter().find(|(_, end)| *end > most);
-        let (first, end) = span.unwrap_or((most, most + 1));
-        let minor = strips[most].column.minor;
-        let goes = |i: usize, strip: &Strip<'_>| {
-            (first.max(1)..end).contains(&i) && strip.column.minor == minor
-        };
-        let all = std::mem::take(strips).into_iter().enumerate();
-        let (gone, kept): (Vec<_>, Vec<_>) = all.partition(|(i, strip)| goes(*i, strip));
-        *strips = kept.into_iter().map(|(_, strip)| strip).collect();
-        let gone: Vec<Strip<'_>> = gone.into_iter().map(|(_, strip)| strip).collect();
-        let name = match &gone[..] {
-            [only] => only.column.heading(),
-            several => over(several),
-        };
-        left_out.insert(0, name);
-    }
-}
-
-/// Cuts the widest column of words by what is too much; whether there was one to cut.
-fn cut_words(strips: &mut [Strip<'_>], width: usize) -> bool {
-    let widths = widths(strips);
-    let too_much = total(&widths) - width;
-    let is_long = |i: &usize| {
-        let least = strips[*i]
-            .column
-            .own_heading()
-            .chars()
-            .count()
-            .max(LEAST_WORDS);
-        strips[*i].is_of_names() && widths[*i] > least
-    };
-    let Some(widest) = (0..strips.len()).filter(is_long).max_by_key(|i| widths[*i]) else {
-        return false;
-    };
-    let least = strips[widest]
-        .column
-        .own_heading()
-        .chars()
-        .count()
-        .max(LEAST_WORDS);
-    let room = widths[widest].saturating_sub(too_much).max(least);
-    strips[widest]
-        .cells
-        .iter_mut()
-        .for_each(|cell| cut(cell, room));
-    true
-}
-
-/// Cuts a text to `room` characters: a path at its beginning, for its end says more, any other at its end.
-fn cut(text: &mut String, room: usize) {
-    let length = text.chars().count();
-    if length <= room {
-        return;
-    }
-    let kept = room.saturating_sub(1);
-    *text = match text.contains('/') {
-        true => "…"
-            .chars()
-            .chain(text.chars().skip(length - kept))
-            .collect(),
-        false => text.chars().take(kept).chain("…".chars()).collect(),
-    };
-}
-
-fn total(widths: &[usize]) -> usize {
+pub(super) fn total(widths: &[usize]) -> usize {
     widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
 }
 
 /// Neighbours under one heading, by their first and the one after their last; a column under none is alone.
-fn spans(strips: &[Strip<'_>]) -> Vec<(usize, usize)> {
+pub(super) fn spans(strips: &[Strip<'_>]) -> Vec<(usize, usize)> {
     let mut spans: Vec<(usize, usize)> = Vec::new();
     for (i, strip) in strips.iter().enumerate() {
         let under = &strip.column.under;
@@ -211,7 +130,7 @@ fn spans(strips: &[Strip<'_>]) -> Vec<(usize, usize)> {
 }
 
 /// The heading over a span, with the unit if its columns have only one.
-fn over(strips: &[Strip<'_>]) -> String {
+pub(super) fn over(strips: &[Strip<'_>]) -> String {
     let under = &strips[0].column.under;
     match shared_unit(strips) {
         Some(unit) => format!("{under} ({unit})"),
@@ -242,7 +161,7 @@ fn headings(strips: &[Strip<'_>]) -> Vec<String> {
     headings.collect()
 }
 
-fn widths(strips: &[Strip<'_>]) -> Vec<usize> {
+pub(super) fn widths(strips: &[Strip<'_>]) -> Vec<usize> {
     let mut widths: Vec<usize> = strips
         .iter()
         .zip(headings(strips))
@@ -310,39 +229,4 @@ fn fill(over: String, width: usize) -> String {
         0 | 1 => over + &" ".repeat(rest),
         _ => format!("{over} {}", "─".repeat(rest - 1)),
     }
-}
-
-/// Words in lines of at most `width` characters, the second and later ones after `indent` spaces. A word that is
-/// longer than a line is cut.
-pub(super) fn wrap(text: &str, width: Option<usize>, indent: usize) -> Vec<String> {
-    let Some(width) = width else {
-        return vec![one_line(text)];
-    };
-    let room = width.max(indent + 1);
-    let mut lines: Vec<String> = Vec::new();
-    let mut line = String::new();
-    for word in one_line(text).split(' ') {
-        let mut word: Vec<char> = word.chars().collect();
-        let length = line.chars().count();
-        if !line.trim().is_empty() && length + 1 + word.len() > room {
-            lines.push(std::mem::replace(&mut line, " ".repeat(indent)));
-        } else if !line.trim().is_empty() {
-            line.push(' ');
-        }
-        while line.chars().count() + word.len() > room {
-            let rest = word.split_off(room - line.chars().count());
-            line.extend(word);
-            lines.push(std::mem::replace(&mut line, " ".repeat(indent)));
-            word = rest;
-        }
-        line.extend(word);
-    }
-    lines.push(line);
-    lines
-}
-
-/// Control characters would move the cursor.
-pub(super) fn one_line(text: &str) -> String {
-    text.replace("\r\n", " ")
-        .replace(|c: char| c.is_control(), " ")
 }

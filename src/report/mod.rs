@@ -37,6 +37,7 @@ mod column;
 mod data;
 mod document;
 mod fields;
+mod fit;
 mod format;
 mod layout;
 mod markdown;
@@ -49,6 +50,7 @@ mod power_law;
 mod statistics;
 mod text;
 mod typeset;
+mod wrap;
 
 pub use column::Column;
 pub use document::{Report, save_document};

@@ -1,7 +1,8 @@
 //! For a terminal.
 
 use super::column::plain;
-use super::layout::{Arranged, arrange, wrap};
+use super::layout::{Arranged, arrange};
+use super::wrap::wrap;
 use super::{Fields, Layout, Report};
 
 /// Configuration, table and notes, the detail tables, and last where it ran.
@@ -66,7 +67,11 @@ fn header(name: &str, fields: &Fields, layout: &Layout) -> Option<String> {
     let parts: Vec<String> = parts
         .map(|(key, value)| {
             let value = plain(value);
-            let colon = if value.contains(' ') { ":" } else { "" };
+            let colon = if key.contains(' ') || value.contains(char::is_whitespace) {
+                ":"
+            } else {
+                ""
+            };
             format!("{key}{colon} {value}")
         })
         .collect();
