@@ -173,7 +173,7 @@ impl Flags {
     }
 
     /// Trains on batches in which each token follows from the last: the steps' profile, and their losses.
-    fn train(&self, model: &Gpt2, device: &Device) -> Result<(profile::Report, Vec<f32>)> {
+    fn train(&self, model: &Gpt2, device: &Device) -> Result<(profile::ProfileReport, Vec<f32>)> {
         let config = AdamWConfig {
             lr: 1e-2,
             ..Default::default()
@@ -205,7 +205,8 @@ impl Flags {
             Some(profiler) => profiler.finish()?,
             None => return Err(candle_core::Error::msg("no step was profiled").into()),
         };
-        let summary = profile::Report::new(&recording, &Selection::default(), Grouping::Name)?;
+        let summary =
+            profile::ProfileReport::new(&recording, &Selection::default(), Grouping::Name)?;
         Ok((summary, losses))
     }
 

@@ -266,7 +266,7 @@ impl Flags {
             ByFlag::Path => Grouping::Path,
             ByFlag::Layer => Grouping::Layer,
         };
-        let summary = match profile::Report::new(&profiled.recording, &selection, grouping) {
+        let summary = match profile::ProfileReport::new(&profiled.recording, &selection, grouping) {
             Ok(summary) => summary,
             // One mode has no backward, another has.
             Err(error @ Error::Data { .. }) => {
@@ -289,7 +289,7 @@ impl Flags {
     }
 
     /// A run's ops for people, the longest first.
-    fn table(&self, run: &Run, summary: &profile::Report, mut notes: Vec<String>) -> Report {
+    fn table(&self, run: &Run, summary: &profile::ProfileReport, mut notes: Vec<String>) -> Report {
         let (lines, inside) = ops::lines(&self.shown(summary));
         notes.extend(inside);
         Report {
@@ -302,14 +302,14 @@ impl Flags {
     }
 
     /// The longest rows and the lines without ops; the other rows in one.
-    fn shown(&self, summary: &profile::Report) -> profile::Report {
+    fn shown(&self, summary: &profile::ProfileReport) -> profile::ProfileReport {
         let ops = summary.rows.iter().filter(|row| row.kind.is_some()).count();
         if self.top == 0 || ops <= self.top.saturating_add(1) {
             return summary.clone();
         }
         let mut shown = summary.clone();
         let others = shown.rows.drain(self.top..ops).collect();
-        let others = profile::Report {
+        let others = profile::ProfileReport {
             rows: others,
             ..Default::default()
         };

@@ -5,7 +5,7 @@ use tallow::report::{Column, Fields, list_in_note};
 
 /// An op a line, its name first.
 pub fn columns() -> Vec<Column> {
-    let mut columns = profile::Report::columns();
+    let mut columns = profile::ProfileReport::columns();
     for column in &mut columns {
         let (title, minor) = match column.key.as_str() {
             "name" => ("Op", 0),
@@ -31,7 +31,7 @@ pub fn columns() -> Vec<Column> {
 }
 
 /// The lines of a summary, and a note on what is inside their ops.
-pub fn lines(summary: &profile::Report) -> (Vec<Fields>, Option<String>) {
+pub fn lines(summary: &profile::ProfileReport) -> (Vec<Fields>, Option<String>) {
     let mut lines = summary.fields();
     let mut inside: Vec<String> = Vec::new();
     for line in &mut lines {

@@ -3,7 +3,7 @@
 use crate::common::ops::short;
 use tallow::Result;
 use tallow::probe;
-use tallow::profile::{Balance, Grouping, LineKind, Recording, Report, Row, Selection};
+use tallow::profile::{Balance, Grouping, LineKind, ProfileReport, Recording, Row, Selection};
 use tallow::report::{Fields, list_in_note};
 
 /// From which share of forward an op is worth naming.
@@ -24,12 +24,12 @@ impl Profiled {
         let mut notes = Vec::new();
         let mut numbers = Fields::new();
         let balance = Balance::new(&self.recording);
-        let forward = Report::new(
+        let forward = ProfileReport::new(
             &self.recording,
             &Selection::phase("forward"),
             Grouping::Name,
         )?;
-        let whole = Report::new(&self.recording, &Selection::default(), Grouping::Name)?;
+        let whole = ProfileReport::new(&self.recording, &Selection::default(), Grouping::Name)?;
         notes.push(self.against_the_stopwatch(&balance, &mut numbers));
         notes.push(made_of(&balance, &mut numbers));
         notes.extend(longest(&forward, &whole, &mut numbers));
@@ -69,7 +69,7 @@ impl Profiled {
 
     /// (e) Softmax against the products of attention, in time and in FLOPs.
     fn softmax_against_products(&self, numbers: &mut Fields) -> Result<Vec<String>> {
-        let apart = Report::new(&self.apart, &Selection::phase("forward"), Grouping::Name)?;
+        let apart = ProfileReport::new(&self.apart, &Selection::phase("forward"), Grouping::Name)?;
         let of_softmax = ["softmax", "scale", "mask"];
         let softmax = apart.sum("softmax", |row| of_softmax.contains(&row.name.as_str()));
         let products = apart.sum("products", |row| row.name == "matmul");
@@ -140,8 +140,8 @@ fn made_of(balance: &Balance, numbers: &mut Fields) -> String {
 }
 
 /// (b) Which op takes the most time in forward, how often it runs there, and which does in all.
-fn longest(forward: &Report, whole: &Report, numbers: &mut Fields) -> Option<String> {
-    let first = |report: &Report| report.rows.iter().find(|row| row.kind.is_some()).cloned();
+fn longest(forward: &ProfileReport, whole: &ProfileReport, numbers: &mut Fields) -> Option<String> {
+    let first = |report: &ProfileReport| report.rows.iter().find(|row| row.kind.is_some()).cloned();
     let (in_forward, in_all) = (first(forward)?, first(whole)?);
     numbers.insert("longest_in_forward", in_forward.name.as_str());
     numbers.insert("longest_in_all", in_all.name.as_str());
@@ -157,7 +157,7 @@ fn longest(forward: &Report, whole: &Report, numbers: &mut Fields) -> Option<Str
 }
 
 /// (c) What else takes a part of forward worth naming.
-fn besides_products(forward: &Report) -> String {
+fn besides_products(forward: &ProfileReport) -> String {
     let rows = forward.rows.iter().filter(|row| !row.is_product());
     let named = rows.filter(|row| forward.percent(row) >= NAMED_FROM_PERCENT);
     let named: Vec<String> = named
@@ -170,8 +170,8 @@ fn besides_products(forward: &Report) -> String {
 }
 
 /// (d) Products' share of forward, and of the whole.
-fn product_shares(forward: &Report, whole: &Report, numbers: &mut Fields) -> String {
-    let share = |report: &Report| report.percent(&report.sum("products", Row::is_product));
+fn product_shares(forward: &ProfileReport, whole: &ProfileReport, numbers: &mut Fields) -> String {
+    let share = |report: &ProfileReport| report.percent(&report.sum("products", Row::is_product));
     let (of_forward, of_whole) = (share(forward), share(whole));
     numbers.insert("products_percent_of_forward", of_forward);
     numbers.insert("products_percent_of_whole", of_whole);

@@ -4,7 +4,8 @@ use super::update::Update;
 use super::{EndToEnd, Execution};
 use crate::kernels::cpu::gemm;
 use crate::memory::{
-    self, Estimate, MemoryKind, Meter, Mode, RecordConfig, Recording, SavedTensors, blocks_taken,
+    self, Estimate, MemoryKind, MemoryRecording, Meter, Mode, RecordConfig, SavedTensors,
+    blocks_taken,
 };
 use crate::model::TransformerLM;
 use crate::probe;
@@ -19,7 +20,7 @@ pub struct MemoryProfile {
     /// The breakdown from the sizes alone.
     pub estimate: Estimate,
     /// The last step. The baseline is what was alive before the model was made.
-    pub recording: Recording,
+    pub recording: MemoryRecording,
     /// The most that was alive in that step, exactly, as the allocator or the GPU's pool counted; the baseline
     /// subtracted.
     pub peak_bytes: u64,

@@ -13,7 +13,7 @@ pub(super) fn run(
     calls: Range<usize>,
     mut compute: impl FnMut(usize, &Call) -> Result<ControlFlow<()>>,
 ) -> Result<ControlFlow<()>> {
-    let mut phase: Option<(Phase, probe::Guard)> = None;
+    let mut phase: Option<(Phase, probe::RangeGuard)> = None;
     for index in calls {
         let call = &plan.calls()[index];
         let next = if probe::is_listening() {

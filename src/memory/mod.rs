@@ -5,7 +5,7 @@
 //! [`smallest_sequence_saved`], [`recommend`], [`most_frugal`]); [`attention_breakdown`] and
 //! [`self_attention_breakdown`], those of attention alone and of its layer, and [`planned_attention_breakdown`]; in
 //! `measure`, [`tracker`], an allocator that counts; [`measure()`], a step's peak by it; [`record()`] and
-//! [`record_on()`], which keep every block with its origin, and what is made of it: sums ([`Recording`]), a picture
+//! [`record_on()`], which keep every block with its origin, and what is made of it: sums ([`MemoryRecording`]), a picture
 //! ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what the
 //! process has taken; [`Meter`], a device's counters whatever the device. Functions, models and attention alone are
 //! predicted for the kernels of the CPU or of a GPU ([`Kernels`]). What does not: timing ([`crate::bench`]); what an op
@@ -30,6 +30,6 @@ pub use predict::{
 };
 pub(crate) use record::blocks_taken;
 pub use record::{
-    Block, Holdings, Origin, PhaseSpan, RecordConfig, Recorder, Recording, Snapshot, record,
+    Block, Holdings, MemoryRecording, Origin, PhaseSpan, RecordConfig, Recorder, Snapshot, record,
     record_on, timeline,
 };

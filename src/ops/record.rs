@@ -336,7 +336,7 @@ fn apply<C>(
 }
 
 /// Ends an op's range, and says what it has worked on.
-fn leave(range: probe::Guard, inputs: &[&Tensor], output: &Tensor) {
+fn leave(range: probe::RangeGuard, inputs: &[&Tensor], output: &Tensor) {
     let inputs: Vec<Operand<'_>> = inputs.iter().map(|input| (*input).into()).collect();
     range.leave(Operands {
         inputs: &inputs,

@@ -53,7 +53,7 @@ mod region;
 
 pub use named::{Precision, Regime};
 pub use policy::{Autocast, OpClass};
-pub use region::{Guard, autocast, current};
+pub use region::{AutocastGuard, autocast, current};
 
 pub(crate) use promote::{Operand, is_castable, promoted};
 pub(crate) use region::{

@@ -60,7 +60,7 @@ pub fn current() -> Option<Autocast> {
 /// A region, until it is dropped.
 #[derive(Debug)]
 #[must_use = "the region ends when the guard is dropped"]
-pub struct Guard {
+pub struct AutocastGuard {
     id: u64,
     /// A region is its thread's: a guard stays there.
     not_send: PhantomData<*const ()>,
@@ -83,24 +83,24 @@ impl Autocast {
     ///
     /// # Errors
     /// A lower dtype that is neither f16 nor bf16.
-    pub fn enter(&self) -> Result<Guard> {
+    pub fn enter(&self) -> Result<AutocastGuard> {
         self.check()?;
         let on = self.compute_dtype().is_some();
         Ok(push(on.then(|| Rc::new(self.clone()))))
     }
 }
 
-fn push(policy: Option<Rc<Autocast>>) -> Guard {
+fn push(policy: Option<Rc<Autocast>>) -> AutocastGuard {
     let id = NEXT_ID.get();
     NEXT_ID.set(id + 1);
     REGIONS.with_borrow_mut(|regions| regions.push(Region { id, policy }));
-    Guard {
+    AutocastGuard {
         id,
         not_send: PhantomData,
     }
 }
 
-impl Drop for Guard {
+impl Drop for AutocastGuard {
     fn drop(&mut self) {
         // By id: guards that are dropped in another order still end their own regions. A thread that is ending has
         // none.

@@ -202,7 +202,7 @@ fn tell(f: impl Fn(&dyn Listener)) {
 
 /// A range that ends when this is dropped.
 #[must_use = "the range ends when this is dropped"]
-pub struct Guard {
+pub struct RangeGuard {
     entered: Option<Entered>,
     /// Ranges are a thread's own.
     thread: PhantomData<*const ()>,
@@ -217,7 +217,7 @@ struct Entered {
     phase_before: &'static str,
 }
 
-impl Guard {
+impl RangeGuard {
     const IDLE: Self = Self {
         entered: None,
         thread: PhantomData,
@@ -273,13 +273,13 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for RangeGuard {
     fn drop(&mut self) {
         self.end(None, None);
     }
 }
 
-fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -> Guard {
+fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -> RangeGuard {
     let entered = Entered {
         kind,
         path,
@@ -299,16 +299,16 @@ fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -
         in_order: true,
     };
     tell(|listener| listener.entered(&event));
-    Guard {
+    RangeGuard {
         entered: Some(entered),
         thread: PhantomData,
     }
 }
 
 /// A range of the caller's own, inside of those that this thread is in.
-pub fn range(name: impl Into<Cow<'static, str>>) -> Guard {
+pub fn range(name: impl Into<Cow<'static, str>>) -> RangeGuard {
     if !is_listening() {
-        return Guard::IDLE;
+        return RangeGuard::IDLE;
     }
     let name = name.into();
     let path = current().child(&name);
@@ -316,9 +316,9 @@ pub fn range(name: impl Into<Cow<'static, str>>) -> Guard {
 }
 
 /// A layer's range; its name is made only if somebody listens.
-pub fn module<N: Into<Cow<'static, str>>>(name: impl FnOnce() -> N) -> Guard {
+pub fn module<N: Into<Cow<'static, str>>>(name: impl FnOnce() -> N) -> RangeGuard {
     if !is_listening() {
-        return Guard::IDLE;
+        return RangeGuard::IDLE;
     }
     let name = name().into();
     let path = current().child(&name);
@@ -332,18 +332,18 @@ pub fn in_module<T>(name: &'static str, f: impl FnOnce() -> T) -> T {
 }
 
 /// A part of a step: `forward`, `backward`, `optimizer`. The path stays what it is.
-pub fn phase(name: &'static str) -> Guard {
+pub fn phase(name: &'static str) -> RangeGuard {
     match is_listening() {
-        false => Guard::IDLE,
+        false => RangeGuard::IDLE,
         true => enter(Kind::Phase, Cow::Borrowed(name), current(), name),
     }
 }
 
 /// One of the steps that are repeated; [`Laps`](crate::bench::Laps) and the trainer open it around theirs. Path and
 /// phase stay what they are.
-pub fn step() -> Guard {
+pub fn step() -> RangeGuard {
     match is_listening() {
-        false => Guard::IDLE,
+        false => RangeGuard::IDLE,
         true => enter(Kind::Step, Cow::Borrowed("step"), current(), PHASE.get()),
     }
 }
@@ -357,9 +357,9 @@ pub(crate) fn op_path(name: &'static str) -> Path {
 }
 
 /// An op's range, at the path that it had when it was put into the graph.
-pub(crate) fn op(kind: Kind, name: &'static str, path: Path) -> Guard {
+pub(crate) fn op(kind: Kind, name: &'static str, path: Path) -> RangeGuard {
     if !is_listening() {
-        return Guard::IDLE;
+        return RangeGuard::IDLE;
     }
     let path = match path {
         Path::ROOT => current().child(name), // put into the graph without listeners

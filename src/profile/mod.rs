@@ -1,7 +1,7 @@
 //! Where the time goes: ops, by name and by place in the model, forward and backward, and what lies between them.
 //!
 //! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and takes down a [`Recording`]; what is made
-//! of one, [`Report`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of, without a
+//! of one, [`ProfileReport`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of, without a
 //! rest), a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph
 //! ([`Recording::save_flame_graph`]); and [`OpCost`], the FLOPs and bytes of each op by its formula, and [`node_costs`]
 //! and [`node_table`], those of a traced forward before it runs; [`emit_nvtx`], for NVIDIA's profilers. What does not:
@@ -14,7 +14,7 @@
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
-//! use tallow::profile::{self, Grouping, Profiler, Report, Selection};
+//! use tallow::profile::{self, Grouping, Profiler, ProfileReport, Selection};
 //! use tallow::{nn, ops};
 //!
 //! let x = Tensor::ones((4, 8), DType::F32, &Device::Cpu)?;
@@ -33,7 +33,7 @@
 //! let recording = profiler.finish()?;
 //!
 //! let forward = Selection { phase: Some("forward".into()), ..Default::default() };
-//! let report = Report::new(&recording, &forward, Grouping::Path)?;
+//! let report = ProfileReport::new(&recording, &forward, Grouping::Path)?;
 //! assert_eq!(report.rows[0].name, "encoder/linear");
 //! assert_eq!(report.rows[0].instances, 3);
 //! assert_eq!(report.rows[0].cost.unwrap().product_flops, 3.0 * 2.0 * 4.0 * 8.0 * 16.0);
@@ -60,4 +60,4 @@ pub use forecast::{NodeCost, node_costs, node_table};
 pub use profiler::Profiler;
 pub use recording::{OperandShape, Recording, Span};
 pub use selection::{Grouping, Selection};
-pub use summary::{Report, Row};
+pub use summary::{ProfileReport, Row};

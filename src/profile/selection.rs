@@ -67,7 +67,7 @@ impl Selection {
             self.within.as_ref().map(|part| format!(" within {part:?}")),
         ];
         Error::Data {
-            what: "profile::Report".into(),
+            what: "ProfileReport".into(),
             expected: format!("ranges{}", wanted.into_iter().flatten().collect::<String>()),
             got: format!(
                 "none among {}, whose phases are [{}]",

@@ -65,7 +65,7 @@ impl Row {
 /// moment twice, and with the lines of [`Balance`], which follow them where whole phases or steps are asked for, they
 /// add up to [`whole_ns`](Self::whole_ns). Modules and ranges are given with everything inside.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Report {
+pub struct ProfileReport {
     /// The rows, the longest total first; time without ops after them.
     pub rows: Vec<Row>,
     /// What shares are of: the wall time of the phase or the steps that were asked for; where only a part of the model
@@ -75,7 +75,7 @@ pub struct Report {
     pub steps: Option<usize>,
 }
 
-impl Report {
+impl ProfileReport {
     /// Of what `selection` picks from `recording`.
     ///
     /// # Errors

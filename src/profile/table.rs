@@ -1,22 +1,22 @@
 //! A summary as a table, in all of the crate's formats.
 
-use super::summary::Report;
+use super::summary::ProfileReport;
 use crate::report::{self, Column, Fields};
 
-impl Report {
+impl ProfileReport {
     /// The rows as a table: nsys's columns, the instances in a step beside those in all, and what was achieved.
     ///
     /// Times of a row are of one instance, `total_ms` is over all steps.
     ///
     /// ```
-    /// # use tallow::profile::{Grouping, Profiler, Report, Selection};
+    /// # use tallow::profile::{Grouping, Profiler, ProfileReport, Selection};
     /// # let profiler = Profiler::start()?;
     /// # let x = candle_core::Tensor::ones((2, 3), candle_core::DType::F32, &candle_core::Device::Cpu)?;
     /// # tallow::ops::relu(&x)?;
     /// # let recording = profiler.finish()?;
     /// use tallow::report::Format;
     ///
-    /// let summary = Report::new(&recording, &Selection::default(), Grouping::Name)?;
+    /// let summary = ProfileReport::new(&recording, &Selection::default(), Grouping::Name)?;
     /// summary.table().write_to(Format::Markdown, &mut std::io::stdout())?;
     /// # Ok::<(), tallow::Error>(())
     /// ```

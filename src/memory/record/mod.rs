@@ -6,7 +6,7 @@ mod timeline;
 
 pub(crate) use recording::blocks_taken;
 pub use recording::{
-    Block, Holdings, Origin, PhaseSpan, RecordConfig, Recorder, Recording, record, record_on,
+    Block, Holdings, MemoryRecording, Origin, PhaseSpan, RecordConfig, Recorder, record, record_on,
 };
 pub(super) use recording::{block_of, buffer};
 pub use snapshot::Snapshot;

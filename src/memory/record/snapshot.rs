@@ -1,6 +1,6 @@
 //! PyTorch's memory snapshot, for the viewers that read it.
 
-use super::{Block, Recording};
+use super::{Block, MemoryRecording};
 use crate::files;
 use crate::probe::Path as Place;
 use crate::{Error, Result};
@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
-/// A [`Recording`] as PyTorch's CUDA allocator would have written it: for the viewer at pytorch.org/memory_viz, and for
+/// A [`MemoryRecording`] as PyTorch's CUDA allocator would have written it: for the viewer at pytorch.org/memory_viz, and for
 /// `torch/cuda/_memory_viz.py`.
 ///
 /// There is one device, the host or the GPU that was recorded, with one segment. Blocks get addresses of their own in
@@ -73,7 +73,7 @@ const BASE: u64 = 1 << 32;
 
 impl Snapshot {
     /// The snapshot at the end of a recording, with all that led to it.
-    pub fn new(recording: &Recording) -> Self {
+    pub fn new(recording: &MemoryRecording) -> Self {
         let mut arena = Arena::default();
         let mut addresses = vec![0; recording.blocks.len()];
         let mut changes: Vec<Vec<(bool, usize)>> = vec![Vec::new(); recording.events()];

@@ -1,7 +1,7 @@
 //! A recording as a picture.
 
-use super::{MemoryKind, Recording};
-use crate::report::plot::{AreaChart, Layer, Span};
+use super::{MemoryKind, MemoryRecording};
+use crate::report::plot::{AreaChart, AreaLayer, TimeSpan};
 
 /// At most so many moments are drawn: of those between, the one with the most alive.
 const MOMENTS: usize = 1200;
@@ -11,7 +11,7 @@ const MOMENTS: usize = 1200;
 ///
 /// A chart has room for about a thousand moments. Where there were more, each that is drawn stands for a stretch of
 /// events, and is the worst one in it: the peak is always drawn.
-pub fn timeline(recording: &Recording, title: impl Into<String>) -> AreaChart {
+pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaChart {
     let holdings = recording.holdings();
     let stretch = holdings.len().div_ceil(MOMENTS).max(1);
     let moments: Vec<usize> = (0..holdings.len())
@@ -42,14 +42,14 @@ pub fn timeline(recording: &Recording, title: impl Into<String>) -> AreaChart {
         MemoryKind::Scratch,
     ];
     let is_there = |kind: &MemoryKind| holdings.iter().any(|held| held.bytes_of(*kind) > 0);
-    let layers = order.into_iter().filter(is_there).map(|kind| Layer {
+    let layers = order.into_iter().filter(is_there).map(|kind| AreaLayer {
         name: kind.name().into(),
         values: moments
             .iter()
             .map(|event| mib(holdings[*event].bytes_of(kind)))
             .collect(),
     });
-    let spans = recording.phases.iter().map(|phase| Span {
+    let spans = recording.phases.iter().map(|phase| TimeSpan {
         name: phase.name.into(),
         from: ms(phase.begins_at),
         to: ms(phase.ends_at),

@@ -13,7 +13,7 @@ use std::path::Path;
 
 /// One layer of an [`AreaChart`].
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Layer {
+pub struct AreaLayer {
     /// What the legend calls it.
     pub name: String,
     /// Its thickness at each x, from there to the next.
@@ -22,7 +22,7 @@ pub struct Layer {
 
 /// A stretch of the horizontal axis with a name.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Span {
+pub struct TimeSpan {
     /// What it is called.
     pub name: String,
     /// Where it begins.
@@ -34,7 +34,7 @@ pub struct Span {
 /// Layers stacked on each other, constant from one x to the next: what a sum is made of, over time.
 ///
 /// ```
-/// use tallow::report::plot::{AreaChart, Layer, Span};
+/// use tallow::report::plot::{AreaChart, AreaLayer, TimeSpan};
 ///
 /// let chart = AreaChart {
 ///     title: "A step".into(),
@@ -42,10 +42,10 @@ pub struct Span {
 ///     y_label: "alive (MiB)".into(),
 ///     x: vec![0.0, 1.0, 2.0],
 ///     layers: vec![
-///         Layer { name: "weights".into(), values: vec![4.0, 4.0, 4.0] },
-///         Layer { name: "activations".into(), values: vec![0.0, 3.0, 1.0] },
+///         AreaLayer { name: "weights".into(), values: vec![4.0, 4.0, 4.0] },
+///         AreaLayer { name: "activations".into(), values: vec![0.0, 3.0, 1.0] },
 ///     ],
-///     spans: vec![Span { name: "forward".into(), from: 0.0, to: 2.0 }],
+///     spans: vec![TimeSpan { name: "forward".into(), from: 0.0, to: 2.0 }],
 /// };
 /// assert!(chart.to_svg()?.contains("activations"));
 /// # Ok::<(), tallow::Error>(())
@@ -61,9 +61,9 @@ pub struct AreaChart {
     /// Ascending.
     pub x: Vec<f64>,
     /// From the lowest up.
-    pub layers: Vec<Layer>,
+    pub layers: Vec<AreaLayer>,
     /// Marked above the plot.
-    pub spans: Vec<Span>,
+    pub spans: Vec<TimeSpan>,
 }
 
 /// Height of the line that names the spans.

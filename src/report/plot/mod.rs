@@ -9,7 +9,7 @@ mod areas;
 mod axis;
 mod draw;
 
-pub use areas::{AreaChart, Layer, Span};
+pub use areas::{AreaChart, AreaLayer, TimeSpan};
 
 use std::path::Path;
 

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use std::hint::black_box;
 use tallow::attention::Algorithm;
 use tallow::bench::EndToEnd;
-use tallow::memory::{MemoryKind, Mode, RecordConfig, Recording, record, timeline, tracker};
+use tallow::memory::{MemoryKind, MemoryRecording, Mode, RecordConfig, record, timeline, tracker};
 use tallow::precision::Precision;
 use tallow::{Error, probe};
 
@@ -99,7 +99,7 @@ fn assert_near(bytes: u64, wanted: u64) {
 }
 
 /// By holding, by event, by origin.
-pub(super) fn assert_adds_up(recording: &Recording) {
+pub(super) fn assert_adds_up(recording: &MemoryRecording) {
     let all = recording.holdings();
     assert_eq!(all.len(), recording.events());
     for (event, holdings) in all.iter().enumerate() {

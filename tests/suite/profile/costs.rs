@@ -5,7 +5,7 @@ use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::model::flops;
 use tallow::precision::Precision;
-use tallow::profile::{Grouping, Report, Selection};
+use tallow::profile::{Grouping, ProfileReport, Selection};
 
 #[rstest]
 fn products_are_the_models(
@@ -36,7 +36,7 @@ fn every_op_of_a_step_has_a_formula(
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
     let recording = record(attention, precision);
-    let report = Report::new(&recording, &Selection::default(), Grouping::Name).unwrap();
+    let report = ProfileReport::new(&recording, &Selection::default(), Grouping::Name).unwrap();
     for row in report.rows.iter().filter(|row| row.kind.is_some()) {
         let cost = row
             .cost
@@ -51,7 +51,7 @@ fn every_op_of_a_step_has_a_formula(
 fn bytes_are_those_of_the_shapes() {
     let of = |precision| {
         let recording = record(Algorithm::Naive, precision);
-        let report = Report::new(&recording, &Selection::default(), Grouping::Name).unwrap();
+        let report = ProfileReport::new(&recording, &Selection::default(), Grouping::Name).unwrap();
         move |name: &str| {
             let row = report.rows.iter().find(|row| row.name == name).unwrap();
             let (cost, calls) = (row.cost.unwrap(), row.instances as f64);
@@ -97,7 +97,7 @@ fn what_is_taken_apart_costs_what_it_did() {
     let flops = |policy| {
         let recording = with_kernel_policy(policy, || record(Algorithm::Naive, Precision::F32));
         let forward = Selection::phase("forward");
-        let report = Report::new(&recording, &forward, Grouping::Name).unwrap();
+        let report = ProfileReport::new(&recording, &forward, Grouping::Name).unwrap();
         let sum = |names: &[&str]| {
             let rows = report.sum("", |row| names.contains(&row.name.as_str()));
             rows.cost.unwrap().flops()

@@ -6,7 +6,7 @@ use tallow::attention::Algorithm;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::Precision;
 use tallow::probe::Kind;
-use tallow::profile::{Grouping, Report, Row, Selection};
+use tallow::profile::{Grouping, ProfileReport, Row, Selection};
 use tallow::report::Format;
 
 fn within(part: &str) -> Selection {
@@ -22,8 +22,8 @@ fn rows_add_up(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
     let recording = record(attention, Precision::F32);
-    let sum = |report: &Report| report.rows.iter().map(|row| row.total_ns).sum::<u64>();
-    let of = |selection: &Selection| Report::new(&recording, selection, grouping).unwrap();
+    let sum = |report: &ProfileReport| report.rows.iter().map(|row| row.total_ns).sum::<u64>();
+    let of = |selection: &Selection| ProfileReport::new(&recording, selection, grouping).unwrap();
     let all = of(&Selection::default());
     assert_eq!(sum(&all), all.whole_ns);
     let percent: f64 = all.rows.iter().map(|row| all.percent(row)).sum();
@@ -68,7 +68,7 @@ fn rows_add_up(
 fn instances_are_those_of_a_model() {
     let recording = record(Algorithm::Naive, Precision::F32);
     let per_step = |grouping, selection: &Selection, name: &str| {
-        let report = Report::new(&recording, selection, grouping).unwrap();
+        let report = ProfileReport::new(&recording, selection, grouping).unwrap();
         let row = report.rows.iter().find(|row| row.name == name);
         let row = row.unwrap_or_else(|| panic!("no {name} in {:?}", report.rows));
         assert_eq!(row.statistics.as_ref().unwrap().n, row.instances);
@@ -100,7 +100,7 @@ fn instances_are_those_of_a_model() {
 fn a_part_is_of_whole_names() {
     let recording = record(Algorithm::Naive, Precision::F32);
     for part in ["layer", "layers.0/ffn/w1", "attn/layers.0", "layers.01"] {
-        let refused = Report::new(&recording, &within(part), Grouping::Name);
+        let refused = ProfileReport::new(&recording, &within(part), Grouping::Name);
         let message = refused.unwrap_err().to_string();
         assert!(message.contains(&format!("{part:?}")), "{message}");
         assert!(
@@ -108,7 +108,7 @@ fn a_part_is_of_whole_names() {
             "{message}"
         );
     }
-    let refused = Report::new(&recording, &Selection::phase("lunch"), Grouping::Name);
+    let refused = ProfileReport::new(&recording, &Selection::phase("lunch"), Grouping::Name);
     assert!(refused.unwrap_err().to_string().contains("\"lunch\""));
 }
 
@@ -116,7 +116,8 @@ fn a_part_is_of_whole_names() {
 fn fused_rows_say_what_is_inside_and_references_take_it_apart() {
     let labels = |policy| {
         let recording = with_kernel_policy(policy, || record(Algorithm::Naive, Precision::F32));
-        let report = Report::new(&recording, &Selection::phase("forward"), Grouping::Name).unwrap();
+        let report =
+            ProfileReport::new(&recording, &Selection::phase("forward"), Grouping::Name).unwrap();
         report.rows.iter().map(Row::label).collect::<Vec<_>>()
     };
     let fused = labels(KernelPolicy::Prefer);
@@ -160,7 +161,7 @@ fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
     let profiler = Profiler::start_on_this_thread().unwrap();
     naive::reference(&q, &q, &q, &config).unwrap();
     let recording = profiler.finish().unwrap();
-    let report = Report::new(&recording, &Selection::default(), Grouping::Path).unwrap();
+    let report = ProfileReport::new(&recording, &Selection::default(), Grouping::Path).unwrap();
     let mut ops: Vec<String> = report
         .rows
         .iter()
@@ -187,7 +188,7 @@ fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
 #[test]
 fn tables_hold_every_row() {
     let recording = record(Algorithm::Naive, Precision::F32);
-    let report = Report::new(&recording, &Selection::default(), Grouping::Name).unwrap();
+    let report = ProfileReport::new(&recording, &Selection::default(), Grouping::Name).unwrap();
     let mut json = Vec::new();
     report.table().write_to(Format::Json, &mut json).unwrap();
     let json: serde_json::Value = serde_json::from_slice(&json).unwrap();

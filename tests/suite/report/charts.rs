@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use rstest::rstest;
 use tallow::Error;
-use tallow::report::plot::{AreaChart, Figure, Layer, LineChart, Series, Span};
+use tallow::report::plot::{AreaChart, AreaLayer, Figure, LineChart, Series, TimeSpan};
 
 fn svg_texts(svg: &str) -> Vec<&str> {
     svg.split("<text")
@@ -252,11 +252,11 @@ fn areas_that_cannot_be_stacked_are_refused() {
     let chart = |x: &[f64], values: &[f64]| AreaChart {
         title: "memory".into(),
         x: x.to_vec(),
-        layers: vec![Layer {
+        layers: vec![AreaLayer {
             name: "weights".into(),
             values: values.to_vec(),
         }],
-        spans: vec![Span {
+        spans: vec![TimeSpan {
             name: "forward".into(),
             from: -1.0, // reaches beyond the axis
             to: 9.0,

@@ -2,7 +2,7 @@
 //!
 //! What lives here: the recorder ([`record`], [`record_on`]), the buffer that the allocator writes to (`buffer`), a
 //! GPU's blocks (`gpu`, told of by `cupti`), where a tensor's block is (`storage`), the blocks' lives with their phase
-//! and path (`lives`), what a block is there for (`kind`), and the sums ([`Recording`]). What does not: the allocator
+//! and path (`lives`), what a block is there for (`kind`), and the sums ([`MemoryRecording`]). What does not: the allocator
 //! itself ([`tracker`](crate::memory::tracker)), what viewers read ([`Snapshot`](crate::memory::Snapshot)), and
 //! pictures ([`timeline`](crate::memory::timeline())).
 
@@ -80,7 +80,7 @@ struct Label {
 
 /// What was recorded.
 #[derive(Clone, Debug)]
-pub struct Recording {
+pub struct MemoryRecording {
     /// Every block that was alive while it was recorded and is known of, in the order in which they were taken; first
     /// those that were there before.
     pub blocks: Vec<Block>,
@@ -237,7 +237,7 @@ impl Recorder {
     }
 
     /// Ends the recording.
-    pub fn finish(mut self) -> Recording {
+    pub fn finish(mut self) -> MemoryRecording {
         let (events, lost_events) = buffer::stop();
         let unknown_blocks = self.gpu.take().map_or(0, |_| gpu::unknown_blocks());
         let labels = std::mem::take(&mut self.labels);
@@ -248,7 +248,7 @@ impl Recorder {
             bytes: beyond(event.current_bytes),
             path: event.path,
         });
-        Recording {
+        MemoryRecording {
             blocks,
             phases,
             lost_events,

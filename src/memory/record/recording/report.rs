@@ -1,6 +1,6 @@
 //! A recording as tables.
 
-use super::{Block, Recording};
+use super::{Block, MemoryRecording};
 use crate::probe::Path;
 use crate::report::{Column, Fields, Report};
 
@@ -17,7 +17,7 @@ impl Block {
     }
 }
 
-impl Recording {
+impl MemoryRecording {
     /// The peak of each phase, and what was alive then, by what it was there for.
     pub fn phase_report(&self) -> Report {
         let mut columns = vec![

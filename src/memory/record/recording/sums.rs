@@ -1,6 +1,6 @@
 //! Sums over a recording: by what is held, by phase, by origin.
 
-use super::{Block, MemoryKind, PhaseSpan, Recording};
+use super::{Block, MemoryKind, MemoryRecording, PhaseSpan};
 use crate::probe::Path;
 use std::collections::HashMap;
 
@@ -54,7 +54,7 @@ pub struct Origin {
     pub at_peak_bytes: u64,
 }
 
-impl Recording {
+impl MemoryRecording {
     /// The event after which the most was alive; 0 if there was none.
     pub fn peak_at(&self) -> usize {
         self.worst(0, self.curve.len())
