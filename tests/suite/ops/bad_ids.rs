@@ -69,7 +69,7 @@ fn ids_outside_the_vocabulary() {
 #[test]
 fn ids_in_i64() {
     let wide = |ids: &[i64]| Tensor::new(ids, &candle_core::Device::Cpu).unwrap();
-    let values = |x: Result<Tensor>| x.unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let values = |x: Result<Tensor>| x.unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
     let (table, logits) = (x(&[5, 3]), x(&[3, 5]));
     assert_eq!(
         values(ops::embedding(&wide(&[4, 0, 2]), &table)),
