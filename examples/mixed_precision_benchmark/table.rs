@@ -4,9 +4,6 @@ use tallow::bench::{PrecisionAnalysis, PrecisionSide};
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, mean_and_std};
 
-/// A column, whose key is given, and its value.
-type AgainstF32 = (fn(String) -> Column, fn(&PrecisionSide) -> Option<f64>);
-
 /// A quantity that every precision has, and what says how it is beside f32's.
 struct Quantity {
     /// What stands over its columns.
@@ -16,7 +13,14 @@ struct Quantity {
     column: fn(String, &str) -> Column,
     value: fn(&PrecisionSide) -> serde_json::Value,
     /// The same against f32, which has none itself.
-    against_f32: Option<AgainstF32>,
+    against_f32: Option<Against>,
+}
+
+/// How a quantity is beside f32's: its column, and its value.
+#[derive(Clone, Copy)]
+struct Against {
+    column: fn(String) -> Column,
+    value: fn(&PrecisionSide) -> Option<f64>,
 }
 
 /// From left to right.
@@ -31,20 +35,20 @@ const QUANTITIES: [Quantity; 5] = [
                 .insert("std_ms", side.std_ms);
             mean_and_std(&row)
         },
-        against_f32: Some((
-            |key| Column::number(key, "speed-up", "", 2),
-            |side| side.speedup,
-        )),
+        against_f32: Some(Against {
+            column: |key| Column::number(key, "speed-up", "", 2),
+            value: |side| side.speedup,
+        }),
     },
     Quantity {
         title: "Peak",
         minor: 1,
         column: |key, name| Column::mib(key, name),
         value: |side| side.peak_bytes.into(),
-        against_f32: Some((
-            |key| Column::number(key, "saved", "%", 1),
-            |side| side.memory_saved_percent,
-        )),
+        against_f32: Some(Against {
+            column: |key| Column::number(key, "saved", "%", 1),
+            value: |side| side.memory_saved_percent,
+        }),
     },
     Quantity {
         title: "Reserved",
@@ -86,9 +90,7 @@ pub fn columns(precisions: &[Precision]) -> Vec<Column> {
             let against_f32 = quantity
                 .against_f32
                 .filter(|_| *precision != Precision::F32);
-            columns.extend(
-                against_f32.map(|(column, _)| under(column(against(quantity.title, name)))),
-            );
+            columns.extend(against_f32.map(|a| under((a.column)(against(quantity.title, name)))));
         }
     }
     columns.push(Column::text("outcome", "Status").minor(2));
@@ -103,8 +105,8 @@ pub fn lines(analysis: &PrecisionAnalysis) -> Vec<Fields> {
         for side in &configuration.sides {
             for quantity in &QUANTITIES {
                 line.insert(key(quantity.title, &side.precision), (quantity.value)(side));
-                if let Some((_, value)) = quantity.against_f32 {
-                    line.insert(against(quantity.title, &side.precision), value(side));
+                if let Some(a) = quantity.against_f32 {
+                    line.insert(against(quantity.title, &side.precision), (a.value)(side));
                 }
             }
         }
