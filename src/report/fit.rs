@@ -39,25 +39,19 @@ pub(super) fn fit(strips: &mut Vec<Strip<'_>>, width: usize, left_out: &mut Vec<
 fn cut_words(strips: &mut [Strip<'_>], width: usize) -> bool {
     let widths = widths(strips);
     let too_much = total(&widths) - width;
-    let is_long = |i: &usize| {
-        let least = strips[*i]
+    let least = |i: usize| {
+        strips[i]
             .column
             .own_heading()
             .chars()
             .count()
-            .max(LEAST_WORDS);
-        strips[*i].is_of_names() && widths[*i] > least
+            .max(LEAST_WORDS)
     };
+    let is_long = |i: &usize| strips[*i].is_of_names() && widths[*i] > least(*i);
     let Some(widest) = (0..strips.len()).filter(is_long).max_by_key(|i| widths[*i]) else {
         return false;
     };
-    let least = strips[widest]
-        .column
-        .own_heading()
-        .chars()
-        .count()
-        .max(LEAST_WORDS);
-    let room = widths[widest].saturating_sub(too_much).max(least);
+    let room = widths[widest].saturating_sub(too_much).max(least(widest));
     strips[widest]
         .cells
         .iter_mut()
