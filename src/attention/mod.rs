@@ -4,9 +4,11 @@
 //! (that is [`crate::nn::CausalSelfAttention`]) and the single ops they are made of ([`crate::ops`]).
 
 mod algorithm;
+pub(crate) mod blocked;
 mod computed;
 pub(crate) mod cost;
 pub mod flash;
+pub(crate) mod in_model;
 mod lowering;
 #[cfg(feature = "cuda")]
 mod lowering_gpu;

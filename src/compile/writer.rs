@@ -61,12 +61,12 @@ impl Writer {
     /// A call.
     pub fn call(
         &mut self,
-        op: Op,
+        op: impl Into<Op>,
         reads: impl Into<Named<Operand>>,
         writes: impl Into<Named<Operand>>,
     ) {
         self.calls.push(Call {
-            op,
+            op: op.into(),
             path: self.path.clone(),
             phase: self.phase,
             part: self.part,

@@ -9,7 +9,7 @@ use super::lowering::{Calls, Ids, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
 use crate::graph::{Room, Step, Target};
-use crate::kernels::cpu::rows::embedding as kernel;
+use crate::kernels::cpu::{Stored, rows::embedding as kernel};
 use crate::kernels::workspace;
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -122,18 +122,21 @@ const LOWERING: Lowering = Lowering {
     },
     backward: |signature| {
         let kernel = kernel!("embedding_backward", |T, k, s| {
-            kernel::backward(
-                s.x::<T>("dx")?,
-                k.count("width")?,
-                s.x("ids")?,
-                s.y("dtable")?,
-            );
+            let (width, ids) = (k.count("width")?, s.x("ids")?);
+            match s.adds(k) {
+                false => kernel::backward::<T>(s.x("dx")?, width, ids, s.y("dtable")?),
+                true => {
+                    let (dx, dtable) = (s.x::<<T as Stored>::Wide>("dx")?, s.y("dtable")?);
+                    kernel::backward_accumulating(dx, width, ids, dtable);
+                }
+            }
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let (dx, ids, dtable) = (l.x("dx")?, l.x("ids")?, l.y("dtable")?);
             let (width, workspace) = (k.count("width")?, l.y("workspace")?);
-            cuda_kernel::backward(l.gpu, dx, ids, width, dtable, false, workspace)
+            cuda_kernel::backward(l.gpu, dx, ids, width, dtable, l.adds(k), workspace)
         });
+        let kernel = kernel.summing("dtable");
         let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
         let (mut calls, mut writes) = (Calls::default(), vec![("dtable", Slot::Gradient(0))]);

@@ -3,7 +3,7 @@
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Lowering, Signature, Slot};
+use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
 use super::packing::LinearProduct;
 use super::product::{Factor, product};
@@ -106,7 +106,7 @@ const LOWERING: Lowering = Lowering {
         let (x, weight) = factors(signature);
         let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
         let y = [("c", Slot::Output)];
-        Calls::default().call(product(x, weight.t(), false), factors, y)
+        Calls::default().call(product(x, weight.t(), Accumulate::Never), factors, y)
     },
     backward: planned_gradients,
 };
@@ -119,10 +119,10 @@ pub(super) fn planned_gradients(signature: &Signature<'_>) -> Calls {
         ("a", Slot::OutputGradient),
         ("b", read_weight(signature, 1)),
     ];
-    let dx = product(dy, weight, false);
+    let dx = product(dy, weight, Accumulate::Never);
     let calls = Calls::default().call(dx, factors, [("c", Slot::Gradient(0))]);
     let factors = [("a", Slot::OutputGradient), ("b", Slot::Input(0))];
-    let dw = product(dy.t(), x, false);
+    let dw = product(dy.t(), x, Accumulate::Never);
     calls.call(dw, factors, [("c", Slot::Gradient(1))])
 }
 

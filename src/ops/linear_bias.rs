@@ -5,7 +5,7 @@ use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, check_same_or_f32, choose};
 use super::info::OpInfo;
 use super::linear::{Linear, factors, planned_gradients, read_weight, rows_of, with_last_dim};
-use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
+use super::lowering::{Accumulate, Calls, Kernel, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
 use super::product::product;
 use super::record::{Spec, apply3, composed, contiguous, wide_input};
@@ -140,7 +140,7 @@ const LOWERING: Lowering = Lowering {
         let y = [("c", Slot::Output)];
         match x.cols {
             0 => calls,
-            _ => calls.call(product(x, weight.t(), true), factors, y),
+            _ => calls.call(product(x, weight.t(), Accumulate::Always), factors, y),
         }
     },
     backward: |signature| {
@@ -160,7 +160,7 @@ const LOWERING: Lowering = Lowering {
 /// Reads a bias (out), in y's dtype or in f32; writes it to every row of y (N, out).
 pub(crate) fn bias() -> Kernel {
     let kernel = Kernel::new("bias", |_, s| {
-        for_stored!(s.dtype_written("y")?, T => {
+        for_stored!(s.dtype_of("y")?, T => {
             let bias = s.wide_x::<<T as Stored>::Wide>("bias")?;
             let mut stored = vec![<T as WithDType>::from_f64(0.0); bias.len()]; // (out): small
             <T as Stored>::store(&bias, &mut stored);

@@ -1,12 +1,12 @@
 //! The output head and its loss, as one op.
 
 use super::cpu::{elements, for_stored, tensor, tensors, view};
-use super::cross_entropy::{PlannedLoss, planned_gradient, planned_loss};
+use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss};
 use super::cross_entropy::{Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::linear::{factors, read_weight};
-use super::lowering::{Calls, Lowering, Signature, Slot};
+use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous};
@@ -123,7 +123,7 @@ const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
         let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
-        let logits = product(x, weight.t(), false);
+        let logits = product(x, weight.t(), Accumulate::Never);
         let mut calls = Calls::default().call(logits, factors, [("c", Slot::Kept(0))]);
         let statistics = statistics(signature, &mut calls);
         planned_loss(
@@ -151,10 +151,10 @@ const LOWERING: Lowering = Lowering {
         let calls = planned_gradient(signature, reads, dlogits, calls);
         let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
         let factors = [("a", dlogits), ("b", read_weight(signature, 1))];
-        let dx = product(of_dlogits, weight, false);
+        let dx = product(of_dlogits, weight, Accumulate::Never);
         let calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
         let factors = [("a", dlogits), ("b", Slot::Input(0))];
-        let dw = product(of_dlogits.t(), x, false);
+        let dw = product(of_dlogits.t(), x, Accumulate::Never);
         calls.call(dw, factors, [("c", Slot::Gradient(1))])
     },
 };

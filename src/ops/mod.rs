@@ -45,6 +45,7 @@ pub(crate) mod record;
 pub(crate) mod reduce;
 pub mod relu;
 pub mod repeat_heads;
+pub(crate) mod residual_norm;
 pub mod rms_norm;
 pub mod rope;
 pub mod sigmoid;

@@ -4,7 +4,7 @@ use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::linear::{factors, linear, linear_product, read_weight, rows_of, with_last_dim};
-use super::lowering::{Calls, Lowering, Slot};
+use super::lowering::{Accumulate, Calls, Lowering, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, apply3, contiguous, elements_of};
@@ -112,7 +112,7 @@ const LOWERING: Lowering = Lowering {
         let linear = |calls: Calls, number: usize| {
             let weights = read_weight(signature, 1 + number);
             let factors = [("a", Slot::Input(0)), ("b", weights)];
-            let product = product(x, weight.t(), false);
+            let product = product(x, weight.t(), Accumulate::Never);
             calls.call(product, factors, [("c", Slot::Kept(number))])
         };
         let calls = linear(linear(Calls::default(), 0), 1);
@@ -133,13 +133,21 @@ const LOWERING: Lowering = Lowering {
         let dy = Factor::new(x.rows, weight.rows); // (N, F)
         for (number, gradient) in gradients.into_iter().enumerate() {
             let weights = read_weight(signature, 1 + number);
-            let dx = product(dy, weight, number > 0);
+            let dx = product(
+                dy,
+                weight,
+                if number > 0 {
+                    Accumulate::Always
+                } else {
+                    Accumulate::Never
+                },
+            );
             let factors = [("a", gradient), ("b", weights)];
             calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
         }
         for (number, gradient) in gradients.into_iter().enumerate() {
             let factors = [("a", gradient), ("b", Slot::Input(0))];
-            let dw = product(dy.t(), x, false);
+            let dw = product(dy.t(), x, Accumulate::Never);
             calls = calls.call(dw, factors, [("c", Slot::Gradient(1 + number))]);
         }
         calls

@@ -2,7 +2,7 @@
 
 use super::program::Program;
 use super::recompute::Choice;
-use super::{Job, Lower, attention, embedding, gated, head, heads, linear, node, norm};
+use super::{Job, Lower, attention, gated, head, heads, linear, node, norm};
 use crate::Result;
 use crate::graph::ValueId;
 use crate::ops::cost::{self, Cost};
@@ -122,7 +122,6 @@ pub(super) fn all(program: &Rc<Program<'_>>, job: &Job<'_>, choice: &Choice) -> 
     gated::find(program, job, choice, &mut forms);
     linear::find(program, &packed, &mut forms);
     norm::find(program, job, choice, &mut forms);
-    embedding::find(program, &mut forms);
     node::find(program, &mut forms);
     let forms = forms.at.into_iter();
     forms

@@ -1,7 +1,6 @@
 //! SwiGLU with its two maps, `silu(x W1^T) * x W3^T`. Backward recomputes its output where the gradient of that lay,
 //! and the gradients of gate and up where these lay.
 
-use super::super::op::Op;
 use super::super::plan::Operand;
 use super::form::{Form, Forms};
 use super::linear::{self, Map, Maps};
@@ -11,6 +10,7 @@ use super::{Job, Lower, place_of};
 use crate::Result;
 use crate::graph::ValueId;
 use crate::ops::lowering::Named;
+use crate::ops::swiglu;
 
 struct Gated {
     path: String,
@@ -61,17 +61,12 @@ impl Form for Gated {
         self.maps.forward(lower)?;
         lower.plan.path.clone_from(&self.path);
         let output = lower.make(self.output, "gated", &[self.rows, self.width]);
-        let op = match self.packed {
-            true => Op::PackedSwiGlu {
-                rows: self.rows,
-                width: self.width,
-            },
-            false => Op::SwiGlu {
-                elements: self.rows * self.width,
-            },
+        let kernel = match self.packed {
+            true => swiglu::packed(self.width),
+            false => swiglu::gated(),
         };
         let gate_up = self.places(lower);
-        lower.plan.call(op, gate_up, [("y", output)]);
+        lower.plan.call(kernel, gate_up, [("y", output)]);
         if self.recompute {
             for value in self.gate_up {
                 lower.places[value.0] = None;
@@ -102,18 +97,13 @@ impl Form for Gated {
         let Some(dy) = lower.take_own(self.output) else {
             return Ok(());
         };
-        let op = match self.packed {
-            true => Op::PackedSwiGluBackward {
-                rows: self.rows,
-                width: self.width,
-            },
-            false => Op::SwiGluBackward {
-                elements: self.rows * self.width,
-            },
+        let kernel = match self.packed {
+            true => swiglu::packed_in_place(self.width),
+            false => swiglu::gated_in_place(),
         };
         let gate_up = self.places(lower);
         let in_place = Named::from([("dy", dy.clone())]).and(gate_up.clone());
-        lower.plan.call(op, [], in_place);
+        lower.plan.call(kernel, [], in_place);
         lower.remade(self.output, dy);
         for (value, gradient) in self.gate_up.iter().zip(gate_up.iter().cycle()) {
             lower.gradients.set(*value, gradient.clone());

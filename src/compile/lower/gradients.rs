@@ -1,7 +1,6 @@
 //! Gradients of values, and their sums where a value is read several times.
 
 use super::super::buffer::BufferId;
-use super::super::op::Op;
 use super::super::plan::Operand;
 use super::Lower;
 use crate::graph::{self, ValueId};
@@ -68,7 +67,7 @@ impl Lower<'_> {
         }
         let dtype = self.plan.buffers[gradient.buffer].dtype;
         let copy = self.temporary("gradient", &[gradient.elements.len()], dtype);
-        let op = Op::Kernel(converted());
+        let op = converted();
         let writes = [("y", copy.clone())];
         self.plan.call(op, [("x", gradient)], writes);
         Some(copy)
@@ -127,7 +126,7 @@ impl Lower<'_> {
                 let after = self.temporary("gradient", &[base.elements.len()], value.dtype);
                 let reads = [("a", before), ("b", dx)];
                 let writes = [("y", after.clone())];
-                self.plan.call(Op::Kernel(sum()), reads, writes);
+                self.plan.call(sum(), reads, writes);
                 after
             }
         };
@@ -147,14 +146,14 @@ impl Lower<'_> {
             dtype => dtype,
         };
         let sums = self.temporary("gradient", &[elements], wide);
-        let kernel = Op::Kernel(strided::scatter(view));
+        let kernel = strided::scatter(view);
         let writes = [("dx", sums.clone())];
         self.plan.call(kernel, [("dy", dx)], writes);
         if wide == dtype {
             return sums;
         }
         let rounded = self.temporary("gradient", &[elements], dtype);
-        let cast = Op::Kernel(converted());
+        let cast = converted();
         let writes = [("y", rounded.clone())];
         self.plan.call(cast, [("x", sums)], writes);
         rounded

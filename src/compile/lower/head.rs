@@ -1,7 +1,6 @@
 //! Head and loss, some rows at a time, with their gradients at once: the logits of all rows are never there, and none
 //! is kept.
 
-use super::super::op::{Accumulate, Op};
 use super::super::plan::{Operand, Phase};
 use super::form::{Form, Forms};
 use super::linear::{self, product};
@@ -9,8 +8,9 @@ use super::program::Program;
 use super::{Lower, part, place_of};
 use crate::Result;
 use crate::graph::{self, ValueId};
+use crate::ops::cross_entropy::lowering::in_place;
 use crate::ops::linear_cross_entropy;
-use crate::ops::lowering::Ids;
+use crate::ops::lowering::{Accumulate, Ids};
 use candle_core::DType;
 use std::cell::RefCell;
 
@@ -105,15 +105,12 @@ impl Form for Head {
                 logits.clone(),
                 Accumulate::Never,
             );
-            let op = Op::CrossEntropy {
-                rows,
-                classes,
-                counted,
-            };
             // The logits become their gradient.
             let reads = [("targets", some(&targets, 1))];
             let writes = [("logits", logits.clone()), ("losses", some(&losses, 1))];
-            lower.plan.call(op, reads, writes);
+            lower
+                .plan
+                .call(in_place(rows, classes, counted), reads, writes);
             if let Some(dx) = &dx {
                 let factors = [(&logits, false), (&weight, false)];
                 let dx = some(dx, width);

@@ -1,7 +1,6 @@
 //! Linear maps of one input: `y = x W^T`, or `x W^T + b`. On a GPU in half precision they may be one product, whose
 //! weights' copies lie one under the other and whose outputs lie beside each other.
 
-use super::super::op::{Accumulate, Op};
 use super::super::plan::Operand;
 use super::form::{Form, Forms};
 use super::gradients::Waiting;
@@ -10,7 +9,8 @@ use super::{Job, Lower, Target, place_of};
 use crate::Result;
 use crate::graph::{self, Node, ValueId};
 use crate::kernels::workspace;
-use crate::ops::lowering::Named;
+use crate::ops::lowering::{Accumulate, Named};
+use crate::ops::product::{self, Factor};
 use crate::ops::{converted, linear_bias};
 use candle_core::DType;
 
@@ -157,7 +157,7 @@ impl Maps {
             let mut accumulate = Accumulate::Never;
             if let Some((bias, _)) = &group.bias {
                 let bias = lower.read(bias);
-                let kernel = Op::Kernel(linear_bias::bias());
+                let kernel = linear_bias::bias();
                 let writes = [("y", y.clone())];
                 lower.plan.call(kernel, [("bias", bias)], writes);
                 accumulate = Accumulate::Always;
@@ -293,16 +293,17 @@ pub(super) fn product(
     c: Operand,
     accumulate: Accumulate,
 ) {
-    let op = Op::Matmul {
-        rows,
-        cols,
-        depth,
-        a_transposed,
-        b_transposed,
-        accumulate,
+    let factor = |rows, cols, transposed| match transposed {
+        false => Factor::new(rows, cols),
+        true => Factor::new(cols, rows).t(),
     };
+    let (of_a, of_b) = (
+        factor(rows, depth, a_transposed),
+        factor(depth, cols, b_transposed),
+    );
+    let kernel = product::product(of_a, of_b, accumulate);
     let factors = [("a", a.clone()), ("b", b.clone())];
-    lower.plan.call(op, factors, [("c", c)]);
+    lower.plan.call(kernel, factors, [("c", c)]);
 }
 
 /// `db`, the sum of the rows of dy (N, F).
@@ -318,14 +319,14 @@ fn bias_gradient(
         lower.scratch(&[elements], DType::F32)
     });
     let writes = Named::from([("dbias", sum.clone())]).with_some("partials", partial);
-    let kernel = Op::Kernel(linear_bias::bias_gradient());
+    let kernel = linear_bias::bias_gradient();
     lower.plan.call(kernel, [("dy", dy.clone())], writes);
     let dtype = lower.program.graph.value(bias.value).dtype;
     let gradient = match dtype {
         DType::F32 => sum,
         _ => {
             let rounded = lower.temporary("dbias", &[columns], dtype);
-            let kernel = Op::Kernel(converted());
+            let kernel = converted();
             let writes = [("y", rounded.clone())];
             lower.plan.call(kernel, [("x", sum)], writes);
             rounded

@@ -1,8 +1,9 @@
 //! The loss of a step: what it may be, its mean over micro-batches, and where gradients begin.
 
-use super::super::op::{Accumulate, Op};
 use super::super::plan::{Operand, Phase};
 use super::Lower;
+use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
+use crate::ops::lowering::Accumulate;
 use crate::{Error, Result};
 use candle_core::DType;
 
@@ -49,8 +50,8 @@ impl Lower<'_> {
         let mean = self.mean_of(loss, counted);
         let dtype = self.program.graph.value(output.value).dtype;
         let gradient = self.temporary("gradient of the loss", &[1], dtype);
-        let op = Op::LossGradient { counted };
-        self.plan.call(op, [], [("dloss", gradient.clone())]);
+        let writes = [("dloss", gradient.clone())];
+        self.plan.call(gradient_of_mean(counted), [], writes);
         self.contribute(&output, gradient);
         Ok(mean)
     }
@@ -59,13 +60,9 @@ impl Lower<'_> {
     pub(super) fn mean_of(&mut self, losses: Operand, counted: usize) -> Operand {
         let mean = self.temporary("loss", &[1], DType::F64);
         self.plan.kept.push(mean.buffer);
-        let op = Op::MeanLoss {
-            rows: losses.elements.len(),
-            counted,
-            accumulate: Accumulate::AfterFirst,
-        };
+        let kernel = mean_of(counted, Accumulate::AfterFirst);
         let writes = [("loss", mean.clone())];
-        self.plan.call(op, [("losses", losses)], writes);
+        self.plan.call(kernel, [("losses", losses)], writes);
         mean
     }
 

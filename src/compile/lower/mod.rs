@@ -8,7 +8,7 @@
 //! - [`linear`]: linear maps of one input, which on a GPU in half precision are one product;
 //! - [`gated`]: SwiGLU with its two maps, whose backward needs no memory of its own;
 //! - [`norm`]: RMSNorm of a sum, with the addition;
-//! - [`embedding`], and [`head`]: head and loss, some rows at a time;
+//! - [`head`]: head and loss, some rows at a time;
 //! - [`node`]: any other op, by its own [lowering](crate::ops::lowering).
 //!
 //! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]),
@@ -17,7 +17,6 @@
 
 mod attention;
 mod dead;
-mod embedding;
 mod finish;
 mod form;
 mod gated;

@@ -1,7 +1,6 @@
 //! Values and where they lie.
 
 use super::super::buffer::{Category, Location};
-use super::super::op::Op;
 use super::super::plan::Operand;
 use super::super::traced::Parameter;
 use super::{Lower, part};
@@ -155,7 +154,7 @@ impl Lower<'_> {
         let base = self.value(operand.value);
         let kernel = strided::gather(view.clone());
         let writes = [("y", copy.clone())];
-        self.plan.call(Op::Kernel(kernel), [("x", base)], writes);
+        self.plan.call(kernel, [("x", base)], writes);
         self.dense.insert(key, copy.clone());
         copy
     }

@@ -1,12 +1,14 @@
 //! Weights: the copies that products read, their gradients, and when they are updated.
 
 use super::super::buffer::{BufferId, Category, Location};
-use super::super::op::{Accumulate, Op};
 use super::super::plan::Operand;
 use super::super::update::Update;
 use super::program::Program;
 use super::{Job, Lower};
 use crate::graph::ValueId;
+use crate::ops::arithmetic::lowering::accumulated;
+use crate::ops::converted;
+use crate::ops::lowering::Accumulate;
 use candle_core::DType;
 use std::collections::HashMap;
 
@@ -96,10 +98,9 @@ impl Lower<'_> {
             location,
         );
         for ((value, weight), part) in weights.iter().zip(&all).zip(parts(&all, copy)) {
-            let elements = part.elements.len();
             self.weights.copies.insert(*value, part.clone());
-            let (op, reads) = (Op::Cast { elements }, [("x", weight.clone())]);
-            self.plan.call(op, reads, [("y", part)]);
+            self.plan
+                .call(converted(), [("x", weight.clone())], [("y", part)]);
         }
         self.plan.whole(copy)
     }
@@ -164,12 +165,8 @@ impl Lower<'_> {
         } else {
             let dtype = self.program.graph.value(value).dtype;
             let (sum, accumulate) = self.gradient_of_weights(&[value], dtype);
-            let elements = sum.elements.len();
-            let op = Op::Accumulate {
-                elements,
-                accumulate,
-            };
-            self.plan.call(op, [("x", gradient)], [("y", sum)]);
+            let kernel = accumulated(accumulate);
+            self.plan.call(kernel, [("x", gradient)], [("y", sum)]);
         }
         self.gradient_done(&[value]);
     }

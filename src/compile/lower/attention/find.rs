@@ -5,7 +5,7 @@ use super::super::program::Program;
 use super::super::{Job, Target, attribute, linear, place_of};
 use super::Attention;
 use crate::attention::Mask;
-use crate::compile::sizes::AttentionSizes;
+use crate::attention::in_model::InModel;
 use crate::graph::{self, Attribute, Node, ValueId};
 use crate::ops::strided;
 use candle_core::DType;
@@ -103,7 +103,7 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     let angles = q.angles.clone();
     let form = Attention {
         path: place_of(node),
-        sizes: AttentionSizes {
+        sizes: InModel {
             batch,
             length,
             heads,

@@ -8,17 +8,16 @@ pub(super) use find::find;
 use super::form::Form;
 use super::{Lower, Target};
 use crate::Result;
-use crate::compile::op::Op;
+use crate::attention::in_model::InModel;
 use crate::compile::plan::Operand;
-use crate::compile::sizes::AttentionSizes;
 use crate::graph::{self, ValueId};
 use crate::kernels::workspace;
-use crate::ops::lowering::Named;
+use crate::ops::lowering::{Kernel, Named};
 use candle_core::DType;
 
 struct Attention {
     path: String,
-    sizes: AttentionSizes,
+    sizes: InModel,
     dtype: DType,
     is_naive: bool,
     /// The projections, (N, D) each, or all three as one, (N, 3 D), three times; rotated in place where a kernel does
@@ -86,12 +85,12 @@ impl Attention {
     }
 
     /// Rotates what positions rotate of q, k and v or of their gradients, in place.
-    fn rotate(&self, lower: &mut Lower<'_>, op: &Op, heads: &Named<Operand>) -> Result<()> {
+    fn rotate(&self, lower: &mut Lower<'_>, kernel: &Kernel, heads: &Named<Operand>) -> Result<()> {
         let angles = self.angles(lower)?;
         if !angles.is_empty() {
             for x in heads.iter().take(2) {
                 let writes = [("x", x.clone())];
-                lower.plan.call(op.clone(), angles.clone(), writes);
+                lower.plan.call(kernel.clone(), angles.clone(), writes);
             }
         }
         Ok(())
@@ -117,7 +116,7 @@ impl Attention {
             self.keep(lower, 0, "probabilities", &len, true)
         });
         let writes = Named::from([("out", out), ("scratch", scratch)]).with_some("p", p);
-        lower.plan.call(Op::Attention(self.sizes), reads, writes);
+        lower.plan.call(self.sizes.rotating(), reads, writes);
         Ok(())
     }
 
@@ -130,7 +129,7 @@ impl Attention {
             .is_half()
             .then(|| lower.scratch(&self.scores_at_once(), DType::F32));
         let writes = Named::from([("out", out), ("p", p)]).with_some("scores", scores);
-        lower.plan.call(Op::NaiveAttention(self.sizes), qkv, writes);
+        lower.plan.call(self.sizes.naive(), qkv, writes);
     }
 
     fn flash_forward(&self, lower: &mut Lower<'_>) {
@@ -155,12 +154,12 @@ impl Attention {
         let writes = Named::from([("out", heads.clone()), ("lse", lse)]);
         let writes = writes.with_some("workspace", workspace);
         let writes = writes.with_some("rounding_error", rounding_error);
-        lower.plan.call(Op::FlashAttention(self.sizes), qkv, writes);
+        lower.plan.call(self.sizes.tiled(), qkv, writes);
         if !on_gpu {
             let out = lower.make(self.output, "out", &self.shape());
             lower
                 .plan
-                .call(Op::MergeHeads(self.sizes), [("x", heads)], [("y", out)]);
+                .call(self.sizes.merge(), [("x", heads)], [("y", out)]);
         }
     }
 
@@ -170,7 +169,7 @@ impl Attention {
         reads: Named<Operand>,
         gradients: &Named<Operand>,
     ) -> Result<()> {
-        let op = Op::FlashAttentionBackward(self.sizes);
+        let op = self.sizes.tiled_backward();
         let [b, h, t, d] = [
             self.sizes.batch,
             self.sizes.heads,
@@ -182,7 +181,7 @@ impl Attention {
             let workspace = lower.scratch(&[words], DType::U32);
             let writes = gradients.clone().with("workspace", workspace);
             lower.plan.call(op, reads, writes);
-            return self.rotate(lower, &Op::RotateBack(self.sizes), gradients);
+            return self.rotate(lower, &self.sizes.rotate_back(), gradients);
         }
         let names = [("dq", "dq_heads"), ("dk", "dk_heads"), ("dv", "dv_heads")];
         let heads = names.map(|(name, buffer)| {
@@ -193,15 +192,14 @@ impl Attention {
         let angles = self.angles(lower)?;
         for (i, ((_, from), to)) in heads.into_iter().zip(gradients.iter()).enumerate() {
             let (reads, writes) = (Named::from([("x", from)]), [("y", to.clone())]);
-            let op = match i < 2 && !angles.is_empty() {
-                true => Op::MergeRotatedBack(self.sizes),
-                false => Op::MergeHeads(self.sizes),
-            };
-            let reads = match op {
-                Op::MergeHeads(_) => reads,
-                _ => reads.and(angles.clone()),
-            };
-            lower.plan.call(op, reads, writes);
+            match i < 2 && !angles.is_empty() {
+                true => {
+                    let (kernel, reads) =
+                        (self.sizes.merge_rotated_back(), reads.and(angles.clone()));
+                    lower.plan.call(kernel, reads, writes);
+                }
+                false => lower.plan.call(self.sizes.merge(), reads, writes),
+            }
         }
         Ok(())
     }
@@ -221,7 +219,7 @@ impl Form for Attention {
             return self.naive_forward(lower, threads);
         }
         let qkv = self.qkv(lower);
-        self.rotate(lower, &Op::Rotate(self.sizes), &qkv)?;
+        self.rotate(lower, &self.sizes.rotate(), &qkv)?;
         match self.is_naive {
             true => self.naive_forward_on_gpu(lower),
             false => self.flash_forward(lower),
@@ -259,7 +257,7 @@ impl Form for Attention {
                 let writes = gradients.clone().with("scratch", scratch);
                 lower
                     .plan
-                    .call(Op::AttentionBackward(self.sizes), reads, writes);
+                    .call(self.sizes.rotating_backward(), reads, writes);
             }
             (true, Target::Cuda) => {
                 let some = self.scores_at_once();
@@ -269,9 +267,9 @@ impl Form for Attention {
                     .then(|| self.buffer(lower, "dscores", &some, false));
                 let writes = gradients.clone().with("dp", d_probabilities);
                 let writes = writes.with_some("dscores", d_scores);
-                let op = Op::NaiveAttentionBackward(self.sizes);
+                let op = self.sizes.naive_backward();
                 lower.plan.call(op, reads.and(kept), writes);
-                self.rotate(lower, &Op::RotateBack(self.sizes), &gradients)?;
+                self.rotate(lower, &self.sizes.rotate_back(), &gradients)?;
             }
             (false, _) => {
                 let reads = reads.with("out", out).and(kept);
