@@ -5,7 +5,6 @@ use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss
 use super::cross_entropy::{Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::linear::{factors, read_weight};
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
@@ -122,7 +121,7 @@ fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
-        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
+        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature))];
         let logits = product(x, weight.t(), Accumulate::Never);
         let mut calls = Calls::default().call(logits, factors, [("c", Slot::Kept(0))]);
         let statistics = statistics(signature, &mut calls);
@@ -150,7 +149,7 @@ const LOWERING: Lowering = Lowering {
         ];
         let calls = planned_gradient(signature, reads, dlogits, calls);
         let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
-        let factors = [("a", dlogits), ("b", read_weight(signature, 1))];
+        let factors = [("a", dlogits), ("b", read_weight(signature))];
         let dx = product(of_dlogits, weight, Accumulate::Never);
         let calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
         let factors = [("a", dlogits), ("b", Slot::Input(0))];
@@ -158,6 +157,23 @@ const LOWERING: Lowering = Lowering {
         calls.call(dw, factors, [("c", Slot::Gradient(1))])
     },
 };
+
+/// x (N, D) and the weight (V, D).
+fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
+    let (x, weight) = (&signature.inputs[0], signature.inputs[1].dims);
+    (
+        Factor::new(x.rows(), weight[1]),
+        Factor::new(weight[0], weight[1]),
+    )
+}
+
+/// What the product reads of the weight: itself, or its copy in half precision, where its own dtype is another than x's.
+fn read_weight(signature: &Signature<'_>) -> Slot {
+    match signature.inputs[1].dtype == signature.inputs[0].dtype {
+        true => Slot::Input(1),
+        false => Slot::Read(0),
+    }
+}
 
 /// (top, total) of each row (N, 2): kept, or on a GPU recomputed from the logits.
 fn statistics(signature: &Signature<'_>, calls: &mut Calls) -> Slot {

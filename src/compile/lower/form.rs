@@ -116,11 +116,11 @@ pub(super) fn all(program: &Rc<Program<'_>>, job: &Job<'_>, choice: &Choice) -> 
         taken: vec![false; program.nodes.len()],
         ..Forms::default()
     };
-    head::find(program, &mut forms);
+    head::find(program, job, &mut forms);
     let packed = attention::find(program, job, &mut forms);
     heads::find(program, job, &mut forms);
     gated::find(program, job, choice, &mut forms);
-    linear::find(program, &packed, &mut forms);
+    linear::find(program, job, &packed, &mut forms);
     norm::find(program, job, choice, &mut forms);
     node::find(program, &mut forms);
     let forms = forms.at.into_iter();

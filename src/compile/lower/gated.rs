@@ -115,12 +115,8 @@ impl Form for Gated {
 /// The nodes that are a gate with its maps.
 pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms: &mut Forms) {
     for (i, node) in program.nodes.iter().enumerate() {
-        let is_gated = node.op == "swiglu_linear" && !node.composed && node.kept.len() == 2;
-        if !is_gated
-            || ![1, 2]
-                .iter()
-                .all(|input| linear::is_map(program, node, *input))
-        {
+        let is_gated = node.op == "swiglu_linear" && !node.composed;
+        if !is_gated || node.kept.len() != 2 {
             continue;
         }
         let gate_up = [0, 1].map(|kept| node.kept[kept].value);
@@ -134,12 +130,12 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms:
             };
             (node, map)
         });
-        let weights = [1, 2].map(|input| node.inputs[input].value);
+        let weights = [1, 2].map(|input| (node, input));
         let dtype = program.graph.value(node.output).dtype;
         let packed = linear::can_be_packed(program, job, &weights, dtype);
         let kept = program.graph.value(gate_up[0]);
         let form = Gated {
-            maps: Maps::new(program, &maps, packed),
+            maps: Maps::new(program, job, &maps, packed),
             gate_up,
             packed,
             output: node.output,

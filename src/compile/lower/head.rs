@@ -5,7 +5,7 @@ use super::super::plan::{Operand, Phase};
 use super::form::{Form, Forms};
 use super::linear::{self, product};
 use super::program::Program;
-use super::{Lower, part, place_of};
+use super::{Job, Lower, part, place_of};
 use crate::Result;
 use crate::graph::{self, ValueId};
 use crate::ops::cross_entropy::lowering::in_place;
@@ -74,7 +74,7 @@ impl Form for Head {
         lower.product_weight(&[self.weight], self.dtype);
     }
 
-    /// The loss is computed in f32 whatever the precision, from logits that come in its dtype.
+    /// The loss is computed in f32 for half precision, from logits that come in its dtype.
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
         let (all_rows, width, classes) = (self.rows, self.width, self.classes);
         let counted = all_rows * lower.job.config.accumulation;
@@ -86,11 +86,12 @@ impl Form for Head {
         };
         lower.ids.push((self.targets.value, ids));
         let (x, targets) = (lower.read(&self.x), lower.read(&self.targets));
-        let losses = lower.temporary("losses", &[all_rows], DType::F32);
+        let wide = lower.program.graph.value(self.loss).dtype;
+        let losses = lower.temporary("losses", &[all_rows], wide);
         let [dx, dw] = self.gradients;
         let dx = dx.then(|| lower.temporary("dx", &[all_rows, width], self.dtype));
         let weight = lower.product_weight(&[self.weight], self.dtype);
-        let dw = dw.then(|| lower.gradient_of_weights(&[self.weight], DType::F32));
+        let dw = dw.then(|| lower.gradient_of_weights(&[self.weight], wide));
         let at_once = self.rows_at_once(lower.is_on_gpu());
         for start in (0..all_rows).step_by(at_once) {
             let rows = at_once.min(all_rows - start);
@@ -163,7 +164,7 @@ impl Form for Head {
 }
 
 /// The loss, if it is made of a head.
-pub(super) fn find(program: &Program<'_>, forms: &mut Forms) {
+pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
     let Some(loss) = program.outputs.first().map(|output| output.value) else {
         return;
     };
@@ -171,15 +172,17 @@ pub(super) fn find(program: &Program<'_>, forms: &mut Forms) {
         return;
     };
     let (graph, node) = (program.graph, &program.nodes[i]);
-    let is_head =
-        node.op == linear_cross_entropy::NAME && !node.composed && linear::is_map(program, node, 1);
+    let is_head = node.op == linear_cross_entropy::NAME
+        && !node.composed
+        && linear::is_own(program, job, node, 1);
     // Read by anything else, its gradient would not be 1.
     if !is_head || !program.is_wanted(loss) || !program.readers(loss).is_empty() {
         return;
     }
     let (x, weight) = (&node.inputs[0], &node.inputs[1]);
     let targets = node.reads[node.reads.len() - 1].clone();
-    if graph.value(targets.value).dtype != DType::U32 || graph.value(loss).dtype != DType::F32 {
+    let is_empty = [x, weight].iter().any(|x| graph.shape_of(x).contains(&0));
+    if graph.value(targets.value).dtype != DType::U32 || is_empty {
         return;
     }
     let [classes, width] = [0, 1].map(|dim| graph.shape_of(weight)[dim]);

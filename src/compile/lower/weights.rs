@@ -149,6 +149,7 @@ impl Lower<'_> {
         };
         let passes = self.is_on_gpu() && self.job.config.optimizer_in_backward;
         match factors {
+            DType::F64 => DType::F64,
             DType::BF16 if passes && weights.iter().all(is_last) => DType::BF16,
             _ => DType::F32,
         }

@@ -31,9 +31,9 @@ pub(in crate::compile::lower) fn find(
             let x = &maps[0].inputs[0];
             let are_maps = maps.iter().all(|map| {
                 let same_x = map.inputs[0] == *x;
-                map.op == "linear" && same_x && linear::is_map(program, map, 1)
+                map.op == "linear" && same_x && !map.composed
             });
-            let weights = maps.map(|map| map.inputs[1].value);
+            let weights = maps.map(|map| (map, 1));
             let equal = maps.iter().all(|map| {
                 program.graph.value(map.output).shape == program.graph.value(maps[0].output).shape
             });
