@@ -69,7 +69,8 @@ pub enum Error {
 
     /// A token id (or a class label) outside the vocabulary.
     #[error(
-        "{op}: id {id} at position {position} is outside the vocabulary of {vocab_size}; ids go from 0 to {} (is this another tokenizer's data?)",
+        "{op}: id {id} at position {position} is outside the vocabulary of {vocab_size}; ids go from 0 to {} (is this \
+         another tokenizer's data?)",
         vocab_size.saturating_sub(1)
     )]
     TokenId {
@@ -96,7 +97,8 @@ pub enum Error {
 
     /// A parameter that the loss does not depend on, or whose gradient was lost on the way.
     #[error(
-        "{op}: parameter {parameter} has no gradient; does the loss depend on it, and is every op between them differentiable? (candle's fused ops are not)"
+        "{op}: parameter {parameter} has no gradient; does the loss depend on it, and is every op between them \
+         differentiable? (candle's fused ops are not)"
     )]
     MissingGradient {
         /// The operation that refused.
@@ -118,7 +120,8 @@ pub enum Error {
 
     /// An op without a kernel for a device and dtype, where kernels are demanded.
     #[error(
-        "{op}: no kernel for {dtype} on {device}, and the kernel policy is strict; allow the reference implementation (KernelPolicy::Prefer) or change dtype or device"
+        "{op}: no kernel for {dtype} on {device}, and the kernel policy is strict; allow the reference implementation \
+         (KernelPolicy::Prefer) or change dtype or device"
     )]
     NoKernel {
         /// The operation.
@@ -169,7 +172,10 @@ pub enum Error {
     },
 
     /// A resumed run that differs from the one that was saved.
-    #[error("{}: saved with {field} {saved}, resumed with {given}; resume with the same settings, or start anew without it", path.display())]
+    #[error(
+        "{}: saved with {field} {saved}, resumed with {given}; resume with the same settings, or start anew without it",
+        path.display()
+    )]
     Resume {
         /// The checkpoint.
         path: PathBuf,
@@ -183,7 +189,8 @@ pub enum Error {
 
     /// More memory wanted than there is, known before anything was allocated.
     #[error(
-        "{what}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter context or a smaller model"
+        "{what}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter \
+         context or a smaller model"
     )]
     OutOfMemory {
         /// What wanted it.

@@ -75,7 +75,8 @@ pub(super) fn check_sizes(
         return Err(Error::Data {
             what: tokens.to_string(),
             expected: format!(
-                "more than {sequence_length} tokens ({config}: sequence_length {sequence_length}, and the target of its last token)"
+                "more than {sequence_length} tokens ({config}: sequence_length {sequence_length}, and the target of \
+                 its last token)"
             ),
             got: format!("{} tokens", tokens.len()),
             hint: "give more data or a shorter sequence_length".into(),

@@ -34,7 +34,8 @@ pub enum Schedule {
     ///
     /// ```text
     /// t < warmup_steps   max_lr * t / warmup_steps
-    /// t < total_steps    min_lr + (max_lr - min_lr) (1 + cos(pi (t - warmup_steps) / (total_steps - warmup_steps))) / 2
+    /// t < total_steps    min_lr + (max_lr - min_lr) (1 + cos(pi u)) / 2,
+    ///                    u = (t - warmup_steps) / (total_steps - warmup_steps)
     /// otherwise          min_lr
     /// ```
     WarmupCosine {
