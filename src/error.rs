@@ -1,6 +1,7 @@
 //! One error for the whole crate. A variant says which operation refused, what it
 //! wanted, what it got, and what the caller can do about it.
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 /// What every fallible function of this crate returns.
@@ -221,7 +222,33 @@ pub enum Error {
     Candle(#[from] candle_core::Error),
 }
 
+/// A field with a value that cannot work: the first half of an [`Error::Config`].
+pub(crate) struct Field {
+    config: &'static str,
+    field: &'static str,
+    got: String,
+}
+
+impl Field {
+    /// The error that says what the value must be, and what to do.
+    pub(crate) fn must_be(self, expected: impl Into<String>, hint: impl Into<String>) -> Error {
+        Error::Config {
+            config: self.config,
+            field: self.field,
+            expected: expected.into(),
+            got: self.got,
+            hint: hint.into(),
+        }
+    }
+}
+
 impl Error {
+    /// An [`Error::Config`]: `Error::config("AdamWConfig", "lr", lr).must_be("positive", "1e-3 is usual")`.
+    pub(crate) fn config(config: &'static str, field: &'static str, got: impl Display) -> Field {
+        let got = got.to_string();
+        Field { config, field, got }
+    }
+
     /// An [`Error::Io`] with the path it happened on: `File::open(path).map_err(|e| Error::io("read", path, e))`.
     pub fn io(action: &'static str, path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Self::Io {

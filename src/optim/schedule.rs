@@ -118,22 +118,18 @@ impl Schedule {
                 at_least_zero("Schedule", "max_lr", max_lr)?;
                 at_least_zero("Schedule", "min_lr", min_lr)?;
                 if min_lr > max_lr {
-                    return Err(Error::Config {
-                        config: "Schedule",
-                        field: "min_lr",
-                        expected: format!("at most max_lr, {max_lr}"),
-                        got: min_lr.to_string(),
-                        hint: "lower min_lr or raise max_lr".into(),
-                    });
+                    return Err(Error::config("Schedule", "min_lr", min_lr).must_be(
+                        format!("at most max_lr, {max_lr}"),
+                        "lower min_lr or raise max_lr",
+                    ));
                 }
                 if warmup_steps > total_steps {
-                    return Err(Error::Config {
-                        config: "Schedule",
-                        field: "warmup_steps",
-                        expected: format!("at most total_steps, {total_steps}"),
-                        got: warmup_steps.to_string(),
-                        hint: "total_steps counts the warm-up in".into(),
-                    });
+                    return Err(
+                        Error::config("Schedule", "warmup_steps", warmup_steps).must_be(
+                            format!("at most total_steps, {total_steps}"),
+                            "total_steps counts the warm-up in",
+                        ),
+                    );
                 }
                 Ok(())
             }

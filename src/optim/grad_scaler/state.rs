@@ -54,13 +54,7 @@ impl GradScalerState {
     /// `growth_interval`, the others as [`GradScalerConfig::validate`] has them.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: String, got: String, hint: &str| {
-            Err(Error::Config {
-                config: "GradScalerState",
-                field,
-                expected,
-                got,
-                hint: hint.into(),
-            })
+            Err(Error::config("GradScalerState", field, got).must_be(expected, hint))
         };
         if !is_scale(self.scale) {
             let hint = "was it changed, or saved by a run that diverged?";

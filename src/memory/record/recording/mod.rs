@@ -168,13 +168,8 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
         });
     }
     if config.capacity == 0 {
-        return Err(Error::Config {
-            config: "RecordConfig",
-            field: "capacity",
-            expected: "at least 1".into(),
-            got: "0".into(),
-            hint: "a block is two events".into(),
-        });
+        return Err(Error::config("RecordConfig", "capacity", "0")
+            .must_be("at least 1", "a block is two events"));
     }
     // The listener first: what it takes is no part of the recording.
     let listening = probe::listen(Arc::new(Marks));
