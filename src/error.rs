@@ -1,6 +1,7 @@
 //! One error for the whole crate. A variant says which operation refused, what it
 //! wanted, what it got, and what the caller can do about it.
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 /// What every fallible function of this crate returns.
@@ -69,7 +70,8 @@ pub enum Error {
 
     /// A token id (or a class label) outside the vocabulary.
     #[error(
-        "{op}: id {id} at position {position} is outside the vocabulary of {vocab_size}; ids go from 0 to {} (is this another tokenizer's data?)",
+        "{op}: id {id} at position {position} is outside the vocabulary of {vocab_size}; ids go from 0 to {} (is this \
+         another tokenizer's data?)",
         vocab_size.saturating_sub(1)
     )]
     TokenId {
@@ -96,7 +98,8 @@ pub enum Error {
 
     /// A parameter that the loss does not depend on, or whose gradient was lost on the way.
     #[error(
-        "{op}: parameter {parameter} has no gradient; does the loss depend on it, and is every op between them differentiable? (candle's fused ops are not)"
+        "{op}: parameter {parameter} has no gradient; does the loss depend on it, and is every op between them \
+         differentiable? (candle's fused ops are not)"
     )]
     MissingGradient {
         /// The operation that refused.
@@ -118,7 +121,8 @@ pub enum Error {
 
     /// An op without a kernel for a device and dtype, where kernels are demanded.
     #[error(
-        "{op}: no kernel for {dtype} on {device}, and the kernel policy is strict; allow the reference implementation (KernelPolicy::Prefer) or change dtype or device"
+        "{op}: no kernel for {dtype} on {device}, and the kernel policy is strict; allow the reference implementation \
+         (KernelPolicy::Prefer) or change dtype or device"
     )]
     NoKernel {
         /// The operation.
@@ -169,7 +173,10 @@ pub enum Error {
     },
 
     /// A resumed run that differs from the one that was saved.
-    #[error("{}: saved with {field} {saved}, resumed with {given}; resume with the same settings, or start anew without it", path.display())]
+    #[error(
+        "{}: saved with {field} {saved}, resumed with {given}; resume with the same settings, or start anew without it",
+        path.display()
+    )]
     Resume {
         /// The checkpoint.
         path: PathBuf,
@@ -183,7 +190,8 @@ pub enum Error {
 
     /// More memory wanted than there is, known before anything was allocated.
     #[error(
-        "{what}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter context or a smaller model"
+        "{what}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter \
+         context or a smaller model"
     )]
     OutOfMemory {
         /// What wanted it.
@@ -214,7 +222,33 @@ pub enum Error {
     Candle(#[from] candle_core::Error),
 }
 
+/// A field with a value that cannot work: the first half of an [`Error::Config`].
+pub(crate) struct Field {
+    config: &'static str,
+    field: &'static str,
+    got: String,
+}
+
+impl Field {
+    /// The error that says what the value must be, and what to do.
+    pub(crate) fn must_be(self, expected: impl Into<String>, hint: impl Into<String>) -> Error {
+        Error::Config {
+            config: self.config,
+            field: self.field,
+            expected: expected.into(),
+            got: self.got,
+            hint: hint.into(),
+        }
+    }
+}
+
 impl Error {
+    /// An [`Error::Config`]: `Error::config("AdamWConfig", "lr", lr).must_be("positive", "1e-3 is usual")`.
+    pub(crate) fn config(config: &'static str, field: &'static str, got: impl Display) -> Field {
+        let got = got.to_string();
+        Field { config, field, got }
+    }
+
     /// An [`Error::Io`] with the path it happened on: `File::open(path).map_err(|e| Error::io("read", path, e))`.
     pub fn io(action: &'static str, path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Self::Io {

@@ -1,4 +1,16 @@
-//! Devices by name, what they are, and what they can do at best.
+//! Devices by name, and what a machine has: memory, arithmetic, peak FLOP/s.
+//!
+//! ```
+//! use tallow::hardware;
+//!
+//! let device = hardware::device("cpu")?;
+//! assert_eq!(hardware::device_name(&device), "cpu");
+//! let (available, total) = (hardware::available_bytes_on(&device), hardware::total_bytes_on(&device));
+//! if let (Some(available), Some(total)) = (available, total) {
+//!     println!("{} of {} MiB of memory are available", available >> 20, total >> 20);
+//! }
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;

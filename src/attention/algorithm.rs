@@ -59,12 +59,11 @@ impl FromStr for Algorithm {
 
     fn from_str(name: &str) -> Result<Self> {
         let known = Self::ALL.into_iter().find(|a| a.name() == name);
-        known.ok_or_else(|| Error::Config {
-            config: "attention",
-            field: "algorithm",
-            expected: "naive or flash".into(),
-            got: format!("{name:?}"),
-            hint: "flash takes less memory, and less time from a few hundred keys up".into(),
+        known.ok_or_else(|| {
+            Error::config("attention", "algorithm", format!("{name:?}")).must_be(
+                "naive or flash",
+                "flash takes less memory, and less time from a few hundred keys up",
+            )
         })
     }
 }

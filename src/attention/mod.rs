@@ -1,7 +1,23 @@
-//! Scaled dot-product attention on tensors of heads.
+//! Scaled dot-product attention of queries, keys and values that are split into heads already.
 //!
-//! What lives here: whole attention algorithms, from q, k, v to the output. What does not: the projections around them
-//! (that is [`crate::nn::CausalSelfAttention`]) and the single ops they are made of ([`crate::ops`]).
+//! Two algorithms compute the same result: [`naive()`] keeps the probabilities in memory, [`flash()`] computes them
+//! tile by tile and recomputes them in backward. Both take the same [`AttentionConfig`]; [`Algorithm`] chooses between
+//! them at run time. The projections around attention are in
+//! [`nn::CausalSelfAttention`](crate::nn::CausalSelfAttention), the single ops in [`ops`](crate::ops).
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::attention::{self, AttentionConfig, Mask};
+//!
+//! let q = Tensor::randn(0f32, 1.0, (2, 4, 16, 8), &Device::Cpu)?; // (B, H, Tq, Dh)
+//! let k = Tensor::randn(0f32, 1.0, (2, 2, 16, 8), &Device::Cpu)?; // (B, Hkv, Tk, Dh): two heads of q share one
+//! let config = AttentionConfig { mask: Mask::Causal, ..Default::default() };
+//! let naive = attention::naive(&q, &k, &k, &config)?;
+//! let flash = attention::flash(&q, &k, &k, &config)?;
+//! let difference = (naive - flash)?.abs()?.max_all()?.to_scalar::<f32>()?;
+//! assert!(difference < 1e-5);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 mod algorithm;
 pub(crate) mod blocked;

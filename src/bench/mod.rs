@@ -5,6 +5,20 @@
 //! and an out-of-memory row instead of a crash; [`Analysis`] sums the last two up. [`alternate()`] measures runs in
 //! turns that [`PrecisionAnalysis`] then compares. What the samples mean, and how they are printed, is in
 //! [`report`](crate::report).
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::attention::{self, AttentionConfig};
+//! use tallow::bench::Stopwatch;
+//!
+//! let device = Device::Cpu;
+//! let q = Tensor::randn(0f32, 1.0, (1, 2, 64, 16), &device)?; // (B, H, T, Dh)
+//! let config = AttentionConfig::default();
+//! let timing = Stopwatch::new(&device).warmup(1).measure(3, || attention::flash(&q, &q, &q, &config))?;
+//! assert_eq!(timing.samples_ms.len(), 3);
+//! println!("{}", timing.statistics()?); // mean, deviation and quantiles in milliseconds
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 mod alternate;
 mod analysis;

@@ -62,20 +62,16 @@ pub(super) fn check_sizes(
         ("sequence_length", sequence_length),
     ] {
         if value == 0 {
-            return Err(Error::Config {
-                config,
-                field,
-                expected: "at least 1".into(),
-                got: "0".into(),
-                hint: "a batch needs at least one row of one token".into(),
-            });
+            return Err(Error::config(config, field, "0")
+                .must_be("at least 1", "a batch needs at least one row of one token"));
         }
     }
     if tokens.len() <= sequence_length {
         return Err(Error::Data {
             what: tokens.to_string(),
             expected: format!(
-                "more than {sequence_length} tokens ({config}: sequence_length {sequence_length}, and the target of its last token)"
+                "more than {sequence_length} tokens ({config}: sequence_length {sequence_length}, and the target of \
+                 its last token)"
             ),
             got: format!("{} tokens", tokens.len()),
             hint: "give more data or a shorter sequence_length".into(),

@@ -176,10 +176,12 @@ impl TokenFormat {
             return Err(malformed(
                 path,
                 format!(
-                    "token count {} at offset {COUNT_OFFSET}, but {holds} bytes follow the header, {token_bytes} a token",
+                    "token count {} at offset {COUNT_OFFSET}, but {holds} bytes follow the header, {token_bytes} a \
+                     token",
                     shown(count)
                 ),
-                "the file was cut, or its writer did not finish; a file without a header is read by Tokens::open_as with TokenFormat::RawU16",
+                "the file was cut, or its writer did not finish; a file without a header is read by Tokens::open_as \
+                 with TokenFormat::RawU16",
             ));
         }
         Ok(())

@@ -1,9 +1,8 @@
-//! Data to train on: token sequences from text, binary and token files, and batches of windows cut from them.
+//! Training data: token sequences from text, binary and token files, and batches of windows cut from them.
 //!
-//! Here live [`Tokens`] (a checked sequence of ids, in a file or in memory, with its vocabulary size),
-//! [`write_tokens`], and the two ways to cut batches: [`RandomBatches`] to train, [`SequentialBatches`] to evaluate.
-//! What does not live here: tokenizers (bring ids, or take bytes as tokens), and the training loop that uses the
-//! batches.
+//! [`Tokens`] is a checked sequence of ids, in a file or in memory, with its vocabulary size; [`write_tokens`] writes
+//! one. [`RandomBatches`] cuts batches to train on, [`SequentialBatches`] to evaluate on. There is no tokenizer here:
+//! bring ids, or take bytes as tokens.
 //!
 //! ```
 //! use candle_core::Device;
@@ -14,7 +13,7 @@
 //! let (train, validation) = Tokens::from_bytes(text)?.split(0.1)?;
 //!
 //! let training = RandomBatches::new(&train, 4, 16, 1234)?;
-//! let batch = training.batch(0, &Device::Cpu)?; // step 0, now and after any resume
+//! let batch = training.batch(0, &Device::Cpu)?; // the batch of step 0, the same after any resume
 //! assert_eq!(batch.inputs.dims(), [4, 16]);
 //!
 //! let evaluation = SequentialBatches::new(&validation, 4, 16)?;

@@ -71,13 +71,12 @@ impl Tokens {
     pub fn source_tree(folder: impl AsRef<Path>, extensions: &[&str]) -> Result<Self> {
         let folder = folder.as_ref();
         if extensions.is_empty() {
-            return Err(Error::Config {
-                config: "Tokens::source_tree",
-                field: "extensions",
-                expected: "at least one extension".into(),
-                got: "none".into(),
-                hint: "for a Rust crate, take rs, md and toml".into(),
-            });
+            return Err(
+                Error::config("Tokens::source_tree", "extensions", "none").must_be(
+                    "at least one extension",
+                    "for a Rust crate, take rs, md and toml",
+                ),
+            );
         }
         let names: Vec<&OsStr> = extensions
             .iter()
@@ -148,13 +147,8 @@ impl Tokens {
 
 fn check_vocab_size(config: &'static str, vocab_size: usize) -> Result<()> {
     if vocab_size == 0 {
-        return Err(Error::Config {
-            config,
-            field: "vocab_size",
-            expected: "at least 1".into(),
-            got: "0".into(),
-            hint: "give the tokenizer's vocabulary size".into(),
-        });
+        return Err(Error::config(config, "vocab_size", "0")
+            .must_be("at least 1", "give the tokenizer's vocabulary size"));
     }
     Ok(())
 }

@@ -39,13 +39,15 @@ impl RandomBatches {
             .checked_mul(sequence_length)
             .and_then(|ids| ids.checked_mul(size_of::<u32>()));
         if batch_bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
-            return Err(Error::Config {
-                config: "RandomBatches",
-                field: "batch_size",
-                expected: "a number of rows that can be addressed".into(),
-                got: format!("{batch_size} rows of {sequence_length} tokens"),
-                hint: "use a smaller batch".into(),
-            });
+            return Err(Error::config(
+                "RandomBatches",
+                "batch_size",
+                format!("{batch_size} rows of {sequence_length} tokens"),
+            )
+            .must_be(
+                "a number of rows that can be addressed",
+                "use a smaller batch",
+            ));
         }
         Ok(Self {
             tokens: tokens.clone(),

@@ -83,13 +83,12 @@ impl Tokens {
     /// [`Error::Config`] unless `0 < validation_fraction < 1`; [`Error::Data`] if one part gets no token.
     pub fn split(&self, validation_fraction: f64) -> Result<(Self, Self)> {
         if !(validation_fraction > 0.0 && validation_fraction < 1.0) {
-            return Err(Error::Config {
-                config: "Tokens::split",
-                field: "validation_fraction",
-                expected: "over 0 and under 1".into(),
-                got: validation_fraction.to_string(),
-                hint: "0.1 is usual; to keep all for training, do not split".into(),
-            });
+            return Err(
+                Error::config("Tokens::split", "validation_fraction", validation_fraction).must_be(
+                    "over 0 and under 1",
+                    "0.1 is usual; to keep all for training, do not split",
+                ),
+            );
         }
         let train_len = (self.len as f64 * (1.0 - validation_fraction)) as usize;
         if train_len == 0 || train_len >= self.len {

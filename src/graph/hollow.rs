@@ -113,6 +113,23 @@ pub(crate) fn are_on_one_device(a: &Tensor, b: &Tensor) -> bool {
     a.device().same_device(b.device()) || is_hollow(a) || is_hollow(b)
 }
 
+/// Says that a hollow tensor cannot be computed with, if one of `inputs` is and `error` came of it.
+pub(crate) fn refuse_hollow(
+    op: &'static str,
+    inputs: &[&Tensor],
+    error: candle_core::Error,
+) -> candle_core::Error {
+    match inputs.iter().any(|x| Role::of(x).is_some()) {
+        false => error,
+        true => Error::Order {
+            op,
+            problem: "a hollow tensor has no elements to compute with".into(),
+            hint: "run it inside of graph::trace, or build the model with weights".into(),
+        }
+        .into(),
+    }
+}
+
 pub(super) fn hollow(
     shape: impl Into<Shape>,
     dtype: DType,

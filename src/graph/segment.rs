@@ -2,8 +2,10 @@
 
 use super::data::{Event, Node, SegmentKind, ValueId};
 use super::hollow::{Role, hollow};
-use super::session::{Target, record, with_session};
+use super::record::record;
+use super::session::with_session;
 use super::steps::Step;
+use super::target::Target;
 use crate::ops::record::Spec;
 use crate::{Result, probe};
 use candle_core::{DType, Shape, Tensor};

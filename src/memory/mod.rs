@@ -1,15 +1,27 @@
-//! Where the bytes go: predicted before a run, measured during it.
+//! The memory of a training step: predicted from sizes before a run, measured and recorded during it.
 //!
-//! What lives here: in `predict`, [`estimate`], the breakdown of a step from its sizes alone, [`estimate_graph`], that
-//! of any traced function, and what follows ([`largest_batch_size`], [`smallest_sequence_beyond`],
-//! [`smallest_sequence_saved`], [`recommend`], [`most_frugal`]); [`attention_breakdown`] and
-//! [`self_attention_breakdown`], those of attention alone and of its layer, and [`planned_attention_breakdown`]; in
-//! `measure`, [`tracker`], an allocator that counts; [`measure()`], a step's peak by it; [`record()`] and
-//! [`record_on()`], which keep every block with its origin, and what is made of it: sums ([`MemoryRecording`]), a picture
-//! ([`timeline()`]), PyTorch's snapshot ([`Snapshot`]); [`saved_tensors`], what a graph holds; [`system`], what the
-//! process has taken; [`Meter`], a device's counters whatever the device. Functions, models and attention alone are
-//! predicted for the kernels of the CPU or of a GPU ([`Kernels`]). What does not: timing ([`crate::bench`]); what an op
-//! takes and keeps, which its own file says ([`Step`](crate::graph::Step)).
+//! - Predicted: [`estimate`] for a model, [`estimate_graph`] for any traced function, [`attention_breakdown`],
+//!   [`self_attention_breakdown`] and [`planned_attention_breakdown`] for attention, for the kernels of the CPU or of a
+//!   GPU ([`Kernels`]); from these [`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`],
+//!   [`recommend`] and [`most_frugal`].
+//! - Measured: [`tracker`] counts what the allocator is asked for, [`measure()`] is a step's peak by it, [`Meter`]
+//!   reads the counters of any device, [`system`] the process's resident memory, and [`saved_tensors`] lists what a
+//!   graph keeps.
+//! - Recorded: [`record()`] and [`record_on()`] take down every block with its origin ([`MemoryRecording`]), from which
+//!   a picture ([`timeline()`]) and PyTorch's snapshot ([`Snapshot`]) are made.
+//!
+//! ```
+//! use tallow::memory::{Mode, Workload, estimate};
+//! use tallow::model::TransformerConfig;
+//!
+//! let config = TransformerConfig::small();
+//! let forward = Workload { batch_size: 4, sequence_length: 256, mode: Mode::Forward, ..Default::default() };
+//! let training = Workload { mode: Mode::TrainStep, ..forward.clone() };
+//! let (forward, training) = (estimate(&config, &forward)?, estimate(&config, &training)?);
+//! assert!(forward.peak_bytes < training.peak_bytes);
+//! println!("{training}");
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 mod breakdown;
 mod counts;

@@ -128,13 +128,12 @@ impl TransformerConfig {
             "2.7b" => Self::b2_7(),
             "10b" => Self::b10(),
             _ => {
-                return Err(Error::Config {
-                    config: "TransformerConfig",
-                    field: "preset",
-                    expected: format!("one of {}", Self::PRESETS.join(", ")),
-                    got: format!("{name:?}"),
-                    hint: "or give the sizes one by one".into(),
-                });
+                return Err(
+                    Error::config("TransformerConfig", "preset", format!("{name:?}")).must_be(
+                        format!("one of {}", Self::PRESETS.join(", ")),
+                        "or give the sizes one by one",
+                    ),
+                );
             }
         })
     }
@@ -189,13 +188,7 @@ impl TransformerConfig {
     /// too large for flash attention; each names its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
-            Err(Error::Config {
-                config: "TransformerConfig",
-                field,
-                expected: expected.into(),
-                got,
-                hint: hint.into(),
-            })
+            Err(Error::config("TransformerConfig", field, got).must_be(expected, hint))
         };
         let sizes = [
             ("vocab_size", self.vocab_size),

@@ -19,19 +19,14 @@ pub(super) fn check(blocks: usize) -> Result<()> {
     if wanted_bytes <= left_bytes {
         return Ok(());
     }
-    Err(Error::Config {
-        config: "TransformerConfig",
-        field: "num_layers",
-        expected: format!(
-            "at most {} where a graph is kept, for {left_bytes} bytes of stack are left",
-            left_bytes / BYTES_A_BLOCK
-        ),
-        got: blocks.to_string(),
-        hint: format!(
-            "backward recurses through the graph: call it on a thread of {wanted_bytes} bytes and more \
-             (std::thread::Builder::stack_size), or plan the step (compile::TrainStep)"
-        ),
-    })
+    let most = left_bytes / BYTES_A_BLOCK;
+    let expected =
+        format!("at most {most} where a graph is kept, for {left_bytes} bytes of stack are left");
+    let hint = format!(
+        "backward recurses through the graph: call it on a thread of {wanted_bytes} bytes and more \
+         (std::thread::Builder::stack_size), or plan the step (compile::TrainStep)"
+    );
+    Err(Error::config("TransformerConfig", "num_layers", blocks).must_be(expected, hint))
 }
 
 /// From here to the end of this thread's stack.

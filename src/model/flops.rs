@@ -1,4 +1,13 @@
-//! How many floating-point operations a pass costs, by part of the model.
+//! How many floating-point operations a pass of [`TransformerLM`](super::TransformerLM) takes, by part of the model.
+//!
+//! ```
+//! use tallow::model::{TransformerConfig, flops};
+//!
+//! let config = TransformerConfig::small();
+//! let step = flops::forward_backward(&config, 4, 256); // batch, sequence
+//! assert_eq!(step.total(), 3.0 * flops::forward(&config, 4, 256).total());
+//! println!("{:.1} TFLOP, of which attention {:.1}%", step.total() / 1e12, 100.0 * step.attention / step.total());
+//! ```
 
 use super::TransformerConfig;
 

@@ -44,13 +44,10 @@ impl GenerateConfig {
     /// A negative or infinite temperature, a top_k of 0, a top_p outside (0, 1]; each names its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String| {
-            Err(Error::Config {
-                config: "GenerateConfig",
-                field,
-                expected: expected.into(),
-                got,
-                hint: "leave it at its default to sample from the whole distribution".into(),
-            })
+            Err(Error::config("GenerateConfig", field, got).must_be(
+                expected,
+                "leave it at its default to sample from the whole distribution",
+            ))
         };
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
             return refuse(

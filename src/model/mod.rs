@@ -1,7 +1,21 @@
-//! Whole models.
+//! Whole models: a transformer language model with its configuration, its FLOPs, its weights files and sampling.
 //!
-//! What lives here: the language model with its configuration, how many FLOPs it costs, and sampling from it; and the
-//! toy on which mixed precision is explained. What does not: their layers ([`crate::nn`]), training and memory.
+//! [`ToyModel`] is a small network on which mixed precision is explained. Layers are in [`nn`](crate::nn), training is
+//! in [`train`](crate::train).
+//!
+//! ```
+//! use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
+//!
+//! let config = TransformerConfig {
+//!     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+//!     ..Default::default()
+//! };
+//! let model = TransformerLM::new(&config, 0, &tallow::device("cpu")?)?; // weights drawn from seed 0
+//! assert_eq!(model.num_parameters(), config.num_parameters());
+//! let tokens = model.generate(&[1, 2, 3], &GenerateConfig { max_new_tokens: 5, ..Default::default() })?;
+//! assert_eq!(tokens.len(), 5);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 mod config;
 mod depth;

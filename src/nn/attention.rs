@@ -45,13 +45,12 @@ impl CausalSelfAttention {
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
         if num_heads == 0 || !d_model.is_multiple_of(num_heads) {
-            return Err(Error::Config {
-                config: "CausalSelfAttention",
-                field: "d_model",
-                expected: format!("divisible by num_heads {num_heads}, which is not 0"),
-                got: d_model.to_string(),
-                hint: "each head gets d_model / num_heads elements".into(),
-            });
+            return Err(
+                Error::config("CausalSelfAttention", "d_model", d_model).must_be(
+                    format!("divisible by num_heads {num_heads}, which is not 0"),
+                    "each head gets d_model / num_heads elements",
+                ),
+            );
         }
         Ok(Self {
             q_proj: Linear::new(d_model, d_model, vb.pp("q_proj"))?,

@@ -92,13 +92,11 @@ impl FromStr for Checkpointing {
             "sqrt" => Some(Self::Sqrt),
             _ => name.strip_prefix("every-").and_then(every),
         };
-        known.ok_or_else(|| Error::Config {
-            config: "checkpointing",
-            field: "strategy",
-            expected: "none, release, block, every-N with N from 1, or sqrt".into(),
-            got: format!("{name:?}"),
-            hint: "block keeps each block's input, every-N one of N blocks', sqrt of sqrt(L)"
-                .into(),
+        known.ok_or_else(|| {
+            Error::config("checkpointing", "strategy", format!("{name:?}")).must_be(
+                "none, release, block, every-N with N from 1, or sqrt",
+                "block keeps each block's input, every-N one of N blocks', sqrt of sqrt(L)",
+            )
         })
     }
 }

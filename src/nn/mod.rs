@@ -1,14 +1,31 @@
 //! Layers: parameters with a forward.
 //!
-//! What lives here: the parts of a transformer, each usable alone, built from any candle
-//! [`VarBuilder`] (a `VarMap`, a safetensors file, or [`seeded`], which starts training from a seed). What does not:
-//! the arithmetic itself ([`crate::ops`]) and the whole model ([`crate::model`]). And what backward finds of them:
-//! [`checkpoint`](checkpoint()) runs a function again instead of keeping its graph, [`release`] frees it in backward.
+//! The parts of a transformer, each usable alone, built from any candle [`VarBuilder`]: a `VarMap`, a safetensors file,
+//! or [`seeded`], which draws initial weights from a seed. The arithmetic is in [`ops`], the whole model in
+//! [`model`](crate::model). [`checkpoint`](checkpoint()) runs a function again in backward instead of keeping its
+//! graph; [`release`] frees a function's graph during backward.
 //!
-//! A layer holds its weights as tensors, which the caller can reach by name with [`Layer::weights`]: the tensors of
-//! variables, which are trained and reached as candle [`Var`]s by [`Layer::parameters`]; plain ones, which are frozen;
-//! one that another layer holds too, which is tied. Builders make variables of what they give; `from_weights` takes
-//! any.
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use tallow::nn::{self, Layer, RmsNorm, SwiGlu};
+//!
+//! let vb = nn::seeded(0, DType::F32, &Device::Cpu);
+//! let norm = RmsNorm::new(8, 1e-5, vb.pp("norm"))?;
+//! let feed_forward = SwiGlu::new(8, 32, vb.pp("ffn"))?;
+//! let x = Tensor::ones((2, 3, 8), DType::F32, &Device::Cpu)?; // (B, T, D)
+//! let y = feed_forward.forward(&norm.forward(&x)?)?;
+//! assert_eq!(y.dims(), [2, 3, 8]);
+//!
+//! let gradients = y.sum_all()?.backward()?;
+//! let trained = [norm.parameters(), feed_forward.parameters()].concat();
+//! assert!(trained.iter().all(|(_, weight)| gradients.get(weight).is_some()));
+//! # Ok::<(), tallow::Error>(())
+//! ```
+//!
+//! A layer holds its weights as tensors, which [`Layer::weights`] lists by name. A weight may be the tensor of a
+//! variable, which is trained and which [`Layer::parameters`] lists as a candle [`Var`]; a plain tensor, which is
+//! frozen; or a tensor that another layer holds too, which is tied. Builders make variables of what they give;
+//! `from_weights` takes any tensor.
 
 mod attention;
 mod block;

@@ -13,13 +13,10 @@ pub(crate) fn check_eps(config: &'static str, field: &'static str, eps: f64) -> 
     if eps >= MIN_EPS && eps.is_finite() {
         return Ok(());
     }
-    Err(Error::Config {
-        config,
-        field,
-        expected: format!("positive and finite, at least {MIN_EPS:e}"),
-        got: eps.to_string(),
-        hint: "with 0, a row of zeros becomes 0 / 0; the usual value is 1e-5".into(),
-    })
+    Err(Error::config(config, field, eps).must_be(
+        format!("positive and finite, at least {MIN_EPS:e}"),
+        "with 0, a row of zeros becomes 0 / 0; the usual value is 1e-5",
+    ))
 }
 
 /// Root mean square normalisation with a weight, which starts at 1.

@@ -30,13 +30,10 @@ impl RotaryEmbedding {
         device: &Device,
     ) -> Result<Self> {
         let refuse = |field, expected: &str, got: String| {
-            Err(Error::Config {
-                config: "RotaryEmbedding",
-                field,
-                expected: expected.into(),
-                got,
-                hint: "pairs of elements turn by theta^(-2i / head_dim) a position".into(),
-            })
+            Err(Error::config("RotaryEmbedding", field, got).must_be(
+                expected,
+                "pairs of elements turn by theta^(-2i / head_dim) a position",
+            ))
         };
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             return refuse("head_dim", "even and positive", head_dim.to_string());

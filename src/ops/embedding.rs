@@ -1,4 +1,14 @@
 //! Rows of a table by token id.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let table = Tensor::new(&[[0f32, 1.0], [2.0, 3.0], [4.0, 5.0]], &Device::Cpu)?; // (V, D)
+//! let tokens = Tensor::new(&[2u32, 0], &Device::Cpu)?;
+//! assert_eq!(ops::embedding(&tokens, &table)?.to_vec2::<f32>()?, [[4.0, 5.0], [0.0, 1.0]]);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cast::cast_for;
 use super::cost::cost;

@@ -1,4 +1,15 @@
 //! The Gaussian error linear unit.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops::{self, Gelu};
+//!
+//! let x = Tensor::new(&[-2f32, 0.5, 2.0], &Device::Cpu)?;
+//! let (exact, by_tanh) = (ops::gelu(&x, Gelu::Erf)?, ops::gelu(&x, Gelu::Tanh)?);
+//! let difference = (exact - by_tanh)?.abs()?.max_all()?.to_scalar::<f32>()?;
+//! assert!(difference > 0.0 && difference < 1e-3);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::activation::{self, activate};
 use crate::Result;

@@ -1,4 +1,15 @@
-//! Heads in and out of the model dimension.
+//! Splits the model dimension into heads, and merges them again.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::ones((2, 5, 12), DType::F32, &Device::Cpu)?; // (B, T, D)
+//! let heads = ops::split_heads(&x, 3)?; // (B, H, T, Dh)
+//! assert_eq!(heads.dims(), [2, 3, 5, 4]);
+//! assert_eq!(ops::merge_heads(&heads)?.dims(), x.dims());
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};

@@ -1,4 +1,16 @@
 //! Layer normalisation.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::new(&[[1f32, 2.0, 3.0, 6.0]], &Device::Cpu)?; // (..., D)
+//! let (weight, bias) = (Tensor::new(&[1f32; 4], &Device::Cpu)?, Tensor::new(&[0f32; 4], &Device::Cpu)?);
+//! let y = ops::layer_norm(&x, &weight, &bias, 1e-5)?;
+//! assert!(y.sum_all()?.to_scalar::<f32>()?.abs() < 1e-5); // mean 0
+//! assert!((y.sqr()?.sum_all()?.to_scalar::<f32>()? - 4.0).abs() < 1e-4); // variance 1
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};

@@ -1,4 +1,16 @@
-//! y = x W^T.
+//! Linear maps without bias, y = x W^T.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::ones((2, 3, 4), DType::F32, &Device::Cpu)?; // (..., in)
+//! let weight = Tensor::ones((5, 4), DType::F32, &Device::Cpu)?; // (out, in)
+//! let y = ops::linear(&x, &weight)?;
+//! assert_eq!(y.dims(), [2, 3, 5]);
+//! assert_eq!(y.max_all()?.to_scalar::<f32>()?, 4.0);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};

@@ -1,4 +1,17 @@
-//! y = x W^T + b.
+//! Linear maps with bias, y = x W^T + b.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::ones((2, 3, 4), DType::F32, &Device::Cpu)?; // (..., in)
+//! let weight = Tensor::ones((5, 4), DType::F32, &Device::Cpu)?; // (out, in)
+//! let bias = Tensor::ones(5, DType::F32, &Device::Cpu)?; // (out)
+//! let y = ops::linear_bias(&x, &weight, &bias)?;
+//! assert_eq!(y.dims(), [2, 3, 5]);
+//! assert_eq!(y.max_all()?.to_scalar::<f32>()?, 5.0);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, check_same_or_f32, choose};

@@ -1,4 +1,17 @@
-//! The output head and its loss, as one op.
+//! The output head and its loss as one op, which keeps no logits for backward.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::randn(0f32, 1.0, (3, 4), &Device::Cpu)?; // (..., D)
+//! let weight = Tensor::randn(0f32, 1.0, (10, 4), &Device::Cpu)?; // (V, D)
+//! let targets = Tensor::new(&[1u32, 7, 2], &Device::Cpu)?;
+//! let loss = ops::linear_cross_entropy(&x, &weight, &targets)?.to_scalar::<f32>()?;
+//! let in_two_ops = ops::cross_entropy(&ops::linear(&x, &weight)?, &targets)?.to_scalar::<f32>()?;
+//! assert!((loss - in_two_ops).abs() < 1e-5);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cpu::{elements, for_stored, tensor, tensors, view};
 use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss};

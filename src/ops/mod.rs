@@ -1,20 +1,33 @@
 //! Differentiable operations on ordinary candle tensors.
 //!
-//! One file an op: the public function, the custom op that ties a kernel of [`crate::kernels`] to candle's autograd
+//! Each op has a file: the public function, the custom op that ties a kernel of [`crate::kernels`] to candle's autograd
 //! with a hand-written backward, and `reference`, the same formula in plain candle ops. The reference is the
-//! specification: tests hold the kernel against it, and it runs wherever there is no kernel (see [`KernelPolicy`]).
+//! specification: tests compare the kernel with it, and it runs where there is no kernel (see [`KernelPolicy`]).
+//! Parameters are in [`nn`](crate::nn), attention is in [`attention`](crate::attention).
 //!
-//! What lives here: single operations. What does not: parameters (that is [`crate::nn`]) and compositions with a name
-//! of their own (attention is in [`crate::attention`]).
+//! ```
+//! use candle_core::{Device, Tensor, Var};
+//! use tallow::ops;
 //!
-//! They are judged by the samples of PyTorch's own operator tests, in f64, f32 and bf16. `fixtures/opinfo/README.md`
-//! lists the samples that they cannot express: a cross-entropy with class weights, a sum over some of the dimensions.
+//! let logits = Var::new(&[[2f32, 0.0, 0.0]], &Device::Cpu)?; // (N, V)
+//! let targets = Tensor::new(&[0u32], &Device::Cpu)?; // (N)
+//! let loss = ops::cross_entropy(&logits, &targets)?;
+//! let reference = ops::cross_entropy::reference(&logits, &targets, None)?;
+//! assert!((loss.to_scalar::<f32>()? - reference.to_scalar::<f32>()?).abs() < 1e-6);
+//! let gradient = loss.backward()?.get(&logits).unwrap().to_vec2::<f32>()?; // softmax(logits) - one_hot(targets)
+//! assert!(gradient[0][0] < 0.0 && gradient[0][1] > 0.0);
+//! # Ok::<(), tallow::Error>(())
+//! ```
+//!
+//! The ops are tested with the samples of PyTorch's own operator tests, in f64, f32 and bf16.
+//! `fixtures/opinfo/README.md` lists the samples that they cannot express: a cross-entropy with class weights, a sum
+//! over some of the dimensions.
 //!
 //! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op takes any strides
 //! and returns a contiguous tensor; mixed dtypes (unless an op says which it takes) or devices are an error.
 //!
-//! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]), and
-//! what follows its inputs promotes mixed ones. Outside, only [`add`], [`sub`], [`mul`] and [`div`] do.
+//! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]); ops
+//! that follow their inputs promote mixed ones. Outside of a region only [`add`], [`sub`], [`mul`] and [`div`] promote.
 
 mod activation;
 pub(crate) mod arithmetic;

@@ -1,4 +1,16 @@
-//! max(x, 0).
+//! The rectified linear unit, max(x, 0).
+//!
+//! ```
+//! use candle_core::{Device, Var};
+//! use tallow::ops;
+//!
+//! let x = Var::new(&[-1f32, 0.0, 2.0], &Device::Cpu)?;
+//! let y = ops::relu(&x)?;
+//! assert_eq!(y.to_vec1::<f32>()?, [0.0, 0.0, 2.0]);
+//! let gradients = y.sum_all()?.backward()?;
+//! assert_eq!(gradients.get(&x).unwrap().to_vec1::<f32>()?, [0.0, 0.0, 1.0]);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};

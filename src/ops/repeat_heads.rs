@@ -1,4 +1,13 @@
-//! Heads of k and v repeated for the heads of q.
+//! Heads of k and v repeated for the heads of q that share them.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use tallow::ops;
+//!
+//! let k = Tensor::ones((2, 3, 5, 4), DType::F32, &Device::Cpu)?; // (B, Hkv, T, Dh)
+//! assert_eq!(ops::repeat_heads(&k, 2)?.dims(), [2, 6, 5, 4]);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cast::cast_for;
 use super::cpu::{elements, for_stored, output, tensor, view};

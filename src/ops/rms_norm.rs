@@ -1,4 +1,15 @@
 //! Root mean square normalisation.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::new(&[[3f32, -4.0]], &Device::Cpu)?; // (..., D)
+//! let weight = Tensor::new(&[1f32, 1.0], &Device::Cpu)?; // (D)
+//! let y = ops::rms_norm(&x, &weight, 1e-5)?;
+//! assert!((y.sqr()?.mean_all()?.to_scalar::<f32>()? - 1.0).abs() < 1e-5);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};

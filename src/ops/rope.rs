@@ -1,4 +1,16 @@
 //! Rotary position embedding.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::new(&[[1f32, 0.0], [1.0, 0.0]], &Device::Cpu)?; // (..., T, Dh)
+//! let angles = Tensor::new(&[[0f32], [0.5]], &Device::Cpu)?; // (T, Dh/2)
+//! let y = ops::rope(&x, &angles.cos()?, &angles.sin()?)?.to_vec2::<f32>()?;
+//! assert_eq!(y[0], [1.0, 0.0]); // position 0 is not rotated
+//! assert!((y[1][0] - 0.5f32.cos()).abs() < 1e-6 && (y[1][1] - 0.5f32.sin()).abs() < 1e-6);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cast::cast_led_by;
 use super::cost::cost;

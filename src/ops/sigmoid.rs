@@ -1,4 +1,14 @@
 //! The logistic function.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::new(&[-2f32, 0.0, 2.0], &Device::Cpu)?;
+//! let y = ops::sigmoid(&x)?.to_vec1::<f32>()?;
+//! assert!((y[0] + y[2] - 1.0).abs() < 1e-6 && y[1] == 0.5);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::activation::{self, activate};
 use crate::Result;

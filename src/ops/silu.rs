@@ -1,4 +1,14 @@
-//! The sigmoid linear unit.
+//! The sigmoid linear unit, x sigmoid(x).
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::new(&[-1f32, 0.0, 3.0], &Device::Cpu)?;
+//! let difference = (ops::silu(&x)? - (&x * ops::sigmoid(&x)?)?)?;
+//! assert!(difference.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::activation::{self, activate};
 use crate::Result;

@@ -1,4 +1,15 @@
-//! Softmax, with the scale and the mask of attention inside.
+//! Softmax along the last dimension, with the scale and the mask of attention.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::{attention::Mask, ops};
+//!
+//! let scores = Tensor::randn(0f32, 1.0, (2, 4, 4), &Device::Cpu)?; // (..., Tq, Tk)
+//! let p = ops::softmax(&scores, 0.5, Mask::Causal)?;
+//! assert!((p.sum_all()?.to_scalar::<f32>()? - 8.0).abs() < 1e-5); // each row sums to 1
+//! assert_eq!(p.to_vec3::<f32>()?[0][0], [1.0, 0.0, 0.0, 0.0]); // the first query sees the first key
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cast::cast_for;
 use super::cost::cost;

@@ -1,4 +1,15 @@
-//! The SwiGLU gate.
+//! The SwiGLU gate, silu(gate) up.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let gate = Tensor::new(&[-1f32, 0.5, 3.0], &Device::Cpu)?;
+//! let up = Tensor::new(&[2f32, -1.0, 0.5], &Device::Cpu)?;
+//! let difference = (ops::swiglu(&gate, &up)? - (ops::silu(&gate)? * &up)?)?;
+//! assert!(difference.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::activation::sigmoid;
 use super::cast::cast_for;

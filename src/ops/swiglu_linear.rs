@@ -1,4 +1,17 @@
-//! The gated half of a feed-forward network: two linear maps and the gate between them, as one op.
+//! The gated half of a feed-forward network, two linear maps and the gate between them, as one op.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::randn(0f32, 1.0, (2, 4), &Device::Cpu)?; // (..., D)
+//! let w1 = Tensor::randn(0f32, 1.0, (6, 4), &Device::Cpu)?; // (F, D)
+//! let w3 = Tensor::randn(0f32, 1.0, (6, 4), &Device::Cpu)?; // (F, D)
+//! let in_three_ops = ops::swiglu(&ops::linear(&x, &w1)?, &ops::linear(&x, &w3)?)?;
+//! let difference = (ops::swiglu_linear(&x, &w1, &w3)? - in_three_ops)?;
+//! assert!(difference.abs()?.max_all()?.to_scalar::<f32>()? < 1e-4);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};

@@ -1,4 +1,14 @@
 //! The hyperbolic tangent.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::new(&[-0.5f32, 0.0, 0.5], &Device::Cpu)?;
+//! let y = ops::tanh(&x)?.to_vec1::<f32>()?;
+//! assert!((y[2] - 0.5f32.tanh()).abs() < 1e-6 && y[0] == -y[2]);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 use super::activation::{self, activate};
 use crate::Result;

@@ -58,13 +58,10 @@ impl GradientAccumulator {
     /// As [`GradientAccumulator::add`]; [`Error::Config`] if `weight` is not finite and over 0.
     pub fn add_weighted(&mut self, gradients: GradStore, weight: f64) -> Result<()> {
         if !(weight.is_finite() && weight > 0.0) {
-            return Err(Error::Config {
-                config: OP,
-                field: "weight",
-                expected: "finite and over 0".into(),
-                got: weight.to_string(),
-                hint: "use the number of targets in this part of the batch".into(),
-            });
+            return Err(Error::config(OP, "weight", weight).must_be(
+                "finite and over 0",
+                "use the number of targets in this part of the batch",
+            ));
         }
         let parts = self
             .parameters

@@ -92,13 +92,10 @@ impl AdamW {
     /// As [`AdamW::new`]. A group may be empty, not all of them.
     pub fn with_groups(groups: Vec<ParameterGroup>) -> Result<Self> {
         if groups.iter().all(|group| group.parameters.is_empty()) {
-            return Err(Error::Config {
-                config: "AdamW",
-                field: "parameters",
-                expected: "at least one".into(),
-                got: "none".into(),
-                hint: "pass the model's parameters, for example model.parameters()".into(),
-            });
+            return Err(Error::config("AdamW", "parameters", "none").must_be(
+                "at least one",
+                "pass the model's parameters, for example model.parameters()",
+            ));
         }
         Self::of_any_groups(groups)
     }
@@ -251,13 +248,10 @@ impl AdamW {
     pub fn set_learning_rate_of(&mut self, group: usize, lr: f64) -> Result<()> {
         let count = self.groups.len();
         let Some(group) = self.groups.get_mut(group) else {
-            return Err(Error::Config {
-                config: "AdamW",
-                field: "group",
-                expected: format!("under the number of groups, {count}"),
-                got: group.to_string(),
-                hint: "groups count from 0, in the order they were given".into(),
-            });
+            return Err(Error::config("AdamW", "group", group).must_be(
+                format!("under the number of groups, {count}"),
+                "groups count from 0, in the order they were given",
+            ));
         };
         let config = AdamWConfig { lr, ..group.config };
         config.validate()?;
@@ -279,13 +273,8 @@ impl AdamW {
 /// An error if a variable or a name comes twice.
 fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
     let refuse = |got: String, hint: &str| {
-        Err(Error::Config {
-            config: "AdamW",
-            field: "parameters",
-            expected: "every variable and every name once".into(),
-            got,
-            hint: hint.into(),
-        })
+        Err(Error::config("AdamW", "parameters", got)
+            .must_be("every variable and every name once", hint))
     };
     let mut by_id = HashMap::new();
     let mut names = HashSet::new();

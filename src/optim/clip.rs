@@ -95,13 +95,10 @@ fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -
 fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) -> Result<f64> {
     let range = probe::op(Kind::Op, CLIP, probe::op_path(CLIP));
     if max_norm.is_nan() || max_norm <= 0.0 {
-        return Err(Error::Config {
-            config: CLIP,
-            field: "max_norm",
-            expected: "over 0".into(),
-            got: max_norm.to_string(),
-            hint: "1.0 is usual; grad_norm measures without clipping".into(),
-        });
+        return Err(Error::config(CLIP, "max_norm", max_norm).must_be(
+            "over 0",
+            "1.0 is usual; grad_norm measures without clipping",
+        ));
     }
     let norm = norm(CLIP, gradients, parameters)?;
     let factor = max_norm / (norm + 1e-6);

@@ -42,24 +42,17 @@ impl AdamWConfig {
         at_least_zero("AdamWConfig", "lr", self.lr)?;
         for (field, beta) in [("betas.0", self.betas.0), ("betas.1", self.betas.1)] {
             if !(0.0..1.0).contains(&beta) {
-                return Err(Error::Config {
-                    config: "AdamWConfig",
-                    field,
-                    expected: "at least 0 and under 1".into(),
-                    got: beta.to_string(),
-                    hint: "usual values are 0.9 and 0.95 to 0.999".into(),
-                });
+                return Err(Error::config("AdamWConfig", field, beta).must_be(
+                    "at least 0 and under 1",
+                    "usual values are 0.9 and 0.95 to 0.999",
+                ));
             }
         }
         if !(self.eps >= Self::MIN_EPS && self.eps.is_finite()) {
-            return Err(Error::Config {
-                config: "AdamWConfig",
-                field: "eps",
-                expected: format!("finite and at least {:e}", Self::MIN_EPS),
-                got: self.eps.to_string(),
-                hint: "with 0, weights without a gradient become 0 / 0; the usual value is 1e-8"
-                    .into(),
-            });
+            return Err(Error::config("AdamWConfig", "eps", self.eps).must_be(
+                format!("finite and at least {:e}", Self::MIN_EPS),
+                "with 0, weights without a gradient become 0 / 0; the usual value is 1e-8",
+            ));
         }
         at_least_zero("AdamWConfig", "weight_decay", self.weight_decay)
     }
@@ -70,13 +63,8 @@ pub(super) fn at_least_zero(config: &'static str, field: &'static str, value: f6
     if value.is_finite() && value >= 0.0 {
         return Ok(());
     }
-    Err(Error::Config {
-        config,
-        field,
-        expected: "finite and at least 0".into(),
-        got: value.to_string(),
-        hint: "use 0 to switch it off".into(),
-    })
+    Err(Error::config(config, field, value)
+        .must_be("finite and at least 0", "use 0 to switch it off"))
 }
 
 /// Parameters that are updated with the same hyperparameters.

@@ -1,11 +1,8 @@
-//! From gradients to better parameters: [`AdamW`], gradient clipping and accumulation, loss scaling, learning-rate
-//! schedules.
+//! Optimization: [`AdamW`], gradient clipping and accumulation, loss scaling, learning-rate schedules.
 //!
-//! Everything here works on ordinary candle [`Var`](candle_core::Var)s and [`GradStore`]s, of whatever model. What does
-//! not live here: the kernels ([`crate::kernels::cpu::adamw`], [`crate::kernels::cpu::reduce`]), and the loop that
-//! calls all this.
-//!
-//! Parameters come as `(name, Var)` pairs, so that an error can say which one it is about.
+//! Everything works on ordinary candle [`Var`](candle_core::Var)s and [`GradStore`]s, of any model. The training loop
+//! that calls it is in [`train`](crate::train). Parameters are `(name, Var)` pairs, so that an error can name the
+//! parameter.
 //!
 //! ```
 //! use candle_core::{DType, Device, Var};

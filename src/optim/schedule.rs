@@ -34,7 +34,8 @@ pub enum Schedule {
     ///
     /// ```text
     /// t < warmup_steps   max_lr * t / warmup_steps
-    /// t < total_steps    min_lr + (max_lr - min_lr) (1 + cos(pi (t - warmup_steps) / (total_steps - warmup_steps))) / 2
+    /// t < total_steps    min_lr + (max_lr - min_lr) (1 + cos(pi u)) / 2,
+    ///                    u = (t - warmup_steps) / (total_steps - warmup_steps)
     /// otherwise          min_lr
     /// ```
     WarmupCosine {
@@ -117,22 +118,18 @@ impl Schedule {
                 at_least_zero("Schedule", "max_lr", max_lr)?;
                 at_least_zero("Schedule", "min_lr", min_lr)?;
                 if min_lr > max_lr {
-                    return Err(Error::Config {
-                        config: "Schedule",
-                        field: "min_lr",
-                        expected: format!("at most max_lr, {max_lr}"),
-                        got: min_lr.to_string(),
-                        hint: "lower min_lr or raise max_lr".into(),
-                    });
+                    return Err(Error::config("Schedule", "min_lr", min_lr).must_be(
+                        format!("at most max_lr, {max_lr}"),
+                        "lower min_lr or raise max_lr",
+                    ));
                 }
                 if warmup_steps > total_steps {
-                    return Err(Error::Config {
-                        config: "Schedule",
-                        field: "warmup_steps",
-                        expected: format!("at most total_steps, {total_steps}"),
-                        got: warmup_steps.to_string(),
-                        hint: "total_steps counts the warm-up in".into(),
-                    });
+                    return Err(
+                        Error::config("Schedule", "warmup_steps", warmup_steps).must_be(
+                            format!("at most total_steps, {total_steps}"),
+                            "total_steps counts the warm-up in",
+                        ),
+                    );
                 }
                 Ok(())
             }

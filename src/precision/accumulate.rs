@@ -1,12 +1,12 @@
 //! What a sum loses when it is kept in few bits, and two ways to lose less.
 //!
-//! Every addition is rounded to the accumulator's type. Once the sum is so large that a term is under half of the
-//! distance between its neighbours, the sum stands still: 0.01 added to a bf16 sum never gets past 4. What helps is a
-//! wider accumulator (what this crate's kernels and PyTorch's products use), carrying the lost part along
-//! ([`kahan_sum`]), or adding numbers of like size ([`pairwise_sum`]).
+//! Every addition is rounded to the accumulator's type. Once the sum is so large that a term is less than half of the
+//! distance to the next number, the sum no longer changes: adding 0.01 to a bf16 sum never gets past 4. What helps is a
+//! wider accumulator (as in this crate's kernels and PyTorch's products), carrying the lost part along ([`kahan_sum`]),
+//! or adding numbers of similar size ([`pairwise_sum`]).
 //!
-//! Terms and accumulator have types of their own, as an f32 accumulator of f16 terms has: `running_sum::<f32, f16>`. A
-//! term is converted to the accumulator's type before it is added, which is exact where that is the wider one.
+//! Terms and accumulator have types of their own: `running_sum::<f32, f16>` sums f16 terms in f32. A term is converted
+//! to the accumulator's type before it is added, which is exact where that is the wider one.
 //!
 //! These are for measuring and explaining, one addition after another; [`ops::sum`](crate::ops::sum()) is for tensors.
 //!

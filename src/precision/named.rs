@@ -199,15 +199,12 @@ impl FromStr for Precision {
         let ours = name.replacen("fp", "f", 1);
         let mut names = NAMES.iter();
         let found = names.find(|(known, _)| *known == ours);
-        found
-            .map(|(_, precision)| *precision)
-            .ok_or_else(|| Error::Config {
-                config: "precision",
-                field: "name",
-                expected: "f32, bf16 or f16".into(),
-                got: format!("{name:?}"),
-                hint: "bf16 has the range of f32, and f16 three bits more".into(),
-            })
+        found.map(|(_, precision)| *precision).ok_or_else(|| {
+            Error::config("precision", "name", format!("{name:?}")).must_be(
+                "f32, bf16 or f16",
+                "bf16 has the range of f32, and f16 three bits more",
+            )
+        })
     }
 }
 

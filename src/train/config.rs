@@ -97,13 +97,7 @@ impl TrainConfig {
     /// schedule, the optimizer and the loss scale.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
-            Err(Error::Config {
-                config: "TrainConfig",
-                field,
-                expected: expected.into(),
-                got,
-                hint: hint.into(),
-            })
+            Err(Error::config("TrainConfig", field, got).must_be(expected, hint))
         };
         let counts = [
             (

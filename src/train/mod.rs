@@ -1,9 +1,8 @@
-//! The training loop: batches in, a better model out, and files from which a run goes on.
+//! The training loop: it takes steps, evaluates, and writes checkpoints from which a run resumes.
 //!
-//! What lives here: [`Trainer`], which takes steps and evaluates; [`TrainConfig`], what it is told; [`History`], the
-//! losses so far with their chart and table; [`Checkpoint`], what a saved run says about itself. What does not: the
-//! model, the optimizer and the batches, which are usable without any of this ([`crate::model`], [`crate::optim`],
-//! [`crate::data`]).
+//! [`Trainer`] takes steps and evaluates as a [`TrainConfig`] says; [`History`] holds the losses so far, with their
+//! chart and table; [`Checkpoint`] is what a saved run says of itself. Model, optimizer and batches are in
+//! [`model`](crate::model), [`optim`](crate::optim) and [`data`](crate::data), and can be used without it.
 //!
 //! ```
 //! use tallow::data::Tokens;

@@ -256,23 +256,21 @@ impl Trainer {
 fn check_fits(model: &TransformerLM, config: &TrainConfig, tokens: &Tokens) -> Result<()> {
     let context_length = model.config().context_length;
     if config.sequence_length > context_length {
-        return Err(Error::Config {
-            config: "TrainConfig",
-            field: "sequence_length",
-            expected: format!("at most the model's context_length, {context_length}"),
-            got: config.sequence_length.to_string(),
-            hint: "shorten it, or build the model with a longer context_length".into(),
-        });
+        return Err(
+            Error::config("TrainConfig", "sequence_length", config.sequence_length).must_be(
+                format!("at most the model's context_length, {context_length}"),
+                "shorten it, or build the model with a longer context_length",
+            ),
+        );
     }
     let vocab_size = model.config().vocab_size;
     if tokens.vocab_size() > vocab_size {
-        return Err(Error::Config {
-            config: "TransformerConfig",
-            field: "vocab_size",
-            expected: format!("at least {}'s, {}", tokens, tokens.vocab_size()),
-            got: vocab_size.to_string(),
-            hint: "build the model with the data's vocab_size".into(),
-        });
+        return Err(
+            Error::config("TransformerConfig", "vocab_size", vocab_size).must_be(
+                format!("at least {}'s, {}", tokens, tokens.vocab_size()),
+                "build the model with the data's vocab_size",
+            ),
+        );
     }
     Ok(())
 }

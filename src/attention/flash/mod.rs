@@ -1,9 +1,20 @@
-//! FlashAttention-2: attention tile by tile, nothing of size Tq Tk in memory.
+//! FlashAttention-2: attention tile by tile, with no tensor of size Tq Tk in memory.
 //!
-//! What lives here: the op ([`flash()`], [`flash_with_lse`]) and its specification in plain candle ops
-//! ([`reference()`]). What does not: the kernels
-//! ([`kernels::cpu::flash_attention`](crate::kernels::cpu::attention::flash), and with the feature `cuda` those for
-//! GPUs).
+//! [`flash()`] and [`flash_with_lse`] are one op with a kernel; [`reference()`] is the same algorithm in plain candle
+//! ops, and its specification.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::attention::{AttentionConfig, flash};
+//!
+//! let q = Tensor::randn(0f32, 1.0, (1, 2, 70, 8), &Device::Cpu)?; // (B, H, T, Dh)
+//! let config = AttentionConfig::default();
+//! let (out, lse) = flash::flash_with_lse(&q, &q, &q, &config)?;
+//! assert_eq!(lse.dims(), [1, 2, 70]);
+//! let (reference, _) = flash::reference(&q, &q, &q, &config)?;
+//! assert!((out - reference)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -1,4 +1,15 @@
-//! What this process has taken of the machine. (What the machine has is in [`crate::hardware`].)
+//! The operating system's counters of this process: resident memory, page faults, threads.
+//!
+//! What the machine has is in [`hardware`](crate::hardware).
+//!
+//! ```
+//! use tallow::memory::system;
+//!
+//! let touched = vec![1u8; 1 << 20];
+//! if let Some(peak) = system::resident_peak_bytes() {
+//!     assert!(peak > touched.len() as u64);
+//! }
+//! ```
 
 /// The most memory this process has had resident, in bytes, since it began or since [`reset_resident_peak`].
 #[cfg(target_os = "linux")]

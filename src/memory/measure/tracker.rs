@@ -1,22 +1,24 @@
-//! An allocator that counts: the bytes alive now, the most there ever were, and how many blocks were asked for.
+//! An allocator that counts: the bytes allocated now, their peak, and the number of allocations.
+//!
+//! A binary opts in by making a [`Tracker`] its global allocator:
+//!
+//! ```
+//! use std::alloc::System;
+//! use tallow::memory::tracker::{self, Tracker};
+//!
+//! #[global_allocator]
+//! static ALLOCATOR: Tracker<System> = Tracker::new(System);
+//!
+//! let before = tracker::current_bytes().expect("the tracker is installed");
+//! let block = vec![0u8; 1 << 20];
+//! assert!(tracker::current_bytes().unwrap() >= before + block.len() as u64);
+//! ```
 
 use crate::memory::counts;
 use crate::memory::record::buffer;
 use std::alloc::{GlobalAlloc, Layout};
 
-/// Wraps an allocator and counts what is asked of it. A binary opts in:
-///
-/// ```
-/// use std::alloc::System;
-/// use tallow::memory::tracker::{self, Tracker};
-///
-/// #[global_allocator]
-/// static ALLOCATOR: Tracker<System> = Tracker::new(System);
-///
-/// let before = tracker::current_bytes().expect("the tracker is installed");
-/// let block = vec![0u8; 1 << 20];
-/// assert!(tracker::current_bytes().unwrap() >= before + block.len() as u64);
-/// ```
+/// Wraps an allocator and counts what is asked of it: see the [module](self)'s example.
 ///
 /// While somebody [records](crate::memory::record()), every block of a tensor's size is told of too.
 ///

@@ -401,13 +401,8 @@ pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<(
 /// Refuses a workload of nothing.
 pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
     match size {
-        0 => Err(Error::Config {
-            config: "Workload",
-            field,
-            expected: "positive".into(),
-            got: "0".into(),
-            hint: "a step has at least one sequence of one token".into(),
-        }),
+        0 => Err(Error::config("Workload", field, "0")
+            .must_be("positive", "a step has at least one sequence of one token")),
         _ => Ok(()),
     }
 }

@@ -107,7 +107,7 @@ pub fn smallest_sequence_beyond(
 /// let dropping = Precision::BF16.with_dropped_casts(true);
 /// assert!(from(Mode::ForwardBackward, Precision::BF16)? > Some(256));
 /// assert_eq!(from(Mode::ForwardBackward, dropping)?, Some(1));
-/// assert!(from(Mode::Forward, Precision::BF16)? > Some(10_000)); // the copies take more than all that is alive at once
+/// assert!(from(Mode::Forward, Precision::BF16)? > Some(10_000)); // the copies take more than all else
 /// assert!((100..1_000).contains(&from(Mode::Forward, dropping)?.unwrap()));
 /// # Ok::<(), tallow::Error>(())
 /// ```

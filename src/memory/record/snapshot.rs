@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
-/// A [`MemoryRecording`] as PyTorch's CUDA allocator would have written it: for the viewer at pytorch.org/memory_viz, and for
-/// `torch/cuda/_memory_viz.py`.
+/// A [`MemoryRecording`] as PyTorch's CUDA allocator would have written it: for the viewer at pytorch.org/memory_viz,
+/// and for `torch/cuda/_memory_viz.py`.
 ///
 /// There is one device, the host or the GPU that was recorded, with one segment. Blocks get addresses of their own in
 /// it, as an allocator would give them out that always takes the smallest gap; the process's real ones lie too far

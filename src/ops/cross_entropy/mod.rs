@@ -1,4 +1,15 @@
-//! Cross-entropy on logits.
+//! Cross-entropy of logits against class labels.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use tallow::ops;
+//!
+//! let logits = Tensor::zeros((1, 2, 10), DType::F32, &Device::Cpu)?; // (..., V)
+//! let targets = Tensor::new(&[[3u32, 99]], &Device::Cpu)?;
+//! let loss = ops::cross_entropy_ignoring(&logits, &targets, 99)?; // the mean over targets that are not 99
+//! assert!((loss.to_scalar::<f32>()? - 10f32.ln()).abs() < 1e-6);
+//! # Ok::<(), tallow::Error>(())
+//! ```
 
 pub(crate) mod lowering;
 

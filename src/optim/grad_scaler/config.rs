@@ -39,13 +39,7 @@ impl GradScalerConfig {
     /// finite and over 1, `backoff_factor` over 0 and under 1, `growth_interval` at least 1.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
-            Err(Error::Config {
-                config: "GradScalerConfig",
-                field,
-                expected: expected.into(),
-                got,
-                hint: hint.into(),
-            })
+            Err(Error::config("GradScalerConfig", field, got).must_be(expected, hint))
         };
         if !is_scale(self.init_scale) {
             return refuse(

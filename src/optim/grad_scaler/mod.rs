@@ -300,13 +300,10 @@ const STEP: &str = "GradScaler::step";
 fn some_parameters(op: &'static str, parameters: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
     let parameters = distinct(parameters.iter().cloned());
     if parameters.is_empty() {
-        return Err(Error::Config {
-            config: op,
-            field: "parameters",
-            expected: "at least one".into(),
-            got: "none".into(),
-            hint: "pass the model's parameters, for example model.parameters()".into(),
-        });
+        return Err(Error::config(op, "parameters", "none").must_be(
+            "at least one",
+            "pass the model's parameters, for example model.parameters()",
+        ));
     }
     Ok(parameters)
 }

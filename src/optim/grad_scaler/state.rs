@@ -9,7 +9,8 @@ use crate::{Error, Result};
 /// use tallow::optim::GradScalerState;
 ///
 /// // json.dumps(torch.amp.GradScaler("cpu").state_dict())
-/// let json = r#"{"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}"#;
+/// let json = r#"{"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+///     "_growth_tracker": 0}"#;
 /// let state: GradScalerState = serde_json::from_str(json)?;
 /// assert_eq!(state.growth_tracker, 0);
 /// # Ok::<(), serde_json::Error>(())
@@ -53,13 +54,7 @@ impl GradScalerState {
     /// `growth_interval`, the others as [`GradScalerConfig::validate`] has them.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: String, got: String, hint: &str| {
-            Err(Error::Config {
-                config: "GradScalerState",
-                field,
-                expected,
-                got,
-                hint: hint.into(),
-            })
+            Err(Error::config("GradScalerState", field, got).must_be(expected, hint))
         };
         if !is_scale(self.scale) {
             let hint = "was it changed, or saved by a run that diverged?";

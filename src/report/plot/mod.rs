@@ -1,6 +1,22 @@
 //! Charts as SVG or PNG: lines (time over sequence length, loss over steps), one chart or a [`Figure`] of several; and
 //! layers stacked on each other ([`AreaChart`]: memory over time).
 //!
+//! ```
+//! use tallow::report::plot::{Figure, LineChart, Series};
+//!
+//! let chart = |title: &str, points: Vec<(f64, f64)>| LineChart {
+//!     title: title.into(),
+//!     x_label: "step".into(),
+//!     series: vec![Series::new("run", points)],
+//!     ..Default::default()
+//! };
+//! let loss = chart("Loss", vec![(0.0, 9.2), (1.0, 7.5), (2.0, 6.9)]);
+//! let rate = chart("Learning rate", vec![(0.0, 0.0), (1.0, 1e-3), (2.0, 9e-4)]);
+//! let svg = Figure { charts: vec![loss, rate] }.to_svg()?;
+//! assert!(svg.contains("Learning rate"));
+//! # Ok::<(), tallow::Error>(())
+//! ```
+//!
 //! In an SVG, text stays text, drawn in the viewer's own sans-serif; a PNG is drawn from it with a font of this
 //! crate's. Colours are Okabe and Ito's, which people who confuse red and green can tell apart; where they run out,
 //! lines are dashed.

@@ -192,7 +192,8 @@ fn speedups_are_naive_over_others_where_both_ran() {
     assert_eq!(analysis.speedups.len(), 4);
     let notes = analysis.notes("d").join("\n");
     assert!(notes.contains(expected), "{notes}");
-    let planned = "naive takes 4.00x as long as planned forward, 4.00x backward, 4.00x together (medians; geometric mean of 1 configuration).";
+    let planned = "naive takes 4.00x as long as planned forward, 4.00x backward, 4.00x together (medians; geometric \
+        mean of 1 configuration).";
     assert!(notes.contains(planned), "{notes}");
 }
 

@@ -186,8 +186,10 @@ fn precisions_are_held_against_f32() {
 
     let notes = analysis.notes();
     for expected in [
-        "bf16 runs at 1.06x the speed of f32 (medians; geometric mean of 2), from 0.75x (tiny B4 T64 forward) to 1.50x (tiny B4 T64 forward-backward).",
-        "bf16 takes less memory than f32 in 1 of 2: from 12.5% more (tiny B4 T64 forward) to 30.0% less (tiny B4 T64 forward-backward).",
+        "bf16 runs at 1.06x the speed of f32 (medians; geometric mean of 2), from 0.75x (tiny B4 T64 forward) to 1.50x \
+         (tiny B4 T64 forward-backward).",
+        "bf16 takes less memory than f32 in 1 of 2: from 12.5% more (tiny B4 T64 forward) to 30.0% less (tiny B4 T64 \
+         forward-backward).",
         "Dropping casts of the weights, peak and time: tiny B4 T64 forward bf16 450.0 MiB to 360.0 MiB 1.10x.",
         "bf16-dropping-casts takes 10.0% less memory than f32 (tiny B4 T64 forward).",
     ] {
@@ -221,7 +223,8 @@ fn the_trend_of_the_speedup_is_fitted() {
         pairs.collect()
     };
     let notes = PrecisionAnalysis::of(&rows(&[1, 4, 16])).notes();
-    let expected = "bf16, forward: the speed-up grows with the model's size, as parameters^0.50 (fitted to 3 configurations).";
+    let expected = "bf16, forward: the speed-up grows with the model's size, as parameters^0.50 (fitted to 3 \
+        configurations).";
     assert!(notes.iter().any(|note| note == expected), "{notes:#?}");
     let notes = PrecisionAnalysis::of(&rows(&[1, 4])).notes();
     assert!(

@@ -37,11 +37,26 @@ fn refused<T>(result: tallow::Result<T>, words: &[&str]) {
 #[case(PlanConfig { accumulation: u32::MAX as usize, sequence_length: 160, ..plan() }, &["one tensor"])]
 #[case(PlanConfig { clip_norm: Some(0.0), ..plan() }, &["clip_norm", "over 0"])]
 #[case(PlanConfig { clip_norm: Some(f64::NAN), ..plan() }, &["clip_norm", "NaN"])]
-#[case(PlanConfig { optimizer_in_backward: true, clip_norm: Some(1.0), ..plan() }, &["optimizer_in_backward", "clip_norm"])]
-#[case(PlanConfig { optimizer_in_backward: true, accumulation: 2, ..plan() }, &["optimizer_in_backward", "accumulation"])]
-#[case(PlanConfig { optimizer_in_backward: true, loss_scaling: true, ..plan() }, &["optimizer_in_backward", "loss_scaling"])]
-#[case(PlanConfig { precision: Precision::BF16.with_regime(Regime::Full), ..plan() }, &["precision", "bf16-full", "parameters stay in f32"])]
-#[case(PlanConfig { precision: Precision::F16.with_dropped_casts(true), ..plan() }, &["precision", "f16-dropping-casts", "one copy"])]
+#[case(
+    PlanConfig { optimizer_in_backward: true, clip_norm: Some(1.0), ..plan() },
+    &["optimizer_in_backward", "clip_norm"]
+)]
+#[case(
+    PlanConfig { optimizer_in_backward: true, accumulation: 2, ..plan() },
+    &["optimizer_in_backward", "accumulation"]
+)]
+#[case(
+    PlanConfig { optimizer_in_backward: true, loss_scaling: true, ..plan() },
+    &["optimizer_in_backward", "loss_scaling"]
+)]
+#[case(
+    PlanConfig { precision: Precision::BF16.with_regime(Regime::Full), ..plan() },
+    &["precision", "bf16-full", "parameters stay in f32"]
+)]
+#[case(
+    PlanConfig { precision: Precision::F16.with_dropped_casts(true), ..plan() },
+    &["precision", "f16-dropping-casts", "one copy"]
+)]
 #[case(PlanConfig { memory_budget_bytes: Some(1000), ..plan() }, &["memory_budget_bytes", "at least", "1000"])]
 fn plans(#[case] plan: PlanConfig, #[case] words: &[&str]) {
     let (model, optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));

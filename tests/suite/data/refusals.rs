@@ -13,8 +13,14 @@ use tallow::data::{RandomBatches, SequentialBatches, write_tokens};
 #[case::version_u32(header(20240801, 1, 0), &["version 1 at offset 4", "expected 7", "20240801"])]
 #[case::no_tokens(header(20240520, 1, 0), &["token count 0 at offset 8", "0 bytes follow"])]
 #[case::negative([header(20240520, 1, -1), vec![0; 2]].concat(), &["token count -1 at offset 8", "2 bytes follow"])]
-#[case::too_few([header(20240520, 1, 3), vec![0; 4]].concat(), &["token count 3 at offset 8", "4 bytes follow", "2 a token"])]
-#[case::too_many([header(20240801, 7, 1), vec![0; 8]].concat(), &["token count 1 at offset 8", "8 bytes follow", "4 a token"])]
+#[case::too_few(
+    [header(20240520, 1, 3), vec![0; 4]].concat(),
+    &["token count 3 at offset 8", "4 bytes follow", "2 a token"]
+)]
+#[case::too_many(
+    [header(20240801, 7, 1), vec![0; 8]].concat(),
+    &["token count 1 at offset 8", "8 bytes follow", "4 a token"]
+)]
 #[case::half_a_token([header(20240520, 1, 1), vec![0; 3]].concat(), &["token count 1 at offset 8", "3 bytes follow"])]
 fn malformed_files(#[case] content: Vec<u8>, #[case] parts: &[&str]) {
     let (_folder, path) = file(&content);

@@ -120,20 +120,42 @@ type Change = fn(&mut TransformerConfig);
 #[case::num_layers(|c: &mut TransformerConfig| c.num_layers = 0, &["num_layers must be positive", "got 0"])]
 #[case::num_heads(|c: &mut TransformerConfig| c.num_heads = 0, &["num_heads must be positive", "got 0"])]
 #[case::d_ff(|c: &mut TransformerConfig| c.d_ff = 0, &["d_ff must be positive", "got 0"])]
-#[case::indivisible(|c: &mut TransformerConfig| c.num_heads = 4, &["d_model must be divisible by num_heads 4", "got 18", "each head gets"])]
-#[case::odd_head(|c: &mut TransformerConfig| c.num_heads = 2, &["num_heads must be such that d_model / num_heads is even", "head dimension of 9", "pairs"])]
-#[case::more_heads_than_width(|c: &mut TransformerConfig| c.num_heads = 36, &["d_model must be divisible by num_heads 36", "got 18"])]
+#[case::indivisible(
+    |c: &mut TransformerConfig| c.num_heads = 4,
+    &["d_model must be divisible by num_heads 4", "got 18", "each head gets"]
+)]
+#[case::odd_head(
+    |c: &mut TransformerConfig| c.num_heads = 2,
+    &["num_heads must be such that d_model / num_heads is even", "head dimension of 9", "pairs"]
+)]
+#[case::more_heads_than_width(
+    |c: &mut TransformerConfig| c.num_heads = 36,
+    &["d_model must be divisible by num_heads 36", "got 18"]
+)]
 #[case::theta_zero(|c: &mut TransformerConfig| c.rope_theta = 0.0, &["rope_theta must be positive", "got 0", "10000"])]
 #[case::theta_negative(|c: &mut TransformerConfig| c.rope_theta = -1.0, &["rope_theta must be positive", "got -1"])]
-#[case::theta_infinite(|c: &mut TransformerConfig| c.rope_theta = f64::INFINITY, &["rope_theta must be positive and finite", "got inf"])]
+#[case::theta_infinite(
+    |c: &mut TransformerConfig| c.rope_theta = f64::INFINITY,
+    &["rope_theta must be positive and finite", "got inf"]
+)]
 #[case::eps_zero(|c: &mut TransformerConfig| c.rms_norm_eps = 0.0, &["rms_norm_eps must be positive", "1e-5"])]
 #[case::eps_0_in_f32(|c: &mut TransformerConfig| c.rms_norm_eps = 1e-50, &["eps must be positive", "0 / 0"])]
-#[case::eps_no_number(|c: &mut TransformerConfig| c.rms_norm_eps = f64::NAN, &["rms_norm_eps must be positive", "got NaN"])]
+#[case::eps_no_number(
+    |c: &mut TransformerConfig| c.rms_norm_eps = f64::NAN,
+    &["rms_norm_eps must be positive", "got NaN"]
+)]
 #[case::heads_too_large_for_flash(
     |c: &mut TransformerConfig| (c.attention, c.d_model) = (Algorithm::Flash, 3 * 258),
-    &["attention must be naive where a head has more than 256 elements", "got flash for heads of 258", "choose naive, or more heads"]
+    &[
+        "attention must be naive where a head has more than 256 elements",
+        "got flash for heads of 258",
+        "choose naive, or more heads"
+    ]
 )]
-#[case::vocab_past_u32(|c: &mut TransformerConfig| c.vocab_size = 1 << 32, &["vocab_size must be under 2^32", "got 4294967296"])]
+#[case::vocab_past_u32(
+    |c: &mut TransformerConfig| c.vocab_size = 1 << 32,
+    &["vocab_size must be under 2^32", "got 4294967296"]
+)]
 #[case::width_past_u32(|c: &mut TransformerConfig| c.d_model = 1 << 40, &["d_model must be under 2^32"])]
 #[case::uncountable(
     |c: &mut TransformerConfig| (c.vocab_size, c.d_model, c.num_heads) = (u32::MAX as usize, 1 << 31, 1 << 30),

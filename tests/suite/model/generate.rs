@@ -199,7 +199,10 @@ type Change = fn(&mut GenerateConfig);
 
 #[rstest]
 #[case::cold(|c: &mut GenerateConfig| c.temperature = -0.5, &["temperature must be 0 or more", "got -0.5"])]
-#[case::infinite(|c: &mut GenerateConfig| c.temperature = f64::INFINITY, &["temperature must be 0 or more, and finite", "got inf"])]
+#[case::infinite(
+    |c: &mut GenerateConfig| c.temperature = f64::INFINITY,
+    &["temperature must be 0 or more, and finite", "got inf"]
+)]
 #[case::no_number(|c: &mut GenerateConfig| c.temperature = f64::NAN, &["temperature", "got NaN"])]
 #[case::top_k(|c: &mut GenerateConfig| c.top_k = Some(0), &["top_k must be positive", "got 0"])]
 #[case::top_p_zero(|c: &mut GenerateConfig| c.top_p = Some(0.0), &["top_p must be in (0, 1]", "got 0"])]

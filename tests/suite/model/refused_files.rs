@@ -133,9 +133,18 @@ fn a_weight_too_many() {
 #[rstest]
 #[case::fewer_layers(|c: &mut TransformerConfig| c.num_layers = 1, &["layers.1.", "no such weight in 1 layers"])]
 #[case::more_layers(|c: &mut TransformerConfig| c.num_layers = 3, &["layers.2.ln1.weight", "got no such weight"])]
-#[case::vocabulary(|c: &mut TransformerConfig| c.vocab_size = 30, &["token_embeddings.weight", "expected [30, 18]", "got [29, 18]"])]
-#[case::width(|c: &mut TransformerConfig| c.d_model = 24, &["token_embeddings.weight", "expected [29, 24]", "got [29, 18]"])]
-#[case::feed_forward(|c: &mut TransformerConfig| c.d_ff = 26, &["layers.0.ffn.w1.weight", "expected [26, 18]", "got [25, 18]"])]
+#[case::vocabulary(
+    |c: &mut TransformerConfig| c.vocab_size = 30,
+    &["token_embeddings.weight", "expected [30, 18]", "got [29, 18]"]
+)]
+#[case::width(
+    |c: &mut TransformerConfig| c.d_model = 24,
+    &["token_embeddings.weight", "expected [29, 24]", "got [29, 18]"]
+)]
+#[case::feed_forward(
+    |c: &mut TransformerConfig| c.d_ff = 26,
+    &["layers.0.ffn.w1.weight", "expected [26, 18]", "got [25, 18]"]
+)]
 fn of_another_configuration(#[case] change: fn(&mut TransformerConfig), #[case] parts: &[&str]) {
     let (_folder, path) = saved();
     let mut config = mini();

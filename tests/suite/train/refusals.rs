@@ -17,12 +17,18 @@ type Change = fn(&mut TrainConfig);
 #[case(|c: &mut TrainConfig| c.steps = 0, "TrainConfig: steps must be at least 1, got 0")]
 #[case(|c: &mut TrainConfig| c.evaluate_every = 0, "TrainConfig: evaluate_every must be at least 1, got 0")]
 #[case(|c: &mut TrainConfig| c.keep = 0, "TrainConfig: keep must be at least 1, got 0")]
-#[case(|c: &mut TrainConfig| c.batch_size = usize::MAX, "TrainConfig: batch_size must be such that a step's tokens can be counted")]
+#[case(
+    |c: &mut TrainConfig| c.batch_size = usize::MAX,
+    "TrainConfig: batch_size must be such that a step's tokens can be counted"
+)]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = Some(0.0), "TrainConfig: max_grad_norm must be over 0, got 0")]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = Some(f64::NAN), "TrainConfig: max_grad_norm must be over 0, got NaN")]
 #[case(|c: &mut TrainConfig| c.schedule = Schedule::Constant { lr: -1.0 }, "Schedule: lr must be")]
 #[case(|c: &mut TrainConfig| c.optimizer.betas.1 = 1.0, "AdamWConfig: betas.1 must be")]
-#[case(|c: &mut TrainConfig| c.sequence_length = 14, "TrainConfig: sequence_length must be at most the model's context_length, 13, got 14")]
+#[case(
+    |c: &mut TrainConfig| c.sequence_length = 14,
+    "TrainConfig: sequence_length must be at most the model's context_length, 13, got 14"
+)]
 fn settings_that_cannot_work(#[case] change: Change, #[case] text: &str) {
     let mut config = settings();
     change(&mut config);
@@ -74,7 +80,10 @@ fn another_model(#[case] change: ChangeModel, #[case] text: &str) {
 #[case(|c: &mut TrainConfig| c.seed = 8, "saved with seed 7, resumed with 8")]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = None, "saved with max_grad_norm 1.0, resumed with none")]
 #[case(|c: &mut TrainConfig| c.optimizer.weight_decay = 0.0, "saved with optimizer.weight_decay 0.1, resumed with 0.0")]
-#[case(|c: &mut TrainConfig| c.schedule = Schedule::Constant { lr: 1.0 }, "saved with schedule.kind warmup_cosine, resumed with constant")]
+#[case(
+    |c: &mut TrainConfig| c.schedule = Schedule::Constant { lr: 1.0 },
+    "saved with schedule.kind warmup_cosine, resumed with constant"
+)]
 #[case(|c: &mut TrainConfig| if let Schedule::WarmupCosine { total_steps, .. } = &mut c.schedule { *total_steps = 24 },
     "saved with schedule.total_steps 12, resumed with 24"
 )]

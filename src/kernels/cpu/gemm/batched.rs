@@ -1,6 +1,8 @@
 //! Products of many small matrices.
 
-use super::{MatRef, Threads, matmul};
+use super::matrix::MatRef;
+use super::product::matmul;
+use super::threads::Threads;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::parallel::{self, Shared};
 

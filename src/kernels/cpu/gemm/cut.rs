@@ -1,9 +1,8 @@
 //! How a product is cut into blocks: what is in cache at a time, and what one task computes.
 
-use super::micro_kernel::PANEL;
+use super::matrix::MatRef;
+use super::micro_kernel::{COLUMNS, PANEL};
 use super::pack::is_read_in_place;
-use super::packed::Factors;
-use super::tile::COLUMNS;
 use crate::kernels::cpu::Stored;
 use std::ops::Range;
 
@@ -43,10 +42,9 @@ impl Cut {
     ///
     /// What a task costs, in multiply-adds for each unit of the depth: those of its block, and packing its rows of a
     /// and its columns of b, which every task does for itself.
-    pub(super) fn new<A: Stored, B: Stored>(terms: &[Factors<'_, A, B>], workers: usize) -> Self {
+    pub(super) fn new<T: Stored>(a: MatRef<'_, T>, b: MatRef<'_, T>, workers: usize) -> Self {
         const COPY: usize = 12;
         const TRANSPOSE: usize = 24;
-        let (a, b) = terms[0];
         let (rows, cols) = (a.rows, b.cols);
         let a_cost = if is_read_in_place(a) { 1 } else { COPY };
         let b_cost = if b.col_stride == 1 { COPY } else { TRANSPOSE };

@@ -83,13 +83,6 @@ impl<'a, T> MatMut<'a, T> {
 }
 
 impl<T: Stored> MatMut<'_, T> {
-    /// Columns `first..first + cols`.
-    pub(super) fn columns(&mut self, first: usize, cols: usize) -> MatMut<'_, T> {
-        assert!(first + cols <= self.cols);
-        let first = if self.rows == 0 { 0 } else { first };
-        MatMut::band(&mut self.data[first..], self.rows, cols, self.row_stride)
-    }
-
     /// The same view of the type that is computed in, where that is what is stored.
     pub(super) fn as_wide(&mut self) -> Option<MatMut<'_, T::Wide>> {
         let (rows, cols, row_stride) = (self.rows, self.cols, self.row_stride);

@@ -1,6 +1,5 @@
 //! The micro-kernel: blocks of c in registers while the depth is walked. No packing, no threads.
 
-use super::tile::COLUMNS;
 use crate::kernels::cpu::Lanes;
 use pulp::{Arch, Simd, WithSimd};
 
@@ -18,11 +17,14 @@ pub(super) fn has_avx512() -> bool {
     Arch::new().dispatch(Registers) >= 32 * 64
 }
 
+/// Elements that the columns of a tile come in: a cache line of `f32`, whole registers on every instruction set.
+pub const COLUMNS: usize = 16;
+
 /// Rows of a that lie together where it is packed, and of a block of registers at most.
 pub(super) const PANEL: usize = 8;
 
-/// As a tile's [`Product`](super::tile::Product) over plain memory, for several threads to write one c, with any number
-/// of columns, and with a in panels of [`PANEL`] rows.
+/// `c = a b` or `c += a b` over plain memory, for several threads to write one c: a (rows, depth) in panels of
+/// [`PANEL`] rows, b (depth, columns) in units of [`COLUMNS`] columns.
 #[derive(Clone, Copy)]
 pub(super) struct Tiles<T> {
     /// a.

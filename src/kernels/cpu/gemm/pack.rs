@@ -1,8 +1,7 @@
 //! Blocks of the factors, copied to where the micro-kernel reads them in order.
 
-use super::MatRef;
-use super::micro_kernel::{PANEL, prefetch};
-use super::tile::COLUMNS;
+use super::matrix::MatRef;
+use super::micro_kernel::{COLUMNS, PANEL, prefetch};
 use crate::kernels::cpu::simd::vectorized;
 use crate::kernels::cpu::{Real, Stored};
 use std::ops::Range;

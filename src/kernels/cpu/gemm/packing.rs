@@ -1,24 +1,8 @@
-//! What products take beside their factors and their output: for who accounts for memory.
+//! The memory that products take besides their factors and their output, for memory estimates.
 
+use super::choice::{ProductSizes, prefers_own_gemm_by};
 use super::panels::{PANEL_FLOPS, PanelCut};
-use super::{Threads, wins_by};
-
-/// A product by its sizes: (rows, depth) times (depth, cols).
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ProductSizes {
-    /// Of a and c.
-    pub rows: usize,
-    /// Columns of a, rows of b.
-    pub depth: usize,
-    /// Of b and c.
-    pub cols: usize,
-    /// a lies in memory as (depth, rows).
-    pub a_transposed: bool,
-    /// b lies in memory as (cols, depth).
-    pub b_transposed: bool,
-    /// Bytes an element of a and b.
-    pub element_bytes: usize,
-}
+use super::threads::Threads;
 
 /// The most bytes that [`matmul`](super::matmul) and [`matmul_wide`](super::matmul_wide) ask for, and give back,
 /// at any moment of a product; never less for a larger product. (In f64: huge sizes do not overflow.)
@@ -31,7 +15,7 @@ pub fn packing_bytes(sizes: ProductSizes, threads: Threads) -> f64 {
     if sizes.rows == 0 || sizes.depth == 0 || sizes.cols == 0 {
         return 0.0;
     }
-    match is_half || wins_by(sizes) {
+    match is_half || prefers_own_gemm_by(sizes) {
         true => 0.0,
         false => sizes.element_bytes as f64 * crate_elements(sizes, threads),
     }

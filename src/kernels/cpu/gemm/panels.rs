@@ -1,6 +1,7 @@
 //! Products by the `gemm` crate: the reference, and what runs where ours is not faster.
 
-use super::{MatMut, MatRef, Threads};
+use super::matrix::{MatMut, MatRef};
+use super::threads::Threads;
 use crate::kernels::cpu::Real;
 use crate::kernels::cpu::parallel::{self, Shared};
 use std::ops::Range;

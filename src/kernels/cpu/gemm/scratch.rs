@@ -1,6 +1,8 @@
 //! Where a thread packs blocks of the factors.
 
-use super::{MatMut, MatRef, Threads, panels};
+use super::matrix::{MatMut, MatRef};
+use super::panels;
+use super::threads::Threads;
 use crate::kernels::cpu::Lanes;
 use std::cell::RefCell;
 
@@ -36,8 +38,8 @@ pub(super) fn with_scratch<W: Lanes>(count: usize, f: impl FnOnce(&mut [W])) {
     SCRATCH.set(lines);
 }
 
-/// Has this thread and all of the current pool take their scratch now, and no product later: for who counts what a step
-/// allocates. `rounds` where c is in half precision.
+/// Makes this thread and all of the current pool take their scratch now, so that no product takes it later: for
+/// measurements of what a step allocates. `rounds` where c is in half precision.
 pub fn reserve_scratch(rounds: bool) {
     let bytes = if rounds { ROUNDED_BYTES } else { FACTOR_BYTES };
     let reserve = || {

@@ -2,10 +2,9 @@
 //! `gemm` crate.
 
 use super::cut::{DEPTH_BYTES, ROWS};
-use super::packed::{Band, product};
-use super::tile::COLUMNS;
-use super::{MatMut, MatRef, Threads, matmul, matmul_bands, matmul_sum, panels};
-use crate::kernels::cpu::{Lanes, Stored};
+use super::micro_kernel::COLUMNS;
+use super::{MatMut, MatRef, Threads, matmul, matmul_to, packed, panels};
+use crate::kernels::cpu::Stored;
 use half::{bf16, f16};
 
 const DEPTH: usize = DEPTH_BYTES / 4;
@@ -43,37 +42,15 @@ const SIZES: [(usize, usize, usize); 12] = [
     (2 * ROWS, 0, 11 * STRIP),
 ];
 
-/// c = a b, alone.
-fn one_band<A, B, C, W>(
-    a: MatRef<'_, A>,
-    b: MatRef<'_, B>,
-    c: &mut [C],
-    accumulate: bool,
-    threads: Threads,
-) where
-    A: Stored<Wide = W>,
-    B: Stored<Wide = W>,
-    C: Stored<Wide = W>,
-    W: Lanes,
-{
-    let band = Band {
-        terms: &[(a, b)],
-        first_column: 0,
-    };
-    product(&[band], MatMut::new(c, a.rows, b.cols), accumulate, threads);
-}
-
-fn exact_for<A, B, C, W>()
+fn exact_for<T, C>()
 where
-    A: Stored<Wide = W>,
-    B: Stored<Wide = W>,
-    C: Stored<Wide = W>,
-    W: Lanes,
+    T: Stored,
+    C: Stored<Wide = T::Wide>,
 {
     for (rows, depth, cols) in SIZES {
         let (a, b) = (
-            integers::<A>(rows * depth, 3),
-            integers::<B>(depth * cols, 5),
+            integers::<T>(rows * depth, 3),
+            integers::<T>(depth * cols, 5),
         );
         for (a_transposed, b_transposed) in
             [(false, false), (false, true), (true, false), (true, true)]
@@ -85,9 +62,10 @@ where
             for accumulate in [false, true] {
                 let before = integers::<C>(rows * cols, 4);
                 let mut c = before.clone();
-                one_band(a, b, &mut c, accumulate, Threads::All);
                 let mut one = before.clone();
-                one_band(a, b, &mut one, accumulate, Threads::One);
+                for (c, threads) in [(&mut c, Threads::All), (&mut one, Threads::One)] {
+                    packed::product(a, b, MatMut::new(c, rows, cols), accumulate, threads);
+                }
                 for i in 0..rows * cols {
                     let (row, col) = (i / cols, i % cols);
                     let mut sum = if accumulate { before[i].to_f64() } else { 0.0 };
@@ -106,65 +84,42 @@ where
 
 #[test]
 fn products_are_exact_at_every_edge() {
-    exact_for::<f32, f32, f32, f32>();
-    exact_for::<f64, f64, f64, f64>();
-    exact_for::<bf16, bf16, bf16, f32>();
-    exact_for::<f16, f16, f16, f32>();
-    exact_for::<bf16, f32, f32, f32>();
-    exact_for::<f32, f16, bf16, f32>();
+    exact_for::<f32, f32>();
+    exact_for::<f64, f64>();
+    exact_for::<bf16, bf16>();
+    exact_for::<f16, f16>();
+    exact_for::<bf16, f32>();
+    exact_for::<f32, f16>();
 }
 
-/// In a buffer wider than c: bands side by side, the sum of products of two depths, and what lies around them.
+/// Into a band of a wider matrix, of which the rest stays as it is; by our own product and by the `gemm` crate's.
 #[test]
-fn bands_and_sums_are_exact() {
-    for (rows, depths, widths) in [
-        (5, [3, 7], [4, 9, 1]),
-        (130, [DEPTH + 5, 12], [STRIP + 1, 70, 64]),
-        (65, [9, 0], [128, 64, 65]),
-        (260, [DEPTH + 5, 130], [129, 200, 128]), // large enough to be ours
+fn bands_are_exact() {
+    for (rows, depth, cols) in [
+        (5, 3, 14),
+        (130, DEPTH + 5, STRIP + 135),
+        (65, 0, 257),
+        (260, DEPTH + 5, 457), // large enough to be ours
     ] {
-        let cols: usize = widths.iter().sum();
         let c_row = cols + 3;
-        let a = depths.map(|depth| integers::<f32>(rows * (depth + 2), 3));
-        let a = [0, 1].map(|i| MatRef::band(&a[i], rows, depths[i], depths[i] + 2));
-        let b = depths.map(|depth| integers::<f32>(depth * cols, 5));
-        let element = |i: usize, row: usize, column: usize| -> f32 {
-            (0..depths[i])
-                .map(|k| a[i].data[row * a[i].row_stride + k] * b[i][k * cols + column])
-                .sum()
-        };
+        let a_data = integers::<f32>(rows * (depth + 2), 3);
+        let a = MatRef::band(&a_data, rows, depth, depth + 2);
+        let b_data = integers::<f32>(depth * cols, 5);
+        let b = MatRef::new(&b_data, depth, cols);
         for accumulate in [false, true] {
             let before = integers::<f32>(rows * c_row, 4);
-            let kept = |i: usize| if accumulate { before[i] } else { 0.0 };
-
             let mut c = before.clone();
-            let mut first = 0;
-            let b_bands = widths.map(|width| {
-                first += width;
-                MatRef::band(&b[0][first - width..], depths[0], width, cols)
-            });
             let band = MatMut::band(&mut c, rows, cols, c_row);
-            matmul_bands(a[0], &b_bands, band, accumulate, Threads::All);
+            matmul_to(a, b, band, accumulate, Threads::All);
             for (i, value) in c.iter().enumerate() {
                 let (row, column) = (i / c_row, i % c_row);
-                let wanted = match column < cols {
-                    true => kept(i) + element(0, row, column),
-                    false => before[i],
+                let product = |k: usize| a_data[row * (depth + 2) + k] * b_data[k * cols + column];
+                let wanted = match (column < cols, accumulate) {
+                    (false, _) => before[i],
+                    (true, false) => (0..depth).map(product).sum(),
+                    (true, true) => before[i] + (0..depth).map(product).sum::<f32>(),
                 };
-                assert_eq!(*value, wanted, "bands: {row}, {column} of {rows} x {cols}");
-            }
-
-            let mut c = before.clone();
-            let terms = [0, 1].map(|i| (a[i], MatRef::new(&b[i], depths[i], cols)));
-            let band = MatMut::band(&mut c, rows, cols, c_row);
-            matmul_sum(&terms, band, accumulate, Threads::All);
-            for (i, value) in c.iter().enumerate() {
-                let (row, column) = (i / c_row, i % c_row);
-                let wanted = match column < cols {
-                    true => kept(i) + element(0, row, column) + element(1, row, column),
-                    false => before[i],
-                };
-                assert_eq!(*value, wanted, "sum: {row}, {column} of {rows} x {cols}");
+                assert_eq!(*value, wanted, "{row}, {column} of {rows} x {cols}");
             }
         }
     }
@@ -216,16 +171,11 @@ fn errors_are_no_larger_than_the_gemm_crates() {
             squares.sum::<f64>().sqrt()
         };
         let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
-        let mut ours = vec![0f32; rows * cols];
-        one_band(a, b, &mut ours, false, Threads::All);
-        let mut theirs = vec![0f32; rows * cols];
-        panels::product(
-            a,
-            b,
-            MatMut::new(&mut theirs, rows, cols),
-            false,
-            Threads::All,
-        );
+        let [mut ours, mut theirs] = [(); 2].map(|()| vec![0f32; rows * cols]);
+        let c = MatMut::new(&mut ours, rows, cols);
+        packed::product(a, b, c, false, Threads::All);
+        let c = MatMut::new(&mut theirs, rows, cols);
+        panels::product(a, b, c, false, Threads::All);
         let (ours, theirs) = (error(&ours), error(&theirs));
         assert!(
             ours > 0.0 && ours <= 1.1 * theirs,

@@ -1,13 +1,11 @@
 //! Products of tiles that are in cache, used as they lie: what attention multiplies its tiles with.
 
-use super::MatRef;
+use super::matrix::MatRef;
+pub use super::micro_kernel::COLUMNS;
 use super::micro_kernel::{PANEL, Sums, Tiles};
 use super::pack::b_block;
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::Stored;
-
-/// Elements that the columns of a tile come in: a cache line of `f32`, whole registers on every instruction set.
-pub const COLUMNS: usize = 16;
 
 /// `c = a b` or `c += a b` for one tile: a (rows, depth) with any strides, c (rows, columns) row by row, and b
 /// (depth, columns) row by row or in units of [`COLUMNS`] columns, of which the columns are a multiple.

@@ -1,6 +1,6 @@
 //! Whole operands to the type that is computed in, and results back; nothing is copied that is in that type.
 
-use super::Threads;
+use super::threads::Threads;
 use crate::kernels::cpu::simd::vectorized;
 use crate::kernels::cpu::{Real, Stored, parallel};
 use std::borrow::Cow;

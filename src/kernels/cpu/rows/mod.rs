@@ -2,6 +2,7 @@
 
 pub mod bias;
 pub mod cross_entropy;
+mod each;
 pub mod embedding;
 mod half_softmax;
 pub mod layer_norm;

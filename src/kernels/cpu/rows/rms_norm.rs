@@ -1,6 +1,7 @@
 //! RMSNorm: y = w * x * rstd, rstd = 1 / sqrt(mean(x^2) + eps), row by row.
 
-use crate::kernels::cpu::{Blocks, Real, Stored, parallel, simd};
+use super::each::{each_row, sum_rows};
+use crate::kernels::cpu::{Real, Stored, simd};
 
 /// `y` and `rstd` from `x` (rows, width) and `weight` (width).
 pub fn forward<T: Stored>(
@@ -12,39 +13,31 @@ pub fn forward<T: Stored>(
 ) {
     let width = weight.len();
     let eps = T::Wide::real(eps);
-    let mean = T::Wide::real(1.0 / width as f64);
-    parallel::for_rows2(y, width, rstd, 1, |first, y, rstd| {
-        let x = &x[first * width..first * width + y.len()];
-        simd::vectorized(
-            #[inline(always)]
-            || {
-                let mut reading = Blocks::<T, 1, 0>::new();
-                let mut writing = Blocks::<T, 1, 1>::new();
-                let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width));
-                for ((y, x), rstd) in rows.zip(rstd) {
-                    let mut squares = T::Wide::ZERO;
-                    reading.each(
-                        [x],
-                        [],
-                        #[inline(always)]
-                        |_, [x], []| squares += simd::dot(x, x),
-                    );
-                    let scale = T::Wide::ONE / (squares * mean + eps).square_root();
-                    *rstd = scale;
-                    writing.each(
-                        [x],
-                        [y],
-                        #[inline(always)]
-                        |start, [x], [y]| {
-                            for ((y, x), w) in y.iter_mut().zip(x).zip(&weight[start..]) {
-                                *y = *x * scale * *w;
-                            }
-                        },
-                    );
-                }
-            },
-        );
-    });
+    let inv_width = T::Wide::real(1.0 / width as f64);
+    each_row(
+        width,
+        [x],
+        y,
+        rstd,
+        #[inline(always)]
+        |_, mut row| {
+            let mut squares = T::Wide::ZERO;
+            row.read(
+                #[inline(always)]
+                |_, [x]| squares += simd::dot(x, x),
+            );
+            let rstd = T::Wide::ONE / (squares * inv_width + eps).square_root();
+            row.write(
+                #[inline(always)]
+                |start, [x], y| {
+                    for ((y, x), w) in y.iter_mut().zip(x).zip(&weight[start..]) {
+                        *y = *x * rstd * *w;
+                    }
+                },
+            );
+            [rstd]
+        },
+    );
 }
 
 /// `dx` (rows, width) and `dw` (width) from `dy`, and from `x`, `weight` and `rstd` as forward had them.
@@ -59,64 +52,45 @@ pub fn backward<T: Stored>(
     dw: &mut [T::Wide],
 ) {
     let width = weight.len();
-    let mean = T::Wide::real(1.0 / width as f64);
-    parallel::for_rows(dx, width, |first, dx| {
-        let range = first * width..first * width + dx.len();
-        let (dy, x) = (&dy[range.clone()], &x[range]);
-        let rstd = &rstd[first..];
-        simd::vectorized(
-            #[inline(always)]
-            || {
-                let mut reading = Blocks::<T, 2, 0>::new();
-                let mut writing = Blocks::<T, 2, 1>::new();
-                let rows = dx.chunks_exact_mut(width).zip(dy.chunks_exact(width));
-                for (((dx, dy), x), rstd) in rows.zip(x.chunks_exact(width)).zip(rstd) {
-                    let mut inner = T::Wide::ZERO;
-                    reading.each(
-                        [dy, x],
-                        [],
-                        #[inline(always)]
-                        |start, [dy, x], []| {
-                            let weight = &weight[start..start + x.len()];
-                            inner += simd::sum_over([dy, weight, x], |[dy, w, x]| dy * w * x);
-                        },
-                    );
-                    let pull = inner * mean * *rstd * *rstd;
-                    writing.each(
-                        [dy, x],
-                        [dx],
-                        #[inline(always)]
-                        |start, [dy, x], [dx]| {
-                            let terms = dx.iter_mut().zip(dy).zip(x);
-                            for (((dx, dy), x), w) in terms.zip(&weight[start..]) {
-                                *dx = (*dy * *w - *x * pull) * *rstd;
-                            }
-                        },
-                    );
-                }
-            },
-        );
-    });
-    parallel::sum_rows(dw, rstd.len(), |rows, dw| {
-        simd::vectorized(
-            #[inline(always)]
-            || {
-                let mut reading = Blocks::<T, 2, 0>::new();
-                for row in rows {
-                    let range = row * width..(row + 1) * width;
-                    let rstd = rstd[row];
-                    reading.each(
-                        [&dy[range.clone()], &x[range]],
-                        [],
-                        #[inline(always)]
-                        |start, [dy, x], []| {
-                            for ((dw, dy), x) in dw[start..].iter_mut().zip(dy).zip(x) {
-                                *dw += *dy * *x * rstd;
-                            }
-                        },
-                    );
-                }
-            },
-        );
-    });
+    let inv_width = T::Wide::real(1.0 / width as f64);
+    each_row(
+        width,
+        [dy, x],
+        dx,
+        &mut [],
+        #[inline(always)]
+        |i, mut row| {
+            let rstd = rstd[i];
+            let mut inner = T::Wide::ZERO;
+            row.read(
+                #[inline(always)]
+                |start, [dy, x]| {
+                    let weight = &weight[start..start + x.len()];
+                    inner += simd::sum_over([dy, weight, x], |[dy, w, x]| dy * w * x);
+                },
+            );
+            let pull = inner * inv_width * rstd * rstd;
+            row.write(
+                #[inline(always)]
+                |start, [dy, x], dx| {
+                    let terms = dx.iter_mut().zip(dy).zip(x);
+                    for (((dx, dy), x), w) in terms.zip(&weight[start..]) {
+                        *dx = (*dy * *w - *x * pull) * rstd;
+                    }
+                },
+            );
+            []
+        },
+    );
+    sum_rows(
+        [dy, x],
+        dw,
+        #[inline(always)]
+        |i, [dy, x], dw| {
+            let rstd = rstd[i];
+            for ((dw, dy), x) in dw.iter_mut().zip(dy).zip(x) {
+                *dw += *dy * *x * rstd;
+            }
+        },
+    );
 }

@@ -2,9 +2,9 @@
 //!
 //! What lives here: the recorder ([`record`], [`record_on`]), the buffer that the allocator writes to (`buffer`), a
 //! GPU's blocks (`gpu`, told of by `cupti`), where a tensor's block is (`storage`), the blocks' lives with their phase
-//! and path (`lives`), what a block is there for (`kind`), and the sums ([`MemoryRecording`]). What does not: the allocator
-//! itself ([`tracker`](crate::memory::tracker)), what viewers read ([`Snapshot`](crate::memory::Snapshot)), and
-//! pictures ([`timeline`](crate::memory::timeline())).
+//! and path (`lives`), what a block is there for (`kind`), and the sums ([`MemoryRecording`]). What does not: the
+//! allocator itself ([`tracker`](crate::memory::tracker)), what viewers read ([`Snapshot`](crate::memory::Snapshot)),
+//! and pictures ([`timeline`](crate::memory::timeline())).
 
 pub(in crate::memory) mod buffer;
 #[cfg(feature = "cuda")]
@@ -168,13 +168,8 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
         });
     }
     if config.capacity == 0 {
-        return Err(Error::Config {
-            config: "RecordConfig",
-            field: "capacity",
-            expected: "at least 1".into(),
-            got: "0".into(),
-            hint: "a block is two events".into(),
-        });
+        return Err(Error::config("RecordConfig", "capacity", "0")
+            .must_be("at least 1", "a block is two events"));
     }
     // The listener first: what it takes is no part of the recording.
     let listening = probe::listen(Arc::new(Marks));

@@ -120,7 +120,10 @@ type Change = fn(&mut GradScalerConfig);
 
 #[rstest]
 #[case(|c: &mut GradScalerConfig| c.init_scale = 0.0, "init_scale must be a normal number of f32")]
-#[case(|c: &mut GradScalerConfig| c.init_scale = -1.0, "init_scale must be a normal number of f32, 1.2e-38 to 3.4e38, got -1")]
+#[case(
+    |c: &mut GradScalerConfig| c.init_scale = -1.0,
+    "init_scale must be a normal number of f32, 1.2e-38 to 3.4e38, got -1"
+)]
 #[case(|c: &mut GradScalerConfig| c.init_scale = 1e39, "init_scale")]
 #[case(|c: &mut GradScalerConfig| c.init_scale = f64::NAN, "init_scale")]
 #[case(|c: &mut GradScalerConfig| c.growth_factor = 1.0, "growth_factor must be finite and over 1, got 1")]
@@ -172,7 +175,8 @@ fn settings_that_cannot_work(#[case] change: Change, #[case] text: &str) {
 #[case("}", "", "EOF")]
 #[case("{", "scaler: {", "expected value")]
 fn states_that_cannot_be(#[case] from: &str, #[case] to: &str, #[case] text: &str) {
-    let whole = r#"{"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 5}"#;
+    let whole = r#"{"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+        "_growth_tracker": 5}"#;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("scaler.json");
     let mut scaler = scaler();

@@ -1,34 +1,15 @@
 //! Backward: algorithm 2, a task for each tile of keys.
 
-use super::backward_tile::{Scratch, Task, padded_width};
+use super::backward_tile::{Inputs, Scratch, Task, padded_width};
 use super::transpose::{load_block, to_columns};
 use super::turns::AllTurns;
-use super::{Heads, Sizes, Tiles};
+use super::{Sizes, Tiles};
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::kernels::cpu::parallel::{self, Shared};
 use crate::kernels::cpu::{Real, Stored};
 use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
-
-/// What forward took and gave, and the gradient of its output.
-#[derive(Clone, Copy)]
-pub struct Inputs<'a, T: Stored> {
-    /// (B, H, Tq, Dh).
-    pub q: Heads<'a, T>,
-    /// (B, Hkv, Tk, Dh).
-    pub k: Heads<'a, T>,
-    /// (B, Hkv, Tk, Dh).
-    pub v: Heads<'a, T>,
-    /// (B, H, Tq, Dh).
-    pub out: Heads<'a, T>,
-    /// What rounding took from `out`, (B, H, Tq, Dh), or nothing.
-    pub rounding_error: Option<Heads<'a, T>>,
-    /// (B, H, Tq) or (2, B, H, Tq), as forward wrote it.
-    pub lse: &'a [T::Wide],
-    /// (B, H, Tq, Dh).
-    pub d_out: Heads<'a, T>,
-}
 
 /// What backward writes.
 pub struct Gradients<'a, T> {

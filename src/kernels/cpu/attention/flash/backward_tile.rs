@@ -1,7 +1,6 @@
 //! The work of one backward task: a tile of keys, and all tiles of queries that see it.
 
-use super::backward::Inputs;
-use super::heads::Rows;
+use super::heads::{Heads, Rows};
 use super::score_gradient::{Query, ScoreGradient};
 use super::transpose::{load_block, to_columns};
 use super::turns::Turns;
@@ -11,6 +10,25 @@ use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::Shared;
 use crate::kernels::cpu::{Stored, simd};
 use std::ops::Range;
+
+/// What forward took and gave, and the gradient of its output.
+#[derive(Clone, Copy)]
+pub struct Inputs<'a, T: Stored> {
+    /// (B, H, Tq, Dh).
+    pub q: Heads<'a, T>,
+    /// (B, Hkv, Tk, Dh).
+    pub k: Heads<'a, T>,
+    /// (B, Hkv, Tk, Dh).
+    pub v: Heads<'a, T>,
+    /// (B, H, Tq, Dh).
+    pub out: Heads<'a, T>,
+    /// What rounding took from `out`, (B, H, Tq, Dh), or nothing.
+    pub rounding_error: Option<Heads<'a, T>>,
+    /// (B, H, Tq) or (2, B, H, Tq), as forward wrote it.
+    pub lse: &'a [T::Wide],
+    /// (B, H, Tq, Dh).
+    pub d_out: Heads<'a, T>,
+}
 
 /// What the tasks of one call share, and which tile of keys this is.
 pub(super) struct Task<'a, T: Stored> {

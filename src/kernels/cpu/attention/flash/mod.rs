@@ -25,7 +25,8 @@ mod tiles;
 mod transpose;
 mod turns;
 
-pub use backward::{Gradients, Inputs, backward, backward_scratch_elements};
+pub use backward::{Gradients, backward, backward_scratch_elements};
+pub use backward_tile::Inputs;
 pub use forward::{Outputs, forward, forward_scratch_elements};
 pub use heads::Heads;
 pub use tiles::Tiles;

@@ -1,21 +1,133 @@
 //! Against the ops that it takes in: split, rope, naive attention, merge.
 
 use super::*;
-use crate::kernels::Mask;
-use crate::kernels::attention;
 use crate::kernels::cpu::attention::naive;
-use crate::kernels::cpu::{heads, rope};
+use crate::kernels::cpu::{Real, heads, rope};
+use crate::kernels::{Mask, attention};
+use half::bf16;
 
-fn wave(n: usize, phase: f64) -> Vec<f64> {
-    (0..n).map(|i| (i as f64 * 0.37 + phase).sin()).collect()
+/// One call: q, k, v and the gradient of the output, each (B, T, H*Dh), and the angles' tables, (T, Dh/2). The tables
+/// are no rotation's, but the transpose of what is done to x is undone all the same.
+struct Case<T: Stored> {
+    sizes: Sizes,
+    inputs: [Vec<T>; 4],
+    cos: Vec<T::Wide>,
+    sin: Vec<T::Wide>,
 }
 
-fn close(what: &str, got: &[f64], wanted: &[f64]) {
-    assert_eq!(got.len(), wanted.len(), "{what}");
-    for (got, wanted) in got.iter().zip(wanted) {
-        assert!((got - wanted).abs() < 1e-12, "{what}: {got} for {wanted}");
+impl<T: Stored> Case<T> {
+    fn new(batch: usize, length: usize, heads: usize, head_dim: usize) -> Self {
+        let heads = HeadSizes {
+            batch,
+            length,
+            heads,
+            head_dim,
+        };
+        let wave = |n: usize, phase: f64| (0..n).map(move |i| (i as f64 * 0.37 + phase).sin());
+        let n = batch * length * heads.heads * head_dim;
+        let tables: Vec<_> = wave(length * head_dim, 0.5).map(T::Wide::real).collect();
+        let (cos, sin) = tables.split_at(length * head_dim / 2);
+        Self {
+            sizes: Sizes { heads, scale: 0.3 },
+            inputs: [0.0, 1.0, 2.0, 3.0].map(|phase| wave(n, phase).map(T::from_f64).collect()),
+            cos: cos.to_vec(),
+            sin: sin.to_vec(),
+        }
+    }
+
+    fn fused_inputs(&self) -> Inputs<'_, T> {
+        let [q, k, v, _] = &self.inputs;
+        let (cos, sin) = (&self.cos, &self.sin);
+        Inputs {
+            q,
+            k,
+            v,
+            angles: Angles { cos, sin },
+        }
+    }
+
+    /// The output, dq, dk and dv by one op after another.
+    fn unfused(&self) -> [Vec<T>; 4] {
+        let HeadSizes {
+            batch,
+            length,
+            heads,
+            head_dim,
+        } = self.sizes.heads;
+        let zeros = || vec![T::zero(); self.inputs[0].len()];
+        let split = |x: &[T]| {
+            let mut y = zeros();
+            heads::split(self.sizes.heads, x, &mut y);
+            y
+        };
+        let rotated = |x: &[T], inverse: bool| {
+            let mut y = zeros();
+            rope::rotate(x, &self.cos, &self.sin, head_dim, inverse, &mut y);
+            y
+        };
+        let merged = |x: &[T]| {
+            let mut y = zeros();
+            heads::merge(self.sizes.heads, x, &mut y);
+            y
+        };
+        let sizes = attention::Sizes {
+            batch,
+            heads,
+            kv_heads: heads,
+            queries: length,
+            keys: length,
+            head_dim,
+            value_dim: head_dim,
+            mask: Mask::Causal,
+            scale: self.sizes.scale,
+        };
+        let [q, k, v, d_out] = self.inputs.each_ref().map(|x| split(x));
+        let (q, k) = (rotated(&q, false), rotated(&k, false));
+        let mut p = vec![T::Wide::ZERO; batch * heads * length * length];
+        let mut out = zeros();
+        naive::forward(&sizes, &q, &k, &v, &mut p, &mut out);
+        let [mut dq, mut dk, mut dv] = [(); 3].map(|()| zeros());
+        naive::backward(&sizes, &d_out, &q, &k, &v, &p, &mut dq, &mut dk, &mut dv);
+        [
+            merged(&out),
+            merged(&rotated(&dq, true)),
+            merged(&rotated(&dk, true)),
+            merged(&dv),
+        ]
+    }
+
+    /// The same by the fused kernel. Nothing may be read before it is written; scratch for two threads.
+    fn fused(&self) -> [Vec<T>; 4] {
+        let nan = || vec![T::from_f64(f64::NAN); self.inputs[0].len()];
+        let scratch = |len: usize| vec![T::Wide::real(f64::NAN); len];
+        let mut p = scratch(self.sizes.probabilities_len());
+        let [mut out, mut dq, mut dk, mut dv] = [(); 4].map(|()| nan());
+        let outputs = Outputs {
+            p: Some(&mut p),
+            out: &mut out,
+        };
+        let mut room = scratch(2 * self.sizes.forward_scratch_len());
+        forward(&self.sizes, self.fused_inputs(), outputs, &mut room);
+        let gradients = Gradients {
+            dq: &mut dq,
+            dk: &mut dk,
+            dv: &mut dv,
+        };
+        let mut room = scratch(2 * self.sizes.backward_scratch_len());
+        let inputs = self.fused_inputs();
+        backward(
+            &self.sizes,
+            inputs,
+            &p,
+            &self.inputs[3],
+            gradients,
+            &mut room,
+        );
+        [out, dq, dk, dv]
     }
 }
+
+const NAMES: [&str; 4] = ["out", "dq", "dk", "dv"];
 
 #[test]
 fn as_the_unfused_in_f64() {
@@ -26,196 +138,34 @@ fn as_the_unfused_in_f64() {
         (1, 123, 3, 40),
         (2, 257, 2, 32),
     ] {
-        let sizes = Sizes {
-            heads: HeadSizes {
-                batch,
-                length,
-                heads,
-                head_dim,
-            },
-            scale: 0.3,
-        };
-        let n = batch * length * heads * head_dim;
-        let [q, k, v, d_out] = [0.0, 1.0, 2.0, 3.0].map(|phase| wave(n, phase));
-        let tables = wave(length * head_dim, 0.5);
-        let (cos, sin) = tables.split_at(length * head_dim / 2);
-        // The angles' tables are no rotation's, but the transpose of what is done to x is undone all the same.
-        let split = |x: &[f64]| {
-            let mut y = vec![0f64; n];
-            heads::split(sizes.heads, x, &mut y);
-            y
-        };
-        let turned = |x: &[f64], inverse: bool| {
-            let mut y = vec![0f64; n];
-            rope::rotate(x, cos, sin, head_dim, inverse, &mut y);
-            y
-        };
-        let merged = |x: &[f64]| {
-            let mut y = vec![0f64; n];
-            heads::merge(sizes.heads, x, &mut y);
-            y
-        };
-        let unfused = attention::Sizes {
-            batch,
-            heads,
-            kv_heads: heads,
-            queries: length,
-            keys: length,
-            head_dim,
-            value_dim: head_dim,
-            mask: Mask::Causal,
-            scale: sizes.scale,
-        };
-        let (qh, kh, vh) = (
-            turned(&split(&q), false),
-            turned(&split(&k), false),
-            split(&v),
-        );
-        let mut p = vec![0f64; batch * heads * length * length];
-        let mut out = vec![0f64; n];
-        naive::forward(&unfused, &qh, &kh, &vh, &mut p, &mut out);
-        let (mut dq, mut dk, mut dv) = (vec![0f64; n], vec![0f64; n], vec![0f64; n]);
-        let d_heads = split(&d_out);
-        naive::backward(
-            &unfused, &d_heads, &qh, &kh, &vh, &p, &mut dq, &mut dk, &mut dv,
-        );
+        let case = Case::<f64>::new(batch, length, heads, head_dim);
+        let (fused, unfused) = (case.fused(), case.unfused());
+        for (what, (got, wanted)) in NAMES.iter().zip(fused.iter().zip(&unfused)) {
+            assert_eq!(got.len(), wanted.len(), "{what}");
+            for (got, wanted) in got.iter().zip(wanted) {
+                assert!((got - wanted).abs() < 1e-12, "{what}: {got} for {wanted}");
+            }
+        }
 
-        let inputs = Inputs {
-            q: &q,
-            k: &k,
-            v: &v,
-            angles: Angles { cos, sin },
-        };
-        // Nothing may be read before it is written; scratch for two threads.
-        let nan = |len: usize| vec![f64::NAN; len];
-        let (mut got_p, mut got) = (nan(sizes.probabilities_len()), nan(n));
-        let outputs = Outputs {
-            p: Some(&mut got_p),
-            out: &mut got,
-        };
-        forward(
-            &sizes,
-            inputs,
-            outputs,
-            &mut nan(2 * sizes.forward_scratch_len()),
-        );
-        close("out", &got, &merged(&out));
-        let mut alone = nan(n);
+        // Without the probabilities, and with scratch for one thread: the same bits.
+        let mut alone = vec![f64::NAN; fused[0].len()];
         let outputs = Outputs {
             p: None,
             out: &mut alone,
         };
-        forward(
-            &sizes,
-            inputs,
-            outputs,
-            &mut nan(sizes.forward_scratch_len()),
-        );
-        assert_eq!(alone, got);
-
-        let (mut got_dq, mut got_dk, mut got_dv) = (nan(n), nan(n), nan(n));
-        let gradients = Gradients {
-            dq: &mut got_dq,
-            dk: &mut got_dk,
-            dv: &mut got_dv,
-        };
-        let mut scratch = nan(2 * sizes.backward_scratch_len());
-        backward(&sizes, inputs, &got_p, &d_out, gradients, &mut scratch);
-        close("dq", &got_dq, &merged(&turned(&dq, true)));
-        close("dk", &got_dk, &merged(&turned(&dk, true)));
-        close("dv", &got_dv, &merged(&dv));
+        let mut room = vec![f64::NAN; case.sizes.forward_scratch_len()];
+        forward(&case.sizes, case.fused_inputs(), outputs, &mut room);
+        assert_eq!(alone, fused[0]);
     }
 }
 
 /// In half precision too: rounded where the ops in a row are, but for sums in another order.
 #[test]
 fn as_the_unfused_in_bf16() {
-    use half::bf16;
-
-    let (batch, length, heads, head_dim) = (2, 123, 3, 40);
-    let sizes = Sizes {
-        heads: HeadSizes {
-            batch,
-            length,
-            heads,
-            head_dim,
-        },
-        scale: 0.3,
-    };
-    let n = batch * length * heads * head_dim;
-    let narrow = |x: Vec<f64>| x.into_iter().map(bf16::from_f64).collect::<Vec<_>>();
-    let [q, k, v, d_out] = [0.0, 1.0, 2.0, 3.0].map(|phase| narrow(wave(n, phase)));
-    let tables = wave(length * head_dim, 0.5).into_iter();
-    let tables: Vec<f32> = tables.map(|x| x as f32).collect();
-    let (cos, sin) = tables.split_at(length * head_dim / 2);
-    let zeros = || vec![bf16::ZERO; n];
-    let split = |x: &[bf16]| {
-        let mut y = zeros();
-        heads::split(sizes.heads, x, &mut y);
-        y
-    };
-    let turned = |x: &[bf16], inverse: bool| {
-        let mut y = zeros();
-        rope::rotate(x, cos, sin, head_dim, inverse, &mut y);
-        y
-    };
-    let merged = |x: &[bf16]| {
-        let mut y = zeros();
-        heads::merge(sizes.heads, x, &mut y);
-        y
-    };
-    let unfused = attention::Sizes {
-        batch,
-        heads,
-        kv_heads: heads,
-        queries: length,
-        keys: length,
-        head_dim,
-        value_dim: head_dim,
-        mask: Mask::Causal,
-        scale: sizes.scale,
-    };
-    let [qh, kh] = [&q, &k].map(|x| turned(&split(x), false));
-    let vh = split(&v);
-    let mut p = vec![0f32; batch * heads * length * length];
-    let mut out = zeros();
-    naive::forward(&unfused, &qh, &kh, &vh, &mut p, &mut out);
-    let [mut dq, mut dk, mut dv] = [(); 3].map(|()| zeros());
-    let d_heads = split(&d_out);
-    naive::backward(
-        &unfused, &d_heads, &qh, &kh, &vh, &p, &mut dq, &mut dk, &mut dv,
-    );
-
-    let inputs = Inputs {
-        q: &q,
-        k: &k,
-        v: &v,
-        angles: Angles { cos, sin },
-    };
-    let nan = |len: usize| vec![f32::NAN; len];
-    let mut got_p = nan(sizes.probabilities_len());
-    let [mut got, mut got_dq, mut got_dk, mut got_dv] = [(); 4].map(|()| vec![bf16::NAN; n]);
-    let outputs = Outputs {
-        p: Some(&mut got_p),
-        out: &mut got,
-    };
-    let mut scratch = nan(2 * sizes.forward_scratch_len());
-    forward(&sizes, inputs, outputs, &mut scratch);
-    let gradients = Gradients {
-        dq: &mut got_dq,
-        dk: &mut got_dk,
-        dv: &mut got_dv,
-    };
-    let mut scratch = nan(2 * sizes.backward_scratch_len());
-    backward(&sizes, inputs, &got_p, &d_out, gradients, &mut scratch);
-    for (what, got, wanted) in [
-        ("out", got, merged(&out)),
-        ("dq", got_dq, merged(&turned(&dq, true))),
-        ("dk", got_dk, merged(&turned(&dk, true))),
-        ("dv", got_dv, merged(&dv)),
-    ] {
+    let case = Case::<bf16>::new(2, 123, 3, 40);
+    for (what, (got, wanted)) in NAMES.iter().zip(case.fused().iter().zip(case.unfused())) {
         // A few of a hundred fall on the other side of a tie.
         let others = got.iter().zip(&wanted).filter(|(a, b)| a != b).count();
-        assert!(others * 50 < n, "{what}: {others} of {n}");
+        assert!(others * 50 < got.len(), "{what}: {others} of {}", got.len());
     }
 }

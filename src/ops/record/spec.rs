@@ -1,0 +1,63 @@
+//! What an op says of a call before it runs.
+
+use crate::graph::{Attribute, Step, Target};
+use crate::probe::Operand;
+use candle_core::{DType, Shape, Tensor};
+
+/// All that a trace needs of an op.
+pub(crate) trait Spec {
+    /// Shape and dtype of its output, from its inputs'.
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType);
+
+    /// Its parameters.
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        Vec::new()
+    }
+
+    /// What it reads beside its inputs.
+    fn reads(&self) -> Vec<Tensor> {
+        Vec::new()
+    }
+
+    /// What it keeps for backward beside its inputs and its output: names, shapes and dtypes.
+    fn kept(&self, _inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+        Vec::new()
+    }
+
+    /// What forward does to memory on `target`. By default it makes what it keeps and its output, and takes nothing
+    /// else.
+    fn forward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<Step> {
+        made(self, inputs)
+    }
+
+    /// What backward does to memory on `target`. By default it makes a gradient for each input.
+    fn backward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<Step> {
+        (0..inputs.len()).map(Step::gradient).collect()
+    }
+
+    /// Whether a gradient reaches its output though its inputs are detached: it knows better where to send it.
+    fn is_tracked(&self) -> bool {
+        false
+    }
+
+    /// Drops what forward would drop.
+    fn forwarded(&self) {}
+}
+
+/// Forward makes what `op` keeps, and its output.
+pub(crate) fn made<S: Spec + ?Sized>(op: &S, inputs: &[Operand<'_>]) -> Vec<Step> {
+    let kept = op.kept(inputs).len();
+    let mut steps: Vec<Step> = (0..kept).map(Step::Keep).collect();
+    steps.push(Step::Output);
+    steps
+}
+
+/// How many elements, in f64: no overflow.
+pub(crate) fn elements_of(dims: &[usize]) -> f64 {
+    dims.iter().map(|dim| *dim as f64).product()
+}
+
+/// An output like the first input: what most ops have.
+pub(crate) fn like_first(inputs: &[Operand<'_>]) -> (Shape, DType) {
+    (inputs[0].dims.into(), inputs[0].dtype)
+}
