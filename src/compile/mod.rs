@@ -124,6 +124,6 @@ pub use costs::PartCost;
 pub use forward::Forward;
 pub use loss_step::LossStep;
 pub use op::Op;
-pub use plan::{Call, Operand, Phase, Plan};
+pub use plan::{BufferRange, Call, Phase, Plan};
 pub use step::ScaledStep;
 pub use train_step::TrainStep;

@@ -18,7 +18,7 @@ use super::info::OpInfo;
 use super::lowering::{Calls, Ids, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
-use crate::graph::{Room, Step, Target};
+use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::{Stored, rows::embedding as kernel};
 use crate::kernels::workspace;
 use crate::probe::Operand;
@@ -178,25 +178,28 @@ impl Spec for Embedding {
         vec![self.tokens.clone()]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
-        let ids = Step::Hold(ids_room(elements_of(self.tokens.dims())));
+    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<MemoryStep> {
+        let ids = MemoryStep::Hold(ids_room(elements_of(self.tokens.dims())));
         [ids].into_iter().chain(made(self, inputs)).collect()
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let sorted = (target == Target::Cuda).then(|| {
             let (count, vocab_size) = (self.tokens.elem_count(), inputs[0].dims[0]);
             let words: usize = workspace::embedding_backward(count, vocab_size)
                 .iter()
                 .sum();
-            Step::Take(Room {
+            MemoryStep::Take(Room {
                 what: "positions by id",
                 formula: "32V + ..",
                 elements: words as f64,
                 element_bytes: size_of::<u32>(),
             })
         });
-        sorted.into_iter().chain([Step::gradient(0)]).collect()
+        sorted
+            .into_iter()
+            .chain([MemoryStep::gradient(0)])
+            .collect()
     }
 }
 

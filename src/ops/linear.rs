@@ -19,7 +19,7 @@ use super::operand::{check_size, zeros_of};
 use super::packing::LinearProduct;
 use super::record::{Spec, apply2, composed, contiguous, float_input, made};
 use super::weight::{WeightCopy, with_copies};
-use crate::graph::{Step, Target};
+use crate::graph::{MemoryStep, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -147,13 +147,13 @@ impl Spec for Linear {
         self.copy.tensor().into_iter().collect()
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let packed = linear_product(inputs).forward(target).map(Step::Pass);
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+        let packed = linear_product(inputs).forward(target).map(MemoryStep::Pass);
         let steps = made(self, inputs).into_iter().chain(packed);
         steps.chain(self.copy.dropped(0)).collect()
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         linear_product(inputs).backward(target)
     }
 

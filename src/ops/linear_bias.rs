@@ -21,7 +21,7 @@ use super::lowering::{Kernel, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
 use super::record::{Spec, apply3, composed, contiguous, wide_input};
 use super::weight::with_copies;
-use crate::graph::{Room, Step, Target};
+use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rows::bias as kernel};
@@ -185,12 +185,12 @@ impl Spec for LinearBias {
         self.product.reads()
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         self.product.forward_steps(inputs, target)
     }
 
     /// On the CPU the bias's gradient first, then those of the product; on a GPU after them.
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let [x, weight] = [&inputs[0], &inputs[1]];
         let partial = (target == Target::Cpu).then(|| Room {
             what: "partial sums of a bias",
@@ -198,7 +198,7 @@ impl Spec for LinearBias {
             elements: block_sums(x.rows(), weight.dims[0]),
             element_bytes: x.wide_dtype().size_in_bytes(),
         });
-        let of_bias = Step::Gradient {
+        let of_bias = MemoryStep::Gradient {
             of: 2,
             if_tracked: true,
             taking: partial,

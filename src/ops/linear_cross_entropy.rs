@@ -24,7 +24,7 @@ use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous};
 use super::weight::{WeightCopy, with_copies};
 use super::{linear, with_last_dim};
-use crate::graph::{self, Room, Step, Target};
+use crate::graph::{self, MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, rows::cross_entropy as kernel};
 use crate::probe::{Operand, Operands};
@@ -180,7 +180,8 @@ fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
     )
 }
 
-/// What the product reads of the weight: itself, or its copy in half precision, where its own dtype is another than x's.
+/// What the product reads of the weight: itself, or its copy in half precision, where its own dtype is another than
+/// x's.
 fn read_weight(signature: &Signature<'_>) -> Slot {
     match signature.inputs[1].dtype == signature.inputs[0].dtype {
         true => Slot::Input(1),
@@ -323,29 +324,33 @@ impl Spec for LinearCrossEntropy {
     }
 
     /// The logits, and from them the loss; on a GPU the numbers of each row go again.
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let packed = linear::linear_product(inputs)
             .forward(target)
-            .map(Step::Pass);
+            .map(MemoryStep::Pass);
         let ids = self.targets.room();
         let room = |what, formula, numbers| {
-            Step::Pass(Room {
+            MemoryStep::Pass(Room {
                 what,
                 formula,
                 elements: numbers * ids.elements,
                 element_bytes: inputs[0].wide_dtype().size_in_bytes(),
             })
         };
-        let logits = [Some(Step::Hold(ids)), Some(Step::Keep(0)), packed];
+        let logits = [
+            Some(MemoryStep::Hold(ids)),
+            Some(MemoryStep::Keep(0)),
+            packed,
+        ];
         let loss = match target {
             Target::Cpu => [
-                Some(Step::Keep(1)),
-                Some(Step::Output),
+                Some(MemoryStep::Keep(1)),
+                Some(MemoryStep::Output),
                 Some(room("losses", "BT", 1.0)),
                 self.copy.dropped(0),
             ],
             Target::Cuda => [
-                Some(Step::Output),
+                Some(MemoryStep::Output),
                 Some(room("losses, tops and totals", "3BT", 3.0)),
                 self.copy.dropped(0),
                 None,
@@ -355,7 +360,7 @@ impl Spec for LinearCrossEntropy {
     }
 
     /// From the logits' gradient: on the CPU beside the logits, on a GPU in their place.
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let [x, weight] = [&inputs[0], &inputs[1]];
         let product = linear::linear_product(inputs);
         let rows = self.targets.room().elements;
@@ -376,13 +381,13 @@ impl Spec for LinearCrossEntropy {
         let if_tracked = target == Target::Cuda;
         let gradients = [product.dx(target), product.dw(target)];
         let gradients = gradients.into_iter().enumerate();
-        let gradients = gradients.map(|(of, taking)| Step::Gradient {
+        let gradients = gradients.map(|(of, taking)| MemoryStep::Gradient {
             of,
             if_tracked,
             taking,
         });
-        let gone = (target == Target::Cuda).then_some(Step::DropKept(0));
-        [Step::Take(taken)]
+        let gone = (target == Target::Cuda).then_some(MemoryStep::DropKept(0));
+        [MemoryStep::Take(taken)]
             .into_iter()
             .chain(gradients)
             .chain(gone)

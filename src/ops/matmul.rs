@@ -20,7 +20,7 @@ use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
 use super::packing::packed_batch;
 use super::product::{Factor, batched};
 use super::record::{Spec, apply2, composed, contiguous, input, made};
-use crate::graph::{Attribute, Step, Target};
+use crate::graph::{Attribute, MemoryStep, Target};
 use crate::kernels::cpu::gemm::{Batched, ProductSizes, matmul_batched};
 use crate::precision::without_autocast;
 use crate::probe::Operand;
@@ -341,20 +341,20 @@ impl Spec for MatMul {
         vec![("transposed", Attribute::Flag(self.transposed))]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let packed = self.products(inputs).and_then(|(matrices, [c, ..])| {
             packed_batch(target, matrices, c) // of all matrices at once
         });
-        let packed = packed.map(Step::Pass);
+        let packed = packed.map(MemoryStep::Pass);
         made(self, inputs).into_iter().chain(packed).collect()
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let Some((matrices, [_, da, db])) = self.products(inputs) else {
             return Vec::new();
         };
         let gradients = [da, db].into_iter().enumerate();
-        let gradients = gradients.map(|(of, sizes)| Step::Gradient {
+        let gradients = gradients.map(|(of, sizes)| MemoryStep::Gradient {
             of,
             if_tracked: true,
             taking: packed_batch(target, matrices, sizes),

@@ -21,7 +21,7 @@ use super::operand::check_size;
 use super::record::{Spec, apply3, contiguous, elements_of};
 use super::swiglu::swiglu;
 use super::weight::{WeightCopy, with_copies};
-use crate::graph::{Room, Step, Target};
+use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::without_autocast;
@@ -181,19 +181,19 @@ impl Spec for SwiGluLinear {
     }
 
     /// One product after the other, each with its weight's copy; then the gate.
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let packed = linear_product(inputs).forward(target).map(Step::Pass);
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+        let packed = linear_product(inputs).forward(target).map(MemoryStep::Pass);
         let products = self.copies.iter().enumerate().flat_map(|(i, copy)| {
-            let steps = [Some(Step::Keep(i)), packed, copy.dropped(i)];
+            let steps = [Some(MemoryStep::Keep(i)), packed, copy.dropped(i)];
             steps.into_iter().flatten()
         });
-        products.chain([Step::Output]).collect()
+        products.chain([MemoryStep::Output]).collect()
     }
 
     /// The gradients of gate and up; then `dx`, `dW1` and `dW3` from them.
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let (y, dtype) = self.output(inputs);
-        let gradients = Step::Take(Room {
+        let gradients = MemoryStep::Take(Room {
             what: "gradients of gate and up",
             formula: "2BTF",
             elements: 2.0 * elements_of(y.dims()),
@@ -202,7 +202,7 @@ impl Spec for SwiGluLinear {
         let product = linear_product(inputs);
         let (dx, dw) = (product.dx(target), product.dw(target));
         let made = [dx, dw, dw].into_iter().enumerate();
-        let made = made.map(|(of, taking)| Step::Gradient {
+        let made = made.map(|(of, taking)| MemoryStep::Gradient {
             of,
             if_tracked: false,
             taking,

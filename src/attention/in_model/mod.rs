@@ -170,8 +170,8 @@ impl InModel {
         self.compared_by(kernel, 1.0)
     }
 
-    /// Reads `d_out`, `q`, `k`, `v` (B, T, H*Dh), `p`, `cos`, `sin`; writes `dq`, `dk`, `dv` (B, T, H*Dh), `scratch`. On
-    /// the CPU.
+    /// Reads `d_out`, `q`, `k`, `v` (B, T, H*Dh), `p`, `cos`, `sin`; writes `dq`, `dk`, `dv` (B, T, H*Dh), `scratch`.
+    /// On the CPU.
     pub fn rotating_backward(&self) -> Kernel {
         let kernel = kernel!("attention_backward", |T, k, s| {
             let gradients = rotary::Gradients {

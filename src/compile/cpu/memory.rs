@@ -2,8 +2,8 @@
 
 use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{Buffer, Location};
-use super::super::plan::{Call, Operand, Plan};
-use crate::ops::lowering::{Slice, Slices, Step};
+use super::super::plan::{BufferRange, Call, Plan};
+use crate::ops::lowering::{Slice, Slices, StepState};
 use crate::{Error, Result, hardware};
 use candle_core::WithDType;
 use std::alloc::{Layout, alloc, dealloc};
@@ -55,7 +55,7 @@ impl Arena {
 
 impl Arena {
     /// The elements of an operand of the arena, between runs.
-    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> &[T] {
+    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> &[T] {
         let buffer = plan.buffer(operand.buffer);
         let Some(range) = buffer.arena_range() else {
             panic!("{} is not in the arena", buffer.name);
@@ -157,7 +157,7 @@ impl<'a> View<'a> {
 
     /// The operands of a call that is run alone, where the gradient of the loss is multiplied by `loss_scale`.
     pub fn slices(&self, call: &Call, loss_scale: f64) -> Slices<'a> {
-        let slice = |operand: &Operand| {
+        let slice = |operand: &BufferRange| {
             let buffer = self.plan.buffer(operand.buffer);
             assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
             let first = operand.elements.start * buffer.dtype.size_in_bytes();
@@ -168,7 +168,7 @@ impl<'a> View<'a> {
                 Slice::new(start, operand.elements.len(), buffer.dtype)
             }
         };
-        let step = Step {
+        let step = StepState {
             micro_batch: self.micro_batch,
             loss_scale,
         };

@@ -9,7 +9,7 @@ mod memory;
 pub(super) use memory::ExternalBuffers;
 
 use super::calls;
-use super::plan::{Call, Operand, Plan};
+use super::plan::{BufferRange, Call, Plan};
 pub(super) use super::run::Controls;
 use crate::Result;
 use crate::kernels::cpu::gemm;
@@ -78,12 +78,12 @@ impl Executor {
     }
 
     /// What a run has left in an operand that the plan keeps, where it lies.
-    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> &[T] {
+    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> &[T] {
         self.arena.values(plan, operand)
     }
 
     /// What a run has left in an operand that the plan keeps.
-    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Vec<T> {
+    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &BufferRange) -> Vec<T> {
         self.values::<T>(plan, operand).to_vec()
     }
 }

@@ -1,7 +1,7 @@
 //! One call: its operands handed to its kernel.
 
 use super::super::op::Op;
-use super::super::plan::{Call, Operand, Plan};
+use super::super::plan::{BufferRange, Call, Plan};
 use super::launcher::Launcher;
 use crate::attention::planned_flash_sizes;
 use crate::kernels::cuda::{adamw, flash_attention, source};
@@ -64,7 +64,7 @@ impl Launcher<'_> {
         self.launched = index + count;
         let (gpu, tables) = (self.gpu, &updates.tables);
         let joined = |name: &str| {
-            let operands: Vec<&Operand> = calls.iter().map(|call| &call.writes[name]).collect();
+            let operands: Vec<&BufferRange> = calls.iter().map(|call| &call.writes[name]).collect();
             self.view(&whole_of(&operands))
         };
         match calls[0].op {
@@ -90,14 +90,14 @@ impl Launcher<'_> {
 }
 
 /// Operands that lie one after another in a buffer, as one.
-fn whole_of(operands: &[&Operand]) -> Operand {
+fn whole_of(operands: &[&BufferRange]) -> BufferRange {
     let (first, last) = (operands[0], operands[operands.len() - 1]);
     for pair in operands.windows(2) {
         let follows =
             pair[0].buffer == pair[1].buffer && pair[0].elements.end == pair[1].elements.start;
         assert!(follows, "{pair:?}");
     }
-    Operand {
+    BufferRange {
         buffer: first.buffer,
         elements: first.elements.start..last.elements.end,
     }

@@ -1,6 +1,6 @@
 //! What launches of calls need.
 
-use super::super::plan::{Call, Operand, Plan};
+use super::super::plan::{BufferRange, Call, Plan};
 use super::device_pointers::DevicePointers;
 use super::inputs::Inputs;
 use super::update::Updates;
@@ -27,7 +27,7 @@ pub(super) struct Launcher<'a> {
 }
 
 impl<'a> Launcher<'a> {
-    pub(super) fn view(&self, operand: &Operand) -> View<'a> {
+    pub(super) fn view(&self, operand: &BufferRange) -> View<'a> {
         self.device_pointers
             .view(self.plan, operand, self.micro_batch)
     }

@@ -47,7 +47,7 @@ pub(super) trait Form {
     }
 
     /// Its first output once more, from what it has kept, if that is cheap.
-    fn recomputed_output(&self, _: &mut Lower<'_>) -> Option<super::Operand> {
+    fn recomputed_output(&self, _: &mut Lower<'_>) -> Option<super::BufferRange> {
         None
     }
 }

@@ -1,7 +1,7 @@
 //! SwiGLU with its two maps, `silu(x W1^T) * x W3^T`. Backward recomputes its output where the gradient of that lay,
 //! and the gradients of gate and up where these lay.
 
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::form::{Form, Forms};
 use super::linear::{self, Map, Maps};
 use super::program::Program;
@@ -28,7 +28,7 @@ struct Gated {
 
 impl Gated {
     /// Where gate and up lie: two operands, or one.
-    fn places(&self, lower: &mut Lower<'_>) -> Named<Operand> {
+    fn places(&self, lower: &mut Lower<'_>) -> Named<BufferRange> {
         let names: &[_] = if self.packed {
             &["gate_up"]
         } else {

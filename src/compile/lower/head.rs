@@ -1,7 +1,7 @@
 //! Head and loss, some rows at a time, with their gradients at once: the logits of all rows are never there, and none
 //! is kept.
 
-use super::super::plan::{Operand, Phase};
+use super::super::plan::{BufferRange, Phase};
 use super::form::{Form, Forms};
 use super::linear::{self, product};
 use super::program::Program;
@@ -28,11 +28,11 @@ const CHUNK_ROWS: usize = 64;
 struct Head {
     path: String,
     /// (N, D).
-    x: graph::Operand,
+    x: graph::ValueRef,
     /// (V, D).
     weight: ValueId,
     /// (N).
-    targets: graph::Operand,
+    targets: graph::ValueRef,
     loss: ValueId,
     /// Whether gradients of x and of the weight are needed.
     gradients: [bool; 2],
@@ -41,7 +41,7 @@ struct Head {
     width: usize,
     classes: usize,
     /// The gradient of x, which forward computes.
-    dx: RefCell<Option<Operand>>,
+    dx: RefCell<Option<BufferRange>>,
 }
 
 impl Head {
@@ -95,7 +95,7 @@ impl Form for Head {
         let at_once = self.rows_at_once(lower.is_on_gpu());
         for start in (0..all_rows).step_by(at_once) {
             let rows = at_once.min(all_rows - start);
-            let some = |x: &Operand, width: usize| part(x, start * width, rows * width);
+            let some = |x: &BufferRange, width: usize| part(x, start * width, rows * width);
             let logits = lower.temporary("logits", &[rows, classes], self.dtype);
             let some_x = some(&x, width);
             let factors = [(&some_x, false), (&weight, true)];

@@ -1,7 +1,7 @@
 //! Naive attention on the CPU, on heads one after another: a block of queries goes through scores, softmax and weighted
 //! sum while it is in cache. With as many heads and keys as queries have.
 
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::form::{Form, Forms};
 use super::program::Program;
 use super::{Job, Lower, Target, attribute, place_of};
@@ -18,12 +18,12 @@ struct Heads {
     dtype: DType,
     threads: usize,
     /// q, k and v, (B H, T, Dh) each.
-    qkv: [graph::Operand; 3],
+    qkv: [graph::ValueRef; 3],
     /// (B H, T, Dh).
     output: ValueId,
     /// What forward leaves: the scores' exponentials, what each row of them is multiplied by, and in half precision
     /// what rounding took from the output.
-    kept: RefCell<Option<Named<Operand>>>,
+    kept: RefCell<Option<Named<BufferRange>>>,
 }
 
 impl Heads {
@@ -32,7 +32,7 @@ impl Heads {
         [s.matrices, s.length, s.head_dim]
     }
 
-    fn qkv(&self, lower: &mut Lower<'_>) -> [(&'static str, Operand); 3] {
+    fn qkv(&self, lower: &mut Lower<'_>) -> [(&'static str, BufferRange); 3] {
         let [q, k, v] = &self.qkv;
         [("q", q), ("k", k), ("v", v)].map(|(name, x)| (name, lower.read(x)))
     }

@@ -1,7 +1,7 @@
 //! Linear maps of one input: `y = x W^T`, or `x W^T + b`. On a GPU in half precision they may be one product, whose
 //! weights' copies lie one under the other and whose outputs lie beside each other.
 
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::form::{Form, Forms};
 use super::gradients::Waiting;
 use super::program::Program;
@@ -19,7 +19,7 @@ use candle_core::DType;
 pub(super) struct Maps {
     path: String,
     /// (N, D).
-    pub x: graph::Operand,
+    pub x: graph::ValueRef,
     x_is_wanted: bool,
     /// In the order of forward.
     groups: Vec<Group>,
@@ -39,7 +39,7 @@ struct Group {
     columns: usize,
     is_trained: bool,
     /// (F), of one map alone, and whether its gradient is needed.
-    bias: Option<(graph::Operand, bool)>,
+    bias: Option<(graph::ValueRef, bool)>,
 }
 
 /// A map as a node has it.
@@ -58,7 +58,7 @@ enum Weights {
     /// The model's: one, or several whose copies lie one under the other.
     Own(Vec<ValueId>),
     /// One that is computed, a view of one, or another in each run: what its gradient is of, and what products read.
-    Other([graph::Operand; 2]),
+    Other([graph::ValueRef; 2]),
 }
 
 impl Weights {
@@ -79,7 +79,7 @@ impl Weights {
     }
 
     /// As products in `dtype` read them.
-    fn read(&self, lower: &mut Lower<'_>, dtype: DType) -> Operand {
+    fn read(&self, lower: &mut Lower<'_>, dtype: DType) -> BufferRange {
         match self {
             Self::Own(weights) => lower.product_weight(weights, dtype),
             Self::Other([_, read]) => lower.read(read),
@@ -92,7 +92,7 @@ impl Weights {
         lower: &mut Lower<'_>,
         dtype: DType,
         sizes: [usize; 3],
-        factors: [(&Operand, bool); 2],
+        factors: [(&BufferRange, bool); 2],
     ) {
         match self {
             Self::Own(weights) => {
@@ -111,8 +111,8 @@ impl Weights {
     }
 }
 
-/// Whether a node's input is a weight of the model, all of it: one whose copies last from run to run, and whose gradient
-/// is a parameter's.
+/// Whether a node's input is a weight of the model, all of it: one whose copies last from run to run, and whose
+/// gradient is a parameter's.
 pub(super) fn is_own(program: &Program<'_>, job: &Job<'_>, node: &Node, input: usize) -> bool {
     let graph = program.graph;
     let weight = &node.inputs[input];
@@ -207,7 +207,7 @@ impl Maps {
     }
 
     /// Writes the products that read `x`.
-    pub fn products(&self, lower: &mut Lower<'_>, x: &Operand) {
+    pub fn products(&self, lower: &mut Lower<'_>, x: &BufferRange) {
         for group in &self.groups {
             lower.plan.path.clone_from(&group.path);
             let weight = group.weights.read(lower, self.dtype);
@@ -234,7 +234,7 @@ impl Maps {
 
     /// `dx = dy W`, the sum over all maps that have a gradient; then, or once x is there again, `dW = dy^T x`.
     fn gradients(&self, lower: &mut Lower<'_>) {
-        let groups: Vec<(Group, Operand)> = self
+        let groups: Vec<(Group, BufferRange)> = self
             .groups
             .iter()
             .filter_map(|group| {
@@ -279,7 +279,7 @@ impl Maps {
         }
     }
 
-    fn input_gradient(&self, lower: &mut Lower<'_>, groups: &[(Group, Operand)]) {
+    fn input_gradient(&self, lower: &mut Lower<'_>, groups: &[(Group, BufferRange)]) {
         // In place where a gradient is there already, and all of x is read.
         let whole = self.x.view.is_none().then_some(self.x.value);
         let mut before = whole.and_then(|x| lower.take_own(x));
@@ -353,8 +353,8 @@ impl Form for Maps {
 pub(super) fn product(
     lower: &mut Lower<'_>,
     [rows, cols, depth]: [usize; 3],
-    [(a, a_transposed), (b, b_transposed)]: [(&Operand, bool); 2],
-    c: Operand,
+    [(a, a_transposed), (b, b_transposed)]: [(&BufferRange, bool); 2],
+    c: BufferRange,
     accumulate: Accumulate,
 ) {
     let factor = |rows, cols, transposed| match transposed {
@@ -373,8 +373,8 @@ pub(super) fn product(
 /// `db`, the sum of the rows of dy (N, F).
 fn bias_gradient(
     lower: &mut Lower<'_>,
-    bias: &graph::Operand,
-    dy: &Operand,
+    bias: &graph::ValueRef,
+    dy: &BufferRange,
     [rows, columns]: [usize; 2],
 ) {
     let dtype = lower.program.graph.value(bias.value).dtype;

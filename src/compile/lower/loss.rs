@@ -1,6 +1,6 @@
 //! The loss of a step: what it may be, its mean over micro-batches, and where gradients begin.
 
-use super::super::plan::{Operand, Phase};
+use super::super::plan::{BufferRange, Phase};
 use super::Lower;
 use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
 use crate::ops::lowering::Accumulate;
@@ -38,7 +38,7 @@ impl Lower<'_> {
     }
 
     /// The mean of all micro-batches' losses, (1) in f64; and where it is not there yet, the gradient of this one's.
-    pub(super) fn mean_loss(&mut self) -> Result<Operand> {
+    pub(super) fn mean_loss(&mut self) -> Result<BufferRange> {
         if let Some(mean) = &self.mean_loss {
             return Ok(mean.clone());
         }
@@ -57,7 +57,7 @@ impl Lower<'_> {
     }
 
     /// Adds losses over how many there are in a step.
-    pub(super) fn mean_of(&mut self, losses: Operand, counted: usize) -> Operand {
+    pub(super) fn mean_of(&mut self, losses: BufferRange, counted: usize) -> BufferRange {
         let mean = self.temporary("loss", &[1], DType::F64);
         self.plan.kept.push(mean.buffer);
         let kernel = mean_of(counted, Accumulate::AfterFirst);

@@ -1,6 +1,6 @@
 //! An op by itself: the calls that its lowering says.
 
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::form::{Form, Forms};
 use super::program::Program;
 use super::{Lower, no_planned_form, place_of};
@@ -50,11 +50,11 @@ impl Single {
         &self,
         lower: &mut Lower<'_>,
         calls: Calls,
-        other: &mut dyn FnMut(&mut Lower<'_>, Slot) -> Operand,
+        other: &mut dyn FnMut(&mut Lower<'_>, Slot) -> BufferRange,
     ) -> Result<()> {
         let node = &self.node;
         let scratch = calls.scratch.iter();
-        let scratch: Vec<Operand> = scratch
+        let scratch: Vec<BufferRange> = scratch
             .map(|(shape, dtype)| lower.scratch(shape, *dtype))
             .collect();
         let mut find = |lower: &mut Lower<'_>, slot| match slot {
@@ -132,7 +132,7 @@ impl Form for Single {
         });
         let same = std::mem::take(&mut calls.same);
         let wanted: Vec<usize> = (0..node.inputs.len()).filter(|i| is_wanted(*i)).collect();
-        let mut made: HashMap<usize, Operand> = HashMap::new();
+        let mut made: HashMap<usize, BufferRange> = HashMap::new();
         for call in &mut calls.calls {
             if let Some(input) = self.sum_of_weight(lower, call) {
                 let weight = node.inputs[input].value;

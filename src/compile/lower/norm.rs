@@ -3,7 +3,7 @@
 //! The gradient of what is normed is added to in place, and what a norm gives does not stay: its backward, which reads
 //! the same, recomputes it where its gradient lay.
 
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::form::{Form, Forms};
 use super::program::Program;
 use super::recompute::Choice;
@@ -48,7 +48,7 @@ struct Sum {
 
 impl Norm {
     /// What backward reads: x, or stream and branch.
-    fn kept(&self, lower: &mut Lower<'_>) -> (Operand, Option<Operand>) {
+    fn kept(&self, lower: &mut Lower<'_>) -> (BufferRange, Option<BufferRange>) {
         match &self.sum {
             Some(sum) if sum.stays => {
                 let branch = lower.value(sum.branch);
@@ -60,7 +60,12 @@ impl Norm {
 
     /// The norm's own backward, where a gradient of y is there: the gradient of x, and where a copy of it in half
     /// precision is to be made by the way, that.
-    fn norm_backward(&self, lower: &mut Lower<'_>, dy: Operand, copies: bool) -> Option<Operand> {
+    fn norm_backward(
+        &self,
+        lower: &mut Lower<'_>,
+        dy: BufferRange,
+        copies: bool,
+    ) -> Option<BufferRange> {
         let before = lower.take_own(self.x);
         let add_dx = before.is_some();
         let shape = [self.rows, self.width];
@@ -93,12 +98,12 @@ impl Norm {
     }
 
     /// The gradients of stream and branch, from that of their sum; `copy` is that in the branch's dtype.
-    fn sum_backward(&self, lower: &mut Lower<'_>, sum: &Sum, copy: Option<Operand>) {
+    fn sum_backward(&self, lower: &mut Lower<'_>, sum: &Sum, copy: Option<BufferRange>) {
         let Some(dx) = lower.gradients.get(self.x) else {
             return;
         };
         let dtype = lower.program.graph.value(sum.branch).dtype;
-        let whole = |value| crate::graph::Operand {
+        let whole = |value| crate::graph::ValueRef {
             value,
             view: None,
             tracked: true,
@@ -167,7 +172,7 @@ impl Form for Norm {
         true
     }
 
-    fn recomputed_output(&self, lower: &mut Lower<'_>) -> Option<Operand> {
+    fn recomputed_output(&self, lower: &mut Lower<'_>) -> Option<BufferRange> {
         let (shape, eps) = ([self.rows, self.width], self.eps);
         lower.plan.path.clone_from(&self.path);
         let dtype = lower.program.graph.value(self.y).dtype;
@@ -286,7 +291,7 @@ fn sum_of(program: &Program<'_>, i: usize, y: ValueId, forms: &Forms) -> Option<
     let at = program.maker(x)?;
     let add = &program.nodes[at];
     let is_first = program.readers(x).first() == Some(&i) && !program.is_output(x);
-    let whole = |operand: &crate::graph::Operand| {
+    let whole = |operand: &crate::graph::ValueRef| {
         operand.view.is_none() && graph.value(operand.value).shape == graph.value(x).shape
     };
     if add.op != "add" || !forms.is_free(at) || !is_first || !add.inputs.iter().all(whole) {

@@ -1,7 +1,7 @@
 //! Weights: the copies that products read, their gradients, and when they are updated.
 
 use super::super::buffer::{BufferId, Category, Location};
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::super::update::Update;
 use super::program::Program;
 use super::{Job, Lower};
@@ -15,13 +15,13 @@ use std::collections::HashMap;
 /// What has become of the weights so far.
 pub(super) struct Weights {
     /// By parameter.
-    pub gradients: Vec<Option<Operand>>,
+    pub gradients: Vec<Option<BufferRange>>,
     /// By parameter: how many gradients are still to be added.
     to_come: Vec<usize>,
     /// By parameter: whether only what is differentiated reads it, so that nothing does once its gradient is complete.
     is_free_early: Vec<bool>,
     /// In the dtype that products read them in.
-    copies: HashMap<ValueId, Operand>,
+    copies: HashMap<ValueId, BufferRange>,
     /// Parameters whose gradients are complete, to be updated in backward.
     waiting: Vec<usize>,
     /// The same, to be updated at its end.
@@ -70,7 +70,7 @@ impl Lower<'_> {
 
     /// Weights as a product in `dtype` reads them, one under the other: the one itself, or the copy in half precision,
     /// which is made where the first product of a step asks for it, and serves all others.
-    pub(super) fn product_weight(&mut self, weights: &[ValueId], dtype: DType) -> Operand {
+    pub(super) fn product_weight(&mut self, weights: &[ValueId], dtype: DType) -> BufferRange {
         let first = weights[0];
         if self.program.graph.value(first).dtype == dtype {
             assert_eq!(
@@ -86,7 +86,7 @@ impl Lower<'_> {
                 _ => self.plan.whole(copy.buffer),
             };
         }
-        let all: Vec<Operand> = weights.iter().map(|weight| self.value(*weight)).collect();
+        let all: Vec<BufferRange> = weights.iter().map(|weight| self.value(*weight)).collect();
         let (shape, name) = (self.stacked(&all), self.names(&all));
         let (category, location) = (Category::WeightCopy, Location::Arena { offset_bytes: 0 });
         let buffers = &mut self.plan.buffers;
@@ -110,7 +110,7 @@ impl Lower<'_> {
         &mut self,
         weights: &[ValueId],
         dtype: DType,
-    ) -> (Operand, Accumulate) {
+    ) -> (BufferRange, Accumulate) {
         let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();
         if let Some(gradient) = numbers
             .first()
@@ -122,7 +122,7 @@ impl Lower<'_> {
             1 => Accumulate::Never,
             _ => Accumulate::AfterFirst,
         };
-        let all: Vec<Operand> = weights.iter().map(|weight| self.value(*weight)).collect();
+        let all: Vec<BufferRange> = weights.iter().map(|weight| self.value(*weight)).collect();
         let (shape, name) = (self.stacked(&all), self.names(&all));
         let (category, location) = (Category::Gradient, Location::Arena { offset_bytes: 0 });
         let buffers = &mut self.plan.buffers;
@@ -156,7 +156,7 @@ impl Lower<'_> {
     }
 
     /// Adds a gradient that an op has made by itself to a parameter's.
-    pub(super) fn add_to_gradient(&mut self, value: ValueId, gradient: Operand) {
+    pub(super) fn add_to_gradient(&mut self, value: ValueId, gradient: BufferRange) {
         let Some(number) = self.trained(value) else {
             return;
         };
@@ -236,14 +236,14 @@ impl Lower<'_> {
     }
 
     /// The shape of weights one under the other.
-    fn stacked(&self, weights: &[Operand]) -> Vec<usize> {
+    fn stacked(&self, weights: &[BufferRange]) -> Vec<usize> {
         let shapes = weights.iter().map(|w| &self.plan.buffers[w.buffer].shape);
         let mut shape = self.plan.buffers[weights[0].buffer].shape.clone();
         shape[0] = shapes.map(|shape| shape[0]).sum();
         shape
     }
 
-    fn names(&self, weights: &[Operand]) -> String {
+    fn names(&self, weights: &[BufferRange]) -> String {
         let names = weights
             .iter()
             .map(|w| self.plan.buffers[w.buffer].name.as_str());
@@ -252,12 +252,12 @@ impl Lower<'_> {
 }
 
 /// The place of each weight in `stack`, where they lie one under the other.
-fn parts(weights: &[Operand], stack: BufferId) -> Vec<Operand> {
+fn parts(weights: &[BufferRange], stack: BufferId) -> Vec<BufferRange> {
     let mut end = 0;
     let parts = weights.iter().map(|weight| {
         let start = end;
         end += weight.elements.len();
-        Operand {
+        BufferRange {
             buffer: stack,
             elements: start..end,
         }

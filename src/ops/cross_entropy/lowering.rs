@@ -190,7 +190,8 @@ impl<'a> Planned<'a> {
 }
 
 /// Loss and gradient of some rows, where the loss is the mean of `counted` rows in all and nothing but the loss scale
-/// comes before it. Reads `targets` (rows); writes `logits` (rows, V), which become their gradient, and `losses` (rows).
+/// comes before it. Reads `targets` (rows); writes `logits` (rows, V), which become their gradient, and `losses`
+/// (rows).
 pub(crate) fn in_place(rows: usize, classes: usize, counted: usize) -> Kernel {
     let kernel = kernel!("cross_entropy", of "logits", |T, k, s| {
         let targets = s.x::<u32>("targets")?;

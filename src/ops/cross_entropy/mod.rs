@@ -22,7 +22,7 @@ use super::info::OpInfo;
 use super::linear::last_dim;
 use super::operand::operand;
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
-use crate::graph::{self, Attribute, Room, Step, Target};
+use crate::graph::{self, Attribute, MemoryStep, Room, Target};
 use crate::kernels::cpu::{Real, Stored, rows::cross_entropy as kernel};
 use crate::kernels::limits;
 use crate::precision::decide;
@@ -305,16 +305,16 @@ impl Spec for CrossEntropy {
         )]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<MemoryStep> {
         let ids = self.targets.room();
-        let losses = Step::Pass(Room {
+        let losses = MemoryStep::Pass(Room {
             what: "losses",
             formula: "BT",
             elements: ids.elements,
             element_bytes: inputs[0].wide_dtype().size_in_bytes(),
         });
         let made = made(self, inputs).into_iter();
-        [Step::Hold(ids)]
+        [MemoryStep::Hold(ids)]
             .into_iter()
             .chain(made)
             .chain([losses])

@@ -17,7 +17,7 @@ pub use kernel::Kernel;
 pub(crate) use kernel::Operands;
 pub(crate) use kernel::{kernel, on_gpu};
 pub use named::Named;
-pub(crate) use slices::{Slice, Slices, Step};
+pub(crate) use slices::{Slice, Slices, StepState};
 
 use crate::graph::{self, Attribute, Graph, Node, ValueId};
 use crate::probe::Operand;
@@ -50,7 +50,7 @@ impl<'g> Signature<'g> {
             dims: &graph.value(id).shape,
             dtype: graph.value(id).dtype,
         };
-        let operands = |operands: &'g [graph::Operand]| {
+        let operands = |operands: &'g [graph::ValueRef]| {
             let operands = operands.iter().map(|operand| Operand {
                 dims: graph.shape_of(operand),
                 dtype: graph.value(operand.value).dtype,

@@ -46,7 +46,7 @@ impl<'a> Slice<'a> {
 
 /// Of a step, what its calls are told.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Step {
+pub(crate) struct StepState {
     /// Of its micro-batches, the one whose calls these are.
     pub micro_batch: usize,
     /// What the gradient of the loss is multiplied by.
@@ -55,14 +55,14 @@ pub(crate) struct Step {
 
 /// The operands of one call.
 pub(crate) struct Slices<'a> {
-    pub step: Step,
+    pub step: StepState,
     reads: Named<Slice<'a>>,
     /// Empty where it was handed out: a second time it would be written twice at once.
     writes: Named<Cell<Option<Slice<'a>>>>,
 }
 
 impl<'a> Slices<'a> {
-    pub fn new(step: Step, reads: Named<Slice<'a>>, writes: &Named<Slice<'a>>) -> Self {
+    pub fn new(step: StepState, reads: Named<Slice<'a>>, writes: &Named<Slice<'a>>) -> Self {
         let writes = writes.map(|slice| Cell::new(Some(*slice)));
         Self {
             step,

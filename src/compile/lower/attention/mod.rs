@@ -9,7 +9,7 @@ use super::form::Form;
 use super::{Lower, Target};
 use crate::Result;
 use crate::attention::in_model::InModel;
-use crate::compile::plan::Operand;
+use crate::compile::plan::BufferRange;
 use crate::graph::{self, ValueId};
 use crate::kernels::workspace;
 use crate::ops::lowering::{Kernel, Named};
@@ -24,7 +24,7 @@ struct Attention {
     /// not rotate by itself.
     qkv: [ValueId; 3],
     /// Cosines and sines, (T, Dh/2) each.
-    angles: Option<[graph::Operand; 2]>,
+    angles: Option<[graph::ValueRef; 2]>,
     /// What is kept for backward: the probabilities; or the log-sum-exp of the scores, and in half precision what
     /// rounding took from the output.
     kept: Vec<ValueId>,
@@ -45,7 +45,7 @@ impl Attention {
     }
 
     /// q, k and v, or what they are packed in.
-    fn qkv(&self, lower: &mut Lower<'_>) -> Named<Operand> {
+    fn qkv(&self, lower: &mut Lower<'_>) -> Named<BufferRange> {
         let names = self.sizes.names(&["qkv"], &["q", "k", "v"]).iter();
         let values = names.zip(&self.qkv);
         let operands = values.map(|(name, value)| (*name, lower.value(*value)));
@@ -53,7 +53,7 @@ impl Attention {
     }
 
     /// cos and sin, where positions rotate.
-    fn angles(&self, lower: &mut Lower<'_>) -> Result<Vec<(&'static str, Operand)>> {
+    fn angles(&self, lower: &mut Lower<'_>) -> Result<Vec<(&'static str, BufferRange)>> {
         let Some([cos, sin]) = &self.angles else {
             return Ok(Vec::new());
         };
@@ -63,7 +63,13 @@ impl Attention {
     }
 
     /// A new buffer of so many f32, or of the dtype that products are computed in.
-    fn buffer(&self, lower: &mut Lower<'_>, name: &str, shape: &[usize], is_wide: bool) -> Operand {
+    fn buffer(
+        &self,
+        lower: &mut Lower<'_>,
+        name: &str,
+        shape: &[usize],
+        is_wide: bool,
+    ) -> BufferRange {
         let dtype = if is_wide { DType::F32 } else { self.dtype };
         lower.temporary(name, shape, dtype)
     }
@@ -76,7 +82,7 @@ impl Attention {
         name: &str,
         shape: &[usize],
         is_wide: bool,
-    ) -> Operand {
+    ) -> BufferRange {
         let place = self.buffer(lower, name, shape, is_wide);
         if let Some(value) = self.kept.get(kept) {
             lower.places[value.0] = Some(place.clone());
@@ -85,7 +91,12 @@ impl Attention {
     }
 
     /// Rotates what positions rotate of q, k and v or of their gradients, in place.
-    fn rotate(&self, lower: &mut Lower<'_>, kernel: &Kernel, heads: &Named<Operand>) -> Result<()> {
+    fn rotate(
+        &self,
+        lower: &mut Lower<'_>,
+        kernel: &Kernel,
+        heads: &Named<BufferRange>,
+    ) -> Result<()> {
         let angles = self.angles(lower)?;
         if !angles.is_empty() {
             for x in heads.iter().take(2) {
@@ -166,8 +177,8 @@ impl Attention {
     fn flash_backward(
         &self,
         lower: &mut Lower<'_>,
-        reads: Named<Operand>,
-        gradients: &Named<Operand>,
+        reads: Named<BufferRange>,
+        gradients: &Named<BufferRange>,
     ) -> Result<()> {
         let op = self.sizes.tiled_backward();
         let [b, h, t, d] = [
