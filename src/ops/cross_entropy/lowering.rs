@@ -6,7 +6,7 @@ use super::nothing_counts;
 use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::{Real, Stored, rows::cross_entropy as kernel};
 #[cfg(feature = "cuda")]
-use crate::kernels::cuda::{View, copy};
+use crate::kernels::cuda::{View, elementwise};
 use crate::ops::lowering::{
     Accumulate, Calls, Ids, Kernel, Lowering, Signature, Slot, kernel, on_gpu,
 };
@@ -246,9 +246,9 @@ pub(crate) fn gradient_of_mean(counted: usize) -> Kernel {
         let share = s.step.loss_scale / k.count("counted")? as f64;
         s.y::<T>("dloss")?[0] = WithDType::from_f64(share);
     });
-    let kernel = match counted {
-        1 => on_gpu!(kernel, |_, l| copy(l.gpu, l.loss_scale, l.y("dloss")?)),
-        _ => kernel,
-    };
+    let kernel = on_gpu!(kernel, |k, l| {
+        let share = 1.0 / k.count("counted")? as f64;
+        elementwise::map(l.gpu, "scale", share, &[l.loss_scale], l.y("dloss")?)
+    });
     kernel.sized([("counted", counted)])
 }
