@@ -124,12 +124,18 @@ fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], [usize; 2])> {
 #[cfg(feature = "cuda")]
 fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()> {
     let ([a, b], [rows, cols]) = factors_of(k)?;
+    // A stride between matrices has a say in the choice of an algorithm.
+    let matrix = if count == 1 {
+        Matrix::new
+    } else {
+        Matrix::several
+    };
     let factor = |name: &str, factor: Factor| {
-        let x = Matrix::several(l.x(name)?, factor.rows, factor.cols);
+        let x = matrix(l.x(name)?, factor.rows, factor.cols);
         candle_core::Result::Ok(if factor.transposed { x.t() } else { x })
     };
     let (a, b) = (factor("a", a)?, factor("b", b)?);
-    let (c, adds) = (Matrix::several(l.y("c")?, rows, cols), l.adds(k));
+    let (c, adds) = (matrix(l.y("c")?, rows, cols), l.adds(k));
     if a.view.len == 0 && !adds {
         return set_to_zero(l.gpu, c.view); // sums of nothing
     }
