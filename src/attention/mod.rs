@@ -33,7 +33,7 @@ mod shapes;
 pub use crate::kernels::Mask;
 pub use algorithm::Algorithm;
 pub use flash::{flash, flash_with_lse};
-pub use naive::naive;
+pub use naive::{naive, naive_with_lse};
 
 use crate::graph::Attribute;
 #[cfg(feature = "cuda")]

@@ -24,13 +24,13 @@ mod reference;
 pub use reference::reference;
 
 use super::AttentionConfig;
-use super::nothing::nothing;
+use super::nothing::{lse_of_nothing, nothing};
 use super::shapes::Shapes;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
 use crate::ops::{Path, cast_for, choose, record::apply3};
 use crate::{Error, Result, graph, hardware};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 pub(super) const NAME: &str = "attention::flash";
 
@@ -141,19 +141,6 @@ pub fn flash_with_lse(
     };
     let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
     Ok((out.reshape(q.shape())?, lse))
-}
-
-/// The log-sum-exp of no scores, for each query.
-fn lse_of_nothing(q: &Tensor) -> Result<Tensor> {
-    let shape = &q.dims()[..q.rank() - 1];
-    let dtype = match q.dtype() {
-        DType::F64 => DType::F64,
-        _ => DType::F32,
-    };
-    if shape.contains(&0) {
-        return Ok(Tensor::zeros(shape, dtype, q.device())?);
-    }
-    Ok(Tensor::full(f32::NEG_INFINITY, shape, q.device())?.to_dtype(dtype)?)
 }
 
 /// x (..., heads, T, Dh) as (B, heads, T, Dh), lying as the device's kernel can read it.
