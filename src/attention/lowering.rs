@@ -1,8 +1,8 @@
 //! Attention in a plan: naive and flash, on heads one after another.
 
 #[cfg(feature = "cuda")]
-use super::lowering_gpu as gpu;
-use crate::graph::{Attribute, Target};
+use super::{in_model::InModel, lowering_gpu as gpu};
+use crate::graph::Target;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::attention::flash::{self, Heads, Tiles};
@@ -67,10 +67,7 @@ pub(super) const FLASH: Lowering = Lowering {
             let tiles = Tiles::for_head_dim(sizes.head_dim);
             let outputs = flash::Outputs {
                 out: s.y::<T>("out")?,
-                rounding_error: match k.flag("keeps rounding error") {
-                    true => s.y("rounding_error")?,
-                    false => &mut [],
-                },
+                rounding_error: s.some_y("rounding_error")?.unwrap_or_default(),
                 lse: s.y("lse")?,
             };
             let q = heads::<T>(k, s, "q", Side::Queries)?;
@@ -102,7 +99,7 @@ pub(super) const FLASH: Lowering = Lowering {
                 v: of_keys("v")?,
                 out: of_queries("out")?,
                 lse: s.x("lse")?,
-                rounding_error: match k.flag("keeps rounding error") {
+                rounding_error: match s.has_x("rounding_error") {
                     true => Some(of_queries("rounding_error")?),
                     false => None,
                 },
@@ -132,7 +129,7 @@ pub(super) const FLASH: Lowering = Lowering {
 };
 
 /// Forward and backward.
-const FLASH_KERNELS: [&str; 2] = ["flash_attention", "flash_attention_backward"];
+pub(super) const FLASH_KERNELS: [&str; 2] = ["flash_attention", "flash_attention_backward"];
 
 const INPUTS: [(&str, Slot); 3] = [
     ("q", Slot::Input(0)),
@@ -176,7 +173,8 @@ fn sized(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> Kernel {
         [leading @ .., _, _, _] => leading.iter().product(),
         _ => 1,
     };
-    let multiplied = (q[0] * q[1]) as f64 * k[1] as f64 * (q[2] + v[2]) as f64;
+    let scores = (q[0] * q[1]) as f64 * k[1] as f64;
+    let multiplied = scores * (q[2] + v[2]) as f64;
     let kernel = kernel.sized([
         ("batch", batch),
         ("matrices", q[0]),
@@ -186,11 +184,10 @@ fn sized(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> Kernel {
         ("head_dim", q[2]),
         ("value_dim", v[2]),
     ]);
-    let keeps = Attribute::Flag(signature.kept.len() > 1);
-    let kernel = kernel.with("keeps rounding error", keeps);
     kernel
         .with_all(signature.attributes)
         .costing(2.0 * passes * multiplied)
+        .scoring(scores)
 }
 
 pub(super) fn sizes(k: &Kernel) -> Result<Sizes> {
@@ -212,7 +209,10 @@ pub(super) fn sizes(k: &Kernel) -> Result<Sizes> {
 #[cfg(feature = "cuda")]
 pub(crate) fn planned_flash_sizes(kernel: &Kernel) -> Option<Sizes> {
     let is_flash = FLASH_KERNELS.contains(&kernel.name());
-    is_flash.then(|| sizes(kernel).ok()).flatten()
+    let in_model = |_| InModel::of(kernel).map(|sizes| sizes.flash());
+    is_flash
+        .then(|| sizes(kernel).or_else(in_model).ok())
+        .flatten()
 }
 
 /// Whose heads and whose length.

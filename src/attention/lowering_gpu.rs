@@ -4,7 +4,6 @@ use super::lowering::sizes;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
-use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::naive_attention::{self, HeadGroups};
 use crate::ops::lowering::{Kernel, Operands};
 use candle_core::Result;
@@ -14,7 +13,7 @@ pub(super) fn flash_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
     let outputs = Outputs {
         out: of_queries(&sizes, l.y("out")?),
-        rounding_error: l.writes.get("rounding_error").copied(),
+        rounding_error: l.some_y("rounding_error"),
         lse: l.y("lse")?,
     };
     let heads = [
@@ -37,7 +36,7 @@ pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         v: of_keys(&sizes, l.x("v")?),
         out: of_queries(&sizes, l.x("out")?),
         lse: l.x("lse")?,
-        rounding_error: l.reads.get("rounding_error").copied(),
+        rounding_error: l.some_x("rounding_error"),
     };
     let gradients = flash::Gradients {
         dq: of_queries(&sizes, l.y("dq")?),
@@ -52,12 +51,9 @@ pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 pub(super) fn naive_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let heads = HeadGroups::of(&sizes(k)?);
     let (out, p) = (l.y("out")?, l.y("p")?);
-    let scores = l.writes.get("scores").copied().unwrap_or(p); // f32's in the same place
+    let scores = l.some_y("scores").unwrap_or(p); // f32's in the same place
     let qkv = [l.x("q")?, l.x("k")?, l.x("v")?];
-    let mut products = l.products.borrow_mut();
-    let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
-        products.multiply(l.gpu, factors, c, count, false)
-    };
+    let multiply = &mut l.multiplier();
     naive_attention::forward(l.gpu, multiply, &heads, qkv, scores, p, out)
 }
 
@@ -68,11 +64,8 @@ pub(super) fn naive_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let inputs = [l.x("d_out")?, l.x("q")?, l.x("k")?, l.x("v")?, l.x("p")?];
     let gradients = [l.y("dq")?, l.y("dk")?, l.y("dv")?];
     let dp = l.y("dp")?;
-    let ds = l.writes.get("dscores").copied().unwrap_or(dp); // f32's in the same place
-    let mut products = l.products.borrow_mut();
-    let multiply = &mut |factors: [Matrix; 2], c: Matrix, count| {
-        products.multiply(l.gpu, factors, c, count, false)
-    };
+    let ds = l.some_y("dscores").unwrap_or(dp); // f32's in the same place
+    let multiply = &mut l.multiplier();
     naive_attention::backward(l.gpu, multiply, &heads, inputs, [dp, ds], gradients)
 }
 

@@ -20,19 +20,22 @@
 //! ```
 
 mod algorithm;
+pub(crate) mod blocked;
 mod computed;
 pub(crate) mod cost;
-pub mod flash;
+pub(crate) mod flash;
+pub(crate) mod in_model;
 mod lowering;
 #[cfg(feature = "cuda")]
 mod lowering_gpu;
-pub mod naive;
+pub(crate) mod naive;
 mod nothing;
+pub mod reference;
 mod shapes;
 
 pub use crate::kernels::Mask;
 pub use algorithm::Algorithm;
-pub use flash::{flash, flash_with_lse};
+pub use flash::{MAX_HEAD_DIM as FLASH_MAX_HEAD_DIM, flash, flash_with_lse};
 pub use naive::{naive, naive_with_lse};
 
 use crate::graph::Attribute;

@@ -1,6 +1,6 @@
 //! The loop over a plan's calls, on any device; and what the probe hears of it.
 
-use super::plan::{Call, Operand, Phase, Plan};
+use super::plan::{BufferRange, Call, Phase, Plan};
 use crate::Result;
 use crate::ops::lowering::Named;
 use crate::probe::{self, Kind};
@@ -44,7 +44,7 @@ fn run_probed(
     let path = places.fold(probe::current(), |path, place| path.child(place));
     let range = probe::op(Kind::Op, name, path.child(name));
     let next = compute()?;
-    let operands = |operands: &Named<Operand>| operands.map(|operand| shape(plan, operand));
+    let operands = |operands: &Named<BufferRange>| operands.map(|operand| shape(plan, operand));
     let (reads, writes) = (operands(&call.reads), operands(&call.writes));
     if let Some(written) = writes.first() {
         let inputs: Vec<probe::Operand<'_>> = reads.iter().map(probed).collect();
@@ -65,7 +65,7 @@ fn probed((dims, dtype): &(Vec<usize>, DType)) -> probe::Operand<'_> {
 }
 
 /// The shape of an operand: its buffer's, or how many elements it is of that.
-fn shape(plan: &Plan, operand: &Operand) -> (Vec<usize>, DType) {
+fn shape(plan: &Plan, operand: &BufferRange) -> (Vec<usize>, DType) {
     let buffer = plan.buffer(operand.buffer);
     let shape = match operand.elements.len() == buffer.elements() {
         true => buffer.shape.clone(),

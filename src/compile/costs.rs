@@ -2,9 +2,9 @@
 
 use super::op::Op;
 use super::plan::{Call, Phase, Plan};
-use super::sizes::AttentionSizes;
 use crate::ops::cost::Cost;
 use crate::ops::info;
+use crate::ops::lowering::Kernel;
 use crate::probe::{Operand, Operands};
 use candle_core::DType;
 
@@ -72,17 +72,10 @@ impl Plan {
 
 /// How many elements a call computes that its part's FLOPs but products' are divided by.
 fn computed(call: &Call) -> f64 {
-    let scores = |s: &AttentionSizes| [s.batch, s.heads, s.length, s.length];
-    let scores: f64 = match &call.op {
-        op if op.is_product() => return 0.0,
-        Op::Attention(sizes)
-        | Op::AttentionBackward(sizes)
-        | Op::NaiveAttention(sizes)
-        | Op::NaiveAttentionBackward(sizes)
-        | Op::FlashAttention(sizes)
-        | Op::FlashAttentionBackward(sizes) => scores(sizes).iter().map(|n| *n as f64).product(),
-        _ => 0.0,
-    };
+    let scores = call.op.kernel().map_or(0.0, Kernel::scores);
+    if call.op.is_product() {
+        return 0.0;
+    }
     let written = call.writes.iter().map(|operand| operand.elements.len());
     scores.max(written.sum::<usize>() as f64)
 }
@@ -104,8 +97,8 @@ fn flops_of_no_part(op: &Op) -> f64 {
             cost.map_or(0.0, |cost| cost.other_flops)
         }
         Op::SumOfSquares { elements } => 2.0 * *elements as f64,
-        Op::Unscale { elements } | Op::Accumulate { elements, .. } => *elements as f64,
-        Op::MeanLoss { rows: count, .. } | Op::ClipFactor { parameters: count } => *count as f64,
+        Op::Unscale { elements } => *elements as f64,
+        Op::ClipFactor { parameters } => *parameters as f64,
         _ => 0.0, // copies
     }
 }

@@ -4,7 +4,7 @@ use super::cpu;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::lower::Target;
-use super::plan::{Operand, Plan};
+use super::plan::{BufferRange, Plan};
 use super::run::{Controls, Tensors};
 use crate::Result;
 use crate::kernels::Update;
@@ -91,7 +91,7 @@ impl Executor {
     }
 
     /// What a run has left in an operand that the plan keeps.
-    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Result<Vec<T>> {
+    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &BufferRange) -> Result<Vec<T>> {
         match self {
             Self::Cpu(executor) => Ok(executor.read(plan, operand)),
             #[cfg(feature = "cuda")]
@@ -101,7 +101,7 @@ impl Executor {
 
     /// What a run has left in an operand that the plan keeps, where it lies; `None` on a GPU, whose memory is not the
     /// host's.
-    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> Option<&[T]> {
+    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> Option<&[T]> {
         match self {
             Self::Cpu(executor) => Some(executor.values(plan, operand)),
             #[cfg(feature = "cuda")]
@@ -110,7 +110,7 @@ impl Executor {
     }
 
     /// The same copied to a tensor of that shape, where the plan is run.
-    pub fn copy(&self, plan: &Plan, operand: &Operand, shape: &Shape) -> Result<Tensor> {
+    pub fn copy(&self, plan: &Plan, operand: &BufferRange, shape: &Shape) -> Result<Tensor> {
         match self {
             Self::Cpu(executor) => match plan.buffer(operand.buffer).dtype {
                 DType::BF16 => copied(executor.values::<bf16>(plan, operand), shape),

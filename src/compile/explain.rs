@@ -1,7 +1,7 @@
 //! A plan as text: its calls, and what they cost.
 
 use super::buffer::Category;
-use super::plan::{Call, Operand, Plan};
+use super::plan::{BufferRange, Call, Plan};
 use crate::report::{Column, Fields, Format, Report, format_mib};
 
 impl Plan {
@@ -43,7 +43,7 @@ impl Plan {
     }
 
     /// An operand's name, and where in the arena it begins.
-    fn place(&self, operand: &Operand) -> String {
+    fn place(&self, operand: &BufferRange) -> String {
         let buffer = self.buffer(operand.buffer);
         let name = buffer.name.rsplit('/').next().unwrap_or_default();
         match buffer.arena_range() {

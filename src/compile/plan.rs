@@ -45,14 +45,14 @@ impl fmt::Display for Phase {
 
 /// Some elements of a buffer, one after another.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Operand {
+pub struct BufferRange {
     /// Whose.
     pub buffer: BufferId,
     /// Which.
     pub elements: Range<usize>,
 }
 
-impl Operand {
+impl BufferRange {
     /// All of one.
     pub(super) fn whole(buffers: &Buffers, id: BufferId) -> Self {
         Self {
@@ -75,14 +75,14 @@ pub struct Call {
     /// made first, and the update.
     pub part: Option<usize>,
     /// What is read, by the op's names.
-    pub reads: Named<Operand>,
+    pub reads: Named<BufferRange>,
     /// What is written, by the op's names.
-    pub writes: Named<Operand>,
+    pub writes: Named<BufferRange>,
 }
 
 impl Call {
     /// What is read, and then what is written.
-    pub fn operands(&self) -> impl Iterator<Item = &Operand> + Clone {
+    pub fn operands(&self) -> impl Iterator<Item = &BufferRange> + Clone {
         self.reads.iter().chain(self.writes.iter())
     }
 }
@@ -294,7 +294,7 @@ impl Plan {
 
     /// [`bytes_moved`](Self::bytes_moved), what is read and what is written.
     pub(super) fn bytes_read_and_written(&self, call: &Call) -> [u64; 2] {
-        let bytes = |operand: &Operand| {
+        let bytes = |operand: &BufferRange| {
             let width = self.buffer(operand.buffer).dtype.size_in_bytes();
             (operand.elements.len() * width) as u64
         };

@@ -5,7 +5,7 @@ use super::executor::Executor;
 use super::lower::Lowered;
 use super::op::Op;
 use super::parameters;
-use super::plan::{Operand, Plan};
+use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
 use crate::optim::{AdamW, GradScaler};
 use crate::{Error, Result};
@@ -36,9 +36,9 @@ pub(super) struct Step {
     executor: Executor,
     pub parameters: Vec<(String, Var)>,
     /// Where a run leaves its loss, the gradients' norm and each parameter's gradient.
-    loss: Operand,
-    norm: Option<Operand>,
-    gradients: Vec<Option<Operand>>,
+    loss: BufferRange,
+    norm: Option<BufferRange>,
+    gradients: Vec<Option<BufferRange>>,
     config: StepConfig,
     /// What its users know the configuration as.
     config_name: &'static str,
@@ -238,7 +238,7 @@ impl Step {
     }
 
     /// The first number of an operand that a run leaves, in f64.
-    fn first(&mut self, operand: &Operand) -> Result<Option<f64>> {
+    fn first(&mut self, operand: &BufferRange) -> Result<Option<f64>> {
         let kept: Vec<f64> = self.executor.read(&self.plan, operand)?;
         Ok(kept.first().copied())
     }

@@ -2,8 +2,8 @@
 
 use super::config::StepConfig;
 use super::lower::{self, Job, Lowered, Recompute, Target};
-use super::plan::Operand;
-use crate::graph::{self, Graph, Operand as GraphOperand, Outputs, Source, Traced, ValueId, View};
+use super::plan::BufferRange;
+use crate::graph::{self, Graph, Outputs, Source, Traced, ValueId, ValueRef, View};
 use crate::ops::cpu::{cpu_storage, for_stored};
 use crate::ops::strided;
 use crate::optim::inplace::storage_address;
@@ -140,7 +140,7 @@ impl TracedFunction {
     pub fn with_gradients(
         &self,
         differentiated: &[ValueId],
-    ) -> Result<(Lowered, [Vec<Operand>; 2])> {
+    ) -> Result<(Lowered, [Vec<BufferRange>; 2])> {
         lower::with_gradients(&Job {
             differentiated,
             ..self.job(&StepConfig::default())
@@ -161,7 +161,7 @@ impl TracedFunction {
     ///
     /// # Errors
     /// Hollow weights; views that cannot be copied.
-    pub fn table(&self, operand: &GraphOperand, dtype: DType) -> Result<Vec<f32>> {
+    pub fn table(&self, operand: &ValueRef, dtype: DType) -> Result<Vec<f32>> {
         let elements = match &operand.view {
             None => self.tensor(operand.value)?.detach(),
             Some(view) => self.viewed(operand.value, view)?,

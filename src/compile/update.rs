@@ -2,7 +2,7 @@
 
 use super::buffer::{BufferId, Category, Location};
 use super::op::Op;
-use super::plan::{Operand, Phase};
+use super::plan::{BufferRange, Phase};
 use super::writer::Writer;
 use crate::kernels::workspace;
 use crate::ops::lowering::Named;
@@ -13,9 +13,9 @@ use std::collections::HashMap;
 pub(super) struct Update<'a> {
     pub plan: &'a mut Writer,
     /// Of each parameter that has one.
-    pub gradients: &'a [Option<Operand>],
+    pub gradients: &'a [Option<BufferRange>],
     /// Of each parameter, the copy in half precision that the update renews, where there is one.
-    pub copies: HashMap<usize, Operand>,
+    pub copies: HashMap<usize, BufferRange>,
     pub on_gpu: bool,
 }
 
@@ -52,7 +52,7 @@ impl Update<'_> {
                 continue;
             };
             let elements = gradient.elements.len();
-            let is_finite = Operand {
+            let is_finite = BufferRange {
                 buffer: finite,
                 elements: number..number + 1,
             };
@@ -103,13 +103,13 @@ impl Update<'_> {
                 continue;
             };
             let elements = gradient.elements.len();
-            let square = Operand {
+            let square = BufferRange {
                 buffer: squares,
                 elements: number..number + 1,
             };
             let first = chunk;
             chunk += workspace::chunks(elements);
-            let chunks = chunks.map(|buffer| Operand {
+            let chunks = chunks.map(|buffer| BufferRange {
                 buffer,
                 elements: first..chunk,
             });

@@ -3,7 +3,7 @@
 use super::buffer::{BufferId, Buffers, Category};
 use super::costs::PartCost;
 use super::op::Op;
-use super::plan::{Call, Operand, Phase};
+use super::plan::{BufferRange, Call, Phase};
 use crate::ops::lowering::Named;
 use candle_core::DType;
 
@@ -54,19 +54,19 @@ impl Writer {
     }
 
     /// All of a buffer.
-    pub fn whole(&self, id: BufferId) -> Operand {
-        Operand::whole(&self.buffers, id)
+    pub fn whole(&self, id: BufferId) -> BufferRange {
+        BufferRange::whole(&self.buffers, id)
     }
 
     /// A call.
     pub fn call(
         &mut self,
-        op: Op,
-        reads: impl Into<Named<Operand>>,
-        writes: impl Into<Named<Operand>>,
+        op: impl Into<Op>,
+        reads: impl Into<Named<BufferRange>>,
+        writes: impl Into<Named<BufferRange>>,
     ) {
         self.calls.push(Call {
-            op,
+            op: op.into(),
             path: self.path.clone(),
             phase: self.phase,
             part: self.part,

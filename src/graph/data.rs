@@ -1,7 +1,7 @@
 //! What a trace has seen, as data.
 
 use super::Target;
-use super::steps::Step;
+use super::steps::MemoryStep;
 use crate::attention::Mask;
 use candle_core::DType;
 use std::fmt;
@@ -14,9 +14,9 @@ pub struct Graph {
     /// Every value, in the order in which each was first met.
     pub values: Vec<Value>,
     /// What happened, in order.
-    pub events: Vec<Event>,
+    pub events: Vec<TraceEvent>,
     /// What the function has returned.
-    pub outputs: Vec<Operand>,
+    pub outputs: Vec<ValueRef>,
 }
 
 /// A value's index in [`Graph::values`].
@@ -66,7 +66,7 @@ pub enum Source {
 /// What happened in a forward.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-pub enum Event {
+pub enum TraceEvent {
     /// An op ran.
     Node(Node),
     /// A segment began: a function whose graph does not live as long as the rest.
@@ -100,17 +100,17 @@ pub struct Node {
     /// Whether it is composed of candle's own ops, for want of a kernel: its backward is candle's then.
     pub composed: bool,
     /// Its arguments, in the op's order.
-    pub inputs: Vec<Operand>,
+    pub inputs: Vec<ValueRef>,
     /// What it reads besides, to which no gradient goes: token ids, angles, a weight's copy in half precision.
-    pub reads: Vec<Operand>,
+    pub reads: Vec<ValueRef>,
     /// What it makes.
     pub output: ValueId,
     /// What it makes for backward beside its output, and keeps if a gradient can reach that.
     pub kept: Vec<Kept>,
     /// What its forward does to memory.
-    pub forward: Vec<Step>,
+    pub forward: Vec<MemoryStep>,
     /// What its backward does to memory. Empty for the segments' own nodes, whose backward is the segment's.
-    pub backward: Vec<Step>,
+    pub backward: Vec<MemoryStep>,
 }
 
 /// What an op keeps for backward.
@@ -124,7 +124,7 @@ pub struct Kept {
 
 /// A value as an op reads it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Operand {
+pub struct ValueRef {
     /// Which value.
     pub value: ValueId,
     /// Which of its elements, in which order; `None` for all of them as they lie.
@@ -164,7 +164,7 @@ impl Graph {
     /// The nodes, in order.
     pub fn nodes(&self) -> impl Iterator<Item = &Node> {
         self.events.iter().filter_map(|event| match event {
-            Event::Node(node) => Some(node),
+            TraceEvent::Node(node) => Some(node),
             _ => None,
         })
     }
@@ -182,7 +182,7 @@ impl Graph {
     pub(crate) fn makers(&self) -> Vec<Option<usize>> {
         let mut makers = vec![None; self.values.len()];
         for (i, event) in self.events.iter().enumerate() {
-            if let Event::Node(node) = event {
+            if let TraceEvent::Node(node) = event {
                 makers[node.output.0] = Some(i);
                 for kept in &node.kept {
                     makers[kept.value.0] = Some(i);
@@ -193,7 +193,7 @@ impl Graph {
     }
 
     /// An operand's shape.
-    pub fn shape_of<'a>(&'a self, operand: &'a Operand) -> &'a [usize] {
+    pub fn shape_of<'a>(&'a self, operand: &'a ValueRef) -> &'a [usize] {
         match &operand.view {
             Some(view) => &view.shape,
             None => &self.value(operand.value).shape,
@@ -210,7 +210,7 @@ impl Graph {
     }
 
     /// `%3`, or a name.
-    fn operand_name(&self, operand: &Operand) -> String {
+    fn operand_name(&self, operand: &ValueRef) -> String {
         let name = match &self.value(operand.value).source {
             Source::Weight(name) | Source::Input(name) if !name.is_empty() => name.clone(),
             Source::Weight(_) => format!("weight {:?}", self.shape_of(operand)),
@@ -260,20 +260,20 @@ impl fmt::Display for Graph {
         for event in &self.events {
             let indent = 2 * depth;
             match event {
-                Event::Node(node) => {
+                TraceEvent::Node(node) => {
                     write!(f, "{:indent$}", "")?;
                     self.write_node(f, node)?;
                 }
-                Event::Enter(kind) => {
+                TraceEvent::Enter(kind) => {
                     writeln!(f, "{:indent$}{kind} {{", "")?;
                     depth += 1;
                 }
-                Event::Leave => {
+                TraceEvent::Leave => {
                     depth = depth.saturating_sub(1);
                     writeln!(f, "{:1$}}}", "", 2 * depth)?;
                 }
-                Event::AutocastEnd => writeln!(f, "{:indent$}end of autocast", "")?,
-                Event::Drop(value) => writeln!(f, "{:indent$}drop %{}", "", value.0)?,
+                TraceEvent::AutocastEnd => writeln!(f, "{:indent$}end of autocast", "")?,
+                TraceEvent::Drop(value) => writeln!(f, "{:indent$}drop %{}", "", value.0)?,
             }
         }
         let outputs: Vec<String> = self.outputs.iter().map(|o| self.operand_name(o)).collect();
@@ -295,7 +295,7 @@ impl Graph {
             let attributes: Vec<String> = attributes.map(|(k, v)| format!("{k} {v}")).collect();
             write!(f, " {{{}}}", attributes.join(", "))?;
         }
-        let names = |operands: &[Operand]| -> String {
+        let names = |operands: &[ValueRef]| -> String {
             let names: Vec<String> = operands.iter().map(|o| self.operand_name(o)).collect();
             names.join(", ")
         };

@@ -1,6 +1,6 @@
 //! A graph as a picture: text for Graphviz.
 
-use super::data::{Graph, Node, Operand, Source, ValueId};
+use super::data::{Graph, Node, Source, ValueId, ValueRef};
 use std::collections::HashSet;
 use std::fmt::Write;
 
@@ -116,7 +116,7 @@ impl<'a> Picture<'a> {
     }
 
     /// The box of a weight, an input or a constant, once.
-    fn draw_from_outside(&mut self, operand: &Operand, modules: &'a str) {
+    fn draw_from_outside(&mut self, operand: &ValueRef, modules: &'a str) {
         let id = operand.value;
         let (name, modules) = match &self.graph.value(id).source {
             Source::Weight(name) if name.is_empty() => ("weight", modules),

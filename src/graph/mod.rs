@@ -42,10 +42,10 @@ mod target;
 mod trace;
 
 pub use data::{
-    Attribute, Event, Graph, Kept, Node, Operand, SegmentKind, Source, Value, ValueId, View,
+    Attribute, Graph, Kept, Node, SegmentKind, Source, TraceEvent, Value, ValueId, ValueRef, View,
 };
 pub use hollow::{input, is_hollow, weights};
-pub use steps::{Room, Step};
+pub use steps::{MemoryStep, Room};
 pub use target::Target;
 pub use trace::{Outputs, name, trace};
 

@@ -1,6 +1,6 @@
 //! Calls of ops in the trace that is open, and the hollow tensors that they return.
 
-use super::data::{Event, Kept, Node, ValueId};
+use super::data::{Kept, Node, TraceEvent, ValueId};
 use super::hollow::{Role, empty, hollow, hollow_out};
 use super::session::{dropped, target, with_session};
 use crate::grad::is_grad_enabled;
@@ -45,7 +45,7 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
             name,
             value: ValueId(output.0 + 1 + i),
         });
-        session.push(Event::Node(Node {
+        session.push(TraceEvent::Node(Node {
             path,
             op: name,
             attributes: op.attributes(),
@@ -87,7 +87,7 @@ pub(crate) fn kept_value(y: &Tensor, name: &str) -> Result<Option<Tensor>> {
         let value = session.value(y)?;
         let mut latest = session.graph.events.iter().rev();
         let node = latest.find_map(|event| match event {
-            Event::Node(node) if node.output == value => Some(node),
+            TraceEvent::Node(node) if node.output == value => Some(node),
             _ => None,
         });
         let kept = node.and_then(|node| node.kept.iter().find(|kept| kept.name == name));

@@ -1,10 +1,10 @@
 //! Segments of a trace: functions whose graph does not live as long as the rest.
 
-use super::data::{Event, Node, SegmentKind, ValueId};
+use super::data::{Node, SegmentKind, TraceEvent, ValueId};
 use super::hollow::{Role, hollow};
 use super::record::record;
 use super::session::with_session;
-use super::steps::Step;
+use super::steps::MemoryStep;
 use super::target::Target;
 use crate::ops::record::Spec;
 use crate::{Result, probe};
@@ -22,7 +22,7 @@ impl Spec for SegmentEnd {
         (inputs[0].dims.into(), inputs[0].dtype)
     }
 
-    fn backward_steps(&self, _: &[probe::Operand<'_>], _: Target) -> Vec<Step> {
+    fn backward_steps(&self, _: &[probe::Operand<'_>], _: Target) -> Vec<MemoryStep> {
         Vec::new()
     }
 
@@ -39,7 +39,7 @@ pub(crate) fn segment<const N: usize>(
 ) -> Result<Tensor> {
     let name = kind.name();
     with_session(|session| {
-        session.push(Event::Enter(kind));
+        session.push(TraceEvent::Enter(kind));
         Ok(())
     })?;
     let leaves = inputs
@@ -56,10 +56,10 @@ pub(crate) fn segment<const N: usize>(
             let leaf = session.value(leaf)?;
             // A variable, behind which there is no op to be dropped.
             if graph.is_none() && leaf != session.value(input)? && leaf != output {
-                session.push(Event::Drop(leaf));
+                session.push(TraceEvent::Drop(leaf));
             }
         }
-        session.push(Event::Leave);
+        session.push(TraceEvent::Leave);
         Ok(session.graph.values[output.0].tracked)
     })?;
     if !tracked {
@@ -80,7 +80,7 @@ fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
             return Ok(x.detach());
         }
         let output = ValueId(session.graph.values.len());
-        session.push(Event::Node(Node {
+        session.push(TraceEvent::Node(Node {
             path: probe::op_path(name).to_string(),
             op: "copy",
             attributes: Vec::new(),
@@ -89,7 +89,7 @@ fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
             reads: Vec::new(),
             output,
             kept: Vec::new(),
-            forward: vec![Step::Output],
+            forward: vec![MemoryStep::Output],
             backward: Vec::new(),
         }));
         let leaf = hollow(x.shape(), x.dtype(), Role::Output, true)?;

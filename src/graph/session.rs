@@ -1,6 +1,6 @@
 //! The trace that is open on a thread: its graph so far, and values by their storage.
 
-use super::data::{Event, Graph, Operand, Source, Value, ValueId, View};
+use super::data::{Graph, Source, TraceEvent, Value, ValueId, ValueRef, View};
 use super::hollow::Role;
 use super::target::Target;
 use crate::ops::forget_weights;
@@ -95,7 +95,7 @@ pub(super) fn with_session<R>(f: impl FnOnce(&mut Session) -> Result<R>) -> Resu
 pub(crate) fn autocast_ended() {
     SESSION.with_borrow_mut(|session| {
         if let Some(session) = session {
-            session.push(Event::AutocastEnd);
+            session.push(TraceEvent::AutocastEnd);
         }
     });
 }
@@ -112,7 +112,7 @@ fn address(x: &Tensor) -> usize {
 }
 
 impl Session {
-    pub(super) fn push(&mut self, event: Event) {
+    pub(super) fn push(&mut self, event: TraceEvent) {
         self.told_drops();
         self.graph.events.push(event);
     }
@@ -125,7 +125,7 @@ impl Session {
             .filter(|(trace, _)| *trace == self.id);
         for (_, value) in mine {
             self.gone.insert(value);
-            self.graph.events.push(Event::Drop(value));
+            self.graph.events.push(TraceEvent::Drop(value));
         }
     }
 
@@ -199,7 +199,7 @@ impl Session {
         Ok(self.add(x, value))
     }
 
-    pub(super) fn operand(&mut self, x: &Tensor) -> Result<Operand> {
+    pub(super) fn operand(&mut self, x: &Tensor) -> Result<ValueRef> {
         let value = self.value(x)?;
         let layout = x.layout();
         let is_whole = layout.start_offset() == 0
@@ -212,11 +212,11 @@ impl Session {
         });
         // What is read has not gone, whatever its node told.
         if self.gone.remove(&value) {
-            let its_drop = Event::Drop(value);
+            let its_drop = TraceEvent::Drop(value);
             self.graph.events.retain(|event| *event != its_drop);
         }
         let tracked = x.track_op() && self.graph.value(value).tracked;
-        Ok(Operand {
+        Ok(ValueRef {
             value,
             view,
             tracked,

@@ -4,7 +4,7 @@
 /// kernels. What candle does around it, the zeros that a gradient is added to for one, is no part of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
-pub enum Step {
+pub enum MemoryStep {
     /// Makes the output.
     Output,
     /// Makes the one of [`Node::kept`](super::Node::kept) with this index.
@@ -32,7 +32,7 @@ pub enum Step {
     PassThrough(usize),
 }
 
-impl Step {
+impl MemoryStep {
     /// Makes the gradient of an input, wanted or not.
     pub(crate) fn gradient(of: usize) -> Self {
         Self::Gradient {

@@ -1,6 +1,6 @@
 //! Tracing a function.
 
-use super::data::{Event, Graph, Source};
+use super::data::{Graph, Source, TraceEvent};
 use super::session::{self, twice, with_session};
 use super::target::Target;
 use crate::probe::{self, Listener};
@@ -87,7 +87,7 @@ fn explained(error: Error) -> Error {
     let last = with_session(|session| {
         let mut events = session.graph.events.iter().rev();
         Ok(events.find_map(|event| match event {
-            Event::Node(node) => Some(node.path.clone()),
+            TraceEvent::Node(node) => Some(node.path.clone()),
             _ => None,
         }))
     });

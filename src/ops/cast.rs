@@ -95,7 +95,7 @@ const LOWERING: Lowering = Lowering {
 /// Reads x; writes y, which is x in another dtype.
 pub(crate) fn converted() -> Kernel {
     fn from<T: WithDType>(s: &Slices<'_>) -> candle_core::Result<()> {
-        let written = s.dtype_written("y")?;
+        let written = s.dtype_of("y")?;
         let x = s.x::<T>("x")?;
         for_stored!(written, U => {
             let each = s.y::<U>("y")?.iter_mut().zip(x);
@@ -105,7 +105,7 @@ pub(crate) fn converted() -> Kernel {
     }
     fn half_or_f32<T: Stored<Wide = f32>>(s: &Slices<'_>) -> candle_core::Result<()> {
         let x = s.x::<T>("x")?;
-        match s.dtype_written("y")? {
+        match s.dtype_of("y")? {
             DType::F32 => kernel::cast(x, s.y::<f32>("y")?),
             DType::F16 => kernel::cast(x, s.y::<half::f16>("y")?),
             DType::BF16 => kernel::cast(x, s.y::<half::bf16>("y")?),

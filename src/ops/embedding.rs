@@ -18,8 +18,8 @@ use super::info::OpInfo;
 use super::lowering::{Calls, Ids, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
-use crate::graph::{Room, Step, Target};
-use crate::kernels::cpu::rows::embedding as kernel;
+use crate::graph::{MemoryStep, Room, Target};
+use crate::kernels::cpu::{Stored, rows::embedding as kernel};
 use crate::kernels::workspace;
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -132,18 +132,21 @@ const LOWERING: Lowering = Lowering {
     },
     backward: |signature| {
         let kernel = kernel!("embedding_backward", |T, k, s| {
-            kernel::backward(
-                s.x::<T>("dx")?,
-                k.count("width")?,
-                s.x("ids")?,
-                s.y("dtable")?,
-            );
+            let (width, ids) = (k.count("width")?, s.x("ids")?);
+            match s.adds(k) {
+                false => kernel::backward::<T>(s.x("dx")?, width, ids, s.y("dtable")?),
+                true => {
+                    let (dx, dtable) = (s.x::<<T as Stored>::Wide>("dx")?, s.y("dtable")?);
+                    kernel::backward_accumulating(dx, width, ids, dtable);
+                }
+            }
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let (dx, ids, dtable) = (l.x("dx")?, l.x("ids")?, l.y("dtable")?);
             let (width, workspace) = (k.count("width")?, l.y("workspace")?);
-            cuda_kernel::backward(l.gpu, dx, ids, width, dtable, false, workspace)
+            cuda_kernel::backward(l.gpu, dx, ids, width, dtable, l.adds(k), workspace)
         });
+        let kernel = kernel.summing("dtable");
         let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
         let (mut calls, mut writes) = (Calls::default(), vec![("dtable", Slot::Gradient(0))]);
@@ -175,25 +178,28 @@ impl Spec for Embedding {
         vec![self.tokens.clone()]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
-        let ids = Step::Hold(ids_room(elements_of(self.tokens.dims())));
+    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<MemoryStep> {
+        let ids = MemoryStep::Hold(ids_room(elements_of(self.tokens.dims())));
         [ids].into_iter().chain(made(self, inputs)).collect()
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let sorted = (target == Target::Cuda).then(|| {
             let (count, vocab_size) = (self.tokens.elem_count(), inputs[0].dims[0]);
             let words: usize = workspace::embedding_backward(count, vocab_size)
                 .iter()
                 .sum();
-            Step::Take(Room {
+            MemoryStep::Take(Room {
                 what: "positions by id",
                 formula: "32V + ..",
                 elements: words as f64,
                 element_bytes: size_of::<u32>(),
             })
         });
-        sorted.into_iter().chain([Step::gradient(0)]).collect()
+        sorted
+            .into_iter()
+            .chain([MemoryStep::gradient(0)])
+            .collect()
     }
 }
 

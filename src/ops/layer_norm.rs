@@ -20,7 +20,7 @@ use super::linear::last_dim;
 use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::zeros_of;
 use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, widen};
-use crate::graph::{Attribute, Room, Step, Target};
+use crate::graph::{Attribute, MemoryStep, Room, Target};
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rows::layer_norm as kernel};
 use crate::kernels::limits;
@@ -231,7 +231,7 @@ impl Spec for LayerNorm {
         vec![("mean and rstd", (x.rows(), 2).into(), x.wide_dtype())]
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let (rows, width) = (inputs[0].rows(), inputs[1].dims[0]);
         let (formula, elements) = match target {
             Target::Cpu => ("BTD / 32", block_sums(rows, width)),
@@ -246,8 +246,11 @@ impl Spec for LayerNorm {
             elements,
             element_bytes: inputs[0].wide_dtype().size_in_bytes(),
         };
-        let gradients = (0..3).map(Step::gradient);
-        [Step::Take(partial)].into_iter().chain(gradients).collect()
+        let gradients = (0..3).map(MemoryStep::gradient);
+        [MemoryStep::Take(partial)]
+            .into_iter()
+            .chain(gradients)
+            .collect()
     }
 }
 

@@ -15,13 +15,11 @@
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
 use super::packing::LinearProduct;
-use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous, float_input, made};
 use super::weight::{WeightCopy, with_copies};
-use crate::graph::{Step, Target};
+use crate::graph::{MemoryStep, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -102,60 +100,12 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     })
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("linear")
-    .on_gpu()
-    .costing(
-        "2 N in out, backward 4",
-        "x, W, y; backward x, W, dy, dx, dW",
-        |o| o.products(o.output.size(), 2.0, 0.0),
-        Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
-    )
-    .planned(LOWERING);
-
-/// In a plan.
-const LOWERING: Lowering = Lowering {
-    forward: |signature| {
-        let (x, weight) = factors(signature);
-        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
-        let y = [("c", Slot::Output)];
-        Calls::default().call(product(x, weight.t(), false), factors, y)
-    },
-    backward: planned_gradients,
-};
-
-/// The gradients of x and of the weight, inputs 0 and 1 of an op whose output is their product, or more added to it.
-pub(super) fn planned_gradients(signature: &Signature<'_>) -> Calls {
-    let (x, weight) = factors(signature);
-    let dy = Factor::new(x.rows, weight.rows);
-    let factors = [
-        ("a", Slot::OutputGradient),
-        ("b", read_weight(signature, 1)),
-    ];
-    let dx = product(dy, weight, false);
-    let calls = Calls::default().call(dx, factors, [("c", Slot::Gradient(0))]);
-    let factors = [("a", Slot::OutputGradient), ("b", Slot::Input(0))];
-    let dw = product(dy.t(), x, false);
-    calls.call(dw, factors, [("c", Slot::Gradient(1))])
-}
-
-/// x (N, in) and the weight (out, in), of ops that take them first.
-pub(super) fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
-    let (x, weight) = (&signature.inputs[0], signature.inputs[1].dims);
-    (
-        Factor::new(x.rows(), weight[1]),
-        Factor::new(weight[0], weight[1]),
-    )
-}
-
-/// What products read of the weight that is input `input`: itself, or its copy in half precision, where its own dtype
-/// is another than x's. Copies stand before what the op reads besides, in the order of the weights that have one.
-pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
-    let has_copy = |input: usize| signature.inputs[input].dtype != signature.inputs[0].dtype;
-    match has_copy(input) {
-        true => Slot::Read((1..input).filter(|before| has_copy(*before)).count()),
-        false => Slot::Input(input),
-    }
-}
+pub(super) const INFO: OpInfo = OpInfo::new("linear").on_gpu().costing(
+    "2 N in out, backward 4",
+    "x, W, y; backward x, W, dy, dx, dW",
+    |o| o.products(o.output.size(), 2.0, 0.0),
+    Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
+);
 
 /// The product of x and a weight, as an op or as part of one.
 pub(super) struct Linear {
@@ -197,13 +147,13 @@ impl Spec for Linear {
         self.copy.tensor().into_iter().collect()
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let packed = linear_product(inputs).forward(target).map(Step::Pass);
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+        let packed = linear_product(inputs).forward(target).map(MemoryStep::Pass);
         let steps = made(self, inputs).into_iter().chain(packed);
         steps.chain(self.copy.dropped(0)).collect()
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         linear_product(inputs).backward(target)
     }
 

@@ -13,17 +13,15 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cast::converted;
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, check_same_or_f32, choose};
 use super::info::OpInfo;
-use super::linear::{Linear, factors, planned_gradients, read_weight, rows_of, with_last_dim};
-use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
+use super::linear::{Linear, rows_of, with_last_dim};
+use super::lowering::{Kernel, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
-use super::product::product;
 use super::record::{Spec, apply3, composed, contiguous, wide_input};
 use super::weight::with_copies;
-use crate::graph::{Room, Step, Target};
+use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rows::bias as kernel};
@@ -140,40 +138,12 @@ pub(super) const INFO: OpInfo = OpInfo::new("linear_bias")
         "x, W, b, y; backward x, W, dy, dx, dW, db",
         |o| o.products(o.output.size(), 2.0, 1.0),
         Some(|o| o.products_backward(o.output.size(), 4.0, 1.0)),
-    )
-    .planned(LOWERING);
-
-/// In a plan.
-const LOWERING: Lowering = Lowering {
-    forward: |signature| {
-        let (x, weight) = factors(signature);
-        let calls =
-            Calls::default().call(bias(), [("bias", Slot::Input(2))], [("y", Slot::Output)]);
-        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
-        let y = [("c", Slot::Output)];
-        match x.cols {
-            0 => calls,
-            _ => calls.call(product(x, weight.t(), true), factors, y),
-        }
-    },
-    backward: |signature| {
-        let dy = [("dy", Slot::OutputGradient)];
-        let mut calls = planned_gradients(signature);
-        let db = bias_gradient();
-        let (bias, wide) = (&signature.inputs[2], signature.inputs[0].wide_dtype());
-        if bias.dtype == wide {
-            return calls.call(db, dy, [("dbias", Slot::Gradient(2))]);
-        }
-        let sum = calls.scratch(bias.dims, wide);
-        let calls = calls.call(db, dy, [("dbias", sum)]);
-        calls.call(converted(), [("x", sum)], [("y", Slot::Gradient(2))])
-    },
-};
+    );
 
 /// Reads a bias (out), in y's dtype or in f32; writes it to every row of y (N, out).
 pub(crate) fn bias() -> Kernel {
     let kernel = Kernel::new("bias", |_, s| {
-        for_stored!(s.dtype_written("y")?, T => {
+        for_stored!(s.dtype_of("y")?, T => {
             let bias = s.wide_x::<<T as Stored>::Wide>("bias")?;
             let mut stored = vec![<T as WithDType>::from_f64(0.0); bias.len()]; // (out): small
             <T as Stored>::store(&bias, &mut stored);
@@ -215,12 +185,12 @@ impl Spec for LinearBias {
         self.product.reads()
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         self.product.forward_steps(inputs, target)
     }
 
     /// On the CPU the bias's gradient first, then those of the product; on a GPU after them.
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let [x, weight] = [&inputs[0], &inputs[1]];
         let partial = (target == Target::Cpu).then(|| Room {
             what: "partial sums of a bias",
@@ -228,7 +198,7 @@ impl Spec for LinearBias {
             elements: block_sums(x.rows(), weight.dims[0]),
             element_bytes: x.wide_dtype().size_in_bytes(),
         });
-        let of_bias = Step::Gradient {
+        let of_bias = MemoryStep::Gradient {
             of: 2,
             if_tracked: true,
             taking: partial,

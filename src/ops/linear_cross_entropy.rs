@@ -14,18 +14,17 @@
 //! ```
 
 use super::cpu::{elements, for_stored, tensor, tensors, view};
-use super::cross_entropy::{PlannedLoss, planned_gradient, planned_loss};
+use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss};
 use super::cross_entropy::{Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::linear::{factors, read_weight};
-use super::lowering::{Calls, Lowering, Signature, Slot};
+use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, apply2, composed, contiguous};
 use super::weight::{WeightCopy, with_copies};
 use super::{linear, with_last_dim};
-use crate::graph::{self, Room, Step, Target};
+use crate::graph::{self, MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, rows::cross_entropy as kernel};
 use crate::probe::{Operand, Operands};
@@ -135,8 +134,8 @@ fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
-        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
-        let logits = product(x, weight.t(), false);
+        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature))];
+        let logits = product(x, weight.t(), Accumulate::Never);
         let mut calls = Calls::default().call(logits, factors, [("c", Slot::Kept(0))]);
         let statistics = statistics(signature, &mut calls);
         planned_loss(
@@ -163,14 +162,32 @@ const LOWERING: Lowering = Lowering {
         ];
         let calls = planned_gradient(signature, reads, dlogits, calls);
         let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
-        let factors = [("a", dlogits), ("b", read_weight(signature, 1))];
-        let dx = product(of_dlogits, weight, false);
+        let factors = [("a", dlogits), ("b", read_weight(signature))];
+        let dx = product(of_dlogits, weight, Accumulate::Never);
         let calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
         let factors = [("a", dlogits), ("b", Slot::Input(0))];
-        let dw = product(of_dlogits.t(), x, false);
+        let dw = product(of_dlogits.t(), x, Accumulate::Never);
         calls.call(dw, factors, [("c", Slot::Gradient(1))])
     },
 };
+
+/// x (N, D) and the weight (V, D).
+fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
+    let (x, weight) = (&signature.inputs[0], signature.inputs[1].dims);
+    (
+        Factor::new(x.rows(), weight[1]),
+        Factor::new(weight[0], weight[1]),
+    )
+}
+
+/// What the product reads of the weight: itself, or its copy in half precision, where its own dtype is another than
+/// x's.
+fn read_weight(signature: &Signature<'_>) -> Slot {
+    match signature.inputs[1].dtype == signature.inputs[0].dtype {
+        true => Slot::Input(1),
+        false => Slot::Read(0),
+    }
+}
 
 /// (top, total) of each row (N, 2): kept, or on a GPU recomputed from the logits.
 fn statistics(signature: &Signature<'_>, calls: &mut Calls) -> Slot {
@@ -307,29 +324,33 @@ impl Spec for LinearCrossEntropy {
     }
 
     /// The logits, and from them the loss; on a GPU the numbers of each row go again.
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let packed = linear::linear_product(inputs)
             .forward(target)
-            .map(Step::Pass);
+            .map(MemoryStep::Pass);
         let ids = self.targets.room();
         let room = |what, formula, numbers| {
-            Step::Pass(Room {
+            MemoryStep::Pass(Room {
                 what,
                 formula,
                 elements: numbers * ids.elements,
                 element_bytes: inputs[0].wide_dtype().size_in_bytes(),
             })
         };
-        let logits = [Some(Step::Hold(ids)), Some(Step::Keep(0)), packed];
+        let logits = [
+            Some(MemoryStep::Hold(ids)),
+            Some(MemoryStep::Keep(0)),
+            packed,
+        ];
         let loss = match target {
             Target::Cpu => [
-                Some(Step::Keep(1)),
-                Some(Step::Output),
+                Some(MemoryStep::Keep(1)),
+                Some(MemoryStep::Output),
                 Some(room("losses", "BT", 1.0)),
                 self.copy.dropped(0),
             ],
             Target::Cuda => [
-                Some(Step::Output),
+                Some(MemoryStep::Output),
                 Some(room("losses, tops and totals", "3BT", 3.0)),
                 self.copy.dropped(0),
                 None,
@@ -339,7 +360,7 @@ impl Spec for LinearCrossEntropy {
     }
 
     /// From the logits' gradient: on the CPU beside the logits, on a GPU in their place.
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let [x, weight] = [&inputs[0], &inputs[1]];
         let product = linear::linear_product(inputs);
         let rows = self.targets.room().elements;
@@ -360,13 +381,13 @@ impl Spec for LinearCrossEntropy {
         let if_tracked = target == Target::Cuda;
         let gradients = [product.dx(target), product.dw(target)];
         let gradients = gradients.into_iter().enumerate();
-        let gradients = gradients.map(|(of, taking)| Step::Gradient {
+        let gradients = gradients.map(|(of, taking)| MemoryStep::Gradient {
             of,
             if_tracked,
             taking,
         });
-        let gone = (target == Target::Cuda).then_some(Step::DropKept(0));
-        [Step::Take(taken)]
+        let gone = (target == Target::Cuda).then_some(MemoryStep::DropKept(0));
+        [MemoryStep::Take(taken)]
             .into_iter()
             .chain(gradients)
             .chain(gone)

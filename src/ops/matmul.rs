@@ -15,11 +15,12 @@ use super::cast::{cast, cast_for};
 use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
+use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
 use super::packing::packed_batch;
+use super::product::{Factor, batched};
 use super::record::{Spec, apply2, composed, contiguous, input, made};
-use crate::graph::{Attribute, Step, Target};
+use crate::graph::{Attribute, MemoryStep, Target};
 use crate::kernels::cpu::gemm::{Batched, ProductSizes, matmul_batched};
 use crate::precision::without_autocast;
 use crate::probe::Operand;
@@ -28,7 +29,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
-    super::{cuda, product::on_gpu},
+    super::cuda,
     crate::kernels::cuda::{View, matmul::Matrix},
     candle_core::CudaStorage,
 };
@@ -201,7 +202,7 @@ const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let [a, b] = [signature.inputs[0].dims, signature.inputs[1].dims];
         let transposed = signature.attribute("transposed") == Some(Attribute::Flag(true));
-        let kernel = batched(a, false, b, transposed);
+        let kernel = planned(a, false, b, transposed);
         let factors = [("a", Slot::Input(0)), ("b", Slot::Input(1))];
         Calls::default().call(kernel, factors, [("c", Slot::Output)])
     },
@@ -210,17 +211,17 @@ const LOWERING: Lowering = Lowering {
         let transposed = signature.attribute("transposed") == Some(Attribute::Flag(true));
         let dc = signature.output.dims;
         let (of_a, of_b, of_dc) = (Slot::Input(0), Slot::Input(1), Slot::OutputGradient);
-        let da = batched(dc, false, b, !transposed);
+        let da = planned(dc, false, b, !transposed);
         let calls =
             Calls::default().call(da, [("a", of_dc), ("b", of_b)], [("c", Slot::Gradient(0))]);
         // b (K, N): a^T dc; b (N, K): dc^T a.
         match transposed {
             false => {
-                let db = batched(a, true, dc, false);
+                let db = planned(a, true, dc, false);
                 calls.call(db, [("a", of_a), ("b", of_dc)], [("c", Slot::Gradient(1))])
             }
             true => {
-                let db = batched(dc, true, a, false);
+                let db = planned(dc, true, a, false);
                 calls.call(db, [("a", of_dc), ("b", of_a)], [("c", Slot::Gradient(1))])
             }
         }
@@ -228,41 +229,17 @@ const LOWERING: Lowering = Lowering {
 };
 
 /// `c = a b` for each of the leading dimensions: the factors' shapes as they lie, and whether they are transposed.
-fn batched(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> Kernel {
-    let sizes = |dims: &[usize]| match *dims {
-        [.., rows, cols] => [rows, cols],
-        _ => [1, 1], // refused by `check`
+fn planned(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> Kernel {
+    let factor = |dims: &[usize], transposed| match *dims {
+        [.., rows, cols] => Factor {
+            rows,
+            cols,
+            transposed,
+        },
+        _ => Factor::new(1, 1), // refused by `check`
     };
-    let (a_sizes, b_sizes) = (sizes(a), sizes(b));
     let batch: usize = a[..a.len().saturating_sub(2)].iter().product();
-    let cols = b_sizes[usize::from(!b_transposed)];
-    let flops = 2.0 * batch as f64 * (a_sizes[0] * a_sizes[1]) as f64 * cols as f64;
-    let kernel = kernel!("matmul", |T, k, s| {
-        let a = Batched {
-            data: s.x::<T>("a")?,
-            rows: k.count("a_rows")?,
-            cols: k.count("a_cols")?,
-            transposed: k.flag("a_transposed"),
-        };
-        let b = Batched {
-            data: s.x::<T>("b")?,
-            rows: k.count("b_rows")?,
-            cols: k.count("b_cols")?,
-            transposed: k.flag("b_transposed"),
-        };
-        matmul_batched(k.count("batch")?, a, b, s.y("c")?);
-    });
-    let kernel = on_gpu!(kernel, |k, l| on_gpu(k, l, k.count("batch")?));
-    let sizes = [
-        ("batch", batch),
-        ("a_rows", a_sizes[0]),
-        ("a_cols", a_sizes[1]),
-        ("b_rows", b_sizes[0]),
-        ("b_cols", b_sizes[1]),
-    ];
-    let kernel = kernel.sized(sizes).costing(flops);
-    let kernel = kernel.with("a_transposed", Attribute::Flag(a_transposed));
-    kernel.with("b_transposed", Attribute::Flag(b_transposed))
+    batched(batch, factor(a, a_transposed), factor(b, b_transposed))
 }
 
 struct MatMul {
@@ -364,20 +341,20 @@ impl Spec for MatMul {
         vec![("transposed", Attribute::Flag(self.transposed))]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let packed = self.products(inputs).and_then(|(matrices, [c, ..])| {
             packed_batch(target, matrices, c) // of all matrices at once
         });
-        let packed = packed.map(Step::Pass);
+        let packed = packed.map(MemoryStep::Pass);
         made(self, inputs).into_iter().chain(packed).collect()
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let Some((matrices, [_, da, db])) = self.products(inputs) else {
             return Vec::new();
         };
         let gradients = [da, db].into_iter().enumerate();
-        let gradients = gradients.map(|(of, sizes)| Step::Gradient {
+        let gradients = gradients.map(|(of, sizes)| MemoryStep::Gradient {
             of,
             if_tracked: true,
             taking: packed_batch(target, matrices, sizes),

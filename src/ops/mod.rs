@@ -1,7 +1,7 @@
 //! Differentiable operations on ordinary candle tensors.
 //!
 //! Each op has a file: the public function, the custom op that ties a kernel of [`crate::kernels`] to candle's autograd
-//! with a hand-written backward, and `reference`, the same formula in plain candle ops. The reference is the
+//! with a hand-written backward, and its [`reference`](mod@reference), the same formula in plain candle ops, which is the
 //! specification: tests compare the kernel with it, and it runs where there is no kernel (see [`KernelPolicy`]).
 //! Parameters are in [`nn`](crate::nn), attention is in [`attention`](crate::attention).
 //!
@@ -12,7 +12,7 @@
 //! let logits = Var::new(&[[2f32, 0.0, 0.0]], &Device::Cpu)?; // (N, V)
 //! let targets = Tensor::new(&[0u32], &Device::Cpu)?; // (N)
 //! let loss = ops::cross_entropy(&logits, &targets)?;
-//! let reference = ops::cross_entropy::reference(&logits, &targets, None)?;
+//! let reference = ops::reference::cross_entropy(&logits, &targets, None)?;
 //! assert!((loss.to_scalar::<f32>()? - reference.to_scalar::<f32>()?).abs() < 1e-6);
 //! let gradient = loss.backward()?.get(&logits).unwrap().to_vec2::<f32>()?; // softmax(logits) - one_hot(targets)
 //! assert!(gradient[0][0] < 0.0 && gradient[0][1] > 0.0);
@@ -36,37 +36,39 @@ mod concat;
 mod contiguous;
 pub(crate) mod cost;
 pub(crate) mod cpu;
-pub mod cross_entropy;
+pub(crate) mod cross_entropy;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod dispatch;
 mod elementwise;
-pub mod embedding;
-pub mod gelu;
-pub mod heads;
+pub(crate) mod embedding;
+pub(crate) mod gelu;
+pub(crate) mod heads;
 pub(crate) mod info;
-pub mod layer_norm;
-pub mod linear;
-pub mod linear_bias;
-pub mod linear_cross_entropy;
+pub(crate) mod layer_norm;
+pub(crate) mod linear;
+pub(crate) mod linear_bias;
+pub(crate) mod linear_cross_entropy;
 pub(crate) mod lowering;
-pub mod matmul;
+pub(crate) mod matmul;
 mod operand;
 mod packing;
 pub(crate) mod product;
 pub(crate) mod record;
 pub(crate) mod reduce;
-pub mod relu;
-pub mod repeat_heads;
-pub mod rms_norm;
-pub mod rope;
-pub mod sigmoid;
-pub mod silu;
-pub mod softmax;
+pub mod reference;
+pub(crate) mod relu;
+pub(crate) mod repeat_heads;
+pub(crate) mod residual_norm;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod sigmoid;
+pub(crate) mod silu;
+pub(crate) mod softmax;
 pub(crate) mod strided;
-pub mod swiglu;
-pub mod swiglu_linear;
-pub mod tanh;
+pub(crate) mod swiglu;
+pub(crate) mod swiglu_linear;
+pub(crate) mod tanh;
 mod weight;
 
 pub use arithmetic::{add, add_scaled, div, mul, sub};

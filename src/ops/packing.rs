@@ -1,6 +1,6 @@
 //! The room that matrix products take, by the kernels' own account: packed blocks of their factors.
 
-use crate::graph::{Room, Step, Target};
+use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
 
 /// `y = x W^T`: x (rows, from), W (to, from), y (rows, to).
@@ -36,8 +36,8 @@ impl LinearProduct {
     }
 
     /// Makes dx, and then dW, each if it is asked for.
-    pub fn backward(self, target: Target) -> Vec<Step> {
-        let gradient = |of, taking| Step::Gradient {
+    pub fn backward(self, target: Target) -> Vec<MemoryStep> {
+        let gradient = |of, taking| MemoryStep::Gradient {
             of,
             if_tracked: true,
             taking,

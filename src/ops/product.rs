@@ -1,10 +1,10 @@
 //! A matrix product in a plan, as linear maps and their gradients are.
 
 use super::cpu::for_stored;
-use super::lowering::{Kernel, Slices, on_gpu};
+use super::lowering::{Accumulate, Kernel, Slices, kernel, on_gpu};
 use crate::graph::Attribute;
 use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::gemm::{MatMut, MatRef, Threads, matmul_sum};
+use crate::kernels::cpu::gemm::{Batched, MatMut, MatRef, Threads, matmul_batched, matmul_sum};
 #[cfg(feature = "cuda")]
 use {
     super::lowering::Operands,
@@ -35,69 +35,101 @@ impl Factor {
         }
     }
 
-    fn of<'a, T: Stored>(
-        k: &Kernel,
-        x: &'a [T],
-        [rows, cols, transposed]: [&str; 3],
-    ) -> candle_core::Result<MatRef<'a, T>> {
-        let x = MatRef::new(x, k.count(rows)?, k.count(cols)?);
-        Ok(if k.flag(transposed) { x.t() } else { x })
+    /// Its rows and columns as a factor.
+    fn sizes(&self) -> [usize; 2] {
+        match self.transposed {
+            false => [self.rows, self.cols],
+            true => [self.cols, self.rows],
+        }
+    }
+
+    fn of<'a, T: Stored>(&self, x: &'a [T]) -> MatRef<'a, T> {
+        let x = MatRef::new(x, self.rows, self.cols);
+        if self.transposed { x.t() } else { x }
+    }
+
+    fn batched<'a, T: Stored>(&self, x: &'a [T]) -> Batched<'a, T> {
+        Batched {
+            data: x,
+            rows: self.rows,
+            cols: self.cols,
+            transposed: self.transposed,
+        }
     }
 }
 
-/// Reads a and b; writes `c = a b`, or `c +=` that where it `adds`. c is in the factors' dtype, or in the one that
-/// products are summed in.
-pub(crate) fn product(a: Factor, b: Factor, adds: bool) -> Kernel {
+/// `c = a b`. Reads `a` and `b`; writes `c`, or adds to it. c is in the factors' dtype, or in the one that products are
+/// summed in.
+pub(crate) fn product(a: Factor, b: Factor, accumulate: Accumulate) -> Kernel {
     fn into<T: Stored, C: Stored<Wide = T::Wide>>(
         k: &Kernel,
         s: &Slices<'_>,
     ) -> candle_core::Result<()> {
-        let a = Factor::of(k, s.x::<T>("a")?, ["a_rows", "a_cols", "a_transposed"])?;
-        let b = Factor::of(k, s.x::<T>("b")?, ["b_rows", "b_cols", "b_transposed"])?;
-        let c = MatMut::new(s.y::<C>("c")?, k.count("rows")?, k.count("cols")?);
-        matmul_sum(&[(a, b)], c, k.flag("adds"), Threads::All);
+        let ([a, b], [rows, cols]) = factors_of(k)?;
+        let c = MatMut::new(s.y::<C>("c")?, rows, cols);
+        let factors = (a.of(s.x::<T>("a")?), b.of(s.x::<T>("b")?));
+        matmul_sum(&[factors], c, s.adds(k), Threads::All);
         Ok(())
     }
-    let kernel = Kernel::new("matmul", |k, s| {
-        let (read, written) = (s.dtype()?, s.dtype_written("c")?);
+    let kernel = Kernel::new(PRODUCT, |k, s| {
+        let (read, written) = (s.dtype()?, s.dtype_of("c")?);
         for_stored!(read, T => match written == read {
             true => into::<T, T>(k, s),
             false => into::<T, <T as Stored>::Wide>(k, s),
         })
     });
     let kernel = on_gpu!(kernel, |k, l| on_gpu(k, l, 1));
-    let rows = if a.transposed { a.cols } else { a.rows };
-    let cols = if b.transposed { b.rows } else { b.cols };
-    let sizes = [
-        ("rows", rows),
-        ("cols", cols),
-        ("a_rows", a.rows),
-        ("a_cols", a.cols),
-        ("b_rows", b.rows),
-        ("b_cols", b.cols),
-    ];
-    let flags = [
-        ("a_transposed", a.transposed),
-        ("b_transposed", b.transposed),
-        ("adds", adds),
-    ];
-    kernel
-        .sized(sizes)
-        .with_all(&flags.map(|(name, flag)| (name, Attribute::Flag(flag))))
-        .costing(2.0 * (a.rows * a.cols) as f64 * cols as f64)
+    sized(kernel, a, b, 1).accumulating(accumulate)
 }
 
-/// Launches `count` products: matrices one after another, of sizes as [`product`] says.
-#[cfg(feature = "cuda")]
-pub(super) fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()> {
-    let factor = |name: &str, [rows, cols, transposed]: [&str; 3]| {
-        let x = Matrix::several(l.x(name)?, k.count(rows)?, k.count(cols)?);
-        candle_core::Result::Ok(if k.flag(transposed) { x.t() } else { x })
+/// [`product`]s of as many matrices one after another.
+pub(super) fn batched(count: usize, a: Factor, b: Factor) -> Kernel {
+    let kernel = kernel!(PRODUCT, |T, k, s| {
+        let ([a, b], _) = factors_of(k)?;
+        let factors = (a.batched(s.x::<T>("a")?), b.batched(s.x("b")?));
+        matmul_batched(k.count("batch")?, factors.0, factors.1, s.y("c")?);
+    });
+    let kernel = on_gpu!(kernel, |k, l| on_gpu(k, l, k.count("batch")?));
+    sized(kernel.sized([("batch", count)]), a, b, count)
+}
+
+/// With what [`factors_of`] reads.
+fn sized(kernel: Kernel, a: Factor, b: Factor, count: usize) -> Kernel {
+    let ([rows, depth], [_, cols]) = (a.sizes(), b.sizes());
+    let kernel = kernel.sized([("rows", rows), ("cols", cols), ("depth", depth)]);
+    let flags = [("a_transposed", a), ("b_transposed", b)];
+    kernel
+        .with_all(&flags.map(|(name, factor)| (name, Attribute::Flag(factor.transposed))))
+        .costing(2.0 * (count * rows * depth) as f64 * cols as f64)
+}
+
+/// As plans call it.
+pub(crate) const PRODUCT: &str = "matmul";
+
+/// The factors of a product, and the rows and columns of c.
+fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], [usize; 2])> {
+    let [rows, cols, depth] = [k.count("rows")?, k.count("cols")?, k.count("depth")?];
+    let factor = |rows, cols, transposed| match k.flag(transposed) {
+        false => Factor::new(rows, cols),
+        true => Factor::new(cols, rows).t(),
     };
-    let a = factor("a", ["a_rows", "a_cols", "a_transposed"])?;
-    let b = factor("b", ["b_rows", "b_cols", "b_transposed"])?;
-    let (rows, cols) = Matrix::product_of([&a, &b]);
-    let (c, adds) = (Matrix::several(l.y("c")?, rows, cols), k.flag("adds"));
+    let factors = [
+        factor(rows, depth, "a_transposed"),
+        factor(depth, cols, "b_transposed"),
+    ];
+    Ok((factors, [rows, cols]))
+}
+
+/// Launches `count` products: matrices one after another.
+#[cfg(feature = "cuda")]
+fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()> {
+    let ([a, b], [rows, cols]) = factors_of(k)?;
+    let factor = |name: &str, factor: Factor| {
+        let x = Matrix::several(l.x(name)?, factor.rows, factor.cols);
+        candle_core::Result::Ok(if factor.transposed { x.t() } else { x })
+    };
+    let (a, b) = (factor("a", a)?, factor("b", b)?);
+    let (c, adds) = (Matrix::several(l.y("c")?, rows, cols), l.adds(k));
     if a.view.len == 0 && !adds {
         return set_to_zero(l.gpu, c.view); // sums of nothing
     }

@@ -19,7 +19,7 @@ use super::linear::last_dim;
 use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::zeros_of;
 use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
-use crate::graph::{Attribute, Room, Step, Target};
+use crate::graph::{Attribute, MemoryStep, Room, Target};
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rows::rms_norm as kernel};
 use crate::kernels::limits;
@@ -204,7 +204,7 @@ impl Spec for RmsNorm {
         vec![("rstd", x.rows().into(), x.wide_dtype())]
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let (rows, width) = (inputs[0].rows(), inputs[1].dims[0]);
         let (formula, elements) = match target {
             Target::Cpu => ("BTD / 32", block_sums(rows, width)),
@@ -219,7 +219,11 @@ impl Spec for RmsNorm {
             elements,
             element_bytes: inputs[0].wide_dtype().size_in_bytes(),
         };
-        vec![Step::Take(partial), Step::gradient(0), Step::gradient(1)]
+        vec![
+            MemoryStep::Take(partial),
+            MemoryStep::gradient(0),
+            MemoryStep::gradient(1),
+        ]
     }
 }
 

@@ -95,7 +95,7 @@ const LOWERING: Lowering = Lowering {
 };
 
 /// Reads gate and up; writes y, silu(gate) * up.
-pub(super) fn gated() -> Kernel {
+pub(crate) fn gated() -> Kernel {
     let kernel = kernel!("swiglu", |T, _, s| {
         kernel::forward(s.x::<T>("gate")?, s.x("up")?, s.y("y")?);
     });
@@ -117,6 +117,36 @@ pub(super) fn gated_backward() -> Kernel {
         let reads = [l.x("dy")?, l.x("gate")?, l.x("up")?];
         cuda_kernel::backward(l.gpu, reads, [l.y("dgate")?, l.y("dup")?])
     })
+}
+
+/// Writes dy (N, F), which becomes silu(gate) * up, gate, which becomes dgate, and up, which becomes dup.
+pub(crate) fn gated_in_place() -> Kernel {
+    let kernel = kernel!("swiglu_backward", of "dy", |T, _, s| {
+        kernel::backward_in_place::<T>(s.y("dy")?, s.y("gate")?, s.y("up")?);
+    });
+    let kernel = on_gpu!(kernel, |_, l| {
+        let [gate, up, dy] = [l.y("gate")?, l.y("up")?, l.y("dy")?];
+        cuda_kernel::backward_in_place(l.gpu, gate, up, dy)
+    });
+    kernel.in_place()
+}
+
+/// Reads gate_up (N, 2 F), gate and up side by side; writes y (N, F), silu(gate) * up. On a GPU.
+pub(crate) fn packed(width: usize) -> Kernel {
+    let kernel = on_gpu!(Kernel::of_gpus("swiglu"), |k, l| {
+        let width = k.count("width")?;
+        cuda_kernel::packed_forward(l.gpu, l.x("gate_up")?, l.y("y")?, width)
+    });
+    kernel.sized([("width", width)])
+}
+
+/// Writes dy (N, F), which becomes silu(gate) * up, and gate_up (N, 2 F), which become their gradients. On a GPU.
+pub(crate) fn packed_in_place(width: usize) -> Kernel {
+    let kernel = on_gpu!(Kernel::of_gpus("swiglu_backward"), |k, l| {
+        let width = k.count("width")?;
+        cuda_kernel::packed_backward_in_place(l.gpu, l.y("gate_up")?, l.y("dy")?, width)
+    });
+    kernel.sized([("width", width)]).in_place()
 }
 
 struct SwiGlu;

@@ -16,15 +16,12 @@
 use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::linear::{factors, linear, linear_product, read_weight, rows_of, with_last_dim};
-use super::lowering::{Calls, Lowering, Slot};
+use super::linear::{linear, linear_product, rows_of, with_last_dim};
 use super::operand::check_size;
-use super::product::{Factor, product};
 use super::record::{Spec, apply3, contiguous, elements_of};
 use super::swiglu::swiglu;
-use super::swiglu::{gated, gated_backward};
 use super::weight::{WeightCopy, with_copies};
-use crate::graph::{Room, Step, Target};
+use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::without_autocast;
@@ -110,55 +107,12 @@ pub(super) const INFO: OpInfo = OpInfo::new("swiglu_linear")
         |o| o.products(made(o), 4.0, 6.0),
         Some(|o| o.products_backward(made(o), 8.0, 12.0)),
     )
-    .holding("two products and the gate")
-    .planned(LOWERING);
+    .holding("two products and the gate");
 
 /// y, and gate and up of its shape, which are kept.
 fn made(o: &Operands<'_>) -> (f64, f64) {
     (o.output.elements(), 3.0 * o.output.bytes())
 }
-
-/// In a plan.
-const LOWERING: Lowering = Lowering {
-    forward: |signature| {
-        let (x, weight) = factors(signature);
-        let linear = |calls: Calls, number: usize| {
-            let weights = read_weight(signature, 1 + number);
-            let factors = [("a", Slot::Input(0)), ("b", weights)];
-            let product = product(x, weight.t(), false);
-            calls.call(product, factors, [("c", Slot::Kept(number))])
-        };
-        let calls = linear(linear(Calls::default(), 0), 1);
-        let reads = [("gate", Slot::Kept(0)), ("up", Slot::Kept(1))];
-        calls.call(gated(), reads, [("y", Slot::Output)])
-    },
-    backward: |signature| {
-        let (x, weight) = factors(signature);
-        let (gate, mut calls) = (&signature.kept[0], Calls::default());
-        let gradients = [0, 1].map(|_| calls.scratch(gate.dims, gate.dtype));
-        let reads = [
-            ("dy", Slot::OutputGradient),
-            ("gate", Slot::Kept(0)),
-            ("up", Slot::Kept(1)),
-        ];
-        let [dgate, dup] = gradients;
-        calls = calls.call(gated_backward(), reads, [("dgate", dgate), ("dup", dup)]);
-        let dy = Factor::new(x.rows, weight.rows); // (N, F)
-        for (number, gradient) in gradients.into_iter().enumerate() {
-            let weights = read_weight(signature, 1 + number);
-            let dx = product(dy, weight, number > 0);
-            let factors = [("a", gradient), ("b", weights)];
-            calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
-        }
-        for (number, gradient) in gradients.into_iter().enumerate() {
-            let factors = [("a", gradient), ("b", Slot::Input(0))];
-            let dw = product(dy.t(), x, false);
-            calls = calls.call(dw, factors, [("c", Slot::Gradient(1 + number))]);
-        }
-        calls
-    },
-};
-
 struct SwiGluLinear {
     /// Of W1 and W3.
     copies: [WeightCopy; 2],
@@ -227,19 +181,19 @@ impl Spec for SwiGluLinear {
     }
 
     /// One product after the other, each with its weight's copy; then the gate.
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let packed = linear_product(inputs).forward(target).map(Step::Pass);
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+        let packed = linear_product(inputs).forward(target).map(MemoryStep::Pass);
         let products = self.copies.iter().enumerate().flat_map(|(i, copy)| {
-            let steps = [Some(Step::Keep(i)), packed, copy.dropped(i)];
+            let steps = [Some(MemoryStep::Keep(i)), packed, copy.dropped(i)];
             steps.into_iter().flatten()
         });
-        products.chain([Step::Output]).collect()
+        products.chain([MemoryStep::Output]).collect()
     }
 
     /// The gradients of gate and up; then `dx`, `dW1` and `dW3` from them.
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let (y, dtype) = self.output(inputs);
-        let gradients = Step::Take(Room {
+        let gradients = MemoryStep::Take(Room {
             what: "gradients of gate and up",
             formula: "2BTF",
             elements: 2.0 * elements_of(y.dims()),
@@ -248,7 +202,7 @@ impl Spec for SwiGluLinear {
         let product = linear_product(inputs);
         let (dx, dw) = (product.dx(target), product.dw(target));
         let made = [dx, dw, dw].into_iter().enumerate();
-        let made = made.map(|(of, taking)| Step::Gradient {
+        let made = made.map(|(of, taking)| MemoryStep::Gradient {
             of,
             if_tracked: false,
             taking,

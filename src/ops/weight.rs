@@ -9,7 +9,7 @@ use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::cpu::{elements, tensor, view};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::operand::operand;
-use crate::graph::Step;
+use crate::graph::MemoryStep;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
 use crate::{Result, precision, probe};
@@ -94,8 +94,8 @@ impl WeightCopy {
     }
 
     /// Forward's last step with the copy, of which an op says that it reads it as `index`: it goes, unless it is kept.
-    pub(super) fn dropped(&self, index: usize) -> Option<Step> {
-        self.drops.then_some(Step::DropRead(index))
+    pub(super) fn dropped(&self, index: usize) -> Option<MemoryStep> {
+        self.drops.then_some(MemoryStep::DropRead(index))
     }
 
     /// The copy, for as long as there is one.

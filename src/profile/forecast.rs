@@ -1,6 +1,6 @@
 //! What a traced forward, and the backward through it, would cost.
 
-use crate::graph::{Graph, Node, Operand as Read, Step};
+use crate::graph::{Graph, MemoryStep, Node, ValueRef as Read};
 use crate::ops::cost::{self, Cost};
 use crate::report::{Column, Fields, Report};
 
@@ -119,7 +119,7 @@ fn kept_bytes(graph: &Graph, node: &Node) -> f64 {
         .iter()
         .map(|kept| graph.value(kept.value).bytes() as f64);
     let held = node.forward.iter().map(|step| match step {
-        Step::Hold(room) => room.elements * room.element_bytes as f64,
+        MemoryStep::Hold(room) => room.elements * room.element_bytes as f64,
         _ => 0.0,
     });
     kept.chain(held).sum()

@@ -67,7 +67,7 @@ fn swiglu_linear_is_its_parts(
     ];
     let fused = run(&vars, || ops::swiglu_linear(&vars[0], &vars[1], &vars[2]));
     let parts = run(&vars, || {
-        ops::swiglu_linear::reference(&vars[0], &vars[1], &vars[2])
+        ops::reference::swiglu_linear(&vars[0], &vars[1], &vars[2])
     });
     let plain = with_kernel_policy(KernelPolicy::Reference, || {
         run(&vars, || ops::swiglu_linear(&vars[0], &vars[1], &vars[2]))
@@ -92,7 +92,7 @@ fn linear_cross_entropy_is_its_parts(
         ops::linear_cross_entropy(&vars[0], &vars[1], &targets)
     });
     let parts = run(&vars, || {
-        ops::linear_cross_entropy::reference(&vars[0], &vars[1], &targets)
+        ops::reference::linear_cross_entropy(&vars[0], &vars[1], &targets)
     });
     let plain = with_kernel_policy(KernelPolicy::Reference, || {
         run(&vars, || {

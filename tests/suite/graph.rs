@@ -7,7 +7,7 @@ use rstest::rstest;
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 use tallow::attention::{self, Algorithm, AttentionConfig};
-use tallow::graph::{self, Event, Graph, Node, SegmentKind, Source, Target};
+use tallow::graph::{self, Graph, Node, SegmentKind, Source, Target, TraceEvent};
 use tallow::model::{TransformerConfig, TransformerLM, flops};
 use tallow::nn::{self, Checkpointing};
 use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
@@ -204,7 +204,7 @@ fn drops(traced: &Graph) -> Vec<usize> {
     let events = traced.events.iter();
     events
         .filter_map(|event| match event {
-            Event::Drop(value) => Some(value.0),
+            TraceEvent::Drop(value) => Some(value.0),
             _ => None,
         })
         .collect()
@@ -249,26 +249,26 @@ fn segments_hold_what_they_keep() {
         let begins = traced
             .events
             .iter()
-            .position(|event| *event == Event::Enter(kind))
+            .position(|event| *event == TraceEvent::Enter(kind))
             .unwrap();
         let ends = traced
             .events
             .iter()
-            .position(|event| *event == Event::Leave)
+            .position(|event| *event == TraceEvent::Leave)
             .unwrap();
         let inside = &traced.events[begins..ends];
         let made = inside
             .iter()
-            .filter(|event| matches!(event, Event::Node(_)))
+            .filter(|event| matches!(event, TraceEvent::Node(_)))
             .count();
         let dropped = inside
             .iter()
-            .filter(|event| matches!(event, Event::Drop(_)))
+            .filter(|event| matches!(event, TraceEvent::Drop(_)))
             .count();
         // All but the output, which the segment copies when it has ended.
         assert_eq!(dropped, if goes { made - 1 } else { 0 });
         assert!(
-            matches!(&traced.events[ends + 1], Event::Node(node) if node.op == kind.to_string())
+            matches!(&traced.events[ends + 1], TraceEvent::Node(node) if node.op == kind.to_string())
         );
     }
 }
@@ -282,7 +282,7 @@ fn a_region_ends_once() {
     let ends = traced
         .events
         .iter()
-        .filter(|event| **event == Event::AutocastEnd);
+        .filter(|event| **event == TraceEvent::AutocastEnd);
     assert_eq!(ends.count(), 1);
     // Copies are kept by the ops that read them, or dropped when the op is done.
     let is_copy = |node: &&Node| node.op == "weight_cast";

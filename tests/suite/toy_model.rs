@@ -125,7 +125,7 @@ fn it_is_its_parts() {
     let fc1 = x.matmul(&parameters["fc1.weight"].t().unwrap()).unwrap();
     let relu = fc1.relu().unwrap();
     let (weight, bias) = (&parameters["ln.weight"], &parameters["ln.bias"]);
-    let ln = ops::layer_norm::reference(&relu, weight, bias, ToyModel::EPS).unwrap();
+    let ln = ops::reference::layer_norm(&relu, weight, bias, ToyModel::EPS).unwrap();
     let logits = ln.matmul(&parameters["fc2.weight"].t().unwrap()).unwrap();
     let got = model.activations(&x).unwrap();
     let pairs = [

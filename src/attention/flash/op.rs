@@ -3,7 +3,7 @@
 use super::NAME;
 use crate::attention::shapes::Shapes;
 use crate::attention::{AttentionConfig, attributes};
-use crate::graph::{Attribute, Room, Step, Target};
+use crate::graph::{Attribute, MemoryStep, Room, Target};
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::attention::flash::{self as kernel, Gradients, Inputs, Outputs, Sizes};
 use crate::kernels::workspace::{self, flash_lse_parts};
@@ -154,15 +154,18 @@ impl Spec for Flash {
         kept
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
-        let tiles = forward_room(&self.sizes, inputs[0].dtype, target).map(Step::Pass);
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+        let tiles = forward_room(&self.sizes, inputs[0].dtype, target).map(MemoryStep::Pass);
         made(self, inputs).into_iter().chain(tiles).collect()
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let room = backward_room(&self.sizes, inputs[0].dtype, target);
-        let gradients = (0..3).map(Step::gradient);
-        [Step::Take(room)].into_iter().chain(gradients).collect()
+        let gradients = (0..3).map(MemoryStep::gradient);
+        [MemoryStep::Take(room)]
+            .into_iter()
+            .chain(gradients)
+            .collect()
     }
 }
 

@@ -1,18 +1,6 @@
 //! Attention with all scores and probabilities in memory: scores, softmax, weighted sum.
 //!
 //! [`naive()`] is one op; [`reference()`] composes it of three, and is its specification.
-//!
-//! ```
-//! use candle_core::{Device, Tensor};
-//! use tallow::attention::{AttentionConfig, naive};
-//!
-//! let q = Tensor::randn(0f32, 1.0, (1, 2, 5, 8), &Device::Cpu)?; // (B, H, T, Dh)
-//! let config = AttentionConfig::default();
-//! let out = naive::naive(&q, &q, &q, &config)?;
-//! let difference = (out - naive::reference(&q, &q, &q, &config)?)?.abs()?.max_all()?;
-//! assert!(difference.to_scalar::<f32>()? < 1e-5);
-//! # Ok::<(), tallow::Error>(())
-//! ```
 
 #[cfg(feature = "cuda")]
 mod cuda;

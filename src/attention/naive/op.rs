@@ -2,7 +2,7 @@
 
 use super::NAME;
 use crate::attention::attributes;
-use crate::graph::{self, Attribute, Room, Step, Target};
+use crate::graph::{self, Attribute, MemoryStep, Room, Target};
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
 use crate::kernels::cpu::{Real, Stored, attention::naive as kernel};
@@ -142,7 +142,7 @@ impl Spec for Naive {
         )]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let (dtype, wide) = (inputs[0].dtype, inputs[0].wide_dtype());
         let room = match target {
             Target::Cpu => Some(Room {
@@ -159,14 +159,17 @@ impl Spec for Naive {
                 element_bytes: wide.size_in_bytes(),
             }),
         };
-        let room = room.map(Step::Pass);
+        let room = room.map(MemoryStep::Pass);
         made(self, inputs).into_iter().chain(room).collect()
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let room = backward_room(&self.sizes, inputs[0].dtype, target);
-        let gradients = (0..3).map(Step::gradient);
-        [Step::Take(room)].into_iter().chain(gradients).collect()
+        let gradients = (0..3).map(MemoryStep::gradient);
+        [MemoryStep::Take(room)]
+            .into_iter()
+            .chain(gradients)
+            .collect()
     }
 }
 

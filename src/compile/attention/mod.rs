@@ -12,7 +12,7 @@ pub use config::AttentionPlanConfig;
 
 use super::executor::Executor;
 use super::lower::Target;
-use super::plan::{Operand, Plan};
+use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
 use crate::attention::Algorithm;
 use crate::{Error, Result};
@@ -78,9 +78,9 @@ pub struct Attention {
     plan: Plan,
     executor: Executor,
     /// Where a run leaves the output, the gradients of q, k and v, and flash attention the log-sum-exp.
-    out: Operand,
-    gradients: Vec<Operand>,
-    lse: Option<Operand>,
+    out: BufferRange,
+    gradients: Vec<BufferRange>,
+    lse: Option<BufferRange>,
     device: Device,
     /// q, k and v of the last forward, which backward reads again.
     inputs: Option<[Tensor; 3]>,
@@ -298,7 +298,7 @@ impl Attention {
     }
 
     /// What a run has left, where it lies.
-    fn values<T: WithDType>(&self, operand: &Operand) -> Result<&[T]> {
+    fn values<T: WithDType>(&self, operand: &BufferRange) -> Result<&[T]> {
         if T::DTYPE != self.config.dtype {
             return Err(Error::DType {
                 op: OP,

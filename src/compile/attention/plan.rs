@@ -1,7 +1,7 @@
 //! The plan of attention alone, from its trace.
 
 use super::super::lower::{Lowered, Target};
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::super::traced::TracedFunction;
 use super::{AttentionPlanConfig, OP};
 use crate::attention::{Algorithm, flash_with_lse, naive};
@@ -14,8 +14,8 @@ use crate::{Result, autocast};
 /// Forward and, after it, backward; where they leave the gradients of q, k and v, and flash attention the log-sum-exp.
 pub(super) struct Planned {
     pub lowered: Lowered,
-    pub gradients: Vec<Operand>,
-    pub lse: Option<Operand>,
+    pub gradients: Vec<BufferRange>,
+    pub lse: Option<BufferRange>,
 }
 
 /// # Errors

@@ -2,10 +2,10 @@
 
 use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{Buffer, Location};
-use super::super::plan::{Call, Operand, Plan};
-use crate::ops::lowering::{Slice, Slices};
+use super::super::plan::{BufferRange, Call, Plan};
+use crate::ops::lowering::{Slice, Slices, StepState};
 use crate::{Error, Result, hardware};
-use candle_core::{DType, WithDType};
+use candle_core::WithDType;
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 
@@ -55,7 +55,7 @@ impl Arena {
 
 impl Arena {
     /// The elements of an operand of the arena, between runs.
-    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> &[T] {
+    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> &[T] {
         let buffer = plan.buffer(operand.buffer);
         let Some(range) = buffer.arena_range() else {
             panic!("{} is not in the arena", buffer.name);
@@ -136,10 +136,6 @@ impl<'a> View<'a> {
         }
     }
 
-    pub fn micro_batch(&self) -> usize {
-        self.micro_batch
-    }
-
     /// Where a buffer begins.
     fn start(&self, buffer: &Buffer) -> *mut u8 {
         let argument = |number: usize| self.lent.arguments[number].cast_mut().cast::<u8>();
@@ -159,22 +155,9 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Of an operand's elements.
-    pub fn dtype(&self, operand: &Operand) -> DType {
-        self.plan.buffer(operand.buffer).dtype
-    }
-
-    fn pointer<T: WithDType>(&self, operand: &Operand) -> *mut T {
-        let buffer = self.plan.buffer(operand.buffer);
-        assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
-        assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
-        // SAFETY: within the buffer.
-        unsafe { self.start(buffer).cast::<T>().add(operand.elements.start) }
-    }
-
-    /// The operands of a call that is run alone.
-    pub fn slices(&self, call: &Call) -> Slices<'a> {
-        let slice = |operand: &Operand| {
+    /// The operands of a call that is run alone, where the gradient of the loss is multiplied by `loss_scale`.
+    pub fn slices(&self, call: &Call, loss_scale: f64) -> Slices<'a> {
+        let slice = |operand: &BufferRange| {
             let buffer = self.plan.buffer(operand.buffer);
             assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
             let first = operand.elements.start * buffer.dtype.size_in_bytes();
@@ -185,26 +168,11 @@ impl<'a> View<'a> {
                 Slice::new(start, operand.elements.len(), buffer.dtype)
             }
         };
-        Slices::new(call.reads.map(slice), &call.writes.map(slice))
-    }
-
-    /// The elements of an operand.
-    ///
-    /// # Safety
-    /// Nobody writes them while this is borrowed.
-    pub unsafe fn read<T: WithDType>(&self, operand: &Operand) -> &'a [T] {
-        // SAFETY: the plan's buffers are where `start` says, with so many elements; the arena began as zeros, so that
-        // all are initialised.
-        unsafe { std::slice::from_raw_parts(self.pointer(operand), operand.elements.len()) }
-    }
-
-    /// The elements of an operand, for writing.
-    ///
-    /// # Safety
-    /// Nobody else reads or writes them while this is borrowed.
-    pub unsafe fn write<T: WithDType>(&self, operand: &Operand) -> &'a mut [T] {
-        // SAFETY: as above.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer(operand), operand.elements.len()) }
+        let step = StepState {
+            micro_batch: self.micro_batch,
+            loss_scale,
+        };
+        Slices::new(step, call.reads.map(slice), &call.writes.map(slice))
     }
 }
 

@@ -1,19 +1,15 @@
 //! The CPU's executor: every call handed to its kernel.
 //!
-//! What lives here: memory ([`memory`]) and, op by op, from operands ([`operands`]) to [`crate::kernels::cpu`]
-//! ([`call`], [`attention`], [`update`]). What does not: anything that knows a model.
+//! What lives here: memory ([`memory`]) and calls ([`call`]). What does not: anything that knows a
+//! model, or an op.
 
-mod attention;
 mod call;
 mod memory;
-mod operands;
-mod update;
 
 pub(super) use memory::ExternalBuffers;
 
 use super::calls;
-use super::op::Op;
-use super::plan::{Call, Operand, Plan};
+use super::plan::{BufferRange, Call, Plan};
 pub(super) use super::run::Controls;
 use crate::Result;
 use crate::kernels::cpu::gemm;
@@ -31,7 +27,7 @@ impl Executor {
     /// Allocates the arena, and what threads pack products into.
     pub fn new(plan: &Plan) -> Result<Self> {
         let calls = plan.calls().iter();
-        let mut products = calls.filter(|call| matches!(call.op, Op::Matmul { .. }));
+        let mut products = calls.filter(|call| call.op.is_product());
         if products.clone().next().is_some() {
             let rounds = |call: &Call| plan.compute_dtype(call) != DType::F32;
             gemm::reserve_scratch(products.any(rounds));
@@ -82,12 +78,12 @@ impl Executor {
     }
 
     /// What a run has left in an operand that the plan keeps, where it lies.
-    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &Operand) -> &[T] {
+    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> &[T] {
         self.arena.values(plan, operand)
     }
 
     /// What a run has left in an operand that the plan keeps.
-    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Vec<T> {
+    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &BufferRange) -> Vec<T> {
         self.values::<T>(plan, operand).to_vec()
     }
 }
@@ -98,5 +94,8 @@ fn run_calls(
     view: &View<'_>,
     controls: &Controls<'_>,
 ) -> Result<ControlFlow<()>> {
-    calls::run(plan, calls, |_, call| call::run(plan, call, view, controls))
+    calls::run(plan, calls, |_, call| {
+        let slices = view.slices(call, controls.loss_scale.unwrap_or(1.0));
+        call::run(plan, &call.op, &slices, controls)
+    })
 }

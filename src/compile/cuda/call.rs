@@ -1,16 +1,10 @@
 //! One call: its operands handed to its kernel.
 
 use super::super::op::Op;
-use super::super::plan::{Call, Operand, Plan};
-use super::super::sizes::AttentionSizes;
-use super::attention;
+use super::super::plan::{BufferRange, Call, Plan};
 use super::launcher::Launcher;
-use crate::kernels::cuda::matmul::Matrix;
-use crate::kernels::cuda::{
-    adamw, arithmetic, cast, copy, cross_entropy, embedding, rms_norm, rope, swiglu,
-};
-use crate::kernels::cuda::{flash_attention, source};
-use crate::kernels::limits;
+use crate::attention::planned_flash_sizes;
+use crate::kernels::cuda::{adamw, flash_attention, source};
 use crate::ops::lowering::Operands;
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
@@ -28,146 +22,17 @@ impl Launcher<'_> {
         }
         self.launched = index + 1;
         let gpu = self.gpu;
-        if let Op::Kernel(kernel) = &call.op {
-            let [reads, writes] = self.operands(call);
-            kernel.launch(&Operands {
-                gpu,
-                products: RefCell::new(&mut *self.products),
-                reads,
-                writes,
-            })?;
-            return Ok(());
-        }
-        match call.op {
-            Op::Cast { .. } => {
-                let ([x], [y]) = (self.reads(call, ["x"]), self.writes(call, ["y"]));
-                cast::cast(gpu, x, y)?;
-            }
-            Op::Embedding { width, .. } => {
-                let [ids, table] = self.reads(call, ["ids", "table"]);
-                let [x] = self.writes(call, ["x"]);
-                embedding::forward(gpu, table, ids, width, x)?;
-            }
-            Op::RmsNorm { eps, .. } => {
-                let [x, weight] = self.reads(call, ["x", "weight"]);
-                let [y, rstd] = self.writes(call, ["y", "rstd"]);
-                match call.reads.get("branch").map(|branch| self.view(branch)) {
-                    None => rms_norm::forward(gpu, x, weight, eps, y, rstd)?,
-                    Some(branch) => {
-                        rms_norm::add_forward(gpu, [x, branch, weight], eps, None, [y, rstd])?;
-                    }
-                }
-            }
-            Op::AddRmsNorm { eps, .. } => {
-                let reads = self.reads(call, ["x", "branch", "weight"]);
-                let [sum, y, rstd] = self.writes(call, ["sum", "y", "rstd"]);
-                rms_norm::add_forward(gpu, reads, eps, Some(sum), [y, rstd])?;
-            }
-            Op::Matmul {
-                rows,
-                cols,
-                depth,
-                a_transposed,
-                b_transposed,
-                accumulate,
-            } => {
-                let ([a, b], [c]) = (self.reads(call, ["a", "b"]), self.writes(call, ["c"]));
-                let a = match a_transposed {
-                    false => Matrix::new(a, rows, depth),
-                    true => Matrix::new(a, depth, rows).t(),
-                };
-                let b = match b_transposed {
-                    false => Matrix::new(b, depth, cols),
-                    true => Matrix::new(b, cols, depth).t(),
-                };
-                let adds = accumulate.adds(self.micro_batch);
-                let c = Matrix::new(c, rows, cols);
-                self.products.multiply(gpu, [a, b], c, 1, adds)?;
-            }
-            Op::Rotate(sizes) => self.turn(call, &sizes, false)?,
-            Op::RotateBack(sizes) => self.turn(call, &sizes, true)?,
-            Op::NaiveAttention(sizes) => attention::naive(self, call, &sizes)?,
-            Op::NaiveAttentionBackward(sizes) => attention::naive_backward(self, call, &sizes)?,
-            Op::FlashAttention(sizes) => attention::flash(self, call, &sizes)?,
-            Op::FlashAttentionBackward(sizes) => attention::flash_backward(self, call, &sizes)?,
-            Op::SwiGlu { .. } => {
-                let [gate, up] = self.reads(call, ["gate", "up"]);
-                let [y] = self.writes(call, ["y"]);
-                swiglu::forward(gpu, gate, up, y)?;
-            }
-            Op::PackedSwiGlu { width, .. } => {
-                let [gate_up] = self.reads(call, ["gate_up"]);
-                let [y] = self.writes(call, ["y"]);
-                swiglu::packed_forward(gpu, gate_up, y, width)?;
-            }
-            Op::SwiGluBackward { .. } => {
-                let [dy, gate, up] = self.writes(call, ["dy", "gate", "up"]);
-                swiglu::backward_in_place(gpu, gate, up, dy)?;
-            }
-            Op::PackedSwiGluBackward { width, .. } => {
-                let [dy, gate_up] = self.writes(call, ["dy", "gate_up"]);
-                swiglu::packed_backward_in_place(gpu, gate_up, dy, width)?;
-            }
-            Op::CrossEntropy {
-                classes, counted, ..
-            } => {
-                let [targets] = self.reads(call, ["targets"]);
-                let [logits, losses] = self.writes(call, ["logits", "losses"]);
-                let scale = self.inputs.loss_scale();
-                cross_entropy::in_place(gpu, logits, classes, targets, scale, counted, losses)?;
-            }
-            Op::LossGradient { .. } => copy(
-                gpu,
-                self.inputs.loss_scale(),
-                self.view(&call.writes["dloss"]),
-            )?,
-            Op::Accumulate { accumulate, .. } => {
-                let ([x], [y]) = (self.reads(call, ["x"]), self.writes(call, ["y"]));
-                match accumulate.adds(self.micro_batch) {
-                    false => copy(gpu, x, y)?,
-                    true => arithmetic::add(gpu, y, x, y)?,
-                }
-            }
-            Op::MeanLoss {
-                counted,
-                accumulate,
-                ..
-            } => {
-                let [losses] = self.reads(call, ["losses"]);
-                let [loss] = self.writes(call, ["loss"]);
-                let adds = accumulate.adds(self.micro_batch);
-                cross_entropy::mean(gpu, losses, counted, loss, adds)?;
-            }
-            Op::RmsNormBackward {
-                add_dx, accumulate, ..
-            } => {
-                let [x, weight, rstd] = self.reads(call, ["x", "weight", "rstd"]);
-                let written = ["dy", "dx", "dweight", "partials"];
-                let [dy, dx, dw, partials] = self.writes(call, written);
-                let inputs = rms_norm::Inputs {
-                    dy,
-                    x,
-                    branch: call.reads.get("branch").map(|branch| self.view(branch)),
-                    weight,
-                    rstd,
-                };
-                let gradients = rms_norm::Gradients {
-                    dx,
-                    add_dx,
-                    copy: call.writes.get("copy").map(|copy| self.view(copy)),
-                    y: Some(dy), // where dy lies
-                    dw,
-                    add_dw: accumulate.adds(self.micro_batch),
-                };
-                rms_norm::backward(gpu, inputs, gradients, partials)?;
-            }
-            Op::EmbeddingBackward {
-                width, accumulate, ..
-            } => {
-                let [dx, ids] = self.reads(call, ["dx", "ids"]);
-                let [dtable, workspace] = self.writes(call, ["dtable", "workspace"]);
-                let adds = accumulate.adds(self.micro_batch);
-                embedding::backward(gpu, dx, ids, width, dtable, adds, workspace)?;
+        match &call.op {
+            Op::Kernel(kernel) => {
+                let [reads, writes] = self.operands(call);
+                kernel.launch(&Operands {
+                    gpu,
+                    products: RefCell::new(&mut *self.products),
+                    reads,
+                    writes,
+                    micro_batch: self.micro_batch,
+                    loss_scale: self.inputs.loss_scale(),
+                })?;
             }
             Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
                 self.launch_fused_updates(index)?;
@@ -182,38 +47,8 @@ impl Launcher<'_> {
                 let [clip] = self.writes(call, ["factor"]);
                 adamw::clip_factor(gpu, squares, self.inputs.clip_norm(), clip)?;
             }
-            Op::Attention(_)
-            | Op::AttentionBackward(_)
-            | Op::HeadAttention(_)
-            | Op::HeadAttentionBackward(_)
-            | Op::MergeHeads(_)
-            | Op::Kernel(_)
-            | Op::MergeRotatedBack(_) => panic!("{:?} was planned for the CPU", call.op),
         }
         Ok(())
-    }
-
-    /// Turns q or k, or both where they are packed, in place.
-    fn turn(&self, call: &Call, sizes: &AttentionSizes, back: bool) -> Result<()> {
-        let ([cos, sin], [x]) = (self.reads(call, ["cos", "sin"]), self.writes(call, ["x"]));
-        let width = sizes.heads * sizes.head_dim;
-        let heads = match sizes.packed {
-            false => rope::Turned {
-                batch: sizes.batch,
-                length: sizes.length,
-                heads: sizes.heads,
-                head_dim: sizes.head_dim,
-                row: width,
-            },
-            true => rope::Turned {
-                batch: sizes.batch,
-                length: sizes.length,
-                heads: 2 * sizes.heads, // q's, then k's
-                head_dim: sizes.head_dim,
-                row: 3 * width,
-            },
-        };
-        Ok(rope::in_place(self.gpu, x, [cos, sin], &heads, back)?)
     }
 
     /// Call `index` and those after it that do the same to another parameter, in one launch.
@@ -229,7 +64,7 @@ impl Launcher<'_> {
         self.launched = index + count;
         let (gpu, tables) = (self.gpu, &updates.tables);
         let joined = |name: &str| {
-            let operands: Vec<&Operand> = calls.iter().map(|call| &call.writes[name]).collect();
+            let operands: Vec<&BufferRange> = calls.iter().map(|call| &call.writes[name]).collect();
             self.view(&whole_of(&operands))
         };
         match calls[0].op {
@@ -255,14 +90,14 @@ impl Launcher<'_> {
 }
 
 /// Operands that lie one after another in a buffer, as one.
-fn whole_of(operands: &[&Operand]) -> Operand {
+fn whole_of(operands: &[&BufferRange]) -> BufferRange {
     let (first, last) = (operands[0], operands[operands.len() - 1]);
     for pair in operands.windows(2) {
         let follows =
             pair[0].buffer == pair[1].buffer && pair[0].elements.end == pair[1].elements.start;
         assert!(follows, "{pair:?}");
     }
-    Operand {
+    BufferRange {
         buffer: first.buffer,
         elements: first.elements.start..last.elements.end,
     }
@@ -291,11 +126,7 @@ pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
     }
     for call in plan.calls() {
         let dtype = plan.compute_dtype(call);
-        let flash = match &call.op {
-            Op::FlashAttention(sizes) => Some(sizes.flash()),
-            Op::Kernel(kernel) => crate::attention::planned_flash_sizes(kernel),
-            _ => None,
-        };
+        let flash = call.op.kernel().and_then(planned_flash_sizes);
         if let Some(sizes) = flash
             && !flash_attention::takes(gpu, dtype, tf32, &sizes)
         {
@@ -309,15 +140,6 @@ pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
             let wanted = "flash attention of heads of a multiple of 8 (f32: of 4) up to 256, \
                  whose tiles fit the GPU's shared memory, with a scale above 0, of fewer than 2^31 rows";
             return refuse(wanted, got, "plan naive attention");
-        }
-        match call.op {
-            Op::RmsNorm { width, .. } | Op::AddRmsNorm { width, .. }
-                if width > limits::RMS_NORM_WIDTH =>
-            {
-                let wanted = format!("a d_model of at most {}", limits::RMS_NORM_WIDTH);
-                return refuse(&wanted, width.to_string(), "run the model eagerly there");
-            }
-            _ => {}
         }
     }
     Ok(())

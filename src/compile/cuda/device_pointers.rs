@@ -1,7 +1,7 @@
 //! Where the buffers of a plan are on the GPU.
 
 use super::super::buffer::{Buffer, Location};
-use super::super::plan::{Operand, Plan};
+use super::super::plan::{BufferRange, Plan};
 use super::super::run::Tensors;
 use super::Executor;
 use crate::Result;
@@ -53,7 +53,7 @@ impl DevicePointers {
     }
 
     /// The elements of an operand, as kernels see them.
-    pub(super) fn view(&self, plan: &Plan, operand: &Operand, micro_batch: usize) -> View<'_> {
+    pub(super) fn view(&self, plan: &Plan, operand: &BufferRange, micro_batch: usize) -> View<'_> {
         let buffer = plan.buffer(operand.buffer);
         let first = operand.elements.start * buffer.dtype.size_in_bytes();
         let start = self.start(buffer, micro_batch) + first as u64;

@@ -1,11 +1,11 @@
 //! What launches of calls need.
 
-use super::super::plan::{Call, Operand, Plan};
+use super::super::plan::{BufferRange, Call, Plan};
 use super::device_pointers::DevicePointers;
 use super::inputs::Inputs;
 use super::update::Updates;
 use crate::kernels::cuda::View;
-use crate::kernels::cuda::matmul::{Matrix, Products};
+use crate::kernels::cuda::matmul::Products;
 use crate::ops::lowering::Named;
 use candle_core::cuda_backend::CudaDevice;
 
@@ -27,7 +27,7 @@ pub(super) struct Launcher<'a> {
 }
 
 impl<'a> Launcher<'a> {
-    pub(super) fn view(&self, operand: &Operand) -> View<'a> {
+    pub(super) fn view(&self, operand: &BufferRange) -> View<'a> {
         self.device_pointers
             .view(self.plan, operand, self.micro_batch)
     }
@@ -45,13 +45,5 @@ impl<'a> Launcher<'a> {
     /// What a call writes by these names.
     pub(super) fn writes<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
         names.map(|name| self.view(&call.writes[name]))
-    }
-
-    /// What computes `c = a b`, so many times: from [a, b], c and their number.
-    pub(super) fn multiplier(
-        &mut self,
-    ) -> impl FnMut([Matrix; 2], Matrix, usize) -> candle_core::Result<()> {
-        let (gpu, products) = (self.gpu, &mut self.products);
-        move |factors, c, count| products.multiply(gpu, factors, c, count, false)
     }
 }

@@ -9,12 +9,10 @@
 //! first launched, and refuses to while a stream is recorded. It waits for what the model's stream has been given
 //! before a run, and that waits for the run.
 //!
-//! What lives here: where a plan's buffers are ([`device_pointers`]), what is filled in before a run ([`inputs`]), op
-//! by op from operands to [`crate::kernels::cuda`] ([`call`], [`attention`], with what [`launcher`] has), the update of
-//! all parameters as one launch ([`update`]), and what a run has left ([`results`]). What does not: anything that knows
-//! a model.
+//! What lives here: where a plan's buffers are ([`device_pointers`]), what is filled in before a run ([`inputs`]),
+//! calls ([`call`], with what [`launcher`] has), the update of all parameters as one launch ([`update`]), and what a
+//! run has left ([`results`]). What does not: anything that knows a model.
 
-mod attention;
 mod call;
 mod device_pointers;
 mod graph;

@@ -1,6 +1,6 @@
 //! What a run has left in the arena: copied to the host, or to a tensor of the model's device.
 
-use super::super::plan::{Operand, Plan};
+use super::super::plan::{BufferRange, Plan};
 use super::Executor;
 use super::device_pointers::start_of;
 use crate::Result;
@@ -11,7 +11,7 @@ use candle_core::{Shape, Tensor, WithDType};
 
 impl Executor {
     /// What a run has left in an operand that the plan keeps; waits for the GPU.
-    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &Operand) -> Result<Vec<T>> {
+    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &BufferRange) -> Result<Vec<T>> {
         let buffer = plan.buffer(operand.buffer);
         assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
         let mut values = vec![T::zero(); operand.elements.len()];
@@ -25,7 +25,7 @@ impl Executor {
     }
 
     /// The same as a tensor of the model's device, copied in the order of its stream, which has waited for the run.
-    pub fn copy(&self, plan: &Plan, operand: &Operand, shape: &Shape) -> Result<Tensor> {
+    pub fn copy(&self, plan: &Plan, operand: &BufferRange, shape: &Shape) -> Result<Tensor> {
         let dtype = plan.buffer(operand.buffer).dtype;
         let elements = operand.elements.len();
         let room = ops::alloc_uninit(&self.model_gpu, dtype, elements)?;
@@ -40,7 +40,7 @@ impl Executor {
     }
 
     /// Where an operand of the arena begins.
-    fn address_of(&self, plan: &Plan, operand: &Operand) -> u64 {
+    fn address_of(&self, plan: &Plan, operand: &BufferRange) -> u64 {
         let buffer = plan.buffer(operand.buffer);
         let Some(range) = buffer.arena_range() else {
             panic!("{} is not in the arena", buffer.name);

@@ -2,7 +2,7 @@
 
 use super::super::buffer::{BufferId, Category, Location};
 use super::super::op::Op;
-use super::super::plan::{Operand, Plan, Runs};
+use super::super::plan::{BufferRange, Plan, Runs};
 use super::{Lower, Lowered, Target, dead, no_planned_form};
 use crate::Result;
 use crate::kernels::workspace;
@@ -11,7 +11,7 @@ use std::collections::HashSet;
 impl Lower<'_> {
     pub(super) fn finish(
         self,
-        output: Operand,
+        output: BufferRange,
         per_micro_batch: std::ops::Range<usize>,
     ) -> Result<Lowered> {
         Ok(self.finish_numbered(output, per_micro_batch)?.0)
@@ -20,7 +20,7 @@ impl Lower<'_> {
     /// The plan, and its numbers of the buffers.
     pub(super) fn finish_numbered(
         mut self,
-        output: Operand,
+        output: BufferRange,
         per_micro_batch: std::ops::Range<usize>,
     ) -> Result<(Lowered, Vec<BufferId>)> {
         let (op, target) = (self.job.function.op, self.job.function.target);
@@ -71,7 +71,7 @@ impl Lower<'_> {
                 plan.with_workspace(bytes)
             }
         };
-        let renamed = |operand: Operand| Operand {
+        let renamed = |operand: BufferRange| BufferRange {
             buffer: numbers[operand.buffer.index()],
             ..operand
         };

@@ -2,7 +2,7 @@
 
 use super::program::Program;
 use super::recompute::Choice;
-use super::{Job, Lower, attention, embedding, gated, head, heads, linear, node, norm};
+use super::{Job, Lower, attention, gated, head, heads, linear, node, norm};
 use crate::Result;
 use crate::graph::ValueId;
 use crate::ops::cost::{self, Cost};
@@ -47,7 +47,7 @@ pub(super) trait Form {
     }
 
     /// Its first output once more, from what it has kept, if that is cheap.
-    fn recomputed_output(&self, _: &mut Lower<'_>) -> Option<super::Operand> {
+    fn recomputed_output(&self, _: &mut Lower<'_>) -> Option<super::BufferRange> {
         None
     }
 }
@@ -116,13 +116,12 @@ pub(super) fn all(program: &Rc<Program<'_>>, job: &Job<'_>, choice: &Choice) -> 
         taken: vec![false; program.nodes.len()],
         ..Forms::default()
     };
-    head::find(program, &mut forms);
+    head::find(program, job, &mut forms);
     let packed = attention::find(program, job, &mut forms);
     heads::find(program, job, &mut forms);
     gated::find(program, job, choice, &mut forms);
-    linear::find(program, &packed, &mut forms);
+    linear::find(program, job, &packed, &mut forms);
     norm::find(program, job, choice, &mut forms);
-    embedding::find(program, &mut forms);
     node::find(program, &mut forms);
     let forms = forms.at.into_iter();
     forms

@@ -1,8 +1,7 @@
 //! SwiGLU with its two maps, `silu(x W1^T) * x W3^T`. Backward recomputes its output where the gradient of that lay,
 //! and the gradients of gate and up where these lay.
 
-use super::super::op::Op;
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::form::{Form, Forms};
 use super::linear::{self, Map, Maps};
 use super::program::Program;
@@ -11,6 +10,7 @@ use super::{Job, Lower, place_of};
 use crate::Result;
 use crate::graph::ValueId;
 use crate::ops::lowering::Named;
+use crate::ops::swiglu;
 
 struct Gated {
     path: String,
@@ -28,7 +28,7 @@ struct Gated {
 
 impl Gated {
     /// Where gate and up lie: two operands, or one.
-    fn places(&self, lower: &mut Lower<'_>) -> Named<Operand> {
+    fn places(&self, lower: &mut Lower<'_>) -> Named<BufferRange> {
         let names: &[_] = if self.packed {
             &["gate_up"]
         } else {
@@ -61,17 +61,12 @@ impl Form for Gated {
         self.maps.forward(lower)?;
         lower.plan.path.clone_from(&self.path);
         let output = lower.make(self.output, "gated", &[self.rows, self.width]);
-        let op = match self.packed {
-            true => Op::PackedSwiGlu {
-                rows: self.rows,
-                width: self.width,
-            },
-            false => Op::SwiGlu {
-                elements: self.rows * self.width,
-            },
+        let kernel = match self.packed {
+            true => swiglu::packed(self.width),
+            false => swiglu::gated(),
         };
         let gate_up = self.places(lower);
-        lower.plan.call(op, gate_up, [("y", output)]);
+        lower.plan.call(kernel, gate_up, [("y", output)]);
         if self.recompute {
             for value in self.gate_up {
                 lower.places[value.0] = None;
@@ -102,18 +97,13 @@ impl Form for Gated {
         let Some(dy) = lower.take_own(self.output) else {
             return Ok(());
         };
-        let op = match self.packed {
-            true => Op::PackedSwiGluBackward {
-                rows: self.rows,
-                width: self.width,
-            },
-            false => Op::SwiGluBackward {
-                elements: self.rows * self.width,
-            },
+        let kernel = match self.packed {
+            true => swiglu::packed_in_place(self.width),
+            false => swiglu::gated_in_place(),
         };
         let gate_up = self.places(lower);
         let in_place = Named::from([("dy", dy.clone())]).and(gate_up.clone());
-        lower.plan.call(op, [], in_place);
+        lower.plan.call(kernel, [], in_place);
         lower.remade(self.output, dy);
         for (value, gradient) in self.gate_up.iter().zip(gate_up.iter().cycle()) {
             lower.gradients.set(*value, gradient.clone());
@@ -125,12 +115,8 @@ impl Form for Gated {
 /// The nodes that are a gate with its maps.
 pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms: &mut Forms) {
     for (i, node) in program.nodes.iter().enumerate() {
-        let is_gated = node.op == "swiglu_linear" && !node.composed && node.kept.len() == 2;
-        if !is_gated
-            || ![1, 2]
-                .iter()
-                .all(|input| linear::is_map(program, node, *input))
-        {
+        let is_gated = node.op == "swiglu_linear" && !node.composed;
+        if !is_gated || node.kept.len() != 2 {
             continue;
         }
         let gate_up = [0, 1].map(|kept| node.kept[kept].value);
@@ -144,12 +130,12 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, choice: &Choice, forms:
             };
             (node, map)
         });
-        let weights = [1, 2].map(|input| node.inputs[input].value);
+        let weights = [1, 2].map(|input| (node, input));
         let dtype = program.graph.value(node.output).dtype;
         let packed = linear::can_be_packed(program, job, &weights, dtype);
         let kept = program.graph.value(gate_up[0]);
         let form = Gated {
-            maps: Maps::new(program, &maps, packed),
+            maps: Maps::new(program, job, &maps, packed),
             gate_up,
             packed,
             output: node.output,

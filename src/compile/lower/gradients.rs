@@ -1,8 +1,7 @@
 //! Gradients of values, and their sums where a value is read several times.
 
 use super::super::buffer::BufferId;
-use super::super::op::Op;
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::Lower;
 use crate::graph::{self, ValueId};
 use crate::ops::arithmetic::lowering::sum;
@@ -13,7 +12,7 @@ use std::collections::HashMap;
 /// What is known of the gradients so far.
 #[derive(Default)]
 pub(super) struct Gradients {
-    values: HashMap<ValueId, Operand>,
+    values: HashMap<ValueId, BufferRange>,
     /// Gradients of weights that are computed once a value, their other factor, is there again.
     waiting: Vec<Waiting>,
 }
@@ -23,7 +22,7 @@ pub(super) struct Waiting {
     /// The factor.
     pub x: ValueId,
     /// The first factor: the gradient of a linear map's output.
-    pub dy: Operand,
+    pub dy: BufferRange,
     /// The part that it belongs to.
     pub part: Option<usize>,
     /// Writes the product down.
@@ -37,17 +36,17 @@ impl Gradients {
     }
 
     /// A value's.
-    pub fn get(&self, value: ValueId) -> Option<Operand> {
+    pub fn get(&self, value: ValueId) -> Option<BufferRange> {
         self.values.get(&value).cloned()
     }
 
     /// A value's, which has none then.
-    pub fn take(&mut self, value: ValueId) -> Option<Operand> {
+    pub fn take(&mut self, value: ValueId) -> Option<BufferRange> {
         self.values.remove(&value)
     }
 
     /// Sets a value's.
-    pub fn set(&mut self, value: ValueId, gradient: Operand) {
+    pub fn set(&mut self, value: ValueId, gradient: BufferRange) {
         self.values.insert(value, gradient);
     }
 
@@ -61,14 +60,14 @@ impl Gradients {
 
 impl Lower<'_> {
     /// The gradient of a value, in a buffer that may be overwritten.
-    pub(super) fn take_own(&mut self, value: ValueId) -> Option<Operand> {
+    pub(super) fn take_own(&mut self, value: ValueId) -> Option<BufferRange> {
         let gradient = self.gradients.take(value)?;
         if !self.gradients.reads(gradient.buffer) {
             return Some(gradient);
         }
         let dtype = self.plan.buffers[gradient.buffer].dtype;
         let copy = self.temporary("gradient", &[gradient.elements.len()], dtype);
-        let op = Op::Kernel(converted());
+        let op = converted();
         let writes = [("y", copy.clone())];
         self.plan.call(op, [("x", gradient)], writes);
         Some(copy)
@@ -80,7 +79,7 @@ impl Lower<'_> {
     }
 
     /// A value was recomputed, at `place`: the products that wait for it are computed.
-    pub(super) fn remade(&mut self, value: ValueId, place: Operand) {
+    pub(super) fn remade(&mut self, value: ValueId, place: BufferRange) {
         self.places[value.0] = Some(place);
         let waiting = std::mem::take(&mut self.gradients.waiting);
         for product in waiting {
@@ -103,7 +102,7 @@ impl Lower<'_> {
     }
 
     /// Adds the gradient of what `operand` shows to that of its value.
-    pub(super) fn contribute(&mut self, operand: &graph::Operand, dx: Operand) {
+    pub(super) fn contribute(&mut self, operand: &graph::ValueRef, dx: BufferRange) {
         let base = self.value(operand.value);
         let program = self.program.clone();
         let value = program.graph.value(operand.value);
@@ -127,7 +126,7 @@ impl Lower<'_> {
                 let after = self.temporary("gradient", &[base.elements.len()], value.dtype);
                 let reads = [("a", before), ("b", dx)];
                 let writes = [("y", after.clone())];
-                self.plan.call(Op::Kernel(sum()), reads, writes);
+                self.plan.call(sum(), reads, writes);
                 after
             }
         };
@@ -137,24 +136,24 @@ impl Lower<'_> {
     /// A gradient of so many elements, zeros but for what `dx` adds by the places of `view`; sums are rounded once.
     fn scattered(
         &mut self,
-        dx: Operand,
+        dx: BufferRange,
         view: graph::View,
         elements: usize,
         dtype: DType,
-    ) -> Operand {
+    ) -> BufferRange {
         let wide = match dtype {
             DType::F16 | DType::BF16 => DType::F32,
             dtype => dtype,
         };
         let sums = self.temporary("gradient", &[elements], wide);
-        let kernel = Op::Kernel(strided::scatter(view));
+        let kernel = strided::scatter(view);
         let writes = [("dx", sums.clone())];
         self.plan.call(kernel, [("dy", dx)], writes);
         if wide == dtype {
             return sums;
         }
         let rounded = self.temporary("gradient", &[elements], dtype);
-        let cast = Op::Kernel(converted());
+        let cast = converted();
         let writes = [("y", rounded.clone())];
         self.plan.call(cast, [("x", sums)], writes);
         rounded

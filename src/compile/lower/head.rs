@@ -1,16 +1,16 @@
 //! Head and loss, some rows at a time, with their gradients at once: the logits of all rows are never there, and none
 //! is kept.
 
-use super::super::op::{Accumulate, Op};
-use super::super::plan::{Operand, Phase};
+use super::super::plan::{BufferRange, Phase};
 use super::form::{Form, Forms};
 use super::linear::{self, product};
 use super::program::Program;
-use super::{Lower, part, place_of};
+use super::{Job, Lower, part, place_of};
 use crate::Result;
 use crate::graph::{self, ValueId};
+use crate::ops::cross_entropy::lowering::in_place;
 use crate::ops::linear_cross_entropy;
-use crate::ops::lowering::Ids;
+use crate::ops::lowering::{Accumulate, Ids};
 use candle_core::DType;
 use std::cell::RefCell;
 
@@ -28,11 +28,11 @@ const CHUNK_ROWS: usize = 64;
 struct Head {
     path: String,
     /// (N, D).
-    x: graph::Operand,
+    x: graph::ValueRef,
     /// (V, D).
     weight: ValueId,
     /// (N).
-    targets: graph::Operand,
+    targets: graph::ValueRef,
     loss: ValueId,
     /// Whether gradients of x and of the weight are needed.
     gradients: [bool; 2],
@@ -41,7 +41,7 @@ struct Head {
     width: usize,
     classes: usize,
     /// The gradient of x, which forward computes.
-    dx: RefCell<Option<Operand>>,
+    dx: RefCell<Option<BufferRange>>,
 }
 
 impl Head {
@@ -74,7 +74,7 @@ impl Form for Head {
         lower.product_weight(&[self.weight], self.dtype);
     }
 
-    /// The loss is computed in f32 whatever the precision, from logits that come in its dtype.
+    /// The loss is computed in f32 for half precision, from logits that come in its dtype.
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
         let (all_rows, width, classes) = (self.rows, self.width, self.classes);
         let counted = all_rows * lower.job.config.accumulation;
@@ -86,15 +86,16 @@ impl Form for Head {
         };
         lower.ids.push((self.targets.value, ids));
         let (x, targets) = (lower.read(&self.x), lower.read(&self.targets));
-        let losses = lower.temporary("losses", &[all_rows], DType::F32);
+        let wide = lower.program.graph.value(self.loss).dtype;
+        let losses = lower.temporary("losses", &[all_rows], wide);
         let [dx, dw] = self.gradients;
         let dx = dx.then(|| lower.temporary("dx", &[all_rows, width], self.dtype));
         let weight = lower.product_weight(&[self.weight], self.dtype);
-        let dw = dw.then(|| lower.gradient_of_weights(&[self.weight], DType::F32));
+        let dw = dw.then(|| lower.gradient_of_weights(&[self.weight], wide));
         let at_once = self.rows_at_once(lower.is_on_gpu());
         for start in (0..all_rows).step_by(at_once) {
             let rows = at_once.min(all_rows - start);
-            let some = |x: &Operand, width: usize| part(x, start * width, rows * width);
+            let some = |x: &BufferRange, width: usize| part(x, start * width, rows * width);
             let logits = lower.temporary("logits", &[rows, classes], self.dtype);
             let some_x = some(&x, width);
             let factors = [(&some_x, false), (&weight, true)];
@@ -105,15 +106,12 @@ impl Form for Head {
                 logits.clone(),
                 Accumulate::Never,
             );
-            let op = Op::CrossEntropy {
-                rows,
-                classes,
-                counted,
-            };
             // The logits become their gradient.
             let reads = [("targets", some(&targets, 1))];
             let writes = [("logits", logits.clone()), ("losses", some(&losses, 1))];
-            lower.plan.call(op, reads, writes);
+            lower
+                .plan
+                .call(in_place(rows, classes, counted), reads, writes);
             if let Some(dx) = &dx {
                 let factors = [(&logits, false), (&weight, false)];
                 let dx = some(dx, width);
@@ -166,7 +164,7 @@ impl Form for Head {
 }
 
 /// The loss, if it is made of a head.
-pub(super) fn find(program: &Program<'_>, forms: &mut Forms) {
+pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
     let Some(loss) = program.outputs.first().map(|output| output.value) else {
         return;
     };
@@ -174,15 +172,17 @@ pub(super) fn find(program: &Program<'_>, forms: &mut Forms) {
         return;
     };
     let (graph, node) = (program.graph, &program.nodes[i]);
-    let is_head =
-        node.op == linear_cross_entropy::NAME && !node.composed && linear::is_map(program, node, 1);
+    let is_head = node.op == linear_cross_entropy::NAME
+        && !node.composed
+        && linear::is_own(program, job, node, 1);
     // Read by anything else, its gradient would not be 1.
     if !is_head || !program.is_wanted(loss) || !program.readers(loss).is_empty() {
         return;
     }
     let (x, weight) = (&node.inputs[0], &node.inputs[1]);
     let targets = node.reads[node.reads.len() - 1].clone();
-    if graph.value(targets.value).dtype != DType::U32 || graph.value(loss).dtype != DType::F32 {
+    let is_empty = [x, weight].iter().any(|x| graph.shape_of(x).contains(&0));
+    if graph.value(targets.value).dtype != DType::U32 || is_empty {
         return;
     }
     let [classes, width] = [0, 1].map(|dim| graph.shape_of(weight)[dim]);

@@ -1,13 +1,12 @@
 //! Naive attention on the CPU, on heads one after another: a block of queries goes through scores, softmax and weighted
 //! sum while it is in cache. With as many heads and keys as queries have.
 
-use super::super::op::Op;
-use super::super::plan::Operand;
-use super::super::sizes::HeadAttentionSizes;
+use super::super::plan::BufferRange;
 use super::form::{Form, Forms};
 use super::program::Program;
 use super::{Job, Lower, Target, attribute, place_of};
 use crate::Result;
+use crate::attention::blocked::{self, Sizes, dtype_of_exponentials};
 use crate::graph::{self, Attribute, ValueId};
 use crate::ops::lowering::Named;
 use candle_core::DType;
@@ -15,16 +14,16 @@ use std::cell::RefCell;
 
 struct Heads {
     path: String,
-    sizes: HeadAttentionSizes,
+    sizes: Sizes,
     dtype: DType,
     threads: usize,
     /// q, k and v, (B H, T, Dh) each.
-    qkv: [graph::Operand; 3],
+    qkv: [graph::ValueRef; 3],
     /// (B H, T, Dh).
     output: ValueId,
     /// What forward leaves: the scores' exponentials, what each row of them is multiplied by, and in half precision
     /// what rounding took from the output.
-    kept: RefCell<Option<Named<Operand>>>,
+    kept: RefCell<Option<Named<BufferRange>>>,
 }
 
 impl Heads {
@@ -33,22 +32,13 @@ impl Heads {
         [s.matrices, s.length, s.head_dim]
     }
 
-    fn qkv(&self, lower: &mut Lower<'_>) -> [(&'static str, Operand); 3] {
+    fn qkv(&self, lower: &mut Lower<'_>) -> [(&'static str, BufferRange); 3] {
         let [q, k, v] = &self.qkv;
         [("q", q), ("k", k), ("v", v)].map(|(name, x)| (name, lower.read(x)))
     }
 
     fn rounds(&self) -> bool {
         self.dtype != DType::F32
-    }
-}
-
-/// What exponentials are kept in: digits to spare. In bf16 itself, or f16, rounding them would cost the gradients as
-/// much as their own rounding does, and where the terms of a gradient cancel, more.
-fn of_exponentials(dtype: DType) -> DType {
-    match dtype {
-        DType::BF16 => DType::F16,
-        _ => DType::F32,
     }
 }
 
@@ -66,7 +56,7 @@ impl Form for Heads {
         let reads = self.qkv(lower);
         let out = lower.make(self.output, "out", &shape);
         let exponentials = [sizes.exponentials_len()];
-        let dtype = of_exponentials(self.dtype);
+        let dtype = dtype_of_exponentials(self.dtype);
         let exponentials = lower.temporary("exponentials", &exponentials, dtype);
         let inv_row_sum = lower.temporary("share", &shape[..2], DType::F32);
         let rounding_error = self
@@ -79,7 +69,7 @@ impl Form for Heads {
         self.kept.replace(Some(kept.clone()));
         let writes = Named::from([("out", out)]).and(kept);
         let writes = writes.with("scratch", scratch);
-        lower.plan.call(Op::HeadAttention(sizes), reads, writes);
+        lower.plan.call(blocked::forward(&sizes), reads, writes);
         Ok(())
     }
 
@@ -104,9 +94,7 @@ impl Form for Heads {
         let reads = reads.with("out", out).and(kept);
         let writes = Named::from(gradients.clone());
         let writes = writes.and([("partial_sums", partial), ("scratch", scratch)]);
-        lower
-            .plan
-            .call(Op::HeadAttentionBackward(sizes), reads, writes);
+        lower.plan.call(blocked::backward(&sizes), reads, writes);
         let program = lower.program.clone();
         for (operand, (_, gradient)) in self.qkv.iter().zip(gradients) {
             if program.is_wanted(operand.value) && operand.tracked {
@@ -146,7 +134,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
         }
         let form = Heads {
             path: place_of(node),
-            sizes: HeadAttentionSizes {
+            sizes: Sizes {
                 matrices: leading.iter().product(),
                 length: *length,
                 head_dim: *head_dim,

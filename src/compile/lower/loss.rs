@@ -1,8 +1,9 @@
 //! The loss of a step: what it may be, its mean over micro-batches, and where gradients begin.
 
-use super::super::op::{Accumulate, Op};
-use super::super::plan::{Operand, Phase};
+use super::super::plan::{BufferRange, Phase};
 use super::Lower;
+use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
+use crate::ops::lowering::Accumulate;
 use crate::{Error, Result};
 use candle_core::DType;
 
@@ -37,7 +38,7 @@ impl Lower<'_> {
     }
 
     /// The mean of all micro-batches' losses, (1) in f64; and where it is not there yet, the gradient of this one's.
-    pub(super) fn mean_loss(&mut self) -> Result<Operand> {
+    pub(super) fn mean_loss(&mut self) -> Result<BufferRange> {
         if let Some(mean) = &self.mean_loss {
             return Ok(mean.clone());
         }
@@ -49,23 +50,19 @@ impl Lower<'_> {
         let mean = self.mean_of(loss, counted);
         let dtype = self.program.graph.value(output.value).dtype;
         let gradient = self.temporary("gradient of the loss", &[1], dtype);
-        let op = Op::LossGradient { counted };
-        self.plan.call(op, [], [("dloss", gradient.clone())]);
+        let writes = [("dloss", gradient.clone())];
+        self.plan.call(gradient_of_mean(counted), [], writes);
         self.contribute(&output, gradient);
         Ok(mean)
     }
 
     /// Adds losses over how many there are in a step.
-    pub(super) fn mean_of(&mut self, losses: Operand, counted: usize) -> Operand {
+    pub(super) fn mean_of(&mut self, losses: BufferRange, counted: usize) -> BufferRange {
         let mean = self.temporary("loss", &[1], DType::F64);
         self.plan.kept.push(mean.buffer);
-        let op = Op::MeanLoss {
-            rows: losses.elements.len(),
-            counted,
-            accumulate: Accumulate::AfterFirst,
-        };
+        let kernel = mean_of(counted, Accumulate::AfterFirst);
         let writes = [("loss", mean.clone())];
-        self.plan.call(op, [("losses", losses)], writes);
+        self.plan.call(kernel, [("losses", losses)], writes);
         mean
     }
 

@@ -8,7 +8,7 @@
 //! - [`linear`]: linear maps of one input, which on a GPU in half precision are one product;
 //! - [`gated`]: SwiGLU with its two maps, whose backward needs no memory of its own;
 //! - [`norm`]: RMSNorm of a sum, with the addition;
-//! - [`embedding`], and [`head`]: head and loss, some rows at a time;
+//! - [`head`]: head and loss, some rows at a time;
 //! - [`node`]: any other op, by its own [lowering](crate::ops::lowering).
 //!
 //! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]),
@@ -17,7 +17,6 @@
 
 mod attention;
 mod dead;
-mod embedding;
 mod finish;
 mod form;
 mod gated;
@@ -40,7 +39,7 @@ pub(super) use recompute::Recompute;
 use super::buffer::{Category, Location};
 use super::config::StepConfig;
 use super::costs::PartCost;
-use super::plan::{Operand, Phase, Plan};
+use super::plan::{BufferRange, Phase, Plan};
 use super::traced::TracedFunction;
 use super::writer::Writer;
 use crate::graph::{self, ValueId};
@@ -96,11 +95,11 @@ pub(super) struct Lowered {
     /// What is read as ids.
     pub ids: Vec<(ValueId, Ids)>,
     /// The loss (1), f64; what a forward alone gives out.
-    pub output: Operand,
+    pub output: BufferRange,
     /// Of each parameter, where the optimizer does not run in backward.
-    pub gradients: Vec<Option<Operand>>,
+    pub gradients: Vec<Option<BufferRange>>,
     /// The norm of all gradients, and what they were multiplied by.
-    pub norm: Option<Operand>,
+    pub norm: Option<BufferRange>,
     /// What of [`Job::recompute`] there was.
     pub recompute: Recompute,
 }
@@ -147,7 +146,7 @@ pub(super) fn forward(job: &Job<'_>) -> Result<Lowered> {
 ///
 /// # Errors
 /// An op that has no planned form.
-pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, [Vec<Operand>; 2])> {
+pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, [Vec<BufferRange>; 2])> {
     let mut lower = Lower::new(job);
     lower.forward()?;
     let per_micro_batch = 0..lower.plan.calls.len();
@@ -155,7 +154,7 @@ pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, [Vec<Operand>; 2
     let out = lower.read(&output);
     let others = lower.program.clone();
     let others = others.outputs[1..].iter();
-    let others: Vec<Operand> = others.map(|output| lower.read(output)).collect();
+    let others: Vec<BufferRange> = others.map(|output| lower.read(output)).collect();
     let location = Location::Argument(lower.arguments.len());
     let value = lower.program.graph.value(output.value).clone();
     let buffers = &mut lower.plan.buffers;
@@ -188,7 +187,7 @@ pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, [Vec<Operand>; 2
     let kept = [&out].into_iter().chain(&gradients).chain(&others);
     lower.plan.kept = kept.map(|operand| operand.buffer).collect();
     let (lowered, numbers) = lower.finish_numbered(out, per_micro_batch)?;
-    let renamed = |operand: Operand| Operand {
+    let renamed = |operand: BufferRange| BufferRange {
         buffer: numbers[operand.buffer.index()],
         ..operand
     };
@@ -206,16 +205,16 @@ struct Lower<'a> {
     makers: HashMap<ValueId, usize>,
     plan: Writer,
     /// By value: where it lies.
-    places: Vec<Option<Operand>>,
+    places: Vec<Option<BufferRange>>,
     /// Views whose elements were put in order.
-    dense: HashMap<(usize, graph::View), Operand>,
-    tables: Vec<(graph::Operand, Vec<f32>)>,
+    dense: HashMap<(usize, graph::View), BufferRange>,
+    tables: Vec<(graph::ValueRef, Vec<f32>)>,
     arguments: Vec<(ValueId, Option<graph::View>)>,
     ids: Vec<(ValueId, Ids)>,
     gradients: Gradients,
     weights: Weights,
     /// The mean loss, once it is there.
-    mean_loss: Option<Operand>,
+    mean_loss: Option<BufferRange>,
     /// What of [`Job::recompute`] there is.
     recompute: Recompute,
 }
@@ -369,9 +368,9 @@ fn place_of(node: &graph::Node) -> String {
 }
 
 /// Some elements of an operand.
-fn part(operand: &Operand, first: usize, count: usize) -> Operand {
+fn part(operand: &BufferRange, first: usize, count: usize) -> BufferRange {
     let start = operand.elements.start + first;
-    Operand {
+    BufferRange {
         buffer: operand.buffer,
         elements: start..start + count,
     }

@@ -1,7 +1,6 @@
 //! An op by itself: the calls that its lowering says.
 
-use super::super::op::Op;
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::form::{Form, Forms};
 use super::program::Program;
 use super::{Lower, no_planned_form, place_of};
@@ -9,7 +8,8 @@ use crate::Result;
 use crate::graph::{Node, ValueId};
 use crate::ops::converted;
 use crate::ops::info;
-use crate::ops::lowering::{Calls, Lowering, Named, Signature, Slot};
+use crate::ops::lowering::{Calls, KernelCall, Lowering, Named, Signature, Slot};
+use candle_core::DType;
 use std::collections::HashMap;
 
 struct Single {
@@ -33,16 +33,28 @@ impl Single {
         no_planned_form(lower.job.function.op, self.node.op, &self.node.path, what)
     }
 
+    /// The input whose gradient a call can add to that of a weight itself: all of one that is trained.
+    fn sum_of_weight(&self, lower: &Lower<'_>, call: &KernelCall) -> Option<usize> {
+        let Some(Slot::Gradient(input)) = call.writes.get(call.kernel.sum()?) else {
+            return None;
+        };
+        let operand = &self.node.inputs[*input];
+        let dtype = lower.program.graph.value(operand.value).dtype;
+        let is_wide = matches!(dtype, DType::F32 | DType::F64);
+        let is_whole = lower.program.is_leaf(operand) && lower.trained(operand.value).is_some();
+        (is_wide && is_whole).then_some(*input)
+    }
+
     /// Writes `calls` down; what is no value of the graph, `other` finds.
     fn write(
         &self,
         lower: &mut Lower<'_>,
         calls: Calls,
-        other: &mut dyn FnMut(&mut Lower<'_>, Slot) -> Operand,
+        other: &mut dyn FnMut(&mut Lower<'_>, Slot) -> BufferRange,
     ) -> Result<()> {
         let node = &self.node;
         let scratch = calls.scratch.iter();
-        let scratch: Vec<Operand> = scratch
+        let scratch: Vec<BufferRange> = scratch
             .map(|(shape, dtype)| lower.scratch(shape, *dtype))
             .collect();
         let mut find = |lower: &mut Lower<'_>, slot| match slot {
@@ -58,7 +70,7 @@ impl Single {
             let operands = all(&call.reads).zip(all(&call.writes));
             // An op that keeps nothing, say, as attention of no queries does not.
             let (reads, writes) = operands.ok_or_else(|| self.refused(lower))?;
-            lower.plan.call(Op::Kernel(call.kernel), reads, writes);
+            lower.plan.call(call.kernel, reads, writes);
         }
         Ok(())
     }
@@ -88,7 +100,7 @@ impl Form for Single {
             }
             // What the plan gives out.
             let output = lower.value(node.output);
-            let op = Op::Kernel(converted());
+            let op = converted();
             lower.plan.call(op, [("x", operand)], [("y", output)]);
             return Ok(());
         }
@@ -120,7 +132,17 @@ impl Form for Single {
         });
         let same = std::mem::take(&mut calls.same);
         let wanted: Vec<usize> = (0..node.inputs.len()).filter(|i| is_wanted(*i)).collect();
-        let mut made: HashMap<usize, Operand> = HashMap::new();
+        let mut made: HashMap<usize, BufferRange> = HashMap::new();
+        for call in &mut calls.calls {
+            if let Some(input) = self.sum_of_weight(lower, call) {
+                let weight = node.inputs[input].value;
+                let dtype = signature.inputs[input].dtype;
+                let (gradient, accumulate) = lower.gradient_of_weights(&[weight], dtype);
+                call.kernel = call.kernel.clone().accumulating(accumulate);
+                made.insert(input, gradient);
+            }
+        }
+        let sums: Vec<usize> = made.keys().copied().collect();
         self.write(lower, calls, &mut |lower, slot| match slot {
             Slot::OutputGradient => dy.clone(),
             Slot::Gradient(input) => {
@@ -131,7 +153,9 @@ impl Form for Single {
             slot => unreachable!("{slot:?} is a value"),
         })?;
         for input in wanted {
-            if let Some(gradient) = made.remove(&input) {
+            if sums.contains(&input) {
+                lower.gradient_done(&[node.inputs[input].value]);
+            } else if let Some(gradient) = made.remove(&input) {
                 lower.contribute(&node.inputs[input], gradient);
             }
             if same.contains(&input) {

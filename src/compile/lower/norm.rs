@@ -3,8 +3,7 @@
 //! The gradient of what is normed is added to in place, and what a norm gives does not stay: its backward, which reads
 //! the same, recomputes it where its gradient lay.
 
-use super::super::op::Op;
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::form::{Form, Forms};
 use super::program::Program;
 use super::recompute::Choice;
@@ -14,6 +13,7 @@ use crate::graph::{Attribute, ValueId};
 use crate::kernels::cpu::rows::residual_norm::partials_len;
 use crate::kernels::workspace;
 use crate::ops::lowering::Named;
+use crate::ops::{converted, residual_norm};
 use candle_core::DType;
 
 struct Norm {
@@ -48,7 +48,7 @@ struct Sum {
 
 impl Norm {
     /// What backward reads: x, or stream and branch.
-    fn kept(&self, lower: &mut Lower<'_>) -> (Operand, Option<Operand>) {
+    fn kept(&self, lower: &mut Lower<'_>) -> (BufferRange, Option<BufferRange>) {
         match &self.sum {
             Some(sum) if sum.stays => {
                 let branch = lower.value(sum.branch);
@@ -60,7 +60,12 @@ impl Norm {
 
     /// The norm's own backward, where a gradient of y is there: the gradient of x, and where a copy of it in half
     /// precision is to be made by the way, that.
-    fn norm_backward(&self, lower: &mut Lower<'_>, dy: Operand, copies: bool) -> Option<Operand> {
+    fn norm_backward(
+        &self,
+        lower: &mut Lower<'_>,
+        dy: BufferRange,
+        copies: bool,
+    ) -> Option<BufferRange> {
         let before = lower.take_own(self.x);
         let add_dx = before.is_some();
         let shape = [self.rows, self.width];
@@ -77,19 +82,14 @@ impl Norm {
         let (x, branch) = self.kept(lower);
         let dtype = lower.program.graph.value(self.y).dtype;
         let copy = copies.then(|| lower.temporary("copy", &shape, dtype));
-        let op = Op::RmsNormBackward {
-            rows: self.rows,
-            width: self.width,
-            add_dx,
-            accumulate,
-        };
+        let kernel = residual_norm::norm_backward(shape, add_dx, accumulate);
         let (weight, rstd) = (lower.value(self.weight), lower.value(self.rstd));
         let reads = Named::from([("x", x), ("weight", weight), ("rstd", rstd)]);
         let reads = reads.with_some("branch", branch);
         let writes = [("dy", dy), ("dx", dx.clone()), ("dweight", dw)];
         let writes = Named::from(writes).with("partials", partials);
         let writes = writes.with_some("copy", copy.clone());
-        lower.plan.call(op, reads, writes);
+        lower.plan.call(kernel, reads, writes);
         lower.gradients.set(self.x, dx);
         if self.is_trained {
             lower.gradient_done(&[self.weight]);
@@ -98,12 +98,12 @@ impl Norm {
     }
 
     /// The gradients of stream and branch, from that of their sum; `copy` is that in the branch's dtype.
-    fn sum_backward(&self, lower: &mut Lower<'_>, sum: &Sum, copy: Option<Operand>) {
+    fn sum_backward(&self, lower: &mut Lower<'_>, sum: &Sum, copy: Option<BufferRange>) {
         let Some(dx) = lower.gradients.get(self.x) else {
             return;
         };
         let dtype = lower.program.graph.value(sum.branch).dtype;
-        let whole = |value| crate::graph::Operand {
+        let whole = |value| crate::graph::ValueRef {
             value,
             view: None,
             tracked: true,
@@ -117,9 +117,8 @@ impl Norm {
                 None if dtype == DType::F32 => dx,
                 None => {
                     let copy = lower.temporary("copy", &[self.rows, self.width], dtype);
-                    let elements = self.rows * self.width;
                     let writes = [("y", copy.clone())];
-                    lower.plan.call(Op::Cast { elements }, [("x", dx)], writes);
+                    lower.plan.call(converted(), [("x", dx)], writes);
                     copy
                 }
             };
@@ -140,30 +139,30 @@ impl Form for Norm {
     }
 
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
-        let (rows, width, eps) = (self.rows, self.width, self.eps);
+        let (shape, eps) = ([self.rows, self.width], self.eps);
         let sum = self
             .sum
             .as_ref()
             .filter(|_| lower.places[self.x.0].is_none());
         let x = match sum {
-            Some(_) => lower.make(self.x, "x", &[rows, width]),
+            Some(_) => lower.make(self.x, "x", &shape),
             None => lower.value(self.x),
         };
-        let y = lower.make(self.y, "y", &[rows, width]);
-        let rstd = lower.make(self.rstd, "rstd", &[rows]);
+        let y = lower.make(self.y, "y", &shape);
+        let rstd = lower.make(self.rstd, "rstd", &shape[..1]);
         let weight = lower.value(self.weight);
         match sum {
             Some(sum) => {
                 let (stream, branch) = (lower.value(sum.stream), lower.value(sum.branch));
                 let reads = [("x", stream), ("branch", branch), ("weight", weight)];
                 let writes = [("sum", x), ("y", y), ("rstd", rstd)];
-                let op = Op::AddRmsNorm { rows, width, eps };
-                lower.plan.call(op, reads, writes);
+                let kernel = residual_norm::add_norm(shape, eps);
+                lower.plan.call(kernel, reads, writes);
             }
             None => {
-                let op = Op::RmsNorm { rows, width, eps };
+                let kernel = residual_norm::norm(shape, eps);
                 let reads = [("x", x), ("weight", weight)];
-                lower.plan.call(op, reads, [("y", y), ("rstd", rstd)]);
+                lower.plan.call(kernel, reads, [("y", y), ("rstd", rstd)]);
             }
         }
         Ok(())
@@ -173,18 +172,18 @@ impl Form for Norm {
         true
     }
 
-    fn recomputed_output(&self, lower: &mut Lower<'_>) -> Option<Operand> {
-        let (rows, width, eps) = (self.rows, self.width, self.eps);
+    fn recomputed_output(&self, lower: &mut Lower<'_>) -> Option<BufferRange> {
+        let (shape, eps) = ([self.rows, self.width], self.eps);
         lower.plan.path.clone_from(&self.path);
         let dtype = lower.program.graph.value(self.y).dtype;
-        let y = lower.temporary("y", &[rows, width], dtype);
-        let rstd = lower.temporary("rstd", &[rows], DType::F32);
+        let y = lower.temporary("y", &shape, dtype);
+        let rstd = lower.temporary("rstd", &shape[..1], DType::F32);
         let (x, branch) = self.kept(lower);
         let reads = Named::from([("x", x), ("weight", lower.value(self.weight))]);
         let reads = reads.with_some("branch", branch);
         let writes = [("y", y.clone()), ("rstd", rstd)];
-        let op = Op::RmsNorm { rows, width, eps };
-        lower.plan.call(op, reads, writes);
+        let kernel = residual_norm::norm(shape, eps);
+        lower.plan.call(kernel, reads, writes);
         Some(y)
     }
 
@@ -292,7 +291,7 @@ fn sum_of(program: &Program<'_>, i: usize, y: ValueId, forms: &Forms) -> Option<
     let at = program.maker(x)?;
     let add = &program.nodes[at];
     let is_first = program.readers(x).first() == Some(&i) && !program.is_output(x);
-    let whole = |operand: &crate::graph::Operand| {
+    let whole = |operand: &crate::graph::ValueRef| {
         operand.view.is_none() && graph.value(operand.value).shape == graph.value(x).shape
     };
     if add.op != "add" || !forms.is_free(at) || !is_first || !add.inputs.iter().all(whole) {

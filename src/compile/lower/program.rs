@@ -1,6 +1,6 @@
 //! A graph as it is planned: without the nodes that only pass a value on, and with who reads each value.
 
-use crate::graph::{Event, Graph, Node, Operand, SegmentKind, Source, ValueId};
+use crate::graph::{Graph, Node, SegmentKind, Source, TraceEvent, ValueId, ValueRef};
 use std::ops::Range;
 
 /// A graph's nodes, and what the passes ask of them.
@@ -9,7 +9,7 @@ pub(super) struct Program<'g> {
     pub nodes: Vec<Node>,
     /// The nodes of each checkpointed segment, an outer one before those within it.
     pub segments: Vec<Range<usize>>,
-    pub outputs: Vec<Operand>,
+    pub outputs: Vec<ValueRef>,
     /// By value: the node that makes or keeps it.
     makers: Vec<Option<usize>>,
     /// By value: the nodes that read it, in order.
@@ -26,29 +26,29 @@ impl<'g> Program<'g> {
         let (mut nodes, mut segments, mut open) = (Vec::new(), Vec::new(), Vec::new());
         for event in &graph.events {
             match event {
-                Event::Enter(kind) => {
+                TraceEvent::Enter(kind) => {
                     open.push((*kind == SegmentKind::Checkpoint).then_some(segments.len()));
                     if *kind == SegmentKind::Checkpoint {
                         segments.push(nodes.len()..nodes.len());
                     }
                 }
-                Event::Leave => {
+                TraceEvent::Leave => {
                     if let Some(segment) = open.pop().flatten() {
                         segments[segment].end = nodes.len();
                     }
                 }
-                Event::Node(node) => {
+                TraceEvent::Node(node) => {
                     let node = renamed(node, &names);
                     match passed_on(graph, &node) {
                         Some(value) => names[node.output.0] = value,
                         None => nodes.push(node),
                     }
                 }
-                Event::AutocastEnd | Event::Drop(_) => {} // memory alone
+                TraceEvent::AutocastEnd | TraceEvent::Drop(_) => {} // memory alone
             }
         }
         let outputs = graph.outputs.iter().map(|x| named(x, &names));
-        let outputs: Vec<Operand> = outputs.collect();
+        let outputs: Vec<ValueRef> = outputs.collect();
         let mut makers = vec![None; graph.values.len()];
         let mut readers = vec![Vec::new(); graph.values.len()];
         let whole = (0..graph.values.len()).map(|value| {
@@ -125,7 +125,7 @@ impl<'g> Program<'g> {
     }
 
     /// Whether a value comes from outside and is read whole: a weight, an input, a constant.
-    pub fn is_leaf(&self, operand: &Operand) -> bool {
+    pub fn is_leaf(&self, operand: &ValueRef) -> bool {
         self.is_whole[operand.value.0] && !is_made(self.graph, operand.value)
     }
 }
@@ -135,7 +135,7 @@ fn is_made(graph: &Graph, value: ValueId) -> bool {
 }
 
 fn renamed(node: &Node, names: &[ValueId]) -> Node {
-    let of = |operands: &[Operand]| operands.iter().map(|x| named(x, names)).collect();
+    let of = |operands: &[ValueRef]| operands.iter().map(|x| named(x, names)).collect();
     Node {
         inputs: of(&node.inputs),
         reads: of(&node.reads),
@@ -143,8 +143,8 @@ fn renamed(node: &Node, names: &[ValueId]) -> Node {
     }
 }
 
-fn named(operand: &Operand, names: &[ValueId]) -> Operand {
-    Operand {
+fn named(operand: &ValueRef, names: &[ValueId]) -> ValueRef {
+    ValueRef {
         value: names[operand.value.0],
         ..operand.clone()
     }
@@ -178,7 +178,7 @@ impl Flow {
     fn of(
         graph: &Graph,
         nodes: &[Node],
-        outputs: &[Operand],
+        outputs: &[ValueRef],
         is_trained: impl Fn(ValueId) -> bool,
     ) -> Self {
         let count = graph.values.len();

@@ -1,8 +1,7 @@
 //! Values and where they lie.
 
 use super::super::buffer::{Category, Location};
-use super::super::op::Op;
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::super::traced::Parameter;
 use super::{Lower, part};
 use crate::Result;
@@ -12,14 +11,14 @@ use candle_core::DType;
 
 impl Lower<'_> {
     /// A new buffer of the arena.
-    pub(super) fn temporary(&mut self, name: &str, shape: &[usize], dtype: DType) -> Operand {
+    pub(super) fn temporary(&mut self, name: &str, shape: &[usize], dtype: DType) -> BufferRange {
         let category = Category::Temporary;
         let id = self.plan.arena(name, shape, dtype, category);
         self.plan.whole(id)
     }
 
     /// What the threads of one call work in.
-    pub(super) fn scratch(&mut self, shape: &[usize], dtype: DType) -> Operand {
+    pub(super) fn scratch(&mut self, shape: &[usize], dtype: DType) -> BufferRange {
         let name = match dtype {
             DType::U32 => "workspace",
             _ => "scratch",
@@ -29,7 +28,7 @@ impl Lower<'_> {
     }
 
     /// Where a value goes that a form makes: a new buffer, or what the plan gives out.
-    pub(super) fn make(&mut self, value: ValueId, name: &str, shape: &[usize]) -> Operand {
+    pub(super) fn make(&mut self, value: ValueId, name: &str, shape: &[usize]) -> BufferRange {
         if let Some(place) = &self.places[value.0]
             && self.plan.buffers[place.buffer].location == Location::Output
         {
@@ -42,7 +41,7 @@ impl Lower<'_> {
     }
 
     /// Has the first output made where the plan gives it out.
-    pub(super) fn place_output(&mut self) -> Operand {
+    pub(super) fn place_output(&mut self) -> BufferRange {
         let program = self.program.clone();
         let output = &program.outputs[0];
         let value = program.graph.value(output.value);
@@ -55,7 +54,7 @@ impl Lower<'_> {
     }
 
     /// Where all of a value lies.
-    pub(super) fn value(&mut self, id: ValueId) -> Operand {
+    pub(super) fn value(&mut self, id: ValueId) -> BufferRange {
         if let Some(operand) = &self.places[id.0] {
             return operand.clone();
         }
@@ -119,7 +118,7 @@ impl Lower<'_> {
     }
 
     /// The elements of an operand, one after another: where they lie, or a copy.
-    pub(super) fn read(&mut self, operand: &graph::Operand) -> Operand {
+    pub(super) fn read(&mut self, operand: &graph::ValueRef) -> BufferRange {
         let elements = self.program.graph.value(operand.value).elements();
         let Some(view) = &operand.view else {
             return part(&self.value(operand.value), 0, elements);
@@ -155,7 +154,7 @@ impl Lower<'_> {
         let base = self.value(operand.value);
         let kernel = strided::gather(view.clone());
         let writes = [("y", copy.clone())];
-        self.plan.call(Op::Kernel(kernel), [("x", base)], writes);
+        self.plan.call(kernel, [("x", base)], writes);
         self.dense.insert(key, copy.clone());
         copy
     }
@@ -165,9 +164,9 @@ impl Lower<'_> {
     pub(super) fn table(
         &mut self,
         name: &str,
-        operand: &graph::Operand,
+        operand: &graph::ValueRef,
         dtype: DType,
-    ) -> Result<Operand> {
+    ) -> Result<BufferRange> {
         let known = self.tables.iter().position(|(other, _)| other == operand);
         if let Some(number) = known {
             let mut buffers = self.plan.buffers.iter();

@@ -1,25 +1,27 @@
 //! Weights: the copies that products read, their gradients, and when they are updated.
 
 use super::super::buffer::{BufferId, Category, Location};
-use super::super::op::{Accumulate, Op};
-use super::super::plan::Operand;
+use super::super::plan::BufferRange;
 use super::super::update::Update;
 use super::program::Program;
 use super::{Job, Lower};
 use crate::graph::ValueId;
+use crate::ops::arithmetic::lowering::accumulated;
+use crate::ops::converted;
+use crate::ops::lowering::Accumulate;
 use candle_core::DType;
 use std::collections::HashMap;
 
 /// What has become of the weights so far.
 pub(super) struct Weights {
     /// By parameter.
-    pub gradients: Vec<Option<Operand>>,
+    pub gradients: Vec<Option<BufferRange>>,
     /// By parameter: how many gradients are still to be added.
     to_come: Vec<usize>,
     /// By parameter: whether only what is differentiated reads it, so that nothing does once its gradient is complete.
     is_free_early: Vec<bool>,
     /// In the dtype that products read them in.
-    copies: HashMap<ValueId, Operand>,
+    copies: HashMap<ValueId, BufferRange>,
     /// Parameters whose gradients are complete, to be updated in backward.
     waiting: Vec<usize>,
     /// The same, to be updated at its end.
@@ -68,7 +70,7 @@ impl Lower<'_> {
 
     /// Weights as a product in `dtype` reads them, one under the other: the one itself, or the copy in half precision,
     /// which is made where the first product of a step asks for it, and serves all others.
-    pub(super) fn product_weight(&mut self, weights: &[ValueId], dtype: DType) -> Operand {
+    pub(super) fn product_weight(&mut self, weights: &[ValueId], dtype: DType) -> BufferRange {
         let first = weights[0];
         if self.program.graph.value(first).dtype == dtype {
             assert_eq!(
@@ -84,7 +86,7 @@ impl Lower<'_> {
                 _ => self.plan.whole(copy.buffer),
             };
         }
-        let all: Vec<Operand> = weights.iter().map(|weight| self.value(*weight)).collect();
+        let all: Vec<BufferRange> = weights.iter().map(|weight| self.value(*weight)).collect();
         let (shape, name) = (self.stacked(&all), self.names(&all));
         let (category, location) = (Category::WeightCopy, Location::Arena { offset_bytes: 0 });
         let buffers = &mut self.plan.buffers;
@@ -96,10 +98,9 @@ impl Lower<'_> {
             location,
         );
         for ((value, weight), part) in weights.iter().zip(&all).zip(parts(&all, copy)) {
-            let elements = part.elements.len();
             self.weights.copies.insert(*value, part.clone());
-            let (op, reads) = (Op::Cast { elements }, [("x", weight.clone())]);
-            self.plan.call(op, reads, [("y", part)]);
+            self.plan
+                .call(converted(), [("x", weight.clone())], [("y", part)]);
         }
         self.plan.whole(copy)
     }
@@ -109,7 +110,7 @@ impl Lower<'_> {
         &mut self,
         weights: &[ValueId],
         dtype: DType,
-    ) -> (Operand, Accumulate) {
+    ) -> (BufferRange, Accumulate) {
         let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();
         if let Some(gradient) = numbers
             .first()
@@ -121,7 +122,7 @@ impl Lower<'_> {
             1 => Accumulate::Never,
             _ => Accumulate::AfterFirst,
         };
-        let all: Vec<Operand> = weights.iter().map(|weight| self.value(*weight)).collect();
+        let all: Vec<BufferRange> = weights.iter().map(|weight| self.value(*weight)).collect();
         let (shape, name) = (self.stacked(&all), self.names(&all));
         let (category, location) = (Category::Gradient, Location::Arena { offset_bytes: 0 });
         let buffers = &mut self.plan.buffers;
@@ -148,13 +149,14 @@ impl Lower<'_> {
         };
         let passes = self.is_on_gpu() && self.job.config.optimizer_in_backward;
         match factors {
+            DType::F64 => DType::F64,
             DType::BF16 if passes && weights.iter().all(is_last) => DType::BF16,
             _ => DType::F32,
         }
     }
 
     /// Adds a gradient that an op has made by itself to a parameter's.
-    pub(super) fn add_to_gradient(&mut self, value: ValueId, gradient: Operand) {
+    pub(super) fn add_to_gradient(&mut self, value: ValueId, gradient: BufferRange) {
         let Some(number) = self.trained(value) else {
             return;
         };
@@ -164,12 +166,8 @@ impl Lower<'_> {
         } else {
             let dtype = self.program.graph.value(value).dtype;
             let (sum, accumulate) = self.gradient_of_weights(&[value], dtype);
-            let elements = sum.elements.len();
-            let op = Op::Accumulate {
-                elements,
-                accumulate,
-            };
-            self.plan.call(op, [("x", gradient)], [("y", sum)]);
+            let kernel = accumulated(accumulate);
+            self.plan.call(kernel, [("x", gradient)], [("y", sum)]);
         }
         self.gradient_done(&[value]);
     }
@@ -238,14 +236,14 @@ impl Lower<'_> {
     }
 
     /// The shape of weights one under the other.
-    fn stacked(&self, weights: &[Operand]) -> Vec<usize> {
+    fn stacked(&self, weights: &[BufferRange]) -> Vec<usize> {
         let shapes = weights.iter().map(|w| &self.plan.buffers[w.buffer].shape);
         let mut shape = self.plan.buffers[weights[0].buffer].shape.clone();
         shape[0] = shapes.map(|shape| shape[0]).sum();
         shape
     }
 
-    fn names(&self, weights: &[Operand]) -> String {
+    fn names(&self, weights: &[BufferRange]) -> String {
         let names = weights
             .iter()
             .map(|w| self.plan.buffers[w.buffer].name.as_str());
@@ -254,12 +252,12 @@ impl Lower<'_> {
 }
 
 /// The place of each weight in `stack`, where they lie one under the other.
-fn parts(weights: &[Operand], stack: BufferId) -> Vec<Operand> {
+fn parts(weights: &[BufferRange], stack: BufferId) -> Vec<BufferRange> {
     let mut end = 0;
     let parts = weights.iter().map(|weight| {
         let start = end;
         end += weight.elements.len();
-        Operand {
+        BufferRange {
             buffer: stack,
             elements: start..end,
         }

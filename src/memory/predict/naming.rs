@@ -2,7 +2,7 @@
 
 use super::replay::{Buffer, Formula, What};
 use super::{MemoryBreakdown, MemoryKind};
-use crate::graph::{Event, Graph, Source};
+use crate::graph::{Graph, Source, TraceEvent};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -51,7 +51,7 @@ impl Naming<'_> {
                 _ => "a weight".into(),
             },
             What::Output(event) => match self.graph.events.get(event) {
-                Some(Event::Node(node)) => {
+                Some(TraceEvent::Node(node)) => {
                     let parts = node.path.split('/').map(|part| without_numbers(part, '.'));
                     let parts: Vec<String> = parts.collect();
                     parts.join("/").into()

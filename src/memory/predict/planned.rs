@@ -5,7 +5,7 @@ use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind};
 use crate::Result;
 use crate::attention::{Algorithm, AttentionConfig};
 use crate::compile::{Attention, AttentionPlanConfig, Category};
-use crate::graph::Step;
+use crate::graph::MemoryStep;
 use candle_core::Device;
 
 /// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs: what its
@@ -95,7 +95,7 @@ pub fn planned_attention_breakdown(
             .nodes()
             .flat_map(|node| node.forward.iter().chain(&node.backward));
         let rooms = steps.filter_map(|step| match step {
-            Step::Take(room) | Step::Pass(room) => Some(room),
+            MemoryStep::Take(room) | MemoryStep::Pass(room) => Some(room),
             _ => None,
         });
         let largest = rooms.max_by(|a, b| a.elements.total_cmp(&b.elements));

@@ -7,7 +7,7 @@ use super::workload::{optimizer_state, place};
 use super::{MemoryKind, Mode, Workload};
 use crate::Result;
 use crate::attention::Algorithm;
-use crate::graph::{self, Event, Graph};
+use crate::graph::{self, Graph, TraceEvent};
 use crate::model::{PARAMETERS_FORMULA, TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use candle_core::DType;
@@ -226,9 +226,9 @@ fn starts(graph: &Graph, layers: usize) -> Vec<Start> {
     let mut entered = None;
     for (i, event) in graph.events.iter().enumerate() {
         match event {
-            Event::Enter(_) => entered = Some(i),
-            Event::Leave => entered = None,
-            Event::Node(node) if starts.len() < layers => {
+            TraceEvent::Enter(_) => entered = Some(i),
+            TraceEvent::Leave => entered = None,
+            TraceEvent::Node(node) if starts.len() < layers => {
                 let name = format!("layers.{}/", starts.len());
                 if node.path.starts_with(&name) {
                     starts.push(Start {
@@ -237,7 +237,7 @@ fn starts(graph: &Graph, layers: usize) -> Vec<Start> {
                     });
                 }
             }
-            Event::Node(node) if !node.path.starts_with("layers.") && node.op != "release" => {
+            TraceEvent::Node(node) if !node.path.starts_with("layers.") && node.op != "release" => {
                 starts.push(Start { outer: i, inner: i });
                 return starts;
             }
@@ -250,7 +250,7 @@ fn starts(graph: &Graph, layers: usize) -> Vec<Start> {
 /// Where the blocks of a segment have ended: where it is left, or where the next one begins.
 fn inner_end(graph: &Graph, segment: Range<usize>) -> usize {
     let mut events = segment.clone();
-    let left = events.find(|i| graph.events[*i] == Event::Leave);
+    let left = events.find(|i| graph.events[*i] == TraceEvent::Leave);
     left.unwrap_or(segment.end)
 }
 

@@ -1,11 +1,11 @@
 //! Elementwise arithmetic in a plan: broadcast inputs are repeated, and their gradients summed.
 
-use crate::kernels::cpu::arithmetic as kernel;
+use crate::kernels::cpu::{arithmetic as kernel, reduce};
 #[cfg(feature = "cuda")]
-use crate::kernels::cuda::arithmetic;
+use crate::kernels::cuda::{arithmetic, copy};
 use crate::ops::cast::converted;
 use crate::ops::elementwise::map;
-use crate::ops::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
+use crate::ops::lowering::{Accumulate, Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
 use crate::ops::strided;
 
 /// Reads a and b; writes y: an elementwise kernel of two.
@@ -83,6 +83,22 @@ pub(super) const DIV: Lowering = Lowering {
         backward.calls
     },
 };
+
+/// Reads x; writes y, which x is copied or added to.
+pub(crate) fn accumulated(accumulate: Accumulate) -> Kernel {
+    let kernel = kernel!("accumulate", |T, k, s| {
+        let x = s.x::<T>("x")?;
+        match s.adds(k) {
+            false => s.y::<T>("y")?.copy_from_slice(x),
+            true => reduce::add_scaled(s.y("y")?, x, 1.0),
+        }
+    });
+    let kernel = on_gpu!(kernel, |k, l| match (l.x("x")?, l.y("y")?) {
+        (x, y) if l.adds(k) => arithmetic::add(l.gpu, y, x, y),
+        (x, y) => copy(l.gpu, x, y),
+    });
+    kernel.accumulating(accumulate)
+}
 
 /// `f` of both inputs in the output's shape, rounded where the output is.
 fn forward(signature: &Signature<'_>, kernel: Kernel) -> Calls {

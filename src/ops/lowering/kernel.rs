@@ -2,24 +2,35 @@
 
 #[cfg(feature = "cuda")]
 use super::Named;
-use super::Slices;
+use super::{Accumulate, Slices};
 use crate::attention::Mask;
 use crate::graph::{self, Attribute};
+use crate::ops::product::PRODUCT;
 use candle_core::{Result, bail};
 use std::fmt;
 #[cfg(feature = "cuda")]
 use {
-    crate::kernels::cuda::{View, matmul::Products},
+    crate::kernels::cuda::{
+        View,
+        matmul::{Matrix, Products},
+    },
     candle_core::DType,
     candle_core::cuda_backend::CudaDevice,
     std::cell::RefCell,
 };
 
-/// A kernel by name, of what it does with its parameters and slices; `$T` is the type of its first operand's elements.
+/// A kernel by name, of what it does with its parameters and slices; `$T` is the type of the elements of its first
+/// operand, or of the one named `$of`.
 macro_rules! kernel {
     ($name:expr, |$T:ident, $k:pat_param, $s:ident| $body:expr) => {
+        $crate::ops::lowering::kernel!(@ $name, dtype(), |$T, $k, $s| $body)
+    };
+    ($name:expr, of $of:literal, |$T:ident, $k:pat_param, $s:ident| $body:expr) => {
+        $crate::ops::lowering::kernel!(@ $name, dtype_of($of), |$T, $k, $s| $body)
+    };
+    (@ $name:expr, $dtype:ident($($of:literal)?), |$T:ident, $k:pat_param, $s:ident| $body:expr) => {
         $crate::ops::lowering::Kernel::new($name, |$k, $s| {
-            $crate::ops::cpu::for_stored!($s.dtype()?, $T => {
+            $crate::ops::cpu::for_stored!($s.$dtype($($of)?)?, $T => {
                 $body;
                 Ok(())
             })
@@ -57,10 +68,19 @@ pub(crate) struct Operands<'a> {
     pub products: RefCell<&'a mut Products>,
     pub reads: Named<View<'a>>,
     pub writes: Named<View<'a>>,
+    /// Of the micro-batches of a step, the one whose calls these are.
+    pub micro_batch: usize,
+    /// What the gradient of the loss is multiplied by: (1) in f32.
+    pub loss_scale: View<'a>,
 }
 
 #[cfg(feature = "cuda")]
 impl<'a> Operands<'a> {
+    /// Whether a call adds to what it writes.
+    pub fn adds(&self, kernel: &Kernel) -> bool {
+        kernel.accumulate.adds(self.micro_batch)
+    }
+
     /// What is read as `name`.
     pub fn x(&self, name: &str) -> Result<View<'a>> {
         match self.reads.get(name) {
@@ -76,6 +96,22 @@ impl<'a> Operands<'a> {
             None => bail!("{name} is not written"),
         }
     }
+
+    /// What computes `c = a b`, so many times: from [a, b], c and their number.
+    pub fn multiplier(&self) -> impl FnMut([Matrix; 2], Matrix, usize) -> Result<()> {
+        let mut products = self.products.borrow_mut();
+        move |factors, c, count| products.multiply(self.gpu, factors, c, count, false)
+    }
+
+    /// What is read as `name`, if the call has it.
+    pub fn some_x(&self, name: &str) -> Option<View<'a>> {
+        self.reads.get(name).copied()
+    }
+
+    /// What is written as `name`, if the call has it.
+    pub fn some_y(&self, name: &str) -> Option<View<'a>> {
+        self.writes.get(name).copied()
+    }
 }
 
 /// A kernel as a planned call has it: its name, its parameters, and the function that runs it on the CPU, and where it
@@ -85,7 +121,11 @@ pub struct Kernel {
     name: &'static str,
     attributes: Vec<(&'static str, Attribute)>,
     view: Option<graph::View>,
+    accumulate: Accumulate,
+    sum: Option<&'static str>,
+    is_in_place: bool,
     flops: f64,
+    scores: f64,
     run: Run,
     is_on_gpu: bool,
     #[cfg(feature = "cuda")]
@@ -98,12 +138,21 @@ impl Kernel {
             name,
             attributes: Vec::new(),
             view: None,
+            accumulate: Accumulate::Never,
+            sum: None,
+            is_in_place: false,
             flops: 0.0,
+            scores: 0.0,
             run,
             is_on_gpu: false,
             #[cfg(feature = "cuda")]
             launch: None,
         }
+    }
+
+    /// One that only GPUs have.
+    pub(crate) fn of_gpus(name: &'static str) -> Self {
+        Self::new(name, |k, _| bail!("{} was planned for a GPU", k.name))
     }
 
     /// Of which a GPU has one too: see [`on_gpu`].
@@ -160,6 +209,32 @@ impl Kernel {
         Self { flops, ..self }
     }
 
+    /// With how many scores it computes, and does not write.
+    pub(crate) fn scoring(self, scores: f64) -> Self {
+        Self { scores, ..self }
+    }
+
+    /// Which reads what it writes: elements that it changes in place.
+    pub(crate) fn in_place(self) -> Self {
+        Self {
+            is_in_place: true,
+            ..self
+        }
+    }
+
+    /// Which can [add](Self::accumulating) to what it writes as `sum`.
+    pub(crate) fn summing(self, sum: &'static str) -> Self {
+        Self {
+            sum: Some(sum),
+            ..self
+        }
+    }
+
+    /// Which adds to what it writes.
+    pub(crate) fn accumulating(self, accumulate: Accumulate) -> Self {
+        Self { accumulate, ..self }
+    }
+
     /// As reports call it.
     pub fn name(&self) -> &'static str {
         self.name
@@ -170,9 +245,47 @@ impl Kernel {
         &self.attributes
     }
 
-    /// FLOPs of its matrix products: the model's work, whatever the kernel leaves out.
+    /// Whether it is a matrix product and nothing else.
+    pub fn is_product(&self) -> bool {
+        self.name == PRODUCT
+    }
+
+    /// Its parameters in words, as `explain` prints them.
+    pub fn sizes(&self) -> String {
+        let attributes = self.attributes.iter();
+        let words = attributes.filter_map(|(name, value)| match value {
+            Attribute::Flag(true) => Some((*name).to_string()),
+            Attribute::Flag(false) => None,
+            value => Some(format!("{name} {value}")),
+        });
+        let accumulate = Some(self.accumulate.to_string()).filter(|words| !words.is_empty());
+        words.chain(accumulate).collect::<Vec<_>>().join(", ")
+    }
+
+    /// FLOPs of its matrix products: the model's work, as [`flops`](crate::model::flops) counts it, whatever the kernel
+    /// leaves out or does twice.
     pub fn flops(&self) -> f64 {
         self.flops
+    }
+
+    /// How many scores it computes and does not write, as attention does.
+    pub(crate) fn scores(&self) -> f64 {
+        self.scores
+    }
+
+    /// Whether it adds to what it writes.
+    pub fn accumulate(&self) -> Accumulate {
+        self.accumulate
+    }
+
+    /// The operand that it can add to.
+    pub(crate) fn sum(&self) -> Option<&'static str> {
+        self.sum
+    }
+
+    /// Whether what it writes is also read: what is added to or changed in place.
+    pub fn reads_what_it_writes(&self) -> bool {
+        self.is_in_place || self.accumulate != Accumulate::Never
     }
 
     pub(crate) fn view(&self) -> Result<&graph::View> {
@@ -231,15 +344,22 @@ pub(super) fn find(attributes: &[(&'static str, Attribute)], name: &str) -> Opti
     attributes.find_map(|(other, value)| (*other == name).then_some(*value))
 }
 
-/// By name and parameters: the function follows from the name.
+/// By name and parameters: the function follows from these.
 impl PartialEq for Kernel {
     fn eq(&self, other: &Self) -> bool {
-        self.name == other.name && self.attributes == other.attributes && self.view == other.view
+        let parameters = |x: &Self| (x.name, x.accumulate, x.is_in_place);
+        parameters(self) == parameters(other)
+            && self.attributes == other.attributes
+            && self.view == other.view
     }
 }
 
 impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:?} {:?}", self.name, self.attributes, self.view)
+        write!(f, "{} {:?} {:?}", self.name, self.attributes, self.view)?;
+        match self.accumulate {
+            Accumulate::Never => Ok(()),
+            accumulate => write!(f, " {accumulate:?}"),
+        }
     }
 }

@@ -4,18 +4,20 @@
 //! form, and runs the same kernels; its [`OpInfo`](super::info::OpInfo) has it. What does not: buffers and their
 //! places, which are [`compile`](crate::compile)'s.
 
+mod accumulate;
 mod kernel;
 mod named;
 mod slices;
 #[cfg(test)]
 mod tests;
 
+pub use accumulate::Accumulate;
 pub use kernel::Kernel;
 #[cfg(feature = "cuda")]
 pub(crate) use kernel::Operands;
 pub(crate) use kernel::{kernel, on_gpu};
 pub use named::Named;
-pub(crate) use slices::{Slice, Slices};
+pub(crate) use slices::{Slice, Slices, StepState};
 
 use crate::graph::{self, Attribute, Graph, Node, ValueId};
 use crate::probe::Operand;
@@ -48,7 +50,7 @@ impl<'g> Signature<'g> {
             dims: &graph.value(id).shape,
             dtype: graph.value(id).dtype,
         };
-        let operands = |operands: &'g [graph::Operand]| {
+        let operands = |operands: &'g [graph::ValueRef]| {
             let operands = operands.iter().map(|operand| Operand {
                 dims: graph.shape_of(operand),
                 dtype: graph.value(operand.value).dtype,

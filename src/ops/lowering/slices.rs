@@ -1,6 +1,6 @@
 //! The operands of a call on the CPU.
 
-use super::Named;
+use super::{Kernel, Named};
 use crate::kernels::cpu::Real;
 use candle_core::{DType, Result, WithDType, bail};
 use half::{bf16, f16};
@@ -44,17 +44,41 @@ impl<'a> Slice<'a> {
     }
 }
 
+/// Of a step, what its calls are told.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepState {
+    /// Of its micro-batches, the one whose calls these are.
+    pub micro_batch: usize,
+    /// What the gradient of the loss is multiplied by.
+    pub loss_scale: f64,
+}
+
 /// The operands of one call.
 pub(crate) struct Slices<'a> {
+    pub step: StepState,
     reads: Named<Slice<'a>>,
     /// Empty where it was handed out: a second time it would be written twice at once.
     writes: Named<Cell<Option<Slice<'a>>>>,
 }
 
 impl<'a> Slices<'a> {
-    pub fn new(reads: Named<Slice<'a>>, writes: &Named<Slice<'a>>) -> Self {
+    pub fn new(step: StepState, reads: Named<Slice<'a>>, writes: &Named<Slice<'a>>) -> Self {
         let writes = writes.map(|slice| Cell::new(Some(*slice)));
-        Self { reads, writes }
+        Self {
+            step,
+            reads,
+            writes,
+        }
+    }
+
+    /// Whether a call adds to what it writes.
+    pub fn adds(&self, kernel: &Kernel) -> bool {
+        kernel.accumulate().adds(self.step.micro_batch)
+    }
+
+    /// Whether the call reads it.
+    pub fn has_x(&self, name: &str) -> bool {
+        self.reads.get(name).is_some()
     }
 
     /// Of what is read first.
@@ -65,11 +89,12 @@ impl<'a> Slices<'a> {
         }
     }
 
-    /// Of what is written as `name`, before it is.
-    pub fn dtype_written(&self, name: &str) -> Result<DType> {
-        match self.writes.get(name).and_then(Cell::get) {
+    /// Of what is read as `name`, or written, before it is.
+    pub fn dtype_of(&self, name: &str) -> Result<DType> {
+        let written = || self.writes.get(name).and_then(Cell::get);
+        match self.reads.get(name).copied().or_else(written) {
             Some(slice) => Ok(slice.dtype),
-            None => bail!("{name} is not there to be written"),
+            None => bail!("no operand {name}, or it is written already"),
         }
     }
 
@@ -100,6 +125,17 @@ impl<'a> Slices<'a> {
             Some(slice) => taken(name, slice),
             None => bail!("{name} is not written"),
         }
+    }
+
+    /// What is read as `name`, if the call has it.
+    pub fn some_x<T: WithDType>(&self, name: &str) -> Result<Option<&'a [T]>> {
+        self.reads.get(name).map(Slice::as_slice).transpose()
+    }
+
+    /// What is written as `name`, once, if the call has it.
+    pub fn some_y<T: WithDType>(&self, name: &str) -> Result<Option<&'a mut [T]>> {
+        let slice = self.writes.get(name);
+        slice.map(|slice| taken(name, slice)).transpose()
     }
 
     /// As [`x`](Self::x), in the type computed in: for small operands, which half precision is widened to as a whole.

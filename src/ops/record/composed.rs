@@ -2,7 +2,7 @@
 
 use super::apply::leave;
 use super::spec::Spec;
-use crate::graph::{self, Attribute, Step, Target};
+use crate::graph::{self, Attribute, MemoryStep, Target};
 use crate::ops::operand::zeros_of;
 use crate::probe::{self, Kind, Operand};
 use candle_core::{DType, Shape, Tensor};
@@ -84,10 +84,10 @@ impl Spec for Composed {
     }
 
     /// Of one op. What several of candle's own keep and take between them is not known here.
-    fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<MemoryStep> {
         let step = match self.passes_through {
-            true => Step::PassThrough,
-            false => Step::gradient,
+            true => MemoryStep::PassThrough,
+            false => MemoryStep::gradient,
         };
         (0..inputs.len()).map(step).collect()
     }

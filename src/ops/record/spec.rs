@@ -1,6 +1,6 @@
 //! What an op says of a call before it runs.
 
-use crate::graph::{Attribute, Step, Target};
+use crate::graph::{Attribute, MemoryStep, Target};
 use crate::probe::Operand;
 use candle_core::{DType, Shape, Tensor};
 
@@ -26,13 +26,13 @@ pub(crate) trait Spec {
 
     /// What forward does to memory on `target`. By default it makes what it keeps and its output, and takes nothing
     /// else.
-    fn forward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<MemoryStep> {
         made(self, inputs)
     }
 
     /// What backward does to memory on `target`. By default it makes a gradient for each input.
-    fn backward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<Step> {
-        (0..inputs.len()).map(Step::gradient).collect()
+    fn backward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<MemoryStep> {
+        (0..inputs.len()).map(MemoryStep::gradient).collect()
     }
 
     /// Whether a gradient reaches its output though its inputs are detached: it knows better where to send it.
@@ -45,10 +45,10 @@ pub(crate) trait Spec {
 }
 
 /// Forward makes what `op` keeps, and its output.
-pub(crate) fn made<S: Spec + ?Sized>(op: &S, inputs: &[Operand<'_>]) -> Vec<Step> {
+pub(crate) fn made<S: Spec + ?Sized>(op: &S, inputs: &[Operand<'_>]) -> Vec<MemoryStep> {
     let kept = op.kept(inputs).len();
-    let mut steps: Vec<Step> = (0..kept).map(Step::Keep).collect();
-    steps.push(Step::Output);
+    let mut steps: Vec<MemoryStep> = (0..kept).map(MemoryStep::Keep).collect();
+    steps.push(MemoryStep::Output);
     steps
 }
 

@@ -19,7 +19,7 @@ use tallow::precision::Precision;
 const EAGER: Attend = |q, k, v, config| {
     let eager: Attend = |q, k, v, config| {
         let lse = Tensor::zeros(&q.dims()[..3], DType::F32, &CPU)?;
-        Ok((attention::naive::reference(q, k, v, config)?, lse))
+        Ok((attention::reference::naive(q, k, v, config)?, lse))
     };
     on(&tallow::device("cuda:0")?, eager, [q, k, v], config)
 };
@@ -126,7 +126,7 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     planned.forward(&q, &k, &v).unwrap();
     planned.backward(&d_out).unwrap();
     let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
-    let out = attention::naive::reference(&q, &k, &v, &config).unwrap();
+    let out = attention::reference::naive(&q, &k, &v, &config).unwrap();
     let loss = (&out * &d_out).unwrap().sum_all().unwrap();
     let store = loss.backward().unwrap();
     // Head by head: sums of 8,100 terms that mostly cancel, in another order.

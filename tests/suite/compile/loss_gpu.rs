@@ -17,6 +17,17 @@ struct Trained {
 }
 
 fn train(case: &Case, precision: Precision, device: &Device, steps: usize) -> Trained {
+    train_on(case, precision, device, steps, 1)
+}
+
+/// With each input so many times: as many micro-batches.
+fn train_on(
+    case: &Case,
+    precision: Precision,
+    device: &Device,
+    steps: usize,
+    accumulation: usize,
+) -> Trained {
     let on = |x: &Tensor| x.copy().unwrap().to_device(device).unwrap();
     let parameters = case.parameters.iter();
     let parameters = parameters.map(|(name, var)| {
@@ -28,11 +39,14 @@ fn train(case: &Case, precision: Precision, device: &Device, steps: usize) -> Tr
     let inputs = case.inputs.iter();
     let hollow = inputs.map(|(name, x)| graph::input(name, x.shape(), x.dtype()).unwrap());
     let hollow: Vec<Tensor> = hollow.collect();
-    let inputs: Vec<_> = case.inputs.iter().map(|(name, x)| (*name, on(x))).collect();
+    let repeated = |x: &Tensor| Tensor::cat(&vec![x; accumulation], 0).unwrap();
+    let inputs = case.inputs.iter();
+    let inputs: Vec<_> = inputs.map(|(name, x)| (*name, on(&repeated(x)))).collect();
     let inputs: Vec<_> = inputs.iter().map(|(name, x)| (*name, x)).collect();
     let mut optimizer = AdamW::new(parameters, AdamWConfig::default()).unwrap();
     let config = StepConfig {
         clip_norm: Some(1.0),
+        accumulation,
         ..Default::default()
     };
     let loss = || precision.run(|| (case.loss)(&weights, &hollow));
@@ -95,4 +109,18 @@ fn losses_are_those_of_the_cpu(
         };
         assert!(error <= allowed, "step {i}: {got} for {wanted}");
     }
+}
+
+/// The mean of equal micro-batches is that of one of them.
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn micro_batches(#[values(every_op, parts)] case: fn() -> Case) {
+    let (gpu, case) = (crate::gpu(), case());
+    let [whole, mean] = [1, 3].map(|n| train_on(&case, Precision::F32, &gpu, 3, n));
+    for (got, wanted) in mean.losses.iter().zip(&whole.losses) {
+        let error = f64::from((got - wanted).abs() / wanted.abs());
+        assert!(error <= 2e-5, "{got} for {wanted}");
+    }
+    let error = furthest(&whole, &mean);
+    assert!(error <= 1e-5, "{error}");
 }

@@ -108,8 +108,8 @@ fn explain_says_what_is_done_and_where() {
     for wanted in [
         "layers.1/attn/q_proj",
         "add_rms_norm",
-        "74 x 48 * 48 x 48^T",                                 // x W^T
-        "48 x 74^T * 74 x 48, += from the second micro-batch", // dy^T x
+        "rows 74, cols 48, depth 48, b_transposed", // x W^T
+        "rows 48, cols 48, depth 74, a_transposed, += from the second micro-batch", // dy^T x
         "clip_factor",
         "run 2 times a step",
         &format!("({} bytes)", plan.peak_bytes()),

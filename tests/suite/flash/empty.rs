@@ -24,7 +24,7 @@ const NAIVE: Attend = |q, k, v, config| {
 };
 const NAIVE_REFERENCE: Attend = |q, k, v, config| {
     let (_, lse) = NAIVE(q, k, v, config)?;
-    Ok((attention::naive::reference(q, k, v, config)?, lse))
+    Ok((attention::reference::naive(q, k, v, config)?, lse))
 };
 
 #[rstest]

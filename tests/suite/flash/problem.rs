@@ -23,7 +23,7 @@ pub type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> Result<(Ten
 /// The kernel, wherever there is one.
 pub const FLASH: Attend = |q, k, v, config| there(attention::flash_with_lse, [q, k, v], config);
 pub const REFERENCE: Attend =
-    |q, k, v, config| there(attention::flash::reference, [q, k, v], config);
+    |q, k, v, config| there(attention::reference::flash, [q, k, v], config);
 
 /// The device that attention runs on (see the head of `flash.rs`).
 pub fn device() -> Device {

@@ -126,50 +126,50 @@ fn references_can_be_called() {
         let through_policy = with_kernel_policy(REFERENCE, op).unwrap();
         assert_eq!(bits(&direct.unwrap()), bits(&through_policy));
     };
-    same(ops::relu::reference(&x), &|| ops::relu(&x));
-    same(ops::swiglu::reference(&x, &x), &|| ops::swiglu(&x, &x));
-    same(ops::rms_norm::reference(&x, &weight, 1e-5), &|| {
+    same(ops::reference::relu(&x), &|| ops::relu(&x));
+    same(ops::reference::swiglu(&x, &x), &|| ops::swiglu(&x, &x));
+    same(ops::reference::rms_norm(&x, &weight, 1e-5), &|| {
         ops::rms_norm(&x, &weight, 1e-5)
     });
     same(
-        ops::layer_norm::reference(&x, &weight, &bias, 1e-5),
+        ops::reference::layer_norm(&x, &weight, &bias, 1e-5),
         &|| ops::layer_norm(&x, &weight, &bias, 1e-5),
     );
-    same(ops::softmax::reference(&x, 0.5, Mask::Causal), &|| {
+    same(ops::reference::softmax(&x, 0.5, Mask::Causal), &|| {
         ops::softmax(&x, 0.5, Mask::Causal)
     });
-    same(ops::rope::reference(&x, &cos, &sin), &|| {
+    same(ops::reference::rope(&x, &cos, &sin), &|| {
         ops::rope(&x, &cos, &sin)
     });
-    same(ops::linear::reference(&x, &square), &|| {
+    same(ops::reference::linear(&x, &square), &|| {
         ops::linear(&x, &square)
     });
-    same(ops::linear_bias::reference(&x, &square, &bias), &|| {
+    same(ops::reference::linear_bias(&x, &square, &bias), &|| {
         ops::linear_bias(&x, &square, &bias)
     });
     let heads = normal(&[2, 3, 6], 5);
-    same(ops::repeat_heads::reference(&heads, 2), &|| {
+    same(ops::reference::repeat_heads(&heads, 2), &|| {
         ops::repeat_heads(&heads, 2)
     });
     for form in [Gelu::Erf, Gelu::Tanh] {
-        same(ops::gelu::reference(&x, form), &|| ops::gelu(&x, form));
+        same(ops::reference::gelu(&x, form), &|| ops::gelu(&x, form));
     }
-    same(ops::tanh::reference(&x), &|| ops::tanh(&x));
-    same(ops::sigmoid::reference(&x), &|| ops::sigmoid(&x));
-    same(ops::silu::reference(&x), &|| ops::silu(&x));
-    same(ops::embedding::reference(&ids, &x.t().unwrap()), &|| {
+    same(ops::reference::tanh(&x), &|| ops::tanh(&x));
+    same(ops::reference::sigmoid(&x), &|| ops::sigmoid(&x));
+    same(ops::reference::silu(&x), &|| ops::silu(&x));
+    same(ops::reference::embedding(&ids, &x.t().unwrap()), &|| {
         ops::embedding(&ids, &x.t().unwrap())
     });
-    same(ops::matmul::reference(&x, &square, false), &|| {
+    same(ops::reference::matmul(&x, &square, false), &|| {
         ops::matmul(&x, &square)
     });
-    same(ops::matmul::reference(&x, &square, true), &|| {
+    same(ops::reference::matmul(&x, &square, true), &|| {
         ops::matmul_transposed(&x, &square)
     });
-    same(ops::cross_entropy::reference(&x, &ids, None), &|| {
+    same(ops::reference::cross_entropy(&x, &ids, None), &|| {
         ops::cross_entropy(&x, &ids)
     });
-    same(ops::cross_entropy::reference(&x, &ids, Some(5)), &|| {
+    same(ops::reference::cross_entropy(&x, &ids, Some(5)), &|| {
         ops::cross_entropy_ignoring(&x, &ids, 5)
     });
 }

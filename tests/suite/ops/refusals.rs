@@ -278,32 +278,32 @@ fn integers_in_references() {
     let refusals = [
         (
             "cross_entropy",
-            ops::cross_entropy::reference(&x, &ids(&[0, 1]), None),
+            ops::reference::cross_entropy(&x, &ids(&[0, 1]), None),
         ),
-        ("embedding", ops::embedding::reference(&ids(&[0, 1]), &x)),
+        ("embedding", ops::reference::embedding(&ids(&[0, 1]), &x)),
         (
             "layer_norm",
-            ops::layer_norm::reference(&x, &row, &row, 1e-5),
+            ops::reference::layer_norm(&x, &row, &row, 1e-5),
         ),
-        ("linear", ops::linear::reference(&x, &x)),
+        ("linear", ops::reference::linear(&x, &x)),
         (
             "linear_cross_entropy",
-            ops::linear_cross_entropy::reference(&x, &x, &ids(&[0, 1])),
+            ops::reference::linear_cross_entropy(&x, &x, &ids(&[0, 1])),
         ),
-        ("matmul", ops::matmul::reference(&x, &x, true)),
-        ("relu", ops::relu::reference(&x)),
-        ("rms_norm", ops::rms_norm::reference(&x, &row, 1e-5)),
-        ("rope", ops::rope::reference(&x, &half, &half)),
-        ("softmax", ops::softmax::reference(&x, 1.0, Mask::Full)),
-        ("swiglu", ops::swiglu::reference(&x, &x)),
-        ("swiglu_linear", ops::swiglu_linear::reference(&x, &x, &x)),
+        ("matmul", ops::reference::matmul(&x, &x, true)),
+        ("relu", ops::reference::relu(&x)),
+        ("rms_norm", ops::reference::rms_norm(&x, &row, 1e-5)),
+        ("rope", ops::reference::rope(&x, &half, &half)),
+        ("softmax", ops::reference::softmax(&x, 1.0, Mask::Full)),
+        ("swiglu", ops::reference::swiglu(&x, &x)),
+        ("swiglu_linear", ops::reference::swiglu_linear(&x, &x, &x)),
         (
             "attention::naive",
-            attention::naive::reference(&heads, &heads, &heads, &config),
+            attention::reference::naive(&heads, &heads, &heads, &config),
         ),
         (
             "attention::flash",
-            attention::flash::reference(&heads, &heads, &heads, &config).map(|(out, _)| out),
+            attention::reference::flash(&heads, &heads, &heads, &config).map(|(out, _)| out),
         ),
     ];
     for (op, result) in refusals {

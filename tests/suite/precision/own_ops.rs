@@ -65,7 +65,7 @@ fn all() -> Vec<Op> {
             heads(),
             vec![heads(), heads()],
             Lower,
-            |x, w| attention::naive::reference(x, &w[0], &w[1], &causal()),
+            |x, w| attention::reference::naive(x, &w[0], &w[1], &causal()),
         ),
         ("flash", heads(), vec![heads(), heads()], Lower, |x, w| {
             attention::flash(x, &w[0], &w[1], &causal())
@@ -279,9 +279,9 @@ fn outside_nothing_is_cast() {
 fn the_reference_of_attention_is_one_op() {
     let [q, k, v] = [1, 2, 3].map(|salt| numbers(&[1, 2, 5, 8], DType::F32, salt));
     let half = [&q, &k, &v].map(|x| x.to_dtype(DType::BF16).unwrap());
-    let by_hand = attention::naive::reference(&half[0], &half[1], &half[2], &causal()).unwrap();
+    let by_hand = attention::reference::naive(&half[0], &half[1], &half[2], &causal()).unwrap();
     let inside = autocast(Autocast::cuda(DType::BF16), || {
-        attention::naive::reference(&q, &k, &v, &causal())
+        attention::reference::naive(&q, &k, &v, &causal())
     });
     same(&inside.unwrap(), &by_hand);
 }

@@ -149,7 +149,7 @@ fn fused_rows_say_what_is_inside_and_references_take_it_apart() {
 #[test]
 fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
     use candle_core::{DType, Device, Tensor};
-    use tallow::attention::{AttentionConfig, Mask, naive};
+    use tallow::attention::{AttentionConfig, Mask, reference};
     use tallow::profile::Profiler;
 
     let q = Tensor::ones((2, 3, 5, 8), DType::F32, &Device::Cpu).unwrap();
@@ -159,7 +159,7 @@ fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
     };
     let _alone = super::alone();
     let profiler = Profiler::start_on_this_thread().unwrap();
-    naive::reference(&q, &q, &q, &config).unwrap();
+    reference::naive(&q, &q, &q, &config).unwrap();
     let recording = profiler.finish().unwrap();
     let report = ProfileReport::new(&recording, &Selection::default(), Grouping::Path).unwrap();
     let mut ops: Vec<String> = report

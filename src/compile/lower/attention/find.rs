@@ -5,7 +5,7 @@ use super::super::program::Program;
 use super::super::{Job, Target, attribute, linear, place_of};
 use super::Attention;
 use crate::attention::Mask;
-use crate::compile::sizes::AttentionSizes;
+use crate::attention::in_model::InModel;
 use crate::graph::{self, Attribute, Node, ValueId};
 use crate::ops::strided;
 use candle_core::DType;
@@ -31,9 +31,9 @@ pub(in crate::compile::lower) fn find(
             let x = &maps[0].inputs[0];
             let are_maps = maps.iter().all(|map| {
                 let same_x = map.inputs[0] == *x;
-                map.op == "linear" && same_x && linear::is_map(program, map, 1)
+                map.op == "linear" && same_x && !map.composed
             });
-            let weights = maps.map(|map| map.inputs[1].value);
+            let weights = maps.map(|map| (map, 1));
             let equal = maps.iter().all(|map| {
                 program.graph.value(map.output).shape == program.graph.value(maps[0].output).shape
             });
@@ -103,7 +103,7 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     let angles = q.angles.clone();
     let form = Attention {
         path: place_of(node),
-        sizes: AttentionSizes {
+        sizes: InModel {
             batch,
             length,
             heads,
@@ -131,14 +131,14 @@ struct Heads {
     /// (B, H, T, Dh).
     shape: Vec<usize>,
     /// Cosines and sines, where they are rotated.
-    angles: Option<[graph::Operand; 2]>,
+    angles: Option<[graph::ValueRef; 2]>,
     /// What cuts and rotates them.
     nodes: Vec<usize>,
 }
 
 impl Heads {
     /// What node `reader` reads as `operand`.
-    fn of(program: &Program<'_>, operand: &graph::Operand, reader: usize) -> Option<Self> {
+    fn of(program: &Program<'_>, operand: &graph::ValueRef, reader: usize) -> Option<Self> {
         let mut maker = cut(program, operand, reader)?;
         let (mut angles, mut nodes) = (None, Vec::new());
         if program.nodes[maker].op == "rope" {
@@ -191,13 +191,13 @@ fn third(view: &graph::View, elements: usize) -> Option<usize> {
 }
 
 /// The node that makes all of an operand, which node `reader` alone reads.
-fn cut(program: &Program<'_>, operand: &graph::Operand, reader: usize) -> Option<usize> {
+fn cut(program: &Program<'_>, operand: &graph::ValueRef, reader: usize) -> Option<usize> {
     let is_whole = operand.view.is_none() && program.only_reader(operand.value) == Some(reader);
     is_whole.then(|| program.maker(operand.value)).flatten()
 }
 
 /// The constant that a table is, behind its casts.
-fn constant(program: &Program<'_>, operand: &graph::Operand) -> Option<graph::Operand> {
+fn constant(program: &Program<'_>, operand: &graph::ValueRef) -> Option<graph::ValueRef> {
     let Some(maker) = program.maker(operand.value) else {
         let source = &program.graph.value(operand.value).source;
         let is_dense = operand.view.as_ref().is_none_or(strided::is_contiguous);

@@ -8,24 +8,23 @@ pub(super) use find::find;
 use super::form::Form;
 use super::{Lower, Target};
 use crate::Result;
-use crate::compile::op::Op;
-use crate::compile::plan::Operand;
-use crate::compile::sizes::AttentionSizes;
+use crate::attention::in_model::InModel;
+use crate::compile::plan::BufferRange;
 use crate::graph::{self, ValueId};
 use crate::kernels::workspace;
-use crate::ops::lowering::Named;
+use crate::ops::lowering::{Kernel, Named};
 use candle_core::DType;
 
 struct Attention {
     path: String,
-    sizes: AttentionSizes,
+    sizes: InModel,
     dtype: DType,
     is_naive: bool,
     /// The projections, (N, D) each, or all three as one, (N, 3 D), three times; rotated in place where a kernel does
     /// not rotate by itself.
     qkv: [ValueId; 3],
     /// Cosines and sines, (T, Dh/2) each.
-    angles: Option<[graph::Operand; 2]>,
+    angles: Option<[graph::ValueRef; 2]>,
     /// What is kept for backward: the probabilities; or the log-sum-exp of the scores, and in half precision what
     /// rounding took from the output.
     kept: Vec<ValueId>,
@@ -46,7 +45,7 @@ impl Attention {
     }
 
     /// q, k and v, or what they are packed in.
-    fn qkv(&self, lower: &mut Lower<'_>) -> Named<Operand> {
+    fn qkv(&self, lower: &mut Lower<'_>) -> Named<BufferRange> {
         let names = self.sizes.names(&["qkv"], &["q", "k", "v"]).iter();
         let values = names.zip(&self.qkv);
         let operands = values.map(|(name, value)| (*name, lower.value(*value)));
@@ -54,7 +53,7 @@ impl Attention {
     }
 
     /// cos and sin, where positions rotate.
-    fn angles(&self, lower: &mut Lower<'_>) -> Result<Vec<(&'static str, Operand)>> {
+    fn angles(&self, lower: &mut Lower<'_>) -> Result<Vec<(&'static str, BufferRange)>> {
         let Some([cos, sin]) = &self.angles else {
             return Ok(Vec::new());
         };
@@ -64,7 +63,13 @@ impl Attention {
     }
 
     /// A new buffer of so many f32, or of the dtype that products are computed in.
-    fn buffer(&self, lower: &mut Lower<'_>, name: &str, shape: &[usize], is_wide: bool) -> Operand {
+    fn buffer(
+        &self,
+        lower: &mut Lower<'_>,
+        name: &str,
+        shape: &[usize],
+        is_wide: bool,
+    ) -> BufferRange {
         let dtype = if is_wide { DType::F32 } else { self.dtype };
         lower.temporary(name, shape, dtype)
     }
@@ -77,7 +82,7 @@ impl Attention {
         name: &str,
         shape: &[usize],
         is_wide: bool,
-    ) -> Operand {
+    ) -> BufferRange {
         let place = self.buffer(lower, name, shape, is_wide);
         if let Some(value) = self.kept.get(kept) {
             lower.places[value.0] = Some(place.clone());
@@ -86,12 +91,17 @@ impl Attention {
     }
 
     /// Rotates what positions rotate of q, k and v or of their gradients, in place.
-    fn rotate(&self, lower: &mut Lower<'_>, op: &Op, heads: &Named<Operand>) -> Result<()> {
+    fn rotate(
+        &self,
+        lower: &mut Lower<'_>,
+        kernel: &Kernel,
+        heads: &Named<BufferRange>,
+    ) -> Result<()> {
         let angles = self.angles(lower)?;
         if !angles.is_empty() {
             for x in heads.iter().take(2) {
                 let writes = [("x", x.clone())];
-                lower.plan.call(op.clone(), angles.clone(), writes);
+                lower.plan.call(kernel.clone(), angles.clone(), writes);
             }
         }
         Ok(())
@@ -117,7 +127,7 @@ impl Attention {
             self.keep(lower, 0, "probabilities", &len, true)
         });
         let writes = Named::from([("out", out), ("scratch", scratch)]).with_some("p", p);
-        lower.plan.call(Op::Attention(self.sizes), reads, writes);
+        lower.plan.call(self.sizes.rotating(), reads, writes);
         Ok(())
     }
 
@@ -130,7 +140,7 @@ impl Attention {
             .is_half()
             .then(|| lower.scratch(&self.scores_at_once(), DType::F32));
         let writes = Named::from([("out", out), ("p", p)]).with_some("scores", scores);
-        lower.plan.call(Op::NaiveAttention(self.sizes), qkv, writes);
+        lower.plan.call(self.sizes.naive(), qkv, writes);
     }
 
     fn flash_forward(&self, lower: &mut Lower<'_>) {
@@ -155,22 +165,22 @@ impl Attention {
         let writes = Named::from([("out", heads.clone()), ("lse", lse)]);
         let writes = writes.with_some("workspace", workspace);
         let writes = writes.with_some("rounding_error", rounding_error);
-        lower.plan.call(Op::FlashAttention(self.sizes), qkv, writes);
+        lower.plan.call(self.sizes.tiled(), qkv, writes);
         if !on_gpu {
             let out = lower.make(self.output, "out", &self.shape());
             lower
                 .plan
-                .call(Op::MergeHeads(self.sizes), [("x", heads)], [("y", out)]);
+                .call(self.sizes.merge(), [("x", heads)], [("y", out)]);
         }
     }
 
     fn flash_backward(
         &self,
         lower: &mut Lower<'_>,
-        reads: Named<Operand>,
-        gradients: &Named<Operand>,
+        reads: Named<BufferRange>,
+        gradients: &Named<BufferRange>,
     ) -> Result<()> {
-        let op = Op::FlashAttentionBackward(self.sizes);
+        let op = self.sizes.tiled_backward();
         let [b, h, t, d] = [
             self.sizes.batch,
             self.sizes.heads,
@@ -182,7 +192,7 @@ impl Attention {
             let workspace = lower.scratch(&[words], DType::U32);
             let writes = gradients.clone().with("workspace", workspace);
             lower.plan.call(op, reads, writes);
-            return self.rotate(lower, &Op::RotateBack(self.sizes), gradients);
+            return self.rotate(lower, &self.sizes.rotate_back(), gradients);
         }
         let names = [("dq", "dq_heads"), ("dk", "dk_heads"), ("dv", "dv_heads")];
         let heads = names.map(|(name, buffer)| {
@@ -193,15 +203,14 @@ impl Attention {
         let angles = self.angles(lower)?;
         for (i, ((_, from), to)) in heads.into_iter().zip(gradients.iter()).enumerate() {
             let (reads, writes) = (Named::from([("x", from)]), [("y", to.clone())]);
-            let op = match i < 2 && !angles.is_empty() {
-                true => Op::MergeRotatedBack(self.sizes),
-                false => Op::MergeHeads(self.sizes),
-            };
-            let reads = match op {
-                Op::MergeHeads(_) => reads,
-                _ => reads.and(angles.clone()),
-            };
-            lower.plan.call(op, reads, writes);
+            match i < 2 && !angles.is_empty() {
+                true => {
+                    let (kernel, reads) =
+                        (self.sizes.merge_rotated_back(), reads.and(angles.clone()));
+                    lower.plan.call(kernel, reads, writes);
+                }
+                false => lower.plan.call(self.sizes.merge(), reads, writes),
+            }
         }
         Ok(())
     }
@@ -221,7 +230,7 @@ impl Form for Attention {
             return self.naive_forward(lower, threads);
         }
         let qkv = self.qkv(lower);
-        self.rotate(lower, &Op::Rotate(self.sizes), &qkv)?;
+        self.rotate(lower, &self.sizes.rotate(), &qkv)?;
         match self.is_naive {
             true => self.naive_forward_on_gpu(lower),
             false => self.flash_forward(lower),
@@ -259,7 +268,7 @@ impl Form for Attention {
                 let writes = gradients.clone().with("scratch", scratch);
                 lower
                     .plan
-                    .call(Op::AttentionBackward(self.sizes), reads, writes);
+                    .call(self.sizes.rotating_backward(), reads, writes);
             }
             (true, Target::Cuda) => {
                 let some = self.scores_at_once();
@@ -269,9 +278,9 @@ impl Form for Attention {
                     .then(|| self.buffer(lower, "dscores", &some, false));
                 let writes = gradients.clone().with("dp", d_probabilities);
                 let writes = writes.with_some("dscores", d_scores);
-                let op = Op::NaiveAttentionBackward(self.sizes);
+                let op = self.sizes.naive_backward();
                 lower.plan.call(op, reads.and(kept), writes);
-                self.rotate(lower, &Op::RotateBack(self.sizes), &gradients)?;
+                self.rotate(lower, &self.sizes.rotate_back(), &gradients)?;
             }
             (false, _) => {
                 let reads = reads.with("out", out).and(kept);

@@ -6,7 +6,7 @@
 
 use super::ledger::Key;
 use super::{Replay, elements};
-use crate::graph::{Node, Operand, Step, ValueId};
+use crate::graph::{MemoryStep, Node, ValueId, ValueRef};
 use crate::memory::MemoryKind;
 use std::collections::{HashMap, HashSet};
 
@@ -32,7 +32,7 @@ impl Replay<'_> {
     pub(super) fn order(&self, root: ValueId) -> Vec<usize> {
         let mut order = Vec::new();
         let mut seen = HashSet::new();
-        let mut path: Vec<(usize, &[Operand], usize)> = Vec::new();
+        let mut path: Vec<(usize, &[ValueRef], usize)> = Vec::new();
         let mut next = Some(root);
         loop {
             let found = next.take().and_then(|value| self.maker_behind(value));
@@ -67,7 +67,7 @@ impl Replay<'_> {
     }
 
     /// What a node's gradients go to.
-    fn depends_on(&self, event: usize) -> &[Operand] {
+    fn depends_on(&self, event: usize) -> &[ValueRef] {
         match (self.segment_ended_by(event), self.node(event)) {
             (Some(segment), _) => &self.segments[segment].inputs,
             (None, Some(node)) => &node.inputs,
@@ -78,10 +78,10 @@ impl Replay<'_> {
     fn backward_of(&mut self, event: usize, node: &Node, gradients: &mut Gradients) {
         let incoming = gradients.remove(&node.output);
         let mut taken = Vec::new();
-        let mut made: Vec<(&Operand, Option<Key>)> = Vec::new();
+        let mut made: Vec<(&ValueRef, Option<Key>)> = Vec::new();
         for step in &node.backward {
             match step {
-                Step::Gradient {
+                MemoryStep::Gradient {
                     of,
                     if_tracked,
                     taking,
@@ -97,15 +97,20 @@ impl Replay<'_> {
                     }
                     made.push((input, Some(key)));
                 }
-                Step::PassThrough(of) => {
+                MemoryStep::PassThrough(of) => {
                     let input = &node.inputs[*of];
                     let made_of_it = self.summed(node, input);
                     made.push((input, made_of_it));
                 }
-                Step::Take(room) => taken.push(self.take_room(MemoryKind::Scratch, *room, 1.0)),
-                Step::Pass(room) => self.pass(*room),
-                Step::DropKept(i) => self.free(node.kept[*i].value),
-                Step::Output | Step::Keep(_) | Step::Hold(_) | Step::DropRead(_) => {} // forward's
+                MemoryStep::Take(room) => {
+                    taken.push(self.take_room(MemoryKind::Scratch, *room, 1.0))
+                }
+                MemoryStep::Pass(room) => self.pass(*room),
+                MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
+                MemoryStep::Output
+                | MemoryStep::Keep(_)
+                | MemoryStep::Hold(_)
+                | MemoryStep::DropRead(_) => {} // forward's
             }
         }
         for key in taken {
@@ -123,8 +128,8 @@ impl Replay<'_> {
     }
 
     /// The gradient of an input that was broadcast, as candle makes it of the output's: by a node of its own.
-    fn summed(&mut self, node: &Node, input: &Operand) -> Option<Key> {
-        let whole = Operand {
+    fn summed(&mut self, node: &Node, input: &ValueRef) -> Option<Key> {
+        let whole = ValueRef {
             value: node.output,
             view: None,
             tracked: true,
@@ -144,7 +149,7 @@ impl Replay<'_> {
 
     /// The sum of a new gradient and what was there takes the place of that. A view has a node, and a gradient, of its
     /// own.
-    pub(super) fn add_to(&mut self, event: usize, input: &Operand, gradients: &mut Gradients) {
+    pub(super) fn add_to(&mut self, event: usize, input: &ValueRef, gradients: &mut Gradients) {
         let what = "zeros that a gradient is added to";
         let of_view = input.view.is_some().then(|| {
             let zeros = self.take(MemoryKind::Scratch, what, input, 1.0);
@@ -152,7 +157,7 @@ impl Replay<'_> {
             self.ledger.give_back(zeros);
             sum
         });
-        let whole = Operand {
+        let whole = ValueRef {
             view: None,
             ..*input
         };

@@ -2,7 +2,7 @@
 
 use super::ledger::{Buffer, Formula, Key, What};
 use super::{Replay, elements};
-use crate::graph::{Event, Node, Step, ValueId};
+use crate::graph::{MemoryStep, Node, TraceEvent, ValueId};
 use crate::memory::MemoryKind;
 use crate::ops::WEIGHT_CAST;
 
@@ -10,12 +10,12 @@ impl Replay<'_> {
     pub(super) fn forward(&mut self) {
         for (i, event) in self.graph.events.iter().enumerate() {
             match event {
-                Event::Node(node) => {
+                TraceEvent::Node(node) => {
                     self.forward_of(i, node);
                     self.copied(i);
                 }
-                Event::Drop(value) => self.dropped(*value),
-                Event::Enter(_) | Event::Leave | Event::AutocastEnd => {}
+                TraceEvent::Drop(value) => self.dropped(*value),
+                TraceEvent::Enter(_) | TraceEvent::Leave | TraceEvent::AutocastEnd => {}
             }
         }
     }
@@ -30,18 +30,20 @@ impl Replay<'_> {
         let mut taken = Vec::new();
         for step in &node.forward {
             match step {
-                Step::Output => self.make(event, node.output, self.gone[node.output.0]),
-                Step::Keep(i) => self.make(event, node.kept[*i].value, kept_until),
-                Step::Hold(room) => {
+                MemoryStep::Output => self.make(event, node.output, self.gone[node.output.0]),
+                MemoryStep::Keep(i) => self.make(event, node.kept[*i].value, kept_until),
+                MemoryStep::Hold(room) => {
                     let count = self.count(event, kept_until);
                     let key = self.take_room(MemoryKind::Inputs, *room, count);
                     self.held.entry(event).or_default().push(key);
                 }
-                Step::Take(room) => taken.push(self.take_room(MemoryKind::Scratch, *room, 1.0)),
-                Step::Pass(room) => self.pass(*room),
-                Step::DropRead(i) => self.free(node.reads[*i].value),
-                Step::DropKept(i) => self.free(node.kept[*i].value),
-                Step::Gradient { .. } | Step::PassThrough(_) => {} // backward's
+                MemoryStep::Take(room) => {
+                    taken.push(self.take_room(MemoryKind::Scratch, *room, 1.0))
+                }
+                MemoryStep::Pass(room) => self.pass(*room),
+                MemoryStep::DropRead(i) => self.free(node.reads[*i].value),
+                MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
+                MemoryStep::Gradient { .. } | MemoryStep::PassThrough(_) => {} // backward's
             }
         }
         for key in taken {

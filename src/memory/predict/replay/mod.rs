@@ -3,8 +3,8 @@
 //!
 //! What lives here: forward as the graph has it, op by op (`forward`), backward as candle runs it (`backward`),
 //! segments with a graph of their own (`segments`), f16 gradients that are unscaled (`unscale`), the bytes (`ledger`).
-//! What does not: what an op takes, which its own file says ([`Step`](crate::graph::Step)); what is made of it
-//! ([`estimate_graph`](super::estimate_graph())).
+//! What does not: what an op takes, which its own file says ([`MemoryStep`](crate::graph::MemoryStep)); what is made of
+//! it ([`estimate_graph`](super::estimate_graph())).
 //!
 //! No model is known here. Stretches of a graph may stand for many that are alike, one after another ([`Repeat`]): what
 //! lasts longer than all of them counts for each. No moment of a stretch that stands for several is worse than the same
@@ -20,7 +20,7 @@ mod unscale;
 pub(super) use ledger::{Buffer, Formula, What};
 
 use super::{MemoryKind, Mode};
-use crate::graph::{Event, Graph, Node, Operand, Room, Source, ValueId};
+use crate::graph::{Graph, Node, Room, Source, TraceEvent, ValueId, ValueRef};
 use backward::Gradients;
 use ledger::{Key, Ledger};
 use segments::Segment;
@@ -110,8 +110,8 @@ impl<'a> Replay<'a> {
         }
         for (i, event) in graph.events.iter().enumerate() {
             match event {
-                Event::Drop(value) => gone[value.0] = i,
-                Event::Node(node) => {
+                TraceEvent::Drop(value) => gone[value.0] = i,
+                TraceEvent::Node(node) => {
                     for operand in node.inputs.iter().chain(&node.reads) {
                         is_read[operand.value.0] = true;
                     }
@@ -155,7 +155,7 @@ impl<'a> Replay<'a> {
         lasting.map(|repeat| repeat.count).product()
     }
 
-    fn take(&mut self, kind: MemoryKind, what: &'static str, like: &Operand, count: f64) -> Key {
+    fn take(&mut self, kind: MemoryKind, what: &'static str, like: &ValueRef, count: f64) -> Key {
         let value = self.graph.value(like.value);
         self.ledger.take(Buffer {
             kind,
@@ -201,7 +201,7 @@ impl<'a> Replay<'a> {
 
 fn node(graph: &Graph, event: usize) -> Option<&Node> {
     match graph.events.get(event) {
-        Some(Event::Node(node)) => Some(node),
+        Some(TraceEvent::Node(node)) => Some(node),
         _ => None,
     }
 }

@@ -4,7 +4,7 @@
 use super::backward::Gradients;
 use super::ledger::{Buffer, Formula, Key, What};
 use super::{Replay, elements, node};
-use crate::graph::{Event, Graph, Operand, SegmentKind, Step, ValueId};
+use crate::graph::{Graph, MemoryStep, SegmentKind, TraceEvent, ValueId, ValueRef};
 use crate::memory::MemoryKind;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -17,7 +17,7 @@ pub(super) struct Segment {
     /// The node that stands for it outside.
     end: usize,
     /// What gradients go to outside, beside weights,
-    pub inputs: Vec<Operand>,
+    pub inputs: Vec<ValueRef>,
     /// and the copies that it works on, as events.
     copies: Vec<usize>,
     /// The last that is made inside.
@@ -40,15 +40,15 @@ pub(super) fn found(graph: &Graph, makers: &[Option<usize>]) -> Vec<Segment> {
     let mut found: Vec<Segment> = Vec::new();
     for (i, event) in graph.events.iter().enumerate() {
         match event {
-            Event::Enter(kind) => open.push((*kind, i)),
-            Event::Leave => {
+            TraceEvent::Enter(kind) => open.push((*kind, i)),
+            TraceEvent::Leave => {
                 let Some((kind, begin)) = open.pop() else {
                     continue;
                 };
                 // Without a gradient there is no node, and no graph.
                 let after = graph.events.iter().enumerate().skip(i + 1);
-                let mut after = after.filter(|(_, event)| !matches!(event, Event::Drop(_)));
-                let Some((end, Event::Node(node))) = after.next() else {
+                let mut after = after.filter(|(_, event)| !matches!(event, TraceEvent::Drop(_)));
+                let Some((end, TraceEvent::Node(node))) = after.next() else {
                     continue;
                 };
                 if !matches!(node.op, "checkpoint" | "release") {
@@ -77,7 +77,7 @@ pub(super) fn found(graph: &Graph, makers: &[Option<usize>]) -> Vec<Segment> {
 
 /// The copies of inputs that a segment begins with.
 fn leading_copies(graph: &Graph, inside: Range<usize>) -> impl Iterator<Item = usize> + '_ {
-    let events = inside.filter(|i| !matches!(graph.events[*i], Event::Drop(_)));
+    let events = inside.filter(|i| !matches!(graph.events[*i], TraceEvent::Drop(_)));
     events.take_while(|i| node(graph, *i).is_some_and(|node| node.op == "copy"))
 }
 
@@ -112,7 +112,7 @@ fn retained(
             continue;
         }
         next.extend(node.inputs.iter().map(|input| input.value));
-        let is_dropped = |i: usize| node.forward.contains(&Step::DropRead(i));
+        let is_dropped = |i: usize| node.forward.contains(&MemoryStep::DropRead(i));
         let reads = node.reads.iter().enumerate();
         let reads = reads.filter(|(i, _)| !is_dropped(*i));
         next.extend(reads.map(|(_, read)| read.value));
@@ -156,7 +156,7 @@ impl Replay<'_> {
             SegmentKind::Checkpoint => self.run_again(index),
             SegmentKind::Release => Vec::new(),
         };
-        let seed = Operand {
+        let seed = ValueRef {
             value: output,
             view: None,
             tracked: true,
@@ -211,7 +211,7 @@ impl Replay<'_> {
         let mut remade = Vec::new();
         for event in self.segments[index].inside.clone() {
             match &self.graph.events[event] {
-                Event::Node(node) => {
+                TraceEvent::Node(node) => {
                     for read in node.inputs.iter().chain(&node.reads) {
                         let gone = self.rooms[read.value.0].is_none();
                         if let Some(maker) = self.makers[read.value.0].filter(|_| gone) {
@@ -222,7 +222,7 @@ impl Replay<'_> {
                     self.forward_of(event, node);
                     self.copied(event);
                 }
-                Event::Drop(value) if !self.segments[index].retained.contains(value) => {
+                TraceEvent::Drop(value) if !self.segments[index].retained.contains(value) => {
                     self.dropped(*value);
                 }
                 _ => {}
@@ -246,7 +246,7 @@ impl Replay<'_> {
     /// Gradients found inside are added to those outside, to zeros at first: one after another, the inputs' last.
     fn add_outside(&mut self, index: usize, mut found: Gradients, gradients: &mut Gradients) {
         let end = self.segments[index].end;
-        let inputs: Vec<(Operand, Option<Key>)> = {
+        let inputs: Vec<(ValueRef, Option<Key>)> = {
             let segment = &self.segments[index];
             let leaves = segment.copies.iter().filter_map(|copy| self.node(*copy));
             let leaves = leaves.map(|leaf| found.remove(&leaf.output));
@@ -259,7 +259,7 @@ impl Replay<'_> {
                 self.ledger.give_back(key); // of no kind
                 continue;
             }
-            let weight = Operand {
+            let weight = ValueRef {
                 value,
                 view: None,
                 tracked: true,

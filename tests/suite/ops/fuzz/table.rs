@@ -48,17 +48,17 @@ pub const OPS: &[Op] = &[
     op("mean", &["."], "-", |x, _| ops::mean(&x[0])),
     op("log_softmax", &["."], ".", |x, _| ops::log_softmax(&x[0])),
     op("softmax", &["."], ".", |x, d| ops::softmax(&x[0], d.number(), d.mask())),
-    op("softmax::reference", &["."], ".", |x, d| ops::softmax::reference(&x[0], d.number(), d.mask())),
+    op("softmax::reference", &["."], ".", |x, d| ops::reference::softmax(&x[0], d.number(), d.mask())),
     op("relu", &["."], ".", |x, _| ops::relu(&x[0])),
-    op("relu::reference", &["."], ".", |x, _| ops::relu::reference(&x[0])),
+    op("relu::reference", &["."], ".", |x, _| ops::reference::relu(&x[0])),
     op("gelu", &["."], ".", |x, d| ops::gelu(&x[0], d.gelu())),
-    op("gelu::reference", &["."], ".", |x, d| ops::gelu::reference(&x[0], d.gelu())),
+    op("gelu::reference", &["."], ".", |x, d| ops::reference::gelu(&x[0], d.gelu())),
     op("tanh", &["."], ".", |x, _| ops::tanh(&x[0])),
-    op("tanh::reference", &["."], ".", |x, _| ops::tanh::reference(&x[0])),
+    op("tanh::reference", &["."], ".", |x, _| ops::reference::tanh(&x[0])),
     op("sigmoid", &["."], ".", |x, _| ops::sigmoid(&x[0])),
-    op("sigmoid::reference", &["."], ".", |x, _| ops::sigmoid::reference(&x[0])),
+    op("sigmoid::reference", &["."], ".", |x, _| ops::reference::sigmoid(&x[0])),
     op("silu", &["."], ".", |x, _| ops::silu(&x[0])),
-    op("silu::reference", &["."], ".", |x, _| ops::silu::reference(&x[0])),
+    op("silu::reference", &["."], ".", |x, _| ops::reference::silu(&x[0])),
     op("add_scaled", &[".", "."], ".", |x, d| ops::add_scaled(&x[0], &x[1], d.number())),
     op("add_scaled of a row", &[".a", "a"], ".a", |x, d| ops::add_scaled(&x[0], &x[1], d.number())),
     op("concat", &[".a", ".a"], ".A", |x, _| ops::concat(&[&x[0], &x[1]], x[0].rank().saturating_sub(1))),
@@ -66,41 +66,41 @@ pub const OPS: &[Op] = &[
     op("contiguous", &["."], ".", |x, _| ops::contiguous(&x[0])),
     op("repeat_heads", &[".htd"], ".Htd", |x, _| ops::repeat_heads(&x[0], 2)),
     op("repeat_heads of any", &[".htd"], "", |x, d| ops::repeat_heads(&x[0], d.size())),
-    op("repeat_heads::reference", &[".htd"], ".Htd", |x, _| ops::repeat_heads::reference(&x[0], 2)),
+    op("repeat_heads::reference", &[".htd"], ".Htd", |x, _| ops::reference::repeat_heads(&x[0], 2)),
     op("swiglu", &[".", "."], ".", |x, _| ops::swiglu(&x[0], &x[1])),
-    op("swiglu::reference", &[".", "."], ".", |x, _| ops::swiglu::reference(&x[0], &x[1])),
+    op("swiglu::reference", &[".", "."], ".", |x, _| ops::reference::swiglu(&x[0], &x[1])),
     op("rms_norm", &[".d", "d"], ".d", |x, d| ops::rms_norm(&x[0], &x[1], d.number())),
-    op("rms_norm::reference", &[".d", "d"], ".d", |x, d| ops::rms_norm::reference(&x[0], &x[1], d.number())),
+    op("rms_norm::reference", &[".d", "d"], ".d", |x, d| ops::reference::rms_norm(&x[0], &x[1], d.number())),
     op("layer_norm", &[".d", "d", "d"], ".d", |x, d| ops::layer_norm(&x[0], &x[1], &x[2], d.number())),
     op("layer_norm::reference", &[".d", "d", "d"], ".d", layer_norm_reference),
     op("rope", &[".tH", "~th", "~th"], ".tH", |x, _| ops::rope(&x[0], &x[1], &x[2])),
-    op("rope::reference", &[".tH", "~th", "~th"], ".tH", |x, _| ops::rope::reference(&x[0], &x[1], &x[2])),
+    op("rope::reference", &[".tH", "~th", "~th"], ".tH", |x, _| ops::reference::rope(&x[0], &x[1], &x[2])),
     op("split_heads", &["btD"], "b2td", |x, _| ops::split_heads(&x[0], 2)),
     op("split_heads of any", &["btd"], "", |x, d| ops::split_heads(&x[0], d.size())),
     op("merge_heads", &["b2td"], "btD", |x, _| ops::merge_heads(&x[0])),
     op("linear", &[".d", "fd"], ".f", |x, _| ops::linear(&x[0], &x[1])),
-    op("linear::reference", &[".d", "fd"], ".f", |x, _| ops::linear::reference(&x[0], &x[1])),
+    op("linear::reference", &[".d", "fd"], ".f", |x, _| ops::reference::linear(&x[0], &x[1])),
     op("linear_bias", &[".d", "fd", "f"], ".f", |x, _| ops::linear_bias(&x[0], &x[1], &x[2])),
-    op("linear_bias::reference", &[".d", "fd", "f"], ".f", |x, _| ops::linear_bias::reference(&x[0], &x[1], &x[2])),
+    op("linear_bias::reference", &[".d", "fd", "f"], ".f", |x, _| ops::reference::linear_bias(&x[0], &x[1], &x[2])),
     op("swiglu_linear", &[".d", "fd", "fd"], ".f", |x, _| ops::swiglu_linear(&x[0], &x[1], &x[2])),
     op("swiglu_linear::reference", &[".d", "fd", "fd"], ".f", swiglu_linear_reference),
     op("matmul", &[".mk", ".kn"], ".mn", |x, _| ops::matmul(&x[0], &x[1])),
     op("matmul_transposed", &[".mk", ".nk"], ".mn", |x, _| ops::matmul_transposed(&x[0], &x[1])),
-    op("matmul::reference", &[".mk", ".kn"], ".mn", |x, _| ops::matmul::reference(&x[0], &x[1], false)),
+    op("matmul::reference", &[".mk", ".kn"], ".mn", |x, _| ops::reference::matmul(&x[0], &x[1], false)),
     op("embedding", &["#v.", "vd"], ".d", |x, _| ops::embedding(&x[0], &x[1])),
-    op("embedding::reference", &["#v.", "vd"], ".d", |x, _| ops::embedding::reference(&x[0], &x[1])),
+    op("embedding::reference", &["#v.", "vd"], ".d", |x, _| ops::reference::embedding(&x[0], &x[1])),
     op("cross_entropy", &[".v", "#v."], "-", |x, _| ops::cross_entropy(&x[0], &x[1])),
     op("cross_entropy_ignoring", &[".v", "#v."], "-", cross_entropy_ignoring),
-    op("cross_entropy::reference", &[".v", "#v."], "-", |x, _| ops::cross_entropy::reference(&x[0], &x[1], None)),
+    op("cross_entropy::reference", &[".v", "#v."], "-", |x, _| ops::reference::cross_entropy(&x[0], &x[1], None)),
     op("linear_cross_entropy", &[".d", "vd", "#v."], "-", |x, _| ops::linear_cross_entropy(&x[0], &x[1], &x[2])),
     op("linear_cross_entropy::reference", &[".d", "vd", "#v."], "-", linear_cross_entropy_reference),
     op("attention::naive", &[".hqd", ".hkd", ".hkw"], ".hqw", naive),
     op("attention::naive of groups", &[".Hqd", ".hkd", ".hkw"], ".Hqw", naive),
-    op("attention::naive::reference", &[".hqd", ".hkd", ".hkw"], ".hqw", naive_reference),
+    op("attention::reference::naive", &[".hqd", ".hkd", ".hkw"], ".hqw", naive_reference),
     op("attention::flash", &[".hqd", ".hkd", ".hkd"], ".hqd", flash),
     op("attention::flash of groups", &["bHqd", "bhkd", "bhkd"], "bHqd", flash),
     op("attention::flash_with_lse", &[".hqd", ".hkd", ".hkd"], ".hqd", flash_with_lse),
-    op("attention::flash::reference", &[".hqd", ".hkd", ".hkd"], ".hqd", flash_reference),
+    op("attention::reference::flash", &[".hqd", ".hkd", ".hkd"], ".hqd", flash_reference),
     op("nn::Linear", &[".3"], ".5", |x, d| nn::Linear::new(3, 5, d.builder())?.forward(&x[0])),
     op("nn::Linear with a bias", &[".3"], ".5", |x, d| nn::Linear::with_bias(3, 5, d.builder())?.forward(&x[0])),
     op("nn::Linear of any weights", &[".d", "fd", "f"], ".f", linear_of),
@@ -124,7 +124,7 @@ fn cast_for(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
 }
 
 fn layer_norm_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
-    ops::layer_norm::reference(&x[0], &x[1], &x[2], d.number())
+    ops::reference::layer_norm(&x[0], &x[1], &x[2], d.number())
 }
 
 fn linear_of(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
@@ -136,7 +136,7 @@ fn norm_without_bias(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
 }
 
 fn swiglu_linear_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
-    ops::swiglu_linear::reference(&x[0], &x[1], &x[2])
+    ops::reference::swiglu_linear(&x[0], &x[1], &x[2])
 }
 
 fn cross_entropy_ignoring(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
@@ -144,7 +144,7 @@ fn cross_entropy_ignoring(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
 }
 
 fn linear_cross_entropy_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
-    ops::linear_cross_entropy::reference(&x[0], &x[1], &x[2])
+    ops::reference::linear_cross_entropy(&x[0], &x[1], &x[2])
 }
 
 fn naive(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
@@ -152,7 +152,7 @@ fn naive(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
 }
 
 fn naive_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
-    attention::naive::reference(&x[0], &x[1], &x[2], &d.attention())
+    attention::reference::naive(&x[0], &x[1], &x[2], &d.attention())
 }
 
 fn flash(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
@@ -164,7 +164,7 @@ fn flash_with_lse(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
 }
 
 fn flash_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
-    Ok(attention::flash::reference(&x[0], &x[1], &x[2], &d.attention())?.0)
+    Ok(attention::reference::flash(&x[0], &x[1], &x[2], &d.attention())?.0)
 }
 
 fn self_attention(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {

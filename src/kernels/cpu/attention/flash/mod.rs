@@ -2,7 +2,7 @@
 //!
 //! What lives here: the two passes ([`forward()`], [`backward()`]), the tiles they work in ([`Tiles`]) and the views
 //! they read ([`Heads`]). What does not: the matrix products of tiles (`gemm::tile`), and the reference, which is the
-//! readable form of the same algorithm (`attention::flash::reference`).
+//! readable form of the same algorithm (`attention::reference::flash`).
 //!
 //! A product of tiles reads its left factor element by element and its right factor in registers, so no tile is
 //! transposed on the way from one product to the next if the lanes are chosen well:

@@ -1,9 +1,6 @@
-//! Calls that are attention.
+//! Launches of attention in the model's dimension.
 
-use super::super::plan::Call;
-use super::super::sizes::AttentionSizes;
-use super::launcher::Launcher;
-use crate::Result;
+use super::InModel;
 use crate::kernels::Mask;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
@@ -11,20 +8,21 @@ use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::naive_attention::{
     HeadGroups, compare, transposed_weighted_sum, weighted_sum,
 };
-use crate::kernels::cuda::softmax;
-use crate::ops::lowering::Named;
+use crate::kernels::cuda::{rope, softmax};
+use crate::ops::lowering::{Kernel, Named, Operands};
+use candle_core::Result;
 use std::ops::Range;
 
 /// Heads in the model's dimension: (B, T, H*Dh), or a part of rows that are longer.
 #[derive(Clone, Copy)]
-struct InModel<'a> {
+struct Rows<'a> {
     view: View<'a>,
     /// From a position to the next, in elements.
     row: usize,
 }
 
-impl<'a> InModel<'a> {
-    fn heads(self, sizes: &AttentionSizes) -> Heads<'a> {
+impl<'a> Rows<'a> {
+    fn heads(self, sizes: &InModel) -> Heads<'a> {
         Heads {
             view: self.view,
             strides: [sizes.length * self.row, sizes.head_dim, self.row],
@@ -33,7 +31,7 @@ impl<'a> InModel<'a> {
     }
 
     /// The heads of sequence `batch`, (T, Dh) each.
-    fn of(self, sizes: &AttentionSizes, batch: usize) -> Matrix<'a> {
+    fn of(self, sizes: &InModel, batch: usize) -> Matrix<'a> {
         let skipped = batch * sizes.length * self.row;
         Matrix {
             row_stride: self.row,
@@ -44,7 +42,7 @@ impl<'a> InModel<'a> {
 }
 
 /// q, k and v: three buffers, or one.
-fn qkv<'a>(sizes: &AttentionSizes, views: &Named<View<'a>>) -> [InModel<'a>; 3] {
+fn qkv<'a>(sizes: &InModel, views: &Named<View<'a>>) -> [Rows<'a>; 3] {
     match sizes.packed {
         false => ["q", "k", "v"].map(|name| dense(sizes, views[name])),
         true => split(sizes, views["qkv"]),
@@ -52,7 +50,7 @@ fn qkv<'a>(sizes: &AttentionSizes, views: &Named<View<'a>>) -> [InModel<'a>; 3] 
 }
 
 /// Their gradients, as [`qkv`].
-fn gradients<'a>(sizes: &AttentionSizes, views: &Named<View<'a>>) -> [InModel<'a>; 3] {
+fn gradients<'a>(sizes: &InModel, views: &Named<View<'a>>) -> [Rows<'a>; 3] {
     match sizes.packed {
         false => ["dq", "dk", "dv"].map(|name| dense(sizes, views[name])),
         true => split(sizes, views["dqkv"]),
@@ -60,64 +58,64 @@ fn gradients<'a>(sizes: &AttentionSizes, views: &Named<View<'a>>) -> [InModel<'a
 }
 
 /// The thirds of rows.
-fn split<'a>(sizes: &AttentionSizes, packed: View<'a>) -> [InModel<'a>; 3] {
+fn split<'a>(sizes: &InModel, packed: View<'a>) -> [Rows<'a>; 3] {
     let width = sizes.heads * sizes.head_dim;
-    [0, 1, 2].map(|third| InModel {
+    [0, 1, 2].map(|third| Rows {
         view: packed.part_from(third * width),
         row: 3 * width,
     })
 }
 
-fn dense<'a>(sizes: &AttentionSizes, view: View<'a>) -> InModel<'a> {
+fn dense<'a>(sizes: &InModel, view: View<'a>) -> Rows<'a> {
     let row = sizes.heads * sizes.head_dim;
-    InModel { view, row }
+    Rows { view, row }
 }
 
-pub(super) fn flash(launcher: &Launcher<'_>, call: &Call, sizes: &AttentionSizes) -> Result<()> {
-    let [reads, writes] = launcher.operands(call);
-    let outputs = Outputs {
-        out: dense(sizes, writes["out"]).heads(sizes),
-        rounding_error: writes.get("rounding_error").copied(),
-        lse: writes["lse"],
+/// Turns q or k, or both where they are packed, in place.
+pub(super) fn rotate(k: &Kernel, l: &Operands<'_>, back: bool) -> Result<()> {
+    let sizes = InModel::of(k)?;
+    let width = sizes.heads * sizes.head_dim;
+    let (heads, row) = match sizes.packed {
+        false => (sizes.heads, width),
+        true => (2 * sizes.heads, 3 * width), // q's, then k's
     };
-    let (qkv, workspace) = (
-        qkv(sizes, &reads).map(|x| x.heads(sizes)),
-        writes["workspace"],
-    );
-    let (gpu, tf32) = (launcher.gpu, launcher.products.tf32());
-    Ok(flash::forward(
-        gpu,
-        &sizes.flash(),
-        tf32,
-        qkv,
-        outputs,
-        workspace,
-    )?)
+    let turned = rope::Turned {
+        batch: sizes.batch,
+        length: sizes.length,
+        heads,
+        head_dim: sizes.head_dim,
+        row,
+    };
+    rope::in_place(l.gpu, l.y("x")?, [l.x("cos")?, l.x("sin")?], &turned, back)
 }
 
-pub(super) fn flash_backward(
-    launcher: &Launcher<'_>,
-    call: &Call,
-    sizes: &AttentionSizes,
-) -> Result<()> {
-    let [reads, writes] = launcher.operands(call);
-    let [q, k, v] = qkv(sizes, &reads).map(|x| x.heads(sizes));
-    let [dq, dk, dv] = gradients(sizes, &writes).map(|x| x.heads(sizes));
+pub(super) fn tiled(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
+    let outputs = Outputs {
+        out: dense(sizes, l.y("out")?).heads(sizes),
+        rounding_error: l.some_y("rounding_error"),
+        lse: l.y("lse")?,
+    };
+    let qkv = qkv(sizes, &l.reads).map(|x| x.heads(sizes));
+    let tf32 = l.products.borrow().tf32();
+    flash::forward(l.gpu, &sizes.flash(), tf32, qkv, outputs, l.y("workspace")?)
+}
+
+pub(super) fn tiled_backward(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
+    let [q, k, v] = qkv(sizes, &l.reads).map(|x| x.heads(sizes));
+    let [dq, dk, dv] = gradients(sizes, &l.writes).map(|x| x.heads(sizes));
     let inputs = flash::Inputs {
         q,
         k,
         v,
-        out: dense(sizes, reads["out"]).heads(sizes),
-        rounding_error: reads.get("rounding_error").copied(),
-        d_out: dense(sizes, reads["d_out"]).heads(sizes),
-        lse: reads["lse"],
+        out: dense(sizes, l.x("out")?).heads(sizes),
+        rounding_error: l.some_x("rounding_error"),
+        d_out: dense(sizes, l.x("d_out")?).heads(sizes),
+        lse: l.x("lse")?,
     };
     let gradients = flash::Gradients { dq, dk, dv };
-    let (kernel, workspace) = (sizes.flash(), writes["workspace"]);
-    let (gpu, tf32) = (launcher.gpu, launcher.products.tf32());
-    Ok(flash::backward(
-        gpu, &kernel, tf32, inputs, gradients, workspace,
-    )?)
+    let tf32 = l.products.borrow().tf32();
+    let workspace = l.y("workspace")?;
+    flash::backward(l.gpu, &sizes.flash(), tf32, inputs, gradients, workspace)
 }
 
 /// Some heads of a model whose scores are there at once: those of whole sequences, or of a part of one.
@@ -127,7 +125,7 @@ struct Turn {
 }
 
 /// All heads, in turns for which there is room for scores (.., T, T).
-fn turns(sizes: &AttentionSizes, room: View<'_>) -> Vec<Turn> {
+fn turns(sizes: &InModel, room: View<'_>) -> Vec<Turn> {
     let at_once = (room.len / sizes.length.pow(2).max(1)).max(1);
     let parts = |of: usize, at_once: usize| {
         let firsts = (0..of).step_by(at_once);
@@ -146,7 +144,7 @@ fn turns(sizes: &AttentionSizes, room: View<'_>) -> Vec<Turn> {
 
 impl Turn {
     /// What naive attention's kernels are told of the heads of one sequence.
-    fn of_sequence(&self, sizes: &AttentionSizes) -> HeadGroups {
+    fn of_sequence(&self, sizes: &InModel) -> HeadGroups {
         HeadGroups {
             kv_heads: self.heads.len(),
             group: 1,
@@ -158,13 +156,13 @@ impl Turn {
     }
 
     /// Its scores, of all heads' or where they are by themselves.
-    fn of_all<'a>(&self, sizes: &AttentionSizes, view: View<'a>) -> View<'a> {
+    fn of_all<'a>(&self, sizes: &InModel, view: View<'a>) -> View<'a> {
         let of_head = sizes.length * sizes.length;
         let first = self.sequences.start * sizes.heads + self.heads.start;
         view.part(first * of_head, self.count() * of_head)
     }
 
-    fn alone<'a>(&self, sizes: &AttentionSizes, view: View<'a>) -> View<'a> {
+    fn alone<'a>(&self, sizes: &InModel, view: View<'a>) -> View<'a> {
         view.part(0, self.count() * sizes.length * sizes.length)
     }
 
@@ -173,31 +171,25 @@ impl Turn {
     }
 
     /// Its heads of sequence `batch`, (T, Dh) each.
-    fn heads<'a>(&self, sizes: &AttentionSizes, x: InModel<'a>, batch: usize) -> Matrix<'a> {
+    fn heads<'a>(&self, sizes: &InModel, x: Rows<'a>, batch: usize) -> Matrix<'a> {
         let view = x.view.part_from(self.heads.start * sizes.head_dim);
-        InModel { view, ..x }.of(sizes, batch)
+        Rows { view, ..x }.of(sizes, batch)
     }
 
     /// The scores (T, T) of its heads of sequence `batch`, among those of all its heads.
-    fn scores<'a>(&self, sizes: &AttentionSizes, view: View<'a>, batch: usize) -> Matrix<'a> {
+    fn scores<'a>(&self, sizes: &InModel, view: View<'a>, batch: usize) -> Matrix<'a> {
         let length = sizes.length;
         let before = (batch - self.sequences.start) * self.heads.len() * length * length;
         Matrix::several(view.part_from(before), length, length)
     }
 }
 
-pub(super) fn naive(
-    launcher: &mut Launcher<'_>,
-    call: &Call,
-    sizes: &AttentionSizes,
-) -> Result<()> {
-    let [reads, writes] = launcher.operands(call);
-    let [q, k, v] = qkv(sizes, &reads);
-    let (out, p) = (dense(sizes, writes["out"]), writes["p"]);
-    let gpu = launcher.gpu;
-    let mut multiply = launcher.multiplier();
+pub(super) fn naive(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
+    let [q, k, v] = qkv(sizes, &l.reads);
+    let (out, p) = (dense(sizes, l.y("out")?), l.y("p")?);
+    let mut multiply = l.multiplier();
     // f32's scores are in the probabilities' place.
-    let room = writes.get("scores").copied();
+    let room = l.some_y("scores");
     for turn in turns(sizes, room.unwrap_or(p)) {
         let naive = turn.of_sequence(sizes);
         let p = turn.of_all(sizes, p);
@@ -211,7 +203,7 @@ pub(super) fn naive(
                 turn.scores(sizes, scores, batch),
             )?;
         }
-        softmax::forward(gpu, naive.scores(), scores, p)?;
+        softmax::forward(l.gpu, naive.scores(), scores, p)?;
         for batch in turn.sequences.clone() {
             let factors = [turn.scores(sizes, p, batch), turn.heads(sizes, v, batch)];
             weighted_sum(
@@ -225,20 +217,13 @@ pub(super) fn naive(
     Ok(())
 }
 
-pub(super) fn naive_backward(
-    launcher: &mut Launcher<'_>,
-    call: &Call,
-    sizes: &AttentionSizes,
-) -> Result<()> {
-    let [reads, writes] = launcher.operands(call);
-    let d_out = dense(sizes, reads["d_out"]);
-    let [q, k, v] = qkv(sizes, &reads);
-    let [dq, dk, dv] = gradients(sizes, &writes);
-    let (p, dp) = (reads["p"], writes["dp"]);
-    let ds = writes.get("dscores").copied().unwrap_or(dp); // f32's in the same place
-    let gpu = launcher.gpu;
-    let mut multiply = launcher.multiplier();
-    let multiply = &mut multiply;
+pub(super) fn naive_backward(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
+    let d_out = dense(sizes, l.x("d_out")?);
+    let [q, k, v] = qkv(sizes, &l.reads);
+    let [dq, dk, dv] = gradients(sizes, &l.writes);
+    let (p, dp) = (l.x("p")?, l.y("dp")?);
+    let ds = l.some_y("dscores").unwrap_or(dp); // f32's in the same place
+    let multiply = &mut l.multiplier();
     for turn in turns(sizes, dp) {
         let naive = turn.of_sequence(sizes);
         let [dp, ds] = [dp, ds].map(|view| turn.alone(sizes, view));
@@ -249,7 +234,7 @@ pub(super) fn naive_backward(
             compare(multiply, &naive, [d_out, v].map(heads), of_batch(dp))?;
             transposed_weighted_sum(multiply, &naive, [of_batch(p), heads(d_out)], heads(dv))?;
         }
-        softmax::backward_from_p(gpu, naive.scores(), [dp, p], ds)?;
+        softmax::backward_from_p(l.gpu, naive.scores(), [dp, p], ds)?;
         for batch in turn.sequences.clone() {
             let heads = |x| turn.heads(sizes, x, batch);
             let ds = turn.scores(sizes, ds, batch);

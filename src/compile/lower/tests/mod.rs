@@ -9,7 +9,7 @@ use super::super::model::Planner;
 use super::super::op::Op;
 use super::super::plan::{Call, Plan};
 use super::*;
-use crate::attention::Algorithm;
+use crate::attention::{Algorithm, in_model::InModel};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::Precision;
@@ -266,11 +266,12 @@ fn thirds_of_a_projection(
         count("contiguous") + count("split_heads") + count("rotate"),
         0
     );
-    let packed = plan.calls().iter().filter(|call| match call.op {
-        Op::FlashAttention(sizes) | Op::NaiveAttention(sizes) => sizes.packed,
-        _ => false,
+    let packed = plan.calls().iter().filter(|call| {
+        let sizes = call.op.kernel().map(InModel::of);
+        sizes.is_some_and(|sizes| sizes.is_ok_and(|sizes| sizes.packed))
+            && !call.op.reads_what_it_writes()
     });
-    assert_eq!(packed.count(), 2);
+    assert_eq!(packed.count(), 2 * 2); // forward and backward
     assert_eq!(count("adamw"), parameters);
     let copies = if precision == Precision::F32 {
         0

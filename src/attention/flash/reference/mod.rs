@@ -17,7 +17,7 @@ use crate::attention::nothing::{lse_of_nothing, nothing};
 use crate::attention::shapes::Shapes;
 use crate::attention::{AttentionConfig, Mask, attributes};
 use crate::grad::is_grad_enabled;
-use crate::graph::{self, Attribute, Room, Step, Target};
+use crate::graph::{self, Attribute, MemoryStep, Room, Target};
 use crate::ops::check_float;
 use crate::ops::record::{Spec, apply3, like_first, widen};
 use crate::probe::{self, Kind, Operand};
@@ -110,15 +110,18 @@ impl Spec for Traced {
         ]
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<MemoryStep> {
         let tiles = Room {
             what: "gradients in tiles",
             formula: "as q, k, v",
             elements: inputs.iter().map(Operand::elements).sum(),
             element_bytes: inputs[0].wide_dtype().size_in_bytes(),
         };
-        let gradients = (0..3).map(Step::gradient);
-        [Step::Take(tiles)].into_iter().chain(gradients).collect()
+        let gradients = (0..3).map(MemoryStep::gradient);
+        [MemoryStep::Take(tiles)]
+            .into_iter()
+            .chain(gradients)
+            .collect()
     }
 }
 

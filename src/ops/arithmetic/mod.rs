@@ -12,7 +12,7 @@ use super::dispatch::{Path, choose_where, has_kernel};
 use super::info::{OpInfo, per_element};
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
 use super::record::{Composed, Spec, apply2, composed_as, contiguous, like_first, widen};
-use crate::graph::{Attribute, Step, Target};
+use crate::graph::{Attribute, MemoryStep, Target};
 use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision::{self, Operand, is_castable};
 use crate::probe::{Operand as Shaped, Operands};
@@ -273,12 +273,12 @@ impl Spec for Arithmetic {
         }
     }
 
-    fn backward_steps(&self, _: &[Shaped<'_>], _: Target) -> Vec<Step> {
+    fn backward_steps(&self, _: &[Shaped<'_>], _: Target) -> Vec<MemoryStep> {
         match self {
-            Self::Add => vec![Step::PassThrough(0), Step::PassThrough(1)],
-            Self::Sub => vec![Step::PassThrough(0), Step::gradient(1)],
-            Self::Mul => vec![Step::gradient(0), Step::gradient(1)],
-            Self::AddScaled(_) => vec![Step::PassThrough(0), Step::gradient(1)],
+            Self::Add => vec![MemoryStep::PassThrough(0), MemoryStep::PassThrough(1)],
+            Self::Sub => vec![MemoryStep::PassThrough(0), MemoryStep::gradient(1)],
+            Self::Mul => vec![MemoryStep::gradient(0), MemoryStep::gradient(1)],
+            Self::AddScaled(_) => vec![MemoryStep::PassThrough(0), MemoryStep::gradient(1)],
         }
     }
 }

@@ -15,7 +15,7 @@
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 #[cfg(not(feature = "cuda"))]
-#[path = "hardware/no_cuda.rs"]
+#[path = "no_cuda.rs"]
 pub(crate) mod cuda;
 #[cfg(feature = "report")]
 mod description;
@@ -23,7 +23,7 @@ mod half_arithmetic;
 #[cfg(target_os = "linux")]
 mod host_memory;
 #[cfg(not(target_os = "linux"))]
-#[path = "hardware/host_memory_elsewhere.rs"]
+#[path = "host_memory_elsewhere.rs"]
 mod host_memory;
 mod tf32;
 

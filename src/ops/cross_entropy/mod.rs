@@ -11,6 +11,8 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
+pub(crate) mod lowering;
+
 use super::cast::cast_for;
 use super::cost::cost;
 use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
@@ -18,10 +20,9 @@ use super::dispatch::{Path, choose};
 use super::embedding::ids_room;
 use super::info::OpInfo;
 use super::linear::last_dim;
-use super::lowering::{Calls, Ids, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::operand;
 use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
-use crate::graph::{self, Attribute, Room, Step, Target};
+use crate::graph::{self, Attribute, MemoryStep, Room, Target};
 use crate::kernels::cpu::{Real, Stored, rows::cross_entropy as kernel};
 use crate::kernels::limits;
 use crate::precision::decide;
@@ -31,11 +32,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::cuda::{View, cross_entropy as cuda_kernel},
-    candle_core::CudaStorage,
-};
+use {super::cuda, crate::kernels::cuda::cross_entropy as cuda_kernel, candle_core::CudaStorage};
 
 /// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32 or i64, the loss a
 /// scalar.
@@ -225,7 +222,7 @@ impl Targets {
 pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
     .autocast_as("cross_entropy_loss")
     .on_gpu_up_to(limits::CROSS_ENTROPY_CLASSES)
-    .planned(LOWERING)
+    .planned(lowering::LOWERING)
     .costing(
         "4 a logit, backward 3",
         "logits; backward logits, dlogits",
@@ -235,183 +232,6 @@ pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
             cost(0.0, 3.0 * logits.elements(), logits.bytes(), logits.bytes())
         }),
     );
-
-/// In a plan.
-const LOWERING: Lowering = Lowering {
-    forward: |signature| {
-        let operands = PlannedLoss {
-            logits: Slot::Input(0),
-            targets: 0,
-            statistics: Slot::Kept(0),
-            loss: Slot::Output,
-        };
-        planned_loss(signature, operands, Calls::default())
-    },
-    backward: |signature| {
-        let reads = [
-            ("logits", Slot::Input(0)),
-            ("targets", Slot::Read(0)),
-            ("statistics", Slot::Kept(0)),
-            ("dloss", Slot::OutputGradient),
-        ];
-        planned_gradient(signature, reads, Slot::Gradient(0), Calls::default())
-    },
-};
-
-/// What the loss of logits (N, V) reads and writes.
-pub(super) struct PlannedLoss {
-    pub logits: Slot,
-    /// Which of the op's reads.
-    pub targets: usize,
-    /// (top, total) of each row, (N, 2).
-    pub statistics: Slot,
-    /// (1).
-    pub loss: Slot,
-}
-
-/// The mean loss of the rows of `logits`, and their statistics.
-pub(super) fn planned_loss(
-    signature: &Signature<'_>,
-    operands: PlannedLoss,
-    mut calls: Calls,
-) -> Calls {
-    let read = operands.targets;
-    let ids = Ids {
-        read,
-        bound: planned_classes(signature),
-        ignore: planned_ignore(signature),
-    };
-    let rows = signature.reads[read].dims.iter().product();
-    let losses = calls.scratch(&[rows], signature.output.dtype);
-    let kernel = kernel!("cross_entropy", |T, k, s| {
-        let (logits, statistics) = (s.x::<T>("logits")?, s.y("statistics")?);
-        let (targets, losses) = (Planned::of(k, s.x("targets")?)?, s.y("losses")?);
-        let target = |row| targets.get(row);
-        kernel::forward(logits, k.count("classes")?, target, losses, statistics);
-        let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
-        s.y::<<T as Stored>::Wide>("loss")?[0] = Real::real(total / targets.counted as f64);
-    });
-    let kernel = on_gpu!(kernel, |k, l| {
-        let (logits, targets) = (l.x("logits")?, targets_on_gpu(k, l.x("targets")?));
-        let (mean, losses, statistics) = (l.y("loss")?, l.y("losses")?, l.y("statistics")?);
-        match l.writes.get("sum") {
-            None => cuda_kernel::forward(l.gpu, logits, targets, losses, statistics, mean),
-            Some(sum) => {
-                cuda_kernel::rows(l.gpu, logits, targets, losses, statistics)?;
-                cuda_kernel::mean(l.gpu, losses, 1, *sum, false)?;
-                cuda_kernel::share(l.gpu, targets, *sum, mean)
-            }
-        }
-    });
-    let kernel = with_classes(signature, kernel);
-    let mut writes = vec![
-        ("loss", operands.loss),
-        ("losses", losses),
-        ("statistics", operands.statistics),
-    ];
-    if counts_on_gpu(signature) {
-        writes.push(("sum", calls.scratch(&[1], DType::F64))); // of all losses
-    }
-    let reads = [("logits", operands.logits), ("targets", Slot::Read(read))];
-    calls.ids(ids).call(kernel, reads, writes)
-}
-
-/// Whether a GPU has to count the targets of a run.
-fn counts_on_gpu(signature: &Signature<'_>) -> bool {
-    signature.target == Target::Cuda && planned_ignore(signature).is_some()
-}
-
-/// Reads logits, targets, statistics and dloss; writes dlogits.
-pub(super) fn planned_gradient(
-    signature: &Signature<'_>,
-    reads: [(&'static str, Slot); 4],
-    dlogits: Slot,
-    mut calls: Calls,
-) -> Calls {
-    let kernel = kernel!("cross_entropy_backward", |T, k, s| {
-        let targets = Planned::of(k, s.x("targets")?)?;
-        let target = |row| targets.get(row);
-        let dloss = s.x::<<T as Stored>::Wide>("dloss")?[0];
-        let weight = Real::real(WithDType::to_f64(dloss) / targets.counted as f64);
-        let (logits, statistics) = (s.x::<T>("logits")?, s.x("statistics")?);
-        let (classes, dlogits) = (k.count("classes")?, s.y("dlogits")?);
-        kernel::backward(logits, classes, target, statistics, weight, dlogits);
-    });
-    let kernel = on_gpu!(kernel, |k, l| {
-        let (logits, mut targets) = (l.x("logits")?, targets_on_gpu(k, l.x("targets")?));
-        let (statistics, mut dloss) = (l.x("statistics")?, l.x("dloss")?);
-        if let Some(share) = l.writes.get("share") {
-            cuda_kernel::share(l.gpu, targets, dloss, *share)?;
-            (dloss, targets.counted) = (*share, 1);
-        }
-        let dlogits = l.y("dlogits")?;
-        cuda_kernel::backward(l.gpu, logits, targets, statistics, dloss, dlogits)
-    });
-    let mut writes = vec![("dlogits", dlogits)];
-    if counts_on_gpu(signature) {
-        writes.push(("share", calls.scratch(&[1], DType::F32))); // each target's, of dloss
-    }
-    calls.call(with_classes(signature, kernel), reads, writes)
-}
-
-/// The targets of a run, as if all of them counted.
-#[cfg(feature = "cuda")]
-fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
-    cuda_kernel::Targets {
-        ids,
-        ignore: k.count("ignore").ok().map(|id| id as u32),
-        counted: ids.len,
-    }
-}
-
-fn with_classes(signature: &Signature<'_>, kernel: Kernel) -> Kernel {
-    let kernel = kernel.sized([("classes", planned_classes(signature))]);
-    kernel.with_all(signature.attributes)
-}
-
-/// V: of logits, or of the head's weight.
-fn planned_classes(signature: &Signature<'_>) -> usize {
-    let dims = match &signature.inputs[..] {
-        [logits] => logits.dims.last(),
-        [_, weight, ..] => weight.dims.first(),
-        [] => None,
-    };
-    dims.copied().unwrap_or(1)
-}
-
-fn planned_ignore(signature: &Signature<'_>) -> Option<u32> {
-    match signature.attribute("ignore") {
-        Some(Attribute::Count(id)) => Some(id as u32),
-        _ => None,
-    }
-}
-
-/// The targets of a run.
-struct Planned<'a> {
-    ids: &'a [u32],
-    ignore: Option<u32>,
-    counted: usize,
-}
-
-impl<'a> Planned<'a> {
-    fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
-        let ignore = k.count("ignore").ok().map(|id| id as u32);
-        let counted = ids.iter().filter(|id| Some(**id) != ignore).count();
-        match counted {
-            0 => Err(nothing_counts("cross_entropy", ids.len()).into()),
-            _ => Ok(Self {
-                ids,
-                ignore,
-                counted,
-            }),
-        }
-    }
-
-    fn get(&self, row: usize) -> Option<usize> {
-        let id = self.ids[row];
-        (Some(id) != self.ignore).then_some(id as usize)
-    }
-}
 
 fn nothing_counts(op: &'static str, targets: usize) -> Error {
     Error::Data {
@@ -485,16 +305,16 @@ impl Spec for CrossEntropy {
         )]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<Step> {
+    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<MemoryStep> {
         let ids = self.targets.room();
-        let losses = Step::Pass(Room {
+        let losses = MemoryStep::Pass(Room {
             what: "losses",
             formula: "BT",
             elements: ids.elements,
             element_bytes: inputs[0].wide_dtype().size_in_bytes(),
         });
         let made = made(self, inputs).into_iter();
-        [Step::Hold(ids)]
+        [MemoryStep::Hold(ids)]
             .into_iter()
             .chain(made)
             .chain([losses])

@@ -1,0 +1,286 @@
+//! Attention in the model's dimension, as plans have it: projections (B, T, H*Dh) are cut into heads, rotated to their
+//! positions, compared and merged again without lying apart. Causal, with as many heads of k and v as of q.
+
+#[cfg(feature = "cuda")]
+mod gpu;
+
+use super::lowering::FLASH_KERNELS;
+use crate::graph::Attribute;
+use crate::kernels::Mask;
+use crate::kernels::attention::Sizes;
+use crate::kernels::cpu::attention::flash::{self, Heads, Tiles};
+use crate::kernels::cpu::attention::rotary;
+use crate::kernels::cpu::attention::rotary_heads::{self, Angles};
+use crate::kernels::cpu::heads::{self, HeadSizes};
+use crate::kernels::cpu::{Real, Stored};
+use crate::ops::lowering::{Kernel, Slices, kernel, on_gpu};
+use candle_core::Result;
+
+/// The sizes of attention in a model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct InModel {
+    /// B.
+    pub batch: usize,
+    /// T.
+    pub length: usize,
+    /// H.
+    pub heads: usize,
+    /// Dh.
+    pub head_dim: usize,
+    /// What scores are multiplied by.
+    pub scale: f64,
+    /// Whether q, k and v lie beside each other in the rows of one buffer, (B, T, 3*H*Dh), and their gradients too;
+    /// else they are three, (B, T, H*Dh) each.
+    pub packed: bool,
+}
+
+impl InModel {
+    /// The operands that q, k and v are in a call: one, or three.
+    pub fn names<'n>(
+        &self,
+        packed: &'n [&'static str; 1],
+        apart: &'n [&'static str; 3],
+    ) -> &'n [&'static str] {
+        if self.packed { packed } else { apart }
+    }
+
+    /// As flash attention's kernels take them.
+    pub fn flash(&self) -> Sizes {
+        Sizes {
+            batch: self.batch,
+            heads: self.heads,
+            kv_heads: self.heads,
+            queries: self.length,
+            keys: self.length,
+            head_dim: self.head_dim,
+            value_dim: self.head_dim,
+            mask: Mask::Causal,
+            scale: self.scale,
+        }
+    }
+
+    /// As naive attention's kernel on the CPU takes them.
+    pub fn rotary(&self) -> rotary::Sizes {
+        rotary::Sizes {
+            heads: self.heads(),
+            scale: self.scale,
+        }
+    }
+
+    /// As the kernels on heads take them.
+    fn heads(&self) -> HeadSizes {
+        HeadSizes {
+            batch: self.batch,
+            length: self.length,
+            heads: self.heads,
+            head_dim: self.head_dim,
+        }
+    }
+
+    /// The strides of a (B, T, H*Dh), by batch, head, position and element.
+    fn in_rows(&self) -> [usize; 4] {
+        let row = self.heads * self.head_dim;
+        [self.length * row, self.head_dim, row, 1]
+    }
+
+    /// Those of a (B, H, T, Dh).
+    fn by_head(&self) -> [usize; 4] {
+        let head = self.length * self.head_dim;
+        [self.heads * head, head, self.head_dim, 1]
+    }
+
+    /// The sizes that a kernel has.
+    pub fn of(k: &Kernel) -> Result<Self> {
+        Ok(Self {
+            batch: k.count("B")?,
+            length: k.count("T")?,
+            heads: k.count("H")?,
+            head_dim: k.count("Dh")?,
+            scale: k.number("scale")?,
+            packed: k.flag("packed"),
+        })
+    }
+
+    fn given_to(&self, kernel: Kernel) -> Kernel {
+        let sizes = [
+            ("B", self.batch),
+            ("T", self.length),
+            ("H", self.heads),
+            ("Dh", self.head_dim),
+        ];
+        let kernel = kernel.sized(sizes);
+        let kernel = kernel.with("scale", Attribute::Number(self.scale));
+        kernel.with("packed", Attribute::Flag(self.packed))
+    }
+
+    /// Of a kernel that compares all positions, `passes` times two products.
+    fn compared_by(&self, kernel: Kernel, passes: f64) -> Kernel {
+        let sizes = [self.batch, self.heads, self.length, self.length];
+        let scores: f64 = sizes.iter().map(|n| *n as f64).product();
+        let flops = 4.0 * passes * scores * self.head_dim as f64;
+        self.given_to(kernel).costing(flops).scoring(scores)
+    }
+
+    /// Rotates heads to their positions, in place. Reads `cos`, `sin` (T, Dh/2); writes `x` (B, T, H*Dh), or q and k of
+    /// what is packed.
+    pub fn rotate(&self) -> Kernel {
+        let kernel = kernel!("rotate", of "x", |T, k, s| {
+            let sizes = Self::of(k)?.heads();
+            rotary_heads::rotate_in_place(sizes, angles(s)?, s.y::<T>("x")?);
+        });
+        let kernel = on_gpu!(kernel, |k, l| gpu::rotate(k, l, false));
+        self.given_to(kernel).in_place()
+    }
+
+    /// Rotates gradients of rotated heads back, in place. Operands as [`rotate`](Self::rotate). On a GPU.
+    pub fn rotate_back(&self) -> Kernel {
+        let kernel = Kernel::of_gpus("rotate_back");
+        let kernel = on_gpu!(kernel, |k, l| gpu::rotate(k, l, true));
+        self.given_to(kernel).in_place()
+    }
+
+    /// Reads `x` (B, H, T, Dh); writes `y` (B, T, H*Dh).
+    pub fn merge(&self) -> Kernel {
+        let kernel = kernel!("merge_heads", |T, k, s| {
+            heads::merge(Self::of(k)?.heads(), s.x::<T>("x")?, s.y("y")?);
+        });
+        self.given_to(kernel)
+    }
+
+    /// Reads `x` (B, H, T, Dh), `cos`, `sin`; writes `y` (B, T, H*Dh), rotated back.
+    pub fn merge_rotated_back(&self) -> Kernel {
+        let kernel = kernel!("merge_rotated_back", |T, k, s| {
+            let (x, y) = (s.x::<T>("x")?, s.y("y")?);
+            rotary_heads::merge_rotated_back(Self::of(k)?.heads(), angles(s)?, x, y);
+        });
+        self.given_to(kernel)
+    }
+
+    /// Naive attention with q and k rotated by the kernel. Reads `q`, `k`, `v` (B, T, H*Dh), `cos`, `sin` (T, Dh/2);
+    /// writes `out` (B, T, H*Dh), `scratch` and, where backward wants it, `p` (its triangle). On the CPU.
+    pub fn rotating(&self) -> Kernel {
+        let kernel = kernel!("attention", |T, k, s| {
+            let outputs = rotary::Outputs {
+                p: s.some_y("p")?,
+                out: s.y("out")?,
+            };
+            let inputs = rotated::<T>(s)?;
+            rotary::forward(&Self::of(k)?.rotary(), inputs, outputs, s.y("scratch")?);
+        });
+        self.compared_by(kernel, 1.0)
+    }
+
+    /// Reads `d_out`, `q`, `k`, `v` (B, T, H*Dh), `p`, `cos`, `sin`; writes `dq`, `dk`, `dv` (B, T, H*Dh), `scratch`.
+    /// On the CPU.
+    pub fn rotating_backward(&self) -> Kernel {
+        let kernel = kernel!("attention_backward", |T, k, s| {
+            let gradients = rotary::Gradients {
+                dq: s.y("dq")?,
+                dk: s.y("dk")?,
+                dv: s.y("dv")?,
+            };
+            let (p, d_out, scratch) = (s.x("p")?, s.x("d_out")?, s.y("scratch")?);
+            let inputs = rotated::<T>(s)?;
+            rotary::backward(&Self::of(k)?.rotary(), inputs, p, d_out, gradients, scratch);
+        });
+        self.compared_by(kernel, 2.0)
+    }
+
+    /// Naive attention on a GPU. Reads `q`, `k` (rotated), `v`, or all three as `qkv` where they are packed; writes
+    /// `out` (B, T, H*Dh), the probabilities `p` (B, H, T, T) and, in half precision, the `scores` of some heads (..,
+    /// T, T) in f32.
+    pub fn naive(&self) -> Kernel {
+        let kernel = Kernel::of_gpus("naive_attention");
+        let kernel = on_gpu!(kernel, |k, l| gpu::naive(&Self::of(k)?, l));
+        self.compared_by(kernel, 1.0)
+    }
+
+    /// Reads `d_out` (B, T, H*Dh), `q`, `k`, `v`, or `qkv`, the probabilities `p` (B, H, T, T); writes `dq`, `dk`,
+    /// `dv`, or `dqkv`, as those lie, not rotated back, `dp` of some heads (.., T, T) in f32 and, in half precision,
+    /// `dscores` of them (.., T, T). On a GPU.
+    pub fn naive_backward(&self) -> Kernel {
+        let kernel = Kernel::of_gpus("naive_attention_backward");
+        let kernel = on_gpu!(kernel, |k, l| gpu::naive_backward(&Self::of(k)?, l));
+        self.compared_by(kernel, 2.0)
+    }
+
+    /// Attention in tiles. Reads `q`, `k` (rotated), `v`, or `qkv`; writes `out`, `lse` (parts, B, H, T), on a GPU
+    /// `workspace` and, in half precision where backward wants it, `rounding_error`, what rounding took from out (B, H,
+    /// T, Dh). out is (B, H, T, Dh) on the CPU; on a GPU (B, T, H*Dh).
+    pub fn tiled(&self) -> Kernel {
+        let kernel = kernel!(FLASH_KERNELS[0], |T, k, s| {
+            let sizes = Self::of(k)?;
+            let [q, k, v] = lying::<T, 3>(s, ["q", "k", "v"], sizes.in_rows())?;
+            let outputs = flash::Outputs {
+                out: s.y("out")?,
+                rounding_error: s.some_y("rounding_error")?.unwrap_or_default(),
+                lse: s.y("lse")?,
+            };
+            let tiles = Tiles::for_head_dim(sizes.head_dim);
+            flash::forward(&sizes.flash(), &tiles, q, k, v, outputs);
+        });
+        let kernel = on_gpu!(kernel, |k, l| gpu::tiled(&Self::of(k)?, l));
+        self.compared_by(kernel, 1.0)
+    }
+
+    /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (as forward wrote it), `lse` (parts, B, H, T) and, in half
+    /// precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) on the CPU; on a GPU as q, k
+    /// and v lie, and `workspace`.
+    pub fn tiled_backward(&self) -> Kernel {
+        let kernel = kernel!(FLASH_KERNELS[1], |T, k, s| {
+            let sizes = Self::of(k)?;
+            let names = ["d_out", "q", "k", "v", "out"];
+            let [d_out, q, k, v, out] = lying::<T, 5>(s, names, sizes.in_rows())?;
+            let inputs = flash::Inputs {
+                d_out,
+                q,
+                k,
+                v,
+                out,
+                rounding_error: match s.has_x("rounding_error") {
+                    true => Some(lying::<T, 1>(s, ["rounding_error"], sizes.by_head())?[0]),
+                    false => None,
+                },
+                lse: s.x("lse")?,
+            };
+            let gradients = flash::Gradients {
+                dq: s.y("dq")?,
+                dk: s.y("dk")?,
+                dv: s.y("dv")?,
+            };
+            let tiles = Tiles::for_head_dim(sizes.head_dim);
+            flash::backward(&sizes.flash(), &tiles, inputs, gradients);
+        });
+        let kernel = on_gpu!(kernel, |k, l| gpu::tiled_backward(&Self::of(k)?, l));
+        self.compared_by(kernel, 2.0)
+    }
+}
+
+fn angles<'a, R: Real>(s: &Slices<'a>) -> Result<Angles<'a, R>> {
+    Ok(Angles {
+        cos: s.x("cos")?,
+        sin: s.x("sin")?,
+    })
+}
+
+fn rotated<'a, T: Stored>(s: &Slices<'a>) -> Result<rotary::Inputs<'a, T>> {
+    Ok(rotary::Inputs {
+        q: s.x("q")?,
+        k: s.x("k")?,
+        v: s.x("v")?,
+        angles: angles(s)?,
+    })
+}
+
+/// What is read by these names, by these strides.
+fn lying<'a, T: Stored, const N: usize>(
+    s: &Slices<'a>,
+    names: [&str; N],
+    strides: [usize; 4],
+) -> Result<[Heads<'a, T>; N]> {
+    let mut all = [Heads { data: &[], strides }; N];
+    for (heads, name) in all.iter_mut().zip(names) {
+        heads.data = s.x::<T>(name)?;
+    }
+    Ok(all)
+}

@@ -1,0 +1,254 @@
+//! Cross-entropy in a plan: as an op, and where it is the loss of a step.
+
+#[cfg(feature = "cuda")]
+use super::cuda_kernel;
+use super::nothing_counts;
+use crate::graph::{Attribute, Target};
+use crate::kernels::cpu::{Real, Stored, rows::cross_entropy as kernel};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::{View, elementwise};
+use crate::ops::lowering::{
+    Accumulate, Calls, Ids, Kernel, Lowering, Signature, Slot, kernel, on_gpu,
+};
+use candle_core::{DType, WithDType};
+
+/// In a plan.
+pub(super) const LOWERING: Lowering = Lowering {
+    forward: |signature| {
+        let operands = PlannedLoss {
+            logits: Slot::Input(0),
+            targets: 0,
+            statistics: Slot::Kept(0),
+            loss: Slot::Output,
+        };
+        planned_loss(signature, operands, Calls::default())
+    },
+    backward: |signature| {
+        let reads = [
+            ("logits", Slot::Input(0)),
+            ("targets", Slot::Read(0)),
+            ("statistics", Slot::Kept(0)),
+            ("dloss", Slot::OutputGradient),
+        ];
+        planned_gradient(signature, reads, Slot::Gradient(0), Calls::default())
+    },
+};
+
+/// What the loss of logits (N, V) reads and writes.
+pub(in crate::ops) struct PlannedLoss {
+    pub logits: Slot,
+    /// Which of the op's reads.
+    pub targets: usize,
+    /// (top, total) of each row, (N, 2).
+    pub statistics: Slot,
+    /// (1).
+    pub loss: Slot,
+}
+
+/// The mean loss of the rows of `logits`, and their statistics.
+pub(in crate::ops) fn planned_loss(
+    signature: &Signature<'_>,
+    operands: PlannedLoss,
+    mut calls: Calls,
+) -> Calls {
+    let read = operands.targets;
+    let ids = Ids {
+        read,
+        bound: planned_classes(signature),
+        ignore: planned_ignore(signature),
+    };
+    let rows = signature.reads[read].dims.iter().product();
+    let losses = calls.scratch(&[rows], signature.output.dtype);
+    let kernel = kernel!("cross_entropy", |T, k, s| {
+        let (logits, statistics) = (s.x::<T>("logits")?, s.y("statistics")?);
+        let (targets, losses) = (Planned::of(k, s.x("targets")?)?, s.y("losses")?);
+        let target = |row| targets.get(row);
+        kernel::forward(logits, k.count("classes")?, target, losses, statistics);
+        let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
+        s.y::<<T as Stored>::Wide>("loss")?[0] = Real::real(total / targets.counted as f64);
+    });
+    let kernel = on_gpu!(kernel, |k, l| {
+        let (logits, targets) = (l.x("logits")?, targets_on_gpu(k, l.x("targets")?));
+        let (mean, losses, statistics) = (l.y("loss")?, l.y("losses")?, l.y("statistics")?);
+        match l.some_y("sum") {
+            None => cuda_kernel::forward(l.gpu, logits, targets, losses, statistics, mean),
+            Some(sum) => {
+                cuda_kernel::rows(l.gpu, logits, targets, losses, statistics)?;
+                cuda_kernel::mean(l.gpu, losses, 1, sum, false)?;
+                cuda_kernel::share(l.gpu, targets, sum, mean)
+            }
+        }
+    });
+    let kernel = with_classes(signature, kernel);
+    let mut writes = vec![
+        ("loss", operands.loss),
+        ("losses", losses),
+        ("statistics", operands.statistics),
+    ];
+    if counts_on_gpu(signature) {
+        writes.push(("sum", calls.scratch(&[1], DType::F64))); // of all losses
+    }
+    let reads = [("logits", operands.logits), ("targets", Slot::Read(read))];
+    calls.ids(ids).call(kernel, reads, writes)
+}
+
+/// Whether a GPU has to count the targets of a run.
+fn counts_on_gpu(signature: &Signature<'_>) -> bool {
+    signature.target == Target::Cuda && planned_ignore(signature).is_some()
+}
+
+/// Reads logits, targets, statistics and dloss; writes dlogits.
+pub(in crate::ops) fn planned_gradient(
+    signature: &Signature<'_>,
+    reads: [(&'static str, Slot); 4],
+    dlogits: Slot,
+    mut calls: Calls,
+) -> Calls {
+    let kernel = kernel!("cross_entropy_backward", |T, k, s| {
+        let targets = Planned::of(k, s.x("targets")?)?;
+        let target = |row| targets.get(row);
+        let dloss = s.x::<<T as Stored>::Wide>("dloss")?[0];
+        let weight = Real::real(WithDType::to_f64(dloss) / targets.counted as f64);
+        let (logits, statistics) = (s.x::<T>("logits")?, s.x("statistics")?);
+        let (classes, dlogits) = (k.count("classes")?, s.y("dlogits")?);
+        kernel::backward(logits, classes, target, statistics, weight, dlogits);
+    });
+    let kernel = on_gpu!(kernel, |k, l| {
+        let (logits, mut targets) = (l.x("logits")?, targets_on_gpu(k, l.x("targets")?));
+        let (statistics, mut dloss) = (l.x("statistics")?, l.x("dloss")?);
+        if let Some(share) = l.some_y("share") {
+            cuda_kernel::share(l.gpu, targets, dloss, share)?;
+            (dloss, targets.counted) = (share, 1);
+        }
+        let dlogits = l.y("dlogits")?;
+        cuda_kernel::backward(l.gpu, logits, targets, statistics, dloss, dlogits)
+    });
+    let mut writes = vec![("dlogits", dlogits)];
+    if counts_on_gpu(signature) {
+        writes.push(("share", calls.scratch(&[1], DType::F32))); // each target's, of dloss
+    }
+    calls.call(with_classes(signature, kernel), reads, writes)
+}
+
+/// The targets of a run, as if all of them counted.
+#[cfg(feature = "cuda")]
+fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
+    cuda_kernel::Targets {
+        ids,
+        ignore: k.count("ignore").ok().map(|id| id as u32),
+        counted: ids.len,
+    }
+}
+
+fn with_classes(signature: &Signature<'_>, kernel: Kernel) -> Kernel {
+    let kernel = kernel.sized([("classes", planned_classes(signature))]);
+    kernel.with_all(signature.attributes)
+}
+
+/// V: of logits, or of the head's weight.
+fn planned_classes(signature: &Signature<'_>) -> usize {
+    let dims = match &signature.inputs[..] {
+        [logits] => logits.dims.last(),
+        [_, weight, ..] => weight.dims.first(),
+        [] => None,
+    };
+    dims.copied().unwrap_or(1)
+}
+
+fn planned_ignore(signature: &Signature<'_>) -> Option<u32> {
+    match signature.attribute("ignore") {
+        Some(Attribute::Count(id)) => Some(id as u32),
+        _ => None,
+    }
+}
+
+/// The targets of a run.
+struct Planned<'a> {
+    ids: &'a [u32],
+    ignore: Option<u32>,
+    counted: usize,
+}
+
+impl<'a> Planned<'a> {
+    fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
+        let ignore = k.count("ignore").ok().map(|id| id as u32);
+        let counted = ids.iter().filter(|id| Some(**id) != ignore).count();
+        match counted {
+            0 => Err(nothing_counts("cross_entropy", ids.len()).into()),
+            _ => Ok(Self {
+                ids,
+                ignore,
+                counted,
+            }),
+        }
+    }
+
+    fn get(&self, row: usize) -> Option<usize> {
+        let id = self.ids[row];
+        (Some(id) != self.ignore).then_some(id as usize)
+    }
+}
+
+/// Loss and gradient of some rows, where the loss is the mean of `counted` rows in all and nothing but the loss scale
+/// comes before it. Reads `targets` (rows); writes `logits` (rows, V), which become their gradient, and `losses`
+/// (rows).
+pub(crate) fn in_place(rows: usize, classes: usize, counted: usize) -> Kernel {
+    let kernel = kernel!("cross_entropy", of "logits", |T, k, s| {
+        let targets = s.x::<u32>("targets")?;
+        // What an eager step's backward begins with.
+        let weight = s.step.loss_scale / k.count("counted")? as f64;
+        let target = |row: usize| targets[row] as usize;
+        let (logits, losses) = (s.y::<T>("logits")?, s.y("losses")?);
+        let (classes, weight) = (k.count("classes")?, Real::real(weight));
+        kernel::forward_backward_in_place(logits, classes, target, weight, losses);
+    });
+    let kernel = on_gpu!(kernel, |k, l| {
+        let (classes, counted) = (k.count("classes")?, k.count("counted")?);
+        let (targets, losses) = (l.x("targets")?, l.y("losses")?);
+        cuda_kernel::in_place(
+            l.gpu,
+            l.y("logits")?,
+            classes,
+            targets,
+            l.loss_scale,
+            counted,
+            losses,
+        )
+    });
+    let sizes = [("rows", rows), ("classes", classes), ("counted", counted)];
+    kernel.sized(sizes).in_place()
+}
+
+/// The rows' share of the mean loss of `counted`. Reads `losses` (rows); writes `loss` (1), in f64, or adds to it.
+pub(crate) fn mean_of(counted: usize, accumulate: Accumulate) -> Kernel {
+    let kernel = kernel!("mean_loss", |T, k, s| {
+        let losses = s
+            .x::<T>("losses")?
+            .iter()
+            .map(|loss| WithDType::to_f64(*loss));
+        let share = losses.sum::<f64>() / k.count("counted")? as f64;
+        let loss = &mut s.y::<f64>("loss")?[0];
+        *loss = share + if s.adds(k) { *loss } else { 0.0 };
+    });
+    let kernel = on_gpu!(kernel, |k, l| {
+        let (losses, loss) = (l.x("losses")?, l.y("loss")?);
+        cuda_kernel::mean(l.gpu, losses, k.count("counted")?, loss, l.adds(k))
+    });
+    kernel
+        .sized([("counted", counted)])
+        .accumulating(accumulate)
+}
+
+/// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the loss scale over how many losses a
+/// step is the mean of.
+pub(crate) fn gradient_of_mean(counted: usize) -> Kernel {
+    let kernel = kernel!("loss_gradient", of "dloss", |T, k, s| {
+        let share = s.step.loss_scale / k.count("counted")? as f64;
+        s.y::<T>("dloss")?[0] = WithDType::from_f64(share);
+    });
+    let kernel = on_gpu!(kernel, |k, l| {
+        let share = 1.0 / k.count("counted")? as f64;
+        elementwise::map(l.gpu, "scale", share, &[l.loss_scale], l.y("dloss")?)
+    });
+    kernel.sized([("counted", counted)])
+}

@@ -1,0 +1,29 @@
+//! Every op that has a kernel, in plain candle ops: its specification.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::ops;
+//!
+//! let x = Tensor::new(&[[1f32, -2.0]], &Device::Cpu)?;
+//! assert_eq!(ops::reference::relu(&x)?.to_vec2::<f32>()?, ops::relu(&x)?.to_vec2::<f32>()?);
+//! # Ok::<(), tallow::Error>(())
+//! ```
+
+pub use super::cross_entropy::reference as cross_entropy;
+pub use super::embedding::reference as embedding;
+pub use super::gelu::reference as gelu;
+pub use super::layer_norm::reference as layer_norm;
+pub use super::linear::reference as linear;
+pub use super::linear_bias::reference as linear_bias;
+pub use super::linear_cross_entropy::reference as linear_cross_entropy;
+pub use super::matmul::reference as matmul;
+pub use super::relu::reference as relu;
+pub use super::repeat_heads::reference as repeat_heads;
+pub use super::rms_norm::reference as rms_norm;
+pub use super::rope::reference as rope;
+pub use super::sigmoid::reference as sigmoid;
+pub use super::silu::reference as silu;
+pub use super::softmax::reference as softmax;
+pub use super::swiglu::reference as swiglu;
+pub use super::swiglu_linear::reference as swiglu_linear;
+pub use super::tanh::reference as tanh;
