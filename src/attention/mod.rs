@@ -36,7 +36,7 @@ mod shapes;
 pub use crate::kernels::Mask;
 pub use algorithm::Algorithm;
 pub use flash::{MAX_HEAD_DIM as FLASH_MAX_HEAD_DIM, flash, flash_with_lse};
-pub use naive::naive;
+pub use naive::{naive, naive_with_lse};
 
 use crate::graph::Attribute;
 #[cfg(feature = "cuda")]

@@ -4,7 +4,7 @@ use super::computed::Computed;
 use super::shapes::Shapes;
 use crate::Result;
 use crate::ops::{check_float, record::apply3, with_last_dim};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 /// Zeros for out, and for every gradient: a sum over no keys. Nothing is launched, which a GPU's driver would refuse
 /// for a grid of no blocks. None where there is something to attend to.
@@ -31,4 +31,17 @@ pub(super) fn nothing(
         backward,
     };
     Ok(Some(apply3(q, k, v, op)?))
+}
+
+/// The log-sum-exp of no scores, for each query.
+pub(super) fn lse_of_nothing(q: &Tensor) -> Result<Tensor> {
+    let shape = &q.dims()[..q.rank() - 1];
+    let dtype = match q.dtype() {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    };
+    if shape.contains(&0) {
+        return Ok(Tensor::zeros(shape, dtype, q.device())?);
+    }
+    Ok(Tensor::full(f32::NEG_INFINITY, shape, q.device())?.to_dtype(dtype)?)
 }

@@ -2,11 +2,9 @@
 
 use std::path::Path;
 
-use super::source::{DataFile, Width};
+use super::file::{DataFile, HEADER_BYTES, Width};
 use crate::{Error, Result};
 
-/// The header of llm.c and modded-nanogpt: 256 integers of 32 bits, of which three are used.
-pub(super) const HEADER_BYTES: usize = 256 * 4;
 const VERSION_OFFSET: usize = 4;
 const COUNT_OFFSET: usize = 8;
 

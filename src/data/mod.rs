@@ -27,6 +27,7 @@
 //! ```
 
 mod batch;
+mod file;
 mod format;
 mod open;
 mod random;

@@ -3,8 +3,9 @@
 use std::ffi::OsStr;
 use std::path::Path;
 
+use super::file::{DataFile, Width};
 use super::format::TokenFormat;
-use super::source::{DataFile, Source, Width};
+use super::source::Source;
 use super::source_tree;
 use super::tokens::{Tokens, position_outside};
 use crate::{Error, Result};
@@ -56,7 +57,7 @@ impl Tokens {
 
     fn in_format(file: DataFile, format: TokenFormat, vocab_size: usize) -> Result<Self> {
         format.check(&file)?;
-        Ok(Self::whole(file.with_format(format), vocab_size))
+        Ok(Self::whole(Source::of_file(file, format), vocab_size))
     }
 
     /// The source files of a folder and its subfolders as bytes, joined as they are; vocabulary 256.

@@ -1,41 +1,11 @@
 //! Where ids come from: an open file or memory. It decodes; `Tokens` checks.
 
-use std::fs::File;
-use std::path::{Path, PathBuf};
-
-use super::format::{HEADER_BYTES, TokenFormat};
-use crate::files::{open, read_exact_at};
+use super::file::{DataFile, Width};
+use super::format::TokenFormat;
 use crate::{Error, Result};
 
 /// Tokens that are read of a file in one go.
 const READ_TOKENS: usize = 1 << 15;
-
-/// Size of one stored token.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Width {
-    U8,
-    U16,
-    U32,
-}
-
-impl Width {
-    pub(super) fn bytes(self) -> usize {
-        match self {
-            Self::U8 => 1,
-            Self::U16 => 2,
-            Self::U32 => 4,
-        }
-    }
-
-    /// The highest id it can hold.
-    pub(super) fn max_id(self) -> u32 {
-        match self {
-            Self::U8 => u8::MAX.into(),
-            Self::U16 => u16::MAX.into(),
-            Self::U32 => u32::MAX,
-        }
-    }
-}
 
 pub(super) enum Source {
     /// A file: `header_bytes`, then little-endian tokens of `width` up to its end.
@@ -51,6 +21,15 @@ pub(super) enum Source {
 }
 
 impl Source {
+    /// A file as tokens of `format`.
+    pub(super) fn of_file(file: DataFile, format: TokenFormat) -> Self {
+        Self::File {
+            file,
+            header_bytes: format.header_bytes(),
+            width: format.width(),
+        }
+    }
+
     pub(super) fn len(&self) -> usize {
         match self {
             Self::File {
@@ -157,60 +136,6 @@ fn decode_little_endian(width: Width, bytes: &[u8], out: &mut [u32]) {
             for (id, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
                 *id = u32::from_le_bytes(*bytes);
             }
-        }
-    }
-}
-
-/// A file of data, open for reading. It is read, not mapped: one that another process shortens is an error then, and
-/// not the end of this process.
-pub(super) struct DataFile {
-    pub(super) path: PathBuf,
-    file: File,
-    /// Bytes, when it was opened.
-    pub(super) len: usize,
-    /// The first of them, as many as a header has.
-    pub(super) head: Vec<u8>,
-}
-
-impl DataFile {
-    /// # Errors
-    /// [`Error::Io`] for what cannot be read or is no regular file; [`Error::Format`] for an empty one.
-    pub(super) fn open(path: &Path) -> Result<Self> {
-        let file = open(path)?;
-        let refused = |e| Error::io("read", path, e);
-        let len = file.metadata().map_err(refused)?.len();
-        if len == 0 {
-            return Err(Error::Format {
-                path: path.into(),
-                problem: "the file is empty (0 bytes)".into(),
-                hint: "give a file with data in it; was what wrote it flushed?".into(),
-            });
-        }
-        let len = usize::try_from(len).map_err(|e| refused(std::io::Error::other(e)))?;
-        let mut file = Self {
-            path: path.into(),
-            file,
-            len,
-            head: Vec::new(),
-        };
-        let mut head = vec![0; len.min(HEADER_BYTES)];
-        file.read_at(0, &mut head)?;
-        file.head = head;
-        Ok(file)
-    }
-
-    /// Fills `bytes` from `offset` on.
-    pub(super) fn read_at(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        let read = read_exact_at(&self.file, bytes, offset as u64);
-        read.map_err(|e| Error::io("read", &self.path, e))
-    }
-
-    /// As tokens of `format`.
-    pub(super) fn with_format(self, format: TokenFormat) -> Source {
-        Source::File {
-            file: self,
-            header_bytes: format.header_bytes(),
-            width: format.width(),
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
+use super::file::Width;
 use super::format::TokenFormat;
-use super::source::Width;
 use super::tokens::Tokens;
 use crate::files::write_atomically;
 use crate::{Error, Result};

@@ -4,7 +4,7 @@ use super::cpu::for_stored;
 use super::lowering::{Accumulate, Kernel, Slices, kernel, on_gpu};
 use crate::graph::Attribute;
 use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::gemm::{Batched, MatMut, MatRef, Threads, matmul_batched, matmul_sum};
+use crate::kernels::cpu::gemm::{Batched, MatMut, MatRef, Threads, matmul_batched, matmul_to};
 #[cfg(feature = "cuda")]
 use {
     super::lowering::Operands,
@@ -67,8 +67,8 @@ pub(crate) fn product(a: Factor, b: Factor, accumulate: Accumulate) -> Kernel {
     ) -> candle_core::Result<()> {
         let ([a, b], [rows, cols]) = factors_of(k)?;
         let c = MatMut::new(s.y::<C>("c")?, rows, cols);
-        let factors = (a.of(s.x::<T>("a")?), b.of(s.x::<T>("b")?));
-        matmul_sum(&[factors], c, s.adds(k), Threads::All);
+        let (a, b) = (a.of(s.x::<T>("a")?), b.of(s.x::<T>("b")?));
+        matmul_to(a, b, c, s.adds(k), Threads::All);
         Ok(())
     }
     let kernel = Kernel::new(PRODUCT, |k, s| {

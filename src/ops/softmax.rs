@@ -96,11 +96,7 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         return Ok(p.to_dtype(x.dtype())?);
     }
     let seen = composed("mask", &[], ((queries, keys), DType::U8), || {
-        let seen: Vec<u8> = (0..queries)
-            .flat_map(|i| (0..keys).map(move |j| (i, j)))
-            .map(|(i, j)| u8::from(mask.visible(i, queries, keys).contains(&j)))
-            .collect();
-        Tensor::from_vec(seen, (queries, keys), x.device())
+        seen_keys(mask, queries, keys, x.device())
     })?;
     let visible = seen.to_dtype(scores.dtype())?;
     // Low enough to vanish under exp beside any score, and finite: a row that sees nothing is 0 / 1, not NaN.
@@ -127,6 +123,20 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
 }
 
 /// (Tq, Tk); one query where there is one dimension, and one key where there is none.
+/// 1 where the mask lets a query see a key, else 0: (queries, keys) in u8.
+pub(crate) fn seen_keys(
+    mask: Mask,
+    queries: usize,
+    keys: usize,
+    device: &Device,
+) -> candle_core::Result<Tensor> {
+    let seen: Vec<u8> = (0..queries)
+        .flat_map(|i| (0..keys).map(move |j| (i, j)))
+        .map(|(i, j)| u8::from(mask.visible(i, queries, keys).contains(&j)))
+        .collect();
+    Tensor::from_vec(seen, (queries, keys), device)
+}
+
 fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
     check_float("softmax", x)?;
     check_size("softmax", x.dims(), x.dtype(), x.device())?;

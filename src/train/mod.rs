@@ -33,6 +33,7 @@
 //! ```
 
 mod checkpoint;
+mod checks;
 mod config;
 #[cfg(feature = "report")]
 mod curve;

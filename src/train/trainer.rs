@@ -1,6 +1,6 @@
 //! The loop: one step, one evaluation.
 
-use super::update::{check_dtype, scaler};
+use super::checks::{check_dtype, check_fits, scaler};
 use super::{DataFingerprint, History, TrainConfig};
 use crate::compile::TrainStep;
 use crate::data::{RandomBatches, SequentialBatches, Tokens};
@@ -8,7 +8,7 @@ use crate::files::PathLock;
 use crate::model::TransformerLM;
 use crate::optim::guard::{finite_loss, value_of};
 use crate::optim::{AdamW, GradScaler, GradientAccumulator, decay_matrices_only};
-use crate::{Error, Result, no_grad, probe};
+use crate::{Result, no_grad, probe};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use std::sync::Mutex;
@@ -80,10 +80,10 @@ impl Trainer {
     /// The weights are trained where they are: a clone of `model` kept outside shares them.
     ///
     /// # Errors
-    /// [`Error::Config`] for a configuration that cannot work, windows longer than the model's context, or data of a
-    /// larger vocabulary than the model's; [`Error::DType`] for a model whose parameters are not of
-    /// [`Precision::parameter_dtype`](crate::precision::Precision::parameter_dtype) (f64 may train where that is f32);
-    /// [`Error::Data`] for data shorter than a window.
+    /// [`Error::Config`](crate::Error::Config) for a configuration that cannot work, windows longer than the model's
+    /// context, or data of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model
+    /// whose parameters are not of [`Precision::parameter_dtype`](crate::precision::Precision::parameter_dtype) (f64
+    /// may train where that is f32); [`Error::Data`](crate::Error::Data) for data shorter than a window.
     pub fn new(
         model: TransformerLM,
         config: TrainConfig,
@@ -119,9 +119,9 @@ impl Trainer {
     /// Takes a step; `None` once all of the configuration's steps are taken.
     ///
     /// # Errors
-    /// [`Error::Data`] for a loss or a gradient that is not finite, and whatever data and ops refuse. Where the loss is
-    /// scaled such a step is skipped instead, until the scale has fallen to 2^-14 and gradients overflow nonetheless.
-    /// Neither weights nor optimizer have changed then, and the run is where it was.
+    /// [`Error::Data`](crate::Error::Data) for a loss or a gradient that is not finite, and whatever data and ops
+    /// refuse. Where the loss is scaled such a step is skipped instead, until the scale has fallen to 2^-14 and
+    /// gradients overflow nonetheless. Neither weights nor optimizer have changed then, and the run is where it was.
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         if self.is_done() {
             return Ok(None);
@@ -154,7 +154,7 @@ impl Trainer {
     /// ([`SequentialBatches`]).
     ///
     /// # Errors
-    /// [`Error::Data`] for a loss that is not finite, and whatever data and ops refuse.
+    /// [`Error::Data`](crate::Error::Data) for a loss that is not finite, and whatever data and ops refuse.
     pub fn evaluate(&mut self) -> Result<f64> {
         let mut sum = 0.0;
         for batch in self.validation.iter(self.model.device()) {
@@ -250,27 +250,4 @@ impl Trainer {
         let forward = || self.model.loss(inputs, targets);
         self.config.precision.run(forward)
     }
-}
-
-/// Whether the model can run on windows of these tokens.
-fn check_fits(model: &TransformerLM, config: &TrainConfig, tokens: &Tokens) -> Result<()> {
-    let context_length = model.config().context_length;
-    if config.sequence_length > context_length {
-        return Err(
-            Error::config("TrainConfig", "sequence_length", config.sequence_length).must_be(
-                format!("at most the model's context_length, {context_length}"),
-                "shorten it, or build the model with a longer context_length",
-            ),
-        );
-    }
-    let vocab_size = model.config().vocab_size;
-    if tokens.vocab_size() > vocab_size {
-        return Err(
-            Error::config("TransformerConfig", "vocab_size", vocab_size).must_be(
-                format!("at least {}'s, {}", tokens, tokens.vocab_size()),
-                "build the model with the data's vocab_size",
-            ),
-        );
-    }
-    Ok(())
 }

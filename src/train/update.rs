@@ -1,11 +1,10 @@
 //! From gradients to the next weights: unscaled, clipped, and applied unless they overflowed.
 
-use super::{TrainConfig, Trainer};
-use crate::model::TransformerLM;
+use super::Trainer;
 use crate::optim::guard::DIVERGED;
 use crate::optim::{GradScaler, clip_grad_norm, clip_grad_norm_checked};
 use crate::{Error, Result, probe};
-use candle_core::{DType, backprop::GradStore};
+use candle_core::backprop::GradStore;
 
 /// f16's smallest normal number, 2^-14. Under it the scale alone would round gradients away, so a run that overflows
 /// even here has diverged. (Not 1: a sum over many tokens may want less.)
@@ -17,45 +16,6 @@ pub(super) struct Update {
     pub(super) skipped: bool,
     /// What the loss was multiplied by.
     pub(super) loss_scale: Option<f64>,
-}
-
-/// The scaler of a run in f16; none where nothing is scaled.
-pub(super) fn scaler(config: &TrainConfig) -> Result<Option<GradScaler>> {
-    let scales = config.precision.dtype() == DType::F16 && config.loss_scaling.enabled;
-    match scales {
-        true => Ok(Some(GradScaler::new(config.loss_scaling)?)),
-        false => Ok(None),
-    }
-}
-
-/// Whether the model's parameters are of the type that the precision keeps them in. What computes in f32 may be f64.
-pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result<()> {
-    let precision = config.precision;
-    let wanted = precision.parameter_dtype();
-    let other = model.parameters().into_iter().find(|(_, parameter)| {
-        let dtype = parameter.dtype();
-        dtype != wanted && (precision.dtype(), dtype) != (DType::F32, DType::F64)
-    });
-    let Some((name, parameter)) = other else {
-        return Ok(());
-    };
-    let hint = match wanted {
-        DType::F32 => {
-            "build it with TransformerLM::new, or train it with Regime::Full of its own dtype"
-        }
-        _ => {
-            "build it with TransformerLM::from_var_builder and nn::seeded in that dtype, or load it with load_with"
-        }
-    };
-    Err(Error::DType {
-        op: "Trainer",
-        expected: format!(
-            "parameters in {}, for precision {precision}",
-            wanted.as_str()
-        ),
-        got: format!("{name} in {}", parameter.dtype().as_str()),
-        hint: hint.into(),
-    })
 }
 
 /// An error where a gradient has overflowed at a scale that will not become smaller.

@@ -21,6 +21,7 @@ mod graph;
 pub mod judge;
 mod masked_rows;
 mod memory;
+mod naive_lse;
 mod not_finite;
 pub mod oracle;
 mod policy;

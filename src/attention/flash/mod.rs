@@ -2,19 +2,6 @@
 //!
 //! [`flash()`] and [`flash_with_lse`] are one op with a kernel; [`reference()`] is the same algorithm in plain candle
 //! ops, and its specification.
-//!
-//! ```
-//! use candle_core::{Device, Tensor};
-//! use tallow::attention::{AttentionConfig, flash};
-//!
-//! let q = Tensor::randn(0f32, 1.0, (1, 2, 70, 8), &Device::Cpu)?; // (B, H, T, Dh)
-//! let config = AttentionConfig::default();
-//! let (out, lse) = flash::flash_with_lse(&q, &q, &q, &config)?;
-//! assert_eq!(lse.dims(), [1, 2, 70]);
-//! let (reference, _) = flash::reference(&q, &q, &q, &config)?;
-//! assert!((out - reference)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
-//! # Ok::<(), tallow::Error>(())
-//! ```
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -24,13 +11,13 @@ mod reference;
 pub use reference::reference;
 
 use super::AttentionConfig;
-use super::nothing::nothing;
+use super::nothing::{lse_of_nothing, nothing};
 use super::shapes::Shapes;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
 use crate::ops::{Path, cast_for, choose, record::apply3};
 use crate::{Error, Result, graph, hardware};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 pub(super) const NAME: &str = "attention::flash";
 
@@ -141,19 +128,6 @@ pub fn flash_with_lse(
     };
     let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
     Ok((out.reshape(q.shape())?, lse))
-}
-
-/// The log-sum-exp of no scores, for each query.
-fn lse_of_nothing(q: &Tensor) -> Result<Tensor> {
-    let shape = &q.dims()[..q.rank() - 1];
-    let dtype = match q.dtype() {
-        DType::F64 => DType::F64,
-        _ => DType::F32,
-    };
-    if shape.contains(&0) {
-        return Ok(Tensor::zeros(shape, dtype, q.device())?);
-    }
-    Ok(Tensor::full(f32::NEG_INFINITY, shape, q.device())?.to_dtype(dtype)?)
 }
 
 /// x (..., heads, T, Dh) as (B, heads, T, Dh), lying as the device's kernel can read it.

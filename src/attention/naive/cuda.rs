@@ -1,6 +1,6 @@
 //! The op on a GPU.
 
-use super::Naive;
+use super::op::Naive;
 use crate::kernels::cuda::cublas;
 use crate::kernels::cuda::matmul::Matrix;
 use crate::kernels::cuda::naive_attention as kernel;

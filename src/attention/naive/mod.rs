@@ -1,41 +1,22 @@
 //! Attention with all scores and probabilities in memory: scores, softmax, weighted sum.
 //!
 //! [`naive()`] is one op; [`reference()`] composes it of three, and is its specification.
-//!
-//! ```
-//! use candle_core::{Device, Tensor};
-//! use tallow::attention::{AttentionConfig, naive};
-//!
-//! let q = Tensor::randn(0f32, 1.0, (1, 2, 5, 8), &Device::Cpu)?; // (B, H, T, Dh)
-//! let config = AttentionConfig::default();
-//! let out = naive::naive(&q, &q, &q, &config)?;
-//! let difference = (out - naive::reference(&q, &q, &q, &config)?)?.abs()?.max_all()?;
-//! assert!(difference.to_scalar::<f32>()? < 1e-5);
-//! # Ok::<(), tallow::Error>(())
-//! ```
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod lse;
+mod op;
 
+use super::AttentionConfig;
 use super::nothing::nothing;
 use super::shapes::Shapes;
-use super::{AttentionConfig, attributes};
-use crate::Result;
-use crate::graph::{self, Attribute, MemoryStep, Room, Target};
-use crate::kernels::attention::Sizes;
-use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
-use crate::kernels::cpu::{Stored, attention::naive as kernel};
-use crate::kernels::workspace::naive_heads_at_once;
-use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
-use crate::ops::record::{Spec, apply3, contiguous, made, to_dtype, wide_input};
+use crate::ops::record::{apply3, contiguous, to_dtype, wide_input};
 use crate::ops::{self, Path, choose, with_last_dim};
 use crate::precision::without_autocast;
-use crate::probe::{self, Operand};
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
-use std::sync::OnceLock;
+use crate::{Result, graph, probe};
+use candle_core::Tensor;
+use op::Naive;
+use std::sync::{Arc, OnceLock};
 
 pub(super) const NAME: &str = "attention::naive";
 
@@ -83,6 +64,57 @@ pub(super) const NAME: &str = "attention::naive";
 /// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0, mixed dtypes or
 /// devices.
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
+    keeping(q, k, v, config, None)
+}
+
+/// As [`naive()`], with `lse = log(sum(exp(scores)))` of every query beside it: (..., H, Tq), in f32 (f64 for f64).
+///
+/// -inf for a query that sees no key. `lse` carries no gradient: it is a constant to whatever is computed from it, as
+/// [`flash_with_lse`](super::flash_with_lse)'s is.
+///
+/// On the CPU the kernel writes it beside the probabilities. On a GPU it has no kernel: candle's own ops compute it
+/// from all scores at once, which [`ops::fallbacks`] lists as `attention::naive lse`. In a
+/// [trace](crate::graph::trace()) it is such a composition too, which cannot be planned.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::attention::{self, AttentionConfig};
+///
+/// let q = Tensor::zeros((1, 1, 1, 8), DType::F32, &Device::Cpu)?;
+/// let k = Tensor::ones((1, 1, 4, 8), DType::F32, &Device::Cpu)?;
+/// let (out, lse) = attention::naive_with_lse(&q, &k, &k, &AttentionConfig::default())?;
+/// assert_eq!(out.flatten_all()?.to_vec1::<f32>()?, [1.0; 8]);
+/// assert!((lse.flatten_all()?.to_vec1::<f32>()?[0] - 4f32.ln()).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`naive()`].
+pub fn naive_with_lse(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    config: &AttentionConfig,
+) -> Result<(Tensor, Tensor)> {
+    let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
+    let has_kernel = choose(lse::LSE, q)? == Path::Kernel && !graph::is_tracing();
+    let kept = has_kernel.then(Arc::<OnceLock<Tensor>>::default);
+    let out = keeping(q, k, v, config, kept.clone())?;
+    let lse = match kept.and_then(|kept| kept.get().cloned()) {
+        Some(lse) => lse,
+        None => lse::reference(q, k, v, config)?,
+    };
+    Ok((out, lse))
+}
+
+/// [`naive()`], whose kernel leaves the log-sum-exps in `lse` if there is a place for them.
+fn keeping(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    config: &AttentionConfig,
+    lse: Option<Arc<OnceLock<Tensor>>>,
+) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     let shapes = Shapes::of(NAME, q, k, v)?;
     let scores = with_last_dim(q.dims(), shapes.keys);
@@ -92,10 +124,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
     }
     match choose(NAME, q)? {
         Path::Kernel => {
-            let op = Naive {
-                sizes: shapes.sizes(config),
-                probabilities: OnceLock::new(),
-            };
+            let op = Naive::new(shapes.sizes(config), lse);
             let (q, k, v) = (contiguous(q)?, contiguous(k)?, contiguous(v)?);
             Ok(apply3(&q, &k, &v, op)?)
         }
@@ -146,223 +175,5 @@ fn of_shape(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
     match x.dims() == shape {
         true => Ok(x.clone()),
         false => x.reshape(shape),
-    }
-}
-
-/// What backward takes for itself, where there is a kernel.
-fn backward_room(sizes: &Sizes, dtype: DType, target: Target) -> Room {
-    let (width, wide) = (dtype.size_in_bytes(), dtype.size_in_bytes().max(4));
-    match target {
-        Target::Cpu => Room {
-            what: "scores' gradient, packed",
-            formula: "T^2 + blocks, a thread",
-            elements: scratch_elements(sizes, dtype)[1],
-            element_bytes: wide,
-        },
-        // Those of probabilities and, in half precision, those of scores.
-        Target::Cuda => Room {
-            what: "scores' gradients of some heads",
-            formula: "..T^2",
-            elements: scores_on_gpu(sizes, dtype),
-            element_bytes: match width == wide {
-                true => wide,
-                false => wide + width,
-            },
-        },
-    }
-}
-
-/// Elements that forward and backward take for themselves on the CPU, in the dtype computed in: backward a matrix of
-/// (Tq, Tk), both what half precision is widened to, head by head, and what products pack.
-fn scratch_elements(sizes: &Sizes, dtype: DType) -> [f64; 2] {
-    let Sizes {
-        queries,
-        keys,
-        head_dim,
-        value_dim,
-        ..
-    } = *sizes;
-    let threads = rayon::current_num_threads();
-    // As the kernel shares its matrices out.
-    let (at_once, inside) = match sizes.matrices() < 2 * threads {
-        true => (1.0, Threads::All),
-        false => (threads as f64, Threads::One),
-    };
-    let element_bytes = dtype.size_in_bytes().max(size_of::<f32>());
-    let [tq, tk, dh, dv] = [queries, keys, head_dim, value_dim].map(|size| size as f64);
-    // q, k, v and out before it is rounded; q, k, v, dout, and dq, dk, dv before they are rounded.
-    let widened = match dtype.size_in_bytes() < element_bytes {
-        true => [
-            tq * dh + tk * dh + tk * dv + tq * dv,
-            2.0 * (tq * dh + tk * dh + tk * dv) + tq * dv,
-        ],
-        false => [0.0; 2],
-    };
-    let packed = |rows, depth, cols, a_transposed, b_transposed| {
-        let sizes = ProductSizes {
-            rows,
-            depth,
-            cols,
-            a_transposed,
-            b_transposed,
-            element_bytes,
-        };
-        packing_bytes(sizes, inside) / element_bytes as f64
-    };
-    let scores = packed(queries, head_dim, keys, false, true); // q k^T
-    let values = packed(queries, keys, value_dim, false, false); // p v
-    let backward = [
-        packed(queries, value_dim, keys, false, true), // dout v^T
-        packed(queries, keys, head_dim, false, false), // ds k
-        packed(keys, queries, value_dim, true, false), // p^T dout
-        packed(keys, queries, head_dim, true, false),  // ds^T q
-    ];
-    [
-        at_once * (widened[0] + scores.max(values)),
-        at_once * (tq * tk + widened[1] + backward.into_iter().fold(0.0, f64::max)),
-    ]
-}
-
-/// The scores that there are at once on a GPU beside the probabilities.
-fn scores_on_gpu(sizes: &Sizes, dtype: DType) -> f64 {
-    let of_head = sizes
-        .group()
-        .saturating_mul(sizes.queries)
-        .saturating_mul(sizes.keys);
-    naive_heads_at_once(sizes.kv_matrices(), of_head, dtype) as f64 * of_head as f64
-}
-
-struct Naive {
-    sizes: Sizes,
-    /// (..., H, Tq, Tk).
-    probabilities: OnceLock<Tensor>,
-}
-
-impl Spec for Naive {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        let q = &inputs[0];
-        (with_last_dim(q.dims, self.sizes.value_dim).into(), q.dtype)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        attributes(self.sizes.scale, self.sizes.mask)
-    }
-
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
-        let q = &inputs[0];
-        let dtype = match graph::target() {
-            Some(Target::Cuda) => q.dtype,
-            _ => q.wide_dtype(),
-        };
-        vec![(
-            "probabilities",
-            with_last_dim(q.dims, self.sizes.keys).into(),
-            dtype,
-        )]
-    }
-
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let (dtype, wide) = (inputs[0].dtype, inputs[0].wide_dtype());
-        let room = match target {
-            Target::Cpu => Some(Room {
-                what: "heads in f32, packed",
-                formula: "TD/H + blocks, a thread",
-                elements: scratch_elements(&self.sizes, dtype)[0],
-                element_bytes: wide.size_in_bytes(),
-            }),
-            // f32's are the probabilities' place.
-            Target::Cuda => (dtype != wide).then(|| Room {
-                what: "scores of some heads",
-                formula: "..T^2",
-                elements: scores_on_gpu(&self.sizes, dtype),
-                element_bytes: wide.size_in_bytes(),
-            }),
-        };
-        let room = room.map(MemoryStep::Pass);
-        made(self, inputs).into_iter().chain(room).collect()
-    }
-
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let room = backward_room(&self.sizes, inputs[0].dtype, target);
-        let gradients = (0..3).map(MemoryStep::gradient);
-        [MemoryStep::Take(room)]
-            .into_iter()
-            .chain(gradients)
-            .collect()
-    }
-}
-
-impl CustomOp3 for Naive {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let sizes = self.sizes;
-        let out_shape = with_last_dim(q_layout.dims(), sizes.value_dim);
-        let p_shape = with_last_dim(q_layout.dims(), sizes.keys);
-        for_stored!(q.dtype(), T => {
-            let (q, k) = (view::<T>(q, q_layout)?, view::<T>(k, k_layout)?);
-            let v = view::<T>(v, v_layout)?;
-            let (out, p) = output_keeping(out_shape, p_shape, |out, p| {
-                kernel::forward(&sizes, q, k, v, p, out)
-            })?;
-            probe::kept("probabilities", &p);
-            let _ = self.probabilities.set(p); // empty until now: an op runs forward once
-            Ok(out)
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        q: &CudaStorage,
-        q_layout: &Layout,
-        k: &CudaStorage,
-        k_layout: &Layout,
-        v: &CudaStorage,
-        v_layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.forward_on_gpu([(q, q_layout), (k, k_layout), (v, v_layout)])
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        _out: &Tensor,
-        dout: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(p) = self.probabilities.get() else {
-            candle_core::bail!("{NAME}: backward before forward");
-        };
-        let dout = dout.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if dout.device().is_cuda() {
-            let [dq, dk, dv] = self.backward_on_gpu([&dout, q, k, v, p])?;
-            return Ok((Some(dq), Some(dk), Some(dv)));
-        }
-        let [q_shape, k_shape, v_shape] = [q, k, v].map(Tensor::shape);
-        for_stored!(dout.dtype(), T => {
-            let (dout, p) = (elements::<T>(&dout)?, elements::<<T as Stored>::Wide>(p)?);
-            let (q, k, v) = (elements::<T>(q)?, elements::<T>(k)?, elements::<T>(v)?);
-            let mut dk_dv = None;
-            let dq = tensor(q_shape, |dq| {
-                dk_dv = Some(tensors(k_shape, v_shape, |dk, dv| {
-                    kernel::backward(&self.sizes, &dout, &q, &k, &v, &p, dq, dk, dv)
-                }));
-            })?;
-            let (dk, dv) = dk_dv.transpose()?.unzip();
-            Ok((Some(dq), dk, dv))
-        })
     }
 }

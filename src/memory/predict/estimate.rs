@@ -4,114 +4,14 @@ use super::layer;
 use super::naming::Naming;
 use super::replay::{Buffer, Formula, Outcome, What, elements, replay};
 use super::stack::{self, Stack};
+use super::workload::{Mode, Workload, check, check_some, optimizer_state, place};
 use super::{MemoryBreakdown, MemoryKind};
-use crate::attention::Algorithm;
-use crate::graph::{Graph, Source, Target, ValueId};
+use crate::graph::{Graph, Source, ValueId};
 use crate::model::TransformerConfig;
-use crate::nn::Checkpointing;
-use crate::precision::Precision;
 use crate::report::Format;
 use crate::{Error, Result};
-use candle_core::Device;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::fmt;
-
-/// How much of a training step is run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// The forward pass under `no_grad`.
-    Forward,
-    /// The forward pass with its graph kept, as before a backward.
-    ForwardKeepingGraph,
-    /// Forward, loss and backward.
-    ForwardBackward,
-    /// Forward, loss, backward and AdamW.
-    #[default]
-    TrainStep,
-}
-
-impl Mode {
-    /// As tables and flags name it: `train-step`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Forward => "forward",
-            Self::ForwardKeepingGraph => "forward-keeping-graph",
-            Self::ForwardBackward => "forward-backward",
-            Self::TrainStep => "train-step",
-        }
-    }
-
-    /// Whether backward runs.
-    pub(super) fn has_backward(self) -> bool {
-        matches!(self, Self::ForwardBackward | Self::TrainStep)
-    }
-}
-
-/// Whose kernels run. Ops that have none on a GPU are composed of candle's there, and keep and take more.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum Kernels {
-    /// The CPU's.
-    #[default]
-    Cpu,
-    /// Those for NVIDIA's GPUs of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older GPUs,
-    /// ops are composed of candle's: breakdowns are too low there.
-    Cuda,
-}
-
-impl Kernels {
-    /// Those that run on `device`. Metal's are taken for the CPU's.
-    pub fn of(device: &Device) -> Self {
-        match device {
-            Device::Cuda(_) => Self::Cuda,
-            _ => Self::Cpu,
-        }
-    }
-}
-
-impl From<Target> for Kernels {
-    fn from(target: Target) -> Self {
-        match target {
-            Target::Cpu => Self::Cpu,
-            Target::Cuda => Self::Cuda,
-        }
-    }
-}
-
-impl From<Kernels> for Target {
-    fn from(kernels: Kernels) -> Self {
-        match kernels {
-            Kernels::Cpu => Self::Cpu,
-            Kernels::Cuda => Self::Cuda,
-        }
-    }
-}
-
-/// What is run.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Workload {
-    /// B.
-    pub batch_size: usize,
-    /// T.
-    pub sequence_length: usize,
-    /// How much of a step.
-    pub mode: Mode,
-    /// What computes attention: here, not in the model's configuration. Naive where a serialized workload says nothing.
-    #[serde(default)]
-    pub attention: Algorithm,
-    /// What forward and loss compute in; f32 where a serialized workload says nothing.
-    #[serde(default)]
-    pub precision: Precision,
-    /// What the blocks leave for backward: here, not in the model's configuration. The whole graph where a serialized
-    /// workload says nothing.
-    #[serde(default)]
-    pub checkpointing: Checkpointing,
-    /// Whose kernels compute it; the CPU's where a serialized workload says nothing.
-    #[serde(default)]
-    pub kernels: Kernels,
-}
 
 /// Bytes of an eager pass or step, by what they hold: every buffer that the run will take, followed through forward and
 /// backward by its size alone.
@@ -134,12 +34,12 @@ pub struct Workload {
 ///   and both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: they stay
 ///   until the graph goes or, without one, the region ends; if dropped, until their op is done.
 ///
-/// On a GPU ([`Kernels`]) S of naive attention is in the dtype of q, and products pack nothing.
+/// On a GPU ([`Kernels`](super::Kernels)) S of naive attention is in the dtype of q, and products pack nothing.
 ///
-/// That is with the whole graph. With [checkpointing](Checkpointing), a segment that is recomputed leaves its input,
-/// `N D`; its graph, as above with a copy of its input, is there in forward until the segment is done and in backward
-/// until it is through, one at a time, and with it its weights' casts. A released block leaves its graph and copies of
-/// its input and output, `2 N D`, until backward is through it.
+/// That is with the whole graph. With [checkpointing](crate::nn::Checkpointing), a segment that is recomputed leaves
+/// its input, `N D`; its graph, as above with a copy of its input, is there in forward until the segment is done and in
+/// backward until it is through, one at a time, and with it its weights' casts. A released block leaves its graph and
+/// copies of its input and output, `2 N D`, until backward is through it.
 ///
 /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
 /// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
@@ -234,10 +134,10 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
 /// first output, and AdamW for the weights that get a gradient.
 ///
 /// What was traced is what is replayed: whether forward keeps a graph, autocast regions, segments that are checkpointed
-/// or released, what is dropped when; on the kernels of the trace's [`Target`]. Weights, inputs and constants that the
-/// function reads are there from the beginning, each once. Ops that are composed of candle's own count for what they
-/// take and return; what several of candle's keep between them is left out, so where a kernel is missing this is too
-/// low.
+/// or released, what is dropped when; on the kernels of the trace's [`Target`](crate::graph::Target). Weights, inputs
+/// and constants that the function reads are there from the beginning, each once. Ops that are composed of candle's own
+/// count for what they take and return; what several of candle's keep between them is left out, so where a kernel is
+/// missing this is too low.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -325,20 +225,6 @@ fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
     residents
 }
 
-/// What AdamW keeps of a parameter with so many bytes an element, in f32 each.
-pub(super) fn optimizer_state(width: usize) -> impl Iterator<Item = &'static str> {
-    let master = (width < size_of::<f32>()).then_some("master weights");
-    ["exp_avg", "exp_avg_sq"].into_iter().chain(master)
-}
-
-/// Whose memory it is, and what shares it.
-pub(super) fn place(kernels: Kernels) -> String {
-    match kernels {
-        Kernels::Cpu => format!("{} threads", rayon::current_num_threads()),
-        Kernels::Cuda => "on a GPU".into(),
-    }
-}
-
 impl Estimate {
     fn of(
         outcome: &Outcome,
@@ -386,24 +272,6 @@ impl Estimate {
             peak_bytes: u64::MAX,
             breakdown,
         }
-    }
-}
-
-/// Refuses what has no breakdown.
-pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<()> {
-    let config = TransformerConfig {
-        attention: workload.attention,
-        ..config.clone()
-    };
-    config.validate()
-}
-
-/// Refuses a workload of nothing.
-pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
-    match size {
-        0 => Err(Error::config("Workload", field, "0")
-            .must_be("positive", "a step has at least one sequence of one token")),
-        _ => Ok(()),
     }
 }
 

@@ -1,8 +1,8 @@
 //! What fits: the estimate asked the other way round.
 
 use super::Workload;
-use super::estimate::{check, check_some};
 use super::stack::peak_bytes;
+use super::workload::{check, check_some};
 use crate::Result;
 use crate::model::TransformerConfig;
 use crate::precision::Precision;

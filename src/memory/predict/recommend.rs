@@ -1,7 +1,7 @@
 //! What must be run again for a step to fit.
 
-use super::estimate::{check, check_some};
 use super::stack;
+use super::workload::{check, check_some};
 use super::{Mode, Workload};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;

@@ -1,9 +1,9 @@
 //! A model's pass as a graph to be replayed, whatever its depth: of blocks that are alike, the first, one for all
 //! between, and the last are traced; so are segments of blocks.
 
-use super::estimate::{optimizer_state, place};
 use super::layer::traced;
 use super::replay::{Buffer, Formula, Outcome, Repeat, What, elements, replay};
+use super::workload::{optimizer_state, place};
 use super::{MemoryKind, Mode, Workload};
 use crate::Result;
 use crate::attention::Algorithm;

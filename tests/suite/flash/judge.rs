@@ -4,8 +4,8 @@
 //! other rounding is a relative error of a few eps. Together: relative errors of at most r = 4 eps max|score| + 8 eps
 //! in what is summed. A sum whose terms are each off by r of their size is off by at most r times the sum of their
 //! sizes, element by element, so r times [`Oracle::terms`] is the floor of what arithmetic with that eps can promise:
-//! |v| weighted by the probabilities for out (never more than max|v|), and likewise for the gradients. It is small where
-//! the terms are, and where they cancel it is what their cancellation costs any algorithm that rounds them first.
+//! |v| weighted by the probabilities for out (never more than max|v|), and likewise for the gradients. It is small
+//! where the terms are, and where they cancel it is what their cancellation costs any algorithm that rounds them first.
 //!
 //! A log-sum-exp is off by as much as its scores, which no average evens out as it does in out. Dh roundings of half an
 //! eps add up to sqrt(Dh) / 2 eps of a score's terms, by chance (Higham and Mary, "A New Approach to Probabilistic

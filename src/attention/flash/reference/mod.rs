@@ -10,10 +10,10 @@
 
 mod seen;
 
-use super::{NAME, check, lse_of_nothing};
+use super::{NAME, check};
 use crate::Result;
 use crate::attention::computed::Computed;
-use crate::attention::nothing::nothing;
+use crate::attention::nothing::{lse_of_nothing, nothing};
 use crate::attention::shapes::Shapes;
 use crate::attention::{AttentionConfig, Mask, attributes};
 use crate::grad::is_grad_enabled;

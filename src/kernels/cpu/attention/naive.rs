@@ -36,6 +36,19 @@ pub fn forward<T: Stored>(
     p: &mut [T::Wide],
     out: &mut [T],
 ) {
+    forward_with_lse(sizes, q, k, v, p, &mut [], out);
+}
+
+/// As [`forward`], with the log-sum-exp of every query's scores in `lse` (B H, Tq), unless that is empty.
+pub fn forward_with_lse<T: Stored>(
+    sizes: &Sizes,
+    q: &[T],
+    k: &[T],
+    v: &[T],
+    p: &mut [T::Wide],
+    lse: &mut [T::Wide],
+    out: &mut [T],
+) {
     let Sizes {
         queries,
         keys,
@@ -50,7 +63,8 @@ pub fn forward<T: Stored>(
         return;
     }
     let group = sizes.group();
-    let (p, out) = (Shared::new(p), Shared::new(out));
+    let lse_size = lse.len() / matrices;
+    let (p, lse, out) = (Shared::new(p), Shared::new(lse), Shared::new(out));
     for_matrices(matrices, |i, threads| {
         let q = at(q, i, queries * head_dim, threads);
         let k = at(k, i / group, keys * head_dim, threads);
@@ -63,9 +77,10 @@ pub fn forward<T: Stored>(
         let (p_size, out_size) = (queries * keys, queries * value_dim);
         // SAFETY: matrix i is written by this call alone.
         let p = unsafe { p.range(i * p_size, p_size) };
+        let lse = unsafe { lse.range(i * lse_size, lse_size) };
         let out = unsafe { out.range(i * out_size, out_size) };
         matmul(q, k.t(), p, false, threads); // scores
-        softmax::forward_in_place(p, queries, keys, scale, mask, threads);
+        softmax::forward_in_place(p, queries, keys, scale, mask, lse, threads);
         let p = MatRef::new(p, queries, keys);
         rounded(out, false, threads, |out| matmul(p, v, out, false, threads));
     });

@@ -49,16 +49,3 @@ pub fn matmul_to<T, C>(
     }
     packed::product(a, b, c, accumulate, threads);
 }
-
-/// [`matmul_to`] of a pair.
-pub fn matmul_sum<T, C>(
-    [(a, b)]: &[(MatRef<'_, T>, MatRef<'_, T>); 1],
-    c: MatMut<'_, C>,
-    accumulate: bool,
-    threads: Threads,
-) where
-    T: Stored,
-    C: Stored<Wide = T::Wide>,
-{
-    matmul_to(*a, *b, c, accumulate, threads);
-}

@@ -38,20 +38,38 @@ pub fn forward<T: Stored>(
     });
 }
 
-/// As [`forward`], from the scores in `p`.
+/// As [`forward`], from the scores in `p`; with `log(sum(exp(scale * x)))` of every row in `lse`, unless that is empty.
+/// Rows without a visible key have -inf there.
 pub fn forward_in_place<T: Real>(
     p: &mut [T],
     queries: usize,
     keys: usize,
     scale: f64,
     mask: Mask,
+    lse: &mut [T],
     threads: Threads,
 ) {
+    let rows = |first: usize, p: &mut [T], lse: &mut [T]| {
+        forward_visible(
+            p,
+            keys,
+            scale,
+            #[inline(always)]
+            |row| mask.visible((first + row) % queries, queries, keys).end,
+            #[inline(always)]
+            |row, top, sum| {
+                if let Some(lse) = lse.get_mut(row) {
+                    *lse = top + sum.logarithm();
+                }
+            },
+        );
+    };
     match threads {
-        Threads::One => forward_rows(p, 0, queries, keys, scale, mask),
-        Threads::All => parallel::for_rows(p, keys, |first, p| {
-            forward_rows(p, first, queries, keys, scale, mask);
-        }),
+        Threads::One => rows(0, p, lse),
+        Threads::All if lse.is_empty() => {
+            parallel::for_rows(p, keys, |first, p| rows(first, p, &mut []));
+        }
+        Threads::All => parallel::for_rows2(p, keys, lse, 1, rows),
     }
 }
 
@@ -106,16 +124,20 @@ pub(in crate::kernels::cpu) fn forward_rows<T: Real>(
         scale,
         #[inline(always)]
         |row| mask.visible((first + row) % queries, queries, keys).end,
+        #[inline(always)]
+        |_, _, _| (),
     );
 }
 
-/// Rows of `width` elements, of which row i's first `visible(i)` are scores; the others become 0.
+/// Rows of `width` elements, of which row i's first `visible(i)` are scores; the others become 0. `done(i, top, sum)` is
+/// called with the largest scaled score of row i and the sum of the exponentials relative to it.
 #[inline(always)]
-pub(super) fn forward_visible<T: Real>(
+fn forward_visible<T: Real>(
     p: &mut [T],
     width: usize,
     scale: f64,
     visible: impl Fn(usize) -> usize,
+    mut done: impl FnMut(usize, T, T),
 ) {
     let scale = T::real(scale);
     simd::vectorized(
@@ -131,9 +153,11 @@ pub(super) fn forward_visible<T: Real>(
                 for p in p.iter_mut() {
                     *p = (*p - top).exponential();
                 }
-                let share = T::ONE / simd::sum(p);
+                let sum = simd::sum(p);
+                done(row, top, sum);
+                let inv_sum = T::ONE / sum;
                 for p in p.iter_mut() {
-                    *p *= share;
+                    *p *= inv_sum;
                 }
             }
         },

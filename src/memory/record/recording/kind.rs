@@ -1,7 +1,7 @@
 //! What a block is there for, by where it was taken and how long it stayed.
 
 use super::MemoryKind;
-use super::lives::{Block, Circumstances, PhaseSpan};
+use super::block::{Block, Circumstances, PhaseSpan};
 use crate::ops::WEIGHT_CAST;
 
 /// The rules, of which the first that applies holds; a label comes before all of them.

@@ -1,0 +1,51 @@
+//! The log-sum-exp of scores where no kernel writes it.
+
+use super::NAME;
+use crate::Result;
+use crate::attention::AttentionConfig;
+use crate::attention::nothing::lse_of_nothing;
+use crate::attention::shapes::Shapes;
+use crate::ops::record::{composed, widen};
+use crate::ops::softmax::seen_keys;
+use candle_core::{D, DType, Device, Tensor};
+
+/// Its name, as an op.
+pub(super) const LSE: &str = "attention::naive lse";
+
+/// The log-sum-exp of every query's scores in plain candle ops: (..., H, Tq), a constant.
+pub(super) fn reference(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    config: &AttentionConfig,
+) -> Result<Tensor> {
+    let shapes = Shapes::of(NAME, q, k, v)?;
+    if shapes.is_empty() {
+        return lse_of_nothing(q);
+    }
+    let (q, k) = (q.detach(), k.detach());
+    let wide = match q.dtype() {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    };
+    let lse_shape = &q.dims()[..q.rank() - 1];
+    let lse = composed(LSE, &[&q, &k], (lse_shape, wide), || {
+        let rows = shapes.heads / shapes.kv_heads * shapes.queries;
+        let matrices = shapes.batch * shapes.kv_heads;
+        let q = widen(&q)?.reshape((matrices, rows, shapes.head_dim))?; // (B Hkv, H / Hkv Tq, Dh)
+        let k = widen(&k)?.reshape((matrices, shapes.keys, shapes.head_dim))?; // (B Hkv, Tk, Dh)
+        let scores = (q.matmul(&k.t()?)? * config.scale_for(shapes.head_dim))?;
+        let heads = shapes.batch * shapes.heads;
+        let scores = scores.reshape((heads, shapes.queries, shapes.keys))?; // (B H, Tq, Tk)
+        let seen = seen_keys(config.mask, shapes.queries, shapes.keys, q.device())?;
+        let seen = seen.broadcast_as(scores.shape())?;
+        // Chosen, not multiplied away: a hidden NaN or infinity has no say. Finite: a row that sees nothing is 0 / 1.
+        let low = if wide == DType::F64 { -1e300 } else { -1e38 };
+        let low = Tensor::full(low, scores.shape(), &Device::Cpu)?.to_dtype(wide)?;
+        let scores = seen.where_cond(&scores, &low.to_device(q.device())?)?;
+        let top = scores.max_keepdim(D::Minus1)?;
+        let e = (scores.broadcast_sub(&top)?.exp()? * seen.to_dtype(wide)?)?;
+        (top + e.sum_keepdim(D::Minus1)?.log()?)?.reshape(lse_shape)
+    })?;
+    Ok(lse.detach())
+}

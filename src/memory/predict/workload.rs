@@ -1,0 +1,139 @@
+//! What is run: how much of a step, of which sizes, on whose kernels.
+
+use crate::attention::Algorithm;
+use crate::graph::Target;
+use crate::model::TransformerConfig;
+use crate::nn::Checkpointing;
+use crate::precision::Precision;
+use crate::{Error, Result};
+use candle_core::Device;
+use serde::{Deserialize, Serialize};
+
+/// How much of a training step is run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// The forward pass under `no_grad`.
+    Forward,
+    /// The forward pass with its graph kept, as before a backward.
+    ForwardKeepingGraph,
+    /// Forward, loss and backward.
+    ForwardBackward,
+    /// Forward, loss, backward and AdamW.
+    #[default]
+    TrainStep,
+}
+
+impl Mode {
+    /// As tables and flags name it: `train-step`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::ForwardKeepingGraph => "forward-keeping-graph",
+            Self::ForwardBackward => "forward-backward",
+            Self::TrainStep => "train-step",
+        }
+    }
+
+    /// Whether backward runs.
+    pub(super) fn has_backward(self) -> bool {
+        matches!(self, Self::ForwardBackward | Self::TrainStep)
+    }
+}
+
+/// Whose kernels run. Ops that have none on a GPU are composed of candle's there, and keep and take more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Kernels {
+    /// The CPU's.
+    #[default]
+    Cpu,
+    /// Those for NVIDIA's GPUs of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older GPUs,
+    /// ops are composed of candle's: breakdowns are too low there.
+    Cuda,
+}
+
+impl Kernels {
+    /// Those that run on `device`. Metal's are taken for the CPU's.
+    pub fn of(device: &Device) -> Self {
+        match device {
+            Device::Cuda(_) => Self::Cuda,
+            _ => Self::Cpu,
+        }
+    }
+}
+
+impl From<Target> for Kernels {
+    fn from(target: Target) -> Self {
+        match target {
+            Target::Cpu => Self::Cpu,
+            Target::Cuda => Self::Cuda,
+        }
+    }
+}
+
+impl From<Kernels> for Target {
+    fn from(kernels: Kernels) -> Self {
+        match kernels {
+            Kernels::Cpu => Self::Cpu,
+            Kernels::Cuda => Self::Cuda,
+        }
+    }
+}
+
+/// What is run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Workload {
+    /// B.
+    pub batch_size: usize,
+    /// T.
+    pub sequence_length: usize,
+    /// How much of a step.
+    pub mode: Mode,
+    /// What computes attention: here, not in the model's configuration. Naive where a serialized workload says nothing.
+    #[serde(default)]
+    pub attention: Algorithm,
+    /// What forward and loss compute in; f32 where a serialized workload says nothing.
+    #[serde(default)]
+    pub precision: Precision,
+    /// What the blocks leave for backward: here, not in the model's configuration. The whole graph where a serialized
+    /// workload says nothing.
+    #[serde(default)]
+    pub checkpointing: Checkpointing,
+    /// Whose kernels compute it; the CPU's where a serialized workload says nothing.
+    #[serde(default)]
+    pub kernels: Kernels,
+}
+
+/// Refuses what has no breakdown.
+pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<()> {
+    let config = TransformerConfig {
+        attention: workload.attention,
+        ..config.clone()
+    };
+    config.validate()
+}
+
+/// Refuses a workload of nothing.
+pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
+    match size {
+        0 => Err(Error::config("Workload", field, "0")
+            .must_be("positive", "a step has at least one sequence of one token")),
+        _ => Ok(()),
+    }
+}
+
+/// What AdamW keeps of a parameter with so many bytes an element, in f32 each.
+pub(super) fn optimizer_state(width: usize) -> impl Iterator<Item = &'static str> {
+    let master = (width < size_of::<f32>()).then_some("master weights");
+    ["exp_avg", "exp_avg_sq"].into_iter().chain(master)
+}
+
+/// Whose memory it is, and what shares it.
+pub(super) fn place(kernels: Kernels) -> String {
+    match kernels {
+        Kernels::Cpu => format!("{} threads", rayon::current_num_threads()),
+        Kernels::Cuda => "on a GPU".into(),
+    }
+}

@@ -1,0 +1,74 @@
+//! What a run's configuration asks of its model and its data.
+
+use super::TrainConfig;
+use crate::data::Tokens;
+use crate::model::TransformerLM;
+use crate::optim::GradScaler;
+use crate::{Error, Result};
+use candle_core::DType;
+
+/// The scaler of a run in f16; none where nothing is scaled.
+pub(super) fn scaler(config: &TrainConfig) -> Result<Option<GradScaler>> {
+    let scales = config.precision.dtype() == DType::F16 && config.loss_scaling.enabled;
+    match scales {
+        true => Ok(Some(GradScaler::new(config.loss_scaling)?)),
+        false => Ok(None),
+    }
+}
+
+/// Whether the model's parameters are of the type that the precision keeps them in. What computes in f32 may be f64.
+pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result<()> {
+    let precision = config.precision;
+    let wanted = precision.parameter_dtype();
+    let other = model.parameters().into_iter().find(|(_, parameter)| {
+        let dtype = parameter.dtype();
+        dtype != wanted && (precision.dtype(), dtype) != (DType::F32, DType::F64)
+    });
+    let Some((name, parameter)) = other else {
+        return Ok(());
+    };
+    let hint = match wanted {
+        DType::F32 => {
+            "build it with TransformerLM::new, or train it with Regime::Full of its own dtype"
+        }
+        _ => {
+            "build it with TransformerLM::from_var_builder and nn::seeded in that dtype, or load it with load_with"
+        }
+    };
+    Err(Error::DType {
+        op: "Trainer",
+        expected: format!(
+            "parameters in {}, for precision {precision}",
+            wanted.as_str()
+        ),
+        got: format!("{name} in {}", parameter.dtype().as_str()),
+        hint: hint.into(),
+    })
+}
+
+/// Whether the model can run on windows of these tokens.
+pub(super) fn check_fits(
+    model: &TransformerLM,
+    config: &TrainConfig,
+    tokens: &Tokens,
+) -> Result<()> {
+    let context_length = model.config().context_length;
+    if config.sequence_length > context_length {
+        return Err(
+            Error::config("TrainConfig", "sequence_length", config.sequence_length).must_be(
+                format!("at most the model's context_length, {context_length}"),
+                "shorten it, or build the model with a longer context_length",
+            ),
+        );
+    }
+    let vocab_size = model.config().vocab_size;
+    if tokens.vocab_size() > vocab_size {
+        return Err(
+            Error::config("TransformerConfig", "vocab_size", vocab_size).must_be(
+                format!("at least {}'s, {}", tokens, tokens.vocab_size()),
+                "build the model with the data's vocab_size",
+            ),
+        );
+    }
+    Ok(())
+}
