@@ -5,6 +5,8 @@ pub(crate) mod cuda;
 #[cfg(not(feature = "cuda"))]
 #[path = "hardware/no_cuda.rs"]
 pub(crate) mod cuda;
+#[cfg(all(feature = "cuda", feature = "report"))]
+pub(crate) mod cupti;
 #[cfg(feature = "report")]
 mod description;
 mod half_arithmetic;

@@ -94,6 +94,7 @@ fn span(
         inputs: Vec::new(),
         output: None,
         cost: None,
+        parts: Default::default(),
         allocated_bytes: None,
     }
 }

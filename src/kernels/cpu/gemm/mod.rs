@@ -20,6 +20,7 @@ pub(crate) mod tile;
 pub(crate) mod widen;
 
 use super::Stored;
+use crate::probe::parts::{Part, timed};
 pub use batched::{Batched, matmul_batched};
 pub use matrix::{MatMut, MatRef};
 pub(crate) use micro_kernel::prefetch;
@@ -85,7 +86,7 @@ pub fn matmul_sum<T, C>(
         terms,
         first_column: 0,
     };
-    products(&[band], c, accumulate, threads);
+    timed(Part::Products, || products(&[band], c, accumulate, threads));
 }
 
 /// `c = a [b_0 | b_1 | ..]`, or `c +=` that: the products side by side, c (a.rows, sum of b_i.cols).
@@ -120,7 +121,7 @@ pub fn matmul_bands<T, C>(
             }
         })
         .collect();
-    products(&bands, c, accumulate, threads);
+    timed(Part::Products, || products(&bands, c, accumulate, threads));
 }
 
 /// Every band of c, by whatever is faster.

@@ -5,6 +5,7 @@ use super::micro_kernel::{PANEL, Sums, Tiles};
 use super::pack::b_block;
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::Stored;
+use crate::probe::parts::{Part, timed};
 
 /// Elements that the columns of a tile come in: a cache line of `f32`, whole registers on every instruction set.
 pub const COLUMNS: usize = 16;
@@ -62,7 +63,7 @@ impl<T: Lanes> Product<'_, T> {
         }
         let tiles = self.tiles();
         // SAFETY: `tiles` checked the views, and c is borrowed exclusively.
-        unsafe { tiles.run() };
+        timed(Part::Products, || unsafe { tiles.run() });
     }
 
     /// Itself over plain memory; the views of at least one row and column reach no further than their slices.
