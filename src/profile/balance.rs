@@ -111,8 +111,8 @@ impl Balance {
                 continue;
             }
             match span.kind {
-                Kind::Phase | Kind::Step if tree.is_planned(i) => {
-                    balance.add(phase_of(span), LineKind::Plan, tree.own_ns[i]);
+                Kind::Phase if tree.is_planned(i) => {
+                    balance.add(span.phase, LineKind::Plan, tree.own_ns[i]);
                 }
                 Kind::Phase if span.phase == "backward" => {
                     balance.add_backward(recording, &tree, i)
@@ -130,7 +130,11 @@ impl Balance {
         } else {
             balance.wall_ns = recording.duration_ns * recording.threads.len() as u64;
             let rest_ns = balance.wall_ns.saturating_sub(within_roots_ns);
-            let rest = if on_gpu { LineKind::Idle } else { LineKind::Unexplained };
+            let rest = if on_gpu {
+                LineKind::Idle
+            } else {
+                LineKind::Unexplained
+            };
             balance.add("", rest, rest_ns);
         }
         if on_gpu {

@@ -27,9 +27,10 @@ pub(super) fn entry(name: &str) -> Option<&'static OpCost> {
 
 /// The part that an op is as a whole, which took `ns` and whose kernels have told of none: a product and nothing else,
 /// a softmax. Of a composite op nothing is known then.
-pub(super) fn whole_part(span: &Span, ns: u64) -> Parts {
+pub(super) fn whole_part(span: &Span, ns: u64, holds_ops: bool) -> Parts {
     let mut parts = Parts::default();
-    let is_composite = entry(&span.name()).is_some_and(|entry| entry.inside.is_some());
+    let has_inside = entry(&span.name()).is_some_and(|entry| entry.inside.is_some());
+    let is_composite = holds_ops || has_inside;
     if span.name() == "softmax" {
         parts.softmax_ns = ns;
     } else if !is_composite && span.cost().is_some_and(|cost| cost.product_flops > 0.0) {

@@ -48,7 +48,8 @@ impl Watch {
 
     /// The calling thread enters a range.
     pub fn enter(&self, number: usize) {
-        self.collecting.enter(self.profiler << NUMBER_BITS | number as u64);
+        self.collecting
+            .enter(self.profiler << NUMBER_BITS | number as u64);
     }
 
     /// And leaves it.

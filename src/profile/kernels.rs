@@ -44,7 +44,13 @@ pub enum KernelWork {
 
 /// What names of cuBLAS's products hold.
 const OF_PRODUCTS: [&str; 7] = [
-    "gemm", "nvjet", "cutlass", "xmma", "gemv", "splitkreduce", "dot_kernel",
+    "gemm",
+    "nvjet",
+    "cutlass",
+    "xmma",
+    "gemv",
+    "splitkreduce",
+    "dot_kernel",
 ];
 
 impl Kernel {
@@ -174,7 +180,7 @@ fn launcher(span: &Span, grouping: Grouping) -> String {
     match span.is_op() {
         true => grouping.name_of(span),
         false if span.phase.is_empty() => "candle".into(),
-        false => format!("candle, {}", span.phase),
+        false => format!("candle in {}", span.phase),
     }
 }
 
@@ -225,10 +231,22 @@ mod tests {
             span: None,
         };
         for (name, work) in [
-            ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", KernelWork::Products),
-            ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8", KernelWork::Products),
-            ("cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1>", KernelWork::Products),
-            ("cublasLt::splitKreduce_kernel<32, 16, int, float>", KernelWork::Products),
+            (
+                "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT",
+                KernelWork::Products,
+            ),
+            (
+                "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8",
+                KernelWork::Products,
+            ),
+            (
+                "cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1>",
+                KernelWork::Products,
+            ),
+            (
+                "cublasLt::splitKreduce_kernel<32, 16, int, float>",
+                KernelWork::Products,
+            ),
             ("softmax_forward_float", KernelWork::Softmax),
             ("softmax_backward_bf16", KernelWork::Softmax),
             ("flash_backward_hopper", KernelWork::Attention),
@@ -245,7 +263,10 @@ mod tests {
         for (name, in_short) in [
             ("swiglu_forward_float", "swiglu_forward_float"),
             ("copy from host to GPU", "copy from host to GPU"),
-            ("cublasLt::splitKreduce_kernel<32, 16, int>", "splitKreduce_kernel"),
+            (
+                "cublasLt::splitKreduce_kernel<32, 16, int>",
+                "splitKreduce_kernel",
+            ),
             (
                 "cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1>",
                 "cutlass_80_simt_sgemm_256x128_8x4_tn_align1",

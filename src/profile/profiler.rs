@@ -1,6 +1,7 @@
 //! Taking ranges down as they come.
 
 use super::gpu;
+use super::kernels::Kernel;
 use super::recording::{OperandShape, Recording, Span};
 use crate::memory::tracker;
 use crate::probe::{self, Event, Kind, Listener, Listening};
@@ -136,7 +137,7 @@ impl Profiler {
             .state
             .into_inner()
             .unwrap_or_else(PoisonError::into_inner);
-        let kernels = match recorder.gpu {
+        let mut kernels = match recorder.gpu {
             None => Vec::new(),
             Some(gpu) => gpu.finish(recorder.start)?,
         };
@@ -157,12 +158,25 @@ impl Profiler {
             }
         }
         let names = state.threads.into_iter().map(|thread| thread.name);
+        place_unknown(&mut kernels, &state.spans);
         Ok(Recording {
             spans: state.spans,
             kernels,
             threads: names.collect(),
             duration_ns,
         })
+    }
+}
+
+/// Gives kernels whose launch is not known to the innermost phase or step that they ran in: the GPU is waited for where
+/// those begin and end.
+fn place_unknown(kernels: &mut [Kernel], spans: &[Span]) {
+    for kernel in kernels.iter_mut().filter(|kernel| kernel.span.is_none()) {
+        let holds = |span: &Span| {
+            matches!(span.kind, Kind::Phase | Kind::Step)
+                && (span.start_ns..span.end_ns).contains(&kernel.start_ns)
+        };
+        kernel.span = spans.iter().rposition(holds);
     }
 }
 

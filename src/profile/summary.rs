@@ -6,10 +6,10 @@ use super::kernels::{self, Launches};
 use super::recording::{Recording, Span};
 use super::selection::{Grouping, Selection};
 use super::tree::Tree;
-use crate::{Error, Result};
 use crate::ops::cost::Cost;
 use crate::probe::{Kind, Parts};
 use crate::report::Statistics;
+use crate::{Error, Result};
 use std::collections::HashMap;
 
 /// One row: the ranges of one name or path, or the kernels of one name.
@@ -44,9 +44,18 @@ impl Row {
         }
     }
 
+    /// A kernel's name in few words: no namespaces, no template arguments but the one in which CUTLASS says what it
+    /// multiplies. Any other name as it is.
+    pub fn short_name(&self) -> &str {
+        match self.launches {
+            Some(_) => kernels::short(&self.name),
+            None => &self.name,
+        }
+    }
+
     /// Whether it is a line of time in which no op or kernel ran.
     pub fn is_gap(&self) -> bool {
-        self.statistics.is_none()
+        self.instances == 0
     }
 
     /// Its time without products and softmax.
@@ -275,20 +284,17 @@ struct Group {
 impl Groups {
     /// The group of ranges of this name and kind.
     fn of(&mut self, name: String, kind: Kind) -> &mut Group {
-        let number = *self
-            .numbers
-            .entry((name.clone(), kind))
-            .or_insert_with(|| {
-                self.groups.push(Group {
-                    name,
-                    kind,
-                    samples_ns: Vec::new(),
-                    cost: Some(Cost::default()),
-                    parts: Parts::default(),
-                    inside: None,
-                });
-                self.groups.len() - 1
+        let number = *self.numbers.entry((name.clone(), kind)).or_insert_with(|| {
+            self.groups.push(Group {
+                name,
+                kind,
+                samples_ns: Vec::new(),
+                cost: Some(Cost::default()),
+                parts: Parts::default(),
+                inside: None,
             });
+            self.groups.len() - 1
+        });
         &mut self.groups[number]
     }
 

@@ -84,10 +84,10 @@ impl Tree {
             let told = span.parts.sum_ns();
             self.parts[i] = if told > own_ns {
                 span.parts.scaled(own_ns, told)
-            } else if told > 0 || self.holds_ops[i] {
+            } else if told > 0 {
                 span.parts
             } else {
-                cost::whole_part(span, own_ns)
+                cost::whole_part(span, own_ns, self.holds_ops[i])
             };
         }
     }

@@ -103,13 +103,15 @@ pub(in crate::kernels::cpu) fn forward_rows<T: Real>(
     scale: f64,
     mask: Mask,
 ) {
-    let rows = || forward_visible(
-        p,
-        keys,
-        scale,
-        #[inline(always)]
-        |row| mask.visible((first + row) % queries, queries, keys).end,
-    );
+    let rows = || {
+        forward_visible(
+            p,
+            keys,
+            scale,
+            #[inline(always)]
+            |row| mask.visible((first + row) % queries, queries, keys).end,
+        )
+    };
     timed(Part::Softmax, rows);
 }
 
@@ -154,14 +156,16 @@ pub(in crate::kernels::cpu) fn backward_rows<T: Real>(
     scale: f64,
     mask: Mask,
 ) {
-    let rows = || backward_visible(
-        dx,
-        p,
-        keys,
-        scale,
-        #[inline(always)]
-        |row| mask.visible((first + row) % queries, queries, keys).end,
-    );
+    let rows = || {
+        backward_visible(
+            dx,
+            p,
+            keys,
+            scale,
+            #[inline(always)]
+            |row| mask.visible((first + row) % queries, queries, keys).end,
+        )
+    };
     timed(Part::Softmax, rows);
 }
 

@@ -276,17 +276,19 @@ pub(super) fn gradients<T: Lanes>(
     visible: impl Fn(usize) -> usize,
     (ds, ds_row): (&mut [T], usize),
 ) {
-    let rows = || simd::vectorized(
-        #[inline(always)]
-        || {
-            for (i, (delta, ds)) in deltas.iter().zip(ds.chunks_exact_mut(ds_row)).enumerate() {
-                let (ds, hidden) = ds[..strip.columns].split_at_mut(strip.seen(visible(i)));
-                for (ds, e) in ds.iter_mut().zip(&e[i * e_row..]) {
-                    *ds = *e * (*ds - *delta) * scale;
+    let rows = || {
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                for (i, (delta, ds)) in deltas.iter().zip(ds.chunks_exact_mut(ds_row)).enumerate() {
+                    let (ds, hidden) = ds[..strip.columns].split_at_mut(strip.seen(visible(i)));
+                    for (ds, e) in ds.iter_mut().zip(&e[i * e_row..]) {
+                        *ds = *e * (*ds - *delta) * scale;
+                    }
+                    hidden.fill(T::ZERO);
                 }
-                hidden.fill(T::ZERO);
-            }
-        },
-    );
+            },
+        )
+    };
     timed(Part::Softmax, rows);
 }
