@@ -88,7 +88,7 @@ struct Flags {
     #[arg(long, value_enum)]
     by: Option<ByFlag>,
 
-    /// Time ops by waiting for the GPU at each, without its kernels: where there is no CUPTI, or another profiler has it
+    /// Time ops by waiting for the GPU at each, and record no kernels: without CUPTI, or under another profiler
     #[arg(long)]
     no_kernels: bool,
 

@@ -2,8 +2,8 @@
 //! listeners.
 //!
 //! What lives here: ranges ([`range`], [`module`], [`phase`], and those that this crate's ops open around themselves),
-//! where a thread is ([`Path`], [`current`]), parts of an op's time ([`Parts`]), listeners ([`Listener`], [`listen`]), and the one of NVIDIA's
-//! profilers ([`emit_nvtx`]). What does not: clocks, sums and reports; those are [`memory`](crate::memory)'s and
+//! where a thread is ([`Path`], [`current`]), parts of an op's time ([`Parts`]), listeners
+//! ([`Listener`], [`listen`]), and the one of NVIDIA's profilers ([`emit_nvtx`]). What does not: clocks, sums and reports; those are [`memory`](crate::memory)'s and
 //! [`profile`](crate::profile)'s. Nothing here knows of a device.
 //!
 //! A range costs one load of an atomic without listeners. Ranges belong to a thread and nest on it:

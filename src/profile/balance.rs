@@ -14,9 +14,9 @@ use std::fmt;
 /// candle's own ops (reshapes, copies) and checks. Gaps in other phases, and between them, are unexplained. A step that
 /// runs as planned has no graph of candle's: what lies between its calls is one line.
 ///
-/// With a [GPU's kernels](Recording::kernels) a line's time is that of the kernels launched in it, and a phase's rest is
-/// the GPU's idle time. Kernels that run side by side count each for itself: then the wall time is their sum, if that
-/// is more.
+/// With a [GPU's kernels](Recording::kernels) a line's time is that of the kernels launched in it, and the rest of a
+/// phase is the GPU's idle time. Kernels that run side by side count each for itself: the wall time is their sum then,
+/// if that is more.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
     /// The steps' time; without steps the recording's, for each thread.

@@ -65,9 +65,9 @@ impl Profiler {
     /// Starts to record all threads, and what runs on `device`. On the CPU, as [`start`](Self::start).
     ///
     /// On a GPU of NVIDIA's [`Recording::kernels`] has every kernel, with the range that launched it: CUPTI tells of
-    /// them afterwards. Launches overlap with work as they do without a profiler; it waits for the GPU where phases and
-    /// steps begin and end, as stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit,
-    /// loaded here. On other GPUs, as [`start_waiting_for`](Self::start_waiting_for).
+    /// them afterwards. Launches overlap with work as they do without a profiler, though each takes the host longer. It
+    /// waits for the GPU where phases and steps begin and end, as stopwatches do, so that each has its own kernels. CUPTI
+    /// is a library of the CUDA toolkit, loaded here. On other GPUs, as [`start_waiting_for`](Self::start_waiting_for).
     ///
     /// # Errors
     /// [`Error::Order`] if another profiler runs, or CUPTI is not found or serves another program already.

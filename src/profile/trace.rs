@@ -14,7 +14,8 @@ impl Recording {
     /// Writes the recording in Chrome's trace event format, for <https://ui.perfetto.dev> or `chrome://tracing`: a
     /// complete event (`X`) for each range with path, phase, shapes, FLOPs and bytes as arguments, the threads' names,
     /// and what is allocated as a counter (`C`) where a [tracker](crate::memory::tracker) is installed. Times are in
-    /// microseconds, to the nanosecond. A GPU's streams follow the threads, each kernel with the place that launched it.
+    /// microseconds, to the nanosecond. A GPU's streams follow the threads, each kernel with the
+    /// place that launched it.
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; what was there stays.
