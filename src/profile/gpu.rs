@@ -1,8 +1,8 @@
 //! The kernels of a GPU while a profiler runs, with the ranges that launched them.
 
 use super::kernels::Kernel;
-use crate::Result;
 use crate::hardware::cupti::activity::{Activity, Collecting, What};
+use crate::{Error, Result};
 use candle_core::Device;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
@@ -71,7 +71,19 @@ impl Watch {
             let number = id & ((1 << NUMBER_BITS) - 1);
             (id >> NUMBER_BITS == profiler).then_some(number as usize)
         };
-        let activities = self.collecting.finish()?.into_iter();
+        let activities = self.collecting.finish()?;
+        let launched = activities.iter().filter_map(|activity| activity.launcher);
+        if !activities.is_empty() && launched.count() == 0 {
+            return Err(Error::Order {
+                op: "Profiler::finish",
+                problem: format!(
+                    "CUPTI tells of {} kernels, and of none what launched it",
+                    activities.len()
+                ),
+                hint: "use Profiler::start_waiting_for, which times ops without it".into(),
+            });
+        }
+        let activities = activities.into_iter();
         let kernel = |activity: Activity| {
             let (name, grid, block) = match activity.what {
                 What::Kernel(name, grid, block) => (name, Some(grid), Some(block)),

@@ -120,7 +120,10 @@ impl Tree {
             };
             if let Some(owner) = owner {
                 self.own_ns[owner] += ns;
-                self.parts[owner] += kernel.parts();
+                self.parts[owner] += match spans[owner].name() == "softmax" {
+                    true => cost::whole_part(&spans[owner], ns, true), // composed of candle's own
+                    false => kernel.parts(),
+                };
             }
             if let Some(frame) = frame[at] {
                 self.idle_ns[frame] = self.idle_ns[frame].saturating_sub(ns);

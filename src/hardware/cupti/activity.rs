@@ -15,21 +15,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 // so do those of 13.1 and later.
 const MEMCPY: u32 = 1;
 const MEMSET: u32 = 2;
+const DRIVER: u32 = 4;
+const RUNTIME: u32 = 5;
 const CONCURRENT_KERNEL: u32 = 10;
 const EXTERNAL_CORRELATION: u32 = 39;
-const KINDS: [u32; 4] = [EXTERNAL_CORRELATION, CONCURRENT_KERNEL, MEMCPY, MEMSET];
-/// The calls of the driver and of the runtime, which cuBLAS uses, that launch what is recorded; from
-/// cupti_driver_cbid.h and cupti_runtime_cbid.h. Correlations come with the records of calls: records of all calls,
-/// allocations too, would make a step of many small kernels longer.
-const DRIVER_LAUNCHES: [u32; 20] = [
-    307, 442, 652, 653,
-    477, // cuLaunchKernel, cuLaunchKernelEx (and for per-thread streams), cuLaunchCooperativeKernel
-    276, 277, 278, 279, 280, 281, 306, 421, 422, 423, // cuMemcpy
-    216, 218, 220, 428, // cuMemsetD8Async, D16, D32
-    514, // cuGraphLaunch
+/// Calls of the driver, and of the runtime, which cuBLAS uses, for their correlations: those come only with the records
+/// of all calls (`cuptiActivityEnableDriverApi` for launches alone yields none).
+const KINDS: [u32; 6] = [
+    EXTERNAL_CORRELATION,
+    DRIVER,
+    RUNTIME,
+    CONCURRENT_KERNEL,
+    MEMCPY,
+    MEMSET,
 ];
-/// cudaLaunchKernel, cudaLaunchKernelExC, cudaMemcpyAsync, cudaMemsetAsync.
-const RUNTIME_LAUNCHES: [u32; 4] = [211, 430, 41, 51];
 /// `CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0`.
 const RANGES: u32 = 3;
 const FLUSH_FORCED: u32 = 1;
@@ -91,7 +90,6 @@ type BufferRequested = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize
 type BufferCompleted = unsafe extern "C" fn(*const c_void, u32, *mut u8, usize, usize);
 type Register = unsafe extern "C" fn(BufferRequested, BufferCompleted) -> u32;
 type OfKind = unsafe extern "C" fn(u32) -> u32;
-type OfCall = unsafe extern "C" fn(u32, u8) -> u32;
 type NextRecord = unsafe extern "C" fn(*mut u8, usize, *mut *const u32) -> u32;
 type DroppedRecords = unsafe extern "C" fn(*const c_void, u32, *mut usize) -> u32;
 type Push = unsafe extern "C" fn(u32, u64) -> u32;
@@ -289,21 +287,7 @@ impl Collecting {
             // SAFETY: as CUPTI declares it.
             started.library.check(unsafe { enable(kind) })?;
         }
-        started.record_launches(true)?;
         Ok(started)
-    }
-
-    /// Switches the records of calls that launch something on or off.
-    fn record_launches(&self, on: bool) -> Result<()> {
-        let driver: OfCall = self.library.function(c"cuptiActivityEnableDriverApi")?;
-        let runtime: OfCall = self.library.function(c"cuptiActivityEnableRuntimeApi")?;
-        let of_driver = DRIVER_LAUNCHES.map(|call| (driver, call));
-        let of_runtime = RUNTIME_LAUNCHES.map(|call| (runtime, call));
-        for (enable, call) in of_driver.into_iter().chain(of_runtime) {
-            // SAFETY: as CUPTI declares it.
-            self.library.check(unsafe { enable(call, on.into()) })?;
-        }
-        Ok(())
     }
 
     /// CUPTI's clock, in ns.
@@ -365,7 +349,6 @@ impl Collecting {
 impl Drop for Collecting {
     fn drop(&mut self) {
         *collected() = None;
-        let _ = self.record_launches(false); // what was not switched on is refused
         let Ok(disable) = self.library.function::<OfKind>(c"cuptiActivityDisable") else {
             return;
         };
