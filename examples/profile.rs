@@ -1,5 +1,9 @@
-//! Where a step's time goes: a summary of ops as nsys gives it of kernels, what candle spends between them, and what
-//! follows.
+//! Where a step's time goes: a GPU's kernels as nsys lists them, on the CPU ops, what candle spends between them, and
+//! what follows.
+//!
+//! On a GPU of NVIDIA's kernels are recorded by CUPTI, a library of the CUDA toolkit, and nothing waits for the GPU at
+//! an op. A planned step, which is one CUDA graph else, launches its kernels call by call for that, each in the range
+//! of its call.
 //!
 //! ```text
 //! cargo run --example profile
@@ -7,6 +11,14 @@
 //! cargo run --example profile -- --phase backward --by layer
 //! cargo run --example profile -- --mode forward --within attn --reference-ops
 //! cargo run --example profile -- --mode train-step --trace step.json --flame-graph step.svg
+//! cargo run --features cuda --example profile -- --device cuda --precision bf16 --by kernel
+//! ```
+//!
+//! Under Nsight Systems (untried here), where `--nvtx` names the ranges; `--by name --no-kernels` leaves CUPTI to it:
+//!
+//! ```text
+//! nsys profile -t cuda,nvtx -o step target/debug/examples/profile --device cuda --nvtx --by name --no-kernels
+//! nsys stats -r cuda_gpu_kern_sum,nvtx_gpu_proj_sum step.nsys-rep
 //! ```
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
@@ -71,9 +83,14 @@ struct Flags {
     #[arg(long, default_value_t = 5, value_parser = values::count())]
     steps: usize,
 
-    /// What gets one row: ops of one name, of one path, or of one path in any block
-    #[arg(long, value_enum, default_value = "name")]
-    by: ByFlag,
+    /// What gets one row: ops of one name, of one path, or of one path in any block; kernels of one name, which is the
+    /// default on a GPU of NVIDIA's
+    #[arg(long, value_enum)]
+    by: Option<ByFlag>,
+
+    /// Time ops by waiting for the GPU at each, and record no kernels: without CUPTI, or under another profiler
+    #[arg(long)]
+    no_kernels: bool,
 
     /// Only ops of this phase: forward, backward, optimizer
     #[arg(long, value_parser = ["forward", "backward", "optimizer"])]
@@ -120,6 +137,7 @@ enum ByFlag {
     Name,
     Path,
     Layer,
+    Kernel,
 }
 
 fn main() -> ExitCode {
@@ -135,9 +153,13 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
-        self.output
-            .check_columns([summary_columns(), ops::columns()])?;
+        self.output.check_columns([
+            summary_columns(true),
+            ops::columns(),
+            ops::kernel_columns(),
+        ])?;
         let device = self.common.device()?;
+        self.check_grouping(&device)?;
         let precisions = self.precision.precisions()?;
         let longest = self.context_length.iter().copied().max();
         let models = self
@@ -146,7 +168,7 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions),
-            columns: summary_columns(),
+            columns: summary_columns(device.is_cuda()),
             ..Default::default()
         };
         let runs = self.sweep(&device, &models, &precisions);
@@ -168,6 +190,39 @@ impl Flags {
             .insert("reference ops", self.reference_ops_named());
         let published = self.output.publish(&report);
         kept.and(published)
+    }
+
+    /// Refuses kernels where none are recorded.
+    fn check_grouping(&self, device: &candle_core::Device) -> Result<()> {
+        let has_kernels = device.is_cuda() && !self.no_kernels;
+        match self.by {
+            Some(ByFlag::Kernel) if !has_kernels => Err(Error::Config {
+                config: "flags",
+                field: "--by",
+                expected: "name, path or layer, where no kernels are recorded".into(),
+                got: "kernel".into(),
+                hint: "kernels are recorded with --device cuda, without --no-kernels".into(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn start(&self, device: &candle_core::Device) -> Result<Profiler> {
+        match self.no_kernels {
+            true => Profiler::start_waiting_for(device),
+            false => Profiler::start_on(device),
+        }
+    }
+
+    fn grouping(&self, recording: &Recording) -> Grouping {
+        match self.by {
+            Some(ByFlag::Name) => Grouping::Name,
+            Some(ByFlag::Path) => Grouping::Path,
+            Some(ByFlag::Layer) => Grouping::Layer,
+            Some(ByFlag::Kernel) => Grouping::Kernel,
+            None if recording.kernels.is_empty() => Grouping::Name,
+            None => Grouping::Kernel,
+        }
     }
 
     fn reference_ops_named(&self) -> String {
@@ -236,12 +291,12 @@ impl Flags {
         }
         // Started once the warm-up is over, in the middle of the run.
         let mut profiler = match self.warmup_steps {
-            0 => Some(Profiler::start_on(device)),
+            0 => Some(self.start(device)),
             _ => None,
         };
         run.run.run(device, |step: Step, _| {
             if step.warmup && step.index + 1 == step.count {
-                profiler = Some(Profiler::start_on(device));
+                profiler = Some(self.start(device));
             }
         })?;
         let Some(profiler) = profiler else {
@@ -250,7 +305,10 @@ impl Flags {
         Ok(Ok(Profiled {
             recording: profiler?.finish()?,
             stopwatch,
-            apart: apart::measure(&run.run, device)?,
+            apart: match self.no_kernels {
+                true => None,
+                false => apart::measure(&run.run, device)?,
+            },
         }))
     }
 
@@ -261,11 +319,7 @@ impl Flags {
             within: self.within.clone(),
             ..Default::default()
         };
-        let grouping = match self.by {
-            ByFlag::Name => Grouping::Name,
-            ByFlag::Path => Grouping::Path,
-            ByFlag::Layer => Grouping::Layer,
-        };
+        let grouping = self.grouping(&profiled.recording);
         let summary = match profile::ProfileReport::new(&profiled.recording, &selection, grouping) {
             Ok(summary) => summary,
             // One mode has no backward, another has.
@@ -294,7 +348,10 @@ impl Flags {
         notes.extend(inside);
         Report {
             title: run.title(),
-            columns: ops::columns(),
+            columns: match summary.rows.iter().any(|row| row.launches.is_some()) {
+                true => ops::kernel_columns(),
+                false => ops::columns(),
+            },
             lines,
             notes,
             ..Default::default()
@@ -303,7 +360,7 @@ impl Flags {
 
     /// The longest rows and the lines without ops; the other rows in one.
     fn shown(&self, summary: &profile::ProfileReport) -> profile::ProfileReport {
-        let ops = summary.rows.iter().filter(|row| row.kind.is_some()).count();
+        let ops = summary.rows.iter().filter(|row| !row.is_gap()).count();
         if self.top == 0 || ops <= self.top.saturating_add(1) {
             return summary.clone();
         }
@@ -355,10 +412,10 @@ impl Flags {
 }
 
 /// A line a run.
-fn summary_columns() -> Vec<Column> {
+fn summary_columns(on_gpu: bool) -> Vec<Column> {
     let percent = |key, title| Column::number(key, title, "", 1);
     let of_step = |key, title| percent(key, title).under("% of a step");
-    vec![
+    let mut columns = vec![
         Column::text("size", "Model"),
         Column::text("batch_size", "B"),
         Column::text("context_length", "T"),
@@ -371,11 +428,16 @@ fn summary_columns() -> Vec<Column> {
         Column::ms("stopwatch_mean_ms", "stopwatch").under("A step by"),
         of_step("ops_percent", "ops"),
         of_step("products_percent_of_whole", "products"),
+        of_step("softmax_percent_of_whole", "softmax"),
         of_step("candle_percent", "candle"),
-        of_step("unexplained_percent", "unexplained"),
-        Column::text("longest_in_all", "Longest op").minor(1),
-        percent("products_percent_of_forward", "Products in forward").minor(2),
-    ]
+        of_step("gpu_idle_percent", "GPU idle"),
+        of_step("unexplained_percent", "unexplained").minor(1),
+        Column::text("longest_in_all", "Longest").minor(2),
+        percent("products_percent_of_forward", "Products in forward").minor(3),
+        percent("softmax_percent_of_forward", "Softmax in forward").minor(4),
+    ];
+    columns.retain(|column| on_gpu || column.key != "gpu_idle_percent");
+    columns
 }
 
 fn general_notes(reference_ops: bool) -> Vec<String> {

@@ -5,17 +5,27 @@ use tallow::report::{Column, Fields, list_in_note};
 
 /// An op a line, its name first.
 pub fn columns() -> Vec<Column> {
-    let mut columns = profile::ProfileReport::columns();
+    laid_out(profile::ProfileReport::columns(), "Op")
+}
+
+/// A kernel a line, its name first.
+pub fn kernel_columns() -> Vec<Column> {
+    laid_out(profile::ProfileReport::kernel_columns(), "Kernel")
+}
+
+fn laid_out(mut columns: Vec<Column>, name: &str) -> Vec<Column> {
     for column in &mut columns {
         let (title, minor) = match column.key.as_str() {
-            "name" => ("Op", 0),
+            "name" => (name, 0),
+            "grid" | "block" | "ops" => (column.title.as_str(), 0),
+            "products_ms_per_step" | "softmax_ms_per_step" => (column.title.as_str(), 1),
             "time_percent" | "instances_per_step" => (column.title.as_str(), 0),
             "mean_ms" => ("Mean", 0),
             "std_ms" => ("Std", 1),
-            "flops_per_s" | "bytes_per_s" => (column.title.as_str(), 1),
-            "total_ms" => ("Total", 2),
-            "median_ms" => ("Median", 3),
-            _ => (column.title.as_str(), 4),
+            "flops_per_s" | "bytes_per_s" => (column.title.as_str(), 2),
+            "total_ms" => ("Total", 3),
+            "median_ms" => ("Median", 4),
+            _ => (column.title.as_str(), 5),
         };
         *column = match column.unit == "ms" {
             true => Column::ms(column.key.as_str(), title),

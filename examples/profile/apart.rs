@@ -1,7 +1,8 @@
-//! One layer's attention taken apart: scores, softmax and values as ops of their own, forward.
+//! One layer's attention taken apart: scores, softmax and values as ops of their own, forward. For a GPU's flash
+//! attention, whose kernels do all of it in one.
 
 use candle_core::{Device, Tensor};
-use tallow::attention::{AttentionConfig, Mask};
+use tallow::attention::{Algorithm, AttentionConfig, Mask};
 use tallow::bench::EndToEnd;
 use tallow::profile::{self, Profiler, Recording};
 use tallow::{Result, no_grad, ops};
@@ -9,8 +10,12 @@ use tallow::{Result, no_grad, ops};
 /// How often it runs; once more before that, unrecorded.
 const TIMES: usize = 10;
 
-/// Records attention at the run's shape, q, k and v (B, H, T, Dh) in the dtype that the run's products have.
-pub fn measure(run: &EndToEnd, device: &Device) -> Result<Recording> {
+/// Records attention at the run's shape, q, k and v (B, H, T, Dh) in the dtype that the run's products have; `None`
+/// where the run's own kernels tell its parts.
+pub fn measure(run: &EndToEnd, device: &Device) -> Result<Option<Recording>> {
+    if run.config.attention != Algorithm::Flash || !device.is_cuda() {
+        return Ok(None);
+    }
     let heads = run.config.num_heads;
     let head_dim = run.config.d_model / heads;
     let shape = (run.batch_size, heads, run.sequence_length, head_dim);
@@ -20,9 +25,16 @@ pub fn measure(run: &EndToEnd, device: &Device) -> Result<Recording> {
     let scale = AttentionConfig::default().scale_for(head_dim);
     let attend = || {
         no_grad(|| {
-            let scores = ops::matmul_transposed(&q, &k)?; // (B, H, T, T)
+            let product = |name, a: &Tensor, b: &Tensor, transposed| {
+                let _place = profile::range(name);
+                match transposed {
+                    true => ops::matmul_transposed(a, b),
+                    false => ops::matmul(a, b),
+                }
+            };
+            let scores = product("scores", &q, &k, true)?; // (B, H, T, T)
             let p = ops::softmax(&scores, scale, Mask::Causal)?;
-            ops::matmul(&p, &v)
+            product("values", &p, &v, false)
         })
     };
     attend()?;
@@ -32,5 +44,5 @@ pub fn measure(run: &EndToEnd, device: &Device) -> Result<Recording> {
         let _phase = profile::phase("forward");
         attend()?;
     }
-    profiler.finish()
+    Ok(Some(profiler.finish()?))
 }

@@ -17,6 +17,8 @@ pub(crate) mod cuda;
 #[cfg(not(feature = "cuda"))]
 #[path = "no_cuda.rs"]
 pub(crate) mod cuda;
+#[cfg(all(feature = "cuda", feature = "report"))]
+pub(crate) mod cupti;
 #[cfg(feature = "report")]
 mod description;
 mod half_arithmetic;

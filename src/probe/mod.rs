@@ -2,9 +2,9 @@
 //! listeners.
 //!
 //! What lives here: ranges ([`range`], [`module`], [`phase`], and those that this crate's ops open around themselves),
-//! where a thread is ([`Path`], [`current`]), listeners ([`Listener`], [`listen`]), and the one of NVIDIA's
-//! profilers ([`emit_nvtx`]). What does not: clocks, sums and reports; those are [`memory`](crate::memory)'s and
-//! [`profile`](crate::profile)'s. Nothing here knows of a device.
+//! where a thread is ([`Path`], [`current`]), parts of an op's time ([`Parts`]), listeners ([`Listener`], [`listen`]),
+//! and the one of NVIDIA's profilers ([`emit_nvtx`]). What does not: clocks, sums and reports; those are
+//! [`memory`](crate::memory)'s and [`profile`](crate::profile)'s. Nothing here knows of a device.
 //!
 //! A range costs one load of an atomic without listeners. Ranges belong to a thread and nest on it:
 //!
@@ -32,10 +32,12 @@
 
 mod cost;
 mod nvtx;
+pub(crate) mod parts;
 mod path;
 
 pub use cost::Cost;
 pub use nvtx::emit_nvtx;
+pub use parts::Parts;
 pub use path::Path;
 
 use candle_core::{DType, Tensor};
@@ -82,6 +84,8 @@ pub struct Event<'a> {
     /// What an op has cost, if it says so itself, as the calls of a plan do: as it is left. Else its operands say it,
     /// by the op's [formula](crate::profile::op_costs).
     pub cost: Option<Cost>,
+    /// What of an op's time went where, as far as its kernels tell it: as it is left.
+    pub parts: Parts,
     /// Whether it is the thread's innermost range that is left, as it should be.
     pub in_order: bool,
 }
@@ -215,6 +219,8 @@ struct Entered {
     /// Where the thread was before.
     path_before: Path,
     phase_before: &'static str,
+    /// Of an op: what the thread had spent in parts of the one around it.
+    parts_before: Option<Parts>,
 }
 
 impl RangeGuard {
@@ -250,6 +256,7 @@ impl RangeGuard {
         let Some(entered) = self.entered.take() else {
             return;
         };
+        let parts = entered.parts_before.map(parts::end_op);
         let in_order = CURRENT.get() == entered.path;
         let event = Event {
             kind: entered.kind,
@@ -259,6 +266,7 @@ impl RangeGuard {
             at: Instant::now(),
             operands,
             cost,
+            parts: parts.unwrap_or_default(),
             in_order,
         };
         tell(|listener| listener.left(&event));
@@ -285,6 +293,7 @@ fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -
         path,
         path_before: CURRENT.replace(path),
         phase_before: PHASE.replace(phase),
+        parts_before: matches!(kind, Kind::Op | Kind::OpBackward).then(parts::begin_op),
         name,
     };
     OPEN.set(OPEN.get() + 1);
@@ -296,6 +305,7 @@ fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -
         at: Instant::now(),
         operands: None,
         cost: None,
+        parts: Parts::default(),
         in_order: true,
     };
     tell(|listener| listener.entered(&event));

@@ -1,6 +1,6 @@
 //! What a step's wall time is made of, to the nanosecond.
 
-use super::recording::Recording;
+use super::recording::{Recording, Span};
 use super::tree::Tree;
 use crate::probe::Kind;
 use std::fmt;
@@ -11,7 +11,12 @@ use std::fmt;
 /// of this crate's ops ran. In backward that is, before the first op, the sorting of the graph; between ops, the
 /// gradients' sums (every gradient is added to zeros first), the backwards of candle's own ops (residual sums, casts,
 /// references), and this crate's checks; after the last op, freeing the graph and its activations. In forward it is
-/// candle's own ops (reshapes, copies) and checks. Gaps in other phases, and between them, are unexplained.
+/// candle's own ops (reshapes, copies) and checks. Gaps in other phases, and between them, are unexplained. A step that
+/// runs as planned has no graph of candle's: what lies between its calls is one line.
+///
+/// With a [GPU's kernels](Recording::kernels) a line's time is that of the kernels launched in it, and the rest of a
+/// phase is the GPU's idle time. Kernels that run side by side count each for itself: the wall time is their sum then,
+/// if that is more.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
     /// The steps' time; without steps the recording's, for each thread.
@@ -44,8 +49,12 @@ pub enum LineKind {
     CandleGradients,
     /// After backward's last op.
     CandleFree,
-    /// Between forward's ops.
+    /// Between forward's ops; on a GPU kernels of candle's own in any phase but backward.
     CandleForward,
+    /// Between the calls of a plan.
+    Plan,
+    /// No kernel ran: the GPU waited for the host.
+    Idle,
     /// Anything else.
     Unexplained,
 }
@@ -59,6 +68,8 @@ impl LineKind {
             Self::CandleGradients => "candle: gradient sums and bookkeeping",
             Self::CandleFree => "candle: freeing the graph",
             Self::CandleForward => "candle: its own ops and bookkeeping",
+            Self::Plan => "between the plan's calls",
+            Self::Idle => "GPU idle",
             Self::Unexplained => "unexplained",
         }
     }
@@ -78,6 +89,7 @@ impl Balance {
             ..Default::default()
         };
         let spans = &recording.spans;
+        let on_gpu = !recording.kernels.is_empty();
         let mut within_roots_ns = 0; // of a recording without steps
         for (i, span) in spans.iter().enumerate() {
             if !tree.counts(i) || !tree.is_owner(i, spans) {
@@ -86,7 +98,22 @@ impl Balance {
             if tree.owner[i].is_none() {
                 within_roots_ns += span.duration_ns();
             }
+            if !span.is_op() && on_gpu {
+                let kind = match span.phase {
+                    _ if tree.is_planned(i) => LineKind::Plan,
+                    "backward" => LineKind::CandleGradients,
+                    _ => LineKind::CandleForward,
+                };
+                if tree.own_ns[i] > 0 {
+                    balance.add(phase_of(span), kind, tree.own_ns[i]);
+                }
+                balance.add(phase_of(span), LineKind::Idle, tree.idle_ns[i]);
+                continue;
+            }
             match span.kind {
+                Kind::Phase if tree.is_planned(i) => {
+                    balance.add(span.phase, LineKind::Plan, tree.own_ns[i]);
+                }
                 Kind::Phase if span.phase == "backward" => {
                     balance.add_backward(recording, &tree, i)
                 }
@@ -103,7 +130,15 @@ impl Balance {
         } else {
             balance.wall_ns = recording.duration_ns * recording.threads.len() as u64;
             let rest_ns = balance.wall_ns.saturating_sub(within_roots_ns);
-            balance.add("", LineKind::Unexplained, rest_ns);
+            let rest = if on_gpu {
+                LineKind::Idle
+            } else {
+                LineKind::Unexplained
+            };
+            balance.add("", rest, rest_ns);
+        }
+        if on_gpu {
+            balance.wall_ns = balance.sum_ns(|_| true);
         }
         balance.in_order()
     }
@@ -195,5 +230,13 @@ impl fmt::Display for Balance {
             }
         }
         write("wall time", self.wall_ns)
+    }
+}
+
+/// The phase that a line on a phase's or a step's own time is of.
+fn phase_of(span: &Span) -> &'static str {
+    match span.kind {
+        Kind::Step => "",
+        _ => span.phase,
     }
 }

@@ -3,7 +3,7 @@
 use super::recording::{OperandShape, Span};
 use crate::ops::cost::{Cost, OpCost};
 use crate::ops::info;
-use crate::probe::{Kind, Operand, Operands};
+use crate::probe::{Kind, Operand, Operands, Parts};
 use std::sync::LazyLock;
 
 /// The formulas of all ops that have one: x, y and the like are the tensors' bytes, N rows, the other letters as in the
@@ -23,6 +23,20 @@ pub fn op_costs() -> &'static [OpCost] {
 /// The entry of the op called `name`.
 pub(super) fn entry(name: &str) -> Option<&'static OpCost> {
     op_costs().iter().find(|entry| entry.op == name)
+}
+
+/// The part that an op is as a whole, which took `ns` and whose kernels have told of none: a product and nothing else,
+/// a softmax. Of a composite op nothing is known then.
+pub(super) fn whole_part(span: &Span, ns: u64, holds_ops: bool) -> Parts {
+    let mut parts = Parts::default();
+    let has_inside = entry(&span.name()).is_some_and(|entry| entry.inside.is_some());
+    let is_composite = holds_ops || has_inside;
+    if span.name() == "softmax" {
+        parts.softmax_ns = ns;
+    } else if !is_composite && span.cost().is_some_and(|cost| cost.product_flops > 0.0) {
+        parts.products_ns = ns;
+    }
+    parts
 }
 
 /// The cost of a span.

@@ -8,6 +8,14 @@
 //! the ranges themselves (the probe's), timing of whole steps without what is in them ([`bench`](mod@crate::bench)),
 //! memory ([`memory`](crate::memory)).
 //!
+//! On a GPU of NVIDIA's, [`Profiler::start_on`] records its kernels too, as CUPTI tells of them, each with the range
+//! that launched it, and nothing waits for the GPU at an op. Times are then the kernels': an op's are those that it
+//! launched, and [`Grouping::Kernel`] has a row for each name. A planned step, which runs as one CUDA graph otherwise,
+//! launches the same calls one by one while anybody listens, each in its range.
+//!
+//! Of composite ops reports say what products take of their time, and what softmax takes ([`Row::parts`]): by the
+//! kernels' names on a GPU, timed inside the ops on the CPU.
+//!
 //! Nothing need be built or flagged for it: layers, ops, [`Laps`](crate::bench::Laps) and the trainer open their ranges
 //! always, and while no profiler runs a range is a load of an atomic. A user's own parts get names by [`range`], steps
 //! and phases of a loop of one's own by [`step`] and [`phase`].
@@ -44,6 +52,12 @@ mod balance;
 mod cost;
 mod flame;
 mod forecast;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_gpu.rs"]
+mod gpu;
+mod kernels;
 mod profiler;
 mod recording;
 mod selection;
@@ -53,10 +67,11 @@ mod trace;
 mod tree;
 
 pub use crate::ops::cost::{Cost, OpCost};
-pub use crate::probe::{emit_nvtx, phase, range, step};
+pub use crate::probe::{Parts, emit_nvtx, phase, range, step};
 pub use balance::{Balance, Line, LineKind};
 pub use cost::op_costs;
 pub use forecast::{NodeCost, node_costs, node_table};
+pub use kernels::{Kernel, KernelWork, Launches};
 pub use profiler::Profiler;
 pub use recording::{OperandShape, Recording, Span};
 pub use selection::{Grouping, Selection};

@@ -1,5 +1,7 @@
 //! Taking ranges down as they come.
 
+use super::gpu;
+use super::kernels::Kernel;
 use super::recording::{OperandShape, Recording, Span};
 use crate::memory::tracker;
 use crate::probe::{self, Event, Kind, Listener, Listening};
@@ -31,6 +33,20 @@ pub struct Profiler {
 /// The right to be the only one.
 struct Alone;
 
+impl Alone {
+    fn new() -> Result<Self> {
+        match RUNNING.swap(true, Ordering::AcqRel) {
+            false => Ok(Self),
+            true => Err(Error::Order {
+                op: "Profiler::start",
+                problem: "another profiler is running".into(),
+                hint: "finish or drop that one first; one recording can be reported in many ways"
+                    .into(),
+            }),
+        }
+    }
+}
+
 impl Drop for Alone {
     fn drop(&mut self) {
         RUNNING.store(false, Ordering::Release);
@@ -43,7 +59,25 @@ impl Profiler {
     /// # Errors
     /// [`Error::Order`] if another profiler runs.
     pub fn start() -> Result<Self> {
-        Self::start_for(None, None)
+        Ok(Self::started(Alone::new()?, None, None, None))
+    }
+
+    /// Starts to record all threads, and what runs on `device`. On the CPU, as [`start`](Self::start).
+    ///
+    /// On a GPU of NVIDIA's [`Recording::kernels`] has every kernel, with the range that launched it: CUPTI tells of
+    /// them afterwards. Launches overlap with work as they do without a profiler, though each takes the host longer. It
+    /// waits for the GPU where phases and steps begin and end, as stopwatches do, so that each has its own kernels.
+    /// CUPTI is a library of the CUDA toolkit, loaded here. On other GPUs, as
+    /// [`start_waiting_for`](Self::start_waiting_for).
+    ///
+    /// # Errors
+    /// [`Error::Order`] if another profiler runs, or CUPTI is not found or serves another program already.
+    pub fn start_on(device: &Device) -> Result<Self> {
+        if device.is_metal() {
+            return Self::start_waiting_for(device);
+        }
+        let alone = Alone::new()?;
+        Ok(Self::started(alone, None, None, gpu::watch(device)?))
     }
 
     /// Starts to record all threads, and waits for `device` where a range begins and where it ends: what is launched in
@@ -52,8 +86,9 @@ impl Profiler {
     ///
     /// # Errors
     /// As [`start`](Self::start).
-    pub fn start_on(device: &Device) -> Result<Self> {
-        Self::start_for(None, Some(device).filter(|device| !device.is_cpu()))
+    pub fn start_waiting_for(device: &Device) -> Result<Self> {
+        let awaited = Some(device.clone()).filter(|device| !device.is_cpu());
+        Ok(Self::started(Alone::new()?, None, awaited, None))
     }
 
     /// Starts to record the calling thread alone, whatever others do meanwhile.
@@ -61,40 +96,52 @@ impl Profiler {
     /// # Errors
     /// As [`start`](Self::start).
     pub fn start_on_this_thread() -> Result<Self> {
-        Self::start_for(Some(thread::current().id()), None)
+        let only = Some(thread::current().id());
+        Ok(Self::started(Alone::new()?, only, None, None))
     }
 
-    fn start_for(only: Option<ThreadId>, awaited: Option<&Device>) -> Result<Self> {
-        if RUNNING.swap(true, Ordering::AcqRel) {
-            return Err(Error::Order {
-                op: "Profiler::start",
-                problem: "another profiler is running".into(),
-                hint: "finish or drop that one first; one recording can be reported in many ways"
-                    .into(),
-            });
-        }
-        let alone = Alone;
+    fn started(
+        alone: Alone,
+        only: Option<ThreadId>,
+        awaited: Option<Device>,
+        gpu: Option<gpu::Watch>,
+    ) -> Self {
         let recorder = Arc::new(Recorder {
             start: Instant::now(),
             only,
-            awaited: awaited.cloned(),
+            awaited,
+            gpu,
             state: Mutex::default(),
         });
-        Ok(Self {
+        Self {
             listening: probe::listen(recorder.clone()),
             recorder,
             _alone: alone,
-        })
+        }
     }
 
     /// Stops, and gives what was recorded. Ranges that are still open end here.
     ///
     /// # Errors
     /// [`Error::Order`], naming both, if a range ended before one inside of it: no sum of times would mean anything.
+    /// On a GPU also where it or CUPTI reports one.
     pub fn finish(self) -> Result<Recording> {
         drop(self.listening);
-        let duration_ns = nanoseconds(self.recorder.start, Instant::now());
-        let mut state = std::mem::take(&mut *self.recorder.state());
+        let Some(recorder) = Arc::into_inner(self.recorder) else {
+            unreachable!("nobody is told any more");
+        };
+        if let Some(gpu) = &recorder.gpu {
+            gpu.wait();
+        }
+        let duration_ns = nanoseconds(recorder.start, Instant::now());
+        let mut state = recorder
+            .state
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner);
+        let mut kernels = match recorder.gpu {
+            None => Vec::new(),
+            Some(gpu) => gpu.finish(recorder.start)?,
+        };
         if let Some((ended, inside)) = state.disorder {
             return Err(Error::Order {
                 op: "Profiler::finish",
@@ -112,11 +159,25 @@ impl Profiler {
             }
         }
         let names = state.threads.into_iter().map(|thread| thread.name);
+        place_unknown(&mut kernels, &state.spans);
         Ok(Recording {
             spans: state.spans,
+            kernels,
             threads: names.collect(),
             duration_ns,
         })
+    }
+}
+
+/// Gives kernels whose launch is not known to the innermost phase or step that they ran in: the GPU is waited for where
+/// those begin and end.
+fn place_unknown(kernels: &mut [Kernel], spans: &[Span]) {
+    for kernel in kernels.iter_mut().filter(|kernel| kernel.span.is_none()) {
+        let holds = |span: &Span| {
+            matches!(span.kind, Kind::Phase | Kind::Step)
+                && (span.start_ns..span.end_ns).contains(&kernel.start_ns)
+        };
+        kernel.span = spans.iter().rposition(holds);
     }
 }
 
@@ -124,8 +185,10 @@ impl Profiler {
 struct Recorder {
     start: Instant,
     only: Option<ThreadId>,
-    /// The device that is waited for.
+    /// The device that is waited for at every range.
     awaited: Option<Device>,
+    /// The one whose kernels are recorded.
+    gpu: Option<gpu::Watch>,
     state: Mutex<State>,
 }
 
@@ -170,14 +233,19 @@ impl Recorder {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// When a range begins or ends, in ns from the start: once the device has come that far.
+    /// When a range begins or ends, in ns from the start: once the device has come that far, where it is waited for.
     fn moment_ns(&self, event: &Event<'_>) -> u64 {
-        let at = match &self.awaited {
-            None => event.at,
-            Some(device) => {
+        let is_frame = matches!(event.kind, Kind::Phase | Kind::Step);
+        let at = match (&self.awaited, &self.gpu) {
+            (Some(device), _) => {
                 let _ = device.synchronize(); // an error there is the next op's to report
                 Instant::now()
             }
+            (None, Some(gpu)) if is_frame => {
+                gpu.wait();
+                Instant::now()
+            }
+            _ => event.at,
         };
         nanoseconds(self.start, at)
     }
@@ -206,11 +274,16 @@ impl Listener for Recorder {
             inputs: Vec::new(),
             output: None,
             cost: None,
+            parts: event.parts,
             allocated_bytes: None,
         };
         let number = state.spans.len();
         state.spans.push(span);
         state.threads[thread].open.push(number);
+        drop(state);
+        if let Some(gpu) = &self.gpu {
+            gpu.enter(number);
+        }
     }
 
     fn left(&self, event: &Event<'_>) {
@@ -229,6 +302,9 @@ impl Listener for Recorder {
         let Some(place) = open.iter().rposition(|&i| is_it(&state.spans[i])) else {
             return; // it began before the recording
         };
+        if let Some(gpu) = &self.gpu {
+            gpu.leave();
+        }
         let inside = open.get(place + 1).copied();
         let number = open.remove(place);
         if let (Some(inside), None) = (inside, &state.disorder) {
@@ -244,5 +320,6 @@ impl Listener for Recorder {
             span.output = Some(OperandShape::of(&operands.output));
         }
         span.cost = event.cost;
+        span.parts = event.parts;
     }
 }

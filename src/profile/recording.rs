@@ -1,8 +1,9 @@
 //! What a profiler has taken down.
 
 use super::cost;
+use super::kernels::Kernel;
 use crate::ops::cost::Cost;
-use crate::probe::{Kind, Operand, Path};
+use crate::probe::{Kind, Operand, Parts, Path};
 use candle_core::DType;
 use std::fmt;
 
@@ -14,6 +15,9 @@ use std::fmt;
 pub struct Recording {
     /// In the order in which they began on their thread, the outer before the inner.
     pub spans: Vec<Span>,
+    /// What ran on a GPU, in the order in which it began; empty on the CPU, and without
+    /// [`Profiler::start_on`](super::Profiler::start_on).
+    pub kernels: Vec<Kernel>,
     /// The threads' names; a span's `thread` is an index here.
     pub threads: Vec<String>,
     /// From start to finish.
@@ -43,6 +47,8 @@ pub struct Span {
     pub output: Option<OperandShape>,
     /// What it has cost by what was told, as the calls of a plan tell it; [`cost()`](Self::cost) knows the others too.
     pub cost: Option<Cost>,
+    /// What an op's own time is made of, as far as its kernels told: on the CPU.
+    pub parts: Parts,
     /// What was allocated as it ended; `None` without a [tracker](crate::memory::tracker).
     pub allocated_bytes: Option<u64>,
 }

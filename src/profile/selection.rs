@@ -26,6 +26,8 @@ pub enum Grouping {
     Path,
     /// Ranges of one path, but for numbers in it: all blocks together, `layers.*/attn/q_proj/linear`.
     Layer,
+    /// Kernels of one name, on a GPU: by [`Profiler::start_on`](super::Profiler::start_on).
+    Kernel,
 }
 
 impl Selection {
@@ -89,7 +91,7 @@ fn lies_within(path: Path, part: &str) -> bool {
 impl Grouping {
     pub(super) fn name_of(self, span: &Span) -> String {
         let name = match (self, span.kind) {
-            (_, Kind::Step | Kind::Phase) | (Self::Name, _) => span.name(),
+            (_, Kind::Step | Kind::Phase) | (Self::Name | Self::Kernel, _) => span.name(),
             (Self::Path, _) => span.path.to_string(),
             (Self::Layer, _) => {
                 let names = span.path.names();

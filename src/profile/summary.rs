@@ -2,21 +2,22 @@
 
 use super::balance::{Balance, LineKind};
 use super::cost;
+use super::kernels::{self, Launches};
 use super::recording::{Recording, Span};
 use super::selection::{Grouping, Selection};
 use super::tree::Tree;
-use crate::Result;
 use crate::ops::cost::Cost;
-use crate::probe::Kind;
+use crate::probe::{Kind, Parts};
 use crate::report::Statistics;
+use crate::{Error, Result};
 use std::collections::HashMap;
 
-/// One row: the ranges of one name or path.
+/// One row: the ranges of one name or path, or the kernels of one name.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
     /// The name or path.
     pub name: String,
-    /// What kind of range; `None` for a line of time in which no op ran.
+    /// What kind of range; `None` for kernels, and for a line of time in which no op ran.
     pub kind: Option<Kind>,
     /// How many there were, over all steps.
     pub instances: usize,
@@ -26,8 +27,12 @@ pub struct Row {
     pub statistics: Option<Statistics>,
     /// Their FLOPs and bytes, over all steps; `None` where one of them has no formula.
     pub cost: Option<Cost>,
+    /// What of the time products took, and what softmax: nothing where the ops' kernels did not tell.
+    pub parts: Parts,
     /// What these ops hold that others time apart.
     pub inside: Option<&'static str>,
+    /// Of kernels: how they were launched.
+    pub launches: Option<Launches>,
 }
 
 impl Row {
@@ -37,6 +42,25 @@ impl Row {
             Some(inside) => format!("{} ({inside} inside)", self.name),
             None => self.name.clone(),
         }
+    }
+
+    /// A kernel's name in few words: no namespaces, no template arguments but the one in which CUTLASS says what it
+    /// multiplies. Any other name as it is.
+    pub fn short_name(&self) -> &str {
+        match self.launches {
+            Some(_) => kernels::short(&self.name),
+            None => &self.name,
+        }
+    }
+
+    /// Whether it is a line of time in which no op or kernel ran.
+    pub fn is_gap(&self) -> bool {
+        self.instances == 0
+    }
+
+    /// Its time without products and softmax.
+    pub fn rest_ns(&self) -> u64 {
+        self.total_ns.saturating_sub(self.parts.sum_ns())
     }
 
     /// FLOP/s, where FLOPs are known and there are any.
@@ -61,6 +85,9 @@ impl Row {
 
 /// Time by op or by place, the longest first.
 ///
+/// On a GPU whose kernels were recorded, times are the kernels', and rows may be by kernel. Elsewhere they are the
+/// host's.
+///
 /// An op's time is its own, and so are its FLOPs: those of ops inside of it are theirs. So the ops' rows never count a
 /// moment twice, and with the lines of [`Balance`], which follow them where whole phases or steps are asked for, they
 /// add up to [`whole_ns`](Self::whole_ns). Modules and ranges are given with everything inside.
@@ -83,6 +110,9 @@ impl ProfileReport {
     /// that there are.
     pub fn new(recording: &Recording, selection: &Selection, grouping: Grouping) -> Result<Self> {
         let tree = Tree::new(recording);
+        if grouping == Grouping::Kernel {
+            return Self::of_kernels(recording, &tree, selection);
+        }
         let own_costs = own_costs(recording, &tree);
         let mut groups = Groups::default();
         let mut selected_ops_ns = 0;
@@ -96,22 +126,55 @@ impl ProfileReport {
             if selection.takes(span.kind) {
                 let ns = match span.is_op() {
                     true => tree.own_ns[i],
-                    false => span.duration_ns(),
+                    false => tree.whole_ns[i],
                 };
-                groups.add(span, grouping, (ns, own_costs[i]), tree.holds_ops[i]);
+                let name = grouping.name_of(span);
+                let group = groups.of(name, span.kind);
+                group.samples_ns.push(ns);
+                group.parts += tree.parts[i];
+                group.cost = group.cost.zip(own_costs[i]).map(|(sum, cost)| sum + cost);
+                // Where the parts are ops of their own, they are not inside.
+                if span.is_op() && !tree.holds_ops[i] {
+                    group.inside = cost::entry(&span.name()).and_then(|entry| entry.inside);
+                }
             }
         }
+        let rows = groups.rows()?;
+        Self::of_rows(rows, selected_ops_ns, recording, &tree, selection)
+    }
+
+    fn of_kernels(recording: &Recording, tree: &Tree, selection: &Selection) -> Result<Self> {
+        if recording.kernels.is_empty() {
+            return Err(Error::Data {
+                what: "ProfileReport".into(),
+                expected: "kernels".into(),
+                got: "a recording without any".into(),
+                hint: "record a GPU of NVIDIA's with Profiler::start_on; on the CPU group ops by name or place".into(),
+            });
+        }
+        let (rows, sum_ns) = kernels::rows(recording, tree, selection)?;
+        Self::of_rows(rows, sum_ns, recording, tree, selection)
+    }
+
+    fn of_rows(
+        rows: Vec<Row>,
+        sum_ns: u64,
+        recording: &Recording,
+        tree: &Tree,
+        selection: &Selection,
+    ) -> Result<Self> {
         let mut report = Self {
-            rows: groups.rows()?,
-            whole_ns: selected_ops_ns,
+            rows,
+            whole_ns: sum_ns,
             steps: tree.num_steps(),
         };
         if report.rows.is_empty() {
             return Err(selection.nothing(recording));
         }
-        report
-            .rows
-            .sort_by_key(|row| std::cmp::Reverse(row.total_ns));
+        report.rows.sort_by(|a, b| {
+            let longest_first = b.total_ns.cmp(&a.total_ns);
+            longest_first.then_with(|| a.name.cmp(&b.name))
+        });
         if selection.within.is_none() {
             report.add_time_without_ops(&Balance::new(recording), selection);
         }
@@ -127,8 +190,11 @@ impl ProfileReport {
         if !selection.kinds.is_empty() {
             return;
         }
+        // Kernels that no op launched are rows like any other.
+        let by_kernel = self.rows.iter().any(|row| row.launches.is_some());
+        let is_row = |kind| kind == LineKind::Ops || by_kernel && kind != LineKind::Idle;
         let lines = balance.lines.iter();
-        for line in lines.filter(|l| l.kind != LineKind::Ops && in_phase(l.phase)) {
+        for line in lines.filter(|l| !is_row(l.kind) && in_phase(l.phase)) {
             self.rows.push(Row {
                 name: match line.phase {
                     "" => format!("{}, between phases", line.kind.name()),
@@ -139,7 +205,9 @@ impl ProfileReport {
                 total_ns: line.total_ns,
                 statistics: None,
                 cost: None,
+                parts: Parts::default(),
                 inside: None,
+                launches: None,
             });
         }
     }
@@ -168,11 +236,14 @@ impl ProfileReport {
             total_ns: 0,
             statistics: None,
             cost: Some(Cost::default()),
+            parts: Parts::default(),
             inside: None,
+            launches: None,
         };
         for row in self.rows.iter().filter(|row| wanted(row)) {
             sum.instances += row.instances;
             sum.total_ns += row.total_ns;
+            sum.parts += row.parts;
             sum.cost = sum.cost.zip(row.cost).map(|(sum, cost)| sum + cost);
         }
         sum
@@ -206,39 +277,25 @@ struct Group {
     kind: Kind,
     samples_ns: Vec<u64>,
     cost: Option<Cost>,
+    parts: Parts,
     inside: Option<&'static str>,
 }
 
 impl Groups {
-    /// Adds a span with its own time and cost.
-    fn add(
-        &mut self,
-        span: &Span,
-        grouping: Grouping,
-        (ns, cost): (u64, Option<Cost>),
-        holds_ops: bool,
-    ) {
-        let name = grouping.name_of(span);
-        let number = *self
-            .numbers
-            .entry((name.clone(), span.kind))
-            .or_insert_with(|| {
-                self.groups.push(Group {
-                    name,
-                    kind: span.kind,
-                    samples_ns: Vec::new(),
-                    cost: Some(Cost::default()),
-                    inside: None,
-                });
-                self.groups.len() - 1
+    /// The group of ranges of this name and kind.
+    fn of(&mut self, name: String, kind: Kind) -> &mut Group {
+        let number = *self.numbers.entry((name.clone(), kind)).or_insert_with(|| {
+            self.groups.push(Group {
+                name,
+                kind,
+                samples_ns: Vec::new(),
+                cost: Some(Cost::default()),
+                parts: Parts::default(),
+                inside: None,
             });
-        let group = &mut self.groups[number];
-        group.samples_ns.push(ns);
-        group.cost = group.cost.zip(cost).map(|(sum, cost)| sum + cost);
-        // Where the parts are ops of their own, they are not inside.
-        if span.is_op() && !holds_ops {
-            group.inside = cost::entry(&span.name()).and_then(|entry| entry.inside);
-        }
+            self.groups.len() - 1
+        });
+        &mut self.groups[number]
     }
 
     fn rows(self) -> Result<Vec<Row>> {
@@ -252,7 +309,9 @@ impl Groups {
                 total_ns: group.samples_ns.iter().sum(),
                 statistics: Some(Statistics::new(&samples_ms)?),
                 cost: group.cost,
+                parts: group.parts,
                 inside: group.inside,
+                launches: None,
             })
         });
         rows.collect()

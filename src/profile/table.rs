@@ -1,5 +1,6 @@
 //! A summary as a table, in all of the crate's formats.
 
+use super::kernels::{Launches, extent, short};
 use super::summary::ProfileReport;
 use crate::report::{self, Column, Fields};
 
@@ -22,7 +23,10 @@ impl ProfileReport {
     /// ```
     pub fn table(&self) -> report::Report {
         report::Report {
-            columns: columns(),
+            columns: match self.rows.iter().any(|row| row.launches.is_some()) {
+                true => Self::kernel_columns(),
+                false => columns(),
+            },
             rows: self.fields(),
             ..Default::default()
         }
@@ -32,7 +36,7 @@ impl ProfileReport {
     pub fn fields(&self) -> Vec<Fields> {
         let rows = self.rows.iter().map(|row| {
             let mut fields = Fields::new();
-            let is_op = row.kind.is_some();
+            let is_op = !row.is_gap();
             fields.insert("time_percent", self.percent(row));
             fields.insert("total_ms", row.total_ns as f64 / 1e6);
             fields.insert("instances", is_op.then_some(row.instances));
@@ -49,15 +53,47 @@ impl ProfileReport {
             fields.insert("flops_per_s", row.flops_per_s());
             fields.insert("bytes", row.cost.map(|cost| cost.bytes()));
             fields.insert("bytes_per_s", row.bytes_per_s());
-            fields.insert("name", row.label());
+            let part_ms = |ns: u64| is_op.then(|| self.ms_per_step(ns));
+            fields.insert("products_ms_per_step", part_ms(row.parts.products_ns));
+            fields.insert("softmax_ms_per_step", part_ms(row.parts.softmax_ns));
+            fields.insert("attention_ms_per_step", part_ms(row.parts.fused_ns));
+            match &row.launches {
+                None => fields.insert("name", row.label()),
+                Some(launches) => {
+                    fields.insert("name", short(&row.name));
+                    fields.insert("kernel", row.name.as_str());
+                    fields.insert("grid", launches.grid.map(extent));
+                    fields.insert("block", launches.block.map(extent));
+                    fields.insert("grids_and_blocks", launches.shapes);
+                    fields.insert("ops", Launches::text(&launches.ops, 2));
+                    fields.insert("places", Launches::text(&launches.places, usize::MAX - 1))
+                }
+            };
             fields
         });
         rows.collect()
     }
 
-    /// The columns of [`table`](Self::table).
+    /// The columns of [`table`](Self::table) for ops.
     pub fn columns() -> Vec<Column> {
         columns()
+    }
+
+    /// The columns of [`table`](Self::table) for kernels: as nsys has them, with grid, block and the ops that launched
+    /// them.
+    pub fn kernel_columns() -> Vec<Column> {
+        let rates = ["flops_per_s", "bytes_per_s"];
+        let parts = ["products_ms_per_step", "softmax_ms_per_step"];
+        let unknown = |column: &Column| [rates, parts].concat().contains(&column.key.as_str());
+        let mut columns = columns();
+        columns.retain(|column| !unknown(column));
+        columns.extend([
+            Column::text("grid", "Grid"),
+            Column::text("block", "Block"),
+            Column::text("ops", "Launched by"),
+            Column::text("places", "Places"),
+        ]);
+        columns
     }
 }
 
@@ -72,6 +108,8 @@ fn columns() -> Vec<Column> {
         Column::number("min_ms", "Min", "ms", 3),
         Column::number("max_ms", "Max", "ms", 3),
         Column::number("std_ms", "StdDev", "ms", 3),
+        Column::number("products_ms_per_step", "Products a step", "ms", 3),
+        Column::number("softmax_ms_per_step", "Softmax a step", "ms", 3),
         Column::number("flops_per_s", "Rate", "GFLOP/s", 1).scaled(1e9),
         Column::number("bytes_per_s", "Memory", "GB/s", 1).scaled(1e9),
         Column::text("name", "Name"),

@@ -1,5 +1,6 @@
 //! The recording as a trace that Perfetto and Chrome open.
 
+use super::kernels::{Kernel, extent, short};
 use super::recording::{OperandShape, Recording, Span};
 use crate::probe::Kind;
 use crate::{Result, files};
@@ -13,7 +14,8 @@ impl Recording {
     /// Writes the recording in Chrome's trace event format, for <https://ui.perfetto.dev> or `chrome://tracing`: a
     /// complete event (`X`) for each range with path, phase, shapes, FLOPs and bytes as arguments, the threads' names,
     /// and what is allocated as a counter (`C`) where a [tracker](crate::memory::tracker) is installed. Times are in
-    /// microseconds, to the nanosecond.
+    /// microseconds, to the nanosecond. A GPU's streams follow the threads, each kernel with the
+    /// place that launched it.
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; what was there stays.
@@ -32,6 +34,17 @@ impl Recording {
         order.sort_by_key(|&i| (self.spans[i].thread, i));
         events.extend(order.iter().map(|&i| complete(&self.spans[i])));
 
+        let mut streams: Vec<u32> = self.kernels.iter().map(|kernel| kernel.stream).collect();
+        streams.sort_unstable();
+        streams.dedup();
+        let first = self.threads.len();
+        for (i, stream) in streams.iter().enumerate() {
+            let name = format!("GPU stream {stream}");
+            events.push(metadata("thread_name", first + i, &name));
+            let kernels = self.kernels.iter().filter(|k| k.stream == *stream);
+            events.extend(kernels.map(|kernel| self.kernel_event(kernel, first + i)));
+        }
+
         let mut samples: Vec<(u64, u64)> = self
             .spans
             .iter()
@@ -45,6 +58,23 @@ impl Recording {
             })
         }));
         json!({ "displayTimeUnit": "ms", "traceEvents": events })
+    }
+}
+
+impl Recording {
+    fn kernel_event(&self, kernel: &Kernel, thread: usize) -> Value {
+        let launcher = kernel.span.and_then(|span| self.spans.get(span));
+        let arguments = json!({
+            "kernel": &*kernel.name,
+            "grid": kernel.grid.map(extent),
+            "block": kernel.block.map(extent),
+            "path": launcher.map(|span| span.path.to_string()),
+            "phase": launcher.map(|span| span.phase),
+        });
+        json!({
+            "ph": "X", "name": short(&kernel.name), "cat": "kernel", "pid": PROCESS, "tid": thread,
+            "ts": microseconds(kernel.start_ns), "dur": microseconds(kernel.duration_ns()), "args": arguments,
+        })
     }
 }
 

@@ -125,6 +125,7 @@ fn what_a_hostile_user_types() {
         ("compiled_benchmark --config 1-8-16-1", 2, "--config"),
         ("memory_estimate --threads 65535", 2, "--threads"),
         ("profile --phase sideways", 2, "--phase"),
+        ("profile SMALL --by kernel", 1, "--by"),
         ("toy_model_dtypes --seed 18446744073709551616", 2, "--seed"),
         ("train SMALL --data DATA --top-k 0", 1, "top_k"),
         (

@@ -1,7 +1,12 @@
 //! `tallow::profile`: that times add up, that pictures hold what was recorded, and every refusal.
 
+#[path = "../../examples/profile/analysis.rs"]
+mod analysis;
+mod answers;
 mod balance;
 mod costs;
+mod kernels;
+mod parts;
 mod pictures;
 mod refusals;
 mod summary;
@@ -94,6 +99,7 @@ fn span(
         inputs: Vec::new(),
         output: None,
         cost: None,
+        parts: Default::default(),
         allocated_bytes: None,
     }
 }

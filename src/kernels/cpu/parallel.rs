@@ -1,6 +1,7 @@
 //! How kernels share work among threads: by ranges that depend on the shape alone.
 
 use super::{Real, simd};
+use crate::probe::parts::Region;
 use rayon::prelude::*;
 use std::collections::TryReserveError;
 use std::ops::Range;
@@ -120,9 +121,18 @@ pub fn for_tasks(tasks: usize, f: impl Fn(usize) + Sync) {
 ///
 /// Not generic on purpose: rayon's machinery is compiled once, and not once for each kernel and type.
 fn run(tasks: usize, piece: usize, f: &(dyn Fn(usize) + Sync)) {
-    match tasks {
-        1 => f(0), // on this thread, whatever the pool
-        _ => (0..tasks).into_par_iter().with_max_len(piece).for_each(f),
+    if tasks == 1 {
+        return f(0); // on this thread, whatever the pool
+    }
+    let each = |f: &(dyn Fn(usize) + Sync)| {
+        (0..tasks).into_par_iter().with_max_len(piece).for_each(f);
+    };
+    match Region::begin() {
+        None => each(f),
+        Some(region) => {
+            each(&|task| region.task(|| f(task)));
+            region.end();
+        }
     }
 }
 

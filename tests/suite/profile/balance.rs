@@ -44,6 +44,7 @@ pub(super) fn made_up() -> Recording {
         spans,
         threads: vec!["main".into()],
         duration_ns: 2000,
+        ..Default::default()
     }
 }
 

@@ -105,6 +105,7 @@ fn the_validation_sees_overlaps() {
         ],
         threads: vec!["main".into()],
         duration_ns: 20,
+        ..Default::default()
     };
     validate(&recording.trace());
 }

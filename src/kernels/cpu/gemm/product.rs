@@ -5,6 +5,7 @@ use super::matrix::{MatMut, MatRef};
 use super::threads::Threads;
 use super::{packed, panels};
 use crate::kernels::cpu::Stored;
+use crate::probe::parts::{Part, timed};
 
 /// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row. In half precision products and sums
 /// are f32's, and c is rounded once.
@@ -41,11 +42,13 @@ pub fn matmul_to<T, C>(
     T: Stored,
     C: Stored<Wide = T::Wide>,
 {
-    if !prefers_own_gemm(a, b)
-        && let (Some(wide_a), Some(wide_b), Some(wide_c)) =
-            (T::as_wide(a.data), T::as_wide(b.data), c.as_wide())
-    {
-        return panels::product(a.over(wide_a), b.over(wide_b), wide_c, accumulate, threads);
-    }
-    packed::product(a, b, c, accumulate, threads);
+    timed(Part::Products, || {
+        if !prefers_own_gemm(a, b)
+            && let (Some(wide_a), Some(wide_b), Some(wide_c)) =
+                (T::as_wide(a.data), T::as_wide(b.data), c.as_wide())
+        {
+            return panels::product(a.over(wide_a), b.over(wide_b), wide_c, accumulate, threads);
+        }
+        packed::product(a, b, c, accumulate, threads);
+    });
 }

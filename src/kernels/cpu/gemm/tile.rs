@@ -6,6 +6,7 @@ use super::micro_kernel::{PANEL, Sums, Tiles};
 use super::pack::b_block;
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::Stored;
+use crate::probe::parts::{Part, timed};
 
 /// `c = a b` or `c += a b` for one tile: a (rows, depth) with any strides, c (rows, columns) row by row, and b
 /// (depth, columns) row by row or in units of [`COLUMNS`] columns, of which the columns are a multiple.
@@ -60,7 +61,7 @@ impl<T: Lanes> Product<'_, T> {
         }
         let tiles = self.tiles();
         // SAFETY: `tiles` checked the views, and c is borrowed exclusively.
-        unsafe { tiles.run() };
+        timed(Part::Products, || unsafe { tiles.run() });
     }
 
     /// Itself over plain memory; the views of at least one row and column reach no further than their slices.

@@ -5,6 +5,7 @@
 
 use crate::kernels::Mask;
 use crate::kernels::cpu::{Lanes, Real, Stored, parallel};
+use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
 
 /// A multiple of the elements of every register: what rows are filled up to.
@@ -50,7 +51,7 @@ pub fn backward_from_scores<T: Stored>(
     dx: &mut [T],
 ) {
     let scale = T::Wide::real(scale);
-    parallel::for_rows(dx, keys, |first, dx| {
+    let of_task = |first: usize, dx: &mut [T]| {
         let rows = Rows {
             first,
             queries,
@@ -71,7 +72,8 @@ pub fn backward_from_scores<T: Stored>(
             e,
             gradient,
         });
-    });
+    };
+    timed(Part::Softmax, || parallel::for_rows(dx, keys, of_task));
 }
 
 struct Forward<'a, T: Stored> {

@@ -6,6 +6,7 @@ use super::half_softmax::{self, Rows};
 use crate::kernels::Mask;
 use crate::kernels::cpu::gemm::Threads;
 use crate::kernels::cpu::{Real, Stored, parallel, simd};
+use crate::probe::parts::{Part, timed};
 
 /// `p` from scores `x`, both (batch, queries, keys). Masked places and rows without a visible key are 0.
 pub fn forward<T: Stored>(
@@ -16,7 +17,7 @@ pub fn forward<T: Stored>(
     mask: Mask,
     p: &mut [T],
 ) {
-    parallel::for_rows(p, keys, |first, p| {
+    let rows = |first: usize, p: &mut [T]| {
         let x = &x[first * keys..first * keys + p.len()];
         match (T::as_wide(x), T::as_wide_mut(p)) {
             (Some(x), Some(p)) => {
@@ -35,7 +36,8 @@ pub fn forward<T: Stored>(
                 half_softmax::forward_rows(rows, x, p);
             }
         }
-    });
+    };
+    timed(Part::Softmax, || parallel::for_rows(p, keys, rows));
 }
 
 /// As [`forward`], from the scores in `p`; with `log(sum(exp(scale * x)))` of every row in `lse`, unless that is empty.
@@ -83,11 +85,12 @@ pub fn backward<T: Real>(
     mask: Mask,
     dx: &mut [T],
 ) {
-    parallel::for_rows(dx, keys, |first, dx| {
+    let rows = |first: usize, dx: &mut [T]| {
         let range = first * keys..first * keys + dx.len();
         dx.copy_from_slice(&dp[range.clone()]);
         backward_rows(dx, &p[range], first, queries, keys, scale, mask);
-    });
+    };
+    timed(Part::Softmax, || parallel::for_rows(dx, keys, rows));
 }
 
 /// As [`backward`], from the gradient in `dx`.
@@ -118,19 +121,22 @@ pub(in crate::kernels::cpu) fn forward_rows<T: Real>(
     scale: f64,
     mask: Mask,
 ) {
-    forward_visible(
-        p,
-        keys,
-        scale,
-        #[inline(always)]
-        |row| mask.visible((first + row) % queries, queries, keys).end,
-        #[inline(always)]
-        |_, _, _| (),
-    );
+    let rows = || {
+        forward_visible(
+            p,
+            keys,
+            scale,
+            #[inline(always)]
+            |row| mask.visible((first + row) % queries, queries, keys).end,
+            #[inline(always)]
+            |_, _, _| (),
+        );
+    };
+    timed(Part::Softmax, rows);
 }
 
-/// Rows of `width` elements, of which row i's first `visible(i)` are scores; the others become 0. `done(i, top, sum)` is
-/// called with the largest scaled score of row i and the sum of the exponentials relative to it.
+/// Rows of `width` elements, of which row i's first `visible(i)` are scores; the others become 0. `done(i, top, sum)`
+/// is called with the largest scaled score of row i and the sum of the exponentials relative to it.
 #[inline(always)]
 fn forward_visible<T: Real>(
     p: &mut [T],
@@ -174,14 +180,17 @@ pub(in crate::kernels::cpu) fn backward_rows<T: Real>(
     scale: f64,
     mask: Mask,
 ) {
-    backward_visible(
-        dx,
-        p,
-        keys,
-        scale,
-        #[inline(always)]
-        |row| mask.visible((first + row) % queries, queries, keys).end,
-    );
+    let rows = || {
+        backward_visible(
+            dx,
+            p,
+            keys,
+            scale,
+            #[inline(always)]
+            |row| mask.visible((first + row) % queries, queries, keys).end,
+        )
+    };
+    timed(Part::Softmax, rows);
 }
 
 /// Rows as in [`forward_visible`]; `dx` holds dp.

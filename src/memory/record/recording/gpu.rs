@@ -1,9 +1,9 @@
 //! A GPU's blocks, counted as the driver is asked for them: what the tracker is to the host's memory.
 
 use super::buffer;
-use super::cupti::{self, Call, Subscription};
 use crate::Result;
 use crate::hardware::cuda::{Counter, pool_bytes};
+use crate::hardware::cupti::allocations::{self, Call, Subscription};
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice as Slice};
@@ -37,7 +37,7 @@ pub(super) fn watch(device: &Device) -> Result<Watch> {
     UNKNOWN_BLOCKS.store(0, Relaxed);
     sizes().clear();
     let watch = Watch {
-        _subscription: cupti::subscribe(heard)?,
+        _subscription: allocations::subscribe(heard)?,
     };
     CONTEXT.store(context.addr(), Relaxed);
     Ok(watch)

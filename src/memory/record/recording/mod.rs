@@ -1,15 +1,13 @@
 //! Every block of a tensor's size, as it is taken and given back, with where it came from.
 //!
 //! What lives here: the recorder ([`record`], [`record_on`]), the buffer that the allocator writes to (`buffer`), a
-//! GPU's blocks (`gpu`, told of by `cupti`), where a tensor's block is (`storage`), a block as it is recorded (`block`),
+//! GPU's blocks (`gpu`), where a tensor's block is (`storage`), a block as it is recorded (`block`),
 //! the blocks' lives with their phase and path (`lives`), what a block is there for (`kind`), and the sums
 //! ([`MemoryRecording`]). What does not: the allocator itself ([`tracker`](crate::memory::tracker)), what viewers read
 //! ([`Snapshot`](crate::memory::Snapshot)), and pictures ([`timeline`](crate::memory::timeline())).
 
 mod block;
 pub(in crate::memory) mod buffer;
-#[cfg(feature = "cuda")]
-mod cupti;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(not(feature = "cuda"))]

@@ -4,6 +4,7 @@ use crate::kernels::cpu::gemm::prefetch;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::kernels::cpu::simd::BLOCK;
 use crate::kernels::cpu::{Lanes, Real, Stored, simd};
+use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
 
 /// By how much a row's scores may exceed its top: exponentials up to e^4 lose nothing in floating point, and few strips
@@ -63,7 +64,7 @@ pub(super) struct Exponentials<'a, E: Stored, V> {
 impl<E: Stored, V: Fn(usize) -> usize> Exponentials<'_, E, V> {
     /// Says whether the scale of any row has changed.
     pub fn run(self) -> bool {
-        Arch::new().dispatch(self)
+        timed(Part::Softmax, || Arch::new().dispatch(self))
     }
 }
 
@@ -275,16 +276,19 @@ pub(super) fn gradients<T: Lanes>(
     visible: impl Fn(usize) -> usize,
     (ds, ds_row): (&mut [T], usize),
 ) {
-    simd::vectorized(
-        #[inline(always)]
-        || {
-            for (i, (delta, ds)) in deltas.iter().zip(ds.chunks_exact_mut(ds_row)).enumerate() {
-                let (ds, hidden) = ds[..strip.columns].split_at_mut(strip.seen(visible(i)));
-                for (ds, e) in ds.iter_mut().zip(&e[i * e_row..]) {
-                    *ds = *e * (*ds - *delta) * scale;
+    let rows = || {
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                for (i, (delta, ds)) in deltas.iter().zip(ds.chunks_exact_mut(ds_row)).enumerate() {
+                    let (ds, hidden) = ds[..strip.columns].split_at_mut(strip.seen(visible(i)));
+                    for (ds, e) in ds.iter_mut().zip(&e[i * e_row..]) {
+                        *ds = *e * (*ds - *delta) * scale;
+                    }
+                    hidden.fill(T::ZERO);
                 }
-                hidden.fill(T::ZERO);
-            }
-        },
-    );
+            },
+        )
+    };
+    timed(Part::Softmax, rows);
 }

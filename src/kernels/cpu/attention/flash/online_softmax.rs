@@ -2,6 +2,7 @@
 
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
+use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
 
 /// By how much a score may exceed the `max` that sums are relative to. Probabilities up to e^4 lose nothing in floating
@@ -39,7 +40,7 @@ impl<T: Lanes> OnlineSoftmax<'_, T> {
         assert!(queries.is_multiple_of(COLUMNS) && self.scores.len().is_multiple_of(queries));
         let State { max, sum, rescale } = &self.state;
         assert!([max.len(), sum.len(), rescale.len(), self.visible.len()] == [queries; 4]);
-        Arch::new().dispatch(self)
+        timed(Part::Softmax, || Arch::new().dispatch(self))
     }
 
     /// The queries of the register at `first`.

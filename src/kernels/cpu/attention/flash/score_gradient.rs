@@ -2,6 +2,7 @@
 
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
+use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
 
 /// What backward knows of a query: of its row of scores, and of its gradient.
@@ -37,7 +38,7 @@ impl<T: Lanes> ScoreGradient<'_, T> {
         assert!(self.keys.is_multiple_of(COLUMNS) && self.keys <= self.row);
         let size = self.queries.len() * self.row;
         assert!(self.scores.len() >= size && self.dp.len() >= size);
-        Arch::new().dispatch(self);
+        timed(Part::Softmax, || Arch::new().dispatch(self));
     }
 }
 

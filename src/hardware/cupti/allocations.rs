@@ -1,14 +1,12 @@
-//! What the driver is asked for on a GPU, call by call: CUDA's tool interface, CUPTI, tells of each.
-//!
-//! CUPTI is a library of the CUDA toolkit. It is loaded when a recording on a GPU begins, not before: nothing else
-//! needs it.
+//! What memory the driver is asked for, call by call.
 
-use crate::{Error, Result};
-use std::ffi::{CStr, c_char, c_void};
+use super::{Library, SUCCESS, Use};
+use crate::Result;
+use std::ffi::{c_char, c_void};
 
 /// What was asked of the driver.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Call {
+pub(crate) enum Call {
     /// A block was given out.
     Taken { address: usize, bytes: usize },
     /// A block is about to be given back.
@@ -16,10 +14,10 @@ pub(super) enum Call {
 }
 
 /// Who is told: of the context that a call was made in, and of the call. On the thread that makes it.
-pub(super) type Heard = fn(context: usize, call: Call);
+pub(crate) type Heard = fn(context: usize, call: Call);
 
 /// The only one in the process that CUPTI tells, until this is dropped.
-pub(super) struct Subscription {
+pub(crate) struct Subscription {
     subscriber: *mut c_void,
     unsubscribe: Unsubscribe,
 }
@@ -34,16 +32,20 @@ impl Drop for Subscription {
     }
 }
 
-// From cupti_callbacks.h, cupti_result.h and generated_cuda_meta.h of CUDA 13; 12's are the same.
+// From cupti_callbacks.h and generated_cuda_meta.h of CUDA 13; 12's are the same.
 type Callback = unsafe extern "C" fn(*mut c_void, u32, u32, *const CallbackData);
 type Subscribe = unsafe extern "C" fn(*mut *mut c_void, Callback, *mut c_void) -> u32;
 type EnableCallback = unsafe extern "C" fn(u32, *mut c_void, u32, u32) -> u32;
 type Unsubscribe = unsafe extern "C" fn(*mut c_void) -> u32;
-type ResultString = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
+
+const USE: Use = Use {
+    op: "memory::record_on",
+    told: "a GPU's allocations",
+    without: "memory::Meter has the pool's peaks without it",
+};
 
 const DRIVER_API: u32 = 1;
 const ENTER: u32 = 0;
-const SUCCESS: u32 = 0;
 /// cuMemAllocAsync, and its form for the per-thread default stream.
 const ALLOCATIONS: [u32; 2] = [598, 599];
 /// cuMemFreeAsync, likewise.
@@ -100,8 +102,8 @@ unsafe extern "C" fn called(heard: *mut c_void, _domain: u32, id: u32, data: *co
 ///
 /// # Errors
 /// No CUPTI; another tool that has it already.
-pub(super) fn subscribe(heard: Heard) -> Result<Subscription> {
-    let library = Library::load()?;
+pub(crate) fn subscribe(heard: Heard) -> Result<Subscription> {
+    let library = Library::load(&USE)?;
     let subscribe: Subscribe = library.function(c"cuptiSubscribe")?;
     let enable: EnableCallback = library.function(c"cuptiEnableCallback")?;
     let unsubscribe: Unsubscribe = library.function(c"cuptiUnsubscribe")?;
@@ -118,70 +120,4 @@ pub(super) fn subscribe(heard: Heard) -> Result<Subscription> {
         library.check(unsafe { enable(1, subscriber, DRIVER_API, id) })?;
     }
     Ok(subscription)
-}
-
-/// CUPTI, which stays loaded.
-struct Library(*mut c_void);
-
-impl Library {
-    #[cfg(unix)]
-    fn load() -> Result<Self> {
-        const NAMES: [&CStr; 3] = [c"libcupti.so", c"libcupti.so.13", c"libcupti.so.12"];
-        // SAFETY: a library that is made to be loaded so.
-        let open = |name: &&CStr| unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
-        let mut libraries = NAMES.iter().map(open);
-        let found = libraries.find(|library| !library.is_null());
-        found
-            .map(Self)
-            .ok_or_else(|| refusal("libcupti.so is not found".into()))
-    }
-
-    #[cfg(not(unix))]
-    fn load() -> Result<Self> {
-        Err(refusal("it is not loaded on this system".into()))
-    }
-
-    /// The function called `name`, as the type `F` has it.
-    #[cfg(unix)]
-    fn function<F: Copy>(&self, name: &CStr) -> Result<F> {
-        // SAFETY: the library is loaded.
-        let function = unsafe { libc::dlsym(self.0, name.as_ptr()) };
-        if function.is_null() {
-            return Err(refusal(format!("its library has no {name:?}")));
-        }
-        // SAFETY: a function's address, of the type that CUPTI declares.
-        Ok(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&function) })
-    }
-
-    #[cfg(not(unix))]
-    fn function<F: Copy>(&self, name: &CStr) -> Result<F> {
-        Err(refusal(format!("its library has no {name:?}")))
-    }
-
-    /// CUPTI's answer as an error, unless it is success.
-    fn check(&self, code: u32) -> Result<()> {
-        if code == SUCCESS {
-            return Ok(());
-        }
-        let mut text = std::ptr::null();
-        let name: ResultString = self.function(c"cuptiGetResultString")?;
-        // SAFETY: as CUPTI declares it; the text is a constant of the library's.
-        let text = unsafe {
-            match name(code, &mut text) {
-                SUCCESS if !text.is_null() => CStr::from_ptr(text).to_string_lossy(),
-                _ => format!("code {code}").into(),
-            }
-        };
-        Err(refusal(format!("it answers {text}")))
-    }
-}
-
-fn refusal(problem: String) -> Error {
-    Error::Order {
-        op: "memory::record_on",
-        problem: format!("CUPTI tells of a GPU's allocations, and {problem}"),
-        hint: "put the CUDA toolkit's extras/CUPTI/lib64 on LD_LIBRARY_PATH, and run under no other profiler; \
-               memory::Meter has the pool's peaks without it"
-            .into(),
-    }
 }

@@ -1,0 +1,303 @@
+//! A GPU's kernels: made up ones on any machine, real ones where there is a GPU.
+
+use super::{alone, config, span};
+use candle_core::{Device, Tensor};
+use tallow::attention::Algorithm;
+use tallow::model::TransformerLM;
+use tallow::precision::Precision;
+use tallow::probe::Kind;
+use tallow::profile::{
+    self, Balance, Cost, Grouping, Kernel, KernelWork, Line, LineKind, ProfileReport, Profiler,
+    Recording, Selection,
+};
+
+pub(super) fn kernel(name: &str, times: (u64, u64), span: usize) -> Kernel {
+    Kernel {
+        name: name.into(),
+        stream: 7,
+        start_ns: times.0,
+        end_ns: times.1,
+        grid: Some([8, 2, 1]),
+        block: Some([128, 1, 1]),
+        span: Some(span),
+    }
+}
+
+/// A step of 1000 ns whose ops are launched at once and run later: forward 100 to 400 has a linear, an attention and a
+/// kernel of candle's, backward 400 to 900 a linear's. A kernel before the step.
+pub(super) fn made_up() -> Recording {
+    let spans = vec![
+        span(Kind::Step, "", "", (50, 1050), None),
+        span(Kind::Phase, "", "forward", (100, 400), Some(0)),
+        span(Kind::Module, "layers.0", "forward", (101, 130), Some(1)),
+        span(Kind::Op, "layers.0/linear", "forward", (102, 104), Some(2)),
+        span(
+            Kind::Op,
+            "layers.0/attention::naive",
+            "forward",
+            (105, 109),
+            Some(2),
+        ),
+        span(
+            Kind::Range,
+            "layers.0/attention::naive/mine",
+            "forward",
+            (106, 108),
+            Some(4),
+        ),
+        span(Kind::Phase, "", "backward", (400, 900), Some(0)),
+        span(
+            Kind::OpBackward,
+            "layers.0/linear",
+            "backward",
+            (410, 415),
+            Some(6),
+        ),
+        span(Kind::Op, "before", "", (0, 10), None),
+    ];
+    let kernels = vec![
+        kernel("nvjet_tst_96x128", (5, 15), 8),
+        kernel("nvjet_tst_96x128", (110, 180), 3),
+        kernel("nvjet_tst_64x64", (180, 200), 4),
+        kernel("softmax_forward_f32", (200, 240), 5),
+        kernel("nvjet_tst_64x64", (240, 260), 4),
+        kernel("badd_f32", (270, 290), 2),
+        kernel("nvjet_tst_96x128", (430, 530), 7),
+        kernel("badd_f32", (600, 650), 6),
+        kernel("set memory", (1000, 1010), 0),
+    ];
+    Recording {
+        spans,
+        kernels,
+        threads: vec!["main".into()],
+        duration_ns: 2000,
+    }
+}
+
+#[test]
+fn times_are_the_kernels_and_the_rest_is_idle() {
+    let line = |phase, kind, total_ns| Line {
+        phase,
+        kind,
+        total_ns,
+    };
+    let balance = Balance::new(&made_up());
+    assert_eq!(
+        balance.lines,
+        [
+            line("forward", LineKind::Ops, 150),
+            line("forward", LineKind::CandleForward, 20),
+            line("forward", LineKind::Idle, 130),
+            line("backward", LineKind::Ops, 100),
+            line("backward", LineKind::CandleGradients, 50),
+            line("backward", LineKind::Idle, 350),
+            line("", LineKind::CandleForward, 10),
+            line("", LineKind::Idle, 190),
+        ]
+    );
+    assert_eq!(balance.wall_ns, 1000);
+
+    // As calls of a plan, which say what they cost: there is no graph of candle's.
+    let mut planned = made_up();
+    planned.spans[3].cost = Some(Cost::default());
+    let kinds = Balance::new(&planned)
+        .lines
+        .into_iter()
+        .map(|line| line.kind);
+    assert!(kinds.clone().any(|kind| kind == LineKind::Plan));
+    assert!(
+        kinds
+            .into_iter()
+            .all(|kind| { matches!(kind, LineKind::Ops | LineKind::Plan | LineKind::Idle) })
+    );
+}
+
+#[test]
+fn rows_by_kernel_say_who_launched_them() {
+    let recording = made_up();
+    let of = |selection| ProfileReport::new(&recording, &selection, Grouping::Kernel).unwrap();
+    let all = of(Selection::default());
+    let rows: Vec<_> = all
+        .rows
+        .iter()
+        .map(|row| (&*row.name, row.total_ns, row.instances))
+        .collect();
+    assert_eq!(
+        rows,
+        [
+            ("nvjet_tst_96x128", 170, 2),
+            ("badd_f32", 70, 2),
+            ("nvjet_tst_64x64", 40, 2),
+            ("softmax_forward_f32", 40, 1),
+            ("set memory", 10, 1),
+            ("GPU idle, forward", 130, 0),
+            ("GPU idle, backward", 350, 0),
+            ("GPU idle, between phases", 190, 0),
+        ]
+    );
+    assert_eq!(rows.iter().map(|(_, ns, _)| ns).sum::<u64>(), all.whole_ns);
+    let launches = |i: usize| all.rows[i].launches.as_ref().unwrap();
+    let one = |name: &str| (name.to_string(), 1);
+    assert_eq!(launches(0).ops, [one("linear"), one("linear backward")]);
+    assert_eq!(
+        launches(0).places,
+        [one("layers.*/linear"), one("layers.*/linear backward")]
+    );
+    assert_eq!(
+        launches(1).ops,
+        [one("candle in backward"), one("candle in forward")]
+    );
+    assert_eq!(launches(3).ops, [one("attention::naive")]);
+    assert_eq!((launches(0).grid, launches(0).shapes), (Some([8, 2, 1]), 1));
+
+    let parts = all.sum("", |row| !row.is_gap()).parts;
+    assert_eq!((parts.products_ns, parts.softmax_ns), (210, 40));
+    let within = of(Selection {
+        within: Some("attention::naive".into()),
+        ..Default::default()
+    });
+    assert_eq!(within.whole_ns, 80);
+
+    // The same by op.
+    let forward = Selection::phase("forward");
+    let ops = ProfileReport::new(&recording, &forward, Grouping::Name).unwrap();
+    let attention = ops
+        .rows
+        .iter()
+        .find(|row| row.name == "attention::naive")
+        .unwrap();
+    assert_eq!(
+        (
+            attention.total_ns,
+            attention.parts.softmax_ns,
+            attention.rest_ns()
+        ),
+        (80, 40, 0)
+    );
+    assert_eq!(
+        ops.rows.iter().map(|row| row.total_ns).sum::<u64>(),
+        ops.whole_ns
+    );
+
+    let table = serde_json::to_value(all.fields()).unwrap();
+    assert_eq!(table[0]["grid"], "8x2");
+    assert_eq!(table[0]["ops"], "linear, linear backward");
+}
+
+#[test]
+fn kernels_are_wanted_of_a_recording_that_has_none() {
+    let recording = super::balance::made_up();
+    let refused = ProfileReport::new(&recording, &Selection::default(), Grouping::Kernel);
+    let message = refused.unwrap_err().to_string();
+    assert!(message.contains("Profiler::start_on"), "{message}");
+}
+
+#[test]
+fn traces_have_the_gpus_streams() {
+    let trace = made_up().trace();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let softmax = events
+        .iter()
+        .find(|event| event["name"] == "softmax_forward_f32")
+        .unwrap();
+    assert_eq!(
+        (&softmax["cat"], &softmax["tid"]),
+        (&"kernel".into(), &1.into())
+    );
+    assert_eq!(softmax["args"]["path"], "layers.0/attention::naive/mine");
+    assert!(
+        events
+            .iter()
+            .any(|event| event["args"]["name"] == "GPU stream 7")
+    );
+}
+
+/// Some steps of a small model on the GPU.
+fn recorded_on_gpu(attention: Algorithm) -> Recording {
+    let device = tallow::device("cuda").unwrap();
+    let model = TransformerLM::new(&config(attention), 5, &device).unwrap();
+    let tokens = Tensor::zeros((2, 7), candle_core::DType::U32, &device).unwrap();
+    let step = || {
+        let _step = profile::step();
+        let loss = {
+            let _phase = profile::phase("forward");
+            Precision::BF16
+                .run(|| model.loss(&tokens, &tokens))
+                .unwrap()
+        };
+        let _phase = profile::phase("backward");
+        loss.backward().unwrap();
+    };
+    step();
+    let profiler = Profiler::start_on(&device).unwrap();
+    step();
+    step();
+    profiler.finish().unwrap()
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn kernels_of_a_step_are_mapped_to_its_ops() {
+    let _alone = alone();
+    for attention in [Algorithm::Naive, Algorithm::Flash] {
+        let recording = recorded_on_gpu(attention);
+        assert!(!recording.kernels.is_empty());
+        assert!(recording.kernels.iter().all(|kernel| kernel.span.is_some()));
+        let launched_by = |name: &str, work: KernelWork| {
+            recording.kernels.iter().any(|kernel| {
+                let op = kernel.span.map(|span| recording.spans[span].name());
+                op.as_deref() == Some(name) && kernel.work() == work
+            })
+        };
+        assert!(launched_by("linear", KernelWork::Products));
+        match attention {
+            Algorithm::Flash => assert!(launched_by("attention::flash", KernelWork::Attention)),
+            _ => assert!(launched_by("attention::naive", KernelWork::Softmax)),
+        }
+        // Each ran in its phase, which is as long as the host took with the wait.
+        for kernel in &recording.kernels {
+            let mut around = kernel.span;
+            while let Some(i) = around {
+                let span = &recording.spans[i];
+                if span.kind == Kind::Phase {
+                    let slack = 200_000; // of the two clocks, in ns
+                    assert!(
+                        kernel.start_ns + slack >= span.start_ns,
+                        "{kernel:?} {span:?}"
+                    );
+                    assert!(kernel.end_ns <= span.end_ns + slack, "{kernel:?} {span:?}");
+                }
+                around = span.parent;
+            }
+        }
+        let report =
+            ProfileReport::new(&recording, &Selection::default(), Grouping::Kernel).unwrap();
+        assert_eq!(report.steps, Some(2));
+        let sum: u64 = report.rows.iter().map(|row| row.total_ns).sum();
+        assert_eq!(sum, report.whole_ns);
+        assert!(
+            report
+                .rows
+                .iter()
+                .filter(|row| !row.is_gap())
+                .all(|row| row.instances % 2 == 0)
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn profilers_follow_each_other_on_a_gpu() {
+    let _alone = alone();
+    let counts = [(); 2].map(|()| recorded_on_gpu(Algorithm::Naive).kernels.len());
+    assert_eq!(counts[0], counts[1]);
+    let profiler = Profiler::start_waiting_for(&tallow::device("cuda").unwrap()).unwrap();
+    assert_eq!(profiler.finish().unwrap().kernels, []);
+}
+
+#[test]
+fn a_cpu_has_no_kernels() {
+    let _alone = alone();
+    let profiler = Profiler::start_on(&Device::Cpu).unwrap();
+    assert_eq!(profiler.finish().unwrap().kernels, []);
+}
