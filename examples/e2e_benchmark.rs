@@ -32,7 +32,7 @@ use common::modes::{
     optimizer_words,
 };
 use common::precision::PrecisionFlags;
-use common::{Common, Output, stdout, values, words};
+use common::{Common, Output, phases, stdout, values, words};
 use std::process::ExitCode;
 use summary::Compared;
 use tallow::Result;
@@ -228,6 +228,7 @@ impl Flags {
             }));
             if self.view == View::Summary {
                 report.lines = compared.lines(&report.rows);
+                report.details = compared.details(&report.rows, phases::table);
             }
             self.output.save_so_far(&report)?;
         }

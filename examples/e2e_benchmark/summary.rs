@@ -1,7 +1,7 @@
 //! What the summary shows: a line a configuration, its phases side by side; and what is compared, eager and planned or
 //! f32 and half precision, under one heading with the speed-up.
 
-use tallow::report::{Column, Fields, mean_and_std, pivot};
+use tallow::report::{Column, Fields, Report, mean_and_std, pivot};
 
 /// A time of a line: its heading, the modes that have it (the first of them counts), the phase, and how minor it is.
 struct Time(&'static str, &'static [&'static str], &'static str, u8);
@@ -95,6 +95,24 @@ impl Compared {
             }
         }
         lines
+    }
+
+    /// Where several runs are compared: the table of their phases, which `table` makes of `rows`, what tells lines
+    /// apart, the field that is compared in and its values.
+    pub fn details(
+        &self,
+        rows: &[Fields],
+        table: impl Fn(&[Fields], &[(&str, &str)], &str, &[String]) -> Report,
+    ) -> Vec<Report> {
+        if self.values.len() < 2 {
+            return Vec::new();
+        }
+        let by: Vec<(&str, &str)> = self.labels().collect();
+        let table = table(rows, &by, self.field, &self.values);
+        [table]
+            .into_iter()
+            .filter(|table| !table.lines.is_empty())
+            .collect()
     }
 
     /// The columns; with the models' sizes where there are several models, and the first step's time among the needed
