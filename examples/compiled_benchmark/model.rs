@@ -24,7 +24,8 @@ const EXECUTIONS: [Execution; 2] = [Execution::Eager, Execution::Planned];
 #[derive(Args)]
 #[command(next_help_heading = "Models")]
 pub struct ModelFlags {
-    /// Models as batch-tokens-width-layers-heads; several allowed [default: 4-256-256-4-8; with --full the course report's four]
+    /// Models as batch-tokens-width-layers-heads; several allowed [default: 4-256-256-4-8; with --full the course
+    /// report's four]
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "B-T-D-L-H")]
     config: Vec<Configuration>,
 
@@ -82,7 +83,8 @@ impl ModelFlags {
             counts.extend(self.one(setting, configuration, &mut report)?);
         }
         report.notes.push(
-            "F is forward without a graph; FB forward, loss and backward; S the training step. Times are mean ± standard \
+            "F is forward without a graph; FB forward, loss and backward; S the training step. Times are mean ± \
+             standard \
              deviation, speed-ups those of medians."
                 .into(),
         );
@@ -307,7 +309,8 @@ fn averages(lines: &[Fields]) -> String {
         mean.map_or("n/a".into(), |mean| format!("{mean:.2}x"))
     };
     format!(
-        "Average speed-ups of planned over eager (geometric means): forward {}, forward+backward {}, full step {}, backward+optimizer {}.",
+        "Average speed-ups of planned over eager (geometric means): forward {}, forward+backward {}, full step {}, \
+         backward+optimizer {}.",
         mean("F"),
         mean("FB"),
         mean("S"),

@@ -48,7 +48,8 @@ pub fn table(setting: &Setting, rows: Vec<Fields>) -> Report {
 /// How to read the columns.
 const NOTES: [&str; 3] = [
     "Calls are ops forward and backward of this crate, or kernel calls of the plan.",
-    "Operands are the bytes that these read and write, each tensor once a call; what candle's graph does between ops (zeros, \
+    "Operands are the bytes that these read and write, each tensor once a call; what candle's graph does between ops \
+     (zeros, \
      sums of gradients) is not in the eager ones.",
     "Allocations are blocks asked for in a step, allocated the bytes of those from 4 KiB up.",
 ];
