@@ -61,29 +61,27 @@ impl Analysis {
         others.into_iter().filter_map(sentence).collect()
     }
 
-    /// What would avoid naive's memory, if flash was measured beside it: nothing of (T, T).
+    /// What would avoid naive's memory, where flash takes less of it: nothing of (T, T).
     fn without_scores(&self, width: &str) -> Option<String> {
-        let growth = |name: &str, at: u64| {
-            let own = self.growth.iter();
-            let mut own = own.filter(|g| g.implementation == name && g.width == at);
-            own.next()?.before_backward
+        let own = self.speedups.iter().filter(|s| s.implementation == "flash");
+        let at = own.max_by_key(|s| (s.context_length, s.width))?;
+        let saved = 100.0 * (1.0 - 1.0 / at.before_backward.filter(|ratio| *ratio > 1.0)?);
+        let exponent = |name: &str| {
+            let mut own = self
+                .growth
+                .iter()
+                .filter(|g| g.implementation == name && g.width == at.width);
+            Some(own.next()?.before_backward?.exponent)
         };
-        let pairs = self.growth.iter().filter(|g| g.implementation == NAIVE);
-        let pairs = pairs.filter_map(|naive| {
-            let exponents = (
-                naive.before_backward?.exponent,
-                growth("flash", naive.width)?.exponent,
-            );
-            Some((naive.width, exponents))
+        let growth = exponent(NAIVE).zip(exponent("flash"));
+        let growth = growth.map_or(String::new(), |(naive, flash)| {
+            format!("; naive's grows as T^{naive:.2}, flash's as T^{flash:.2}")
         });
-        let (at, (naive, flash)) = pairs.max_by_key(|(width, _)| *width)?;
-        // Else something other than the scores is what is kept.
-        (naive > 1.5 && flash < 1.5).then(|| {
-            format!(
-                "What would avoid naive's memory is to keep nothing of (T, T), as flash does: before backward naive's \
-                 grows as T^{naive:.2}, flash's as T^{flash:.2} ({width} {at})."
-            )
-        })
+        Some(format!(
+            "What would avoid naive's memory: to keep nothing of (T, T), as flash does. Before backward it holds \
+             {saved:.0}% less at T {}, {width} {}{growth}.",
+            at.context_length, at.width
+        ))
     }
 
     /// The fastest and the slowest of each implementation and phase, and how time and memory grow with T: the tables
