@@ -137,7 +137,8 @@ pub fn planned_attention_breakdown(
 
 /// What a [`LossStep`] of the layer holds on `device` where the loss is the sum of its output, with its weights, their
 /// AdamW state (8 bytes an element, which such a step asks for, and which no forward and backward touches) and its
-/// input: what its plan says, on a GPU also the 32 MiB that cuBLASLt works in. Weights are in f32.
+/// input: what its plan says, on a GPU also the 32 MiB that cuBLASLt works in. What products pack on the CPU is beside
+/// it. Weights are in f32.
 ///
 /// # Errors
 /// As [`LossStep::plan_for`].

@@ -176,12 +176,12 @@ fn its_layer_is_planned_too() {
             run.workload.d_model = 512;
             run.workload = run.workload.with_precision(precision);
             let rows = one_thread.install(|| run.run(&Device::Cpu, |_, _| ()).unwrap());
-            // What one thread packs products into.
+            let (n, d, pairs) = (3.0 * 19.0, 512.0, 19.0 * 20.0 / 2.0);
+            // What one thread packs products into: in f32 the gemm crate one of these factors, D x D.
             let packed = match precision {
-                Precision::F32 => 0.75 * 1024.0 * 1024.0,
+                Precision::F32 => 4.0 * d * d,
                 _ => 2.5 * 1024.0 * 1024.0,
             };
-            let (n, d, pairs) = (3.0 * 19.0, 512.0, 19.0 * 20.0 / 2.0);
             let attention = 4.0 * 3.0 * d * pairs;
             let forward = 8.0 * n * d * d + attention;
             let backward = 10.0 * n * d * d + 2.0 * attention;
