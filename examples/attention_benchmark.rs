@@ -4,11 +4,12 @@
 //! ```text
 //! cargo run --example attention_benchmark
 //! cargo run --example attention_benchmark -- --full --plot attention.svg
-//! cargo run --example attention_benchmark -- --sequence-length 512,2048 --head-dim 64 --heads 12 --batch-size 1 --causal
+//! cargo run --example attention_benchmark -- --sequence-length 512,2048 --head-dim 64 --heads 12 --causal
 //! cargo run --example attention_benchmark -- --compare naive flash planned --precision f32 bf16
 //! cargo run --features cuda --example attention_benchmark -- --device cuda:0 --full --compare naive flash planned
 //! cargo run --example attention_benchmark -- --module --format markdown
 //! cargo run --example attention_benchmark -- --module --precision f32 bf16 --drop-casts
+//! cargo run --example attention_benchmark -- --module --compare naive flash planned planned-flash --heads 1 auto
 //! ```
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
@@ -27,7 +28,7 @@ use clap::{CommandFactory, Parser, ValueEnum};
 use common::precision::PrecisionFlags;
 use common::values::TimeBudget;
 use common::{Common, Output, values, words};
-use grid::{Arithmetic, Implementation};
+use grid::{Arithmetic, Group, Heads, Implementation, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
@@ -48,9 +49,9 @@ struct Flags {
     #[arg(long, default_value_t = 8)]
     batch_size: usize,
 
-    /// Attention heads
-    #[arg(long, default_value_t = 1)]
-    heads: usize,
+    /// Attention heads, or auto for as many as make heads of 64; several allowed [default: 1; with --module auto]
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "COUNT")]
+    heads: Vec<Heads>,
 
     /// The dimension of a head; several allowed [default: 16 64; with --full 16 32 64 128]
     #[arg(long, num_args = 1.., value_delimiter = ',', conflicts_with = "module")]
@@ -146,15 +147,12 @@ impl Flags {
         if !self.is_any_planned() {
             return;
         }
-        let other = match self.dtype {
-            Some(DTypeFlag::F64) => "--dtype f64",
-            _ if self.module => "--module",
-            _ => return,
-        };
-        let words = format!("attention is not planned with {other}: compare naive and flash");
-        Self::command()
-            .error(ErrorKind::ArgumentConflict, words)
-            .exit();
+        if matches!(self.dtype, Some(DTypeFlag::F64)) {
+            let words = "attention is not planned with --dtype f64: compare naive and flash";
+            Self::command()
+                .error(ErrorKind::ArgumentConflict, words)
+                .exit();
+        }
     }
 
     fn is_any_planned(&self) -> bool {
@@ -167,12 +165,15 @@ impl Flags {
         let device = self.common.device()?;
         let arithmetic = self.arithmetic()?;
         let sampling = self.sampling(&device, &arithmetic);
-        let runs = self.runs(&arithmetic, &sampling);
-        let mut rows = Vec::new();
+        let groups = self.groups(&arithmetic);
+        let each: Vec<Group> = groups.iter().map(|(group, _)| *group).collect();
+        let runs = self.runs(&each, &sampling);
+        let mut by_run = Vec::new();
         for (i, run) in runs.iter().enumerate() {
             common::progress(format!("{}/{} {}", i + 1, runs.len(), run.title()));
-            rows.extend(run.run(&device)?);
+            by_run.push(run.run(&device)?);
         }
+        let rows = by_run.concat();
 
         let mut report = Report {
             environment: self.common.environment(&device),
@@ -181,9 +182,8 @@ impl Flags {
             notes: self.notes(&rows),
             ..Default::default()
         };
-        for &one in &arithmetic {
-            let several = arithmetic.len() > 1;
-            self.analyse(one, &runs, &rows, several, &device, &mut report);
+        for (group, name) in &groups {
+            self.analyse((*group, name), &runs, &by_run, &device, &mut report);
         }
         report
             .environment
@@ -191,7 +191,12 @@ impl Flags {
         report.rows = rows;
         let published = self.output.publish(&report);
         if let Some(path) = &self.plot {
-            let rows = by_precision::figure_rows(&report.rows, arithmetic.len() > 1);
+            let named = |run: &Run| groups.iter().find(|(group, _)| *group == run.group);
+            let rows = runs.iter().zip(&by_run).flat_map(|(run, rows)| {
+                let name = named(run).map_or("", |(_, name)| name);
+                by_precision::figure_rows(rows, name)
+            });
+            let rows: Vec<Fields> = rows.collect();
             figure(&rows, self.width_key(), self.width_name()).save(path)?;
         }
         published
@@ -205,6 +210,33 @@ impl Flags {
                 let precisions = self.precision.precisions()?;
                 Ok(precisions.into_iter().map(Arithmetic::As).collect())
             }
+        }
+    }
+
+    /// What is analysed together, with its name: empty where there is one group.
+    fn groups(&self, arithmetic: &[Arithmetic]) -> Vec<(Group, String)> {
+        let heads = self.heads();
+        let mut groups = Vec::new();
+        for &arithmetic in arithmetic {
+            for &heads in &heads {
+                groups.push(Group { arithmetic, heads });
+            }
+        }
+        let name = |group: &Group| {
+            let mut parts = Vec::new();
+            parts.extend((arithmetic.len() > 1).then(|| group.arithmetic.name().to_string()));
+            parts.extend((heads.len() > 1).then(|| group.heads.to_string()));
+            parts.join(", ")
+        };
+        let named = groups.iter().map(|group| (*group, name(group)));
+        named.collect()
+    }
+
+    fn heads(&self) -> Vec<Heads> {
+        match (&self.heads[..], self.module) {
+            ([], true) => vec![Heads::Auto],
+            ([], false) => vec![Heads::Count(1)],
+            (heads, _) => heads.to_vec(),
         }
     }
 
@@ -238,7 +270,8 @@ impl Flags {
         };
         fields.insert("measured", what);
         fields.insert("batch size", self.batch_size);
-        fields.insert("heads", self.heads);
+        let heads: Vec<String> = self.heads().iter().map(Heads::to_string).collect();
+        fields.insert("heads", heads.join(", "));
         fields.insert(
             "mask",
             if self.module || self.causal {
@@ -319,8 +352,8 @@ impl Flags {
 }
 
 /// What is said of planned rows.
-const PLANNED: &str = "planned is naive's mathematics and planned-flash flash's kernels, for a shape known beforehand; \
-    the arena is there from the beginning to the end.";
+const PLANNED: &str = "planned is naive's mathematics and planned-flash flash's kernels, for a shape known beforehand. \
+    Their peak is the whole arena, before backward what of it is read later.";
 
 /// What the runs may take: asked once, since nothing stays alive between them, and less a sixth of what is available,
 /// since the host's allocator keeps some of the pages that earlier runs gave back.

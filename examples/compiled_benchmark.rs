@@ -5,6 +5,7 @@
 //! cargo run --example compiled_benchmark
 //! cargo run --example compiled_benchmark -- --part model --config 4-512-512-6-8 --size tiny small
 //! cargo run --example compiled_benchmark -- --part attention --sequence-length 512 2048 --head-dim 64 --causal
+//! cargo run --example compiled_benchmark -- --part model --config 4-256-256-4-8 --vocab-size 50257 --d-ff 704
 //! cargo run --example compiled_benchmark -- --precision bf16
 //! cargo run --example compiled_benchmark -- --full --json results.json
 //! ```

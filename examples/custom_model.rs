@@ -299,9 +299,6 @@ fn nodes(traced: &Graph) -> Report {
             _ => 0,
         };
     }
-    for note in &mut table.notes {
-        note.push('.');
-    }
     table
 }
 

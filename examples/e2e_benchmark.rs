@@ -32,7 +32,7 @@ use common::modes::{
     optimizer_words,
 };
 use common::precision::PrecisionFlags;
-use common::{Common, Output, stdout, values, words};
+use common::{Common, Output, phases, stdout, values, words};
 use std::process::ExitCode;
 use summary::Compared;
 use tallow::Result;
@@ -116,10 +116,6 @@ struct Flags {
     #[arg(long, hide = true)]
     isolated_run: Option<usize>,
 
-    /// And the device's peak rate
-    #[arg(long, hide = true)]
-    isolated_peak: Option<f64>,
-
     /// The memory that may be used, in GiB, instead of what is available
     #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
@@ -174,7 +170,7 @@ impl Flags {
             runs.collect::<Vec<(&str, EndToEnd)>>()
         };
         if let Some(index) = self.isolated_run {
-            let Some((_, run)) = sweep(self.isolated_peak).into_iter().nth(index) else {
+            let Some((_, run)) = sweep(None).into_iter().nth(index) else {
                 return Ok(());
             };
             return isolated::answer(&run.run(&device, |_, _| ())?);
@@ -186,12 +182,15 @@ impl Flags {
             View::Phases => columns(&device),
         };
         self.output.check_columns([columns.clone()])?;
-        let peak_flops = tallow::hardware::measure_peak_flops(&device, candle_core::DType::F32);
+        let measure_peak =
+            || tallow::hardware::measure_peak_flops(&device, candle_core::DType::F32);
+        // After runs in processes of their own, which would find the machine warm.
+        let mut peak_flops = if self.isolate { None } else { measure_peak() };
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions, peak_flops),
             columns,
-            notes: self.notes(peak_flops, &precisions),
+            notes: self.notes(&precisions),
             ..Default::default()
         };
         if self.per_step && self.output.format == Format::Text {
@@ -214,7 +213,7 @@ impl Flags {
             common::progress(&title);
             self.announce(&title);
             let rows = match self.isolate {
-                true => isolated::run(i, peak_flops)?,
+                true => isolated::run(i)?,
                 false => run.run(&device, |step, ms| self.on_step(step, ms))?,
             };
             let reason = rows.first().and_then(|row| row.get("reason")?.as_str());
@@ -228,8 +227,25 @@ impl Flags {
             }));
             if self.view == View::Summary {
                 report.lines = compared.lines(&report.rows);
+                report.details = compared.details(&report.rows, phases::table);
             }
             self.output.save_so_far(&report)?;
+        }
+        if self.isolate {
+            peak_flops = measure_peak();
+            for row in &mut report.rows {
+                let rate = row.get("flops_per_s").and_then(|rate| rate.as_f64());
+                let mfu = rate.zip(peak_flops).map(|(rate, peak)| 100.0 * rate / peak);
+                row.insert("mfu_percent", mfu);
+            }
+            if self.view == View::Summary {
+                report.lines = compared.lines(&report.rows);
+            }
+            report.configuration = self.configuration(&models, &precisions, peak_flops);
+        }
+        if peak_flops.is_some() && precisions.iter().any(|p| *p != Precision::F32) {
+            let note = "MFU is against the peak in f32, whatever the precision.";
+            report.notes.push(note.into());
         }
         if is_about_warmup {
             let names = words::names(&report.rows);
@@ -258,7 +274,7 @@ impl Flags {
     }
 
     /// How the table is read.
-    fn notes(&self, peak_flops: Option<f64>, precisions: &[Precision]) -> Vec<String> {
+    fn notes(&self, precisions: &[Precision]) -> Vec<String> {
         let modes = self.modes();
         let steps = counted(self.steps, "step");
         let mut notes = vec![match self.view {
@@ -277,6 +293,12 @@ impl Flags {
             };
             notes.push(format!("F+B is forward, loss and backward{ratio}."));
         }
+        let has_forward = modes
+            .iter()
+            .any(|mode| matches!(mode, Mode::Forward | Mode::ForwardKeepingGraph));
+        if self.view == View::Summary && !has_forward {
+            notes.push("Forward is that of F+B or of the step, with its loss.".into());
+        }
         if modes
             .iter()
             .any(|mode| matches!(mode, Mode::ForwardBackward | Mode::TrainStep))
@@ -284,13 +306,11 @@ impl Flags {
             notes.push(match self.view {
                 View::Summary => "Memory and tokens/s are those of the longest of the modes, backward too.".into(),
                 View::Phases => {
-                    "In forward-backward and train-step, forward includes the loss; peaks and estimates are the whole mode's."
+                    "In forward-backward and train-step, forward includes the loss; peaks and estimates are the \
+                     whole mode's."
                         .into()
                 }
             });
-        }
-        if peak_flops.is_some() && precisions.iter().any(|p| *p != Precision::F32) {
-            notes.push("MFU is against the peak in f32, whatever the precision.".into());
         }
         notes.extend(not_planned(self.compile, precisions));
         notes

@@ -104,9 +104,11 @@ fn columns() -> Vec<Column> {
 
 fn notes(rows: &[Fields]) -> Vec<String> {
     let general = [
-        "The error is the terms' (the value has no exact form in their type) plus the additions' (each is rounded to the \
+        "The error is the terms' (the value has no exact form in their type) plus the additions' (each is rounded to \
+         the \
          accumulator's type).",
-        "An f32 accumulator takes away the additions' part, not the terms': with f16 terms, added or cast first, it gives \
+        "An f32 accumulator takes away the additions' part, not the terms': with f16 terms, added or cast first, it \
+         gives \
          the same sum, which is as good as the terms are.",
         "That is why matrix products in half precision accumulate in f32.",
     ];

@@ -245,7 +245,8 @@ fn labelled(name: &str, row: Fields) -> Fields {
 /// What a reader needs beside the table.
 fn notes(rows: &[Fields], analysis: &PrecisionAnalysis) -> Vec<String> {
     let mut notes = vec![
-        "Times are mean ± standard deviation, speed-ups those of medians; forward is without a graph, forward-backward has \
+        "Times are mean ± standard deviation, speed-ups those of medians; forward is without a graph, \
+         forward-backward has \
          the loss."
             .to_string(),
         "Peak is that of model and step, measured by counting allocations; saved is of f32's.".into(),

@@ -136,7 +136,8 @@ impl Flags {
             rows,
             notes: vec![
                 format!("The last loss is the mean of the last {STEPS_A_POINT} steps."),
-                "All runs start from the same weights, rounded where parameters are in half precision, and see the same \
+                "All runs start from the same weights, rounded where parameters are in half precision, and see the \
+                 same \
                  batches."
                     .into(),
             ],

@@ -1,28 +1,26 @@
-//! What the rows say together, one precision at a time.
+//! What the rows say together, one precision and number of heads at a time.
 
-use super::grid::{Arithmetic, Run, limits};
+use super::grid::{Group, Run, limits};
 use super::{Flags, columns};
 use candle_core::Device;
 use tallow::bench::{Analysis, Limit};
 use tallow::report::{Fields, Report};
 
 impl Flags {
-    /// Adds what the rows of one arithmetic say together: under its name, where there are several.
+    /// Adds what the rows of one group of runs say together: under its `name`, where there are several.
     pub fn analyse(
         &self,
-        arithmetic: Arithmetic,
+        (group, name): (Group, &str),
         runs: &[Run],
-        rows: &[Fields],
-        several: bool,
+        rows: &[Vec<Fields>],
         device: &Device,
         report: &mut Report,
     ) {
-        let name = arithmetic.name();
-        let own = rows.iter();
-        let own = own.filter(|row| row.get("precision") == Some(&name.into()));
-        let own: Vec<Fields> = own.cloned().collect();
+        let several = !name.is_empty();
+        let own = runs.iter().zip(rows).filter(|(run, _)| run.group == group);
+        let own: Vec<Fields> = own.flat_map(|(_, rows)| rows.clone()).collect();
         let analysis = Analysis::of(&own, self.width_key());
-        let limits = limits(runs, arithmetic, device);
+        let limits = limits(runs, group, device);
         report
             .lines
             .extend(columns::lines(&own, &analysis, self.width_key()));
@@ -55,17 +53,13 @@ impl Flags {
     }
 }
 
-/// The rows as the figure reads them: what they are computed in is part of an implementation's name, where that
-/// differs.
-pub fn figure_rows(rows: &[Fields], several: bool) -> Vec<Fields> {
+/// The rows of a run as the figure reads them: its group is part of an implementation's name, where there are several.
+pub fn figure_rows(rows: &[Fields], group: &str) -> Vec<Fields> {
     let rename = |row: &Fields| {
         let mut row = row.clone();
-        let text = |key: &str| row.get(key).and_then(|v| v.as_str()).map(String::from);
-        if let (true, Some(name), Some(precision)) =
-            (several, text("implementation"), text("precision"))
-        {
-            row.insert("implementation", format!("{name} {precision}"));
-        }
+        let name = row.get("implementation").and_then(|v| v.as_str());
+        let name = name.map(|name| format!("{name} {group}").trim().to_string());
+        row.insert("implementation", name);
         row
     };
     rows.iter().map(rename).collect()

@@ -15,6 +15,7 @@ pub fn columns(module: bool) -> Vec<Column> {
         Column::text("context_length", "T"),
         Column::text("implementation", "Attention"),
         Column::text("precision", "Precision"),
+        Column::text("heads", "Heads"),
         time("forward", "Forward"),
         time("backward", "Backward"),
         time("forward+backward", "F+B").minor(4),
@@ -31,6 +32,9 @@ pub fn columns(module: bool) -> Vec<Column> {
     });
     columns.extend([
         memory("peak_bytes", "peak"),
+        Column::number("saved_percent", "saved", "%", 1)
+            .under("Memory")
+            .minor(3),
         Column::number("speedup", "Speed-up", "", 2).minor(2),
         Column::text("status", "Status").minor(1),
         Column::number("n", "n", "", 0).minor(5),
@@ -38,7 +42,8 @@ pub fn columns(module: bool) -> Vec<Column> {
     columns
 }
 
-/// The table's lines of one precision: on those of others, how many times as long naive takes.
+/// The table's lines of one group: on those of others, how many times as long naive takes,
+/// and how much less than naive's peak theirs is.
 pub fn lines(rows: &[Fields], analysis: &Analysis, width_key: &str) -> Vec<Fields> {
     let by = ["implementation", "context_length", width_key];
     let mut lines = pivot(rows, &by, "phase", mean_and_std);
@@ -50,7 +55,10 @@ pub fn lines(rows: &[Fields], analysis: &Analysis, width_key: &str) -> Vec<Field
             let at = (Some(s.context_length), Some(s.width));
             at == (length, width) && name == Some(s.implementation.as_str())
         });
+        let ratio = speedup.and_then(|s| s.peak);
+        let saved = ratio.map(|ratio| 100.0 * (1.0 - 1.0 / ratio));
         line.insert("speedup", speedup.and_then(|s| s.forward_backward));
+        line.insert("saved_percent", saved);
     }
     lines
 }

@@ -3,12 +3,14 @@
 use super::Flags;
 use candle_core::{DType, Device};
 use clap::ValueEnum;
+use std::fmt;
+use std::str::FromStr;
 use tallow::Result;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, Execution, Limit, Sampling, SelfAttentionRun};
 use tallow::memory::{AttentionWorkload, SelfAttentionWorkload};
 use tallow::precision::Precision;
-use tallow::report::Fields;
+use tallow::report::{Fields, counted};
 
 /// What is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -17,7 +19,7 @@ pub enum Implementation {
     Naive,
     /// Tile by tile, without probabilities in memory
     Flash,
-    /// Naive's mathematics, planned for its shape beforehand; not in f64, not with --module
+    /// Naive's mathematics, planned for its shape beforehand; not in f64
     Planned,
     /// Flash's, planned likewise: its kernels without candle's graph
     PlannedFlash,
@@ -43,9 +45,60 @@ impl Implementation {
     }
 }
 
+/// How many heads there are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Heads {
+    /// As many as make heads of 64; one where the width is no multiple of that.
+    Auto,
+    /// So many.
+    Count(usize),
+}
+
+/// The dimension of a head that every implementation takes.
+const HEAD_DIM: usize = 64;
+
+impl Heads {
+    /// Those of a layer of this width.
+    fn of_width(self, d_model: usize) -> usize {
+        match self {
+            Self::Auto if d_model.is_multiple_of(HEAD_DIM) => (d_model / HEAD_DIM).max(1),
+            Self::Auto => 1,
+            Self::Count(count) => count,
+        }
+    }
+}
+
+impl fmt::Display for Heads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => write!(f, "heads of {HEAD_DIM}"),
+            Self::Count(count) => write!(f, "{}", counted(*count, "head")),
+        }
+    }
+}
+
+impl FromStr for Heads {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.parse() {
+            _ if text == "auto" => Ok(Self::Auto),
+            Ok(count) => Ok(Self::Count(count)),
+            Err(_) => Err("expected a number of heads, or auto".into()),
+        }
+    }
+}
+
+/// What runs are analysed together.
+#[derive(Clone, Copy, PartialEq)]
+pub struct Group {
+    pub arithmetic: Arithmetic,
+    pub heads: Heads,
+}
+
 /// One configuration.
 pub struct Run {
-    pub arithmetic: Arithmetic,
+    pub group: Group,
     what: What,
 }
 
@@ -82,7 +135,7 @@ impl Arithmetic {
 
 impl Run {
     pub fn title(&self) -> String {
-        let name = self.arithmetic.name();
+        let name = self.group.arithmetic.name();
         match &self.what {
             What::Attention(AttentionRun {
                 workload: w,
@@ -97,10 +150,18 @@ impl Run {
                     w.head_dim
                 )
             }
-            What::Module(SelfAttentionRun { workload: w, .. }) => {
+            What::Module(SelfAttentionRun {
+                workload: w,
+                execution,
+                ..
+            }) => {
                 format!(
-                    "{name}, {}, T {}, D {}",
-                    w.algorithm, w.sequence_length, w.d_model
+                    "{name}, {} {}, {}, T {}, D {}",
+                    execution.name(),
+                    w.algorithm,
+                    counted(w.heads, "head"),
+                    w.sequence_length,
+                    w.d_model
                 )
             }
         }
@@ -113,7 +174,7 @@ impl Run {
             What::Module(run) => run.run(device, |_, _| ()),
         }?;
         let named = rows.into_iter().map(|row| {
-            let mut named = Fields::from_iter([("precision", self.arithmetic.name())]);
+            let mut named = Fields::from_iter([("precision", self.group.arithmetic.name())]);
             named.merge(row);
             named
         });
@@ -123,14 +184,14 @@ impl Run {
     fn limit(&self, device: &Device) -> Option<Limit> {
         match &self.what {
             What::Attention(run) => run.limit(device),
-            What::Module(run) => run.limit(),
+            What::Module(run) => run.limit(device),
         }
     }
 }
 
 impl Flags {
     /// Every run, the implementations and precisions of a configuration next to each other.
-    pub fn runs(&self, arithmetic: &[Arithmetic], sampling: &Sampling) -> Vec<Run> {
+    pub fn runs(&self, groups: &[Group], sampling: &Sampling) -> Vec<Run> {
         let given =
             |list: &[usize], quick: &[usize], full: &[usize]| match (list.is_empty(), self.full) {
                 (false, _) => list.to_vec(),
@@ -164,9 +225,9 @@ impl Flags {
         for &width in &widths {
             for &length in &lengths {
                 for &implementation in &self.compare {
-                    for &arithmetic in arithmetic {
-                        let what = self.one((implementation, arithmetic), length, width, sampling);
-                        runs.push(Run { arithmetic, what });
+                    for &group in groups {
+                        let what = self.one((implementation, group), length, width, sampling);
+                        runs.push(Run { group, what });
                     }
                 }
             }
@@ -176,7 +237,7 @@ impl Flags {
 
     fn one(
         &self,
-        (implementation, arithmetic): (Implementation, Arithmetic),
+        (implementation, Group { arithmetic, heads }): (Implementation, Group),
         length: usize,
         width: usize,
         sampling: &Sampling,
@@ -189,19 +250,26 @@ impl Flags {
                 batch_size: self.batch_size,
                 sequence_length: length,
                 d_model: width,
-                heads: self.heads,
+                heads: heads.of_width(width),
                 ..Default::default()
             };
             let workload = match arithmetic {
                 Arithmetic::Of(dtype) => SelfAttentionWorkload { dtype, ..workload },
                 Arithmetic::As(precision) => workload.with_precision(precision),
             };
-            return What::Module(SelfAttentionRun { workload, sampling });
+            return What::Module(SelfAttentionRun {
+                workload,
+                sampling,
+                execution: implementation.execution(),
+            });
         }
         let workload = AttentionWorkload {
             algorithm,
             batch_size: self.batch_size,
-            heads: self.heads,
+            heads: match heads {
+                Heads::Auto => 1,
+                Heads::Count(count) => count,
+            },
             sequence_length: length,
             head_dim: width,
             mask: if self.causal {
@@ -219,9 +287,9 @@ impl Flags {
     }
 }
 
-/// Where memory ends for each implementation of the runs that compute in that.
-pub fn limits(runs: &[Run], arithmetic: Arithmetic, device: &Device) -> Vec<Limit> {
-    let own = runs.iter().filter(|run| run.arithmetic == arithmetic);
+/// Where memory ends for each implementation of the runs of a group.
+pub fn limits(runs: &[Run], group: Group, device: &Device) -> Vec<Limit> {
+    let own = runs.iter().filter(|run| run.group == group);
     let of_runs: Vec<Limit> = own.filter_map(|run| run.limit(device)).collect();
     let limits = ["naive", "planned", "flash", "planned-flash"]
         .into_iter()

@@ -5,6 +5,7 @@ pub mod models;
 pub mod modes;
 pub mod ops;
 pub mod outputs;
+pub mod phases;
 pub mod precision;
 pub mod stdout;
 pub mod values;

@@ -119,7 +119,8 @@ pub fn not_planned(flag: Option<CompileFlag>, precisions: &[Precision]) -> Optio
     let said = flag.is_some() && !names.is_empty();
     said.then(|| {
         format!(
-            "Steps are planned in f32, bf16 and f16 with f32 parameters and a kept copy of each weight: {} ran eagerly.",
+            "Steps are planned in f32, bf16 and f16 with f32 parameters and a kept copy of each weight: {} ran \
+             eagerly.",
             names.join(", ")
         )
     })

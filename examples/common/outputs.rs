@@ -19,8 +19,8 @@ pub struct Output {
     #[arg(long)]
     pub output: Option<PathBuf>,
 
-    /// The columns of a table, by heading or by field, or all of every table, whatever the width [default: what fits]. CSV
-    /// and JSON have every field, whatever is chosen
+    /// The columns of a table, by heading or by field, or all of every table, whatever the width [default: what fits].
+    /// CSV and JSON have every field, whatever is chosen
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
     columns: Vec<String>,
 }

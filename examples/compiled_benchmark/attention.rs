@@ -185,6 +185,10 @@ pub fn columns() -> Vec<Column> {
                     .under(title)
                     .minor(minor),
             );
+            if (key, name) == ("peak", "planned") {
+                let saved = Column::number("planned saved", "saved", "%", 1);
+                columns.push(saved.under(title).minor(minor));
+            }
         }
     }
     for (phase, title) in [("forward", "Flash forward"), ("backward", "Flash backward")] {
@@ -224,6 +228,8 @@ fn line(rows: &[Fields], analysis: &Analysis, (head_dim, length): (usize, usize)
             let name = &s.implementation;
             line.insert(format!("speedup {name} forward"), s.forward);
             line.insert(format!("speedup {name} backward"), s.backward);
+            let saved = s.peak.map(|ratio| 100.0 * (1.0 - 1.0 / ratio));
+            line.insert(format!("{name} saved"), saved);
         }
     }
     line
@@ -231,11 +237,17 @@ fn line(rows: &[Fields], analysis: &Analysis, (head_dim, length): (usize, usize)
 
 fn notes(rows: &[Fields], analysis: &Analysis) -> Vec<String> {
     let mut notes = vec![
-        "naive is eager, op by op, with candle's graph; planned is the same mathematics for a shape known beforehand, in an \
-         arena that is there from the beginning to the end; flash keeps no probabilities."
+        "naive is eager, op by op, with candle's graph; planned is the same mathematics for a shape known \
+         beforehand; flash \
+         keeps no probabilities."
             .to_string(),
+        "planned's peak is its whole arena, before backward what of it is read later; saved is what its peak is less \
+         than \
+         naive's."
+            .into(),
         "Times are mean ± standard deviation, speed-ups over naive those of medians.".into(),
     ];
+    notes.extend(analysis.by_length());
     for name in &IMPLEMENTATIONS[1..] {
         let own = || {
             analysis
@@ -247,7 +259,8 @@ fn notes(rows: &[Fields], analysis: &Analysis) -> Vec<String> {
             |of: fn(&tallow::bench::Speedup) -> Option<f64>| geometric_mean(own().filter_map(of));
         if let (Some(forward), Some(backward)) = (mean(|s| s.forward), mean(|s| s.backward)) {
             notes.push(format!(
-                "Average speed-up of {name} over naive: forward {forward:.2}x, backward {backward:.2}x (geometric mean of {}).",
+                "Average speed-up of {name} over naive: forward {forward:.2}x, backward {backward:.2}x (geometric \
+                 mean of {}).",
                 counted(own().count(), "shape")
             ));
         }

@@ -1,15 +1,16 @@
 //! Part (b): whole models, eager and planned.
 
-use crate::common::{values, words};
+use crate::common::{phases, values, words};
 use crate::configurations::{Configuration, PRESETS, SEED};
-use crate::why::{self, Counted};
+use crate::why;
 use crate::{Setting, common, geometric_mean, number, text};
 use clap::Args;
 use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice, alternate, time_once};
 use tallow::memory::Mode;
-use tallow::report::{Column, Fields, Report, mean_and_std};
+use tallow::model::TransformerConfig;
+use tallow::report::{Column, Fields, Report, group_digits, mean_and_std};
 
 /// The modes, with the name of their row, and the columns' letters.
 const MODES: [(Mode, &str, &str); 3] = [
@@ -23,13 +24,22 @@ const EXECUTIONS: [Execution; 2] = [Execution::Eager, Execution::Planned];
 #[derive(Args)]
 #[command(next_help_heading = "Models")]
 pub struct ModelFlags {
-    /// Models as batch-tokens-width-layers-heads; several allowed [default: 4-256-256-4-8; with --full the course report's four]
+    /// Models as batch-tokens-width-layers-heads; several allowed [default: 4-256-256-4-8; with --full the course
+    /// report's four]
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "B-T-D-L-H")]
     config: Vec<Configuration>,
 
     /// Presets, tiny to 10b; several allowed [default: none; with --full all]
     #[arg(long, num_args = 1.., value_delimiter = ',')]
     size: Vec<String>,
+
+    /// How many token ids the models have [default: 10000]
+    #[arg(long)]
+    vocab_size: Option<usize>,
+
+    /// The width of their feed-forward networks [default: of a --config 4 D, of a preset its own]
+    #[arg(long)]
+    d_ff: Option<usize>,
 
     /// Sequences in a preset's batch
     #[arg(long, default_value_t = 4)]
@@ -62,7 +72,7 @@ impl ModelFlags {
         let configurations = self.configurations(setting.full)?;
         let mut report = Report {
             title: "Models".into(),
-            configuration: self.configuration(setting),
+            configuration: self.configuration(setting, &configurations),
             columns: columns(),
             ..Default::default()
         };
@@ -73,17 +83,21 @@ impl ModelFlags {
             counts.extend(self.one(setting, configuration, &mut report)?);
         }
         report.notes.push(
-            "F is forward without a graph; FB forward, loss and backward; S the training step. Times are mean ± standard \
+            "F is forward without a graph; FB forward, loss and backward; S the training step. Times are mean ± \
+             standard \
              deviation, speed-ups those of medians."
                 .into(),
         );
         report.notes.push(
-            "B+O is the step's backward and update, the mean of three steps that were listened to. In a planned step the \
-             head's gradient comes with the loss."
-                .into(),
+            "B+O is backward and optimizer of the steps that S is of: never more than S.".into(),
         );
         report.notes.push(averages(&report.lines));
         report.notes.extend(words::noisy(&report.rows));
+        let executions = EXECUTIONS.map(|execution| execution.name().to_string());
+        let by = [("configuration", "B-T-d-L-H")];
+        report
+            .details
+            .push(phases::table(&report.rows, &by, "execution", &executions));
         report.details.push(why::table(setting, counts));
         Ok(report)
     }
@@ -101,6 +115,11 @@ impl ModelFlags {
         for name in presets {
             let preset = Configuration::preset(name, self.batch_size, self.context_length)?;
             configurations.push(preset);
+        }
+        for Configuration { model, .. } in &mut configurations {
+            model.vocab_size = self.vocab_size.unwrap_or(model.vocab_size);
+            model.d_ff = self.d_ff.unwrap_or(model.d_ff);
+            model.validate()?;
         }
         Ok(configurations)
     }
@@ -129,6 +148,13 @@ impl ModelFlags {
                 .collect();
             let fits = rows.last().and_then(|row| text(row, "status")) == Some("ok");
             let mut line = line(configuration, execution, &rows);
+            if let Some(update) = phases::update(&rows) {
+                line.insert("B+O", mean_and_std(&update));
+                line.insert("median B+O", number(&update, "median_ms"));
+                let own = ["mean_ms", "std_ms", "median_ms"];
+                let own = own.map(|key| (format!("backward_update_{key}"), number(&update, key)));
+                add_to_step(&mut rows, own.into_iter().collect());
+            }
             if execution == Execution::Planned {
                 match time_once(&setting.device, || step.plan(&setting.device)) {
                     Err(error) if error.is_out_of_memory() => {
@@ -145,7 +171,7 @@ impl ModelFlags {
             if fits {
                 let counted = why::count(&step, &setting.device)?;
                 line.merge(counted.fields());
-                add_to_step(&mut rows, &counted);
+                add_to_step(&mut rows, counted.fields());
                 let unrecorded = counted.unrecorded.filter(|why| !report.notes.contains(why));
                 report.notes.extend(unrecorded);
             }
@@ -183,10 +209,22 @@ impl ModelFlags {
         }
     }
 
-    fn configuration(&self, setting: &Setting) -> Fields {
+    fn configuration(&self, setting: &Setting, configurations: &[Configuration]) -> Fields {
         let mut fields = Fields::new();
-        let what = "models: batch B, tokens T, width d, layers L, heads H, feed-forward 4 d";
+        let what = "models: batch B, tokens T, width d, layers L, heads H";
         fields.insert("measured", what);
+        let distinct = |of: fn(&TransformerConfig) -> usize| {
+            let mut sizes: Vec<String> = Vec::new();
+            for Configuration { model, .. } in configurations {
+                let size = group_digits(of(model) as u64);
+                if !sizes.contains(&size) {
+                    sizes.push(size);
+                }
+            }
+            sizes.join("; ")
+        };
+        fields.insert("vocabulary", distinct(|model| model.vocab_size));
+        fields.insert("d_ff", distinct(|model| model.d_ff));
         fields.insert("precision", setting.precision.name());
         fields.insert("attention", self.algorithm.name());
         fields.insert("optimizer", "adamw");
@@ -205,10 +243,10 @@ fn named(configuration: &Configuration, row: &Fields) -> Fields {
 }
 
 /// What was counted belongs to the row of the whole step.
-fn add_to_step(rows: &mut [Fields], counted: &Counted) {
-    let step = rows.iter_mut().rev();
-    for row in step.filter(|row| text(row, "phase") == Some("train step")) {
-        row.merge(counted.fields());
+fn add_to_step(rows: &mut [Fields], fields: Fields) {
+    let mut rows = rows.iter_mut().rev();
+    if let Some(step) = rows.find(|row| text(row, "phase") == Some("train step")) {
+        step.merge(fields);
     }
 }
 
@@ -239,15 +277,16 @@ fn line(configuration: &Configuration, execution: Execution, rows: &[Fields]) ->
 /// The executions' times and peaks in one line, and how many times as long eager takes.
 fn side_by_side(configuration: &Configuration, executions: &[Fields]) -> Fields {
     let mut line = Fields::from_iter([("configuration", configuration.name.as_str())]);
-    let cells =
-        MODES.map(|(.., letters)| (letters, letters.to_string(), format!("median {letters}")));
-    let update = "backward_update_ms".to_string();
-    let cells = cells.into_iter().chain([("B+O", update.clone(), update)]);
-    for (letters, cell, median) in cells {
+    for letters in MODES
+        .map(|(.., letters)| letters)
+        .into_iter()
+        .chain(["B+O"])
+    {
         for execution in executions {
             let name = text(execution, "execution").unwrap_or_default();
-            line.insert(format!("{letters} {name}"), execution.get(&cell).cloned());
+            line.insert(format!("{letters} {name}"), execution.get(letters).cloned());
         }
+        let median = format!("median {letters}");
         let medians: Vec<f64> = executions
             .iter()
             .filter_map(|e| number(e, &median))
@@ -270,7 +309,8 @@ fn averages(lines: &[Fields]) -> String {
         mean.map_or("n/a".into(), |mean| format!("{mean:.2}x"))
     };
     format!(
-        "Average speed-ups of planned over eager (geometric means): forward {}, forward+backward {}, full step {}, backward+optimizer {}.",
+        "Average speed-ups of planned over eager (geometric means): forward {}, forward+backward {}, full step {}, \
+         backward+optimizer {}.",
         mean("F"),
         mean("FB"),
         mean("S"),

@@ -4,7 +4,6 @@ use crate::Setting;
 use candle_core::Device;
 use tallow::bench::{EndToEnd, Execution, Step};
 use tallow::memory::{self, RecordConfig, Recorder};
-use tallow::probe::Kind;
 use tallow::profile::{Profiler, Recording, Span};
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
@@ -49,7 +48,8 @@ pub fn table(setting: &Setting, rows: Vec<Fields>) -> Report {
 /// How to read the columns.
 const NOTES: [&str; 3] = [
     "Calls are ops forward and backward of this crate, or kernel calls of the plan.",
-    "Operands are the bytes that these read and write, each tensor once a call; what candle's graph does between ops (zeros, \
+    "Operands are the bytes that these read and write, each tensor once a call; what candle's graph does between ops \
+     (zeros, \
      sums of gradients) is not in the eager ones.",
     "Allocations are blocks asked for in a step, allocated the bytes of those from 4 KiB up.",
 ];
@@ -63,7 +63,6 @@ pub struct Counted {
     operand_bytes: f64,
     allocations: Option<usize>,
     allocated_bytes: Option<u64>,
-    backward_update_ms: f64,
     /// Why a GPU's allocations are not known, if they are not.
     pub unrecorded: Option<String>,
 }
@@ -75,7 +74,6 @@ impl Counted {
         fields.insert("operand_bytes", self.operand_bytes);
         fields.insert("allocations", self.allocations);
         fields.insert("allocated_bytes", self.allocated_bytes);
-        fields.insert("backward_update_ms", self.backward_update_ms);
         fields
     }
 }
@@ -161,17 +159,11 @@ pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
                 .sum()
         }
     };
-    let phases = recording
-        .spans
-        .iter()
-        .filter(|span| span.kind == Kind::Phase && matches!(span.phase, "backward" | "optimizer"));
-    let phases_ns: u64 = phases.map(Span::duration_ns).sum();
     Ok(Counted {
         calls: ops().count() / LISTENED,
         operand_bytes,
         allocations: watch.allocations,
         allocated_bytes: watch.allocated_bytes,
-        backward_update_ms: phases_ns as f64 / 1e6 / steps,
         unrecorded: watch.unrecorded,
     })
 }

@@ -6,15 +6,12 @@ use std::process::{Command, Stdio};
 use tallow::report::Fields;
 use tallow::{Error, Result};
 
-/// Runs number `index` of the sweep in a child of this program, which is told the peak rate instead of measuring it.
-pub fn run(index: usize, peak_flops: Option<f64>) -> Result<Vec<Fields>> {
+/// Runs number `index` of the sweep in a child of this program, which does nothing else: it measures no peak rate.
+pub fn run(index: usize) -> Result<Vec<Fields>> {
     let mut child =
         Command::new(std::env::current_exe().map_err(|e| Error::io("find", "this program", e))?);
     child.args(std::env::args_os().skip(1));
     child.args(["--isolated-run", &index.to_string()]);
-    if let Some(peak) = peak_flops {
-        child.args(["--isolated-peak", &peak.to_string()]);
-    }
     let ended = child.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
     let ended = ended.map_err(|e| Error::io("run", "a process of its own", e))?;
     if !ended.status.success() {

@@ -1,12 +1,25 @@
 //! What the summary shows: a line a configuration, its phases side by side; and what is compared, eager and planned or
 //! f32 and half precision, under one heading with the speed-up.
 
-use tallow::report::{Column, Fields, mean_and_std, pivot};
+use tallow::report::{Column, Fields, Report, mean_and_std, pivot};
 
 /// A time of a line: its heading, the modes that have it (the first of them counts), the phase, and how minor it is.
 struct Time(&'static str, &'static [&'static str], &'static str, u8);
 
 const FORWARD: Time = Time(
+    "Forward",
+    &[
+        "forward",
+        "forward-keeping-graph",
+        "forward-backward",
+        "train-step",
+    ],
+    "forward",
+    3,
+);
+
+/// Forward alone, without a loss: what the ratio is to.
+const FORWARD_ALONE: Time = Time(
     "Forward",
     &["forward", "forward-keeping-graph"],
     "forward",
@@ -97,6 +110,24 @@ impl Compared {
         lines
     }
 
+    /// Where several runs are compared: the table of their phases, which `table` makes of `rows`, what tells lines
+    /// apart, the field that is compared in and its values.
+    pub fn details(
+        &self,
+        rows: &[Fields],
+        table: impl Fn(&[Fields], &[(&str, &str)], &str, &[String]) -> Report,
+    ) -> Vec<Report> {
+        if self.values.len() < 2 {
+            return Vec::new();
+        }
+        let by: Vec<(&str, &str)> = self.labels().collect();
+        let table = table(rows, &by, self.field, &self.values);
+        [table]
+            .into_iter()
+            .filter(|table| !table.lines.is_empty())
+            .collect()
+    }
+
     /// The columns; with the models' sizes where there are several models, and the first step's time among the needed
     /// ones where warm-up is what is asked about.
     pub fn columns(&self, is_any_other_model: bool, is_about_warmup: bool) -> Vec<Column> {
@@ -181,7 +212,7 @@ fn cells(value: &str, rows: &[&Fields], first: &[&Fields]) -> Fields {
             means.map(|(first, own)| first / own),
         );
     }
-    let means = mean(rows, &BOTH).zip(mean(rows, &FORWARD));
+    let means = mean(rows, &BOTH).zip(mean(rows, &FORWARD_ALONE));
     cells.insert(
         key("Ratio", value),
         means.map(|(both, forward)| both / forward),

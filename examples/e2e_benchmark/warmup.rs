@@ -1,6 +1,6 @@
 //! What warm-up changed, by the rows.
 
-use tallow::report::{Fields, list_in_note};
+use tallow::report::{Fields, counted, list_in_note};
 
 /// A mean that is no further from the warmest run's than this is as good.
 const NEAR_PERCENT: f64 = 5.0;
@@ -32,15 +32,14 @@ pub fn notes(rows: &[Fields], names: &[String]) -> Vec<String> {
     let changed: Vec<String> = all.iter().filter_map(without).collect();
     if !changed.is_empty() {
         notes.push(list_in_note(
-            "Mean without warm-up over that with most",
+            "Warm-up changes the mean: without it, beside that with most",
             &changed,
         ));
     }
     let enough: Vec<String> = all.iter().filter_map(enough).collect();
     if !enough.is_empty() {
-        let start = format!(
-            "Warm-up steps from which the mean is within {NEAR_PERCENT}% of that with most"
-        );
+        let start =
+            format!("Warm-up suffices where the mean is within {NEAR_PERCENT}% of that with most");
         notes.push(list_in_note(&start, &enough));
     }
     notes
@@ -99,18 +98,25 @@ fn first_step(runs: &Runs<'_>) -> Option<String> {
 
 fn what_it_did(runs: &Runs<'_>) -> Option<String> {
     let row = coldest(runs)?;
-    let [pages, later, threads] = [
-        "first_step_page_faults",
-        "later_step_page_faults",
-        "first_step_threads",
-    ]
-    .map(|key| number(row, key));
-    let threads = match threads {
-        Some(threads) if threads > 0.0 => format!(" and {threads} threads"),
-        _ => String::new(),
-    };
+    let [pages, later] =
+        ["first_step_page_faults", "later_step_page_faults"].map(|key| number(row, key));
+    let others = [
+        ("first_step_threads", "thread"),
+        ("first_step_kernels_compiled", "source compiled"),
+        ("first_step_kernels_loaded", "module of kernels loaded"),
+    ];
+    let others = others.into_iter().filter_map(|(key, what)| {
+        let count = number(row, key).filter(|count| *count > 0.0)?;
+        let (noun, rest) = what.split_once(' ').unwrap_or((what, ""));
+        Some(
+            format!(" and {} {rest}", counted(count as usize, noun))
+                .trim_end()
+                .to_string(),
+        )
+    });
+    let others: String = others.collect();
     Some(format!(
-        "{} {} new pages (later {:.0}){threads}",
+        "{} {} new pages (later {:.0}){others}",
         runs.name, pages?, later?
     ))
 }
@@ -127,8 +133,9 @@ fn without(runs: &Runs<'_>) -> Option<String> {
     if cold.get("warmup_steps") != Some(&0.into()) {
         return None;
     }
-    let times = number(cold, "mean_ms")? / number(warm, "mean_ms")?;
-    Some(format!("{} {times:.2}x", runs.name))
+    let percent = 100.0 * (number(cold, "mean_ms")? / number(warm, "mean_ms")? - 1.0);
+    let by = if percent < 0.0 { "lower" } else { "higher" };
+    Some(format!("{} {:.0}% {by}", runs.name, percent.abs()))
 }
 
 fn enough(runs: &Runs<'_>) -> Option<String> {
@@ -142,5 +149,10 @@ fn enough(runs: &Runs<'_>) -> Option<String> {
     sorted.sort_by_key(|(warmup, _)| std::cmp::Reverse(*warmup));
     let near = sorted.into_iter().take_while(|(_, row)| is_near(row));
     let fewest = near.last().map_or(most, |(warmup, _)| *warmup);
-    Some(format!("{} {fewest}", runs.name))
+    let steps = counted(fewest as usize, "step");
+    Some(match fewest {
+        0 => format!("{} without any", runs.name),
+        _ if fewest == most => format!("{} not before {steps}", runs.name),
+        _ => format!("{} after {steps}", runs.name),
+    })
 }

@@ -116,7 +116,8 @@ fn notes(report: &Report, outside: usize) -> Vec<String> {
     notes.extend(under.map(|row| describe("The furthest below, in percent", row)));
     notes.extend(over.map(|row| describe("The furthest above, in bytes", row)));
     notes.push(
-        "The breakdown counts blocks of every thread; a thread without work holds none. It leaves out records of tensors \
+        "The breakdown counts blocks of every thread; a thread without work holds none. It leaves out records of \
+         tensors \
          and ops, some 16 KiB a layer."
             .into(),
     );

@@ -130,9 +130,11 @@ pub fn answer(rows: &[Fields]) -> Vec<String> {
     };
     let (f16_sums, bf16_sums) = ("f16, sums in f32", "bf16, sums in f32");
     vec![
-        "Layer norm subtracts a mean, takes the mean of squares and divides by its root: each of these is sensitive.".into(),
+        "Layer norm subtracts a mean, takes the mean of squares and divides by its root: each of these is \
+         sensitive.".into(),
         format!(
-            "In f16, activations of standard deviation 300 have squares of 90,000, past f16's largest number of {}: the \
+            "In f16, activations of standard deviation 300 have squares of 90,000, past f16's largest number of {}: \
+             the \
              variance is {} even with sums in f32, and the output is off by {}.",
             f16::MAX,
             text("variance", "large", "f16", f16_sums),
@@ -148,14 +150,17 @@ pub fn answer(rows: &[Fields]) -> Vec<String> {
             percent("variance_error_percent", "large", "f16", "f32"),
             percent("variance_error_percent", "small", "f16", "f32"),
         ),
-        "bf16 has f32's range: nothing overflows or vanishes, and for the range layer norm need not be treated apart.".into(),
+        "bf16 has f32's range: nothing overflows or vanishes, and for the range layer norm need not be treated \
+         apart.".into(),
         format!(
-            "But bf16 has 8 bits where f16 has 11: ordinary activations' variance is off by {} with sums in bf16, which \
+            "But bf16 has 8 bits where f16 has 11: ordinary activations' variance is off by {} with sums in bf16, \
+             which \
              stand still once a term is too small for them.",
             percent("variance_error_percent", "ordinary", "bf16", "bf16"),
         ),
         format!(
-            "With sums in f32 the output is still off by {} (f16: {}), and by {} for activations of mean 100.2 (f16: {}); \
+            "With sums in f32 the output is still off by {} (f16: {}), and by {} for activations of mean 100.2 (f16: \
+             {}); \
              in f32 from the same bf16 numbers by {}.",
             percent("output_error_percent", "ordinary", "bf16", bf16_sums),
             percent("output_error_percent", "ordinary", "f16", f16_sums),
@@ -164,7 +169,8 @@ pub fn answer(rows: &[Fields]) -> Vec<String> {
             percent("output_error_percent", "offset", "bf16", "f32"),
         ),
         "So f32 stays for accuracy: PyTorch's CUDA policy keeps layer norm in f32 for both.".into(),
-        "Its CPU policy lets layer norm follow its input, which saves memory and not accuracy: the kernel, there as here, \
+        "Its CPU policy lets layer norm follow its input, which saves memory and not accuracy: the kernel, there as \
+         here, \
          computes statistics in f32 and rounds the output alone."
             .into(),
     ]

@@ -39,7 +39,8 @@ use candle_core::Device;
 ///     available_bytes: None,
 /// };
 /// let runs = [run.clone(), EndToEnd { precision: Precision::BF16, ..run }];
-/// let [f32_rows, bf16_rows] = &alternate(&runs, 2, &tallow::device("cpu")?, |_, _, _| ())?[..] else { unreachable!() };
+/// let rows = alternate(&runs, 2, &tallow::device("cpu")?, |_, _, _| ())?;
+/// let [f32_rows, bf16_rows] = &rows[..] else { unreachable!() };
 /// assert_eq!(f32_rows[0].get("n"), Some(&6.into()));
 /// assert_eq!(bf16_rows[0].get("precision"), Some(&"bf16".into()));
 /// # Ok::<(), tallow::Error>(())

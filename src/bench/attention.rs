@@ -1,7 +1,9 @@
 //! Attention alone, timed by phase, with its memory.
 
-use super::passes::{Eager, Pass, Passes, Sampling, at_least_one};
-use super::{Execution, Limit, Step};
+use super::passes::{
+    BACKWARD, Eager, FORWARD, Pass, Passes, PlannedMemory, Sampling, at_least_one,
+};
+use super::{Execution, Lap, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
 use crate::compile::{Attention, AttentionPlanConfig};
 use crate::memory::{
@@ -57,8 +59,9 @@ impl AttentionRun {
     /// counters: `before_backward_bytes` is what is alive between forward and backward, `peak_bytes` the most in the
     /// phase, q, k and v included in both.
     ///
-    /// What is planned has its arena from the beginning to the end, out's gradient is one of its inputs, and its rows
-    /// call it the implementation `planned`, or `planned-flash`.
+    /// What is planned has its arena from the beginning to the end: all of it counts in `peak_bytes`, and in
+    /// `before_backward_bytes` what of it backward or the caller reads. Out's gradient is one of its inputs, and its
+    /// rows call it the implementation `planned`, or `planned-flash`.
     ///
     /// # Errors
     /// A size of 0; what cannot be planned; the ops' errors.
@@ -132,11 +135,7 @@ impl AttentionRun {
 
     /// As rows name it.
     fn implementation(&self) -> &'static str {
-        match (self.execution, self.workload.algorithm) {
-            (Execution::Eager, algorithm) => algorithm.name(),
-            (Execution::Planned, Algorithm::Naive) => self.execution.name(),
-            (Execution::Planned, Algorithm::Flash) => "planned-flash",
-        }
+        implementation(self.execution, self.workload.algorithm)
     }
 
     fn breakdown(&self, device: &Device) -> Result<MemoryBreakdown> {
@@ -156,19 +155,7 @@ impl AttentionRun {
 
     /// Why it cannot run with such heads, if it cannot.
     fn unsupported(&self, device: &Device) -> Option<String> {
-        let w = &self.workload;
-        let too_wide = unsupported(w.algorithm, w.head_dim);
-        if too_wide.is_some() || self.execution == Execution::Eager || !device.is_cuda() {
-            return too_wide;
-        }
-        let multiple = 16 / w.dtype.size_in_bytes();
-        let fits = w.algorithm == Algorithm::Naive || w.head_dim.is_multiple_of(multiple);
-        (!fits).then(|| {
-            format!(
-                "flash planned on a GPU takes heads of a multiple of {multiple}, not {}",
-                w.head_dim
-            )
-        })
+        unsupported(&self.workload, self.execution, device)
     }
 
     /// Refuses what is not planned.
@@ -250,18 +237,17 @@ struct PlannedPass {
 }
 
 impl Pass for PlannedPass {
-    type Output = ();
     type Gradients = ();
 
-    fn forward(&mut self) -> Result<()> {
-        let [q, k, v] = &self.inputs;
-        self.attention.forward(q, k, v)?;
-        Ok(())
+    fn step(&mut self, lap: &mut Lap<'_>, between: &mut dyn FnMut()) -> Result<()> {
+        let ([q, k, v], attention) = (&self.inputs, &mut self.attention);
+        lap.time(FORWARD, || attention.forward(q, k, v))?;
+        between();
+        lap.time(BACKWARD, || attention.backward(&self.d_out))
     }
 
-    fn backward(&mut self, (): ()) -> Result<()> {
-        self.attention.backward(&self.d_out)?;
-        Ok(())
+    fn planned(&self) -> Option<PlannedMemory> {
+        Some(PlannedMemory::new(self.attention.plan(), 0))
     }
 }
 
@@ -274,11 +260,36 @@ pub(super) fn pairs(mask: Mask, length: usize) -> f64 {
     }
 }
 
-/// Why `algorithm` cannot attend with heads of `head_dim`, if it cannot.
-pub(super) fn unsupported(algorithm: Algorithm, head_dim: usize) -> Option<String> {
-    let most = flash::MAX_HEAD_DIM;
-    (algorithm == Algorithm::Flash && head_dim > most)
-        .then(|| format!("flash takes heads of at most {most}, not {head_dim}"))
+/// Why such heads cannot be attended with, if they cannot.
+pub(super) fn unsupported(
+    w: &AttentionWorkload,
+    execution: Execution,
+    device: &Device,
+) -> Option<String> {
+    let (head_dim, most) = (w.head_dim, flash::MAX_HEAD_DIM);
+    if w.algorithm == Algorithm::Naive {
+        return None;
+    }
+    if head_dim > most {
+        return Some(format!(
+            "flash takes heads of at most {most}, not {head_dim}"
+        ));
+    }
+    let multiple = 16 / w.dtype.size_in_bytes();
+    let is_refused =
+        execution == Execution::Planned && device.is_cuda() && !head_dim.is_multiple_of(multiple);
+    is_refused.then(|| {
+        format!("flash planned on a GPU takes heads of a multiple of {multiple}, not {head_dim}")
+    })
+}
+
+/// As rows name it.
+pub(super) fn implementation(execution: Execution, algorithm: Algorithm) -> &'static str {
+    match (execution, algorithm) {
+        (Execution::Eager, algorithm) => algorithm.name(),
+        (Execution::Planned, Algorithm::Naive) => execution.name(),
+        (Execution::Planned, Algorithm::Flash) => "planned-flash",
+    }
 }
 
 fn mask_name(mask: Mask) -> &'static str {

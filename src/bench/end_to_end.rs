@@ -82,9 +82,11 @@ impl Measured {
 
 impl EndToEnd {
     /// Measures, and returns a row for each phase: `forward`, `backward`, `optimizer` as far as the mode has them, and
-    /// the step as a whole, `forward+backward` or `train step`. Memory is the whole mode's: `peak_bytes` of the model
-    /// and its steps, and `allocated_bytes` that are still there after the last one. So is what the first step did,
-    /// warm-up or not: its time, the pages that it met for the first time and the threads that it started.
+    /// the step as a whole, `forward+backward` or `train step`. A planned step on the CPU is timed at the calls where
+    /// its phases begin; on a GPU it is one launch, and has the row of the whole alone. Memory is the whole mode's:
+    /// `peak_bytes` of the model and its steps, and `allocated_bytes` that are still there after the last one. So is
+    /// what the first step did, warm-up or not: its time, the pages that it met for the first time, the threads that it
+    /// started and, on a GPU, the kernels that it compiled and the modules of kernels that it loaded.
     ///
     /// Whether there is memory enough is decided from [`memory::estimate`], or from the plan, before anything is
     /// allocated: if not, one row says `OOM`, with the bytes wanted and the bytes there. What is too large by a lower
@@ -299,7 +301,7 @@ impl EndToEnd {
     }
 
     /// The name of the step as a whole.
-    fn whole_phase(&self) -> &'static str {
+    pub(super) fn whole_phase(&self) -> &'static str {
         match self.mode {
             Mode::Forward | Mode::ForwardKeepingGraph => "forward",
             Mode::ForwardBackward => "forward+backward",

@@ -8,6 +8,11 @@ use candle_core::Device;
 /// a CPU also the [half-precision arithmetic](hardware::half_arithmetic) that it has.
 pub fn environment(on: &Device) -> Fields {
     let features: Vec<&str> = [
+        ("train", cfg!(feature = "train")),
+        ("report", cfg!(feature = "report")),
+        ("png", cfg!(feature = "png")),
+        ("files", cfg!(feature = "files")),
+        ("serde", cfg!(feature = "serde")),
         ("cuda", cfg!(feature = "cuda")),
         ("cudnn", cfg!(feature = "cudnn")),
         ("nccl", cfg!(feature = "nccl")),

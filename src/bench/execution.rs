@@ -1,9 +1,8 @@
 //! Eager or planned.
 
-use super::OptimizerChoice;
-use super::laps::Laps;
+use super::planned_phases::PlannedPhases;
 use super::update::LossScaling;
-use super::{EndToEnd, LapTimings};
+use super::{EndToEnd, Lap, LapTimings, Laps, OptimizerChoice};
 use crate::compile::{Forward, Plan, PlanConfig, TrainStep};
 use crate::memory::Mode;
 use crate::model::TransformerLM;
@@ -167,8 +166,8 @@ impl EndToEnd {
         }
     }
 
-    /// Runs the planned steps, in f16 with a loss scale. A step is one phase: loss and gradient of the head are
-    /// computed in one go.
+    /// Runs the planned steps, in f16 with a loss scale. On the CPU forward, backward and optimizer are timed at the
+    /// calls where they begin; on a GPU a step is one launch and one phase.
     pub(super) fn time_planned(
         &self,
         model: &TransformerLM,
@@ -188,10 +187,19 @@ impl EndToEnd {
             self.optimizer;
         let mut optimizer = AdamW::new(model.parameters(), config)?;
         let mut step = TrainStep::new(model, &optimizer, &plan)?;
+        let phases = model
+            .device()
+            .is_cpu()
+            .then(|| PlannedPhases::new(step.plan()));
+        let whole = self.whole_phase();
+        let time = |lap: &mut Lap<'_>, work: &mut dyn FnMut() -> Result<()>| match &phases {
+            Some(phases) => phases.time(lap, whole, work),
+            None => lap.time(whole, work),
+        };
         if self.mode != Mode::TrainStep {
             let timings = laps.measure(self.steps, |lap| {
-                lap.time("forward+backward", || {
-                    step.forward_backward(tokens, targets)
+                time(lap, &mut || {
+                    step.forward_backward(tokens, targets).map(drop)
                 })
             });
             return Ok((timings?, None));
@@ -202,10 +210,10 @@ impl EndToEnd {
         })?;
         let mut skipped_steps = 0;
         let timings = laps.measure(self.steps, |lap| {
-            lap.time("train step", || {
+            time(lap, &mut || {
                 let done = step.run_scaled(&mut optimizer, &mut scaler, tokens, targets)?;
                 skipped_steps += usize::from(!done.stepped());
-                Ok::<_, Error>(())
+                Ok(())
             })
         })?;
         let scaling = plan.loss_scaling.then(|| LossScaling {

@@ -76,11 +76,16 @@ impl Lap<'_> {
             let _range = probe::phase(phase);
             super::time_once(self.device, work)?
         };
+        self.add(phase, ms);
+        Ok(value)
+    }
+
+    /// Records a stretch of a phase that was timed elsewhere.
+    pub(super) fn add(&mut self, phase: &'static str, ms: f64) {
         match self.phases.iter_mut().find(|(name, _)| *name == phase) {
             Some((_, total_ms)) => *total_ms += ms,
             None => self.phases.push((phase, ms)),
         }
-        Ok(value)
     }
 }
 

@@ -31,6 +31,7 @@ mod laps;
 mod limit;
 mod memory_profile;
 mod passes;
+mod planned_phases;
 mod precisions;
 mod self_attention;
 mod stopwatch;

@@ -1,6 +1,7 @@
 //! A forward and its backward, measured: the part that all benchmarks of single layers share.
 
-use super::{LapTimings, Laps, Step, Timing};
+use super::{Lap, LapTimings, Laps, Step, Timing};
+use crate::compile::Plan;
 use crate::kernels::cpu::gemm;
 use crate::memory::{MemoryBreakdown, Meter};
 use crate::report::Fields;
@@ -58,37 +59,57 @@ pub(super) struct Passes<'a> {
 
 /// A forward and its backward, ready to run again and again.
 pub(super) trait Pass {
-    /// What forward leaves for backward.
-    type Output;
     /// What is alive after backward.
     type Gradients;
 
-    fn forward(&mut self) -> Result<Self::Output>;
+    /// Runs both, each as a phase of `lap`. `between` is called after forward, if that is a moment of its own.
+    fn step(&mut self, lap: &mut Lap<'_>, between: &mut dyn FnMut()) -> Result<Self::Gradients>;
 
-    fn backward(&mut self, output: Self::Output) -> Result<Self::Gradients>;
+    /// What a plan has: `None` where memory comes and goes.
+    fn planned(&self) -> Option<PlannedMemory> {
+        None
+    }
+}
+
+/// What is there from the beginning to the end of planned passes, and what of it is needed when.
+pub(super) struct PlannedMemory {
+    arena: u64,
+    before_backward: u64,
+    after_backward: u64,
+    /// What belongs to no pass.
+    beside: u64,
+}
+
+impl PlannedMemory {
+    /// A plan's, beside which there are so many bytes that no pass needs.
+    pub fn new(plan: &Plan, beside: u64) -> Self {
+        Self {
+            arena: plan.peak_bytes(),
+            before_backward: plan.alive_bytes(plan.backward_begins()),
+            after_backward: plan.alive_bytes(plan.backward_ends()),
+            beside,
+        }
+    }
 }
 
 /// A forward with candle's graph, which goes through backward.
 pub(super) struct Eager<F>(pub F);
 
 impl<F: Fn() -> Result<Tensor>> Pass for Eager<F> {
-    type Output = Tensor;
     type Gradients = GradStore;
 
-    fn forward(&mut self) -> Result<Tensor> {
-        self.0()
-    }
-
-    /// The graph goes with the output, before anything else asks for memory.
-    fn backward(&mut self, output: Tensor) -> Result<GradStore> {
-        Ok(output.backward()?)
+    fn step(&mut self, lap: &mut Lap<'_>, between: &mut dyn FnMut()) -> Result<GradStore> {
+        let output = lap.time(FORWARD, || self.0())?;
+        between();
+        // The graph goes with the output, before anything else asks for memory.
+        lap.time(BACKWARD, move || output.backward())
     }
 }
 
 /// The phases, in the order of their rows.
-const FORWARD: &str = "forward";
-const BACKWARD: &str = "backward";
-const WHOLE: &str = "forward+backward";
+pub(super) const FORWARD: &str = "forward";
+pub(super) const BACKWARD: &str = "backward";
+pub(super) const WHOLE: &str = "forward+backward";
 
 /// Bytes alive at moments of one step, inputs and weights included.
 #[derive(Clone, Copy)]
@@ -100,6 +121,21 @@ pub(super) struct Alive {
     pub backward_peak: u64,
     /// After backward, the graph gone and the gradients there.
     pub after_backward: u64,
+}
+
+impl Alive {
+    /// What a plan's passes need of memory that is there all the time.
+    fn of_planned(self, planned: &PlannedMemory) -> Self {
+        let without = |bytes: u64| bytes.saturating_sub(planned.beside);
+        let resident = without(self.resident).saturating_sub(planned.arena);
+        Self {
+            resident,
+            forward_peak: without(self.forward_peak),
+            before_backward: resident + planned.before_backward,
+            backward_peak: without(self.backward_peak),
+            after_backward: resident + planned.after_backward,
+        }
+    }
 }
 
 /// One of them.
@@ -225,24 +261,28 @@ impl Passes<'_> {
                     Some(resident? + bytes.saturating_sub(start))
                 };
                 meter.reset_peak();
-                let out = lap.time(FORWARD, || pass.forward())?;
-                let forward_peak = grown(meter.peak_bytes());
-                let before_backward = grown(now());
-                meter.reset_peak();
-                let gradients = lap.time(BACKWARD, || pass.backward(out))?;
-                let backward_peak = grown(meter.peak_bytes());
-                let after_backward = grown(now());
+                let mut after_forward = None;
+                let gradients = pass.step(lap, &mut || {
+                    after_forward = Some((meter.peak_bytes(), now()));
+                    meter.reset_peak();
+                })?;
+                let at_end = (meter.peak_bytes(), now());
+                let (forward_peak, before_backward) = after_forward.unwrap_or(at_end);
                 alive = (|| {
                     Some(Alive {
                         resident: resident?,
-                        forward_peak: forward_peak?,
-                        before_backward: before_backward?,
-                        backward_peak: backward_peak?,
-                        after_backward: after_backward?,
+                        forward_peak: grown(forward_peak)?,
+                        before_backward: grown(before_backward)?,
+                        backward_peak: grown(at_end.0)?,
+                        after_backward: grown(at_end.1)?,
                     })
                 })();
                 Ok(gradients)
             })?;
+        let alive = match pass.planned() {
+            Some(planned) => alive.map(|alive| alive.of_planned(&planned)),
+            None => alive,
+        };
         Ok((timings, alive))
     }
 

@@ -1,12 +1,18 @@
 //! A self-attention layer, timed by phase, with its memory step by step.
 
-use super::attention::{pairs, unsupported};
-use super::passes::{Alive, Eager, Passes, Sampling, at_least_one};
-use super::{Limit, Step};
-use crate::memory::{SelfAttentionWorkload, self_attention_breakdown, smallest_beyond};
-use crate::nn::{CausalSelfAttention, seeded};
+use super::attention::{implementation, pairs, unsupported};
+use super::passes::{Alive, Eager, Pass, Passes, PlannedMemory, Sampling, WHOLE, at_least_one};
+use super::planned_phases::PlannedPhases;
+use super::{Execution, Lap, Limit, Step};
+use crate::compile::{LossStep, StepConfig};
+use crate::memory::{
+    MemoryBreakdown, SelfAttentionWorkload, planned_self_attention_breakdown,
+    self_attention_breakdown, smallest_beyond,
+};
+use crate::nn::{CausalSelfAttention, Layer, seeded};
+use crate::optim::AdamW;
 use crate::report::Fields;
-use crate::{Error, Result};
+use crate::{Error, Result, graph, probe};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 
@@ -19,6 +25,7 @@ use candle_nn::Init;
 /// let run = SelfAttentionRun {
 ///     workload: SelfAttentionWorkload { sequence_length: 16, d_model: 32, ..Default::default() },
 ///     sampling: Sampling { warmup_steps: 1, iterations: 3, ..Default::default() },
+///     ..Default::default()
 /// };
 /// let rows = run.run(&tallow::device("cpu")?, |_, _| ())?;
 /// assert_eq!(rows[0].get("phase"), Some(&"forward".into()));
@@ -30,6 +37,9 @@ pub struct SelfAttentionRun {
     pub workload: SelfAttentionWorkload,
     /// How it is measured.
     pub sampling: Sampling,
+    /// Eager, or planned for its shape by a [`LossStep`] of the sum of its output: on the CPU or a CUDA GPU, with
+    /// weights in f32.
+    pub execution: Execution,
 }
 
 impl SelfAttentionRun {
@@ -40,6 +50,10 @@ impl SelfAttentionRun {
     /// - `forward_bytes` and `backward_bytes`: what each adds. The second is negative where the graph that goes is
     ///   larger than the gradients that come;
     /// - `peak_bytes`: the most alive at once in the phase.
+    ///
+    /// What is planned has its arena from the beginning to the end: all of it counts in `peak_bytes`, and in the others
+    /// what of it is read later. The optimizer's state that a [`LossStep`] asks for counts in none. On the CPU backward
+    /// is timed at the call where it begins, the gradient of the sum; on a GPU a pass is one launch, and has one row.
     ///
     /// FLOPs: 8 B T D^2 for the projections and 4 B D for each pair of query and key that the causal mask leaves; in
     /// backward 10 B T D^2, since x is an input and gets no gradient, and 8 B D.
@@ -76,12 +90,16 @@ impl SelfAttentionRun {
             tokens: b * t,
             forward_flops: 8.0 * b * t * d * d + attention_flops,
             backward_flops: 10.0 * b * t * d * d + 2.0 * attention_flops,
-            breakdown: match unsupported(w.algorithm, w.attention().head_dim) {
-                None => Ok(self_attention_breakdown(w)?),
+            breakdown: match self.unsupported(device) {
+                None => Ok(self.breakdown(device)?),
                 Some(reason) => Err(reason),
             },
             in_half: matches!(w.precision.dtype(), DType::F16 | DType::BF16),
         };
+        if self.execution == Execution::Planned {
+            let prepare = || PlannedLayer::new(self, device);
+            return passes.run(device, prepare, on_step, |alive| self.memory(alive));
+        }
         let prepare = || {
             let builder = seeded(self.sampling.seed, w.dtype, device);
             let x = self.input(&builder)?;
@@ -92,9 +110,33 @@ impl SelfAttentionRun {
         passes.run(device, prepare, on_step, |alive| self.memory(alive))
     }
 
+    /// What it takes at its worst moment.
+    fn breakdown(&self, device: &Device) -> Result<MemoryBreakdown> {
+        let w = &self.workload;
+        match self.execution {
+            Execution::Eager => self_attention_breakdown(w),
+            // What is too large to be planned for is too large for any memory, eagerly too.
+            Execution::Planned => match planned_self_attention_breakdown(w, device) {
+                Err(error) if error.is_out_of_memory() => self_attention_breakdown(w),
+                breakdown => breakdown,
+            },
+        }
+    }
+
+    /// Why it cannot run, if it cannot.
+    fn unsupported(&self, device: &Device) -> Option<String> {
+        let w = &self.workload;
+        let is_planned = self.execution == Execution::Planned;
+        if is_planned && (w.dtype != DType::F32 || device.is_metal()) {
+            let reason = "a layer is planned with weights in f32, on the CPU or a CUDA GPU";
+            return Some(reason.into());
+        }
+        unsupported(&w.attention(), self.execution, device)
+    }
+
     /// With D doubled from the number of heads: the first that the memory available does not hold. `None` where that is
     /// not known, and where the algorithm takes no heads of that width.
-    pub fn limit(&self) -> Option<Limit> {
+    pub fn limit(&self, device: &Device) -> Option<Limit> {
         let available_bytes = self.sampling.available_bytes?;
         let heads = self.workload.heads;
         let at = |head_dim: usize| SelfAttentionWorkload {
@@ -102,10 +144,16 @@ impl SelfAttentionRun {
             ..self.workload
         };
         let (head_dim, breakdown) = smallest_beyond(available_bytes, |head_dim| {
-            self_attention_breakdown(&at(head_dim)).ok()
+            let run = Self {
+                workload: at(head_dim),
+                ..self.clone()
+            };
+            run.unsupported(device)
+                .is_none()
+                .then(|| run.breakdown(device).ok())?
         })?;
         Some(Limit {
-            implementation: self.workload.algorithm.name(),
+            implementation: implementation(self.execution, self.workload.algorithm),
             context_length: self.workload.sequence_length,
             width: at(head_dim).d_model,
             breakdown,
@@ -145,7 +193,10 @@ impl SelfAttentionRun {
     fn labels(&self) -> Fields {
         let w = &self.workload;
         let mut row = Fields::new();
-        row.insert("implementation", w.algorithm.name());
+        row.insert(
+            "implementation",
+            implementation(self.execution, w.algorithm),
+        );
         row.insert("batch_size", w.batch_size);
         row.insert("heads", w.heads);
         row.insert("context_length", w.sequence_length);
@@ -155,5 +206,58 @@ impl SelfAttentionRun {
         let region = w.precision.policy().map(|_| w.precision.name());
         row.insert("autocast", region);
         row
+    }
+}
+
+/// The layer planned, on an input of its shape.
+struct PlannedLayer {
+    step: LossStep,
+    x: Tensor,
+    phases: Option<PlannedPhases>,
+    state_bytes: u64,
+    /// The weights' owner.
+    _optimizer: AdamW,
+}
+
+impl PlannedLayer {
+    fn new(run: &SelfAttentionRun, device: &Device) -> Result<Self> {
+        let w = &run.workload;
+        let builder = seeded(run.sampling.seed, w.dtype, device);
+        let x = run.input(&builder)?.detach();
+        let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?;
+        let parameters = layer.parameters();
+        let elements: usize = parameters.iter().map(|(_, var)| var.elem_count()).sum();
+        let optimizer = AdamW::new(parameters, Default::default())?;
+        let hollow = graph::input("x", x.shape().clone(), w.dtype)?;
+        let step = LossStep::new(&optimizer, &StepConfig::default(), || {
+            w.planned_loss(&layer, &hollow)
+        })?;
+        Ok(Self {
+            phases: device.is_cpu().then(|| PlannedPhases::new(step.plan())),
+            state_bytes: 2 * (elements * w.dtype.size_in_bytes()) as u64,
+            _optimizer: optimizer,
+            step,
+            x,
+        })
+    }
+}
+
+impl Pass for PlannedLayer {
+    type Gradients = ();
+
+    fn step(&mut self, lap: &mut Lap<'_>, _between: &mut dyn FnMut()) -> Result<()> {
+        let (step, inputs) = (&mut self.step, [("x", &self.x)]);
+        let mut work = || step.forward_backward(&inputs).map(drop);
+        match &self.phases {
+            Some(phases) => phases.time(lap, WHOLE, work),
+            None => {
+                let _range = probe::phase(WHOLE);
+                work()
+            }
+        }
+    }
+
+    fn planned(&self) -> Option<PlannedMemory> {
+        Some(PlannedMemory::new(self.step.plan(), self.state_bytes))
     }
 }

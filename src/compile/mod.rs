@@ -85,6 +85,7 @@
 //!
 //! The bits of a run do not depend on the number of threads, nor on where buffers lie.
 
+mod alive;
 pub mod arena;
 mod arguments;
 mod attention;

@@ -37,8 +37,8 @@ pub use measure::{
 pub use predict::{
     AttentionWorkload, Estimate, Kernels, Mode, SelfAttentionWorkload, Workload,
     attention_breakdown, estimate, estimate_graph, largest_batch_size, most_frugal,
-    planned_attention_breakdown, recommend, self_attention_breakdown, smallest_sequence_beyond,
-    smallest_sequence_saved,
+    planned_attention_breakdown, planned_self_attention_breakdown, recommend,
+    self_attention_breakdown, smallest_sequence_beyond, smallest_sequence_saved,
 };
 pub(crate) use record::blocks_taken;
 pub use record::{

@@ -82,7 +82,7 @@ pub fn node_table(graph: &Graph) -> Report {
         ],
         rows: costs.iter().map(|cost| cost.fields(graph)).collect(),
         notes: vec![format!(
-            "{} MFLOP forward, {} backward; n/a: no formula, or no gradient",
+            "{} MFLOP forward, {} backward; n/a: no formula, or no gradient.",
             sums[0], sums[1]
         )],
         ..Default::default()

@@ -1,35 +1,22 @@
 //! Lines of text.
 
+use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
+
 /// Words in lines of at most `width` characters, the second and later ones after `indent` spaces. A word that is
 /// longer than a line is cut.
 pub(super) fn wrap(text: &str, width: Option<usize>, indent: usize) -> Vec<String> {
+    let text = one_line(text);
     let Some(width) = width else {
-        return vec![one_line(text)];
+        return vec![text];
     };
-    let room = width.max(indent + 1);
-    let mut lines: Vec<String> = Vec::new();
-    let mut line = String::new();
-    for word in one_line(text).split(' ') {
-        let mut word: Vec<char> = word.chars().collect();
-        let length = line.chars().count();
-        if !line.trim().is_empty() && length + 1 + word.len() > room {
-            lines.push(std::mem::replace(&mut line, " ".repeat(indent)));
-        } else if !line.trim().is_empty() {
-            line.push(' ');
-        }
-        while line.chars().count() + word.len() > room {
-            let rest = word.split_off(room - line.chars().count());
-            line.extend(word);
-            lines.push(std::mem::replace(&mut line, " ".repeat(indent)));
-            word = rest;
-        }
-        line.extend(word);
-    }
-    lines.push(line);
-    for line in &mut lines {
-        line.truncate(line.trim_end().len());
-    }
-    lines
+    let indent = " ".repeat(indent);
+    let options = Options::new(width.max(indent.len() + 1))
+        .subsequent_indent(&indent)
+        .word_separator(WordSeparator::AsciiSpace)
+        .word_splitter(WordSplitter::NoHyphenation)
+        .wrap_algorithm(WrapAlgorithm::FirstFit);
+    let lines = textwrap::wrap(&text, options);
+    lines.into_iter().map(|line| line.into_owned()).collect()
 }
 
 /// Control characters would move the cursor.

@@ -12,9 +12,12 @@ fn commands() -> Vec<&'static str> {
     let all = SHORT.into_iter().filter(|line| !line.starts_with("train "));
     let others = [
         "attention_benchmark --module --sequence-length 8 --d-model 16 512 --iterations 2 --warmup-steps 0",
-        "attention_benchmark --sequence-length 8 16 4096 --head-dim 8 --iterations 2 --compare naive flash planned \
+        "attention_benchmark --module --sequence-length 8 16 --d-model 128 --batch-size 2 --iterations 2 --compare naive flash \
+         planned planned-flash --precision f32 bf16 --heads 1 auto",
+        "attention_benchmark --sequence-length 8 16 2048 --head-dim 8 --iterations 2 --compare naive flash planned \
          planned-flash --memory-limit-gib 0.1",
-        "compiled_benchmark --sequence-length 8 --head-dim 8 --iterations 2 --config 1-8-16-1-2 --steps 2 --rounds 1",
+        "compiled_benchmark --sequence-length 8 16 --head-dim 8 --iterations 2 --config 1-8-16-1-2 --steps 2 --rounds 1 \
+         --vocab-size 100 --d-ff 24",
         "custom_model --nodes",
         "e2e_benchmark SMALL --mode all --steps 2 --warmup-steps 0 1 2 --isolate",
         "e2e_benchmark SMALL --mode all --steps 2 --compile --precision f32 bf16",
@@ -226,5 +229,50 @@ fn details_get_files_of_their_own_as_csv() {
             reader.records().all(|record| record.is_ok()),
             "{name}: {text}"
         );
+    }
+}
+
+/// Each phase of a planned step has a time beside eager's, and sizes that a name does not have can be given.
+#[test]
+fn planned_steps_have_phases() {
+    let line = "compiled_benchmark --part model --config 1-8-16-1-2 --steps 3 --rounds 2 --vocab-size 100 --d-ff 24";
+    let ended = run(example(&format!("{line} --format json")));
+    let report: Value = serde_json::from_str(&ended.out).unwrap();
+    assert_eq!(report["configuration"]["vocabulary"], "100");
+    let rows = report["rows"].as_array().unwrap();
+    for execution in ["eager", "planned"] {
+        let mean = |phase: &str, key: &str| {
+            let is_own = |row: &&Value| {
+                row["mode"] == "train-step"
+                    && row["phase"] == phase
+                    && row["execution"] == execution
+            };
+            let row = rows.iter().find(is_own).unwrap();
+            assert_eq!(
+                (&row["d_ff"], &row["vocab_size"]),
+                (&24.into(), &100.into())
+            );
+            row[key].as_f64().unwrap()
+        };
+        let [backward, optimizer] = ["backward", "optimizer"].map(|phase| mean(phase, "mean_ms"));
+        let update = mean("train step", "backward_update_mean_ms");
+        assert!((update / (backward + optimizer) - 1.0).abs() < 1e-9);
+        assert!(update < mean("train step", "mean_ms"));
+    }
+    let mut text = example(line);
+    text.env("COLUMNS", "100");
+    let text = run(text).out;
+    for phase in [
+        "forward",
+        "backward",
+        "optimizer",
+        "backward+optimizer",
+        "between the phases",
+    ] {
+        let line = text
+            .lines()
+            .find(|line| line.starts_with(&format!("train-step        {phase} ")));
+        let line = line.unwrap_or_else(|| panic!("{phase} in {text}"));
+        assert_eq!(line.matches('±').count(), 2, "{line}");
     }
 }

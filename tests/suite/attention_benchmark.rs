@@ -48,6 +48,7 @@ fn module(algorithm: Algorithm) -> SelfAttentionRun {
             ..Default::default()
         },
         sampling: quick(),
+        ..Default::default()
     }
 }
 

@@ -115,6 +115,8 @@ pub struct Speedup {
     pub backward: Option<f64>,
     /// Of both together.
     pub forward_backward: Option<f64>,
+    /// Of the bytes before backward.
+    pub before_backward: Option<f64>,
     /// Of the peaks.
     pub peak: Option<f64>,
 }
@@ -283,6 +285,7 @@ fn speedups(rows: &[Row<'_>]) -> Vec<Speedup> {
             forward: ratio("forward", "median_ms"),
             backward: ratio("backward", "median_ms"),
             forward_backward: ratio(WHOLE, "median_ms"),
+            before_backward: ratio(WHOLE, "before_backward_bytes"),
             peak: ratio(WHOLE, "peak_bytes"),
         }
     });

@@ -1,6 +1,6 @@
 //! The analysis in words, and as tables.
 
-use super::{Analysis, Extremes, Growth, Place, Speedup, different};
+use super::{Analysis, Extremes, Growth, NAIVE, Place, Speedup, different};
 use crate::report::{Column, Fields, Report, counted, format_mib, list_in_note};
 
 impl Analysis {
@@ -26,7 +26,62 @@ impl Analysis {
                 .into_iter()
                 .filter_map(|name| self.mean_speedup(name)),
         );
+        notes.extend(self.by_length());
+        notes.extend(self.without_scores(width));
         notes
+    }
+
+    /// A sentence for each other implementation: how fast and how large it is beside naive at the smallest and the
+    /// largest T where both were measured (geometric means over the widths).
+    pub fn by_length(&self) -> Vec<String> {
+        let others = different(self.speedups.iter().map(|s| s.implementation.as_str()));
+        let sentence = |name: &str| {
+            let own = || self.speedups.iter().filter(|s| s.implementation == name);
+            let lengths = || own().map(|s| s.context_length);
+            let (shortest, longest) = (lengths().min()?, lengths().max()?);
+            let at = |length: u64| {
+                let here: Vec<&Speedup> = own().filter(|s| s.context_length == length).collect();
+                let speed = geometric_mean(here.iter().filter_map(|s| s.forward_backward))?;
+                let speed = match speed {
+                    x if x < 0.98 => format!("slower ({x:.2}x)"),
+                    x if x > 1.02 => format!("faster ({x:.2}x)"),
+                    x => format!("as fast ({x:.2}x)"),
+                };
+                let memory = geometric_mean(here.iter().filter_map(|s| s.peak));
+                let memory = memory.map(|ratio| 100.0 * (1.0 - 1.0 / ratio));
+                let memory = memory.map_or(String::new(), |saved| match saved < 0.0 {
+                    true => format!(" with {:.0}% more memory", -saved),
+                    false => format!(" with {saved:.0}% less memory"),
+                });
+                Some(format!("at T {length} {speed}{memory}"))
+            };
+            let both = format!("{name} beside naive: {}, {}.", at(shortest)?, at(longest)?);
+            (shortest < longest).then_some(both)
+        };
+        others.into_iter().filter_map(sentence).collect()
+    }
+
+    /// What would avoid naive's memory, where flash takes less of it: nothing of (T, T).
+    fn without_scores(&self, width: &str) -> Option<String> {
+        let own = self.speedups.iter().filter(|s| s.implementation == "flash");
+        let at = own.max_by_key(|s| (s.context_length, s.width))?;
+        let saved = 100.0 * (1.0 - 1.0 / at.before_backward.filter(|ratio| *ratio > 1.0)?);
+        let exponent = |name: &str| {
+            let mut own = self
+                .growth
+                .iter()
+                .filter(|g| g.implementation == name && g.width == at.width);
+            Some(own.next()?.before_backward?.exponent)
+        };
+        let growth = exponent(NAIVE).zip(exponent("flash"));
+        let growth = growth.map_or(String::new(), |(naive, flash)| {
+            format!("; naive's grows as T^{naive:.2}, flash's as T^{flash:.2}")
+        });
+        Some(format!(
+            "What would avoid naive's memory: to keep nothing of (T, T), as flash does. Before backward it holds \
+             {saved:.0}% less at T {}, {width} {}{growth}.",
+            at.context_length, at.width
+        ))
     }
 
     /// The fastest and the slowest of each implementation and phase, and how time and memory grow with T: the tables
@@ -55,18 +110,23 @@ impl Analysis {
             .iter()
             .filter(|s| s.implementation == name)
             .collect();
-        let mean = |of: fn(&Speedup) -> Option<f64>| {
-            let logs: Vec<f64> = own.iter().filter_map(|s| of(s)).map(f64::ln).collect();
-            (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
-        };
+        let mean =
+            |of: fn(&Speedup) -> Option<f64>| geometric_mean(own.iter().filter_map(|s| of(s)));
         Some(format!(
-            "naive takes {:.2}x as long as {name} forward, {:.2}x backward, {:.2}x together (medians; geometric mean of {}).",
+            "naive takes {:.2}x as long as {name} forward, {:.2}x backward, {:.2}x together (medians; geometric mean \
+             of {}).",
             mean(|s| s.forward)?,
             mean(|s| s.backward)?,
             mean(|s| s.forward_backward)?,
             counted(own.len(), "configuration")
         ))
     }
+}
+
+/// `None` of none.
+fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
+    let logs: Vec<f64> = ratios.map(f64::ln).collect();
+    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
 }
 
 impl Extremes {

@@ -98,7 +98,7 @@ impl PrecisionAnalysis {
                 _ => "does not depend on the model's size",
             };
             Some(format!(
-                "{precision}, {mode}: the speed-up {grows}, as parameters^{:.2} (fitted to {} configurations).",
+                "{precision}, {mode}: the speed-up {grows}, as parameters^{:.2} (least squares in logs, {} configurations).",
                 law.exponent, law.points
             ))
         };

@@ -8,6 +8,7 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// What kernels on whole rows stand on.
@@ -65,6 +66,14 @@ impl fmt::Display for Definition {
     }
 }
 
+static COMPILED: AtomicU64 = AtomicU64::new(0);
+static MODULES_LOADED: AtomicU64 = AtomicU64::new(0);
+
+/// How many sources were compiled since the process began, and how many modules of kernels were loaded.
+pub(crate) fn counts() -> [u64; 2] {
+    [&COMPILED, &MODULES_LOADED].map(|count| count.load(Ordering::Relaxed))
+}
+
 impl Source {
     /// The source, loaded.
     pub(super) fn module(
@@ -92,6 +101,7 @@ impl Source {
             }
         };
         loaded.insert(key, module.clone());
+        MODULES_LOADED.fetch_add(1, Ordering::Relaxed);
         Ok(module)
     }
 
@@ -118,6 +128,7 @@ impl Source {
             let compiled = older.find_map(|older| self.compile(older, definitions).ok());
             compiled.ok_or(error)
         })?;
+        COMPILED.fetch_add(1, Ordering::Relaxed);
         if let Some(cache) = &cache {
             // A disk that refuses costs the next process a second, and is no error.
             let _ = cache.keep(&key, &ptx);

@@ -16,7 +16,7 @@ mod workload;
 pub use attention::{AttentionWorkload, attention_breakdown};
 pub use estimate::{Estimate, estimate, estimate_graph};
 pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved};
-pub use planned::planned_attention_breakdown;
+pub use planned::{planned_attention_breakdown, planned_self_attention_breakdown};
 pub use recommend::{most_frugal, recommend};
 pub use self_attention::{SelfAttentionWorkload, self_attention_breakdown};
 pub use workload::{Kernels, Mode, Workload};

@@ -1,18 +1,20 @@
-//! The memory of planned attention: the plan's.
+//! The memory of planned attention and of its layer: the plan's.
 
 use super::layer::traced;
-use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind};
+use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind, SelfAttentionWorkload};
 use crate::Result;
 use crate::attention::{Algorithm, AttentionConfig};
-use crate::compile::{Attention, AttentionPlanConfig, Category};
-use crate::graph::MemoryStep;
+use crate::compile::{Attention, AttentionPlanConfig, Category, LossStep, StepConfig};
+use crate::graph::{self, MemoryStep};
+use crate::nn::CausalSelfAttention;
 use candle_core::Device;
 
 /// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs: what its
 /// plan says, exactly; on a GPU also the 32 MiB that cuBLASLt works in, for flash on the CPU what its kernels take for
 /// themselves, if all threads of the pool that asks find work.
 ///
-/// A plan has its whole arena before its first run, so all of it counts as there before backward.
+/// The arena is there as a whole from the first run on: what of it is needed before backward is an activation, the rest
+/// scratch.
 ///
 /// # Errors
 /// As [`Attention::plan_for`].
@@ -36,7 +38,10 @@ pub fn planned_attention_breakdown(
     };
     let inputs = plan.category_bytes(Category::Input);
     let kept = plan.category_bytes(Category::Activation);
-    let rest = plan.peak_bytes() - kept;
+    let out = plan
+        .alive_bytes(plan.backward_begins())
+        .saturating_sub(kept);
+    let rest = plan.peak_bytes().saturating_sub(kept + out);
     let sizes = format!(
         "B {}, H {}, T {}, Dh {}, {} bytes an element",
         w.batch_size,
@@ -54,17 +59,17 @@ pub fn planned_attention_breakdown(
         (Algorithm::Naive, Kernels::Cpu) => (
             "exponentials, as the mask leaves them",
             "BHT^2",
-            "the rest of the arena: out, dq, dk, dv, scratch",
+            "the rest of the arena: dq, dk, dv, scratch",
         ),
         (Algorithm::Naive, Kernels::Cuda) => (
             "probabilities",
             "BHT^2",
-            "the rest of the arena: out, dq, dk, dv, gradients of scores",
+            "the rest of the arena: dq, dk, dv, gradients of scores",
         ),
         (Algorithm::Flash, _) => (
             "a number a query; in half precision, what rounding took from out",
             "BHT + ..",
-            "the rest of the arena: out, dq, dk, dv and, on a GPU, dq's sums",
+            "the rest of the arena: dq, dk, dv and, on a GPU, dq's sums",
         ),
     };
     let breakdown = MemoryBreakdown::new(sizes)
@@ -84,8 +89,15 @@ pub fn planned_attention_breakdown(
         )
         .with(
             MemoryKind::Activations,
+            "out and sums of its rows",
+            "BHTDh + ..",
+            elements(out),
+            width,
+        )
+        .with(
+            MemoryKind::Scratch,
             rest_name,
-            "4BHTDh + ..",
+            "3BHTDh + ..",
             elements(rest),
             width,
         );
@@ -110,7 +122,7 @@ pub fn planned_attention_breakdown(
             )
         }));
     }
-    // There before backward too, as the arena is.
+    // There before backward too.
     Ok(match plan.workspace_bytes() {
         0 => breakdown,
         bytes => breakdown.with(
@@ -121,4 +133,54 @@ pub fn planned_attention_breakdown(
             1,
         ),
     })
+}
+
+/// What a [`LossStep`] of the layer holds on `device` where the loss is the sum of its output, with its weights, their
+/// AdamW state (8 bytes an element, which such a step asks for, and which no forward and backward touches) and its
+/// input: what its plan says, on a GPU also the 32 MiB that cuBLASLt works in. What products pack on the CPU is beside
+/// it. Weights are in f32.
+///
+/// # Errors
+/// As [`LossStep::plan_for`].
+pub fn planned_self_attention_breakdown(
+    workload: &SelfAttentionWorkload,
+    device: &Device,
+) -> Result<MemoryBreakdown> {
+    let w = workload;
+    let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
+    let shape = (b, t, d);
+    let plan = LossStep::plan_for(device, &StepConfig::default(), || {
+        let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
+        let x = graph::input("x", shape, w.dtype)?;
+        w.planned_loss(&layer, &x)
+    })?;
+    let weights = 4.0 * d as f64 * d as f64;
+    let x = b as f64 * t as f64 * d as f64;
+    let kept = plan.alive_bytes(plan.backward_begins());
+    let rest = plan.peak_bytes().saturating_sub(kept) + plan.workspace_bytes();
+    let sizes = format!("B {b}, T {t}, D {d}, H {h}");
+    Ok(MemoryBreakdown::new(sizes)
+        .with(MemoryKind::Weights, "weights", "4D^2", weights, 4)
+        .with(
+            MemoryKind::Optimizer,
+            "AdamW's running means",
+            "8D^2",
+            2.0 * weights,
+            4,
+        )
+        .with(MemoryKind::Inputs, "x", "BTD", x, 4)
+        .with(
+            MemoryKind::Activations,
+            "what backward reads",
+            "of the arena",
+            kept as f64,
+            1,
+        )
+        .with(
+            MemoryKind::Scratch,
+            "the rest of the arena: gradients, scratch",
+            "",
+            rest as f64,
+            1,
+        ))
 }

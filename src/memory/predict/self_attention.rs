@@ -6,8 +6,8 @@ use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind};
 use crate::attention::{Algorithm, Mask};
 use crate::nn::CausalSelfAttention;
 use crate::precision::Precision;
-use crate::{Result, graph};
-use candle_core::DType;
+use crate::{Result, graph, ops};
+use candle_core::{DType, Tensor};
 
 /// One [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x (B, T, D).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -51,6 +51,17 @@ impl SelfAttentionWorkload {
             precision,
             ..self
         }
+    }
+
+    /// What a plan of the layer is made from: the sum of its output, whose gradient is ones.
+    pub(crate) fn planned_loss(&self, layer: &CausalSelfAttention, x: &Tensor) -> Result<Tensor> {
+        let layer = layer.clone().with_attention(self.algorithm);
+        let out = self.precision.run(|| layer.forward(x))?;
+        let out = match out.dtype() {
+            DType::F64 => out,
+            _ => ops::cast(&out, DType::F32)?,
+        };
+        ops::sum(&out)
     }
 
     /// The attention inside it.

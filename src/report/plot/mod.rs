@@ -144,7 +144,8 @@ impl LineChart {
             for (log, axis, value) in [(self.log_x, "x", x), (self.log_y, "y", y)] {
                 if log && value <= 0.0 {
                     return Err(Error::Plot(format!(
-                        "chart {:?}: series {:?} has {axis} = {value}, and a logarithmic axis shows positive values only; leave the point out or make the axis linear",
+                        "chart {:?}: series {:?} has {axis} = {value}, and a logarithmic axis shows positive values \
+                         only; leave the point out or make the axis linear",
                         self.title, series.name
                     )));
                 }

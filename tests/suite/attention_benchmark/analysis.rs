@@ -185,6 +185,13 @@ fn speedups_are_naive_over_others_where_both_ran() {
     let expected = "naive takes 2.00x as long as flash forward, 2.00x backward, 2.00x together";
     assert!(notes.contains(expected), "{notes}");
 
+    for sentence in [
+        "flash beside naive: at T 256 faster (2.00x) with 100% less memory, at T 4096 faster (2.00x) with 100% less memory.",
+        "Before backward it holds 100% less at T 4096, d 16; naive's grows as T^2.00, flash's as T^1.00.",
+    ] {
+        assert!(notes.contains(sentence), "{sentence} in {notes}");
+    }
+
     // A third implementation has means of its own.
     let mut rows = grid();
     rows.extend(measured("planned", 1024, 64, 256.0, 1024));
@@ -195,6 +202,27 @@ fn speedups_are_naive_over_others_where_both_ran() {
     let planned = "naive takes 4.00x as long as planned forward, 4.00x backward, 4.00x together (medians; geometric \
         mean of 1 configuration).";
     assert!(notes.contains(planned), "{notes}");
+}
+
+/// Slower and larger when short, faster and leaner when long: as the rows say, not as is expected.
+#[test]
+fn sentences_by_length_are_the_rows_own() {
+    let mut rows = Vec::new();
+    for (length, ms, bytes) in [(64, 125.0, 110), (512, 80.0, 80), (4096, 100.0, 75)] {
+        rows.extend(measured("naive", length, 64, 100.0, 100));
+        rows.extend(measured("planned", length, 64, ms, bytes));
+        rows.extend(measured("flash", length, 64, 100.0, 120));
+    }
+    let analysis = Analysis::of(&rows, "head_dim");
+    let expected = [
+        "planned beside naive: at T 64 slower (0.80x) with 10% more memory, at T 4096 as fast (1.00x) with 25% less memory.",
+        "flash beside naive: at T 64 as fast (1.00x) with 20% more memory, at T 4096 as fast (1.00x) with 20% more memory.",
+    ];
+    assert_eq!(analysis.by_length(), expected);
+    let notes = analysis.notes("d").join("\n");
+    assert!(!notes.contains("What would avoid"), "{notes}");
+    rows.retain(|row| row.get("context_length") == Some(&64.into()));
+    assert!(Analysis::of(&rows, "head_dim").by_length().is_empty());
 }
 
 #[test]

@@ -173,6 +173,7 @@ fn the_module_takes_what_its_account_says() {
                 let run = SelfAttentionRun {
                     workload,
                     sampling: twice(),
+                    ..Default::default()
                 };
                 let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
                 let breakdown = || self_attention_breakdown(&workload).unwrap();
@@ -212,6 +213,7 @@ fn the_module_in_half_precision_takes_what_its_account_says() {
                 let run = SelfAttentionRun {
                     workload,
                     sampling: twice(),
+                    ..Default::default()
                 };
                 let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
                 let breakdown = || self_attention_breakdown(&workload).unwrap();
@@ -360,10 +362,10 @@ fn the_limit_is_the_first_that_does_not_fit() {
     assert_eq!(too_wide.limit(&Device::Cpu), None);
 
     // 4 D^2 weights and 6 D^2 of gradients, 4 bytes each, fill 1 GiB beyond D 5,000.
-    let limit = module(Algorithm::Naive).limit().unwrap();
+    let limit = module(Algorithm::Naive).limit(&Device::Cpu).unwrap();
     assert_eq!(limit.width, 8192);
     assert_eq!(
-        module(Algorithm::Flash).limit(),
+        module(Algorithm::Flash).limit(&Device::Cpu),
         None,
         "no heads of that width"
     );

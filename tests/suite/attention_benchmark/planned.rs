@@ -1,14 +1,17 @@
 //! Attention that is planned for its shape, measured beside the others.
 
-use super::{attention, check_measured, is_missing, number, rows, text};
+use super::{attention, check_measured, is_missing, module, number, rows, text};
 use crate::child;
 use candle_core::{DType, Device};
+use rayon::ThreadPoolBuilder;
 use rstest::rstest;
 use tallow::attention::{Algorithm, Mask};
-use tallow::bench::{AttentionRun, Execution};
+use tallow::bench::{AttentionRun, Execution, SelfAttentionRun};
 use tallow::memory::{
     AttentionWorkload, Kernels, attention_breakdown, planned_attention_breakdown,
+    planned_self_attention_breakdown,
 };
+use tallow::precision::{Precision, Regime};
 #[cfg(feature = "cuda")]
 use tallow::report::Fields;
 
@@ -124,20 +127,106 @@ fn it_takes_what_its_account_says() {
 /// What its rows say was taken is what its breakdown says.
 fn check_memory(run: &AttentionRun) {
     let breakdown = planned_attention_breakdown(&run.workload, Kernels::Cpu).unwrap();
-    let (arena, peak) = (breakdown.before_backward_bytes(), breakdown.peak_bytes());
-    let scratch = (peak - arena) as f64; // flash attention's, if all threads find work
+    let (before, peak) = (breakdown.before_backward_bytes(), breakdown.peak_bytes());
+    let w = &run.workload;
+    let width = w.dtype.size_in_bytes();
+    let heads = (w.batch_size * w.heads * w.sequence_length * w.head_dim * width) as u64;
+    // q, k, v, d_out and out are there, of the arena gradients are not.
+    assert!(
+        5 * heads <= before && before + 3 * heads <= peak,
+        "{before} of {peak}"
+    );
+    let scratch = match w.algorithm {
+        Algorithm::Naive => 0.0,
+        Algorithm::Flash => peak as f64, // the kernels' own, if all threads find work
+    };
     for row in rows(run) {
-        let at_most = [("before_backward_bytes", 0.0), ("peak_bytes", scratch)];
-        for (key, at_most) in at_most {
+        let expected = [
+            ("before_backward_bytes", before, 0.0),
+            ("peak_bytes", peak, scratch),
+        ];
+        for (key, expected, less) in expected {
             let found = number(&row, key);
             // Calls and buffers, and what the pool hands tasks over with.
-            let beside = found - arena as f64;
+            let beside = found - expected as f64;
             assert!(
-                (0.0..at_most + 32e3).contains(&beside),
-                "{key}: {found}, not {arena} and at most {at_most}"
+                (-less..32e3).contains(&beside),
+                "{key}: {found}, not {expected}"
             );
         }
     }
+}
+
+/// The layer, planned with what is around its attention: the phases and their FLOPs, and memory as predicted.
+#[test]
+fn its_layer_is_planned_too() {
+    if child::ran("attention_benchmark::planned::its_layer_is_planned_too") {
+        return;
+    }
+    let one_thread = ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    for (algorithm, name) in [
+        (Algorithm::Naive, "planned"),
+        (Algorithm::Flash, "planned-flash"),
+    ] {
+        for precision in [Precision::F32, Precision::BF16] {
+            let mut run = SelfAttentionRun {
+                execution: Execution::Planned,
+                ..module(algorithm)
+            };
+            run.workload.d_model = 512;
+            run.workload = run.workload.with_precision(precision);
+            let rows = one_thread.install(|| run.run(&Device::Cpu, |_, _| ()).unwrap());
+            let (n, d, pairs) = (3.0 * 19.0, 512.0, 19.0 * 20.0 / 2.0);
+            // What one thread packs products into: in f32 the gemm crate one of these factors, D x D.
+            let packed = match precision {
+                Precision::F32 => 4.0 * d * d,
+                _ => 2.5 * 1024.0 * 1024.0,
+            };
+            let attention = 4.0 * 3.0 * d * pairs;
+            let forward = 8.0 * n * d * d + attention;
+            let backward = 10.0 * n * d * d + 2.0 * attention;
+            check_measured(&rows, [forward, backward], n);
+            let breakdown = one_thread
+                .install(|| planned_self_attention_breakdown(&run.workload, &Device::Cpu).unwrap());
+            for row in &rows {
+                assert_eq!(text(row, "implementation"), name);
+                let [model, after_forward, after_backward, peak] = [
+                    "model_bytes",
+                    "model_forward_bytes",
+                    "model_forward_backward_bytes",
+                    "peak_bytes",
+                ]
+                .map(|key| number(row, key));
+                let weights = 4.0 * d * d * 4.0;
+                let x = n * d * 4.0;
+                // x is there once more, where the step reads it; and calls and buffers.
+                let beside = model - weights - 2.0 * x;
+                assert!((-x..64e3).contains(&beside), "{model}: {beside}");
+                assert!(after_forward > model && after_forward < peak);
+                assert!(
+                    after_backward >= model + weights,
+                    "gradients of four weights"
+                );
+                // But for the state of an optimizer that does not run.
+                let expected = breakdown.peak_bytes() as f64 - 2.0 * weights;
+                assert!(
+                    (-64e3..x + 64e3 + packed).contains(&(peak - expected)),
+                    "{peak}, not {expected}"
+                );
+            }
+        }
+    }
+    let mut refused = SelfAttentionRun {
+        execution: Execution::Planned,
+        ..module(Algorithm::Naive)
+    };
+    let half = Precision::BF16.with_regime(Regime::Full);
+    refused.workload = refused.workload.with_precision(half);
+    let rows = refused
+        .run(&Device::Cpu, |_, _| panic!("nothing may run"))
+        .unwrap();
+    assert_eq!(text(&rows[0], "status"), "unsupported");
+    assert!(text(&rows[0], "reason").contains("weights in f32"));
 }
 
 /// Alone in its process, since the pool's counters are the process's.
@@ -157,8 +246,14 @@ fn on_a_gpu_too() {
         let peak = |row: &Fields| number(row, "peak_bytes");
         for row in run.run(&gpu, |_, _| ()).unwrap() {
             assert_eq!(text(&row, "status"), "ok");
-            for taken in [number(&row, "before_backward_bytes"), peak(&row)] {
-                let mib = (taken - breakdown.peak_bytes() as f64) / f64::from(1 << 20);
+            for (taken, predicted) in [
+                (
+                    number(&row, "before_backward_bytes"),
+                    breakdown.before_backward_bytes(),
+                ),
+                (peak(&row), breakdown.peak_bytes()),
+            ] {
+                let mib = (taken - predicted as f64) / f64::from(1 << 20);
                 assert!((0.0..0.1).contains(&mib), "{mib} MiB more");
             }
         }

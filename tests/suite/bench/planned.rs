@@ -5,28 +5,62 @@ use candle_core::Device;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
 use tallow::memory::Mode;
 use tallow::precision::{Precision, Regime};
+use tallow::report::Fields;
 
-/// A planned run has one phase, and says beforehand what it takes to the byte.
+/// A planned run has the phases of an eager one, and says beforehand what it takes to the byte.
 #[test]
 fn planned_runs_have_rows_too() {
-    for (mode, phase) in [
-        (Mode::Forward, "forward"),
-        (Mode::ForwardBackward, "forward+backward"),
-        (Mode::TrainStep, "train step"),
-    ] {
+    let expected: [(Mode, bool, &[&str]); 4] = [
+        (Mode::Forward, false, &["forward"]),
+        (
+            Mode::ForwardBackward,
+            false,
+            &["forward", "backward", "forward+backward"],
+        ),
+        (
+            Mode::TrainStep,
+            false,
+            &["forward", "backward", "optimizer", "train step"],
+        ),
+        (
+            Mode::TrainStep,
+            true, // in backward
+            &["forward", "backward", "optimizer", "train step"],
+        ),
+    ];
+    for (mode, optimizer_in_backward, phases) in expected {
         let run = EndToEnd {
             execution: Execution::Planned,
+            optimizer_in_backward,
             ..run(mode)
         };
         let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-        let [row] = &rows[..] else {
-            panic!("{} rows", rows.len());
+        let found: Vec<String> = rows.iter().map(|row| text(row, "phase")).collect();
+        assert_eq!(found, phases);
+        for row in &rows {
+            assert_eq!(text(row, "execution"), "planned");
+            assert_eq!(row.get("n"), Some(&4.into()));
+            assert!(number(row, "min_ms") > 0.0);
+            let is_optimizer = text(row, "phase") == "optimizer";
+            assert_eq!(
+                row.get("flops_per_s").is_none_or(|r| r.is_null()),
+                is_optimizer
+            );
+            assert!(number(row, "estimate_bytes") > 0.0);
+        }
+        // Parts of the same steps: no step is shorter than its phases together.
+        let samples = |row: &Fields| {
+            let samples = row.get("samples_ms").and_then(|s| s.as_array()).unwrap();
+            samples
+                .iter()
+                .map(|ms| ms.as_f64().unwrap())
+                .collect::<Vec<_>>()
         };
-        assert_eq!(text(row, "phase"), phase);
-        assert_eq!(text(row, "execution"), "planned");
-        assert_eq!(row.get("n"), Some(&4.into()));
-        assert!(number(row, "flops_per_s") > 0.0);
-        assert!(number(row, "estimate_bytes") > 0.0);
+        let (whole, parts) = rows.split_last().unwrap();
+        for (step, whole) in samples(whole).into_iter().enumerate() {
+            let parts: f64 = parts.iter().map(|row| samples(row)[step]).sum();
+            assert!(parts <= whole, "{parts} of {whole} ms");
+        }
     }
     // With a loss scale where it needs one.
     for (precision, scales) in [(Precision::BF16, false), (Precision::F16, true)] {

@@ -223,12 +223,12 @@ fn the_trend_of_the_speedup_is_fitted() {
         pairs.collect()
     };
     let notes = PrecisionAnalysis::of(&rows(&[1, 4, 16])).notes();
-    let expected = "bf16, forward: the speed-up grows with the model's size, as parameters^0.50 (fitted to 3 \
-        configurations).";
+    let expected = "bf16, forward: the speed-up grows with the model's size, as parameters^0.50 (least squares in \
+        logs, 3 configurations).";
     assert!(notes.iter().any(|note| note == expected), "{notes:#?}");
     let notes = PrecisionAnalysis::of(&rows(&[1, 4])).notes();
     assert!(
-        !notes.iter().any(|note| note.contains("fitted")),
+        !notes.iter().any(|note| note.contains("least squares")),
         "{notes:#?}"
     );
 }

@@ -7,7 +7,7 @@ use super::compare::{assert_no_worse, error, magnitude};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 use rstest::rstest;
-use tallow::attention::{self, AttentionConfig, Mask, naive};
+use tallow::attention::{self, AttentionConfig, Mask, reference};
 use tallow::compile::{Attention, AttentionPlanConfig};
 use tallow::memory::{AttentionWorkload, Kernels, MemoryKind, attention_breakdown};
 use tallow::nn::seeded;
@@ -77,7 +77,7 @@ fn agree(gpu: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f6
     let config = AttentionConfig { mask, scale: None };
     let found = run(attention::naive, &inputs, &config);
     let reference: Attend = |q, k, v, config| {
-        with_kernel_policy(KernelPolicy::Prefer, || naive::reference(q, k, v, config))
+        with_kernel_policy(KernelPolicy::Prefer, || reference::naive(q, k, v, config))
     };
     let wanted = run(reference, &inputs, &config);
     for ((found, wanted), what) in found.iter().zip(&wanted).zip(["out", "dq", "dk", "dv"]) {

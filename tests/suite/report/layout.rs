@@ -120,6 +120,22 @@ Configuration: model tiny; B 4; attention naive; checkpointing none; warm-up 5; 
 ";
     let report = end_to_end(&["eager", "planned"]);
     assert_eq!(report.to_text(&within(100)), expected);
+    let details = |executions: &[&str]| {
+        let executions = executions.iter().map(|name| name.to_string()).collect();
+        let compared = summary::Compared::new(executions, vec!["f32".into()]);
+        compared.details(&report.rows, |rows, by, field, values| {
+            assert!(
+                (field, values.len()) == ("execution", 2)
+                    && by.iter().all(|(key, _)| *key != field)
+            );
+            Report {
+                lines: rows.to_vec(),
+                ..Default::default()
+            }
+        })
+    };
+    assert_eq!(details(&["eager", "planned"]).len(), 1);
+    assert!(details(&["eager"]).is_empty());
     let markdown = rendered(&report, Format::Markdown);
     assert!(markdown.contains("| Forward speed-up |"), "{markdown}");
 }
