@@ -14,6 +14,9 @@
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
+#[path = "common/analysis/mod.rs"]
+#[allow(dead_code, unused_imports)] // two examples use it, each its part
+mod analysis;
 #[path = "attention_benchmark/by_precision.rs"]
 mod by_precision;
 #[path = "attention_benchmark/columns.rs"]
@@ -22,6 +25,7 @@ mod common;
 #[path = "attention_benchmark/grid.rs"]
 mod grid;
 
+use analysis::figure;
 use candle_core::{DType, Device};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
@@ -32,7 +36,7 @@ use grid::{Arithmetic, Group, Heads, Implementation, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::bench::{Sampling, figure};
+use tallow::bench::Sampling;
 use tallow::report::{Fields, Report, format_mib, list_in_note};
 
 /// Times attention forward and backward, naive, flash and planned side by side, with its memory.

@@ -12,6 +12,9 @@
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
+#[path = "common/analysis/mod.rs"]
+#[allow(dead_code, unused_imports)] // two examples use it, each its part
+mod analysis;
 #[path = "compiled_benchmark/attention.rs"]
 mod attention;
 mod common;

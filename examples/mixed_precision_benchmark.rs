@@ -11,12 +11,15 @@
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
+#[path = "mixed_precision_benchmark/analysis/mod.rs"]
+mod analysis;
 mod common;
 #[path = "mixed_precision_benchmark/figure.rs"]
 mod figure;
 #[path = "mixed_precision_benchmark/table.rs"]
 mod table;
 
+use analysis::PrecisionAnalysis;
 use candle_core::DType;
 use clap::Parser;
 use common::models::{Model, ModelFlags, describe, with_attention};
@@ -27,7 +30,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, OptimizerChoice, PrecisionAnalysis, alternate};
+use tallow::bench::{EndToEnd, OptimizerChoice, alternate};
 use tallow::model::flops;
 use tallow::precision::Precision;
 use tallow::report::{Fields, Report, list_in_note};

@@ -2,8 +2,9 @@
 
 use super::grid::{Group, Run, limits};
 use super::{Flags, columns};
+use crate::analysis::Analysis;
 use candle_core::Device;
-use tallow::bench::{Analysis, Limit};
+use tallow::bench::Limit;
 use tallow::report::{Fields, Report};
 
 impl Flags {

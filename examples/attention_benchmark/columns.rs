@@ -1,6 +1,6 @@
 //! What the tables show: a line a configuration, its phases side by side.
 
-use tallow::bench::Analysis;
+use crate::analysis::Analysis;
 use tallow::report::{Column, Fields, mean_and_std, pivot};
 
 /// From left to right.

@@ -1,12 +1,13 @@
 //! Part (a): attention, eager naive beside the same planned, and flash.
 
+use crate::analysis::{Analysis, Speedup};
 use crate::common::values::{self, TimeBudget};
 use crate::common::words;
 use crate::{Setting, common, geometric_mean, number, text};
 use clap::Args;
 use tallow::Result;
 use tallow::attention::{Algorithm, Mask};
-use tallow::bench::{Analysis, AttentionRun, Execution, Sampling};
+use tallow::bench::{AttentionRun, Execution, Sampling};
 use tallow::memory::AttentionWorkload;
 use tallow::report::{Column, Fields, Report, counted, list_in_note, mean_and_std};
 
@@ -255,8 +256,7 @@ fn notes(rows: &[Fields], analysis: &Analysis) -> Vec<String> {
                 .iter()
                 .filter(|s| s.implementation == *name)
         };
-        let mean =
-            |of: fn(&tallow::bench::Speedup) -> Option<f64>| geometric_mean(own().filter_map(of));
+        let mean = |of: fn(&Speedup) -> Option<f64>| geometric_mean(own().filter_map(of));
         if let (Some(forward), Some(backward)) = (mean(|s| s.forward), mean(|s| s.backward)) {
             notes.push(format!(
                 "Average speed-up of {name} over naive: forward {forward:.2}x, backward {backward:.2}x (geometric \

@@ -1,6 +1,6 @@
 //! The comparison as a picture.
 
-use tallow::bench::{ComparedPrecisions, PrecisionAnalysis, PrecisionSide};
+use crate::analysis::{ComparedPrecisions, PrecisionAnalysis, PrecisionSide};
 use tallow::report::plot::{Figure, LineChart, Series};
 
 const MIB: f64 = (1u64 << 20) as f64;

@@ -1,6 +1,6 @@
 //! What the tables show: a line a configuration, its precisions side by side under each quantity.
 
-use tallow::bench::{PrecisionAnalysis, PrecisionSide};
+use crate::analysis::{PrecisionAnalysis, PrecisionSide};
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, mean_and_std};
 

@@ -2,8 +2,7 @@
 //!
 //! [`Stopwatch`] times steps on a device, [`Laps`] the phases inside them, [`EndToEnd`] a whole model's,
 //! [`AttentionRun`] those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time
-//! and an out-of-memory row instead of a crash; [`Analysis`] sums the last two up. [`alternate()`] measures runs in
-//! turns that [`PrecisionAnalysis`] then compares. What the samples mean, and how they are printed, is in
+//! and an out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. What the samples mean, and how they are printed, is in
 //! [`report`](crate::report).
 //!
 //! ```
@@ -21,7 +20,6 @@
 //! ```
 
 mod alternate;
-mod analysis;
 mod attention;
 mod end_to_end;
 mod environment;
@@ -32,13 +30,11 @@ mod limit;
 mod memory_profile;
 mod passes;
 mod planned_phases;
-mod precisions;
 mod self_attention;
 mod stopwatch;
 mod update;
 
 pub use alternate::alternate;
-pub use analysis::{Analysis, Extremes, Growth, Peak, Place, Speedup, figure};
 pub use attention::AttentionRun;
 pub use end_to_end::EndToEnd;
 pub use environment::environment;
@@ -47,7 +43,6 @@ pub use laps::{Lap, LapTimings, Laps};
 pub use limit::Limit;
 pub use memory_profile::MemoryProfile;
 pub use passes::Sampling;
-pub use precisions::{ComparedPrecisions, PrecisionAnalysis, PrecisionSide};
 pub use self_attention::SelfAttentionRun;
 pub use stopwatch::{Step, Stopwatch, Timing, time_once};
 pub use update::OptimizerChoice;

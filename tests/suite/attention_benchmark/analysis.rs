@@ -1,7 +1,11 @@
 //! What is read out of rows that were made up for it.
 
+#[path = "../../../examples/common/analysis/mod.rs"]
+#[allow(dead_code)] // the examples' own
+mod rows;
+
 use approx::assert_relative_eq;
-use tallow::bench::{Analysis, figure};
+use rows::{Analysis, figure};
 use tallow::report::{Fields, Layout};
 
 /// The rows of a configuration; `ms` and `bytes` are forward's, backward takes twice the time.
@@ -146,7 +150,7 @@ fn extremes_and_peaks_are_each_implementations_own() {
         ]
     );
     let naive = &analysis.extremes[0];
-    let place = |p: &tallow::bench::Place| (p.context_length, p.width);
+    let place = |p: &rows::Place| (p.context_length, p.width);
     assert_eq!(place(&naive.fastest), (256, 16));
     assert_relative_eq!(naive.fastest.mean_ms, 1.5 * 65.536);
     assert_eq!(place(&naive.slowest), (4096, 16));

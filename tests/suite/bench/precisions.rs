@@ -1,10 +1,15 @@
 //! Half precision in the harness: its regimes, loss scaling, turns, and the comparison with f32.
 
+#[path = "../../../examples/mixed_precision_benchmark/analysis/mod.rs"]
+#[allow(dead_code)] // the example's own
+mod analysis;
+
 use super::{number, run, text};
+use analysis::PrecisionAnalysis;
 use candle_core::Device;
 use rstest::rstest;
 use serde_json::Value;
-use tallow::bench::{EndToEnd, OptimizerChoice, PrecisionAnalysis, alternate, environment};
+use tallow::bench::{EndToEnd, OptimizerChoice, alternate, environment};
 use tallow::memory::Mode;
 use tallow::precision::{Precision, Regime};
 use tallow::report::Fields;

@@ -1,8 +1,8 @@
 //! The analysis as a picture.
 
 use super::{Row, WHOLE, different};
-use crate::report::Fields;
-use crate::report::plot::{Figure, LineChart, Series};
+use tallow::report::Fields;
+use tallow::report::plot::{Figure, LineChart, Series};
 
 const MIB: f64 = (1u64 << 20) as f64;
 

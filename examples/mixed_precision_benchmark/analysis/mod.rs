@@ -2,27 +2,12 @@
 
 mod words;
 
-use crate::precision::Precision;
-use crate::report::Fields;
 use serde::Serialize;
 use serde_json::Value;
+use tallow::precision::Precision;
+use tallow::report::Fields;
 
-/// Half precision beside f32, from the rows of [`EndToEnd`](super::EndToEnd), any number of runs together.
-///
-/// ```
-/// use tallow::bench::PrecisionAnalysis;
-/// use tallow::report::Fields;
-///
-/// let row = |precision: &str, median_ms: f64, peak_bytes: u64| {
-///     let mut row = Fields::from_iter([("mode", "forward"), ("phase", "forward"), ("status", "ok")]);
-///     row.insert("precision", precision).insert("median_ms", median_ms).insert("peak_bytes", peak_bytes);
-///     row
-/// };
-/// let analysis = PrecisionAnalysis::of(&[row("f32", 30.0, 1000), row("bf16", 20.0, 600)]);
-/// let bf16 = &analysis.configurations[0].sides[1];
-/// assert_eq!(bf16.speedup, Some(1.5));
-/// assert_eq!(bf16.memory_saved_percent, Some(40.0));
-/// ```
+/// Half precision beside f32, from the rows of [`EndToEnd`](tallow::bench::EndToEnd), any number of runs together.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct PrecisionAnalysis {
     /// In the order in which the rows come.

@@ -6,12 +6,12 @@ mod words;
 
 pub use figure::figure;
 
-use crate::report::{Fields, PowerLaw};
 use serde::Serialize;
 use std::collections::BTreeMap;
+use tallow::report::{Fields, PowerLaw};
 
-/// Counts, extremes, growth and speed-ups, from the rows of [`AttentionRun`](super::AttentionRun) or
-/// [`SelfAttentionRun`](super::SelfAttentionRun), any number of runs together.
+/// Counts, extremes, growth and speed-ups, from the rows of [`AttentionRun`](tallow::bench::AttentionRun) or
+/// [`SelfAttentionRun`](tallow::bench::SelfAttentionRun), any number of runs together.
 ///
 /// A configuration is an implementation, a T and a width (the head dimension, or d_model); the rows are taken to agree
 /// in everything else.

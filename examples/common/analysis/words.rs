@@ -1,7 +1,7 @@
 //! The analysis in words, and as tables.
 
 use super::{Analysis, Extremes, Growth, NAIVE, Place, Speedup, different};
-use crate::report::{Column, Fields, Report, counted, format_mib, list_in_note};
+use tallow::report::{Column, Fields, Report, counted, format_mib, list_in_note};
 
 impl Analysis {
     /// Sentences: what ran out of memory, what takes the most, how many times as fast others are as naive; `width` is

@@ -1,9 +1,9 @@
 //! The comparison in words, and what copies of the weights cost as a table.
 
 use super::{ComparedPrecisions, PrecisionAnalysis, PrecisionSide};
-use crate::precision::Precision;
-use crate::report::{Column, Fields, PowerLaw, Report, format_mib, list_in_note};
 use serde_json::Value;
+use tallow::precision::Precision;
+use tallow::report::{Column, Fields, PowerLaw, Report, format_mib, list_in_note};
 
 impl PrecisionAnalysis {
     /// The same in words: how fast and how large each precision is beside f32, how that changes with the model's size,
