@@ -52,19 +52,22 @@ pub fn forward_in_place<T: Real>(
     threads: Threads,
 ) {
     let rows = |first: usize, p: &mut [T], lse: &mut [T]| {
-        forward_visible(
-            p,
-            keys,
-            scale,
-            #[inline(always)]
-            |row| mask.visible((first + row) % queries, queries, keys).end,
-            #[inline(always)]
-            |row, top, sum| {
-                if let Some(lse) = lse.get_mut(row) {
-                    *lse = top + sum.logarithm();
-                }
-            },
-        );
+        let rows = || {
+            forward_visible(
+                p,
+                keys,
+                scale,
+                #[inline(always)]
+                |row| mask.visible((first + row) % queries, queries, keys).end,
+                #[inline(always)]
+                |row, top, sum| {
+                    if let Some(lse) = lse.get_mut(row) {
+                        *lse = top + sum.logarithm();
+                    }
+                },
+            );
+        };
+        timed(Part::Softmax, rows);
     };
     match threads {
         Threads::One => rows(0, p, lse),
