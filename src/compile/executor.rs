@@ -17,7 +17,7 @@ use half::{bf16, f16};
 pub(super) enum Executor {
     Cpu(cpu::Executor),
     #[cfg(feature = "cuda")]
-    Gpu(Box<cuda::Executor>),
+    Gpu(Box<cuda::Undisturbed>),
 }
 
 impl Executor {
@@ -38,7 +38,7 @@ impl Executor {
     pub fn new(plan: &Plan, device: &Device) -> Result<Self> {
         match device {
             #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => Ok(Self::Gpu(Box::new(cuda::Executor::new(plan, gpu)?))),
+            Device::Cuda(gpu) => Ok(Self::Gpu(Box::new(cuda::Undisturbed::new(plan, gpu)?))),
             _ => Ok(Self::Cpu(cpu::Executor::new(plan)?)),
         }
     }

@@ -5,8 +5,8 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Device, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Held while a handle of a GPU is made, and while a stream is recorded: cudarc waits for the whole context when it
-/// makes a stream, which ends every recording in the process.
+/// Held while a handle of a GPU is made or dropped, and while a stream is recorded: cudarc waits for the whole context
+/// when it makes a stream, and cuBLAS when its handle goes, which ends every recording in the process.
 pub(crate) fn undisturbed() -> MutexGuard<'static, ()> {
     static UNDISTURBED: Mutex<()> = Mutex::new(());
     UNDISTURBED.lock().unwrap_or_else(PoisonError::into_inner)

@@ -121,6 +121,6 @@ fn micro_batches(#[values(every_op, parts)] case: fn() -> Case) {
         let error = f64::from((got - wanted).abs() / wanted.abs());
         assert!(error <= 2e-5, "{got} for {wanted}");
     }
-    let error = furthest(&whole, &mean);
-    assert!(error <= 1e-5, "{error}");
+    let (error, allowed) = (furthest(&whole, &mean), 2.0 * case.bound);
+    assert!(error <= allowed, "{error}, allowed {allowed}");
 }

@@ -3,7 +3,7 @@
 use super::{alone, config, span};
 use candle_core::{Device, Tensor};
 use tallow::attention::Algorithm;
-use tallow::model::TransformerLM;
+use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::precision::Precision;
 use tallow::probe::Kind;
 use tallow::profile::{
@@ -215,7 +215,11 @@ fn traces_have_the_gpus_streams() {
 /// Some steps of a small model on the GPU.
 fn recorded_on_gpu(attention: Algorithm) -> Recording {
     let device = tallow::device("cuda").unwrap();
-    let model = TransformerLM::new(&config(attention), 5, &device).unwrap();
+    let size = TransformerConfig {
+        d_model: 32, // heads of 16, which flash attention's kernels take
+        ..config(attention)
+    };
+    let model = TransformerLM::new(&size, 5, &device).unwrap();
     let tokens = Tensor::zeros((2, 7), candle_core::DType::U32, &device).unwrap();
     let step = || {
         let _step = profile::step();
