@@ -84,8 +84,7 @@ pub fn table(rows: &[Fields], by: &[(&str, &str)], field: &str, values: &[String
 const NOTES: [&str; 2] = [
     "Phases and steps are of the same runs: phases and what lies between them add up to the step. Speed-ups are \
      ratios of means.",
-    "A planned step is timed at the calls where its phases begin; on a GPU it is one launch, whose phases are not \
-     known (n/a).",
+    "A planned step is timed at the calls where its phases begin; on a GPU by events in its graph.",
 ];
 
 /// The phases of one mode's rows, of the same steps: with backward and optimizer together, and what is left.

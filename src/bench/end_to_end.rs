@@ -82,8 +82,8 @@ impl Measured {
 
 impl EndToEnd {
     /// Measures, and returns a row for each phase: `forward`, `backward`, `optimizer` as far as the mode has them, and
-    /// the step as a whole, `forward+backward` or `train step`. A planned step on the CPU is timed at the calls where
-    /// its phases begin; on a GPU it is one launch, and has the row of the whole alone. Memory is the whole mode's:
+    /// the step as a whole, `forward+backward` or `train step`. The phases of a planned step are its
+    /// [`PhaseTimes`](crate::compile::PhaseTimes). Memory is the whole mode's:
     /// `peak_bytes` of the model and its steps, and `allocated_bytes` that are still there after the last one. So is
     /// what the first step did, warm-up or not: its time, the pages that it met for the first time, the threads that it
     /// started and, on a GPU, the kernels that it compiled and the modules of kernels that it loaded.

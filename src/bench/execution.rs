@@ -1,9 +1,8 @@
 //! Eager or planned.
 
-use super::planned_phases::PlannedPhases;
 use super::update::LossScaling;
 use super::{EndToEnd, Lap, LapTimings, Laps, OptimizerChoice};
-use crate::compile::{Forward, Plan, PlanConfig, TrainStep};
+use crate::compile::{Forward, PhaseTimes, Plan, PlanConfig, TrainStep};
 use crate::memory::Mode;
 use crate::model::TransformerLM;
 use crate::optim::{AdamW, GradScaler, GradScalerConfig};
@@ -166,8 +165,7 @@ impl EndToEnd {
         }
     }
 
-    /// Runs the planned steps, in f16 with a loss scale. On the CPU forward, backward and optimizer are timed at the
-    /// calls where they begin; on a GPU a step is one launch and one phase.
+    /// Runs the planned steps, in f16 with a loss scale.
     pub(super) fn time_planned(
         &self,
         model: &TransformerLM,
@@ -187,20 +185,12 @@ impl EndToEnd {
             self.optimizer;
         let mut optimizer = AdamW::new(model.parameters(), config)?;
         let mut step = TrainStep::new(model, &optimizer, &plan)?;
-        let phases = model
-            .device()
-            .is_cpu()
-            .then(|| PlannedPhases::new(step.plan()));
-        let whole = self.whole_phase();
-        let time = |lap: &mut Lap<'_>, work: &mut dyn FnMut() -> Result<()>| match &phases {
-            Some(phases) => phases.time(lap, whole, work),
-            None => lap.time(whole, work),
-        };
+        step.time_phases(true);
         if self.mode != Mode::TrainStep {
             let timings = laps.measure(self.steps, |lap| {
-                time(lap, &mut || {
-                    step.forward_backward(tokens, targets).map(drop)
-                })
+                step.forward_backward(tokens, targets)?;
+                add_phases(lap, step.phase_times()?);
+                Ok(())
             });
             return Ok((timings?, None));
         }
@@ -210,16 +200,29 @@ impl EndToEnd {
         })?;
         let mut skipped_steps = 0;
         let timings = laps.measure(self.steps, |lap| {
-            time(lap, &mut || {
-                let done = step.run_scaled(&mut optimizer, &mut scaler, tokens, targets)?;
-                skipped_steps += usize::from(!done.stepped());
-                Ok(())
-            })
+            let done = step.run_scaled(&mut optimizer, &mut scaler, tokens, targets)?;
+            skipped_steps += usize::from(!done.stepped());
+            add_phases(lap, step.phase_times()?);
+            Ok(())
         })?;
         let scaling = plan.loss_scaling.then(|| LossScaling {
             loss_scale: scaler.loss_scale(),
             skipped_steps,
         });
         Ok((timings, scaling))
+    }
+}
+
+/// Records how long the phases of a planned run were: those that it has.
+pub(super) fn add_phases(lap: &mut Lap<'_>, times: Option<PhaseTimes>) {
+    let times = times.unwrap_or_default();
+    for (phase, ms) in [
+        ("forward", times.forward_ms),
+        ("backward", times.backward_ms),
+        ("optimizer", times.optimizer_ms),
+    ] {
+        if ms > 0.0 {
+            lap.add(phase, ms);
+        }
     }
 }

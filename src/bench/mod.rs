@@ -29,7 +29,6 @@ mod laps;
 mod limit;
 mod memory_profile;
 mod passes;
-mod planned_phases;
 mod self_attention;
 mod stopwatch;
 mod update;

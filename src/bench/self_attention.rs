@@ -1,8 +1,8 @@
 //! A self-attention layer, timed by phase, with its memory step by step.
 
 use super::attention::{implementation, pairs, unsupported};
-use super::passes::{Alive, Eager, Pass, Passes, PlannedMemory, Sampling, WHOLE, at_least_one};
-use super::planned_phases::PlannedPhases;
+use super::execution::add_phases;
+use super::passes::{Alive, Eager, Pass, Passes, PlannedMemory, Sampling, at_least_one};
 use super::{Execution, Lap, Limit, Step};
 use crate::compile::{LossStep, StepConfig};
 use crate::memory::{
@@ -12,7 +12,7 @@ use crate::memory::{
 use crate::nn::{CausalSelfAttention, Layer, seeded};
 use crate::optim::AdamW;
 use crate::report::Fields;
-use crate::{Error, Result, graph, probe};
+use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 
@@ -52,8 +52,8 @@ impl SelfAttentionRun {
     /// - `peak_bytes`: the most alive at once in the phase.
     ///
     /// What is planned has its arena from the beginning to the end: all of it counts in `peak_bytes`, and in the others
-    /// what of it is read later. The optimizer's state that a [`LossStep`] asks for counts in none. On the CPU backward
-    /// is timed at the call where it begins, the gradient of the sum; on a GPU a pass is one launch, and has one row.
+    /// what of it is read later. The optimizer's state that a [`LossStep`] asks for counts in none. Backward begins
+    /// with the gradient of the sum.
     ///
     /// FLOPs: 8 B T D^2 for the projections and 4 B D for each pair of query and key that the causal mask leaves; in
     /// backward 10 B T D^2, since x is an input and gets no gradient, and 8 B D.
@@ -213,7 +213,6 @@ impl SelfAttentionRun {
 struct PlannedLayer {
     step: LossStep,
     x: Tensor,
-    phases: Option<PlannedPhases>,
     state_bytes: u64,
     /// The weights' owner.
     _optimizer: AdamW,
@@ -229,11 +228,11 @@ impl PlannedLayer {
         let elements: usize = parameters.iter().map(|(_, var)| var.elem_count()).sum();
         let optimizer = AdamW::new(parameters, Default::default())?;
         let hollow = graph::input("x", x.shape().clone(), w.dtype)?;
-        let step = LossStep::new(&optimizer, &StepConfig::default(), || {
+        let mut step = LossStep::new(&optimizer, &StepConfig::default(), || {
             w.planned_loss(&layer, &hollow)
         })?;
+        step.time_phases(true);
         Ok(Self {
-            phases: device.is_cpu().then(|| PlannedPhases::new(step.plan())),
             state_bytes: 2 * (elements * w.dtype.size_in_bytes()) as u64,
             _optimizer: optimizer,
             step,
@@ -246,15 +245,9 @@ impl Pass for PlannedLayer {
     type Gradients = ();
 
     fn step(&mut self, lap: &mut Lap<'_>, _between: &mut dyn FnMut()) -> Result<()> {
-        let (step, inputs) = (&mut self.step, [("x", &self.x)]);
-        let mut work = || step.forward_backward(&inputs).map(drop);
-        match &self.phases {
-            Some(phases) => phases.time(lap, WHOLE, work),
-            None => {
-                let _range = probe::phase(WHOLE);
-                work()
-            }
-        }
+        self.step.forward_backward(&[("x", &self.x)])?;
+        add_phases(lap, self.step.phase_times()?);
+        Ok(())
     }
 
     fn planned(&self) -> Option<PlannedMemory> {

@@ -4,6 +4,7 @@ use super::cpu;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::lower::Target;
+use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::{Controls, Tensors};
 use crate::Result;
@@ -87,6 +88,24 @@ impl Executor {
             Self::Cpu(executor) => on_cpu(tensors, |lent| executor.run(plan, lent, &controls)),
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.run(plan, tensors, &controls),
+        }
+    }
+
+    /// Times the phases of runs from now on, or no more.
+    pub fn time_phases(&mut self, plan: &Plan, on: bool) {
+        match self {
+            Self::Cpu(executor) => executor.time_phases(plan, on),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(executor) => executor.time_phases(plan, on),
+        }
+    }
+
+    /// What the phases of the last run took, if they are timed.
+    pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
+        match self {
+            Self::Cpu(executor) => executor.phase_times(),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(executor) => executor.phase_times(),
         }
     }
 

@@ -5,6 +5,7 @@ use super::budget;
 use super::config::StepConfig;
 use super::executor::Executor;
 use super::parameters;
+use super::phase_times::PhaseTimes;
 use super::plan::Plan;
 use super::run::Tensors;
 use super::step::{ScaledStep, Step};
@@ -205,6 +206,19 @@ impl LossStep {
     pub fn forward_backward(&mut self, inputs: &[(&str, &Tensor)]) -> Result<f32> {
         let arguments = self.arguments.given(inputs)?;
         self.step.forward_backward(&tensors(&arguments))
+    }
+
+    /// Times the phases of runs from now on, or no more, for [`phase_times`](Self::phase_times).
+    pub fn time_phases(&mut self, on: bool) {
+        self.step.time_phases(on);
+    }
+
+    /// What the phases of the last run took; `None` if they are not timed, and before a run.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
+        self.step.phase_times()
     }
 
     /// Has the copies of weights that products read in half precision renewed in the next run, as

@@ -5,6 +5,7 @@ use super::executor::Executor;
 use super::lower::Lowered;
 use super::op::Op;
 use super::parameters;
+use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
 use crate::optim::{AdamW, GradScaler};
@@ -183,6 +184,16 @@ impl Step {
     fn loss(&mut self) -> Result<f32> {
         let loss = self.first(&self.loss.clone())?;
         Ok(loss.map_or(f32::NAN, |loss| loss as f32)) // (1)
+    }
+
+    /// Times the phases of runs from now on, or no more.
+    pub fn time_phases(&mut self, on: bool) {
+        self.executor.time_phases(&self.plan, on);
+    }
+
+    /// What the phases of the last run took, if they are timed.
+    pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
+        self.executor.phase_times()
     }
 
     /// Clips to another norm from the next run on.

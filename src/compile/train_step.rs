@@ -4,6 +4,7 @@ use super::config::PlanConfig;
 use super::executor::Executor;
 use super::loss_step::LossStep;
 use super::model::Planner;
+use super::phase_times::PhaseTimes;
 use super::plan::Plan;
 use super::step::ScaledStep;
 use super::{least, parameters};
@@ -172,6 +173,41 @@ impl TrainStep {
     /// As [`run`](Self::run); [`Error::Order`](crate::Error::Order) where the optimizer runs in backward.
     pub fn forward_backward(&mut self, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
         self.step.forward_backward(&inputs(tokens, targets))
+    }
+
+    /// Times the phases of runs from now on, or no more, for [`phase_times`](Self::phase_times).
+    ///
+    /// ```
+    /// # use candle_core::Tensor;
+    /// # use tallow::compile::{PlanConfig, TrainStep};
+    /// # use tallow::model::{TransformerConfig, TransformerLM};
+    /// # use tallow::optim::{AdamW, AdamWConfig};
+    /// # let device = tallow::device("cpu")?;
+    /// # let config = TransformerConfig {
+    /// #     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+    /// #     ..Default::default()
+    /// # };
+    /// # let model = TransformerLM::new(&config, 0, &device)?;
+    /// # let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// # let plan = PlanConfig { batch_size: 1, sequence_length: 4, ..Default::default() };
+    /// # let mut step = TrainStep::new(&model, &optimizer, &plan)?;
+    /// # let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
+    /// step.time_phases(true);
+    /// step.run(&mut optimizer, &tokens, &tokens)?;
+    /// let times = step.phase_times()?.expect("a run that was timed");
+    /// assert!(times.forward_ms > 0.0 && times.backward_ms > 0.0 && times.optimizer_ms > 0.0);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    pub fn time_phases(&mut self, on: bool) {
+        self.step.time_phases(on);
+    }
+
+    /// What the phases of the last run took; `None` if they are not timed, and before a run.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
+        self.step.phase_times()
     }
 
     /// The plan.

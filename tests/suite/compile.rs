@@ -14,6 +14,7 @@ mod loss_options;
 mod loss_step;
 mod memory;
 mod options;
+mod phase_times;
 mod plans;
 mod property;
 mod pytorch;

@@ -9,6 +9,7 @@ mod memory;
 pub(super) use memory::ExternalBuffers;
 
 use super::calls;
+use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::{BufferRange, Call, Plan};
 pub(super) use super::run::Controls;
 use crate::Result;
@@ -16,11 +17,13 @@ use crate::kernels::cpu::gemm;
 use candle_core::{DType, WithDType};
 use memory::{Arena, View};
 use std::ops::ControlFlow;
+use std::time::Instant;
 
 /// A plan's memory.
 #[derive(Debug)]
 pub(super) struct Executor {
     arena: Arena,
+    clock: Option<PhaseClock<Instant>>,
 }
 
 impl Executor {
@@ -34,6 +37,7 @@ impl Executor {
         }
         Ok(Self {
             arena: Arena::new(plan.peak_bytes())?,
+            clock: None,
         })
     }
 
@@ -45,12 +49,31 @@ impl Executor {
         controls: &Controls<'_>,
     ) -> Result<()> {
         let view = View::new(plan, &mut self.arena, lent);
-        let _: ControlFlow<()> = run_calls(plan, 0..plan.per_micro_batch().start, &view, controls)?;
+        let clock = &mut self.clock;
+        if let Some(clock) = clock {
+            clock.start();
+        }
+        let first = 0..plan.per_micro_batch().start;
+        let _: ControlFlow<()> = run_calls(plan, first, &view, controls, clock)?;
         for micro_batch in 0..plan.micro_batches() {
             let view = view.of(micro_batch);
-            let _: ControlFlow<()> = run_calls(plan, plan.per_micro_batch(), &view, controls)?;
+            let calls = plan.per_micro_batch();
+            let _: ControlFlow<()> = run_calls(plan, calls, &view, controls, clock)?;
         }
         Ok(())
+    }
+
+    /// Times the phases of runs from now on, or no more.
+    pub fn time_phases(&mut self, plan: &Plan, on: bool) {
+        self.clock = on.then(|| PhaseClock::new(plan));
+    }
+
+    /// What the phases of the last run took, if they are timed.
+    pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
+        let ms = |from: &Instant, to: &Instant| Ok(to.duration_since(*from).as_secs_f64() * 1e3);
+        self.clock
+            .as_ref()
+            .map_or(Ok(None), |clock| clock.times(ms))
     }
 
     /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error
@@ -74,7 +97,7 @@ impl Executor {
     ) -> Result<bool> {
         let view = View::new(plan, &mut self.arena, lent);
         let rest = plan.per_micro_batch().end..plan.calls().len();
-        Ok(run_calls(plan, rest, &view, controls)?.is_continue())
+        Ok(run_calls(plan, rest, &view, controls, &mut self.clock)?.is_continue())
     }
 
     /// What a run has left in an operand that the plan keeps, where it lies.
@@ -89,6 +112,28 @@ impl Executor {
 }
 
 fn run_calls(
+    plan: &Plan,
+    calls: std::ops::Range<usize>,
+    view: &View<'_>,
+    controls: &Controls<'_>,
+    clock: &mut Option<PhaseClock<Instant>>,
+) -> Result<ControlFlow<()>> {
+    let Some(clock) = clock else {
+        return run_piece(plan, calls, view, controls);
+    };
+    for piece in clock.pieces(calls) {
+        clock.begins(piece.start, Instant::now());
+        let next = run_piece(plan, piece, view, controls)?;
+        if next.is_break() {
+            clock.ends(Instant::now());
+            return Ok(next);
+        }
+    }
+    clock.ends(Instant::now());
+    Ok(ControlFlow::Continue(()))
+}
+
+fn run_piece(
     plan: &Plan,
     calls: std::ops::Range<usize>,
     view: &View<'_>,

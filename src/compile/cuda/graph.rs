@@ -1,4 +1,4 @@
-//! A run recorded: all of its launches as one.
+//! A run recorded: many launches as one.
 
 use crate::Result;
 use candle_core::cuda_backend::cudarc::driver::CudaGraph;
@@ -15,8 +15,8 @@ pub(super) enum Recorded {
     Nothing,
     /// It was run once.
     Warm,
-    /// Its graph.
-    Graph(Graph),
+    /// The graphs of its segments.
+    Graphs(Vec<Graph>),
 }
 
 /// A CUDA graph, launched through one executor alone.

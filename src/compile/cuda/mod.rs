@@ -1,7 +1,7 @@
 //! A GPU's executor: every call handed to its kernel, in one stream, and the whole of a run recorded as a CUDA graph.
 //!
 //! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on
-//! a run is one launch. What may change from run to run (learning rates, the loss scale) is read by the kernels from a
+//! a run is one launch, or one for each phase where phases are timed. What may change from run to run (learning rates, the loss scale) is read by the kernels from a
 //! buffer that is filled before. A run that the probe listens to goes call by call again.
 //!
 //! The stream is the executor's own, so that no other work is recorded. While a plan's first two runs last, other
@@ -23,20 +23,22 @@ mod update;
 
 use super::calls;
 use super::op::Op;
+use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::Plan;
 use super::run::{Controls, Tensors, not_finite};
 use crate::kernels::cuda::matmul::Products;
 use crate::{Error, Result, hardware, probe};
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream};
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use device_pointers::DevicePointers;
 use graph::Recorded;
 use inputs::Inputs;
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::ops::{ControlFlow, Deref, DerefMut};
+use std::ops::{ControlFlow, Deref, DerefMut, Range};
 use std::sync::Arc;
 use update::{OptimizerLayout, Updates};
 
@@ -60,7 +62,13 @@ pub(in crate::compile) struct Executor {
     /// Where the arguments of the last run of each were.
     arguments: [Vec<u64>; RunScope::COUNT],
     copies_are_current: bool,
+    /// Its moments are events, by number.
+    clock: Option<PhaseClock<usize>>,
+    events: Vec<CudaEvent>,
 }
+
+/// Calls that are launched in one go, with the micro-batch that they are of.
+type Segment = Vec<(Range<usize>, usize)>;
 
 /// How much of a plan is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,6 +132,8 @@ impl Executor {
             recorded: Default::default(),
             arguments: Default::default(),
             copies_are_current: false,
+            clock: None,
+            events: Vec::new(),
         })
     }
 
@@ -177,11 +187,11 @@ impl Executor {
         stream.join(&self.stream).w()?;
         self.inputs.fill(&self.gpu, plan, controls)?;
         // What a first run loads would end the recording of another thread's.
-        let recorded = matches!(self.recorded[extent as usize], Recorded::Graph(_));
+        let recorded = matches!(self.recorded[extent as usize], Recorded::Graphs(_));
         let _undisturbed = (!recorded).then(hardware::cuda::undisturbed);
         let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
         if !copies_were_current {
-            self.launch(plan, plan.first_run_only(), 0, extent)?;
+            self.launch(plan, &vec![(plan.first_run_only(), 0)], extent)?;
         }
         match probe::is_listening() {
             false => self.run_recorded(plan, extent)?,
@@ -235,46 +245,95 @@ impl Executor {
         Ok(())
     }
 
-    /// Launches the calls of a run one by one.
-    fn launch_all(&mut self, plan: &Plan, extent: RunScope) -> Result<()> {
-        if extent != RunScope::AfterMicroBatches {
-            for micro_batch in 0..plan.micro_batches() {
-                self.launch(plan, plan.per_micro_batch(), micro_batch, extent)?;
-            }
-        }
-        let rest = plan.per_micro_batch().end..plan.calls().len();
-        match extent {
-            RunScope::MicroBatches => Ok(()),
-            _ => self.launch(plan, rest, 0, extent),
-        }
+    /// Times the phases of runs from now on, or no more.
+    pub fn time_phases(&mut self, plan: &Plan, on: bool) {
+        self.recorded = Default::default(); // in one segment, or in several
+        self.clock = on.then(|| PhaseClock::new(plan));
     }
 
-    fn launch(
+    /// What the phases of the last run took, if they are timed.
+    pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
+        let event = |number: &usize| &self.events[*number];
+        let ms = |from: &usize, to: &usize| Ok(f64::from(event(from).elapsed_ms(event(to)).w()?));
+        self.clock
+            .as_ref()
+            .map_or(Ok(None), |clock| clock.times(ms))
+    }
+
+    /// The calls of a run: in one segment, or where phases are timed in one for each stretch of one phase.
+    fn segments(&self, plan: &Plan, extent: RunScope) -> Vec<Segment> {
+        let mut calls = Segment::new();
+        if extent != RunScope::AfterMicroBatches {
+            calls.extend((0..plan.micro_batches()).map(|number| (plan.per_micro_batch(), number)));
+        }
+        if extent != RunScope::MicroBatches {
+            calls.push((plan.per_micro_batch().end..plan.calls().len(), 0));
+        }
+        let Some(clock) = &self.clock else {
+            return vec![calls];
+        };
+        let calls = calls.into_iter();
+        let pieces = calls.flat_map(|(calls, micro_batch)| {
+            let pieces = clock.pieces(calls).into_iter();
+            pieces.map(move |piece| vec![(piece, micro_batch)])
+        });
+        pieces.collect()
+    }
+
+    /// Calls `launch` for each segment of a run, in order, and takes the moments between.
+    fn run_segments(
         &mut self,
         plan: &Plan,
-        calls: std::ops::Range<usize>,
-        micro_batch: usize,
         extent: RunScope,
+        mut launch: impl FnMut(&mut Self, usize, &Segment) -> Result<()>,
     ) -> Result<()> {
+        if let Some(clock) = &mut self.clock {
+            clock.start();
+        }
+        let segments = self.segments(plan, extent);
+        for (number, segment) in segments.iter().enumerate() {
+            if let (Some(clock), Some((calls, _))) = (&mut self.clock, segment.first()) {
+                record_event(&self.gpu, &mut self.events, number)?;
+                clock.begins(calls.start, number);
+            }
+            launch(self, number, segment)?;
+        }
+        if let Some(clock) = &mut self.clock {
+            record_event(&self.gpu, &mut self.events, segments.len())?;
+            clock.ends(segments.len());
+        }
+        Ok(())
+    }
+
+    /// Launches the calls of a run one by one.
+    fn launch_all(&mut self, plan: &Plan, extent: RunScope) -> Result<()> {
+        self.run_segments(plan, extent, |executor, _, segment| {
+            executor.launch(plan, segment, extent)
+        })
+    }
+
+    fn launch(&mut self, plan: &Plan, segment: &Segment, extent: RunScope) -> Result<()> {
         let Some(device_pointers) = &self.device_pointers else {
             panic!("a call was launched before its operands were placed");
         };
-        let mut launcher = launcher::Launcher {
-            gpu: &self.gpu,
-            plan,
-            device_pointers,
-            inputs: &self.inputs,
-            products: &mut self.products,
-            updates: self.updates.as_ref(),
-            micro_batch,
-            checks: extent == RunScope::Checked,
-            launched: calls.start,
-            end: calls.end,
-        };
-        let _end = calls::run(plan, calls, |index, call| {
-            launcher.launch(index, call)?;
-            Ok(ControlFlow::Continue(()))
-        })?;
+        for (calls, micro_batch) in segment {
+            let mut launcher = launcher::Launcher {
+                gpu: &self.gpu,
+                plan,
+                device_pointers,
+                inputs: &self.inputs,
+                products: &mut self.products,
+                updates: self.updates.as_ref(),
+                micro_batch: *micro_batch,
+                checks: extent == RunScope::Checked,
+                launched: calls.start,
+                end: calls.end,
+            };
+            let _end = calls::run(plan, calls.clone(), |index, call| {
+                launcher.launch(index, call)?;
+                Ok(ControlFlow::Continue(()))
+            })?;
+        }
         Ok(())
     }
 
@@ -286,22 +345,29 @@ impl Executor {
     fn run_recorded(&mut self, plan: &Plan, extent: RunScope) -> Result<()> {
         let place = extent as usize;
         match &self.recorded[place] {
-            Recorded::Graph(graph) => return graph.launch(),
+            Recorded::Graphs(_) => {}
             Recorded::Nothing => {
                 self.recorded[place] = Recorded::Warm;
                 return self.launch_all(plan, extent);
             }
-            Recorded::Warm => {}
-        }
-        let gpu = self.gpu.clone();
-        match graph::record(&gpu, || self.launch_all(plan, extent)) {
-            Err(_) => self.launch_all(plan, extent),
-            Ok(graph) => {
-                graph.launch()?;
-                self.recorded[place] = Recorded::Graph(graph);
-                Ok(())
+            Recorded::Warm => {
+                let gpu = self.gpu.clone();
+                let segments = self.segments(plan, extent);
+                let graphs = segments.iter();
+                let graphs = graphs
+                    .map(|segment| graph::record(&gpu, || self.launch(plan, segment, extent)));
+                match graphs.collect() {
+                    Err(_) => return self.launch_all(plan, extent),
+                    Ok(graphs) => self.recorded[place] = Recorded::Graphs(graphs),
+                }
             }
         }
+        self.run_segments(plan, extent, |executor, number, _| {
+            match &executor.recorded[place] {
+                Recorded::Graphs(graphs) => graphs[number].launch(),
+                _ => unreachable!("recorded above"),
+            }
+        })
     }
 
     /// Whether the update was done: what clipping or the check for overflow has found.
@@ -366,6 +432,16 @@ impl fmt::Debug for Undisturbed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&*self.0, f)
     }
+}
+
+/// Has an event, by number, come after what the stream of `gpu` has been given.
+fn record_event(gpu: &CudaDevice, events: &mut Vec<CudaEvent>, number: usize) -> Result<()> {
+    let stream = gpu.cuda_stream();
+    while events.len() <= number {
+        let timed = Some(CUevent_flags::CU_EVENT_DEFAULT);
+        events.push(stream.context().new_event(timed).w()?);
+    }
+    Ok(events[number].record(&stream).w()?)
 }
 
 impl fmt::Debug for Executor {
