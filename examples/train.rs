@@ -223,7 +223,7 @@ impl Flags {
             ),
         );
         fields.insert("steps", count(config.steps));
-        fields.insert("schedule", format!("{:?}", config.schedule));
+        fields.insert("schedule", config.schedule.to_string());
         let optimizer = &config.optimizer;
         fields.insert(
             "optimizer",

@@ -4,6 +4,7 @@ use super::planned_phases::PlannedPhases;
 use super::update::LossScaling;
 use super::{EndToEnd, Lap, LapTimings, Laps, OptimizerChoice};
 use crate::compile::{Forward, Plan, PlanConfig, TrainStep};
+use crate::hardware::device_name;
 use crate::memory::Mode;
 use crate::model::TransformerLM;
 use crate::optim::{AdamW, GradScaler, GradScalerConfig};
@@ -53,7 +54,7 @@ impl EndToEnd {
             })
         };
         if device.is_metal() {
-            let got = format!("planned on {:?}", device.location());
+            let got = format!("planned on {}", device_name(device));
             return refuse(
                 "the device is neither the CPU nor a CUDA GPU",
                 got,

@@ -10,6 +10,7 @@ impl Analysis {
         let out_of_memory = self.out_of_memory.iter();
         let counts = out_of_memory.map(|o| format!("{} {} of {}", o.implementation, o.count, o.of));
         let mut notes = vec![list_in_note("Out of memory", &counts.collect::<Vec<_>>())];
+        notes.extend(self.beyond_naive_notes(width));
         let peaks = self.peaks.iter().map(|p| {
             let (bytes, length) = (format_mib(p.peak_bytes), p.context_length);
             format!(
@@ -29,6 +30,30 @@ impl Analysis {
         notes.extend(self.by_length());
         notes.extend(self.without_scores(width));
         notes
+    }
+
+    /// A sentence for each other implementation that ran where naive ran out of memory.
+    fn beyond_naive_notes(&self, width: &str) -> Vec<String> {
+        let others = different(self.beyond_naive.iter().map(|b| b.implementation.as_str()));
+        let sentence = |name: &str| {
+            let own = self
+                .beyond_naive
+                .iter()
+                .filter(|b| b.implementation == name);
+            let places = own.map(|b| {
+                let place = &b.place;
+                let memory = b
+                    .peak_bytes
+                    .map_or(String::new(), |bytes| format!(", {}", format_mib(bytes)));
+                format!(
+                    "T {} {width} {} ({:.0} ms{memory})",
+                    place.context_length, place.width, place.mean_ms
+                )
+            });
+            let start = format!("Naive ran out of memory where {name} ran (F+B, peak)");
+            list_in_note(&start, &places.collect::<Vec<_>>())
+        };
+        others.into_iter().map(sentence).collect()
     }
 
     /// A sentence for each other implementation: how fast and how large it is beside naive at the smallest and the

@@ -82,11 +82,17 @@ fn answers_of_a_gpu_add_up() {
 /// A step of 1000 ns on the CPU, planned: an attention of 400 with 100 of products and 200 of softmax, a swiglu of 300
 /// with 250 of products, a norm of 200, and 100 between the calls.
 fn planned() -> Recording {
-    let call = |path: &str, times, cost, [products_ns, softmax_ns]: [u64; 2]| {
+    let call = |path: &str, times, cost, [scores_ns, products_ns, softmax_ns]: [u64; 3]| {
         let mut call = span(Kind::Op, path, "forward", times, Some(2));
         call.cost = Some(cost);
         call.parts = Parts {
             products_ns,
+            scores_ns,
+            values_ns: if scores_ns > 0 {
+                products_ns - scores_ns
+            } else {
+                0
+            },
             softmax_ns,
             fused_ns: 0,
         };
@@ -106,10 +112,15 @@ fn planned() -> Recording {
                 "layers.0/attention",
                 (0, 400),
                 cost(600.0, 100.0),
-                [100, 200],
+                [40, 100, 200],
             ),
-            call("layers.0/swiglu", (400, 700), cost(900.0, 30.0), [250, 0]),
-            call("layers.0/rms_norm", (700, 900), cost(0.0, 50.0), [0, 0]),
+            call(
+                "layers.0/swiglu",
+                (400, 700),
+                cost(900.0, 30.0),
+                [0, 250, 0],
+            ),
+            call("layers.0/rms_norm", (700, 900), cost(0.0, 50.0), [0, 0, 0]),
         ],
         threads: vec!["main".into()],
         duration_ns: 1000,
