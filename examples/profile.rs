@@ -27,6 +27,8 @@
 mod analysis;
 #[path = "profile/apart.rs"]
 mod apart;
+#[path = "profile/by_part.rs"]
+mod by_part;
 mod common;
 #[path = "profile/runs.rs"]
 mod runs;
@@ -337,6 +339,10 @@ impl Flags {
         let (notes, analysis) = profiled.analyse()?;
         report.lines.push(run.labelled("ok", analysis.clone()));
         report.details.push(self.table(run, &summary, notes));
+        let by_part = by_part::table(&profiled.recording)?;
+        if !by_part.rows.is_empty() {
+            report.details.push(by_part);
+        }
         let analysis = serde_json::to_value(analysis).unwrap_or_default();
         report.analysis.insert(run.title(), analysis);
         Ok(())

@@ -30,6 +30,7 @@ mod limit;
 mod memory_profile;
 mod passes;
 mod planned_phases;
+mod planned_run;
 mod self_attention;
 mod stopwatch;
 mod update;

@@ -57,9 +57,11 @@ mod gpu;
 #[cfg(not(feature = "cuda"))]
 #[path = "no_gpu.rs"]
 mod gpu;
+mod kernel;
 mod kernels;
 mod profiler;
 mod recording;
+mod row;
 mod selection;
 mod summary;
 mod table;
@@ -71,8 +73,9 @@ pub use crate::probe::{Parts, emit_nvtx, phase, range, step};
 pub use balance::{Balance, Line, LineKind};
 pub use cost::op_costs;
 pub use forecast::{NodeCost, node_costs, node_table};
-pub use kernels::{Kernel, KernelWork, Launches};
+pub use kernel::{Kernel, KernelWork};
 pub use profiler::Profiler;
 pub use recording::{OperandShape, Recording, Span};
+pub use row::{Launches, Row};
 pub use selection::{Grouping, Selection};
-pub use summary::{ProfileReport, Row};
+pub use summary::ProfileReport;

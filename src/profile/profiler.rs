@@ -1,7 +1,7 @@
 //! Taking ranges down as they come.
 
 use super::gpu;
-use super::kernels::Kernel;
+use super::kernel::Kernel;
 use super::recording::{OperandShape, Recording, Span};
 use crate::memory::tracker;
 use crate::probe::{self, Event, Kind, Listener, Listening};

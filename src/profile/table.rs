@@ -1,6 +1,7 @@
 //! A summary as a table, in all of the crate's formats.
 
-use super::kernels::{Launches, extent, short};
+use super::kernel::{extent, short};
+use super::row::Launches;
 use super::summary::ProfileReport;
 use crate::report::{self, Column, Fields};
 
