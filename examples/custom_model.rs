@@ -287,7 +287,7 @@ impl Flags {
         );
         fields.insert("first loss", loss(first));
         fields.insert("last loss", loss(last));
-        fields.insert("foreseen", format!("{:.1}%", 100.0 * right));
+        fields.insert("next tokens predicted", format!("{:.1}%", 100.0 * right));
         fields
     }
 }

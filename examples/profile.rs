@@ -107,7 +107,8 @@ struct Flags {
     top: usize,
 
     /// Profile each run as planned beforehand too, or with =only alone
-    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside", conflicts_with = "reference_ops")]
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
+    #[arg(conflicts_with = "reference_ops")]
     compile: Option<CompileFlag>,
 
     /// Run every op as its reference in candle's own ops: forward's scale, mask and softmax are timed apart, and the
@@ -455,7 +456,8 @@ fn general_notes(reference_ops: bool) -> Vec<String> {
     ];
     if reference_ops {
         notes.push(
-            "References' backward is candle's own and has no ranges: it is in candle's line. Memory estimates are the kernels'."
+            "References' backward is candle's own and has no ranges: it is in candle's line. Memory estimates are the \
+             kernels'."
                 .into(),
         );
     }

@@ -170,7 +170,7 @@ impl Profiled {
         ])
     }
 
-    /// What the ranges cost while nobody listens: those of a step, at what one takes in a loop.
+    /// What the ranges cost without a listener: those of a step, at what one takes in a loop.
     fn idle_cost(&self, balance: &Balance, numbers: &mut Fields) -> String {
         const TIMES: u32 = 1_000_000;
         let start = std::time::Instant::now();
@@ -185,7 +185,8 @@ impl Profiled {
         numbers.insert("idle_range_ns", range_ns);
         numbers.insert("idle_percent", percent);
         format!(
-            "{ranges:.0} ranges a step; while no profiler runs one takes {range_ns:.1} ns, together {percent:.5}% of a step."
+            "{ranges:.0} ranges a step; while no profiler runs one takes {range_ns:.1} ns, together {percent:.5}% of a \
+             step."
         )
     }
 }
@@ -307,7 +308,8 @@ fn longest(summaries: &Summaries, numbers: &mut Fields) -> Vec<String> {
             let (_, share, count) = both(row);
             numbers.insert("longest_in_forward_backward", row.name.as_str());
             notes.push(format!(
-                "(b) Most of forward and backward: {}, {share:.1}%, {count:.0} times; forward's runs {:.0} times there.",
+                "(b) Most of forward and backward: {}, {share:.1}%, {count:.0} times; forward's runs {:.0} times \
+                 there.",
                 name(row),
                 both(&in_forward).2,
             ));
@@ -372,7 +374,8 @@ fn product_shares(summaries: &Summaries, numbers: &mut Fields) -> Vec<String> {
     )];
     if fused[1] > 0.0 {
         notes.push(format!(
-            "(d) Flash attention's kernels, products and softmax in one, take {:.1}% of forward and {:.1}% of the whole.",
+            "(d) Flash attention's kernels, products and softmax in one, take {:.1}% of forward and {:.1}% of the \
+             whole.",
             fused[0], fused[1],
         ));
     }

@@ -50,8 +50,23 @@ pub fn table(recording: &Recording) -> Result<Report> {
             Column::number("percent", "Time", "%", 1),
         ],
         rows: parts.iter().map(row).collect(),
+        notes: notes(&parts),
         ..Default::default()
     })
+}
+
+/// What the names stand for, where they need it.
+fn notes(parts: &[Part]) -> Vec<String> {
+    let mut notes = Vec::new();
+    if parts.iter().any(|part| part.name.ends_with("scores")) {
+        notes.push("scores are q k^T and the gradients of q and k; values p v and the gradients of p and v.".into());
+    }
+    let is_of_forward = |part: &&Part| part.name == "lm_head" && part.ns[1] == 0;
+    let has_backward = parts.iter().any(|part| part.ns[1] > 0);
+    if has_backward && parts.iter().any(|part| is_of_forward(&part)) {
+        notes.push("A planned head computes its gradients in forward, with the loss.".into());
+    }
+    notes
 }
 
 /// What an op's products and softmax belong to. Attention's are its scores' and its values'; where a GPU's kernels do

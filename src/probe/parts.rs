@@ -142,7 +142,7 @@ pub(super) fn end_op(before: Parts) -> Parts {
     SPENT.replace(before)
 }
 
-/// A parallel loop, outside of any part, while somebody listens.
+/// A parallel loop, outside of any part, while there is a listener.
 pub(crate) struct Region {
     start: Instant,
     /// What its tasks have taken, all threads together, and the parts of that.
@@ -150,7 +150,7 @@ pub(crate) struct Region {
 }
 
 impl Region {
-    /// `None` if nobody listens, or the loop belongs to a part as a whole.
+    /// `None` without a listener, or if the loop belongs to a part as a whole.
     #[inline]
     pub(crate) fn begin() -> Option<Self> {
         (is_listening() && !IN_PART.get()).then(|| Self {

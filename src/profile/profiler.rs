@@ -128,7 +128,7 @@ impl Profiler {
     pub fn finish(self) -> Result<Recording> {
         drop(self.listening);
         let Some(recorder) = Arc::into_inner(self.recorder) else {
-            unreachable!("nobody is told any more");
+            unreachable!("no listener is left");
         };
         if let Some(gpu) = &recorder.gpu {
             gpu.wait();

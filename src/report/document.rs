@@ -8,8 +8,8 @@ use crate::{Error, Result};
 /// One content, six formats.
 ///
 /// Columns show some of the fields of the rows. Markdown, LaTeX and Typst show all columns; text does so too, in a
-/// [`Layout`](super::Layout) that may move or leave out some. CSV and JSON carry every field of every row, unrounded, those that no
-/// column shows (`samples_ms`, say) after those that one does.
+/// [`Layout`](super::Layout) that may move or leave out some. CSV and JSON carry every field of every row, unrounded,
+/// those that no column shows (`samples_ms`, say) after those that one does.
 ///
 /// The JSON document is
 /// `{"environment": {..}, "configuration": {..}, "notes": [..], "analysis": {..}, "rows": [{..}, ..]}`, and with

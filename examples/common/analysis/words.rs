@@ -100,11 +100,11 @@ impl Analysis {
         };
         let growth = exponent(NAIVE).zip(exponent("flash"));
         let growth = growth.map_or(String::new(), |(naive, flash)| {
-            format!("; naive's grows as T^{naive:.2}, flash's as T^{flash:.2}")
+            format!("; what naive holds grows as T^{naive:.2}, what flash holds as T^{flash:.2}")
         });
         Some(format!(
-            "What would avoid naive's memory: to keep nothing of (T, T), as flash does. Before backward it holds \
-             {saved:.0}% less at T {}, {width} {}{growth}.",
+            "What would avoid naive's memory: to keep nothing of size (T, T). So flash holds {saved:.0}% less before \
+             backward at T {}, {width} {}{growth}.",
             at.context_length, at.width
         ))
     }

@@ -160,7 +160,7 @@ pub(super) fn mark(what: What, path: Path, phase: &'static str) {
     });
 }
 
-/// Writes an event with the time, if somebody records and there is room.
+/// Writes an event with the time, if a recording runs and has room.
 fn push(event: Event) {
     WRITERS.fetch_add(1, SeqCst);
     let buffer = BUFFER.load(SeqCst);
