@@ -18,7 +18,8 @@ pub struct Kernel {
     pub grid: Option<[u32; 3]>,
     /// Threads of a block along x, y and z.
     pub block: Option<[u32; 3]>,
-    /// The innermost range that the thread was in which launched it: an index of [`Recording::spans`].
+    /// The innermost range that the thread was in which launched it: an index of
+    /// [`Recording::spans`](super::Recording::spans).
     pub span: Option<usize>,
 }
 

@@ -87,7 +87,7 @@ pub struct Launches {
     pub shapes: usize,
     /// The ops that launched them, and how often, the most frequent first; `candle` outside of this crate's ops.
     pub ops: Vec<(String, usize)>,
-    /// Likewise their places, all blocks of the model together ([`Grouping::Layer`]).
+    /// Likewise their places, all blocks of the model together ([`Grouping::Layer`](super::Grouping::Layer)).
     pub places: Vec<(String, usize)>,
 }
 

@@ -113,7 +113,9 @@ fn watches() -> MutexGuard<'static, Watches> {
 pub struct GraphWatch(());
 
 /// Remembers which op makes which tensor, and what it keeps beside, so that
-/// [`saved_tensors`](crate::memory::saved_tensors) can say. It holds no tensor, only what is to be said of it, for
+/// [`saved_tensors`](crate::memory::saved_tensors) can say.
+///
+/// It holds no tensor, only what is to be said of it, for
 /// every op that runs meanwhile on any thread: watch a step, not a training.
 pub fn watch_graphs() -> GraphWatch {
     let mut watches = watches();
