@@ -20,7 +20,7 @@ pub struct Row {
     pub statistics: Option<Statistics>,
     /// Their FLOPs and bytes, over all steps; `None` where one of them has no formula.
     pub cost: Option<Cost>,
-    /// What of the time products took, and what softmax: nothing where the ops' kernels did not tell.
+    /// What of the time products took, and what softmax; nothing where the ops' kernels did not tell.
     pub parts: Parts,
     /// What these ops hold that others time apart.
     pub inside: Option<&'static str>,
