@@ -1,6 +1,6 @@
 //! Where the time goes: ops, by name and by place in the model, forward and backward, and what lies between them.
 //!
-//! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and takes down a [`Recording`]; what is made
+//! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and makes a [`Recording`]; what is made
 //! of one, [`ProfileReport`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of,
 //! without a rest), a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph
 //! ([`Recording::save_flame_graph`]); and [`OpCost`], the FLOPs and bytes of each op by its formula, and [`node_costs`]

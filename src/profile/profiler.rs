@@ -16,7 +16,7 @@ use std::time::Instant;
 /// Whether a profiler runs.
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
-/// A profiler at work: it takes down every range of the process, or of one thread, until it is
+/// A profiler at work: it records every range of the process, or of one thread, until it is
 /// [finished](Self::finish).
 ///
 /// One runs at a time. Each range costs about a microsecond while it does, and a few hundred bytes: a step of a model

@@ -1,4 +1,4 @@
-//! What a profiler has taken down.
+//! What a profiler has recorded.
 
 use super::kernel::Kernel;
 use crate::ops::cost::Cost;

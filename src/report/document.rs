@@ -54,7 +54,7 @@ pub struct Report {
     pub title: String,
     /// Tables that go into detail, each with its title; their environment is this one's. CSV has one table:
     /// [`save`](Self::save) puts each of these into a file of its own. One that has lines and no rows shows people
-    /// this report's own rows in another cut: CSV goes without it.
+    /// this report's own rows in another cut: CSV leaves it out.
     pub details: Vec<Report>,
 }
 

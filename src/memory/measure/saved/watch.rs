@@ -59,7 +59,7 @@ impl Listener for Ears {
             heard.pending.insert(thread, rest);
         }
         if output.track_op() {
-            // An op made of others hands on the last one's output: that one has made it.
+            // An op made of others returns the last one's output: that one made it.
             let made = heard.made.entry(output.id());
             let made = made.or_insert_with(|| Made {
                 path,
