@@ -275,7 +275,7 @@ impl Flags {
         fields.insert("measured", what);
         fields.insert("batch size", self.batch_size);
         let count = |heads: &Heads| match heads {
-            Heads::Auto => "of 64".to_string(),
+            Heads::Auto => "as many as make 64 wide".to_string(),
             Heads::Count(count) => count.to_string(),
         };
         let heads: Vec<String> = self.heads().iter().map(count).collect();

@@ -340,7 +340,7 @@ impl Flags {
         let (notes, analysis) = profiled.analyse()?;
         report.lines.push(run.labelled("ok", analysis.clone()));
         report.details.push(self.table(run, &summary, notes));
-        let by_part = by_part::table(&profiled.recording)?;
+        let by_part = by_part::table(&run.title(), &profiled.recording)?;
         if !by_part.rows.is_empty() {
             report.details.push(by_part);
         }

@@ -11,8 +11,8 @@ struct Part {
     ns: [u64; 2],
 }
 
-/// The parts' time a step, the longest first.
-pub fn table(recording: &Recording) -> Result<Report> {
+/// The parts' time a step, the longest first, of the run called `title`.
+pub fn table(title: &str, recording: &Recording) -> Result<Report> {
     let whole = ProfileReport::new(recording, &Selection::default(), Grouping::Layer)?;
     let mut parts: Vec<Part> = Vec::new();
     for (i, phase) in ["forward", "backward"].into_iter().enumerate() {
@@ -42,7 +42,7 @@ pub fn table(recording: &Recording) -> Result<Report> {
         fields
     };
     Ok(Report {
-        title: "Products and softmax of these ops, by part of the model".into(),
+        title: format!("{title}: products and softmax by part of the model"),
         columns: vec![
             Column::text("part", "Part"),
             Column::ms("forward_ms_per_step", "forward").under("A step"),

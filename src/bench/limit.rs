@@ -43,7 +43,7 @@ impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{}: with T doubled, the first size that {} do not hold is T {}, width {}, which wants {}",
+            "{}: as sizes double, {} do not hold T {}, width {}, which wants {}",
             self.implementation,
             format_mib(self.available_bytes),
             self.context_length,
@@ -53,7 +53,7 @@ impl fmt::Display for Limit {
         match self.composed_bytes {
             Some(bytes) => write!(
                 f,
-                ". Composed of single ops, its scores, probabilities and output alone are {}.",
+                "; scores, probabilities and output of single ops alone want {}.",
                 format_mib(bytes)
             ),
             None => write!(f, "."),

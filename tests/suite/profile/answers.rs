@@ -168,7 +168,7 @@ fn answers_of_a_cpu_add_up() {
 
 #[test]
 fn parts_of_the_model_add_up() {
-    let table = super::by_part::table(&planned()).unwrap();
+    let table = super::by_part::table("planned", &planned()).unwrap();
     let rows = table.rows.iter().map(|row| {
         let name = row.get("part").unwrap().as_str().unwrap();
         assert!(row.get("backward_ms_per_step").unwrap().is_null());
