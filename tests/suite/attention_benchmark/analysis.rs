@@ -211,7 +211,8 @@ fn speedups_are_naive_over_others_where_both_ran() {
 
     for sentence in [
         "flash beside naive: at T 256 faster (2.00x) with 100% less memory, at T 4096 faster (2.00x) with 100% less memory.",
-        "Before backward it holds 100% less at T 4096, d 16; naive's grows as T^2.00, flash's as T^1.00.",
+        "So flash holds 100% less before backward at T 4096, d 16; what naive holds grows as T^2.00, what flash holds as \
+         T^1.00.",
     ] {
         assert!(notes.contains(sentence), "{sentence} in {notes}");
     }
