@@ -274,7 +274,11 @@ impl Flags {
         };
         fields.insert("measured", what);
         fields.insert("batch size", self.batch_size);
-        let heads: Vec<String> = self.heads().iter().map(Heads::to_string).collect();
+        let count = |heads: &Heads| match heads {
+            Heads::Auto => "as many as make 64 wide".to_string(),
+            Heads::Count(count) => count.to_string(),
+        };
+        let heads: Vec<String> = self.heads().iter().map(count).collect();
         fields.insert("heads", heads.join(", "));
         fields.insert(
             "mask",

@@ -131,7 +131,7 @@ impl Flags {
             self.config(),
             nn::seeded(self.common.seed, DType::F32, &device),
         )?;
-        let (summary, losses) = self.train(&model, &device)?;
+        let (summary, losses, without_kernels) = self.train(&model, &device)?;
         let right = self.share_right(&model, &device)?;
         let (lines, inside) = ops::lines(&summary);
         let report = Report {
@@ -140,7 +140,7 @@ impl Flags {
             columns: ops::columns(),
             rows: summary.fields(),
             lines,
-            notes: inside.into_iter().collect(),
+            notes: inside.into_iter().chain(without_kernels).collect(),
             ..Default::default()
         };
         self.output.publish(&report)
@@ -172,8 +172,13 @@ impl Flags {
         }
     }
 
-    /// Trains on batches in which each token follows from the last: the steps' profile, and their losses.
-    fn train(&self, model: &Gpt2, device: &Device) -> Result<(profile::ProfileReport, Vec<f32>)> {
+    /// Trains on batches in which each token follows from the last: the steps' profile, their losses, and a note where
+    /// a GPU's kernels are not recorded.
+    fn train(
+        &self,
+        model: &Gpt2,
+        device: &Device,
+    ) -> Result<(profile::ProfileReport, Vec<f32>, Option<String>)> {
         let config = AdamWConfig {
             lr: 1e-2,
             ..Default::default()
@@ -189,7 +194,7 @@ impl Flags {
         for step in 0..WARMUP_STEPS + self.steps {
             let [tokens, targets] = self.batch(&mut random, device)?;
             if step == WARMUP_STEPS {
-                profiler = Some(Profiler::start_on(device)?);
+                profiler = Some(start_profiler(device)?);
             }
             let _step = profile::step();
             losses.push(match &mut planned {
@@ -201,13 +206,13 @@ impl Flags {
             });
             common::progress(format!("step {step}: loss {:.4}", losses[step]));
         }
-        let recording = match profiler {
-            Some(profiler) => profiler.finish()?,
+        let (recording, note) = match profiler {
+            Some((profiler, note)) => (profiler.finish()?, note),
             None => return Err(candle_core::Error::msg("no step was profiled").into()),
         };
         let summary =
             profile::ProfileReport::new(&recording, &Selection::default(), Grouping::Name)?;
-        Ok((summary, losses))
+        Ok((summary, losses, note))
     }
 
     /// A step of the model, planned for the batch's shape.
@@ -282,7 +287,7 @@ impl Flags {
         );
         fields.insert("first loss", loss(first));
         fields.insert("last loss", loss(last));
-        fields.insert("foreseen", format!("{:.1}%", 100.0 * right));
+        fields.insert("next tokens predicted", format!("{:.1}%", 100.0 * right));
         fields
     }
 }
@@ -300,6 +305,20 @@ fn nodes(traced: &Graph) -> Report {
         };
     }
     table
+}
+
+/// A profiler. Where a GPU's kernels cannot be recorded, one that waits for the GPU at each op, and a note that says
+/// why.
+fn start_profiler(device: &Device) -> Result<(Profiler, Option<String>)> {
+    match Profiler::start_on(device) {
+        Err(Error::Order { problem, .. }) if device.is_cuda() => {
+            let note = format!(
+                "No kernels recorded, ops are timed by waiting for the GPU at each: {problem}."
+            );
+            Ok((Profiler::start_waiting_for(device)?, Some(note)))
+        }
+        profiler => Ok((profiler?, None)),
+    }
 }
 
 /// Forward, backward and update, op by op: the loss before it.

@@ -193,11 +193,6 @@ impl Flags {
             notes: self.notes(&precisions),
             ..Default::default()
         };
-        if self.per_step && self.output.format == Format::Text {
-            for (key, value) in report.configuration.iter() {
-                self.per_step_line(&format!("{key}: {value}"));
-            }
-        }
         for (i, (name, run)) in sweep(peak_flops).into_iter().enumerate() {
             let title = format!(
                 "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, {}, warm-up {}",
@@ -254,6 +249,7 @@ impl Flags {
         report
             .environment
             .insert("reference ops", common::fallbacks());
+        report.notes.extend(words::out_of_memory(&report.rows));
         report.notes.extend(words::noisy(&report.rows));
         self.output.publish(&report)
     }

@@ -161,7 +161,7 @@ impl Flags {
         );
         fields.insert("model", sizes);
         fields.insert("attention", model.attention.name());
-        fields.insert("batch_size", self.training.batch_size);
+        fields.insert("batch size", self.training.batch_size);
         fields.insert("steps", self.training.steps);
         Ok(fields)
     }

@@ -27,6 +27,8 @@
 mod analysis;
 #[path = "profile/apart.rs"]
 mod apart;
+#[path = "profile/by_part.rs"]
+mod by_part;
 mod common;
 #[path = "profile/runs.rs"]
 mod runs;
@@ -105,7 +107,8 @@ struct Flags {
     top: usize,
 
     /// Profile each run as planned beforehand too, or with =only alone
-    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside", conflicts_with = "reference_ops")]
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
+    #[arg(conflicts_with = "reference_ops")]
     compile: Option<CompileFlag>,
 
     /// Run every op as its reference in candle's own ops: forward's scale, mask and softmax are timed apart, and the
@@ -337,6 +340,10 @@ impl Flags {
         let (notes, analysis) = profiled.analyse()?;
         report.lines.push(run.labelled("ok", analysis.clone()));
         report.details.push(self.table(run, &summary, notes));
+        let by_part = by_part::table(&run.title(), &profiled.recording)?;
+        if !by_part.rows.is_empty() {
+            report.details.push(by_part);
+        }
         let analysis = serde_json::to_value(analysis).unwrap_or_default();
         report.analysis.insert(run.title(), analysis);
         Ok(())
@@ -449,7 +456,8 @@ fn general_notes(reference_ops: bool) -> Vec<String> {
     ];
     if reference_ops {
         notes.push(
-            "References' backward is candle's own and has no ranges: it is in candle's line. Memory estimates are the kernels'."
+            "References' backward is candle's own and has no ranges: it is in candle's line. Memory estimates are the \
+             kernels'."
                 .into(),
         );
     }

@@ -101,9 +101,8 @@ impl Flags {
         config.keep = self.files.keep.map_or(1, usize::from);
         let header = self.header(&model, &config, &train, &validation)?;
         let mut trainer = self.trainer(model, config, train, validation)?;
-        let mut text = Vec::new();
-        header.write_to(Format::Text, &mut text)?;
-        self.say(format!("{}\n", String::from_utf8_lossy(&text).trim_end()))?;
+        let text = header.to_text(&common::outputs::terminal_layout());
+        self.say(format!("{}\n", text.trim_end()))?;
 
         self.save(&trainer)?;
         let mut speed = Speed::default();
@@ -223,7 +222,7 @@ impl Flags {
             ),
         );
         fields.insert("steps", count(config.steps));
-        fields.insert("schedule", format!("{:?}", config.schedule));
+        fields.insert("schedule", config.schedule.to_string());
         let optimizer = &config.optimizer;
         fields.insert(
             "optimizer",

@@ -1,7 +1,9 @@
 //! What a program sets once for its process.
 
 /// Has candle's threads sleep sooner while they wait for work: by default they spin on cores that this crate's kernels
-/// then want (with 16 cores a small eager step took four times as long). Call it first in `main`. Says whether the
+/// then want (with 16 cores a small eager step took four times as long).
+///
+/// Call it first in `main`. Says whether the
 /// setting holds.
 ///
 /// It sets the environment variable `CANDLE_BARRIER_POOL_SPIN_LIMIT` to 1000, which candle reads at its first op. One

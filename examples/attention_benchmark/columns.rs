@@ -18,15 +18,15 @@ pub fn columns(module: bool) -> Vec<Column> {
         Column::text("heads", "Heads"),
         time("forward", "Forward"),
         time("backward", "Backward"),
-        time("forward+backward", "F+B").minor(4),
+        time("forward+backward", "F+B").minor(6),
     ];
     columns.extend(match module {
         true => vec![
-            memory("model_bytes", "model"),
-            memory("model_forward_bytes", "+forward"),
-            memory("model_forward_backward_bytes", "+backward"),
-            memory("forward_bytes", "forward"),
-            memory("backward_bytes", "backward"),
+            memory("model_bytes", "model").minor(4),
+            memory("model_forward_bytes", "+forward").minor(4),
+            memory("model_forward_backward_bytes", "+backward").minor(4),
+            memory("forward_bytes", "forward").minor(2),
+            memory("backward_bytes", "backward").minor(2),
         ],
         false => vec![memory("before_backward_bytes", "before B")],
     });
@@ -34,10 +34,10 @@ pub fn columns(module: bool) -> Vec<Column> {
         memory("peak_bytes", "peak"),
         Column::number("saved_percent", "saved", "%", 1)
             .under("Memory")
-            .minor(3),
-        Column::number("speedup", "Speed-up", "", 2).minor(2),
+            .minor(5),
+        Column::number("speedup", "Speed-up", "", 2).minor(3),
         Column::text("status", "Status").minor(1),
-        Column::number("n", "n", "", 0).minor(5),
+        Column::number("n", "n", "", 0).minor(7),
     ]);
     columns
 }

@@ -131,12 +131,12 @@ pub fn fallbacks() -> String {
     names.join(", ")
 }
 
-/// A line on stderr. If nobody reads it, that is no reason to stop.
+/// A line on stderr. An error there does not stop the program.
 pub fn say_aside(text: impl Display) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// Progress goes to stderr, and only where somebody is looking.
+/// Progress goes to stderr, and only if that is a terminal.
 pub fn progress(text: impl Display) {
     if std::io::stderr().is_terminal() {
         say_aside(text);
@@ -158,7 +158,7 @@ pub fn end(error: &Error) -> ! {
     std::process::exit(status(error).into())
 }
 
-/// Says the error, and its exit code. That nobody reads stdout any more is none: who reads has seen enough (`| head`).
+/// Says the error, and its exit code. A closed stdout is none: the reader has seen enough (`| head`).
 fn status(error: &Error) -> u8 {
     if stdout::is_closed(error) {
         return 0;

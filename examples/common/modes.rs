@@ -77,8 +77,8 @@ pub fn optimizer_words(name: &str, in_backward: bool) -> String {
     }
 }
 
-/// Refuses a memory budget and the optimizer in backward where no run is a training step that is planned, which alone
-/// heed them.
+/// Refuses a memory budget and the optimizer in backward where no run is a planned training step: only those use
+/// them.
 pub fn check_planned_flags(
     is_any_given: bool,
     flag: Option<CompileFlag>,

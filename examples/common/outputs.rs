@@ -77,12 +77,11 @@ impl Output {
             report.write_to(self.format, &mut bytes)?;
             return Ok(bytes);
         }
-        let every_column = self.columns == ["all"];
-        let layout = Layout {
-            width: (!every_column).then(terminal_width),
-            every_column,
-            hint: " (--columns all shows them)".into(),
-        };
+        let mut layout = terminal_layout();
+        if self.columns == ["all"] {
+            layout.width = None;
+            layout.every_column = true;
+        }
         Ok(report.to_text(&layout).into_bytes())
     }
 
@@ -103,6 +102,15 @@ impl Output {
             let _ = self.document(&report).and_then(|text| stdout::write(&text)); // what is reported is `saved`
         }
         saved
+    }
+}
+
+/// Text as wide as the terminal.
+pub fn terminal_layout() -> Layout {
+    Layout {
+        width: Some(terminal_width()),
+        every_column: false,
+        hint: " (--columns all shows them)".into(),
     }
 }
 

@@ -76,16 +76,24 @@ pub fn table(rows: &[Fields], by: &[(&str, &str)], field: &str, values: &[String
         title: "Phases of a step".into(),
         columns,
         lines,
-        notes: NOTES.map(String::from).to_vec(),
+        notes: notes(rows),
         ..Default::default()
     }
 }
 
-const NOTES: [&str; 2] = [
-    "Phases and steps are of the same runs: phases and what lies between them add up to the step. Speed-ups are \
-     ratios of means.",
-    "A planned step is timed at the calls where its phases begin; on a GPU by events in its graph.",
-];
+fn notes(rows: &[Fields]) -> Vec<String> {
+    const OF_ALL: &str = "Phases and steps are of the same runs: phases and what lies between them add up to the \
+        step. Speed-ups are ratios of means.";
+    const OF_PLANNED: &str = "A planned step is timed at the calls where its phases begin; on a GPU each \
+        phase is a launch, timed by events between them.";
+    let is_any_planned = rows.iter().any(|row| text(row, "execution") == "planned");
+    let of_planned = is_any_planned.then_some(OF_PLANNED);
+    [OF_ALL]
+        .into_iter()
+        .chain(of_planned)
+        .map(String::from)
+        .collect()
+}
 
 /// The phases of one mode's rows, of the same steps: with backward and optimizer together, and what is left.
 fn parts<'r>(rows: &[&'r Fields]) -> Vec<(&'r str, Fields)> {

@@ -59,7 +59,7 @@ impl PrecisionFlags {
         Ok(combined)
     }
 
-    /// The only one that the flags name, or f32: for who runs once.
+    /// The only one that the flags name, or f32: for programs that run once.
     pub fn precision(&self) -> Result<Precision> {
         match self.precisions()?[..] {
             [precision] => Ok(precision),

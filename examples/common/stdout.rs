@@ -1,5 +1,5 @@
-//! The one way to stdout. `println!` panics where nobody reads or the disk is full; this returns the error, and
-//! [`run`](super::run) ends the program with it: quietly where nobody reads.
+//! The one way to stdout. `println!` panics if stdout is closed or the disk is full; this returns the error, and
+//! [`run`](super::run) ends the program with it: quietly if stdout is closed.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
@@ -21,7 +21,7 @@ pub fn line(text: impl Display) -> Result<()> {
     write(format!("{text}\n").as_bytes())
 }
 
-/// Whether the error is that nobody reads stdout any more (`| head`).
+/// Whether the error is that stdout is closed (`| head`).
 pub fn is_closed(error: &Error) -> bool {
     let Error::Io { path, source, .. } = error else {
         return false;

@@ -1,7 +1,7 @@
 //! Sentences that name the rows they speak of.
 
 use serde_json::Value;
-use tallow::report::{Fields, list_in_note};
+use tallow::report::{Fields, format_mib, list_in_note};
 
 /// The fields that tell rows apart, each with what stands before its value in a row's name.
 const LABELS: [(&str, &str); 12] = [
@@ -52,6 +52,28 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
     };
     let or_all = |name: String| if name.is_empty() { "all".into() } else { name };
     rows.iter().map(|row| or_all(name(row))).collect()
+}
+
+/// Which rows ran out of memory, if any, and how much each would take.
+#[allow(dead_code)] // one example says it so
+pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
+    let bytes = |row: &Fields, key: &str| row.get(key).and_then(Value::as_u64).map(format_mib);
+    let named = rows.iter().zip(names(rows));
+    let refused = named.filter(|(row, _)| row.get("status") == Some(&"OOM".into()));
+    let (rows, wanted): (Vec<&Fields>, Vec<String>) = refused
+        .map(|(row, name)| {
+            let wanted = bytes(row, "estimate_bytes").unwrap_or_else(|| "unknown".into());
+            (row, format!("{name} {wanted}"))
+        })
+        .unzip();
+    let there = bytes(rows.first()?, "available_bytes");
+    let there = there.map_or(String::new(), |there| {
+        format!(", where {there} are available")
+    });
+    Some(list_in_note(
+        &format!("Out of memory{there}, each with what it would take"),
+        &wanted,
+    ))
 }
 
 /// Which rows are noisy, if any.

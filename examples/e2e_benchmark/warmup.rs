@@ -18,7 +18,7 @@ pub fn notes(rows: &[Fields], names: &[String]) -> Vec<String> {
     let first: Vec<String> = all.iter().filter_map(first_step).collect();
     if !first.is_empty() {
         notes.push(list_in_note(
-            "The first step beside the median of the measured ones",
+            "The first step over the median of the measured ones",
             &first,
         ));
     }
@@ -32,14 +32,14 @@ pub fn notes(rows: &[Fields], names: &[String]) -> Vec<String> {
     let changed: Vec<String> = all.iter().filter_map(without).collect();
     if !changed.is_empty() {
         notes.push(list_in_note(
-            "Warm-up changes the mean: without it, beside that with most",
+            "What the mean is without warm-up, against that with most",
             &changed,
         ));
     }
     let enough: Vec<String> = all.iter().filter_map(enough).collect();
     if !enough.is_empty() {
         let start =
-            format!("Warm-up suffices where the mean is within {NEAR_PERCENT}% of that with most");
+            format!("Warm-up after which the mean is within {NEAR_PERCENT}% of that with most");
         notes.push(list_in_note(&start, &enough));
     }
     notes
@@ -116,7 +116,7 @@ fn what_it_did(runs: &Runs<'_>) -> Option<String> {
     });
     let others: String = others.collect();
     Some(format!(
-        "{} {} new pages (later {:.0}){others}",
+        "{} {} new pages ({:.0} in a later step){others}",
         runs.name, pages?, later?
     ))
 }

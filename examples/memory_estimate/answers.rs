@@ -75,7 +75,7 @@ impl Question<'_> {
                 Algorithm::Flash => "L BHT in f32; in half precision also L BTD in half",
             };
             let start = format!(
-                "{algorithm} attention keeps {formula} for backward beside inputs and output (of all activations)"
+                "Beside its inputs and output, {algorithm} attention keeps {formula} for backward (% of all activations)"
             );
             notes.push(list_in_note(&start, &words));
         }
@@ -145,7 +145,7 @@ impl Question<'_> {
         fields.insert("recommended_checkpointing", strategy.map(|s| s.to_string()));
         notes.push(match strategy {
             Some(strategy) => format!(
-                "Within {within} checkpointing {strategy} runs the fewest blocks again: {} of {}, with a peak of {}.",
+                "Within {within}, checkpointing {strategy} recomputes the fewest blocks: {} of {}, with a peak of {}.",
                 strategy.recomputed_blocks(config.num_layers),
                 config.num_layers,
                 format_mib(self.peak(strategy)?)

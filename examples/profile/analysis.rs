@@ -90,11 +90,12 @@ impl Profiled {
             let recorded_ms = balance.ms_per_step(recorded_ns);
             (recorded_ns > 0).then(|| format!("{name} {recorded_ms:.2} and {ms:.2}"))
         };
-        // A planned step has phases for the profiler alone, which are not timed each.
-        let phases: Vec<String> = match self.stopwatch.len() {
-            1 => Vec::new(),
-            _ => self.stopwatch.iter().filter_map(phase).collect(),
-        };
+        // The last row is the whole, of which a planned step's recording has a phase too.
+        let phases = self
+            .stopwatch
+            .split_last()
+            .map_or(&[][..], |(_, phases)| phases);
+        let phases: Vec<String> = phases.iter().filter_map(phase).collect();
         let whole = format!(
             "(a) {profiled_ms:.2} ms a step by the profiler, {stopwatch_ms:.2} by the stopwatch without it ({:+.1}%)",
             100.0 * (profiled_ms / stopwatch_ms - 1.0),
@@ -120,6 +121,8 @@ impl Profiled {
         };
         let Parts {
             products_ns,
+            scores_ns,
+            values_ns,
             softmax_ns,
             ..
         } = attention.parts;
@@ -133,6 +136,9 @@ impl Profiled {
         let flops_ratio = attention.product_flops / softmax_flops;
         numbers.insert("attention_softmax_ms", ms(softmax_ns));
         numbers.insert("attention_products_ms", ms(products_ns));
+        let is_told = scores_ns + values_ns > 0;
+        numbers.insert("attention_scores_ms", is_told.then(|| ms(scores_ns)));
+        numbers.insert("attention_values_ms", is_told.then(|| ms(values_ns)));
         numbers.insert("attention_mask_ms", attention.mask_ns.map(ms));
         numbers.insert("attention_products_over_softmax_time", time_ratio);
         numbers.insert("attention_products_over_softmax_flops", flops_ratio);
@@ -141,10 +147,17 @@ impl Profiled {
             Some(ns) => format!("scale and mask {:.3}", ms(ns)),
             None => "scale and mask in the softmax".into(),
         };
+        let products = match is_told {
+            true => format!(
+                "scores {:.3} ms a step, values {:.3}",
+                ms(scores_ns),
+                ms(values_ns)
+            ),
+            false => format!("scores and values {:.3} ms a step", ms(products_ns)),
+        };
         Ok(vec![
             format!(
-                "(e) {place}: scores and values {:.3} ms a step, softmax {:.3}, {mask}, the rest {:.3}.",
-                ms(products_ns),
+                "(e) {place}: {products}, softmax {:.3}, {mask}, the rest {:.3}.",
                 ms(softmax_ns),
                 ms(attention.rest_ns),
             ),
@@ -157,7 +170,7 @@ impl Profiled {
         ])
     }
 
-    /// What the ranges cost while nobody listens: those of a step, at what one takes in a loop.
+    /// What the ranges cost without a listener: those of a step, at what one takes in a loop.
     fn idle_cost(&self, balance: &Balance, numbers: &mut Fields) -> String {
         const TIMES: u32 = 1_000_000;
         let start = std::time::Instant::now();
@@ -172,7 +185,8 @@ impl Profiled {
         numbers.insert("idle_range_ns", range_ns);
         numbers.insert("idle_percent", percent);
         format!(
-            "{ranges:.0} ranges a step; while no profiler runs one takes {range_ns:.1} ns, together {percent:.5}% of a step."
+            "{ranges:.0} ranges a step; while no profiler runs one takes {range_ns:.1} ns, together {percent:.5}% of a \
+             step."
         )
     }
 }
@@ -204,6 +218,11 @@ impl Attention {
                 *sum.mask_ns.get_or_insert(0) += row.total_ns;
             } else if op.contains("attention") || is_product || op == "softmax" {
                 sum.parts += row.parts;
+                match around {
+                    _ if !is_product => {}
+                    Some("scores") => sum.parts.scores_ns += row.parts.products_ns,
+                    _ => sum.parts.values_ns += row.parts.products_ns,
+                }
                 sum.rest_ns += row.rest_ns();
             } else {
                 continue;
@@ -289,7 +308,8 @@ fn longest(summaries: &Summaries, numbers: &mut Fields) -> Vec<String> {
             let (_, share, count) = both(row);
             numbers.insert("longest_in_forward_backward", row.name.as_str());
             notes.push(format!(
-                "(b) Most of forward and backward: {}, {share:.1}%, {count:.0} times; forward's runs {:.0} times there.",
+                "(b) Most of forward and backward: {}, {share:.1}%, {count:.0} times; forward's runs {:.0} times \
+                 there.",
                 name(row),
                 both(&in_forward).2,
             ));
@@ -354,7 +374,8 @@ fn product_shares(summaries: &Summaries, numbers: &mut Fields) -> Vec<String> {
     )];
     if fused[1] > 0.0 {
         notes.push(format!(
-            "(d) Flash attention's kernels, products and softmax in one, take {:.1}% of forward and {:.1}% of the whole.",
+            "(d) Flash attention's kernels, products and softmax in one, take {:.1}% of forward and {:.1}% of the \
+             whole.",
             fused[0], fused[1],
         ));
     }

@@ -43,7 +43,7 @@ impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{}: by doubling, the first that {} do not hold is T {}, width {}: {}",
+            "{}: as sizes double, {} do not hold T {}, width {}, which wants {}",
             self.implementation,
             format_mib(self.available_bytes),
             self.context_length,
@@ -53,7 +53,7 @@ impl fmt::Display for Limit {
         match self.composed_bytes {
             Some(bytes) => write!(
                 f,
-                "; scores, probabilities and output of composed ops alone are {}.",
+                "; scores, probabilities and output of single ops alone want {}.",
                 format_mib(bytes)
             ),
             None => write!(f, "."),

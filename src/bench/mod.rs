@@ -2,8 +2,8 @@
 //!
 //! [`Stopwatch`] times steps on a device, [`Laps`] the phases inside them, [`EndToEnd`] a whole model's,
 //! [`AttentionRun`] those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time
-//! and an out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. What the samples mean, and how they are printed, is in
-//! [`report`](crate::report).
+//! and an out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. What the samples mean, and how
+//! they are printed, is in [`report`](crate::report).
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -29,6 +29,7 @@ mod laps;
 mod limit;
 mod memory_profile;
 mod passes;
+mod planned_run;
 mod self_attention;
 mod stopwatch;
 mod update;

@@ -1,8 +1,8 @@
 //! A self-attention layer, timed by phase, with its memory step by step.
 
 use super::attention::{implementation, pairs, unsupported};
-use super::execution::add_phases;
 use super::passes::{Alive, Eager, Pass, Passes, PlannedMemory, Sampling, at_least_one};
+use super::planned_run::add_phases;
 use super::{Execution, Lap, Limit, Step};
 use crate::compile::{LossStep, StepConfig};
 use crate::memory::{

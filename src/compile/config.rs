@@ -64,7 +64,8 @@ impl StepConfig {
                 field: "optimizer_in_backward",
                 expected: expected.into(),
                 got: "true".into(),
-                hint: "clipping, accumulation and loss scaling need all gradients before the first update; leave one out"
+                hint: "clipping, accumulation and loss scaling need all gradients before the first update; leave one \
+                       out"
                     .into(),
             }),
             _ => Ok(()),

@@ -93,7 +93,8 @@ impl Plan {
         if self.workspace_bytes() > 0 {
             let workspace = format_mib(self.workspace_bytes());
             notes.push(format!(
-                "Workspace: {workspace} beside the arena, for what cuBLASLt, an update's tables or a forward's logits take."
+                "Workspace: {workspace} beside the arena, for what cuBLASLt, an update's tables or a forward's logits \
+                 take."
             ));
         }
         if self.micro_batches() > 1 {

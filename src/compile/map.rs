@@ -25,7 +25,8 @@ impl Plan {
         // Writing to a String cannot fail.
         let _ = writeln!(
             svg,
-            r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">"#
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" \
+             font-size=\"13\">"
         );
         let _ = writeln!(
             svg,
@@ -83,7 +84,8 @@ impl Plan {
         let (width, height) = (end - x, (range.end - range.start) as f64 * per_byte);
         let _ = writeln!(
             svg,
-            r##"<rect x="{x:.2}" y="{y:.2}" width="{width:.2}" height="{height:.2}" fill="{}" stroke="white" stroke-width="0.3"><title>{} {:?}, {}, {}: offset {}, calls {} to {}</title></rect>"##,
+            "<rect x=\"{x:.2}\" y=\"{y:.2}\" width=\"{width:.2}\" height=\"{height:.2}\" fill=\"{}\" \
+             stroke=\"white\" stroke-width=\"0.3\"><title>{} {:?}, {}, {}: offset {}, calls {} to {}</title></rect>",
             colour(buffer.category),
             buffer.name,
             buffer.shape,

@@ -39,7 +39,7 @@
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
 //! ([`Plan::explain`], [`Plan::costs`], [`Plan::memory_map`]), what makes it from a trace, and the executor, a loop
 //! over the calls that knows nothing of transformers, one for the CPU and one for GPUs. What does not: the kernels
-//! ([`crate::kernels`]), and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops) says.
+//! (`src/kernels`), and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops) says.
 //!
 //! # On a GPU
 //!

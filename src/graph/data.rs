@@ -229,7 +229,7 @@ impl fmt::Display for Attribute {
         match self {
             Self::Count(count) => write!(f, "{count}"),
             Self::Number(number) => write!(f, "{number}"),
-            Self::Mask(mask) => write!(f, "{mask:?}"),
+            Self::Mask(mask) => write!(f, "{mask}"),
             Self::DType(dtype) => write!(f, "{}", dtype.as_str()),
             Self::Flag(flag) => write!(f, "{flag}"),
         }

@@ -62,7 +62,7 @@ pub(crate) fn trace_with_tensors<T: Outputs>(
     struct Quiet;
     impl Listener for Quiet {}
 
-    let _listening = probe::listen(Arc::new(Quiet)); // ops have paths only while somebody listens
+    let _listening = probe::listen(Arc::new(Quiet)); // ops have paths only while there is a listener
     let _open = session::open(target)?;
     let result = f().map_err(explained)?;
     with_session(|session| {

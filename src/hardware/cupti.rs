@@ -1,6 +1,6 @@
 //! CUPTI, the interface of CUDA's toolkit for tools: what a program asks of a GPU, and what ran there.
 //!
-//! It is a library of its own, which is loaded when somebody first wants to be told, not before: nothing else needs it.
+//! It is a library of its own, loaded at the first use and not before: nothing else needs it.
 //! What lives here: loading it ([`Library`]), allocations as they are made ([`allocations`]), and kernels after they
 //! have run ([`activity`]). What does not: what is made of them, which is memory recordings' and profiles'.
 
@@ -15,7 +15,7 @@ type ResultString = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
 /// From cupti_result.h.
 const SUCCESS: u32 = 0;
 
-/// Who wants to be told of what: for errors.
+/// What CUPTI is used for: for errors.
 struct Use {
     /// The function that was called.
     op: &'static str,

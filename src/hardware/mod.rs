@@ -119,7 +119,9 @@ pub fn total_bytes() -> Option<u64> {
 }
 
 /// Host memory that can still be allocated, in bytes: what the system calls available, or what is left of the least
-/// limit that [`total_bytes`] counts. Page cache counts as free. `None` where the system does not say.
+/// limit that [`total_bytes`] counts.
+///
+/// Page cache counts as free. `None` where the system does not say.
 ///
 /// An allocation that fails at run time ends a Rust process: only a few kernels can return it as an error. So work is
 /// refused beforehand, by what is left here. Under `ulimit -v` an allocator may need more addresses than it hands out.
@@ -146,7 +148,9 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
 }
 
 /// What the CPU's multiply-add units allow in f32, measured: FLOP/s of all threads together, each running independent
-/// fused multiply-adds on registers. Takes about 0.1 s. `None` for other dtypes and devices.
+/// fused multiply-adds on registers.
+///
+/// Takes about 0.1 s. `None` for other dtypes and devices.
 ///
 /// This is the honest denominator of an MFU on a CPU, where no data sheet knows the clock under vector load.
 pub fn measure_peak_flops(device: &Device, dtype: DType) -> Option<f64> {

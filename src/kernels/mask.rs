@@ -1,5 +1,6 @@
 //! Which keys a query may look at.
 
+use std::fmt;
 use std::ops::Range;
 
 /// Which keys each query of an attention sees, for `Tq` queries and `Tk` keys.
@@ -35,5 +36,15 @@ impl Mask {
             Mask::Causal => 0..(query + 1).min(keys),
             Mask::CausalEnd => 0..(query + 1 + keys).saturating_sub(queries).min(keys),
         }
+    }
+}
+
+impl fmt::Display for Mask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Full => "full",
+            Self::Causal => "causal",
+            Self::CausalEnd => "causal, aligned at the last key",
+        })
     }
 }

@@ -1,4 +1,4 @@
-//! The counters of the [tracker](crate::memory::tracker), for it and for who records what it counts.
+//! The counters of the [tracker](crate::memory::tracker), for it and for recordings.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 

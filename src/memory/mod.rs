@@ -7,7 +7,7 @@
 //! - Measured: [`tracker`] counts what the allocator is asked for, [`measure()`] is a step's peak by it, [`Meter`]
 //!   reads the counters of any device, [`system`] the process's resident memory, and [`saved_tensors`] lists what a
 //!   graph keeps.
-//! - Recorded: [`record()`] and [`record_on()`] take down every block with its origin ([`MemoryRecording`]), from which
+//! - Recorded: [`record()`] and [`record_on()`] record every block with its origin ([`MemoryRecording`]), from which
 //!   a picture ([`timeline()`]) and PyTorch's snapshot ([`Snapshot`]) are made.
 //!
 //! ```

@@ -58,7 +58,7 @@ use std::path::Path;
 
 /// Something with named weights.
 ///
-/// A layer of one's own hands on what it is made of:
+/// A layer of your own visits the layers it is made of:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

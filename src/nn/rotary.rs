@@ -46,7 +46,7 @@ impl RotaryEmbedding {
         }
         let half = head_dim / 2;
         if graph::is_tracing() {
-            // Whoever reads them is traced.
+            // What reads them is traced.
             let table = || graph::constant((max_length, half), dtype);
             return Ok(Self {
                 cos: table()?,

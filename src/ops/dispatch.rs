@@ -3,6 +3,7 @@
 use super::info;
 use super::operand::{check_float, check_size, is_half, is_supported_float};
 use crate::graph::{self, Target};
+use crate::hardware::device_name;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;
@@ -104,7 +105,7 @@ pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Re
         (_, true) => Ok(Path::Kernel),
         (policy, false) => {
             let dtype = x.dtype().as_str().to_string();
-            let device = format!("{:?}", x.device().location());
+            let device = device_name(x.device());
             if policy == KernelPolicy::Strict {
                 return Err(Error::NoKernel { op, dtype, device });
             }
@@ -159,10 +160,10 @@ fn check_operands(
             return Err(Error::Placement {
                 op,
                 expected: format!(
-                    "{name} on {:?}, where {first_name} is",
-                    first.device().location()
+                    "{name} on {}, where {first_name} is",
+                    device_name(first.device())
                 ),
-                got: format!("{:?}", tensor.device().location()),
+                got: device_name(tensor.device()),
                 hint: "move one with to_device".into(),
             });
         }

@@ -1,6 +1,6 @@
 //! Differentiable operations on ordinary candle tensors.
 //!
-//! Each op has a file: the public function, the custom op that ties a kernel of [`crate::kernels`] to candle's autograd
+//! Each op has a file: the public function, the custom op that ties a kernel of the crate's to candle's autograd
 //! with a hand-written backward, and its [`reference`](mod@reference), the same formula in plain candle ops, which is
 //! the specification: tests compare the kernel with it, and it runs where there is no kernel (see [`KernelPolicy`]).
 //! Parameters are in [`nn`](crate::nn), attention is in [`attention`](crate::attention).

@@ -147,7 +147,7 @@ fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
         _ => Err(Error::Shape {
             op: "softmax",
             expected: "x (..., Tq, Tk)".into(),
-            got: format!("{:?} with {mask:?}", x.dims()),
+            got: format!("{:?} with the mask {mask}", x.dims()),
             hint: "a mask needs queries and keys; Mask::Full takes any rank".into(),
         }),
     }

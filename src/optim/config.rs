@@ -76,8 +76,10 @@ pub struct ParameterGroup {
     pub config: AdamWConfig,
 }
 
-/// The usual two groups: weight decay as `config` has it for matrices (and whatever has more dimensions: linear and
-/// embedding weights), none for vectors and scalars (norm weights and biases). In this order; either may be empty.
+/// The usual two groups, for weight decay of matrices alone.
+///
+/// Weight decay is as `config` has it for matrices (and whatever has more dimensions: linear and embedding weights),
+/// none for vectors and scalars (norm weights and biases). In this order; either may be empty.
 ///
 /// ```
 /// use candle_core::{DType, Device, Var};

@@ -1,8 +1,9 @@
 //! Parameters' gradients out of a store, checked, and which of them may be written where they lie.
 
 use super::inplace::{is_supported, storage_address};
+use crate::hardware::device_name;
 use crate::{Error, Result};
-use candle_core::{DeviceLocation, Tensor, Var, backprop::GradStore};
+use candle_core::{Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};
 
 /// `parameters` without repetitions of a variable (tied weights), in order.
@@ -43,25 +44,18 @@ pub(super) fn gradient_of<'a>(
             hint: "convert it with to_dtype".into(),
         });
     }
-    let (wanted, got) = (var.device().location(), gradient.device().location());
-    if wanted != got {
+    if var.device().location() != gradient.device().location() {
         return Err(Error::Placement {
             op,
-            expected: format!("the gradient of parameter {name} on {}", place(wanted)),
-            got: place(got),
+            expected: format!(
+                "the gradient of parameter {name} on {}",
+                device_name(var.device())
+            ),
+            got: device_name(gradient.device()),
             hint: "move it with to_device".into(),
         });
     }
     Ok(gradient)
-}
-
-/// A device's name, as in `tallow::device`.
-fn place(location: DeviceLocation) -> String {
-    match location {
-        DeviceLocation::Cpu => "cpu".into(),
-        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
-        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
-    }
 }
 
 /// How many tensors lie on each storage: every gradient of a store, and the parameters themselves.

@@ -12,7 +12,7 @@ pub(super) fn step(parameter: &Var, gradient: &Tensor, slot: &Slot, update: &Upd
     let p = match &slot.master {
         None => current,
         Some(master) => {
-            // The parameter's exact value, unless somebody has set the parameter since.
+            // The parameter's exact value, unless the parameter was set since.
             let master = master.detach();
             let unchanged = master.to_dtype(parameter.dtype())?.eq(&current)?;
             unchanged.where_cond(&master, &current.to_dtype(master.dtype())?)?

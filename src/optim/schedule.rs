@@ -2,6 +2,7 @@
 
 use super::config::at_least_zero;
 use crate::{Error, Result};
+use std::fmt;
 
 /// A learning rate for every step, steps counting from 0.
 ///
@@ -59,6 +60,41 @@ pub enum Schedule {
         /// The step at which `min_lr` is reached, warm-up included.
         total_steps: usize,
     },
+}
+
+/// In words: `constant 0.001`, `up to 0.001 in 10 steps, down to 0.0001 at step 100 along a cosine`.
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A tenth of 0.003 is 0.00030000000000000003.
+        let short = |lr: f64| format!("{lr:.5e}").parse().unwrap_or(lr);
+        let (max_lr, min_lr, warmup_steps, total_steps, curve) = match *self {
+            Self::Constant { lr } => return write!(f, "constant {}", short(lr)),
+            Self::WarmupCosine {
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+            } => (max_lr, min_lr, warmup_steps, total_steps, "along a cosine"),
+            Self::WarmupLinear {
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+            } => (
+                max_lr,
+                min_lr,
+                warmup_steps,
+                total_steps,
+                "in a straight line",
+            ),
+        };
+        let (max_lr, min_lr) = (short(max_lr), short(min_lr));
+        match warmup_steps {
+            0 => write!(f, "from {max_lr}")?,
+            _ => write!(f, "up to {max_lr} in {warmup_steps} steps")?,
+        }
+        write!(f, ", down to {min_lr} at step {total_steps} {curve}")
+    }
 }
 
 impl Schedule {

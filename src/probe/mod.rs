@@ -325,7 +325,7 @@ pub fn range(name: impl Into<Cow<'static, str>>) -> RangeGuard {
     enter(Kind::Range, name, path, PHASE.get())
 }
 
-/// A layer's range; its name is made only if somebody listens.
+/// A layer's range; its name is made only if there is a listener.
 pub fn module<N: Into<Cow<'static, str>>>(name: impl FnOnce() -> N) -> RangeGuard {
     if !is_listening() {
         return RangeGuard::IDLE;

@@ -71,7 +71,7 @@ mod emitting {
         }
 
         fn left(&self, _event: &Event<'_>) {
-            // Somebody else's, if it began before anybody listened.
+            // A range that began before there was a listener was not pushed.
             if let Some(open) = OPEN.get().checked_sub(1) {
                 OPEN.set(open);
                 nvtx::range_pop!();

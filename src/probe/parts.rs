@@ -8,7 +8,7 @@
 use super::is_listening;
 use std::cell::Cell;
 use std::ops::AddAssign;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 /// Parts of an op's time. What is in none of them is the rest: masks are a part of the softmax, but where a mask is an
@@ -17,6 +17,10 @@ use std::time::Instant;
 pub struct Parts {
     /// In matrix products, the packing of their factors included.
     pub products_ns: u64,
+    /// Of these in attention's scores, q k^T, and the gradients of q and k.
+    pub scores_ns: u64,
+    /// Of these in what attention multiplies values with, p v, and the gradients of p and v.
+    pub values_ns: u64,
     /// In softmax and its gradient, scale and mask included.
     pub softmax_ns: u64,
     /// In GPU kernels that do both and cannot be told apart, as flash attention's.
@@ -24,6 +28,14 @@ pub struct Parts {
 }
 
 impl Parts {
+    const NONE: Self = Self {
+        products_ns: 0,
+        scores_ns: 0,
+        values_ns: 0,
+        softmax_ns: 0,
+        fused_ns: 0,
+    };
+
     /// All parts together.
     pub fn sum_ns(&self) -> u64 {
         self.products_ns + self.softmax_ns + self.fused_ns
@@ -37,6 +49,8 @@ impl Parts {
         };
         Self {
             products_ns: scale(self.products_ns),
+            scores_ns: scale(self.scores_ns),
+            values_ns: scale(self.values_ns),
             softmax_ns: scale(self.softmax_ns),
             fused_ns: scale(self.fused_ns),
         }
@@ -46,6 +60,8 @@ impl Parts {
 impl AddAssign for Parts {
     fn add_assign(&mut self, other: Self) {
         self.products_ns += other.products_ns;
+        self.scores_ns += other.scores_ns;
+        self.values_ns += other.values_ns;
         self.softmax_ns += other.softmax_ns;
         self.fused_ns += other.fused_ns;
     }
@@ -54,28 +70,34 @@ impl AddAssign for Parts {
 /// One of the parts that CPU kernels tell apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
+    /// A product of attention's scores, or of the gradients through it.
+    Scores,
+    /// A product with attention's values, or of the gradients through it.
+    Values,
+    /// Any other product.
     Products,
     Softmax,
 }
 
 impl Part {
     fn of(self, ns: u64) -> Parts {
+        let mut parts = Parts::NONE;
         match self {
-            Self::Products => Parts {
-                products_ns: ns,
-                ..Default::default()
-            },
-            Self::Softmax => Parts {
-                softmax_ns: ns,
-                ..Default::default()
-            },
+            Self::Scores => parts.scores_ns = ns,
+            Self::Values => parts.values_ns = ns,
+            Self::Products => {}
+            Self::Softmax => parts.softmax_ns = ns,
         }
+        if self != Self::Softmax {
+            parts.products_ns = ns;
+        }
+        parts
     }
 }
 
 thread_local! {
     /// What this thread has spent in parts since the innermost op began, or the task of a region.
-    static SPENT: Cell<Parts> = const { Cell::new(Parts { products_ns: 0, softmax_ns: 0, fused_ns: 0 }) };
+    static SPENT: Cell<Parts> = const { Cell::new(Parts::NONE) };
     /// Whether this thread is in a part: what is inside of one is counted as that.
     static IN_PART: Cell<bool> = const { Cell::new(false) };
 }
@@ -120,24 +142,20 @@ pub(super) fn end_op(before: Parts) -> Parts {
     SPENT.replace(before)
 }
 
-/// A parallel loop, outside of any part, while somebody listens.
+/// A parallel loop, outside of any part, while there is a listener.
 pub(crate) struct Region {
     start: Instant,
-    /// In tasks, by all threads together.
-    busy_ns: AtomicU64,
-    products_ns: AtomicU64,
-    softmax_ns: AtomicU64,
+    /// What its tasks have taken, all threads together, and the parts of that.
+    taken: Mutex<(u64, Parts)>,
 }
 
 impl Region {
-    /// `None` if nobody listens, or the loop belongs to a part as a whole.
+    /// `None` without a listener, or if the loop belongs to a part as a whole.
     #[inline]
     pub(crate) fn begin() -> Option<Self> {
         (is_listening() && !IN_PART.get()).then(|| Self {
             start: Instant::now(),
-            busy_ns: AtomicU64::new(0),
-            products_ns: AtomicU64::new(0),
-            softmax_ns: AtomicU64::new(0),
+            taken: Mutex::new((0, Parts::NONE)),
         })
     }
 
@@ -147,20 +165,18 @@ impl Region {
         let (spent, in_part) = (SPENT.take(), IN_PART.replace(false));
         let start = Instant::now();
         work();
-        self.busy_ns.fetch_add(since(start), Relaxed);
+        let busy_ns = since(start);
         IN_PART.set(in_part);
         let parts = SPENT.replace(spent);
-        self.products_ns.fetch_add(parts.products_ns, Relaxed);
-        self.softmax_ns.fetch_add(parts.softmax_ns, Relaxed);
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.0 += busy_ns;
+        taken.1 += parts;
     }
 
     /// All tasks are done: their parts are this thread's, scaled to the loop's wall time.
     pub(crate) fn end(self) {
-        let parts = Parts {
-            products_ns: self.products_ns.into_inner(),
-            softmax_ns: self.softmax_ns.into_inner(),
-            fused_ns: 0,
-        };
-        add(parts.scaled(since(self.start), self.busy_ns.into_inner()));
+        let taken = self.taken.into_inner();
+        let (busy_ns, parts) = taken.unwrap_or_else(PoisonError::into_inner);
+        add(parts.scaled(since(self.start), busy_ns));
     }
 }

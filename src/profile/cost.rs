@@ -39,8 +39,14 @@ pub(super) fn whole_part(span: &Span, ns: u64, holds_ops: bool) -> Parts {
     parts
 }
 
-/// The cost of a span.
-pub(super) fn of(span: &Span) -> Option<Cost> {
+impl Span {
+    /// Its FLOPs and bytes, as it has told them or by the op's formula; `None` for what is no op, or has no formula.
+    pub fn cost(&self) -> Option<Cost> {
+        self.cost.or_else(|| by_formula(self))
+    }
+}
+
+fn by_formula(span: &Span) -> Option<Cost> {
     let inputs: Vec<Operand<'_>> = span.inputs.iter().map(OperandShape::operand).collect();
     let operands = Operands {
         inputs: &inputs,

@@ -41,9 +41,11 @@ pub fn node_costs(graph: &Graph) -> Vec<NodeCost<'_>> {
     costs.collect()
 }
 
-/// A traced forward as a table, a row a node: its path, its op, the shapes that it reads and makes, what it keeps for
-/// backward beside its output, and what it costs forward and backward by [`node_costs`]. It prints and is saved in all
-/// of [`report`](crate::report)'s formats. The sums of FLOPs are in a note.
+/// A traced forward as a table, a row a node, with what each costs by [`node_costs`].
+///
+/// A row has the node's path, its op, the shapes that it reads and makes, what it keeps for backward beside its output,
+/// and what it costs forward and backward. The table prints and is saved in all of [`report`](crate::report)'s formats.
+/// The sums of FLOPs are in a note.
 ///
 /// ```
 /// use candle_core::DType;

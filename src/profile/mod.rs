@@ -1,6 +1,6 @@
 //! Where the time goes: ops, by name and by place in the model, forward and backward, and what lies between them.
 //!
-//! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and takes down a [`Recording`]; what is made
+//! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and makes a [`Recording`]; what is made
 //! of one, [`ProfileReport`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of,
 //! without a rest), a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph
 //! ([`Recording::save_flame_graph`]); and [`OpCost`], the FLOPs and bytes of each op by its formula, and [`node_costs`]
@@ -14,7 +14,7 @@
 //! launches the same calls one by one while anybody listens, each in its range.
 //!
 //! Of composite ops reports say what products take of their time, and what softmax takes ([`Row::parts`]): by the
-//! kernels' names on a GPU, timed inside the ops on the CPU.
+//! kernels' names on a GPU, timed inside the ops on the CPU, where attention's scores and values are told apart too.
 //!
 //! Nothing need be built or flagged for it: layers, ops, [`Laps`](crate::bench::Laps) and the trainer open their ranges
 //! always, and while no profiler runs a range is a load of an atomic. A user's own parts get names by [`range`], steps
@@ -57,9 +57,11 @@ mod gpu;
 #[cfg(not(feature = "cuda"))]
 #[path = "no_gpu.rs"]
 mod gpu;
+mod kernel;
 mod kernels;
 mod profiler;
 mod recording;
+mod row;
 mod selection;
 mod summary;
 mod table;
@@ -71,8 +73,9 @@ pub use crate::probe::{Parts, emit_nvtx, phase, range, step};
 pub use balance::{Balance, Line, LineKind};
 pub use cost::op_costs;
 pub use forecast::{NodeCost, node_costs, node_table};
-pub use kernels::{Kernel, KernelWork, Launches};
+pub use kernel::{Kernel, KernelWork};
 pub use profiler::Profiler;
 pub use recording::{OperandShape, Recording, Span};
+pub use row::{Launches, Row};
 pub use selection::{Grouping, Selection};
-pub use summary::{ProfileReport, Row};
+pub use summary::ProfileReport;

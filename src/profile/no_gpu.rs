@@ -1,6 +1,6 @@
 //! [`super::gpu`] in a build without CUDA, where there is none.
 
-use super::kernels::Kernel;
+use super::kernel::Kernel;
 use crate::Result;
 use candle_core::Device;
 use std::time::Instant;

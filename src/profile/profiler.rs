@@ -1,7 +1,7 @@
 //! Taking ranges down as they come.
 
 use super::gpu;
-use super::kernels::Kernel;
+use super::kernel::Kernel;
 use super::recording::{OperandShape, Recording, Span};
 use crate::memory::tracker;
 use crate::probe::{self, Event, Kind, Listener, Listening};
@@ -16,7 +16,7 @@ use std::time::Instant;
 /// Whether a profiler runs.
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
-/// A profiler at work: it takes down every range of the process, or of one thread, until it is
+/// A profiler at work: it records every range of the process, or of one thread, until it is
 /// [finished](Self::finish).
 ///
 /// One runs at a time. Each range costs about a microsecond while it does, and a few hundred bytes: a step of a model
@@ -128,7 +128,7 @@ impl Profiler {
     pub fn finish(self) -> Result<Recording> {
         drop(self.listening);
         let Some(recorder) = Arc::into_inner(self.recorder) else {
-            unreachable!("nobody is told any more");
+            unreachable!("no listener is left");
         };
         if let Some(gpu) = &recorder.gpu {
             gpu.wait();

@@ -1,7 +1,6 @@
-//! What a profiler has taken down.
+//! What a profiler has recorded.
 
-use super::cost;
-use super::kernels::Kernel;
+use super::kernel::Kernel;
 use crate::ops::cost::Cost;
 use crate::probe::{Kind, Operand, Parts, Path};
 use candle_core::DType;
@@ -117,11 +116,6 @@ impl Span {
     /// Whether it is an op's, forward or backward.
     pub fn is_op(&self) -> bool {
         matches!(self.kind, Kind::Op | Kind::OpBackward)
-    }
-
-    /// Its FLOPs and bytes, as it has told them or by the op's formula; `None` for what is no op, or has no formula.
-    pub fn cost(&self) -> Option<Cost> {
-        self.cost.or_else(|| cost::of(self))
     }
 
     /// As errors name it: with its path, in quotes.

@@ -2,8 +2,9 @@
 
 use super::balance::{Balance, LineKind};
 use super::cost;
-use super::kernels::{self, Launches};
+use super::kernels;
 use super::recording::{Recording, Span};
+use super::row::Row;
 use super::selection::{Grouping, Selection};
 use super::tree::Tree;
 use crate::ops::cost::Cost;
@@ -11,77 +12,6 @@ use crate::probe::{Kind, Parts};
 use crate::report::Statistics;
 use crate::{Error, Result};
 use std::collections::HashMap;
-
-/// One row: the ranges of one name or path, or the kernels of one name.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Row {
-    /// The name or path.
-    pub name: String,
-    /// What kind of range; `None` for kernels, and for a line of time in which no op ran.
-    pub kind: Option<Kind>,
-    /// How many there were, over all steps.
-    pub instances: usize,
-    /// Their time, over all steps.
-    pub total_ns: u64,
-    /// Their times; `None` for a line of time in which no op ran.
-    pub statistics: Option<Statistics>,
-    /// Their FLOPs and bytes, over all steps; `None` where one of them has no formula.
-    pub cost: Option<Cost>,
-    /// What of the time products took, and what softmax: nothing where the ops' kernels did not tell.
-    pub parts: Parts,
-    /// What these ops hold that others time apart.
-    pub inside: Option<&'static str>,
-    /// Of kernels: how they were launched.
-    pub launches: Option<Launches>,
-}
-
-impl Row {
-    /// The name, with what is inside.
-    pub fn label(&self) -> String {
-        match self.inside {
-            Some(inside) => format!("{} ({inside} inside)", self.name),
-            None => self.name.clone(),
-        }
-    }
-
-    /// A kernel's name in few words: no namespaces, no template arguments but the one in which CUTLASS says what it
-    /// multiplies. Any other name as it is.
-    pub fn short_name(&self) -> &str {
-        match self.launches {
-            Some(_) => kernels::short(&self.name),
-            None => &self.name,
-        }
-    }
-
-    /// Whether it is a line of time in which no op or kernel ran.
-    pub fn is_gap(&self) -> bool {
-        self.instances == 0
-    }
-
-    /// Its time without products and softmax.
-    pub fn rest_ns(&self) -> u64 {
-        self.total_ns.saturating_sub(self.parts.sum_ns())
-    }
-
-    /// FLOP/s, where FLOPs are known and there are any.
-    pub fn flops_per_s(&self) -> Option<f64> {
-        self.rate(self.cost?.flops())
-    }
-
-    /// Bytes/s by the formula's bytes.
-    pub fn bytes_per_s(&self) -> Option<f64> {
-        self.rate(self.cost?.bytes())
-    }
-
-    fn rate(&self, amount: f64) -> Option<f64> {
-        (amount > 0.0 && self.total_ns > 0).then(|| amount / (self.total_ns as f64 / 1e9))
-    }
-
-    /// Whether it multiplies matrices, with whatever else is inside.
-    pub fn is_product(&self) -> bool {
-        self.cost.is_some_and(|cost| cost.product_flops > 0.0)
-    }
-}
 
 /// Time by op or by place, the longest first.
 ///

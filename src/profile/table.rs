@@ -1,6 +1,7 @@
 //! A summary as a table, in all of the crate's formats.
 
-use super::kernels::{Launches, extent, short};
+use super::kernel::{extent, short};
+use super::row::Launches;
 use super::summary::ProfileReport;
 use crate::report::{self, Column, Fields};
 
@@ -55,6 +56,8 @@ impl ProfileReport {
             fields.insert("bytes_per_s", row.bytes_per_s());
             let part_ms = |ns: u64| is_op.then(|| self.ms_per_step(ns));
             fields.insert("products_ms_per_step", part_ms(row.parts.products_ns));
+            fields.insert("scores_ms_per_step", part_ms(row.parts.scores_ns));
+            fields.insert("values_ms_per_step", part_ms(row.parts.values_ns));
             fields.insert("softmax_ms_per_step", part_ms(row.parts.softmax_ns));
             fields.insert("attention_ms_per_step", part_ms(row.parts.fused_ns));
             match &row.launches {

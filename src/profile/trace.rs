@@ -1,6 +1,6 @@
 //! The recording as a trace that Perfetto and Chrome open.
 
-use super::kernels::{Kernel, extent, short};
+use super::kernel::{Kernel, extent, short};
 use super::recording::{OperandShape, Recording, Span};
 use crate::probe::Kind;
 use crate::{Result, files};

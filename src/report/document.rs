@@ -1,18 +1,15 @@
 //! The document that every benchmark prints: where it ran, what was asked for, what came out.
 
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
-
 use serde_json::Value;
 
-use super::{Column, Fields, Format, Layout, data, markdown, text, typeset};
-use crate::{Error, Result, files};
+use super::{Column, Fields};
+use crate::{Error, Result};
 
 /// One content, six formats.
 ///
 /// Columns show some of the fields of the rows. Markdown, LaTeX and Typst show all columns; text does so too, in a
-/// [`Layout`] that may move or leave out some. CSV and JSON carry every field of every row, unrounded, those that no
-/// column shows (`samples_ms`, say) after those that one does.
+/// [`Layout`](super::Layout) that may move or leave out some. CSV and JSON carry every field of every row, unrounded,
+/// those that no column shows (`samples_ms`, say) after those that one does.
 ///
 /// The JSON document is
 /// `{"environment": {..}, "configuration": {..}, "notes": [..], "analysis": {..}, "rows": [{..}, ..]}`, and with
@@ -57,82 +54,11 @@ pub struct Report {
     pub title: String,
     /// Tables that go into detail, each with its title; their environment is this one's. CSV has one table:
     /// [`save`](Self::save) puts each of these into a file of its own. One that has lines and no rows shows people
-    /// this report's own rows in another cut: CSV goes without it.
+    /// this report's own rows in another cut: CSV leaves it out.
     pub details: Vec<Report>,
 }
 
 impl Report {
-    /// Writes the whole document, ending in a newline, and flushes.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if `out` refuses, with `output` for the path it does not know.
-    pub fn write_to(&self, format: Format, out: &mut dyn Write) -> Result<()> {
-        self.render(format, out)
-            .and_then(|()| out.flush())
-            .map_err(|e| Error::io("write", "output", e))
-    }
-
-    /// The document as text, in a layout; [`write_to`](Self::write_to) writes it in the default layout.
-    ///
-    /// ```
-    /// use tallow::report::{Column, Fields, Layout, Report};
-    ///
-    /// let row = |length: u64, mean_ms: f64| {
-    ///     let mut row = Fields::from_iter([("precision", "f32")]);
-    ///     row.insert("context_length", length).insert("mean_ms", mean_ms).insert("cv_percent", 1.5);
-    ///     row
-    /// };
-    /// let report = Report {
-    ///     columns: vec![
-    ///         Column::text("precision", "Precision"),
-    ///         Column::text("context_length", "T"),
-    ///         Column::number("mean_ms", "Mean", "ms", 1),
-    ///         Column::number("cv_percent", "CV", "%", 1).minor(1),
-    ///     ],
-    ///     rows: vec![row(256, 12.3), row(1024, 98.7)],
-    ///     ..Default::default()
-    /// };
-    /// let layout = Layout { width: Some(20), ..Default::default() };
-    /// let expected = "\
-    /// Configuration:
-    ///   precision f32
-    ///
-    ///    T  Mean (ms)
-    /// ────  ─────────
-    ///  256       12.3
-    /// 1024       98.7
-    ///
-    /// 1. Left out for the
-    ///    width: CV (%).
-    /// ";
-    /// assert_eq!(report.to_text(&layout), expected);
-    /// ```
-    pub fn to_text(&self, layout: &Layout) -> String {
-        text::text(self, layout)
-    }
-
-    /// Writes to a file, which appears complete or not at all: what stood at `path` is replaced only once the new
-    /// content is safely on the disk. As CSV, each detail is a file beside it, `rows-largest-allocations.csv` for
-    /// `rows.csv`, and a report of details alone is these files.
-    ///
-    /// # Errors
-    /// [`Error::Io`] with the path if it cannot be written.
-    pub fn save(&self, format: Format, path: impl AsRef<Path>) -> Result<()> {
-        let path = path.as_ref();
-        let mut content = Vec::new();
-        self.write_to(format, &mut content)?;
-        let is_all_details = self.keys().is_empty() && !self.details.is_empty();
-        if format != Format::Csv || !is_all_details {
-            files::write_bytes(path, &content)?;
-        }
-        if format == Format::Csv {
-            for detail in self.details.iter().filter(|detail| !detail.rows.is_empty()) {
-                detail.save(format, beside(path, &detail.title))?;
-            }
-        }
-        Ok(())
-    }
-
     /// Keeps the columns of these names, in this order: keys, titles, or headings over several columns, in any case. It
     /// is the table's own columns if it has all of them, else those of each detail that does. CSV and JSON keep every
     /// field.
@@ -182,17 +108,6 @@ impl Report {
             self.columns = called.concat();
         }
         has_all
-    }
-
-    fn render(&self, format: Format, out: &mut dyn Write) -> io::Result<()> {
-        match format {
-            Format::Text => out.write_all(self.to_text(&Layout::default()).as_bytes()),
-            Format::Markdown => markdown::write(self, out),
-            Format::Csv => data::write_csv(self, out),
-            Format::Json => data::write_json(self, out),
-            Format::Latex => typeset::write_latex(self, out),
-            Format::Typst => typeset::write_typst(self, out),
-        }
     }
 
     /// The headings, unescaped.
@@ -260,29 +175,4 @@ impl Report {
             false => &self.lines,
         }
     }
-}
-
-/// `rows-largest-allocations.csv` for `rows.csv` and `Largest allocations`.
-fn beside(path: &Path, title: &str) -> PathBuf {
-    let is_word = |c: &char| c.is_alphanumeric() || *c == '.';
-    let words = title.to_lowercase();
-    let words = words
-        .split(|c: char| !is_word(&c))
-        .filter(|word| !word.is_empty());
-    let mut name = path.file_stem().unwrap_or_default().to_os_string();
-    name.push("-");
-    name.push(words.collect::<Vec<_>>().join("-"));
-    if let Some(extension) = path.extension() {
-        name.push(".");
-        name.push(extension);
-    }
-    path.with_file_name(name)
-}
-
-/// Writes a document made of several reports as [`Report::save`] writes one: the file appears complete or not at all.
-///
-/// # Errors
-/// [`Error::Io`] with the path if it cannot be written.
-pub fn save_document(content: &[u8], path: impl AsRef<Path>) -> Result<()> {
-    files::write_bytes(path.as_ref(), content)
 }

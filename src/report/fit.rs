@@ -1,6 +1,6 @@
 //! What goes where a table is too wide.
 
-use super::layout::{Strip, over, spans, total, widths};
+use super::strip::{Strip, over, spans, total, widths};
 
 /// Words in a cell are not cut to fewer characters.
 const LEAST_WORDS: usize = 20;

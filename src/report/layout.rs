@@ -1,9 +1,8 @@
 //! A table laid out for a reader: which columns are shown in a given width, and their text.
 
-use super::column::NOT_AVAILABLE;
 use super::fit::{cut, fit};
 use super::notes::list_in_note;
-use super::wrap::one_line;
+use super::strip::{GAP, Strip, headings, over, spans, total, widths};
 use super::{Column, Fields};
 
 /// How a [`Report`](super::Report) is laid out as text.
@@ -21,9 +20,6 @@ pub struct Layout {
     pub hint: String,
 }
 
-/// Spaces between columns.
-const GAP: usize = 2;
-
 /// A table in a layout.
 pub(super) struct Arranged {
     /// Titles and values of the columns whose cells all agree.
@@ -32,13 +28,6 @@ pub(super) struct Arranged {
     pub lines: Vec<String>,
     /// The note on what was left out.
     pub note: Option<String>,
-}
-
-/// A column with its cells.
-pub(super) struct Strip<'a> {
-    pub column: &'a Column,
-    pub cells: Vec<String>,
-    right: bool,
 }
 
 /// Lays out `columns` of `rows`.
@@ -63,32 +52,6 @@ pub(super) fn arrange(columns: &[Column], rows: &[Fields], layout: &Layout) -> A
     Arranged { same, lines, note }
 }
 
-impl<'a> Strip<'a> {
-    fn new(column: &'a Column, rows: &[Fields]) -> Self {
-        let values = || rows.iter().map(|row| row.get(&column.key));
-        Self {
-            column,
-            cells: values()
-                .map(|value| one_line(&column.cell(value)))
-                .collect(),
-            right: column.aligns_right(values().flatten()),
-        }
-    }
-
-    /// Whether it holds names and not quantities.
-    pub fn is_of_names(&self) -> bool {
-        self.column.decimals.is_none()
-    }
-
-    fn agrees(&self) -> bool {
-        self.cells.windows(2).all(|pair| pair[0] == pair[1])
-    }
-
-    fn is_empty(&self) -> bool {
-        self.cells.iter().all(|cell| cell == NOT_AVAILABLE)
-    }
-}
-
 /// Moves names that agree, and drops what has no value; what is left tells the rows apart, or is the first column.
 fn move_what_agrees(strips: &mut Vec<Strip<'_>>, same: &mut Fields) {
     if strips.first().is_none_or(|first| first.cells.is_empty()) {
@@ -108,74 +71,6 @@ fn move_what_agrees(strips: &mut Vec<Strip<'_>>, same: &mut Fields) {
         }
         !strip.is_of_names() && !strip.is_empty()
     });
-}
-
-pub(super) fn total(widths: &[usize]) -> usize {
-    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
-}
-
-/// Neighbours under one heading, by their first and the one after their last; a column under none is alone.
-pub(super) fn spans(strips: &[Strip<'_>]) -> Vec<(usize, usize)> {
-    let mut spans: Vec<(usize, usize)> = Vec::new();
-    for (i, strip) in strips.iter().enumerate() {
-        let under = &strip.column.under;
-        match spans.last_mut() {
-            Some((first, end)) if !under.is_empty() && strips[*first].column.under == *under => {
-                *end = i + 1;
-            }
-            _ => spans.push((i, i + 1)),
-        }
-    }
-    spans
-}
-
-/// The heading over a span, with the unit if its columns have only one.
-pub(super) fn over(strips: &[Strip<'_>]) -> String {
-    let under = &strips[0].column.under;
-    match shared_unit(strips) {
-        Some(unit) => format!("{under} ({unit})"),
-        None => under.clone(),
-    }
-}
-
-/// The unit of every column under one heading that has a unit.
-fn shared_unit<'s>(strips: &'s [Strip<'_>]) -> Option<&'s str> {
-    let mut units = strips.iter().map(|s| s.column.unit.as_str());
-    let mut units = units.by_ref().filter(|unit| !unit.is_empty());
-    let first = units.next()?;
-    let is_shared = !strips[0].column.under.is_empty() && units.all(|unit| unit == first);
-    is_shared.then_some(first)
-}
-
-/// What stands over each column, below the headings of groups.
-fn headings(strips: &[Strip<'_>]) -> Vec<String> {
-    let spans = spans(strips).into_iter();
-    let headings = spans.flat_map(|(first, end)| {
-        let span = &strips[first..end];
-        let has_unit_over = shared_unit(span).is_some();
-        span.iter().map(move |strip| match has_unit_over {
-            true => strip.column.title.clone(),
-            false => strip.column.own_heading(),
-        })
-    });
-    headings.collect()
-}
-
-pub(super) fn widths(strips: &[Strip<'_>]) -> Vec<usize> {
-    let mut widths: Vec<usize> = strips
-        .iter()
-        .zip(headings(strips))
-        .map(|(strip, heading)| {
-            let texts = strip.cells.iter().chain([&heading]);
-            texts.map(|text| text.chars().count()).max().unwrap_or(0)
-        })
-        .collect();
-    for (first, end) in spans(strips) {
-        let wanted = over(&strips[first..end]).chars().count();
-        let there = total(&widths[first..end]);
-        widths[end - 1] += wanted.saturating_sub(there);
-    }
-    widths
 }
 
 fn draw(strips: &[Strip<'_>]) -> Vec<String> {

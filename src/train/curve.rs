@@ -45,7 +45,7 @@ impl History {
         let mut evaluations = self.evaluations.iter().peekable();
         for step in 0..=self.losses.len() {
             let evaluation = evaluations.next_if(|e| e.step == step).map(|e| e.loss);
-            // Before the first step there is a row only for who evaluated there.
+            // Before the first step there is a row only if the loss was evaluated there.
             let loss = step.checked_sub(1).map(|last| self.losses[last]);
             if loss.is_none() && evaluation.is_none() {
                 continue;

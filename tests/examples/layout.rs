@@ -34,6 +34,38 @@ fn commands() -> Vec<&'static str> {
 }
 
 #[test]
+fn the_header_of_training_fits_the_terminal() {
+    let line = SHORT
+        .into_iter()
+        .find(|line| line.starts_with("train "))
+        .unwrap();
+    let mut command = example(line);
+    command.env("COLUMNS", "80");
+    let ended = run(command);
+    let mut lines = ended.out.lines();
+    let header: Vec<&str> = lines
+        .by_ref()
+        .take_while(|line| !line.starts_with("step "))
+        .collect();
+    assert!(
+        header.iter().any(|line| line.contains("schedule:")),
+        "{header:?}"
+    );
+    for line in header {
+        assert!(line.chars().count() <= 80 && !line.contains("{ "), "{line}");
+    }
+}
+
+#[test]
+fn steps_are_printed_without_quotes() {
+    let ended = run(example(
+        "e2e_benchmark SMALL --mode forward --steps 2 --warmup-steps 0 --per-step",
+    ));
+    assert!(ended.out.contains("    step 2/2: "), "{}", ended.out);
+    assert!(!ended.out.contains('"'), "{}", ended.out);
+}
+
+#[test]
 fn no_line_is_longer_than_the_terminal() {
     for line in commands() {
         for width in [80, 100, 160] {

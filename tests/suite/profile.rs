@@ -4,6 +4,8 @@
 mod analysis;
 mod answers;
 mod balance;
+#[path = "../../examples/profile/by_part.rs"]
+mod by_part;
 mod costs;
 mod kernels;
 mod parts;

@@ -23,6 +23,8 @@ pub struct Analysis {
     pub statuses: BTreeMap<String, usize>,
     /// How many of each implementation's configurations ran out of memory.
     pub out_of_memory: Vec<OutOfMemory>,
+    /// The configurations where naive ran out of memory and another implementation ran.
+    pub beyond_naive: Vec<BeyondNaive>,
     /// The fastest and slowest of each implementation and phase, by mean time.
     pub extremes: Vec<Extremes>,
     /// The largest peak of each implementation.
@@ -42,6 +44,17 @@ pub struct OutOfMemory {
     pub count: usize,
     /// All of them.
     pub of: usize,
+}
+
+/// A configuration that memory did not hold with naive attention, as another implementation ran it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct BeyondNaive {
+    /// The other implementation.
+    pub implementation: String,
+    /// Its forward and backward.
+    pub place: Place,
+    /// The most bytes alive at once.
+    pub peak_bytes: Option<u64>,
 }
 
 /// A configuration and its mean time.
@@ -212,9 +225,33 @@ impl Analysis {
                 analysis.growth.extend(growth(&own, name, width));
             }
         }
+        analysis.beyond_naive = beyond_naive(&whole);
         analysis.speedups = speedups(&rows);
         analysis
     }
+}
+
+fn beyond_naive(rows: &[&Row<'_>]) -> Vec<BeyondNaive> {
+    let is_out_for_naive = |row: &Row<'_>| {
+        let is_naives = |other: &&&Row<'_>| other.implementation == NAIVE && other.is_at(row);
+        rows.iter()
+            .find(is_naives)
+            .is_some_and(|naive| naive.status == "OOM")
+    };
+    let ran = rows
+        .iter()
+        .filter(|row| row.status == "ok" && is_out_for_naive(row));
+    let beyond = ran.filter_map(|row| {
+        Some(BeyondNaive {
+            implementation: row.implementation.into(),
+            place: row.place()?,
+            peak_bytes: row
+                .fields
+                .get("peak_bytes")
+                .and_then(|bytes| bytes.as_u64()),
+        })
+    });
+    beyond.collect()
 }
 
 fn extremes(rows: &[&Row<'_>], implementation: &str, phase: &str) -> Option<Extremes> {

@@ -10,6 +10,7 @@ impl Analysis {
         let out_of_memory = self.out_of_memory.iter();
         let counts = out_of_memory.map(|o| format!("{} {} of {}", o.implementation, o.count, o.of));
         let mut notes = vec![list_in_note("Out of memory", &counts.collect::<Vec<_>>())];
+        notes.extend(self.beyond_naive_notes(width));
         let peaks = self.peaks.iter().map(|p| {
             let (bytes, length) = (format_mib(p.peak_bytes), p.context_length);
             format!(
@@ -29,6 +30,30 @@ impl Analysis {
         notes.extend(self.by_length());
         notes.extend(self.without_scores(width));
         notes
+    }
+
+    /// A sentence for each other implementation that ran where naive ran out of memory.
+    fn beyond_naive_notes(&self, width: &str) -> Vec<String> {
+        let others = different(self.beyond_naive.iter().map(|b| b.implementation.as_str()));
+        let sentence = |name: &str| {
+            let own = self
+                .beyond_naive
+                .iter()
+                .filter(|b| b.implementation == name);
+            let places = own.map(|b| {
+                let place = &b.place;
+                let memory = b
+                    .peak_bytes
+                    .map_or(String::new(), |bytes| format!(", {}", format_mib(bytes)));
+                format!(
+                    "T {} {width} {} ({:.0} ms{memory})",
+                    place.context_length, place.width, place.mean_ms
+                )
+            });
+            let start = format!("Naive ran out of memory where {name} ran (F+B, peak)");
+            list_in_note(&start, &places.collect::<Vec<_>>())
+        };
+        others.into_iter().map(sentence).collect()
     }
 
     /// A sentence for each other implementation: how fast and how large it is beside naive at the smallest and the
@@ -75,11 +100,11 @@ impl Analysis {
         };
         let growth = exponent(NAIVE).zip(exponent("flash"));
         let growth = growth.map_or(String::new(), |(naive, flash)| {
-            format!("; naive's grows as T^{naive:.2}, flash's as T^{flash:.2}")
+            format!("; what naive holds grows as T^{naive:.2}, what flash holds as T^{flash:.2}")
         });
         Some(format!(
-            "What would avoid naive's memory: to keep nothing of (T, T), as flash does. Before backward it holds \
-             {saved:.0}% less at T {}, {width} {}{growth}.",
+            "What would avoid naive's memory: to keep nothing of size (T, T). So flash holds {saved:.0}% less before \
+             backward at T {}, {width} {}{growth}.",
             at.context_length, at.width
         ))
     }

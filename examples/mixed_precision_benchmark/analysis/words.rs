@@ -98,7 +98,8 @@ impl PrecisionAnalysis {
                 _ => "does not depend on the model's size",
             };
             Some(format!(
-                "{precision}, {mode}: the speed-up {grows}, as parameters^{:.2} (least squares in logs, {} configurations).",
+                "{precision}, {mode}: the speed-up {grows}, as parameters^{:.2} (least squares in logs, {} \
+                 configurations).",
                 law.exponent, law.points
             ))
         };

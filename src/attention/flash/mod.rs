@@ -25,7 +25,7 @@ pub(super) const NAME: &str = "attention::flash";
 pub const MAX_HEAD_DIM: usize = 256;
 
 /// `out = softmax(scale q k^T) v` without scores or probabilities in memory: q (B, H, Tq, Dh), k and v (B, Hkv, Tk,
-/// Dh), out (B, H, Tq, Dh), Dh up to [`MAX_HEAD_DIM`].
+/// Dh), out (B, H, Tq, Dh), Dh up to [`FLASH_MAX_HEAD_DIM`](super::FLASH_MAX_HEAD_DIM).
 ///
 /// Hkv divides H: each head of k and v serves H / Hkv heads of q in a row (grouped queries). Any number of leading
 /// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.

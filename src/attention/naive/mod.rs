@@ -21,7 +21,9 @@ use std::sync::{Arc, OnceLock};
 pub(super) const NAME: &str = "attention::naive";
 
 /// `out = softmax(scale q k^T) v`, with the probabilities in memory: q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh),
-/// v (..., Hkv, Tk, Dv), out (..., H, Tq, Dv). The dimensions before the heads are the same in all three, and as
+/// v (..., Hkv, Tk, Dv), out (..., H, Tq, Dv).
+///
+/// The dimensions before the heads are the same in all three, and as
 /// many as there are; (T, Dh) alone is one head.
 ///
 /// With Hkv heads of k and v, a divisor of H, head h of q meets head `h / (H / Hkv)` of theirs: grouped-query

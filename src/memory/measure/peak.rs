@@ -19,9 +19,11 @@ pub struct Measured {
     pub peak_bytes: u64,
 }
 
-/// Runs on the CPU what [`estimate`](crate::memory::estimate()) predicts, and counts: a new model, on tokens that are
-/// all alike (no size depends on their values). As in the estimate, attention and checkpointing are the workload's, and
-/// drawing the weights is not counted. Whatever else the process allocates meanwhile is: run nothing beside it.
+/// Runs on the CPU what [`estimate`](crate::memory::estimate()) predicts, and counts its memory.
+///
+/// It runs a new model, on tokens that are all the same (no size depends on their values). As in the estimate,
+/// attention and checkpointing are the workload's, and drawing the weights is not counted. Whatever else the process
+/// allocates meanwhile is: run nothing beside it.
 ///
 /// It runs until a run leaves nothing behind, and counts the last: what kernels keep for their next calls (0.75 MiB a
 /// thread for packing, 2.5 in half precision) is no part of a step.

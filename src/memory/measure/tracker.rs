@@ -20,7 +20,7 @@ use std::alloc::{GlobalAlloc, Layout};
 
 /// Wraps an allocator and counts what is asked of it: see the [module](self)'s example.
 ///
-/// While somebody [records](crate::memory::record()), every block of a tensor's size is told of too.
+/// While a [recording](crate::memory::record()) runs, every block of a tensor's size is reported to it too.
 ///
 /// The counts are of bytes requested: what the allocator rounds up or keeps for later is not in them (the process's
 /// resident memory is in [`system`](crate::memory::system)).

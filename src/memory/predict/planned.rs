@@ -9,9 +9,10 @@ use crate::graph::{self, MemoryStep};
 use crate::nn::CausalSelfAttention;
 use candle_core::Device;
 
-/// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs: what its
-/// plan says, exactly; on a GPU also the 32 MiB that cuBLASLt works in, for flash on the CPU what its kernels take for
-/// themselves, if all threads of the pool that asks find work.
+/// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs.
+///
+/// It is what the plan says, exactly; on a GPU also the 32 MiB that cuBLASLt works in, for flash on the CPU what its
+/// kernels take for themselves, if all threads of the pool that asks find work.
 ///
 /// The arena is there as a whole from the first run on: what of it is needed before backward is an activation, the rest
 /// scratch.
@@ -135,10 +136,11 @@ pub fn planned_attention_breakdown(
     })
 }
 
-/// What a [`LossStep`] of the layer holds on `device` where the loss is the sum of its output, with its weights, their
-/// AdamW state (8 bytes an element, which such a step asks for, and which no forward and backward touches) and its
-/// input: what its plan says, on a GPU also the 32 MiB that cuBLASLt works in. What products pack on the CPU is beside
-/// it. Weights are in f32.
+/// What a [`LossStep`] of the layer holds on `device`, the loss being the sum of its output.
+///
+/// It includes the weights, which are in f32, their AdamW state (8 bytes an element, which such a step asks for, and
+/// which no forward and backward touches) and the input. It is what the plan says, on a GPU also the 32 MiB that
+/// cuBLASLt works in. What products pack on the CPU is not included.
 ///
 /// # Errors
 /// As [`LossStep::plan_for`].

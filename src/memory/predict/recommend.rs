@@ -9,9 +9,10 @@ use crate::{Error, Result};
 use std::iter::successors;
 use std::num::NonZeroUsize;
 
-/// The checkpointing with which `available_bytes` hold the workload at the least cost: it runs the fewest blocks again,
-/// and among those that run as many, takes the least memory; `None` if not even the most frugal fits. The workload's
-/// own checkpointing is not read.
+/// The checkpointing with which `available_bytes` hold the workload at the least cost.
+///
+/// It recomputes the fewest blocks, and among those that recompute as many, takes the least memory; `None` if not even
+/// the most frugal fits. The workload's own checkpointing is not read.
 ///
 /// All but the last segment of blocks are recomputed, so long segments cost less and take more. Where the graph as a
 /// whole fits, it is that ([`Checkpointing::None`]); then the graph freed block by block, which costs no FLOPs either

@@ -87,8 +87,9 @@ impl SelfAttentionWorkload {
 }
 
 /// What one self-attention layer holds on the CPU at its worst moment, with its weights and its input: predicted, for
-/// deciding whether it fits. It is traced and replayed, as [`estimate_graph`](super::estimate_graph()) does for any
-/// function.
+/// deciding whether it fits.
+///
+/// It is traced and replayed, as [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
 /// The worst moment is the backward of attention or, where D is large beside B T, the storing of the last weight's
 /// gradient, when the other three exist already and candle adds this one to zeros. In an autocast region weights, x

@@ -5,6 +5,7 @@ use super::ops::{Attach, Slot, token};
 use super::refuse;
 use super::run::{Input, Run, Source};
 use crate::graph::SegmentKind;
+use crate::hardware::device_name;
 use crate::{Result, probe};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -142,9 +143,9 @@ impl Segment {
 
     fn elsewhere<T>(&self, output: &Tensor) -> candle_core::Result<T> {
         bail!(
-            "{}: the output is on {:?}, and not where its graph is",
+            "{}: the output is on {}, and not where its graph is",
             self.graph.name(),
-            output.device().location()
+            device_name(output.device())
         )
     }
 }

@@ -7,6 +7,7 @@ use super::draw::{
 };
 use crate::report::picture;
 use crate::{Error, Result};
+use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::path::Path;
@@ -66,8 +67,10 @@ pub struct AreaChart {
     pub spans: Vec<TimeSpan>,
 }
 
-/// Height of the line that names the spans.
+/// Height of a line that names spans.
 const SPAN_HEIGHT: u32 = 24;
+/// Between the right edge of the plot and that of the picture.
+const MARGIN_RIGHT: i32 = 34;
 /// Side of a layer's sample in the legend.
 const SAMPLE: i32 = 14;
 
@@ -120,8 +123,11 @@ impl AreaChart {
 
     fn draw(&self, document: &mut String) -> Drawn {
         let (legend, lines) = self.legend();
-        let top_height = TITLE_HEIGHT + LEGEND_HEIGHT * lines + SPAN_HEIGHT;
-        let height = HEIGHT + LEGEND_HEIGHT * lines + SPAN_HEIGHT;
+        let x = Axis::fit(self.x.iter().copied(), false);
+        let (names, name_lines) = self.span_names(&x);
+        let names_height = SPAN_HEIGHT * name_lines;
+        let top_height = TITLE_HEIGHT + LEGEND_HEIGHT * lines + names_height;
+        let height = HEIGHT + LEGEND_HEIGHT * lines + names_height;
         let root = SVGBackend::with_string(document, (WIDTH, height)).into_drawing_area();
         root.fill(&WHITE)?;
         let (top, body) = root.split_vertically(top_height);
@@ -143,11 +149,10 @@ impl AreaChart {
         let tops = self.tops();
         let most = tops.iter().flatten().copied().fold(0.0, f64::max);
         let most = if most > 0.0 { most } else { 1.0 };
-        let x = Axis::fit(self.x.iter().copied(), false);
         let y = Axis::fit([0.0, most].into_iter(), false).with_room();
         let mut plot = ChartBuilder::on(&body)
             .margin_left(MARGIN)
-            .margin_right(34)
+            .margin_right(MARGIN_RIGHT)
             .margin_top(10)
             .margin_bottom(8)
             .x_label_area_size(54)
@@ -179,18 +184,60 @@ impl AreaChart {
                     plot.draw_series([PathElement::new(line, TEXT.stroke_width(1))])?;
                 }
             }
-            let (from, _) = plot.backend_coord(&(span.from.max(first), 0.0));
-            let (to, _) = plot.backend_coord(&(span.to.min(last), 0.0));
-            let name = printable(&span.name);
-            // A stretch too narrow for its name goes without.
-            if to - from > 8 * name.chars().count() as i32 {
-                let style = text_style(TICK_SIZE).pos(Pos::new(HPos::Center, VPos::Center));
-                let middle = top_height as i32 - SPAN_HEIGHT as i32 / 2 + 6;
-                root.draw_text(&name, &style, ((from + to) / 2, middle))?;
+        }
+        let plot_top = top_height as i32 + 10;
+        for SpanName {
+            name,
+            left,
+            line,
+            span_middle,
+        } in names
+        {
+            let middle = top_height as i32 + 6 - (SPAN_HEIGHT * line + SPAN_HEIGHT / 2) as i32;
+            let style = text_style(TICK_SIZE).pos(left_middle);
+            root.draw_text(&name, &style, (left, middle))?;
+            if line > 0 {
+                let below = middle + SPAN_HEIGHT as i32 / 2 - 2;
+                let leader = vec![(span_middle, below), (span_middle, plot_top)];
+                root.draw(&PathElement::new(leader, FRAME.stroke_width(1)))?;
             }
         }
         root.present()?;
         Ok(())
+    }
+
+    /// Where each span's name goes, and on how many lines: on the first where the span has room for it, else on one
+    /// above, with a line down to the span.
+    fn span_names(&self, x: &Axis) -> (Vec<SpanName>, u32) {
+        let (first, last) = (self.x[0], self.x[self.x.len() - 1]);
+        let frame = (LEFT, WIDTH as i32 - MARGIN_RIGHT);
+        let mut taken: Vec<(u32, i32, i32)> = Vec::new(); // a line, from where to where
+        let names = self.spans.iter().map(|span| {
+            let name = printable(&span.name);
+            let width = 8 * name.chars().count() as i32;
+            let from = x.map(&span.from.max(first), frame);
+            let to = x.map(&span.to.min(last), frame);
+            let span_middle = (from + to) / 2;
+            let left = (span_middle - width / 2).min(frame.1 - width).max(frame.0);
+            let is_free = |line: &u32| {
+                let mut taken = taken.iter().filter(|(other, ..)| other == line);
+                taken.all(|(_, start, end)| left + width + 8 < *start || *end + 8 < left)
+            };
+            let line = match to - from > width {
+                true => 0,
+                false => (1..).find(is_free).unwrap_or(1),
+            };
+            taken.push((line, left, left + width));
+            SpanName {
+                name,
+                left,
+                line,
+                span_middle,
+            }
+        });
+        let names: Vec<SpanName> = names.collect();
+        let lines = names.iter().map(|name| name.line + 1).max();
+        (names, lines.unwrap_or(1))
     }
 
     /// Each layer's left edge and line in the legend, and how many lines there are.
@@ -218,6 +265,16 @@ impl AreaChart {
         });
         layers.collect()
     }
+}
+
+/// A span's name above the plot.
+struct SpanName {
+    name: String,
+    /// Where the name begins.
+    left: i32,
+    /// How many lines of names are below it.
+    line: u32,
+    span_middle: i32,
 }
 
 /// Around a layer: along its top in steps, and back along its bottom.

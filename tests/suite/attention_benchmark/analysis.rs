@@ -76,6 +76,26 @@ fn configurations_are_counted_by_how_they_ended() {
 }
 
 #[test]
+fn what_ran_where_naive_ran_out_of_memory_is_said() {
+    let notes = |rows: &[Fields]| Analysis::of(rows, "head_dim").notes("d");
+    let mut rows = grid();
+    assert!(
+        notes(&rows)
+            .iter()
+            .all(|note| !note.contains("ran out of memory where"))
+    );
+    rows.extend(measured("flash", 4096, 64, 100.0, 256));
+    rows.extend(measured("planned-flash", 4096, 64, 90.0, 128));
+    assert_eq!(
+        notes(&rows)[1..3],
+        [
+            "Naive ran out of memory where flash ran (F+B, peak): T 4096 d 64 (450 ms, 1.0 MiB).",
+            "Naive ran out of memory where planned-flash ran (F+B, peak): T 4096 d 64 (405 ms, 0.5 MiB).",
+        ]
+    );
+}
+
+#[test]
 fn growth_is_fitted_where_three_lengths_were_measured() {
     let analysis = Analysis::of(&grid(), "head_dim");
     let growth = &analysis.growth;
@@ -191,7 +211,8 @@ fn speedups_are_naive_over_others_where_both_ran() {
 
     for sentence in [
         "flash beside naive: at T 256 faster (2.00x) with 100% less memory, at T 4096 faster (2.00x) with 100% less memory.",
-        "Before backward it holds 100% less at T 4096, d 16; naive's grows as T^2.00, flash's as T^1.00.",
+        "So flash holds 100% less before backward at T 4096, d 16; what naive holds grows as T^2.00, what flash holds as \
+         T^1.00.",
     ] {
         assert!(notes.contains(sentence), "{sentence} in {notes}");
     }

@@ -368,7 +368,7 @@ fn the_plan_says_what_it_is() {
     let text = plan.explain();
     for wanted in [
         "head_attention_backward",
-        "BH 8, T 500, Dh 64, mask Full",
+        "BH 8, T 500, Dh 64, mask full",
         "exponentials @",
     ] {
         assert!(text.contains(wanted), "no {wanted:?} in\n{text}");

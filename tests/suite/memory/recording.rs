@@ -176,7 +176,7 @@ fn what_cannot_be_recorded_is_refused_or_counted() {
     let recorder = record(config).unwrap();
     let refused = record(RecordConfig::default()).err().unwrap();
     assert!(matches!(refused, Error::Order { .. }));
-    assert!(refused.to_string().contains("somebody records already"));
+    assert!(refused.to_string().contains("another recording is running"));
     for _ in 0..100 {
         black_box(vec![1u8; 10_000]);
     }

@@ -33,7 +33,7 @@ fn strict_refuses_what_has_no_kernel() {
         let wanted = [
             op_names(&case)[0],
             dtype.as_str(),
-            "Cpu",
+            "cpu",
             "no kernel",
             "KernelPolicy::Prefer",
         ];
@@ -69,7 +69,7 @@ fn prefer_falls_back_and_says_so() {
     assert_eq!(y.to_vec1::<f32>().unwrap(), [0.0, 2.0]);
     let list = fallbacks();
     assert!(list.is_sorted());
-    let listed = |f: &&Fallback| f.op == "relu" && f.dtype == "f8e4m3" && f.device == "Cpu";
+    let listed = |f: &&Fallback| f.op == "relu" && f.dtype == "f8e4m3" && f.device == "cpu";
     assert_eq!(list.iter().filter(listed).count(), 1, "{list:?}");
     for case in every::small() {
         // Neither a kernel that ran nor a reference that was asked for is a fallback.

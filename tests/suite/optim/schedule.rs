@@ -112,3 +112,21 @@ fn a_bad_schedule_names_its_field(#[case] wanted: &str, #[case] schedule: Schedu
     );
     assert!(COSINE.validate().is_ok());
 }
+
+#[test]
+fn schedules_are_said_in_words() {
+    let words = |schedule: Schedule| schedule.to_string();
+    let cosine = "up to 1 in 8 steps, down to 0.1 at step 24 along a cosine";
+    assert_eq!(words(COSINE), cosine);
+    let linear = "up to 1 in 8 steps, down to 0.1 at step 24 in a straight line";
+    assert_eq!(words(LINEAR), linear);
+    assert_eq!(words(Schedule::Constant { lr: 3e-4 }), "constant 0.0003");
+    let at_once = Schedule::WarmupLinear {
+        max_lr: 0.003,
+        min_lr: 0.003 / 10.0, // 0.00030000000000000003
+        warmup_steps: 0,
+        total_steps: 5,
+    };
+    let expected = "from 0.003, down to 0.0003 at step 5 in a straight line";
+    assert_eq!(words(at_once), expected);
+}

@@ -82,11 +82,17 @@ fn answers_of_a_gpu_add_up() {
 /// A step of 1000 ns on the CPU, planned: an attention of 400 with 100 of products and 200 of softmax, a swiglu of 300
 /// with 250 of products, a norm of 200, and 100 between the calls.
 fn planned() -> Recording {
-    let call = |path: &str, times, cost, [products_ns, softmax_ns]: [u64; 2]| {
+    let call = |path: &str, times, cost, [scores_ns, products_ns, softmax_ns]: [u64; 3]| {
         let mut call = span(Kind::Op, path, "forward", times, Some(2));
         call.cost = Some(cost);
         call.parts = Parts {
             products_ns,
+            scores_ns,
+            values_ns: if scores_ns > 0 {
+                products_ns - scores_ns
+            } else {
+                0
+            },
             softmax_ns,
             fused_ns: 0,
         };
@@ -106,10 +112,15 @@ fn planned() -> Recording {
                 "layers.0/attention",
                 (0, 400),
                 cost(600.0, 100.0),
-                [100, 200],
+                [40, 100, 200],
             ),
-            call("layers.0/swiglu", (400, 700), cost(900.0, 30.0), [250, 0]),
-            call("layers.0/rms_norm", (700, 900), cost(0.0, 50.0), [0, 0]),
+            call(
+                "layers.0/swiglu",
+                (400, 700),
+                cost(900.0, 30.0),
+                [0, 250, 0],
+            ),
+            call("layers.0/rms_norm", (700, 900), cost(0.0, 50.0), [0, 0, 0]),
         ],
         threads: vec!["main".into()],
         duration_ns: 1000,
@@ -139,9 +150,38 @@ fn answers_of_a_cpu_add_up() {
     let others =
         "attention's softmax 20.0%, rms_norm 20.0%, attention's rest 10.0%, swiglu's rest 5.0%";
     assert!(all.contains(others), "{all}");
+    let one_by_one = "scores 0.000 ms a step, values 0.000, softmax 0.000";
+    assert!(all.contains(one_by_one), "{all}");
+    close(
+        &numbers,
+        &[
+            ("attention_scores_ms", 40e-6),
+            ("attention_values_ms", 60e-6),
+        ],
+    );
     // A step against a step: the phases are the profiler's alone.
     assert!(
         all.contains("by the stopwatch without it (+0.0%)."),
         "{all}"
     );
+}
+
+#[test]
+fn parts_of_the_model_add_up() {
+    let table = super::by_part::table("planned", &planned()).unwrap();
+    let rows = table.rows.iter().map(|row| {
+        let name = row.get("part").unwrap().as_str().unwrap();
+        assert!(row.get("backward_ms_per_step").unwrap().is_null());
+        let ns = (number(row, "forward_ms_per_step") * 1e6).round();
+        assert_eq!(number(row, "percent"), 100.0 * ns / 1000.0);
+        (name, ns)
+    });
+    let rows: Vec<(&str, f64)> = rows.collect();
+    let expected = [
+        ("layers.*", 250.0),
+        ("layers.*/softmax", 200.0),
+        ("layers.*/values", 60.0),
+        ("layers.*/scores", 40.0),
+    ];
+    assert_eq!(rows, expected);
 }

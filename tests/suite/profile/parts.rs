@@ -21,6 +21,8 @@ fn check(rows: &[Row]) {
     for row in rows {
         let Parts {
             products_ns,
+            scores_ns,
+            values_ns,
             softmax_ns,
             fused_ns,
         } = row.parts;
@@ -29,6 +31,12 @@ fn check(rows: &[Row]) {
         let is_attention = row.name.contains("attention");
         let multiplies = row.is_product();
         assert_eq!(products_ns > 0, multiplies || is_attention, "{row:?}");
+        // All products of attention are either of these, and no other op's is.
+        let named_ns = scores_ns + values_ns;
+        let expected_ns = if is_attention { products_ns } else { 0 };
+        let rounding_ns = 10 * row.instances as u64; // where a loop's parts are scaled
+        assert!(named_ns.abs_diff(expected_ns) <= rounding_ns, "{row:?}");
+        assert_eq!([scores_ns > 0, values_ns > 0], [is_attention; 2], "{row:?}");
         assert_eq!(
             softmax_ns > 0,
             is_attention || row.name == "softmax",

@@ -247,6 +247,48 @@ proptest! {
     }
 }
 
+/// A stretch too narrow for its name has it above the others' names, where it meets none, with a line down to it.
+#[test]
+fn every_span_is_named() {
+    let span = |name: &str, from: f64, to: f64| TimeSpan {
+        name: name.into(),
+        from,
+        to,
+    };
+    let height = |spans: Vec<TimeSpan>| {
+        let names: Vec<String> = spans.iter().map(|span| span.name.clone()).collect();
+        let chart = AreaChart {
+            x: vec![0.0, 100.0],
+            layers: vec![AreaLayer {
+                name: "weights".into(),
+                values: vec![1.0, 1.0],
+            }],
+            spans,
+            ..Default::default()
+        };
+        let svg = chart.to_svg().unwrap();
+        let texts = svg_texts(&svg);
+        for name in names {
+            assert!(texts.contains(&name.as_str()), "{name} in {texts:?}");
+        }
+        let height = svg.split("height=\"").nth(1).unwrap();
+        height.split('"').next().unwrap().parse::<u32>().unwrap()
+    };
+    let wide = height(vec![
+        span("forward", 0.0, 40.0),
+        span("backward", 40.0, 100.0),
+    ]);
+    let narrow = |from: f64, to: f64| {
+        height(vec![
+            span("forward", 0.0, from),
+            span("backward", from, to),
+            span("optimizer", to, 100.0),
+        ])
+    };
+    assert_eq!(narrow(40.0, 98.0), wide + 24);
+    assert_eq!(narrow(96.0, 98.0), wide + 48);
+}
+
 #[test]
 fn areas_that_cannot_be_stacked_are_refused() {
     let chart = |x: &[f64], values: &[f64]| AreaChart {

@@ -7,6 +7,7 @@ use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::parallel::{self, Shared};
 use crate::kernels::cpu::rows::softmax;
 use crate::kernels::cpu::{Real, Stored};
+use crate::probe::parts::{Part, timed};
 use std::borrow::Cow;
 
 /// Runs `f(matrix, threads)` for `count` matrices: side by side where there are enough of them for the threads, else
@@ -79,10 +80,12 @@ pub fn forward_with_lse<T: Stored>(
         let p = unsafe { p.range(i * p_size, p_size) };
         let lse = unsafe { lse.range(i * lse_size, lse_size) };
         let out = unsafe { out.range(i * out_size, out_size) };
-        matmul(q, k.t(), p, false, threads); // scores
+        timed(Part::Scores, || matmul(q, k.t(), p, false, threads));
         softmax::forward_in_place(p, queries, keys, scale, mask, lse, threads);
         let p = MatRef::new(p, queries, keys);
-        rounded(out, false, threads, |out| matmul(p, v, out, false, threads));
+        rounded(out, false, threads, |out| {
+            timed(Part::Values, || matmul(p, v, out, false, threads))
+        });
     });
 }
 
@@ -142,12 +145,16 @@ pub fn backward<T: Stored>(
                 let q_size = queries * head_dim;
                 // SAFETY: as above.
                 let dq = unsafe { dq.range(i * q_size, q_size) };
-                matmul(p.t(), dout, dv, accumulate, threads);
-                matmul(dout, v.t(), &mut ds, false, threads); // dp
+                timed(Part::Values, || {
+                    matmul(p.t(), dout, dv, accumulate, threads);
+                    matmul(dout, v.t(), &mut ds, false, threads); // dp
+                });
                 softmax::backward_in_place(&mut ds, p_rows, queries, keys, scale, mask, threads);
                 let ds = MatRef::new(&ds, queries, keys);
-                rounded(dq, false, threads, |dq| matmul(ds, k, dq, false, threads));
-                matmul(ds.t(), q, dk, accumulate, threads);
+                rounded(dq, false, threads, |dq| {
+                    timed(Part::Scores, || matmul(ds, k, dq, false, threads))
+                });
+                timed(Part::Scores, || matmul(ds.t(), q, dk, accumulate, threads));
             }
         };
         rounded(dk, false, threads, |dk| {

@@ -54,14 +54,14 @@ pub(crate) fn pack_transposed<T: Stored>(
 }
 
 impl<T: Lanes> Product<'_, T> {
-    /// Computes it, on the calling thread.
-    pub(crate) fn run(self) {
+    /// Computes it, on the calling thread, as this part of an op's time.
+    pub(crate) fn run(self, part: Part) {
         if self.rows == 0 || self.columns == 0 {
             return;
         }
         let tiles = self.tiles();
         // SAFETY: `tiles` checked the views, and c is borrowed exclusively.
-        timed(Part::Products, || unsafe { tiles.run() });
+        timed(part, || unsafe { tiles.run() });
     }
 
     /// Itself over plain memory; the views of at least one row and column reach no further than their slices.

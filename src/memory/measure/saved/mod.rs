@@ -195,7 +195,7 @@ pub fn saved_tensors(output: &Tensor) -> SavedTensors {
             }
         }
     };
-    // Backward's order, turned round: who has made a storage comes before who views it.
+    // Backward's order, turned round: what made a storage comes before what views it.
     for node in output.sorted_nodes().into_iter().rev() {
         let made = heard.made.get(&node.id());
         for kept in made.iter().flat_map(|made| &made.kept) {

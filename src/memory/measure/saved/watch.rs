@@ -59,7 +59,7 @@ impl Listener for Ears {
             heard.pending.insert(thread, rest);
         }
         if output.track_op() {
-            // An op made of others hands on the last one's output: that one has made it.
+            // An op made of others returns the last one's output: that one made it.
             let made = heard.made.entry(output.id());
             let made = made.or_insert_with(|| Made {
                 path,
@@ -113,7 +113,9 @@ fn watches() -> MutexGuard<'static, Watches> {
 pub struct GraphWatch(());
 
 /// Remembers which op makes which tensor, and what it keeps beside, so that
-/// [`saved_tensors`](crate::memory::saved_tensors) can say. It holds no tensor, only what is to be said of it, for
+/// [`saved_tensors`](crate::memory::saved_tensors) can say.
+///
+/// It holds no tensor, only what is to be said of it, for
 /// every op that runs meanwhile on any thread: watch a step, not a training.
 pub fn watch_graphs() -> GraphWatch {
     let mut watches = watches();

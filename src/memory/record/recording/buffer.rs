@@ -160,13 +160,13 @@ pub(super) fn mark(what: What, path: Path, phase: &'static str) {
     });
 }
 
-/// Writes an event with the time, if somebody records and there is room.
+/// Writes an event with the time, if a recording runs and has room.
 fn push(event: Event) {
     WRITERS.fetch_add(1, SeqCst);
     let buffer = BUFFER.load(SeqCst);
     if !buffer.is_null() {
-        // SAFETY: `stop` takes the pointer away first, and frees the buffer when no thread writes any more; who has
-        // read the pointer before that is counted among the writers.
+        // SAFETY: `stop` takes the pointer away first, and frees the buffer when no thread writes any more; a
+        // thread that read the pointer before that is counted among the writers.
         let buffer = unsafe { &*buffer };
         let place = buffer.claimed.fetch_add(1, Relaxed);
         if place < buffer.capacity {

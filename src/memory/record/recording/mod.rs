@@ -67,7 +67,7 @@ pub struct Recorder {
     _listening: Listening,
 }
 
-/// What somebody has said of a block.
+/// What is known of a block from outside.
 struct Label {
     address: usize,
     bytes: usize,
@@ -140,7 +140,7 @@ pub(super) struct Sample {
 /// ```
 ///
 /// # Errors
-/// No [`Tracker`](tracker::Tracker) is installed; somebody records already; no memory for the events.
+/// No [`Tracker`](tracker::Tracker) is installed; another recording is running; no memory for the events.
 pub fn record(config: RecordConfig) -> Result<Recorder> {
     record_on(&Device::Cpu, config)
 }
@@ -182,7 +182,7 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
         Err(Refusal::AlreadyRecording) => {
             return Err(Error::Order {
                 op: OP,
-                problem: "somebody records already".into(),
+                problem: "another recording is running".into(),
                 hint: "finish or drop the other recorder first".into(),
             });
         }
@@ -257,7 +257,7 @@ impl Recorder {
     }
 }
 
-/// Nobody's recording is left running.
+/// A recording that is dropped does not go on running.
 impl Drop for Recorder {
     fn drop(&mut self) {
         buffer::stop();

@@ -7,6 +7,7 @@ use crate::kernels::cpu::gemm::tile::{COLUMNS, Product, pack_transposed};
 use crate::kernels::cpu::parallel::{self, Shared, for_tasks_in};
 use crate::kernels::cpu::simd::BLOCK;
 use crate::kernels::cpu::{Real, Stored, simd};
+use crate::probe::parts::Part;
 use std::ops::Range;
 
 /// What backward reads beside the inputs.
@@ -171,7 +172,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                 depth: width,
                 accumulate: false,
             };
-            dp.run();
+            dp.run(Part::Values);
             let part = Strip {
                 first: strip.start,
                 columns,
@@ -179,7 +180,10 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
             let visible = |row: usize| sizes.keys(here.start + row + 1);
             let delta = &delta[place..place + rows];
             rows::gradients(part, (e, e_row), delta, scale, visible, (ds, strip_row));
-            for (a, a_col, b, c) in [(e, e_row, d_out, &mut *dv), (&*ds, strip_row, q, &mut *dk)] {
+            for (part, a, a_col, b, c) in [
+                (Part::Values, e, e_row, d_out, &mut *dv),
+                (Part::Scores, &*ds, strip_row, q, &mut *dk),
+            ] {
                 let product = Product {
                     a,
                     a_row: 1,
@@ -194,7 +198,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                     depth: rows,
                     accumulate: !is_first,
                 };
-                product.run();
+                product.run(part);
             }
             let product = Product {
                 a: ds,
@@ -210,7 +214,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                 depth: columns,
                 accumulate: strip.start > 0,
             };
-            product.run();
+            product.run(Part::Scores);
             is_first = false;
         }
         for (from, to) in [(&*dk, &mut to_dk), (&*dv, &mut to_dv)] {

@@ -5,6 +5,7 @@ use super::{Sizes, load, strips, take};
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product, pack_transposed};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
 use crate::kernels::cpu::{Real, Stored};
+use crate::probe::parts::Part;
 use std::ops::Range;
 
 /// What is attended with: (B H, T, Dh) each.
@@ -128,7 +129,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                 depth: width,
                 accumulate: false,
             };
-            product.run();
+            product.run(Part::Scores);
             let e = &mut outputs.e[sizes.start(block) - sizes.start(blocks.start)..];
             let e = &mut e[..rows * e_row];
             let exponentials = Exponentials {
@@ -168,7 +169,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                 depth: columns,
                 accumulate: strip.start > 0,
             };
-            weighted.run();
+            weighted.run(Part::Values);
         }
     }
     for (inv_row_sum, sum) in outputs.inv_row_sum.iter_mut().zip(sums) {

@@ -9,6 +9,7 @@ use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::Shared;
 use crate::kernels::cpu::{Stored, simd};
+use crate::probe::parts::Part;
 use std::ops::Range;
 
 /// What forward took and gave, and the gradient of its output.
@@ -273,7 +274,7 @@ impl<T: Lanes> Scratch<T> {
             depth: head_dim,
             accumulate: false,
         };
-        product.run();
+        product.run(Part::Scores);
         // Line 13: dP = dO V^T.
         let product = Product {
             a: d_out,
@@ -289,7 +290,7 @@ impl<T: Lanes> Scratch<T> {
             depth: head_dim,
             accumulate: false,
         };
-        product.run();
+        product.run(Part::Values);
         // Lines 11 and 14.
         let elements = ScoreGradient {
             queries,
@@ -314,7 +315,7 @@ impl<T: Lanes> Scratch<T> {
             depth: rows,
             accumulate: true,
         };
-        product.run();
+        product.run(Part::Values);
         // Line 16: dK += dS^T (scale Q).
         let product = Product {
             a: ds,
@@ -330,7 +331,7 @@ impl<T: Lanes> Scratch<T> {
             depth: rows,
             accumulate: true,
         };
-        product.run();
+        product.run(Part::Scores);
     }
 
     /// Line 15: dQ += dS (scale K), for queries that [`queries`](Self::queries) has seen to; dq (rows, width).
@@ -353,6 +354,6 @@ impl<T: Lanes> Scratch<T> {
             depth: count,
             accumulate: true,
         };
-        product.run();
+        product.run(Part::Scores);
     }
 }

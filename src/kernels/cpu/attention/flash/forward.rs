@@ -9,6 +9,7 @@ use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_with};
 use crate::kernels::cpu::simd::{all_finite, vectorized};
 use crate::kernels::cpu::{Real, Stored};
+use crate::probe::parts::Part;
 use std::ops::Range;
 
 /// Queries of a panel: its scores' rows are three AVX-512 registers of `f32`, the best width for the products.
@@ -307,7 +308,7 @@ impl<T: Lanes> Panel<T> {
             depth: head_dim,
             accumulate: false,
         };
-        product.run();
+        product.run(Part::Scores);
         // Line 9.
         let step = OnlineSoftmax {
             scores,
@@ -375,6 +376,6 @@ impl<T: Lanes> Panel<T> {
             depth: keys.len(),
             accumulate: true,
         };
-        product.run();
+        product.run(Part::Values);
     }
 }

@@ -6,6 +6,7 @@ use crate::kernels::Mask;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
 use crate::kernels::cpu::{Lanes, Stored, rows::softmax};
+use crate::probe::parts::Part;
 
 /// What backward writes: gradients of the projections, rotated back; (B, T, H*Dh) each.
 pub struct Gradients<'a, T> {
@@ -68,19 +69,28 @@ pub fn backward<T: Stored>(
                     (d_out_block, row, 1),
                     (v, transposed_row),
                 )
-                .into(ds, score_row, false);
+                .into(Part::Values, ds, score_row, false);
                 softmax::backward_rows(ds, p, first, length, score_row, sizes.scale, Mask::Causal);
                 // dv += p^T d_out, dk += ds^T q.
-                product([keys, row, rows], (p, 1, score_row), (d_out_block, row))
-                    .into(dv, row, accumulate);
+                product([keys, row, rows], (p, 1, score_row), (d_out_block, row)).into(
+                    Part::Values,
+                    dv,
+                    row,
+                    accumulate,
+                );
                 product(
                     [keys, row, rows],
                     (ds, 1, score_row),
                     (&q[first * row..], row),
                 )
-                .into(dk, row, accumulate);
+                .into(Part::Scores, dk, row, accumulate);
                 // dq = ds k.
-                product([rows, row, keys], (ds, score_row, 1), (k, row)).into(dq, row, false);
+                product([rows, row, keys], (ds, score_row, 1), (k, row)).into(
+                    Part::Scores,
+                    dq,
+                    row,
+                    false,
+                );
                 // SAFETY: the head is this task's.
                 unsafe { head.store(dq, row, queries, angles, &all_dq) };
             }
@@ -112,7 +122,7 @@ fn product<'a, T>(
 }
 
 impl<T: Lanes> Factors<'_, T> {
-    fn into(self, c: &mut [T], c_row: usize, accumulate: bool) {
+    fn into(self, part: Part, c: &mut [T], c_row: usize, accumulate: bool) {
         let [rows, columns, depth] = self.sizes;
         let (a, a_row, a_col) = self.a;
         let (b, b_row) = self.b;
@@ -130,6 +140,6 @@ impl<T: Lanes> Factors<'_, T> {
             depth,
             accumulate,
         };
-        product.run();
+        product.run(part);
     }
 }

@@ -6,6 +6,7 @@ use crate::kernels::Mask;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
 use crate::kernels::cpu::{Stored, rows::softmax};
+use crate::probe::parts::Part;
 
 /// What forward writes.
 pub struct Outputs<'a, T: Stored> {
@@ -71,7 +72,7 @@ pub fn forward<T: Stored>(
                     depth: head_dim,
                     accumulate: false,
                 };
-                scores.run();
+                scores.run(Part::Scores);
                 let first = queries.start;
                 softmax::forward_rows(p, first, length, score_row, sizes.scale, Mask::Causal);
                 let weighted = Product {
@@ -88,7 +89,7 @@ pub fn forward<T: Stored>(
                     depth: queries.end,
                     accumulate: false,
                 };
-                weighted.run();
+                weighted.run(Part::Values);
                 // SAFETY: the head is this task's.
                 unsafe { head.store(out_block, row, queries, None, &out) };
             }

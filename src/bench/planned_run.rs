@@ -1,0 +1,203 @@
+//! What of a run is planned.
+
+use super::update::LossScaling;
+use super::{EndToEnd, Execution, Lap, LapTimings, Laps, OptimizerChoice};
+use crate::compile::{Forward, PhaseTimes, Plan, PlanConfig, TrainStep};
+use crate::hardware::device_name;
+use crate::memory::Mode;
+use crate::model::TransformerLM;
+use crate::optim::{AdamW, GradScaler, GradScalerConfig};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+
+impl EndToEnd {
+    /// Refuses what is not planned, and what would be ignored.
+    pub(super) fn check_execution(&self, device: &Device) -> Result<()> {
+        self.check_step_settings()?;
+        if self.execution == Execution::Eager {
+            return Ok(());
+        }
+        let refuse = |expected: &str, got: String, hint: &str| {
+            Err(Error::Config {
+                config: "EndToEnd",
+                field: "execution",
+                expected: format!("eager, where {expected}"),
+                got,
+                hint: hint.into(),
+            })
+        };
+        if device.is_metal() {
+            let got = format!("planned on {}", device_name(device));
+            return refuse(
+                "the device is neither the CPU nor a CUDA GPU",
+                got,
+                "run it eagerly, or on one of them",
+            );
+        }
+        if !matches!(self.optimizer, OptimizerChoice::AdamW(_)) {
+            let got = format!("planned with {}", self.optimizer.name());
+            return refuse(
+                "the optimizer is not adamw",
+                got,
+                "run it eagerly, or with adamw",
+            );
+        }
+        if self.mode == Mode::ForwardKeepingGraph {
+            let got = "planned".into();
+            return refuse(
+                "the graph is kept",
+                got,
+                "a planned forward has no graph to keep",
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses settings that only a planned training step uses.
+    fn check_step_settings(&self) -> Result<()> {
+        if self.execution.is_planned_step(self.mode) {
+            return Ok(());
+        }
+        let (field, expected, got) = match (self.optimizer_in_backward, self.memory_budget_bytes) {
+            (true, _) => ("optimizer_in_backward", "false", "true".into()),
+            (false, Some(bytes)) => ("memory_budget_bytes", "None", format!("{bytes} bytes")),
+            (false, None) => return Ok(()),
+        };
+        let mode = self.mode.name();
+        Err(Error::Config {
+            config: "EndToEnd",
+            field,
+            expected: format!("{expected}, but for a training step that is planned"),
+            got: format!("{got}, with {} {mode}", self.execution.name()),
+            hint:
+                "run it with Execution::Planned and Mode::TrainStep (--compile, --mode train-step)"
+                    .into(),
+        })
+    }
+
+    /// The plan of this run on `device`, whatever its execution: what [`Execution::Planned`] executes.
+    ///
+    /// # Errors
+    /// A configuration that cannot work. [`Error::OutOfMemory`] where a lower bound alone is more than the bytes that
+    /// may be used: nothing is planned then, which would take long for sizes like that.
+    pub fn plan(&self, device: &Device) -> Result<Plan> {
+        let (config, plan) = (&self.config, self.plan_config());
+        let least_bytes = self.least_planned_bytes()?;
+        match self.available_bytes {
+            Some(available_bytes) if least_bytes > available_bytes => Err(Error::OutOfMemory {
+                what: "a planned step, by a lower bound".into(),
+                wanted_bytes: least_bytes,
+                available_bytes,
+            }),
+            _ if self.is_forward() => Forward::plan_on(device, config, &plan),
+            _ => Ok(TrainStep::plan_on(device, config, &plan)?.0),
+        }
+    }
+
+    /// A lower bound of what its plan takes.
+    pub(super) fn least_planned_bytes(&self) -> Result<u64> {
+        let (config, plan) = (&self.config, self.plan_config());
+        match self.is_forward() {
+            true => Forward::least_bytes(config, &plan),
+            false => TrainStep::least_bytes(config, &plan),
+        }
+    }
+
+    fn is_forward(&self) -> bool {
+        matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph)
+    }
+
+    /// What a planned run takes on `device`, parameters, state and batch included: exact, or a lower bound where that
+    /// is beyond the bytes that may be used.
+    pub(super) fn planned_bytes(&self, device: &Device) -> Result<u64> {
+        let planned_bytes = match self.plan(device) {
+            Err(Error::OutOfMemory { wanted_bytes, .. }) => wanted_bytes,
+            plan => plan?.total_bytes(),
+        };
+        // Tokens, targets, and the model's own cosines and sines.
+        let ids = self.batch_size.saturating_mul(self.sequence_length);
+        let angles = self
+            .config
+            .context_length
+            .saturating_mul(self.config.head_dim());
+        let beside = ids
+            .saturating_mul(2)
+            .saturating_add(angles)
+            .saturating_mul(4) as u64;
+        Ok(planned_bytes.saturating_add(beside))
+    }
+
+    fn plan_config(&self) -> PlanConfig {
+        PlanConfig {
+            batch_size: self.batch_size,
+            sequence_length: self.sequence_length,
+            checkpointing: self.config.checkpointing,
+            precision: self.precision,
+            loss_scaling: self.mode == Mode::TrainStep && self.precision.dtype() == DType::F16,
+            optimizer_in_backward: self.optimizer_in_backward,
+            memory_budget_bytes: self.memory_budget_bytes,
+            ..Default::default()
+        }
+    }
+
+    /// Runs the planned steps, in f16 with a loss scale.
+    pub(super) fn time_planned(
+        &self,
+        model: &TransformerLM,
+        tokens: &Tensor,
+        targets: &Tensor,
+        laps: Laps<'_>,
+    ) -> Result<(LapTimings, Option<LossScaling>)> {
+        let plan = self.plan_config();
+        if self.is_forward() {
+            let mut forward = Forward::new(model, &plan)?;
+            let timings = laps.measure(self.steps, |lap| {
+                lap.time("forward", || forward.run(tokens))
+            });
+            return Ok((timings?, None));
+        }
+        let (OptimizerChoice::AdamW(config) | OptimizerChoice::CandleAdamW(config)) =
+            self.optimizer;
+        let mut optimizer = AdamW::new(model.parameters(), config)?;
+        let mut step = TrainStep::new(model, &optimizer, &plan)?;
+        step.time_phases(true);
+        if self.mode != Mode::TrainStep {
+            let timings = laps.measure(self.steps, |lap| {
+                step.forward_backward(tokens, targets)?;
+                add_phases(lap, step.phase_times()?);
+                Ok(())
+            });
+            return Ok((timings?, None));
+        }
+        let mut scaler = GradScaler::new(GradScalerConfig {
+            enabled: plan.loss_scaling,
+            ..Default::default()
+        })?;
+        let mut skipped_steps = 0;
+        let timings = laps.measure(self.steps, |lap| {
+            let done = step.run_scaled(&mut optimizer, &mut scaler, tokens, targets)?;
+            skipped_steps += usize::from(!done.stepped());
+            add_phases(lap, step.phase_times()?);
+            Ok(())
+        })?;
+        let scaling = plan.loss_scaling.then(|| LossScaling {
+            loss_scale: scaler.loss_scale(),
+            skipped_steps,
+        });
+        Ok((timings, scaling))
+    }
+}
+
+/// Records how long the phases of a planned run were: those that it has.
+pub(super) fn add_phases(lap: &mut Lap<'_>, times: Option<PhaseTimes>) {
+    let times = times.unwrap_or_default();
+    for (phase, ms) in [
+        ("forward", times.forward_ms),
+        ("backward", times.backward_ms),
+        ("optimizer", times.optimizer_ms),
+    ] {
+        if ms > 0.0 {
+            lap.add(phase, ms);
+        }
+    }
+}
