@@ -53,8 +53,8 @@ pub(crate) fn gpu(tensor: &Tensor) -> Result<&CudaDevice> {
 }
 
 /// Checked ids, (count), on the GPU.
-pub(super) fn ids(gpu: &CudaDevice, ids: &[u32]) -> Result<Tensor> {
-    Tensor::from_slice(ids, ids.len(), &Device::Cuda(gpu.clone()))
+pub(super) fn ids(gpu: &CudaDevice, ids: &Tensor) -> Result<Tensor> {
+    ids.to_device(&Device::Cuda(gpu.clone()))
 }
 
 /// Room for `len` elements, for a kernel to write all of.

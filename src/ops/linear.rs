@@ -17,14 +17,14 @@ use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::operand::{check_size, zeros_of};
 use super::packing::LinearProduct;
-use super::record::{Spec, apply2, composed, contiguous, float_input, made};
+use super::record::{Op, Spec, apply, composed, contiguous, exactly, float_input, made};
 use super::weight::{WeightCopy, with_copies};
 use crate::graph::{MemoryStep, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, D, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage};
 
@@ -49,11 +49,10 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (x, [weight], [copy]) = with_copies("linear", x, [weight])?;
     check(&x, &copy.of(&weight))?;
     match choose("linear", &x)? {
-        Path::Kernel => Ok(apply2(
-            &contiguous(&x)?,
-            &contiguous(&weight)?,
-            Linear { copy },
-        )?),
+        Path::Kernel => {
+            let inputs = [&contiguous(&x)?, &contiguous(&weight)?];
+            Ok(apply(&inputs, Linear { copy })?)
+        }
         Path::Reference => {
             let output = (with_last_dim(x.dims(), weight.dims()[0]), x.dtype());
             composed("linear", &[&x, &weight], output, || reference(&x, &weight))
@@ -119,7 +118,7 @@ impl Linear {
         x: &Tensor,
         weight: &Tensor,
         dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+    ) -> candle_core::Result<Vec<Option<Tensor>>> {
         let (gpu, dtype) = (cuda::gpu(dy)?, dy.dtype());
         let (out, depth) = weight.dims2()?;
         let rows = rows_of(dy.dims());
@@ -133,7 +132,7 @@ impl Linear {
             let factors = [of_dy.t(), cuda::matrix(x, rows, depth)?];
             self.copy.gradient_on_gpu(weight, factors)
         });
-        Ok((dx.transpose()?, dw.transpose()?))
+        Ok(vec![dx.transpose()?, dw.transpose()?])
     }
 }
 
@@ -149,7 +148,7 @@ impl Spec for Linear {
 
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let packed = linear_product(inputs).forward(target).map(MemoryStep::Pass);
-        let steps = made(self, inputs).into_iter().chain(packed);
+        let steps = made(self, inputs, target).into_iter().chain(packed);
         steps.chain(self.copy.dropped(0)).collect()
     }
 
@@ -162,18 +161,16 @@ impl Spec for Linear {
     }
 }
 
-impl CustomOp2 for Linear {
+impl Op for Linear {
     fn name(&self) -> &'static str {
         "linear"
     }
 
     fn cpu_fwd(
         &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
+        inputs: &[(&CpuStorage, &Layout)],
     ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let [(x, x_layout), (weight, weight_layout)] = exactly(inputs)?;
         let (out, depth) = weight_layout.shape().dims2()?;
         let shape = with_last_dim(x_layout.dims(), out);
         let rows = rows_of(&shape); // N
@@ -189,11 +186,9 @@ impl CustomOp2 for Linear {
     #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
+        inputs: &[(&CudaStorage, &Layout)],
     ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let [(x, x_layout), (weight, weight_layout)] = exactly(inputs)?;
         let (out, depth) = weight_layout.shape().dims2()?;
         let rows = rows_of(x_layout.dims()); // N
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
@@ -203,11 +198,11 @@ impl CustomOp2 for Linear {
 
     fn bwd(
         &self,
-        x: &Tensor,
-        weight: &Tensor,
+        inputs: &[&Tensor],
         _y: &Tensor,
         dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+    ) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let [x, weight] = exactly(inputs)?;
         self.gradients(x, weight, &dy.contiguous()?)
     }
 }
@@ -219,7 +214,7 @@ impl Linear {
         x: &Tensor,
         weight: &Tensor,
         dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+    ) -> candle_core::Result<Vec<Option<Tensor>>> {
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
             return self.gradients_on_gpu(x, weight, dy);
@@ -239,7 +234,7 @@ impl Linear {
                 let x = elements::<T>(x)?;
                 self.copy.gradient(weight, dy.t(), MatRef::new(&x, rows, depth))
             });
-            Ok((dx.transpose()?, dw.transpose()?))
+            Ok(vec![dx.transpose()?, dw.transpose()?])
         })
     }
 }

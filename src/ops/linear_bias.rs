@@ -19,7 +19,7 @@ use super::info::OpInfo;
 use super::linear::{Linear, rows_of, with_last_dim};
 use super::lowering::{Kernel, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
-use super::record::{Spec, apply3, composed, contiguous, wide_input};
+use super::record::{Op, Spec, apply, composed, contiguous, exactly, wide_input};
 use super::weight::with_copies;
 use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
@@ -28,7 +28,7 @@ use crate::kernels::cpu::{Stored, rows::bias as kernel};
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Layout, Shape, Tensor, WithDType};
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
@@ -63,14 +63,12 @@ pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor>
     let bias = operand("linear_bias", bias)?;
     check(&x, &copy.of(&weight), &bias)?;
     match choose("linear_bias", &x)? {
-        Path::Kernel => Ok(apply3(
-            &contiguous(&x)?,
-            &contiguous(&weight)?,
-            &contiguous(&bias)?,
-            LinearBias {
-                product: Linear { copy },
-            },
-        )?),
+        Path::Kernel => {
+            let product = Linear { copy };
+            let (x, weight) = (contiguous(&x)?, contiguous(&weight)?);
+            let inputs = [&x, &weight, &contiguous(&bias)?];
+            Ok(apply(&inputs, LinearBias { product })?)
+        }
         Path::Reference => {
             let output = (with_last_dim(x.dims(), weight.dims()[0]), x.dtype());
             composed("linear_bias", &[&x, &weight, &bias], output, || {
@@ -228,20 +226,16 @@ impl LinearBias {
     }
 }
 
-impl CustomOp3 for LinearBias {
+impl Op for LinearBias {
     fn name(&self) -> &'static str {
         "linear_bias"
     }
 
     fn cpu_fwd(
         &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
+        inputs: &[(&CpuStorage, &Layout)],
     ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let [(x, x_layout), (weight, weight_layout), (bias, bias_layout)] = exactly(inputs)?;
         let (out, depth) = weight_layout.shape().dims2()?;
         let shape = with_last_dim(x_layout.dims(), out);
         let rows = rows_of(&shape); // N
@@ -263,13 +257,9 @@ impl CustomOp3 for LinearBias {
     #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
-        bias: &CudaStorage,
-        bias_layout: &Layout,
+        inputs: &[(&CudaStorage, &Layout)],
     ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let [(x, x_layout), (weight, weight_layout), (bias, bias_layout)] = exactly(inputs)?;
         let (out, depth) = weight_layout.shape().dims2()?;
         let shape = with_last_dim(x_layout.dims(), out);
         let rows = rows_of(&shape); // N
@@ -284,20 +274,19 @@ impl CustomOp3 for LinearBias {
 
     fn bwd(
         &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
+        inputs: &[&Tensor],
         _y: &Tensor,
         dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let dy = dy.contiguous()?;
+    ) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let ([x, weight, bias], dy) = (exactly(inputs)?, dy.contiguous()?);
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let (dx, dw) = self.product.gradients(x, weight, &dy)?;
+            let mut gradients = self.product.gradients(x, weight, &dy)?;
             let db = bias
                 .track_op()
                 .then(|| self.bias_gradient_on_gpu(bias, &dy));
-            return Ok((dx, dw, db.transpose()?));
+            gradients.push(db.transpose()?);
+            return Ok(gradients);
         }
         let db = bias.track_op().then(|| {
             for_stored!(dy.dtype(), T => {
@@ -309,8 +298,9 @@ impl CustomOp3 for LinearBias {
             })
         });
         let db = db.transpose()?;
-        let (dx, dw) = self.product.gradients(x, weight, &dy)?;
-        Ok((dx, dw, db))
+        let mut gradients = self.product.gradients(x, weight, &dy)?;
+        gradients.push(db);
+        Ok(gradients)
     }
 }
 

@@ -14,23 +14,23 @@
 //! ```
 
 use super::cpu::{elements, for_stored, tensor, tensors, view};
-use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss};
+use super::cross_entropy::lowering::{CheckedIds, PlannedLoss, planned_gradient, planned_loss};
 use super::cross_entropy::{Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
-use super::record::{Spec, apply2, composed, contiguous};
+use super::record::{Op, Spec, apply, composed, contiguous, exactly};
 use super::weight::{WeightCopy, with_copies};
 use super::{linear, with_last_dim};
-use crate::graph::{self, MemoryStep, Room, Target};
+use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::{Stored, rows::cross_entropy as kernel};
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Layout, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
 use {
@@ -64,7 +64,7 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
                 #[cfg(feature = "cuda")]
                 logits: Mutex::default(),
             };
-            Ok(apply2(&contiguous(&x)?, &contiguous(&weight)?, op)?)
+            Ok(apply(&[&contiguous(&x)?, &contiguous(&weight)?], op)?)
         }
         Path::Reference => {
             let product = || linear::reference(&x, &weight);
@@ -226,7 +226,9 @@ impl LinearCrossEntropy {
         weight: &[T],
         classes: usize,
     ) -> candle_core::Result<T::Wide> {
-        let rows = self.targets.ids.len();
+        let ids = elements::<u32>(&self.targets.ids)?;
+        let targets = CheckedIds::new(&ids, None)?;
+        let rows = ids.len();
         let depth = x.len() / rows;
         let x = MatRef::new(x, rows, depth); // (N, D)
         let weight = MatRef::new(weight, classes, depth); // (V, D)
@@ -235,12 +237,12 @@ impl LinearCrossEntropy {
         })?;
         let (losses, statistics) = {
             let logits = elements::<T>(&logits)?;
-            let target = |row| self.targets.get(row);
+            let target = |row| targets.get(row);
             tensors(rows, (rows, 2), |losses, statistics| {
                 kernel::forward(&logits, classes, target, losses, statistics)
             })?
         };
-        let loss = self.targets.mean(&elements::<T::Wide>(&losses)?);
+        let loss = targets.mean(&elements::<T::Wide>(&losses)?);
         probe::kept("logits", &logits);
         probe::kept("top and total", &statistics);
         let _ = self.kept.set((logits, statistics)); // empty until now: an op runs forward once
@@ -255,8 +257,8 @@ impl LinearCrossEntropy {
         x: &Tensor,
         weight: &Tensor,
         dloss: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let (gpu, rows) = (cuda::gpu(x)?, self.targets.ids.len());
+    ) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let (gpu, rows) = (cuda::gpu(x)?, self.targets.ids.elem_count());
         let ((classes, depth), dtype) = (weight.dims2()?, x.dtype());
         let of_x = cuda::matrix(x, rows, depth)?; // (N, D)
         let dloss = dloss.detach().to_dtype(DType::F32)?;
@@ -294,7 +296,7 @@ impl LinearCrossEntropy {
         let dw = weight
             .track_op()
             .then(|| self.copy.gradient_on_gpu(weight, factors));
-        Ok((dx.transpose()?, dw.transpose()?))
+        Ok(vec![dx.transpose()?, dw.transpose()?])
     }
 }
 
@@ -303,12 +305,12 @@ impl Spec for LinearCrossEntropy {
         (().into(), inputs[0].wide_dtype())
     }
 
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+    fn kept(&self, inputs: &[Operand<'_>], on: Target) -> Vec<(&'static str, Shape, DType)> {
         let [x, weight] = [&inputs[0], &inputs[1]];
         let logits = ("logits", (x.rows(), weight.dims[0]).into(), x.dtype);
-        match graph::target() {
-            Some(Target::Cuda) => vec![logits],
-            _ => vec![
+        match on {
+            Target::Cuda => vec![logits],
+            Target::Cpu => vec![
                 logits,
                 ("top and total", (x.rows(), 2).into(), x.wide_dtype()),
             ],
@@ -319,7 +321,7 @@ impl Spec for LinearCrossEntropy {
         self.copy
             .tensor()
             .into_iter()
-            .chain([self.targets.tensor.clone()])
+            .chain([self.targets.ids.clone()])
             .collect()
     }
 
@@ -399,18 +401,16 @@ impl Spec for LinearCrossEntropy {
     }
 }
 
-impl CustomOp2 for LinearCrossEntropy {
+impl Op for LinearCrossEntropy {
     fn name(&self) -> &'static str {
         NAME
     }
 
     fn cpu_fwd(
         &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
+        inputs: &[(&CpuStorage, &Layout)],
     ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let [(x, x_layout), (weight, weight_layout)] = exactly(inputs)?;
         let (classes, _) = weight_layout.shape().dims2()?;
         for_stored!(x.dtype(), T => {
             let x = view::<T>(x, x_layout)?;
@@ -423,12 +423,10 @@ impl CustomOp2 for LinearCrossEntropy {
     #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
+        inputs: &[(&CudaStorage, &Layout)],
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (gpu, rows) = (&x.device, self.targets.ids.len());
+        let [(x, x_layout), (weight, weight_layout)] = exactly(inputs)?;
+        let (gpu, rows) = (&x.device, self.targets.ids.elem_count());
         let (classes, depth) = weight_layout.shape().dims2()?;
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
         let logits = self.copy.product_on_gpu(of_x, weight, weight_layout)?; // (N, V)
@@ -451,11 +449,11 @@ impl CustomOp2 for LinearCrossEntropy {
 
     fn bwd(
         &self,
-        x: &Tensor,
-        weight: &Tensor,
+        inputs: &[&Tensor],
         _loss: &Tensor,
         dloss: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+    ) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let [x, weight] = exactly(inputs)?;
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
             return self.backward_on_gpu(x, weight, dloss);
@@ -464,12 +462,14 @@ impl CustomOp2 for LinearCrossEntropy {
             candle_core::bail!("linear_cross_entropy: backward before forward");
         };
         let (rows, classes) = logits.dims2()?;
+        let ids = elements::<u32>(&self.targets.ids)?;
+        let targets = CheckedIds::new(&ids, None)?;
         for_stored!(x.dtype(), T => {
             type Wide = <T as Stored>::Wide;
-            let share = self.targets.share(dloss.to_scalar::<Wide>()?);
+            let share = targets.share(dloss.to_scalar::<Wide>()?);
             let dlogits = {
                 let (logits, statistics) = (elements::<T>(logits)?, elements::<Wide>(statistics)?);
-                let target = |row| self.targets.get(row);
+                let target = |row| targets.get(row);
                 tensor::<T>((rows, classes), |dlogits| {
                     kernel::backward(&logits, classes, target, &statistics, share, dlogits)
                 })?
@@ -485,7 +485,7 @@ impl CustomOp2 for LinearCrossEntropy {
             let x = elements::<T>(x)?;
             let x = MatRef::new(&x, rows, x.len() / rows);
             let dw = self.copy.gradient(weight, dlogits.t(), x)?;
-            Ok((Some(dx), Some(dw)))
+            Ok(vec![Some(dx), Some(dw)])
         })
     }
 }

@@ -18,7 +18,7 @@ use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::linear::{linear, linear_product, rows_of, with_last_dim};
 use super::operand::check_size;
-use super::record::{Spec, apply3, contiguous, elements_of};
+use super::record::{Op, Spec, apply, contiguous, elements_of, exactly};
 use super::swiglu::swiglu;
 use super::weight::{WeightCopy, with_copies};
 use crate::graph::{MemoryStep, Room, Target};
@@ -28,7 +28,7 @@ use crate::precision::without_autocast;
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, DType, Layout, Shape, Tensor};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
 use {
@@ -58,7 +58,7 @@ pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
                 gate_up: OnceLock::new(),
             };
             let (x, w1, w3) = (contiguous(&x)?, contiguous(&w1)?, contiguous(&w3)?);
-            Ok(apply3(&x, &w1, &w3, op)?)
+            Ok(apply(&[&x, &w1, &w3], op)?)
         }
         Path::Reference => without_autocast(|| reference(&x, &w1, &w3)),
     }
@@ -168,7 +168,7 @@ impl Spec for SwiGluLinear {
         (with_last_dim(x.dims, w1.dims[0]).into(), x.dtype)
     }
 
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (y, dtype) = self.output(inputs);
         let (rows, width) = rows(&y);
         ["gate", "up"]
@@ -215,20 +215,16 @@ impl Spec for SwiGluLinear {
     }
 }
 
-impl CustomOp3 for SwiGluLinear {
+impl Op for SwiGluLinear {
     fn name(&self) -> &'static str {
         "swiglu_linear"
     }
 
     fn cpu_fwd(
         &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        w1: &CpuStorage,
-        w1_layout: &Layout,
-        w3: &CpuStorage,
-        w3_layout: &Layout,
+        inputs: &[(&CpuStorage, &Layout)],
     ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let [(x, x_layout), (w1, w1_layout), (w3, w3_layout)] = exactly(inputs)?;
         let (rows, depth) = rows(x_layout.shape());
         let (out, _) = w1_layout.shape().dims2()?;
         let shape = with_last_dim(x_layout.dims(), out);
@@ -254,13 +250,9 @@ impl CustomOp3 for SwiGluLinear {
     #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        w1: &CudaStorage,
-        w1_layout: &Layout,
-        w3: &CudaStorage,
-        w3_layout: &Layout,
+        inputs: &[(&CudaStorage, &Layout)],
     ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let [(x, x_layout), (w1, w1_layout), (w3, w3_layout)] = exactly(inputs)?;
         let (gpu, (rows, depth)) = (&x.device, rows(x_layout.shape()));
         let (out, _) = w1_layout.shape().dims2()?;
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
@@ -281,12 +273,11 @@ impl CustomOp3 for SwiGluLinear {
 
     fn bwd(
         &self,
-        x: &Tensor,
-        w1: &Tensor,
-        w3: &Tensor,
+        inputs: &[&Tensor],
         _y: &Tensor,
         dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    ) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let [x, w1, w3] = exactly(inputs)?;
         let Some((gate, up)) = self.gate_up.get() else {
             candle_core::bail!("swiglu_linear: backward before forward");
         };
@@ -295,8 +286,8 @@ impl CustomOp3 for SwiGluLinear {
         let dy = dy.contiguous()?;
         #[cfg(feature = "cuda")]
         if dy.device().is_cuda() {
-            let [dx, dw1, dw3] = self.backward_on_gpu([x, w1, w3], [gate, up], &dy)?;
-            return Ok((Some(dx), Some(dw1), Some(dw3)));
+            let gradients = self.backward_on_gpu([x, w1, w3], [gate, up], &dy)?;
+            return Ok(gradients.map(Some).into());
         }
         let x_shape = x.shape();
         for_stored!(dy.dtype(), T => {
@@ -324,7 +315,7 @@ impl CustomOp3 for SwiGluLinear {
             let x = MatRef::new(&x, rows, depth);
             let dw1 = self.copies[0].gradient(w1, dgate.t(), x)?;
             let dw3 = self.copies[1].gradient(w3, dup.t(), x)?;
-            Ok((Some(dx), Some(dw1), Some(dw3)))
+            Ok(vec![Some(dx), Some(dw1), Some(dw3)])
         })
     }
 }

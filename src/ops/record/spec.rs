@@ -20,14 +20,17 @@ pub(crate) trait Spec {
     }
 
     /// What it keeps for backward beside its inputs and its output: names, shapes and dtypes.
-    fn kept(&self, _inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+    fn kept(&self, _inputs: &[Operand<'_>], _on: Target) -> Vec<(&'static str, Shape, DType)> {
         Vec::new()
     }
 
+    /// Hands out, of what forward has kept, what the op's caller wants too.
+    fn has_kept(&self, _kept: &[Tensor]) {}
+
     /// What forward does to memory on `target`. By default it makes what it keeps and its output, and takes nothing
     /// else.
-    fn forward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<MemoryStep> {
-        made(self, inputs)
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+        made(self, inputs, target)
     }
 
     /// What backward does to memory on `target`. By default it makes a gradient for each input.
@@ -45,8 +48,12 @@ pub(crate) trait Spec {
 }
 
 /// Forward makes what `op` keeps, and its output.
-pub(crate) fn made<S: Spec + ?Sized>(op: &S, inputs: &[Operand<'_>]) -> Vec<MemoryStep> {
-    let kept = op.kept(inputs).len();
+pub(crate) fn made<S: Spec + ?Sized>(
+    op: &S,
+    inputs: &[Operand<'_>],
+    target: Target,
+) -> Vec<MemoryStep> {
+    let kept = op.kept(inputs, target).len();
     let mut steps: Vec<MemoryStep> = (0..kept).map(MemoryStep::Keep).collect();
     steps.push(MemoryStep::Output);
     steps
