@@ -1,10 +1,10 @@
 //! Results that are there already, as an op of candle's graph.
 
-use crate::ops::record::{Op, Spec, exactly};
+use crate::ops::record::{Made, Op, Spec, Storages, exactly};
 use crate::probe::Operand;
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CudaStorage, DType, Layout, MetalStorage, Result, Shape, Storage, Tensor, bail,
+    CpuStorage, CudaStorage, DType, MetalStorage, Result, Shape, Storage, Tensor, bail,
 };
 
 /// A forward pass of q, k and v that is done, with its backward: one op however many it took. candle would keep every
@@ -31,7 +31,7 @@ where
         self.name
     }
 
-    fn cpu_fwd(&self, _: &[(&CpuStorage, &Layout)]) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(&self, _: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Cpu(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
@@ -39,7 +39,7 @@ where
         }
     }
 
-    fn cuda_fwd(&self, _: &[(&CudaStorage, &Layout)]) -> Result<(CudaStorage, Shape)> {
+    fn cuda_fwd(&self, _: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Cuda(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
@@ -47,7 +47,7 @@ where
         }
     }
 
-    fn metal_fwd(&self, _: &[(&MetalStorage, &Layout)]) -> Result<(MetalStorage, Shape)> {
+    fn metal_fwd(&self, _: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Metal(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),

@@ -109,12 +109,6 @@ pub(super) fn multiplied(
     Ok(storage)
 }
 
-/// `c += a b`, summed in f32 and rounded to c's dtype once.
-pub(super) fn add_product(gpu: &CudaDevice, [a, b]: [Matrix; 2], c: View) -> Result<()> {
-    let (rows, cols) = Matrix::product_of([&a, &b]);
-    cublas::multiply(gpu, [a, b], Matrix::new(c, rows, cols), 1, true)
-}
-
 /// [`multiplied`], as a tensor of no graph.
 pub(super) fn product(
     gpu: &CudaDevice,

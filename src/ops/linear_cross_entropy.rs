@@ -18,11 +18,12 @@ use super::cross_entropy::lowering::{CheckedIds, PlannedLoss, planned_gradient, 
 use super::cross_entropy::{Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
+use super::linear::factors;
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
-use super::record::{Op, Spec, apply, composed, contiguous, exactly};
-use super::weight::{WeightCopy, with_copies};
+use super::record::{Made, Op, Spec, Storages, apply, composed, contiguous, exactly};
+use super::weight::{WeightCopy, read_weight, with_copies};
 use super::{linear, with_last_dim};
 use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
@@ -30,7 +31,7 @@ use crate::kernels::cpu::{Stored, rows::cross_entropy as kernel};
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result, probe};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Layout, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Shape, Tensor, WithDType};
 use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
 use {
@@ -134,7 +135,7 @@ fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
-        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature))];
+        let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
         let logits = product(x, weight.t(), Accumulate::Never);
         let mut calls = Calls::default().call(logits, factors, [("c", Slot::Kept(0))]);
         let statistics = statistics(signature, &mut calls);
@@ -162,7 +163,7 @@ const LOWERING: Lowering = Lowering {
         ];
         let calls = planned_gradient(signature, reads, dlogits, calls);
         let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
-        let factors = [("a", dlogits), ("b", read_weight(signature))];
+        let factors = [("a", dlogits), ("b", read_weight(signature, 1))];
         let dx = product(of_dlogits, weight, Accumulate::Never);
         let calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
         let factors = [("a", dlogits), ("b", Slot::Input(0))];
@@ -170,24 +171,6 @@ const LOWERING: Lowering = Lowering {
         calls.call(dw, factors, [("c", Slot::Gradient(1))])
     },
 };
-
-/// x (N, D) and the weight (V, D).
-fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
-    let (x, weight) = (&signature.inputs[0], signature.inputs[1].dims);
-    (
-        Factor::new(x.rows(), weight[1]),
-        Factor::new(weight[0], weight[1]),
-    )
-}
-
-/// What the product reads of the weight: itself, or its copy in half precision, where its own dtype is another than
-/// x's.
-fn read_weight(signature: &Signature<'_>) -> Slot {
-    match signature.inputs[1].dtype == signature.inputs[0].dtype {
-        true => Slot::Input(1),
-        false => Slot::Read(0),
-    }
-}
 
 /// (top, total) of each row (N, 2): kept, or on a GPU recomputed from the logits.
 fn statistics(signature: &Signature<'_>, calls: &mut Calls) -> Slot {
@@ -406,10 +389,7 @@ impl Op for LinearCrossEntropy {
         NAME
     }
 
-    fn cpu_fwd(
-        &self,
-        inputs: &[(&CpuStorage, &Layout)],
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
         let [(x, x_layout), (weight, weight_layout)] = exactly(inputs)?;
         let (classes, _) = weight_layout.shape().dims2()?;
         for_stored!(x.dtype(), T => {
@@ -421,10 +401,7 @@ impl Op for LinearCrossEntropy {
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        inputs: &[(&CudaStorage, &Layout)],
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
         let [(x, x_layout), (weight, weight_layout)] = exactly(inputs)?;
         let (gpu, rows) = (&x.device, self.targets.ids.elem_count());
         let (classes, depth) = weight_layout.shape().dims2()?;

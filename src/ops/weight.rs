@@ -8,19 +8,16 @@
 use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::cpu::{elements, tensor, view};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
+use super::lowering::{Signature, Slot};
 use super::operand::operand;
-use crate::graph::MemoryStep;
+use crate::graph::{self, MemoryStep};
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
 use crate::{Result, precision, probe};
 use candle_core::{CpuStorage, DType, Layout, Tensor, WithDType};
 use std::sync::{Mutex, PoisonError};
 #[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::cuda::{View, matmul::Matrix},
-    candle_core::CudaStorage,
-};
+use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage};
 
 /// The copy of one weight, for the life of an op.
 pub(super) struct WeightCopy {
@@ -63,6 +60,33 @@ pub(super) fn with_copies<const N: usize>(
     Ok((x, inputs, copies))
 }
 
+/// The copies, each for as long as there is one.
+pub(super) fn tensors(copies: &[WeightCopy]) -> Vec<Tensor> {
+    copies.iter().filter_map(WeightCopy::tensor).collect()
+}
+
+/// The copies for backward: a dropped one is made again of its weight.
+pub(super) fn tensors_again(
+    copies: &[WeightCopy],
+    weights: &[&Tensor],
+) -> candle_core::Result<Vec<Tensor>> {
+    let copied = copies.iter().zip(weights);
+    let copied = copied.filter(|(copy, _)| copy.dtype.is_some());
+    copied
+        .map(|(copy, weight)| copy.for_backward(weight))
+        .collect()
+}
+
+/// What products read of input `input`, a weight: itself, or its copy in half precision, where its own dtype is another
+/// than x's. Copies stand first in what an op reads, in the order of their weights.
+pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
+    let is_copied = |input: &usize| signature.inputs[*input].dtype != signature.inputs[0].dtype;
+    match is_copied(&input) {
+        true => Slot::Read((1..input).filter(is_copied).count()),
+        false => Slot::Input(input),
+    }
+}
+
 impl WeightCopy {
     /// What an op calls the copy that it keeps.
     const KEPT: &str = "weight copy";
@@ -103,10 +127,13 @@ impl WeightCopy {
         self.get()
     }
 
-    /// Drops what is dropped when forward is done.
+    /// Drops what is dropped when forward is done; what is not stays for backward.
     pub(super) fn forwarded(&self) {
-        if self.drops {
-            *self.copy.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        let mut kept = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*kept {
+            _ if self.drops => *kept = None,
+            Some(copy) if !graph::is_tracing() => probe::kept(Self::KEPT, copy),
+            _ => {}
         }
     }
 
@@ -115,16 +142,11 @@ impl WeightCopy {
         self.get().unwrap_or_else(|| weight.clone())
     }
 
-    /// The copy that forward's products read; what is not dropped stays for backward.
+    /// The copy that forward's products read: the last of one that is dropped goes when they are done.
     fn for_forward(&self) -> Option<Tensor> {
-        let copy = self.get()?;
-        if self.drops {
-            let mut kept = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
-            *kept = None; // the last of it goes when the products are done
-        } else {
-            probe::kept(Self::KEPT, &copy);
-        }
-        Some(copy)
+        let copy = self.get();
+        self.forwarded();
+        copy
     }
 
     /// Calls `f` with what forward's products read.
@@ -155,24 +177,6 @@ impl WeightCopy {
             None => Matrix::new(cuda::view(weight, layout)?, rows, cols),
         };
         cuda::multiplied(&weight.device, [x, read.t()], 1, x.view.dtype)
-    }
-
-    /// Forward's product on the weight's GPU, `y += x W^T`.
-    #[cfg(feature = "cuda")]
-    pub(super) fn add_product_on_gpu(
-        &self,
-        x: Matrix,
-        weight: &CudaStorage,
-        layout: &Layout,
-        y: View,
-    ) -> candle_core::Result<()> {
-        let (rows, cols) = layout.shape().dims2()?;
-        let copy = self.for_forward();
-        let read = match &copy {
-            Some(copy) => cuda::matrix(copy, rows, cols)?,
-            None => Matrix::new(cuda::view(weight, layout)?, rows, cols),
-        };
-        cuda::add_product(&weight.device, [x, read.t()], y)
     }
 
     /// What backward's products read: a dropped copy is recomputed.

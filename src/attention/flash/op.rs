@@ -8,12 +8,12 @@ use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::attention::flash::{self as kernel, Gradients, Inputs, Outputs, Sizes};
 use crate::kernels::workspace::{self, flash_lse_parts};
 use crate::ops::cpu::{cpu_storage, elements, for_stored, heads, output, tensor, tensors};
-use crate::ops::record::{Op, Spec, exactly, like_first, made};
+use crate::ops::record::{Made, Op, Spec, Storages, exactly, like_first, made};
 use crate::probe::{self, Operand};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, DType, Result, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
 /// One call; holds what forward leaves for backward beside its inputs and its output.
@@ -177,7 +177,7 @@ impl Op for Flash {
         NAME
     }
 
-    fn cpu_fwd(&self, inputs: &[(&CpuStorage, &Layout)]) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
         let [(q, q_layout), (k, k_layout), (v, v_layout)] = exactly(inputs)?;
         for_stored!(q.dtype(), T => {
             let (q, k) = (heads::<T>(q, q_layout)?, heads::<T>(k, k_layout)?);
@@ -186,7 +186,7 @@ impl Op for Flash {
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, inputs: &[(&CudaStorage, &Layout)]) -> Result<(CudaStorage, Shape)> {
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
         self.forward_on_gpu(exactly(inputs)?)
     }
 

@@ -10,21 +10,27 @@ use candle_core::{
     Tensor, bail,
 };
 
+/// The inputs of a forward, where they lie.
+pub(crate) type Storages<'a, S> = &'a [(&'a S, &'a Layout)];
+
+/// The output of a forward, and its shape.
+pub(crate) type Made<S> = Result<(S, Shape)>;
+
 /// What computes an op of one, two or three inputs, all on one device.
 pub(crate) trait Op: Send + Sync + 'static {
     /// As ranges, errors and nodes have it.
     fn name(&self) -> &'static str;
 
     /// The output, on the CPU.
-    fn cpu_fwd(&self, inputs: &[(&CpuStorage, &Layout)]) -> Result<(CpuStorage, Shape)>;
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage>;
 
     /// The output, on an NVIDIA GPU.
-    fn cuda_fwd(&self, _inputs: &[(&CudaStorage, &Layout)]) -> Result<(CudaStorage, Shape)> {
+    fn cuda_fwd(&self, _inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
         bail!("{} has no kernel for NVIDIA GPUs", self.name())
     }
 
     /// The output, on a Metal GPU.
-    fn metal_fwd(&self, _inputs: &[(&MetalStorage, &Layout)]) -> Result<(MetalStorage, Shape)> {
+    fn metal_fwd(&self, _inputs: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
         bail!("{} has no kernel for Metal GPUs", self.name())
     }
 
@@ -50,9 +56,9 @@ impl<C: Op> Ranged<C> {
     /// Runs `forward` of the op.
     fn forward<S: BackendStorage>(
         &self,
-        inputs: &[(&S, &Layout)],
-        forward: fn(&C, &[(&S, &Layout)]) -> Result<(S, Shape)>,
-    ) -> Result<(S, Shape)> {
+        inputs: Storages<'_, S>,
+        forward: fn(&C, Storages<'_, S>) -> Made<S>,
+    ) -> Made<S> {
         let range = probe::op(Kind::Op, self.op.name(), self.path);
         let (storage, shape) = forward(&self.op, inputs)?;
         if probe::is_listening() {
@@ -104,7 +110,7 @@ macro_rules! custom_op {
         }
     };
     (forward $forward:ident $Storage:ident $($storage:ident $layout:ident)+) => {
-        fn $forward(&self, $($storage: &$Storage, $layout: &Layout),+) -> Result<($Storage, Shape)> {
+        fn $forward(&self, $($storage: &$Storage, $layout: &Layout),+) -> Made<$Storage> {
             self.forward(&[$(($storage, $layout)),+], C::$forward)
         }
     };

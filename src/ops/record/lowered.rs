@@ -1,13 +1,14 @@
 //! Ops that compute eagerly what plans compute: the calls of kernels that they lower to.
 
-use super::apply::{Op, applied};
+use super::apply::{Made, Op, Storages, applied};
 use super::composed::composed;
 use super::input::contiguous;
 use super::spec::Spec;
 use crate::graph::{self, MemoryStep, Target};
 use crate::ops::dispatch::{Path, choose};
-use crate::ops::lowering::{Calls, KernelCall, Lowering, Named, Signature, Slice, Slices};
-use crate::ops::lowering::{Slot, StepState};
+use crate::ops::lowering::{
+    Calls, KernelCall, Lowering, Signature, Slice, Slices, Slot, StepState,
+};
 use crate::ops::{cpu, info};
 use crate::probe::{self, Operand};
 use candle_core::backend::BackendStorage;
@@ -81,58 +82,41 @@ impl<S: Spec> Lowered<S> {
         device: &Device,
         inputs: &[Operand<'_>],
         lying: impl Iterator<Item = Result<Lying<'a>>>,
-    ) -> Result<(Storage, Shape)> {
-        let target = target_of(device);
+    ) -> Made<Storage> {
+        let target = Target::of(device);
         let (shape, dtype) = self.spec.output(inputs);
         let kept = self.spec.kept(inputs, target);
-        let (attributes, reads) = (self.spec.attributes(), self.reads(device)?);
-        let kept_operands = kept.iter().map(|(_, shape, dtype)| Operand {
-            dims: shape.dims(),
-            dtype: *dtype,
-        });
+        let reads = moved(self.spec.reads(), device)?;
+        self.spec.forwarded(); // what goes with forward goes when it was read last
+        let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
+        let shapes: Vec<(Shape, DType)> = shapes.collect();
+        let attributes = self.spec.attributes();
         let signature = Signature {
             attributes: &attributes,
             inputs: inputs.to_vec(),
-            reads: reads.iter().map(Into::into).collect(),
-            output: Operand {
-                dims: shape.dims(),
-                dtype,
-            },
-            kept: kept_operands.collect(),
+            reads: shapes.iter().map(|(x, dtype)| shaped(x, *dtype)).collect(),
+            output: shaped(&shape, dtype),
+            kept: kept.iter().map(|(_, x, dtype)| shaped(x, *dtype)).collect(),
             target,
         };
         let calls = (self.lowering.forward)(&signature);
-        let guards: Vec<_> = reads.iter().map(Tensor::storage_and_layout).collect();
-        let mut run = Run::new(device, &signature, &calls);
+        let mut run = Run::new(device, &signature, &calls, reads);
         for (i, operand) in lying.enumerate() {
             run.operands.push((Slot::Input(i), operand?));
-        }
-        for (i, (storage, layout)) in guards.iter().enumerate() {
-            let operand = Lying::of(storage, layout)?;
-            run.operands.push((Slot::Read(i), operand));
         }
         if shape.elem_count() > 0 {
             run.run(|_| true)?;
         }
-        run.make(Slot::Output)?;
         let mut tensors = Vec::with_capacity(kept.len());
         for (i, (what, shape, _)) in kept.iter().enumerate() {
-            run.make(Slot::Kept(i))?;
-            let tensor = run.taken(Slot::Kept(i), shape)?;
+            let tensor = run.tensor(Slot::Kept(i), shape)?;
             probe::kept(what, &tensor);
             tensors.push(tensor);
         }
         self.spec.has_kept(&tensors);
         let _ = self.kept.set(tensors); // empty until now: an op runs forward once
         let output = run.storage(Slot::Output)?;
-        drop(run);
-        Ok((output, shape))
-    }
-
-    /// What is read beside the inputs, on their device: checked ids are on the host.
-    fn reads(&self, device: &Device) -> Result<Vec<Tensor>> {
-        let reads = self.spec.reads().into_iter();
-        reads.map(|x| x.to_device(device)).collect()
+        Ok((output, shape.clone()))
     }
 }
 
@@ -141,29 +125,23 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         self.name
     }
 
-    fn cpu_fwd(&self, inputs: &[(&CpuStorage, &Layout)]) -> Result<(CpuStorage, Shape)> {
-        let operands: Vec<_> = inputs
-            .iter()
-            .map(|(x, layout)| operand(*x, layout))
-            .collect();
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
+        let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
         let lying = inputs.iter();
         let lying = lying.map(|(x, layout)| Ok(Lying::Cpu(cpu::slice(x, layout)?)));
-        match self.forward(&Device::Cpu, &operands, lying)? {
+        match self.forward(&Device::Cpu, &operands.collect::<Vec<_>>(), lying)? {
             (Storage::Cpu(output), shape) => Ok((output, shape)),
             _ => bail!("{}: an output elsewhere", self.name),
         }
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, inputs: &[(&CudaStorage, &Layout)]) -> Result<(CudaStorage, Shape)> {
-        let operands: Vec<_> = inputs
-            .iter()
-            .map(|(x, layout)| operand(*x, layout))
-            .collect();
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+        let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
         let lying = inputs.iter();
         let lying = lying.map(|(x, layout)| Ok(Lying::Cuda(cuda::view(x, layout)?)));
         let device = Device::Cuda(inputs[0].0.device.clone());
-        match self.forward(&device, &operands, lying)? {
+        match self.forward(&device, &operands.collect::<Vec<_>>(), lying)? {
             (Storage::Cuda(output), shape) => Ok((output, shape)),
             _ => bail!("{}: an output elsewhere", self.name),
         }
@@ -177,28 +155,28 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
             bail!("{}: backward before forward", self.name);
         };
         let (device, dy) = (dy.device(), dy.detach().contiguous()?);
-        let (attributes, reads) = (self.spec.attributes(), self.reads(device)?);
+        let reads = moved(self.spec.reads_again(inputs)?, device)?;
+        let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
+        let shapes: Vec<(Shape, DType)> = shapes.collect();
+        let attributes = self.spec.attributes();
         let signature = Signature {
             attributes: &attributes,
             inputs: inputs.iter().map(|x| (*x).into()).collect(),
-            reads: reads.iter().map(Into::into).collect(),
+            reads: shapes.iter().map(|(x, dtype)| shaped(x, *dtype)).collect(),
             output: y.into(),
             kept: kept.iter().map(Into::into).collect(),
-            target: target_of(device),
+            target: Target::of(device),
         };
         let calls = (self.lowering.backward)(&signature);
-        let of_inputs = inputs.iter().enumerate();
-        let of_reads = reads.iter().enumerate();
-        let of_kept = kept.iter().enumerate();
         let given = [(Slot::Output, y), (Slot::OutputGradient, &dy)].into_iter();
+        let of_inputs = inputs.iter().enumerate();
+        let of_kept = kept.iter().enumerate();
         let given = given
             .chain(of_inputs.map(|(i, x)| (Slot::Input(i), *x)))
-            .chain(of_reads.map(|(i, x)| (Slot::Read(i), x)))
             .chain(of_kept.map(|(i, x)| (Slot::Kept(i), x)));
-        let guards: Vec<_> = given
-            .map(|(slot, x)| (slot, x.storage_and_layout()))
-            .collect();
-        let mut run = Run::new(device, &signature, &calls);
+        let guards = given.map(|(slot, x)| (slot, x.storage_and_layout()));
+        let guards: Vec<_> = guards.collect();
+        let mut run = Run::new(device, &signature, &calls, reads);
         for (slot, (storage, layout)) in &guards {
             run.operands.push((*slot, Lying::of(storage, layout)?));
         }
@@ -206,12 +184,10 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
             .spec
             .backward_steps(&signature.inputs, signature.target);
         run.run(|input| inputs[input].track_op() || !steps.iter().any(|step| asks(step, input)))?;
-        let gradient = |(i, x): (usize, &&Tensor)| match calls.same.contains(&i) {
-            true => Ok(Some(dy.clone())),
-            false if run.has(Slot::Gradient(i)) => {
-                run.taken(Slot::Gradient(i), x.shape()).map(Some)
-            }
-            false => Ok(None),
+        let gradient = |(i, x): (usize, &&Tensor)| match Slot::Gradient(i) {
+            _ if calls.same.contains(&i) => Ok(Some(dy.clone())),
+            slot if run.has(slot) => run.tensor(slot, x.shape()).map(Some),
+            _ => Ok(None),
         };
         inputs.iter().enumerate().map(gradient).collect()
     }
@@ -222,18 +198,20 @@ fn asks(step: &MemoryStep, input: usize) -> bool {
     matches!(step, MemoryStep::Gradient { of, if_tracked: true, .. } if *of == input)
 }
 
-fn target_of(device: &Device) -> Target {
-    match device.is_cuda() {
-        true => Target::Cuda,
-        false => Target::Cpu,
+/// What is read beside the inputs, on their device: checked ids are on the host.
+fn moved(reads: Vec<Tensor>, device: &Device) -> Result<Vec<Tensor>> {
+    reads.iter().map(|x| x.to_device(device)).collect()
+}
+
+fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
+    Operand {
+        dims: shape.dims(),
+        dtype,
     }
 }
 
-fn operand<'a, S: BackendStorage>(storage: &S, layout: &'a Layout) -> Operand<'a> {
-    Operand {
-        dims: layout.dims(),
-        dtype: storage.dtype(),
-    }
+fn lent<'a, S: BackendStorage>(storage: &S, layout: &'a Layout) -> Operand<'a> {
+    shaped(layout.shape(), storage.dtype())
 }
 
 /// Where the elements of an operand are.
@@ -255,82 +233,101 @@ impl<'a> Lying<'a> {
     }
 }
 
-/// The calls of one pass: what is read lies somewhere, and what is written is made when it is first written.
+/// The calls of one pass. What is written is made when it is first written; what is read beside the inputs, and what is
+/// there for the calls alone, goes when it was read last.
 struct Run<'a> {
     device: &'a Device,
     signature: &'a Signature<'a>,
     calls: &'a Calls,
+    /// The op's inputs, what it kept, and what was made.
     operands: Vec<(Slot, Lying<'a>)>,
+    reads: Vec<Option<Tensor>>,
     made: Vec<(Slot, Storage)>,
 }
 
 impl<'a> Run<'a> {
-    fn new(device: &'a Device, signature: &'a Signature<'a>, calls: &'a Calls) -> Self {
+    fn new(
+        device: &'a Device,
+        signature: &'a Signature<'a>,
+        calls: &'a Calls,
+        reads: Vec<Tensor>,
+    ) -> Self {
         Self {
             device,
             signature,
             calls,
             operands: Vec::new(),
+            reads: reads.into_iter().map(Some).collect(),
             made: Vec::new(),
         }
     }
 
-    /// Runs the calls, but those that write nothing but gradients of inputs that want none.
+    /// Runs the calls, but those that nothing comes of but gradients of inputs that want none.
     fn run(&mut self, wants: impl Fn(usize) -> bool) -> Result<()> {
-        let unwanted = |slot: &Slot| matches!(slot, Slot::Gradient(input) if !wants(*input));
-        for call in &self.calls.calls {
-            if !call.writes.iter().all(unwanted) {
-                call.writes.iter().try_for_each(|slot| self.make(*slot))?;
-                self.call(call)?;
+        let mut needed: Vec<(&KernelCall, Vec<Slot>)> = Vec::new();
+        let mut read: Vec<Slot> = Vec::new(); // by the calls after
+        for call in self.calls.calls.iter().rev() {
+            let is_needed = |slot: &Slot| match slot {
+                Slot::Gradient(input) => wants(*input),
+                Slot::Scratch(_) => read.contains(slot),
+                _ => true,
+            };
+            if call.writes.iter().any(is_needed) {
+                let operands = call.reads.iter().chain(call.writes.iter()).copied();
+                let last: Vec<Slot> = operands.filter(|slot| !read.contains(slot)).collect();
+                read.extend(&last);
+                needed.push((call, last));
+            }
+        }
+        for (call, last) in needed.into_iter().rev() {
+            call.writes.iter().try_for_each(|slot| self.make(*slot))?;
+            self.call(call)?;
+            for slot in last {
+                match slot {
+                    Slot::Read(i) => self.reads[i] = None,
+                    Slot::Scratch(_) => self.made.retain(|(other, _)| *other != slot),
+                    _ => {}
+                }
             }
         }
         Ok(())
     }
 
-    /// Room for what is written, unless it is there, or empty.
+    /// Room for what is written, unless it is there.
     fn make(&mut self, slot: Slot) -> Result<()> {
         if self.operands.iter().any(|(other, _)| *other == slot) {
             return Ok(());
         }
         let signature = self.signature;
-        let (dims, dtype): (&[usize], DType) = match slot {
-            Slot::Input(i) | Slot::Gradient(i) => of(&signature.inputs[i]),
-            Slot::Output | Slot::OutputGradient => of(&signature.output),
-            Slot::Read(i) => of(&signature.reads[i]),
-            Slot::Kept(i) => of(&signature.kept[i]),
-            Slot::Scratch(i) => (&self.calls.scratch[i].0, self.calls.scratch[i].1),
+        let operand = match slot {
+            Slot::Input(i) | Slot::Gradient(i) => &signature.inputs[i],
+            Slot::Output | Slot::OutputGradient => &signature.output,
+            Slot::Read(i) => &signature.reads[i],
+            Slot::Kept(i) => &signature.kept[i],
+            Slot::Scratch(i) => &Operand {
+                dims: &self.calls.scratch[i].0,
+                dtype: self.calls.scratch[i].1,
+            },
         };
-        let (storage, lying) = match self.device {
-            #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => {
-                let storage = cuda::alloc_uninit(gpu, dtype, dims.iter().product())?;
-                // What it points to lasts as long as the storage, which lasts as long as this.
-                let View {
-                    pointer,
-                    dtype,
-                    len,
-                    ..
-                } = cuda::whole(&storage)?;
-                (
-                    Storage::Cuda(storage),
-                    Lying::Cuda(View::new(pointer, dtype, len)),
-                )
-            }
-            _ => {
-                // SAFETY: the storage lasts as long as this, and nothing else uses it until it is taken.
-                let (storage, slice) = unsafe { cpu::room(dims, dtype)? };
-                (Storage::Cpu(storage), Lying::Cpu(slice))
-            }
-        };
+        let (storage, lying) = room(self.device, operand)?;
         self.operands.push((slot, lying));
         self.made.push((slot, storage));
         Ok(())
     }
 
     fn call(&self, call: &KernelCall) -> Result<()> {
-        let lying = |slot: &Slot| {
-            let mut operands = self.operands.iter();
-            operands.find_map(|(other, lying)| (other == slot).then_some(*lying))
+        let reads = self.reads.iter();
+        let reads = reads.map(|x| x.as_ref().map(Tensor::storage_and_layout));
+        let reads: Vec<_> = reads.collect();
+        let lying = |slot: &Slot| match slot {
+            Slot::Read(i) => {
+                let (storage, layout) = reads[*i].as_ref()?;
+                Lying::of(storage, layout).ok()
+            }
+            _ => {
+                let mut operands = self.operands.iter();
+                operands.find_map(|(other, lying)| (other == slot).then_some(*lying))
+            }
         };
         let operands = [&call.reads, &call.writes];
         #[cfg(feature = "cuda")]
@@ -355,8 +352,7 @@ impl<'a> Run<'a> {
             Some(Lying::Cpu(slice)) => Some(slice),
             _ => None,
         };
-        let [Some(reads), Some(writes)] = operands.map(|named: &Named<Slot>| named.try_map(slice))
-        else {
+        let [Some(reads), Some(writes)] = operands.map(|named| named.try_map(slice)) else {
             bail!("{}: operands elsewhere", call.kernel.name());
         };
         let step = StepState {
@@ -370,17 +366,18 @@ impl<'a> Run<'a> {
         self.made.iter().any(|(other, _)| *other == slot)
     }
 
-    /// What was written, for good.
+    /// What was written, for good; room, where nothing was.
     fn storage(&mut self, slot: Slot) -> Result<Storage> {
+        self.make(slot)?;
         match self.made.iter().position(|(other, _)| *other == slot) {
             Some(place) => Ok(self.made.swap_remove(place).1),
-            None => bail!("{slot:?} was not written"),
+            None => bail!("{slot:?} was given"),
         }
     }
 
     /// As a tensor of no graph.
-    fn taken(&mut self, slot: Slot, shape: &Shape) -> Result<Tensor> {
-        let (storage, shape) = (self.storage(slot)?, shape.clone());
+    fn tensor(&mut self, slot: Slot, shape: &Shape) -> Result<Tensor> {
+        let storage = self.storage(slot)?;
         Ok(Tensor::from_storage(
             storage,
             shape,
@@ -390,6 +387,20 @@ impl<'a> Run<'a> {
     }
 }
 
-fn of<'a>(operand: &Operand<'a>) -> (&'a [usize], DType) {
-    (operand.dims, operand.dtype)
+/// Room for what a kernel writes all of before anybody reads it, and where it lies: used while the storage is there.
+fn room<'a>(device: &Device, operand: &Operand<'_>) -> Result<(Storage, Lying<'a>)> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(gpu) = device {
+        let elements = operand.dims.iter().product();
+        let storage = cuda::alloc_uninit(gpu, operand.dtype, elements)?;
+        let pointer = cuda::whole(&storage)?.pointer;
+        let lying = Lying::Cuda(View::new(pointer, operand.dtype, elements));
+        return Ok((Storage::Cuda(storage), lying));
+    }
+    if !device.is_cpu() {
+        bail!("no kernel on {:?}", device.location());
+    }
+    // SAFETY: as above.
+    let (storage, slice) = unsafe { cpu::room(operand.dims, operand.dtype)? };
+    Ok((Storage::Cpu(storage), Lying::Cpu(slice)))
 }

@@ -10,7 +10,7 @@ mod input;
 mod lowered;
 mod spec;
 
-pub(crate) use apply::{Op, apply, exactly};
+pub(crate) use apply::{Made, Op, Storages, apply, exactly};
 pub(super) use composed::{Composed, composed_as};
 pub(crate) use composed::{composed, composed_handing_on};
 pub(crate) use input::{contiguous, float_input, input, to_dtype, wide_input, widen};

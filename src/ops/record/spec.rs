@@ -2,7 +2,7 @@
 
 use crate::graph::{Attribute, MemoryStep, Target};
 use crate::probe::Operand;
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 
 /// All that a trace needs of an op.
 pub(crate) trait Spec {
@@ -17,6 +17,11 @@ pub(crate) trait Spec {
     /// What it reads beside its inputs.
     fn reads(&self) -> Vec<Tensor> {
         Vec::new()
+    }
+
+    /// [`reads`](Self::reads) as backward has them, of these inputs: what forward has dropped is made again.
+    fn reads_again(&self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        Ok(self.reads())
     }
 
     /// What it keeps for backward beside its inputs and its output: names, shapes and dtypes.
@@ -43,7 +48,7 @@ pub(crate) trait Spec {
         false
     }
 
-    /// Drops what forward would drop.
+    /// Drops what forward does not leave for backward.
     fn forwarded(&self) {}
 }
 
