@@ -20,7 +20,7 @@ use super::operand::{check_size, zeros_of};
 use super::packing::LinearProduct;
 use super::product::{Factor, product};
 use super::record::{Spec, float_input, made, run};
-use super::weight::{WeightCopy, read_weight, tensors, tensors_again, with_copies};
+use super::weight::{WeightCopy, read_weight, tell_kept, tensors, tensors_again, with_copies};
 use crate::graph::{MemoryStep, Target};
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -172,6 +172,10 @@ impl Spec for Linear {
             2 => of_product,
             _ => [vec![bias_step(inputs, target)], of_product].concat(),
         }
+    }
+
+    fn has_kept(&self, _: &[Tensor]) {
+        tell_kept(&self.copies);
     }
 
     fn forwarded(&self) {

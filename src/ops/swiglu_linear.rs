@@ -21,7 +21,7 @@ use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, by_kernels, elements_of};
 use super::swiglu::{gated, gated_backward, swiglu};
-use super::weight::{WeightCopy, read_weight, tensors, tensors_again, with_copies};
+use super::weight::{WeightCopy, read_weight, tell_kept, tensors, tensors_again, with_copies};
 use crate::graph::{MemoryStep, Room, Target};
 use crate::precision::without_autocast;
 use crate::probe::{Operand, Operands};
@@ -193,6 +193,10 @@ impl Spec for SwiGluLinear {
             taking,
         });
         [gradients].into_iter().chain(made).collect()
+    }
+
+    fn has_kept(&self, _: &[Tensor]) {
+        tell_kept(&self.copies);
     }
 
     fn forwarded(&self) {

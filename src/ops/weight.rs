@@ -6,18 +6,19 @@
 //! without a gradient of the copy (which candle would add to zeros in half precision, element by element).
 
 use super::cast::{cached_copy, cast_castable, cast_weight};
-use super::cpu::{elements, tensor, view};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::lowering::{Signature, Slot};
 use super::operand::operand;
-use crate::graph::{self, MemoryStep};
-use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
+use crate::graph::MemoryStep;
 use crate::{Result, precision, probe};
-use candle_core::{CpuStorage, DType, Layout, Tensor, WithDType};
+use candle_core::{DType, Tensor};
 use std::sync::{Mutex, PoisonError};
 #[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage};
+use {
+    super::cuda,
+    crate::kernels::cuda::matmul::Matrix,
+    candle_core::{CudaStorage, Layout},
+};
 
 /// The copy of one weight, for the life of an op.
 pub(super) struct WeightCopy {
@@ -62,7 +63,7 @@ pub(super) fn with_copies<const N: usize>(
 
 /// The copies, each for as long as there is one.
 pub(super) fn tensors(copies: &[WeightCopy]) -> Vec<Tensor> {
-    copies.iter().filter_map(WeightCopy::tensor).collect()
+    copies.iter().filter_map(WeightCopy::get).collect()
 }
 
 /// The copies for backward: a dropped one is made again of its weight.
@@ -77,6 +78,13 @@ pub(super) fn tensors_again(
         .collect()
 }
 
+/// Says which copies stay for backward, after forward.
+pub(super) fn tell_kept(copies: &[WeightCopy]) {
+    for copy in copies.iter().filter_map(WeightCopy::get) {
+        probe::kept("weight copy", &copy);
+    }
+}
+
 /// What products read of input `input`, a weight: itself, or its copy in half precision, where its own dtype is another
 /// than x's. Copies stand first in what an op reads, in the order of their weights.
 pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
@@ -88,9 +96,6 @@ pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
 }
 
 impl WeightCopy {
-    /// What an op calls the copy that it keeps.
-    const KEPT: &str = "weight copy";
-
     fn none() -> Self {
         Self {
             copy: Mutex::new(None),
@@ -112,6 +117,7 @@ impl WeightCopy {
         })
     }
 
+    /// The copy, for as long as there is one.
     fn get(&self) -> Option<Tensor> {
         let copy = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
         copy.clone()
@@ -122,44 +128,16 @@ impl WeightCopy {
         self.drops.then_some(MemoryStep::DropRead(index))
     }
 
-    /// The copy, for as long as there is one.
-    pub(super) fn tensor(&self) -> Option<Tensor> {
-        self.get()
-    }
-
-    /// Drops what is dropped when forward is done; what is not stays for backward.
+    /// Drops what is dropped when forward is done.
     pub(super) fn forwarded(&self) {
-        let mut kept = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*kept {
-            _ if self.drops => *kept = None,
-            Some(copy) if !graph::is_tracing() => probe::kept(Self::KEPT, copy),
-            _ => {}
+        if self.drops {
+            *self.copy.lock().unwrap_or_else(PoisonError::into_inner) = None;
         }
     }
 
     /// The weight as products read it, before forward: for checks.
     pub(super) fn of(&self, weight: &Tensor) -> Tensor {
         self.get().unwrap_or_else(|| weight.clone())
-    }
-
-    /// The copy that forward's products read: the last of one that is dropped goes when they are done.
-    fn for_forward(&self) -> Option<Tensor> {
-        let copy = self.get();
-        self.forwarded();
-        copy
-    }
-
-    /// Calls `f` with what forward's products read.
-    pub(super) fn read<T: WithDType, R>(
-        &self,
-        weight: &CpuStorage,
-        layout: &Layout,
-        f: impl FnOnce(&[T]) -> candle_core::Result<R>,
-    ) -> candle_core::Result<R> {
-        match self.for_forward() {
-            Some(copy) => f(&elements(&copy)?),
-            None => f(view(weight, layout)?),
-        }
     }
 
     /// Forward's product on the weight's GPU, `x W^T` in x's dtype.
@@ -171,7 +149,9 @@ impl WeightCopy {
         layout: &Layout,
     ) -> candle_core::Result<CudaStorage> {
         let (rows, cols) = layout.shape().dims2()?;
-        let copy = self.for_forward();
+        let copy = self.get();
+        self.forwarded();
+        tell_kept(std::slice::from_ref(self));
         let read = match &copy {
             Some(copy) => cuda::matrix(copy, rows, cols)?,
             None => Matrix::new(cuda::view(weight, layout)?, rows, cols),
@@ -185,34 +165,6 @@ impl WeightCopy {
             (Some(copy), _) => Ok(copy),
             (None, Some(dtype)) => Ok(cast_weight(&weight.detach(), dtype)?),
             (None, None) => Ok(weight.clone()),
-        }
-    }
-
-    /// As [`gradient`](Self::gradient), on the weight's GPU.
-    #[cfg(feature = "cuda")]
-    pub(super) fn gradient_on_gpu(
-        &self,
-        weight: &Tensor,
-        factors: [Matrix; 2],
-    ) -> candle_core::Result<Tensor> {
-        let dtype = match self.dtype {
-            None => factors[0].view.dtype,
-            Some(_) => DType::F32,
-        };
-        cuda::product(cuda::gpu(weight)?, factors, 1, dtype, weight.shape())
-    }
-
-    /// `dW = a b` in the weight's dtype: sums are f32's, and those of a copy's products are not rounded at all.
-    pub(super) fn gradient<T: Stored>(
-        &self,
-        weight: &Tensor,
-        a: MatRef<'_, T>,
-        b: MatRef<'_, T>,
-    ) -> candle_core::Result<Tensor> {
-        let shape = weight.shape();
-        match self.dtype {
-            None => tensor::<T>(shape, |dw| matmul(a, b, dw, false, Threads::All)),
-            Some(_) => tensor::<T::Wide>(shape, |dw| matmul_wide(a, b, dw, Threads::All)),
         }
     }
 }

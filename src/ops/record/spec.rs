@@ -29,7 +29,7 @@ pub(crate) trait Spec {
         Vec::new()
     }
 
-    /// Hands out, of what forward has kept, what the op's caller wants too.
+    /// An eager forward is done: says what stays beside, hands out what the op's caller wants.
     fn has_kept(&self, _kept: &[Tensor]) {}
 
     /// What forward does to memory on `target`. By default it makes what it keeps and its output, and takes nothing
