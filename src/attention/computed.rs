@@ -1,11 +1,10 @@
 //! Results that are there already, as an op of candle's graph.
 
-use crate::ops::record::Spec;
+use crate::ops::record::{Made, Op, Spec, Storages, exactly};
 use crate::probe::Operand;
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp3, DType, Layout, MetalStorage, Result, Shape, Storage,
-    Tensor, bail,
+    CpuStorage, CudaStorage, DType, MetalStorage, Result, Shape, Storage, Tensor, bail,
 };
 
 /// A forward pass of q, k and v that is done, with its backward: one op however many it took. candle would keep every
@@ -24,23 +23,15 @@ impl<F> Spec for Computed<F> {
     }
 }
 
-impl<F> CustomOp3 for Computed<F>
+impl<F> Op for Computed<F>
 where
-    F: Fn([&Tensor; 3], &Tensor) -> Result<[Tensor; 3]> + Send + Sync,
+    F: Fn([&Tensor; 3], &Tensor) -> Result<[Tensor; 3]> + Send + Sync + 'static,
 {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn cpu_fwd(
-        &self,
-        _q: &CpuStorage,
-        _q_layout: &Layout,
-        _k: &CpuStorage,
-        _k_layout: &Layout,
-        _v: &CpuStorage,
-        _v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(&self, _: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Cpu(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
@@ -48,15 +39,7 @@ where
         }
     }
 
-    fn cuda_fwd(
-        &self,
-        _q: &CudaStorage,
-        _q_layout: &Layout,
-        _k: &CudaStorage,
-        _k_layout: &Layout,
-        _v: &CudaStorage,
-        _v_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
+    fn cuda_fwd(&self, _: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Cuda(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
@@ -64,15 +47,7 @@ where
         }
     }
 
-    fn metal_fwd(
-        &self,
-        _q: &MetalStorage,
-        _q_layout: &Layout,
-        _k: &MetalStorage,
-        _k_layout: &Layout,
-        _v: &MetalStorage,
-        _v_layout: &Layout,
-    ) -> Result<(MetalStorage, Shape)> {
+    fn metal_fwd(&self, _: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Metal(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
@@ -80,18 +55,12 @@ where
         }
     }
 
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        _out: &Tensor,
-        d_out: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dq, dk, dv] = (self.backward)([q, k, v], d_out)?;
-        let like = |gradient: Tensor, x: &Tensor| -> Result<Option<Tensor>> {
+    fn bwd(&self, inputs: &[&Tensor], _: &Tensor, d_out: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        let inputs = exactly(inputs)?;
+        let gradients = (self.backward)(inputs, d_out)?;
+        let like = |(gradient, x): (Tensor, &Tensor)| -> Result<Option<Tensor>> {
             Ok(Some(gradient.reshape(x.shape())?.to_dtype(x.dtype())?))
         };
-        Ok((like(dq, q)?, like(dk, k)?, like(dv, v)?))
+        gradients.into_iter().zip(inputs).map(like).collect()
     }
 }

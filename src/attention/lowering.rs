@@ -19,13 +19,17 @@ pub(super) const NAIVE: Lowering = Lowering {
         let kernel = kernel!("naive_attention", |T, k, s| {
             let sizes = sizes(k)?;
             let (q, k, v) = (s.x::<T>("q")?, s.x("k")?, s.x("v")?);
-            naive::forward(&sizes, q, k, v, s.y("p")?, s.y("out")?);
+            let lse = s.some_y("lse")?.unwrap_or_default();
+            naive::forward_with_lse(&sizes, q, k, v, s.y("p")?, lse, s.y("out")?);
         });
         let kernel = on_gpu!(sized(kernel, signature, 1.0), |k, l| gpu::naive_forward(
             k, l
         ));
         let mut calls = Calls::default();
         let mut writes = vec![("out", Slot::Output), ("p", Slot::Kept(0))];
+        if signature.kept.len() > 1 {
+            writes.push(("lse", Slot::Kept(1)));
+        }
         if let Some(some) = scores_at_once(signature)
             && signature.output.dtype != DType::F32
         {

@@ -21,7 +21,7 @@ pub(super) fn flash_forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         of_keys(&sizes, l.x("k")?),
         of_keys(&sizes, l.x("v")?),
     ];
-    let tf32 = l.products.borrow().tf32();
+    let tf32 = l.products.tf32();
     flash::forward(l.gpu, &sizes, tf32, heads, outputs, l.y("workspace")?)
 }
 
@@ -43,7 +43,7 @@ pub(super) fn flash_backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         dk: of_keys(&sizes, l.y("dk")?),
         dv: of_keys(&sizes, l.y("dv")?),
     };
-    let tf32 = l.products.borrow().tf32();
+    let tf32 = l.products.tf32();
     flash::backward(l.gpu, &sizes, tf32, inputs, gradients, l.y("workspace")?)
 }
 

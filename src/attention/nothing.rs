@@ -3,7 +3,7 @@
 use super::computed::Computed;
 use super::shapes::Shapes;
 use crate::Result;
-use crate::ops::{check_float, record::apply3, with_last_dim};
+use crate::ops::{check_float, record::apply, with_last_dim};
 use candle_core::{DType, Tensor};
 
 /// Zeros for out, and for every gradient: a sum over no keys. Nothing is launched, which a GPU's driver would refuse
@@ -30,7 +30,7 @@ pub(super) fn nothing(
         out,
         backward,
     };
-    Ok(Some(apply3(q, k, v, op)?))
+    Ok(Some(apply(&[q, k, v], op)?))
 }
 
 /// The log-sum-exp of no scores, for each query.

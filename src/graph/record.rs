@@ -18,9 +18,9 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
 ) -> Result<Tensor> {
     let shapes: Vec<probe::Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
     let (shape, dtype) = op.output(&shapes);
-    let kept = op.kept(&shapes);
-    let reads = op.reads();
     let on = target().unwrap_or_default();
+    let kept = op.kept(&shapes, on);
+    let reads = op.reads();
     let steps = [
         op.forward_steps(&shapes, on),
         op.backward_steps(&shapes, on),

@@ -1,20 +1,17 @@
-//! What the activations share: one custom op over one kernel.
+//! What the activations share: one op over one kernel.
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_stored, output, tensor, view};
-use super::dispatch::{Path, choose};
 use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::check_size;
-use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
+use super::record::{Spec, like_first, run, wide_input};
 use crate::Result;
 use crate::kernels::Activation;
 use crate::kernels::cpu::activation as kernel;
-use crate::probe::Operand;
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 #[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::activation as cuda_kernel, candle_core::CudaStorage};
+use crate::kernels::cuda::activation as cuda_kernel;
+use crate::probe::Operand;
+use candle_core::{DType, Shape, Tensor};
 
 /// One activation in a plan.
 macro_rules! lowering {
@@ -46,18 +43,14 @@ macro_rules! lowering {
 
 /// `f(x)`, by its kernel or its reference.
 pub(super) fn activate(f: Activation, x: &Tensor) -> Result<Tensor> {
-    let op = Activate(f);
-    let name = op.name();
+    let name = name(f);
     let [x] = &cast_for(name, [x])?;
-    match choose(name, x)? {
-        Path::Kernel => Ok(apply1(&contiguous(x)?, op)?),
-        Path::Reference => composed(name, &[x], (x.shape(), x.dtype()), || reference(f, x)),
-    }
+    run(name, Activate, [x], || reference(f, x))
 }
 
 /// `f(x)` in plain candle ops, half precision computed in f32 and rounded once.
 pub(super) fn reference(f: Activation, x: &Tensor) -> Result<Tensor> {
-    let name = Activate(f).name();
+    let name = name(f);
     check_size(name, x.dims(), x.dtype(), x.device())?;
     let wide = wide_input(name, x)?;
     let y = match f {
@@ -133,57 +126,21 @@ pub(super) const INFOS: &[OpInfo] = &[
 ];
 const BYTES: &str = "x, y; backward x, dy, dx";
 
-struct Activate(Activation);
+/// As an op.
+fn name(f: Activation) -> &'static str {
+    match f {
+        Activation::Tanh => "tanh",
+        Activation::Sigmoid => "sigmoid",
+        Activation::Silu => "silu",
+        Activation::Gelu => "gelu",
+        Activation::GeluTanh => "gelu_tanh",
+    }
+}
+
+struct Activate;
 
 impl Spec for Activate {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         like_first(inputs)
-    }
-}
-
-impl CustomOp1 for Activate {
-    fn name(&self) -> &'static str {
-        match self.0 {
-            Activation::Tanh => "tanh",
-            Activation::Sigmoid => "sigmoid",
-            Activation::Silu => "silu",
-            Activation::Gelu => "gelu",
-            Activation::GeluTanh => "gelu_tanh",
-        }
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_stored!(x.dtype(), T => {
-            let x = view::<T>(x, layout)?;
-            output(layout.shape(), |y| kernel::forward(self.0, x, y))
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let shape = layout.shape();
-        let y = cuda::alloc_uninit(&x.device, x.dtype(), shape.elem_count())?;
-        cuda_kernel::forward(&x.device, self.0, cuda::view(x, layout)?, cuda::whole(&y)?)?;
-        Ok((y, shape.clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            let gpu = cuda::gpu(&dy)?;
-            let dx = cuda::alloc_uninit(gpu, x.dtype(), x.elem_count())?;
-            let read = [cuda::elements(&dy)?, cuda::elements(x)?];
-            cuda_kernel::backward(gpu, self.0, read, cuda::whole(&dx)?)?;
-            return Ok(Some(cuda::tensor(dx, x.shape())));
-        }
-        for_stored!(dy.dtype(), T => {
-            let (dy, of_x) = (elements::<T>(&dy)?, elements::<T>(x)?);
-            Ok(Some(tensor(x.shape(), |dx| kernel::backward(self.0, &dy, &of_x, dx))?))
-        })
     }
 }

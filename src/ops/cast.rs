@@ -1,23 +1,21 @@
 //! Casts: differentiable, as the policy of an autocast region wants them, and of a weight once a region.
 
 use super::cpu::for_stored;
-use super::cpu::{output, view};
 use super::dispatch::{self, Path, choose_where};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
 use super::operand::{is_supported_float, operand};
-use super::record::{Spec, apply1, composed, input};
+use super::record::{Spec, by_kernels, composed, input};
 use crate::grad::is_grad_enabled;
 use crate::kernels::cpu::{Stored, cast as kernel};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::cast as cuda_kernel;
 use crate::precision;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, TensorId, WithDType, bail};
+use candle_core::{DType, Shape, Tensor, TensorId, WithDType};
 use std::cell::RefCell;
 use std::collections::HashMap;
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::cast as cuda_kernel, candle_core::CudaStorage};
 
 /// What a weight's cast is called where it is listened to: its copy lasts as an activation does, and is none.
 pub(crate) const WEIGHT_CAST: &str = "weight_cast";
@@ -47,7 +45,7 @@ fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
     if is_supported_float(dtype) && (x.dtype().is_int() || is_supported_float(x.dtype())) {
         let x = &operand(name, x)?;
         if has_kernel(x, dtype) && choose_where("cast", x, true)? == Path::Kernel {
-            return Ok(apply1(x, Cast { name, to: dtype })?);
+            return by_kernels(name, Cast(dtype), [x]);
         }
         let x = &input(x);
         return match x.dtype() == dtype {
@@ -130,69 +128,11 @@ pub(crate) fn converted() -> Kernel {
 }
 
 /// To this dtype.
-struct Cast {
-    name: &'static str,
-    to: DType,
-}
-
-impl Cast {
-    fn of<T: Stored<Wide = f32>>(
-        &self,
-        x: &CpuStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (x, shape) = (view::<T>(x, layout)?, layout.shape());
-        match self.to {
-            DType::F32 => output::<f32>(shape, |y| kernel::cast(x, y)),
-            DType::F16 => output::<half::f16>(shape, |y| kernel::cast(x, y)),
-            DType::BF16 => output::<half::bf16>(shape, |y| kernel::cast(x, y)),
-            other => bail!("no CPU kernel casts to {other:?}"),
-        }
-    }
-}
+struct Cast(DType);
 
 impl Spec for Cast {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        (inputs[0].dims.into(), self.to)
-    }
-}
-
-impl CustomOp1 for Cast {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        match x.dtype() {
-            DType::F32 => self.of::<f32>(x, layout),
-            DType::F16 => self.of::<half::f16>(x, layout),
-            DType::BF16 => self.of::<half::bf16>(x, layout),
-            other => bail!("no CPU kernel casts from {other:?}"),
-        }
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let y = cuda::alloc_uninit(&x.device, self.to, layout.shape().elem_count())?;
-        cuda_kernel::cast(&x.device, cuda::view(x, layout)?, cuda::whole(&y)?)?;
-        Ok((y, layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let dy = dy.detach();
-        match has_kernel(&dy, x.dtype()) {
-            true => dy
-                .apply_op1_no_bwd(&Self {
-                    to: x.dtype(),
-                    ..*self
-                })
-                .map(Some),
-            false => dy.to_dtype(x.dtype()).map(Some),
-        }
+        (inputs[0].dims.into(), self.0)
     }
 }
 

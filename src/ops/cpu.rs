@@ -1,13 +1,13 @@
 //! Between candle's CPU storage and the kernels' slices.
 
+use super::lowering::Slice;
 use super::operand::{check_room, operand};
-use crate::kernels::cpu::{Real, attention::flash::Heads, parallel};
+use crate::kernels::cpu::{attention::flash::Heads, parallel};
 use crate::{graph, hardware};
+use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
-use half::{bf16, f16};
-use std::borrow::Cow;
 use std::marker::PhantomData;
 use std::ops::{Deref, Range};
 
@@ -62,18 +62,32 @@ pub(crate) fn view<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -
     Ok(&storage.as_slice::<T>()?[contiguous_range(layout)?])
 }
 
-/// As [`view`], in the type computed in: for small operands, which half precision is widened to as a whole.
-pub(crate) fn wide_view<'a, R: Real>(
-    storage: &'a CpuStorage,
-    layout: &Layout,
-) -> Result<Cow<'a, [R]>> {
-    fn widened<T: WithDType, R: Real>(elements: &[T]) -> Vec<R> {
-        elements.iter().map(|x| R::real(x.to_f64())).collect()
+/// As [`view`], of any of the kernels' dtypes: to be read.
+pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Slice<'a>> {
+    fn of<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<Slice<'a>> {
+        let elements = view::<T>(storage, layout)?;
+        let start = elements.as_ptr().cast_mut().cast();
+        // SAFETY: they are borrowed for as long.
+        Ok(unsafe { Slice::new(start, elements.len(), T::DTYPE) })
     }
-    Ok(match storage {
-        CpuStorage::F16(_) => Cow::Owned(widened(view::<f16>(storage, layout)?)),
-        CpuStorage::BF16(_) => Cow::Owned(widened(view::<bf16>(storage, layout)?)),
-        _ => Cow::Borrowed(view::<R>(storage, layout)?),
+    match storage.dtype() {
+        DType::U32 => of::<u32>(storage, layout),
+        dtype => for_stored!(dtype, T => of::<T>(storage, layout)),
+    }
+}
+
+/// Room for what a kernel writes all of before anybody reads it.
+///
+/// # Safety
+/// The slice is used while the storage is there, and the storage is not.
+pub(super) unsafe fn room<'a>(dims: &[usize], dtype: DType) -> Result<(CpuStorage, Slice<'a>)> {
+    for_stored!(dtype, T => {
+        let (mut start, mut elements) = (std::ptr::null_mut(), 0);
+        let (storage, _) = output::<T>(dims, |all| {
+            (start, elements) = (all.as_mut_ptr(), all.len());
+        })?;
+        // SAFETY: they are there for as long as the storage.
+        Ok((storage, unsafe { Slice::new(start.cast(), elements, dtype) }))
     })
 }
 
@@ -200,21 +214,8 @@ pub(crate) fn tensors<T: WithDType>(
     }
 }
 
-/// As [`output`], with a tensor beside it that the op keeps for backward.
-pub(crate) fn output_keeping<T: WithDType, K: WithDType>(
-    shape: impl Into<Shape>,
-    kept: impl Into<Shape>,
-    fill: impl FnOnce(&mut [T], &mut [K]),
-) -> Result<((CpuStorage, Shape), Tensor)> {
-    let mut y = None;
-    let kept = tensor(kept, |kept| y = Some(output(shape, |y| fill(y, kept))))?;
-    match y {
-        Some(y) => Ok((y?, kept)),
-        None => bail!("nothing was computed"),
-    }
-}
-
-/// Token ids in u32 or i64 on the host, flattened, each checked against the vocabulary before any kernel sees it.
+/// Token ids in u32 or i64, each checked against the vocabulary before any kernel sees it: in u32 on the host,
+/// flattened. In a trace, which knows the tensor and not what is in it, as they came.
 ///
 /// `ignore` is let through.
 pub(crate) fn ids(
@@ -222,7 +223,7 @@ pub(crate) fn ids(
     ids: &Tensor,
     vocab_size: usize,
     ignore: Option<u32>,
-) -> crate::Result<Vec<u32>> {
+) -> crate::Result<Tensor> {
     let is_traced = graph::is_tracing();
     let outside = |position: usize, id: i64| crate::Error::TokenId {
         op,
@@ -231,13 +232,13 @@ pub(crate) fn ids(
         vocab_size,
     };
     let is_in = |id: u32| (id as usize) < vocab_size || Some(id) == ignore;
-    match ids.dtype() {
-        DType::U32 if is_traced => Ok(Vec::new()), // a trace knows the tensor, not what is in it
+    let checked: Vec<u32> = match ids.dtype() {
+        DType::U32 if is_traced => return Ok(ids.clone()),
         DType::U32 => {
             let ids = operand(op, ids)?.flatten_all()?.to_vec1::<u32>()?;
             match ids.iter().position(|id| !is_in(*id)) {
-                Some(position) => Err(outside(position, ids[position].into())),
-                None => Ok(ids),
+                Some(position) => return Err(outside(position, ids[position].into())),
+                None => ids,
             }
         }
         DType::I64 if !is_traced => {
@@ -247,16 +248,19 @@ pub(crate) fn ids(
                 Ok(id) if is_in(id) => Ok(id),
                 _ => Err(outside(position, id)),
             });
-            ids.collect()
+            ids.collect::<crate::Result<_>>()?
         }
-        dtype => Err(crate::Error::DType {
-            op,
-            expected: match is_traced {
-                true => "ids in u32, where they are traced".into(),
-                false => "ids in u32 or i64".into(),
-            },
-            got: dtype.as_str().into(),
-            hint: "convert with to_dtype(DType::U32)".into(),
-        }),
-    }
+        dtype => {
+            return Err(crate::Error::DType {
+                op,
+                expected: match is_traced {
+                    true => "ids in u32, where they are traced".into(),
+                    false => "ids in u32 or i64".into(),
+                },
+                got: dtype.as_str().into(),
+                hint: "convert with to_dtype(DType::U32)".into(),
+            });
+        }
+    };
+    Ok(Tensor::from_vec(checked, ids.elem_count(), &Device::Cpu)?)
 }

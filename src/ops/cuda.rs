@@ -53,8 +53,8 @@ pub(crate) fn gpu(tensor: &Tensor) -> Result<&CudaDevice> {
 }
 
 /// Checked ids, (count), on the GPU.
-pub(super) fn ids(gpu: &CudaDevice, ids: &[u32]) -> Result<Tensor> {
-    Tensor::from_slice(ids, ids.len(), &Device::Cuda(gpu.clone()))
+pub(super) fn ids(gpu: &CudaDevice, ids: &Tensor) -> Result<Tensor> {
+    ids.to_device(&Device::Cuda(gpu.clone()))
 }
 
 /// Room for `len` elements, for a kernel to write all of.
@@ -107,12 +107,6 @@ pub(super) fn multiplied(
     let c = Matrix::several(whole(&storage)?, rows, cols);
     cublas::multiply(gpu, [a, b], c, count, false)?;
     Ok(storage)
-}
-
-/// `c += a b`, summed in f32 and rounded to c's dtype once.
-pub(super) fn add_product(gpu: &CudaDevice, [a, b]: [Matrix; 2], c: View) -> Result<()> {
-    let (rows, cols) = Matrix::product_of([&a, &b]);
-    cublas::multiply(gpu, [a, b], Matrix::new(c, rows, cols), 1, true)
 }
 
 /// [`multiplied`], as a tensor of no graph.

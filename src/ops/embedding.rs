@@ -12,21 +12,19 @@
 
 use super::cast::cast_for;
 use super::cost::cost;
-use super::cpu::{elements, for_stored, ids, output, tensor, view};
-use super::dispatch::{Path, choose};
+use super::cpu::ids;
 use super::info::OpInfo;
 use super::lowering::{Calls, Ids, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_float, check_size};
-use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
+use super::record::{Spec, elements_of, made, run, wide_input};
 use crate::graph::{MemoryStep, Room, Target};
 use crate::kernels::cpu::{Stored, rows::embedding as kernel};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::embedding as cuda_kernel;
 use crate::kernels::workspace;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::embedding as cuda_kernel, candle_core::CudaStorage};
+use candle_core::{DType, Shape, Tensor};
 
 /// `y[...] = table[tokens[...]]`: tokens (...) u32 or i64, table (V, D), y (..., D).
 ///
@@ -38,17 +36,8 @@ use {super::cuda, crate::kernels::cuda::embedding as cuda_kernel, candle_core::C
 /// An id outside the vocabulary (named with its position), ids of another dtype, a table that is not a matrix.
 pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     let [table] = &cast_for("embedding", [table])?;
-    let (ids, shape) = check(tokens, table)?;
-    match choose("embedding", table)? {
-        Path::Kernel => Ok({
-            let tokens = tokens.clone();
-            let op = Embedding { ids, tokens, shape };
-            apply1(&contiguous(table)?, op)?
-        }),
-        Path::Reference => composed("embedding", &[table], (shape, table.dtype()), || {
-            reference(tokens, table)
-        }),
-    }
+    let op = check(tokens, table)?;
+    run("embedding", op, [table], || reference(tokens, table))
 }
 
 /// [`embedding()`] in plain candle ops.
@@ -56,8 +45,8 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`embedding()`].
 pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
-    let (ids, shape) = check(tokens, table)?;
-    let ids = Tensor::from_vec(ids, tokens.elem_count(), table.device())?;
+    let Embedding { ids, shape } = check(tokens, table)?;
+    let ids = ids.to_device(table.device())?;
     // Widened for the gradient's sake: candle adds the rows of a repeated id in the dtype they come in.
     let rows = wide_input("embedding", table)?
         .contiguous()?
@@ -65,8 +54,8 @@ pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     Ok(rows.reshape(shape)?.to_dtype(table.dtype())?)
 }
 
-/// The checked ids and the output's shape.
-fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
+/// The op with checked ids.
+fn check(tokens: &Tensor, table: &Tensor) -> Result<Embedding> {
     let &[vocab_size, width] = table.dims() else {
         return Err(Error::Shape {
             op: "embedding",
@@ -81,7 +70,8 @@ fn check(tokens: &Tensor, table: &Tensor) -> Result<(Vec<u32>, Shape)> {
     let mut shape = tokens.dims().to_vec();
     shape.push(width);
     check_size("embedding", &shape, table.dtype(), table.device())?;
-    Ok((ids, shape.into()))
+    let shape = shape.into();
+    Ok(Embedding { ids, shape })
 }
 
 /// What an op keeps of token ids: in memory of the host's.
@@ -162,9 +152,8 @@ const LOWERING: Lowering = Lowering {
 };
 
 struct Embedding {
-    ids: Vec<u32>,
-    /// As they came: what a trace knows them by.
-    tokens: Tensor,
+    /// Checked; in a trace as they came, which is what it knows them by.
+    ids: Tensor,
     /// (..., D).
     shape: Shape,
 }
@@ -175,17 +164,20 @@ impl Spec for Embedding {
     }
 
     fn reads(&self) -> Vec<Tensor> {
-        vec![self.tokens.clone()]
+        vec![self.ids.clone()]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<MemoryStep> {
-        let ids = MemoryStep::Hold(ids_room(elements_of(self.tokens.dims())));
-        [ids].into_iter().chain(made(self, inputs)).collect()
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+        let ids = MemoryStep::Hold(ids_room(elements_of(self.ids.dims())));
+        [ids]
+            .into_iter()
+            .chain(made(self, inputs, target))
+            .collect()
     }
 
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let sorted = (target == Target::Cuda).then(|| {
-            let (count, vocab_size) = (self.tokens.elem_count(), inputs[0].dims[0]);
+            let (count, vocab_size) = (self.ids.elem_count(), inputs[0].dims[0]);
             let words: usize = workspace::embedding_backward(count, vocab_size)
                 .iter()
                 .sum();
@@ -200,75 +192,5 @@ impl Spec for Embedding {
             .into_iter()
             .chain([MemoryStep::gradient(0)])
             .collect()
-    }
-}
-
-impl CustomOp1 for Embedding {
-    fn name(&self) -> &'static str {
-        "embedding"
-    }
-
-    fn cpu_fwd(
-        &self,
-        table: &CpuStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (_, width) = layout.shape().dims2()?;
-        for_stored!(table.dtype(), T => {
-            let table = view::<T>(table, layout)?;
-            output(&self.shape, |y| kernel::forward(table, width, &self.ids, y))
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        table: &CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (_, width) = layout.shape().dims2()?;
-        if self.ids.is_empty() {
-            return Ok((
-                cuda::alloc_uninit(&table.device, table.dtype(), 0)?,
-                self.shape.clone(),
-            ));
-        }
-        let ids = cuda::ids(&table.device, &self.ids)?;
-        let y = cuda::alloc_uninit(&table.device, table.dtype(), self.shape.elem_count())?;
-        let (rows, ids) = (cuda::view(table, layout)?, cuda::elements(&ids)?);
-        cuda_kernel::forward(&table.device, rows, ids, width, cuda::whole(&y)?)?;
-        Ok((y, self.shape.clone()))
-    }
-
-    fn bwd(&self, table: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let (_, width) = table.dims2()?;
-        let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            if self.ids.is_empty() {
-                return Ok(Some(table.zeros_like()?));
-            }
-            let gpu = cuda::gpu(&dy)?;
-            let parts = workspace::embedding_backward(self.ids.len(), table.dims2()?.0);
-            let workspace = cuda::alloc_uninit(gpu, DType::U32, parts.iter().sum())?;
-            let dtable = cuda::alloc_uninit(gpu, table.dtype(), table.elem_count())?;
-            let ids = cuda::ids(gpu, &self.ids)?;
-            cuda_kernel::backward(
-                gpu,
-                cuda::elements(&dy)?,
-                cuda::elements(&ids)?,
-                width,
-                cuda::whole(&dtable)?,
-                false,
-                cuda::whole(&workspace)?,
-            )?;
-            return Ok(Some(cuda::tensor(dtable, table.shape())));
-        }
-        for_stored!(dy.dtype(), T => {
-            let dy = elements::<T>(&dy)?;
-            Ok(Some(tensor(table.shape(), |dtable| {
-                kernel::backward(&dy, width, &self.ids, dtable)
-            })?))
-        })
     }
 }

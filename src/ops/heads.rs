@@ -12,22 +12,19 @@
 //! ```
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_stored, output, tensor, view};
-use super::dispatch::{Path, choose};
+use super::cpu::for_stored;
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
-use super::record::{Spec, apply1, composed, contiguous, input};
+use super::record::{Spec, input, run};
 use crate::graph::Attribute;
 use crate::kernels::cpu::heads::{HeadSizes, merge, split};
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
-    super::cuda,
     crate::kernels::cuda::{View, heads as cuda_kernel},
-    candle_core::{CudaStorage, cuda_backend::CudaDevice},
+    candle_core::cuda_backend::CudaDevice,
 };
 
 /// (B, T, H*Dh) to (B, H, T, Dh), contiguous. Backward is [`merge_heads`]; nothing is kept for it.
@@ -52,26 +49,13 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
         }
     };
     let [x] = &cast_for("split_heads", [x])?;
-    match choose("split_heads", x)? {
-        Path::Kernel => Ok(apply1(
-            &contiguous(x)?,
-            CutHeads {
-                way: Way::Split,
-                sizes,
-            },
-        )?),
-        Path::Reference => composed(
-            "split_heads",
-            &[x],
-            (Way::Split.shape(sizes), x.dtype()),
-            || {
-                Ok(input(x)
-                    .reshape((sizes.batch, sizes.length, heads, sizes.head_dim))?
-                    .transpose(1, 2)?
-                    .contiguous()?)
-            },
-        ),
-    }
+    let way = Way::Split;
+    run("split_heads", CutHeads { way, sizes }, [x], || {
+        Ok(input(x)
+            .reshape((sizes.batch, sizes.length, heads, sizes.head_dim))?
+            .transpose(1, 2)?
+            .contiguous()?)
+    })
 }
 
 /// (B, H, T, Dh) to (B, T, H*Dh), contiguous. Backward is [`split_heads`]; nothing is kept for it.
@@ -94,25 +78,12 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
         head_dim,
     };
     let [x] = &cast_for("merge_heads", [x])?;
-    match choose("merge_heads", x)? {
-        Path::Kernel => Ok(apply1(
-            &contiguous(x)?,
-            CutHeads {
-                way: Way::Merge,
-                sizes,
-            },
-        )?),
-        Path::Reference => composed(
-            "merge_heads",
-            &[x],
-            (Way::Merge.shape(sizes), x.dtype()),
-            || {
-                Ok(input(x)
-                    .transpose(1, 2)?
-                    .reshape((batch, length, heads * head_dim))?)
-            },
-        ),
-    }
+    let way = Way::Merge;
+    run("merge_heads", CutHeads { way, sizes }, [x], || {
+        Ok(input(x)
+            .transpose(1, 2)?
+            .reshape((batch, length, heads * head_dim))?)
+    })
 }
 
 pub(super) const INFOS: &[OpInfo] = &[
@@ -200,13 +171,6 @@ enum Way {
 }
 
 impl Way {
-    fn back(self) -> Self {
-        match self {
-            Self::Split => Self::Merge,
-            Self::Merge => Self::Split,
-        }
-    }
-
     /// Of what comes out.
     fn shape(self, sizes: HeadSizes) -> Shape {
         let HeadSizes {
@@ -226,18 +190,6 @@ impl Way {
             Self::Split => split(sizes, x, y),
             Self::Merge => merge(sizes, x, y),
         }
-    }
-
-    #[cfg(feature = "cuda")]
-    fn run_on_gpu(
-        self,
-        gpu: &CudaDevice,
-        sizes: HeadSizes,
-        x: View,
-    ) -> candle_core::Result<CudaStorage> {
-        let y = cuda::alloc_uninit(gpu, x.dtype, x.len)?;
-        self.launch(gpu, sizes, x, cuda::whole(&y)?)?;
-        Ok(y)
     }
 
     #[cfg(feature = "cuda")]
@@ -269,46 +221,5 @@ impl Spec for CutHeads {
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         vec![("heads", Attribute::Count(self.sizes.heads))]
-    }
-}
-
-impl CustomOp1 for CutHeads {
-    fn name(&self) -> &'static str {
-        match self.way {
-            Way::Split => "split_heads",
-            Way::Merge => "merge_heads",
-        }
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_stored!(x.dtype(), T => {
-            let x = view::<T>(x, layout)?;
-            output(self.way.shape(self.sizes), |y| self.way.run(self.sizes, x, y))
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let view = cuda::view(x, layout)?;
-        let y = self.way.run_on_gpu(&x.device, self.sizes, view)?;
-        Ok((y, self.way.shape(self.sizes)))
-    }
-
-    fn bwd(&self, _x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let (back, dy) = (self.way.back(), dy.contiguous()?);
-        let shape = back.shape(self.sizes);
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            let dx = back.run_on_gpu(cuda::gpu(&dy)?, self.sizes, cuda::elements(&dy)?)?;
-            return Ok(Some(cuda::tensor(dx, shape)));
-        }
-        for_stored!(dy.dtype(), T => {
-            let dy = elements::<T>(&dy)?;
-            Ok(Some(tensor(shape, |dx| back.run(self.sizes, &dy, dx))?))
-        })
     }
 }

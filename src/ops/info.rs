@@ -18,8 +18,7 @@ pub(crate) struct OpInfo {
     pub gpu_width: Option<usize>,
     /// `None` for what is timed under another name.
     pub cost: Option<OpCost>,
-    /// How it is planned by itself. `None` for what is part of another op, and for linear maps, which `compile::lower`
-    /// plans together.
+    /// The kernels that compute it, eagerly and planned by itself. `None` for what is part of another op.
     pub lowering: Option<Lowering>,
     /// Whether it is planned so, too, where it is composed of candle's own ops: of the same inputs, with nothing kept.
     pub lowers_composed: bool,

@@ -13,26 +13,23 @@
 //! ```
 
 use super::cast::{cast, cast_for};
-use super::cpu::{elements, for_stored, output_keeping, tensor, tensors, view, wide_view};
-use super::dispatch::{Path, check_same_or_f32, choose};
+use super::dispatch::check_same_or_f32;
 use super::info::{OpInfo, per_element};
 use super::linear::last_dim;
-use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
+use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::zeros_of;
-use super::record::{Spec, apply3, composed, contiguous, like_first, wide_input, widen};
+use super::record::{Spec, like_first, run, wide_input};
 use crate::graph::{Attribute, MemoryStep, Room, Target};
 use crate::kernels::cpu::parallel::block_sums;
-use crate::kernels::cpu::{Stored, rows::layer_norm as kernel};
+use crate::kernels::cpu::rows::layer_norm as kernel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::layer_norm as cuda_kernel;
 use crate::kernels::limits;
 use crate::kernels::workspace;
 use crate::precision::decide;
 use crate::probe::Operand;
-use crate::{Error, Result, probe};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Shape, Tensor};
-use std::sync::OnceLock;
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::layer_norm as cuda_kernel, candle_core::CudaStorage};
+use crate::{Error, Result};
+use candle_core::{D, DType, Shape, Tensor};
 
 /// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
 /// is the biased one.
@@ -56,27 +53,9 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     let dtype = decide("layer_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight, bias] = &cast_for("layer_norm", [x, weight, bias])?;
     check(x, weight, bias)?;
-    let y = match choose("layer_norm", x)? {
-        Path::Kernel => {
-            let op = LayerNorm {
-                eps,
-                statistics: OnceLock::new(),
-            };
-            apply3(
-                &contiguous(x)?,
-                &contiguous(weight)?,
-                &contiguous(bias)?,
-                op,
-            )?
-        }
-        Path::Reference => {
-            let inputs = [x, weight, bias];
-            let output = (x.shape(), x.dtype());
-            composed("layer_norm", &inputs, output, || {
-                reference(x, weight, bias, eps)
-            })?
-        }
-    };
+    let y = run("layer_norm", LayerNorm { eps }, [x, weight, bias], || {
+        reference(x, weight, bias, eps)
+    })?;
     cast(&y, dtype)
 }
 
@@ -143,23 +122,20 @@ const LOWERING: Lowering = Lowering {
                 s.y("statistics")?,
             );
         });
-        let kernel = match takes_weights_on_gpu(signature) {
-            false => kernel,
-            true => on_gpu!(kernel, |k, l| {
-                let (x, weight, bias) = (l.x("x")?, l.x("weight")?, l.x("bias")?);
-                let (y, statistics) = (l.y("y")?, l.y("statistics")?);
-                let (affine, eps) = ((weight, Some(bias)), k.number("eps")?);
-                cuda_kernel::forward(l.gpu, x, affine, eps, y, statistics)
-            }),
-        };
-        let kernel = kernel.with_all(signature.attributes);
+        let kernel = on_gpu!(kernel, |k, l| {
+            let (x, weight, bias) = (l.x("x")?, l.x("weight")?, l.x("bias")?);
+            let (y, statistics) = (l.y("y")?, l.y("statistics")?);
+            let (affine, eps) = ((weight, Some(bias)), k.number("eps")?);
+            cuda_kernel::forward(l.gpu, x, affine, eps, y, statistics)
+        });
+        let mut calls = Calls::default();
         let reads = [
             ("x", Slot::Input(0)),
-            ("weight", Slot::Input(1)),
-            ("bias", Slot::Input(2)),
+            ("weight", calls.widened_on_gpu(signature, 1)),
+            ("bias", calls.widened_on_gpu(signature, 2)),
         ];
         let writes = [("y", Slot::Output), ("statistics", Slot::Kept(0))];
-        Calls::default().call(kernel, reads, writes)
+        calls.call(kernel.with_all(signature.attributes), reads, writes)
     },
     backward: |signature| {
         let kernel = kernel!("layer_norm_backward", |T, _, s| {
@@ -168,53 +144,38 @@ const LOWERING: Lowering = Lowering {
             let (dx, dw, db) = (s.y("dx")?, s.y("dweight")?, s.y("dbias")?);
             kernel::backward(dy, x, &weight, statistics, dx, dw, db);
         });
-        let kernel = match takes_weights_on_gpu(signature) {
-            false => kernel,
-            true => on_gpu!(kernel, |_, l| {
-                let inputs = cuda_kernel::Inputs {
-                    dy: l.x("dy")?,
-                    x: l.x("x")?,
-                    weight: l.x("weight")?,
-                    statistics: l.x("statistics")?,
-                };
-                let gradients = cuda_kernel::Gradients {
-                    dx: l.y("dx")?,
-                    add_dx: false,
-                    dw: l.y("dweight")?,
-                    db: Some(l.y("dbias")?),
-                    add_sums: false,
-                };
-                cuda_kernel::backward(l.gpu, inputs, gradients, l.y("partials")?)
-            }),
-        };
+        let kernel = on_gpu!(kernel, |_, l| {
+            let inputs = cuda_kernel::Inputs {
+                dy: l.x("dy")?,
+                x: l.x("x")?,
+                weight: l.x("weight")?,
+                statistics: l.x("statistics")?,
+            };
+            let gradients = cuda_kernel::Gradients {
+                dx: l.y("dx")?,
+                add_dx: false,
+                dw: l.y("dweight")?,
+                db: Some(l.y("dbias")?),
+                add_sums: false,
+            };
+            cuda_kernel::backward(l.gpu, inputs, gradients, l.y("partials")?)
+        });
+        let mut calls = Calls::default();
         let reads = [
             ("dy", Slot::OutputGradient),
             ("x", Slot::Input(0)),
-            ("weight", Slot::Input(1)),
+            ("weight", calls.widened_on_gpu(signature, 1)),
             ("statistics", Slot::Kept(0)),
         ];
+        let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
+        let partials = workspace::layer_norm_partials(rows, width);
         let wide = [("dweight", 1), ("dbias", 2)];
-        let mut calls = Calls::with_wide_gradients(signature, kernel, reads, &wide);
-        if signature.target == Target::Cuda {
-            let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
-            let len = workspace::layer_norm_partials(rows, width);
-            let partials = calls.scratch(&[len], DType::F32);
-            calls.calls[0].writes.push("partials", partials);
-        }
-        calls
+        calls.wide_gradients(signature, kernel, reads, &wide, partials)
     },
 };
 
-/// A GPU's kernel takes weight and bias in f32.
-fn takes_weights_on_gpu(signature: &Signature<'_>) -> bool {
-    let weights = &signature.inputs[1..];
-    weights.iter().all(|weight| weight.dtype == DType::F32)
-}
-
 struct LayerNorm {
     eps: f64,
-    /// (mean, rstd) of each row, (rows, 2).
-    statistics: OnceLock<Tensor>,
 }
 
 impl Spec for LayerNorm {
@@ -226,7 +187,7 @@ impl Spec for LayerNorm {
         vec![("eps", Attribute::Number(self.eps))]
     }
 
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let x = &inputs[0];
         vec![("mean and rstd", (x.rows(), 2).into(), x.wide_dtype())]
     }
@@ -251,121 +212,5 @@ impl Spec for LayerNorm {
             .into_iter()
             .chain(gradients)
             .collect()
-    }
-}
-
-impl CustomOp3 for LayerNorm {
-    fn name(&self) -> &'static str {
-        "layer_norm"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let rows = x_layout.shape().elem_count() / weight_layout.shape().elem_count();
-        for_stored!(x.dtype(), T => {
-            let x = view::<T>(x, x_layout)?;
-            let weight = wide_view::<<T as Stored>::Wide>(weight, weight_layout)?;
-            let bias = wide_view::<<T as Stored>::Wide>(bias, bias_layout)?;
-            let (y, statistics) = output_keeping(x_layout.shape(), (rows, 2), |y, statistics| {
-                kernel::forward(x, &weight, &bias, self.eps, y, statistics)
-            })?;
-            probe::kept("mean and rstd", &statistics);
-            let _ = self.statistics.set(statistics); // empty until now: an op runs forward once
-            Ok(y)
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
-        bias: &CudaStorage,
-        bias_layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (gpu, shape) = (&x.device, x_layout.shape());
-        let wide_weight = weight.to_dtype(weight_layout, DType::F32)?; // (D): small, as the bias is
-        let wide_bias = bias.to_dtype(bias_layout, DType::F32)?;
-        let (weight, bias) = (cuda::whole(&wide_weight)?, cuda::whole(&wide_bias)?);
-        let rows = shape.elem_count() / weight.len;
-        let y = cuda::alloc_uninit(gpu, x.dtype(), shape.elem_count())?;
-        let statistics = cuda::alloc_uninit(gpu, DType::F32, 2 * rows)?;
-        cuda_kernel::forward(
-            gpu,
-            cuda::view(x, x_layout)?,
-            (weight, Some(bias)),
-            self.eps,
-            cuda::whole(&y)?,
-            cuda::whole(&statistics)?,
-        )?;
-        let statistics = cuda::tensor(statistics, (rows, 2));
-        probe::kept("mean and rstd", &statistics);
-        let _ = self.statistics.set(statistics); // empty until now: an op runs forward once
-        Ok((y, shape.clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(statistics) = self.statistics.get() else {
-            candle_core::bail!("layer_norm: backward before forward");
-        };
-        let dy = dy.contiguous()?;
-        let (x_shape, wide_weight) = (x.shape(), widen(weight)?);
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            let (gpu, width) = (cuda::gpu(&dy)?, weight.elem_count());
-            let partials_len = workspace::layer_norm_partials(statistics.dim(0)?, width);
-            let partials = cuda::alloc_uninit(gpu, DType::F32, partials_len)?;
-            let dx = cuda::alloc_uninit(gpu, x.dtype(), x.elem_count())?;
-            let dw = cuda::alloc_uninit(gpu, DType::F32, width)?;
-            let db = cuda::alloc_uninit(gpu, DType::F32, width)?;
-            let inputs = cuda_kernel::Inputs {
-                dy: cuda::elements(&dy)?,
-                x: cuda::elements(x)?,
-                weight: cuda::elements(&wide_weight)?,
-                statistics: cuda::elements(statistics)?,
-            };
-            let gradients = cuda_kernel::Gradients {
-                dx: cuda::whole(&dx)?,
-                add_dx: false,
-                dw: cuda::whole(&dw)?,
-                db: Some(cuda::whole(&db)?),
-                add_sums: false,
-            };
-            cuda_kernel::backward(gpu, inputs, gradients, cuda::whole(&partials)?)?;
-            let dw = cuda::tensor(dw, weight.shape()).to_dtype(weight.dtype())?;
-            let db = cuda::tensor(db, bias.shape()).to_dtype(bias.dtype())?;
-            return Ok((Some(cuda::tensor(dx, x_shape)), Some(dw), Some(db)));
-        }
-        for_stored!(dy.dtype(), T => {
-            let (dy, x) = (elements::<T>(&dy)?, elements::<T>(x)?);
-            let w = elements::<<T as Stored>::Wide>(&wide_weight)?;
-            let statistics = elements::<<T as Stored>::Wide>(statistics)?;
-            let mut dw_db = None;
-            let dx = tensor(x_shape, |dx| {
-                dw_db = Some(tensors(weight.shape(), bias.shape(), |dw, db| {
-                    kernel::backward(&dy, &x, &w, &statistics, dx, dw, db)
-                }));
-            })?;
-            let (dw, db) = dw_db.transpose()?.unzip();
-            let dw = dw.map(|dw| dw.to_dtype(weight.dtype()));
-            let db = db.map(|db| db.to_dtype(bias.dtype()));
-            Ok((Some(dx), dw.transpose()?, db.transpose()?))
-        })
     }
 }

@@ -12,21 +12,19 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cpu::{elements, for_stored, output, tensor, view};
-use super::dispatch::{Path, check_same, choose};
+use super::dispatch::check_same;
 use super::info::OpInfo;
+use super::linear_bias::{bias, bias_step, push_bias_gradient};
+use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
 use super::packing::LinearProduct;
-use super::record::{Spec, apply2, composed, contiguous, float_input, made};
-use super::weight::{WeightCopy, with_copies};
+use super::product::{Factor, product};
+use super::record::{Spec, float_input, made, run};
+use super::weight::{WeightCopy, read_weight, tell_kept, tensors, tensors_again, with_copies};
 use crate::graph::{MemoryStep, Target};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Shape, Tensor};
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage};
+use candle_core::{D, DType, Shape, Tensor};
 
 /// A linear map without bias: `y = x W^T`, with x (..., in), W (out, in), y (..., out).
 ///
@@ -46,19 +44,11 @@ use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage
 /// # Errors
 /// A weight that is not a matrix, a last dimension that is not the weight's `in`, mixed dtypes or devices.
 pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let (x, [weight], [copy]) = with_copies("linear", x, [weight])?;
-    check(&x, &copy.of(&weight))?;
-    match choose("linear", &x)? {
-        Path::Kernel => Ok(apply2(
-            &contiguous(&x)?,
-            &contiguous(&weight)?,
-            Linear { copy },
-        )?),
-        Path::Reference => {
-            let output = (with_last_dim(x.dims(), weight.dims()[0]), x.dtype());
-            composed("linear", &[&x, &weight], output, || reference(&x, &weight))
-        }
-    }
+    let (x, [weight], copies) = with_copies("linear", x, [weight])?;
+    check(&x, &copies[0].of(&weight))?;
+    run("linear", Linear { copies }, [&x, &weight], || {
+        reference(&x, &weight)
+    })
 }
 
 /// [`linear()`] in candle's own ops: flatten, `matmul` with the transposed weight, restore the shape.
@@ -100,41 +90,57 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     })
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("linear").on_gpu().costing(
+pub(super) const INFO: OpInfo = OpInfo::new("linear").on_gpu().planned(LOWERING).costing(
     "2 N in out, backward 4",
     "x, W, y; backward x, W, dy, dx, dW",
     |o| o.products(o.output.size(), 2.0, 0.0),
     Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
 );
 
-/// The product of x and a weight, as an op or as part of one.
-pub(super) struct Linear {
-    pub copy: WeightCopy,
+/// By itself, with or without a bias; `compile::lower` plans those of one input together.
+pub(super) const LOWERING: Lowering = Lowering {
+    forward: |signature| {
+        let (x, weight) = factors(signature);
+        let (mut calls, mut accumulate) = (Calls::default(), Accumulate::Never);
+        if signature.inputs.len() > 2 {
+            calls.push(bias(), [("bias", Slot::Input(2))], [("y", Slot::Output)]);
+            accumulate = Accumulate::Always;
+        }
+        if x.cols > 0 || accumulate == Accumulate::Never {
+            let kernel = product(x, weight.t(), accumulate);
+            let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
+            calls.push(kernel, factors, [("c", Slot::Output)]);
+        }
+        calls
+    },
+    backward: |signature| {
+        let mut calls = Calls::default();
+        if signature.inputs.len() > 2 {
+            push_bias_gradient(signature, &mut calls);
+        }
+        let (x, weight) = factors(signature);
+        let (dy, of_dy) = (Slot::OutputGradient, Factor::new(x.rows, weight.rows)); // (N, out)
+        let dx = product(of_dy, weight, Accumulate::Never);
+        let read = read_weight(signature, 1);
+        calls.push(dx, [("a", dy), ("b", read)], [("c", Slot::Gradient(0))]);
+        let dw = product(of_dy.t(), x, Accumulate::Never);
+        let factors = [("a", dy), ("b", Slot::Input(0))];
+        calls.call(dw, factors, [("c", Slot::Gradient(1))])
+    },
+};
+
+/// x (N, in) and the weight (out, in).
+pub(super) fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
+    let (x, weight) = (&signature.inputs[0], signature.inputs[1].dims);
+    (
+        Factor::new(x.rows(), weight[1]),
+        Factor::new(weight[0], weight[1]),
+    )
 }
 
-#[cfg(feature = "cuda")]
-impl Linear {
-    fn gradients_on_gpu(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let (gpu, dtype) = (cuda::gpu(dy)?, dy.dtype());
-        let (out, depth) = weight.dims2()?;
-        let rows = rows_of(dy.dims());
-        let of_dy = cuda::matrix(dy, rows, out)?; // (N, out)
-        let dx = x.track_op().then(|| {
-            let weight = self.copy.for_backward(weight)?;
-            let factors = [of_dy, cuda::matrix(&weight, out, depth)?];
-            cuda::product(gpu, factors, 1, dtype, x.shape())
-        });
-        let dw = weight.track_op().then(|| {
-            let factors = [of_dy.t(), cuda::matrix(x, rows, depth)?];
-            self.copy.gradient_on_gpu(weight, factors)
-        });
-        Ok((dx.transpose()?, dw.transpose()?))
-    }
+/// The product of x and a weight; of three inputs, the last is its bias.
+pub(super) struct Linear {
+    pub copies: [WeightCopy; 1],
 }
 
 impl Spec for Linear {
@@ -144,103 +150,36 @@ impl Spec for Linear {
     }
 
     fn reads(&self) -> Vec<Tensor> {
-        self.copy.tensor().into_iter().collect()
+        tensors(&self.copies)
+    }
+
+    fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
+        match inputs[0].track_op() {
+            true => tensors_again(&self.copies, &inputs[1..2]),
+            false => Ok(vec![inputs[1].clone()]), // dx alone reads the weight
+        }
     }
 
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let packed = linear_product(inputs).forward(target).map(MemoryStep::Pass);
-        let steps = made(self, inputs).into_iter().chain(packed);
-        steps.chain(self.copy.dropped(0)).collect()
+        let steps = made(self, inputs, target).into_iter().chain(packed);
+        steps.chain(self.copies[0].dropped(0)).collect()
     }
 
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        linear_product(inputs).backward(target)
+        let of_product = linear_product(inputs).backward(target);
+        match inputs.len() {
+            2 => of_product,
+            _ => [vec![bias_step(inputs, target)], of_product].concat(),
+        }
+    }
+
+    fn has_kept(&self, _: &[Tensor]) {
+        tell_kept(&self.copies);
     }
 
     fn forwarded(&self) {
-        self.copy.forwarded();
-    }
-}
-
-impl CustomOp2 for Linear {
-    fn name(&self) -> &'static str {
-        "linear"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (out, depth) = weight_layout.shape().dims2()?;
-        let shape = with_last_dim(x_layout.dims(), out);
-        let rows = rows_of(&shape); // N
-        for_stored!(x.dtype(), T => {
-            let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
-            self.copy.read::<T, _>(weight, weight_layout, |weight| {
-                let weight = MatRef::new(weight, out, depth); // (out, in)
-                output(shape, |y| matmul(x, weight.t(), y, false, Threads::All))
-            })
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (out, depth) = weight_layout.shape().dims2()?;
-        let rows = rows_of(x_layout.dims()); // N
-        let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
-        let y = self.copy.product_on_gpu(of_x, weight, weight_layout)?;
-        Ok((y, with_last_dim(x_layout.dims(), out).into()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        self.gradients(x, weight, &dy.contiguous()?)
-    }
-}
-
-impl Linear {
-    /// Of x and the weight, those that are tracked: dy (..., out) contiguous.
-    pub(super) fn gradients(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            return self.gradients_on_gpu(x, weight, dy);
-        }
-        let (out, depth) = weight.dims2()?;
-        let rows = rows_of(dy.dims());
-        for_stored!(dy.dtype(), T => {
-            let dy = elements::<T>(dy)?;
-            let dy = MatRef::new(&dy, rows, out); // (N, out)
-            let dx = x.track_op().then(|| {
-                let weight = self.copy.for_backward(weight)?;
-                let weight = elements::<T>(&weight)?;
-                let weight = MatRef::new(&weight, out, depth);
-                tensor(x.shape(), |dx| matmul(dy, weight, dx, false, Threads::All))
-            });
-            let dw = weight.track_op().then(|| {
-                let x = elements::<T>(x)?;
-                self.copy.gradient(weight, dy.t(), MatRef::new(&x, rows, depth))
-            });
-            Ok((dx.transpose()?, dw.transpose()?))
-        })
+        self.copies[0].forwarded();
     }
 }
 

@@ -13,29 +13,24 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cpu::{elements, for_stored, output, tensor, view};
-use super::dispatch::{Path, check_same, check_same_or_f32, choose};
+use super::cast::converted;
+use super::cpu::for_stored;
+use super::dispatch::{check_same, check_same_or_f32};
 use super::info::OpInfo;
-use super::linear::{Linear, rows_of, with_last_dim};
-use super::lowering::{Kernel, kernel, on_gpu};
+use super::linear::{LOWERING, Linear, rows_of, with_last_dim};
+use super::lowering::{Calls, Kernel, Signature, Slot, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
-use super::record::{Spec, apply3, composed, contiguous, wide_input};
+use super::record::{run, wide_input};
 use super::weight::with_copies;
 use crate::graph::{MemoryStep, Room, Target};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rows::bias as kernel};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::bias as cuda_kernel;
+use crate::kernels::workspace;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor, WithDType};
-#[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::cuda::{bias as cuda_kernel, matmul::Matrix},
-    crate::kernels::workspace,
-    candle_core::CudaStorage,
-};
+use candle_core::{DType, Tensor, WithDType};
 
 /// A linear map with a bias: `y = x W^T + b`, with x (..., in), W (out, in), b (out), y (..., out).
 ///
@@ -59,25 +54,15 @@ use {
 /// A weight that is not a matrix, a last dimension that is not the weight's `in`, a bias that is not (out), mixed
 /// dtypes (but for f32 biases beside half precision) or devices.
 pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    let (x, [weight], [copy]) = with_copies("linear_bias", x, [weight])?;
+    let (x, [weight], copies) = with_copies("linear_bias", x, [weight])?;
     let bias = operand("linear_bias", bias)?;
-    check(&x, &copy.of(&weight), &bias)?;
-    match choose("linear_bias", &x)? {
-        Path::Kernel => Ok(apply3(
-            &contiguous(&x)?,
-            &contiguous(&weight)?,
-            &contiguous(&bias)?,
-            LinearBias {
-                product: Linear { copy },
-            },
-        )?),
-        Path::Reference => {
-            let output = (with_last_dim(x.dims(), weight.dims()[0]), x.dtype());
-            composed("linear_bias", &[&x, &weight, &bias], output, || {
-                reference(&x, &weight, &bias)
-            })
-        }
-    }
+    check(&x, &copies[0].of(&weight), &bias)?;
+    run(
+        "linear_bias",
+        Linear { copies },
+        [&x, &weight, &bias],
+        || reference(&x, &weight, &bias),
+    )
 }
 
 /// [`linear_bias()`] in candle's own ops: half precision is widened, and the sum rounded once.
@@ -133,6 +118,7 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
 pub(super) const INFO: OpInfo = OpInfo::new("linear_bias")
     .autocast_as("linear")
     .on_gpu()
+    .planned(LOWERING)
     .costing(
         "2 N in out, 1 an element of y besides; backward 4 and 1",
         "x, W, b, y; backward x, W, dy, dx, dW, db",
@@ -172,155 +158,36 @@ pub(crate) fn bias_gradient() -> Kernel {
     ))
 }
 
-struct LinearBias {
-    product: Linear,
-}
-
-impl Spec for LinearBias {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        self.product.output(inputs)
+/// The gradient of the bias, in its dtype.
+pub(super) fn push_bias_gradient(signature: &Signature<'_>, calls: &mut Calls) {
+    let (bias, wide) = (&signature.inputs[2], signature.output.wide_dtype());
+    let sum = match bias.dtype == wide {
+        true => Slot::Gradient(2),
+        false => calls.scratch(bias.dims, wide),
+    };
+    let mut writes = vec![("dbias", sum)];
+    if signature.target == Target::Cuda {
+        let partials = workspace::bias_backward(signature.output.rows(), bias.dims[0]);
+        writes.push(("partials", calls.scratch(&[partials], DType::F32)));
     }
-
-    fn reads(&self) -> Vec<Tensor> {
-        self.product.reads()
-    }
-
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        self.product.forward_steps(inputs, target)
-    }
-
-    /// On the CPU the bias's gradient first, then those of the product; on a GPU after them.
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let [x, weight] = [&inputs[0], &inputs[1]];
-        let partial = (target == Target::Cpu).then(|| Room {
-            what: "partial sums of a bias",
-            formula: "BTD / 32",
-            elements: block_sums(x.rows(), weight.dims[0]),
-            element_bytes: x.wide_dtype().size_in_bytes(),
-        });
-        let of_bias = MemoryStep::Gradient {
-            of: 2,
-            if_tracked: true,
-            taking: partial,
-        };
-        let of_product = self.product.backward_steps(inputs, target);
-        match target {
-            Target::Cpu => [vec![of_bias], of_product].concat(),
-            Target::Cuda => [of_product, vec![of_bias]].concat(),
-        }
-    }
-
-    fn forwarded(&self) {
-        self.product.forwarded();
+    calls.push(bias_gradient(), [("dy", Slot::OutputGradient)], writes);
+    if bias.dtype != wide {
+        calls.push(converted(), [("x", sum)], [("y", Slot::Gradient(2))]);
     }
 }
 
-#[cfg(feature = "cuda")]
-impl LinearBias {
-    fn bias_gradient_on_gpu(&self, bias: &Tensor, dy: &Tensor) -> candle_core::Result<Tensor> {
-        let (gpu, out) = (cuda::gpu(dy)?, bias.elem_count());
-        let rows = rows_of(dy.dims());
-        let db = cuda::alloc_uninit(gpu, DType::F32, out)?;
-        let partial = cuda::alloc_uninit(gpu, DType::F32, workspace::bias_backward(rows, out))?;
-        let (to, partial) = (cuda::whole(&db)?, cuda::whole(&partial)?);
-        cuda_kernel::gradient(gpu, cuda::elements(dy)?, to, partial)?;
-        cuda::tensor(db, out).to_dtype(bias.dtype())
-    }
-}
-
-impl CustomOp3 for LinearBias {
-    fn name(&self) -> &'static str {
-        "linear_bias"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (out, depth) = weight_layout.shape().dims2()?;
-        let shape = with_last_dim(x_layout.dims(), out);
-        let rows = rows_of(&shape); // N
-        for_stored!(x.dtype(), T => {
-            let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, in)
-            let bias = stored::<T>(bias, bias_layout)?;
-            self.product.copy.read::<T, _>(weight, weight_layout, |weight| {
-                let weight = MatRef::new(weight, out, depth); // (out, in)
-                output(shape, |y| {
-                    kernel::fill(&bias, y);
-                    if depth > 0 {
-                        matmul(x, weight.t(), y, true, Threads::All);
-                    }
-                })
-            })
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
-        bias: &CudaStorage,
-        bias_layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (out, depth) = weight_layout.shape().dims2()?;
-        let shape = with_last_dim(x_layout.dims(), out);
-        let rows = rows_of(&shape); // N
-        let y = cuda::alloc_uninit(&x.device, x.dtype(), rows * out)?;
-        cuda_kernel::fill(&x.device, cuda::view(bias, bias_layout)?, cuda::whole(&y)?)?;
-        let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, in)
-        self.product
-            .copy
-            .add_product_on_gpu(of_x, weight, weight_layout, cuda::whole(&y)?)?;
-        Ok((y, shape.into()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            let (dx, dw) = self.product.gradients(x, weight, &dy)?;
-            let db = bias
-                .track_op()
-                .then(|| self.bias_gradient_on_gpu(bias, &dy));
-            return Ok((dx, dw, db.transpose()?));
-        }
-        let db = bias.track_op().then(|| {
-            for_stored!(dy.dtype(), T => {
-                let dy = elements::<T>(&dy)?;
-                let db = tensor::<<T as Stored>::Wide>(bias.shape(), |db| {
-                    kernel::gradient::<T>(&dy, db)
-                })?;
-                db.to_dtype(bias.dtype())
-            })
-        });
-        let db = db.transpose()?;
-        let (dx, dw) = self.product.gradients(x, weight, &dy)?;
-        Ok((dx, dw, db))
-    }
-}
-
-/// The bias as y has it: rounded, where it is in f32 beside half precision.
-fn stored<T: Stored>(bias: &CpuStorage, layout: &Layout) -> candle_core::Result<Vec<T>> {
-    match bias.dtype() == T::DTYPE {
-        true => Ok(view::<T>(bias, layout)?.to_vec()),
-        false => {
-            let wide = view::<f32>(bias, layout)?.iter();
-            Ok(wide.map(|b| T::from_f64(f64::from(*b))).collect())
-        }
+/// What that does to memory.
+pub(super) fn bias_step(inputs: &[Operand<'_>], target: Target) -> MemoryStep {
+    let [x, weight] = [&inputs[0], &inputs[1]];
+    let partial = (target == Target::Cpu).then(|| Room {
+        what: "partial sums of a bias",
+        formula: "BTD / 32",
+        elements: block_sums(x.rows(), weight.dims[0]),
+        element_bytes: x.wide_dtype().size_in_bytes(),
+    });
+    MemoryStep::Gradient {
+        of: 2,
+        if_tracked: true,
+        taking: partial,
     }
 }

@@ -12,27 +12,19 @@
 //! ```
 
 use super::cast::{cast, cast_for};
-use super::cpu::{elements, for_stored, output, tensor, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
 use super::packing::packed_batch;
 use super::product::{Factor, batched};
-use super::record::{Spec, apply2, composed, contiguous, input, made};
+use super::record::{Spec, by_kernels, composed, input, made};
 use crate::graph::{Attribute, MemoryStep, Target};
-use crate::kernels::cpu::gemm::{Batched, ProductSizes, matmul_batched};
+use crate::kernels::cpu::gemm::ProductSizes;
 use crate::precision::without_autocast;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
-#[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::cuda::{View, matmul::Matrix},
-    candle_core::CudaStorage,
-};
+use candle_core::{DType, Shape, Tensor};
 
 /// `c = a b` for each matrix: a (..., M, K), b (..., K, N), c (..., M, N), the same leading dimensions in both.
 ///
@@ -89,11 +81,7 @@ fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result
     let [a, b] = &cast_for(op, [a, b])?;
     check(op, a, b, transposed)?;
     match choose(op, a)? {
-        Path::Kernel => Ok(apply2(
-            &contiguous(a)?,
-            &contiguous(b)?,
-            MatMul { transposed },
-        )?),
+        Path::Kernel => by_kernels("matmul", MatMul { transposed }, [a, b]),
         Path::Reference => {
             let (shape, dtype) = MatMul { transposed }.output(&[a.into(), b.into()]);
             composed("matmul", &[a, b], (shape, dtype), || {
@@ -163,24 +151,6 @@ impl<'a> MatrixDims<'a> {
 
     fn batch(&self) -> usize {
         self.leading.iter().product()
-    }
-
-    fn with<'b, T>(&self, data: &'b [T], transposed: bool) -> Batched<'b, T> {
-        Batched {
-            data,
-            rows: self.rows,
-            cols: self.cols,
-            transposed,
-        }
-    }
-
-    /// The first of the matrices, on a GPU.
-    #[cfg(feature = "cuda")]
-    fn on_gpu<'b>(&self, view: View<'b>, transposed: bool) -> Matrix<'b> {
-        Matrix {
-            transposed,
-            ..Matrix::several(view, self.rows, self.cols)
-        }
     }
 }
 
@@ -304,29 +274,6 @@ impl MatMul {
     }
 }
 
-#[cfg(feature = "cuda")]
-impl MatMul {
-    fn backward_on_gpu(
-        &self,
-        [a, b, dc]: [&Tensor; 3],
-        [a_sizes, b_sizes, dc_sizes]: [MatrixDims<'_>; 3],
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let (gpu, batch, dtype) = (cuda::gpu(dc)?, a_sizes.batch(), dc.dtype());
-        let of_dc = dc_sizes.on_gpu(cuda::elements(dc)?, false);
-        let of_a = a_sizes.on_gpu(cuda::elements(a)?, false);
-        let of_b = b_sizes.on_gpu(cuda::elements(b)?, self.transposed);
-        let gradient = |of: &Tensor, factors| cuda::product(gpu, factors, batch, dtype, of.shape());
-        let da = a.track_op().then(|| gradient(a, [of_dc, of_b.t()]));
-        // b (K, N): a^T dc; b (N, K): dc^T a.
-        let factors = match self.transposed {
-            false => [of_a.t(), of_dc],
-            true => [of_dc.t(), of_a],
-        };
-        let db = b.track_op().then(|| gradient(b, factors));
-        Ok((da.transpose()?, db.transpose()?))
-    }
-}
-
 impl Spec for MatMul {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let [a, b] = [inputs[0].dims, inputs[1].dims];
@@ -346,7 +293,10 @@ impl Spec for MatMul {
             packed_batch(target, matrices, c) // of all matrices at once
         });
         let packed = packed.map(MemoryStep::Pass);
-        made(self, inputs).into_iter().chain(packed).collect()
+        made(self, inputs, target)
+            .into_iter()
+            .chain(packed)
+            .collect()
     }
 
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
@@ -360,89 +310,5 @@ impl Spec for MatMul {
             taking: packed_batch(target, matrices, sizes),
         });
         gradients.collect()
-    }
-}
-
-impl CustomOp2 for MatMul {
-    fn name(&self) -> &'static str {
-        "matmul"
-    }
-
-    fn cpu_fwd(
-        &self,
-        a: &CpuStorage,
-        a_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (a_sizes, b_sizes) = self.sizes(a_layout.dims(), b_layout.dims())?;
-        let shape = self.shape(a_sizes, b_sizes);
-        for_stored!(a.dtype(), T => {
-            let a = a_sizes.with(view::<T>(a, a_layout)?, false);
-            let b = b_sizes.with(view::<T>(b, b_layout)?, self.transposed);
-            output(shape, |c| matmul_batched(a_sizes.batch(), a, b, c))
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        a: &CudaStorage,
-        a_layout: &Layout,
-        b: &CudaStorage,
-        b_layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (a_sizes, b_sizes) = self.sizes(a_layout.dims(), b_layout.dims())?;
-        let shape = self.shape(a_sizes, b_sizes);
-        let factors = [
-            a_sizes.on_gpu(cuda::view(a, a_layout)?, false),
-            b_sizes.on_gpu(cuda::view(b, b_layout)?, self.transposed),
-        ];
-        let c = cuda::multiplied(&a.device, factors, a_sizes.batch(), a.dtype())?;
-        Ok((c, shape.into()))
-    }
-
-    fn bwd(
-        &self,
-        a: &Tensor,
-        b: &Tensor,
-        _c: &Tensor,
-        dc: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let (a_sizes, b_sizes) = self.sizes(a.dims(), b.dims())?;
-        let dc_sizes = MatrixDims {
-            leading: a_sizes.leading,
-            rows: a_sizes.rows,
-            cols: dc.dims()[dc.rank() - 1],
-        };
-        let batch = a_sizes.batch();
-        let dc = dc.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if dc.device().is_cuda() {
-            return self.backward_on_gpu([a, b, &dc], [a_sizes, b_sizes, dc_sizes]);
-        }
-        for_stored!(dc.dtype(), T => {
-            let dc = elements::<T>(&dc)?;
-            let da = if a.track_op() {
-                let b = elements::<T>(b)?;
-                let (dc, b) = (dc_sizes.with(&dc, false), b_sizes.with(&b, !self.transposed));
-                Some(tensor(a.shape(), |da| matmul_batched(batch, dc, b, da))?)
-            } else {
-                None
-            };
-            let db = if b.track_op() {
-                let a = elements::<T>(a)?;
-                // b (K, N): a^T dc; b (N, K): dc^T a.
-                let (left, right) = if self.transposed {
-                    (dc_sizes.with(&dc, true), a_sizes.with(&a, false))
-                } else {
-                    (a_sizes.with(&a, true), dc_sizes.with(&dc, false))
-                };
-                Some(tensor(b.shape(), |db| matmul_batched(batch, left, right, db))?)
-            } else {
-                None
-            };
-            Ok((da, db))
-        })
     }
 }

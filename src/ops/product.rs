@@ -139,6 +139,5 @@ fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()>
     if a.view.len == 0 && !adds {
         return set_to_zero(l.gpu, c.view); // sums of nothing
     }
-    let mut products = l.products.borrow_mut();
-    products.multiply(l.gpu, [a, b], c, count, adds)
+    l.products.multiply(l.gpu, [a, b], c, count, adds)
 }

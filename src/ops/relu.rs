@@ -13,18 +13,15 @@
 //! ```
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_stored, output, tensor, view};
-use super::dispatch::{Path, choose};
 use super::elementwise;
 use super::info::{OpInfo, per_element};
 use super::lowering::{Lowering, Slot, kernel};
 use super::operand::check_size;
-use super::record::{Spec, apply1, composed, contiguous, float_input, like_first};
+use super::record::{Spec, float_input, like_first, run};
 use crate::Result;
 use crate::kernels::cpu::relu as kernel;
 use crate::probe::Operand;
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
 
 /// `y = max(x, 0)`, elementwise. Backward: `dx = 0` where y is 0, else dy. Kept for backward: y, which its reader keeps
 /// anyway. Autocast: follows x.
@@ -33,10 +30,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 /// A dtype that is not a float.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
     let [x] = &cast_for("relu", [x])?;
-    match choose("relu", x)? {
-        Path::Kernel => Ok(apply1(&contiguous(x)?, Relu)?),
-        Path::Reference => composed("relu", &[x], (x.shape(), x.dtype()), || reference(x)),
-    }
+    run("relu", Relu, [x], || reference(x))
 }
 
 /// [`relu()`] in plain candle ops. Not candle's own relu, whose gradient at 0 is 1 and which turns NaN into 0.
@@ -74,26 +68,5 @@ struct Relu;
 impl Spec for Relu {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         like_first(inputs)
-    }
-}
-
-impl CustomOp1 for Relu {
-    fn name(&self) -> &'static str {
-        "relu"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_stored!(x.dtype(), T => {
-            let x = view::<T>(x, layout)?;
-            output(layout.shape(), |y| kernel::forward(x, y))
-        })
-    }
-
-    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let dy = dy.contiguous()?;
-        for_stored!(dy.dtype(), T => {
-            let (dy, y) = (elements::<T>(&dy)?, elements::<T>(y)?);
-            Ok(Some(tensor(x.shape(), |dx| kernel::backward(&dy, &y, dx))?))
-        })
     }
 }

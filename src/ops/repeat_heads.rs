@@ -10,20 +10,17 @@
 //! ```
 
 use super::cast::cast_for;
-use super::cpu::{elements, for_stored, output, tensor, view};
-use super::dispatch::{Path, choose};
 use super::info::OpInfo;
 use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::check_size;
-use super::record::{Spec, apply1, composed, contiguous, wide_input};
+use super::record::{Spec, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::cpu::repeat as kernel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::repeat as cuda_kernel;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::repeat as cuda_kernel, candle_core::CudaStorage};
+use candle_core::{DType, Shape, Tensor};
 
 /// Each head `times` in a row: (..., H, T, Dh) to (..., H * times, T, Dh), PyTorch's `repeat_interleave` along the
 /// heads.
@@ -44,15 +41,7 @@ use {super::cuda, crate::kernels::cuda::repeat as cuda_kernel, candle_core::Cuda
 pub fn repeat_heads(x: &Tensor, times: usize) -> Result<Tensor> {
     let op = check(x, times)?;
     let [x] = &cast_for("repeat_heads", [x])?;
-    match choose("repeat_heads", x)? {
-        Path::Kernel => Ok(apply1(&contiguous(x)?, op)?),
-        Path::Reference => composed(
-            "repeat_heads",
-            &[x],
-            (op.shape(x.dims()), x.dtype()),
-            || reference(x, times),
-        ),
-    }
+    run("repeat_heads", op, [x], || reference(x, times))
 }
 
 /// [`repeat_heads()`] in plain candle ops.
@@ -172,53 +161,5 @@ impl Spec for RepeatHeads {
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         vec![("times", Attribute::Count(self.times))]
-    }
-}
-
-impl CustomOp1 for RepeatHeads {
-    fn name(&self) -> &'static str {
-        "repeat_heads"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let width = width_of(layout.dims());
-        for_stored!(x.dtype(), T => {
-            let x = view::<T>(x, layout)?;
-            output(self.shape(layout.dims()), |y| kernel::repeat(x, width, self.times, y))
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let shape = Shape::from(self.shape(layout.dims()));
-        let y = cuda::alloc_uninit(&x.device, x.dtype(), shape.elem_count())?;
-        let (from, to) = (cuda::view(x, layout)?, cuda::whole(&y)?);
-        cuda_kernel::repeat(&x.device, from, width_of(layout.dims()), self.times, to)?;
-        Ok((y, shape))
-    }
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let (dy, width) = (dy.contiguous()?, width_of(x.dims()));
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            let gpu = cuda::gpu(&dy)?;
-            let dx = cuda::alloc_uninit(gpu, x.dtype(), x.elem_count())?;
-            cuda_kernel::fold(
-                gpu,
-                cuda::elements(&dy)?,
-                width,
-                self.times,
-                cuda::whole(&dx)?,
-            )?;
-            return Ok(Some(cuda::tensor(dx, x.shape())));
-        }
-        for_stored!(dy.dtype(), T => {
-            let dy = elements::<T>(&dy)?;
-            Ok(Some(tensor(x.shape(), |dx| kernel::fold(&dy, width, self.times, dx))?))
-        })
     }
 }

@@ -12,26 +12,23 @@
 //! ```
 
 use super::cast::{cast, cast_for};
-use super::cpu::{elements, for_stored, output_keeping, tensor, view, wide_view};
-use super::dispatch::{Path, check_same_or_f32, choose};
+use super::dispatch::check_same_or_f32;
 use super::info::{OpInfo, per_element};
 use super::linear::last_dim;
-use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
+use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::zeros_of;
-use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input, widen};
+use super::record::{Spec, like_first, run, wide_input};
 use crate::graph::{Attribute, MemoryStep, Room, Target};
 use crate::kernels::cpu::parallel::block_sums;
-use crate::kernels::cpu::{Stored, rows::rms_norm as kernel};
+use crate::kernels::cpu::rows::rms_norm as kernel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::rms_norm as cuda_kernel;
 use crate::kernels::limits;
 use crate::kernels::workspace;
 use crate::precision::decide;
 use crate::probe::Operand;
-use crate::{Error, Result, probe};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Shape, Tensor};
-use std::sync::OnceLock;
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::rms_norm as cuda_kernel, candle_core::CudaStorage};
+use crate::{Error, Result};
+use candle_core::{D, DType, Shape, Tensor};
 
 /// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
 ///
@@ -53,21 +50,9 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = decide("rms_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight] = &cast_for("rms_norm", [x, weight])?;
     check(x, weight)?;
-    let y = match choose("rms_norm", x)? {
-        Path::Kernel => {
-            let op = RmsNorm {
-                eps,
-                rstd: OnceLock::new(),
-            };
-            apply2(&contiguous(x)?, &contiguous(weight)?, op)?
-        }
-        Path::Reference => {
-            let output = (x.shape(), x.dtype());
-            composed("rms_norm", &[x, weight], output, || {
-                reference(x, weight, eps)
-            })?
-        }
-    };
+    let y = run("rms_norm", RmsNorm { eps }, [x, weight], || {
+        reference(x, weight, eps)
+    })?;
     cast(&y, dtype)
 }
 
@@ -123,17 +108,16 @@ const LOWERING: Lowering = Lowering {
             let (weight, eps) = (s.wide_x("weight")?, k.number("eps")?);
             kernel::forward(s.x::<T>("x")?, &weight, eps, s.y("y")?, s.y("rstd")?);
         });
-        let kernel = match takes_weight_on_gpu(signature) {
-            false => kernel,
-            true => on_gpu!(kernel, |k, l| {
-                let (x, weight) = (l.x("x")?, l.x("weight")?);
-                let (y, rstd) = (l.y("y")?, l.y("rstd")?);
-                cuda_kernel::forward(l.gpu, x, weight, k.number("eps")?, y, rstd)
-            }),
-        };
-        let reads = [("x", Slot::Input(0)), ("weight", Slot::Input(1))];
+        let kernel = on_gpu!(kernel, |k, l| {
+            let (x, weight) = (l.x("x")?, l.x("weight")?);
+            let (y, rstd) = (l.y("y")?, l.y("rstd")?);
+            cuda_kernel::forward(l.gpu, x, weight, k.number("eps")?, y, rstd)
+        });
+        let mut calls = Calls::default();
+        let weight = calls.widened_on_gpu(signature, 1);
+        let reads = [("x", Slot::Input(0)), ("weight", weight)];
         let writes = [("y", Slot::Output), ("rstd", Slot::Kept(0))];
-        Calls::default().call(kernel.with_all(signature.attributes), reads, writes)
+        calls.call(kernel.with_all(signature.attributes), reads, writes)
     },
     backward: |signature| {
         let kernel = kernel!("rms_norm_backward", |T, _, s| {
@@ -141,53 +125,39 @@ const LOWERING: Lowering = Lowering {
             let (weight, rstd) = (s.wide_x("weight")?, s.x("rstd")?);
             kernel::backward(dy, x, &weight, rstd, s.y("dx")?, s.y("dweight")?);
         });
-        let kernel = match takes_weight_on_gpu(signature) {
-            false => kernel,
-            true => on_gpu!(kernel, |_, l| {
-                let inputs = cuda_kernel::Inputs {
-                    dy: l.x("dy")?,
-                    x: l.x("x")?,
-                    branch: None,
-                    weight: l.x("weight")?,
-                    rstd: l.x("rstd")?,
-                };
-                let gradients = cuda_kernel::Gradients {
-                    dx: l.y("dx")?,
-                    add_dx: false,
-                    copy: None,
-                    y: None,
-                    dw: l.y("dweight")?,
-                    add_dw: false,
-                };
-                cuda_kernel::backward(l.gpu, inputs, gradients, l.y("partials")?)
-            }),
-        };
+        let kernel = on_gpu!(kernel, |_, l| {
+            let inputs = cuda_kernel::Inputs {
+                dy: l.x("dy")?,
+                x: l.x("x")?,
+                branch: None,
+                weight: l.x("weight")?,
+                rstd: l.x("rstd")?,
+            };
+            let gradients = cuda_kernel::Gradients {
+                dx: l.y("dx")?,
+                add_dx: false,
+                copy: None,
+                y: None,
+                dw: l.y("dweight")?,
+                add_dw: false,
+            };
+            cuda_kernel::backward(l.gpu, inputs, gradients, l.y("partials")?)
+        });
+        let mut calls = Calls::default();
         let reads = [
             ("dy", Slot::OutputGradient),
             ("x", Slot::Input(0)),
-            ("weight", Slot::Input(1)),
+            ("weight", calls.widened_on_gpu(signature, 1)),
             ("rstd", Slot::Kept(0)),
         ];
-        let mut calls = Calls::with_wide_gradients(signature, kernel, reads, &[("dweight", 1)]);
-        if signature.target == Target::Cuda {
-            let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
-            let len = workspace::rms_norm_partials(rows, width);
-            let partials = calls.scratch(&[len], DType::F32);
-            calls.calls[0].writes.push("partials", partials);
-        }
-        calls
+        let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
+        let partials = workspace::rms_norm_partials(rows, width);
+        calls.wide_gradients(signature, kernel, reads, &[("dweight", 1)], partials)
     },
 };
 
-/// A GPU's kernel takes the weight in f32.
-fn takes_weight_on_gpu(signature: &Signature<'_>) -> bool {
-    signature.inputs[1].dtype == DType::F32
-}
-
 struct RmsNorm {
     eps: f64,
-    /// 1 / sqrt(mean(x^2) + eps), (rows).
-    rstd: OnceLock<Tensor>,
 }
 
 impl Spec for RmsNorm {
@@ -199,7 +169,8 @@ impl Spec for RmsNorm {
         vec![("eps", Attribute::Number(self.eps))]
     }
 
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+    /// 1 / sqrt(mean(x^2) + eps) of each row.
+    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let x = &inputs[0];
         vec![("rstd", x.rows().into(), x.wide_dtype())]
     }
@@ -224,112 +195,5 @@ impl Spec for RmsNorm {
             MemoryStep::gradient(0),
             MemoryStep::gradient(1),
         ]
-    }
-}
-
-impl CustomOp2 for RmsNorm {
-    fn name(&self) -> &'static str {
-        "rms_norm"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let rows = x_layout.shape().elem_count() / weight_layout.shape().elem_count();
-        for_stored!(x.dtype(), T => {
-            let x = view::<T>(x, x_layout)?;
-            let weight = wide_view::<<T as Stored>::Wide>(weight, weight_layout)?;
-            let (y, rstd) = output_keeping(x_layout.shape(), rows, |y, rstd| {
-                kernel::forward(x, &weight, self.eps, y, rstd)
-            })?;
-            probe::kept("rstd", &rstd);
-            let _ = self.rstd.set(rstd); // empty until now: an op runs forward once
-            Ok(y)
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (gpu, shape) = (&x.device, x_layout.shape());
-        let wide_weight = weight.to_dtype(weight_layout, DType::F32)?; // (D): small
-        let weight = cuda::whole(&wide_weight)?;
-        let y = cuda::alloc_uninit(gpu, x.dtype(), shape.elem_count())?;
-        let rstd = cuda::alloc_uninit(gpu, DType::F32, shape.elem_count() / weight.len)?;
-        let x = cuda::view(x, x_layout)?;
-        cuda_kernel::forward(
-            gpu,
-            x,
-            weight,
-            self.eps,
-            cuda::whole(&y)?,
-            cuda::whole(&rstd)?,
-        )?;
-        let rstd = cuda::tensor(rstd, shape.elem_count() / weight.len);
-        probe::kept("rstd", &rstd);
-        let _ = self.rstd.set(rstd); // empty until now: an op runs forward once
-        Ok((y, shape.clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let Some(rstd) = self.rstd.get() else {
-            candle_core::bail!("rms_norm: backward before forward");
-        };
-        let dy = dy.contiguous()?;
-        let (x_shape, wide_weight) = (x.shape(), widen(weight)?);
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            let (gpu, width) = (cuda::gpu(&dy)?, weight.elem_count());
-            let partials_len = workspace::rms_norm_partials(rstd.elem_count(), width);
-            let partials = cuda::alloc_uninit(gpu, DType::F32, partials_len)?;
-            let dx = cuda::alloc_uninit(gpu, x.dtype(), x.elem_count())?;
-            let dw = cuda::alloc_uninit(gpu, DType::F32, width)?;
-            let inputs = cuda_kernel::Inputs {
-                dy: cuda::elements(&dy)?,
-                x: cuda::elements(x)?,
-                branch: None,
-                weight: cuda::elements(&wide_weight)?,
-                rstd: cuda::elements(rstd)?,
-            };
-            let gradients = cuda_kernel::Gradients {
-                dx: cuda::whole(&dx)?,
-                add_dx: false,
-                copy: None,
-                y: None,
-                dw: cuda::whole(&dw)?,
-                add_dw: false,
-            };
-            cuda_kernel::backward(gpu, inputs, gradients, cuda::whole(&partials)?)?;
-            let dw = cuda::tensor(dw, weight.shape()).to_dtype(weight.dtype())?;
-            return Ok((Some(cuda::tensor(dx, x_shape)), Some(dw)));
-        }
-        for_stored!(dy.dtype(), T => {
-            let (dy, x) = (elements::<T>(&dy)?, elements::<T>(x)?);
-            let w = elements::<<T as Stored>::Wide>(&wide_weight)?;
-            let rstd = elements::<<T as Stored>::Wide>(rstd)?;
-            let mut dw = None;
-            let dx = tensor(x_shape, |dx| {
-                dw = Some(tensor(weight.shape(), |dw| {
-                    kernel::backward(&dy, &x, &w, &rstd, dx, dw)
-                }));
-            })?;
-            let dw = dw.transpose()?.map(|dw| dw.to_dtype(weight.dtype()));
-            Ok((Some(dx), dw.transpose()?))
-        })
     }
 }

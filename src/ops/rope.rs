@@ -14,24 +14,18 @@
 
 use super::cast::cast_led_by;
 use super::cost::cost;
-use super::cpu::{elements, for_stored, output, tensor, view};
+use super::cpu::for_stored;
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, on_gpu};
-use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input, widen};
+use super::record::{Spec, by_kernels, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::Attribute;
-use crate::kernels::cpu::{Stored, rope as kernel};
+use crate::kernels::cpu::rope as kernel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::rope as cuda_kernel;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor};
-use std::ops::Deref;
-#[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::cuda::{View, rope as cuda_kernel},
-    candle_core::{CudaDevice, CudaStorage},
-};
+use candle_core::{D, DType, Shape, Tensor};
 
 /// Rotates each adjacent pair of the last dimension by its position's angle: x and y (..., T, Dh), `cos` and `sin`
 /// (T, Dh/2).
@@ -57,7 +51,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
                 cos: contiguous(&widen(&cos.detach())?)?,
                 sin: contiguous(&widen(&sin.detach())?)?,
             };
-            Ok(apply1(&contiguous(x)?, op)?)
+            by_kernels("rope", op, [x])
         }
         Path::Reference => {
             let output = (x.shape(), x.dtype());
@@ -166,22 +160,6 @@ struct Rope {
     sin: Tensor,
 }
 
-fn table<T: Stored>(table: &Tensor) -> candle_core::Result<impl Deref<Target = [T::Wide]> + '_> {
-    elements::<T::Wide>(table)
-}
-
-#[cfg(feature = "cuda")]
-impl Rope {
-    /// x rotated on its GPU, or `back`.
-    fn rotated(&self, gpu: &CudaDevice, x: View, back: bool) -> candle_core::Result<CudaStorage> {
-        let (length, half) = self.cos.dims2()?;
-        let tables = [cuda::elements(&self.cos)?, cuda::elements(&self.sin)?];
-        let y = cuda::alloc_uninit(gpu, x.dtype, x.len)?;
-        cuda_kernel::rotate(gpu, x, tables, (length, 2 * half), back, cuda::whole(&y)?)?;
-        Ok(y)
-    }
-}
-
 impl Spec for Rope {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         like_first(inputs)
@@ -189,45 +167,5 @@ impl Spec for Rope {
 
     fn reads(&self) -> Vec<Tensor> {
         vec![self.cos.clone(), self.sin.clone()]
-    }
-}
-
-impl CustomOp1 for Rope {
-    fn name(&self) -> &'static str {
-        "rope"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let width = layout.shape().dim(D::Minus1)?;
-        for_stored!(x.dtype(), T => {
-            let x = view::<T>(x, layout)?;
-            let (cos, sin) = (table::<T>(&self.cos)?, table::<T>(&self.sin)?);
-            output(layout.shape(), |y| kernel::rotate(x, &cos, &sin, width, false, y))
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let y = self.rotated(&x.device, cuda::view(x, layout)?, false)?;
-        Ok((y, layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let width = x.dim(D::Minus1)?;
-        let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            let dx = self.rotated(cuda::gpu(&dy)?, cuda::elements(&dy)?, true)?;
-            return Ok(Some(cuda::tensor(dx, x.shape())));
-        }
-        for_stored!(dy.dtype(), T => {
-            let dy = elements::<T>(&dy)?;
-            let (cos, sin) = (table::<T>(&self.cos)?, table::<T>(&self.sin)?);
-            Ok(Some(tensor(x.shape(), |dx| kernel::rotate(&dy, &cos, &sin, width, true, dx))?))
-        })
     }
 }

@@ -13,21 +13,19 @@
 
 use super::cast::cast_for;
 use super::cost::cost;
-use super::cpu::{elements, for_real, for_stored, output, tensor, view};
-use super::dispatch::{Path, choose};
+use super::cpu::{for_real, for_stored};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot, on_gpu};
 use super::operand::{check_float, check_size};
-use super::record::{Spec, apply1, composed, contiguous, like_first, wide_input};
+use super::record::{Spec, composed, like_first, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::Mask;
 use crate::kernels::cpu::rows::softmax as kernel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::softmax as cuda_kernel;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Shape, Tensor};
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::softmax as cuda_kernel, candle_core::CudaStorage};
+use candle_core::{D, DType, Device, Shape, Tensor};
 
 /// `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves: x and p (..., Tq, Tk).
 ///
@@ -49,22 +47,10 @@ use {super::cuda, crate::kernels::cuda::softmax as cuda_kernel, candle_core::Cud
 /// A mask on a tensor of less than two dimensions.
 pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let [x] = &cast_for("softmax", [x])?;
-    let (queries, keys) = check(x, mask)?;
-    match choose("softmax", x)? {
-        Path::Kernel => {
-            let op = Softmax {
-                scale,
-                mask,
-                queries,
-                keys,
-            };
-            Ok(apply1(&contiguous(x)?, op)?)
-        }
-        Path::Reference => {
-            let output = (x.shape(), x.dtype());
-            composed("softmax", &[x], output, || reference(x, scale, mask))
-        }
-    }
+    check(x, mask)?;
+    run("softmax", Softmax { scale, mask }, [x], || {
+        reference(x, scale, mask)
+    })
 }
 
 /// [`softmax()`] in plain candle ops.
@@ -253,28 +239,6 @@ fn scores(k: &Kernel) -> candle_core::Result<cuda_kernel::Scores> {
 struct Softmax {
     scale: f64,
     mask: Mask,
-    /// Tq.
-    queries: usize,
-    /// Tk.
-    keys: usize,
-}
-
-#[cfg(feature = "cuda")]
-impl Softmax {
-    fn scores(&self) -> cuda_kernel::Scores {
-        let &Self {
-            scale,
-            mask,
-            queries,
-            keys,
-        } = self;
-        cuda_kernel::Scores {
-            scale,
-            mask,
-            queries,
-            keys,
-        }
-    }
 }
 
 impl Spec for Softmax {
@@ -287,65 +251,5 @@ impl Spec for Softmax {
             ("scale", Attribute::Number(self.scale)),
             ("mask", Attribute::Mask(self.mask)),
         ]
-    }
-}
-
-impl CustomOp1 for Softmax {
-    fn name(&self) -> &'static str {
-        "softmax"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_stored!(x.dtype(), T => {
-            let x = view::<T>(x, layout)?;
-            output(layout.shape(), |p| {
-                kernel::forward(x, self.queries, self.keys, self.scale, self.mask, p)
-            })
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let p = cuda::alloc_uninit(&x.device, x.dtype(), layout.shape().elem_count())?;
-        let view = cuda::view(x, layout)?;
-        cuda_kernel::forward(&x.device, self.scores(), view, cuda::whole(&p)?)?;
-        Ok((p, layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, p: &Tensor, dp: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let (dp, x_shape) = (dp.contiguous()?, x.shape());
-        #[cfg(feature = "cuda")]
-        if dp.device().is_cuda() {
-            let gpu = cuda::gpu(&dp)?;
-            let dx = cuda::alloc_uninit(gpu, dp.dtype(), dp.elem_count())?;
-            let source = if dp.dtype() == DType::F32 { p } else { x };
-            let read = [cuda::elements(&dp)?, cuda::elements(source)?];
-            cuda_kernel::backward(gpu, self.scores(), read, cuda::whole(&dx)?)?;
-            return Ok(Some(cuda::tensor(dx, x_shape)));
-        }
-        let &Self {
-            scale,
-            mask,
-            queries,
-            keys,
-        } = self;
-        match dp.dtype() {
-            DType::F16 | DType::BF16 => for_stored!(dp.dtype(), T => {
-                let (dp, x) = (elements::<T>(&dp)?, elements::<T>(x)?);
-                Ok(Some(tensor(x_shape, |dx| {
-                    kernel::backward_from_scores(&dp, &x, queries, keys, scale, mask, dx)
-                })?))
-            }),
-            _ => for_real!(dp.dtype(), T => {
-                let (dp, p) = (elements::<T>(&dp)?, elements::<T>(p)?);
-                Ok(Some(tensor(x_shape, |dx| {
-                    kernel::backward(&dp, &p, queries, keys, scale, mask, dx)
-                })?))
-            }),
-        }
     }
 }

@@ -13,18 +13,16 @@
 
 use super::activation::sigmoid;
 use super::cast::cast_for;
-use super::cpu::{elements, for_stored, output, tensors, view};
-use super::dispatch::{Path, check_same, choose};
+use super::dispatch::check_same;
 use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
-use super::record::{Spec, apply2, composed, contiguous, like_first, wide_input};
+use super::record::{Spec, like_first, run, wide_input};
 use crate::kernels::cpu::swiglu as kernel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::swiglu as cuda_kernel;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::swiglu as cuda_kernel, candle_core::CudaStorage};
+use candle_core::{DType, Shape, Tensor};
 
 /// `y = silu(gate) * up`, elementwise, with silu(g) = g sigmoid(g): all three of one shape.
 ///
@@ -38,13 +36,7 @@ use {super::cuda, crate::kernels::cuda::swiglu as cuda_kernel, candle_core::Cuda
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let [gate, up] = &cast_for("swiglu", [gate, up])?;
     check(gate, up)?;
-    match choose("swiglu", gate)? {
-        Path::Kernel => Ok(apply2(&contiguous(gate)?, &contiguous(up)?, SwiGlu)?),
-        Path::Reference => {
-            let output = (gate.shape(), gate.dtype());
-            composed("swiglu", &[gate, up], output, || reference(gate, up))
-        }
-    }
+    run("swiglu", SwiGlu, [gate, up], || reference(gate, up))
 }
 
 /// [`swiglu()`] in plain candle ops.
@@ -154,72 +146,5 @@ struct SwiGlu;
 impl Spec for SwiGlu {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         like_first(inputs)
-    }
-}
-
-impl CustomOp2 for SwiGlu {
-    fn name(&self) -> &'static str {
-        "swiglu"
-    }
-
-    fn cpu_fwd(
-        &self,
-        gate: &CpuStorage,
-        gate_layout: &Layout,
-        up: &CpuStorage,
-        up_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_stored!(gate.dtype(), T => {
-            let (gate, up) = (view::<T>(gate, gate_layout)?, view::<T>(up, up_layout)?);
-            output(gate_layout.shape(), |y| kernel::forward(gate, up, y))
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        gate: &CudaStorage,
-        gate_layout: &Layout,
-        up: &CudaStorage,
-        up_layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let shape = gate_layout.shape();
-        let y = cuda::alloc_uninit(&gate.device, gate.dtype(), shape.elem_count())?;
-        let (gate_view, up_view) = (cuda::view(gate, gate_layout)?, cuda::view(up, up_layout)?);
-        cuda_kernel::forward(&gate.device, gate_view, up_view, cuda::whole(&y)?)?;
-        Ok((y, shape.clone()))
-    }
-
-    fn bwd(
-        &self,
-        gate: &Tensor,
-        up: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            let gpu = cuda::gpu(&dy)?;
-            let room = || cuda::alloc_uninit(gpu, gate.dtype(), gate.elem_count());
-            let (dgate, dup) = (room()?, room()?);
-            let read = [
-                cuda::elements(&dy)?,
-                cuda::elements(gate)?,
-                cuda::elements(up)?,
-            ];
-            cuda_kernel::backward(gpu, read, [cuda::whole(&dgate)?, cuda::whole(&dup)?])?;
-            let of_shape = |gradient| Some(cuda::tensor(gradient, gate.shape()));
-            return Ok((of_shape(dgate), of_shape(dup)));
-        }
-        let shape = gate.shape();
-        for_stored!(dy.dtype(), T => {
-            let dy = elements::<T>(&dy)?;
-            let (gate, up) = (elements::<T>(gate)?, elements::<T>(up)?);
-            let (dgate, dup) = tensors(shape, shape, |dgate, dup| {
-                kernel::backward(&dy, &gate, &up, dgate, dup)
-            })?;
-            Ok((Some(dgate), Some(dup)))
-        })
     }
 }

@@ -13,29 +13,20 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cpu::{elements, for_stored, output, tensor, tensors, view};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::linear::{linear, linear_product, rows_of, with_last_dim};
+use super::linear::{factors, linear, linear_product, with_last_dim};
+use super::lowering::{Accumulate, Calls, Lowering, Slot};
 use super::operand::check_size;
-use super::record::{Spec, apply3, contiguous, elements_of};
-use super::swiglu::swiglu;
-use super::weight::{WeightCopy, with_copies};
+use super::product::{Factor, product};
+use super::record::{Spec, by_kernels, elements_of};
+use super::swiglu::{gated, gated_backward, swiglu};
+use super::weight::{WeightCopy, read_weight, tell_kept, tensors, tensors_again, with_copies};
 use crate::graph::{MemoryStep, Room, Target};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
-use crate::kernels::cpu::swiglu as kernel;
 use crate::precision::without_autocast;
 use crate::probe::{Operand, Operands};
-use crate::{Error, Result, probe};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
-use std::sync::OnceLock;
-#[cfg(feature = "cuda")]
-use {
-    super::cuda,
-    crate::kernels::cuda::{cublas, matmul::Matrix, swiglu as cuda_kernel},
-    candle_core::CudaStorage,
-};
+use crate::{Error, Result};
+use candle_core::{DType, Shape, Tensor};
 
 /// `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
 ///
@@ -52,14 +43,7 @@ pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
     let (x, [w1, w3], copies) = with_copies("swiglu_linear", x, [w1, w3])?;
     check(&x, &copies[0].of(&w1), &copies[1].of(&w3))?;
     match choose("swiglu_linear", &x)? {
-        Path::Kernel => {
-            let op = SwiGluLinear {
-                copies,
-                gate_up: OnceLock::new(),
-            };
-            let (x, w1, w3) = (contiguous(&x)?, contiguous(&w1)?, contiguous(&w3)?);
-            Ok(apply3(&x, &w1, &w3, op)?)
-        }
+        Path::Kernel => by_kernels("swiglu_linear", SwiGluLinear { copies }, [&x, &w1, &w3]),
         Path::Reference => without_autocast(|| reference(&x, &w1, &w3)),
     }
 }
@@ -107,59 +91,57 @@ pub(super) const INFO: OpInfo = OpInfo::new("swiglu_linear")
         |o| o.products(made(o), 4.0, 6.0),
         Some(|o| o.products_backward(made(o), 8.0, 12.0)),
     )
-    .holding("two products and the gate");
+    .holding("two products and the gate")
+    .planned(LOWERING);
 
 /// y, and gate and up of its shape, which are kept.
 fn made(o: &Operands<'_>) -> (f64, f64) {
     (o.output.elements(), 3.0 * o.output.bytes())
 }
+
+/// By itself; `compile::lower` plans it so that backward needs no memory of its own.
+const LOWERING: Lowering = Lowering {
+    forward: |signature| {
+        let (x, weight) = factors(signature); // W3 lies as W1
+        let mut calls = Calls::default();
+        for (i, made) in [(1, Slot::Kept(0)), (2, Slot::Kept(1))] {
+            let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, i))];
+            let kernel = product(x, weight.t(), Accumulate::Never);
+            calls.push(kernel, factors, [("c", made)]);
+        }
+        let reads = [("gate", Slot::Kept(0)), ("up", Slot::Kept(1))];
+        calls.call(gated(), reads, [("y", Slot::Output)])
+    },
+    backward: |signature| {
+        let (x, weight) = factors(signature);
+        let (kept, mut calls) = (&signature.kept[0], Calls::default());
+        let [dgate, dup] = [(); 2].map(|()| calls.scratch(kept.dims, kept.dtype));
+        let reads = [
+            ("dy", Slot::OutputGradient),
+            ("gate", Slot::Kept(0)),
+            ("up", Slot::Kept(1)),
+        ];
+        calls.push(gated_backward(), reads, [("dgate", dgate), ("dup", dup)]);
+        let of_y = Factor::new(x.rows, weight.rows); // (N, F)
+        for (i, gradient, accumulate) in
+            [(1, dgate, Accumulate::Never), (2, dup, Accumulate::Always)]
+        {
+            let factors = [("a", gradient), ("b", read_weight(signature, i))];
+            let kernel = product(of_y, weight, accumulate);
+            calls.push(kernel, factors, [("c", Slot::Gradient(0))]);
+        }
+        for (i, gradient) in [(1, dgate), (2, dup)] {
+            let factors = [("a", gradient), ("b", Slot::Input(0))];
+            let kernel = product(of_y.t(), x, Accumulate::Never);
+            calls.push(kernel, factors, [("c", Slot::Gradient(i))]);
+        }
+        calls
+    },
+};
+
 struct SwiGluLinear {
     /// Of W1 and W3.
     copies: [WeightCopy; 2],
-    /// x W1^T and x W3^T, (N, F) each.
-    gate_up: OnceLock<(Tensor, Tensor)>,
-}
-
-/// (N, D) for x (..., D).
-fn rows(x: &Shape) -> (usize, usize) {
-    let width = x.dims().last().copied().unwrap_or_default();
-    (rows_of(x.dims()), width)
-}
-
-#[cfg(feature = "cuda")]
-impl SwiGluLinear {
-    fn backward_on_gpu(
-        &self,
-        [x, w1, w3]: [&Tensor; 3],
-        [gate, up]: [&Tensor; 2],
-        dy: &Tensor,
-    ) -> candle_core::Result<[Tensor; 3]> {
-        let (gpu, dtype) = (cuda::gpu(dy)?, dy.dtype());
-        let ((rows, depth), (out, _)) = (rows(x.shape()), w1.dims2()?);
-        let room = || cuda::alloc_uninit(gpu, dtype, dy.elem_count());
-        let (dgate, dup) = (room()?, room()?); // (N, F)
-        let (of_dgate, of_dup) = (cuda::whole(&dgate)?, cuda::whole(&dup)?);
-        let read = [
-            cuda::elements(dy)?,
-            cuda::elements(gate)?,
-            cuda::elements(up)?,
-        ];
-        cuda_kernel::backward(gpu, read, [of_dgate, of_dup])?;
-        let [dgate, dup] = [of_dgate, of_dup].map(|view| Matrix::new(view, rows, out));
-        let dx = cuda::alloc_uninit(gpu, dtype, x.elem_count())?;
-        {
-            let of_dx = Matrix::new(cuda::whole(&dx)?, rows, depth); // (N, D)
-            let w1 = self.copies[0].for_backward(w1)?;
-            let w3 = self.copies[1].for_backward(w3)?;
-            let add = |factors: [Matrix; 2], adds| cublas::multiply(gpu, factors, of_dx, 1, adds);
-            add([dgate, cuda::matrix(&w1, out, depth)?], false)?;
-            add([dup, cuda::matrix(&w3, out, depth)?], true)?;
-        }
-        let of_x = cuda::matrix(x, rows, depth)?;
-        let dw1 = self.copies[0].gradient_on_gpu(w1, [dgate.t(), of_x])?;
-        let dw3 = self.copies[1].gradient_on_gpu(w3, [dup.t(), of_x])?;
-        Ok([cuda::tensor(dx, x.shape()), dw1, dw3])
-    }
 }
 
 impl Spec for SwiGluLinear {
@@ -168,16 +150,19 @@ impl Spec for SwiGluLinear {
         (with_last_dim(x.dims, w1.dims[0]).into(), x.dtype)
     }
 
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
-        let (y, dtype) = self.output(inputs);
-        let (rows, width) = rows(&y);
+    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+        let (x, width) = (&inputs[0], inputs[1].dims[0]);
         ["gate", "up"]
-            .map(|name| (name, (rows, width).into(), dtype))
+            .map(|name| (name, (x.rows(), width).into(), x.dtype))
             .into()
     }
 
     fn reads(&self) -> Vec<Tensor> {
-        self.copies.iter().filter_map(WeightCopy::tensor).collect()
+        tensors(&self.copies)
+    }
+
+    fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
+        tensors_again(&self.copies, &inputs[1..])
     }
 
     /// One product after the other, each with its weight's copy; then the gate.
@@ -210,121 +195,11 @@ impl Spec for SwiGluLinear {
         [gradients].into_iter().chain(made).collect()
     }
 
+    fn has_kept(&self, _: &[Tensor]) {
+        tell_kept(&self.copies);
+    }
+
     fn forwarded(&self) {
         self.copies.iter().for_each(WeightCopy::forwarded);
-    }
-}
-
-impl CustomOp3 for SwiGluLinear {
-    fn name(&self) -> &'static str {
-        "swiglu_linear"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        w1: &CpuStorage,
-        w1_layout: &Layout,
-        w3: &CpuStorage,
-        w3_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (rows, depth) = rows(x_layout.shape());
-        let (out, _) = w1_layout.shape().dims2()?;
-        let shape = with_last_dim(x_layout.dims(), out);
-        for_stored!(x.dtype(), T => {
-            let x = MatRef::new(view::<T>(x, x_layout)?, rows, depth); // (N, D)
-            let product = |weight: &[T]| {
-                let weight = MatRef::new(weight, out, depth); // (F, D)
-                tensor::<T>((rows, out), |y| matmul(x, weight.t(), y, false, Threads::All))
-            };
-            let gate = self.copies[0].read(w1, w1_layout, product)?;
-            let up = self.copies[1].read(w3, w3_layout, product)?;
-            let y = {
-                let (gate, up) = (elements::<T>(&gate)?, elements::<T>(&up)?);
-                output(shape, |y| kernel::forward(&gate, &up, y))
-            };
-            probe::kept("gate", &gate);
-            probe::kept("up", &up);
-            let _ = self.gate_up.set((gate, up)); // empty until now: an op runs forward once
-            y
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        w1: &CudaStorage,
-        w1_layout: &Layout,
-        w3: &CudaStorage,
-        w3_layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (gpu, (rows, depth)) = (&x.device, rows(x_layout.shape()));
-        let (out, _) = w1_layout.shape().dims2()?;
-        let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
-        let gate = self.copies[0].product_on_gpu(of_x, w1, w1_layout)?; // (N, F)
-        let up = self.copies[1].product_on_gpu(of_x, w3, w3_layout)?;
-        let y = cuda::alloc_uninit(gpu, x.dtype(), rows * out)?;
-        let (of_gate, of_up) = (cuda::whole(&gate)?, cuda::whole(&up)?);
-        cuda_kernel::forward(gpu, of_gate, of_up, cuda::whole(&y)?)?;
-        let (gate, up) = (
-            cuda::tensor(gate, (rows, out)),
-            cuda::tensor(up, (rows, out)),
-        );
-        probe::kept("gate", &gate);
-        probe::kept("up", &up);
-        let _ = self.gate_up.set((gate, up)); // empty until now: an op runs forward once
-        Ok((y, with_last_dim(x_layout.dims(), out).into()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w1: &Tensor,
-        w3: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some((gate, up)) = self.gate_up.get() else {
-            candle_core::bail!("swiglu_linear: backward before forward");
-        };
-        let (rows, depth) = rows(x.shape());
-        let (out, _) = w1.dims2()?;
-        let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if dy.device().is_cuda() {
-            let [dx, dw1, dw3] = self.backward_on_gpu([x, w1, w3], [gate, up], &dy)?;
-            return Ok((Some(dx), Some(dw1), Some(dw3)));
-        }
-        let x_shape = x.shape();
-        for_stored!(dy.dtype(), T => {
-            let (dgate, dup) = {
-                let dy = elements::<T>(&dy)?;
-                let (gate, up) = (elements::<T>(gate)?, elements::<T>(up)?);
-                tensors::<T>((rows, out), (rows, out), |dgate, dup| {
-                    kernel::backward(&dy, &gate, &up, dgate, dup)
-                })?
-            };
-            let (dgate, dup) = (elements::<T>(&dgate)?, elements::<T>(&dup)?);
-            let dgate = MatRef::new(&dgate, rows, out); // (N, F)
-            let dup = MatRef::new(&dup, rows, out); // (N, F)
-            let dx = {
-                let w1 = self.copies[0].for_backward(w1)?;
-                let w3 = self.copies[1].for_backward(w3)?;
-                let (w1, w3) = (elements::<T>(&w1)?, elements::<T>(&w3)?);
-                let (w1, w3) = (MatRef::new(&w1, out, depth), MatRef::new(&w3, out, depth));
-                tensor(x_shape, |dx| {
-                    matmul(dgate, w1, dx, false, Threads::All);
-                    matmul(dup, w3, dx, true, Threads::All);
-                })?
-            };
-            let x = elements::<T>(x)?;
-            let x = MatRef::new(&x, rows, depth);
-            let dw1 = self.copies[0].gradient(w1, dgate.t(), x)?;
-            let dw3 = self.copies[1].gradient(w3, dup.t(), x)?;
-            Ok((Some(dx), Some(dw1), Some(dw3)))
-        })
     }
 }

@@ -6,20 +6,18 @@
 //! without a gradient of the copy (which candle would add to zeros in half precision, element by element).
 
 use super::cast::{cached_copy, cast_castable, cast_weight};
-use super::cpu::{elements, tensor, view};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
+use super::lowering::{Signature, Slot};
 use super::operand::operand;
 use crate::graph::MemoryStep;
-use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
 use crate::{Result, precision, probe};
-use candle_core::{CpuStorage, DType, Layout, Tensor, WithDType};
+use candle_core::{DType, Tensor};
 use std::sync::{Mutex, PoisonError};
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
-    crate::kernels::cuda::{View, matmul::Matrix},
-    candle_core::CudaStorage,
+    crate::kernels::cuda::matmul::Matrix,
+    candle_core::{CudaStorage, Layout},
 };
 
 /// The copy of one weight, for the life of an op.
@@ -63,10 +61,41 @@ pub(super) fn with_copies<const N: usize>(
     Ok((x, inputs, copies))
 }
 
-impl WeightCopy {
-    /// What an op calls the copy that it keeps.
-    const KEPT: &str = "weight copy";
+/// The copies, each for as long as there is one.
+pub(super) fn tensors(copies: &[WeightCopy]) -> Vec<Tensor> {
+    copies.iter().filter_map(WeightCopy::get).collect()
+}
 
+/// The copies for backward: a dropped one is made again of its weight.
+pub(super) fn tensors_again(
+    copies: &[WeightCopy],
+    weights: &[&Tensor],
+) -> candle_core::Result<Vec<Tensor>> {
+    let copied = copies.iter().zip(weights);
+    let copied = copied.filter(|(copy, _)| copy.dtype.is_some());
+    copied
+        .map(|(copy, weight)| copy.for_backward(weight))
+        .collect()
+}
+
+/// Says which copies stay for backward, after forward.
+pub(super) fn tell_kept(copies: &[WeightCopy]) {
+    for copy in copies.iter().filter_map(WeightCopy::get) {
+        probe::kept("weight copy", &copy);
+    }
+}
+
+/// What products read of input `input`, a weight: itself, or its copy in half precision, where its own dtype is another
+/// than x's. Copies stand first in what an op reads, in the order of their weights.
+pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
+    let is_copied = |input: &usize| signature.inputs[*input].dtype != signature.inputs[0].dtype;
+    match is_copied(&input) {
+        true => Slot::Read((1..input).filter(is_copied).count()),
+        false => Slot::Input(input),
+    }
+}
+
+impl WeightCopy {
     fn none() -> Self {
         Self {
             copy: Mutex::new(None),
@@ -88,6 +117,7 @@ impl WeightCopy {
         })
     }
 
+    /// The copy, for as long as there is one.
     fn get(&self) -> Option<Tensor> {
         let copy = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
         copy.clone()
@@ -96,11 +126,6 @@ impl WeightCopy {
     /// Forward's last step with the copy, of which an op says that it reads it as `index`: it goes, unless it is kept.
     pub(super) fn dropped(&self, index: usize) -> Option<MemoryStep> {
         self.drops.then_some(MemoryStep::DropRead(index))
-    }
-
-    /// The copy, for as long as there is one.
-    pub(super) fn tensor(&self) -> Option<Tensor> {
-        self.get()
     }
 
     /// Drops what is dropped when forward is done.
@@ -115,31 +140,6 @@ impl WeightCopy {
         self.get().unwrap_or_else(|| weight.clone())
     }
 
-    /// The copy that forward's products read; what is not dropped stays for backward.
-    fn for_forward(&self) -> Option<Tensor> {
-        let copy = self.get()?;
-        if self.drops {
-            let mut kept = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
-            *kept = None; // the last of it goes when the products are done
-        } else {
-            probe::kept(Self::KEPT, &copy);
-        }
-        Some(copy)
-    }
-
-    /// Calls `f` with what forward's products read.
-    pub(super) fn read<T: WithDType, R>(
-        &self,
-        weight: &CpuStorage,
-        layout: &Layout,
-        f: impl FnOnce(&[T]) -> candle_core::Result<R>,
-    ) -> candle_core::Result<R> {
-        match self.for_forward() {
-            Some(copy) => f(&elements(&copy)?),
-            None => f(view(weight, layout)?),
-        }
-    }
-
     /// Forward's product on the weight's GPU, `x W^T` in x's dtype.
     #[cfg(feature = "cuda")]
     pub(super) fn product_on_gpu(
@@ -149,30 +149,14 @@ impl WeightCopy {
         layout: &Layout,
     ) -> candle_core::Result<CudaStorage> {
         let (rows, cols) = layout.shape().dims2()?;
-        let copy = self.for_forward();
+        let copy = self.get();
+        self.forwarded();
+        tell_kept(std::slice::from_ref(self));
         let read = match &copy {
             Some(copy) => cuda::matrix(copy, rows, cols)?,
             None => Matrix::new(cuda::view(weight, layout)?, rows, cols),
         };
         cuda::multiplied(&weight.device, [x, read.t()], 1, x.view.dtype)
-    }
-
-    /// Forward's product on the weight's GPU, `y += x W^T`.
-    #[cfg(feature = "cuda")]
-    pub(super) fn add_product_on_gpu(
-        &self,
-        x: Matrix,
-        weight: &CudaStorage,
-        layout: &Layout,
-        y: View,
-    ) -> candle_core::Result<()> {
-        let (rows, cols) = layout.shape().dims2()?;
-        let copy = self.for_forward();
-        let read = match &copy {
-            Some(copy) => cuda::matrix(copy, rows, cols)?,
-            None => Matrix::new(cuda::view(weight, layout)?, rows, cols),
-        };
-        cuda::add_product(&weight.device, [x, read.t()], y)
     }
 
     /// What backward's products read: a dropped copy is recomputed.
@@ -181,34 +165,6 @@ impl WeightCopy {
             (Some(copy), _) => Ok(copy),
             (None, Some(dtype)) => Ok(cast_weight(&weight.detach(), dtype)?),
             (None, None) => Ok(weight.clone()),
-        }
-    }
-
-    /// As [`gradient`](Self::gradient), on the weight's GPU.
-    #[cfg(feature = "cuda")]
-    pub(super) fn gradient_on_gpu(
-        &self,
-        weight: &Tensor,
-        factors: [Matrix; 2],
-    ) -> candle_core::Result<Tensor> {
-        let dtype = match self.dtype {
-            None => factors[0].view.dtype,
-            Some(_) => DType::F32,
-        };
-        cuda::product(cuda::gpu(weight)?, factors, 1, dtype, weight.shape())
-    }
-
-    /// `dW = a b` in the weight's dtype: sums are f32's, and those of a copy's products are not rounded at all.
-    pub(super) fn gradient<T: Stored>(
-        &self,
-        weight: &Tensor,
-        a: MatRef<'_, T>,
-        b: MatRef<'_, T>,
-    ) -> candle_core::Result<Tensor> {
-        let shape = weight.shape();
-        match self.dtype {
-            None => tensor::<T>(shape, |dw| matmul(a, b, dw, false, Threads::All)),
-            Some(_) => tensor::<T::Wide>(shape, |dw| matmul_wide(a, b, dw, Threads::All)),
         }
     }
 }

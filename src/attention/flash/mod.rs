@@ -15,7 +15,7 @@ use super::nothing::{lse_of_nothing, nothing};
 use super::shapes::Shapes;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
-use crate::ops::{Path, cast_for, choose, record::apply3};
+use crate::ops::{Path, cast_for, choose, record::apply};
 use crate::{Error, Result, graph, hardware};
 use candle_core::Tensor;
 
@@ -113,12 +113,9 @@ pub fn flash_with_lse(
     let (heads, kv_heads) = (shapes.heads, shapes.kv_heads);
     let op = op::Flash::new(shapes, config, tf32);
     let lse = op.lse();
-    let out = apply3(
-        &four_dimensions(q, heads)?,
-        &four_dimensions(k, kv_heads)?,
-        &four_dimensions(v, kv_heads)?,
-        op,
-    )?;
+    let of_q = four_dimensions(q, heads)?;
+    let [of_k, of_v] = [k, v].map(|x| four_dimensions(x, kv_heads));
+    let out = apply(&[&of_q, &of_k?, &of_v?], op)?;
     let lse = match graph::is_tracing() {
         true => graph::kept_value(&out, "lse")?,
         false => lse.get().cloned(),

@@ -8,12 +8,12 @@ use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::attention::flash::{self as kernel, Gradients, Inputs, Outputs, Sizes};
 use crate::kernels::workspace::{self, flash_lse_parts};
 use crate::ops::cpu::{cpu_storage, elements, for_stored, heads, output, tensor, tensors};
-use crate::ops::record::{Spec, like_first, made};
+use crate::ops::record::{Made, Op, Spec, Storages, exactly, like_first, made};
 use crate::probe::{self, Operand};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, DType, Result, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
 /// One call; holds what forward leaves for backward beside its inputs and its output.
@@ -143,7 +143,7 @@ impl Spec for Flash {
         attributes(self.sizes.scale, self.sizes.mask)
     }
 
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (q, sizes) = (&inputs[0], &self.sizes);
         let parts = flash_lse_parts(q.dtype);
         let lse = (parts, sizes.batch, sizes.heads, sizes.queries).into();
@@ -156,7 +156,10 @@ impl Spec for Flash {
 
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let tiles = forward_room(&self.sizes, inputs[0].dtype, target).map(MemoryStep::Pass);
-        made(self, inputs).into_iter().chain(tiles).collect()
+        made(self, inputs, target)
+            .into_iter()
+            .chain(tiles)
+            .collect()
     }
 
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
@@ -169,20 +172,13 @@ impl Spec for Flash {
     }
 }
 
-impl CustomOp3 for Flash {
+impl Op for Flash {
     fn name(&self) -> &'static str {
         NAME
     }
 
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
+        let [(q, q_layout), (k, k_layout), (v, v_layout)] = exactly(inputs)?;
         for_stored!(q.dtype(), T => {
             let (q, k) = (heads::<T>(q, q_layout)?, heads::<T>(k, k_layout)?);
             self.forward(q, k, heads::<T>(v, v_layout)?)
@@ -190,36 +186,21 @@ impl CustomOp3 for Flash {
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        q: &CudaStorage,
-        q_layout: &Layout,
-        k: &CudaStorage,
-        k_layout: &Layout,
-        v: &CudaStorage,
-        v_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.forward_on_gpu([(q, q_layout), (k, k_layout), (v, v_layout)])
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+        self.forward_on_gpu(exactly(inputs)?)
     }
 
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        d_out: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn bwd(&self, inputs: &[&Tensor], out: &Tensor, d_out: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let Some(lse) = self.lse.get() else {
             candle_core::bail!("{NAME}: backward before forward");
         };
+        let [q, k, v] = exactly(inputs)?;
+        let rest = self.rounding_error.get();
         #[cfg(feature = "cuda")]
         if q.device().is_cuda() {
-            let rest = self.rounding_error.get();
-            let [dq, dk, dv] = self.backward_on_gpu([q, k, v, out, d_out], lse, rest)?;
-            return Ok((Some(dq), Some(dk), Some(dv)));
+            let gradients = self.backward_on_gpu([q, k, v, out, d_out], lse, rest)?;
+            return Ok(gradients.map(Some).into());
         }
-        let rest = self.rounding_error.get();
         let tensors_read = [Some(q), Some(k), Some(v), Some(out), Some(d_out), rest];
         let guards = tensors_read.map(|x| x.map(Tensor::storage_and_layout));
         for_stored!(d_out.dtype(), T => {
@@ -252,7 +233,7 @@ impl CustomOp3 for Flash {
                 }));
             })?;
             let (dk, dv) = dk_dv.transpose()?.unzip();
-            Ok((Some(dq), dk, dv))
+            Ok(vec![Some(dq), dk, dv])
         })
     }
 }

@@ -96,7 +96,7 @@ pub(super) fn tiled(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
         lse: l.y("lse")?,
     };
     let qkv = qkv(sizes, &l.reads).map(|x| x.heads(sizes));
-    let tf32 = l.products.borrow().tf32();
+    let tf32 = l.products.tf32();
     flash::forward(l.gpu, &sizes.flash(), tf32, qkv, outputs, l.y("workspace")?)
 }
 
@@ -113,7 +113,7 @@ pub(super) fn tiled_backward(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
         lse: l.x("lse")?,
     };
     let gradients = flash::Gradients { dq, dk, dv };
-    let tf32 = l.products.borrow().tf32();
+    let tf32 = l.products.tf32();
     let workspace = l.y("workspace")?;
     flash::backward(l.gpu, &sizes.flash(), tf32, inputs, gradients, workspace)
 }

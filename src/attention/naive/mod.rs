@@ -2,15 +2,13 @@
 //!
 //! [`naive()`] is one op; [`reference()`] composes it of three, and is its specification.
 
-#[cfg(feature = "cuda")]
-mod cuda;
 mod lse;
 mod op;
 
 use super::AttentionConfig;
 use super::nothing::nothing;
 use super::shapes::Shapes;
-use crate::ops::record::{apply3, contiguous, to_dtype, wide_input};
+use crate::ops::record::{by_kernels, to_dtype, wide_input};
 use crate::ops::{self, Path, choose, with_last_dim};
 use crate::precision::without_autocast;
 use crate::{Result, graph, probe};
@@ -126,9 +124,8 @@ fn keeping(
     }
     match choose(NAME, q)? {
         Path::Kernel => {
-            let op = Naive::new(shapes.sizes(config), lse);
-            let (q, k, v) = (contiguous(q)?, contiguous(k)?, contiguous(v)?);
-            Ok(apply3(&q, &k, &v, op)?)
+            let sizes = shapes.sizes(config);
+            by_kernels(NAME, Naive { sizes, lse }, [q, k, v])
         }
         Path::Reference => reference(q, k, v, config),
     }

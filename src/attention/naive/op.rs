@@ -1,20 +1,14 @@
-//! The kernel as a candle op.
+//! What a call is, and what memory it takes.
 
-use super::NAME;
 use crate::attention::attributes;
-use crate::graph::{self, Attribute, MemoryStep, Room, Target};
+use crate::graph::{Attribute, MemoryStep, Room, Target};
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
-use crate::kernels::cpu::{Real, Stored, attention::naive as kernel};
 use crate::kernels::workspace::naive_heads_at_once;
-use crate::ops::cpu::{elements, for_stored, output_keeping, tensor, tensors, view};
 use crate::ops::record::{Spec, made};
 use crate::ops::with_last_dim;
-use crate::probe::{self, Operand};
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Shape, Tensor};
+use crate::probe::Operand;
+use candle_core::{DType, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
 /// What backward takes for itself, where there is a kernel.
@@ -100,23 +94,11 @@ fn scores_on_gpu(sizes: &Sizes, dtype: DType) -> f64 {
     naive_heads_at_once(sizes.kv_matrices(), of_head, dtype) as f64 * of_head as f64
 }
 
-/// One call; holds what forward leaves for backward beside its inputs.
+/// One call.
 pub(super) struct Naive {
     pub(super) sizes: Sizes,
-    /// (..., H, Tq, Tk).
-    pub(super) probabilities: OnceLock<Tensor>,
-    /// (..., H, Tq), on the CPU, if it is wanted.
-    lse: Option<Arc<OnceLock<Tensor>>>,
-}
-
-impl Naive {
-    pub(super) fn new(sizes: Sizes, lse: Option<Arc<OnceLock<Tensor>>>) -> Self {
-        Self {
-            sizes,
-            probabilities: OnceLock::new(),
-            lse,
-        }
-    }
+    /// Where the log-sum-exps are left, (..., H, Tq), if they are wanted: on the CPU.
+    pub(super) lse: Option<Arc<OnceLock<Tensor>>>,
 }
 
 impl Spec for Naive {
@@ -129,17 +111,25 @@ impl Spec for Naive {
         attributes(self.sizes.scale, self.sizes.mask)
     }
 
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
-        let q = &inputs[0];
-        let dtype = match graph::target() {
-            Some(Target::Cuda) => q.dtype,
-            _ => q.wide_dtype(),
+    fn kept(&self, inputs: &[Operand<'_>], on: Target) -> Vec<(&'static str, Shape, DType)> {
+        let (q, keys) = (&inputs[0], self.sizes.keys);
+        let dtype = match on {
+            Target::Cuda => q.dtype,
+            Target::Cpu => q.wide_dtype(),
         };
-        vec![(
-            "probabilities",
-            with_last_dim(q.dims, self.sizes.keys).into(),
-            dtype,
-        )]
+        let probabilities = with_last_dim(q.dims, keys).into();
+        let lse = self.lse.iter();
+        let lse = lse.map(|_| ("lse", q.dims[..q.dims.len() - 1].into(), q.wide_dtype()));
+        [("probabilities", probabilities, dtype)]
+            .into_iter()
+            .chain(lse)
+            .collect()
+    }
+
+    fn has_kept(&self, kept: &[Tensor]) {
+        if let (Some(place), [_, lse]) = (&self.lse, kept) {
+            let _ = place.set(lse.clone()); // empty until now: an op runs forward once
+        }
     }
 
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
@@ -160,7 +150,7 @@ impl Spec for Naive {
             }),
         };
         let room = room.map(MemoryStep::Pass);
-        made(self, inputs).into_iter().chain(room).collect()
+        made(self, inputs, target).into_iter().chain(room).collect()
     }
 
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
@@ -170,88 +160,5 @@ impl Spec for Naive {
             .into_iter()
             .chain(gradients)
             .collect()
-    }
-}
-
-impl CustomOp3 for Naive {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let sizes = self.sizes;
-        let out_shape = with_last_dim(q_layout.dims(), sizes.value_dim);
-        let p_shape = with_last_dim(q_layout.dims(), sizes.keys);
-        for_stored!(q.dtype(), T => {
-            let (q, k) = (view::<T>(q, q_layout)?, view::<T>(k, k_layout)?);
-            let v = view::<T>(v, v_layout)?;
-            let queries = &q_layout.dims()[..q_layout.dims().len() - 1];
-            let lse_len = self.lse.as_ref().map_or(0, |_| queries.iter().product());
-            let mut lse = vec![<T as Stored>::Wide::ZERO; lse_len];
-            let (out, p) = output_keeping(out_shape, p_shape, |out, p| {
-                kernel::forward_with_lse(&sizes, q, k, v, p, &mut lse, out)
-            })?;
-            if let Some(kept) = &self.lse {
-                let lse = Tensor::from_vec(lse, queries, &Device::Cpu)?;
-                probe::kept("lse", &lse);
-                let _ = kept.set(lse); // empty until now: an op runs forward once
-            }
-            probe::kept("probabilities", &p);
-            let _ = self.probabilities.set(p); // empty until now: an op runs forward once
-            Ok(out)
-        })
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        q: &CudaStorage,
-        q_layout: &Layout,
-        k: &CudaStorage,
-        k_layout: &Layout,
-        v: &CudaStorage,
-        v_layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.forward_on_gpu([(q, q_layout), (k, k_layout), (v, v_layout)])
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        _out: &Tensor,
-        dout: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(p) = self.probabilities.get() else {
-            candle_core::bail!("{NAME}: backward before forward");
-        };
-        let dout = dout.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if dout.device().is_cuda() {
-            let [dq, dk, dv] = self.backward_on_gpu([&dout, q, k, v, p])?;
-            return Ok((Some(dq), Some(dk), Some(dv)));
-        }
-        let [q_shape, k_shape, v_shape] = [q, k, v].map(Tensor::shape);
-        for_stored!(dout.dtype(), T => {
-            let (dout, p) = (elements::<T>(&dout)?, elements::<<T as Stored>::Wide>(p)?);
-            let (q, k, v) = (elements::<T>(q)?, elements::<T>(k)?, elements::<T>(v)?);
-            let mut dk_dv = None;
-            let dq = tensor(q_shape, |dq| {
-                dk_dv = Some(tensors(k_shape, v_shape, |dk, dv| {
-                    kernel::backward(&self.sizes, &dout, &q, &k, &v, &p, dq, dk, dv)
-                }));
-            })?;
-            let (dk, dv) = dk_dv.transpose()?.unzip();
-            Ok((Some(dq), dk, dv))
-        })
     }
 }

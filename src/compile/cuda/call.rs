@@ -5,7 +5,7 @@ use super::super::plan::{BufferRange, Call, Plan};
 use super::launcher::Launcher;
 use crate::attention::planned_flash_sizes;
 use crate::kernels::cuda::{adamw, flash_attention, source};
-use crate::ops::lowering::Operands;
+use crate::ops::lowering::{Multiplier, Operands};
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
 use std::cell::RefCell;
@@ -27,7 +27,7 @@ impl Launcher<'_> {
                 let [reads, writes] = self.operands(call);
                 kernel.launch(&Operands {
                     gpu,
-                    products: RefCell::new(&mut *self.products),
+                    products: Multiplier::Planned(RefCell::new(&mut *self.products)),
                     reads,
                     writes,
                     micro_batch: self.micro_batch,

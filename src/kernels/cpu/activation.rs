@@ -130,7 +130,8 @@ fn twice_u_slope<T: Real>(x: T) -> T {
     T::real(SLOPE) + T::real(3.0 * SLOPE * CUBE) * square
 }
 
-fn each<T: Stored, const N: usize>(
+/// `y = f(inputs)`, element by element: slices of one length.
+pub(super) fn each<T: Stored, const N: usize>(
     inputs: [&[T]; N],
     y: &mut [T],
     f: impl Fn([T::Wide; N]) -> T::Wide + Sync,

@@ -1,130 +1,104 @@
 //! Sums, differences and products of two slices, elementwise.
 
-use super::{Blocks, Real, Stored, parallel, simd};
+use super::activation::each;
+use super::{Real, Stored};
 
 /// `y = a + b`; slices of one length, as in the others here.
 pub fn add<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
     each(
-        a,
-        b,
+        [a, b],
         y,
         #[inline(always)]
-        |a, b| a + b,
+        |[a, b]| a + b,
     );
 }
 
 /// `y = a - b`.
 pub fn sub<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
     each(
-        a,
-        b,
+        [a, b],
         y,
         #[inline(always)]
-        |a, b| a - b,
+        |[a, b]| a - b,
     );
 }
 
 /// `y = a * b`.
 pub fn mul<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
     each(
-        a,
-        b,
+        [a, b],
         y,
         #[inline(always)]
-        |a, b| a * b,
+        |[a, b]| a * b,
     );
 }
 
 /// `y = a / b`.
 pub fn div<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
-    each(a, b, y, |a, b| a / b);
+    each([a, b], y, |[a, b]| a / b);
 }
 
 /// `y = -a / b`.
 pub fn negated_div<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
-    each(a, b, y, |a, b| -a / b);
+    each([a, b], y, |[a, b]| -a / b);
 }
 
 /// `y = -a`; b, of the same length, is not read.
-pub fn negated<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
-    each(a, b, y, |a, _| -a);
+pub fn negated<T: Stored>(a: &[T], _b: &[T], y: &mut [T]) {
+    each([a], y, |[a]| -a);
 }
 
 /// `y = a + scale * b`, rounded once in half precision.
 pub fn add_scaled<T: Stored>(a: &[T], b: &[T], scale: f64, y: &mut [T]) {
     let scale = T::Wide::real(scale);
     each(
-        a,
-        b,
+        [a, b],
         y,
         #[inline(always)]
-        |a, b| a + scale * b,
+        |[a, b]| a + scale * b,
     );
 }
 
 /// `y = scale * a`, rounded once in half precision.
 pub fn scaled<T: Stored>(a: &[T], scale: f64, y: &mut [T]) {
     let scale = T::Wide::real(scale);
-    each(a, a, y, |a, _| scale * a);
+    each([a], y, |[a]| scale * a);
 }
 
 /// `y = exp(a)`.
 pub fn exp<T: Stored>(a: &[T], y: &mut [T]) {
-    each(a, a, y, |a, _| a.exponential());
+    each([a], y, |[a]| a.exponential());
 }
 
 /// `y = ln(a)`.
 pub fn log<T: Stored>(a: &[T], y: &mut [T]) {
-    each(a, a, y, |a, _| a.logarithm());
+    each([a], y, |[a]| a.logarithm());
 }
 
 /// `y = a^exponent`, rounded once in half precision.
 pub fn pow<T: Stored>(a: &[T], exponent: f64, y: &mut [T]) {
     let exponent = T::Wide::real(exponent);
-    each(a, a, y, |a, _| a.power(exponent));
+    each([a], y, |[a]| a.power(exponent));
 }
 
 /// `dx = dy exponent x^(exponent - 1)`.
 pub fn pow_backward<T: Stored>(dy: &[T], x: &[T], exponent: f64, dx: &mut [T]) {
     let exponent = T::Wide::real(exponent);
-    each(dy, x, dx, |dy, x| {
+    each([dy, x], dx, |[dy, x]| {
         dy * x.power(exponent - T::Wide::ONE) * exponent
     });
 }
 
 /// `y = 1 / sqrt(a)`.
 pub fn rsqrt<T: Stored>(a: &[T], y: &mut [T]) {
-    each(a, a, y, |a, _| T::Wide::ONE / a.square_root());
+    each([a], y, |[a]| T::Wide::ONE / a.square_root());
 }
 
 /// `dx = -dy y^3 / 2`, where y is `1 / sqrt(x)`.
 pub fn rsqrt_backward<T: Stored>(dy: &[T], x: &[T], dx: &mut [T]) {
     let half = T::Wide::real(-0.5);
-    each(dy, x, dx, |dy, x| {
+    each([dy, x], dx, |[dy, x]| {
         let y = T::Wide::ONE / x.square_root();
         half * dy * y * y * y
-    });
-}
-
-fn each<T: Stored>(a: &[T], b: &[T], y: &mut [T], f: impl Fn(T::Wide, T::Wide) -> T::Wide + Sync) {
-    assert!(a.len() == y.len() && b.len() == y.len());
-    parallel::for_rows(y, 1, |first, y| {
-        let range = first..first + y.len();
-        let (a, b) = (&a[range.clone()], &b[range]);
-        simd::vectorized(
-            #[inline(always)]
-            || {
-                Blocks::<T, 2, 1>::new().each(
-                    [a, b],
-                    [y],
-                    #[inline(always)]
-                    |_, [a, b], [y]| {
-                        for ((y, a), b) in y.iter_mut().zip(a).zip(b) {
-                            *y = f(*a, *b);
-                        }
-                    },
-                );
-            },
-        );
     });
 }

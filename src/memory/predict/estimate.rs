@@ -180,7 +180,7 @@ pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
         weights.map(|weight| elements(&weight.shape) * weight.dtype.size_in_bytes() as f64);
     let parameter_bytes = parameter_bytes.sum();
     let outcome = replay(graph, mode, residents(graph, mode), &[]);
-    let place = place(graph.target.into());
+    let place = place(graph.target);
     let sizes = format!(
         "{} ops, {} weights; {place}",
         graph.nodes().count(),

@@ -68,7 +68,7 @@ pub(super) fn traced(
     keeps_graph: bool,
     forward: impl FnOnce() -> Result<Tensor>,
 ) -> Result<Graph> {
-    let traced = || graph::trace(kernels.into(), forward);
+    let traced = || graph::trace(kernels, forward);
     let with_kernels = || with_kernel_policy(KernelPolicy::Prefer, traced);
     outside(|| with_grad(keeps_graph, with_kernels))
 }

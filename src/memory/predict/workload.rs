@@ -1,12 +1,12 @@
 //! What is run: how much of a step, of which sizes, on whose kernels.
 
+pub use crate::graph::Target as Kernels;
+
 use crate::attention::Algorithm;
-use crate::graph::Target;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::Precision;
 use crate::{Error, Result};
-use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 /// How much of a training step is run.
@@ -38,47 +38,6 @@ impl Mode {
     /// Whether backward runs.
     pub(super) fn has_backward(self) -> bool {
         matches!(self, Self::ForwardBackward | Self::TrainStep)
-    }
-}
-
-/// Whose kernels run. Ops that have none on a GPU are composed of candle's there, and keep and take more.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum Kernels {
-    /// The CPU's.
-    #[default]
-    Cpu,
-    /// Those for NVIDIA's GPUs of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older GPUs,
-    /// ops are composed of candle's: breakdowns are too low there.
-    Cuda,
-}
-
-impl Kernels {
-    /// Those that run on `device`. Metal's are taken for the CPU's.
-    pub fn of(device: &Device) -> Self {
-        match device {
-            Device::Cuda(_) => Self::Cuda,
-            _ => Self::Cpu,
-        }
-    }
-}
-
-impl From<Target> for Kernels {
-    fn from(target: Target) -> Self {
-        match target {
-            Target::Cpu => Self::Cpu,
-            Target::Cuda => Self::Cuda,
-        }
-    }
-}
-
-impl From<Kernels> for Target {
-    fn from(kernels: Kernels) -> Self {
-        match kernels {
-            Kernels::Cpu => Self::Cpu,
-            Kernels::Cuda => Self::Cuda,
-        }
     }
 }
 

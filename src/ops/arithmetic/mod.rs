@@ -7,18 +7,15 @@ use lowering::{ADD, ADD_SCALED, DIV, MUL, SUB};
 use super::cast::cast;
 use super::check_same;
 use super::cost::{Cost, cost};
-use super::cpu::{for_stored, output, view};
 use super::dispatch::{Path, choose_where, has_kernel};
 use super::info::{OpInfo, per_element};
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
-use super::record::{Composed, Spec, apply2, composed_as, contiguous, like_first, widen};
+use super::record::{Composed, Spec, by_kernels, composed_as, like_first, widen};
 use crate::graph::{Attribute, MemoryStep, Target};
-use crate::kernels::cpu::arithmetic as kernel;
 use crate::precision::{self, Operand, is_castable};
 use crate::probe::{Operand as Shaped, Operands};
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
 
 /// `a + b`, elementwise.
 ///
@@ -195,7 +192,7 @@ fn of_two(
                 && has_kernel("add", &a)
                 && choose_where(op, &a, true)? == Path::Kernel =>
         {
-            Ok(apply2(&contiguous(&a)?, &contiguous(&b)?, kernel)?)
+            by_kernels(op, kernel, [&a, &b])
         }
         kernel => {
             let composed = Composed {
@@ -281,57 +278,4 @@ impl Spec for Arithmetic {
             Self::AddScaled(_) => vec![MemoryStep::PassThrough(0), MemoryStep::gradient(1)],
         }
     }
-}
-
-impl CustomOp2 for Arithmetic {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Add => "add",
-            Self::Sub => "sub",
-            Self::Mul => "mul",
-            Self::AddScaled(_) => "add_scaled",
-        }
-    }
-
-    fn cpu_fwd(
-        &self,
-        a: &CpuStorage,
-        a_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_stored!(a.dtype(), T => {
-            let (a, b) = (view::<T>(a, a_layout)?, view::<T>(b, b_layout)?);
-            output(a_layout.shape(), |y| match self {
-                Self::Add => kernel::add(a, b, y),
-                Self::Sub => kernel::sub(a, b, y),
-                Self::Mul => kernel::mul(a, b, y),
-                Self::AddScaled(scale) => kernel::add_scaled(a, b, *scale, y),
-            })
-        })
-    }
-
-    fn bwd(
-        &self,
-        a: &Tensor,
-        b: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let dy = dy.detach().contiguous()?;
-        let times = |x: &Tensor| dy.apply_op2_no_bwd(&x.detach(), &Self::Mul);
-        let (da, db) = match self {
-            Self::Add => (dy.clone(), dy),
-            Self::Sub => (dy.clone(), dy.neg()?),
-            Self::Mul => (times(b)?, times(a)?),
-            Self::AddScaled(scale) => (dy.clone(), scaled(&dy, *scale)?),
-        };
-        Ok((Some(da), Some(db)))
-    }
-}
-
-/// `scale * x`, rounded once.
-fn scaled(x: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
-    let wide = (widen(x)? * scale)?;
-    wide.to_dtype(x.dtype())
 }

@@ -61,11 +61,10 @@ pub(in crate::ops) fn planned_loss(
     let losses = calls.scratch(&[rows], signature.output.dtype);
     let kernel = kernel!("cross_entropy", |T, k, s| {
         let (logits, statistics) = (s.x::<T>("logits")?, s.y("statistics")?);
-        let (targets, losses) = (Planned::of(k, s.x("targets")?)?, s.y("losses")?);
+        let (targets, losses) = (CheckedIds::of(k, s.x("targets")?)?, s.y("losses")?);
         let target = |row| targets.get(row);
         kernel::forward(logits, k.count("classes")?, target, losses, statistics);
-        let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
-        s.y::<<T as Stored>::Wide>("loss")?[0] = Real::real(total / targets.counted as f64);
+        s.y::<<T as Stored>::Wide>("loss")?[0] = targets.mean(losses);
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let (logits, targets) = (l.x("logits")?, targets_on_gpu(k, l.x("targets")?));
@@ -92,9 +91,10 @@ pub(in crate::ops) fn planned_loss(
     calls.ids(ids).call(kernel, reads, writes)
 }
 
-/// Whether a GPU has to count the targets of a run.
+/// Whether a GPU has to count the targets of a run: those of an eager call are counted on the host.
 fn counts_on_gpu(signature: &Signature<'_>) -> bool {
-    signature.target == Target::Cuda && planned_ignore(signature).is_some()
+    let is_counted = signature.attribute("counted").is_some();
+    signature.target == Target::Cuda && planned_ignore(signature).is_some() && !is_counted
 }
 
 /// Reads logits, targets, statistics and dloss; writes dlogits.
@@ -105,10 +105,9 @@ pub(in crate::ops) fn planned_gradient(
     mut calls: Calls,
 ) -> Calls {
     let kernel = kernel!("cross_entropy_backward", |T, k, s| {
-        let targets = Planned::of(k, s.x("targets")?)?;
+        let targets = CheckedIds::of(k, s.x("targets")?)?;
         let target = |row| targets.get(row);
-        let dloss = s.x::<<T as Stored>::Wide>("dloss")?[0];
-        let weight = Real::real(WithDType::to_f64(dloss) / targets.counted as f64);
+        let weight = targets.share(s.x::<<T as Stored>::Wide>("dloss")?[0]);
         let (logits, statistics) = (s.x::<T>("logits")?, s.x("statistics")?);
         let (classes, dlogits) = (k.count("classes")?, s.y("dlogits")?);
         kernel::backward(logits, classes, target, statistics, weight, dlogits);
@@ -130,13 +129,13 @@ pub(in crate::ops) fn planned_gradient(
     calls.call(with_classes(signature, kernel), reads, writes)
 }
 
-/// The targets of a run, as if all of them counted.
+/// The targets of a run: as if all of them counted, unless they were.
 #[cfg(feature = "cuda")]
 fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
     cuda_kernel::Targets {
         ids,
         ignore: k.count("ignore").ok().map(|id| id as u32),
-        counted: ids.len,
+        counted: k.count("counted").unwrap_or(ids.len),
     }
 }
 
@@ -162,19 +161,18 @@ fn planned_ignore(signature: &Signature<'_>) -> Option<u32> {
     }
 }
 
-/// The targets of a run.
-struct Planned<'a> {
+/// The targets of a run, of which some count.
+pub(in crate::ops) struct CheckedIds<'a> {
     ids: &'a [u32],
     ignore: Option<u32>,
-    counted: usize,
+    pub(in crate::ops) counted: usize,
 }
 
-impl<'a> Planned<'a> {
-    fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
-        let ignore = k.count("ignore").ok().map(|id| id as u32);
+impl<'a> CheckedIds<'a> {
+    pub(in crate::ops) fn new(ids: &'a [u32], ignore: Option<u32>) -> crate::Result<Self> {
         let counted = ids.iter().filter(|id| Some(**id) != ignore).count();
         match counted {
-            0 => Err(nothing_counts("cross_entropy", ids.len()).into()),
+            0 => Err(nothing_counts("cross_entropy", ids.len())),
             _ => Ok(Self {
                 ids,
                 ignore,
@@ -183,9 +181,27 @@ impl<'a> Planned<'a> {
         }
     }
 
-    fn get(&self, row: usize) -> Option<usize> {
+    fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
+        Ok(Self::new(ids, k.count("ignore").ok().map(|id| id as u32))?)
+    }
+
+    /// The class of row `row`, unless it is ignored.
+    #[inline(always)]
+    pub(in crate::ops) fn get(&self, row: usize) -> Option<usize> {
         let id = self.ids[row];
         (Some(id) != self.ignore).then_some(id as usize)
+    }
+
+    /// The mean of the rows' losses, those of ignored rows being 0.
+    pub(in crate::ops) fn mean<T: Real>(&self, losses: &[T]) -> T {
+        // In f64: the mean of a large batch keeps its last digits, and one thread keeps its order.
+        let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
+        T::real(total / self.counted as f64)
+    }
+
+    /// What a row's gradient is multiplied by, for the gradient `dloss` of the mean.
+    pub(in crate::ops) fn share<T: Real>(&self, dloss: T) -> T {
+        T::real(WithDType::to_f64(dloss) / self.counted as f64)
     }
 }
 

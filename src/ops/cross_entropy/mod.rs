@@ -15,24 +15,23 @@ pub(crate) mod lowering;
 
 use super::cast::cast_for;
 use super::cost::cost;
-use super::cpu::{elements, for_stored, ids, output_keeping, tensor, view};
-use super::dispatch::{Path, choose};
+use super::cpu::ids;
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::embedding::ids_room;
 use super::info::OpInfo;
 use super::linear::last_dim;
 use super::operand::operand;
-use super::record::{Spec, apply1, composed, contiguous, elements_of, made, wide_input};
+use super::record::{Spec, elements_of, made, run, wide_input};
 use crate::graph::{self, Attribute, MemoryStep, Room, Target};
-use crate::kernels::cpu::{Real, Stored, rows::cross_entropy as kernel};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::cross_entropy as cuda_kernel;
 use crate::kernels::limits;
 use crate::precision::decide;
 use crate::probe::Operand;
-use crate::{Error, Result, probe};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor, WithDType};
-use std::sync::OnceLock;
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::cross_entropy as cuda_kernel, candle_core::CudaStorage};
+use crate::{Error, Result};
+use candle_core::{D, DType, Shape, Tensor};
+use lowering::CheckedIds;
 
 /// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32 or i64, the loss a
 /// scalar.
@@ -73,18 +72,8 @@ pub fn cross_entropy_ignoring(
 fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Tensor> {
     let logits = &autocast_logits(logits)?;
     let targets = check(logits, targets, ignore)?;
-    match choose("cross_entropy", logits)? {
-        Path::Kernel => {
-            let op = CrossEntropy {
-                targets,
-                statistics: OnceLock::new(),
-            };
-            Ok(apply1(&contiguous(logits)?, op)?)
-        }
-        Path::Reference => composed("cross_entropy", &[logits], loss_of(logits), || {
-            plain(logits, &targets)
-        }),
-    }
+    let op = CrossEntropy(targets.clone());
+    run("cross_entropy", op, [logits], || plain(logits, &targets))
 }
 
 /// [`cross_entropy_ignoring`] (or, with `None`, [`cross_entropy()`]) in plain candle ops.
@@ -118,35 +107,38 @@ pub(super) fn loss_of(logits: &Tensor) -> (Shape, DType) {
 /// The loss of checked targets in plain candle ops.
 pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     let device = logits.device();
+    let ids = targets.ids.to_vec1::<u32>()?;
+    let checked = CheckedIds::new(&ids, targets.ignore)?;
     // The rows that count, and their classes; the others are left out, so that not even a NaN in them counts.
-    let (rows, classes): (Vec<u32>, Vec<u32>) = (0..targets.ids.len())
-        .filter_map(|row| Some((row as u32, targets.get(row)? as u32)))
+    let (rows, classes): (Vec<u32>, Vec<u32>) = (0..ids.len())
+        .filter_map(|row| Some((row as u32, checked.get(row)? as u32)))
         .unzip();
-    let classes = Tensor::from_vec(classes, (targets.counted, 1), device)?; // (n, 1)
-    let rows = Tensor::from_vec(rows, targets.counted, device)?; // (n)
+    let classes = Tensor::from_vec(classes, (checked.counted, 1), device)?; // (n, 1)
+    let rows = Tensor::from_vec(rows, checked.counted, device)?; // (n)
     let logits = wide_input("cross_entropy", logits)?
-        .reshape((targets.ids.len(), ()))?
+        .reshape((ids.len(), ()))?
         .index_select(&rows, 0)?; // (n, V)
     let top = logits.max_keepdim(D::Minus1)?.detach(); // (n, 1)
     let below = logits.broadcast_sub(&top)?; // (n, V)
     let total = below.exp()?.sum_keepdim(D::Minus1)?; // (n, 1)
     let losses = (total.log()? - below.gather(&classes, D::Minus1)?)?;
-    Ok((losses.sum_all()? / targets.counted as f64)?)
+    Ok((losses.sum_all()? / checked.counted as f64)?)
 }
 
-/// Class ids on the host, checked, and how many of them count.
+/// Class ids, and how many of them count.
+#[derive(Clone)]
 pub(super) struct Targets {
-    pub(super) ids: Vec<u32>,
-    /// As they came: what a trace knows them by.
-    pub(super) tensor: Tensor,
+    /// Checked, on the host; in a trace as they came, which is what it knows them by.
+    pub(super) ids: Tensor,
     ignore: Option<u32>,
-    counted: usize,
+    /// `None` in a trace, which does not read them.
+    counted: Option<usize>,
 }
 
 impl Targets {
     /// What an op keeps of them.
     pub(super) fn room(&self) -> Room {
-        ids_room(elements_of(self.tensor.dims()))
+        ids_room(elements_of(self.ids.dims()))
     }
 
     /// For rows of logits of shape (`leading`, `classes`).
@@ -169,38 +161,19 @@ impl Targets {
             });
         }
         let ids = ids(op, targets, classes, ignore)?;
-        let counted = match graph::is_tracing() {
-            true => targets.elem_count(), // ids are not read
-            false => ids.iter().filter(|id| Some(**id) != ignore).count(),
+        let counted = match (graph::is_tracing(), ignore) {
+            (true, _) => None,
+            (false, None) => Some(ids.elem_count()),
+            (false, ignore) => Some(CheckedIds::new(&ids.to_vec1()?, ignore)?.counted),
         };
-        if counted == 0 {
-            return Err(nothing_counts(op, ids.len()));
+        if counted.unwrap_or(ids.elem_count()) == 0 {
+            return Err(nothing_counts(op, 0));
         }
         Ok(Self {
             ids,
-            tensor: targets.clone(),
             ignore,
             counted,
         })
-    }
-
-    /// The class of row `row`, unless it is ignored.
-    #[inline(always)]
-    pub(super) fn get(&self, row: usize) -> Option<usize> {
-        let id = self.ids[row];
-        (Some(id) != self.ignore).then_some(id as usize)
-    }
-
-    /// The mean of the rows' losses, those of ignored rows being 0.
-    pub(super) fn mean<T: Real>(&self, losses: &[T]) -> T {
-        // In f64: the mean of a large batch keeps its last digits, and one thread keeps its order.
-        let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
-        T::real(total / self.counted as f64)
-    }
-
-    /// What a row's gradient is multiplied by, for the gradient `dloss` of the mean.
-    pub(super) fn share<T: Real>(&self, dloss: T) -> T {
-        T::real(WithDType::to_f64(dloss) / self.counted as f64)
     }
 }
 
@@ -214,7 +187,7 @@ impl Targets {
         Ok(cuda_kernel::Targets {
             ids: cuda::elements(ids)?,
             ignore: self.ignore,
-            counted: self.counted,
+            counted: self.counted.unwrap_or(ids.elem_count()),
         })
     }
 }
@@ -242,42 +215,7 @@ fn nothing_counts(op: &'static str, targets: usize) -> Error {
     }
 }
 
-struct CrossEntropy {
-    targets: Targets,
-    /// (top, total) of each row, (N, 2). Not their log-sum-exp: one number has no room for the digits of both.
-    statistics: OnceLock<Tensor>,
-}
-
-impl CrossEntropy {
-    fn forward<T: Stored>(&self, logits: &[T]) -> candle_core::Result<(CpuStorage, Shape)> {
-        let rows = self.targets.ids.len();
-        let classes = logits.len() / rows;
-        let target = |row| self.targets.get(row);
-        let ((losses, _), statistics) =
-            output_keeping::<T::Wide, T::Wide>(rows, (rows, 2), |losses, statistics| {
-                kernel::forward(logits, classes, target, losses, statistics)
-            })?;
-        probe::kept("top and total", &statistics);
-        let _ = self.statistics.set(statistics); // empty until now: an op runs forward once
-        let mean = self.targets.mean(losses.as_slice::<T::Wide>()?);
-        Ok((T::Wide::to_cpu_storage_owned(vec![mean]), Shape::from(())))
-    }
-
-    fn backward<T: Stored>(
-        &self,
-        logits: &Tensor,
-        statistics: &Tensor,
-        dloss: &Tensor,
-    ) -> candle_core::Result<Tensor> {
-        let weight = self.targets.share(dloss.to_scalar::<T::Wide>()?);
-        let (x, statistics) = (elements::<T>(logits)?, elements::<T::Wide>(statistics)?);
-        let classes = x.len() / self.targets.ids.len();
-        let target = |row| self.targets.get(row);
-        tensor(logits.shape(), |dx| {
-            kernel::backward(&x, classes, target, &statistics, weight, dx)
-        })
-    }
-}
+struct CrossEntropy(Targets);
 
 impl Spec for CrossEntropy {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
@@ -285,18 +223,21 @@ impl Spec for CrossEntropy {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        let ignore = self.targets.ignore;
-        ignore
-            .map(|id| ("ignore", Attribute::Count(id as usize)))
-            .into_iter()
-            .collect()
+        let Targets {
+            ignore, counted, ..
+        } = self.0;
+        let ignore = ignore.map(|id| ("ignore", Attribute::Count(id as usize)));
+        let counted = ignore.and(counted);
+        let counted = counted.map(|count| ("counted", Attribute::Count(count)));
+        ignore.into_iter().chain(counted).collect()
     }
 
     fn reads(&self) -> Vec<Tensor> {
-        vec![self.targets.tensor.clone()]
+        vec![self.0.ids.clone()]
     }
 
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+    /// Not the log-sum-exp of a row: one number has no room for the digits of both.
+    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let logits = &inputs[0];
         vec![(
             "top and total",
@@ -305,87 +246,19 @@ impl Spec for CrossEntropy {
         )]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<MemoryStep> {
-        let ids = self.targets.room();
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+        let ids = self.0.room();
         let losses = MemoryStep::Pass(Room {
             what: "losses",
             formula: "BT",
             elements: ids.elements,
             element_bytes: inputs[0].wide_dtype().size_in_bytes(),
         });
-        let made = made(self, inputs).into_iter();
+        let made = made(self, inputs, target).into_iter();
         [MemoryStep::Hold(ids)]
             .into_iter()
             .chain(made)
             .chain([losses])
             .collect()
-    }
-}
-
-impl CustomOp1 for CrossEntropy {
-    fn name(&self) -> &'static str {
-        "cross_entropy"
-    }
-
-    fn cpu_fwd(
-        &self,
-        logits: &CpuStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        for_stored!(logits.dtype(), T => self.forward(view::<T>(logits, layout)?))
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        logits: &CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let (gpu, rows) = (&logits.device, self.targets.ids.len());
-        let ids = cuda::ids(gpu, &self.targets.ids)?;
-        let room = |len| cuda::alloc_uninit(gpu, DType::F32, len);
-        let (losses, statistics, mean) = (room(rows)?, room(2 * rows)?, room(1)?);
-        cuda_kernel::forward(
-            gpu,
-            cuda::view(logits, layout)?,
-            self.targets.on_gpu(&ids)?,
-            cuda::whole(&losses)?,
-            cuda::whole(&statistics)?,
-            cuda::whole(&mean)?,
-        )?;
-        let statistics = cuda::tensor(statistics, (rows, 2));
-        probe::kept("top and total", &statistics);
-        let _ = self.statistics.set(statistics); // empty until now: an op runs forward once
-        Ok((mean, Shape::from(())))
-    }
-
-    fn bwd(
-        &self,
-        logits: &Tensor,
-        _loss: &Tensor,
-        dloss: &Tensor,
-    ) -> candle_core::Result<Option<Tensor>> {
-        let Some(statistics) = self.statistics.get() else {
-            candle_core::bail!("cross_entropy: backward before forward");
-        };
-        #[cfg(feature = "cuda")]
-        if logits.device().is_cuda() {
-            let gpu = cuda::gpu(logits)?;
-            let (ids, dloss) = (
-                cuda::ids(gpu, &self.targets.ids)?,
-                dloss.to_dtype(DType::F32)?,
-            );
-            let dlogits = cuda::alloc_uninit(gpu, logits.dtype(), logits.elem_count())?;
-            cuda_kernel::backward(
-                gpu,
-                cuda::elements(logits)?,
-                self.targets.on_gpu(&ids)?,
-                cuda::elements(statistics)?,
-                cuda::elements(&dloss)?,
-                cuda::whole(&dlogits)?,
-            )?;
-            return Ok(Some(cuda::tensor(dlogits, logits.shape())));
-        }
-        for_stored!(logits.dtype(), T => Ok(Some(self.backward::<T>(logits, statistics, dloss)?)))
     }
 }

@@ -11,10 +11,11 @@ use std::fmt;
 #[cfg(feature = "cuda")]
 use {
     crate::kernels::cuda::{
-        View,
+        View, cublas,
         matmul::{Matrix, Products},
     },
     candle_core::DType,
+    candle_core::cuda::gemm_reduced_precision_f32,
     candle_core::cuda_backend::CudaDevice,
     std::cell::RefCell,
 };
@@ -60,12 +61,49 @@ type Run = fn(&Kernel, &Slices<'_>) -> Result<()>;
 #[cfg(feature = "cuda")]
 type Launch = fn(&Kernel, &Operands<'_>) -> Result<()>;
 
+/// What multiplies matrices on a GPU.
+#[cfg(feature = "cuda")]
+pub(crate) enum Multiplier<'a> {
+    /// For a plan, whose stream may be recorded.
+    Planned(RefCell<&'a mut Products>),
+    /// With candle's handle.
+    Eager,
+}
+
+#[cfg(feature = "cuda")]
+impl Multiplier<'_> {
+    /// Whether products of f32 are TF32.
+    pub fn tf32(&self) -> bool {
+        match self {
+            Self::Planned(products) => products.borrow().tf32(),
+            Self::Eager => gemm_reduced_precision_f32(),
+        }
+    }
+
+    /// `c = a b`, or `c += a b` where it `adds`, `count` times.
+    pub fn multiply(
+        &self,
+        gpu: &CudaDevice,
+        factors: [Matrix; 2],
+        c: Matrix,
+        count: usize,
+        adds: bool,
+    ) -> Result<()> {
+        match self {
+            Self::Planned(products) => {
+                let mut products = products.borrow_mut();
+                products.multiply(gpu, factors, c, count, adds)
+            }
+            Self::Eager => cublas::multiply(gpu, factors, c, count, adds),
+        }
+    }
+}
+
 /// The operands of one call on a GPU.
 #[cfg(feature = "cuda")]
 pub(crate) struct Operands<'a> {
     pub gpu: &'a CudaDevice,
-    /// What multiplies matrices.
-    pub products: RefCell<&'a mut Products>,
+    pub products: Multiplier<'a>,
     pub reads: Named<View<'a>>,
     pub writes: Named<View<'a>>,
     /// Of the micro-batches of a step, the one whose calls these are.
@@ -99,8 +137,7 @@ impl<'a> Operands<'a> {
 
     /// What computes `c = a b`, so many times: from [a, b], c and their number.
     pub fn multiplier(&self) -> impl FnMut([Matrix; 2], Matrix, usize) -> Result<()> {
-        let mut products = self.products.borrow_mut();
-        move |factors, c, count| products.multiply(self.gpu, factors, c, count, false)
+        |factors, c, count| self.products.multiply(self.gpu, factors, c, count, false)
     }
 
     /// What is read as `name`, if the call has it.

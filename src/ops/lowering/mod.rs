@@ -14,7 +14,7 @@ mod tests;
 pub use accumulate::Accumulate;
 pub use kernel::Kernel;
 #[cfg(feature = "cuda")]
-pub(crate) use kernel::Operands;
+pub(crate) use kernel::{Multiplier, Operands};
 pub(crate) use kernel::{kernel, on_gpu};
 pub use named::Named;
 pub(crate) use slices::{Slice, Slices, StepState};
@@ -161,29 +161,46 @@ impl Calls {
         }
     }
 
-    /// A backward of one kernel, which writes dx, the gradient of input 0, in its dtype, and those of the inputs `wide`
-    /// in the one that is computed in: rounded after, where these are half precision.
-    pub fn with_wide_gradients(
+    /// Input `input` in f32 where a GPU's kernel takes it in nothing else: the CPU's widen it as they read.
+    pub fn widened_on_gpu(&mut self, signature: &Signature<'_>, input: usize) -> Slot {
+        let (from, x) = (Slot::Input(input), &signature.inputs[input]);
+        if signature.target == graph::Target::Cpu || x.dtype == x.wide_dtype() {
+            return from;
+        }
+        let wide = self.scratch(x.dims, x.wide_dtype());
+        self.push(super::cast::converted(), [("x", from)], [("y", wide)]);
+        wide
+    }
+
+    /// With a backward of one kernel, which writes dx, the gradient of input 0, in its dtype, and those of the inputs
+    /// `wide` in the one that is computed in: rounded after, where these are half precision. On a GPU it has room for
+    /// so many `partials`, too.
+    pub fn wide_gradients(
+        mut self,
         signature: &Signature<'_>,
         kernel: Kernel,
         reads: impl Into<Named<Slot>>,
         wide: &[(&'static str, usize)],
+        partials: usize,
     ) -> Self {
-        let (mut calls, mut writes) = (Self::default(), Named::from([("dx", Slot::Gradient(0))]));
+        let mut writes = Named::from([("dx", Slot::Gradient(0))]);
         let mut rounded = Vec::new();
         for (name, input) in wide {
             let (weight, dtype) = (&signature.inputs[*input], signature.inputs[0].wide_dtype());
             let gradient = match weight.dtype == dtype {
                 true => Slot::Gradient(*input),
                 false => {
-                    let sum = calls.scratch(weight.dims, dtype);
+                    let sum = self.scratch(weight.dims, dtype);
                     rounded.push((sum, Slot::Gradient(*input)));
                     sum
                 }
             };
             writes.push(name, gradient);
         }
-        let calls = calls.call(kernel, reads, writes);
+        if signature.target == graph::Target::Cuda {
+            writes.push("partials", self.scratch(&[partials], DType::F32));
+        }
+        let calls = self.call(kernel, reads, writes);
         rounded.into_iter().fold(calls, |calls, (sum, gradient)| {
             calls.call(super::cast::converted(), [("x", sum)], [("y", gradient)])
         })

@@ -1,4 +1,4 @@
-//! Custom ops of candle's, in its graph or outside of it under `no_grad`, with a range around their passes.
+//! Ops as custom ops of candle's, in its graph or outside of it under `no_grad`, with a range around their passes.
 
 use super::spec::Spec;
 use crate::grad::is_grad_enabled;
@@ -7,8 +7,44 @@ use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape,
-    Tensor,
+    Tensor, bail,
 };
+
+/// The inputs of a forward, where they lie.
+pub(crate) type Storages<'a, S> = &'a [(&'a S, &'a Layout)];
+
+/// The output of a forward, and its shape.
+pub(crate) type Made<S> = Result<(S, Shape)>;
+
+/// What computes an op of one, two or three inputs, all on one device.
+pub(crate) trait Op: Send + Sync + 'static {
+    /// As ranges, errors and nodes have it.
+    fn name(&self) -> &'static str;
+
+    /// The output, on the CPU.
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage>;
+
+    /// The output, on an NVIDIA GPU.
+    fn cuda_fwd(&self, _inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+        bail!("{} has no kernel for NVIDIA GPUs", self.name())
+    }
+
+    /// The output, on a Metal GPU.
+    fn metal_fwd(&self, _inputs: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
+        bail!("{} has no kernel for Metal GPUs", self.name())
+    }
+
+    /// A gradient for each input, from the output and its gradient.
+    fn bwd(&self, inputs: &[&Tensor], y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>>;
+}
+
+/// As many as an op has of each: inputs, gradients.
+pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]>) -> Result<[T; N]> {
+    match all.try_into() {
+        Ok(all) => Ok(all),
+        Err(_) => bail!("an op of {N} inputs was given another number of operands"),
+    }
+}
 
 /// An op that says when it runs, forward and backward, and where it was put into the graph.
 struct Ranged<C> {
@@ -16,21 +52,15 @@ struct Ranged<C> {
     path: Path,
 }
 
-impl<C> Ranged<C> {
-    fn new(name: &'static str, op: C) -> Self {
-        let path = probe::op_path(name);
-        Self { op, path }
-    }
-
-    /// Runs `forward`, which gives a storage and its shape.
+impl<C: Op> Ranged<C> {
+    /// Runs `forward` of the op.
     fn forward<S: BackendStorage>(
         &self,
-        name: &'static str,
-        inputs: &[(&S, &Layout)],
-        forward: impl FnOnce() -> Result<(S, Shape)>,
-    ) -> Result<(S, Shape)> {
-        let range = probe::op(Kind::Op, name, self.path);
-        let (storage, shape) = forward()?;
+        inputs: Storages<'_, S>,
+        forward: fn(&C, Storages<'_, S>) -> Made<S>,
+    ) -> Made<S> {
+        let range = probe::op(Kind::Op, self.op.name(), self.path);
+        let (storage, shape) = forward(&self.op, inputs)?;
         if probe::is_listening() {
             let operand = |storage: &S, dims| Operand {
                 dims,
@@ -46,97 +76,76 @@ impl<C> Ranged<C> {
         Ok((storage, shape))
     }
 
-    /// Runs `backward`.
-    fn backward<G>(
+    fn backward<const N: usize>(
         &self,
-        name: &'static str,
-        inputs: &[&Tensor],
-        output: &Tensor,
-        backward: impl FnOnce() -> Result<G>,
-    ) -> Result<G> {
-        let range = probe::op(Kind::OpBackward, name, self.path);
-        let gradients = backward()?;
+        inputs: [&Tensor; N],
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<[Option<Tensor>; N]> {
+        let range = probe::op(Kind::OpBackward, self.op.name(), self.path);
+        let gradients = self.op.bwd(&inputs, y, dy)?;
         if probe::is_listening() {
-            leave(range, inputs, output);
+            leave(range, &inputs, y);
         }
-        Ok(gradients)
+        exactly(gradients)
     }
 }
 
-/// For a number of inputs: the custom op of [`Ranged`], and the function that applies an op.
-macro_rules! ops {
-    (
-        $Op:ident, $apply:ident, $in_graph:ident, $alone:ident, $Gradients:ty,
-        $first:ident $($rest:ident)*, $($storage:ident $layout:ident)+
-    ) => {
-        impl<C: $Op> $Op for Ranged<C> {
+/// candle's trait for a number of inputs.
+macro_rules! custom_op {
+    ($Op:ident, $given:ident => $gradients:expr, $Gradients:ty, $($x:ident $storage:ident $layout:ident)+) => {
+        impl<C: Op> $Op for Ranged<C> {
             fn name(&self) -> &'static str {
                 self.op.name()
             }
 
-            ops!(forward cpu_fwd CpuStorage $($storage $layout)+);
-            ops!(forward cuda_fwd CudaStorage $($storage $layout)+);
-            ops!(forward metal_fwd MetalStorage $($storage $layout)+);
+            custom_op!(forward cpu_fwd CpuStorage $($storage $layout)+);
+            custom_op!(forward cuda_fwd CudaStorage $($storage $layout)+);
+            custom_op!(forward metal_fwd MetalStorage $($storage $layout)+);
 
-            fn bwd(
-                &self,
-                $first: &Tensor,
-                $($rest: &Tensor,)*
-                y: &Tensor,
-                dy: &Tensor,
-            ) -> Result<$Gradients> {
-                self.backward(self.op.name(), &[$first, $($rest),*], y, || {
-                    self.op.bwd($first, $($rest,)* y, dy)
-                })
+            fn bwd(&self, $($x: &Tensor,)+ y: &Tensor, dy: &Tensor) -> Result<$Gradients> {
+                let $given = self.backward([$($x),+], y, dy)?;
+                Ok($gradients)
             }
-        }
-
-        /// Applies `op`, or writes the call down in the trace that is open.
-        pub(crate) fn $apply<C: Spec + $Op + Send + Sync + 'static>(
-            $first: &Tensor,
-            $($rest: &Tensor,)*
-            op: C,
-        ) -> Result<Tensor> {
-            let name = op.name();
-            let inputs = [$first, $($rest),*];
-            if graph::is_tracing() {
-                return Ok(graph::record(name, op, &inputs, false)?);
-            }
-            apply(
-                Ranged::new(name, op),
-                |op| $first.$in_graph($($rest,)* op),
-                |op| $first.$alone($($rest,)* op),
-            )
-            .map_err(|error| graph::refuse_hollow(name, &inputs, error))
         }
     };
     (forward $forward:ident $Storage:ident $($storage:ident $layout:ident)+) => {
-        fn $forward(&self, $($storage: &$Storage, $layout: &Layout),+) -> Result<($Storage, Shape)> {
-            self.forward(self.op.name(), &[$(($storage, $layout)),+], || {
-                self.op.$forward($($storage, $layout),+)
-            })
+        fn $forward(&self, $($storage: &$Storage, $layout: &Layout),+) -> Made<$Storage> {
+            self.forward(&[$(($storage, $layout)),+], C::$forward)
         }
     };
 }
 
-ops!(CustomOp1, apply1, apply_op1, apply_op1_no_bwd, Option<Tensor>, x, s l);
-ops!(CustomOp2, apply2, apply_op2, apply_op2_no_bwd, (Option<Tensor>, Option<Tensor>), x1 x2, s1 l1 s2 l2);
-ops!(
-    CustomOp3, apply3, apply_op3, apply_op3_no_bwd, (Option<Tensor>, Option<Tensor>, Option<Tensor>),
-    x1 x2 x3, s1 l1 s2 l2 s3 l3
+custom_op!(CustomOp1, one => one.into_iter().flatten().next(), Option<Tensor>, x s l);
+custom_op!(CustomOp2, two => two.into(), (Option<Tensor>, Option<Tensor>), x1 s1 l1 x2 s2 l2);
+custom_op!(
+    CustomOp3, three => three.into(), (Option<Tensor>, Option<Tensor>, Option<Tensor>),
+    x1 s1 l1 x2 s2 l2 x3 s3 l3
 );
 
-/// Runs `op` `in_graph`, or `alone` under `no_grad`.
-fn apply<C>(
-    op: Ranged<C>,
-    in_graph: impl FnOnce(Ranged<C>) -> Result<Tensor>,
-    alone: impl FnOnce(&Ranged<C>) -> Result<Tensor>,
-) -> Result<Tensor> {
-    let path = op.path;
-    let y = match is_grad_enabled() {
-        true => in_graph(op)?,
-        false => alone(&op)?,
+/// Applies `op` to `inputs`, or writes the call down in the trace that is open.
+pub(crate) fn apply<C: Spec + Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
+    match graph::is_tracing() {
+        true => Ok(graph::record(op.name(), op, inputs, false)?),
+        false => applied(inputs, op),
+    }
+}
+
+/// Applies `op` to `inputs`: outside of traces.
+pub(in crate::ops) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
+    let name = op.name();
+    let path = probe::op_path(name);
+    let op = Ranged { op, path };
+    let y = match (is_grad_enabled(), inputs) {
+        (true, [x]) => x.apply_op1(op),
+        (true, [x1, x2]) => x1.apply_op2(x2, op),
+        (true, [x1, x2, x3]) => x1.apply_op3(x2, x3, op),
+        (false, [x]) => x.apply_op1_no_bwd(&op),
+        (false, [x1, x2]) => x1.apply_op2_no_bwd(x2, &op),
+        (false, [x1, x2, x3]) => x1.apply_op3_no_bwd(x2, x3, &op),
+        _ => bail!("{name}: an op of {} inputs", inputs.len()),
     };
+    let y = y.map_err(|error| graph::refuse_hollow(name, inputs, error))?;
     probe::produced(path, &y);
     Ok(y)
 }

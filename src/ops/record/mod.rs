@@ -1,17 +1,22 @@
 //! How ops get into candle's graph, or into the trace that is open on the thread.
 //!
-//! An op is a custom op of candle's with a [`Spec`] ([`apply1`], [`apply2`], [`apply3`]), or a composition of candle's
-//! own ops under one name ([`composed`]); [`input`] and its kin prepare the operands of compositions.
+//! An op is a [`Spec`] whose lowering plans it and computes it ([`run`], [`by_kernels`]), or one that computes by itself
+//! ([`Op`], [`apply`]), or a composition of candle's own ops under one name ([`composed`]); [`input`] and its kin
+//! prepare the operands of compositions.
 
 mod apply;
 mod composed;
 mod input;
+mod lowered;
 mod spec;
 
-pub(crate) use apply::{apply1, apply2, apply3};
+#[cfg(feature = "cuda")]
+pub(super) use apply::applied;
+pub(crate) use apply::{Made, Op, Storages, apply, exactly};
 pub(super) use composed::{Composed, composed_as};
 pub(crate) use composed::{composed, composed_handing_on};
 pub(crate) use input::{contiguous, float_input, input, to_dtype, wide_input, widen};
+pub(crate) use lowered::{by_kernels, run};
 pub(crate) use spec::{Spec, elements_of, like_first, made};
 
 use super::info::OpInfo;

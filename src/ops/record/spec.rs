@@ -2,7 +2,7 @@
 
 use crate::graph::{Attribute, MemoryStep, Target};
 use crate::probe::Operand;
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 
 /// All that a trace needs of an op.
 pub(crate) trait Spec {
@@ -19,15 +19,23 @@ pub(crate) trait Spec {
         Vec::new()
     }
 
+    /// [`reads`](Self::reads) as backward has them, of these inputs: what forward has dropped is made again.
+    fn reads_again(&self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        Ok(self.reads())
+    }
+
     /// What it keeps for backward beside its inputs and its output: names, shapes and dtypes.
-    fn kept(&self, _inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+    fn kept(&self, _inputs: &[Operand<'_>], _on: Target) -> Vec<(&'static str, Shape, DType)> {
         Vec::new()
     }
 
+    /// An eager forward is done: says what stays beside, hands out what the op's caller wants.
+    fn has_kept(&self, _kept: &[Tensor]) {}
+
     /// What forward does to memory on `target`. By default it makes what it keeps and its output, and takes nothing
     /// else.
-    fn forward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<MemoryStep> {
-        made(self, inputs)
+    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+        made(self, inputs, target)
     }
 
     /// What backward does to memory on `target`. By default it makes a gradient for each input.
@@ -40,13 +48,17 @@ pub(crate) trait Spec {
         false
     }
 
-    /// Drops what forward would drop.
+    /// Drops what forward does not leave for backward.
     fn forwarded(&self) {}
 }
 
 /// Forward makes what `op` keeps, and its output.
-pub(crate) fn made<S: Spec + ?Sized>(op: &S, inputs: &[Operand<'_>]) -> Vec<MemoryStep> {
-    let kept = op.kept(inputs).len();
+pub(crate) fn made<S: Spec + ?Sized>(
+    op: &S,
+    inputs: &[Operand<'_>],
+    target: Target,
+) -> Vec<MemoryStep> {
+    let kept = op.kept(inputs, target).len();
     let mut steps: Vec<MemoryStep> = (0..kept).map(MemoryStep::Keep).collect();
     steps.push(MemoryStep::Output);
     steps

@@ -33,7 +33,7 @@ fn whole(config: &TransformerConfig, workload: &Workload) -> Estimate {
             Mode::ForwardBackward | Mode::TrainStep => model.loss(&tokens, &targets),
         })
     };
-    let traced = graph::trace(workload.kernels.into(), || match workload.mode {
+    let traced = graph::trace(workload.kernels, || match workload.mode {
         Mode::Forward => no_grad(forward),
         _ => forward(),
     });

@@ -19,7 +19,7 @@ use crate::attention::{AttentionConfig, Mask, attributes};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute, MemoryStep, Room, Target};
 use crate::ops::check_float;
-use crate::ops::record::{Spec, apply3, like_first, widen};
+use crate::ops::record::{Spec, apply, like_first, widen};
 use crate::probe::{self, Kind, Operand};
 use candle_core::{D, DType, Shape, Tensor};
 use seen::Seen;
@@ -79,7 +79,7 @@ pub fn reference(
             attention.backward(inputs, &wide_out, &softmax, d_out)
         },
     };
-    Ok((apply3(q, k, v, op)?, lse_of_rows))
+    Ok((apply(&[q, k, v], op)?, lse_of_rows))
 }
 
 /// What a trace is told of a call, which candle's ops cannot compute of hollow tensors.
@@ -101,7 +101,7 @@ impl Spec for Traced {
     }
 
     /// out as it was computed, and the maxima and sums that are lse.
-    fn kept(&self, inputs: &[Operand<'_>]) -> Vec<(&'static str, Shape, DType)> {
+    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (q, shapes) = (&inputs[0], &self.shapes);
         let softmax = (2, shapes.batch, shapes.heads, shapes.queries);
         vec![

@@ -1,0 +1,406 @@
+//! Ops that compute eagerly what plans compute: the calls of kernels that they lower to.
+
+use super::apply::{Made, Op, Storages, applied};
+use super::composed::composed;
+use super::input::contiguous;
+use super::spec::Spec;
+use crate::graph::{self, MemoryStep, Target};
+use crate::ops::dispatch::{Path, choose};
+use crate::ops::lowering::{
+    Calls, KernelCall, Lowering, Signature, Slice, Slices, Slot, StepState,
+};
+use crate::ops::{cpu, info};
+use crate::probe::{self, Operand};
+use candle_core::backend::BackendStorage;
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+use std::sync::OnceLock;
+#[cfg(feature = "cuda")]
+use {
+    crate::kernels::cuda::View,
+    crate::ops::{
+        cuda,
+        lowering::{Multiplier, Operands},
+    },
+    candle_core::CudaStorage,
+};
+
+/// `op` on `inputs`: by the kernels that it lowers to or, where they are not for the first, as `reference` composes it
+/// of candle's own ops.
+pub(crate) fn run<const N: usize>(
+    name: &'static str,
+    op: impl Spec + Send + Sync + 'static,
+    inputs: [&Tensor; N],
+    reference: impl FnOnce() -> crate::Result<Tensor>,
+) -> crate::Result<Tensor> {
+    match choose(name, inputs[0])? {
+        Path::Kernel => by_kernels(name, op, inputs),
+        Path::Reference => {
+            let output = op.output(&inputs.map(Into::into));
+            composed(name, &inputs, output, reference)
+        }
+    }
+}
+
+/// `op` on `inputs` by the kernels that it lowers to, or written down in the trace that is open.
+pub(crate) fn by_kernels<const N: usize>(
+    name: &'static str,
+    op: impl Spec + Send + Sync + 'static,
+    inputs: [&Tensor; N],
+) -> crate::Result<Tensor> {
+    let mut inputs = inputs.map(Tensor::clone);
+    for x in &mut inputs {
+        *x = contiguous(x)?;
+    }
+    let inputs = inputs.each_ref();
+    if graph::is_tracing() {
+        return graph::record(name, op, &inputs, false);
+    }
+    let Some(lowering) = info::of(name).and_then(|info| info.lowering) else {
+        return Err(candle_core::Error::msg(format!("{name} lowers to nothing")).into());
+    };
+    let op = Lowered {
+        name,
+        spec: op,
+        lowering,
+        kept: OnceLock::new(),
+    };
+    Ok(applied(&inputs, op)?)
+}
+
+struct Lowered<S> {
+    name: &'static str,
+    spec: S,
+    lowering: Lowering,
+    /// What forward has left for backward, as the spec lists it.
+    kept: OnceLock<Vec<Tensor>>,
+}
+
+impl<S: Spec> Lowered<S> {
+    fn forward<'a>(
+        &self,
+        device: &Device,
+        inputs: &[Operand<'_>],
+        lying: impl Iterator<Item = Result<Lying<'a>>>,
+    ) -> Made<Storage> {
+        let target = Target::of(device);
+        let (shape, dtype) = self.spec.output(inputs);
+        let kept = self.spec.kept(inputs, target);
+        let reads = moved(self.spec.reads(), device)?;
+        self.spec.forwarded(); // what goes with forward goes when it was read last
+        let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
+        let shapes: Vec<(Shape, DType)> = shapes.collect();
+        let attributes = self.spec.attributes();
+        let signature = Signature {
+            attributes: &attributes,
+            inputs: inputs.to_vec(),
+            reads: shapes.iter().map(|(x, dtype)| shaped(x, *dtype)).collect(),
+            output: shaped(&shape, dtype),
+            kept: kept.iter().map(|(_, x, dtype)| shaped(x, *dtype)).collect(),
+            target,
+        };
+        let calls = (self.lowering.forward)(&signature);
+        let mut run = Run::new(device, &signature, &calls, reads);
+        for (i, operand) in lying.enumerate() {
+            run.operands.push((Slot::Input(i), operand?));
+        }
+        if shape.elem_count() > 0 {
+            run.run(|_| true)?;
+        }
+        let mut tensors = Vec::with_capacity(kept.len());
+        for (i, (what, shape, _)) in kept.iter().enumerate() {
+            let tensor = run.tensor(Slot::Kept(i), shape)?;
+            probe::kept(what, &tensor);
+            tensors.push(tensor);
+        }
+        self.spec.has_kept(&tensors);
+        let _ = self.kept.set(tensors); // empty until now: an op runs forward once
+        let output = run.storage(Slot::Output)?;
+        Ok((output, shape.clone()))
+    }
+}
+
+impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
+        let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
+        let lying = inputs.iter();
+        let lying = lying.map(|(x, layout)| Ok(Lying::Cpu(cpu::slice(x, layout)?)));
+        match self.forward(&Device::Cpu, &operands.collect::<Vec<_>>(), lying)? {
+            (Storage::Cpu(output), shape) => Ok((output, shape)),
+            _ => bail!("{}: an output elsewhere", self.name),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+        let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
+        let lying = inputs.iter();
+        let lying = lying.map(|(x, layout)| Ok(Lying::Cuda(cuda::view(x, layout)?)));
+        let device = Device::Cuda(inputs[0].0.device.clone());
+        match self.forward(&device, &operands.collect::<Vec<_>>(), lying)? {
+            (Storage::Cuda(output), shape) => Ok((output, shape)),
+            _ => bail!("{}: an output elsewhere", self.name),
+        }
+    }
+
+    fn bwd(&self, inputs: &[&Tensor], y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        if y.elem_count() == 0 {
+            return inputs.iter().map(|x| x.zeros_like().map(Some)).collect();
+        }
+        let Some(kept) = self.kept.get() else {
+            bail!("{}: backward before forward", self.name);
+        };
+        let (device, dy) = (dy.device(), dy.detach().contiguous()?);
+        let reads = moved(self.spec.reads_again(inputs)?, device)?;
+        let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
+        let shapes: Vec<(Shape, DType)> = shapes.collect();
+        let attributes = self.spec.attributes();
+        let signature = Signature {
+            attributes: &attributes,
+            inputs: inputs.iter().map(|x| (*x).into()).collect(),
+            reads: shapes.iter().map(|(x, dtype)| shaped(x, *dtype)).collect(),
+            output: y.into(),
+            kept: kept.iter().map(Into::into).collect(),
+            target: Target::of(device),
+        };
+        let calls = (self.lowering.backward)(&signature);
+        let given = [(Slot::Output, y), (Slot::OutputGradient, &dy)].into_iter();
+        let of_inputs = inputs.iter().enumerate();
+        let of_kept = kept.iter().enumerate();
+        let given = given
+            .chain(of_inputs.map(|(i, x)| (Slot::Input(i), *x)))
+            .chain(of_kept.map(|(i, x)| (Slot::Kept(i), x)));
+        let guards = given.map(|(slot, x)| (slot, x.storage_and_layout()));
+        let guards: Vec<_> = guards.collect();
+        let mut run = Run::new(device, &signature, &calls, reads);
+        for (slot, (storage, layout)) in &guards {
+            run.operands.push((*slot, Lying::of(storage, layout)?));
+        }
+        let steps = self
+            .spec
+            .backward_steps(&signature.inputs, signature.target);
+        run.run(|input| inputs[input].track_op() || !steps.iter().any(|step| asks(step, input)))?;
+        let gradient = |(i, x): (usize, &&Tensor)| match Slot::Gradient(i) {
+            _ if calls.same.contains(&i) => Ok(Some(dy.clone())),
+            slot if run.has(slot) => run.tensor(slot, x.shape()).map(Some),
+            _ => Ok(None),
+        };
+        inputs.iter().enumerate().map(gradient).collect()
+    }
+}
+
+/// Whether the gradient of `input` is made for a tracked one alone.
+fn asks(step: &MemoryStep, input: usize) -> bool {
+    matches!(step, MemoryStep::Gradient { of, if_tracked: true, .. } if *of == input)
+}
+
+/// What is read beside the inputs, on their device: checked ids are on the host.
+fn moved(reads: Vec<Tensor>, device: &Device) -> Result<Vec<Tensor>> {
+    reads.iter().map(|x| x.to_device(device)).collect()
+}
+
+fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
+    Operand {
+        dims: shape.dims(),
+        dtype,
+    }
+}
+
+fn lent<'a, S: BackendStorage>(storage: &S, layout: &'a Layout) -> Operand<'a> {
+    shaped(layout.shape(), storage.dtype())
+}
+
+/// Where the elements of an operand are.
+#[derive(Clone, Copy)]
+enum Lying<'a> {
+    Cpu(Slice<'a>),
+    #[cfg(feature = "cuda")]
+    Cuda(View<'a>),
+}
+
+impl<'a> Lying<'a> {
+    fn of(storage: &'a Storage, layout: &Layout) -> Result<Self> {
+        match storage {
+            Storage::Cpu(storage) => Ok(Self::Cpu(cpu::slice(storage, layout)?)),
+            #[cfg(feature = "cuda")]
+            Storage::Cuda(storage) => Ok(Self::Cuda(cuda::view(storage, layout)?)),
+            other => bail!("no kernel on {:?}", other.device().location()),
+        }
+    }
+}
+
+/// The calls of one pass. What is written is made when it is first written; what is read beside the inputs, and what is
+/// there for the calls alone, goes when it was read last.
+struct Run<'a> {
+    device: &'a Device,
+    signature: &'a Signature<'a>,
+    calls: &'a Calls,
+    /// The op's inputs, what it kept, and what was made.
+    operands: Vec<(Slot, Lying<'a>)>,
+    reads: Vec<Option<Tensor>>,
+    made: Vec<(Slot, Storage)>,
+}
+
+impl<'a> Run<'a> {
+    fn new(
+        device: &'a Device,
+        signature: &'a Signature<'a>,
+        calls: &'a Calls,
+        reads: Vec<Tensor>,
+    ) -> Self {
+        Self {
+            device,
+            signature,
+            calls,
+            operands: Vec::new(),
+            reads: reads.into_iter().map(Some).collect(),
+            made: Vec::new(),
+        }
+    }
+
+    /// Runs the calls, but those that nothing comes of but gradients of inputs that want none.
+    fn run(&mut self, wants: impl Fn(usize) -> bool) -> Result<()> {
+        let mut needed: Vec<(&KernelCall, Vec<Slot>)> = Vec::new();
+        let mut read: Vec<Slot> = Vec::new(); // by the calls after
+        for call in self.calls.calls.iter().rev() {
+            let is_needed = |slot: &Slot| match slot {
+                Slot::Gradient(input) => wants(*input),
+                Slot::Scratch(_) => read.contains(slot),
+                _ => true,
+            };
+            if call.writes.iter().any(is_needed) {
+                let operands = call.reads.iter().chain(call.writes.iter()).copied();
+                let last: Vec<Slot> = operands.filter(|slot| !read.contains(slot)).collect();
+                read.extend(&last);
+                needed.push((call, last));
+            }
+        }
+        for (call, last) in needed.into_iter().rev() {
+            call.writes.iter().try_for_each(|slot| self.make(*slot))?;
+            self.call(call)?;
+            for slot in last {
+                match slot {
+                    Slot::Read(i) => self.reads[i] = None,
+                    Slot::Scratch(_) => self.made.retain(|(other, _)| *other != slot),
+                    _ => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Room for what is written, unless it is there.
+    fn make(&mut self, slot: Slot) -> Result<()> {
+        if self.operands.iter().any(|(other, _)| *other == slot) {
+            return Ok(());
+        }
+        let signature = self.signature;
+        let operand = match slot {
+            Slot::Input(i) | Slot::Gradient(i) => &signature.inputs[i],
+            Slot::Output | Slot::OutputGradient => &signature.output,
+            Slot::Read(i) => &signature.reads[i],
+            Slot::Kept(i) => &signature.kept[i],
+            Slot::Scratch(i) => &Operand {
+                dims: &self.calls.scratch[i].0,
+                dtype: self.calls.scratch[i].1,
+            },
+        };
+        let (storage, lying) = room(self.device, operand)?;
+        self.operands.push((slot, lying));
+        self.made.push((slot, storage));
+        Ok(())
+    }
+
+    fn call(&self, call: &KernelCall) -> Result<()> {
+        let reads = self.reads.iter();
+        let reads = reads.map(|x| x.as_ref().map(Tensor::storage_and_layout));
+        let reads: Vec<_> = reads.collect();
+        let lying = |slot: &Slot| match slot {
+            Slot::Read(i) => {
+                let (storage, layout) = reads[*i].as_ref()?;
+                Lying::of(storage, layout).ok()
+            }
+            _ => {
+                let mut operands = self.operands.iter();
+                operands.find_map(|(other, lying)| (other == slot).then_some(*lying))
+            }
+        };
+        let operands = [&call.reads, &call.writes];
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(gpu) = self.device {
+            let view = |slot: &Slot| match lying(slot) {
+                Some(Lying::Cuda(view)) => Some(view),
+                _ => None,
+            };
+            let [Some(reads), Some(writes)] = operands.map(|named| named.try_map(view)) else {
+                bail!("{}: operands elsewhere", call.kernel.name());
+            };
+            return call.kernel.launch(&Operands {
+                gpu,
+                products: Multiplier::Eager,
+                reads,
+                writes,
+                micro_batch: 0,
+                loss_scale: View::new(0, DType::F32, 0), // no op lowers to what reads it
+            });
+        }
+        let slice = |slot: &Slot| match lying(slot) {
+            Some(Lying::Cpu(slice)) => Some(slice),
+            _ => None,
+        };
+        let [Some(reads), Some(writes)] = operands.map(|named| named.try_map(slice)) else {
+            bail!("{}: operands elsewhere", call.kernel.name());
+        };
+        let step = StepState {
+            micro_batch: 0,
+            loss_scale: 1.0,
+        };
+        call.kernel.run(&Slices::new(step, reads, &writes))
+    }
+
+    fn has(&self, slot: Slot) -> bool {
+        self.made.iter().any(|(other, _)| *other == slot)
+    }
+
+    /// What was written, for good; room, where nothing was.
+    fn storage(&mut self, slot: Slot) -> Result<Storage> {
+        self.make(slot)?;
+        match self.made.iter().position(|(other, _)| *other == slot) {
+            Some(place) => Ok(self.made.swap_remove(place).1),
+            None => bail!("{slot:?} was given"),
+        }
+    }
+
+    /// As a tensor of no graph.
+    fn tensor(&mut self, slot: Slot, shape: &Shape) -> Result<Tensor> {
+        let storage = self.storage(slot)?;
+        Ok(Tensor::from_storage(
+            storage,
+            shape,
+            BackpropOp::none(),
+            false,
+        ))
+    }
+}
+
+/// Room for what a kernel writes all of before anybody reads it, and where it lies: used while the storage is there.
+fn room<'a>(device: &Device, operand: &Operand<'_>) -> Result<(Storage, Lying<'a>)> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(gpu) = device {
+        let elements = operand.dims.iter().product();
+        let storage = cuda::alloc_uninit(gpu, operand.dtype, elements)?;
+        let pointer = cuda::whole(&storage)?.pointer;
+        let lying = Lying::Cuda(View::new(pointer, operand.dtype, elements));
+        return Ok((Storage::Cuda(storage), lying));
+    }
+    if !device.is_cpu() {
+        bail!("no kernel on {:?}", device.location());
+    }
+    // SAFETY: as above.
+    let (storage, slice) = unsafe { cpu::room(operand.dims, operand.dtype)? };
+    Ok((Storage::Cpu(storage), Lying::Cpu(slice)))
+}
