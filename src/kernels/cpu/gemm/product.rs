@@ -5,7 +5,7 @@ use super::matrix::{MatMut, MatRef};
 use super::threads::Threads;
 use super::{bf16, packed, panels};
 use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::simd::{same_type, same_type_mut};
+use crate::kernels::cpu::simd::same_type;
 use crate::probe::parts::{Part, timed};
 
 /// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row. In half precision sums are f32's,
@@ -74,15 +74,10 @@ fn multiplied_in_bf16<T: Stored, C: Stored>(
     let Some(unit) = bf16::unit().filter(|_| a.rows * a.cols * b.cols > 0) else {
         return false;
     };
-    let (rows, cols, row_stride) = (c.rows, c.cols, c.row_stride);
-    if let Some(c) = same_type_mut::<C, half::bf16>(c.data) {
-        let c = MatMut::band(c, rows, cols, row_stride);
-        bf16::product(unit, a, b, c, accumulate, threads);
-    } else if let Some(c) = same_type_mut::<C, f32>(c.data) {
-        let c = MatMut::band(c, rows, cols, row_stride);
-        bf16::product(unit, a, b, c, accumulate, threads);
-    } else {
+    let Some(c) = bf16::Output::new(c, accumulate) else {
         return false;
-    }
+    };
+    // SAFETY: c is borrowed until this returns.
+    unsafe { bf16::product(unit, a, b, c, threads) };
     true
 }

@@ -17,11 +17,13 @@ mod amx;
 mod avx512;
 #[cfg(test)]
 mod emulated;
+mod output;
 mod pack;
 mod product;
 #[cfg(test)]
 mod tests;
 mod unit;
 
+pub(super) use output::Output;
 pub(super) use product::product;
 pub(crate) use unit::unit;

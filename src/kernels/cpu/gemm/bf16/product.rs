@@ -2,14 +2,13 @@
 //! of a at a time, and the unit's blocks of 32 x 32.
 
 use super::super::cut::{Costs, Cut};
-use super::super::matrix::{MatMut, MatRef};
+use super::super::matrix::MatRef;
 use super::super::scratch::with_scratch;
 use super::super::threads::Threads;
+use super::output::Output;
 use super::pack::{Lines, packed_len};
 use super::unit::Unit;
-use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::parallel::{self, Shared};
-use crate::kernels::cpu::simd::vectorized;
+use crate::kernels::cpu::parallel;
 use half::bf16;
 use std::ops::Range;
 
@@ -26,7 +25,7 @@ pub(super) const PAIRS: usize = DEPTH / 2;
 pub(super) const TILE: usize = SIDE * DEPTH;
 
 /// Rows and columns of the largest block that a unit computes.
-const BLOCK: usize = 2 * SIDE;
+pub(super) const BLOCK: usize = 2 * SIDE;
 
 /// Elements of its sums: tiles (2, 2), of (SIDE, SIDE) each.
 const BLOCK_SUMS: usize = BLOCK * BLOCK;
@@ -66,16 +65,18 @@ pub(super) struct Tiles {
     pub columns: usize,
 }
 
-/// `c = a b`, or `c += a b` where `accumulate`: sums over the whole depth, added to c's values in the end, and rounded.
+/// `c = a b`, or `c += a b` where that says so: sums over the whole depth, added to c's values in the end, and rounded.
 /// c has elements, and the depth is not 0.
 ///
 /// The bits depend on the factors and the unit alone, not on the cut, nor on the number of threads.
-pub(in super::super) fn product<C: Stored<Wide = f32>>(
+///
+/// # Safety
+/// c is borrowed still, by nobody else.
+pub(in super::super) unsafe fn product(
     unit: Unit,
     a: MatRef<'_, bf16>,
     b: MatRef<'_, bf16>,
-    c: MatMut<'_, C>,
-    accumulate: bool,
+    c: Output,
     threads: Threads,
 ) {
     assert_eq!(a.cols, b.rows, "depth");
@@ -95,8 +96,6 @@ pub(in super::super) fn product<C: Stored<Wide = f32>>(
         },
     };
     let cut = Cut::best([a.rows, b.cols], costs, workers);
-    let c_row = c.row_stride;
-    let c = Shared::new(c.data);
     let depth = a.cols;
     let a = Lines {
         data: a.data,
@@ -112,7 +111,6 @@ pub(in super::super) fn product<C: Stored<Wide = f32>>(
     };
     let task = |index: usize| {
         let (rows, columns) = cut.block(index);
-        let start = rows.start * c_row + columns.start;
         let block = Block {
             unit,
             factors: [a, b],
@@ -122,31 +120,14 @@ pub(in super::super) fn product<C: Stored<Wide = f32>>(
             depth_step,
         };
         with_scratch(block.scratch_len(), |scratch| {
-            block.run(scratch, |row, sums, column| {
-                let at = start + row * c_row + column;
-                // SAFETY: inside the block, as asserted above; no other task's overlaps it.
-                store_row(sums, accumulate, unsafe { c.range(at, sums.len()) });
-            });
+            // SAFETY: the caller's promise; the block is inside c, as asserted above, and no other task's overlaps it.
+            unsafe { block.run(scratch, c) };
         });
     };
     match threads {
         Threads::All => parallel::for_tasks(cut.tasks(), task),
         Threads::One => (0..cut.tasks()).for_each(task),
     }
-}
-
-/// Rounds sums into their place: up to [`SIDE`] of a row.
-#[inline(always)]
-fn store_row<C: Stored<Wide = f32>>(sums: &[f32], accumulate: bool, c: &mut [C]) {
-    let mut row = [0.0; SIDE];
-    let row = &mut row[..sums.len()];
-    if accumulate {
-        C::load(c, row);
-    }
-    for (row, sum) in row.iter_mut().zip(sums) {
-        *row += sum;
-    }
-    C::store(row, c);
 }
 
 /// One task: a block of c.
@@ -179,8 +160,11 @@ impl Block<'_> {
         self.sizes().iter().sum()
     }
 
-    /// Computes the block; `store(row, sums, column)` gets up to [`SIDE`] sums from there.
-    fn run(&self, scratch: &mut [f32], store: impl Fn(usize, &[f32], usize)) {
+    /// Computes the block.
+    ///
+    /// # Safety
+    /// The block lies inside c, which is borrowed still, and no other thread touches it.
+    unsafe fn run(&self, scratch: &mut [f32], c: Output) {
         let [b_len, a_len, _] = self.sizes();
         let (b_packed, rest) = scratch.split_at_mut(b_len);
         let (a_packed, sums) = rest.split_at_mut(a_len);
@@ -217,37 +201,20 @@ impl Block<'_> {
                         rows: count.div_ceil(SIDE),
                         columns: width.div_ceil(SIDE),
                     };
+                    let place = [self.rows.start + row, self.columns.start + column];
+                    if is_last {
+                        c.prefetch(place, count);
+                    }
                     // SAFETY: packed panels of these tiles, and a block of sums.
                     unsafe { session.multiply(factors, tiles, sums.as_mut_ptr(), first > 0) };
                     if is_last {
-                        store_block(sums, count, width, |i, sums, j| {
-                            store(row + i, sums, column + j);
-                        });
+                        // SAFETY: a part of the block.
+                        unsafe { c.store(self.unit, place, [count, width], sums) };
                     }
                 }
             }
         }
     }
-}
-
-/// Calls `store(row, sums, column)` for each row of each tile of a block, as far as it has rows and columns.
-#[inline(always)]
-fn store_block(sums: &[f32], rows: usize, columns: usize, store: impl Fn(usize, &[f32], usize)) {
-    vectorized(
-        #[inline(always)]
-        || {
-            for row in 0..rows {
-                for column in (0..columns).step_by(SIDE) {
-                    let tile = row / SIDE * 2 + column / SIDE;
-                    let line = &sums[(tile * SIDE + row % SIDE) * SIDE..][..SIDE];
-                    match columns - column {
-                        left if left < SIDE => store(row, &line[..left], column),
-                        _ => store(row, line, column),
-                    }
-                }
-            }
-        },
-    );
 }
 
 /// The same memory, for twice as many elements.

@@ -3,8 +3,9 @@
 use super::super::matrix::{MatMut, MatRef};
 use super::super::threads::Threads;
 use super::emulated::Emulated;
+use super::output::Output;
 use super::pack::packed_len;
-use super::product::{Factors, PAIRS, SIDE, TILE, Tiles, product};
+use super::product::{self, Factors, PAIRS, SIDE, TILE, Tiles};
 use super::unit::{Unit, there};
 use crate::kernels::cpu::Stored;
 use half::bf16;
@@ -14,6 +15,20 @@ fn units() -> Vec<Unit> {
     let mut units = there();
     units.extend([Emulated::Amx, Emulated::Avx512].map(Unit::Emulated));
     units
+}
+
+/// As the product is called, for c of either type.
+fn product<C: Stored>(
+    unit: Unit,
+    a: MatRef<'_, bf16>,
+    b: MatRef<'_, bf16>,
+    mut c: MatMut<'_, C>,
+    accumulate: bool,
+    threads: Threads,
+) {
+    let c = Output::new(&mut c, accumulate).unwrap();
+    // SAFETY: c is this function's.
+    unsafe { product::product(unit, a, b, c, threads) };
 }
 
 /// A stream of numbers: xorshift.

@@ -29,8 +29,7 @@ pub(crate) enum Unit {
 ///
 /// AMX-BF16 wherever it is granted. AVX512-BF16 on processors of AMD, where it multiplies at twice f32's rate, and not
 /// on Intel's, where it does not: by the maker and not by measuring, for the choice decides about bits, and these shall
-/// be the same in every run on a machine. `TALLOW_BF16_PRODUCTS` in the environment names another: `amx-bf16`,
-/// `avx512-bf16`, or anything else for widening.
+/// be the same in every run on a machine. [`bf16_products`](crate::hardware::bf16_products) says how to choose another.
 pub(crate) fn unit() -> Option<Unit> {
     static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
     *UNIT.get_or_init(|| {
@@ -55,7 +54,8 @@ pub(super) fn there() -> Vec<Unit> {
         let has = half_arithmetic();
         let amx = has.contains(&HalfArithmetic::AmxBf16) && is_granted();
         let avx512 = has.contains(&HalfArithmetic::Avx512Bf16);
-        let units = [(amx, Unit::Amx), (avx512, Unit::Avx512)];
+        // Tiles come with the other: it rounds what they sum.
+        let units = [(amx && avx512, Unit::Amx), (avx512, Unit::Avx512)];
         return units
             .into_iter()
             .filter_map(|(is_there, unit)| is_there.then_some(unit))
