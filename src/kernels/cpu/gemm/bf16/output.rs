@@ -66,30 +66,62 @@ impl Output {
     pub(super) unsafe fn store(
         self,
         unit: Unit,
+        place: [usize; 2],
+        sizes: [usize; 2],
+        sums: &[f32],
+    ) {
+        assert!(sums.len() >= BLOCK * BLOCK && sizes.into_iter().all(|size| size <= BLOCK));
+        // SAFETY: the caller's promise; units of x86-64 are there only where their instructions are.
+        unsafe {
+            match unit {
+                #[cfg(target_arch = "x86_64")]
+                Unit::Amx | Unit::Avx512 => self.store_lines(place, sizes, sums),
+                #[cfg(test)]
+                Unit::Emulated(_) => self.for_lines(place, sizes, sums, |at, sums, count| {
+                    self.store_plainly(at, &sums[..count]);
+                }),
+            }
+        }
+    }
+
+    /// Calls `store(at, sums, count)` for every line of every tile: `count` of [`SIDE`] sums to elements from `at`.
+    #[inline(always)]
+    fn for_lines(
+        self,
         [row, column]: [usize; 2],
         [rows, columns]: [usize; 2],
         sums: &[f32],
+        store: impl Fn(usize, &[f32; SIDE], usize),
     ) {
-        assert!(sums.len() >= BLOCK * BLOCK && rows <= BLOCK && columns <= BLOCK);
         let start = row * self.row_stride + column;
+        let (lines, _) = sums.as_chunks::<SIDE>();
         for row in 0..rows {
             for column in (0..columns).step_by(SIDE) {
                 let tile = row / SIDE * 2 + column / SIDE;
-                let sums = &sums[(tile * SIDE + row % SIDE) * SIDE..][..SIDE];
-                let count = (columns - column).min(SIDE);
                 let at = start + row * self.row_stride + column;
-                // SAFETY: `count` elements of a row of the block, by the caller's promise; units of x86-64 are there
-                // only where their instructions are.
-                unsafe {
-                    match unit {
-                        #[cfg(target_arch = "x86_64")]
-                        Unit::Amx | Unit::Avx512 => self.store_line(at, sums, count),
-                        #[cfg(test)]
-                        Unit::Emulated(_) => self.store_plainly(at, &sums[..count]),
-                    }
-                }
+                store(
+                    at,
+                    &lines[tile * SIDE + row % SIDE],
+                    (columns - column).min(SIDE),
+                );
             }
         }
+    }
+
+    /// As [`store`](Self::store).
+    ///
+    /// # Safety
+    /// As there; AVX-512 with words, short vectors and bf16.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn store_lines(self, place: [usize; 2], sizes: [usize; 2], sums: &[f32]) {
+        self.for_lines(
+            place,
+            sizes,
+            sums,
+            // SAFETY: lines of the block.
+            |at, sums, count| unsafe { self.store_line(at, sums, count) },
+        );
     }
 
     /// `count` of [`SIDE`] sums.
@@ -99,14 +131,13 @@ impl Output {
     #[cfg(target_arch = "x86_64")]
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    unsafe fn store_line(self, at: usize, sums: &[f32], count: usize) {
+    unsafe fn store_line(self, at: usize, sums: &[f32; SIDE], count: usize) {
         use std::arch::x86_64::{
             __m256bh, __m256i, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16, _mm512_add_ps,
             _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_loadu_ps,
             _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_slli_epi32,
         };
         let mask = u16::MAX >> (SIDE - count);
-        assert!(sums.len() == SIDE);
         // SAFETY: SIDE sums; of c no more than is masked, by the caller's promise; both types are 32 bytes.
         unsafe {
             let mut line = _mm512_loadu_ps(sums.as_ptr());
