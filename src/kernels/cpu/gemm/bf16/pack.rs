@@ -106,7 +106,8 @@ pub(super) mod x86 {
         }
     }
 
-    /// Up to 16 lines of up to 32 elements of the depth, one after another in memory.
+    /// Up to 16 lines of up to 32 elements of the depth, one after another in memory. Asks for the lines that follow:
+    /// each is too short for the processor to foresee.
     ///
     /// # Safety
     /// As many are readable.
@@ -122,8 +123,10 @@ pub(super) mod x86 {
         let mut tile = [_mm512_setzero_si512(); SIDE];
         for (i, to) in tile.iter_mut().enumerate() {
             if i < lines {
+                let from = from.wrapping_add(i * line);
+                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(SIDE * line).cast());
                 // SAFETY: of a line that is there, the elements that are.
-                *to = unsafe { _mm512_maskz_loadu_epi16(mask, from.add(i * line).cast()) };
+                *to = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
             }
         }
         tile
