@@ -12,7 +12,7 @@
 //! widening to `f32` ([`unit`] says which instructions there are, `product.rs` beside this module calls).
 
 // On other architectures there is no unit, and nothing but tests calls the rest.
-#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports))]
+#![cfg_attr(not(target_arch = "x86_64"), allow(unused))]
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
