@@ -81,8 +81,8 @@
 //!   the examples do this.
 //! - candle's thread pool spins before it sleeps, on cores that kernels then want: begin `main` with [`init`]. On a
 //!   machine that is busy with other work, `CANDLE_NUM_THREADS=1` makes training faster still.
-//! - On the CPU half precision saves memory, not time: kernels widen it, compute in f32 and round once, also where the
-//!   processor has half arithmetic.
+//! - On the CPU bf16 saves time where the processor multiplies it itself ([`hardware::bf16_products`]). Else half
+//!   precision saves memory, not time: kernels widen it, compute in f32 and round once.
 //!
 //! # Errors and panics
 //!

@@ -44,12 +44,16 @@ pub fn environment(on: &Device) -> Fields {
     fields
 }
 
-/// What the CPU has, and that nothing here uses it.
+/// What the CPU has, and what of it is used.
 fn half_arithmetic() -> String {
     let units = hardware::half_arithmetic();
     if units.is_empty() {
         return "none; kernels compute in f32".into();
     }
     let names: Vec<&str> = units.iter().map(|unit| unit.name()).collect();
-    format!("{}; unused, kernels compute in f32", names.join(", "))
+    let names = names.join(", ");
+    match hardware::bf16_products() {
+        None => format!("{names}; unused, kernels compute in f32"),
+        Some(unit) => format!("{names}; bf16 products by {unit}, all else in f32"),
+    }
 }

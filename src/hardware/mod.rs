@@ -31,7 +31,7 @@ mod tf32;
 
 #[cfg(feature = "report")]
 pub use description::description;
-pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
+pub use half_arithmetic::{HalfArithmetic, bf16_products, half_arithmetic};
 pub use tf32::{set_tf32, tf32};
 
 use crate::{Error, Result};

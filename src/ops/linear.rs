@@ -29,9 +29,10 @@ use candle_core::{D, DType, Shape, Tensor};
 /// A linear map without bias: `y = x W^T`, with x (..., in), W (out, in), y (..., out).
 ///
 /// Backward: `dx = dy W`, `dW = dy^T x`. Kept for backward: x and W. 2 * rows * in * out FLOPs forward, twice that
-/// backward. The weight is used transposed by its strides: no copy. Half precision is widened for the time of the
-/// product, summed in f32 and rounded once. Autocast: lower under both policies; the gradient of an f32 weight is not
-/// rounded to half precision, as PyTorch's is.
+/// backward. The weight is used transposed by its strides: no copy. Half precision is summed in f32 and rounded once;
+/// on the CPU it is widened for the product, but for bf16 where [`bf16_products`](crate::hardware::bf16_products) says
+/// otherwise. Autocast: lower under both policies; the gradient of an f32 weight is not rounded to half precision, as
+/// PyTorch's is.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -3,8 +3,8 @@
 //! Every kernel gives the same bits for any number of threads: work is cut by shape alone, a row is computed by one
 //! task, and sums across rows are taken in blocks of fixed size, added in a fixed order. The kernels are generic over
 //! what they read and write, [`Stored`] (`f16`, `bf16`, `f32`, `f64`), and compute in [`Real`] (`f32` and `f64`): half
-//! precision is widened a block at a time and rounded once, at the end. Slices of the wrong length are a bug of the
-//! caller, and panic.
+//! precision is widened a block at a time and rounded once, at the end; but for products of bf16 where the processor
+//! multiplies it itself ([`gemm`]). Slices of the wrong length are a bug of the caller, and panic.
 
 pub mod activation;
 pub mod adamw;

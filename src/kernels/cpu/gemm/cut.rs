@@ -37,32 +37,54 @@ pub(super) struct Cut {
     column_step: usize,
 }
 
+/// What decides about a cut.
+pub(super) struct Costs {
+    /// Of packing an element of a, in multiply-adds.
+    pub a: usize,
+    /// Of packing one of b.
+    pub b: usize,
+    /// Rows and columns that belong together.
+    pub units: [usize; 2],
+    /// Rows and columns of a block at most.
+    pub most: [usize; 2],
+}
+
 impl Cut {
+    /// The cut for the micro-kernel.
+    pub(super) fn new<T: Stored>(a: MatRef<'_, T>, b: MatRef<'_, T>, workers: usize) -> Self {
+        const COPY: usize = 12;
+        const TRANSPOSE: usize = 24;
+        let columns = (BLOCK_BYTES / DEPTH_BYTES).next_multiple_of(COLUMNS);
+        let costs = Costs {
+            a: if is_read_in_place(a) { 1 } else { COPY },
+            b: if b.col_stride == 1 { COPY } else { TRANSPOSE },
+            units: [PANEL, COLUMNS],
+            most: [MAX_ROWS, columns],
+        };
+        Self::best([a.rows, b.cols], costs, workers)
+    }
+
     /// The cut whose busiest thread ends first.
     ///
     /// What a task costs, in multiply-adds for each unit of the depth: those of its block, and packing its rows of a
     /// and its columns of b, which every task does for itself.
-    pub(super) fn new<T: Stored>(a: MatRef<'_, T>, b: MatRef<'_, T>, workers: usize) -> Self {
-        const COPY: usize = 12;
-        const TRANSPOSE: usize = 24;
-        let (rows, cols) = (a.rows, b.cols);
-        let a_cost = if is_read_in_place(a) { 1 } else { COPY };
-        let b_cost = if b.col_stride == 1 { COPY } else { TRANSPOSE };
+    pub(super) fn best([rows, cols]: [usize; 2], costs: Costs, workers: usize) -> Self {
+        let ([row_unit, column_unit], [most_rows, most_columns]) = (costs.units, costs.most);
         let whole = Self {
             rows,
             cols,
-            row_step: MAX_ROWS,
-            column_step: (BLOCK_BYTES / DEPTH_BYTES).next_multiple_of(COLUMNS),
+            row_step: most_rows,
+            column_step: most_columns,
         };
         let mut best = (usize::MAX, whole);
-        for row_step in steps(rows, PANEL, whole.row_step, workers) {
-            for column_step in steps(cols, COLUMNS, whole.column_step, workers) {
+        for row_step in steps(rows, row_unit, most_rows, workers) {
+            for column_step in steps(cols, column_unit, most_columns, workers) {
                 let cut = Self {
                     row_step,
                     column_step,
                     ..whole
                 };
-                let task = row_step * column_step + a_cost * row_step + b_cost * column_step;
+                let task = row_step * column_step + costs.a * row_step + costs.b * column_step;
                 // Threads do not run equally fast: the last one ends late by a part of a task.
                 let late = if workers > 1 { task / 8 } else { 0 };
                 let time = cut.tasks().div_ceil(workers) * task + late;

@@ -1,14 +1,16 @@
-//! Products of whole matrices, by our own kernel or the `gemm` crate.
+//! Products of whole matrices, by the processor's instructions for bf16, our own kernel or the `gemm` crate.
 
 use super::choice::prefers_own_gemm;
 use super::matrix::{MatMut, MatRef};
 use super::threads::Threads;
-use super::{packed, panels};
+use super::{bf16, packed, panels};
 use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::simd::same_type;
 use crate::probe::parts::{Part, timed};
 
-/// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row. In half precision products and sums
-/// are f32's, and c is rounded once.
+/// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row. In half precision sums are f32's,
+/// products too but for bf16 where the processor multiplies that itself (which takes denormals as zero), and c is
+/// rounded once.
 ///
 /// 2 * rows * cols * depth FLOPs. The bits do not depend on the number of threads.
 pub fn matmul<T: Stored>(
@@ -43,6 +45,9 @@ pub fn matmul_to<T, C>(
     C: Stored<Wide = T::Wide>,
 {
     timed(Part::Products, || {
+        if multiplied_in_bf16(a, b, &mut c, accumulate, threads) {
+            return;
+        }
         if !prefers_own_gemm(a, b)
             && let (Some(wide_a), Some(wide_b), Some(wide_c)) =
                 (T::as_wide(a.data), T::as_wide(b.data), c.as_wide())
@@ -51,4 +56,28 @@ pub fn matmul_to<T, C>(
         }
         packed::product(a, b, c, accumulate, threads);
     });
+}
+
+/// Computes the product by the processor's instructions for bf16, or says that it does not: the factors are of another
+/// type, there are no such instructions, or nothing is to be multiplied.
+fn multiplied_in_bf16<T: Stored, C: Stored>(
+    a: MatRef<'_, T>,
+    b: MatRef<'_, T>,
+    c: &mut MatMut<'_, C>,
+    accumulate: bool,
+    threads: Threads,
+) -> bool {
+    let (Some(a_data), Some(b_data)) = (same_type(a.data), same_type(b.data)) else {
+        return false;
+    };
+    let (a, b) = (a.over(a_data), b.over(b_data));
+    let Some(unit) = bf16::unit().filter(|_| a.rows * a.cols * b.cols > 0) else {
+        return false;
+    };
+    let Some(c) = bf16::Output::new(c, accumulate) else {
+        return false;
+    };
+    // SAFETY: c is borrowed until this returns.
+    unsafe { bf16::product(unit, a, b, c, threads) };
+    true
 }

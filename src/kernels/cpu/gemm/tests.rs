@@ -63,9 +63,12 @@ where
                 let before = integers::<C>(rows * cols, 4);
                 let mut c = before.clone();
                 let mut one = before.clone();
+                let mut chosen = before.clone();
                 for (c, threads) in [(&mut c, Threads::All), (&mut one, Threads::One)] {
                     packed::product(a, b, MatMut::new(c, rows, cols), accumulate, threads);
                 }
+                let to = MatMut::new(&mut chosen, rows, cols);
+                matmul_to(a, b, to, accumulate, Threads::All); // by whatever it chooses
                 for i in 0..rows * cols {
                     let (row, col) = (i / cols, i % cols);
                     let mut sum = if accumulate { before[i].to_f64() } else { 0.0 };
@@ -76,6 +79,7 @@ where
                     let wanted = C::from_f64(sum).to_f64();
                     assert_eq!(c[i].to_f64(), wanted, "{rows}x{depth}x{cols} at {i}");
                     assert_eq!(one[i].to_f64(), wanted);
+                    assert_eq!(chosen[i].to_f64(), wanted);
                 }
             }
         }

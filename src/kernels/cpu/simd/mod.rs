@@ -13,6 +13,7 @@ pub use lanes::Lanes;
 pub(crate) use lanes::instruction_sets;
 pub use real::Real;
 pub use stored::{BLOCK, Stored};
+pub(crate) use stored::{same_type, same_type_mut};
 
 /// Runs `f` compiled for the widest vectors this CPU has (AVX-512, AVX2, NEON, or the target's baseline).
 ///

@@ -3,9 +3,26 @@
 use super::{Lanes, f16_convert};
 use candle_core::WithDType;
 use half::{bf16, f16};
+use std::any::TypeId;
 
 /// Elements converted at a time: a buffer that stays in the first-level cache.
 pub const BLOCK: usize = 512;
+
+/// The same elements, where both types are one: for kernels that are generic, and have code of its own for one type.
+#[inline(always)]
+pub(crate) fn same_type<A: 'static, B: 'static>(x: &[A]) -> Option<&[B]> {
+    let is_same = TypeId::of::<A>() == TypeId::of::<B>();
+    // SAFETY: the types are one.
+    is_same.then(|| unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), x.len()) })
+}
+
+/// As [`same_type`], for writing.
+#[inline(always)]
+pub(crate) fn same_type_mut<A: 'static, B: 'static>(x: &mut [A]) -> Option<&mut [B]> {
+    let is_same = TypeId::of::<A>() == TypeId::of::<B>();
+    // SAFETY: the types are one.
+    is_same.then(|| unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), x.len()) })
+}
 
 /// An element type of tensors, read and written in blocks of the type that arithmetic is done in.
 ///

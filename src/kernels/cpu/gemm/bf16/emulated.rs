@@ -1,0 +1,92 @@
+//! What the instructions compute, bit by bit, in plain code: for tests of the instructions where they are, and in their
+//! place where they are not.
+
+use super::product::{Factors, PAIRS, SIDE, TILE, Tiles};
+use half::bf16;
+
+/// Which instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Emulated {
+    Amx,
+    Avx512,
+}
+
+impl Emulated {
+    /// As [`amx::multiply`](super::amx::multiply).
+    ///
+    /// # Safety
+    /// The factors are readable for their steps, and the sums writable.
+    pub(super) unsafe fn multiply(
+        self,
+        factors: Factors,
+        tiles: Tiles,
+        sums: *mut f32,
+        adds: bool,
+    ) {
+        for (i, j) in (0..tiles.rows).flat_map(|i| (0..tiles.columns).map(move |j| (i, j))) {
+            // SAFETY: the caller's promise.
+            let (a, b, c) = unsafe {
+                let a = factors.a.add(i * factors.a_panel);
+                let b = factors.b.add(j * factors.b_panel);
+                let sums = sums.add((2 * i + j) * SIDE * SIDE);
+                (
+                    std::slice::from_raw_parts(a, factors.steps * TILE),
+                    std::slice::from_raw_parts(b, factors.steps * TILE),
+                    std::slice::from_raw_parts_mut(sums, SIDE * SIDE),
+                )
+            };
+            let before = c.to_vec();
+            // AMX's sums begin with what is there, those of pairs are added to it.
+            if !adds || self == Self::Avx512 {
+                c.fill(0.0);
+            }
+            for (a, b) in a.chunks_exact(TILE).zip(b.chunks_exact(TILE)) {
+                self.tile(a, b, c);
+            }
+            if adds && self == Self::Avx512 {
+                for (c, before) in c.iter_mut().zip(before) {
+                    *c += before;
+                }
+            }
+        }
+    }
+
+    /// One instruction of AMX, or the sixteen dot products for each row that do as much: a (SIDE, PAIRS, 2), b (PAIRS,
+    /// SIDE, 2), c (SIDE, SIDE).
+    pub fn tile(self, a: &[bf16], b: &[bf16], c: &mut [f32]) {
+        for (i, c) in c.iter_mut().enumerate() {
+            let (row, column) = (i / SIDE, i % SIDE);
+            let pair = |pair: usize| {
+                let (a, b) = (2 * (row * PAIRS + pair), 2 * (pair * SIDE + column));
+                [0, 1].map(|half| [a + half, b + half])
+            };
+            let multiply_add = |sum: f32, [x, y]: [usize; 2]| {
+                let [x, y] = [a[x], b[y]].map(|x| flushed(x.to_f32()));
+                flushed(x.mul_add(y, flushed(sum)))
+            };
+            match self {
+                Self::Amx => {
+                    let [mut even, mut odd] = [0.0; 2];
+                    for [first, second] in (0..PAIRS).map(pair) {
+                        even = multiply_add(even, first);
+                        odd = multiply_add(odd, second);
+                    }
+                    *c = flushed(flushed(*c) + flushed(even + odd));
+                }
+                Self::Avx512 => {
+                    for [first, second] in (0..PAIRS).map(pair) {
+                        *c = multiply_add(multiply_add(*c, second), first);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Zero of the same sign for a denormal.
+fn flushed(x: f32) -> f32 {
+    match x.is_subnormal() {
+        true => 0f32.copysign(x),
+        false => x,
+    }
+}

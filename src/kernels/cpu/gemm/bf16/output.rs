@@ -1,0 +1,201 @@
+//! Sums to their place, rounded where that is bf16.
+
+use super::super::matrix::MatMut;
+use super::product::{BLOCK, SIDE};
+use super::unit::Unit;
+use crate::kernels::cpu::simd::same_type_mut;
+use half::bf16;
+
+/// What a product writes, by tasks whose blocks have no element in common.
+#[derive(Clone, Copy)]
+pub(crate) struct Output {
+    to: Elements,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    row_stride: usize,
+    /// The product is added.
+    adds: bool,
+}
+
+#[derive(Clone, Copy)]
+enum Elements {
+    F32(*mut f32),
+    Bf16(*mut bf16),
+}
+
+// SAFETY: `store` hands the duty of not overlapping to its caller.
+unsafe impl Sync for Output {}
+
+impl Output {
+    /// c in f32 or bf16; `None` for other types. It must not outlive c's borrow.
+    pub fn new<C: 'static>(c: &mut MatMut<'_, C>, adds: bool) -> Option<Self> {
+        let to = match same_type_mut::<C, f32>(c.data) {
+            Some(c) => Elements::F32(c.as_mut_ptr()),
+            None => Elements::Bf16(same_type_mut::<C, bf16>(c.data)?.as_mut_ptr()),
+        };
+        Some(Self {
+            to,
+            rows: c.rows,
+            cols: c.cols,
+            row_stride: c.row_stride,
+            adds,
+        })
+    }
+
+    /// Asks for the places of a block that begins at a row and a column.
+    #[inline(always)]
+    pub(super) fn prefetch(&self, [row, column]: [usize; 2], rows: usize) {
+        let bytes = match self.to {
+            Elements::F32(to) => (to.cast::<u8>(), size_of::<f32>()),
+            Elements::Bf16(to) => (to.cast::<u8>(), size_of::<bf16>()),
+        };
+        for row in row..row + rows {
+            let at = bytes
+                .0
+                .wrapping_add((row * self.row_stride + column) * bytes.1);
+            for line in (0..BLOCK * bytes.1).step_by(64) {
+                prefetch_to_write(at.wrapping_add(line));
+            }
+        }
+    }
+
+    /// The sums of a block, tiles (2, 2), to where it begins, as far as it has rows and columns.
+    ///
+    /// # Safety
+    /// The block lies inside c, which is borrowed still, and no other thread touches it.
+    pub(super) unsafe fn store(
+        self,
+        unit: Unit,
+        place: [usize; 2],
+        sizes: [usize; 2],
+        sums: &[f32],
+    ) {
+        assert!(sums.len() >= BLOCK * BLOCK && sizes.into_iter().all(|size| size <= BLOCK));
+        // SAFETY: the caller's promise; units of x86-64 are there only where their instructions are.
+        unsafe {
+            match unit {
+                #[cfg(target_arch = "x86_64")]
+                Unit::Amx | Unit::Avx512 => self.store_lines(place, sizes, sums),
+                #[cfg(test)]
+                Unit::Emulated(_) => self.for_lines(place, sizes, sums, |at, sums, count| {
+                    self.store_plainly(at, &sums[..count]);
+                }),
+            }
+        }
+    }
+
+    /// Calls `store(at, sums, count)` for every line of every tile: `count` of [`SIDE`] sums to elements from `at`.
+    #[inline(always)]
+    fn for_lines(
+        self,
+        [row, column]: [usize; 2],
+        [rows, columns]: [usize; 2],
+        sums: &[f32],
+        store: impl Fn(usize, &[f32; SIDE], usize),
+    ) {
+        let start = row * self.row_stride + column;
+        let (lines, _) = sums.as_chunks::<SIDE>();
+        for row in 0..rows {
+            for column in (0..columns).step_by(SIDE) {
+                let tile = row / SIDE * 2 + column / SIDE;
+                let at = start + row * self.row_stride + column;
+                store(
+                    at,
+                    &lines[tile * SIDE + row % SIDE],
+                    (columns - column).min(SIDE),
+                );
+            }
+        }
+    }
+
+    /// As [`store`](Self::store).
+    ///
+    /// # Safety
+    /// As there; AVX-512 with words, short vectors and bf16.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn store_lines(self, place: [usize; 2], sizes: [usize; 2], sums: &[f32]) {
+        self.for_lines(
+            place,
+            sizes,
+            sums,
+            // SAFETY: lines of the block.
+            |at, sums, count| unsafe { self.store_line(at, sums, count) },
+        );
+    }
+
+    /// `count` of [`SIDE`] sums.
+    ///
+    /// # Safety
+    /// As many elements are writable from element `at`; AVX-512 with words, short vectors and bf16.
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn store_line(self, at: usize, sums: &[f32; SIDE], count: usize) {
+        use std::arch::x86_64::{
+            __m256bh, __m256i, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16, _mm512_add_ps,
+            _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_loadu_ps,
+            _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_slli_epi32,
+        };
+        let mask = u16::MAX >> (SIDE - count);
+        // SAFETY: SIDE sums; of c no more than is masked, by the caller's promise; both types are 32 bytes.
+        unsafe {
+            let mut line = _mm512_loadu_ps(sums.as_ptr());
+            match self.to {
+                Elements::F32(to) => {
+                    let to = to.add(at);
+                    if self.adds {
+                        line = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), line);
+                    }
+                    _mm512_mask_storeu_ps(to, mask, line);
+                }
+                Elements::Bf16(to) => {
+                    let to = to.add(at).cast::<i16>();
+                    if self.adds {
+                        let before = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, to));
+                        let before = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(before));
+                        line = _mm512_add_ps(before, line);
+                    }
+                    let rounded: __m256bh = _mm512_cvtneps_pbh(line);
+                    let rounded: __m256i = std::mem::transmute(rounded);
+                    _mm256_mask_storeu_epi16(to, mask, rounded);
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As many elements are writable from element `at`.
+    #[cfg(test)]
+    unsafe fn store_plainly(self, at: usize, sums: &[f32]) {
+        for (i, sum) in sums.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe {
+                match self.to {
+                    Elements::F32(to) => {
+                        let to = to.add(at + i);
+                        *to = if self.adds { *to + sum } else { *sum };
+                    }
+                    Elements::Bf16(to) => {
+                        let to = to.add(at + i);
+                        let before = if self.adds { (*to).to_f32() } else { 0.0 };
+                        *to = bf16::from_f32(before + sum);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Asks for the cache line at `at`, which need not be there, before it is written.
+#[inline(always)]
+fn prefetch_to_write(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which does not fault; processors that do not know it take it for nothing.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_ET0>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}

@@ -1,0 +1,230 @@
+//! Products of whole matrices: blocks of the depth, for each of which a task packs its columns of b, two panels of rows
+//! of a at a time, and the unit's blocks of 32 x 32.
+
+use super::super::cut::{Costs, Cut};
+use super::super::matrix::MatRef;
+use super::super::scratch::with_scratch;
+use super::super::threads::Threads;
+use super::output::Output;
+use super::pack::{Lines, packed_len};
+use super::unit::Unit;
+use crate::kernels::cpu::parallel;
+use half::bf16;
+use std::ops::Range;
+
+/// Rows or columns of a tile.
+pub(super) const SIDE: usize = 16;
+
+/// Elements of the depth in a tile.
+pub(super) const DEPTH: usize = 32;
+
+/// Pairs of the depth in a tile.
+pub(super) const PAIRS: usize = DEPTH / 2;
+
+/// Elements of a tile of a factor.
+pub(super) const TILE: usize = SIDE * DEPTH;
+
+/// Rows and columns of the largest block that a unit computes.
+pub(super) const BLOCK: usize = 2 * SIDE;
+
+/// Elements of its sums: tiles (2, 2), of (SIDE, SIDE) each.
+const BLOCK_SUMS: usize = BLOCK * BLOCK;
+
+/// The depth of a block at most: two panels of a are then in the first-level cache.
+const MAX_DEPTH: usize = 512;
+
+/// Columns of a task at most: its block of b is then a part of the second-level cache.
+const MAX_COLUMNS: usize = 768;
+
+/// Rows of a task at most; where the depth is taken in several blocks, and sums are kept meanwhile, half as many.
+const MAX_ROWS: usize = 1024;
+
+/// What packing takes, in multiply-adds for each element.
+const COPY: usize = 50;
+const TRANSPOSE: usize = 80;
+
+/// The packed factors of a block.
+#[derive(Clone, Copy)]
+pub(super) struct Factors {
+    /// Panels of a.
+    pub a: *const bf16,
+    /// From one to the next.
+    pub a_panel: usize,
+    /// Panels of b.
+    pub b: *const bf16,
+    /// From one to the next.
+    pub b_panel: usize,
+    /// Tiles of a panel.
+    pub steps: usize,
+}
+
+/// The tiles of a block of c: one or two in each direction.
+#[derive(Clone, Copy)]
+pub(super) struct Tiles {
+    pub rows: usize,
+    pub columns: usize,
+}
+
+/// `c = a b`, or `c += a b` where that says so: sums over the whole depth, added to c's values in the end, and rounded.
+/// c has elements, and the depth is not 0.
+///
+/// The bits depend on the factors and the unit alone, not on the cut, nor on the number of threads.
+///
+/// # Safety
+/// c is borrowed still, by nobody else.
+pub(in super::super) unsafe fn product(
+    unit: Unit,
+    a: MatRef<'_, bf16>,
+    b: MatRef<'_, bf16>,
+    c: Output,
+    threads: Threads,
+) {
+    assert_eq!(a.cols, b.rows, "depth");
+    assert_eq!([a.rows, b.cols], [c.rows, c.cols], "output");
+    let workers = match threads {
+        Threads::All => rayon::current_num_threads(),
+        Threads::One => 1,
+    };
+    let depth_step = depth_step(a.cols);
+    let costs = Costs {
+        a: if a.col_stride == 1 { COPY } else { TRANSPOSE },
+        b: if b.col_stride == 1 { COPY } else { TRANSPOSE },
+        units: [BLOCK; 2],
+        most: match a.cols > depth_step {
+            true => [MAX_ROWS / 2, MAX_COLUMNS],
+            false => [MAX_ROWS, MAX_COLUMNS],
+        },
+    };
+    let cut = Cut::best([a.rows, b.cols], costs, workers);
+    let depth = a.cols;
+    let a = Lines {
+        data: a.data,
+        line: a.row_stride,
+        depth: a.col_stride,
+        is_b: false,
+    };
+    let b = Lines {
+        data: b.data,
+        line: b.col_stride,
+        depth: b.row_stride,
+        is_b: true,
+    };
+    let task = |index: usize| {
+        let (rows, columns) = cut.block(index);
+        let block = Block {
+            unit,
+            factors: [a, b],
+            rows,
+            columns,
+            depth,
+            depth_step,
+        };
+        with_scratch(block.scratch_len(), |scratch| {
+            // SAFETY: the caller's promise; the block is inside c, as asserted above, and no other task's overlaps it.
+            unsafe { block.run(scratch, c) };
+        });
+    };
+    match threads {
+        Threads::All => parallel::for_tasks(cut.tasks(), task),
+        Threads::One => (0..cut.tasks()).for_each(task),
+    }
+}
+
+/// One task: a block of c.
+struct Block<'a> {
+    unit: Unit,
+    factors: [Lines<'a>; 2],
+    rows: Range<usize>,
+    columns: Range<usize>,
+    depth: usize,
+    depth_step: usize,
+}
+
+impl Block<'_> {
+    /// Elements (f32) of the packed block of b, of the packed panels of a, and of sums.
+    fn sizes(&self) -> [usize; 3] {
+        let depth = self.depth.min(self.depth_step);
+        let sums = match self.depth > self.depth_step {
+            true => self.rows.len().div_ceil(BLOCK) * self.columns.len().div_ceil(BLOCK),
+            false => 1,
+        };
+        [
+            packed_len(self.columns.len(), depth) / 2,
+            packed_len(BLOCK, depth) / 2,
+            sums * BLOCK_SUMS,
+        ]
+    }
+
+    /// Elements of scratch that [`run`](Self::run) needs.
+    fn scratch_len(&self) -> usize {
+        self.sizes().iter().sum()
+    }
+
+    /// Computes the block.
+    ///
+    /// # Safety
+    /// The block lies inside c, which is borrowed still, and no other thread touches it.
+    unsafe fn run(&self, scratch: &mut [f32], c: Output) {
+        let [b_len, a_len, _] = self.sizes();
+        let (b_packed, rest) = scratch.split_at_mut(b_len);
+        let (a_packed, sums) = rest.split_at_mut(a_len);
+        let [a_packed, b_packed] = [a_packed, b_packed].map(as_bf16);
+        let (rows, columns) = (self.rows.len(), self.columns.len());
+        let blocks = columns.div_ceil(BLOCK);
+        let session = self.unit.start();
+        for first in (0..self.depth).step_by(self.depth_step) {
+            let depth = first..self.depth.min(first + self.depth_step);
+            let is_last = depth.end == self.depth;
+            let panel = packed_len(1, depth.len());
+            let [a, b] = self.factors;
+            b.pack(self.unit, self.columns.clone(), depth.clone(), b_packed);
+            for row in (0..rows).step_by(BLOCK) {
+                let count = BLOCK.min(rows - row);
+                let lines = self.rows.start + row..self.rows.start + row + count;
+                a.pack(self.unit, lines, depth.clone(), a_packed);
+                for column in (0..columns).step_by(BLOCK) {
+                    let width = BLOCK.min(columns - column);
+                    let index = row / BLOCK * blocks + column / BLOCK;
+                    let sums = match self.depth > self.depth_step {
+                        true => &mut sums[index * BLOCK_SUMS..],
+                        false => &mut *sums,
+                    };
+                    let sums = &mut sums[..BLOCK_SUMS];
+                    let factors = Factors {
+                        a: a_packed.as_ptr(),
+                        a_panel: panel,
+                        b: b_packed[column / SIDE * panel..].as_ptr(),
+                        b_panel: panel,
+                        steps: panel / TILE,
+                    };
+                    let tiles = Tiles {
+                        rows: count.div_ceil(SIDE),
+                        columns: width.div_ceil(SIDE),
+                    };
+                    let place = [self.rows.start + row, self.columns.start + column];
+                    if is_last {
+                        c.prefetch(place, count);
+                    }
+                    // SAFETY: packed panels of these tiles, and a block of sums.
+                    unsafe { session.multiply(factors, tiles, sums.as_mut_ptr(), first > 0) };
+                    if is_last {
+                        // SAFETY: a part of the block.
+                        unsafe { c.store(self.unit, place, [count, width], sums) };
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The same memory, for twice as many elements.
+fn as_bf16(x: &mut [f32]) -> &mut [bf16] {
+    // SAFETY: bf16 asks for less alignment, and any bits make one.
+    unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), 2 * x.len()) }
+}
+
+/// The depth of a block: as equal as can be, in whole tiles.
+fn depth_step(depth: usize) -> usize {
+    let blocks = depth.div_ceil(MAX_DEPTH).max(1);
+    depth.div_ceil(blocks).next_multiple_of(DEPTH).max(DEPTH)
+}

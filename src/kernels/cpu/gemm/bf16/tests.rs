@@ -1,0 +1,289 @@
+//! Tests of every unit that is there, and of the instructions' emulations, which are everywhere.
+
+use super::super::matrix::{MatMut, MatRef};
+use super::super::threads::Threads;
+use super::emulated::Emulated;
+use super::output::Output;
+use super::pack::packed_len;
+use super::product::{self, Factors, PAIRS, SIDE, TILE, Tiles};
+use super::unit::{Unit, there};
+use crate::kernels::cpu::Stored;
+use half::bf16;
+
+/// The units that are there, and both emulations.
+fn units() -> Vec<Unit> {
+    let mut units = there();
+    units.extend([Emulated::Amx, Emulated::Avx512].map(Unit::Emulated));
+    units
+}
+
+/// As the product is called, for c of either type.
+fn product<C: Stored>(
+    unit: Unit,
+    a: MatRef<'_, bf16>,
+    b: MatRef<'_, bf16>,
+    mut c: MatMut<'_, C>,
+    accumulate: bool,
+    threads: Threads,
+) {
+    let c = Output::new(&mut c, accumulate).unwrap();
+    // SAFETY: c is this function's.
+    unsafe { product::product(unit, a, b, c, threads) };
+}
+
+/// A stream of numbers: xorshift.
+fn bits(state: &mut u64) -> u64 {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    *state
+}
+
+/// Evenly between -1 and 1.
+fn values(n: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed;
+    (0..n)
+        .map(|_| (bits(&mut state) >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
+        .collect()
+}
+
+fn rounded(x: &[f32]) -> Vec<bf16> {
+    x.iter().map(|x| bf16::from_f32(*x)).collect()
+}
+
+/// Numbers of every exponent, signs, zeros and denormals among them; the large ones' products and sums stay finite.
+fn of_every_size(n: usize, state: &mut u64) -> Vec<bf16> {
+    let number = |_| loop {
+        let x = bf16::from_bits(bits(state) as u16);
+        if x.to_f32().abs() < 1e17 {
+            break x;
+        }
+    };
+    (0..n).map(number).collect()
+}
+
+/// Alike in size, so that every addition rounds.
+fn alike(n: usize, state: &mut u64) -> Vec<bf16> {
+    let number = |_| bf16::from_f32((bits(state) % 1024) as f32 / 256.0 - 2.0);
+    (0..n).map(number).collect()
+}
+
+/// Of every unit that is there: blocks of one and two tiles each way, of one and more steps, and sums that go on.
+#[test]
+fn the_emulations_are_the_instructions_bit_by_bit() {
+    let mut state = 0x9E37_79B9_7F4A_7C15;
+    for unit in there() {
+        let emulated = match unit {
+            #[cfg(target_arch = "x86_64")]
+            Unit::Amx => Emulated::Amx,
+            #[cfg(target_arch = "x86_64")]
+            Unit::Avx512 => Emulated::Avx512,
+            Unit::Emulated(it) => it,
+        };
+        for round in 0..400 {
+            let make = if round % 2 == 0 { of_every_size } else { alike };
+            let steps = 1 + round % 3;
+            let [a, b] = [(); 2].map(|()| make(2 * steps * TILE, &mut state));
+            let factors = Factors {
+                a: a.as_ptr(),
+                a_panel: steps * TILE,
+                b: b.as_ptr(),
+                b_panel: steps * TILE,
+                steps,
+            };
+            let tiles = Tiles {
+                rows: 1 + round / 2 % 2,
+                columns: 1 + round / 4 % 2,
+            };
+            let start: Vec<f32> = make(4 * SIDE * SIDE, &mut state)
+                .iter()
+                .map(|x| x.to_f32() * 1.001)
+                .collect();
+            for adds in [false, true] {
+                let [mut real, mut plain] = [start.clone(), start.clone()];
+                // SAFETY: two panels of each factor, and the sums of two by two tiles.
+                unsafe {
+                    let session = unit.start();
+                    session.multiply(factors, tiles, real.as_mut_ptr(), adds);
+                    drop(session);
+                    emulated.multiply(factors, tiles, plain.as_mut_ptr(), adds);
+                }
+                for (i, (real, plain)) in real.iter().zip(&plain).enumerate() {
+                    let what = format!("{unit:?}, round {round}, {i}: {real:e} {plain:e}");
+                    assert_eq!(real.to_bits(), plain.to_bits(), "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// Denormals are zero on the way in and out.
+#[test]
+fn denormals_are_flushed() {
+    let one = |unit: Unit, x: f32, y: f32| {
+        let mut c = [7f32];
+        let [x, y] = [[bf16::from_f32(x)], [bf16::from_f32(y)]];
+        let (a, b) = (MatRef::new(&x, 1, 1), MatRef::new(&y, 1, 1));
+        product(unit, a, b, MatMut::new(&mut c, 1, 1), false, Threads::One);
+        c[0]
+    };
+    for unit in units() {
+        assert_eq!(one(unit, 1e-39, 1e30), 0.0, "{unit:?}: a factor");
+        assert_eq!(one(unit, 1e-20, 1e-20), 0.0, "{unit:?}: a sum");
+        let smallest = f32::MIN_POSITIVE;
+        assert_eq!(one(unit, smallest, 1.0), smallest, "{unit:?}");
+    }
+}
+
+/// A matrix of `rows` x `cols`, as it lies or as the transpose of what lies there.
+fn view<T>(data: &[T], rows: usize, cols: usize, transposed: bool) -> MatRef<'_, T> {
+    match transposed {
+        false => MatRef::new(data, rows, cols),
+        true => MatRef::new(data, cols, rows).t(),
+    }
+}
+
+const WAYS: [(bool, bool); 4] = [(false, false), (false, true), (true, false), (true, true)];
+
+/// Small integers, so that sums are exact and one rounding is all that is left: at, beside and beyond every edge.
+#[test]
+fn products_are_exact_at_every_edge() {
+    fn exact_for<C: Stored<Wide = f32>>(unit: Unit) {
+        let integer = |i: usize, step: usize| (i * step % 7) as f32 - 3.0;
+        for (rows, depth, cols) in [
+            (1, 1, 1),
+            (16, 32, 16),
+            (17, 33, 15),
+            (33, 31, 49),
+            (100, 515, 70),
+            (40, 1030, 800),
+            (1030, 34, 33),
+        ] {
+            let of = |n: usize, step| rounded(&Vec::from_iter((0..n).map(|i| integer(i, step))));
+            let (a, b) = (of(rows * depth, 3), of(depth * cols, 5));
+            for (a_transposed, b_transposed) in WAYS {
+                let a = view(&a, rows, depth, a_transposed);
+                let b = view(&b, depth, cols, b_transposed);
+                for accumulate in [false, true] {
+                    let c_row = cols + 3;
+                    let before = (0..rows * c_row).map(|i| C::from_f64(integer(i, 4).into()));
+                    let before = Vec::from_iter(before);
+                    let mut c = before.clone();
+                    let to = MatMut::band(&mut c, rows, cols, c_row);
+                    product(unit, a, b, to, accumulate, Threads::All);
+                    for (i, value) in c.iter().enumerate() {
+                        let (row, col) = (i / c_row, i % c_row);
+                        let is_kept = accumulate || col >= cols;
+                        let mut sum = if is_kept { before[i].to_f64() } else { 0.0 };
+                        for k in 0..if col < cols { depth } else { 0 } {
+                            let x = a.data[row * a.row_stride + k * a.col_stride].to_f64();
+                            sum += x * b.data[k * b.row_stride + col * b.col_stride].to_f64();
+                        }
+                        let wanted = C::from_f64(sum).to_f64();
+                        let what = format!("{unit:?} {rows}x{depth}x{cols} at {row}, {col}");
+                        assert_eq!(value.to_f64(), wanted, "{what}");
+                    }
+                }
+            }
+        }
+    }
+    for unit in units() {
+        exact_for::<bf16>(unit);
+        exact_for::<f32>(unit);
+    }
+}
+
+#[test]
+fn the_bits_do_not_depend_on_the_threads() {
+    for unit in units() {
+        let sizes: &[_] = match unit {
+            Unit::Emulated(_) => &[(70, 600, 40)],
+            #[cfg(target_arch = "x86_64")]
+            _ => &[(257, 700, 131), (1024, 512, 1344), (64, 1030, 2000)],
+        };
+        for &(rows, depth, cols) in sizes {
+            let (a, b) = (
+                rounded(&values(rows * depth, 7)),
+                rounded(&values(depth * cols, 8)),
+            );
+            for (a_transposed, b_transposed) in WAYS {
+                let a = view(&a, rows, depth, a_transposed);
+                let b = view(&b, depth, cols, b_transposed);
+                let with = |threads: usize, how| {
+                    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+                    let mut c = values(rows * cols, 9);
+                    let to = MatMut::new(&mut c, rows, cols);
+                    pool.unwrap().install(|| product(unit, a, b, to, true, how));
+                    c
+                };
+                let alone = with(1, Threads::One);
+                for threads in [1, 2, 3, 7] {
+                    let what = format!("{unit:?} {rows}x{depth}x{cols}");
+                    assert!(with(threads, Threads::All) == alone, "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// Beside rounding the exact product: in the root of the mean square, and relative to what is summed. What is left in
+/// f32 is within twice the errors of our own product in f32, whose chains are shorter.
+#[test]
+fn errors_are_those_of_rounding_the_exact_product() {
+    for unit in units() {
+        for (rows, depth, cols) in [(48, 64, 40), (40, 512, 48), (33, 3072, 35)] {
+            let x = rounded(&values(rows * depth, 5));
+            let y = rounded(&values(depth * cols, 6));
+            let wide = |x: &[bf16]| Vec::from_iter(x.iter().map(|x| x.to_f64()));
+            let narrow = |x: &[bf16]| Vec::from_iter(x.iter().map(|x| x.to_f32()));
+            let mut exact = vec![0f64; rows * cols];
+            for i in 0..rows * cols {
+                let (row, column) = (i / cols, i % cols);
+                let terms = (0..depth).map(|k| {
+                    let (x, y) = (x[row * depth + k], y[k * cols + column]);
+                    x.to_f64() * y.to_f64()
+                });
+                exact[i] = terms.sum();
+            }
+            let error = |c: &[f64]| {
+                let squares = c.iter().zip(&exact).map(|(c, exact)| (c - exact).powi(2));
+                squares.sum::<f64>().sqrt()
+            };
+            let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
+            let mut halves = vec![bf16::ZERO; rows * cols];
+            let mut sums = vec![0f32; rows * cols];
+            let to = MatMut::new(&mut halves, rows, cols);
+            product(unit, a, b, to, false, Threads::One);
+            let to = MatMut::new(&mut sums, rows, cols);
+            product(unit, a, b, to, false, Threads::One);
+            let best = exact.iter().map(|x| bf16::from_f64(*x).to_f64());
+            let [ours, best] = [error(&wide(&halves)), error(&Vec::from_iter(best))];
+            assert!(ours <= 1.1 * best, "{unit:?} at {depth}: {ours} for {best}");
+
+            let [x, y] = [narrow(&x), narrow(&y)];
+            let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
+            let mut in_f32 = vec![0f32; rows * cols];
+            let to = MatMut::new(&mut in_f32, rows, cols);
+            super::super::packed::product(a, b, to, false, Threads::One);
+            let of = |c: &[f32]| error(&Vec::from_iter(c.iter().map(|x| f64::from(*x))));
+            let [ours, theirs] = [of(&sums), of(&in_f32)];
+            assert!(ours <= 2.0 * theirs, "{unit:?}: {ours} for {theirs}");
+        }
+    }
+}
+
+/// An emulation by hand: one pair of ones in a tile of zeros.
+#[test]
+fn a_pair_is_one_sum() {
+    for it in [Emulated::Amx, Emulated::Avx512] {
+        let [mut a, mut b] = [(); 2].map(|()| vec![bf16::ZERO; packed_len(1, 32)]);
+        a[2 * PAIRS..2 * PAIRS + 2].fill(bf16::ONE); // row 1, pair 0
+        b[6..8].fill(bf16::from_f32(1.5)); // pair 0, column 3
+        let mut c = [0.25; SIDE * SIDE];
+        it.tile(&a, &b, &mut c);
+        for (i, c) in c.into_iter().enumerate() {
+            let wanted = if i == SIDE + 3 { 3.25 } else { 0.25 };
+            assert_eq!(c, wanted, "{it:?} at {i}");
+        }
+    }
+}

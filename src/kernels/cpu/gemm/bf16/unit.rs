@@ -1,0 +1,158 @@
+//! Which of the processor's instructions multiply bf16 here.
+
+#[cfg(test)]
+use super::emulated::Emulated;
+use super::product::{Factors, Tiles};
+#[cfg(target_arch = "x86_64")]
+use super::{
+    amx::{self, Registers},
+    avx512,
+};
+use crate::hardware::{HalfArithmetic, half_arithmetic};
+use std::sync::OnceLock;
+
+/// What multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unit {
+    /// AMX-BF16, which the system has granted.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
+    /// AVX512-BF16.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// Plain code.
+    #[cfg(test)]
+    Emulated(Emulated),
+}
+
+/// The unit that products of bf16 run on, found once; `None` where they are widened to f32.
+///
+/// AMX-BF16 wherever it is granted. AVX512-BF16 on processors of AMD, where it multiplies at twice f32's rate, and not
+/// on Intel's, where it does not: by the maker and not by measuring, for the choice decides about bits, and these shall
+/// be the same in every run on a machine. [`bf16_products`](crate::hardware::bf16_products) says how to choose another.
+pub(crate) fn unit() -> Option<Unit> {
+    static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
+    *UNIT.get_or_init(|| {
+        let there = there();
+        match std::env::var(WANTED).ok().as_deref() {
+            None => there.into_iter().find(|unit| unit.is_faster()),
+            Some(name) => {
+                let mut there = there.into_iter();
+                there.find(|unit| unit.name().is_some_and(|it| it.eq_ignore_ascii_case(name)))
+            }
+        }
+    })
+}
+
+/// Names the unit in place of the rule.
+const WANTED: &str = "TALLOW_BF16_PRODUCTS";
+
+/// The units that are there, those that are granted, the fastest first.
+pub(super) fn there() -> Vec<Unit> {
+    #[cfg(target_arch = "x86_64")]
+    if std::is_x86_feature_detected!("avx512bw") && std::is_x86_feature_detected!("avx512vl") {
+        let has = half_arithmetic();
+        let amx = has.contains(&HalfArithmetic::AmxBf16) && is_granted();
+        let avx512 = has.contains(&HalfArithmetic::Avx512Bf16);
+        // Tiles come with the other: it rounds what they sum.
+        let units = [(amx && avx512, Unit::Amx), (avx512, Unit::Avx512)];
+        return units
+            .into_iter()
+            .filter_map(|(is_there, unit)| is_there.then_some(unit))
+            .collect();
+    }
+    Vec::new()
+}
+
+/// Asks Linux for the tiles' room in this process's state, which it gives to who asks; nobody is asked elsewhere.
+#[cfg(target_arch = "x86_64")]
+fn is_granted() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        const REQUEST_PERMISSION: libc::c_long = 0x1023;
+        const TILE_DATA: libc::c_long = 18;
+        // SAFETY: a request that changes what this process may do, and none of its memory.
+        return unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) } == 0;
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
+}
+
+impl Unit {
+    /// The unit by the name that users know.
+    pub fn arithmetic(self) -> Option<HalfArithmetic> {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => Some(HalfArithmetic::AmxBf16),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => Some(HalfArithmetic::Avx512Bf16),
+            #[cfg(test)]
+            Self::Emulated(_) => None,
+        }
+    }
+
+    /// What it takes to multiply on this thread, until that is dropped.
+    pub(super) fn start(self) -> Session {
+        Session {
+            unit: self,
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: this unit is there only where it is granted; kernels do not call each other.
+            _registers: (self == Self::Amx).then(|| unsafe { Registers::new() }),
+        }
+    }
+
+    fn name(self) -> Option<&'static str> {
+        Some(self.arithmetic()?.name())
+    }
+
+    /// Whether it is faster than widening.
+    fn is_faster(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => is_amd(),
+            #[cfg(test)]
+            Self::Emulated(_) => false,
+        }
+    }
+}
+
+/// A unit that is ready.
+pub(super) struct Session {
+    unit: Unit,
+    #[cfg(target_arch = "x86_64")]
+    _registers: Option<Registers>,
+}
+
+impl Session {
+    /// `sums = a b`, or `sums += a b` where `adds`, of as many tiles as `tiles` says: sums as tiles (2, 2).
+    ///
+    /// # Safety
+    /// The factors are readable for their steps, which are one at least, and the sums writable.
+    #[inline]
+    pub unsafe fn multiply(&self, factors: Factors, tiles: Tiles, sums: *mut f32, adds: bool) {
+        // SAFETY: the caller's promise; the unit is there, and ready.
+        unsafe {
+            match self.unit {
+                #[cfg(target_arch = "x86_64")]
+                Unit::Amx => amx::multiply(factors, tiles, sums, adds),
+                #[cfg(target_arch = "x86_64")]
+                Unit::Avx512 => avx512::multiply(factors, tiles, sums, adds),
+                #[cfg(test)]
+                Unit::Emulated(emulated) => emulated.multiply(factors, tiles, sums, adds),
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn is_amd() -> bool {
+    use std::arch::x86_64::__cpuid;
+    // A safe function on newer compilers, unsafe on those before.
+    #[allow(unused_unsafe)]
+    // SAFETY: every x86-64 processor has the instruction.
+    let leaf = unsafe { __cpuid(0) };
+    let name = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+    name.as_flattened() == b"AuthenticAMD"
+}
