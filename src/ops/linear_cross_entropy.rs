@@ -13,7 +13,8 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss};
+use super::cpu::{elements, for_stored, tensor, tensors, view};
+use super::cross_entropy::lowering::{CheckedIds, PlannedLoss, planned_gradient, planned_loss};
 use super::cross_entropy::{Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
@@ -21,20 +22,22 @@ use super::linear::factors;
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
-use super::record::{Spec, by_kernels, composed};
-use super::weight::{WeightCopy, read_weight, tell_kept, tensors, tensors_again, with_copies};
+use super::record::{Made, Op, Spec, Storages, apply, composed, contiguous, exactly};
+use super::weight::{WeightCopy, read_weight, with_copies};
 use super::{linear, with_last_dim};
 use crate::graph::{MemoryStep, Room, Target};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::kernels::cpu::{Stored, rows::cross_entropy as kernel};
 use crate::probe::{Operand, Operands};
-use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor};
+use crate::{Error, Result, probe};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Shape, Tensor, WithDType};
+use std::sync::OnceLock;
 #[cfg(feature = "cuda")]
 use {
     super::cuda,
-    super::record::{Made, Op, Storages, applied, contiguous, exactly},
     crate::kernels::cuda::{cross_entropy as cuda_kernel, matmul::Matrix},
-    crate::{graph, probe},
-    candle_core::{CpuStorage, CudaStorage},
+    candle_core::CudaStorage,
     std::sync::{Mutex, PoisonError},
 };
 
@@ -51,16 +54,18 @@ use {
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    let (x, [weight], copies) = with_copies(NAME, x, [weight])?;
-    let targets = check(&x, &copies[0].of(&weight), targets)?;
-    match choose(NAME, &x)? {
+    let (x, [weight], [copy]) = with_copies("linear_cross_entropy", x, [weight])?;
+    let targets = check(&x, &copy.of(&weight), targets)?;
+    match choose("linear_cross_entropy", &x)? {
         Path::Kernel => {
-            let op = LinearCrossEntropy { copies, targets };
-            #[cfg(feature = "cuda")]
-            if x.device().is_cuda() && !graph::is_tracing() {
-                return Ok(OnGpu::new(op).apply(&x, &weight)?);
-            }
-            by_kernels(NAME, op, [&x, &weight])
+            let op = LinearCrossEntropy {
+                copy,
+                targets,
+                kept: OnceLock::new(),
+                #[cfg(feature = "cuda")]
+                logits: Mutex::default(),
+            };
+            Ok(apply(&[&contiguous(&x)?, &contiguous(&weight)?], op)?)
         }
         Path::Reference => {
             let product = || linear::reference(&x, &weight);
@@ -188,8 +193,94 @@ fn of_loss(signature: &Signature<'_>, statistics: Slot, loss: Slot) -> PlannedLo
 }
 
 struct LinearCrossEntropy {
-    copies: [WeightCopy; 1],
+    copy: WeightCopy,
     targets: Targets,
+    /// The logits (N, V), and (top, total) of each row (N, 2), as cross-entropy keeps them.
+    kept: OnceLock<(Tensor, Tensor)>,
+    /// The logits (N, V) on a GPU, until backward makes them their gradient.
+    #[cfg(feature = "cuda")]
+    logits: Mutex<Option<Tensor>>,
+}
+
+impl LinearCrossEntropy {
+    fn forward<T: Stored>(
+        &self,
+        x: &[T],
+        weight: &[T],
+        classes: usize,
+    ) -> candle_core::Result<T::Wide> {
+        let ids = elements::<u32>(&self.targets.ids)?;
+        let targets = CheckedIds::new(&ids, None)?;
+        let rows = ids.len();
+        let depth = x.len() / rows;
+        let x = MatRef::new(x, rows, depth); // (N, D)
+        let weight = MatRef::new(weight, classes, depth); // (V, D)
+        let logits = tensor::<T>((rows, classes), |logits| {
+            matmul(x, weight.t(), logits, false, Threads::All)
+        })?;
+        let (losses, statistics) = {
+            let logits = elements::<T>(&logits)?;
+            let target = |row| targets.get(row);
+            tensors(rows, (rows, 2), |losses, statistics| {
+                kernel::forward(&logits, classes, target, losses, statistics)
+            })?
+        };
+        let loss = targets.mean(&elements::<T::Wide>(&losses)?);
+        probe::kept("logits", &logits);
+        probe::kept("top and total", &statistics);
+        let _ = self.kept.set((logits, statistics)); // empty until now: an op runs forward once
+        Ok(loss)
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl LinearCrossEntropy {
+    fn backward_on_gpu(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dloss: &Tensor,
+    ) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let (gpu, rows) = (cuda::gpu(x)?, self.targets.ids.elem_count());
+        let ((classes, depth), dtype) = (weight.dims2()?, x.dtype());
+        let of_x = cuda::matrix(x, rows, depth)?; // (N, D)
+        let dloss = dloss.detach().to_dtype(DType::F32)?;
+        let read = self.copy.for_backward(weight)?; // (V, D)
+        let kept = {
+            let mut logits = self.logits.lock().unwrap_or_else(PoisonError::into_inner);
+            logits.take()
+        };
+        let logits = match kept {
+            Some(logits) => logits,
+            None => {
+                let factors = [of_x, cuda::matrix(&read, classes, depth)?.t()];
+                cuda::product(gpu, factors, 1, dtype, (rows, classes))?
+            }
+        };
+        let losses = cuda::alloc_uninit(gpu, DType::F32, rows)?;
+        let ids = cuda::ids(gpu, &self.targets.ids)?;
+        let targets = self.targets.on_gpu(&ids)?;
+        cuda_kernel::in_place(
+            gpu,
+            cuda::elements(&logits)?,
+            classes,
+            targets.ids,
+            cuda::elements(&dloss)?,
+            targets.counted,
+            cuda::whole(&losses)?,
+        )?;
+        let of_dlogits = cuda::matrix(&logits, rows, classes)?; // as they are now
+        let dx = x.track_op().then(|| {
+            let factors = [of_dlogits, cuda::matrix(&read, classes, depth)?];
+            cuda::product(gpu, factors, 1, dtype, x.shape())
+        });
+        drop(read);
+        let factors = [of_dlogits.t(), of_x];
+        let dw = weight
+            .track_op()
+            .then(|| self.copy.gradient_on_gpu(weight, factors));
+        Ok(vec![dx.transpose()?, dw.transpose()?])
+    }
 }
 
 impl Spec for LinearCrossEntropy {
@@ -210,15 +301,11 @@ impl Spec for LinearCrossEntropy {
     }
 
     fn reads(&self) -> Vec<Tensor> {
-        let mut reads = tensors(&self.copies);
-        reads.push(self.targets.ids.clone());
-        reads
-    }
-
-    fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        let mut reads = tensors_again(&self.copies, &inputs[1..])?;
-        reads.push(self.targets.ids.clone());
-        Ok(reads)
+        self.copy
+            .tensor()
+            .into_iter()
+            .chain([self.targets.ids.clone()])
+            .collect()
     }
 
     /// The logits, and from them the loss; on a GPU the numbers of each row go again.
@@ -239,20 +326,22 @@ impl Spec for LinearCrossEntropy {
             Some(MemoryStep::Hold(ids)),
             Some(MemoryStep::Keep(0)),
             packed,
-            self.copies[0].dropped(0),
         ];
         let loss = match target {
-            Target::Cpu => vec![
-                MemoryStep::Keep(1),
-                MemoryStep::Output,
-                room("losses", "BT", 1.0),
+            Target::Cpu => [
+                Some(MemoryStep::Keep(1)),
+                Some(MemoryStep::Output),
+                Some(room("losses", "BT", 1.0)),
+                self.copy.dropped(0),
             ],
-            Target::Cuda => vec![
-                MemoryStep::Output,
-                room("losses, tops and totals", "3BT", 3.0),
+            Target::Cuda => [
+                Some(MemoryStep::Output),
+                Some(room("losses, tops and totals", "3BT", 3.0)),
+                self.copy.dropped(0),
+                None,
             ],
         };
-        logits.into_iter().flatten().chain(loss).collect()
+        logits.into_iter().chain(loss).flatten().collect()
     }
 
     /// From the logits' gradient: on the CPU beside the logits, on a GPU in their place.
@@ -290,59 +379,41 @@ impl Spec for LinearCrossEntropy {
             .collect()
     }
 
-    fn has_kept(&self, _: &[Tensor]) {
-        tell_kept(&self.copies);
-    }
-
     fn forwarded(&self) {
-        self.copies[0].forwarded();
+        self.copy.forwarded();
     }
 }
 
-/// As it is computed on a GPU outside of plans: backward makes the logits their gradient.
-#[cfg(feature = "cuda")]
-struct OnGpu {
-    op: LinearCrossEntropy,
-    /// (N, V), until then.
-    logits: Mutex<Option<Tensor>>,
-}
-
-#[cfg(feature = "cuda")]
-impl OnGpu {
-    fn new(op: LinearCrossEntropy) -> Self {
-        let logits = Mutex::default();
-        Self { op, logits }
-    }
-
-    fn apply(self, x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
-        applied(&[&contiguous(x)?, &contiguous(weight)?], self)
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl Op for OnGpu {
+impl Op for LinearCrossEntropy {
     fn name(&self) -> &'static str {
         NAME
     }
 
-    fn cpu_fwd(&self, _: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
-        candle_core::bail!("{NAME} of a GPU on the CPU")
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
+        let [(x, x_layout), (weight, weight_layout)] = exactly(inputs)?;
+        let (classes, _) = weight_layout.shape().dims2()?;
+        for_stored!(x.dtype(), T => {
+            let x = view::<T>(x, x_layout)?;
+            let loss = self.copy.read(weight, weight_layout, |weight| self.forward(x, weight, classes))?;
+            type Wide = <T as Stored>::Wide;
+            Ok((Wide::to_cpu_storage_owned(vec![loss]), Shape::from(())))
+        })
     }
 
+    #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
-        let LinearCrossEntropy { copies, targets } = &self.op;
         let [(x, x_layout), (weight, weight_layout)] = exactly(inputs)?;
-        let (gpu, rows) = (&x.device, targets.ids.elem_count());
+        let (gpu, rows) = (&x.device, self.targets.ids.elem_count());
         let (classes, depth) = weight_layout.shape().dims2()?;
         let of_x = Matrix::new(cuda::view(x, x_layout)?, rows, depth); // (N, D)
-        let logits = copies[0].product_on_gpu(of_x, weight, weight_layout)?; // (N, V)
+        let logits = self.copy.product_on_gpu(of_x, weight, weight_layout)?; // (N, V)
         let room = |len| cuda::alloc_uninit(gpu, DType::F32, len);
         let (losses, statistics, mean) = (room(rows)?, room(2 * rows)?, room(1)?);
-        let ids = cuda::ids(gpu, &targets.ids)?;
+        let ids = cuda::ids(gpu, &self.targets.ids)?;
         cuda_kernel::forward(
             gpu,
             cuda::whole(&logits)?,
-            targets.on_gpu(&ids)?,
+            self.targets.on_gpu(&ids)?,
             cuda::whole(&losses)?,
             cuda::whole(&statistics)?,
             cuda::whole(&mean)?,
@@ -359,46 +430,39 @@ impl Op for OnGpu {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let LinearCrossEntropy { copies, targets } = &self.op;
         let [x, weight] = exactly(inputs)?;
-        let (gpu, rows) = (cuda::gpu(x)?, targets.ids.elem_count());
-        let ((classes, depth), dtype) = (weight.dims2()?, x.dtype());
-        let of_x = cuda::matrix(x, rows, depth)?; // (N, D)
-        let dloss = dloss.detach().to_dtype(DType::F32)?;
-        let read = copies[0].for_backward(weight)?; // (V, D)
-        let kept = {
-            let mut logits = self.logits.lock().unwrap_or_else(PoisonError::into_inner);
-            logits.take()
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return self.backward_on_gpu(x, weight, dloss);
+        }
+        let Some((logits, statistics)) = self.kept.get() else {
+            candle_core::bail!("linear_cross_entropy: backward before forward");
         };
-        let logits = match kept {
-            Some(logits) => logits,
-            None => {
-                let factors = [of_x, cuda::matrix(&read, classes, depth)?.t()];
-                cuda::product(gpu, factors, 1, dtype, (rows, classes))?
-            }
-        };
-        let losses = cuda::alloc_uninit(gpu, DType::F32, rows)?;
-        let ids = cuda::ids(gpu, &targets.ids)?;
-        let targets = targets.on_gpu(&ids)?;
-        cuda_kernel::in_place(
-            gpu,
-            cuda::elements(&logits)?,
-            classes,
-            targets.ids,
-            cuda::elements(&dloss)?,
-            targets.counted,
-            cuda::whole(&losses)?,
-        )?;
-        let of_dlogits = cuda::matrix(&logits, rows, classes)?; // as they are now
-        let dx = x.track_op().then(|| {
-            let factors = [of_dlogits, cuda::matrix(&read, classes, depth)?];
-            cuda::product(gpu, factors, 1, dtype, x.shape())
-        });
-        drop(read);
-        let factors = [of_dlogits.t(), of_x];
-        let dw = weight
-            .track_op()
-            .then(|| cuda::product(gpu, factors, 1, weight.dtype(), weight.shape()));
-        Ok(vec![dx.transpose()?, dw.transpose()?])
+        let (rows, classes) = logits.dims2()?;
+        let ids = elements::<u32>(&self.targets.ids)?;
+        let targets = CheckedIds::new(&ids, None)?;
+        for_stored!(x.dtype(), T => {
+            type Wide = <T as Stored>::Wide;
+            let share = targets.share(dloss.to_scalar::<Wide>()?);
+            let dlogits = {
+                let (logits, statistics) = (elements::<T>(logits)?, elements::<Wide>(statistics)?);
+                let target = |row| targets.get(row);
+                tensor::<T>((rows, classes), |dlogits| {
+                    kernel::backward(&logits, classes, target, &statistics, share, dlogits)
+                })?
+            };
+            let dlogits = elements::<T>(&dlogits)?;
+            let dlogits = MatRef::new(&dlogits, rows, classes); // (N, V)
+            let dx = {
+                let weight = self.copy.for_backward(weight)?;
+                let weight = elements::<T>(&weight)?;
+                let weight = MatRef::new(&weight, classes, weight.len() / classes);
+                tensor(x.shape(), |dx| matmul(dlogits, weight, dx, false, Threads::All))?
+            };
+            let x = elements::<T>(x)?;
+            let x = MatRef::new(&x, rows, x.len() / rows);
+            let dw = self.copy.gradient(weight, dlogits.t(), x)?;
+            Ok(vec![Some(dx), Some(dw)])
+        })
     }
 }

@@ -132,7 +132,7 @@ pub(crate) fn apply<C: Spec + Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
 }
 
 /// Applies `op` to `inputs`: outside of traces.
-pub(in crate::ops) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
+pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     let name = op.name();
     let path = probe::op_path(name);
     let op = Ranged { op, path };

@@ -180,10 +180,13 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         for (slot, (storage, layout)) in &guards {
             run.operands.push((*slot, Lying::of(storage, layout)?));
         }
-        let steps = self
-            .spec
-            .backward_steps(&signature.inputs, signature.target);
-        run.run(|input| inputs[input].track_op() || !steps.iter().any(|step| asks(step, input)))?;
+        run.run(|input| {
+            let steps = || {
+                self.spec
+                    .backward_steps(&signature.inputs, signature.target)
+            };
+            inputs[input].track_op() || !steps().iter().any(|step| asks(step, input))
+        })?;
         let gradient = |(i, x): (usize, &&Tensor)| match Slot::Gradient(i) {
             _ if calls.same.contains(&i) => Ok(Some(dy.clone())),
             slot if run.has(slot) => run.tensor(slot, x.shape()).map(Some),

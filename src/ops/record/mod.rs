@@ -10,8 +10,6 @@ mod input;
 mod lowered;
 mod spec;
 
-#[cfg(feature = "cuda")]
-pub(super) use apply::applied;
 pub(crate) use apply::{Made, Op, Storages, apply, exactly};
 pub(super) use composed::{Composed, composed_as};
 pub(crate) use composed::{composed, composed_handing_on};
