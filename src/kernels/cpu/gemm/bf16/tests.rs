@@ -236,15 +236,12 @@ fn errors_are_those_of_rounding_the_exact_product() {
             let y = rounded(&values(depth * cols, 6));
             let wide = |x: &[bf16]| Vec::from_iter(x.iter().map(|x| x.to_f64()));
             let narrow = |x: &[bf16]| Vec::from_iter(x.iter().map(|x| x.to_f32()));
-            let mut exact = vec![0f64; rows * cols];
-            for i in 0..rows * cols {
+            let exact_at = |i: usize| {
                 let (row, column) = (i / cols, i % cols);
-                let terms = (0..depth).map(|k| {
-                    let (x, y) = (x[row * depth + k], y[k * cols + column]);
-                    x.to_f64() * y.to_f64()
-                });
-                exact[i] = terms.sum();
-            }
+                let term = |k: usize| x[row * depth + k].to_f64() * y[k * cols + column].to_f64();
+                (0..depth).map(term).sum::<f64>()
+            };
+            let exact = Vec::from_iter((0..rows * cols).map(exact_at));
             let error = |c: &[f64]| {
                 let squares = c.iter().zip(&exact).map(|(c, exact)| (c - exact).powi(2));
                 squares.sum::<f64>().sqrt()

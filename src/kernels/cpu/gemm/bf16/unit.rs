@@ -64,17 +64,18 @@ pub(super) fn there() -> Vec<Unit> {
     Vec::new()
 }
 
-/// Asks Linux for the tiles' room in this process's state, which it gives to who asks; nobody is asked elsewhere.
-#[cfg(target_arch = "x86_64")]
+/// Asks the system to keep the tiles in the state of this process's threads.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn is_granted() -> bool {
-    #[cfg(target_os = "linux")]
-    {
-        const REQUEST_PERMISSION: libc::c_long = 0x1023;
-        const TILE_DATA: libc::c_long = 18;
-        // SAFETY: a request that changes what this process may do, and none of its memory.
-        return unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) } == 0;
-    }
-    #[cfg(not(target_os = "linux"))]
+    const REQUEST_PERMISSION: libc::c_long = 0x1023;
+    const TILE_DATA: libc::c_long = 18;
+    // SAFETY: a request that changes what this process may do, and none of its memory.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 }
+}
+
+/// Tiles are used on Linux alone.
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn is_granted() -> bool {
     false
 }
 
