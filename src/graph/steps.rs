@@ -13,6 +13,8 @@ pub enum MemoryStep {
     Hold(Room),
     /// Takes room until the pass is done.
     Take(Room),
+    /// Gives back the room that was taken last, sooner.
+    GiveBack,
     /// Takes room for this step alone.
     Pass(Room),
     /// Drops the one of [`Node::reads`](super::Node::reads) with this index.

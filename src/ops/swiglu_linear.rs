@@ -175,24 +175,26 @@ impl Spec for SwiGluLinear {
         products.chain([MemoryStep::Output]).collect()
     }
 
-    /// The gradients of gate and up; then `dx`, `dW1` and `dW3` from them.
+    /// The gradients of gate and up; then `dx`, `dW1` and `dW3` from them. The gate's is read last for `dW1`.
     fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         let (y, dtype) = self.output(inputs);
-        let gradients = MemoryStep::Take(Room {
-            what: "gradients of gate and up",
-            formula: "2BTF",
-            elements: 2.0 * elements_of(y.dims()),
-            element_bytes: dtype.size_in_bytes(),
-        });
+        let of = |what| {
+            MemoryStep::Take(Room {
+                what,
+                formula: "BTF",
+                elements: elements_of(y.dims()),
+                element_bytes: dtype.size_in_bytes(),
+            })
+        };
         let product = linear_product(inputs);
         let (dx, dw) = (product.dx(target), product.dw(target));
-        let made = [dx, dw, dw].into_iter().enumerate();
-        let made = made.map(|(of, taking)| MemoryStep::Gradient {
+        let [dx, dw1, dw3] = [(0, dx), (1, dw), (2, dw)].map(|(of, taking)| MemoryStep::Gradient {
             of,
             if_tracked: false,
             taking,
         });
-        [gradients].into_iter().chain(made).collect()
+        let (dup, dgate) = (of("gradient of up"), of("gradient of the gate"));
+        vec![dup, dgate, dx, dw1, MemoryStep::GiveBack, dw3]
     }
 
     fn has_kept(&self, _: &[Tensor]) {

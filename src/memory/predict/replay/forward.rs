@@ -40,6 +40,11 @@ impl Replay<'_> {
                 MemoryStep::Take(room) => {
                     taken.push(self.take_room(MemoryKind::Scratch, *room, 1.0))
                 }
+                MemoryStep::GiveBack => {
+                    if let Some(key) = taken.pop() {
+                        self.ledger.give_back(key);
+                    }
+                }
                 MemoryStep::Pass(room) => self.pass(*room),
                 MemoryStep::DropRead(i) => self.free(node.reads[*i].value),
                 MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
