@@ -54,10 +54,10 @@
 //! gradients of naive attention's scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention
 //! leaves blocks out that the mask hides. [`Attention`] is attention alone there.
 //!
-//! [`LossStep`] plans any loss of [`ops`](crate::ops) there, in f32, f16 and bf16. What it does not plan are weights of
-//! norms in half precision, views of more than six dimensions that cannot be joined, and gradients of views that
-//! overlap themselves: the error says the op and its place. f64 is refused by the first run. A loss of targets that are
-//! all ignored is not a number there, where a CPU's run is an error.
+//! [`LossStep`] plans any loss of [`ops`](crate::ops) there, in f32, f16 and bf16. What it does not plan are views of
+//! more than six dimensions that cannot be joined, and gradients of views that overlap themselves: the error says the
+//! op and its place. f64 is refused by the first run. A loss of targets that are all ignored is not a number there,
+//! where a CPU's run is an error.
 //!
 //! # Half precision
 //!

@@ -106,7 +106,8 @@ type Figure = (
     [u64; 2],
 );
 
-/// What this crate's first breakdown had, which followed one model by hand, on a GPU.
+/// What this crate's first breakdown had, which followed one model by hand, on a GPU. Eight peaks, in the backward of a
+/// gated feed-forward, are a weight's gradient less: the gate's gradient is freed before the last one is made.
 const FIGURES: [Figure; 37] = [
     (
         "small",
@@ -116,7 +117,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-full",
         "release",
         Mode::ForwardBackward,
-        [5_552_297_301_508, 5_555_514_489_860],
+        [5_552_297_301_508, 5_555_509_771_268],
     ),
     (
         "large",
@@ -126,7 +127,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::ForwardBackward,
-        [9_481_540_612, 34_019_975_172],
+        [9_481_540_612, 33_993_760_772],
     ),
     (
         "small",
@@ -176,7 +177,7 @@ const FIGURES: [Figure; 37] = [
         "bf16",
         "none",
         Mode::TrainStep,
-        [710_569_654_276, 764_043_382_788],
+        [710_569_654_276, 763_816_890_372],
     ),
     (
         "2.7b",
@@ -226,7 +227,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-dropping-casts",
         "every-7",
         Mode::TrainStep,
-        [21_181_629_444, 28_502_644_740],
+        [21_181_629_444, 28_493_207_556],
     ),
     (
         "10b",
@@ -286,7 +287,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-cpu-dropping-casts",
         "block",
         Mode::ForwardBackward,
-        [8_660_914_180, 10_781_392_900],
+        [8_660_914_180, 10_764_615_684],
     ),
     (
         "tiny",
@@ -306,7 +307,7 @@ const FIGURES: [Figure; 37] = [
         "f32",
         "block",
         Mode::TrainStep,
-        [1_787_702_582_276, 1_830_090_401_796],
+        [1_787_702_582_276, 1_830_064_187_396],
     ),
     (
         "xl",
@@ -356,7 +357,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::ForwardBackward,
-        [1_860_739_246_084, 11_412_504_838_148],
+        [1_860_739_246_084, 11_412_278_345_732],
     ),
     (
         "large",
@@ -426,7 +427,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::TrainStep,
-        [327_095_398_404, 671_153_364_996],
+        [327_095_398_404, 671_136_587_780],
     ),
     (
         "xl",
@@ -482,6 +483,7 @@ const FIGURES: [Figure; 37] = [
 
 #[test]
 fn figures_stay_what_they_were() {
+    let mut changed = Vec::new();
     for (preset, batch_size, sequence_length, attention, precision, checkpointing, mode, wanted) in
         FIGURES
     {
@@ -496,8 +498,11 @@ fn figures_stay_what_they_were() {
         };
         let plan = estimate(&TransformerConfig::preset(preset).unwrap(), &workload).unwrap();
         let found = [plan.after_forward_bytes, plan.peak_bytes];
-        assert_eq!(found, wanted, "{preset} {workload:?}");
+        if found != wanted {
+            changed.push(format!("{preset} {workload:?}: {found:?} for {wanted:?}"));
+        }
     }
+    assert!(changed.is_empty(), "{changed:#?}");
 }
 
 /// Without a graph a segment's input goes with the segment, while copies of weights go on growing.
