@@ -3,7 +3,7 @@
 //! The product of our own is the micro-kernel (`micro_kernel`, which attention calls through `tile`), packing (`pack`),
 //! and the loops around them (`packed`, cut into tasks by `cut`). Where the `gemm` crate is faster, it multiplies
 //! (`panels`): `choice` decides by the processor's instructions, found at run time, and by the shape. Where the
-//! processor multiplies bf16 itself, products of bf16 are its own ([`bf16`]). `product` calls the one or the other.
+//! processor multiplies bf16 itself, products of bf16 are its own (`bf16`). `product` calls the one or the other.
 
 mod batched;
 pub(crate) mod bf16;
