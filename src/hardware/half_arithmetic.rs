@@ -52,7 +52,7 @@ impl fmt::Display for HalfArithmetic {
 /// The half-precision arithmetic of the CPU that this runs on, as it says itself; empty where it has none, and on
 /// architectures other than x86-64 and AArch64.
 ///
-/// [`bf16_products`] says which of it this crate uses: matrix products of bf16. All other kernels read and write half
+/// [`bf16_products`](super::bf16_products) says which of it this crate uses: matrix products of bf16. All other kernels read and write half
 /// precision and compute in f32.
 ///
 /// ```
@@ -62,25 +62,6 @@ impl fmt::Display for HalfArithmetic {
 /// ```
 pub fn half_arithmetic() -> Vec<HalfArithmetic> {
     detected()
-}
-
-/// What matrix products of bf16 run on, on the CPU: AMX-BF16 where the processor and the system grant it, else
-/// AVX512-BF16 on processors of AMD, on which it multiplies at twice f32's rate (on Intel's it gains nothing); `None`
-/// where bf16 is widened and multiplied in f32, as f16 is everywhere.
-///
-/// Both sum in f32, and results are rounded once, to the nearest, ties to even. Both take denormal factors and sums,
-/// those below 2^-126, as zero. Widening takes them as they are, and sums in another order: bits differ from one kind of
-/// processor to another, while on one machine they are the same in every run and for any number of threads.
-///
-/// `TALLOW_BF16_PRODUCTS` in the environment, read once, chooses: `amx-bf16`, `avx512-bf16`, or `f32` for widening. A
-/// unit that is not there is not used, and bf16 is widened then.
-///
-/// ```
-/// use tallow::hardware::{bf16_products, half_arithmetic};
-/// assert!(bf16_products().is_none_or(|unit| half_arithmetic().contains(&unit)));
-/// ```
-pub fn bf16_products() -> Option<HalfArithmetic> {
-    crate::kernels::cpu::gemm::bf16::unit()?.arithmetic()
 }
 
 /// Each unit that is there, and that the system lets programs use.

@@ -31,7 +31,7 @@ mod tf32;
 
 #[cfg(feature = "report")]
 pub use description::description;
-pub use half_arithmetic::{HalfArithmetic, bf16_products, half_arithmetic};
+pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
 pub use tf32::{set_tf32, tf32};
 
 use crate::{Error, Result};
@@ -145,6 +145,25 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
         Device::Cuda(_) => cuda::available_bytes(device),
         _ => available_bytes(),
     }
+}
+
+/// What matrix products of bf16 run on, on the CPU: AMX-BF16 where the processor and the system grant it, else
+/// AVX512-BF16 on processors of AMD, on which it multiplies at twice f32's rate (on Intel's it gains nothing); `None`
+/// where bf16 is widened and multiplied in f32, as f16 is everywhere.
+///
+/// Both sum in f32, and results are rounded once, to the nearest, ties to even. Both take denormal factors and sums,
+/// those below 2^-126, as zero. Widening takes them as they are, and sums in another order: bits differ from one kind
+/// of processor to another, while on one machine they are the same in every run and for any number of threads.
+///
+/// `TALLOW_BF16_PRODUCTS` in the environment, read once, chooses: `amx-bf16`, `avx512-bf16`, or `f32` for widening. A
+/// unit that is not there is not used, and bf16 is widened then.
+///
+/// ```
+/// use tallow::hardware::{bf16_products, half_arithmetic};
+/// assert!(bf16_products().is_none_or(|unit| half_arithmetic().contains(&unit)));
+/// ```
+pub fn bf16_products() -> Option<HalfArithmetic> {
+    crate::kernels::cpu::gemm::bf16::unit()?.arithmetic()
 }
 
 /// What the CPU's multiply-add units allow in f32, measured: FLOP/s of all threads together, each running independent

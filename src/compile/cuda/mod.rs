@@ -1,8 +1,9 @@
 //! A GPU's executor: every call handed to its kernel, in one stream, and the whole of a run recorded as a CUDA graph.
 //!
 //! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on
-//! a run is one launch, or one for each phase where phases are timed. What may change from run to run (learning rates, the loss scale) is read by the kernels from a
-//! buffer that is filled before. A run that the probe listens to goes call by call again.
+//! a run is one launch, or one for each phase where phases are timed. What may change from run to run (learning rates,
+//! the loss scale) is read by the kernels from a buffer that is filled before. A run that the probe listens to goes call
+//! by call again.
 //!
 //! The stream is the executor's own, so that no other work is recorded. While a plan's first two runs last, other
 //! threads had better not use the GPU for what they have not used it for before: the driver loads kernels when they are
@@ -19,7 +20,10 @@ mod graph;
 mod inputs;
 mod launcher;
 mod results;
+mod undisturbed;
 mod update;
+
+pub(in crate::compile) use undisturbed::Undisturbed;
 
 use super::calls;
 use super::op::Op;
@@ -37,8 +41,7 @@ use device_pointers::DevicePointers;
 use graph::Recorded;
 use inputs::Inputs;
 use std::fmt;
-use std::mem::ManuallyDrop;
-use std::ops::{ControlFlow, Deref, DerefMut, Range};
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use update::{OptimizerLayout, Updates};
 
@@ -392,45 +395,6 @@ impl Executor {
     /// Has the copies of weights renewed in the next run.
     pub fn refresh(&mut self) {
         self.copies_are_current = false;
-    }
-}
-
-/// An executor that is dropped while no other thread makes, records or drops a stream. cuBLAS's handle waits for the
-/// whole context as it goes: the driver then walks all streams, and crashes where another thread frees one.
-pub(in crate::compile) struct Undisturbed(ManuallyDrop<Executor>);
-
-impl Undisturbed {
-    /// As [`Executor::new`].
-    pub fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
-        Ok(Self(ManuallyDrop::new(Executor::new(plan, gpu)?)))
-    }
-}
-
-impl Deref for Undisturbed {
-    type Target = Executor;
-
-    fn deref(&self) -> &Executor {
-        &self.0
-    }
-}
-
-impl DerefMut for Undisturbed {
-    fn deref_mut(&mut self) -> &mut Executor {
-        &mut self.0
-    }
-}
-
-impl Drop for Undisturbed {
-    fn drop(&mut self) {
-        let _undisturbed = hardware::cuda::undisturbed();
-        // SAFETY: nothing uses it after.
-        unsafe { ManuallyDrop::drop(&mut self.0) };
-    }
-}
-
-impl fmt::Debug for Undisturbed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&*self.0, f)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Elementwise activations and their slopes, both from the input alone: exponentials are cheaper than another tensor.
 
-use super::{Blocks, Real, Stored, parallel, simd};
+use super::elementwise::each;
+use super::{Real, Stored};
 use crate::kernels::Activation;
 use std::f64::consts::{FRAC_2_SQRT_PI, SQRT_2};
 
@@ -128,32 +129,4 @@ fn twice_u_slope<T: Real>(x: T) -> T {
     let square = x * x;
     let square = if square > end { end } else { square };
     T::real(SLOPE) + T::real(3.0 * SLOPE * CUBE) * square
-}
-
-/// `y = f(inputs)`, element by element: slices of one length.
-pub(super) fn each<T: Stored, const N: usize>(
-    inputs: [&[T]; N],
-    y: &mut [T],
-    f: impl Fn([T::Wide; N]) -> T::Wide + Sync,
-) {
-    assert!(inputs.iter().all(|x| x.len() == y.len()));
-    parallel::for_rows(y, 1, |first, y| {
-        let inputs = inputs.map(|x| &x[first..first + y.len()]);
-        simd::vectorized(
-            #[inline(always)]
-            || {
-                Blocks::<T, N, 1>::new().each(
-                    inputs,
-                    [y],
-                    #[inline(always)]
-                    |_, inputs, [y]| {
-                        let inputs = inputs.map(|x| &x[..y.len()]);
-                        for (i, y) in y.iter_mut().enumerate() {
-                            *y = f(inputs.map(|x| x[i]));
-                        }
-                    },
-                );
-            },
-        );
-    });
 }

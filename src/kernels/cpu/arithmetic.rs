@@ -1,6 +1,6 @@
 //! Sums, differences and products of two slices, elementwise.
 
-use super::activation::each;
+use super::elementwise::each;
 use super::{Real, Stored};
 
 /// `y = a + b`; slices of one length, as in the others here.

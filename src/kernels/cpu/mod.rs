@@ -11,6 +11,7 @@ pub mod adamw;
 pub mod arithmetic;
 pub mod attention;
 pub mod cast;
+mod elementwise;
 pub mod gemm;
 pub mod heads;
 pub mod parallel;

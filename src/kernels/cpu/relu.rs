@@ -1,6 +1,6 @@
 //! relu(x) = max(x, 0).
 
-use super::activation::each;
+use super::elementwise::each;
 use super::{Real, Stored};
 
 /// `y = max(x, 0)`; a NaN stays one.

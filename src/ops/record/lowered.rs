@@ -288,7 +288,10 @@ impl<'a> Run<'a> {
             for slot in last {
                 match slot {
                     Slot::Read(i) => self.reads[i] = None,
-                    Slot::Scratch(_) => self.made.retain(|(other, _)| *other != slot),
+                    Slot::Scratch(_) => {
+                        self.operands.retain(|(other, _)| *other != slot);
+                        self.made.retain(|(other, _)| *other != slot);
+                    }
                     _ => {}
                 }
             }

@@ -1,6 +1,6 @@
 //! How ops get into candle's graph, or into the trace that is open on the thread.
 //!
-//! An op is a [`Spec`] whose lowering plans it and computes it ([`run`], [`by_kernels`]), or one that computes by itself
+//! An op is a [`Spec`] whose lowering plans it and computes it ([`run`], [`by_kernels`]), or one that computes itself
 //! ([`Op`], [`apply`]), or a composition of candle's own ops under one name ([`composed`]); [`input`] and its kin
 //! prepare the operands of compositions.
 

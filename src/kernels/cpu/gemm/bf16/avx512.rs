@@ -1,7 +1,7 @@
 //! Blocks of c by dot products of pairs.
 //!
-//! `vdpbf16ps`: an element of c is one chain of fused multiply-adds over the block's depth, of each pair the odd element
-//! first, added to c: shorter chains of rounding where the depth is taken in blocks.
+//! `vdpbf16ps`: an element of c is one chain of fused multiply-adds over the block's depth, of each pair the odd
+//! element first, added to c: shorter chains of rounding where the depth is taken in blocks.
 
 use super::product::{Factors, PAIRS, SIDE, TILE, Tiles};
 use half::bf16;
