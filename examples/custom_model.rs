@@ -327,11 +327,12 @@ fn eager_step(model: &Gpt2, optimizer: &mut AdamW, [tokens, targets]: [&Tensor; 
         let _phase = profile::phase("forward");
         model.loss(tokens, targets)?
     };
+    let value = loss.detach();
     let gradients = {
         let _phase = profile::phase("backward");
-        loss.backward()?
+        tallow::backward(loss)?
     };
     let _phase = profile::phase("optimizer");
     optimizer.step(&gradients)?;
-    Ok(loss.to_scalar()?)
+    Ok(value.to_scalar()?)
 }

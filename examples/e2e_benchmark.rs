@@ -10,7 +10,7 @@
 //! cargo run --example e2e_benchmark -- --size tiny small --compile
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --compile --optimizer-in-backward
 //! cargo run --example e2e_benchmark -- --size small --mode train-step --compile=only --memory-budget-gib 1.2
-//! cargo run --example e2e_benchmark -- --size small --mode train-step --checkpoint none release block every-3 sqrt
+//! cargo run --example e2e_benchmark -- --size small --mode train-step --checkpoint none block every-3 sqrt
 //! cargo run --example e2e_benchmark -- --precision f32 bf16 f16 --full-half
 //! cargo run --example e2e_benchmark -- --d-model 256 --d-ff 704 --num-layers 4 --num-heads 8 --format json
 //! ```

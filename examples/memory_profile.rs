@@ -5,7 +5,7 @@
 //! cargo run --example memory_profile
 //! cargo run --example memory_profile -- --size small --context-length 128 256 512 --mode forward train-step
 //! cargo run --example memory_profile -- --attention naive flash --timeline step.svg --snapshot step.pickle
-//! cargo run --example memory_profile -- --mode train-step --checkpoint none release block sqrt --timeline step.svg
+//! cargo run --example memory_profile -- --mode train-step --checkpoint none block sqrt --timeline step.svg
 //! cargo run --example memory_profile -- --size 2.7b --mode forward,train-step
 //! cargo run --features cuda --example memory_profile -- --device cuda:0 --size 2.7b --precision f32 bf16 --compile
 //! ```

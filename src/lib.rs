@@ -10,6 +10,7 @@
 //! - [`attention`]: scaled dot-product attention with masks, naive and in tiles ([`flash`](attention::flash()), with a
 //!   backward);
 //! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
+//! - [`backward`](backward()): the gradients of a loss, which frees the graph as it goes;
 //! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules, loss scaling;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
 //! - [`compile`]: a training step planned beforehand: one list of kernel calls in one piece of memory, faster than the
@@ -35,7 +36,7 @@
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
 //! let loss = ops::cross_entropy(&model.forward(&tokens)?, &targets)?; // a scalar
-//! let mut gradients = loss.backward()?;
+//! let mut gradients = tallow::backward(loss)?;
 //! clip_grad_norm(&mut gradients, &model.parameters(), 1.0)?;
 //! optimizer.step(&gradients)?;
 //! # Ok::<(), tallow::Error>(())
@@ -50,9 +51,14 @@
 //! # Kernels and references
 //!
 //! On the CPU ops run kernels, in f32, f64, f16 and bf16: parallel, vectorised for the processor that is there, and
-//! with the same bits for any number of threads. On CUDA all do that the model is made of but its residual sums, in
-//! f32, f16 and bf16: products are cuBLAS's, the rest are kernels of our own. Elsewhere they run their reference, and
-//! [`ops::fallbacks`] says which did; [`ops::KernelPolicy::Strict`] makes that an error instead.
+//! with the same bits for any number of threads. So they do on CUDA in f32, f16 and bf16: products are cuBLAS's, the
+//! rest are kernels of our own. Elsewhere they run their reference, and [`ops::fallbacks`] says which did;
+//! [`ops::KernelPolicy::Strict`] makes that an error instead.
+//!
+//! # Backward
+//!
+//! Ops are nodes of candle's graph, and `loss.backward()` works. [`backward()`] gives the same gradients in less time and
+//! memory: it frees the graph as it goes, and adds gradients in place.
 //!
 //! # Features
 //!
@@ -97,6 +103,7 @@
 )]
 
 pub mod attention;
+mod backward;
 #[cfg(feature = "report")]
 pub mod bench;
 pub mod compile;
@@ -127,6 +134,7 @@ mod saved;
 #[cfg(feature = "train")]
 pub mod train;
 
+pub use backward::{backward, backward_from, backward_with_hook};
 /// The candle that this crate is built on: a program that uses it by this name has the same version.
 pub use candle_core as candle;
 pub use error::{Error, Result};

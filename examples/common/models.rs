@@ -93,8 +93,8 @@ pub struct VariantFlags {
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
     pub attention: Vec<Algorithm>,
 
-    /// What blocks leave for backward, which runs the rest again (activation checkpointing): none, release, block,
-    /// every-N or sqrt; several allowed
+    /// What blocks leave for backward, which runs the rest again (activation checkpointing): none, block, every-N
+    /// or sqrt; several allowed
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "STRATEGY")]
     pub checkpoint: Vec<Checkpointing>,
 }

@@ -52,7 +52,7 @@ const PRECISIONS: [Precision; 7] = [
     Precision::BF16.with_dropped_casts(true),
 ];
 
-const CHECKPOINTING: [&str; 5] = ["none", "release", "block", "every-2", "sqrt"];
+const CHECKPOINTING: [&str; 5] = ["none", "block", "every-2", "every-3", "sqrt"];
 
 const MODES: [Mode; 3] = [Mode::TrainStep, Mode::ForwardBackward, Mode::Forward];
 

@@ -64,7 +64,7 @@ fn step(policy: Autocast, seed: u64, device: &Device) -> Result<Vec<(String, DTy
         ops::cross_entropy(&logits, &targets)
     })?;
     see("loss", &loss);
-    let gradients = loss.backward()?;
+    let gradients = tallow::backward(loss)?;
     for (name, var) in model.parameters() {
         let gradient = gradients
             .get(&var)

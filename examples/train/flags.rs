@@ -96,7 +96,7 @@ pub struct ModelFlags {
     pub attention: Algorithm,
 
     /// What the blocks leave for backward, which runs the rest again (nothing to do with files; the weights come out
-    /// the same): none, release, block, every-N or sqrt
+    /// the same): none, block, every-N or sqrt
     #[arg(long, default_value_t = Checkpointing::None, value_name = "STRATEGY")]
     pub activation_checkpointing: Checkpointing,
 

@@ -8,7 +8,7 @@ use crate::memory::{self, Estimate, Kernels, Meter, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::precision::Precision;
 use crate::report::Fields;
-use crate::{Error, Result, nn, no_grad};
+use crate::{Error, Result, backward, nn, no_grad};
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -261,14 +261,13 @@ impl EndToEnd {
             }
             Mode::ForwardBackward => laps.measure(self.steps, |lap| {
                 let loss = lap.time("forward", loss)?;
-                // The graph goes with the loss, before anything else asks for memory.
-                lap.time("backward", move || loss.backward())
+                lap.time("backward", move || backward(loss))
             }),
             Mode::TrainStep => {
                 let mut update = Update::new(self.optimizer, model.parameters(), precision)?;
                 let timings = laps.measure(self.steps, |lap| {
                     let loss = lap.time("forward", || update.scaled(loss()?))?;
-                    let mut gradients = lap.time("backward", move || loss.backward())?;
+                    let mut gradients = lap.time("backward", move || backward(loss))?;
                     lap.time("optimizer", || update.step(&mut gradients))
                 })?;
                 return Ok((timings, update.loss_scaling()));

@@ -10,7 +10,7 @@ use crate::memory::{
 use crate::model::TransformerLM;
 use crate::probe;
 use crate::report::Fields;
-use crate::{Error, Result, no_grad};
+use crate::{Error, Result, backward, no_grad};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 
@@ -167,9 +167,7 @@ impl EndToEnd {
         }
         let mut gradients = {
             let _phase = probe::phase("backward");
-            let gradients = out.backward()?;
-            drop(out); // the graph goes with it
-            gradients
+            backward(out)?
         };
         if let Some(update) = update {
             let _phase = probe::phase("optimizer");

@@ -5,7 +5,7 @@ use crate::compile::Plan;
 use crate::kernels::cpu::gemm;
 use crate::memory::{MemoryBreakdown, Meter};
 use crate::report::Fields;
-use crate::{Error, Result};
+use crate::{Error, Result, backward};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor};
 
@@ -101,8 +101,7 @@ impl<F: Fn() -> Result<Tensor>> Pass for Eager<F> {
     fn step(&mut self, lap: &mut Lap<'_>, between: &mut dyn FnMut()) -> Result<GradStore> {
         let output = lap.time(FORWARD, || self.0())?;
         between();
-        // The graph goes with the output, before anything else asks for memory.
-        lap.time(BACKWARD, move || output.backward())
+        lap.time(BACKWARD, move || backward(output))
     }
 }
 
@@ -298,7 +297,7 @@ impl Passes<'_> {
         let breakdown = self.breakdown.as_ref().ok();
         row.insert(
             "estimate_before_backward_bytes",
-            breakdown.map(MemoryBreakdown::before_backward_bytes),
+            breakdown.map(|breakdown| breakdown.before_backward_bytes),
         );
         row.insert("estimate_bytes", breakdown.map(MemoryBreakdown::peak_bytes));
         row.insert("available_bytes", self.sampling.available_bytes);

@@ -101,8 +101,7 @@ pub struct PlanConfig {
     pub clip_norm: Option<f64>,
     /// Micro-batches in a step: tokens and targets are then (accumulation * B, T), and the loss is the mean over all.
     pub accumulation: usize,
-    /// Which blocks are recomputed in backward instead of keeping their activations. (A plan always releases what a
-    /// block kept once backward has come through it: [`Checkpointing::Release`] is [`Checkpointing::None`] here.)
+    /// Which blocks are recomputed in backward instead of keeping their activations.
     pub checkpointing: Checkpointing,
     /// The most bytes that the arena may have. If what `checkpointing` says needs more, as little is recomputed as will
     /// do: in half precision on a GPU the sums that the first blocks' second norms read, an addition; gate and up of

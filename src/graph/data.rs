@@ -63,29 +63,23 @@ pub enum Source {
     Node,
 }
 
+/// What makes a segment's output, as nodes name it.
+pub(crate) const CHECKPOINT: &str = "checkpoint";
+
 /// What happened in a forward.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum TraceEvent {
     /// An op ran.
     Node(Node),
-    /// A segment began: a function whose graph does not live as long as the rest.
-    Enter(SegmentKind),
+    /// A segment began: a function that is [checkpointed](crate::nn::checkpoint()), recomputed in backward.
+    Enter,
     /// The segment that began last has ended. Its output is made by the node that follows.
     Leave,
     /// The outermost autocast region ended: weights' casts that were kept for it are dropped.
     AutocastEnd,
     /// The last tensor that shows this value was dropped, by the function and by candle's graph.
     Drop(ValueId),
-}
-
-/// What becomes of a segment's graph.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SegmentKind {
-    /// [`nn::checkpoint`](crate::nn::checkpoint()): it is dropped, and recomputed in backward.
-    Checkpoint,
-    /// [`nn::release`](crate::nn::release()): it is dropped as soon as backward has passed it.
-    Release,
 }
 
 /// One call of an op.
@@ -236,22 +230,6 @@ impl fmt::Display for Attribute {
     }
 }
 
-impl SegmentKind {
-    /// As graphs name it, and the node that makes a segment's output.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Checkpoint => "checkpoint",
-            Self::Release => "release",
-        }
-    }
-}
-
-impl fmt::Display for SegmentKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
 /// One line a node, indented by segment:
 /// `%7 (4, 256, 512) f32 = layers.0/ln1/rms_norm {eps 1e-5} (%3, layers.0.ln1.weight)`.
 impl fmt::Display for Graph {
@@ -264,8 +242,8 @@ impl fmt::Display for Graph {
                     write!(f, "{:indent$}", "")?;
                     self.write_node(f, node)?;
                 }
-                TraceEvent::Enter(kind) => {
-                    writeln!(f, "{:indent$}{kind} {{", "")?;
+                TraceEvent::Enter => {
+                    writeln!(f, "{:indent$}{CHECKPOINT} {{", "")?;
                     depth += 1;
                 }
                 TraceEvent::Leave => {

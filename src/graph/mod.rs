@@ -2,8 +2,8 @@
 //!
 //! [`trace`] runs any forward that is written with this crate's layers and ops on *hollow* tensors, which have a shape
 //! and a dtype but no elements, and returns a [`Graph`]: every op with its place in the model, its attributes, what it
-//! reads and writes and what it keeps for backward; the segments that are checkpointed or released; where autocast
-//! regions end and where tensors are dropped. A graph is plain data that can be compared, printed and analysed. Tracing
+//! reads and writes and what it keeps for backward; the segments that are checkpointed; where autocast regions end and
+//! where tensors are dropped. A graph is plain data that can be compared, printed and analysed. Tracing
 //! a model of ten billion parameters takes milliseconds and no memory for weights. A graph prints as text, one line per
 //! node; [`Graph::to_dot`] draws it; [`profile::node_table`](crate::profile::node_table()) is a table of its nodes with
 //! their costs.
@@ -41,16 +41,15 @@ mod steps;
 mod target;
 mod trace;
 
-pub use data::{
-    Attribute, Graph, Kept, Node, SegmentKind, Source, TraceEvent, Value, ValueId, ValueRef, View,
-};
+pub use data::{Attribute, Graph, Kept, Node, Source, TraceEvent, Value, ValueId, ValueRef, View};
 pub use hollow::{input, is_hollow, weights};
 pub use steps::{MemoryStep, Room};
 pub use target::Target;
 pub use trace::{Outputs, name, trace};
 
+pub(crate) use data::CHECKPOINT;
 pub(crate) use hollow::{are_on_one_device, constant, gives_hollow, refuse_hollow};
 pub(crate) use record::{kept_value, record};
-pub(crate) use segment::segment;
+pub(crate) use segment::checkpoint;
 pub(crate) use session::{autocast_ended, is_tracing, target};
 pub(crate) use trace::{Traced, trace_with_tensors};

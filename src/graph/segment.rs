@@ -1,6 +1,6 @@
-//! Segments of a trace: functions whose graph does not live as long as the rest.
+//! Segments of a trace: functions that backward recomputes.
 
-use super::data::{Node, SegmentKind, TraceEvent, ValueId};
+use super::data::{CHECKPOINT, Node, TraceEvent, ValueId};
 use super::hollow::{Role, hollow};
 use super::record::record;
 use super::session::with_session;
@@ -12,8 +12,6 @@ use candle_core::{DType, Shape, Tensor};
 
 /// A segment's output, made from the inner function's: where its graph stands for it.
 struct SegmentEnd {
-    /// The inner graph, where it is kept.
-    _graph: Option<Tensor>,
     _inputs: Vec<Tensor>,
 }
 
@@ -32,30 +30,23 @@ impl Spec for SegmentEnd {
 }
 
 /// `f(inputs)` as a segment: its inputs that have a graph are copied into leaves of its own.
-pub(crate) fn segment<const N: usize>(
-    kind: SegmentKind,
+pub(crate) fn checkpoint<const N: usize>(
     inputs: [&Tensor; N],
     f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    let name = kind.name();
     with_session(|session| {
-        session.push(TraceEvent::Enter(kind));
+        session.push(TraceEvent::Enter);
         Ok(())
     })?;
-    let leaves = inputs
-        .iter()
-        .map(|x| leaf(name, x))
-        .collect::<Result<Vec<_>>>()?;
-    let made = f(std::array::from_fn(|i| &leaves[i]))?;
-    let output = made.detach();
-    let graph = (kind == SegmentKind::Release).then_some(made); // or it goes here
+    let leaves = inputs.iter().map(|x| leaf(x)).collect::<Result<Vec<_>>>()?;
+    let output = f(std::array::from_fn(|i| &leaves[i]))?.detach(); // and the graph goes
     let tracked = with_session(|session| {
         session.told_drops();
         let output = session.value(&output)?;
         for (leaf, input) in leaves.iter().zip(inputs) {
             let leaf = session.value(leaf)?;
             // A variable, behind which there is no op to be dropped.
-            if graph.is_none() && leaf != session.value(input)? && leaf != output {
+            if leaf != session.value(input)? && leaf != output {
                 session.push(TraceEvent::Drop(leaf));
             }
         }
@@ -66,14 +57,13 @@ pub(crate) fn segment<const N: usize>(
         return Ok(output);
     }
     let end = SegmentEnd {
-        _graph: graph,
         _inputs: inputs.map(Tensor::clone).into(),
     };
-    record(name, end, &[&output], false)
+    record(CHECKPOINT, end, &[&output], false)
 }
 
 /// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.
-fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
+fn leaf(x: &Tensor) -> Result<Tensor> {
     with_session(|session| {
         let operand = session.operand(x)?;
         if !session.graph.values[operand.value.0].tracked || !x.dtype().is_float() {
@@ -81,7 +71,7 @@ fn leaf(name: &'static str, x: &Tensor) -> Result<Tensor> {
         }
         let output = ValueId(session.graph.values.len());
         session.push(TraceEvent::Node(Node {
-            path: probe::op_path(name).to_string(),
+            path: probe::op_path(CHECKPOINT).to_string(),
             op: "copy",
             attributes: Vec::new(),
             composed: true,

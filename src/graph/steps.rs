@@ -1,7 +1,7 @@
 //! What a call of an op does to memory, step by step.
 
 /// One step of an op's forward or of its backward: what it makes, takes for itself and gives back, in the order of its
-/// kernels. What candle does around it, the zeros that a gradient is added to for one, is no part of it.
+/// kernels. Sums of gradients that several ops make are no part of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum MemoryStep {
@@ -13,8 +13,8 @@ pub enum MemoryStep {
     Hold(Room),
     /// Takes room until the pass is done.
     Take(Room),
-    /// Gives back the room that was taken last, sooner.
-    GiveBack,
+    /// Gives back the room that was taken as the one with this index, sooner.
+    GiveBack(usize),
     /// Takes room for this step alone.
     Pass(Room),
     /// Drops the one of [`Node::reads`](super::Node::reads) with this index.

@@ -44,11 +44,6 @@ impl MemoryKind {
         Self::Other,
     ];
 
-    /// Whether it is there when backward begins.
-    pub fn before_backward(self) -> bool {
-        self < Self::Gradients
-    }
-
     /// As tables name it.
     pub fn name(self) -> &'static str {
         match self {
@@ -88,6 +83,9 @@ pub struct MemoryBreakdown {
     pub sizes: String,
     /// The terms; their sum is the peak.
     pub parts: Vec<Part>,
+    /// The bytes alive when backward begins: inputs and weights, and what forward leaves behind. Some of them are freed
+    /// before the worst moment.
+    pub before_backward_bytes: u64,
 }
 
 /// One term: `count` buffers of one size.
@@ -109,8 +107,11 @@ pub struct Part {
 
 impl MemoryBreakdown {
     pub(super) fn new(sizes: String) -> Self {
-        let parts = Vec::new();
-        Self { sizes, parts }
+        Self {
+            sizes,
+            parts: Vec::new(),
+            before_backward_bytes: 0,
+        }
     }
 
     /// Adds one buffer. Elements are counted in f64: exact to 2^53, and no overflow beyond.
@@ -151,9 +152,10 @@ impl MemoryBreakdown {
         self.sum(|part| part.kind == kind)
     }
 
-    /// The bytes alive when backward begins: inputs and weights, and what forward leaves behind.
-    pub fn before_backward_bytes(&self) -> u64 {
-        self.sum(|part| part.kind.before_backward())
+    /// Whose terms up to here are what is alive when backward begins.
+    pub(super) fn before_backward(mut self) -> Self {
+        self.before_backward_bytes = self.peak_bytes();
+        self
     }
 
     /// The most bytes alive at once.

@@ -187,10 +187,7 @@ impl TransformerLM {
             x = nn::checkpoint(forward, [&x])?; // (B, T, D)
         }
         for (i, block) in rest {
-            x = match checkpointing {
-                Checkpointing::None => numbered_forward(*i, block, &x)?,
-                _ => nn::release(|[x]| numbered_forward(*i, block, x), [&x])?,
-            }; // (B, T, D)
+            x = numbered_forward(*i, block, &x)?; // (B, T, D)
         }
         in_module("ln_final", || self.ln_final.forward(&x))
     }

@@ -8,16 +8,16 @@ use std::str::FromStr;
 /// What a model's blocks leave for backward: activation checkpointing by name.
 ///
 /// Gradients have the same bits with each. Where blocks are recomputed, all but the last segment of them are, by
-/// [`checkpoint`](super::checkpoint()); the last one's blocks, whose graph backward wants at once, are
-/// [released](super::release()). With segments of n blocks, L / n inputs and the graph of n blocks are alive at a time
-/// in place of L graphs: about 2 sqrt(L) at best, for n = sqrt(L).
+/// [`checkpoint`](super::checkpoint()); the last one's graph, which backward wants at once, is kept. With segments of n
+/// blocks, L / n inputs and the graph of n blocks are alive at a time in place of L graphs: about 2 sqrt(L) at best,
+/// for n = sqrt(L).
 ///
 /// As flags and files write it:
 ///
 /// ```
 /// use tallow::nn::Checkpointing;
 ///
-/// for name in ["none", "release", "block", "every-3", "sqrt"] {
+/// for name in ["none", "block", "every-3", "sqrt"] {
 ///     let strategy: Checkpointing = name.parse()?;
 ///     println!("{strategy}: {} of 12 blocks are recomputed", strategy.recomputed_blocks(12));
 /// }
@@ -30,12 +30,9 @@ use std::str::FromStr;
 #[cfg_attr(feature = "serde", serde(try_from = "String", into = "String"))]
 #[non_exhaustive]
 pub enum Checkpointing {
-    /// The whole graph, until all of backward is done, and for as many backwards as one likes.
+    /// The whole graph.
     #[default]
     None,
-    /// The whole graph, each block's until backward has come through it ([`release`](super::release())); a second
-    /// backward is an error.
-    Release,
     /// Each block's input: `Every(1)`.
     Block,
     /// The input of every segment of so many blocks.
@@ -56,7 +53,7 @@ impl Checkpointing {
     /// How many blocks a segment has; `None` where nothing is recomputed.
     pub(crate) fn segment_blocks(self, layers: usize) -> Option<NonZeroUsize> {
         match self {
-            Self::None | Self::Release => None,
+            Self::None => None,
             Self::Block => Some(NonZeroUsize::MIN),
             Self::Every(blocks) => Some(blocks),
             Self::Sqrt => {
@@ -72,7 +69,6 @@ impl fmt::Display for Checkpointing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::None => f.pad("none"),
-            Self::Release => f.pad("release"),
             Self::Block => f.pad("block"),
             Self::Every(blocks) => f.pad(&format!("every-{blocks}")),
             Self::Sqrt => f.pad("sqrt"),
@@ -87,14 +83,13 @@ impl FromStr for Checkpointing {
         let every = |blocks: &str| blocks.parse().ok().map(Self::Every);
         let known = match name {
             "none" => Some(Self::None),
-            "release" => Some(Self::Release),
             "block" => Some(Self::Block),
             "sqrt" => Some(Self::Sqrt),
             _ => name.strip_prefix("every-").and_then(every),
         };
         known.ok_or_else(|| {
             Error::config("checkpointing", "strategy", format!("{name:?}")).must_be(
-                "none, release, block, every-N with N from 1, or sqrt",
+                "none, block, every-N with N from 1, or sqrt",
                 "block keeps each block's input, every-N one of N blocks', sqrt of sqrt(L)",
             )
         })

@@ -3,11 +3,12 @@
 //! The parts of a transformer, each usable alone, built from any candle [`VarBuilder`]: a `VarMap`, a safetensors file,
 //! or [`seeded`], which draws initial weights from a seed. The arithmetic is in [`ops`], the whole model in
 //! [`model`](crate::model). [`checkpoint`](checkpoint()) runs a function again in backward instead of keeping its
-//! graph; [`release`] frees a function's graph during backward.
+//! graph.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
 //! use tallow::nn::{self, Layer, RmsNorm, SwiGlu};
+//! use tallow::ops;
 //!
 //! let vb = nn::seeded(0, DType::F32, &Device::Cpu);
 //! let norm = RmsNorm::new(8, 1e-5, vb.pp("norm"))?;
@@ -16,7 +17,7 @@
 //! let y = feed_forward.forward(&norm.forward(&x)?)?;
 //! assert_eq!(y.dims(), [2, 3, 8]);
 //!
-//! let gradients = y.sum_all()?.backward()?;
+//! let gradients = tallow::backward(ops::sum(&y)?)?;
 //! let trained = [norm.parameters(), feed_forward.parameters()].concat();
 //! assert!(trained.iter().all(|(_, weight)| gradients.get(weight).is_some()));
 //! # Ok::<(), tallow::Error>(())
@@ -40,7 +41,7 @@ mod swiglu;
 
 pub use attention::CausalSelfAttention;
 pub use block::TransformerBlock;
-pub use checkpoint::{checkpoint, release};
+pub use checkpoint::checkpoint;
 pub use checkpointing::Checkpointing;
 pub use embedding::Embedding;
 pub use init::seeded;

@@ -2,12 +2,13 @@
 
 use super::cast::cast_castable;
 use super::check_same;
+use super::dispatch::{Path, choose};
 use super::info::OpInfo;
 #[cfg(feature = "cuda")]
 use super::lowering::Named;
 use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
-use super::operand::{check_size, operand};
-use super::record::{composed, input};
+use super::operand::{check_size, is_supported_float, operand};
+use super::record::{Plain, by_kernels, composed_as, input};
 #[cfg(feature = "cuda")]
 use crate::kernels::{
     cuda::{View, strided as cuda_kernel},
@@ -49,7 +50,19 @@ pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
     check_same("concat", &named)?;
     let shape = shape_of(&inputs, dim)?;
     check_size("concat", &shape, inputs[0].dtype(), inputs[0].device())?;
-    composed("concat", &inputs, (shape, inputs[0].dtype()), || {
+    let dtype = inputs[0].dtype();
+    let call = || Plain::new("concat", shape.as_slice(), dtype);
+    // An op of candle's graph has three inputs at most.
+    let has_kernel = inputs.len() <= 3 && is_supported_float(dtype);
+    if has_kernel && choose("concat", inputs[0])? == Path::Kernel {
+        match inputs[..] {
+            [a] => return by_kernels("concat", call(), [a]),
+            [a, b] => return by_kernels("concat", call(), [a, b]),
+            [a, b, c] => return by_kernels("concat", call(), [a, b, c]),
+            _ => {}
+        }
+    }
+    composed_as("concat", &inputs, call(), || {
         let inputs: Vec<Tensor> = inputs.iter().map(|x| input(x)).collect();
         Ok(Tensor::cat(&inputs, dim)?.contiguous()?)
     })
@@ -86,6 +99,7 @@ fn shape_of(inputs: &[&Tensor], dim: usize) -> Result<Vec<usize>> {
 
 pub(super) const INFO: OpInfo = OpInfo::new("concat")
     .autocast_as("cat")
+    .on_gpu_up_to(usize::MAX)
     .composed("0", |o| o.elementwise(0.0))
     .planned_composed(LOWERING);
 

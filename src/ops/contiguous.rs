@@ -2,8 +2,8 @@
 
 use super::info::OpInfo;
 use super::operand::operand;
-use super::record::{SAME, composed_handing_on, input};
-use crate::{Result, graph};
+use super::record::{self, SAME};
+use crate::Result;
 use candle_core::Tensor;
 
 /// `x` with its elements in order, one after another: itself where they are, else a copy. What `reshape` of a
@@ -22,15 +22,7 @@ use candle_core::Tensor;
 /// # Errors
 /// Views of more elements than can be counted, or than there is memory for.
 pub fn contiguous(x: &Tensor) -> Result<Tensor> {
-    let x = operand("contiguous", x)?;
-    if x.is_contiguous() {
-        return Ok(x);
-    }
-    composed_handing_on("contiguous", &[&x], (x.shape(), x.dtype()), || {
-        input(&x)
-            .contiguous()
-            .map_err(|error| graph::refuse_hollow("contiguous", &[&x], error).into())
-    })
+    Ok(record::contiguous(&operand("contiguous", x)?)?)
 }
 
 pub(super) const INFO: OpInfo = OpInfo::uncast("contiguous")

@@ -2,10 +2,11 @@
 
 use super::arithmetic::lowering::{div, mul};
 use super::cast::{cast, cast_for};
+use super::dispatch::{Path, choose};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
 use super::operand::check_supported;
-use super::record::{Composed, composed_as, input};
+use super::record::{Plain, by_kernels, composed_as, input};
 use crate::Result;
 use crate::graph::Attribute;
 use crate::kernels::cpu::arithmetic as kernel;
@@ -51,15 +52,19 @@ pub fn rsqrt(x: &Tensor) -> Result<Tensor> {
 
 pub(super) const INFOS: &[OpInfo] = &[
     OpInfo::new("exp")
+        .on_gpu_up_to(usize::MAX)
         .planned_composed(EXP)
         .composed("1 an element", |o| o.elementwise(1.0)),
     OpInfo::new("log")
+        .on_gpu_up_to(usize::MAX)
         .planned_composed(LOG)
         .composed("1 an element", |o| o.elementwise(1.0)),
     OpInfo::new("pow")
+        .on_gpu_up_to(usize::MAX)
         .planned_composed(POW)
         .composed("1 an element", |o| o.elementwise(1.0)),
     OpInfo::new("rsqrt")
+        .on_gpu_up_to(usize::MAX)
         .planned_composed(RSQRT)
         .composed("2 an element", |o| o.elementwise(2.0)),
 ];
@@ -173,11 +178,14 @@ fn with_attributes(
 ) -> Result<Tensor> {
     check_supported(op, x)?;
     let [x] = cast_for(op, [x])?;
-    let output = Composed {
-        attributes,
-        ..Composed::new(shape, x.dtype())
-    };
-    composed_as(op, &[&x], output, || {
+    let call = Plain::new(op, shape, x.dtype());
+    let call = attributes
+        .into_iter()
+        .fold(call, |call, (name, value)| call.with(name, value));
+    if choose(op, &x)? == Path::Kernel {
+        return by_kernels(op, call, [&x]);
+    }
+    composed_as(op, &[&x], call, || {
         let wide = match x.dtype() {
             DType::F16 | DType::BF16 => cast(&x, DType::F32)?,
             _ => input(&x),

@@ -14,7 +14,8 @@
 //! let loss = ops::cross_entropy(&logits, &targets)?;
 //! let reference = ops::reference::cross_entropy(&logits, &targets, None)?;
 //! assert!((loss.to_scalar::<f32>()? - reference.to_scalar::<f32>()?).abs() < 1e-6);
-//! let gradient = loss.backward()?.get(&logits).unwrap().to_vec2::<f32>()?; // softmax(logits) - one_hot(targets)
+//! let gradients = tallow::backward(loss)?;
+//! let gradient = gradients.get(&logits).unwrap().to_vec2::<f32>()?; // softmax(logits) - one_hot(targets)
 //! assert!(gradient[0][0] < 0.0 && gradient[0][1] > 0.0);
 //! # Ok::<(), tallow::Error>(())
 //! ```

@@ -68,12 +68,15 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
 
 pub(super) const INFOS: &[OpInfo] = &[
     OpInfo::new("sum")
+        .on_gpu_up_to(usize::MAX)
         .planned_composed(SUM)
         .composed("1 an element", |o| o.reduction(1.0)),
     OpInfo::new("mean")
+        .on_gpu_up_to(usize::MAX)
         .planned_composed(MEAN)
         .composed("1 an element", |o| o.reduction(1.0)),
     OpInfo::new("log_softmax")
+        .on_gpu_up_to(usize::MAX)
         .planned_composed(LOG_SOFTMAX)
         .composed("5 an element", |o| o.elementwise(5.0)),
 ];

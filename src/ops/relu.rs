@@ -7,7 +7,7 @@
 //! let x = Var::new(&[-1f32, 0.0, 2.0], &Device::Cpu)?;
 //! let y = ops::relu(&x)?;
 //! assert_eq!(y.to_vec1::<f32>()?, [0.0, 0.0, 2.0]);
-//! let gradients = y.sum_all()?.backward()?;
+//! let gradients = tallow::backward(ops::sum(&y)?)?;
 //! assert_eq!(gradients.get(&x).unwrap().to_vec1::<f32>()?, [0.0, 0.0, 1.0]);
 //! # Ok::<(), tallow::Error>(())
 //! ```
@@ -44,7 +44,9 @@ pub fn reference(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) const INFO: OpInfo = per_element!(
-    OpInfo::new("relu").planned_composed(LOWERING),
+    OpInfo::new("relu")
+        .on_gpu_up_to(usize::MAX)
+        .planned_composed(LOWERING),
     1,
     1,
     "x, y; backward y, dy, dx"

@@ -168,7 +168,7 @@ pub(crate) fn scatter(view: View) -> Kernel {
     }
 }
 
-/// One thread adds, in order: places may repeat.
+/// In order: of rows that are one in another place, each thread adds its columns, else one thread adds all.
 fn scattered<T: WithDType, S: WithDType + std::ops::AddAssign>(
     view: &View,
     dy: &[T],
@@ -180,6 +180,19 @@ fn scattered<T: WithDType, S: WithDType + std::ops::AddAssign>(
         return Ok(());
     }
     let (width, stride, count) = rows(view);
+    let leading = view.shape.len() - 1;
+    let is_one_row = view.stride[..leading].iter().all(|stride| *stride == 0);
+    if is_one_row && stride == 1 && dx.len() == width && width > 0 {
+        parallel::for_rows(dx, 1, |first, part| {
+            for from in dy.chunks_exact(width) {
+                let from = &from[first..first + part.len()];
+                part.iter_mut()
+                    .zip(from)
+                    .for_each(|(dx, dy)| *dx += S::from_f64(dy.to_f64()));
+            }
+        });
+        return Ok(());
+    }
     for (number, from) in (0..count).zip(dy.chunks_exact(width.max(1))) {
         let start = row(view, number);
         for (col, dy) in from.iter().enumerate() {

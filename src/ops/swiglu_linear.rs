@@ -30,8 +30,8 @@ use candle_core::{DType, Shape, Tensor};
 
 /// `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
 ///
-/// The same as [`swiglu()`] of two [`linear()`]s. As one op, the gradients of gate and up are scratch instead of nodes
-/// of candle's graph, each of which is added to zeros, and dx is summed inside the second product:
+/// The same as [`swiglu()`] of two [`linear()`]s. As one op, the gradients of gate and up are scratch, and dx is summed
+/// inside the second product:
 /// `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for backward: x, W1, W3, and gate and up, both
 /// (..., F). Autocast: lower under both policies, as [`linear()`] is; silu and product follow.
 ///
@@ -194,7 +194,7 @@ impl Spec for SwiGluLinear {
             taking,
         });
         let (dup, dgate) = (of("gradient of up"), of("gradient of the gate"));
-        vec![dup, dgate, dx, dw1, MemoryStep::GiveBack, dw3]
+        vec![dup, dgate, dx, dw1, MemoryStep::GiveBack(1), dw3]
     }
 
     fn has_kept(&self, _: &[Tensor]) {

@@ -2,8 +2,9 @@
 
 use super::gradients::{Owners, distinct, gradient_of};
 use super::inplace;
+use crate::backward::empty_store;
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
+use candle_core::{Tensor, Var, backprop::GradStore};
 
 /// Sums gradients over several backward passes, and gives their mean.
 ///
@@ -169,12 +170,4 @@ fn next_sum(sum: &Tensor, part: &Tensor, weight: f64) -> Result<Tensor> {
     };
     inplace::add_scaled(sum, &part, weight)?;
     Ok(sum.clone())
-}
-
-/// A store without gradients. candle offers none, but a constant's backward pass leaves nothing except its own.
-fn empty_store() -> Result<GradStore> {
-    let constant = Tensor::zeros((), DType::F32, &Device::Cpu)?;
-    let mut store = constant.backward()?;
-    store.remove(&constant);
-    Ok(store)
 }

@@ -15,7 +15,7 @@
 //! for step in 0..10 {
 //!     optimizer.set_learning_rate(schedule.learning_rate(step));
 //!     let loss = weight.sqr()?.sum_all()?;
-//!     let mut gradients = loss.backward()?;
+//!     let mut gradients = tallow::backward(loss)?;
 //!     clip_grad_norm(&mut gradients, &parameters, 1.0)?;
 //!     optimizer.step(&gradients)?;
 //! }

@@ -17,7 +17,7 @@
 //!     ops::sum(&y)
 //! })?;
 //! assert_eq!(loss.dtype(), DType::F32);
-//! let gradients = loss.backward()?; // outside of the region: it covers forward and loss
+//! let gradients = tallow::backward(loss)?; // outside of the region: it covers forward and loss
 //! assert_eq!(gradients.get(&w).map(|g| g.dtype()), Some(DType::F32));
 //! # Ok::<(), tallow::Error>(())
 //! ```

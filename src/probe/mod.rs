@@ -387,12 +387,8 @@ pub(crate) fn produced(path: Path, output: &Tensor) {
 
 /// The op that this thread is in keeps `tensor` for backward.
 pub(crate) fn kept(what: &'static str, tensor: &Tensor) {
-    kept_by(current(), what, tensor);
-}
-
-/// The op at `path` keeps `tensor` for backward.
-pub(crate) fn kept_by(path: Path, what: &'static str, tensor: &Tensor) {
     if is_listening() {
+        let path = current();
         tell(|listener| listener.kept(path, what, tensor));
     }
 }

@@ -8,10 +8,9 @@ use std::fmt;
 /// The wall time of the steps and its parts, which add up to it exactly.
 ///
 /// Ops are timed themselves. candle's own work has no ranges, and is found as the time inside of a phase in which none
-/// of this crate's ops ran. In backward that is, before the first op, the sorting of the graph; between ops, the
-/// gradients' sums (every gradient is added to zeros first), the backwards of candle's own ops (residual sums, casts,
-/// references), and this crate's checks; after the last op, freeing the graph and its activations. In forward it is
-/// candle's own ops (reshapes, copies) and checks. Gaps in other phases, and between them, are unexplained. A step that
+/// of this crate's ops ran. In backward that is, before the first op, the sorting of the graph; between ops, the sums
+/// of gradients, the backwards of candle's own ops (references), and this crate's checks. In forward it is candle's own
+/// ops (reshapes, copies) and checks. Gaps in other phases, and between them, are unexplained. A step that
 /// runs as planned has no graph of candle's: what lies between its calls is one line.
 ///
 /// With a [GPU's kernels](Recording::kernels) a line's time is that of the kernels launched in it, and the rest of a

@@ -33,10 +33,10 @@
 //!     let y = {
 //!         let _phase = profile::phase("forward");
 //!         let _mine = profile::range("encoder");
-//!         ops::linear(&x, &w)?.sum_all()?
+//!         ops::sum(&ops::linear(&x, &w)?)?
 //!     };
 //!     let _phase = profile::phase("backward");
-//!     y.backward()?;
+//!     tallow::backward(y)?;
 //! }
 //! let recording = profiler.finish()?;
 //!

@@ -8,7 +8,7 @@ use crate::files::PathLock;
 use crate::model::TransformerLM;
 use crate::optim::guard::{finite_loss, value_of};
 use crate::optim::{AdamW, GradScaler, GradientAccumulator, decay_matrices_only};
-use crate::{Result, no_grad, probe};
+use crate::{Result, backward, no_grad, probe};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use std::sync::Mutex;
@@ -238,9 +238,8 @@ impl Trainer {
             sum += value;
             let gradients = {
                 let _range = probe::phase("backward");
-                loss.backward()?
+                backward(loss)?
             };
-            drop(loss); // and with it the graph, before anything else asks for memory
             accumulator.add(gradients)?;
         }
         Ok((sum / batches as f64, accumulator.mean()?))

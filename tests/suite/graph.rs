@@ -7,7 +7,7 @@ use rstest::rstest;
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 use tallow::attention::{self, Algorithm, AttentionConfig};
-use tallow::graph::{self, Graph, Node, SegmentKind, Source, Target, TraceEvent};
+use tallow::graph::{self, Graph, Node, Source, Target, TraceEvent};
 use tallow::model::{TransformerConfig, TransformerLM, flops};
 use tallow::nn::{self, Checkpointing};
 use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
@@ -65,8 +65,8 @@ impl Listener for Log {
     }
 
     fn kept(&self, path: Path, what: &'static str, tensor: &Tensor) {
-        // What a released graph keeps is told once more, by the segment; a weight's copy is an operand in a trace.
-        if self.thread == thread::current().id() && !["released", "weight copy"].contains(&what) {
+        // A weight's copy is an operand in a trace.
+        if self.thread == thread::current().id() && what != "weight copy" {
             let line = (
                 path.to_string(),
                 what.into(),
@@ -100,15 +100,14 @@ fn hollow_ids(rows: usize, cols: usize) -> [Tensor; 2] {
 
 /// The nodes that an eager run has ranges for.
 fn is_op(node: &&Node) -> bool {
-    !["copy", "checkpoint", "release", "contiguous", "to_dtype"].contains(&node.op)
+    !["copy", "checkpoint", "contiguous", "to_dtype"].contains(&node.op)
 }
 
 #[rstest]
 fn a_trace_is_what_eager_does(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(None, Some(DType::BF16), Some(DType::F16))] half: Option<DType>,
-    #[values(Checkpointing::None, Checkpointing::Release, Checkpointing::Sqrt)]
-    checkpointing: Checkpointing,
+    #[values(Checkpointing::None, Checkpointing::Sqrt)] checkpointing: Checkpointing,
     #[values(false, true)] without_grad: bool,
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
 ) {
@@ -238,39 +237,28 @@ fn drops_are_told_when_they_happen() {
 }
 
 #[test]
-fn segments_hold_what_they_keep() {
-    for (checkpointing, kind, goes) in [
-        (Checkpointing::Block, SegmentKind::Checkpoint, true),
-        (Checkpointing::Release, SegmentKind::Release, false),
-    ] {
-        let config = config(Algorithm::Naive, checkpointing);
-        let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
-        let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
-        let begins = traced
+fn segments_keep_nothing() {
+    let config = config(Algorithm::Naive, Checkpointing::Block);
+    let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+    let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
+    let place = |wanted| {
+        traced
             .events
             .iter()
-            .position(|event| *event == TraceEvent::Enter(kind))
-            .unwrap();
-        let ends = traced
-            .events
-            .iter()
-            .position(|event| *event == TraceEvent::Leave)
-            .unwrap();
-        let inside = &traced.events[begins..ends];
-        let made = inside
-            .iter()
-            .filter(|event| matches!(event, TraceEvent::Node(_)))
-            .count();
-        let dropped = inside
-            .iter()
-            .filter(|event| matches!(event, TraceEvent::Drop(_)))
-            .count();
-        // All but the output, which the segment copies when it has ended.
-        assert_eq!(dropped, if goes { made - 1 } else { 0 });
-        assert!(
-            matches!(&traced.events[ends + 1], TraceEvent::Node(node) if node.op == kind.to_string())
-        );
-    }
+            .position(|event| *event == wanted)
+            .unwrap()
+    };
+    let (begins, ends) = (place(TraceEvent::Enter), place(TraceEvent::Leave));
+    let inside = &traced.events[begins..ends];
+    let made = inside
+        .iter()
+        .filter(|event| matches!(event, TraceEvent::Node(_)));
+    let dropped = inside
+        .iter()
+        .filter(|event| matches!(event, TraceEvent::Drop(_)));
+    // All but the output, which the segment copies when it has ended.
+    assert_eq!(dropped.count(), made.count() - 1);
+    assert!(matches!(&traced.events[ends + 1], TraceEvent::Node(node) if node.op == "checkpoint"));
 }
 
 #[test]
@@ -310,7 +298,7 @@ fn a_region_ends_once() {
 
 #[test]
 fn a_target_decides_what_has_a_kernel() {
-    let x = graph::input("x", (2, 3), DType::BF16).unwrap();
+    let x = graph::input("x", (2, 3), DType::F64).unwrap();
     for (target, composed) in [(Target::Cpu, false), (Target::Cuda, true)] {
         let traced = graph::trace(target, || ops::relu(&x)).unwrap();
         assert_eq!(

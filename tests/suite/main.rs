@@ -2,6 +2,7 @@
 
 mod accumulate;
 mod attention_benchmark;
+mod backward;
 mod bench;
 mod checkpoint;
 mod child;

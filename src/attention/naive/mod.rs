@@ -169,7 +169,7 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     Ok(to_dtype(&out, q.dtype())?)
 }
 
-/// x in a shape. As it is, if it has that: a node of candle's graph has a gradient of its own, which is added to zeros.
+/// x in a shape: itself, if it has that.
 fn of_shape(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
     match x.dims() == shape {
         true => Ok(x.clone()),

@@ -1,6 +1,6 @@
 //! A graph as it is planned: without the nodes that only pass a value on, and with who reads each value.
 
-use crate::graph::{Graph, Node, SegmentKind, Source, TraceEvent, ValueId, ValueRef};
+use crate::graph::{Graph, Node, Source, TraceEvent, ValueId, ValueRef};
 use std::ops::Range;
 
 /// A graph's nodes, and what the passes ask of them.
@@ -26,14 +26,12 @@ impl<'g> Program<'g> {
         let (mut nodes, mut segments, mut open) = (Vec::new(), Vec::new(), Vec::new());
         for event in &graph.events {
             match event {
-                TraceEvent::Enter(kind) => {
-                    open.push((*kind == SegmentKind::Checkpoint).then_some(segments.len()));
-                    if *kind == SegmentKind::Checkpoint {
-                        segments.push(nodes.len()..nodes.len());
-                    }
+                TraceEvent::Enter => {
+                    open.push(segments.len());
+                    segments.push(nodes.len()..nodes.len());
                 }
                 TraceEvent::Leave => {
-                    if let Some(segment) = open.pop().flatten() {
+                    if let Some(segment) = open.pop() {
                         segments[segment].end = nodes.len();
                     }
                 }
@@ -152,7 +150,7 @@ fn named(operand: &ValueRef, names: &[ValueId]) -> ValueRef {
 
 /// The value that a node gives out as it is: one that is copied for the sake of candle's graph.
 fn passed_on(graph: &Graph, node: &Node) -> Option<ValueId> {
-    const PASSING: &[&str] = &["copy", "checkpoint", "release"];
+    const PASSING: &[&str] = &["copy", "checkpoint"];
     let [x] = &node.inputs[..] else {
         return None;
     };

@@ -1,7 +1,8 @@
 //! Sums, differences and products of two slices, elementwise.
 
 use super::elementwise::each;
-use super::{Real, Stored};
+use super::simd::BLOCK;
+use super::{Real, Stored, parallel, simd};
 
 /// `y = a + b`; slices of one length, as in the others here.
 pub fn add<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
@@ -11,6 +12,27 @@ pub fn add<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
         #[inline(always)]
         |[a, b]| a + b,
     );
+}
+
+/// `sum = sum + x`, rounded once in half precision.
+pub fn add_onto<T: Stored>(sum: &mut [T], x: &[T]) {
+    assert_eq!(sum.len(), x.len());
+    parallel::for_rows(sum, 1, |first, part| {
+        let x = &x[first..first + part.len()];
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                let mut wide = [[T::Wide::ZERO; BLOCK]; 2];
+                for (sum, x) in part.chunks_mut(BLOCK).zip(x.chunks(BLOCK)) {
+                    let [a, b] = wide.each_mut().map(|block| &mut block[..x.len()]);
+                    T::load(sum, a);
+                    T::load(x, b);
+                    a.iter_mut().zip(b.iter()).for_each(|(a, b)| *a += *b);
+                    T::store(a, sum);
+                }
+            },
+        );
+    });
 }
 
 /// `y = a - b`.

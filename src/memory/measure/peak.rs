@@ -6,7 +6,7 @@ use crate::memory::{Mode, Workload, estimate};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use crate::precision::Precision;
-use crate::{Error, Result, hardware, nn, no_grad};
+use crate::{Error, Result, backward, hardware, nn, no_grad};
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
@@ -152,8 +152,7 @@ impl Step {
         };
         let after_forward_bytes = current_bytes()?;
         if matches!(self.mode, Mode::ForwardBackward | Mode::TrainStep) {
-            let mut gradients = out.backward()?;
-            drop(out); // the graph goes, as it does in training
+            let mut gradients = backward(out)?;
             if let Some(optimizer) = &mut self.optimizer {
                 self.scaler.step(optimizer, &mut gradients)?;
                 self.scaler.update()?;

@@ -97,8 +97,7 @@ impl AttentionWorkload {
 /// as much again.
 ///
 /// Flash keeps the log-sum-exp instead, two numbers a row, one in half precision; its backward takes a few tiles a
-/// thread, and where dq is rounded its sums for two heads a thread, on a GPU for all of them. After any of them,
-/// candle adds each gradient to zeros.
+/// thread, and where dq is rounded its sums for two heads a thread, on a GPU for all of them.
 ///
 /// In f64 a GPU has no kernels. Naive is composed of candle's ops there, and this counts less than half of what they
 /// take.
@@ -109,8 +108,8 @@ impl AttentionWorkload {
 /// let workload = AttentionWorkload { sequence_length: 16_384, ..Default::default() };
 /// let cpu = attention_breakdown(&workload, Kernels::Cpu)?;
 /// let gpu = attention_breakdown(&workload, Kernels::Cuda)?;
-/// assert_eq!(cpu.before_backward_bytes(), gpu.before_backward_bytes());
-/// assert!(gpu.peak_bytes() > gpu.before_backward_bytes() + (1 << 30));
+/// assert_eq!(cpu.before_backward_bytes, gpu.before_backward_bytes);
+/// assert!(gpu.peak_bytes() > gpu.before_backward_bytes + (1 << 30));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///

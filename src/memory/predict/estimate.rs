@@ -38,8 +38,7 @@ use std::fmt;
 ///
 /// That is with the whole graph. With [checkpointing](crate::nn::Checkpointing), a segment that is recomputed leaves
 /// its input, `N D`; its graph, as above with a copy of its input, is there in forward until the segment is done and in
-/// backward until it is through, one at a time, and with it its weights' casts. A released block leaves its graph and
-/// copies of its input and output, `2 N D`, until backward is through it.
+/// backward until it is through, one at a time, and with it its weights' casts.
 ///
 /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
 /// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
@@ -60,12 +59,12 @@ pub struct Estimate {
     /// 2 P in f32, with the optimizer: AdamW's exp_avg and exp_avg_sq; 3 P where it keeps an f32 copy of weights in
     /// half.
     pub optimizer_bytes: u64,
-    /// What the blocks' graph holds until backward, as above; without a graph, or with checkpointing, what of it is
-    /// alive at the worst moment.
+    /// What the blocks' graph holds when forward is done, as above; without a graph, what of it is alive at the worst
+    /// moment.
     pub activation_bytes: u64,
-    /// Copies of weights in half precision that are alive at the worst moment.
+    /// Copies of weights in half precision, at the same moment.
     pub weight_cast_bytes: u64,
-    /// N V: the logits; with a loss also the loss and what it keeps beside them, 2 N + 1 in f32.
+    /// N V: the logits; with a loss also the loss and what it keeps beside them, 2 N + 1 in f32. At the same moment.
     pub logit_bytes: u64,
     /// What comes and goes at the worst moment, beyond the above and the gradients that exist by then.
     pub transient_bytes: u64,
@@ -133,8 +132,8 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
 /// The breakdown of one pass or step of any traced function, as far as `mode` says: its forward, backward from its
 /// first output, and AdamW for the weights that get a gradient.
 ///
-/// What was traced is what is replayed: whether forward keeps a graph, autocast regions, segments that are checkpointed
-/// or released, what is dropped when; on the kernels of the trace's [`Target`](crate::graph::Target). Weights, inputs
+/// What was traced is what is replayed: whether forward keeps a graph, autocast regions, segments that are
+/// checkpointed, what is dropped when; on the kernels of the trace's [`Target`](crate::graph::Target). Weights, inputs
 /// and constants that the function reads are there from the beginning, each once. Ops that are composed of candle's own
 /// count for what they take and return; what several of candle's keep between them is left out, so where a kernel is
 /// missing this is too low.
@@ -233,7 +232,16 @@ impl Estimate {
         naming: Naming<'_>,
         sizes: String,
     ) -> Self {
-        let breakdown = naming.breakdown(sizes, &outcome.at_peak);
+        let breakdown = naming.breakdown(sizes, outcome);
+        // Without a graph nothing is left when forward is done.
+        let forwards = match mode {
+            Mode::Forward => &outcome.at_peak,
+            _ => &outcome.after_forward,
+        };
+        let of_forward = |kind| {
+            let buffers = forwards.iter().filter(|buffer| buffer.kind == kind);
+            buffers.map(Buffer::bytes).sum::<f64>() as u64
+        };
         let gradient_bytes = match mode.has_backward() {
             true => parameter_bytes,
             false => 0.0,
@@ -242,9 +250,9 @@ impl Estimate {
             parameter_bytes: parameter_bytes as u64, // all of these saturate
             gradient_bytes: gradient_bytes as u64,
             optimizer_bytes: breakdown.bytes_of(MemoryKind::Optimizer),
-            activation_bytes: breakdown.bytes_of(MemoryKind::Activations),
-            weight_cast_bytes: breakdown.bytes_of(MemoryKind::WeightCasts),
-            logit_bytes: breakdown.bytes_of(MemoryKind::Logits),
+            activation_bytes: of_forward(MemoryKind::Activations),
+            weight_cast_bytes: of_forward(MemoryKind::WeightCasts),
+            logit_bytes: of_forward(MemoryKind::Logits),
             transient_bytes: breakdown.bytes_of(MemoryKind::Scratch),
             after_forward_bytes: outcome.after_forward_bytes as u64,
             peak_bytes: outcome.peak_bytes as u64,

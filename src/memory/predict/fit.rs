@@ -21,8 +21,8 @@ const LARGEST: usize = usize::MAX / 4 + 1;
 /// let f32 = Workload { sequence_length: 512, ..Default::default() };
 /// let bf16 = Workload { precision: Precision::BF16, ..f32.clone() };
 /// let config = TransformerConfig { context_length: 512, ..TransformerConfig::small() };
-/// assert_eq!(largest_batch_size(&config, &f32, 16 << 30)?, Some(20));
-/// assert_eq!(largest_batch_size(&config, &bf16, 16 << 30)?, Some(27));
+/// assert_eq!(largest_batch_size(&config, &f32, 16 << 30)?, Some(21));
+/// assert_eq!(largest_batch_size(&config, &bf16, 16 << 30)?, Some(28));
 /// assert_eq!(largest_batch_size(&config, &bf16, 1 << 30)?, None); // weights, gradients and AdamW's two are 2 GiB
 /// # Ok::<(), tallow::Error>(())
 /// ```
@@ -57,9 +57,9 @@ pub fn largest_batch_size(
 /// let naive = Workload { batch_size: 4, ..Default::default() };
 /// let flash = Workload { attention: Algorithm::Flash, ..naive.clone() };
 /// let config = TransformerConfig::small();
-/// // Kernels' scratch grows with the threads: with two, 1,771 and 3,378.
-/// assert!((1_500..1_800).contains(&smallest_sequence_beyond(&config, &naive, 16 << 30)?));
-/// assert!((3_200..3_400).contains(&smallest_sequence_beyond(&config, &flash, 16 << 30)?));
+/// // Kernels' scratch grows with the threads: with two, 1,806 and 3,475.
+/// assert!((1_600..1_850).contains(&smallest_sequence_beyond(&config, &naive, 16 << 30)?));
+/// assert!((3_300..3_550).contains(&smallest_sequence_beyond(&config, &flash, 16 << 30)?));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
@@ -86,8 +86,8 @@ pub fn smallest_sequence_beyond(
 /// workload's own T is not read.
 ///
 /// Autocast keeps a copy in half precision of every linear weight beside the weight itself, and only what the
-/// activations save, which grows with B T, makes up for it; or nothing needs to, if the region drops each copy when its
-/// op is done ([`Precision::with_dropped_casts`]):
+/// activations save, which grows with B T, makes up for it; sooner, if the region drops each copy when its op is done
+/// ([`Precision::with_dropped_casts`]). Where all gradients together are the worst moment, both take as much:
 ///
 /// ```
 /// use tallow::memory::{Mode, Workload, estimate, smallest_sequence_saved};
@@ -99,14 +99,14 @@ pub fn smallest_sequence_beyond(
 ///     batch_size: 4, sequence_length, mode, precision, ..Default::default()
 /// };
 /// let mib = |workload| estimate(&config, &workload).map(|plan| plan.peak_bytes >> 20);
-/// let f32 = mib(at(256, Mode::ForwardBackward, Precision::F32))?; // 13,308
-/// let bf16 = mib(at(256, Mode::ForwardBackward, Precision::BF16))?; // 13,499
-/// assert!(bf16 > f32 + 150);
+/// let f32 = mib(at(256, Mode::ForwardBackward, Precision::F32))?; // 9,627
+/// let bf16 = mib(at(256, Mode::ForwardBackward, Precision::BF16))?; // 9,774
+/// assert!(bf16 > f32 + 100);
 ///
 /// let from = |mode, precision| smallest_sequence_saved(&config, &at(0, mode, precision));
 /// let dropping = Precision::BF16.with_dropped_casts(true);
 /// assert!(from(Mode::ForwardBackward, Precision::BF16)? > Some(256));
-/// assert_eq!(from(Mode::ForwardBackward, dropping)?, Some(1));
+/// assert!((50..200).contains(&from(Mode::ForwardBackward, dropping)?.unwrap()));
 /// assert!(from(Mode::Forward, Precision::BF16)? > Some(10_000)); // the copies take more than all else
 /// assert!((100..1_000).contains(&from(Mode::Forward, dropping)?.unwrap()));
 /// # Ok::<(), tallow::Error>(())

@@ -34,8 +34,8 @@ pub(super) fn breakdown<F: FnOnce() -> Result<Tensor>>(
         return Ok(beyond(layer.sizes, &layer.residents));
     }
     let graph = traced(layer.kernels, true, layer.forward)?;
-    let mut at_peak = replay(&graph, Mode::ForwardBackward, layer.residents, &[]).at_peak;
-    for buffer in &mut at_peak {
+    let mut outcome = replay(&graph, Mode::ForwardBackward, layer.residents, &[]);
+    for buffer in &mut outcome.at_peak {
         if buffer.kind == MemoryKind::Logits {
             buffer.kind = MemoryKind::Activations; // a layer returns none
         }
@@ -44,7 +44,7 @@ pub(super) fn breakdown<F: FnOnce() -> Result<Tensor>>(
         graph: &graph,
         letters: layer.letters,
     };
-    Ok(naming.breakdown(layer.sizes, &at_peak))
+    Ok(naming.breakdown(layer.sizes, &outcome))
 }
 
 /// Of sizes that no graph can have: one tensor alone cannot be addressed.
@@ -53,13 +53,16 @@ pub(super) fn beyond(sizes: String, residents: &[Buffer]) -> MemoryBreakdown {
         graph: &Graph::default(),
         letters: &[],
     };
-    naming.breakdown(sizes, residents).with(
-        MemoryKind::Activations,
-        "more than can be addressed",
-        "2^63 and more",
-        f64::INFINITY,
-        1,
-    )
+    let breakdown = naming.of(sizes, residents);
+    breakdown
+        .with(
+            MemoryKind::Activations,
+            "more than can be addressed",
+            "2^63 and more",
+            f64::INFINITY,
+            1,
+        )
+        .before_backward()
 }
 
 /// The graph of `forward` on these kernels, whatever region or policy the caller is in.

@@ -1,6 +1,6 @@
 //! Buffers as the terms of a breakdown: what each is, and how many elements it has, in words and letters.
 
-use super::replay::{Buffer, Formula, What};
+use super::replay::{Buffer, Formula, Outcome, What};
 use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Graph, Source, TraceEvent};
 use std::borrow::Cow;
@@ -18,8 +18,16 @@ pub(super) struct Naming<'a> {
 type Term = (MemoryKind, Cow<'static, str>, Cow<'static, str>, usize, u64);
 
 impl Naming<'_> {
-    /// The buffers as terms: those that are alike as one.
-    pub fn breakdown(&self, sizes: String, buffers: &[Buffer]) -> MemoryBreakdown {
+    /// What came of a replay as terms: buffers that are alike as one.
+    pub fn breakdown(&self, sizes: String, outcome: &Outcome) -> MemoryBreakdown {
+        MemoryBreakdown {
+            before_backward_bytes: outcome.after_forward_bytes as u64, // saturates
+            ..self.of(sizes, &outcome.at_peak)
+        }
+    }
+
+    /// As [`breakdown`](Self::breakdown), of one moment.
+    pub fn of(&self, sizes: String, buffers: &[Buffer]) -> MemoryBreakdown {
         let mut places: HashMap<Term, usize> = HashMap::new();
         let mut terms: Vec<(Term, f64, f64)> = Vec::new();
         for buffer in buffers {

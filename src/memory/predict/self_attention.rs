@@ -91,9 +91,9 @@ impl SelfAttentionWorkload {
 ///
 /// It is traced and replayed, as [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
-/// The worst moment is the backward of attention or, where D is large beside B T, the storing of the last weight's
-/// gradient, when the other three exist already and candle adds this one to zeros. In an autocast region weights, x
-/// and the weights' gradients are f32, and copies of weights and x are there in half precision.
+/// The worst moment is the backward of attention or, where D is large beside B T, that of the last weight, when the
+/// other three's gradients exist already. In an autocast region weights, x and the weights' gradients are f32, and
+/// copies of weights and x are there in half precision.
 ///
 /// ```
 /// use tallow::memory::{SelfAttentionWorkload, self_attention_breakdown};

@@ -171,7 +171,7 @@ impl Depth {
             _ => self.blocks.len(),
         };
         match (checkpointing, NonZeroUsize::new(length)) {
-            (Checkpointing::None | Checkpointing::Release, _) | (_, None) => checkpointing,
+            (Checkpointing::None, _) | (_, None) => checkpointing,
             (_, Some(length)) => Checkpointing::Every(length),
         }
     }
@@ -226,7 +226,7 @@ fn starts(graph: &Graph, layers: usize) -> Vec<Start> {
     let mut entered = None;
     for (i, event) in graph.events.iter().enumerate() {
         match event {
-            TraceEvent::Enter(_) => entered = Some(i),
+            TraceEvent::Enter => entered = Some(i),
             TraceEvent::Leave => entered = None,
             TraceEvent::Node(node) if starts.len() < layers => {
                 let name = format!("layers.{}/", starts.len());
@@ -237,7 +237,7 @@ fn starts(graph: &Graph, layers: usize) -> Vec<Start> {
                     });
                 }
             }
-            TraceEvent::Node(node) if !node.path.starts_with("layers.") && node.op != "release" => {
+            TraceEvent::Node(node) if !node.path.starts_with("layers.") => {
                 starts.push(Start { outer: i, inner: i });
                 return starts;
             }

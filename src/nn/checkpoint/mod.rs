@@ -1,13 +1,11 @@
-//! Functions whose graph does not live as long as the rest of it.
+//! Functions that are recomputed in backward, instead of keeping their graph.
 //!
-//! What lives here: [`checkpoint`], which runs a function again in backward instead of keeping its graph, and
-//! [`release`], which keeps the graph but frees it as soon as backward is through it. What does not: which parts of a
-//! model are treated so ([`Checkpointing`](super::Checkpointing)), and runs saved to files
+//! What lives here: [`checkpoint`]. What does not: which parts of a model are treated so
+//! ([`Checkpointing`](super::Checkpointing)), and runs saved to files
 //! ([`train::Checkpoint`](crate::train::Checkpoint)).
 //!
-//! candle knows neither. Its graph holds every tensor until all of backward is done, and what an op keeps is its own
-//! affair, so here a whole function becomes one op, which keeps an inner graph or the means to make it again. What the
-//! function depends on is found in that graph: its inputs, and the variables that it reads.
+//! A whole function becomes one op, which keeps the means to make its graph again. What the function depends on is
+//! found in that graph: its inputs, and the variables that it reads.
 
 mod conditions;
 mod ops;
@@ -15,12 +13,11 @@ mod run;
 mod segment;
 
 use crate::grad::is_grad_enabled;
-use crate::graph::{self, SegmentKind};
-use crate::{Error, Result};
+use crate::{Error, Result, graph};
 use candle_core::Tensor;
 use conditions::Conditions;
 use run::{Input, Run};
-use segment::{Graph, Recompute, Segment};
+use segment::{Recompute, Segment};
 
 /// `f(inputs)`, of which nothing is kept for backward but the inputs: backward runs `f` again, and then back through it
 /// (activation checkpointing, as PyTorch's `torch.utils.checkpoint`).
@@ -44,7 +41,7 @@ use segment::{Graph, Recompute, Segment};
 /// let w = Var::ones((5, 3), DType::F32, &Device::Cpu)?;
 /// let weight = w.clone(); // the same variable
 /// let y = nn::checkpoint(move |[x]| ops::relu(&ops::linear(x, &weight)?), [&x])?;
-/// let gradients = y.sum_all()?.backward()?;
+/// let gradients = tallow::backward(ops::sum(&y)?)?;
 /// assert_eq!(gradients.get(&x).unwrap().to_vec2::<f32>()?, [[5.0; 3]; 2]);
 /// assert_eq!(gradients.get(&w).unwrap().to_vec2::<f32>()?, [[2.0; 3]; 5]);
 /// # Ok::<(), tallow::Error>(())
@@ -61,7 +58,7 @@ pub fn checkpoint<const N: usize>(
         return f(inputs);
     }
     if graph::is_tracing() {
-        return graph::segment(SegmentKind::Checkpoint, inputs, f);
+        return graph::checkpoint(inputs, f);
     }
     let f = move |inputs: &[Tensor]| f(std::array::from_fn(|i| &inputs[i]));
     let conditions = Conditions::here();
@@ -69,60 +66,21 @@ pub fn checkpoint<const N: usize>(
     let run = Run::new(&f, kept.iter().cloned())?;
     let sources = run.sources();
     let output = run.into_output(); // and its graph is gone
-    let again = Recompute {
+    let function = Recompute {
         f: Box::new(f),
         inputs: kept.into(),
         conditions,
     };
-    Segment::apply(Graph::Recompute(again), output, sources, &inputs)
+    Segment::apply(function, output, sources, &inputs)
 }
 
-/// `f(inputs)`, whose graph goes when backward has come through it, and with it its activations: several of these one
-/// after another are freed one by one, where candle alone frees everything at the end.
-///
-/// Nothing is computed twice, and gradients have the bits that they would have without, as
-/// [`checkpoint`]'s. Beside its graph a call keeps a copy of its output, and of inputs that have a graph. A second
-/// backward through it is an error, as PyTorch's is without `retain_graph`.
-///
-/// Under [`no_grad`](crate::no_grad()) it is `f`.
-///
-/// ```
-/// use candle_core::{DType, Device, Var};
-/// use tallow::{nn, ops};
-///
-/// let x = Var::ones((2, 3), DType::F32, &Device::Cpu)?;
-/// let w = Var::ones((3, 3), DType::F32, &Device::Cpu)?;
-/// let y = nn::release(|[x]| ops::linear(x, &w), [&x])?;
-/// let y = nn::release(|[y]| ops::swiglu(y, y), [&y])?;
-/// let loss = y.sum_all()?;
-/// assert!(loss.backward()?.get(&w).is_some());
-/// assert!(loss.backward().unwrap_err().to_string().contains("a second time"));
-/// # Ok::<(), tallow::Error>(())
-/// ```
-///
-/// # Errors
-/// Those of `f`. A second backward's: [`Error::Order`].
-pub fn release<const N: usize>(
-    f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
-    inputs: [&Tensor; N],
-) -> Result<Tensor> {
-    if !is_grad_enabled() {
-        return f(inputs);
-    }
-    if graph::is_tracing() {
-        return graph::segment(SegmentKind::Release, inputs, f);
-    }
-    let f = |inputs: &[Tensor]| f(std::array::from_fn(|i| &inputs[i]));
-    let run = Run::new(f, inputs.iter().map(|input| Input::new(input)))?;
-    let sources = run.sources();
-    let output = run.output();
-    Segment::apply(Graph::kept(run), output, sources, &inputs)
-}
+/// As ranges, errors and traces have it.
+const NAME: &str = graph::CHECKPOINT;
 
 /// The error of a backward that cannot be.
-fn refuse(op: &'static str, problem: impl Into<String>, hint: &str) -> Error {
+fn refuse(problem: impl Into<String>, hint: &str) -> Error {
     Error::Order {
-        op,
+        op: NAME,
         problem: problem.into(),
         hint: hint.into(),
     }

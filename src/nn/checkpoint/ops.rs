@@ -7,8 +7,7 @@
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Layout, MetalStorage, Result, Shape,
-    Tensor, bail,
+    CpuStorage, CudaStorage, CustomOp2, DType, Layout, MetalStorage, Result, Shape, Tensor, bail,
 };
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -96,31 +95,6 @@ impl CustomOp2 for Attach {
             bail!("a gradient was asked for before there was one");
         };
         Ok((token.track_op().then(|| d_token.clone()), gradient))
-    }
-}
-
-/// To a scalar whose backward makes this gradient: where backward begins inside.
-pub(super) struct Seed(pub Tensor);
-
-impl CustomOp1 for Seed {
-    fn name(&self) -> &'static str {
-        "seed"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        zero(x)
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        zero(x)
-    }
-
-    fn metal_fwd(&self, x: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
-        zero(x)
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(self.0.clone()))
     }
 }
 

@@ -1,9 +1,8 @@
 //! A function run with a graph of its own.
 
-use super::ops::Seed;
 use super::refuse;
-use crate::Result;
 use crate::ops::operand;
+use crate::{Result, backward_from};
 use candle_core::{Tensor, Var};
 
 /// A tensor without its graph.
@@ -73,20 +72,9 @@ impl Run {
             .collect()
     }
 
-    /// What the graph holds beside variables and inputs, in the order of forward.
-    pub fn residuals(&self) -> impl Iterator<Item = &Tensor> {
-        let nodes = self.output.sorted_nodes().into_iter().rev();
-        nodes.filter(|node| !node.is_variable()) // tracked inputs are variables here
-    }
-
-    /// The output without its graph.
-    pub fn output(&self) -> Tensor {
-        self.output.detach()
-    }
-
     /// The output; its graph goes.
     pub fn into_output(self) -> Tensor {
-        self.output()
+        self.output.detach()
     }
 
     /// Whether it is another run of the same.
@@ -109,12 +97,10 @@ impl Run {
     /// Backward from the output's gradient: those of `sources`, as far as there are any. The graph goes.
     pub fn backward<'a>(
         self,
-        op: &'static str,
         d_output: &Tensor,
         sources: impl Iterator<Item = &'a Source>,
     ) -> Result<Vec<Option<Tensor>>> {
-        let seeded = self.output.apply_op1(Seed(d_output.clone()))?;
-        let mut gradients = seeded.backward()?;
+        let mut gradients = backward_from(self.output, d_output)?;
         let gradients = sources.map(|source| {
             let gradient = match source {
                 Source::Input(i) => gradients.remove(&self.inputs[*i]),
@@ -125,7 +111,6 @@ impl Run {
                 (Some(gradient), _) => Ok(Some(gradient.detach())),
                 // Without a gradient backward would panic where the input came from.
                 (None, Source::Input(i)) => Err(refuse(
-                    op,
                     format!("no gradient reaches input {i}, on which the output depends"),
                     "is every op between them differentiable? detach it if it needs none",
                 )),

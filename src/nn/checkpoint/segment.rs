@@ -2,24 +2,16 @@
 
 use super::conditions::Conditions;
 use super::ops::{Attach, Slot, token};
-use super::refuse;
 use super::run::{Input, Run, Source};
-use crate::graph::SegmentKind;
+use super::{NAME, refuse};
 use crate::hardware::device_name;
+use crate::ops::record::{Entry, Node};
 use crate::{Result, probe};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Shape, Storage, Tensor, bail,
 };
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// Where backward finds the function's graph.
-pub(super) enum Graph {
-    /// It is recomputed, each time.
-    Recompute(Recompute),
-    /// It is kept, for one backward.
-    Kept(Mutex<Option<Run>>),
-}
 
 /// A function of some inputs.
 type Function = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
@@ -31,50 +23,33 @@ pub(super) struct Recompute {
     pub conditions: Conditions,
 }
 
-impl Graph {
-    pub fn kept(run: Run) -> Self {
-        Self::Kept(Mutex::new(Some(run)))
-    }
-
-    fn name(&self) -> &'static str {
-        let kind = match self {
-            Self::Recompute(_) => SegmentKind::Checkpoint,
-            Self::Kept(_) => SegmentKind::Release,
-        };
-        kind.name()
-    }
-
-    /// Tells listeners what is in the graph that is kept.
-    fn tell_kept(&self, path: probe::Path) {
-        if let Self::Kept(kept) = self
-            && probe::is_listening()
-        {
-            let kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-            for tensor in kept.iter().flat_map(Run::residuals) {
-                probe::kept_by(path, "released", tensor);
-            }
-        }
-    }
+/// The node: what the function depends on, to its output.
+pub(super) struct Segment {
+    function: Recompute,
+    sources: Vec<(Source, Arc<Slot>)>,
+    /// The tensors that the sources are.
+    inputs: Vec<Tensor>,
+    entry: Entry,
 }
 
-/// The op: a token to the function's output, which was computed before.
-pub(super) struct Segment {
-    graph: Graph,
-    sources: Vec<(Source, Arc<Slot>)>,
+/// The same in candle's graph: a token to the output, which was computed before.
+struct InGraph {
+    segment: Arc<Segment>,
     /// Until forward has copied it.
     output: Mutex<Option<Tensor>>,
 }
 
 impl Segment {
-    /// `output` with this graph.
+    /// `output` of this function.
     pub fn apply(
-        graph: Graph,
+        function: Recompute,
         output: Tensor,
         sources: Vec<Source>,
         inputs: &[&Tensor],
     ) -> Result<Tensor> {
         let mut token = token(&output)?;
         let mut attached = Vec::with_capacity(sources.len());
+        let mut tensors = Vec::with_capacity(sources.len());
         for source in sources {
             let slot = Arc::<Slot>::default();
             let tensor = match &source {
@@ -82,52 +57,52 @@ impl Segment {
                 Source::Variable(variable) => variable,
             };
             token = token.apply_op2(tensor, Attach(Arc::clone(&slot)))?;
+            tensors.push(tensor.clone());
             attached.push((source, slot));
         }
         if attached.is_empty() {
             return Ok(output);
         }
-        let path = probe::op_path(graph.name());
-        graph.tell_kept(path);
-        let segment = Self {
-            graph,
+        let path = probe::op_path(NAME);
+        let segment = Arc::new(Self {
+            function,
             sources: attached,
+            inputs: tensors,
+            entry: Entry::default(),
+        });
+        let output = token.apply_op1(InGraph {
+            segment: Arc::clone(&segment),
             output: Mutex::new(Some(output)),
-        };
-        let output = token.apply_op1(segment)?;
+        })?;
+        segment.entry.write(&output, &segment);
         probe::produced(path, &output);
         Ok(output)
     }
 
-    /// The graph of one backward.
-    fn run(&self, output: &Tensor) -> Result<Run> {
-        let name = self.graph.name();
-        match &self.graph {
-            Graph::Recompute(again) => {
-                let run = again.run()?;
-                let sources = self.sources.iter().map(|(source, _)| source);
-                match run.is_like(output, sources) {
-                    true => Ok(run),
-                    false => Err(refuse(
-                        name,
-                        "run again, the function read other variables or made another shape or dtype",
-                        "it must compute the same each time",
-                    )),
-                }
-            }
-            Graph::Kept(kept) => {
-                let kept = kept.lock().unwrap_or_else(PoisonError::into_inner).take();
-                kept.ok_or_else(|| {
-                    refuse(
-                        name,
-                        "backward came a second time, and the first one freed the graph",
-                        "run forward again, or keep the graph: call the function itself, or checkpoint it",
-                    )
-                })
-            }
-        }
+    fn sources(&self) -> impl ExactSizeIterator<Item = &Source> {
+        self.sources.iter().map(|(source, _)| source)
+    }
+}
+
+impl Node for Segment {
+    fn inputs(&self) -> Vec<Tensor> {
+        self.inputs.clone()
     }
 
+    fn backward(&self, y: &Tensor, dy: &Tensor) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let run = self.function.run()?;
+        if !run.is_like(y, self.sources()) {
+            return Err(refuse(
+                "run again, the function read other variables or made another shape or dtype",
+                "it must compute the same each time",
+            )
+            .into());
+        }
+        Ok(run.backward(dy, self.sources())?)
+    }
+}
+
+impl InGraph {
     /// The output that forward was made for, once.
     fn take_output(&self) -> candle_core::Result<Tensor> {
         let output = self
@@ -137,14 +112,13 @@ impl Segment {
             .take();
         match output {
             Some(output) => Ok(output),
-            None => bail!("{}: forward came a second time", self.graph.name()),
+            None => bail!("{NAME}: forward came a second time"),
         }
     }
 
     fn elsewhere<T>(&self, output: &Tensor) -> candle_core::Result<T> {
         bail!(
-            "{}: the output is on {}, and not where its graph is",
-            self.graph.name(),
+            "{NAME}: the output is on {}, and not where its graph is",
             device_name(output.device())
         )
     }
@@ -157,9 +131,9 @@ impl Recompute {
     }
 }
 
-impl CustomOp1 for Segment {
+impl CustomOp1 for InGraph {
     fn name(&self) -> &'static str {
-        self.graph.name()
+        NAME
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
@@ -199,10 +173,8 @@ impl CustomOp1 for Segment {
         output: &Tensor,
         d_output: &Tensor,
     ) -> candle_core::Result<Option<Tensor>> {
-        let run = self.run(output)?;
-        let sources = self.sources.iter().map(|(source, _)| source);
-        let gradients = run.backward(self.graph.name(), d_output, sources)?;
-        for ((_, slot), gradient) in self.sources.iter().zip(gradients) {
+        let gradients = self.segment.backward(output, d_output)?;
+        for ((_, slot), gradient) in self.segment.sources.iter().zip(gradients) {
             slot.put(gradient);
         }
         Ok(Some(token.zeros_like()?))

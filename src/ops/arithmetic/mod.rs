@@ -7,13 +7,13 @@ use lowering::{ADD, ADD_SCALED, DIV, MUL, SUB};
 use super::cast::cast;
 use super::check_same;
 use super::cost::{Cost, cost};
-use super::dispatch::{Path, choose_where, has_kernel};
+use super::dispatch::{Path, choose};
 use super::info::{OpInfo, per_element};
 use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
-use super::record::{Composed, Spec, by_kernels, composed_as, like_first, widen};
-use crate::graph::{Attribute, MemoryStep, Target};
+use super::record::{Plain, by_kernels, composed_as, widen};
+use crate::graph::Attribute;
 use crate::precision::{self, Operand, is_castable};
-use crate::probe::{Operand as Shaped, Operands};
+use crate::probe::Operands;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
@@ -79,8 +79,7 @@ pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`add`].
 pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    let op = Arithmetic::AddScaled(scale);
-    of_two("add_scaled", a, b, Some(op), |a, b| {
+    of_two("add_scaled", a, b, Some(scale), |a, b| {
         let (a, b) = (widen(a)?, widen(b)?);
         let branch = match scale {
             0.0 => (&b * b.zeros_like()?)?, // of a product by the number 0 candle forgets where it came from
@@ -91,25 +90,34 @@ pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
 }
 
 pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("add").planned_composed(ADD).costing(
-        "1 an element, backward 0",
-        "a, b, y; backward dy, passed through",
-        |o| o.elementwise(1.0),
-        Some(|o| cost(0.0, 0.0, o.output.bytes(), 0.0)),
-    ),
-    OpInfo::new("sub").planned_composed(SUB).costing(
-        "1 an element, backward 1",
-        "a, b, y; backward dy, db",
-        |o| o.elementwise(1.0),
-        Some(second_scaled),
-    ),
+    OpInfo::new("add")
+        .on_gpu_up_to(usize::MAX)
+        .planned_composed(ADD)
+        .costing(
+            "1 an element, backward 0",
+            "a, b, y; backward dy, passed through",
+            |o| o.elementwise(1.0),
+            Some(|o| cost(0.0, 0.0, o.output.bytes(), 0.0)),
+        ),
+    OpInfo::new("sub")
+        .on_gpu_up_to(usize::MAX)
+        .planned_composed(SUB)
+        .costing(
+            "1 an element, backward 1",
+            "a, b, y; backward dy, db",
+            |o| o.elementwise(1.0),
+            Some(second_scaled),
+        ),
     per_element!(
-        OpInfo::new("mul").planned_composed(MUL),
+        OpInfo::new("mul")
+            .on_gpu_up_to(usize::MAX)
+            .planned_composed(MUL),
         1,
         2,
         "a, b, y; backward a, b, dy, da, db"
     ),
     OpInfo::new("add_scaled")
+        .on_gpu_up_to(usize::MAX)
         .planned_composed(ADD_SCALED)
         .autocast_as("add")
         .costing(
@@ -119,6 +127,7 @@ pub(super) const INFOS: &[OpInfo] = &[
             Some(second_scaled),
         ),
     OpInfo::new("div")
+        .on_gpu_up_to(usize::MAX)
         .planned_composed(DIV)
         .composed("1 an element", |o| o.elementwise(1.0)),
 ];
@@ -135,15 +144,15 @@ fn binary(
     b: &Tensor,
     apply: fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    of_two(op, a, b, Arithmetic::of(op), apply)
+    of_two(op, a, b, None, apply)
 }
 
-/// `op` of a and b: by its kernel where that pays, else by `apply` on operands of one dtype.
+/// `op` of a and b, with a `scale` if it has one: by its kernel, else by `apply` on operands of one dtype.
 fn of_two(
     op: &'static str,
     a: &Tensor,
     b: &Tensor,
-    kernel: Option<Arithmetic>,
+    scale: Option<f64>,
     apply: impl FnOnce(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
     let (a, b) = (operand_once(op, a)?, operand_once(op, b)?);
@@ -185,23 +194,13 @@ fn of_two(
     };
     let (a, b) = (cast_operand(&a)?, cast_operand(&b)?);
     check_same(op, &[("a", &a), ("b", &b)])?;
-    match kernel {
-        Some(kernel)
-            if kernel.pays(dtype)
-                && !broadcasts
-                && has_kernel("add", &a)
-                && choose_where(op, &a, true)? == Path::Kernel =>
-        {
-            by_kernels(op, kernel, [&a, &b])
-        }
-        kernel => {
-            let composed = Composed {
-                passes_through: op == "add",
-                attributes: kernel.map_or_else(Vec::new, |kernel| kernel.attributes()),
-                ..Composed::new(shape, dtype)
-            };
-            composed_as(op, &[&a, &b], composed, || cast(&apply(&a, &b)?, dtype))
-        }
+    let mut call = Plain::new(op, shape, dtype);
+    if let Some(scale) = scale {
+        call = call.with("scale", Attribute::Number(scale));
+    }
+    match choose(op, &a)? {
+        Path::Kernel => by_kernels(op, call, [&a, &b]),
+        Path::Reference => composed_as(op, &[&a, &b], call, || cast(&apply(&a, &b)?, dtype)),
     }
 }
 
@@ -231,51 +230,4 @@ fn result_dtype(op: &str, a: &Tensor, b: &Tensor) -> Option<DType> {
         }
     }
     precision::promoted(&operands)
-}
-
-/// What has a kernel: in half precision, of which candle's own sums take 10 to 50 times as long as f32's, and where
-/// candle would need two passes.
-enum Arithmetic {
-    Add,
-    Sub,
-    Mul,
-    AddScaled(f64),
-}
-
-impl Arithmetic {
-    fn of(op: &str) -> Option<Self> {
-        match op {
-            "add" => Some(Self::Add),
-            "sub" => Some(Self::Sub),
-            "mul" => Some(Self::Mul),
-            _ => None,
-        }
-    }
-
-    /// Whether its kernel is better than candle's own ops.
-    fn pays(&self, dtype: DType) -> bool {
-        is_half(dtype) || matches!(self, Self::AddScaled(_))
-    }
-}
-
-impl Spec for Arithmetic {
-    fn output(&self, inputs: &[Shaped<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        match self {
-            Self::AddScaled(scale) => vec![("scale", Attribute::Number(*scale))],
-            _ => Vec::new(),
-        }
-    }
-
-    fn backward_steps(&self, _: &[Shaped<'_>], _: Target) -> Vec<MemoryStep> {
-        match self {
-            Self::Add => vec![MemoryStep::PassThrough(0), MemoryStep::PassThrough(1)],
-            Self::Sub => vec![MemoryStep::PassThrough(0), MemoryStep::gradient(1)],
-            Self::Mul => vec![MemoryStep::gradient(0), MemoryStep::gradient(1)],
-            Self::AddScaled(_) => vec![MemoryStep::PassThrough(0), MemoryStep::gradient(1)],
-        }
-    }
 }

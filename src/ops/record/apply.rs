@@ -1,6 +1,8 @@
-//! Ops as custom ops of candle's, in its graph or outside of it under `no_grad`, with a range around their passes.
+//! Ops as custom ops of candle's, in its graph and on the tape or outside of both under `no_grad`, with a range around
+//! their passes.
 
 use super::spec::Spec;
+use super::tape::{self, Node};
 use crate::grad::is_grad_enabled;
 use crate::graph;
 use crate::probe::{self, Kind, Operand, Operands, Path};
@@ -9,6 +11,7 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape,
     Tensor, bail,
 };
+use std::sync::Arc;
 
 /// The inputs of a forward, where they lie.
 pub(crate) type Storages<'a, S> = &'a [(&'a S, &'a Layout)];
@@ -50,6 +53,9 @@ pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]>) -> Result<[T
 struct Ranged<C> {
     op: C,
     path: Path,
+    /// Of the node, for as long as candle has them too; none where there is no graph.
+    inputs: Vec<Tensor>,
+    entry: tape::Entry,
 }
 
 impl<C: Op> Ranged<C> {
@@ -76,27 +82,41 @@ impl<C: Op> Ranged<C> {
         Ok((storage, shape))
     }
 
-    fn backward<const N: usize>(
+    fn gradients(
         &self,
-        inputs: [&Tensor; N],
+        inputs: &[&Tensor],
         y: &Tensor,
         dy: &Tensor,
-    ) -> Result<[Option<Tensor>; N]> {
+    ) -> Result<Vec<Option<Tensor>>> {
         let range = probe::op(Kind::OpBackward, self.op.name(), self.path);
-        let gradients = self.op.bwd(&inputs, y, dy)?;
+        let gradients = self.op.bwd(inputs, y, dy)?;
         if probe::is_listening() {
-            leave(range, &inputs, y);
+            leave(range, inputs, y);
         }
-        exactly(gradients)
+        Ok(gradients)
     }
 }
+
+impl<C: Op> Node for Ranged<C> {
+    fn inputs(&self) -> Vec<Tensor> {
+        self.inputs.clone()
+    }
+
+    fn backward(&self, y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        let inputs: Vec<&Tensor> = self.inputs.iter().collect();
+        self.gradients(&inputs, y, dy)
+    }
+}
+
+/// The same in candle's graph.
+struct InGraph<C>(Arc<Ranged<C>>);
 
 /// candle's trait for a number of inputs.
 macro_rules! custom_op {
     ($Op:ident, $given:ident => $gradients:expr, $Gradients:ty, $($x:ident $storage:ident $layout:ident)+) => {
-        impl<C: Op> $Op for Ranged<C> {
+        impl<C: Op> $Op for InGraph<C> {
             fn name(&self) -> &'static str {
-                self.op.name()
+                self.0.op.name()
             }
 
             custom_op!(forward cpu_fwd CpuStorage $($storage $layout)+);
@@ -104,22 +124,22 @@ macro_rules! custom_op {
             custom_op!(forward metal_fwd MetalStorage $($storage $layout)+);
 
             fn bwd(&self, $($x: &Tensor,)+ y: &Tensor, dy: &Tensor) -> Result<$Gradients> {
-                let $given = self.backward([$($x),+], y, dy)?;
+                let $given = exactly(self.0.gradients(&[$($x),+], y, dy)?)?;
                 Ok($gradients)
             }
         }
     };
     (forward $forward:ident $Storage:ident $($storage:ident $layout:ident)+) => {
         fn $forward(&self, $($storage: &$Storage, $layout: &Layout),+) -> Made<$Storage> {
-            self.forward(&[$(($storage, $layout)),+], C::$forward)
+            self.0.forward(&[$(($storage, $layout)),+], C::$forward)
         }
     };
 }
 
-custom_op!(CustomOp1, one => one.into_iter().flatten().next(), Option<Tensor>, x s l);
-custom_op!(CustomOp2, two => two.into(), (Option<Tensor>, Option<Tensor>), x1 s1 l1 x2 s2 l2);
+custom_op!(CustomOp1, one => { let [dx] = one; dx }, Option<Tensor>, x s l);
+custom_op!(CustomOp2, two => <[_; 2]>::into(two), (Option<Tensor>, Option<Tensor>), x1 s1 l1 x2 s2 l2);
 custom_op!(
-    CustomOp3, three => three.into(), (Option<Tensor>, Option<Tensor>, Option<Tensor>),
+    CustomOp3, three => <[_; 3]>::into(three), (Option<Tensor>, Option<Tensor>, Option<Tensor>),
     x1 s1 l1 x2 s2 l2 x3 s3 l3
 );
 
@@ -135,8 +155,18 @@ pub(crate) fn apply<C: Spec + Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
 pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     let name = op.name();
     let path = probe::op_path(name);
-    let op = Ranged { op, path };
-    let y = match (is_grad_enabled(), inputs) {
+    let keeps_graph = is_grad_enabled();
+    let node = Arc::new(Ranged {
+        op,
+        path,
+        inputs: match keeps_graph {
+            true => inputs.iter().map(|x| (*x).clone()).collect(),
+            false => Vec::new(),
+        },
+        entry: tape::Entry::default(),
+    });
+    let op = InGraph(Arc::clone(&node));
+    let y = match (keeps_graph, inputs) {
         (true, [x]) => x.apply_op1(op),
         (true, [x1, x2]) => x1.apply_op2(x2, op),
         (true, [x1, x2, x3]) => x1.apply_op3(x2, x3, op),
@@ -146,6 +176,7 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
         _ => bail!("{name}: an op of {} inputs", inputs.len()),
     };
     let y = y.map_err(|error| graph::refuse_hollow(name, inputs, error))?;
+    node.entry.write(&y, &node);
     probe::produced(path, &y);
     Ok(y)
 }

@@ -1,6 +1,6 @@
 //! Operands for candle's own ops.
 
-use super::composed::{composed, composed_handing_on};
+use super::composed::composed;
 use crate::grad::is_grad_enabled;
 use crate::graph;
 use crate::ops::operand::{check_float, check_supported, operand};
@@ -17,16 +17,6 @@ pub(crate) fn input(x: &Tensor) -> Tensor {
     match is_grad_enabled() || graph::is_tracing() {
         true => x,
         false => x.detach(),
-    }
-}
-
-/// `x` with its elements in order, one after another: candle's copy where they are not.
-pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
-    match x.is_contiguous() || !graph::is_tracing() {
-        true => x.contiguous(),
-        false => composed_handing_on("contiguous", &[x], (x.shape(), x.dtype()), || {
-            x.contiguous()
-        }),
     }
 }
 

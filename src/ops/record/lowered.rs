@@ -2,7 +2,7 @@
 
 use super::apply::{Made, Op, Storages, applied};
 use super::composed::composed;
-use super::input::contiguous;
+use super::copy::contiguous;
 use super::spec::Spec;
 use crate::graph::{self, MemoryStep, Target};
 use crate::ops::dispatch::{Path, choose};
@@ -178,7 +178,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         let guards: Vec<_> = guards.collect();
         let mut run = Run::new(device, &signature, &calls, reads);
         for (slot, (storage, layout)) in &guards {
-            run.operands.push((*slot, Lying::of(storage, layout)?));
+            run.give(*slot, storage, layout)?;
         }
         run.run(|input| {
             let steps = || {
@@ -238,7 +238,7 @@ impl<'a> Lying<'a> {
 
 /// The calls of one pass. What is written is made when it is first written; what is read beside the inputs, and what is
 /// there for the calls alone, goes when it was read last.
-struct Run<'a> {
+pub(super) struct Run<'a> {
     device: &'a Device,
     signature: &'a Signature<'a>,
     calls: &'a Calls,
@@ -249,7 +249,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn new(
+    pub(super) fn new(
         device: &'a Device,
         signature: &'a Signature<'a>,
         calls: &'a Calls,
@@ -265,8 +265,14 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// What is there beforehand.
+    pub(super) fn give(&mut self, slot: Slot, storage: &'a Storage, layout: &Layout) -> Result<()> {
+        self.operands.push((slot, Lying::of(storage, layout)?));
+        Ok(())
+    }
+
     /// Runs the calls, but those that nothing comes of but gradients of inputs that want none.
-    fn run(&mut self, wants: impl Fn(usize) -> bool) -> Result<()> {
+    pub(super) fn run(&mut self, wants: impl Fn(usize) -> bool) -> Result<()> {
         let mut needed: Vec<(&KernelCall, Vec<Slot>)> = Vec::new();
         let mut read: Vec<Slot> = Vec::new(); // by the calls after
         for call in self.calls.calls.iter().rev() {
@@ -382,7 +388,7 @@ impl<'a> Run<'a> {
     }
 
     /// As a tensor of no graph.
-    fn tensor(&mut self, slot: Slot, shape: &Shape) -> Result<Tensor> {
+    pub(super) fn tensor(&mut self, slot: Slot, shape: &Shape) -> Result<Tensor> {
         let storage = self.storage(slot)?;
         Ok(Tensor::from_storage(
             storage,

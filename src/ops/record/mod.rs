@@ -2,20 +2,30 @@
 //!
 //! An op is a [`Spec`] whose lowering plans it and computes it ([`run`], [`by_kernels`]), or one that computes itself
 //! ([`Op`], [`apply`]), or a composition of candle's own ops under one name ([`composed`]); [`input`] and its kin
-//! prepare the operands of compositions.
+//! prepare the operands of compositions. What is a node of candle's graph by `Op` is written on the tape as well, by
+//! which [`backward`](crate::backward()) finds it ([`node_of`]).
 
 mod apply;
 mod composed;
+mod copy;
 mod input;
 mod lowered;
+mod plain;
 mod spec;
+mod steps;
+mod sum;
+mod tape;
 
 pub(crate) use apply::{Made, Op, Storages, apply, exactly};
-pub(super) use composed::{Composed, composed_as};
-pub(crate) use composed::{composed, composed_handing_on};
-pub(crate) use input::{contiguous, float_input, input, to_dtype, wide_input, widen};
+pub(crate) use composed::composed;
+pub(super) use composed::composed_as;
+pub(crate) use copy::contiguous;
+pub(crate) use input::{float_input, input, to_dtype, wide_input, widen};
 pub(crate) use lowered::{by_kernels, run};
+pub(super) use plain::Plain;
 pub(crate) use spec::{Spec, elements_of, like_first, made};
+pub(crate) use sum::{add_onto, can_scatter, scattered, view_of};
+pub(crate) use tape::{Entry, Node, node_of};
 
 use super::info::OpInfo;
 use super::lowering::{Calls, Lowering};
@@ -30,5 +40,4 @@ pub(super) const SAME: Lowering = Lowering {
 pub(super) const INFOS: &[OpInfo] = &[
     OpInfo::uncast("copy").planned_composed(SAME),
     OpInfo::uncast("checkpoint").planned(SAME),
-    OpInfo::uncast("release").planned(SAME),
 ];

@@ -16,6 +16,7 @@ pub use state::GradScalerState;
 
 use super::adamw::AdamW;
 use super::gradients::distinct;
+use crate::ops::{cast, mul};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, TensorId, Var, backprop::GradStore};
 use std::collections::HashMap;
@@ -42,7 +43,7 @@ use std::collections::HashMap;
 /// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
 /// for _ in 0..3 {
 ///     let loss = weight.sqr()?.sum_all()?; // under autocast, as a rule
-///     let mut gradients = scaler.scale(&loss)?.backward()?;
+///     let mut gradients = tallow::backward(scaler.scale(&loss)?)?;
 ///     scaler.unscale(&mut gradients, &parameters)?; // only because clipping follows
 ///     clip_grad_norm(&mut gradients, &parameters, 1.0)?;
 ///     let stepped = scaler.step(&mut optimizer, &mut gradients)?;
@@ -117,7 +118,7 @@ impl GradScaler {
         Ok(())
     }
 
-    /// `loss * scale`, to call `backward` on. A loss in half precision is widened to `f32` first.
+    /// `loss * scale`, to be given to [`backward`](crate::backward()). A loss in half precision is widened to `f32` first.
     ///
     /// # Errors
     /// [`Error::DType`] for a loss that is not a float.
@@ -133,11 +134,12 @@ impl GradScaler {
         if !self.enabled {
             return Ok(loss.clone());
         }
-        let loss = match loss.dtype() {
+        let wide = match loss.dtype() {
             DType::F64 => loss.clone(),
-            _ => loss.to_dtype(DType::F32)?,
+            _ => cast(loss, DType::F32)?,
         };
-        Ok((loss * self.state.scale)?)
+        let scale = Tensor::full(self.state.scale, wide.shape(), wide.device())?;
+        mul(&wide, &scale.to_dtype(wide.dtype())?)
     }
 
     /// Divides `parameters`' gradients by the scale, and notes whether all of them are finite: one pass over each.

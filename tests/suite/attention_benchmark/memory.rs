@@ -142,7 +142,7 @@ fn flash_without_a_kernel_takes_what_its_account_says() {
             let ratio = predicted as f64 / measured as f64;
             assert!((0.95..1.01).contains(&ratio), "{workload:?}: {ratio}");
         };
-        near(breakdown.before_backward_bytes(), before_backward);
+        near(breakdown.before_backward_bytes, before_backward);
         near(breakdown.peak_bytes(), peak);
     }
 }

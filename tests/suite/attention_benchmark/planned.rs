@@ -127,7 +127,7 @@ fn it_takes_what_its_account_says() {
 /// What its rows say was taken is what its breakdown says.
 fn check_memory(run: &AttentionRun) {
     let breakdown = planned_attention_breakdown(&run.workload, Kernels::Cpu).unwrap();
-    let (before, peak) = (breakdown.before_backward_bytes(), breakdown.peak_bytes());
+    let (before, peak) = (breakdown.before_backward_bytes, breakdown.peak_bytes());
     let w = &run.workload;
     let width = w.dtype.size_in_bytes();
     let heads = (w.batch_size * w.heads * w.sequence_length * w.head_dim * width) as u64;
@@ -249,7 +249,7 @@ fn on_a_gpu_too() {
             for (taken, predicted) in [
                 (
                     number(&row, "before_backward_bytes"),
-                    breakdown.before_backward_bytes(),
+                    breakdown.before_backward_bytes,
                 ),
                 (peak(&row), breakdown.peak_bytes()),
             ] {
@@ -267,7 +267,7 @@ fn on_a_gpu_too() {
             let rows = eager.run(&gpu, |_, _| ()).unwrap();
             let before_backward = number(&rows[2], "before_backward_bytes");
             for (predicted, measured) in [
-                (breakdown.before_backward_bytes(), before_backward),
+                (breakdown.before_backward_bytes, before_backward),
                 (breakdown.peak_bytes(), peak(&rows[2])),
             ] {
                 // The pool rounds a block up to 512 bytes.
@@ -301,7 +301,7 @@ fn a_gpu_need_not_be_there() {
             };
             let (heads, scores) = (8 * length * 64 * width, length * length * width);
             let eager = attention_breakdown(&workload, Kernels::Cuda).unwrap();
-            assert_eq!(eager.before_backward_bytes(), 4 * heads + 8 * scores);
+            assert_eq!(eager.before_backward_bytes, 4 * heads + 8 * scores);
             assert_eq!(
                 eager.peak_bytes(),
                 8 * heads + (8 + gradients * at_once) * scores

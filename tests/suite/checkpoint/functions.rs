@@ -1,4 +1,4 @@
-//! `nn::checkpoint` and `nn::release` on any function.
+//! `nn::checkpoint` on any function.
 
 use super::{CPU, bits, gradient_bits, numbers, var};
 use candle_core::{DType, Result as CandleResult, Tensor, Var};
@@ -15,7 +15,6 @@ type Of1 = fn(&Tensor, &[Var]) -> Result<Tensor>;
 enum How {
     Plain,
     Checkpoint,
-    Release,
 }
 
 impl How {
@@ -24,7 +23,6 @@ impl How {
         match self {
             Self::Plain => f(x, &vars),
             Self::Checkpoint => nn::checkpoint(move |[x]| f(x, &vars), [x]),
-            Self::Release => nn::release(|[x]| f(x, &vars), [x]),
         }
     }
 }
@@ -80,11 +78,9 @@ fn gradients_have_the_same_bits(#[case] f: Of1, #[values(false, true)] input_is_
         (bits(&y), y.is_contiguous(), all)
     };
     let (y, _, gradients) = run(How::Plain);
-    for how in [How::Checkpoint, How::Release] {
-        let found = run(how);
-        assert_eq!((&found.0, &found.2), (&y, &gradients), "{how:?}");
-        assert!(found.1);
-    }
+    let found = run(How::Checkpoint);
+    assert_eq!((&found.0, &found.2), (&y, &gradients));
+    assert!(found.1);
 }
 
 #[test]
@@ -99,17 +95,13 @@ fn several_inputs_each_with_its_gradient() {
     };
     let inputs = [&a, &b, &c, &a, &ids].map(|x| -> &Tensor { x });
     let plain = f(inputs).unwrap().sum_all().unwrap().backward().unwrap();
-    for y in [
-        nn::checkpoint(f, inputs).unwrap(),
-        nn::release(f, inputs).unwrap(),
-    ] {
-        let gradients = y.sum_all().unwrap().backward().unwrap();
-        assert_eq!(
-            gradient_bits(&gradients, &[&a, &c]),
-            gradient_bits(&plain, &[&a, &c])
-        );
-        assert!(gradients.get(&b).is_none());
-    }
+    let y = nn::checkpoint(f, inputs).unwrap();
+    let gradients = y.sum_all().unwrap().backward().unwrap();
+    assert_eq!(
+        gradient_bits(&gradients, &[&a, &c]),
+        gradient_bits(&plain, &[&a, &c])
+    );
+    assert!(gradients.get(&b).is_none());
 }
 
 /// Token ids alone: everything with a gradient is read.
@@ -129,7 +121,6 @@ fn no_input_with_a_gradient() {
 fn what_depends_on_nothing_has_no_graph() {
     let x = numbers(&[2, 3], 1);
     assert!(!nn::checkpoint(|[x]| Ok(x.exp()?), [&x]).unwrap().track_op());
-    assert!(!nn::release(|[x]| Ok(x.exp()?), [&x]).unwrap().track_op());
     let x = var(&[2, 3], 1);
     assert!(
         !nn::checkpoint(|[x]| Ok(x.detach()), [&x])
@@ -141,14 +132,9 @@ fn what_depends_on_nothing_has_no_graph() {
             .unwrap()
             .track_op()
     );
-    assert!(
-        !no_grad(|| nn::release(|[x]| ops::relu(x), [&x]))
-            .unwrap()
-            .track_op()
-    );
 }
 
-/// Segments in segments in segments, of both kinds.
+/// Segments in segments in segments.
 #[test]
 fn calls_nest() {
     let vars: Vec<Var> = (0..4).map(|salt| var(&[5, 5], salt)).collect();
@@ -170,7 +156,7 @@ fn calls_nest() {
                 },
                 [&x],
             )?;
-            nn::release(|[x]| layer(x, &captured[3]), [&x])
+            layer(&x, &captured[3])
         },
         [&x],
     );

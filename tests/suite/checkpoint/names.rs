@@ -4,7 +4,7 @@ use tallow::nn::Checkpointing;
 
 #[test]
 fn names_go_both_ways() {
-    for name in ["none", "release", "block", "every-1", "every-12", "sqrt"] {
+    for name in ["none", "block", "every-1", "every-12", "sqrt"] {
         let strategy: Checkpointing = name.parse().unwrap();
         assert_eq!(strategy.to_string(), name);
         let json = serde_json::to_string(&strategy).unwrap();
@@ -29,7 +29,6 @@ fn names_go_both_ways() {
 fn how_many_blocks_are_run_again() {
     for (name, layers, wanted) in [
         ("none", 12, 0),
-        ("release", 12, 0),
         ("block", 1, 0),
         ("block", 12, 11),
         ("every-5", 12, 10),

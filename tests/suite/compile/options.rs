@@ -72,7 +72,6 @@ fn the_same_bits_however_planned(
     let (wanted, whole_bytes) = bits(plan());
     let every = |n| Checkpointing::Every(NonZeroUsize::new(n).unwrap());
     for checkpointing in [
-        Checkpointing::Release,
         Checkpointing::Block,
         every(2),
         every(3),

@@ -202,7 +202,7 @@ impl WithLength for PlanConfig {
 #[rstest]
 fn no_plan_takes_less_than_the_lower_bound(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
-    #[values("none", "release", "block", "every-2", "sqrt")] checkpointing: &str,
+    #[values("none", "block", "every-2", "sqrt")] checkpointing: &str,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     for (layers, d_model, d_ff, vocab_size) in [(1, 8, 4, 3), (5, 32, 8, 700), (3, 64, 200, 50)] {

@@ -185,13 +185,10 @@ fn it_is_traced() {
     let scaled = find("add_scaled");
     assert_eq!(scaled[0].attributes, [("scale", Attribute::Number(SHARE))]);
     // The shares are read as columns of one value, and the norm's output by four.
-    let products = find("mul");
-    let views: Vec<_> = products[..2]
-        .iter()
-        .map(|node| node.inputs[0].value)
-        .collect();
-    assert_eq!(views[0], views[1]);
-    assert_eq!(traced.shape_of(&products[0].inputs[0]), [2, 7, 1]);
+    let columns = find("contiguous");
+    let columns: Vec<_> = columns[..2].iter().map(|node| &node.inputs[0]).collect();
+    assert_eq!(columns[0].value, columns[1].value);
+    assert_eq!(traced.shape_of(columns[0]), [2, 7, 1]);
     let normed = find("rms_norm")[0].output;
     let readers = traced
         .nodes()

@@ -10,7 +10,7 @@ use tallow::nn::Checkpointing;
 use tallow::precision::{Precision, Regime};
 
 /// All but `none`, which other tests measure.
-const STRATEGIES: [&str; 5] = ["release", "block", "every-2", "every-3", "sqrt"];
+const STRATEGIES: [&str; 4] = ["block", "every-2", "every-3", "sqrt"];
 
 /// The same model by a strategy, and what is run of it.
 fn by(
@@ -127,7 +127,8 @@ fn residuals_grow_with_the_root_of_the_depth() {
     }
 }
 
-/// Blocks between the first and the last are counted, not walked: whatever is alike adds the same.
+/// Blocks between the first and the last are counted, not walked: whatever is alike adds the same. (Of many blocks: of
+/// few it may be another moment that is the worst.)
 #[test]
 fn every_layer_adds_the_same() {
     for attention in Algorithm::ALL {
@@ -137,7 +138,8 @@ fn every_layer_adds_the_same() {
             Precision::F16.with_dropped_casts(true),
         ] {
             for mode in MODES {
-                for (name, first, step) in [("release", 5, 1), ("block", 7, 1), ("every-3", 13, 3)]
+                for (name, first, step) in
+                    [("none", 105, 1), ("block", 107, 1), ("every-3", 313, 3)]
                 {
                     let peak = |layers| {
                         let workload = Workload {
@@ -172,7 +174,7 @@ fn the_cheapest_that_fits_is_recommended() {
             sequence_length: 128,
             ..Default::default()
         };
-        let names = ["none", "release", "block"].map(String::from).into_iter();
+        let names = ["none", "block"].map(String::from).into_iter();
         let every = (2..=layers).map(|blocks| format!("every-{blocks}"));
         let all: Vec<Checkpointing> = names
             .chain(every)
@@ -211,10 +213,7 @@ fn the_most_frugal_is_the_least_of_all() {
             ..Default::default()
         };
         let every = (1..=layers).map(|blocks| format!("every-{blocks}"));
-        let all = ["none", "release"]
-            .map(String::from)
-            .into_iter()
-            .chain(every);
+        let all = std::iter::once("none".into()).chain(every);
         let peaks = all.map(|name| peak(name.parse().unwrap(), &config, &workload));
         let (strategy, peak_bytes) = most_frugal(&config, &workload).unwrap();
         assert_eq!(Some(peak_bytes), peaks.min());

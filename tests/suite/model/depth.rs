@@ -40,11 +40,7 @@ fn a_graph_too_deep_for_the_stack_is_refused() {
     if child::ran("model::depth::a_graph_too_deep_for_the_stack_is_refused") {
         return;
     }
-    for checkpointing in [
-        Checkpointing::None,
-        Checkpointing::Release,
-        Checkpointing::Block,
-    ] {
+    for checkpointing in [Checkpointing::None, Checkpointing::Block] {
         let error = on_stack(2 << 20, move || step(checkpointing, true));
         let error = error.unwrap_err().to_string();
         assert!(error.contains("num_layers must be at most"), "{error}");

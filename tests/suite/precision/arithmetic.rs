@@ -92,6 +92,22 @@ fn scalars_are_promoted_as_in_pytorch() {
     assert_eq!((ds.dtype(), elements(ds)), (F32, vec![15.0]));
 }
 
+/// To a few roundings: candle's gradient of a divisor is `-(dy a) / b^2`, ours `-(dy a / b) / b`, which no square
+/// overflows.
+fn nearly_same(got: &Tensor, wanted: &Tensor) {
+    let epsilon = match got.dtype() {
+        DType::F64 => f64::EPSILON,
+        DType::F16 => f64::from(half::f16::EPSILON),
+        _ => f64::from(half::bf16::EPSILON),
+    };
+    for (got, wanted) in elements(got).into_iter().zip(elements(wanted)) {
+        assert!(
+            (got - wanted).abs() <= 2.0 * epsilon * wanted.abs(),
+            "{got} {wanted}"
+        );
+    }
+}
+
 #[test]
 fn values_and_gradients_are_candles() {
     let candle: [Binary; 4] = [
@@ -113,7 +129,11 @@ fn values_and_gradients_are_candles() {
             same(&got, &wanted);
             let (got, wanted) = (got.backward().unwrap(), wanted.backward().unwrap());
             for x in [&a, &b] {
-                same(got.get(x).expect(name), wanted.get(x).unwrap());
+                let pair = (got.get(x).expect(name), wanted.get(x).unwrap());
+                match name {
+                    "div" => nearly_same(pair.0, pair.1),
+                    _ => same(pair.0, pair.1),
+                }
             }
             assert!(!no_grad(|| ours(&a, &b)).unwrap().track_op());
         }
@@ -271,7 +291,10 @@ fn half_precision_is_candles(
     for ((name, ours), theirs) in OPS.into_iter().zip(candle) {
         for (got, wanted) in run(ours).iter().zip(&run(theirs)) {
             assert_eq!(got.dtype(), dtype, "{name}");
-            same(got, wanted);
+            match name {
+                "div" => nearly_same(got, wanted),
+                _ => same(got, wanted),
+            }
         }
     }
 }

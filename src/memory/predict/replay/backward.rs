@@ -1,22 +1,28 @@
-//! Backward, as candle runs it.
-//!
-//! The graph stays whole until the end, but for segments with one of their own. Nodes are taken in candle's order; each
-//! has its output's gradient, makes its inputs' gradients, and these are added, one after another, to what is there
-//! already: to zeros at first.
+//! Backward, as [`backward`](crate::backward()) runs it: node by node, in candle's order, and what a node held is freed
+//! when it is done.
 
+use super::gradients::{BETWEEN, Gradient, Gradients};
 use super::ledger::Key;
-use super::{Replay, elements};
+use super::{Repeat, Replay, elements};
 use crate::graph::{MemoryStep, Node, ValueId, ValueRef};
 use crate::memory::MemoryKind;
-use std::collections::{HashMap, HashSet};
-
-/// Gradients that are there, by their tensor.
-pub(super) type Gradients = HashMap<ValueId, Key>;
+use std::collections::HashSet;
 
 impl Replay<'_> {
     /// Backward from `root`, whose gradient is among `gradients`.
     pub(super) fn backward(&mut self, root: ValueId, gradients: &mut Gradients) {
-        for event in self.order(root) {
+        let order = self.order(root);
+        self.hold(&order);
+        let mut done: Option<Repeat> = None;
+        for event in order {
+            if done.as_ref().is_some_and(|r| r.stretch.contains(&event)) {
+                continue;
+            }
+            if let Some(repeat) = self.repeat_of(event) {
+                self.backward_of_many(&repeat, gradients);
+                done = Some(repeat);
+                continue;
+            }
             match self.segment_ended_by(event) {
                 Some(segment) => self.backward_of_segment(segment, gradients),
                 None => {
@@ -75,10 +81,59 @@ impl Replay<'_> {
         }
     }
 
+    /// The values that a node has alive while it is there.
+    fn held_by(&self, event: usize) -> Vec<ValueId> {
+        let Some(node) = self.node(event) else {
+            return Vec::new();
+        };
+        let is_dropped = |i: usize| node.forward.contains(&MemoryStep::DropRead(i));
+        let reads = node.reads.iter().enumerate();
+        let reads = reads.filter(|(i, _)| !is_dropped(*i));
+        let operands = self.depends_on(event).iter();
+        let operands = operands.chain(reads.map(|(_, read)| read));
+        let made = node.kept.iter().map(|kept| kept.value);
+        let values = operands.map(|operand| operand.value).chain(made);
+        values.chain([node.output]).collect()
+    }
+
+    /// These nodes are there.
+    fn hold(&mut self, order: &[usize]) {
+        for event in order {
+            self.waiting.insert(*event);
+            for value in self.held_by(*event) {
+                self.holders[value.0] += 1;
+            }
+        }
+    }
+
+    /// Backward has come through a node: it goes, and what it alone held.
+    pub(super) fn passed(&mut self, event: usize) {
+        if !self.waiting.remove(&event) {
+            return;
+        }
+        for value in self.held_by(event) {
+            self.holders[value.0] -= 1;
+            let is_returned = self.graph.outputs.iter().skip(1).any(|x| x.value == value);
+            if self.holders[value.0] == 0 && !is_returned {
+                self.free(value);
+            }
+        }
+        for key in self.held.remove(&event).unwrap_or_default() {
+            self.ledger.give_back(key);
+        }
+    }
+
     fn backward_of(&mut self, event: usize, node: &Node, gradients: &mut Gradients) {
-        let incoming = gradients.remove(&node.output);
+        let Some(incoming) = gradients.take(node.output) else {
+            return self.passed(event);
+        };
+        let passes_on = node
+            .backward
+            .iter()
+            .filter(|step| matches!(step, MemoryStep::PassThrough(_)));
+        let is_passed_on_alone = passes_on.count() == 1;
         let mut taken = Vec::new();
-        let mut made: Vec<(&ValueRef, Option<Key>)> = Vec::new();
+        let mut made: Vec<(&ValueRef, Gradient)> = Vec::new();
         for step in &node.backward {
             match step {
                 MemoryStep::Gradient {
@@ -90,26 +145,27 @@ impl Replay<'_> {
                     if *if_tracked && !input.tracked {
                         continue;
                     }
-                    let what = "gradients as an op makes them";
-                    let key = self.take(MemoryKind::Scratch, what, input, 1.0);
+                    let key = self.take(MemoryKind::Scratch, BETWEEN, input, 1.0);
                     if let Some(room) = taking {
                         self.pass(*room);
                     }
-                    made.push((input, Some(key)));
+                    made.push((input, Gradient { key, is_own: true }));
                 }
                 MemoryStep::PassThrough(of) => {
                     let input = &node.inputs[*of];
-                    let made_of_it = self.summed(node, input);
-                    made.push((input, made_of_it));
+                    let gradient = match self.summed(node, input) {
+                        Some(key) => Gradient { key, is_own: true },
+                        None => Gradient {
+                            is_own: incoming.is_own && is_passed_on_alone,
+                            ..self.share(incoming.key)
+                        },
+                    };
+                    made.push((input, gradient));
                 }
                 MemoryStep::Take(room) => {
                     taken.push(self.take_room(MemoryKind::Scratch, *room, 1.0))
                 }
-                MemoryStep::GiveBack => {
-                    if let Some(key) = taken.pop() {
-                        self.ledger.give_back(key);
-                    }
-                }
+                MemoryStep::GiveBack(index) => self.ledger.give_back(taken[*index]),
                 MemoryStep::Pass(room) => self.pass(*room),
                 MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
                 MemoryStep::Output
@@ -121,61 +177,68 @@ impl Replay<'_> {
         for key in taken {
             self.ledger.give_back(key);
         }
-        for (input, key) in made {
-            self.add_to(event, input, gradients);
-            if let Some(key) = key {
-                self.ledger.give_back(key);
+        self.passed(event);
+        self.release(incoming.key);
+        for (input, gradient) in made {
+            match input.tracked {
+                true => self.add_to(event, input, gradient, gradients),
+                false => self.release(gradient.key),
             }
         }
-        if let Some(key) = incoming {
-            self.ledger.give_back(key);
-        }
     }
 
-    /// The gradient of an input that was broadcast, as candle makes it of the output's: by a node of its own.
+    /// The gradient of an input that was broadcast, as candle sums the output's.
     fn summed(&mut self, node: &Node, input: &ValueRef) -> Option<Key> {
-        let whole = ValueRef {
-            value: node.output,
-            view: None,
-            tracked: true,
-        };
-        if elements(self.graph.shape_of(input)) == elements(self.graph.shape_of(&whole)) {
-            return None;
-        }
-        let what = "zeros that a gradient is added to";
-        let zeros = self.take(MemoryKind::Scratch, what, &whole, 1.0);
-        let sum = self.take(MemoryKind::Scratch, "gradients between ops", &whole, 1.0);
-        self.ledger.give_back(zeros);
-        let what = "gradients as an op makes them";
-        let key = self.take(MemoryKind::Scratch, what, input, 1.0);
-        self.ledger.give_back(sum);
-        Some(key)
+        let output = elements(&self.graph.value(node.output).shape);
+        let is_broadcast = elements(self.graph.shape_of(input)) != output;
+        is_broadcast.then(|| self.take(MemoryKind::Scratch, BETWEEN, input, 1.0))
     }
 
-    /// The sum of a new gradient and what was there takes the place of that. A view has a node, and a gradient, of its
-    /// own.
-    pub(super) fn add_to(&mut self, event: usize, input: &ValueRef, gradients: &mut Gradients) {
-        let what = "zeros that a gradient is added to";
-        let of_view = input.view.is_some().then(|| {
-            let zeros = self.take(MemoryKind::Scratch, what, input, 1.0);
-            let sum = self.take(MemoryKind::Scratch, "gradients between ops", input, 1.0);
-            self.ledger.give_back(zeros);
-            sum
-        });
-        let whole = ValueRef {
-            view: None,
-            ..*input
-        };
-        let before = gradients.remove(&input.value);
-        let before = before.unwrap_or_else(|| self.take(MemoryKind::Scratch, what, &whole, 1.0));
-        let sum = match self.is_weight(input.value) {
-            true => self.weight_gradient(event, input.value),
-            false => self.take(MemoryKind::Scratch, "gradients between ops", &whole, 1.0),
-        };
-        self.ledger.give_back(before);
-        if let Some(key) = of_view {
-            self.ledger.give_back(key);
+    /// The stretch around an event that stands for several.
+    fn repeat_of(&self, event: usize) -> Option<Repeat> {
+        let mut repeats = self.repeats.iter();
+        repeats.find(|r| r.stretch.contains(&event)).cloned()
+    }
+
+    /// Backward of stretches that are alike, from one end to the other: each frees what it held, and makes its weights'
+    /// gradients, so that between the ends are the moments of both, and none that is worse.
+    fn backward_of_many(&mut self, repeat: &Repeat, gradients: &mut Gradients) {
+        let events: Vec<usize> = repeat
+            .stretch
+            .clone()
+            .filter(|i| self.node(*i).is_some())
+            .collect();
+        let is_inside = |maker: Option<usize>| maker.is_some_and(|i| repeat.stretch.contains(&i));
+        for event in &events {
+            self.passed(*event);
         }
-        gradients.insert(input.value, sum);
+        let mut incoming = None;
+        for event in &events {
+            let Some(node) = self.node(*event) else {
+                continue;
+            };
+            self.free(node.output);
+            incoming = gradients.take(node.output).or(incoming);
+        }
+        for event in events {
+            let Some(node) = self.node(event) else {
+                continue;
+            };
+            for input in node.inputs.iter().filter(|input| input.tracked) {
+                let (value, maker) = (input.value, self.makers[input.value.0]);
+                if gradients.has(value) || !self.graph.value(node.output).tracked {
+                    continue;
+                }
+                if self.is_weight(value) {
+                    let buffer = self.weight_gradient(event, value);
+                    let key = self.ledger.take(buffer);
+                    gradients.insert(value, Gradient { key, is_own: true });
+                } else if !is_inside(maker)
+                    && let Some(gradient) = incoming.take()
+                {
+                    gradients.insert(value, gradient);
+                }
+            }
+        }
     }
 }

@@ -15,7 +15,7 @@ impl Replay<'_> {
                     self.copied(i);
                 }
                 TraceEvent::Drop(value) => self.dropped(*value),
-                TraceEvent::Enter(_) | TraceEvent::Leave | TraceEvent::AutocastEnd => {}
+                TraceEvent::Enter | TraceEvent::Leave | TraceEvent::AutocastEnd => {}
             }
         }
     }
@@ -40,11 +40,7 @@ impl Replay<'_> {
                 MemoryStep::Take(room) => {
                     taken.push(self.take_room(MemoryKind::Scratch, *room, 1.0))
                 }
-                MemoryStep::GiveBack => {
-                    if let Some(key) = taken.pop() {
-                        self.ledger.give_back(key);
-                    }
-                }
+                MemoryStep::GiveBack(index) => self.ledger.give_back(taken[*index]),
                 MemoryStep::Pass(room) => self.pass(*room),
                 MemoryStep::DropRead(i) => self.free(node.reads[*i].value),
                 MemoryStep::DropKept(i) => self.free(node.kept[*i].value),

@@ -41,7 +41,7 @@ impl Buffer {
 }
 
 /// Names a buffer that was taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Key(usize);
 
 #[derive(Default)]
@@ -75,6 +75,12 @@ impl Ledger {
         }
     }
 
+    /// Calls a buffer by another name.
+    pub fn rename(&mut self, key: Key, to: Buffer) {
+        let (buffer, _) = &mut self.buffers[key.0];
+        (buffer.kind, buffer.what, buffer.formula) = (to.kind, to.what, to.formula);
+    }
+
     /// The place of the next buffer: what is taken from now on is after it.
     pub fn mark(&self) -> usize {
         self.buffers.len()
@@ -87,6 +93,7 @@ impl Ledger {
         alive.map(|(i, (buffer, _))| (Key(i), *buffer)).collect()
     }
 
+    /// In bytes, all of it.
     pub fn alive_bytes(&self) -> f64 {
         self.alive_bytes
     }

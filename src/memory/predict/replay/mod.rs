@@ -1,18 +1,18 @@
 //! A traced function, replayed without computing anything: every buffer is taken and given back where the eager run
 //! takes it and gives it back, and what was alive at the worst moment is the breakdown.
 //!
-//! What lives here: forward as the graph has it, op by op (`forward`), backward as candle runs it (`backward`),
-//! segments with a graph of their own (`segments`), f16 gradients that are unscaled (`unscale`), the bytes (`ledger`).
-//! What does not: what an op takes, which its own file says ([`MemoryStep`](crate::graph::MemoryStep)); what is made of
+//! What lives here: forward as the graph has it, op by op (`forward`), backward as [`backward`](crate::backward()) runs
+//! it (`backward`, `gradients`), segments that are recomputed (`segments`), f16 gradients that are unscaled
+//! (`unscale`), the bytes (`ledger`). What does not: what an op takes, which its own file says ([`MemoryStep`](crate::graph::MemoryStep)); what is made of
 //! it ([`estimate_graph`](super::estimate_graph())).
 //!
 //! No model is known here. Stretches of a graph may stand for many that are alike, one after another ([`Repeat`]): what
 //! lasts longer than all of them counts for each. No moment of a stretch that stands for several is worse than the same
-//! one of the stretch that comes after it; where each gives back what it took (`segments`), none is worse than the same
-//! one of the first stretch or of the last.
+//! one of the stretch before them or after them, since each adds as much as the next.
 
 mod backward;
 mod forward;
+mod gradients;
 mod ledger;
 mod segments;
 mod unscale;
@@ -21,10 +21,10 @@ pub(super) use ledger::{Buffer, Formula, What};
 
 use super::{MemoryKind, Mode};
 use crate::graph::{Graph, Node, Room, Source, TraceEvent, ValueId, ValueRef};
-use backward::Gradients;
+use gradients::{Gradient, Gradients};
 use ledger::{Key, Ledger};
 use segments::Segment;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 /// What came of it.
@@ -33,7 +33,9 @@ pub(super) struct Outcome {
     pub peak_bytes: f64,
     /// What was alive then.
     pub at_peak: Vec<Buffer>,
-    /// What was alive when forward was done.
+    /// What was alive when forward was done,
+    pub after_forward: Vec<Buffer>,
+    /// and its bytes.
     pub after_forward_bytes: f64,
 }
 
@@ -60,15 +62,16 @@ pub(super) fn replay(
     let place = replay.ledger.mark();
     replay.forward();
     let after_forward_bytes = replay.ledger.alive_bytes();
+    let after_forward = replay.ledger.alive_from(0).into_iter();
+    let after_forward = after_forward.map(|(_, buffer)| buffer).collect();
     if mode.has_backward()
         && let Some(output) = graph.outputs.first()
     {
-        let mut gradients = Gradients::new();
+        let mut gradients = Gradients::default();
         // That of a scalar is less than a tensor's record.
-        if elements(graph.shape_of(output)) > 1.0 {
-            let key = replay.take(MemoryKind::Scratch, "the output's gradient", output, 1.0);
-            gradients.insert(output.value, key);
-        }
+        let count = f64::from(elements(graph.shape_of(output)) > 1.0);
+        let key = replay.take(MemoryKind::Scratch, "the output's gradient", output, count);
+        gradients.insert(output.value, Gradient { key, is_own: false });
         replay.backward(output.value, &mut gradients);
     }
     if mode == Mode::TrainStep {
@@ -78,6 +81,7 @@ pub(super) fn replay(
     Outcome {
         peak_bytes,
         at_peak,
+        after_forward,
         after_forward_bytes,
     }
 }
@@ -98,6 +102,12 @@ struct Replay<'a> {
     rooms: Vec<Option<Key>>,
     /// What the node that is this event holds beside tensors.
     held: HashMap<usize, Vec<Key>>,
+    /// Backward: the nodes that are still to come, as events,
+    waiting: HashSet<usize>,
+    /// and how many of them hold each value.
+    holders: Vec<usize>,
+    /// Backward: how many tensors more than one there are on a buffer.
+    sharing: HashMap<Key, usize>,
 }
 
 impl<'a> Replay<'a> {
@@ -140,6 +150,9 @@ impl<'a> Replay<'a> {
             segments,
             rooms: vec![None; values],
             held: HashMap::new(),
+            waiting: HashSet::new(),
+            holders: vec![0; values],
+            sharing: HashMap::new(),
         }
     }
 
@@ -167,6 +180,18 @@ impl<'a> Replay<'a> {
             elements: elements(self.graph.shape_of(like)),
             width: value.dtype.size_in_bytes(),
             count,
+        })
+    }
+
+    /// As [`take`](Self::take), in f32.
+    fn take_wide(&mut self, like: &ValueRef) -> Key {
+        self.ledger.take(Buffer {
+            kind: MemoryKind::Scratch,
+            what: What::Named("sums in f32"),
+            formula: Formula::Of(like.value),
+            elements: elements(self.graph.shape_of(like)),
+            width: 4,
+            count: 1.0,
         })
     }
 

@@ -1,17 +1,15 @@
-//! Segments of a function that have a graph of their own: one node outside, whose backward recomputes the graph or
-//! frees it.
+//! Segments, which are recomputed in backward: one node outside, and a graph inside that lasts for a moment.
 
-use super::backward::Gradients;
+use super::gradients::{Gradient, Gradients};
 use super::ledger::{Buffer, Formula, Key, What};
 use super::{Replay, elements, node};
-use crate::graph::{Graph, MemoryStep, SegmentKind, TraceEvent, ValueId, ValueRef};
+use crate::graph::{CHECKPOINT, Graph, MemoryStep, TraceEvent, ValueId, ValueRef};
 use crate::memory::MemoryKind;
 use std::collections::HashSet;
 use std::ops::Range;
 
 /// A segment that has a node outside.
 pub(super) struct Segment {
-    kind: SegmentKind,
     /// The events between its beginning and its end.
     pub inside: Range<usize>,
     /// The node that stands for it outside.
@@ -27,10 +25,9 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// What is made inside and goes with the graph inside; nothing if that is the whole graph's affair.
+    /// What is made inside and goes with the graph inside.
     pub fn retained(&self) -> impl Iterator<Item = ValueId> + '_ {
-        let again = self.kind == SegmentKind::Checkpoint;
-        self.retained.iter().copied().filter(move |_| again)
+        self.retained.iter().copied()
     }
 }
 
@@ -40,9 +37,9 @@ pub(super) fn found(graph: &Graph, makers: &[Option<usize>]) -> Vec<Segment> {
     let mut found: Vec<Segment> = Vec::new();
     for (i, event) in graph.events.iter().enumerate() {
         match event {
-            TraceEvent::Enter(kind) => open.push((*kind, i)),
+            TraceEvent::Enter => open.push(i),
             TraceEvent::Leave => {
-                let Some((kind, begin)) = open.pop() else {
+                let Some(begin) = open.pop() else {
                     continue;
                 };
                 // Without a gradient there is no node, and no graph.
@@ -51,14 +48,13 @@ pub(super) fn found(graph: &Graph, makers: &[Option<usize>]) -> Vec<Segment> {
                 let Some((end, TraceEvent::Node(node))) = after.next() else {
                     continue;
                 };
-                if !matches!(node.op, "checkpoint" | "release") {
+                if node.op != CHECKPOINT {
                     continue;
                 }
                 let inside = begin + 1..i;
                 let copies: Vec<usize> = leading_copies(graph, inside.clone()).collect();
                 let inputs = copies.iter().filter_map(|copy| super::node(graph, *copy));
                 let mut segment = Segment {
-                    kind,
                     end,
                     inputs: inputs.map(|copy| copy.inputs[0].clone()).collect(),
                     copies,
@@ -103,9 +99,6 @@ fn retained(
         retained.extend(node.kept.iter().map(|kept| kept.value));
         if let Some(inner) = inner.iter().find(|inner| inner.end == event) {
             next.extend(inner.inputs.iter().map(|input| input.value));
-            if inner.kind == SegmentKind::Release {
-                next.push(inner.output);
-            }
             continue;
         }
         if segment.copies.contains(&event) {
@@ -135,74 +128,62 @@ impl Replay<'_> {
     /// A segment's node has copied what was made inside; if the graph inside has gone, so does that.
     pub(super) fn copied(&mut self, event: usize) {
         let segment = self.segment_ended_by(event).map(|i| &self.segments[i]);
-        if let Some(segment) = segment
-            && segment.kind == SegmentKind::Checkpoint
-        {
+        if let Some(segment) = segment {
             self.dropped(segment.output);
         }
     }
 
+    /// The graph inside is made again, and backward comes through it. Gradients found inside are then added outside.
     pub(super) fn backward_of_segment(&mut self, index: usize, gradients: &mut Gradients) {
         let (end, output) = (self.segments[index].end, self.segments[index].output);
-        let outside = match self.node(end) {
-            Some(node) => node.output,
-            None => return,
+        let Some(node) = self.node(end) else {
+            return;
         };
-        let incoming = gradients.remove(&outside);
-        if self.count(end, usize::MAX) > 1.0 {
-            return self.backward_of_many(index, incoming, gradients);
-        }
-        let remade = match self.segments[index].kind {
-            SegmentKind::Checkpoint => self.run_again(index),
-            SegmentKind::Release => Vec::new(),
+        let Some(incoming) = gradients.take(node.output) else {
+            return;
         };
-        let seed = ValueRef {
-            value: output,
-            view: None,
-            tracked: true,
-        };
-        let mut found = Gradients::new();
-        self.add_to(end, &seed, &mut found);
+        let remade = self.run_again(index);
+        let mut found = Gradients::default();
+        found.insert(output, self.share(incoming.key));
         self.backward(output, &mut found);
         self.free_inside(index);
-        for key in remade.into_iter().chain(incoming) {
+        for key in remade {
             self.ledger.give_back(key);
         }
-        self.add_outside(index, found, gradients);
-    }
-
-    /// Backward of segments that are alike, from one end to the other: between them are the moments of both, and none
-    /// that is worse.
-    fn backward_of_many(&mut self, index: usize, incoming: Option<Key>, gradients: &mut Gradients) {
-        self.free_inside(index);
-        for event in self.segments[index].inside.clone() {
-            let node = self.node(event);
-            let inputs = node.map_or(&[][..], |node| &node.inputs);
-            for input in inputs.iter().filter(|input| input.tracked) {
-                let is_new = !gradients.contains_key(&input.value);
-                let has_gradient = node.is_some_and(|node| self.graph.value(node.output).tracked);
-                if self.is_weight(input.value) && is_new && has_gradient {
-                    let key = self.weight_gradient(event, input.value);
-                    gradients.insert(input.value, key);
-                }
-            }
+        self.passed(end);
+        self.release(incoming.key);
+        let segment = &self.segments[index];
+        let leaves = segment.copies.iter().filter_map(|copy| self.node(*copy));
+        let inputs = leaves.zip(segment.inputs.clone());
+        let of_inputs: Vec<(ValueRef, Option<Gradient>)> = inputs
+            .map(|(leaf, input)| (input, found.take(leaf.output)))
+            .collect();
+        for (value, gradient) in found.into_values() {
+            let whole = ValueRef {
+                value,
+                view: None,
+                tracked: true,
+            };
+            self.add_to(end, &whole, gradient, gradients);
         }
-        if let (Some(key), Some(input)) = (incoming, self.segments[index].inputs.first()) {
-            gradients.insert(input.value, key);
+        for (input, gradient) in of_inputs {
+            if let Some(gradient) = gradient {
+                self.add_to(end, &input, gradient, gradients);
+            }
         }
     }
 
     /// A weight's gradient, as often as its node stands for one.
-    pub(super) fn weight_gradient(&mut self, event: usize, weight: ValueId) -> Key {
+    pub(super) fn weight_gradient(&self, event: usize, weight: ValueId) -> Buffer {
         let value = self.graph.value(weight);
-        self.ledger.take(Buffer {
+        Buffer {
             kind: MemoryKind::Gradients,
             what: What::Weight(weight),
             formula: Formula::Of(weight),
             elements: elements(&value.shape),
             width: value.dtype.size_in_bytes(),
             count: self.count(event, usize::MAX),
-        })
+        }
     }
 
     /// Makes the graph inside again. Returns what it has recomputed of what is outside: weights' copies, whose region
@@ -239,44 +220,6 @@ impl Replay<'_> {
                 for kept in &node.kept {
                     self.free(kept.value);
                 }
-            }
-        }
-    }
-
-    /// Gradients found inside are added to those outside, to zeros at first: one after another, the inputs' last.
-    fn add_outside(&mut self, index: usize, mut found: Gradients, gradients: &mut Gradients) {
-        let end = self.segments[index].end;
-        let inputs: Vec<(ValueRef, Option<Key>)> = {
-            let segment = &self.segments[index];
-            let leaves = segment.copies.iter().filter_map(|copy| self.node(*copy));
-            let leaves = leaves.map(|leaf| found.remove(&leaf.output));
-            segment.inputs.iter().cloned().zip(leaves).collect()
-        };
-        let mut rest: Vec<(ValueId, Key)> = found.into_iter().collect();
-        rest.sort_by_key(|(value, _)| *value);
-        for (value, key) in rest {
-            if !self.is_weight(value) {
-                self.ledger.give_back(key); // of no kind
-                continue;
-            }
-            let weight = ValueRef {
-                value,
-                view: None,
-                tracked: true,
-            };
-            let zeros = "zeros that a gradient is added to";
-            let before = gradients.remove(&value);
-            let before =
-                before.unwrap_or_else(|| self.take(MemoryKind::Scratch, zeros, &weight, 1.0));
-            let sum = self.take(MemoryKind::Scratch, "gradients between ops", &weight, 1.0);
-            self.ledger.give_back(before);
-            self.ledger.give_back(sum); // in truth the one inside goes, and this one stays
-            gradients.insert(value, key);
-        }
-        for (input, key) in inputs {
-            self.add_to(end, &input, gradients);
-            if let Some(key) = key {
-                self.ledger.give_back(key);
             }
         }
     }

@@ -10,7 +10,7 @@ use crate::ops::WEIGHT_CAST;
 /// - Taken by a weight's cast: a weight cast.
 /// - Forward: scratch, if given back in the same call of the same op; else the loss's and the head's are logits, all
 ///   others activations. Without a graph they come and go, and are activations all the same.
-/// - Backward: a gradient, if it is there when backward is done; else scratch: gradients on their way, candle's sums.
+/// - Backward: a gradient, if it is there when backward is done; else scratch: gradients on their way.
 /// - Optimizer: its state, if it is there when the optimizer is done; else scratch.
 pub(super) fn of(block: &Block, of: Circumstances, phases: &[PhaseSpan]) -> MemoryKind {
     let Some(phase) = of.phase.map(|number| &phases[number]) else {

@@ -112,7 +112,6 @@ pub const OPS: &[Op] = &[
     op("nn::RotaryEmbedding", &[".t4"], ".t4", |x, d| d.rotary()?.forward(&x[0], d.size())),
     op("nn::CausalSelfAttention", &["bt8"], "bt8", self_attention),
     op("nn::TransformerBlock", &["bt8"], "bt8", block),
-    op("nn::release", &[".d", "fd"], ".f", |x, _| nn::release(|[x, w]| ops::linear(x, w), [&x[0], &x[1]])),
     op("nn::checkpoint", &[".d", "fd"], ".f", |x, _| nn::checkpoint(|[x, w]| ops::linear(x, w), [&x[0], &x[1]])),
 ];
 

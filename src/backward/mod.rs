@@ -1,0 +1,227 @@
+//! Backward through the graph of a tensor, which frees the graph as it goes.
+//!
+//! What lives here: the walk ([`backward`]), the gradients so far (`sums`), and what candle does of it (`rest`). What
+//! does not: the backward of an op, which is in its own file; the graph, which is candle's: ops of this crate are nodes
+//! of it, and are found by the tape that `ops` writes.
+
+mod rest;
+mod seed;
+mod sums;
+
+use crate::ops::record::node_of;
+use crate::{Error, Result};
+use candle_core::{Tensor, TensorId, backprop::GradStore};
+use std::collections::HashMap;
+use sums::Sums;
+
+pub(crate) use sums::empty_store;
+
+/// The gradients of `loss` with respect to the variables that it depends on, as `loss.backward()` gives them, bit for
+/// bit, in less time and memory:
+///
+/// - a first gradient is taken as the op makes it, where candle adds it to zeros, and later ones are added in place;
+/// - an op's output and what it keeps are freed as soon as its backward is done, where candle's graph lasts until the
+///   end. That is why the loss is taken by value: what else holds it, or a tensor of its graph, keeps that part alive.
+///   `loss.detach()` is its value without the graph; a clone keeps the graph, for a second backward.
+///
+/// candle does not show the ops behind its own results. Where one of them is in the graph, everything that comes after
+/// it in backward is left to candle, in candle's time and memory: of a loss that was scaled by candle's `*` that is
+/// all. Views, which are candle's, are no such case.
+///
+/// Zeros may differ in sign: candle's sums begin at 0, and 0 + -0 is 0.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use tallow::ops;
+///
+/// let w = Var::ones((3, 2), DType::F32, &Device::Cpu)?;
+/// let x = Tensor::new(&[[1f32, 2.0]], &Device::Cpu)?;
+/// let loss = ops::sum(&ops::linear(&x, &w)?)?;
+/// let value = loss.detach();
+/// let gradients = tallow::backward(loss)?;
+/// assert_eq!(gradients.get(&w).unwrap().to_vec2::<f32>()?, [[1.0, 2.0]; 3]);
+/// assert_eq!(value.to_scalar::<f32>()?, 9.0);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of the ops' backwards, and of memory.
+pub fn backward(loss: Tensor) -> Result<GradStore> {
+    let seed = loss.ones_like()?;
+    run(loss, seed, None)
+}
+
+/// As [`backward`], from this gradient of `output`: the product of a vector with a Jacobian.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[1f32, 2.0], &Device::Cpu)?;
+/// let y = ops::mul(&x, &x)?;
+/// let dy = Tensor::new(&[1f32, 10.0], &Device::Cpu)?;
+/// let gradients = tallow::backward_from(y, &dy)?;
+/// assert_eq!(gradients.get(&x).unwrap().to_vec1::<f32>()?, [2.0, 40.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`backward`]; [`Error::Shape`] and [`Error::DType`] for a gradient unlike the output.
+pub fn backward_from(output: Tensor, gradient: &Tensor) -> Result<GradStore> {
+    check_gradient(&output, gradient)?;
+    run(output, gradient.detach(), None)
+}
+
+/// As [`backward`], and calls `hook` with every variable and its gradient as soon as that is complete: while backward
+/// goes on, other work can begin on it.
+///
+/// Where candle's own ops are in the graph, which may read any variable, all hooks are called at the end.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use tallow::ops;
+///
+/// let x = Tensor::ones((1, 2), DType::F32, &Device::Cpu)?;
+/// let first = Var::ones((3, 2), DType::F32, &Device::Cpu)?;
+/// let second = Var::ones((4, 3), DType::F32, &Device::Cpu)?;
+/// let loss = ops::sum(&ops::linear(&ops::linear(&x, &first)?, &second)?)?;
+/// let mut order = Vec::new();
+/// tallow::backward_with_hook(loss, |var, _gradient| {
+///     order.push(var.dims().to_vec());
+///     Ok(())
+/// })?;
+/// assert_eq!(order, [[4, 3], [3, 2]]); // the last layer's is there first
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`backward`], and the hook's.
+pub fn backward_with_hook(
+    loss: Tensor,
+    mut hook: impl FnMut(&Tensor, &Tensor) -> Result<()>,
+) -> Result<GradStore> {
+    let seed = loss.ones_like()?;
+    run(loss, seed, Some(&mut hook))
+}
+
+fn check_gradient(output: &Tensor, gradient: &Tensor) -> Result<()> {
+    const OP: &str = "backward_from";
+    if gradient.shape() != output.shape() {
+        return Err(Error::Shape {
+            op: OP,
+            expected: format!("a gradient of the output's shape {:?}", output.dims()),
+            got: format!("{:?}", gradient.dims()),
+            hint: "one number for each of the output's".into(),
+        });
+    }
+    if gradient.dtype() != output.dtype() {
+        return Err(Error::DType {
+            op: OP,
+            expected: format!("a gradient in the output's {}", output.dtype().as_str()),
+            got: gradient.dtype().as_str().into(),
+            hint: "convert it with to_dtype".into(),
+        });
+    }
+    Ok(())
+}
+
+/// What is called with a variable and its gradient.
+type Hook<'a> = &'a mut dyn FnMut(&Tensor, &Tensor) -> Result<()>;
+
+/// Backward from `seed`, which is the gradient of `root`.
+fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> {
+    // As candle sorts them: gradients are added in its order, which sets the bits of a sum.
+    let mut graph: Vec<Tensor> = root.sorted_nodes().into_iter().cloned().collect();
+    graph.reverse(); // the next is the last
+    let mut sums = Sums::new(&graph);
+    let mut hooks = Hooks::new(&graph, &sums, hook);
+    sums.add(&root, seed, false)?;
+    drop(root);
+    while let Some(y) = graph.pop() {
+        let Some(node) = node_of(&y) else {
+            if sums.has(&y) && !y.is_variable() {
+                graph.push(y);
+                let variables = sums.variables().to_vec();
+                let store = rest::by_candle(&graph, sums)?;
+                hooks.call_rest(&variables, &store)?;
+                return Ok(store);
+            }
+            continue; // a variable, or a view whose gradient is its whole's
+        };
+        let inputs = node.inputs();
+        if let Some(dy) = sums.take(&y) {
+            let gradients = node.backward(&y, &dy.gradient)?;
+            drop((node, y));
+            sums.add_all(&inputs, gradients, dy)?;
+        }
+        hooks.used(&inputs, &sums)?;
+    }
+    sums.into_store()
+}
+
+/// When a variable's gradient is complete.
+struct Hooks<'a> {
+    hook: Option<Hook<'a>>,
+    /// How often nodes that are still to come read each variable.
+    uses: HashMap<TensorId, usize>,
+}
+
+impl<'a> Hooks<'a> {
+    fn new(graph: &[Tensor], sums: &Sums, hook: Option<Hook<'a>>) -> Self {
+        let mut uses = HashMap::new();
+        if hook.is_some() {
+            let variables = sums.variables().iter();
+            uses.extend(variables.map(|x| (x.id(), 0)));
+            for y in graph
+                .iter()
+                .filter(|y| !y.is_variable() && !sums.is_view(y))
+            {
+                let Some(node) = node_of(y) else {
+                    uses.values_mut().for_each(|uses| *uses = usize::MAX);
+                    break;
+                };
+                for x in node.inputs() {
+                    if let Some(uses) = uses.get_mut(&sums.target(&x)) {
+                        *uses += 1;
+                    }
+                }
+            }
+        }
+        Self { hook, uses }
+    }
+
+    /// A node that reads `inputs` is done.
+    fn used(&mut self, inputs: &[Tensor], sums: &Sums) -> Result<()> {
+        let Some(hook) = &mut self.hook else {
+            return Ok(());
+        };
+        for x in inputs {
+            let id = sums.target(x);
+            let Some(uses) = self.uses.get_mut(&id) else {
+                continue;
+            };
+            *uses -= 1;
+            let mut variables = sums.variables().iter();
+            if *uses == 0
+                && let Some(variable) = variables.find(|variable| variable.id() == id)
+                && let Some(gradient) = sums.get(variable)
+            {
+                hook(variable, gradient)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// candle has come to the end.
+    fn call_rest(&mut self, variables: &[Tensor], store: &GradStore) -> Result<()> {
+        let Some(hook) = &mut self.hook else {
+            return Ok(());
+        };
+        for variable in variables {
+            if let Some(gradient) = store.get(variable) {
+                hook(variable, gradient)?;
+            }
+        }
+        Ok(())
+    }
+}

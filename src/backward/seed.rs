@@ -1,0 +1,90 @@
+//! Where candle's backward begins: scalars whose backward makes gradients that are known.
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, MetalStorage, Result, Shape, Tensor,
+};
+
+/// x, whose gradient this is, to a scalar.
+pub(super) struct Seed(pub Tensor);
+
+/// (scalar, x), whose gradient this is, to a scalar.
+pub(super) struct AlsoSeed(pub Tensor);
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        zero(x)
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        zero(x)
+    }
+
+    fn metal_fwd(&self, x: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+        zero(x)
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+impl CustomOp2 for AlsoSeed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(
+        &self,
+        scalar: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        zero(scalar)
+    }
+
+    fn cuda_fwd(
+        &self,
+        scalar: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        zero(scalar)
+    }
+
+    fn metal_fwd(
+        &self,
+        scalar: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        zero(scalar)
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        d_scalar: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Ok((Some(d_scalar.clone()), Some(self.0.clone())))
+    }
+}
+
+/// A scalar of the dtype and device of another tensor.
+fn zero<S: BackendStorage>(like: &S) -> Result<(S, Shape)>
+where
+    S::Device: BackendDevice<Storage = S>,
+{
+    let scalar = Shape::from(());
+    let storage = like.device().zeros_impl(&scalar, like.dtype())?;
+    Ok((storage, scalar))
+}

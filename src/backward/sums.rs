@@ -1,0 +1,188 @@
+//! Gradients so far.
+
+use crate::Result;
+use crate::ops::record::{add_onto, can_scatter, node_of, scattered, view_of};
+use crate::optim::inplace::storage_address;
+use candle_core::{DType, Device, Tensor, TensorId, backprop::GradStore};
+use std::collections::HashMap;
+
+/// The gradient of each tensor of a graph: the sum of what came so far.
+pub(super) struct Sums {
+    sums: HashMap<TensorId, Sum>,
+    /// What nodes and variables are, by their storage: views of one show its elements.
+    wholes: HashMap<usize, (TensorId, Vec<usize>)>,
+    variables: Vec<Tensor>,
+}
+
+/// A gradient, contiguous.
+pub(super) struct Sum {
+    pub gradient: Tensor,
+    /// Whether no other tensor has its elements: it may be added to in place.
+    is_own: bool,
+}
+
+impl Sums {
+    /// Of the tensors of `graph`; none yet.
+    pub fn new(graph: &[Tensor]) -> Self {
+        let is_whole = |x: &&Tensor| {
+            (x.is_variable() || node_of(x).is_some())
+                && x.is_contiguous()
+                && x.layout().start_offset() == 0
+        };
+        let wholes = graph.iter().filter(is_whole);
+        let wholes = wholes.map(|x| (storage_address(x), (x.id(), x.dims().to_vec())));
+        let variables = graph.iter().filter(|x| x.is_variable());
+        Self {
+            sums: HashMap::new(),
+            wholes: wholes.collect(),
+            variables: variables.cloned().collect(),
+        }
+    }
+
+    /// The variables, in the order in which candle meets them.
+    pub fn variables(&self) -> &[Tensor] {
+        &self.variables
+    }
+
+    /// What `x` is a view of, if that is no result of candle's.
+    fn whole_of(&self, x: &Tensor) -> Option<&(TensorId, Vec<usize>)> {
+        if x.is_variable() || node_of(x).is_some() {
+            return None;
+        }
+        let whole = self.wholes.get(&storage_address(x))?;
+        (put_back(x, &whole.1).is_some() || can_scatter(x)).then_some(whole)
+    }
+
+    /// Whether the gradient of `x` is another's.
+    pub fn is_view(&self, x: &Tensor) -> bool {
+        self.whole_of(x).is_some()
+    }
+
+    /// Whose gradient that of `x` is added to.
+    pub fn target(&self, x: &Tensor) -> TensorId {
+        self.whole_of(x).map_or(x.id(), |(id, _)| *id)
+    }
+
+    pub fn has(&self, x: &Tensor) -> bool {
+        self.sums.contains_key(&x.id())
+    }
+
+    pub fn get(&self, x: &Tensor) -> Option<&Tensor> {
+        self.sums.get(&x.id()).map(|sum| &sum.gradient)
+    }
+
+    pub fn take(&mut self, x: &Tensor) -> Option<Sum> {
+        self.sums.remove(&x.id())
+    }
+
+    /// Adds what a node has made of `dy` for its `inputs`.
+    pub fn add_all(
+        &mut self,
+        inputs: &[Tensor],
+        gradients: Vec<Option<Tensor>>,
+        dy: Sum,
+    ) -> Result<()> {
+        let made: Vec<_> = inputs.iter().zip(gradients).collect();
+        let addresses = made.iter().filter_map(|(_, dx)| dx.as_ref());
+        let addresses: Vec<usize> = addresses.map(storage_address).collect();
+        let of_dy = storage_address(&dy.gradient);
+        let dy_is_own = dy.is_own;
+        drop(dy);
+        for (x, dx) in made {
+            let Some(dx) = dx.filter(|_| x.track_op()) else {
+                continue;
+            };
+            let address = storage_address(&dx);
+            let sharing = addresses.iter().filter(|other| **other == address);
+            let is_own = sharing.count() == 1 && (address != of_dy || dy_is_own);
+            self.add(x, dx.detach(), is_own)?;
+        }
+        Ok(())
+    }
+
+    /// Adds `dx` to the gradient of `x`.
+    pub fn add(&mut self, x: &Tensor, dx: Tensor, is_own: bool) -> Result<()> {
+        let (id, new) = match self.whole_of(x) {
+            None => (x.id(), own_if_copied(dx, is_own)?),
+            Some((id, shape)) => (*id, of_whole(x, dx, is_own, shape)?),
+        };
+        let sum = match self.sums.remove(&id) {
+            None => new,
+            Some(before) => before.plus(new)?,
+        };
+        self.sums.insert(id, sum);
+        Ok(())
+    }
+
+    /// The gradients of variables.
+    pub fn into_store(mut self) -> Result<GradStore> {
+        let mut store = empty_store()?;
+        for variable in std::mem::take(&mut self.variables) {
+            if let Some(sum) = self.take(&variable) {
+                store.insert(&variable, sum.gradient);
+            }
+        }
+        Ok(store)
+    }
+}
+
+impl Sum {
+    fn plus(self, other: Self) -> Result<Self> {
+        let (sum, x) = match self.is_own {
+            true => (self, other),
+            false => (other, self),
+        };
+        if sum.is_own && add_onto(&sum.gradient, &x.gradient)? {
+            return Ok(sum);
+        }
+        Ok(Self {
+            gradient: (sum.gradient + x.gradient)?,
+            is_own: true,
+        })
+    }
+}
+
+fn own_if_copied(dx: Tensor, is_own: bool) -> Result<Sum> {
+    let is_copied = !dx.is_contiguous();
+    Ok(Sum {
+        gradient: dx.contiguous()?,
+        is_own: is_own || is_copied,
+    })
+}
+
+/// The gradient of the tensor of this `shape` that `x` is a view of, from that of `x`.
+fn of_whole(x: &Tensor, dx: Tensor, is_own: bool, shape: &[usize]) -> Result<Sum> {
+    if let Some(order) = put_back(x, shape) {
+        let dx = own_if_copied(dx.permute(order)?, is_own)?;
+        return Ok(Sum {
+            gradient: dx.gradient.reshape(shape)?,
+            ..dx
+        });
+    }
+    Ok(Sum {
+        gradient: scattered(&dx.contiguous()?, view_of(x), shape)?,
+        is_own: true,
+    })
+}
+
+/// The order of dimensions in which `x`, a view of all of a tensor of this `shape`, has its elements as they lie.
+fn put_back(x: &Tensor, shape: &[usize]) -> Option<Vec<usize>> {
+    let (dims, stride) = (x.dims(), x.stride());
+    let mut order: Vec<usize> = (0..x.rank()).collect();
+    order.sort_by_key(|dim| std::cmp::Reverse((stride[*dim], dims[*dim])));
+    let mut following = shape.iter().product::<usize>();
+    let is_all = x.elem_count() == following && x.layout().start_offset() == 0;
+    let in_order = order.iter().all(|&dim| {
+        following /= dims[dim].max(1);
+        dims[dim] == 1 || stride[dim] == following
+    });
+    (is_all && in_order).then_some(order)
+}
+
+/// A store without gradients. candle offers none, but a constant's backward pass leaves nothing except its own.
+pub(crate) fn empty_store() -> Result<GradStore> {
+    let constant = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+    let mut store = constant.backward()?;
+    store.remove(&constant);
+    Ok(store)
+}

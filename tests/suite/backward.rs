@@ -1,0 +1,290 @@
+//! `tallow::backward` beside candle's own.
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
+use rstest::rstest;
+use std::cell::RefCell;
+use tallow::attention::Algorithm;
+use tallow::memory::tracker;
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::ops::{KernelPolicy, with_kernel_policy};
+use tallow::precision::{Precision, Regime};
+use tallow::{Error, Result, backward, backward_from, backward_with_hook, nn, ops};
+
+const CPU: Device = Device::Cpu;
+
+fn numbers(dims: &[usize], salt: u32) -> Tensor {
+    let count: usize = dims.iter().product();
+    let number =
+        |i: usize| (((i as u32 * 2_654_435_761) ^ salt.wrapping_mul(97_531)) % 1999) as f32;
+    let all: Vec<f32> = (0..count).map(|i| number(i) / 1000.0 - 1.0).collect();
+    Tensor::from_vec(all, dims, &CPU).unwrap()
+}
+
+fn var(dims: &[usize], salt: u32) -> Var {
+    Var::from_tensor(&numbers(dims, salt)).unwrap()
+}
+
+/// Bits of the numbers; of zeros, which may differ in sign, those of 0.
+fn bits(x: &Tensor) -> Vec<u64> {
+    let x = x.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
+    let x = x.to_vec1::<f64>().unwrap();
+    x.into_iter().map(|x| (x + 0.0).to_bits()).collect()
+}
+
+fn all_bits(gradients: &GradStore, vars: &[Var]) -> Vec<Option<Vec<u64>>> {
+    vars.iter()
+        .map(|var| gradients.get(var).map(bits))
+        .collect()
+}
+
+/// The gradients of `loss` by both, of `vars`.
+fn same(loss: impl Fn() -> Result<Tensor>, vars: &[Var]) {
+    let wanted = all_bits(&loss().unwrap().backward().unwrap(), vars);
+    let kept = loss().unwrap();
+    for loss in [loss().unwrap(), kept.clone(), kept] {
+        let found = all_bits(&backward(loss).unwrap(), vars);
+        assert_eq!(found, wanted);
+    }
+}
+
+fn config(layers: usize, attention: Algorithm, checkpointing: &str) -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: 29,
+        context_length: 33,
+        d_model: 18,
+        num_layers: layers,
+        num_heads: 3,
+        d_ff: 25,
+        attention,
+        checkpointing: checkpointing.parse().unwrap(),
+        ..Default::default()
+    }
+}
+
+fn ids(salt: u32) -> Tensor {
+    let ids = (0..66).map(|i: u32| (i * i + 7 * salt) % 29).collect();
+    Tensor::from_vec::<_, u32>(ids, (2, 33), &CPU).unwrap()
+}
+
+#[rstest]
+fn a_model_has_candles_gradients(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values("none", "block", "every-2")] checkpointing: &str,
+    #[values(
+        Precision::F32,
+        Precision::BF16,
+        Precision::BF16.with_dropped_casts(true),
+        Precision::F16.with_regime(Regime::Full)
+    )]
+    precision: Precision,
+    #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
+) {
+    let weights = nn::seeded(3, precision.parameter_dtype(), &CPU);
+    let config = config(3, attention, checkpointing);
+    let model = TransformerLM::from_var_builder(&config, weights).unwrap();
+    let parameters = model.parameters().into_iter();
+    let vars: Vec<Var> = parameters.map(|(_, var)| var).collect();
+    let loss = || with_kernel_policy(policy, || precision.run(|| model.loss(&ids(1), &ids(2))));
+    same(loss, &vars);
+}
+
+type Function = fn(&[Var]) -> Result<Tensor>;
+
+fn gelu(x: &Tensor) -> Result<Tensor> {
+    ops::gelu(x, ops::Gelu::Erf)
+}
+
+/// Variables of (4, 6), (4, 6) and (6).
+#[rstest]
+#[case::residual(|v: &[Var]| {
+    let x = ops::relu(&v[0])?;
+    let y = ops::add(&x, &gelu(&x)?)?;
+    ops::sum(&ops::add(&y, &ops::add(&x, &v[1])?)?)
+})]
+#[case::one_variable_many_times(|v: &[Var]| {
+    let x = ops::mul(&v[0], &v[0])?;
+    let x = ops::add(&ops::add(&x, &v[0])?, &v[0])?;
+    ops::sum(&ops::mul(&x, &v[0])?)
+})]
+#[case::transposed(|v: &[Var]| {
+    let x = ops::relu(&v[0])?;
+    let x = x.reshape((2, 2, 6))?.transpose(0, 1)?.transpose(1, 2)?;
+    ops::sum(&ops::mul(&ops::contiguous(&x)?, &ops::contiguous(&x)?)?)
+})]
+#[case::parts_of_one(|v: &[Var]| {
+    let x = ops::silu(&v[0])?;
+    let parts = [x.narrow(1, 0, 3)?, x.narrow(1, 2, 3)?, x.narrow(0, 1, 2)?.narrow(1, 1, 3)?];
+    let [a, b, c] = parts.map(|part| ops::sum(&gelu(&part).unwrap()).unwrap());
+    ops::add(&ops::add(&a, &b)?, &c)
+})]
+#[case::a_view_of_a_variable(|v: &[Var]| ops::sum(&ops::mul(&ops::contiguous(&v[0].t()?)?, &v[1].reshape((6, 4))?)?))]
+#[case::broadcast(|v: &[Var]| {
+    let bias = ops::relu(&v[2])?.broadcast_as((4, 6))?;
+    ops::sum(&ops::mul(&gelu(&bias)?, &v[0])?)
+})]
+#[case::candles_loss(|v: &[Var]| Ok((ops::linear(&v[0], &v[1])?.sqr()?.mean_all()? * 3.0)?))]
+#[case::candle_between(|v: &[Var]| {
+    let x = gelu(&v[0])?;
+    let y = ops::relu(&x.broadcast_mul(&v[2])?)?; // candle's
+    let z = ops::mul(&y, &ops::add(&x, &v[0])?)?;
+    ops::sum(&ops::mul(&z, &ops::relu(&v[0])?)?)
+})]
+#[case::candle_reads_what_is_ours(|v: &[Var]| {
+    let x = gelu(&v[0])?;
+    let mean = x.mean_keepdim(1)?.broadcast_as((4, 6))?; // candle's
+    let y = ops::mul(&x, &mean)?;
+    ops::sum(&ops::add(&y, &v[0])?)
+})]
+#[case::not_everything_is_reached(|v: &[Var]| {
+    let x = ops::relu(&v[0])?;
+    ops::sum(&ops::mul(&x, &ops::relu(&v[1])?.detach())?)
+})]
+#[case::nothing(|v: &[Var]| ops::sum(&ops::relu(&v[0].narrow(0, 0, 0)?)?))]
+#[case::a_variable(|v: &[Var]| Ok(v[2].as_tensor().clone()))]
+fn functions_have_candles_gradients(#[case] f: Function) {
+    let vars = [var(&[4, 6], 1), var(&[4, 6], 2), var(&[6], 3)];
+    same(|| f(&vars), &vars);
+}
+
+#[test]
+fn from_a_gradient() -> CandleResult<()> {
+    let (x, w) = (var(&[3, 5], 1), var(&[4, 5], 2));
+    let dy = numbers(&[3, 4], 3);
+    let y = || ops::linear(&ops::relu(&x).unwrap(), &w).unwrap();
+    let wanted = (y() * &dy)?.sum_all()?.backward()?;
+    // One that is a view, and stays as it is.
+    let given = dy.t()?.contiguous()?.t()?;
+    let found = backward_from(y(), &given).unwrap();
+    let vars = [x.clone(), w.clone()];
+    assert_eq!(all_bits(&found, &vars), all_bits(&wanted, &vars));
+    assert_eq!(bits(&given), bits(&dy));
+
+    let error = backward_from(y(), &numbers(&[4, 3], 1)).unwrap_err();
+    assert!(matches!(
+        error,
+        Error::Shape {
+            op: "backward_from",
+            ..
+        }
+    ));
+    let error = backward_from(y(), &dy.to_dtype(DType::F64)?).unwrap_err();
+    assert!(matches!(
+        error,
+        Error::DType {
+            op: "backward_from",
+            ..
+        }
+    ));
+    Ok(())
+}
+
+/// A gradient that is handed in is read only, though it is that of several.
+#[test]
+fn the_first_gradient_is_not_written() -> CandleResult<()> {
+    let x = var(&[3, 5], 1);
+    let (dy, before) = (numbers(&[3, 5], 2), numbers(&[3, 5], 2));
+    let y = ops::add(&x, &ops::add(&x, &x).unwrap()).unwrap();
+    let found = backward_from(y, &dy).unwrap();
+    assert_eq!(bits(&dy), bits(&before));
+    assert_eq!(bits(found.get(&x).unwrap()), bits(&((&dy + &dy)? + &dy)?));
+    Ok(())
+}
+
+#[test]
+fn hooks_have_complete_gradients_in_time() {
+    let config = config(2, Algorithm::Flash, "none");
+    let model = TransformerLM::new(&config, 1, &CPU).unwrap();
+    let parameters = model.parameters();
+    let name_of = |x: &Tensor| {
+        let found = parameters.iter().find(|(_, var)| var.id() == x.id());
+        found.unwrap().0.clone()
+    };
+    for policy in [KernelPolicy::Prefer, KernelPolicy::Reference] {
+        let loss = || with_kernel_policy(policy, || model.loss(&ids(1), &ids(2))).unwrap();
+        let seen = RefCell::new(Vec::new());
+        let gradients = backward_with_hook(loss(), |var, gradient| {
+            seen.borrow_mut().push((name_of(var), bits(gradient)));
+            Ok(())
+        });
+        let gradients = gradients.unwrap();
+        let seen = seen.into_inner();
+        assert_eq!(seen.len(), parameters.len());
+        for (name, var) in &parameters {
+            let found = seen.iter().find(|(seen, _)| seen == name);
+            assert_eq!(
+                found.unwrap().1,
+                bits(gradients.get(var).unwrap()),
+                "{name}"
+            );
+        }
+        if policy == KernelPolicy::Prefer {
+            let place = |name: &str| seen.iter().position(|(seen, _)| seen.starts_with(name));
+            assert_eq!(place("lm_head"), Some(0));
+            assert!(place("layers.1") < place("layers.0"));
+            assert_eq!(place("token_embeddings"), Some(seen.len() - 1));
+        }
+        let refused = backward_with_hook(loss(), |_, _| {
+            Err(Error::Order {
+                op: "hook",
+                problem: "no".into(),
+                hint: "none".into(),
+            })
+        });
+        assert!(matches!(refused, Err(Error::Order { op: "hook", .. })));
+    }
+}
+
+/// What a chain of ops keeps goes while backward runs, and stays for who holds it.
+#[test]
+fn the_graph_goes() {
+    if crate::child::ran("backward::the_graph_goes") {
+        return;
+    }
+    const BYTES: u64 = 4 << 20;
+    let x = var(&[1 << 20], 1);
+    let chain = || {
+        (0..10)
+            .try_fold(x.as_tensor().clone(), |x, _| gelu(&x))
+            .unwrap()
+    };
+    let peak = |loss: Tensor, run: fn(Tensor) -> GradStore| {
+        let before = tracker::current_bytes().unwrap();
+        tracker::reset_peak();
+        drop(run(loss));
+        tracker::peak_bytes().unwrap() - before
+    };
+    let loss = || ops::sum(&chain()).unwrap();
+    let ours = peak(loss(), |loss| backward(loss).unwrap());
+    let candles = peak(loss(), |loss| loss.backward().unwrap());
+    // Two gradients beside what is there, the second as the first activation goes.
+    assert!(ours < 2 * BYTES + BYTES / 8, "{ours}");
+    assert!(candles > 3 * BYTES, "{candles}");
+    let (kept, tail) = (chain(), |x: &Tensor| {
+        ops::sum(&ops::relu(x).unwrap()).unwrap()
+    });
+    let loss = tail(&kept);
+    backward(loss).unwrap();
+    assert_eq!(bits(&kept), bits(&chain()));
+    backward(tail(&kept)).unwrap(); // its graph is there
+}
+
+/// On another thread than forward's, several at once.
+#[test]
+fn threads_do_not_meet() {
+    let model = TransformerLM::new(&config(2, Algorithm::Naive, "every-1"), 1, &CPU).unwrap();
+    let parameters = model.parameters().into_iter();
+    let vars: Vec<Var> = parameters.map(|(_, var)| var).collect();
+    let loss = model.loss(&ids(1), &ids(2)).unwrap();
+    let wanted = all_bits(&loss.backward().unwrap(), &vars);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..3 {
+                    let found = backward(loss.clone()).unwrap();
+                    assert!(all_bits(&found, &vars) == wanted);
+                }
+            });
+        }
+    });
+}
