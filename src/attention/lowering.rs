@@ -1,5 +1,6 @@
 //! Attention in a plan: naive and flash, on heads one after another.
 
+use super::naive::rooms as naive_rooms;
 #[cfg(feature = "cuda")]
 use super::{in_model::InModel, lowering_gpu as gpu};
 use crate::graph::Target;
@@ -22,9 +23,8 @@ pub(super) const NAIVE: Lowering = Lowering {
             let lse = s.some_y("lse")?.unwrap_or_default();
             naive::forward_with_lse(&sizes, q, k, v, s.y("p")?, lse, s.y("out")?);
         });
-        let kernel = on_gpu!(sized(kernel, signature, 1.0), |k, l| gpu::naive_forward(
-            k, l
-        ));
+        let kernel = naive_taking(sized(kernel, signature, 1.0), signature, 0);
+        let kernel = on_gpu!(kernel, |k, l| gpu::naive_forward(k, l));
         let mut calls = Calls::default();
         let mut writes = vec![("out", Slot::Output), ("p", Slot::Kept(0))];
         if signature.kept.len() > 1 {
@@ -45,9 +45,8 @@ pub(super) const NAIVE: Lowering = Lowering {
             let (dq, dk, dv) = (s.y("dq")?, s.y("dk")?, s.y("dv")?);
             naive::backward(&sizes, d_out, q, k, v, p, dq, dk, dv);
         });
-        let kernel = on_gpu!(sized(kernel, signature, 2.0), |k, l| gpu::naive_backward(
-            k, l
-        ));
+        let kernel = naive_taking(sized(kernel, signature, 2.0), signature, 1);
+        let kernel = on_gpu!(kernel, |k, l| gpu::naive_backward(k, l));
         let reads = Named::from([("d_out", Slot::OutputGradient)]).and(INPUTS);
         let reads = reads.with("p", Slot::Kept(0));
         let mut calls = Calls::default();
@@ -167,6 +166,14 @@ fn matrices(dims: &[usize]) -> [usize; 3] {
     match *dims {
         [ref leading @ .., length, width] => [leading.iter().product(), length, width],
         _ => [1, 1, 1], // refused by the op
+    }
+}
+
+/// With what naive attention takes for itself in this pass on the CPU.
+fn naive_taking(kernel: Kernel, signature: &Signature<'_>, pass: usize) -> Kernel {
+    match sizes(&kernel) {
+        Ok(sizes) => kernel.taking(naive_rooms(&sizes, signature.output.dtype)[pass]),
+        Err(_) => kernel, // refused by the op
     }
 }
 

@@ -4,7 +4,8 @@ use super::data::{Kept, Node, TraceEvent, ValueId};
 use super::hollow::{Role, empty, hollow, hollow_out};
 use super::session::{dropped, target, with_session};
 use crate::grad::is_grad_enabled;
-use crate::ops::record::Spec;
+use crate::ops::lowering::Signature;
+use crate::ops::record::{By, Spec, steps_of};
 use crate::{Result, probe};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use std::any::Any;
@@ -14,17 +15,13 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
     name: &'static str,
     op: C,
     inputs: &[&Tensor],
-    composed: bool,
+    by: By,
 ) -> Result<Tensor> {
     let shapes: Vec<probe::Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
     let (shape, dtype) = op.output(&shapes);
     let on = target().unwrap_or_default();
     let kept = op.kept(&shapes, on);
-    let reads = op.reads();
-    let steps = [
-        op.forward_steps(&shapes, on),
-        op.backward_steps(&shapes, on),
-    ];
+    let read = op.reads();
     let path = probe::op_path(name).to_string();
     with_session(|session| {
         session.told_drops(); // before the operands: what is read has not gone
@@ -32,15 +29,32 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
             .iter()
             .map(|x| session.operand(x))
             .collect::<Result<Vec<_>>>()?;
-        let reads = reads
+        let reads = read
             .iter()
             .map(|x| session.operand(x))
             .collect::<Result<Vec<_>>>()?;
+        let kept_operands = kept.iter().map(|(_, shape, dtype)| probe::Operand {
+            dims: shape.dims(),
+            dtype: *dtype,
+        });
+        let attributes = op.attributes();
+        let call = Signature {
+            attributes: &attributes,
+            inputs: shapes,
+            reads: read.iter().map(Into::into).collect(),
+            output: probe::Operand {
+                dims: shape.dims(),
+                dtype,
+            },
+            kept: kept_operands.collect(),
+            target: on,
+        };
+        let of_inputs: Vec<bool> = operands.iter().map(|operand| operand.tracked).collect();
+        let [forward, backward] = steps_of(name, &op, by, &call, &of_inputs);
         // By the table too: a hollow output has a node of candle's where a real one has none.
         let tracked = is_grad_enabled() && operands.iter().any(|operand| operand.tracked);
         let tracked = tracked || op.is_tracked();
         let output = ValueId(session.graph.values.len());
-        let [forward, backward] = steps;
         let kept_values = kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
             name,
             value: ValueId(output.0 + 1 + i),
@@ -48,8 +62,8 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
         session.push(TraceEvent::Node(Node {
             path,
             op: name,
-            attributes: op.attributes(),
-            composed,
+            attributes,
+            composed: by == By::Candle,
             inputs: operands,
             reads,
             output,

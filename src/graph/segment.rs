@@ -6,7 +6,7 @@ use super::record::record;
 use super::session::with_session;
 use super::steps::MemoryStep;
 use super::target::Target;
-use crate::ops::record::Spec;
+use crate::ops::record::{By, Spec};
 use crate::{Result, probe};
 use candle_core::{DType, Shape, Tensor};
 
@@ -20,7 +20,7 @@ impl Spec for SegmentEnd {
         (inputs[0].dims.into(), inputs[0].dtype)
     }
 
-    fn backward_steps(&self, _: &[probe::Operand<'_>], _: Target) -> Vec<MemoryStep> {
+    fn backward_steps(&self, _: &[probe::Operand<'_>], _: &[bool], _: Target) -> Vec<MemoryStep> {
         Vec::new()
     }
 
@@ -59,7 +59,7 @@ pub(crate) fn checkpoint<const N: usize>(
     let end = SegmentEnd {
         _inputs: inputs.map(Tensor::clone).into(),
     };
-    record(CHECKPOINT, end, &[&output], false)
+    record(CHECKPOINT, end, &[&output], By::Itself)
 }
 
 /// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.

@@ -21,28 +21,10 @@ pub enum MemoryStep {
     DropRead(usize),
     /// Drops the one of [`Node::kept`](super::Node::kept) with this index.
     DropKept(usize),
-    /// Makes the gradient of an input.
-    Gradient {
-        /// Which of [`Node::inputs`](super::Node::inputs).
-        of: usize,
-        /// Not if the input has none: an op that asks first.
-        if_tracked: bool,
-        /// What is taken meanwhile.
-        taking: Option<Room>,
-    },
+    /// Makes the gradient of the one of [`Node::inputs`](super::Node::inputs) with this index.
+    Gradient(usize),
     /// The output's gradient is that of the input with this index, too: nothing is made.
     PassThrough(usize),
-}
-
-impl MemoryStep {
-    /// Makes the gradient of an input, wanted or not.
-    pub(crate) fn gradient(of: usize) -> Self {
-        Self::Gradient {
-            of,
-            if_tracked: false,
-            taking: None,
-        }
-    }
 }
 
 /// Room for elements that are no tensor of the graph.

@@ -51,7 +51,7 @@ pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
     let shape = shape_of(&inputs, dim)?;
     check_size("concat", &shape, inputs[0].dtype(), inputs[0].device())?;
     let dtype = inputs[0].dtype();
-    let call = || Plain::new("concat", shape.as_slice(), dtype);
+    let call = || Plain::new(shape.as_slice(), dtype);
     // An op of candle's graph has three inputs at most.
     let has_kernel = inputs.len() <= 3 && is_supported_float(dtype);
     if has_kernel && choose("concat", inputs[0])? == Path::Kernel {

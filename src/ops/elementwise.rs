@@ -178,7 +178,7 @@ fn with_attributes(
 ) -> Result<Tensor> {
     check_supported(op, x)?;
     let [x] = cast_for(op, [x])?;
-    let call = Plain::new(op, shape, x.dtype());
+    let call = Plain::new(shape, x.dtype());
     let call = attributes
         .into_iter()
         .fold(call, |call, (name, value)| call.with(name, value));

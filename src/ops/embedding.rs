@@ -16,8 +16,8 @@ use super::cpu::ids;
 use super::info::OpInfo;
 use super::lowering::{Calls, Ids, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_float, check_size};
-use super::record::{Spec, elements_of, made, run, wide_input};
-use crate::graph::{MemoryStep, Room, Target};
+use super::record::{Spec, elements_of, run, wide_input};
+use crate::graph::{Room, Target};
 use crate::kernels::cpu::{Stored, rows::embedding as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::embedding as cuda_kernel;
@@ -167,30 +167,7 @@ impl Spec for Embedding {
         vec![self.ids.clone()]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let ids = MemoryStep::Hold(ids_room(elements_of(self.ids.dims())));
-        [ids]
-            .into_iter()
-            .chain(made(self, inputs, target))
-            .collect()
-    }
-
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let sorted = (target == Target::Cuda).then(|| {
-            let (count, vocab_size) = (self.ids.elem_count(), inputs[0].dims[0]);
-            let words: usize = workspace::embedding_backward(count, vocab_size)
-                .iter()
-                .sum();
-            MemoryStep::Take(Room {
-                what: "positions by id",
-                formula: "32V + ..",
-                elements: words as f64,
-                element_bytes: size_of::<u32>(),
-            })
-        });
-        sorted
-            .into_iter()
-            .chain([MemoryStep::gradient(0)])
-            .collect()
+    fn holds(&self) -> Option<Room> {
+        Some(ids_room(elements_of(self.ids.dims())))
     }
 }

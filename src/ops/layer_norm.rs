@@ -19,8 +19,7 @@ use super::linear::last_dim;
 use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::zeros_of;
 use super::record::{Spec, like_first, run, wide_input};
-use crate::graph::{Attribute, MemoryStep, Room, Target};
-use crate::kernels::cpu::parallel::block_sums;
+use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::rows::layer_norm as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::layer_norm as cuda_kernel;
@@ -190,27 +189,5 @@ impl Spec for LayerNorm {
     fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let x = &inputs[0];
         vec![("mean and rstd", (x.rows(), 2).into(), x.wide_dtype())]
-    }
-
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let (rows, width) = (inputs[0].rows(), inputs[1].dims[0]);
-        let (formula, elements) = match target {
-            Target::Cpu => ("BTD / 32", block_sums(rows, width)),
-            Target::Cuda => (
-                "2 min(BT, 1024) D",
-                workspace::layer_norm_partials(rows, width) as f64,
-            ),
-        };
-        let partial = Room {
-            what: "partial sums of a norm",
-            formula,
-            elements,
-            element_bytes: inputs[0].wide_dtype().size_in_bytes(),
-        };
-        let gradients = (0..3).map(MemoryStep::gradient);
-        [MemoryStep::Take(partial)]
-            .into_iter()
-            .chain(gradients)
-            .collect()
     }
 }

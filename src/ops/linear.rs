@@ -14,14 +14,12 @@
 
 use super::dispatch::check_same;
 use super::info::OpInfo;
-use super::linear_bias::{bias, bias_step, push_bias_gradient};
+use super::linear_bias::{bias, push_bias_gradient};
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
-use super::packing::LinearProduct;
 use super::product::{Factor, product};
-use super::record::{Spec, float_input, made, run};
+use super::record::{Spec, float_input, run};
 use super::weight::{WeightCopy, read_weight, tell_kept, tensors, tensors_again, with_copies};
-use crate::graph::{MemoryStep, Target};
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{D, DType, Shape, Tensor};
@@ -161,18 +159,8 @@ impl Spec for Linear {
         }
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let packed = linear_product(inputs).forward(target).map(MemoryStep::Pass);
-        let steps = made(self, inputs, target).into_iter().chain(packed);
-        steps.chain(self.copies[0].dropped(0)).collect()
-    }
-
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let of_product = linear_product(inputs).backward(target);
-        match inputs.len() {
-            2 => of_product,
-            _ => [vec![bias_step(inputs, target)], of_product].concat(),
-        }
+    fn drops_read(&self, _: usize) -> bool {
+        self.copies[0].is_dropped()
     }
 
     fn has_kept(&self, _: &[Tensor]) {
@@ -181,17 +169,6 @@ impl Spec for Linear {
 
     fn forwarded(&self) {
         self.copies[0].forwarded();
-    }
-}
-
-/// The product of x (..., in) with W (out, in), in x's dtype.
-pub(super) fn linear_product(inputs: &[Operand<'_>]) -> LinearProduct {
-    let [x, weight] = [&inputs[0], &inputs[1]];
-    LinearProduct {
-        rows: x.rows(),
-        from: weight.dims[1],
-        to: weight.dims[0],
-        element_bytes: x.dtype.size_in_bytes(),
     }
 }
 

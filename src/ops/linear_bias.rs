@@ -22,13 +22,12 @@ use super::lowering::{Calls, Kernel, Signature, Slot, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
 use super::record::{run, wide_input};
 use super::weight::with_copies;
-use crate::graph::{MemoryStep, Room, Target};
+use crate::graph::{Room, Target};
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rows::bias as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::bias as cuda_kernel;
 use crate::kernels::workspace;
-use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, WithDType};
 
@@ -170,24 +169,14 @@ pub(super) fn push_bias_gradient(signature: &Signature<'_>, calls: &mut Calls) {
         let partials = workspace::bias_backward(signature.output.rows(), bias.dims[0]);
         writes.push(("partials", calls.scratch(&[partials], DType::F32)));
     }
-    calls.push(bias_gradient(), [("dy", Slot::OutputGradient)], writes);
-    if bias.dtype != wide {
-        calls.push(converted(), [("x", sum)], [("y", Slot::Gradient(2))]);
-    }
-}
-
-/// What that does to memory.
-pub(super) fn bias_step(inputs: &[Operand<'_>], target: Target) -> MemoryStep {
-    let [x, weight] = [&inputs[0], &inputs[1]];
-    let partial = (target == Target::Cpu).then(|| Room {
+    let kernel = bias_gradient().taking(Room {
         what: "partial sums of a bias",
         formula: "BTD / 32",
-        elements: block_sums(x.rows(), weight.dims[0]),
-        element_bytes: x.wide_dtype().size_in_bytes(),
+        elements: block_sums(signature.output.rows(), bias.dims[0]),
+        element_bytes: wide.size_in_bytes(),
     });
-    MemoryStep::Gradient {
-        of: 2,
-        if_tracked: true,
-        taking: partial,
+    calls.push(kernel, [("dy", Slot::OutputGradient)], writes);
+    if bias.dtype != wide {
+        calls.push(converted(), [("x", sum)], [("y", Slot::Gradient(2))]);
     }
 }

@@ -21,7 +21,7 @@ use super::info::OpInfo;
 use super::linear::factors;
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::check_size;
-use super::product::{Factor, product};
+use super::product::{Factor, packed, product};
 use super::record::{Made, Op, Spec, Storages, apply, composed, contiguous, exactly};
 use super::weight::{WeightCopy, read_weight, with_copies};
 use super::{linear, with_last_dim};
@@ -283,6 +283,24 @@ impl LinearCrossEntropy {
     }
 }
 
+/// What the products that make the logits, dx and dW pack.
+fn packs(inputs: &[Operand<'_>], target: Target) -> [Option<MemoryStep>; 3] {
+    let [x, weight] = [&inputs[0], &inputs[1]];
+    let weight = Factor::new(weight.dims[0], weight.dims[1]); // (V, D)
+    let of_x = Factor::new(x.rows(), weight.cols); // (N, D)
+    let of_dlogits = Factor::new(of_x.rows, weight.rows); // (N, V)
+    let products = [
+        (of_x, weight.t()),
+        (of_dlogits, weight),
+        (of_dlogits.t(), of_x),
+    ];
+    products.map(|(a, b)| {
+        let kernel = product(a, b, Accumulate::Never);
+        let room = (target == Target::Cpu).then(|| packed(&kernel, x.dtype).ok());
+        room.flatten().map(MemoryStep::Pass)
+    })
+}
+
 impl Spec for LinearCrossEntropy {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         (().into(), inputs[0].wide_dtype())
@@ -308,11 +326,13 @@ impl Spec for LinearCrossEntropy {
             .collect()
     }
 
+    fn holds(&self) -> Option<Room> {
+        Some(self.targets.room())
+    }
+
     /// The logits, and from them the loss; on a GPU the numbers of each row go again.
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let packed = linear::linear_product(inputs)
-            .forward(target)
-            .map(MemoryStep::Pass);
+        let [packed, _, _] = packs(inputs, target);
         let ids = self.targets.room();
         let room = |what, formula, numbers| {
             MemoryStep::Pass(Room {
@@ -322,22 +342,19 @@ impl Spec for LinearCrossEntropy {
                 element_bytes: inputs[0].wide_dtype().size_in_bytes(),
             })
         };
-        let logits = [
-            Some(MemoryStep::Hold(ids)),
-            Some(MemoryStep::Keep(0)),
-            packed,
-        ];
+        let dropped = self.copy.is_dropped().then_some(MemoryStep::DropRead(0));
+        let logits = [Some(MemoryStep::Keep(0)), packed];
         let loss = match target {
             Target::Cpu => [
                 Some(MemoryStep::Keep(1)),
                 Some(MemoryStep::Output),
                 Some(room("losses", "BT", 1.0)),
-                self.copy.dropped(0),
+                dropped,
             ],
             Target::Cuda => [
                 Some(MemoryStep::Output),
                 Some(room("losses, tops and totals", "3BT", 3.0)),
-                self.copy.dropped(0),
+                dropped,
                 None,
             ],
         };
@@ -345,9 +362,13 @@ impl Spec for LinearCrossEntropy {
     }
 
     /// From the logits' gradient: on the CPU beside the logits, on a GPU in their place.
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+    fn backward_steps(
+        &self,
+        inputs: &[Operand<'_>],
+        tracked: &[bool],
+        target: Target,
+    ) -> Vec<MemoryStep> {
         let [x, weight] = [&inputs[0], &inputs[1]];
-        let product = linear::linear_product(inputs);
         let rows = self.targets.room().elements;
         let taken = match target {
             Target::Cpu => Room {
@@ -363,20 +384,19 @@ impl Spec for LinearCrossEntropy {
                 element_bytes: size_of::<f32>(),
             },
         };
-        let if_tracked = target == Target::Cuda;
-        let gradients = [product.dx(target), product.dw(target)];
-        let gradients = gradients.into_iter().enumerate();
-        let gradients = gradients.map(|(of, taking)| MemoryStep::Gradient {
-            of,
-            if_tracked,
-            taking,
-        });
-        let gone = (target == Target::Cuda).then_some(MemoryStep::DropKept(0));
-        [MemoryStep::Take(taken)]
-            .into_iter()
-            .chain(gradients)
-            .chain(gone)
-            .collect()
+        let mut steps = vec![MemoryStep::Take(taken)];
+        let [_, dx, dw] = packs(inputs, target);
+        for (of, packed) in [(0, dx), (1, dw)] {
+            // On the CPU both are made, asked for or not.
+            if target == Target::Cpu || tracked[of] {
+                steps.push(MemoryStep::Gradient(of));
+                steps.extend(packed);
+            }
+        }
+        if target == Target::Cuda {
+            steps.push(MemoryStep::DropKept(0));
+        }
+        steps
     }
 
     fn forwarded(&self) {

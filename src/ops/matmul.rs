@@ -16,11 +16,9 @@ use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
-use super::packing::packed_batch;
 use super::product::{Factor, batched};
-use super::record::{Spec, by_kernels, composed, input, made};
-use crate::graph::{Attribute, MemoryStep, Target};
-use crate::kernels::cpu::gemm::ProductSizes;
+use super::record::{Spec, by_kernels, composed, input};
+use crate::graph::Attribute;
 use crate::precision::without_autocast;
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -148,10 +146,6 @@ impl<'a> MatrixDims<'a> {
             _ => None,
         }
     }
-
-    fn batch(&self) -> usize {
-        self.leading.iter().product()
-    }
 }
 
 /// Both are timed under the first name.
@@ -236,44 +230,6 @@ impl MatMul {
     }
 }
 
-impl MatMul {
-    /// How many matrices, and the sizes of the products that make c, da and db.
-    fn products(&self, inputs: &[Operand<'_>]) -> Option<(usize, [ProductSizes; 3])> {
-        let (a, b) = (
-            MatrixDims::of(inputs[0].dims)?,
-            MatrixDims::of(inputs[1].dims)?,
-        );
-        let cols = if self.transposed { b.rows } else { b.cols };
-        let c = ProductSizes {
-            rows: a.rows,
-            depth: a.cols,
-            cols,
-            a_transposed: false,
-            b_transposed: self.transposed,
-            element_bytes: inputs[0].dtype.size_in_bytes(),
-        };
-        let da = ProductSizes {
-            depth: cols,
-            cols: a.cols,
-            b_transposed: !self.transposed,
-            ..c
-        };
-        let (rows, cols) = match self.transposed {
-            true => (cols, a.cols),
-            false => (a.cols, cols),
-        };
-        let db = ProductSizes {
-            rows,
-            depth: a.rows,
-            cols,
-            a_transposed: true,
-            b_transposed: false,
-            ..c
-        };
-        Some((a.batch(), [c, da, db]))
-    }
-}
-
 impl Spec for MatMul {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let [a, b] = [inputs[0].dims, inputs[1].dims];
@@ -286,29 +242,5 @@ impl Spec for MatMul {
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         vec![("transposed", Attribute::Flag(self.transposed))]
-    }
-
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let packed = self.products(inputs).and_then(|(matrices, [c, ..])| {
-            packed_batch(target, matrices, c) // of all matrices at once
-        });
-        let packed = packed.map(MemoryStep::Pass);
-        made(self, inputs, target)
-            .into_iter()
-            .chain(packed)
-            .collect()
-    }
-
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let Some((matrices, [_, da, db])) = self.products(inputs) else {
-            return Vec::new();
-        };
-        let gradients = [da, db].into_iter().enumerate();
-        let gradients = gradients.map(|(of, sizes)| MemoryStep::Gradient {
-            of,
-            if_tracked: true,
-            taking: packed_batch(target, matrices, sizes),
-        });
-        gradients.collect()
     }
 }

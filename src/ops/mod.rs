@@ -53,7 +53,6 @@ pub(crate) mod linear_cross_entropy;
 pub(crate) mod lowering;
 pub(crate) mod matmul;
 mod operand;
-mod packing;
 pub(crate) mod product;
 pub(crate) mod record;
 pub(crate) mod reduce;

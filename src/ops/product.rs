@@ -2,9 +2,12 @@
 
 use super::cpu::for_stored;
 use super::lowering::{Accumulate, Kernel, Slices, kernel, on_gpu};
-use crate::graph::Attribute;
+use crate::graph::{Attribute, Room};
 use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::gemm::{Batched, MatMut, MatRef, Threads, matmul_batched, matmul_to};
+use crate::kernels::cpu::gemm::{
+    Batched, MatMut, MatRef, ProductSizes, Threads, matmul_batched, matmul_to, packing_bytes,
+};
+use candle_core::DType;
 #[cfg(feature = "cuda")]
 use {
     super::lowering::Operands,
@@ -118,6 +121,29 @@ fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], [usize; 2])> {
         factor(depth, cols, "b_transposed"),
     ];
     Ok((factors, [rows, cols]))
+}
+
+/// What a product of factors of this dtype packs on the CPU: for all threads, or of many matrices each thread for one.
+pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Room> {
+    let sizes = ProductSizes {
+        rows: kernel.count("rows")?,
+        depth: kernel.count("depth")?,
+        cols: kernel.count("cols")?,
+        a_transposed: kernel.flag("a_transposed"),
+        b_transposed: kernel.flag("b_transposed"),
+        element_bytes: dtype.size_in_bytes(),
+    };
+    let threads = rayon::current_num_threads();
+    let bytes = match kernel.count("batch").unwrap_or(1) < 2 * threads {
+        true => packing_bytes(sizes, Threads::All),
+        false => threads as f64 * packing_bytes(sizes, Threads::One),
+    };
+    Ok(Room {
+        what: "factors, packed for a product",
+        formula: "blocks of a, b and c, a thread",
+        elements: bytes / 4.0,
+        element_bytes: 4,
+    })
 }
 
 /// Launches `count` products: matrices one after another.

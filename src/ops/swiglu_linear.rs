@@ -15,14 +15,14 @@
 
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
-use super::linear::{factors, linear, linear_product, with_last_dim};
+use super::linear::{factors, linear, with_last_dim};
 use super::lowering::{Accumulate, Calls, Lowering, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
-use super::record::{Spec, by_kernels, elements_of};
+use super::record::{Spec, by_kernels};
 use super::swiglu::{gated, gated_backward, swiglu};
 use super::weight::{WeightCopy, read_weight, tell_kept, tensors, tensors_again, with_copies};
-use crate::graph::{MemoryStep, Room, Target};
+use crate::graph::Target;
 use crate::precision::without_autocast;
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
@@ -165,36 +165,8 @@ impl Spec for SwiGluLinear {
         tensors_again(&self.copies, &inputs[1..])
     }
 
-    /// One product after the other, each with its weight's copy; then the gate.
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let packed = linear_product(inputs).forward(target).map(MemoryStep::Pass);
-        let products = self.copies.iter().enumerate().flat_map(|(i, copy)| {
-            let steps = [Some(MemoryStep::Keep(i)), packed, copy.dropped(i)];
-            steps.into_iter().flatten()
-        });
-        products.chain([MemoryStep::Output]).collect()
-    }
-
-    /// The gradients of gate and up; then `dx`, `dW1` and `dW3` from them. The gate's is read last for `dW1`.
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let (y, dtype) = self.output(inputs);
-        let of = |what| {
-            MemoryStep::Take(Room {
-                what,
-                formula: "BTF",
-                elements: elements_of(y.dims()),
-                element_bytes: dtype.size_in_bytes(),
-            })
-        };
-        let product = linear_product(inputs);
-        let (dx, dw) = (product.dx(target), product.dw(target));
-        let [dx, dw1, dw3] = [(0, dx), (1, dw), (2, dw)].map(|(of, taking)| MemoryStep::Gradient {
-            of,
-            if_tracked: false,
-            taking,
-        });
-        let (dup, dgate) = (of("gradient of up"), of("gradient of the gate"));
-        vec![dup, dgate, dx, dw1, MemoryStep::GiveBack(1), dw3]
+    fn drops_read(&self, index: usize) -> bool {
+        self.copies[index].is_dropped()
     }
 
     fn has_kept(&self, _: &[Tensor]) {

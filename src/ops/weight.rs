@@ -10,7 +10,6 @@ use super::cpu::{elements, tensor, view};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::lowering::{Signature, Slot};
 use super::operand::operand;
-use crate::graph::MemoryStep;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
 use crate::{Result, precision, probe};
@@ -121,9 +120,9 @@ impl WeightCopy {
         copy.clone()
     }
 
-    /// Forward's last step with the copy, of which an op says that it reads it as `index`: it goes, unless it is kept.
-    pub(super) fn dropped(&self, index: usize) -> Option<MemoryStep> {
-        self.drops.then_some(MemoryStep::DropRead(index))
+    /// Whether it goes when forward's product is done.
+    pub(super) fn is_dropped(&self) -> bool {
+        self.drops
     }
 
     /// The copy, for as long as there is one.

@@ -162,9 +162,14 @@ impl Spec for Flash {
             .collect()
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
+    fn backward_steps(
+        &self,
+        inputs: &[Operand<'_>],
+        _: &[bool],
+        target: Target,
+    ) -> Vec<MemoryStep> {
         let room = backward_room(&self.sizes, inputs[0].dtype, target);
-        let gradients = (0..3).map(MemoryStep::gradient);
+        let gradients = (0..3).map(MemoryStep::Gradient);
         [MemoryStep::Take(room)]
             .into_iter()
             .chain(gradients)

@@ -14,6 +14,7 @@ use crate::precision::without_autocast;
 use crate::{Result, graph, probe};
 use candle_core::Tensor;
 use op::Naive;
+pub(super) use op::rooms;
 use std::sync::{Arc, OnceLock};
 
 pub(super) const NAME: &str = "attention::naive";

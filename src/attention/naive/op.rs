@@ -1,37 +1,33 @@
 //! What a call is, and what memory it takes.
 
 use crate::attention::attributes;
-use crate::graph::{Attribute, MemoryStep, Room, Target};
+use crate::graph::{Attribute, Room, Target};
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
-use crate::kernels::workspace::naive_heads_at_once;
-use crate::ops::record::{Spec, made};
+use crate::ops::record::Spec;
 use crate::ops::with_last_dim;
 use crate::probe::Operand;
 use candle_core::{DType, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
-/// What backward takes for itself, where there is a kernel.
-fn backward_room(sizes: &Sizes, dtype: DType, target: Target) -> Room {
-    let (width, wide) = (dtype.size_in_bytes(), dtype.size_in_bytes().max(4));
-    match target {
-        Target::Cpu => Room {
+/// What forward and backward take for themselves on the CPU.
+pub(in crate::attention) fn rooms(sizes: &Sizes, dtype: DType) -> [Room; 2] {
+    let [forward, backward] = scratch_elements(sizes, dtype);
+    let element_bytes = dtype.size_in_bytes().max(4);
+    [
+        Room {
+            what: "heads in f32, packed",
+            formula: "TD/H + blocks, a thread",
+            elements: forward,
+            element_bytes,
+        },
+        Room {
             what: "scores' gradient, packed",
             formula: "T^2 + blocks, a thread",
-            elements: scratch_elements(sizes, dtype)[1],
-            element_bytes: wide,
+            elements: backward,
+            element_bytes,
         },
-        // Those of probabilities and, in half precision, those of scores.
-        Target::Cuda => Room {
-            what: "scores' gradients of some heads",
-            formula: "..T^2",
-            elements: scores_on_gpu(sizes, dtype),
-            element_bytes: match width == wide {
-                true => wide,
-                false => wide + width,
-            },
-        },
-    }
+    ]
 }
 
 /// Elements that forward and backward take for themselves on the CPU, in the dtype computed in: backward a matrix of
@@ -85,15 +81,6 @@ fn scratch_elements(sizes: &Sizes, dtype: DType) -> [f64; 2] {
     ]
 }
 
-/// The scores that there are at once on a GPU beside the probabilities.
-fn scores_on_gpu(sizes: &Sizes, dtype: DType) -> f64 {
-    let of_head = sizes
-        .group()
-        .saturating_mul(sizes.queries)
-        .saturating_mul(sizes.keys);
-    naive_heads_at_once(sizes.kv_matrices(), of_head, dtype) as f64 * of_head as f64
-}
-
 /// One call.
 pub(super) struct Naive {
     pub(super) sizes: Sizes,
@@ -130,35 +117,5 @@ impl Spec for Naive {
         if let (Some(place), [_, lse]) = (&self.lse, kept) {
             let _ = place.set(lse.clone()); // empty until now: an op runs forward once
         }
-    }
-
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let (dtype, wide) = (inputs[0].dtype, inputs[0].wide_dtype());
-        let room = match target {
-            Target::Cpu => Some(Room {
-                what: "heads in f32, packed",
-                formula: "TD/H + blocks, a thread",
-                elements: scratch_elements(&self.sizes, dtype)[0],
-                element_bytes: wide.size_in_bytes(),
-            }),
-            // f32's are the probabilities' place.
-            Target::Cuda => (dtype != wide).then(|| Room {
-                what: "scores of some heads",
-                formula: "..T^2",
-                elements: scores_on_gpu(&self.sizes, dtype),
-                element_bytes: wide.size_in_bytes(),
-            }),
-        };
-        let room = room.map(MemoryStep::Pass);
-        made(self, inputs, target).into_iter().chain(room).collect()
-    }
-
-    fn backward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let room = backward_room(&self.sizes, inputs[0].dtype, target);
-        let gradients = (0..3).map(MemoryStep::gradient);
-        [MemoryStep::Take(room)]
-            .into_iter()
-            .chain(gradients)
-            .collect()
     }
 }

@@ -194,7 +194,7 @@ fn of_two(
     };
     let (a, b) = (cast_operand(&a)?, cast_operand(&b)?);
     check_same(op, &[("a", &a), ("b", &b)])?;
-    let mut call = Plain::new(op, shape, dtype);
+    let mut call = Plain::new(shape, dtype);
     if let Some(scale) = scale {
         call = call.with("scale", Attribute::Number(scale));
     }

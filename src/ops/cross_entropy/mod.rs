@@ -22,8 +22,8 @@ use super::embedding::ids_room;
 use super::info::OpInfo;
 use super::linear::last_dim;
 use super::operand::operand;
-use super::record::{Spec, elements_of, made, run, wide_input};
-use crate::graph::{self, Attribute, MemoryStep, Room, Target};
+use super::record::{Spec, elements_of, run, wide_input};
+use crate::graph::{self, Attribute, Room, Target};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::cross_entropy as cuda_kernel;
 use crate::kernels::limits;
@@ -246,19 +246,7 @@ impl Spec for CrossEntropy {
         )]
     }
 
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        let ids = self.0.room();
-        let losses = MemoryStep::Pass(Room {
-            what: "losses",
-            formula: "BT",
-            elements: ids.elements,
-            element_bytes: inputs[0].wide_dtype().size_in_bytes(),
-        });
-        let made = made(self, inputs, target).into_iter();
-        [MemoryStep::Hold(ids)]
-            .into_iter()
-            .chain(made)
-            .chain([losses])
-            .collect()
+    fn holds(&self) -> Option<Room> {
+        Some(self.0.room())
     }
 }

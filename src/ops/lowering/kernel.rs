@@ -4,7 +4,7 @@
 use super::Named;
 use super::{Accumulate, Slices};
 use crate::attention::Mask;
-use crate::graph::{self, Attribute};
+use crate::graph::{self, Attribute, Room};
 use crate::ops::product::PRODUCT;
 use candle_core::{Result, bail};
 use std::fmt;
@@ -163,6 +163,7 @@ pub struct Kernel {
     is_in_place: bool,
     flops: f64,
     scores: f64,
+    taking: Option<Room>,
     run: Run,
     is_on_gpu: bool,
     #[cfg(feature = "cuda")]
@@ -180,6 +181,7 @@ impl Kernel {
             is_in_place: false,
             flops: 0.0,
             scores: 0.0,
+            taking: None,
             run,
             is_on_gpu: false,
             #[cfg(feature = "cuda")]
@@ -251,6 +253,14 @@ impl Kernel {
         Self { scores, ..self }
     }
 
+    /// With what it takes for itself on the CPU, beside what it writes.
+    pub(crate) fn taking(self, room: Room) -> Self {
+        Self {
+            taking: Some(room),
+            ..self
+        }
+    }
+
     /// Which reads what it writes: elements that it changes in place.
     pub(crate) fn in_place(self) -> Self {
         Self {
@@ -303,6 +313,12 @@ impl Kernel {
     /// leaves out or does twice.
     pub fn flops(&self) -> f64 {
         self.flops
+    }
+
+    /// What it takes for itself on the CPU, beside what it writes; of a product see
+    /// [`packed`](super::super::product::packed).
+    pub(crate) fn room(&self) -> Option<Room> {
+        self.taking
     }
 
     /// How many scores it computes and does not write, as attention does.

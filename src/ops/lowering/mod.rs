@@ -20,6 +20,7 @@ pub use named::Named;
 pub(crate) use slices::{Slice, Slices, StepState};
 
 use crate::graph::{self, Attribute, Graph, Node, ValueId};
+use crate::kernels::cpu::parallel::block_sums;
 use crate::probe::Operand;
 use candle_core::DType;
 
@@ -200,10 +201,39 @@ impl Calls {
         if signature.target == graph::Target::Cuda {
             writes.push("partials", self.scratch(&[partials], DType::F32));
         }
+        let (x, weight) = (&signature.inputs[0], &signature.inputs[1]);
+        let kernel = kernel.taking(graph::Room {
+            what: "partial sums of a norm",
+            formula: "BTD / 32",
+            elements: block_sums(x.rows(), weight.dims[0]),
+            element_bytes: x.wide_dtype().size_in_bytes(),
+        });
         let calls = self.call(kernel, reads, writes);
         rounded.into_iter().fold(calls, |calls, (sum, gradient)| {
             calls.call(super::cast::converted(), [("x", sum)], [("y", gradient)])
         })
+    }
+
+    /// The calls, but those that nothing comes of but gradients of inputs that want none; and what each is the last to
+    /// read or write.
+    pub fn needed(&self, wants: impl Fn(usize) -> bool) -> Vec<(&KernelCall, Vec<Slot>)> {
+        let mut needed: Vec<(&KernelCall, Vec<Slot>)> = Vec::new();
+        let mut later: Vec<Slot> = Vec::new(); // read or written by the calls after
+        for call in self.calls.iter().rev() {
+            let is_needed = |slot: &Slot| match slot {
+                Slot::Gradient(input) => wants(*input),
+                Slot::Scratch(_) => later.contains(slot),
+                _ => true,
+            };
+            if call.writes.iter().any(is_needed) {
+                let operands = call.reads.iter().chain(call.writes.iter()).copied();
+                let last: Vec<Slot> = operands.filter(|slot| !later.contains(slot)).collect();
+                later.extend(&last);
+                needed.push((call, last));
+            }
+        }
+        needed.reverse();
+        needed
     }
 
     /// A buffer for these calls.

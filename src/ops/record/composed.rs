@@ -3,6 +3,7 @@
 use super::apply::leave;
 use super::plain::Plain;
 use super::spec::Spec;
+use super::steps::By;
 use crate::graph;
 use crate::ops::operand::zeros_of;
 use crate::probe::{self, Kind};
@@ -17,7 +18,7 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     output: (impl Into<Shape>, DType),
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
-    composed_as(name, inputs, Plain::new(name, output.0, output.1), f)
+    composed_as(name, inputs, Plain::new(output.0, output.1), f)
 }
 
 /// As [`composed`], of this call.
@@ -28,7 +29,7 @@ pub(in crate::ops) fn composed_as<E: From<candle_core::Error>>(
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
     if graph::is_tracing() {
-        let y = graph::record(name, call, inputs, true).map_err(candle_core::Error::from)?;
+        let y = graph::record(name, call, inputs, By::Candle).map_err(candle_core::Error::from)?;
         return Ok(y);
     }
     let (shape, dtype) = call.output(&[]);

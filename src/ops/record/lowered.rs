@@ -4,7 +4,8 @@ use super::apply::{Made, Op, Storages, applied};
 use super::composed::composed;
 use super::copy::contiguous;
 use super::spec::Spec;
-use crate::graph::{self, MemoryStep, Target};
+use super::steps::By;
+use crate::graph::{self, Target};
 use crate::ops::dispatch::{Path, choose};
 use crate::ops::lowering::{
     Calls, KernelCall, Lowering, Signature, Slice, Slices, Slot, StepState,
@@ -54,7 +55,7 @@ pub(crate) fn by_kernels<const N: usize>(
     }
     let inputs = inputs.each_ref();
     if graph::is_tracing() {
-        return graph::record(name, op, &inputs, false);
+        return graph::record(name, op, &inputs, By::Kernels);
     }
     let Some(lowering) = info::of(name).and_then(|info| info.lowering) else {
         return Err(candle_core::Error::msg(format!("{name} lowers to nothing")).into());
@@ -180,13 +181,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         for (slot, (storage, layout)) in &guards {
             run.give(*slot, storage, layout)?;
         }
-        run.run(|input| {
-            let steps = || {
-                self.spec
-                    .backward_steps(&signature.inputs, signature.target)
-            };
-            inputs[input].track_op() || !steps().iter().any(|step| asks(step, input))
-        })?;
+        run.run(|input| inputs[input].track_op())?;
         let gradient = |(i, x): (usize, &&Tensor)| match Slot::Gradient(i) {
             _ if calls.same.contains(&i) => Ok(Some(dy.clone())),
             slot if run.has(slot) => run.tensor(slot, x.shape()).map(Some),
@@ -194,11 +189,6 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         };
         inputs.iter().enumerate().map(gradient).collect()
     }
-}
-
-/// Whether the gradient of `input` is made for a tracked one alone.
-fn asks(step: &MemoryStep, input: usize) -> bool {
-    matches!(step, MemoryStep::Gradient { of, if_tracked: true, .. } if *of == input)
 }
 
 /// What is read beside the inputs, on their device: checked ids are on the host.
@@ -273,22 +263,7 @@ impl<'a> Run<'a> {
 
     /// Runs the calls, but those that nothing comes of but gradients of inputs that want none.
     pub(super) fn run(&mut self, wants: impl Fn(usize) -> bool) -> Result<()> {
-        let mut needed: Vec<(&KernelCall, Vec<Slot>)> = Vec::new();
-        let mut read: Vec<Slot> = Vec::new(); // by the calls after
-        for call in self.calls.calls.iter().rev() {
-            let is_needed = |slot: &Slot| match slot {
-                Slot::Gradient(input) => wants(*input),
-                Slot::Scratch(_) => read.contains(slot),
-                _ => true,
-            };
-            if call.writes.iter().any(is_needed) {
-                let operands = call.reads.iter().chain(call.writes.iter()).copied();
-                let last: Vec<Slot> = operands.filter(|slot| !read.contains(slot)).collect();
-                read.extend(&last);
-                needed.push((call, last));
-            }
-        }
-        for (call, last) in needed.into_iter().rev() {
+        for (call, last) in self.calls.needed(wants) {
             call.writes.iter().try_for_each(|slot| self.make(*slot))?;
             self.call(call)?;
             for slot in last {

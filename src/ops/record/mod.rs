@@ -24,6 +24,7 @@ pub(crate) use input::{float_input, input, to_dtype, wide_input, widen};
 pub(crate) use lowered::{by_kernels, run};
 pub(super) use plain::Plain;
 pub(crate) use spec::{Spec, elements_of, like_first, made};
+pub(crate) use steps::{By, steps_of};
 pub(crate) use sum::{add_onto, can_scatter, scattered, view_of};
 pub(crate) use tape::{Entry, Node, node_of};
 

@@ -1,6 +1,6 @@
 //! What an op says of a call before it runs.
 
-use crate::graph::{Attribute, MemoryStep, Target};
+use crate::graph::{Attribute, MemoryStep, Room, Target};
 use crate::probe::Operand;
 use candle_core::{DType, Result, Shape, Tensor};
 
@@ -32,15 +32,31 @@ pub(crate) trait Spec {
     /// An eager forward is done: says what stays beside, hands out what the op's caller wants.
     fn has_kept(&self, _kept: &[Tensor]) {}
 
-    /// What forward does to memory on `target`. By default it makes what it keeps and its output, and takes nothing
-    /// else.
+    /// What it holds beside tensors for as long as it is there.
+    fn holds(&self) -> Option<Room> {
+        None
+    }
+
+    /// Whether forward drops the one of its reads with this index.
+    fn drops_read(&self, _index: usize) -> bool {
+        false
+    }
+
+    /// What forward does to memory on `target`, where that is not read off its lowering: of an op that computes itself.
+    /// By default it makes what it keeps and its output, and takes nothing else.
     fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
         made(self, inputs, target)
     }
 
-    /// What backward does to memory on `target`. By default it makes a gradient for each input.
-    fn backward_steps(&self, inputs: &[Operand<'_>], _target: Target) -> Vec<MemoryStep> {
-        (0..inputs.len()).map(MemoryStep::gradient).collect()
+    /// As [`forward_steps`](Self::forward_steps), of backward, where these inputs are tracked. By default it makes a
+    /// gradient for each.
+    fn backward_steps(
+        &self,
+        inputs: &[Operand<'_>],
+        _tracked: &[bool],
+        _target: Target,
+    ) -> Vec<MemoryStep> {
+        (0..inputs.len()).map(MemoryStep::Gradient).collect()
     }
 
     /// Whether a gradient reaches its output though its inputs are detached: it knows better where to send it.

@@ -1,40 +1,101 @@
-//! What kernel calls do to memory when they run eagerly.
+//! What a call does to memory when it runs eagerly.
 
-use crate::graph::{MemoryStep, Room};
-use crate::ops::lowering::{Calls, Slot};
+use super::spec::{Spec, elements_of};
+use crate::graph::{MemoryStep, Room, Target};
+use crate::ops::info;
+use crate::ops::lowering::{Calls, KernelCall, Signature, Slot};
+use crate::ops::product;
+use candle_core::DType;
 
-/// A forward's steps: what is written is made when it is first written, and scratch is freed when it was read last.
-pub(super) fn of_forward(calls: &Calls) -> Vec<MemoryStep> {
-    let mut steps = of(calls);
+/// What computes a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    /// The kernels that it lowers to.
+    Kernels,
+    /// The op itself.
+    Itself,
+    /// Ops of candle's own. What several of them keep and take between them is not known.
+    Candle,
+}
+
+/// Of forward, and of backward where these inputs are tracked. What kernels do is read off the calls: what is written
+/// is made when it is first written, and scratch is freed when it was used last.
+pub(crate) fn steps_of(
+    name: &'static str,
+    op: &impl Spec,
+    by: By,
+    call: &Signature<'_>,
+    tracked: &[bool],
+) -> [Vec<MemoryStep>; 2] {
+    let (inputs, target) = (&call.inputs, call.target);
+    let info = info::of(name).filter(|info| match by {
+        By::Kernels => true,
+        By::Itself => false,
+        By::Candle => info.lowers_composed,
+    });
+    let held = op.holds().map(MemoryStep::Hold).into_iter();
+    let (forward, backward) = match info.and_then(|info| info.lowering) {
+        Some(lowering) => (
+            of_forward(op, call, &(lowering.forward)(call)),
+            of_backward(call, &(lowering.backward)(call), tracked),
+        ),
+        None => (
+            op.forward_steps(inputs, target),
+            op.backward_steps(inputs, tracked, target),
+        ),
+    };
+    [held.chain(forward).collect(), backward]
+}
+
+fn of_forward(op: &impl Spec, call: &Signature<'_>, calls: &Calls) -> Vec<MemoryStep> {
+    let mut steps = Vec::new();
+    for (step, last) in of(call, calls, |_| true) {
+        steps.extend(step);
+        let reads = last.into_iter().filter_map(|slot| match slot {
+            Slot::Read(index) if op.drops_read(index) => Some(MemoryStep::DropRead(index)),
+            _ => None,
+        });
+        steps.extend(reads);
+    }
     if !steps.contains(&MemoryStep::Output) {
-        steps.push(MemoryStep::Output); // a copy
+        steps.push(MemoryStep::Output); // a copy of an input
     }
     steps
 }
 
-/// A backward's.
-pub(super) fn of_backward(calls: &Calls) -> Vec<MemoryStep> {
-    let mut steps = of(calls);
-    steps.extend(calls.same.iter().copied().map(MemoryStep::PassThrough));
-    steps
+fn of_backward(call: &Signature<'_>, calls: &Calls, tracked: &[bool]) -> Vec<MemoryStep> {
+    let steps = of(call, calls, |input| tracked[input]);
+    let steps = steps.into_iter().flat_map(|(steps, _)| steps);
+    let same = calls.same.iter().copied().filter(|input| tracked[*input]);
+    steps.chain(same.map(MemoryStep::PassThrough)).collect()
 }
 
-fn of(calls: &Calls) -> Vec<MemoryStep> {
-    let mut steps = Vec::new();
+/// The steps of each call, and what it is the last to use.
+fn of(
+    call: &Signature<'_>,
+    calls: &Calls,
+    wants: impl Fn(usize) -> bool,
+) -> Vec<(Vec<MemoryStep>, Vec<Slot>)> {
     let mut made: Vec<Slot> = Vec::new();
     let mut taken: Vec<Slot> = Vec::new();
-    for (i, call) in calls.calls.iter().enumerate() {
-        for slot in call.writes.iter().filter(|slot| !made.contains(slot)) {
+    let needed = calls.needed(wants).into_iter();
+    let steps = needed.map(|(kernel, last)| {
+        let mut steps = Vec::new();
+        for slot in kernel.writes.iter() {
+            if made.contains(slot) {
+                continue;
+            }
+            made.push(*slot);
             match *slot {
                 Slot::Output => steps.push(MemoryStep::Output),
                 Slot::Kept(kept) => steps.push(MemoryStep::Keep(kept)),
-                Slot::Gradient(input) => steps.push(MemoryStep::gradient(input)),
+                Slot::Gradient(input) => steps.push(MemoryStep::Gradient(input)),
                 Slot::Scratch(scratch) => {
                     let (shape, dtype) = &calls.scratch[scratch];
                     steps.push(MemoryStep::Take(Room {
                         what: "scratch",
                         formula: "",
-                        elements: super::elements_of(shape),
+                        elements: elements_of(shape),
                         element_bytes: dtype.size_in_bytes(),
                     }));
                     taken.push(*slot);
@@ -42,19 +103,35 @@ fn of(calls: &Calls) -> Vec<MemoryStep> {
                 Slot::Input(_) | Slot::Read(_) | Slot::OutputGradient => {} // are there
             }
         }
-        made.extend(call.writes.iter());
-        let later = &calls.calls[i + 1..];
-        for (index, slot) in taken.iter().enumerate() {
-            let is_used = |call: &crate::ops::lowering::KernelCall| {
-                call.reads
-                    .iter()
-                    .chain(call.writes.iter())
-                    .any(|other| other == slot)
-            };
-            if is_used(call) && !later.iter().any(is_used) {
-                steps.push(MemoryStep::GiveBack(index));
-            }
+        if call.target == Target::Cpu {
+            steps.extend(room(call, calls, kernel).map(MemoryStep::Pass));
         }
+        let done = taken.iter().enumerate();
+        let done = done.filter(|(_, slot)| last.contains(slot));
+        steps.extend(done.map(|(index, _)| MemoryStep::GiveBack(index)));
+        (steps, last)
+    });
+    steps.collect()
+}
+
+/// What a kernel takes for itself on the CPU.
+fn room(call: &Signature<'_>, calls: &Calls, kernel: &KernelCall) -> Option<Room> {
+    let factor = kernel
+        .reads
+        .first()
+        .map(|slot| dtype_of(call, calls, *slot));
+    match (kernel.kernel.is_product(), factor) {
+        (true, Some(dtype)) => product::packed(&kernel.kernel, dtype).ok(),
+        _ => kernel.kernel.room(),
     }
-    steps
+}
+
+fn dtype_of(call: &Signature<'_>, calls: &Calls, slot: Slot) -> DType {
+    match slot {
+        Slot::Input(i) | Slot::Gradient(i) => call.inputs[i].dtype,
+        Slot::Output | Slot::OutputGradient => call.output.dtype,
+        Slot::Read(i) => call.reads[i].dtype,
+        Slot::Kept(i) => call.kept[i].dtype,
+        Slot::Scratch(i) => calls.scratch[i].1,
+    }
 }

@@ -19,7 +19,7 @@ use crate::attention::{AttentionConfig, Mask, attributes};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute, MemoryStep, Room, Target};
 use crate::ops::check_float;
-use crate::ops::record::{Spec, apply, like_first, widen};
+use crate::ops::record::{By, Spec, apply, like_first, widen};
 use crate::probe::{self, Kind, Operand};
 use candle_core::{D, DType, Shape, Tensor};
 use seen::Seen;
@@ -51,7 +51,7 @@ pub fn reference(
     }
     if graph::is_tracing() {
         let config = *config;
-        let out = graph::record(NAME, Traced { shapes, config }, &[q, k, v], true)?;
+        let out = graph::record(NAME, Traced { shapes, config }, &[q, k, v], By::Candle)?;
         let lse = graph::kept_value(&out, "lse")?;
         let lse = lse.ok_or_else(|| candle_core::Error::msg("attention::flash: no lse"))?;
         let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
@@ -110,14 +110,14 @@ impl Spec for Traced {
         ]
     }
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], _: Target) -> Vec<MemoryStep> {
+    fn backward_steps(&self, inputs: &[Operand<'_>], _: &[bool], _: Target) -> Vec<MemoryStep> {
         let tiles = Room {
             what: "gradients in tiles",
             formula: "as q, k, v",
             elements: inputs.iter().map(Operand::elements).sum(),
             element_bytes: inputs[0].wide_dtype().size_in_bytes(),
         };
-        let gradients = (0..3).map(MemoryStep::gradient);
+        let gradients = (0..3).map(MemoryStep::Gradient);
         [MemoryStep::Take(tiles)]
             .into_iter()
             .chain(gradients)

@@ -136,19 +136,9 @@ impl Replay<'_> {
         let mut made: Vec<(&ValueRef, Gradient)> = Vec::new();
         for step in &node.backward {
             match step {
-                MemoryStep::Gradient {
-                    of,
-                    if_tracked,
-                    taking,
-                } => {
+                MemoryStep::Gradient(of) => {
                     let input = &node.inputs[*of];
-                    if *if_tracked && !input.tracked {
-                        continue;
-                    }
                     let key = self.take(MemoryKind::Scratch, BETWEEN, input, 1.0);
-                    if let Some(room) = taking {
-                        self.pass(*room);
-                    }
                     made.push((input, Gradient { key, is_own: true }));
                 }
                 MemoryStep::PassThrough(of) => {

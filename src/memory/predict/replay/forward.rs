@@ -44,7 +44,7 @@ impl Replay<'_> {
                 MemoryStep::Pass(room) => self.pass(*room),
                 MemoryStep::DropRead(i) => self.free(node.reads[*i].value),
                 MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
-                MemoryStep::Gradient { .. } | MemoryStep::PassThrough(_) => {} // backward's
+                MemoryStep::Gradient(_) | MemoryStep::PassThrough(_) => {} // backward's
             }
         }
         for key in taken {
