@@ -253,7 +253,7 @@ fn made_of(balance: &Balance, numbers: &mut Fields) -> String {
     let has_gpu = balance.lines.iter().any(|line| line.kind == LineKind::Idle);
     let between = match is_planned {
         true => format!("the plan between them {plan:.1}%"),
-        false => format!("candle between them {candle:.1}%"),
+        false => format!("what is between them {candle:.1}%"),
     };
     match has_gpu {
         true => format!(

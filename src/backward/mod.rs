@@ -16,8 +16,8 @@ use sums::Sums;
 
 pub(crate) use sums::empty_store;
 
-/// The gradients of `loss` with respect to the variables that it depends on, as `loss.backward()` gives them, bit for
-/// bit, in less time and memory:
+/// The gradients of `loss` with respect to the variables that it depends on, as `loss.backward()` gives them, in less
+/// time and memory:
 ///
 /// - a first gradient is taken as the op makes it, where candle adds it to zeros, and later ones are added in place;
 /// - an op's output and what it keeps are freed as soon as its backward is done, where candle's graph lasts until the
@@ -28,7 +28,8 @@ pub(crate) use sums::empty_store;
 /// it in backward is left to candle, in candle's time and memory: of a loss that was scaled by candle's `*` that is
 /// all. Views, which are candle's, are no such case.
 ///
-/// Zeros may differ in sign: candle's sums begin at 0, and 0 + -0 is 0.
+/// The bits are those of `loss.backward()`, but for the sign of zeros (candle's sums begin at 0, and 0 + -0 is 0) and
+/// what is read by views: the gradient of a broadcast is summed in another order, in f32 where it is in half precision.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -138,31 +139,42 @@ fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> 
     sums.add(&root, seed, false)?;
     drop(root);
     while let Some(y) = graph.pop() {
-        let Some(node) = node_of(&y) else {
-            if sums.has(&y) && !y.is_variable() {
-                graph.push(y);
-                let variables = sums.variables().to_vec();
-                let store = rest::by_candle(&graph, sums)?;
-                hooks.call_rest(&variables, &store)?;
-                return Ok(store);
-            }
-            continue; // a variable, or a view whose gradient is its whole's
-        };
-        let inputs = node.inputs();
-        if let Some(dy) = sums.take(&y) {
-            let gradients = node.backward(&y, &dy.gradient)?;
-            drop((node, y));
-            sums.add_all(&inputs, gradients, dy)?;
+        if y.is_variable() {
+            continue;
         }
-        hooks.used(&inputs, &sums)?;
+        if let Some(node) = node_of(&y) {
+            let inputs = node.inputs();
+            if let Some(dy) = sums.take(&y) {
+                let gradients = node.backward(&y, &dy.gradient)?;
+                drop((node, y));
+                sums.add_all(&inputs, gradients, dy)?;
+            }
+            for x in inputs {
+                hooks.used(x.id(), &mut sums)?;
+            }
+        } else if let Some(whole) = sums.whole_of(&y) {
+            if let Some(dy) = sums.take(&y) {
+                sums.add_view(&y, dy)?;
+            }
+            hooks.used(whole, &mut sums)?;
+        } else if sums.has(&y) {
+            graph.push(y);
+            let variables = sums.variables().to_vec();
+            let store = rest::by_candle(&graph, sums)?;
+            hooks.call_rest(&variables, &store)?;
+            return Ok(store);
+        }
     }
-    sums.into_store()
+    let variables = sums.variables().to_vec();
+    let store = sums.into_store()?;
+    hooks.call_rest(&variables, &store)?;
+    Ok(store)
 }
 
 /// When a variable's gradient is complete.
 struct Hooks<'a> {
     hook: Option<Hook<'a>>,
-    /// How often nodes that are still to come read each variable.
+    /// How often nodes and views that are still to come read each variable, of those whose hook was not called.
     uses: HashMap<TensorId, usize>,
 }
 
@@ -172,16 +184,17 @@ impl<'a> Hooks<'a> {
         if hook.is_some() {
             let variables = sums.variables().iter();
             uses.extend(variables.map(|x| (x.id(), 0)));
-            for y in graph
-                .iter()
-                .filter(|y| !y.is_variable() && !sums.is_view(y))
-            {
-                let Some(node) = node_of(y) else {
-                    uses.values_mut().for_each(|uses| *uses = usize::MAX);
-                    break;
+            for y in graph.iter().filter(|y| !y.is_variable()) {
+                let read: Vec<TensorId> = match (node_of(y), sums.whole_of(y)) {
+                    (Some(node), _) => node.inputs().iter().map(Tensor::id).collect(),
+                    (None, Some(whole)) => vec![whole],
+                    (None, None) => {
+                        uses.values_mut().for_each(|uses| *uses = usize::MAX);
+                        break;
+                    }
                 };
-                for x in node.inputs() {
-                    if let Some(uses) = uses.get_mut(&sums.target(&x)) {
+                for id in read {
+                    if let Some(uses) = uses.get_mut(&id) {
                         *uses += 1;
                     }
                 }
@@ -190,34 +203,33 @@ impl<'a> Hooks<'a> {
         Self { hook, uses }
     }
 
-    /// A node that reads `inputs` is done.
-    fn used(&mut self, inputs: &[Tensor], sums: &Sums) -> Result<()> {
-        let Some(hook) = &mut self.hook else {
+    /// Something that reads this is done.
+    fn used(&mut self, id: TensorId, sums: &mut Sums) -> Result<()> {
+        let (Some(hook), Some(uses)) = (&mut self.hook, self.uses.get_mut(&id)) else {
             return Ok(());
         };
-        for x in inputs {
-            let id = sums.target(x);
-            let Some(uses) = self.uses.get_mut(&id) else {
-                continue;
-            };
-            *uses -= 1;
-            let mut variables = sums.variables().iter();
-            if *uses == 0
-                && let Some(variable) = variables.find(|variable| variable.id() == id)
-                && let Some(gradient) = sums.get(variable)
-            {
-                hook(variable, gradient)?;
-            }
+        *uses -= 1;
+        if *uses > 0 {
+            return Ok(());
+        }
+        let mut variables = sums.variables().iter();
+        let variable = variables.find(|variable| variable.id() == id).cloned();
+        if let Some(variable) = variable
+            && let Some(gradient) = sums.complete(&variable)?
+        {
+            self.uses.remove(&id);
+            hook(&variable, gradient)?;
         }
         Ok(())
     }
 
-    /// candle has come to the end.
+    /// The end: hooks that were not called.
     fn call_rest(&mut self, variables: &[Tensor], store: &GradStore) -> Result<()> {
         let Some(hook) = &mut self.hook else {
             return Ok(());
         };
-        for variable in variables {
+        let rest = variables.iter().filter(|x| self.uses.contains_key(&x.id()));
+        for variable in rest {
             if let Some(gradient) = store.get(variable) {
                 hook(variable, gradient)?;
             }

@@ -2,38 +2,13 @@
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, MetalStorage, Result, Shape, Tensor,
+    CpuStorage, CudaStorage, CustomOp2, Layout, MetalStorage, Result, Shape, Tensor,
 };
 
-/// x, whose gradient this is, to a scalar.
+/// (scalar, x), whose gradient this is, to a scalar.
 pub(super) struct Seed(pub Tensor);
 
-/// (scalar, x), whose gradient this is, to a scalar.
-pub(super) struct AlsoSeed(pub Tensor);
-
-impl CustomOp1 for Seed {
-    fn name(&self) -> &'static str {
-        "seed"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        zero(x)
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        zero(x)
-    }
-
-    fn metal_fwd(&self, x: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
-        zero(x)
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(self.0.clone()))
-    }
-}
-
-impl CustomOp2 for AlsoSeed {
+impl CustomOp2 for Seed {
     fn name(&self) -> &'static str {
         "seed"
     }
@@ -70,12 +45,13 @@ impl CustomOp2 for AlsoSeed {
 
     fn bwd(
         &self,
-        _: &Tensor,
+        scalar: &Tensor,
         _: &Tensor,
         _: &Tensor,
         d_scalar: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok((Some(d_scalar.clone()), Some(self.0.clone())))
+        let d_scalar = scalar.track_op().then(|| d_scalar.clone());
+        Ok((d_scalar, Some(self.0.clone())))
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::Result;
 use crate::ops::record::{add_onto, can_scatter, node_of, scattered, view_of};
+use crate::ops::strided::put_back;
 use crate::optim::inplace::storage_address;
 use candle_core::{DType, Device, Tensor, TensorId, backprop::GradStore};
 use std::collections::HashMap;
@@ -45,30 +46,31 @@ impl Sums {
     }
 
     /// What `x` is a view of, if that is no result of candle's.
-    fn whole_of(&self, x: &Tensor) -> Option<&(TensorId, Vec<usize>)> {
+    pub fn whole_of(&self, x: &Tensor) -> Option<TensorId> {
+        self.whole(x).map(|(id, _)| *id)
+    }
+
+    fn whole(&self, x: &Tensor) -> Option<&(TensorId, Vec<usize>)> {
         if x.is_variable() || node_of(x).is_some() {
             return None;
         }
         let whole = self.wholes.get(&storage_address(x))?;
-        (put_back(x, &whole.1).is_some() || can_scatter(x)).then_some(whole)
-    }
-
-    /// Whether the gradient of `x` is another's.
-    pub fn is_view(&self, x: &Tensor) -> bool {
-        self.whole_of(x).is_some()
-    }
-
-    /// Whose gradient that of `x` is added to.
-    pub fn target(&self, x: &Tensor) -> TensorId {
-        self.whole_of(x).map_or(x.id(), |(id, _)| *id)
+        (put_back(&view_of(x), &whole.1).is_some() || can_scatter(x)).then_some(whole)
     }
 
     pub fn has(&self, x: &Tensor) -> bool {
         self.sums.contains_key(&x.id())
     }
 
-    pub fn get(&self, x: &Tensor) -> Option<&Tensor> {
-        self.sums.get(&x.id()).map(|sum| &sum.gradient)
+    /// That of a variable which nothing is added to any more: no other tensor has its elements.
+    pub fn complete(&mut self, variable: &Tensor) -> Result<Option<&Tensor>> {
+        let Some(sum) = self.sums.get_mut(&variable.id()) else {
+            return Ok(None);
+        };
+        if !sum.is_own {
+            (sum.gradient, sum.is_own) = (sum.gradient.copy()?, true);
+        }
+        Ok(Some(&sum.gradient))
     }
 
     pub fn take(&mut self, x: &Tensor) -> Option<Sum> {
@@ -102,10 +104,19 @@ impl Sums {
 
     /// Adds `dx` to the gradient of `x`.
     pub fn add(&mut self, x: &Tensor, dx: Tensor, is_own: bool) -> Result<()> {
-        let (id, new) = match self.whole_of(x) {
-            None => (x.id(), own_if_copied(dx, is_own)?),
-            Some((id, shape)) => (*id, of_whole(x, dx, is_own, shape)?),
+        self.add_to(x.id(), own_if_copied(dx, is_own)?)
+    }
+
+    /// Adds the gradient of a view to that of its whole.
+    pub fn add_view(&mut self, x: &Tensor, dx: Sum) -> Result<()> {
+        let Some((id, shape)) = self.whole(x) else {
+            return Ok(());
         };
+        let (id, new) = (*id, of_whole(x, dx, shape)?);
+        self.add_to(id, new)
+    }
+
+    fn add_to(&mut self, id: TensorId, new: Sum) -> Result<()> {
         let sum = match self.sums.remove(&id) {
             None => new,
             Some(before) => before.plus(new)?,
@@ -118,8 +129,8 @@ impl Sums {
     pub fn into_store(mut self) -> Result<GradStore> {
         let mut store = empty_store()?;
         for variable in std::mem::take(&mut self.variables) {
-            if let Some(sum) = self.take(&variable) {
-                store.insert(&variable, sum.gradient);
+            if let Some(gradient) = self.complete(&variable)? {
+                store.insert(&variable, gradient.clone());
             }
         }
         Ok(store)
@@ -151,32 +162,18 @@ fn own_if_copied(dx: Tensor, is_own: bool) -> Result<Sum> {
 }
 
 /// The gradient of the tensor of this `shape` that `x` is a view of, from that of `x`.
-fn of_whole(x: &Tensor, dx: Tensor, is_own: bool, shape: &[usize]) -> Result<Sum> {
-    if let Some(order) = put_back(x, shape) {
-        let dx = own_if_copied(dx.permute(order)?, is_own)?;
+fn of_whole(x: &Tensor, dx: Sum, shape: &[usize]) -> Result<Sum> {
+    if let Some(order) = put_back(&view_of(x), shape) {
+        let dx = own_if_copied(dx.gradient.permute(order)?, dx.is_own)?;
         return Ok(Sum {
             gradient: dx.gradient.reshape(shape)?,
             ..dx
         });
     }
     Ok(Sum {
-        gradient: scattered(&dx.contiguous()?, view_of(x), shape)?,
+        gradient: scattered(&dx.gradient, view_of(x), shape)?,
         is_own: true,
     })
-}
-
-/// The order of dimensions in which `x`, a view of all of a tensor of this `shape`, has its elements as they lie.
-fn put_back(x: &Tensor, shape: &[usize]) -> Option<Vec<usize>> {
-    let (dims, stride) = (x.dims(), x.stride());
-    let mut order: Vec<usize> = (0..x.rank()).collect();
-    order.sort_by_key(|dim| std::cmp::Reverse((stride[*dim], dims[*dim])));
-    let mut following = shape.iter().product::<usize>();
-    let is_all = x.elem_count() == following && x.layout().start_offset() == 0;
-    let in_order = order.iter().all(|&dim| {
-        following /= dims[dim].max(1);
-        dims[dim] == 1 || stride[dim] == following
-    });
-    (is_all && in_order).then_some(order)
 }
 
 /// A store without gradients. candle offers none, but a constant's backward pass leaves nothing except its own.

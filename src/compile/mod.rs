@@ -1,10 +1,9 @@
 //! Steps planned beforehand: for a fixed batch shape, a training step is a list of kernel calls over one piece of
 //! memory.
 //!
-//! candle's graph keeps every activation alive during backward, allocates for every op, and adds every first gradient
-//! to zeros. A [`TrainStep`] does none of that: forward, loss, backward, clipping and AdamW are planned once
-//! ([`Plan`]), every buffer with its place in one arena, which buffers share that are never needed together; a run
-//! executes the calls and allocates nothing. Parameters and optimizer state are the model's and the optimizer's own:
+//! An eager step builds a graph, and allocates and checks for every op. A [`TrainStep`] does none of that: forward,
+//! loss, backward, clipping and AdamW are planned once ([`Plan`]), every buffer with its place in one arena, which
+//! buffers share that are never needed together; a run executes the calls and allocates nothing. Parameters and optimizer state are the model's and the optimizer's own:
 //! train planned, evaluate or save eager, and go on.
 //!
 //! ```

@@ -23,8 +23,8 @@ pub(crate) const WEIGHT_CAST: &str = "weight_cast";
 /// `x` in another floating-point dtype, rounded to nearest (ties to even): the values of candle's `to_dtype`. Backward
 /// casts the gradient to x's dtype. Nothing is kept for it.
 ///
-/// Between f32, f16 and bf16 a contiguous tensor is converted by a kernel, on the CPU by all threads, or on a GPU; all
-/// else is candle's own conversion.
+/// Between f32, f16 and bf16 a kernel converts, on the CPU by all threads, or on a GPU; all else is candle's own
+/// conversion.
 ///
 /// # Errors
 /// A dtype that is not f16, bf16, f32 or f64: the gradient would be lost silently. x may be in one of these or an
@@ -63,11 +63,7 @@ fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
 
 fn has_kernel(x: &Tensor, dtype: DType) -> bool {
     let known = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-    dispatch::has_kernel("cast", x)
-        && x.dtype() != dtype
-        && known(x.dtype())
-        && known(dtype)
-        && x.is_contiguous()
+    dispatch::has_kernel("cast", x) && x.dtype() != dtype && known(x.dtype()) && known(dtype)
 }
 
 /// GPUs' kernels take rows of any width.

@@ -19,8 +19,8 @@ use candle_core::Tensor;
 
 /// The tensors one after another along dimension `dim`; all others are equal. PyTorch's `cat`.
 ///
-/// By candle's own copy, forward and backward, on any device. Backward: each has its own part of the gradient. Nothing
-/// is kept for it. Autocast: the widest of their dtypes under the CPU's policy; under CUDA's it follows them.
+/// Of more than three tensors by candle's own copy, whose backward is candle's too: see
+/// [`backward`](crate::backward()). Backward: each has its own part of the gradient. Nothing is kept for it. Autocast: the widest of their dtypes under the CPU's policy; under CUDA's it follows them.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -100,7 +100,7 @@ fn shape_of(inputs: &[&Tensor], dim: usize) -> Result<Vec<usize>> {
 pub(super) const INFO: OpInfo = OpInfo::new("concat")
     .autocast_as("cat")
     .on_gpu_up_to(usize::MAX)
-    .composed("0", |o| o.elementwise(0.0))
+    .moving()
     .planned_composed(LOWERING);
 
 /// In a plan.

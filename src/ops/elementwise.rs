@@ -16,8 +16,8 @@ use candle_core::{DType, Shape, Tensor};
 
 /// `y = exp(x)`, elementwise.
 ///
-/// As the others here: in plain candle ops, on any device; half precision is computed in f32 and rounded once, forward
-/// and backward, unless an autocast policy wants f32 out too (CUDA's does).
+/// As the others here: half precision is computed in f32 and rounded once, forward and backward, unless an autocast
+/// policy wants f32 out too (CUDA's does).
 ///
 /// # Errors
 /// A dtype that is not a float.
@@ -54,19 +54,39 @@ pub(super) const INFOS: &[OpInfo] = &[
     OpInfo::new("exp")
         .on_gpu_up_to(usize::MAX)
         .planned_composed(EXP)
-        .composed("1 an element", |o| o.elementwise(1.0)),
+        .costing(
+            "1 an element, backward 2",
+            "x, y; backward x or y, dy, dx",
+            |o| o.elementwise(1.0),
+            Some(|o| o.elementwise_backward(2.0)),
+        ),
     OpInfo::new("log")
         .on_gpu_up_to(usize::MAX)
         .planned_composed(LOG)
-        .composed("1 an element", |o| o.elementwise(1.0)),
+        .costing(
+            "1 an element, backward 2",
+            "x, y; backward x or y, dy, dx",
+            |o| o.elementwise(1.0),
+            Some(|o| o.elementwise_backward(2.0)),
+        ),
     OpInfo::new("pow")
         .on_gpu_up_to(usize::MAX)
         .planned_composed(POW)
-        .composed("1 an element", |o| o.elementwise(1.0)),
+        .costing(
+            "1 an element, backward 2",
+            "x, y; backward x or y, dy, dx",
+            |o| o.elementwise(1.0),
+            Some(|o| o.elementwise_backward(2.0)),
+        ),
     OpInfo::new("rsqrt")
         .on_gpu_up_to(usize::MAX)
         .planned_composed(RSQRT)
-        .composed("2 an element", |o| o.elementwise(2.0)),
+        .costing(
+            "2 an element, backward 3",
+            "x, y; backward x or y, dy, dx",
+            |o| o.elementwise(2.0),
+            Some(|o| o.elementwise_backward(3.0)),
+        ),
 ];
 
 const EXP: Lowering = Lowering {

@@ -6,6 +6,8 @@
 use super::cost::{Formula, OpCost};
 use super::lowering::Lowering;
 use crate::{attention, optim};
+use std::collections::HashMap;
+use std::sync::LazyLock;
 
 /// What is known of an op.
 #[derive(Clone, Copy, Debug)]
@@ -161,7 +163,9 @@ pub(crate) fn all() -> impl Iterator<Item = &'static OpInfo> {
 
 /// What is known of the op with this name.
 pub(crate) fn of(op: &str) -> Option<&'static OpInfo> {
-    all().find(|info| info.op == op)
+    static BY_NAME: LazyLock<HashMap<&str, &OpInfo>> =
+        LazyLock::new(|| all().map(|info| (info.op, info)).collect());
+    BY_NAME.get(op).copied()
 }
 
 #[cfg(test)]

@@ -44,8 +44,7 @@ use {
 /// The cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32 or i64, the loss a scalar.
 ///
 /// The same as [`cross_entropy`](super::cross_entropy()) of a [`linear`](linear()), for a loss whose logits nothing
-/// else reads. As one op, the logits' gradient is scratch instead of a node of candle's graph, where it would be added
-/// to zeros: B T V elements written and read once less, and two buffers of them fewer at the peak. Backward:
+/// else reads. As one op, the logits' gradient is scratch instead of a node of the graph. Backward:
 /// `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Kept for backward: x, W, the
 /// logits (N, V), and on the CPU two numbers a row, as [`cross_entropy`](super::cross_entropy()) keeps; on a GPU the
 /// logits become their gradient in place, and a second backward recomputes them. Autocast: the product is lower under

@@ -48,8 +48,7 @@ pub fn mean(x: &Tensor) -> Result<Tensor> {
 
 /// `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V). A scalar is one element, as in PyTorch.
 ///
-/// In plain candle ops, half precision computed in f32 and rounded once. For a loss,
-/// [`cross_entropy`](super::cross_entropy()) keeps far less for backward.
+/// Half precision is computed in f32 and rounded once. For a loss, [`cross_entropy`](super::cross_entropy()) keeps far less for backward.
 ///
 /// # Errors
 /// A dtype that is not a float.
@@ -70,15 +69,30 @@ pub(super) const INFOS: &[OpInfo] = &[
     OpInfo::new("sum")
         .on_gpu_up_to(usize::MAX)
         .planned_composed(SUM)
-        .composed("1 an element", |o| o.reduction(1.0)),
+        .costing(
+            "1 an element, backward 0",
+            "x, y; backward dy, dx",
+            |o| o.reduction(1.0),
+            Some(|o| o.moved_back(0.0)),
+        ),
     OpInfo::new("mean")
         .on_gpu_up_to(usize::MAX)
         .planned_composed(MEAN)
-        .composed("1 an element", |o| o.reduction(1.0)),
+        .costing(
+            "1 an element, backward 0",
+            "x, y; backward dy, dx",
+            |o| o.reduction(1.0),
+            Some(|o| o.moved_back(0.0)),
+        ),
     OpInfo::new("log_softmax")
         .on_gpu_up_to(usize::MAX)
         .planned_composed(LOG_SOFTMAX)
-        .composed("5 an element", |o| o.elementwise(5.0)),
+        .costing(
+            "5 an element, backward 5",
+            "x, y; backward x, dy, dx",
+            |o| o.elementwise(5.0),
+            Some(|o| o.elementwise_backward(5.0)),
+        ),
 ];
 
 const SUM: Lowering = Lowering {

@@ -8,6 +8,7 @@ use crate::kernels::cpu::parallel;
 use crate::kernels::cuda::strided as cuda_kernel;
 use crate::kernels::strided::{Dim, RANK, joined, writes_apart};
 use candle_core::{DType, Result, WithDType};
+use std::cmp::Reverse;
 
 /// Whether a view's elements lie one after another.
 pub(crate) fn is_contiguous(view: &View) -> bool {
@@ -21,6 +22,20 @@ pub(crate) fn is_contiguous(view: &View) -> bool {
             expected *= size;
             fits
         })
+}
+
+/// The order of dimensions in which a view of all of a tensor of this `shape` has its elements as they lie.
+pub(crate) fn put_back(view: &View, shape: &[usize]) -> Option<Vec<usize>> {
+    let mut order: Vec<usize> = (0..view.shape.len()).collect();
+    order.sort_by_key(|dim| Reverse((view.stride[*dim], view.shape[*dim])));
+    let all: usize = shape.iter().product();
+    let is_all = view.shape.iter().product::<usize>() == all && view.offset == 0;
+    let mut following = all;
+    let in_order = order.iter().all(|&dim| {
+        following /= view.shape[dim].max(1);
+        view.shape[dim] == 1 || view.stride[dim] == following
+    });
+    (is_all && in_order).then_some(order)
 }
 
 /// What repeats the elements of a tensor of these dimensions to `shape`.

@@ -3,7 +3,7 @@
 //!
 //! PyTorch's autocast casts the weight first, and the graph has a node for that. Here the op takes the f32 weight
 //! itself and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32,
-//! without a gradient of the copy (which candle would add to zeros in half precision, element by element).
+//! without a gradient of the copy.
 
 use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::cpu::{elements, tensor, view};

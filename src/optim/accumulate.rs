@@ -12,7 +12,7 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 /// For parts of different sizes use [`GradientAccumulator::add_weighted`], with the number of targets as the weight.
 ///
 /// Sums live on the storages of the first gradients, and in `f32` where gradients are `f16` or `bf16`. Gradients of
-/// anything but the parameters, which candle keeps in its stores as well, are dropped with each store.
+/// anything but the parameters, which `loss.backward()` keeps in its stores as well, are dropped with each store.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};

@@ -43,11 +43,11 @@ pub enum LineKind {
     /// In ops of this crate.
     Ops,
     /// Before backward's first op.
-    CandleSort,
+    GraphSort,
     /// Between backward's ops.
-    CandleGradients,
+    GradientSums,
     /// After backward's last op.
-    CandleFree,
+    GraphFree,
     /// Between forward's ops; on a GPU kernels of candle's own in any phase but backward.
     CandleForward,
     /// Between the calls of a plan.
@@ -63,9 +63,9 @@ impl LineKind {
     pub fn name(self) -> &'static str {
         match self {
             Self::Ops => "ops",
-            Self::CandleSort => "candle: sorting the graph",
-            Self::CandleGradients => "candle: gradient sums and bookkeeping",
-            Self::CandleFree => "candle: freeing the graph",
+            Self::GraphSort => "sorting the graph",
+            Self::GradientSums => "gradient sums and bookkeeping",
+            Self::GraphFree => "freeing the graph",
             Self::CandleForward => "candle: its own ops and bookkeeping",
             Self::Plan => "between the plan's calls",
             Self::Idle => "GPU idle",
@@ -100,7 +100,7 @@ impl Balance {
             if !span.is_op() && on_gpu {
                 let kind = match span.phase {
                     _ if tree.is_planned(i) => LineKind::Plan,
-                    "backward" => LineKind::CandleGradients,
+                    "backward" => LineKind::GradientSums,
                     _ => LineKind::CandleForward,
                 };
                 if tree.own_ns[i] > 0 {
@@ -153,7 +153,7 @@ impl Balance {
             })
             .map(|(_, op)| (op.start_ns, op.end_ns));
         let Some((first_start_ns, mut last_end_ns)) = ops.next() else {
-            return self.add(span.phase, LineKind::CandleGradients, tree.own_ns[backward]);
+            return self.add(span.phase, LineKind::GradientSums, tree.own_ns[backward]);
         };
         if let Some((_, end_ns)) = ops.last() {
             last_end_ns = end_ns;
@@ -161,9 +161,9 @@ impl Balance {
         let before_ns = first_start_ns - span.start_ns;
         let after_ns = span.end_ns - last_end_ns;
         let between_ns = tree.own_ns[backward].saturating_sub(before_ns + after_ns);
-        self.add(span.phase, LineKind::CandleSort, before_ns);
-        self.add(span.phase, LineKind::CandleGradients, between_ns);
-        self.add(span.phase, LineKind::CandleFree, after_ns);
+        self.add(span.phase, LineKind::GraphSort, before_ns);
+        self.add(span.phase, LineKind::GradientSums, between_ns);
+        self.add(span.phase, LineKind::GraphFree, after_ns);
     }
 
     fn add(&mut self, phase: &'static str, kind: LineKind, ns: u64) {

@@ -173,7 +173,14 @@ fn fitting(name: &str, width: f64) -> Option<String> {
 
 /// Warm and light, for black text; the same name has the same colour. What is not an op's is grey.
 fn colour(name: &str) -> String {
-    if name.starts_with("candle") || name == LineKind::Unexplained.name() || name == "all" {
+    let others = [
+        LineKind::GraphSort,
+        LineKind::GradientSums,
+        LineKind::GraphFree,
+        LineKind::Unexplained,
+    ];
+    let is_other = others.iter().any(|kind| kind.name() == name);
+    if name.starts_with("candle") || is_other || name == "all" {
         return "#d0d0d0".into();
     }
     let hash = name.bytes().fold(17u32, |hash, byte| {

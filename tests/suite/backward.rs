@@ -118,6 +118,12 @@ fn gelu(x: &Tensor) -> Result<Tensor> {
     let [a, b, c] = parts.map(|part| ops::sum(&gelu(&part).unwrap()).unwrap());
     ops::add(&ops::add(&a, &b)?, &c)
 })]
+#[case::a_view_read_twice(|v: &[Var]| {
+    let x = ops::relu(&v[0])?;
+    let part = x.narrow(0, 0, 2)?;
+    let sums = [ops::sum(&gelu(&part)?)?, ops::sum(&ops::silu(&part)?)?, ops::sum(&ops::mul(&x, &v[1])?)?];
+    ops::add(&ops::add(&sums[0], &sums[1])?, &sums[2])
+})]
 #[case::a_view_of_a_variable(|v: &[Var]| ops::sum(&ops::mul(&ops::contiguous(&v[0].t()?)?, &v[1].reshape((6, 4))?)?))]
 #[case::broadcast(|v: &[Var]| {
     let bias = ops::relu(&v[2])?.broadcast_as((4, 6))?;
@@ -189,6 +195,57 @@ fn the_first_gradient_is_not_written() -> CandleResult<()> {
     assert_eq!(bits(&dy), bits(&before));
     assert_eq!(bits(found.get(&x).unwrap()), bits(&((&dy + &dy)? + &dy)?));
     Ok(())
+}
+
+/// Nor given out: what is done to a gradient is not done to another, nor to the one that was handed in.
+#[test]
+fn gradients_are_nobody_elses() -> CandleResult<()> {
+    let (a, b) = (var(&[3, 5], 1), var(&[3, 5], 2));
+    let (dy, before) = (numbers(&[3, 5], 3), numbers(&[3, 5], 3));
+    let parameters = [("a".to_string(), a.clone()), ("b".to_string(), b.clone())];
+    let mut accumulator = tallow::optim::GradientAccumulator::new(parameters.clone());
+    let run = || backward_from(ops::add(&a, &b).unwrap(), &dy).unwrap();
+    for _ in 0..3 {
+        let mut gradients = run();
+        tallow::optim::clip_grad_norm(&mut gradients, &parameters, 1e-3).unwrap();
+        assert_eq!(bits(&dy), bits(&before));
+        accumulator.add(run()).unwrap();
+    }
+    let sum = accumulator.sum().unwrap();
+    assert_eq!(bits(sum.get(&b).unwrap()), bits(&((&dy + &dy)? + &dy)?));
+    assert_eq!(bits(&dy), bits(&before));
+    Ok(())
+}
+
+#[test]
+fn hooks_are_called_once_whatever_is_differentiated() {
+    let vars = [var(&[4, 6], 1), var(&[4, 6], 2)];
+    let functions: [Function; 4] = [
+        |v| Ok(v[0].as_tensor().clone()),
+        |v| Ok(v[0].t()?),
+        |v| {
+            let x = ops::contiguous(&v[0].t()?)?;
+            ops::add(
+                &ops::mul(&x, &v[0].reshape((6, 4))?)?,
+                &v[1].narrow(0, 0, 1)?.reshape((6, 1))?,
+            )
+        },
+        |v| Ok((ops::relu(&v[0])?.exp()? * v[1].as_tensor())?),
+    ];
+    for f in functions {
+        let mut seen = Vec::new();
+        let gradients = backward_with_hook(f(&vars).unwrap(), |var, gradient| {
+            seen.push((var.id(), bits(gradient)));
+            Ok(())
+        });
+        let gradients = gradients.unwrap();
+        let wanted: Vec<_> = vars
+            .iter()
+            .filter_map(|var| Some((var.id(), bits(gradients.get(var)?))))
+            .collect();
+        assert_eq!(seen.len(), wanted.len());
+        assert!(wanted.iter().all(|wanted| seen.contains(wanted)));
+    }
 }
 
 #[test]

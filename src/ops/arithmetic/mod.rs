@@ -129,7 +129,12 @@ pub(super) const INFOS: &[OpInfo] = &[
     OpInfo::new("div")
         .on_gpu_up_to(usize::MAX)
         .planned_composed(DIV)
-        .composed("1 an element", |o| o.elementwise(1.0)),
+        .costing(
+            "1 an element, backward 4",
+            "a, b, y; backward a, b, dy, da, db",
+            |o| o.elementwise(1.0),
+            Some(|o| o.elementwise_backward(4.0)),
+        ),
 ];
 
 /// The output's gradient is the first input's, and the second's with another sign or a factor.

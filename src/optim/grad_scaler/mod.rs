@@ -134,12 +134,14 @@ impl GradScaler {
         if !self.enabled {
             return Ok(loss.clone());
         }
-        let wide = match loss.dtype() {
-            DType::F64 => loss.clone(),
-            _ => cast(loss, DType::F32)?,
-        };
-        let scale = Tensor::full(self.state.scale, wide.shape(), wide.device())?;
-        mul(&wide, &scale.to_dtype(wide.dtype())?)
+        let (shape, device) = (loss.shape(), loss.device());
+        match loss.dtype() {
+            DType::F64 => mul(loss, &Tensor::full(self.state.scale, shape, device)?),
+            _ => {
+                let scale = Tensor::full(self.state.scale as f32, shape, device)?;
+                mul(&cast(loss, DType::F32)?, &scale)
+            }
+        }
     }
 
     /// Divides `parameters`' gradients by the scale, and notes whether all of them are finite: one pass over each.

@@ -62,9 +62,9 @@ fn every_nanosecond_is_somebodys() {
             line("forward", LineKind::Ops, 200),
             line("forward", LineKind::CandleForward, 100),
             line("backward", LineKind::Ops, 300),
-            line("backward", LineKind::CandleSort, 5),
-            line("backward", LineKind::CandleGradients, 40),
-            line("backward", LineKind::CandleFree, 55),
+            line("backward", LineKind::GraphSort, 5),
+            line("backward", LineKind::GradientSums, 40),
+            line("backward", LineKind::GraphFree, 55),
             line("optimizer", LineKind::Ops, 98),
             line("optimizer", LineKind::Unexplained, 2),
             line("", LineKind::Unexplained, 200),
@@ -74,10 +74,7 @@ fn every_nanosecond_is_somebodys() {
     assert_eq!(balance.sum_ns(|_| true), 1000);
     assert_eq!(balance.explained(), Some(0.798));
     let text = balance.to_string();
-    assert!(
-        text.contains("candle: gradient sums and bookkeeping"),
-        "{text}"
-    );
+    assert!(text.contains("gradient sums and bookkeeping"), "{text}");
     assert!(text.lines().count() == 10, "{text}");
 }
 

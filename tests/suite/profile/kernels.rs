@@ -89,7 +89,7 @@ fn times_are_the_kernels_and_the_rest_is_idle() {
             line("forward", LineKind::CandleForward, 20),
             line("forward", LineKind::Idle, 130),
             line("backward", LineKind::Ops, 100),
-            line("backward", LineKind::CandleGradients, 50),
+            line("backward", LineKind::GradientSums, 50),
             line("backward", LineKind::Idle, 350),
             line("", LineKind::CandleForward, 10),
             line("", LineKind::Idle, 190),

@@ -158,9 +158,9 @@ fn a_flame_graph_holds_every_place_once() {
         ("linear", "20.00%"), // the cast inside it too
         ("cast", "2.00%"),
         ("relu", "10.00%"),
-        ("candle: sorting the graph", "0.50%"),
-        ("candle: gradient sums and bookkeeping", "4.00%"),
-        ("candle: freeing the graph", "5.50%"),
+        ("sorting the graph", "0.50%"),
+        ("gradient sums and bookkeeping", "4.00%"),
+        ("freeing the graph", "5.50%"),
         ("optimizer", "10.00%"),
         ("adamw", "9.80%"),
         ("unexplained", "0.20%"),

@@ -1,9 +1,10 @@
 //! Gradients that are there, as [`backward`](crate::backward()) has them: the first as it is made, later ones added.
 
+use super::Replay;
 use super::ledger::Key;
-use super::{Replay, elements};
 use crate::graph::{ValueId, ValueRef, View};
 use crate::memory::MemoryKind;
+use crate::ops::strided::put_back;
 use std::collections::BTreeMap;
 
 /// By their values.
@@ -95,8 +96,8 @@ impl Replay<'_> {
     /// The gradient of a value from that of a view of it: as it is, in another order, or among zeros.
     fn of_whole(&mut self, input: &ValueRef, view: &View, gradient: Gradient) -> Gradient {
         let value = self.graph.value(input.value);
-        match order(view, &value.shape) {
-            Some(order) if order.is_sorted() => return gradient,
+        match put_back(view, &value.shape) {
+            Some(order) if is_as_it_lies(view, &order) => return gradient,
             Some(_) => {}
             None if value.dtype.size_in_bytes() < 4 => {
                 // Sums in f32, then rounded.
@@ -124,18 +125,10 @@ fn whole(operand: &ValueRef) -> ValueRef {
     }
 }
 
-/// The order of dimensions in which a view of all of a value of this `shape` has its elements as they lie; dimensions
-/// of 1 have no place.
-fn order(view: &View, shape: &[usize]) -> Option<Vec<usize>> {
-    let mut order: Vec<usize> = (0..view.shape.len())
-        .filter(|dim| view.shape[*dim] != 1)
-        .collect();
-    order.sort_by_key(|dim| std::cmp::Reverse((view.stride[*dim], view.shape[*dim])));
-    let mut following = elements(shape);
-    let is_all = elements(&view.shape) == following && view.offset == 0;
-    let in_order = order.iter().all(|&dim| {
-        following /= view.shape[dim].max(1) as f64;
-        view.stride[dim] as f64 == following
-    });
-    (is_all && in_order).then_some(order)
+/// Whether an order of a view's dimensions is theirs; one of 1 has no place.
+fn is_as_it_lies(view: &View, order: &[usize]) -> bool {
+    order
+        .iter()
+        .filter(|dim| view.shape[**dim] != 1)
+        .is_sorted()
 }
