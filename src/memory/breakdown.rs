@@ -126,7 +126,8 @@ impl MemoryBreakdown {
         self.with_many(1.0, kind, what, formula, elements, element_bytes)
     }
 
-    /// Adds `count` buffers of one size.
+    /// Adds `count` buffers of one size. What is there for forward is alive when backward begins, unless a replay says
+    /// otherwise.
     pub(super) fn with_many(
         mut self,
         count: f64,
@@ -136,13 +137,17 @@ impl MemoryBreakdown {
         elements: f64,
         element_bytes: usize,
     ) -> Self {
+        let bytes = (count * elements * element_bytes as f64) as u64; // saturates
+        if kind < MemoryKind::Gradients {
+            self.before_backward_bytes = self.before_backward_bytes.saturating_add(bytes);
+        }
         self.parts.push(Part {
             kind,
             what: what.into(),
             formula: formula.into(),
             count: count as u64,
             element_bytes,
-            bytes: (count * elements * element_bytes as f64) as u64, // saturates
+            bytes,
         });
         self
     }
@@ -150,12 +155,6 @@ impl MemoryBreakdown {
     /// The bytes of all terms that are there for this.
     pub fn bytes_of(&self, kind: MemoryKind) -> u64 {
         self.sum(|part| part.kind == kind)
-    }
-
-    /// Whose terms up to here are what is alive when backward begins.
-    pub(super) fn before_backward(mut self) -> Self {
-        self.before_backward_bytes = self.peak_bytes();
-        self
     }
 
     /// The most bytes alive at once.

@@ -66,6 +66,7 @@ pub(crate) fn alloc_uninit(gpu: &CudaDevice, dtype: DType, len: usize) -> Result
             DType::F16 => Slice::F16(gpu.alloc(len)?),
             DType::BF16 => Slice::BF16(gpu.alloc(len)?),
             DType::F32 => Slice::F32(gpu.alloc(len)?),
+            DType::F64 => Slice::F64(gpu.alloc(len)?),
             other => bail!("no CUDA kernel for {other:?}"),
         }
     };
@@ -80,6 +81,7 @@ pub(crate) fn whole(storage: &CudaStorage) -> Result<View<'_>> {
         Slice::F16(slice) => slice.len(),
         Slice::BF16(slice) => slice.len(),
         Slice::F32(slice) => slice.len(),
+        Slice::F64(slice) => slice.len(),
         _ => bail!("no CUDA kernel for {:?}", storage.dtype()),
     };
     view(storage, &Layout::contiguous(len))

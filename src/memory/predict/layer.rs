@@ -54,15 +54,13 @@ pub(super) fn beyond(sizes: String, residents: &[Buffer]) -> MemoryBreakdown {
         letters: &[],
     };
     let breakdown = naming.of(sizes, residents);
-    breakdown
-        .with(
-            MemoryKind::Activations,
-            "more than can be addressed",
-            "2^63 and more",
-            f64::INFINITY,
-            1,
-        )
-        .before_backward()
+    breakdown.with(
+        MemoryKind::Activations,
+        "more than can be addressed",
+        "2^63 and more",
+        f64::INFINITY,
+        1,
+    )
 }
 
 /// The graph of `forward` on these kernels, whatever region or policy the caller is in.

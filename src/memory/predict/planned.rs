@@ -95,7 +95,6 @@ pub fn planned_attention_breakdown(
             elements(out),
             width,
         )
-        .before_backward()
         .with(
             MemoryKind::Scratch,
             rest_name,
@@ -179,7 +178,6 @@ pub fn planned_self_attention_breakdown(
             kept as f64,
             1,
         )
-        .before_backward()
         .with(
             MemoryKind::Scratch,
             "the rest of the arena: gradients, scratch",

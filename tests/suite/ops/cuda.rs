@@ -6,9 +6,9 @@ use super::compare::{assert_close, assert_no_worse, assert_rounded_once};
 use super::every;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
-use tallow::autocast;
 use tallow::ops::{self, KernelPolicy};
 use tallow::precision::Autocast;
+use tallow::{Result, autocast};
 
 /// What has kernels, on rows that do and do not begin at 16 bytes, of one element and of many blocks.
 fn with_kernels() -> Vec<Case> {
@@ -208,6 +208,90 @@ fn the_gated_maps() {
             let judge = case.run(dtype, KERNEL);
             let half = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
             assert_no_worse(&case, &half, &judge, &exact);
+        }
+    }
+}
+
+type Elementwise = fn(&Tensor, &Tensor) -> Result<Tensor>;
+
+/// Of (37, 65) each; what they have in common is that a call says no more than its output and its parameters.
+const PLAIN: [(&str, Elementwise); 17] = [
+    ("add", |a, b| ops::add(a, b)),
+    ("sub", |a, b| ops::sub(a, b)),
+    ("mul", |a, b| ops::mul(a, b)),
+    ("div", |a, b| ops::div(a, &ops::exp(b)?)),
+    ("add_scaled", |a, b| ops::add_scaled(a, b, 0.3)),
+    ("a row added", |a, b| ops::add(a, &b.narrow(0, 1, 1)?)),
+    ("a column multiplied", |a, b| {
+        ops::mul(&b.narrow(1, 1, 1)?, a)
+    }),
+    ("divided by a number", |a, b| {
+        ops::div(a, &ops::exp(&b.narrow(0, 0, 1)?.narrow(1, 0, 1)?)?)
+    }),
+    ("exp", |a, _| ops::exp(a)),
+    ("log", |a, _| ops::log(&ops::exp(a)?)),
+    ("pow", |a, _| ops::pow(&ops::exp(a)?, 1.7)),
+    ("rsqrt", |a, _| ops::rsqrt(&ops::exp(a)?)),
+    ("sum", |a, _| ops::sum(a)),
+    ("mean", |a, _| ops::mean(a)),
+    ("log_softmax", |a, _| ops::log_softmax(a)),
+    ("relu and concat", |a, b| {
+        ops::concat(&[&ops::relu(a)?, b, a], 1)
+    }),
+    ("columns in order", |a, b| {
+        ops::mul(&ops::contiguous(&a.t()?)?, &ops::contiguous(&b.t()?)?)
+    }),
+];
+
+/// By kernels alone, with gradients by `tallow::backward`, views and all: the CPU's.
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn plain_calls_are_those_of_the_cpu(#[values(DType::F32, DType::F16, DType::BF16)] dtype: DType) {
+    let gpu = crate::gpu();
+    let close = match dtype {
+        DType::F32 => 2e-6,
+        DType::F16 => 2e-3,
+        _ => 1.6e-2,
+    };
+    for (name, op) in PLAIN {
+        let run = |device: &Device| {
+            let [a, b] = [1, 2].map(|seed| {
+                let x = normal(&[37, 65], seed).to_dtype(dtype).unwrap();
+                Var::from_tensor(&x.to_device(device).unwrap()).unwrap()
+            });
+            ops::with_kernel_policy(KernelPolicy::Strict, || {
+                let y = op(&a, &b).unwrap();
+                let dy = normal(y.dims(), 3).to_dtype(dtype).unwrap();
+                let value = y.detach();
+                let dy = dy.to_device(device).unwrap();
+                let gradients = tallow::backward_from(y, &dy).unwrap();
+                let gradients = [&a, &b].map(|x| gradients.get(x).cloned());
+                [Some(value)]
+                    .into_iter()
+                    .chain(gradients)
+                    .flatten()
+                    .collect::<Vec<_>>()
+            })
+        };
+        let (found, wanted) = (run(&gpu), run(&Device::Cpu));
+        assert_eq!(found.len(), wanted.len(), "{name}");
+        for (found, wanted) in found.iter().zip(&wanted) {
+            let [found, wanted] = [found, wanted].map(|x| {
+                let x = x
+                    .to_device(&Device::Cpu)
+                    .unwrap()
+                    .to_dtype(DType::F64)
+                    .unwrap();
+                x.flatten_all().unwrap().to_vec1::<f64>().unwrap()
+            });
+            let scale = wanted.iter().fold(1.0, |most: f64, x| most.max(x.abs()));
+            for (found, wanted) in found.iter().zip(&wanted) {
+                let far = (found - wanted).abs();
+                assert!(
+                    far <= close * scale,
+                    "{name} {dtype:?}: {found} for {wanted}"
+                );
+            }
         }
     }
 }
