@@ -27,10 +27,10 @@ const OP: &str = "compile::LossStep";
 /// optimizer's weights are updated; a weight that several layers read (tied) has the sum of its gradients; one that the
 /// optimizer does not have is frozen.
 ///
-/// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay. A frozen
-/// weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is made when
-/// the step is planned. A run copies its inputs, from the CPU or from where the step is planned, and ops take a little
-/// memory of their own besides the arena.
+/// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay. A
+/// frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is
+/// made when the step is planned. A run copies its inputs, from the CPU or from where the step is planned, and ops take
+/// a little memory of their own besides the arena.
 ///
 /// Plans are made as [`TrainStep`](super::TrainStep)'s are, with the same passes: norms of sums, gates whose backward
 /// needs no memory of its own, attention in the model's dimension, head and loss some rows at a time. An op that none

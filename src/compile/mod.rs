@@ -3,8 +3,8 @@
 //!
 //! An eager step builds a graph, and allocates and checks for every op. A [`TrainStep`] does none of that: forward,
 //! loss, backward, clipping and AdamW are planned once ([`Plan`]), every buffer with its place in one arena, which
-//! buffers share that are never needed together; a run executes the calls and allocates nothing. Parameters and optimizer state are the model's and the optimizer's own:
-//! train planned, evaluate or save eager, and go on.
+//! buffers share that are never needed together; a run executes the calls and allocates nothing. Parameters and
+//! optimizer state are the model's and the optimizer's own: train planned, evaluate or save eager, and go on.
 //!
 //! ```
 //! use candle_core::Tensor;

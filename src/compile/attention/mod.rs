@@ -45,7 +45,8 @@ const OP: &str = "compile::Attention";
 ///
 /// With [`Algorithm::Flash`] the tiles of [`attention::flash`](crate::attention::flash()) instead: of (Tq, Tk) there is
 /// nothing, kept are the output, a number or two a query ([`lse`](Self::lse)) and, in half precision, what rounding
-/// took from the output. The same kernels as eagerly, and the same bits. On the CPU they take tiles and sums of dq for themselves, as they do eagerly.
+/// took from the output. The same kernels as eagerly, and the same bits. On the CPU they take tiles and sums of dq for
+/// themselves, as they do eagerly.
 ///
 /// It stands outside of candle's graph: [`backward`](Self::backward) is called with the output's gradient, by code that
 /// has it.
