@@ -57,8 +57,8 @@
 //!
 //! # Backward
 //!
-//! Ops are nodes of candle's graph, and `loss.backward()` works. [`backward()`] gives the same gradients in less time and
-//! memory: it frees the graph as it goes, and adds gradients in place.
+//! Ops are nodes of candle's graph, and `loss.backward()` works. [`backward()`] gives the same gradients in less time
+//! and memory: it frees the graph as it goes, and adds gradients in place.
 //!
 //! # Features
 //!

@@ -1,11 +1,11 @@
 //! Backward through the graph of a tensor, which frees the graph as it goes.
 //!
-//! What lives here: the walk ([`backward`]), the gradients so far (`sums`), and what candle does of it (`rest`). What
-//! does not: the backward of an op, which is in its own file; the graph, which is candle's: ops of this crate are nodes
-//! of it, and are found by the tape that `ops` writes.
+//! What lives here: the walk ([`backward`]), the gradients so far (`sums`), what candle does of it (`rest`), and how it
+//! goes on from gradients that are known (`attach`). What does not: the backward of an op, which is in its own file;
+//! the graph, which is candle's: ops of this crate are nodes of it, and are found by the tape that `ops` writes.
 
+mod attach;
 mod rest;
-mod seed;
 mod sums;
 
 use crate::ops::record::node_of;
@@ -14,6 +14,7 @@ use candle_core::{Tensor, TensorId, backprop::GradStore};
 use std::collections::HashMap;
 use sums::Sums;
 
+pub(crate) use attach::{Attach, Slot, token};
 pub(crate) use sums::empty_store;
 
 /// The gradients of `loss` with respect to the variables that it depends on, as `loss.backward()` gives them, in less
@@ -159,14 +160,14 @@ fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> 
             hooks.used(whole, &mut sums)?;
         } else if sums.has(&y) {
             graph.push(y);
-            let variables = sums.variables().to_vec();
-            let store = rest::by_candle(&graph, sums)?;
-            hooks.call_rest(&variables, &store)?;
-            return Ok(store);
+            break;
         }
     }
     let variables = sums.variables().to_vec();
-    let store = sums.into_store()?;
+    let store = match graph.is_empty() {
+        true => sums.into_store()?,
+        false => rest::by_candle(&graph, sums)?,
+    };
     hooks.call_rest(&variables, &store)?;
     Ok(store)
 }

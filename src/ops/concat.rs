@@ -20,7 +20,8 @@ use candle_core::Tensor;
 /// The tensors one after another along dimension `dim`; all others are equal. PyTorch's `cat`.
 ///
 /// Of more than three tensors by candle's own copy, whose backward is candle's too: see
-/// [`backward`](crate::backward()). Backward: each has its own part of the gradient. Nothing is kept for it. Autocast: the widest of their dtypes under the CPU's policy; under CUDA's it follows them.
+/// [`backward`](crate::backward()). Backward: each has its own part of the gradient. Nothing is kept for it. Autocast:
+/// the widest of their dtypes under the CPU's policy; under CUDA's it follows them.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -48,7 +48,8 @@ pub fn mean(x: &Tensor) -> Result<Tensor> {
 
 /// `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V). A scalar is one element, as in PyTorch.
 ///
-/// Half precision is computed in f32 and rounded once. For a loss, [`cross_entropy`](super::cross_entropy()) keeps far less for backward.
+/// Half precision is computed in f32 and rounded once. For a loss, [`cross_entropy`](super::cross_entropy()) keeps far
+/// less for backward.
 ///
 /// # Errors
 /// A dtype that is not a float.

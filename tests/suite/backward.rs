@@ -50,15 +50,8 @@ fn same(loss: impl Fn() -> Result<Tensor>, vars: &[Var]) {
 
 fn config(layers: usize, attention: Algorithm, checkpointing: &str) -> TransformerConfig {
     TransformerConfig {
-        vocab_size: 29,
-        context_length: 33,
-        d_model: 18,
-        num_layers: layers,
-        num_heads: 3,
-        d_ff: 25,
-        attention,
         checkpointing: checkpointing.parse().unwrap(),
-        ..Default::default()
+        ..crate::checkpoint::model::config(layers, attention)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Activation checkpointing: gradients to the bit, what each function may do, what is refused.
 
 mod functions;
-mod model;
+pub mod model;
 mod names;
 mod refusals;
 

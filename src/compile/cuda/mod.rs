@@ -2,8 +2,8 @@
 //!
 //! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on
 //! a run is one launch, or one for each phase where phases are timed. What may change from run to run (learning rates,
-//! the loss scale) is read by the kernels from a buffer that is filled before. A run that the probe listens to goes call
-//! by call again.
+//! the loss scale) is read by the kernels from a buffer that is filled before. A run that the probe listens to goes
+//! call by call again.
 //!
 //! The stream is the executor's own, so that no other work is recorded. While a plan's first two runs last, other
 //! threads had better not use the GPU for what they have not used it for before: the driver loads kernels when they are

@@ -8,7 +8,6 @@
 //! found in that graph: its inputs, and the variables that it reads.
 
 mod conditions;
-mod ops;
 mod run;
 mod segment;
 

@@ -1,9 +1,9 @@
 //! A function as one op.
 
 use super::conditions::Conditions;
-use super::ops::{Attach, Slot, token};
 use super::run::{Input, Run, Source};
 use super::{NAME, refuse};
+use crate::backward::{Attach, Slot, token};
 use crate::hardware::device_name;
 use crate::ops::record::{Entry, Node};
 use crate::{Result, probe};

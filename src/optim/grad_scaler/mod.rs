@@ -118,7 +118,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// `loss * scale`, to be given to [`backward`](crate::backward()). A loss in half precision is widened to `f32` first.
+    /// `loss * scale`, to be given to [`backward`](crate::backward()). A loss in half precision is widened to `f32`
+    /// first.
     ///
     /// # Errors
     /// [`Error::DType`] for a loss that is not a float.

@@ -18,7 +18,7 @@ const STRATEGIES: [&str; 6] = [
     "sqrt",
 ];
 
-fn config(layers: usize, attention: Algorithm) -> TransformerConfig {
+pub fn config(layers: usize, attention: Algorithm) -> TransformerConfig {
     TransformerConfig {
         vocab_size: 29,
         context_length: 33,

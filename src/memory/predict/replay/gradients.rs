@@ -96,20 +96,20 @@ impl Replay<'_> {
     /// The gradient of a value from that of a view of it: as it is, in another order, or among zeros.
     fn of_whole(&mut self, input: &ValueRef, view: &View, gradient: Gradient) -> Gradient {
         let value = self.graph.value(input.value);
-        match put_back(view, &value.shape) {
-            Some(order) if is_as_it_lies(view, &order) => return gradient,
-            Some(_) => {}
-            None if value.dtype.size_in_bytes() < 4 => {
-                // Sums in f32, then rounded.
-                let sums = self.take_wide(&whole(input));
-                let key = self.take(MemoryKind::Scratch, BETWEEN, &whole(input), 1.0);
-                self.ledger.give_back(sums);
-                self.release(gradient.key);
-                return Gradient { key, is_own: true };
-            }
-            None => {}
+        let order = put_back(view, &value.shape);
+        if order
+            .as_ref()
+            .is_some_and(|order| is_as_it_lies(view, order))
+        {
+            return gradient;
         }
+        // Among zeros, half precision is summed in f32 and then rounded.
+        let is_summed_wide = order.is_none() && value.dtype.size_in_bytes() < 4;
+        let sums = is_summed_wide.then(|| self.take_wide(&whole(input)));
         let key = self.take(MemoryKind::Scratch, BETWEEN, &whole(input), 1.0);
+        if let Some(sums) = sums {
+            self.ledger.give_back(sums);
+        }
         self.release(gradient.key);
         Gradient { key, is_own: true }
     }

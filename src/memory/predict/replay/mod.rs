@@ -3,8 +3,8 @@
 //!
 //! What lives here: forward as the graph has it, op by op (`forward`), backward as [`backward`](crate::backward()) runs
 //! it (`backward`, `gradients`), segments that are recomputed (`segments`), f16 gradients that are unscaled
-//! (`unscale`), the bytes (`ledger`). What does not: what an op takes, which its own file says ([`MemoryStep`](crate::graph::MemoryStep)); what is made of
-//! it ([`estimate_graph`](super::estimate_graph())).
+//! (`unscale`), the bytes (`ledger`). What does not: what an op takes, which its own file says
+//! ([`MemoryStep`](crate::graph::MemoryStep)); what is made of it ([`estimate_graph`](super::estimate_graph())).
 //!
 //! No model is known here. Stretches of a graph may stand for many that are alike, one after another ([`Repeat`]): what
 //! lasts longer than all of them counts for each. No moment of a stretch that stands for several is worse than the same

@@ -1,9 +1,9 @@
-//! The ops that tie a function's gradients to candle's graph.
+//! Gradients that are known, tied to candle's graph.
 //!
-//! An op of candle's has at most three arguments, and a function depends on any number of tensors. So they are threaded
-//! onto a token, a scalar without meaning: each [`Attach`] takes the token so far and one more tensor and gives the
-//! next token; the last one is the segment's only argument. In backward the segment comes first, finds all gradients at
-//! once, and leaves them where the attachments, whose turn is next, pick them up.
+//! An op of candle's has at most three arguments, and what is known may be of any number of tensors. So they are
+//! threaded onto a token, a scalar without meaning: each [`Attach`] takes the token so far and one more tensor and
+//! gives the next token. In backward each gives its tensor the gradient that was left for it: before, or by a node that
+//! the last token is the argument of, whose turn comes first.
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -13,13 +13,13 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// A gradient on its way from the segment to an attachment.
+/// A gradient on its way to an attachment.
 ///
 /// Backward may run through one graph on several threads, and on one thread inside of itself: through a captured
 /// tensor, say, whose attachment is then met before an earlier gradient was picked up. What is inside is done first, so
 /// the last one in is the first one out.
 #[derive(Default)]
-pub(super) struct Slot(Mutex<HashMap<ThreadId, Vec<Option<Tensor>>>>);
+pub(crate) struct Slot(Mutex<HashMap<ThreadId, Vec<Option<Tensor>>>>);
 
 impl Slot {
     pub fn put(&self, gradient: Option<Tensor>) {
@@ -42,12 +42,12 @@ impl Slot {
 }
 
 /// The token to start from.
-pub(super) fn token(like: &Tensor) -> Result<Tensor> {
+pub(crate) fn token(like: &Tensor) -> Result<Tensor> {
     Tensor::zeros((), DType::F32, like.device())
 }
 
 /// (token, tensor) to token; backward passes the tensor's gradient through.
-pub(super) struct Attach(pub Arc<Slot>);
+pub(crate) struct Attach(pub Arc<Slot>);
 
 impl CustomOp2 for Attach {
     fn name(&self) -> &'static str {
