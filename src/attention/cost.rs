@@ -1,6 +1,5 @@
 //! What is known of both algorithms, which differ in what they keep.
 
-use super::lowering::{FLASH, NAIVE};
 use super::{flash, naive};
 use crate::ops::cost::{Cost, Formula, cost};
 use crate::ops::info::OpInfo;
@@ -10,14 +9,14 @@ use crate::probe::Operands;
 pub(crate) const INFOS: &[OpInfo] = &[
     info(
         naive::NAME,
-        NAIVE,
+        naive::lowering::LOWERING,
         "q, k, v, out, probabilities; backward those and dq, dk, dv",
         |o| forward(o, probability_bytes(o)?),
         |o| backward(o, probability_bytes(o)?),
     ),
     info(
         flash::NAME,
-        FLASH,
+        flash::lowering::LOWERING,
         "q, k, v, out; backward those, dout, dq, dk, dv",
         |o| forward(o, 0.0),
         |o| backward(o, o.output.bytes()),

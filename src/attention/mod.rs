@@ -26,8 +26,6 @@ pub(crate) mod cost;
 pub(crate) mod flash;
 pub(crate) mod in_model;
 mod lowering;
-#[cfg(feature = "cuda")]
-mod lowering_gpu;
 pub(crate) mod naive;
 mod nothing;
 pub mod reference;
@@ -40,7 +38,7 @@ pub use naive::{naive, naive_with_lse};
 
 use crate::graph::Attribute;
 #[cfg(feature = "cuda")]
-pub(crate) use lowering::planned_flash_sizes;
+pub(crate) use in_model::planned_flash_sizes;
 
 /// How to attend; it means the same to every algorithm.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -2,14 +2,13 @@
 
 use super::lowering::Slice;
 use super::operand::{check_room, operand};
-use crate::kernels::cpu::{attention::flash::Heads, parallel};
+use crate::kernels::cpu::parallel;
 use crate::{graph, hardware};
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
-use std::marker::PhantomData;
-use std::ops::{Deref, Range};
+use std::ops::Range;
 
 /// Runs `$body` with the type `$T` that the dtype names; only the kernels' dtypes get here.
 macro_rules! for_real {
@@ -62,13 +61,21 @@ pub(crate) fn view<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -
     Ok(&storage.as_slice::<T>()?[contiguous_range(layout)?])
 }
 
-/// As [`view`], of any of the kernels' dtypes: to be read.
+/// The elements of an operand of any of the kernels' dtypes, to be read: one after another, or heads by strides.
 pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Slice<'a>> {
     fn of<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<Slice<'a>> {
-        let elements = view::<T>(storage, layout)?;
-        let start = elements.as_ptr().cast_mut().cast();
-        // SAFETY: they are borrowed for as long.
-        Ok(unsafe { Slice::new(start, elements.len(), T::DTYPE) })
+        let slice = |elements: &'a [T]| {
+            let start = elements.as_ptr().cast_mut().cast();
+            // SAFETY: they are borrowed for as long.
+            unsafe { Slice::new(start, elements.len(), T::DTYPE) }
+        };
+        match *layout.stride() {
+            [batch, head, row, col] if !layout.is_contiguous() => {
+                let elements = &storage.as_slice::<T>()?[layout.start_offset()..];
+                Ok(slice(elements).by_strides([batch, head, row, col]))
+            }
+            _ => Ok(slice(view::<T>(storage, layout)?)),
+        }
     }
     match storage.dtype() {
         DType::U32 => of::<u32>(storage, layout),
@@ -91,27 +98,6 @@ pub(super) unsafe fn room<'a>(dims: &[usize], dtype: DType) -> Result<(CpuStorag
     })
 }
 
-/// A tensor of heads (B, H, T, Dh) as it lies, inside a custom op's forward or behind [`cpu_storage`].
-pub(crate) fn heads<'a, T: WithDType>(
-    storage: &'a CpuStorage,
-    layout: &Layout,
-) -> Result<Heads<'a, T>> {
-    match *layout.stride() {
-        [batch, head, row, col] => {
-            let all = storage.as_slice::<T>()?;
-            let start = match layout.dims().contains(&0) {
-                true => all.len(), // it may begin beyond its storage
-                false => layout.start_offset(),
-            };
-            Ok(Heads {
-                data: &all[start..],
-                strides: [batch, head, row, col],
-            })
-        }
-        _ => bail!("a tensor of heads has four dimensions, not {layout:?}"),
-    }
-}
-
 /// What a CPU tensor's storage lock guards.
 pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
@@ -121,37 +107,6 @@ pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
             other.device().location()
         ),
     }
-}
-
-/// The elements of a contiguous CPU tensor, borrowed for as long as this lives.
-pub(crate) fn elements<T: WithDType>(tensor: &Tensor) -> Result<impl Deref<Target = [T]> + '_> {
-    struct Elements<G, T> {
-        storage: G,
-        range: Range<usize>,
-        element: PhantomData<T>,
-    }
-
-    impl<G: Deref<Target = Storage>, T: WithDType> Deref for Elements<G, T> {
-        type Target = [T];
-
-        fn deref(&self) -> &[T] {
-            match &*self.storage {
-                Storage::Cpu(cpu) => cpu
-                    .as_slice::<T>()
-                    .map_or(&[], |all| &all[self.range.clone()]),
-                _ => &[], // refused below
-            }
-        }
-    }
-
-    let (storage, layout) = tensor.storage_and_layout();
-    let range = contiguous_range(layout)?;
-    cpu_storage(&storage)?.as_slice::<T>()?; // or the error why not
-    Ok(Elements {
-        storage,
-        range,
-        element: PhantomData,
-    })
 }
 
 /// A buffer that `fill` writes completely, or the error that there is no room for it.
@@ -188,30 +143,6 @@ pub(crate) fn output<T: WithDType>(
     let shape = shape.into();
     let data = buffer(elements_of(&shape)?, fill)?;
     Ok((T::to_cpu_storage_owned(data), shape))
-}
-
-/// A CPU tensor of elements that `fill` writes.
-pub(crate) fn tensor<T: WithDType>(
-    shape: impl Into<Shape>,
-    fill: impl FnOnce(&mut [T]),
-) -> Result<Tensor> {
-    let shape = shape.into();
-    let data = buffer(elements_of(&shape)?, fill)?;
-    Tensor::from_vec(data, shape, &Device::Cpu)
-}
-
-/// Two CPU tensors that `fill` writes together.
-pub(crate) fn tensors<T: WithDType>(
-    first: impl Into<Shape>,
-    second: impl Into<Shape>,
-    fill: impl FnOnce(&mut [T], &mut [T]),
-) -> Result<(Tensor, Tensor)> {
-    let mut b = None;
-    let a = tensor(first, |a| b = Some(tensor(second, |b| fill(a, b))))?;
-    match b {
-        Some(b) => Ok((a, b?)),
-        None => bail!("nothing was computed"),
-    }
 }
 
 /// Token ids in u32 or i64, each checked against the vocabulary before any kernel sees it: in u32 on the host,

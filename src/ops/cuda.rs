@@ -1,23 +1,32 @@
 //! Between candle's CUDA storage and the kernels' views.
 
-use crate::kernels::cuda::matmul::Matrix;
-use crate::kernels::cuda::{View, cublas};
+use crate::kernels::cuda::View;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice as Slice};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
 
 /// The elements of a contiguous operand, inside a custom op's forward.
 pub(crate) fn view<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
     match layout.is_contiguous() {
-        true => strided(storage, layout),
+        true => from_first(storage, layout),
         false => bail!("a kernel was handed a strided tensor: {layout:?}"),
     }
 }
 
-/// The elements of an operand, from its first on, lying as they do.
-pub(crate) fn strided<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
+/// As [`view`], or heads by strides.
+pub(super) fn lying<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
+    match *layout.stride() {
+        [batch, head, row, 1] if !layout.is_contiguous() => {
+            Ok(from_first(storage, layout)?.by_strides([batch, head, row, 1]))
+        }
+        _ => view(storage, layout),
+    }
+}
+
+/// The elements of an operand, from its first on.
+fn from_first<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
     let stream = storage.device.cuda_stream();
     let base = match &storage.slice {
         Slice::U8(slice) => slice.device_ptr(&stream).0,
@@ -50,11 +59,6 @@ pub(crate) fn elements(tensor: &Tensor) -> Result<View<'_>> {
 /// The GPU that `tensor` is on.
 pub(crate) fn gpu(tensor: &Tensor) -> Result<&CudaDevice> {
     tensor.device().as_cuda_device()
-}
-
-/// Checked ids, (count), on the GPU.
-pub(super) fn ids(gpu: &CudaDevice, ids: &Tensor) -> Result<Tensor> {
-    ids.to_device(&Device::Cuda(gpu.clone()))
 }
 
 /// Room for `len` elements, for a kernel to write all of.
@@ -90,34 +94,4 @@ pub(crate) fn whole(storage: &CudaStorage) -> Result<View<'_>> {
 /// A tensor of no graph.
 pub(crate) fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
-}
-
-/// The elements of a contiguous tensor as a matrix.
-pub(super) fn matrix(tensor: &Tensor, rows: usize, cols: usize) -> Result<Matrix<'_>> {
-    Ok(Matrix::new(elements(tensor)?, rows, cols))
-}
-
-/// `a b`, `count` times, one result after the other: sums in f32, rounded to `dtype` once.
-pub(super) fn multiplied(
-    gpu: &CudaDevice,
-    [a, b]: [Matrix; 2],
-    count: usize,
-    dtype: DType,
-) -> Result<CudaStorage> {
-    let (rows, cols) = Matrix::product_of([&a, &b]);
-    let storage = alloc_uninit(gpu, dtype, count * rows * cols)?;
-    let c = Matrix::several(whole(&storage)?, rows, cols);
-    cublas::multiply(gpu, [a, b], c, count, false)?;
-    Ok(storage)
-}
-
-/// [`multiplied`], as a tensor of no graph.
-pub(super) fn product(
-    gpu: &CudaDevice,
-    factors: [Matrix; 2],
-    count: usize,
-    dtype: DType,
-    shape: impl Into<Shape>,
-) -> Result<Tensor> {
-    Ok(tensor(multiplied(gpu, factors, count, dtype)?, shape))
 }

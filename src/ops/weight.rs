@@ -6,17 +6,12 @@
 //! without a gradient of the copy.
 
 use super::cast::{cached_copy, cast_castable, cast_weight};
-use super::cpu::{elements, tensor, view};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::lowering::{Signature, Slot};
 use super::operand::operand;
-use crate::kernels::cpu::Stored;
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul, matmul_wide};
 use crate::{Result, precision, probe};
-use candle_core::{CpuStorage, DType, Layout, Tensor, WithDType};
+use candle_core::{DType, Tensor};
 use std::sync::{Mutex, PoisonError};
-#[cfg(feature = "cuda")]
-use {super::cuda, crate::kernels::cuda::matmul::Matrix, candle_core::CudaStorage};
 
 /// The copy of one weight, for the life of an op.
 pub(super) struct WeightCopy {
@@ -142,78 +137,12 @@ impl WeightCopy {
         self.get().unwrap_or_else(|| weight.clone())
     }
 
-    /// The copy that forward's products read: the last of one that is dropped goes when they are done.
-    fn for_forward(&self) -> Option<Tensor> {
-        let copy = self.get();
-        self.forwarded();
-        tell_kept(std::slice::from_ref(self));
-        copy
-    }
-
-    /// Calls `f` with what forward's products read.
-    pub(super) fn read<T: WithDType, R>(
-        &self,
-        weight: &CpuStorage,
-        layout: &Layout,
-        f: impl FnOnce(&[T]) -> candle_core::Result<R>,
-    ) -> candle_core::Result<R> {
-        match self.for_forward() {
-            Some(copy) => f(&elements(&copy)?),
-            None => f(view(weight, layout)?),
-        }
-    }
-
-    /// Forward's product on the weight's GPU, `x W^T` in x's dtype.
-    #[cfg(feature = "cuda")]
-    pub(super) fn product_on_gpu(
-        &self,
-        x: Matrix,
-        weight: &CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<CudaStorage> {
-        let (rows, cols) = layout.shape().dims2()?;
-        let copy = self.for_forward();
-        let read = match &copy {
-            Some(copy) => cuda::matrix(copy, rows, cols)?,
-            None => Matrix::new(cuda::view(weight, layout)?, rows, cols),
-        };
-        cuda::multiplied(&weight.device, [x, read.t()], 1, x.view.dtype)
-    }
-
     /// What backward's products read: a dropped copy is recomputed.
     pub(super) fn for_backward(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
         match (self.get(), self.dtype) {
             (Some(copy), _) => Ok(copy),
             (None, Some(dtype)) => Ok(cast_weight(&weight.detach(), dtype)?),
             (None, None) => Ok(weight.clone()),
-        }
-    }
-
-    /// As [`gradient`](Self::gradient), on the weight's GPU.
-    #[cfg(feature = "cuda")]
-    pub(super) fn gradient_on_gpu(
-        &self,
-        weight: &Tensor,
-        factors: [Matrix; 2],
-    ) -> candle_core::Result<Tensor> {
-        let dtype = match self.dtype {
-            None => factors[0].view.dtype,
-            Some(_) => DType::F32,
-        };
-        cuda::product(cuda::gpu(weight)?, factors, 1, dtype, weight.shape())
-    }
-
-    /// `dW = a b` in the weight's dtype: sums are f32's, and those of a copy's products are not rounded at all.
-    pub(super) fn gradient<T: Stored>(
-        &self,
-        weight: &Tensor,
-        a: MatRef<'_, T>,
-        b: MatRef<'_, T>,
-    ) -> candle_core::Result<Tensor> {
-        let shape = weight.shape();
-        match self.dtype {
-            None => tensor::<T>(shape, |dw| matmul(a, b, dw, false, Threads::All)),
-            Some(_) => tensor::<T::Wide>(shape, |dw| matmul_wide(a, b, dw, Threads::All)),
         }
     }
 }

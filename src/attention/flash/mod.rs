@@ -5,6 +5,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+pub(super) mod lowering;
 mod op;
 mod reference;
 
@@ -15,9 +16,12 @@ use super::nothing::{lse_of_nothing, nothing};
 use super::shapes::Shapes;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
-use crate::ops::{Path, cast_for, choose, record::apply};
+use crate::ops::record::{Spec, as_they_lie};
+use crate::ops::{Path, cast_for, choose};
 use crate::{Error, Result, graph, hardware};
 use candle_core::Tensor;
+use op::Flash;
+use std::sync::{Arc, OnceLock};
 
 pub(super) const NAME: &str = "attention::flash";
 
@@ -111,11 +115,19 @@ pub fn flash_with_lse(
         return Ok((out, lse_of_nothing(q)?));
     }
     let (heads, kv_heads) = (shapes.heads, shapes.kv_heads);
-    let op = op::Flash::new(shapes, config, tf32);
-    let lse = op.lse();
-    let of_q = four_dimensions(q, heads)?;
-    let [of_k, of_v] = [k, v].map(|x| four_dimensions(x, kv_heads));
-    let out = apply(&[&of_q, &of_k?, &of_v?], op)?;
+    let lse = Arc::<OnceLock<Tensor>>::default();
+    let op = Flash {
+        sizes: shapes.sizes(config),
+        tf32,
+        lse: Arc::clone(&lse),
+    };
+    let of_heads = |x, heads| Result::Ok(op.readable(four_dimensions(x, heads)?)?);
+    let inputs = [
+        of_heads(q, heads)?,
+        of_heads(k, kv_heads)?,
+        of_heads(v, kv_heads)?,
+    ];
+    let out = as_they_lie(NAME, op, inputs.each_ref())?;
     let lse = match graph::is_tracing() {
         true => graph::kept_value(&out, "lse")?,
         false => lse.get().cloned(),
@@ -127,17 +139,8 @@ pub fn flash_with_lse(
     Ok((out.reshape(q.shape())?, lse))
 }
 
-/// x (..., heads, T, Dh) as (B, heads, T, Dh), lying as the device's kernel can read it.
+/// x (..., heads, T, Dh) as (B, heads, T, Dh).
 fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
-    let x = reshaped(x, heads)?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return Ok(cuda::aligned_or_copied(x)?);
-    }
-    Ok(x)
-}
-
-fn reshaped(x: &Tensor, heads: usize) -> Result<Tensor> {
     match *x.dims() {
         [_, _, _, _] => Ok(x.clone()),
         [ref leading @ .., length, head_dim] => {

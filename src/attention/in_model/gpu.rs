@@ -89,18 +89,20 @@ pub(super) fn rotate(k: &Kernel, l: &Operands<'_>, back: bool) -> Result<()> {
     rope::in_place(l.gpu, l.y("x")?, [l.x("cos")?, l.x("sin")?], &turned, back)
 }
 
-pub(super) fn tiled(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
+pub(super) fn tiled(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let sizes = &InModel::of(kernel)?;
     let outputs = Outputs {
         out: dense(sizes, l.y("out")?).heads(sizes),
         rounding_error: l.some_y("rounding_error"),
         lse: l.y("lse")?,
     };
     let qkv = qkv(sizes, &l.reads).map(|x| x.heads(sizes));
-    let tf32 = l.products.tf32();
+    let tf32 = l.tf32(kernel);
     flash::forward(l.gpu, &sizes.flash(), tf32, qkv, outputs, l.y("workspace")?)
 }
 
-pub(super) fn tiled_backward(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
+pub(super) fn tiled_backward(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let sizes = &InModel::of(kernel)?;
     let [q, k, v] = qkv(sizes, &l.reads).map(|x| x.heads(sizes));
     let [dq, dk, dv] = gradients(sizes, &l.writes).map(|x| x.heads(sizes));
     let inputs = flash::Inputs {
@@ -113,7 +115,7 @@ pub(super) fn tiled_backward(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
         lse: l.x("lse")?,
     };
     let gradients = flash::Gradients { dq, dk, dv };
-    let tf32 = l.products.tf32();
+    let tf32 = l.tf32(kernel);
     let workspace = l.y("workspace")?;
     flash::backward(l.gpu, &sizes.flash(), tf32, inputs, gradients, workspace)
 }

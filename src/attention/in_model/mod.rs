@@ -4,7 +4,9 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::lowering::FLASH_KERNELS;
+use super::flash::lowering::KERNELS;
+#[cfg(feature = "cuda")]
+use super::lowering::sizes;
 use crate::graph::Attribute;
 use crate::kernels::Mask;
 use crate::kernels::attention::Sizes;
@@ -208,7 +210,7 @@ impl InModel {
     /// `workspace` and, in half precision where backward wants it, `rounding_error`, what rounding took from out (B, H,
     /// T, Dh). out is (B, H, T, Dh) on the CPU; on a GPU (B, T, H*Dh).
     pub fn tiled(&self) -> Kernel {
-        let kernel = kernel!(FLASH_KERNELS[0], |T, k, s| {
+        let kernel = kernel!(KERNELS[0], |T, k, s| {
             let sizes = Self::of(k)?;
             let [q, k, v] = lying::<T, 3>(s, ["q", "k", "v"], sizes.in_rows())?;
             let outputs = flash::Outputs {
@@ -219,7 +221,7 @@ impl InModel {
             let tiles = Tiles::for_head_dim(sizes.head_dim);
             flash::forward(&sizes.flash(), &tiles, q, k, v, outputs);
         });
-        let kernel = on_gpu!(kernel, |k, l| gpu::tiled(&Self::of(k)?, l));
+        let kernel = on_gpu!(kernel, |k, l| gpu::tiled(k, l));
         self.compared_by(kernel, 1.0)
     }
 
@@ -227,7 +229,7 @@ impl InModel {
     /// precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) on the CPU; on a GPU as q, k
     /// and v lie, and `workspace`.
     pub fn tiled_backward(&self) -> Kernel {
-        let kernel = kernel!(FLASH_KERNELS[1], |T, k, s| {
+        let kernel = kernel!(KERNELS[1], |T, k, s| {
             let sizes = Self::of(k)?;
             let names = ["d_out", "q", "k", "v", "out"];
             let [d_out, q, k, v, out] = lying::<T, 5>(s, names, sizes.in_rows())?;
@@ -251,9 +253,19 @@ impl InModel {
             let tiles = Tiles::for_head_dim(sizes.head_dim);
             flash::backward(&sizes.flash(), &tiles, inputs, gradients);
         });
-        let kernel = on_gpu!(kernel, |k, l| gpu::tiled_backward(&Self::of(k)?, l));
+        let kernel = on_gpu!(kernel, |k, l| gpu::tiled_backward(k, l));
         self.compared_by(kernel, 2.0)
     }
+}
+
+/// The sizes of a planned call that is flash attention, in a model or on heads.
+#[cfg(feature = "cuda")]
+pub(crate) fn planned_flash_sizes(kernel: &Kernel) -> Option<Sizes> {
+    let is_flash = KERNELS.contains(&kernel.name());
+    let in_model = |_| InModel::of(kernel).map(|sizes| sizes.flash());
+    is_flash
+        .then(|| sizes(kernel).or_else(in_model).ok())
+        .flatten()
 }
 
 fn angles<'a, R: Real>(s: &Slices<'a>) -> Result<Angles<'a, R>> {

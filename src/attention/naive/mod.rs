@@ -2,6 +2,7 @@
 //!
 //! [`naive()`] is one op; [`reference()`] composes it of three, and is its specification.
 
+pub(super) mod lowering;
 mod lse;
 mod op;
 
@@ -14,7 +15,6 @@ use crate::precision::without_autocast;
 use crate::{Result, graph, probe};
 use candle_core::Tensor;
 use op::Naive;
-pub(super) use op::rooms;
 use std::sync::{Arc, OnceLock};
 
 pub(super) const NAME: &str = "attention::naive";

@@ -11,7 +11,7 @@ use candle_core::{DType, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
 /// What forward and backward take for themselves on the CPU.
-pub(in crate::attention) fn rooms(sizes: &Sizes, dtype: DType) -> [Room; 2] {
+pub(super) fn rooms(sizes: &Sizes, dtype: DType) -> [Room; 2] {
     let [forward, backward] = scratch_elements(sizes, dtype);
     let element_bytes = dtype.size_in_bytes().max(4);
     [

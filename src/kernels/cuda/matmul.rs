@@ -60,11 +60,6 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Rows and columns of a product of two.
-    pub(crate) fn product_of([a, b]: [&Self; 2]) -> (usize, usize) {
-        (a.turned().0, b.turned().1)
-    }
-
     /// What a product of two matrices into a third sums over.
     pub(super) fn depth_of([a, b]: [&Self; 2], c: &Self) -> usize {
         let ((rows, depth), (inner, cols)) = (a.turned(), b.turned());

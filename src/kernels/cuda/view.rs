@@ -5,7 +5,7 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
 use std::marker::PhantomData;
 
-/// A contiguous buffer on the GPU, borrowed from the tensor, storage or arena that owns it. What is freed is freed in
+/// A buffer on the GPU, borrowed from the tensor, storage or arena that owns it. What is freed is freed in
 /// the order of the stream, so a kernel that was launched in time may read it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
@@ -15,6 +15,8 @@ pub(crate) struct View<'a> {
     pub dtype: DType,
     /// How many elements it has.
     pub len: usize,
+    /// Of four dimensions that are not one after another; else it is contiguous.
+    pub strides: Option<[usize; 4]>,
     owner: PhantomData<&'a ()>,
 }
 
@@ -30,7 +32,16 @@ impl<'a> View<'a> {
             pointer,
             dtype,
             len,
+            strides: None,
             owner: PhantomData,
+        }
+    }
+
+    /// With heads, (B, H, T, Dh), by these strides.
+    pub(crate) fn by_strides(self, strides: [usize; 4]) -> Self {
+        Self {
+            strides: Some(strides),
+            ..self
         }
     }
 

@@ -97,7 +97,7 @@ fn counts_on_gpu(signature: &Signature<'_>) -> bool {
     signature.target == Target::Cuda && planned_ignore(signature).is_some() && !is_counted
 }
 
-/// Reads logits, targets, statistics and dloss; writes dlogits.
+/// Reads logits, targets, statistics and dloss; writes dlogits, on a GPU perhaps in the logits' place.
 pub(in crate::ops) fn planned_gradient(
     signature: &Signature<'_>,
     reads: [(&'static str, Slot); 4],

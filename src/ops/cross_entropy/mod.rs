@@ -16,8 +16,6 @@ pub(crate) mod lowering;
 use super::cast::cast_for;
 use super::cost::cost;
 use super::cpu::ids;
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::embedding::ids_room;
 use super::info::OpInfo;
 use super::linear::last_dim;
@@ -173,21 +171,6 @@ impl Targets {
             ids,
             ignore,
             counted,
-        })
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl Targets {
-    /// As the kernels take them, their ids on the GPU.
-    pub(super) fn on_gpu<'a>(
-        &self,
-        ids: &'a Tensor,
-    ) -> candle_core::Result<cuda_kernel::Targets<'a>> {
-        Ok(cuda_kernel::Targets {
-            ids: cuda::elements(ids)?,
-            ignore: self.ignore,
-            counted: self.counted.unwrap_or(ids.elem_count()),
         })
     }
 }

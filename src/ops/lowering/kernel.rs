@@ -15,7 +15,6 @@ use {
         matmul::{Matrix, Products},
     },
     candle_core::DType,
-    candle_core::cuda::gemm_reduced_precision_f32,
     candle_core::cuda_backend::CudaDevice,
     std::cell::RefCell,
 };
@@ -72,14 +71,6 @@ pub(crate) enum Multiplier<'a> {
 
 #[cfg(feature = "cuda")]
 impl Multiplier<'_> {
-    /// Whether products of f32 are TF32.
-    pub fn tf32(&self) -> bool {
-        match self {
-            Self::Planned(products) => products.borrow().tf32(),
-            Self::Eager => gemm_reduced_precision_f32(),
-        }
-    }
-
     /// `c = a b`, or `c += a b` where it `adds`, `count` times.
     pub fn multiply(
         &self,
@@ -119,8 +110,24 @@ impl<'a> Operands<'a> {
         kernel.accumulate.adds(self.micro_batch)
     }
 
+    /// Whether products of f32 in attention are TF32: as they are in the plan, or as the call says.
+    pub fn tf32(&self, kernel: &Kernel) -> bool {
+        match &self.products {
+            Multiplier::Planned(products) => products.borrow().tf32(),
+            Multiplier::Eager => kernel.flag("tf32"),
+        }
+    }
+
     /// What is read as `name`.
     pub fn x(&self, name: &str) -> Result<View<'a>> {
+        match self.lying(name)? {
+            View { strides: None, .. } => self.lying(name),
+            _ => bail!("{name} is read by strides"),
+        }
+    }
+
+    /// As [`x`](Self::x), perhaps by strides.
+    pub fn lying(&self, name: &str) -> Result<View<'a>> {
         match self.reads.get(name) {
             Some(view) => Ok(*view),
             None => bail!("{name} is not read"),

@@ -236,6 +236,12 @@ impl Calls {
         needed
     }
 
+    /// Whether a backward writes over what forward has left.
+    pub fn writes_over_kept(&self) -> bool {
+        let mut written = self.calls.iter().flat_map(|call| call.writes.iter());
+        written.any(|slot| matches!(slot, Slot::Kept(_)))
+    }
+
     /// A buffer for these calls.
     pub fn scratch(&mut self, shape: &[usize], dtype: DType) -> Slot {
         self.scratch.push((shape.to_vec(), dtype));

@@ -12,8 +12,10 @@ use std::marker::PhantomData;
 #[derive(Clone, Copy)]
 pub(crate) struct Slice<'a> {
     start: *mut u8,
-    elements: usize,
+    count: usize,
     dtype: DType,
+    /// Of four dimensions that are not one after another: all elements from the first of theirs on are here.
+    strides: Option<[usize; 4]>,
     lent: PhantomData<&'a ()>,
 }
 
@@ -21,12 +23,21 @@ impl<'a> Slice<'a> {
     /// # Safety
     /// So many initialised elements of the dtype are there for as long as `'a`; what is handed to [`Slices::new`] to be
     /// written, nothing else uses.
-    pub unsafe fn new(start: *mut u8, elements: usize, dtype: DType) -> Self {
+    pub unsafe fn new(start: *mut u8, count: usize, dtype: DType) -> Self {
         Self {
             start,
-            elements,
+            count,
             dtype,
+            strides: None,
             lent: PhantomData,
+        }
+    }
+
+    /// With heads, (B, H, T, Dh), by these strides.
+    pub fn by_strides(self, strides: [usize; 4]) -> Self {
+        Self {
+            strides: Some(strides),
+            ..self
         }
     }
 
@@ -38,9 +49,16 @@ impl<'a> Slice<'a> {
     }
 
     fn as_slice<T: WithDType>(&self) -> Result<&'a [T]> {
+        match self.strides {
+            None => self.elements(),
+            Some(strides) => bail!("a kernel of elements in order was handed strides {strides:?}"),
+        }
+    }
+
+    fn elements<T: WithDType>(&self) -> Result<&'a [T]> {
         let start = self.check::<T>()?;
         // SAFETY: by `new`; nothing that is read is written by the same call.
-        Ok(unsafe { std::slice::from_raw_parts(start, self.elements) })
+        Ok(unsafe { std::slice::from_raw_parts(start, self.count) })
     }
 }
 
@@ -119,6 +137,14 @@ impl<'a> Slices<'a> {
         }
     }
 
+    /// As [`x`](Self::x), with the strides of heads, (B, H, T, Dh), that are not one after another.
+    pub fn lying<T: WithDType>(&self, name: &str) -> Result<(&'a [T], Option<[usize; 4]>)> {
+        match self.reads.get(name) {
+            Some(slice) => Ok((slice.elements()?, slice.strides)),
+            None => bail!("{name} is not read"),
+        }
+    }
+
     /// What is written as `name`, once.
     pub fn y<T: WithDType>(&self, name: &str) -> Result<&'a mut [T]> {
         match self.writes.get(name) {
@@ -157,5 +183,5 @@ fn taken<'a, T: WithDType>(name: &str, slice: &Cell<Option<Slice<'a>>>) -> Resul
     };
     let start = slice.check::<T>()?;
     // SAFETY: by `Slice::new`; handed out this once.
-    Ok(unsafe { std::slice::from_raw_parts_mut(start, slice.elements) })
+    Ok(unsafe { std::slice::from_raw_parts_mut(start, slice.count) })
 }

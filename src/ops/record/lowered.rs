@@ -15,7 +15,7 @@ use crate::probe::{self, Operand};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 #[cfg(feature = "cuda")]
 use {
     crate::kernels::cuda::View,
@@ -53,7 +53,15 @@ pub(crate) fn by_kernels<const N: usize>(
     for x in &mut inputs {
         *x = contiguous(x)?;
     }
-    let inputs = inputs.each_ref();
+    as_they_lie(name, op, inputs.each_ref())
+}
+
+/// As [`by_kernels`], of inputs that kernels read as they lie.
+pub(crate) fn as_they_lie<const N: usize>(
+    name: &'static str,
+    op: impl Spec + Send + Sync + 'static,
+    inputs: [&Tensor; N],
+) -> crate::Result<Tensor> {
     if graph::is_tracing() {
         return graph::record(name, op, &inputs, By::Kernels);
     }
@@ -64,7 +72,7 @@ pub(crate) fn by_kernels<const N: usize>(
         name,
         spec: op,
         lowering,
-        kept: OnceLock::new(),
+        kept: Mutex::default(),
     };
     Ok(applied(&inputs, op)?)
 }
@@ -73,21 +81,27 @@ struct Lowered<S> {
     name: &'static str,
     spec: S,
     lowering: Lowering,
-    /// What forward has left for backward, as the spec lists it.
-    kept: OnceLock<Vec<Tensor>>,
+    /// What forward has left for backward, as the spec lists it; none once a backward has written over it.
+    kept: Mutex<Option<Vec<Tensor>>>,
 }
 
 impl<S: Spec> Lowered<S> {
+    fn kept(&self) -> MutexGuard<'_, Option<Vec<Tensor>>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From inputs as they lie, and what is read beside them.
     fn forward<'a>(
         &self,
         device: &Device,
         inputs: &[Operand<'_>],
         lying: impl Iterator<Item = Result<Lying<'a>>>,
+        reads: Vec<Tensor>,
     ) -> Made<Storage> {
         let target = Target::of(device);
         let (shape, dtype) = self.spec.output(inputs);
         let kept = self.spec.kept(inputs, target);
-        let reads = moved(self.spec.reads(), device)?;
+        let reads = moved(reads, device)?;
         self.spec.forwarded(); // what goes with forward goes when it was read last
         let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
         let shapes: Vec<(Shape, DType)> = shapes.collect();
@@ -115,9 +129,23 @@ impl<S: Spec> Lowered<S> {
             tensors.push(tensor);
         }
         self.spec.has_kept(&tensors);
-        let _ = self.kept.set(tensors); // empty until now: an op runs forward once
+        *self.kept() = Some(tensors);
         let output = run.storage(Slot::Output)?;
         Ok((output, shape.clone()))
+    }
+
+    /// What forward leaves, where a backward before this one has written over it.
+    fn forward_again(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let operands: Vec<Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
+        let guards: Vec<_> = inputs.iter().map(|x| x.storage_and_layout()).collect();
+        let lying = guards.iter();
+        let lying = lying.map(|(storage, layout)| Lying::of(storage, layout));
+        let reads = self.spec.reads_again(inputs)?;
+        self.forward(inputs[0].device(), &operands, lying, reads)?;
+        match self.kept().take() {
+            Some(kept) => Ok(kept),
+            None => bail!("{}: forward has left nothing", self.name),
+        }
     }
 }
 
@@ -130,7 +158,8 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
         let lying = inputs.iter();
         let lying = lying.map(|(x, layout)| Ok(Lying::Cpu(cpu::slice(x, layout)?)));
-        match self.forward(&Device::Cpu, &operands.collect::<Vec<_>>(), lying)? {
+        let operands: Vec<_> = operands.collect();
+        match self.forward(&Device::Cpu, &operands, lying, self.spec.reads())? {
             (Storage::Cpu(output), shape) => Ok((output, shape)),
             _ => bail!("{}: an output elsewhere", self.name),
         }
@@ -140,9 +169,10 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
     fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
         let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
         let lying = inputs.iter();
-        let lying = lying.map(|(x, layout)| Ok(Lying::Cuda(cuda::view(x, layout)?)));
+        let lying = lying.map(|(x, layout)| Ok(Lying::Cuda(cuda::lying(x, layout)?)));
         let device = Device::Cuda(inputs[0].0.device.clone());
-        match self.forward(&device, &operands.collect::<Vec<_>>(), lying)? {
+        let operands: Vec<_> = operands.collect();
+        match self.forward(&device, &operands, lying, self.spec.reads())? {
             (Storage::Cuda(output), shape) => Ok((output, shape)),
             _ => bail!("{}: an output elsewhere", self.name),
         }
@@ -152,10 +182,12 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         if y.elem_count() == 0 {
             return inputs.iter().map(|x| x.zeros_like().map(Some)).collect();
         }
-        let Some(kept) = self.kept.get() else {
-            bail!("{}: backward before forward", self.name);
+        let (device, dy) = (dy.device(), self.spec.readable(dy.detach())?);
+        let left = self.kept().take();
+        let kept = match left {
+            Some(kept) => kept,
+            None => self.forward_again(inputs)?,
         };
-        let (device, dy) = (dy.device(), dy.detach().contiguous()?);
         let reads = moved(self.spec.reads_again(inputs)?, device)?;
         let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
         let shapes: Vec<(Shape, DType)> = shapes.collect();
@@ -187,7 +219,13 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
             slot if run.has(slot) => run.tensor(slot, x.shape()).map(Some),
             _ => Ok(None),
         };
-        inputs.iter().enumerate().map(gradient).collect()
+        let gradients = inputs.iter().enumerate().map(gradient).collect();
+        if !calls.writes_over_kept() {
+            drop(run);
+            drop(guards);
+            *self.kept() = Some(kept);
+        }
+        gradients
     }
 }
 
@@ -220,7 +258,7 @@ impl<'a> Lying<'a> {
         match storage {
             Storage::Cpu(storage) => Ok(Self::Cpu(cpu::slice(storage, layout)?)),
             #[cfg(feature = "cuda")]
-            Storage::Cuda(storage) => Ok(Self::Cuda(cuda::view(storage, layout)?)),
+            Storage::Cuda(storage) => Ok(Self::Cuda(cuda::lying(storage, layout)?)),
             other => bail!("no kernel on {:?}", other.device().location()),
         }
     }

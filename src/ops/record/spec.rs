@@ -29,6 +29,11 @@ pub(crate) trait Spec {
         Vec::new()
     }
 
+    /// An operand as its kernels read it: with its elements in order, unless they take strides.
+    fn readable(&self, x: Tensor) -> Result<Tensor> {
+        x.contiguous()
+    }
+
     /// An eager forward is done: says what stays beside, hands out what the op's caller wants.
     fn has_kept(&self, _kept: &[Tensor]) {}
 

@@ -49,7 +49,7 @@ pub(crate) fn steps_of(
 
 fn of_forward(op: &impl Spec, call: &Signature<'_>, calls: &Calls) -> Vec<MemoryStep> {
     let mut steps = Vec::new();
-    for (step, last) in of(call, calls, |_| true) {
+    for (step, last) in of(call, calls, Vec::new(), |_| true) {
         steps.extend(step);
         let reads = last.into_iter().filter_map(|slot| match slot {
             Slot::Read(index) if op.drops_read(index) => Some(MemoryStep::DropRead(index)),
@@ -64,19 +64,25 @@ fn of_forward(op: &impl Spec, call: &Signature<'_>, calls: &Calls) -> Vec<Memory
 }
 
 fn of_backward(call: &Signature<'_>, calls: &Calls, tracked: &[bool]) -> Vec<MemoryStep> {
-    let steps = of(call, calls, |input| tracked[input]);
+    let kept: Vec<Slot> = (0..call.kept.len()).map(Slot::Kept).collect();
+    let steps = of(call, calls, kept, |input| tracked[input]);
     let steps = steps.into_iter().flat_map(|(steps, _)| steps);
+    let dropped = match calls.writes_over_kept() {
+        true => 0..call.kept.len(),
+        false => 0..0,
+    };
+    let steps = steps.chain(dropped.map(MemoryStep::DropKept));
     let same = calls.same.iter().copied().filter(|input| tracked[*input]);
     steps.chain(same.map(MemoryStep::PassThrough)).collect()
 }
 
-/// The steps of each call, and what it is the last to use.
+/// The steps of each call, and what it is the last to use. What is `made` is there before them.
 fn of(
     call: &Signature<'_>,
     calls: &Calls,
+    mut made: Vec<Slot>,
     wants: impl Fn(usize) -> bool,
 ) -> Vec<(Vec<MemoryStep>, Vec<Slot>)> {
-    let mut made: Vec<Slot> = Vec::new();
     let mut taken: Vec<Slot> = Vec::new();
     let needed = calls.needed(wants).into_iter();
     let steps = needed.map(|(kernel, last)| {

@@ -114,7 +114,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-full",
         "none",
         Mode::ForwardBackward,
-        [5_513_642_595_844, 5_515_276_957_188],
+        [5_513_650_984_452, 5_515_276_957_188],
     ),
     (
         "large",
@@ -124,7 +124,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::ForwardBackward,
-        [9_145_996_292, 31_647_862_784],
+        [9_146_258_436, 31_647_862_784],
     ),
     (
         "small",
@@ -164,7 +164,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-cpu-dropping-casts",
         "none",
         Mode::ForwardBackward,
-        [30_788_143_108, 31_195_607_040],
+        [30_788_159_492, 31_195_607_040],
     ),
     (
         "10b",
@@ -174,7 +174,7 @@ const FIGURES: [Figure; 37] = [
         "bf16",
         "none",
         Mode::TrainStep,
-        [710_569_654_276, 711_251_918_848],
+        [710_569_916_420, 711_251_918_848],
     ),
     (
         "2.7b",
@@ -194,7 +194,7 @@ const FIGURES: [Figure; 37] = [
         "bf16",
         "sqrt",
         Mode::TrainStep,
-        [2_385_576_964, 2_698_178_560],
+        [2_385_593_348, 2_698_178_560],
     ),
     (
         "10b",
@@ -214,7 +214,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-cpu-dropping-casts",
         "every-3",
         Mode::TrainStep,
-        [41_442_920_452, 54_579_945_472],
+        [41_442_928_644, 54_579_945_472],
     ),
     (
         "small",
@@ -224,7 +224,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-dropping-casts",
         "every-7",
         Mode::TrainStep,
-        [20_174_996_484, 27_259_783_168],
+        [20_175_258_628, 27_259_783_168],
     ),
     (
         "10b",
@@ -234,7 +234,7 @@ const FIGURES: [Figure; 37] = [
         "f16-cpu",
         "none",
         Mode::ForwardBackward,
-        [93_507_631_108, 102_916_050_944],
+        [93_507_639_300, 102_916_050_944],
     ),
     (
         "2.7b",
@@ -274,7 +274,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-dropping-casts",
         "none",
         Mode::ForwardBackward,
-        [696_117_252, 718_710_788],
+        [696_133_636, 718_710_788],
     ),
     (
         "medium",
@@ -284,7 +284,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-cpu-dropping-casts",
         "block",
         Mode::ForwardBackward,
-        [8_392_478_724, 8_500_809_732],
+        [8_392_740_868, 8_500_809_732],
     ),
     (
         "tiny",
@@ -304,7 +304,7 @@ const FIGURES: [Figure; 37] = [
         "f32",
         "block",
         Mode::TrainStep,
-        [1_776_965_164_036, 1_799_646_746_624],
+        [1_776_973_552_644, 1_799_646_746_624],
     ),
     (
         "xl",
@@ -354,7 +354,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::ForwardBackward,
-        [1_822_084_540_420, 11_247_176_302_592],
+        [1_822_092_929_028, 11_247_176_302_592],
     ),
     (
         "large",
@@ -394,7 +394,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-cpu-dropping-casts",
         "block",
         Mode::ForwardBackward,
-        [9_037_445_380, 16_314_273_792],
+        [9_037_461_764, 16_314_273_792],
     ),
     (
         "10b",
@@ -414,7 +414,7 @@ const FIGURES: [Figure; 37] = [
         "f16-cpu-dropping-casts",
         "none",
         Mode::ForwardBackward,
-        [20_226_848_772, 27_294_011_392],
+        [20_226_856_964, 27_294_011_392],
     ),
     (
         "medium",
@@ -424,7 +424,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::TrainStep,
-        [301_325_594_628, 635_397_251_072],
+        [301_333_983_236, 635_397_251_072],
     ),
     (
         "xl",
@@ -434,7 +434,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-full",
         "every-7",
         Mode::TrainStep,
-        [28_006_134_264, 31_973_443_684],
+        [28_006_134_672, 31_973_443_684],
     ),
     (
         "10b",
@@ -464,7 +464,7 @@ const FIGURES: [Figure; 37] = [
         "f16-full",
         "every-2",
         Mode::ForwardBackward,
-        [2_477_302_788, 2_521_359_364],
+        [2_477_564_932, 2_521_359_364],
     ),
     (
         "small",

@@ -23,16 +23,6 @@ pub fn matmul<T: Stored>(
     matmul_to(a, b, MatMut::new(c, a.rows, b.cols), accumulate, threads);
 }
 
-/// `c = a b` in the type computed in, from factors that may be in half precision.
-pub fn matmul_wide<T: Stored>(
-    a: MatRef<'_, T>,
-    b: MatRef<'_, T>,
-    c: &mut [T::Wide],
-    threads: Threads,
-) {
-    matmul_to(a, b, MatMut::new(c, a.rows, b.cols), false, threads);
-}
-
 /// As [`matmul`], to a c that may be a band of the columns of a wider matrix, in another type than the factors'.
 pub fn matmul_to<T, C>(
     a: MatRef<'_, T>,

@@ -19,13 +19,18 @@ pub(crate) struct Heads<'a> {
     pub dims: [usize; 4],
 }
 
-impl Heads<'_> {
-    /// The same heads, borrowed from `owner`, whose they are too.
-    pub(crate) fn owned_by<T>(self, owner: &T) -> Heads<'_> {
-        Heads {
-            view: self.view.owned_by(owner),
-            strides: self.strides,
-            dims: self.dims,
+impl<'a> Heads<'a> {
+    /// Heads of these dimensions: by the view's strides, or one after another.
+    pub(crate) fn new(view: View<'a>, dims: [usize; 4]) -> Self {
+        let [_, heads, rows, width] = dims;
+        let strides = match view.strides {
+            Some([batch, head, row, _]) => [batch, head, row],
+            None => [heads * rows * width, rows * width, width],
+        };
+        Self {
+            view,
+            strides,
+            dims,
         }
     }
 }

@@ -1,0 +1,190 @@
+//! Flash attention as calls of kernels, on heads as they lie.
+
+use crate::attention::lowering::{GRADIENTS, INPUTS, sized, sizes};
+use crate::graph::{Room, Target};
+use crate::kernels::attention::Sizes;
+use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::attention::flash::{self as kernel, Heads, Tiles};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::flash_attention::{self as gpu_kernel, Heads as GpuHeads};
+use crate::kernels::workspace;
+#[cfg(feature = "cuda")]
+use crate::ops::lowering::Operands;
+use crate::ops::lowering::{
+    Calls, Kernel, Lowering, Named, Signature, Slices, Slot, kernel, on_gpu,
+};
+use candle_core::{DType, Result};
+
+pub(in crate::attention) const LOWERING: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = kernel!(KERNELS[0], |T, k, s| forward::<T>(k, s)?);
+        let kernel = on_gpu!(kernel, |k, l| forward_on_gpu(k, l));
+        let kernel = taking(sized(kernel, signature, 1.0), |sizes| {
+            forward_room(sizes, signature.output.dtype)
+        });
+        let mut calls = Calls::default();
+        let writes = Named::from([("out", Slot::Output)]).and(kept(signature));
+        let words = workspace::flash_forward();
+        let writes = writes.with_some("workspace", workspace_of(signature, &mut calls, words));
+        calls.call(kernel, INPUTS, writes)
+    },
+    backward: |signature| {
+        let kernel = kernel!(KERNELS[1], |T, k, s| backward::<T>(k, s)?);
+        let kernel = on_gpu!(kernel, |k, l| backward_on_gpu(k, l));
+        let kernel = taking(sized(kernel, signature, 2.0), |sizes| {
+            backward_room(sizes, signature.output.dtype)
+        });
+        let reads = Named::from([("d_out", Slot::OutputGradient)]).and(INPUTS);
+        let reads = reads.with("out", Slot::Output).and(kept(signature));
+        let mut calls = Calls::default();
+        let words = sizes(&kernel).map_or(0, |sizes| workspace::flash_backward(&sizes));
+        let workspace = workspace_of(signature, &mut calls, words);
+        let writes = Named::from(GRADIENTS).with_some("workspace", workspace);
+        calls.call(kernel, reads, writes)
+    },
+};
+
+/// Forward and backward, as reports call them.
+pub(in crate::attention) const KERNELS: [&str; 2] = ["flash_attention", "flash_attention_backward"];
+
+/// What is kept: lse, and in half precision what rounding took from out.
+fn kept(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
+    let names = ["lse", "rounding_error"].into_iter();
+    names
+        .zip((0..signature.kept.len()).map(Slot::Kept))
+        .collect()
+}
+
+/// What the kernels write beside, on a GPU.
+fn workspace_of(signature: &Signature<'_>, calls: &mut Calls, words: usize) -> Option<Slot> {
+    (signature.target == Target::Cuda).then(|| calls.scratch(&[words], DType::U32))
+}
+
+/// With what it takes for itself on the CPU.
+fn taking(kernel: Kernel, room: impl FnOnce(&Sizes) -> Room) -> Kernel {
+    match sizes(&kernel) {
+        Ok(sizes) => kernel.taking(room(&sizes)),
+        Err(_) => kernel, // refused by the op
+    }
+}
+
+fn forward_room(sizes: &Sizes, dtype: DType) -> Room {
+    let tiles = Tiles::for_head_dim(sizes.head_dim);
+    Room {
+        what: "tiles",
+        formula: "tiles, a thread",
+        elements: kernel::forward_scratch_elements(sizes, &tiles),
+        element_bytes: dtype.size_in_bytes().max(size_of::<f32>()),
+    }
+}
+
+fn backward_room(sizes: &Sizes, dtype: DType) -> Room {
+    let (tiles, width) = (Tiles::for_head_dim(sizes.head_dim), dtype.size_in_bytes());
+    Room {
+        what: "delta, dq's sums, tiles",
+        formula: "BHT + tiles, a thread",
+        elements: kernel::backward_scratch_elements(sizes, &tiles, width),
+        element_bytes: width.max(size_of::<f32>()),
+    }
+}
+
+fn forward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
+    let sizes = sizes(k)?;
+    let tiles = Tiles::for_head_dim(sizes.head_dim);
+    let outputs = kernel::Outputs {
+        out: s.y::<T>("out")?,
+        rounding_error: s.some_y("rounding_error")?.unwrap_or_default(),
+        lse: s.y("lse")?,
+    };
+    let q = heads::<T>(s, "q", of_queries(&sizes))?;
+    let [k, v] = ["k", "v"].map(|name| heads(s, name, of_keys(&sizes)));
+    kernel::forward(&sizes, &tiles, q, k?, v?, outputs);
+    Ok(())
+}
+
+fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
+    let sizes = sizes(k)?;
+    let tiles = Tiles::for_head_dim(sizes.head_dim);
+    let [queries, keys] = [of_queries(&sizes), of_keys(&sizes)];
+    let inputs = kernel::Inputs {
+        d_out: heads::<T>(s, "d_out", queries)?,
+        q: heads(s, "q", queries)?,
+        k: heads(s, "k", keys)?,
+        v: heads(s, "v", keys)?,
+        out: heads(s, "out", queries)?,
+        lse: s.x("lse")?,
+        rounding_error: match s.has_x("rounding_error") {
+            true => Some(heads(s, "rounding_error", queries)?),
+            false => None,
+        },
+    };
+    let gradients = kernel::Gradients {
+        dq: s.y("dq")?,
+        dk: s.y("dk")?,
+        dv: s.y("dv")?,
+    };
+    kernel::backward(&sizes, &tiles, inputs, gradients);
+    Ok(())
+}
+
+/// Writes out, lse, in half precision rounding_error (what rounding took from out), and a workspace.
+#[cfg(feature = "cuda")]
+fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let sizes = sizes(k)?;
+    let [queries, keys] = [of_queries(&sizes), of_keys(&sizes)];
+    let outputs = gpu_kernel::Outputs {
+        out: GpuHeads::new(l.y("out")?, queries),
+        rounding_error: l.some_y("rounding_error"),
+        lse: l.y("lse")?,
+    };
+    let inputs = [
+        GpuHeads::new(l.lying("q")?, queries),
+        GpuHeads::new(l.lying("k")?, keys),
+        GpuHeads::new(l.lying("v")?, keys),
+    ];
+    let workspace = l.y("workspace")?;
+    gpu_kernel::forward(l.gpu, &sizes, l.tf32(k), inputs, outputs, workspace)
+}
+
+/// Reads d_out, q, k, v, out, lse and, in half precision, what rounding took from out; writes dq, dk, dv and a
+/// workspace.
+#[cfg(feature = "cuda")]
+fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let sizes = sizes(k)?;
+    let [queries, keys] = [of_queries(&sizes), of_keys(&sizes)];
+    let inputs = gpu_kernel::Inputs {
+        d_out: GpuHeads::new(l.lying("d_out")?, queries),
+        q: GpuHeads::new(l.lying("q")?, queries),
+        k: GpuHeads::new(l.lying("k")?, keys),
+        v: GpuHeads::new(l.lying("v")?, keys),
+        out: GpuHeads::new(l.x("out")?, queries),
+        lse: l.x("lse")?,
+        rounding_error: l.some_x("rounding_error"),
+    };
+    let gradients = gpu_kernel::Gradients {
+        dq: GpuHeads::new(l.y("dq")?, queries),
+        dk: GpuHeads::new(l.y("dk")?, keys),
+        dv: GpuHeads::new(l.y("dv")?, keys),
+    };
+    let workspace = l.y("workspace")?;
+    gpu_kernel::backward(l.gpu, &sizes, l.tf32(k), inputs, gradients, workspace)
+}
+
+/// What is read as `name`: heads by their strides, or one after another.
+fn heads<'a, T: Stored>(s: &Slices<'a>, name: &str, dims: [usize; 4]) -> Result<Heads<'a, T>> {
+    let (data, strides) = s.lying(name)?;
+    let [_, heads, rows, width] = dims;
+    let in_order = [heads * rows * width, rows * width, width, 1];
+    let strides = strides.unwrap_or(in_order);
+    Ok(Heads { data, strides })
+}
+
+/// (B, H, Tq, Dh).
+fn of_queries(sizes: &Sizes) -> [usize; 4] {
+    [sizes.batch, sizes.heads, sizes.queries, sizes.head_dim]
+}
+
+/// (B, Hkv, Tk, Dh).
+fn of_keys(sizes: &Sizes) -> [usize; 4] {
+    [sizes.batch, sizes.kv_heads, sizes.keys, sizes.head_dim]
+}

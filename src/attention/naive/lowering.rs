@@ -1,0 +1,103 @@
+//! Naive attention as calls of kernels, on heads one after another.
+
+use super::op::rooms;
+use crate::attention::lowering::{GRADIENTS, INPUTS, matrices, sized, sizes};
+use crate::graph::Target;
+use crate::kernels::cpu::attention::naive;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::naive_attention::{self, HeadGroups};
+use crate::kernels::workspace;
+#[cfg(feature = "cuda")]
+use crate::ops::lowering::Operands;
+use crate::ops::lowering::{Calls, Kernel, Lowering, Named, Signature, Slot, kernel, on_gpu};
+use candle_core::DType;
+#[cfg(feature = "cuda")]
+use candle_core::Result;
+
+pub(in crate::attention) const LOWERING: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = kernel!("naive_attention", |T, k, s| {
+            let sizes = sizes(k)?;
+            let (q, k, v) = (s.x::<T>("q")?, s.x("k")?, s.x("v")?);
+            let lse = s.some_y("lse")?.unwrap_or_default();
+            naive::forward_with_lse(&sizes, q, k, v, s.y("p")?, lse, s.y("out")?);
+        });
+        let kernel = taking(sized(kernel, signature, 1.0), signature, 0);
+        let kernel = on_gpu!(kernel, |k, l| forward(k, l));
+        let mut calls = Calls::default();
+        let mut writes = vec![("out", Slot::Output), ("p", Slot::Kept(0))];
+        if signature.kept.len() > 1 {
+            writes.push(("lse", Slot::Kept(1)));
+        }
+        if let Some(some) = scores_at_once(signature)
+            && signature.output.dtype != DType::F32
+        {
+            writes.push(("scores", calls.scratch(&some, DType::F32)));
+        }
+        calls.call(kernel, INPUTS, writes)
+    },
+    backward: |signature| {
+        let kernel = kernel!("naive_attention_backward", |T, k, s| {
+            let sizes = sizes(k)?;
+            let (q, k, v) = (s.x::<T>("q")?, s.x("k")?, s.x("v")?);
+            let (d_out, p) = (s.x("d_out")?, s.x("p")?);
+            let (dq, dk, dv) = (s.y("dq")?, s.y("dk")?, s.y("dv")?);
+            naive::backward(&sizes, d_out, q, k, v, p, dq, dk, dv);
+        });
+        let kernel = taking(sized(kernel, signature, 2.0), signature, 1);
+        let kernel = on_gpu!(kernel, |k, l| backward(k, l));
+        let reads = Named::from([("d_out", Slot::OutputGradient)]).and(INPUTS);
+        let reads = reads.with("p", Slot::Kept(0));
+        let mut calls = Calls::default();
+        let mut writes = GRADIENTS.to_vec();
+        if let Some(some) = scores_at_once(signature) {
+            let dtype = signature.output.dtype;
+            writes.push(("dp", calls.scratch(&some, DType::F32)));
+            if dtype != DType::F32 {
+                writes.push(("dscores", calls.scratch(&some, dtype)));
+            }
+        }
+        calls.call(kernel, reads, writes)
+    },
+};
+
+/// On a GPU, the scores of as many heads of k and v as naive attention has at once there, in half precision beside the
+/// probabilities.
+fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
+    let [q, k] = [0, 1].map(|i| matrices(signature.inputs[i].dims));
+    let of_head = (q[0] / k[0].max(1)) * q[1] * k[1];
+    let heads = workspace::naive_heads_at_once(k[0], of_head, signature.output.dtype);
+    (signature.target == Target::Cuda).then_some([heads, of_head / k[1].max(1), k[1]])
+}
+
+/// With what naive attention takes for itself in this pass on the CPU.
+fn taking(kernel: Kernel, signature: &Signature<'_>, pass: usize) -> Kernel {
+    match sizes(&kernel) {
+        Ok(sizes) => kernel.taking(rooms(&sizes, signature.output.dtype)[pass]),
+        Err(_) => kernel, // refused by the op
+    }
+}
+
+/// Launches it. Writes out, the probabilities and, in half precision, the scores of some heads in f32.
+#[cfg(feature = "cuda")]
+fn forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let heads = HeadGroups::of(&sizes(k)?);
+    let (out, p) = (l.y("out")?, l.y("p")?);
+    let scores = l.some_y("scores").unwrap_or(p); // f32's in the same place
+    let qkv = [l.x("q")?, l.x("k")?, l.x("v")?];
+    let multiply = &mut l.multiplier();
+    naive_attention::forward(l.gpu, multiply, &heads, qkv, scores, p, out)
+}
+
+/// Reads d_out, q, k, v and the probabilities; writes dq, dk, dv and, of some heads, the probabilities' gradients in
+/// f32 and, in half precision, the scores'.
+#[cfg(feature = "cuda")]
+fn backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let heads = HeadGroups::of(&sizes(k)?);
+    let inputs = [l.x("d_out")?, l.x("q")?, l.x("k")?, l.x("v")?, l.x("p")?];
+    let gradients = [l.y("dq")?, l.y("dk")?, l.y("dv")?];
+    let dp = l.y("dp")?;
+    let ds = l.some_y("dscores").unwrap_or(dp); // f32's in the same place
+    let multiply = &mut l.multiplier();
+    naive_attention::backward(l.gpu, multiply, &heads, inputs, [dp, ds], gradients)
+}
