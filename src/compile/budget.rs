@@ -2,7 +2,7 @@
 
 use super::config::StepConfig;
 use super::lower::Recompute;
-use super::traced::Planned;
+use super::planned::Planned;
 use crate::{Error, Result};
 
 /// The plan of a step as `configured`, or what fits its budget: first sums are recomputed, of one norm, of all; then

@@ -3,10 +3,10 @@
 use super::cpu;
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::lower::Target;
 use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::{Controls, Tensors};
+use super::traced::Target;
 use crate::Result;
 use crate::kernels::Update;
 use crate::optim::inplace::{Element, with_mut_slice, with_mut_slices};

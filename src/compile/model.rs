@@ -2,8 +2,9 @@
 
 use super::budget;
 use super::config::PlanConfig;
-use super::lower::{Lowered, Recompute, Target};
-use super::traced::{Planned, TracedFunction};
+use super::lower::{Lowered, Recompute};
+use super::planned::Planned;
+use super::traced::{Target, TracedFunction};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::ops::{KernelPolicy, with_kernel_policy};

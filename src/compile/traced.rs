@@ -1,8 +1,5 @@
 //! A traced function, as plans are made from it: its graph, and which of its values are parameters.
 
-use super::config::StepConfig;
-use super::lower::{self, Job, Lowered, Recompute, Target};
-use super::plan::BufferRange;
 use crate::graph::{self, Graph, Outputs, Source, Traced, ValueId, ValueRef, View};
 use crate::ops::cpu::{cpu_storage, for_stored};
 use crate::ops::strided;
@@ -11,7 +8,6 @@ use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
-use std::rc::Rc;
 
 /// A variable that a plan updates, or reads as it is in each run.
 #[derive(Clone, Debug)]
@@ -35,15 +31,22 @@ pub(super) struct TracedFunction {
     pub numbers: HashMap<ValueId, usize>,
 }
 
-/// A plan of a step, and the function that it is of.
-pub(super) struct Planned {
-    pub function: Rc<TracedFunction>,
-    pub lowered: Lowered,
+/// What runs a plan: kernels differ in what they take at once, and in the room they work in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::compile) enum Target {
+    /// The CPU, with scratch for so many threads.
+    Cpu { threads: usize },
+    /// A CUDA GPU.
+    Cuda,
 }
 
-impl Planned {
-    pub fn peak_bytes(&self) -> u64 {
-        self.lowered.plan.peak_bytes()
+impl Target {
+    /// What a trace for it is told.
+    pub fn of_trace(self) -> graph::Target {
+        match self {
+            Self::Cpu { .. } => graph::Target::Cpu,
+            Self::Cuda => graph::Target::Cuda,
+        }
     }
 }
 
@@ -105,55 +108,6 @@ impl TracedFunction {
             graph,
             tensors,
             parameters: all,
-        }
-    }
-
-    /// The plan of a training step: the function's output is the loss.
-    ///
-    /// # Errors
-    /// An op that has no planned form; a loss that is not one float; a parameter that it does not depend on.
-    pub fn step(self: &Rc<Self>, config: &StepConfig, recompute: Recompute) -> Result<Planned> {
-        let job = Job {
-            trains: true,
-            recompute,
-            ..self.job(config)
-        };
-        Ok(Planned {
-            lowered: lower::step(&job)?,
-            function: self.clone(),
-        })
-    }
-
-    /// The plan of a forward alone, which gives the function's output out.
-    ///
-    /// # Errors
-    /// An op that has no planned form.
-    pub fn forward(&self) -> Result<Lowered> {
-        lower::forward(&self.job(&StepConfig::default()))
-    }
-
-    /// The plan of a forward and, after its micro-batches, of the gradients of `differentiated`; these, and outputs but
-    /// the first.
-    ///
-    /// # Errors
-    /// An op that has no planned form.
-    pub fn with_gradients(
-        &self,
-        differentiated: &[ValueId],
-    ) -> Result<(Lowered, [Vec<BufferRange>; 2])> {
-        lower::with_gradients(&Job {
-            differentiated,
-            ..self.job(&StepConfig::default())
-        })
-    }
-
-    fn job<'j>(&'j self, config: &'j StepConfig) -> Job<'j> {
-        Job {
-            function: self,
-            trains: false,
-            differentiated: &[],
-            config,
-            recompute: Recompute::default(),
         }
     }
 

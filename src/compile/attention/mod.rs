@@ -11,9 +11,9 @@ mod plan;
 pub use config::AttentionPlanConfig;
 
 use super::executor::Executor;
-use super::lower::Target;
 use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
+use super::traced::Target;
 use crate::attention::Algorithm;
 use crate::{Error, Result};
 use arguments::{check, check_start};

@@ -1,7 +1,8 @@
 //! The plan of attention alone, from its trace.
 
-use super::super::lower::{Lowered, Target};
+use super::super::lower::Lowered;
 use super::super::plan::BufferRange;
+use super::super::traced::Target;
 use super::super::traced::TracedFunction;
 use super::{AttentionPlanConfig, OP};
 use crate::attention::{Algorithm, flash_with_lse, naive};

@@ -1,8 +1,7 @@
 //! Forms: some nodes of a graph that are planned together.
 
+use super::Lower;
 use super::program::Program;
-use super::recompute::Choice;
-use super::{Job, Lower, attention, gated, head, heads, linear, node, norm};
 use crate::Result;
 use crate::graph::ValueId;
 use crate::ops::cost::{self, Cost};
@@ -83,13 +82,28 @@ impl Placed {
 }
 
 /// Forms by the node that they are at, and the nodes that are in one.
-#[derive(Default)]
 pub(super) struct Forms {
     at: BTreeMap<usize, (BTreeSet<usize>, Rc<dyn Form>)>,
     taken: Vec<bool>,
 }
 
 impl Forms {
+    /// None yet, of so many nodes.
+    pub fn none(nodes: usize) -> Self {
+        Self {
+            at: BTreeMap::new(),
+            taken: vec![false; nodes],
+        }
+    }
+
+    /// In order.
+    pub fn placed(self, program: &Program<'_>) -> Vec<Placed> {
+        let forms = self.at.into_iter();
+        forms
+            .map(|(at, (nodes, form))| Placed::new(program, at, &nodes, form))
+            .collect()
+    }
+
     /// Whether a node is in no form yet.
     pub fn is_free(&self, node: usize) -> bool {
         !self.taken[node]
@@ -108,23 +122,4 @@ impl Forms {
         }
         self.at.insert(at, (nodes, Rc::new(form)));
     }
-}
-
-/// The forms of a graph, in order.
-pub(super) fn all(program: &Rc<Program<'_>>, job: &Job<'_>, choice: &Choice) -> Vec<Placed> {
-    let mut forms = Forms {
-        taken: vec![false; program.nodes.len()],
-        ..Forms::default()
-    };
-    head::find(program, job, &mut forms);
-    let packed = attention::find(program, job, &mut forms);
-    heads::find(program, job, &mut forms);
-    gated::find(program, job, choice, &mut forms);
-    linear::find(program, job, &packed, &mut forms);
-    norm::find(program, job, choice, &mut forms);
-    node::find(program, &mut forms);
-    let forms = forms.at.into_iter();
-    forms
-        .map(|(at, (nodes, form))| Placed::new(program, at, &nodes, form))
-        .collect()
 }

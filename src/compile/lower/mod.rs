@@ -1,7 +1,7 @@
 //! From a traced graph to a plan: every node's forward in order, the gradients in reverse, the update.
 //!
 //! The graph's nodes, without those that only pass a value on ([`program`]), are grouped into *forms* ([`form`]), each
-//! of which writes its calls down, forward and backward. A form is found by a pass, one file each:
+//! of which writes its calls down, forward and backward. A form is found by a pass ([`passes`]), one file each:
 //!
 //! - [`attention`]: heads, rotated, compared and merged in the model's dimension; [`heads`], the same of heads as they
 //!   lie;
@@ -27,6 +27,7 @@ mod linear;
 mod loss;
 mod node;
 mod norm;
+mod passes;
 mod program;
 mod recompute;
 #[cfg(test)]
@@ -38,9 +39,9 @@ pub(super) use recompute::Recompute;
 
 use super::buffer::{Category, Location};
 use super::config::StepConfig;
-use super::costs::PartCost;
+use super::parts::PartCost;
 use super::plan::{BufferRange, Phase, Plan};
-use super::traced::TracedFunction;
+use super::traced::{Target, TracedFunction};
 use super::writer::Writer;
 use crate::graph::{self, ValueId};
 use crate::ops::cost::Cost;
@@ -53,25 +54,6 @@ use recompute::Choice;
 use std::collections::HashMap;
 use std::rc::Rc;
 use weights::Weights;
-
-/// What runs a plan: kernels differ in what they take at once, and in the room they work in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Target {
-    /// The CPU, with scratch for so many threads.
-    Cpu { threads: usize },
-    /// A CUDA GPU.
-    Cuda,
-}
-
-impl Target {
-    /// What a trace for it is told.
-    pub fn of_trace(self) -> graph::Target {
-        match self {
-            Self::Cpu { .. } => graph::Target::Cpu,
-            Self::Cuda => graph::Target::Cuda,
-        }
-    }
-}
 
 /// What is planned.
 #[derive(Clone, Copy)]
@@ -231,7 +213,7 @@ impl<'a> Lower<'a> {
         };
         let program = Rc::new(Program::new(&function.graph, followed));
         let choice = Choice::new(job.recompute);
-        let forms = form::all(&program, job, &choice);
+        let forms = passes::all(&program, job, &choice);
         let outputs = forms.iter().enumerate().flat_map(|(i, placed)| {
             let outputs = placed.form.outputs().into_iter();
             outputs.map(move |output| (output, i))

@@ -97,7 +97,7 @@ fn counts_on_gpu(signature: &Signature<'_>) -> bool {
     signature.target == Target::Cuda && planned_ignore(signature).is_some() && !is_counted
 }
 
-/// Reads logits, targets, statistics and dloss; writes dlogits, on a GPU perhaps in the logits' place.
+/// Reads logits, targets, statistics and dloss; writes dlogits, on a GPU in the logits' place if that is where they go.
 pub(in crate::ops) fn planned_gradient(
     signature: &Signature<'_>,
     reads: [(&'static str, Slot); 4],
@@ -113,20 +113,26 @@ pub(in crate::ops) fn planned_gradient(
         kernel::backward(logits, classes, target, statistics, weight, dlogits);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (logits, mut targets) = (l.x("logits")?, targets_on_gpu(k, l.x("targets")?));
+        let dlogits = l.y("dlogits")?;
+        let logits = l.some_x("logits").unwrap_or(dlogits); // in place
+        let mut targets = targets_on_gpu(k, l.x("targets")?);
         let (statistics, mut dloss) = (l.x("statistics")?, l.x("dloss")?);
         if let Some(share) = l.some_y("share") {
             cuda_kernel::share(l.gpu, targets, dloss, share)?;
             (dloss, targets.counted) = (share, 1);
         }
-        let dlogits = l.y("dlogits")?;
         cuda_kernel::backward(l.gpu, logits, targets, statistics, dloss, dlogits)
     });
     let mut writes = vec![("dlogits", dlogits)];
     if counts_on_gpu(signature) {
         writes.push(("share", calls.scratch(&[1], DType::F32))); // each target's, of dloss
     }
-    calls.call(with_classes(signature, kernel), reads, writes)
+    let kernel = with_classes(signature, kernel);
+    let [(_, logits), others @ ..] = reads;
+    match logits == dlogits {
+        true => calls.call(kernel.in_place(), others, writes),
+        false => calls.call(kernel, reads, writes),
+    }
 }
 
 /// The targets of a run: as if all of them counted, unless they were.

@@ -1,6 +1,6 @@
 //! What a plan's ops cost is what its calls do, and what the same ops cost eagerly.
 
-use super::super::super::traced::Planned;
+use super::super::super::planned::Planned;
 use super::*;
 use crate::attention::Mask;
 use crate::ops::cost::Cost;

@@ -1,6 +1,5 @@
 //! Events on their way out of the allocator: written without a lock and without asking for memory.
 
-use super::gpu;
 use crate::memory::counts;
 use crate::probe::{self, Path};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -68,7 +67,9 @@ pub(super) enum Place {
 /// Blocks from this size on are recorded: all that the allocator looks at for one that is not.
 static THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 /// The same of a GPU's; the largest number while none are recorded.
-static CARD_THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
+static GPU_THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
+/// The bytes alive on the GPU that is watched.
+static GPU_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Null without a recording.
 static BUFFER: AtomicPtr<Buffer> = AtomicPtr::new(std::ptr::null_mut());
 /// How many are writing, or about to.
@@ -107,27 +108,35 @@ pub(in crate::memory) fn given_back(block: *const u8, bytes: usize, current_byte
     }
 }
 
+/// So much is alive on the GPU that is watched from now on.
+#[cfg(feature = "cuda")]
+pub(super) fn watch_gpu(current_bytes: usize) {
+    GPU_BYTES.store(current_bytes, Relaxed);
+}
+
 /// A block is there on the GPU that is watched.
 #[cfg(feature = "cuda")]
-pub(super) fn taken_on_gpu(address: usize, bytes: usize, current_bytes: usize) {
-    if bytes >= CARD_THRESHOLD_BYTES.load(Relaxed) {
+pub(super) fn taken_on_gpu(address: usize, bytes: usize) {
+    let current_bytes = GPU_BYTES.fetch_add(bytes, Relaxed) + bytes;
+    if bytes >= GPU_THRESHOLD_BYTES.load(Relaxed) {
         push_here(What::Taken, address, bytes, current_bytes);
     }
 }
 
 /// A block of the GPU that is watched is about to go.
 #[cfg(feature = "cuda")]
-pub(super) fn given_back_on_gpu(address: usize, bytes: usize, current_bytes: usize) {
-    if bytes >= CARD_THRESHOLD_BYTES.load(Relaxed) {
+pub(super) fn given_back_on_gpu(address: usize, bytes: usize) {
+    let current_bytes = GPU_BYTES.fetch_sub(bytes, Relaxed) - bytes;
+    if bytes >= GPU_THRESHOLD_BYTES.load(Relaxed) {
         push_here(What::GivenBack, address, bytes, current_bytes);
     }
 }
 
 /// The bytes alive where blocks are recorded.
 fn current_bytes() -> usize {
-    match CARD_THRESHOLD_BYTES.load(Relaxed) {
+    match GPU_THRESHOLD_BYTES.load(Relaxed) {
         usize::MAX => counts::current_bytes(),
-        _ => gpu::current_bytes(),
+        _ => GPU_BYTES.load(Relaxed),
     }
 }
 
@@ -212,7 +221,7 @@ pub(super) fn start(place: Place, capacity: usize, threshold_bytes: usize) -> Re
     }
     let threshold = match place {
         Place::Host => &THRESHOLD_BYTES,
-        Place::Gpu => &CARD_THRESHOLD_BYTES,
+        Place::Gpu => &GPU_THRESHOLD_BYTES,
     };
     threshold.store(threshold_bytes.clamp(1, usize::MAX - 1), SeqCst);
     Ok(())
@@ -221,7 +230,7 @@ pub(super) fn start(place: Place, capacity: usize, threshold_bytes: usize) -> Re
 /// Ends the recording: what was recorded, and how many events found no room.
 pub(super) fn stop() -> (Vec<Event>, u64) {
     THRESHOLD_BYTES.store(usize::MAX, SeqCst);
-    CARD_THRESHOLD_BYTES.store(usize::MAX, SeqCst);
+    GPU_THRESHOLD_BYTES.store(usize::MAX, SeqCst);
     let buffer = BUFFER.swap(std::ptr::null_mut(), SeqCst);
     if buffer.is_null() {
         return (Vec::new(), 0);

@@ -13,7 +13,6 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 /// The context whose blocks are counted; 0 while none's are.
 static CONTEXT: AtomicUsize = AtomicUsize::new(0);
-static CURRENT_BYTES: AtomicUsize = AtomicUsize::new(0);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 static UNKNOWN_BLOCKS: AtomicU64 = AtomicU64::new(0);
 /// By address: the driver is not told the size of what is given back.
@@ -33,7 +32,7 @@ pub(super) fn watch(device: &Device) -> Result<Watch> {
     let context = device.as_cuda_device()?.cuda_stream().context().cu_ctx();
     device.synchronize()?; // what was dropped is given back
     let current_bytes = pool_bytes(device, Counter::Used).unwrap_or_default();
-    CURRENT_BYTES.store(current_bytes as usize, Relaxed);
+    buffer::watch_gpu(current_bytes as usize);
     UNKNOWN_BLOCKS.store(0, Relaxed);
     sizes().clear();
     let watch = Watch {
@@ -57,23 +56,16 @@ fn heard(context: usize, call: Call) {
         Call::Taken { address, bytes } => {
             sizes().insert(address, bytes);
             ALLOCATIONS.fetch_add(1, Relaxed);
-            let current = CURRENT_BYTES.fetch_add(bytes, Relaxed) + bytes;
-            buffer::taken_on_gpu(address, bytes, current);
+            buffer::taken_on_gpu(address, bytes);
         }
         Call::GivenBack { address } => {
             let Some(bytes) = sizes().remove(&address) else {
                 UNKNOWN_BLOCKS.fetch_add(1, Relaxed);
                 return;
             };
-            let current = CURRENT_BYTES.fetch_sub(bytes, Relaxed) - bytes;
-            buffer::given_back_on_gpu(address, bytes, current);
+            buffer::given_back_on_gpu(address, bytes);
         }
     }
-}
-
-/// The bytes alive on the GPU that is watched.
-pub(super) fn current_bytes() -> usize {
-    CURRENT_BYTES.load(Relaxed)
 }
 
 /// How many blocks have been asked for while one was watched.

@@ -14,10 +14,6 @@ pub(super) fn watch(device: &Device) -> Result<Watch> {
     })
 }
 
-pub(super) fn current_bytes() -> usize {
-    0
-}
-
 pub(super) fn allocations() -> u64 {
     0
 }
