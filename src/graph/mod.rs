@@ -49,7 +49,7 @@ pub use trace::{Outputs, name, trace};
 
 pub(crate) use data::CHECKPOINT;
 pub(crate) use hollow::{are_on_one_device, constant, gives_hollow, refuse_hollow};
-pub(crate) use record::{kept_value, record};
+pub(crate) use record::{Call, kept_value, record};
 pub(crate) use segment::checkpoint;
-pub(crate) use session::{autocast_ended, is_tracing, target};
+pub(crate) use session::{autocast_ended, is_tracing, target, trace_number};
 pub(crate) use trace::{Traced, trace_with_tensors};

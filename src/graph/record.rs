@@ -1,84 +1,76 @@
 //! Calls of ops in the trace that is open, and the hollow tensors that they return.
 
-use super::data::{Kept, Node, TraceEvent, ValueId};
+use super::data::{Attribute, Kept, Node, TraceEvent, ValueId};
 use super::hollow::{Role, empty, hollow, hollow_out};
-use super::session::{dropped, target, with_session};
+use super::session::{dropped, with_session};
+use super::steps::MemoryStep;
 use crate::grad::is_grad_enabled;
-use crate::ops::lowering::Signature;
-use crate::ops::record::{By, Spec, steps_of};
 use crate::{Result, probe};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use std::any::Any;
+use std::sync::Arc;
 
-/// Writes down a call of `op` on `inputs`, and returns its hollow output.
-pub(crate) fn record<C: Spec + Send + Sync + 'static>(
-    name: &'static str,
-    op: C,
-    inputs: &[&Tensor],
-    by: By,
+/// A call of an op, to be written down.
+pub(crate) struct Call<'a> {
+    pub name: &'static str,
+    pub attributes: Vec<(&'static str, Attribute)>,
+    /// Whether it is composed of candle's own ops.
+    pub composed: bool,
+    pub inputs: &'a [&'a Tensor],
+    /// What it reads beside them.
+    pub reads: &'a [Tensor],
+    /// Shape and dtype of its output.
+    pub output: (Shape, DType),
+    /// What it keeps for backward: names, shapes and dtypes.
+    pub kept: Vec<(&'static str, Shape, DType)>,
+    /// Whether a gradient reaches its output though its inputs are detached.
+    pub is_tracked: bool,
+    /// What lives as long as its output has a graph.
+    pub held: Arc<dyn Any + Send + Sync>,
+}
+
+/// Writes down a call, and returns its hollow output. `steps` are what it does to memory forward and backward, from
+/// which of its inputs are tracked.
+pub(crate) fn record(
+    call: Call<'_>,
+    steps: impl FnOnce(&[bool]) -> [Vec<MemoryStep>; 2],
 ) -> Result<Tensor> {
-    let shapes: Vec<probe::Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
-    let (shape, dtype) = op.output(&shapes);
-    let on = target().unwrap_or_default();
-    let kept = op.kept(&shapes, on);
-    let read = op.reads();
-    let path = probe::op_path(name).to_string();
+    let path = probe::op_path(call.name).to_string();
     with_session(|session| {
         session.told_drops(); // before the operands: what is read has not gone
-        let operands = inputs
-            .iter()
-            .map(|x| session.operand(x))
-            .collect::<Result<Vec<_>>>()?;
-        let reads = read
-            .iter()
-            .map(|x| session.operand(x))
-            .collect::<Result<Vec<_>>>()?;
-        let kept_operands = kept.iter().map(|(_, shape, dtype)| probe::Operand {
-            dims: shape.dims(),
-            dtype: *dtype,
-        });
-        let attributes = op.attributes();
-        let call = Signature {
-            attributes: &attributes,
-            inputs: shapes,
-            reads: read.iter().map(Into::into).collect(),
-            output: probe::Operand {
-                dims: shape.dims(),
-                dtype,
-            },
-            kept: kept_operands.collect(),
-            target: on,
-        };
-        let of_inputs: Vec<bool> = operands.iter().map(|operand| operand.tracked).collect();
-        let [forward, backward] = steps_of(name, &op, by, &call, &of_inputs);
+        let inputs = call.inputs.iter().map(|x| session.operand(x));
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let reads = call.reads.iter().map(|x| session.operand(x));
+        let reads = reads.collect::<Result<Vec<_>>>()?;
+        let of_inputs: Vec<bool> = inputs.iter().map(|operand| operand.tracked).collect();
+        let [forward, backward] = steps(&of_inputs);
         // By the table too: a hollow output has a node of candle's where a real one has none.
-        let tracked = is_grad_enabled() && operands.iter().any(|operand| operand.tracked);
-        let tracked = tracked || op.is_tracked();
+        let tracked = call.is_tracked || is_grad_enabled() && of_inputs.contains(&true);
         let output = ValueId(session.graph.values.len());
-        let kept_values = kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
+        let kept = call.kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
             name,
             value: ValueId(output.0 + 1 + i),
         });
         session.push(TraceEvent::Node(Node {
             path,
-            op: name,
-            attributes,
-            composed: by == By::Candle,
-            inputs: operands,
+            op: call.name,
+            attributes: call.attributes,
+            composed: call.composed,
+            inputs,
             reads,
             output,
-            kept: kept_values.collect(),
+            kept: kept.collect(),
             forward,
             backward,
         }));
-        op.forwarded();
+        let (shape, dtype) = call.output;
         // Without a graph nothing outlives the call.
         let keeps = tracked.then(|| {
-            let inputs: Vec<Tensor> = inputs.iter().map(|x| (*x).clone()).collect();
-            (Box::new(op) as Box<dyn Any + Send + Sync>, inputs)
+            let inputs: Vec<Tensor> = call.inputs.iter().map(|x| (*x).clone()).collect();
+            (call.held, inputs)
         });
         let y = Behind {
-            name,
+            name: call.name,
             shape,
             dtype,
             trace: session.id,
@@ -87,7 +79,7 @@ pub(crate) fn record<C: Spec + Send + Sync + 'static>(
         }
         .tensor()?;
         session.add_made(&y, tracked);
-        for (_, shape, dtype) in kept {
+        for (_, shape, dtype) in call.kept {
             let kept = hollow(shape, dtype, Role::Output, false)?;
             session.add_made(&kept, false);
         }
@@ -118,7 +110,7 @@ struct Behind {
     trace: u64,
     value: ValueId,
     /// What lives as long: what the op keeps, and the inputs that backward would read.
-    _keeps: Option<(Box<dyn Any + Send + Sync>, Vec<Tensor>)>,
+    _keeps: Option<(Arc<dyn Any + Send + Sync>, Vec<Tensor>)>,
 }
 
 impl Drop for Behind {

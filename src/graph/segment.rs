@@ -2,32 +2,12 @@
 
 use super::data::{CHECKPOINT, Node, TraceEvent, ValueId};
 use super::hollow::{Role, hollow};
-use super::record::record;
+use super::record::{Call, record};
 use super::session::with_session;
 use super::steps::MemoryStep;
-use super::target::Target;
-use crate::ops::record::{By, Spec};
 use crate::{Result, probe};
-use candle_core::{DType, Shape, Tensor};
-
-/// A segment's output, made from the inner function's: where its graph stands for it.
-struct SegmentEnd {
-    _inputs: Vec<Tensor>,
-}
-
-impl Spec for SegmentEnd {
-    fn output(&self, inputs: &[probe::Operand<'_>]) -> (Shape, DType) {
-        (inputs[0].dims.into(), inputs[0].dtype)
-    }
-
-    fn backward_steps(&self, _: &[probe::Operand<'_>], _: &[bool], _: Target) -> Vec<MemoryStep> {
-        Vec::new()
-    }
-
-    fn is_tracked(&self) -> bool {
-        true // by the function's inputs and the weights that it reads
-    }
-}
+use candle_core::Tensor;
+use std::sync::Arc;
 
 /// `f(inputs)` as a segment: its inputs that have a graph are copied into leaves of its own.
 pub(crate) fn checkpoint<const N: usize>(
@@ -56,10 +36,19 @@ pub(crate) fn checkpoint<const N: usize>(
     if !tracked {
         return Ok(output);
     }
-    let end = SegmentEnd {
-        _inputs: inputs.map(Tensor::clone).into(),
+    // Made from the inner function's output: where its graph stands for it.
+    let end = Call {
+        name: CHECKPOINT,
+        attributes: Vec::new(),
+        composed: false,
+        inputs: &[&output],
+        reads: &[],
+        output: (output.shape().clone(), output.dtype()),
+        kept: Vec::new(),
+        is_tracked: true, // by the function's inputs and the weights that it reads
+        held: Arc::new(inputs.map(Tensor::clone)),
     };
-    record(CHECKPOINT, end, &[&output], By::Itself)
+    record(end, |_| [vec![MemoryStep::Output], Vec::new()])
 }
 
 /// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.

@@ -3,7 +3,6 @@
 use super::data::{Graph, Source, TraceEvent, Value, ValueId, ValueRef, View};
 use super::hollow::Role;
 use super::target::Target;
-use crate::ops::forget_weights;
 use crate::{Error, Result};
 use candle_core::{Storage, Tensor};
 use std::cell::RefCell;
@@ -43,7 +42,6 @@ pub(super) fn open(target: Target) -> Result<Open> {
         });
     }
     static NEXT: AtomicU64 = AtomicU64::new(0);
-    forget_weights(); // of an open region: real copies, or of another trace
     DROPPED.take();
     SESSION.set(Some(Session {
         id: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -64,7 +62,6 @@ pub(super) struct Open;
 
 impl Drop for Open {
     fn drop(&mut self) {
-        forget_weights(); // hollow copies
         SESSION.set(None);
         DROPPED.take();
     }
@@ -73,6 +70,11 @@ impl Drop for Open {
 /// Whether a trace is open on this thread.
 pub(crate) fn is_tracing() -> bool {
     SESSION.with_borrow(Option::is_some)
+}
+
+/// The open trace, by its number; `None` while none is open.
+pub(crate) fn trace_number() -> Option<u64> {
+    SESSION.with_borrow(|session| session.as_ref().map(|session| session.id))
 }
 
 /// What the open trace is for; `None` while none is open.

@@ -7,6 +7,7 @@ use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
 use super::operand::{is_supported_float, operand};
 use super::record::{Spec, by_kernels, composed, input};
 use crate::grad::is_grad_enabled;
+use crate::graph;
 use crate::kernels::cpu::{Stored, cast as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::cast as cuda_kernel;
@@ -200,8 +201,8 @@ pub(super) fn cast_led_by<const N: usize>(
     Ok((x, rest))
 }
 
-/// Which cast of which weight. Ids of tensors are never given twice.
-type Key = (TensorId, DType, bool);
+/// In which trace, if in one, which cast of which weight. Ids of tensors are never given twice.
+type Key = (Option<u64>, TensorId, DType, bool);
 
 thread_local! {
     static WEIGHTS: RefCell<HashMap<Key, Tensor>> = RefCell::default();
@@ -222,7 +223,8 @@ pub(super) fn cached_copy(weight: &Tensor, dtype: DType) -> Result<Tensor> {
 }
 
 fn cached(x: &Tensor, dtype: DType, in_graph: bool) -> Result<Tensor> {
-    let key = (x.id(), dtype, in_graph);
+    // Copies in a trace are hollow, and its own.
+    let key = (graph::trace_number(), x.id(), dtype, in_graph);
     if let Some(kept) = WEIGHTS.with_borrow(|weights| weights.get(&key).cloned()) {
         return Ok(kept);
     }

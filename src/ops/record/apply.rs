@@ -2,8 +2,8 @@
 //! their passes.
 
 use super::spec::Spec;
-use super::steps::By;
 use super::tape::{self, Node};
+use super::traced::traced;
 use crate::grad::is_grad_enabled;
 use crate::graph;
 use crate::probe::{self, Kind, Operand, Operands, Path};
@@ -147,7 +147,7 @@ custom_op!(
 /// Applies `op` to `inputs`, or writes the call down in the trace that is open.
 pub(crate) fn apply<C: Spec + Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     match graph::is_tracing() {
-        true => Ok(graph::record(op.name(), op, inputs, By::Itself)?),
+        true => Ok(traced(op.name(), op, inputs, None, false)?),
         false => applied(inputs, op),
     }
 }

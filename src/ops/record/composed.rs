@@ -3,8 +3,9 @@
 use super::apply::leave;
 use super::plain::Plain;
 use super::spec::Spec;
-use super::steps::By;
+use super::traced::traced;
 use crate::graph;
+use crate::ops::info;
 use crate::ops::operand::zeros_of;
 use crate::probe::{self, Kind};
 use candle_core::{DType, Shape, Tensor};
@@ -29,8 +30,9 @@ pub(in crate::ops) fn composed_as<E: From<candle_core::Error>>(
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
     if graph::is_tracing() {
-        let y = graph::record(name, call, inputs, By::Candle).map_err(candle_core::Error::from)?;
-        return Ok(y);
+        let info = info::of(name).filter(|info| info.lowers_composed);
+        let lowering = info.and_then(|info| info.lowering);
+        return Ok(traced(name, call, inputs, lowering, true).map_err(candle_core::Error::from)?);
     }
     let (shape, dtype) = call.output(&[]);
     let path = probe::op_path(name);

@@ -3,8 +3,8 @@
 use super::apply::{Made, Op, Storages, applied};
 use super::composed::composed;
 use super::copy::contiguous;
-use super::spec::Spec;
-use super::steps::By;
+use super::spec::{Spec, shaped};
+use super::traced::traced;
 use crate::graph::{self, Target};
 use crate::ops::dispatch::{Path, choose};
 use crate::ops::lowering::{
@@ -62,12 +62,12 @@ pub(crate) fn as_they_lie<const N: usize>(
     op: impl Spec + Send + Sync + 'static,
     inputs: [&Tensor; N],
 ) -> crate::Result<Tensor> {
-    if graph::is_tracing() {
-        return graph::record(name, op, &inputs, By::Kernels);
-    }
     let Some(lowering) = info::of(name).and_then(|info| info.lowering) else {
         return Err(candle_core::Error::msg(format!("{name} lowers to nothing")).into());
     };
+    if graph::is_tracing() {
+        return traced(name, op, &inputs, Some(lowering), false);
+    }
     let op = Lowered {
         name,
         spec: op,
@@ -232,13 +232,6 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
 /// What is read beside the inputs, on their device: checked ids are on the host.
 fn moved(reads: Vec<Tensor>, device: &Device) -> Result<Vec<Tensor>> {
     reads.iter().map(|x| x.to_device(device)).collect()
-}
-
-fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
-    Operand {
-        dims: shape.dims(),
-        dtype,
-    }
 }
 
 fn lent<'a, S: BackendStorage>(storage: &S, layout: &'a Layout) -> Operand<'a> {

@@ -15,6 +15,7 @@ mod spec;
 mod steps;
 mod sum;
 mod tape;
+mod traced;
 
 pub(crate) use apply::{Made, Op, Storages, apply, exactly};
 pub(crate) use composed::composed;
@@ -24,9 +25,9 @@ pub(crate) use input::{float_input, input, to_dtype, wide_input, widen};
 pub(crate) use lowered::{as_they_lie, by_kernels, run};
 pub(super) use plain::Plain;
 pub(crate) use spec::{Spec, elements_of, like_first};
-pub(crate) use steps::{By, steps_of};
 pub(crate) use sum::{add_onto, can_scatter, scattered, view_of};
 pub(crate) use tape::{Entry, Node, node_of};
+pub(crate) use traced::traced;
 
 use super::info::OpInfo;
 use super::lowering::{Calls, Lowering};

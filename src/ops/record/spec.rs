@@ -64,11 +64,6 @@ pub(crate) trait Spec {
         (0..inputs.len()).map(MemoryStep::Gradient).collect()
     }
 
-    /// Whether a gradient reaches its output though its inputs are detached: it knows better where to send it.
-    fn is_tracked(&self) -> bool {
-        false
-    }
-
     /// Drops what forward does not leave for backward.
     fn forwarded(&self) {}
 }
@@ -93,4 +88,12 @@ pub(crate) fn elements_of(dims: &[usize]) -> f64 {
 /// An output like the first input: what most ops have.
 pub(crate) fn like_first(inputs: &[Operand<'_>]) -> (Shape, DType) {
     (inputs[0].dims.into(), inputs[0].dtype)
+}
+
+/// An operand of this shape.
+pub(super) fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
+    Operand {
+        dims: shape.dims(),
+        dtype,
+    }
 }

@@ -2,39 +2,21 @@
 
 use super::spec::{Spec, elements_of};
 use crate::graph::{MemoryStep, Room, Target};
-use crate::ops::info;
-use crate::ops::lowering::{Calls, KernelCall, Signature, Slot};
+use crate::ops::lowering::{Calls, KernelCall, Lowering, Signature, Slot};
 use crate::ops::product;
 use candle_core::DType;
 
-/// What computes a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum By {
-    /// The kernels that it lowers to.
-    Kernels,
-    /// The op itself.
-    Itself,
-    /// Ops of candle's own. What several of them keep and take between them is not known.
-    Candle,
-}
-
 /// Of forward, and of backward where these inputs are tracked. What kernels do is read off the calls: what is written
-/// is made when it is first written, and scratch is freed when it was used last.
-pub(crate) fn steps_of(
-    name: &'static str,
+/// is made when it is first written, and scratch is freed when it was used last. An op without a lowering says itself.
+pub(super) fn steps_of(
     op: &impl Spec,
-    by: By,
+    lowering: Option<Lowering>,
     call: &Signature<'_>,
     tracked: &[bool],
 ) -> [Vec<MemoryStep>; 2] {
     let (inputs, target) = (&call.inputs, call.target);
-    let info = info::of(name).filter(|info| match by {
-        By::Kernels => true,
-        By::Itself => false,
-        By::Candle => info.lowers_composed,
-    });
     let held = op.holds().map(MemoryStep::Hold).into_iter();
-    let (forward, backward) = match info.and_then(|info| info.lowering) {
+    let (forward, backward) = match lowering {
         Some(lowering) => (
             of_forward(op, call, &(lowering.forward)(call)),
             of_backward(call, &(lowering.backward)(call), tracked),

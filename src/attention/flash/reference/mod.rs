@@ -19,7 +19,7 @@ use crate::attention::{AttentionConfig, Mask, attributes};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute, MemoryStep, Room, Target};
 use crate::ops::check_float;
-use crate::ops::record::{By, Spec, apply, like_first, widen};
+use crate::ops::record::{Spec, apply, like_first, traced, widen};
 use crate::probe::{self, Kind, Operand};
 use candle_core::{D, DType, Shape, Tensor};
 use seen::Seen;
@@ -51,7 +51,7 @@ pub fn reference(
     }
     if graph::is_tracing() {
         let config = *config;
-        let out = graph::record(NAME, Traced { shapes, config }, &[q, k, v], By::Candle)?;
+        let out = traced(NAME, Traced { shapes, config }, &[q, k, v], None, true)?;
         let lse = graph::kept_value(&out, "lse")?;
         let lse = lse.ok_or_else(|| candle_core::Error::msg("attention::flash: no lse"))?;
         let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
