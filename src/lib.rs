@@ -115,6 +115,8 @@ mod files;
 mod grad;
 pub mod graph;
 pub mod hardware;
+#[cfg(feature = "files")]
+pub mod hf;
 mod init;
 #[doc(hidden)] // for benches and tests of this crate; `attention` has `Mask`
 pub mod kernels;

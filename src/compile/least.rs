@@ -12,6 +12,7 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
     config.check(model)?;
     let [b, t] = [config.batch_size, config.sequence_length].map(|size| size as f64);
     let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
+    let [q, kv] = model.attention_widths().map(|size| size as f64);
     let (rows, parameters) = (b * t, model.num_parameters() as f64);
     let width = config.precision.dtype().size_in_bytes() as f64;
     let ids_and_tables = 4.0 * rows + 4.0 * t * model.head_dim() as f64;
@@ -34,7 +35,7 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
                 None => model.num_layers - config.checkpointing.recomputed_blocks(model.num_layers),
                 Some(_) => 1,
             };
-            let block = width * (rows * (4.0 * d + gate_up) + probabilities);
+            let block = width * (rows * (2.0 * (q + kv) + gate_up) + probabilities);
             let gradients = match config.optimizer_in_backward {
                 false => 4.0 * parameters,
                 true => 0.0,

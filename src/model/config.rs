@@ -1,14 +1,16 @@
 //! The sizes of a transformer language model.
 
 use crate::attention::{Algorithm, flash};
-use crate::nn::{Checkpointing, check_eps};
+use crate::nn::{Checkpointing, RopeScaling, SelfAttentionConfig, check_eps};
+use crate::ops::RotaryPairs;
 use crate::{Error, Result};
 use candle_core::Shape;
 
-/// [`TransformerConfig::num_parameters`], in letters.
-pub(crate) const PARAMETERS_FORMULA: &str = "2VD + L(4D^2 + 3FD + 2D) + D";
-
 /// The sizes of a [`TransformerLM`](super::TransformerLM).
+///
+/// The fields from `num_kv_heads` on make other families of it: Llama 3 (grouped heads, rotation by halves, scaled
+/// angles), Qwen2 (biases), Qwen3 (norms of q and k, a head dimension of its own), Mistral without a window. They are
+/// as in the presets, CS336's model, where a serialized configuration says nothing.
 ///
 /// The presets share a vocabulary of 10,000 and a context of 256; set what differs:
 ///
@@ -28,7 +30,7 @@ pub struct TransformerConfig {
     pub d_model: usize,
     /// L: how many blocks.
     pub num_layers: usize,
-    /// H: attention heads; each has D / H elements.
+    /// H: attention heads.
     pub num_heads: usize,
     /// F: the width of the feed-forward network.
     pub d_ff: usize,
@@ -43,6 +45,27 @@ pub struct TransformerConfig {
     /// depends on it.
     #[cfg_attr(feature = "serde", serde(default))]
     pub checkpointing: Checkpointing,
+    /// Hkv: heads of k and v, each of which serves H / Hkv heads of q; `None` is as many as of q.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub num_kv_heads: Option<usize>,
+    /// Dh: the elements of a head; `None` is D / H.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub head_dim: Option<usize>,
+    /// Whether the projections to q, k and v have biases.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub qkv_bias: bool,
+    /// Whether each head of q and of k is normalised, with a weight of Dh elements, before it is rotated.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub qk_norm: bool,
+    /// Whether the output head is the token embedding.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub tie_embeddings: bool,
+    /// Which elements of a head rotate together.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub rope_pairs: RotaryPairs,
+    /// How rotary angles are stretched over longer contexts.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub rope_scaling: RopeScaling,
 }
 
 impl Default for TransformerConfig {
@@ -70,6 +93,13 @@ impl TransformerConfig {
             rms_norm_eps: 1e-5,
             attention: Algorithm::Naive,
             checkpointing: Checkpointing::None,
+            num_kv_heads: None,
+            head_dim: None,
+            qkv_bias: false,
+            qk_norm: false,
+            tie_embeddings: false,
+            rope_pairs: RotaryPairs::Adjacent,
+            rope_scaling: RopeScaling::None,
         }
     }
 
@@ -138,53 +168,105 @@ impl TransformerConfig {
         })
     }
 
-    /// Dh = D / H.
+    /// Dh: as given, or D / H.
     pub fn head_dim(&self) -> usize {
-        self.d_model / self.num_heads.max(1)
+        self.head_dim
+            .unwrap_or(self.d_model / self.num_heads.max(1))
+    }
+
+    /// Hkv: as given, or H.
+    pub fn num_kv_heads(&self) -> usize {
+        self.num_kv_heads.unwrap_or(self.num_heads)
+    }
+
+    /// The widths of q and of what is merged again, H Dh, and of k and v, Hkv Dh.
+    pub(crate) fn attention_widths(&self) -> [usize; 2] {
+        [self.num_heads, self.num_kv_heads()].map(|heads| heads.saturating_mul(self.head_dim()))
+    }
+
+    /// The blocks' attention.
+    pub(crate) fn self_attention(&self) -> SelfAttentionConfig {
+        SelfAttentionConfig {
+            d_model: self.d_model,
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads(),
+            head_dim: self.head_dim(),
+            qkv_bias: self.qkv_bias,
+            qk_norm_eps: self.qk_norm.then_some(self.rms_norm_eps),
+        }
     }
 
     /// Every parameter's name and shape, in the model's order; linear weights are (out, in).
     pub fn parameter_shapes(&self) -> Vec<(String, Shape)> {
         let (vocab, d, f) = (self.vocab_size, self.d_model, self.d_ff);
+        let [q, kv] = self.attention_widths();
         let mut shapes: Vec<(String, Shape)> =
             vec![("token_embeddings.weight".into(), (vocab, d).into())];
         for layer in 0..self.num_layers {
-            let parts: [(&str, Shape); 9] = [
-                ("ln1", d.into()),
-                ("attn.q_proj", (d, d).into()),
-                ("attn.k_proj", (d, d).into()),
-                ("attn.v_proj", (d, d).into()),
-                ("attn.output_proj", (d, d).into()),
-                ("ln2", d.into()),
-                ("ffn.w1", (f, d).into()),
-                ("ffn.w2", (d, f).into()),
-                ("ffn.w3", (f, d).into()),
-            ];
-            for (part, shape) in parts {
-                shapes.push((format!("layers.{layer}.{part}.weight"), shape));
+            let mut add = |part: &str, shape: Shape| {
+                shapes.push((format!("layers.{layer}.{part}"), shape));
+            };
+            add("ln1.weight", d.into());
+            for (name, width) in [("q_proj", q), ("k_proj", kv), ("v_proj", kv)] {
+                add(&format!("attn.{name}.weight"), (width, d).into());
+                if self.qkv_bias {
+                    add(&format!("attn.{name}.bias"), width.into());
+                }
             }
+            add("attn.output_proj.weight", (d, q).into());
+            if self.qk_norm {
+                add("attn.q_norm.weight", self.head_dim().into());
+                add("attn.k_norm.weight", self.head_dim().into());
+            }
+            add("ln2.weight", d.into());
+            add("ffn.w1.weight", (f, d).into());
+            add("ffn.w2.weight", (d, f).into());
+            add("ffn.w3.weight", (f, d).into());
         }
         shapes.push(("ln_final.weight".into(), d.into()));
-        shapes.push(("lm_head.weight".into(), (vocab, d).into()));
+        if !self.tie_embeddings {
+            shapes.push(("lm_head.weight".into(), (vocab, d).into()));
+        }
         shapes
     }
 
-    /// How many parameters: `2 V D + L (4 D^2 + 3 D F + 2 D) + D`. Saturates rather than overflows.
+    /// How many parameters: `2 V D + L (2 D (H + Hkv) Dh + 3 D F + 2 D) + D`, with `V D` for a tied head, and biases
+    /// and norms of q and k where there are any. In the presets it is `2 V D + L (4 D^2 + 3 D F + 2 D) + D`. Saturates
+    /// rather than overflows.
     pub fn num_parameters(&self) -> usize {
         let [vocab, d, f, layers] =
             [self.vocab_size, self.d_model, self.d_ff, self.num_layers].map(|size| size as u128);
-        let layer = d.saturating_mul(4 * d + 3 * f + 2);
+        let [q, kv] = self.attention_widths().map(|width| width as u128);
+        let biases = if self.qkv_bias { q + 2 * kv } else { 0 };
+        let norms = if self.qk_norm { 2 * self.head_dim() } else { 0 };
+        let layer = d.saturating_mul(2 * (q + kv) + 3 * f + 2);
+        let layer = layer.saturating_add(biases + norms as u128);
+        let tables = if self.tie_embeddings {
+            vocab
+        } else {
+            2 * vocab
+        };
         let total = d
-            .saturating_mul(2 * vocab + 1)
+            .saturating_mul(tables + 1)
             .saturating_add(layers.saturating_mul(layer));
         usize::try_from(total).unwrap_or(usize::MAX)
+    }
+
+    /// [`num_parameters`](Self::num_parameters), in letters where the model is as the presets are.
+    pub(crate) fn parameters_formula(&self) -> &'static str {
+        let is_square = self.attention_widths() == [self.d_model; 2];
+        let has_more = self.qkv_bias || self.qk_norm || self.tie_embeddings;
+        match is_square && !has_more {
+            true => "2VD + L(4D^2 + 3FD + 2D) + D",
+            false => "all weights",
+        }
     }
 
     /// Checks that the sizes make a model.
     ///
     /// # Errors
-    /// A zero size, a d_model that num_heads does not divide, an odd head dimension (rotary positions turn pairs), a
-    /// theta or eps that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads
+    /// A zero size, a d_model that num_heads does not divide (unless head_dim is given), a num_heads that num_kv_heads
+    /// does not divide, an odd head dimension (rotary positions turn pairs), a scaling that is none, a theta or eps that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads
     /// too large for flash attention; each names its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
@@ -197,6 +279,8 @@ impl TransformerConfig {
             ("num_layers", self.num_layers),
             ("num_heads", self.num_heads),
             ("d_ff", self.d_ff),
+            ("num_kv_heads", self.num_kv_heads()),
+            ("head_dim", self.head_dim.unwrap_or(1)),
         ];
         for (field, size) in sizes {
             if size == 0 {
@@ -219,18 +303,30 @@ impl TransformerConfig {
                 "no memory holds that",
             );
         }
-        if !self.d_model.is_multiple_of(self.num_heads) {
+        if !self.num_heads.is_multiple_of(self.num_kv_heads()) {
+            return refuse(
+                "num_heads",
+                &format!("divisible by num_kv_heads {}", self.num_kv_heads()),
+                self.num_heads.to_string(),
+                "each head of k and v serves as many heads of q",
+            );
+        }
+        if self.head_dim.is_none() && !self.d_model.is_multiple_of(self.num_heads) {
             return refuse(
                 "d_model",
                 &format!("divisible by num_heads {}", self.num_heads),
                 self.d_model.to_string(),
-                "each head gets d_model / num_heads elements",
+                "each head gets d_model / num_heads elements, unless head_dim says otherwise",
             );
         }
         if !self.head_dim().is_multiple_of(2) {
+            let (field, expected) = match self.head_dim {
+                Some(_) => ("head_dim", "even"),
+                None => ("num_heads", "such that d_model / num_heads is even"),
+            };
             return refuse(
-                "num_heads",
-                "such that d_model / num_heads is even",
+                field,
+                expected,
                 format!("a head dimension of {}", self.head_dim()),
                 "rotary positions turn pairs of elements",
             );
@@ -254,6 +350,7 @@ impl TransformerConfig {
                 "the presets use 10000",
             );
         }
+        self.rope_scaling.check()?;
         check_eps("TransformerConfig", "rms_norm_eps", self.rms_norm_eps)
     }
 }

@@ -6,7 +6,7 @@ use crate::files::{self, Difference, Entry, TensorFile, first_difference};
 use crate::nn::Layer;
 use crate::saved::Numbers;
 use crate::{Error, Result};
-use candle_core::{DType, Device, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -43,6 +43,44 @@ pub struct LoadOptions {
     pub strip_prefixes: Vec<String>,
     /// Whether weights that the configuration does not know are left alone, in place of an error.
     pub allow_extra: bool,
+}
+
+/// Where a model's weights are read from, by their names here.
+pub(crate) trait WeightSource {
+    /// The file that has this weight, or what lacks it.
+    fn path_of(&self, name: &str) -> &Path;
+
+    /// All names, sorted.
+    fn names(&self) -> Vec<String>;
+
+    /// What a weight is called there.
+    fn name_there(&self, name: &str) -> String {
+        name.into()
+    }
+
+    /// The shape of a weight.
+    fn shape(&self, name: &str) -> Option<&[usize]>;
+
+    /// A weight, on `device`.
+    fn get(&self, name: &str, device: &Device) -> Result<Option<Tensor>>;
+}
+
+impl WeightSource for TensorFile {
+    fn path_of(&self, _: &str) -> &Path {
+        self.path()
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.names()
+    }
+
+    fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.shape(name)
+    }
+
+    fn get(&self, name: &str, device: &Device) -> Result<Option<Tensor>> {
+        self.get(name, device)
+    }
 }
 
 /// f32, names as they are, no weight too many.
@@ -113,9 +151,7 @@ impl TransformerLM {
         options: &LoadOptions,
         device: &Device,
     ) -> Result<Self> {
-        config.validate()?;
-        check_float(options.dtype)?;
-        check_room(config, device)?;
+        config.validate()?; // before the file is opened
         Self::read(config, &TensorFile::open(path.as_ref())?, options, device)
     }
 
@@ -127,10 +163,40 @@ impl TransformerLM {
         options: &LoadOptions,
         device: &Device,
     ) -> Result<Self> {
+        let model = Self::read_weights(config, file, options, device)?;
+        if let Some(saved) = saved_config(file)?
+            && let Some(difference) = first_difference(&saved, config, &FREE_SETTINGS)
+        {
+            let Difference {
+                field,
+                saved,
+                given,
+            } = difference;
+            return Err(Error::Format {
+                path: file.path().into(),
+                problem: format!(
+                    "a model with {field} {saved}, and the configuration says {given}"
+                ),
+                hint: "TransformerLM::open takes the file's own configuration".into(),
+            });
+        }
+        Ok(model)
+    }
+
+    /// The model of these weights.
+    pub(crate) fn read_weights(
+        config: &TransformerConfig,
+        file: &impl WeightSource,
+        options: &LoadOptions,
+        device: &Device,
+    ) -> Result<Self> {
+        config.validate()?;
+        check_float(options.dtype)?;
+        check_room(config, device)?;
         let shapes = config.parameter_shapes();
         let refuse = |name: &str, expected: String, got: String| Error::Weight {
-            path: file.path().into(),
-            name: name.into(),
+            path: file.path_of(name).into(),
+            name: file.name_there(name),
             expected,
             got,
             hint: "does the configuration belong to this file?".into(),
@@ -175,22 +241,6 @@ impl TransformerLM {
             let weight = Var::from_tensor(&weight.to_dtype(options.dtype)?)?;
             weights.insert(name.clone(), weight.as_tensor().clone());
         }
-        if let Some(saved) = saved_config(file)?
-            && let Some(difference) = first_difference(&saved, config, &FREE_SETTINGS)
-        {
-            let Difference {
-                field,
-                saved,
-                given,
-            } = difference;
-            return Err(Error::Format {
-                path: file.path().into(),
-                problem: format!(
-                    "a model with {field} {saved}, and the configuration says {given}"
-                ),
-                hint: "TransformerLM::open takes the file's own configuration".into(),
-            });
-        }
         let builder = VarBuilder::from_tensors(weights, options.dtype, device);
         Self::from_var_builder(config, builder)
     }
@@ -215,7 +265,11 @@ impl TransformerLM {
 
     /// The weights as they are saved.
     pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> {
-        self.weights().into_iter().map(|(name, tensor)| Entry {
+        // The head that is the embedding is there as that.
+        let tied = self.config().tie_embeddings.then_some("lm_head.weight");
+        let weights = self.weights().into_iter();
+        let weights = weights.filter(move |(name, _)| Some(name.as_str()) != tied);
+        weights.map(|(name, tensor)| Entry {
             name,
             tensor,
             numbers: Numbers::Finite,

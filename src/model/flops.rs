@@ -24,9 +24,9 @@ use super::TransformerConfig;
 pub struct Flops {
     /// The token embedding: 0, a lookup.
     pub embedding: f64,
-    /// q, k, v and output projections: `2 B T L 4 D^2`.
+    /// q, k, v and output projections: `2 B T L 2 D (H + Hkv) Dh`, in the presets `2 B T L 4 D^2`.
     pub projections: f64,
-    /// q k^T and p v, in full (a causal mask saves nothing): `4 B L T^2 D`.
+    /// q k^T and p v, in full (a causal mask saves nothing): `4 B L T^2 H Dh`, in the presets `4 B L T^2 D`.
     pub attention: f64,
     /// w1, w2 and w3: `2 B T L 3 D F`.
     pub feed_forward: f64,
@@ -65,10 +65,11 @@ pub fn forward(config: &TransformerConfig, batch_size: usize, sequence_length: u
     // In f64: exact to 2^53, and no overflow beyond.
     let [b, t, layers] = [batch_size, sequence_length, config.num_layers].map(|n| n as f64);
     let [d, f, v] = [config.d_model, config.d_ff, config.vocab_size].map(|n| n as f64);
+    let [q, kv] = config.attention_widths().map(|n| n as f64);
     Flops {
         embedding: 0.0,
-        projections: 2.0 * b * t * layers * 4.0 * d * d,
-        attention: 4.0 * b * layers * t * t * d,
+        projections: 2.0 * b * t * layers * 2.0 * d * (q + kv),
+        attention: 4.0 * b * layers * t * t * q,
         feed_forward: 2.0 * b * t * layers * 3.0 * d * f,
         head: 2.0 * b * t * d * v,
     }

@@ -26,10 +26,11 @@ mod generate;
 mod toy;
 mod transformer;
 
-pub(crate) use config::PARAMETERS_FORMULA;
 pub use config::TransformerConfig;
 #[cfg(feature = "files")]
 pub use file::LoadOptions;
+#[cfg(feature = "files")]
+pub(crate) use file::WeightSource;
 #[cfg(feature = "train")]
 pub(crate) use file::{HISTORY_PREFIX, STATE_PREFIX};
 pub use generate::GenerateConfig;

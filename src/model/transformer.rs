@@ -1,8 +1,10 @@
 //! The transformer language model.
 
 use super::{TransformerConfig, depth};
+use crate::attention::Algorithm;
 use crate::nn::{
-    self, Checkpointing, Embedding, Layer, Linear, RmsNorm, RotaryEmbedding, TransformerBlock, join,
+    self, Checkpointing, Embedding, Layer, Linear, RmsNorm, RotaryConfig, RotaryEmbedding,
+    TransformerBlock, join,
 };
 use crate::probe::{self, in_module};
 use crate::{Error, Result, hardware, ops};
@@ -10,11 +12,13 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
 
-/// A pre-norm transformer language model: token embedding, blocks, a final RMSNorm and an untied output head.
+/// A pre-norm transformer language model: token embedding, blocks, a final RMSNorm and an output head.
 ///
-/// Stanford CS336's model, name for name, so that its checkpoints load: `token_embeddings.weight`,
+/// Stanford CS336's model, name for name, so that its checkpoints load; by its [configuration](TransformerConfig) also
+/// a model of the Llama, Qwen or Mistral families, under the same names. The names: `token_embeddings.weight`,
 /// `layers.{i}.attn.{q,k,v,output}_proj.weight`, `layers.{i}.ffn.{w1,w2,w3}.weight`, `layers.{i}.{ln1,ln2}.weight`,
-/// `ln_final.weight`, `lm_head.weight`.
+/// `ln_final.weight`, `lm_head.weight` unless it is tied; `attn.{q,k,v}_proj.bias` and `attn.{q,k}_norm.weight` where
+/// the configuration has them.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -65,18 +69,18 @@ impl TransformerLM {
     /// As [`from_var_builder`](Self::from_var_builder), of a configuration that is a model's but for its context
     /// length, which no memory need hold: for a trace.
     pub(crate) fn of_any_length(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
-        let rotary = RotaryEmbedding::new(
-            config.rope_theta,
-            config.head_dim(),
-            config.context_length,
-            vb.dtype(),
-            vb.device(),
-        )?;
+        let rotary = RotaryConfig {
+            theta: config.rope_theta,
+            head_dim: config.head_dim(),
+            max_length: config.context_length,
+            pairs: config.rope_pairs,
+            scaling: config.rope_scaling,
+        };
+        let rotary = RotaryEmbedding::with_config(&rotary, vb.dtype(), vb.device())?;
         let eps = config.rms_norm_eps;
         let layers = (0..config.num_layers).map(|i| {
-            let block = TransformerBlock::new(
-                config.d_model,
-                config.num_heads,
+            let block = TransformerBlock::with_config(
+                &config.self_attention(),
                 config.d_ff,
                 eps,
                 Some(rotary.clone()),
@@ -84,16 +88,20 @@ impl TransformerLM {
             );
             Ok(block?.with_attention(config.attention))
         });
+        let (vocab, width) = (config.vocab_size, config.d_model);
+        let token_embeddings = Embedding::new(vocab, width, vb.pp("token_embeddings"))?;
+        let layers = layers.collect::<Result<_>>()?;
+        let ln_final = RmsNorm::new(width, eps, vb.pp("ln_final"))?;
+        let lm_head = match config.tie_embeddings {
+            true => Linear::from_weights(token_embeddings.weight().clone(), None)?,
+            false => Linear::new(width, vocab, vb.pp("lm_head"))?,
+        };
         Ok(Self {
             config: config.clone(),
-            token_embeddings: Embedding::new(
-                config.vocab_size,
-                config.d_model,
-                vb.pp("token_embeddings"),
-            )?,
-            layers: layers.collect::<Result<_>>()?,
-            ln_final: RmsNorm::new(config.d_model, eps, vb.pp("ln_final"))?,
-            lm_head: Linear::new(config.d_model, config.vocab_size, vb.pp("lm_head"))?,
+            token_embeddings,
+            layers,
+            ln_final,
+            lm_head,
         })
     }
 
@@ -101,6 +109,17 @@ impl TransformerLM {
     pub fn with_checkpointing(mut self, checkpointing: Checkpointing) -> Self {
         self.config.checkpointing = checkpointing;
         self
+    }
+
+    /// The same model, on the same parameters, its attention computed by `attention`.
+    pub fn with_attention(mut self, attention: Algorithm) -> Self {
+        self.config.attention = attention;
+        let layers = self.layers.into_iter();
+        let layers = layers.map(|layer| layer.with_attention(attention));
+        Self {
+            layers: layers.collect(),
+            ..self
+        }
     }
 
     /// The sizes, and what computes attention.

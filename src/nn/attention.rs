@@ -1,14 +1,31 @@
 //! Multi-head self-attention.
 
-use super::{Layer, Linear, RotaryEmbedding, join};
+use super::{Layer, Linear, RmsNorm, RotaryEmbedding, join};
 use crate::attention::{Algorithm, AttentionConfig, Mask};
 use crate::probe::in_module;
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
-/// Causal multi-head self-attention: projections to q, k and v, rotary positions on q and k, attention in H heads of
-/// Dh = D / H, and an output projection; no biases.
+/// The sizes of a [`CausalSelfAttention`], and what its projections have beside weights.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SelfAttentionConfig {
+    /// D.
+    pub d_model: usize,
+    /// H: heads of q.
+    pub num_heads: usize,
+    /// Hkv: heads of k and v, a divisor of H.
+    pub num_kv_heads: usize,
+    /// Dh.
+    pub head_dim: usize,
+    /// Whether q, k and v have biases.
+    pub qkv_bias: bool,
+    /// The eps with which each head of q and of k is normalised before it is rotated; `None` if it is not.
+    pub qk_norm_eps: Option<f64>,
+}
+
+/// Causal multi-head self-attention: projections to q, k and v, rotary positions on q and k, attention in H heads, and
+/// an output projection.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -27,14 +44,16 @@ pub struct CausalSelfAttention {
     k_proj: Linear,
     v_proj: Linear,
     output_proj: Linear,
+    /// Of q and of k.
+    norms: Option<[RmsNorm; 2]>,
     rotary: Option<RotaryEmbedding>,
     num_heads: usize,
+    num_kv_heads: usize,
     attention: Algorithm,
 }
 
 impl CausalSelfAttention {
-    /// Takes `q_proj.weight`, `k_proj.weight`, `v_proj.weight` and `output_proj.weight`, (D, D) each, from the builder.
-    /// Without `rotary` the layer knows no positions. Its attention is [`Algorithm::Naive`].
+    /// Of H heads of Dh = D / H elements, without biases and norms; otherwise as [`with_config`](Self::with_config).
     ///
     /// # Errors
     /// A d_model that num_heads does not divide, and whatever the builder answers.
@@ -52,13 +71,56 @@ impl CausalSelfAttention {
                 ),
             );
         }
-        Ok(Self {
-            q_proj: Linear::new(d_model, d_model, vb.pp("q_proj"))?,
-            k_proj: Linear::new(d_model, d_model, vb.pp("k_proj"))?,
-            v_proj: Linear::new(d_model, d_model, vb.pp("v_proj"))?,
-            output_proj: Linear::new(d_model, d_model, vb.pp("output_proj"))?,
-            rotary,
+        let config = SelfAttentionConfig {
+            d_model,
             num_heads,
+            num_kv_heads: num_heads,
+            head_dim: d_model / num_heads,
+            qkv_bias: false,
+            qk_norm_eps: None,
+        };
+        Self::with_config(&config, rotary, vb)
+    }
+
+    /// Takes `q_proj.weight` (H Dh, D), `k_proj.weight` and `v_proj.weight` (Hkv Dh, D), and `output_proj.weight`
+    /// (D, H Dh) from the builder; where the configuration has them `q_proj.bias`, `k_proj.bias` and `v_proj.bias`,
+    /// `q_norm.weight` and `k_norm.weight` (Dh). Without `rotary` the layer knows no positions. Its attention is
+    /// [`Algorithm::Naive`].
+    ///
+    /// # Errors
+    /// A num_heads that num_kv_heads does not divide, and whatever the builder answers.
+    pub fn with_config(
+        config: &SelfAttentionConfig,
+        rotary: Option<RotaryEmbedding>,
+        vb: VarBuilder<'_>,
+    ) -> Result<Self> {
+        let (width, head_dim) = (config.d_model, config.head_dim);
+        let [heads, kv_heads] = [config.num_heads, config.num_kv_heads];
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return Err(
+                Error::config("CausalSelfAttention", "num_heads", heads).must_be(
+                    format!("divisible by num_kv_heads {kv_heads}, which is not 0"),
+                    "each head of k and v serves as many heads of q",
+                ),
+            );
+        }
+        let projection = |heads: usize, name: &str| match config.qkv_bias {
+            true => Linear::with_bias(width, heads * head_dim, vb.pp(name)),
+            false => Linear::new(width, heads * head_dim, vb.pp(name)),
+        };
+        let norm = |eps, name: &str| RmsNorm::new(head_dim, eps, vb.pp(name));
+        let norms = config
+            .qk_norm_eps
+            .map(|eps| Result::Ok([norm(eps, "q_norm")?, norm(eps, "k_norm")?]));
+        Ok(Self {
+            q_proj: projection(heads, "q_proj")?,
+            k_proj: projection(kv_heads, "k_proj")?,
+            v_proj: projection(kv_heads, "v_proj")?,
+            output_proj: Linear::new(heads * head_dim, width, vb.pp("output_proj"))?,
+            norms: norms.transpose()?,
+            rotary,
+            num_heads: heads,
+            num_kv_heads: kv_heads,
             attention: Algorithm::default(),
         })
     }
@@ -75,9 +137,16 @@ impl CausalSelfAttention {
     /// ([`flash`](crate::attention::flash()) has a largest Dh).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let [x] = &ops::cast_for("linear", [x])?; // once for the three of them
-        let q = in_module("q_proj", || self.positioned(&self.q_proj, x))?; // (B, H, T, Dh)
-        let k = in_module("k_proj", || self.positioned(&self.k_proj, x))?; // (B, H, T, Dh)
-        let v = in_module("v_proj", || self.heads(&self.v_proj, x))?; // (B, H, T, Dh)
+        let [q_norm, k_norm] = match &self.norms {
+            Some([q, k]) => [Some(q), Some(k)],
+            None => [None, None],
+        };
+        let kv_heads = self.num_kv_heads;
+        let q = || self.positioned(heads(&self.q_proj, x, self.num_heads)?, q_norm);
+        let k = || self.positioned(heads(&self.k_proj, x, kv_heads)?, k_norm);
+        let q = in_module("q_proj", q)?; // (B, H, T, Dh)
+        let k = in_module("k_proj", k)?; // (B, Hkv, T, Dh)
+        let v = in_module("v_proj", || heads(&self.v_proj, x, kv_heads))?; // (B, Hkv, T, Dh)
         let config = AttentionConfig {
             mask: Mask::Causal,
             scale: None,
@@ -87,19 +156,22 @@ impl CausalSelfAttention {
         in_module("output_proj", || self.output_proj.forward(&merged))
     }
 
-    /// x projected and cut into heads: (B, H, T, Dh).
-    fn heads(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
-        ops::split_heads(&projection.forward(x)?, self.num_heads)
-    }
-
-    /// As [`heads`](Self::heads), rotated.
-    fn positioned(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
-        let heads = self.heads(projection, x)?;
+    /// Heads normalised and rotated, as far as the layer does so.
+    fn positioned(&self, heads: Tensor, norm: Option<&RmsNorm>) -> Result<Tensor> {
+        let heads = match norm {
+            Some(norm) => norm.forward(&heads)?,
+            None => heads,
+        };
         match &self.rotary {
             Some(rotary) => rotary.forward(&heads, 0),
             None => Ok(heads),
         }
     }
+}
+
+/// x projected and cut into heads: (B, heads, T, Dh).
+fn heads(projection: &Linear, x: &Tensor, heads: usize) -> Result<Tensor> {
+    ops::split_heads(&projection.forward(x)?, heads)
 }
 
 impl Layer for CausalSelfAttention {
@@ -112,6 +184,10 @@ impl Layer for CausalSelfAttention {
         ];
         for (name, layer) in layers {
             layer.visit(&join(path, name), visit);
+        }
+        if let Some([q, k]) = &self.norms {
+            q.visit(&join(path, "q_norm"), visit);
+            k.visit(&join(path, "k_norm"), visit);
         }
     }
 }

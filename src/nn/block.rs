@@ -1,6 +1,8 @@
 //! One layer of the transformer.
 
-use super::{CausalSelfAttention, Layer, RmsNorm, RotaryEmbedding, SwiGlu, join};
+use super::{
+    CausalSelfAttention, Layer, RmsNorm, RotaryEmbedding, SelfAttentionConfig, SwiGlu, join,
+};
 use crate::attention::Algorithm;
 use crate::probe::in_module;
 use crate::{Result, ops};
@@ -29,9 +31,35 @@ impl TransformerBlock {
         rotary: Option<RotaryEmbedding>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
+        let attn = CausalSelfAttention::new(d_model, num_heads, rotary, vb.pp("attn"))?;
+        Self::around(attn, d_model, d_ff, eps, vb)
+    }
+
+    /// As [`new`](Self::new), with attention of this configuration.
+    ///
+    /// # Errors
+    /// As the parts'.
+    pub fn with_config(
+        attention: &SelfAttentionConfig,
+        d_ff: usize,
+        eps: f64,
+        rotary: Option<RotaryEmbedding>,
+        vb: VarBuilder<'_>,
+    ) -> Result<Self> {
+        let attn = CausalSelfAttention::with_config(attention, rotary, vb.pp("attn"))?;
+        Self::around(attn, attention.d_model, d_ff, eps, vb)
+    }
+
+    fn around(
+        attn: CausalSelfAttention,
+        d_model: usize,
+        d_ff: usize,
+        eps: f64,
+        vb: VarBuilder<'_>,
+    ) -> Result<Self> {
         Ok(Self {
             ln1: RmsNorm::new(d_model, eps, vb.pp("ln1"))?,
-            attn: CausalSelfAttention::new(d_model, num_heads, rotary, vb.pp("attn"))?,
+            attn,
             ln2: RmsNorm::new(d_model, eps, vb.pp("ln2"))?,
             ffn: SwiGlu::new(d_model, d_ff, vb.pp("ffn"))?,
         })

@@ -36,10 +36,11 @@ mod embedding;
 mod init;
 mod linear;
 mod norm;
+mod rope_scaling;
 mod rotary;
 mod swiglu;
 
-pub use attention::CausalSelfAttention;
+pub use attention::{CausalSelfAttention, SelfAttentionConfig};
 pub use block::TransformerBlock;
 pub use checkpoint::checkpoint;
 pub use checkpointing::Checkpointing;
@@ -48,7 +49,8 @@ pub use init::seeded;
 pub use linear::Linear;
 pub(crate) use norm::check_eps;
 pub use norm::{LayerNorm, RmsNorm};
-pub use rotary::RotaryEmbedding;
+pub use rope_scaling::RopeScaling;
+pub use rotary::{RotaryConfig, RotaryEmbedding};
 pub use swiglu::SwiGlu;
 
 use crate::{Error, Result, graph, ops};

@@ -1,14 +1,32 @@
 //! Positions as rotations.
 
+use super::RopeScaling;
+use crate::ops::RotaryPairs;
 use crate::{Error, Result, graph, hardware, ops};
 use candle_core::{DType, Device, Tensor};
 
+/// What rotary position embedding is made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RotaryConfig {
+    /// The base of the angles.
+    pub theta: f64,
+    /// Dh.
+    pub head_dim: usize,
+    /// How many positions there are.
+    pub max_length: usize,
+    /// Which elements of a head rotate together.
+    pub pairs: RotaryPairs,
+    /// How the angles are stretched.
+    pub scaling: RopeScaling,
+}
+
 /// The cosines and sines of rotary position embedding, for positions up to a maximum.
 ///
-/// Pair i of a head turns by `position * theta^(-2i / Dh)`. The tables are computed in f64 and rounded once; they are
-/// no parameters.
+/// Pair i of a head turns by `position * theta^(-2i / Dh)`, or as its [scaling](RopeScaling) says. The tables are
+/// computed in f64 and rounded once; they are no parameters.
 #[derive(Clone, Debug)]
 pub struct RotaryEmbedding {
+    pairs: RotaryPairs,
     /// (max_length, Dh/2).
     cos: Tensor,
     /// (max_length, Dh/2).
@@ -16,12 +34,10 @@ pub struct RotaryEmbedding {
 }
 
 impl RotaryEmbedding {
-    /// Tables for positions `0..max_length` of heads of `head_dim` elements. In a [trace](crate::graph::trace()) they
-    /// are hollow.
+    /// Tables for positions `0..max_length` of heads of `head_dim` elements, whose adjacent elements are pairs.
     ///
     /// # Errors
-    /// An odd or zero `head_dim`, a zero `max_length`, a theta that is not positive, tables beyond the
-    /// machine's memory.
+    /// As [`with_config`](Self::with_config).
     pub fn new(
         theta: f64,
         head_dim: usize,
@@ -29,6 +45,29 @@ impl RotaryEmbedding {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
+        let config = RotaryConfig {
+            theta,
+            head_dim,
+            max_length,
+            pairs: RotaryPairs::Adjacent,
+            scaling: RopeScaling::None,
+        };
+        Self::with_config(&config, dtype, device)
+    }
+
+    /// Tables of this configuration. In a [trace](crate::graph::trace()) they are hollow.
+    ///
+    /// # Errors
+    /// An odd or zero `head_dim`, a zero `max_length`, a theta that is not positive, a scaling that is none, tables
+    /// beyond the machine's memory.
+    pub fn with_config(config: &RotaryConfig, dtype: DType, device: &Device) -> Result<Self> {
+        let RotaryConfig {
+            theta,
+            head_dim,
+            max_length,
+            pairs,
+            scaling,
+        } = *config;
         let refuse = |field, expected: &str, got: String| {
             Err(Error::config("RotaryEmbedding", field, got).must_be(
                 expected,
@@ -44,11 +83,13 @@ impl RotaryEmbedding {
         if !(theta > 0.0 && theta.is_finite()) {
             return refuse("theta", "positive and finite", theta.to_string());
         }
+        scaling.check()?;
         let half = head_dim / 2;
         if graph::is_tracing() {
             // What reads them is traced.
             let table = || graph::constant((max_length, half), dtype);
             return Ok(Self {
+                pairs,
                 cos: table()?,
                 sin: table()?,
             });
@@ -63,15 +104,17 @@ impl RotaryEmbedding {
                 available_bytes,
             });
         }
-        let angles = (0..max_length).flat_map(|position| {
-            (0..half).map(move |i| position as f64 * theta.powf(-2.0 * i as f64 / head_dim as f64))
-        });
-        let (cos, sin): (Vec<f64>, Vec<f64>) = angles.map(|a| (a.cos(), a.sin())).unzip();
+        let (frequencies, amplitude) = (scaling.frequencies(theta, head_dim), scaling.amplitude());
+        let angles = (0..max_length)
+            .flat_map(|position| frequencies.iter().map(move |each| position as f64 * each));
+        let scaled = angles.map(|angle| (amplitude * angle.cos(), amplitude * angle.sin()));
+        let (cos, sin): (Vec<f64>, Vec<f64>) = scaled.unzip();
         let table = |values| {
             let on_host = Tensor::from_vec(values, (max_length, half), &Device::Cpu)?;
             on_host.to_dtype(dtype)?.to_device(device)
         };
         Ok(Self {
+            pairs,
             cos: table(cos)?,
             sin: table(sin)?,
         })
@@ -80,7 +123,7 @@ impl RotaryEmbedding {
     /// Rotates x (..., T, Dh), whose first row is at position `start`.
     ///
     /// # Errors
-    /// Positions beyond the tables; otherwise as [`ops::rope()`].
+    /// Positions beyond the tables; otherwise as [`ops::rope_with()`].
     pub fn forward(&self, x: &Tensor, start: usize) -> Result<Tensor> {
         let max_length = self.cos.dim(0)?;
         let length = match x.dims() {
@@ -96,6 +139,6 @@ impl RotaryEmbedding {
         };
         let cos = self.cos.narrow(0, start, length)?;
         let sin = self.sin.narrow(0, start, length)?;
-        ops::rope(x, &cos, &sin)
+        ops::rope_with(x, &cos, &sin, self.pairs)
     }
 }

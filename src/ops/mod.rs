@@ -96,7 +96,7 @@ pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;
 pub use repeat_heads::repeat_heads;
 pub use rms_norm::rms_norm;
-pub use rope::rope;
+pub use rope::{RotaryPairs, rope, rope_with};
 pub use sigmoid::sigmoid;
 pub use silu::silu;
 pub use softmax::softmax;

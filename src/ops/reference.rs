@@ -20,7 +20,7 @@ pub use super::matmul::reference as matmul;
 pub use super::relu::reference as relu;
 pub use super::repeat_heads::reference as repeat_heads;
 pub use super::rms_norm::reference as rms_norm;
-pub use super::rope::reference as rope;
+pub use super::rope::{reference as rope, reference_with as rope_with};
 pub use super::sigmoid::reference as sigmoid;
 pub use super::silu::reference as silu;
 pub use super::softmax::reference as softmax;

@@ -27,14 +27,26 @@ use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{D, DType, Shape, Tensor};
 
+/// Which elements of a head rotate together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
+pub enum RotaryPairs {
+    /// (0,1), (2,3)..: the paper's.
+    #[default]
+    Adjacent,
+    /// Element i and element i + Dh/2: what the weights of Llama, Qwen and Mistral on Hugging Face expect.
+    Halves,
+}
+
 /// Rotates each adjacent pair of the last dimension by its position's angle: x and y (..., T, Dh), `cos` and `sin`
 /// (T, Dh/2).
 ///
 /// Computed in at least f32, rounded once; beside x in half precision the tables may be in f32.
 ///
 /// `y[2i] = x[2i] cos - x[2i+1] sin`, `y[2i+1] = x[2i] sin + x[2i+1] cos`. Backward rotates back. Kept for backward:
-/// `cos` and `sin`, which carry no gradient. The adjacent pairs (0,1), (2,3).. are the paper's; other models pair
-/// element i with element i + Dh/2. Autocast: follows x, and the tables are rounded to its dtype (where PyTorch's
+/// `cos` and `sin`, which carry no gradient. The adjacent pairs (0,1), (2,3).. are the paper's; [`rope_with`] takes
+/// others. Autocast: follows x, and the tables are rounded to its dtype (where PyTorch's
 /// promotion would turn a half-precision x into f32, in front of an attention that turns it back).
 ///
 /// Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations 15 and 34.
@@ -43,6 +55,26 @@ use candle_core::{D, DType, Shape, Tensor};
 /// An odd Dh, tables of another size than (T, Dh/2), mixed dtypes (but for tables in f32 beside half precision)
 /// or devices.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    rope_with(x, cos, sin, RotaryPairs::Adjacent)
+}
+
+/// As [`rope()`], of these pairs. By halves: `y[i] = x[i] cos - x[i + Dh/2] sin`,
+/// `y[i + Dh/2] = x[i] sin + x[i + Dh/2] cos`.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops::{self, RotaryPairs};
+///
+/// let x = Tensor::new(&[[1f32, 2.0, 3.0, 4.0]], &Device::Cpu)?; // (T, Dh)
+/// let (cos, sin) = (Tensor::new(&[[0f32, 1.0]], &Device::Cpu)?, Tensor::new(&[[1f32, 0.0]], &Device::Cpu)?);
+/// let y = ops::rope_with(&x, &cos, &sin, RotaryPairs::Halves)?; // a quarter turn of 1 and 3
+/// assert_eq!(y.to_vec2::<f32>()?, [[-3.0, 2.0, 1.0, 4.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`rope()`].
+pub fn rope_with(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RotaryPairs) -> Result<Tensor> {
     let (x, [cos, sin]) = &cast_led_by("rope", x, [cos, sin])?;
     check(x, cos, sin)?;
     match choose("rope", x)? {
@@ -50,12 +82,13 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
             let op = Rope {
                 cos: contiguous(&widen(&cos.detach())?)?,
                 sin: contiguous(&widen(&sin.detach())?)?,
+                pairs,
             };
             by_kernels("rope", op, [x])
         }
         Path::Reference => {
             let output = (x.shape(), x.dtype());
-            composed("rope", &[x], output, || reference(x, cos, sin))
+            composed("rope", &[x], output, || reference_with(x, cos, sin, pairs))
         }
     }
 }
@@ -65,21 +98,46 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`rope()`].
 pub fn reference(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    reference_with(x, cos, sin, RotaryPairs::Adjacent)
+}
+
+/// [`rope_with()`] in plain candle ops.
+///
+/// # Errors
+/// As [`rope()`].
+pub fn reference_with(
+    x: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    pairs: RotaryPairs,
+) -> Result<Tensor> {
     check(x, cos, sin)?;
     let wide = wide_input("rope", x)?;
     if x.dims().contains(&0) {
         return Ok(wide.to_dtype(x.dtype())?); // candle divides by zero on a GPU
     }
     let (cos, sin) = (widen(&cos.detach())?, widen(&sin.detach())?);
-    let mut pairs = x.dims().to_vec(); // (..., T, Dh/2, 2)
-    let width = pairs.pop().unwrap_or(0);
-    pairs.extend([width / 2, 2]);
-    let wide = wide.reshape(pairs)?;
-    let even = wide.narrow(D::Minus1, 0, 1)?.squeeze(D::Minus1)?; // (..., T, Dh/2)
-    let odd = wide.narrow(D::Minus1, 1, 1)?.squeeze(D::Minus1)?;
-    let rotated_even = (even.broadcast_mul(&cos)? - odd.broadcast_mul(&sin)?)?;
-    let rotated_odd = (even.broadcast_mul(&sin)? + odd.broadcast_mul(&cos)?)?;
-    let y = Tensor::stack(&[rotated_even, rotated_odd], D::Minus1)?;
+    let mut shape = x.dims().to_vec();
+    let width = shape.pop().unwrap_or(0);
+    // (..., T, Dh/2, 2), or (..., T, 2, Dh/2).
+    let both = match pairs {
+        RotaryPairs::Adjacent => D::Minus1,
+        RotaryPairs::Halves => D::Minus2,
+    };
+    shape.extend(match pairs {
+        RotaryPairs::Adjacent => [width / 2, 2],
+        RotaryPairs::Halves => [2, width / 2],
+    });
+    let wide = wide.reshape(shape)?;
+    let first = wide.narrow(both, 0, 1)?.squeeze(both)?; // (..., T, Dh/2)
+    let second = wide.narrow(both, 1, 1)?.squeeze(both)?;
+    let rotated_first = (first.broadcast_mul(&cos)? - second.broadcast_mul(&sin)?)?;
+    let rotated_second = (first.broadcast_mul(&sin)? + second.broadcast_mul(&cos)?)?;
+    let rotated = [rotated_first, rotated_second];
+    let y = match pairs {
+        RotaryPairs::Adjacent => Tensor::stack(&rotated, D::Minus1)?,
+        RotaryPairs::Halves => Tensor::cat(&rotated, D::Minus1)?,
+    };
     Ok(y.reshape(x.shape())?.to_dtype(x.dtype())?)
 }
 
@@ -139,30 +197,49 @@ fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
         for_stored!(s.dtype()?, T => {
             let (width, back) = (k.count("width")?, k.flag("back"));
             let (x, cos, sin) = (s.x::<T>("x")?, s.x("cos")?, s.x("sin")?);
-            kernel::rotate(x, cos, sin, width, back, s.y("y")?);
+            match k.flag(HALVES) {
+                false => kernel::rotate(x, cos, sin, width, back, s.y("y")?),
+                true => kernel::rotate_halves(x, cos, sin, width, back, s.y("y")?),
+            }
             Ok(())
         })
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let (tables, width) = ([l.x("cos")?, l.x("sin")?], k.count("width")?);
         let sizes = (2 * tables[0].len / width.max(1), width);
-        cuda_kernel::rotate(l.gpu, l.x("x")?, tables, sizes, k.flag("back"), l.y("y")?)
+        let turn = cuda_kernel::Turn {
+            by_halves: k.flag(HALVES),
+            back: k.flag("back"),
+        };
+        cuda_kernel::rotate(l.gpu, l.x("x")?, tables, sizes, turn, l.y("y")?)
     });
     kernel
         .sized([("width", width)])
         .with("back", Attribute::Flag(back))
+        .with_all(signature.attributes)
 }
+
+/// The attribute of a rotation that is [by halves](RotaryPairs::Halves).
+pub(crate) const HALVES: &str = "by halves";
 
 struct Rope {
     /// (T, Dh/2), in the type computed in.
     cos: Tensor,
     /// As `cos`.
     sin: Tensor,
+    pairs: RotaryPairs,
 }
 
 impl Spec for Rope {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         like_first(inputs)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        match self.pairs {
+            RotaryPairs::Adjacent => Vec::new(),
+            RotaryPairs::Halves => vec![(HALVES, Attribute::Flag(true))],
+        }
     }
 
     fn reads(&self) -> Vec<Tensor> {

@@ -9,6 +9,7 @@ mod child;
 mod compile;
 mod custom_model;
 mod data;
+mod families;
 mod flash;
 mod fused;
 mod golden;

@@ -1,4 +1,4 @@
-//! Rotary position embedding on adjacent pairs.
+//! Rotary position embedding, on adjacent pairs or on halves.
 
 use super::{Blocks, Real, Stored, parallel, simd};
 
@@ -50,6 +50,51 @@ pub fn rotate<T: Stored>(
                         }
                     },
                 );
+            },
+        );
+    });
+}
+
+/// As [`rotate`], of the pairs `(x[i], x[i + width / 2])`.
+pub fn rotate_halves<T: Stored>(
+    x: &[T],
+    cos: &[T::Wide],
+    sin: &[T::Wide],
+    width: usize,
+    inverse: bool,
+    y: &mut [T],
+) {
+    let half = width / 2;
+    let length = cos.len() / half.max(1);
+    let sign = if inverse { -T::Wide::ONE } else { T::Wide::ONE };
+    parallel::for_rows(y, width, |first, y| {
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                let mut blocks = Blocks::<T, 2, 2>::new();
+                for (i, y) in y.chunks_exact_mut(width).enumerate() {
+                    let row = first + i;
+                    let (x1, x2) = x[row * width..(row + 1) * width].split_at(half);
+                    let (y1, y2) = y.split_at_mut(half);
+                    let angles = row % length * half..(row % length + 1) * half;
+                    let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
+                    blocks.each(
+                        [x1, x2],
+                        [y1, y2],
+                        #[inline(always)]
+                        |start, [x1, x2], [y1, y2]| {
+                            let angles = start..start + x1.len();
+                            let tables = cos[angles.clone()].iter().zip(&sin[angles]);
+                            let y = y1.iter_mut().zip(y2);
+                            for (((y1, y2), (x1, x2)), (c, s)) in
+                                y.zip(x1.iter().zip(x2)).zip(tables)
+                            {
+                                let s = *s * sign;
+                                (*y1, *y2) = (*x1 * *c - *x2 * s, *x1 * s + *x2 * *c);
+                            }
+                        },
+                    );
+                }
             },
         );
     });

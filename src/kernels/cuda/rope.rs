@@ -26,13 +26,22 @@ pub(crate) struct Turned {
     pub row: usize,
 }
 
-/// Rotates x (outer, length, width) by the tables' angles, cos and sin (length, width / 2) in f32, or `back`.
+/// Which rotation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Turn {
+    /// Whether element i rotates with element i + Dh / 2, not with its neighbour.
+    pub by_halves: bool,
+    /// The other way, as gradients are.
+    pub back: bool,
+}
+
+/// Rotates x (outer, length, width) by the tables' angles, cos and sin (length, width / 2) in f32.
 pub(crate) fn rotate(
     gpu: &CudaDevice,
     x: View,
     tables: [View; 2],
     (length, width): (usize, usize),
-    back: bool,
+    turn: Turn,
     y: View,
 ) -> Result<()> {
     if y.len == 0 {
@@ -45,7 +54,7 @@ pub(crate) fn rotate(
         head_dim: width,
         row: width,
     };
-    launch(gpu, x, tables, &heads, back, y)
+    launch(gpu, x, tables, &heads, turn, y)
 }
 
 /// Rotates the heads that begin at x where they lie, by the angles of their positions: cos and sin (T, Dh / 2) in f32.
@@ -57,7 +66,11 @@ pub(crate) fn in_place(
     heads: &Turned,
     back: bool,
 ) -> Result<()> {
-    launch(gpu, x, tables, heads, back, x)
+    let turn = Turn {
+        by_halves: false,
+        back,
+    };
+    launch(gpu, x, tables, heads, turn, x)
 }
 
 fn launch(
@@ -65,14 +78,18 @@ fn launch(
     x: View,
     [cos, sin]: [View; 2],
     heads: &Turned,
-    back: bool,
+    turn: Turn,
     y: View,
 ) -> Result<()> {
-    let kernel = SOURCE.kernel(gpu, "rope", suffix(x.dtype))?;
-    let lanes = heads.head_dim.div_ceil(in_vector(x.dtype));
+    let (name, parts) = match turn.by_halves {
+        false => ("rope", 1),
+        true => ("rope_halves", 2),
+    };
+    let kernel = SOURCE.kernel(gpu, name, suffix(x.dtype))?;
+    let lanes = (heads.head_dim / parts).div_ceil(in_vector(x.dtype));
     let places = (heads.length * lanes).div_ceil(256);
     let blocks = places * (heads.batch * heads.heads).div_ceil(4);
-    let (positions, sign) = (0u64, if back { -1f32 } else { 1.0 });
+    let (positions, sign) = (0u64, if turn.back { -1f32 } else { 1.0 });
     let stride = heads.row as i64;
     let [batch, length, heads, width] =
         [heads.batch, heads.length, heads.heads, heads.head_dim].map(|size| size as i32);

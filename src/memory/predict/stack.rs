@@ -8,7 +8,7 @@ use super::{MemoryKind, Mode, Workload};
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::graph::{self, Graph, TraceEvent};
-use crate::model::{PARAMETERS_FORMULA, TransformerConfig, TransformerLM};
+use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use candle_core::DType;
 use std::num::NonZeroUsize;
@@ -27,8 +27,16 @@ pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<
         count,
     };
     let parameters = config.num_parameters() as f64;
-    let of_parameters =
-        |kind, what, width| buffer(kind, what, PARAMETERS_FORMULA, parameters, width, 1.0);
+    let of_parameters = |kind, what, width| {
+        buffer(
+            kind,
+            what,
+            config.parameters_formula(),
+            parameters,
+            width,
+            1.0,
+        )
+    };
     let mut residents = vec![of_parameters(MemoryKind::Weights, "weights", width)];
     if workload.mode == Mode::TrainStep {
         let state = optimizer_state(width);

@@ -6,7 +6,7 @@ use tallow::attention::{Algorithm, AttentionConfig, Mask};
 use tallow::compile::{Category, Forward, LossStep, PlanConfig, StepConfig, TrainStep};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing};
-use tallow::ops::{Gelu, KernelPolicy, with_kernel_policy};
+use tallow::ops::{Gelu, KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Autocast;
 use tallow::{Result, autocast, graph, no_grad, ops};
@@ -328,7 +328,12 @@ pub fn ops_of_other_models() -> Case {
             let h = ops::linear(&h, second)?; // (2, 4, 8)
             let gate = ops::sigmoid(gate)?;
             let h = ops::add_scaled(&ops::mul(&h, &gate)?, &ops::tanh(&h)?, 0.3)?;
-            let heads = ops::repeat_heads(&ops::split_heads(&h, 2)?, 2)?; // (2, 4, 4, 4)
+            let angles = Tensor::from_iter((0..8).map(|i| i as f32 / 5.0), x[0].device())?; // a constant
+            let angles = angles.reshape((4, 2))?;
+            let (cos, sin) = (angles.cos()?, angles.sin()?);
+            let heads = ops::split_heads(&h, 2)?; // (2, 2, 4, 4)
+            let heads = ops::rope_with(&heads, &cos, &sin, RotaryPairs::Halves)?;
+            let heads = ops::repeat_heads(&heads, 2)?; // (2, 4, 4, 4)
             let wide = ops::merge_heads(&heads)?; // (2, 4, 16)
             let swapped = ops::contiguous(&wide.transpose(1, 2)?)?.reshape((2, 8, 8))?;
             let off = ops::sub(&swapped.narrow(1, 0, 4)?, &x[1])?;

@@ -37,6 +37,13 @@ fn presets_are_the_published_ones() {
             rms_norm_eps: 1e-5,
             attention: Algorithm::Naive,
             checkpointing: Default::default(),
+            num_kv_heads: None,
+            head_dim: None,
+            qkv_bias: false,
+            qk_norm: false,
+            tie_embeddings: false,
+            rope_pairs: Default::default(),
+            rope_scaling: Default::default(),
         };
         assert_eq!(config, wanted, "{name}");
         config.validate().unwrap();

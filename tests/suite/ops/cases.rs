@@ -5,7 +5,7 @@ use super::compare::magnitude;
 use candle_core::{D, DType, Device, Tensor};
 use tallow::Result;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{self, Gelu};
+use tallow::ops::{self, Gelu, RotaryPairs};
 
 pub const MASKS: [Mask; 3] = [Mask::Full, Mask::Causal, Mask::CausalEnd];
 pub const EPS: f64 = 1e-5;
@@ -191,13 +191,23 @@ pub fn angles(length: usize, head_dim: usize) -> (Tensor, Tensor) {
 }
 
 pub fn rope(leading: &[usize], length: usize, head_dim: usize, seed: u64) -> Case {
+    let inputs = rotated(leading, length, head_dim, seed);
+    Case::new("rope", inputs, |x| ops::rope(&x[0], &x[1], &x[2])).rounded_to(DType::F32)
+}
+
+pub fn rope_by_halves(leading: &[usize], length: usize, head_dim: usize, seed: u64) -> Case {
+    let inputs = rotated(leading, length, head_dim, seed);
+    let apply = |x: &[Tensor]| ops::rope_with(&x[0], &x[1], &x[2], RotaryPairs::Halves);
+    Case::new("rope", inputs, apply).rounded_to(DType::F32)
+}
+
+fn rotated(leading: &[usize], length: usize, head_dim: usize, seed: u64) -> Vec<Input> {
     let (cos, sin) = angles(length, head_dim);
-    let inputs = vec![
+    vec![
         Input::new("x", normal(&join(leading, &[length, head_dim]), seed)),
         Input::constant("cos", cos),
         Input::constant("sin", sin),
-    ];
-    Case::new("rope", inputs, |x| ops::rope(&x[0], &x[1], &x[2])).rounded_to(DType::F32)
+    ]
 }
 
 pub fn linear(leading: &[usize], depth: usize, out: usize, seed: u64) -> Case {

@@ -12,6 +12,7 @@ pub fn small() -> Vec<Case> {
         cases::rms_norm(&[2, 3], 7, 120),
         cases::layer_norm(&[2, 3], 7, 130),
         cases::rope(&[2, 3], 5, 6, 140),
+        cases::rope_by_halves(&[2, 3], 5, 6, 140),
         cases::linear(&[2, 3], 5, 4, 150),
         cases::matmul(&[2, 3], [4, 5, 3], 160),
         cases::matmul_transposed(&[2, 3], [4, 5, 3], 170),
@@ -56,6 +57,7 @@ pub fn large() -> Vec<Case> {
         cases::rms_norm(&[3, 123], 323, 3),
         cases::layer_norm(&[3, 123], 323, 4),
         cases::rope(&[2, 5], 257, 40, 5),
+        cases::rope_by_halves(&[2, 5], 257, 40, 5),
         cases::linear(&[3, 123], 257, 301, 6),
         cases::linear(&[1], 512, 1031, 7), // a vector by a matrix
         cases::linear(&[1031], 512, 1, 8), // a matrix by a vector

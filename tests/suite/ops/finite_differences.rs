@@ -124,6 +124,7 @@ fn directions_through_odd_sizes(#[case] policy: KernelPolicy) {
         cases::rms_norm(&[123], 65, 3),
         cases::layer_norm(&[123], 65, 4),
         cases::rope(&[3], 123, 24, 5),
+        cases::rope_by_halves(&[3], 123, 24, 5),
         cases::linear(&[123], 33, 65, 6),
         cases::matmul(&[3], [65, 33, 17], 7),
         cases::matmul_transposed(&[3], [65, 33, 17], 8),

@@ -16,8 +16,11 @@ fn cases() -> Vec<Case> {
         cases::relu(&[3, 1031], 1),
         cases::swiglu(&[3, 1031], 2),
         cases::rope(&[2], 33, 24, 5),
+        cases::rope_by_halves(&[2], 33, 24, 5),
         cases::rope(&[3], 123, 40, 5), // blocks that end inside rows
+        cases::rope_by_halves(&[3], 123, 40, 5), // blocks that end inside rows
         cases::rope(&[2], 1, 1026, 5), // rows that are longer than blocks
+        cases::rope_by_halves(&[2], 1, 1026, 5), // rows that are longer than blocks
         cases::split_heads([2, 7, 3, 5], 10),
         cases::merge_heads([2, 7, 3, 5], 11),
         cases::embedding(&[1], 5, 1, 9),
@@ -126,6 +129,7 @@ fn weights_and_tables_in_f32(
         cases::rms_norm(&[37], 1031, 3),
         cases::layer_norm(&[33], 65, 4),
         cases::rope(&[2], 33, 24, 5),
+        cases::rope_by_halves(&[2], 33, 24, 5),
     ] {
         case = case.rounded_to(DType::F32);
         let first = cast(&case.inputs[0].value, dtype);

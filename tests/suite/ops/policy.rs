@@ -7,7 +7,7 @@ use super::every;
 use candle_core::{DType, Device, Tensor};
 use std::panic::catch_unwind;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{self, Fallback, Gelu, KernelPolicy, fallbacks, with_kernel_policy};
+use tallow::ops::{self, Fallback, Gelu, KernelPolicy, RotaryPairs, fallbacks, with_kernel_policy};
 use tallow::{Error, Result};
 
 /// The ops, by the names they report, that a case is made of.
@@ -140,6 +140,10 @@ fn references_can_be_called() {
     });
     same(ops::reference::rope(&x, &cos, &sin), &|| {
         ops::rope(&x, &cos, &sin)
+    });
+    let halves = RotaryPairs::Halves;
+    same(ops::reference::rope_with(&x, &cos, &sin, halves), &|| {
+        ops::rope_with(&x, &cos, &sin, halves)
     });
     same(ops::reference::linear(&x, &square), &|| {
         ops::linear(&x, &square)

@@ -30,7 +30,9 @@ fn no_rows(#[case] policy: KernelPolicy) {
     nothing(cases::rms_norm(&[2, 0], 5, 1), &[2, 0, 5], policy);
     nothing(cases::layer_norm(&[0], 5, 1), &[0, 5], policy);
     nothing(cases::rope(&[2], 0, 6, 1), &[2, 0, 6], policy);
+    nothing(cases::rope_by_halves(&[2], 0, 6, 1), &[2, 0, 6], policy);
     nothing(cases::rope(&[0], 3, 6, 1), &[0, 3, 6], policy);
+    nothing(cases::rope_by_halves(&[0], 3, 6, 1), &[0, 3, 6], policy);
     nothing(cases::linear(&[0, 3], 5, 4, 1), &[0, 3, 4], policy);
     nothing(cases::matmul(&[0], [3, 4, 5], 1), &[0, 3, 5], policy);
     nothing(cases::matmul(&[2], [0, 4, 5], 1), &[2, 0, 5], policy);
@@ -93,6 +95,7 @@ fn no_width(#[case] policy: KernelPolicy) {
         policy,
     );
     nothing(cases::rope(&[2], 3, 0, 1), &[2, 3, 0], policy);
+    nothing(cases::rope_by_halves(&[2], 3, 0, 1), &[2, 3, 0], policy);
     nothing(cases::embedding(&[3], 5, 0, 1), &[3, 0], policy);
     nothing(cases::split_heads([2, 3, 4, 0], 1), &[2, 4, 3, 0], policy);
     nothing(cases::merge_heads([2, 3, 4, 0], 1), &[2, 3, 0], policy);
@@ -113,6 +116,7 @@ fn a_single_row(#[case] policy: KernelPolicy) {
     row(cases::rms_norm(&[], 5, 1), &[5]);
     row(cases::layer_norm(&[], 5, 1), &[5]);
     row(cases::rope(&[], 3, 4, 1), &[3, 4]);
+    row(cases::rope_by_halves(&[], 3, 4, 1), &[3, 4]);
     row(cases::linear(&[], 5, 4, 1), &[4]);
     row(cases::matmul(&[], [3, 4, 5], 1), &[3, 5]);
     row(cases::embedding(&[], 5, 3, 1), &[3]);

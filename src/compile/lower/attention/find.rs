@@ -7,6 +7,7 @@ use super::Attention;
 use crate::attention::Mask;
 use crate::attention::in_model::InModel;
 use crate::graph::{self, Attribute, Node, ValueId};
+use crate::ops::rope::HALVES;
 use crate::ops::strided;
 use candle_core::DType;
 
@@ -143,6 +144,9 @@ impl Heads {
         let (mut angles, mut nodes) = (None, Vec::new());
         if program.nodes[maker].op == "rope" {
             let rope = &program.nodes[maker];
+            if attribute(rope, HALVES).is_some() {
+                return None; // the kernels rotate adjacent pairs
+            }
             let [cos, sin] = &rope.reads[..] else {
                 return None;
             };

@@ -8,6 +8,7 @@ use super::draw::Draw;
 use candle_core::Tensor;
 use tallow::attention;
 use tallow::nn;
+use tallow::ops::RotaryPairs;
 use tallow::{Result, ops};
 
 pub struct Op {
@@ -74,6 +75,7 @@ pub const OPS: &[Op] = &[
     op("layer_norm", &[".d", "d", "d"], ".d", |x, d| ops::layer_norm(&x[0], &x[1], &x[2], d.number())),
     op("layer_norm::reference", &[".d", "d", "d"], ".d", layer_norm_reference),
     op("rope", &[".tH", "~th", "~th"], ".tH", |x, _| ops::rope(&x[0], &x[1], &x[2])),
+    op("rope_with", &[".tH", "~th", "~th"], ".tH", |x, _| ops::rope_with(&x[0], &x[1], &x[2], RotaryPairs::Halves)),
     op("rope::reference", &[".tH", "~th", "~th"], ".tH", |x, _| ops::reference::rope(&x[0], &x[1], &x[2])),
     op("split_heads", &["btD"], "b2td", |x, _| ops::split_heads(&x[0], 2)),
     op("split_heads of any", &["btd"], "", |x, d| ops::split_heads(&x[0], d.size())),

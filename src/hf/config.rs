@@ -1,0 +1,337 @@
+//! `config.json`: read into a configuration, and written from one.
+
+use crate::attention::Algorithm;
+use crate::model::TransformerConfig;
+use crate::nn::{Checkpointing, RopeScaling};
+use crate::ops::RotaryPairs;
+use crate::{Error, Result};
+use serde_json::{Map, Value, json};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// What does not change what a model computes in training.
+const INERT: [&str; 16] = [
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "max_window_layers",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "return_dict",
+    "use_cache",
+];
+
+/// As [`INERT`], of which the library writes no more or other programs write more.
+const ALSO_INERT: [&str; 5] = [
+    "problem_type",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+];
+
+/// The settings of one file, each of which has to be asked for.
+struct Settings<'a> {
+    path: &'a Path,
+    values: &'a Map<String, Value>,
+    asked: RefCell<BTreeSet<&'static str>>,
+}
+
+impl Settings<'_> {
+    fn refuse<T>(&self, problem: String) -> Result<T> {
+        Err(Error::Format {
+            path: self.path.into(),
+            problem,
+            hint: "hf::load knows Llama, Qwen2, Qwen3 and Mistral models without a sliding window"
+                .into(),
+        })
+    }
+
+    /// What is there under `key`, unless it is null.
+    fn get(&self, key: &'static str) -> Option<&Value> {
+        self.asked.borrow_mut().insert(key);
+        self.values.get(key).filter(|value| !value.is_null())
+    }
+
+    fn parsed<T>(
+        &self,
+        key: &'static str,
+        what: &str,
+        parse: impl FnOnce(&Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let Some(value) = self.get(key) else {
+            return Ok(None);
+        };
+        match parse(value) {
+            Some(parsed) => Ok(Some(parsed)),
+            None => self.refuse(format!("{key} is {value}, not {what}")),
+        }
+    }
+
+    fn size(&self, key: &'static str) -> Result<Option<usize>> {
+        let parse = |value: &Value| usize::try_from(value.as_u64()?).ok();
+        self.parsed(key, "a size", parse)
+    }
+
+    fn number(&self, key: &'static str) -> Result<Option<f64>> {
+        self.parsed(key, "a number", Value::as_f64)
+    }
+
+    fn flag(&self, key: &'static str) -> Result<bool> {
+        Ok(self
+            .parsed(key, "true or false", Value::as_bool)?
+            .unwrap_or(false))
+    }
+
+    fn text(&self, key: &'static str) -> Result<Option<String>> {
+        self.parsed(key, "a text", |value| Some(value.as_str()?.to_string()))
+    }
+
+    fn needed<T>(&self, key: &'static str, value: Result<Option<T>>) -> Result<T> {
+        match value? {
+            Some(value) => Ok(value),
+            None => self.refuse(format!("it has no {key}")),
+        }
+    }
+
+    /// Refuses what nothing has asked for, and what is set but would change what is computed.
+    fn check_rest(&self, wanted: &[(&'static str, Value)]) -> Result<()> {
+        for (key, wanted) in wanted {
+            if let Some(value) = self.get(key)
+                && value != wanted
+            {
+                return self.refuse(format!("{key} is {value}, and only {wanted} is known"));
+            }
+        }
+        let asked = self.asked.borrow();
+        for (key, value) in self.values {
+            let is_inert = INERT.contains(&key.as_str()) || ALSO_INERT.contains(&key.as_str());
+            if !asked.contains(key.as_str()) && !is_inert && !value.is_null() {
+                return self.refuse(format!("{key} ({value}) is a setting that is not known"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The configuration that the text of a `config.json` says.
+pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
+    let values: Value = serde_json::from_str(text).map_err(|e| Error::Format {
+        path: path.into(),
+        problem: format!("it is not JSON: {e}"),
+        hint: "it may be truncated; fetch it again".into(),
+    })?;
+    let Value::Object(values) = values else {
+        return Err(Error::Format {
+            path: path.into(),
+            problem: "it is no object of settings".into(),
+            hint: "hf::load reads the config.json that save_pretrained writes".into(),
+        });
+    };
+    let s = Settings {
+        path,
+        values: &values,
+        asked: RefCell::default(),
+    };
+    let kind = s.needed("model_type", s.text("model_type"))?;
+    let (qkv_bias, qk_norm) = match kind.as_str() {
+        "llama" | "mistral" => (false, false),
+        "qwen2" => (true, false),
+        "qwen3" => (false, true),
+        _ => return s.refuse(format!("model_type is {kind:?}")),
+    };
+    let (scaling, theta) = rotary(&s)?;
+    let config = TransformerConfig {
+        vocab_size: s.needed("vocab_size", s.size("vocab_size"))?,
+        context_length: s.needed("max_position_embeddings", s.size("max_position_embeddings"))?,
+        d_model: s.needed("hidden_size", s.size("hidden_size"))?,
+        num_layers: s.needed("num_hidden_layers", s.size("num_hidden_layers"))?,
+        num_heads: s.needed("num_attention_heads", s.size("num_attention_heads"))?,
+        d_ff: s.needed("intermediate_size", s.size("intermediate_size"))?,
+        rope_theta: theta,
+        rms_norm_eps: s.number("rms_norm_eps")?.unwrap_or(1e-6),
+        attention: Algorithm::Flash,
+        checkpointing: Checkpointing::None,
+        num_kv_heads: s.size("num_key_value_heads")?,
+        head_dim: s.size("head_dim")?,
+        qkv_bias,
+        qk_norm,
+        tie_embeddings: s.flag("tie_word_embeddings")?,
+        rope_pairs: RotaryPairs::Halves,
+        rope_scaling: scaling,
+    };
+    if let Some(window) = s.size("sliding_window")?
+        && window < config.context_length
+        && values.get("use_sliding_window") != Some(&Value::Bool(false))
+    {
+        return s.refuse(format!(
+            "sliding_window is {window}, and windows are not known"
+        ));
+    }
+    let kinds = s.get("layer_types").and_then(Value::as_array);
+    let mut kinds = kinds.into_iter().flatten();
+    if let Some(kind) = kinds.find(|kind| *kind != "full_attention") {
+        return s.refuse(format!("a layer is of the type {kind}"));
+    }
+    s.check_rest(&[
+        ("hidden_act", json!("silu")),
+        ("attention_bias", json!(false)),
+        ("mlp_bias", json!(false)),
+        ("use_sliding_window", json!(false)),
+        ("attention_dropout", json!(0.0)),
+        ("pretraining_tp", json!(1)),
+        ("partial_rotary_factor", json!(1.0)),
+    ])?;
+    let config = match config.head_dim() > crate::attention::FLASH_MAX_HEAD_DIM {
+        true => TransformerConfig {
+            attention: Algorithm::Naive,
+            ..config
+        },
+        false => config,
+    };
+    config.validate()?;
+    Ok(config)
+}
+
+/// How angles are scaled, and their base: under `rope_parameters`, or as older files have it.
+fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
+    const THETA: f64 = 10_000.0; // the library's own
+    let theta = s.number("rope_theta")?;
+    let given = match s.get("rope_parameters") {
+        Some(given) => Some(given),
+        None => s.get("rope_scaling"),
+    };
+    let Some(given) = given else {
+        return Ok((RopeScaling::None, theta.unwrap_or(THETA)));
+    };
+    let Some(values) = given.as_object() else {
+        return s.refuse(format!("the scaling of its angles is {given}"));
+    };
+    let r = Settings {
+        path: s.path,
+        values,
+        asked: RefCell::default(),
+    };
+    let theta = r.number("rope_theta")?.or(theta).unwrap_or(THETA);
+    let old_kind = r.text("type")?;
+    let kind = r
+        .text("rope_type")?
+        .or(old_kind)
+        .unwrap_or("default".into());
+    let factor = || r.needed("factor", r.number("factor"));
+    let original_context = || {
+        let given = r.size("original_max_position_embeddings")?;
+        let all = s.size("max_position_embeddings")?;
+        r.needed("original_max_position_embeddings", Ok(given.or(all)))
+    };
+    let scaling = match kind.as_str() {
+        "default" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: factor()? },
+        "llama3" => RopeScaling::Llama3 {
+            factor: factor()?,
+            low_freq_factor: r.needed("low_freq_factor", r.number("low_freq_factor"))?,
+            high_freq_factor: r.needed("high_freq_factor", r.number("high_freq_factor"))?,
+            original_context: original_context()?,
+        },
+        "yarn" => {
+            let factor = factor()?;
+            RopeScaling::Yarn {
+                factor,
+                original_context: original_context()?,
+                beta_fast: r.number("beta_fast")?.unwrap_or(32.0),
+                beta_slow: r.number("beta_slow")?.unwrap_or(1.0),
+                attention_factor: r
+                    .number("attention_factor")?
+                    .unwrap_or(0.1 * factor.ln() + 1.0),
+            }
+        }
+        _ => return s.refuse(format!("its angles are scaled by {kind:?}")),
+    };
+    r.check_rest(&[
+        ("truncate", json!(true)),
+        ("partial_rotary_factor", json!(1.0)),
+    ])?;
+    Ok((scaling, theta))
+}
+
+/// The `config.json` of a model, as `transformers` reads it.
+///
+/// # Errors
+/// A model that is none of its families'.
+pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
+    let refuse = |field, got: String, expected: &str| {
+        Err(Error::config("hf::save", field, got)
+            .must_be(expected, "as the families of Hugging Face's files have it"))
+    };
+    if config.rope_pairs != RotaryPairs::Halves {
+        return refuse("rope_pairs", format!("{:?}", config.rope_pairs), "Halves");
+    }
+    let (kind, class) = match (config.qkv_bias, config.qk_norm) {
+        (false, false) => ("llama", "LlamaForCausalLM"),
+        (true, false) => ("qwen2", "Qwen2ForCausalLM"),
+        (false, true) => ("qwen3", "Qwen3ForCausalLM"),
+        (true, true) => return refuse("qk_norm", "true".into(), "false where qkv_bias is true"),
+    };
+    if kind == "qwen2" && config.head_dim() * config.num_heads != config.d_model {
+        return refuse(
+            "head_dim",
+            config.head_dim().to_string(),
+            "D / H in a model with biases",
+        );
+    }
+    let mut rope = json!({"rope_type": "default", "rope_theta": config.rope_theta});
+    let more = match config.rope_scaling {
+        RopeScaling::None => json!({}),
+        RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_context,
+        } => json!({
+            "rope_type": "llama3", "factor": factor, "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor, "original_max_position_embeddings": original_context,
+        }),
+        RopeScaling::Yarn {
+            factor,
+            original_context,
+            beta_fast,
+            beta_slow,
+            attention_factor,
+        } => json!({
+            "rope_type": "yarn", "factor": factor, "beta_fast": beta_fast, "beta_slow": beta_slow,
+            "attention_factor": attention_factor, "original_max_position_embeddings": original_context,
+        }),
+    };
+    if let (Value::Object(rope), Value::Object(more)) = (&mut rope, &more) {
+        rope.extend(more.clone());
+    }
+    Ok(json!({
+        "model_type": kind,
+        "architectures": [class],
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_length,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads(),
+        "head_dim": config.head_dim(),
+        "intermediate_size": config.d_ff,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": false,
+        "dtype": dtype,
+    }))
+}

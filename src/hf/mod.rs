@@ -1,0 +1,155 @@
+//! Models as Hugging Face's folders have them: `config.json` and safetensors, one file or shards with an index.
+//!
+//! What lives here: reading such a folder into a [`TransformerLM`], and writing one that the library `transformers`
+//! reads with equal logits. Llama 3.x, SmolLM2, Qwen2.5, Qwen3 and Mistral are known, without sliding windows; another
+//! architecture or setting is an error that names it. Weights are read one at a time, into the dtype that is asked for.
+//! What does not live here: downloading, and tokenizers.
+//!
+//! ```
+//! use tallow::hf;
+//! use tallow::model::{TransformerConfig, TransformerLM};
+//! use tallow::ops::RotaryPairs;
+//!
+//! # let folder = std::env::temp_dir().join(format!("tallow-hf-{}", std::process::id()));
+//! let device = tallow::device("cpu")?;
+//! let config = TransformerConfig {
+//!     vocab_size: 50, d_model: 16, num_layers: 1, num_heads: 4, num_kv_heads: Some(2), d_ff: 32,
+//!     rope_pairs: RotaryPairs::Halves, tie_embeddings: true, ..Default::default()
+//! };
+//! let model = TransformerLM::new(&config, 0, &device)?;
+//! hf::save(&model, &folder)?; // for transformers.AutoModelForCausalLM.from_pretrained
+//! let same = hf::load(&folder, &device)?;
+//! assert_eq!(same.num_parameters(), model.num_parameters());
+//! # let _ = std::fs::remove_dir_all(&folder);
+//! # Ok::<(), tallow::Error>(())
+//! ```
+
+mod config;
+mod folder;
+mod names;
+
+use crate::files::{Entry, read_to_string, save_tensors, write_bytes};
+use crate::model::{LoadOptions, TransformerConfig, TransformerLM};
+use crate::{Error, Result};
+use candle_core::Device;
+use folder::{Folder, INDEX, SINGLE};
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+const CONFIG: &str = "config.json";
+
+/// The bytes of a shard, at most, unless one weight alone has more.
+const SHARD_BYTES: usize = 5_000_000_000;
+
+/// The configuration of the model in a folder: its `config.json`. Its attention is flash where heads are not too wide.
+///
+/// # Errors
+/// A file that cannot be read or is no JSON; an architecture or a setting that is not known; sizes that make no model.
+pub fn config(folder: impl AsRef<Path>) -> Result<TransformerConfig> {
+    let path = folder.as_ref().join(CONFIG);
+    config::parse(&read_to_string(&path)?, &path)
+}
+
+/// What a weight of a [`TransformerLM`] is called there; `None` for what is none.
+///
+/// ```
+/// use tallow::hf;
+/// assert_eq!(hf::name_of("layers.3.ffn.w3.weight").unwrap(), "model.layers.3.mlp.up_proj.weight");
+/// ```
+pub fn name_of(weight: &str) -> Option<String> {
+    names::theirs(weight)
+}
+
+/// The model in a folder, in f32.
+///
+/// # Errors
+/// As [`load_with`].
+pub fn load(folder: impl AsRef<Path>, device: &Device) -> Result<TransformerLM> {
+    load_with(folder, &LoadOptions::default(), device)
+}
+
+/// The model in a folder. Of the options, prefixes are not stripped: names are the library's.
+///
+/// # Errors
+/// Those of [`config()`]; a file or a shard that is missing or not whole; an index that names others; a weight that is
+/// missing, misshapen, no float, or (unless the options allow it) not the model's: each with the file that it is in.
+pub fn load_with(
+    folder: impl AsRef<Path>,
+    options: &LoadOptions,
+    device: &Device,
+) -> Result<TransformerLM> {
+    let config = config(&folder)?;
+    let files = Folder::open(folder.as_ref(), config.tie_embeddings)?;
+    TransformerLM::read_weights(&config, &files, options, device)
+}
+
+/// Writes a folder that [`load`] and `transformers` read: `config.json`, and the weights in their dtype, in shards of
+/// 5 GB with an index where they are more. Files of other names stay.
+///
+/// # Errors
+/// A model of none of the families (one that rotates adjacent pairs, say); a path that cannot be written; a weight with
+/// an element that is not finite.
+pub fn save(model: &TransformerLM, folder: impl AsRef<Path>) -> Result<()> {
+    save_in_shards(model, folder.as_ref(), SHARD_BYTES)
+}
+
+/// As [`save`], in shards of so many bytes.
+pub(crate) fn save_in_shards(model: &TransformerLM, folder: &Path, most: usize) -> Result<()> {
+    let entries: Vec<Entry> = model.entries().collect();
+    let dtype = entries
+        .first()
+        .map_or("float32", |entry| match entry.tensor.dtype() {
+            candle_core::DType::F16 => "float16",
+            candle_core::DType::BF16 => "bfloat16",
+            candle_core::DType::F64 => "float64",
+            _ => "float32",
+        });
+    let config = config::to_json(model.config(), dtype)?;
+    std::fs::create_dir_all(folder).map_err(|e| Error::io("write", folder, e))?;
+    let mut shards: Vec<(usize, Vec<Entry>)> = Vec::new();
+    let mut total = 0;
+    for entry in entries {
+        let bytes = entry.tensor.elem_count() * entry.tensor.dtype().size_in_bytes();
+        let name = names::theirs(&entry.name).unwrap_or(entry.name);
+        let entry = Entry { name, ..entry };
+        total += bytes;
+        match shards.last_mut() {
+            Some((size, shard)) if *size + bytes <= most => {
+                *size += bytes;
+                shard.push(entry);
+            }
+            _ => shards.push((bytes, vec![entry])),
+        }
+    }
+    let count = shards.len();
+    let mut weight_map = Map::new();
+    for (i, (_, shard)) in shards.into_iter().enumerate() {
+        let file = match count {
+            1 => SINGLE.to_string(),
+            _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+        };
+        for entry in &shard {
+            weight_map.insert(entry.name.clone(), Value::String(file.clone()));
+        }
+        save_tensors(&folder.join(file), shard, &[("format", "pt".into())], 1)?;
+    }
+    let index = folder.join(INDEX);
+    match count {
+        // Of another model that was here.
+        1 => match std::fs::remove_file(&index) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::io("remove", &index, e));
+            }
+            _ => {}
+        },
+        _ => {
+            let json = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+            write_bytes(&index, pretty(&json).as_bytes())?;
+        }
+    }
+    write_bytes(&folder.join(CONFIG), pretty(&config).as_bytes())
+}
+
+fn pretty(json: &Value) -> String {
+    format!("{json:#}\n")
+}

@@ -1,0 +1,184 @@
+//! Rotary angles for contexts longer than those that a model was first trained on.
+
+use crate::{Error, Result};
+use std::f64::consts::PI;
+
+/// How the frequencies of rotary embedding, `theta^(-2i / Dh)`, are stretched, by a `factor`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "lowercase", tag = "type"))]
+#[non_exhaustive]
+pub enum RopeScaling {
+    /// They are not.
+    #[default]
+    None,
+    /// All are divided by the factor.
+    ///
+    /// Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation", 2023.
+    Linear {
+        /// At least 1.
+        factor: f64,
+    },
+    /// As in Llama 3.1: those of wavelengths over `original_context / low_freq_factor` are divided by the factor, those
+    /// under `original_context / high_freq_factor` stay, and between lie averages of both.
+    Llama3 {
+        /// At least 1.
+        factor: f64,
+        /// Of the longest wavelength that is not divided in full.
+        low_freq_factor: f64,
+        /// Of the shortest that is; larger than the other.
+        high_freq_factor: f64,
+        /// The context before.
+        original_context: usize,
+    },
+    /// YaRN: those that turn less than `beta_slow` times over the original context are divided by the factor, those
+    /// that turn more than `beta_fast` times stay, and between lie averages of both, linearly by the pair's number. Cosines
+    /// and sines are multiplied by `attention_factor`.
+    ///
+    /// Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023, section 3.
+    Yarn {
+        /// At least 1.
+        factor: f64,
+        /// The context before.
+        original_context: usize,
+        /// Turns, 32 in the paper.
+        beta_fast: f64,
+        /// Turns, 1 in the paper.
+        beta_slow: f64,
+        /// `0.1 ln(factor) + 1` in the paper.
+        attention_factor: f64,
+    },
+}
+
+impl RopeScaling {
+    /// [`Yarn`](Self::Yarn) with the paper's settings.
+    pub fn yarn(factor: f64, original_context: usize) -> Self {
+        Self::Yarn {
+            factor,
+            original_context,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: 0.1 * factor.ln() + 1.0,
+        }
+    }
+
+    /// Refuses what stretches nothing.
+    ///
+    /// # Errors
+    /// A factor under 1, an original context of 0, factors or turns that are not positive and in order.
+    pub(crate) fn check(&self) -> Result<()> {
+        let refuse = |field, expected: &str, got: String| {
+            Err(Error::config("RopeScaling", field, got)
+                .must_be(expected, "as the model's configuration file has it"))
+        };
+        let is_positive = |x: f64| x > 0.0 && x.is_finite();
+        let (factor, original_context, ordered) = match *self {
+            Self::None => return Ok(()),
+            Self::Linear { factor } => (factor, 1, true),
+            Self::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_context,
+            } => (
+                factor,
+                original_context,
+                is_positive(low) && is_positive(high) && low < high,
+            ),
+            Self::Yarn {
+                factor,
+                original_context,
+                beta_fast: fast,
+                beta_slow: slow,
+                attention_factor,
+            } => {
+                if !is_positive(attention_factor) {
+                    let got = attention_factor.to_string();
+                    return refuse("attention_factor", "positive and finite", got);
+                }
+                (
+                    factor,
+                    original_context,
+                    is_positive(slow) && is_positive(fast) && slow < fast,
+                )
+            }
+        };
+        if !(factor >= 1.0 && factor.is_finite()) {
+            return refuse("factor", "at least 1, and finite", factor.to_string());
+        }
+        if original_context == 0 {
+            return refuse("original_context", "positive", "0".into());
+        }
+        match ordered {
+            true => Ok(()),
+            false => refuse(
+                "low and high",
+                "positive, the low or slow one the smaller",
+                format!("{self:?}"),
+            ),
+        }
+    }
+
+    /// The angle of each pair a position, (Dh / 2).
+    pub(super) fn frequencies(&self, theta: f64, head_dim: usize) -> Vec<f64> {
+        let width = head_dim as f64;
+        let pairs = 0..head_dim / 2;
+        let unscaled = |i: usize| theta.powf(-2.0 * i as f64 / width);
+        // `kept` of the frequency itself, the rest divided.
+        let mixed = |frequency: f64, factor: f64, kept: f64| {
+            kept * frequency + (1.0 - kept) * frequency / factor
+        };
+        match *self {
+            Self::None => pairs.map(unscaled).collect(),
+            Self::Linear { factor } => pairs.map(|i| unscaled(i) / factor).collect(),
+            Self::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_context,
+            } => {
+                let scaled = |i| {
+                    let frequency = unscaled(i);
+                    let turns = original_context as f64 * frequency / (2.0 * PI);
+                    mixed(
+                        frequency,
+                        factor,
+                        ((turns - low) / (high - low)).clamp(0.0, 1.0),
+                    )
+                };
+                pairs.map(scaled).collect()
+            }
+            Self::Yarn {
+                factor,
+                original_context,
+                beta_fast,
+                beta_slow,
+                ..
+            } => {
+                // The pair that turns so often over the original context, as a real number.
+                let pair = |turns: f64| {
+                    let wavelength = original_context as f64 / (turns * 2.0 * PI);
+                    width * wavelength.ln() / (2.0 * theta.ln())
+                };
+                let first = pair(beta_fast).floor().max(0.0);
+                let last = pair(beta_slow).ceil().min(width - 1.0);
+                let length = if first == last { 0.001 } else { last - first };
+                let scaled = |i: usize| {
+                    let passed = ((i as f64 - first) / length).clamp(0.0, 1.0);
+                    mixed(unscaled(i), factor, 1.0 - passed)
+                };
+                pairs.map(scaled).collect()
+            }
+        }
+    }
+
+    /// What cosines and sines are multiplied by.
+    pub(super) fn amplitude(&self) -> f64 {
+        match *self {
+            Self::Yarn {
+                attention_factor, ..
+            } => attention_factor,
+            _ => 1.0,
+        }
+    }
+}

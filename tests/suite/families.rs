@@ -1,0 +1,405 @@
+//! Models of other families, in Hugging Face's files, against `transformers`: logits, loss, every gradient, five steps,
+//! and what they generate, by `fixtures/families`.
+
+use crate::golden::{bounds, close, elements};
+use candle_core::{DType, Device, Tensor, safetensors};
+use rstest::rstest;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tallow::attention::Algorithm;
+use tallow::compile::{PlanConfig, TrainStep};
+use tallow::hf;
+use tallow::memory::{self, Mode, Workload, tracker};
+use tallow::model::{GenerateConfig, LoadOptions, TransformerConfig, TransformerLM, flops};
+use tallow::ops::{KernelPolicy, with_kernel_policy};
+use tallow::optim::{AdamW, AdamWConfig};
+use tempfile::{TempDir, tempdir};
+
+const NAMES: [&str; 5] = ["llama", "llama_tied", "qwen2", "qwen3", "mistral"];
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/families")
+}
+
+/// What `fixtures/generate.py families` has written, and a folder of the model's own files.
+struct Golden {
+    folder: TempDir,
+    hyperparameters: AdamWConfig,
+    tensors: HashMap<String, Tensor>,
+}
+
+impl Golden {
+    fn read(name: &str) -> Self {
+        let bytes = fs::read(fixtures().join(format!("{name}.safetensors"))).unwrap();
+        let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let metadata = header.metadata().as_ref().unwrap();
+        let tensors = safetensors::load_buffer(&bytes, &Device::Cpu).unwrap();
+        let weights = tensors
+            .iter()
+            .filter(|(name, _)| name.starts_with("model.") || name.starts_with("lm_head."));
+        let weights: HashMap<String, Tensor> =
+            weights.map(|(name, x)| (name.clone(), x.clone())).collect();
+        let folder = tempdir().unwrap();
+        fs::write(folder.path().join("config.json"), &metadata["config"]).unwrap();
+        safetensors::save(&weights, folder.path().join("model.safetensors")).unwrap();
+        Self {
+            folder,
+            hyperparameters: serde_json::from_str(&metadata["hyperparameters"]).unwrap(),
+            tensors,
+        }
+    }
+
+    fn model(&self, dtype: DType, attention: Algorithm, device: &Device) -> TransformerLM {
+        let options = LoadOptions {
+            dtype,
+            ..Default::default()
+        };
+        let model = hf::load_with(self.folder.path(), &options, device).unwrap();
+        model.with_attention(attention)
+    }
+
+    fn get(&self, key: &str) -> &Tensor {
+        &self.tensors[key]
+    }
+
+    /// Tokens and targets (B, T).
+    fn batch(&self, device: &Device) -> [Tensor; 2] {
+        ["tokens", "targets"].map(|key| self.get(key).to_device(device).unwrap())
+    }
+}
+
+/// The name of a weight in the golden files.
+fn theirs(name: &str) -> String {
+    hf::name_of(name).unwrap()
+}
+
+fn logits_loss_and_gradients(golden: &Golden, model: &TransformerLM, dtype: DType) {
+    let [tokens, targets] = golden.batch(model.device());
+    let logits = model.forward(&tokens).unwrap();
+    let loss = model.loss(&tokens, &targets).unwrap();
+    let [logits_bound, loss_bound, gradient_bound] = bounds(dtype);
+    close("logits", &logits, golden.get("logits"), logits_bound);
+    close("loss", &loss, golden.get("loss"), loss_bound);
+    let gradients = tallow::backward(loss).unwrap();
+    let parameters = model.parameters();
+    let count = golden.tensors.keys().filter(|key| key.starts_with("grad."));
+    assert_eq!(parameters.len(), count.count());
+    for (name, parameter) in parameters {
+        let key = format!("grad.{}", theirs(&name));
+        let gradient = gradients.get(&parameter).unwrap();
+        close(&key, gradient, golden.get(&key), gradient_bound);
+    }
+}
+
+/// `step` gives each step's loss.
+fn five_steps(golden: &Golden, model: &TransformerLM, dtype: DType, mut step: impl FnMut() -> f64) {
+    let [loss_bound, weight_bound] = match dtype {
+        DType::F64 => [1e-12, 1e-10],
+        _ => [2e-6, 2e-5],
+    };
+    let wanted = elements(golden.get("losses"));
+    assert_eq!(wanted.len(), 5);
+    for (i, wanted) in wanted.into_iter().enumerate() {
+        let error = (step() - wanted).abs() / wanted;
+        assert!(error <= loss_bound, "step {i}: {error:.2e}");
+    }
+    for (name, var) in model.parameters() {
+        let key = format!("final.{}", theirs(&name));
+        if let Some(wanted) = golden.tensors.get(&key) {
+            close(&key, &var, wanted, weight_bound);
+        }
+    }
+}
+
+fn eager(name: &str, dtype: DType, attention: Algorithm, device: &Device) {
+    let golden = Golden::read(name);
+    let model = golden.model(dtype, attention, device);
+    logits_loss_and_gradients(&golden, &model, dtype);
+    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let [tokens, targets] = golden.batch(device);
+    five_steps(&golden, &model, dtype, || {
+        let loss = model.loss(&tokens, &targets).unwrap();
+        let value = elements(&loss)[0];
+        optimizer.step(&tallow::backward(loss).unwrap()).unwrap();
+        value
+    });
+}
+
+#[rstest]
+fn eager_is_as_transformers(
+    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral")] name: &str,
+    #[values(DType::F64, DType::F32)] dtype: DType,
+    #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    with_kernel_policy(policy, || eager(name, dtype, attention, &Device::Cpu));
+}
+
+fn planned(name: &str, attention: Algorithm, device: &Device) {
+    let golden = Golden::read(name);
+    let model = golden.model(DType::F32, attention, device);
+    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let [tokens, targets] = golden.batch(device);
+    let config = PlanConfig {
+        batch_size: 2,
+        sequence_length: 13,
+        ..Default::default()
+    };
+    let mut step = TrainStep::new(&model, &optimizer, &config).unwrap();
+    step.forward_backward(&tokens, &targets).unwrap();
+    for (name, gradient) in step.gradients().unwrap() {
+        let key = format!("grad.{}", theirs(&name));
+        close(&key, &gradient, golden.get(&key), bounds(DType::F32)[2]);
+    }
+    five_steps(&golden, &model, DType::F32, || {
+        f64::from(step.run(&mut optimizer, &tokens, &targets).unwrap())
+    });
+}
+
+#[rstest]
+fn planned_is_as_transformers(
+    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral")] name: &str,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    planned(name, attention, &Device::Cpu);
+}
+
+#[cfg(feature = "cuda")]
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn families_on_a_gpu(
+    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral")] name: &str,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    eager(name, DType::F32, attention, &crate::gpu());
+    planned(name, attention, &crate::gpu());
+}
+
+#[test]
+fn they_generate_the_same() {
+    for name in NAMES {
+        let golden = Golden::read(name);
+        let model = golden.model(DType::F64, Algorithm::Naive, &Device::Cpu);
+        let tokens: Vec<Vec<u32>> = golden.get("tokens").to_vec2().unwrap();
+        let config = GenerateConfig {
+            max_new_tokens: 16,
+            temperature: 0.0,
+            ..Default::default()
+        };
+        let generated = model.generate(&tokens[0][..5], &config).unwrap();
+        let wanted: Vec<u32> = golden.get("generated").to_vec1().unwrap();
+        assert!(
+            generated.ends_with(&wanted),
+            "{name}: {generated:?} for {wanted:?}"
+        );
+    }
+}
+
+#[test]
+fn shards_that_the_library_wrote() {
+    let model = hf::load(fixtures().join("sharded"), &Device::Cpu).unwrap();
+    let golden = Golden::read("qwen3");
+    let [tokens, _] = golden.batch(&Device::Cpu);
+    let logits = model.forward(&tokens).unwrap();
+    close(
+        "logits",
+        &logits,
+        golden.get("logits"),
+        bounds(DType::F32)[0],
+    );
+}
+
+#[test]
+fn what_is_saved_is_loaded() {
+    for name in NAMES {
+        let golden = Golden::read(name);
+        let model = golden.model(DType::F32, Algorithm::Flash, &Device::Cpu);
+        let folder = tempdir().unwrap();
+        hf::save(&model, folder.path()).unwrap();
+        let again = hf::load(folder.path(), &Device::Cpu).unwrap();
+        let [tokens, _] = golden.batch(&Device::Cpu);
+        let logits = |model: &TransformerLM| elements(&model.forward(&tokens).unwrap());
+        assert_eq!(logits(&again), logits(&model), "{name}");
+        // And by this crate's own file.
+        let path = folder.path().join("own.safetensors");
+        model.save(&path).unwrap();
+        let own = TransformerLM::open(&path, &Device::Cpu).unwrap();
+        assert_eq!(own.config(), model.config());
+        assert_eq!(logits(&own), logits(&model), "{name}");
+    }
+}
+
+/// As older files have it.
+#[test]
+fn a_scaling_under_its_older_name() {
+    let golden = Golden::read("llama");
+    let path = golden.folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let mut scaling = config["rope_parameters"].take();
+    config["rope_theta"] = scaling["rope_theta"].take();
+    scaling.as_object_mut().unwrap().remove("rope_theta");
+    config["rope_scaling"] = scaling;
+    config.as_object_mut().unwrap().remove("rope_parameters");
+    let newer = hf::config(golden.folder.path()).unwrap();
+    fs::write(&path, config.to_string()).unwrap();
+    assert_eq!(hf::config(golden.folder.path()).unwrap(), newer);
+}
+
+#[rstest]
+#[case::architecture("model_type", json!("mamba"), "mamba")]
+#[case::activation("hidden_act", json!("gelu"), "gelu")]
+#[case::bias("attention_bias", json!(true), "attention_bias")]
+#[case::window("sliding_window", json!(8), "sliding_window is 8")]
+#[case::unknown("residual_multiplier", json!(0.5), "residual_multiplier")]
+#[case::scaling("rope_parameters", json!({"rope_type": "longrope", "rope_theta": 1e4}), "longrope")]
+#[case::inside("rope_parameters", json!({"rope_type": "linear", "factor": 2.0, "mscale": 1.0}), "mscale")]
+#[case::heads("num_key_value_heads", json!(4), "num_kv_heads 4")]
+#[case::no_size("hidden_size", json!("wide"), "hidden_size")]
+#[case::width("intermediate_size", json!(97), "mlp.")]
+#[case::vocabulary("vocab_size", json!(62), "model.embed_tokens.weight")]
+#[case::layers("num_hidden_layers", json!(3), "model.layers.2.")]
+#[case::fewer_layers("num_hidden_layers", json!(1), "model.layers.1.")]
+fn settings_that_are_refused(#[case] key: &str, #[case] value: Value, #[case] named: &str) {
+    let golden = Golden::read("llama");
+    let path = golden.folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config[key] = value;
+    fs::write(&path, config.to_string()).unwrap();
+    let error = hf::load(golden.folder.path(), &Device::Cpu).unwrap_err();
+    assert!(error.to_string().contains(named), "{error}");
+}
+
+#[test]
+fn folders_that_are_refused() {
+    let refused = |spoil: &dyn Fn(&Path), named: &str| {
+        let folder = tempdir().unwrap();
+        for file in fs::read_dir(fixtures().join("sharded")).unwrap() {
+            let file = file.unwrap();
+            fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
+        }
+        spoil(folder.path());
+        let error = hf::load(folder.path(), &Device::Cpu)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(named), "{error}");
+    };
+    let shard = "model-00002-of-00003.safetensors";
+    let index = "model.safetensors.index.json";
+    refused(&|f| fs::remove_file(f.join(shard)).unwrap(), shard);
+    refused(
+        &|f| fs::remove_file(f.join("config.json")).unwrap(),
+        "config.json",
+    );
+    refused(
+        &|f| {
+            let bytes = fs::read(f.join(shard)).unwrap();
+            fs::write(f.join(shard), &bytes[..bytes.len() - 1]).unwrap();
+        },
+        shard,
+    );
+    refused(&|f| fs::write(f.join(index), "{").unwrap(), index);
+    refused(&|f| fs::write(f.join(index), "{}").unwrap(), "weight_map");
+    let changed = |from: &'static str, to: &'static str| {
+        move |f: &Path| {
+            let text = fs::read_to_string(f.join(index)).unwrap();
+            fs::write(f.join(index), text.replace(from, to)).unwrap();
+        }
+    };
+    refused(
+        &changed(shard, "../model.safetensors"),
+        "no file of the folder",
+    );
+    refused(
+        &changed("model.norm.weight", "model.norm.bias"),
+        "model.norm.",
+    );
+}
+
+/// Adjacent pairs are this crate's own.
+#[test]
+fn a_model_of_no_family_is_not_saved() {
+    let config = TransformerConfig {
+        d_model: 16,
+        num_heads: 2,
+        num_layers: 1,
+        d_ff: 32,
+        vocab_size: 20,
+        ..Default::default()
+    };
+    let model = TransformerLM::new(&config, 0, &Device::Cpu).unwrap();
+    let folder = tempdir().unwrap();
+    let error = hf::save(&model, folder.path()).unwrap_err();
+    assert!(error.to_string().contains("rope_pairs"), "{error}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn sizes_and_flops() {
+    for name in NAMES {
+        let golden = Golden::read(name);
+        let model = golden.model(DType::F32, Algorithm::Flash, &Device::Cpu);
+        let config = model.config();
+        assert_eq!(config.num_parameters(), model.num_parameters(), "{name}");
+        let shapes = config.parameter_shapes().into_iter();
+        let parameters = model.parameters().into_iter();
+        let parameters = parameters.map(|(name, var)| (name, var.shape().clone()));
+        assert!(shapes.eq(parameters), "{name}");
+        // As the plan's products count them.
+        let plan_config = PlanConfig {
+            batch_size: 2,
+            sequence_length: 13,
+            ..Default::default()
+        };
+        let (plan, _) = TrainStep::plan_for(config, &plan_config).unwrap();
+        let wanted = flops::forward_backward(config, 2, 13).total();
+        let difference = (plan.flops() - wanted).abs();
+        assert!(
+            difference <= 1e-12 * wanted,
+            "{name}: {} for {wanted}",
+            plan.flops()
+        );
+    }
+}
+
+#[test]
+fn memory_is_predicted() {
+    if crate::child::ran("families::memory_is_predicted") {
+        return;
+    }
+    assert!(tracker::current_bytes().is_some());
+    let config = TransformerConfig {
+        d_model: 192,
+        num_heads: 6,
+        num_kv_heads: Some(2),
+        head_dim: Some(48),
+        d_ff: 512,
+        num_layers: 3,
+        vocab_size: 3000,
+        qk_norm: true,
+        tie_embeddings: true,
+        rope_pairs: tallow::ops::RotaryPairs::Halves,
+        ..Default::default()
+    };
+    for attention in Algorithm::ALL {
+        let workload = Workload {
+            batch_size: 4,
+            sequence_length: 128,
+            mode: Mode::TrainStep,
+            attention,
+            ..Default::default()
+        };
+        let config = TransformerConfig {
+            attention,
+            ..config.clone()
+        };
+        let predicted = memory::estimate(&config, &workload).unwrap().peak_bytes as f64;
+        let measured = memory::measure(&config, &workload).unwrap().peak_bytes as f64;
+        let difference = (predicted - measured).abs() / measured;
+        assert!(
+            difference <= 0.02,
+            "{attention}: {predicted} for {measured}"
+        );
+    }
+}
