@@ -9,6 +9,7 @@ use half::bf16;
 pub(crate) enum Emulated {
     Amx,
     Avx512,
+    Neon,
 }
 
 impl Emulated {
@@ -37,13 +38,13 @@ impl Emulated {
             };
             let before = c.to_vec();
             // AMX's sums begin with what is there, those of pairs are added to it.
-            if !adds || self == Self::Avx512 {
+            if !adds || self != Self::Amx {
                 c.fill(0.0);
             }
             for (a, b) in a.chunks_exact(TILE).zip(b.chunks_exact(TILE)) {
                 self.tile(a, b, c);
             }
-            if adds && self == Self::Avx512 {
+            if adds && self != Self::Amx {
                 for (c, before) in c.iter_mut().zip(before) {
                     *c += before;
                 }
@@ -51,8 +52,8 @@ impl Emulated {
         }
     }
 
-    /// One instruction of AMX, or the sixteen dot products for each row that do as much: a (SIDE, PAIRS, 2), b (PAIRS,
-    /// SIDE, 2), c (SIDE, SIDE).
+    /// One instruction of AMX, or the sixteen dot products for each element that do as much: a (SIDE, PAIRS, 2), b
+    /// (PAIRS, SIDE, 2), c (SIDE, SIDE).
     pub fn tile(self, a: &[bf16], b: &[bf16], c: &mut [f32]) {
         for (i, c) in c.iter_mut().enumerate() {
             let (row, column) = (i / SIDE, i % SIDE);
@@ -60,9 +61,14 @@ impl Emulated {
                 let (a, b) = (2 * (row * PAIRS + pair), 2 * (pair * SIDE + column));
                 [0, 1].map(|half| [a + half, b + half])
             };
-            let multiply_add = |sum: f32, [x, y]: [usize; 2]| {
-                let [x, y] = [a[x], b[y]].map(|x| flushed(x.to_f32()));
+            let factors = |[x, y]: [usize; 2]| [a[x], b[y]].map(|x| flushed(x.to_f32()));
+            let multiply_add = |sum: f32, at| {
+                let [x, y] = factors(at);
                 flushed(x.mul_add(y, flushed(sum)))
+            };
+            let multiply = |at| {
+                let [x, y] = factors(at);
+                flushed(x * y) // exact but for that: 16 digits
             };
             match self {
                 Self::Amx => {
@@ -78,9 +84,29 @@ impl Emulated {
                         *c = multiply_add(multiply_add(*c, second), first);
                     }
                 }
+                Self::Neon => {
+                    for [first, second] in (0..PAIRS).map(pair) {
+                        *c = to_odd(*c, to_odd(multiply(first), multiply(second)));
+                    }
+                }
             }
         }
     }
+}
+
+/// `x + y` of finite numbers; where that is between two numbers, the one whose last place is 1.
+fn to_odd(x: f32, y: f32) -> f32 {
+    let [x, y] = [x, y].map(flushed);
+    let nearest = x + y;
+    // What rounding took, exactly (Knuth's sum of two).
+    let of_y = nearest - x;
+    let rest = (x - (nearest - of_y)) + (y - of_y);
+    let is_even = nearest.to_bits().is_multiple_of(2);
+    flushed(match is_even && rest != 0.0 {
+        true if rest > 0.0 => nearest.next_up(),
+        true => nearest.next_down(),
+        false => nearest,
+    })
 }
 
 /// Zero of the same sign for a denormal.

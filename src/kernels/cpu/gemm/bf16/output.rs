@@ -76,6 +76,10 @@ impl Output {
             match unit {
                 #[cfg(target_arch = "x86_64")]
                 Unit::Amx | Unit::Avx512 => self.store_lines(place, sizes, sums),
+                #[cfg(target_arch = "aarch64")]
+                Unit::Neon => self.for_lines(place, sizes, sums, |at, sums, count| {
+                    self.store_plainly(at, &sums[..count]);
+                }),
                 #[cfg(test)]
                 Unit::Emulated(_) => self.for_lines(place, sizes, sums, |at, sums, count| {
                     self.store_plainly(at, &sums[..count]);
@@ -166,7 +170,7 @@ impl Output {
 
     /// # Safety
     /// As many elements are writable from element `at`.
-    #[cfg(test)]
+    #[cfg(any(test, target_arch = "aarch64"))]
     unsafe fn store_plainly(self, at: usize, sums: &[f32]) {
         for (i, sum) in sums.iter().enumerate() {
             // SAFETY: the caller's promise.

@@ -41,12 +41,14 @@ impl Lines<'_> {
             // SAFETY: these units are there only where AVX-512 is; the block lies inside the data, and its panels in
             // `to`, as just asserted.
             Unit::Amx | Unit::Avx512 => unsafe { x86::pack(self, lines, depth, to) },
+            #[cfg(target_arch = "aarch64")]
+            Unit::Neon => self.pack_plainly(lines, depth, to),
             #[cfg(test)]
             Unit::Emulated(_) => self.pack_plainly(lines, depth, to),
         }
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, target_arch = "aarch64"))]
     fn pack_plainly(self, lines: Range<usize>, depth: Range<usize>, to: &mut [bf16]) {
         let steps = depth.len().div_ceil(DEPTH);
         to[..packed_len(lines.len(), depth.len())].fill(bf16::ZERO);

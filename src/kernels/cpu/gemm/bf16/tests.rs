@@ -10,10 +10,12 @@ use super::unit::{Unit, there};
 use crate::kernels::cpu::Stored;
 use half::bf16;
 
-/// The units that are there, and both emulations.
+const EMULATIONS: [Emulated; 3] = [Emulated::Amx, Emulated::Avx512, Emulated::Neon];
+
+/// The units that are there, and all emulations.
 fn units() -> Vec<Unit> {
     let mut units = there();
-    units.extend([Emulated::Amx, Emulated::Avx512].map(Unit::Emulated));
+    units.extend(EMULATIONS.map(Unit::Emulated));
     units
 }
 
@@ -78,6 +80,8 @@ fn the_emulations_are_the_instructions_bit_by_bit() {
             Unit::Amx => Emulated::Amx,
             #[cfg(target_arch = "x86_64")]
             Unit::Avx512 => Emulated::Avx512,
+            #[cfg(target_arch = "aarch64")]
+            Unit::Neon => Emulated::Neon,
             Unit::Emulated(it) => it,
         };
         for round in 0..400 {
@@ -198,7 +202,7 @@ fn the_bits_do_not_depend_on_the_threads() {
     for unit in units() {
         let sizes: &[_] = match unit {
             Unit::Emulated(_) => &[(70, 600, 40)],
-            #[cfg(target_arch = "x86_64")]
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             _ => &[(257, 700, 131), (1024, 512, 1344), (64, 1030, 2000)],
         };
         for &(rows, depth, cols) in sizes {
@@ -272,7 +276,7 @@ fn errors_are_those_of_rounding_the_exact_product() {
 /// An emulation by hand: one pair of ones in a tile of zeros.
 #[test]
 fn a_pair_is_one_sum() {
-    for it in [Emulated::Amx, Emulated::Avx512] {
+    for it in EMULATIONS {
         let [mut a, mut b] = [(); 2].map(|()| vec![bf16::ZERO; packed_len(1, 32)]);
         a[2 * PAIRS..2 * PAIRS + 2].fill(bf16::ONE); // row 1, pair 0
         b[6..8].fill(bf16::from_f32(1.5)); // pair 0, column 3

@@ -2,6 +2,8 @@
 
 #[cfg(test)]
 use super::emulated::Emulated;
+#[cfg(target_arch = "aarch64")]
+use super::neon;
 use super::product::{Factors, Tiles};
 #[cfg(target_arch = "x86_64")]
 use super::{
@@ -20,6 +22,9 @@ pub(crate) enum Unit {
     /// AVX512-BF16.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// AArch64's instructions for bf16.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
     /// Plain code.
     #[cfg(test)]
     Emulated(Emulated),
@@ -29,7 +34,8 @@ pub(crate) enum Unit {
 ///
 /// AMX-BF16 wherever it is granted. AVX512-BF16 on processors of AMD, where it multiplies at twice f32's rate, and not
 /// on Intel's, where it does not: by the maker and not by measuring, for the choice decides about bits, and these shall
-/// be the same in every run on a machine. [`bf16_products`](crate::hardware::bf16_products) says how to choose another.
+/// be the same in every run on a machine. AArch64's only where it is asked for: its speed has not been measured.
+/// [`bf16_products`](crate::hardware::bf16_products) says how to choose another.
 pub(crate) fn unit() -> Option<Unit> {
     static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
     *UNIT.get_or_init(|| {
@@ -61,6 +67,10 @@ pub(super) fn there() -> Vec<Unit> {
             .filter_map(|(is_there, unit)| is_there.then_some(unit))
             .collect();
     }
+    #[cfg(target_arch = "aarch64")]
+    if half_arithmetic().contains(&HalfArithmetic::NeonBf16) {
+        return vec![Unit::Neon];
+    }
     Vec::new()
 }
 
@@ -87,6 +97,8 @@ impl Unit {
             Self::Amx => Some(HalfArithmetic::AmxBf16),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Some(HalfArithmetic::Avx512Bf16),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => Some(HalfArithmetic::NeonBf16),
             #[cfg(test)]
             Self::Emulated(_) => None,
         }
@@ -113,6 +125,8 @@ impl Unit {
             Self::Amx => true,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => is_amd(),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => false, // not known
             #[cfg(test)]
             Self::Emulated(_) => false,
         }
@@ -140,6 +154,8 @@ impl Session {
                 Unit::Amx => amx::multiply(factors, tiles, sums, adds),
                 #[cfg(target_arch = "x86_64")]
                 Unit::Avx512 => avx512::multiply(factors, tiles, sums, adds),
+                #[cfg(target_arch = "aarch64")]
+                Unit::Neon => neon::multiply(factors, tiles, sums, adds),
                 #[cfg(test)]
                 Unit::Emulated(emulated) => emulated.multiply(factors, tiles, sums, adds),
             }
