@@ -73,7 +73,8 @@
 //!   Includes `report`.
 //! - `files`: weights, and the states of optimizer and loss scale, saved and loaded with checksums
 //!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train`
-//!   and `report`. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write weights.
+//!   and `report`. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write weights. [`hf`] is
+//!   part of it.
 //! - `serde`: configurations that serde reads and writes. Included in `files`.
 //!
 //! Off by default: `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two

@@ -21,7 +21,7 @@ pub(crate) mod cuda;
 pub(crate) mod cupti;
 #[cfg(feature = "report")]
 mod description;
-mod half_arithmetic;
+pub(crate) mod half_arithmetic;
 #[cfg(target_os = "linux")]
 mod host_memory;
 #[cfg(not(target_os = "linux"))]
@@ -151,12 +151,12 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
 /// AVX512-BF16 on processors of AMD, on which it multiplies at twice f32's rate (on Intel's it gains nothing); `None`
 /// where bf16 is widened and multiplied in f32, as f16 is everywhere.
 ///
-/// Both sum in f32, and results are rounded once, to the nearest, ties to even. Both take denormal factors and sums,
-/// those below 2^-126, as zero. Widening takes them as they are, and sums in another order: bits differ from one kind
+/// All sum in f32, and results are rounded once, to the nearest, ties to even. All take denormal factors and sums,
+/// those below 2^-126, as zero. AArch64's `bfdot` rounds its sums to odd. Widening takes them as they are, and sums in another order: bits differ from one kind
 /// of processor to another, while on one machine they are the same in every run and for any number of threads.
 ///
-/// `TALLOW_BF16_PRODUCTS` in the environment, read once, chooses: `amx-bf16`, `avx512-bf16`, or `f32` for widening. A
-/// unit that is not there is not used, and bf16 is widened then.
+/// `TALLOW_BF16_PRODUCTS` in the environment, read once, chooses: `amx-bf16`, `avx512-bf16`, `f32` for widening, or
+/// `neon bf16` on AArch64, where it is never the default: it has run in an emulator alone. A unit that is not there is not used, and bf16 is widened then.
 ///
 /// ```
 /// use tallow::hardware::{bf16_products, half_arithmetic};

@@ -3,7 +3,7 @@
 //! `tdpbf16ps` on whole tiles: for 16 x 16 elements of c, two chains of 16 fused multiply-adds from zero, over the even
 //! and the odd elements of 32 of the depth; both are added, then their sum to c.
 
-use super::product::{Factors, Tiles};
+use super::tile::{Factors, Tiles};
 use std::arch::asm;
 
 /// What `ldtilecfg` reads: eight registers of 16 rows by 64 bytes.

@@ -3,7 +3,7 @@
 //! `vdpbf16ps`: an element of c is one chain of fused multiply-adds over the block's depth, of each pair the odd
 //! element first, added to c: shorter chains of rounding where the depth is taken in blocks.
 
-use super::product::{Factors, PAIRS, SIDE, TILE, Tiles};
+use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
 use half::bf16;
 use std::arch::x86_64::{
     __m512bh, __m512i, _mm512_add_ps, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512,

@@ -1,7 +1,7 @@
 //! What the instructions compute, bit by bit, in plain code: for tests of the instructions where they are, and in their
 //! place where they are not.
 
-use super::product::{Factors, PAIRS, SIDE, TILE, Tiles};
+use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
 use half::bf16;
 
 /// Which instruction.

@@ -31,6 +31,7 @@ mod pack;
 mod product;
 #[cfg(test)]
 mod tests;
+mod tile;
 mod unit;
 
 pub(super) use output::Output;

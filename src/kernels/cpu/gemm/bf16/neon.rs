@@ -8,7 +8,7 @@
 //! This has not been run on a processor, only in an emulator of one, which says nothing about its speed. The
 //! instruction is written in assembly, for the compiler has no function for it.
 
-use super::product::{Factors, PAIRS, SIDE, TILE, Tiles};
+use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
 use half::bf16;
 use std::arch::aarch64::{
     float32x4_t, uint16x8_t, vaddq_f32, vdupq_n_f32, vdupq_n_u16, vld1q_f32, vld1q_u16, vst1q_f32,

@@ -1,7 +1,7 @@
 //! Sums to their place, rounded where that is bf16.
 
 use super::super::matrix::MatMut;
-use super::product::{BLOCK, SIDE};
+use super::tile::{BLOCK, SIDE};
 use super::unit::Unit;
 use crate::kernels::cpu::simd::same_type_mut;
 use half::bf16;

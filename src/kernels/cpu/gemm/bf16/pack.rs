@@ -4,7 +4,7 @@
 //! pairs of the depth (pair, line, 2). One is the other, transposed as a matrix of pairs. A panel is the tiles of
 //! [`SIDE`] lines, one after another.
 
-use super::product::{DEPTH, SIDE, TILE};
+use super::tile::{DEPTH, SIDE, TILE};
 use super::unit::Unit;
 use half::bf16;
 use std::ops::Range;

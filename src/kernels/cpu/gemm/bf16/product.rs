@@ -7,25 +7,11 @@ use super::super::scratch::with_scratch;
 use super::super::threads::Threads;
 use super::output::Output;
 use super::pack::{Lines, packed_len};
+use super::tile::{BLOCK, DEPTH, Factors, SIDE, TILE, Tiles};
 use super::unit::Unit;
 use crate::kernels::cpu::parallel;
 use half::bf16;
 use std::ops::Range;
-
-/// Rows or columns of a tile.
-pub(super) const SIDE: usize = 16;
-
-/// Elements of the depth in a tile.
-pub(super) const DEPTH: usize = 32;
-
-/// Pairs of the depth in a tile.
-pub(super) const PAIRS: usize = DEPTH / 2;
-
-/// Elements of a tile of a factor.
-pub(super) const TILE: usize = SIDE * DEPTH;
-
-/// Rows and columns of the largest block that a unit computes.
-pub(super) const BLOCK: usize = 2 * SIDE;
 
 /// Elements of its sums: tiles (2, 2), of (SIDE, SIDE) each.
 const BLOCK_SUMS: usize = BLOCK * BLOCK;
@@ -42,28 +28,6 @@ const MAX_ROWS: usize = 1024;
 /// What packing takes, in multiply-adds for each element.
 const COPY: usize = 50;
 const TRANSPOSE: usize = 80;
-
-/// The packed factors of a block.
-#[derive(Clone, Copy)]
-pub(super) struct Factors {
-    /// Panels of a.
-    pub a: *const bf16,
-    /// From one to the next.
-    pub a_panel: usize,
-    /// Panels of b.
-    pub b: *const bf16,
-    /// From one to the next.
-    pub b_panel: usize,
-    /// Tiles of a panel.
-    pub steps: usize,
-}
-
-/// The tiles of a block of c: one or two in each direction.
-#[derive(Clone, Copy)]
-pub(super) struct Tiles {
-    pub rows: usize,
-    pub columns: usize,
-}
 
 /// `c = a b`, or `c += a b` where that says so: sums over the whole depth, added to c's values in the end, and rounded.
 /// c has elements, and the depth is not 0.

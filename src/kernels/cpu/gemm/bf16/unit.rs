@@ -4,13 +4,13 @@
 use super::emulated::Emulated;
 #[cfg(target_arch = "aarch64")]
 use super::neon;
-use super::product::{Factors, Tiles};
+use super::tile::{Factors, Tiles};
 #[cfg(target_arch = "x86_64")]
 use super::{
     amx::{self, Registers},
     avx512,
 };
-use crate::hardware::{HalfArithmetic, half_arithmetic};
+use crate::hardware::half_arithmetic::{HalfArithmetic, half_arithmetic};
 use std::sync::OnceLock;
 
 /// What multiplies.
