@@ -5,7 +5,7 @@ use super::super::threads::Threads;
 use super::emulated::Emulated;
 use super::output::Output;
 use super::pack::packed_len;
-use super::product;
+use super::product::{self};
 use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
 use super::unit::{Unit, there};
 use crate::kernels::cpu::Stored;
