@@ -1,8 +1,10 @@
 //! The flags that choose models.
 
 use clap::Args;
+use std::path::PathBuf;
 use tallow::Result;
 use tallow::attention::Algorithm;
+use tallow::hf;
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::report::{Fields, group_digits};
@@ -13,6 +15,11 @@ pub struct ModelFlags {
     /// Presets: tiny, small, medium, large, xl, wide, 2.7b, 10b; several allowed [default: tiny]
     #[arg(long, num_args = 1.., value_delimiter = ',')]
     size: Vec<String>,
+
+    /// Folders with a config.json of Hugging Face's: Llama, Qwen2, Qwen3 or Mistral, with random weights; several
+    /// allowed
+    #[arg(long, num_args = 1.., value_name = "FOLDER")]
+    family: Vec<PathBuf>,
 
     /// The width of the residual stream, instead of the preset's (as are the next four)
     #[arg(long)]
@@ -48,12 +55,20 @@ impl ModelFlags {
     pub fn models(&self, context_length: usize, attention: &[Algorithm]) -> Result<Vec<Model>> {
         let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
         let custom = sizes.iter().any(Option::is_some);
-        let names = match self.size.is_empty() {
+        let names = match self.size.is_empty() && self.family.is_empty() {
             true => vec!["tiny".to_string()],
             false => self.size.clone(),
         };
-        let models = names.into_iter().map(|name| {
+        let presets = names.into_iter().map(|name| {
             let preset = TransformerConfig::preset(&name)?;
+            Ok((name, preset))
+        });
+        let families = self.family.iter().map(|folder| {
+            let name = folder.file_name().unwrap_or(folder.as_os_str());
+            Ok((name.to_string_lossy().into_owned(), hf::config(folder)?))
+        });
+        let models = presets.chain(families).map(|given| {
+            let (name, preset): (String, TransformerConfig) = given?;
             let config = TransformerConfig {
                 vocab_size: self.vocab_size.unwrap_or(preset.vocab_size),
                 context_length,
@@ -78,12 +93,25 @@ pub fn describe(models: &[Model]) -> Fields {
     let described = models.iter().map(|Model { name, config }| {
         let parameters = group_digits(config.num_parameters() as u64);
         let sizes = format!(
-            "d_model {}, d_ff {}, layers {}, heads {}, vocabulary {}: {parameters} parameters",
-            config.d_model, config.d_ff, config.num_layers, config.num_heads, config.vocab_size
+            "d_model {}, d_ff {}, layers {}, heads {}{}, vocabulary {}: {parameters} parameters",
+            config.d_model,
+            config.d_ff,
+            config.num_layers,
+            config.num_heads,
+            kv_heads(config),
+            config.vocab_size
         );
         (format!("model {name}"), sizes)
     });
     described.collect()
+}
+
+/// How many heads of k and v there are, where they are fewer.
+fn kv_heads(config: &TransformerConfig) -> String {
+    match config.num_kv_heads() == config.num_heads {
+        true => String::new(),
+        false => format!(" ({} of k and v)", config.num_kv_heads()),
+    }
 }
 
 /// Flags for what computes a model of given sizes.

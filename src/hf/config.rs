@@ -31,7 +31,8 @@ const INERT: [&str; 16] = [
 ];
 
 /// As [`INERT`], of which the library writes no more or other programs write more.
-const ALSO_INERT: [&str; 5] = [
+const ALSO_INERT: [&str; 6] = [
+    "is_llama_config",
     "problem_type",
     "tokenizer_class",
     "torch_dtype",
@@ -190,6 +191,7 @@ pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
         ("attention_dropout", json!(0.0)),
         ("pretraining_tp", json!(1)),
         ("partial_rotary_factor", json!(1.0)),
+        ("rope_interleaved", json!(false)),
     ])?;
     let config = match config.head_dim() > crate::attention::FLASH_MAX_HEAD_DIM {
         true => TransformerConfig {
@@ -206,10 +208,8 @@ pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
 fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
     const THETA: f64 = 10_000.0; // the library's own
     let theta = s.number("rope_theta")?;
-    let given = match s.get("rope_parameters") {
-        Some(given) => Some(given),
-        None => s.get("rope_scaling"),
-    };
+    let older = s.get("rope_scaling");
+    let given = s.get("rope_parameters").or(older);
     let Some(given) = given else {
         return Ok((RopeScaling::None, theta.unwrap_or(THETA)));
     };

@@ -24,7 +24,7 @@ use super::product::{Factor, product};
 use super::record::{Spec, by_kernels, composed};
 use super::weight::{read_weight, with_copies};
 use super::{linear, with_last_dim};
-use crate::graph::{Room, Target};
+use crate::graph::{Attribute, Room, Target};
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
@@ -41,8 +41,44 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    with_ignored(x, weight, targets, None)
+}
+
+/// [`linear_cross_entropy()`], leaving out the targets that equal `ignore_index`: the mean is over the others, as
+/// [`cross_entropy_ignoring`](super::cross_entropy_ignoring)'s is. A plan computes it with all logits at once.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::randn(0f32, 1.0, (3, 4), &Device::Cpu)?; // (..., D)
+/// let weight = Tensor::randn(0f32, 1.0, (10, 4), &Device::Cpu)?; // (V, D)
+/// let targets = Tensor::new(&[1u32, 99, 99], &Device::Cpu)?;
+/// let loss = ops::linear_cross_entropy_ignoring(&x, &weight, &targets, 99)?;
+/// let of_first = ops::linear_cross_entropy(&x.narrow(0, 0, 1)?, &weight, &targets.narrow(0, 0, 1)?)?;
+/// assert!((loss.to_scalar::<f32>()? - of_first.to_scalar::<f32>()?).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`linear_cross_entropy()`]; also where every target is ignored, since a mean of nothing is no number.
+pub fn linear_cross_entropy_ignoring(
+    x: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    ignore_index: u32,
+) -> Result<Tensor> {
+    with_ignored(x, weight, targets, Some(ignore_index))
+}
+
+fn with_ignored(
+    x: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    ignore: Option<u32>,
+) -> Result<Tensor> {
     let (x, [weight], copies) = with_copies(NAME, x, [weight])?;
-    let targets = check(&x, &copies[0].of(&weight), targets)?;
+    let targets = check(&x, &copies[0].of(&weight), targets, ignore)?;
     match choose(NAME, &x)? {
         Path::Kernel => {
             let product = Linear { copies };
@@ -64,11 +100,11 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
 /// # Errors
 /// As [`linear_cross_entropy()`].
 pub fn reference(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    check(x, weight, targets)?;
+    check(x, weight, targets, None)?;
     super::cross_entropy(&super::linear(x, weight)?, targets)
 }
 
-fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
+fn check(x: &Tensor, weight: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Targets> {
     check_same(NAME, &[("x", x), ("weight", weight)])?;
     match (x.dims(), weight.dims()) {
         ([leading @ .., last], [classes, depth]) if last == depth => {
@@ -78,7 +114,7 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Targets> {
                 x.dtype(),
                 x.device(),
             )?;
-            Targets::check(NAME, leading, *classes, targets, None)
+            Targets::check(NAME, leading, *classes, targets, ignore)
         }
         _ => Err(Error::Shape {
             op: NAME,
@@ -163,6 +199,10 @@ struct LinearCrossEntropy {
 impl Spec for LinearCrossEntropy {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         (().into(), inputs[0].wide_dtype())
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        self.targets.attributes()
     }
 
     fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {

@@ -89,7 +89,7 @@ pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub(crate) use linear::with_last_dim;
 pub use linear_bias::linear_bias;
-pub use linear_cross_entropy::linear_cross_entropy;
+pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_ignoring};
 pub use matmul::{matmul, matmul_transposed};
 pub(crate) use operand::{check_float, check_room, check_size, operand};
 pub use reduce::{log_softmax, mean, sum};

@@ -105,6 +105,33 @@ fn linear_cross_entropy_is_its_parts(
     }
 }
 
+#[rstest]
+fn linear_cross_entropy_ignoring_is_its_parts(
+    #[values((&[7usize][..], 5, 3), (&[2, 13][..], 24, 61), (&[3, 100][..], 40, 257))] sizes: (
+        &[usize],
+        usize,
+        usize,
+    ),
+    #[values((DType::F64, 1e-13), (DType::F32, 1e-6))] precision: (DType, f64),
+) {
+    let ((leading, d, v), (dtype, bound)) = (sizes, precision);
+    let shape = [leading, &[d]].concat();
+    let vars = [var(1, &shape, dtype), var(2, &[v, d], dtype)];
+    let targets = ids(leading, v as u32);
+    let ignored = 5 % v as u32; // the first, and others
+    let joined = || ops::linear_cross_entropy_ignoring(&vars[0], &vars[1], &targets, ignored);
+    let fused = run(&vars, joined);
+    let parts = run(&vars, || {
+        let logits = ops::linear(&vars[0], &vars[1])?;
+        ops::cross_entropy_ignoring(&logits, &targets, ignored)
+    });
+    let plain = with_kernel_policy(KernelPolicy::Reference, || run(&vars, joined));
+    for ((fused, parts), plain) in fused.iter().zip(&parts).zip(&plain) {
+        assert!(distance(fused, parts) < bound, "{}", distance(fused, parts));
+        assert!(distance(fused, plain) < bound, "{}", distance(fused, plain));
+    }
+}
+
 /// Large enough for several panels of every product.
 #[test]
 fn threads_do_not_matter() {

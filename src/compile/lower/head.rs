@@ -174,6 +174,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
     let (graph, node) = (program.graph, &program.nodes[i]);
     let is_head = node.op == linear_cross_entropy::NAME
         && !node.composed
+        && node.attributes.is_empty() // all targets count
         && linear::is_own(program, job, node, 1);
     // Read by anything else, its gradient would not be 1.
     if !is_head || !program.is_wanted(loss) || !program.readers(loss).is_empty() {

@@ -139,6 +139,15 @@ impl Targets {
         ids_room(elements_of(self.ids.dims()))
     }
 
+    /// What a call is told of them: what is ignored, and then how many count.
+    pub(super) fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        let ignore = self.ignore.iter();
+        let ignore = ignore.map(|id| ("ignore", Attribute::Count(*id as usize)));
+        let counted = self.counted.filter(|_| self.ignore.is_some());
+        let counted = counted.map(|count| ("counted", Attribute::Count(count)));
+        ignore.chain(counted).collect()
+    }
+
     /// For rows of logits of shape (`leading`, `classes`).
     pub(super) fn check(
         op: &'static str,
@@ -206,13 +215,7 @@ impl Spec for CrossEntropy {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        let Targets {
-            ignore, counted, ..
-        } = self.0;
-        let ignore = ignore.map(|id| ("ignore", Attribute::Count(id as usize)));
-        let counted = ignore.and(counted);
-        let counted = counted.map(|count| ("counted", Attribute::Count(count)));
-        ignore.into_iter().chain(counted).collect()
+        self.0.attributes()
     }
 
     fn reads(&self) -> Vec<Tensor> {

@@ -239,6 +239,8 @@ pub fn every_op() -> Case {
             let h = ops::merge_heads(&heads)?;
             let logits = ops::linear(&h, mixing)?.narrow(2, 0, 4)?;
             let loss = ops::cross_entropy_ignoring(&logits, &x[1], 3)?;
+            let head = ops::linear_cross_entropy_ignoring(&h, mixing, &x[1], 3)?;
+            let loss = ops::add(&loss, &head)?;
             ops::add(&loss, &ops::mean(&ops::mul(&h, &h)?)?)
         },
     }
