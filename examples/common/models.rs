@@ -61,14 +61,14 @@ impl ModelFlags {
         };
         let presets = names.into_iter().map(|name| {
             let preset = TransformerConfig::preset(&name)?;
-            Ok((name, preset))
+            Result::Ok((name, preset))
         });
         let families = self.family.iter().map(|folder| {
             let name = folder.file_name().unwrap_or(folder.as_os_str());
             Ok((name.to_string_lossy().into_owned(), hf::config(folder)?))
         });
         let models = presets.chain(families).map(|given| {
-            let (name, preset): (String, TransformerConfig) = given?;
+            let (name, preset) = given?;
             let config = TransformerConfig {
                 vocab_size: self.vocab_size.unwrap_or(preset.vocab_size),
                 context_length,
