@@ -156,7 +156,8 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
 /// of processor to another, while on one machine they are the same in every run and for any number of threads.
 ///
 /// `TALLOW_BF16_PRODUCTS` in the environment, read once, chooses: `amx-bf16`, `avx512-bf16`, `f32` for widening, or
-/// `neon bf16` on AArch64, where it is never the default: it has run in an emulator alone. A unit that is not there is not used, and bf16 is widened then.
+/// `neon bf16` on AArch64, where it is never the default: it has run in an emulator alone. A unit that is not there is
+/// not used, and bf16 is widened then.
 ///
 /// ```
 /// use tallow::hardware::{bf16_products, half_arithmetic};
