@@ -68,8 +68,8 @@ pub struct Call {
     pub path: String,
     /// The part of the step.
     pub phase: Phase,
-    /// Which of [`Plan::costs`](super::Plan::costs) it belongs to. `None` for the mean loss and its gradient, copies of weights that are
-    /// made first, and the update.
+    /// Which of [`Plan::costs`](super::Plan::costs) it belongs to. `None` for the mean loss and its gradient, copies of
+    /// weights that are made first, and the update.
     pub part: Option<usize>,
     /// What is read, by the op's names.
     pub reads: Named<BufferRange>,

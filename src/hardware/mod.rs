@@ -152,8 +152,9 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
 /// where bf16 is widened and multiplied in f32, as f16 is everywhere.
 ///
 /// All sum in f32, and results are rounded once, to the nearest, ties to even. All take denormal factors and sums,
-/// those below 2^-126, as zero. AArch64's `bfdot` rounds its sums to odd. Widening takes them as they are, and sums in another order: bits differ from one kind
-/// of processor to another, while on one machine they are the same in every run and for any number of threads.
+/// those below 2^-126, as zero. AArch64's `bfdot` rounds its sums to odd. Widening takes denormal numbers as they are,
+/// and sums in another order: bits differ from one kind of processor to another, while on one machine they are the same
+/// in every run and for any number of threads.
 ///
 /// `TALLOW_BF16_PRODUCTS` in the environment, read once, chooses: `amx-bf16`, `avx512-bf16`, `f32` for widening, or
 /// `neon bf16` on AArch64, where it is never the default: it has run in an emulator alone. A unit that is not there is

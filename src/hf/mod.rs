@@ -28,12 +28,13 @@ mod config;
 mod folder;
 mod names;
 
-use crate::files::{Entry, read_to_string, save_tensors, write_bytes};
+use crate::files::{Entry, open, read_to_string, save_tensors, write_bytes};
 use crate::model::{LoadOptions, TransformerConfig, TransformerLM};
 use crate::{Error, Result};
 use candle_core::Device;
 use folder::{Folder, INDEX, SINGLE};
 use serde_json::{Map, Value, json};
+use std::io::Read;
 use std::path::Path;
 
 const CONFIG: &str = "config.json";
@@ -92,6 +93,47 @@ pub fn load_with(
 pub fn save(model: &TransformerLM, folder: impl AsRef<Path>) -> Result<()> {
     save_in_shards(model, folder.as_ref(), SHARD_BYTES)
 }
+
+/// As [`save`], with what stands beside the weights in the folder `from`, where the model was loaded from: the
+/// tokenizer's files, templates of chats, settings of generation, licences. Other files, weights of any kind among
+/// them, are not copied, nor is `config.json`.
+///
+/// # Errors
+/// As [`save`]; a file that cannot be read, or copied.
+pub fn save_as_from(
+    model: &TransformerLM,
+    from: impl AsRef<Path>,
+    folder: impl AsRef<Path>,
+) -> Result<()> {
+    save(model, &folder)?;
+    for name in BESIDE {
+        let source = from.as_ref().join(name);
+        if source.exists() {
+            let mut content = Vec::new();
+            let read = open(&source)?.read_to_end(&mut content);
+            read.map_err(|e| Error::io("read", &source, e))?;
+            write_bytes(&folder.as_ref().join(name), &content)?;
+        }
+    }
+    Ok(())
+}
+
+/// What [`save_as_from`] copies.
+const BESIDE: [&str; 13] = [
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+];
 
 /// As [`save`], in shards of so many bytes.
 pub(crate) fn save_in_shards(model: &TransformerLM, folder: &Path, most: usize) -> Result<()> {

@@ -32,8 +32,8 @@ pub enum RopeScaling {
         original_context: usize,
     },
     /// YaRN: those that turn less than `beta_slow` times over the original context are divided by the factor, those
-    /// that turn more than `beta_fast` times stay, and between lie averages of both, linearly by the pair's number. Cosines
-    /// and sines are multiplied by `attention_factor`.
+    /// that turn more than `beta_fast` times stay, and between lie averages of both, linearly by the pair's number.
+    /// Cosines and sines are multiplied by `attention_factor`.
     ///
     /// Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023, section 3.
     Yarn {

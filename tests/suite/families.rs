@@ -3,6 +3,7 @@
 
 use crate::golden::{bounds, close, elements};
 use candle_core::{DType, Device, Tensor, safetensors};
+use proptest::prelude::*;
 use rstest::rstest;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -13,7 +14,7 @@ use tallow::compile::{PlanConfig, TrainStep};
 use tallow::hf;
 use tallow::memory::{self, Mode, Workload, tracker};
 use tallow::model::{GenerateConfig, LoadOptions, TransformerConfig, TransformerLM, flops};
-use tallow::ops::{KernelPolicy, with_kernel_policy};
+use tallow::ops::{KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tempfile::{TempDir, tempdir};
 
@@ -317,6 +318,112 @@ fn folders_that_are_refused() {
     );
 }
 
+/// The files of the tokenizer go with the model; a folder in shards becomes one file, and its index goes.
+#[test]
+fn what_stands_beside_the_weights_is_copied() {
+    let from = fixtures().join("sharded");
+    let model = hf::load(&from, &Device::Cpu).unwrap();
+    let [source, target] = [tempdir().unwrap(), tempdir().unwrap()];
+    for name in ["tokenizer.json", "notes.txt", "generation_config.json"] {
+        fs::write(source.path().join(name), name).unwrap();
+    }
+    fs::copy(
+        from.join("model.safetensors.index.json"),
+        target.path().join("model.safetensors.index.json"),
+    )
+    .unwrap();
+    hf::save_as_from(&model, source.path(), target.path()).unwrap();
+    let files = fs::read_dir(target.path()).unwrap();
+    let mut files: Vec<_> = files.map(|file| file.unwrap().file_name()).collect();
+    files.sort();
+    let wanted = [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ];
+    assert_eq!(files, wanted);
+    hf::load(target.path(), &Device::Cpu).unwrap();
+}
+
+fn configurations() -> impl Strategy<Value = TransformerConfig> {
+    let heads = (1..4usize, 1..4usize, 1..21usize);
+    let sizes = (4..40usize, 1..30usize, 1..3usize, 2..50usize);
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
+    (heads, sizes, flags).prop_map(|(heads, sizes, flags)| {
+        let ((kv_heads, group, pairs), (d_model, d_ff, num_layers, vocab_size)) = (heads, sizes);
+        let (qkv_bias, qk_norm, tie_embeddings, halves) = flags;
+        TransformerConfig {
+            vocab_size,
+            context_length: 20,
+            d_model,
+            d_ff,
+            num_layers,
+            num_heads: kv_heads * group,
+            num_kv_heads: Some(kv_heads),
+            head_dim: Some(2 * pairs),
+            qkv_bias,
+            qk_norm,
+            tie_embeddings,
+            rope_pairs: if halves {
+                RotaryPairs::Halves
+            } else {
+                RotaryPairs::Adjacent
+            },
+            ..Default::default()
+        }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    /// Kernels, references and plans agree on configurations that nobody has published.
+    #[test]
+    fn odd_configurations(config in configurations(), batch in 1..3usize, length in 1..20usize) {
+        let ids = |shift: usize| {
+            let ids = (0..batch * length).map(|i| ((i * i + shift) % config.vocab_size) as u32);
+            Tensor::from_iter(ids, &Device::Cpu).unwrap().reshape((batch, length)).unwrap()
+        };
+        let (tokens, targets) = (ids(0), ids(1));
+        let model = TransformerLM::new(&config, 1, &Device::Cpu).unwrap();
+        prop_assert_eq!(config.num_parameters(), model.num_parameters());
+        let of_policy = |policy, attention| with_kernel_policy(policy, || {
+            let loss = model.clone().with_attention(attention).loss(&tokens, &targets).unwrap();
+            let gradients = tallow::backward(loss.clone()).unwrap();
+            let parameters = model.parameters().into_iter();
+            let gradients: Vec<Tensor> = parameters.map(|(_, p)| gradients.get(&p).unwrap().clone()).collect();
+            (elements(&loss)[0], gradients)
+        });
+        let (wanted, gradients) = of_policy(KernelPolicy::Reference, Algorithm::Naive);
+        let near = |what: &str, got: &Tensor, wanted: &Tensor| {
+            let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
+            let (got, wanted) = (elements(got), elements(wanted));
+            let differences: Vec<f64> = got.iter().zip(&wanted).map(|(a, b)| a - b).collect();
+            // Gradients that are rounding alone, as those of one key's scores, are near 0.
+            let bound = 2e-5 * norm(&wanted) + 1e-7;
+            prop_assert!(norm(&differences) <= bound, "{}: {:e}", what, norm(&differences));
+            Ok(())
+        };
+        for attention in Algorithm::ALL {
+            let (loss, found) = of_policy(KernelPolicy::Strict, attention);
+            prop_assert!((loss - wanted).abs() <= 2e-6 * wanted.abs() + 1e-7, "{} {}", loss, wanted);
+            for ((name, _), (found, wanted)) in model.parameters().iter().zip(found.iter().zip(&gradients)) {
+                near(name, found, wanted)?;
+            }
+            let planned = model.clone().with_attention(attention);
+            let optimizer = AdamW::new(planned.parameters(), AdamWConfig::default()).unwrap();
+            let plan_config = PlanConfig { batch_size: batch, sequence_length: length, ..Default::default() };
+            let mut step = TrainStep::new(&planned, &optimizer, &plan_config).unwrap();
+            step.forward_backward(&tokens, &targets).unwrap();
+            let found = step.gradients().unwrap();
+            for ((name, found), wanted) in found.iter().zip(&gradients) {
+                near(name, found, wanted)?;
+            }
+        }
+    }
+}
+
 /// Adjacent pairs are this crate's own.
 #[test]
 fn a_model_of_no_family_is_not_saved() {
@@ -379,7 +486,7 @@ fn memory_is_predicted() {
         vocab_size: 3000,
         qk_norm: true,
         tie_embeddings: true,
-        rope_pairs: tallow::ops::RotaryPairs::Halves,
+        rope_pairs: RotaryPairs::Halves,
         ..Default::default()
     };
     for attention in Algorithm::ALL {

@@ -1,8 +1,8 @@
 //! How ops get into candle's graph, or into the trace that is open on the thread.
 //!
 //! An op is a [`Spec`] whose lowering plans it and computes it ([`run`], [`by_kernels`]), or a result that is there
-//! already ([`Op`], [`apply`]), or a composition of candle's own ops under one name ([`composed`]); [`input`] and its kin
-//! prepare the operands of compositions. What is a node of candle's graph by `Op` is written on the tape as well, by
+//! already ([`Op`], [`apply`]), or a composition of candle's own ops under one name ([`composed`]); [`input`] and its
+//! kin prepare the operands of compositions. What is a node of candle's graph by `Op` is written on the tape as well, by
 //! which [`backward`](crate::backward()) finds it ([`node_of`]).
 
 mod apply;
