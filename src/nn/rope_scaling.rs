@@ -182,3 +182,53 @@ impl RopeScaling {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn near(found: &[f64], wanted: &[(usize, f64)]) {
+        for (i, wanted) in wanted {
+            let error = (found[*i] - wanted).abs() / wanted;
+            assert!(error < 3e-6, "{i}: {} for {wanted}", found[*i]);
+        }
+    }
+
+    /// Llama 3.2's, with pairs that stay, that are mixed and that are divided: values of `transformers` 5.23, in f32.
+    #[test]
+    fn llama3_is_that_of_transformers() {
+        let scaling = RopeScaling::Llama3 {
+            factor: 32.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_context: 8192,
+        };
+        let wanted = [
+            (0, 1.0),
+            (1, 0.663_601_279_258_728),
+            (14, 0.003_211_446_106_433_868_4),
+            (15, 0.001_290_548_010_729_253_3),
+            (16, 0.000_429_556_705_057_621),
+            (17, 9.708_286_233_944_818e-5),
+            (18, 1.946_163_865_795_824_7e-5),
+            (31, 9.418_306_490_260_875e-8),
+        ];
+        near(&scaling.frequencies(500_000.0, 64), &wanted);
+    }
+
+    /// The same for YaRN.
+    #[test]
+    fn yarn_is_that_of_transformers() {
+        let scaling = RopeScaling::yarn(4.0, 2048);
+        let wanted = [
+            (1, 0.749_894_201_755_523_7),
+            (14, 0.011_627_212_166_786_194),
+            (16, 0.005_384_615_156_799_555),
+            (20, 0.000_973_008_573_055_267_3),
+            (24, 0.000_250_000_011_874_362_8),
+            (31, 3.333_803_761_051_968e-5),
+        ];
+        near(&scaling.frequencies(10_000.0, 64), &wanted);
+        assert!((scaling.amplitude() - 1.138_629_436_111_989).abs() < 1e-15);
+    }
+}

@@ -396,13 +396,21 @@ proptest! {
             (elements(&loss)[0], gradients)
         });
         let (wanted, gradients) = of_policy(KernelPolicy::Reference, Algorithm::Naive);
+        let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let norms = gradients.iter().map(|gradient| norm(&elements(gradient)));
+        let largest = norms.fold(0.0, f64::max);
         let near = |what: &str, got: &Tensor, wanted: &Tensor| {
-            let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
             let (got, wanted) = (elements(got), elements(wanted));
             let differences: Vec<f64> = got.iter().zip(&wanted).map(|(a, b)| a - b).collect();
-            // Gradients that are rounding alone, as those of one key's scores, are near 0.
-            let bound = 2e-5 * norm(&wanted) + 1e-7;
-            prop_assert!(norm(&differences) <= bound, "{}: {:e}", what, norm(&differences));
+            // A gradient whose terms cancel has the rounding of those that do not.
+            let bound = 2e-5 * norm(&wanted) + 2e-6 * largest;
+            prop_assert!(
+                norm(&differences) <= bound,
+                "{}: {:e} of {:e}",
+                what,
+                norm(&differences),
+                norm(&wanted)
+            );
             Ok(())
         };
         for attention in Algorithm::ALL {
