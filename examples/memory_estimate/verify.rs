@@ -40,7 +40,7 @@ fn row(i: usize) -> Result<Fields> {
     let pair = [predicted.after_forward_bytes, measured.after_forward_bytes];
     row.insert("predicted_after_forward_bytes", pair[0]);
     row.insert("measured_after_forward_bytes", pair[1]);
-    let outside = is_outside(predicted.peak_bytes, measured.peak_bytes, config.num_layers);
+    let outside = is_outside(predicted.peak_bytes, measured.peak_bytes);
     row.insert("outside", outside);
     Ok(row)
 }
@@ -110,14 +110,15 @@ fn notes(report: &Report, outside: usize) -> Vec<String> {
         )
     };
     let mut notes = vec![format!(
-        "{outside} of {} are outside: further off than 2% or 1 MiB, whichever is more, or, with 16 KiB a layer for \
-         records of tensors and ops, more than 2% too low.",
+        "{outside} of {} are outside: further off than 2% or 1 MiB, whichever is more, or more than 2% too low.",
         report.rows.len()
     )];
     notes.extend(under.map(|row| describe("The furthest below, in percent", row)));
     notes.extend(over.map(|row| describe("The furthest above, in bytes", row)));
     notes.push(
-        "The breakdown counts blocks of every thread; a thread without work holds none. It leaves those records out."
+        "The breakdown counts blocks of every thread; a thread without work holds none. It leaves out records of \
+         tensors \
+         and ops, some 16 KiB a layer."
             .into(),
     );
     notes

@@ -62,17 +62,17 @@ pub(crate) fn view<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -
 }
 
 /// The elements of an operand of any of the kernels' dtypes, to be read: one after another, or heads by strides.
-pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Slice<'a>> {
-    fn of<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<Slice<'a>> {
+pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Slice<'a>> {
+    fn of<'a, T: WithDType>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Slice<'a>> {
         let slice = |elements: &'a [T]| {
             let start = elements.as_ptr().cast_mut().cast();
             // SAFETY: they are borrowed for as long.
             unsafe { Slice::new(start, elements.len(), T::DTYPE) }
         };
-        match *layout.stride() {
-            [batch, head, row, col] if !layout.is_contiguous() => {
+        match layout.stride().try_into() {
+            Ok(strides) if !layout.is_contiguous() => {
                 let elements = &storage.as_slice::<T>()?[layout.start_offset()..];
-                Ok(slice(elements).by_strides([batch, head, row, col]))
+                Ok(slice(elements).by_strides(strides))
             }
             _ => Ok(slice(view::<T>(storage, layout)?)),
         }

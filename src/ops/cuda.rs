@@ -16,10 +16,10 @@ pub(crate) fn view<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View
 }
 
 /// As [`view`], or heads by strides.
-pub(super) fn lying<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
-    match *layout.stride() {
-        [batch, head, row, 1] if !layout.is_contiguous() => {
-            Ok(from_first(storage, layout)?.by_strides([batch, head, row, 1]))
+pub(super) fn lying<'a>(storage: &'a CudaStorage, layout: &'a Layout) -> Result<View<'a>> {
+    match <&[usize; 4]>::try_from(layout.stride()) {
+        Ok(strides @ [_, _, _, 1]) if !layout.is_contiguous() => {
+            Ok(from_first(storage, layout)?.by_strides(strides))
         }
         _ => view(storage, layout),
     }

@@ -175,7 +175,7 @@ fn heads<'a, T: Stored>(s: &Slices<'a>, name: &str, dims: [usize; 4]) -> Result<
     let (data, strides) = s.lying(name)?;
     let [_, heads, rows, width] = dims;
     let in_order = [heads * rows * width, rows * width, width, 1];
-    let strides = strides.unwrap_or(in_order);
+    let strides = *strides.unwrap_or(&in_order);
     Ok(Heads { data, strides })
 }
 

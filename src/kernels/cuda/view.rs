@@ -16,7 +16,7 @@ pub(crate) struct View<'a> {
     /// How many elements it has.
     pub len: usize,
     /// Of four dimensions that are not one after another; else it is contiguous.
-    pub strides: Option<[usize; 4]>,
+    pub strides: Option<&'a [usize; 4]>,
     owner: PhantomData<&'a ()>,
 }
 
@@ -38,7 +38,7 @@ impl<'a> View<'a> {
     }
 
     /// With heads, (B, H, T, Dh), by these strides.
-    pub(crate) fn by_strides(self, strides: [usize; 4]) -> Self {
+    pub(crate) fn by_strides(self, strides: &'a [usize; 4]) -> Self {
         Self {
             strides: Some(strides),
             ..self

@@ -231,6 +231,7 @@ impl Kernel {
 
     /// With all of these.
     pub(crate) fn with_all(mut self, attributes: &[(&'static str, Attribute)]) -> Self {
+        self.attributes.reserve_exact(attributes.len());
         self.attributes.extend(attributes);
         self
     }

@@ -141,6 +141,7 @@ impl Calls {
         reads: impl Into<Named<Slot>>,
         writes: impl Into<Named<Slot>>,
     ) {
+        self.calls.reserve_exact(1); // few: their records count beside small tensors
         self.calls.push(KernelCall {
             kernel,
             reads: reads.into(),

@@ -15,7 +15,7 @@ pub(crate) struct Slice<'a> {
     count: usize,
     dtype: DType,
     /// Of four dimensions that are not one after another: all elements from the first of theirs on are here.
-    strides: Option<[usize; 4]>,
+    strides: Option<&'a [usize; 4]>,
     lent: PhantomData<&'a ()>,
 }
 
@@ -34,7 +34,7 @@ impl<'a> Slice<'a> {
     }
 
     /// With heads, (B, H, T, Dh), by these strides.
-    pub fn by_strides(self, strides: [usize; 4]) -> Self {
+    pub fn by_strides(self, strides: &'a [usize; 4]) -> Self {
         Self {
             strides: Some(strides),
             ..self
@@ -138,7 +138,7 @@ impl<'a> Slices<'a> {
     }
 
     /// As [`x`](Self::x), with the strides of heads, (B, H, T, Dh), that are not one after another.
-    pub fn lying<T: WithDType>(&self, name: &str) -> Result<(&'a [T], Option<[usize; 4]>)> {
+    pub fn lying<T: WithDType>(&self, name: &str) -> Result<(&'a [T], Option<&'a [usize; 4]>)> {
         match self.reads.get(name) {
             Some(slice) => Ok((slice.elements()?, slice.strides)),
             None => bail!("{name} is not read"),

@@ -55,7 +55,7 @@ struct Ranged<C> {
     op: C,
     path: Path,
     /// Of the node, for as long as candle has them too; none where there is no graph.
-    inputs: Vec<Tensor>,
+    inputs: Box<[Tensor]>,
     entry: tape::Entry,
 }
 
@@ -100,7 +100,7 @@ impl<C: Op> Ranged<C> {
 
 impl<C: Op> Node for Ranged<C> {
     fn inputs(&self) -> Vec<Tensor> {
-        self.inputs.clone()
+        self.inputs.to_vec()
     }
 
     fn backward(&self, y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>> {
@@ -162,7 +162,7 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
         path,
         inputs: match keeps_graph {
             true => inputs.iter().map(|x| (*x).clone()).collect(),
-            false => Vec::new(),
+            false => Box::default(),
         },
         entry: tape::Entry::default(),
     });

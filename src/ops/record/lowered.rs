@@ -62,11 +62,11 @@ pub(crate) fn as_they_lie<const N: usize>(
     op: impl Spec + Send + Sync + 'static,
     inputs: [&Tensor; N],
 ) -> crate::Result<Tensor> {
-    let Some(lowering) = info::of(name).and_then(|info| info.lowering) else {
+    let Some(lowering) = info::of(name).and_then(|info| info.lowering.as_ref()) else {
         return Err(candle_core::Error::msg(format!("{name} lowers to nothing")).into());
     };
     if graph::is_tracing() {
-        return traced(name, op, &inputs, Some(lowering), false);
+        return traced(name, op, &inputs, Some(*lowering), false);
     }
     let op = Lowered {
         name,
@@ -80,13 +80,13 @@ pub(crate) fn as_they_lie<const N: usize>(
 struct Lowered<S> {
     name: &'static str,
     spec: S,
-    lowering: Lowering,
+    lowering: &'static Lowering,
     /// What forward has left for backward, as the spec lists it; none once a backward has written over it.
-    kept: Mutex<Option<Vec<Tensor>>>,
+    kept: Mutex<Option<Box<[Tensor]>>>,
 }
 
 impl<S: Spec> Lowered<S> {
-    fn kept(&self) -> MutexGuard<'_, Option<Vec<Tensor>>> {
+    fn kept(&self) -> MutexGuard<'_, Option<Box<[Tensor]>>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -129,13 +129,13 @@ impl<S: Spec> Lowered<S> {
             tensors.push(tensor);
         }
         self.spec.has_kept(&tensors);
-        *self.kept() = Some(tensors);
+        *self.kept() = Some(tensors.into());
         let output = run.storage(Slot::Output)?;
         Ok((output, shape.clone()))
     }
 
     /// What forward leaves, where a backward before this one has written over it.
-    fn forward_again(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+    fn forward_again(&self, inputs: &[&Tensor]) -> Result<Box<[Tensor]>> {
         let operands: Vec<Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
         let guards: Vec<_> = inputs.iter().map(|x| x.storage_and_layout()).collect();
         let lying = guards.iter();
@@ -247,7 +247,7 @@ enum Lying<'a> {
 }
 
 impl<'a> Lying<'a> {
-    fn of(storage: &'a Storage, layout: &Layout) -> Result<Self> {
+    fn of(storage: &'a Storage, layout: &'a Layout) -> Result<Self> {
         match storage {
             Storage::Cpu(storage) => Ok(Self::Cpu(cpu::slice(storage, layout)?)),
             #[cfg(feature = "cuda")]
@@ -276,18 +276,20 @@ impl<'a> Run<'a> {
         calls: &'a Calls,
         reads: Vec<Tensor>,
     ) -> Self {
+        let given = signature.inputs.len() + signature.kept.len() + 2; // and the output and its gradient
+        let written = calls.calls.iter().map(|call| call.writes.entries().len());
         Self {
             device,
             signature,
             calls,
-            operands: Vec::new(),
+            operands: Vec::with_capacity(given + written.sum::<usize>()),
             reads: reads.into_iter().map(Some).collect(),
             made: Vec::new(),
         }
     }
 
     /// What is there beforehand.
-    pub(super) fn give(&mut self, slot: Slot, storage: &'a Storage, layout: &Layout) -> Result<()> {
+    pub(super) fn give(&mut self, slot: Slot, storage: &'a Storage, layout: &'a Layout) -> Result<()> {
         self.operands.push((slot, Lying::of(storage, layout)?));
         Ok(())
     }

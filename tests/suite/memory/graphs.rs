@@ -522,8 +522,8 @@ fn segments_without_a_graph_take_what_is_predicted() {
         let plan = estimate(&config, &workload).unwrap();
         let measured = measure(&config, &workload).unwrap();
         println!("{layers} {strategy}: {} {measured:?}", plan.peak_bytes);
-        // Of tensors and ops, and of the calls that run; a block's copies of weights have 94,208 bytes.
-        let records = 12 * 1024 * layers as u64 + 8 * 1024;
+        // Of tensors and ops; a block's copies of weights have 94,208 bytes.
+        let records = 12 * 1024 * layers as u64;
         assert!(
             plan.peak_bytes.abs_diff(measured.peak_bytes) < records,
             "{layers} {strategy}: {} {measured:?}",

@@ -31,17 +31,12 @@ fn estimates_are_near_on_a_sample() {
     let wrong = pool.unwrap().install(|| {
         let mut wrong = Vec::new();
         for (i, config, workload) in cheap() {
-            let layers = config.num_layers;
             let plan = estimate(&config, &workload).unwrap();
             let measured = measure(&config, &workload).unwrap();
             let line = format!("case {i}: predicted {}, {measured:?}", plan.peak_bytes);
             println!("{line}");
-            if is_outside(plan.peak_bytes, measured.peak_bytes, layers)
-                || is_outside(
-                    plan.after_forward_bytes,
-                    measured.after_forward_bytes,
-                    layers,
-                )
+            if is_outside(plan.peak_bytes, measured.peak_bytes)
+                || is_outside(plan.after_forward_bytes, measured.after_forward_bytes)
             {
                 wrong.push(line);
             }
@@ -85,13 +80,11 @@ fn near_is_two_percent_or_a_mib_and_hardly_below() {
         (19 * mib / 10, 2 * mib, true),
     ] {
         assert_eq!(
-            is_outside(predicted, measured, 0),
+            is_outside(predicted, measured),
             outside,
             "{predicted} {measured}"
         );
     }
-    assert!(!is_outside(98 * mib - 32_768, 100 * mib, 2));
-    assert!(is_outside(98 * mib - 32_769, 100 * mib, 2));
 }
 
 #[test]

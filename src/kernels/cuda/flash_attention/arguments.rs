@@ -24,7 +24,7 @@ impl<'a> Heads<'a> {
     pub(crate) fn new(view: View<'a>, dims: [usize; 4]) -> Self {
         let [_, heads, rows, width] = dims;
         let strides = match view.strides {
-            Some([batch, head, row, _]) => [batch, head, row],
+            Some(&[batch, head, row, _]) => [batch, head, row],
             None => [heads * rows * width, rows * width, width],
         };
         Self {
