@@ -1,5 +1,6 @@
 //! What lowerings of attention have in common: operands, and sizes as kernels have them.
 
+use crate::graph::Room;
 use crate::kernels::attention::Sizes;
 use crate::ops::lowering::{Kernel, Signature, Slot};
 use candle_core::Result;
@@ -45,6 +46,14 @@ pub(super) fn sized(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> K
         .with_all(signature.attributes)
         .costing(2.0 * passes * multiplied)
         .scoring(scores)
+}
+
+/// With what it takes for itself on the CPU.
+pub(super) fn taking(kernel: Kernel, room: impl FnOnce(&Sizes) -> Room) -> Kernel {
+    match sizes(&kernel) {
+        Ok(sizes) => kernel.taking(room(&sizes)),
+        Err(_) => kernel, // refused by the op
+    }
 }
 
 pub(super) fn sizes(k: &Kernel) -> Result<Sizes> {

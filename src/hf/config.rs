@@ -108,7 +108,7 @@ impl Settings<'_> {
     fn check_rest(&self, wanted: &[(&'static str, Value)]) -> Result<()> {
         for (key, wanted) in wanted {
             if let Some(value) = self.get(key)
-                && value != wanted
+                && !is_same(value, wanted)
             {
                 return self.refuse(format!("{key} is {value}, and only {wanted} is known"));
             }
@@ -121,6 +121,14 @@ impl Settings<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// Whether both are one value: numbers by what they are, `0` as `0.0`.
+fn is_same(value: &Value, wanted: &Value) -> bool {
+    match (value.as_f64(), wanted.as_f64()) {
+        (Some(value), Some(wanted)) => value == wanted,
+        _ => value == wanted,
     }
 }
 

@@ -91,7 +91,7 @@ pub fn load_with(
 /// A model of none of the families (one that rotates adjacent pairs, say); a path that cannot be written; a weight with
 /// an element that is not finite.
 pub fn save(model: &TransformerLM, folder: impl AsRef<Path>) -> Result<()> {
-    save_in_shards(model, folder.as_ref(), SHARD_BYTES)
+    save_in_shards(model, folder, SHARD_BYTES)
 }
 
 /// As [`save`], with what stands beside the weights in the folder `from`, where the model was loaded from: the
@@ -135,8 +135,16 @@ const BESIDE: [&str; 13] = [
     "LICENSE.txt",
 ];
 
-/// As [`save`], in shards of so many bytes.
-pub(crate) fn save_in_shards(model: &TransformerLM, folder: &Path, most: usize) -> Result<()> {
+/// As [`save`], in shards of at most `max_shard_bytes`; a weight of more bytes has a shard of its own.
+///
+/// # Errors
+/// As [`save`].
+pub fn save_in_shards(
+    model: &TransformerLM,
+    folder: impl AsRef<Path>,
+    max_shard_bytes: usize,
+) -> Result<()> {
+    let folder = folder.as_ref();
     let entries: Vec<Entry> = model.entries().collect();
     let dtype = entries
         .first()
@@ -156,7 +164,7 @@ pub(crate) fn save_in_shards(model: &TransformerLM, folder: &Path, most: usize) 
         let entry = Entry { name, ..entry };
         total += bytes;
         match shards.last_mut() {
-            Some((size, shard)) if *size + bytes <= most => {
+            Some((size, shard)) if *size + bytes <= max_shard_bytes => {
                 *size += bytes;
                 shard.push(entry);
             }
@@ -175,21 +183,24 @@ pub(crate) fn save_in_shards(model: &TransformerLM, folder: &Path, most: usize) 
         }
         save_tensors(&folder.join(file), shard, &[("format", "pt".into())], 1)?;
     }
-    let index = folder.join(INDEX);
+    let [single, index] = [SINGLE, INDEX].map(|name| folder.join(name));
     match count {
-        // Of another model that was here.
-        1 => match std::fs::remove_file(&index) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                return Err(Error::io("remove", &index, e));
-            }
-            _ => {}
-        },
+        1 => remove(&index)?,
         _ => {
             let json = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
             write_bytes(&index, pretty(&json).as_bytes())?;
+            remove(&single)?;
         }
     }
     write_bytes(&folder.join(CONFIG), pretty(&config).as_bytes())
+}
+
+/// Removes a file of another model that was here: a reader would take it for this one's.
+fn remove(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, e)),
+        _ => Ok(()),
+    }
 }
 
 fn pretty(json: &Value) -> String {

@@ -88,7 +88,7 @@ impl CausalSelfAttention {
     /// [`Algorithm::Naive`].
     ///
     /// # Errors
-    /// A num_heads that num_kv_heads does not divide, and whatever the builder answers.
+    /// A num_heads that num_kv_heads does not divide, a size that is 0 or beyond addresses, and whatever the builder answers.
     pub fn with_config(
         config: &SelfAttentionConfig,
         rotary: Option<RotaryEmbedding>,
@@ -104,19 +104,28 @@ impl CausalSelfAttention {
                 ),
             );
         }
-        let projection = |heads: usize, name: &str| match config.qkv_bias {
-            true => Linear::with_bias(width, heads * head_dim, vb.pp(name)),
-            false => Linear::new(width, heads * head_dim, vb.pp(name)),
+        let Some(q_width) = heads.checked_mul(head_dim).filter(|width| *width > 0) else {
+            return Err(
+                Error::config("CausalSelfAttention", "head_dim", head_dim).must_be(
+                    format!("more than 0 elements for each of num_heads {heads}, which is not 0"),
+                    "q has num_heads * head_dim elements a token",
+                ),
+            );
+        };
+        let kv_width = kv_heads * head_dim; // of so many heads as q has, or fewer
+        let projection = |to: usize, name: &str| match config.qkv_bias {
+            true => Linear::with_bias(width, to, vb.pp(name)),
+            false => Linear::new(width, to, vb.pp(name)),
         };
         let norm = |eps, name: &str| RmsNorm::new(head_dim, eps, vb.pp(name));
         let norms = config
             .qk_norm_eps
             .map(|eps| Result::Ok([norm(eps, "q_norm")?, norm(eps, "k_norm")?]));
         Ok(Self {
-            q_proj: projection(heads, "q_proj")?,
-            k_proj: projection(kv_heads, "k_proj")?,
-            v_proj: projection(kv_heads, "v_proj")?,
-            output_proj: Linear::new(heads * head_dim, width, vb.pp("output_proj"))?,
+            q_proj: projection(q_width, "q_proj")?,
+            k_proj: projection(kv_width, "k_proj")?,
+            v_proj: projection(kv_width, "v_proj")?,
+            output_proj: Linear::new(q_width, width, vb.pp("output_proj"))?,
             norms: norms.transpose()?,
             rotary,
             num_heads: heads,

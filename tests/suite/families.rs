@@ -14,6 +14,7 @@ use tallow::compile::{PlanConfig, TrainStep};
 use tallow::hf;
 use tallow::memory::{self, Mode, Workload, tracker};
 use tallow::model::{GenerateConfig, LoadOptions, TransformerConfig, TransformerLM, flops};
+use tallow::nn::{CausalSelfAttention, SelfAttentionConfig, seeded};
 use tallow::ops::{KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tempfile::{TempDir, tempdir};
@@ -230,6 +231,84 @@ fn what_is_saved_is_loaded() {
         assert_eq!(own.config(), model.config());
         assert_eq!(logits(&own), logits(&model), "{name}");
     }
+}
+
+#[test]
+fn what_is_saved_in_shards_is_loaded() {
+    let golden = Golden::read("qwen3");
+    let model = golden.model(DType::F32, Algorithm::Flash, &Device::Cpu);
+    let folder = tempdir().unwrap();
+    let [tokens, _] = golden.batch(&Device::Cpu);
+    let logits = |model: &TransformerLM| elements(&model.forward(&tokens).unwrap());
+    let shards = || {
+        let files = fs::read_dir(folder.path()).unwrap();
+        let files = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+        let mut shards: Vec<_> = files.filter(|name| name.ends_with("tensors")).collect();
+        shards.sort();
+        shards
+    };
+    hf::save(&model, folder.path()).unwrap();
+    assert_eq!(shards(), ["model.safetensors"]);
+    // The one file goes: `transformers` would read it.
+    hf::save_in_shards(&model, folder.path(), 24_000).unwrap();
+    let count = shards().len();
+    assert!(count > 2, "{count}");
+    assert_eq!(
+        shards()[1],
+        format!("model-00002-of-{count:05}.safetensors")
+    );
+    assert_eq!(
+        logits(&hf::load(folder.path(), &Device::Cpu).unwrap()),
+        logits(&model)
+    );
+    // A weight that is larger has a shard of its own.
+    let each = tempdir().unwrap();
+    hf::save_in_shards(&model, each.path(), 0).unwrap();
+    assert_eq!(
+        fs::read_dir(each.path()).unwrap().count(),
+        model.parameters().len() + 2
+    );
+    assert_eq!(
+        logits(&hf::load(each.path(), &Device::Cpu).unwrap()),
+        logits(&model)
+    );
+}
+
+#[rstest]
+#[case("attention_dropout", json!(0))]
+#[case("pretraining_tp", json!(1.0))]
+#[case("partial_rotary_factor", json!(1))]
+fn numbers_are_compared_by_value(#[case] key: &str, #[case] value: Value) {
+    let golden = Golden::read("llama");
+    let path = golden.folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config[key] = value;
+    fs::write(&path, config.to_string()).unwrap();
+    hf::config(golden.folder.path()).unwrap();
+}
+
+#[rstest]
+#[case(0, 1, 8, "num_heads 0")]
+#[case(4, 2, 0, "head_dim")]
+#[case(usize::MAX - 1, 2, 3, "head_dim")]
+#[case(4, 0, 8, "num_kv_heads 0")]
+fn sizes_of_heads_that_are_refused(
+    #[case] num_heads: usize,
+    #[case] num_kv_heads: usize,
+    #[case] head_dim: usize,
+    #[case] named: &str,
+) {
+    let config = SelfAttentionConfig {
+        d_model: 16,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        qkv_bias: true,
+        qk_norm_eps: None,
+    };
+    let vb = seeded(0, DType::F32, &Device::Cpu);
+    let error = CausalSelfAttention::with_config(&config, None, vb).unwrap_err();
+    assert!(error.to_string().contains(named), "{error}");
 }
 
 /// As older files have it.

@@ -1,6 +1,6 @@
 //! Flash attention as calls of kernels, on heads as they lie.
 
-use crate::attention::lowering::{GRADIENTS, INPUTS, sized, sizes};
+use crate::attention::lowering::{GRADIENTS, INPUTS, sized, sizes, taking};
 use crate::graph::{Room, Target};
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::Stored;
@@ -58,14 +58,6 @@ fn kept(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
 /// What the kernels write beside, on a GPU.
 fn workspace_of(signature: &Signature<'_>, calls: &mut Calls, words: usize) -> Option<Slot> {
     (signature.target == Target::Cuda).then(|| calls.scratch(&[words], DType::U32))
-}
-
-/// With what it takes for itself on the CPU.
-fn taking(kernel: Kernel, room: impl FnOnce(&Sizes) -> Room) -> Kernel {
-    match sizes(&kernel) {
-        Ok(sizes) => kernel.taking(room(&sizes)),
-        Err(_) => kernel, // refused by the op
-    }
 }
 
 fn forward_room(sizes: &Sizes, dtype: DType) -> Room {

@@ -1,7 +1,7 @@
 //! Naive attention as calls of kernels, on heads one after another.
 
 use super::op::rooms;
-use crate::attention::lowering::{GRADIENTS, INPUTS, matrices, sized, sizes};
+use crate::attention::lowering::{GRADIENTS, INPUTS, matrices, sized, sizes, taking};
 use crate::graph::Target;
 use crate::kernels::cpu::attention::naive;
 #[cfg(feature = "cuda")]
@@ -9,7 +9,7 @@ use crate::kernels::cuda::naive_attention::{self, HeadGroups};
 use crate::kernels::workspace;
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::Operands;
-use crate::ops::lowering::{Calls, Kernel, Lowering, Named, Signature, Slot, kernel, on_gpu};
+use crate::ops::lowering::{Calls, Lowering, Named, Signature, Slot, kernel, on_gpu};
 use candle_core::DType;
 #[cfg(feature = "cuda")]
 use candle_core::Result;
@@ -22,7 +22,9 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
             let lse = s.some_y("lse")?.unwrap_or_default();
             naive::forward_with_lse(&sizes, q, k, v, s.y("p")?, lse, s.y("out")?);
         });
-        let kernel = taking(sized(kernel, signature, 1.0), signature, 0);
+        let kernel = taking(sized(kernel, signature, 1.0), |sizes| {
+            rooms(sizes, signature.output.dtype)[0]
+        });
         let kernel = on_gpu!(kernel, |k, l| forward(k, l));
         let mut calls = Calls::default();
         let mut writes = vec![("out", Slot::Output), ("p", Slot::Kept(0))];
@@ -44,7 +46,9 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
             let (dq, dk, dv) = (s.y("dq")?, s.y("dk")?, s.y("dv")?);
             naive::backward(&sizes, d_out, q, k, v, p, dq, dk, dv);
         });
-        let kernel = taking(sized(kernel, signature, 2.0), signature, 1);
+        let kernel = taking(sized(kernel, signature, 2.0), |sizes| {
+            rooms(sizes, signature.output.dtype)[1]
+        });
         let kernel = on_gpu!(kernel, |k, l| backward(k, l));
         let reads = Named::from([("d_out", Slot::OutputGradient)]).and(INPUTS);
         let reads = reads.with("p", Slot::Kept(0));
@@ -68,14 +72,6 @@ fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
     let of_head = (q[0] / k[0].max(1)) * q[1] * k[1];
     let heads = workspace::naive_heads_at_once(k[0], of_head, signature.output.dtype);
     (signature.target == Target::Cuda).then_some([heads, of_head / k[1].max(1), k[1]])
-}
-
-/// With what naive attention takes for itself in this pass on the CPU.
-fn taking(kernel: Kernel, signature: &Signature<'_>, pass: usize) -> Kernel {
-    match sizes(&kernel) {
-        Ok(sizes) => kernel.taking(rooms(&sizes, signature.output.dtype)[pass]),
-        Err(_) => kernel, // refused by the op
-    }
 }
 
 /// Launches it. Writes out, the probabilities and, in half precision, the scores of some heads in f32.

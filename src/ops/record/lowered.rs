@@ -289,7 +289,12 @@ impl<'a> Run<'a> {
     }
 
     /// What is there beforehand.
-    pub(super) fn give(&mut self, slot: Slot, storage: &'a Storage, layout: &'a Layout) -> Result<()> {
+    pub(super) fn give(
+        &mut self,
+        slot: Slot,
+        storage: &'a Storage,
+        layout: &'a Layout,
+    ) -> Result<()> {
         self.operands.push((slot, Lying::of(storage, layout)?));
         Ok(())
     }
