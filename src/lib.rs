@@ -125,6 +125,7 @@ pub mod kernels;
 pub mod memory;
 pub mod model;
 pub mod nn;
+mod op_table;
 pub mod ops;
 pub mod optim;
 pub mod precision;

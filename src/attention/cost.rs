@@ -1,29 +1,12 @@
 //! What is known of both algorithms, which differ in what they keep.
 
-use super::{flash, naive};
 use crate::ops::cost::{Cost, Formula, cost};
 use crate::ops::info::OpInfo;
 use crate::ops::lowering::Lowering;
 use crate::probe::Operands;
 
-pub(crate) const INFOS: &[OpInfo] = &[
-    info(
-        naive::NAME,
-        naive::lowering::LOWERING,
-        "q, k, v, out, probabilities; backward those and dq, dk, dv",
-        |o| forward(o, probability_bytes(o)?),
-        |o| backward(o, probability_bytes(o)?),
-    ),
-    info(
-        flash::NAME,
-        flash::lowering::LOWERING,
-        "q, k, v, out; backward those, dout, dq, dk, dv",
-        |o| forward(o, 0.0),
-        |o| backward(o, o.output.bytes()),
-    ),
-];
-
-const fn info(
+/// An entry of either.
+pub(super) const fn info(
     op: &'static str,
     lowering: Lowering,
     bytes: &'static str,
@@ -31,23 +14,20 @@ const fn info(
     backward: Formula,
 ) -> OpInfo {
     let flops = "4 B H Tq Tk Dh, 6 a score besides; backward 8 and 5";
-    let info = OpInfo::new(op)
-        .autocast_as("scaled_dot_product_attention")
-        .on_gpu()
-        .planned(lowering);
+    let info = OpInfo::new(op).on_gpu().planned(lowering);
     let info = info.costing(flops, bytes, forward, Some(backward));
     info.holding("scores, scale, mask, softmax and values")
 }
 
 /// Writes the output, and what is kept beside it.
-fn forward(o: &Operands<'_>, kept: f64) -> Option<Cost> {
+pub(super) fn forward(o: &Operands<'_>, kept: f64) -> Option<Cost> {
     let (scores, products) = scores_and_products(o)?;
     let written = o.output.bytes() + kept;
     cost(products, 6.0 * scores, o.input_bytes(), written)
 }
 
 /// Reads the output's gradient, the inputs and what was kept.
-fn backward(o: &Operands<'_>, kept: f64) -> Option<Cost> {
+pub(super) fn backward(o: &Operands<'_>, kept: f64) -> Option<Cost> {
     let (scores, products) = scores_and_products(o)?;
     let read = o.output.bytes() + o.input_bytes() + kept;
     cost(2.0 * products, 5.0 * scores, read, o.input_bytes())
@@ -62,7 +42,7 @@ fn scores_and_products(o: &Operands<'_>) -> Option<(f64, f64)> {
 }
 
 /// The probabilities are in f32 at least. (On a GPU in half precision they are in half, and this is twice as much.)
-fn probability_bytes(o: &Operands<'_>) -> Option<f64> {
+pub(super) fn probability_bytes(o: &Operands<'_>) -> Option<f64> {
     let (scores, _) = scores_and_products(o)?;
     Some(scores * o.output.dtype.size_in_bytes().max(4) as f64)
 }

@@ -32,9 +32,12 @@ pub mod reference;
 mod shapes;
 
 pub use crate::kernels::Mask;
+use crate::ops::info::OpInfo;
 pub use algorithm::Algorithm;
 pub use flash::{MAX_HEAD_DIM as FLASH_MAX_HEAD_DIM, flash, flash_with_lse};
 pub use naive::{naive, naive_with_lse};
+
+pub(crate) const INFOS: &[OpInfo] = &[naive::INFO, flash::INFO];
 
 use crate::graph::Attribute;
 #[cfg(feature = "cuda")]

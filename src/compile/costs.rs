@@ -4,7 +4,6 @@ use super::op::Op;
 use super::parts::{PartCost, computed};
 use super::plan::{Call, Plan};
 use crate::ops::cost::Cost;
-use crate::ops::info;
 use crate::probe::{Operand, Operands};
 use candle_core::DType;
 
@@ -65,7 +64,7 @@ fn flops_of_no_part(op: &Op) -> f64 {
                 inputs: &[flat],
                 output: flat,
             };
-            let formula = info::of("adamw").and_then(|info| info.cost);
+            let formula = crate::optim::cost::ADAMW.cost;
             let cost = formula.and_then(|formula| (formula.forward)(&operands));
             cost.map_or(0.0, |cost| cost.other_flops)
         }

@@ -43,14 +43,14 @@ macro_rules! lowering {
 
 /// `f(x)`, by its kernel or its reference.
 pub(super) fn activate(f: Activation, x: &Tensor) -> Result<Tensor> {
-    let name = name(f);
-    let [x] = &cast_for(name, [x])?;
-    run(name, Activate, [x], || reference(f, x))
+    let op = info(f);
+    let [x] = &cast_for(op.op, [x])?;
+    run(op, Activate, [x], || reference(f, x))
 }
 
 /// `f(x)` in plain candle ops, half precision computed in f32 and rounded once.
 pub(super) fn reference(f: Activation, x: &Tensor) -> Result<Tensor> {
-    let name = name(f);
+    let name = info(f).op;
     check_size(name, x.dims(), x.dtype(), x.device())?;
     let wide = wide_input(name, x)?;
     let y = match f {
@@ -81,59 +81,62 @@ pub(super) fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
     x.ge(0.0)?.where_cond(&e.ones_like()?, &e)? / (e + 1.0)?
 }
 
-pub(super) const INFOS: &[OpInfo] = &[
-    per_element!(
-        OpInfo::new("tanh")
-            .planned_composed(lowering!("tanh", "tanh_backward", Tanh))
-            .on_gpu(),
-        6,
-        8,
-        BYTES
-    ),
-    per_element!(
-        OpInfo::new("sigmoid")
-            .planned_composed(lowering!("sigmoid", "sigmoid_backward", Sigmoid))
-            .on_gpu(),
-        4,
-        6,
-        BYTES
-    ),
-    per_element!(
-        OpInfo::new("silu")
-            .planned_composed(lowering!("silu", "silu_backward", Silu))
-            .on_gpu(),
-        5,
-        8,
-        BYTES
-    ),
-    per_element!(
-        OpInfo::new("gelu")
-            .planned_composed(lowering!("gelu", "gelu_backward", Gelu))
-            .on_gpu(),
-        5,
-        9,
-        BYTES
-    ),
-    per_element!(
-        OpInfo::new("gelu_tanh")
-            .planned_composed(lowering!("gelu_tanh", "gelu_tanh_backward", GeluTanh))
-            .autocast_as("gelu")
-            .on_gpu(),
-        9,
-        14,
-        BYTES
-    ),
-];
+const TANH: OpInfo = per_element!(
+    OpInfo::new("tanh")
+        .planned_composed(lowering!("tanh", "tanh_backward", Tanh))
+        .on_gpu(),
+    6,
+    8,
+    BYTES
+);
+
+const SIGMOID: OpInfo = per_element!(
+    OpInfo::new("sigmoid")
+        .planned_composed(lowering!("sigmoid", "sigmoid_backward", Sigmoid))
+        .on_gpu(),
+    4,
+    6,
+    BYTES
+);
+
+const SILU: OpInfo = per_element!(
+    OpInfo::new("silu")
+        .planned_composed(lowering!("silu", "silu_backward", Silu))
+        .on_gpu(),
+    5,
+    8,
+    BYTES
+);
+
+const GELU: OpInfo = per_element!(
+    OpInfo::new("gelu")
+        .planned_composed(lowering!("gelu", "gelu_backward", Gelu))
+        .on_gpu(),
+    5,
+    9,
+    BYTES
+);
+
+const GELU_TANH: OpInfo = per_element!(
+    OpInfo::new("gelu_tanh")
+        .planned_composed(lowering!("gelu_tanh", "gelu_tanh_backward", GeluTanh))
+        .on_gpu(),
+    9,
+    14,
+    BYTES
+);
+
+pub(super) const INFOS: &[OpInfo] = &[TANH, SIGMOID, SILU, GELU, GELU_TANH];
 const BYTES: &str = "x, y; backward x, dy, dx";
 
 /// As an op.
-fn name(f: Activation) -> &'static str {
+fn info(f: Activation) -> &'static OpInfo {
     match f {
-        Activation::Tanh => "tanh",
-        Activation::Sigmoid => "sigmoid",
-        Activation::Silu => "silu",
-        Activation::Gelu => "gelu",
-        Activation::GeluTanh => "gelu_tanh",
+        Activation::Tanh => &TANH,
+        Activation::Sigmoid => &SIGMOID,
+        Activation::Silu => &SILU,
+        Activation::Gelu => &GELU,
+        Activation::GeluTanh => &GELU_TANH,
     }
 }
 

@@ -1,20 +1,16 @@
 //! Casts: differentiable, as the policy of an autocast region wants them, and of a weight once a region.
 
-use super::cpu::for_stored;
 use super::dispatch::{self, Path, choose_where};
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
+use super::lowering::CONVERTED;
 use super::operand::{is_supported_float, operand};
 use super::record::{Spec, by_kernels, composed, input};
 use crate::grad::is_grad_enabled;
 use crate::graph;
-use crate::kernels::cpu::{Stored, cast as kernel};
-#[cfg(feature = "cuda")]
-use crate::kernels::cuda::cast as cuda_kernel;
 use crate::precision;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor, TensorId, WithDType};
+use candle_core::{DType, Shape, Tensor, TensorId};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
@@ -33,25 +29,25 @@ pub(crate) const WEIGHT_CAST: &str = "weight_cast";
 pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match x.is_variable() {
         true => cast_weight(x, dtype),
-        false => cast_as("cast", x, dtype),
+        false => cast_as(&CAST, x, dtype),
     }
 }
 
 /// [`cast`] of a weight, or of a weight taken out of the graph.
 pub(super) fn cast_weight(weight: &Tensor, dtype: DType) -> Result<Tensor> {
-    cast_as(WEIGHT_CAST, weight, dtype)
+    cast_as(&WEIGHT_CAST_INFO, weight, dtype)
 }
 
-fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
+fn cast_as(op: &'static OpInfo, x: &Tensor, dtype: DType) -> Result<Tensor> {
     if is_supported_float(dtype) && (x.dtype().is_int() || is_supported_float(x.dtype())) {
-        let x = &operand(name, x)?;
+        let x = &operand(op.op, x)?;
         if has_kernel(x, dtype) && choose_where("cast", x, true)? == Path::Kernel {
-            return by_kernels(name, Cast(dtype), [x]);
+            return by_kernels(op, Cast(dtype), [x]);
         }
         let x = &input(x);
         return match x.dtype() == dtype {
             true => Ok(x.clone()),
-            false => composed(name, &[x], (x.shape(), dtype), || Ok(x.to_dtype(dtype)?)),
+            false => composed(op, &[x], (x.shape(), dtype), || Ok(x.to_dtype(dtype)?)),
         };
     }
     Err(Error::DType {
@@ -64,65 +60,20 @@ fn cast_as(name: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
 
 fn has_kernel(x: &Tensor, dtype: DType) -> bool {
     let known = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-    dispatch::has_kernel("cast", x) && x.dtype() != dtype && known(x.dtype()) && known(dtype)
+    dispatch::has_kernel(&CAST, x) && x.dtype() != dtype && known(x.dtype()) && known(dtype)
 }
 
 /// GPUs' kernels take rows of any width.
-pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::uncast("cast")
-        .on_gpu_up_to(usize::MAX)
-        .moving()
-        .planned_composed(LOWERING),
-    OpInfo::uncast(WEIGHT_CAST)
-        .moving()
-        .planned_composed(LOWERING),
-    OpInfo::uncast("to_dtype").planned_composed(LOWERING), // candle's own, timed as no op
-];
+const CAST: OpInfo = OpInfo::new("cast")
+    .on_gpu_up_to(usize::MAX)
+    .moving()
+    .planned_composed(CONVERTED);
 
-const LOWERING: Lowering = Lowering {
-    forward: |_| Calls::default().call(converted(), [("x", Slot::Input(0))], [("y", Slot::Output)]),
-    backward: |_| {
-        let reads = [("x", Slot::OutputGradient)];
-        Calls::default().call(converted(), reads, [("y", Slot::Gradient(0))])
-    },
-};
+const WEIGHT_CAST_INFO: OpInfo = OpInfo::new(WEIGHT_CAST)
+    .moving()
+    .planned_composed(CONVERTED);
 
-/// Reads x; writes y, which is x in another dtype.
-pub(crate) fn converted() -> Kernel {
-    fn from<T: WithDType>(s: &Slices<'_>) -> candle_core::Result<()> {
-        let written = s.dtype_of("y")?;
-        let x = s.x::<T>("x")?;
-        for_stored!(written, U => {
-            let each = s.y::<U>("y")?.iter_mut().zip(x);
-            each.for_each(|(y, x)| *y = WithDType::from_f64(x.to_f64()));
-            Ok(())
-        })
-    }
-    fn half_or_f32<T: Stored<Wide = f32>>(s: &Slices<'_>) -> candle_core::Result<()> {
-        let x = s.x::<T>("x")?;
-        match s.dtype_of("y")? {
-            DType::F32 => kernel::cast(x, s.y::<f32>("y")?),
-            DType::F16 => kernel::cast(x, s.y::<half::f16>("y")?),
-            DType::BF16 => kernel::cast(x, s.y::<half::bf16>("y")?),
-            _ => return from::<T>(s),
-        }
-        Ok(())
-    }
-    let kernel = Kernel::new("cast", |_, s| match s.dtype()? {
-        DType::F32 => half_or_f32::<f32>(s),
-        DType::F16 => half_or_f32::<half::f16>(s),
-        DType::BF16 => half_or_f32::<half::bf16>(s),
-        DType::U8 => from::<u8>(s),
-        DType::U32 => from::<u32>(s),
-        DType::I64 => from::<i64>(s),
-        dtype => for_stored!(dtype, T => from::<T>(s)),
-    });
-    on_gpu!(kernel, |_, l| cuda_kernel::cast(
-        l.gpu,
-        l.x("x")?,
-        l.y("y")?
-    ))
-}
+pub(super) const INFOS: &[OpInfo] = &[CAST, WEIGHT_CAST_INFO];
 
 /// To this dtype.
 struct Cast(DType);

@@ -55,15 +55,15 @@ pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
     let call = || Plain::new(shape.as_slice(), dtype);
     // An op of candle's graph has three inputs at most.
     let has_kernel = inputs.len() <= 3 && is_supported_float(dtype);
-    if has_kernel && choose("concat", inputs[0])? == Path::Kernel {
+    if has_kernel && choose(&INFO, inputs[0])? == Path::Kernel {
         match inputs[..] {
-            [a] => return by_kernels("concat", call(), [a]),
-            [a, b] => return by_kernels("concat", call(), [a, b]),
-            [a, b, c] => return by_kernels("concat", call(), [a, b, c]),
+            [a] => return by_kernels(&INFO, call(), [a]),
+            [a, b] => return by_kernels(&INFO, call(), [a, b]),
+            [a, b, c] => return by_kernels(&INFO, call(), [a, b, c]),
             _ => {}
         }
     }
-    composed_as("concat", &inputs, call(), || {
+    composed_as(&INFO, &inputs, call(), || {
         let inputs: Vec<Tensor> = inputs.iter().map(|x| input(x)).collect();
         Ok(Tensor::cat(&inputs, dim)?.contiguous()?)
     })
@@ -99,7 +99,6 @@ fn shape_of(inputs: &[&Tensor], dim: usize) -> Result<Vec<usize>> {
 }
 
 pub(super) const INFO: OpInfo = OpInfo::new("concat")
-    .autocast_as("cat")
     .on_gpu_up_to(usize::MAX)
     .moving()
     .planned_composed(LOWERING);

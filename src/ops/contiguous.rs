@@ -1,8 +1,7 @@
 //! A view's elements in order.
 
-use super::info::OpInfo;
 use super::operand::operand;
-use super::record::{self, SAME};
+use super::record;
 use crate::Result;
 use candle_core::Tensor;
 
@@ -24,5 +23,3 @@ use candle_core::Tensor;
 pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     Ok(record::contiguous(&operand("contiguous", x)?)?)
 }
-
-pub(super) const INFO: OpInfo = OpInfo::uncast("contiguous").moving().planned_composed(SAME);

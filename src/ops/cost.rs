@@ -1,7 +1,5 @@
 //! What an op has to do, by its formula; and the formulas that several ops share.
 
-use super::{info, lowering::Signature};
-use crate::graph::{Graph, Node};
 pub use crate::probe::Cost;
 use crate::probe::{Operand, Operands};
 
@@ -23,22 +21,6 @@ pub struct OpCost {
 
 /// The cost of a call with these operands; `None` where they are not those of the op.
 pub(crate) type Formula = fn(&Operands<'_>) -> Option<Cost>;
-
-/// What a node costs forward, and backward if a gradient reaches its output: each `None` where it has no formula, the
-/// second too where backward is candle's own.
-pub(crate) fn of_node(graph: &Graph, node: &Node) -> [Option<Cost>; 2] {
-    let signature = Signature::of(graph, node);
-    let operands = Operands {
-        inputs: &signature.inputs,
-        output: signature.output,
-    };
-    let entry = info::of(node.op).and_then(|info| info.cost);
-    let backward = entry.filter(|_| !node.composed);
-    [
-        entry.and_then(|entry| (entry.forward)(&operands)),
-        backward.and_then(|entry| entry.backward?(&operands)),
-    ]
-}
 
 impl Operand<'_> {
     /// How many elements.

@@ -1,6 +1,6 @@
 //! Kernel or reference: the decision, and the list of what fell back.
 
-use super::info;
+use super::info::OpInfo;
 use super::operand::{check_float, check_size, is_half, is_supported_float};
 use crate::graph::{self, Target};
 use crate::hardware::device_name;
@@ -72,12 +72,12 @@ pub(crate) enum Path {
 
 /// Decides for `op` on a tensor like `x`. The ops' kernels are for f32, f64, f16 and bf16 on the CPU; on CUDA, some
 /// have one for f32, f16 and bf16.
-pub(crate) fn choose(op: &'static str, x: &Tensor) -> Result<Path> {
-    choose_where(op, x, has_kernel(op, x))
+pub(crate) fn choose(op: &OpInfo, x: &Tensor) -> Result<Path> {
+    choose_where(op.op, x, has_kernel(op, x))
 }
 
 /// Whether `op` has a kernel for a tensor like `x`, where it is or where it is traced for.
-pub(super) fn has_kernel(op: &'static str, x: &Tensor) -> bool {
+pub(super) fn has_kernel(op: &OpInfo, x: &Tensor) -> bool {
     match (graph::target(), x.device()) {
         (Some(Target::Cuda), _) => has_cuda_kernel(op, x),
         (Some(Target::Cpu), _) | (None, Device::Cpu) => is_supported_float(x.dtype()),
@@ -90,11 +90,10 @@ pub(super) fn has_kernel(op: &'static str, x: &Tensor) -> bool {
 }
 
 /// Whether `op` has a kernel for NVIDIA GPUs that takes a tensor like `x`.
-pub(super) fn has_cuda_kernel(op: &'static str, x: &Tensor) -> bool {
-    let widest = info::of(op).and_then(|info| info.gpu_width);
+pub(super) fn has_cuda_kernel(op: &OpInfo, x: &Tensor) -> bool {
     let width = x.dims().last().copied().unwrap_or(0);
     let stored = matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
-    stored && x.elem_count() > 0 && widest.is_some_and(|widest| width <= widest)
+    stored && x.elem_count() > 0 && op.gpu_width.is_some_and(|widest| width <= widest)
 }
 
 /// As [`choose`], for an op that knows itself whether it has a kernel for `x`.

@@ -22,7 +22,7 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// A dtype that is not a float.
 pub fn exp(x: &Tensor) -> Result<Tensor> {
-    in_f32("exp", x, x.shape(), Tensor::exp)
+    in_f32(&EXP_INFO, x, x.shape(), Tensor::exp)
 }
 
 /// `y = ln(x)`, elementwise; otherwise as [`exp`].
@@ -30,7 +30,7 @@ pub fn exp(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`exp`].
 pub fn log(x: &Tensor) -> Result<Tensor> {
-    in_f32("log", x, x.shape(), Tensor::log)
+    in_f32(&LOG_INFO, x, x.shape(), Tensor::log)
 }
 
 /// `y = x^exponent`, elementwise; otherwise as [`exp`].
@@ -39,7 +39,7 @@ pub fn log(x: &Tensor) -> Result<Tensor> {
 /// As [`exp`].
 pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
     let attributes = vec![("exponent", Attribute::Number(exponent))];
-    with_attributes("pow", x, x.shape(), attributes, |x| x.powf(exponent))
+    with_attributes(&POW_INFO, x, x.shape(), attributes, |x| x.powf(exponent))
 }
 
 /// `y = 1 / sqrt(x)`, elementwise; otherwise as [`exp`].
@@ -47,47 +47,50 @@ pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
 /// # Errors
 /// As [`exp`].
 pub fn rsqrt(x: &Tensor) -> Result<Tensor> {
-    in_f32("rsqrt", x, x.shape(), |x| x.sqrt()?.recip())
+    in_f32(&RSQRT_INFO, x, x.shape(), |x| x.sqrt()?.recip())
 }
 
-pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("exp")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(EXP)
-        .costing(
-            "1 an element, backward 2",
-            "x, y; backward x or y, dy, dx",
-            |o| o.elementwise(1.0),
-            Some(|o| o.elementwise_backward(2.0)),
-        ),
-    OpInfo::new("log")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(LOG)
-        .costing(
-            "1 an element, backward 2",
-            "x, y; backward x or y, dy, dx",
-            |o| o.elementwise(1.0),
-            Some(|o| o.elementwise_backward(2.0)),
-        ),
-    OpInfo::new("pow")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(POW)
-        .costing(
-            "1 an element, backward 2",
-            "x, y; backward x or y, dy, dx",
-            |o| o.elementwise(1.0),
-            Some(|o| o.elementwise_backward(2.0)),
-        ),
-    OpInfo::new("rsqrt")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(RSQRT)
-        .costing(
-            "2 an element, backward 3",
-            "x, y; backward x or y, dy, dx",
-            |o| o.elementwise(2.0),
-            Some(|o| o.elementwise_backward(3.0)),
-        ),
-];
+const EXP_INFO: OpInfo = OpInfo::new("exp")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(EXP)
+    .costing(
+        "1 an element, backward 2",
+        "x, y; backward x or y, dy, dx",
+        |o| o.elementwise(1.0),
+        Some(|o| o.elementwise_backward(2.0)),
+    );
+
+const LOG_INFO: OpInfo = OpInfo::new("log")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(LOG)
+    .costing(
+        "1 an element, backward 2",
+        "x, y; backward x or y, dy, dx",
+        |o| o.elementwise(1.0),
+        Some(|o| o.elementwise_backward(2.0)),
+    );
+
+const POW_INFO: OpInfo = OpInfo::new("pow")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(POW)
+    .costing(
+        "1 an element, backward 2",
+        "x, y; backward x or y, dy, dx",
+        |o| o.elementwise(1.0),
+        Some(|o| o.elementwise_backward(2.0)),
+    );
+
+const RSQRT_INFO: OpInfo = OpInfo::new("rsqrt")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(RSQRT)
+    .costing(
+        "2 an element, backward 3",
+        "x, y; backward x or y, dy, dx",
+        |o| o.elementwise(2.0),
+        Some(|o| o.elementwise_backward(3.0)),
+    );
+
+pub(super) const INFOS: &[OpInfo] = &[EXP_INFO, LOG_INFO, POW_INFO, RSQRT_INFO];
 
 const EXP: Lowering = Lowering {
     forward: |_| {
@@ -181,7 +184,7 @@ pub(super) fn map(kernel: Kernel) -> Kernel {
 
 /// `f` of x, of this shape, as the policy wants it: computed in f32 at least.
 pub(super) fn in_f32(
-    op: &'static str,
+    op: &'static OpInfo,
     x: &Tensor,
     shape: impl Into<Shape>,
     f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
@@ -190,14 +193,14 @@ pub(super) fn in_f32(
 }
 
 fn with_attributes(
-    op: &'static str,
+    op: &'static OpInfo,
     x: &Tensor,
     shape: impl Into<Shape>,
     attributes: Vec<(&'static str, Attribute)>,
     f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    check_supported(op, x)?;
-    let [x] = cast_for(op, [x])?;
+    check_supported(op.op, x)?;
+    let [x] = cast_for(op.op, [x])?;
     let call = Plain::new(shape, x.dtype());
     let call = attributes
         .into_iter()

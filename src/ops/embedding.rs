@@ -37,7 +37,7 @@ use candle_core::{DType, Shape, Tensor};
 pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     let [table] = &cast_for("embedding", [table])?;
     let op = check(tokens, table)?;
-    run("embedding", op, [table], || reference(tokens, table))
+    run(&INFO, op, [table], || reference(tokens, table))
 }
 
 /// [`embedding()`] in plain candle ops.

@@ -50,7 +50,7 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     };
     let [x] = &cast_for("split_heads", [x])?;
     let way = Way::Split;
-    run("split_heads", CutHeads { way, sizes }, [x], || {
+    run(&SPLIT_INFO, CutHeads { way, sizes }, [x], || {
         Ok(input(x)
             .reshape((sizes.batch, sizes.length, heads, sizes.head_dim))?
             .transpose(1, 2)?
@@ -79,23 +79,24 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
     };
     let [x] = &cast_for("merge_heads", [x])?;
     let way = Way::Merge;
-    run("merge_heads", CutHeads { way, sizes }, [x], || {
+    run(&MERGE_INFO, CutHeads { way, sizes }, [x], || {
         Ok(input(x)
             .transpose(1, 2)?
             .reshape((batch, length, heads * head_dim))?)
     })
 }
 
-pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("split_heads")
-        .planned(SPLIT_HEADS)
-        .on_gpu()
-        .moving(),
-    OpInfo::new("merge_heads")
-        .planned(MERGE_HEADS)
-        .on_gpu()
-        .moving(),
-];
+const SPLIT_INFO: OpInfo = OpInfo::new("split_heads")
+    .planned(SPLIT_HEADS)
+    .on_gpu()
+    .moving();
+
+const MERGE_INFO: OpInfo = OpInfo::new("merge_heads")
+    .planned(MERGE_HEADS)
+    .on_gpu()
+    .moving();
+
+pub(super) const INFOS: &[OpInfo] = &[SPLIT_INFO, MERGE_INFO];
 
 const SPLIT_HEADS: Lowering = Lowering {
     forward: |signature| {

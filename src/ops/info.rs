@@ -1,21 +1,17 @@
 //! What is known of an op beside what computes it: what it costs, what autocast calls it, where it has kernels, how it
 //! is planned.
 //!
-//! What lives here: the form of an entry ([`OpInfo`]), and the list of all. Each op's own is in its own file.
+//! What lives here: the form of an entry ([`OpInfo`]). Each op's own is in its own file; the list of all is in
+//! `op_table`.
 
 use super::cost::{Formula, OpCost};
 use super::lowering::Lowering;
-use crate::{attention, optim};
-use std::collections::HashMap;
-use std::sync::LazyLock;
 
 /// What is known of an op.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpInfo {
     /// Its name, as ranges, errors and nodes have it.
     pub op: &'static str,
-    /// Its name on PyTorch's autocast lists, or its own if it is on none; `None` where nothing is cast.
-    pub autocast: Option<&'static str>,
     /// The widest row that its kernels for NVIDIA GPUs take; `None` if it has none.
     pub gpu_width: Option<usize>,
     /// `None` for what is timed under another name.
@@ -27,29 +23,15 @@ pub(crate) struct OpInfo {
 }
 
 impl OpInfo {
-    /// Under autocast by this name, without a kernel on GPUs and without a cost.
+    /// Without a kernel on GPUs and without a cost.
     pub const fn new(op: &'static str) -> Self {
         Self {
             op,
-            autocast: Some(op),
             gpu_width: None,
             cost: None,
             lowering: None,
             lowers_composed: false,
         }
-    }
-
-    /// Which autocast leaves alone.
-    pub const fn uncast(op: &'static str) -> Self {
-        let mut info = Self::new(op);
-        info.autocast = None;
-        info
-    }
-
-    /// In the class of PyTorch's op of that name. An op of several parts has the class of its products.
-    pub const fn autocast_as(mut self, pytorch: &'static str) -> Self {
-        self.autocast = Some(pytorch);
-        self
     }
 
     /// With kernels on GPUs, for rows as wide as these count.
@@ -126,69 +108,3 @@ macro_rules! per_element {
     };
 }
 pub(super) use per_element;
-
-/// Every op, and what an optimizer does.
-pub(crate) fn all() -> impl Iterator<Item = &'static OpInfo> {
-    let several = [
-        super::matmul::INFOS,
-        super::softmax::INFOS,
-        super::heads::INFOS,
-        super::activation::INFOS,
-        super::cast::INFOS,
-        super::arithmetic::INFOS,
-        super::elementwise::INFOS,
-        super::reduce::INFOS,
-        super::record::INFOS,
-        attention::cost::INFOS,
-        optim::cost::INFOS,
-    ];
-    let single = [
-        &super::linear::INFO,
-        &super::linear_bias::INFO,
-        &super::swiglu_linear::INFO,
-        &super::linear_cross_entropy::INFO,
-        &super::cross_entropy::INFO,
-        &super::rms_norm::INFO,
-        &super::layer_norm::INFO,
-        &super::rope::INFO,
-        &super::embedding::INFO,
-        &super::swiglu::INFO,
-        &super::relu::INFO,
-        &super::repeat_heads::INFO,
-        &super::concat::INFO,
-        &super::contiguous::INFO,
-    ];
-    single.into_iter().chain(several.into_iter().flatten())
-}
-
-/// What is known of the op with this name.
-pub(crate) fn of(op: &str) -> Option<&'static OpInfo> {
-    static BY_NAME: LazyLock<HashMap<&str, &OpInfo>> =
-        LazyLock::new(|| all().map(|info| (info.op, info)).collect());
-    BY_NAME.get(op).copied()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::HashSet;
-
-    /// But what is no public op: candle's own conversions, and what checkpointing does.
-    #[test]
-    fn what_can_be_planned_has_a_cost() {
-        for info in all().filter(|info| info.lowering.is_some()) {
-            let is_op = !["to_dtype", "copy", "checkpoint"].contains(&info.op);
-            assert_eq!(info.cost.is_some(), is_op, "{}", info.op);
-        }
-    }
-
-    #[test]
-    fn no_op_is_there_twice_and_costs_are_in_words() {
-        let mut names = HashSet::new();
-        for OpInfo { op, cost, .. } in all() {
-            assert!(names.insert(op), "{op}");
-            let has_words = |cost: OpCost| !cost.flops.is_empty() && !cost.bytes.is_empty();
-            assert!(cost.is_none_or(has_words), "{op}");
-        }
-    }
-}

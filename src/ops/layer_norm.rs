@@ -52,7 +52,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     let dtype = decide("layer_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight, bias] = &cast_for("layer_norm", [x, weight, bias])?;
     check(x, weight, bias)?;
-    let y = run("layer_norm", LayerNorm { eps }, [x, weight, bias], || {
+    let y = run(&INFO, LayerNorm { eps }, [x, weight, bias], || {
         reference(x, weight, bias, eps)
     })?;
     cast(&y, dtype)

@@ -43,9 +43,9 @@ use candle_core::{D, DType, Shape, Tensor};
 /// # Errors
 /// A weight that is not a matrix, a last dimension that is not the weight's `in`, mixed dtypes or devices.
 pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let (x, [weight], copies) = with_copies("linear", x, [weight])?;
+    let (x, [weight], copies) = with_copies(&INFO, x, [weight])?;
     check(&x, &copies[0].of(&weight))?;
-    run("linear", Linear { copies }, [&x, &weight], || {
+    run(&INFO, Linear { copies }, [&x, &weight], || {
         reference(&x, &weight)
     })
 }

@@ -13,12 +13,11 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cast::converted;
 use super::cpu::for_stored;
 use super::dispatch::{check_same, check_same_or_f32};
 use super::info::OpInfo;
 use super::linear::{LOWERING, Linear, rows_of, with_last_dim};
-use super::lowering::{Calls, Kernel, Signature, Slot, kernel, on_gpu};
+use super::lowering::{Calls, Kernel, Signature, Slot, converted, kernel, on_gpu};
 use super::operand::{check_size, operand, zeros_of};
 use super::record::{run, wide_input};
 use super::weight::with_copies;
@@ -53,15 +52,12 @@ use candle_core::{DType, Tensor, WithDType};
 /// A weight that is not a matrix, a last dimension that is not the weight's `in`, a bias that is not (out), mixed
 /// dtypes (but for f32 biases beside half precision) or devices.
 pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    let (x, [weight], copies) = with_copies("linear_bias", x, [weight])?;
+    let (x, [weight], copies) = with_copies(&INFO, x, [weight])?;
     let bias = operand("linear_bias", bias)?;
     check(&x, &copies[0].of(&weight), &bias)?;
-    run(
-        "linear_bias",
-        Linear { copies },
-        [&x, &weight, &bias],
-        || reference(&x, &weight, &bias),
-    )
+    run(&INFO, Linear { copies }, [&x, &weight, &bias], || {
+        reference(&x, &weight, &bias)
+    })
 }
 
 /// [`linear_bias()`] in candle's own ops: half precision is widened, and the sum rounded once.
@@ -115,7 +111,6 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
 }
 
 pub(super) const INFO: OpInfo = OpInfo::new("linear_bias")
-    .autocast_as("linear")
     .on_gpu()
     .planned(LOWERING)
     .costing(

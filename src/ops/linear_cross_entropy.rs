@@ -77,20 +77,27 @@ fn with_ignored(
     targets: &Tensor,
     ignore: Option<u32>,
 ) -> Result<Tensor> {
-    let (x, [weight], copies) = with_copies(NAME, x, [weight])?;
+    let (x, [weight], copies) = with_copies(&INFO, x, [weight])?;
     let targets = check(&x, &copies[0].of(&weight), targets, ignore)?;
-    match choose(NAME, &x)? {
+    match choose(&INFO, &x)? {
         Path::Kernel => {
             let product = Linear { copies };
-            by_kernels(NAME, LinearCrossEntropy { product, targets }, [&x, &weight])
+            by_kernels(
+                &INFO,
+                LinearCrossEntropy { product, targets },
+                [&x, &weight],
+            )
         }
         Path::Reference => {
             let product = || linear::reference(&x, &weight);
             let output = (with_last_dim(x.dims(), weight.dims()[0]), x.dtype());
-            let logits = composed("linear", &[&x, &weight], output, product)?;
-            composed("cross_entropy", &[&logits], loss_of(&logits), || {
-                plain(&logits, &targets)
-            })
+            let logits = composed(&linear::INFO, &[&x, &weight], output, product)?;
+            composed(
+                &super::cross_entropy::INFO,
+                &[&logits],
+                loss_of(&logits),
+                || plain(&logits, &targets),
+            )
         }
     }
 }
@@ -129,7 +136,6 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor, ignore: Option<u32>) -> 
 pub(crate) const NAME: &str = "linear_cross_entropy";
 
 pub(super) const INFO: OpInfo = OpInfo::new(NAME)
-    .autocast_as("linear")
     .on_gpu()
     .costing(
         "2 N D V, 4 a logit besides; backward 4 and 3",

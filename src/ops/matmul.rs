@@ -32,7 +32,7 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// Ranks under 2, leading dimensions or depths that differ, mixed dtypes or devices.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    product("matmul", a, b, false)
+    product(&INFO, a, b, false)
 }
 
 /// `c = a b^T` for each matrix: a (..., M, K), b (..., N, K), c (..., M, N): the product of queries and keys.
@@ -43,7 +43,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`matmul`](fn@matmul).
 pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    product("matmul_transposed", a, b, true)
+    product(&TRANSPOSED_INFO, a, b, true)
 }
 
 /// Both products in candle's own `matmul`; `transposed` takes b as (..., N, K).
@@ -70,19 +70,20 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     Ok(a.matmul(&b)?)
 }
 
-fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+fn product(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+    let op = info.op;
     check_size(op, a.dims(), a.dtype(), a.device())?;
     check_size(op, b.dims(), b.dtype(), b.device())?;
     if sums_in_half(a) || sums_in_half(b) {
-        return of_broadcast(op, a, b, transposed);
+        return of_broadcast(info, a, b, transposed);
     }
     let [a, b] = &cast_for(op, [a, b])?;
     check(op, a, b, transposed)?;
-    match choose(op, a)? {
-        Path::Kernel => by_kernels("matmul", MatMul { transposed }, [a, b]),
+    match choose(info, a)? {
+        Path::Kernel => by_kernels(&INFO, MatMul { transposed }, [a, b]),
         Path::Reference => {
             let (shape, dtype) = MatMul { transposed }.output(&[a.into(), b.into()]);
-            composed("matmul", &[a, b], (shape, dtype), || {
+            composed(&INFO, &[a, b], (shape, dtype), || {
                 reference(a, b, transposed)
             })
         }
@@ -91,14 +92,14 @@ fn product(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result
 
 /// The product where one factor is a broadcast view in half precision: its gradient is a sum of products, which are
 /// added in f32 and rounded once. So the product is f32's.
-fn of_broadcast(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+fn of_broadcast(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     let once = [without_repeats(a)?, without_repeats(b)?];
-    let [x, y] = cast_for(op, [&once[0], &once[1]])?;
-    check_same(op, &[("a", &x), ("b", &y)])?;
+    let [x, y] = cast_for(info.op, [&once[0], &once[1]])?;
+    check_same(info.op, &[("a", &x), ("b", &y)])?;
     let wide =
         |x: &Tensor, shape: &Shape| Ok::<_, Error>(cast(x, DType::F32)?.broadcast_as(shape)?);
     let (a, b) = (wide(&x, a.shape())?, wide(&y, b.shape())?);
-    let c = without_autocast(|| product(op, &a, &b, transposed))?;
+    let c = without_autocast(|| product(info, &a, &b, transposed))?;
     cast(&c, x.dtype())
 }
 
@@ -149,17 +150,16 @@ impl<'a> MatrixDims<'a> {
 }
 
 /// Both are timed under the first name.
-pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("matmul").planned(LOWERING).on_gpu().costing(
-        "2 B M K N, backward 4",
-        "a, b, c; backward a, b, dc, da, db",
-        |o| o.products(o.output.size(), 2.0, 0.0),
-        Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
-    ),
-    OpInfo::new("matmul_transposed")
-        .autocast_as("matmul")
-        .on_gpu(),
-];
+const INFO: OpInfo = OpInfo::new("matmul").planned(LOWERING).on_gpu().costing(
+    "2 B M K N, backward 4",
+    "a, b, c; backward a, b, dc, da, db",
+    |o| o.products(o.output.size(), 2.0, 0.0),
+    Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
+);
+
+const TRANSPOSED_INFO: OpInfo = OpInfo::new("matmul_transposed").on_gpu();
+
+pub(super) const INFOS: &[OpInfo] = &[INFO, TRANSPOSED_INFO];
 
 /// In a plan.
 const LOWERING: Lowering = Lowering {

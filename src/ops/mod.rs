@@ -68,11 +68,12 @@ pub(crate) mod softmax;
 pub(crate) mod strided;
 pub(crate) mod swiglu;
 pub(crate) mod swiglu_linear;
+pub(crate) mod table;
 pub(crate) mod tanh;
 mod weight;
 
 pub use arithmetic::{add, add_scaled, div, mul, sub};
-pub(crate) use cast::{WEIGHT_CAST, converted, forget_weights};
+pub(crate) use cast::{WEIGHT_CAST, forget_weights};
 pub use cast::{cast, cast_for};
 pub use concat::concat;
 pub use contiguous::contiguous;

@@ -27,7 +27,7 @@ use std::ops::Range;
 /// # Errors
 /// A dtype that is not a float.
 pub fn sum(x: &Tensor) -> Result<Tensor> {
-    in_f32("sum", x, (), Tensor::sum_all)
+    in_f32(&SUM_INFO, x, (), Tensor::sum_all)
 }
 
 /// The mean of all elements, a scalar: summed in f32 at least, returned in x's dtype under both of PyTorch's policies.
@@ -43,7 +43,7 @@ pub fn mean(x: &Tensor) -> Result<Tensor> {
             hint: "a mean of nothing is no number".into(),
         });
     }
-    in_f32("mean", x, (), Tensor::mean_all)
+    in_f32(&MEAN_INFO, x, (), Tensor::mean_all)
 }
 
 /// `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V). A scalar is one element, as in PyTorch.
@@ -54,7 +54,7 @@ pub fn mean(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// A dtype that is not a float.
 pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
-    in_f32("log_softmax", x, x.shape(), |x| {
+    in_f32(&LOG_SOFTMAX_INFO, x, x.shape(), |x| {
         if x.elem_count() == 0 {
             return Ok(x.clone()); // candle refuses to reduce nothing
         }
@@ -66,35 +66,37 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
     })
 }
 
-pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("sum")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(SUM)
-        .costing(
-            "1 an element, backward 0",
-            "x, y; backward dy, dx",
-            |o| o.reduction(1.0),
-            Some(|o| o.moved_back(0.0)),
-        ),
-    OpInfo::new("mean")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(MEAN)
-        .costing(
-            "1 an element, backward 0",
-            "x, y; backward dy, dx",
-            |o| o.reduction(1.0),
-            Some(|o| o.moved_back(0.0)),
-        ),
-    OpInfo::new("log_softmax")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(LOG_SOFTMAX)
-        .costing(
-            "5 an element, backward 5",
-            "x, y; backward x, dy, dx",
-            |o| o.elementwise(5.0),
-            Some(|o| o.elementwise_backward(5.0)),
-        ),
-];
+const SUM_INFO: OpInfo = OpInfo::new("sum")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(SUM)
+    .costing(
+        "1 an element, backward 0",
+        "x, y; backward dy, dx",
+        |o| o.reduction(1.0),
+        Some(|o| o.moved_back(0.0)),
+    );
+
+const MEAN_INFO: OpInfo = OpInfo::new("mean")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(MEAN)
+    .costing(
+        "1 an element, backward 0",
+        "x, y; backward dy, dx",
+        |o| o.reduction(1.0),
+        Some(|o| o.moved_back(0.0)),
+    );
+
+const LOG_SOFTMAX_INFO: OpInfo = OpInfo::new("log_softmax")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(LOG_SOFTMAX)
+    .costing(
+        "5 an element, backward 5",
+        "x, y; backward x, dy, dx",
+        |o| o.elementwise(5.0),
+        Some(|o| o.elementwise_backward(5.0)),
+    );
+
+pub(super) const INFOS: &[OpInfo] = &[SUM_INFO, MEAN_INFO, LOG_SOFTMAX_INFO];
 
 const SUM: Lowering = Lowering {
     forward: |signature| total(signature, 1.0),

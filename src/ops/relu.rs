@@ -30,7 +30,7 @@ use candle_core::{DType, Shape, Tensor};
 /// A dtype that is not a float.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
     let [x] = &cast_for("relu", [x])?;
-    run("relu", Relu, [x], || reference(x))
+    run(&INFO, Relu, [x], || reference(x))
 }
 
 /// [`relu()`] in plain candle ops. Not candle's own relu, whose gradient at 0 is 1 and which turns NaN into 0.

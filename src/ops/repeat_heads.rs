@@ -41,7 +41,7 @@ use candle_core::{DType, Shape, Tensor};
 pub fn repeat_heads(x: &Tensor, times: usize) -> Result<Tensor> {
     let op = check(x, times)?;
     let [x] = &cast_for("repeat_heads", [x])?;
-    run("repeat_heads", op, [x], || reference(x, times))
+    run(&INFO, op, [x], || reference(x, times))
 }
 
 /// [`repeat_heads()`] in plain candle ops.

@@ -49,7 +49,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = decide("rms_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight] = &cast_for("rms_norm", [x, weight])?;
     check(x, weight)?;
-    let y = run("rms_norm", RmsNorm { eps }, [x, weight], || {
+    let y = run(&INFO, RmsNorm { eps }, [x, weight], || {
         reference(x, weight, eps)
     })?;
     cast(&y, dtype)

@@ -77,18 +77,18 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 pub fn rope_with(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RotaryPairs) -> Result<Tensor> {
     let (x, [cos, sin]) = &cast_led_by("rope", x, [cos, sin])?;
     check(x, cos, sin)?;
-    match choose("rope", x)? {
+    match choose(&INFO, x)? {
         Path::Kernel => {
             let op = Rope {
                 cos: contiguous(&widen(&cos.detach())?)?,
                 sin: contiguous(&widen(&sin.detach())?)?,
                 pairs,
             };
-            by_kernels("rope", op, [x])
+            by_kernels(&INFO, op, [x])
         }
         Path::Reference => {
             let output = (x.shape(), x.dtype());
-            composed("rope", &[x], output, || reference_with(x, cos, sin, pairs))
+            composed(&INFO, &[x], output, || reference_with(x, cos, sin, pairs))
         }
     }
 }

@@ -48,7 +48,7 @@ use candle_core::{D, DType, Device, Shape, Tensor};
 pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let [x] = &cast_for("softmax", [x])?;
     check(x, mask)?;
-    run("softmax", Softmax { scale, mask }, [x], || {
+    run(&INFO, Softmax { scale, mask }, [x], || {
         reference(x, scale, mask)
     })
 }
@@ -72,7 +72,7 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         value.to_device(x.device())
     };
     // Not `wide * scale`: candle drops the gradient where that factor is 0.
-    let scores = composed("scale", &[&wide], (wide.shape(), wide.dtype()), || {
+    let scores = composed(&SCALE, &[&wide], (wide.shape(), wide.dtype()), || {
         wide.broadcast_mul(&scalar(scale)?)
     })?;
     if mask == Mask::Full {
@@ -81,7 +81,7 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         let p = e.broadcast_div(&e.sum_keepdim(D::Minus1)?)?;
         return Ok(p.to_dtype(x.dtype())?);
     }
-    let seen = composed("mask", &[], ((queries, keys), DType::U8), || {
+    let seen = composed(&MASK, &[], ((queries, keys), DType::U8), || {
         seen_keys(mask, queries, keys, x.device())
     })?;
     let visible = seen.to_dtype(scores.dtype())?;
@@ -93,7 +93,7 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     };
     // Chosen, not multiplied away: a hidden NaN or infinity has no say.
     let scores = composed(
-        "mask",
+        &MASK,
         &[&seen, &scores],
         (scores.shape(), scores.dtype()),
         || {
@@ -140,23 +140,25 @@ fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
 }
 
 /// Itself, and what its reference is composed of.
-pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("softmax")
-        .planned(LOWERING)
-        .on_gpu()
-        .costing(
-            "6 an element, backward 5",
-            "x, p; backward p, dp, dx",
-            |o| o.elementwise(6.0),
-            Some(|o| {
-                let flops = 5.0 * o.output.elements();
-                cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes())
-            }),
-        )
-        .holding("scale and mask"),
-    OpInfo::uncast("scale").composed("1 an element", |o| o.elementwise(1.0)),
-    OpInfo::uncast("mask").composed("0", |o| o.elementwise(0.0)),
-];
+const INFO: OpInfo = OpInfo::new("softmax")
+    .planned(LOWERING)
+    .on_gpu()
+    .costing(
+        "6 an element, backward 5",
+        "x, p; backward p, dp, dx",
+        |o| o.elementwise(6.0),
+        Some(|o| {
+            let flops = 5.0 * o.output.elements();
+            cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes())
+        }),
+    )
+    .holding("scale and mask");
+
+const SCALE: OpInfo = OpInfo::new("scale").composed("1 an element", |o| o.elementwise(1.0));
+
+const MASK: OpInfo = OpInfo::new("mask").composed("0", |o| o.elementwise(0.0));
+
+pub(super) const INFOS: &[OpInfo] = &[INFO, SCALE, MASK];
 
 /// In a plan.
 const LOWERING: Lowering = Lowering {

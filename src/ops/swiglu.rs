@@ -36,7 +36,7 @@ use candle_core::{DType, Shape, Tensor};
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let [gate, up] = &cast_for("swiglu", [gate, up])?;
     check(gate, up)?;
-    run("swiglu", SwiGlu, [gate, up], || reference(gate, up))
+    run(&INFO, SwiGlu, [gate, up], || reference(gate, up))
 }
 
 /// [`swiglu()`] in plain candle ops.

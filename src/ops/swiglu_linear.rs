@@ -40,10 +40,10 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// Weights that are no matrices of one shape, a last dimension that is not their `in`, mixed dtypes or devices.
 pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
-    let (x, [w1, w3], copies) = with_copies("swiglu_linear", x, [w1, w3])?;
+    let (x, [w1, w3], copies) = with_copies(&INFO, x, [w1, w3])?;
     check(&x, &copies[0].of(&w1), &copies[1].of(&w3))?;
-    match choose("swiglu_linear", &x)? {
-        Path::Kernel => by_kernels("swiglu_linear", SwiGluLinear { copies }, [&x, &w1, &w3]),
+    match choose(&INFO, &x)? {
+        Path::Kernel => by_kernels(&INFO, SwiGluLinear { copies }, [&x, &w1, &w3]),
         Path::Reference => without_autocast(|| reference(&x, &w1, &w3)),
     }
 }
@@ -83,7 +83,6 @@ fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
 }
 
 pub(super) const INFO: OpInfo = OpInfo::new("swiglu_linear")
-    .autocast_as("linear")
     .on_gpu()
     .costing(
         "4 N D F, 6 an element of y besides; backward 8 and 12",

@@ -7,6 +7,7 @@
 
 use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
+use super::info::OpInfo;
 use super::lowering::{Signature, Slot};
 use super::operand::operand;
 use crate::{Result, precision, probe};
@@ -26,17 +27,17 @@ pub(super) struct WeightCopy {
 ///
 /// Copies are for f32 variables that a kernel multiplies by; other weights are cast as `cast_for` casts.
 pub(super) fn with_copies<const N: usize>(
-    op: &'static str,
+    op: &OpInfo,
     x: &Tensor,
     weights: [&Tensor; N],
 ) -> Result<(Tensor, [Tensor; N], [WeightCopy; N])> {
     let all: Vec<_> = [x].into_iter().chain(weights).map(Into::into).collect();
-    let x = operand(op, x)?;
+    let x = operand(op.op, x)?;
     let mut inputs = weights.map(Tensor::clone);
     for weight in &mut inputs {
-        *weight = operand(op, weight)?;
+        *weight = operand(op.op, weight)?;
     }
-    let Some(target) = precision::decide(op, &all) else {
+    let Some(target) = precision::decide(op.op, &all) else {
         return Ok((x, inputs, weights.map(|_| WeightCopy::none())));
     };
     let in_half = matches!(target, DType::F16 | DType::BF16);

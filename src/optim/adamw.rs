@@ -297,5 +297,5 @@ fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
 
 /// Kernel or reference: there is a kernel for every float dtype on the CPU, and for all but f64 on CUDA.
 fn path(parameter: &Var) -> Result<Path> {
-    choose(STEP, parameter)
+    choose(&super::cost::STEP_INFO, parameter)
 }

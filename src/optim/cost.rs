@@ -4,36 +4,39 @@ use super::slot::STEP;
 use crate::ops::cost::cost;
 use crate::ops::info::OpInfo;
 
-pub(crate) const INFOS: &[OpInfo] = &[
-    OpInfo::uncast("adamw").costing(
-        "14 a parameter",
-        "gradient; weight and two moments, read and written",
-        |o| {
-            // Weights and moments are kept in f32 at least; half precision has its rounded weights beside them.
-            let (elements, own) = (o.output.elements(), o.output.dtype.size_in_bytes() as f64);
-            let wide = own.max(4.0);
-            let rounded = if own < wide { own } else { 0.0 };
-            let read = elements * (own + 3.0 * wide);
-            let written = elements * (3.0 * wide + rounded);
-            cost(0.0, 14.0 * elements, read, written)
-        },
-        None,
-    ),
-    // Of one parameter, of any shape.
-    OpInfo::uncast(STEP).on_gpu_up_to(usize::MAX),
-    OpInfo::uncast("clip_grad_norm").costing(
-        "3 an element",
-        "gradients, read twice and written",
-        |o| {
-            let (elements, bytes) = o.output.size();
-            cost(0.0, 3.0 * elements, 2.0 * bytes, bytes)
-        },
-        None,
-    ),
-    OpInfo::uncast("GradScaler::unscale").costing(
-        "1 an element",
-        "gradients, read and written",
-        |o| o.elementwise(1.0),
-        None,
-    ),
-];
+pub(crate) const ADAMW: OpInfo = OpInfo::new("adamw").costing(
+    "14 a parameter",
+    "gradient; weight and two moments, read and written",
+    |o| {
+        // Weights and moments are kept in f32 at least; half precision has its rounded weights beside them.
+        let (elements, own) = (o.output.elements(), o.output.dtype.size_in_bytes() as f64);
+        let wide = own.max(4.0);
+        let rounded = if own < wide { own } else { 0.0 };
+        let read = elements * (own + 3.0 * wide);
+        let written = elements * (3.0 * wide + rounded);
+        cost(0.0, 14.0 * elements, read, written)
+    },
+    None,
+);
+
+/// Of one parameter, of any shape.
+pub(super) const STEP_INFO: OpInfo = OpInfo::new(STEP).on_gpu_up_to(usize::MAX);
+
+const CLIP: OpInfo = OpInfo::new("clip_grad_norm").costing(
+    "3 an element",
+    "gradients, read twice and written",
+    |o| {
+        let (elements, bytes) = o.output.size();
+        cost(0.0, 3.0 * elements, 2.0 * bytes, bytes)
+    },
+    None,
+);
+
+const UNSCALE: OpInfo = OpInfo::new("GradScaler::unscale").costing(
+    "1 an element",
+    "gradients, read and written",
+    |o| o.elementwise(1.0),
+    None,
+);
+
+pub(crate) const INFOS: &[OpInfo] = &[ADAMW, STEP_INFO, CLIP, UNSCALE];

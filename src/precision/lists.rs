@@ -47,3 +47,29 @@ pub(super) const CPU_F32: &str = "\
 /// CPU, the widest of the inputs' dtypes.
 pub(super) const CPU_WIDEST: &str = "\
     cat index_copy stack";
+
+/// This crate's ops that are cast and stand on a list under another name: an op of several parts has the class of its
+/// products.
+const OWN_AS: [(&str, &str); 10] = [
+    ("add_scaled", "add"),
+    ("attention::flash", "scaled_dot_product_attention"),
+    ("attention::naive", "scaled_dot_product_attention"),
+    ("concat", "cat"),
+    ("cross_entropy", "cross_entropy_loss"),
+    ("gelu_tanh", "gelu"),
+    ("linear_bias", "linear"),
+    ("linear_cross_entropy", "linear"),
+    ("matmul_transposed", "matmul"),
+    ("swiglu_linear", "linear"),
+];
+
+/// This crate's ops that are cast, by names that PyTorch's lists have too or leave out.
+const OWN: &str = "\
+    add div embedding exp gelu layer_norm linear log log_softmax matmul mean merge_heads mul pow relu \
+    repeat_heads rms_norm rope rsqrt sigmoid silu softmax split_heads sub sum swiglu tanh";
+
+/// The ops of this crate that are cast, each with its name on the lists.
+pub(super) fn own() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let same = OWN.split_whitespace().map(|op| (op, op));
+    same.chain(OWN_AS)
+}

@@ -2,7 +2,6 @@
 
 use super::lists;
 use super::promote::{Operand, is_castable, promoted, widest};
-use crate::ops::info;
 use crate::{Error, Result};
 use candle_core::DType;
 use std::collections::BTreeMap;
@@ -107,11 +106,9 @@ impl Autocast {
                     .map(|name| (name.to_string(), class)),
             );
         }
-        for op in info::all() {
-            if let Some(pytorch) = op.autocast {
-                let class = classes.get(pytorch).copied();
-                classes.insert(op.op.to_string(), class.unwrap_or(OpClass::Follow));
-            }
+        for (own, pytorch) in lists::own() {
+            let class = classes.get(pytorch).copied();
+            classes.insert(own.to_string(), class.unwrap_or(OpClass::Follow));
         }
         Self {
             lower: Some(dtype),
@@ -125,8 +122,8 @@ impl Autocast {
     ///
     /// Any name will do: [`ops::cast_for`](crate::ops::cast_for) asks for the class of whatever it is given.
     pub fn with(mut self, op: &str, class: OpClass) -> Self {
-        let own = info::all().filter(|own| own.autocast == Some(op));
-        for name in own.map(|own| own.op).chain([op]) {
+        let own = lists::own().filter(|(_, pytorch)| *pytorch == op);
+        for name in own.map(|(own, _)| own).chain([op]) {
             self.classes.insert(name.to_string(), class);
         }
         self

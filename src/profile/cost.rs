@@ -1,8 +1,8 @@
 //! The costs of all ops, and those of spans.
 
 use super::recording::{OperandShape, Span};
+use crate::op_table;
 use crate::ops::cost::{Cost, OpCost};
-use crate::ops::info;
 use crate::probe::{Kind, Operand, Operands, Parts};
 use std::sync::LazyLock;
 
@@ -16,7 +16,7 @@ use std::sync::LazyLock;
 /// ```
 pub fn op_costs() -> &'static [OpCost] {
     static COSTS: LazyLock<Vec<OpCost>> =
-        LazyLock::new(|| info::all().filter_map(|info| info.cost).collect());
+        LazyLock::new(|| op_table::all().filter_map(|info| info.cost).collect());
     &COSTS
 }
 

@@ -1,7 +1,8 @@
 //! What a traced forward, and the backward through it, would cost.
 
 use crate::graph::{Graph, MemoryStep, Node, ValueRef as Read};
-use crate::ops::cost::{self, Cost};
+use crate::op_table;
+use crate::ops::cost::Cost;
 use crate::report::{Column, Fields, Report};
 
 /// A node of a [`Graph`] with its cost by the op's formulas ([`op_costs`](super::op_costs)).
@@ -30,7 +31,7 @@ pub struct NodeCost<'a> {
 /// ```
 pub fn node_costs(graph: &Graph) -> Vec<NodeCost<'_>> {
     let costs = graph.nodes().map(|node| {
-        let [forward, backward] = cost::of_node(graph, node);
+        let [forward, backward] = op_table::costs_of_node(graph, node);
         let tracked = graph.value(node.output).tracked;
         NodeCost {
             node,

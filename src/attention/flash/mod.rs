@@ -14,8 +14,10 @@ pub use reference::reference;
 use super::AttentionConfig;
 use super::nothing::{lse_of_nothing, nothing};
 use super::shapes::Shapes;
+use crate::attention::cost;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
+use crate::ops::info::OpInfo;
 use crate::ops::record::{Spec, as_they_lie};
 use crate::ops::{Path, cast_for, choose};
 use crate::{Error, Result, graph, hardware};
@@ -24,6 +26,15 @@ use op::Flash;
 use std::sync::{Arc, OnceLock};
 
 pub(super) const NAME: &str = "attention::flash";
+
+/// What is known of it.
+pub(super) const INFO: OpInfo = cost::info(
+    NAME,
+    lowering::LOWERING,
+    "q, k, v, out; backward those, dout, dq, dk, dv",
+    |o| cost::forward(o, 0.0),
+    |o| cost::backward(o, o.output.bytes()),
+);
 
 /// The largest head dimension that [`flash()`] takes.
 pub const MAX_HEAD_DIM: usize = 256;
@@ -104,10 +115,10 @@ pub fn flash_with_lse(
     #[cfg(feature = "cuda")]
     let path = match q.device().is_cuda() {
         true => choose_where(NAME, q, cuda::has_kernel(q, &shapes, config, tf32)),
-        false => choose(NAME, q),
+        false => choose(&INFO, q),
     };
     #[cfg(not(feature = "cuda"))]
-    let path = choose(NAME, q);
+    let path = choose(&INFO, q);
     if path? == Path::Reference {
         return reference(q, k, v, config);
     }
@@ -127,7 +138,7 @@ pub fn flash_with_lse(
         of_heads(k, kv_heads)?,
         of_heads(v, kv_heads)?,
     ];
-    let out = as_they_lie(NAME, op, inputs.each_ref())?;
+    let out = as_they_lie(&INFO, op, inputs.each_ref())?;
     let lse = match graph::is_tracing() {
         true => graph::kept_value(&out, "lse")?,
         false => lse.get().cloned(),

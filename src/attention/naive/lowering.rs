@@ -7,9 +7,9 @@ use crate::kernels::cpu::attention::naive;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::naive_attention::{self, HeadGroups};
 use crate::kernels::workspace;
-#[cfg(feature = "cuda")]
-use crate::ops::lowering::Operands;
 use crate::ops::lowering::{Calls, Lowering, Named, Signature, Slot, kernel, on_gpu};
+#[cfg(feature = "cuda")]
+use crate::ops::lowering::{Kernel, Operands};
 use candle_core::DType;
 #[cfg(feature = "cuda")]
 use candle_core::Result;

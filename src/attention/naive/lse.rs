@@ -5,12 +5,13 @@ use crate::Result;
 use crate::attention::AttentionConfig;
 use crate::attention::nothing::lse_of_nothing;
 use crate::attention::shapes::Shapes;
+use crate::ops::info::OpInfo;
 use crate::ops::record::{composed, widen};
 use crate::ops::softmax::seen_keys;
 use candle_core::{D, DType, Device, Tensor};
 
-/// Its name, as an op.
-pub(super) const LSE: &str = "attention::naive lse";
+/// As an op, which is timed and planned as part of another.
+pub(super) const LSE: OpInfo = OpInfo::new("attention::naive lse");
 
 /// The log-sum-exp of every query's scores in plain candle ops: (..., H, Tq), a constant.
 pub(super) fn reference(
@@ -29,7 +30,7 @@ pub(super) fn reference(
         _ => DType::F32,
     };
     let lse_shape = &q.dims()[..q.rank() - 1];
-    let lse = composed(LSE, &[&q, &k], (lse_shape, wide), || {
+    let lse = composed(&LSE, &[&q, &k], (lse_shape, wide), || {
         let rows = shapes.heads / shapes.kv_heads * shapes.queries;
         let matrices = shapes.batch * shapes.kv_heads;
         let q = widen(&q)?.reshape((matrices, rows, shapes.head_dim))?; // (B Hkv, H / Hkv Tq, Dh)

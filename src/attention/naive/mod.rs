@@ -9,6 +9,8 @@ mod op;
 use super::AttentionConfig;
 use super::nothing::nothing;
 use super::shapes::Shapes;
+use crate::attention::cost;
+use crate::ops::info::OpInfo;
 use crate::ops::record::{by_kernels, to_dtype, wide_input};
 use crate::ops::{self, Path, choose, with_last_dim};
 use crate::precision::without_autocast;
@@ -18,6 +20,15 @@ use op::Naive;
 use std::sync::{Arc, OnceLock};
 
 pub(super) const NAME: &str = "attention::naive";
+
+/// What is known of it.
+pub(super) const INFO: OpInfo = cost::info(
+    NAME,
+    lowering::LOWERING,
+    "q, k, v, out, probabilities; backward those and dq, dk, dv",
+    |o| cost::forward(o, cost::probability_bytes(o)?),
+    |o| cost::backward(o, cost::probability_bytes(o)?),
+);
 
 /// `out = softmax(scale q k^T) v`, with the probabilities in memory: q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh),
 /// v (..., Hkv, Tk, Dv), out (..., H, Tq, Dv).
@@ -98,7 +109,7 @@ pub fn naive_with_lse(
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
-    let has_kernel = choose(lse::LSE, q)? == Path::Kernel && !graph::is_tracing();
+    let has_kernel = choose(&lse::LSE, q)? == Path::Kernel && !graph::is_tracing();
     let kept = has_kernel.then(Arc::<OnceLock<Tensor>>::default);
     let out = keeping(q, k, v, config, kept.clone())?;
     let lse = match kept.and_then(|kept| kept.get().cloned()) {
@@ -123,10 +134,10 @@ fn keeping(
     if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
         return Ok(out);
     }
-    match choose(NAME, q)? {
+    match choose(&INFO, q)? {
         Path::Kernel => {
             let sizes = shapes.sizes(config);
-            by_kernels(NAME, Naive { sizes, lse }, [q, k, v])
+            by_kernels(&INFO, Naive { sizes, lse }, [q, k, v])
         }
         Path::Reference => reference(q, k, v, config),
     }

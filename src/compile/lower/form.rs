@@ -4,7 +4,8 @@ use super::Lower;
 use super::program::Program;
 use crate::Result;
 use crate::graph::ValueId;
-use crate::ops::cost::{self, Cost};
+use crate::op_table;
+use crate::ops::cost::Cost;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
@@ -67,7 +68,7 @@ impl Placed {
         let nodes = || nodes.iter().map(|node| &program.nodes[*node]);
         let mut costs = [Cost::default(); 2];
         for node in nodes() {
-            let [forward, backward] = cost::of_node(program.graph, node);
+            let [forward, backward] = op_table::costs_of_node(program.graph, node);
             let backward = backward.filter(|_| program.is_wanted(node.output));
             costs[0] += forward.unwrap_or_default();
             costs[usize::from(!form.differentiates_at_once())] += backward.unwrap_or_default();

@@ -5,7 +5,8 @@ use super::super::plan::BufferRange;
 use super::Lower;
 use crate::graph::{self, ValueId};
 use crate::ops::arithmetic::lowering::sum;
-use crate::ops::{converted, strided};
+use crate::ops::lowering::converted;
+use crate::ops::strided;
 use candle_core::DType;
 use std::collections::HashMap;
 

@@ -9,9 +9,9 @@ use super::{Job, Lower, Target, place_of};
 use crate::Result;
 use crate::graph::{self, Node, ValueId};
 use crate::kernels::workspace;
-use crate::ops::lowering::{Accumulate, Named};
+use crate::ops::linear_bias;
+use crate::ops::lowering::{Accumulate, Named, converted};
 use crate::ops::product::{self, Factor};
-use crate::ops::{converted, linear_bias};
 use candle_core::DType;
 
 /// The linear maps of one input.

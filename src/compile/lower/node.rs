@@ -6,9 +6,8 @@ use super::program::Program;
 use super::{Lower, no_planned_form, place_of};
 use crate::Result;
 use crate::graph::{Node, ValueId};
-use crate::ops::converted;
-use crate::ops::info;
-use crate::ops::lowering::{Calls, KernelCall, Lowering, Named, Signature, Slot};
+use crate::op_table;
+use crate::ops::lowering::{Calls, KernelCall, Lowering, Named, Signature, Slot, converted};
 use candle_core::DType;
 use std::collections::HashMap;
 
@@ -19,7 +18,7 @@ struct Single {
 
 impl Single {
     fn lowering(&self, lower: &Lower<'_>) -> Result<Lowering> {
-        let info = info::of(self.node.op);
+        let info = op_table::of(self.node.op);
         let info = info.filter(|info| !self.node.composed || info.lowers_composed);
         let lowering = info.and_then(|info| info.lowering);
         lowering.ok_or_else(|| self.refused(lower))

@@ -12,8 +12,8 @@ use crate::Result;
 use crate::graph::{Attribute, ValueId};
 use crate::kernels::cpu::rows::residual_norm::partials_len;
 use crate::kernels::workspace;
-use crate::ops::lowering::Named;
-use crate::ops::{converted, residual_norm};
+use crate::ops::lowering::{Named, converted};
+use crate::ops::residual_norm;
 use candle_core::DType;
 
 struct Norm {

@@ -7,8 +7,7 @@ use super::program::Program;
 use super::{Job, Lower};
 use crate::graph::ValueId;
 use crate::ops::arithmetic::lowering::accumulated;
-use crate::ops::converted;
-use crate::ops::lowering::Accumulate;
+use crate::ops::lowering::{Accumulate, converted};
 use candle_core::DType;
 use std::collections::HashMap;
 

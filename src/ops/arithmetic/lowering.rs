@@ -3,9 +3,10 @@
 use crate::kernels::cpu::{arithmetic as kernel, reduce};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::{arithmetic, copy};
-use crate::ops::cast::converted;
 use crate::ops::elementwise::map;
-use crate::ops::lowering::{Accumulate, Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
+use crate::ops::lowering::{
+    Accumulate, Calls, Kernel, Lowering, Signature, Slot, converted, kernel, on_gpu,
+};
 use crate::ops::strided;
 
 /// Reads a and b; writes y: an elementwise kernel of two.

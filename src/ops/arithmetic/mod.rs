@@ -37,7 +37,7 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// Shapes that do not broadcast, different devices, two integers.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    binary("add", a, b, Tensor::broadcast_add)
+    binary(&ADD_INFO, a, b, Tensor::broadcast_add)
 }
 
 /// `a - b`, elementwise; otherwise as [`add`].
@@ -45,7 +45,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`add`].
 pub fn sub(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    binary("sub", a, b, Tensor::broadcast_sub)
+    binary(&SUB_INFO, a, b, Tensor::broadcast_sub)
 }
 
 /// `a * b`, elementwise; otherwise as [`add`].
@@ -53,7 +53,7 @@ pub fn sub(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`add`].
 pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    binary("mul", a, b, Tensor::broadcast_mul)
+    binary(&MUL_INFO, a, b, Tensor::broadcast_mul)
 }
 
 /// `a / b`, elementwise; otherwise as [`add`].
@@ -61,7 +61,7 @@ pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`add`].
 pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    binary("div", a, b, Tensor::broadcast_div)
+    binary(&DIV_INFO, a, b, Tensor::broadcast_div)
 }
 
 /// `a + scale * b`, elementwise: a residual sum of which one branch is scaled, PyTorch's `add` with `alpha`.
@@ -79,7 +79,7 @@ pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`add`].
 pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    of_two("add_scaled", a, b, Some(scale), |a, b| {
+    of_two(&ADD_SCALED_INFO, a, b, Some(scale), |a, b| {
         let (a, b) = (widen(a)?, widen(b)?);
         let branch = match scale {
             0.0 => (&b * b.zeros_like()?)?, // of a product by the number 0 candle forgets where it came from
@@ -89,53 +89,56 @@ pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     })
 }
 
-pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::new("add")
+const ADD_INFO: OpInfo = OpInfo::new("add")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(ADD)
+    .costing(
+        "1 an element, backward 0",
+        "a, b, y; backward dy, passed through",
+        |o| o.elementwise(1.0),
+        Some(|o| cost(0.0, 0.0, o.output.bytes(), 0.0)),
+    );
+
+const SUB_INFO: OpInfo = OpInfo::new("sub")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(SUB)
+    .costing(
+        "1 an element, backward 1",
+        "a, b, y; backward dy, db",
+        |o| o.elementwise(1.0),
+        Some(second_scaled),
+    );
+
+const MUL_INFO: OpInfo = per_element!(
+    OpInfo::new("mul")
         .on_gpu_up_to(usize::MAX)
-        .planned_composed(ADD)
-        .costing(
-            "1 an element, backward 0",
-            "a, b, y; backward dy, passed through",
-            |o| o.elementwise(1.0),
-            Some(|o| cost(0.0, 0.0, o.output.bytes(), 0.0)),
-        ),
-    OpInfo::new("sub")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(SUB)
-        .costing(
-            "1 an element, backward 1",
-            "a, b, y; backward dy, db",
-            |o| o.elementwise(1.0),
-            Some(second_scaled),
-        ),
-    per_element!(
-        OpInfo::new("mul")
-            .on_gpu_up_to(usize::MAX)
-            .planned_composed(MUL),
-        1,
-        2,
-        "a, b, y; backward a, b, dy, da, db"
-    ),
-    OpInfo::new("add_scaled")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(ADD_SCALED)
-        .autocast_as("add")
-        .costing(
-            "2 an element, backward 1",
-            "a, b, y; backward dy, db",
-            |o| o.elementwise(2.0),
-            Some(second_scaled),
-        ),
-    OpInfo::new("div")
-        .on_gpu_up_to(usize::MAX)
-        .planned_composed(DIV)
-        .costing(
-            "1 an element, backward 4",
-            "a, b, y; backward a, b, dy, da, db",
-            |o| o.elementwise(1.0),
-            Some(|o| o.elementwise_backward(4.0)),
-        ),
-];
+        .planned_composed(MUL),
+    1,
+    2,
+    "a, b, y; backward a, b, dy, da, db"
+);
+
+const ADD_SCALED_INFO: OpInfo = OpInfo::new("add_scaled")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(ADD_SCALED)
+    .costing(
+        "2 an element, backward 1",
+        "a, b, y; backward dy, db",
+        |o| o.elementwise(2.0),
+        Some(second_scaled),
+    );
+
+const DIV_INFO: OpInfo = OpInfo::new("div")
+    .on_gpu_up_to(usize::MAX)
+    .planned_composed(DIV)
+    .costing(
+        "1 an element, backward 4",
+        "a, b, y; backward a, b, dy, da, db",
+        |o| o.elementwise(1.0),
+        Some(|o| o.elementwise_backward(4.0)),
+    );
+
+pub(super) const INFOS: &[OpInfo] = &[ADD_INFO, SUB_INFO, MUL_INFO, ADD_SCALED_INFO, DIV_INFO];
 
 /// The output's gradient is the first input's, and the second's with another sign or a factor.
 fn second_scaled(o: &Operands<'_>) -> Option<Cost> {
@@ -144,7 +147,7 @@ fn second_scaled(o: &Operands<'_>) -> Option<Cost> {
 }
 
 fn binary(
-    op: &'static str,
+    op: &'static OpInfo,
     a: &Tensor,
     b: &Tensor,
     apply: fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
@@ -154,12 +157,13 @@ fn binary(
 
 /// `op` of a and b, with a `scale` if it has one: by its kernel, else by `apply` on operands of one dtype.
 fn of_two(
-    op: &'static str,
+    info: &'static OpInfo,
     a: &Tensor,
     b: &Tensor,
     scale: Option<f64>,
     apply: impl FnOnce(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
+    let op = info.op;
     let (a, b) = (operand_once(op, a)?, operand_once(op, b)?);
     let Some(dtype) = result_dtype(op, &a.view, &b.view) else {
         return Err(Error::DType {
@@ -203,9 +207,9 @@ fn of_two(
     if let Some(scale) = scale {
         call = call.with("scale", Attribute::Number(scale));
     }
-    match choose(op, &a)? {
-        Path::Kernel => by_kernels(op, call, [&a, &b]),
-        Path::Reference => composed_as(op, &[&a, &b], call, || cast(&apply(&a, &b)?, dtype)),
+    match choose(info, &a)? {
+        Path::Kernel => by_kernels(info, call, [&a, &b]),
+        Path::Reference => composed_as(info, &[&a, &b], call, || cast(&apply(&a, &b)?, dtype)),
     }
 }
 

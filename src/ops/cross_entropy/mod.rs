@@ -71,7 +71,7 @@ fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Resul
     let logits = &autocast_logits(logits)?;
     let targets = check(logits, targets, ignore)?;
     let op = CrossEntropy(targets.clone());
-    run("cross_entropy", op, [logits], || plain(logits, &targets))
+    run(&INFO, op, [logits], || plain(logits, &targets))
 }
 
 /// [`cross_entropy_ignoring`] (or, with `None`, [`cross_entropy()`]) in plain candle ops.
@@ -185,7 +185,6 @@ impl Targets {
 }
 
 pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
-    .autocast_as("cross_entropy_loss")
     .on_gpu_up_to(limits::CROSS_ENTROPY_CLASSES)
     .planned(lowering::LOWERING)
     .costing(

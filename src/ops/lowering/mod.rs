@@ -5,13 +5,13 @@
 //! places, which are [`compile`](crate::compile)'s.
 
 mod accumulate;
+mod convert;
 mod kernel;
 mod named;
 mod slices;
-#[cfg(test)]
-mod tests;
 
 pub use accumulate::Accumulate;
+pub(crate) use convert::{CONVERTED, converted};
 pub use kernel::Kernel;
 #[cfg(feature = "cuda")]
 pub(crate) use kernel::{Multiplier, Operands};
@@ -170,7 +170,7 @@ impl Calls {
             return from;
         }
         let wide = self.scratch(x.dims, x.wide_dtype());
-        self.push(super::cast::converted(), [("x", from)], [("y", wide)]);
+        self.push(converted(), [("x", from)], [("y", wide)]);
         wide
     }
 
@@ -211,7 +211,7 @@ impl Calls {
         });
         let calls = self.call(kernel, reads, writes);
         rounded.into_iter().fold(calls, |calls, (sum, gradient)| {
-            calls.call(super::cast::converted(), [("x", sum)], [("y", gradient)])
+            calls.call(converted(), [("x", sum)], [("y", gradient)])
         })
     }
 

@@ -1,5 +1,6 @@
 //! The elements of a view, one after another.
 
+use super::CONTIGUOUS;
 use super::apply::{Made, Op, Storages, applied};
 use super::composed::composed;
 use crate::graph;
@@ -12,18 +13,16 @@ pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
         return Ok(x.clone());
     }
     match graph::is_tracing() {
-        true => composed(NAME, &[x], (x.shape(), x.dtype()), || x.contiguous()),
+        true => composed(&CONTIGUOUS, &[x], (x.shape(), x.dtype()), || x.contiguous()),
         false => applied(&[x], Contiguous),
     }
 }
-
-const NAME: &str = "contiguous";
 
 struct Contiguous;
 
 impl Op for Contiguous {
     fn name(&self) -> &'static str {
-        NAME
+        CONTIGUOUS.op
     }
 
     fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {

@@ -1,5 +1,6 @@
 //! Operands for candle's own ops.
 
+use super::TO_DTYPE;
 use super::composed::composed;
 use crate::grad::is_grad_enabled;
 use crate::graph;
@@ -48,7 +49,7 @@ pub(crate) fn widen(x: &Tensor) -> Result<Tensor> {
 /// `x` in `dtype`, by candle's own conversion.
 pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match graph::is_tracing() && x.dtype() != dtype {
-        true => composed("to_dtype", &[x], (x.shape(), dtype), || x.to_dtype(dtype)),
+        true => composed(&TO_DTYPE, &[x], (x.shape(), dtype), || x.to_dtype(dtype)),
         false => x.to_dtype(dtype),
     }
 }

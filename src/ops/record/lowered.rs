@@ -6,11 +6,12 @@ use super::copy::contiguous;
 use super::spec::{Spec, shaped};
 use super::traced::traced;
 use crate::graph::{self, Target};
+use crate::ops::cpu;
 use crate::ops::dispatch::{Path, choose};
+use crate::ops::info::OpInfo;
 use crate::ops::lowering::{
     Calls, KernelCall, Lowering, Signature, Slice, Slices, Slot, StepState,
 };
-use crate::ops::{cpu, info};
 use crate::probe::{self, Operand};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
@@ -26,51 +27,51 @@ use {
     candle_core::CudaStorage,
 };
 
-/// `op` on `inputs`: by the kernels that it lowers to or, where they are not for the first, as `reference` composes it
+/// A call of `op` on `inputs`: by the kernels that it lowers to or, where they are not for the first, as `reference` composes it
 /// of candle's own ops.
 pub(crate) fn run<const N: usize>(
-    name: &'static str,
-    op: impl Spec + Send + Sync + 'static,
+    op: &'static OpInfo,
+    call: impl Spec + Send + Sync + 'static,
     inputs: [&Tensor; N],
     reference: impl FnOnce() -> crate::Result<Tensor>,
 ) -> crate::Result<Tensor> {
-    match choose(name, inputs[0])? {
-        Path::Kernel => by_kernels(name, op, inputs),
+    match choose(op, inputs[0])? {
+        Path::Kernel => by_kernels(op, call, inputs),
         Path::Reference => {
-            let output = op.output(&inputs.map(Into::into));
-            composed(name, &inputs, output, reference)
+            let output = call.output(&inputs.map(Into::into));
+            composed(op, &inputs, output, reference)
         }
     }
 }
 
-/// `op` on `inputs` by the kernels that it lowers to, or written down in the trace that is open.
+/// A call of `op` on `inputs` by the kernels that it lowers to, or written down in the trace that is open.
 pub(crate) fn by_kernels<const N: usize>(
-    name: &'static str,
-    op: impl Spec + Send + Sync + 'static,
+    op: &'static OpInfo,
+    call: impl Spec + Send + Sync + 'static,
     inputs: [&Tensor; N],
 ) -> crate::Result<Tensor> {
     let mut inputs = inputs.map(Tensor::clone);
     for x in &mut inputs {
         *x = contiguous(x)?;
     }
-    as_they_lie(name, op, inputs.each_ref())
+    as_they_lie(op, call, inputs.each_ref())
 }
 
 /// As [`by_kernels`], of inputs that kernels read as they lie.
 pub(crate) fn as_they_lie<const N: usize>(
-    name: &'static str,
-    op: impl Spec + Send + Sync + 'static,
+    op: &'static OpInfo,
+    call: impl Spec + Send + Sync + 'static,
     inputs: [&Tensor; N],
 ) -> crate::Result<Tensor> {
-    let Some(lowering) = info::of(name).and_then(|info| info.lowering.as_ref()) else {
-        return Err(candle_core::Error::msg(format!("{name} lowers to nothing")).into());
+    let Some(lowering) = &op.lowering else {
+        return Err(candle_core::Error::msg(format!("{} lowers to nothing", op.op)).into());
     };
     if graph::is_tracing() {
-        return traced(name, op, &inputs, Some(*lowering), false);
+        return traced(op.op, call, &inputs, Some(*lowering), false);
     }
     let op = Lowered {
-        name,
-        spec: op,
+        op,
+        spec: call,
         lowering,
         kept: Mutex::default(),
     };
@@ -78,7 +79,7 @@ pub(crate) fn as_they_lie<const N: usize>(
 }
 
 struct Lowered<S> {
-    name: &'static str,
+    op: &'static OpInfo,
     spec: S,
     lowering: &'static Lowering,
     /// What forward has left for backward, as the spec lists it; none once a backward has written over it.
@@ -144,14 +145,14 @@ impl<S: Spec> Lowered<S> {
         self.forward(inputs[0].device(), &operands, lying, reads)?;
         match self.kept().take() {
             Some(kept) => Ok(kept),
-            None => bail!("{}: forward has left nothing", self.name),
+            None => bail!("{}: forward has left nothing", self.op.op),
         }
     }
 }
 
 impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
     fn name(&self) -> &'static str {
-        self.name
+        self.op.op
     }
 
     fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
@@ -161,7 +162,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         let operands: Vec<_> = operands.collect();
         match self.forward(&Device::Cpu, &operands, lying, self.spec.reads())? {
             (Storage::Cpu(output), shape) => Ok((output, shape)),
-            _ => bail!("{}: an output elsewhere", self.name),
+            _ => bail!("{}: an output elsewhere", self.op.op),
         }
     }
 
@@ -174,7 +175,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         let operands: Vec<_> = operands.collect();
         match self.forward(&device, &operands, lying, self.spec.reads())? {
             (Storage::Cuda(output), shape) => Ok((output, shape)),
-            _ => bail!("{}: an output elsewhere", self.name),
+            _ => bail!("{}: an output elsewhere", self.op.op),
         }
     }
 

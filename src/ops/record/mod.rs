@@ -30,16 +30,20 @@ pub(crate) use tape::{Entry, Node, node_of};
 pub(crate) use traced::traced;
 
 use super::info::OpInfo;
-use super::lowering::{Calls, Lowering};
+use super::lowering::{CONVERTED, Calls, Lowering};
 
 /// What is the elements of its input, which lie in order in a plan.
-pub(super) const SAME: Lowering = Lowering {
+const SAME: Lowering = Lowering {
     forward: |_| Calls::default().same(0),
     backward: |_| Calls::default().same(0),
 };
 
-/// What candle copies, and where segments end: no ops to time.
-pub(super) const INFOS: &[OpInfo] = &[
-    OpInfo::uncast("copy").planned_composed(SAME),
-    OpInfo::uncast("checkpoint").planned(SAME),
-];
+/// What candle copies, converts for itself, and where segments end: no ops to time.
+const COPY: OpInfo = OpInfo::new("copy").planned_composed(SAME);
+const TO_DTYPE: OpInfo = OpInfo::new("to_dtype").planned_composed(CONVERTED);
+const CHECKPOINT: OpInfo = OpInfo::new("checkpoint").planned(SAME);
+
+/// A copy in order.
+pub(super) const CONTIGUOUS: OpInfo = OpInfo::new("contiguous").moving().planned_composed(SAME);
+
+pub(super) const INFOS: &[OpInfo] = &[COPY, TO_DTYPE, CHECKPOINT, CONTIGUOUS];

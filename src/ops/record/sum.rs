@@ -4,9 +4,9 @@ use super::lowered::Run;
 use crate::graph::{Target, View};
 use crate::kernels::cpu::arithmetic;
 use crate::ops::cpu::view;
-use crate::ops::lowering::{Calls, Signature, Slot};
+use crate::ops::lowering::{Calls, Signature, Slot, converted};
 use crate::ops::operand::is_half;
-use crate::ops::{cast::converted, strided};
+use crate::ops::strided;
 use crate::probe::Operand;
 use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Result, Tensor, bail};
 #[cfg(feature = "cuda")]

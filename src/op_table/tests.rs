@@ -1,10 +1,14 @@
-//! What every op lowers to.
+//! What the table says of every op.
 
-use super::{KernelCall, Signature};
+use super::{all, of};
 use crate::attention::Mask;
 use crate::attention::{self, AttentionConfig};
 use crate::graph::{Target, input, trace};
-use crate::ops::{self, WEIGHT_CAST, info};
+use crate::ops::cost::OpCost;
+use crate::ops::info::OpInfo;
+use crate::ops::lowering::{KernelCall, Signature};
+use crate::ops::{self, WEIGHT_CAST};
+use crate::precision::Autocast;
 use candle_core::{DType, Tensor};
 use std::collections::HashSet;
 
@@ -58,7 +62,7 @@ fn gpus_have_kernels_for_every_op() {
     for dtype in [DType::F32, DType::BF16] {
         let graph = trace(Target::Cuda, || of_every_op(dtype)).unwrap();
         for node in graph.nodes() {
-            let info = info::of(node.op).unwrap();
+            let info = of(node.op).unwrap();
             assert!(!node.composed || info.lowers_composed, "{}", node.op);
             let lowering = info.lowering.unwrap();
             seen.insert(node.op);
@@ -71,7 +75,51 @@ fn gpus_have_kernels_for_every_op() {
         }
     }
     let beside = ["copy", "checkpoint", "to_dtype", WEIGHT_CAST];
-    for op in info::all().filter(|info| info.lowering.is_some()) {
+    for op in all().filter(|info| info.lowering.is_some()) {
         assert!(seen.contains(op.op) || beside.contains(&op.op), "{}", op.op);
+    }
+}
+
+/// But what is no public op: candle's own conversions, and what checkpointing does.
+#[test]
+fn what_can_be_planned_has_a_cost() {
+    for info in all().filter(|info| info.lowering.is_some()) {
+        let is_op = !["to_dtype", "copy", "checkpoint"].contains(&info.op);
+        assert_eq!(info.cost.is_some(), is_op, "{}", info.op);
+    }
+}
+
+#[test]
+fn no_op_is_there_twice_and_costs_are_in_words() {
+    let mut names = HashSet::new();
+    for OpInfo { op, cost, .. } in all() {
+        assert!(names.insert(op), "{op}");
+        let has_words = |cost: OpCost| !cost.flops.is_empty() && !cost.bytes.is_empty();
+        assert!(cost.is_none_or(has_words), "{op}");
+    }
+}
+
+/// What autocast leaves alone is no op of a model, or makes a dtype itself.
+#[test]
+fn what_is_cast_stands_on_a_list() {
+    let uncast = [
+        "cast",
+        "checkpoint",
+        "contiguous",
+        "copy",
+        "mask",
+        "scale",
+        "to_dtype",
+        WEIGHT_CAST,
+    ];
+    let optimizers: HashSet<_> = crate::optim::cost::INFOS
+        .iter()
+        .map(|info| info.op)
+        .collect();
+    let policy = Autocast::cuda(DType::BF16);
+    let cast: HashSet<_> = policy.classes().map(|(op, _)| op).collect();
+    for OpInfo { op, .. } in all() {
+        let is_cast = !uncast.contains(op) && !optimizers.contains(op);
+        assert_eq!(cast.contains(op), is_cast, "{op}");
     }
 }

@@ -1,0 +1,34 @@
+//! The list of the ops here.
+
+use super::info::OpInfo;
+
+/// Every op of this module.
+pub(crate) fn infos() -> impl Iterator<Item = &'static OpInfo> {
+    let several = [
+        super::matmul::INFOS,
+        super::softmax::INFOS,
+        super::heads::INFOS,
+        super::activation::INFOS,
+        super::cast::INFOS,
+        super::arithmetic::INFOS,
+        super::elementwise::INFOS,
+        super::reduce::INFOS,
+        super::record::INFOS,
+    ];
+    let single = [
+        &super::linear::INFO,
+        &super::linear_bias::INFO,
+        &super::swiglu_linear::INFO,
+        &super::linear_cross_entropy::INFO,
+        &super::cross_entropy::INFO,
+        &super::rms_norm::INFO,
+        &super::layer_norm::INFO,
+        &super::rope::INFO,
+        &super::embedding::INFO,
+        &super::swiglu::INFO,
+        &super::relu::INFO,
+        &super::repeat_heads::INFO,
+        &super::concat::INFO,
+    ];
+    single.into_iter().chain(several.into_iter().flatten())
+}
