@@ -119,6 +119,7 @@ pub mod hardware;
 #[cfg(feature = "files")]
 pub mod hf;
 mod init;
+mod inplace;
 #[doc(hidden)] // for benches and tests of this crate; `attention` has `Mask`
 pub mod kernels;
 #[cfg(feature = "report")]

@@ -1,9 +1,9 @@
 //! Gradients so far.
 
 use crate::Result;
+use crate::inplace::storage_address;
 use crate::ops::record::{add_onto, can_scatter, node_of, scattered, view_of};
 use crate::ops::strided::put_back;
-use crate::optim::inplace::storage_address;
 use candle_core::{DType, Device, Tensor, TensorId, backprop::GradStore};
 use std::collections::HashMap;
 

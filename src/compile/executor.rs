@@ -8,8 +8,8 @@ use super::plan::{BufferRange, Plan};
 use super::run::{Controls, Tensors};
 use super::traced::Target;
 use crate::Result;
+use crate::inplace::{Element, with_mut_slice, with_mut_slices};
 use crate::kernels::Update;
-use crate::optim::inplace::{Element, with_mut_slice, with_mut_slices};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 

@@ -1,8 +1,8 @@
 //! What plans ask of the variables that they read and update.
 
 use super::traced::check_device;
+use crate::inplace::storage_address;
 use crate::optim::PlannedUpdate;
-use crate::optim::inplace::storage_address;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::{HashMap, HashSet};

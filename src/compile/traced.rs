@@ -1,9 +1,9 @@
 //! A traced function, as plans are made from it: its graph, and which of its values are parameters.
 
 use crate::graph::{self, Graph, Outputs, Source, Traced, ValueId, ValueRef, View};
+use crate::inplace::storage_address;
 use crate::ops::cpu::{cpu_storage, for_stored};
 use crate::ops::strided;
-use crate::optim::inplace::storage_address;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Tensor, WithDType};

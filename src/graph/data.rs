@@ -2,7 +2,7 @@
 
 use super::Target;
 use super::steps::MemoryStep;
-use crate::attention::Mask;
+use crate::kernels::Mask;
 use candle_core::DType;
 use std::fmt;
 

@@ -3,7 +3,7 @@
 use super::dispatch::{self, Path, choose_where};
 use super::info::OpInfo;
 use super::lowering::CONVERTED;
-use super::operand::{is_supported_float, operand};
+use super::operand::{inside_storage, is_supported_float, sums_in_half, without_repeats};
 use super::record::{Spec, by_kernels, composed, input};
 use crate::grad::is_grad_enabled;
 use crate::graph;
@@ -61,6 +61,26 @@ fn cast_as(op: &'static OpInfo, x: &Tensor, dtype: DType) -> Result<Tensor> {
 fn has_kernel(x: &Tensor, dtype: DType) -> bool {
     let known = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
     dispatch::has_kernel(&CAST, x) && x.dtype() != dtype && known(x.dtype()) && known(dtype)
+}
+
+/// `x` as `op` can read it, [inside its storage](inside_storage). In half precision the gradient of a broadcast view is
+/// summed in f32 and rounded once.
+///
+/// # Errors
+/// As [`inside_storage`].
+pub(crate) fn operand(op: &'static str, x: &Tensor) -> Result<Tensor> {
+    let x = inside_storage(op, x)?;
+    match sums_in_half(&x) {
+        true => cast(&widened_broadcast(&x)?, x.dtype()),
+        false => Ok(x),
+    }
+}
+
+/// A broadcast view in half precision in f32, broadcast again after the cast: the sum of its gradient is f32's. The
+/// first of the repeats is given all of it, the others zeros, whose sum candle cannot round.
+pub(super) fn widened_broadcast(x: &Tensor) -> Result<Tensor> {
+    let wide = cast(&without_repeats(x)?, DType::F32)?;
+    Ok(wide.broadcast_as(x.shape())?)
 }
 
 /// GPUs' kernels take rows of any width.

@@ -1,13 +1,14 @@
 //! Tensors one after another.
 
 use super::cast::cast_castable;
+use super::cast::operand;
 use super::check_same;
 use super::dispatch::{Path, choose};
 use super::info::OpInfo;
 #[cfg(feature = "cuda")]
 use super::lowering::Named;
 use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
-use super::operand::{check_size, is_supported_float, operand};
+use super::operand::{check_size, is_supported_float};
 use super::record::{Plain, by_kernels, composed_as, input};
 #[cfg(feature = "cuda")]
 use crate::kernels::{

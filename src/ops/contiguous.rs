@@ -1,6 +1,6 @@
 //! A view's elements in order.
 
-use super::operand::operand;
+use super::cast::operand;
 use super::record;
 use crate::Result;
 use candle_core::Tensor;

@@ -1,7 +1,7 @@
 //! Between candle's CPU storage and the kernels' slices.
 
 use super::lowering::Slice;
-use super::operand::{check_room, operand};
+use super::operand::{check_room, inside_storage};
 use crate::kernels::cpu::parallel;
 use crate::{graph, hardware};
 use candle_core::backend::BackendStorage;
@@ -166,14 +166,14 @@ pub(crate) fn ids(
     let checked: Vec<u32> = match ids.dtype() {
         DType::U32 if is_traced => return Ok(ids.clone()),
         DType::U32 => {
-            let ids = operand(op, ids)?.flatten_all()?.to_vec1::<u32>()?;
+            let ids = inside_storage(op, ids)?.flatten_all()?.to_vec1::<u32>()?;
             match ids.iter().position(|id| !is_in(*id)) {
                 Some(position) => return Err(outside(position, ids[position].into())),
                 None => ids,
             }
         }
         DType::I64 if !is_traced => {
-            let ids = operand(op, ids)?.flatten_all()?.to_vec1::<i64>()?;
+            let ids = inside_storage(op, ids)?.flatten_all()?.to_vec1::<i64>()?;
             let ids = ids.into_iter().enumerate();
             let ids = ids.map(|(position, id)| match u32::try_from(id) {
                 Ok(id) if is_in(id) => Ok(id),

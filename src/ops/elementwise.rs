@@ -4,14 +4,14 @@ use super::arithmetic::lowering::{div, mul};
 use super::cast::{cast, cast_for};
 use super::dispatch::{Path, choose};
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
+use super::lowering::{
+    Calls, Lowering, Slot, kernel, map_backward as backward, map_forward as forward,
+};
 use super::operand::check_supported;
 use super::record::{Plain, by_kernels, composed_as, input};
 use crate::Result;
 use crate::graph::Attribute;
 use crate::kernels::cpu::arithmetic as kernel;
-#[cfg(feature = "cuda")]
-use crate::kernels::cuda::elementwise as cuda_kernel;
 use candle_core::{DType, Shape, Tensor};
 
 /// `y = exp(x)`, elementwise.
@@ -153,34 +153,6 @@ const RSQRT: Lowering = Lowering {
         backward(kernel, ("x", Slot::Input(0)))
     },
 };
-
-/// A map of x.
-pub(super) fn forward(kernel: Kernel) -> Calls {
-    Calls::default().call(map(kernel), [("x", Slot::Input(0))], [("y", Slot::Output)])
-}
-
-/// A map of dy and of what is read beside it.
-pub(super) fn backward(kernel: Kernel, beside: (&'static str, Slot)) -> Calls {
-    let reads = [("dy", Slot::OutputGradient), beside];
-    Calls::default().call(map(kernel), reads, [("dx", Slot::Gradient(0))])
-}
-
-/// With the GPU's elementwise kernel of the same name, and the number that it takes, if it takes one.
-pub(super) fn map(kernel: Kernel) -> Kernel {
-    on_gpu!(kernel, |k, l| {
-        let numbers = k.attributes().iter();
-        let mut numbers = numbers.filter_map(|(_, value)| match value {
-            Attribute::Number(number) => Some(*number),
-            _ => None,
-        });
-        let factor = numbers.next().unwrap_or_default();
-        let reads: Vec<_> = l.reads.iter().copied().collect();
-        let Some(y) = l.writes.first() else {
-            candle_core::bail!("{}: nothing is written", k.name());
-        };
-        cuda_kernel::map(l.gpu, k.name(), factor, &reads, *y)
-    })
-}
 
 /// `f` of x, of this shape, as the policy wants it: computed in f32 at least.
 pub(super) fn in_f32(

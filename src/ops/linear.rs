@@ -12,9 +12,9 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
+use super::bias::{bias, push_bias_gradient};
 use super::dispatch::check_same;
 use super::info::OpInfo;
-use super::linear_bias::{bias, push_bias_gradient};
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
 use super::product::{Factor, product};

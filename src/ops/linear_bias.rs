@@ -13,22 +13,15 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cpu::for_stored;
+use super::cast::operand;
 use super::dispatch::{check_same, check_same_or_f32};
 use super::info::OpInfo;
 use super::linear::{LOWERING, Linear, rows_of, with_last_dim};
-use super::lowering::{Calls, Kernel, Signature, Slot, converted, kernel, on_gpu};
-use super::operand::{check_size, operand, zeros_of};
+use super::operand::{check_size, zeros_of};
 use super::record::{run, wide_input};
 use super::weight::with_copies;
-use crate::graph::{Room, Target};
-use crate::kernels::cpu::parallel::block_sums;
-use crate::kernels::cpu::{Stored, rows::bias as kernel};
-#[cfg(feature = "cuda")]
-use crate::kernels::cuda::bias as cuda_kernel;
-use crate::kernels::workspace;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor, WithDType};
+use candle_core::Tensor;
 
 /// A linear map with a bias: `y = x W^T + b`, with x (..., in), W (out, in), b (out), y (..., out).
 ///
@@ -119,59 +112,3 @@ pub(super) const INFO: OpInfo = OpInfo::new("linear_bias")
         |o| o.products(o.output.size(), 2.0, 1.0),
         Some(|o| o.products_backward(o.output.size(), 4.0, 1.0)),
     );
-
-/// Reads a bias (out), in y's dtype or in f32; writes it to every row of y (N, out).
-pub(crate) fn bias() -> Kernel {
-    let kernel = Kernel::new("bias", |_, s| {
-        for_stored!(s.dtype_of("y")?, T => {
-            let bias = s.wide_x::<<T as Stored>::Wide>("bias")?;
-            let mut stored = vec![<T as WithDType>::from_f64(0.0); bias.len()]; // (out): small
-            <T as Stored>::store(&bias, &mut stored);
-            kernel::fill(&stored, s.y::<T>("y")?);
-            Ok(())
-        })
-    });
-    on_gpu!(kernel, |_, l| cuda_kernel::fill(
-        l.gpu,
-        l.x("bias")?,
-        l.y("y")?
-    ))
-}
-
-/// Reads dy (N, out); writes dbias (out), the sum of its rows in the dtype that sums are computed in, and on a GPU
-/// partials.
-pub(crate) fn bias_gradient() -> Kernel {
-    let kernel = kernel!("bias_backward", |T, _, s| {
-        kernel::gradient::<T>(s.x("dy")?, s.y("dbias")?);
-    });
-    on_gpu!(kernel, |_, l| cuda_kernel::gradient(
-        l.gpu,
-        l.x("dy")?,
-        l.y("dbias")?,
-        l.y("partials")?
-    ))
-}
-
-/// The gradient of the bias, in its dtype.
-pub(super) fn push_bias_gradient(signature: &Signature<'_>, calls: &mut Calls) {
-    let (bias, wide) = (&signature.inputs[2], signature.output.wide_dtype());
-    let sum = match bias.dtype == wide {
-        true => Slot::Gradient(2),
-        false => calls.scratch(bias.dims, wide),
-    };
-    let mut writes = vec![("dbias", sum)];
-    if signature.target == Target::Cuda {
-        let partials = workspace::bias_backward(signature.output.rows(), bias.dims[0]);
-        writes.push(("partials", calls.scratch(&[partials], DType::F32)));
-    }
-    let kernel = bias_gradient().taking(Room {
-        what: "partial sums of a bias",
-        formula: "BTD / 32",
-        elements: block_sums(signature.output.rows(), bias.dims[0]),
-        element_bytes: wide.size_in_bytes(),
-    });
-    calls.push(kernel, [("dy", Slot::OutputGradient)], writes);
-    if bias.dtype != wide {
-        calls.push(converted(), [("x", sum)], [("y", Slot::Gradient(2))]);
-    }
-}

@@ -32,6 +32,7 @@
 
 mod activation;
 pub(crate) mod arithmetic;
+pub(crate) mod bias;
 mod cast;
 mod concat;
 mod contiguous;
@@ -73,6 +74,7 @@ pub(crate) mod tanh;
 mod weight;
 
 pub use arithmetic::{add, add_scaled, div, mul, sub};
+pub(crate) use cast::operand;
 pub(crate) use cast::{WEIGHT_CAST, forget_weights};
 pub use cast::{cast, cast_for};
 pub use concat::concat;
@@ -92,7 +94,7 @@ pub(crate) use linear::with_last_dim;
 pub use linear_bias::linear_bias;
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_ignoring};
 pub use matmul::{matmul, matmul_transposed};
-pub(crate) use operand::{check_float, check_room, check_size, operand};
+pub(crate) use operand::{check_float, check_room, check_size};
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;
 pub use repeat_heads::repeat_heads;

@@ -1,6 +1,5 @@
 //! What every op asks of its operands before candle or a kernel touches them.
 
-use super::cast::cast;
 use crate::grad::is_grad_enabled;
 use crate::{Error, Result, graph, hardware};
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -43,22 +42,16 @@ fn refuse_unless(is_right: bool, op: &'static str, expected: &str, x: &Tensor) -
 }
 
 /// `x` as `op` can read it: its elements can be counted and would fit into memory, one by one, and if there are none,
-/// it lies inside of its storage. In half precision the gradient of a broadcast view is summed in f32 and rounded once.
+/// it lies inside of its storage.
 ///
 /// # Errors
 /// More elements than can be counted, or than the machine has memory for: a broadcast view can have any number of them.
-pub(crate) fn operand(op: &'static str, x: &Tensor) -> Result<Tensor> {
+pub(super) fn inside_storage(op: &'static str, x: &Tensor) -> Result<Tensor> {
     check_size(op, x.dims(), x.dtype(), x.device())?;
-    if x.elem_count() == 0 {
-        // A view of nothing may begin beyond its storage, where candle's slices panic.
-        return match x.is_contiguous() && x.layout().start_offset() == 0 {
-            true => Ok(x.clone()),
-            false => Ok(zeros_of(op, x.shape(), x.dtype(), &[x])?),
-        };
-    }
-    match sums_in_half(x) {
-        true => cast(&widened_broadcast(x)?, x.dtype()),
-        false => Ok(x.clone()),
+    // A view of nothing may begin beyond its storage, where candle's slices panic.
+    match x.elem_count() > 0 || x.is_contiguous() && x.layout().start_offset() == 0 {
+        true => Ok(x.clone()),
+        false => Ok(zeros_of(op, x.shape(), x.dtype(), &[x])?),
     }
 }
 
@@ -79,13 +72,6 @@ pub(super) fn without_repeats(x: &Tensor) -> Result<Tensor> {
         once = once.narrow(dim, 0, 1)?;
     }
     Ok(once)
-}
-
-/// A broadcast view in half precision in f32, broadcast again after the cast: the sum of its gradient is f32's. The
-/// first of the repeats is given all of it, the others zeros, whose sum candle cannot round.
-pub(super) fn widened_broadcast(x: &Tensor) -> Result<Tensor> {
-    let wide = cast(&without_repeats(x)?, DType::F32)?;
-    Ok(wide.broadcast_as(x.shape())?)
 }
 
 /// Refuses a shape whose elements, each in `dtype`, cannot be counted or fit no memory.

@@ -1,7 +1,7 @@
 //! A matrix product in a plan, as linear maps and their gradients are.
 
 use super::cpu::for_stored;
-use super::lowering::{Accumulate, Kernel, Slices, kernel, on_gpu};
+use super::lowering::{Accumulate, Kernel, PRODUCT, Slices, kernel, on_gpu};
 use crate::graph::{Attribute, Room};
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{
@@ -105,9 +105,6 @@ fn sized(kernel: Kernel, a: Factor, b: Factor, count: usize) -> Kernel {
         .with_all(&flags.map(|(name, factor)| (name, Attribute::Flag(factor.transposed))))
         .costing(2.0 * (count * rows * depth) as f64 * cols as f64)
 }
-
-/// As plans call it.
-pub(crate) const PRODUCT: &str = "matmul";
 
 /// The factors of a product, and the rows and columns of c.
 fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], [usize; 2])> {

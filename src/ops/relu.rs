@@ -13,9 +13,8 @@
 //! ```
 
 use super::cast::cast_for;
-use super::elementwise;
 use super::info::{OpInfo, per_element};
-use super::lowering::{Lowering, Slot, kernel};
+use super::lowering::{Lowering, Slot, kernel, map_backward, map_forward};
 use super::operand::check_size;
 use super::record::{Spec, float_input, like_first, run};
 use crate::Result;
@@ -55,13 +54,13 @@ pub(super) const INFO: OpInfo = per_element!(
 const LOWERING: Lowering = Lowering {
     forward: |_| {
         let kernel = kernel!("relu", |T, _, s| kernel::forward(s.x::<T>("x")?, s.y("y")?));
-        elementwise::forward(kernel)
+        map_forward(kernel)
     },
     backward: |_| {
         let kernel = kernel!("relu_backward", |T, _, s| {
             kernel::backward(s.x::<T>("dy")?, s.x("y")?, s.y("dx")?)
         });
-        elementwise::backward(kernel, ("y", Slot::Output))
+        map_backward(kernel, ("y", Slot::Output))
     },
 };
 

@@ -5,11 +5,11 @@
 //! itself and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32,
 //! without a gradient of the copy.
 
+use super::cast::operand;
 use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::info::OpInfo;
 use super::lowering::{Signature, Slot};
-use super::operand::operand;
 use crate::{Result, precision, probe};
 use candle_core::{DType, Tensor};
 use std::sync::{Mutex, PoisonError};

@@ -2,9 +2,9 @@
 
 use super::config::{AdamWConfig, ParameterGroup};
 use super::gradients::gradient_of;
-use super::inplace::{storage_address, wide};
 use super::reference;
 use super::slot::{STEP, Slot, step_cpu};
+use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
 use crate::ops::{Path, choose};
 use crate::probe::{self, Kind};

@@ -2,7 +2,7 @@
 
 use super::gradients::{Owners, distinct, gradient_of};
 use super::guard::first_non_finite;
-use super::inplace;
+use crate::inplace;
 use crate::probe::{self, Kind};
 use crate::{Error, Result};
 use candle_core::{Tensor, Var, backprop::GradStore};

@@ -1,7 +1,7 @@
 //! Parameters' gradients out of a store, checked, and which of them may be written where they lie.
 
-use super::inplace::{is_supported, storage_address};
 use crate::hardware::device_name;
+use crate::inplace::{is_supported, storage_address};
 use crate::{Error, Result};
 use candle_core::{Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};

@@ -1,7 +1,7 @@
 //! Numbers that must be finite, looked at before they spoil the weights.
 
 use super::gradients::{distinct, gradient_of};
-use super::inplace;
+use crate::inplace;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 

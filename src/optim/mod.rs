@@ -38,7 +38,6 @@ mod file;
 mod grad_scaler;
 mod gradients;
 pub(crate) mod guard;
-pub(crate) mod inplace;
 mod planned;
 pub(crate) use planned::PlannedUpdate;
 mod reference;

@@ -1,6 +1,6 @@
 //! One parameter's state, and its update by the CPU's kernel.
 
-use super::inplace::{Element, is_supported, no_kernel, read, wide, with_mut_slice};
+use crate::inplace::{Element, is_supported, no_kernel, read, wide, with_mut_slice};
 use crate::kernels::Update;
 use crate::kernels::cpu::Real;
 use crate::kernels::cpu::adamw;

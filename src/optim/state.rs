@@ -1,7 +1,7 @@
 //! The optimizer's state by name: taken out, put back.
 
 use super::adamw::AdamW;
-use super::inplace::storage_address;
+use crate::inplace::storage_address;
 use crate::saved::{Numbers, describe};
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};

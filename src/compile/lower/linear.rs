@@ -9,7 +9,7 @@ use super::{Job, Lower, Target, place_of};
 use crate::Result;
 use crate::graph::{self, Node, ValueId};
 use crate::kernels::workspace;
-use crate::ops::linear_bias;
+use crate::ops::bias;
 use crate::ops::lowering::{Accumulate, Named, converted};
 use crate::ops::product::{self, Factor};
 use candle_core::DType;
@@ -219,7 +219,7 @@ impl Maps {
             let mut accumulate = Accumulate::Never;
             if let Some((bias, _)) = &group.bias {
                 let bias = lower.read(bias);
-                let kernel = linear_bias::bias();
+                let kernel = bias::bias();
                 let writes = [("y", y.clone())];
                 lower.plan.call(kernel, [("bias", bias)], writes);
                 accumulate = Accumulate::Always;
@@ -388,7 +388,7 @@ fn bias_gradient(
         lower.scratch(&[elements], DType::F32)
     });
     let writes = Named::from([("dbias", sum.clone())]).with_some("partials", partial);
-    let kernel = linear_bias::bias_gradient();
+    let kernel = bias::bias_gradient();
     lower.plan.call(kernel, [("dy", dy.clone())], writes);
     let gradient = match dtype == wide {
         true => sum,

@@ -3,7 +3,7 @@
 use crate::kernels::cpu::{arithmetic as kernel, reduce};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::{arithmetic, copy};
-use crate::ops::elementwise::map;
+use crate::ops::lowering::map;
 use crate::ops::lowering::{
     Accumulate, Calls, Kernel, Lowering, Signature, Slot, converted, kernel, on_gpu,
 };

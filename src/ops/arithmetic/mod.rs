@@ -5,11 +5,12 @@ pub(crate) mod lowering;
 use lowering::{ADD, ADD_SCALED, DIV, MUL, SUB};
 
 use super::cast::cast;
+use super::cast::operand;
 use super::check_same;
 use super::cost::{Cost, cost};
 use super::dispatch::{Path, choose};
 use super::info::{OpInfo, per_element};
-use super::operand::{check_size, is_half, operand, sums_in_half, without_repeats};
+use super::operand::{check_size, is_half, sums_in_half, without_repeats};
 use super::record::{Plain, by_kernels, composed_as, widen};
 use crate::graph::Attribute;
 use crate::precision::{self, Operand, is_castable};

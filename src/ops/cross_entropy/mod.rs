@@ -14,12 +14,12 @@
 pub(crate) mod lowering;
 
 use super::cast::cast_for;
+use super::cast::operand;
 use super::cost::cost;
 use super::cpu::ids;
 use super::embedding::ids_room;
 use super::info::OpInfo;
 use super::linear::last_dim;
-use super::operand::operand;
 use super::record::{Spec, elements_of, run, wide_input};
 use crate::graph::{self, Attribute, Room, Target};
 #[cfg(feature = "cuda")]

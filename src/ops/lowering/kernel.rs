@@ -3,9 +3,8 @@
 #[cfg(feature = "cuda")]
 use super::Named;
 use super::{Accumulate, Slices};
-use crate::attention::Mask;
 use crate::graph::{self, Attribute, Room};
-use crate::ops::product::PRODUCT;
+use crate::kernels::Mask;
 use candle_core::{Result, bail};
 use std::fmt;
 #[cfg(feature = "cuda")]
@@ -52,6 +51,9 @@ macro_rules! on_gpu {
     }};
 }
 pub(crate) use on_gpu;
+
+/// As plans call it.
+pub(crate) const PRODUCT: &str = "matmul";
 
 /// What computes a call.
 type Run = fn(&Kernel, &Slices<'_>) -> Result<()>;

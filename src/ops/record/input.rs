@@ -4,14 +4,15 @@ use super::TO_DTYPE;
 use super::composed::composed;
 use crate::grad::is_grad_enabled;
 use crate::graph;
-use crate::ops::operand::{check_float, check_supported, operand};
+use crate::ops::operand::{check_float, check_supported, inside_storage};
+
 use candle_core::{DType, Result, Tensor};
 
 /// `x` as candle's ops should take it: outside the graph under `no_grad`.
 pub(crate) fn input(x: &Tensor) -> Tensor {
     // A view of nothing may begin beyond its storage: elsewhere, if there is room for nothing.
     let x = match x.dims().contains(&0) {
-        true => operand("input", x).unwrap_or_else(|_| x.clone()),
+        true => inside_storage("input", x).unwrap_or_else(|_| x.clone()),
         false => x.clone(),
     };
     // A trace knows by itself what has a graph, and follows a value by the node that detaching would leave behind.

@@ -1,9 +1,9 @@
 //! Gradients divided by the scale, and whether they are finite: one pass over each on the CPU.
 
 use super::super::gradients::{Owners, gradient_of};
-use super::super::inplace::{Element, all_finite, no_kernel, read, wide, with_mut_slice};
 use super::{GradScaler, Progress, UNSCALE};
 use crate::Result;
+use crate::inplace::{Element, all_finite, no_kernel, read, wide, with_mut_slice};
 use crate::kernels::cpu::{parallel::filled, unscale as kernel};
 use crate::probe::{self, Kind};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};

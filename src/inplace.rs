@@ -104,7 +104,7 @@ pub(crate) fn with_mut_slices<T: Element>(
 }
 
 /// Calls `f` with the elements of a contiguous CPU tensor of `T`, for reading.
-pub(super) fn read<T: Element, R>(
+pub(crate) fn read<T: Element, R>(
     tensor: &Tensor,
     f: impl FnOnce(&[T]) -> candle_core::Result<R>,
 ) -> candle_core::Result<R> {
@@ -122,17 +122,17 @@ pub(crate) fn storage_address(tensor: &Tensor) -> usize {
 }
 
 /// Whether the kernels take this element type.
-pub(super) fn is_supported(dtype: DType) -> bool {
+pub(crate) fn is_supported(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
 /// What a dispatch by dtype answers to any other.
-pub(super) fn no_kernel<T>(op: &str, dtype: DType) -> candle_core::Result<T> {
+pub(crate) fn no_kernel<T>(op: &str, dtype: DType) -> candle_core::Result<T> {
     candle_core::bail!("{op}: no kernel for {}", dtype.as_str());
 }
 
 /// The type that numbers stored as `dtype` are added up in.
-pub(super) fn wide(dtype: DType) -> DType {
+pub(crate) fn wide(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,
         _ => DType::F32,
@@ -146,7 +146,7 @@ fn to_f64(scalar: &Tensor) -> Result<f64> {
 }
 
 /// The sum of the squares of all elements.
-pub(super) fn sum_of_squares(tensor: &Tensor) -> Result<f64> {
+pub(crate) fn sum_of_squares(tensor: &Tensor) -> Result<f64> {
     if !tensor.device().is_cpu() {
         let squares = tensor.to_dtype(wide(tensor.dtype()))?.sqr()?.sum_all()?;
         return to_f64(&squares);
@@ -163,7 +163,7 @@ pub(super) fn sum_of_squares(tensor: &Tensor) -> Result<f64> {
 }
 
 /// Whether no element is infinite or NaN.
-pub(super) fn all_finite(tensor: &Tensor) -> Result<bool> {
+pub(crate) fn all_finite(tensor: &Tensor) -> Result<bool> {
     if !tensor.device().is_cpu() {
         // 0 times infinity is NaN, and a sum keeps a NaN.
         let zeros = (tensor.to_dtype(wide(tensor.dtype()))? * 0.0)?;
@@ -181,7 +181,7 @@ pub(super) fn all_finite(tensor: &Tensor) -> Result<bool> {
 }
 
 /// `tensor *= factor` where it lies: a contiguous CPU tensor.
-pub(super) fn scale(tensor: &Tensor, factor: f64) -> Result<()> {
+pub(crate) fn scale(tensor: &Tensor, factor: f64) -> Result<()> {
     match tensor.dtype() {
         DType::F32 => scale_as::<f32>(tensor, factor),
         DType::F64 => scale_as::<f64>(tensor, factor),
@@ -200,7 +200,7 @@ fn scale_as<T: Element>(tensor: &Tensor, factor: f64) -> candle_core::Result<()>
 }
 
 /// `sum += factor * tensor` where it lies: contiguous CPU tensors on storages of their own, `sum` of the wide type.
-pub(super) fn add_scaled(sum: &Tensor, tensor: &Tensor, factor: f64) -> Result<()> {
+pub(crate) fn add_scaled(sum: &Tensor, tensor: &Tensor, factor: f64) -> Result<()> {
     match tensor.dtype() {
         DType::F32 => add_scaled_as::<f32>(sum, tensor, factor),
         DType::F64 => add_scaled_as::<f64>(sum, tensor, factor),

@@ -1,0 +1,33 @@
+//! Maps of elements, as calls.
+
+use super::{Calls, Kernel, Slot, on_gpu};
+#[cfg(feature = "cuda")]
+use crate::{graph::Attribute, kernels::cuda::elementwise as cuda_kernel};
+
+/// A map of x.
+pub(in crate::ops) fn map_forward(kernel: Kernel) -> Calls {
+    Calls::default().call(map(kernel), [("x", Slot::Input(0))], [("y", Slot::Output)])
+}
+
+/// A map of dy and of what is read beside it.
+pub(in crate::ops) fn map_backward(kernel: Kernel, beside: (&'static str, Slot)) -> Calls {
+    let reads = [("dy", Slot::OutputGradient), beside];
+    Calls::default().call(map(kernel), reads, [("dx", Slot::Gradient(0))])
+}
+
+/// With the GPU's elementwise kernel of the same name, and the number that it takes, if it takes one.
+pub(in crate::ops) fn map(kernel: Kernel) -> Kernel {
+    on_gpu!(kernel, |k, l| {
+        let numbers = k.attributes().iter();
+        let mut numbers = numbers.filter_map(|(_, value)| match value {
+            Attribute::Number(number) => Some(*number),
+            _ => None,
+        });
+        let factor = numbers.next().unwrap_or_default();
+        let reads: Vec<_> = l.reads.iter().copied().collect();
+        let Some(y) = l.writes.first() else {
+            candle_core::bail!("{}: nothing is written", k.name());
+        };
+        cuda_kernel::map(l.gpu, k.name(), factor, &reads, *y)
+    })
+}
