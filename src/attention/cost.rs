@@ -1,11 +1,11 @@
-//! What is known of both algorithms, which differ in what they keep.
+//! What both algorithms cost. They differ in what they keep.
 
 use crate::ops::cost::{Cost, Formula, cost};
 use crate::ops::info::OpInfo;
 use crate::ops::lowering::Lowering;
 use crate::probe::Operands;
 
-/// An entry of either.
+/// What is known of either.
 pub(super) const fn info(
     op: &'static str,
     lowering: Lowering,

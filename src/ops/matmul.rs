@@ -149,7 +149,6 @@ impl<'a> MatrixDims<'a> {
     }
 }
 
-/// Both are timed under the first name.
 const INFO: OpInfo = OpInfo::new("matmul").planned(LOWERING).on_gpu().costing(
     "2 B M K N, backward 4",
     "a, b, c; backward a, b, dc, da, db",
@@ -157,6 +156,7 @@ const INFO: OpInfo = OpInfo::new("matmul").planned(LOWERING).on_gpu().costing(
     Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
 );
 
+/// Which runs, and is timed, as the other.
 const TRANSPOSED_INFO: OpInfo = OpInfo::new("matmul_transposed").on_gpu();
 
 pub(super) const INFOS: &[OpInfo] = &[INFO, TRANSPOSED_INFO];

@@ -139,7 +139,6 @@ fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
     }
 }
 
-/// Itself, and what its reference is composed of.
 const INFO: OpInfo = OpInfo::new("softmax")
     .planned(LOWERING)
     .on_gpu()
@@ -154,6 +153,7 @@ const INFO: OpInfo = OpInfo::new("softmax")
     )
     .holding("scale and mask");
 
+/// Part of the reference, as is the mask.
 const SCALE: OpInfo = OpInfo::new("scale").composed("1 an element", |o| o.elementwise(1.0));
 
 const MASK: OpInfo = OpInfo::new("mask").composed("0", |o| o.elementwise(0.0));

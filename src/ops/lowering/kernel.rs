@@ -52,7 +52,7 @@ macro_rules! on_gpu {
 }
 pub(crate) use on_gpu;
 
-/// As plans call it.
+/// The name of a matrix product.
 pub(crate) const PRODUCT: &str = "matmul";
 
 /// What computes a call.
