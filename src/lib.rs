@@ -66,7 +66,7 @@
 //! With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and little else. The rest is by
 //! feature, and on by default:
 //!
-//! - `train`: [`data`] and [`train`].
+//! - `train`: [`data`] and [`train`]. Includes `hf`.
 //! - `report`: [`report`], [`bench`](mod@bench), [`memory`], [`profile`], and plans as text and picture
 //!   ([`Plan::explain`](compile::Plan::explain)).
 //! - `png`: pictures saved as PNG too, with a font that the build carries (its licence: `LICENSES/DejaVu.txt`).
@@ -75,6 +75,7 @@
 //!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train`
 //!   and `report`. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write weights. [`hf`] is
 //!   part of it.
+//! - `hf`: tokenizers of Hugging Face's folders ([`hf::Tokenizer`]). Included in `train`.
 //! - `serde`: configurations that serde reads and writes. Included in `files`.
 //!
 //! Off by default: `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two

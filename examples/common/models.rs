@@ -16,9 +16,9 @@ pub struct ModelFlags {
     #[arg(long, num_args = 1.., value_delimiter = ',')]
     size: Vec<String>,
 
-    /// Folders with a config.json of Hugging Face's: Llama, Qwen2, Qwen3 or Mistral, with random weights; several
-    /// allowed
-    #[arg(long, num_args = 1.., value_name = "FOLDER")]
+    /// Folders with a config.json of Hugging Face's, or org/name in its hub's cache: Llama, Qwen2, Qwen3 or Mistral,
+    /// with random weights; several allowed
+    #[arg(long, num_args = 1.., value_name = "FOLDER|ORG/NAME")]
     family: Vec<PathBuf>,
 
     /// The width of the residual stream, instead of the preset's (as are the next four)
@@ -65,7 +65,8 @@ impl ModelFlags {
         });
         let families = self.family.iter().map(|folder| {
             let name = folder.file_name().unwrap_or(folder.as_os_str());
-            Ok((name.to_string_lossy().into_owned(), hf::config(folder)?))
+            let config = hf::config(hf::find(folder)?)?;
+            Ok((name.to_string_lossy().into_owned(), config))
         });
         let models = presets.chain(families).map(|given| {
             let (name, preset) = given?;

@@ -8,6 +8,7 @@ use super::format::TokenFormat;
 use super::source::Source;
 use super::source_tree;
 use super::tokens::{Tokens, position_outside};
+use crate::hf::Tokenizer;
 use crate::{Error, Result};
 
 const BYTES_VOCAB_SIZE: usize = 256;
@@ -131,6 +132,41 @@ impl Tokens {
             });
         }
         Self::in_memory(Source::Ids(ids), vocab_size)
+    }
+
+    /// The ids that a tokenizer gives to these tokens, which are the bytes of a text; its vocabulary. All of them are
+    /// held in memory, and the text while it is encoded.
+    ///
+    /// ```no_run
+    /// use tallow::data::Tokens;
+    /// use tallow::hf::Tokenizer;
+    ///
+    /// # fn main() -> tallow::Result<()> {
+    /// let tokenizer = Tokenizer::open("SmolLM2-135M")?;
+    /// let (train, validation) = Tokens::bytes("my.txt")?.encoded(&tokenizer)?.split(0.1)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Data`] for tokens that are no bytes, bytes that are not UTF-8, or a text that gives no id; those of
+    /// [`Tokenizer::encode`](crate::hf::Tokenizer::encode).
+    pub fn encoded(&self, tokenizer: &Tokenizer) -> Result<Self> {
+        let refuse = |got: String| Error::Data {
+            what: self.to_string(),
+            expected: "the bytes of a text in UTF-8".into(),
+            got,
+            hint: "open it with Tokens::bytes, or convert it to UTF-8".into(),
+        };
+        if self.vocab_size() != BYTES_VOCAB_SIZE {
+            return Err(refuse(format!(
+                "ids of a vocabulary of {}",
+                self.vocab_size()
+            )));
+        }
+        let bytes: Vec<u8> = self.to_vec()?.into_iter().map(|id| id as u8).collect();
+        let text = String::from_utf8(bytes).map_err(|e| refuse(e.to_string()))?;
+        Self::from_ids(tokenizer.encode(&text)?, tokenizer.vocab_size())
     }
 
     fn in_memory(source: Source, vocab_size: usize) -> Result<Self> {

@@ -19,6 +19,7 @@ const SCAN_TOKENS: usize = 1 << 14;
 /// | [`bytes`](Self::bytes), [`from_bytes`](Self::from_bytes), [`source_tree`](Self::source_tree) | a byte | 256 |
 /// | [`open`](Self::open), [`open_as`](Self::open_as) | an id of a token file | as given |
 /// | [`from_ids`](Self::from_ids) | an id | as given |
+/// | [`encoded`](Self::encoded) | an id that a tokenizer gives to a text | the tokenizer's |
 ///
 /// `clone`, [`slice`](Self::slice) and [`split`](Self::split) copy no tokens. A file stays open and is read where
 /// tokens are asked for, so it may be far larger than memory. Opening one checks its header and size; its ids are

@@ -3,7 +3,8 @@
 //! What lives here: reading such a folder into a [`TransformerLM`], and writing one that the library `transformers`
 //! reads with equal logits. Llama 3.x, SmolLM2, Qwen2.5, Qwen3 and Mistral are known, without sliding windows; another
 //! architecture or setting is an error that names it. Weights are read one at a time, into the dtype that is asked for.
-//! What does not live here: downloading, and tokenizers.
+//! [`find`] says where the folder of a name is, [`Tokenizer`] is the one beside a model. What does not live here:
+//! downloading.
 //!
 //! ```
 //! use tallow::hf;
@@ -25,8 +26,15 @@
 //! ```
 
 mod config;
+mod find;
 mod folder;
 mod names;
+#[cfg(feature = "hf")]
+mod tokenizer;
+
+pub use find::{find, find_in};
+#[cfg(feature = "hf")]
+pub use tokenizer::Tokenizer;
 
 use crate::files::{Entry, open, read_to_string, save_tensors, write_bytes};
 use crate::model::{LoadOptions, TransformerConfig, TransformerLM};

@@ -24,6 +24,7 @@ mod probe;
 mod profile;
 mod report;
 mod tf32;
+mod tokenizer;
 mod toy_model;
 mod train;
 
