@@ -152,7 +152,7 @@ impl Flags {
         let (training, held_out) = (count(train.len()), count(validation.len()));
         let data = format!(
             "{training} to train, {held_out} to evaluate ({})",
-            self.data.name()
+            self.data.name(self.data.unit())
         );
         fields.insert("data", data);
         let sizes = format!(

@@ -12,8 +12,12 @@
 //! cargo run --example train -- --data my.txt --precision f16
 //! cargo run --example train -- --data my.txt --compile --precision bf16
 //! cargo run --example train -- --data my.txt --compile --clip 0 --optimizer-in-backward
+//! cargo run --example train -- --data my.txt --family HuggingFaceTB/SmolLM2-135M --lr 5e-5 --save-family tuned
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
+//!
+//! With `--family` it goes on from a model of Hugging Face's and takes its tokenizer; `--save-family` writes the trained
+//! one as `transformers` reads it.
 //!
 //! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit
 //! status 130 or 143; a second one ends it at once.
@@ -21,6 +25,8 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
 mod common;
+#[path = "train/family.rs"]
+mod family;
 #[path = "train/flags.rs"]
 mod flags;
 #[path = "train/signals.rs"]
@@ -29,6 +35,7 @@ mod signals;
 use candle_core::{DType, Device};
 use clap::Parser;
 use common::{Common, stdout};
+use family::{Family, FamilyFlags};
 use flags::{
     DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, eager_bytes,
     new_model,
@@ -55,6 +62,8 @@ struct Flags {
     data: DataFlags,
     #[command(flatten)]
     model: ModelFlags,
+    #[command(flatten)]
+    family: FamilyFlags,
     #[command(flatten)]
     training: TrainingFlags,
     /// Plan the step beforehand: faster, in less memory (with f32 weights, on the CPU); evaluations and files are the
@@ -88,19 +97,29 @@ impl Flags {
         let sampling = self.sample.config(self.common.seed);
         sampling.validate()?;
         self.files.check()?;
-        let (train, validation) = self.data.open()?.split(self.data.validation_fraction)?;
-        let prompt = match self.data.tokens {
-            None => self.sample.prompt_bytes(),
-            Some(_) => validation.slice(0..1)?.to_vec()?,
+        let family = self.family.open(&self.model, &self.data)?;
+        let tokenizer = family.as_ref().and_then(|family| family.tokenizer.as_ref());
+        let data = match tokenizer {
+            Some(tokenizer) => self.data.open()?.encoded(tokenizer)?,
+            None => self.data.open()?,
         };
-        let model = self.model.config(train.vocab_size())?;
+        let (train, validation) = data.split(self.data.validation_fraction)?;
+        let prompt = match (&self.data.tokens, tokenizer) {
+            (Some(_), _) => validation.slice(0..1)?.to_vec()?,
+            (None, Some(tokenizer)) => self.sample.prompt_ids(tokenizer)?,
+            (None, None) => self.sample.prompt_bytes(),
+        };
+        let model = match &family {
+            Some(family) => family.config.clone(),
+            None => self.model.config(train.vocab_size())?,
+        };
         let precision = self.training.precision.precision()?;
-        let mut config = self
-            .training
-            .config(model.context_length, self.common.seed, precision)?;
+        let mut config =
+            self.training
+                .config(self.model.context_length, self.common.seed, precision)?;
         config.keep = self.files.keep.map_or(1, usize::from);
-        let header = self.header(&model, &config, &train, &validation)?;
-        let mut trainer = self.trainer(model, config, train, validation)?;
+        let header = self.header(family.as_ref(), &model, &config, &train, &validation)?;
+        let mut trainer = self.trainer(family.as_ref(), model, config, train, validation)?;
         let text = header.to_text(&common::outputs::terminal_layout());
         self.say(format!("{}\n", text.trim_end()))?;
 
@@ -122,7 +141,7 @@ impl Flags {
         let last = evaluations.last().map_or(f64::NAN, |last| last.loss);
         self.say(format!(
             "\nvalidation loss {last:.4} nats a {}, after {} steps; {:.1} s in all, {} tokens/s in training",
-            self.data.unit(),
+            self.unit(),
             trainer.steps_taken(),
             started.elapsed().as_secs_f64(),
             speed.text(),
@@ -130,16 +149,34 @@ impl Flags {
         if common::fallbacks() != "none" {
             self.say(format!("reference ops: {}", common::fallbacks()))?;
         }
+        if let (Some(family), Some(folder)) = (&family, &self.family.save_family) {
+            family.save(trainer.model(), folder)?;
+            self.say(format!("the trained model is in {}", folder.display()))?;
+        }
         if self.sample.sample > 0 {
             let written = trainer.model().generate(&prompt, &sampling)?;
-            self.say(format!("\n{}", self.data.text(&[prompt, written].concat())))?;
+            let ids = [prompt, written].concat();
+            let text = match tokenizer {
+                Some(tokenizer) => family::text(tokenizer, &ids),
+                None => self.data.text(&ids),
+            };
+            self.say(format!("\n{text}"))?;
         }
         Ok(None)
+    }
+
+    /// What one token is.
+    fn unit(&self) -> &'static str {
+        match self.family.family {
+            Some(_) => "token",
+            None => self.data.unit(),
+        }
     }
 
     /// The run: a new one, or the saved one.
     fn trainer(
         &self,
+        family: Option<&Family>,
         model: TransformerConfig,
         config: TrainConfig,
         train: Tokens,
@@ -159,7 +196,11 @@ impl Flags {
                 hint: "go on with --resume, or move it away".into(),
             }),
             _ => {
-                let model = new_model(&model, self.common.seed, config.precision, &device)?;
+                let (seed, precision) = (self.common.seed, config.precision);
+                let model = match family {
+                    Some(family) => family.model(seed, precision, &device)?,
+                    None => new_model(&model, seed, precision, &device)?,
+                };
                 Trainer::new(model, config, train, validation)
             }
         }?;
@@ -174,6 +215,7 @@ impl Flags {
     /// What runs, where, on what.
     fn header(
         &self,
+        family: Option<&Family>,
         model: &TransformerConfig,
         config: &TrainConfig,
         train: &Tokens,
@@ -187,7 +229,7 @@ impl Flags {
                 "{} to train, {} to evaluate ({})",
                 count(train.len()),
                 count(validation.len()),
-                self.data.name()
+                self.data.name(self.unit())
             ),
         );
         fields.insert(
@@ -203,6 +245,9 @@ impl Flags {
                 count(model.num_parameters())
             ),
         );
+        if let Some(family) = family {
+            fields.insert("family", family.name());
+        }
         fields.insert("attention", model.attention.name());
         fields.insert("checkpointing", model.checkpointing.to_string());
         fields.insert("precision", config.precision.name());

@@ -250,10 +250,9 @@ impl DataFlags {
         }
     }
 
-    /// As the header names it.
-    pub fn name(&self) -> String {
+    /// As the header names it, tokens being bytes or others.
+    pub fn name(&self, unit: &str) -> String {
         let path = self.tokens.as_ref().unwrap_or(&self.data);
-        let unit = self.unit();
         format!("{unit}s of {}", path.display())
     }
 
