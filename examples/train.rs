@@ -16,8 +16,8 @@
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
 //!
-//! With `--family` it goes on from a model of Hugging Face's and takes its tokenizer; `--save-family` writes the trained
-//! one as `transformers` reads it.
+//! With `--family` it goes on from a model of Hugging Face's and takes its tokenizer; `--save-family` writes the
+//! trained one as `transformers` reads it.
 //!
 //! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit
 //! status 130 or 143; a second one ends it at once.

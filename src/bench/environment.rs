@@ -11,6 +11,7 @@ pub fn environment(on: &Device) -> Fields {
         ("train", cfg!(feature = "train")),
         ("report", cfg!(feature = "report")),
         ("png", cfg!(feature = "png")),
+        ("hf", cfg!(feature = "hf")),
         ("files", cfg!(feature = "files")),
         ("serde", cfg!(feature = "serde")),
         ("cuda", cfg!(feature = "cuda")),

@@ -1,6 +1,7 @@
 //! The examples as a hostile user types them: refused with a message, or run; no panic, no hang. This binary links
 //! nothing of candle; `cargo test` builds the examples beside it.
 
+mod family;
 mod layout;
 mod outputs;
 mod process;

@@ -1,0 +1,119 @@
+//! `train` on a model in Hugging Face's files.
+
+use super::process::{Ended, example, run};
+use serde_json::json;
+use std::fs;
+use std::path::Path;
+use tallow::hf;
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::ops::RotaryPairs;
+use tempfile::{TempDir, tempdir};
+
+/// A folder with a model of four ids, and a tokenizer of three words.
+fn family() -> TempDir {
+    let folder = tempdir().unwrap();
+    let config = TransformerConfig {
+        vocab_size: 4,
+        context_length: 16,
+        d_model: 8,
+        num_layers: 1,
+        num_heads: 2,
+        d_ff: 12,
+        rope_pairs: RotaryPairs::Halves,
+        ..Default::default()
+    };
+    let model = TransformerLM::new(&config, 5, &candle_core::Device::Cpu).unwrap();
+    hf::save(&model, folder.path()).unwrap();
+    let words = json!({"the": 0, "License": 1, "other": 2});
+    let tokenizer = json!({
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "other"},
+    });
+    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    folder
+}
+
+/// A training in windows of 8 tokens; `HERE` is the folder.
+fn train(folder: &Path, steps: usize, flags: &str) -> Ended {
+    let flags = flags.replace("HERE", folder.to_str().unwrap());
+    let sizes = format!("--batch-size 2 --steps {steps} --sample 5");
+    let mut command = example(&format!("train --data DATA {sizes}"));
+    command.args(flags.split(' '));
+    if !flags.contains("--context-length") {
+        command.args(["--context-length", "8"]);
+    }
+    run(command)
+}
+
+#[track_caller]
+fn run_well(ended: &Ended) {
+    assert_eq!(
+        (ended.status, ended.err.as_str()),
+        (Some(0), ""),
+        "{ended:?}"
+    );
+}
+
+fn weights(folder: &Path) -> Vec<f32> {
+    let model = hf::load(folder, &candle_core::Device::Cpu).unwrap();
+    let (_, weight) = &model.parameters()[0];
+    weight.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+#[test]
+fn the_trained_model_is_a_folder_again() {
+    let folder = family();
+    let ended = train(
+        folder.path(),
+        3,
+        "--family HERE --save-family HERE/tuned --prompt License",
+    );
+    run_well(&ended);
+    let text = ended.out.lines().last().unwrap();
+    assert!(text.starts_with("License "), "{text}");
+    let tuned = folder.path().join("tuned");
+    assert_eq!(hf::config(&tuned).unwrap().context_length, 16);
+    assert_ne!(weights(&tuned), weights(folder.path()));
+    let [ours, theirs] =
+        [&tuned, folder.path()].map(|folder| fs::read(folder.join("tokenizer.json")).unwrap());
+    assert_eq!(ours, theirs);
+    // Stopped after two steps and resumed, it is the same.
+    let line = "--family HERE --schedule-steps 3 --checkpoint HERE/run";
+    run_well(&train(folder.path(), 2, line));
+    let rest = format!("{line} --resume --save-family HERE/again");
+    run_well(&train(folder.path(), 3, &rest));
+    assert_eq!(weights(&folder.path().join("again")), weights(&tuned));
+    run_well(&train(folder.path(), 3, "--family HERE --compile"));
+}
+
+#[test]
+fn weights_are_random_where_that_is_asked_for() {
+    let folder = family();
+    fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+    let ended = train(folder.path(), 3, "--family HERE");
+    assert_eq!(ended.status, Some(1), "{ended:?}");
+    assert!(ended.err.contains("--random-weights"), "{ended:?}");
+    let ended = train(folder.path(), 3, "--family HERE --random-weights");
+    run_well(&ended);
+    assert!(ended.out.contains("begun with random weights"), "{ended:?}");
+}
+
+#[test]
+fn what_is_refused_before_the_first_step() {
+    let folder = family();
+    let refused = |flags: &str, words: &str| {
+        let ended = train(folder.path(), 3, flags);
+        assert_eq!(ended.status, Some(1), "{flags}: {ended:?}");
+        assert!(ended.err.contains(words), "{flags}: {ended:?}");
+    };
+    refused("--family HERE --save-family HERE", "--save-family");
+    refused("--family HERE/none", "no such folder");
+    refused("--family HERE --context-length 17", "sequence_length");
+    fs::write(folder.path().join("tokenizer.json"), "{").unwrap();
+    refused("--family HERE", "tokenizer.json");
+    let vocab = json!({"the": 0, "other": 4});
+    let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "other"});
+    let path = folder.path().join("tokenizer.json");
+    fs::write(path, json!({"model": model}).to_string()).unwrap();
+    refused("--family HERE", "up to 4");
+}
