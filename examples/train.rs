@@ -1,4 +1,4 @@
-//! Trains a transformer language model on a text, byte by byte, and lets it write.
+//! Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 //!
 //! Without flags it is nanoGPT's recipe for characters on a CPU (4 layers, 4 heads, width 128, windows of 64, batches
 //! of 12, 2000 steps), on this crate's own sources. Its feed-forward network has three matrices of width 320 in place
@@ -52,7 +52,7 @@ use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
 use tallow::{Error, Result};
 
-/// Trains a transformer language model on a text, byte by byte, and lets it write.
+/// Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 #[derive(Parser)]
 #[command(version)]
 struct Flags {

@@ -27,7 +27,8 @@ const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
 #[derive(Args)]
 #[command(next_help_heading = "Data")]
 pub struct DataFlags {
-    /// A text, or a folder whose files in rs, md, toml and py are one; each byte is a token [default: this crate]
+    /// A text, or a folder whose files in rs, md, toml and py are one; each byte is a token, but for a family's
+    /// tokenizer [default: this crate]
     #[arg(long, default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true)]
     pub data: PathBuf,
 
