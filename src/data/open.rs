@@ -135,7 +135,8 @@ impl Tokens {
     }
 
     /// The ids that a tokenizer gives to these tokens, which are the bytes of a text; its vocabulary. All of them are
-    /// held in memory, and the text while it is encoded.
+    /// held in memory. The text is encoded in one go, which takes some 150 times its size of memory meanwhile: encode
+    /// a large one elsewhere, and [`open`](Self::open) the token file.
     ///
     /// ```no_run
     /// use tallow::data::Tokens;
