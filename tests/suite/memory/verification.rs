@@ -3,11 +3,13 @@
 #[path = "../../../examples/memory_estimate/cases.rs"]
 mod cases;
 
+use super::config;
 use crate::child;
 use cases::{COUNT, case, is_outside};
 use tallow::attention::Algorithm;
 use tallow::memory::{Mode, Workload, estimate, measure};
 use tallow::model::TransformerConfig;
+use tallow::precision::Precision;
 
 /// Those that take less than so much.
 const CHEAP_BYTES: u64 = 64 << 20;
@@ -44,6 +46,36 @@ fn estimates_are_near_on_a_sample() {
         wrong
     });
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Without a graph a segment's input goes with the segment, while copies of weights go on growing.
+#[test]
+fn segments_without_a_graph_take_what_is_predicted() {
+    if child::ran("memory::verification::segments_without_a_graph_take_what_is_predicted") {
+        return;
+    }
+    for (layers, strategy) in [(3, "every-2"), (9, "every-2"), (9, "sqrt"), (9, "every-5")] {
+        let config = config(64, 160, layers, 300);
+        let workload = Workload {
+            batch_size: 8,
+            sequence_length: 128,
+            mode: Mode::Forward,
+            attention: Algorithm::Flash,
+            precision: Precision::BF16,
+            checkpointing: strategy.parse().unwrap(),
+            ..Default::default()
+        };
+        let plan = estimate(&config, &workload).unwrap();
+        let measured = measure(&config, &workload).unwrap();
+        println!("{layers} {strategy}: {} {measured:?}", plan.peak_bytes);
+        // Of tensors and ops; a block's copies of weights have 94,208 bytes.
+        let records = 12 * 1024 * layers as u64;
+        assert!(
+            plan.peak_bytes.abs_diff(measured.peak_bytes) < records,
+            "{layers} {strategy}: {} {measured:?}",
+            plan.peak_bytes
+        );
+    }
 }
 
 #[test]
