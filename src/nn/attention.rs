@@ -88,7 +88,8 @@ impl CausalSelfAttention {
     /// [`Algorithm::Naive`].
     ///
     /// # Errors
-    /// A num_heads that num_kv_heads does not divide, a size that is 0 or beyond addresses, and whatever the builder answers.
+    /// A num_heads that num_kv_heads does not divide, a size that is 0 or beyond addresses, and whatever the builder
+    /// answers.
     pub fn with_config(
         config: &SelfAttentionConfig,
         rotary: Option<RotaryEmbedding>,

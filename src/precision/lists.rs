@@ -1,6 +1,6 @@
 //! The lists of PyTorch 2.15 by op name (ATen/autocast_mode.h and autocast_mode.cpp, both policies).
 //!
-//! What is on no list follows its inputs. What this crate's ops are called there stands in their own files.
+//! What is on no list follows its inputs. What this crate's ops are called there stands at the end.
 
 /// CUDA, lower precision. As all of these, names with spaces between.
 pub(super) const CUDA_LOWER: &str = "\

@@ -1,8 +1,9 @@
 //! How ops are planned: an op's forward and its backward as calls of kernels, as data.
 //!
-//! What lives here: what such a call is ([`Kernel`], [`Slices`]), and the calls that ops share (conversions, maps). Each
-//! op's own is in its own file, beside its eager form, and runs the same kernels; its [`OpInfo`](super::info::OpInfo)
-//! has it. What does not: buffers and their places, which are [`compile`](crate::compile)'s.
+//! What lives here: what such a call is ([`Kernel`], [`Slices`]), and the calls that ops share (conversions, maps).
+//! Each op's own is in its own file, beside its eager form, and runs the same kernels; its
+//! [`OpInfo`](super::info::OpInfo) has it. What does not: buffers and their places, which are
+//! [`compile`](crate::compile)'s.
 
 mod accumulate;
 mod convert;

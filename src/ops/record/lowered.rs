@@ -27,8 +27,8 @@ use {
     candle_core::CudaStorage,
 };
 
-/// A call of `op` on `inputs`: by the kernels that it lowers to or, where they are not for the first, as `reference` composes it
-/// of candle's own ops.
+/// A call of `op` on `inputs`: by the kernels that it lowers to or, where they are not for the first, as `reference`
+/// composes it of candle's own ops.
 pub(crate) fn run<const N: usize>(
     op: &'static OpInfo,
     call: impl Spec + Send + Sync + 'static,

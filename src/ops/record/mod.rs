@@ -2,8 +2,8 @@
 //!
 //! An op is a [`Spec`] whose lowering plans it and computes it ([`run`], [`by_kernels`]), or a result that is there
 //! already ([`Op`], [`apply`]), or a composition of candle's own ops under one name ([`composed`]); [`input`] and its
-//! kin prepare the operands of compositions. What is a node of candle's graph by `Op` is written on the tape as well, by
-//! which [`backward`](crate::backward()) finds it ([`node_of`]).
+//! kin prepare the operands of compositions. What is a node of candle's graph by `Op` is written on the tape as well,
+//! by which [`backward`](crate::backward()) finds it ([`node_of`]).
 
 mod apply;
 mod composed;
