@@ -12,41 +12,19 @@ pub(crate) trait Element: Stored {
     fn elements(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
-impl Element for f32 {
-    fn elements(storage: &mut CpuStorage) -> Option<&mut [Self]> {
-        match storage {
-            CpuStorage::F32(elements) => Some(elements),
-            _ => None,
+macro_rules! element {
+    ($($variant:ident: $T:ty),+) => {$(
+        impl Element for $T {
+            fn elements(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(elements) => Some(elements),
+                    _ => None,
+                }
+            }
         }
-    }
+    )+};
 }
-
-impl Element for f64 {
-    fn elements(storage: &mut CpuStorage) -> Option<&mut [Self]> {
-        match storage {
-            CpuStorage::F64(elements) => Some(elements),
-            _ => None,
-        }
-    }
-}
-
-impl Element for f16 {
-    fn elements(storage: &mut CpuStorage) -> Option<&mut [Self]> {
-        match storage {
-            CpuStorage::F16(elements) => Some(elements),
-            _ => None,
-        }
-    }
-}
-
-impl Element for bf16 {
-    fn elements(storage: &mut CpuStorage) -> Option<&mut [Self]> {
-        match storage {
-            CpuStorage::BF16(elements) => Some(elements),
-            _ => None,
-        }
-    }
-}
+element!(F32: f32, F64: f64, F16: f16, BF16: bf16);
 
 /// An in-place op that hands a tensor's elements to a function.
 struct Lend<T, F>(Cell<Option<F>>, std::marker::PhantomData<T>);

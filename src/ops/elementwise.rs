@@ -3,7 +3,7 @@
 use super::arithmetic::lowering::{div, mul};
 use super::cast::{cast, cast_for};
 use super::dispatch::{Path, choose};
-use super::info::OpInfo;
+use super::info::{OpInfo, per_element};
 use super::lowering::{
     Calls, Lowering, Slot, kernel, map_backward as backward, map_forward as forward,
 };
@@ -50,45 +50,18 @@ pub fn rsqrt(x: &Tensor) -> Result<Tensor> {
     in_f32(&RSQRT_INFO, x, x.shape(), |x| x.sqrt()?.recip())
 }
 
-const EXP_INFO: OpInfo = OpInfo::new("exp")
-    .on_gpu_up_to(usize::MAX)
-    .planned_composed(EXP)
-    .costing(
-        "1 an element, backward 2",
-        "x, y; backward x or y, dy, dx",
-        |o| o.elementwise(1.0),
-        Some(|o| o.elementwise_backward(2.0)),
-    );
+const EXP_INFO: OpInfo = per_element!(map_info("exp", EXP), 1, 2, MAP_BYTES);
+const LOG_INFO: OpInfo = per_element!(map_info("log", LOG), 1, 2, MAP_BYTES);
+const POW_INFO: OpInfo = per_element!(map_info("pow", POW), 1, 2, MAP_BYTES);
+const RSQRT_INFO: OpInfo = per_element!(map_info("rsqrt", RSQRT), 2, 3, MAP_BYTES);
 
-const LOG_INFO: OpInfo = OpInfo::new("log")
-    .on_gpu_up_to(usize::MAX)
-    .planned_composed(LOG)
-    .costing(
-        "1 an element, backward 2",
-        "x, y; backward x or y, dy, dx",
-        |o| o.elementwise(1.0),
-        Some(|o| o.elementwise_backward(2.0)),
-    );
+const MAP_BYTES: &str = "x, y; backward x or y, dy, dx";
 
-const POW_INFO: OpInfo = OpInfo::new("pow")
-    .on_gpu_up_to(usize::MAX)
-    .planned_composed(POW)
-    .costing(
-        "1 an element, backward 2",
-        "x, y; backward x or y, dy, dx",
-        |o| o.elementwise(1.0),
-        Some(|o| o.elementwise_backward(2.0)),
-    );
-
-const RSQRT_INFO: OpInfo = OpInfo::new("rsqrt")
-    .on_gpu_up_to(usize::MAX)
-    .planned_composed(RSQRT)
-    .costing(
-        "2 an element, backward 3",
-        "x, y; backward x or y, dy, dx",
-        |o| o.elementwise(2.0),
-        Some(|o| o.elementwise_backward(3.0)),
-    );
+const fn map_info(op: &'static str, lowering: Lowering) -> OpInfo {
+    OpInfo::new(op)
+        .on_gpu_up_to(usize::MAX)
+        .planned_composed(lowering)
+}
 
 pub(super) const INFOS: &[OpInfo] = &[EXP_INFO, LOG_INFO, POW_INFO, RSQRT_INFO];
 

@@ -1,7 +1,7 @@
 //! Sums and means over a whole tensor, and log-softmax.
 
 use super::elementwise::in_f32;
-use super::info::OpInfo;
+use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::{parallel, rows::log_softmax as log_softmax_kernel};
@@ -86,15 +86,14 @@ const MEAN_INFO: OpInfo = OpInfo::new("mean")
         Some(|o| o.moved_back(0.0)),
     );
 
-const LOG_SOFTMAX_INFO: OpInfo = OpInfo::new("log_softmax")
-    .on_gpu_up_to(usize::MAX)
-    .planned_composed(LOG_SOFTMAX)
-    .costing(
-        "5 an element, backward 5",
-        "x, y; backward x, dy, dx",
-        |o| o.elementwise(5.0),
-        Some(|o| o.elementwise_backward(5.0)),
-    );
+const LOG_SOFTMAX_INFO: OpInfo = per_element!(
+    OpInfo::new("log_softmax")
+        .on_gpu_up_to(usize::MAX)
+        .planned_composed(LOG_SOFTMAX),
+    5,
+    5,
+    "x, y; backward x, dy, dx"
+);
 
 pub(super) const INFOS: &[OpInfo] = &[SUM_INFO, MEAN_INFO, LOG_SOFTMAX_INFO];
 

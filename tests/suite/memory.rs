@@ -11,8 +11,6 @@ mod precisions;
 mod recording;
 mod saved;
 mod snapshot;
-#[cfg(not(feature = "cuda"))]
-// where candle has larger records of tensors, which predictions leave out
 mod verification;
 
 use crate::child;

@@ -129,15 +129,14 @@ const ADD_SCALED_INFO: OpInfo = OpInfo::new("add_scaled")
         Some(second_scaled),
     );
 
-const DIV_INFO: OpInfo = OpInfo::new("div")
-    .on_gpu_up_to(usize::MAX)
-    .planned_composed(DIV)
-    .costing(
-        "1 an element, backward 4",
-        "a, b, y; backward a, b, dy, da, db",
-        |o| o.elementwise(1.0),
-        Some(|o| o.elementwise_backward(4.0)),
-    );
+const DIV_INFO: OpInfo = per_element!(
+    OpInfo::new("div")
+        .on_gpu_up_to(usize::MAX)
+        .planned_composed(DIV),
+    1,
+    4,
+    "a, b, y; backward a, b, dy, da, db"
+);
 
 pub(super) const INFOS: &[OpInfo] = &[ADD_INFO, SUB_INFO, MUL_INFO, ADD_SCALED_INFO, DIV_INFO];
 

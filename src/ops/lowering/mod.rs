@@ -10,17 +10,19 @@ mod convert;
 mod kernel;
 mod map;
 mod named;
+#[cfg(feature = "cuda")]
+mod operands;
 mod slices;
 
 pub use accumulate::Accumulate;
 pub(crate) use convert::{CONVERTED, converted};
 pub use kernel::Kernel;
 pub(super) use kernel::PRODUCT;
-#[cfg(feature = "cuda")]
-pub(crate) use kernel::{Multiplier, Operands};
 pub(crate) use kernel::{kernel, on_gpu};
 pub(super) use map::{map, map_backward, map_forward};
 pub use named::Named;
+#[cfg(feature = "cuda")]
+pub(crate) use operands::{Multiplier, Operands};
 pub(crate) use slices::{Slice, Slices, StepState};
 
 use crate::graph::{self, Attribute, Graph, Node, ValueId};

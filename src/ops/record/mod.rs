@@ -11,6 +11,7 @@ mod copy;
 mod input;
 mod lowered;
 mod plain;
+mod run;
 mod spec;
 mod steps;
 mod sum;

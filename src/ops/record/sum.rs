@@ -1,6 +1,6 @@
 //! Sums of gradients: in place, and of the elements that a view repeats.
 
-use super::lowered::Run;
+use super::run::Run;
 use crate::graph::{Target, View};
 use crate::kernels::cpu::arithmetic;
 use crate::ops::cpu::view;

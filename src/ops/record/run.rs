@@ -1,0 +1,208 @@
+//! The calls of one eager pass, run on tensors as they lie.
+
+use crate::ops::cpu;
+use crate::ops::lowering::{Calls, KernelCall, Signature, Slice, Slices, Slot, StepState};
+use crate::probe::Operand;
+use candle_core::op::BackpropOp;
+use candle_core::{Device, Layout, Result, Shape, Storage, Tensor, bail};
+#[cfg(feature = "cuda")]
+use {
+    crate::kernels::cuda::View,
+    crate::ops::{
+        cuda,
+        lowering::{Multiplier, Operands},
+    },
+    candle_core::DType,
+};
+
+/// Where the elements of an operand are.
+#[derive(Clone, Copy)]
+pub(super) enum Lying<'a> {
+    Cpu(Slice<'a>),
+    #[cfg(feature = "cuda")]
+    Cuda(View<'a>),
+}
+
+impl<'a> Lying<'a> {
+    pub(super) fn of(storage: &'a Storage, layout: &'a Layout) -> Result<Self> {
+        match storage {
+            Storage::Cpu(storage) => Ok(Self::Cpu(cpu::slice(storage, layout)?)),
+            #[cfg(feature = "cuda")]
+            Storage::Cuda(storage) => Ok(Self::Cuda(cuda::lying(storage, layout)?)),
+            other => bail!("no kernel on {:?}", other.device().location()),
+        }
+    }
+}
+
+/// The calls of one pass. What is written is made when it is first written; what is read beside the inputs, and what is
+/// there for the calls alone, goes when it was read last.
+pub(super) struct Run<'a> {
+    device: &'a Device,
+    signature: &'a Signature<'a>,
+    calls: &'a Calls,
+    /// The op's inputs, what it kept, and what was made.
+    pub(super) operands: Vec<(Slot, Lying<'a>)>,
+    reads: Vec<Option<Tensor>>,
+    made: Vec<(Slot, Storage)>,
+}
+
+impl<'a> Run<'a> {
+    pub(super) fn new(
+        device: &'a Device,
+        signature: &'a Signature<'a>,
+        calls: &'a Calls,
+        reads: Vec<Tensor>,
+    ) -> Self {
+        let given = signature.inputs.len() + signature.kept.len() + 2; // and the output and its gradient
+        let written = calls.calls.iter().map(|call| call.writes.entries().len());
+        Self {
+            device,
+            signature,
+            calls,
+            operands: Vec::with_capacity(given + written.sum::<usize>()),
+            reads: reads.into_iter().map(Some).collect(),
+            made: Vec::new(),
+        }
+    }
+
+    /// What is there beforehand.
+    pub(super) fn give(
+        &mut self,
+        slot: Slot,
+        storage: &'a Storage,
+        layout: &'a Layout,
+    ) -> Result<()> {
+        self.operands.push((slot, Lying::of(storage, layout)?));
+        Ok(())
+    }
+
+    /// Runs the calls, but those that nothing comes of but gradients of inputs that want none.
+    pub(super) fn run(&mut self, wants: impl Fn(usize) -> bool) -> Result<()> {
+        for (call, last) in self.calls.needed(wants) {
+            call.writes.iter().try_for_each(|slot| self.make(*slot))?;
+            self.call(call)?;
+            for slot in last {
+                match slot {
+                    Slot::Read(i) => self.reads[i] = None,
+                    Slot::Scratch(_) => {
+                        self.operands.retain(|(other, _)| *other != slot);
+                        self.made.retain(|(other, _)| *other != slot);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Room for what is written, unless it is there.
+    fn make(&mut self, slot: Slot) -> Result<()> {
+        if self.operands.iter().any(|(other, _)| *other == slot) {
+            return Ok(());
+        }
+        let signature = self.signature;
+        let operand = match slot {
+            Slot::Input(i) | Slot::Gradient(i) => &signature.inputs[i],
+            Slot::Output | Slot::OutputGradient => &signature.output,
+            Slot::Read(i) => &signature.reads[i],
+            Slot::Kept(i) => &signature.kept[i],
+            Slot::Scratch(i) => &Operand {
+                dims: &self.calls.scratch[i].0,
+                dtype: self.calls.scratch[i].1,
+            },
+        };
+        let (storage, lying) = room(self.device, operand)?;
+        self.operands.push((slot, lying));
+        self.made.push((slot, storage));
+        Ok(())
+    }
+
+    fn call(&self, call: &KernelCall) -> Result<()> {
+        let reads = self.reads.iter();
+        let reads = reads.map(|x| x.as_ref().map(Tensor::storage_and_layout));
+        let reads: Vec<_> = reads.collect();
+        let lying = |slot: &Slot| match slot {
+            Slot::Read(i) => {
+                let (storage, layout) = reads[*i].as_ref()?;
+                Lying::of(storage, layout).ok()
+            }
+            _ => {
+                let mut operands = self.operands.iter();
+                operands.find_map(|(other, lying)| (other == slot).then_some(*lying))
+            }
+        };
+        let operands = [&call.reads, &call.writes];
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(gpu) = self.device {
+            let view = |slot: &Slot| match lying(slot) {
+                Some(Lying::Cuda(view)) => Some(view),
+                _ => None,
+            };
+            let [Some(reads), Some(writes)] = operands.map(|named| named.try_map(view)) else {
+                bail!("{}: operands elsewhere", call.kernel.name());
+            };
+            return call.kernel.launch(&Operands {
+                gpu,
+                products: Multiplier::Eager,
+                reads,
+                writes,
+                micro_batch: 0,
+                loss_scale: View::new(0, DType::F32, 0), // no op lowers to what reads it
+            });
+        }
+        let slice = |slot: &Slot| match lying(slot) {
+            Some(Lying::Cpu(slice)) => Some(slice),
+            _ => None,
+        };
+        let [Some(reads), Some(writes)] = operands.map(|named| named.try_map(slice)) else {
+            bail!("{}: operands elsewhere", call.kernel.name());
+        };
+        let step = StepState {
+            micro_batch: 0,
+            loss_scale: 1.0,
+        };
+        call.kernel.run(&Slices::new(step, reads, &writes))
+    }
+
+    pub(super) fn has(&self, slot: Slot) -> bool {
+        self.made.iter().any(|(other, _)| *other == slot)
+    }
+
+    /// What was written, for good; room, where nothing was.
+    pub(super) fn storage(&mut self, slot: Slot) -> Result<Storage> {
+        self.make(slot)?;
+        match self.made.iter().position(|(other, _)| *other == slot) {
+            Some(place) => Ok(self.made.swap_remove(place).1),
+            None => bail!("{slot:?} was given"),
+        }
+    }
+
+    /// As a tensor of no graph.
+    pub(super) fn tensor(&mut self, slot: Slot, shape: &Shape) -> Result<Tensor> {
+        let storage = self.storage(slot)?;
+        Ok(Tensor::from_storage(
+            storage,
+            shape,
+            BackpropOp::none(),
+            false,
+        ))
+    }
+}
+
+/// Room for what a kernel writes all of before anybody reads it, and where it lies: used while the storage is there.
+fn room<'a>(device: &Device, operand: &Operand<'_>) -> Result<(Storage, Lying<'a>)> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(gpu) = device {
+        let elements = operand.dims.iter().product();
+        let storage = cuda::alloc_uninit(gpu, operand.dtype, elements)?;
+        let pointer = cuda::whole(&storage)?.pointer;
+        let lying = Lying::Cuda(View::new(pointer, operand.dtype, elements));
+        return Ok((Storage::Cuda(storage), lying));
+    }
+    if !device.is_cpu() {
+        bail!("no kernel on {:?}", device.location());
+    }
+    // SAFETY: as above.
+    let (storage, slice) = unsafe { cpu::room(operand.dims, operand.dtype)? };
+    Ok((Storage::Cpu(storage), Lying::Cpu(slice)))
+}
