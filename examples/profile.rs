@@ -2,8 +2,8 @@
 //! what follows.
 //!
 //! On a GPU of NVIDIA's kernels are recorded by CUPTI, a library of the CUDA toolkit, and nothing waits for the GPU at
-//! an op. A planned step, which is one CUDA graph else, launches its kernels call by call for that, each in the range
-//! of its call.
+//! an op. A planned step is replayed as CUDA graphs, as it is without a profiler; each kernel has the call that it was
+//! recorded of.
 //!
 //! ```text
 //! cargo run --example profile

@@ -13,14 +13,11 @@ pub(super) fn run(
     calls: Range<usize>,
     mut compute: impl FnMut(usize, &Call) -> Result<ControlFlow<()>>,
 ) -> Result<ControlFlow<()>> {
-    let mut phase: Option<(Phase, probe::RangeGuard)> = None;
+    let mut phase = ProbedPhase::default();
     for index in calls {
         let call = &plan.calls()[index];
         let next = if probe::is_listening() {
-            if phase.as_ref().is_none_or(|(name, _)| *name != call.phase) {
-                drop(phase.take()); // ended before the next begins
-                phase = Some((call.phase, probe::phase(probed_phase(call.phase))));
-            }
+            phase.enter(call.phase);
             run_probed(plan, call, || compute(index, call))?
         } else {
             compute(index, call)?
@@ -30,6 +27,49 @@ pub(super) fn run(
         }
     }
     Ok(ControlFlow::Continue(()))
+}
+
+/// The phase that the probe was told of last, which lasts until the next.
+#[derive(Default)]
+pub(super) struct ProbedPhase(Option<(Phase, probe::RangeGuard)>);
+
+impl ProbedPhase {
+    fn enter(&mut self, phase: Phase) {
+        if self.0.as_ref().is_none_or(|(last, _)| *last != phase) {
+            self.0 = None; // ended before the next begins
+            self.0 = Some((phase, probe::phase(probed_phase(phase))));
+        }
+    }
+}
+
+/// Tells the probe of calls of one phase, which are replayed next: of their ranges, in which nothing happens, and which
+/// call each kernel is of.
+#[cfg(feature = "cuda")]
+pub(super) fn tell_replay(
+    plan: &Plan,
+    calls: Range<usize>,
+    kernels: &[usize],
+    phase: &mut ProbedPhase,
+) -> Result<()> {
+    phase.enter(plan.calls()[calls.start].phase);
+    for call in &plan.calls()[calls.clone()] {
+        let _goes_on = run_probed(plan, call, || Ok(ControlFlow::Continue(())))?;
+    }
+    let numbers = kernels.iter().map(|call| call - calls.start);
+    probe::replayed(calls.len(), &numbers.collect::<Vec<_>>());
+    Ok(())
+}
+
+/// Calls in stretches of one phase each.
+#[cfg(feature = "cuda")]
+pub(super) fn in_phases(plan: &Plan, calls: Range<usize>) -> Vec<Range<usize>> {
+    let mut start = calls.start;
+    let stretches = plan.calls()[calls].chunk_by(|a, b| a.phase == b.phase);
+    let stretches = stretches.map(|stretch| {
+        start += stretch.len();
+        start - stretch.len()..start
+    });
+    stretches.collect()
 }
 
 /// Runs a call in an op's range at its place in the model. What is backward is said by the phase: each call is an op of

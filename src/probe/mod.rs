@@ -147,6 +147,15 @@ pub trait Listener: Send + Sync {
     /// The op at `path`, whose output is still to come on this thread, keeps `tensor` for backward beside its inputs
     /// and output.
     fn kept(&self, _path: Path, _what: &'static str, _tensor: &Tensor) {}
+    /// Whether a GPU may replay recorded work as one launch, of which [`replayed`](Self::replayed) tells. Where a
+    /// listener takes none, each op of it is launched in its range.
+    fn takes_replays(&self) -> bool {
+        false
+    }
+    /// The thread replays recorded work. Ranges of its ops were entered and left before, one after another, and are the
+    /// last ones of the range that the thread is in. Each kernel's number says which of `ops` ops it is of, in the
+    /// order in which they run.
+    fn replayed(&self, _ops: usize, _kernels: &[usize]) {}
 }
 
 type Listeners = Vec<(u64, Arc<dyn Listener>)>;
@@ -187,6 +196,21 @@ impl Drop for Listening {
 #[inline]
 pub fn is_listening() -> bool {
     LISTENING.load(Ordering::Relaxed) > 0
+}
+
+/// Whether recorded work may be replayed: whoever listens takes it.
+#[cfg(feature = "cuda")]
+pub(crate) fn takes_replays() -> bool {
+    let listeners = LISTENERS.read().unwrap_or_else(PoisonError::into_inner);
+    listeners
+        .iter()
+        .all(|(_, listener)| listener.takes_replays())
+}
+
+/// The thread replays the last `ops` ops of the range that it is in; each kernel is of the one with its number.
+#[cfg(feature = "cuda")]
+pub(crate) fn replayed(ops: usize, kernels: &[usize]) {
+    tell(|listener| listener.replayed(ops, kernels));
 }
 
 /// Where this thread is.

@@ -7,7 +7,7 @@ use crate::memory::tracker;
 use crate::probe::{self, Event, Kind, Listener, Listening};
 use crate::{Error, Result};
 use candle_core::Device;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
@@ -65,10 +65,11 @@ impl Profiler {
     /// Starts to record all threads, and what runs on `device`. On the CPU, as [`start`](Self::start).
     ///
     /// On a GPU of NVIDIA's [`Recording::kernels`] has every kernel, with the range that launched it: CUPTI tells of
-    /// them afterwards. Launches overlap with work as they do without a profiler, though each takes the host longer. It
-    /// waits for the GPU where phases and steps begin and end, as stopwatches do, so that each has its own kernels.
-    /// CUPTI is a library of the CUDA toolkit, loaded here. On other GPUs, as
-    /// [`start_waiting_for`](Self::start_waiting_for).
+    /// them afterwards. Launches overlap with work as they do without a profiler, though each takes the host longer. A
+    /// planned step is replayed as it is without one, as one CUDA graph for each stretch of a phase; its first step
+    /// records them, unless its phases were timed before. The profiler waits for the GPU where phases and steps begin
+    /// and end, as stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit, loaded
+    /// here. On other GPUs, as [`start_waiting_for`](Self::start_waiting_for).
     ///
     /// # Errors
     /// [`Error::Order`] if another profiler runs, or CUPTI is not found or serves another program already.
@@ -159,6 +160,7 @@ impl Profiler {
             }
         }
         let names = state.threads.into_iter().map(|thread| thread.name);
+        place_replayed(&mut kernels, &state.replayed)?;
         place_unknown(&mut kernels, &state.spans);
         Ok(Recording {
             spans: state.spans,
@@ -181,6 +183,30 @@ fn place_unknown(kernels: &mut [Kernel], spans: &[Span]) {
     }
 }
 
+/// Gives kernels of replayed work to their ops: they have run in the order in which they were recorded.
+fn place_replayed(kernels: &mut [Kernel], replayed: &BTreeMap<usize, Vec<usize>>) -> Result<()> {
+    for (around, ops) in replayed {
+        let launched = kernels.iter_mut();
+        let launched = launched.filter(|kernel| kernel.span == Some(*around));
+        let launched: Vec<&mut Kernel> = launched.collect();
+        if launched.len() != ops.len() {
+            return Err(Error::Order {
+                op: "Profiler::finish",
+                problem: format!(
+                    "CUPTI tells of {} kernels of a replay, which has {}",
+                    launched.len(),
+                    ops.len()
+                ),
+                hint: "use Profiler::start_waiting_for, which has ops launched one by one".into(),
+            });
+        }
+        for (kernel, op) in launched.into_iter().zip(ops) {
+            kernel.span = Some(*op);
+        }
+    }
+    Ok(())
+}
+
 /// What listens.
 struct Recorder {
     start: Instant,
@@ -197,6 +223,8 @@ struct State {
     spans: Vec<Span>,
     threads: Vec<Thread>,
     numbers: HashMap<ThreadId, usize>,
+    /// By the range that replays: the op of each kernel.
+    replayed: BTreeMap<usize, Vec<usize>>,
     /// The first range that ended too early, and the one inside of it.
     disorder: Option<(String, String)>,
 }
@@ -321,5 +349,60 @@ impl Listener for Recorder {
         }
         span.cost = event.cost;
         span.parts = event.parts;
+    }
+    fn takes_replays(&self) -> bool {
+        self.gpu.is_some()
+    }
+
+    fn replayed(&self, ops: usize, kernels: &[usize]) {
+        let mut state = self.state();
+        let thread = state.thread();
+        let Some(&around) = state.threads[thread].open.last() else {
+            return;
+        };
+        let spans = state.spans.iter().enumerate().skip(around);
+        let inside = spans.filter(|(_, span)| span.parent == Some(around));
+        let inside: Vec<usize> = inside.map(|(number, _)| number).collect();
+        let Some(first) = inside.len().checked_sub(ops) else {
+            return; // some were before the recording
+        };
+        let of_kernels = kernels.iter().map(|op| inside[first + op]);
+        state.replayed.entry(around).or_default().extend(of_kernels);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replayed_kernels_go_to_their_ops_in_order() {
+        let kernel = |name: &str, span| Kernel {
+            name: name.into(),
+            stream: 7,
+            start_ns: 0,
+            end_ns: 1,
+            grid: None,
+            block: None,
+            span,
+        };
+        let recorded = [
+            kernel("before", None),
+            kernel("a", Some(1)),
+            kernel("launched by an op", Some(9)),
+            kernel("b", Some(1)),
+            kernel("c", Some(4)),
+        ];
+        let replayed = |first: &[usize]| BTreeMap::from([(1, first.to_vec()), (4, vec![6])]);
+        let mut kernels = recorded.clone();
+        place_replayed(&mut kernels, &replayed(&[3, 2])).unwrap();
+        let spans = kernels.map(|kernel| kernel.span);
+        assert_eq!(spans, [None, Some(3), Some(9), Some(2), Some(6)]);
+        let error = place_replayed(&mut recorded.clone(), &replayed(&[3, 2, 2])).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("2 kernels of a replay, which has 3"),
+            "{text}"
+        );
     }
 }

@@ -1,9 +1,9 @@
 //! A GPU's executor: every call handed to its kernel, in one stream, and the whole of a run recorded as a CUDA graph.
 //!
 //! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on
-//! a run is one launch, or one for each phase where phases are timed. What may change from run to run (learning rates,
-//! the loss scale) is read by the kernels from a buffer that is filled before. A run that the probe listens to goes
-//! call by call again.
+//! a run is one launch, or one for each phase where phases are timed or profiled. What may change from run to run
+//! (learning rates, the loss scale) is read by the kernels from a buffer that is filled before. A run goes call by call
+//! again where somebody listens who takes no replays.
 //!
 //! The stream is the executor's own, so that no other work is recorded. While a plan's first two runs last, other
 //! threads had better not use the GPU for what they have not used it for before: the driver loads kernels when they are
@@ -38,8 +38,9 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use device_pointers::DevicePointers;
-use graph::Recorded;
+use graph::{Graph, Recorded};
 use inputs::Inputs;
+use launcher::Launcher;
 use std::fmt;
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
@@ -190,15 +191,17 @@ impl Executor {
         stream.join(&self.stream).w()?;
         self.inputs.fill(&self.gpu, plan, controls)?;
         // What a first run loads would end the recording of another thread's.
-        let recorded = matches!(self.recorded[extent as usize], Recorded::Graphs(_));
+        let segments = self.segments(plan, extent);
+        let recorded = self.recorded[extent as usize].is_of(&segments);
         let _undisturbed = (!recorded).then(hardware::cuda::undisturbed);
         let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
         if !copies_were_current {
-            self.launch(plan, &vec![(plan.first_run_only(), 0)], extent)?;
+            let copies = vec![(plan.first_run_only(), 0)];
+            self.launch(plan, &copies, extent)?;
         }
-        match probe::is_listening() {
-            false => self.run_recorded(plan, extent)?,
-            true => self.launch_all(plan, extent)?,
+        match probe::takes_replays() {
+            true => self.run_recorded(plan, extent, &segments)?,
+            false => self.launch_all(plan, extent, &segments)?,
         }
         self.stream.join(&stream).w()?;
         let stepped = match extent {
@@ -263,7 +266,7 @@ impl Executor {
             .map_or(Ok(None), |clock| clock.times(ms))
     }
 
-    /// The calls of a run: in one segment, or where phases are timed in one for each stretch of one phase.
+    /// The calls of a run: in one segment, or where phases are timed or profiled in one for each stretch of one phase.
     fn segments(&self, plan: &Plan, extent: RunScope) -> Vec<Segment> {
         let mut calls = Segment::new();
         if extent != RunScope::AfterMicroBatches {
@@ -272,12 +275,16 @@ impl Executor {
         if extent != RunScope::MicroBatches {
             calls.push((plan.per_micro_batch().end..plan.calls().len(), 0));
         }
-        let Some(clock) = &self.clock else {
+        if self.clock.is_none() && !probe::is_listening() {
             return vec![calls];
-        };
-        let calls = calls.into_iter();
-        let pieces = calls.flat_map(|(calls, micro_batch)| {
-            let pieces = clock.pieces(calls).into_iter();
+        }
+        let pieces = calls.into_iter().flat_map(|(calls, micro_batch)| {
+            let pieces = match &self.clock {
+                Some(clock) => clock.pieces(calls),
+                None => vec![calls],
+            };
+            let pieces = pieces.into_iter();
+            let pieces = pieces.flat_map(|piece| calls::in_phases(plan, piece));
             pieces.map(move |piece| vec![(piece, micro_batch)])
         });
         pieces.collect()
@@ -286,14 +293,12 @@ impl Executor {
     /// Calls `launch` for each segment of a run, in order, and takes the moments between.
     fn run_segments(
         &mut self,
-        plan: &Plan,
-        extent: RunScope,
+        segments: &[Segment],
         mut launch: impl FnMut(&mut Self, usize, &Segment) -> Result<()>,
     ) -> Result<()> {
         if let Some(clock) = &mut self.clock {
             clock.start();
         }
-        let segments = self.segments(plan, extent);
         for (number, segment) in segments.iter().enumerate() {
             if let (Some(clock), Some((calls, _))) = (&mut self.clock, segment.first()) {
                 record_event(&self.gpu, &mut self.events, number)?;
@@ -309,29 +314,15 @@ impl Executor {
     }
 
     /// Launches the calls of a run one by one.
-    fn launch_all(&mut self, plan: &Plan, extent: RunScope) -> Result<()> {
-        self.run_segments(plan, extent, |executor, _, segment| {
+    fn launch_all(&mut self, plan: &Plan, extent: RunScope, segments: &[Segment]) -> Result<()> {
+        self.run_segments(segments, |executor, _, segment| {
             executor.launch(plan, segment, extent)
         })
     }
 
     fn launch(&mut self, plan: &Plan, segment: &Segment, extent: RunScope) -> Result<()> {
-        let Some(device_pointers) = &self.device_pointers else {
-            panic!("a call was launched before its operands were placed");
-        };
         for (calls, micro_batch) in segment {
-            let mut launcher = launcher::Launcher {
-                gpu: &self.gpu,
-                plan,
-                device_pointers,
-                inputs: &self.inputs,
-                products: &mut self.products,
-                updates: self.updates.as_ref(),
-                micro_batch: *micro_batch,
-                checks: extent == RunScope::Checked,
-                launched: calls.start,
-                end: calls.end,
-            };
+            let mut launcher = self.launcher(plan, calls, *micro_batch, extent);
             let _end = calls::run(plan, calls.clone(), |index, call| {
                 launcher.launch(index, call)?;
                 Ok(ControlFlow::Continue(()))
@@ -340,36 +331,74 @@ impl Executor {
         Ok(())
     }
 
+    /// Records what [`launch`](Self::launch) launches, of which the probe hears when it is replayed.
+    fn record(&mut self, plan: &Plan, segment: &Segment, extent: RunScope) -> Result<Graph> {
+        let gpu = self.gpu.clone();
+        graph::record(&gpu, segment, |launched| {
+            for (calls, micro_batch) in segment {
+                let mut launcher = self.launcher(plan, calls, *micro_batch, extent);
+                for index in calls.clone() {
+                    launcher.launch(index, &plan.calls()[index])?;
+                    launched(index)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn launcher<'a>(
+        &'a mut self,
+        plan: &'a Plan,
+        calls: &Range<usize>,
+        micro_batch: usize,
+        extent: RunScope,
+    ) -> Launcher<'a> {
+        let Some(device_pointers) = &self.device_pointers else {
+            panic!("a call was launched before its operands were placed");
+        };
+        Launcher {
+            gpu: &self.gpu,
+            plan,
+            device_pointers,
+            inputs: &self.inputs,
+            products: &mut self.products,
+            updates: self.updates.as_ref(),
+            micro_batch,
+            checks: extent == RunScope::Checked,
+            launched: calls.start,
+            end: calls.end,
+        }
+    }
+
     /// Runs what was recorded; records it if it has been run before.
     ///
     /// Nothing of a recording is run, and another thread can end it: the driver refuses to synchronise the context, or
     /// to load a kernel, without that. Then the calls are launched one by one, which says what is wrong if something
     /// is, and the next run is recorded.
-    fn run_recorded(&mut self, plan: &Plan, extent: RunScope) -> Result<()> {
+    fn run_recorded(&mut self, plan: &Plan, extent: RunScope, segments: &[Segment]) -> Result<()> {
         let place = extent as usize;
-        match &self.recorded[place] {
-            Recorded::Graphs(_) => {}
-            Recorded::Nothing => {
-                self.recorded[place] = Recorded::Warm;
-                return self.launch_all(plan, extent);
-            }
-            Recorded::Warm => {
-                let gpu = self.gpu.clone();
-                let segments = self.segments(plan, extent);
-                let graphs = segments.iter();
-                let graphs = graphs
-                    .map(|segment| graph::record(&gpu, || self.launch(plan, segment, extent)));
-                match graphs.collect() {
-                    Err(_) => return self.launch_all(plan, extent),
-                    Ok(graphs) => self.recorded[place] = Recorded::Graphs(graphs),
-                }
+        if let Recorded::Nothing = self.recorded[place] {
+            self.recorded[place] = Recorded::Warm;
+            return self.launch_all(plan, extent, segments);
+        }
+        if !self.recorded[place].is_of(segments) {
+            let graphs = segments.iter();
+            let graphs = graphs.map(|segment| self.record(plan, segment, extent));
+            match graphs.collect() {
+                Err(_) => return self.launch_all(plan, extent, segments),
+                Ok(graphs) => self.recorded[place] = Recorded::Graphs(graphs),
             }
         }
-        self.run_segments(plan, extent, |executor, number, _| {
-            match &executor.recorded[place] {
-                Recorded::Graphs(graphs) => graphs[number].launch(),
-                _ => unreachable!("recorded above"),
+        let mut phase = calls::ProbedPhase::default();
+        self.run_segments(segments, |executor, number, _| {
+            let Recorded::Graphs(graphs) = &executor.recorded[place] else {
+                unreachable!("recorded above");
+            };
+            let graph = &graphs[number];
+            if let (true, [(calls, _)]) = (probe::is_listening(), &graph.segment[..]) {
+                calls::tell_replay(plan, calls.clone(), &graph.kernels, &mut phase)?;
             }
+            graph.launch()
         })
     }
 

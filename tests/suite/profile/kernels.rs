@@ -2,10 +2,13 @@
 
 use super::{alone, config, span};
 use candle_core::{Device, Tensor};
+use std::sync::Arc;
 use tallow::attention::Algorithm;
+use tallow::compile::{PlanConfig, TrainStep};
 use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
-use tallow::probe::Kind;
+use tallow::probe::{self, Kind};
 use tallow::profile::{
     self, Balance, Cost, Grouping, Kernel, KernelWork, Line, LineKind, ProfileReport, Profiler,
     Recording, Selection,
@@ -286,6 +289,84 @@ fn kernels_of_a_step_are_mapped_to_its_ops() {
                 .filter(|row| !row.is_gap())
                 .all(|row| row.instances % 2 == 0)
         );
+    }
+}
+
+/// The kernels of two planned steps: names, with the phase and the op that each is of, and from which step.
+fn planned_on_gpu(plan: &PlanConfig, times_phases: bool, attention: Algorithm) -> Vec<[String; 3]> {
+    let device = tallow::device("cuda").unwrap();
+    let size = TransformerConfig {
+        d_model: 32,
+        ..config(attention)
+    };
+    let model = TransformerLM::new(&size, 5, &device).unwrap();
+    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut step = TrainStep::new(&model, &optimizer, plan).unwrap();
+    step.time_phases(times_phases);
+    let shape = (plan.batch_size * plan.accumulation, plan.sequence_length);
+    let tokens = Tensor::zeros(shape, candle_core::DType::U32, &device).unwrap();
+    let mut run = |steps: usize| {
+        for _ in 0..steps {
+            let _step = profile::step();
+            step.run(&mut optimizer, &tokens, &tokens).unwrap();
+        }
+    };
+    run(3);
+    let profiler = Profiler::start_on(&device).unwrap();
+    run(2);
+    let recording = profiler.finish().unwrap();
+    run(1);
+    let of = |kernel: &Kernel| {
+        let span = &recording.spans[kernel.span.unwrap()];
+        let mut around = span.parent;
+        while let Some(i) = around {
+            let around_it = &recording.spans[i];
+            if matches!(around_it.kind, Kind::Phase | Kind::Step) {
+                let slack = 200_000; // of the two clocks, in ns
+                assert!(kernel.start_ns + slack >= around_it.start_ns);
+                assert!(kernel.end_ns <= around_it.end_ns + slack);
+            }
+            around = around_it.parent;
+        }
+        [
+            kernel.name.to_string(),
+            span.phase.to_string(),
+            span.path.to_string(),
+        ]
+    };
+    recording.kernels.iter().map(of).collect()
+}
+
+/// A listener that takes no replays.
+struct OneByOne;
+impl probe::Listener for OneByOne {}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn replayed_kernels_are_of_the_calls_that_launch_them_one_by_one() {
+    let _alone = alone();
+    let plain = PlanConfig {
+        batch_size: 2,
+        sequence_length: 7,
+        precision: Precision::BF16,
+        ..Default::default()
+    };
+    let in_micro_batches = PlanConfig {
+        accumulation: 3,
+        clip_norm: Some(1.0),
+        ..plain.clone()
+    };
+    for attention in [Algorithm::Naive, Algorithm::Flash] {
+        for plan in [&plain, &in_micro_batches] {
+            for times_phases in [false, true] {
+                let replayed = planned_on_gpu(plan, times_phases, attention);
+                let listening = probe::listen(Arc::new(OneByOne));
+                let launched = planned_on_gpu(plan, times_phases, attention);
+                drop(listening);
+                assert!(replayed.iter().any(|[_, phase, _]| phase == "optimizer"));
+                assert_eq!(replayed, launched);
+            }
+        }
     }
 }
 
